@@ -1,0 +1,61 @@
+"""The modules that a gin file imports: where they are looked for, and what went wrong."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+from framework.errors import ConfigError, suggest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+"""The folder of framework/, tasks/ and configs/."""
+
+
+def make_importable(gin_files: Iterable[str]) -> None:
+  """Adds the working directory to `sys.path`, and after all else the folders of the gin files."""
+  if not {"", os.getcwd()} & set(sys.path):
+    sys.path.insert(0, os.getcwd())
+  for file in gin_files:
+    folder = os.path.dirname(os.path.abspath(file))
+    if folder not in sys.path:
+      sys.path.append(folder)
+
+
+def import_module(module: str) -> None:
+  """Imports what a gin file names.
+
+  Raises:
+    ConfigError: there is no such module, or it raised.
+  """
+  if module.startswith("__gin__"):
+    raise ConfigError(f"{module} is not supported. Import modules; they register their own names.")
+  try:
+    importlib.import_module(module)
+  except ConfigError:
+    raise
+  except Exception as error:
+    if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+      raise ConfigError(f"no module named {module!r}.{suggest(module, own_modules())}") from error
+    raise ConfigError(_failure(module, error)) from error
+
+
+def own_modules() -> dict[str, Path]:
+  """Returns the modules, two levels deep, of the user's folders and of tasks/, with their files."""
+  foreign = (sys.prefix, sys.base_prefix)
+  folders = [Path(folder) for folder in sys.path if not folder.startswith(foreign)]
+  files = [(top, file) for top in folders for file in (*top.glob("*.py"), *top.glob("*/*.py"))]
+  files += [(REPOSITORY, file) for file in REPOSITORY.glob("tasks/*.py")]
+  names = {".".join(file.relative_to(top).with_suffix("").parts): file for top, file in files}
+  hidden = ("framework.", "tests.", "benchmarks.")
+  return {n: f for n, f in names.items() if not n.startswith(hidden) and f.stem != "__init__"}
+
+
+def _failure(module: str, error: Exception) -> str:
+  frame = traceback.extract_tb(error.__traceback__)[-1]
+  place = f"{frame.filename}:{frame.lineno}"
+  if isinstance(error, SyntaxError):
+    place = f"{error.filename}:{error.lineno}"
+  reason = str(error).partition("\n")[0]
+  return f"import {module} failed at {place} with {type(error).__name__}: {reason}"

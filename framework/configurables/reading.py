@@ -1,0 +1,210 @@
+"""Gin files -> bindings, each with its place. Nothing is looked up yet, so no import is needed."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gin import config_parser
+
+from framework.configurables import imports
+from framework.errors import ConfigError, suggest
+
+MACRO = "gin.macro"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+  """`@scope/name`, `@scope/name()`, or `%scope` if the name is `MACRO`; prints as in gin."""
+
+  scope: str
+  name: str
+  called: bool
+
+  @property
+  def is_macro(self) -> bool:
+    """Whether it stands for a macro or a gin constant."""
+    return self.name == MACRO
+
+  def __repr__(self) -> str:
+    """Returns it as a gin file writes it."""
+    if self.is_macro:
+      return f"%{self.scope}"
+    return f"@{scoped(self.scope, self.name)}{'()' if self.called else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+  """One `scope/name.parameter = value`; a macro is the parameter "value" of `MACRO`."""
+
+  where: str
+  file: str
+  scope: str
+  name: str
+  parameter: str
+  value: Any
+
+  @property
+  def key(self) -> tuple[str, str, str]:
+    """What is bound."""
+    return self.scope, self.name, self.parameter
+
+  def __str__(self) -> str:
+    """Returns the left-hand side as a gin file writes it."""
+    if self.name == MACRO:
+      return self.scope
+    return f"{scoped(self.scope, self.name)}.{self.parameter}"
+
+
+class Config(NamedTuple):
+  """What was read, in order; an import statement comes with its place."""
+
+  files: list[str]
+  imports: list[tuple[str, config_parser.ImportStatement]]
+  bindings: list[Binding]
+
+  def import_lines(self) -> list[str]:
+    """Returns the import statements as a gin file writes them, each once."""
+    return list(dict.fromkeys(statement.format() for _, statement in self.imports))
+
+
+def scoped(scope: str, name: str) -> str:
+  """Returns "scope/name", or "name" for the empty scope."""
+  return f"{scope}/{name}" if scope else name
+
+
+@contextlib.contextmanager
+def at(where: str) -> Iterator[None]:
+  """Puts the place in front of a mistake."""
+  try:
+    yield
+  except ConfigError as error:
+    raise ConfigError(f"{where}: {error}") from error.__cause__
+
+
+def read(gin_files: Iterable[str], gin_params: Iterable[str]) -> Config:
+  """Reads gin files, with what they include, and then single bindings.
+
+  Raises:
+    ConfigError: a file that is not there, or that gin cannot read.
+  """
+  config = Config([], [], [])
+  for name in gin_files:
+    _read_file(config, _gin_file(name, [""]), ())
+  for param in gin_params:
+    _read_text(config, param, f"--gin_param {param!r}", ())
+  return config
+
+
+def is_writable(value: Any) -> bool:
+  """Whether gin reads `repr(value)` back as the same value."""
+  if type(value) in (list, tuple):
+    return all(map(is_writable, value))
+  if type(value) is dict:
+    return all(map(is_writable, [*value, *value.values()]))
+  if type(value) is float:
+    return math.isfinite(value)
+  return value is None or type(value) in (bool, int, str, bytes, Reference)
+
+
+class _Delegate(config_parser.ParserDelegate):
+  """Lets gin's parser make `Reference`s without looking anything up."""
+
+  def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
+    scope, _, name = scoped_configurable_name.rpartition("/")
+    return Reference(scope, name, evaluate)
+
+  def macro(self, macro_name: str) -> Reference:
+    return Reference(macro_name, MACRO, called=True)
+
+
+def _read_file(config: Config, path: str, including: tuple[str, ...]) -> None:
+  try:
+    text = Path(path).read_text(encoding="utf-8")
+  except UnicodeDecodeError:
+    raise ConfigError(f"{path} is not text; a gin file must be UTF-8.") from None
+  config.files.append(path)
+  _read_text(config, text, path, (*including, path))
+
+
+def _read_text(config: Config, text: str, source: str, including: tuple[str, ...]) -> None:
+  for statement in _statements(text, source):
+    where = _place(source, statement.location.line_num)
+    if isinstance(statement, config_parser.IncludeStatement):
+      with at(where):
+        path = _included(statement.filename, including)
+      _read_file(config, path, including)
+    elif isinstance(statement, config_parser.ImportStatement):
+      config.imports.append((where, statement))
+    elif isinstance(statement, config_parser.BindingStatement):
+      config.bindings.append(_binding(statement, where, source))
+
+
+def _binding(statement: config_parser.BindingStatement, where: str, source: str) -> Binding:
+  scope, name, parameter, value, _ = statement
+  if not parameter:
+    scope, name, parameter = scoped(scope, name), MACRO, "value"
+  binding = Binding(where, source, scope, name, parameter, value)
+  if not is_writable(value):
+    raise ConfigError(f"{where}: {binding} is {value!r}; it must be finite. Use None for no limit.")
+  return binding
+
+
+def _statements(text: str, source: str) -> Iterator[Any]:
+  try:
+    yield from config_parser.ConfigParser(text, _Delegate())
+  except SyntaxError as error:
+    raise _syntax_error(source, error.lineno or 1, error.msg, text) from None
+  except tokenize.TokenError as error:
+    message, (line, _) = error.args
+    raise _syntax_error(source, line, message, text) from None
+
+
+def _syntax_error(source: str, line: int, message: str, text: str) -> ConfigError:
+  where = _place(source, line)
+  token = re.search(r"Failed to parse token '(.*)'", message)
+  if token:
+    return ConfigError(f"{where}: {token[1]!r} is not a value.{_value_hint(token[1])}")
+  lines = text.rstrip("\n").split("\n")
+  read = lines[min(line, len(lines)) - 1].strip()
+  reason = " ".join(message.split()).rstrip(".")
+  return ConfigError(f"{where}: cannot read {read!r}: {reason[:1].lower()}{reason[1:]}.")
+
+
+def _value_hint(token: str) -> str:
+  python = {"true": "True", "false": "False", "none": "None", "null": "None"}.get(token.lower())
+  if python:
+    return f" Write {python}."
+  if not token.isidentifier():
+    return ""
+  return f" Quote a string ('{token}'); write @{token} for a configurable, %{token} for a macro."
+
+
+def _place(source: str, line: int) -> str:
+  return source if source.startswith("--") else f"{source}:{line}"
+
+
+def _included(name: str, including: tuple[str, ...]) -> str:
+  path = _gin_file(name, [os.path.dirname(including[-1]), ""] if including else [""])
+  if path in including:
+    chain = " includes ".join([*including, path])
+    raise ConfigError(f"{chain}; a file must not include itself. Remove one of the includes.")
+  return path
+
+
+def _gin_file(name: str, folders: Sequence[str]) -> str:
+  """Returns the path of a gin file, looked for in `folders` and then in the repository."""
+  tops = [*folders, str(imports.REPOSITORY)]
+  paths = list(dict.fromkeys(os.path.normpath(os.path.join(top, name)) for top in tops))
+  for path in paths:
+    if os.path.isfile(path):
+      return path
+  siblings = [file.name for path in paths for file in Path(path).parent.glob("*.gin")]
+  looked = " or ".join(os.path.dirname(path) or "." for path in paths)
+  hint = suggest(os.path.basename(name), siblings)
+  raise ConfigError(f"there is no gin file {name!r} in {looked}.{hint}")

@@ -1,0 +1,216 @@
+"""What a gin file may name without an import, and what is known about each name."""
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import gin
+
+from framework.configurables.imports import own_modules
+from framework.configurables.reading import Reference
+from framework.errors import ConfigError, suggest
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+TABLE: Sequence[tuple[str, str]] = (
+  ("framework.run", "run"),
+  ("framework.trainer", "Trainer"),
+  ("framework.evaluator", "Evaluator"),
+  ("framework.reduction", "Reduction"),
+  ("framework.strategies", "auto default one_device mirrored central_storage"),
+  ("framework.loss_scale", "none fixed dynamic"),
+  ("framework.schedules", "constant linear_warmup cosine_decay exponential_decay"),
+  ("framework.schedules", "piecewise_constant scale_by_replicas"),
+  ("framework.actions", "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
+  ("framework.inputs", "ArraySource ImageFolderSource StreamSource load_arrays"),
+)
+"""Modules, and names that each must have."""
+
+ROOTS = ("run", "Trainer", "Evaluator")
+"""What `run` makes without being told to. All else in a config must be reached from these."""
+
+GIVEN: Mapping[str, Mapping[str, str]] = {
+  "run": {"mode": "use the flag --mode", "model_dir": "use the flag --model_dir"},
+  "Trainer": {
+    "task": "set run.task",
+    "strategy": "set run.strategy",
+    "optimizer": "set run.optimizer",
+    "dataset_fn": "set run.task, whose source() it reads",
+    "global_batch_size": "set run.global_batch_size",
+    "eager": "set run.eager",
+    "seed": "set run.seed",
+  },
+  "Evaluator": {
+    "task": "set run.task",
+    "strategy": "set run.strategy",
+    "dataset": "set run.task, whose source() it reads",
+    "ema": "set Trainer.ema_decay",
+    "eager": "set run.eager",
+  },
+}
+"""Parameters that the caller passes itself, ignoring any binding, and what to do instead."""
+
+OPTIMIZER_PACKAGES = ("keras", "tf_keras")
+# The base class, what framework.loss_scale replaces, and one whose argument gin cannot write.
+NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+
+UNKNOWN = inspect.Parameter.empty
+"""Stands for an annotation or a default that is not there."""
+
+
+def register(target: Target) -> Target:
+  """Makes a class or function known to gin; usable as a decorator, direct calls stay as they are.
+
+  `tasks.digits.Digits` may then be written `@Digits`, `@digits.Digits` or in full. To define it
+  again, as a notebook cell does, replaces it.
+  """
+  _register(target)
+  return target
+
+
+def register_all() -> None:
+  """Registers everything in `TABLE`, and the optimizers of both Keras generations; idempotent.
+
+  Imports TensorFlow, touches no device.
+
+  Raises:
+    AttributeError: a module lacks a name that `TABLE` says it has.
+  """
+  for module, names in TABLE:
+    for name in names.split():
+      _register(getattr(importlib.import_module(module), name), denylist=[*GIVEN.get(name, ())])
+  for package in OPTIMIZER_PACKAGES:
+    for optimizer in _optimizers(package):
+      # Keras's optimizers take **kwargs only to refuse them.
+      _register(optimizer, module=package, allowlist=[*_named(optimizer)])
+
+
+def configured(target: Callable[Parameters, Result]) -> Callable[..., Result]:
+  """Returns the version of a class or function that takes its parameters from the config in force.
+
+  Returns `target` itself if it is not registered, so that `run` works without gin.
+  """
+  known = any(entry.wrapped is target for _, entry in registry().items())
+  return gin.get_configurable(target) if known else target
+
+
+def registry() -> Any:
+  """Returns gin's names; private in gin, which setup.cfg holds at 0.5 and a test watches."""
+  return gin.config._REGISTRY
+
+
+def entry(selector: str) -> Any:
+  """Returns what gin keeps about a selector: wrapped, wrapper, allowlist, denylist."""
+  return registry().get_match(selector)
+
+
+def roots() -> list[str]:
+  """Returns the selectors of `ROOTS`, as far as they are registered."""
+  names = [f"{module}.{name}" for module, names in TABLE for name in names.split() if name in ROOTS]
+  return [_selector(name) for name in names if name in registry()]
+
+
+def find(name: str) -> str:
+  """Returns the shortest selector of what `name` stands for; gin's own names yield to any other.
+
+  Raises:
+    ConfigError: nothing is registered under `name`, or more than one thing.
+  """
+  matches = registry().matching_selectors(name)
+  matches = [match for match in matches if not match.startswith("gin.")] or matches
+  if len(matches) == 1:
+    return _selector(matches[0])
+  if matches:
+    choices = " or ".join(sorted(map(_selector, matches)))
+    raise ConfigError(f"{name!r} is ambiguous; it must be {choices}.")
+  raise ConfigError(f"unknown configurable {name!r}.{_where_it_may_be(name)}")
+
+
+def parameters(selector: str) -> dict[str, inspect.Parameter]:
+  """Returns the parameters that a config may set."""
+  denied = entry(selector).denylist or ()
+  return {n: p for n, p in _named(entry(selector).wrapped).items() if n not in denied}
+
+
+def takes_any(selector: str) -> bool:
+  """Whether there is a **kwargs that makes every name a parameter."""
+  kinds = [p.kind for p in _signature(entry(selector).wrapped).parameters.values()]
+  return inspect.Parameter.VAR_KEYWORD in kinds and not entry(selector).allowlist
+
+
+def result(selector: str) -> Any:
+  """Returns what calling it gives: the class or the return annotation, or `UNKNOWN`."""
+  target = entry(selector).wrapped
+  return target if inspect.isclass(target) else _signature(target).return_annotation
+
+
+def default_references(selector: str) -> dict[str, Reference]:
+  """Returns the parameters whose default is registered itself, each with the reference to it."""
+  names = {id(entry.wrapped): complete for complete, entry in registry().items()}
+  return {
+    p.name: Reference("", _selector(names[id(p.default)]), called=False)
+    for p in parameters(selector).values()
+    if id(p.default) in names
+  }
+
+
+def calls_itself(selector: str) -> bool:
+  """Whether plain calls take bindings too (`@gin.configurable`): then its uses cannot be known."""
+  known = entry(selector)
+  module = sys.modules.get(getattr(known.wrapped, "__module__", ""))
+  return known.wrapper in (known.wrapped, getattr(module, known.name, None))
+
+
+def _register(target: Callable[..., Any], module: str | None = None, **lists: list[str]) -> None:
+  earlier = registry().get(f"{module or target.__module__}.{target.__name__}")
+  if earlier is None or earlier.wrapped is not target:
+    with gin.config.interactive_mode():  # Allows a second definition.
+      gin.register(target.__name__, module=module, **lists)(target)
+
+
+def _optimizers(package: str) -> list[type]:
+  module = importlib.import_module(f"{package}.optimizers")
+  classes = [value for value in vars(module).values() if inspect.isclass(value)]
+  optimizers = [each for each in classes if issubclass(each, module.Optimizer)]
+  return [each for each in optimizers if each.__name__ not in NOT_OPTIMIZERS]
+
+
+def _selector(complete: str) -> str:
+  """Returns the shortest unambiguous way to write a complete selector."""
+  if complete.startswith("gin.") or registry()[complete].is_method:
+    return complete
+  return registry().minimal_selector(complete)
+
+
+def _where_it_may_be(name: str) -> str:
+  last = name.rpartition(".")[2]
+  definition = re.compile(rf"^(class|def) {re.escape(last)}\b", re.MULTILINE)
+  for module, path in own_modules().items():
+    if definition.search(path.read_text(encoding="utf-8", errors="replace")):
+      if module in sys.modules:
+        return f" {module} defines it without registering it: put @framework.register above it."
+      return f" Add `import {module}`, which defines it."
+  known = [_selector(name) for name, _ in registry().items() if not name.startswith("gin.")]
+  same = [other for other in known if other.rpartition(".")[2].lower() == last.lower()]
+  if same:
+    return f" Did you mean {' or '.join(map(repr, sorted(same)))}?"
+  return suggest(name, known) or " If it is yours, import its module: `import my_tasks`."
+
+
+def _named(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+  kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+  return {p.name: p for p in _signature(target).parameters.values() if p.kind in kinds}
+
+
+@functools.cache
+def _signature(target: Callable[..., Any]) -> inspect.Signature:
+  try:
+    return inspect.signature(target, eval_str=True)
+  except Exception:  # An annotation that only exists for a type checker.
+    return inspect.signature(target)

@@ -1,0 +1,68 @@
+"""The evaluator: the trainer's shape without gradients, every example counted exactly once."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import orbit
+import tensorflow as tf
+
+from framework.inputs import Batch
+from framework.metrics import MetricSums
+from framework.optimizers import Ema
+from framework.step import EvalStep
+from framework.task import Task
+
+
+class Evaluator(orbit.AbstractEvaluator):
+  """Evaluates a task over a finite dataset; `orbit.Controller`, or your own loop, calls it."""
+
+  def __init__(
+    self,
+    *,
+    task: Task,
+    strategy: tf.distribute.Strategy,
+    dataset: tf.data.Dataset,
+    ema: Ema | None = None,
+    eager: bool = False,
+  ) -> None:
+    """Keeps the parts; `task.model` must be built.
+
+    Args:
+      task: what to evaluate.
+      strategy: what the model was built under.
+      dataset: finite, of padded global batches; see `inputs.eval_dataset`.
+      ema: evaluate with these averages in place of the variables.
+      eager: no tf.function at all.
+    """
+    super().__init__()
+    self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
+    self._dataset = strategy.experimental_distribute_dataset(dataset)
+    with strategy.scope():
+      self._metrics = MetricSums()
+    self._compiled_step = self.eval_step if eager else tf.function(self.eval_step)
+
+  def evaluate(self, num_steps: tf.Tensor | int = -1) -> dict[str, float]:
+    """Evaluates the first `num_steps` batches, or all for -1 (host).
+
+    Returns:
+      name -> sum of totals / sum of weights over all examples.
+    """
+    limit = int(num_steps)
+    with self._ema.in_place() if self._ema else contextlib.nullcontext():
+      for index, batch in enumerate(self._dataset):
+        if index == limit:
+          break
+        self._compiled_step(batch)
+      return self._metrics.result()
+
+  def eval_step(self, batch: Any) -> None:
+    """One global batch (cross-replica)."""
+    self.strategy.run(self.replica_step, args=(batch,))
+
+  def replica_step(self, batch: Batch) -> None:
+    """One replica's work: the task's step, then its metrics into the running sums."""
+    step = EvalStep()
+    self.task.eval_step(step, batch)
+    step.record(self._metrics)

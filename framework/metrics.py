@@ -1,0 +1,88 @@
+"""Metrics as (total, weight) pairs, summed on the device and read by the host once a loop."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from framework.errors import ConfigError
+
+CAPACITY = 64
+"""How many metrics a task may log; all of them live in one variable, added to once a step."""
+
+
+class MetricSums:
+  """Running sums of (total, weight) pairs over replicas, steps and micro-batches.
+
+  One float64 variable [CAPACITY, 2], local to each replica, holds every metric, so that a step
+  costs one addition and no communication, however many metrics a task logs.
+  """
+
+  def __init__(self) -> None:
+    """Makes the variable, so call it in `strategy.scope()`."""
+    self._rows: dict[str, int] = {}
+    self._sums = tf.Variable(
+      np.zeros([CAPACITY, 2]),
+      trainable=False,
+      dtype=tf.float64,
+      synchronization=tf.VariableSynchronization.ON_READ,
+      aggregation=tf.VariableAggregation.SUM,
+      name="metric_sums",
+    )
+
+  def add(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
+    """Adds this replica's pairs (replica context); names are fixed when the step is traced.
+
+    Raises:
+      ConfigError: a value is not a pair of scalars, or there are more than CAPACITY names.
+    """
+    if not metrics:
+      return
+    rows: list[tuple[Any, Any]] = [(0.0, 0.0)] * CAPACITY
+    for name, value in metrics.items():
+      rows[self._row(name)] = _checked(name, value)
+    used = len(self._rows)
+    flat = tf.stack([tf.cast(part, tf.float32) for row in rows[:used] for part in row])
+    sums = tf.reshape(tf.cast(flat, tf.float64), [used, 2])
+    self._sums.assign_add(tf.pad(sums, [[0, CAPACITY - used], [0, 0]]))
+
+  def result(self) -> dict[str, float]:
+    """Returns name -> total / weight over all replicas, and starts again from zero (host).
+
+    A metric whose weights sum to zero is nan.
+    """
+    sums = (
+      self._sums.numpy() if not _is_distributed(self._sums) else self._sums.read_value().numpy()
+    )
+    self._sums.assign(np.zeros([CAPACITY, 2]))
+    return {
+      name: float(sums[row, 0] / sums[row, 1]) if sums[row, 1] else float("nan")
+      for name, row in self._rows.items()
+    }
+
+  def _row(self, name: str) -> int:
+    row = self._rows.setdefault(name, len(self._rows))
+    if row >= CAPACITY:
+      raise ConfigError(f"metric {name!r} is one too many; a task may log {CAPACITY} metrics.")
+    return row
+
+
+def _is_distributed(variable: tf.Variable) -> bool:
+  return isinstance(variable, tf.distribute.DistributedValues)
+
+
+def _checked(name: str, value: tuple[Any, Any]) -> tuple[Any, Any]:
+  if not isinstance(value, tuple) or len(value) != 2:
+    raise ConfigError(
+      f"metric {name!r} is {type(value).__name__}; it must be a pair (total, weight) of this "
+      "replica's sums, for example weighted_sum(per_example, batch['weight'])."
+    )
+  for part in value:
+    shape = tf.convert_to_tensor(part).shape
+    if shape.rank != 0:
+      raise ConfigError(
+        f"metric {name!r} has shape {shape}; total and weight must be scalars, this replica's "
+        "sums over its examples."
+      )
+  return value

@@ -1,0 +1,91 @@
+"""What the framework asks of a model, whatever made it: Keras 3, tf_keras, tf.Module, or a dict."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+import tf_keras
+
+from framework.errors import ConfigError
+
+
+def parts(model: Any) -> Iterator[Any]:
+  """Yields the single models inside a model, a dict or a list of them."""
+  if isinstance(model, Mapping):
+    for value in model.values():
+      yield from parts(value)
+  elif isinstance(model, (list, tuple)):
+    for value in model:
+      yield from parts(value)
+  else:
+    yield model
+
+
+def raw(variable: Any) -> tf.Variable:
+  """Returns the `tf.Variable` inside a Keras 3 variable, or the variable itself."""
+  return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def trainable_variables(model: Any) -> list[Any]:
+  """Returns the trainable variables of a model, each once, in the model's order.
+
+  They are what the model itself calls variables (`keras.Variable` or `tf.Variable`), so that
+  constraints and names survive; `raw` gives the `tf.Variable` to differentiate.
+  """
+  return _variables(model, "trainable_variables")
+
+
+def all_variables(model: Any) -> list[Any]:
+  """Returns every variable of a model, trainable or not, each once; see `trainable_variables`."""
+  return _variables(model, "variables")
+
+
+def _variables(model: Any, attribute: str) -> list[Any]:
+  found: dict[int, Any] = {}
+  for part in parts(model):
+    if not hasattr(part, attribute):
+      raise ConfigError(
+        f"build_model() returned a {type(part).__name__}, which has no {attribute}; "
+        "return a Keras model, a tf.Module, or a dict of them."
+      )
+    for variable in getattr(part, attribute):
+      found.setdefault(id(raw(variable)), variable)
+  return list(found.values())
+
+
+def name(variable: Any) -> str:
+  """Returns the name a user knows a variable by, such as `dense/kernel`."""
+  return getattr(variable, "path", None) or variable.name
+
+
+def regularization(model: Any) -> tf.Tensor | float:
+  """Returns the sum of the penalties that the layers of Keras models declare; 0.0 if none."""
+  penalties = [p for part in parts(model) if is_keras(part) for p in part.losses]
+  return tf.add_n([tf.cast(p, tf.float32) for p in penalties]) if penalties else 0.0
+
+
+def is_keras(model: Any) -> bool:
+  """True for a layer or model of either Keras generation."""
+  return isinstance(model, (keras.Layer, tf_keras.layers.Layer))
+
+
+def serving_function(model: Any) -> Any:
+  """Returns a `tf.function` float -> outputs for a Keras model with one input tensor.
+
+  Raises:
+    ConfigError: the model is not a Keras model with exactly one known input.
+  """
+  inputs = getattr(model, "inputs", None) if is_keras(model) else None
+  if not inputs or len(inputs) != 1:
+    raise ConfigError(
+      f"cannot tell what a SavedModel of {type(model).__name__} should serve; override "
+      "Task.export_signature() and return a tf.function with an input_signature."
+    )
+  shape, dtype = tuple(inputs[0].shape), tf.as_dtype(inputs[0].dtype)
+
+  @tf.function(input_signature=[tf.TensorSpec((None, *shape[1:]), dtype, "inputs")])
+  def serve(inputs: tf.Tensor) -> Any:
+    return model(inputs, training=False)
+
+  return serve

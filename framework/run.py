@@ -1,0 +1,197 @@
+"""Assembles one run from its parts and drives it: what a gin file configures. Read it first.
+
+run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digits")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+import tf_keras
+
+from framework import configurables, inputs, optimizers, randomness, strategies
+from framework.actions import Action
+from framework.errors import ConfigError, unknown
+from framework.evaluator import Evaluator
+from framework.session import Session
+from framework.task import Task
+from framework.trainer import Trainer
+
+Mode = Literal["train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"]
+Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
+MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export")
+PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
+
+
+def run(
+  *,
+  task: Task | Callable[[], Task],
+  train_steps: int,
+  global_batch_size: int,
+  mode: Mode = "train_and_evaluate",
+  model_dir: str,
+  strategy: strategies.StrategyFactory = strategies.auto,
+  optimizer: optimizers.OptimizerFactory
+  | Mapping[str, optimizers.OptimizerFactory] = keras.optimizers.Adam,
+  steps_per_loop: int = 100,
+  eval_batch_size: int | None = None,
+  eval_every_steps: int | None = None,
+  eval_timeout_s: float | None = None,
+  checkpoint_every_steps: int = 1000,
+  keep_checkpoints: int = 3,
+  seed: int = 0,
+  shuffle: bool = True,
+  precision: Precision = "float32",
+  deterministic: bool = False,
+  eager: bool = False,
+  actions: Sequence[Action] = (),
+) -> dict[str, float]:
+  """Trains, evaluates or exports one task (host).
+
+  A run that finds a checkpoint in `model_dir` goes on from it, to the same result as if it had
+  never stopped.
+
+  Args:
+    task: what to learn: an instance, or a factory.
+    train_steps: the step at which training ends.
+    global_batch_size: examples an update, over all replicas and micro-batches.
+    mode: "train", "evaluate" (the newest checkpoint), "train_and_evaluate",
+      "evaluate_continuously" (every new checkpoint until `train_steps`), or "export".
+    model_dir: the run folder.
+    strategy: a factory, such as `strategies.mirrored`.
+    optimizer: a factory, or name -> factory; called in the strategy's scope.
+    steps_per_loop: steps in one call of the compiled loop, between two reports to the host.
+    eval_batch_size: None takes `global_batch_size`.
+    eval_every_steps: steps between evaluations; None evaluates once, at the end.
+    eval_timeout_s: how long "evaluate_continuously" waits for a new checkpoint; None for ever.
+    checkpoint_every_steps: steps between checkpoints; the last step always gets one.
+    keep_checkpoints: how many to keep.
+    seed: of initial weights, example order, dropout and augmentation.
+    shuffle: False reads the training examples in their own order.
+    precision: the dtype policy of both Keras generations.
+    deterministic: bit-identical repeats (slower): TensorFlow's op determinism.
+    eager: no tf.function anywhere, for debugging.
+    actions: what to call after training loops and evaluations; see framework/actions.py.
+
+  Returns:
+    The last evaluation's metrics, or the last loop's in mode "train"; empty for "export".
+
+  Raises:
+    ConfigError: a mistake of the user's, in one line.
+    Preempted: SIGTERM came; the state is saved.
+  """
+  _check_values(
+    mode=mode, precision=precision, train_steps=train_steps, global_batch_size=global_batch_size,
+    steps_per_loop=steps_per_loop, keep_checkpoints=keep_checkpoints,
+    eval_batch_size=eval_batch_size, eval_every_steps=eval_every_steps,
+    checkpoint_every_steps=checkpoint_every_steps,
+  )  # fmt: skip
+  _require_writable(model_dir)
+  task = _made_task(task)
+  _set_globals(seed, precision, deterministic, eager)
+  chosen = _made_strategy(strategy)
+
+  def train_data(position: int) -> tf.data.Dataset:
+    return inputs.train_dataset(
+      task.source("train"),
+      global_batch_size=global_batch_size,
+      pad_multiple=trainer.batch_multiple,
+      seed=seed,
+      position=position,
+      preprocess=task.preprocess,
+      shuffle=shuffle,
+    )
+
+  trainer = configurables.configured(Trainer)(
+    task=task,
+    strategy=chosen,
+    dataset_fn=train_data,
+    global_batch_size=global_batch_size,
+    optimizer=optimizer,
+    eager=eager,
+    seed=seed,
+  )
+  evaluator = None
+  if mode not in ("train", "export"):
+    eval_data = inputs.eval_dataset(
+      task.source("eval"),
+      global_batch_size=eval_batch_size or global_batch_size,
+      pad_multiple=chosen.num_replicas_in_sync,
+      preprocess=task.preprocess,
+    )
+    evaluator = configurables.configured(Evaluator)(
+      task=task, strategy=chosen, dataset=eval_data, ema=trainer.parts.ema, eager=eager
+    )
+  session = Session(
+    trainer=trainer,
+    evaluator=evaluator,
+    model_dir=model_dir,
+    train_steps=train_steps,
+    steps_per_loop=steps_per_loop,
+    eval_every_steps=eval_every_steps,
+    eval_timeout_s=eval_timeout_s,
+    checkpoint_every_steps=checkpoint_every_steps,
+    keep_checkpoints=keep_checkpoints,
+    actions=actions,
+  )
+  session.describe(precision=precision)
+  return session.go(mode)
+
+
+def _check_values(**values: Any) -> None:
+  for name, allowed in (("mode", MODES), ("precision", PRECISIONS)):
+    if values[name] not in allowed:
+      raise unknown(f"run.{name}", values[name], allowed)
+  for name in set(values) - {"mode", "precision"}:
+    value = values[name]
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+      raise ConfigError(f"run.{name} is {value!r}; it must be a whole number of 1 or more.")
+
+
+def _require_writable(model_dir: str) -> None:
+  probe = os.path.join(model_dir, ".writable")
+  try:
+    tf.io.gfile.makedirs(model_dir)
+    with tf.io.gfile.GFile(probe, "w") as file:
+      file.write("")
+    tf.io.gfile.remove(probe)
+  except tf.errors.OpError as error:
+    raise ConfigError(
+      f"cannot write to model_dir {model_dir!r} ({type(error).__name__}); "
+      "choose a folder that you may write to with --model_dir."
+    ) from error
+
+
+def _made_task(task: Task | Callable[[], Task]) -> Task:
+  made = task if isinstance(task, Task) else task() if callable(task) else task
+  if not isinstance(made, Task):
+    raise ConfigError(
+      f"run.task is a {type(made).__name__}; it must be a framework.Task: subclass Task, and write "
+      "run.task = @YourTask()."
+    )
+  return made
+
+
+def _made_strategy(strategy: Any) -> tf.distribute.Strategy:
+  made = strategy() if callable(strategy) else strategy
+  if not isinstance(made, tf.distribute.Strategy):
+    raise ConfigError(
+      f"run.strategy gives a {type(made).__name__}; it must be a factory of a tf.distribute "
+      "strategy, such as @auto, @one_device, @mirrored or @central_storage."
+    )
+  return made
+
+
+def _set_globals(seed: int, precision: str, deterministic: bool, eager: bool) -> None:
+  """The process-wide settings that TensorFlow and Keras have for these four."""
+  randomness.seed_everything(seed)
+  keras.config.set_dtype_policy(precision)
+  tf_keras.mixed_precision.set_global_policy(precision)
+  if deterministic:
+    tf.config.experimental.enable_op_determinism()
+  if eager:
+    tf.data.experimental.enable_debug_mode()  # so that preprocess() runs eagerly too

@@ -1,0 +1,258 @@
+"""Drives one assembled run: Orbit's Controller, checkpoints, actions and reports, mode by mode."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orbit
+import tensorflow as tf
+
+from framework import configurables, reporting, strategies
+from framework.actions import Action, Run, StopTraining, export
+from framework.checkpoints import CheckpointManager
+from framework.errors import ConfigError, Preempted
+from framework.evaluator import Evaluator
+from framework.trainer import Trainer
+
+QUIET = ("loss_scale", "skipped_steps", "input_wait_s", "gradient_norm", "learning_rate")
+"""What metrics.jsonl and TensorBoard have, and the progress line leaves out."""
+
+
+class Session:
+  """One run: made, restored if there is something to go on from, then driven by `go`."""
+
+  def __init__(
+    self,
+    *,
+    trainer: Trainer,
+    model_dir: str,
+    train_steps: int,
+    steps_per_loop: int,
+    checkpoint_every_steps: int,
+    keep_checkpoints: int,
+    evaluator: Evaluator | None = None,
+    eval_every_steps: int | None = None,
+    eval_timeout_s: float | None = None,
+    actions: Sequence[Action] = (),
+  ) -> None:
+    """Restores the newest whole checkpoint of `model_dir`, if any. See `run` for the arguments."""
+    self._started = time.monotonic()
+    self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
+    self._train_steps, self._steps_per_loop = train_steps, steps_per_loop
+    self._eval_every_steps = eval_every_steps or train_steps
+    self._eval_timeout_s = eval_timeout_s
+    task = trainer.task
+    self._manager = CheckpointManager(
+      trainer=trainer,
+      directory=os.path.join(model_dir, "checkpoints"),
+      experiment={"task": f"{type(task).__module__}.{type(task).__qualname__}"},
+      every_steps=checkpoint_every_steps,
+      keep=keep_checkpoints,
+    )
+    self.metrics_log = reporting.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
+    self._progress = reporting.Progress(
+      total_steps=train_steps, hidden=reporting.Progress.HIDDEN | set(QUIET)
+    )
+    self._sigterm = threading.Event()
+    self._actions = self._bound(actions)
+    with reporting.quiet_orbit():
+      self._controller = self._make_controller()
+    self._status = "done"
+
+  @property
+  def step(self) -> int:
+    """The global step that has been reached."""
+    return int(self.trainer.global_step.numpy())
+
+  def describe(self, *, precision: str) -> None:
+    """Prints what the run is made of (stderr), before the first step."""
+    trainer, parts = self.trainer, self.trainer.parts
+    name, devices = strategies.describe(trainer.strategy)
+    description = reporting.Description(
+      task=type(trainer.task).__name__,
+      model=trainer.task.model,
+      strategy=name,
+      devices=devices,
+      replicas=trainer.strategy.num_replicas_in_sync,
+      global_batch_size=trainer.global_batch_size,
+      per_replica_batch_size=trainer.padded_batch_size // trainer.strategy.num_replicas_in_sync,
+      accumulation_steps=parts.accumulation_steps,
+      reduction=parts.reduction.describe(),
+      precision=precision,
+      loss_scale=parts.loss_scale.describe(),
+      optimizer=", ".join(
+        f"{n}: {type(o.optimizer).__name__}" for n, o in parts.optimizers.items()
+      ),
+      start_step=self.step,
+      train_steps=self._train_steps,
+      model_dir=self.model_dir,
+    )
+    self._progress.message(reporting.describe(description))
+
+  def go(self, mode: str) -> dict[str, float]:
+    """Runs one mode to its end and prints the result line (stdout).
+
+    Returns:
+      The last evaluation's metrics, or the last loop's for "train".
+    """
+    modes = {
+      "train": self.train,
+      "evaluate": self.evaluate,
+      "train_and_evaluate": self.train_and_evaluate,
+      "evaluate_continuously": self.evaluate_continuously,
+      "export": self.export,
+    }
+    with reporting.quiet_orbit(), self._progress, self._saving_on_sigterm():
+      results = modes[mode]()
+    print(
+      reporting.result_line(
+        step=self.step,
+        seconds=time.monotonic() - self._started,
+        model_dir=self.model_dir,
+        evaluation=results,
+        status=self._status,
+      )
+    )
+    return results
+
+  def train(self) -> dict[str, float]:
+    """Trains to `train_steps`; returns the last loop's metrics."""
+    self._begin_training()
+    with self._until_stopped():
+      self._controller.train(self._train_steps, checkpoint_at_completion=False)
+    self._controller.save_checkpoint()
+    return self._last_record("train")
+
+  def train_and_evaluate(self) -> dict[str, float]:
+    """Trains to `train_steps`; evaluates at multiples of `eval_every_steps` and at the end."""
+    self._begin_training()
+    with self._until_stopped():
+      self._evaluate_if_due()  # a kill may have come between a checkpoint and its evaluation
+      while self.step < self._train_steps:
+        following = (self.step // self._eval_every_steps + 1) * self._eval_every_steps
+        target = min(following, self._train_steps)
+        self._controller.train(target, checkpoint_at_completion=False)
+        self._controller.evaluate()
+    self._controller.save_checkpoint()
+    return self._last_record("eval")
+
+  def evaluate(self) -> dict[str, float]:
+    """Evaluates the newest checkpoint.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    self._require_checkpoint("evaluate")
+    return dict(self._controller.evaluate())
+
+  def evaluate_continuously(self) -> dict[str, float]:
+    """Evaluates new checkpoints, until the last step's or `eval_timeout_s` without one."""
+    results: dict[str, float] = {}
+    for path in tf.train.checkpoints_iterator(
+      self._manager.directory, timeout=self._eval_timeout_s
+    ):
+      self._manager.restore(path)
+      results = dict(self._controller.evaluate())
+      if self.step >= self._train_steps:
+        break
+    return results
+
+  def export(self) -> dict[str, float]:
+    """Writes the newest checkpoint's model as a SavedModel to <model_dir>/export."""
+    self._require_checkpoint("export")
+    ema = self.trainer.parts.ema
+    with ema.in_place() if ema else contextlib.nullcontext():
+      export(self.trainer.task, os.path.join(self.model_dir, "export"))
+    return {}
+
+  def _begin_training(self) -> None:
+    """What must be on disk, and in order, before the first step."""
+    self.metrics_log.trim(self.step)
+    reporting.atomic_write(
+      os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
+    )
+
+  def _evaluate_if_due(self) -> None:
+    step = self.step
+    due = step > 0 and (step % self._eval_every_steps == 0 or step >= self._train_steps)
+    if due and all(record["step"] != step for record in self.metrics_log.records("eval")):
+      self._controller.evaluate()
+
+  def _require_checkpoint(self, mode: str) -> None:
+    if self.step == 0:
+      raise ConfigError(
+        f"there is no checkpoint in {self._manager.directory} to {mode}; "
+        "train first, or name the right --model_dir."
+      )
+
+  def _last_record(self, split: str) -> dict[str, float]:
+    records = self.metrics_log.records(split)
+    hidden = {"step", "split", "wall_time"}
+    return {k: v for k, v in records[-1].items() if k not in hidden} if records else {}
+
+  def _make_controller(self) -> orbit.Controller:
+    common = {"global_step": self.trainer.global_step, "metrics_log": self.metrics_log}
+    common |= {"model_dir": self.model_dir, "progress": self._progress}
+    on = {split: [a for a in self._actions if a.on == split] for split in ("train", "eval")}
+    return orbit.Controller(
+      global_step=self.trainer.global_step,
+      trainer=self.trainer,
+      evaluator=self.evaluator,
+      strategy=self.trainer.strategy,
+      train_actions=[*on["train"], self._stop_if_asked],
+      eval_actions=on["eval"],
+      steps_per_loop=self._steps_per_loop,
+      checkpoint_manager=self._manager,
+      summary_dir=os.path.join(self.model_dir, "train"),
+      eval_summary_dir=os.path.join(self.model_dir, "eval"),
+      summary_manager=reporting.Reporter(split="train", **common),
+      eval_summary_manager=reporting.Reporter(split="eval", **common),
+    )
+
+  def _bound(self, actions: Sequence[Action]) -> list[Action]:
+    context = Run(
+      task=self.trainer.task,
+      strategy=self.trainer.strategy,
+      trainer=self.trainer,
+      evaluator=self.evaluator,
+      checkpoint=self._manager.checkpoint,
+      metrics_log=self.metrics_log,
+      global_step=self.trainer.global_step,
+      model_dir=self.model_dir,
+    )
+    for action in actions:
+      action.bind(context)
+    return list(actions)
+
+  @contextlib.contextmanager
+  def _until_stopped(self) -> Iterator[None]:
+    """Takes an action's wish to stop for the end of training."""
+    try:
+      yield
+    except StopTraining as stop:
+      self._status = "stopped"
+      self._progress.message(f"stopped at step {self.step}: {stop}")
+
+  def _stop_if_asked(self, output: Any) -> None:
+    del output
+    if self._sigterm.is_set():
+      self._controller.save_checkpoint()
+      raise Preempted(f"SIGTERM: saved step {self.step} in {self._manager.directory}")
+
+  @contextlib.contextmanager
+  def _saving_on_sigterm(self) -> Iterator[None]:
+    """SIGTERM ends training after the current loop, with its state saved."""
+    if threading.current_thread() is not threading.main_thread():
+      yield
+      return
+    before = signal.signal(signal.SIGTERM, lambda *_: self._sigterm.set())
+    try:
+      yield
+    finally:
+      signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,317 @@
+"""The verbs of a training step: what a task may call, in the order in which they belong.
+
+`Step.update` is one whole update, top to bottom; a task that needs another order, several
+optimizers or several backward passes calls the verbs itself from `Task.train_step`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+from absl import logging
+
+from framework import models, randomness
+from framework.errors import ConfigError, unknown
+from framework.inputs import Batch
+from framework.loss_scale import LossScale
+from framework.metrics import MetricSums
+from framework.optimizers import DEFAULT, Ema, Optimizer
+from framework.reduction import Reduction
+from framework.task import Loss, Weighted
+
+Gradient: TypeAlias = Any
+"""A tensor, or None for a variable that the loss does not touch."""
+LossFn: TypeAlias = Callable[[Batch], Loss]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepParts:
+  """What the verbs work with; the Trainer makes it once."""
+
+  optimizers: Mapping[str, Optimizer]
+  reduction: Reduction
+  loss_scale: LossScale
+  global_step: tf.Variable
+  seed: int
+  clip_norm: float | None = None
+  clip_value: float | None = None
+  accumulation_steps: int = 1
+  jit_compile: bool = False
+  ema: Ema | None = None
+
+
+class EvalStep:
+  """One evaluation step on one replica: collects what the task logs."""
+
+  def __init__(self) -> None:
+    """Starts with nothing logged."""
+    self._logged: dict[str, Weighted] = {}
+
+  def log(self, metrics: Mapping[str, Weighted]) -> None:
+    """Adds (total, weight) pairs, this replica's sums, to the metrics of this step.
+
+    The same name may be logged several times: totals and weights add up.
+    """
+    for name, (total, weight) in metrics.items():
+      if name in self._logged:
+        total, weight = self._logged[name][0] + total, self._logged[name][1] + weight
+      self._logged[name] = (total, weight)
+
+  def record(self, sums: MetricSums) -> None:
+    """Adds all that was logged to the running sums; the framework calls it at the end."""
+    sums.add(self._logged)
+
+
+class Step(EvalStep):
+  """One training step on one replica. All methods run in replica context."""
+
+  def __init__(self, parts: StepParts) -> None:
+    """Starts a step; the Trainer makes one each time that it traces the step."""
+    super().__init__()
+    self._parts = parts
+    self._forward_passes = 0
+    self._seeds = 0
+    self._finite: list[tf.Tensor] = []
+    self._loss_finite: list[tf.Tensor] = []
+
+  def update(self, loss_fn: LossFn, batch: Batch, optimizer: str = DEFAULT) -> Loss:
+    """One update of one optimizer's variables: every verb, in order.
+
+    Args:
+      loss_fn: a (micro-)batch -> `Loss`, this replica's sums; also called for each micro-batch.
+      batch: this replica's part of the global batch.
+      optimizer: which optimizer, and so which variables.
+
+    Returns:
+      The global sums, the same on every replica.
+    """
+    gradients, local_loss = self.gradients(loss_fn, batch, self.variables(optimizer))
+    gradients, loss = self.all_reduce(gradients, local_loss)
+    gradients = self.unscale(gradients, loss)
+    finite, norm = self.check(gradients)
+    gradients = self.clip(gradients, norm)
+    self.apply(gradients, finite & (loss.weight > 0), optimizer)
+    self.log_update(loss, finite, norm, optimizer)
+    return loss
+
+  def variables(self, optimizer: str = DEFAULT) -> list[Any]:
+    """Returns the variables that an optimizer updates."""
+    return self._optimizer(optimizer).variables
+
+  def gradients(
+    self, loss_fn: LossFn, batch: Batch, variables: Sequence[Any]
+  ) -> tuple[list[Gradient], Loss]:
+    """Forward and backward of this replica's *scaled sum*, over its micro-batches.
+
+    Nothing is communicated. Sparse gradients (IndexedSlices) are made dense, so that their norm
+    and their sum mean what they say.
+
+    Args:
+      loss_fn: a micro-batch -> `Loss`.
+      batch: this replica's examples.
+      variables: what to differentiate with respect to.
+
+    Returns:
+      One gradient a variable, None where the loss does not touch it, each multiplied by the loss
+      scale; and the unscaled local sums.
+
+    Raises:
+      ConfigError: the loss is no `Loss` of scalars, or touches none of the variables.
+    """
+    raw = [models.raw(v) for v in variables]
+    first, *others = self._micro_batches(batch)
+    gradients, loss = self._forward_backward(loss_fn, first, raw)
+    for part in others:
+      # One micro-batch at a time: that is what saves memory.
+      with tf.control_dependencies([g for g in gradients if g is not None]):
+        part = {name: tf.identity(value) for name, value in part.items()}
+      more, more_loss = self._forward_backward(loss_fn, part, raw)
+      gradients = _add(gradients, more)
+      loss = Loss(loss.total + more_loss.total, loss.weight + more_loss.weight)
+    _require_some(gradients, variables)
+    return gradients, loss
+
+  def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[list[Gradient], Loss]:
+    """Sums gradients, loss total and weight over all replicas, in one communication."""
+    present = [g for g in gradients if g is not None]
+    sums, scalars = self._parts.reduction.all_reduce(present, [loss.total, loss.weight])
+    restored = iter(sums)
+    return [None if g is None else next(restored) for g in gradients], Loss(*scalars)
+
+  def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> list[Gradient]:
+    """Divides summed gradients by the loss scale and by the *global* weight.
+
+    A global weight of zero gives zero gradients; `update` then skips.
+    """
+    divisor = loss.weight * self._parts.loss_scale.value()
+    factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
+    return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
+
+  def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns (finite, norm) of reduced gradients: the same decision on every replica.
+
+    The norm is the global L2 norm, float32; one that overflows float32 (above 1.8e19) counts as
+    not finite.
+    """
+    squares = [tf.cast(tf.nn.l2_loss(g), tf.float32) for g in gradients if g is not None]
+    norm = tf.sqrt(2.0 * tf.add_n(squares))
+    return tf.math.is_finite(norm), norm
+
+  def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> list[Gradient]:
+    """Clips reduced gradients by global norm or by value, as configured.
+
+    Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section 3.2.
+    """
+    if self._parts.clip_value is not None:
+      bound = self._parts.clip_value
+      return [None if g is None else tf.clip_by_value(g, -bound, bound) for g in gradients]
+    if self._parts.clip_norm is not None:
+      factor = self._parts.clip_norm / tf.maximum(norm, self._parts.clip_norm)
+      return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
+    return list(gradients)
+
+  def apply(
+    self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = DEFAULT
+  ) -> None:
+    """Updates the optimizer's variables (and their moving average) if `finite`, else nothing.
+
+    Args:
+      gradients: one a variable of the optimizer, reduced and unscaled.
+      finite: bool scalar, the same on every replica.
+      optimizer: whose variables.
+    """
+    present = [g for g in gradients if g is not None]
+    missing = [g is None for g in gradients]
+    target = self._optimizer(optimizer)
+
+    def apply_present(*tensors: tf.Tensor) -> None:
+      remaining = iter(tensors)
+      target.apply([None if gone else next(remaining) for gone in missing])
+
+    # A branch in replica context may not communicate, and Keras's update does; so branch where all
+    # replicas are one, and go back to each replica inside the branch.
+    def apply_if_finite(
+      strategy: tf.distribute.Strategy, finite: Any, tensors: Sequence[Any]
+    ) -> None:
+      def update() -> None:
+        strategy.extended.call_for_each_replica(apply_present, args=tuple(tensors))
+        if self._parts.ema is not None:
+          self._parts.ema.update(strategy, target.variables)
+
+      tf.cond(strategy.experimental_local_results(finite)[0], update, lambda: None)
+
+    context = tf.distribute.get_replica_context()
+    context.merge_call(apply_if_finite, args=(finite, present))
+
+  def log_update(
+    self, loss: Loss, finite: tf.Tensor, norm: tf.Tensor, optimizer: str = DEFAULT
+  ) -> None:
+    """Logs the loss and gradient norm of an update, and remembers whether they were finite.
+
+    The loss scale goes down after the step if any of its updates was not finite.
+    """
+    prefix = "" if optimizer == DEFAULT else f"{optimizer}_"
+    shown = tf.cast(finite, tf.float32)
+    self.log(
+      {
+        f"{prefix}loss": (loss.total, loss.weight),
+        f"{prefix}gradient_norm": (tf.where(finite, norm, 0.0), shown),
+      }
+    )
+    self._finite.append(finite)
+    self._loss_finite.append(tf.math.is_finite(loss.total))
+
+  def seed(self) -> tf.Tensor:
+    """Returns a stateless seed, int32 [2], another one for each call, step and replica.
+
+    For `tf.random.stateless_*`; it depends on the run's seed, the step and the replica alone.
+    """
+    self._seeds += 1
+    return self._key(-self._seeds)
+
+  def outcome(self) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns (gradients finite, losses finite), bool scalars over all updates of this step.
+
+    Raises:
+      ConfigError: the task logged no update.
+    """
+    if not self._finite:
+      raise ConfigError(
+        "train_step() made no update; call step.update(), or step.log_update() after step.apply()."
+      )
+    return tf.reduce_all(self._finite), tf.reduce_all(self._loss_finite)
+
+  def _optimizer(self, name: str) -> Optimizer:
+    if name not in self._parts.optimizers:
+      raise unknown("optimizer", name, self._parts.optimizers)
+    return self._parts.optimizers[name]
+
+  def _key(self, index: int) -> tf.Tensor:
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return randomness.step_key(self._parts.seed, self._parts.global_step, replica, index)
+
+  def _micro_batches(self, batch: Batch) -> list[Batch]:
+    count = self._parts.accumulation_steps
+    if count == 1:
+      return [batch]
+    parts = {name: tf.split(value, count) for name, value in batch.items()}
+    return [{name: parts[name][index] for name in batch} for index in range(count)]
+
+  def _forward_backward(
+    self, loss_fn: LossFn, batch: Batch, variables: Sequence[tf.Variable]
+  ) -> tuple[list[Gradient], Loss]:
+    key = self._key(self._forward_passes)
+    self._forward_passes += 1
+    outside, self._logged = self._logged, {}
+
+    def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Weighted]]:
+      self._logged = {}
+      with randomness.random_streams(key), tf.GradientTape() as tape:
+        loss = _checked(loss_fn(batch))
+        scaled = loss.total * tf.cast(self._parts.loss_scale.value(), loss.total.dtype)
+      gradients = tape.gradient(scaled, variables)
+      return [_dense(g) for g in gradients], loss, self._logged
+
+    compiled = tf.function(compute, jit_compile=True) if self._parts.jit_compile else compute
+    gradients, loss, logged = compiled(batch)
+    self._logged = outside
+    self.log(logged)
+    return gradients, loss
+
+
+def _dense(gradient: Any) -> Gradient:
+  return None if gradient is None else tf.convert_to_tensor(gradient)
+
+
+def _add(sums: Sequence[Gradient], more: Sequence[Gradient]) -> list[Gradient]:
+  return [b if a is None else a if b is None else a + b for a, b in zip(sums, more, strict=True)]
+
+
+def _checked(loss: Any) -> Loss:
+  if not isinstance(loss, Loss):
+    raise ConfigError(
+      f"the loss is a {type(loss).__name__}; it must be a Loss, this replica's sums: "
+      "return Loss.from_examples(per_example_losses, batch['weight'])."
+    )
+  for name, value in (("total", loss.total), ("weight", loss.weight)):
+    shape = tf.convert_to_tensor(value).shape
+    if shape.rank != 0:
+      raise ConfigError(
+        f"Loss.{name} has shape {shape}; it must be a scalar, this replica's sum: "
+        "use Loss.from_examples(per_example_losses, batch['weight'])."
+      )
+  return loss
+
+
+def _require_some(gradients: Sequence[Gradient], variables: Sequence[Any]) -> None:
+  names = [models.name(v) for g, v in zip(gradients, variables, strict=True) if g is None]
+  if len(names) == len(variables):
+    raise ConfigError(
+      f"the loss touches none of the {len(variables)} trainable variables ({', '.join(names[:3])}, "
+      "...); compute it from what forward() returns, with TensorFlow or Keras operations only."
+    )
+  if names:
+    logging.log_first_n(logging.WARNING, "no gradient reaches %s", 1, ", ".join(names))

@@ -1,0 +1,218 @@
+"""Name -> `tf.distribute` strategy, with the choice of cross-device op checked before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import tensorflow as tf
+from absl import logging
+from tensorflow.python.framework import kernels
+
+from framework.errors import ConfigError, unknown
+
+CrossDeviceOps = Literal[
+  "auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "collective"
+]
+StrategyFactory = Callable[[], tf.distribute.Strategy]
+
+
+def default() -> tf.distribute.Strategy:
+  """No distribution: TensorFlow's default strategy on the first device; call it outside a scope."""
+  return tf.distribute.get_strategy()
+
+
+def one_device(*, device: str | None = None) -> tf.distribute.Strategy:
+  """Everything on one device: `device` such as "GPU:0", or the first GPU, else the CPU."""
+  names = _gpus() + _logical("CPU")
+  return tf.distribute.OneDeviceStrategy(_known_device(device, names) if device else names[0])
+
+
+def mirrored(
+  *,
+  devices: Sequence[str] | None = None,
+  cpu_replicas: int | None = None,
+  cross_device_ops: CrossDeviceOps = "auto",
+  num_packs: int = 1,
+) -> tf.distribute.Strategy:
+  """One replica a device, variables mirrored, gradients summed by the chosen op.
+
+  Args:
+    devices: such as ("GPU:0", "GPU:1"); None takes every GPU, else the CPU.
+    cpu_replicas: instead of `devices`, split the CPU into this many logical devices.
+    cross_device_ops: see docs/reduction.md; "auto" says in the log what it took.
+    num_packs: into how many buffers `nccl` and `hierarchical_copy` pack a batch of tensors.
+
+  Raises:
+    ConfigError: an unknown device or op, or an op that cannot work on these devices.
+  """
+  names = _replica_devices(devices, cpu_replicas)
+  op = _checked_op(cross_device_ops, names, num_packs)
+  return tf.distribute.MirroredStrategy(names, cross_device_ops=op)
+
+
+def central_storage(
+  *,
+  devices: Sequence[str] | None = None,
+  cpu_replicas: int | None = None,
+  parameter_device: str | None = None,
+) -> tf.distribute.Strategy:
+  """One replica a device, variables on one parameter device; gradients are summed there.
+
+  Args:
+    devices: compute devices; None takes every GPU, else the CPU.
+    cpu_replicas: instead of `devices`, split the CPU into this many logical devices.
+    parameter_device: where variables live; None takes the CPU.
+
+  Raises:
+    ConfigError: an unknown device.
+  """
+  names = _replica_devices(devices, cpu_replicas)
+  parameters = parameter_device or _logical("CPU")[0]
+  return tf.distribute.experimental.CentralStorageStrategy(
+    compute_devices=names, parameter_device=_known_device(parameters, _logical("CPU") + _gpus())
+  )
+
+
+def auto(*, cpu_replicas: int = 1) -> tf.distribute.Strategy:
+  """Every GPU mirrored; without a GPU the CPU, split into `cpu_replicas` logical devices."""
+  gpus = _gpus()
+  if len(gpus) > 1:
+    logging.info("strategy auto: mirrored over %s, all the GPUs that TensorFlow sees", gpus)
+    return mirrored(devices=gpus)
+  if gpus:
+    logging.info("strategy auto: one_device on %s, the only GPU that TensorFlow sees", gpus[0])
+    return one_device(device=gpus[0])
+  if cpu_replicas > 1:
+    logging.info("strategy auto: mirrored over %d logical CPUs (auto.cpu_replicas)", cpu_replicas)
+    return mirrored(cpu_replicas=cpu_replicas)
+  logging.info("strategy auto: one_device on the CPU, as TensorFlow sees no GPU")
+  return one_device(device="CPU:0")
+
+
+def split_cpu(replicas: int) -> list[str]:
+  """Splits the CPU into logical devices, so that N replicas can be tried on a laptop.
+
+  Must run before TensorFlow has initialised its devices. Asking again for as many or fewer is fine.
+
+  Raises:
+    ConfigError: fewer than one, or TensorFlow is already initialised with fewer devices.
+  """
+  if replicas < 1:
+    raise ConfigError(f"cpu_replicas is {replicas}; it must be 1 or more.")
+  cpu = tf.config.list_physical_devices("CPU")[0]
+  configured = tf.config.get_logical_device_configuration(cpu)
+  if replicas > len(configured or [None]):
+    try:
+      tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * replicas
+      )
+    except RuntimeError as error:
+      raise ConfigError(
+        f"cpu_replicas is {replicas}, but TensorFlow has already started with fewer logical CPUs; "
+        "split the CPU before the first tensor is made, or start a fresh process."
+      ) from error
+  return _logical("CPU")[:replicas]
+
+
+def _replica_devices(devices: Sequence[str] | None, cpu_replicas: int | None) -> list[str]:
+  if devices and cpu_replicas:
+    raise ConfigError(
+      f"received both devices={list(devices)} and cpu_replicas={cpu_replicas}; choose one."
+    )
+  if cpu_replicas is not None:
+    return split_cpu(cpu_replicas)
+  if devices is not None:
+    known = _gpus() + _logical("CPU")
+    if len(set(devices)) != len(devices) or not devices:
+      raise ConfigError(f"devices is {list(devices)}; name at least one device, each once.")
+    return [_known_device(device, known) for device in devices]
+  return _gpus() or _logical("CPU")[:1]
+
+
+def _known_device(device: str, known: Sequence[str]) -> str:
+  if device.removeprefix("/").removeprefix("device:") not in known:
+    raise unknown("device", device, known)
+  return device
+
+
+def _gpus() -> list[str]:
+  return _logical("GPU")
+
+
+def _logical(kind: str) -> list[str]:
+  return [d.name.removeprefix("/device:") for d in tf.config.list_logical_devices(kind)]
+
+
+def _checked_op(
+  name: str, devices: Sequence[str], num_packs: int
+) -> tf.distribute.CrossDeviceOps | None:
+  """Returns TensorFlow's op for a name; None stands for its own collectives."""
+  makers = {
+    "nccl": lambda: tf.distribute.NcclAllReduce(num_packs=num_packs),
+    "hierarchical_copy": lambda: tf.distribute.HierarchicalCopyAllReduce(num_packs=num_packs),
+    "reduction_to_one_device": tf.distribute.ReductionToOneDevice,
+    "collective": lambda: None,
+  }
+  if num_packs < 1:
+    raise ConfigError(f"mirrored.num_packs is {num_packs}; it must be 1 or more.")
+  if name == "auto":
+    name, reason = _automatic_op(devices)
+    logging.info("cross-device ops auto: %s, %s", name, reason)
+  if name not in makers:
+    raise unknown("mirrored.cross_device_ops", name, ["auto", *makers])
+  if name == "nccl":
+    _require_nccl(devices)
+  if name == "hierarchical_copy" and len(devices) % 2 and len(devices) > 1:
+    raise ConfigError(
+      f"mirrored.cross_device_ops is 'hierarchical_copy' with {len(devices)} replicas; TensorFlow "
+      "drops the last one of an odd number: use an even number, or 'collective' or "
+      "'reduction_to_one_device'."
+    )
+  return makers[name]()
+
+
+def _automatic_op(devices: Sequence[str]) -> tuple[str, str]:
+  if len(devices) == 1:
+    return "reduction_to_one_device", "a single replica has nothing to reduce"
+  if all("GPU" in device for device in devices) and _has_nccl():
+    return "nccl", f"all {len(devices)} replicas are GPUs and NCCL's kernel is there"
+  if all("CPU" in device for device in devices):
+    return "reduction_to_one_device", "measured fastest on logical CPUs, which share their memory"
+  return "collective", "TensorFlow's own default for these devices"
+
+
+def _has_nccl() -> bool:
+  return bool(kernels.get_registered_kernels_for_op("NcclAllReduce").kernel)
+
+
+def _require_nccl(devices: Sequence[str]) -> None:
+  on_cpu = [device for device in devices if "GPU" not in device]
+  if on_cpu or not _has_nccl():
+    why = f"{on_cpu[0]} is not a GPU" if on_cpu else "this TensorFlow has no NCCL kernel"
+    raise ConfigError(
+      f"mirrored.cross_device_ops is 'nccl', but {why}; use 'collective', "
+      "'reduction_to_one_device', or 'hierarchical_copy' (an even number of replicas)."
+    )
+
+
+def check_xla(strategy: tf.distribute.Strategy) -> None:
+  """Refuses XLA where replicas read variables that lie on another device, which it cannot reach.
+
+  Raises:
+    ConfigError: central storage with several replicas.
+  """
+  central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
+  if central and strategy.num_replicas_in_sync > 1:
+    raise ConfigError(
+      "received both Trainer.jit_compile=True and run.strategy=@central_storage; XLA cannot reach "
+      "variables on another device: use mirrored, or jit_compile=False."
+    )
+
+
+def describe(strategy: tf.distribute.Strategy) -> tuple[str, list[str]]:
+  """Returns the strategy's name and the devices of its replicas."""
+  if strategy is default():
+    return "default", []
+  devices = [name.rpartition("/device:")[2] for name in strategy.extended.worker_devices]
+  return type(strategy).__name__.removesuffix("V1"), devices

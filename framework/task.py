@@ -1,0 +1,195 @@
+"""The contract a user implements: a `Task` says what to learn; the framework says how, in the open.
+
+class Regression(Task):
+  def build_model(self):
+    return keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(1)])
+
+  def source(self, split):
+    return ArraySource(features={"x": x, "y": y})
+
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=training)
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs[:, 0] - batch["y"]), batch["weight"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tensorflow as tf
+
+from framework import models
+from framework.errors import ConfigError
+from framework.inputs import Batch, Source, StreamSource
+
+if TYPE_CHECKING:
+  from framework.step import EvalStep, Step
+
+Weighted = tuple[tf.Tensor, tf.Tensor]
+"""(total, weight): a sum over this replica's examples and the sum of their weights."""
+
+
+def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Weighted:
+  """Sums one value an example into a (total, weight) pair.
+
+  An example of weight 0 adds exactly nothing, even where its value is not finite.
+
+  Args:
+    per_example: [n], any numeric or bool dtype; this replica's examples.
+    weight: float [n], or None for a weight of 1 each.
+
+  Returns:
+    Two float32 scalars (float64 for float64 values): the weighted sum and the sum of weights.
+
+  Raises:
+    ConfigError: `per_example` is not a vector, or `weight` is not a vector of the same length.
+  """
+  values = tf.convert_to_tensor(per_example)
+  values = tf.cast(values, tf.float64 if values.dtype == tf.float64 else tf.float32)
+  _require_vector("per-example values", values)
+  if weight is None:
+    weight = tf.ones_like(values)
+  weight = tf.cast(weight, values.dtype)
+  _require_vector("weight", weight)
+  if not values.shape.is_compatible_with(weight.shape):
+    raise ConfigError(
+      f"per-example values have shape {values.shape} but weight has shape {weight.shape}; "
+      "give one value and one weight for each example."
+    )
+  values = tf.where(tf.not_equal(weight, 0), values, tf.zeros_like(values))
+  return tf.reduce_sum(values * weight), tf.reduce_sum(weight)
+
+
+def _require_vector(what: str, value: tf.Tensor) -> None:
+  if value.shape.rank != 1:
+    raise ConfigError(
+      f"{what} must be a vector [n] with one number an example, got shape {value.shape}; "
+      "reduce every axis but the first (for example tf.reduce_mean(x, axis=[1, 2]))."
+    )
+
+
+class Loss(NamedTuple):
+  """This replica's part of a loss: sums, never means, so that N replicas add up to one.
+
+  Attributes:
+    total: float scalar, the weighted sum of this replica's per-example losses.
+    weight: float scalar, the sum of this replica's example weights; the global loss is
+      (sum of totals) / (sum of weights) over all replicas.
+  """
+
+  total: tf.Tensor
+  weight: tf.Tensor
+
+  @classmethod
+  def from_examples(cls, per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Loss:
+    """Builds the local sums from per-example losses [n] and weights [n]; see `weighted_sum`."""
+    return cls(*weighted_sum(per_example, weight))
+
+  def plus_regularization(self, penalty: tf.Tensor | float) -> Loss:
+    """Adds `penalty` (a float scalar, equal on all replicas) to the *mean* loss, once.
+
+    Each replica adds penalty x its own weight; dividing the sum over replicas by the global
+    weight leaves exactly one penalty, however many replicas or micro-batches there are.
+    """
+    return Loss(self.total + tf.cast(penalty, self.total.dtype) * self.weight, self.weight)
+
+
+class Task:
+  """What to learn: a model, its data, its loss. Subclass it; only four methods are required.
+
+  The framework sets `self.model` to what `build_model` returned. A constructor runs before any
+  device is touched, so it should only keep its arguments.
+  """
+
+  model: Any = None
+
+  def build_model(self) -> Any:
+    """Makes and returns the model, with its variables built.
+
+    Called once, in `strategy.scope()`. A Keras 3 or tf_keras model, any `tf.Module`, or a dict
+    of them (one optimizer can then own each; see `variables_of`).
+    """
+    raise NotImplementedError(_missing(self, "build_model()"))
+
+  def source(self, split: str) -> Source | StreamSource:
+    """Returns what to read for `split` ("train" or "eval"); no batching, shuffling or sharding.
+
+    Called on the host.
+    """
+    raise NotImplementedError(_missing(self, "source(split)"))
+
+  def preprocess(self, batch: Batch, training: bool) -> Batch:
+    """Maps a whole batch, inside the input pipeline on the host; vectorised.
+
+    When training, `batch["seed"]` is int32 [n, 2], one stateless seed for each example: use it
+    with `tf.image.stateless_*` so that augmentation repeats after a restart.
+    """
+    del training
+    return batch
+
+  def forward(self, batch: Batch, training: bool) -> Any:
+    """Returns the model's outputs for this replica's part of the batch (replica context)."""
+    raise NotImplementedError(_missing(self, "forward(batch, training)"))
+
+  def loss(self, outputs: Any, batch: Batch) -> Loss:
+    """Returns this replica's sums (replica context), usually by `Loss.from_examples`."""
+    raise NotImplementedError(_missing(self, "loss(outputs, batch)"))
+
+  def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:
+    """Returns name -> (total, weight), this replica's sums (replica context)."""
+    del outputs, batch
+    return {}
+
+  def regularization(self) -> tf.Tensor | float:
+    """Returns the penalty added once to the mean training loss (replica context).
+
+    The default adds up what the layers of a Keras model declare (`kernel_regularizer`, ...).
+    """
+    return models.regularization(self.model)
+
+  def variables_of(self, optimizer: str) -> list[Any]:
+    """Returns the trainable variables that the optimizer of this name updates.
+
+    The default gives all to a single optimizer, or those of `self.model[optimizer]` where the
+    model is a dict with that key.
+    """
+    if isinstance(self.model, Mapping) and optimizer in self.model:
+      return models.trainable_variables(self.model[optimizer])
+    return models.trainable_variables(self.model)
+
+  def training_loss(self, step: Step, batch: Batch) -> Loss:
+    """Returns the regularised local loss of one (micro-)batch: what is differentiated."""
+    outputs = self.forward(batch, training=True)
+    step.log(self.metrics(outputs, batch))
+    return self.loss(outputs, batch).plus_regularization(self.regularization())
+
+  def train_step(self, step: Step, batch: Batch) -> None:
+    """One training step on one replica: override it for full control of the loop.
+
+    `step` holds the verbs; `step.update` runs them in order. This default is
+    `step.update(lambda b: self.training_loss(step, b), batch)`; docs/full-control.md writes
+    `step.update` out.
+    """
+    step.update(lambda part: self.training_loss(step, part), batch)
+
+  def eval_step(self, step: EvalStep, batch: Batch) -> None:
+    """One evaluation step on one replica: logs the loss and the metrics of its examples."""
+    outputs = self.forward(batch, training=False)
+    loss = self.loss(outputs, batch)
+    step.log({"loss": (loss.total, loss.weight), **self.metrics(outputs, batch)})
+
+  def export_signature(self) -> Callable[..., Any]:
+    """Returns the `tf.function`, with an input signature, that a SavedModel serves.
+
+    The default serves a Keras model with one input; override it for anything else.
+    """
+    return models.serving_function(self.model)
+
+
+def _missing(task: Task, method: str) -> str:
+  return (
+    f"{type(task).__name__} does not define {method}, which every Task must; see framework/task.py."
+  )

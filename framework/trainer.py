@@ -1,0 +1,269 @@
+"""The path of a batch: the compiled loop, one step, one replica's work. Read it top to bottom.
+
+train          host           steps_per_loop steps in one call
+  loop         compiled       a tf.while_loop over
+    train_step cross-replica  the next global batch -> strategy.run -> counters
+      replica_step  replica   Task.train_step(step, batch); framework/step.py has its verbs
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import orbit
+import tensorflow as tf
+import tf_keras
+from absl import logging
+
+from framework import inputs, models, optimizers, strategies
+from framework import loss_scale as loss_scales
+from framework.errors import ConfigError
+from framework.inputs import Batch
+from framework.loss_scale import LossScale
+from framework.metrics import MetricSums
+from framework.reduction import Reduction
+from framework.step import Step, StepParts
+from framework.task import Task
+
+DatasetFn = Callable[[int], tf.data.Dataset]
+"""position (examples already consumed) -> infinite dataset of padded global batches."""
+
+
+_NEVER = tf.int64.max
+
+
+class Trainer(orbit.AbstractTrainer):
+  """Trains one task under one strategy; `orbit.Controller`, or your own loop, calls `train`."""
+
+  def __init__(
+    self,
+    *,
+    task: Task,
+    strategy: tf.distribute.Strategy,
+    dataset_fn: DatasetFn,
+    global_batch_size: int,
+    optimizer: optimizers.OptimizerFactory | Mapping[str, optimizers.OptimizerFactory],
+    loss_scale: Callable[[], LossScale] | None = None,
+    reduction: Reduction | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    accumulation_steps: int = 1,
+    ema_decay: float | None = None,
+    jit_compile: bool = False,
+    eager: bool = False,
+    seed: int = 0,
+  ) -> None:
+    """Makes the model (unless `task.model` is set), the optimizers and the counters.
+
+    Args:
+      task: what to learn.
+      strategy: where; the step never asks which kind it is.
+      dataset_fn: makes the input from a position; see `inputs.train_dataset`.
+      global_batch_size: examples an update, over all replicas and micro-batches.
+      optimizer: a factory, or name -> factory for several; called in the strategy's scope.
+      loss_scale: a factory, `loss_scale.none`, `fixed` or `dynamic`; None takes dynamic where the
+        dtype policy is mixed_float16, else none.
+      reduction: how gradients travel; None for one flat buffer in their own dtype.
+      clip_norm: clip reduced gradients to this global norm.
+      clip_value: clip each reduced gradient element to [-clip_value, clip_value].
+      accumulation_steps: micro-batches each replica's part is split into.
+      ema_decay: keep a moving average of the trainable variables with this decay.
+      jit_compile: compile each replica's forward and backward pass with XLA.
+      eager: no tf.function at all: print and breakpoints in a task see every step.
+      seed: of dropout and other random layers; they also depend on step and replica.
+
+    Raises:
+      ConfigError: a value is out of its range, or two options contradict.
+    """
+    super().__init__()
+    if jit_compile:
+      strategies.check_xla(strategy)
+    _check_options(clip_norm, clip_value, accumulation_steps, eager, jit_compile)
+    replicas = strategy.num_replicas_in_sync
+    if global_batch_size < replicas:
+      raise ConfigError(
+        f"the global batch of {global_batch_size} is smaller than the {replicas} replicas; use at "
+        f"least {replicas}, so that each has something to do."
+      )
+    self.batch_multiple = replicas * accumulation_steps  # what padded batches must divide by
+    self.padded_batch_size = inputs.padded_batch_size(global_batch_size, self.batch_multiple)
+    self.task, self.strategy, self.eager = task, strategy, eager
+    self.global_batch_size = global_batch_size
+    self._dataset_fn = dataset_fn
+    self._iterator: Iterator[Batch] | None = None
+    reduction = reduction or Reduction()
+    with strategy.scope():
+      if task.model is None:
+        task.model = task.build_model()
+      self._make_counters()
+      built = optimizers.build(optimizer, task.variables_of, self.global_step)
+      ema = None
+      if ema_decay is not None:
+        trainable = models.trainable_variables(task.model)
+        ema = optimizers.Ema(decay=ema_decay, variables=trainable)
+      self._metrics = MetricSums()
+      self.parts = StepParts(
+        optimizers=built, reduction=reduction,
+        loss_scale=(loss_scale or _usual_loss_scale())(),
+        global_step=self.global_step, seed=seed, clip_norm=clip_norm, clip_value=clip_value,
+        accumulation_steps=accumulation_steps, jit_compile=jit_compile, ema=ema,
+      )  # fmt: skip
+    dtypes = {models.raw(v).dtype for o in built.values() for v in o.variables}
+    reduction.prove(strategy, sorted(dtypes, key=lambda d: d.name))
+    self._compiled_loop: Any = self.loop if eager else tf.function(self.loop)
+    self._traces = 1
+
+  def train(self, num_steps: tf.Tensor) -> dict[str, float]:
+    """Runs `num_steps` steps and returns their metrics (host).
+
+    Args:
+      num_steps: int32 scalar.
+
+    Returns:
+      Means over the loop (loss, gradient_norm, the task's metrics) and examples/s and seconds of
+      waiting for input in it; at its end the learning rate, the loss scale and all skipped steps
+      so far; `nonfinite_step` only if a loss was not finite: the first such step, from 1.
+    """
+    if self._iterator is None:
+      self._iterator = self._make_iterator()
+    started = time.perf_counter()
+    self._compiled_loop(self._iterator, num_steps)
+    steps = int(num_steps)
+    self.position.assign_add(steps * self.global_batch_size)
+    results = self._metrics.result()  # waits for the device
+    seconds = time.perf_counter() - started
+    self._report_retracing()
+    self.skipped_steps.assign_add(round(results.pop("skipped") * steps))
+    results["input_wait_s"] = results.pop("input_wait") * steps
+    results["examples_per_second"] = steps * self.global_batch_size / seconds
+    return {**results, **self._state()}
+
+  def loop(self, iterator: Iterator[Batch], num_steps: tf.Tensor) -> None:
+    """`num_steps` steps in one call: a while loop once compiled."""
+    for _ in tf.range(num_steps):
+      with tf.name_scope(""):  # without the loop's prefix on every operation's name
+        self.train_step(iterator)
+
+  def train_step(self, iterator: Iterator[Batch]) -> None:
+    """One step (cross-replica): a global batch in, one update out."""
+    batch, input_wait_s = self.next_batch(iterator)
+    finite, loss_finite = self.strategy.run(self.replica_step, args=(batch, input_wait_s))
+    self.finish_step(self._first(finite), self._first(loss_finite))
+
+  def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """One replica's work: the task's step, then all that it logged into the running sums."""
+    step = Step(self.parts)
+    self.task.train_step(step, batch)
+    finite, loss_finite = step.outcome()
+    step.log({"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)})
+    step.record(self._metrics)
+    return finite, loss_finite
+
+  def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> None:
+    """Counters and loss scale (cross-replica), from what all replicas agree on."""
+    self.parts.loss_scale.update(finite)
+    step = self.global_step.assign_add(1, read_value=True)
+    bad_step = tf.where(loss_finite, _NEVER, step)
+    self._nonfinite_step.assign(tf.minimum(self._nonfinite_step, bad_step), read_value=False)
+
+  def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
+    """Returns the next global batch and the seconds it was waited for (cross-replica)."""
+    started = tf.timestamp()
+    with tf.control_dependencies([started]):
+      batch = next(iterator)
+    with tf.control_dependencies([self._first(batch["weight"])]):
+      return batch, tf.cast(tf.timestamp() - started, tf.float32)
+
+  def checkpoint_items(self) -> dict[str, Any]:
+    """Everything that a checkpoint must hold for an exact restart, by name."""
+    items = {
+      "model": self.task.model,
+      "optimizers": {name: o.optimizer for name, o in self.parts.optimizers.items()},
+      "loss_scale": self.parts.loss_scale,
+      "global_step": self.global_step,
+      "position": self.position,
+      "skipped_steps": self.skipped_steps,
+    }
+    if self.parts.ema is not None:
+      items["ema"] = self.parts.ema.averages
+    return items
+
+  def reset_input(self) -> None:
+    """Drops the iterator; the next `train` starts at `position` (after a restore)."""
+    self._iterator = None
+
+  @property
+  def traces(self) -> int:
+    """How many times the loop has been traced; 0 in eager mode."""
+    return 0 if self.eager else self._compiled_loop.experimental_get_tracing_count()
+
+  def _make_counters(self) -> None:
+    """Plain variables with atomic increments: exact under every strategy."""
+    self.global_step = _counter("global_step")
+    self.skipped_steps = _counter("skipped_steps")
+    self._nonfinite_step = _counter("nonfinite_step")
+    self._nonfinite_step.assign(_NEVER)
+    self.position = tf.Variable(0, dtype=tf.int64, trainable=False, name="position")
+
+  def _make_iterator(self) -> Iterator[Batch]:
+    dataset = self._dataset_fn(int(self.position.numpy()))
+    return iter(self.strategy.experimental_distribute_dataset(dataset))
+
+  def _first(self, per_replica: Any) -> tf.Tensor:
+    return self.strategy.experimental_local_results(per_replica)[0]
+
+  def _state(self) -> dict[str, float]:
+    state = {
+      "loss_scale": float(self.parts.loss_scale.value()),
+      "skipped_steps": float(self.skipped_steps.numpy()),
+    }
+    for name, optimizer in self.parts.optimizers.items():
+      prefix = "" if name == optimizers.DEFAULT else f"{name}_"
+      state[f"{prefix}learning_rate"] = float(optimizer.learning_rate())
+    if self._nonfinite_step.numpy() != _NEVER:
+      state["nonfinite_step"] = float(self._nonfinite_step.numpy())
+    return state
+
+  def _report_retracing(self) -> None:
+    if self.traces > self._traces:
+      self._traces = self.traces
+      logging.warning(
+        "the training loop was traced again (%d times so far): a shape or a Python value that the "
+        "step depends on changed; keep batches static and Python state out of train_step.",
+        self.traces,
+      )
+
+
+def _counter(name: str) -> tf.Variable:
+  first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+  return tf.Variable(0, dtype=tf.int64, trainable=False, aggregation=first, name=name)
+
+
+def _usual_loss_scale() -> Callable[[], LossScale]:
+  """Only float16 has too narrow a range to do without."""
+  policies = {keras.config.dtype_policy().name, tf_keras.mixed_precision.global_policy().name}
+  return loss_scales.dynamic if "mixed_float16" in policies else loss_scales.none
+
+
+def _check_options(
+  clip_norm: float | None,
+  clip_value: float | None,
+  accumulation_steps: int,
+  eager: bool,
+  jit_compile: bool,
+) -> None:
+  if clip_norm is not None and clip_value is not None:
+    raise ConfigError(
+      f"received both Trainer.clip_norm={clip_norm} and Trainer.clip_value={clip_value}; "
+      "choose one."
+    )
+  for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+    if value is not None and not value > 0:
+      raise ConfigError(f"Trainer.{name} is {value}; it must be above 0, or None for no clipping.")
+  if accumulation_steps < 1:
+    raise ConfigError(f"Trainer.accumulation_steps is {accumulation_steps}; it must be 1 or more.")
+  if eager and jit_compile:
+    raise ConfigError("received both eager=True and Trainer.jit_compile=True; choose one.")

@@ -1,0 +1,97 @@
+"""Runs what a gin file describes: flags -> gin -> framework.run; nothing else lives here.
+
+  python launch.py --gin_file=configs/digits_cnn.gin --gin_param="run.train_steps = 200"
+
+Exit status:
+  0    done
+  1    a failure; the traceback says where
+  2    your mistake; one line says what, and what to do instead
+  75   SIGTERM came and the state is saved: start the same command again to go on from there
+  130  interrupted from the keyboard
+
+TF_CPP_MIN_LOG_LEVEL=0 in the environment brings TensorFlow's own messages back.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export")
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command line `argv` and returns the exit status; a failure raises."""
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before anything imports TensorFlow.
+  try:
+    return launch(parse_flags(argv))
+  except KeyboardInterrupt:
+    return _say("interrupted", 130)
+  except Exception as error:
+    line = mistake(error)
+    if line is None:
+      raise
+    return _say(f"error: {line}", 2)
+
+
+def launch(values: flags.FlagValues) -> int:
+  """Reads and checks the config before anything touches a device, then calls `run`."""
+  if values.help:
+    print(__doc__, values.module_help(sys.modules[__name__]), sep="\n")
+    return 0
+  from framework import configurables
+  from framework.errors import Preempted
+
+  configurables.parse(values.gin_file, values.gin_param)
+  from framework.run import run
+
+  model_dir = values.model_dir or os.path.join("runs", Path(values.gin_file[0]).stem)
+  try:
+    configurables.configured(run)(mode=values.mode, model_dir=model_dir)
+  except Preempted as stop:
+    return _say(str(stop).partition("\n")[0], 75)
+  return 0
+
+
+def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
+  """Returns the flags, or raises flags.Error if they are wrong or name no gin file."""
+  values = flags.FlagValues()
+  flags.DEFINE_multi_string("gin_file", [], "A gin file; repeatable, later ones override.", values)
+  flags.DEFINE_multi_string("gin_param", [], 'A binding, "run.seed = 3"; repeatable.', values)
+  flags.DEFINE_enum("mode", "train_and_evaluate", MODES, "What to do.", values)
+  flags.DEFINE_string("model_dir", None, "Default: runs/<name of the first gin file>.", values)
+  flags.DEFINE_boolean("help", False, "Print this.", values)
+  arguments = values(argv)[1:]
+  if arguments:
+    raise flags.Error(f"unexpected {arguments[0]!r}; a gin file is --gin_file={arguments[0]}")
+  if not values.gin_file and not values.help:
+    raise flags.Error("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
+  return values
+
+
+def mistake(error: Exception) -> str | None:
+  """Returns the one line of a user's mistake, or None for a failure.
+
+  TensorFlow hides a mistake found while tracing or in the input pipeline, which marks it with
+  "user error: ", in the text of an error of its own; gin appends lines to any error.
+  """
+  if isinstance(error, flags.Error):
+    return f"{' '.join(str(error).split())} (--help lists the flags)"
+  hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))
+  if hidden:
+    return hidden[1]
+  from framework.errors import ConfigError
+
+  return str(error).partition("\n")[0] if isinstance(error, ConfigError) else None
+
+
+def _say(line: str, status: int) -> int:
+  print(line, file=sys.stderr)
+  return status
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv))

@@ -1,0 +1,166 @@
+"""A small GAN on Fashion-MNIST: two optimizers, k discriminator updates a generator update.
+
+What Keras's `fit` cannot express without tricks is three lines of `train_step` here. The noise of
+an example is a function of its place in the data stream, so N replicas train as one.
+
+Goodfellow et al., "Generative Adversarial Nets" (2014), algorithm 1, with the non-saturating loss
+of its section 3; the convolutional networks follow Radford et al., "DCGAN" (2016).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import framework
+from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
+from framework.task import weighted_sum
+from tasks.image_classification import ImageData
+
+
+@framework.register
+class Gan(Task):
+  """Learns to draw 28x28 grey images; needs optimizers named "generator" and "discriminator"."""
+
+  def __init__(
+    self,
+    *,
+    data: ImageData,
+    discriminator_steps: int = 1,
+    noise_size: int = 64,
+    width: int = 32,
+    dropout: float = 0.3,
+  ) -> None:
+    """Keeps its arguments.
+
+    Args:
+      data: images of shape (28, 28, 1); their labels are not used.
+      discriminator_steps: discriminator updates before each generator update, k in the paper;
+        each takes its own share of the batch, so it must divide the batch of a replica.
+      noise_size: numbers that the generator draws an image from.
+      width: channels of the narrowest hidden layer of both networks.
+      dropout: of the discriminator.
+    """
+    if discriminator_steps < 1:
+      raise ConfigError(f"Gan.discriminator_steps is {discriminator_steps}; it must be 1 or more.")
+    if data.image_shape != (28, 28, 1):
+      raise ConfigError(f"Gan draws images of shape (28, 28, 1), not {data.image_shape}.")
+    self._data, self._k = data, discriminator_steps
+    self._noise_size, self._width, self._dropout = noise_size, width, dropout
+
+  def build_model(self) -> dict[str, keras.Model]:
+    """Returns the two networks; each optimizer updates the one it is named after."""
+    return {
+      "generator": generator(noise_size=self._noise_size, width=self._width),
+      "discriminator": discriminator(width=self._width, dropout=self._dropout),
+    }
+
+  def source(self, split: str) -> Source:
+    """Returns the images of a split."""
+    return self._data.sources[split]
+
+  def preprocess(self, batch: Batch, training: bool) -> Batch:
+    """Scales images to [-1, 1] and adds "noise" [n, noise_size] and "other_noise", like it."""
+    seeds = batch["seed"] if training else _seeds_of(batch["example_id"])
+    return {
+      **batch,
+      "image": tf.cast(batch["image"], tf.float32) / 127.5 - 1.0,
+      "noise": _normal(seeds, self._noise_size),
+      "other_noise": _normal(seeds + 1, self._noise_size),
+    }
+
+  def train_step(self, step: Step, batch: Batch) -> None:
+    """K discriminator updates on k shares of the batch, then one of the generator on all of it."""
+    shares = {name: tf.split(value, self._k) for name, value in batch.items()}
+    for index in range(self._k):
+      share = {name: shares[name][index] for name in batch}
+      step.update(self.discriminator_loss, share, optimizer="discriminator")
+    step.update(self.generator_loss, batch, optimizer="generator")
+
+  def discriminator_loss(self, batch: Batch) -> Loss:
+    """Cross-entropy of telling real images (1) from generated ones (0)."""
+    real = self.model["discriminator"](batch["image"], training=True)
+    drawn = self.model["generator"](batch["noise"], training=True)
+    fake = self.model["discriminator"](tf.stop_gradient(drawn), training=True)
+    losses = tf.nn.softplus(-real) + tf.nn.softplus(fake)
+    return Loss.from_examples(losses[:, 0], batch["weight"])
+
+  def generator_loss(self, batch: Batch) -> Loss:
+    """The non-saturating loss: -log D(G(noise))."""
+    drawn = self.model["generator"](batch["other_noise"], training=True)
+    fake = self.model["discriminator"](drawn, training=True)
+    return Loss.from_examples(tf.nn.softplus(-fake)[:, 0], batch["weight"])
+
+  def eval_step(self, step: EvalStep, batch: Batch) -> None:
+    """Logs how often the discriminator is right about real and about generated images."""
+    real = self.model["discriminator"](batch["image"], training=False)[:, 0]
+    drawn = self.model["generator"](batch["noise"], training=False)
+    fake = self.model["discriminator"](drawn, training=False)[:, 0]
+    weight = batch["weight"]
+    step.log(
+      {
+        "loss": weighted_sum(tf.nn.softplus(-real) + tf.nn.softplus(fake), weight),
+        "real_accuracy": weighted_sum(real > 0, weight),
+        "fake_accuracy": weighted_sum(fake < 0, weight),
+      }
+    )
+
+  def export_signature(self) -> Any:
+    """Serves noise [n, noise_size] -> images [n, 28, 28, 1] in [0, 1]."""
+
+    @tf.function(input_signature=[tf.TensorSpec((None, self._noise_size), tf.float32, "noise")])
+    def serve(noise: tf.Tensor) -> dict[str, tf.Tensor]:
+      return {"image": (self.model["generator"](noise, training=False) + 1.0) / 2.0}
+
+    return serve
+
+
+def generator(*, noise_size: int, width: int) -> keras.Model:
+  """Noise [n, noise_size] -> images [n, 28, 28, 1] in [-1, 1]."""
+  layers = keras.layers
+  return keras.Sequential(
+    [
+      keras.Input((noise_size,)),
+      layers.Dense(7 * 7 * 2 * width),
+      layers.LeakyReLU(0.2),
+      layers.Reshape((7, 7, 2 * width)),
+      layers.Conv2DTranspose(width, 4, strides=2, padding="same"),
+      layers.LeakyReLU(0.2),
+      layers.Conv2DTranspose(1, 4, strides=2, padding="same", activation="tanh", dtype="float32"),
+    ],
+    name="generator",
+  )
+
+
+def discriminator(*, width: int, dropout: float) -> keras.Model:
+  """Images [n, 28, 28, 1] -> one logit each [n, 1]; positive means real."""
+  layers = keras.layers
+  return keras.Sequential(
+    [
+      keras.Input((28, 28, 1)),
+      layers.Conv2D(width, 4, strides=2, padding="same"),
+      layers.LeakyReLU(0.2),
+      layers.Conv2D(2 * width, 4, strides=2, padding="same"),
+      layers.LeakyReLU(0.2),
+      layers.Flatten(),
+      layers.Dropout(dropout),
+      layers.Dense(1, dtype="float32"),
+    ],
+    name="discriminator",
+  )
+
+
+def _seeds_of(example_ids: tf.Tensor) -> tf.Tensor:
+  """Returns int32 [n, 2] for ids [n], so that evaluation draws the same images each time."""
+  return tf.stack([tf.cast(example_ids, tf.int32), tf.zeros_like(example_ids, tf.int32)], axis=1)
+
+
+def _normal(seeds: tf.Tensor, size: int) -> tf.Tensor:
+  """Returns standard normal numbers [n, size], row i from row i of seeds [n, 2]."""
+  return tf.map_fn(
+    lambda seed: tf.random.stateless_normal([size], seed=seed),
+    seeds,
+    fn_output_signature=tf.TensorSpec([size], tf.float32),
+  )

@@ -1,0 +1,275 @@
+"""Image classification by an MLP or a CNN: scikit-learn's digits, Fashion-MNIST, image folders.
+
+import tasks.image_classification
+run.task = @ImageClassification()
+ImageClassification.data = @digits()
+ImageClassification.network = @cnn
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import framework
+from framework import ArraySource, Batch, ConfigError, ImageFolderSource, Loss, Source, Task
+from framework.inputs import read_idx
+from framework.task import Weighted, weighted_sum
+
+DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
+_IDX = {
+  "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+  "eval": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageData:
+  """Labelled images: sources of "image" uint8 [n, height, width, channels] and "label" int32 [n].
+
+  Attributes:
+    sources: "train" and "eval" -> source.
+    image_shape: (height, width, channels).
+    labels: the labels are 0 .. labels - 1.
+  """
+
+  sources: Mapping[str, Source]
+  image_shape: tuple[int, ...]
+  labels: int
+
+
+@framework.register
+def digits(*, eval_fraction: float = 0.2, seed: int = 0) -> ImageData:
+  """The 1,797 8x8 digits inside scikit-learn, split at random into train and eval."""
+  from sklearn.datasets import load_digits  # heavy, and only this data set needs it
+
+  if not 0 < eval_fraction < 1:
+    raise ConfigError(f"digits.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
+  bunch = load_digits()
+  images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., np.newaxis]
+  order = np.random.default_rng(seed).permutation(len(images))
+  first = round(len(images) * eval_fraction)
+  parts = {"eval": order[:first], "train": order[first:]}
+  return _in_memory({split: (images[rows], bunch.target[rows]) for split, rows in parts.items()})
+
+
+@framework.register
+def fashion_mnist(*, directory: str | None = None) -> ImageData:
+  """The 60,000 + 10,000 28x28 images of Fashion-MNIST.
+
+  Args:
+    directory: of its four idx files, plain or .gz; None takes those of Debian's package
+      dataset-fashion-mnist if it is installed, else Keras's download.
+  """
+  if directory is None and not os.path.isdir(DEBIAN_FASHION_MNIST):
+    return _downloaded_fashion_mnist()
+  folder = directory or DEBIAN_FASHION_MNIST
+  arrays = {
+    split: (_read(folder, images), _read(folder, labels))
+    for split, (images, labels) in _IDX.items()
+  }
+  return _in_memory(
+    {split: (images[..., None], labels) for split, (images, labels) in arrays.items()}
+  )
+
+
+@framework.register
+def image_folder(
+  *,
+  train: str,
+  eval: str,
+  image_size: Sequence[int],
+  channels: int = 3,
+  resize: bool = True,
+) -> ImageData:
+  """Two folders of <class>/<image> files, with the same classes; see `ImageFolderSource`."""
+  made = {
+    split: ImageFolderSource(
+      directory=directory, image_size=tuple(image_size), channels=channels, resize=resize
+    )
+    for split, directory in (("train", train), ("eval", eval))
+  }
+  if made["train"].class_names != made["eval"].class_names:
+    raise ConfigError(
+      f"the classes of {eval!r} ({', '.join(made['eval'].class_names)}) are not those of {train!r} "
+      f"({', '.join(made['train'].class_names)}); both folders need the same subfolders."
+    )
+  return ImageData(
+    sources=made,
+    image_shape=(*image_size, channels),
+    labels=len(made["train"].class_names),
+  )
+
+
+@framework.register
+def mlp(
+  *, input_shape: Sequence[int], classes: int, units: Sequence[int] = (128,), dropout: float = 0.0
+) -> keras.Model:
+  """Dense layers with ReLU."""
+  layers: list[Any] = [keras.Input(tuple(input_shape)), keras.layers.Flatten()]
+  for width in units:
+    layers += [keras.layers.Dense(width, activation="relu"), keras.layers.Dropout(dropout)]
+  return keras.Sequential([*layers, _logits(classes)], name="mlp")
+
+
+@framework.register
+def cnn(
+  *,
+  input_shape: Sequence[int],
+  classes: int,
+  filters: Sequence[int] = (32, 64),
+  units: int = 128,
+  dropout: float = 0.0,
+) -> keras.Model:
+  """Blocks of a 3x3 convolution, ReLU and 2x2 pooling, then one dense layer."""
+  layers: list[Any] = [keras.Input(tuple(input_shape))]
+  for width in filters:
+    layers.append(keras.layers.Conv2D(width, 3, padding="same", activation="relu"))
+    layers.append(keras.layers.MaxPooling2D())
+  layers += [keras.layers.Flatten(), keras.layers.Dense(units, activation="relu")]
+  return keras.Sequential([*layers, keras.layers.Dropout(dropout), _logits(classes)], name="cnn")
+
+
+@framework.register
+class ImageClassification(Task):
+  """Softmax classification of images scaled to [0, 1]."""
+
+  def __init__(
+    self,
+    *,
+    data: ImageData,
+    network: Callable[..., keras.Model] = cnn,
+    input_shape: Sequence[int] = (28, 28, 1),
+    classes: int = 10,
+    flip: bool = False,
+    shift: int = 0,
+  ) -> None:
+    """Keeps its arguments.
+
+    Args:
+      data: "train" and "eval" sources.
+      network: makes the model from `input_shape` and `classes`; ends in logits.
+      input_shape: height, width, channels.
+      classes: labels are 0 .. classes - 1.
+      flip: mirror half of the training images, left to right.
+      shift: move training images by up to this many pixels each way.
+    """
+    self._data, self._network = data, network
+    self._shape, self._classes = tuple(input_shape), classes
+    self._flip, self._shift = flip, shift
+
+  def build_model(self) -> keras.Model:
+    """Returns the network, which gives logits [n, classes]."""
+    return self._network(input_shape=self._shape, classes=self._classes)
+
+  def source(self, split: str) -> Source:
+    """Returns the images and labels of a split.
+
+    Raises:
+      ConfigError: they do not fit `input_shape` or `classes`.
+    """
+    if self._data.image_shape != self._shape:
+      raise ConfigError(
+        f"the images are {self._data.image_shape} but ImageClassification.input_shape is "
+        f"{self._shape}; make them the same."
+      )
+    if self._data.labels > self._classes:
+      raise ConfigError(
+        f"the data has label {self._data.labels - 1}, but ImageClassification.classes is "
+        f"{self._classes}; set it to at least {self._data.labels}, or mend the labels."
+      )
+    return self._data.sources[split]
+
+  def preprocess(self, batch: Batch, training: bool) -> Batch:
+    """Scales to [0, 1]; augments when training."""
+    image = tf.cast(batch["image"], tf.float32) / 255.0
+    if training and self._shift:
+      image = _shifted(image, batch["seed"], self._shift)
+    if training and self._flip:
+      image = _flipped(image, batch["seed"])
+    return {**batch, "image": image}
+
+  def forward(self, batch: Batch, training: bool) -> tf.Tensor:
+    """Returns float32 logits [n, classes]."""
+    return tf.cast(self.model(batch["image"], training=training), tf.float32)
+
+  def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
+    """Cross-entropy."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=batch["label"], logits=outputs)
+    return Loss.from_examples(losses, batch["weight"])
+
+  def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
+    """Accuracy."""
+    hits = tf.equal(tf.argmax(outputs, axis=-1, output_type=tf.int32), batch["label"])
+    return {"accuracy": weighted_sum(hits, batch["weight"])}
+
+  def export_signature(self) -> Any:
+    """Serves raw images (uint8) -> class probabilities."""
+
+    @tf.function(input_signature=[tf.TensorSpec((None, *self._shape), tf.uint8, "image")])
+    def serve(image: tf.Tensor) -> dict[str, tf.Tensor]:
+      batch = self.preprocess({"image": image}, training=False)
+      return {"probabilities": tf.nn.softmax(self.forward(batch, training=False))}
+
+    return serve
+
+
+def _in_memory(splits: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> ImageData:
+  """Makes sources of images [n, h, w, c] and integer labels [n]."""
+  sources = {
+    split: ArraySource(features={"image": images, "label": labels.astype(np.int32)})
+    for split, (images, labels) in splits.items()
+  }
+  labels = np.concatenate([labels for _, labels in splits.values()])
+  if labels.min() < 0:
+    raise ConfigError(f"the labels contain {labels.min()}; they must be 0 or more.")
+  shape = splits["train"][0].shape[1:]
+  return ImageData(sources=sources, image_shape=shape, labels=int(labels.max()) + 1)
+
+
+def _read(folder: str, name: str) -> np.ndarray:
+  plain = os.path.join(folder, name)
+  return read_idx(plain if os.path.exists(plain) else f"{plain}.gz")
+
+
+def _downloaded_fashion_mnist() -> ImageData:
+  try:
+    train, test = keras.datasets.fashion_mnist.load_data()
+  except Exception as error:
+    raise ConfigError(
+      f"Fashion-MNIST is neither in {DEBIAN_FASHION_MNIST} nor to be downloaded "
+      f"({type(error).__name__}); install Debian's dataset-fashion-mnist, or set "
+      "fashion_mnist.directory to a folder of its four idx files."
+    ) from error
+  arrays = {"train": train, "eval": test}
+  return _in_memory(
+    {split: (images[..., None], labels) for split, (images, labels) in arrays.items()}
+  )
+
+
+def _logits(classes: int) -> keras.layers.Layer:
+  return keras.layers.Dense(classes, dtype="float32", name="logits")
+
+
+def _flipped(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+  """Mirrors each image [n, h, w, c] by its own seed [n, 2], with probability 1/2."""
+  mirror = (seed[:, 0] & 1) == 1
+  return tf.where(mirror[:, tf.newaxis, tf.newaxis, tf.newaxis], tf.reverse(image, [2]), image)
+
+
+def _shifted(image: tf.Tensor, seed: tf.Tensor, most: int) -> tf.Tensor:
+  """Moves each image [n, h, w, c] by up to `most` pixels, by its own seed [n, 2]; zeros come in."""
+  height, width = image.shape[1], image.shape[2]
+  padded = tf.pad(image, [[0, 0], [most, most], [most, most], [0, 0]])
+  span = 2 * most + 1
+  top = tf.math.floormod(seed[:, 1], span)
+  left = tf.math.floormod(seed[:, 1] // span, span)
+  rows = top[:, tf.newaxis] + tf.range(height)
+  columns = left[:, tf.newaxis] + tf.range(width)
+  return tf.gather(tf.gather(padded, rows, batch_dims=1), columns, axis=2, batch_dims=1)

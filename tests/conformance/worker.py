@@ -1,0 +1,150 @@
+"""Runs cases of one number of replicas and writes what they left behind, one .npz or .error a case.
+
+    python worker.py OUTPUT_FOLDER CASE_ID...
+
+One process a number of replicas, because TensorFlow can hold one size of collective group only.
+"""
+
+import json
+import os
+import sys
+import traceback
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+import cases
+import keras
+import mlp
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from framework import evaluator, loss_scale, models, reduction, schedules, strategies, trainer
+
+
+def make_strategy(case):
+  if case.strategy == "mirrored":
+    return strategies.mirrored(
+      cpu_replicas=case.replicas,
+      cross_device_ops=case.op,
+      num_packs=case.scenario.num_packs,
+    )
+  if case.strategy == "central_storage":
+    return strategies.central_storage(cpu_replicas=case.replicas)
+  return {"default": strategies.default, "one_device": strategies.one_device}[case.strategy]()
+
+
+def make_optimizers(scenario, library):
+  optimizers = (tf_keras if library == "tf_keras" else keras).optimizers
+  if scenario.optimizer == "two":
+    return {
+      "hidden": lambda: optimizers.Adam(0.01),
+      "output": lambda: optimizers.SGD(0.02, momentum=0.9),
+    }
+  rate = schedules.Schedule(lambda step: 0.04 / (1 + step)) if scenario.schedule else scenario.rate
+  return {
+    "adam": lambda: optimizers.Adam(rate),
+    "adamw": lambda: optimizers.AdamW(rate, weight_decay=0.1),
+    "momentum": lambda: optimizers.SGD(rate, momentum=0.9),
+    "sgd": lambda: optimizers.SGD(rate),
+  }[scenario.optimizer]
+
+
+def make_loss_scale(given):
+  if given is None:
+    return loss_scale.none
+  if isinstance(given, cases.Dynamic):
+    return lambda: loss_scale.DynamicLossScale(
+      initial=given.initial,
+      growth_steps=given.growth_steps,
+      factor=given.factor,
+      floor=given.floor,
+    )
+  return lambda: loss_scale.FixedLossScale(scale=given)
+
+
+def make_dataset(case):
+  batches = cases.padded_batches(case)
+  rows = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+  dataset = tf.data.Dataset.from_tensor_slices(rows)
+  return dataset.batch(case.padded_batch_size, drop_remainder=True)
+
+
+def make_trainer(case):
+  scenario = case.scenario
+  return trainer.Trainer(
+    task=mlp.make(
+      model=case.model, l2=scenario.l2, two_optimizers=scenario.optimizer == "two"
+    ),
+    strategy=make_strategy(case),
+    dataset_fn=lambda position: make_dataset(case).skip(position // scenario.batch_size),
+    global_batch_size=scenario.batch_size,
+    optimizer=make_optimizers(scenario, case.model),
+    loss_scale=make_loss_scale(scenario.loss_scale),
+    reduction=reduction.Reduction(packing=scenario.packing, wire_dtype=scenario.wire_dtype),
+    clip_norm=scenario.clip_norm,
+    clip_value=scenario.clip_value,
+    accumulation_steps=scenario.accumulation_steps,
+    ema_decay=scenario.ema_decay,
+    jit_compile=scenario.jit_compile,
+    eager=scenario.eager,
+  )
+
+
+def evaluations(case, run):
+  """Evaluates on the training data: with the averages, with the weights, with the averages again."""
+  if not case.scenario.evaluated:
+    return []
+  common = {"task": run.task, "strategy": run.strategy, "eager": case.scenario.eager}
+  finite = make_dataset(case).take(case.scenario.overflow_step)
+  return [
+    evaluator.Evaluator(dataset=finite, ema=ema, **common).evaluate()
+    for ema in (run.parts.ema, None)
+  ]
+
+
+def run_case(case):
+  """Trains in two calls and returns (arrays, everything else)."""
+  run, scenario = make_trainer(case), case.scenario
+  calls = [n for n in (scenario.first_loop, scenario.steps - scenario.first_loop) if n]
+  loops = [run.train(tf.constant(n)) for n in calls]
+  evaluated = evaluations(case, run)
+  variables = models.trainable_variables(
+    list(run.task.model.values()) if isinstance(run.task.model, dict) else run.task.model
+  )
+  arrays = dict(zip(NAMES, mlp.copies(run.strategy, variables), strict=True))
+  if run.parts.ema is not None:
+    averages = mlp.copies(run.strategy, run.parts.ema.averages)
+    arrays |= {f"ema/{n}": a for n, a in zip(NAMES, averages, strict=True)}
+  facts = {
+    "loops": loops,
+    "evaluations": evaluated,
+    "iterations": {n: int(o.optimizer.iterations.numpy()) for n, o in run.parts.optimizers.items()},
+    "traces": run.traces,
+    "global_step": int(run.global_step.numpy()),
+    "position": int(run.position.numpy()),
+    "skipped_steps": int(run.skipped_steps.numpy()),
+    "loss_scale": float(run.parts.loss_scale.value()),
+    "replicas": run.strategy.num_replicas_in_sync,
+  }
+  return arrays, facts
+
+
+NAMES = cases.reference.NAMES
+
+
+def main(folder, ids):
+  for case_id in ids:
+    path = os.path.join(folder, case_id)
+    try:
+      arrays, facts = run_case(cases.CASES[case_id])
+    except Exception:
+      with open(f"{path}.error", "w") as file:
+        file.write(traceback.format_exc())
+    else:
+      np.savez(f"{path}.npz", facts=json.dumps(facts), **arrays)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,918 @@
+"""The config check, tried on a small table of toys: every mistake, its one line and its place."""
+
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import gin
+import pytest
+
+from framework import configurables
+from framework.configurables import imports, table, values
+from framework.errors import ConfigError
+
+
+class Task:
+  pass
+
+
+class Strategy:
+  pass
+
+
+class Optimizer:
+  pass
+
+
+class Scale:
+  pass
+
+
+class Action:
+  def __call__(self, output):
+    raise NotImplementedError
+
+
+class Digits(Task):
+  def __init__(self, *, width: int = 128, rate: float = 0.5, path: str | None = None):
+    self.width, self.rate, self.path = width, rate, path
+
+
+class Folder(Task):
+  def __init__(self, *, directory: str):
+    self.directory = directory
+
+
+class Sgd(Optimizer):
+  def __init__(self, *, learning_rate: float = 0.01, nesterov: bool = False, name=None):
+    self.learning_rate, self.nesterov, self.name = learning_rate, nesterov, name
+
+
+class Best(Action):
+  def __init__(self, *, metric: str = "accuracy"):
+    self.metric = metric
+
+
+def auto(*, cpu_replicas: int = 1) -> Strategy:
+  made = Strategy()
+  made.cpu_replicas = cpu_replicas
+  return made
+
+
+def mirrored(*, cross_device_ops: Literal["nccl", "collective"] | None = None) -> Strategy:
+  del cross_device_ops
+  return Strategy()
+
+
+def none() -> Scale:
+  return Scale()
+
+
+def dynamic(*, growth_steps: int = 2000) -> Scale:
+  made = Scale()
+  made.growth_steps = growth_steps
+  return made
+
+
+def constant(*, learning_rate: float) -> Callable[[int], float]:
+  return lambda step: learning_rate
+
+
+class Trainer:
+  def __init__(
+    self,
+    *,
+    task: Task,
+    scale: Callable[[], Scale] = none,
+    clip_norm: float | None = None,
+    anything: Any = None,
+    **options: Any,
+  ):
+    self.task, self.scale, self.clip_norm = task, scale(), clip_norm
+    self.anything, self.options = anything, options
+
+
+def run(
+  *,
+  task: Task | Callable[[], Task],
+  train_steps: int,
+  model_dir: str,
+  strategy: Callable[[], Strategy] = auto,
+  optimizer: Callable[[], Optimizer] | Mapping[str, Callable[[], Optimizer]] = Sgd,
+  seed: int = 0,
+  eager: bool = False,
+  image_size: tuple[int, int] = (28, 28),
+  rates: Sequence[float] = (),
+  names: Sequence[str] = (),
+  actions: Sequence[Action] = (),
+):
+  del seed, eager, image_size, rates, names
+  trainer = configurables.configured(Trainer)(task=task)
+  makers = optimizer if isinstance(optimizer, dict) else {"default": optimizer}
+  optimizers = {name: make() for name, make in makers.items()}
+  return {
+    "trainer": trainer,
+    "strategy": strategy(),
+    "optimizers": optimizers,
+    "actions": actions,
+    "train_steps": train_steps,
+    "model_dir": model_dir,
+  }
+
+
+TOYS = (
+  (__name__, "run Trainer auto mirrored none dynamic constant Sgd Best"),
+  (__name__, "Digits Folder"),
+)
+GOOD = "run.task = @Digits()\nrun.train_steps = 5\n"
+
+
+def is_under(path, folder):
+  return path.startswith(folder) and "site-packages" not in path
+
+
+@pytest.fixture(autouse=True)
+def toys(monkeypatch, tmp_path):
+  """A registry of the toys alone, in an empty working directory; all of it undone at the end."""
+  fresh = type(table.registry())()
+  builtins = {name: entry for name, entry in table.registry().items() if name.startswith("gin.")}
+  for name, entry in builtins.items():
+    fresh[name] = entry
+  monkeypatch.setattr(gin.config, "_REGISTRY", fresh)
+  known = {entry.wrapped: entry for entry in builtins.values()}
+  monkeypatch.setattr(gin.config, "_INVERSE_REGISTRY", known)
+  monkeypatch.setattr(table, "TABLE", TOYS)
+  monkeypatch.setattr(table, "ROOTS", ("run", "Trainer"))
+  monkeypatch.setattr(
+    table,
+    "GIVEN",
+    {"run": {"model_dir": "use the flag --model_dir"}, "Trainer": {"task": "set run.task"}},
+  )
+  monkeypatch.setattr(table, "OPTIMIZER_PACKAGES", ())
+  repository = str(imports.REPOSITORY)
+  monkeypatch.setattr(sys, "path", [p for p in sys.path if p and not is_under(p, repository)])
+  monkeypatch.setattr(imports, "REPOSITORY", tmp_path / "repository")
+  before = set(sys.modules)
+  monkeypatch.chdir(tmp_path)
+  importlib.invalidate_caches()
+  gin.clear_config()
+  yield
+  gin.clear_config()
+  for name in set(sys.modules) - before:
+    if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
+      del sys.modules[name]
+
+
+def write(name, text):
+  path = Path(name)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(textwrap.dedent(text))
+
+
+def parse(text, *params):
+  write("x.gin", text)
+  configurables.parse(["x.gin"], params)
+
+
+def mistake(text, *params):
+  """Returns the line that says what is wrong with a config."""
+  before = gin.config_str()
+  with pytest.raises(ConfigError) as caught:
+    parse(text, *params)
+  line = str(caught.value)
+  assert "\n" not in line
+  assert gin.config_str() == before, "a config with a mistake must not be in force"
+  return line
+
+
+def result():
+  return configurables.configured(run)(model_dir="m")
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+  ("text", "line"),
+  [
+    ("Trainr.clip_norm = 1.0", "x.gin:3: unknown configurable 'Trainr'. Did you mean 'Trainer'?"),
+    ("run.task = @digits()", "x.gin:3: unknown configurable 'digits'. Did you mean 'Digits'?"),
+    (
+      "run.strategy = @miror",
+      "x.gin:3: unknown configurable 'miror'. Did you mean 'mirrored'?",
+    ),
+    (
+      "run.actions = [@Best(), @Bast()]",
+      "x.gin:3: unknown configurable 'Bast'. Did you mean 'Best'?",
+    ),
+    (
+      "quux.x = 1",
+      "x.gin:3: unknown configurable 'quux'. If it is yours, import its module: `import my_tasks`.",
+    ),
+    ("run.sed = 1", "x.gin:3: run has no parameter 'sed'. Did you mean 'seed'?"),
+    (
+      "auto.zzz = 1",
+      "x.gin:3: auto has no parameter 'zzz'. It must be one of cpu_replicas.",
+    ),
+    ("none.zzz = 1", "x.gin:3: none has no parameter 'zzz'. It must be one of none."),
+    (
+      "run.model_dir = 'm'",
+      "x.gin:3: run.model_dir cannot be set in a config; use the flag --model_dir.",
+    ),
+    ("Trainer.task = @Digits()", "x.gin:3: Trainer.task cannot be set in a config; set run.task."),
+    ("run.seed = %sead\nseed = 3", "x.gin:3: the macro %sead is not defined. Did you mean 'seed'?"),
+    (
+      "run.seed = %number",
+      "x.gin:3: the macro %number is not defined. Add a line `number = ...`.",
+    ),
+    (
+      "run.rates = [%a]\na = %b\nb = %a",
+      "x.gin:3: the macro %a is defined by itself; it must have a value.",
+    ),
+  ],
+)
+def test_an_unknown_name(text, line):
+  assert mistake(GOOD + text) == line
+
+
+def test_a_block_is_checked_like_single_lines():
+  assert (
+    mistake(GOOD + "run:\n  seed = 1\n  sed = 2\n")
+    == "x.gin:5: run has no parameter 'sed'. Did you mean 'seed'?"
+  )
+
+
+def test_a_double_star_parameter_takes_any_name():
+  parse(GOOD + "Trainer.whatever = 3")
+  assert result()["trainer"].options == {"whatever": 3}
+
+
+def test_an_ambiguous_name_lists_the_full_names():
+  write("mine.py", "import framework.configurables as c\n@c.register\ndef auto(): pass\n")
+  assert (
+    mistake(GOOD + "import mine\nauto.cpu_replicas = 2")
+    == f"x.gin:4: 'auto' is ambiguous; it must be mine.auto or {SELF}.auto."
+  )
+
+
+SELF = __name__.rpartition(".")[2]
+
+
+def test_a_name_that_gin_has_too_is_ours():
+  parse(
+    GOOD + "run.optimizer = @Sgd\nTrainer.anything = @constant()\nconstant.learning_rate = 0.25"
+  )
+  assert result()["trainer"].anything(0) == 0.25
+
+
+# Values.
+
+
+@pytest.mark.parametrize(
+  ("text", "line"),
+  [
+    ("run.seed = 'many'", "run.seed is 'many'; it must be int."),
+    ("run.seed = '7'", "run.seed is '7'; it must be int. Write 7, without quotes."),
+    ("run.seed = 1e4", "run.seed is 10000.0; it must be int. Write 10000."),
+    ("run.seed = True", "run.seed is True; it must be int."),
+    ("run.seed = None", "run.seed is None; it must be int."),
+    ("run.seed = [1]", "run.seed is [1]; it must be int."),
+    ("run.eager = 1", "run.eager is 1; it must be bool."),
+    ("Trainer.clip_norm = True", "Trainer.clip_norm is True; it must be float | None."),
+    (
+      "Trainer.clip_norm = '0.5'",
+      "Trainer.clip_norm is '0.5'; it must be float | None. Write 0.5, without quotes.",
+    ),
+    ("run.image_size = 28", "run.image_size is 28; it must be tuple[int, int]."),
+    ("run.image_size = (28,)", "run.image_size is (28,); it must be tuple[int, int]."),
+    ("run.image_size = [1, 2.5]", "run.image_size is [1, 2.5]; it must be tuple[int, int]."),
+    ("run.rates = 0.1", "run.rates is 0.1; it must be Sequence[float]. Write [0.1]."),
+    ("run.names = 'a'", "run.names is 'a'; it must be Sequence[str]. Write ['a']."),
+    ("run.names = {'a': 1}", "run.names is {'a': 1}; it must be Sequence[str]."),
+    ("n = 'x'\nrun.seed = %n", "run.seed is %n, or 'x'; it must be int."),
+    (
+      "run.strategy = @mirrored\nmirrored.cross_device_ops = 'ncl'",
+      "mirrored.cross_device_ops is 'ncl'; it must be one of 'nccl', 'collective'. "
+      "Did you mean 'nccl'?",
+    ),
+    (
+      "run.strategy = 'mirrored'",
+      "run.strategy is 'mirrored'; it must be Callable[[], Strategy].",
+    ),
+    (
+      "run.strategy = @Sgd",
+      "run.strategy is @Sgd; it must be Callable[[], Strategy].",
+    ),
+    (
+      "run.strategy = @mirrored()",
+      "run.strategy is @mirrored(); it must be Callable[[], Strategy]. "
+      "Write @mirrored, without parentheses: it is called later, where it has to be.",
+    ),
+    (
+      "run.optimizer = @Sgd()",
+      "run.optimizer is @Sgd(); it must be "
+      "Callable[[], Optimizer] | Mapping[str, Callable[[], Optimizer]]. "
+      "Write @Sgd, without parentheses: it is called later, where it has to be.",
+    ),
+    (
+      "run.optimizer = {'a': @g/Sgd()}",
+      "run.optimizer is {'a': @g/Sgd()}; it must be "
+      "Callable[[], Optimizer] | Mapping[str, Callable[[], Optimizer]]. "
+      "Write {'a': @g/Sgd}, without parentheses: it is called later, where it has to be.",
+    ),
+    (
+      "run.actions = [@Best]",
+      "run.actions is [@Best]; it must be Sequence[Action]. Write [@Best()], with parentheses.",
+    ),
+    (
+      "run.actions = @Best()",
+      "run.actions is @Best(); it must be Sequence[Action]. Write [@Best()].",
+    ),
+    ("run.actions = [@Digits()]", "run.actions is [@Digits()]; it must be Sequence[Action]."),
+    ("run.seed = @Digits()", "run.seed is @Digits(); it must be int."),
+    ("run.seed = 1e999", "run.seed is inf; it must be finite. Use None for no limit."),
+  ],
+)
+def test_a_value_of_the_wrong_type(text, line):
+  place, _, rest = mistake(GOOD + text).partition(": ")
+  assert re.fullmatch(r"x\.gin:[34]", place)
+  assert rest == line
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "run.seed = -3",
+    "Trainer.clip_norm = 1",
+    "Trainer.clip_norm = None",
+    "Trainer.anything = {'a': [1, @Digits()]}",
+    "run.image_size = [32, 32]",
+    "run.rates = (1, 0.5)",
+    "run.names = ['a', 'b']",
+    "run.names = ()",
+    "run.actions = (@Best(), @Best())",
+    "run.task = @Folder\nrun.task = @Digits",
+    "run.optimizer = {'a': @Sgd, 'b': @g/Sgd}",
+    "n = 7\nrun.seed = %n",
+    "one = @Best()\nrun.actions = [%one]",
+    "make = @Sgd\nrun.optimizer = %make",
+    "Trainer.scale = @dynamic",
+  ],
+)
+def test_a_value_of_the_right_type(text):
+  parse(
+    "run.train_steps = 5\n"
+    + ("" if "run.task" in text else "run.task = @Digits()\n")
+    + text.replace("run.task = @Folder\n", "")
+  )
+  result()
+
+
+class Rate:
+  def __call__(self, step):
+    return step
+
+
+def unannotated(x):
+  return x
+
+
+@pytest.mark.parametrize(
+  ("value", "annotation", "fits"),
+  [
+    (1, "an unresolved annotation", True),
+    (1, inspect.Parameter.empty, True),
+    (1, object, True),
+    (1, int | str, True),
+    (1.5, int | str, False),
+    ("a", Literal["a", "b"], True),
+    (True, Literal[1], False),
+    ({"a": 1}, dict[str, int], True),
+    ({"a": "b"}, Mapping[str, int], False),
+    ({}, int, False),
+    ((1, 2, 3), tuple[int, ...], True),
+    ((1, "a"), tuple[int, ...], False),
+    ([1], list, True),
+    ([1], str, False),
+    (None, None, True),
+    (0, None, False),
+    (b"a", Sequence[int], False),
+  ],
+)
+def test_fits(value, annotation, fits):
+  assert values.fits(value, annotation) is fits
+
+
+# What is missing, contradicts or is of no use.
+
+
+def test_a_task_is_missing():
+  assert mistake("run.train_steps = 5") == (
+    "run.task is not set; it must be Task | Callable[[], Task]. "
+    "Add `import tasks.digits` and `run.task = @digits.Digits()`."
+  )
+
+
+def test_a_required_parameter_is_missing():
+  assert (
+    mistake("run.task = @Digits()")
+    == "run.train_steps is not set; it must be int. Add `run.train_steps = ...`."
+  )
+  assert (
+    mistake("run.task = @a/Folder()\nrun.train_steps = 5")
+    == "a/Folder.directory is not set; it must be str. Add `a/Folder.directory = ...`."
+  )
+
+
+def test_a_factory_may_get_the_rest_from_its_caller():
+  parse("run.task = @Folder\nrun.train_steps = 5")
+
+
+def test_required_in_a_base_file():
+  write("base.gin", GOOD + "run.seed = %gin.REQUIRED\n")
+  assert (
+    mistake("include 'base.gin'")
+    == "base.gin:3: run.seed is %gin.REQUIRED; a later line or --gin_param must set it."
+  )
+  parse("include 'base.gin'", "run.seed = 1")
+
+
+def test_a_parameter_bound_twice_in_a_file():
+  assert mistake(GOOD + "run.seed = 1\nrun.rates = [1]\nrun.seed = 2") == (
+    "x.gin:5: run.seed is 2, but 1 at x.gin:3. Remove one of the two lines."
+  )
+  parse(GOOD + "run.seed = 1\nrun.seed = 1")
+
+
+def test_a_later_file_and_a_flag_override():
+  write("base.gin", GOOD + "run.seed = 1\n")
+  write("more.gin", "run.train_steps = 7\n")
+  write("x.gin", "include 'base.gin'\nrun.seed = 2\n")
+  configurables.parse(["x.gin", "more.gin"], ["run.seed = 3", "run.seed = 4"])
+  assert gin.query_parameter("run.seed") == 4
+  assert result()["train_steps"] == 7
+
+
+@pytest.mark.parametrize(
+  ("text", "line"),
+  [
+    (
+      "mirrored.cross_device_ops = 'nccl'",
+      "x.gin:3: nothing uses mirrored.cross_device_ops. "
+      "Add `run.strategy = @mirrored`, or remove it.",
+    ),
+    (
+      "dynamic.growth_steps = 1",
+      "x.gin:3: nothing uses dynamic.growth_steps. Add `Trainer.scale = @dynamic`, or remove it.",
+    ),
+    (
+      "Best.metric = 'loss'",
+      "x.gin:3: nothing uses Best.metric. Add `run.actions = [@Best()]`, or remove it.",
+    ),
+    (
+      "Folder.directory = 'd'",
+      "x.gin:3: nothing uses Folder.directory. Add `run.task = @Folder()`, or remove it.",
+    ),
+    (
+      "g/Sgd.learning_rate = 0.1",
+      "x.gin:3: nothing uses g/Sgd.learning_rate. Add `run.optimizer = @g/Sgd`, or remove it.",
+    ),
+    (
+      "constant.learning_rate = 0.1",
+      f"x.gin:3: nothing uses {SELF}.constant.learning_rate. "
+      f"Add a reference to it, @{SELF}.constant, or remove it.",
+    ),
+    ("seed = 3", "x.gin:3: nothing uses the macro 'seed'. Did you mean 'run.seed'?"),
+    (
+      "zz = 3",
+      "x.gin:3: nothing uses the macro 'zz'. Write %zz where it belongs, or remove it.",
+    ),
+    (
+      "run.strategy = @mirrored\nauto.cpu_replicas = 2",
+      "x.gin:4: nothing uses auto.cpu_replicas. Add `run.strategy = @auto`, or remove it.",
+    ),
+    (
+      "run.optimizer = {'a': @a/Sgd}\nb/Sgd.learning_rate = 0.1",
+      "x.gin:4: nothing uses b/Sgd.learning_rate. Add `run.optimizer = @b/Sgd`, or remove it.",
+    ),
+  ],
+)
+def test_a_binding_that_nothing_uses(text, line):
+  assert mistake(GOOD + text) == line
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "auto.cpu_replicas = 2",
+    "Sgd.learning_rate = 0.1",
+    "Trainer.clip_norm = 1.0",
+    "run.optimizer = {'a': @a/b/Sgd}\na/Sgd.learning_rate = 0.1\nSgd.nesterov = True",
+    "Trainer.anything = [{'x': @Folder()}]\nFolder.directory = %where\nwhere = 'd'",
+    "outer/Trainer.anything = 3\nTrainer.anything = @outer/gin.singleton()\n"
+    "outer/gin.singleton.constructor = @Best",
+  ],
+)
+def test_a_binding_that_something_uses(text):
+  if text.startswith("outer/Trainer"):
+    text = text.partition("\n")[2]
+  parse(GOOD + text)
+  result()
+
+
+def test_an_override_may_leave_bindings_of_what_it_replaced():
+  text = "run.strategy = @mirrored\nmirrored.cross_device_ops = 'nccl'\n"
+  parse(GOOD + text, "run.strategy = @auto")
+  assert "mirrored" not in configurables.operative_config()
+  assert "nothing uses mirrored.cross_device_ops" in mistake(
+    GOOD + "run.strategy = @mirrored",
+    "run.strategy = @auto",
+    "mirrored.cross_device_ops = 'nccl'",
+  )
+
+
+def test_what_gin_configures_in_place_counts_as_used():
+  write(
+    "mine.py",
+    """
+    import gin
+    @gin.configurable
+    def width(n: int = 1): return n
+    @gin.configurable
+    class Deep:
+      def __init__(self, n: int = 1): self.n = n
+    """,
+  )
+  parse(GOOD + "import mine\nwidth.n = 4\nany/Deep.n = 5\nDeep.n = 6")
+  assert sys.modules["mine"].width() == 4
+  assert sys.modules["mine"].Deep().n == 6
+  assert "run.seed" not in mistake(GOOD + "import mine\nwidth.n = 'x'")
+
+
+# Reading.
+
+
+@pytest.mark.parametrize(
+  ("text", "line"),
+  [
+    (
+      "run.seed 3",
+      "x.gin:3: cannot read 'run.seed 3': couldn't parse statement, expected ':' or '='.",
+    ),
+    ("run.seed = 1 2", "x.gin:3: cannot read 'run.seed = 1 2': expected newline."),
+    ("run.rates = [1,", "x.gin:4: cannot read 'run.rates = [1,': EOF in multi-line statement."),
+    ("run.eager = true", "x.gin:3: 'true' is not a value. Write True."),
+    (
+      "run.names = [mixed]",
+      "x.gin:3: 'mixed' is not a value. "
+      "Quote a string ('mixed'); write @mixed for a configurable, %mixed for a macro.",
+    ),
+    ("include 3", "x.gin:3: cannot read 'include 3': expected file path as string."),
+    (
+      "from __gin__ import dynamic_registration",
+      "x.gin:3: __gin__.dynamic_registration is not supported. "
+      "Import modules; they register their own names.",
+    ),
+  ],
+)
+def test_a_line_that_gin_cannot_read(text, line):
+  got = mistake(GOOD + text)
+  assert got.lower() == line.lower()
+
+
+@pytest.mark.parametrize(
+  ("param", "line"),
+  [
+    (
+      "run.seed",
+      "--gin_param 'run.seed': cannot read 'run.seed': couldn't parse statement, "
+      "expected ':' or '='.",
+    ),
+    ("run.seed=", "--gin_param 'run.seed=': cannot read 'run.seed=': unable to parse value."),
+    (
+      "run.names=['a',b]",
+      "--gin_param \"run.names=['a',b]\": 'b' is not a value. "
+      "Quote a string ('b'); write @b for a configurable, %b for a macro.",
+    ),
+    (
+      "run.sed=3",
+      "--gin_param 'run.sed=3': run has no parameter 'sed'. Did you mean 'seed'?",
+    ),
+    ("run.seed='x'", "--gin_param \"run.seed='x'\": run.seed is 'x'; it must be int."),
+  ],
+)
+def test_a_malformed_param(param, line):
+  assert mistake(GOOD, param) == line
+
+
+def test_a_missing_file():
+  write("configs/digits.gin", GOOD)
+  with pytest.raises(ConfigError) as caught:
+    configurables.parse(["configs/digit.gin"])
+  assert str(caught.value) == (
+    f"there is no gin file 'configs/digit.gin' in configs or {imports.REPOSITORY}/configs. "
+    "Did you mean 'digits.gin'?"
+  )
+
+
+def test_includes_are_looked_for_beside_the_file_then_here_then_in_the_repository():
+  write("configs/sub/x.gin", "include 'beside.gin'\ninclude 'here.gin'\ninclude 'shipped.gin'\n")
+  write("configs/sub/beside.gin", "run.task = @Digits()\n")
+  write("beside.gin", "run.task = 3\n")
+  write("here.gin", "run.train_steps = 3\n")
+  write("repository/here.gin", "run.train_steps = 4\n")
+  write("repository/shipped.gin", "run.seed = 3\n")
+  configurables.parse(["configs/sub/x.gin"])
+  assert (gin.query_parameter("run.train_steps"), gin.query_parameter("run.seed")) == (3, 3)
+  write("configs/sub/beside.gin", "run.task = 'x'\n")
+  with pytest.raises(ConfigError, match=r"^configs/sub/beside\.gin:1: run\.task is 'x'; "):
+    configurables.parse(["configs/sub/x.gin"])
+
+
+def test_a_missing_include():
+  assert mistake(GOOD + "include 'bse.gin'").startswith(
+    "x.gin:3: there is no gin file 'bse.gin' in"
+  )
+
+
+def test_a_file_that_includes_itself():
+  write("a.gin", "include 'x.gin'\n")
+  assert mistake("include 'a.gin'") == (
+    "a.gin:1: x.gin includes a.gin includes x.gin; a file must not include itself. "
+    "Remove one of the includes."
+  )
+
+
+def test_a_file_that_is_not_text():
+  Path("b.gin").write_bytes(b"\xff\xfe\x00")
+  with pytest.raises(ConfigError, match=r"^b\.gin is not text; a gin file must be UTF-8\.$"):
+    configurables.parse(["b.gin"])
+
+
+# Modules of the user's own.
+
+MINE = """
+  import framework.configurables as c
+  @c.register
+  class Mine:
+    def __init__(self, *, x: int = 1): self.x = x
+"""
+
+
+def test_a_module_here_or_beside_the_gin_file():
+  write("here_mine.py", MINE)
+  write("far/beside_mine.py", MINE.replace("Mine", "Other"))
+  write(
+    "far/x.gin",
+    GOOD
+    + "import here_mine\nfrom beside_mine import Other\n".replace("from", "import").replace(
+      " import Other", ""
+    )
+    + "Trainer.anything = [@Mine(), @beside_mine.Other()]\nMine.x = 3\n",
+  )
+  configurables.parse(["far/x.gin"])
+  mine, other = result()["trainer"].anything
+  assert (mine.x, other.x) == (3, 1)
+
+
+def test_direct_calls_of_a_registered_class_stay_as_they_are():
+  write("my_direct.py", MINE)
+  parse(GOOD + "import my_direct\nTrainer.anything = @Mine()\nMine.x = 3")
+  plain = sys.modules["my_direct"].Mine
+  assert plain().x == 1
+  assert configurables.configured(plain)().x == 3
+  assert type(result()["trainer"].anything) is plain
+
+
+def test_a_missing_module():
+  write("tasks_of_mine.py", MINE)
+  assert (
+    mistake(GOOD + "import tasks_of_mein")
+    == "x.gin:3: no module named 'tasks_of_mein'. Did you mean 'tasks_of_mine'?"
+  )
+  write("pack/digits.py", MINE)
+  assert (
+    mistake(GOOD + "import pack.digitz")
+    == "x.gin:3: no module named 'pack.digitz'. Did you mean 'pack.digits'?"
+  )
+
+
+@pytest.mark.parametrize(
+  ("source", "line"),
+  [
+    ("import os\n1 / 0\n", "{}:2 with ZeroDivisionError: division by zero"),
+    ("import not_there\n", "{}:1 with ModuleNotFoundError: No module named 'not_there'"),
+    ("x = (\n", "{}:1 with SyntaxError: '(' was never closed ({name}, line 1)"),
+  ],
+)
+def test_a_module_that_raises(source, line, tmp_path):
+  write("my_broken.py", source)
+  where = line.format(tmp_path / "my_broken.py", name="my_broken.py")
+  assert mistake(GOOD + "import my_broken") == f"x.gin:3: import my_broken failed at {where}"
+
+
+def test_a_class_whose_module_is_not_imported():
+  write("pack/my_late.py", MINE.replace("Mine", "Late"))
+  line = "x.gin:3: unknown configurable {!r}. Add `import pack.my_late`, which defines it."
+  assert mistake(GOOD + "Trainer.anything = @Late()") == line.format("Late")
+  assert mistake(GOOD + "Trainer.anything = @my_late.Late()") == line.format("my_late.Late")
+
+
+def test_a_class_that_is_not_registered():
+  write("my_shy.py", "class Shy:\n  pass\n")
+  assert mistake(GOOD + "import my_shy\nTrainer.anything = @Shy()") == (
+    "x.gin:4: unknown configurable 'Shy'. "
+    "my_shy defines it without registering it: put @framework.register above it."
+  )
+
+
+def test_a_second_definition_replaces_the_first():
+  for x in (1, 2):
+    made = type("Again", (), {"__module__": "notebook", "__init__": lambda self, x=x: None, "x": x})
+    assert configurables.register(made) is made
+  parse(GOOD + "Trainer.anything = @Again()")
+  assert result()["trainer"].anything.x == 2
+
+
+# The table.
+
+
+def test_a_name_that_the_module_lacks(monkeypatch):
+  monkeypatch.setattr(table, "TABLE", ((__name__, "run nothing_such"),))
+  with pytest.raises(AttributeError, match="nothing_such"):
+    configurables.register_all()
+
+
+def test_register_all_twice_keeps_what_is_registered():
+  configurables.register_all()
+  before = {name: entry.wrapper for name, entry in table.registry().items()}
+  configurables.register_all()
+  assert before == {name: entry.wrapper for name, entry in table.registry().items()}
+
+
+def test_the_optimizers_of_both_kerases(monkeypatch):
+  monkeypatch.setattr(table, "OPTIMIZER_PACKAGES", ("keras", "tf_keras"))
+  configurables.register_all()
+  known = {name for name, _ in table.registry().items() if "keras." in name}
+  assert {"keras.Adam", "tf_keras.Adam", "keras.SGD", "keras.Lion", "tf_keras.AdamW"} <= known
+  assert not {name for name in known if name.endswith(("Optimizer", "legacy"))}
+  import keras
+  import tf_keras
+
+  text = "Trainer.anything = {'a': @keras.Adam, 'b': @s/tf_keras.Adam}\n"
+  text += "keras.Adam.learning_rate = 0.125\ns/tf_keras.Adam.learning_rate = 0.5"
+  parse(GOOD + text)
+  made = {name: make() for name, make in result()["trainer"].anything.items()}
+  assert type(made["a"]) is keras.optimizers.Adam
+  assert type(made["b"]) is tf_keras.optimizers.Adam
+  assert float(made["a"].learning_rate) == 0.125
+  assert float(made["b"].learning_rate) == 0.5
+  assert (
+    mistake(GOOD + "run.optimizer = @Adam")
+    == "x.gin:3: 'Adam' is ambiguous; it must be keras.Adam or tf_keras.Adam."
+  )
+  assert mistake(GOOD + "Trainer.anything = @keras.Adam\nkeras.Adam.lr = 1.0").startswith(
+    "x.gin:4: keras.Adam has no parameter 'lr'."
+  )
+  assert (
+    mistake(GOOD + "Trainer.anything = @tf_keras.Adam\ntf_keras.Adam.learnig_rate = 1.0")
+    == "x.gin:4: tf_keras.Adam has no parameter 'learnig_rate'. Did you mean 'learning_rate'?"
+  )
+
+
+def test_gin_still_has_the_private_parts_that_the_table_reads():
+  configurables.register_all()
+  entry = table.registry().get_match("auto")
+  assert entry.wrapped is auto
+  assert {"wrapper", "wrapped", "allowlist", "denylist", "selector", "is_method"} <= {
+    *entry._fields
+  }
+
+
+def test_configured_leaves_the_unregistered_alone():
+  assert configurables.configured(Task) is Task
+
+
+def test_bindings_reach_what_is_called():
+  parse(
+    GOOD
+    + """
+run.optimizer = {'g': @g/Sgd, 'd': @d/Sgd}
+Sgd.nesterov = True
+g/Sgd.learning_rate = 0.25
+d/Sgd.learning_rate = %rate
+rate = 0.5
+auto.cpu_replicas = 2
+Trainer.scale = @dynamic
+dynamic.growth_steps = 7
+Digits.width = 3
+run.actions = [@Best(), @loss/Best()]
+loss/Best.metric = 'loss'
+"""
+  )
+  got = result()
+  assert got["strategy"].cpu_replicas == 2
+  assert {n: (o.learning_rate, o.nesterov) for n, o in got["optimizers"].items()} == {
+    "g": (0.25, True),
+    "d": (0.5, True),
+  }
+  assert got["trainer"].scale.growth_steps == 7
+  assert got["trainer"].task.width == 3
+  assert [action.metric for action in got["actions"]] == ["accuracy", "loss"]
+
+
+def test_check_is_for_bindings_made_through_gin():
+  parse(GOOD)
+  configurables.check()
+  gin.bind_parameter("run.seed", "x")
+  with pytest.raises(ConfigError, match=r"run\.seed is 'x'; it must be int\.$"):
+    configurables.check()
+
+
+# The operative config.
+
+RICH = """
+import my_rich
+include 'base.gin'
+run.seed = 3
+run.image_size = (32, 48)
+run.rates = [1e-05, 0.1, -2.5]
+run.names = ['it\\'s', "two words", 'back\\\\slash', 'a very long string of more than eighty '
+             'characters, so that gin would break it over lines']
+run.optimizer = {'g': @g/Sgd, 'd': @d/e/Sgd}
+g/Sgd.learning_rate = %rate
+d/Sgd.learning_rate = 2e-4
+d/e/Sgd.name = 'd'
+rate = 0.25
+run.actions = [@Best(), @loss/Best()]
+loss/Best.metric = 'loss'
+Trainer.anything = {'a': [None, True, (1,)], 'b': @Rich(), 'c': %box}
+box = @Rich
+"""
+
+
+@pytest.fixture
+def rich():
+  write("base.gin", GOOD + "run.seed = 1\nrun.strategy = @mirrored\n")
+  write("my_rich.py", MINE.replace("Mine", "Rich"))
+  parse(RICH, "run.strategy = @auto")
+
+
+def used():
+  """Returns everything that reached the toys, as text."""
+  got = result()
+  trainer = vars(got.pop("trainer"))
+  trainer["task"] = vars(trainer["task"])
+  trainer["anything"] = {**trainer["anything"], "b": vars(trainer["anything"]["b"])}
+  trainer["scale"] = type(trainer["scale"])
+  got["strategy"] = vars(got["strategy"])
+  got["optimizers"] = {name: vars(each) for name, each in got["optimizers"].items()}
+  got["actions"] = [vars(each) for each in got["actions"]]
+  return re.sub(r" at 0x\w+", "", repr([trainer, got]))
+
+
+def test_the_operative_config_reads_back_as_the_same_config(rich):
+  text, before = configurables.operative_config(), used()
+  write("operative.gin", text)
+  configurables.parse(["operative.gin"])
+  assert configurables.operative_config() == text
+  assert used() == before
+
+
+def test_the_operative_config_has_defaults_of_what_is_yet_to_be_called(rich):
+  lines = configurables.operative_config().splitlines()
+  assert {
+    "import my_rich",
+    "rate = 0.25",
+    "run.seed = 3",
+    "run.eager = False",
+    "run.strategy = @auto",
+    "auto.cpu_replicas = 1",
+    "Trainer.scale = @none",
+    "Trainer.clip_norm = None",
+    "Digits.width = 128",
+    "Digits.path = None",
+    "Sgd.nesterov = False",
+    "Best.metric = 'accuracy'",
+    "Rich.x = 1",
+    "run.image_size = (32, 48)",
+  } <= {*lines}
+  assert not [line for line in lines if line.startswith(("run.model_dir", "Sgd.learning_rate"))]
+
+
+def test_the_operative_config_of_a_run_without_gin():
+  assert configurables.operative_config() == "# Nothing was configured by gin.\n"
+
+
+def test_the_whole_table_is_there(monkeypatch):
+  pytest.importorskip("framework.inputs")
+  monkeypatch.undo()
+  configurables.register_all()
+  for _, names in table.TABLE:
+    for name in names.split():
+      assert table.entry(table.find(name)).wrapped.__name__ == name

@@ -1,0 +1,207 @@
+"""The command line: which status, and which one line, for whose mistake."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gin
+import pytest
+import tensorflow as tf
+
+import launch
+from framework import configurables
+from framework.errors import ConfigError, Preempted
+
+REPOSITORY = Path(launch.__file__).parent
+RUN = sys.modules["framework.run"]
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", os.environ["TF_CPP_MIN_LOG_LEVEL"])
+  yield
+  gin.clear_config()
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+  """Puts a function, wrapped by gin, in the place of `run`; returns what it was given."""
+  given = {}
+
+  def put(body=lambda: None):
+    def stand_in(**arguments):
+      given.update(arguments)
+      body()
+
+    configurables.register(stand_in)
+    monkeypatch.setattr(RUN, "run", stand_in)
+    monkeypatch.setattr(configurables, "parse", lambda *args: given.update(parsed=args))
+    return given
+
+  return put
+
+
+def status_and_line(capsys, *arguments):
+  status = launch.main(["launch.py", *arguments])
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert err.count("\n") == 1
+  return status, err.strip()
+
+
+@pytest.mark.parametrize(
+  ("arguments", "line"),
+  [
+    ((), "no gin file; add one, for example --gin_file=configs/digits_cnn.gin"),
+    (("--gin_fil=x",), "Unknown command line flag 'gin_fil'. Did you mean: gin_file ?"),
+    (
+      ("--mode=trian",),
+      f"flag --mode=trian: value should be one of <{'|'.join(launch.MODES)}>",
+    ),
+    (("--gin_file",), "Missing value for flag --gin_file"),
+    (("x.gin",), "unexpected 'x.gin'; a gin file is --gin_file=x.gin"),
+  ],
+)
+def test_a_mistake_in_the_flags(capsys, arguments, line):
+  assert status_and_line(capsys, *arguments) == (2, f"error: {line} (--help lists the flags)")
+
+
+def test_a_mistake_in_the_config(capsys):
+  Path("x.gin").write_text("run.train_step = 3\n")
+  assert status_and_line(capsys, "--gin_file=x.gin") == (
+    2,
+    "error: x.gin:1: run has no parameter 'train_step'. Did you mean 'train_steps'?",
+  )
+  assert status_and_line(capsys, "--gin_file=y.gin") == (
+    2,
+    f"error: there is no gin file 'y.gin' in . or {REPOSITORY}. Did you mean 'x.gin'?",
+  )
+
+
+def test_a_param_comes_after_the_files(capsys):
+  Path("x.gin").write_text("run.train_steps = 3\n")
+  assert status_and_line(capsys, "--gin_file=x.gin", "--gin_param=run.train_steps = 'x'") == (
+    2,
+    "error: --gin_param \"run.train_steps = 'x'\": run.train_steps is 'x'; it must be int.",
+  )
+
+
+def test_a_task_module_in_the_working_directory(capsys):
+  Path("my_task_here.py").write_text("import framework\n@framework.register\nclass Here: pass\n")
+  Path("x.gin").write_text("import my_task_here\nrun.task = @Here\nrun.train_steps = 3\n")
+  status, line = status_and_line(capsys, "--gin_file=x.gin")
+  assert (status, line[:45]) == (2, "error: x.gin:2: run.task is @Here; it must be")
+
+
+def test_the_flags_reach_gin_and_run(stand_in, capsys):
+  given = stand_in()
+  arguments = ["--gin_file=configs/a.gin", "--gin_file=b.gin", "--gin_param=c.d=1, 2"]
+  assert launch.main(["launch.py", *arguments]) == 0
+  assert given == {
+    "parsed": (["configs/a.gin", "b.gin"], ["c.d=1, 2"]),
+    "mode": "train_and_evaluate",
+    "model_dir": "runs/a",
+  }
+  assert launch.main(["launch.py", *arguments, "--mode=train", "--model_dir=m"]) == 0
+  assert (given["mode"], given["model_dir"]) == ("train", "m")
+  assert capsys.readouterr() == ("", "")
+
+
+def refuse():
+  raise ConfigError("x is 3; it must be 4.")
+
+
+@tf.function
+def refuse_while_tracing():
+  refuse()
+
+
+def refuse_in_the_pipeline():
+  def refuse_file(_):
+    raise ValueError("user error: x is 3; it must be 4.")
+
+  dataset = tf.data.Dataset.range(3).map(lambda i: tf.numpy_function(refuse_file, [i], tf.int64))
+  next(iter(dataset))
+
+
+def refuse_in_the_pipeline_by_type():
+  dataset = tf.data.Dataset.range(3).map(
+    lambda i: tf.numpy_function(lambda _: refuse(), [i], tf.int64)
+  )
+  next(iter(dataset))
+
+
+@pytest.mark.parametrize(
+  "body",
+  [refuse, refuse_while_tracing, refuse_in_the_pipeline, refuse_in_the_pipeline_by_type],
+)
+def test_a_mistake_found_while_running(stand_in, capsys, body):
+  stand_in(body)
+  assert status_and_line(capsys, "--gin_file=x.gin") == (2, "error: x is 3; it must be 4.")
+
+
+def test_a_failure_keeps_its_traceback(stand_in):
+  def fail():
+    raise ZeroDivisionError("a bug")
+
+  stand_in(fail)
+  with pytest.raises(ZeroDivisionError, match="a bug"):
+    launch.main(["launch.py", "--gin_file=x.gin"])
+
+
+def test_a_clean_stop_on_sigterm(stand_in, capsys):
+  def stop():
+    raise Preempted("SIGTERM: saved step 3 in m")
+
+  stand_in(stop)
+  assert status_and_line(capsys, "--gin_file=x.gin") == (75, "SIGTERM: saved step 3 in m")
+
+
+def test_an_interrupt(stand_in, capsys):
+  def interrupt():
+    raise KeyboardInterrupt
+
+  stand_in(interrupt)
+  assert status_and_line(capsys, "--gin_file=x.gin") == (130, "interrupted")
+
+
+def test_help_lists_flags_and_statuses(capsys):
+  assert launch.main(["launch.py", "--help"]) == 0
+  out = capsys.readouterr().out
+  for word in ("Exit status", "--gin_file", "--gin_param", "--mode", "--model_dir"):
+    assert word in out
+
+
+def test_the_modes_are_those_of_run():
+  assert launch.MODES == RUN.MODES
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "3"), ("1", "1")])
+def test_tensorflow_is_quiet_unless_told_otherwise(monkeypatch, capsys, before, after):
+  monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
+  if before:
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", before)
+  launch.main(["launch.py", "--help"])
+  assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == after
+
+
+def command(*arguments, **options):
+  environment = {k: v for k, v in os.environ.items() if not k.startswith("TF_")}
+  return subprocess.run(
+    [sys.executable, *arguments], capture_output=True, text=True, env=environment, **options
+  )
+
+
+def test_a_mistake_in_the_flags_does_not_wait_for_tensorflow():
+  code = "import launch, sys; launch.main(['x']); sys.exit('tensorflow' in sys.modules)"
+  assert command("-c", code, cwd=REPOSITORY).returncode == 0
+
+
+def test_the_whole_command_prints_the_one_line():
+  Path("x.gin").write_text("run.seed = 1e3\n")
+  done = command(str(REPOSITORY / "launch.py"), "--gin_file=x.gin")
+  assert (done.returncode, done.stdout) == (2, "")
+  assert done.stderr == "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"
