@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import glob
+import collections
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 from absl import logging
 
+from framework import models
 from framework.errors import ConfigError
+from framework.reporting import atomic_write
 from framework.trainer import Trainer
 
 PREFIX = "ckpt"
+UNFINISHED = "unfinished"
+"""The folder in which a checkpoint is written before it is moved to its place."""
+_FILE = re.compile(rf"{PREFIX}-(\d+)\.(index|data-\d+-of-\d+)")
+_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+_REMEDY = "choose another --model_dir, or the config that it was trained with."
 _DAMAGE = (
   tf.errors.DataLossError,
   tf.errors.NotFoundError,
@@ -26,10 +35,12 @@ _DAMAGE = (
 
 
 class CheckpointManager(tf.train.CheckpointManager):
-  """TensorFlow's manager, which also survives a torn checkpoint and refuses a foreign one.
+  """Saves checkpoints that are complete or absent, and restores the newest one that is not damaged.
 
-  A checkpoint exists once its index file does, which TensorFlow writes last; the newest is found
-  by looking at the files, so a lost or damaged `checkpoint` state file costs nothing.
+  Of TensorFlow's manager it keeps the interface, for Orbit, and nothing else: that one writes an
+  index file in place and believes its state file, and a kill can tear the one and outdate the
+  other. Here a checkpoint is written in a folder of its own and moved, its index file last, and
+  what exists is read from the file names. The state file is kept up for other readers.
   """
 
   def __init__(
@@ -41,7 +52,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     every_steps: int | None = None,
     keep: int = 3,
   ) -> None:
-    """Names what is saved; reads nothing yet.
+    """Names what is saved; reads and writes nothing yet.
 
     Args:
       trainer: whose state to save and restore.
@@ -51,18 +62,37 @@ class CheckpointManager(tf.train.CheckpointManager):
       keep: how many to keep.
     """
     self._trainer, self._experiment = trainer, dict(experiment)
-    self._every_steps, self._saved_step = every_steps, 0
+    self._directory, self._every_steps, self._keep = directory, every_steps, keep
+    self._saved_step = 0
+    self._damaged: dict[str, int] = {}
     labels = {k: tf.Variable(v, trainable=False) for k, v in experiment.items()}
-    checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
-    _repair_state(directory)
-    super().__init__(
-      checkpoint,
-      directory,
-      max_to_keep=keep,
-      checkpoint_name=PREFIX,
-      step_counter=trainer.global_step,
-      checkpoint_interval=every_steps,
-    )
+    self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
+    _ = self._checkpoint.save_counter  # made at first use, and then missed in earlier files
+
+  @property
+  def checkpoint(self) -> tf.train.Checkpoint:
+    """Everything that is saved."""
+    return self._checkpoint
+
+  @property
+  def directory(self) -> str:
+    """Where checkpoints are."""
+    return self._directory
+
+  @property
+  def checkpoint_interval(self) -> int | None:
+    """Steps between periodic saves."""
+    return self._every_steps
+
+  @property
+  def checkpoints(self) -> list[str]:
+    """All complete checkpoints, oldest first."""
+    return list_checkpoints(self._directory)
+
+  @property
+  def latest_checkpoint(self) -> str | None:
+    """The newest complete checkpoint."""
+    return next(reversed(self.checkpoints), None)
 
   def save(
     self,
@@ -81,8 +111,9 @@ class CheckpointManager(tf.train.CheckpointManager):
     due = self._saved_step + (self._every_steps or 0) if check_interval else 0
     if step == self._saved_step or step < due:
       return None
-    path = super().save(checkpoint_number=step, check_interval=False, options=options)
+    path = self._write(step, options)
     self._saved_step = step
+    self._sweep()
     return path
 
   def restore_or_initialize(self) -> str | None:
@@ -94,20 +125,45 @@ class CheckpointManager(tf.train.CheckpointManager):
     Raises:
       ConfigError: the checkpoint belongs to another experiment, or every one is damaged.
     """
-    paths = list_checkpoints(self.directory)
-    for path in reversed(paths):
-      try:
-        self.restore(path)
-      except _DAMAGE as error:
-        logging.error("checkpoint %s is damaged (%s); trying the one before", path, _line(error))
-        continue
-      return path
+    paths: list[str] = []
+    while (found := self.checkpoints) != paths:  # again where a trainer has saved meanwhile
+      if path := self.restore_newest():
+        return path
+      paths = found
     if paths:
       raise ConfigError(
-        f"all {len(paths)} checkpoints in {self.directory} are damaged; move the folder away to "
+        f"all {len(paths)} checkpoints in {self._directory} are damaged; move the folder away to "
         "start afresh, or bring a good copy back."
       )
     return None
+
+  def restore_newest(self, *, after_step: int = -1) -> str | None:
+    """Restores the newest whole checkpoint after a step; returns its path, None if there is none.
+
+    A damaged one is reported once, and looked at again only if it was written again.
+    """
+    for path in reversed(self.checkpoints):
+      if _step(path) > after_step and self._restored(path):
+        return path
+    return None
+
+  def follow(self, *, timeout_s: float | None = None, poll_s: float = 1.0) -> Iterator[str]:
+    """Restores each new checkpoint that another process saves, and yields its path.
+
+    Where several have come meanwhile, only the newest whole one.
+
+    Args:
+      timeout_s: end after so long without a new one; None waits for ever.
+      poll_s: seconds between two looks at the directory.
+    """
+    last, since = -1, time.monotonic()
+    while timeout_s is None or time.monotonic() - since <= timeout_s:
+      if path := self.restore_newest(after_step=last):
+        last = _step(path)
+        yield path
+        since = time.monotonic()
+      else:
+        time.sleep(poll_s)
 
   def restore(self, path: str) -> None:
     """Restores one checkpoint into the trainer, and the input's position with it (host).
@@ -120,18 +176,63 @@ class CheckpointManager(tf.train.CheckpointManager):
     self._refuse_foreign(path, reader)
     try:
       with self._trainer.strategy.scope():
-        self.checkpoint.restore(path).assert_existing_objects_matched()
-    except (AssertionError, ValueError) as error:
-      raise ConfigError(
-        f"checkpoint {path} does not fit this model: {_line(error)}; choose another --model_dir, "
-        "or the config that this one was trained with."
-      ) from error
+        status = self._checkpoint.restore(path)
+        status.assert_existing_objects_matched()
+      self._refuse_larger_model(path, reader, status)
+    except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
+      self._explain(path, reader, error)
+      raise
     self._trainer.reset_input()
     self._saved_step = int(self._trainer.global_step.numpy())
 
+  def sync(self) -> None:
+    """Nothing is ever under way."""
+
+  def _restored(self, path: str) -> bool:
+    written = _written_at(path)
+    if written is None or self._damaged.get(path) == written:
+      return False
+    try:
+      self.restore(path)
+    except _DAMAGE as error:
+      if _written_at(path) is not None:  # else a trainer has dropped it meanwhile
+        self._damaged[path] = written
+        logging.error("checkpoint %s is damaged (%s); trying the one before", path, _line(error))
+      return False
+    return True
+
+  def _write(self, step: int, options: tf.train.CheckpointOptions | None) -> str:
+    """Writes beside the checkpoints, then moves the files; the index, which makes it one, last."""
+    name, folder = f"{PREFIX}-{step}", self._path(UNFINISHED)
+    _remove(folder)
+    self._checkpoint.write(os.path.join(folder, name), options)
+    _remove(self._path(f"{name}.index"))  # a damaged one, else it would vouch for the new data
+    for file in sorted(tf.io.gfile.listdir(folder), key=lambda file: file.endswith(".index")):
+      tf.io.gfile.rename(os.path.join(folder, file), self._path(file), overwrite=True)
+    _remove(folder)
+    return self._path(name)
+
+  def _sweep(self) -> None:
+    """Drops what is beyond `keep`, and data files whose index a kill has prevented or removed.
+
+    Checkpoints of later steps stay and do not count: as they were not restored, they are damaged,
+    or somebody has gone back on purpose.
+    """
+    past = [path for path in self.checkpoints if _step(path) <= self._saved_step]
+    kept = [os.path.basename(path) for path in past[-self._keep :]]
+    state = [f'model_checkpoint_path: "{kept[-1]}"']
+    state += [f'all_model_checkpoint_paths: "{name}"' for name in kept]
+    atomic_write(self._path("checkpoint"), "\n".join(state) + "\n")
+    for path in past[: -self._keep]:
+      _remove(f"{path}.index")
+    indexed = {_step(path) for path in self.checkpoints}
+    for name in tf.io.gfile.listdir(self._directory):
+      if (match := _FILE.fullmatch(name)) and int(match[1]) not in indexed:
+        _remove(self._path(name))
+
   def _refuse_foreign(self, path: str, reader: Any) -> None:
     for name, value in self._experiment.items():
-      key = f"experiment/{name}/.ATTRIBUTES/VARIABLE_VALUE"
+      key = f"experiment/{name}{_VALUE}"
       if not reader.has_tensor(key):
         raise ConfigError(
           f"checkpoint {path} was not written by this framework; choose another --model_dir."
@@ -143,25 +244,104 @@ class CheckpointManager(tf.train.CheckpointManager):
           f"is {value!r}; choose another --model_dir."
         )
 
+  def _refuse_larger_model(self, path: str, reader: Any, status: Any) -> None:
+    """TensorFlow lets a model take its part of a larger one's values without a word."""
+    try:
+      status.assert_consumed()
+    except AssertionError:
+      here = _variables(self._checkpoint)
+      extra = [key for key in reader.get_variable_to_shape_map() if key.endswith(_VALUE)]
+      extra = [key for key in sorted(extra) if key.startswith("model/") and key not in here]
+      if extra:
+        raise ConfigError(
+          f"checkpoint {path} does not fit this model: {_described(extra[0], reader)} in it is "
+          f"not part of the model{_more(extra)}; {_REMEDY}"
+        ) from None
+
+  def _explain(self, path: str, reader: Any, error: Exception) -> None:
+    """Raises ConfigError if the checkpoint's variables are not those of this run."""
+    if isinstance(error, ConfigError):
+      return
+    differences = self._differences(reader)
+    if not differences and isinstance(error, tf.errors.InvalidArgumentError):
+      return
+    what = f"{differences[0]}{_more(differences)}" if differences else _line(error)
+    raise ConfigError(f"checkpoint {path} does not fit this run: {what}; {_REMEDY}") from error
+
+  def _differences(self, reader: Any) -> list[str]:
+    """What the variables of this run find otherwise in a checkpoint, the model's first."""
+    shapes = reader.get_variable_to_shape_map()
+    of_model = {id(models.raw(v)) for v in models.all_variables(self._trainer.task.model)}
+    found: list[tuple[bool, str]] = []
+    for key, variable in _variables(self._checkpoint).items():
+      raw = models.raw(variable)
+      here = f"{raw.dtype.name} {raw.shape.as_list()}"
+      there = _kind(key, reader) if key in shapes else "missing"
+      if here != there:
+        of_others = id(raw) not in of_model
+        found.append((of_others, f"{models.name(variable)!r} is {there} in it and {here} here"))
+    return [text for _, text in sorted(found, key=lambda item: item[0])]
+
+  def _path(self, name: str) -> str:
+    return os.path.join(self._directory, name)
+
 
 def list_checkpoints(directory: str) -> list[str]:
   """Returns the paths (without suffix) of all complete checkpoints, oldest first."""
-  found = []
-  for index in glob.glob(os.path.join(glob.escape(directory), f"{PREFIX}-*.index")):
-    match = re.search(rf"{PREFIX}-(\d+)\.index$", index)
-    if match:
-      found.append((int(match.group(1)), index.removesuffix(".index")))
-  return [path for _, path in sorted(found)]
+  names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
+  matches = [_FILE.fullmatch(name) for name in names]
+  steps = sorted(int(match[1]) for match in matches if match and match[2] == "index")
+  return [os.path.join(directory, f"{PREFIX}-{step}") for step in steps]
 
 
-def _repair_state(directory: str) -> None:
-  """Makes TensorFlow's `checkpoint` state file agree with the files that are there."""
-  paths = list_checkpoints(directory)
-  state = tf.train.get_checkpoint_state(directory) if paths else None
-  if paths and (state is None or list(state.all_model_checkpoint_paths) != paths):
-    tf.compat.v1.train.update_checkpoint_state(
-      directory, paths[-1], all_model_checkpoint_paths=paths
-    )
+def _step(path: str) -> int:
+  return int(path.rpartition("-")[2])
+
+
+def _written_at(path: str) -> int | None:
+  """When a checkpoint was written, in ns; None if it is not there (any more)."""
+  try:
+    return tf.io.gfile.stat(f"{path}.index").mtime_nsec
+  except tf.errors.NotFoundError:
+    return None
+
+
+def _remove(path: str) -> None:
+  """Removes a file or a folder, if there is one."""
+  if tf.io.gfile.isdir(path):
+    tf.io.gfile.rmtree(path)
+  elif tf.io.gfile.exists(path):
+    tf.io.gfile.remove(path)
+
+
+def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:
+  """Returns every variable under `root` by its key in a checkpoint: the shortest path to it."""
+  view, found = tf.train.TrackableView(root), {}
+  queue, seen = collections.deque([("", root)]), {id(root)}
+  while queue:
+    path, node = queue.popleft()
+    for name, child in view.children(node).items():
+      if id(child) in seen:
+        continue
+      seen.add(id(child))
+      child_path = f"{path}{name.replace('.', '..').replace('/', '.S')}"
+      if isinstance(child, (tf.Variable, keras.Variable)):
+        found[f"{child_path}{_VALUE}"] = child
+      queue.append((f"{child_path}/", child))
+  return found
+
+
+def _described(key: str, reader: Any) -> str:
+  return f"{key.removesuffix(_VALUE)!r} ({_kind(key, reader)})"
+
+
+def _kind(key: str, reader: Any) -> str:
+  dtype, shape = reader.get_variable_to_dtype_map()[key], reader.get_variable_to_shape_map()[key]
+  return f"{dtype.name} {list(shape)}"
+
+
+def _more(items: list[str]) -> str:
+  return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
 
 def _line(error: Exception) -> str:

@@ -32,6 +32,7 @@ import math
 import mmap
 import os
 import re
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -40,13 +41,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.framework import config as tf_config
 
 from framework.errors import ConfigError
 
 Batch = dict[str, tf.Tensor]
 Preprocess = Callable[[Batch, bool], Batch]
 
-RESERVED = ("weight", "example_id", "seed")
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 USER_ERROR = "user error: "
 """Begins what the pipeline raises, inside a tf.errors.OpError, for a mistake in the user's data."""
@@ -179,34 +180,31 @@ class ImageFolderSource(Source):
     """See `Source.fetch`."""
     batch = self._files.fetch(indices)
     images = self._images(batch.pop("path"))
-    return {
-      "image": tf.ensure_shape(images, [*indices.shape, *self.image_size, self.channels])
-    } | batch
+    shape = [*indices.shape, *self.image_size, self.channels]
+    return {"image": tf.ensure_shape(images, shape), **batch}
 
   def _images(self, paths: tf.Tensor) -> tf.Tensor:
-    # A pipeline in the pipeline: `ignore_errors` is TensorFlow's only way to live on after a bad
-    # file, and so to say which file it was. Rows that are missing at the end tell.
-    count = tf.size(paths)
-    rows_and_images = (
-      tf.data.Dataset.from_tensor_slices((tf.range(count), paths))
+    # A pipeline in the pipeline: `ignore_errors` is TensorFlow's only way to live on after a file
+    # that cannot be decoded, and so to say which it was: its row is missing at the end.
+    count = tf.size(paths, tf.int64)
+    decoded = (
+      tf.data.Dataset.from_tensor_slices(paths)
+      .enumerate()
       .map(_unconverted(lambda row, path: (row, path, self._decode(path))), tf.data.AUTOTUNE)
-      .ignore_errors()
-      .map(_unconverted(lambda row, path, image: (row, self._sized(image, path))), tf.data.AUTOTUNE)
     )
-    end = (count, tf.zeros([*self.image_size, self.channels], tf.uint8))
-    batches = rows_and_images.concatenate(tf.data.Dataset.from_tensors(end))
-    rows, images = batches.batch(tf.cast(count, tf.int64)).take(1).get_single_element()
-    missing = tf.argmax(tf.concat([rows != tf.range(tf.size(rows)), [True]], 0))
-    path = tf.gather(paths, tf.minimum(missing, tf.cast(count, tf.int64) - 1))
-    return _require(
-      rows[-1] < count,
-      images,
-      [
-        path,
-        f" cannot be read as an image of {self.channels}"
-        " channels; remove it or replace it by a whole JPEG, PNG, GIF or BMP file.",
-      ],
+    sized = decoded.ignore_errors().map(
+      _unconverted(lambda row, path, image: (row, self._sized(image, path))), tf.data.AUTOTUNE
     )
+    end = tf.data.Dataset.from_tensors((count, self._blank()))
+    rows, images = sized.concatenate(end).batch(count).take(1).get_single_element()
+    first_missing = tf.reduce_sum(tf.cast(rows == tf.range(tf.size(rows, tf.int64)), tf.int64))
+    path = tf.gather(paths, tf.minimum(first_missing, count - 1))
+    message = [path, f" cannot be read as an image of {self.channels} channels; remove it, or"]
+    message.append(" put a whole JPEG, PNG, GIF or BMP file in its place.")
+    return _require(rows[-1] < count, images, message)
+
+  def _blank(self) -> tf.Tensor:
+    return tf.zeros([*self.image_size, self.channels], tf.uint8)
 
   def _decode(self, path: tf.Tensor) -> tf.Tensor:
     return tf.io.decode_image(tf.io.read_file(path), self.channels, expand_animations=False)
@@ -261,6 +259,13 @@ class StreamSource:
 # ---- Datasets ----
 
 
+def timestamp() -> tf.Tensor:
+  """Returns the seconds since the epoch, a float64 scalar (any context)."""
+  if tf_config.is_op_determinism_enabled():  # which forbids tf.timestamp
+    return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
+  return tf.timestamp()
+
+
 def padded_batch_size(global_batch_size: int, multiple: int) -> int:
   """Returns the smallest multiple of `multiple` that is at least `global_batch_size`."""
   return -(-global_batch_size // multiple) * multiple
@@ -308,7 +313,8 @@ def train_dataset(
     batch = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
     return plan.completed(batch, tf.where(plan.real_rows(), indices, -1), seeds)
 
-  return _optimized(_ordered_rows(source.num_examples, plan, seed, position, shuffle), make)
+  rows = _ordered_rows(source.num_examples, plan, seed, position, shuffle)
+  return _batches(rows, make, rewrite=False)
 
 
 def eval_dataset(
@@ -335,7 +341,7 @@ def eval_dataset(
     batch = plan.checked_features(batch, f"{type(source).__name__}.fetch")
     return plan.completed(batch, tf.where(real, indices, -1))
 
-  return _optimized(tf.data.Dataset.range(0, end, global_batch_size), make)
+  return _batches(tf.data.Dataset.range(0, end, global_batch_size), make, rewrite=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -399,13 +405,19 @@ def _masked(weight: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
   return tf.where(ids >= 0, weight, 0.0)
 
 
-def _optimized(dataset: tf.data.Dataset, make: Callable[..., Batch]) -> tf.data.Dataset:
-  # Thread pools of other sizes, and a fixed number of calls, made no measurable difference on 2
-  # cores; see benchmarks/input_pipeline.py.
+def _batches(
+  dataset: tf.data.Dataset, make: Callable[..., Batch], *, rewrite: bool
+) -> tf.data.Dataset:
+  """Maps in order, ahead of the step; `rewrite` lets TensorFlow optimize what came before.
+
+  Private thread pools and fixed numbers of calls made no measurable difference on 2 cores.
+  """
   options = tf.data.Options()
   options.deterministic = True
   # By data: every worker makes the global batch and keeps its own rows of it.
   options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+  if not rewrite:  # It keeps a second copy of the arrays, and finds nothing here to improve.
+    options.experimental_optimization.apply_default_optimizations = False
   batches = dataset.map(_unconverted(make), num_parallel_calls=tf.data.AUTOTUNE)
   return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
 
@@ -431,20 +443,22 @@ def _train_stream(source: StreamSource, plan: _Plan, seed: int, position: int) -
   examples = source.dataset.enumerate().repeat()
   examples = examples.concatenate(_failing(examples.element_spec)).skip(position)
   batches = examples.batch(plan.rows, drop_remainder=True)
-  clocked = tf.data.Dataset.counter(position, plan.rows).map(
-    _unconverted(lambda start: (start, tf.timestamp()))  # zip asks it before it asks for the batch
-  )
 
-  def make(clock: tuple[tf.Tensor, tf.Tensor], batch: tuple[tf.Tensor, Batch]) -> Batch:
-    start, began_s = clock
+  def clock(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return start, timestamp() if position else tf.constant(0.0, tf.float64)
+
+  def make(clocked: tuple[tf.Tensor, tf.Tensor], batch: tuple[tf.Tensor, Batch]) -> Batch:
+    start, began_s = clocked
     if position:
-      _log_once(start == position, position, tf.timestamp() - began_s)
+      _log_once(start == position, position, timestamp() - began_s)
     seeds = _seeds(tf.where(plan.real_rows(), start + _arange(plan.padded_rows), start), seed)
     return plan.completed(*_padded(*batch, plan), seeds)
 
   if position:
     logging.info("skipping %d examples of a stream, to go on where training stopped", position)
-  return _optimized(tf.data.Dataset.zip((clocked, batches)), make)
+  # zip asks its parts in turn, so that the clock is read before the first batch is skipped to.
+  clocked = tf.data.Dataset.counter(position, plan.rows).map(_unconverted(clock))
+  return _batches(tf.data.Dataset.zip((clocked, batches)), make, rewrite=True)
 
 
 def _eval_stream(source: StreamSource, plan: _Plan) -> tf.data.Dataset:
@@ -456,7 +470,7 @@ def _eval_stream(source: StreamSource, plan: _Plan) -> tf.data.Dataset:
   def make(ids: tf.Tensor, features: Batch) -> Batch:
     return plan.completed(*_padded(ids, features, plan))
 
-  return _optimized(source.dataset.enumerate().batch(plan.rows), make)
+  return _batches(source.dataset.enumerate().batch(plan.rows), make, rewrite=True)
 
 
 def _padded(ids: tf.Tensor, features: Batch, plan: _Plan) -> tuple[Batch, tf.Tensor]:
@@ -492,7 +506,8 @@ def _log_once(now: tf.Tensor, count: int, seconds: tf.Tensor) -> None:
 # ---- Order ----
 
 _POSITIONS_AT_ONCE = 4096
-"""Indices are made this many at a time: 20 ops a batch of 128 cost more than its gather."""
+"""Indices are made this many at a time: one batch of 128 by itself would cost 170 us of CPU time
+instead of 110, most of it for starting some forty small ops."""
 
 _SORT_UP_TO = 4096
 """Below, TensorFlow's index shuffle walks a 16-bit cycle: 0.2 us an index at 4096, 126 us at 2."""
@@ -645,7 +660,7 @@ def _load(path: str) -> Any:
     return dict(loaded) if path.endswith(".npz") else loaded
   except FileNotFoundError:
     raise ConfigError(f"{path!r} does not exist; give the path of an .npz file.") from None
-  except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+  except (OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise ConfigError(f"{path!r} cannot be read ({reason}); save it again with numpy.") from None
 

@@ -19,6 +19,12 @@ class LossScale(tf.Module):
     """Returns the scale, a float32 scalar (any context)."""
     return 1.0
 
+  def scaled(self, total: tf.Tensor) -> tf.Tensor:
+    """Returns `total`, a float scalar, times the scale (any context)."""
+    scale = self.value()
+    is_one = isinstance(scale, float) and scale == 1.0  # known when traced: costs no operation
+    return total if is_one else total * tf.cast(scale, total.dtype)
+
   def update(self, finite: tf.Tensor) -> None:
     """Takes note of whether this step's reduced gradients were finite (cross-replica).
 

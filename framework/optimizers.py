@@ -15,43 +15,82 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework import models, schedules
+from framework import kernels, models, schedules
 from framework.errors import ConfigError
+from framework.fusion import Fusion, Gradients
 
-OptimizerFactory = Callable[[], Any]
+OptimizerFactory = Callable[[], keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer]
 DEFAULT = "default"
 
 
 class Optimizer:
   """An optimizer of either Keras generation and the variables it owns."""
 
-  def __init__(self, *, optimizer: Any, variables: Sequence[Any], step: tf.Variable) -> None:
+  def __init__(
+    self, *, optimizer: Any, variables: Sequence[Any], step: tf.Variable, fuse: bool = False
+  ) -> None:
     """Builds the optimizer's slots, so call it in `strategy.scope()`.
 
     Args:
       optimizer: a Keras 3 or tf_keras optimizer, fresh.
       variables: what it updates; see `models.trainable_variables`.
       step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
+      fuse: update by TensorFlow's fused kernels, and small variables as one, where the update
+        rule allows it; see framework/kernels.py and framework/fusion.py.
     """
     self.optimizer = optimizer
     self.variables = list(variables)
+    self.fusion = Fusion(self.variables, enabled=fuse and is_elementwise(optimizer))
     schedules.bind(optimizer, step)
     self._build()
+    if fuse:
+      kernels.use(optimizer)
 
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar."""
     return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
 
-  def apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
-    """Updates the variables (replica context); communicates nothing.
+  def apply(self, strategy: tf.distribute.Strategy, gradients: Gradients) -> None:
+    """Updates the variables (cross-replica); communicates nothing.
 
     Args:
-      gradients: one an own variable, reduced: the same on every replica; None leaves it alone.
+      strategy: the current one.
+      gradients: whose tensors are per-replica values, equal on every replica.
     """
+    self.fusion.load(strategy)
+    kept = self._untouched(gradients)
+    present = [piece is not None for piece in gradients.pieces]
+
+    def update(*tensors: tf.Tensor) -> None:
+      remaining = iter(tensors)
+      self._apply([next(remaining) if there else None for there in present])
+
+    strategy.extended.call_for_each_replica(update, args=tuple(gradients.tensors))
+    for slot, mask, value in kept:
+      strategy.extended.update(slot, _assign_where_not, args=(mask, value), group=False)
+    self.fusion.store(strategy, gradients.missing)
+
+  def _untouched(self, gradients: Gradients) -> list[tuple[tf.Variable, tf.Tensor, tf.Tensor]]:
+    """(slot, mask, value) of flat slots that hold elements without a gradient: to be kept."""
+    kept = []
+    for flat, mask in zip(self.fusion.flats, self.fusion.masks(gradients.missing), strict=False):
+      if mask is None:
+        continue
+      for slot in map(models.raw, self.optimizer.variables):
+        if slot.shape == flat.shape and slot.dtype == flat.dtype:
+          kept.append((slot, mask, slot.read_value()))
+    return kept
+
+  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
+    """Calls the optimizer (replica context) with one gradient for each of `fusion.variables`."""
     raise NotImplementedError
 
   def _build(self) -> None:
     raise NotImplementedError
+
+
+def _assign_where_not(slot: tf.Variable, mask: tf.Tensor, value: tf.Tensor) -> None:
+  slot.assign(tf.where(mask, slot, value), read_value=False)
 
 
 class Keras3Optimizer(Optimizer):
@@ -60,13 +99,12 @@ class Keras3Optimizer(Optimizer):
   def _build(self) -> None:
     # The only switch there is; tests/test_optimizers.py has a canary for it.
     self.optimizer._all_reduce_sum_gradients = list
-    self.optimizer.build(self.variables)
+    self.optimizer.build(self.fusion.variables)
 
-  def apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
-    """Updates the variables (replica context)."""
+  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
     with warnings.catch_warnings():  # the framework has named variables without gradient already
       warnings.simplefilter("ignore")
-      self.optimizer.apply(list(gradients), self.variables)
+      self.optimizer.apply(list(gradients), self.fusion.variables)
 
 
 class TfKerasOptimizer(Optimizer):
@@ -74,19 +112,36 @@ class TfKerasOptimizer(Optimizer):
 
   def _build(self) -> None:
     self.optimizer.jit_compile = False  # its XLA update cannot be nested in the step's branch
-    self._raw = [models.raw(v) for v in self.variables]
+    self._raw = [models.raw(v) for v in self.fusion.variables]
     self.optimizer.build(self._raw)
 
-  def apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
-    """Updates the variables (replica context)."""
+  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
     pairs = [(g, v) for g, v in zip(gradients, self._raw, strict=True) if g is not None]
     self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Lion")
+
+
+def is_elementwise(optimizer: Any) -> bool:
+  """True where an update treats every element alike, whichever variable it belongs to.
+
+  Known for these classes themselves, not for subclasses, and not with options that look at whole
+  variables.
+  """
+  known = [
+    getattr(package.optimizers, n, None) for n in _ELEMENTWISE for package in (keras, tf_keras)
+  ]
+  options = ("clipnorm", "_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
+  return type(optimizer) in known and not any(getattr(optimizer, o, None) for o in options)
 
 
 def build(
   factories: OptimizerFactory | Mapping[str, OptimizerFactory],
   variables_of: Callable[[str], Sequence[Any]],
   step: tf.Variable,
+  *,
+  fuse: bool = False,
 ) -> dict[str, Optimizer]:
   """Makes every optimizer of a task, in `strategy.scope()`.
 
@@ -94,6 +149,7 @@ def build(
     factories: one factory, or name -> factory.
     variables_of: name -> the variables that optimizer owns.
     step: the framework's step counter.
+    fuse: see `Optimizer`.
 
   Returns:
     name -> optimizer; a single factory gets the name "default".
@@ -103,10 +159,12 @@ def build(
       optimizer without variables.
   """
   named = factories if isinstance(factories, Mapping) else {DEFAULT: factories}
-  return {name: _build_one(name, f, variables_of(name), step) for name, f in named.items()}
+  return {n: _build_one(n, f, variables_of(n), step, fuse) for n, f in named.items()}
 
 
-def _build_one(name: str, factory: Any, variables: Sequence[Any], step: tf.Variable) -> Optimizer:
+def _build_one(
+  name: str, factory: Any, variables: Sequence[Any], step: tf.Variable, fuse: bool
+) -> Optimizer:
   if _generation(factory) is not None or not callable(factory):
     raise ConfigError(
       f"optimizer {name!r} is {type(factory).__name__}, already built; give a factory, which the "
@@ -125,7 +183,7 @@ def _build_one(name: str, factory: Any, variables: Sequence[Any], step: tf.Varia
       f"optimizer {name!r} has no trainable variable to update; build the model's variables in "
       "build_model() (call it once, or give it an Input), or override Task.variables_of()."
     )
-  return adapter(optimizer=optimizer, variables=variables, step=step)
+  return adapter(optimizer=optimizer, variables=variables, step=step, fuse=fuse)
 
 
 def _generation(optimizer: Any) -> type[Optimizer] | None:

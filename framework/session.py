@@ -8,10 +8,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import orbit
-import tensorflow as tf
 
 from framework import configurables, reporting, strategies
 from framework.actions import Action, Run, StopTraining, export
@@ -51,7 +49,10 @@ class Session:
     self._manager = CheckpointManager(
       trainer=trainer,
       directory=os.path.join(model_dir, "checkpoints"),
-      experiment={"task": f"{type(task).__module__}.{type(task).__qualname__}"},
+      experiment={
+        "task": f"{type(task).__module__}.{type(task).__qualname__}",
+        "optimizer": _optimizer_names(trainer),
+      },
       every_steps=checkpoint_every_steps,
       keep=keep_checkpoints,
     )
@@ -86,9 +87,7 @@ class Session:
       reduction=parts.reduction.describe(),
       precision=precision,
       loss_scale=parts.loss_scale.describe(),
-      optimizer=", ".join(
-        f"{n}: {type(o.optimizer).__name__}" for n, o in parts.optimizers.items()
-      ),
+      optimizer=_optimizer_names(trainer),
       start_step=self.step,
       train_steps=self._train_steps,
       model_dir=self.model_dir,
@@ -108,7 +107,7 @@ class Session:
       "evaluate_continuously": self.evaluate_continuously,
       "export": self.export,
     }
-    with reporting.quiet_orbit(), self._progress, self._saving_on_sigterm():
+    with reporting.quiet_orbit(), self._progress:
       results = modes[mode]()
     print(
       reporting.result_line(
@@ -123,23 +122,18 @@ class Session:
 
   def train(self) -> dict[str, float]:
     """Trains to `train_steps`; returns the last loop's metrics."""
-    self._begin_training()
-    with self._until_stopped():
-      self._controller.train(self._train_steps, checkpoint_at_completion=False)
-    self._controller.save_checkpoint()
+    with self._training():
+      self._train_to(self._train_steps)
     return self._last_record("train")
 
   def train_and_evaluate(self) -> dict[str, float]:
     """Trains to `train_steps`; evaluates at multiples of `eval_every_steps` and at the end."""
-    self._begin_training()
-    with self._until_stopped():
+    with self._training():
       self._evaluate_if_due()  # a kill may have come between a checkpoint and its evaluation
       while self.step < self._train_steps:
         following = (self.step // self._eval_every_steps + 1) * self._eval_every_steps
-        target = min(following, self._train_steps)
-        self._controller.train(target, checkpoint_at_completion=False)
-        self._controller.evaluate()
-    self._controller.save_checkpoint()
+        self._train_to(min(following, self._train_steps))
+        self._evaluate()
     return self._last_record("eval")
 
   def evaluate(self) -> dict[str, float]:
@@ -149,19 +143,18 @@ class Session:
       ConfigError: there is none.
     """
     self._require_checkpoint("evaluate")
-    return dict(self._controller.evaluate())
+    with self._until_stopped():
+      self._evaluate()
+    return self._last_record("eval")
 
   def evaluate_continuously(self) -> dict[str, float]:
     """Evaluates new checkpoints, until the last step's or `eval_timeout_s` without one."""
-    results: dict[str, float] = {}
-    for path in tf.train.checkpoints_iterator(
-      self._manager.directory, timeout=self._eval_timeout_s
-    ):
-      self._manager.restore(path)
-      results = dict(self._controller.evaluate())
-      if self.step >= self._train_steps:
-        break
-    return results
+    with self._until_stopped():
+      for _ in self._manager.follow(timeout_s=self._eval_timeout_s):
+        self._evaluate()
+        if self.step >= self._train_steps:
+          break
+    return self._last_record("eval")
 
   def export(self) -> dict[str, float]:
     """Writes the newest checkpoint's model as a SavedModel to <model_dir>/export."""
@@ -171,18 +164,39 @@ class Session:
       export(self.trainer.task, os.path.join(self.model_dir, "export"))
     return {}
 
-  def _begin_training(self) -> None:
-    """What must be on disk, and in order, before the first step."""
+  @contextlib.contextmanager
+  def _training(self) -> Iterator[None]:
+    """What must be on disk before the first step and after the last, and what may end training."""
     self.metrics_log.trim(self.step)
     reporting.atomic_write(
       os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
     )
+    with self._noticing_sigterm(), self._until_stopped():
+      for action in self._actions:
+        action.begin()
+      yield
+    self._controller.save_checkpoint()
+
+  def _train_to(self, step: int) -> None:
+    """Trains loop by loop, so that all of a loop is reported before SIGTERM ends the run."""
+    while self.step < step:
+      with self._reporting_on_stop(self._controller.summary_manager):
+        target = min(self.step + self._steps_per_loop, step)
+        self._controller.train(target, checkpoint_at_completion=False)
+      self._stop_if_asked()
+    if step >= self._train_steps:
+      self._controller.save_checkpoint()  # a failing last evaluation must not cost any training
+
+  def _evaluate(self) -> None:
+    with self._reporting_on_stop(self._controller.eval_summary_manager):
+      self._controller.evaluate()
+    self._stop_if_asked()
 
   def _evaluate_if_due(self) -> None:
     step = self.step
     due = step > 0 and (step % self._eval_every_steps == 0 or step >= self._train_steps)
     if due and all(record["step"] != step for record in self.metrics_log.records("eval")):
-      self._controller.evaluate()
+      self._evaluate()
 
   def _require_checkpoint(self, mode: str) -> None:
     if self.step == 0:
@@ -205,7 +219,7 @@ class Session:
       trainer=self.trainer,
       evaluator=self.evaluator,
       strategy=self.trainer.strategy,
-      train_actions=[*on["train"], self._stop_if_asked],
+      train_actions=on["train"],
       eval_actions=on["eval"],
       steps_per_loop=self._steps_per_loop,
       checkpoint_manager=self._manager,
@@ -216,6 +230,7 @@ class Session:
     )
 
   def _bound(self, actions: Sequence[Action]) -> list[Action]:
+    ema = self.trainer.parts.ema
     context = Run(
       task=self.trainer.task,
       strategy=self.trainer.strategy,
@@ -225,6 +240,7 @@ class Session:
       metrics_log=self.metrics_log,
       global_step=self.trainer.global_step,
       model_dir=self.model_dir,
+      evaluated_weights=ema.in_place if ema else contextlib.nullcontext,
     )
     for action in actions:
       action.bind(context)
@@ -232,22 +248,31 @@ class Session:
 
   @contextlib.contextmanager
   def _until_stopped(self) -> Iterator[None]:
-    """Takes an action's wish to stop for the end of training."""
+    """Takes an action's wish to stop for the end of the run."""
     try:
       yield
     except StopTraining as stop:
       self._status = "stopped"
       self._progress.message(f"stopped at step {self.step}: {stop}")
 
-  def _stop_if_asked(self, output: Any) -> None:
-    del output
+  @contextlib.contextmanager
+  def _reporting_on_stop(self, reporter: orbit.utils.SummaryManagerInterface) -> Iterator[None]:
+    """Reports what an action has stopped at; Orbit would have done so after its actions."""
+    try:
+      yield
+    except StopTraining as stop:
+      reporter.write_summaries(stop.output)
+      reporter.flush()
+      raise
+
+  def _stop_if_asked(self) -> None:
     if self._sigterm.is_set():
       self._controller.save_checkpoint()
       raise Preempted(f"SIGTERM: saved step {self.step} in {self._manager.directory}")
 
   @contextlib.contextmanager
-  def _saving_on_sigterm(self) -> Iterator[None]:
-    """SIGTERM ends training after the current loop, with its state saved."""
+  def _noticing_sigterm(self) -> Iterator[None]:
+    """SIGTERM ends training after the current loop or evaluation, with its state saved."""
     if threading.current_thread() is not threading.main_thread():
       yield
       return
@@ -256,3 +281,8 @@ class Session:
       yield
     finally:
       signal.signal(signal.SIGTERM, before)
+
+
+def _optimizer_names(trainer: Trainer) -> str:
+  named = trainer.parts.optimizers.items()
+  return ", ".join(f"{name}: {type(one.optimizer).__name__}" for name, one in named)

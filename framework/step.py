@@ -7,6 +7,7 @@ optimizers or several backward passes calls the verbs itself from `Task.train_st
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from absl import logging
 
 from framework import models, randomness
 from framework.errors import ConfigError, unknown
+from framework.fusion import Fusion, Gradients
 from framework.inputs import Batch
 from framework.loss_scale import LossScale
 from framework.metrics import MetricSums
@@ -103,7 +105,7 @@ class Step(EvalStep):
 
   def gradients(
     self, loss_fn: LossFn, batch: Batch, variables: Sequence[Any]
-  ) -> tuple[list[Gradient], Loss]:
+  ) -> tuple[Gradients, Loss]:
     """Forward and backward of this replica's *scaled sum*, over its micro-batches.
 
     Nothing is communicated. Sparse gradients (IndexedSlices) are made dense, so that their norm
@@ -121,34 +123,36 @@ class Step(EvalStep):
     Raises:
       ConfigError: the loss is no `Loss` of scalars, or touches none of the variables.
     """
-    raw = [models.raw(v) for v in variables]
+    fusion = self._fusion(variables)
     first, *others = self._micro_batches(batch)
-    gradients, loss = self._forward_backward(loss_fn, first, raw)
+    gradients, loss = self._forward_backward(loss_fn, first, fusion)
     for part in others:
       # One micro-batch at a time: that is what saves memory.
-      with tf.control_dependencies([g for g in gradients if g is not None]):
+      with tf.control_dependencies(gradients.tensors):
         part = {name: tf.identity(value) for name, value in part.items()}
-      more, more_loss = self._forward_backward(loss_fn, part, raw)
-      gradients = _add(gradients, more)
+      more, more_loss = self._forward_backward(loss_fn, part, fusion)
+      gradients = gradients.replaced(
+        [a + b for a, b in zip(gradients.tensors, more.tensors, strict=True)]
+      )
       loss = Loss(loss.total + more_loss.total, loss.weight + more_loss.weight)
     _require_some(gradients, variables)
     return gradients, loss
 
-  def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[list[Gradient], Loss]:
+  def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
     """Sums gradients, loss total and weight over all replicas, in one communication."""
-    present = [g for g in gradients if g is not None]
-    sums, scalars = self._parts.reduction.all_reduce(present, [loss.total, loss.weight])
-    restored = iter(sums)
-    return [None if g is None else next(restored) for g in gradients], Loss(*scalars)
+    packed = _packed(gradients)
+    scalars = [loss.total, loss.weight]
+    sums, scalars = self._parts.reduction.all_reduce(packed.tensors, scalars)
+    return packed.replaced(sums), Loss(*scalars)
 
-  def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> list[Gradient]:
+  def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
     """Divides summed gradients by the loss scale and by the *global* weight.
 
     A global weight of zero gives zero gradients; `update` then skips.
     """
-    divisor = loss.weight * self._parts.loss_scale.value()
+    divisor = self._parts.loss_scale.scaled(loss.weight)
     factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
-    return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
+    return _packed(gradients).map(lambda g: g * tf.cast(factor, g.dtype))
 
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (finite, norm) of reduced gradients: the same decision on every replica.
@@ -156,22 +160,23 @@ class Step(EvalStep):
     The norm is the global L2 norm, float32; one that overflows float32 (above 1.8e19) counts as
     not finite.
     """
-    squares = [tf.cast(tf.nn.l2_loss(g), tf.float32) for g in gradients if g is not None]
+    squares = [tf.cast(tf.nn.l2_loss(g), tf.float32) for g in _packed(gradients).tensors]
     norm = tf.sqrt(2.0 * tf.add_n(squares))
     return tf.math.is_finite(norm), norm
 
-  def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> list[Gradient]:
+  def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
     """Clips reduced gradients by global norm or by value, as configured.
 
     Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section 3.2.
     """
+    packed = _packed(gradients)
     if self._parts.clip_value is not None:
       bound = self._parts.clip_value
-      return [None if g is None else tf.clip_by_value(g, -bound, bound) for g in gradients]
+      return packed.map(lambda g: tf.clip_by_value(g, -bound, bound))
     if self._parts.clip_norm is not None:
       factor = self._parts.clip_norm / tf.maximum(norm, self._parts.clip_norm)
-      return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
-    return list(gradients)
+      return packed.map(lambda g: g * tf.cast(factor, g.dtype))
+    return packed
 
   def apply(
     self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = DEFAULT
@@ -183,13 +188,8 @@ class Step(EvalStep):
       finite: bool scalar, the same on every replica.
       optimizer: whose variables.
     """
-    present = [g for g in gradients if g is not None]
-    missing = [g is None for g in gradients]
     target = self._optimizer(optimizer)
-
-    def apply_present(*tensors: tf.Tensor) -> None:
-      remaining = iter(tensors)
-      target.apply([None if gone else next(remaining) for gone in missing])
+    packed = Gradients.of(target.fusion, gradients)
 
     # A branch in replica context may not communicate, and Keras's update does; so branch where all
     # replicas are one, and go back to each replica inside the branch.
@@ -197,14 +197,14 @@ class Step(EvalStep):
       strategy: tf.distribute.Strategy, finite: Any, tensors: Sequence[Any]
     ) -> None:
       def update() -> None:
-        strategy.extended.call_for_each_replica(apply_present, args=tuple(tensors))
+        target.apply(strategy, packed.replaced(tensors))
         if self._parts.ema is not None:
           self._parts.ema.update(strategy, target.variables)
 
       tf.cond(strategy.experimental_local_results(finite)[0], update, lambda: None)
 
     context = tf.distribute.get_replica_context()
-    context.merge_call(apply_if_finite, args=(finite, present))
+    context.merge_call(apply_if_finite, args=(finite, packed.tensors))
 
   def log_update(
     self, loss: Loss, finite: tf.Tensor, norm: tf.Tensor, optimizer: str = DEFAULT
@@ -242,7 +242,7 @@ class Step(EvalStep):
       raise ConfigError(
         "train_step() made no update; call step.update(), or step.log_update() after step.apply()."
       )
-    return tf.reduce_all(self._finite), tf.reduce_all(self._loss_finite)
+    return _all(self._finite), _all(self._loss_finite)
 
   def _optimizer(self, name: str) -> Optimizer:
     if name not in self._parts.optimizers:
@@ -260,34 +260,52 @@ class Step(EvalStep):
     parts = {name: tf.split(value, count) for name, value in batch.items()}
     return [{name: parts[name][index] for name in batch} for index in range(count)]
 
+  def _fusion(self, variables: Sequence[Any]) -> Fusion:
+    """The layout of the optimizer that owns just these variables, or one that fuses nothing."""
+    wanted = [id(models.raw(v)) for v in variables]
+    for optimizer in self._parts.optimizers.values():
+      if wanted == [id(models.raw(v)) for v in optimizer.variables]:
+        return optimizer.fusion
+    return Fusion(variables, enabled=False)
+
   def _forward_backward(
-    self, loss_fn: LossFn, batch: Batch, variables: Sequence[tf.Variable]
-  ) -> tuple[list[Gradient], Loss]:
+    self, loss_fn: LossFn, batch: Batch, fusion: Fusion
+  ) -> tuple[Gradients, Loss]:
     key = self._key(self._forward_passes)
     self._forward_passes += 1
     outside, self._logged = self._logged, {}
+    raw = [models.raw(v) for v in fusion.originals]
+    missing: list[bool] = []
 
     def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Weighted]]:
       self._logged = {}
       with randomness.random_streams(key), tf.GradientTape() as tape:
         loss = _checked(loss_fn(batch))
-        scaled = loss.total * tf.cast(self._parts.loss_scale.value(), loss.total.dtype)
-      gradients = tape.gradient(scaled, variables)
-      return [_dense(g) for g in gradients], loss, self._logged
+        scaled = self._parts.loss_scale.scaled(loss.total)
+      gradients = [_dense(g) for g in tape.gradient(scaled, raw)]
+      missing[:] = [g is None for g in gradients]
+      return fusion.pack(gradients), loss, self._logged
 
     compiled = tf.function(compute, jit_compile=True) if self._parts.jit_compile else compute
-    gradients, loss, logged = compiled(batch)
+    pieces, loss, logged = compiled(batch)
     self._logged = outside
     self.log(logged)
-    return gradients, loss
+    return Gradients(fusion, pieces, missing), loss
+
+
+def _all(flags: Sequence[tf.Tensor]) -> tf.Tensor:
+  return functools.reduce(tf.logical_and, flags)
+
+
+def _packed(gradients: Sequence[Gradient]) -> Gradients:
+  """Any sequence of gradients as `Gradients`; a plain list keeps its own tensors."""
+  if isinstance(gradients, Gradients):
+    return gradients
+  return Gradients(None, gradients, [g is None for g in gradients])
 
 
 def _dense(gradient: Any) -> Gradient:
   return None if gradient is None else tf.convert_to_tensor(gradient)
-
-
-def _add(sums: Sequence[Gradient], more: Sequence[Gradient]) -> list[Gradient]:
-  return [b if a is None else a if b is None else a + b for a, b in zip(sums, more, strict=True)]
 
 
 def _checked(loss: Any) -> Loss:
@@ -306,8 +324,8 @@ def _checked(loss: Any) -> Loss:
   return loss
 
 
-def _require_some(gradients: Sequence[Gradient], variables: Sequence[Any]) -> None:
-  names = [models.name(v) for g, v in zip(gradients, variables, strict=True) if g is None]
+def _require_some(gradients: Gradients, variables: Sequence[Any]) -> None:
+  names = [models.name(v) for m, v in zip(gradients.missing, variables, strict=True) if m]
   if len(names) == len(variables):
     raise ConfigError(
       f"the loss touches none of the {len(variables)} trainable variables ({', '.join(names[:3])}, "

@@ -94,6 +94,8 @@ class Loss(NamedTuple):
     Each replica adds penalty x its own weight; dividing the sum over replicas by the global
     weight leaves exactly one penalty, however many replicas or micro-batches there are.
     """
+    if isinstance(penalty, float) and penalty == 0.0:
+      return self
     return Loss(self.total + tf.cast(penalty, self.total.dtype) * self.weight, self.weight)
 
 

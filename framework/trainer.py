@@ -47,11 +47,12 @@ class Trainer(orbit.AbstractTrainer):
     global_batch_size: int,
     optimizer: optimizers.OptimizerFactory | Mapping[str, optimizers.OptimizerFactory],
     loss_scale: Callable[[], LossScale] | None = None,
-    reduction: Reduction | None = None,
+    reduction: Callable[[], Reduction] | Reduction = Reduction,
     clip_norm: float | None = None,
     clip_value: float | None = None,
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
+    fuse_updates: bool = True,
     jit_compile: bool = False,
     eager: bool = False,
     seed: int = 0,
@@ -66,11 +67,14 @@ class Trainer(orbit.AbstractTrainer):
       optimizer: a factory, or name -> factory for several; called in the strategy's scope.
       loss_scale: a factory, `loss_scale.none`, `fixed` or `dynamic`; None takes dynamic where the
         dtype policy is mixed_float16, else none.
-      reduction: how gradients travel; None for one flat buffer in their own dtype.
+      reduction: how gradients travel: a `Reduction`, or a factory of one.
       clip_norm: clip reduced gradients to this global norm.
       clip_value: clip each reduced gradient element to [-clip_value, clip_value].
       accumulation_steps: micro-batches each replica's part is split into.
       ema_decay: keep a moving average of the trainable variables with this decay.
+      fuse_updates: update by fused kernels, and small variables as one, where the optimizer's
+        rule allows it: the same numbers but for rounding, faster, and another layout of the
+        optimizer's state in checkpoints.
       jit_compile: compile each replica's forward and backward pass with XLA.
       eager: no tf.function at all: print and breakpoints in a task see every step.
       seed: of dropout and other random layers; they also depend on step and replica.
@@ -94,12 +98,12 @@ class Trainer(orbit.AbstractTrainer):
     self.global_batch_size = global_batch_size
     self._dataset_fn = dataset_fn
     self._iterator: Iterator[Batch] | None = None
-    reduction = reduction or Reduction()
+    reduction = reduction() if callable(reduction) else reduction
     with strategy.scope():
       if task.model is None:
         task.model = task.build_model()
       self._make_counters()
-      built = optimizers.build(optimizer, task.variables_of, self.global_step)
+      built = optimizers.build(optimizer, task.variables_of, self.global_step, fuse=fuse_updates)
       ema = None
       if ema_decay is not None:
         trainable = models.trainable_variables(task.model)
@@ -171,11 +175,11 @@ class Trainer(orbit.AbstractTrainer):
 
   def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
     """Returns the next global batch and the seconds it was waited for (cross-replica)."""
-    started = tf.timestamp()
+    started = inputs.timestamp()
     with tf.control_dependencies([started]):
       batch = next(iterator)
     with tf.control_dependencies([self._first(batch["weight"])]):
-      return batch, tf.cast(tf.timestamp() - started, tf.float32)
+      return batch, tf.cast(inputs.timestamp() - started, tf.float32)
 
   def checkpoint_items(self) -> dict[str, Any]:
     """Everything that a checkpoint must hold for an exact restart, by name."""
@@ -186,6 +190,7 @@ class Trainer(orbit.AbstractTrainer):
       "global_step": self.global_step,
       "position": self.position,
       "skipped_steps": self.skipped_steps,
+      "nonfinite_step": self._nonfinite_step,
     }
     if self.parts.ema is not None:
       items["ema"] = self.parts.ema.averages

@@ -181,12 +181,14 @@ def test_best_checkpoint_remembers_after_a_restart(model_dir, begin):
   assert best_of(model_dir) == (30, 0.6, 30.0)
 
 
-def test_best_checkpoint_remembers_an_evaluation_that_never_reached_the_log(model_dir):
+@pytest.mark.parametrize("again", [True, False])
+def test_best_checkpoint_remembers_an_evaluation_that_never_reached_the_log(model_dir, again):
   process = Process(model_dir, [BestCheckpoint()]).begin()
   with pytest.raises(Killed):
     process.evaluate(10, {"accuracy": 0.5}, killed_before_log=True)
   process = Process(model_dir, [BestCheckpoint()], step=10).begin()
-  process.evaluate(10, {"accuracy": 0.5})
+  if again:
+    process.evaluate(10, {"accuracy": 0.5})
   process.evaluate(20, {"accuracy": 0.4})
   assert best_of(model_dir) == (10, 0.5, 10.0)
 
@@ -196,15 +198,6 @@ def test_best_checkpoint_of_another_metric_is_not_compared(model_dir):
   process = Process(model_dir, [BestCheckpoint(metric="auc")], step=10).begin()
   process.evaluate(20, {"accuracy": 0.8, "auc": 0.2})
   assert best_of(model_dir) == (20, 0.2, 20.0)
-
-
-def test_best_checkpoint_does_not_write_over_the_best_at_the_same_step(model_dir):
-  process = Process(model_dir, [BestCheckpoint()]).begin()
-  process.evaluate(10, {"accuracy": 0.5})
-  process.evaluate(10, {"accuracy": 0.6})
-  process.evaluate(10, {"accuracy": 0.7})
-  assert best_of(model_dir) == (10, 0.7, 10.0)
-  assert len(checkpoints_in(model_dir)) == 1
 
 
 def kill_in(monkeypatch, where):
@@ -248,6 +241,21 @@ def test_the_best_is_whole_wherever_a_kill_comes(model_dir, monkeypatch, where, 
   Process(model_dir, [BestCheckpoint()], step=10).begin()
   assert best_of(model_dir) == expected
   assert checkpoints_in(model_dir) == [f"ckpt-{expected[0]}"]
+
+
+def test_a_kill_does_no_harm_to_the_best_of_the_same_step(model_dir, monkeypatch):
+  process = Process(model_dir, [BestCheckpoint()]).begin()
+  process.evaluate(10, {"accuracy": 0.5})
+  process.evaluate(10, {"accuracy": 0.6})
+  with monkeypatch.context() as patched:
+    kill_in(patched, "write")
+    with pytest.raises(Killed):
+      process.evaluate(10, {"accuracy": 0.7})
+  assert best_of(model_dir) == (10, 0.6, 10.0)
+  process = Process(model_dir, [BestCheckpoint()], step=10).begin()
+  process.evaluate(10, {"accuracy": 0.8})
+  assert best_of(model_dir) == (10, 0.8, 10.0)
+  assert len(checkpoints_in(model_dir)) == 1
 
 
 def test_a_kill_while_the_first_best_is_written_leaves_none(model_dir, monkeypatch):

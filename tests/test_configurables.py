@@ -13,7 +13,7 @@ import gin
 import pytest
 
 from framework import configurables
-from framework.configurables import imports, table, values
+from framework.configurables import checks, imports, table, values
 from framework.errors import ConfigError
 
 
@@ -79,6 +79,28 @@ def dynamic(*, growth_steps: int = 2000) -> Scale:
   return made
 
 
+MARKER = object()
+
+
+class Pair:
+  def __init__(self, *, first: Any = None):
+    self.first = first
+
+
+def two() -> int:
+  return 2
+
+
+class Model:
+  def __call__(self, x):
+    raise NotImplementedError
+
+
+def dense(*, units: int) -> Model:
+  del units
+  return Model()
+
+
 def constant(*, learning_rate: float) -> Callable[[int], float]:
   return lambda step: learning_rate
 
@@ -90,11 +112,17 @@ class Trainer:
     task: Task,
     scale: Callable[[], Scale] = none,
     clip_norm: float | None = None,
+    network: Callable[..., Model] | None = None,
+    limit: int = None,  # noqa: RUF013
+    gain: float = 1.0,
+    marker: Any = MARKER,
+    hook: Callable[[Any], Any] | None = None,
     anything: Any = None,
     **options: Any,
   ):
     self.task, self.scale, self.clip_norm = task, scale(), clip_norm
     self.anything, self.options = anything, options
+    del network, limit, gain, marker, hook
 
 
 def run(
@@ -126,7 +154,7 @@ def run(
 
 
 TOYS = (
-  (__name__, "run Trainer auto mirrored none dynamic constant Sgd Best"),
+  (__name__, "run Trainer auto mirrored none dynamic constant dense Sgd Best Pair two"),
   (__name__, "Digits Folder"),
 )
 GOOD = "run.task = @Digits()\nrun.train_steps = 5\n"
@@ -333,6 +361,11 @@ def test_a_name_that_gin_has_too_is_ours():
       "run.actions = @Best()",
       "run.actions is @Best(); it must be Sequence[Action]. Write [@Best()].",
     ),
+    (
+      "Trainer.network = @dense()\ndense.units = 3",
+      "Trainer.network is @dense(); it must be Callable[..., Model] | None. "
+      "Write @dense, without parentheses: it is called later, where it has to be.",
+    ),
     ("run.actions = [@Digits()]", "run.actions is [@Digits()]; it must be Sequence[Action]."),
     ("run.seed = @Digits()", "run.seed is @Digits(); it must be int."),
     ("run.seed = 1e999", "run.seed is inf; it must be finite. Use None for no limit."),
@@ -356,30 +389,40 @@ def test_a_value_of_the_wrong_type(text, line):
     "run.names = ['a', 'b']",
     "run.names = ()",
     "run.actions = (@Best(), @Best())",
-    "run.task = @Folder\nrun.task = @Digits",
     "run.optimizer = {'a': @Sgd, 'b': @g/Sgd}",
     "n = 7\nrun.seed = %n",
     "one = @Best()\nrun.actions = [%one]",
     "make = @Sgd\nrun.optimizer = %make",
     "Trainer.scale = @dynamic",
+    "Trainer.network = @dense",
+    "Trainer.hook = @Best()",
+    "Trainer.gain = @two()",
+    "Trainer.limit = None",
   ],
 )
 def test_a_value_of_the_right_type(text):
-  parse(
-    "run.train_steps = 5\n"
-    + ("" if "run.task" in text else "run.task = @Digits()\n")
-    + text.replace("run.task = @Folder\n", "")
-  )
+  parse(GOOD + text)
   result()
 
 
-class Rate:
-  def __call__(self, step):
-    return step
-
-
-def unannotated(x):
-  return x
+def test_annotations_that_are_strings():
+  write(
+    "my_strings.py",
+    """
+    from __future__ import annotations
+    import framework.configurables as c
+    @c.register
+    def known(n: int = 1, m: list[str] = ()): return n
+    @c.register
+    def unknown(n: int = 1, m: NotThere = ()): return n
+    """,
+  )
+  text = GOOD + "import my_strings\nTrainer.anything = [@known(), @unknown()]\n"
+  assert mistake(text + "known.n = 'x'") == "x.gin:5: known.n is 'x'; it must be int."
+  assert mistake(text + "known.m = 'x'") == (
+    "x.gin:5: known.m is 'x'; it must be list[str]. Write ['x']."
+  )
+  parse(text + "unknown.n = 'x'")
 
 
 @pytest.mark.parametrize(
@@ -413,8 +456,14 @@ def test_fits(value, annotation, fits):
 
 def test_a_task_is_missing():
   assert mistake("run.train_steps = 5") == (
-    "run.task is not set; it must be Task | Callable[[], Task]. "
-    "Add `import tasks.digits` and `run.task = @digits.Digits()`."
+    f"run.task is not set; it must be Task | Callable[[], Task]. Add {checks.EXAMPLES['run.task']}."
+  )
+
+
+def test_a_forgotten_prefix():
+  assert (
+    mistake("run.task = @Digits()\ntrain_steps = 5")
+    == "x.gin:2: nothing uses the macro 'train_steps'. Did you mean 'run.train_steps'?"
   )
 
 
@@ -514,15 +563,27 @@ def test_a_binding_that_nothing_uses(text, line):
     "Trainer.clip_norm = 1.0",
     "run.optimizer = {'a': @a/b/Sgd}\na/Sgd.learning_rate = 0.1\nSgd.nesterov = True",
     "Trainer.anything = [{'x': @Folder()}]\nFolder.directory = %where\nwhere = 'd'",
-    "outer/Trainer.anything = 3\nTrainer.anything = @outer/gin.singleton()\n"
-    "outer/gin.singleton.constructor = @Best",
+    "Trainer.anything = @outer/gin.singleton()\nouter/gin.singleton.constructor = @Best",
   ],
 )
 def test_a_binding_that_something_uses(text):
-  if text.startswith("outer/Trainer"):
-    text = text.partition("\n")[2]
   parse(GOOD + text)
   result()
+
+
+def test_scopes_reach_what_is_called_in_them():
+  parse(
+    GOOD
+    + """
+Trainer.anything = [@outer/Pair(), %best]
+Pair.first = @Best()
+outer/Best.metric = 'a'
+best = @Best()
+best/Best.metric = 'b'
+"""
+  )
+  pair, best = result()["trainer"].anything
+  assert (pair.first.metric, best.metric) == ("a", "b")
 
 
 def test_an_override_may_leave_bindings_of_what_it_replaced():
@@ -565,7 +626,10 @@ def test_what_gin_configures_in_place_counts_as_used():
       "x.gin:3: cannot read 'run.seed 3': couldn't parse statement, expected ':' or '='.",
     ),
     ("run.seed = 1 2", "x.gin:3: cannot read 'run.seed = 1 2': expected newline."),
-    ("run.rates = [1,", "x.gin:4: cannot read 'run.rates = [1,': EOF in multi-line statement."),
+    (
+      "run.rates = [1,",
+      "x.gin:3: cannot read 'run.rates = [1,': a bracket or a quote is never closed.",
+    ),
     ("run.eager = true", "x.gin:3: 'true' is not a value. Write True."),
     (
       "run.names = [mixed]",
@@ -667,14 +731,9 @@ MINE = """
 def test_a_module_here_or_beside_the_gin_file():
   write("here_mine.py", MINE)
   write("far/beside_mine.py", MINE.replace("Mine", "Other"))
-  write(
-    "far/x.gin",
-    GOOD
-    + "import here_mine\nfrom beside_mine import Other\n".replace("from", "import").replace(
-      " import Other", ""
-    )
-    + "Trainer.anything = [@Mine(), @beside_mine.Other()]\nMine.x = 3\n",
-  )
+  text = "import here_mine\nimport beside_mine\n"
+  text += "Trainer.anything = [@Mine(), @beside_mine.Other()]\nMine.x = 3\n"
+  write("far/x.gin", GOOD + text)
   configurables.parse(["far/x.gin"])
   mine, other = result()["trainer"].anything
   assert (mine.x, other.x) == (3, 1)
@@ -798,6 +857,16 @@ def test_configured_leaves_the_unregistered_alone():
   assert configurables.configured(Task) is Task
 
 
+def test_a_gin_constant_is_a_value(monkeypatch):
+  monkeypatch.setattr(gin.config, "_CONSTANTS", gin.config._CONSTANTS.copy())
+  gin.constant("toys.SEVEN", 7)
+  gin.constant("toys.WORD", "x")
+  parse(GOOD + "run.seed = %SEVEN\nTrainer.anything = %toys.WORD")
+  assert result()["trainer"].anything == "x"
+  assert "run.seed = %toys.SEVEN\n" in configurables.operative_config()
+  assert mistake(GOOD + "run.seed = %WORD") == "x.gin:3: run.seed is %WORD, or 'x'; it must be int."
+
+
 def test_bindings_reach_what_is_called():
   parse(
     GOOD
@@ -824,6 +893,14 @@ loss/Best.metric = 'loss'
   assert got["trainer"].scale.growth_steps == 7
   assert got["trainer"].task.width == 3
   assert [action.metric for action in got["actions"]] == ["accuracy", "loss"]
+
+
+def test_a_second_config_leaves_nothing_of_the_first():
+  parse(GOOD + "run.seed = 3\nrun.strategy = @mirrored")
+  parse(GOOD)
+  text = configurables.operative_config()
+  assert "run.seed = 0\n" in text
+  assert "mirrored" not in text
 
 
 def test_check_is_for_bindings_made_through_gin():
@@ -895,6 +972,7 @@ def test_the_operative_config_has_defaults_of_what_is_yet_to_be_called(rich):
     "auto.cpu_replicas = 1",
     "Trainer.scale = @none",
     "Trainer.clip_norm = None",
+    "Trainer.limit = None",
     "Digits.width = 128",
     "Digits.path = None",
     "Sgd.nesterov = False",
@@ -902,7 +980,9 @@ def test_the_operative_config_has_defaults_of_what_is_yet_to_be_called(rich):
     "Rich.x = 1",
     "run.image_size = (32, 48)",
   } <= {*lines}
-  assert not [line for line in lines if line.startswith(("run.model_dir", "Sgd.learning_rate"))]
+  assert not [
+    line for line in lines if line.startswith(("run.model_dir", "Sgd.learning", "Trainer.marker"))
+  ]
 
 
 def test_the_operative_config_of_a_run_without_gin():
@@ -916,3 +996,6 @@ def test_the_whole_table_is_there(monkeypatch):
   for _, names in table.TABLE:
     for name in names.split():
       assert table.entry(table.find(name)).wrapped.__name__ == name
+  imported, used = re.findall(r"`(.*?)`", checks.EXAMPLES["run.task"])
+  importlib.import_module(imported.split()[1])
+  table.find(used.partition("@")[2].removesuffix("()"))

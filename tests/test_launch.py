@@ -11,10 +11,10 @@ import tensorflow as tf
 
 import launch
 from framework import configurables
+from framework import run as RUN  # noqa: N812
 from framework.errors import ConfigError, Preempted
 
 REPOSITORY = Path(launch.__file__).parent
-RUN = sys.modules["framework.run"]
 
 
 @pytest.fixture(autouse=True)

@@ -527,6 +527,15 @@ def test_stream_of_another_function_is_an_error():
     kept[0].next_seed()
 
 
+def test_nested_function_draws_only_from_an_entered_stream():
+  stream = random_streams(tf.constant([1, 2]))
+  nested = tf.function(stream.next_seed)
+  with pytest.raises(RuntimeError, match="only from the stream entered"):
+    nested()
+  with stream:
+    np.testing.assert_array_equal(nested(), words(1, 2))
+
+
 # Initial weights.
 
 

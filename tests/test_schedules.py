@@ -32,6 +32,12 @@ def assert_float32_exact(schedule, steps, expected):
   np.testing.assert_allclose(actual, np.asarray(expected, np.float32), rtol=2.4e-7, atol=1e-12)
 
 
+def test_the_synopsis():
+  after = schedules.cosine_decay(initial=0.1, decay_steps=10_000)
+  rate = schedules.linear_warmup(warmup_steps=500, after=after)
+  assert rate.at(250).numpy() == np.float32(0.05)
+
+
 def test_constant():
   assert_float32_exact(schedules.constant(learning_rate=0.3), STEPS, np.full(len(STEPS), 0.3))
 

@@ -59,10 +59,10 @@ def check_all(history: Sequence[Binding]) -> Graph:
   for binding in bindings:
     with at(binding.where):
       _check_value(binding, graph)
+  _check_used(history, graph)
   for use in sorted(graph.uses):
     if use.called:
       _check_complete(use, graph)
-  _check_used(history, graph)
   return graph
 
 

@@ -76,9 +76,7 @@ class Graph:
     scopes = [use.scope for use in self.uses if use.name == binding.name]
     if binding.name == MACRO:
       return binding.scope in self._read_macros
-    return table.calls_itself(binding.name) or any(
-      binding.scope in _outer_scopes(scope) for scope in scopes
-    )
+    return any(binding.scope in _outer_scopes(scope) for scope in scopes)
 
   def _macro_value(self, reference: Reference, inside: tuple[str, ...]) -> Any:
     name = reference.scope

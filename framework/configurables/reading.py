@@ -162,16 +162,19 @@ def _statements(text: str, source: str) -> Iterator[Any]:
     raise _syntax_error(source, error.lineno or 1, error.msg, text) from None
   except tokenize.TokenError as error:
     message, (line, _) = error.args
+    if "EOF" in message:
+      message = "a bracket or a quote is never closed"
     raise _syntax_error(source, line, message, text) from None
 
 
 def _syntax_error(source: str, line: int, message: str, text: str) -> ConfigError:
+  lines = text.rstrip("\n").split("\n")
+  line = min(line, len(lines))
   where = _place(source, line)
   token = re.search(r"Failed to parse token '(.*)'", message)
   if token:
     return ConfigError(f"{where}: {token[1]!r} is not a value.{_value_hint(token[1])}")
-  lines = text.rstrip("\n").split("\n")
-  read = lines[min(line, len(lines)) - 1].strip()
+  read = lines[line - 1].strip()
   reason = " ".join(message.split()).rstrip(".")
   return ConfigError(f"{where}: cannot read {read!r}: {reason[:1].lower()}{reason[1:]}.")
 

@@ -96,7 +96,8 @@ def is_plain_class(annotation: Any) -> bool:
   """Whether `issubclass` has something to say about it."""
   if annotation in (Any, object, UNKNOWN) or getattr(annotation, "_is_protocol", False):
     return False
-  return inspect.isclass(annotation)
+  # Before Python 3.11, isclass(dict[str, int]) is true.
+  return inspect.isclass(annotation) and typing.get_origin(annotation) is None
 
 
 def _scalar_fits(value: Any, kind: Any) -> bool:
@@ -128,6 +129,9 @@ def _dict_fits(value: dict[Any, Any], kind: Any, arguments: tuple[Any, ...]) -> 
 
 def _reference_fits(value: Reference, kind: Any, arguments: tuple[Any, ...]) -> bool:
   given = result(value.name)
+  if value.called and kind is abc.Callable and arguments:
+    # A Keras model can be called, but what it is called for here is to make one.
+    return _may_be(given, kind) and not _is_surely(given, arguments[-1])
   if value.called:
     return _may_be(given, kind)
   if kind is abc.Callable:
@@ -149,6 +153,10 @@ def _may_be(given: Any, annotation: Any) -> bool:
   if not (is_plain_class(have) and is_plain_class(want)):
     return True
   return issubclass(have, want) or issubclass(want, have) or (have, want) == (int, float)
+
+
+def _is_surely(given: Any, annotation: Any) -> bool:
+  return is_plain_class(given) and is_plain_class(annotation) and issubclass(given, annotation)
 
 
 def _kind(annotation: Any) -> Any:

@@ -5,6 +5,7 @@
 One process a number of replicas, because TensorFlow can hold one size of collective group only.
 """
 
+import functools
 import json
 import os
 import sys
@@ -23,16 +24,14 @@ import tf_keras
 from framework import evaluator, loss_scale, models, reduction, schedules, strategies, trainer
 
 
-def make_strategy(case):
-  if case.strategy == "mirrored":
-    return strategies.mirrored(
-      cpu_replicas=case.replicas,
-      cross_device_ops=case.op,
-      num_packs=case.scenario.num_packs,
-    )
-  if case.strategy == "central_storage":
-    return strategies.central_storage(cpu_replicas=case.replicas)
-  return {"default": strategies.default, "one_device": strategies.one_device}[case.strategy]()
+@functools.cache
+def make_strategy(name, replicas, op, num_packs):
+  """One object a place: the collectives of two would be taken for each other, as both count from 1."""
+  if name == "mirrored":
+    return strategies.mirrored(cpu_replicas=replicas, cross_device_ops=op, num_packs=num_packs)
+  if name == "central_storage":
+    return strategies.central_storage(cpu_replicas=replicas)
+  return {"default": strategies.default, "one_device": strategies.one_device}[name]()
 
 
 def make_optimizers(scenario, library):
@@ -68,7 +67,9 @@ def make_dataset(case):
   batches = cases.padded_batches(case)
   rows = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
   dataset = tf.data.Dataset.from_tensor_slices(rows)
-  return dataset.batch(case.padded_batch_size, drop_remainder=True)
+  options = tf.data.Options()
+  options.autotune.enabled = False  # its thread can hold up the iterator's end for up to a minute
+  return dataset.batch(case.padded_batch_size, drop_remainder=True).with_options(options)
 
 
 def make_trainer(case):
@@ -77,7 +78,7 @@ def make_trainer(case):
     task=mlp.make(
       model=case.model, l2=scenario.l2, two_optimizers=scenario.optimizer == "two"
     ),
-    strategy=make_strategy(case),
+    strategy=make_strategy(case.strategy, case.replicas, case.op, scenario.num_packs),
     dataset_fn=lambda position: make_dataset(case).skip(position // scenario.batch_size),
     global_batch_size=scenario.batch_size,
     optimizer=make_optimizers(scenario, case.model),

@@ -1,0 +1,284 @@
+"""The contenders: each trains the same model for a fixed number of steps a call.
+
+A contender is a function (model name, replicas, steps) -> `Contender`. It makes everything, but
+traces and runs nothing; `block()` then runs exactly `steps` steps and returns the mean loss of
+these steps as a Python float, so every block ends with the host waiting for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import orbit
+import tensorflow as tf
+import tf_keras
+
+from benchmarks import models
+from framework import strategies
+from framework.task import Loss, Task
+from framework.trainer import Trainer
+
+STEPS_PER_EXECUTION = 50
+_ANSWER_TIMEOUT_S = 120.0
+
+
+class Contender(NamedTuple):
+  """One way to train, ready to run.
+
+  Attributes:
+    block: runs `steps` steps, returns their mean loss.
+    steps_done: what the optimizer counted so far.
+    close: ends what still runs.
+  """
+
+  block: Callable[[], float]
+  steps_done: Callable[[], int]
+  close: Callable[[], None] = lambda: None
+
+
+def make(name: str, model: str, replicas: int, steps: int) -> Contender:
+  """Makes the contender called `name`, a key of `TITLES`."""
+  strategies.split_cpu(replicas)
+  return _MAKERS[name](model, replicas, steps)
+
+
+def _loopwright(jit_compile: bool = False) -> Callable[[str, int, int], Contender]:
+  def make_trainer(model: str, replicas: int, steps: int) -> Contender:
+    trainer = Trainer(
+      task=_Classification(model),
+      strategy=strategies.mirrored(cpu_replicas=replicas) if replicas > 1 else strategies.default(),
+      dataset_fn=lambda position: models.dicts(),
+      global_batch_size=models.BATCH_SIZE,
+      optimizer=keras.optimizers.Adam,
+      jit_compile=jit_compile,
+    )
+    num_steps = tf.constant(steps)
+    return Contender(
+      block=lambda: trainer.train(num_steps)["loss"],
+      steps_done=lambda: int(trainer.global_step.numpy()),
+    )
+
+  return make_trainer
+
+
+class _Classification(Task):
+  def __init__(self, name: str) -> None:
+    self._name = name
+
+  def build_model(self):
+    return models.build(self._name, keras)
+
+  def forward(self, batch, training):
+    return self.model(batch["image"], training=training)
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(_per_example_loss(batch["label"], outputs), batch["weight"])
+
+
+def _hand_written(ops: str | None = None, xla: bool = False) -> Callable[..., Contender]:
+  """What an expert writes: one tf.function, a loop in it, the documented Keras 3 calls.
+
+  It does less than the framework does: no weights, no gradient norm, no check for NaN.
+  """
+
+  def make_loop(model: str, replicas: int, steps: int) -> Contender:
+    strategy = _peer_strategy(replicas, ops)
+    with strategy.scope():
+      network, optimizer = models.build(model, keras), keras.optimizers.Adam()
+      optimizer.build(network.trainable_variables)
+    variables = network.trainable_variables
+    iterator = iter(strategy.experimental_distribute_dataset(models.pairs()))
+
+    def gradients(images, labels):
+      with tf.GradientTape() as tape:
+        per_example = _per_example_loss(labels, network(images, training=True))
+        loss = tf.reduce_sum(per_example) / models.BATCH_SIZE
+      return tape.gradient(loss, [v.value for v in variables]), loss
+
+    if xla:
+      gradients = tf.function(gradients, jit_compile=True)
+
+    def replica_step(images, labels):
+      grads, loss = gradients(images, labels)
+      optimizer.apply(grads, variables)  # sums over the replicas first
+      return loss
+
+    if xla and replicas == 1:
+      replica_step = tf.function(replica_step, jit_compile=True)  # the update too
+
+    @tf.function
+    def loop(iterator, num_steps):
+      total = 0.0
+      for _ in tf.range(num_steps):
+        loss = strategy.run(replica_step, args=next(iterator))
+        total += strategy.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None)
+      return total
+
+    num_steps = tf.constant(steps)
+    return Contender(
+      block=lambda: float(loop(iterator, num_steps)) / steps,
+      steps_done=lambda: _iterations(optimizer),
+    )
+
+  return make_loop
+
+
+def _orbit(model: str, replicas: int, steps: int) -> Contender:
+  strategy = _peer_strategy(replicas)
+  with strategy.scope():
+    trainer = _OrbitTrainer(model, strategy)
+  num_steps = tf.constant(steps)
+  return Contender(
+    block=lambda: float(trainer.train(num_steps)["loss"]),
+    steps_done=lambda: _iterations(trainer.optimizer),
+  )
+
+
+class _OrbitTrainer(orbit.StandardTrainer):
+  """orbit.StandardTrainer as its documentation and the Model Garden use it."""
+
+  def __init__(self, model: str, strategy: tf.distribute.Strategy) -> None:
+    self.strategy = strategy
+    self.model = models.build(model, keras)
+    self.optimizer = keras.optimizers.Adam()
+    self.optimizer.build(self.model.trainable_variables)
+    self.mean_loss = tf_keras.metrics.Mean()
+    super().__init__(strategy.experimental_distribute_dataset(models.pairs()))
+
+  def train_loop_begin(self):
+    self.mean_loss.reset_state()
+
+  def train_step(self, iterator):
+    self.strategy.run(self._replica_step, args=next(iterator))
+
+  def train_loop_end(self):
+    return {"loss": self.mean_loss.result()}
+
+  def _replica_step(self, images, labels):
+    variables = self.model.trainable_variables
+    with tf.GradientTape() as tape:
+      per_example = _per_example_loss(labels, self.model(images, training=True))
+      loss = tf.reduce_sum(per_example) / models.BATCH_SIZE
+    self.optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
+    self.mean_loss.update_state(per_example)
+
+
+def _keras_fit(library: Any, steps_per_execution: int = 1) -> Callable[..., Contender]:
+  def make_fit(model: str, replicas: int, steps: int) -> Contender:
+    strategy = _peer_strategy(replicas)
+    with strategy.scope():
+      network = models.build(model, library)
+      network.compile(
+        optimizer=library.optimizers.Adam(),
+        loss=models.loss_fn(library),
+        steps_per_execution=steps_per_execution,
+      )
+    epochs = _Epochs(network, library, max(steps, steps_per_execution))
+    return Contender(
+      block=epochs.next, steps_done=lambda: _iterations(network.optimizer), close=epochs.stop
+    )
+
+  return make_fit
+
+
+class _Epochs:
+  """One long `fit` in a thread of its own, an epoch at a time, so that others run in between.
+
+  A `fit` a block would be unfair to Keras: it starts a new iterator each time.
+  """
+
+  def __init__(self, network: Any, library: Any, steps: int) -> None:
+    self._network, self._steps = network, steps
+    self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+    self._loss, self._error, self._stopped = 0.0, None, False
+    self._callback = library.callbacks.LambdaCallback(
+      on_epoch_begin=lambda epoch, logs: self._wait(), on_epoch_end=self._report
+    )
+    self._thread = threading.Thread(target=self._fit, daemon=True)
+
+  def next(self) -> float:
+    """Runs one epoch and returns its loss."""
+    if not self._thread.is_alive():
+      self._thread.start()
+    self._go.release()
+    if not self._done.acquire(timeout=_ANSWER_TIMEOUT_S):
+      raise TimeoutError(f"an epoch did not end within {_ANSWER_TIMEOUT_S:.0f} s")
+    if self._error:
+      raise self._error
+    return self._loss
+
+  def stop(self) -> None:
+    """Ends the thread."""
+    self._stopped = True
+    self._go.release()
+
+  def _fit(self) -> None:
+    try:
+      self._network.fit(
+        models.pairs(),
+        steps_per_epoch=self._steps,
+        epochs=1_000_000,
+        verbose=0,
+        callbacks=[self._callback],
+      )
+    except Exception as error:
+      self._error = error
+      self._done.release()
+
+  def _wait(self) -> None:
+    self._go.acquire()
+    if self._stopped:
+      raise SystemExit  # ends this thread only
+
+  def _report(self, epoch: int, logs: dict[str, float]) -> None:
+    self._loss = float(logs["loss"])
+    self._done.release()
+
+
+def _peer_strategy(replicas: int, ops: str | None = None) -> tf.distribute.Strategy:
+  """TensorFlow's own defaults; `ops` other than None asks for its ReductionToOneDevice."""
+  if replicas == 1:
+    return tf.distribute.get_strategy()
+  cross_device_ops = tf.distribute.ReductionToOneDevice() if ops else None
+  return tf.distribute.MirroredStrategy(strategies.split_cpu(replicas), cross_device_ops)
+
+
+def _per_example_loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+  return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+
+
+def _iterations(optimizer: Any) -> int:
+  return int(optimizer.iterations.numpy())
+
+
+_MAKERS: dict[str, Callable[[str, int, int], Contender]] = {
+  "hand": _hand_written(),
+  "hand_one_device": _hand_written(ops="reduction_to_one_device"),
+  "loopwright": _loopwright(),
+  "orbit": _orbit,
+  "keras_fit": _keras_fit(keras),
+  "keras_fit_spe": _keras_fit(keras, STEPS_PER_EXECUTION),
+  "tf_keras_fit": _keras_fit(tf_keras),
+  "hand_xla": _hand_written(ops="reduction_to_one_device", xla=True),
+  "loopwright_xla": _loopwright(jit_compile=True),
+}
+
+TITLES = {
+  "hand": "hand-written loop",
+  "hand_one_device": "hand-written, ReductionToOneDevice",
+  "loopwright": "**Loopwright**",
+  "orbit": "orbit.StandardTrainer",
+  "keras_fit": "Keras 3 fit",
+  "keras_fit_spe": f"Keras 3 fit, steps_per_execution={STEPS_PER_EXECUTION}",
+  "tf_keras_fit": "tf_keras fit",
+  "hand_xla": "hand-written, XLA",
+  "loopwright_xla": "**Loopwright**, jit_compile=True",
+}
+
+
+def names(replicas: int) -> list[str]:
+  """Returns who competes: with one replica there is nothing to choose a reduction for."""
+  return [name for name in TITLES if replicas > 1 or name != "hand_one_device"]

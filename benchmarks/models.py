@@ -1,0 +1,101 @@
+"""What the contenders train: three models, built alike by either Keras, and one data set.
+
+Every contender starts from the same weights and reads the same batches in the same order, so the
+losses after equally many steps must agree.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+BATCH_SIZE = 128
+IMAGE_SHAPE = (28, 28, 1)
+CLASSES = 10
+_BATCHES = 16  # distinct ones, all in memory, read over and over
+
+DESCRIPTIONS = {
+  "mlp": "MLP 784-128-10, 4 variables, 102k parameters",
+  "cnn": "CNN, 3x3 convolutions to 16 and 32 channels, 6 variables, 13k parameters",
+  "many": "49 dense layers of 16 units and a head, 100 variables, 26k parameters",
+}
+
+
+def build(name: str, keras: ModuleType) -> Any:
+  """Returns a fresh model (in `strategy.scope()`) with the same weights each time.
+
+  Args:
+    name: a key of `DESCRIPTIONS`.
+    keras: the module `keras` or `tf_keras`.
+  """
+  inputs = keras.Input(IMAGE_SHAPE)
+  model = keras.Model(inputs, _LAYERS[name](keras.layers, inputs))
+  rng = np.random.default_rng(0)
+  model.set_weights([_initial(rng, w.shape) for w in model.get_weights()])
+  return model
+
+
+def loss_fn(keras: ModuleType) -> Any:
+  """Returns the loss for `compile`."""
+  return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def pairs() -> tf.data.Dataset:
+  """Returns an endless dataset of (images [128, 28, 28, 1], labels [128])."""
+  return _endless(_examples())
+
+
+def dicts() -> tf.data.Dataset:
+  """Returns the same batches as dicts with a "weight" of 1, the way `Trainer` reads them."""
+  images, labels = _examples()
+  weight = np.ones(len(labels), np.float32)
+  return _endless({"image": images, "label": labels, "weight": weight})
+
+
+def _endless(examples: Any) -> tf.data.Dataset:
+  dataset = tf.data.Dataset.from_tensor_slices(examples)
+  return dataset.batch(BATCH_SIZE, drop_remainder=True).cache().repeat().prefetch(4)
+
+
+def _examples() -> tuple[np.ndarray, np.ndarray]:
+  """Noise, and labels that a random linear map of it gives: something that can be learned."""
+  rng = np.random.default_rng(1)
+  images = rng.random((_BATCHES * BATCH_SIZE, *IMAGE_SHAPE), dtype=np.float32)
+  flat = images.reshape(len(images), -1)
+  labels = np.argmax((flat - 0.5) @ rng.normal(size=(flat.shape[1], CLASSES)), axis=1)
+  return images, labels.astype(np.int32)
+
+
+def _initial(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+  """Glorot-uniform kernels, a tenth of that in residual layers (they are square), zero biases."""
+  if len(shape) == 1:
+    return np.zeros(shape, np.float32)
+  area = int(np.prod(shape[:-2]))
+  limit = np.sqrt(6.0 / (area * (shape[-2] + shape[-1])))
+  if shape[-2] == shape[-1]:
+    limit *= 0.1
+  return rng.uniform(-limit, limit, shape).astype(np.float32)
+
+
+def _mlp(layers: Any, x: Any) -> Any:
+  x = layers.Dense(128, activation="relu")(layers.Flatten()(x))
+  return layers.Dense(CLASSES)(x)
+
+
+def _cnn(layers: Any, x: Any) -> Any:
+  for channels in (16, 32):
+    x = layers.MaxPooling2D()(layers.Conv2D(channels, 3, activation="relu")(x))
+  return layers.Dense(CLASSES)(layers.Flatten()(x))
+
+
+def _many(layers: Any, x: Any) -> Any:
+  x = layers.Dense(16, activation="relu")(layers.Flatten()(x))
+  for _ in range(48):  # residual, so that all of it learns
+    x = layers.Add()([x, layers.Dense(16, activation="relu")(x)])
+  return layers.Dense(CLASSES)(x)
+
+
+_LAYERS = {"mlp": _mlp, "cnn": _cnn, "many": _many}

@@ -1,0 +1,148 @@
+"""A small task in which all that a checkpoint must hold is at work, and what makes its trainer.
+
+Dropout, augmentation by the examples' seeds, skipped steps under a dynamic loss scale, a moving
+average, and in the model itself the stream of example ids that it was trained on.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from framework import inputs, loss_scale, task
+from framework.checkpoints import CheckpointManager
+from framework.trainer import Trainer
+
+KERAS = {"keras": keras, "tf_keras": tf_keras}
+EXAMPLES, BATCH, OVERFLOW_EVERY = 30, 12, 17
+
+
+class Stream(tf.Module):
+  """The ids of all examples trained on, in order."""
+
+  def __init__(self, *, capacity=200):
+    super().__init__()
+    first = {"trainable": False, "aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA}
+    self.ids = tf.Variable(tf.fill([capacity], tf.constant(-1, tf.int64)), **first)
+    self.count = tf.Variable(0, dtype=tf.int32, **first)
+
+  def append(self, ids):
+    """Adds a global batch (replica context)."""
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync > 1:
+      ids = context.all_gather(ids, axis=0)
+    ids = tf.boolean_mask(ids, ids >= 0)
+    places = self.count + tf.range(tf.size(ids))
+    self.ids.assign(tf.tensor_scatter_nd_update(self.ids, places[:, None], ids))
+    self.count.assign(self.count + tf.size(ids))
+
+  def seen(self):
+    return self.ids.numpy()[: self.count.numpy()].tolist()
+
+
+@tf.custom_gradient
+def overflowing(value, where):
+  """Returns `value`; its gradient is infinite where `where`."""
+  return tf.identity(value), lambda upstream: (tf.where(where, np.inf, upstream), None)
+
+
+class Everything(task.Task):
+  """Regression by a small MLP of either Keras generation."""
+
+  def __init__(self, *, library="keras", dropout=0.5, units=8):
+    self._keras, self._dropout, self._units = KERAS[library], dropout, units
+
+  def build_model(self):
+    layers = self._keras.layers
+    network = self._keras.Sequential(
+      [
+        self._keras.Input([5]),
+        layers.Dense(self._units, activation="relu", name="hidden"),
+        layers.Dropout(self._dropout),
+        layers.Dense(1, name="output"),
+      ]
+    )
+    return {"network": network, "stream": Stream()}
+
+  def source(self, split):
+    rng = np.random.default_rng(split == "train")
+    x = rng.normal(size=[EXAMPLES, 5]).astype(np.float32)
+    return inputs.ArraySource(features={"x": x, "y": np.sin(x.sum(1))})
+
+  def preprocess(self, batch, training):
+    if not training:
+      return batch
+    noise = tf.cast(batch["seed"] % 1000, tf.float32) / 1000
+    return {**batch, "x": batch["x"] + 0.1 * noise[:, :1]}
+
+  def forward(self, batch, training):
+    return self.model["network"](batch["x"], training=training)[:, 0]
+
+  def loss(self, outputs, batch):
+    outputs = overflowing(outputs, batch["example_id"] % OVERFLOW_EVERY == 0)
+    return task.Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+
+  def train_step(self, step, batch):
+    super().train_step(step, batch)
+    self.model["stream"].append(batch["example_id"])
+
+
+class Other(Everything):
+  """Another task with the same model."""
+
+
+def make_trainer(strategy, *, made=None, library="keras", batch=BATCH, seed=5, **options):
+  """Returns a fresh trainer, with initial weights by `seed`."""
+  made = made or Everything(library=library)
+  keras.utils.set_random_seed(seed)
+  return Trainer(
+    task=made,
+    strategy=strategy,
+    dataset_fn=lambda position: dataset(made, batch, strategy.num_replicas_in_sync, position),
+    global_batch_size=batch,
+    seed=seed,
+    **{
+      "optimizer": KERAS[library].optimizers.Adam,
+      "loss_scale": lambda: loss_scale.dynamic(initial=1024.0, growth_steps=3),
+      "ema_decay": 0.8,
+      **options,
+    },
+  )
+
+
+def dataset(made, batch, replicas, position):
+  return inputs.train_dataset(
+    made.source("train"),
+    global_batch_size=batch,
+    pad_multiple=replicas,
+    seed=5,
+    position=position,
+    preprocess=made.preprocess,
+  )
+
+
+def make_manager(trainer, directory, **options):
+  experiment = {"task": type(trainer.task).__name__}
+  return CheckpointManager(
+    trainer=trainer, directory=str(directory), experiment=experiment, **options
+  )
+
+
+def train(trainer, steps):
+  """Returns the loop's metrics that are no times."""
+  metrics = trainer.train(tf.constant(steps))
+  return {k: v for k, v in metrics.items() if k not in ("input_wait_s", "examples_per_second")}
+
+
+def read(path):
+  """Returns every value in a checkpoint, by key."""
+  reader = tf.train.load_checkpoint(str(path))
+  return {k: reader.get_tensor(k) for k in reader.get_variable_to_shape_map()}
+
+
+def differing(one, other):
+  """The keys of two `read`s whose values are not equal to the bit."""
+  bits = [
+    {k: v if isinstance(v, bytes) else v.tobytes() for k, v in r.items()} for r in (one, other)
+  ]
+  return sorted(k for k in bits[0].keys() | bits[1].keys() if bits[0].get(k) != bits[1].get(k))
