@@ -4,7 +4,7 @@
 
 Exit status:
   0    done
-  1    a failure; the traceback says where
+  1    a failure; the traceback, or one line on a loss that is not finite, says where
   2    your mistake; one line says what, and what to do instead
   75   SIGTERM came and the state is saved: start the same command again to go on from there
   130  interrupted from the keyboard
@@ -12,6 +12,7 @@ Exit status:
 TF_CPP_MIN_LOG_LEVEL=0 in the environment brings TensorFlow's own messages back.
 """
 
+import logging
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "ex
 def main(argv: Sequence[str]) -> int:
   """Runs the command line `argv` and returns the exit status; a failure raises."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before anything imports TensorFlow.
+  logging.getLogger("tensorflow").addFilter(_is_news)
   try:
     return launch(parse_flags(argv))
   except KeyboardInterrupt:
@@ -46,13 +48,16 @@ def launch(values: flags.FlagValues) -> int:
   from framework.errors import Preempted
 
   configurables.parse(values.gin_file, values.gin_param)
+  from framework.actions import NonFiniteLoss
   from framework.run import run
 
   model_dir = values.model_dir or os.path.join("runs", Path(values.gin_file[0]).stem)
   try:
     configurables.configured(run)(mode=values.mode, model_dir=model_dir)
   except Preempted as stop:
-    return _say(str(stop).partition("\n")[0], 75)
+    return _say(_first_line(stop), 75)
+  except NonFiniteLoss as failure:
+    return _say(f"failed: {_first_line(failure)}", 1)
   return 0
 
 
@@ -80,12 +85,25 @@ def mistake(error: Exception) -> str | None:
   """
   if isinstance(error, flags.Error):
     return f"{' '.join(str(error).split())} (--help lists the flags)"
+  if "[user error: " in str(error):
+    from framework.inputs import user_error
+
+    return user_error(error)
   hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))
   if hidden:
     return hidden[1]
   from framework.errors import ConfigError
 
-  return str(error).partition("\n")[0] if isinstance(error, ConfigError) else None
+  return _first_line(error) if isinstance(error, ConfigError) else None
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  """False where AutoGraph regrets that it cannot convert gin, which any error in a task meets."""
+  return "could not transform <function augment_exception_message" not in record.getMessage()
+
+
+def _first_line(error: Exception) -> str:
+  return str(error).partition("\n")[0]
 
 
 def _say(line: str, status: int) -> int:

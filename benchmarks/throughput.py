@@ -30,8 +30,10 @@ import numpy as np
 
 MODELS = ("mlp", "cnn", "many")
 BLOCK_STEPS = {"mlp": 100, "cnn": 50, "many": 100}
+ROUNDS = {"mlp": 15, "cnn": 9, "many": 11}
 REFERENCES = ("hand", "hand_one_device")
 LOSS_TOLERANCE = 1e-3
+COMPARED_BLOCKS = 2  # training is chaotic: later, a difference in the last digit has grown
 TARGET = 0.95
 _MEMORY_STEPS = 20
 _TIMEOUT_S = 900.0
@@ -67,16 +69,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   parser.add_argument("--models", help=f"which, of {','.join(MODELS)} (default: all)")
   parser.add_argument("--replicas", default="1,2", help="which numbers of replicas")
-  parser.add_argument("--rounds", type=int, help="rounds of blocks (default: 15; 7 with --quick)")
+  parser.add_argument(
+    "--rounds", type=int, help=f"rounds of blocks (default: {ROUNDS}; 5 if quick)"
+  )
   parser.add_argument("--steps", type=int, help=f"steps a block (default: {BLOCK_STEPS})")
   parser.add_argument("--only", help="contenders, as a list of names (default: all)")
-  parser.add_argument("--quick", action="store_true", help="the MLP, 7 rounds")
+  parser.add_argument("--quick", action="store_true", help="the MLP, 5 rounds")
   parser.add_argument("--skip-first-step", action="store_true", help="throughput alone")
   parser.add_argument("--json", help="write every single figure to this file")
   parser.add_argument("--verbose", action="store_true", help="show what TensorFlow logs")
   options = parser.parse_args(arguments)
   options.models = (options.models or ("mlp" if options.quick else ",".join(MODELS))).split(",")
-  options.rounds = options.rounds or (7 if options.quick else 15)
+  if options.quick and not options.rounds:
+    options.rounds = 5
   if unknown := set(options.models) - set(MODELS):
     parser.error(f"unknown model {sorted(unknown)}; choose from {', '.join(MODELS)}")
   return options
@@ -100,11 +105,10 @@ def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[
       _progress(f"{configuration}: first step, {name}")
       results[name] = _in_process(first_step, name, *configuration, verbose=options.verbose)
   runners = [name for name in names if "failed" not in results[name]]
-  _progress(f"{configuration}: {options.rounds} rounds")
   steps = options.steps or BLOCK_STEPS[configuration.model]
-  sides = _in_process(
-    side_by_side, runners, *configuration, steps, options.rounds, verbose=options.verbose
-  )
+  rounds = options.rounds or ROUNDS[configuration.model]
+  _progress(f"{configuration}: {rounds} rounds")
+  sides = _in_process(side_by_side, runners, *configuration, steps, rounds, verbose=options.verbose)
   for name in runners:
     results[name] |= sides if "failed" in sides else sides[name]
   return results
@@ -329,15 +333,19 @@ def _disagreements(configuration: Configuration, result: Any) -> list[str]:
 
 
 def _loss_difference(figures: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
-  """The largest over all blocks; NaN if a loss is."""
-  return float(np.max(np.abs(np.subtract(figures["losses"], reference["losses"]))))
+  """The largest over the first blocks; NaN if a loss is."""
+  losses = [f["losses"][:COMPARED_BLOCKS] for f in (figures, reference)]
+  return float(np.max(np.abs(np.subtract(*losses))))
 
 
 def _checks(results: Results) -> list[str]:
   wrong = [text for c, r in results.items() for text in _disagreements(c, r)]
   ran = [(f, r[fastest_reference(r)]) for r in results.values() for f in r.values() if _ran(f)]
   largest = max((_loss_difference(*pair) for pair in ran), default=math.nan)
-  good = f"Every contender ran the steps asked for; block losses agree to {largest:.0e}."
+  good = (
+    "Every contender ran the steps asked for; the mean losses of the first "
+    f"{COMPARED_BLOCKS} blocks agree to {largest:.0e}."
+  )
   return [f"NOT THE SAME WORK: {text}" for text in wrong] or [good]
 
 

@@ -21,17 +21,18 @@ from framework.trainer import Trainer
 PREFIX = "ckpt"
 UNFINISHED = "unfinished"
 """The folder in which a checkpoint is written before it is moved to its place."""
-_FILE = re.compile(rf"{PREFIX}-(\d+)\.(index|data-\d+-of-\d+)")
+_FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
-_REMEDY = "choose another --model_dir, or the config that it was trained with."
-_DAMAGE = (
-  tf.errors.DataLossError,
-  tf.errors.NotFoundError,
-  tf.errors.OutOfRangeError,
-  tf.errors.InvalidArgumentError,
-  tf.errors.UnknownError,
-  tf.errors.InternalError,
+_NO_DAMAGE = (
+  tf.errors.AbortedError,
+  tf.errors.CancelledError,
+  tf.errors.DeadlineExceededError,
+  tf.errors.PermissionDeniedError,
+  tf.errors.ResourceExhaustedError,
+  tf.errors.UnauthenticatedError,
+  tf.errors.UnavailableError,
 )
+"""What says nothing about the checkpoint itself: to be tried again, not to be passed over."""
 
 
 class CheckpointManager(tf.train.CheckpointManager):
@@ -125,6 +126,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     Raises:
       ConfigError: the checkpoint belongs to another experiment, or every one is damaged.
     """
+    self._report_unfinished()
     paths: list[str] = []
     while (found := self.checkpoints) != paths:  # again where a trainer has saved meanwhile
       if path := self.restore_newest():
@@ -172,21 +174,26 @@ class CheckpointManager(tf.train.CheckpointManager):
       ConfigError: it belongs to another task or another model.
       tf.errors.OpError: it is damaged.
     """
-    reader = tf.train.load_checkpoint(path)
-    self._refuse_foreign(path, reader)
     try:
-      with self._trainer.strategy.scope():
-        status = self._checkpoint.restore(path)
-        status.assert_existing_objects_matched()
-      self._refuse_larger_model(path, reader, status)
-    except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
-      self._explain(path, reader, error)
-      raise
+      self._restore(path, tf.train.load_checkpoint(path))
+    except IndexError as error:  # TensorFlow's reader, of a file that is too short
+      raise tf.errors.DataLossError(None, None, str(error)) from error
     self._trainer.reset_input()
     self._saved_step = int(self._trainer.global_step.numpy())
 
   def sync(self) -> None:
     """Nothing is ever under way."""
+
+  def _restore(self, path: str, reader: Any) -> None:
+    self._refuse_foreign(path, reader)
+    try:
+      with self._trainer.strategy.scope():
+        status = self._checkpoint.restore(path)
+        status.assert_existing_objects_matched()
+      self._refuse_larger(path, reader, status)
+    except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
+      self._explain(path, reader, error)
+      raise
 
   def _restored(self, path: str) -> bool:
     written = _written_at(path)
@@ -194,12 +201,21 @@ class CheckpointManager(tf.train.CheckpointManager):
       return False
     try:
       self.restore(path)
-    except _DAMAGE as error:
+    except _NO_DAMAGE:
+      raise
+    except tf.errors.OpError as error:
       if _written_at(path) is not None:  # else a trainer has dropped it meanwhile
         self._damaged[path] = written
         logging.error("checkpoint %s is damaged (%s); trying the one before", path, _line(error))
       return False
     return True
+
+  def _report_unfinished(self) -> None:
+    newest = max(map(_step, self.checkpoints), default=-1)
+    files = _files(self._directory) + _files(self._path(UNFINISHED))
+    for step in sorted({step for step, _, _ in files if step > newest}):
+      path = self._path(f"{PREFIX}-{step}")
+      logging.warning("checkpoint %s is unfinished, as after a kill; it does not count", path)
 
   def _write(self, step: int, options: tf.train.CheckpointOptions | None) -> str:
     """Writes beside the checkpoints, then moves the files; the index, which makes it one, last."""
@@ -210,24 +226,27 @@ class CheckpointManager(tf.train.CheckpointManager):
     for file in sorted(tf.io.gfile.listdir(folder), key=lambda file: file.endswith(".index")):
       tf.io.gfile.rename(os.path.join(folder, file), self._path(file), overwrite=True)
     _remove(folder)
+    self._damaged.pop(self._path(name), None)
     return self._path(name)
 
   def _sweep(self) -> None:
-    """Drops what is beyond `keep`, and data files whose index a kill has prevented or removed.
+    """Drops what is beyond `keep` or damaged, and what a kill has left without an index.
 
     Checkpoints of later steps stay and do not count: as they were not restored, they are damaged,
     or somebody has gone back on purpose.
     """
     past = [path for path in self.checkpoints if _step(path) <= self._saved_step]
-    kept = [os.path.basename(path) for path in past[-self._keep :]]
-    state = [f'model_checkpoint_path: "{kept[-1]}"']
-    state += [f'all_model_checkpoint_paths: "{name}"' for name in kept]
+    kept = [path for path in past if path not in self._damaged][-self._keep :]
+    names = [os.path.basename(path) for path in kept]
+    state = [f'model_checkpoint_path: "{names[-1]}"']
+    state += [f'all_model_checkpoint_paths: "{name}"' for name in names]
     atomic_write(self._path("checkpoint"), "\n".join(state) + "\n")
-    for path in past[: -self._keep]:
-      _remove(f"{path}.index")
-    indexed = {_step(path) for path in self.checkpoints}
-    for name in tf.io.gfile.listdir(self._directory):
-      if (match := _FILE.fullmatch(name)) and int(match[1]) not in indexed:
+    for path in past:
+      if path not in kept:
+        _remove(f"{path}.index")
+    indexed = set(map(_step, self.checkpoints))
+    for step, _, name in _files(self._directory):
+      if step not in indexed:
         _remove(self._path(name))
 
   def _refuse_foreign(self, path: str, reader: Any) -> None:
@@ -244,42 +263,38 @@ class CheckpointManager(tf.train.CheckpointManager):
           f"is {value!r}; choose another --model_dir."
         )
 
-  def _refuse_larger_model(self, path: str, reader: Any, status: Any) -> None:
-    """TensorFlow lets a model take its part of a larger one's values without a word."""
+  def _refuse_larger(self, path: str, reader: Any, status: Any) -> None:
+    """TensorFlow lets a model or optimizer take its part of a larger one's values silently."""
     try:
       status.assert_consumed()
-    except AssertionError:
-      here = _variables(self._checkpoint)
-      extra = [key for key in reader.get_variable_to_shape_map() if key.endswith(_VALUE)]
-      extra = [key for key in sorted(extra) if key.startswith("model/") and key not in here]
-      if extra:
-        raise ConfigError(
-          f"checkpoint {path} does not fit this model: {_described(extra[0], reader)} in it is "
-          f"not part of the model{_more(extra)}; {_REMEDY}"
-        ) from None
+    except AssertionError as error:
+      if differences := self._differences(reader):
+        raise _misfit(path, differences) from error
 
   def _explain(self, path: str, reader: Any, error: Exception) -> None:
     """Raises ConfigError if the checkpoint's variables are not those of this run."""
     if isinstance(error, ConfigError):
       return
     differences = self._differences(reader)
-    if not differences and isinstance(error, tf.errors.InvalidArgumentError):
-      return
-    what = f"{differences[0]}{_more(differences)}" if differences else _line(error)
-    raise ConfigError(f"checkpoint {path} does not fit this run: {what}; {_REMEDY}") from error
+    if differences or not isinstance(error, tf.errors.InvalidArgumentError):
+      raise _misfit(path, differences or [_line(error)]) from error
 
   def _differences(self, reader: Any) -> list[str]:
-    """What the variables of this run find otherwise in a checkpoint, the model's first."""
-    shapes = reader.get_variable_to_shape_map()
+    """Where the model and the optimizers are not those of a checkpoint; the model's first."""
+    here, there = _variables(self._checkpoint), _kinds(reader)
     of_model = {id(models.raw(v)) for v in models.all_variables(self._trainer.task.model)}
-    found: list[tuple[bool, str]] = []
-    for key, variable in _variables(self._checkpoint).items():
+    found: list[tuple[int, str]] = []
+    for key, variable in here.items():
       raw = models.raw(variable)
-      here = f"{raw.dtype.name} {raw.shape.as_list()}"
-      there = _kind(key, reader) if key in shapes else "missing"
-      if here != there:
-        of_others = id(raw) not in of_model
-        found.append((of_others, f"{models.name(variable)!r} is {there} in it and {here} here"))
+      wanted, got = f"{raw.dtype.name} {raw.shape.as_list()}", there.get(key, "missing")
+      if wanted != got:
+        rank = 0 if id(raw) in of_model else 2
+        found.append((rank, f"{models.name(variable)!r} is {got} in it and {wanted} here"))
+    for key in sorted(there.keys() - here.keys()):
+      if key.startswith(("model/", "optimizers/")):
+        name = key.removesuffix(_VALUE)
+        rank = 1 if key.startswith("model/") else 3
+        found.append((rank, f"{name!r} is {there[key]} in it and missing here"))
     return [text for _, text in sorted(found, key=lambda item: item[0])]
 
   def _path(self, name: str) -> str:
@@ -288,10 +303,15 @@ class CheckpointManager(tf.train.CheckpointManager):
 
 def list_checkpoints(directory: str) -> list[str]:
   """Returns the paths (without suffix) of all complete checkpoints, oldest first."""
+  steps = sorted(step for step, suffix, _ in _files(directory) if suffix == "index")
+  return [os.path.join(directory, f"{PREFIX}-{step}") for step in steps]
+
+
+def _files(directory: str) -> list[tuple[int, str, str]]:
+  """Returns (step, suffix, name) of everything in `directory` that is named as a checkpoint."""
   names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
   matches = [_FILE.fullmatch(name) for name in names]
-  steps = sorted(int(match[1]) for match in matches if match and match[2] == "index")
-  return [os.path.join(directory, f"{PREFIX}-{step}") for step in steps]
+  return [(int(match[1]), match[2], match[0]) for match in matches if match]
 
 
 def _step(path: str) -> int:
@@ -299,7 +319,7 @@ def _step(path: str) -> int:
 
 
 def _written_at(path: str) -> int | None:
-  """When a checkpoint was written, in ns; None if it is not there (any more)."""
+  """When a checkpoint was written, to the second, in ns; None if it is not there (any more)."""
   try:
     return tf.io.gfile.stat(f"{path}.index").mtime_nsec
   except tf.errors.NotFoundError:
@@ -331,17 +351,18 @@ def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:
   return found
 
 
-def _described(key: str, reader: Any) -> str:
-  return f"{key.removesuffix(_VALUE)!r} ({_kind(key, reader)})"
+def _kinds(reader: Any) -> dict[str, str]:
+  """Returns the dtype and shape of each variable in a checkpoint, by key."""
+  dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
+  return {k: f"{dtypes[k].name} {list(shapes[k])}" for k in shapes if k.endswith(_VALUE)}
 
 
-def _kind(key: str, reader: Any) -> str:
-  dtype, shape = reader.get_variable_to_dtype_map()[key], reader.get_variable_to_shape_map()[key]
-  return f"{dtype.name} {list(shape)}"
-
-
-def _more(items: list[str]) -> str:
-  return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
+def _misfit(path: str, differences: list[str]) -> ConfigError:
+  more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+  return ConfigError(
+    f"checkpoint {path} does not fit this run: {differences[0]}{more}; choose another --model_dir, "
+    "or the config that it was trained with."
+  )
 
 
 def _line(error: Exception) -> str:

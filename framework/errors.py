@@ -21,5 +21,13 @@ def unknown(what: str, value: object, choices: Iterable[str]) -> ConfigError:
   return ConfigError(f"unknown {what} {value!r}; it must be one of {', '.join(names)}.{hint}")
 
 
+def kind(value: object) -> str:
+  """Returns what a wrong value is, in words: "None", "a tensor of shape (4, 1)" or "a list"."""
+  if value is None:
+    return "None"
+  shape = getattr(value, "shape", None)
+  return f"a {type(value).__name__}" if shape is None else f"a tensor of shape {shape}"
+
+
 class Preempted(Exception):  # noqa: N818  (an event, not an error)
   """SIGTERM came and the state is saved; launch.py exits with status 75, "try again later"."""

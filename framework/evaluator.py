@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import orbit
 import tensorflow as tf
 
+from framework.errors import ConfigError
 from framework.inputs import Batch
 from framework.metrics import MetricSums
 from framework.optimizers import Ema
@@ -48,14 +51,20 @@ class Evaluator(orbit.AbstractEvaluator):
 
     Returns:
       name -> sum of totals / sum of weights over all examples.
+
+    Raises:
+      ConfigError: there are no examples, or all have weight 0.
     """
     limit = int(num_steps)
+    batches = 0
     with self._ema.in_place() if self._ema else contextlib.nullcontext():
-      for index, batch in enumerate(self._dataset):
-        if index == limit:
-          break
+      for batch in itertools.islice(self._dataset, limit if limit >= 0 else None):
         self._compiled_step(batch)
-      return self._metrics.result()
+        batches += 1
+      results = self._metrics.result()
+    if limit:
+      self._require_examples(results, batches)
+    return results
 
   def eval_step(self, batch: Any) -> None:
     """One global batch (cross-replica)."""
@@ -66,3 +75,14 @@ class Evaluator(orbit.AbstractEvaluator):
     step = EvalStep()
     self.task.eval_step(step, batch)
     step.record(self._metrics)
+
+  def _require_examples(self, results: Mapping[str, float], batches: int) -> None:
+    if batches == 0:
+      raise ConfigError(
+        f"{type(self.task).__name__}.source('eval') gave no examples; it must give at least one."
+      )
+    if results and self._metrics.weightless >= set(results):
+      raise ConfigError(
+        f"all examples of {batches} batches to evaluate have weight 0; batch['weight'], from the "
+        "source or preprocess(), must be above 0 for some of them."
+      )

@@ -103,7 +103,19 @@ class Fusion:
       constrained = getattr(self.originals[index], "constraint", None) is not None
       if self._sizes[index] < SMALL and not constrained:
         groups.setdefault(variable.dtype, []).append(index)
-    return [group for group in groups.values() if len(group) > 1]
+    distinct = [self._distinct(group) for group in groups.values()]
+    return [group for group in distinct if len(group) > 1]
+
+  def _distinct(self, group: list[int]) -> list[int]:
+    """Leaves out the last until the flat one has a shape of its own, by which its slots are known."""
+    while self._has_twin(group):
+      group = group[:-1]
+    return group
+
+  def _has_twin(self, group: Sequence[int]) -> bool:
+    others = [v for i, v in enumerate(self._raw) if i not in group]
+    shape, dtype = [sum(self._sizes[i] for i in group)], self._raw[group[0]].dtype
+    return len(group) > 1 and any(v.dtype == dtype and v.shape == shape for v in others)
 
   def _concatenated(self, group: Sequence[int], gradients: Sequence[Any]) -> tf.Tensor:
     if all(gradients[i] is None for i in group):

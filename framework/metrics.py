@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from framework.errors import ConfigError
+from framework.errors import ConfigError, kind
 
 CAPACITY = 64
 """How many metrics a task may log; all of them live in one variable, added to once a step."""
@@ -22,6 +22,7 @@ class MetricSums:
   def __init__(self) -> None:
     """Makes the variable, so call it in `strategy.scope()`."""
     self._rows: dict[str, int] = {}
+    self._weightless: frozenset[str] = frozenset()
     self._sums = tf.Variable(
       np.zeros([CAPACITY, 2]),
       trainable=False,
@@ -37,11 +38,12 @@ class MetricSums:
     Raises:
       ConfigError: a value is not a pair of scalars, or there are more than CAPACITY names.
     """
+    metrics = checked(metrics)
     if not metrics:
       return
     rows: list[tuple[Any, Any]] = [(0.0, 0.0)] * CAPACITY
     for name, value in metrics.items():
-      rows[self._row(name)] = _checked(name, value)
+      rows[self._row(name)] = value
     used = len(self._rows)
     flat = tf.stack([tf.cast(part, tf.float32) for row in rows[:used] for part in row])
     sums = tf.reshape(tf.cast(flat, tf.float64), [used, 2])
@@ -56,10 +58,16 @@ class MetricSums:
       self._sums.numpy() if not _is_distributed(self._sums) else self._sums.read_value().numpy()
     )
     self._sums.assign(np.zeros([CAPACITY, 2]))
+    self._weightless = frozenset(name for name, row in self._rows.items() if not sums[row, 1])
     return {
       name: float(sums[row, 0] / sums[row, 1]) if sums[row, 1] else float("nan")
       for name, row in self._rows.items()
     }
+
+  @property
+  def weightless(self) -> frozenset[str]:
+    """The metrics whose weights summed to zero in the last `result`."""
+    return self._weightless
 
   def _row(self, name: str) -> int:
     row = self._rows.setdefault(name, len(self._rows))
@@ -72,10 +80,26 @@ def _is_distributed(variable: tf.Variable) -> bool:
   return isinstance(variable, tf.distribute.DistributedValues)
 
 
-def _checked(name: str, value: tuple[Any, Any]) -> tuple[Any, Any]:
-  if not isinstance(value, tuple) or len(value) != 2:
+def checked(metrics: Mapping[str, tuple[Any, Any]]) -> Mapping[str, tuple[Any, Any]]:
+  """Returns the metrics a task gave, if they are name -> (total, weight), both scalars.
+
+  Raises:
+    ConfigError: they are something else, such as means.
+  """
+  if not isinstance(metrics, Mapping):
     raise ConfigError(
-      f"metric {name!r} is {type(value).__name__}; it must be a pair (total, weight) of this "
+      f"the metrics are {kind(metrics)}; they must be a dict of name -> (total, weight), "
+      "for example {'accuracy': weighted_sum(hits, batch['weight'])}."
+    )
+  for name, value in metrics.items():
+    _check_pair(name, value)
+  return metrics
+
+
+def _check_pair(name: str, value: Any) -> None:
+  if not isinstance(value, (tuple, list)) or len(value) != 2:
+    raise ConfigError(
+      f"metric {name!r} is {kind(value)}; it must be a pair (total, weight) of this "
       "replica's sums, for example weighted_sum(per_example, batch['weight'])."
     )
   for part in value:
@@ -85,4 +109,3 @@ def _checked(name: str, value: tuple[Any, Any]) -> tuple[Any, Any]:
         f"metric {name!r} has shape {shape}; total and weight must be scalars, this replica's "
         "sums over its examples."
       )
-  return value

@@ -23,6 +23,11 @@ OptimizerFactory = Callable[[], keras.optimizers.Optimizer | tf_keras.optimizers
 DEFAULT = "default"
 
 
+def prefix(name: str) -> str:
+  """Returns what begins the names of this optimizer's metrics: nothing for the default one."""
+  return "" if name == DEFAULT else f"{name}_"
+
+
 class Optimizer:
   """An optimizer of either Keras generation and the variables it owns."""
 
@@ -115,6 +120,13 @@ class TfKerasOptimizer(Optimizer):
     self._raw = [models.raw(v) for v in self.fusion.variables]
     self.optimizer.build(self._raw)
 
+  def learning_rate(self) -> tf.Tensor:
+    """Returns the learning rate of the next update; tf_keras itself tells that of the last one."""
+    rate = self.optimizer._learning_rate
+    if isinstance(rate, tf_keras.optimizers.schedules.LearningRateSchedule):
+      rate = rate(self.optimizer.iterations)
+    return tf.convert_to_tensor(rate, tf.float32)
+
   def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
     pairs = [(g, v) for g, v in zip(gradients, self._raw, strict=True) if g is not None]
     self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
@@ -132,7 +144,8 @@ def is_elementwise(optimizer: Any) -> bool:
   known = [
     getattr(package.optimizers, n, None) for n in _ELEMENTWISE for package in (keras, tf_keras)
   ]
-  options = ("clipnorm", "_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
+  excluded = "_exclude_from_weight_decay"
+  options = ("clipnorm", excluded, f"{excluded}_names", f"{excluded}_pattern")
   return type(optimizer) in known and not any(getattr(optimizer, o, None) for o in options)
 
 
@@ -170,7 +183,7 @@ def _build_one(
       f"optimizer {name!r} is {type(factory).__name__}, already built; give a factory, which the "
       "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
     )
-  optimizer = factory()
+  optimizer = _made(name, factory)
   adapter = _generation(optimizer)
   if adapter is None:
     raise ConfigError(
@@ -184,6 +197,16 @@ def _build_one(
       "build_model() (call it once, or give it an Input), or override Task.variables_of()."
     )
   return adapter(optimizer=optimizer, variables=variables, step=step, fuse=fuse)
+
+
+def _made(name: str, factory: Callable[[], Any]) -> Any:
+  try:
+    return factory()
+  except ConfigError:
+    raise
+  except ValueError as error:  # how Keras refuses an argument
+    reason = str(error).partition("\n")[0]
+    raise ConfigError(f"optimizer {name!r} cannot be made: {reason}") from error
 
 
 def _generation(optimizer: Any) -> type[Optimizer] | None:

@@ -504,6 +504,7 @@ def result_line(
   seconds: float,
   model_dir: str | None = None,
   evaluation: Mapping[str, Any] | None = None,
+  split: str = "eval",
   status: str = "done",
 ) -> str:
   """Returns the last line: `done: step 1000 | eval loss 0.0571 accuracy 0.9833 | 23.4 s | runs/x`.
@@ -512,11 +513,12 @@ def result_line(
     step: the global step reached.
     seconds: how long the run took.
     model_dir: the run folder.
-    evaluation: the last evaluation's values, if there was one.
+    evaluation: the last evaluation's values, if there was one, or the last loop's.
+    split: which of the two, "eval" or "train".
     status: such as "done" or "stopped".
   """
   shown = {n: v for n, v in flatten(evaluation or {}).items() if n not in Progress.HIDDEN}
   names = sorted(shown, key=lambda name: name != "loss")
   values = " ".join(f"{name} {format_number(shown[name])}" for name in names)
-  parts = [f"step {step}", values and f"eval {values}", f"{seconds:.1f} s", model_dir]
+  parts = [f"step {step}", values and f"{split} {values}", f"{seconds:.1f} s", model_dir]
   return f"{status}: " + " | ".join(part for part in parts if part)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import orbit
 
@@ -114,7 +114,8 @@ class Session:
         step=self.step,
         seconds=time.monotonic() - self._started,
         model_dir=self.model_dir,
-        evaluation=results,
+        evaluation={name: value for name, value in results.items() if name not in QUIET},
+        split="train" if mode == "train" else "eval",
         status=self._status,
       )
     )
@@ -122,18 +123,12 @@ class Session:
 
   def train(self) -> dict[str, float]:
     """Trains to `train_steps`; returns the last loop's metrics."""
-    with self._training():
-      self._train_to(self._train_steps)
+    self._train(lambda: self._train_to(self._train_steps))
     return self._last_record("train")
 
   def train_and_evaluate(self) -> dict[str, float]:
     """Trains to `train_steps`; evaluates at multiples of `eval_every_steps` and at the end."""
-    with self._training():
-      self._evaluate_if_due()  # a kill may have come between a checkpoint and its evaluation
-      while self.step < self._train_steps:
-        following = (self.step // self._eval_every_steps + 1) * self._eval_every_steps
-        self._train_to(min(following, self._train_steps))
-        self._evaluate()
+    self._train(self._train_and_evaluate)
     return self._last_record("eval")
 
   def evaluate(self) -> dict[str, float]:
@@ -164,9 +159,8 @@ class Session:
       export(self.trainer.task, os.path.join(self.model_dir, "export"))
     return {}
 
-  @contextlib.contextmanager
-  def _training(self) -> Iterator[None]:
-    """What must be on disk before the first step and after the last, and what may end training."""
+  def _train(self, loops: Callable[[], None]) -> None:
+    """Runs `loops` between what is due before and after training, until something ends them."""
     self.metrics_log.trim(self.step)
     reporting.atomic_write(
       os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
@@ -174,8 +168,15 @@ class Session:
     with self._noticing_sigterm(), self._until_stopped():
       for action in self._actions:
         action.begin()
-      yield
+      loops()
     self._controller.save_checkpoint()
+
+  def _train_and_evaluate(self) -> None:
+    self._evaluate_if_due()  # a kill may have come between a checkpoint and its evaluation
+    while self.step < self._train_steps:
+      following = (self.step // self._eval_every_steps + 1) * self._eval_every_steps
+      self._train_to(min(following, self._train_steps))
+      self._evaluate()
 
   def _train_to(self, step: int) -> None:
     """Trains loop by loop, so that all of a loop is reported before SIGTERM ends the run."""

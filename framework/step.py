@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 from absl import logging
 
-from framework import models, randomness
+from framework import models, optimizers, randomness
 from framework.errors import ConfigError, unknown
 from framework.fusion import Fusion, Gradients
 from framework.inputs import Batch
 from framework.loss_scale import LossScale
-from framework.metrics import MetricSums
+from framework.metrics import MetricSums, checked
 from framework.optimizers import DEFAULT, Ema, Optimizer
 from framework.reduction import Reduction
 from framework.task import Loss, Weighted
@@ -56,8 +56,12 @@ class EvalStep:
     """Adds (total, weight) pairs, this replica's sums, to the metrics of this step.
 
     The same name may be logged several times: totals and weights add up.
+
+    Raises:
+      ConfigError: not a dict of name -> pair of scalars.
     """
-    for name, (total, weight) in metrics.items():
+    for name, value in checked(metrics).items():
+      total, weight = value
       if name in self._logged:
         total, weight = self._logged[name][0] + total, self._logged[name][1] + weight
       self._logged[name] = (total, weight)
@@ -160,7 +164,7 @@ class Step(EvalStep):
     The norm is the global L2 norm, float32; one that overflows float32 (above 1.8e19) counts as
     not finite.
     """
-    squares = [tf.cast(tf.nn.l2_loss(g), tf.float32) for g in _packed(gradients).tensors]
+    squares = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in _packed(gradients).tensors]
     norm = tf.sqrt(2.0 * tf.add_n(squares))
     return tf.math.is_finite(norm), norm
 
@@ -213,7 +217,7 @@ class Step(EvalStep):
 
     The loss scale goes down after the step if any of its updates was not finite.
     """
-    prefix = "" if optimizer == DEFAULT else f"{optimizer}_"
+    prefix = optimizers.prefix(optimizer)
     shown = tf.cast(finite, tf.float32)
     self.log(
       {
@@ -244,6 +248,7 @@ class Step(EvalStep):
       )
     return _all(self._finite), _all(self._loss_finite)
 
+  @tf.autograph.experimental.do_not_convert  # it cannot convert the search for a similar name
   def _optimizer(self, name: str) -> Optimizer:
     if name not in self._parts.optimizers:
       raise unknown("optimizer", name, self._parts.optimizers)
@@ -280,7 +285,7 @@ class Step(EvalStep):
     def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Weighted]]:
       self._logged = {}
       with randomness.random_streams(key), tf.GradientTape() as tape:
-        loss = _checked(loss_fn(batch))
+        loss = Loss.checked(loss_fn(batch))
         scaled = self._parts.loss_scale.scaled(loss.total)
       gradients = [_dense(g) for g in tape.gradient(scaled, raw)]
       missing[:] = [g is None for g in gradients]
@@ -304,24 +309,13 @@ def _packed(gradients: Sequence[Gradient]) -> Gradients:
   return Gradients(None, gradients, [g is None for g in gradients])
 
 
+def _wide(gradient: tf.Tensor) -> tf.Tensor:
+  """At least float32: squares above 65504 overflow float16, and sums in bfloat16 lose digits."""
+  return tf.cast(gradient, tf.float32) if gradient.dtype.size < 4 else gradient
+
+
 def _dense(gradient: Any) -> Gradient:
   return None if gradient is None else tf.convert_to_tensor(gradient)
-
-
-def _checked(loss: Any) -> Loss:
-  if not isinstance(loss, Loss):
-    raise ConfigError(
-      f"the loss is a {type(loss).__name__}; it must be a Loss, this replica's sums: "
-      "return Loss.from_examples(per_example_losses, batch['weight'])."
-    )
-  for name, value in (("total", loss.total), ("weight", loss.weight)):
-    shape = tf.convert_to_tensor(value).shape
-    if shape.rank != 0:
-      raise ConfigError(
-        f"Loss.{name} has shape {shape}; it must be a scalar, this replica's sum: "
-        "use Loss.from_examples(per_example_losses, batch['weight'])."
-      )
-  return loss
 
 
 def _require_some(gradients: Gradients, variables: Sequence[Any]) -> None:

@@ -76,7 +76,8 @@ def central_storage(
 
 def auto(*, cpu_replicas: int = 1) -> tf.distribute.Strategy:
   """Every GPU mirrored; without a GPU the CPU, split into `cpu_replicas` logical devices."""
-  gpus = _gpus()
+  # Physical devices first: asking for logical ones ends the time in which the CPU can be split.
+  gpus = _gpus() if tf.config.list_physical_devices("GPU") else []
   if len(gpus) > 1:
     logging.info("strategy auto: mirrored over %s, all the GPUs that TensorFlow sees", gpus)
     return mirrored(devices=gpus)

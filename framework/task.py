@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from framework import models
-from framework.errors import ConfigError
+from framework.errors import ConfigError, kind
 from framework.inputs import Batch, Source, StreamSource
 
 if TYPE_CHECKING:
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 Weighted = tuple[tf.Tensor, tf.Tensor]
 """(total, weight): a sum over this replica's examples and the sum of their weights."""
+REPORTED = (
+  *("loss", "gradient_norm", "learning_rate", "loss_scale", "skipped", "skipped_steps"),
+  *("nonfinite_step", "input_wait", "input_wait_s", "examples_per_second", "steps_per_second"),
+  *("step", "split", "wall_time"),
+)
+"""Names that `Task.metrics` may not use: what the framework reports of every run."""
 
 
 def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Weighted:
@@ -88,6 +94,27 @@ class Loss(NamedTuple):
     """Builds the local sums from per-example losses [n] and weights [n]; see `weighted_sum`."""
     return cls(*weighted_sum(per_example, weight))
 
+  @classmethod
+  def checked(cls, loss: Any) -> Loss:
+    """Returns what a user's loss function gave, if it is a `Loss` of two scalars.
+
+    Raises:
+      ConfigError: it is something else, such as a mean.
+    """
+    if not isinstance(loss, Loss):
+      raise ConfigError(
+        f"the loss is {kind(loss)}; it must be a Loss, this replica's sums: "
+        "return Loss.from_examples(per_example_losses, batch['weight'])."
+      )
+    for name, value in (("total", loss.total), ("weight", loss.weight)):
+      shape = tf.convert_to_tensor(value).shape
+      if shape.rank != 0:
+        raise ConfigError(
+          f"Loss.{name} has shape {shape}; it must be a scalar, this replica's sum: "
+          "use Loss.from_examples(per_example_losses, batch['weight'])."
+        )
+    return loss
+
   def plus_regularization(self, penalty: tf.Tensor | float) -> Loss:
     """Adds `penalty` (a float scalar, equal on all replicas) to the *mean* loss, once.
 
@@ -114,14 +141,14 @@ class Task:
     Called once, in `strategy.scope()`. A Keras 3 or tf_keras model, any `tf.Module`, or a dict
     of them (one optimizer can then own each; see `variables_of`).
     """
-    raise NotImplementedError(_missing(self, "build_model()"))
+    raise _missing(self, "build_model()")
 
   def source(self, split: str) -> Source | StreamSource:
     """Returns what to read for `split` ("train" or "eval"); no batching, shuffling or sharding.
 
     Called on the host.
     """
-    raise NotImplementedError(_missing(self, "source(split)"))
+    raise _missing(self, "source(split)")
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Maps a whole batch, inside the input pipeline on the host; vectorised.
@@ -134,11 +161,11 @@ class Task:
 
   def forward(self, batch: Batch, training: bool) -> Any:
     """Returns the model's outputs for this replica's part of the batch (replica context)."""
-    raise NotImplementedError(_missing(self, "forward(batch, training)"))
+    raise _missing(self, "forward(batch, training)")
 
   def loss(self, outputs: Any, batch: Batch) -> Loss:
     """Returns this replica's sums (replica context), usually by `Loss.from_examples`."""
-    raise NotImplementedError(_missing(self, "loss(outputs, batch)"))
+    raise _missing(self, "loss(outputs, batch)")
 
   def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:
     """Returns name -> (total, weight), this replica's sums (replica context)."""
@@ -165,8 +192,9 @@ class Task:
   def training_loss(self, step: Step, batch: Batch) -> Loss:
     """Returns the regularised local loss of one (micro-)batch: what is differentiated."""
     outputs = self.forward(batch, training=True)
-    step.log(self.metrics(outputs, batch))
-    return self.loss(outputs, batch).plus_regularization(self.regularization())
+    step.log(_metrics(self, outputs, batch))
+    loss = Loss.checked(self.loss(outputs, batch))
+    return loss.plus_regularization(self.regularization())
 
   def train_step(self, step: Step, batch: Batch) -> None:
     """One training step on one replica: override it for full control of the loop.
@@ -180,8 +208,9 @@ class Task:
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
     """One evaluation step on one replica: logs the loss and the metrics of its examples."""
     outputs = self.forward(batch, training=False)
-    loss = self.loss(outputs, batch)
-    step.log({"loss": (loss.total, loss.weight), **self.metrics(outputs, batch)})
+    loss = Loss.checked(self.loss(outputs, batch))
+    step.log({"loss": (loss.total, loss.weight)})
+    step.log(_metrics(self, outputs, batch))
 
   def export_signature(self) -> Callable[..., Any]:
     """Returns the `tf.function`, with an input signature, that a SavedModel serves.
@@ -191,7 +220,19 @@ class Task:
     return models.serving_function(self.model)
 
 
-def _missing(task: Task, method: str) -> str:
-  return (
+def _missing(task: Task, method: str) -> ConfigError:
+  return ConfigError(
     f"{type(task).__name__} does not define {method}, which every Task must; see framework/task.py."
   )
+
+
+def _metrics(task: Task, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:
+  """Returns `task.metrics(...)`, or raises if it would mix with what the framework reports."""
+  metrics = task.metrics(outputs, batch)
+  for name in REPORTED if isinstance(metrics, Mapping) else ():
+    if name in metrics:
+      raise ConfigError(
+        f"{type(task).__name__}.metrics() returns {name!r}, which the framework reports itself; "
+        f"rename it, for example {f'my_{name}'!r}."
+      )
+  return metrics

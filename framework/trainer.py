@@ -18,7 +18,7 @@ import tensorflow as tf
 import tf_keras
 from absl import logging
 
-from framework import inputs, models, optimizers, strategies
+from framework import inputs, local_state, models, optimizers, strategies
 from framework import loss_scale as loss_scales
 from framework.errors import ConfigError
 from framework.inputs import Batch
@@ -98,6 +98,7 @@ class Trainer(orbit.AbstractTrainer):
     self.global_batch_size = global_batch_size
     self._dataset_fn = dataset_fn
     self._iterator: Iterator[Batch] | None = None
+    self._weight_seen = False
     reduction = reduction() if callable(reduction) else reduction
     with strategy.scope():
       if task.model is None:
@@ -130,6 +131,9 @@ class Trainer(orbit.AbstractTrainer):
       Means over the loop (loss, gradient_norm, the task's metrics) and examples/s and seconds of
       waiting for input in it; at its end the learning rate, the loss scale and all skipped steps
       so far; `nonfinite_step` only if a loss was not finite: the first such step, from 1.
+
+    Raises:
+      ConfigError: no example of any step so far had a weight above 0.
     """
     if self._iterator is None:
       self._iterator = self._make_iterator()
@@ -140,6 +144,8 @@ class Trainer(orbit.AbstractTrainer):
     results = self._metrics.result()  # waits for the device
     seconds = time.perf_counter() - started
     self._report_retracing()
+    if steps:
+      self._require_weight()
     self.skipped_steps.assign_add(round(results.pop("skipped") * steps))
     results["input_wait_s"] = results.pop("input_wait") * steps
     results["examples_per_second"] = steps * self.global_batch_size / seconds
@@ -150,6 +156,7 @@ class Trainer(orbit.AbstractTrainer):
     for _ in tf.range(num_steps):
       with tf.name_scope(""):  # without the loop's prefix on every operation's name
         self.train_step(iterator)
+    local_state.average(self.strategy, self.task.model)
 
   def train_step(self, iterator: Iterator[Batch]) -> None:
     """One step (cross-replica): a global batch in, one update out."""
@@ -226,11 +233,20 @@ class Trainer(orbit.AbstractTrainer):
       "skipped_steps": float(self.skipped_steps.numpy()),
     }
     for name, optimizer in self.parts.optimizers.items():
-      prefix = "" if name == optimizers.DEFAULT else f"{name}_"
-      state[f"{prefix}learning_rate"] = float(optimizer.learning_rate())
+      state[f"{optimizers.prefix(name)}learning_rate"] = float(optimizer.learning_rate())
     if self._nonfinite_step.numpy() != _NEVER:
       state["nonfinite_step"] = float(self._nonfinite_step.numpy())
     return state
+
+  def _require_weight(self) -> None:
+    """A batch without weight is passed over; a run without any has a mistake in its data."""
+    losses = {f"{optimizers.prefix(name)}loss" for name in self.parts.optimizers}
+    self._weight_seen = self._weight_seen or not losses <= self._metrics.weightless
+    if not self._weight_seen:
+      raise ConfigError(
+        f"all examples up to step {int(self.global_step.numpy())} have weight 0, so that nothing "
+        "was trained; batch['weight'], from the source or preprocess(), must be above 0 for some."
+      )
 
   def _report_retracing(self) -> None:
     if self.traces > self._traces:

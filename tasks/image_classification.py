@@ -125,14 +125,15 @@ def cnn(
   classes: int,
   filters: Sequence[int] = (32, 64),
   units: int = 128,
+  activation: str = "relu",
   dropout: float = 0.0,
 ) -> keras.Model:
-  """Blocks of a 3x3 convolution, ReLU and 2x2 pooling, then one dense layer."""
+  """Blocks of a 3x3 convolution, an activation and 2x2 max pooling, then one dense layer."""
   layers: list[Any] = [keras.Input(tuple(input_shape))]
   for width in filters:
-    layers.append(keras.layers.Conv2D(width, 3, padding="same", activation="relu"))
+    layers.append(keras.layers.Conv2D(width, 3, padding="same", activation=activation))
     layers.append(keras.layers.MaxPooling2D())
-  layers += [keras.layers.Flatten(), keras.layers.Dense(units, activation="relu")]
+  layers += [keras.layers.Flatten(), keras.layers.Dense(units, activation=activation)]
   return keras.Sequential([*layers, keras.layers.Dropout(dropout), _logits(classes)], name="cnn")
 
 

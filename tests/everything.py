@@ -14,7 +14,7 @@ from framework.checkpoints import CheckpointManager
 from framework.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
-EXAMPLES, BATCH, OVERFLOW_EVERY = 30, 12, 17
+EXAMPLES, BATCH, OVERFLOW_EVERY, SEED = 30, 12, 17, 5
 
 
 class Stream(tf.Module):
@@ -49,8 +49,9 @@ def overflowing(value, where):
 class Everything(task.Task):
   """Regression by a small MLP of either Keras generation."""
 
-  def __init__(self, *, library="keras", dropout=0.5, units=8):
+  def __init__(self, *, library="keras", dropout=0.5, units=8, normalized=False):
     self._keras, self._dropout, self._units = KERAS[library], dropout, units
+    self._normalized = normalized
 
   def build_model(self):
     layers = self._keras.layers
@@ -58,6 +59,7 @@ class Everything(task.Task):
       [
         self._keras.Input([5]),
         layers.Dense(self._units, activation="relu", name="hidden"),
+        *([layers.BatchNormalization(momentum=0.9)] if self._normalized else []),
         layers.Dropout(self._dropout),
         layers.Dense(1, name="output"),
       ]
@@ -91,16 +93,16 @@ class Other(Everything):
   """Another task with the same model."""
 
 
-def make_trainer(strategy, *, made=None, library="keras", batch=BATCH, seed=5, **options):
-  """Returns a fresh trainer, with initial weights by `seed`."""
+def make_trainer(strategy, *, made=None, library="keras", batch=BATCH, weights_seed=5, **options):
+  """Returns a fresh trainer."""
   made = made or Everything(library=library)
-  keras.utils.set_random_seed(seed)
+  keras.utils.set_random_seed(weights_seed)
   return Trainer(
     task=made,
     strategy=strategy,
     dataset_fn=lambda position: dataset(made, batch, strategy.num_replicas_in_sync, position),
     global_batch_size=batch,
-    seed=seed,
+    seed=SEED,
     **{
       "optimizer": KERAS[library].optimizers.Adam,
       "loss_scale": lambda: loss_scale.dynamic(initial=1024.0, growth_steps=3),
@@ -115,7 +117,7 @@ def dataset(made, batch, replicas, position):
     made.source("train"),
     global_batch_size=batch,
     pad_multiple=replicas,
-    seed=5,
+    seed=SEED,
     position=position,
     preprocess=made.preprocess,
   )
@@ -135,9 +137,10 @@ def train(trainer, steps):
 
 
 def read(path):
-  """Returns every value in a checkpoint, by key."""
+  """Returns every value in a checkpoint, by key, but the graph of objects, which has names."""
   reader = tf.train.load_checkpoint(str(path))
-  return {k: reader.get_tensor(k) for k in reader.get_variable_to_shape_map()}
+  keys = reader.get_variable_to_shape_map().keys() - {"_CHECKPOINTABLE_OBJECT_GRAPH"}
+  return {k: reader.get_tensor(k) for k in keys}
 
 
 def differing(one, other):

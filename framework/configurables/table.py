@@ -60,6 +60,11 @@ OPTIMIZER_PACKAGES = ("keras", "tf_keras")
 # The base class, what framework.loss_scale replaces, and one whose argument gin cannot write.
 NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 
+INSTEAD: Mapping[str, str] = {
+  "LossScaleOptimizer": "Write `Trainer.loss_scale = @dynamic`, which looks at all replicas.",
+}
+"""What to write for a name that somebody who knows Keras may expect."""
+
 UNKNOWN = inspect.Parameter.empty
 """Stands for an annotation or a default that is not there."""
 
@@ -190,6 +195,8 @@ def _selector(complete: str) -> str:
 
 def _where_it_may_be(name: str) -> str:
   last = name.rpartition(".")[2]
+  if last in INSTEAD:
+    return f" {INSTEAD[last]}"
   definition = re.compile(rf"^(class|def) {re.escape(last)}\b", re.MULTILINE)
   for module, path in own_modules().items():
     if definition.search(path.read_text(encoding="utf-8", errors="replace")):

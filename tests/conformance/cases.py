@@ -1,4 +1,4 @@
-"""What is tried: scenarios (what happens in training) x where (strategy, replicas, op) x who's Keras."""
+"""What is tried: scenarios (what happens in training), places (strategy, op, replicas), models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scenario:
   Steps count from 0. `overflow_step`: the backward pass of one example of the *last* replica gives
   an infinite gradient, its loss stays finite. `infinite_label_step`: the loss too is infinite.
   `idle_first_step` / `idle_last_step`: all weights of the first / last replica are zero.
-  `empty_step`: all weights of the global batch are zero.
+  `empty_step`: all weights of the global batch are zero. `fused_below`: in place of fusion.SMALL.
   """
 
   name: str
@@ -51,14 +51,21 @@ class Scenario:
   packing: str = "flat"
   num_packs: int = 1
   wire_dtype: str | None = None
+  fuse_updates: bool = True
+  fused_below: int | None = None
   eager: bool = False
   jit_compile: bool = False
   evaluated: bool = False
+  framework_inputs: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-  """One scenario at one place. `model`: "keras" (3), "tf_keras", or "module" (a tf.Module)."""
+  """One scenario at one place.
+
+  `model`: "keras" (3), "tf_keras", or a tf.Module that one or the other optimizes, "module" and
+  "module_tf_keras".
+  """
 
   scenario: Scenario
   strategy: str = "mirrored"
@@ -134,7 +141,7 @@ def float64_batches(case):
   return [{k: v.astype(np.float64) for k, v in b.items()} for b in global_batches(case)]
 
 
-# 47 examples are shared out with one row of padding by 1, 2, 3 and 4 replicas times 4 micro-batches.
+# 47 rows and one of padding can be shared out to 1, 2, 3 and 4 replicas of 4 micro-batches each.
 EVERYTHING = Scenario(
   name="everything",
   batch_size=47,
@@ -164,6 +171,7 @@ ALONE = [  # one feature a scenario: what to look at when EVERYTHING fails
   Scenario(name="overflow_unscaled", overflow_step=7),
   Scenario(name="infinite_label", infinite_label_step=7, loss_scale=Dynamic()),
 ]
+EVALUATED_BATCHES = 5  # the first ones, before anything is planted
 COMBINED = dataclasses.replace(EVERYTHING, accumulation_steps=1, evaluated=True)
 """EVERYTHING but its accumulation, which costs most of the tracing."""
 
@@ -184,38 +192,56 @@ def _places():
       yield "mirrored", replicas, "hierarchical_copy"
 
 
-def _all_cases():
+def _matrix():
   for strategy, replicas, op in _places():
     for model in ("keras", "tf_keras"):
-      place = {"strategy": strategy, "replicas": replicas, "op": op, "model": model}
-      yield Case(scenario=EVERYTHING, **place)
+      yield Case(scenario=EVERYTHING, strategy=strategy, replicas=replicas, op=op, model=model)
+
+
+def _alone():
   yield Case(scenario=PLAIN, strategy="default", replicas=1)
   yield Case(scenario=PLAIN, replicas=2, op="collective")
   yield Case(scenario=PLAIN, replicas=3, op="collective", model="tf_keras")
   yield Case(scenario=PLAIN, replicas=4, op="collective")
   for scenario in ALONE:
     yield Case(scenario=scenario)
-  for optimizer in ("momentum", "adamw", "two"):
-    for model in ("keras", "tf_keras"):
-      yield Case(scenario=_variant(optimizer, optimizer=optimizer), model=model)
-  scheduled = _variant("schedule", schedule=True)
+
+
+def _optimizers():
   for model in ("keras", "tf_keras"):
-    yield Case(scenario=scheduled, model=model)
-  yield Case(scenario=COMBINED, replicas=3, model="module")
+    for optimizer in ("momentum", "adamw", "two"):
+      yield Case(scenario=_variant(optimizer, optimizer=optimizer), model=model)
+    yield Case(scenario=_variant("schedule", schedule=True), model=model)
+    for strategy, replicas in (("default", 1), ("mirrored", 3), ("central_storage", 2)):
+      place = {"strategy": strategy, "replicas": replicas, "model": model}
+      yield Case(scenario=_variant("unfused", fuse_updates=False), **place)
+      yield Case(scenario=_variant("partly_fused", optimizer="adamw", fused_below=20), **place)
+  for model in ("module", "module_tf_keras"):
+    for fuse in (True, False):
+      scenario = _variant(f"untouched_{fuse}", optimizer="adamw", fuse_updates=fuse)
+      yield Case(scenario=scenario, model=model)
+
+
+def _modes():
   eager, xla = _variant("eager", eager=True), _variant("xla", jit_compile=True)
   yield Case(scenario=eager)
   yield Case(scenario=eager, strategy="central_storage", model="tf_keras")
   yield Case(scenario=eager, strategy="default", replicas=1, model="module")
   yield Case(scenario=xla, strategy="default", replicas=1)
   yield Case(scenario=xla, replicas=3, model="tf_keras")
-  per_tensor = _variant("per_tensor", packing="per_tensor", num_packs=2)
+  yield Case(scenario=_variant("inputs", framework_inputs=True), replicas=3)
+  yield Case(scenario=_variant("inputs", framework_inputs=True), replicas=4, op="collective")
+
+
+def _reductions():
+  per_tensor = _variant("per_tensor", packing="per_tensor", num_packs=2, fuse_updates=False)
   yield Case(scenario=per_tensor, replicas=4, op="hierarchical_copy")
   yield Case(scenario=per_tensor, replicas=3, op="collective")
   yield Case(scenario=per_tensor, strategy="central_storage", replicas=2)
   for replicas in (2, 4):
     for dtype in ("bfloat16", "float16"):
       yield Case(scenario=_wire(dtype), replicas=replicas, op="collective")
-  yield Case(scenario=WIRE_OVERFLOW, replicas=2, op="collective")
+  yield Case(scenario=WIRE_OVERFLOW, op="collective")
 
 
 def _wire(dtype):
@@ -227,8 +253,12 @@ def _wire(dtype):
 
 
 WIRE_OVERFLOW = Scenario(
-  name="wire_overflow", wire_dtype="float16", loss_scale=Dynamic(initial=2.0**18),
-  optimizer="sgd", rate=0.02,
-)  # fmt: skip
+  name="wire_overflow",
+  wire_dtype="float16",
+  loss_scale=Dynamic(initial=2.0**18, growth_steps=100),
+  optimizer="sgd",
+  rate=0.02,
+)
 
-CASES = {case.id: case for case in _all_cases()}
+_GROUPS = (_matrix, _alone, _optimizers, _modes, _reductions)
+CASES = {case.id: case for group in _GROUPS for case in group()}

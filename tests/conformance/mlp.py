@@ -9,6 +9,7 @@ import tf_keras
 from framework import task as tasks
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
+UNTOUCHED = [1.0, -2.0, 3.0]
 
 
 @tf.custom_gradient
@@ -72,14 +73,15 @@ class TwoOptimizers(Mlp):
 
 
 class Module(tf.Module):
-  """The same two layers without any Keras; variables named so that tf.Module sorts them in order."""
+  """The same two layers without any Keras, and a variable that the loss does not touch."""
 
   def __init__(self):
     super().__init__()
-    self.variables_ = [tf.Variable(value) for value in reference.initial_weights()]
+    self.layers = [tf.Variable(value) for value in reference.initial_weights()]
+    self.untouched = tf.Variable(UNTOUCHED)
 
   def __call__(self, x):
-    hidden_kernel, hidden_bias, output_kernel, output_bias = self.variables_
+    hidden_kernel, hidden_bias, output_kernel, output_bias = self.layers
     return tf.tanh(x @ hidden_kernel + hidden_bias) @ output_kernel + output_bias
 
 
@@ -96,12 +98,12 @@ class ModuleMlp(Mlp):
     return self.model(batch["x"])
 
   def regularization(self):
-    return self.l2 * tf.reduce_sum(tf.square(self.model.variables_[0]))
+    return self.l2 * tf.reduce_sum(tf.square(self.model.layers[0]))
 
 
 def make(*, model, l2=0.0, two_optimizers=False):
   """Returns the task of a case."""
-  if model == "module":
+  if model.startswith("module"):
     return ModuleMlp(l2=l2)
   return (TwoOptimizers if two_optimizers else Mlp)(library=model, l2=l2)
 

@@ -55,7 +55,7 @@ def gradient_sums(weights, x, y, weight):
 
 
 def objective(weights, batch, l2):
-  """Returns the gradients and the value of: weighted mean squared error + l2 * |hidden kernel|^2."""
+  """Returns gradients and value of: weighted mean squared error + l2 * |hidden kernel|^2."""
   used = batch["weight"] != 0
   x, y, weight = (batch[name][used] for name in ("x", "y", "weight"))
   total_weight = weight.sum()
@@ -114,7 +114,7 @@ class Momentum:
 
 
 class DynamicScale:
-  """Micikevicius et al. (2018): up after `growth_steps` finite steps in a row, down at an overflow."""
+  """Micikevicius et al. (2018): up after so many finite steps in a row, down at an overflow."""
 
   def __init__(self, initial, growth_steps, factor, floor):
     self.value, self.growth_steps, self.factor, self.floor = initial, growth_steps, factor, floor
@@ -164,8 +164,7 @@ class Means:
 
 
 def optimizers_of(scenario):
-  """Returns name -> (optimizer, indices of its weights, learning rate as a function of the step)."""
-  everything = [0, 1, 2, 3]
+  """Returns name -> (optimizer, indices of its weights, step -> learning rate)."""
   if scenario.optimizer == "two":
     return {
       "hidden": (Adam(), [0, 1], lambda step: 0.01),
@@ -173,7 +172,7 @@ def optimizers_of(scenario):
     }
   rate = (lambda step: 0.04 / (1 + step)) if scenario.schedule else (lambda step: scenario.rate)
   made = {"adam": Adam(), "adamw": Adam(decay=0.1), "momentum": Momentum(0.9), "sgd": Momentum(0)}
-  return {"default": (made[scenario.optimizer], everything, rate)}
+  return {"default": (made[scenario.optimizer], [0, 1, 2, 3], rate)}
 
 
 def scale_of(scenario):

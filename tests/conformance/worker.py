@@ -18,15 +18,26 @@ import cases
 import keras
 import mlp
 import numpy as np
+import reference
 import tensorflow as tf
 import tf_keras
 
-from framework import evaluator, loss_scale, models, reduction, schedules, strategies, trainer
+from framework import (
+  evaluator,
+  fusion,
+  inputs,
+  loss_scale,
+  models,
+  reduction,
+  schedules,
+  strategies,
+  trainer,
+)
 
 
 @functools.cache
 def make_strategy(name, replicas, op, num_packs):
-  """One object a place: the collectives of two would be taken for each other, as both count from 1."""
+  """One object a place: two would number their collectives alike, and TensorFlow mix them up."""
   if name == "mirrored":
     return strategies.mirrored(cpu_replicas=replicas, cross_device_ops=op, num_packs=num_packs)
   if name == "central_storage":
@@ -35,7 +46,7 @@ def make_strategy(name, replicas, op, num_packs):
 
 
 def make_optimizers(scenario, library):
-  optimizers = (tf_keras if library == "tf_keras" else keras).optimizers
+  optimizers = (tf_keras if library.endswith("tf_keras") else keras).optimizers
   if scenario.optimizer == "two":
     return {
       "hidden": lambda: optimizers.Adam(0.01),
@@ -63,23 +74,30 @@ def make_loss_scale(given):
   return lambda: loss_scale.FixedLossScale(scale=given)
 
 
-def make_dataset(case):
-  batches = cases.padded_batches(case)
-  rows = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
-  dataset = tf.data.Dataset.from_tensor_slices(rows)
-  options = tf.data.Options()
-  options.autotune.enabled = False  # its thread can hold up the iterator's end for up to a minute
-  return dataset.batch(case.padded_batch_size, drop_remainder=True).with_options(options)
+def make_dataset(case, position=0):
+  """The case's own batches, padded by hand, or made and padded by framework/inputs.py."""
+  if case.scenario.framework_inputs:
+    return inputs.train_dataset(
+      inputs.ArraySource(features=joined(cases.global_batches(case))),
+      global_batch_size=case.scenario.batch_size,
+      pad_multiple=case.replicas,
+      position=position,
+      shuffle=False,
+    )
+  dataset = tf.data.Dataset.from_tensor_slices(joined(cases.padded_batches(case)))
+  return dataset.batch(case.padded_batch_size, drop_remainder=True)
+
+
+def joined(batches):
+  return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def make_trainer(case):
   scenario = case.scenario
   return trainer.Trainer(
-    task=mlp.make(
-      model=case.model, l2=scenario.l2, two_optimizers=scenario.optimizer == "two"
-    ),
+    task=mlp.make(model=case.model, l2=scenario.l2, two_optimizers=scenario.optimizer == "two"),
     strategy=make_strategy(case.strategy, case.replicas, case.op, scenario.num_packs),
-    dataset_fn=lambda position: make_dataset(case).skip(position // scenario.batch_size),
+    dataset_fn=lambda position: make_dataset(case, position),
     global_batch_size=scenario.batch_size,
     optimizer=make_optimizers(scenario, case.model),
     loss_scale=make_loss_scale(scenario.loss_scale),
@@ -88,36 +106,32 @@ def make_trainer(case):
     clip_value=scenario.clip_value,
     accumulation_steps=scenario.accumulation_steps,
     ema_decay=scenario.ema_decay,
+    fuse_updates=scenario.fuse_updates,
     jit_compile=scenario.jit_compile,
     eager=scenario.eager,
   )
 
 
 def evaluations(case, run):
-  """Evaluates on the training data: with the averages, with the weights, with the averages again."""
+  """Evaluates on the first batches: with the moving averages, then with the weights."""
   if not case.scenario.evaluated:
     return []
   common = {"task": run.task, "strategy": run.strategy, "eager": case.scenario.eager}
-  finite = make_dataset(case).take(case.scenario.overflow_step)
+  dataset = make_dataset(case).take(cases.EVALUATED_BATCHES)
   return [
-    evaluator.Evaluator(dataset=finite, ema=ema, **common).evaluate()
+    evaluator.Evaluator(dataset=dataset, ema=ema, **common).evaluate()
     for ema in (run.parts.ema, None)
   ]
 
 
 def run_case(case):
   """Trains in two calls and returns (arrays, everything else)."""
+  fusion.SMALL = case.scenario.fused_below or SMALL
   run, scenario = make_trainer(case), case.scenario
+  ALIVE.append(run)
   calls = [n for n in (scenario.first_loop, scenario.steps - scenario.first_loop) if n]
   loops = [run.train(tf.constant(n)) for n in calls]
   evaluated = evaluations(case, run)
-  variables = models.trainable_variables(
-    list(run.task.model.values()) if isinstance(run.task.model, dict) else run.task.model
-  )
-  arrays = dict(zip(NAMES, mlp.copies(run.strategy, variables), strict=True))
-  if run.parts.ema is not None:
-    averages = mlp.copies(run.strategy, run.parts.ema.averages)
-    arrays |= {f"ema/{n}": a for n, a in zip(NAMES, averages, strict=True)}
   facts = {
     "loops": loops,
     "evaluations": evaluated,
@@ -129,10 +143,27 @@ def run_case(case):
     "loss_scale": float(run.parts.loss_scale.value()),
     "replicas": run.strategy.num_replicas_in_sync,
   }
-  return arrays, facts
+  return copies_of_all(run), facts
 
 
-NAMES = cases.reference.NAMES
+def copies_of_all(run):
+  """Every trainable variable's copies on all devices, and those of its moving average."""
+  model = run.task.model
+  model = list(model.values()) if isinstance(model, dict) else model
+  names = [*reference.NAMES, "untouched"]
+  copies = mlp.copies(run.strategy, models.trainable_variables(model))
+  arrays = dict(zip(names, copies, strict=False))
+  if run.parts.ema is not None:
+    averages = mlp.copies(run.strategy, run.parts.ema.averages)
+    arrays |= {f"ema/{name}": average for name, average in zip(names, averages, strict=False)}
+  return arrays
+
+
+ALIVE = []
+"""Trainers, kept to the end: TensorFlow may take as long to stop an iterator as it has been there,
+as its autotune thread sleeps in ever longer periods and now and then misses its wake-up call."""
+
+SMALL = fusion.SMALL
 
 
 def main(folder, ids):
@@ -149,3 +180,4 @@ def main(folder, ids):
 
 if __name__ == "__main__":
   main(sys.argv[1], sys.argv[2:])
+  os._exit(0)  # without stopping the iterators

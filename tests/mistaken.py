@@ -1,0 +1,284 @@
+"""A right task whose every part a config can replace by a mistaken one; see test_mistakes.py."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import framework
+from framework import ArraySource, Loss, StreamSource, Task, weighted_sum
+
+X = np.random.default_rng(0).normal(size=[10, 3]).astype(np.float32)
+Y = X.sum(axis=1)
+
+
+@framework.register
+class Toy(Task):
+  """Linear regression on ten points."""
+
+  def __init__(
+    self, *, model=None, source=None, preprocess=None, outputs=None, loss=None, metrics=None,
+    optimizer="default",
+  ):  # fmt: skip
+    self._model, self._source, self._preprocess = model, source, preprocess
+    self._outputs, self._loss, self._metrics = outputs, loss, metrics
+    self._optimizer = optimizer
+
+  def build_model(self):
+    return (self._model or linear)()
+
+  def source(self, split):
+    return (self._source or points)()
+
+  def preprocess(self, batch, training):
+    return self._preprocess(batch) if self._preprocess else batch
+
+  def forward(self, batch, training):
+    outputs = self.model(batch["x"], training=training)
+    return self._outputs(outputs) if self._outputs else outputs
+
+  def loss(self, outputs, batch):
+    return (self._loss or squares)(outputs, batch)
+
+  def metrics(self, outputs, batch):
+    return self._metrics(outputs, batch) if self._metrics else {}
+
+  def train_step(self, step, batch):
+    step.update(lambda part: self.training_loss(step, part), batch, self._optimizer)
+
+
+@framework.register
+class WithoutForward(Task):
+  def build_model(self):
+    return linear()
+
+  def source(self, split):
+    return points()
+
+
+# Models.
+
+
+def linear():
+  return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+
+
+@framework.register
+def wider():
+  return keras.Sequential([keras.Input([3]), keras.layers.Dense(4), keras.layers.Dense(1)])
+
+
+@framework.register
+def no_model():
+  keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+
+
+@framework.register
+def unbuilt_model():
+  return keras.Sequential([keras.layers.Dense(1)])
+
+
+@framework.register
+def frozen_model():
+  model = linear()
+  model.trainable = False
+  return model
+
+
+# Sources.
+
+
+def points():
+  return ArraySource(features={"x": X, "y": Y})
+
+
+@framework.register
+def unequal_features():
+  return ArraySource(features={"x": X, "y": Y[:7]})
+
+
+@framework.register
+def no_rows():
+  return ArraySource(features={"x": X[:0], "y": Y[:0]})
+
+
+@framework.register
+def no_source():
+  points()
+
+
+@framework.register
+def bare_dataset():
+  return tf.data.Dataset.from_tensor_slices({"x": X, "y": Y})
+
+
+@framework.register
+def stream_of_tuples():
+  return StreamSource(dataset=tf.data.Dataset.from_tensor_slices((X, Y)))
+
+
+@framework.register
+def stream_of_batches():
+  return StreamSource(dataset=bare_dataset().batch(5))
+
+
+@framework.register
+def stream_of_full_batches():
+  return StreamSource(dataset=bare_dataset().batch(5, drop_remainder=True))
+
+
+@framework.register
+def empty_stream():
+  return StreamSource(dataset=bare_dataset().filter(lambda example: False))
+
+
+@framework.register
+def weightless():
+  return ArraySource(features={"x": X, "y": Y, "weight": np.zeros(10, np.float32)})
+
+
+@framework.register
+def negative_weights():
+  return ArraySource(features={"x": X, "y": Y, "weight": -np.ones(10, np.float32)})
+
+
+@framework.register
+def narrow_points():
+  return ArraySource(features={"x": X[:, :2], "y": Y})
+
+
+# Preprocessing.
+
+
+@framework.register
+def dropping_rows(batch):
+  return {name: value[:2] for name, value in batch.items()}
+
+
+@framework.register
+def filtering_rows(batch):
+  keep = batch["y"] > 0
+  return {name: tf.boolean_mask(value, keep) for name, value in batch.items()}
+
+
+@framework.register
+def dropping_weight(batch):
+  return {"x": batch["x"], "y": batch["y"]}
+
+
+@framework.register
+def returning_nothing(batch):
+  batch["x"] = batch["x"] * 2
+
+
+@framework.register
+def weighting_nothing(batch):
+  return {**batch, "weight": tf.zeros_like(batch["weight"])}
+
+
+# Outputs.
+
+
+@framework.register
+def crashing(outputs):
+  return outputs["logits"]
+
+
+@framework.register
+def printing(outputs):
+  print(outputs.numpy())
+  return outputs
+
+
+# Losses.
+
+
+def squares(outputs, batch):
+  return Loss.from_examples(tf.square(outputs[:, 0] - batch["y"]), batch["weight"])
+
+
+@framework.register
+def mean_of_squares(outputs, batch):
+  return tf.reduce_mean(tf.square(outputs[:, 0] - batch["y"]))
+
+
+@framework.register
+def column_of_squares(outputs, batch):
+  return Loss.from_examples(tf.square(outputs - batch["y"][:, None]), batch["weight"])
+
+
+@framework.register
+def unsummed_squares(outputs, batch):
+  return Loss(tf.square(outputs[:, 0] - batch["y"]), batch["weight"])
+
+
+@framework.register
+def short_weight(outputs, batch):
+  return Loss.from_examples(tf.square(outputs[:, 0] - batch["y"]), batch["weight"][:1])
+
+
+@framework.register
+def no_loss(outputs, batch):
+  squares(outputs, batch)
+
+
+@framework.register
+def untouching(outputs, batch):
+  return Loss.from_examples(tf.square(batch["y"]), batch["weight"])
+
+
+@framework.register
+def roots(outputs, batch):
+  return Loss.from_examples(tf.sqrt(outputs[:, 0] * 0.0 - 1.0), batch["weight"])
+
+
+@framework.register
+def class_losses(outputs, batch):
+  labels = tf.fill([tf.shape(outputs)[0]], 5)
+  losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=outputs)
+  return Loss.from_examples(losses, batch["weight"])
+
+
+@framework.register
+def mismatched(outputs, batch):
+  return Loss.from_examples(tf.reduce_sum(outputs @ tf.ones([3, 1]), axis=1), batch["weight"])
+
+
+# Metrics.
+
+
+@framework.register
+def mean_error(outputs, batch):
+  return {"error": tf.reduce_mean(tf.abs(outputs[:, 0] - batch["y"]))}
+
+
+@framework.register
+def vector_metric(outputs, batch):
+  return {"error": (tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])}
+
+
+@framework.register
+def named_step(outputs, batch):
+  return {"step": weighted_sum(tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])}
+
+
+@framework.register
+def named_loss(outputs, batch):
+  return {"loss": weighted_sum(tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])}
+
+
+@framework.register
+def unnamed_metric(outputs, batch):
+  return weighted_sum(tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])
+
+
+# Optimizers.
+
+
+@framework.register
+def scaled_adam():
+  return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+
+
+@framework.register
+def no_optimizer():
+  keras.optimizers.Adam()

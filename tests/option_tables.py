@@ -1,0 +1,74 @@
+"""Writes docs/options.md from the signatures and docstrings of what a gin file configures.
+
+python -m tests.option_tables > docs/options.md
+"""
+
+import inspect
+import re
+import sys
+import types
+
+from framework import actions, loss_scale, reduction, run, schedules, strategies, trainer
+from framework.configurables.table import GIVEN
+
+SECTIONS = (
+  ("run", run, "run"),
+  ("Trainer", trainer, "Trainer"),
+  ("Reduction", reduction, "Reduction"),
+  ("Strategies", strategies, "auto default one_device mirrored central_storage"),
+  ("Loss scale", loss_scale, "none fixed dynamic"),
+  (
+    "Schedules",
+    schedules,
+    "constant linear_warmup cosine_decay exponential_decay piecewise_constant scale_by_replicas",
+  ),
+  ("Actions", actions, "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
+)
+
+
+def render() -> str:
+  text = "# Options\n\nWritten by `python -m tests.option_tables`; a test keeps it true.\n"
+  for title, module, names in SECTIONS:
+    rows = [row for name in names.split() for row in rows_of(name, getattr(module, name))]
+    table = "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+    text += f"\n## {title}\n\n{table}\n"
+  return text
+
+
+def rows_of(name: str, target: type | types.FunctionType) -> list[str]:
+  documented = target.__init__ if inspect.isclass(target) else target
+  meanings = described_arguments(inspect.getdoc(documented) or "")
+  summary = inspect.getdoc(target).splitlines()[0]
+  parameters = {
+    n: p for n, p in inspect.signature(target).parameters.items() if n not in GIVEN.get(name, {})
+  }
+  rows = [
+    f"| `{name}.{n}` | {default(p)} | {meanings.get(n) or summary} |" for n, p in parameters.items()
+  ]
+  return rows or [f"| `@{name}` | | {summary} |"]
+
+
+def described_arguments(doc: str) -> dict[str, str]:
+  block = re.search(r"Args:\n(.*?)(\n\n|\Z)", doc, re.DOTALL)
+  lines = block[1].splitlines() if block else []
+  found: dict[str, str] = {}
+  for line in lines:
+    if start := re.match(r"  (\w+): (.*)", line):
+      name, found[start[1]] = start.groups()
+    else:
+      found[name] += " " + line.strip()
+  return {name: text.replace("|", "or") for name, text in found.items()}
+
+
+def default(parameter: inspect.Parameter) -> str:
+  value = parameter.default
+  if value is parameter.empty:
+    return "required"
+  if inspect.isclass(value) or inspect.isfunction(value):
+    prefix = "keras." if value.__module__.startswith("keras") else ""
+    return f"`@{prefix}{value.__name__}`"
+  return f"`{value!r}`"
+
+
+if __name__ == "__main__":
+  sys.stdout.write(render())

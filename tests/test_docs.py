@@ -1,0 +1,122 @@
+"""README and docs: their code runs, their configs parse, their tables and links are true."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import gin
+import option_tables
+import pytest
+
+from framework import configurables
+from framework.run import run
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BASE = """
+import tasks.image_classification
+run.task = @ImageClassification()
+ImageClassification.data = @digits()
+ImageClassification.input_shape = (8, 8, 1)
+run.train_steps = 1
+run.global_batch_size = 8
+"""
+
+
+def blocks(page, language):
+  return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def cases(language):
+  return [
+    pytest.param(page, code, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, code in enumerate(blocks(page, language))
+  ]
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  before = set(sys.modules)
+  yield
+  gin.clear_config()
+  for name in set(sys.modules) - before:
+    if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
+      del sys.modules[name]
+
+
+def module_of(page, code):
+  """Writes a block to the file that the text before it names, or to a name of its own."""
+  before = page.read_text().split(code)[0]
+  named = re.findall(r"[Ss]ave \S+ as `(\w+)\.py`", before)
+  name = named[-1] if named and before.count("```python") == 1 else f"{page.stem}_block"
+  Path(f"{name}.py").write_text(code)
+  return name.replace("-", "_"), Path(f"{name}.py")
+
+
+def load(page, code):
+  name, path = module_of(page, code)
+  spec = importlib.util.spec_from_file_location(name, path.resolve())
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.mark.parametrize(("page", "code"), cases("python"))
+def test_python_blocks_run(page, code, capsys):
+  module = load(page, code)
+  assert vars(module)
+  if "evaluator.evaluate()" in code:
+    losses = [float(line.split()[2]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize(("page", "code"), cases("gin"))
+def test_gin_blocks_are_accepted(page, code):
+  for python in blocks(page, "python")[:1]:
+    load(page, python)
+  text = code if "run.task" in code else BASE + code
+  Path("block.gin").write_text(text)
+  configurables.parse(["block.gin"])
+  assert configurables.configured(run) is not run
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/writing-a-task.md"])
+def test_the_complete_task_trains(page, tmp_path):
+  path = ROOT / page
+  load(path, blocks(path, "python")[0])
+  Path("task.gin").write_text(blocks(path, "gin")[0])
+  steps = "run.train_steps = 200"
+  configurables.parse(["task.gin"], [steps, "run.eval_every_steps = 50"])
+  configurables.configured(run)(mode="train_and_evaluate", model_dir=str(tmp_path / "run"))
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  losses = [float(re.search(r'"loss": ([\d.e-]+)', x)[1]) for x in lines if '"eval"' in x]
+  assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_task_is_short():
+  task, control = blocks(ROOT / "README.md", "python")
+  assert len([line for line in task.splitlines() if line.strip()]) < 30
+  assert len([line for line in control.splitlines() if line.strip()]) < 40
+
+
+def test_the_option_tables_are_those_of_the_code():
+  assert (ROOT / "docs" / "options.md").read_text() == option_tables.render(), (
+    "run: python -m tests.option_tables > docs/options.md"
+  )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_named_files_exist(page):
+  text = page.read_text()
+  for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+    assert (page.parent / target).exists(), target
+  for target in re.findall(r"(?:configs|benchmarks|tasks|framework)/\w+\.(?:gin|py)", text):
+    assert (ROOT / target).exists(), target
+  for anchor in re.findall(r"architecture\.md#([\w-]+)", text):
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "architecture.md").read_text(), re.M)
+    assert anchor in [heading.lower().replace(" ", "-") for heading in headings]

@@ -1,0 +1,129 @@
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from framework import loss_scale
+from framework.errors import ConfigError
+
+
+def rule(finite_steps, *, initial, growth_steps, factor, floor):
+  """Micikevicius et al. (2018), section 3.2, in plain Python: the scale after each step."""
+  scale, good, scales = initial, 0, []
+  for finite in finite_steps:
+    good = good + 1 if finite else 0
+    if not finite:
+      scale = max(scale / factor, floor)
+    elif good == growth_steps:
+      scale, good = min(scale * factor, 2.0**127), 0
+    scales.append(scale)
+  return scales
+
+
+def scales_after(scale, finite_steps):
+  scales = []
+  for finite in finite_steps:
+    scale.update(tf.constant(finite))
+    scales.append(float(scale.value()))
+  return scales
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"initial": 2.0**15, "growth_steps": 3, "factor": 2.0, "floor": 1.0},
+    {"initial": 8.0, "growth_steps": 1, "factor": 4.0, "floor": 2.0},
+    {"initial": 2.0**125, "growth_steps": 2, "factor": 2.0, "floor": 1.0},
+  ],
+  ids=["usual", "grows_at_once", "at_the_ceiling"],
+)
+def test_dynamic_follows_the_rule_of_the_paper(options):
+  finite_steps = np.random.default_rng(1).random(60) < 0.8
+  scales = rule(finite_steps, **options)
+  assert len(set(scales)) >= 3
+  assert scales_after(loss_scale.dynamic(**options), finite_steps) == scales
+
+
+def test_dynamic_grows_to_the_largest_power_of_two_and_no_further():
+  scale = loss_scale.dynamic(initial=2.0**126, growth_steps=1)
+  assert scales_after(scale, [True] * 3) == [2.0**127] * 3
+
+
+def test_dynamic_never_falls_below_its_floor():
+  scale = loss_scale.dynamic(initial=8.0, floor=3.0)
+  assert scales_after(scale, [False] * 3) == [4.0, 3.0, 3.0]
+
+
+def test_an_overflow_starts_the_count_of_good_steps_again():
+  scale = loss_scale.dynamic(initial=8.0, growth_steps=2)
+  assert scales_after(scale, [True, False, True, True]) == [8.0, 4.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_every_replica_reads_the_scale_that_one_update_left(mirrored, replicas):
+  strategy = mirrored(replicas)
+  with strategy.scope():
+    scale = loss_scale.dynamic(initial=16.0)
+
+  @tf.function
+  def step():
+    scale.update(tf.constant(False))
+    return strategy.run(lambda: scale.scaled(tf.constant(3.0)))
+
+  assert [float(v) for v in strategy.experimental_local_results(step())] == [24.0] * replicas
+
+
+def test_the_state_of_dynamic_is_saved_and_restored(tmp_path):
+  first = loss_scale.dynamic(initial=8.0, growth_steps=3)
+  scales_after(first, [False, True, True])
+  path = tf.train.Checkpoint(scale=first).write(str(tmp_path / "scale"))
+  second = loss_scale.dynamic(initial=8.0, growth_steps=3)
+  tf.train.Checkpoint(scale=second).read(path).assert_consumed()
+  assert scales_after(second, [True]) == [8.0]  # the third good step in a row, from 4
+
+
+def test_fixed_stays():
+  scale = loss_scale.fixed(scale=512.0)
+  assert scales_after(scale, [True, False, True]) == [512.0] * 3
+  assert float(scale.scaled(tf.constant(2.0))) == 1024.0
+
+
+def test_none_is_one_and_costs_no_operation():
+  total = tf.constant(2.0)
+  assert loss_scale.none().value() == 1.0
+  assert loss_scale.none().scaled(total) is total
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_scaling_keeps_the_dtype(dtype):
+  scaled = loss_scale.dynamic(initial=4.0).scaled(tf.constant(2.0, dtype))
+  assert (scaled.dtype, float(scaled)) == (dtype, 8.0)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"initial": 0.5}, r"dynamic.initial is 0.5 and dynamic.floor is 1.0"),
+    ({"initial": 2.0**128}, r"0 < floor <= initial <= 2\*\*127"),
+    ({"floor": 0.0}, "dynamic.floor is 0.0"),
+    ({"initial": math.nan}, "dynamic.initial is nan"),
+    ({"growth_steps": 0}, r"dynamic.growth_steps is 0 \(must be 1 or more\)"),
+    ({"factor": 1.0}, r"dynamic.factor is 1.0 \(must be above 1\)"),
+  ],
+)
+def test_dynamic_refuses_values_out_of_range(options, message):
+  with pytest.raises(ConfigError, match=message):
+    loss_scale.dynamic(**options)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan])
+def test_fixed_refuses_a_scale_that_is_not_positive(scale):
+  with pytest.raises(ConfigError, match=rf"fixed.scale is {scale}; it must be above 0"):
+    loss_scale.fixed(scale=scale)
+
+
+def test_descriptions_name_the_scale():
+  assert loss_scale.none().describe() == "none"
+  assert "512" in loss_scale.fixed(scale=512.0).describe()
+  assert "32768" in loss_scale.dynamic().describe()

@@ -1,0 +1,115 @@
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from framework import metrics
+from framework.errors import ConfigError
+
+
+def pair(total, weight):
+  return tf.constant(float(total)), tf.constant(float(weight))
+
+
+def made(strategy):
+  with strategy.scope():
+    return metrics.MetricSums()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_result_is_the_weighted_mean_over_replicas_and_steps(mirrored, replicas):
+  strategy = mirrored(replicas)
+  sums = made(strategy)
+  rng = np.random.default_rng(0)
+  totals, weights = rng.integers(1, 9, size=(2, 5, replicas)).astype(np.float64)
+
+  def replica_step(step):
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    total, weight = tf.gather(totals, step)[replica], tf.gather(weights, step)[replica]
+    sums.add({"one": (total, weight), "two": (2 * total, weight)})
+
+  @tf.function
+  def loop():
+    for step in tf.range(5):
+      strategy.run(replica_step, args=(step,))
+
+  loop()
+  mean = totals.sum() / weights.sum()
+  assert sums.result() == pytest.approx({"one": mean, "two": 2 * mean}, rel=1e-12)
+
+
+def test_reading_starts_again_from_zero(mirrored):
+  strategy = mirrored(2)
+  sums = made(strategy)
+
+  @tf.function
+  def add(total):
+    strategy.run(lambda: sums.add({"loss": (total, tf.constant(1.0))}))
+
+  for value in (3.0, 5.0):
+    add(tf.constant(value))
+    assert sums.result() == {"loss": value}
+  assert math.isnan(sums.result()["loss"])
+
+
+def test_no_weight_at_all_is_nan_and_leaves_the_others_alone():
+  sums = made(tf.distribute.get_strategy())
+  sums.add({"idle": pair(0, 0), "busy": pair(6, 2)})
+  results = sums.result()
+  assert math.isnan(results["idle"])
+  assert results["busy"] == 3.0
+
+
+def test_a_weight_of_zero_on_one_replica_counts_nothing(mirrored):
+  strategy = mirrored(2)
+  sums = made(strategy)
+
+  def replica_step():
+    replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+    sums.add({"loss": (8.0 * replica, 2.0 * replica)})
+
+  tf.function(lambda: strategy.run(replica_step))()
+  assert sums.result() == {"loss": 4.0}
+
+
+def test_small_steps_are_not_lost_in_a_long_sum():
+  """In float32 a sum stops growing by ones at 2**24."""
+  sums = made(tf.distribute.get_strategy())
+  sums.add({"loss": pair(2**24, 1)})
+  for _ in range(3):
+    sums.add({"loss": pair(1, 0)})
+  assert sums.result() == {"loss": 2**24 + 3}
+
+
+def test_a_step_may_log_another_choice_of_names():
+  sums = made(tf.distribute.get_strategy())
+  sums.add({"a": pair(1, 1)})
+  sums.add({"b": pair(4, 2), "a": pair(5, 1)})
+  sums.add({})
+  assert sums.result() == {"a": 3.0, "b": 2.0}
+
+
+def test_as_many_metrics_as_there_is_room_for():
+  sums = made(tf.distribute.get_strategy())
+  sums.add({f"m{i}": pair(i, 1) for i in range(metrics.CAPACITY)})
+  assert sums.result() == {f"m{i}": i for i in range(metrics.CAPACITY)}
+  with pytest.raises(
+    ConfigError, match=r"metric 'more' is one too many; a task may log 64 metrics"
+  ):
+    sums.add({"more": pair(1, 1)})
+
+
+@pytest.mark.parametrize(
+  ("value", "message"),
+  [
+    (tf.constant(1.0), r"metric 'loss' is .*Tensor; it must be a pair \(total, weight\)"),
+    ((1.0, 2.0, 3.0), r"metric 'loss' is tuple; it must be a pair"),
+    ((tf.ones([2]), tf.constant(1.0)), r"metric 'loss' has shape \(2,\).*must be scalars"),
+    ((tf.constant(1.0), tf.ones([2, 2])), r"metric 'loss' has shape \(2, 2\)"),
+  ],
+  ids=["tensor", "triple", "vector_total", "matrix_weight"],
+)
+def test_what_is_no_pair_of_scalars_is_refused(value, message):
+  with pytest.raises(ConfigError, match=message):
+    made(tf.distribute.get_strategy()).add({"loss": value})

@@ -1,0 +1,432 @@
+"""The trainer: its loop, counters and metrics, against a linear regression that NumPy solves."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from absl import logging as absl_logging
+
+from framework import inputs, loss_scale, models
+from framework.task import Loss, Task, weighted_sum
+from framework.trainer import Trainer
+
+KERAS = {"keras": keras, "tf_keras": tf_keras}
+BATCH, RATE, L2 = 5, 0.125, 0.25
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=[12, 2]).astype(np.float32)
+Y = (X @ [1.5, -0.5] + 0.1 * RNG.normal(size=12)).astype(np.float32)
+WEIGHT = RNG.uniform(0.5, 2.0, size=12).astype(np.float32)
+KERNEL = np.array([[0.5], [1.0]], np.float32)
+
+
+class Linear(Task):
+  """x @ kernel, without a bias; a kind of model for each that a task may make."""
+
+  def __init__(self, *, kind="keras", l2=0.0, y=Y):
+    self.kind, self.l2, self.y = kind, l2, y
+    self.forward_calls = 0
+
+  def build_model(self):
+    if self.kind in ("module", "dict"):
+      module = tf.Module()
+      module.kernel = tf.Variable(KERNEL)
+      return {"only": module} if self.kind == "dict" else module
+    library = KERAS[self.kind]
+    penalty = library.regularizers.L2(self.l2) if self.l2 else None
+    dense = library.layers.Dense(1, use_bias=False, kernel_regularizer=penalty)
+    model = library.Sequential([library.Input([2]), dense])
+    model.set_weights([KERNEL])
+    return model
+
+  def source(self, split):
+    return inputs.ArraySource(features={"x": X, "y": self.y, "weight": WEIGHT})
+
+  def forward(self, batch, training):
+    self.forward_calls += 1
+    if self.kind in ("module", "dict"):
+      module = self.model["only"] if self.kind == "dict" else self.model
+      return (batch["x"] @ module.kernel)[:, 0]
+    return self.model(batch["x"], training=training)[:, 0]
+
+  def loss(self, outputs, batch):
+    error = tf.cast(outputs, tf.float32) - batch["y"]
+    return Loss.from_examples(tf.square(error), batch["weight"])
+
+  def metrics(self, outputs, batch):
+    error = tf.cast(outputs, tf.float32) - batch["y"]
+    return {"mae": weighted_sum(tf.abs(error), batch["weight"])}
+
+  def regularization(self):
+    if self.kind in ("keras", "tf_keras"):
+      return super().regularization()
+    return self.l2 * tf.reduce_sum(tf.square(models.trainable_variables(self.model)[0]))
+
+
+def make(strategy, task=None, *, batch=BATCH, optimizer=None, preprocess=None, **options):
+  task = task or Linear()
+  trainer = Trainer(
+    task=task,
+    strategy=strategy,
+    dataset_fn=lambda position: inputs.train_dataset(
+      task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
+      position=position, shuffle=False, preprocess=preprocess,
+    ),
+    global_batch_size=batch,
+    optimizer=optimizer or (lambda: KERAS.get(task.kind, keras).optimizers.SGD(RATE)),
+    **options,
+  )  # fmt: skip
+  return trainer
+
+
+def train(trainer, steps):
+  return trainer.train(tf.constant(steps))
+
+
+def kernels(trainer):
+  """The kernel on each replica."""
+  [kernel] = models.trainable_variables(trainer.task.model)
+  return [c.numpy() for c in trainer.strategy.experimental_local_results(models.raw(kernel))]
+
+
+class Reference:
+  """The same regression in float64, in the order of the source."""
+
+  def __init__(self, *, y=Y, l2=0.0, batch=BATCH):
+    self.y, self.l2, self.batch = y.astype(np.float64), l2, batch
+    self.kernel, self.position = KERNEL[:, 0].astype(np.float64), 0
+
+  def step(self):
+    """Makes one update and returns (loss, mae, gradient norm, weight) from before it."""
+    rows = (self.position + np.arange(self.batch)) % len(X)
+    self.position += self.batch
+    x, y, weight = X[rows].astype(np.float64), self.y[rows], WEIGHT[rows].astype(np.float64)
+    error = x @ self.kernel - y
+    loss = weight @ error**2 / weight.sum() + self.l2 * self.kernel @ self.kernel
+    gradient = 2 * (weight * error) @ x / weight.sum() + 2 * self.l2 * self.kernel
+    mae = weight @ np.abs(error) / weight.sum()
+    if np.isfinite(loss):
+      self.kernel = self.kernel - RATE * gradient
+    return loss, mae, np.linalg.norm(gradient), weight.sum()
+
+  def loop(self, steps):
+    """Returns what the trainer reports of a loop: means, each step by its weight."""
+    losses, maes, norms, weights = np.array([self.step() for _ in range(steps)]).T
+    return {
+      "loss": weights @ losses / weights.sum(),
+      "mae": weights @ maes / weights.sum(),
+      "gradient_norm": norms.mean(),
+    }
+
+
+@pytest.fixture
+def one():
+  return tf.distribute.get_strategy()
+
+
+@pytest.fixture
+def log(caplog):
+  """What was logged, as text."""
+  absl_logging.use_absl_handler()
+  logger = absl_logging.get_absl_logger()
+  logger.addHandler(caplog.handler)
+  yield lambda: "\n".join(record.getMessage() for record in caplog.records)
+  logger.removeHandler(caplog.handler)
+
+
+# ---- The loop ----
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_loops_of_any_length_are_one_trace_and_the_reference(replicas, mirrored, log):
+  trainer, reference = make(mirrored(replicas)), Reference()
+  assert trainer.padded_batch_size == {1: 5, 3: 6}[replicas]
+  done = 0
+  for steps in (1, 4, 2, 7):
+    started = time.perf_counter()
+    metrics = train(trainer, steps)
+    elapsed = time.perf_counter() - started
+    done += steps
+    expected = reference.loop(steps)
+    assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-5)
+    for kernel in kernels(trainer):
+      np.testing.assert_allclose(kernel[:, 0], reference.kernel, rtol=1e-6)
+    assert trainer.global_step.numpy() == done
+    assert trainer.position.numpy() == done * BATCH  # examples, without padding
+    assert 0 <= metrics["input_wait_s"] <= elapsed
+    assert metrics["examples_per_second"] >= steps * BATCH / elapsed
+    assert set(metrics) == {
+      *expected, "input_wait_s", "examples_per_second", "learning_rate", "loss_scale",
+      "skipped_steps",
+    }  # fmt: skip
+    assert [metrics[k] for k in ("learning_rate", "loss_scale", "skipped_steps")] == [RATE, 1, 0]
+  assert trainer.traces == 1
+  assert trainer.task.forward_calls == replicas
+  assert "traced again" not in log()
+
+
+def test_the_rate_of_examples_and_the_wait_are_those_of_slow_input(one):
+  def slow(batch, training):
+    rest = tf.numpy_function(lambda x: (time.sleep(0.05), x)[1], [batch["weight"]], tf.float32)
+    return {**batch, "weight": tf.ensure_shape(rest, batch["weight"].shape)}
+
+  trainer = make(one, preprocess=slow)
+  train(trainer, 1)
+  started = time.perf_counter()
+  metrics = train(trainer, 10)
+  elapsed = time.perf_counter() - started
+  # Up to two workers and a prefetched batch or two: at least 3 of 10 batches cost their 50 ms.
+  assert 0.15 <= metrics["input_wait_s"] <= elapsed
+  assert 10 * BATCH / elapsed <= metrics["examples_per_second"] <= 10 * BATCH / 0.15
+
+
+def test_retracing_is_reported_once_a_time(one, log):
+  trainer = make(one)
+  train(trainer, 2)
+  assert (trainer.traces, log()) == (1, "")
+  trainer._dataset_fn = lambda position: inputs.train_dataset(
+    trainer.task.source("train"), global_batch_size=7, position=position
+  )
+  trainer.reset_input()
+  train(trainer, 2)
+  train(trainer, 2)
+  assert trainer.traces == 2
+  assert log().count("the training loop was traced again (2 times so far)") == 1
+
+
+def test_eager_mode_runs_python_at_each_step(mirrored):
+  trainer, reference = make(mirrored(2), eager=True), Reference()
+  metrics = train(trainer, 3)
+  assert trainer.task.forward_calls == 2 * 3
+  train(trainer, 2)
+  assert trainer.task.forward_calls == 2 * 5
+  assert trainer.traces == 0
+  expected = reference.loop(3)
+  assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-5)
+  reference.loop(2)
+  for kernel in kernels(trainer):
+    np.testing.assert_allclose(kernel[:, 0], reference.kernel, rtol=1e-6)
+
+
+def test_a_loop_of_no_steps_does_nothing(one):
+  trainer = make(one)
+  metrics = train(trainer, 0)
+  assert (metrics["skipped_steps"], metrics["input_wait_s"]) == (0, 0)
+  assert trainer.global_step.numpy() == trainer.position.numpy() == 0
+  np.testing.assert_array_equal(kernels(trainer), [KERNEL])
+
+
+class Noisy(Linear):
+  """Dropout, so that the random streams are part of what must not change."""
+
+  def build_model(self):
+    layers = keras.layers
+    model = keras.Sequential(
+      [keras.Input([2]), layers.Dense(8), layers.Dropout(0.5), layers.Dense(1)]
+    )
+    rng = np.random.default_rng(5)
+    model.set_weights([rng.normal(size=w.shape) for w in model.get_weights()])
+    return model
+
+
+def test_the_steps_of_a_loop_do_not_change_the_result(one):
+  """To the bit, moving average, dropout and loss scale included."""
+  results = []
+  for loops in ((12,), (1,) * 12, (5, 7)):
+    trainer = make(
+      one, Noisy(), optimizer=lambda: keras.optimizers.Adam(0.01), ema_decay=0.75,
+      loss_scale=lambda: loss_scale.DynamicLossScale(growth_steps=5),
+    )  # fmt: skip
+    losses = [train(trainer, steps)["loss"] for steps in loops]
+    kept = [*trainer.task.model.trainable_variables, *trainer.parts.ema.averages]
+    results.append(([v.numpy() for v in kept], float(trainer.parts.loss_scale.value()), losses))
+  for values, scale, _ in results[1:]:
+    assert scale == results[0][1] == 2.0**15 * 4
+    for one_value, other in zip(values, results[0][0], strict=True):
+      np.testing.assert_array_equal(one_value, other)
+  weights = [WEIGHT[(s * BATCH + np.arange(BATCH)) % 12].sum() for s in range(12)]
+  assert np.average(results[1][2], weights=weights) == pytest.approx(results[0][2][0], rel=1e-6)
+  assert len(set(results[1][2])) == 12
+
+
+# ---- Models ----
+
+
+@pytest.mark.parametrize("kind", ["tf_keras", "module", "dict"])
+def test_every_kind_of_model_trains_alike(kind, mirrored):
+  trainer, reference = make(mirrored(2), Linear(kind=kind, l2=L2)), Reference(l2=L2)
+  metrics = train(trainer, 9)
+  expected = reference.loop(9)
+  assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-5)
+  for kernel in kernels(trainer):
+    np.testing.assert_allclose(kernel[:, 0], reference.kernel, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (1, 4), (2, 2), (3, 1)])
+def test_a_penalty_counts_once(replicas, micro_batches, mirrored):
+  """Whatever the replicas, micro-batches and padding: 5 examples fill 5, 8, 8 and 6 rows."""
+  trainer = make(mirrored(replicas), Linear(l2=L2), accumulation_steps=micro_batches)
+  assert trainer.padded_batch_size == {1: 5, 4: 8, 3: 6}[replicas * micro_batches]
+  reference = Reference(l2=L2)
+  metrics, expected = train(trainer, 6), reference.loop(6)
+  assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+  for kernel in kernels(trainer):
+    np.testing.assert_allclose(kernel[:, 0], reference.kernel, rtol=1e-6)
+  twice = Reference(l2=2 * L2)
+  twice.loop(6)
+  assert np.abs(twice.kernel - reference.kernel).max() > 0.01
+
+
+def test_a_model_that_is_there_already_is_trained(one):
+  """So two trainers can share one, or a script can load weights first."""
+  task = Linear()
+  task.model = task.build_model()
+  task.model.set_weights([2 * KERNEL])
+  kept = task.model
+  trainer, reference = make(one, task), Reference()
+  reference.kernel *= 2
+  train(trainer, 3)
+  reference.loop(3)
+  assert task.model is kept
+  np.testing.assert_allclose(kernels(trainer)[0][:, 0], reference.kernel, rtol=1e-6)
+
+
+# ---- What goes wrong ----
+
+
+@pytest.mark.parametrize(("replicas", "bad"), [(1, np.nan), (2, np.nan), (2, np.inf)])
+def test_a_loss_that_is_not_finite_is_named_by_its_step(replicas, bad, mirrored):
+  """Position 24 is example 0 of 12 again, so y has 24 rows: step 3 reads 10 to 14, the sixth 25.."""
+  y = Y.copy()
+  y[4] = bad  # in step 1 (0-4), on the last replica alone; then in step 4 (15-19), 6 and 9.
+  trainer, reference = make(mirrored(replicas), Linear(y=y)), Reference(y=y)
+  trainer.position.assign(5)  # so its steps are those from 2 on: bad are the 3rd, 5th and 8th
+  reference.position = 5
+  metrics = train(trainer, 2)
+  assert "nonfinite_step" not in metrics
+  assert metrics["loss"] == pytest.approx(reference.loop(2)["loss"], rel=1e-5)
+  metrics = train(trainer, 5)
+  assert (metrics["nonfinite_step"], metrics["skipped_steps"]) == (3, 2)
+  assert not np.isfinite(metrics["loss"])
+  norms = [reference.step()[2] for _ in range(5)]
+  assert metrics["gradient_norm"] == pytest.approx(np.mean(norms, where=np.isfinite(norms)), rel=1e-5)
+  metrics = train(trainer, 2)
+  assert (metrics["nonfinite_step"], metrics["skipped_steps"]) == (3, 3)
+  reference.loop(2)
+  for kernel in kernels(trainer):  # unharmed
+    np.testing.assert_allclose(kernel[:, 0], reference.kernel, rtol=1e-6)
+
+
+# ---- Options ----
+
+
+def test_the_moving_average_is_that_of_the_weights(mirrored):
+  trainer, reference = make(mirrored(2), ema_decay=0.75), Reference()
+  average = reference.kernel.copy()
+  for _ in range(8):
+    reference.step()
+    average = 0.75 * average + 0.25 * reference.kernel
+  train(trainer, 8)
+  local = trainer.strategy.experimental_local_results
+  for copy in local(trainer.parts.ema.averages[0]):
+    np.testing.assert_allclose(copy.numpy()[:, 0], average, rtol=1e-6)
+  with trainer.parts.ema.in_place():
+    np.testing.assert_allclose(kernels(trainer)[1][:, 0], average, rtol=1e-6)
+  np.testing.assert_allclose(kernels(trainer)[1][:, 0], reference.kernel, rtol=1e-6)
+
+
+@pytest.fixture
+def policy():
+  def set_policy(name):
+    keras.config.set_dtype_policy(name)
+    tf_keras.mixed_precision.set_global_policy(name)
+
+  yield set_policy
+  set_policy("float32")
+
+
+@pytest.mark.parametrize(
+  ("precision", "kind", "scale"),
+  [
+    ("mixed_float16", "keras", "dynamic"),
+    ("mixed_float16", "tf_keras", "dynamic"),
+    ("mixed_bfloat16", "keras", "none"),
+  ],
+)
+def test_mixed_precision_trains_near_the_reference(precision, kind, scale, policy, mirrored):
+  """Products are rounded to 2**-11 or 2**-8 of themselves, which the updates shrink further."""
+  policy(precision)
+  trainer, reference = make(mirrored(2), Linear(kind=kind)), Reference()
+  assert trainer.parts.loss_scale.describe().startswith(scale)
+  metrics, expected = train(trainer, 10), reference.loop(10)
+  assert metrics["loss_scale"] == (2.0**15 if scale == "dynamic" else 1.0)
+  assert metrics["skipped_steps"] == 0
+  tolerance = 2.0**-9 if precision == "mixed_float16" else 2.0**-6
+  assert metrics["loss"] == pytest.approx(expected["loss"], rel=8 * tolerance)
+  for kernel in kernels(trainer):
+    assert kernel.dtype == np.float32
+    np.testing.assert_allclose(kernel[:, 0], reference.kernel, atol=tolerance)
+    assert np.abs(kernel[:, 0] - reference.kernel).max() > 1e-6  # so it was narrow arithmetic
+
+
+class Two(Task):
+  """Two kernels, each with its optimizer, its loss and its own number of updates a step."""
+
+  def build_model(self):
+    made = {name: tf.Module() for name in ("slow", "fast")}
+    for module in made.values():
+      module.kernel = tf.Variable(KERNEL)
+    return made
+
+  def source(self, split):
+    return Linear().source(split)
+
+  def part_loss(self, name):
+    def loss(batch):
+      error = (batch["x"] @ self.model[name].kernel)[:, 0] - batch["y"]
+      return Loss.from_examples(tf.square(error), batch["weight"])
+
+    return loss
+
+  def train_step(self, step, batch):
+    step.update(self.part_loss("slow"), batch, "slow")
+    step.update(self.part_loss("fast"), batch, "fast")
+    step.update(self.part_loss("fast"), batch, "fast")
+
+
+class Twice(Reference):
+  """Two updates on each batch."""
+
+  def step(self):
+    first = super().step()
+    self.position -= self.batch
+    return first, super().step()
+
+
+def test_several_optimizers(mirrored):
+  task = Two()
+  task.kind = "module"
+  sgd = keras.optimizers.SGD
+  trainer = make(
+    mirrored(2), task, ema_decay=0.5,
+    optimizer={"slow": lambda: sgd(RATE), "fast": lambda: tf_keras.optimizers.SGD(RATE)},
+  )  # fmt: skip
+  metrics = train(trainer, 6)
+  slow, fast = Reference(), Twice()
+  expected = slow.loop(6)
+  updates = np.array([update for _ in range(6) for update in fast.step()])
+  assert metrics["slow_loss"] == pytest.approx(expected["loss"], rel=1e-5)
+  assert metrics["slow_gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-5)
+  mean = np.average(updates[:, 0], weights=updates[:, 3])
+  assert metrics["fast_loss"] == pytest.approx(mean, rel=1e-5)
+  assert metrics["fast_gradient_norm"] == pytest.approx(updates[:, 2].mean(), rel=1e-5)
+  assert (metrics["slow_learning_rate"], metrics["fast_learning_rate"]) == (RATE, RATE)
+  assert "loss" not in metrics
+  for name, reference, updates in (("slow", slow, 6), ("fast", fast, 12)):
+    kernel = task.model[name].kernel
+    for copy in trainer.strategy.experimental_local_results(kernel):
+      np.testing.assert_allclose(copy.numpy()[:, 0], reference.kernel, rtol=1e-6)
+    assert trainer.parts.optimizers[name].optimizer.iterations.numpy() == updates
+  assert trainer.global_step.numpy() == 6
