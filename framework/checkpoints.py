@@ -206,7 +206,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     except tf.errors.OpError as error:
       if _written_at(path) is not None:  # else a trainer has dropped it meanwhile
         self._damaged[path] = written
-        logging.error("checkpoint %s is damaged (%s); trying the one before", path, _line(error))
+        logging.error("checkpoint %s is damaged (%s); passing it over", path, _line(error))
       return False
     return True
 

@@ -107,7 +107,7 @@ class Fusion:
     return [group for group in distinct if len(group) > 1]
 
   def _distinct(self, group: list[int]) -> list[int]:
-    """Leaves out the last until the flat one has a shape of its own, by which its slots are known."""
+    """Leaves out the last until the flat one has a shape of its own, which tells its slots."""
     while self._has_twin(group):
       group = group[:-1]
     return group

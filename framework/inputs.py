@@ -414,6 +414,9 @@ def _batches(
   """
   options = tf.data.Options()
   options.deterministic = True
+  # Its thread sleeps for up to a minute and now and then misses the call to stop, so that the end
+  # of an iterator took seconds; without it as many batches are mapped at a time as there are cores.
+  options.autotune.enabled = False
   # By data: every worker makes the global batch and keeps its own rows of it.
   options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
   if not rewrite:  # It keeps a second copy of the arrays, and finds nothing here to improve.

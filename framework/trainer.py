@@ -135,17 +135,18 @@ class Trainer(orbit.AbstractTrainer):
     Raises:
       ConfigError: no example of any step so far had a weight above 0.
     """
+    steps = int(num_steps)
+    if steps == 0:
+      return self._state()
     if self._iterator is None:
       self._iterator = self._make_iterator()
     started = time.perf_counter()
     self._compiled_loop(self._iterator, num_steps)
-    steps = int(num_steps)
     self.position.assign_add(steps * self.global_batch_size)
     results = self._metrics.result()  # waits for the device
     seconds = time.perf_counter() - started
     self._report_retracing()
-    if steps:
-      self._require_weight()
+    self._require_weight()
     self.skipped_steps.assign_add(round(results.pop("skipped") * steps))
     results["input_wait_s"] = results.pop("input_wait") * steps
     results["examples_per_second"] = steps * self.global_batch_size / seconds

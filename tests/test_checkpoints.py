@@ -279,7 +279,7 @@ def test_damaged_data_is_reported_and_passed_over(manager, log, damage):
   damage(Path(manager.directory) / "ckpt-30.data-00000-of-00001")
   assert restored_step(manager) == 20
   assert f"checkpoint {manager.directory}/ckpt-30 is damaged (" in log()
-  assert "); trying the one before" in log()
+  assert "); passing it over" in log()
   damage(Path(manager.directory) / "ckpt-20.data-00000-of-00001")
   assert restored_step(manager) == 10
 

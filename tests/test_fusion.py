@@ -144,9 +144,7 @@ def assert_equal(got, wanted, *, ulps=0):
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_fused_updates_are_those_of_keras(name, library, replicas, mirrored):
-  copies = updated(
-    strategy_of(mirrored, replicas), library, lambda: make_optimizer(library, name)
-  )
+  copies = updated(strategy_of(mirrored, replicas), library, lambda: make_optimizer(library, name))
   assert len(copies) == replicas
   # rsqrt is vectorised, and the last elements of a tensor, which lie elsewhere in a flat one, are
   # not: an ulp or two of an increment in each step, here magnified by `centered` and `momentum`.
@@ -237,7 +235,7 @@ def test_variables_excluded_from_weight_decay_by_name_keep_their_weights(library
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_large_variable_of_the_shape_of_all_small_ones(library, replicas, mirrored, monkeypatch):
-  """A flat variable of 3 + 4 + 2 would hide which slots are its own and which are the large one's."""
+  """A flat variable of 3 + 4 + 2 would hide which slots are its own, which the large one's."""
   monkeypatch.setattr(fusion, "SMALL", 7)
   strategy = strategy_of(mirrored, replicas)
   with strategy.scope():
@@ -371,7 +369,9 @@ def trained(strategy, library, **options):
     clip_norm=2.0,
     **options,
   )
-  assert bool(trainer.parts.optimizers["default"].fusion.groups) == options.get("fuse_updates", True)
+  assert bool(trainer.parts.optimizers["default"].fusion.groups) == options.get(
+    "fuse_updates", True
+  )
   metrics = trainer.train(tf.constant(STEPS))
   variables = models.trainable_variables(made.model)
   copies = [strategy.experimental_local_results(models.raw(v)) for v in variables]

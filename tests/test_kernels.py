@@ -30,7 +30,10 @@ def initial(dtype):
 
 def gradients_of(step, dtype):
   rng = np.random.default_rng([1, step])
-  return [(scale * rng.normal(size=s)).astype(dtype) for scale, s in zip((1, 10, 100), SHAPES, strict=True)]
+  return [
+    (scale * rng.normal(size=s)).astype(dtype)
+    for scale, s in zip((1, 10, 100), SHAPES, strict=True)
+  ]
 
 
 def reference(name, *, amsgrad=False, rate=lambda step: RATE, dtype=np.float64, **changed):

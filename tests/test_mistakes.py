@@ -363,7 +363,7 @@ MISTAKES = {
     config=["Toy.source = @negative_weights"], says=["-1.0 at example 0", "not negative"]
   ),
   "all weights zero in the source": Mistake(
-    config=["Toy.source = @weightless"], late=True, says=["weight 0", "above 0 for some"]
+    config=["Toy.source = @weightless"], late=True, says=["up to step 4", "above 0 for some"]
   ),
   "all weights zero by preprocess": Mistake(
     config=["Toy.preprocess = @weighting_nothing"], late=True, says=["up to step 4", "above 0 for"]

@@ -388,9 +388,7 @@ def test_apply_of_one_optimizer_leaves_the_others_alone(mirrored):
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_update_is_all_verbs_in_order(replicas, mirrored):
   """SGD with a rate of 1 moves by the clipped mean gradient, which all replicas share."""
-  bench = Bench(
-    mirrored(replicas), clip_norm=2.0, loss_scale=loss_scale.fixed(scale=8.0)
-  )
+  bench = Bench(mirrored(replicas), clip_norm=2.0, loss_scale=loss_scale.fixed(scale=8.0))
 
   def replica(batch):
     step = bench.step()
@@ -441,7 +439,9 @@ def test_outcome_is_of_all_updates(losses, norms_finite, outcome):
   bench = Bench(tf.distribute.get_strategy())
   step = bench.step()
   for loss, finite in zip(losses, norms_finite, strict=True):
-    step.log_update(Loss(tf.constant(loss), tf.constant(1.0)), tf.constant(finite), tf.constant(4.0))
+    step.log_update(
+      Loss(tf.constant(loss), tf.constant(1.0)), tf.constant(finite), tf.constant(4.0)
+    )
   assert [bool(flag) for flag in step.outcome()] == outcome
   step.record(bench.sums)
   assert bench.sums.result()["gradient_norm"] == 4.0  # the mean over those that are finite
@@ -576,7 +576,9 @@ def trained(task, strategy):
   )
   metrics = trainer.train(tf.constant(12))
   weights = [v.numpy() for v in task.model.trainable_variables]
-  return weights, {k: v for k, v in metrics.items() if k not in ("input_wait_s", "examples_per_second")}
+  return weights, {
+    k: v for k, v in metrics.items() if k not in ("input_wait_s", "examples_per_second")
+  }
 
 
 def test_the_verbs_written_out_give_the_same_bits(mirrored):

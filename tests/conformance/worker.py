@@ -5,6 +5,7 @@
 One process a number of replicas, because TensorFlow can hold one size of collective group only.
 """
 
+import faulthandler
 import functools
 import json
 import os
@@ -159,6 +160,8 @@ def copies_of_all(run):
   return arrays
 
 
+DUMP_AFTER_S = 520  # shortly before conftest.py gives up on a worker that hangs
+
 ALIVE = []
 """Trainers, kept to the end: TensorFlow may take as long to stop an iterator as it has been there,
 as its autotune thread sleeps in ever longer periods and now and then misses its wake-up call."""
@@ -179,5 +182,6 @@ def main(folder, ids):
 
 
 if __name__ == "__main__":
+  faulthandler.dump_traceback_later(DUMP_AFTER_S)
   main(sys.argv[1], sys.argv[2:])
   os._exit(0)  # without stopping the iterators
