@@ -23,6 +23,7 @@ from framework.metrics import MetricSums, checked
 from framework.optimizers import DEFAULT, Ema, Optimizer
 from framework.reduction import Reduction
 from framework.task import Loss, Weighted
+from framework.tracing import as_written
 
 Gradient: TypeAlias = Any
 """A tensor, or None for a variable that the loss does not touch."""
@@ -52,6 +53,7 @@ class EvalStep:
     """Starts with nothing logged."""
     self._logged: dict[str, Weighted] = {}
 
+  @as_written
   def log(self, metrics: Mapping[str, Weighted]) -> None:
     """Adds (total, weight) pairs, this replica's sums, to the metrics of this step.
 
@@ -66,6 +68,7 @@ class EvalStep:
         total, weight = self._logged[name][0] + total, self._logged[name][1] + weight
       self._logged[name] = (total, weight)
 
+  @as_written
   def record(self, sums: MetricSums) -> None:
     """Adds all that was logged to the running sums; the framework calls it at the end."""
     sums.add(self._logged)
@@ -103,6 +106,7 @@ class Step(EvalStep):
     self.log_update(loss, finite, norm, optimizer)
     return loss
 
+  @as_written
   def variables(self, optimizer: str = DEFAULT) -> list[Any]:
     """Returns the variables that an optimizer updates."""
     return self._optimizer(optimizer).variables
@@ -142,6 +146,7 @@ class Step(EvalStep):
     _require_some(gradients, variables)
     return gradients, loss
 
+  @as_written
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
     """Sums gradients, loss total and weight over all replicas, in one communication."""
     packed = _packed(gradients)
@@ -149,6 +154,7 @@ class Step(EvalStep):
     sums, scalars = self._parts.reduction.all_reduce(packed.tensors, scalars)
     return packed.replaced(sums), Loss(*scalars)
 
+  @as_written
   def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
     """Divides summed gradients by the loss scale and by the *global* weight.
 
@@ -158,6 +164,7 @@ class Step(EvalStep):
     factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
     return _packed(gradients).map(lambda g: g * tf.cast(factor, g.dtype))
 
+  @as_written
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (finite, norm) of reduced gradients: the same decision on every replica.
 
@@ -168,6 +175,7 @@ class Step(EvalStep):
     norm = tf.sqrt(2.0 * tf.add_n(squares))
     return tf.math.is_finite(norm), norm
 
+  @as_written
   def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
     """Clips reduced gradients by global norm or by value, as configured.
 
@@ -182,6 +190,7 @@ class Step(EvalStep):
       return packed.map(lambda g: g * tf.cast(factor, g.dtype))
     return packed
 
+  @as_written
   def apply(
     self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = DEFAULT
   ) -> None:
@@ -210,6 +219,7 @@ class Step(EvalStep):
     context = tf.distribute.get_replica_context()
     context.merge_call(apply_if_finite, args=(finite, packed.tensors))
 
+  @as_written
   def log_update(
     self, loss: Loss, finite: tf.Tensor, norm: tf.Tensor, optimizer: str = DEFAULT
   ) -> None:
@@ -228,6 +238,7 @@ class Step(EvalStep):
     self._finite.append(finite)
     self._loss_finite.append(tf.math.is_finite(loss.total))
 
+  @as_written
   def seed(self) -> tf.Tensor:
     """Returns a stateless seed, int32 [2], another one for each call, step and replica.
 
@@ -236,6 +247,7 @@ class Step(EvalStep):
     self._seeds += 1
     return self._key(-self._seeds)
 
+  @as_written
   def outcome(self) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (gradients finite, losses finite), bool scalars over all updates of this step.
 
@@ -248,16 +260,18 @@ class Step(EvalStep):
       )
     return _all(self._finite), _all(self._loss_finite)
 
-  @tf.autograph.experimental.do_not_convert  # it cannot convert the search for a similar name
+  @as_written
   def _optimizer(self, name: str) -> Optimizer:
     if name not in self._parts.optimizers:
       raise unknown("optimizer", name, self._parts.optimizers)
     return self._parts.optimizers[name]
 
+  @as_written
   def _key(self, index: int) -> tf.Tensor:
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     return randomness.step_key(self._parts.seed, self._parts.global_step, replica, index)
 
+  @as_written
   def _micro_batches(self, batch: Batch) -> list[Batch]:
     count = self._parts.accumulation_steps
     if count == 1:
@@ -265,6 +279,7 @@ class Step(EvalStep):
     parts = {name: tf.split(value, count) for name, value in batch.items()}
     return [{name: parts[name][index] for name in batch} for index in range(count)]
 
+  @as_written
   def _fusion(self, variables: Sequence[Any]) -> Fusion:
     """The layout of the optimizer that owns just these variables, or one that fuses nothing."""
     wanted = [id(models.raw(v)) for v in variables]

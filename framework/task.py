@@ -24,6 +24,7 @@ import tensorflow as tf
 from framework import models
 from framework.errors import ConfigError, kind
 from framework.inputs import Batch, Source, StreamSource
+from framework.tracing import as_written
 
 if TYPE_CHECKING:
   from framework.step import EvalStep, Step
@@ -38,6 +39,7 @@ REPORTED = (
 """Names that `Task.metrics` may not use: what the framework reports of every run."""
 
 
+@as_written
 def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Weighted:
   """Sums one value an example into a (total, weight) pair.
 
@@ -90,6 +92,7 @@ class Loss(NamedTuple):
   weight: tf.Tensor
 
   @classmethod
+  @as_written
   def from_examples(cls, per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Loss:
     """Builds the local sums from per-example losses [n] and weights [n]; see `weighted_sum`."""
     return cls(*weighted_sum(per_example, weight))
@@ -115,6 +118,7 @@ class Loss(NamedTuple):
         )
     return loss
 
+  @as_written
   def plus_regularization(self, penalty: tf.Tensor | float) -> Loss:
     """Adds `penalty` (a float scalar, equal on all replicas) to the *mean* loss, once.
 
@@ -172,6 +176,7 @@ class Task:
     del outputs, batch
     return {}
 
+  @as_written
   def regularization(self) -> tf.Tensor | float:
     """Returns the penalty added once to the mean training loss (replica context).
 

@@ -27,6 +27,7 @@ from framework.metrics import MetricSums
 from framework.reduction import Reduction
 from framework.step import Step, StepParts
 from framework.task import Task
+from framework.tracing import as_written
 
 DatasetFn = Callable[[int], tf.data.Dataset]
 """position (examples already consumed) -> infinite dataset of padded global batches."""
@@ -174,6 +175,7 @@ class Trainer(orbit.AbstractTrainer):
     step.record(self._metrics)
     return finite, loss_finite
 
+  @as_written
   def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> None:
     """Counters and loss scale (cross-replica), from what all replicas agree on."""
     self.parts.loss_scale.update(finite)
@@ -181,6 +183,7 @@ class Trainer(orbit.AbstractTrainer):
     bad_step = tf.where(loss_finite, _NEVER, step)
     self._nonfinite_step.assign(tf.minimum(self._nonfinite_step, bad_step), read_value=False)
 
+  @as_written
   def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
     """Returns the next global batch and the seconds it was waited for (cross-replica)."""
     started = inputs.timestamp()

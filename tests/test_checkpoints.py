@@ -49,7 +49,7 @@ def test_resume_is_exact_to_the_bit(strategies, tmp_path, library, replicas):
   manager.save(check_interval=False)
   metrics = everything.train(whole, 6)
   expected = everything.read(manager.checkpoint.write(str(tmp_path / "whole")))
-
+  averages = [average.numpy().tobytes() for average in whole.parts.ema.averages]
   assert_copies_agree(whole, manager)
 
   resumed = make(weights_seed=6)
@@ -58,6 +58,7 @@ def test_resume_is_exact_to_the_bit(strategies, tmp_path, library, replicas):
   assert everything.train(resumed, 6) == metrics
   got = everything.read(manager.checkpoint.write(str(tmp_path / "resumed")))
   assert everything.differing(got, expected) == []
+  assert [average.numpy().tobytes() for average in resumed.parts.ema.averages] == averages
 
   skipped = [
     int(read["skipped_steps/.ATTRIBUTES/VARIABLE_VALUE"])

@@ -132,7 +132,7 @@ def log(caplog):
   absl_logging.use_absl_handler()
   logger = absl_logging.get_absl_logger()
   logger.addHandler(caplog.handler)
-  yield lambda: "\n".join(record.getMessage() for record in caplog.records)
+  yield lambda: "\n".join({id(r): r.getMessage() for r in caplog.records}.values())
   logger.removeHandler(caplog.handler)
 
 
@@ -193,7 +193,7 @@ def test_retracing_is_reported_once_a_time(one, log):
   train(trainer, 2)
   train(trainer, 2)
   assert trainer.traces == 2
-  assert log().count(": a shape or a Python value that the step depends on changed; keep") == 1
+  assert log().count("the training loop was traced again (2 times so far)") == 1
 
 
 def test_eager_mode_runs_python_at_each_step(mirrored):
@@ -362,11 +362,18 @@ def test_mixed_precision_trains_near_the_reference(precision, kind, scale, polic
   policy(precision)
   trainer, reference = make(mirrored(2), Linear(kind=kind)), Reference()
   assert trainer.parts.loss_scale.describe().startswith(scale)
-  metrics, expected = train(trainer, 10), reference.loop(10)
-  assert metrics["loss_scale"] == (2.0**15 if scale == "dynamic" else 1.0)
-  assert metrics["skipped_steps"] == 0
+  skipped = 0
+  for _ in range(15):
+    metrics = train(trainer, 1)
+    if metrics["skipped_steps"] > skipped:  # 2**15 times a slope is beyond float16 at first
+      skipped += 1
+      reference.position += BATCH
+    else:
+      expected = reference.loop(1)
+  assert (1 <= skipped <= 5) if scale == "dynamic" else (skipped == 0)
+  assert metrics["loss_scale"] == (2.0 ** (15 - skipped) if scale == "dynamic" else 1.0)
   tolerance = 2.0**-9 if precision == "mixed_float16" else 2.0**-6
-  assert metrics["loss"] == pytest.approx(expected["loss"], rel=8 * tolerance)
+  assert metrics["mae"] == pytest.approx(expected["mae"], abs=4 * tolerance)
   for kernel in kernels(trainer):
     assert kernel.dtype == np.float32
     np.testing.assert_allclose(kernel[:, 0], reference.kernel, atol=tolerance)
