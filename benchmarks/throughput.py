@@ -54,14 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
   options = _parse(arguments)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   started = time.perf_counter()
-  results = {c: _measure(c, options) for c in _configurations(options)}
+  results: dict[Configuration, dict[str, Any]] = {}
+  for configuration in _configurations(options):
+    results[configuration] = _measure(configuration, options)
+    if options.json:
+      _save(results, options.json)
   seconds = time.perf_counter() - started
   print(report(results))
   print(f"\n{len(results)} configurations in {seconds:.0f} s.")
-  if options.json:
-    with open(options.json, "w") as file:
-      json.dump({str(c): r for c, r in results.items()}, file, indent=1)
   return 1 if any(_disagreements(c, r) for c, r in results.items()) else 0
+
+
+def _save(results: Mapping[Configuration, Any], path: str) -> None:
+  with open(path, "w") as file:
+    json.dump({str(c): r for c, r in results.items()}, file, indent=1)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

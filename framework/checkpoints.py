@@ -222,7 +222,6 @@ class CheckpointManager(tf.train.CheckpointManager):
     name, folder = f"{PREFIX}-{step}", self._path(UNFINISHED)
     _remove(folder)
     self._checkpoint.write(os.path.join(folder, name), options)
-    _remove(self._path(f"{name}.index"))  # a damaged one, else it would vouch for the new data
     for file in sorted(tf.io.gfile.listdir(folder), key=lambda file: file.endswith(".index")):
       tf.io.gfile.rename(os.path.join(folder, file), self._path(file), overwrite=True)
     _remove(folder)

@@ -366,7 +366,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("damaged_before", [False, True])
-def test_a_kill_at_any_operation_of_a_save(manager, monkeypatch, damaged_before):
+def test_a_kill_at_any_operation_of_a_save(manager, monkeypatch, log, damaged_before):
   outcomes = []
   while "whole" not in outcomes:
     for name in names(manager) if os.path.isdir(manager.directory) else []:
@@ -387,6 +387,7 @@ def test_a_kill_at_any_operation_of_a_save(manager, monkeypatch, damaged_before)
     save(manager, 40)
     assert names(manager) == sorted(["checkpoint", *files_of(step, 40)])
   assert len(outcomes) > 7
+  assert damaged_before or "damaged" not in log()  # complete or absent
 
 
 def save_killed_at(manager, operation, monkeypatch):

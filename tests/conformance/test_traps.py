@@ -3,6 +3,7 @@
 The table of traps is in docs/architecture.md.
 """
 
+import gc
 import pathlib
 import subprocess
 import sys
@@ -16,6 +17,13 @@ import tensorflow as tf
 import framework
 from framework import evaluator, inputs, loss_scale, reduction, strategies, trainer
 from framework.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def end_iterators_while_they_are_young():
+  """Ending an iterator can take TensorFlow as long as it has been there; see worker.py, ALIVE."""
+  yield
+  gc.collect()
 
 
 @pytest.fixture
