@@ -16,6 +16,7 @@ from framework.metrics import MetricSums
 from framework.optimizers import Ema
 from framework.step import EvalStep
 from framework.task import Task
+from framework.tracing import as_written, converted
 
 
 class Evaluator(orbit.AbstractEvaluator):
@@ -66,14 +67,16 @@ class Evaluator(orbit.AbstractEvaluator):
       self._require_examples(results, batches)
     return results
 
+  @as_written
   def eval_step(self, batch: Any) -> None:
     """One global batch (cross-replica)."""
     self.strategy.run(self.replica_step, args=(batch,))
 
+  @as_written
   def replica_step(self, batch: Batch) -> None:
     """One replica's work: the task's step, then its metrics into the running sums."""
     step = EvalStep()
-    self.task.eval_step(step, batch)
+    converted(self.task.eval_step)(step, batch)
     step.record(self._metrics)
 
   def _require_examples(self, results: Mapping[str, float], batches: int) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from framework import models
+from framework.tracing import as_written
 
 
+@as_written
 def average(strategy: tf.distribute.Strategy, model: Any) -> None:
   """Gives every replica the mean of all copies (cross-replica).
 

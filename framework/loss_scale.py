@@ -19,11 +19,17 @@ class LossScale(tf.Module):
     """Returns the scale, a float32 scalar (any context)."""
     return 1.0
 
-  def scaled(self, total: tf.Tensor) -> tf.Tensor:
-    """Returns `total`, a float scalar, times the scale (any context)."""
+  def scaled(self, total: tf.Tensor, examples: int = 1) -> tf.Tensor:
+    """Returns `total` times the scale, over the number of examples (any context).
+
+    Args:
+      total: a float scalar, a sum over examples.
+      examples: of the global batch, so that what is scaled is as large as a mean loss: the usual
+        scales are made for means, and a sum's gradients overflow float16 sooner.
+    """
     scale = self.value()
     is_one = isinstance(scale, float) and scale == 1.0  # known when traced: costs no operation
-    return total if is_one else total * tf.cast(scale, total.dtype)
+    return total if is_one else total * tf.cast(scale / examples, total.dtype)
 
   def update(self, finite: tf.Tensor) -> None:
     """Takes note of whether this step's reduced gradients were finite (cross-replica).

@@ -23,7 +23,7 @@ from framework.metrics import MetricSums, checked
 from framework.optimizers import DEFAULT, Ema, Optimizer
 from framework.reduction import Reduction
 from framework.task import Loss, Weighted
-from framework.tracing import as_written
+from framework.tracing import as_written, converted
 
 Gradient: TypeAlias = Any
 """A tensor, or None for a variable that the loss does not touch."""
@@ -39,6 +39,7 @@ class StepParts:
   loss_scale: LossScale
   global_step: tf.Variable
   seed: int
+  global_batch_size: int = 1
   clip_norm: float | None = None
   clip_value: float | None = None
   accumulation_steps: int = 1
@@ -86,6 +87,7 @@ class Step(EvalStep):
     self._finite: list[tf.Tensor] = []
     self._loss_finite: list[tf.Tensor] = []
 
+  @as_written
   def update(self, loss_fn: LossFn, batch: Batch, optimizer: str = DEFAULT) -> Loss:
     """One update of one optimizer's variables: every verb, in order.
 
@@ -111,6 +113,7 @@ class Step(EvalStep):
     """Returns the variables that an optimizer updates."""
     return self._optimizer(optimizer).variables
 
+  @as_written
   def gradients(
     self, loss_fn: LossFn, batch: Batch, variables: Sequence[Any]
   ) -> tuple[Gradients, Loss]:
@@ -126,7 +129,7 @@ class Step(EvalStep):
 
     Returns:
       One gradient a variable, None where the loss does not touch it, each multiplied by the loss
-      scale; and the unscaled local sums.
+      scale over the global batch size (by 1 without loss scaling); and the unscaled local sums.
 
     Raises:
       ConfigError: the loss is no `Loss` of scalars, or touches none of the variables.
@@ -156,11 +159,11 @@ class Step(EvalStep):
 
   @as_written
   def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
-    """Divides summed gradients by the loss scale and by the *global* weight.
+    """Divides summed gradients by what they were scaled with and by the *global* weight.
 
     A global weight of zero gives zero gradients; `update` then skips.
     """
-    divisor = self._parts.loss_scale.scaled(loss.weight)
+    divisor = self._scaled(loss.weight)
     factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
     return _packed(gradients).map(lambda g: g * tf.cast(factor, g.dtype))
 
@@ -267,6 +270,10 @@ class Step(EvalStep):
     return self._parts.optimizers[name]
 
   @as_written
+  def _scaled(self, total: tf.Tensor) -> tf.Tensor:
+    return self._parts.loss_scale.scaled(total, self._parts.global_batch_size)
+
+  @as_written
   def _key(self, index: int) -> tf.Tensor:
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     return randomness.step_key(self._parts.seed, self._parts.global_step, replica, index)
@@ -288,6 +295,7 @@ class Step(EvalStep):
         return optimizer.fusion
     return Fusion(variables, enabled=False)
 
+  @as_written
   def _forward_backward(
     self, loss_fn: LossFn, batch: Batch, fusion: Fusion
   ) -> tuple[Gradients, Loss]:
@@ -300,14 +308,14 @@ class Step(EvalStep):
     def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Weighted]]:
       self._logged = {}
       with randomness.random_streams(key), tf.GradientTape() as tape:
-        loss = Loss.checked(loss_fn(batch))
-        scaled = self._parts.loss_scale.scaled(loss.total)
+        loss = Loss.checked(converted(loss_fn)(batch))
+        scaled = self._scaled(loss.total)
       gradients = [_dense(g) for g in tape.gradient(scaled, raw)]
       missing[:] = [g is None for g in gradients]
       return fusion.pack(gradients), loss, self._logged
 
-    compiled = tf.function(compute, jit_compile=True) if self._parts.jit_compile else compute
-    pieces, loss, logged = compiled(batch)
+    xla = tf.function(compute, jit_compile=True, autograph=False)
+    pieces, loss, logged = (xla if self._parts.jit_compile else compute)(batch)
     self._logged = outside
     self.log(logged)
     return Gradients(fusion, pieces, missing), loss

@@ -24,7 +24,7 @@ import tensorflow as tf
 from framework import models
 from framework.errors import ConfigError, kind
 from framework.inputs import Batch, Source, StreamSource
-from framework.tracing import as_written
+from framework.tracing import as_written, converted
 
 if TYPE_CHECKING:
   from framework.step import EvalStep, Step
@@ -171,6 +171,7 @@ class Task:
     """Returns this replica's sums (replica context), usually by `Loss.from_examples`."""
     raise _missing(self, "loss(outputs, batch)")
 
+  @as_written
   def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:
     """Returns name -> (total, weight), this replica's sums (replica context)."""
     del outputs, batch
@@ -194,13 +195,15 @@ class Task:
       return models.trainable_variables(self.model[optimizer])
     return models.trainable_variables(self.model)
 
+  @as_written
   def training_loss(self, step: Step, batch: Batch) -> Loss:
     """Returns the regularised local loss of one (micro-)batch: what is differentiated."""
-    outputs = self.forward(batch, training=True)
+    outputs = converted(self.forward)(batch, training=True)
     step.log(_metrics(self, outputs, batch))
-    loss = Loss.checked(self.loss(outputs, batch))
-    return loss.plus_regularization(self.regularization())
+    loss = Loss.checked(converted(self.loss)(outputs, batch))
+    return loss.plus_regularization(converted(self.regularization)())
 
+  @as_written
   def train_step(self, step: Step, batch: Batch) -> None:
     """One training step on one replica: override it for full control of the loop.
 
@@ -210,10 +213,11 @@ class Task:
     """
     step.update(lambda part: self.training_loss(step, part), batch)
 
+  @as_written
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
     """One evaluation step on one replica: logs the loss and the metrics of its examples."""
-    outputs = self.forward(batch, training=False)
-    loss = Loss.checked(self.loss(outputs, batch))
+    outputs = converted(self.forward)(batch, training=False)
+    loss = Loss.checked(converted(self.loss)(outputs, batch))
     step.log({"loss": (loss.total, loss.weight)})
     step.log(_metrics(self, outputs, batch))
 
@@ -233,7 +237,7 @@ def _missing(task: Task, method: str) -> ConfigError:
 
 def _metrics(task: Task, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:
   """Returns `task.metrics(...)`, or raises if it would mix with what the framework reports."""
-  metrics = task.metrics(outputs, batch)
+  metrics = converted(task.metrics)(outputs, batch)
   for name in REPORTED if isinstance(metrics, Mapping) else ():
     if name in metrics:
       raise ConfigError(

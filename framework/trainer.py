@@ -27,7 +27,7 @@ from framework.metrics import MetricSums
 from framework.reduction import Reduction
 from framework.step import Step, StepParts
 from framework.task import Task
-from framework.tracing import as_written
+from framework.tracing import as_written, converted
 
 DatasetFn = Callable[[int], tf.data.Dataset]
 """position (examples already consumed) -> infinite dataset of padded global batches."""
@@ -114,7 +114,8 @@ class Trainer(orbit.AbstractTrainer):
       self.parts = StepParts(
         optimizers=built, reduction=reduction,
         loss_scale=(loss_scale or _usual_loss_scale())(),
-        global_step=self.global_step, seed=seed, clip_norm=clip_norm, clip_value=clip_value,
+        global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
+        clip_norm=clip_norm, clip_value=clip_value,
         accumulation_steps=accumulation_steps, jit_compile=jit_compile, ema=ema,
       )  # fmt: skip
     dtypes = {models.raw(v).dtype for o in built.values() for v in o.variables}
@@ -160,16 +161,19 @@ class Trainer(orbit.AbstractTrainer):
         self.train_step(iterator)
     local_state.average(self.strategy, self.task.model)
 
+  @as_written
   def train_step(self, iterator: Iterator[Batch]) -> None:
     """One step (cross-replica): a global batch in, one update out."""
     batch, input_wait_s = self.next_batch(iterator)
-    finite, loss_finite = self.strategy.run(self.replica_step, args=(batch, input_wait_s))
+    replica_step = converted(self.replica_step)
+    finite, loss_finite = self.strategy.run(replica_step, args=(batch, input_wait_s))
     self.finish_step(self._first(finite), self._first(loss_finite))
 
+  @as_written
   def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """One replica's work: the task's step, then all that it logged into the running sums."""
     step = Step(self.parts)
-    self.task.train_step(step, batch)
+    converted(self.task.train_step)(step, batch)
     finite, loss_finite = step.outcome()
     step.log({"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)})
     step.record(self._metrics)
