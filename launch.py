@@ -1,6 +1,7 @@
 """Runs what a gin file describes: flags -> gin -> framework.run; nothing else lives here.
 
   python launch.py --gin_file=configs/digits_cnn.gin --gin_param="run.train_steps = 200"
+  python launch.py --gin_file=my_cluster.gin --local_workers=2  # all processes on this machine
 
 Exit status:
   0    done
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from absl import flags
 
+LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
+LOCAL_MODES = ("train", "train_and_evaluate")
 MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export")
 
 
@@ -44,21 +47,44 @@ def launch(values: flags.FlagValues) -> int:
   if values.help:
     print(__doc__, values.module_help(sys.modules[__name__]), sep="\n")
     return 0
+  model_dir = values.model_dir or os.path.join("runs", Path(values.gin_file[0]).stem)
+  if values.local_workers:
+    return launch_local(values, model_dir)
   from framework import configurables
   from framework.errors import Preempted
 
   configurables.parse(values.gin_file, values.gin_param)
   from framework.actions import NonFiniteLoss
+  from framework.cluster import ClusterError
   from framework.run import run
 
-  model_dir = values.model_dir or os.path.join("runs", Path(values.gin_file[0]).stem)
   try:
     configurables.configured(run)(mode=values.mode, model_dir=model_dir)
   except Preempted as stop:
     return _say(_first_line(stop), 75)
-  except NonFiniteLoss as failure:
+  except (NonFiniteLoss, ClusterError) as failure:
     return _say(f"failed: {_first_line(failure)}", 1)
   return 0
+
+
+def launch_local(values: flags.FlagValues, model_dir: str) -> int:
+  """Runs this command line, without LOCAL_FLAGS, in each process of a cluster on this machine."""
+  from framework.local_cluster import run_local
+
+  given = {name: values[name].value for name in values if values[name].present}
+  arguments = [
+    f"--{name}={item}"
+    for name, value in given.items()
+    if name not in LOCAL_FLAGS
+    for item in (value if isinstance(value, list) else [value])
+  ]
+  return run_local(
+    command=[sys.executable, os.path.abspath(__file__), *arguments],
+    model_dir=model_dir,
+    workers=values.local_workers,
+    ps=values.local_ps,
+    max_restarts=values.max_restarts,
+  )
 
 
 def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
@@ -68,13 +94,39 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
   flags.DEFINE_multi_string("gin_param", [], 'A binding, "run.seed = 3"; repeatable.', values)
   flags.DEFINE_enum("mode", "train_and_evaluate", MODES, "What to do.", values)
   flags.DEFINE_string("model_dir", None, "Default: runs/<name of the first gin file>.", values)
+  flags.DEFINE_integer(
+    "local_workers", 0, "Start a cluster of this many workers here; 0: no cluster.", 0, None, values
+  )
+  flags.DEFINE_integer(
+    "local_ps", 0, "And of this many parameter servers; a chief comes with them.", 0, None, values
+  )
+  flags.DEFINE_integer(
+    "max_restarts", 0, "How often to restart the cluster after a failure.", 0, None, values
+  )
   flags.DEFINE_boolean("help", False, "Print this.", values)
   arguments = values(argv)[1:]
   if arguments:
     raise flags.Error(f"unexpected {arguments[0]!r}; a gin file is --gin_file={arguments[0]}")
   if not values.gin_file and not values.help:
     raise flags.Error("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
+  _check_local_flags(values)
   return values
+
+
+def _check_local_flags(values: flags.FlagValues) -> None:
+  for name in LOCAL_FLAGS[1:]:
+    if values[name].value and not values.local_workers:
+      raise flags.Error(f"--{name}={values[name].value} needs a local cluster; add --local_workers")
+  if values.local_workers and values.mode not in LOCAL_MODES:
+    raise flags.Error(
+      f"received both --mode={values.mode} and --local_workers={values.local_workers}; "
+      f"a local cluster is for {' and '.join(LOCAL_MODES)}: leave out --local_workers"
+    )
+  if values.local_workers and "TF_CONFIG" in os.environ:
+    raise flags.Error(
+      f"received both --local_workers={values.local_workers}, which gives each process its "
+      "TF_CONFIG, and TF_CONFIG in the environment; leave out one"
+    )
 
 
 def mistake(error: Exception) -> str | None:
@@ -86,7 +138,7 @@ def mistake(error: Exception) -> str | None:
   if isinstance(error, flags.Error):
     return f"{' '.join(str(error).split())} (--help lists the flags)"
   if "[user error: " in str(error):
-    from framework.inputs import user_error
+    from framework.input_checks import user_error
 
     return user_error(error)
   hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))

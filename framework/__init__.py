@@ -11,8 +11,9 @@ if TYPE_CHECKING:
   from framework.configurables import register
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
-  from framework.inputs import ArraySource, Batch, ImageFolderSource, Source, StreamSource
+  from framework.inputs import Batch
   from framework.reduction import Reduction
+  from framework.sources import ArraySource, ImageFolderSource, Source, StreamSource
   from framework.step import EvalStep, Step
   from framework.task import Loss, Task, weighted_sum
   from framework.trainer import Trainer
@@ -45,8 +46,9 @@ _HOMES = {
   "configurables": ("register",),
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
-  "inputs": ("ArraySource", "Batch", "ImageFolderSource", "Source", "StreamSource"),
+  "inputs": ("Batch",),
   "reduction": ("Reduction",),
+  "sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
   "step": ("EvalStep", "Step"),
   "task": ("Loss", "Task", "weighted_sum"),
   "trainer": ("Trainer",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -112,9 +113,11 @@ class CheckpointManager(tf.train.CheckpointManager):
     due = self._saved_step + (self._every_steps or 0) if check_interval else 0
     if step == self._saved_step or step < due:
       return None
-    path = self._write(step, options)
+    is_chief = self._trainer.cluster.is_chief
+    path = self._write(step, options) if is_chief else self._take_part(step, options)
     self._saved_step = step
-    self._sweep()
+    if is_chief:
+      self._sweep()
     return path
 
   def restore_or_initialize(self) -> str | None:
@@ -227,6 +230,12 @@ class CheckpointManager(tf.train.CheckpointManager):
     _remove(folder)
     self._damaged.pop(self._path(name), None)
     return self._path(name)
+
+  def _take_part(self, step: int, options: tf.train.CheckpointOptions | None) -> str:
+    """Another worker's part: it gives what the chief must sum up, and keeps nothing."""
+    with tempfile.TemporaryDirectory() as scratch:
+      self._checkpoint.write(os.path.join(scratch, PREFIX), options)
+    return self._path(f"{PREFIX}-{step}")
 
   def _sweep(self) -> None:
     """Drops what is beyond `keep` or damaged, and what a kill has left without an index.

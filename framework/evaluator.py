@@ -10,6 +10,7 @@ from typing import Any
 import orbit
 import tensorflow as tf
 
+from framework import cluster
 from framework.errors import ConfigError
 from framework.inputs import Batch
 from framework.metrics import MetricSums
@@ -36,13 +37,14 @@ class Evaluator(orbit.AbstractEvaluator):
     Args:
       task: what to evaluate.
       strategy: what the model was built under.
-      dataset: finite, of padded global batches; see `inputs.eval_dataset`.
+      dataset: finite, of padded global batches (in a cluster, of this worker's rows of them); see
+        `inputs.eval_dataset`.
       ema: evaluate with these averages in place of the variables.
       eager: no tf.function at all.
     """
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
-    self._dataset = strategy.experimental_distribute_dataset(dataset)
+    self._dataset = cluster.of(strategy).distribute(dataset)
     with strategy.scope():
       self._metrics = MetricSums()
     self._compiled_step = self.eval_step if eager else tf.function(self.eval_step)
@@ -58,6 +60,7 @@ class Evaluator(orbit.AbstractEvaluator):
     """
     limit = int(num_steps)
     batches = 0
+    self._metrics.reset()  # of an evaluation that failed half way
     with self._ema.in_place() if self._ema else contextlib.nullcontext():
       for batch in itertools.islice(self._dataset, limit if limit >= 0 else None):
         self._compiled_step(batch)

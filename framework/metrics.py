@@ -57,12 +57,16 @@ class MetricSums:
     sums = (
       self._sums.numpy() if not _is_distributed(self._sums) else self._sums.read_value().numpy()
     )
-    self._sums.assign(np.zeros([CAPACITY, 2]))
+    self.reset()
     self._weightless = frozenset(name for name, row in self._rows.items() if not sums[row, 1])
     return {
       name: float(sums[row, 0] / sums[row, 1]) if sums[row, 1] else float("nan")
       for name, row in self._rows.items()
     }
+
+  def reset(self) -> None:
+    """Starts again from zero, as after a loop that failed half way (host)."""
+    self._sums.assign(np.zeros([CAPACITY, 2]))
 
   @property
   def weightless(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import io
 import json
 import math
 import os
@@ -209,6 +210,14 @@ class Reporter(orbit.utils.SummaryManagerInterface):
     if self._progress is not None:
       report = self._progress.update if self._split == "train" else self._progress.evaluation
       report(step, values)
+
+
+class Silent(io.StringIO):
+  """A stream that drops what is written: for the workers beside the chief."""
+
+  def write(self, text: str) -> int:
+    """Drops it."""
+    return len(text)
 
 
 class Progress:

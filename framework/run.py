@@ -6,6 +6,8 @@ run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digi
 from __future__ import annotations
 
 import os
+import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework import configurables, inputs, optimizers, randomness, strategies
+from framework import cluster, configurables, inputs, optimizers, randomness, strategies
 from framework.actions import Action
 from framework.errors import ConfigError, unknown
 from framework.evaluator import Evaluator
@@ -95,7 +97,21 @@ def run(
   _require_writable(model_dir)
   task = _made_task(task)
   _set_globals(seed, precision, deterministic, eager)
+  cluster.declare(
+    {
+      "task": f"{type(task).__module__}.{type(task).__qualname__}",
+      "code of the task": cluster.code_digest(sys.modules[type(task).__module__].__file__),
+      "run.train_steps": train_steps,
+      "run.global_batch_size": global_batch_size,
+      "run.steps_per_loop": steps_per_loop,
+      "run.seed": seed,
+      "run.precision": precision,
+    }
+    | configurables.bindings()
+  )
   chosen = _made_strategy(strategy)
+  here = cluster.of(chosen)
+  preprocess = task.preprocess if type(task).preprocess is not Task.preprocess else None
 
   def train_data(position: int) -> tf.data.Dataset:
     return inputs.train_dataset(
@@ -104,8 +120,9 @@ def run(
       pad_multiple=trainer.batch_multiple,
       seed=seed,
       position=position,
-      preprocess=task.preprocess,
+      preprocess=preprocess,
       shuffle=shuffle,
+      rows=here.rows(trainer.padded_batch_size),
     )
 
   trainer = configurables.configured(Trainer)(
@@ -119,11 +136,13 @@ def run(
   )
   evaluator = None
   if mode not in ("train", "export"):
+    replicas, eval_batch = chosen.num_replicas_in_sync, eval_batch_size or global_batch_size
     eval_data = inputs.eval_dataset(
       task.source("eval"),
-      global_batch_size=eval_batch_size or global_batch_size,
-      pad_multiple=chosen.num_replicas_in_sync,
-      preprocess=task.preprocess,
+      global_batch_size=eval_batch,
+      pad_multiple=replicas,
+      preprocess=preprocess,
+      rows=here.rows(inputs.padded_batch_size(eval_batch, replicas)),
     )
     evaluator = configurables.configured(Evaluator)(
       task=task, strategy=chosen, dataset=eval_data, ema=trainer.parts.ema, eager=eager
@@ -160,7 +179,7 @@ def _require_writable(model_dir: str) -> None:
       f"model_dir is {model_dir!r}; TensorFlow takes *, ?, [ and ] for wildcards and would not "
       "find its files again: choose a name without them."
     )
-  probe = os.path.join(model_dir, ".writable")
+  probe = os.path.join(model_dir, f".writable-{uuid.uuid4().hex}")  # one a worker
   try:
     tf.io.gfile.makedirs(model_dir)
     with tf.io.gfile.GFile(probe, "w") as file:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import orbit
 
@@ -42,6 +42,7 @@ class Session:
     """Restores the newest whole checkpoint of `model_dir`, if any. See `run` for the arguments."""
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
+    self.cluster = trainer.cluster
     self._train_steps, self._steps_per_loop = train_steps, steps_per_loop
     self._eval_every_steps = eval_every_steps or train_steps
     self._eval_timeout_s = eval_timeout_s
@@ -58,12 +59,15 @@ class Session:
     )
     self.metrics_log = reporting.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
     self._progress = reporting.Progress(
-      total_steps=train_steps, hidden=reporting.Progress.HIDDEN | set(QUIET)
+      total_steps=train_steps,
+      hidden=reporting.Progress.HIDDEN | set(QUIET),
+      stream=None if self.cluster.is_chief else reporting.Silent(),
     )
     self._sigterm = threading.Event()
     self._actions = self._bound(actions)
     with reporting.quiet_orbit():
       self._controller = self._make_controller()
+    self.cluster.require_same("restored step", self.step)
     self._status = "done"
 
   @property
@@ -107,8 +111,13 @@ class Session:
       "evaluate_continuously": self.evaluate_continuously,
       "export": self.export,
     }
-    with reporting.quiet_orbit(), self._progress:
+    with reporting.quiet_orbit(), self._progress, self.cluster.blaming(lambda: self.step):
       results = modes[mode]()
+    if self.cluster.is_chief:
+      self._print_result(mode, results)
+    return results
+
+  def _print_result(self, mode: str, results: Mapping[str, float]) -> None:
     print(
       reporting.result_line(
         step=self.step,
@@ -119,7 +128,6 @@ class Session:
         status=self._status,
       )
     )
-    return results
 
   def train(self) -> dict[str, float]:
     """Trains to `train_steps`; returns the last loop's metrics."""
@@ -156,15 +164,21 @@ class Session:
     self._require_checkpoint("export")
     ema = self.trainer.parts.ema
     with ema.in_place() if ema else contextlib.nullcontext():
-      export(self.trainer.task, os.path.join(self.model_dir, "export"))
+      export(
+        self.trainer.task,
+        os.path.join(self.model_dir, "export"),
+        is_chief=self.cluster.is_chief,
+      )
     return {}
 
   def _train(self, loops: Callable[[], None]) -> None:
     """Runs `loops` between what is due before and after training, until something ends them."""
-    self.metrics_log.trim(self.step)
-    reporting.atomic_write(
-      os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
-    )
+    if self.cluster.is_chief:
+      self.metrics_log.trim(self.step)
+      reporting.atomic_write(
+        os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
+      )
+    self.cluster.barrier()  # the log that the actions read is the chief's
     with self._noticing_sigterm(), self._until_stopped():
       for action in self._actions:
         action.begin()
@@ -207,13 +221,15 @@ class Session:
       )
 
   def _last_record(self, split: str) -> dict[str, float]:
+    self.cluster.barrier()  # for the chief's last line
     records = self.metrics_log.records(split)
     hidden = {"step", "split", "wall_time"}
     return {k: v for k, v in records[-1].items() if k not in hidden} if records else {}
 
   def _make_controller(self) -> orbit.Controller:
-    common = {"global_step": self.trainer.global_step, "metrics_log": self.metrics_log}
-    common |= {"model_dir": self.model_dir, "progress": self._progress}
+    common = {"global_step": self.trainer.global_step, "progress": self._progress}
+    if self.cluster.is_chief:
+      common |= {"model_dir": self.model_dir, "metrics_log": self.metrics_log}
     on = {split: [a for a in self._actions if a.on == split] for split in ("train", "eval")}
     return orbit.Controller(
       global_step=self.trainer.global_step,
@@ -241,6 +257,7 @@ class Session:
       metrics_log=self.metrics_log,
       global_step=self.trainer.global_step,
       model_dir=self.model_dir,
+      is_chief=self.cluster.is_chief,
       evaluated_weights=ema.in_place if ema else contextlib.nullcontext,
     )
     for action in actions:
@@ -267,7 +284,7 @@ class Session:
       raise
 
   def _stop_if_asked(self) -> None:
-    if self._sigterm.is_set():
+    if self.cluster.any(self._sigterm.is_set()):
       self._controller.save_checkpoint()
       raise Preempted(f"SIGTERM: saved step {self.step} in {self._manager.directory}")
 

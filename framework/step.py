@@ -22,7 +22,7 @@ from framework.loss_scale import LossScale
 from framework.metrics import MetricSums, checked
 from framework.optimizers import DEFAULT, Ema, Optimizer
 from framework.reduction import Reduction
-from framework.task import Loss, Weighted
+from framework.task import REPORTED, REPORTED_BY_UPDATES, Loss, Weighted
 from framework.tracing import as_written, converted
 
 Gradient: TypeAlias = Any
@@ -63,8 +63,12 @@ class EvalStep:
     Raises:
       ConfigError: not a dict of name -> pair of scalars.
     """
-    for name, value in checked(metrics).items():
-      total, weight = value
+    self.report(checked(metrics))
+
+  @as_written
+  def report(self, metrics: Mapping[str, Weighted]) -> None:
+    """Logs what the framework itself reports of a step; any name is allowed."""
+    for name, (total, weight) in metrics.items():
       if name in self._logged:
         total, weight = self._logged[name][0] + total, self._logged[name][1] + weight
       self._logged[name] = (total, weight)
@@ -86,6 +90,25 @@ class Step(EvalStep):
     self._seeds = 0
     self._finite: list[tf.Tensor] = []
     self._loss_finite: list[tf.Tensor] = []
+
+  @as_written
+  def log(self, metrics: Mapping[str, Weighted]) -> None:
+    """Adds (total, weight) pairs, this replica's sums, to the metrics of this step.
+
+    The same name may be logged several times: totals and weights add up.
+
+    Raises:
+      ConfigError: not a dict of name -> pair of scalars, or a name that the framework reports.
+    """
+    prefixes = ["", *map(optimizers.prefix, self._parts.optimizers)]
+    reported = {f"{p}{n}" for p in prefixes for n in REPORTED_BY_UPDATES} | set(REPORTED)
+    for name in checked(metrics):
+      if name in reported:
+        raise ConfigError(
+          f"the training step logs {name!r}, which the framework reports itself; rename it, for "
+          f"example {f'my_{name}'!r}."
+        )
+    self.report(metrics)
 
   @as_written
   def update(self, loss_fn: LossFn, batch: Batch, optimizer: str = DEFAULT) -> Loss:
@@ -232,7 +255,7 @@ class Step(EvalStep):
     """
     prefix = optimizers.prefix(optimizer)
     shown = tf.cast(finite, tf.float32)
-    self.log(
+    self.report(
       {
         f"{prefix}loss": (loss.total, loss.weight),
         f"{prefix}gradient_norm": (tf.where(finite, norm, 0.0), shown),

@@ -9,11 +9,13 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.framework import kernels
 
+from framework import cluster
 from framework.errors import ConfigError, unknown
 
 CrossDeviceOps = Literal[
   "auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "collective"
 ]
+Communication = Literal["auto", "ring", "nccl"]
 StrategyFactory = Callable[[], tf.distribute.Strategy]
 
 
@@ -72,6 +74,54 @@ def central_storage(
   return tf.distribute.experimental.CentralStorageStrategy(
     compute_devices=names, parameter_device=_known_device(parameters, _logical("CPU") + _gpus())
   )
+
+
+def multi_worker_mirrored(
+  *,
+  resolver: cluster.ResolverFactory = cluster.tf_config,
+  communication: Communication = "auto",
+  start_timeout_s: float = 300.0,
+  heartbeat_timeout_s: float = 30.0,
+) -> tf.distribute.Strategy:
+  """One process a worker, every GPU of each a replica (else its CPU), gradients summed over all.
+
+  The processes meet and compare versions, code and config before TensorFlow connects them.
+
+  Args:
+    resolver: where the addresses come from: @tf_config or @slurm, or your own factory of a
+      `tf.distribute.cluster_resolver.ClusterResolver`.
+    communication: how tensors travel: "ring" over gRPC, "nccl" between GPUs, "auto" TensorFlow's
+      choice.
+    start_timeout_s: how long to wait for the other workers to come.
+    heartbeat_timeout_s: how long a worker may be silent before the others give it up.
+
+  Raises:
+    ConfigError: no cluster, an unknown communication, or workers that were not started alike.
+    ClusterError: a worker does not come, or the own port is taken.
+  """
+  kinds = tf.distribute.experimental.CommunicationImplementation
+  choices = {"auto": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}
+  if communication not in choices:
+    raise unknown("multi_worker_mirrored.communication", communication, choices)
+  if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
+    raise ConfigError(
+      "multi_worker_mirrored.communication is 'nccl', but this worker has no GPU; use 'ring' or "
+      "'auto'."
+    )
+  for name, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
+    if not seconds > 0:
+      raise ConfigError(
+        f"multi_worker_mirrored.{name}_timeout_s is {seconds}; it must be above 0 seconds."
+      )
+  found = resolver()
+  cluster.preflight(found, timeout_s=start_timeout_s)
+  cluster.configure_runtime(
+    found, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
+  )
+  with cluster.ending_after(start_timeout_s):
+    return tf.distribute.MultiWorkerMirroredStrategy(
+      found, tf.distribute.experimental.CommunicationOptions(implementation=choices[communication])
+    )
 
 
 def auto(*, cpu_replicas: int = 1) -> tf.distribute.Strategy:

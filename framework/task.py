@@ -23,7 +23,8 @@ import tensorflow as tf
 
 from framework import models
 from framework.errors import ConfigError, kind
-from framework.inputs import Batch, Source, StreamSource
+from framework.inputs import Batch
+from framework.sources import Source, StreamSource
 from framework.tracing import as_written, converted
 
 if TYPE_CHECKING:
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 
 Weighted = tuple[tf.Tensor, tf.Tensor]
 """(total, weight): a sum over this replica's examples and the sum of their weights."""
+REPORTED_BY_UPDATES = ("loss", "gradient_norm", "learning_rate")
+"""Reported of each optimizer, behind its prefix if a task has several."""
 REPORTED = (
-  *("loss", "gradient_norm", "learning_rate", "loss_scale", "skipped", "skipped_steps"),
+  *REPORTED_BY_UPDATES,
+  *("loss_scale", "skipped", "skipped_steps"),
   *("nonfinite_step", "input_wait", "input_wait_s", "examples_per_second", "steps_per_second"),
   *("step", "split", "wall_time"),
 )

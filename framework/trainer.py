@@ -18,7 +18,7 @@ import tensorflow as tf
 import tf_keras
 from absl import logging
 
-from framework import inputs, local_state, models, optimizers, strategies
+from framework import cluster, inputs, local_state, models, optimizers, strategies
 from framework import loss_scale as loss_scales
 from framework.errors import ConfigError
 from framework.inputs import Batch
@@ -30,7 +30,9 @@ from framework.task import Task
 from framework.tracing import as_written, converted
 
 DatasetFn = Callable[[int], tf.data.Dataset]
-"""position (examples already consumed) -> infinite dataset of padded global batches."""
+"""position (examples already consumed) -> infinite dataset of padded global batches.
+
+In a cluster, of this worker's rows of them: `Cluster.rows`."""
 
 
 _NEVER = tf.int64.max
@@ -96,6 +98,7 @@ class Trainer(orbit.AbstractTrainer):
     self.batch_multiple = replicas * accumulation_steps  # what padded batches must divide by
     self.padded_batch_size = inputs.padded_batch_size(global_batch_size, self.batch_multiple)
     self.task, self.strategy, self.eager = task, strategy, eager
+    self.cluster = cluster.of(strategy)
     self.global_batch_size = global_batch_size
     self._dataset_fn = dataset_fn
     self._iterator: Iterator[Batch] | None = None
@@ -142,9 +145,13 @@ class Trainer(orbit.AbstractTrainer):
       return self._state()
     if self._iterator is None:
       self._iterator = self._make_iterator()
-    started = time.perf_counter()
-    self._compiled_loop(self._iterator, num_steps)
-    self.position.assign_add(steps * self.global_batch_size)
+    self._metrics.reset()  # of a loop that failed half way
+    before, started = int(self.global_step.numpy()), time.perf_counter()
+    try:
+      self._compiled_loop(self._iterator, num_steps)
+    finally:
+      done = int(self.global_step.numpy()) - before
+      self.position.assign_add(done * self.global_batch_size)
     results = self._metrics.result()  # waits for the device
     seconds = time.perf_counter() - started
     self._report_retracing()
@@ -175,7 +182,7 @@ class Trainer(orbit.AbstractTrainer):
     step = Step(self.parts)
     converted(self.task.train_step)(step, batch)
     finite, loss_finite = step.outcome()
-    step.log({"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)})
+    step.report({"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)})
     step.record(self._metrics)
     return finite, loss_finite
 
@@ -183,7 +190,8 @@ class Trainer(orbit.AbstractTrainer):
   def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> None:
     """Counters and loss scale (cross-replica), from what all replicas agree on."""
     self.parts.loss_scale.update(finite)
-    step = self.global_step.assign_add(1, read_value=True)
+    with tf.control_dependencies([finite]):  # a step whose input fails does not count
+      step = self.global_step.assign_add(1, read_value=True)
     bad_step = tf.where(loss_finite, _NEVER, step)
     self._nonfinite_step.assign(tf.minimum(self._nonfinite_step, bad_step), read_value=False)
 
@@ -230,7 +238,7 @@ class Trainer(orbit.AbstractTrainer):
 
   def _make_iterator(self) -> Iterator[Batch]:
     dataset = self._dataset_fn(int(self.position.numpy()))
-    return iter(self.strategy.experimental_distribute_dataset(dataset))
+    return iter(self.cluster.distribute(dataset))
 
   def _first(self, per_replica: Any) -> tf.Tensor:
     return self.strategy.experimental_local_results(per_replica)[0]

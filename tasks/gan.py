@@ -73,9 +73,15 @@ class Gan(Task):
 
   def train_step(self, step: Step, batch: Batch) -> None:
     """K discriminator updates on k shares of the batch, then one of the generator on all of it."""
-    shares = {name: tf.split(value, self._k) for name, value in batch.items()}
-    for index in range(self._k):
-      share = {name: shares[name][index] for name in batch}
+    rows = batch["weight"].shape[0]
+    if rows % self._k:
+      raise ConfigError(
+        f"Gan.discriminator_steps is {self._k}, but a replica has {rows} rows of the "
+        "batch; it must divide them: change it or run.global_batch_size."
+      )
+    for first in range(self._k):
+      # Every k-th row, so that a share holds the same examples on any number of replicas.
+      share = {name: value[first :: self._k] for name, value in batch.items()}
       step.update(self.discriminator_loss, share, optimizer="discriminator")
     step.update(self.generator_loss, batch, optimizer="generator")
 

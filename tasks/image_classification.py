@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import framework
 from framework import ArraySource, Batch, ConfigError, ImageFolderSource, Loss, Source, Task
-from framework.inputs import read_idx
+from framework.sources import read_idx
 from framework.task import Weighted, weighted_sum
 
 DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"

@@ -11,6 +11,7 @@ import tf_keras
 
 from framework import inputs, loss_scale, task
 from framework.checkpoints import CheckpointManager
+from framework.sources import ArraySource
 from framework.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
@@ -69,7 +70,7 @@ class Everything(task.Task):
   def source(self, split):
     rng = np.random.default_rng(split == "train")
     x = rng.normal(size=[EXAMPLES, 5]).astype(np.float32)
-    return inputs.ArraySource(features={"x": x, "y": np.sin(x.sum(1))})
+    return ArraySource(features={"x": x, "y": np.sin(x.sum(1))})
 
   def preprocess(self, batch, training):
     if not training:

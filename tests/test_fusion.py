@@ -11,6 +11,7 @@ import tf_keras
 from framework import fusion, inputs, kernels, loss_scale, models, optimizers
 from framework.fusion import Fusion, Gradients
 from framework.reduction import Reduction
+from framework.sources import ArraySource
 from framework.step import Step, StepParts
 from framework.task import Loss, Task
 from framework.trainer import Trainer
@@ -328,7 +329,7 @@ class TwoUpdates(Task):
   def source(self, split):
     rng = np.random.default_rng(3)
     x = rng.normal(size=[20, 4]).astype(np.float32)
-    return inputs.ArraySource(features={"x": x, "y": np.sin(x.sum(1))})
+    return ArraySource(features={"x": x, "y": np.sin(x.sum(1))})
 
   def forward(self, batch, training):
     return self.model["output"](self.model["hidden"](batch["x"]))[:, 0]

@@ -1,11 +1,7 @@
-"""Order, batches, padding, restore and errors of `framework.inputs`, against NumPy."""
+"""Batches, padding, restore, shares of workers and errors of `framework.inputs`, against NumPy."""
 
-import gzip
-import hashlib
-import io
-import itertools
 import logging
-import resource
+import re
 import struct
 import textwrap
 import time
@@ -13,201 +9,29 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from input_cases import (
+  arrays,
+  numbered,
+  of_elements,
+  one_line_error,
+  reference_hash,
+  runtime_error,
+  stream,
+  train_ids,
+)
 from PIL import Image
 
-from framework import inputs
+from framework import inputs, sources
 from framework.errors import ConfigError
-from framework.inputs import (
-  ArraySource,
-  ImageFolderSource,
-  Source,
-  StreamSource,
-  eval_dataset,
-  load_arrays,
-  padded_batch_size,
-  read_idx,
-  train_dataset,
-)
+from framework.inputs import eval_dataset, padded_batch_size, train_dataset
+from framework.sources import ArraySource, ImageFolderSource, Source, StreamSource, load_arrays
 
-
-def numbered(n, **features):
-  """A source whose feature "x" is its example's index."""
-  return ArraySource(features={"x": np.arange(n, dtype=np.int64), **features})
-
-
-def stream(n, **kwargs):
-  dataset = tf.data.Dataset.range(n).map(lambda i: {"x": i})
-  return StreamSource(dataset=dataset, **kwargs)
-
-
-def arrays(dataset, count=None):
-  return list((dataset if count is None else dataset.take(count)).as_numpy_iterator())
-
-
-def train_ids(source, steps, **kwargs):
-  """The ids of the real rows of the first batches, in order."""
-  batches = arrays(train_dataset(source, **kwargs), steps)
-  ids = np.concatenate([batch["example_id"] for batch in batches])
-  return ids[ids >= 0]
-
-
-# ---- Order ----
-
-M64 = 2**64 - 1
-
-
-def reference_hash(value, seed, purpose):
-  """SplitMix64 in Python integers."""
-  key = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=8).digest()
-  mixed = (value * 0x9E3779B97F4A7C15 + int.from_bytes(key, "little")) & M64
-  mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & M64
-  mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & M64
-  return mixed ^ mixed >> 31
-
-
-def signed(value):
-  return value - 2**64 if value >= 2**63 else value
-
-
-def reference_sorted_epoch(n, seed, epoch):
-  hashes = [signed(reference_hash(epoch * n + i, seed, "order")) for i in range(n)]
-  return sorted(range(n), key=hashes.__getitem__, reverse=True)
-
-
-def reference_ciphered_epoch(n, seed, epoch, rounds=12, word=8):
-  """The Simon cipher of eprint.iacr.org/2013/404 in words of 8 bits, walked until it is below n."""
-  low = 2**word - 1
-
-  def rotl(x, by):
-    return (x << by | x >> (word - by)) & low
-
-  def f(x):
-    return (rotl(x, 1) & rotl(x, 8)) ^ rotl(x, 2)
-
-  halves = [reference_hash(2 * epoch + i, seed, "order") for i in (0, 1)]
-  keys = [part & low for half in halves for part in (half & 0xFFFFFFFF, half >> 32)][:3]
-  z = 0x7369F885192C0EF5
-  for i in range(3, rounds):
-    last = keys[-1]
-    keys.append(
-      0xFC ^ (z >> (i - 3) & 1) ^ keys[i - 3] ^ rotl(last, word - 3) ^ rotl(last, word - 4)
-    )
-
-  def encrypt(value):
-    left, right = value >> word, value & low
-    for first, second in zip(keys[::2], keys[1::2], strict=True):
-      left = left ^ f(right) ^ first
-      right = right ^ f(left) ^ second
-    return left << word | right
-
-  values = np.arange(2 ** (2 * word), dtype=np.int64)
-  table = encrypt(values)
-  order = table[:n]
-  while (order >= n).any():
-    order = np.where(order >= n, table[order], order)
-  return order.tolist()
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 1000, 4096])
-def test_small_order_is_the_sort_of_hashes(n):
-  expected = list(itertools.chain(*(reference_sorted_epoch(n, 7, epoch) for epoch in range(3))))
-  assert train_ids(numbered(n), 3, global_batch_size=n, seed=7).tolist() == expected
-
-
-@pytest.mark.parametrize("n", [4097, 60_000])
-def test_large_order_is_the_cipher_with_a_hashed_key(n):
-  expected = reference_ciphered_epoch(n, 7, 0) + reference_ciphered_epoch(n, 7, 1)
-  assert train_ids(numbered(n), 2, global_batch_size=n, seed=7).tolist() == expected
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 10, 1000, 4096, 4097, 65_536, 65_537, 262_145])
-def test_each_epoch_is_a_permutation_and_epochs_differ(n):
-  epochs = 3 if n > 100 else 40
-  order = train_ids(numbered(n), epochs, global_batch_size=n, seed=3).reshape(epochs, n)
-  np.testing.assert_array_equal(np.sort(order), np.broadcast_to(np.arange(n), order.shape))
-  if n > 100:
-    assert len({tuple(epoch) for epoch in order}) == epochs
-  elif n > 1:
-    assert len({tuple(epoch) for epoch in order}) > 1
-
-
-def test_a_million_far_positions_of_a_huge_source_are_distinct():
-  positions = tf.range(10**15, 10**15 + 10**6, dtype=tf.int64)
-  order = inputs._order(positions, 10**12, seed=0).numpy()
-  assert np.unique(order).size == 10**6
-  assert order.min() >= 0
-  assert order.max() < 10**12
-
-
-def test_seeds_give_different_orders_also_where_their_low_bits_agree():
-  orders = {
-    tuple(train_ids(numbered(60_000), 1, global_batch_size=100, seed=seed))
-    for seed in (0, 1, 256, 65_536, 2**31, 2**32 - 1)
-  }
-  assert len(orders) == 6
-
-
-def test_epochs_do_not_repeat_after_256():
-  first = inputs._order(tf.range(1000, dtype=tf.int64), 60_000, 0).numpy()
-  later = inputs._order(tf.range(1000, dtype=tf.int64) + 256 * 60_000, 60_000, 0).numpy()
-  assert (first == later).mean() < 0.01
-
-
-@pytest.mark.parametrize("n", [1797, 60_000])
-def test_classes_mix_in_batches_as_in_a_random_order(n):
-  """The variance of class counts is the hypergeometric one, for examples sorted by class."""
-  batch, classes, epochs = 128, 10, 20
-  steps = n // batch
-  order = inputs._order(tf.range(n * epochs, dtype=tf.int64), n, 0).numpy().reshape(epochs, n)
-  labels = (order * classes // n)[:, : steps * batch].reshape(epochs, steps, batch)
-  counts = np.stack([(labels == label).sum(-1) for label in range(classes)])
-  share = 1 / classes
-  expected = batch * share * (1 - share) * (n - batch) / (n - 1)
-  assert counts.var(axis=2).mean() == pytest.approx(expected, rel=0.05)
-
-
-def test_consecutive_epochs_are_not_correlated():
-  order = inputs._order(tf.range(120_000, dtype=tf.int64), 60_000, 0).numpy().reshape(2, -1)
-  _, counts = np.unique(order[0] ^ order[1], return_counts=True)
-  assert counts.max() < 20
-
-
-def test_trap_public_index_shuffle_pads_a_batch_of_seeds_along_the_wrong_axis():
-  index = tf.range(5, dtype=tf.int64)
-  last = tf.constant(99, tf.int64)
-  with pytest.raises(tf.errors.InvalidArgumentError, match=r"matrix of size \[5, 3\].*\[6,2\]"):
-    tf.random.experimental.index_shuffle(index, tf.zeros([5, 2], tf.int32), last)
-  raw = tf.raw_ops.RandomIndexShuffle(
-    index=index, seed=tf.tile([[498247692, 0, 0]], [5, 1]), max_index=last, rounds=4
-  )
-  one_seed = tf.random.experimental.index_shuffle(index, tf.zeros([2], tf.int32), last)
-  np.testing.assert_array_equal(raw, one_seed)
-
-
-def test_trap_raw_index_shuffle_of_four_to_the_k_plus_one_is_no_permutation():
-  """If TensorFlow mends this, the order of such sources may be made simpler in a new version."""
-  n = 4**8 + 1
-  raw = tf.raw_ops.RandomIndexShuffle(
-    index=tf.range(n, dtype=tf.int64), seed=[1, 2, 3], max_index=tf.constant(n - 1, tf.int64)
-  )
-  assert np.unique(raw).size < n
-
-
-def test_trap_raw_index_shuffle_truncates_its_seed():
-  index, last = tf.range(100, dtype=tf.int64), tf.constant(59_999, tf.int64)
-  orders = [
-    tf.raw_ops.RandomIndexShuffle(index=index, seed=[9, 9, epoch], max_index=last)
-    for epoch in (0, 256)
-  ]
-  np.testing.assert_array_equal(*orders)
+# ---- Training batches ----
 
 
 def test_unshuffled_order_is_that_of_the_source():
   ids = train_ids(numbered(5), 3, global_batch_size=4, shuffle=False, position=3)
   assert ids.tolist() == [3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
-
-
-# ---- Training batches ----
 
 
 @pytest.mark.parametrize("batch", [1, 7, 32, 5000])
@@ -376,13 +200,6 @@ def test_a_source_of_ones_own():
     np.testing.assert_array_equal(batch["square"], batch["example_id"] ** 2)
 
 
-def test_in_memory_arrays_are_captured_not_copied_into_the_graph():
-  source = ArraySource(features={"x": np.zeros([1000, 1000], np.uint8)})
-  traced = tf.function(source.fetch).get_concrete_function(tf.TensorSpec([4], tf.int64))
-  assert traced.graph.as_graph_def().ByteSize() < 10_000
-  assert [tuple(outside.shape) for outside, _ in traced.graph.captures] == [(1000, 1000)]
-
-
 # ---- Evaluation ----
 
 
@@ -485,181 +302,173 @@ def test_workers_read_disjoint_rows_that_make_up_the_batch():
     np.testing.assert_array_equal(np.concatenate([first["x"], second["x"]]), whole["x"])
 
 
-# ---- Memory-mapped arrays ----
+# ---- Shares of workers ----
 
 
-def test_memory_mapped_arrays_read_like_arrays_in_memory(tmp_path):
-  rng = np.random.default_rng(1)
-  features = {
-    "image": rng.integers(0, 256, (40, 4, 3), np.uint8),
-    "value": rng.normal(size=40).astype(">f4"),
-    "text": np.array([f"t{i}" for i in range(40)], "S4"),
-  }
-  for name, array in features.items():
-    np.save(tmp_path / f"{name}.npy", array)
-  loaded = load_arrays(str(tmp_path))
-  assert {name: type(array) for name, array in loaded.items()} == dict.fromkeys(features, np.memmap)
-  for make in (train_dataset, eval_dataset):
-    kwargs = {"global_batch_size": 16, "pad_multiple": 3}
-    mapped = make(ArraySource(features={**loaded, "id": np.arange(40)}), **kwargs)
-    in_memory = make(ArraySource(features={**features, "id": np.arange(40)}), **kwargs)
-    assert mapped.element_spec == in_memory.element_spec
-    for got, expected in zip(arrays(mapped, 3), arrays(in_memory, 3), strict=True):
-      for name, value in expected.items():
-        np.testing.assert_array_equal(got[name], value)
+def mapped_source(folder):
+  np.save(folder / "x.npy", np.arange(23, dtype=np.int64))
+  np.save(folder / "text.npy", np.array([f"t{i}" for i in range(23)], "S3"))
+  weight = np.linspace(0, 2, 23, dtype=np.float32)
+  return ArraySource(features={**load_arrays(str(folder)), "weight": weight})
 
 
-def test_memory_mapped_slices_and_views_stay_mapped(tmp_path):
-  np.save(tmp_path / "x.npy", np.arange(100))
-  view = np.asarray(np.load(tmp_path / "x.npy", mmap_mode="r")[20:])
-  source = ArraySource(features={"x": view})
-  assert source._in_memory() == {}
-  for batch in arrays(train_dataset(source, global_batch_size=16), 3):
-    np.testing.assert_array_equal(batch["x"], batch["example_id"] + 20)
+def image_source(folder):
+  rng = np.random.default_rng(3)
+  for index in range(23):
+    path = folder / f"class{index % 3}" / f"{index}.png"
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(rng.integers(0, 256, (5, 4, 3), np.uint8)).save(path)
+  return ImageFolderSource(directory=str(folder), image_size=(3, 2))
 
 
-def test_a_file_larger_than_memory_is_never_loaded_whole(tmp_path):
-  rows = 2**20  # 64 GiB, of which the file system stores nothing
-  mapped = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(rows, 2**16))
-  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  dataset = train_dataset(ArraySource(features={"x": mapped}), global_batch_size=8)
-  assert sum(batch["x"].sum() for batch in arrays(dataset, 3)) == 0
-  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
-  (tmp_path / "x").unlink()
+SOURCES = {
+  "arrays": lambda folder: numbered(23, weight=np.linspace(0, 2, 23, dtype=np.float32)),
+  "many arrays": lambda folder: numbered(4100),
+  "mapped": mapped_source,
+  "images": image_source,
+  "stream": lambda folder: stream(23),
+  "stream of unknown length": lambda folder: StreamSource(
+    dataset=tf.data.Dataset.range(30).filter(lambda i: i < 23).map(lambda i: {"x": i})
+  ),
+}
 
 
-# ---- Image folders ----
+def shares(padded_rows, workers):
+  size = padded_rows // workers
+  return [range(start, start + size) for start in range(0, padded_rows, size)]
 
 
-def save_image(path, pixels):
-  path.parent.mkdir(parents=True, exist_ok=True)
-  Image.fromarray(pixels).save(path)
-  return pixels
-
-
-@pytest.fixture
-def folder(tmp_path):
-  """Two classes of 4x6 PNGs and an empty one; maps each file to its pixels."""
-  rng = np.random.default_rng(2)
-  pixels = {
-    name: save_image(tmp_path / name, rng.integers(0, 256, (4, 6, 3), np.uint8))
-    for name in ("cat/1.png", "cat/2.PNG", "dog/it's.png")
-  }
-  (tmp_path / "bird").mkdir()
-  (tmp_path / "cat" / ".hidden").write_text("")
-  (tmp_path / "notes.txt").write_text("left out")
-  return tmp_path, pixels
-
-
-def one_batch(source, **kwargs):
-  return arrays(eval_dataset(source, global_batch_size=source.num_examples, **kwargs))[0]
-
-
-def test_image_folder_delivers_pixels_and_labels_of_sorted_classes(folder):
-  directory, pixels = folder
-  source = ImageFolderSource(directory=str(directory), image_size=(4, 6), resize=False)
-  assert source.class_names == ["bird", "cat", "dog"]
-  assert source.num_examples == 3
-  batch = one_batch(source)
-  np.testing.assert_array_equal(batch["image"], np.stack(list(pixels.values())))
-  assert batch["image"].dtype == np.uint8
-  assert batch["label"].tolist() == [1, 1, 2]
-  assert batch["label"].dtype == np.int32
-
-
-def test_image_folder_trains(folder):
-  directory, pixels = folder
-  source = ImageFolderSource(directory=str(directory), image_size=(4, 6))
-  dataset = train_dataset(source, global_batch_size=5, pad_multiple=2)
-  assert dataset.element_spec["image"] == tf.TensorSpec([6, 4, 6, 3], tf.uint8)
-  for batch in arrays(dataset, 3):
-    expected = np.stack(list(pixels.values()))[batch["example_id"][:5]]
-    np.testing.assert_array_equal(batch["image"][:5], expected)
-
-
-def test_image_folder_shrinks_by_the_mean_over_areas(folder):
-  directory, pixels = folder
-  source = ImageFolderSource(directory=str(directory), image_size=(1, 2))
-  means = np.stack(list(pixels.values())).reshape(3, 1, 4, 2, 3, 3).mean(axis=(2, 4))
-  np.testing.assert_array_equal(one_batch(source)["image"], np.rint(means))
-
-
-def test_image_folder_enlarges_bilinearly(tmp_path):
-  save_image(tmp_path / "a" / "x.png", np.array([[0, 100]], np.uint8))
-  source = ImageFolderSource(directory=str(tmp_path), image_size=(2, 4), channels=1)
-  assert one_batch(source)["image"][0, :, :, 0].tolist() == [[0, 25, 75, 100]] * 2
-
-
-def test_image_folder_converts_channels_and_formats(tmp_path):
-  pixels = np.full((8, 8, 3), 200, np.uint8)
-  for name in ("1.bmp", "2.gif", "3.jpeg", "4.jpg", "5.png"):
-    save_image(tmp_path / "a" / name, pixels)
-  save_image(tmp_path / "a" / "6.png", np.full((8, 8), 200, np.uint8))
-  save_image(tmp_path / "a" / "7.png", np.full((8, 8, 4), 200, np.uint8))
-  source = ImageFolderSource(directory=str(tmp_path), image_size=(8, 8), resize=False)
-  np.testing.assert_allclose(one_batch(source)["image"].astype(int), 200, atol=1)
-
-
-def runtime_error(dataset):
-  """The user's line of what iterating over the dataset raises."""
-  with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-    arrays(dataset)
-  line = inputs.user_error(raised.value)
-  assert line is not None
-  assert "\n" not in line
-  return line
-
-
-def test_an_image_of_another_size_is_an_error_that_names_it(folder):
-  directory, _ = folder
-  path = directory / "dog" / "it's.png"
-  save_image(path, np.zeros((5, 7, 3), np.uint8))
-  source = ImageFolderSource(directory=str(directory), image_size=(4, 6), resize=False)
-  line = runtime_error(eval_dataset(source, global_batch_size=2))
-  assert line == f"{path} is 5x7 (height x width), not 4x6; set resize=True or correct image_size."
-
-
-@pytest.mark.parametrize("bad", [[0], [1], [2], [0, 2], [0, 1, 2]])
-@pytest.mark.parametrize("damage", [lambda data: b"GIF is not", lambda data: data[:60]])
-def test_a_file_that_cannot_be_decoded_is_named(folder, bad, damage):
-  directory, pixels = folder
-  paths = [directory / list(pixels)[index] for index in bad]
-  for path in paths:
-    path.write_bytes(damage(path.read_bytes()))
-  source = ImageFolderSource(directory=str(directory), image_size=(4, 6))
-  line = runtime_error(eval_dataset(source, global_batch_size=3))
-  assert line.startswith(f"{paths[0]} cannot be read as an image of 3 channels;")
-
-
-def test_the_users_line_is_found_in_what_a_compiled_loop_raises(folder, mirrored):
-  directory, pixels = folder
-  for name in pixels:
-    (directory / name).write_bytes(b"not an image")
-  source = ImageFolderSource(directory=str(directory), image_size=(4, 6))
-  strategy = mirrored(2)
-  dataset = train_dataset(source, global_batch_size=2)
-  iterator = iter(strategy.experimental_distribute_dataset(dataset))
-
-  @tf.function
-  def loop(iterator):
-    for _ in tf.range(3):
-      strategy.run(lambda batch: batch["image"], args=(next(iterator),))
-
-  with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-    loop(iterator)
-  assert "cannot be read as an image of 3 channels;" in inputs.user_error(raised.value)
-
-
-def test_other_errors_have_no_user_error():
-  assert inputs.user_error(ValueError("user error without a pipeline")) is None
-
-
-def test_user_error_survives_quotes_and_letters():
-  text = 'it\'s "ü" a\\b [x]'
-  dataset = tf.data.Dataset.range(1).map(
-    lambda i: inputs._require(i > 0, i, ["in ", text])  # AutoGraph leaves it alone
+def noisy(batch, training):
+  """Treats rows independently, and draws for each of them in training."""
+  if not training:
+    return {**batch, "double": batch["weight"] * 2}
+  noise = tf.map_fn(
+    lambda seed: tf.random.stateless_uniform([3], seed),
+    batch["seed"],
+    fn_output_signature=tf.float32,
   )
-  assert runtime_error(dataset) == f"in {text}"
+  return {**batch, "noise": noise, "copy": batch["seed"]}
+
+
+def whole_of_shares(read, workers):
+  """Returns the whole batches, after comparing them with the shares of all workers."""
+  whole, parts = read(rows=None), [read(rows=rows) for rows in shares(12, workers)]
+  assert [len(part) for part in parts] == [len(whole)] * workers
+  for batch, *pieces in zip(whole, *parts, strict=True):
+    assert [set(piece) for piece in pieces] == [set(batch)] * workers
+    for name, value in batch.items():
+      assert [len(piece[name]) for piece in pieces] == [12 // workers] * workers
+      joined = np.concatenate([piece[name] for piece in pieces])
+      np.testing.assert_array_equal(joined, value, strict=True)
+  return whole
+
+
+@pytest.mark.parametrize(("workers", "preprocess"), [(2, None), (3, noisy), (12, None)])
+@pytest.mark.parametrize("make_source", SOURCES.values(), ids=SOURCES)
+def test_shares_of_training_make_up_the_batch(tmp_path, make_source, workers, preprocess):
+  """From 6 examples before the end of an epoch, so that the first batch runs across it."""
+  source = make_source(tmp_path)
+  kwargs = {"global_batch_size": 10, "pad_multiple": 4, "seed": 3, "preprocess": preprocess}
+  kwargs["position"] = (source.num_examples or 23) - 6
+  whole = whole_of_shares(
+    lambda rows: arrays(train_dataset(source, rows=rows, **kwargs), 3), workers
+  )
+  for batch in whole:
+    assert ((batch["example_id"] < 0) == [False] * 10 + [True] * 2).all()
+  if preprocess:
+    assert len(np.unique(np.concatenate([batch["noise"][:10] for batch in whole]))) == 90
+
+
+@pytest.mark.parametrize(("workers", "preprocess"), [(2, None), (3, noisy), (12, None)])
+@pytest.mark.parametrize("make_source", SOURCES.values(), ids=SOURCES)
+def test_shares_of_an_evaluation_make_up_the_batches(tmp_path, make_source, workers, preprocess):
+  """Of 23 examples the third batch of 10 has 3: of 2 or 3 workers only the first gets any."""
+  source = make_source(tmp_path)
+  kwargs = {"global_batch_size": 10, "pad_multiple": 4, "preprocess": preprocess}
+  whole = whole_of_shares(lambda rows: arrays(eval_dataset(source, rows=rows, **kwargs)), workers)
+  ids = np.concatenate([batch["example_id"] for batch in whole])
+  assert ids[ids >= 0].tolist() == list(range(source.num_examples or 23))
+
+
+@pytest.mark.parametrize("make_source", [numbered, stream])
+def test_a_share_is_what_one_counts_by_hand(make_source):
+  """Positions 4 5 6, 7 8 9 of epochs of 7; the fourth row is padding and shows the first."""
+  kwargs = {"global_batch_size": 3, "pad_multiple": 2, "rows": range(2, 4)}
+  first, second = arrays(train_dataset(make_source(7), shuffle=False, position=4, **kwargs), 2)
+  assert first["x"].tolist() == [6, 4]
+  assert second["x"].tolist() == [2, 0]
+  assert [batch["example_id"].tolist() for batch in (first, second)] == [[6, -1], [2, -1]]
+  assert [batch["weight"].tolist() for batch in (first, second)] == [[1, 0], [1, 0]]
+  batches = arrays(eval_dataset(make_source(7), **kwargs))
+  assert [batch["x"].tolist() for batch in batches] == [[2, 0], [5, 3], [6, 6]]
+  assert [batch["example_id"].tolist() for batch in batches] == [[2, -1], [5, -1], [-1, -1]]
+
+
+def test_seeds_of_a_share_are_those_of_its_positions():
+  for make_source in (numbered, stream):
+    dataset = train_dataset(
+      make_source(7), global_batch_size=3, pad_multiple=2, seed=4, position=4, rows=range(1, 4),
+      preprocess=lambda batch, training: {**batch, "copy": batch["seed"]},
+    )  # fmt: skip
+    positions = [5, 6, 4, 8, 9, 7]  # the last of each batch is padding, which shows its first
+    expected = [struct.pack("<Q", reference_hash(p, 4, "seeds")) for p in positions]
+    got = np.concatenate([batch["copy"] for batch in arrays(dataset, 2)])
+    assert got.tolist() == [list(struct.unpack("<ii", packed)) for packed in expected]
+
+
+class Counting(Source):
+  """Remembers what it was asked for."""
+
+  num_examples = 23
+
+  def __init__(self):
+    self.shapes, self.asked = [], []
+
+  def fetch(self, indices):
+    self.shapes.append(indices.shape)
+
+    def remember(indices):
+      self.asked.append(indices.tolist())
+      return indices
+
+    return {"x": tf.ensure_shape(tf.numpy_function(remember, [indices], tf.int64), indices.shape)}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_only_the_share_is_fetched(workers):
+  for rows in shares(12, workers):
+    source = Counting()
+    arrays(eval_dataset(source, global_batch_size=10, pad_multiple=4, rows=rows))
+    expected = [
+      [start + row if row < 10 and start + row < 23 else start for row in rows]
+      for start in (0, 10, 20)
+    ]
+    assert sorted(source.asked) == expected
+    assert source.shapes == [[12 // workers]]
+
+    source = Counting()
+    dataset = train_dataset(
+      source, global_batch_size=10, pad_multiple=4, shuffle=False, position=17, rows=rows
+    )
+    arrays(dataset, 1)
+    assert [(17 + row if row < 10 else 17) % 23 for row in rows] in source.asked
+    assert {len(asked) for asked in source.asked} == {12 // workers}
+
+
+@pytest.mark.parametrize("make", [train_dataset, eval_dataset])
+@pytest.mark.parametrize("make_source", [numbered, stream])
+def test_preprocess_gets_the_share_with_static_shapes(make, make_source):
+  seen = []
+
+  def preprocess(batch, training):
+    seen.append({name: value.shape for name, value in batch.items() if name != "seed"})
+    return batch
+
+  dataset = make(
+    make_source(10), global_batch_size=5, pad_multiple=3, rows=range(1, 5), preprocess=preprocess
+  )
+  assert seen == [{"x": [4], "weight": [4], "example_id": [4]}]
+  assert {name: spec.shape for name, spec in dataset.element_spec.items()} == seen[0]
 
 
 # ---- Streams ----
@@ -734,172 +543,11 @@ def test_a_stream_that_turns_out_empty_is_a_user_error():
   assert line == "the stream has no examples; it must yield at least one in each pass."
 
 
-# ---- Files ----
-
-
-def idx_bytes(array, code):
-  head = struct.pack(">HBB", 0, code, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
-  return head + array.astype(array.dtype.newbyteorder(">")).tobytes()
-
-
-@pytest.mark.parametrize(
-  ("dtype", "code"),
-  [("u1", 0x08), ("i1", 0x09), ("i2", 0x0B), ("i4", 0x0C), ("f4", 0x0D), ("f8", 0x0E)],
-)
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_read_idx(tmp_path, dtype, code, pack):
-  array = np.arange(24).reshape(2, 3, 4).astype(dtype)
-  path = tmp_path / "file"
-  path.write_bytes(pack(idx_bytes(array, code)))
-  read = read_idx(str(path))
-  np.testing.assert_array_equal(read, array)
-  assert read.dtype == np.dtype(dtype)
-  assert read.flags.writeable
-
-
-GOOD_IDX = idx_bytes(np.zeros((2, 3), np.uint8), 0x08)
-
-
-@pytest.mark.parametrize(
-  ("data", "message"),
-  [
-    (None, "'.*/file' does not exist; give the path of an idx file."),
-    (b"", "is not an idx file: it begins with nothing"),
-    (b"\x89PNG....", "is not an idx file: it begins with 89 50 4e 47"),
-    (b"\0\0\x07\x01\0\0\0\0", "is not an idx file: it begins with 00 00 07 01"),
-    (GOOD_IDX[:-1], "holds 17 bytes, but an idx file with its head has 18; it was cut short"),
-    (GOOD_IDX + b"x", "holds 19 bytes, but an idx file with its head has 18"),
-    (GOOD_IDX[:7], "holds 7 bytes, but"),
-    (gzip.compress(GOOD_IDX)[:-9], "cannot be read .*; fetch it again."),
-    (gzip.compress(GOOD_IDX)[:12] + b"xxxx", "cannot be read .*; fetch it again."),
-  ],
-)
-def test_read_idx_errors(tmp_path, data, message):
-  path = tmp_path / "file"
-  if data is not None:
-    path.write_bytes(data)
-  with one_line_error(message):
-    read_idx(str(path))
-
-
-def test_load_arrays_of_an_npz(tmp_path):
-  np.savez(tmp_path / "data.npz", x=np.arange(3), y=np.ones((3, 2)))
-  loaded = load_arrays(str(tmp_path / "data.npz"))
-  assert sorted(loaded) == ["x", "y"]
-  np.testing.assert_array_equal(loaded["y"], np.ones((3, 2)))
-  assert ArraySource(features=loaded).num_examples == 3
-
-
-def npz_of_objects():
-  file = io.BytesIO()
-  np.savez(file, x=np.array([None, "a"], object))
-  return file.getvalue()
-
-
-def npy_of_zeros():
-  file = io.BytesIO()
-  np.save(file, np.zeros(3))
-  return file.getvalue()
-
-
-@pytest.mark.parametrize(
-  ("name", "data", "message"),
-  [
-    ("missing.npz", None, "missing.npz' does not exist; give the path of an .npz file."),
-    ("missing", None, "missing' is not there as an .npz file or a folder of .npy files."),
-    ("bad.npz", b"PK\x03\x04 not a zip file", "bad.npz' cannot be read"),
-    ("text.npz", b"text", "text.npz' cannot be read"),
-    ("array.npz", npy_of_zeros(), "array.npz' cannot be read"),
-    ("empty.npz", b"", "empty.npz' cannot be read"),
-    ("objects.npz", npz_of_objects(), "objects.npz' cannot be read .*pickle"),
-  ],
-)
-def test_load_arrays_errors(tmp_path, name, data, message):
-  if data is not None:
-    (tmp_path / name).write_bytes(data)
-  with one_line_error(message):
-    load_arrays(str(tmp_path / name))
-
-
-def test_load_arrays_of_a_folder_errors(tmp_path):
-  with one_line_error("has no arrays; it must be an .npz file or a folder of .npy files."):
-    load_arrays(str(tmp_path))
-  (tmp_path / "x.npy").write_bytes(b"\x93NUMPY\x01")
-  with one_line_error("x.npy' cannot be read"):
-    load_arrays(str(tmp_path))
-
-
 # ---- The user's mistakes ----
-
-
-def one_line_error(message):
-  return pytest.raises(ConfigError, match=rf"\A[^\n]*{message}[^\n]*\Z")
 
 
 def batch_of(**kwargs):
   return train_dataset(numbered(10), **{"global_batch_size": 4, **kwargs})
-
-
-@pytest.mark.parametrize(
-  ("features", "message"),
-  [
-    ({}, "features is a dict; it must be a dict of name -> array"),
-    ([1, 2], "features is a list"),
-    ({1: np.zeros(3)}, "features has the name 1; names must be strings"),
-    ({"x": np.zeros(0)}, "have no rows; give at least one example"),
-    ({"x": np.zeros(3), "y": np.zeros(4)}, "different lengths .'x' 3, 'y' 4."),
-    ({"x": np.float32(1)}, "'x' is a single value"),
-    ({"x": np.array([[1], [1, 2]], object)}, "'x' has dtype object"),
-    ({"x": np.zeros(3, "M8[s]")}, r"'x' has dtype datetime64\[s\]"),
-    ({"x": np.zeros(3), "seed": np.zeros(3)}, "features has a feature named 'seed'"),
-    ({"x": np.zeros(3), "example_id": np.zeros(3)}, "features has a feature named 'example_id'"),
-    ({"weight": np.ones(3)}, r"'weight' is float64 of shape \[3\]; it must be float32"),
-    ({"weight": np.ones((3, 1), np.float32)}, r"of shape \[3, 1\]; .* of shape \[3\]"),
-    ({"weight": np.array([1, -2], np.float32)}, "'weight' is -2.0 at example 1"),
-    ({"weight": np.array([np.nan], np.float32)}, "'weight' is nan at example 0"),
-  ],
-)
-def test_array_source_errors(features, message):
-  with one_line_error(message):
-    ArraySource(features=features)
-
-
-def of_elements(**elements):
-  return tf.data.Dataset.from_tensors(elements)
-
-
-@pytest.mark.parametrize(
-  ("make", "message"),
-  [
-    (lambda: [1, 2], "dataset is a list; it must be a tf.data.Dataset."),
-    (lambda: tf.data.Dataset.range(3), "not dicts; name the features first"),
-    (
-      lambda: tf.data.Dataset.zip((tf.data.Dataset.range(3),) * 2),
-      r"are a tuple, not dicts; .* dataset.map\(lambda x, y: {'x': x, 'y': y}\)",
-    ),
-    (lambda: of_elements(x=1).batch(2), r"'x' of the stream is .*\(None,\).*static shape"),
-    (lambda: of_elements(x=tf.ragged.constant([[1], []])), "'x' of the stream is RaggedTensorSpec"),
-    (lambda: of_elements(x={"y": 1}), "'x' of the stream is .*it must be a dense tensor"),
-    (lambda: of_elements(x=1, seed=1), "the stream has a feature named 'seed'"),
-    (lambda: of_elements(x=1, example_id=1), "the stream has a feature named 'example_id'"),
-    (lambda: of_elements(x=1, weight=1), "'weight' of the stream is .*float32 scalar"),
-    (lambda: of_elements(weight=[1.0]), "'weight' of the stream is .*float32 scalar"),
-    (lambda: of_elements(x=1).take(0), "the stream's dataset is empty"),
-  ],
-)
-def test_stream_source_errors(make, message):
-  with one_line_error(message):
-    StreamSource(dataset=make())
-
-
-def test_stream_source_errors_of_num_examples():
-  with one_line_error("num_examples is 0; it must be an integer, at least 1"):
-    stream(3, num_examples=0)
-  with one_line_error("num_examples is 4, but the stream's dataset has 3 examples"):
-    stream(3, num_examples=4)
-  endless = StreamSource(dataset=of_elements(x=1).repeat())
-  with one_line_error("the stream to evaluate is endless; set StreamSource's num_examples"):
-    eval_dataset(endless, global_batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -918,6 +566,30 @@ def test_stream_source_errors_of_num_examples():
 def test_argument_errors(kwargs, message):
   with one_line_error(message):
     batch_of(**kwargs)
+
+
+@pytest.mark.parametrize("make", [train_dataset, eval_dataset])
+@pytest.mark.parametrize("make_source", [numbered, stream])
+@pytest.mark.parametrize(
+  "rows",
+  [
+    range(0),
+    range(2, 2),
+    range(7),
+    range(-1, 2),
+    range(0, 6, 2),
+    range(3, 0, -1),
+    [0, 1],
+    (0, 6),
+    6,
+  ],
+)
+def test_rows_that_are_no_share_of_the_batch(make, make_source, rows):
+  message = (
+    f"rows is {re.escape(repr(rows))}; it must be a range of step 1 with at least one of the "
+  )
+  with one_line_error(message + "6 rows of a padded batch, such as range.6.."):
+    make(make_source(10), global_batch_size=5, pad_multiple=3, rows=rows)
 
 
 @pytest.mark.parametrize("make", [train_dataset, eval_dataset])
@@ -992,36 +664,6 @@ def test_a_config_error_of_preprocess_comes_through_as_it_is():
     batch_of(preprocess=preprocess)
 
 
-@pytest.mark.parametrize(
-  ("files", "kwargs", "message"),
-  [
-    (["a/x.png"], {"directory": "missing"}, "missing' is not a folder"),
-    (["x.png"], {}, "has no folders in it; it must hold one for each class"),
-    (["a/.keep", "b/.keep"], {}, "the 2 class folders of .* have no images"),
-    (["a/x.png", "a/notes.txt"], {}, "a/notes.txt' is not an image"),
-    (["a/x.png", "a/deep/y.png"], {}, "a/deep' is not an image"),
-    (["a/x.png"], {"image_size": (0, 4)}, r"image_size is \(0, 4\); it must be \(height, width\)"),
-    (["a/x.png"], {"image_size": 4}, "image_size is 4"),
-    (["a/x.png"], {"image_size": (4, 4, 3)}, r"image_size is \(4, 4, 3\)"),
-    (["a/x.png"], {"channels": 2}, "channels is 2; it must be 1"),
-  ],
-)
-def test_image_folder_errors(tmp_path, files, kwargs, message):
-  for name in files:
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).touch()
-  directory = str(tmp_path / kwargs.pop("directory", ""))
-  with one_line_error(message):
-    ImageFolderSource(**{"directory": directory, "image_size": (4, 4), **kwargs})
-
-
-def test_sources_are_made_without_touching_tensorflow(tmp_path):
-  save_image(tmp_path / "a" / "x.png", np.zeros((4, 4, 3), np.uint8))
-  images = ImageFolderSource(directory=str(tmp_path), image_size=(4, 4))
-  assert images._files._tensors is None
-  assert numbered(3)._tensors is None
-
-
 def test_the_synopsis_runs():
   synopsis = inputs.__doc__.split("\n\n")[1]
-  exec(textwrap.dedent(synopsis), {**vars(inputs)})
+  exec(textwrap.dedent(synopsis), {**vars(sources), **vars(inputs)})

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import configurables
+from framework import configurables, local_cluster
 from framework import run as RUN  # noqa: N812
 from framework.errors import ConfigError, Preempted
 
@@ -22,6 +22,7 @@ def clean(monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, "path", [*sys.path])
   monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", os.environ["TF_CPP_MIN_LOG_LEVEL"])
+  monkeypatch.delenv("TF_CONFIG", raising=False)
   yield
   gin.clear_config()
 
@@ -110,6 +111,55 @@ def test_the_flags_reach_gin_and_run(stand_in, capsys):
   assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+  ("arguments", "line"),
+  [
+    (("--local_workers=-1",), "flag --local_workers=-1: -1 is not a non-negative integer"),
+    (
+      ("--local_workers=1", "--local_ps=-2"),
+      "flag --local_ps=-2: -2 is not a non-negative integer",
+    ),
+    (
+      ("--local_workers=1", "--max_restarts=-1"),
+      "flag --max_restarts=-1: -1 is not a non-negative integer",
+    ),
+    (("--local_ps=1",), "--local_ps=1 needs a local cluster; add --local_workers"),
+    (("--max_restarts=3",), "--max_restarts=3 needs a local cluster; add --local_workers"),
+    (
+      ("--local_workers=2", "--mode=export"),
+      "received both --mode=export and --local_workers=2; a local cluster is for train and "
+      "train_and_evaluate: leave out --local_workers",
+    ),
+  ],
+)
+def test_a_mistake_in_the_flags_of_a_local_cluster(capsys, arguments, line):
+  line = f"error: {line} (--help lists the flags)"
+  assert status_and_line(capsys, "--gin_file=x.gin", *arguments) == (2, line)
+
+
+def test_a_local_cluster_inside_a_cluster(capsys, monkeypatch):
+  monkeypatch.setenv("TF_CONFIG", "{}")
+  assert status_and_line(capsys, "--gin_file=x.gin", "--local_workers=2") == (
+    2,
+    "error: received both --local_workers=2, which gives each process its TF_CONFIG, and TF_CONFIG "
+    "in the environment; leave out one (--help lists the flags)",
+  )
+
+
+@pytest.mark.parametrize("mode", ["train", "train_and_evaluate"])
+def test_a_local_cluster_runs_the_same_command_line_in_each_process(monkeypatch, mode):
+  given = {}
+  monkeypatch.setattr(local_cluster, "run_local", lambda **options: given.update(options) or 75)
+  arguments = ["--gin_file=a.gin", "--local_workers", "2", "--gin_param", "c.d=1, 2", "-local_ps=1"]
+  arguments += ["--gin_file", "b.gin", "--max_restarts=3", f"--mode={mode}"]
+  assert launch.main(["launch.py", *arguments]) == 75
+  command = [sys.executable, str(REPOSITORY / "launch.py")]
+  flags = ["--gin_file=a.gin", "--gin_file=b.gin", "--gin_param=c.d=1, 2", f"--mode={mode}"]
+  assert given["command"][:2] == command
+  assert sorted(given.pop("command")[2:]) == flags
+  assert given == {"model_dir": "runs/a", "workers": 2, "ps": 1, "max_restarts": 3}
+
+
 def refuse():
   raise ConfigError("x is 3; it must be 4.")
 
@@ -173,6 +223,7 @@ def test_help_lists_flags_and_statuses(capsys):
   out = capsys.readouterr().out
   for word in ("Exit status", "--gin_file", "--gin_param", "--mode", "--model_dir"):
     assert word in out
+  assert all(f"--{name}" in out for name in launch.LOCAL_FLAGS)
 
 
 def test_the_modes_are_those_of_run():
@@ -198,6 +249,17 @@ def command(*arguments, **options):
 def test_a_mistake_in_the_flags_does_not_wait_for_tensorflow():
   code = "import launch, sys; launch.main(['x']); sys.exit('tensorflow' in sys.modules)"
   assert command("-c", code, cwd=REPOSITORY).returncode == 0
+
+
+def test_a_local_cluster_prints_the_one_line_and_does_not_import_tensorflow():
+  Path("x.gin").write_text("run.seed = 1e3\n")
+  arguments = ["x", "--gin_file=x.gin", "--local_workers=2", "--model_dir=m"]
+  code = f"import launch, sys; print(launch.main({arguments}), 'tensorflow' in sys.modules)"
+  done = command("-c", f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); {code}")
+  assert (done.returncode, done.stdout) == (0, "2 False\n")
+  line = "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"
+  assert done.stderr in (line, f"[worker-1] {line}")
+  assert sorted(os.listdir("m/logs")) == ["worker-0.log", "worker-1.log"]
 
 
 def test_the_whole_command_prints_the_one_line():

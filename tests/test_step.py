@@ -12,6 +12,7 @@ from framework import inputs, loss_scale, models, optimizers
 from framework.errors import ConfigError
 from framework.metrics import MetricSums
 from framework.reduction import Reduction
+from framework.sources import ArraySource
 from framework.step import EvalStep, Step, StepParts
 from framework.task import Loss, Task, weighted_sum
 from framework.trainer import Trainer
@@ -532,7 +533,7 @@ class Regression(Task):
   def source(self, split):
     rng = np.random.default_rng(0)
     x = rng.normal(size=[16, 3]).astype(np.float32)
-    return inputs.ArraySource(features={"x": x, "y": x.sum(1)})
+    return ArraySource(features={"x": x, "y": x.sum(1)})
 
   def forward(self, batch, training):
     return self.model(batch["x"], training=training)[:, 0]

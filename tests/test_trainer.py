@@ -10,6 +10,7 @@ import tf_keras
 from absl import logging as absl_logging
 
 from framework import inputs, loss_scale, models
+from framework.sources import ArraySource
 from framework.task import Loss, Task, weighted_sum
 from framework.trainer import Trainer
 
@@ -42,7 +43,7 @@ class Linear(Task):
     return model
 
   def source(self, split):
-    return inputs.ArraySource(features={"x": X, "y": self.y, "weight": WEIGHT})
+    return ArraySource(features={"x": X, "y": self.y, "weight": WEIGHT})
 
   def forward(self, batch, training):
     self.forward_calls += 1
@@ -405,6 +406,12 @@ class Two(Task):
     step.update(self.part_loss("fast"), batch, "fast")
 
 
+TWO_OPTIMIZERS = {
+  "slow": lambda: keras.optimizers.SGD(RATE),
+  "fast": lambda: tf_keras.optimizers.SGD(RATE),
+}
+
+
 class Twice(Reference):
   """Two updates on each batch."""
 
@@ -417,11 +424,7 @@ class Twice(Reference):
 def test_several_optimizers(mirrored):
   task = Two()
   task.kind = "module"
-  sgd = keras.optimizers.SGD
-  trainer = make(
-    mirrored(2), task, ema_decay=0.5,
-    optimizer={"slow": lambda: sgd(RATE), "fast": lambda: tf_keras.optimizers.SGD(RATE)},
-  )  # fmt: skip
+  trainer = make(mirrored(2), task, ema_decay=0.5, optimizer=TWO_OPTIMIZERS)
   metrics = train(trainer, 6)
   slow, fast = Reference(), Twice()
   expected = slow.loop(6)
@@ -439,3 +442,34 @@ def test_several_optimizers(mirrored):
       np.testing.assert_allclose(copy.numpy()[:, 0], reference.kernel, rtol=1e-6)
     assert trainer.parts.optimizers[name].optimizer.iterations.numpy() == updates
   assert trainer.global_step.numpy() == 6
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loop_that_fails_half_way_keeps_count(replicas, mirrored):
+  """Three batches come, then an error: three steps were made, and the next goes on from there."""
+  trainer, reference = make(mirrored(replicas)), Reference()
+  endless = trainer._dataset_fn
+  trainer._dataset_fn = lambda position: endless(position).take(3)
+  with pytest.raises(tf.errors.OutOfRangeError):
+    train(trainer, 5)
+  assert trainer.global_step.numpy() == 3
+  assert trainer.position.numpy() == 3 * BATCH
+  trainer._dataset_fn = endless
+  trainer.reset_input()
+  reference.loop(3)
+  expected = reference.loop(2)
+  metrics = train(trainer, 2)
+  assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+  for kernel in kernels(trainer):
+    np.testing.assert_allclose(kernel[:, 0], reference.kernel, atol=1e-6)
+
+
+def test_a_metric_may_not_mix_with_what_an_optimizer_reports(one):
+  class Mixing(Two):
+    def train_step(self, step, batch):
+      step.log({"slow_loss": (tf.constant(1000.0), tf.constant(1.0))})
+      super().train_step(step, batch)
+
+  trainer = make(one, Mixing(), optimizer=TWO_OPTIMIZERS)
+  with pytest.raises(Exception, match="logs 'slow_loss', which the framework reports itself"):
+    train(trainer, 1)

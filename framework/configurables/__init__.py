@@ -35,7 +35,15 @@ from framework.configurables.reading import MACRO, Binding, Config, Reference, a
 from framework.configurables.table import configured, register, register_all
 from framework.configurables.values import map_references
 
-__all__ = ["check", "configured", "operative_config", "parse", "register", "register_all"]
+__all__ = [
+  "bindings",
+  "check",
+  "configured",
+  "operative_config",
+  "parse",
+  "register",
+  "register_all",
+]
 
 
 def parse(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> None:
@@ -91,6 +99,11 @@ def operative_config() -> str:
       if parameter.name not in values and is_writable(parameter.default):
         used.setdefault(f"{use.name}.{parameter.name}", parameter.default)
   return _written(config, used)
+
+
+def bindings() -> dict[str, str]:
+  """Returns what the config in force binds, name -> value as gin writes it."""
+  return {str(binding): repr(binding.value) for binding in _from_gin().bindings}
 
 
 def _written(config: Config, values: Mapping[str, Any]) -> str:

@@ -23,12 +23,16 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.trainer", "Trainer"),
   ("framework.evaluator", "Evaluator"),
   ("framework.reduction", "Reduction"),
-  ("framework.strategies", "auto default one_device mirrored central_storage"),
+  (
+    "framework.strategies",
+    "auto default one_device mirrored central_storage multi_worker_mirrored",
+  ),
+  ("framework.cluster", "tf_config slurm"),
   ("framework.loss_scale", "none fixed dynamic"),
   ("framework.schedules", "constant linear_warmup cosine_decay exponential_decay"),
   ("framework.schedules", "piecewise_constant scale_by_replicas"),
   ("framework.actions", "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
-  ("framework.inputs", "ArraySource ImageFolderSource StreamSource load_arrays"),
+  ("framework.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
 )
 """Modules, and names that each must have."""
 

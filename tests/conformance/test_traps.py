@@ -17,6 +17,7 @@ import tensorflow as tf
 import framework
 from framework import evaluator, inputs, loss_scale, reduction, strategies, trainer
 from framework.errors import ConfigError
+from framework.sources import ArraySource
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +203,7 @@ def test_an_empty_replica_has_no_mean(two):
   means = [[float(m) for m in two.experimental_local_results(step(batch))] for batch in dataset]
   np.testing.assert_array_equal(means, [[1.5, 4.5], [8.0, np.nan]])
 
-  source = inputs.ArraySource(features={"x": FIVE})
+  source = ArraySource(features={"x": FIVE})
   task = slope.Slope()
   with two.scope():
     task.model = task.build_model()
@@ -212,7 +213,7 @@ def test_an_empty_replica_has_no_mean(two):
 
 
 def test_an_idle_replica_leaves_the_update_finite(two):
-  source = inputs.ArraySource(features={"x": FIVE, "weight": np.float32([1, 1, 0, 0, 1])})
+  source = ArraySource(features={"x": FIVE, "weight": np.float32([1, 1, 0, 0, 1])})
   run = trainer.Trainer(
     task=slope.Slope(),
     strategy=two,

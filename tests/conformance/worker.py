@@ -34,6 +34,7 @@ from framework import (
   strategies,
   trainer,
 )
+from framework.sources import ArraySource
 
 
 @functools.cache
@@ -79,7 +80,7 @@ def make_dataset(case, position=0):
   """The case's own batches, padded by hand, or made and padded by framework/inputs.py."""
   if case.scenario.framework_inputs:
     return inputs.train_dataset(
-      inputs.ArraySource(features=joined(cases.global_batches(case))),
+      ArraySource(features=joined(cases.global_batches(case))),
       global_batch_size=case.scenario.batch_size,
       pad_multiple=case.replicas,
       position=position,

@@ -1,0 +1,462 @@
+"""Several processes that train one model together: who they are, and what they must agree on.
+
+Before TensorFlow connects them, which it does without a time limit and without a look at what the
+others run, the processes meet once over plain TCP, on the very addresses that training will use:
+
+    every worker    binds its own address, so that a port already taken shows at once
+    worker 1 ...    connect to worker 0 and send their facts: versions, code, config, devices
+    worker 0        waits for all, compares, and sends one verdict to all
+
+So a worker that never comes, a taken port and a worker with another config are one clear line on
+every process. Afterwards TensorFlow's own runtime takes over; it notices dead and stopped peers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import faulthandler
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.eager import context
+
+from framework.errors import ConfigError
+
+ClusterResolver: TypeAlias = Any
+"""A `tf.distribute.cluster_resolver.ClusterResolver`."""
+ResolverFactory = Callable[[], ClusterResolver]
+_PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy")
+_RETRY_S = 0.2
+_ANSWER_S = 5.0
+_LARGEST_MESSAGE = 2**24
+
+_facts: dict[str, str] = {}
+
+
+class ClusterError(RuntimeError):
+  """The cluster failed, not its user: a peer that is missing or lost, a taken port. One line."""
+
+
+# ---- Who this process is ----
+
+
+class Peer(NamedTuple):
+  """One worker of a cluster."""
+
+  job: str
+  task: int
+  address: str
+
+  @property
+  def device(self) -> str:
+    """How TensorFlow's messages name it."""
+    return f"/job:{self.job}/replica:0/task:{self.task}"
+
+  def __str__(self) -> str:
+    """Returns its name and address, "worker-1 (10.0.0.3:2222)"."""
+    return f"{self.job}-{self.task} ({self.address})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+  """The workers of a synchronous training, and this process's place among them.
+
+  Attributes:
+    strategy: what they train under.
+    index: this worker's number; worker 0 is the chief, the one that writes.
+    peers: all workers, this one included; empty without a cluster.
+  """
+
+  strategy: tf.distribute.Strategy
+  index: int = 0
+  peers: tuple[Peer, ...] = ()
+
+  @property
+  def size(self) -> int:
+    """How many workers there are."""
+    return max(1, len(self.peers))
+
+  @property
+  def is_chief(self) -> bool:
+    """Whether this process writes to the run folder."""
+    return self.index == 0
+
+  def rows(self, padded_rows: int) -> range | None:
+    """Returns this worker's rows of a global batch; None, for all, without a cluster.
+
+    Args:
+      padded_rows: a multiple of the number of replicas.
+    """
+    if self.size == 1:
+      return None
+    share = padded_rows // self.size
+    return range(self.index * share, (self.index + 1) * share)
+
+  def distribute(self, dataset: tf.data.Dataset) -> Any:
+    """Returns the distributed dataset whose elements `strategy.run` takes (host).
+
+    Args:
+      dataset: this worker's `rows` of each padded global batch.
+
+    Raises:
+      ConfigError: in a cluster, batches whose rows do not divide by this worker's replicas.
+    """
+    if self.size == 1:
+      return self.strategy.experimental_distribute_dataset(dataset)
+    replicas = self.strategy.num_replicas_in_sync // self.size
+    if replicas > 1:
+      rows = tf.nest.flatten(dataset.element_spec)[0].shape[0]
+      dataset = dataset.rebatch(rows // replicas, drop_remainder=True)
+    return self.strategy.distribute_datasets_from_function(lambda _: dataset)
+
+  def sum(self, value: int) -> int:
+    """Returns the sum of one number a worker; all workers must call it, and wait (host)."""
+    if self.size == 1:
+      return value
+    local = tf.constant(value, tf.int64)
+    summed = _summed(self.strategy)(local)
+    return int(summed) * self.size // self.strategy.num_replicas_in_sync
+
+  def any(self, flag: bool) -> bool:
+    """Whether the flag is set on any worker; all workers must call it (host)."""
+    return self.sum(int(flag)) > 0
+
+  def barrier(self) -> None:
+    """Waits until all workers have come here (host)."""
+    self.sum(0)
+
+  def require_same(self, what: str, value: int) -> None:
+    """Checks that all workers have the same number; all must call it (host).
+
+    Raises:
+      ClusterError: they do not.
+    """
+    differs = self.sum(value) != value * self.size
+    if self.any(differs):
+      raise ClusterError(
+        f"the workers do not agree on the {what}, {value} on {self.peers[self.index]}; model_dir "
+        "must be in a file system that all of them share."
+      )
+
+  @contextlib.contextmanager
+  def blaming(self, step: Callable[[], int]) -> Iterator[None]:
+    """Turns TensorFlow's account of a lost peer into one line that names it and the step.
+
+    Args:
+      step: gives the step that had been reached.
+    """
+    try:
+      yield
+    except _PEER_LOST as error:
+      if self.size == 1:
+        raise
+      raise ClusterError(f"{self._lost(str(error))}, after step {step()}") from error
+
+  def _lost(self, message: str) -> str:
+    others = [peer for place, peer in enumerate(self.peers) if place != self.index]
+    named = [peer for peer in others if re.search(rf"{peer.device}\b", message)]
+    stopped = "unhealthy" in message or "Heartbeat" in message
+    how = "does not answer any more" if stopped else "has gone"
+    return f"lost {' or '.join(map(str, named or others))}, which {how}"
+
+
+_PEER_LOST = (
+  tf.errors.AbortedError,
+  tf.errors.CancelledError,
+  tf.errors.DeadlineExceededError,
+  tf.errors.InternalError,
+  tf.errors.UnavailableError,
+)
+
+
+def of(strategy: tf.distribute.Strategy) -> Cluster:
+  """Returns the cluster that a strategy trains on, and this process's place in it."""
+  if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    return Cluster(strategy=strategy)
+  resolver = strategy.cluster_resolver
+  if resolver is None or not resolver.cluster_spec().jobs:
+    return Cluster(strategy=strategy)
+  peers, index = workers(resolver)
+  return Cluster(strategy=strategy, index=index, peers=tuple(peers))
+
+
+def workers(resolver: ClusterResolver) -> tuple[list[Peer], int]:
+  """Returns all workers, the chief first, and this process's place among them.
+
+  Raises:
+    ConfigError: this process is none of them.
+  """
+  spec = resolver.cluster_spec()
+  peers = [
+    Peer(job, task, spec.task_address(job, task))
+    for job in ("chief", "worker")
+    for task in (spec.task_indices(job) if job in spec.jobs else [])
+  ]
+  for place, peer in enumerate(peers):
+    if (peer.job, peer.task) == (resolver.task_type, resolver.task_id):
+      return peers, place
+  raise ConfigError(
+    f"this process is {resolver.task_type!r} {resolver.task_id} of a cluster of "
+    f"{', '.join(sorted(spec.jobs))}; multi_worker_mirrored trains on 'chief' and 'worker'."
+  )
+
+
+_sums: dict[int, Any] = {}
+
+
+def _summed(strategy: tf.distribute.Strategy) -> Any:
+  """A compiled sum over replicas, made once a strategy."""
+  if id(strategy) not in _sums:
+
+    @tf.function(autograph=False)
+    def summed(value: tf.Tensor) -> tf.Tensor:
+      values = strategy.run(lambda: tf.identity(value))
+      return strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None)
+
+    _sums[id(strategy)] = summed
+  return _sums[id(strategy)]
+
+
+# ---- Where the addresses come from ----
+
+
+def tf_config() -> ClusterResolver:
+  """The cluster in the environment variable TF_CONFIG: Kubeflow, Vertex AI, Ray, a local cluster.
+
+  Raises:
+    ConfigError: it is missing or not a cluster in JSON.
+  """
+  resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+  try:
+    jobs = resolver.cluster_spec().jobs
+  except (ValueError, TypeError) as error:
+    raise ConfigError(f"TF_CONFIG is not a cluster in JSON ({error}).") from error
+  if not jobs:
+    raise ConfigError(
+      "the environment variable TF_CONFIG names no cluster; start the processes with it, or try a "
+      "cluster on this machine with --local_workers=2."
+    )
+  return resolver
+
+
+def slurm(
+  *, port_base: int = 8888, gpus_per_node: int | None = None, auto_set_gpu: bool = True
+) -> ClusterResolver:
+  """The cluster of a Slurm job: one worker for each task of the step that `srun` started.
+
+  Args:
+    port_base: the first port; tasks on one node take consecutive ones.
+    gpus_per_node: None takes what Slurm says.
+    auto_set_gpu: divide a node's GPUs among its tasks by CUDA_VISIBLE_DEVICES.
+
+  Raises:
+    ConfigError: not inside a Slurm step.
+  """
+  try:
+    return tf.distribute.cluster_resolver.SlurmClusterResolver(
+      port_base=port_base, gpus_per_node=gpus_per_node, auto_set_gpu=auto_set_gpu
+    )
+  except (KeyError, RuntimeError, ValueError) as error:
+    reason = str(error).strip("'")
+    raise ConfigError(
+      f"this is no step of a Slurm job ({reason}); start it with srun, as deploy/slurm.sh does."
+    ) from error
+
+
+# ---- What they must agree on ----
+
+
+def declare(facts: Mapping[str, Any]) -> None:
+  """Adds facts about this process that must be the same on all; compared when they meet."""
+  _facts.update({name: str(value) for name, value in facts.items()})
+
+
+def facts() -> dict[str, str]:
+  """Returns what was declared, and this process's versions, code and device kinds."""
+  devices = collections.Counter(d.device_type for d in tf.config.list_physical_devices())
+  versions = {f"version of {name}": importlib.metadata.version(name) for name in _PACKAGES}
+  return {
+    **versions,
+    "version of python": platform.python_version(),
+    "code of the framework": _digest(sorted(Path(__file__).parent.rglob("*.py"))),
+    "devices": ", ".join(f"{count} {kind}" for kind, count in sorted(devices.items())),
+    **_facts,
+  }
+
+
+def code_digest(module_file: str | None) -> str:
+  """Returns a short digest of a source file; "" if there is none, as in a notebook."""
+  path = Path(module_file or "")
+  return _digest([path]) if path.is_file() else ""
+
+
+def _digest(files: Sequence[Path]) -> str:
+  content = hashlib.sha256()
+  for file in files:
+    content.update(file.name.encode() + b"\0" + file.read_bytes())
+  return content.hexdigest()[:12]
+
+
+def preflight(resolver: ClusterResolver, *, timeout_s: float) -> None:
+  """Meets the other workers and compares facts, before TensorFlow connects them (host).
+
+  Args:
+    resolver: the cluster.
+    timeout_s: how long to wait for the others.
+
+  Raises:
+    ClusterError: a worker does not come or does not answer, or this one's port is taken.
+    ConfigError: the facts differ; the same line on all workers.
+  """
+  peers, index = workers(resolver)
+  if len(peers) == 1:
+    return
+  deadline = time.monotonic() + timeout_s
+  with _bound(peers[index].address) as own:
+    meet = _lead(own, peers, deadline) if index == 0 else _report(peers, index, deadline)
+  if differs := meet.get("differs"):
+    raise ConfigError(differs)
+  if missing := meet.get("missing"):
+    raise ClusterError(f"{missing} within {timeout_s:g} s")
+
+
+def _bound(address: str) -> socket.socket:
+  """Returns a socket that listens on this process's own address."""
+  host, port = _host_and_port(address)
+  loopback = host in ("localhost", "::1") or host.startswith("127.")
+  listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+  listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  try:
+    listener.bind((host if loopback else "", port))
+  except OSError as error:
+    listener.close()
+    taken = error.errno == errno.EADDRINUSE
+    reason = "another process has taken it" if taken else error.strerror
+    raise ClusterError(f"cannot listen on {address}, this worker's own address: {reason}") from None
+  listener.listen()
+  return listener
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+  host, _, port = address.rpartition(":")
+  return host.strip("[]"), int(port)
+
+
+def _lead(listener: socket.socket, peers: Sequence[Peer], deadline: float) -> dict[str, str]:
+  """Worker 0: hears all others, and tells all of them the same."""
+  heard: dict[int, dict[str, str]] = {0: facts()}
+  with contextlib.ExitStack() as opened:
+    streams = []
+    while len(heard) < len(peers) and (left := deadline - time.monotonic()) > 0:
+      listener.settimeout(min(left, 1.0))
+      try:
+        connection = opened.enter_context(listener.accept()[0])
+        connection.settimeout(_ANSWER_S)
+        message = _received(connection)
+      except (OSError, ValueError):  # nobody yet, or not one of us
+        continue
+      if message.get("cluster") == [str(peer) for peer in peers]:
+        heard[message["index"]] = message["facts"]
+        streams.append(connection)
+    verdict = _verdict(heard, peers)
+    for connection in streams:
+      with contextlib.suppress(OSError):
+        _send(connection, verdict)
+  return verdict
+
+
+def _report(peers: Sequence[Peer], index: int, deadline: float) -> dict[str, str]:
+  """Another worker: tells worker 0, and hears the verdict."""
+  message = {"cluster": [str(peer) for peer in peers], "index": index, "facts": facts()}
+  while (left := deadline - time.monotonic()) > 0:
+    with contextlib.suppress(OSError, ValueError):
+      chief = socket.create_connection(_host_and_port(peers[0].address), timeout=left)
+      with chief:
+        _send(chief, message)
+        return _received(chief)
+    time.sleep(_RETRY_S)
+  return {"missing": f"{peers[0]} has not answered"}
+
+
+def _verdict(heard: Mapping[int, Mapping[str, str]], peers: Sequence[Peer]) -> dict[str, str]:
+  missing = [str(peer) for place, peer in enumerate(peers) if place not in heard]
+  if missing:
+    return {"missing": f"{', '.join(missing)} {'has' if len(missing) == 1 else 'have'} not come"}
+  for place in sorted(heard):
+    names = sorted(heard[0].keys() | heard[place].keys())
+    differing = [name for name in names if heard[0].get(name) != heard[place].get(name)]
+    if differing:
+      here, there = (heard[i].get(differing[0], "missing") for i in (0, place))
+      more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+      return {
+        "differs": f"{peers[place]} differs from {peers[0]} in its {differing[0]}: {there}, not "
+        f"{here}{more}; start all workers alike."
+      }
+  return {}
+
+
+def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+  connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _received(connection: socket.socket) -> dict[str, Any]:
+  with connection.makefile("rb") as lines:
+    line = lines.readline(_LARGEST_MESSAGE)
+  if not line.endswith(b"\n"):
+    raise ValueError("the line ended early")
+  message = json.loads(line)
+  if not isinstance(message, dict):
+    raise ValueError("not a message")
+  return message
+
+
+# ---- TensorFlow's runtime ----
+
+
+def configure_runtime(
+  resolver: ClusterResolver, *, heartbeat_timeout_s: float, start_timeout_s: float
+) -> None:
+  """Sets how long the runtime waits for a silent peer; before the strategy is made (host).
+
+  TensorFlow's default is no limit that a user can set. The service is the one that
+  MultiWorkerMirroredStrategy would configure itself.
+  """
+  spec = resolver.cluster_spec()
+  jobs = [job for job in ("chief", "worker") if job in spec.jobs]
+  context.context().configure_coordination_service(
+    service_type="standalone",
+    service_leader=f"/job:{jobs[0]}/replica:0/task:0",
+    cluster_register_timeout_in_ms=int(1000 * start_timeout_s),
+    heartbeat_timeout_in_ms=int(1000 * heartbeat_timeout_s),
+    shutdown_barrier_timeout_in_ms=int(1000 * heartbeat_timeout_s),
+    coordinated_jobs=[
+      coordination_config_pb2.CoordinatedJob(name=job, num_tasks=spec.num_tasks(job))
+      for job in jobs
+    ],
+  )
+
+
+@contextlib.contextmanager
+def ending_after(timeout_s: float) -> Iterator[None]:
+  """Ends the process, with a traceback, if what is inside takes longer (host).
+
+  For TensorFlow's connecting, which no signal and no exception can interrupt.
+  """
+  faulthandler.dump_traceback_later(timeout_s, exit=True)
+  try:
+    yield
+  finally:
+    faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,149 @@
+"""Every config in configs/ parses, builds what it says and trains: two steps of four images."""
+
+import re
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import gin
+import keras
+import numpy as np
+import pytest
+
+import framework
+import launch
+from framework import configurables
+from framework.actions import Action
+
+FOLDER = Path(launch.__file__).parent / "configs"
+CONFIGS = sorted(path.name for path in FOLDER.glob("*.gin"))
+STEPS, BATCH, EXAMPLES = 2, 4, 12
+
+
+def cnn_parameters(side, filters, units, channels=1, classes=10):
+  """3 x 3 convolutions and 2 x 2 poolings, then two dense layers."""
+  count = 0
+  for width in filters:
+    count += (9 * channels + 1) * width
+    channels, side = width, side // 2
+  return count + (side * side * channels + 1) * units + (units + 1) * classes
+
+
+# By config: image side, parameters by optimizer, updates a step, evaluation metrics, schedule.
+CLASSIFIER = {"updates": {"default": 1}, "metrics": {"loss", "accuracy"}}
+EXPECTED = {
+  "digits_cnn.gin": {
+    **CLASSIFIER,
+    "side": 8,
+    "parameters": {"default": cnn_parameters(8, (32, 64), 128)},
+    "rates": {0: 0.002, 750: 0.001, 1500: 0.0},
+  },
+  "fashion_mnist_cnn.gin": {
+    **CLASSIFIER,
+    "side": 28,
+    "parameters": {"default": cnn_parameters(28, (32, 64), 128)},
+    "rates": {0: 0.0, 100: 0.001, 200: 0.002, 2450: 0.001, 4700: 0.0},
+  },
+  "fashion_mnist_gan.gin": {
+    "side": 28,
+    "parameters": {"generator": 237_153, "discriminator": 36_513},
+    "updates": {"generator": 1, "discriminator": 2},
+    "metrics": {"loss", "real_accuracy", "fake_accuracy"},
+    "rates": {0: 0.0002, 4000: 0.0002},
+  },
+}
+
+
+@framework.register
+class Witness(Action):
+  """Keeps the run it is bound to."""
+
+  on = "train"
+  runs: ClassVar[list] = []
+
+  def begin(self):
+    self.runs.append(self.run)
+
+  def __call__(self, output):
+    del output
+
+
+@pytest.fixture(autouse=True)
+def process_restored(monkeypatch):
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  yield
+  gin.clear_config()
+  Witness.runs.clear()
+
+
+def fashion_mnist_files(folder):
+  """Stand-ins for its four files, each with all ten labels."""
+  rng = np.random.default_rng(0)
+  for split in ("train", "t10k"):
+    images = rng.integers(0, 256, [EXAMPLES, 28, 28])
+    for name, array in (("images-idx3", images), ("labels-idx1", np.arange(EXAMPLES) % 10)):
+      head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+      (folder / f"{split}-{name}-ubyte").write_bytes(head + array.astype(np.uint8).tobytes())
+
+
+def small(name, folder):
+  """The parameters that make a run of the config a small one, and keep its every other part."""
+  params = [
+    f"run.train_steps = {STEPS}",
+    f"run.global_batch_size = {BATCH}",
+    "run.eval_batch_size = 100",
+    "run.actions = [@Witness()]",
+  ]
+  if name.startswith("fashion_mnist"):
+    fashion_mnist_files(folder)
+    params.append(f"fashion_mnist.directory = '{folder}'")
+  return [f"--gin_param={param}" for param in params]
+
+
+def test_every_config_is_expected_here():
+  assert sorted(EXPECTED) == CONFIGS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_ends_its_schedule_with_its_training(name):
+  """The last rate that `EXPECTED` tells is the last step's; each evaluation has its checkpoint."""
+  configurables.parse([str(FOLDER / name)])
+  bound = {p: gin.query_parameter(f"run.{p}") for p in ("train_steps", "eval_every_steps")}
+  assert max(EXPECTED[name]["rates"]) == bound["train_steps"]
+  assert gin.query_parameter("run.checkpoint_every_steps") == bound["eval_every_steps"]
+  again = configurables.operative_config()
+  assert f"run.train_steps = {bound['train_steps']}" in again.splitlines()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_builds_and_trains(name, tmp_path, capsys):
+  expected, model_dir = EXPECTED[name], tmp_path / "run"
+  arguments = [f"--gin_file={FOLDER / name}", *small(name, tmp_path), f"--model_dir={model_dir}"]
+  assert launch.main(["launch.py", *arguments]) == 0
+
+  [run] = Witness.runs
+  named = run.trainer.parts.optimizers
+  for optimizer, parameters in expected["parameters"].items():
+    assert sum(int(np.prod(v.shape)) for v in named[optimizer].variables) == parameters
+    assert type(named[optimizer].optimizer) is keras.optimizers.Adam
+  assert {k: o.optimizer.iterations.numpy() for k, o in named.items()} == {
+    k: STEPS * updates for k, updates in expected["updates"].items()
+  }
+
+  for optimizer in named.values():
+    rates = {}
+    for step in expected["rates"]:
+      run.global_step.assign(step)
+      rates[step] = float(optimizer.learning_rate())
+    assert rates == pytest.approx(expected["rates"], rel=1e-5, abs=1e-9)
+
+  batch = next(iter(run.trainer._dataset_fn(0)))
+  assert batch["image"].shape == (BATCH, expected["side"], expected["side"], 1)
+  assert batch["image"].dtype == "float32"
+
+  [done] = capsys.readouterr().out.splitlines()
+  assert done.startswith(f"done: step {STEPS} | eval loss ")
+  values = dict(re.findall(r"(\w+) ([\d.]+)(?= |$)", done.split(" | ")[1].removeprefix("eval ")))
+  assert values.keys() == expected["metrics"]
+  assert 0 < float(values["loss"]) < 5  # ln 10 or 2 ln 2, as nothing much is learnt in two steps
+  assert (model_dir / "operative_config.gin").exists()

@@ -1,0 +1,222 @@
+"""The evaluator: each example once, whatever the replicas, the batches and the padding."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from framework import inputs
+from framework.errors import ConfigError
+from framework.evaluator import Evaluator
+from framework.sources import ArraySource, StreamSource
+from framework.task import Loss, Task, weighted_sum
+
+EXAMPLES = 11
+RNG = np.random.default_rng(7)
+X = RNG.normal(size=[EXAMPLES, 3]).astype(np.float32)
+Y = RNG.normal(size=EXAMPLES).astype(np.float32)
+WEIGHT = RNG.uniform(0.5, 2.0, size=EXAMPLES).astype(np.float32)
+WEIGHT[[2, 9]] = 0.0
+KERNEL = np.array([[1.0], [-0.5], [2.0]], np.float32)
+# One batch holds all, some divide by the replicas, one by the examples, most by neither.
+BATCHES = (1, 3, 4, 5, 11, 16)
+
+
+def errors(rows=slice(None)):
+  return X[rows].astype(np.float64) @ KERNEL[:, 0] - Y[rows]
+
+
+def expected(rows=slice(None)):
+  weight = WEIGHT[rows]
+  return {
+    "loss": np.average(np.square(errors(rows)), weights=weight),
+    "mae": np.average(np.abs(errors(rows)), weights=weight),
+    "above": np.average(errors(rows) > 0, weights=weight),
+  }
+
+
+class Linear(Task):
+  """x @ kernel."""
+
+  def __init__(self, *, weight=WEIGHT, stream=False):
+    self.features = {"x": X, "y": Y, "weight": weight}
+    self.stream, self.forward_calls = stream, 0
+
+  def build_model(self):
+    dense = keras.layers.Dense(1, use_bias=False, kernel_regularizer=keras.regularizers.L2(0.5))
+    model = keras.Sequential([keras.Input([3]), dense])
+    model.set_weights([KERNEL])
+    return model
+
+  def source(self, split):
+    if self.stream:
+      dataset = tf.data.Dataset.from_tensor_slices(self.features)
+      return StreamSource(dataset=dataset.filter(lambda example: True))  # of unknown length
+    return ArraySource(features=self.features)
+
+  def forward(self, batch, training):
+    assert not training
+    self.forward_calls += 1
+    return self.model(batch["x"], training=training)[:, 0]
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+
+  def metrics(self, outputs, batch):
+    error = outputs - batch["y"]
+    return {
+      "mae": weighted_sum(tf.abs(error), batch["weight"]),
+      "above": weighted_sum(error > 0, batch["weight"]),
+    }
+
+
+class Counting(Linear):
+  """Counts how often each example arrives, and how many replicas' steps there are."""
+
+  def eval_step(self, step, batch):
+    for example in range(EXAMPLES):
+      here = tf.cast(batch["example_id"] == example, tf.float32)
+      step.log({f"{example}": (tf.reduce_sum(here), 1.0 / EXAMPLES)})
+      weighed = tf.cast(batch["weight"] > 0, tf.float32)
+      step.log({f"{example} weighed": (tf.reduce_sum(here * weighed), 1.0 / EXAMPLES)})
+    step.log({"ids": weighted_sum(batch["example_id"], tf.cast(batch["weight"] > 0, tf.float32))})
+
+
+class PoisonedPadding(Linear):
+  """The outputs of padding and of what has no weight are not finite."""
+
+  def forward(self, batch, training):
+    return tf.where(batch["weight"] > 0, super().forward(batch, training), np.nan)
+
+
+def make(strategy, task=None, *, batch=4, **options):
+  task = task or Linear()
+  with strategy.scope():
+    task.model = task.build_model()
+  dataset = inputs.eval_dataset(
+    task.source("eval"), global_batch_size=batch, pad_multiple=strategy.num_replicas_in_sync
+  )
+  return Evaluator(task=task, strategy=strategy, dataset=dataset, **options)
+
+
+@pytest.fixture
+def one():
+  return tf.distribute.get_strategy()
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_means_are_those_of_numpy(replicas, batch, mirrored):
+  results = make(mirrored(replicas), batch=batch).evaluate()
+  assert results == pytest.approx(expected(), rel=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("stream", [False, True], ids=["array", "stream"])
+def test_every_example_arrives_exactly_once(replicas, stream, mirrored):
+  """In 3 batches of 4, the last of 3: on 3 replicas 2 rows more, and one replica without a row."""
+  results = make(mirrored(replicas), Counting(stream=stream)).evaluate()
+  steps = 3 * replicas
+  for example in range(EXAMPLES):
+    assert results[f"{example}"] * steps / EXAMPLES == pytest.approx(1.0, rel=1e-6)
+    weighed = results[f"{example} weighed"] * steps / EXAMPLES
+    assert weighed == pytest.approx(float(WEIGHT[example] > 0), rel=1e-6)
+  assert results["ids"] == pytest.approx(np.flatnonzero(WEIGHT).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_padding_and_examples_without_weight_do_no_harm(replicas, mirrored):
+  evaluator = make(mirrored(replicas), PoisonedPadding(), batch=5)
+  assert evaluator.evaluate() == pytest.approx(expected(), rel=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_bad_example_with_weight_shows(replicas, mirrored):
+  weight = WEIGHT.copy()
+  weight[9] = 1.0
+
+  class Poisoned(Linear):
+    def forward(self, batch, training):
+      return tf.where(batch["example_id"] == 9, np.nan, super().forward(batch, training))
+
+  results = make(mirrored(replicas), Poisoned(weight=weight)).evaluate()
+  assert np.isnan(results["loss"])
+  assert np.isnan(results["mae"])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_some_batches_can_be_asked_for(replicas, mirrored):
+  evaluator = make(mirrored(replicas))
+  for batches in (2, tf.constant(1), -1, 3, 100):
+    rows = slice(None) if batches == -1 else slice(0, 4 * int(batches))
+    assert evaluator.evaluate(batches) == pytest.approx(expected(rows), rel=1e-6)
+
+
+def test_no_batches_are_no_mistake(one):
+  assert make(one).evaluate(0) == {}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluating_again_starts_again_in_the_same_trace(replicas, mirrored):
+  evaluator = make(mirrored(replicas))
+  first = evaluator.evaluate()
+  assert [evaluator.evaluate() for _ in range(2)] == [first, first]
+  evaluator.task.model.set_weights([2 * KERNEL])
+  doubled = 2 * X.astype(np.float64) @ KERNEL[:, 0] - Y
+  assert evaluator.evaluate()["mae"] == pytest.approx(
+    np.average(np.abs(doubled), weights=WEIGHT), rel=1e-6
+  )
+  assert evaluator.task.forward_calls == replicas
+
+
+def test_eager_mode_runs_python_for_each_batch(mirrored):
+  evaluator = make(mirrored(2), eager=True)
+  assert evaluator.evaluate() == pytest.approx(expected(), rel=1e-6)
+  assert evaluator.task.forward_calls == 2 * 3
+
+
+def test_a_metric_without_any_weight_is_nan_beside_the_others(one):
+  class Never(Linear):
+    def metrics(self, outputs, batch):
+      return {"never": weighted_sum(outputs, tf.zeros_like(outputs))}
+
+  results = make(one, Never()).evaluate()
+  assert np.isnan(results["never"])
+  assert results["loss"] == pytest.approx(expected()["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("replicas", "batches"), [(1, 3), (3, 3)])
+def test_no_weight_at_all_is_a_mistake(replicas, batches, mirrored):
+  evaluator = make(mirrored(replicas), Linear(weight=np.zeros(EXAMPLES, np.float32)))
+  with pytest.raises(ConfigError, match=rf"^all examples of {batches} batches to evaluate have"):
+    evaluator.evaluate()
+
+
+def test_a_task_that_logs_nothing_has_no_results(one):
+  class Silent(Linear):
+    def eval_step(self, step, batch):
+      step.log({})
+
+  assert make(one, Silent()).evaluate() == {}
+
+
+def test_only_the_model_decides_and_nothing_changes(one):
+  evaluator = make(one)
+  evaluator.evaluate()
+  np.testing.assert_array_equal(evaluator.task.model.get_weights(), [KERNEL])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_evaluation_after_a_failed_one_counts_only_its_own(replicas, mirrored):
+  evaluator = make(mirrored(replicas))
+  whole = evaluator._dataset
+
+  def broken():
+    yield next(iter(whole))
+    raise OSError("the disk")
+
+  evaluator._dataset = broken()
+  with pytest.raises(OSError, match="the disk"):
+    evaluator.evaluate()
+  evaluator._dataset = whole
+  assert evaluator.evaluate() == pytest.approx(expected(), rel=1e-6)

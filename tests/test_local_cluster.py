@@ -1,0 +1,781 @@
+"""The local cluster: tiny children in the place of launch.py, and no TensorFlow."""
+
+import fcntl
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from framework import local_cluster
+from framework.errors import ConfigError
+from framework.local_cluster import free_ports, run_local
+
+ROOT = Path(local_cluster.__file__).parent.parent
+PRELUDE = """
+import json, os, signal, socket, subprocess, sys, time
+from pathlib import Path
+
+config = json.loads(os.environ["TF_CONFIG"])
+me = "{type}-{index}".format(**config["task"])
+everyone = [f"{kind}-{i}" for kind, hosts in config["cluster"].items() for i in range(len(hosts))]
+
+def mark(name, text=""):
+  Path(f"{name}.part").write_text(str(text))
+  os.rename(f"{name}.part", name)
+
+def await_mark(*names):
+  while not all(os.path.exists(name) for name in names):
+    time.sleep(0.005)
+
+def here():  # by now everyone runs
+  mark(f"pid.{me}", os.getpid())
+  await_mark(*[f"pid.{name}" for name in everyone])
+
+def times(name):  # how often this was called, by anyone
+  with open(name, "a") as file:
+    file.write("x")
+    return file.tell()
+
+def on(number, answer):
+  signal.signal(number, lambda *_: answer())
+
+def die(status):
+  sys.exit(status) if status >= 0 else os.kill(os.getpid(), -status)
+
+def forever():
+  while True:
+    signal.pause()
+"""
+SECONDS = r"after \d+\.\d s"
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.delenv("TF_CONFIG", raising=False)
+
+
+def child(body):
+  Path("child.py").write_text(PRELUDE + body)
+  return [sys.executable, "-S", "child.py"]
+
+
+@pytest.fixture
+def run(capsys):
+  """Runs children in a cluster; returns the status and what was shown, seconds as "N"."""
+
+  def run(body, *, workers=2, **options):
+    status = run_local(command=child(body), model_dir="m", workers=workers, **options)
+    out, err = capsys.readouterr()
+    return status, out, re.sub(SECONDS, "after N s", err)
+
+  return run
+
+
+class Parent:
+  """Runs children in a cluster of another process, which is to get signals."""
+
+  def __init__(self, body, *, constants="", stdout=subprocess.PIPE, stderr=None, **options):
+    arguments = {"command": child(body), "model_dir": "m", "workers": 2, **options}
+    code = (
+      "import json, signal, sys\n"
+      "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & ignores it
+      f"from framework import local_cluster\n{constants}\n"
+      "sys.exit(local_cluster.run_local(**json.loads(sys.argv[1])))"
+    )
+    self.popen = subprocess.Popen(
+      [sys.executable, "-c", code, json.dumps(arguments)],
+      env={**os.environ, "PYTHONPATH": str(ROOT)},
+      stdout=stdout,
+      stderr=subprocess.PIPE if stderr is None else stderr,
+      start_new_session=True,
+      text=True,
+    )
+
+  def wait_for(self, *names):
+    while not all(os.path.exists(name) for name in names):
+      assert self.popen.poll() is None, self.popen.communicate()
+      time.sleep(0.005)
+
+  def pids(self, *names):
+    self.wait_for(*[f"pid.{name}" for name in names])
+    return [int(Path(f"pid.{name}").read_text()) for name in names]
+
+  def send(self, *numbers):
+    for number in numbers:
+      self.popen.send_signal(number)
+
+  def end(self):
+    """Returns the status and what was shown, seconds as "N"."""
+    out, err = self.popen.communicate(timeout=20)
+    return self.popen.returncode, out, re.sub(SECONDS, "after N s", err)
+
+
+@pytest.fixture
+def parent():
+  started = []
+
+  def start(body, **options):
+    started.append(Parent(body, **options))
+    return started[-1]
+
+  yield start
+  for one in started:
+    one.popen.kill()
+    one.popen.communicate()
+
+
+def state(pid):
+  """Returns the kernel's letter for a process, "Z" once it has ended, even if it is gone."""
+  try:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+  except (FileNotFoundError, ProcessLookupError):
+    return "Z"
+
+
+def await_file(name):
+  while not Path(name).exists():
+    time.sleep(0.005)
+
+
+def all_end(pids, *, timeout_s=10):
+  until = time.monotonic() + timeout_s
+  while {state(pid) for pid in pids} - {"Z", "X"}:
+    assert time.monotonic() < until, [state(pid) for pid in pids]
+    time.sleep(0.005)
+  return True
+
+
+def headers(name):
+  return re.findall(rf"^=== .* {name}: .*$", Path(f"m/logs/{name}.log").read_text(), re.M)
+
+
+def test_free_ports_are_distinct_and_free():
+  ports = free_ports(20)
+  assert len(set(ports)) == 20
+  assert all(1024 <= port <= 65535 for port in ports)
+
+
+TELL = """
+mark(f"told.{me}", os.environ["TF_CONFIG"])
+address = config["cluster"][config["task"]["type"]][config["task"]["index"]]
+host, _, port = address.partition(":")
+with socket.socket() as mine:
+  mine.bind((host, int(port)))
+  mine.listen()
+"""
+
+
+def told(name):
+  return json.loads(Path(f"told.{name}").read_text())
+
+
+def hosts(config):
+  return [host for one in config["cluster"].values() for host in one]
+
+
+def test_each_worker_is_told_its_place_and_finds_its_port_free(run):
+  assert run(TELL, workers=3) == (0, "", "")
+  configs = [told(f"worker-{i}") for i in range(3)]
+  assert [c["task"] for c in configs] == [{"type": "worker", "index": i} for i in range(3)]
+  assert all(c["cluster"] == configs[0]["cluster"] for c in configs)
+  assert list(configs[0]["cluster"]) == ["worker"]
+  assert len(set(hosts(configs[0]))) == 3
+  assert all(re.fullmatch(r"127\.0\.0\.1:\d+", host) for host in hosts(configs[0]))
+
+
+def test_one_worker_is_a_cluster_too(run):
+  assert run(TELL, workers=1) == (0, "", "")
+  assert (told("worker-0")["task"], len(hosts(told("worker-0")))) == (
+    {"type": "worker", "index": 0},
+    1,
+  )
+
+
+def test_parameter_servers_and_workers_end_with_the_chief(run):
+  body = TELL + "here()\nif me != 'chief-0': forever()"
+  assert run(body, workers=2, ps=2) == (0, "", "")
+  names = ["chief-0", "worker-0", "worker-1", "ps-0", "ps-1"]
+  for name in names:
+    kind, _, index = name.partition("-")
+    assert told(name)["task"] == {"type": kind, "index": int(index)}
+  cluster = told("ps-1")["cluster"]
+  assert {kind: len(one) for kind, one in cluster.items()} == {"chief": 1, "worker": 2, "ps": 2}
+  assert len(set(hosts(told("ps-1")))) == 5
+  assert all_end([int(Path(f"pid.{name}").read_text()) for name in names])
+  assert sorted(os.listdir("m/logs")) == [
+    "chief.log", "ps-0.log", "ps-1.log", "worker-0.log", "worker-1.log",
+  ]  # fmt: skip
+
+
+FAILED = "failed: worker-1 {} after N s; its log is m/logs/worker-1.log\n"
+
+
+@pytest.mark.parametrize(
+  ("status", "expected", "line"),
+  [
+    (0, 0, ""),
+    (1, 1, FAILED.format("ended with status 1")),
+    (3, 1, FAILED.format("ended with status 3")),
+    (130, 1, FAILED.format("ended with status 130")),
+    (-9, 1, FAILED.format("was killed by SIGKILL")),
+    (-11, 1, FAILED.format("was killed by SIGSEGV")),
+    (2, 2, "[worker-1] worker-1 ended with status 2 after N s\n"),
+  ],
+)
+def test_the_status_of_one_worker_is_that_of_the_run(run, status, expected, line):
+  body = f"""
+here()
+if me == "worker-1": die({status})
+if {status}: forever()
+"""
+  assert run(body) == (expected, "", line)
+  assert all_end([int(Path(f"pid.worker-{i}").read_text()) for i in range(2)])
+
+
+def test_all_that_saved_are_a_run_that_saved(run):
+  assert run("here(); die(75)", max_restarts=3) == (75, "", "")
+  assert len(headers("worker-0")) == 1
+
+
+def test_one_that_saved_and_one_that_was_done(run):
+  assert run("here(); die(75 if me == 'worker-1' else 0)") == (75, "", "")
+
+
+def test_one_that_saved_and_one_that_failed(run):
+  body = "here(); die(75) if me == 'worker-0' else (await_mark('now'), die(1))"
+  Path("now").touch()
+  assert run(body) == (1, "", FAILED.format("ended with status 1"))
+
+
+def test_one_that_saved_and_one_that_hangs(run):
+  body = "here(); die(75) if me == 'worker-0' else forever()"
+  line = FAILED.format("did not end within 0.2 s of SIGTERM")
+  assert run(body, grace_s=0.2) == (1, "", line)
+
+
+MISTAKE = "error: x is 3; it must be 4."
+
+
+def test_everyones_mistake_is_shown_once(run):
+  body = f"here(); print({MISTAKE!r}, file=sys.stderr); die(2)"
+  status, out, err = run(body, workers=3, max_restarts=3)
+  assert (status, out) == (2, "")
+  assert err in (f"{MISTAKE}\n", f"[worker-1] {MISTAKE}\n", f"[worker-2] {MISTAKE}\n")
+  assert len(headers("worker-0")) == 1
+
+
+def test_the_chiefs_mistake_is_shown_as_it_is(run):
+  body = f"here()\nif me != 'worker-0': forever()\nprint({MISTAKE!r}, file=sys.stderr); die(2)"
+  assert run(body) == (2, "", f"{MISTAKE}\n")
+
+
+def test_the_mistake_of_another_is_shown_with_its_name(run):
+  body = f"here()\nif me != 'worker-1': forever()\nprint('x'); print({MISTAKE!r}); die(2)"
+  assert run(body) == (2, "", f"[worker-1] {MISTAKE}\n")
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0)])
+def test_the_blame_goes_to_the_first_even_if_both_have_ended_when_one_looks(parent, first, second):
+  one = parent("here(); await_mark(f'go.{me}'); die(4)")
+  pids = one.pids("worker-0", "worker-1")
+  one.send(signal.SIGSTOP)
+  for number in (first, second):
+    Path(f"go.worker-{number}").touch()
+    all_end(pids[number : number + 1])
+  one.send(signal.SIGCONT)
+  line = FAILED.format("ended with status 4").replace("worker-1", f"worker-{first}")
+  assert one.end() == (1, "", line)
+
+
+def test_a_failure_shows_the_last_lines_of_another_but_not_of_the_chief(run):
+  body = """
+here()
+if me != {!r}: forever()
+for i in range(30): print("line", i)
+sys.exit("Boom: a bug")
+"""
+  lines = "".join(f"[worker-1] line {i}\n" for i in range(11, 30))
+  assert run(body.format("worker-1")) == (
+    1, "", f"{lines}[worker-1] Boom: a bug\n" + FAILED.format("ended with status 1"),
+  )  # fmt: skip
+  Path("pid.worker-0").unlink()
+  assert run(body.format("worker-0")) == (
+    1,
+    "".join(f"line {i}\n" for i in range(30)),
+    "Boom: a bug\n" + FAILED.format("ended with status 1").replace("worker-1", "worker-0"),
+  )
+
+
+FAIL_TWICE = """
+number = times(f"starts.{me}")
+mark(f"told.{me}.{number}", json.dumps(config))
+await_mark(*[f"told.{name}.{number}" for name in everyone])
+if number < 3:
+  if me == "worker-1": die(-9)
+  forever()
+"""
+
+
+def test_restarts_are_counted_and_take_fresh_ports(run):
+  line = "worker-1 was killed by SIGKILL after N s; starting all again, attempt {} of 2\n"
+  assert run(FAIL_TWICE, max_restarts=2) == (0, "", line.format(1) + line.format(2))
+  ports = [tuple(hosts(told(f"worker-0.{number}"))) for number in (1, 2, 3)]
+  assert len(set(ports)) == 3
+  assert [told(f"worker-1.{n}")["cluster"]["worker"] for n in (1, 2, 3)] == [*map(list, ports)]
+  assert len(headers("worker-0")) == len(headers("worker-1")) == 3
+
+
+def test_restarts_come_to_an_end(run):
+  line = "worker-1 was killed by SIGKILL after N s; starting all again, attempt 1 of 1\n"
+  assert run(FAIL_TWICE, max_restarts=1) == (
+    1,
+    "",
+    line + FAILED.format("was killed by SIGKILL"),
+  )
+  assert Path("starts.worker-0").read_text() == "xx"
+
+
+def test_one_worker_alone_is_supervised(run):
+  line = "worker-0 ended with status 1 after N s; starting all again, attempt 1 of 5\n"
+  assert run("die(times('starts') == 1)", workers=1, max_restarts=5) == (0, "", line)
+
+
+PORT_TAKEN = "errors_impl.UnknownError: Could not start gRPC server"
+
+
+def test_a_taken_port_is_no_failure(run):
+  body = f"here()\nif me == 'worker-1' and times('n') == 1: sys.exit({PORT_TAKEN!r})"
+  line = "worker-1 found its port taken; starting all again with other ports\n"
+  assert run(body) == (0, "", line)
+
+
+def test_a_port_that_is_always_taken_is_a_failure(run):
+  body = f"here()\nif me == 'worker-1': times('n'); sys.exit({PORT_TAKEN!r})\nforever()"
+  line = "worker-1 found its port taken; starting all again with other ports\n"
+  assert run(body) == (
+    1, "", 3 * line + f"[worker-1] {PORT_TAKEN}\n" + FAILED.format("ended with status 1"),
+  )  # fmt: skip
+  assert Path("n").read_text() == "xxxx"
+
+
+WORKER_DIES_ONCE = """
+number = times(f"starts.{me}")
+mark(f"told.{me}.{number}", json.dumps(config))
+here()
+if me == "worker-1" and number == 1: die(-9)
+if me != "chief-0": forever()
+await_mark("told.worker-1.2")
+"""
+
+
+def test_a_worker_beside_parameter_servers_is_restarted_alone(run):
+  line = "worker-1 was killed by SIGKILL after N s; starting it again, attempt 1 of 1\n"
+  assert run(WORKER_DIES_ONCE, ps=1, max_restarts=1) == (0, "", line)
+  assert told("worker-1.1") == told("worker-1.2")
+  starts = {name: Path(f"starts.{name}").read_text() for name in ("chief-0", "worker-0", "ps-0")}
+  assert starts == {"chief-0": "x", "worker-0": "x", "ps-0": "x"}
+
+
+def test_a_worker_beside_parameter_servers_that_may_not_be_restarted(run):
+  assert run(WORKER_DIES_ONCE, ps=1) == (1, "", FAILED.format("was killed by SIGKILL"))
+
+
+def test_a_lost_parameter_server_restarts_all(run):
+  body = """
+number = times(f"starts.{me}")
+mark(f"told.{me}.{number}", json.dumps(config))
+await_mark(*[f"told.{name}.{number}" for name in everyone])
+if me == "ps-0" and number == 1: die(-9)
+if me != "chief-0" or number == 1: forever()
+"""
+  line = "ps-0 was killed by SIGKILL after N s; starting all again, attempt 1 of 1\n"
+  assert run(body, workers=1, ps=1, max_restarts=1) == (0, "", line)
+  assert Path("starts.chief-0").read_text() == Path("starts.worker-0").read_text() == "xx"
+  assert not {*hosts(told("chief-0.1"))} & {*hosts(told("chief-0.2"))}
+
+
+@pytest.mark.parametrize(
+  ("status", "expected", "line"),
+  [
+    (1, 1, "failed: chief ended with status 1 after N s; its log is m/logs/chief.log\n"),
+    (2, 2, "[chief] chief ended with status 2 after N s\n"),
+    (75, 75, ""),
+  ],
+)
+def test_the_status_of_the_chief_counts(run, status, expected, line):
+  body = f"here()\nif me != 'chief-0': forever()\ndie({status})"
+  assert run(body, workers=1, ps=1) == (expected, "", line)
+
+
+def test_the_mistake_of_a_worker_beside_parameter_servers(run):
+  body = f"here()\nif me != 'worker-0': forever()\nprint({MISTAKE!r}); die(2)"
+  status = run(body, workers=1, ps=1, max_restarts=3)
+  assert status == (2, "", f"[worker-0] {MISTAKE}\n")
+
+
+SAVE = """
+def save():
+  mark(f"saved.{me}", times(f"signals.{me}"))
+  print("saved", file=sys.stderr, flush=True)
+  die(75)
+on(signal.SIGTERM, save)
+here()
+forever()
+"""
+
+
+def test_sigterm_lets_everyone_save(parent):
+  one = parent(SAVE, max_restarts=3)
+  pids = one.pids("worker-0", "worker-1")
+  one.send(signal.SIGTERM)
+  assert one.end() == (75, "", "saved\n")
+  assert all_end(pids)
+  assert [Path(f"saved.worker-{i}").read_text() for i in range(2)] == ["1", "1"]
+
+
+def test_one_that_hangs_on_sigterm_is_killed_after_the_grace(parent):
+  one = parent(
+    "on(signal.SIGTERM, lambda: die(75) if me == 'worker-0' else mark('heard')); here(); forever()",
+    grace_s=0.3,
+    max_restarts=3,
+  )
+  pids = one.pids("worker-0", "worker-1")
+  one.send(signal.SIGTERM)
+  assert one.end() == (1, "", FAILED.format("did not end within 0.3 s of SIGTERM"))
+  assert all_end(pids)
+  assert Path("heard").exists()
+
+
+def test_one_that_fails_on_sigterm_does_not_stop_another_that_saves(parent):
+  one = parent(
+    """
+def answer():
+  if me == "worker-1": die(1)
+  while os.path.exists("/proc/" + Path("pid.worker-1").read_text()): time.sleep(0.005)
+  mark("saved")
+  die(75)
+on(signal.SIGTERM, answer)
+here()
+forever()
+"""
+  )
+  one.pids("worker-0", "worker-1")
+  one.send(signal.SIGTERM)
+  assert one.end() == (1, "", FAILED.format("ended with status 1"))
+  assert Path("saved").exists()
+
+
+def test_parameter_servers_outlive_the_chief_that_saves_them(parent):
+  one = parent(
+    """
+def save():
+  mark("alive", all(os.path.exists("/proc/" + Path(f"pid.{n}").read_text()) for n in everyone))
+  die(75)
+if me == "chief-0": on(signal.SIGTERM, save)
+else: on(signal.SIGTERM, lambda: mark(f"signalled.{me}"))
+here()
+forever()
+""",
+    workers=1,
+    ps=1,
+  )
+  pids = one.pids("chief-0", "worker-0", "ps-0")
+  one.send(signal.SIGTERM)
+  assert one.end() == (75, "", "")
+  assert all_end(pids)
+  assert Path("alive").read_text() == "True"
+  assert not [name for name in os.listdir() if name.startswith("signalled")]
+
+
+def test_an_interrupt_stops_everyone_once(parent):
+  one = parent("on(signal.SIGINT, lambda: (times(f'n.{me}'), die(1))); here(); forever()")
+  pids = one.pids("worker-0", "worker-1")
+  one.send(signal.SIGINT)
+  assert one.end() == (130, "", "interrupted\n")
+  assert all_end(pids)
+  assert [Path(f"n.worker-{i}").read_text() for i in range(2)] == ["x", "x"]
+
+
+def test_the_chief_may_say_itself_that_it_was_interrupted(parent):
+  body = "on(signal.SIGINT, lambda: (print('interrupted', file=sys.stderr), die(130)))"
+  one = parent(f"{body}; here(); forever()", max_restarts=3)
+  one.pids("worker-0", "worker-1")
+  one.send(signal.SIGINT)
+  assert one.end() == (130, "", "interrupted\n")
+
+
+STUBBORN = "on(signal.SIGINT, lambda: mark(f'heard.{me}')); here(); forever()"
+
+
+def test_an_interrupt_does_not_wait_long(parent):
+  one = parent(STUBBORN, constants="local_cluster.INTERRUPT_GRACE_S = 0.2")
+  pids = one.pids("worker-0", "worker-1")
+  one.send(signal.SIGINT)
+  assert one.end() == (130, "", "interrupted\n")
+  assert all_end(pids)
+
+
+def test_a_second_interrupt_does_not_wait_at_all(parent):
+  one = parent(STUBBORN, constants="local_cluster.INTERRUPT_GRACE_S = 1000")
+  pids = one.pids("worker-0", "worker-1")
+  one.send(signal.SIGINT)
+  one.wait_for("heard.worker-0", "heard.worker-1")
+  one.send(signal.SIGINT)
+  assert one.end() == (130, "", "interrupted\n")
+  assert all_end(pids)
+
+
+def test_an_interrupt_after_sigterm_does_not_wait_for_the_grace(parent):
+  one = parent("on(signal.SIGTERM, lambda: mark(f'heard.{me}')); here(); forever()", grace_s=1000)
+  pids = one.pids("worker-0", "worker-1")
+  one.send(signal.SIGTERM)
+  one.wait_for("heard.worker-0", "heard.worker-1")
+  one.send(signal.SIGINT)
+  status, _, err = one.end()
+  assert (status, err.splitlines()[-1]) == (130, "interrupted")
+  assert all_end(pids)
+
+
+def test_no_child_survives_kill_9_of_the_parent(parent):
+  one = parent("here(); forever()", workers=2, ps=1)
+  pids = one.pids("chief-0", "worker-0", "worker-1", "ps-0")
+  one.send(signal.SIGKILL)
+  assert one.popen.wait(10) == -signal.SIGKILL
+  assert all_end(pids)
+
+
+def test_no_child_starts_under_a_parent_that_is_dead():
+  wrapper = [sys.executable, "-I", "-S", "-c", local_cluster._DIE_WITH_PARENT]
+  done = subprocess.run([*wrapper, "1", "touch", "started"])
+  assert (done.returncode, Path("started").exists()) == (0, False)
+  done = subprocess.run([*wrapper, str(os.getpid()), "touch", "started"])
+  assert (done.returncode, Path("started").exists()) == (0, True)
+
+
+def test_no_child_survives_a_lost_terminal(parent):
+  read, write = os.pipe()
+  one = parent("here(); await_mark('go'); print('x'); forever()", stdout=write)
+  os.close(write)
+  pids = one.pids("worker-0", "worker-1")
+  os.close(read)
+  Path("go").touch()
+  status, _, err = one.end()
+  assert status != 0
+  assert "BrokenPipeError" in err
+  assert all_end(pids)
+
+
+def test_what_a_child_has_started_dies_with_it(run):
+  body = """
+if me == "worker-1":
+  grandchild = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+  mark("grandchild", grandchild.pid)
+here()
+"""
+  assert run(body) == (0, "", "")
+  assert all_end([int(Path("grandchild").read_text())])
+
+
+SPEAK = r"""
+print("a result of", me)
+print("progress of", me, file=sys.stderr)
+for line in (
+  "WARNING:tensorflow:w1",
+  "ERROR:absl:e1",
+  "W1121 12:00:00.123456 1234 file.py:12] w2",
+  "I1121 12:00:00.123456 1234 file.py:12] i1",
+  "E0000 00:00:1795262865.496153    2092 file.cc:466] e2",
+  "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+  "2025-11-21 12:00:00.123456: E tensorflow/core/file.cc:1] e3",
+  "2025-11-21 12:00:00.123456: I tensorflow/core/file.cc:1] i2",
+  "/a/file.py:12: UserWarning: w3",
+):
+  if me == "worker-1": print(line)
+sys.stdout.write("no end")
+"""
+
+
+def test_what_is_shown_and_what_is_kept(run):
+  status, out, err = run(SPEAK)
+  assert (status, out) == (0, "a result of worker-0\nno end\n")
+  own = "progress of worker-0"
+  others = [line for line in err.splitlines() if line != own]
+  assert len(others) == len(err.splitlines()) - 1
+  assert others == [
+    "[worker-1] WARNING:tensorflow:w1",
+    "[worker-1] ERROR:absl:e1",
+    "[worker-1] W1121 12:00:00.123456 1234 file.py:12] w2",
+    "[worker-1] E0000 00:00:1795262865.496153    2092 file.cc:466] e2",
+    "[worker-1] 2025-11-21 12:00:00.123456: E tensorflow/core/file.cc:1] e3",
+    "[worker-1] /a/file.py:12: UserWarning: w3",
+  ]
+  header, *lines = Path("m/logs/worker-1.log").read_text().splitlines()
+  config = re.escape('{"cluster": {"worker": ["127.0.0.1:')
+  pattern = rf"=== \d{{4}}-\d\d-\d\dT[\d:]+[+-]\d\d:\d\d worker-1: TF_CONFIG='{config}.*child\.py"
+  assert re.fullmatch(pattern, header)
+  assert lines[:2] == ["a result of worker-1", "progress of worker-1"]
+  assert (len(lines), lines[-1]) == (12, "no end")
+  chief = Path("m/logs/worker-0.log").read_text().splitlines()[1:]
+  assert sorted(chief) == ["a result of worker-0", "no end", own]
+
+
+def test_logs_are_appended_to(run):
+  for number in (1, 2):
+    assert run(f"print('run', {number})", workers=1) == (0, f"run {number}\n", "")
+  lines = Path("m/logs/worker-0.log").read_text().splitlines()
+  assert [line for line in lines if line[:3] != "==="] == ["run 1", "run 2"]
+  assert len(headers("worker-0")) == 2
+
+
+def test_bytes_that_are_no_text_are_kept(run):
+  body = r"if me == 'worker-1': sys.stdout.buffer.write(b'\xff\n'); die(3)"
+  status, _, err = run(body)
+  assert (status, err) == (1, "[worker-1] \ufffd\n" + FAILED.format("ended with status 3"))
+  assert Path("m/logs/worker-1.log").read_bytes().endswith(b"\n\xff\n")
+
+
+def test_much_output_is_kept_whole(run):
+  status, out, _ = run("print('x' * 999 + '\\n' * 1, end='', flush=True)\n" * 300, workers=1)
+  assert (status, len(out), set(out)) == (0, 300_000, {"x", "\n"})
+
+
+ON_A_TERMINAL = r"""
+def draw(text): sys.stderr.write("\r" + text); sys.stderr.flush()
+here()
+if me == "worker-1":
+  await_mark("drawn")
+  print("WARNING: w1", flush=True)
+  forever()
+draw("step 1")
+draw("step 2")
+mark("tty", (sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(2)[:]))
+mark("drawn")
+on(signal.SIGINT, lambda: (times("interrupts"), print("interrupted", file=sys.stderr), die(130)))
+mark("listening")
+forever()
+"""
+
+
+def set_size(fd, columns, lines):
+  fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+def read_until(fd, end):
+  """Returns what comes from a pseudo-terminal up to `end`, or all of it."""
+  data = b""
+  while end is None or not data.endswith(end):
+    try:
+      data += os.read(fd, 4096)
+    except OSError:
+      break
+  return data
+
+
+@pytest.fixture
+def on_terminal():
+  """Runs children in a cluster of a process with a terminal of 80 columns; gives us both."""
+  started = []
+
+  def start(body, *, workers):
+    arguments = {"command": child(body), "model_dir": "m", "workers": workers}
+    code = (
+      "import fcntl, signal, termios\n"
+      "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  # Ctrl-C and a new size are for us
+      "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+      "from framework.local_cluster import run_local\n"
+      f"raise SystemExit(run_local(**{arguments}))"
+    )
+    ours, theirs = os.openpty()
+    set_size(theirs, 80, 24)
+    popen = subprocess.Popen(
+      [sys.executable, "-c", code],
+      env={**os.environ, "PYTHONPATH": str(ROOT)},
+      stdin=theirs,
+      stdout=theirs,
+      stderr=theirs,
+      start_new_session=True,
+    )
+    os.close(theirs)
+    started.append((popen, ours))
+    return popen, ours
+
+  yield start
+  for popen, ours in started:
+    popen.kill()
+    popen.wait()
+    os.close(ours)
+
+
+def test_on_a_terminal_the_line_stays_live_and_ctrl_c_comes_once(on_terminal):
+  popen, terminal = on_terminal(ON_A_TERMINAL, workers=2)
+  live = b"\x1b[K[worker-1] WARNING: w1\r\nstep 2"
+  assert read_until(terminal, live) == b"\rstep 1\rstep 2\r" + live
+  assert Path("tty").read_text() == "(True, True, (80, 24))"
+  await_file("listening")
+  os.write(terminal, b"\x03")
+  assert read_until(terminal, None).replace(b"^C", b"") == b"interrupted\r\n"
+  assert popen.wait(10) == 130
+  assert Path("interrupts").read_text() == "x"
+  assert Path("m/logs/worker-0.log").read_text().splitlines()[1:] == ["step 2interrupted"]
+
+
+def test_the_terminals_new_size_is_passed_on(on_terminal):
+  popen, terminal = on_terminal(
+    """
+mark("before", os.get_terminal_size(2).columns)
+while os.get_terminal_size(2).columns != 132: time.sleep(0.005)
+""",
+    workers=1,
+  )
+  await_file("before")
+  set_size(terminal, 132, 24)
+  assert read_until(terminal, None) == b""
+  assert popen.wait(10) == 0
+  assert Path("before").read_text() == "80"
+
+
+def test_nothing_of_ours_is_left_in_the_process(run):
+  numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH)
+  before = [signal.getsignal(number) for number in numbers]
+  descriptors = sorted(os.listdir("/proc/self/fd"))
+  assert run(FAIL_TWICE, max_restarts=2)[0] == 0
+  assert [signal.getsignal(number) for number in numbers] == before
+  assert signal.set_wakeup_fd(-1) == -1
+  assert sorted(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_folder_that_cannot_hold_logs():
+  with pytest.raises(ConfigError) as caught:
+    run_local(command=["true"], model_dir="gs://bucket/x", workers=1)
+  assert str(caught.value) == (
+    "model_dir is 'gs://bucket/x'; a local cluster keeps its logs there and needs a local folder."
+  )
+  Path("file").touch()
+  with pytest.raises(ConfigError) as caught:
+    run_local(command=["true"], model_dir="file", workers=1)
+  assert str(caught.value) == (
+    "cannot make the folder 'file/logs' for the logs of the local cluster (Not a directory); "
+    "choose a folder that you may write to with --model_dir."
+  )
+
+
+def test_not_on_linux(monkeypatch):
+  monkeypatch.delattr(os, "pidfd_open")
+  with pytest.raises(ConfigError) as caught:
+    run_local(command=["true"], model_dir="m", workers=1)
+  assert str(caught.value) == "a local cluster needs Linux; leave out --local_workers."
+  assert not Path("m").exists()
+
+
+def test_the_parent_does_not_import_tensorflow():
+  code = "import sys, framework.local_cluster; sys.exit('tensorflow' in sys.modules)"
+  assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,455 @@
+"""One run in each mode: what it trains, writes, returns and prints, against NumPy."""
+
+import json
+import re
+import sys
+import typing
+from pathlib import Path
+
+import gin
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from tensorflow.python.data.ops import debug_mode
+
+import framework
+from framework import configurables, inputs, strategies
+from framework.actions import Action, StopTraining
+from framework.errors import ConfigError
+from framework.run import run
+from framework.sources import ArraySource
+from framework.task import REPORTED, Loss, Task, weighted_sum
+
+EXAMPLES, BATCH, RATE, STEPS = 11, 4, 0.125, 5
+RNG = np.random.default_rng(9)
+X = {split: RNG.normal(size=[EXAMPLES, 2]).astype(np.float32) for split in ("train", "eval")}
+Y = {split: RNG.normal(size=EXAMPLES).astype(np.float32) for split in X}
+KERNEL = np.array([[0.5], [1.0]], np.float32)
+HIDDEN = ("input_wait_s", "gradient_norm", "learning_rate", "loss_scale", "skipped_steps")
+
+
+@framework.register
+class Linear(Task):
+  """x @ kernel; calls `on_step` whenever Python comes to a training step."""
+
+  def __init__(self, *, random=False, on_step=lambda: None):
+    self.random, self.on_step, self.steps_in_python = random, on_step, 0
+
+  def build_model(self):
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, use_bias=False)])
+    if not self.random:
+      model.set_weights([KERNEL])
+    return model
+
+  def source(self, split):
+    return ArraySource(features={"x": X[split], "y": Y[split]})
+
+  def forward(self, batch, training):
+    return tf.cast(self.model(batch["x"], training=training)[:, 0], tf.float32)
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+
+  def metrics(self, outputs, batch):
+    return {"mae": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"])}
+
+  def train_step(self, step, batch):
+    self.steps_in_python += 1
+    self.on_step()
+    super().train_step(step, batch)
+
+
+class Reference:
+  """The same by NumPy in float64: the kernel, its moving average and the means before each step."""
+
+  def __init__(self, *, rows=None, decay=0.0):
+    self.kernel = KERNEL[:, 0].astype(np.float64)
+    self.average, self.decay = self.kernel.copy(), decay
+    self.rows = rows or (lambda step: (step * BATCH + np.arange(BATCH)) % EXAMPLES)
+    self.means = []
+
+  def train(self, steps):
+    for _ in range(steps):
+      rows = self.rows(len(self.means))
+      self.means.append(self.judge("train", rows, self.kernel))
+      x = X["train"][rows].astype(np.float64)
+      self.kernel = self.kernel - RATE * 2 * (x @ self.kernel - Y["train"][rows]) @ x / len(rows)
+      self.average = self.decay * self.average + (1 - self.decay) * self.kernel
+    return self
+
+  def judge(self, split, rows, kernel):
+    error = X[split][rows].astype(np.float64) @ kernel - Y[split][rows]
+    return np.mean(error**2), np.mean(np.abs(error))
+
+  def loop(self, first, last):
+    """The training metrics of a loop over steps `first` to `last`, counted from 1."""
+    return self.named(np.mean(self.means[first - 1 : last], axis=0))
+
+  def evaluation(self):
+    return self.named(self.judge("eval", slice(None), self.average if self.decay else self.kernel))
+
+  def named(self, means):
+    return dict(zip(("loss", "mae"), (pytest.approx(m, rel=1e-5) for m in means), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def process_restored():
+  yield
+  gin.clear_config()
+  debug_mode.toggle_debug_mode(False)
+  keras.config.set_dtype_policy("float32")
+  tf_keras.mixed_precision.set_global_policy("float32")
+
+
+def start(folder, mode="train_and_evaluate", **options):
+  return run(
+    **{
+      "task": Linear,
+      "train_steps": STEPS,
+      "global_batch_size": BATCH,
+      "mode": mode,
+      "model_dir": str(folder),
+      "strategy": strategies.default,
+      "optimizer": lambda: keras.optimizers.SGD(RATE),
+      "shuffle": False,
+      **options,
+    }
+  )
+
+
+def log_of(folder):
+  """(split, step, loss and mae) of each line in metrics.jsonl."""
+  records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+  return [(r["split"], r["step"], {k: r[k] for k in ("loss", "mae")}) for r in records]
+
+
+def steps_saved(folder):
+  return sorted(int(p.stem.split("-")[1]) for p in (folder / "checkpoints").glob("ckpt-*.index"))
+
+
+def saved_kernel(folder, step):
+  reader = tf.train.load_checkpoint(str(folder / "checkpoints" / f"ckpt-{step}"))
+  shapes = reader.get_variable_to_shape_map()
+  [key] = [k for k, shape in shapes.items() if shape == [2, 1] and not k.startswith("ema/")]
+  return reader.get_tensor(key)[:, 0]
+
+
+def the_values(results):
+  return {name: results[name] for name in ("loss", "mae")}
+
+
+def printed(results):
+  return f"loss {results['loss']:.4f} mae {results['mae']:.4f}"
+
+
+def check_result_line(capsys, folder, text):
+  """The only line on stdout: `text`, the seconds, the folder."""
+  out, err = capsys.readouterr()
+  assert re.fullmatch(rf"{re.escape(text)} \| \d+\.\d s \| {re.escape(str(folder))}\n", out)
+  return err
+
+
+# ---- The modes ----
+
+
+def test_train(tmp_path, capsys):
+  results = start(tmp_path, "train", steps_per_loop=2)
+  reference = Reference().train(STEPS)
+  expected = [("train", last, reference.loop(first, last)) for first, last in ((1, 2), (3, 4))]
+  expected.append(("train", 5, reference.loop(5, 5)))
+  assert log_of(tmp_path) == expected
+  assert the_values(results) == reference.loop(5, 5)
+  assert results["learning_rate"] == RATE
+  assert steps_saved(tmp_path) == [5]
+  np.testing.assert_allclose(saved_kernel(tmp_path, 5), reference.kernel, rtol=1e-5)
+  err = check_result_line(capsys, tmp_path, f"done: step 5 | train {printed(results)}")
+  assert f"step 5/5  {printed(results).replace(' mae', '  mae')}" in err
+  assert not any(f"  {name} " in err for name in HIDDEN)
+
+
+def test_train_and_evaluate(tmp_path, capsys):
+  """Loops end where an evaluation is due, and the last step is evaluated whatever its number."""
+  results = start(tmp_path, eval_every_steps=2, steps_per_loop=10)
+  reference, expected = Reference(), []
+  for first, last in ((1, 2), (3, 4), (5, 5)):
+    reference.train(last - first + 1)
+    expected.append(("train", last, reference.loop(first, last)))
+    expected.append(("eval", last, reference.evaluation()))
+  assert log_of(tmp_path) == expected
+  assert results.keys() == {"loss", "mae"}
+  assert results == reference.evaluation()
+  err = check_result_line(capsys, tmp_path, f"done: step 5 | eval {printed(results)}")
+  assert err.count("eval at step ") == 3
+
+
+def test_without_eval_every_steps_there_is_one_evaluation_at_the_end(tmp_path):
+  start(tmp_path, steps_per_loop=2)
+  assert [(split, step) for split, step, _ in log_of(tmp_path)] == [
+    ("train", 2), ("train", 4), ("train", 5), ("eval", 5)
+  ]  # fmt: skip
+
+
+def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path):
+  start(tmp_path, "train", checkpoint_every_steps=2, steps_per_loop=1, keep_checkpoints=2)
+  assert steps_saved(tmp_path) == [4, 5]
+
+
+@pytest.mark.parametrize("mode", ["evaluate", "evaluate_continuously"])
+@pytest.mark.parametrize(("replicas", "eval_batch_size"), [(1, None), (2, 5)])
+def test_evaluation_alone_is_of_the_newest_checkpoint(
+  mode, replicas, eval_batch_size, tmp_path, mirrored, capsys
+):
+  """By another process, on other replicas and in other batches: the same numbers, no training."""
+  start(tmp_path, "train", checkpoint_every_steps=2, steps_per_loop=1)
+  before = log_of(tmp_path)
+  config = (tmp_path / "operative_config.gin").stat().st_mtime_ns
+  capsys.readouterr()
+  task = Linear()
+  results = start(
+    tmp_path, mode, task=task, strategy=lambda: mirrored(replicas), eval_batch_size=eval_batch_size
+  )
+  expected = Reference().train(STEPS).evaluation()
+  assert results == expected
+  assert log_of(tmp_path) == [*before, ("eval", 5, expected)]
+  assert task.steps_in_python == 0
+  assert steps_saved(tmp_path) == [2, 4, 5]
+  assert (tmp_path / "operative_config.gin").stat().st_mtime_ns == config
+  check_result_line(capsys, tmp_path, f"done: step 5 | eval {printed(results)}")
+
+
+def served_kernel(folder):
+  served = tf.saved_model.load(str(folder / "export")).signatures["serving_default"]
+  [outputs] = served(inputs=tf.eye(2)).values()
+  return outputs.numpy()[:, 0]
+
+
+def test_export(tmp_path, capsys):
+  start(tmp_path, "train")
+  capsys.readouterr()
+  assert start(tmp_path, "export", train_steps=1) == {}
+  kernel = Reference().train(STEPS).kernel
+  np.testing.assert_allclose(served_kernel(tmp_path), kernel, rtol=1e-5)
+  check_result_line(capsys, tmp_path, "done: step 5")
+
+
+# ---- Through gin ----
+
+
+def configured(folder, mode, *params):
+  config = f"""
+    run.task = @Linear()
+    run.train_steps = {STEPS}
+    run.global_batch_size = {BATCH}
+    run.strategy = @default
+    run.shuffle = False
+    run.optimizer = @keras.SGD
+    keras.SGD.learning_rate = {RATE}
+  """
+  path = folder / "config.gin"
+  path.write_text("\n".join(line.strip() for line in config.splitlines()))
+  configurables.parse([str(path)], params)
+  return configurables.configured(run)(mode=mode, model_dir=str(folder / "run"))
+
+
+@pytest.fixture
+def search_path(monkeypatch):
+  """`parse` makes modules beside a gin file importable."""
+  monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.usefixtures("search_path")
+def test_evaluations_and_the_export_have_the_moving_average(tmp_path):
+  decay = "Trainer.ema_decay = 0.5"
+  results = configured(tmp_path, "train_and_evaluate", decay)
+  reference = Reference(decay=0.5).train(STEPS)
+  assert results == reference.evaluation()
+  assert configured(tmp_path, "evaluate", decay) == reference.evaluation()
+  configured(tmp_path, "export", decay)
+  np.testing.assert_allclose(served_kernel(tmp_path / "run"), reference.average, rtol=1e-5)
+  np.testing.assert_allclose(saved_kernel(tmp_path / "run", 5), reference.kernel, rtol=1e-5)
+  assert np.abs(reference.average - reference.kernel).max() > 1e-3
+
+
+@framework.register
+class ReadingItsConfig(Linear):
+  """Reads the operative config when its first step is traced, and then fails."""
+
+  read: typing.ClassVar[list[str]] = []
+
+  def __init__(self, *, model_dir):
+    super().__init__(on_step=self.look)
+    self.model_dir = model_dir
+
+  def look(self):
+    self.read.append((Path(self.model_dir) / "operative_config.gin").read_text())
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.usefixtures("search_path")
+def test_the_config_is_written_before_the_first_step(tmp_path):
+  """With its defaults, so that a run that dies in its first step can still be told apart."""
+  params = ["run.task = @ReadingItsConfig()", f"ReadingItsConfig.model_dir = '{tmp_path}/run'"]
+  with pytest.raises(Exception, match="a bug"):
+    configured(tmp_path, "train", *params)
+  [written] = ReadingItsConfig.read
+  for line in (f"keras.SGD.learning_rate = {RATE}", "run.train_steps = 5", "run.seed = 0"):
+    assert line in written.splitlines()
+  assert (tmp_path / "run" / "operative_config.gin").read_text() == written
+  assert not (tmp_path / "run" / "metrics.jsonl").exists()
+  assert steps_saved(tmp_path / "run") == []
+
+
+@pytest.mark.usefixtures("search_path")
+def test_going_on_writes_the_config_that_it_goes_on_with(tmp_path):
+  for steps in (5, 7):
+    configured(tmp_path, "train", f"run.train_steps = {steps}")
+    written = (tmp_path / "run" / "operative_config.gin").read_text()
+    assert f"run.train_steps = {steps}" in written.splitlines()
+
+
+# ---- Actions ----
+
+
+class Stop(Action):
+  """Stops at a step; remembers each step it was called at."""
+
+  def __init__(self, *, on, step):
+    self.on, self.step, self.called = on, step, []
+
+  def __call__(self, output):
+    self.called.append(self.run.step)
+    if self.run.step >= self.step:
+      raise StopTraining("enough", output)
+
+
+@pytest.mark.parametrize(
+  ("mode", "on"),
+  [("train", "train"), ("train_and_evaluate", "train"), ("train_and_evaluate", "eval")],
+)
+def test_an_action_stops_the_run_in_good_order(mode, on, tmp_path, capsys):
+  """What it stopped at is in the log, the step is saved, the result is the last there is."""
+  action = Stop(on=on, step=2)
+  results = start(tmp_path, mode, actions=[action], steps_per_loop=1, eval_every_steps=2)
+  reference = Reference().train(2)
+  expected = [("train", 1, reference.loop(1, 1)), ("train", 2, reference.loop(2, 2))]
+  if on == "eval":
+    expected.append(("eval", 2, reference.evaluation()))
+  assert log_of(tmp_path) == expected
+  assert action.called == ([1, 2] if on == "train" else [2])
+  assert steps_saved(tmp_path) == [2]
+  if mode != "train" and on == "train":  # nothing had been evaluated
+    assert results == {}
+    err = check_result_line(capsys, tmp_path, "stopped: step 2")
+  else:
+    assert the_values(results) == expected[-1][2]
+    err = check_result_line(capsys, tmp_path, f"stopped: step 2 | {on} {printed(results)}")
+  assert "stopped at step 2: enough" in err
+
+
+def test_a_stopped_run_goes_on_without_the_action(tmp_path):
+  start(tmp_path, "train", actions=[Stop(on="train", step=2)], steps_per_loop=2)
+  start(tmp_path, "train")
+  reference = Reference().train(STEPS)
+  assert log_of(tmp_path) == [
+    ("train", 2, reference.loop(1, 2)), ("train", 5, reference.loop(3, 5))
+  ]  # fmt: skip
+  np.testing.assert_allclose(saved_kernel(tmp_path, 5), reference.kernel, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["evaluate", "evaluate_continuously", "export"])
+def test_actions_are_for_the_modes_that_train(mode, tmp_path, capsys):
+  start(tmp_path, "train")
+  capsys.readouterr()
+  actions = [Stop(on=on, step=0) for on in ("train", "eval")]
+  start(tmp_path, mode, actions=actions)
+  assert [action.called for action in actions] == [[], []]
+  assert capsys.readouterr().out.startswith("done: step 5 | ")
+
+
+# ---- Options ----
+
+
+def test_every_name_in_the_log_is_a_tasks_own_or_reserved(tmp_path):
+  start(tmp_path, steps_per_loop=2)
+  records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+  names = {name for record in records for name in record}
+  assert names - {"mae"} <= set(REPORTED)
+  assert {"loss", "gradient_norm", "examples_per_second", "step", "wall_time"} <= names
+
+
+@pytest.mark.parametrize("make", [Linear, Linear(), lambda: Linear()], ids=["class", "one", "call"])
+def test_a_task_may_be_an_instance_or_a_factory(make, tmp_path):
+  start(tmp_path, "train", task=make, train_steps=1)
+  np.testing.assert_allclose(saved_kernel(tmp_path, 1), Reference().train(1).kernel, rtol=1e-6)
+
+
+def test_the_order_of_examples_is_that_of_the_seed(tmp_path):
+  dataset = inputs.train_dataset(Linear().source("train"), global_batch_size=BATCH, seed=3)
+  rows = [batch["example_id"] for batch in dataset.take(STEPS).as_numpy_iterator()]
+  start(tmp_path, "train", shuffle=True, seed=3)
+  shuffled = Reference(rows=lambda step: rows[step]).train(STEPS).kernel
+  np.testing.assert_allclose(saved_kernel(tmp_path, 5), shuffled, rtol=1e-5)
+  assert np.abs(shuffled - Reference().train(STEPS).kernel).max() > 1e-3
+
+
+def test_the_initial_weights_are_those_of_the_seed(tmp_path):
+  kernels = []
+  for number, seed in enumerate((3, 3, 4)):
+    folder = tmp_path / str(number)
+    start(folder, "train", task=Linear(random=True), train_steps=1, seed=seed)
+    kernels.append(saved_kernel(folder, 1).tolist())
+  assert kernels[0] == kernels[1]
+  assert kernels[0] != kernels[2]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_more_replicas_give_the_same_run(replicas, tmp_path, mirrored):
+  results = start(tmp_path, strategy=lambda: mirrored(replicas))
+  reference = Reference().train(STEPS)
+  assert results == reference.evaluation()
+  np.testing.assert_allclose(saved_kernel(tmp_path, 5), reference.kernel, rtol=1e-5)
+
+
+def test_eager_runs_the_tasks_python_at_each_step(tmp_path):
+  task = Linear()
+  results = start(tmp_path, task=task, eager=True)
+  assert task.steps_in_python == STEPS
+  assert results == Reference().train(STEPS).evaluation()
+  compiled = Linear()
+  start(tmp_path / "compiled", task=compiled)
+  assert compiled.steps_in_python == 1
+
+
+def test_precision_is_that_of_both_generations_of_keras(tmp_path, capsys):
+  seen = []
+  task = Linear(
+    on_step=lambda: seen.append(
+      (task.model.compute_dtype, tf_keras.mixed_precision.global_policy().name)
+    )
+  )
+  start(tmp_path, "train", task=task, precision="mixed_bfloat16", train_steps=1)
+  assert seen == [("bfloat16", "mixed_bfloat16")]
+  assert re.search(r"^precision +mixed_bfloat16$", capsys.readouterr().err, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"mode": "trian"}, r"^unknown run.mode 'trian'; .* Did you mean 'train'\?"),
+    ({"precision": "float16"}, r"^unknown run.precision 'float16'; it must be one of float32, "),
+    ({"train_steps": True}, r"^run.train_steps is True; it must be a whole number of 1 or more"),
+    ({"train_steps": 2.0}, r"^run.train_steps is 2.0; it must be a whole number"),
+    ({"checkpoint_every_steps": 0}, r"^run.checkpoint_every_steps is 0; it must be"),
+    ({"eval_every_steps": -1}, r"^run.eval_every_steps is -1; it must be"),
+    ({"keep_checkpoints": 0}, r"^run.keep_checkpoints is 0; it must be"),
+    ({"task": "Linear"}, r"^run.task is a str; it must be a framework.Task"),
+    ({"task": lambda: 3}, r"^run.task is a int; it must be a framework.Task"),
+    ({"strategy": lambda: "mirrored"}, r"^run.strategy gives a str; it must be a factory of"),
+  ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_written(options, message, tmp_path):
+  with pytest.raises(ConfigError, match=message):
+    start(tmp_path / "run", **options)
+  assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
