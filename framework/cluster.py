@@ -21,6 +21,7 @@ import faulthandler
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import socket
@@ -42,6 +43,7 @@ _PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy")
 _RETRY_S = 0.2
 _ANSWER_S = 5.0
 _LARGEST_MESSAGE = 2**24
+_MANY = 2**16
 
 _facts: dict[str, str] = {}
 
@@ -252,28 +254,33 @@ def tf_config() -> ClusterResolver:
   return resolver
 
 
-def slurm(
-  *, port_base: int = 8888, gpus_per_node: int | None = None, auto_set_gpu: bool = True
-) -> ClusterResolver:
+def slurm(*, port_base: int = 8888, gpus_per_node: int | None = None) -> ClusterResolver:
   """The cluster of a Slurm job: one worker for each task of the step that `srun` started.
 
   Args:
     port_base: the first port; tasks on one node take consecutive ones.
-    gpus_per_node: None takes what Slurm says.
-    auto_set_gpu: divide a node's GPUs among its tasks by CUDA_VISIBLE_DEVICES.
+    gpus_per_node: divided among the tasks of a node, by CUDA_VISIBLE_DEVICES; None takes what
+      Slurm gave the job (SLURM_GPUS_ON_NODE), 0 uses none.
 
   Raises:
     ConfigError: not inside a Slurm step.
   """
+  if gpus_per_node is None:
+    gpus_per_node = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+  # TensorFlow's resolver fails without GPUs, so it then gets some that nobody will look for.
+  some = {"gpus_per_node": gpus_per_node, "auto_set_gpu": True}
+  none = {"gpus_per_node": _MANY, "gpus_per_task": 1, "auto_set_gpu": False}
   try:
-    return tf.distribute.cluster_resolver.SlurmClusterResolver(
-      port_base=port_base, gpus_per_node=gpus_per_node, auto_set_gpu=auto_set_gpu
+    resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+      port_base=port_base, **(some if gpus_per_node else none)
     )
+    resolver.cluster_spec()  # sets task_type and task_id
   except (KeyError, RuntimeError, ValueError) as error:
     reason = str(error).strip("'")
     raise ConfigError(
       f"this is no step of a Slurm job ({reason}); start it with srun, as deploy/slurm.sh does."
     ) from error
+  return resolver
 
 
 # ---- What they must agree on ----

@@ -48,7 +48,8 @@ _LOUD = re.compile(
   r"|\d{4}-\d\d-\d\d [\d:.]+: [WEF] "  # TensorFlow
   r"|\S+:\d+: \w*Warning: "  # Python's warnings
 )
-_PORT_TAKEN = "Could not start gRPC server"
+_PORT_TAKEN = ("another process has taken it", "Could not start gRPC server")
+"""What framework/cluster.py and TensorFlow say of it."""
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -391,7 +392,7 @@ class Process:
   @property
   def port_was_taken(self) -> bool:
     """Whether TensorFlow could not listen on the address of this task."""
-    return self.status == 1 and any(_PORT_TAKEN in line for line in self._tail)
+    return self.status == 1 and any(sign in line for sign in _PORT_TAKEN for line in self._tail)
 
   def start(self) -> None:
     """Starts it, from the main thread: it dies with the thread that started it."""

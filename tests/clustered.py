@@ -1,0 +1,78 @@
+"""A task for clusters: on disk it leaves what each worker read and learned, and it can fail."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import framework
+from framework import Action, ArraySource, Loss, Task
+from framework.task import weighted_sum
+
+EXAMPLES = 30
+RNG = np.random.default_rng(3)
+X = RNG.normal(size=[EXAMPLES, 3]).astype(np.float32)
+Y = RNG.normal(size=EXAMPLES).astype(np.float32)
+WEIGHT = RNG.uniform(0.5, 2.0, size=EXAMPLES).astype(np.float32)
+KERNEL = np.array([[1.0], [-0.5], [2.0]], np.float32)
+WORKER = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+
+
+@framework.register
+class Clustered(Task):
+  """Linear regression; every worker appends the ids of its rows to ids-<worker>."""
+
+  def __init__(self, *, folder: str, batch_norm: bool = False) -> None:
+    self._folder, self._batch_norm = Path(folder), batch_norm
+
+  def build_model(self):
+    layers = [keras.layers.BatchNormalization()] if self._batch_norm else []
+    dense = keras.layers.Dense(1, use_bias=False)
+    model = keras.Sequential([keras.Input([3]), *layers, dense])
+    dense.kernel.assign(KERNEL)
+    return model
+
+  def source(self, split):
+    return ArraySource(features={"x": X, "y": Y, "weight": WEIGHT})
+
+  def forward(self, batch, training):
+    x = batch["x"]
+    if training:
+      zero = tf.numpy_function(self._note, [batch["example_id"]], tf.float32)
+      x += tf.ensure_shape(zero, [])
+    return self.model(x, training=training)[:, 0]
+
+  def _note(self, ids):
+    with open(self._folder / f"ids-{WORKER}", "a") as file:
+      file.write(" ".join(map(str, ids)) + "\n")
+    return np.float32(0)
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+
+  def metrics(self, outputs, batch):
+    return {"rows": weighted_sum(tf.ones_like(outputs), tf.cast(batch["weight"] > 0, tf.float32))}
+
+
+@framework.register
+class Witness(Action):
+  """Keeps each worker's variables after every loop; once, at a step, sends itself a signal."""
+
+  on = "train"
+
+  def __init__(
+    self, *, folder: str, worker: int = -1, step: int = -1, number: int = int(signal.SIGKILL)
+  ) -> None:
+    self._folder, self._worker, self._step, self._number = Path(folder), worker, step, number
+
+  def __call__(self, output):
+    values = [v.numpy() for v in self.run.task.model.variables]
+    np.savez(self._folder / f"variables-{WORKER}.npz", *values)
+    done = self._folder / "signalled"
+    if self._worker == WORKER and self.run.step == self._step and not done.exists():
+      done.touch()
+      os.kill(os.getpid(), self._number)

@@ -1,0 +1,270 @@
+"""Workers that meet before TensorFlow connects them: threads in the place of processes."""
+
+import concurrent.futures
+import json
+import os
+import re
+import socket
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from framework import cluster, strategies
+from framework.cluster import Cluster, ClusterError, Peer
+from framework.errors import ConfigError
+from framework.local_cluster import free_ports
+
+
+def resolver(addresses, index, job="worker"):
+  return tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec({"worker": addresses}), task_type=job, task_id=index
+  )
+
+
+@pytest.fixture
+def addresses():
+  return [f"127.0.0.1:{port}" for port in free_ports(3)]
+
+
+def meet(monkeypatch, addresses, facts, *, timeout_s=10.0, come=None):
+  """Returns what each worker that comes raises, or None; a thread for each."""
+  thread_facts = threading.local()
+  monkeypatch.setattr(cluster, "facts", lambda: thread_facts.value)
+
+  def one(index):
+    thread_facts.value = facts[index]
+    try:
+      cluster.preflight(resolver(addresses, index), timeout_s=timeout_s)
+    except Exception as error:
+      return error
+    return None
+
+  come = range(len(addresses)) if come is None else come
+  with concurrent.futures.ThreadPoolExecutor(len(addresses)) as pool:
+    return list(pool.map(one, come))
+
+
+ALIKE = {"run.seed": "1", "version of keras": "3.15.1"}
+
+
+def test_workers_that_are_alike_pass(monkeypatch, addresses):
+  assert meet(monkeypatch, addresses, [ALIKE] * 3) == [None, None, None]
+
+
+@pytest.mark.parametrize("odd", [1, 2])
+def test_one_that_differs_is_named_on_all(odd, monkeypatch, addresses):
+  facts = [dict(ALIKE), dict(ALIKE), dict(ALIKE)]
+  facts[odd]["run.seed"] = "2"
+  errors = meet(monkeypatch, addresses, facts)
+  line = (
+    f"worker-{odd} ({addresses[odd]}) differs from worker-0 ({addresses[0]}) in its run.seed: 2, "
+    "not 1; start all workers alike."
+  )
+  assert [(type(error), str(error)) for error in errors] == [(ConfigError, line)] * 3
+
+
+def test_a_fact_that_only_one_has_differs_too(monkeypatch, addresses):
+  errors = meet(monkeypatch, addresses, [ALIKE, {**ALIKE, "a": "b", "c": "d"}, ALIKE])
+  assert all("in its a: b, not missing (and 1 more)" in str(error) for error in errors)
+
+
+def test_one_that_never_comes_is_named_on_those_that_did(monkeypatch, addresses):
+  errors = meet(monkeypatch, addresses, [ALIKE] * 3, timeout_s=1.5, come=[0, 1])
+  line = f"worker-2 ({addresses[2]}) has not come within 1.5 s"
+  assert [(type(error), str(error)) for error in errors] == [(ClusterError, line)] * 2
+
+
+def test_a_chief_that_never_comes_is_named(monkeypatch, addresses):
+  errors = meet(monkeypatch, addresses, [ALIKE] * 3, timeout_s=0.5, come=[1])
+  line = f"worker-0 ({addresses[0]}) has not answered within 0.5 s"
+  assert [(type(error), str(error)) for error in errors] == [(ClusterError, line)]
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_taken_port_is_told_at_once(index, addresses):
+  host, port = addresses[index].split(":")
+  with socket.create_server((host, int(port))), pytest.raises(ClusterError) as caught:
+    cluster.preflight(resolver(addresses, index), timeout_s=30.0)
+  assert str(caught.value) == (
+    f"cannot listen on {addresses[index]}, this worker's own address: another process has taken it"
+  )
+
+
+def test_strangers_at_the_door_do_no_harm(monkeypatch, addresses):
+  """Noise, a worker of another cluster, and one that hangs up."""
+  stop = threading.Event()
+
+  def strangers():
+    host, port = addresses[0].split(":")
+    other = json.dumps({"cluster": ["worker-0 (x:1)"], "index": 1, "facts": {}}).encode()
+    while not stop.is_set():
+      for words in (b"GET / HTTP/1.1\r\n", b"[1]\n", other + b"\n", b""):
+        try:
+          with socket.create_connection((host, int(port)), timeout=0.2) as connection:
+            connection.sendall(words)
+        except OSError:
+          pass
+
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    pool.submit(strangers)
+    errors = meet(monkeypatch, addresses, [ALIKE] * 3)
+    stop.set()
+  assert errors == [None, None, None]
+
+
+def test_a_cluster_of_one_meets_nobody():
+  [port] = free_ports(1)
+  cluster.preflight(resolver([f"127.0.0.1:{port}"], 0), timeout_s=0.1)
+
+
+def test_the_facts_are_those_of_this_process(monkeypatch):
+  monkeypatch.setattr(cluster, "_facts", {})
+  cluster.declare({"run.seed": 7})
+  facts = cluster.facts()
+  assert facts["run.seed"] == "7"
+  assert facts["version of tensorflow"] == tf.__version__
+  assert facts["devices"] == "1 CPU"
+  assert re.fullmatch(r"[0-9a-f]{12}", facts["code of the framework"])
+
+
+def test_the_digest_of_code_tells_files_apart(tmp_path):
+  for name, text in (("a.py", "x = 1\n"), ("b.py", "x = 1\n"), ("c.py", "x = 2\n")):
+    (tmp_path / name).write_text(text)
+  digests = {cluster.code_digest(str(tmp_path / name)) for name in ("a.py", "b.py", "c.py")}
+  assert len(digests) == 3
+  assert cluster.code_digest(None) == ""
+
+
+# ---- Who and where ----
+
+
+def test_the_chief_comes_first():
+  spec = tf.train.ClusterSpec({"worker": ["w0:1", "w1:1"], "chief": ["c:1"]})
+  simple = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=1)
+  peers, place = cluster.workers(simple)
+  assert [str(peer) for peer in peers] == ["chief-0 (c:1)", "worker-0 (w0:1)", "worker-1 (w1:1)"]
+  assert place == 2
+
+
+def test_another_kind_of_task_is_refused():
+  with pytest.raises(ConfigError, match="this process is 'ps' 0 of a cluster of worker"):
+    cluster.workers(resolver(["a:1"], 0, job="ps"))
+
+
+def make_cluster(size, index=0):
+  peers = tuple(Peer("worker", i, f"10.0.0.{i}:1") for i in range(size))
+  return Cluster(strategy=tf.distribute.get_strategy(), index=index, peers=peers)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 12), (3, 12), (4, 8)])
+def test_the_shares_of_all_workers_are_the_batch(size, rows):
+  shares = [list(make_cluster(size, index).rows(rows)) for index in range(size)]
+  assert [row for share in shares for row in share] == list(range(rows))
+  assert {len(share) for share in shares} == {rows // size}
+
+
+def test_without_a_cluster_there_is_one_worker(mirrored):
+  alone = cluster.of(mirrored(2))
+  assert (alone.size, alone.index, alone.is_chief, alone.rows(8)) == (1, 0, True, None)
+  assert (alone.sum(7), alone.any(True), alone.any(False)) == (7, True, False)
+  alone.require_same("step", 3)
+  with pytest.raises(tf.errors.UnavailableError), alone.blaming(lambda: 5):
+    raise tf.errors.UnavailableError(None, None, "a disk")
+
+
+def test_a_single_worker_gets_whole_batches(mirrored):
+  dataset = tf.data.Dataset.from_tensors({"x": np.arange(4)}).repeat(2)
+  strategy = mirrored(2)
+  seen = []
+  for batch in cluster.of(strategy).distribute(dataset):
+    parts = strategy.experimental_local_results(batch["x"])
+    seen.append([part.numpy().tolist() for part in parts])
+  assert seen == [[[0, 1], [2, 3]]] * 2
+
+
+LOST = [
+  (
+    "from remote target /job:worker/replica:0/task:1 while",
+    "lost worker-1 (10.0.0.1:1), which has",
+  ),
+  (
+    "tasks are unhealthy:\n/job:worker/replica:0/task:2\n",
+    "lost worker-2 (10.0.0.2:1), which does",
+  ),
+  ("Socket closed", "lost worker-1 (10.0.0.1:1) or worker-2 (10.0.0.2:1), which has gone"),
+]
+
+
+@pytest.mark.parametrize(("message", "line"), LOST)
+def test_a_lost_worker_is_blamed(message, line):
+  with pytest.raises(ClusterError) as caught, make_cluster(3).blaming(lambda: 17):
+    raise tf.errors.UnavailableError(None, None, message)
+  assert str(caught.value).startswith(line)
+  assert str(caught.value).endswith(", after step 17")
+
+
+# ---- Where the addresses come from ----
+
+
+def test_tf_config_is_read(monkeypatch):
+  config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+  monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+  peers, place = cluster.workers(cluster.tf_config())
+  assert ([str(peer) for peer in peers], place) == (["worker-0 (a:1)", "worker-1 (b:2)"], 1)
+
+
+@pytest.mark.parametrize(
+  ("text", "says"), [(None, "names no cluster"), ("{}", "names no cluster"), ("{", "not a cluster")]
+)
+def test_a_tf_config_that_is_no_cluster(text, says, monkeypatch):
+  monkeypatch.delenv("TF_CONFIG", raising=False)
+  if text is not None:
+    monkeypatch.setenv("TF_CONFIG", text)
+  with pytest.raises(ConfigError, match=says):
+    cluster.tf_config()
+
+
+SLURM = {
+  "SLURM_PROCID": "3",
+  "SLURM_STEP_NUM_TASKS": "4",
+  "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+  "SLURM_STEP_NODELIST": "node[1-2]",
+  "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+@pytest.mark.parametrize(("gpus", "visible"), [("0", ""), ("4", "2,3")])
+def test_slurm_is_read(gpus, visible, monkeypatch):
+  for name, value in {**SLURM, "SLURM_GPUS_ON_NODE": gpus}.items():
+    monkeypatch.setenv(name, value)
+  peers, place = cluster.workers(cluster.slurm(port_base=9000))
+  nodes = [f"node{node}:{port}" for node in (1, 2) for port in (9000, 9001)]
+  assert ([peer.address for peer in peers], place) == (nodes, 3)
+  assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_no_slurm_step(monkeypatch):
+  for name in SLURM:
+    monkeypatch.delenv(name, raising=False)
+  with pytest.raises(ConfigError, match="this is no step of a Slurm job"):
+    cluster.slurm()
+
+
+# ---- The strategy ----
+
+
+MISTAKES = [
+  ({"communication": "mpi"}, "unknown multi_worker_mirrored.communication 'mpi'"),
+  ({"communication": "nccl"}, "communication is 'nccl', but this worker has no GPU"),
+  ({"start_timeout_s": 0.0}, "start_timeout_s is 0.0; it must be above 0 seconds"),
+  ({"heartbeat_timeout_s": -1.0}, "heartbeat_timeout_s is -1.0; it must be above 0 seconds"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), MISTAKES)
+def test_mistakes(options, says, monkeypatch):
+  monkeypatch.delenv("TF_CONFIG", raising=False)
+  with pytest.raises(ConfigError, match=re.escape(says)):
+    strategies.multi_worker_mirrored(**options)

@@ -1,0 +1,193 @@
+"""Real processes on loopback: several workers learn what one does, and go on after faults."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import clustered
+import numpy as np
+import pytest
+
+import launch
+
+ROOT = Path(launch.__file__).parent
+BATCH, STEPS, RATE = 8, 10, 0.05
+CONFIG = """
+import clustered
+
+run.task = @Clustered()
+Clustered.folder = '{folder}'
+run.actions = [@Witness()]
+Witness.folder = '{folder}'
+run.strategy = @multi_worker_mirrored
+run.optimizer = @keras.SGD
+keras.SGD.learning_rate = {rate}
+run.global_batch_size = {batch}
+run.train_steps = {steps}
+run.steps_per_loop = 1
+run.checkpoint_every_steps = 2
+"""
+
+
+class Outcome:
+  """What a run printed and left behind."""
+
+  def __init__(self, folder, done):
+    self.folder, self.status = folder, done.returncode
+    self.out, self.err = done.stdout, done.stderr
+
+  def records(self, split):
+    lines = (self.folder / "m" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["split"] == split]
+
+  def variables(self, worker):
+    with np.load(self.folder / f"variables-{worker}.npz") as arrays:
+      return [arrays[name] for name in arrays.files]
+
+  def ids(self, worker):
+    lines = (self.folder / f"ids-{worker}").read_text().splitlines()
+    return np.array([list(map(int, line.split())) for line in lines])
+
+
+def run(folder, workers, *params, flags=(), env=None):
+  folder.mkdir(exist_ok=True)
+  config = folder / "config.gin"
+  config.write_text(CONFIG.format(folder=folder, rate=RATE, batch=BATCH, steps=STEPS))
+  command = [sys.executable, str(ROOT / "launch.py"), f"--gin_file={config}"]
+  command += [f"--gin_param={param}" for param in params]
+  command += [f"--local_workers={workers}", f"--model_dir={folder / 'm'}", *flags]
+  environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **(env or {})}
+  done = subprocess.run(
+    command, cwd=ROOT / "tests", capture_output=True, text=True, env=environment, timeout=240
+  )
+  return Outcome(folder, done)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """Two workers (4 rows each) and three (3 rows each, one of the 9 is padding)."""
+  return {n: run(tmp_path_factory.mktemp(f"workers{n}"), n) for n in (2, 3)}
+
+
+def reference(order):
+  """The same regression in float64, over the examples in the order in which they came."""
+  kernel, losses = clustered.KERNEL[:, 0].astype(np.float64), []
+  for ids in order:
+    weight = clustered.WEIGHT[ids].astype(np.float64)
+    error = clustered.X[ids].astype(np.float64) @ kernel - clustered.Y[ids]
+    losses.append(weight @ error**2 / weight.sum())
+    kernel = kernel - RATE * 2 * (weight * error) @ clustered.X[ids] / weight.sum()
+  return kernel, losses
+
+
+def order(outcome, workers):
+  """The real examples of each step, all workers' together."""
+  ids = np.concatenate([outcome.ids(worker) for worker in range(workers)], axis=1)
+  return [row[row >= 0] for row in ids]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_workers_read_disjoint_shares_of_the_same_batches(workers, trained):
+  steps = order(trained[workers], workers)
+  assert [len(ids) for ids in steps] == [BATCH] * STEPS
+  stream = np.concatenate(steps)
+  for epoch in range(STEPS * BATCH // clustered.EXAMPLES):
+    first = epoch * clustered.EXAMPLES
+    seen = stream[first : first + clustered.EXAMPLES]
+    assert sorted(seen) == list(range(clustered.EXAMPLES))
+  np.testing.assert_array_equal(stream, np.concatenate(order(trained[2], 2)))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_they_learn_what_one_worker_would(workers, trained):
+  outcome = trained[workers]
+  assert (outcome.status, outcome.err.count("Traceback")) == (0, 0)
+  kernel, losses = reference(order(outcome, workers))
+  got = [record["loss"] for record in outcome.records("train")]
+  assert got == pytest.approx(losses, rel=1e-5)
+  for worker in range(workers):
+    [variable] = outcome.variables(worker)
+    np.testing.assert_allclose(variable[:, 0], kernel, rtol=1e-5)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_an_evaluation_counts_each_example_once(workers, trained):
+  [variable] = trained[workers].variables(0)
+  error = clustered.X.astype(np.float64) @ variable[:, 0] - clustered.Y
+  [record] = trained[workers].records("eval")
+  assert record["loss"] == pytest.approx(np.average(error**2, weights=clustered.WEIGHT), rel=1e-5)
+  assert record["rows"] == 1.0
+
+
+def test_only_the_chief_writes(trained):
+  model_dir = trained[2].folder / "m"
+  assert [record["step"] for record in trained[2].records("train")] == list(range(1, STEPS + 1))
+  names = sorted(path.name for path in (model_dir / "checkpoints").iterdir())
+  saved = [f"ckpt-{step}" for step in (10, 6, 8)]
+  kinds = ("data-00000-of-00001", "index")
+  assert names == ["checkpoint", *(f"{ckpt}.{kind}" for ckpt in saved for kind in kinds)]
+  assert trained[2].out.count("done: step 10") == 1
+  assert len(list((model_dir / "train").iterdir())) == 1
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+  """Batch normalisation: state of each replica's own, which all workers must help to save."""
+  return run(tmp_path_factory.mktemp("unbroken"), 2, "Clustered.batch_norm = True")
+
+
+def assert_ends_alike(outcome, unbroken):
+  assert outcome.status == 0, outcome.err
+  for worker in (0, 1):
+    for got, wanted in zip(outcome.variables(worker), unbroken.variables(worker), strict=True):
+      np.testing.assert_array_equal(got, wanted)
+  assert [r["step"] for r in outcome.records("train")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_costs_nothing(victim, unbroken, tmp_path):
+  outcome = run(
+    tmp_path, 2, "Clustered.batch_norm = True", f"Witness.worker = {victim}", "Witness.step = 5",
+    flags=["--max_restarts=1"],
+  )  # fmt: skip
+  assert f"worker-{victim} was killed by SIGKILL" in outcome.err
+  assert_ends_alike(outcome, unbroken)
+
+
+def test_sigterm_on_one_worker_saves_and_ends_all(unbroken, tmp_path):
+  params = ("Clustered.batch_norm = True", "Witness.worker = 1", "Witness.step = 5")
+  params += (f"Witness.number = {int(signal.SIGTERM)}",)
+  first = run(tmp_path, 2, *params)
+  assert first.status == 75, first.err
+  assert (tmp_path / "m" / "checkpoints" / "ckpt-5.index").exists()
+  assert_ends_alike(run(tmp_path, 2, *params), unbroken)
+
+
+def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
+  """Each in its own words: `Witness.step` differs."""
+  from framework.local_cluster import make_cluster
+
+  tmp_path.joinpath("config.gin").write_text(
+    CONFIG.format(folder=tmp_path, rate=RATE, batch=BATCH, steps=STEPS)
+  )
+  spec = make_cluster(workers=2, ps=0)
+  started = []
+  for worker in (0, 1):
+    config = {"cluster": spec, "task": {"type": "worker", "index": worker}}
+    command = [sys.executable, str(ROOT / "launch.py"), f"--gin_file={tmp_path / 'config.gin'}"]
+    command += [f"--gin_param=Witness.step = {worker + 3}", f"--model_dir={tmp_path / 'm'}"]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": json.dumps(config)}
+    started.append(
+      subprocess.Popen(command, cwd=ROOT / "tests", env=env, stderr=subprocess.PIPE, text=True)
+    )
+  errors = [process.communicate(timeout=120)[1] for process in started]
+  addresses = spec["worker"]
+  line = (
+    f"error: worker-1 ({addresses[1]}) differs from worker-0 ({addresses[0]}) in its Witness.step: "
+    "4, not 3; start all workers alike.\n"
+  )
+  assert [process.returncode for process in started] == [2, 2]
+  assert [error[-len(line) :] for error in errors] == [line, line]
