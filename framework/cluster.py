@@ -430,6 +430,24 @@ def _received(connection: socket.socket) -> dict[str, Any]:
   return message
 
 
+def require_answer(address: str, *, timeout_s: float) -> None:
+  """Waits until something listens at "host:port", which TensorFlow would do for ever (host).
+
+  Raises:
+    ClusterError: nothing does.
+    ConfigError: it is no "host:port".
+  """
+  if not re.fullmatch(r".+:\d+", address):
+    raise ConfigError(f"the address {address!r} is not host:port, such as '10.0.0.2:8470'.")
+  deadline = time.monotonic() + timeout_s
+  while (left := deadline - time.monotonic()) > 0:
+    with contextlib.suppress(OSError):
+      socket.create_connection(_host_and_port(address), timeout=left).close()
+      return
+    time.sleep(min(_RETRY_S, max(left, 0.0)))
+  raise ClusterError(f"nothing answers at {address} within {timeout_s:g} s")
+
+
 # ---- TensorFlow's runtime ----
 
 

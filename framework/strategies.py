@@ -124,6 +124,44 @@ def multi_worker_mirrored(
     )
 
 
+def tpu(
+  *,
+  address: str = "local",
+  zone: str | None = None,
+  project: str | None = None,
+  start_timeout_s: float = 300.0,
+) -> tf.distribute.Strategy:
+  """Every core of a TPU is a replica; XLA compiles the step, whose shapes are all static.
+
+  Args:
+    address: "local" on a TPU VM, the name of a Cloud TPU, or "grpc://host:port".
+    zone: of a TPU given by its name; None takes this machine's.
+    project: of a TPU given by its name; None takes this machine's.
+    start_timeout_s: how long connecting may take.
+
+  Raises:
+    ConfigError: there is no such TPU.
+    ClusterError: nothing answers at a "grpc://" address.
+  """
+  remedy = "give 'local' on a TPU VM, a TPU's name with zone and project, or 'grpc://host:port'"
+  if address.startswith("grpc://"):
+    cluster.require_answer(address.removeprefix("grpc://"), timeout_s=start_timeout_s)
+  try:
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(
+      tpu=address, zone=zone, project=project
+    )
+    with cluster.ending_after(start_timeout_s):
+      if address != "local":
+        tf.config.experimental_connect_to_cluster(resolver)
+      tf.tpu.experimental.initialize_tpu_system(resolver)
+  except (OSError, ImportError, RuntimeError, ValueError, tf.errors.OpError) as error:
+    reason = (str(error).splitlines() or [type(error).__name__])[0].partition(" Failed in")[0]
+    raise ConfigError(
+      f"there is no TPU at tpu.address {address!r} ({reason}); {remedy}."
+    ) from error
+  return tf.distribute.TPUStrategy(resolver)
+
+
 def auto(*, cpu_replicas: int = 1) -> tf.distribute.Strategy:
   """Every GPU mirrored; without a GPU the CPU, split into `cpu_replicas` logical devices."""
   # Physical devices first: asking for logical ones ends the time in which the CPU can be split.

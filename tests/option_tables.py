@@ -8,14 +8,19 @@ import re
 import sys
 import types
 
-from framework import actions, loss_scale, reduction, run, schedules, strategies, trainer
+from framework import actions, cluster, loss_scale, reduction, run, schedules, strategies, trainer
 from framework.configurables.table import GIVEN
 
 SECTIONS = (
   ("run", run, "run"),
   ("Trainer", trainer, "Trainer"),
   ("Reduction", reduction, "Reduction"),
-  ("Strategies", strategies, "auto default one_device mirrored central_storage"),
+  (
+    "Strategies",
+    strategies,
+    "auto default one_device mirrored central_storage multi_worker_mirrored tpu",
+  ),
+  ("Clusters", cluster, "tf_config slurm"),
   ("Loss scale", loss_scale, "none fixed dynamic"),
   (
     "Schedules",

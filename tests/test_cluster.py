@@ -268,3 +268,24 @@ def test_mistakes(options, says, monkeypatch):
   monkeypatch.delenv("TF_CONFIG", raising=False)
   with pytest.raises(ConfigError, match=re.escape(says)):
     strategies.multi_worker_mirrored(**options)
+
+
+@pytest.mark.parametrize(
+  ("address", "says"),
+  [
+    (
+      "local",
+      "there is no TPU at tpu.address 'local' (TPUs not found in the cluster.); give 'local'",
+    ),
+    ("grpc://somewhere", "the address 'somewhere' is not host:port, such as '10.0.0.2:8470'."),
+  ],
+)
+def test_no_tpu(address, says):
+  with pytest.raises(ConfigError, match=re.escape(says)):
+    strategies.tpu(address=address)
+
+
+def test_a_tpu_that_does_not_answer():
+  [port] = free_ports(1)
+  with pytest.raises(ClusterError, match=f"nothing answers at 127.0.0.1:{port} within 0.3 s"):
+    strategies.tpu(address=f"grpc://127.0.0.1:{port}", start_timeout_s=0.3)

@@ -473,3 +473,28 @@ def test_a_metric_may_not_mix_with_what_an_optimizer_reports(one):
   trainer = make(one, Mixing(), optimizer=TWO_OPTIMIZERS)
   with pytest.raises(Exception, match="logs 'slow_loss', which the framework reports itself"):
     train(trainer, 1)
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, tf_keras.optimizers.Adam])
+@pytest.mark.parametrize("fuse_updates", [True, False])
+def test_the_whole_step_compiles_under_xla(fuse_updates, optimizer, one):
+  """As a TPU would have it: no operation of the host in it, every shape static; the same update."""
+  finals = []
+  for compiled in (False, True):
+    task = Linear(kind="module", l2=0.1)
+    trainer = make(
+      one, task, optimizer=lambda: optimizer(RATE), clip_norm=1.0, accumulation_steps=2,
+      ema_decay=0.9, loss_scale=loss_scale.dynamic, fuse_updates=fuse_updates,
+    )  # fmt: skip
+    step = tf.function(trainer.replica_step, jit_compile=compiled)
+    batches = iter(trainer._dataset_fn(0))
+    for _ in range(3):
+      finite, _ = step(next(batches), tf.constant(0.25))
+      assert finite
+    [kernel] = kernels(trainer)
+    results = trainer._metrics.result()
+    assert results["input_wait"] == 0.25
+    finals.append((kernel, trainer.parts.ema.averages[0].numpy(), results["loss"]))
+  for plain, compiled in zip(*finals, strict=True):
+    np.testing.assert_allclose(compiled, plain, rtol=1e-5)
+  assert np.abs(finals[1][0] - KERNEL).max() > RATE
