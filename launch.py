@@ -7,7 +7,7 @@ Exit status:
   0    done
   1    a failure; the traceback, or one line on a loss that is not finite, says where
   2    your mistake; one line says what, and what to do instead
-  75   SIGTERM came and the state is saved: start the same command again to go on from there
+  75   SIGTERM came, and nothing is lost: start the same command again to go on from there
   130  interrupted from the keyboard
 
 TF_CPP_MIN_LOG_LEVEL=0 in the environment brings TensorFlow's own messages back.
@@ -16,6 +16,7 @@ TF_CPP_MIN_LOG_LEVEL=0 in the environment brings TensorFlow's own messages back.
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,5 +164,12 @@ def _say(line: str, status: int) -> int:
   return status
 
 
+def _end_at_once(*_: object) -> None:
+  """SIGTERM while there is nothing to save; from the first step to the last, Session answers it."""
+  os.write(2, b"SIGTERM: ended with nothing left to save\n")
+  os._exit(75)
+
+
 if __name__ == "__main__":
+  signal.signal(signal.SIGTERM, _end_at_once)
   sys.exit(main(sys.argv))

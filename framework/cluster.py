@@ -333,7 +333,10 @@ def preflight(resolver: ClusterResolver, *, timeout_s: float) -> None:
     return
   deadline = time.monotonic() + timeout_s
   with _bound(peers[index].address) as own:
-    meet = _lead(own, peers, deadline) if index == 0 else _report(peers, index, deadline)
+    if index == 0:
+      meet = _lead(own, peers, deadline)
+    else:
+      meet = _report(peers, index, deadline, verdict_s=timeout_s + _ANSWER_S)
   if differs := meet.get("differs"):
     raise ConfigError(differs)
   if missing := meet.get("missing"):
@@ -385,13 +388,20 @@ def _lead(listener: socket.socket, peers: Sequence[Peer], deadline: float) -> di
   return verdict
 
 
-def _report(peers: Sequence[Peer], index: int, deadline: float) -> dict[str, str]:
-  """Another worker: tells worker 0, and hears the verdict."""
+def _report(
+  peers: Sequence[Peer], index: int, deadline: float, *, verdict_s: float
+) -> dict[str, str]:
+  """Another worker: tells worker 0, and hears the verdict.
+
+  Worker 0 may have come later and so wait longer than until `deadline`; once it listens, this
+  worker waits for what it has to say.
+  """
   message = {"cluster": [str(peer) for peer in peers], "index": index, "facts": facts()}
   while (left := deadline - time.monotonic()) > 0:
     with contextlib.suppress(OSError, ValueError):
       chief = socket.create_connection(_host_and_port(peers[0].address), timeout=left)
       with chief:
+        chief.settimeout(verdict_s)
         _send(chief, message)
         return _received(chief)
     time.sleep(_RETRY_S)

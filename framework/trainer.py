@@ -245,7 +245,7 @@ class Trainer(orbit.AbstractTrainer):
 
   def _state(self) -> dict[str, float]:
     state = {
-      "loss_scale": float(self.parts.loss_scale.value()),
+      "loss_scale": float(tf.convert_to_tensor(self.parts.loss_scale.value())),
       "skipped_steps": float(self.skipped_steps.numpy()),
     }
     for name, optimizer in self.parts.optimizers.items():

@@ -59,7 +59,7 @@ class Clustered(Task):
 
 
 @framework.register
-class Witness(Action):
+class Keeper(Action):
   """Keeps each worker's variables after every loop; once, at a step, sends itself a signal."""
 
   on = "train"

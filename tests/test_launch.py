@@ -267,3 +267,16 @@ def test_the_whole_command_prints_the_one_line():
   done = command(str(REPOSITORY / "launch.py"), "--gin_file=x.gin")
   assert (done.returncode, done.stdout) == (2, "")
   assert done.stderr == "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"
+
+
+def test_sigterm_before_the_first_step_ends_at_once():
+  Path("slow.py").write_text("import time\n\nprint('here', flush=True)\ntime.sleep(60)\n")
+  Path("x.gin").write_text("import slow\n")
+  process = subprocess.Popen(
+    [sys.executable, str(REPOSITORY / "launch.py"), "--gin_file=x.gin"],
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  assert process.stdout.readline() == "here\n"
+  process.terminate()
+  assert process.communicate(timeout=30) == ("", "SIGTERM: ended with nothing left to save\n")
+  assert process.returncode == 75

@@ -20,8 +20,8 @@ import clustered
 
 run.task = @Clustered()
 Clustered.folder = '{folder}'
-run.actions = [@Witness()]
-Witness.folder = '{folder}'
+run.actions = [@Keeper()]
+Keeper.folder = '{folder}'
 run.strategy = @multi_worker_mirrored
 run.optimizer = @keras.SGD
 keras.SGD.learning_rate = {rate}
@@ -150,7 +150,7 @@ def assert_ends_alike(outcome, unbroken):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_worker_costs_nothing(victim, unbroken, tmp_path):
   outcome = run(
-    tmp_path, 2, "Clustered.batch_norm = True", f"Witness.worker = {victim}", "Witness.step = 5",
+    tmp_path, 2, "Clustered.batch_norm = True", f"Keeper.worker = {victim}", "Keeper.step = 5",
     flags=["--max_restarts=1"],
   )  # fmt: skip
   assert f"worker-{victim} was killed by SIGKILL" in outcome.err
@@ -158,8 +158,8 @@ def test_a_killed_worker_costs_nothing(victim, unbroken, tmp_path):
 
 
 def test_sigterm_on_one_worker_saves_and_ends_all(unbroken, tmp_path):
-  params = ("Clustered.batch_norm = True", "Witness.worker = 1", "Witness.step = 5")
-  params += (f"Witness.number = {int(signal.SIGTERM)}",)
+  params = ("Clustered.batch_norm = True", "Keeper.worker = 1", "Keeper.step = 5")
+  params += (f"Keeper.number = {int(signal.SIGTERM)}",)
   first = run(tmp_path, 2, *params)
   assert first.status == 75, first.err
   assert (tmp_path / "m" / "checkpoints" / "ckpt-5.index").exists()
@@ -167,7 +167,7 @@ def test_sigterm_on_one_worker_saves_and_ends_all(unbroken, tmp_path):
 
 
 def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
-  """Each in its own words: `Witness.step` differs."""
+  """Each in its own words: `Keeper.step` differs."""
   from framework.local_cluster import make_cluster
 
   tmp_path.joinpath("config.gin").write_text(
@@ -178,7 +178,7 @@ def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   for worker in (0, 1):
     config = {"cluster": spec, "task": {"type": "worker", "index": worker}}
     command = [sys.executable, str(ROOT / "launch.py"), f"--gin_file={tmp_path / 'config.gin'}"]
-    command += [f"--gin_param=Witness.step = {worker + 3}", f"--model_dir={tmp_path / 'm'}"]
+    command += [f"--gin_param=Keeper.step = {worker + 3}", f"--model_dir={tmp_path / 'm'}"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": json.dumps(config)}
     started.append(
       subprocess.Popen(command, cwd=ROOT / "tests", env=env, stderr=subprocess.PIPE, text=True)
@@ -186,7 +186,7 @@ def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   errors = [process.communicate(timeout=120)[1] for process in started]
   addresses = spec["worker"]
   line = (
-    f"error: worker-1 ({addresses[1]}) differs from worker-0 ({addresses[0]}) in its Witness.step: "
+    f"error: worker-1 ({addresses[1]}) differs from worker-0 ({addresses[0]}) in its Keeper.step: "
     "4, not 3; start all workers alike.\n"
   )
   assert [process.returncode for process in started] == [2, 2]

@@ -498,3 +498,22 @@ def test_the_whole_step_compiles_under_xla(fuse_updates, optimizer, one):
   for plain, compiled in zip(*finals, strict=True):
     np.testing.assert_allclose(compiled, plain, rtol=1e-5)
   assert np.abs(finals[1][0] - KERNEL).max() > RATE
+
+
+class Decaying(loss_scale.LossScale):
+  """A user's own: its value is the variable itself."""
+
+  def __init__(self):
+    super().__init__()
+    self._scale = tf.Variable(64.0, trainable=False)
+
+  def value(self):
+    return self._scale
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loss_scale_of_ones_own(replicas, mirrored):
+  trainer, reference = make(mirrored(replicas), loss_scale=Decaying), Reference()
+  metrics, expected = train(trainer, 3), reference.loop(3)
+  assert metrics["loss_scale"] == 64.0
+  assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)

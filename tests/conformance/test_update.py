@@ -167,7 +167,8 @@ def test_an_overflow_on_a_float16_wire_is_skipped_until_the_scale_fits(case, res
   for batch in cases.padded_batches(case):
     gradients = local_gradients(case, weights, batch)
     both = [sum(parts) for parts in zip(*gradients, strict=True)]
-    largest = scale * max(np.abs(g).max() for local in [*gradients, both] for g in local)
+    largest = max(np.abs(g).max() for local in [*gradients, both] for g in local)
+    largest *= scale / case.scenario.batch_size
     assert not 64000 < largest < 67000  # else rounding, not arithmetic, would decide
     if largest > np.finfo(np.float16).max:
       scale, skipped = scale / 2, skipped + 1
