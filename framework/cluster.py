@@ -186,6 +186,10 @@ _PEER_LOST = (
 
 def of(strategy: tf.distribute.Strategy) -> Cluster:
   """Returns the cluster that a strategy trains on, and this process's place in it."""
+  if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+    from framework import servers
+
+    return servers.of(strategy)
   if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
     return Cluster(strategy=strategy)
   resolver = strategy.cluster_resolver

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orbit
 import tensorflow as tf
 
-from framework import cluster
+from framework import cluster, strategies
 from framework.errors import ConfigError
 from framework.inputs import Batch
 from framework.metrics import MetricSums
@@ -23,12 +23,21 @@ from framework.tracing import as_written, converted
 class Evaluator(orbit.AbstractEvaluator):
   """Evaluates a task over a finite dataset; `orbit.Controller`, or your own loop, calls it."""
 
+  def __new__(cls, *, strategy: tf.distribute.Strategy, **options: Any) -> Evaluator:
+    """Chooses how batches reach the devices: under parameter servers, by closures."""
+    del options
+    if cls is Evaluator and strategies.is_asynchronous(strategy):
+      from framework.parameter_server import ParameterServerEvaluator
+
+      cls = ParameterServerEvaluator
+    return super().__new__(cls)
+
   def __init__(
     self,
     *,
     task: Task,
     strategy: tf.distribute.Strategy,
-    dataset: tf.data.Dataset,
+    dataset: tf.data.Dataset | Callable[..., tf.data.Dataset],
     ema: Ema | None = None,
     eager: bool = False,
   ) -> None:
@@ -38,16 +47,14 @@ class Evaluator(orbit.AbstractEvaluator):
       task: what to evaluate.
       strategy: what the model was built under.
       dataset: finite, of padded global batches (in a cluster, of this worker's rows of them); see
-        `inputs.eval_dataset`.
+        `inputs.eval_dataset`. Or a function that makes it, which parameter servers need: it is
+        called with `shard=`.
       ema: evaluate with these averages in place of the variables.
       eager: no tf.function at all.
     """
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
-    self._dataset = cluster.of(strategy).distribute(dataset)
-    with strategy.scope():
-      self._metrics = MetricSums()
-    self._compiled_step = self.eval_step if eager else tf.function(self.eval_step)
+    self._prepare(dataset)
 
   def evaluate(self, num_steps: tf.Tensor | int = -1) -> dict[str, float]:
     """Evaluates the first `num_steps` batches, or all for -1 (host).
@@ -59,16 +66,28 @@ class Evaluator(orbit.AbstractEvaluator):
       ConfigError: there are no examples, or all have weight 0.
     """
     limit = int(num_steps)
-    batches = 0
     self._metrics.reset()  # of an evaluation that failed half way
     with self._ema.in_place() if self._ema else contextlib.nullcontext():
-      for batch in itertools.islice(self._dataset, limit if limit >= 0 else None):
-        self._compiled_step(batch)
-        batches += 1
+      batches = self._run_batches(limit)
       results = self._metrics.result()
     if limit:
       self._require_examples(results, batches)
     return results
+
+  def _prepare(self, dataset: tf.data.Dataset | Callable[..., tf.data.Dataset]) -> None:
+    whole = dataset() if callable(dataset) else dataset
+    self._dataset = cluster.of(self.strategy).distribute(whole)
+    with self.strategy.scope():
+      self._metrics = MetricSums()
+    self._compiled_step = self.eval_step if self.eager else tf.function(self.eval_step)
+
+  def _run_batches(self, limit: int) -> int:
+    """Adds up the first `limit` batches, or all for a negative one; returns how many there were."""
+    batches = 0
+    for batch in itertools.islice(self._dataset, limit if limit >= 0 else None):
+      self._compiled_step(batch)
+      batches += 1
+    return batches
 
   @as_written
   def eval_step(self, batch: Any) -> None:

@@ -54,6 +54,8 @@ from framework.sources import Source, StreamSource, check_source
 from framework.tracing import as_written, converted
 
 Preprocess = Callable[[Batch, bool], Batch]
+Shard = tuple[int, Any]
+"""(n, i): of the batches k = 0, 1, ..., only those with k % n == i; i an int or an int64 scalar."""
 
 _POSITIONS_AT_ONCE = 4096
 """Indices are made this many at a time: one batch of 128 by itself would cost 170 us of CPU time
@@ -82,6 +84,7 @@ def train_dataset(
   preprocess: Preprocess | None = None,
   shuffle: bool = True,
   rows: range | None = None,
+  shard: Shard | None = None,
 ) -> tf.data.Dataset:
   """Returns endless batches: element k holds positions position + k * global_batch_size and on.
 
@@ -104,6 +107,8 @@ def train_dataset(
     rows: which rows of the padded global batch to make: a worker of several makes only its own;
       None makes all. No other example is fetched, but for the batch's first, which padding repeats.
       Of a `StreamSource`, every worker reads all and pads and preprocesses only these rows.
+    shard: which batches to make, for workers that take whole batches in turn; None makes all. Of an
+      indexed source, the others are not fetched.
 
   Returns:
     Dicts of the features, "weight" and "example_id", all of static shape [rows, ...].
@@ -115,14 +120,14 @@ def train_dataset(
   require_integer("position", position, at_least=0)
   require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
   if isinstance(source, StreamSource):
-    return _train_stream(source, plan, seed, position)
+    return _train_stream(source, plan, seed, position, shard)
 
   def make(indices: tf.Tensor, seeds: tf.Tensor) -> Batch:
     batch = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
     return plan.completed(batch, tf.where(plan.real_rows(), indices, -1), seeds)
 
   ordered = _ordered(source.num_examples, plan, seed, position, shuffle)
-  return _batches(ordered, make, rewrite=False)
+  return _batches(_sharded(ordered, shard), make, rewrite=False)
 
 
 def eval_dataset(
@@ -132,6 +137,7 @@ def eval_dataset(
   pad_multiple: int = 1,
   preprocess: Preprocess | None = None,
   rows: range | None = None,
+  shard: Shard | None = None,
 ) -> tf.data.Dataset:
   """Returns every example exactly once, in the order of the source, in batches of one static shape.
 
@@ -141,7 +147,7 @@ def eval_dataset(
   """
   plan = _Plan.checked(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
   if isinstance(source, StreamSource):
-    return _eval_stream(source, plan)
+    return _eval_stream(source, plan, shard)
   end = source.num_examples
 
   def make(start: tf.Tensor) -> Batch:
@@ -151,7 +157,8 @@ def eval_dataset(
     batch = plan.checked_features(batch, f"{type(source).__name__}.fetch")
     return plan.completed(batch, tf.where(real, indices, -1))
 
-  return _batches(tf.data.Dataset.range(0, end, global_batch_size), make, rewrite=False)
+  starts = _sharded(tf.data.Dataset.range(0, end, global_batch_size), shard)
+  return _batches(starts, make, rewrite=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,6 +236,10 @@ def _masked(weight: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
   return tf.where(ids >= 0, weight, 0.0)
 
 
+def _sharded(batches: tf.data.Dataset, shard: Shard | None) -> tf.data.Dataset:
+  return batches.shard(*shard) if shard else batches
+
+
 def _batches(
   dataset: tf.data.Dataset, make: Callable[..., Batch], *, rewrite: bool
 ) -> tf.data.Dataset:
@@ -272,7 +283,9 @@ def _ordered(
 # ---- Streams ----
 
 
-def _train_stream(source: StreamSource, plan: _Plan, seed: int, position: int) -> tf.data.Dataset:
+def _train_stream(
+  source: StreamSource, plan: _Plan, seed: int, position: int, shard: Shard | None
+) -> tf.data.Dataset:
   examples = source.dataset.enumerate().repeat()
   examples = examples.concatenate(_failing(examples.element_spec)).skip(position)
   batches = examples.batch(plan.global_batch_size, drop_remainder=True)
@@ -291,10 +304,10 @@ def _train_stream(source: StreamSource, plan: _Plan, seed: int, position: int) -
     logging.info("skipping %d examples of a stream, to go on where training stopped", position)
   # zip asks its parts in turn, so that the clock is read before the first batch is skipped to.
   clocked = tf.data.Dataset.counter(position, plan.global_batch_size).map(as_written(clock))
-  return _batches(tf.data.Dataset.zip((clocked, batches)), make, rewrite=True)
+  return _batches(_sharded(tf.data.Dataset.zip((clocked, batches)), shard), make, rewrite=True)
 
 
-def _eval_stream(source: StreamSource, plan: _Plan) -> tf.data.Dataset:
+def _eval_stream(source: StreamSource, plan: _Plan, shard: Shard | None) -> tf.data.Dataset:
   if source.num_examples is None and source.dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
     raise ConfigError(
       "the stream to evaluate is endless; set StreamSource's num_examples to what one pass takes."
@@ -303,7 +316,8 @@ def _eval_stream(source: StreamSource, plan: _Plan) -> tf.data.Dataset:
   def make(ids: tf.Tensor, features: Batch) -> Batch:
     return plan.completed(*_padded(ids, features, plan))
 
-  return _batches(source.dataset.enumerate().batch(plan.global_batch_size), make, rewrite=True)
+  batches = source.dataset.enumerate().batch(plan.global_batch_size)
+  return _batches(_sharded(batches, shard), make, rewrite=True)
 
 
 def _padded(ids: tf.Tensor, features: Batch, plan: _Plan) -> tuple[Batch, tf.Tensor]:

@@ -38,16 +38,22 @@ class MetricSums:
     Raises:
       ConfigError: a value is not a pair of scalars, or there are more than CAPACITY names.
     """
+    sums = self._packed(metrics)
+    if sums is not None:
+      self._sums.assign_add(sums)
+
+  def _packed(self, metrics: Mapping[str, tuple[Any, Any]]) -> tf.Tensor | None:
+    """The pairs as float64 [CAPACITY, 2], each metric in its row; None without any metric."""
     metrics = checked(metrics)
     if not metrics:
-      return
+      return None
     rows: list[tuple[Any, Any]] = [(0.0, 0.0)] * CAPACITY
     for name, value in metrics.items():
       rows[self._row(name)] = value
     used = len(self._rows)
     flat = tf.stack([tf.cast(part, tf.float32) for row in rows[:used] for part in row])
     sums = tf.reshape(tf.cast(flat, tf.float64), [used, 2])
-    self._sums.assign_add(tf.pad(sums, [[0, CAPACITY - used], [0, 0]]))
+    return tf.pad(sums, [[0, CAPACITY - used], [0, 0]])
 
   def result(self) -> dict[str, float]:
     """Returns name -> total / weight over all replicas, and starts again from zero (host).
@@ -58,6 +64,9 @@ class MetricSums:
       self._sums.numpy() if not _is_distributed(self._sums) else self._sums.read_value().numpy()
     )
     self.reset()
+    return self._means(sums)
+
+  def _means(self, sums: np.ndarray) -> dict[str, float]:
     self._weightless = frozenset(name for name, row in self._rows.items() if not sums[row, 1])
     return {
       name: float(sums[row, 0] / sums[row, 1]) if sums[row, 1] else float("nan")

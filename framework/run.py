@@ -5,6 +5,7 @@ run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digi
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import uuid
@@ -15,7 +16,7 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework import cluster, configurables, inputs, optimizers, randomness, strategies
+from framework import cluster, configurables, inputs, optimizers, randomness, servers, strategies
 from framework.actions import Action
 from framework.errors import ConfigError, unknown
 from framework.evaluator import Evaluator
@@ -82,7 +83,8 @@ def run(
       framework/actions.py.
 
   Returns:
-    The last evaluation's metrics, or the last loop's in mode "train"; empty for "export".
+    The last evaluation's metrics, or the last loop's in mode "train"; empty for "export", and where
+    the strategy makes this process a worker or server of another.
 
   Raises:
     ConfigError: a mistake of the user's, in one line.
@@ -110,10 +112,13 @@ def run(
     | configurables.bindings()
   )
   chosen = _made_strategy(strategy)
+  if isinstance(chosen, servers.Server):
+    chosen.serve()
+    return {}
   here = cluster.of(chosen)
   preprocess = task.preprocess if type(task).preprocess is not Task.preprocess else None
 
-  def train_data(position: int) -> tf.data.Dataset:
+  def train_data(position: int, shard: inputs.Shard | None = None) -> tf.data.Dataset:
     return inputs.train_dataset(
       task.source("train"),
       global_batch_size=global_batch_size,
@@ -123,6 +128,7 @@ def run(
       preprocess=preprocess,
       shuffle=shuffle,
       rows=here.rows(trainer.padded_batch_size),
+      shard=shard,
     )
 
   trainer = configurables.configured(Trainer)(
@@ -137,7 +143,8 @@ def run(
   evaluator = None
   if mode not in ("train", "export"):
     replicas, eval_batch = chosen.num_replicas_in_sync, eval_batch_size or global_batch_size
-    eval_data = inputs.eval_dataset(
+    eval_data = functools.partial(
+      inputs.eval_dataset,
       task.source("eval"),
       global_batch_size=eval_batch,
       pad_multiple=replicas,
@@ -202,9 +209,9 @@ def _made_task(task: Task | Callable[[], Task]) -> Task:
   return made
 
 
-def _made_strategy(strategy: Any) -> tf.distribute.Strategy:
+def _made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
   made = strategy() if callable(strategy) else strategy
-  if not isinstance(made, tf.distribute.Strategy):
+  if not isinstance(made, tf.distribute.Strategy | servers.Server):
     raise ConfigError(
       f"run.strategy gives a {type(made).__name__}; it must be a factory of a tf.distribute "
       "strategy, such as @auto, @one_device, @mirrored or @central_storage."

@@ -30,6 +30,10 @@ Gradient: TypeAlias = Any
 LossFn: TypeAlias = Callable[[Batch], Loss]
 
 
+def _replica_id() -> tf.Tensor:
+  return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepParts:
   """What the verbs work with; the Trainer makes it once."""
@@ -45,6 +49,7 @@ class StepParts:
   accumulation_steps: int = 1
   jit_compile: bool = False
   ema: Ema | None = None
+  replica_id: Callable[[], tf.Tensor] = _replica_id
 
 
 class EvalStep:
@@ -298,8 +303,8 @@ class Step(EvalStep):
 
   @as_written
   def _key(self, index: int) -> tf.Tensor:
-    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    return randomness.step_key(self._parts.seed, self._parts.global_step, replica, index)
+    parts = self._parts
+    return randomness.step_key(parts.seed, parts.global_step, parts.replica_id(), index)
 
   @as_written
   def _micro_batches(self, batch: Batch) -> list[Batch]:

@@ -9,14 +9,14 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.framework import kernels
 
-from framework import cluster
+from framework import cluster, servers
 from framework.errors import ConfigError, unknown
 
 CrossDeviceOps = Literal[
   "auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "collective"
 ]
 Communication = Literal["auto", "ring", "nccl"]
-StrategyFactory = Callable[[], tf.distribute.Strategy]
+StrategyFactory = Callable[[], tf.distribute.Strategy | servers.Server]
 
 
 def default() -> tf.distribute.Strategy:
@@ -162,6 +162,45 @@ def tpu(
   return tf.distribute.TPUStrategy(resolver)
 
 
+def parameter_server(
+  *,
+  resolver: cluster.ResolverFactory = cluster.tf_config,
+  start_timeout_s: float = 300.0,
+  min_shard_bytes: int | None = None,
+  max_shards: int | None = None,
+) -> tf.distribute.Strategy | servers.Server:
+  """Asynchronous training: workers compute, variables live on servers, one chief coordinates.
+
+  For a cluster of the jobs "chief" (one task), "worker" and "ps". See docs/parameter-server.md.
+
+  Args:
+    resolver: where the addresses come from; see `multi_worker_mirrored`.
+    start_timeout_s: how long the chief waits for workers and servers to come, a server or worker
+      for its chief, and a run for a worker to come back when all of them are gone.
+    min_shard_bytes: partition variables along their first axis, into parts of at least so many
+      bytes (float32); None keeps each whole on one server. For tf.Module and tf_keras models.
+    max_shards: into at most so many parts; None takes the number of servers.
+
+  Returns:
+    The strategy on the chief; on a worker or server a `Server`, which serves the chief.
+
+  Raises:
+    ConfigError: no cluster, one without the three jobs, or options out of range.
+    ClusterError: a worker or server does not come.
+  """
+  return servers.join(
+    resolver(),
+    start_timeout_s=start_timeout_s,
+    min_shard_bytes=min_shard_bytes,
+    max_shards=max_shards,
+  )
+
+
+def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
+  """Whether each worker updates the variables by itself, without waiting for the others."""
+  return isinstance(strategy, tf.distribute.ParameterServerStrategy)
+
+
 def auto(*, cpu_replicas: int = 1) -> tf.distribute.Strategy:
   """Every GPU mirrored; without a GPU the CPU, split into `cpu_replicas` logical devices."""
   # Physical devices first: asking for logical ones ends the time in which the CPU can be split.
@@ -303,5 +342,7 @@ def describe(strategy: tf.distribute.Strategy) -> tuple[str, list[str]]:
   """Returns the strategy's name and the devices of its replicas."""
   if strategy is default():
     return "default", []
+  if is_asynchronous(strategy):
+    return "ParameterServerStrategy", servers.of(strategy).devices
   devices = [name.rpartition("/device:")[2] for name in strategy.extended.worker_devices]
   return type(strategy).__name__.removesuffix("V1"), devices

@@ -29,10 +29,11 @@ from framework.step import Step, StepParts
 from framework.task import Task
 from framework.tracing import as_written, converted
 
-DatasetFn = Callable[[int], tf.data.Dataset]
+DatasetFn = Callable[..., tf.data.Dataset]
 """position (examples already consumed) -> infinite dataset of padded global batches.
 
-In a cluster, of this worker's rows of them: `Cluster.rows`."""
+In a cluster, of this worker's rows of them: `Cluster.rows`. Under parameter servers it is called
+with `shard=` as well: of whole batches, in turn."""
 
 
 _NEVER = tf.int64.max
@@ -40,6 +41,15 @@ _NEVER = tf.int64.max
 
 class Trainer(orbit.AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller`, or your own loop, calls `train`."""
+
+  def __new__(cls, *, strategy: tf.distribute.Strategy, **options: Any) -> Trainer:
+    """Chooses how the loop reaches the devices: under parameter servers, by closures."""
+    del options
+    if cls is Trainer and strategies.is_asynchronous(strategy):
+      from framework.parameter_server import ParameterServerTrainer
+
+      cls = ParameterServerTrainer
+    return super().__new__(cls)
 
   def __init__(
     self,
@@ -113,13 +123,14 @@ class Trainer(orbit.AbstractTrainer):
       if ema_decay is not None:
         trainable = models.trainable_variables(task.model)
         ema = optimizers.Ema(decay=ema_decay, variables=trainable)
-      self._metrics = MetricSums()
+      self._metrics = self._make_sums()
       self.parts = StepParts(
         optimizers=built, reduction=reduction,
         loss_scale=(loss_scale or _usual_loss_scale())(),
         global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
         clip_norm=clip_norm, clip_value=clip_value,
         accumulation_steps=accumulation_steps, jit_compile=jit_compile, ema=ema,
+        replica_id=self.replica_id,
       )  # fmt: skip
     dtypes = {models.raw(v).dtype for o in built.values() for v in o.variables}
     reduction.prove(strategy, sorted(dtypes, key=lambda d: d.name))
@@ -148,7 +159,7 @@ class Trainer(orbit.AbstractTrainer):
     self._metrics.reset()  # of a loop that failed half way
     before, started = int(self.global_step.numpy()), time.perf_counter()
     try:
-      self._compiled_loop(self._iterator, num_steps)
+      self._run_loop(num_steps)
     finally:
       done = int(self.global_step.numpy()) - before
       self.position.assign_add(done * self.global_batch_size)
@@ -219,6 +230,10 @@ class Trainer(orbit.AbstractTrainer):
       items["ema"] = self.parts.ema.averages
     return items
 
+  def replica_id(self) -> tf.Tensor:
+    """Returns this replica's number among all that train, an int32 scalar (replica context)."""
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
   def reset_input(self) -> None:
     """Drops the iterator; the next `train` starts at `position` (after a restore)."""
     self._iterator = None
@@ -235,6 +250,12 @@ class Trainer(orbit.AbstractTrainer):
     self._nonfinite_step = _counter("nonfinite_step")
     self._nonfinite_step.assign(_NEVER)
     self.position = tf.Variable(0, dtype=tf.int64, trainable=False, name="position")
+
+  def _make_sums(self) -> MetricSums:
+    return MetricSums()
+
+  def _run_loop(self, num_steps: tf.Tensor) -> None:
+    self._compiled_loop(self._iterator, num_steps)
 
   def _make_iterator(self) -> Iterator[Batch]:
     dataset = self._dataset_fn(int(self.position.numpy()))

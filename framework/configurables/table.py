@@ -25,7 +25,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.reduction", "Reduction"),
   (
     "framework.strategies",
-    "auto default one_device mirrored central_storage multi_worker_mirrored tpu",
+    "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
   ),
   ("framework.cluster", "tf_config slurm"),
   ("framework.loss_scale", "none fixed dynamic"),

@@ -1,0 +1,349 @@
+"""Runs cases under parameter servers and writes what came out: one JSON object, name -> result.
+
+    python ps_cluster.py OUTPUT_FILE [CASE...]
+
+One process imports TensorFlow, forks the servers before it touches a device, and is the chief.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+import ctypes
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from framework import cluster, inputs, local_cluster, loss_scale, models, servers, strategies
+from framework.errors import ConfigError
+from framework.evaluator import Evaluator
+from framework.sources import ArraySource
+from framework.task import Loss, Task, weighted_sum
+from framework.trainer import Trainer
+
+WORKERS, SERVERS = 3, 2
+BATCH, EXAMPLES, FEATURES = 8, 203, 3
+KERAS = {"keras": keras, "tf_keras": tf_keras}
+
+
+def data():
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=[EXAMPLES, FEATURES]).astype(np.float32)
+  y = (x @ [1.5, -0.5, 0.25] + 0.1 * rng.normal(size=EXAMPLES)).astype(np.float32)
+  return {"x": x, "y": y, "weight": rng.uniform(0.5, 2.0, EXAMPLES).astype(np.float32)}
+
+
+class Linear(Task):
+  """x @ kernel, in a model of each kind."""
+
+  def __init__(self, *, kind="keras", repeats=1):
+    self.kind, self.repeats = kind, repeats
+
+  def build_model(self):
+    if self.kind == "module":
+      module = tf.Module()
+      module.kernel = tf.Variable(tf.zeros([FEATURES, 1]))
+      return module
+    library = KERAS[self.kind]
+    dense = library.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    return library.Sequential([library.Input([FEATURES]), dense])
+
+  def source(self, split):
+    return ArraySource(features={n: np.concatenate([v] * self.repeats) for n, v in data().items()})
+
+  def forward(self, batch, training):
+    if self.kind == "module":
+      return (batch["x"] @ self.model.kernel)[:, 0]
+    return self.model(batch["x"], training=training)[:, 0]
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+
+  def metrics(self, outputs, batch):
+    real = tf.cast(batch["example_id"] >= 0, tf.float32)
+    first = tf.cast(batch["example_id"] == 0, tf.float32) * real
+    return {
+      "examples": (tf.reduce_sum(real), tf.reduce_sum(first)),
+      "mae": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"]),
+    }
+
+
+class Wide(Linear):
+  """A kernel of 64 x 4, large enough to be partitioned."""
+
+  def build_model(self):
+    if self.kind == "module":
+      module = tf.Module()
+      module.kernel = tf.Variable(tf.ones([64, 4]))
+      return module
+    library = KERAS[self.kind]
+    dense = library.layers.Dense(4, use_bias=False, kernel_initializer="ones")
+    return library.Sequential([library.Input([64]), dense])
+
+  def source(self, split):
+    return ArraySource(features={"x": np.eye(64, dtype=np.float32), "y": np.zeros(64, np.float32)})
+
+  def forward(self, batch, training):
+    outputs = batch["x"] @ self.model.kernel if self.kind == "module" else self.model(batch["x"])
+    return tf.reduce_sum(outputs, axis=1)
+
+
+class Noisy(Linear):
+  """Logs which worker and which key a step had."""
+
+  def train_step(self, step, batch):
+    step.update(lambda part: self.training_loss(step, part), batch)
+    step.log({"seed": (tf.cast(step.seed()[0], tf.float32), 1.0)})
+
+
+def make(strategy, task, *, optimizer=None, **options):
+  def train_data(position, shard=None):
+    return inputs.train_dataset(
+      task.source("train"), global_batch_size=BATCH, position=position, shard=shard
+    )
+
+  library = KERAS.get(task.kind, keras)
+  return Trainer(
+    task=task,
+    strategy=strategy,
+    dataset_fn=train_data,
+    global_batch_size=BATCH,
+    optimizer=optimizer or (lambda: library.optimizers.Adam(0.02)),
+    **options,
+  )
+
+
+def evaluator_of(strategy, task):
+  make_data = functools.partial(inputs.eval_dataset, task.source("eval"), global_batch_size=BATCH)
+  return Evaluator(task=task, strategy=strategy, dataset=make_data)
+
+
+def counts(trainer):
+  return {
+    "step": int(trainer.global_step.numpy()),
+    "position": int(trainer.position.numpy()),
+    "iterations": int(trainer.parts.optimizers["default"].optimizer.iterations.numpy()),
+  }
+
+
+def steps(trainer, *sizes):
+  return [trainer.train(tf.constant(size)) for size in sizes]
+
+
+def learns(place, kind):
+  task = Linear(kind=kind)
+  trainer = make(place.strategy, task)
+  logs = steps(trainer, 100, 1, 7, 292)
+  kernel = models.raw(models.trainable_variables(task.model)[0]).numpy()
+  return {
+    **counts(trainer),
+    "traces": trainer.traces,
+    "kernel": kernel[:, 0].tolist(),
+    "logs": logs,
+    "eval": evaluator_of(place.strategy, task).evaluate(),
+    "devices": sorted(models.raw(v).device for v in trainer.parts.optimizers["default"].variables),
+  }
+
+
+def partitioned(place, kind):
+  task = Wide(kind=kind)
+  trainer = make(place.strategy, task, optimizer=lambda: tf_keras.optimizers.SGD(0.5))
+  logs = steps(trainer, 8, 8)
+  parts = models.trainable_variables(task.model)
+  return {
+    **counts(trainer),
+    "shapes": [v.shape.as_list() for v in parts],
+    "devices": [v.device for v in parts],
+    "losses": [log["loss"] for log in logs],
+  }
+
+
+def refused(place):
+  def message(call):
+    try:
+      call()
+    except ConfigError as error:
+      return str(error)
+    return "nothing was raised"
+
+  strategy = place.strategy
+  return {
+    "keras": message(lambda: make(strategy, Wide(kind="keras"))),
+    "eager": message(lambda: make(strategy, Linear(), eager=True)),
+    "jit_compile": message(lambda: make(strategy, Linear(), jit_compile=True)),
+    "loss_scale": message(lambda: make(strategy, Linear(), loss_scale=loss_scale.dynamic)),
+    "dataset": message(
+      lambda: Evaluator(task=Linear(), strategy=strategy, dataset=tf.data.Dataset.range(3))
+    ),
+    "python": message(lambda: steps(mapped_by_python(strategy), 1)),
+  }
+
+
+def mapped_by_python(strategy):
+  def by_python(batch, training):
+    del training
+    doubled = tf.numpy_function(lambda y: 2 * y, [batch["y"]], tf.float32)
+    return {**batch, "y": tf.ensure_shape(doubled, batch["y"].shape)}
+
+  task = Linear()
+  trainer = make(strategy, task)
+  trainer._dataset_fn = lambda position, shard: inputs.train_dataset(
+    task.source("train"), global_batch_size=BATCH, preprocess=by_python, shard=shard
+  )
+  return trainer
+
+
+def exact(place):
+  """Ten runs of odd lengths, each cut into odd loops."""
+  results = []
+  for run in range(10):
+    trainer = make(place.strategy, Linear(kind=("keras", "tf_keras")[run % 2]))
+    logs = steps(trainer, 11 + run, 1, 20)
+    results.append({**counts(trainer), "staleness": logs[-1]["staleness"]})
+  return results
+
+
+def killed_in_training(place):
+  task = Linear()
+  trainer = make(place.strategy, task)
+  steps(trainer, 10)
+  with place.killing(2, when=lambda: int(trainer.global_step.numpy()) > 100):
+    logs = steps(trainer, 3000)
+  return {**counts(trainer), "logs": logs, "alive": place.alive()}
+
+
+def killed_in_evaluation(place):
+  task = Linear(repeats=300)
+  make(place.strategy, task)
+  evaluator = evaluator_of(place.strategy, task)
+  started = time.monotonic()
+  whole = evaluator.evaluate()
+  seconds = time.monotonic() - started
+  started = time.monotonic()
+  with place.killing(1, when=lambda: time.monotonic() - started > seconds / 3):
+    results = evaluator.evaluate()
+    over = time.monotonic() - started
+  return {"eval": results, "before": whole, "seconds": [seconds, over], "alive": place.alive()}
+
+
+def killed_server(place):
+  def killing_one():
+    trainer = make(place.strategy, Linear())
+    steps(trainer, 10)
+    with place.killing("ps-1", when=lambda: True):
+      steps(trainer, 10**6)
+
+  try:
+    with cluster.of(place.strategy).blaming(lambda: 0):
+      killing_one()
+  except cluster.ClusterError as error:
+    return str(error)
+  return "nothing was raised"
+
+
+class Place:
+  """The forked processes and the strategy."""
+
+  def __init__(self):
+    spec = local_cluster.make_cluster(workers=WORKERS, ps=SERVERS)
+    self.pids = {}
+    for job, count in (("ps", SERVERS), ("worker", WORKERS)):
+      for task in range(count):
+        self.pids[task if job == "worker" else f"ps-{task}"] = fork(spec, job, task)
+    config(spec, "chief", 0)
+    self.strategy = strategies.parameter_server(start_timeout_s=60, min_shard_bytes=256)
+
+  def alive(self):
+    return sorted(w for w in range(WORKERS) if not os.waitid(
+      os.P_PID, self.pids[w], os.WEXITED | os.WNOHANG | os.WNOWAIT))
+
+  def killing(self, who, when):
+    return Killing(self.pids[who], when)
+
+  def end(self):
+    for pid in self.pids.values():
+      os.kill(pid, signal.SIGKILL)
+
+
+class Killing:
+  """Kills a process as soon as a condition holds."""
+
+  def __init__(self, pid, when):
+    self.thread = threading.Thread(target=self.watch, args=(pid, when), daemon=True)
+
+  def watch(self, pid, when):
+    while not when():
+      time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+
+  def __enter__(self):
+    self.thread.start()
+
+  def __exit__(self, *unused):
+    self.thread.join(10)
+
+
+def config(spec, job, task):
+  os.environ["TF_CONFIG"] = json.dumps({"cluster": spec, "task": {"type": job, "index": task}})
+
+
+def fork(spec, job, task):
+  parent = os.getpid()
+  pid = os.fork()
+  if pid:
+    return pid
+  ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+  if os.getppid() != parent:
+    os._exit(1)
+  config(spec, job, task)
+  strategies.parameter_server(start_timeout_s=60).serve()
+  os._exit(0)
+
+
+CASES = {
+  "keras": lambda place: learns(place, "keras"),
+  "tf_keras": lambda place: learns(place, "tf_keras"),
+  "module": lambda place: learns(place, "module"),
+  "partitioned_tf_keras": lambda place: partitioned(place, "tf_keras"),
+  "partitioned_module": lambda place: partitioned(place, "module"),
+  "refused": refused,
+  "exact": exact,
+  "killed_in_training": killed_in_training,
+  "killed_in_evaluation": killed_in_evaluation,
+  "killed_server": killed_server,
+}
+
+
+def main(output, *chosen):
+  faulthandler.dump_traceback_later(240, exit=True)
+  started = time.monotonic()
+  place = Place()
+  results = {"start_s": time.monotonic() - started}
+  for name, case in CASES.items():
+    if chosen and name not in chosen:
+      continue
+    began = time.monotonic()
+    try:
+      results[name] = case(place)
+    except Exception:
+      results[name] = {"failed": traceback.format_exc()}
+    print(name, f"{time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    with open(output, "w") as file:
+      json.dump(results, file)
+  place.end()
+  os._exit(0)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
