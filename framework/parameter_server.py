@@ -23,6 +23,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import sharded_variable
 from tensorflow.python.framework import config as tf_config
 
 from framework import models, servers
@@ -175,16 +176,8 @@ class ParameterServerTrainer(Trainer):
     self._dispatcher = Dispatcher(strategy)
     self._worker: tf.Tensor | None = None
     partitioner = servers.of(strategy).partitioner
-    try:
-      with partitioner or contextlib.nullcontext():
-        super().__init__(fuse_updates=False, **options)
-    except AttributeError as error:
-      if "ShardedVariable" not in str(error):
-        raise
-      raise ConfigError(
-        "parameter_server.min_shard_bytes partitions a variable of a Keras 3 model, which Keras 3 "
-        "cannot use; leave min_shard_bytes out, or make the model of tf_keras or tf.Module."
-      ) from error
+    with partitioner or contextlib.nullcontext():
+      super().__init__(fuse_updates=False, **options)
     if isinstance(self.parts.loss_scale, DynamicLossScale):
       raise ConfigError(
         "Trainer.loss_scale is @dynamic, but under parameter_server another worker may change it "
@@ -255,6 +248,7 @@ class ParameterServerTrainer(Trainer):
     return ReturnedSums()
 
   def _make_counters(self) -> None:
+    _refuse_partitioned(self.task.model)
     if self.cluster.partitioner is not None:
       self.cluster.partitioner.end()  # the model is built; an optimizer's slots follow its parts
     super()._make_counters()
@@ -372,6 +366,17 @@ def _refuse_options(strategy: tf.distribute.Strategy, *, eager: bool, jit_compil
       f"each worker has {strategy.num_replicas_in_sync} GPUs; under parameter_server start one "
       "worker a GPU, each with its own CUDA_VISIBLE_DEVICES."
     )
+
+
+def _refuse_partitioned(model: Any) -> None:
+  """Keras 3 knows a `ShardedVariable` for no variable: training would fail at its `handle`."""
+  for variable in models.all_variables(model):
+    if isinstance(models.raw(variable), sharded_variable.ShardedVariable):
+      raise ConfigError(
+        f"parameter_server.min_shard_bytes partitions {models.name(variable)!r}, a variable of a "
+        "Keras 3 model, which Keras 3 cannot use; leave min_shard_bytes out, or make the model of "
+        "tf_keras or tf.Module."
+      )
 
 
 def _refuse_python(function: Any) -> None:

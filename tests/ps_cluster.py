@@ -85,7 +85,7 @@ class Wide(Linear):
   def build_model(self):
     if self.kind == "module":
       module = tf.Module()
-      module.kernel = tf.Variable(tf.ones([64, 4]))
+      module.kernel = tf.Variable(tf.ones([64, 4]), name="kernel")  # tf_keras numbers parts by it
       return module
     library = KERAS[self.kind]
     dense = library.layers.Dense(4, use_bias=False, kernel_initializer="ones")
