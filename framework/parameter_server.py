@@ -157,6 +157,9 @@ def _fetched(value: Any) -> Any:
 class ParameterServerTrainer(Trainer):
   """The trainer under `tf.distribute.ParameterServerStrategy`; made by `Trainer(...)`."""
 
+  cluster: servers.ParameterServers
+  _metrics: ReturnedSums
+
   def __init__(
     self,
     *,
@@ -244,7 +247,7 @@ class ParameterServerTrainer(Trainer):
     worker = tf.cast(self._worker, tf.int32)
     return worker * self.strategy.num_replicas_in_sync + super().replica_id()
 
-  def _make_sums(self) -> MetricSums:
+  def _make_sums(self) -> ReturnedSums:
     return ReturnedSums()
 
   def _make_counters(self) -> None:
@@ -284,6 +287,8 @@ class ParameterServerTrainer(Trainer):
 
 class ParameterServerEvaluator(Evaluator):
   """The evaluator under `tf.distribute.ParameterServerStrategy`; made by `Evaluator(...)`."""
+
+  _metrics: ReturnedSums
 
   def _prepare(self, dataset: tf.data.Dataset | Callable[..., tf.data.Dataset]) -> None:
     if not callable(dataset):

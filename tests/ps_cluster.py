@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,7 +26,8 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework import cluster, inputs, local_cluster, loss_scale, models, servers, strategies
+from framework import cluster, inputs, local_cluster, loss_scale, models, strategies
+from framework import run as runs
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.sources import ArraySource
@@ -97,14 +99,6 @@ class Wide(Linear):
   def forward(self, batch, training):
     outputs = batch["x"] @ self.model.kernel if self.kind == "module" else self.model(batch["x"])
     return tf.reduce_sum(outputs, axis=1)
-
-
-class Noisy(Linear):
-  """Logs which worker and which key a step had."""
-
-  def train_step(self, step, batch):
-    step.update(lambda part: self.training_loss(step, part), batch)
-    step.log({"seed": (tf.cast(step.seed()[0], tf.float32), 1.0)})
 
 
 def make(strategy, task, *, optimizer=None, **options):
@@ -219,12 +213,62 @@ def killed_in_training(place):
   trainer = make(place.strategy, task)
   steps(trainer, 10)
   with place.killing(2, when=lambda: int(trainer.global_step.numpy()) > 100):
-    logs = steps(trainer, 3000)
+    logs = steps(trainer, 1000)
   return {**counts(trainer), "logs": logs, "alive": place.alive()}
 
 
+def comes_back(place):
+  """Worker 1 was killed; another in its place must be able to finish alone."""
+  trainer = make(place.strategy, Linear())
+  place.release_standby()
+  steps(trainer, 10)
+  with place.killing(0, when=lambda: int(trainer.global_step.numpy()) > 100):
+    steps(trainer, 500)
+  reported = int(trainer.global_step.numpy())
+  return {**counts(trainer), "reported": reported, "alive": place.alive()}
+
+
+def alone(place):
+  """One worker is left."""
+  [log] = steps(make(place.strategy, Linear()), 500)
+  return log
+
+
+def identities(place):
+  trainer = make(place.strategy, Linear())
+
+  @tf.function(autograph=False)
+  def identity():
+    trainer._worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+    return trainer._worker, place.strategy.run(trainer.replica_id)
+
+  return [[int(v) for v in pair] for pair in trainer._dispatcher.run(identity, [()] * 60)]
+
+
+def resumes(place):
+  """Two runs of one model_dir, the second from the first one's checkpoint."""
+  results = []
+  with tempfile.TemporaryDirectory() as folder:
+    for train_steps in (20, 45):
+      results.append(
+        runs.run(
+          task=Linear(),
+          train_steps=train_steps,
+          global_batch_size=BATCH,
+          model_dir=folder,
+          strategy=lambda: place.strategy,
+          optimizer=lambda: keras.optimizers.Adam(0.02),
+          steps_per_loop=10,
+        )
+      )
+    with open(f"{folder}/metrics.jsonl") as file:
+      lines = [json.loads(line) for line in file]
+    checkpoints = sorted(n for n in os.listdir(f"{folder}/checkpoints") if n.endswith("index"))
+  return {"results": results, "lines": lines, "checkpoints": checkpoints}
+
+
 def killed_in_evaluation(place):
-  task = Linear(repeats=300)
+  task = Linear(repeats=100)
   make(place.strategy, task)
   evaluator = evaluator_of(place.strategy, task)
   started = time.monotonic()
@@ -261,18 +305,28 @@ class Place:
     for job, count in (("ps", SERVERS), ("worker", WORKERS)):
       for task in range(count):
         self.pids[task if job == "worker" else f"ps-{task}"] = fork(spec, job, task)
+    read, self._gate = os.pipe()
+    self._standby = fork(spec, "worker", 1, gate=read)
     config(spec, "chief", 0)
     self.strategy = strategies.parameter_server(start_timeout_s=60, min_shard_bytes=256)
 
   def alive(self):
-    return sorted(w for w in range(WORKERS) if not os.waitid(
-      os.P_PID, self.pids[w], os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    return sorted(
+      w
+      for w in range(WORKERS)
+      if not os.waitid(os.P_PID, self.pids[w], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    )
+
+  def release_standby(self):
+    """Starts another worker 1."""
+    self.pids[1] = self._standby
+    os.write(self._gate, b"!")
 
   def killing(self, who, when):
     return Killing(self.pids[who], when)
 
   def end(self):
-    for pid in self.pids.values():
+    for pid in {*self.pids.values(), self._standby}:
       os.kill(pid, signal.SIGKILL)
 
 
@@ -298,7 +352,7 @@ def config(spec, job, task):
   os.environ["TF_CONFIG"] = json.dumps({"cluster": spec, "task": {"type": job, "index": task}})
 
 
-def fork(spec, job, task):
+def fork(spec, job, task, gate=None):
   parent = os.getpid()
   pid = os.fork()
   if pid:
@@ -306,6 +360,8 @@ def fork(spec, job, task):
   ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
   if os.getppid() != parent:
     os._exit(1)
+  if gate is not None:
+    os.read(gate, 1)
   config(spec, job, task)
   strategies.parameter_server(start_timeout_s=60).serve()
   os._exit(0)
@@ -318,9 +374,13 @@ CASES = {
   "partitioned_tf_keras": lambda place: partitioned(place, "tf_keras"),
   "partitioned_module": lambda place: partitioned(place, "module"),
   "refused": refused,
+  "identities": identities,
+  "resumes": resumes,
   "exact": exact,
   "killed_in_training": killed_in_training,
   "killed_in_evaluation": killed_in_evaluation,
+  "comes_back": comes_back,
+  "alone": alone,
   "killed_server": killed_server,
 }
 
