@@ -37,7 +37,7 @@ from framework.tracing import as_written
 from framework.trainer import Trainer
 
 PIECES_PER_WORKER = 4
-"""Into how many pieces a loop is cut: more share the work more evenly, fewer cost less."""
+"""Into how many pieces a loop is cut: with more, less is lost with a worker; fewer cost less."""
 _NEVER = tf.int64.max
 _POLL_S = 0.002
 _PROBE_EVERY_S = 5.0
@@ -93,6 +93,10 @@ class Dispatcher:
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     """Takes the strategy's coordinator; TensorFlow makes one a strategy."""
     self._cluster = servers.of(strategy)
+    self._pulse = servers.Pulse(
+      [*self._cluster.workers, *self._cluster.servers],
+      timeout_s=self._cluster.heartbeat_timeout_s,
+    )
     self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
   @property
@@ -122,7 +126,7 @@ class Dispatcher:
       What each piece returned, as NumPy values; None where the worker died with it in its hands.
 
     Raises:
-      ClusterError: all workers are gone and none comes back in time.
+      ClusterError: all workers are gone and none comes back in time, or one does not answer.
     """
     values = [self._coordinator.schedule(function, args=piece) for piece in pieces]
     self._wait()
@@ -133,6 +137,7 @@ class Dispatcher:
     answered = probed = time.monotonic()
     while not self._coordinator.done():
       time.sleep(_POLL_S)
+      self._pulse.check()
       now = time.monotonic()
       if now - probed > _PROBE_EVERY_S:
         probed = now
@@ -262,13 +267,19 @@ class ParameterServerTrainer(Trainer):
     return iter(self._dispatcher.datasets(lambda w: self._dataset_fn(position, shard=(workers, w))))
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
-    """Has pieces run until just `num_steps` more steps are counted, then collects their sums."""
+    """Has pieces run until just `num_steps` more steps are counted, then collects their sums.
+
+    There is a piece more for every other worker, so that all but the slowest could take all steps:
+    a loop ends no later than a step of the slowest worker after the last was claimed.
+    """
     step = int(self.global_step.numpy())
     end = step + int(num_steps)
     while step < end:
       self._claims.assign(step)
       count = min(end - step, self._dispatcher.workers * PIECES_PER_WORKER)
       most = -(-(end - step) // count)
+      if count > 1:
+        count += self._dispatcher.workers - 1
       piece = (self._iterator, tf.constant(most, tf.int64), tf.constant(end, tf.int64))
       for result in self._dispatcher.run(self._compiled_loop, [piece] * count):
         if result is not None:

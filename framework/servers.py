@@ -12,17 +12,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import grpc
 import tensorflow as tf
 from absl import logging
 
 from framework.cluster import Cluster, ClusterError, ClusterResolver, Peer
-from framework.errors import ConfigError
+from framework.errors import ConfigError, Preempted
 
 JOBS = ("chief", "worker", "ps")
 _PROBE_S = 1.0
@@ -44,10 +47,16 @@ class Server:
   def serve(self) -> None:
     """Serves until the chief, which may take `start_timeout_s` to come, is gone (host).
 
+    SIGTERM, which a scheduler sends to all at once, does not end it earlier: the chief needs the
+    workers to finish its loop, and the servers to save.
+
     Raises:
       ClusterError: the chief does not come.
+      Preempted: SIGTERM came, and the chief is gone.
     """
-    resolver = self._resolver
+    resolver, terminated = self._resolver, threading.Event()
+    if threading.current_thread() is threading.main_thread():
+      signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     threads = max(_THREADS, os.cpu_count() or 1)
     server = tf.distribute.Server(
       resolver.cluster_spec(),
@@ -63,6 +72,52 @@ class Server:
     while failures < _GONE_AFTER:
       time.sleep(_POLL_S)
       failures = 0 if answers(self.chief) else failures + 1
+    if terminated.is_set():
+      raise Preempted("SIGTERM: ended after the chief")
+
+
+class Pulse:
+  """Notices a process that lives, and takes connections, but does not answer (host).
+
+  TensorFlow itself would wait for it for ever: as long as a connection stands, a closure that was
+  sent over it counts as running.
+  """
+
+  def __init__(self, peers: Sequence[Peer], *, timeout_s: float) -> None:
+    """Asks nobody yet.
+
+    Args:
+      peers: whom to ask, with TensorFlow's own GetStatus.
+      timeout_s: how long one may be silent. Two questions in a row must fail, so that it is not
+        taken for silent when this process itself was stopped.
+    """
+    self._timeout_s = timeout_s
+    self._ask = {
+      peer: grpc.insecure_channel(peer.address).unary_unary("/tensorflow.WorkerService/GetStatus")
+      for peer in peers
+    }
+    self._asked: dict[Peer, tuple[float, Any]] = {}
+    self._silences = dict.fromkeys(peers, 0)
+
+  def check(self) -> None:
+    """Reads the answers that have come, and asks again; does not wait.
+
+    Raises:
+      ClusterError: a peer has been silent for `timeout_s`.
+    """
+    now = time.monotonic()
+    for peer, ask in self._ask.items():
+      at, answer = self._asked.get(peer, (0.0, None))
+      if answer is not None and answer.done():
+        silent = answer.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        self._silences[peer] = self._silences[peer] + 1 if silent else 0
+        if self._silences[peer] > 1:
+          raise ClusterError(
+            f"lost {peer}, which does not answer any more within {self._timeout_s:g} s; start "
+            "again to go on from the newest checkpoint"
+          )
+      if answer is None or (answer.done() and now - at >= self._timeout_s / 2):
+        self._asked[peer] = (now, ask.future(b"", timeout=self._timeout_s / 2))
 
 
 class Partitioner:
@@ -99,12 +154,14 @@ class ParameterServers(Cluster):
     workers: which compute.
     servers: which hold the variables.
     start_timeout_s: how long training goes on waiting without any worker.
+    heartbeat_timeout_s: how long a worker or server may be silent.
     partitioner: None keeps variables whole.
   """
 
   workers: tuple[Peer, ...]
   servers: tuple[Peer, ...]
   start_timeout_s: float
+  heartbeat_timeout_s: float
   partitioner: Partitioner | None = None
 
   @property
@@ -146,6 +203,7 @@ def of(strategy: tf.distribute.Strategy) -> ParameterServers:
       workers=tuple(_peers(resolver, "worker")),
       servers=tuple(_peers(resolver, "ps")),
       start_timeout_s=300.0,
+      heartbeat_timeout_s=30.0,
     )
   return _known[strategy]
 
@@ -154,11 +212,12 @@ def join(
   resolver: ClusterResolver,
   *,
   start_timeout_s: float,
+  heartbeat_timeout_s: float,
   min_shard_bytes: int | None,
   max_shards: int | None,
 ) -> tf.distribute.Strategy | Server:
   """Takes this process's place in the cluster; see `strategies.parameter_server`."""
-  _check_options(start_timeout_s, min_shard_bytes, max_shards)
+  _check_options(start_timeout_s, heartbeat_timeout_s, min_shard_bytes, max_shards)
   _check_jobs(resolver)
   if resolver.task_type != "chief":
     return Server(resolver, start_timeout_s=start_timeout_s)
@@ -177,6 +236,7 @@ def join(
     workers=tuple(workers),
     servers=tuple(servers),
     start_timeout_s=start_timeout_s,
+    heartbeat_timeout_s=heartbeat_timeout_s,
     partitioner=partitioner,
   )
   return made
@@ -216,12 +276,16 @@ def _peers(resolver: ClusterResolver, job: str) -> list[Peer]:
 
 
 def _check_options(
-  start_timeout_s: float, min_shard_bytes: int | None, max_shards: int | None
+  start_timeout_s: float,
+  heartbeat_timeout_s: float,
+  min_shard_bytes: int | None,
+  max_shards: int | None,
 ) -> None:
-  if not start_timeout_s > 0:
-    raise ConfigError(
-      f"parameter_server.start_timeout_s is {start_timeout_s}; it must be above 0 seconds."
-    )
+  for which, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
+    if not seconds > 0:
+      raise ConfigError(
+        f"parameter_server.{which}_timeout_s is {seconds}; it must be above 0 seconds."
+      )
   for name, value in (("min_shard_bytes", min_shard_bytes), ("max_shards", max_shards)):
     if value is not None and value < 1:
       raise ConfigError(f"parameter_server.{name} is {value}; it must be 1 or more.")

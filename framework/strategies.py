@@ -166,6 +166,7 @@ def parameter_server(
   *,
   resolver: cluster.ResolverFactory = cluster.tf_config,
   start_timeout_s: float = 300.0,
+  heartbeat_timeout_s: float = 30.0,
   min_shard_bytes: int | None = None,
   max_shards: int | None = None,
 ) -> tf.distribute.Strategy | servers.Server:
@@ -177,6 +178,8 @@ def parameter_server(
     resolver: where the addresses come from; see `multi_worker_mirrored`.
     start_timeout_s: how long the chief waits for workers and servers to come, a server or worker
       for its chief, and a run for a worker to come back when all of them are gone.
+    heartbeat_timeout_s: how long a worker or server that takes connections may be silent before the
+      chief gives the run up.
     min_shard_bytes: partition variables along their first axis, into parts of at least so many
       bytes (float32); None keeps each whole on one server. For tf.Module and tf_keras models.
     max_shards: into at most so many parts; None takes the number of servers.
@@ -191,6 +194,7 @@ def parameter_server(
   return servers.join(
     resolver(),
     start_timeout_s=start_timeout_s,
+    heartbeat_timeout_s=heartbeat_timeout_s,
     min_shard_bytes=min_shard_bytes,
     max_shards=max_shards,
   )

@@ -5,6 +5,7 @@
 One process imports TensorFlow, forks the servers before it touches a device, and is the chief.
 """
 
+import concurrent.futures
 import faulthandler
 import json
 import os
@@ -26,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework import cluster, inputs, local_cluster, loss_scale, models, strategies
+from framework import cluster, inputs, local_cluster, loss_scale, models, servers, strategies
 from framework import run as runs
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
@@ -208,6 +209,37 @@ def exact(place):
   return results
 
 
+def stopped(place):
+  """Worker 2 lives and does nothing: first for a while, then for too long."""
+  trainer = make(place.strategy, Linear())
+  steps(trainer, 10)
+  os.kill(place.pids[2], signal.SIGSTOP)
+  pool = concurrent.futures.ThreadPoolExecutor(1)
+  loop = pool.submit(steps, trainer, 300)
+  deadline = time.monotonic() + 60
+  while int(trainer.global_step.numpy()) < 309 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  time.sleep(0.2)
+  without = int(trainer.global_step.numpy())
+  was_waiting = not loop.done()
+  os.kill(place.pids[2], signal.SIGCONT)
+  loop.result(60)
+  done = counts(trainer)
+  os.kill(place.pids[2], signal.SIGSTOP)
+  impatient = servers.Pulse(servers.of(place.strategy).workers, timeout_s=1.0)
+  trainer._dispatcher._pulse = impatient
+  began = time.monotonic()
+  try:
+    steps(trainer, 300)
+    line = "nothing was raised"
+  except cluster.ClusterError as error:
+    line = str(error)
+  seconds = time.monotonic() - began
+  os.kill(place.pids[2], signal.SIGCONT)
+  trainer._dispatcher._coordinator.join()
+  return {"without": without, "was_waiting": was_waiting, **done, "line": line, "seconds": seconds}
+
+
 def killed_in_training(place):
   task = Linear()
   trainer = make(place.strategy, task)
@@ -218,20 +250,28 @@ def killed_in_training(place):
 
 
 def comes_back(place):
-  """Worker 1 was killed; another in its place must be able to finish alone."""
+  """Workers 1 and 2 were killed; others in their places must be able to finish alone.
+
+  TensorFlow takes none back before all are there.
+  """
   trainer = make(place.strategy, Linear())
-  place.release_standby()
-  steps(trainer, 10)
-  with place.killing(0, when=lambda: int(trainer.global_step.numpy()) > 100):
+  place.release_standbys()
+  deadline = time.monotonic() + 60
+  while steps(trainer, 50)[0]["staleness"] == 0 and time.monotonic() < deadline:
+    pass  # one worker alone is never stale
+  before = int(trainer.global_step.numpy())
+  with place.killing(0, when=lambda: int(trainer.global_step.numpy()) > before + 100):
     steps(trainer, 500)
-  reported = int(trainer.global_step.numpy())
-  return {**counts(trainer), "reported": reported, "alive": place.alive()}
+  return {**counts(trainer), "before": before, "alive": place.alive()}
 
 
 def alone(place):
   """One worker is left."""
-  [log] = steps(make(place.strategy, Linear()), 500)
-  return log
+  trainer = make(place.strategy, Linear())
+  with place.killing(2, when=lambda: True):
+    pass
+  steps(trainer, 10)
+  return steps(trainer, 500)[0]
 
 
 def identities(place):
@@ -306,7 +346,7 @@ class Place:
       for task in range(count):
         self.pids[task if job == "worker" else f"ps-{task}"] = fork(spec, job, task)
     read, self._gate = os.pipe()
-    self._standby = fork(spec, "worker", 1, gate=read)
+    self._standbys = {worker: fork(spec, "worker", worker, gate=read) for worker in (1, 2)}
     config(spec, "chief", 0)
     self.strategy = strategies.parameter_server(start_timeout_s=60, min_shard_bytes=256)
 
@@ -317,16 +357,16 @@ class Place:
       if not os.waitid(os.P_PID, self.pids[w], os.WEXITED | os.WNOHANG | os.WNOWAIT)
     )
 
-  def release_standby(self):
-    """Starts another worker 1."""
-    self.pids[1] = self._standby
-    os.write(self._gate, b"!")
+  def release_standbys(self):
+    """Starts another worker 1 and another worker 2."""
+    self.pids |= self._standbys
+    os.write(self._gate, b"!!")
 
   def killing(self, who, when):
     return Killing(self.pids[who], when)
 
   def end(self):
-    for pid in {*self.pids.values(), self._standby}:
+    for pid in {*self.pids.values(), *self._standbys.values()}:
       os.kill(pid, signal.SIGKILL)
 
 
@@ -377,6 +417,7 @@ CASES = {
   "identities": identities,
   "resumes": resumes,
   "exact": exact,
+  "stopped": stopped,
   "killed_in_training": killed_in_training,
   "killed_in_evaluation": killed_in_evaluation,
   "comes_back": comes_back,

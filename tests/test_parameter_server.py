@@ -145,6 +145,21 @@ def test_a_run_goes_on_from_its_checkpoint(case):
   assert all(run["examples"] == EXAMPLES for run in result["results"])
 
 
+def test_nobody_waits_for_a_stopped_worker_but_for_its_own_step(case):
+  """It holds at most the one step that it had claimed of the loop from step 10 to 310."""
+  result = case("stopped")
+  assert result["without"] in (309, 310)
+  assert result["was_waiting"]
+  assert result["step"] == 310
+
+
+def test_a_worker_that_stays_stopped_is_named_in_time(case):
+  result = case("stopped")
+  assert result["line"].startswith("lost worker-2 (127.0.0.1:")
+  assert "does not answer any more within 1 s" in result["line"]
+  assert 0.5 < result["seconds"] < 5
+
+
 def test_a_worker_killed_in_training_changes_no_count(case):
   result = case("killed_in_training")
   assert result["alive"] == [0, 1]
@@ -163,11 +178,11 @@ def test_a_worker_killed_in_evaluation_changes_no_sum(case):
   np.testing.assert_allclose([evaluation["loss"], evaluation["mae"]], [loss, mae], rtol=1e-5)
 
 
-def test_a_worker_that_comes_back_works_on(case):
-  """It is the last one to the end: the other was killed on the way."""
+def test_workers_that_come_back_work_on(case):
+  """They do the rest: the one that had stayed was killed on the way."""
   result = case("comes_back")
-  assert result["alive"] == [1]
-  assert (result["step"], result["reported"]) == (510, 510)
+  assert result["alive"] == [1, 2]
+  assert result["step"] == result["before"] + 500
 
 
 def test_a_lost_server_is_named_in_one_line(case):
@@ -265,6 +280,7 @@ def test_a_cluster_without_the_three_jobs_is_refused(jobs):
   ("options", "message"),
   [
     ({"start_timeout_s": 0}, "start_timeout_s is 0; it must be above 0 seconds"),
+    ({"heartbeat_timeout_s": -1}, "heartbeat_timeout_s is -1; it must be above 0 seconds"),
     ({"min_shard_bytes": 0}, "min_shard_bytes is 0; it must be 1 or more"),
     ({"max_shards": 2}, "max_shards is 2 without min_shard_bytes"),
   ],
