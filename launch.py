@@ -5,7 +5,7 @@
 
 Exit status:
   0    done
-  1    a failure; the traceback, or one line on a loss that is not finite, says where
+  1    a failure; the traceback, and one line after it, say what and where
   2    your mistake; one line says what, and what to do instead
   75   SIGTERM came, and nothing is lost: start the same command again to go on from there
   130  interrupted from the keyboard
@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "ex
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the command line `argv` and returns the exit status; a failure raises."""
+  """Runs the command line `argv` and returns the exit status."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before anything imports TensorFlow.
   logging.getLogger("tensorflow").addFilter(_is_news)
   try:
@@ -37,10 +38,12 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt:
     return _say("interrupted", 130)
   except Exception as error:
-    line = mistake(error)
-    if line is None:
-      raise
-    return _say(f"error: {line}", 2)
+    if line := mistake(error):
+      return _say(f"error: {line}", 2)
+    from framework.errors import failure
+
+    traceback.print_exc()
+    return _say(f"failed: {failure(error)}", 1)
 
 
 def launch(values: flags.FlagValues) -> int:

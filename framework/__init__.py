@@ -13,6 +13,7 @@ if TYPE_CHECKING:
   from framework.evaluator import Evaluator
   from framework.inputs import Batch
   from framework.reduction import Reduction
+  from framework.schedules import Schedule
   from framework.sources import ArraySource, ImageFolderSource, Source, StreamSource
   from framework.step import EvalStep, Step
   from framework.task import Loss, Task, weighted_sum
@@ -31,6 +32,7 @@ __all__ = [
   "ImageFolderSource",
   "Loss",
   "Reduction",
+  "Schedule",
   "Source",
   "Step",
   "StopOnNonFinite",
@@ -48,6 +50,7 @@ _HOMES = {
   "evaluator": ("Evaluator",),
   "inputs": ("Batch",),
   "reduction": ("Reduction",),
+  "schedules": ("Schedule",),
   "sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
   "step": ("EvalStep", "Step"),
   "task": ("Loss", "Task", "weighted_sum"),

@@ -1,7 +1,17 @@
 """The user's mistakes: one line that names the value, what it must be, and the remedy."""
 
 import difflib
+import re
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+_PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_NOT_THE_USERS = (
+  str(Path(__file__).parent),
+  *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
 
 
 class ConfigError(ValueError):
@@ -27,6 +37,30 @@ def kind(value: object) -> str:
     return "None"
   shape = getattr(value, "shape", None)
   return f"a {type(value).__name__}" if shape is None else f"a tensor of shape {shape}"
+
+
+def failure(error: BaseException) -> str:
+  """Returns one line on an error that is no `ConfigError`: what, and where in the user's code.
+
+  TensorFlow and AutoGraph put both into a text of many lines: the places first, the reason last.
+  """
+  noise = ("In call to configurable", "File ", "[[", "Arguments received by", "•")
+  lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines()]
+  lines = [line for line in lines if line and not line.startswith(noise)] or [""]
+  reason = lines[-1] if _PLACE.search(str(error)) else lines[0]
+  if not re.match(r"\w+(Error|Exception): ", reason):
+    reason = f"{type(error).__name__}: {reason}"
+  frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+  places = [(file, line, name) for file, line, name in [*frames, *_PLACE.findall(str(error))]]
+  for file, line, name in reversed(places):
+    if _is_the_users(file):
+      return f"{reason} ({Path(file).name}:{line}, in {name})"
+  return reason
+
+
+def _is_the_users(file: str) -> bool:
+  names = ("launch.py", "<", "__autograph_generated_file")
+  return not file.startswith(_NOT_THE_USERS) and not Path(file).name.startswith(names)
 
 
 class Preempted(Exception):  # noqa: N818  (an event, not an error)

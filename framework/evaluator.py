@@ -20,17 +20,10 @@ from framework.task import Task
 from framework.tracing import as_written, converted
 
 
-class Evaluator(orbit.AbstractEvaluator):
+class Evaluator(strategies.Asynchronous, orbit.AbstractEvaluator):
   """Evaluates a task over a finite dataset; `orbit.Controller`, or your own loop, calls it."""
 
-  def __new__(cls, *, strategy: tf.distribute.Strategy, **options: Any) -> Evaluator:
-    """Chooses how batches reach the devices: under parameter servers, by closures."""
-    del options
-    if cls is Evaluator and strategies.is_asynchronous(strategy):
-      from framework.parameter_server import ParameterServerEvaluator
-
-      cls = ParameterServerEvaluator
-    return super().__new__(cls)
+  ASYNCHRONOUS = "ParameterServerEvaluator"
 
   def __init__(
     self,

@@ -175,6 +175,7 @@ class Reporter(orbit.utils.SummaryManagerInterface):
     model_dir: str | None = None,
     metrics_log: MetricsLog | None = None,
     progress: Progress | None = None,
+    global_batch_size: int | None = None,
   ) -> None:
     """Reports to whichever of the three is given.
 
@@ -184,6 +185,8 @@ class Reporter(orbit.utils.SummaryManagerInterface):
       model_dir: TensorBoard files go to <model_dir>/<split>; None writes none.
       metrics_log: None writes no metrics.jsonl (workers other than the chief).
       progress: None prints nothing.
+      global_batch_size: makes "steps_per_second" the rate of the loop alone, as
+        "examples_per_second" is; None leaves Orbit's, which counts the time between loops too.
     """
     directory = None if model_dir is None else os.path.join(model_dir, split)
     self._tensorboard = orbit.utils.SummaryManager(directory, tf.summary.scalar, global_step)
@@ -191,6 +194,7 @@ class Reporter(orbit.utils.SummaryManagerInterface):
     self._global_step = global_step
     self._metrics_log = metrics_log
     self._progress = progress
+    self._global_batch_size = global_batch_size
 
   def summary_writer(self, relative_path: str = "") -> tf.summary.SummaryWriter:
     """Returns the TensorBoard writer, for `tf.summary` calls inside a loop."""
@@ -203,6 +207,8 @@ class Reporter(orbit.utils.SummaryManagerInterface):
   def write_summaries(self, summary_dict: Mapping[str, Any]) -> None:
     """Reports one loop's or one evaluation's values (host); nested names are joined by "/"."""
     values = flatten(summary_dict)
+    if self._global_batch_size and "examples_per_second" in values:
+      values["steps_per_second"] = values["examples_per_second"] / self._global_batch_size
     step = int(self._global_step.numpy())
     self._tensorboard.write_summaries(values)
     if self._metrics_log is not None:

@@ -53,6 +53,7 @@ def run(
   deterministic: bool = False,
   eager: bool = False,
   actions: Sequence[Action] = (),
+  checkpoint: str | None = None,
 ) -> dict[str, float]:
   """Trains, evaluates or exports one task (host).
 
@@ -81,6 +82,8 @@ def run(
     eager: no tf.function anywhere, for debugging.
     actions: what to call after training loops and evaluations, in the modes that train; see
       framework/actions.py.
+    checkpoint: what to "evaluate" or "export" in place of the newest: a path without suffix, or a
+      folder, such as <model_dir>/best.
 
   Returns:
     The last evaluation's metrics, or the last loop's in mode "train"; empty for "export", and where
@@ -96,6 +99,11 @@ def run(
     eval_batch_size=eval_batch_size, eval_every_steps=eval_every_steps,
     checkpoint_every_steps=checkpoint_every_steps,
   )  # fmt: skip
+  if checkpoint is not None and mode not in ("evaluate", "export"):
+    raise ConfigError(
+      f"run.checkpoint is {checkpoint!r} in mode {mode!r}, which goes on from the newest; leave it "
+      "out, or use --mode=evaluate or --mode=export."
+    )
   _require_writable(model_dir)
   task = _made_task(task)
   _set_globals(seed, precision, deterministic, eager)
@@ -165,6 +173,7 @@ def run(
     checkpoint_every_steps=checkpoint_every_steps,
     keep_checkpoints=keep_checkpoints,
     actions=actions if mode in TRAINING_MODES else (),
+    checkpoint=checkpoint,
   )
   session.describe(precision=precision)
   return session.go(mode)

@@ -97,8 +97,17 @@ def bind(optimizer: Any, step: tf.Variable) -> None:
   Args:
     optimizer: of Keras 3 or tf_keras (not legacy), before the training step is traced.
     step: int64 scalar, the number of training steps completed.
+
+  Raises:
+    ConfigError: the rate is a plain function.
   """
   rate = optimizer._learning_rate  # the property would already evaluate the schedule
+  if callable(rate) and not isinstance(rate, _KERAS_SCHEDULES):
+    raise ConfigError(
+      f"the learning rate of {type(optimizer).__name__} is a function, "
+      f"{getattr(rate, '__name__', rate)}; wrap it as framework.Schedule(function), which calls it "
+      "with the step."
+    )
   if isinstance(rate, _KERAS_SCHEDULES):
     optimizer.learning_rate = _as_schedule("learning_rate", rate).bind(step)
 

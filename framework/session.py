@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import orbit
+import tensorflow as tf
 
 from framework import configurables, reporting, strategies
 from framework.actions import Action, Run, StopTraining, export
@@ -38,8 +39,9 @@ class Session:
     eval_every_steps: int | None = None,
     eval_timeout_s: float | None = None,
     actions: Sequence[Action] = (),
+    checkpoint: str | None = None,
   ) -> None:
-    """Restores the newest whole checkpoint of `model_dir`, if any. See `run` for the arguments."""
+    """Restores `checkpoint`, or the newest whole one of `model_dir`, if any; see `run`."""
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
     self.cluster = trainer.cluster
@@ -67,6 +69,8 @@ class Session:
     self._actions = self._bound(actions)
     with reporting.quiet_orbit():
       self._controller = self._make_controller()
+    if checkpoint is not None:
+      self._restore(checkpoint)
     self.cluster.require_same("restored step", self.step)
     self._status = "done"
 
@@ -213,6 +217,20 @@ class Session:
     if due and all(record["step"] != step for record in self.metrics_log.records("eval")):
       self._evaluate()
 
+  def _restore(self, checkpoint: str) -> None:
+    path = tf.train.latest_checkpoint(checkpoint) or checkpoint
+    if not tf.io.gfile.exists(f"{path}.index"):
+      raise ConfigError(
+        f"run.checkpoint is {checkpoint!r}, where there is no checkpoint; name one without its "
+        f"suffix, such as {self.model_dir}/checkpoints/ckpt-100, or a folder that holds one."
+      )
+    try:
+      self._manager.restore(path)
+    except tf.errors.OpError as error:
+      raise ConfigError(
+        f"run.checkpoint {path!r} is damaged ({type(error).__name__}); name another."
+      ) from error
+
   def _require_checkpoint(self, mode: str) -> None:
     if self.step == 0:
       raise ConfigError(
@@ -242,7 +260,9 @@ class Session:
       checkpoint_manager=self._manager,
       summary_dir=os.path.join(self.model_dir, "train"),
       eval_summary_dir=os.path.join(self.model_dir, "eval"),
-      summary_manager=reporting.Reporter(split="train", **common),
+      summary_manager=reporting.Reporter(
+        split="train", global_batch_size=self.trainer.global_batch_size, **common
+      ),
       eval_summary_manager=reporting.Reporter(split="eval", **common),
     )
 

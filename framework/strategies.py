@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import tensorflow as tf
 from absl import logging
@@ -203,6 +204,29 @@ def parameter_server(
 def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
   """Whether each worker updates the variables by itself, without waiting for the others."""
   return isinstance(strategy, tf.distribute.ParameterServerStrategy)
+
+
+class Asynchronous:
+  """A class of which `Class(strategy=...)` makes another one under parameter servers.
+
+  It has the `__new__`, so that the signature of the class is that of its own `__init__`.
+  """
+
+  ASYNCHRONOUS: ClassVar[str]
+  """The name of the other class, in framework/parameter_server.py."""
+
+  def __new__(cls, *args: Any, strategy: Any = None, **options: Any) -> Any:
+    """Chooses how steps and batches reach the devices: under parameter servers, by closures."""
+    del args, options
+    if is_asynchronous(strategy):
+      other = getattr(importlib.import_module("framework.parameter_server"), cls.ASYNCHRONOUS)
+      if not issubclass(cls, other) and "ASYNCHRONOUS" not in vars(cls):
+        raise ConfigError(
+          f"{cls.__name__} trains replicas in step, but under parameter_server no worker waits for "
+          f"another; derive it from framework.parameter_server.{other.__name__}."
+        )
+      cls = cls if issubclass(cls, other) else other
+    return super().__new__(cls)
 
 
 def auto(*, cpu_replicas: int = 1) -> tf.distribute.Strategy:

@@ -201,7 +201,10 @@ class Task:
 
   @as_written
   def training_loss(self, step: Step, batch: Batch) -> Loss:
-    """Returns the regularised local loss of one (micro-)batch: what is differentiated."""
+    """Returns the regularised local loss of one (micro-)batch: what is differentiated.
+
+    Logs the metrics too, at each call: of several passes over a batch, call it in one.
+    """
     outputs = converted(self.forward)(batch, training=True)
     step.log(_metrics(self, outputs, batch))
     loss = Loss.checked(converted(self.loss)(outputs, batch))

@@ -39,17 +39,10 @@ with `shard=` as well: of whole batches, in turn."""
 _NEVER = tf.int64.max
 
 
-class Trainer(orbit.AbstractTrainer):
+class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller`, or your own loop, calls `train`."""
 
-  def __new__(cls, *, strategy: tf.distribute.Strategy, **options: Any) -> Trainer:
-    """Chooses how the loop reaches the devices: under parameter servers, by closures."""
-    del options
-    if cls is Trainer and strategies.is_asynchronous(strategy):
-      from framework.parameter_server import ParameterServerTrainer
-
-      cls = ParameterServerTrainer
-    return super().__new__(cls)
+  ASYNCHRONOUS = "ParameterServerTrainer"
 
   def __init__(
     self,

@@ -18,7 +18,7 @@ SECTIONS = (
   (
     "Strategies",
     strategies,
-    "auto default one_device mirrored central_storage multi_worker_mirrored tpu",
+    "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
   ),
   ("Clusters", cluster, "tf_config slurm"),
   ("Loss scale", loss_scale, "none fixed dynamic"),

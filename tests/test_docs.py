@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import gin
+import numpy as np
 import option_tables
 import pytest
 
+import launch
 from framework import configurables
 from framework.run import run
 
@@ -68,8 +70,16 @@ def load(page, code):
 
 @pytest.mark.parametrize(("page", "code"), cases("python"))
 def test_python_blocks_run(page, code, capsys):
+  if "runs/digits_cnn/export" in code:
+    Path("x.gin").write_text(BASE)
+    for mode in ("train", "export"):
+      assert (
+        launch.main(["x", "--gin_file=x.gin", f"--mode={mode}", "--model_dir=runs/digits_cnn"]) == 0
+      )
   module = load(page, code)
   assert vars(module)
+  if "probabilities" in code:
+    np.testing.assert_allclose(np.sum(module.probabilities, axis=1), [1, 1, 1], rtol=1e-5)
   if "evaluator.evaluate()" in code:
     losses = [float(line.split()[2]) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < 0.1 * losses[0]

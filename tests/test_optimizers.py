@@ -90,6 +90,17 @@ def test_a_missing_gradient_leaves_variable_and_slots_alone(mirrored, library, f
 # ---- Learning rates ----
 
 
+def test_a_plain_function_as_learning_rate_is_refused():
+  def decay(step):
+    return 0.1 / (1 + step)
+
+  line = (
+    r"^the learning rate of SGD is a function, decay; wrap it as framework.Schedule\(function\)"
+  )
+  with pytest.raises(ConfigError, match=line):
+    build(lambda: keras.optimizers.SGD(decay), [tf.Variable(1.0)])
+
+
 @both
 def test_the_learning_rate_is_that_of_the_next_update(library):
   step = step_counter()

@@ -387,6 +387,16 @@ def test_reporters_get_what_the_controller_writes(tmp_path, capsys):
   assert scalars(tmp_path / "eval") == [(4, "accuracy", 0.75)]
 
 
+def test_both_rates_are_the_loops(tmp_path):
+  """Orbit's steps_per_second also counts what came between two loops."""
+  log = MetricsLog(str(tmp_path / "metrics.jsonl"))
+  step = tf.Variable(1, dtype=tf.int64)
+  reporter = Reporter(split="train", global_step=step, metrics_log=log, global_batch_size=32)
+  reporter.write_summaries({"examples_per_second": 80.0, "steps_per_second": 0.5})
+  [record] = log.records("train")
+  assert (record["examples_per_second"], record["steps_per_second"]) == (80.0, 2.5)
+
+
 def test_a_reporter_without_places_writes_nothing(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   reporter = Reporter(split="train", global_step=tf.Variable(1, dtype=tf.int64))

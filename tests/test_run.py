@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 import typing
 from pathlib import Path
@@ -232,6 +233,49 @@ def test_export(tmp_path, capsys):
   kernel = Reference().train(STEPS).kernel
   np.testing.assert_allclose(served_kernel(tmp_path), kernel, rtol=1e-5)
   check_result_line(capsys, tmp_path, "done: step 5")
+
+
+@pytest.mark.parametrize("name", ["checkpoints/ckpt-2", "chosen"])
+def test_an_older_checkpoint_is_evaluated_and_exported_by_name(name, tmp_path):
+  start(tmp_path, "train", checkpoint_every_steps=2, steps_per_loop=1)
+  for file in (tmp_path / "checkpoints").glob("ckpt-2.*"):
+    (tmp_path / "chosen").mkdir(exist_ok=True)
+    shutil.copy(file, tmp_path / "chosen")
+  (tmp_path / "chosen" / "checkpoint").write_text('model_checkpoint_path: "ckpt-2"\n')
+  reference = Reference().train(2)
+  chosen = str(tmp_path / name)
+  assert start(tmp_path, "evaluate", checkpoint=chosen) == reference.evaluation()
+  assert log_of(tmp_path)[-1] == ("eval", 2, reference.evaluation())
+  start(tmp_path, "export", checkpoint=chosen)
+  np.testing.assert_allclose(served_kernel(tmp_path), reference.kernel, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("mode", "name", "message"),
+  [
+    ("evaluate", "nowhere", r"^run.checkpoint is '.*nowhere', where there is no checkpoint; name "),
+    (
+      "export",
+      "checkpoints/ckpt-3",
+      r"^run.checkpoint is '.*ckpt-3', where there is no checkpoint",
+    ),
+    ("evaluate", "torn", r"^run.checkpoint '.*torn' is damaged"),
+    (
+      "train",
+      "checkpoints/ckpt-2",
+      r"in mode 'train', which goes on from the newest; leave it out",
+    ),
+  ],
+)
+def test_a_checkpoint_that_cannot_be_taken_is_refused(mode, name, message, tmp_path):
+  start(tmp_path, "train", checkpoint_every_steps=2, steps_per_loop=1)
+  for file in (tmp_path / "checkpoints").glob("ckpt-4.*"):
+    torn = file.read_bytes()[:-9]
+    (tmp_path / file.name.replace("ckpt-4", "torn")).write_bytes(torn)
+  before = log_of(tmp_path)
+  with pytest.raises(ConfigError, match=message):
+    start(tmp_path, mode, checkpoint=str(tmp_path / name))
+  assert log_of(tmp_path) == before
 
 
 # ---- Through gin ----
