@@ -1,11 +1,13 @@
-"""Breaks a cluster of two workers in every way that a cluster breaks, and sees that no run is lost.
+"""Breaks clusters in every way that a cluster breaks, and sees that no run is lost.
 
   python -m benchmarks.fault_trials --trials 10
 
 Each trial starts the cluster, breaks it at a random moment, and lets it come to its end: by itself
 where `--max_restarts` restarts it, else by the same command again, as a scheduler would give it. A
-run is lost if it does not end with status 0, the last step, and every tensor of its last checkpoint
-equal to the bit to an unbroken run's. The time to recover runs from the fault to the first loop
+run is lost if it does not end with status 0 at the last step; if, on two workers in step, a tensor
+of its last checkpoint differs in a bit from an unbroken run's; if, on two workers and two parameter
+servers, whose order is never the same, its optimizer has not counted just as many updates as steps
+or its last evaluation not every example. The time to recover runs from the fault to the first loop
 beyond the step that had been reached. Exit status 1 if any run is lost.
 
   kill_chief, kill_worker   SIGKILL at any moment
@@ -15,6 +17,11 @@ beyond the step that had been reached. Exit status 1 if any run is lost.
   port_taken                another program has a worker's port: one line, status 1
   other_config              a worker with another config: one line on both, status 2
   never_comes               a worker is not started: one line on the other, status 1
+  ps_kill_worker            SIGKILL of a worker beside parameter servers: the run goes on
+  ps_kill_server            SIGKILL of a parameter server: all start again
+  ps_kill_coordinator       SIGKILL of the chief: all start again
+  ps_sigterm                SIGTERM to the cluster: it must save and end with status 75
+  ps_sigstop                SIGSTOP: a worker that lives and does not answer
 """
 
 from __future__ import annotations
@@ -37,13 +44,17 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import tensorflow as tf
+
 from benchmarks.kill_trials import different_tensors
 from framework import checkpoints
 from framework.local_cluster import make_cluster
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "benchmarks/fault_trials.gin"
-STEPS = 400  # as in CONFIG
+SERVERS_CONFIG = "benchmarks/fault_trials_ps.gin"
+STEPS = 400  # as in both
+TEST_EXAMPLES = 359  # of digits
 START_TIMEOUT_S = 6
 TIMEOUT_S = 300.0
 
@@ -59,19 +70,20 @@ class Trial:
 class Training:
   """`launch.py --local_workers=2` on a folder, and what can be seen of it from outside."""
 
-  def __init__(self, folder: Path) -> None:
+  def __init__(self, folder: Path, *, servers: int = 0) -> None:
     self.folder = folder
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "launch.py", f"--gin_file={CONFIG}", f"--model_dir={folder}"]
+    config = SERVERS_CONFIG if servers else CONFIG
+    command = [sys.executable, "launch.py", f"--gin_file={config}", f"--model_dir={folder}"]
     with (folder / "log.txt").open("a") as log:
       self.process = subprocess.Popen(
-        [*command, "--local_workers=2", "--max_restarts=2"],
+        [*command, "--local_workers=2", f"--local_ps={servers}", "--max_restarts=2"],
         cwd=REPOSITORY, env=environment(), stdout=log, stderr=log,
       )  # fmt: skip
 
-  def pid(self, worker: int) -> int | None:
-    """The process of a worker, by its TF_CONFIG."""
-    task = json.dumps({"type": "worker", "index": worker})
+  def pid(self, job: str, index: int) -> int | None:
+    """The process of a task, by its TF_CONFIG."""
+    task = json.dumps({"type": job, "index": index})
     for pid in children(self.process.pid):
       try:
         if task in Path(f"/proc/{pid}/environ").read_text():
@@ -107,10 +119,10 @@ def children(pid: int) -> list[int]:
   return [int(child) for child in path.read_text().split()] if path.exists() else []
 
 
-def records(folder: Path) -> list[dict]:
+def records(folder: Path, split: str = "train") -> list[dict]:
   path = folder / "metrics.jsonl"
   lines = path.read_text().split("\n")[:-1] if path.exists() else []
-  return [record for record in map(json.loads, lines) if record["split"] == "train"]
+  return [record for record in map(json.loads, lines) if record["split"] == split]
 
 
 def reached(folder: Path) -> int:
@@ -120,25 +132,41 @@ def reached(folder: Path) -> int:
 # ---- Faults of a cluster that trains ----
 
 
+def target(training: Training, kind: str, rng: random.Random) -> tuple[int | None, int]:
+  """Returns the process that is to get a signal, and which."""
+  number = signal.SIGKILL
+  if kind.endswith("sigterm"):
+    number = signal.SIGTERM
+  elif kind.endswith("sigstop"):
+    number = signal.SIGSTOP
+  if kind == "ps_sigterm":
+    return training.process.pid, number  # it tells the chief
+  index = {"kill_chief": 0, "kill_in_write": 0, "kill_worker": 1, "ps_kill_coordinator": 0}.get(
+    kind, rng.randrange(2)
+  )
+  job = {"ps_kill_coordinator": "chief", "ps_kill_server": "ps"}.get(kind, "worker")
+  return training.pid(job, index), number
+
+
 def break_running(folder: Path, kind: str, rng: random.Random) -> Trial:
   """Trains, breaks one process, and comes to the end."""
-  training = Training(folder)
+  servers = 2 if kind.startswith("ps_") else 0
+  training = Training(folder, servers=servers)
   when = rng.randrange(20, STEPS - 60)
   training.wait_until(lambda: reached(folder) >= when)
   if kind == "kill_in_write":
     training.wait_until(training.is_writing, poll_s=0)
-  worker = {"kill_chief": 0, "kill_in_write": 0, "kill_worker": 1}.get(kind, rng.randrange(2))
-  number = {"sigterm": signal.SIGTERM, "sigstop": signal.SIGSTOP}.get(kind, signal.SIGKILL)
-  pid, before, at = training.pid(worker), reached(folder), time.time()
+  pid, number = target(training, kind, rng)
+  before, at = reached(folder), time.time()
   if pid is None:
-    raise RuntimeError(f"worker {worker} is not there")
+    raise RuntimeError("the process to break is not there")
   os.kill(pid, number)
   status, trial, ended = training.end(), Trial(), at
-  if kind == "sigterm":
+  if number == signal.SIGTERM:
     if status != 75:
       trial.misses.append(f"status {status} after SIGTERM, not 75")
     ended = time.time()  # it finishes its loop first
-    status = Training(folder).end()
+    status = Training(folder, servers=servers).end()
   if status:
     trial.misses.append(f"status {status} at the end, see {folder}/log.txt")
   later = [r["wall_time"] for r in records(folder) if r["wall_time"] > ended and r["step"] > before]
@@ -201,17 +229,40 @@ def break_start(folder: Path, kind: str, rng: random.Random) -> Trial:
 
 
 RUNNING = ("kill_chief", "kill_worker", "kill_in_write", "sigterm", "sigstop")
+SERVERS = ("ps_kill_worker", "ps_kill_server", "ps_kill_coordinator", "ps_sigterm", "ps_sigstop")
 STARTING = ("port_taken", "other_config", "never_comes")
 
 
+KINDS = RUNNING + STARTING + SERVERS
+
+
 def run_trial(folder: Path, kind: str, reference: Path, rng: random.Random) -> Trial:
-  trial = (break_running if kind in RUNNING else break_start)(folder, kind, rng)
+  trial = (break_start if kind in STARTING else break_running)(folder, kind, rng)
   if reached(folder) != STEPS:
     trial.misses.append(f"it ended at step {reached(folder)}, not {STEPS}")
     return trial
   name = f"checkpoints/ckpt-{STEPS}"
+  if kind in SERVERS:
+    trial.misses += miscounted(folder, tf.train.load_checkpoint(str(folder / name)))
+    return trial
   trial.misses += different_tensors(folder / name, reference / name)
   return trial
+
+
+def miscounted(folder: Path, checkpoint: tf.train.CheckpointReader) -> list[str]:
+  """What a run with parameter servers has not counted exactly."""
+  found = []
+  counters = [n for n in checkpoint.get_variable_to_shape_map() if "iteration" in n.lower()]
+  for name in counters:
+    if checkpoint.get_tensor(name) != STEPS:
+      found.append(f"{name} is {checkpoint.get_tensor(name)}, not {STEPS}")
+  if not counters:
+    found.append("the checkpoint has no count of updates")
+  [*_, last] = records(folder, "eval")
+  right = last["accuracy"] * TEST_EXAMPLES
+  if abs(right - round(right)) > 1e-3:
+    found.append(f"an accuracy of {last['accuracy']} is not of {TEST_EXAMPLES} examples")
+  return found
 
 
 def table(done: dict[str, list[Trial]]) -> str:
@@ -227,7 +278,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--trials", type=int, default=10, help="of each kind")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--kinds", nargs="+", choices=RUNNING + STARTING, default=RUNNING + STARTING)
+  parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
   options = parser.parse_args()
   base = Path(tempfile.mkdtemp(prefix="fault_trials_"))
   if status := Training(base / "unbroken").end():

@@ -210,6 +210,9 @@ class LocalCluster:
       self._say(f"{process.how_it_ended()}; starting it again, {self._attempt_number()}")
       process.start()
       return
+    if self._is_dispensable(process):
+      self._say(f"{process.how_it_ended()}; going on without it")
+      return
     self._ended.append(process)
     if process.status == SAVED:
       self._limit(self._grace_s)  # the others are about to save, or stuck without this one
@@ -227,6 +230,12 @@ class LocalCluster:
       and self._deadline is None
       and self._restarts < self._max_restarts
     )
+
+  def _is_dispensable(self, process: Process) -> bool:
+    """A killed worker beside parameter servers, as long as there is another."""
+    others = any(p.running and p.kind == "worker" for p in self._processes)
+    killed = process.status is not None and process.status < 0
+    return self._ps > 0 and process.kind == "worker" and killed and others and not self._deadline
 
   def _starts_again(self) -> bool:
     """Counts and announces a new start, if there is to be one."""

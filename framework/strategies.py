@@ -173,7 +173,7 @@ def parameter_server(
 ) -> tf.distribute.Strategy | servers.Server:
   """Asynchronous training: workers compute, variables live on servers, one chief coordinates.
 
-  For a cluster of the jobs "chief" (one task), "worker" and "ps". See docs/parameter-server.md.
+  For a cluster of the jobs "chief" (one task), "worker" and "ps". See docs/multi-process.md.
 
   Args:
     resolver: where the addresses come from; see `multi_worker_mirrored`.

@@ -387,8 +387,27 @@ def test_a_worker_beside_parameter_servers_is_restarted_alone(run):
   assert starts == {"chief-0": "x", "worker-0": "x", "ps-0": "x"}
 
 
-def test_a_worker_beside_parameter_servers_that_may_not_be_restarted(run):
-  assert run(WORKER_DIES_ONCE, ps=1) == (1, "", FAILED.format("was killed by SIGKILL"))
+def test_without_restarts_the_other_workers_go_on(run):
+  body = """
+here()
+if me == "worker-1": mark("dead"); die(-9)
+if me != "chief-0": forever()
+await_mark("dead")
+time.sleep(0.3)
+"""
+  line = "worker-1 was killed by SIGKILL after N s; going on without it\n"
+  assert run(body, ps=1) == (0, "", line)
+
+
+def test_the_last_worker_beside_parameter_servers_is_a_failure(run):
+  body = "here()\nif me == 'worker-0': die(-9)\nforever()"
+  failed = "failed: worker-0 was killed by SIGKILL after N s; its log is m/logs/worker-0.log\n"
+  assert run(body, workers=1, ps=1) == (1, "", failed)
+
+
+def test_a_worker_beside_parameter_servers_that_fails_is_a_failure(run):
+  body = "here()\nif me == 'worker-1': die(1)\nforever()"
+  assert run(body, ps=1) == (1, "", FAILED.format("ended with status 1"))
 
 
 def test_a_lost_parameter_server_restarts_all(run):
