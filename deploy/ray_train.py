@@ -1,0 +1,112 @@
+"""Runs a gin config on the workers of a Ray cluster: Ray Train places them and sets TF_CONFIG.
+
+  python deploy/ray_train.py --workers=2 --max_restarts=3 \
+    --gin_file=configs/digits_cnn.gin --model_dir=/shared/runs/digits
+
+Every other flag goes to launch.py, which each Ray worker runs as a process of its own, in the root
+of the repository. All nodes need the repository, its environment with `ray[train]` added, and
+model_dir, under the same paths. When a worker fails, Ray starts all again, and they go on from the
+newest checkpoint.
+
+Exit status: 0 done, 1 a failure, 2 a mistake in these flags. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command line `argv` to its end and returns the exit status (host)."""
+  options, arguments = parse(argv)
+
+  from ray.train import TrainingFailedError
+  from ray.train.tensorflow import TensorflowTrainer
+
+  trainer = TensorflowTrainer(
+    work,
+    train_loop_config={"root": str(ROOT), "arguments": arguments},
+    **configs(options),
+  )
+  try:
+    trainer.fit()
+  except TrainingFailedError as error:
+    print(f"failed: {error}", file=sys.stderr)
+    return 1
+  return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+  """Returns this script's options, and the arguments of launch.py."""
+  parser = argparse.ArgumentParser(
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,  # launch.py's flags are not ours to complete
+  )
+  parser.add_argument("--workers", type=_positive, required=True, help="How many.")
+  parser.add_argument("--cpus", type=_positive, default=1, help="CPUs that Ray reserves for each.")
+  parser.add_argument("--gpus", type=int, default=0, help="And GPUs.")
+  parser.add_argument("--max_restarts", type=int, default=0, help="How many failures to answer.")
+  parser.add_argument("--model_dir", required=True, help="The run folder, shared by all nodes.")
+  options, others = parser.parse_known_args(argv[1:])
+  options.model_dir = os.path.join(ROOT, options.model_dir)
+  strategy = "--gin_param=run.strategy = @multi_worker_mirrored"
+  return options, [strategy, *others, f"--model_dir={options.model_dir}"]
+
+
+def _positive(text: str) -> int:
+  if int(text) < 1:
+    raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+  return int(text)
+
+
+def configs(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns what Ray is to know: the workers, and what to do when one fails."""
+  from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+  resources = {"CPU": options.cpus, "GPU": options.gpus}
+  return {
+    "scaling_config": ScalingConfig(
+      num_workers=options.workers,
+      use_gpu=options.gpus > 0,
+      resources_per_worker={kind: count for kind, count in resources.items() if count},
+    ),
+    "run_config": RunConfig(
+      storage_path=os.path.join(options.model_dir, "ray"),
+      failure_config=FailureConfig(max_failures=options.max_restarts),
+    ),
+  }
+
+
+def work(config: dict[str, Any]) -> None:
+  """Runs launch.py on one Ray worker.
+
+  As a process, because Ray calls this in a thread, where Python handles no signal. setpriv lets it
+  die with the Ray worker: an orphan could still write to model_dir beside its successor.
+
+  Args:
+    config: "root", the repository, and "arguments", those of launch.py.
+
+  Raises:
+    RuntimeError: it failed; Ray then starts all workers again, or gives up.
+  """
+  launch = [sys.executable, os.path.join(config["root"], "launch.py"), *config["arguments"]]
+  # Ray asks tf.keras to be Keras 2; the framework is to run as everywhere else.
+  environment = {name: value for name, value in os.environ.items() if name != "TF_USE_LEGACY_KERAS"}
+  status = subprocess.call(
+    ["setpriv", "--pdeathsig", "KILL", *launch], cwd=config["root"], env=environment
+  )
+  if status:
+    raise RuntimeError(f"launch.py ended with status {status}")
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv))
