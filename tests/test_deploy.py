@@ -1,14 +1,40 @@
-"""What can be checked of deploy/ without a cluster: the script, with an srun of our own."""
+"""What can be checked of deploy/ without a cluster.
 
+The scripts run with an srun and a launch.py of our own; of the manifests, the framework must accept
+the commands and the clusters.
+"""
+
+import configparser
+import importlib.util
+import json
 import os
+import shutil
+import signal
 import subprocess
-from pathlib import Path
+import sys
+import time
+from pathlib import Path, PurePosixPath
 
+import gin
 import pytest
+import yaml
 
 import launch
+from framework import cluster, configurables, servers, strategies
+from framework.local_cluster import GRACE_S, MISTAKE, SAVED
 
-SCRIPT = Path(launch.__file__).parent / "deploy" / "slurm.sh"
+ROOT = Path(launch.__file__).parent
+DEPLOY = ROOT / "deploy"
+SCRIPT = DEPLOY / "slurm.sh"
+JOBS = {
+  "tfjob-multi-worker.yaml": {"strategy": "multi_worker_mirrored", "replicas": {"Worker"}},
+  "tfjob-parameter-server.yaml": {
+    "strategy": "parameter_server",
+    "replicas": {"Chief", "Worker", "PS"},
+  },
+}
+LONGEST_BACKOFF_S = 300
+KILLED = 128 + signal.SIGKILL
 
 
 @pytest.fixture
@@ -60,3 +86,384 @@ def test_a_failure_is_tried_again(slurm):
 def test_but_not_for_ever(slurm):
   status, calls, _ = slurm(1, 1, 1, restarts=2)
   assert (status, len(calls)) == (1, 3)
+
+
+def test_shellcheck_finds_nothing():
+  shellcheck = shutil.which(
+    "shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+  )
+  assert shellcheck, "no shellcheck; it comes with the group dev of pyproject.toml"
+  done = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True)
+  assert (done.returncode, done.stdout) == (0, "")
+
+
+# ---- Kubernetes ----
+
+
+# Field -> its fields; a set where they are not read further. "*" stands for names of one's own,
+# [...] for a list. kubeflow.org/v1 and Kubernetes have more; a field that is not here is a typo or
+# wants a line here.
+METADATA = {"name": str, "labels": {"*": str}, "annotations": {"*": str}}
+SELECTOR = {"matchLabels": {"*": str}}
+RESOURCES = {"cpu": str, "memory": str}
+POD = {
+  "terminationGracePeriodSeconds": int,
+  "automountServiceAccountToken": bool,
+  "securityContext": {"runAsNonRoot": bool, "runAsUser": int, "fsGroup": int},
+  "containers": [
+    {
+      "name": str,
+      "image": str,
+      "args": [str],
+      "ports": [{"name": str, "containerPort": int}],
+      "resources": {"requests": RESOURCES, "limits": RESOURCES},
+      "volumeMounts": [{"name": str, "mountPath": str}],
+    }
+  ],
+  "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}}],
+}
+REPLICA = {
+  "replicas": int,
+  "restartPolicy": {"Always", "OnFailure", "ExitCode", "Never"},
+  "template": {"metadata": METADATA, "spec": POD},
+}
+KINDS = {
+  ("kubeflow.org/v1", "TFJob"): {
+    "successPolicy": {"", "AllWorkers"},
+    "runPolicy": {"cleanPodPolicy": {"All", "Running", "None"}, "backoffLimit": int},
+    "tfReplicaSpecs": {"Chief": REPLICA, "Worker": REPLICA, "PS": REPLICA},
+  },
+  ("networking.k8s.io/v1", "NetworkPolicy"): {
+    "podSelector": SELECTOR,
+    "policyTypes": [{"Ingress", "Egress"}],
+    "ingress": [{"from": [{"podSelector": SELECTOR}]}],
+  },
+  ("v1", "PersistentVolumeClaim"): {
+    "accessModes": [{"ReadWriteOnce", "ReadWriteMany"}],
+    "resources": {"requests": {"storage": str}},
+  },
+}
+
+
+def misfits(value, shape, place=""):
+  """Lists the places of a document that its shape does not have."""
+  if isinstance(shape, dict) and isinstance(value, dict):
+    found = []
+    for name, inner in value.items():
+      known = shape.get(name, shape.get("*"))
+      found += misfits(inner, known, f"{place}.{name}") if known else [f"{place}.{name}"]
+    return found
+  if isinstance(shape, list) and isinstance(value, list):
+    return [m for i, item in enumerate(value) for m in misfits(item, shape[0], f"{place}[{i}]")]
+  fits = value in shape if isinstance(shape, set) else type(value) is shape
+  return [] if fits else [f"{place} = {value!r}"]
+
+
+def documents(name):
+  return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def of_kind(name, kind):
+  [found] = [document for document in documents(name) if document["kind"] == kind]
+  return found
+
+
+def replica_specs(name):
+  return of_kind(name, "TFJob")["spec"]["tfReplicaSpecs"]
+
+
+def pods(name):
+  """The pod template of each kind of replica."""
+  return {kind: spec["template"] for kind, spec in replica_specs(name).items()}
+
+
+def container_of(pod):
+  [container] = pod["spec"]["containers"]
+  return container
+
+
+def flags_of(pod):
+  return launch.parse_flags(["launch.py", *container_of(pod)["args"]])
+
+
+def starts_again(policy, status):
+  """Whether a pod that ended with `status` does, as the Training Operator documents it."""
+  return {
+    "Always": True,
+    "OnFailure": status != 0,
+    "ExitCode": status >= 128,
+    "Never": False,
+  }[policy]
+
+
+def tf_configs(name):
+  """What the Training Operator puts into TF_CONFIG: (kind, index) -> JSON."""
+  job = of_kind(name, "TFJob")["metadata"]["name"]
+  addresses = {}
+  for kind, spec in replica_specs(name).items():
+    [port] = container_of(spec["template"])["ports"]
+    addresses[kind.lower()] = [
+      f"{job}-{kind.lower()}-{index}.default.svc:{port['containerPort']}"
+      for index in range(spec["replicas"])
+    ]
+  return {
+    (kind, index): json.dumps(
+      {"cluster": addresses, "task": {"type": kind, "index": index}, "environment": "cloud"}
+    )
+    for kind, hosts in addresses.items()
+    for index in range(len(hosts))
+  }
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DEPLOY.glob("*.yaml")))
+def test_a_manifest_has_the_shape_of_its_kind(name):
+  for document in documents(name):
+    spec = KINDS[document["apiVersion"], document["kind"]]
+    envelope = {"apiVersion": str, "kind": str, "metadata": METADATA, "spec": spec}
+    assert misfits(document, envelope) == []
+    assert set(document) == set(envelope)
+
+
+def test_a_typo_does_not_fit():
+  job = of_kind("tfjob-multi-worker.yaml", "TFJob")["spec"]
+  job["tfReplicaSpecs"]["Worker"].update(restartPolicy="OnFailures", replica=2)
+  container_of(job["tfReplicaSpecs"]["Worker"]["template"])["ports"][0]["containerPort"] = "2222"
+  assert misfits(job, KINDS["kubeflow.org/v1", "TFJob"]) == [
+    ".tfReplicaSpecs.Worker.restartPolicy = 'OnFailures'",
+    ".tfReplicaSpecs.Worker.template.spec.containers[0].ports[0].containerPort = '2222'",
+    ".tfReplicaSpecs.Worker.replica",
+  ]
+
+
+@pytest.mark.parametrize("name", JOBS)
+class TestTFJob:
+  @pytest.fixture(autouse=True)
+  def _clean(self):
+    yield
+    gin.clear_config()
+
+  def test_it_has_the_replicas_of_its_strategy(self, name):
+    assert replica_specs(name).keys() == JOBS[name]["replicas"]
+
+  def test_the_operator_finds_container_and_port(self, name):
+    for pod in pods(name).values():
+      container = container_of(pod)
+      assert container["name"] == "tensorflow"
+      assert [port["name"] for port in container["ports"]] == ["tfjob-port"]
+
+  def test_launch_takes_its_command(self, name, monkeypatch):
+    monkeypatch.chdir(ROOT)  # the image's WORKDIR is the repository, see below
+    for pod in pods(name).values():
+      values = flags_of(pod)
+      assert values.mode in launch.LOCAL_MODES  # those that train
+      configurables.parse(values.gin_file, values.gin_param)
+      strategy = gin.query_parameter("run.strategy")
+      assert strategy.configurable.wrapped.__name__ == JOBS[name]["strategy"]
+
+  def test_a_restart_is_waited_for(self, name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for pod in pods(name).values():
+      values = flags_of(pod)
+      configurables.parse(values.gin_file, values.gin_param)
+      timeout_s = gin.query_parameter(f"{JOBS[name]['strategy']}.start_timeout_s")
+      assert timeout_s > LONGEST_BACKOFF_S
+
+  def test_the_run_folder_is_on_the_shared_volume(self, name):
+    claim = of_kind("runs-volume.yaml", "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    folders = set()
+    for pod in pods(name).values():
+      [volume], [mount] = pod["spec"]["volumes"], container_of(pod)["volumeMounts"]
+      assert mount["name"] == volume["name"]
+      assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+      folder = flags_of(pod).model_dir
+      assert PurePosixPath(mount["mountPath"]) in PurePosixPath(folder).parents
+      folders.add(folder)
+    assert len(folders) == 1
+
+  def test_what_can_go_on_starts_again(self, name):
+    for kind, spec in replica_specs(name).items():
+      policy = spec["restartPolicy"]
+      assert all(starts_again(policy, status) for status in (SAVED, 1, KILLED)), kind
+      # A worker or server beside a chief ends with 0 whenever that is gone, for good or not.
+      serves = "Chief" in replica_specs(name) and kind != "Chief"
+      assert starts_again(policy, 0) == serves
+
+  def test_a_mistake_is_not_tried_for_ever(self, name):
+    specs = replica_specs(name).values()
+    assert all(starts_again(spec["restartPolicy"], MISTAKE) for spec in specs)
+    limit = of_kind(name, "TFJob")["spec"]["runPolicy"]["backoffLimit"]
+    assert limit == 4 * sum(spec["replicas"] for spec in specs)
+
+  def test_there_is_time_to_save(self, name):
+    for pod in pods(name).values():
+      assert pod["spec"]["terminationGracePeriodSeconds"] >= GRACE_S
+
+  def test_only_its_own_pods_reach_its_ports(self, name):
+    labels = of_kind(name, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
+    assert labels == {"loopwright-job": of_kind(name, "TFJob")["metadata"]["name"]}
+    for pod in pods(name).values():
+      assert labels.items() <= pod["metadata"]["labels"].items()
+    spec = of_kind(name, "NetworkPolicy")["spec"]
+    assert spec["policyTypes"] == ["Ingress"]
+    assert spec["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
+
+
+def test_workers_of_a_tfjob_find_each_other(monkeypatch):
+  found = []
+  for (_, index), config in tf_configs("tfjob-multi-worker.yaml").items():
+    monkeypatch.setenv("TF_CONFIG", config)
+    peers, place = cluster.workers(cluster.tf_config())
+    assert place == index
+    found.append([peer.address for peer in peers])
+  assert found == 2 * [
+    [f"digits-multi-worker-worker-{index}.default.svc:2222" for index in range(2)]
+  ]
+
+
+def test_workers_and_servers_of_a_tfjob_find_the_chief(monkeypatch):
+  configs = tf_configs("tfjob-parameter-server.yaml")
+  assert sorted(configs) == [("chief", 0), ("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]
+  for (kind, _), config in configs.items():
+    if kind != "chief":  # which would wait for the others
+      monkeypatch.setenv("TF_CONFIG", config)
+      joined = strategies.parameter_server()
+      assert isinstance(joined, servers.Server)
+      assert joined.chief.address == "digits-parameter-server-chief-0.default.svc:2222"
+
+
+# ---- The image ----
+
+
+def instructions(name):
+  """The Dockerfile's arguments of one instruction, a list of words each."""
+  text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+  lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+  return [words for word, *words in lines if word == name]
+
+
+def test_the_image_gets_what_it_installs_and_runs():
+  copied = {PurePosixPath(source) for *sources, _ in instructions("COPY") for source in sources}
+  assert all((ROOT / source).exists() for source in copied)
+  setup = configparser.ConfigParser()
+  setup.read(ROOT / "setup.cfg")
+  metadata, options = setup["metadata"], setup["options"]
+  packages = setup["options.packages.find"]["include"].split()
+  needed = {
+    *("pyproject.toml", "setup.cfg"),
+    *(metadata["long_description"].removeprefix("file:").split()),
+    *metadata["license_files"].split(),
+    *(f"{module}.py" for module in options["py_modules"].split()),
+    *(package for package in packages if not package.endswith(".*")),
+  }
+  assert {"README.md", "launch.py", "framework", "tasks"} < needed
+  assert needed <= {str(source) for source in copied}
+  for name in JOBS:
+    for pod in pods(name).values():
+      for file in flags_of(pod).gin_file:
+        assert copied & {PurePosixPath(file), *PurePosixPath(file).parents}
+
+
+def test_the_image_runs_launch_without_a_shell_between():
+  [entry] = instructions("ENTRYPOINT")
+  assert json.loads(" ".join(entry)) == ["python", "launch.py"]
+
+
+def test_the_image_is_the_one_of_the_jobs():
+  assert instructions("USER") == [["1000"]]
+  for name in JOBS:
+    for pod in pods(name).values():
+      assert pod["spec"]["securityContext"]["runAsUser"] == 1000
+      image = container_of(pod)["image"]
+      assert f"docker build -f deploy/Dockerfile -t {image} ." in (
+        (DEPLOY / "Dockerfile").read_text()
+      )
+
+
+# ---- Ray ----
+
+
+@pytest.fixture(scope="module")
+def ray_train():
+  """The script as a module: without Ray, which it imports only when it runs."""
+  spec = importlib.util.spec_from_file_location("ray_train", DEPLOY / "ray_train.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_ray_gets_its_flags_and_launch_the_others(ray_train):
+  own = ["ray_train.py", "--workers=3", "--gpus=1", "--max_restarts=2", "--model_dir=/shared/m"]
+  options, arguments = ray_train.parse([*own, "--mode=train", "--gin_file=configs/digits_cnn.gin"])
+  assert vars(options) == {
+    "workers": 3, "cpus": 1, "gpus": 1, "max_restarts": 2, "model_dir": "/shared/m",
+  }  # fmt: skip
+  values = launch.parse_flags(["launch.py", *arguments])
+  assert (values.mode, values.model_dir) == ("train", "/shared/m")
+  assert values.gin_file == ["configs/digits_cnn.gin"]
+  assert values.gin_param == ["run.strategy = @multi_worker_mirrored"]
+  assert (values.local_workers, values.max_restarts) == (0, 0)
+
+
+def test_a_binding_of_ones_own_comes_later(ray_train):
+  own = "--gin_param=run.strategy = @mine"
+  _, arguments = ray_train.parse(["ray_train.py", "--workers=1", "--model_dir=m", own])
+  assert arguments == ["--gin_param=run.strategy = @multi_worker_mirrored", own, arguments[-1]]
+  assert arguments[-1] == f"--model_dir={ROOT / 'm'}"
+
+
+@pytest.mark.parametrize("wrong", [[], ["--workers=0"], ["--workers=two"]])
+def test_a_wrong_flag_ends_before_ray_starts(ray_train, wrong, capsys):
+  with pytest.raises(SystemExit) as ended:
+    ray_train.main(["ray_train.py", "--model_dir=m", *wrong])
+  assert ended.value.code == MISTAKE
+  assert "--workers" in capsys.readouterr().err
+
+
+def test_a_ray_worker_runs_launch(ray_train, tmp_path, monkeypatch):
+  (tmp_path / "launch.py").write_text(
+    "import json, os, sys\n"
+    "legacy = 'TF_USE_LEGACY_KERAS' in os.environ\n"
+    "seen = [sys.argv[1:], os.getcwd(), os.environ['TF_CONFIG'], legacy]\n"
+    "open('seen', 'w').write(json.dumps(seen))\n"
+    "sys.exit('--fail' in sys.argv and 75)\n"
+  )
+  monkeypatch.setenv("TF_CONFIG", "{}")
+  monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
+  ray_train.work({"root": str(tmp_path), "arguments": ["--gin_param=a.b = 1"]})
+  seen = json.loads((tmp_path / "seen").read_text())
+  assert seen == [["--gin_param=a.b = 1"], str(tmp_path), "{}", False]
+  with pytest.raises(RuntimeError, match="ended with status 75"):
+    ray_train.work({"root": str(tmp_path), "arguments": ["--fail"]})
+
+
+def test_launch_dies_with_its_ray_worker(ray_train, tmp_path):
+  (tmp_path / "launch.py").write_text(
+    "import os, time\n"
+    "open('new', 'w').write(str(os.getpid()))\n"
+    "os.rename('new', 'pid')\n"
+    "time.sleep(60)\n"
+  )
+  code = f"import ray_train; ray_train.work({{'root': {str(tmp_path)!r}, 'arguments': []}})"
+  worker = subprocess.Popen([sys.executable, "-c", code], cwd=DEPLOY)
+  try:
+    wait_until((tmp_path / "pid").exists)
+    launched = int((tmp_path / "pid").read_text())
+  finally:
+    worker.kill()
+    worker.wait()
+  wait_until(lambda: not running(launched))
+
+
+def running(pid):
+  try:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+  except OSError:
+    return False
+
+
+def wait_until(true, timeout_s=20):
+  deadline = time.monotonic() + timeout_s
+  while not true():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
