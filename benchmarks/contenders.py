@@ -48,7 +48,7 @@ def make(name: str, model: str, replicas: int, steps: int) -> Contender:
 def _loopwright(jit_compile: bool = False) -> Callable[[str, int, int], Contender]:
   def make_trainer(model: str, replicas: int, steps: int) -> Contender:
     trainer = Trainer(
-      task=_Classification(model),
+      task=Classification(model),
       strategy=strategies.mirrored(cpu_replicas=replicas) if replicas > 1 else strategies.default(),
       dataset_fn=lambda position: models.dicts(),
       global_batch_size=models.BATCH_SIZE,
@@ -64,7 +64,7 @@ def _loopwright(jit_compile: bool = False) -> Callable[[str, int, int], Contende
   return make_trainer
 
 
-class _Classification(Task):
+class Classification(Task):
   def __init__(self, name: str) -> None:
     self._name = name
 
@@ -75,7 +75,7 @@ class _Classification(Task):
     return self.model(batch["image"], training=training)
 
   def loss(self, outputs, batch):
-    return Loss.from_examples(_per_example_loss(batch["label"], outputs), batch["weight"])
+    return Loss.from_examples(per_example_loss(batch["label"], outputs), batch["weight"])
 
 
 def _hand_written(ops: str | None = None, xla: bool = False) -> Callable[..., Contender]:
@@ -94,7 +94,7 @@ def _hand_written(ops: str | None = None, xla: bool = False) -> Callable[..., Co
 
     def gradients(images, labels):
       with tf.GradientTape() as tape:
-        per_example = _per_example_loss(labels, network(images, training=True))
+        per_example = per_example_loss(labels, network(images, training=True))
         loss = tf.reduce_sum(per_example) / models.BATCH_SIZE
       return tape.gradient(loss, [v.value for v in variables]), loss
 
@@ -120,7 +120,7 @@ def _hand_written(ops: str | None = None, xla: bool = False) -> Callable[..., Co
     num_steps = tf.constant(steps)
     return Contender(
       block=lambda: float(loop(iterator, num_steps)) / steps,
-      steps_done=lambda: _iterations(optimizer),
+      steps_done=lambda: iterations(optimizer),
     )
 
   return make_loop
@@ -133,7 +133,7 @@ def _orbit(model: str, replicas: int, steps: int) -> Contender:
   num_steps = tf.constant(steps)
   return Contender(
     block=lambda: float(trainer.train(num_steps)["loss"]),
-    steps_done=lambda: _iterations(trainer.optimizer),
+    steps_done=lambda: iterations(trainer.optimizer),
   )
 
 
@@ -160,7 +160,7 @@ class _OrbitTrainer(orbit.StandardTrainer):
   def _replica_step(self, images, labels):
     variables = self.model.trainable_variables
     with tf.GradientTape() as tape:
-      per_example = _per_example_loss(labels, self.model(images, training=True))
+      per_example = per_example_loss(labels, self.model(images, training=True))
       loss = tf.reduce_sum(per_example) / models.BATCH_SIZE
     self.optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
     self.mean_loss.update_state(per_example)
@@ -178,7 +178,7 @@ def _keras_fit(library: Any, steps_per_execution: int = 1) -> Callable[..., Cont
       )
     epochs = _Epochs(network, library, max(steps, steps_per_execution))
     return Contender(
-      block=epochs.next, steps_done=lambda: _iterations(network.optimizer), close=epochs.stop
+      block=epochs.next, steps_done=lambda: iterations(network.optimizer), close=epochs.stop
     )
 
   return make_fit
@@ -246,11 +246,11 @@ def _peer_strategy(replicas: int, ops: str | None = None) -> tf.distribute.Strat
   return tf.distribute.MirroredStrategy(strategies.split_cpu(replicas), cross_device_ops)
 
 
-def _per_example_loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+def per_example_loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
   return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
 
 
-def _iterations(optimizer: Any) -> int:
+def iterations(optimizer: Any) -> int:
   return int(optimizer.iterations.numpy())
 
 

@@ -43,21 +43,32 @@ def loss_fn(keras: ModuleType) -> Any:
   return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def pairs() -> tf.data.Dataset:
-  """Returns an endless dataset of (images [128, 28, 28, 1], labels [128])."""
-  return _endless(_examples())
+def pairs(rows: range | None = None) -> tf.data.Dataset:
+  """Returns an endless dataset of (images [128, 28, 28, 1], labels [128]).
+
+  Args:
+    rows: which of the 128; a worker of several reads its own. None takes all.
+  """
+  return _endless(_examples(), rows)
 
 
-def dicts() -> tf.data.Dataset:
+def dicts(rows: range | None = None) -> tf.data.Dataset:
   """Returns the same batches as dicts with a "weight" of 1, the way `Trainer` reads them."""
   images, labels = _examples()
   weight = np.ones(len(labels), np.float32)
-  return _endless({"image": images, "label": labels, "weight": weight})
+  return _endless({"image": images, "label": labels, "weight": weight}, rows)
 
 
-def _endless(examples: Any) -> tf.data.Dataset:
-  dataset = tf.data.Dataset.from_tensor_slices(examples)
-  return dataset.batch(BATCH_SIZE, drop_remainder=True).cache().repeat().prefetch(4)
+def _endless(examples: Any, rows: range | None) -> tf.data.Dataset:
+  rows = rows or range(BATCH_SIZE)
+  share = tf.nest.map_structure(lambda array: _rows_of_batches(array, rows), examples)
+  dataset = tf.data.Dataset.from_tensor_slices(share)
+  return dataset.batch(len(rows), drop_remainder=True).cache().repeat().prefetch(4)
+
+
+def _rows_of_batches(array: np.ndarray, rows: range) -> np.ndarray:
+  batches = array.reshape(_BATCHES, BATCH_SIZE, *array.shape[1:])
+  return batches[:, rows.start : rows.stop].reshape(-1, *array.shape[1:])
 
 
 def _examples() -> tuple[np.ndarray, np.ndarray]:

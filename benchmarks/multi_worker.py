@@ -1,0 +1,331 @@
+"""Loopwright beside a hand-written loop on several processes: wall time a step, in one run.
+
+    python -m benchmarks.multi_worker            # 1, 2 and 4 processes, about 10 minutes
+    python -m benchmarks.multi_worker --quick    # the MLP alone, 3 rounds
+
+The processes are workers on loopback. Each (model, processes) gets a cluster of its own, in which
+both loops live under one MultiWorkerMirroredStrategy and take turns, a block of steps each, in a
+random order every round and after a barrier. What other programs do to a shared machine then hits
+both alike, and the figure to trust is the median over rounds of the ratio of two blocks of a round.
+The hand-written loop sums over the workers once a step, its gradients, and its loss once a block.
+Exit status 1 if a cluster fails or the two do not do the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from framework import local_cluster
+
+MODELS = ("mlp", "cnn", "many")
+NAMES = ("hand", "loopwright")
+PROCESSES = "1,2,4"
+ROUNDS = 7
+BLOCK_S = 3.0
+TRIAL_STEPS = 20  # which say how many a block must have
+LOSS_TOLERANCE = 1e-3
+TARGET = 0.95
+_START_TIMEOUT_S = 120.0
+_TIMEOUT_S = 900.0
+
+
+class Configuration(NamedTuple):
+  """What one table row is about."""
+
+  model: str
+  processes: int
+
+  def __str__(self) -> str:
+    return f"{self.model} x{self.processes}"
+
+
+class Loop(NamedTuple):
+  """One of the two, ready to run.
+
+  Attributes:
+    block: runs so many steps and returns their mean loss over all workers.
+    steps_done: what it counted so far.
+  """
+
+  block: Callable[[Any], float]
+  steps_done: Callable[[], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs everything and prints the tables, or, in a cluster, is one of its workers."""
+  options = _parse(arguments)
+  if options.folder:
+    return work(options)
+  results = {c: _measure(c, options) for c in _configurations(options)}
+  if options.json:
+    content = {str(configuration): result for configuration, result in results.items()}
+    Path(options.json).write_text(json.dumps(content, indent=1))
+  print(report(results))
+  return 1 if any(_wrong(result) for result in results.values()) else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(prog="python -m benchmarks.multi_worker", description=__doc__)
+  parser.formatter_class = argparse.RawDescriptionHelpFormatter
+  parser.add_argument("--models", default=",".join(MODELS), help="which (default: %(default)s)")
+  parser.add_argument("--processes", default=PROCESSES, help="how many (default: %(default)s)")
+  parser.add_argument("--rounds", type=int, default=ROUNDS, help="of blocks (default: %(default)s)")
+  parser.add_argument(
+    "--block_s", type=float, default=BLOCK_S, help="seconds a block (default: %(default)s)"
+  )
+  parser.add_argument("--quick", action="store_true", help="the MLP, 3 rounds")
+  parser.add_argument("--json", help="write every single figure to this file")
+  parser.add_argument("--verbose", action="store_true", help="show what TensorFlow logs")
+  parser.add_argument("--folder", help=argparse.SUPPRESS)  # makes this process a worker
+  options = parser.parse_args(arguments)
+  if options.quick:
+    options.models, options.rounds = "mlp", 3
+  options.models = options.models.split(",")
+  if unknown := set(options.models) - set(MODELS):
+    parser.error(f"unknown model {sorted(unknown)}; choose from {', '.join(MODELS)}")
+  return options
+
+
+def _configurations(options: argparse.Namespace) -> list[Configuration]:
+  processes = [int(number) for number in options.processes.split(",")]
+  return [Configuration(model, number) for model in options.models for number in processes]
+
+
+def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
+  """Runs one cluster; returns name -> figures of all workers, or {"failed": why}."""
+  print(f"[{time.strftime('%H:%M:%S')}] {configuration}", file=sys.stderr, flush=True)
+  os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
+  with tempfile.TemporaryDirectory() as folder:
+    command = [sys.executable, "-m", "benchmarks.multi_worker", f"--folder={folder}"]
+    command += [f"--models={configuration.model}", f"--rounds={options.rounds}"]
+    command += [f"--block_s={options.block_s}", *(["--verbose"] if options.verbose else [])]
+    status = local_cluster.run_local(
+      command=command, model_dir=folder, workers=configuration.processes
+    )
+    if status:
+      return {"failed": f"the cluster ended with status {status}"}
+    return _merged([json.loads(path.read_text()) for path in Path(folder).glob("worker-*.json")])
+
+
+def _merged(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """A block takes as long as on the slowest worker, and the CPU time of all of them."""
+  merged: dict[str, Any] = {}
+  for name in NAMES:
+    figures = [worker[name] for worker in workers]
+    merged[name] = {
+      **figures[0],
+      "losses": [f["losses"] for f in figures],
+      "steps_done": sorted({f["steps_done"] for f in figures}),
+      "block_s": np.max([f["block_s"] for f in figures], axis=0).tolist(),
+      "block_cpu_s": np.sum([f["block_cpu_s"] for f in figures], axis=0).tolist(),
+    }
+  return merged
+
+
+# --- a worker ---------------------------------------------------------------------------------
+
+
+def work(options: argparse.Namespace) -> int:
+  """Runs both loops in turns, as all other workers do, and leaves the figures in the folder."""
+  if not options.verbose:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+  warnings.simplefilter("ignore")
+  from framework import cluster, strategies
+
+  strategy = strategies.multi_worker_mirrored(start_timeout_s=_START_TIMEOUT_S)
+  faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True)  # no signal ends a hanging collective
+  workers = cluster.of(strategy)
+  loops = {name: _MAKERS[name](options.models[0], workers) for name in NAMES}
+  results = _take_turns(loops, workers, options.rounds, options.block_s)
+  Path(options.folder, f"worker-{workers.index}.json").write_text(json.dumps(results))
+  workers.barrier()
+  return 0
+
+
+def _take_turns(
+  loops: Mapping[str, Loop], workers: Any, rounds: int, block_s: float
+) -> dict[str, dict[str, Any]]:
+  """Name -> seconds a block, a round each; the loss of every block; the steps counted."""
+  import tensorflow as tf
+
+  def run(name: str, steps: int, figures: dict[str, Any]) -> None:
+    num_steps = tf.constant(steps)
+    workers.barrier()
+    started, cpu_started = time.perf_counter(), time.process_time()
+    loss = loops[name].block(num_steps)
+    figures["block_s"].append(time.perf_counter() - started)
+    figures["block_cpu_s"].append(time.process_time() - cpu_started)
+    figures["losses"].append(loss)
+
+  trials = {name: _no_figures() for name in NAMES}
+  for name in (*NAMES, *NAMES):  # the first trial traces
+    run(name, TRIAL_STEPS, trials[name])
+  fastest = min(trials[name]["block_s"][-1] for name in NAMES) / TRIAL_STEPS
+  steps = max(TRIAL_STEPS, round(block_s / fastest))
+  steps = workers.sum(steps if workers.is_chief else 0)  # all do what the chief does
+  results, order = {name: _no_figures() for name in NAMES}, random.Random(0)
+  for _ in range(rounds):
+    for name in order.sample(NAMES, len(NAMES)):
+      run(name, steps, results[name])
+  for name, figures in results.items():
+    figures["losses"][:0] = trials[name]["losses"]
+    figures |= {"block_steps": steps, "steps_done": loops[name].steps_done()}
+  return results
+
+
+def _no_figures() -> dict[str, Any]:
+  return {"block_s": [], "block_cpu_s": [], "losses": []}
+
+
+def _loopwright(model: str, workers: Any) -> Loop:
+  import keras
+
+  from benchmarks import contenders, models
+  from framework.trainer import Trainer
+
+  trainer = Trainer(
+    task=contenders.Classification(model),
+    strategy=workers.strategy,
+    dataset_fn=lambda position: models.dicts(workers.rows(models.BATCH_SIZE)),
+    global_batch_size=models.BATCH_SIZE,
+    optimizer=keras.optimizers.Adam,
+  )
+  return Loop(
+    block=lambda num_steps: trainer.train(num_steps)["loss"],
+    steps_done=lambda: int(trainer.global_step.numpy()),
+  )
+
+
+def _hand_written(model: str, workers: Any) -> Loop:
+  """What an expert writes: one tf.function, a loop in it, the documented Keras 3 calls.
+
+  It does less than the framework does: no weights, no gradient norm, no check for NaN.
+  """
+  import keras
+  import tensorflow as tf
+
+  from benchmarks import contenders, models
+
+  strategy = workers.strategy
+  with strategy.scope():
+    network, optimizer = models.build(model, keras), keras.optimizers.Adam()
+    optimizer.build(network.trainable_variables)
+  variables = network.trainable_variables
+  dataset = models.pairs(workers.rows(models.BATCH_SIZE))
+  iterator = iter(strategy.distribute_datasets_from_function(lambda context: dataset))
+
+  def replica_step(images, labels):
+    with tf.GradientTape() as tape:
+      per_example = contenders.per_example_loss(labels, network(images, training=True))
+      loss = tf.reduce_sum(per_example) / models.BATCH_SIZE
+    gradients = tape.gradient(loss, [v.value for v in variables])
+    optimizer.apply(gradients, variables)  # sums over the workers first, in one collective
+    return loss
+
+  @tf.function
+  def loop(iterator, num_steps):
+    total = 0.0
+    for _ in tf.range(num_steps):
+      total += strategy.run(replica_step, args=next(iterator))  # one replica a process
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, total, axis=None)
+
+  return Loop(
+    block=lambda num_steps: float(loop(iterator, num_steps)) / int(num_steps),
+    steps_done=lambda: contenders.iterations(optimizer),
+  )
+
+
+_MAKERS: dict[str, Callable[[str, Any], Loop]] = {
+  "hand": _hand_written,
+  "loopwright": _loopwright,
+}
+
+
+# --- reporting --------------------------------------------------------------------------------
+
+Results = Mapping[Configuration, Mapping[str, Any]]
+
+
+def report(results: Results) -> str:
+  """Returns the table and the verdict, Markdown."""
+  header = (
+    "",
+    "Loopwright's throughput over the hand-written loop's: median [range]",
+    "ms a step, hand-written",
+    "Loopwright",
+    "CPU ms a step, all processes, hand-written",
+    "Loopwright",
+    "steps a block",
+  )
+  rows = [header, ["---"] * len(header), *(_row(c, r) for c, r in results.items())]
+  table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+  wrong = [f"{c}: {text}" for c, r in results.items() for text in _wrong(r)]
+  lines = [f"WRONG: {text}" for text in wrong] or [_agreement(results)]
+  return "\n".join([table, "", *(f"- {line}" for line in [*lines, _verdict(results)])])
+
+
+def _row(configuration: Configuration, result: Mapping[str, Any]) -> list[str]:
+  if "failed" in result:
+    return [str(configuration), "fails", *[""] * 5]
+  ratio = _ratios(result)
+  steps = result["hand"]["block_steps"]
+  columns = [(name, figure) for figure in ("block_s", "block_cpu_s") for name in NAMES]
+  ms = [f"{np.median(result[name][figure]) / steps * 1e3:.2f}" for name, figure in columns]
+  cell = f"{np.median(ratio):.2f} [{ratio.min():.2f}, {ratio.max():.2f}]"
+  return [str(configuration), cell, *ms, str(steps)]
+
+
+def _ratios(result: Mapping[str, Any]) -> np.ndarray:
+  return np.array(result["hand"]["block_s"]) / np.array(result["loopwright"]["block_s"])
+
+
+def _wrong(result: Mapping[str, Any]) -> list[str]:
+  """Whoever failed, did not run the steps asked for, or had another loss than the other."""
+  if "failed" in result:
+    return [result["failed"]]
+  wrong = []
+  for name in NAMES:
+    figures = result[name]
+    expected = 2 * TRIAL_STEPS + len(figures["block_s"]) * figures["block_steps"]
+    if figures["steps_done"] != [expected]:
+      wrong.append(f"{name} counted {figures['steps_done']} steps, not {expected}")
+  if not _loss_difference(result) < LOSS_TOLERANCE:
+    wrong.append(f"the first losses differ by {_loss_difference(result):.1e}")
+  return wrong
+
+
+def _loss_difference(result: Mapping[str, Any]) -> float:
+  """The largest between any two workers and loops, of the trials; NaN if a loss is."""
+  trials = np.concatenate([np.array(result[name]["losses"])[:, :2] for name in NAMES])
+  return float(np.max(np.ptp(trials, axis=0)))
+
+
+def _agreement(results: Results) -> str:
+  largest = max(map(_loss_difference, results.values()))
+  return (
+    "Both ran the steps asked for; the mean losses of the first two blocks of "
+    f"{TRIAL_STEPS} steps, on all workers, agree to {largest:.0e}."
+  )
+
+
+def _verdict(results: Results) -> str:
+  medians = {c: np.median(_ratios(r)) for c, r in results.items() if "failed" not in r}
+  below = [f"{c} ({median:.2f})" for c, median in medians.items() if median < TARGET]
+  return f"Loopwright over the hand-written loop: below {TARGET} on {', '.join(below) or 'none'}."
+
+
+if __name__ == "__main__":
+  sys.exit(main())
