@@ -69,10 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
   options = _parse(arguments)
   if options.folder:
     return work(options)
-  results = {c: _measure(c, options) for c in _configurations(options)}
-  if options.json:
-    content = {str(configuration): result for configuration, result in results.items()}
-    Path(options.json).write_text(json.dumps(content, indent=1))
+  results: dict[Configuration, dict[str, Any]] = {}
+  for configuration in _configurations(options):
+    results[configuration] = _measure(configuration, options)
+    _progress(" | ".join(_row(configuration, results[configuration])))
+    if options.json:
+      content = {str(configuration): result for configuration, result in results.items()}
+      Path(options.json).write_text(json.dumps(content, indent=1))
+    if "failed" in results[configuration]:
+      break  # perhaps by Ctrl-C or SIGTERM
   print(report(results))
   return 1 if any(_wrong(result) for result in results.values()) else 0
 
@@ -106,7 +111,6 @@ def _configurations(options: argparse.Namespace) -> list[Configuration]:
 
 def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
   """Runs one cluster; returns name -> figures of all workers, or {"failed": why}."""
-  print(f"[{time.strftime('%H:%M:%S')}] {configuration}", file=sys.stderr, flush=True)
   os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
   with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "benchmarks.multi_worker", f"--folder={folder}"]
@@ -118,6 +122,10 @@ def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[
     if status:
       return {"failed": f"the cluster ended with status {status}"}
     return _merged([json.loads(path.read_text()) for path in Path(folder).glob("worker-*.json")])
+
+
+def _progress(text: str) -> None:
+  print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def _merged(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
