@@ -1,6 +1,6 @@
 """Loopwright beside a hand-written loop on several processes: wall time a step, in one run.
 
-    python -m benchmarks.multi_worker            # 1, 2 and 4 processes, about 10 minutes
+    python -m benchmarks.multi_worker            # 1, 2 and 4 processes, 15 minutes or more
     python -m benchmarks.multi_worker --quick    # the MLP alone, 3 rounds
 
 The processes are workers on loopback. Each (model, processes) gets a cluster of its own, in which
