@@ -52,8 +52,8 @@ class MetricSums:
       rows[self._row(name)] = value
     used = len(self._rows)
     flat = tf.stack([tf.cast(part, tf.float32) for row in rows[:used] for part in row])
-    sums = tf.reshape(tf.cast(flat, tf.float64), [used, 2])
-    return tf.pad(sums, [[0, CAPACITY - used], [0, 0]])
+    unused = tf.zeros([2 * (CAPACITY - used)], tf.float64)
+    return tf.reshape(tf.concat([tf.cast(flat, tf.float64), unused], axis=0), [CAPACITY, 2])
 
   def result(self) -> dict[str, float]:
     """Returns name -> total / weight over all replicas, and starts again from zero (host).

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -203,8 +204,8 @@ class Step(EvalStep):
     not finite.
     """
     squares = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in _packed(gradients).tensors]
-    norm = tf.sqrt(2.0 * tf.add_n(squares))
-    return tf.math.is_finite(norm), norm
+    half = tf.add_n(squares)
+    return tf.math.is_finite(half), math.sqrt(2.0) * tf.sqrt(half)
 
   @as_written
   def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
@@ -263,7 +264,7 @@ class Step(EvalStep):
     self.report(
       {
         f"{prefix}loss": (loss.total, loss.weight),
-        f"{prefix}gradient_norm": (tf.where(finite, norm, 0.0), shown),
+        f"{prefix}gradient_norm": (tf.math.multiply_no_nan(norm, shown), shown),
       }
     )
     self._finite.append(finite)

@@ -71,8 +71,7 @@ def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Wei
       f"per-example values have shape {values.shape} but weight has shape {weight.shape}; "
       "give one value and one weight for each example."
     )
-  values = tf.where(tf.not_equal(weight, 0), values, tf.zeros_like(values))
-  return tf.reduce_sum(values * weight), tf.reduce_sum(weight)
+  return tf.reduce_sum(tf.math.multiply_no_nan(values, weight)), tf.reduce_sum(weight)
 
 
 def _require_vector(what: str, value: tf.Tensor) -> None:
