@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -204,8 +203,8 @@ class Step(EvalStep):
     not finite.
     """
     squares = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in _packed(gradients).tensors]
-    half = tf.add_n(squares)
-    return tf.math.is_finite(half), math.sqrt(2.0) * tf.sqrt(half)
+    square = 2.0 * tf.add_n(squares)
+    return tf.math.is_finite(square), tf.sqrt(square)
 
   @as_written
   def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
