@@ -175,4 +175,6 @@ def _end_at_once(*_: object) -> None:
 
 if __name__ == "__main__":
   signal.signal(signal.SIGTERM, _end_at_once)
-  sys.exit(main(sys.argv))
+  ended = main(sys.argv)
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python would restore the default, and lose it
+  sys.exit(ended)

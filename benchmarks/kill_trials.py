@@ -8,7 +8,7 @@ among them, and every value of metrics.jsonl that is not a time must equal the u
 to the bit. Exit status 1 if any trial misses.
 
   time     SIGKILL at any moment, that of starting and restoring included
-  write    SIGKILL as soon as a checkpoint is being written
+  write    SIGKILL while a checkpoint is being written
   sigterm  SIGTERM; the command must save, end with status 75, and go on
 """
 
@@ -112,6 +112,13 @@ class Command:
     names = {file.name for file in folder.glob("ckpt-*")}
     return any(f"{name.partition('.')[0]}.index" not in names for name in names)
 
+  def freeze(self) -> None:
+    """Stops the process, and returns once it stands still."""
+    self.process.send_signal(signal.SIGSTOP)
+    status = Path(f"/proc/{self.process.pid}/stat")
+    while status.read_text().rpartition(")")[2].split()[0] not in "TZ":
+      time.sleep(0.0005)
+
   def step(self) -> int:
     """The last step in metrics.jsonl."""
     steps = [record["step"] for record in records(self._folder, "train")]
@@ -179,11 +186,21 @@ def interrupt(command: Command, reference: Uninterrupted, kind: str, rng: random
       rng.uniform(0, reference.training_s * (1 - command.step() / STEPS))
     )
   if kind == "write":
-    reached = reached and command.wait_until(command.is_writing, poll_s=0)
-    reached = reached and command.wait(rng.choice([0, rng.uniform(0, 0.01)]))
+    reached = reached and caught_writing(command, rng)
   if reached:
     command.process.send_signal(signal.SIGTERM if kind == "sigterm" else signal.SIGKILL)
   return reached
+
+
+def caught_writing(command: Command, rng: random.Random) -> bool:
+  """Stops the process in the middle of a write; False if it ended before."""
+  while command.wait_until(command.is_writing, poll_s=0):
+    command.wait(rng.choice([0, rng.uniform(0, 0.01)]))
+    command.freeze()
+    if command.is_writing():
+      return True
+    command.process.send_signal(signal.SIGCONT)
+  return False
 
 
 def note_kill(trial: Trial, command: Command) -> None:
