@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.throughput import LOSS_TOLERANCE, TARGET, Configuration
 from framework import local_cluster
 
 MODELS = ("mlp", "cnn", "many")
@@ -40,20 +41,8 @@ PROCESSES = "1,2,4"
 ROUNDS = 7
 BLOCK_S = 3.0
 TRIAL_STEPS = 20  # which say how many a block must have
-LOSS_TOLERANCE = 1e-3
-TARGET = 0.95
 _START_TIMEOUT_S = 120.0
 _TIMEOUT_S = 900.0
-
-
-class Configuration(NamedTuple):
-  """What one table row is about."""
-
-  model: str
-  processes: int
-
-  def __str__(self) -> str:
-    return f"{self.model} x{self.processes}"
 
 
 class Loop(NamedTuple):
@@ -121,7 +110,7 @@ def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[
     command += [f"--models={configuration.model}", f"--rounds={options.rounds}"]
     command += [f"--block_s={options.block_s}", *(["--verbose"] if options.verbose else [])]
     status = local_cluster.run_local(
-      command=command, model_dir=folder, workers=configuration.processes
+      command=command, model_dir=folder, workers=configuration.replicas
     )
     if status:
       return {"failed": f"the cluster ended with status {status}"}

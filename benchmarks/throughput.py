@@ -40,7 +40,7 @@ _TIMEOUT_S = 900.0
 
 
 class Configuration(NamedTuple):
-  """What one table column is about."""
+  """What one column or row of a table is about."""
 
   model: str
   replicas: int

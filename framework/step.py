@@ -30,7 +30,8 @@ Gradient: TypeAlias = Any
 LossFn: TypeAlias = Callable[[Batch], Loss]
 
 
-def _replica_id() -> tf.Tensor:
+def replica_id() -> tf.Tensor:
+  """Returns this replica's number in its process or cluster, an int32 scalar (replica context)."""
   return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
@@ -49,7 +50,7 @@ class StepParts:
   accumulation_steps: int = 1
   jit_compile: bool = False
   ema: Ema | None = None
-  replica_id: Callable[[], tf.Tensor] = _replica_id
+  replica_id: Callable[[], tf.Tensor] = replica_id
 
 
 class EvalStep:

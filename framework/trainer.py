@@ -25,7 +25,7 @@ from framework.inputs import Batch
 from framework.loss_scale import LossScale
 from framework.metrics import MetricSums
 from framework.reduction import Reduction
-from framework.step import Step, StepParts
+from framework.step import Step, StepParts, replica_id
 from framework.task import Task
 from framework.tracing import as_written, converted
 
@@ -225,7 +225,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
 
   def replica_id(self) -> tf.Tensor:
     """Returns this replica's number among all that train, an int32 scalar (replica context)."""
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
+    return replica_id()
 
   def reset_input(self) -> None:
     """Drops the iterator; the next `train` starts at `position` (after a restore)."""
