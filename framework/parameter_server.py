@@ -93,10 +93,7 @@ class Dispatcher:
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     """Takes the strategy's coordinator; TensorFlow makes one a strategy."""
     self._cluster = servers.of(strategy)
-    self._pulse = servers.Pulse(
-      [*self._cluster.workers, *self._cluster.servers],
-      timeout_s=self._cluster.heartbeat_timeout_s,
-    )
+    self._pulse = self._cluster.pulse
     self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
   @property

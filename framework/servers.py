@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import grpc
 import tensorflow as tf
 from absl import logging
 
@@ -28,6 +32,7 @@ from framework.cluster import Cluster, ClusterError, ClusterResolver, Peer
 from framework.errors import ConfigError, Preempted
 
 JOBS = ("chief", "worker", "ps")
+_HEARTBEAT = str(Path(__file__).with_name("heartbeat.py"))
 _PROBE_S = 1.0
 _POLL_S = 2.0
 _GONE_AFTER = 3
@@ -80,44 +85,39 @@ class Pulse:
   """Notices a process that lives, and takes connections, but does not answer (host).
 
   TensorFlow itself would wait for it for ever: as long as a connection stands, a closure that was
-  sent over it counts as running.
+  sent over it counts as running. A process of its own asks; see framework/heartbeat.py.
   """
 
-  def __init__(self, peers: Sequence[Peer], *, timeout_s: float) -> None:
-    """Asks nobody yet.
+  def __init__(self, peers: Sequence[Peer], *, timeout_s: float, grace_s: float = 10.0) -> None:
+    """Starts to ask.
 
     Args:
       peers: whom to ask, with TensorFlow's own GetStatus.
-      timeout_s: how long one may be silent. Two questions in a row must fail, so that it is not
-        taken for silent when this process itself was stopped.
+      timeout_s: how long one may be silent.
+      grace_s: how long this process, once it could know, may take to end before it is killed.
     """
     self._timeout_s = timeout_s
-    self._ask = {
-      peer: grpc.insecure_channel(peer.address).unary_unary("/tensorflow.WorkerService/GetStatus")
-      for peer in peers
-    }
-    self._asked: dict[Peer, tuple[float, Any]] = {}
-    self._silences = dict.fromkeys(peers, 0)
+    addresses = json.dumps({str(peer): peer.address for peer in peers})
+    self._process = subprocess.Popen(
+      [sys.executable, _HEARTBEAT, str(timeout_s), str(grace_s), addresses],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+    )
+    os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]
+    self.close = weakref.finalize(self, self._process.communicate)
 
   def check(self) -> None:
-    """Reads the answers that have come, and asks again; does not wait.
+    """Reads what was noticed since the last call; does not wait.
 
     Raises:
       ClusterError: a peer has been silent for `timeout_s`.
     """
-    now = time.monotonic()
-    for peer, ask in self._ask.items():
-      at, answer = self._asked.get(peer, (0.0, None))
-      if answer is not None and answer.done():
-        silent = answer.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        self._silences[peer] = self._silences[peer] + 1 if silent else 0
-        if self._silences[peer] > 1:
-          raise ClusterError(
-            f"lost {peer}, which does not answer any more within {self._timeout_s:g} s; start "
-            "again to go on from the newest checkpoint"
-          )
-      if answer is None or (answer.done() and now - at >= self._timeout_s / 2):
-        self._asked[peer] = (now, ask.future(b"", timeout=self._timeout_s / 2))
+    silent = self._process.stdout.readline()  # type: ignore[union-attr]
+    if silent:
+      raise ClusterError(
+        f"lost {silent.decode().strip()}, which does not answer any more within "
+        f"{self._timeout_s:g} s; start again to go on from the newest checkpoint"
+      )
 
 
 class Partitioner:
@@ -168,6 +168,11 @@ class ParameterServers(Cluster):
   def devices(self) -> list[str]:
     """For the description of a run."""
     return [f"{len(self.workers)} workers", f"{len(self.servers)} servers"]
+
+  @functools.cached_property
+  def pulse(self) -> Pulse:
+    """Of all workers and servers, from the first use to the end of this process."""
+    return Pulse([*self.workers, *self.servers], timeout_s=self.heartbeat_timeout_s)
 
   @contextlib.contextmanager
   def blaming(self, step: Callable[[], int]) -> Iterator[None]:

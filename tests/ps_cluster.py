@@ -236,6 +236,7 @@ def stopped(place):
     line = str(error)
   seconds = time.monotonic() - began
   os.kill(place.pids[2], signal.SIGCONT)
+  impatient.close()
   trainer._dispatcher._coordinator.join()
   return {"without": without, "was_waiting": was_waiting, **done, "line": line, "seconds": seconds}
 
