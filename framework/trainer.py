@@ -24,6 +24,7 @@ from framework.errors import ConfigError
 from framework.inputs import Batch
 from framework.loss_scale import LossScale
 from framework.metrics import MetricSums
+from framework.recording import Recorder
 from framework.reduction import Reduction
 from framework.step import Step, StepParts, replica_id
 from framework.task import Task
@@ -62,6 +63,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     jit_compile: bool = False,
     eager: bool = False,
     seed: int = 0,
+    recorder: Recorder | None = None,
   ) -> None:
     """Makes the model (unless `task.model` is set), the optimizers and the counters.
 
@@ -84,6 +86,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
       jit_compile: compile each replica's forward and backward pass with XLA.
       eager: no tf.function at all: print and breakpoints in a task see every step.
       seed: of dropout and other random layers; they also depend on step and replica.
+      recorder: writes down which examples each step consumes.
 
     Raises:
       ConfigError: a value is out of its range, or two options contradict.
@@ -106,6 +109,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     self._dataset_fn = dataset_fn
     self._iterator: Iterator[Batch] | None = None
     self._weight_seen = False
+    self._recorder = recorder
     reduction = reduction() if callable(reduction) else reduction
     with strategy.scope():
       if task.model is None:
@@ -151,6 +155,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
       self._iterator = self._make_iterator()
     self._metrics.reset()  # of a loop that failed half way
     before, started = int(self.global_step.numpy()), time.perf_counter()
+    if self._recorder is not None:
+      self._recorder.begin_loop(after_step=before, steps=steps)
     try:
       self._run_loop(num_steps)
     finally:
@@ -158,6 +164,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
       self.position.assign_add(done * self.global_batch_size)
     results = self._metrics.result()  # waits for the device
     seconds = time.perf_counter() - started
+    if self._recorder is not None:
+      self._recorder.end_loop()
     self._report_retracing()
     self._require_weight()
     self.skipped_steps.assign_add(round(results.pop("skipped") * steps))
@@ -176,6 +184,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   def train_step(self, iterator: Iterator[Batch]) -> None:
     """One step (cross-replica): a global batch in, one update out."""
     batch, input_wait_s = self.next_batch(iterator)
+    if self._recorder is not None:
+      self._recorder.record(self._local(batch["example_id"]), self.global_step.read_value())
     replica_step = converted(self.replica_step)
     finite, loss_finite = self.strategy.run(replica_step, args=(batch, input_wait_s))
     self.finish_step(self._first(finite), self._first(loss_finite))
@@ -254,8 +264,11 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     dataset = self._dataset_fn(int(self.position.numpy()))
     return iter(self.cluster.distribute(dataset))
 
+  def _local(self, per_replica: Any) -> tuple[tf.Tensor, ...]:
+    return self.strategy.experimental_local_results(per_replica)
+
   def _first(self, per_replica: Any) -> tf.Tensor:
-    return self.strategy.experimental_local_results(per_replica)[0]
+    return self._local(per_replica)[0]
 
   def _state(self) -> dict[str, float]:
     state = {

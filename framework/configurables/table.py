@@ -49,6 +49,7 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
     "global_batch_size": "set run.global_batch_size",
     "eager": "set run.eager",
     "seed": "set run.seed",
+    "recorder": "set run.ledger",
   },
   "Evaluator": {
     "task": "set run.task",
