@@ -54,6 +54,7 @@ class Run:
     global_step: int64 scalar, training steps completed.
     model_dir: the run folder.
     is_chief: whether this process writes to the run folder.
+    message: tells the user some lines, above the line of progress.
     evaluated_weights: makes a context in which the model holds the weights that evaluations use:
       the moving average, if there is one.
   """
@@ -67,6 +68,7 @@ class Run:
   global_step: tf.Variable
   model_dir: str
   is_chief: bool = True
+  message: Callable[[str], None] = print
   evaluated_weights: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
   @property
@@ -115,6 +117,16 @@ class Action:
 
     Raises:
       StopTraining: an earlier process had already come to the end.
+    """
+
+  def loop_ends(self) -> Sequence[int]:
+    """Returns steps at which a training loop must end, whatever `run.steps_per_loop` (host)."""
+    return ()
+
+  def end(self) -> None:
+    """Called once when training is over and saved, or has failed, in this process (host).
+
+    `begin` may not have been called; other workers may be gone.
     """
 
   def __call__(self, output: Output) -> None:

@@ -8,6 +8,7 @@ train          host           steps_per_loop steps in one call
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ from framework.recording import Recorder
 from framework.reduction import Reduction
 from framework.step import Step, StepParts, replica_id
 from framework.task import Task
+from framework.timing import timed
 from framework.tracing import as_written, converted
 
 DatasetFn = Callable[..., tf.data.Dataset]
@@ -131,9 +133,11 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
       )  # fmt: skip
     dtypes = {models.raw(v).dtype for o in built.values() for v in o.variables}
     reduction.prove(strategy, sorted(dtypes, key=lambda d: d.name))
+    self._loop_began: tf.Variable | None = None
     self._compiled_loop: Any = self.loop if eager else tf.function(self.loop)
     self._traces = 1
 
+  @timed("training")
   def train(self, num_steps: tf.Tensor) -> dict[str, float]:
     """Runs `num_steps` steps and returns their metrics (host).
 
@@ -154,7 +158,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     if self._iterator is None:
       self._iterator = self._make_iterator()
     self._metrics.reset()  # of a loop that failed half way
-    before, started = int(self.global_step.numpy()), time.perf_counter()
+    before, started, called = int(self.global_step.numpy()), time.perf_counter(), time.time()
     if self._recorder is not None:
       self._recorder.begin_loop(after_step=before, steps=steps)
     try:
@@ -170,11 +174,17 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     self._require_weight()
     self.skipped_steps.assign_add(round(results.pop("skipped") * steps))
     results["input_wait_s"] = results.pop("input_wait") * steps
+    if "communication" in results:
+      results["communication_s"] = results.pop("communication") * steps
+    if self._loop_began is not None:
+      results["start_s"] = max(0.0, float(self._loop_began.numpy()) - called)
     results["examples_per_second"] = steps * self.global_batch_size / seconds
     return {**results, **self._state()}
 
   def loop(self, iterator: Iterator[Batch], num_steps: tf.Tensor) -> None:
     """`num_steps` steps in one call: a while loop once compiled."""
+    if self._loop_began is not None:
+      self._loop_began.assign(inputs.timestamp())
     for _ in tf.range(num_steps):
       with tf.name_scope(""):  # without the loop's prefix on every operation's name
         self.train_step(iterator)
@@ -197,6 +207,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     converted(self.task.train_step)(step, batch)
     finite, loss_finite = step.outcome()
     step.report({"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)})
+    if self.parts.time_reductions:
+      step.report({"communication": (step.communication_s(), 1.0)})
     step.record(self._metrics)
     return finite, loss_finite
 
@@ -236,6 +248,17 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   def replica_id(self) -> tf.Tensor:
     """Returns this replica's number among all that train, an int32 scalar (replica context)."""
     return replica_id()
+
+  def time_parts(self, *, reductions: bool) -> None:
+    """Has `train` return "start_s" too, and "communication_s" (host); see framework/time_budget.py.
+
+    Args:
+      reductions: time them, if there are several replicas. The loop is traced once more.
+    """
+    self._loop_began = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+    several = self.strategy.num_replicas_in_sync > 1
+    self.parts = dataclasses.replace(self.parts, time_reductions=reductions and several)
+    self._compiled_loop = self.loop if self.eager else tf.function(self.loop)
 
   def reset_input(self) -> None:
     """Drops the iterator; the next `train` starts at `position` (after a restore)."""

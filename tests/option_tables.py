@@ -8,7 +8,18 @@ import re
 import sys
 import types
 
-from framework import actions, cluster, loss_scale, reduction, run, schedules, strategies, trainer
+from framework import (
+  actions,
+  cluster,
+  loss_scale,
+  profiling,
+  reduction,
+  run,
+  schedules,
+  strategies,
+  time_budget,
+  trainer,
+)
 from framework.configurables.table import GIVEN
 
 SECTIONS = (
@@ -28,6 +39,8 @@ SECTIONS = (
     "constant linear_warmup cosine_decay exponential_decay piecewise_constant scale_by_replicas",
   ),
   ("Actions", actions, "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
+  ("Time", time_budget, "TimeBudget"),
+  ("Traces", profiling, "Profile"),
 )
 
 
