@@ -160,7 +160,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     self._metrics.reset()  # of a loop that failed half way
     before, started, called = int(self.global_step.numpy()), time.perf_counter(), time.time()
     if self._recorder is not None:
-      self._recorder.begin_loop(after_step=before, steps=steps)
+      rows = self.padded_batch_size // self.strategy.num_replicas_in_sync
+      self._recorder.begin_loop(after_step=before, steps=steps, rows=rows)
     try:
       self._run_loop(num_steps)
     finally:

@@ -98,7 +98,7 @@ def test_recording_changes_no_weight(tmp_path, mirrored):
     np.testing.assert_array_equal(one, other)
 
 
-def test_there_is_one_record_a_step_and_none_without_a_ledger(tmp_path, mirrored):
+def test_there_is_one_record_a_replica_and_none_without_a_ledger(tmp_path, mirrored):
   def records(trainer):
     everything.train(trainer, 1)
     [function] = trainer._compiled_loop._list_all_concrete_functions_for_serialization()
@@ -106,7 +106,7 @@ def test_there_is_one_record_a_step_and_none_without_a_ledger(tmp_path, mirrored
     return sum(node.op == "ResourceScatterUpdate" for f in definitions for node in f.node_def)
 
   assert records(everything.make_trainer(mirrored(2))) == 0
-  assert records(recorded_trainer(tmp_path, mirrored(2))) == 1
+  assert records(recorded_trainer(tmp_path, mirrored(2))) == 2  # one a replica
 
 
 @pytest.fixture
@@ -387,11 +387,11 @@ def test_a_stream_of_unknown_length_has_its_steps_counted():
   assert "which examples: not compared, the stream's length is not known" in str(found)
 
 
-def test_a_stream_of_known_length_is_compared(tmp_path):
-  recorder = recording.Recorder(model_dir=str(tmp_path), strategy=tf.distribute.get_strategy())
+def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
+  recorder = recording.Recorder(model_dir=str(tmp_path), strategy=mirrored(2))
   options = {"position": 0, "seed": 3, "global_batch_size": 7, "rows": None, "shuffle": True}
   recorder.reads(stream(N), **options)
-  recorder.begin_loop(after_step=0, steps=5)
+  recorder.begin_loop(after_step=0, steps=5, rows=4)
   for step in range(5):
     ids = tf.constant(ORDER[step * 7 : step * 7 + 7])
     recorder.record([ids[:4], tf.concat([ids[4:], [-1]], 0)], tf.constant(step, tf.int64))
