@@ -105,8 +105,8 @@ def run(
       "out, or use --mode=evaluate or --mode=export."
     )
   _require_writable(model_dir)
-  task = _made_task(task)
-  _set_globals(seed, precision, deterministic, eager)
+  task = made_task(task)
+  set_globals(seed, precision, deterministic=deterministic, eager=eager)
   cluster.declare(
     {
       "task": f"{type(task).__module__}.{type(task).__qualname__}",
@@ -208,7 +208,8 @@ def _require_writable(model_dir: str) -> None:
     ) from error
 
 
-def _made_task(task: Task | Callable[[], Task]) -> Task:
+def made_task(task: Task | Callable[[], Task]) -> Task:
+  """Returns the task, made if a factory was given, or raises ConfigError."""
   made = task if isinstance(task, Task) else task() if callable(task) else task
   if not isinstance(made, Task):
     raise ConfigError(
@@ -228,8 +229,8 @@ def _made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
   return made
 
 
-def _set_globals(seed: int, precision: str, deterministic: bool, eager: bool) -> None:
-  """The process-wide settings that TensorFlow and Keras have for these four."""
+def set_globals(seed: int, precision: str, *, deterministic: bool, eager: bool) -> None:
+  """Makes the process-wide settings that TensorFlow and Keras have for these four (host)."""
   randomness.seed_everything(seed)
   keras.config.set_dtype_policy(precision)
   tf_keras.mixed_precision.set_global_policy(precision)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["passed", "failed", "not applicable"]
-WIDTH = 100
+WIDTH, COLUMN = 100, 30
+_FRAMEWORK = Path(__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,25 +54,32 @@ class Report:
 
   def table(self) -> str:
     """Returns the table for a terminal of 100 columns, and one line that counts."""
-    widest = max((len(result.check) for result in self.results), default=0)
-    lines, group = [], ""
-    for result in self.results:
-      if result.group != group:
-        lines += ["", result.group]
-        group = result.group
-      lines += _lines(result, widest)
+    groups = dict.fromkeys(result.group for result in self.results)
+    parts = [section([r for r in self.results if r.group == group]) for group in groups]
+    return "\n\n".join([*parts, self.count()])
+
+  def count(self) -> str:
+    """Returns one line: how many passed, failed and did not apply."""
     count = {
       status: sum(result.status == status for result in self.results)
       for status in ("passed", "failed", "not applicable")
     }
     counts = ", ".join(f"{number} {status}" for status, number in count.items())
-    return "\n".join([*lines, "", f"{counts} in {self.seconds:.0f} s"]).lstrip("\n")
+    return f"{counts} in {self.seconds:.0f} s"
 
   def json(self) -> str:
     """Returns the report as a JSON object: seconds, failed, results."""
     found = [dataclasses.asdict(result) for result in self.results]
     report = {"seconds": self.seconds, "failed": len(self.failures), "results": found}
     return json.dumps(report, indent=2, default=float) + "\n"
+
+
+def section(results: Sequence[Result]) -> str:
+  """Returns the lines of one group, its name first."""
+  lines = [results[0].group] if results else []
+  for result in results:
+    lines += _lines(result, max(COLUMN, *(len(r.check) for r in results)))
+  return "\n".join(lines)
 
 
 def _lines(result: Result, widest: int) -> list[str]:
@@ -88,38 +96,49 @@ def _lines(result: Result, widest: int) -> list[str]:
   return lines
 
 
-def place_of(owner: Any, *names: str, containing: Iterable[str] = ()) -> str:
-  """Returns where a method is written, or the first of its lines that holds one of some texts.
+def place_of(
+  owner: Any, *names: str, containing: Iterable[str] = (), anywhere: bool = False
+) -> str:
+  """Returns where in the user's code a method is written, or a line that holds one of some texts.
 
   Args:
     owner: an object, whose methods `names` are looked at in order.
     names: methods.
-    containing: such as "reduce_mean"; without any, or if none is there, the method's first line.
+    anywhere: then look at all its others, too.
+    containing: such as "reduce_mean"; without any, or if none is found, the first line of the first
+      of `names` that is the user's.
 
   Returns:
-    "file.py:31, in Mine.loss", or "" where there is no source.
+    "file.py:31, in Mine.loss", or "" where all are the framework's own or have no source.
   """
-  first = ""
-  for name in names:
+  own = [name for name, value in inspect.getmembers(type(owner), inspect.isfunction)]
+  for name in (*names, *(own if anywhere else ())):
     function = getattr(owner, name, None)
-    lines = _source(function)
-    if lines is None:
-      continue
-    for number, line in enumerate(lines[0], lines[1]):
+    lines, start = _source(function)
+    for number, line in enumerate(lines, start):
       if any(text in line for text in containing):
         return _place(function, number)
-    first = first or _place(function, lines[1])
-  return first
+  found = [
+    (function, _source(function)) for name in names if (function := getattr(owner, name, None))
+  ]
+  return next((_place(function, start) for function, (lines, start) in found if lines), "")
 
 
-def _source(function: Callable[..., Any] | None) -> tuple[list[str], int] | None:
-  function = inspect.unwrap(getattr(function, "__func__", function)) if function else None
+def _source(function: Callable[..., Any] | None) -> tuple[list[str], int]:
+  """The lines of a function of the user's, and the number of the first."""
   try:
-    return inspect.getsourcelines(function) if function else None  # type: ignore[arg-type]
+    inner = _inner(function)
+    if Path(inspect.getsourcefile(inner) or "").resolve().parent == _FRAMEWORK:
+      return [], 0
+    return inspect.getsourcelines(inner)
   except (OSError, TypeError):
-    return None
+    return [], 0
+
+
+def _inner(function: Any) -> Any:
+  return inspect.unwrap(getattr(function, "__func__", function))
 
 
 def _place(function: Any, number: int) -> str:
-  inner = inspect.unwrap(getattr(function, "__func__", function))
+  inner = _inner(function)
   return f"{Path(inspect.getsourcefile(inner) or '').name}:{number}, in {inner.__qualname__}"
