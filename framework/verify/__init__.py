@@ -12,6 +12,7 @@ says what each one means.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import logging
@@ -64,7 +65,9 @@ def verify(
 def prepare(subject: Subject) -> None:
   """Splits the CPU, hides accelerators, and sets seed and precision as `run` does (host)."""
   logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it regrets each further trace
-  tf.config.set_visible_devices([], "GPU")
+  if tf.config.get_visible_devices("GPU"):
+    with contextlib.suppress(RuntimeError):  # in use already: the bench names its CPUs anyway
+      tf.config.set_visible_devices([], "GPU")
   strategies.split_cpu(MOST_REPLICAS)
   runs.set_globals(subject.seed, subject.precision, deterministic=False, eager=False)
 
