@@ -32,7 +32,7 @@ def _walk(graph: Any, seen: set[str]) -> Iterator[tf.Operation]:
       if name in seen:
         continue
       seen.add(name)
-      if inner := _inner(graph, name):
+      if inner := function_of(graph, name):
         yield from _walk(inner, seen)
 
 
@@ -47,7 +47,8 @@ def function_names(operation: tf.Operation) -> list[str]:
   return [name for name in names if name]
 
 
-def _inner(graph: Any, name: str) -> Any:
+def function_of(graph: Any, name: str) -> Any:
+  """Returns the graph of a function that is called in `graph`; None if it is not known."""
   while graph is not None:
     function = graph._functions.get(name) if hasattr(graph, "_functions") else None
     if function is not None:

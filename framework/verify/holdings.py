@@ -29,6 +29,8 @@ _WITH_VARIABLES = (
 )  # fmt: skip
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, Mapping)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+OF_A_GRAPH = "a tensor of a graph"
+"""The value of a tensor that was kept when a step was traced."""
 _DEEPEST = 4
 
 
@@ -70,7 +72,7 @@ def held(task: Task) -> dict[str, Held]:
 
 
 def own_parts(model: Any) -> list[tuple[Any, set[str]]]:
-  """Returns a model's layers and modules of the user's own classes, and what Keras keeps in them."""
+  """Returns a model's parts of the user's own classes, and the attributes that are Keras's."""
   bare = {*vars(keras.Model()), *vars(tf_keras.Model())}
   found = []
   for part in models.parts(model):
@@ -141,7 +143,7 @@ def _plain(value: Any) -> Any:
   if isinstance(value, random.Random):
     return repr(value.getstate())
   if tf.is_tensor(value) and isinstance(value, tf.Tensor):
-    return _digest(value.numpy()) if hasattr(value, "numpy") else "a tensor of a graph"
+    return _digest(value.numpy()) if hasattr(value, "numpy") else OF_A_GRAPH
   return repr(value) if type(value).__module__ == "itertools" else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,26 @@ def mention(owner: Any, *texts: str) -> str:
   Returns:
     "file.py:31, in Mine.loss", or "" where no line holds any.
   """
-  methods = [(method, *source) for method in own_methods(owner) if (source := _source(method))]
+  return _first(own_methods(owner), texts)
+
+
+def _first(methods: Iterable[Callable[..., Any]], texts: Sequence[str]) -> str:
+  sources = [(method, *source) for method in methods if (source := _source(method))]
   for text in texts:
-    for method, lines, first in methods:
+    for method, lines, first in sources:
       for number, line in enumerate(lines, first):
         if text in line.partition("#")[0]:
           file = Path(inspect.getsourcefile(method) or "").name
           return f"{file}:{number}, in {method.__qualname__}"
   return ""
+
+
+def change(owner: Any, attribute: str) -> str:
+  """Returns the line that changes an attribute, else one that uses it; see `mention`."""
+  changes = (".assign", ".append", ".extend", ".update", "[", " +=", " -=", " *=", " /=", " =", "")
+  methods = [method for method in own_methods(owner) if method.__name__ != "__init__"]
+  texts = [f"self.{attribute}{change}" for change in changes]
+  return _first(methods, texts) or mention(owner, *texts)
 
 
 def own_methods(owner: Any) -> Iterator[Callable[..., Any]]:

@@ -34,7 +34,6 @@ NEXT_BATCH, SAME_STEP, ACROSS = (
   "same next batch", "same step after a restore", "restored under other strategies",
 )  # fmt: skip
 _IGNORED = ("experiment/", "save_counter/")
-_CHANGES = (".assign", ".append", ".update_state", ".extend", "[", " +=", " -=", " *=", " =", "")
 
 
 def check(subject: Subject) -> list[Result]:
@@ -154,7 +153,7 @@ class Resumption:
       + (f"; {seen}" if seen else ""),
       cause=f"{first.kind} outside the checkpoint",
       remedy=REMEDIES[first.kind].format(first.attribute),
-      place=places.mention(first.owner, *(f"self.{first.attribute}{how}" for how in _CHANGES)),
+      place=places.change(first.owner, first.attribute),
       values={"outside": sorted(lost)},
     )  # fmt: skip
 

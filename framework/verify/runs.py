@@ -26,7 +26,12 @@ def rows_for(subject: Subject) -> int:
 
 
 def make_trainer(
-  subject: Subject, strategy: tf.distribute.Strategy, *, rows: int, task: Task | None = None
+  subject: Subject,
+  strategy: tf.distribute.Strategy,
+  *,
+  rows: int,
+  task: Task | None = None,
+  **options: Any,
 ) -> Trainer:
   """Builds a trainer in the order in which `run` does: the task, then the seed, then the model.
 
@@ -35,6 +40,7 @@ def make_trainer(
     strategy: where.
     rows: the global batch.
     task: whose model is not built yet; None makes one.
+    options: of `Trainer`, in place of the config's.
   """
   made = task or subject.fresh_task()
   randomness.seed_everything(subject.seed)
@@ -49,7 +55,7 @@ def make_trainer(
     global_batch_size=rows,
     optimizer=subject.optimizer,
     seed=subject.seed,
-    **subject.trainer,
+    **{**subject.trainer, **options},
   )
   return trainer
 
