@@ -1,14 +1,16 @@
 """Small tasks without a mistake, of many kinds: verification must have nothing against them."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework import ArraySource, Loss, Task, weighted_sum
+from framework import ArraySource, Loss, Task, schedules, weighted_sum
 from framework.verify.bench import Subject
+from tasks import image_classification
 from tasks.gan import Gan
-from tasks.image_classification import ImageData
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(0)
@@ -156,7 +158,9 @@ class Subclassed(Regression):
 def gan():
   """The example task with two optimizers, small."""
   images = ArraySource(features={"image": IMAGES, "label": np.zeros([30], np.int32)})
-  data = ImageData(sources={"train": images, "eval": images}, image_shape=(28, 28, 1), labels=1)
+  data = image_classification.ImageData(
+    sources={"train": images, "eval": images}, image_shape=(28, 28, 1), labels=1
+  )
   return Gan(data=data, noise_size=8, width=4, discriminator_steps=2)
 
 
@@ -169,7 +173,21 @@ def subject(task, *, library="keras", optimizer=None, **options):
   )
 
 
+def digits_cnn():
+  """What configs/digits_cnn.gin says."""
+  network = functools.partial(image_classification.cnn, dropout=0.3)
+  rate = schedules.cosine_decay(initial=0.002, decay_steps=1500)
+  return subject(
+    lambda: image_classification.ImageClassification(
+      data=image_classification.digits(), input_shape=(8, 8, 1), network=network, shift=1
+    ),
+    optimizer=lambda: keras.optimizers.Adam(learning_rate=rate),
+    global_batch_size=64,
+  )
+
+
 SUBJECTS = {
+  "digits_cnn": digits_cnn,
   "regression": lambda: subject(Regression),
   "regression, tf_keras": lambda: subject(
     lambda: Regression(library="tf_keras"), library="tf_keras"

@@ -67,23 +67,25 @@ DEFECTS = {
     restore.SAME_STEP, "another task on each build", "Projected.projection", "self.projection =",
     "__init__",
   ),
-  "PerReplica": (
-    restore.ACROSS, "a value of each replica's own",
-    "under one device and restored under mirrored on 3: updates:0 is [0], and was saved as [1]",
-    "", "",
-  ),
 }  # fmt: skip
 
 
 @pytest.fixture
-def two_strategies(monkeypatch):
-  """The first and the third alone, to save time."""
+def fewer(monkeypatch):
+  """The first and the third strategy alone, to save time."""
   found = {n: s for n, s in restore.strategies().items() if n in ("one device", "mirrored on 3")}
   monkeypatch.setattr(restore, "strategies", lambda: found)
 
 
+@pytest.fixture
+def on_one_device(monkeypatch):
+  """No other strategy."""
+  passed = restore._passed(restore.ACROSS, "")
+  monkeypatch.setattr(restore.Resumption, "across_strategies", lambda self: passed)
+
+
 @pytest.mark.parametrize("name", DEFECTS)
-def test_the_defect_is_found_and_named(name, two_strategies):
+def test_the_defect_is_found_and_named(name, on_one_device):
   check, cause, told, text, method = DEFECTS[name]
   kind = getattr(defects, name)
   results = by_check(restore.check(sound.subject(kind)))
@@ -91,13 +93,22 @@ def test_the_defect_is_found_and_named(name, two_strategies):
   assert failed == [check]
   assert results[check].cause == cause
   assert told in results[check].detail
-  if name == "PerReplica":
-    assert results[check].place == f"{line_of(defects.Counting, 'ON_READ')}, in Counting.__init__"
-  else:
-    assert results[check].place == f"{line_of(kind, text)}, in {name}.{method}"
+  assert results[check].place == f"{line_of(kind, text)}, in {name}.{method}"
 
 
-def test_a_model_that_is_built_otherwise_each_time(tmp_path, two_strategies):
+def test_what_each_replica_counts_for_itself_moves_to_no_other_number_of_replicas(fewer):
+  results = by_check(restore.check(sound.subject(defects.PerReplica)))
+  assert [result.status for result in results.values()] == ["passed", "passed", "failed"]
+  result = results[restore.ACROSS]
+  assert result.cause == "a value of each replica's own"
+  assert result.detail == (
+    "saved under one device and restored under mirrored on 3: updates:0 is [0], and was saved as "
+    "[1]"
+  )
+  assert result.place == f"{line_of(defects.Counting, 'ON_READ')}, in Counting.__init__"
+
+
+def test_a_model_that_is_built_otherwise_each_time(tmp_path, on_one_device):
   subject = sound.subject(lambda: defects.Vocabulary(str(tmp_path)))
   result = by_check(restore.check(subject))[restore.SAME_STEP]
   assert (result.status, result.cause) == ("failed", "another model on each build")

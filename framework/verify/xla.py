@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import kernels
-from tensorflow.python.ops import stateless_random_ops
 
 from framework import configurables
-from framework.verify import bench, graphs, places, runs
+from framework.verify import bench, draws, graphs, places, runs
 from framework.verify.bench import Bench, Rows, Subject
 from framework.verify.report import Result
 
@@ -44,7 +42,7 @@ def check(subject: Subject, group: str) -> Result:
   batch = subject.rows(compiled.task, rows)
   start = compiled.read()
   try:
-    with _same_draws():
+    with draws.alike():
       seen = _update(compiled, start, batch)
   except (tf.errors.OpError, ValueError, TypeError) as error:
     found = _offending(compiled, batch, str(error))
@@ -61,7 +59,7 @@ def _compared(
   start: Sequence[np.ndarray], batch: Rows,
 ) -> Result:  # fmt: skip
   plain = _bench(subject, len(batch["weight"]), jit_compile=False)
-  with _same_draws():
+  with draws.alike():
     expected, again = (_update(plain, start, batch) for _ in range(2))
   apart, tolerance = _apart(seen, expected), TOLERANCE.get(subject.precision, _HALF)
   if apart > tolerance and _apart(again, expected) > tolerance / 10:
@@ -167,53 +165,3 @@ def _first_line(error: str) -> str:
   noise = ("Graph execution", "Detected at", "<", "File")
   useful = [line for line in lines if not line.startswith(noise)]
   return (useful or lines or [""])[0][:200]
-
-
-# ---- Random numbers that both have ----
-
-
-@contextlib.contextmanager
-def _same_draws() -> Iterator[None]:
-  """Replaces random numbers, of which XLA makes others, by a sequence that both compute alike."""
-  names = {
-    "stateless_uniform": "stateless_random_uniform",
-    "stateless_normal": "stateless_random_normal",
-    "stateless_truncated_normal": "stateless_truncated_normal",
-  }
-  with contextlib.ExitStack() as stack:
-    for public, internal in names.items():
-      usual = getattr(stateless_random_ops, internal)
-      alike = _uniform(usual) if "uniform" in public else _centred
-      stack.enter_context(mock.patch.object(tf.random, public, alike))
-      stack.enter_context(mock.patch.object(stateless_random_ops, internal, alike))
-    yield
-
-
-def _uniform(usual: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-  def draw(
-    shape: Any, seed: Any, minval: Any = 0, maxval: Any = None, dtype: Any = tf.float32,
-    name: str | None = None, alg: str = "auto_select",
-  ) -> tf.Tensor:  # fmt: skip
-    wanted = tf.convert_to_tensor(shape, tf.int32)
-    whole = not tf.as_dtype(dtype).is_floating
-    if whole and ((wanted.shape[0] or 0) < 2 or maxval is None):  # likely a seed
-      return usual(shape, seed, minval, maxval, dtype, name, alg)
-    low, high = tf.cast(minval, tf.float64), tf.cast(1 if maxval is None else maxval, tf.float64)
-    return tf.cast(low + (high - low) * _sequence(wanted), dtype)
-
-  return draw
-
-
-def _centred(
-  shape: Any, seed: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = tf.float32,
-  name: str | None = None, alg: str = "auto_select",
-) -> tf.Tensor:  # fmt: skip
-  del seed, name, alg
-  numbers = tf.cast((_sequence(tf.convert_to_tensor(shape, tf.int32)) - 0.5) * 12**0.5, dtype)
-  return tf.cast(mean, dtype) + tf.cast(stddev, dtype) * numbers
-
-
-def _sequence(shape: tf.Tensor) -> tf.Tensor:
-  """Numbers in [0, 1), float64, evenly spread: the multiples of the golden ratio."""
-  numbers = tf.cast(tf.range(1, tf.reduce_prod(shape) + 1), tf.float64) * 0.6180339887498949
-  return tf.reshape(numbers - tf.floor(numbers), shape)
