@@ -26,7 +26,10 @@ from absl import flags
 
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
 LOCAL_MODES = ("train", "train_and_evaluate")
-MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export", "verify")
+MODES = (
+  *("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"),
+  *("verify", "check_config"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,6 +54,10 @@ def launch(values: flags.FlagValues) -> int:
   if values.help:
     print(__doc__, values.module_help(sys.modules[__name__]), sep="\n")
     return 0
+  if values.mode == "check_config":
+    from framework.verify import configuration
+
+    return configuration.check_config(values.gin_file, values.gin_param)
   model_dir = values.model_dir or os.path.join("runs", Path(values.gin_file[0]).stem)
   if values.local_workers:
     return launch_local(values, model_dir)

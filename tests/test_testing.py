@@ -2,10 +2,10 @@
 
 import keras
 import pytest
+from defects.replicas import MeanOfMeans, NeverReduced
+from defects.small import Small
 
 from framework import testing
-from tests.defects.replicas import MeanOfMeans, NeverReduced
-from tests.defects.small import Small
 
 
 def test_a_right_task_passes():

@@ -5,16 +5,16 @@ import json
 
 import keras
 import pytest
+from defects import gradients as bad_gradients
+from defects import kinds, small
+from defects import learning as bad_learning
+from defects import order as bad_order
+from defects import replicas as bad_replicas
 
 import launch
 from framework import verify
 from framework.errors import ConfigError
 from framework.verify import gradients, learning, order, replicas, report
-from tests.defects import gradients as bad_gradients
-from tests.defects import learning as bad_learning
-from tests.defects import order as bad_order
-from tests.defects import replicas as bad_replicas
-from tests.defects import right, small
 
 ON_TWO, ON_THREE = "same update on 2 replicas", "same update on 3 replicas"
 PADDING = "padding changes nothing"
@@ -137,7 +137,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("task", right.RIGHT, ids=lambda task: task.__name__)
+@pytest.mark.parametrize("task", kinds.RIGHT, ids=lambda task: task.__name__)
 def test_what_is_right_passes(task):
   subject = small.subject(task, optimizer=OPTIMIZERS.get(task.__name__))
   found = verify.verify(subject, groups=("replicas", "order", "gradients", "learning"))
@@ -227,7 +227,7 @@ def test_the_json_holds_every_result():
 # ---- From the command line ----
 
 CONFIG = """
-import tests.defects.gin_tasks
+import defects.gin_tasks
 run.task = @{task}()
 run.optimizer = @keras.Adam
 run.global_batch_size = 12

@@ -1,1 +1,1 @@
-"""Broken tasks: mistakes that people make, each of which verification must find and name."""
+"""Small broken tasks and configs, one mistake each, that `--mode=verify` must find and name."""

@@ -1,8 +1,8 @@
 """A right and a wrong task that a gin file can name."""
 
 import framework
-from tests.defects.replicas import NeverReduced
-from tests.defects.small import Small
+from defects.replicas import NeverReduced
+from defects.small import Small
 
 
 @framework.register

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from defects.small import FEATURES, Small
 from framework.task import Loss
-from tests.defects.small import FEATURES, Small
 
 
 class UnusedLayer(Small):

@@ -3,8 +3,8 @@
 import keras
 import tensorflow as tf
 
+from defects.small import Small
 from framework.task import Loss
-from tests.defects.small import Small
 
 
 class WrongSign(Small):

@@ -1,13 +1,13 @@
 """Steps whose verbs are out of order."""
 
-from tests.defects.replicas import (
+from defects.replicas import (
   AppliedByKeras,
   ClippedFirst,
   LooksAtOwnGradients,
   NeverReduced,
   ReducedTwice,
 )
-from tests.defects.small import Small
+from defects.small import Small
 
 __all__ = ["AppliedByKeras", "ClippedFirst", "LooksAtOwnGradients", "NeverReduced", "ReducedTwice"]
 

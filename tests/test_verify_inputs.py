@@ -1,0 +1,64 @@
+"""Group "inputs" of --mode=verify: each planted defect is named and placed, right tasks pass."""
+
+import inspect
+from pathlib import Path
+
+import keras
+import pytest
+from defects import inputs as defects
+from defects.right import RIGHT
+
+from framework.verify import inputs
+from framework.verify.bench import Subject
+
+CHECKS = [
+  *("source() repeats", "train and eval apart", "each example once"),
+  *("shared out to 2 and 3 workers", "evaluation repeats", "evaluation in batches of any size"),
+  *("features", "weights", "finite features", "features vary", "label range"),
+  *("labels in mixed order", "scale of features", "input keeps up with the step"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+  monkeypatch.setattr(inputs, "MEASURE_S", 0.02)
+  monkeypatch.setattr(inputs, "READ_S", 0.5)
+
+
+def subject(task, **options):
+  return Subject(
+    **{"task": task, "optimizer": keras.optimizers.Adam, "global_batch_size": 16, **options}
+  )
+
+
+def place(owner, words):
+  """Where the one line of a class with `words` in it is, as results say it."""
+  for name, method in vars(owner).items():
+    lines, first = inspect.getsourcelines(method) if inspect.isfunction(method) else ([], 0)
+    for number, line in enumerate(lines, first):
+      if words in line:
+        return f"{Path(inspect.getsourcefile(owner)).name}:{number}, in {owner.__name__}.{name}"
+  raise AssertionError(words)
+
+
+@pytest.mark.parametrize("name", defects.DEFECTS)
+def test_a_defect(name):
+  check, cause, says, [words], options = defects.DEFECTS[name]
+  options = dict(options)
+  task = getattr(defects, name)
+  owner = options.pop("owner", task)
+  results = inputs.check(subject(task, **options))
+  failed = {each.check: each for each in results if each.status == "failed"}
+  checks, causes = (check, cause) if isinstance(check, tuple) else ((check,), (cause,))
+  assert {c: each.cause for c, each in failed.items()} == dict(zip(checks, causes, strict=True))
+  found = [each for each in failed.values() if says in each.detail]
+  assert found, failed
+  assert found[0].place == place(owner, words)
+  assert found[0].remedy
+
+
+@pytest.mark.parametrize("task", RIGHT)
+def test_a_right_task(task):
+  results = inputs.check(subject(task))
+  assert not [each for each in results if each.status == "failed"]
+  assert {each.check for each in results} <= set(CHECKS)
