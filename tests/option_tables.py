@@ -8,7 +8,17 @@ import re
 import sys
 import types
 
-from framework import actions, cluster, loss_scale, reduction, run, schedules, strategies, trainer
+from framework import (
+  actions,
+  cloud,
+  cluster,
+  loss_scale,
+  reduction,
+  run,
+  schedules,
+  strategies,
+  trainer,
+)
 from framework.configurables.table import GIVEN
 
 SECTIONS = (
@@ -21,6 +31,7 @@ SECTIONS = (
     "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
   ),
   ("Clusters", cluster, "tf_config slurm"),
+  ("Clusters whose addresses an API knows", cloud, "kubernetes gce"),
   ("Loss scale", loss_scale, "none fixed dynamic"),
   (
     "Schedules",
