@@ -23,14 +23,17 @@ from typing import Any
 import tensorflow as tf
 
 from framework import configurables, errors, strategies
-from framework import run as runs
+from framework.run import made_task, run, set_globals
 from framework.verify import report
 from framework.verify.bench import MOST_REPLICAS, Subject
 from framework.verify.report import Report, Result
 
 __all__ = ["GROUPS", "Report", "Result", "Subject", "subject_of_config", "verify"]
 
-GROUPS = ("replicas", "order", "gradients", "learning")
+GROUPS = (
+  *("configuration", "inputs", "replicas", "order", "gradients", "restore", "compilation"),
+  *("precision", "learning"),
+)
 
 
 def verify(
@@ -69,18 +72,18 @@ def prepare(subject: Subject) -> None:
     with contextlib.suppress(RuntimeError):  # in use already: the bench names its CPUs anyway
       tf.config.set_visible_devices([], "GPU")
   strategies.split_cpu(MOST_REPLICAS)
-  runs.set_globals(subject.seed, subject.precision, deterministic=False, eager=False)
+  set_globals(subject.seed, subject.precision, deterministic=False, eager=False)
 
 
 def subject_of_config() -> Subject:
   """Returns what the config in force describes."""
-  defaults = inspect.signature(runs.run).parameters
+  defaults = inspect.signature(run).parameters
 
   def bound(name: str) -> Any:
     return configurables.bound("run", name, defaults[name].default)
 
   def make_task() -> Any:
-    return runs.made_task(bound("task"))
+    return made_task(bound("task"))
 
   same = ("global_batch_size", "eval_batch_size", "seed", "precision", "shuffle", "steps_per_loop")
   return Subject(
