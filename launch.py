@@ -26,7 +26,7 @@ from absl import flags
 
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
 LOCAL_MODES = ("train", "train_and_evaluate")
-MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export")
+MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export", "replay")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -31,11 +31,13 @@ import gin
 from framework.configurables import imports, table
 from framework.configurables.checks import check_all, in_force, resolved
 from framework.configurables.graph import Graph
+from framework.configurables.imports import REPOSITORY
 from framework.configurables.reading import MACRO, Binding, Config, Reference, at, is_writable, read
 from framework.configurables.table import configured, register, register_all
 from framework.configurables.values import map_references
 
 __all__ = [
+  "REPOSITORY",
   "bindings",
   "check",
   "configured",
