@@ -154,8 +154,11 @@ def mistake(error: Exception) -> str | None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  """False where AutoGraph regrets that it cannot convert gin, which any error in a task meets."""
-  return "could not transform <function augment_exception_message" not in record.getMessage()
+  """False for two regrets of TensorFlow's: that AutoGraph cannot convert gin, which any error in a
+  task meets, and that replicas run eagerly, which run.eager and a replay do on purpose.
+  """
+  regrets = ("could not transform <function augment_exception_message", "MirroredStrategy eagerly")
+  return not any(regret in record.getMessage() for regret in regrets)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,9 @@
 """Non-finite values: the loop stops before the first, nothing of it stays, its source is named."""
 
+import re
 import shlex
 import shutil
+import sys
 import types
 
 import keras
@@ -10,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import forensics, loss_scale, parameter_server
+from framework import forensics, loss_scale, parameter_server, session
 from framework.actions import StopOnNonFinite
 from framework.errors import ConfigError
 from framework.reduction import Reduction
@@ -139,8 +141,7 @@ class TwoPlayers(Planted):
     step.log_update(loss, finite, norm, "second")
 
 
-@pytest.mark.parametrize("where", ["loss", "output/kernel"])
-@pytest.mark.parametrize("fuse_updates", [True, False])
+@pytest.mark.parametrize(("where", "fuse_updates"), [("loss", True), ("output/kernel", False)])
 def test_earlier_updates_of_the_step_are_taken_back_too(where, fuse_updates, mirrored):
   options = {
     "optimizer": {"first": keras.optimizers.Adam, "second": keras.optimizers.SGD},
@@ -239,7 +240,7 @@ run.actions = [@StopOnNonFinite()]
 
 
 @pytest.mark.parametrize("where", ["loss", "hidden/kernel"])
-def test_the_replay_command_shows_the_step_again(where, tmp_path, monkeypatch, capsys):
+def test_the_replay_command_shows_the_step_again(where, tmp_path, capsys):
   example = example_at(step=9, replica=1, row=2, replicas=2)
   config, folder = tmp_path / "x.gin", tmp_path / "run of mine"
   config.write_text(CONFIG.format(example=example, where=where))
@@ -252,7 +253,7 @@ def test_the_replay_command_shows_the_step_again(where, tmp_path, monkeypatch, c
   assert report.splitlines() == table[-len(report.splitlines()) :]
   value = "nan" if where == "loss" else "inf in 1 of 32 elements"
   name = "loss" if where == "loss" else "gradient of hidden/kernel"
-  assert report.splitlines()[2].split("  ") == ["", "1      ", name, value, str(example)]
+  assert re.split("  +", report.splitlines()[2]) == ["", "1", name, value, str(example)]
   assert not (folder / "checkpoints").exists()  # what a checkpoint has is always a step that stands
 
   reader = tf.train.load_checkpoint(str(folder / "nonfinite" / "before"))
@@ -272,6 +273,22 @@ def test_the_replay_command_shows_the_step_again(where, tmp_path, monkeypatch, c
   shutil.rmtree(folder / "nonfinite")
   assert launch.main(command) == 2
   assert "there is no step to replay in" in capsys.readouterr().err
+
+
+def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
+  """Beside a gin file elsewhere; the folder has a blank to quote."""
+  module = types.SimpleNamespace(__file__="/else where/mine/planted.py")
+  monkeypatch.setitem(sys.modules, "mine.planted", module)
+  monkeypatch.setattr(session.configurables, "bindings", lambda: {"run.seed": "3"})
+  task = type("Mine", (), {"__module__": "mine.planted"})()
+  command = session._replay_command("runs/x", types.SimpleNamespace(task=task))
+  assert command == (
+    "PYTHONPATH='/else where' python launch.py --gin_file=runs/x/operative_config.gin "
+    "--model_dir=runs/x --mode=replay"
+  )
+  monkeypatch.setattr(session.configurables, "bindings", dict)
+  command = session._replay_command("runs/x", types.SimpleNamespace(task=task))
+  assert command == "run(mode='replay', model_dir='runs/x', ...) with the same arguments"
 
 
 # ---- Where it does not go ----
