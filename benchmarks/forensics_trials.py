@@ -9,8 +9,10 @@ A trial plants one example that makes the loss, or the gradient of one variable,
 report names just that step, replica, variable (or the loss) and example. All trials are made in one
 process, so the sums are made on one device.
 
-The cost: trainers of the same model, one of them watched, take turns in a random order, a block of
-steps each. Two more unwatched ones show what differences there are by chance.
+The cost: three trainers of the same model, one of them watched, take turns in a random order, a
+block of steps each; the third shows what differences there are by chance. Of the models "norm" is a
+CNN with batch normalisation, whose statistics are read each step, and "twice" the MLP updated twice
+a batch, where what the first update changes is kept until the second is checked.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--trials", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--cost", action="store_true", help="measure the cost instead")
-  parser.add_argument("--models", default="mlp,cnn", help="for the cost")
+  parser.add_argument("--models", default=",".join(TASKS), help="for the cost")
   parser.add_argument("--replicas", type=int, default=1, help="for the cost")
   parser.add_argument("--rounds", type=int, default=100, help="for the cost")
   parser.add_argument("--steps", type=int, default=50, help="of a block, for the cost")
@@ -142,9 +144,43 @@ def cost(model: str, replicas: int, rounds: int, steps: int) -> None:
     )
 
 
+class Normalized(contenders.Classification):
+  """Three blocks of convolution and batch normalisation, then dropout."""
+
+  def build_model(self):
+    layers = keras.layers
+    blocks = [
+      layer
+      for channels in (16, 32, 32)
+      for layer in (
+        layers.Conv2D(channels, 3, strides=2),
+        layers.BatchNormalization(),
+        layers.ReLU(),
+      )
+    ]
+    head = [layers.Flatten(), layers.Dropout(0.2), layers.Dense(models.CLASSES)]
+    return keras.Sequential([keras.Input(models.IMAGE_SHAPE), *blocks, *head])
+
+
+class Twice(contenders.Classification):
+  """Two updates a batch."""
+
+  def train_step(self, step, batch):
+    for _ in range(2):
+      step.update(lambda part: self.training_loss(step, part), batch)
+
+
+TASKS = {
+  "mlp": lambda: contenders.Classification("mlp"),
+  "cnn": lambda: contenders.Classification("cnn"),
+  "norm": lambda: Normalized("norm"),
+  "twice": lambda: Twice("mlp"),
+}
+
+
 def _trainer(model: str, replicas: int) -> Trainer:
   return Trainer(
-    task=contenders.Classification(model),
+    task=TASKS[model](),
     strategy=_strategy(replicas),
     dataset_fn=lambda position: models.dicts(),
     global_batch_size=models.BATCH_SIZE,

@@ -384,10 +384,14 @@ class StopOnNonFinite(Action):
   def _examine(self, trainer: Trainer) -> None:
     """Saves the step that the trainer stands before, reports on it, and fails the run."""
     forensics.save(self.run.checkpoint, self.run.model_dir, is_chief=self.run.is_chief)
-    report = forensics.examine(trainer)
+    try:
+      report = forensics.examine(trainer)
+    except tf.errors.OpError as error:  # such as memory that is too small to run eagerly
+      raise self._failure("loss or a gradient", self.run.step + 1) from error
     print(report, file=sys.stderr)
     if self.run.is_chief:
       forensics.save_report(report, self.run.model_dir)
+    trainer.cluster.barrier()  # the first process to fail may end the others
     what = "loss" if any(f.is_loss for f in report.findings) else "gradients"
     raise self._failure(what, report.step, f"; replay the step: {self.run.replay_command}")
 

@@ -183,7 +183,7 @@ class Finding:
     ids = ", ".join(map(str, self.examples[:MOST_EXAMPLES]))
     more = " ..." if len(self.examples) > MOST_EXAMPLES else ""
     together = "" if self.alone else " (only together)"
-    return replica, self.what, self.value, f"{ids}{more}{together}" if ids else "none alone"
+    return replica, self.what, self.value, f"{ids}{more}{together}" if ids else "none alone, here"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,10 +193,12 @@ class Report:
   Attributes:
     step: the bad step, from 1.
     findings: what is not finite, on the replicas of this process.
+    is_partial: whether there are other processes, with replicas of their own.
   """
 
   step: int
   findings: Sequence[Finding]
+  is_partial: bool = False
 
   def __str__(self) -> str:
     """A table of lines, and the first operations."""
@@ -209,7 +211,9 @@ class Report:
       f"first on replica {f.replica}: {f.operation}" for f in self.findings if f.operation
     )
     table = [f"  {line.rstrip()}" for line in lines]
-    return "\n".join([f"step {self.step} is not finite:", *table, *first])
+    elsewhere = self.is_partial and all(f.replica is None for f in self.findings)
+    hint = ["nothing on this worker's replicas; the others tell theirs"] if elsewhere else []
+    return "\n".join([f"step {self.step} is not finite:", *table, *first, *hint])
 
 
 def examine(trainer: Trainer) -> Report:
@@ -239,11 +243,13 @@ def examine(trainer: Trainer) -> Report:
   watch.begin()
   try:
     strategy.run(probe, args=(next(trainer.make_iterator()),))
+    findings = [finding for each in probes for finding in each.findings()]
   finally:
     write(strategy, variables, before)
   return Report(
     step=int(trainer.global_step.numpy()) + 1,
-    findings=_first_pass([finding for each in probes for finding in each.findings]),
+    findings=_first_pass(findings),
+    is_partial=trainer.cluster.size > 1,
   )
 
 
@@ -264,14 +270,25 @@ def _first_pass(findings: Sequence[Finding]) -> list[Finding]:
 
 
 class _Probe(Step):
-  """A step, made eagerly, that looks at everything before it is summed over the replicas."""
+  """A step, made eagerly, that looks at everything before it is summed over the replicas.
+
+  Nothing more than in the step itself may be communicated, or replicas would wait for each other
+  in vain. So the examples are looked for after it (`findings`), outside of the strategy, where a
+  replica's passes are nobody else's business.
+  """
 
   def __init__(self, parts: StepParts, watch: Watch) -> None:
-    super().__init__(parts)
+    self._replica = int(parts.replica_id())
+    super().__init__(dataclasses.replace(parts, replica_id=lambda: tf.constant(self._replica)))
     self._counts_gradients = watch.counts_gradients
-    self.findings: list[Finding] = []
     self._number = 0
     self._names: list[str] = []
+    self._sums: list[Finding] = []
+    self._locate: Callable[[], list[Finding]] | None = None
+
+  def findings(self) -> list[Finding]:
+    """Returns what is not finite, located; outside of any strategy (host)."""
+    return [*(self._locate() if self._locate else []), *self._sums]
 
   def gradients(
     self, loss_fn: LossFn, batch: Batch, variables: Sequence[Any]
@@ -284,22 +301,23 @@ class _Probe(Step):
     self, loss_fn: LossFn, batch: Batch, fusion: Fusion
   ) -> tuple[Gradients, Loss]:
     begun = self._forward_passes, self._seeds
+    number, names = self._number, self._names
 
-    def again(rows: Sequence[int] | None) -> tuple[Gradients, Loss]:
+    def not_finite(rows: Sequence[int]) -> dict[str, str]:
       self._forward_passes, self._seeds = begun
-      part = batch if rows is None else _only(batch, rows)
-      return super(_Probe, self)._forward_backward(loss_fn, part, fusion)
+      part = _only(batch, rows)
+      return self._not_finite(names, *super(_Probe, self)._forward_backward(loss_fn, part, fusion))
 
-    gradients, loss = again(None)
-    if not self.findings and (bad := self._not_finite(gradients, loss)):
-      self.findings += self._located(bad, batch, again)
-      again(None)  # for what a pass leaves behind: its draws, the model's statistics
+    gradients, loss = super()._forward_backward(loss_fn, batch, fusion)
+    bad = self._not_finite(names, gradients, loss)
+    if bad and not self._locate:
+      self._locate = lambda: _located(bad, batch, not_finite, number, self._replica)
     return gradients, loss
 
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
     summed, total = super().all_reduce(gradients, loss)
-    if not np.isfinite(total.total):
-      self._add_sum(_SUM_OF_LOSSES, _values(total.total))
+    if value := _values(total.total):
+      self._add_sum(_SUM_OF_LOSSES, value)
     return summed, total
 
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -313,37 +331,42 @@ class _Probe(Step):
     return finite, norm
 
   def _add_sum(self, what: str, value: str) -> None:
-    self.findings.append(Finding(number=self._number, replica=None, what=what, value=value))
+    self._sums.append(Finding(number=self._number, replica=None, what=what, value=value))
 
-  def _not_finite(self, gradients: Gradients, loss: Loss) -> dict[str, str]:
+  def _not_finite(self, names: Sequence[str], gradients: Gradients, loss: Loss) -> dict[str, str]:
     """What is not finite -> its values. The gradients of a bad loss are not told: they follow."""
     if value := _values(loss.total):
       return {_LOSS: value}
     if not self._counts_gradients:
       return {}
     values = [None if g is None else _values(g) for g in gradients]
-    named = zip(self._names, values, strict=True)
-    return {f"gradient of {name}": value for name, value in named if value}
+    return {f"gradient of {n}": value for n, value in zip(names, values, strict=True) if value}
 
-  def _located(
-    self, bad: Mapping[str, str], batch: Any, again: Callable[[Sequence[int]], Any]
-  ) -> list[Finding]:
-    rows, ids = _examples(batch)
-    guilty = _guilty(rows, lambda rows: self._not_finite(*again(rows)))
-    innocent = [row for row in rows if not any(row in group for group, _ in guilty)]
-    operation = _first_operation(again, guilty[0][0] if guilty else rows, innocent[:1])
-    found = []
-    for what, value in bad.items():
-      groups = [group for group, found_bad in guilty if what in found_bad]
-      alone = [group for group in groups if len(group) == 1]
-      examples = sorted({int(ids[row]) for group in alone or groups for row in group})
-      found.append(
-        Finding(
-          number=self._number, replica=int(self._parts.replica_id()), what=what, value=value,
-          examples=tuple(examples), alone=bool(alone) or not groups, operation=operation,
-        )
-      )  # fmt: skip
-    return found
+
+def _located(
+  bad: Mapping[str, str],
+  batch: Any,
+  not_finite: Callable[[Sequence[int]], dict[str, str]],
+  number: int,
+  replica: int,
+) -> list[Finding]:
+  """Looks for the examples, and for the operation, of what is not finite on one replica."""
+  rows, ids = _examples(batch)
+  guilty = _guilty(rows, not_finite)
+  innocent = [row for row in rows if not any(row in group for group, _ in guilty)]
+  operation = _first_operation(not_finite, guilty[0][0], innocent[:1]) if guilty else None
+  found = []
+  for what, value in bad.items():
+    groups = [group for group, found_bad in guilty if what in found_bad]
+    alone = [group for group in groups if len(group) == 1]
+    examples = sorted({int(ids[row]) for group in alone or groups for row in group})
+    found.append(
+      Finding(
+        number=number, replica=replica, what=what, value=value, examples=tuple(examples),
+        alone=bool(alone) or not groups, operation=operation,
+      )
+    )  # fmt: skip
+  return found
 
 
 def _values(tensor: tf.Tensor) -> str:
@@ -412,23 +435,21 @@ def _guilty(
 
 
 def _first_operation(
-  again: Callable[[Sequence[int]], Any], guilty: Sequence[int], innocent: Sequence[int]
+  run: Callable[[Sequence[int]], Any], guilty: Sequence[int], innocent: Sequence[int]
 ) -> str | None:
   """The first operation of a pass over `guilty` that gives nan or infinity; None if not known.
 
   Not one that does so for an innocent example too, such as the mask of an attention.
   """
-  if not guilty:
-    return None
-  found = _checked_pass(again, guilty)
-  return None if innocent and found == _checked_pass(again, innocent) else found
+  found = _checked_pass(run, guilty)
+  return None if innocent and found == _checked_pass(run, innocent) else found
 
 
-def _checked_pass(again: Callable[[Sequence[int]], Any], rows: Sequence[int]) -> str | None:
+def _checked_pass(run: Callable[[Sequence[int]], Any], rows: Sequence[int]) -> str | None:
   try:
     with _check_numerics():
-      again(rows)
-  except tf.errors.InvalidArgumentError as error:
+      run(rows)
+  except tf.errors.OpError as error:
     if found := re.search(r'of (?:eagerly-executing |graph )?op "(\w+)"', str(error)):
       return f"operation {found[1]}{_place(error)}"
   return None

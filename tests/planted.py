@@ -3,10 +3,12 @@
 import keras
 import numpy as np
 import tensorflow as tf
+import tf_keras
 
 import framework
 from framework import ArraySource, Loss, StreamSource, Task, Trainer, inputs
 
+KERAS = {"keras": keras, "tf_keras": tf_keras}
 EXAMPLES, BATCH, SEED = 96, 8, 3
 LOSSES = ("loss", "layer")
 VARIABLES = (
@@ -27,11 +29,6 @@ def poisoned(variable, guilty):
   return tf.zeros([]), gradient
 
 
-class Logarithm(keras.layers.Layer):
-  def call(self, inputs):
-    return tf.math.log(inputs)
-
-
 @framework.register
 class Planted(Task):
   """Regression by a small network with batch normalisation and dropout.
@@ -40,16 +37,24 @@ class Planted(Task):
   negative number under a logarithm) or the variable whose gradient is infinite.
   """
 
-  def __init__(self, *, example: int = -1, where: str = "loss", stream: bool = False):
-    self.example, self.where, self._stream = example, where, stream
+  def __init__(
+    self, *, example: int = -1, where: str = "loss", stream: bool = False, library: str = "keras"
+  ):
+    self.example, self.where, self.library, self._stream = example, where, library, stream
 
   def build_model(self):
-    layers = keras.layers
-    x, scale = keras.Input([4], name="x"), keras.Input([], name="scale")
+    library = KERAS[self.library]
+    layers = library.layers
+
+    class Logarithm(layers.Layer):
+      def call(self, inputs):
+        return tf.math.log(inputs)
+
+    x, scale = library.Input([4], name="x"), library.Input([], name="scale")
     y = layers.Dense(8, activation="tanh", name="hidden")(x)
     y = layers.BatchNormalization(momentum=0.9, name="norm")(y)
     y = layers.Dense(1, name="output")(layers.Dropout(0.25)(y))
-    return keras.Model([x, scale], y[:, 0] + Logarithm(name="root")(scale))
+    return library.Model([x, scale], y[:, 0] + Logarithm(name="root")(scale))
 
   def source(self, split):
     rng = np.random.default_rng(0)
@@ -101,6 +106,6 @@ def make_trainer(strategy, task, **options):
     ),
     global_batch_size=BATCH,
     seed=SEED,
-    **{"optimizer": keras.optimizers.Adam, "ema_decay": 0.9, **options},
+    **{"optimizer": KERAS[task.library].optimizers.Adam, "ema_decay": 0.9, **options},
   )  # fmt: skip
   return trainer

@@ -60,20 +60,25 @@ def rows(report):
     (2, "norm/gamma", 5, 1, 2, {"accumulation_steps": 2, "clip_norm": 1.0}),
     (3, "hidden/kernel", 7, 2, 1, {"fuse_updates": False}),
     (3, "output/bias", 2, 0, 2, {"eager": True, "loss_scale": loss_scale.fixed}),
+    (2, "loss", 3, 1, 1, {"library": "tf_keras"}),
   ],
 )
 def test_one_example_is_located_and_its_step_leaves_nothing_behind(
   replicas, where, step, replica, row, options, mirrored
 ):
   """The state is, to the bit, that of a run which ends before the step."""
+  options = dict(options)
+  library = {"library": options.pop("library", "keras")}
   micro = options.get("accumulation_steps", 1)
   example = example_at(step=step, replica=replica, row=row, replicas=replicas, micro_batches=micro)
-  trainer, results = stopped(mirrored(replicas), Planted(example=example, where=where), **options)
+  trainer, results = stopped(
+    mirrored(replicas), Planted(example=example, where=where, **library), **options
+  )
   assert (results["nonfinite_step"], trainer.global_step.numpy()) == (step, step - 1)
   assert trainer.position.numpy() == (step - 1) * planted.BATCH
   assert trainer.traces == (0 if options.get("eager") else 1)
   before = state(trainer)
-  shorter = make_trainer(mirrored(replicas), Planted(), **options)
+  shorter = make_trainer(mirrored(replicas), Planted(**library), **options)
   shorter.train(tf.constant(step - 1))
   assert_same(before, state(shorter))
 
