@@ -28,7 +28,7 @@ LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
 LOCAL_MODES = ("train", "train_and_evaluate")
 MODES = (
   *("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"),
-  *("verify", "check_config"),
+  *("replay", "verify", "check_config"),
 )
 
 
@@ -168,8 +168,12 @@ def mistake(error: Exception) -> str | None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  """False where AutoGraph regrets that it cannot convert gin, which any error in a task meets."""
-  return "could not transform <function augment_exception_message" not in record.getMessage()
+  """False for two regrets of TensorFlow's: that AutoGraph cannot convert gin, which any error in a
+  task meets, and that replicas run eagerly, which run.eager and a replay do on purpose.
+  """
+  text = record.getMessage()
+  of_gin = "could not transform <function augment_exception_message"
+  return of_gin not in text and "eagerly has significant overhead" not in text
 
 
 def _first_line(error: Exception) -> str:

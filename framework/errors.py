@@ -53,12 +53,13 @@ def failure(error: BaseException) -> str:
   frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
   places = [(file, line, name) for file, line, name in [*frames, *_PLACE.findall(str(error))]]
   for file, line, name in reversed(places):
-    if _is_the_users(file):
+    if is_the_users(file):
       return f"{reason} ({Path(file).name}:{line}, in {name})"
   return reason
 
 
-def _is_the_users(file: str) -> bool:
+def is_the_users(file: str) -> bool:
+  """Whether a file of a traceback is neither the framework's nor an installed package's."""
   names = ("launch.py", "<", "__autograph_generated_file")
   return not file.startswith(_NOT_THE_USERS) and not Path(file).name.startswith(names)
 

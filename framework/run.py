@@ -16,7 +16,16 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework import cluster, configurables, inputs, optimizers, randomness, servers, strategies
+from framework import (
+  cluster,
+  configurables,
+  forensics,
+  inputs,
+  optimizers,
+  randomness,
+  servers,
+  strategies,
+)
 from framework.actions import Action
 from framework.errors import ConfigError, unknown
 from framework.evaluator import Evaluator
@@ -24,9 +33,11 @@ from framework.session import Session
 from framework.task import Task
 from framework.trainer import Trainer
 
-Mode = Literal["train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"]
+Mode = Literal[
+  "train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export", "replay"
+]
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
-MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export")
+MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export", "replay")
 TRAINING_MODES = ("train", "train_and_evaluate")
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -65,7 +76,8 @@ def run(
     train_steps: the step at which training ends.
     global_batch_size: examples an update, over all replicas and micro-batches.
     mode: "train", "evaluate" (the newest checkpoint), "train_and_evaluate",
-      "evaluate_continuously" (every new checkpoint until `train_steps`), or "export".
+      "evaluate_continuously" (every new checkpoint until `train_steps`), "export", or "replay" (the
+      step at which StopOnNonFinite has stopped).
     model_dir: the run folder.
     strategy: a factory, such as `strategies.mirrored`.
     optimizer: a factory, or name -> factory; called in the strategy's scope.
@@ -86,8 +98,8 @@ def run(
       folder, such as <model_dir>/best.
 
   Returns:
-    The last evaluation's metrics, or the last loop's in mode "train"; empty for "export", and where
-    the strategy makes this process a worker or server of another.
+    The last evaluation's metrics, or the last loop's in mode "train"; empty for "export" and
+    "replay", and where the strategy makes this process a worker or server of another.
 
   Raises:
     ConfigError: a mistake of the user's, in one line.
@@ -105,6 +117,8 @@ def run(
       "out, or use --mode=evaluate or --mode=export."
     )
   _require_writable(model_dir)
+  if mode == "replay":
+    checkpoint = forensics.saved_state(model_dir)
   task = made_task(task)
   set_globals(seed, precision, deterministic=deterministic, eager=eager)
   cluster.declare(
@@ -149,7 +163,7 @@ def run(
     seed=seed,
   )
   evaluator = None
-  if mode not in ("train", "export"):
+  if mode not in ("train", "export", "replay"):
     replicas, eval_batch = chosen.num_replicas_in_sync, eval_batch_size or global_batch_size
     eval_data = functools.partial(
       inputs.eval_dataset,

@@ -18,7 +18,7 @@ _OUTSIDE = ("verify", "trainer.py")
 def is_the_users(kind: type) -> bool:
   """Whether a class is written in the user's own code, not in a library or the framework."""
   try:
-    return errors._is_the_users(inspect.getfile(kind))
+    return errors.is_the_users(inspect.getfile(kind))
   except (OSError, TypeError):
     return False
 
@@ -90,7 +90,7 @@ def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
   for file, line, name in reversed(frames):
     if any(Path(file).is_relative_to(root / outside) for outside in _OUTSIDE):
       return ""
-    if errors._is_the_users(file):
+    if errors.is_the_users(file):
       return f"{Path(file).name}:{line}, in {_qualified(name, file, owner)}"
   return ""
 
