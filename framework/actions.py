@@ -59,6 +59,7 @@ class Run:
     model_dir: the run folder.
     replay_command: what shows the step again at which `StopOnNonFinite` has stopped.
     is_chief: whether this process writes to the run folder.
+    message: tells the user some lines, above the line of progress.
     evaluated_weights: makes a context in which the model holds the weights that evaluations use:
       the moving average, if there is one.
   """
@@ -73,6 +74,7 @@ class Run:
   model_dir: str
   replay_command: str = ""
   is_chief: bool = True
+  message: Callable[[str], None] = print
   evaluated_weights: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
   @property
@@ -121,6 +123,16 @@ class Action:
 
     Raises:
       StopTraining: an earlier process had already come to the end.
+    """
+
+  def loop_ends(self) -> Sequence[int]:
+    """Returns steps at which a training loop must end, whatever `run.steps_per_loop` (host)."""
+    return ()
+
+  def end(self) -> None:
+    """Called once when training is over and saved, or has failed, in this process (host).
+
+    `begin` may not have been called; other workers may be gone.
     """
 
   def __call__(self, output: Output) -> None:

@@ -17,6 +17,7 @@ from absl import logging
 from framework import models
 from framework.errors import ConfigError
 from framework.reporting import atomic_write
+from framework.timing import timed
 from framework.trainer import Trainer
 
 PREFIX = "ckpt"
@@ -96,6 +97,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     """The newest complete checkpoint."""
     return next(reversed(self.checkpoints), None)
 
+  @timed("checkpoints")
   def save(
     self,
     checkpoint_number: int | None = None,

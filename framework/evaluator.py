@@ -17,6 +17,7 @@ from framework.metrics import MetricSums
 from framework.optimizers import Ema
 from framework.step import EvalStep
 from framework.task import Task
+from framework.timing import timed
 from framework.tracing import as_written, converted
 
 
@@ -49,6 +50,7 @@ class Evaluator(strategies.Asynchronous, orbit.AbstractEvaluator):
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
     self._prepare(dataset)
 
+  @timed("evaluation")
   def evaluate(self, num_steps: tf.Tensor | int = -1) -> dict[str, float]:
     """Evaluates the first `num_steps` batches, or all for -1 (host).
 

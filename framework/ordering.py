@@ -37,7 +37,7 @@ def _sorted_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Tens
   first = positions[0] - positions[0] % num_examples
   epochs = (positions.shape[0] + num_examples - 2) // num_examples + 1
   within = tf.range(epochs * num_examples, dtype=tf.int64)
-  hashes = tf.bitcast(_hashed(first + within, seed, "order"), tf.int64)
+  hashes = tf.bitcast(hashed(first + within, seed, "order"), tf.int64)
   order = tf.math.top_k(tf.reshape(hashes, [epochs, num_examples]), k=num_examples).indices
   return tf.cast(tf.gather(tf.reshape(order, [-1]), positions - first), tf.int64)
 
@@ -51,7 +51,7 @@ def _ciphered_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Te
   tf.random.experimental.index_shuffle, pads a batch of seeds along the wrong axis.
   """
   epochs = positions // num_examples
-  words = tf.bitcast(_hashed(tf.stack([2 * epochs, 2 * epochs + 1], 1), seed, "order"), tf.int32)
+  words = tf.bitcast(hashed(tf.stack([2 * epochs, 2 * epochs + 1], 1), seed, "order"), tf.int32)
   keys = tf.reshape(words, [-1, 4])[:, :3]
 
   def permute(indices: tf.Tensor, size: int) -> tf.Tensor:
@@ -68,11 +68,15 @@ def _ciphered_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Te
 
 def seeds_at(positions: tf.Tensor, *, seed: int) -> tf.Tensor:
   """Returns int32 [m, 2] for positions int64 [m] in any order, different for all of them."""
-  return tf.bitcast(_hashed(positions, seed, "seeds"), tf.int32)
+  return tf.bitcast(hashed(positions, seed, "seeds"), tf.int32)
 
 
-def _hashed(values: tf.Tensor, seed: int, purpose: str) -> tf.Tensor:
-  """Hashes int64 to uint64, one to one: a step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+def hashed(values: tf.Tensor, seed: int, purpose: str) -> tf.Tensor:
+  """Hashes int64 to uint64 of the same shape, one to one (any context).
+
+  A step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), from a start that depends on `seed` and
+  `purpose`.
+  """
   key = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=8).digest()
   mixed = tf.cast(values, tf.uint64) * _uint64(0x9E3779B97F4A7C15)
   mixed += _uint64(int.from_bytes(key, "little"))

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from framework import models
 from framework.errors import ConfigError
+from framework.timing import timed
 
 Number = int | float
 Record = dict[str, Any]
@@ -200,10 +201,12 @@ class Reporter(orbit.utils.SummaryManagerInterface):
     """Returns the TensorBoard writer, for `tf.summary` calls inside a loop."""
     return self._tensorboard.summary_writer(relative_path)
 
+  @timed("reporting")
   def flush(self) -> None:
     """Flushes TensorBoard; metrics.jsonl needs none."""
     self._tensorboard.flush()
 
+  @timed("reporting")
   def write_summaries(self, summary_dict: Mapping[str, Any]) -> None:
     """Reports one loop's or one evaluation's values (host); nested names are joined by "/"."""
     values = flatten(summary_dict)

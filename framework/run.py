@@ -29,6 +29,7 @@ from framework import (
 from framework.actions import Action
 from framework.errors import ConfigError, unknown
 from framework.evaluator import Evaluator
+from framework.recording import Recorder
 from framework.session import Session
 from framework.task import Task
 from framework.trainer import Trainer
@@ -64,6 +65,7 @@ def run(
   deterministic: bool = False,
   eager: bool = False,
   actions: Sequence[Action] = (),
+  ledger: bool = False,
   checkpoint: str | None = None,
 ) -> dict[str, float]:
   """Trains, evaluates or exports one task (host).
@@ -94,6 +96,8 @@ def run(
     eager: no tf.function anywhere, for debugging.
     actions: what to call after training loops and evaluations, in the modes that train; see
       framework/actions.py.
+    ledger: write down which examples each step consumes, in the modes that train, for
+      `python -m framework.ledger <model_dir>`, which proves that none was skipped or repeated.
     checkpoint: what to "evaluate" or "export" in place of the newest: a path without suffix, or a
       folder, such as <model_dir>/best.
 
@@ -138,18 +142,29 @@ def run(
     chosen.serve()
     return {}
   here = cluster.of(chosen)
+  recorder = Recorder(model_dir=model_dir, strategy=chosen) if ledger else None
   preprocess = task.preprocess if type(task).preprocess is not Task.preprocess else None
 
   def train_data(position: int, shard: inputs.Shard | None = None) -> tf.data.Dataset:
+    source, rows = task.source("train"), here.rows(trainer.padded_batch_size)
+    if recorder is not None:
+      recorder.reads(
+        source,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        position=position,
+        shuffle=shuffle,
+        rows=rows,
+      )
     return inputs.train_dataset(
-      task.source("train"),
+      source,
       global_batch_size=global_batch_size,
       pad_multiple=trainer.batch_multiple,
       seed=seed,
       position=position,
       preprocess=preprocess,
       shuffle=shuffle,
-      rows=here.rows(trainer.padded_batch_size),
+      rows=rows,
       shard=shard,
     )
 
@@ -161,6 +176,7 @@ def run(
     optimizer=optimizer,
     eager=eager,
     seed=seed,
+    recorder=recorder,
   )
   evaluator = None
   if mode not in ("train", "export", "replay"):

@@ -19,9 +19,13 @@ from framework.actions import Action, Run, StopTraining, export
 from framework.checkpoints import CheckpointManager
 from framework.errors import ConfigError, Preempted
 from framework.evaluator import Evaluator
+from framework.timing import timed
 from framework.trainer import Trainer
 
-QUIET = ("loss_scale", "skipped_steps", "input_wait_s", "gradient_norm", "learning_rate")
+QUIET = (
+  "loss_scale", "skipped_steps", "input_wait_s", "communication_s", "start_s", "gradient_norm",
+  "learning_rate",
+)  # fmt: skip
 """What metrics.jsonl and TensorBoard have, and the progress line leaves out."""
 
 
@@ -197,11 +201,15 @@ class Session:
         os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
       )
     self.cluster.barrier()  # the log that the actions read is the chief's
-    with self._noticing_sigterm(), self._until_stopped():
+    try:
+      with self._noticing_sigterm(), self._until_stopped():
+        for action in self._actions:
+          action.begin()
+        loops()
+      self._controller.save_checkpoint()
+    finally:
       for action in self._actions:
-        action.begin()
-      loops()
-    self._controller.save_checkpoint()
+        action.end()
 
   def _train_and_evaluate(self) -> None:
     self._evaluate_if_due()  # a kill may have come between a checkpoint and its evaluation
@@ -213,12 +221,17 @@ class Session:
   def _train_to(self, step: int) -> None:
     """Trains loop by loop, so that all of a loop is reported before SIGTERM ends the run."""
     while self.step < step:
-      with self._reporting_on_stop(self._controller.summary_manager):
-        target = min(self.step + self._steps_per_loop, step)
-        self._controller.train(target, checkpoint_at_completion=False)
+      for target in self._loop_ends(min(self.step + self._steps_per_loop, step)):
+        with self._reporting_on_stop(self._controller.summary_manager):
+          self._controller.train(target, checkpoint_at_completion=False)
       self._stop_if_asked()
     if step >= self._train_steps:
       self._controller.save_checkpoint()  # a failing last evaluation must not cost any training
+
+  def _loop_ends(self, end: int) -> list[int]:
+    """Returns where the next loop ends: at `end`, and wherever before it an action wants it."""
+    wanted = {step for action in self._actions for step in action.loop_ends()}
+    return [*sorted(step for step in wanted if self.step < step < end), end]
 
   def _evaluate(self) -> None:
     with self._reporting_on_stop(self._controller.eval_summary_manager):
@@ -262,7 +275,9 @@ class Session:
     common = {"global_step": self.trainer.global_step, "progress": self._progress}
     if self.cluster.is_chief:
       common |= {"model_dir": self.model_dir, "metrics_log": self.metrics_log}
-    on = {split: [a for a in self._actions if a.on == split] for split in ("train", "eval")}
+    on: dict[str, list[Callable[..., None]]] = {"train": [], "eval": []}
+    for action in self._actions:
+      on[action.on].append(timed(f"action {type(action).__name__}")(action))
     return orbit.Controller(
       global_step=self.trainer.global_step,
       trainer=self.trainer,
@@ -293,6 +308,7 @@ class Session:
       model_dir=self.model_dir,
       replay_command=_replay_command(self.model_dir, self.trainer),
       is_chief=self.cluster.is_chief,
+      message=self._progress.message,
       evaluated_weights=ema.in_place if ema else contextlib.nullcontext,
     )
     for action in actions:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import tensorflow as tf
 from absl import logging
 
-from framework import models, optimizers, randomness
+from framework import inputs, models, optimizers, randomness
 from framework.errors import ConfigError, unknown
 from framework.fusion import Fusion, Gradients
 from framework.inputs import Batch
@@ -53,6 +53,7 @@ class StepParts:
   accumulation_steps: int = 1
   jit_compile: bool = False
   ema: Ema | None = None
+  time_reductions: bool = False
   replica_id: Callable[[], tf.Tensor] = replica_id
   watch: Watch | None = None
 
@@ -102,6 +103,7 @@ class Step(EvalStep):
     self._loss_finite: list[tf.Tensor] = []
     self._checked: list[tf.Tensor] = []
     self._required: list[tf.Tensor] = []
+    self._reductions_s: list[tf.Tensor] = []
 
   @as_written
   def log(self, metrics: Mapping[str, Weighted]) -> None:
@@ -189,7 +191,9 @@ class Step(EvalStep):
     """Sums gradients, loss total and weight over all replicas, in one communication."""
     packed = _packed(gradients)
     scalars = [loss.total, loss.weight]
-    sums, scalars = self._parts.reduction.all_reduce(packed.tensors, scalars)
+    timed = self._parts.time_reductions
+    reduce = self._timed_reduction if timed else self._parts.reduction.all_reduce
+    sums, scalars = reduce(packed.tensors, scalars)
     if self._parts.watch is not None:
       self._parts.watch.before_check()
       self._required.append(tf.math.is_finite(scalars[0]))
@@ -312,6 +316,28 @@ class Step(EvalStep):
         "train_step() made no update; call step.update(), or step.log_update() after step.apply()."
       )
     return _all(self._finite), _all(self._loss_finite)
+
+  @as_written
+  def communication_s(self) -> tf.Tensor:
+    """Returns the seconds that this replica's reductions have taken, a float32 scalar.
+
+    From its own sums being ready to the sums over all replicas being there; 0 if nothing is timed,
+    see framework/time_budget.py.
+    """
+    return tf.add_n([tf.constant(0.0), *self._reductions_s])
+
+  @as_written
+  def _timed_reduction(
+    self, tensors: Sequence[tf.Tensor], scalars: Sequence[tf.Tensor]
+  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    with tf.control_dependencies([*tensors, *scalars]):
+      began = inputs.timestamp()
+    with tf.control_dependencies([began]):
+      tensors, scalars = [tf.identity(t) for t in tensors], [tf.identity(s) for s in scalars]
+    sums, scalar_sums = self._parts.reduction.all_reduce(tensors, scalars)
+    with tf.control_dependencies([*sums, *scalar_sums]):
+      self._reductions_s.append(tf.cast(inputs.timestamp() - began, tf.float32))
+    return sums, scalar_sums
 
   @as_written
   def _optimizer(self, name: str) -> Optimizer:

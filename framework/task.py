@@ -38,7 +38,7 @@ REPORTED = (
   *REPORTED_BY_UPDATES,
   *("loss_scale", "skipped", "skipped_steps"),
   *("nonfinite_step", "input_wait", "input_wait_s", "examples_per_second", "steps_per_second"),
-  "staleness",
+  *("staleness", "communication", "communication_s", "start_s"),
   *("step", "split", "wall_time"),
 )
 """Names that `Task.metrics` may not use: what the framework reports of every run."""

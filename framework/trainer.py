@@ -25,9 +25,11 @@ from framework.errors import ConfigError
 from framework.inputs import Batch
 from framework.loss_scale import LossScale
 from framework.metrics import MetricSums
+from framework.recording import Recorder
 from framework.reduction import Reduction
 from framework.step import Step, StepParts, replica_id
 from framework.task import Task
+from framework.timing import timed
 from framework.tracing import as_written, converted
 
 DatasetFn = Callable[..., tf.data.Dataset]
@@ -64,6 +66,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     jit_compile: bool = False,
     eager: bool = False,
     seed: int = 0,
+    recorder: Recorder | None = None,
   ) -> None:
     """Makes the model (unless `task.model` is set), the optimizers and the counters.
 
@@ -86,6 +89,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
       jit_compile: compile each replica's forward and backward pass with XLA.
       eager: no tf.function at all: print and breakpoints in a task see every step.
       seed: of dropout and other random layers; they also depend on step and replica.
+      recorder: writes down which examples each step consumes.
 
     Raises:
       ConfigError: a value is out of its range, or two options contradict.
@@ -108,6 +112,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     self._dataset_fn = dataset_fn
     self._iterator: Iterator[Batch] | None = None
     self._weight_seen = False
+    self._recorder = recorder
     reduction = reduction() if callable(reduction) else reduction
     with strategy.scope():
       if task.model is None:
@@ -129,9 +134,11 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
       )  # fmt: skip
     dtypes = {models.raw(v).dtype for o in built.values() for v in o.variables}
     reduction.prove(strategy, sorted(dtypes, key=lambda d: d.name))
+    self._loop_began: tf.Variable | None = None
     self._compiled_loop: Any = self.loop if eager else tf.function(self.loop)
     self._traces = 1
 
+  @timed("training")
   def train(self, num_steps: tf.Tensor) -> dict[str, float]:
     """Runs `num_steps` steps and returns their metrics (host).
 
@@ -153,7 +160,9 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     if self._iterator is None:
       self._iterator = self.make_iterator()
     self._metrics.reset()  # of a loop that failed half way
-    before, started = int(self.global_step.numpy()), time.perf_counter()
+    before, started, called = int(self.global_step.numpy()), time.perf_counter(), time.time()
+    if self._recorder is not None:
+      self._recorder.begin_loop(after_step=before, steps=steps)
     try:
       self._run_loop(num_steps)
     finally:
@@ -163,11 +172,17 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     steps = done + stopped
     results = self._metrics.result()  # waits for the device
     seconds = time.perf_counter() - started
+    if self._recorder is not None:
+      self._recorder.end_loop(steps=done)
     self._report_retracing()
     self._require_weight()
     skipped = round(results.pop("skipped") * steps)
     self.skipped_steps.assign_add(max(0, skipped - stopped))  # a step taken back is none
     results["input_wait_s"] = results.pop("input_wait") * steps
+    if "communication" in results:
+      results["communication_s"] = results.pop("communication") * steps
+    if self._loop_began is not None:
+      results["start_s"] = max(0.0, float(self._loop_began.numpy()) - called)
     results["examples_per_second"] = steps * self.global_batch_size / seconds
     if watch is not None and stopped:
       self.reset_input()  # the iterator is past the bad step, the position is not
@@ -177,6 +192,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
 
   def loop(self, iterator: Iterator[Batch], num_steps: tf.Tensor) -> None:
     """`num_steps` steps in one call, or as many as stand: a while loop once compiled."""
+    if self._loop_began is not None:
+      self._loop_began.assign(inputs.timestamp())
     step, stands = tf.constant(0), tf.constant(True)
     while (step < num_steps) & stands:
       with tf.name_scope(""):  # without the loop's prefix on every operation's name
@@ -190,6 +207,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     if self.parts.watch is not None:
       self.parts.watch.begin()
     batch, input_wait_s = self.next_batch(iterator)
+    if self._recorder is not None:
+      self._recorder.record(self._local(batch["example_id"]), self.global_step.read_value())
     replica_step = converted(self.replica_step)
     finite, loss_finite = self.strategy.run(replica_step, args=(batch, input_wait_s))
     return self.finish_step(self._first(finite), self._first(loss_finite))
@@ -201,6 +220,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     converted(self.task.train_step)(step, batch)
     finite, loss_finite = step.outcome()
     step.report({"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)})
+    if self.parts.time_reductions:
+      step.report({"communication": (step.communication_s(), 1.0)})
     step.record(self._metrics)
     return finite, loss_finite
 
@@ -277,6 +298,17 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     dataset = self._dataset_fn(int(self.position.numpy()))
     return iter(self.cluster.distribute(dataset))
 
+  def time_parts(self, *, reductions: bool) -> None:
+    """Has `train` return "start_s" too, and "communication_s" (host); see framework/time_budget.py.
+
+    Args:
+      reductions: time them, if there are several replicas. The loop is traced once more.
+    """
+    self._loop_began = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+    several = self.strategy.num_replicas_in_sync > 1
+    self.parts = dataclasses.replace(self.parts, time_reductions=reductions and several)
+    self._compiled_loop = self.loop if self.eager else tf.function(self.loop)
+
   def reset_input(self) -> None:
     """Drops the iterator; the next `train` starts at `position` (after a restore)."""
     self._iterator = None
@@ -300,8 +332,11 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   def _run_loop(self, num_steps: tf.Tensor) -> None:
     self._compiled_loop(self._iterator, num_steps)
 
+  def _local(self, per_replica: Any) -> tuple[tf.Tensor, ...]:
+    return self.strategy.experimental_local_results(per_replica)
+
   def _first(self, per_replica: Any) -> tf.Tensor:
-    return self.strategy.experimental_local_results(per_replica)[0]
+    return self._local(per_replica)[0]
 
   def _state(self) -> dict[str, float]:
     state = {

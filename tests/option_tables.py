@@ -13,10 +13,12 @@ from framework import (
   cloud,
   cluster,
   loss_scale,
+  profiling,
   reduction,
   run,
   schedules,
   strategies,
+  time_budget,
   trainer,
 )
 from framework.configurables.table import GIVEN
@@ -39,6 +41,8 @@ SECTIONS = (
     "constant linear_warmup cosine_decay exponential_decay piecewise_constant scale_by_replicas",
   ),
   ("Actions", actions, "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
+  ("Time", time_budget, "TimeBudget"),
+  ("Traces", profiling, "Profile"),
 )
 
 

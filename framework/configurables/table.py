@@ -33,6 +33,8 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.schedules", "constant linear_warmup cosine_decay exponential_decay"),
   ("framework.schedules", "piecewise_constant scale_by_replicas"),
   ("framework.actions", "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
+  ("framework.time_budget", "TimeBudget"),
+  ("framework.profiling", "Profile"),
   ("framework.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
 )
 """Modules, and names that each must have."""
@@ -50,6 +52,7 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
     "global_batch_size": "set run.global_batch_size",
     "eager": "set run.eager",
     "seed": "set run.seed",
+    "recorder": "set run.ledger",
   },
   "Evaluator": {
     "task": "set run.task",

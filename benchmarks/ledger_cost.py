@@ -1,0 +1,110 @@
+"""What `run.ledger = True` costs a step: the same trainer with and without, taking turns.
+
+    python -m benchmarks.ledger_cost                       # the MLP, one replica
+    python -m benchmarks.ledger_cost --model cnn --replicas 2 --rounds 60
+
+Blocks of both in one process, in a new random order each round, so that what other programs do to a
+shared machine hits both alike. "control" is a second trainer without a ledger: what it differs from
+the first by is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+STEPS = {"mlp": 100, "cnn": 50, "many": 100}
+EXAMPLES = 2048
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger_cost", description=__doc__)
+  parser.formatter_class = argparse.RawDescriptionHelpFormatter
+  parser.add_argument("--model", default="mlp", choices=STEPS)
+  parser.add_argument("--replicas", type=int, default=1)
+  parser.add_argument("--rounds", type=int, default=100)
+  options = parser.parse_args(arguments)
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  seconds, cpu_seconds = measure(options.model, options.replicas, options.rounds)
+  print(f"{options.model} x{options.replicas}, {options.rounds} rounds of {STEPS[options.model]}")
+  for name in seconds:
+    ratios = np.array(seconds[name]) / seconds["without"]
+    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    print(
+      f"{name:8} {np.median(seconds[name]) / STEPS[options.model] * 1e6:6.0f} us a step, ratio of "
+      f"medians {np.median(seconds[name]) / np.median(seconds['without']):.3f}, median ratio "
+      f"{middle:.3f} [{low:.3f}, {high:.3f}], of CPU time "
+      f"{np.median(cpu_seconds[name]) / np.median(cpu_seconds['without']):.3f}"
+    )
+
+
+def measure(
+  model: str, replicas: int, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+  """Returns contender -> seconds a block, a round each; the same of CPU time."""
+  import tensorflow as tf
+
+  from framework import strategies
+
+  strategies.split_cpu(replicas)
+  steps = tf.constant(STEPS[model])
+  trainers = {
+    name: make_trainer(model, replicas, ledger=name == "ledger")
+    for name in ("without", "ledger", "control")
+  }
+  for trainer in trainers.values():
+    trainer.train(steps)
+  seconds: dict[str, list[float]] = {name: [] for name in trainers}
+  cpu_seconds: dict[str, list[float]] = {name: [] for name in trainers}
+  order = random.Random(0)
+  for _ in range(rounds):
+    for name in order.sample(list(trainers), len(trainers)):
+      started, cpu_started = time.perf_counter(), time.process_time()
+      trainers[name].train(steps)
+      seconds[name].append(time.perf_counter() - started)
+      cpu_seconds[name].append(time.process_time() - cpu_started)
+  return seconds, cpu_seconds
+
+
+def make_trainer(model: str, replicas: int, *, ledger: bool):
+  import keras
+
+  from benchmarks import contenders, models
+  from framework import inputs, strategies
+  from framework.recording import Recorder
+  from framework.sources import ArraySource
+  from framework.trainer import Trainer
+
+  rng = np.random.default_rng(0)
+  features = {
+    "image": rng.normal(size=[EXAMPLES, *models.IMAGE_SHAPE]).astype(np.float32),
+    "label": rng.integers(models.CLASSES, size=EXAMPLES),
+  }
+  source = ArraySource(features=features)
+  strategy = strategies.mirrored(cpu_replicas=replicas) if replicas > 1 else strategies.default()
+  recorder = Recorder(model_dir=tempfile.mkdtemp(), strategy=strategy) if ledger else None
+  order = {"global_batch_size": models.BATCH_SIZE, "seed": 0, "rows": None, "shuffle": True}
+
+  def read(position: int):
+    if recorder:
+      recorder.reads(source, position=position, **order)
+    return inputs.train_dataset(source, position=position, pad_multiple=replicas, **order)
+
+  return Trainer(
+    task=contenders.Classification(model),
+    strategy=strategy,
+    dataset_fn=read,
+    global_batch_size=models.BATCH_SIZE,
+    optimizer=keras.optimizers.Adam,
+    recorder=recorder,
+  )
+
+
+if __name__ == "__main__":
+  main()
