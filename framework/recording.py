@@ -99,7 +99,7 @@ class Recorder:
       )
 
   def end_loop(self, *, steps: int) -> None:
-    """Appends the loop, of which `steps` stand, to the file (host); on return it is there to stay."""
+    """Appends the loop, of which `steps` stand, to the file, which outlives the process (host)."""
     if steps == 0:
       return
     hashes, counts = self._table.numpy()[:steps].astype(np.uint64).T
