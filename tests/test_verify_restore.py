@@ -96,6 +96,13 @@ def test_the_defect_is_found_and_named(name, on_one_device):
   assert results[check].place == f"{line_of(kind, text)}, in {name}.{method}"
 
 
+def test_one_task_for_all_is_made_as_new(on_one_device):
+  task = defects.Counter()
+  result = by_check(restore.check(sound.subject(lambda: task)))[restore.SAME_STEP]
+  assert result.cause == "Python value outside the checkpoint"
+  assert result.values == {"outside": ["Counter.progress"]}
+
+
 def test_what_each_replica_counts_for_itself_moves_to_no_other_number_of_replicas(fewer):
   results = by_check(restore.check(sound.subject(defects.PerReplica)))
   assert [result.status for result in results.values()] == ["passed", "passed", "failed"]

@@ -51,8 +51,8 @@ class Resumption:
     self.rows = runs.rows_for(subject)
     first, second = subject.fresh_task(), subject.fresh_task()
     ours, theirs = vars(first), vars(second)
-    self._shares = any(ours[n] is theirs.get(n) and _is_mutable(ours[n]) for n in ours)
-    self._as_made = _copies(first) if self._shares else {}
+    shared = [n for n in ours if ours[n] is theirs.get(n) and _is_mutable(ours[n])]
+    self._as_made = _copies(first) if first is second or shared else {}
 
   def task(self) -> Task:
     """Returns a task as a new process would make it, also where the subject has but one."""
@@ -456,7 +456,7 @@ def _copies(task: Task) -> dict[str, Any]:
   found = {}
   for name, value in vars(task).items():
     with contextlib.suppress(Exception):
-      if _is_mutable(value):
+      if _is_mutable(value) or isinstance(value, (bool, int, float, str)):
         found[name] = copy.deepcopy(value)
   return found
 
