@@ -6,6 +6,7 @@ from pathlib import Path
 import keras
 import pytest
 from defects import inputs as defects
+from defects.randomness import NoiseOfExamples
 from defects.right import RIGHT
 
 from framework.verify import inputs
@@ -57,7 +58,7 @@ def test_a_defect(name):
   assert found[0].remedy
 
 
-@pytest.mark.parametrize("task", RIGHT)
+@pytest.mark.parametrize("task", [*RIGHT, NoiseOfExamples])
 def test_a_right_task(task):
   results = inputs.check(subject(task))
   assert not [each for each in results if each.status == "failed"]
