@@ -64,5 +64,21 @@ def is_the_users(file: str) -> bool:
   return not file.startswith(_NOT_THE_USERS) and not Path(file).name.startswith(names)
 
 
+def mistake(error: Exception) -> str | None:
+  """Returns the one line of a user's mistake, or None for a failure.
+
+  TensorFlow hides a mistake found while tracing or in the input pipeline, which marks it with
+  "user error: ", in the text of an error of its own; gin appends lines to any error.
+  """
+  if "[user error: " in str(error):
+    from framework.input_checks import user_error
+
+    return user_error(error)
+  hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))
+  if hidden:
+    return hidden[1]
+  return str(error).partition("\n")[0] if isinstance(error, ConfigError) else None
+
+
 class Preempted(Exception):  # noqa: N818  (an event, not an error)
   """SIGTERM came and the state is saved; launch.py exits with status 75, "try again later"."""

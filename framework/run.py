@@ -119,8 +119,8 @@ def run(
   _require_writable(model_dir)
   if mode == "replay":
     checkpoint = forensics.saved_state(model_dir)
-  task = _made_task(task)
-  _set_globals(seed, precision, deterministic, eager)
+  task = made_task(task)
+  set_globals(seed, precision, deterministic=deterministic, eager=eager)
   cluster.declare(
     {
       "task": f"{type(task).__module__}.{type(task).__qualname__}",
@@ -222,7 +222,8 @@ def _require_writable(model_dir: str) -> None:
     ) from error
 
 
-def _made_task(task: Task | Callable[[], Task]) -> Task:
+def made_task(task: Task | Callable[[], Task]) -> Task:
+  """Returns the task, made if a factory was given, or raises ConfigError."""
   made = task if isinstance(task, Task) else task() if callable(task) else task
   if not isinstance(made, Task):
     raise ConfigError(
@@ -242,8 +243,8 @@ def _made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
   return made
 
 
-def _set_globals(seed: int, precision: str, deterministic: bool, eager: bool) -> None:
-  """The process-wide settings that TensorFlow and Keras have for these four."""
+def set_globals(seed: int, precision: str, *, deterministic: bool, eager: bool) -> None:
+  """Makes the process-wide settings that TensorFlow and Keras have for these four (host)."""
   randomness.seed_everything(seed)
   keras.config.set_dtype_policy(precision)
   tf_keras.mixed_precision.set_global_policy(precision)

@@ -23,6 +23,7 @@ A parameter whose default is itself in the table (`strategy=strategies.auto`) is
     checks.py    the mistakes
 """
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ from framework.configurables.values import map_references
 __all__ = [
   "REPOSITORY",
   "bindings",
+  "bound",
   "check",
   "configured",
   "operative_config",
@@ -106,6 +108,14 @@ def operative_config() -> str:
 def bindings() -> dict[str, str]:
   """Returns what the config in force binds, name -> value as gin writes it."""
   return {str(binding): repr(binding.value) for binding in _from_gin().bindings}
+
+
+def bound(name: str, parameter: str, default: Any) -> Any:
+  """Returns the value of a binding, `default` without one; `@Class()` in it is called each time."""
+  try:
+    return copy.deepcopy(gin.query_parameter(f"{name}.{parameter}"))  # which is how gin calls it
+  except ValueError:
+    return default
 
 
 def _written(config: Config, values: Mapping[str, Any]) -> str:
