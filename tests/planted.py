@@ -6,7 +6,7 @@ import tensorflow as tf
 import tf_keras
 
 import framework
-from framework import ArraySource, Loss, StreamSource, Task, Trainer, inputs
+from framework import ArraySource, Loss, StreamSource, Task, Trainer, inputs, randomness
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 EXAMPLES, BATCH, SEED = 96, 8, 3
@@ -95,8 +95,7 @@ def example_at(*, step, replica, row, replicas, micro_batches=1):
 
 def make_trainer(strategy, task, **options):
   """Returns a trainer, from the same initial weights each time."""
-  keras.utils.set_random_seed(1)
-  keras.backend.clear_session()
+  randomness.seed_everything(1)
   trainer = Trainer(
     task=task,
     strategy=strategy,

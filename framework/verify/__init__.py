@@ -31,8 +31,8 @@ from framework.verify.report import Report, Result
 __all__ = ["GROUPS", "Report", "Result", "Subject", "subject_of_config", "verify"]
 
 GROUPS = (
-  *("configuration", "inputs", "replicas", "order", "gradients", "restore", "compilation"),
-  *("precision", "learning"),
+  *("configuration", "inputs", "replicas", "order", "gradients", "randomness", "restore"),
+  *("compilation", "precision", "learning"),
 )
 
 
