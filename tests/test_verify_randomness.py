@@ -62,6 +62,10 @@ EXPECTED = {
   right.Augmented: {**DROPS, **dict.fromkeys(AUGMENTATION, "passed")},
   right.Module: {**NOISY, **NO_PREPROCESS},
   right.Weighted: {**DRAWS_NOTHING, **EVALUATED, **NO_PREPROCESS},
+  right.TrainOnly: {
+    **DROPS, **dict.fromkeys(AUGMENTATION, "passed"),
+    **dict.fromkeys(("evaluation draws nothing", AUGMENTATION[2]), "not applicable"),
+  },
   right.Streamed: {**DRAWS_NOTHING, **EVALUATED, **SAME_EVERY_EPOCH},
   defects.RandomFeatures: {
     **DRAWS_NOTHING, "repeats with the seed": "passed", **EVALUATED, **SAME_EVERY_EPOCH,

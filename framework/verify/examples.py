@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from framework import inputs
 from framework.sources import Source, StreamSource
+from framework.task import Task
 from framework.tracing import as_written, converted
 from framework.verify.bench import Rows
 
@@ -63,6 +64,14 @@ def digests(source: Source | StreamSource, *, seconds: float) -> Digests:
       return Digests(by_id, True, total, varying)
   complete = isinstance(source, StreamSource) and not timed.late
   return Digests(by_id, complete, len(by_id) if complete else total, varying)
+
+
+def eval_source(task: Task) -> tuple[Source | StreamSource | None, str]:
+  """Returns what the task evaluates on, or None, and why: a task may be there for training only."""
+  try:
+    return task.source("eval"), ""
+  except Exception as error:
+    return None, f"source('eval') fails with {type(error).__name__}"
 
 
 def _batches(source: Source | StreamSource) -> Iterator[Rows]:

@@ -65,12 +65,14 @@ class Reading:
     self.bench = Bench(subject, rows=rows, quiet=False)
     self.task = self.bench.task
     randomness.seed_everything(subject.seed)
-    self.eval_source = self.task.source("eval")
+    self.eval_source, self.no_eval = examples.eval_source(self.task)
     self.source = self.task.source("train")
     has_own = type(self.task).preprocess is not Task.preprocess
     self.preprocess = self.task.preprocess if has_own else None
     self.train = examples.digests(self.source, seconds=READ_S)
-    self.eval = examples.digests(self.eval_source, seconds=READ_S)
+    self.eval = examples.Digests({}, True, 0, set())
+    if self.eval_source is not None:
+      self.eval = examples.digests(self.eval_source, seconds=READ_S)
     self.batch_size = min(subject.global_batch_size, self.train.total or examples.AT_ONCE)
 
   def batches(self, *, afresh: bool = False, **options: Any) -> tf.data.Dataset:
@@ -126,6 +128,8 @@ class Reading:
   def overlap(self) -> Result:
     """Examples of the evaluation that are in training too, by their content."""
     name = "train and eval apart"
+    if not self.eval.by_id:
+      return _skipped(name, self.no_eval or "source('eval') has no examples")
     train_ids = {content: i for i, content in reversed(self.train.by_id.items())}
     shared = [
       (train_ids[content], i) for i, content in self.eval.by_id.items() if content in train_ids
@@ -227,8 +231,8 @@ class Reading:
   def evaluation(self) -> Iterator[Result]:
     """The same rows from preprocess(batch, False), each time and in batches of any size."""
     name = "evaluation repeats"
-    if self.preprocess is None:
-      yield _skipped(name, "no preprocess()")
+    if self.preprocess is None or self.eval_source is None:
+      yield _skipped(name, self.no_eval or "no preprocess()")
       return
     size = min(self.subject.eval_batch_size or self.batch_size, len(self.eval.by_id))
     batches = inputs.eval_dataset(self.eval_source, global_batch_size=size)
@@ -338,7 +342,10 @@ class Reading:
 
   def _copes_with(self, rows: Rows) -> bool:
     start = self.bench.read()
-    outcome = self.bench.step(_padded_to(rows, self.bench_rows))
+    try:
+      outcome = self.bench.step(_padded_to(rows, self.bench_rows))
+    except tf.errors.InvalidArgumentError:
+      return False
     self.bench.assign(start)
     skipped = outcome.metrics.get("skipped", 0.0) > 0
     return not skipped and all(np.isfinite(value) for value in outcome.metrics.values())
@@ -390,14 +397,14 @@ class Reading:
     if labels.name is None:
       return _skipped(name, f"no integer feature picks one of {labels.classes} outputs in the loss")
     column = self.survey.columns[labels.name]
-    told = f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {labels.classes} classes"
-    if column.constant and self._whole_epoch and self.survey.examples >= 20:
+    count, classes = self.survey.examples, f"{labels.classes} classes"
+    if column.constant and self._whole_epoch and count >= 20:
       return _failed(
-        name, f"{told}: the same for all of {self.survey.examples} examples",
+        name, f"{labels.name!r} is {column.low:.0f} for all of {count} examples, of {classes}",
         "all labels are the same", "look at what source() reads as the label",
         place_of(self.task, *SOURCE, containing=(f'"{labels.name}"', f"'{labels.name}'")),
       )  # fmt: skip
-    return _passed(name, told)
+    return _passed(name, f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}")
 
   def _label_order(self, labels: Labels) -> Result:
     name = "labels in mixed order"

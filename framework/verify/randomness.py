@@ -159,6 +159,9 @@ class Steps:
   def evaluation(self) -> Result:
     """Whether the same batch, evaluated twice, gives the same metrics."""
     name = "evaluation draws nothing"
+    source, why = examples.eval_source(self.task)
+    if source is None:
+      return _skipped(name, why)
     try:
       rows = self.bench.subject.rows(self.task, 2 * self.rows, training=False)
     except Exception as error:
@@ -294,7 +297,9 @@ class Augmentation:
     )  # fmt: skip
 
   def _evaluation(self, name: str) -> Result:
-    source = self.task.source("eval")
+    source, why = examples.eval_source(self.task)
+    if source is None:
+      return _skipped(name, why)
     count = min(16, source.num_examples or 16)
     rows = next(inputs.eval_dataset(source, global_batch_size=count).as_numpy_iterator())
     backwards = {key: value[::-1] for key, value in rows.items()}

@@ -101,6 +101,18 @@ class Renumbered(Right):
 
 
 @defect(
+  "shared out to 2 and 3 workers",
+  "preprocess() numbers examples itself",
+  "2 workers make [0, 1, 2, ...] and [0, 1, 2, ...]",
+  "tf.range(",
+  owner=Renumbered,
+  global_batch_size=96,
+)
+class RenumberedEpoch(Renumbered):
+  """A batch is an epoch, so that the numbers look right on one worker."""
+
+
+@defect(
   "evaluation repeats", "augmentation in evaluation", "'x' differs when the same 16", "random_flip"
 )
 class FlippedAlways(Right):
@@ -221,7 +233,10 @@ class OneHotLabels(Right):
 
 
 @defect(
-  "label range", "all labels are the same", "the same for all of 96 examples", '"label": np.zeros'
+  "label range",
+  "all labels are the same",
+  "'label' is 0 for all of 96 examples, of 3",
+  '"label": np.zeros',
 )
 class OneLabel(Right):
   def source(self, split):
