@@ -24,6 +24,7 @@ CHECKS = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
   monkeypatch.setattr(inputs, "MEASURE_S", 0.02)
+  monkeypatch.setattr(inputs, "NOTICED_S", 0.02)
   monkeypatch.setattr(inputs, "READ_S", 0.5)
 
 
@@ -44,9 +45,10 @@ def place(owner, words):
 
 
 @pytest.mark.parametrize("name", defects.DEFECTS)
-def test_a_defect(name):
+def test_a_defect(name, monkeypatch):
   check, cause, says, [words], options = defects.DEFECTS[name]
   options = dict(options)
+  monkeypatch.setattr(inputs, "MEASURE_S", options.pop("measure_s", inputs.MEASURE_S))
   task = getattr(defects, name)
   owner = options.pop("owner", task)
   results = inputs.check(subject(task, **options))

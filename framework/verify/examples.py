@@ -25,6 +25,7 @@ from framework.verify.bench import Rows
 
 RESERVED = ("weight", "example_id", "seed")
 AT_ONCE = 256
+MANY = 10_000_000
 
 
 class Digests(NamedTuple):
@@ -79,8 +80,18 @@ def _batches(source: Source | StreamSource) -> Iterator[Rows]:
     numbered = source.dataset.enumerate()
     named = numbered.map(as_written(lambda i, features: {**features, "example_id": i}))
     return named.batch(AT_ONCE).as_numpy_iterator()
-  count = min(AT_ONCE, source.num_examples)
-  return inputs.train_dataset(source, global_batch_size=count).as_numpy_iterator()
+  order = _random_order(source.num_examples)
+  slices = tf.data.Dataset.from_tensor_slices(order)
+  fetch = as_written(lambda ids: {**source.fetch(ids), "example_id": ids})
+  return slices.map(fetch, num_parallel_calls=tf.data.AUTOTUNE).as_numpy_iterator()
+
+
+def _random_order(total: int) -> np.ndarray:
+  """Returns int64 [batches, rows]: all of `total` indices, or very many of them."""
+  random = np.random.default_rng(0)
+  order = random.permutation(total) if total <= MANY else random.integers(0, total, MANY)
+  rows = min(AT_ONCE, total)
+  return np.resize(order, [-(-len(order) // rows), rows]).astype(np.int64)
 
 
 def fetched_alone(source: Source, ids: Iterable[int]) -> dict[int, bytes]:

@@ -30,6 +30,8 @@ READ_S = 3.0
 """How long each source, and the pipeline, is read."""
 MEASURE_S = 1.0
 """How long the pipeline and the step are timed."""
+TRIALS = 3
+"""How often in a row the input must be too slow, for the machine may have been busy elsewhere."""
 LEAKED = 0.01
 """Share of the evaluation examples that must be in training too, to be no accident."""
 FAR = 30.0
@@ -196,9 +198,12 @@ class Reading:
 
   def _workers(self) -> Result:
     name = "shared out to 2 and 3 workers"
+    rows = padded_batch_size(self.batch_size, 6)
+    whole = self._made_by(range(rows), rows)
     mixed = ""
     for workers in (2, 3):
-      whole, parts = self._shared_out(workers)
+      share = rows // workers
+      parts = [self._made_by(range(i, i + share), rows) for i in range(0, rows, share)]
       ids = [part["example_id"] for part in parts]
       if not np.array_equal(np.concatenate(ids), whole["example_id"]):
         return _failed(
@@ -219,14 +224,10 @@ class Reading:
       remedy += "dataset.shuffle a seed"
     return _passed(name, f"each example id once; {remedy}")
 
-  def _shared_out(self, workers: int) -> tuple[Rows, list[Rows]]:
-    rows = padded_batch_size(self.batch_size, workers) // workers
-    shares = [range(i * rows, (i + 1) * rows) for i in range(workers)]
-    whole, *parts = [
-      next(self.batches(afresh=True, pad_multiple=workers, rows=share).as_numpy_iterator())
-      for share in (None, *shares)
-    ]
-    return whole, parts
+  def _made_by(self, share: range, rows: int) -> Rows:
+    """The rows of the first batch, padded to `rows`, that a worker of this share makes."""
+    made = self.batches(afresh=True, pad_multiple=rows, rows=share)
+    return next(made.as_numpy_iterator())
 
   def evaluation(self) -> Iterator[Result]:
     """The same rows from preprocess(batch, False), each time and in batches of any size."""
@@ -467,11 +468,10 @@ class Reading:
       self.bench.step(batch)
     except tf.errors.InvalidArgumentError:
       return _skipped(name, "the step fails")
-    ratio, told, values = self._ratio(batch)
-    if ratio < TOO_SLOW and values["input_s"] > NOTICED_S:
-      ratio, told, values = max(self._ratio(batch), (ratio, told, values), key=lambda each: each[0])
-    if ratio >= TOO_SLOW or values["input_s"] <= NOTICED_S:
-      return _passed(name, told, values)
+    for _ in range(TRIALS):
+      ratio, told, values = self._ratio(batch)
+      if ratio >= TOO_SLOW or values["input_s"] <= NOTICED_S:
+        return _passed(name, told, values)
     slow = ("numpy_function", "py_function", "map_fn", "for ")
     fetches = isinstance(self.source, Source) and type(self.source).__module__ != Source.__module__
     return _failed(
@@ -486,8 +486,8 @@ class Reading:
   def _ratio(self, batch: Rows) -> tuple[float, str, dict[str, Any]]:
     batches = self.batches(global_batch_size=self.subject.global_batch_size)
     iterator = batches.as_numpy_iterator()
-    input_s = _seconds_each(lambda: next(iterator))
     placed = self.bench.distributed(batch)
+    input_s = _seconds_each(lambda: next(iterator))
     step_s = _seconds_each(lambda: self.bench._step(placed))
     size = self.subject.global_batch_size
     told = (

@@ -264,11 +264,12 @@ class Sorted(Right):
   "input slower than the step",
   "examples/s alone",
   "tf.numpy_function",
+  measure_s=0.4,
 )
 class Slow(Right):
   def preprocess(self, batch, training):
     def decode(x):
-      time.sleep(0.04 if training else 0)
+      time.sleep(0.15 if training else 0)
       return x
 
     x = tf.ensure_shape(tf.numpy_function(decode, [batch["x"]], tf.float32), batch["x"].shape)
