@@ -8,8 +8,10 @@ import types
 
 import keras
 import numpy as np
+import planted
 import pytest
 import tensorflow as tf
+from planted import Planted, example_at, make_trainer
 
 import launch
 from framework import forensics, loss_scale, parameter_server, session
@@ -17,8 +19,6 @@ from framework.actions import StopOnNonFinite
 from framework.errors import ConfigError
 from framework.reduction import Reduction
 from framework.task import Loss
-from tests import planted
-from tests.planted import Planted, example_at, make_trainer
 
 STEPS = 8
 
@@ -228,7 +228,7 @@ def test_a_step_that_is_finite_has_nothing_to_report(mirrored):
 
 
 CONFIG = """
-import tests.planted
+import planted
 run.task = @Planted()
 Planted.example = {example}
 Planted.where = '{where}'
