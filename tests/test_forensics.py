@@ -5,6 +5,7 @@ import shlex
 import shutil
 import sys
 import types
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -267,7 +268,8 @@ def test_the_replay_command_shows_the_step_again(where, tmp_path, capsys):
   }
   assert saved == {"global_step": 8, "position": 64, "skipped_steps": 0}
 
-  python, *command = shlex.split(last.partition("replay the step: ")[2])
+  path, python, *command = shlex.split(last.partition("replay the step: ")[2])
+  assert path == f"PYTHONPATH={Path(__file__).parent}"  # where the task's module is
   assert (python, command[0]) == ("python", "launch.py")
   assert launch.main(command) == 0
   out, err = capsys.readouterr()
