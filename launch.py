@@ -2,10 +2,11 @@
 
   python launch.py --gin_file=configs/digits_cnn.gin --gin_param="run.train_steps = 200"
   python launch.py --gin_file=my_cluster.gin --local_workers=2  # all processes on this machine
+  python launch.py --gin_file=my.gin --mode=verify  # is the task right? about a minute
 
 Exit status:
   0    done
-  1    a failure; the traceback, and one line after it, say what and where
+  1    a failure; the traceback, and one line after it, say what and where; or a check that failed
   2    your mistake; one line says what, and what to do instead
   75   SIGTERM came, and nothing is lost: start the same command again to go on from there
   130  interrupted from the keyboard
@@ -15,7 +16,6 @@ TF_CPP_MIN_LOG_LEVEL=0 in the environment brings TensorFlow's own messages back.
 
 import logging
 import os
-import re
 import signal
 import sys
 import traceback
@@ -26,7 +26,10 @@ from absl import flags
 
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
 LOCAL_MODES = ("train", "train_and_evaluate")
-MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export")
+MODES = (
+  *("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"),
+  *("replay", "verify", "check_config"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,6 +54,10 @@ def launch(values: flags.FlagValues) -> int:
   if values.help:
     print(__doc__, values.module_help(sys.modules[__name__]), sep="\n")
     return 0
+  if values.mode == "check_config":
+    from framework.verify import configuration
+
+    return configuration.check_config(values.gin_file, values.gin_param)
   model_dir = values.model_dir or os.path.join("runs", Path(values.gin_file[0]).stem)
   if values.local_workers:
     return launch_local(values, model_dir)
@@ -58,6 +65,8 @@ def launch(values: flags.FlagValues) -> int:
   from framework.errors import Preempted
 
   configurables.parse(values.gin_file, values.gin_param)
+  if values.mode == "verify":
+    return verify(values.json)
   from framework.actions import NonFiniteLoss
   from framework.cluster import ClusterError
   from framework.run import run
@@ -69,6 +78,19 @@ def launch(values: flags.FlagValues) -> int:
   except (NonFiniteLoss, ClusterError) as failure:
     return _say(f"failed: {_first_line(failure)}", 1)
   return 0
+
+
+def verify(json_file: str | None) -> int:
+  """Prints what the checks of the config in force found; 1 if any failed."""
+  from framework import verify as checks
+
+  report = checks.verify(
+    checks.subject_of_config(), show=lambda text: print(f"{text}\n", flush=True)
+  )
+  print(report.count())
+  if json_file:
+    Path(json_file).write_text(report.json())
+  return 1 if report.failures else 0
 
 
 def launch_local(values: flags.FlagValues, model_dir: str) -> int:
@@ -107,12 +129,15 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
   flags.DEFINE_integer(
     "max_restarts", 0, "How often to restart the cluster after a failure.", 0, None, values
   )
+  flags.DEFINE_string("json", None, "Of --mode=verify: write the report here, too.", values)
   flags.DEFINE_boolean("help", False, "Print this.", values)
   arguments = values(argv)[1:]
   if arguments:
     raise flags.Error(f"unexpected {arguments[0]!r}; a gin file is --gin_file={arguments[0]}")
   if not values.gin_file and not values.help:
     raise flags.Error("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
+  if values.json is not None and values.mode != "verify":
+    raise flags.Error(f"--json={values.json} is for --mode=verify, not {values.mode}; leave it out")
   _check_local_flags(values)
   return values
 
@@ -134,28 +159,21 @@ def _check_local_flags(values: flags.FlagValues) -> None:
 
 
 def mistake(error: Exception) -> str | None:
-  """Returns the one line of a user's mistake, or None for a failure.
-
-  TensorFlow hides a mistake found while tracing or in the input pipeline, which marks it with
-  "user error: ", in the text of an error of its own; gin appends lines to any error.
-  """
+  """Returns the one line of a user's mistake, or None for a failure."""
   if isinstance(error, flags.Error):
     return f"{' '.join(str(error).split())} (--help lists the flags)"
-  if "[user error: " in str(error):
-    from framework.input_checks import user_error
+  from framework import errors
 
-    return user_error(error)
-  hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))
-  if hidden:
-    return hidden[1]
-  from framework.errors import ConfigError
-
-  return _first_line(error) if isinstance(error, ConfigError) else None
+  return errors.mistake(error)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  """False where AutoGraph regrets that it cannot convert gin, which any error in a task meets."""
-  return "could not transform <function augment_exception_message" not in record.getMessage()
+  """False for two regrets of TensorFlow's: that AutoGraph cannot convert gin, which any error in a
+  task meets, and that replicas run eagerly, which run.eager and a replay do on purpose.
+  """
+  text = record.getMessage()
+  of_gin = "could not transform <function augment_exception_message"
+  return of_gin not in text and "eagerly has significant overhead" not in text
 
 
 def _first_line(error: Exception) -> str:

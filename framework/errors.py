@@ -53,14 +53,31 @@ def failure(error: BaseException) -> str:
   frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
   places = [(file, line, name) for file, line, name in [*frames, *_PLACE.findall(str(error))]]
   for file, line, name in reversed(places):
-    if _is_the_users(file):
+    if is_the_users(file):
       return f"{reason} ({Path(file).name}:{line}, in {name})"
   return reason
 
 
-def _is_the_users(file: str) -> bool:
+def is_the_users(file: str) -> bool:
+  """Whether a file of a traceback is neither the framework's nor an installed package's."""
   names = ("launch.py", "<", "__autograph_generated_file")
   return not file.startswith(_NOT_THE_USERS) and not Path(file).name.startswith(names)
+
+
+def mistake(error: Exception) -> str | None:
+  """Returns the one line of a user's mistake, or None for a failure.
+
+  TensorFlow hides a mistake found while tracing or in the input pipeline, which marks it with
+  "user error: ", in the text of an error of its own; gin appends lines to any error.
+  """
+  if "[user error: " in str(error):
+    from framework.input_checks import user_error
+
+    return user_error(error)
+  hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))
+  if hidden:
+    return hidden[1]
+  return str(error).partition("\n")[0] if isinstance(error, ConfigError) else None
 
 
 class Preempted(Exception):  # noqa: N818  (an event, not an error)

@@ -31,6 +31,11 @@ class LossScale(tf.Module):
     is_one = isinstance(scale, float) and scale == 1.0  # known when traced: costs no operation
     return total if is_one else total * tf.cast(scale / examples, total.dtype)
 
+  @property
+  def expects_overflow(self) -> bool:
+    """Whether a gradient that is not finite is a normal event: this scale reacts to it."""
+    return type(self).update is not LossScale.update
+
   def update(self, finite: tf.Tensor) -> None:
     """Takes note of whether this step's reduced gradients were finite (cross-replica).
 

@@ -273,6 +273,12 @@ class Ema:
       if id(variable) in chosen:
         strategy.extended.update(average, move, args=(variable,), group=False)
 
+  def averages_of(self, variables: Sequence[Any]) -> list[tf.Variable]:
+    """Returns the averages of those of `variables` that have one."""
+    chosen = {id(models.raw(v)) for v in variables}
+    pairs = zip(self.averages, self._variables, strict=True)
+    return [average for average, variable in pairs if id(variable) in chosen]
+
   @contextlib.contextmanager
   def in_place(self) -> Iterator[None]:
     """Puts the averages in place of the variables for a while (host)."""

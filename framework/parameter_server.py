@@ -159,6 +159,7 @@ def _fetched(value: Any) -> Any:
 class ParameterServerTrainer(Trainer):
   """The trainer under `tf.distribute.ParameterServerStrategy`; made by `Trainer(...)`."""
 
+  watchable = False
   cluster: servers.ParameterServers
   _metrics: ReturnedSums
 
@@ -234,7 +235,7 @@ class ParameterServerTrainer(Trainer):
       return super().replica_step(batch, input_wait_s)
 
   @as_written
-  def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> None:
+  def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
     """Counts the step, and how many updates of others came since it read the weights."""
     with tf.control_dependencies([finite]):
       before = _fetch_and_add(self.global_step)
@@ -242,6 +243,7 @@ class ParameterServerTrainer(Trainer):
     self._metrics.add({"staleness": (staleness, 1.0)})
     self._applied_step = before + 1
     self._bad_step = tf.where(loss_finite, _NEVER, self._applied_step)
+    return tf.constant(True)
 
   @as_written
   def replica_id(self) -> tf.Tensor:
@@ -259,7 +261,8 @@ class ParameterServerTrainer(Trainer):
     super()._make_counters()
     self._claims = tf.Variable(0, dtype=tf.int64, trainable=False, name="claimed_steps")
 
-  def _make_iterator(self) -> Any:
+  def make_iterator(self) -> Any:
+    """See `Trainer.make_iterator`; each worker makes its own batches."""
     position, workers = int(self.position.numpy()), self._dispatcher.workers
     return iter(self._dispatcher.datasets(lambda w: self._dataset_fn(position, shard=(workers, w))))
 

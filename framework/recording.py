@@ -114,9 +114,11 @@ class Recorder:
     hashes = tf.bitcast(hashed(ids, 0, PURPOSE), tf.int64)
     return tf.bitcast(tf.reduce_sum(hashes * real, 1), tf.uint64), tf.reduce_sum(real, 1)
 
-  def end_loop(self) -> None:
-    """Appends the loop to the file (host); on return it outlives the process."""
-    hashes, counts = (values.numpy() for values in self._sums())
+  def end_loop(self, *, steps: int) -> None:
+    """Appends the loop, of which `steps` stand, to the file, which outlives the process (host)."""
+    if steps == 0:
+      return
+    hashes, counts = (values.numpy()[:steps] for values in self._sums())
     lines = [steps_line(self._began + 1, counts.tolist(), hashes.tolist())]
     if self._start is not None:
       start, self._start = self._start, None

@@ -16,7 +16,16 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework import cluster, configurables, inputs, optimizers, randomness, servers, strategies
+from framework import (
+  cluster,
+  configurables,
+  forensics,
+  inputs,
+  optimizers,
+  randomness,
+  servers,
+  strategies,
+)
 from framework.actions import Action
 from framework.errors import ConfigError, unknown
 from framework.evaluator import Evaluator
@@ -25,9 +34,11 @@ from framework.session import Session
 from framework.task import Task
 from framework.trainer import Trainer
 
-Mode = Literal["train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"]
+Mode = Literal[
+  "train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export", "replay"
+]
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
-MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export")
+MODES = ("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export", "replay")
 TRAINING_MODES = ("train", "train_and_evaluate")
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -67,7 +78,8 @@ def run(
     train_steps: the step at which training ends.
     global_batch_size: examples an update, over all replicas and micro-batches.
     mode: "train", "evaluate" (the newest checkpoint), "train_and_evaluate",
-      "evaluate_continuously" (every new checkpoint until `train_steps`), or "export".
+      "evaluate_continuously" (every new checkpoint until `train_steps`), "export", or "replay" (the
+      step at which StopOnNonFinite has stopped).
     model_dir: the run folder.
     strategy: a factory, such as `strategies.mirrored`.
     optimizer: a factory, or name -> factory; called in the strategy's scope.
@@ -90,8 +102,8 @@ def run(
       folder, such as <model_dir>/best.
 
   Returns:
-    The last evaluation's metrics, or the last loop's in mode "train"; empty for "export", and where
-    the strategy makes this process a worker or server of another.
+    The last evaluation's metrics, or the last loop's in mode "train"; empty for "export" and
+    "replay", and where the strategy makes this process a worker or server of another.
 
   Raises:
     ConfigError: a mistake of the user's, in one line.
@@ -109,8 +121,10 @@ def run(
       "out, or use --mode=evaluate or --mode=export."
     )
   _require_writable(model_dir)
-  task = _made_task(task)
-  _set_globals(seed, precision, deterministic, eager)
+  if mode == "replay":
+    checkpoint = forensics.saved_state(model_dir)
+  task = made_task(task)
+  set_globals(seed, precision, deterministic=deterministic, eager=eager)
   cluster.declare(
     {
       "task": f"{type(task).__module__}.{type(task).__qualname__}",
@@ -165,7 +179,7 @@ def run(
     recorder=recorder,
   )
   evaluator = None
-  if mode not in ("train", "export"):
+  if mode not in ("train", "export", "replay"):
     replicas, eval_batch = chosen.num_replicas_in_sync, eval_batch_size or global_batch_size
     eval_data = functools.partial(
       inputs.eval_dataset,
@@ -224,7 +238,8 @@ def _require_writable(model_dir: str) -> None:
     ) from error
 
 
-def _made_task(task: Task | Callable[[], Task]) -> Task:
+def made_task(task: Task | Callable[[], Task]) -> Task:
+  """Returns the task, made if a factory was given, or raises ConfigError."""
   made = task if isinstance(task, Task) else task() if callable(task) else task
   if not isinstance(made, Task):
     raise ConfigError(
@@ -244,8 +259,8 @@ def _made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
   return made
 
 
-def _set_globals(seed: int, precision: str, deterministic: bool, eager: bool) -> None:
-  """The process-wide settings that TensorFlow and Keras have for these four."""
+def set_globals(seed: int, precision: str, *, deterministic: bool, eager: bool) -> None:
+  """Makes the process-wide settings that TensorFlow and Keras have for these four (host)."""
   randomness.seed_everything(seed)
   keras.config.set_dtype_policy(precision)
   tf_keras.mixed_precision.set_global_policy(precision)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import orbit
 import tensorflow as tf
 
-from framework import configurables, reporting, strategies
+from framework import configurables, forensics, reporting, strategies
 from framework.actions import Action, Run, StopTraining, export
 from framework.checkpoints import CheckpointManager
 from framework.errors import ConfigError, Preempted
@@ -118,6 +120,7 @@ class Session:
       "train_and_evaluate": self.train_and_evaluate,
       "evaluate_continuously": self.evaluate_continuously,
       "export": self.export,
+      "replay": self.replay,
     }
     with reporting.quiet_orbit(), self._progress, self.cluster.blaming(lambda: self.step):
       results = modes[mode]()
@@ -177,6 +180,17 @@ class Session:
         os.path.join(self.model_dir, "export"),
         is_chief=self.cluster.is_chief,
       )
+    return {}
+
+  def replay(self) -> dict[str, float]:
+    """Makes the restored step again, eagerly, and prints where it is not finite (stderr).
+
+    Raises:
+      ConfigError: under parameter servers.
+    """
+    report = forensics.examine(self.trainer)
+    self._progress.message(str(report))
+    self._status = "reproduced" if report.findings else "not reproduced"
     return {}
 
   def _train(self, loops: Callable[[], None]) -> None:
@@ -292,6 +306,7 @@ class Session:
       metrics_log=self.metrics_log,
       global_step=self.trainer.global_step,
       model_dir=self.model_dir,
+      replay_command=_replay_command(self.model_dir, self.trainer),
       is_chief=self.cluster.is_chief,
       message=self._progress.message,
       evaluated_weights=ema.in_place if ema else contextlib.nullcontext,
@@ -335,6 +350,21 @@ class Session:
       yield
     finally:
       signal.signal(signal.SIGTERM, before)
+
+
+def _replay_command(model_dir: str, trainer: Trainer) -> str:
+  """Returns one line for a shell in this working directory; what to call where no gin was used."""
+  if not configurables.bindings():
+    return f"run(mode='replay', model_dir={model_dir!r}, ...) with the same arguments"
+  module = type(trainer.task).__module__
+  file = os.path.abspath(sys.modules[module].__file__ or "")
+  folder = file.rsplit(os.sep, module.count(".") + 1)[0]  # a gin file's own, or made importable
+  found = folder in (os.getcwd(), str(configurables.REPOSITORY)) or folder.startswith(sys.prefix)
+  path = "" if found else f"PYTHONPATH={shlex.quote(folder)} "
+  launch = os.path.relpath(configurables.REPOSITORY / "launch.py")
+  config = os.path.join(model_dir, "operative_config.gin")
+  flags = [f"--gin_file={config}", f"--model_dir={model_dir}", "--mode=replay"]
+  return f"{path}python {shlex.join([launch, *flags])}"
 
 
 def _optimizer_names(trainer: Trainer) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 from absl import logging
@@ -24,6 +24,9 @@ from framework.optimizers import DEFAULT, Ema, Optimizer
 from framework.reduction import Reduction
 from framework.task import REPORTED, REPORTED_BY_UPDATES, Loss, Weighted
 from framework.tracing import as_written, converted
+
+if TYPE_CHECKING:
+  from framework.forensics import Watch
 
 Gradient: TypeAlias = Any
 """A tensor, or None for a variable that the loss does not touch."""
@@ -52,6 +55,7 @@ class StepParts:
   ema: Ema | None = None
   time_reductions: bool = False
   replica_id: Callable[[], tf.Tensor] = replica_id
+  watch: Watch | None = None
 
 
 class EvalStep:
@@ -97,6 +101,8 @@ class Step(EvalStep):
     self._seeds = 0
     self._finite: list[tf.Tensor] = []
     self._loss_finite: list[tf.Tensor] = []
+    self._checked: list[tf.Tensor] = []
+    self._required: list[tf.Tensor] = []
     self._reductions_s: list[tf.Tensor] = []
 
   @as_written
@@ -188,6 +194,9 @@ class Step(EvalStep):
     timed = self._parts.time_reductions
     reduce = self._timed_reduction if timed else self._parts.reduction.all_reduce
     sums, scalars = reduce(packed.tensors, scalars)
+    if self._parts.watch is not None:
+      self._parts.watch.before_check()
+      self._required.append(tf.math.is_finite(scalars[0]))
     return packed.replaced(sums), Loss(*scalars)
 
   @as_written
@@ -209,7 +218,9 @@ class Step(EvalStep):
     """
     squares = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in _packed(gradients).tensors]
     square = 2.0 * tf.add_n(squares)
-    return tf.math.is_finite(square), tf.sqrt(square)
+    finite = tf.math.is_finite(square)
+    self._checked.append(finite)
+    return finite, tf.sqrt(square)
 
   @as_written
   def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
@@ -232,6 +243,9 @@ class Step(EvalStep):
   ) -> None:
     """Updates the optimizer's variables (and their moving average) if `finite`, else nothing.
 
+    In a watched step (framework/forensics.py) nothing either once a loss, or a gradient of an
+    earlier update, was not finite.
+
     Args:
       gradients: one a variable of the optimizer, reduced and unscaled.
       finite: bool scalar, the same on every replica.
@@ -239,6 +253,11 @@ class Step(EvalStep):
     """
     target = self._optimizer(optimizer)
     packed = Gradients.of(target.fusion, gradients)
+    watch = self._parts.watch
+    if watch is not None:
+      finite = _all([finite, *self._required])
+      self._required += self._checked if watch.counts_gradients else []
+      self._checked = []
 
     # A branch in replica context may not communicate, and Keras's update does; so branch where all
     # replicas are one, and go back to each replica inside the branch.
@@ -250,6 +269,8 @@ class Step(EvalStep):
         if self._parts.ema is not None:
           self._parts.ema.update(strategy, target.variables)
 
+      if watch is not None:
+        watch.before_update(target)
       tf.cond(strategy.experimental_local_results(finite)[0], update, lambda: None)
 
     context = tf.distribute.get_replica_context()

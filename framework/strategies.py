@@ -89,8 +89,8 @@ def multi_worker_mirrored(
   The processes meet and compare versions, code and config before TensorFlow connects them.
 
   Args:
-    resolver: where the addresses come from: @tf_config or @slurm, or your own factory of a
-      `tf.distribute.cluster_resolver.ClusterResolver`.
+    resolver: where the addresses come from: @tf_config, @slurm, @kubernetes or @gce, or your own
+      factory of a `tf.distribute.cluster_resolver.ClusterResolver`.
     communication: how tensors travel: "ring" over gRPC, "nccl" between GPUs, "auto" TensorFlow's
       choice.
     start_timeout_s: how long to wait for the other workers to come.

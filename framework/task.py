@@ -142,6 +142,9 @@ class Task:
   """
 
   model: Any = None
+  chance_loss: float | None = None
+  """The loss of guessing, such as log(10) for 10 classes; --mode=verify holds the first against it.
+  None: not known."""
 
   def build_model(self) -> Any:
     """Makes and returns the model, with its variables built.

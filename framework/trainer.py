@@ -19,7 +19,7 @@ import tensorflow as tf
 import tf_keras
 from absl import logging
 
-from framework import cluster, inputs, local_state, models, optimizers, strategies
+from framework import cluster, forensics, inputs, local_state, models, optimizers, strategies
 from framework import loss_scale as loss_scales
 from framework.errors import ConfigError
 from framework.inputs import Batch
@@ -46,6 +46,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller`, or your own loop, calls `train`."""
 
   ASYNCHRONOUS = "ParameterServerTrainer"
+  watchable = True
 
   def __init__(
     self,
@@ -147,7 +148,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     Returns:
       Means over the loop (loss, gradient_norm, the task's metrics) and examples/s and seconds of
       waiting for input in it; at its end the learning rate, the loss scale and all skipped steps
-      so far; `nonfinite_step` only if a loss was not finite: the first such step, from 1.
+      so far; `nonfinite_step` only if a loss was not finite: the first such step, from 1. A
+      watched loop (`watch_nonfinite`) ends before that step.
 
     Raises:
       ConfigError: no example of any step so far had a weight above 0.
@@ -156,7 +158,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     if steps == 0:
       return self._state()
     if self._iterator is None:
-      self._iterator = self._make_iterator()
+      self._iterator = self.make_iterator()
     self._metrics.reset()  # of a loop that failed half way
     before, started, called = int(self.global_step.numpy()), time.perf_counter(), time.time()
     if self._recorder is not None:
@@ -167,39 +169,50 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     finally:
       done = int(self.global_step.numpy()) - before
       self.position.assign_add(done * self.global_batch_size)
+    watch, stopped = self.parts.watch, done < steps  # only a watched loop stops by itself
+    steps = done + stopped
     results = self._metrics.result()  # waits for the device
     seconds = time.perf_counter() - started
     if self._recorder is not None:
-      self._recorder.end_loop()
+      self._recorder.end_loop(steps=done)
     self._report_retracing()
     self._require_weight()
-    self.skipped_steps.assign_add(round(results.pop("skipped") * steps))
+    skipped = round(results.pop("skipped") * steps)
+    self.skipped_steps.assign_add(max(0, skipped - stopped))  # a step taken back is none
     results["input_wait_s"] = results.pop("input_wait") * steps
     if "communication" in results:
       results["communication_s"] = results.pop("communication") * steps
     if self._loop_began is not None:
       results["start_s"] = max(0.0, float(self._loop_began.numpy()) - called)
     results["examples_per_second"] = steps * self.global_batch_size / seconds
-    return {**results, **self._state()}
+    if watch is not None and stopped:
+      self.reset_input()  # the iterator is past the bad step, the position is not
+      watch.on_stop()
+      results["nonfinite_step"] = float(done + before + 1)
+    return {**self._state(), **results}
 
   def loop(self, iterator: Iterator[Batch], num_steps: tf.Tensor) -> None:
-    """`num_steps` steps in one call: a while loop once compiled."""
+    """`num_steps` steps in one call, or as many as stand: a while loop once compiled."""
     if self._loop_began is not None:
       self._loop_began.assign(inputs.timestamp())
-    for _ in tf.range(num_steps):
+    step, stands = tf.constant(0), tf.constant(True)
+    while (step < num_steps) & stands:
       with tf.name_scope(""):  # without the loop's prefix on every operation's name
-        self.train_step(iterator)
+        stands = self.train_step(iterator)
+      step += 1
     local_state.average(self.strategy, self.task.model)
 
   @as_written
-  def train_step(self, iterator: Iterator[Batch]) -> None:
-    """One step (cross-replica): a global batch in, one update out."""
+  def train_step(self, iterator: Iterator[Batch]) -> tf.Tensor:
+    """One step (cross-replica): a global batch in, one update out; whether to go on (bool)."""
+    if self.parts.watch is not None:
+      self.parts.watch.begin()
     batch, input_wait_s = self.next_batch(iterator)
     if self._recorder is not None:
       self._recorder.record(self._local(batch["example_id"]), self.global_step.read_value())
     replica_step = converted(self.replica_step)
     finite, loss_finite = self.strategy.run(replica_step, args=(batch, input_wait_s))
-    self.finish_step(self._first(finite), self._first(loss_finite))
+    return self.finish_step(self._first(finite), self._first(loss_finite))
 
   @as_written
   def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -214,13 +227,22 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     return finite, loss_finite
 
   @as_written
-  def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> None:
-    """Counters and loss scale (cross-replica), from what all replicas agree on."""
+  def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
+    """Counters and loss scale (cross-replica), from what all replicas agree on.
+
+    Returns:
+      Whether the step stands, a bool scalar: False where it was watched, bad, and taken back.
+    """
     self.parts.loss_scale.update(finite)
+    if self.parts.watch is not None:
+      stands = self.parts.watch.stands(finite, loss_finite)
+      self.global_step.assign_add(tf.cast(stands, tf.int64), read_value=False)
+      return stands
     with tf.control_dependencies([finite]):  # a step whose input fails does not count
       step = self.global_step.assign_add(1, read_value=True)
     bad_step = tf.maximum(step, _NEVER * tf.cast(loss_finite, tf.int64))  # tf.where takes 28 us
     self._nonfinite_step.assign(tf.minimum(self._nonfinite_step, bad_step), read_value=False)
+    return tf.constant(True)
 
   @as_written
   def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
@@ -249,6 +271,33 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   def replica_id(self) -> tf.Tensor:
     """Returns this replica's number among all that train, an int32 scalar (replica context)."""
     return replica_id()
+
+  def watch_nonfinite(self, on_stop: Callable[[], None] = lambda: None) -> None:
+    """From now on a loop stops before the first step that is not finite (host).
+
+    That is a step with a loss or, without a loss scale that reacts to overflows, a reduced
+    gradient that is not finite; see framework/forensics.py. The step is taken back: the trainer,
+    its global step and its position are as they were before it, and `forensics.examine` tells
+    where the value came from.
+
+    Args:
+      on_stop: called by `train` when the loop has stopped.
+
+    Raises:
+      ConfigError: under parameter servers.
+    """
+    forensics.refuse_parameter_server(self)
+    watch = forensics.Watch(
+      strategy=self.strategy, model=self.task.model, loss_scale=self.parts.loss_scale,
+      ema=self.parts.ema, on_stop=on_stop,
+    )  # fmt: skip
+    self.parts = dataclasses.replace(self.parts, watch=watch)
+    self._compiled_loop = self.loop if self.eager else tf.function(self.loop)
+
+  def make_iterator(self) -> Iterator[Batch]:
+    """Returns an iterator of the global batches from `position` on, distributed (host)."""
+    dataset = self._dataset_fn(int(self.position.numpy()))
+    return iter(self.cluster.distribute(dataset))
 
   def time_parts(self, *, reductions: bool) -> None:
     """Has `train` return "start_s" too, and "communication_s" (host); see framework/time_budget.py.
@@ -283,10 +332,6 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
     self._compiled_loop(self._iterator, num_steps)
-
-  def _make_iterator(self) -> Iterator[Batch]:
-    dataset = self._dataset_fn(int(self.position.numpy()))
-    return iter(self.cluster.distribute(dataset))
 
   def _local(self, per_replica: Any) -> tuple[tf.Tensor, ...]:
     return self.strategy.experimental_local_results(per_replica)

@@ -9,6 +9,7 @@ ImageClassification.network = @cnn
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -164,6 +165,7 @@ class ImageClassification(Task):
     self._data, self._network = data, network
     self._shape, self._classes = tuple(input_shape), classes
     self._flip, self._shift = flip, shift
+    self.chance_loss = math.log(classes)
 
   def build_model(self) -> keras.Model:
     """Returns the network, which gives logits [n, classes]."""

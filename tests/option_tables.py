@@ -10,6 +10,7 @@ import types
 
 from framework import (
   actions,
+  cloud,
   cluster,
   loss_scale,
   profiling,
@@ -32,6 +33,7 @@ SECTIONS = (
     "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
   ),
   ("Clusters", cluster, "tf_config slurm"),
+  ("Clusters whose addresses an API knows", cloud, "kubernetes gce"),
   ("Loss scale", loss_scale, "none fixed dynamic"),
   (
     "Schedules",

@@ -395,7 +395,7 @@ def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
   for step in range(5):
     ids = tf.constant(ORDER[step * 7 : step * 7 + 7])
     recorder.record([ids[:4], tf.concat([ids[4:], [-1]], 0)], tf.constant(step, tf.int64))
-  recorder.end_loop()
+  recorder.end_loop(steps=5)
   [found] = ledger.read(str(tmp_path))
   assert prove([found]).epochs == 1
 

@@ -21,29 +21,40 @@ A parameter whose default is itself in the table (`strategy=strategies.auto`) is
     values.py    whether a value fits an annotation
     graph.py     what a config reaches
     checks.py    the mistakes
+    examination.py  all of them at once
 """
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
 
-from framework.configurables import imports, table
+from framework.configurables import table
 from framework.configurables.checks import check_all, in_force, resolved
+from framework.configurables.examination import Examination, examine, examined
 from framework.configurables.graph import Graph
-from framework.configurables.reading import MACRO, Binding, Config, Reference, at, is_writable, read
+from framework.configurables.imports import REPOSITORY
+from framework.configurables.reading import MACRO, Binding, Config, Reference, is_writable
 from framework.configurables.table import configured, register, register_all
 from framework.configurables.values import map_references
 
 __all__ = [
+  "REPOSITORY",
   "bindings",
+  "bound",
   "check",
   "configured",
+  "examine",
+  "examined_in_force",
   "operative_config",
   "parse",
   "register",
   "register_all",
 ]
+
+_latest: tuple[Examination, dict[str, str]] | None = None
+"""What `parse` read last, and what `bindings` said then."""
 
 
 def parse(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> None:
@@ -60,15 +71,20 @@ def parse(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> None:
   Raises:
     ConfigError: a mistake in the config, in one line, with file and line where there is one.
   """
-  config = read(gin_files, gin_params)
-  imports.make_importable(config.files)
-  register_all()
-  for where, statement in config.imports:
-    with at(where):
-      imports.import_module(statement.module)
-  history = [resolved(binding) for binding in config.bindings]
-  graph = check_all(history)
-  _put_in_force(config, [*in_force(history), *_defaults_in_use(graph)])
+  global _latest
+  examination = examine(gin_files, gin_params)
+  for mistake in examination.mistakes:
+    raise mistake.error
+  history, graph = examination.history, examination.graph
+  _put_in_force(examination.config, [*in_force(history), *_defaults_in_use(graph)])
+  _latest = examination, bindings()
+
+
+def examined_in_force() -> Examination:
+  """Returns the examination of the config in force: as `parse` read it, or as gin has it."""
+  if _latest is not None and _latest[1] == bindings():
+    return _latest[0]
+  return examined(_from_gin())
 
 
 def check() -> None:
@@ -104,6 +120,14 @@ def operative_config() -> str:
 def bindings() -> dict[str, str]:
   """Returns what the config in force binds, name -> value as gin writes it."""
   return {str(binding): repr(binding.value) for binding in _from_gin().bindings}
+
+
+def bound(name: str, parameter: str, default: Any) -> Any:
+  """Returns the value of a binding, `default` without one; `@Class()` in it is called each time."""
+  try:
+    return copy.deepcopy(gin.query_parameter(f"{name}.{parameter}"))  # which is how gin calls it
+  except ValueError:
+    return default
 
 
 def _written(config: Config, values: Mapping[str, Any]) -> str:

@@ -1,7 +1,10 @@
 """The mistakes in a config: names, values, what is missing, what contradicts, what nothing uses."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import gin
 
@@ -25,6 +28,27 @@ EXAMPLES = {
 """What to add for a parameter that must be set, where `... = ...` would not help."""
 
 
+Kind = Literal["reading", "imports", "names", "one value each", "values", "used", "complete"]
+"""What a mistake is a mistake in, in the order of the checks."""
+
+
+class Mistake(NamedTuple):
+  """A mistake: in what, where ("" if nowhere in particular), and its line, which begins there."""
+
+  kind: Kind
+  where: str
+  error: ConfigError
+
+
+def caught(kind: Kind, where: str, check: Callable[[], object]) -> Iterator[Mistake]:
+  """Yields what `check` raises, if it does, with the place in front of it."""
+  try:
+    with at(where):
+      check()
+  except ConfigError as error:
+    yield Mistake(kind, where, error)
+
+
 def resolved(binding: Binding) -> Binding:
   """Returns the binding with every name in its shortest unambiguous form.
 
@@ -32,14 +56,7 @@ def resolved(binding: Binding) -> Binding:
     ConfigError: a name or parameter that is not known, or that must not be bound.
   """
   with at(binding.where):
-    name = table.find(binding.name)
-    if name != MACRO:
-      _check_parameter(name, binding.parameter)
-    value = map_references(
-      binding.value,
-      lambda r: r if r.is_macro else dataclasses.replace(r, name=table.find(r.name)),
-    )
-  return dataclasses.replace(binding, name=name, value=value)
+    return _resolved(binding)
 
 
 def in_force(history: Iterable[Binding]) -> list[Binding]:
@@ -53,17 +70,38 @@ def check_all(history: Sequence[Binding]) -> Graph:
   Raises:
     ConfigError: the first mistake.
   """
-  _check_contradictions(history)
-  bindings = in_force(history)
-  graph = Graph(bindings)
-  for binding in bindings:
-    with at(binding.where):
-      _check_value(binding, graph)
-  _check_used(history, graph)
+  graph = Graph(in_force(history))
+  for mistake in itertools.chain(mistakes(history, graph), mistakes_in_use(history, graph)):
+    raise mistake.error
+  return graph
+
+
+def mistakes(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:
+  """Yields all that is wrong with single bindings, and those that contradict each other."""
+  yield from _contradictions(history)
+  for binding in in_force(history):
+    check = functools.partial(_check_value, binding, graph)
+    yield from caught("values", binding.where, check)
+
+
+def mistakes_in_use(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:
+  """Yields what nothing uses, and what is missing; where there are `mistakes`, it is guesswork."""
+  for binding in _unused(history, graph):
+    yield Mistake("used", binding.where, _unused_error(binding, graph))
   for use in sorted(graph.uses):
     if use.called:
-      _check_complete(use, graph)
-  return graph
+      yield from _missing(use, graph)
+
+
+def _resolved(binding: Binding) -> Binding:
+  name = table.find(binding.name)
+  if name != MACRO:
+    _check_parameter(name, binding.parameter)
+  value = map_references(
+    binding.value,
+    lambda r: r if r.is_macro else dataclasses.replace(r, name=table.find(r.name)),
+  )
+  return dataclasses.replace(binding, name=name, value=value)
 
 
 def _check_parameter(name: str, parameter: str) -> None:
@@ -77,15 +115,16 @@ def _check_parameter(name: str, parameter: str) -> None:
     raise ConfigError(f"{name} has no parameter {parameter!r}.{hint}")
 
 
-def _check_contradictions(history: Iterable[Binding]) -> None:
+def _contradictions(history: Iterable[Binding]) -> Iterator[Mistake]:
   first: dict[tuple[str, tuple[str, str, str]], Binding] = {}
   for binding in history:
     other = first.setdefault((binding.file, binding.key), binding)
     if repr(other.value) != repr(binding.value):
-      raise ConfigError(
+      error = ConfigError(
         f"{binding.where}: {binding} is {binding.value!r}, but {other.value!r} at {other.where}. "
         "Remove one of the two lines."
       )
+      yield Mistake("one value each", binding.where, error)
 
 
 def _check_value(binding: Binding, graph: Graph) -> None:
@@ -105,8 +144,8 @@ def _check_value(binding: Binding, graph: Graph) -> None:
     raise ConfigError(f"{binding} is {said}; it must be {must}")
 
 
-def _check_complete(use: Use, graph: Graph) -> None:
-  """Raises if gin would call something without one of its required parameters."""
+def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:
+  """Yields the required parameters that gin would call something without."""
   values = graph.values(use.scope, use.name)
   for parameter in table.parameters(use.name).values():
     required = parameter.default in (table.UNKNOWN, gin.REQUIRED)
@@ -114,11 +153,12 @@ def _check_complete(use: Use, graph: Graph) -> None:
       name = f"{scoped(use.scope, use.name)}.{parameter.name}"
       known = parameter.annotation is not table.UNKNOWN
       must = f"; it must be {spelled(parameter.annotation)}" if known else ""
-      raise ConfigError(f"{name} is not set{must}. Add {EXAMPLES.get(name, f'`{name} = ...`')}.")
+      example = EXAMPLES.get(name, f"`{name} = ...`")
+      yield Mistake("complete", "", ConfigError(f"{name} is not set{must}. Add {example}."))
 
 
-def _check_used(history: Sequence[Binding], graph: Graph) -> None:
-  """Raises for a binding that nothing takes, except where a later line has overridden its user.
+def _unused(history: Sequence[Binding], graph: Graph) -> list[Binding]:
+  """Returns the bindings that nothing takes, but for those whose user a later line has overridden.
 
   A binding counts as used if it was so just before some later binding was overridden. So a base
   file's `mirrored.num_packs` may stay when --gin_param says `run.strategy = @default`.
@@ -128,11 +168,10 @@ def _check_used(history: Sequence[Binding], graph: Graph) -> None:
   for stop in (index for index, key in enumerate(keys) if key in keys[:index]):
     earlier = Graph(in_force(history[:stop]))
     unused = [index for index in unused if index >= stop or not earlier.is_used(history[index])]
-  if unused:
-    raise _unused(history[unused[0]], graph)
+  return [history[index] for index in unused]
 
 
-def _unused(binding: Binding, graph: Graph) -> ConfigError:
+def _unused_error(binding: Binding, graph: Graph) -> ConfigError:
   if binding.name == MACRO:
     names = {
       f"{use.name}.{parameter}" for use in graph.uses for parameter in table.parameters(use.name)

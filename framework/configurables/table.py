@@ -28,6 +28,7 @@ TABLE: Sequence[tuple[str, str]] = (
     "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
   ),
   ("framework.cluster", "tf_config slurm"),
+  ("framework.cloud", "kubernetes gce"),
   ("framework.loss_scale", "none fixed dynamic"),
   ("framework.schedules", "constant linear_warmup cosine_decay exponential_decay"),
   ("framework.schedules", "piecewise_constant scale_by_replicas"),

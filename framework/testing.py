@@ -1,0 +1,82 @@
+"""The checks of `--mode=verify` as functions for a test suite of your own.
+
+    from framework import testing
+
+    def test_my_task_is_right():
+      testing.assert_right(MyTask, optimizer=keras.optimizers.Adam, global_batch_size=64)
+
+    def test_the_update_is_the_same_on_three_replicas():
+      results = testing.check(MyTask, groups=("replicas",), accumulation_steps=2)
+      assert testing.found(results, "same update on 3 replicas").status == "passed"
+
+They run on logical CPUs, which TensorFlow makes only before its first operation: where other tests
+come first, call `framework.strategies.split_cpu(3)` in conftest.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from framework import optimizers, verify
+from framework.task import Task
+from framework.verify import Report, Result, Subject
+
+__all__ = ["Report", "Result", "assert_right", "check", "found"]
+
+
+def check(
+  task: Callable[[], Task],
+  *,
+  groups: Sequence[str] | None = None,
+  optimizer: optimizers.OptimizerFactory
+  | Mapping[str, optimizers.OptimizerFactory] = keras.optimizers.Adam,
+  global_batch_size: int = 64,
+  seed: int = 0,
+  precision: str = "float32",
+  **trainer: Any,
+) -> list[Result]:
+  """Runs checks of a task (host).
+
+  Args:
+    task: makes it: a class, or a function without arguments.
+    groups: which of `verify.GROUPS`; None runs all.
+    optimizer: as `run` takes it.
+    global_batch_size: as `run` takes it.
+    seed: as `run` takes it.
+    precision: as `run` takes it.
+    trainer: options of `Trainer`, such as clip_norm=1.0.
+
+  Raises:
+    ConfigError: an unknown group, or TensorFlow has started with fewer than three logical CPUs.
+  """
+  subject = Subject(
+    task=task, optimizer=optimizer, global_batch_size=global_batch_size, seed=seed,
+    precision=precision, trainer=trainer,
+  )  # fmt: skip
+  return verify.verify(subject, groups=groups).results
+
+
+def assert_right(task: Callable[[], Task], **options: Any) -> None:
+  """Runs checks of a task; see `check` for the options (host).
+
+  Raises:
+    AssertionError: a check failed; its text is the table of those that did.
+  """
+  failed = [result for result in check(task, **options) if result.status == "failed"]
+  if failed:
+    raise AssertionError("\n" + Report(failed, seconds=0.0).table())
+
+
+def found(results: Sequence[Result], name: str) -> Result:
+  """Returns the result of the check of this name, such as "same update on 2 replicas".
+
+  Raises:
+    KeyError: there is none.
+  """
+  for result in results:
+    if result.check == name:
+      return result
+  raise KeyError(f"no check {name!r} among {', '.join(result.check for result in results)}")

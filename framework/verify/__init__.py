@@ -1,0 +1,102 @@
+"""Whether a user's own task is right: checks of the step, its inputs and its config, on the CPU.
+
+    python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
+
+    report.py    what a check found: a table, JSON
+    bench.py     the user's Trainer on 1 to N logical CPUs, one step at a time
+    noise.py     the same noise for every row, so that a random task can be compared
+
+and a module for each group of checks in `GROUPS`, with `check(subject) -> results`. docs/verify.md
+says what each one means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from framework import configurables, errors, strategies
+from framework.run import made_task, run, set_globals
+from framework.verify import report
+from framework.verify.bench import MOST_REPLICAS, Subject
+from framework.verify.report import Report, Result
+
+__all__ = ["GROUPS", "Report", "Result", "Subject", "subject_of_config", "verify"]
+
+GROUPS = (
+  *("configuration", "inputs", "replicas", "order", "gradients", "randomness", "restore"),
+  *("compilation", "precision", "learning"),
+)
+
+
+def verify(
+  subject: Subject,
+  *,
+  groups: Sequence[str] | None = None,
+  show: Callable[[str], None] = lambda text: None,
+) -> Report:
+  """Runs the checks, in a process that has not used TensorFlow's devices yet (host).
+
+  Args:
+    subject: what to verify.
+    groups: which of `GROUPS`; None runs all.
+    show: is called with the text of each group as soon as it is done.
+
+  Raises:
+    ConfigError: an unknown group, or TensorFlow has started with too few logical CPUs.
+  """
+  groups = GROUPS if groups is None else groups
+  for group in groups:
+    if group not in GROUPS:
+      raise errors.unknown("group of checks", group, GROUPS)
+  prepare(subject)
+  began, results = time.monotonic(), []
+  for group in groups:
+    found = _checked(group, subject)
+    show(report.section(found))
+    results += found
+  return Report(results, seconds=time.monotonic() - began)
+
+
+def prepare(subject: Subject) -> None:
+  """Splits the CPU, hides accelerators, and sets seed and precision as `run` does (host)."""
+  logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it regrets each further trace
+  if tf.config.get_visible_devices("GPU"):
+    with contextlib.suppress(RuntimeError):  # in use already: the bench names its CPUs anyway
+      tf.config.set_visible_devices([], "GPU")
+  strategies.split_cpu(MOST_REPLICAS)
+  set_globals(subject.seed, subject.precision, deterministic=False, eager=False)
+
+
+def subject_of_config() -> Subject:
+  """Returns what the config in force describes."""
+  defaults = inspect.signature(run).parameters
+
+  def bound(name: str) -> Any:
+    return configurables.bound("run", name, defaults[name].default)
+
+  def make_task() -> Any:
+    return made_task(bound("task"))
+
+  same = ("global_batch_size", "eval_batch_size", "seed", "precision", "shuffle", "steps_per_loop")
+  return Subject(
+    task=make_task, optimizer=bound("optimizer"), **{name: bound(name) for name in same}
+  )
+
+
+def _checked(group: str, subject: Subject) -> list[Result]:
+  """One group; what a task or an input raises on the bench is a finding like any other."""
+  try:
+    module = importlib.import_module(f"framework.verify.{group}")
+    return module.check(subject)
+  except Exception as error:
+    line, name = errors.mistake(error), "runs at all"
+    detail, cause = line or errors.failure(error), "mistake" if line else "error"
+    return [Result(group=group, check=name, status="failed", detail=detail, cause=cause)]

@@ -1,0 +1,57 @@
+"""What a traced step is made of: every operation, of every function inside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+RANDOM = (
+  "RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "Multinomial",
+  "RandomShuffle", "RandomGamma", "RandomPoissonV2", "ParameterizedTruncatedNormal",
+  "StatefulUniform", "StatefulUniformFullInt", "StatefulUniformInt", "StatefulStandardNormalV2",
+  "StatefulTruncatedNormal", "StatefulRandomBinomial", "RngReadAndSkip",
+)  # fmt: skip
+"""Operations whose numbers depend on how often they have run."""
+
+
+def operations(graph: Any) -> Iterator[tf.Operation]:
+  """Yields the operations of a graph and of all functions that it calls, loops and branches.
+
+  Args:
+    graph: of a concrete function.
+  """
+  yield from _walk(graph, set())
+
+
+def _walk(graph: Any, seen: set[str]) -> Iterator[tf.Operation]:
+  for operation in graph.get_operations():
+    yield operation
+    for name in function_names(operation):
+      if name in seen:
+        continue
+      seen.add(name)
+      if inner := function_of(graph, name):
+        yield from _walk(inner, seen)
+
+
+def function_names(operation: tf.Operation) -> list[str]:
+  """Returns the functions that an operation calls."""
+  names = []
+  for attribute in operation.op_def.attr:
+    if attribute.type == "func":
+      names.append(operation.get_attr(attribute.name).name)
+    elif attribute.type == "list(func)":
+      names += [each.name for each in operation.get_attr(attribute.name)]
+  return [name for name in names if name]
+
+
+def function_of(graph: Any, name: str) -> Any:
+  """Returns the graph of a function that is called in `graph`; None if it is not known."""
+  while graph is not None:
+    function = graph._functions.get(name) if hasattr(graph, "_functions") else None
+    if function is not None:
+      return getattr(function, "graph", None)
+    graph = getattr(graph, "outer_graph", None)
+  return None

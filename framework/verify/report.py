@@ -1,0 +1,144 @@
+"""What a check found, as a table for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["passed", "failed", "not applicable"]
+WIDTH, COLUMN = 100, 30
+_FRAMEWORK = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+  """One line of the table.
+
+  Attributes:
+    group: which of the checks of docs/verify.md, such as "replicas".
+    check: what was checked, such as "same update on 2 replicas".
+    status: "passed", "failed" or "not applicable".
+    detail: what was seen: numbers, names; of what is not applicable, why.
+    cause: of a failure, the likely one, by its name in docs/verify.md, such as "mean of means".
+    remedy: of a failure, what to do.
+    place: of a failure, file, line and function, such as "tasks/mine.py:31, in Mine.loss".
+    values: the numbers, for JSON.
+  """
+
+  group: str
+  check: str
+  status: Status
+  detail: str = ""
+  cause: str = ""
+  remedy: str = ""
+  place: str = ""
+  values: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Report:
+  """All results of one verification."""
+
+  def __init__(self, results: Sequence[Result], *, seconds: float) -> None:
+    """Keeps them."""
+    self.results, self.seconds = list(results), seconds
+
+  @property
+  def failures(self) -> list[Result]:
+    """The results that failed, in order."""
+    return [result for result in self.results if result.status == "failed"]
+
+  def table(self) -> str:
+    """Returns the table for a terminal of 100 columns, and one line that counts."""
+    groups = dict.fromkeys(result.group for result in self.results)
+    parts = [section([r for r in self.results if r.group == group]) for group in groups]
+    return "\n\n".join([*parts, self.count()])
+
+  def count(self) -> str:
+    """Returns one line: how many passed, failed and did not apply."""
+    count = {
+      status: sum(result.status == status for result in self.results)
+      for status in ("passed", "failed", "not applicable")
+    }
+    counts = ", ".join(f"{number} {status}" for status, number in count.items())
+    return f"{counts} in {self.seconds:.0f} s"
+
+  def json(self) -> str:
+    """Returns the report as a JSON object: seconds, failed, results."""
+    found = [dataclasses.asdict(result) for result in self.results]
+    report = {"seconds": self.seconds, "failed": len(self.failures), "results": found}
+    return json.dumps(report, indent=2, default=float) + "\n"
+
+
+def section(results: Sequence[Result]) -> str:
+  """Returns the lines of one group, its name first."""
+  lines = [results[0].group] if results else []
+  for result in results:
+    lines += _lines(result, max(COLUMN, *(len(r.check) for r in results)))
+  return "\n".join(lines)
+
+
+def _lines(result: Result, widest: int) -> list[str]:
+  mark = {"passed": "ok", "failed": "FAILED", "not applicable": "-"}[result.status]
+  first = f"  {result.check:{widest}}  {mark:6}  "
+  lines = textwrap.wrap(result.detail, max(40, WIDTH - len(first))) or [""]
+  lines = [(first + lines[0]).rstrip(), *(" " * len(first) + line for line in lines[1:])]
+  told = {"likely cause": result.cause, "where": result.place, "remedy": result.remedy}
+  for name, text in told.items():
+    if text:
+      lines += textwrap.wrap(
+        f"{name}: {text}", WIDTH, initial_indent="      ", subsequent_indent="        "
+      )
+  return lines
+
+
+def place_of(
+  owner: Any, *names: str, containing: Iterable[str] = (), anywhere: bool = False
+) -> str:
+  """Returns where in the user's code a method is written, or a line that holds one of some texts.
+
+  Args:
+    owner: an object, whose methods `names` are looked at in order.
+    names: methods.
+    anywhere: then look at all its others, too.
+    containing: such as "reduce_mean"; without any, or if none is found, the first line of the first
+      of `names` that is the user's.
+
+  Returns:
+    "file.py:31, in Mine.loss", or "" where all are the framework's own or have no source.
+  """
+  own = [name for name, value in inspect.getmembers(type(owner), inspect.isfunction)]
+  for name in (*names, *(own if anywhere else ())):
+    function = getattr(owner, name, None)
+    lines, start = _source(function)
+    for number, line in enumerate(lines, start):
+      if any(text in line for text in containing):
+        return _place(function, number)
+  found = [
+    (function, _source(function)) for name in names if (function := getattr(owner, name, None))
+  ]
+  return next((_place(function, start) for function, (lines, start) in found if lines), "")
+
+
+def _source(function: Callable[..., Any] | None) -> tuple[list[str], int]:
+  """The lines of a function of the user's, and the number of the first."""
+  try:
+    inner = _inner(function)
+    if Path(inspect.getsourcefile(inner) or "").resolve().parent == _FRAMEWORK:
+      return [], 0
+    return inspect.getsourcelines(inner)
+  except (OSError, TypeError):
+    return [], 0
+
+
+def _inner(function: Any) -> Any:
+  return inspect.unwrap(getattr(function, "__func__", function))
+
+
+def _place(function: Any, number: int) -> str:
+  inner = _inner(function)
+  return f"{Path(inspect.getsourcefile(inner) or '').name}:{number}, in {inner.__qualname__}"

@@ -1,0 +1,85 @@
+"""Gradients that are missing, zero, not finite or wrong."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from defects.small import FEATURES, Small
+from framework.task import Loss
+
+
+class UnusedLayer(Small):
+  def build_model(self):
+    inputs = keras.Input([FEATURES])
+    hidden = keras.layers.Dense(4, activation="tanh", name="used")(inputs)
+    unused = keras.layers.Dense(4, name="unused")(inputs)
+    return keras.Model(inputs, [keras.layers.Dense(1)(hidden), unused])
+
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=training)[0][:, 0]
+
+
+class RoundedOutputs(Small):
+  """What comes before round() learns nothing."""
+
+  def build_model(self):
+    model = super().build_model()
+    self.scale = keras.layers.Dense(1, name="after")
+    self.scale.build([None, 1])
+    return {"default": model, "after": self.scale}
+
+  def variables_of(self, optimizer):
+    return [*self.model["default"].trainable_variables, *self.scale.trainable_variables]
+
+  def forward(self, batch, training):
+    rounded = tf.round(self.model["default"](batch["x"], training=training))
+    return self.scale(rounded)[:, 0]
+
+
+class DeadReLU(Small):
+  def hidden(self):
+    return [
+      keras.layers.Dense(4, activation="relu", bias_initializer=keras.initializers.Constant(-99.0))
+    ]
+
+
+class SquareRootAtZero(Small):
+  def errors(self, outputs, batch):
+    x = tf.zeros_like(outputs) * outputs
+    return tf.square(outputs - batch["y"]) + tf.sqrt(x)
+
+
+@tf.custom_gradient
+def halved(x):
+  return tf.identity(x), lambda upstream: -0.5 * upstream
+
+
+class WrongCustomGradient(Small):
+  def forward(self, batch, training):
+    return halved(super().forward(batch, training))  # custom_gradient
+
+
+class Embedded(Small):
+  """Right: a sparse gradient is made dense."""
+
+  def build_model(self):
+    layers = [
+      keras.Input([2], dtype="int32"),
+      keras.layers.Embedding(50, 4),
+      keras.layers.Flatten(),
+    ]
+    return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+  def source(self, split):
+    from framework.sources import ArraySource
+
+    x = np.random.default_rng(2).integers(0, 50, [40, 2]).astype(np.int32)
+    return ArraySource(features={"x": x, "y": x.sum(axis=1).astype(np.float32) / 50})
+
+
+class StopsOnPurpose(Small):
+  """Right: a target that is no part of the loss, as in self-distillation."""
+
+  def loss(self, outputs, batch):
+    target = tf.stop_gradient(0.5 * outputs + 0.5 * batch["y"])
+    return Loss.from_examples(tf.square(outputs - target), batch["weight"])

@@ -1,0 +1,276 @@
+"""Mistakes that people make in sources and preprocess(); see test_verify_inputs.py."""
+
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from defects.right import CLASSES, Right, points
+from framework import ArraySource, Loss, Source, StreamSource
+
+DEFECTS = {}
+
+
+def defect(check, cause, says, *lines, **options):
+  """Registers a task: which check finds what, where (words of a line), and what it says.
+
+  Several (check, cause) may be given, as tuples of equal length.
+  """
+
+  def register(task):
+    DEFECTS[task.__name__] = (check, cause, says, lines, options)
+    task.expected = check
+    return task
+
+  return register
+
+
+@defect(
+  "train and eval apart", "source() ignores the split", "32 of 32 eval in 96 train", "count ="
+)
+class SameSplit(Right):
+  def source(self, split):
+    features = points("train")
+    count = 96 if split == "train" else 32
+    return ArraySource(features={name: value[:count] for name, value in features.items()})
+
+
+@defect(
+  ("train and eval apart", "source() repeats"),
+  ("train and eval overlap", "source() is random"),
+  "a second call of source('train') gives other examples",
+  "np.random.permutation",
+)
+class SplitAtRandom(Right):
+  def source(self, split):
+    features = points("train")
+    order = np.random.permutation(96)
+    rows = order[:72] if split == "train" else order[72:]
+    return ArraySource(features={name: value[rows] for name, value in features.items()})
+
+
+class Sorting(Source):
+  """A format that wants its indices sorted, as h5py does."""
+
+  def __init__(self, split):
+    features = points(split)
+    self.num_examples = len(features["label"])
+    self._features = {name: tf.constant(value) for name, value in features.items()}
+
+  def fetch(self, indices):
+    indices = tf.sort(indices)
+    return {name: tf.gather(value, indices) for name, value in self._features.items()}
+
+
+@defect(
+  "source() repeats",
+  "fetch() mixes up its rows",
+  "Sorting.fetch gives another example",
+  "tf.sort(indices)",
+  owner=Sorting,
+)
+class SortedIndices(Right):
+  def source(self, split):
+    return Sorting(split)
+
+
+@defect(
+  ("each example once", "evaluation in batches of any size"),
+  ("preprocess() repeats or drops examples", "preprocess() mixes rows"),
+  "in an epoch, example ",
+  "tf.gather(value, rows)",
+)
+class Oversampled(Right):
+  def preprocess(self, batch, training):
+    rare = tf.where(batch["label"] == 2, 0.0, -2.0)
+    rows = tf.math.top_k(rare, k=batch["label"].shape[0]).indices // 2
+    return {name: tf.gather(value, rows) for name, value in batch.items()}
+
+
+@defect(
+  "each example once",
+  "preprocess() numbers examples itself",
+  "in an epoch, example 0 comes 6 times, 80 of 96 never come, such as 16",
+  "tf.range(",
+)
+class Renumbered(Right):
+  def preprocess(self, batch, training):
+    rows = batch["x"].shape[0]
+    batch["example_id"] = tf.range(rows, dtype=tf.int64)
+    return batch
+
+
+@defect(
+  "shared out to 2 and 3 workers",
+  "preprocess() numbers examples itself",
+  "2 workers make [0, 1, 2, ...] and [0, 1, 2, ...]",
+  "tf.range(",
+  owner=Renumbered,
+  global_batch_size=96,
+)
+class RenumberedEpoch(Renumbered):
+  """A batch is an epoch, so that the numbers look right on one worker."""
+
+
+@defect(
+  "evaluation repeats", "augmentation in evaluation", "'x' differs when the same 16", "random_flip"
+)
+class FlippedAlways(Right):
+  def preprocess(self, batch, training):
+    flipped = tf.image.random_flip_left_right(batch["x"][:, None, :, None])
+    return {**batch, "x": flipped[:, 0, :, 0]}
+
+
+@defect(
+  "evaluation repeats",
+  "augmentation in evaluation",
+  "asks for batch['seed'], which only training has",
+  'batch["seed"]',
+)
+class SeedInEvaluation(Right):
+  def preprocess(self, batch, training):
+    shift = tf.cast(batch["seed"][:, :1] % 3, tf.float32) / 10
+    return {**batch, "x": batch["x"] + shift}
+
+
+@defect(
+  "evaluation in batches of any size",
+  "preprocess() mixes rows",
+  "'x' of the same examples differs in batches of 8 and of 16",
+  "tf.nn.moments",
+)
+class BatchStatistics(Right):
+  def preprocess(self, batch, training):
+    mean, variance = tf.nn.moments(batch["x"], axes=[0])
+    return {**batch, "x": (batch["x"] - mean) / tf.sqrt(variance + 1e-6)}
+
+
+@defect("weights", "negative weights", "-1 at the lowest, first at example", "weight")
+class NegativeWeights(Right):
+  def source(self, split):
+    features = points(split)
+    dataset = tf.data.Dataset.from_tensor_slices(features)
+    weigh = lambda row: tf.where(row["label"] == 0, -1.0, 1.0)  # noqa: E731
+    return StreamSource(dataset=dataset.map(lambda row: {**row, "weight": weigh(row)}))
+
+
+@defect("weights", "all weights are zero", "all of 96 examples have weight 0", "weight")
+class NoWeights(Right):
+  def preprocess(self, batch, training):
+    known = tf.cast(batch["label"] > CLASSES, tf.float32)
+    return {**batch, "weight": known}
+
+
+@defect(
+  "finite features", "non-finite features", "'x' has 2 numbers that are not", 'x = features["x"]'
+)
+class MissingValues(Right):
+  def source(self, split):
+    features = points(split)
+    x = features["x"]
+    x[3, 1] = x[30, 0] = np.nan
+    return ArraySource(features=features)
+
+
+@defect(
+  "features vary", "preprocess() makes a feature constant", "'x' is 0 for all of 96", "// 255"
+)
+class WholeDivision(Right):
+  def source(self, split):
+    features = points(split)
+    pixels = np.clip(features["x"] * 60 + 120, 0, 250).astype(np.uint8)
+    return ArraySource(features={**features, "x": pixels})
+
+  def preprocess(self, batch, training):
+    return {**batch, "x": tf.cast(batch["x"] // 255, tf.float32)}
+
+
+@defect(
+  "scale of features",
+  "inputs are not scaled",
+  "'x' has mean 1",
+  'tf.cast(batch["x"]',
+)
+class RawPixels(Right):
+  def source(self, split):
+    features = points(split)
+    pixels = np.clip(features["x"] * 60 + 120, 0, 255).astype(np.uint8)
+    return ArraySource(features={**features, "x": pixels})
+
+  def preprocess(self, batch, training):
+    return {**batch, "x": tf.cast(batch["x"], tf.float32)}
+
+
+@defect("label range", "labels start at 1", "'label' is 1 to 3, but forward() gives 3", "Dense(")
+class LabelsFromOne(Right):
+  def source(self, split):
+    features = points(split)
+    return ArraySource(features={**features, "label": features["label"] + 1})
+
+  def build_model(self):
+    import keras
+
+    return keras.Sequential([keras.Input([6]), keras.layers.Dense(CLASSES)])
+
+
+@defect(
+  "label range",
+  "labels out of range",
+  "'label' is 0 to 4, but forward() gives 3 classes, 0 to 2: the loss takes 4 for no class at all",
+  "one_hot",
+)
+class OneHotLabels(Right):
+  def source(self, split):
+    features = points(split)
+    return ArraySource(features={**features, "label": features["label"] * 2})
+
+  def build_model(self):
+    return super().build_model()
+
+  def loss(self, outputs, batch):
+    losses = tf.nn.softmax_cross_entropy_with_logits(tf.one_hot(batch["label"], 3), outputs)
+    return Loss.from_examples(losses, batch["weight"])
+
+
+@defect(
+  "label range",
+  "all labels are the same",
+  "'label' is 0 for all of 96 examples, of 3",
+  '"label": np.zeros',
+)
+class OneLabel(Right):
+  def source(self, split):
+    features = points(split)
+    return ArraySource(features={**features, "label": np.zeros(len(features["x"]), np.int32)})
+
+
+@defect(
+  "labels in mixed order",
+  "examples sorted by label",
+  "12 batches of 8 hold one class only of 'label', and run.shuffle is False",
+  "np.argsort",
+  shuffle=False,
+  global_batch_size=8,
+)
+class Sorted(Right):
+  def source(self, split):
+    features = points(split)
+    order = np.argsort(features["label"])
+    return ArraySource(features={name: value[order] for name, value in features.items()})
+
+
+@defect(
+  "input keeps up with the step",
+  "input slower than the step",
+  "examples/s alone",
+  "tf.numpy_function",
+  measure_s=0.4,
+)
+class Slow(Right):
+  def preprocess(self, batch, training):
+    def decode(x):
+      time.sleep(0.15 if training else 0)
+      return x
+
+    x = tf.ensure_shape(tf.numpy_function(decode, [batch["x"]], tf.float32), batch["x"].shape)
+    return {**batch, "x": x}

@@ -1,0 +1,320 @@
+"""Mistakes that people make with random numbers; see test_verify_randomness.py."""
+
+import random
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from defects.right import CLASSES, Dropout, Right
+
+DEFECTS = {}
+
+
+def defect(found, says, words):
+  """Registers a task: check -> cause, what the first of them says, words of the line it names."""
+
+  def register(task):
+    DEFECTS[task.__name__] = (found, says, words)
+    return task
+
+  return register
+
+
+@defect(
+  {"repeats with the seed": "stateful random op"},
+  "the same step again gives another update (RandomStandardNormal)",
+  "tf.random.normal",
+)
+class StatefulNoise(Right):
+  def forward(self, batch, training):
+    x = batch["x"]
+    if training:
+      x += tf.random.normal(x.shape)
+    return self.model(x, training=training)
+
+
+@defect(
+  {"repeats with the seed": "stateful random op"},
+  "the same step again gives another update (RandomUniform)",
+  "tf.nn.dropout",
+)
+class StatefulDropout(Right):
+  def forward(self, batch, training):
+    x = tf.nn.dropout(batch["x"], 0.5) if training else batch["x"]
+    return self.model(x, training=training)
+
+
+@defect(
+  {"repeats with the seed": "stateful random op"},
+  "(RngReadAndSkip)",
+  "self.generator.normal",
+)
+class OwnGenerator(Right):
+  def build_model(self):
+    self.generator = tf.random.Generator.from_seed(3)
+    return super().build_model()
+
+  def train_step(self, step, batch):
+    noise = self.generator.normal(batch["x"].shape)
+    step.update(lambda b: self.training_loss(step, b), {**batch, "x": batch["x"] + noise})
+
+
+@defect(
+  {"differs between steps": "np.random while tracing"},
+  "numbers were drawn in Python while the step was traced",
+  "np.random.normal",
+)
+class NoiseOfNumPy(Right):
+  def forward(self, batch, training):
+    x = batch["x"]
+    if training:
+      x += np.random.normal(size=x.shape).astype(np.float32)
+    return self.model(x, training=training)
+
+
+@defect(
+  {"differs between steps": "np.random while tracing"},
+  "numbers were drawn in Python while the step was traced",
+  "random.random()",
+)
+class CoinOfPython(Right):
+  def train_step(self, step, batch):
+    sign = 1.0 if random.random() < 0.5 else -1.0
+    step.update(lambda b: self.training_loss(step, b), {**batch, "x": sign * batch["x"]})
+
+
+@defect(
+  {"differs between steps": "a fixed seed"},
+  "steps draw the same numbers (StatelessRandomUniformV2)",
+  "stateless_dropout",
+)
+class FixedSeed(Right):
+  def forward(self, batch, training):
+    x = batch["x"]
+    if training:
+      x = tf.nn.experimental.stateless_dropout(x, 0.5, seed=[1, 2])
+    return self.model(x, training=training)
+
+
+@defect(
+  {"differs between replicas": "a seed without the replica"},
+  "two replicas draw the same numbers on their rows",
+  "stateless_normal",
+)
+class SeedOfTheStep(Right):
+  def train_step(self, step, batch):
+    seed = tf.stack([5, tf.cast(step._parts.global_step, tf.int32)])
+    noise = tf.random.stateless_normal(batch["x"].shape, seed=seed)
+    step.update(lambda b: self.training_loss(step, b), {**batch, "x": batch["x"] + noise})
+
+
+@defect(
+  {"dropout is active": "layer called without training"},
+  "no layer draws in a training step, although the model has dropout",
+  "self.model(",
+)
+class WithoutTraining(Dropout):
+  def forward(self, batch, training):
+    return self.model(batch["x"])
+
+
+@defect(
+  {"evaluation draws nothing": "dropout active in evaluation"},
+  "for the same batch again",
+  "training=True",
+)
+class AlwaysTraining(Dropout):
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=True)
+
+
+@defect(
+  {"augmentation repeats with the seed": "stateful random op"},
+  "'x' differs for the same examples with the same seeds (RandomUniform)",
+  "tf.image.random_flip",
+)
+class StatefulFlip(Right):
+  def preprocess(self, batch, training):
+    x = batch["x"][:, None, :, None]
+    if training:
+      x = tf.image.random_flip_left_right(x)
+    return {**batch, "x": x[:, 0, :, 0]}
+
+
+@defect(
+  {
+    "augmentation repeats with the seed": "stateful random op",
+    "no augmentation in evaluation": "augmentation in evaluation",
+  },
+  "'x' differs for the same examples with the same seeds (RandomUniform)",
+  "tf.random.uniform",
+)
+class IgnoringTraining(Right):
+  def preprocess(self, batch, training):
+    brightness = tf.random.uniform([], 0.8, 1.2)
+    return {**batch, "x": batch["x"] * brightness}
+
+
+@defect(
+  {
+    "augmentation repeats with the seed": "random numbers with a state of their own",
+    "no augmentation in evaluation": "augmentation in evaluation",
+  },
+  "'x' differs for the same examples with the same seeds",
+  "self.flip(",
+)
+class LayerOfKeras(Right):
+  def __init__(self):
+    self.flip = keras.layers.RandomFlip("horizontal", seed=3)
+
+  def preprocess(self, batch, training):
+    return {**batch, "x": self.flip(batch["x"][:, None, :, None])[:, 0, :, 0]}
+
+
+@defect(
+  {"no augmentation in evaluation": "augmentation in evaluation"},
+  "asks for batch['seed']",
+  'batch["seed"]',
+)
+class SeedInEvaluation(Right):
+  def preprocess(self, batch, training):
+    shift = tf.cast(batch["seed"][:, :1] % 3, tf.float32) / 10
+    return {**batch, "x": batch["x"] + shift}
+
+
+@defect(
+  {"augmentation differs between epochs": "np.random while tracing"},
+  "numbers are drawn in Python while preprocess() is traced",
+  "np.random.uniform",
+)
+class BrightnessOfNumPy(Right):
+  def preprocess(self, batch, training):
+    if training:
+      brightness = np.random.uniform(0.8, 1.2)
+      batch["x"] = batch["x"] * brightness
+    return batch
+
+
+@defect(
+  {"augmentation differs between epochs": "np.random while tracing"},
+  "numbers are drawn in Python while preprocess() is traced",
+  "default_rng()",
+)
+class AnotherGenerator(Right):
+  def preprocess(self, batch, training):
+    if training and np.random.default_rng().random() < 0.5:
+      batch["x"] = -batch["x"]
+    return batch
+
+
+@defect(
+  {"augmentation repeats with the seed": "random numbers with a state of their own"},
+  "'x' differs for the same examples with the same seeds",
+  "np.random.normal",
+)
+class NumPyFunction(Right):
+  def preprocess(self, batch, training):
+    if training:
+      noisy = lambda x: (x + np.random.normal(size=x.shape)).astype(np.float32)  # noqa: E731
+      x = tf.numpy_function(noisy, [batch["x"]], tf.float32)
+      batch["x"] = tf.ensure_shape(x, batch["x"].shape)
+    return batch
+
+
+@defect(
+  {"augmentation differs between epochs": "a fixed seed"},
+  "the same numbers are drawn in all batches (StatelessRandomNormalV2)",
+  "stateless_normal",
+)
+class FixedAugmentation(Right):
+  def preprocess(self, batch, training):
+    if training:
+      noise = tf.random.stateless_normal(batch["x"].shape, seed=(1, 2))
+      batch["x"] = batch["x"] + noise
+    return batch
+
+
+@defect(
+  {
+    "augmentation differs between epochs": "a fixed seed",
+    "no augmentation in evaluation": "augmentation in evaluation",
+  },
+  "the same numbers are drawn in all batches (StatelessRandomNormalV2)",
+  "stateless_normal",
+)
+class FixedEverywhere(Right):
+  def preprocess(self, batch, training):
+    noise = tf.random.stateless_normal(batch["x"].shape, seed=(1, 2))
+    return {**batch, "x": batch["x"] + noise}
+
+
+# ---- Right ----
+
+
+class RandomFeatures(Right):
+  """A fixed random projection, in preprocess() and in forward()."""
+
+  def preprocess(self, batch, training):
+    projection = tf.random.stateless_normal([6, 6], seed=(1, 2))
+    return {**batch, "x": batch["x"] @ projection}
+
+  def forward(self, batch, training):
+    projection = tf.random.stateless_normal([6, 6], seed=(3, 4))
+    return self.model(batch["x"] @ projection, training=training)
+
+
+class NoiseOfExamples(Right):
+  """Noise by the example's id, and by id and step."""
+
+  def preprocess(self, batch, training):
+    return {**batch, "x": batch["x"] + self._noise(batch["example_id"], 0)}
+
+  def train_step(self, step, batch):
+    noise = self._noise(batch["example_id"], step._parts.global_step)
+    step.update(lambda b: self.training_loss(step, b), {**batch, "x": batch["x"] + noise})
+
+  def _noise(self, ids, step):
+    step = tf.cast(step, tf.int32)
+    return tf.map_fn(
+      lambda i: tf.random.stateless_normal([6], seed=tf.stack([i, step])),
+      tf.cast(ids, tf.int32),
+      fn_output_signature=tf.float32,
+    )
+
+
+class SeededNumPyFunction(Right):
+  """NumPy's global generator, seeded by each example's seed, while the pipeline runs."""
+
+  def preprocess(self, batch, training):
+    if not training:
+      return batch
+
+    def noisy(x, seeds):
+      noise = np.empty_like(x)
+      for row, seed in enumerate(seeds):
+        np.random.seed(abs(int(seed[0])))
+        noise[row] = np.random.normal(size=x.shape[1:])
+      return x + noise
+
+    x = tf.numpy_function(noisy, [batch["x"], batch["seed"]], tf.float32)
+    return {**batch, "x": tf.ensure_shape(x, batch["x"].shape)}
+
+
+class Teacher(Dropout):
+  """A frozen teacher, whose dropout is never on, beside a student whose is."""
+
+  def build_model(self):
+    return {"default": super().build_model(), "teacher": super().build_model()}
+
+  def forward(self, batch, training):
+    taught = self.model["teacher"](batch["x"], training=False)
+    return self.model["default"](batch["x"], training=training) + 0.1 * tf.stop_gradient(taught)
+
+
+class NoDropout(Dropout):
+  """Dropout with a rate of 0."""
+
+  def build_model(self):
+    layers = keras.layers
+    return keras.Sequential([keras.Input([6]), layers.Dropout(0.0), layers.Dense(CLASSES)])

@@ -1,0 +1,58 @@
+"""A small task that is right, for defects to derive from: 40 examples, 3 features, 2 layers."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from framework.sources import ArraySource
+from framework.task import Loss, Task, weighted_sum
+from framework.verify.bench import Subject
+
+EXAMPLES, FEATURES, SEED = 40, 3, 4
+
+
+def data(seed=0):
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=[EXAMPLES, FEATURES]).astype(np.float32)
+  y = (x @ [1.5, -0.5, 0.25] + 0.1 * rng.normal(size=EXAMPLES)).astype(np.float32)
+  return {"x": x, "y": y}
+
+
+class Small(Task):
+  """Regression by a network of two layers."""
+
+  def build_model(self):
+    layers = [keras.Input([FEATURES]), *self.hidden(), keras.layers.Dense(1)]
+    return keras.Sequential(layers)
+
+  def hidden(self):
+    return [keras.layers.Dense(4, activation="tanh")]
+
+  def source(self, split):
+    return ArraySource(features=data(seed=0 if split == "train" else 1))
+
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=training)[:, 0]
+
+  def errors(self, outputs, batch):
+    return tf.square(outputs - batch["y"])
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(self.errors(outputs, batch), batch["weight"])
+
+  def metrics(self, outputs, batch):
+    return {"mae": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"])}
+
+
+def subject(task, *, optimizer=None, **options):
+  """What `check` takes, of a task's class or a function that makes one."""
+  return Subject(
+    task=task, optimizer=optimizer or (lambda: keras.optimizers.Adam(0.01)),
+    global_batch_size=12, seed=SEED, trainer=options,
+  )  # fmt: skip
+
+
+def found(results, check):
+  """The only result of that name."""
+  [result] = [result for result in results if result.check == check]
+  return result

@@ -1,0 +1,34 @@
+"""The checks as functions for a user's own suite."""
+
+import keras
+import pytest
+from defects.replicas import MeanOfMeans, NeverReduced
+from defects.small import Small
+
+from framework import testing
+
+
+def test_a_right_task_passes():
+  testing.assert_right(Small, groups=("order", "gradients"), optimizer=keras.optimizers.SGD)
+
+
+def test_a_wrong_task_fails_with_the_table_of_what_failed():
+  with pytest.raises(AssertionError) as raised:
+    testing.assert_right(NeverReduced, groups=("order", "gradients"))
+  text = str(raised.value)
+  assert "likely cause: never reduced" in text
+  assert "in NeverReduced.train_step" in text
+  assert "every variable has a gradient" not in text
+
+
+def test_a_single_check_can_be_asserted():
+  results = testing.check(MeanOfMeans, groups=("replicas",))
+  result = testing.found(results, "same update on 3 replicas")
+  assert (result.status, result.cause) == ("failed", "mean of means")
+  with pytest.raises(KeyError, match="no check 'same'"):
+    testing.found(results, "same")
+
+
+def test_options_reach_the_trainer():
+  results = testing.check(Small, groups=("order",), clip_norm=0.5)
+  assert "clip (norm 0.5)" in testing.found(results, "pipeline of the step").detail

@@ -1,0 +1,252 @@
+"""--mode=verify: planted defects are found and explained, right tasks pass, the table tells it."""
+
+import functools
+import json
+
+import keras
+import pytest
+from defects import gradients as bad_gradients
+from defects import kinds, small
+from defects import learning as bad_learning
+from defects import order as bad_order
+from defects import replicas as bad_replicas
+
+import launch
+from framework import verify
+from framework.errors import ConfigError
+from framework.verify import gradients, learning, order, replicas, report
+
+ON_TWO, ON_THREE = "same update on 2 replicas", "same update on 3 replicas"
+PADDING = "padding changes nothing"
+OF_REPLICAS = {
+  "MeanOfMeans": (ON_TWO, "mean of means", "MeanOfMeans.loss"),
+  "WithoutWeights": (PADDING, "padding counts", "WithoutWeights.loss"),
+  "MeanOverRows": (PADDING, "padding counts", "MeanOverRows.loss"),
+  "DividedByRows": (ON_THREE, "loss divided by the local batch", "DividedByRows.train_step"),
+  "PenaltyOnEveryReplica": (ON_TWO, "regularisation counted N times", "PenaltyOnEveryReplica.loss"),
+  "NeverReduced": (ON_TWO, "never reduced", "NeverReduced.train_step"),
+  "ReducedTwice": (ON_THREE, "reduced twice", "ReducedTwice.train_step"),
+  "AppliedByKeras": (ON_TWO, "reduced twice", "AppliedByKeras.train_step"),
+  "ClippedFirst": (
+    "same weights after 4 steps", "clipped before the reduction", "ClippedFirst.train_step",
+  ),
+  "LocalBatchNorm": (ON_TWO, "batch-norm statistics", "LocalBatchNorm.hidden"),
+  "LocalNegatives": (ON_TWO, "examples that depend on one another", ""),
+  "MetricOfMeans": (
+    "same metrics on 2 replicas", "metric read in replica context", "MetricOfMeans.metrics",
+  ),
+  "MetricWithoutWeights": (PADDING, "padding counts", "MetricWithoutWeights.metrics"),
+  "LooksAtOwnGradients": (
+    "overflow on one replica", "finite check before the reduction",
+    "LooksAtOwnGradients.train_step",
+  ),
+  "NoiseWithState": (
+    "same step twice", "random numbers with a state of their own", "NoiseWithState.forward",
+  ),
+  "MeanOverMicroBatches": (PADDING, "padding counts", ""),
+}  # fmt: skip
+PIPELINE = "pipeline of the step"
+OF_ORDER = {
+  "NeverReduced": (PIPELINE, "never reduced", "NeverReduced.train_step"),
+  "ReducedTwice": (PIPELINE, "reduced twice", "ReducedTwice.train_step"),
+  "AppliedByKeras": (PIPELINE, "reduced twice", "AppliedByKeras.train_step"),
+  "LooksAtOwnGradients": (
+    PIPELINE, "finite check before the reduction", "LooksAtOwnGradients.train_step",
+  ),
+  "NeverUnscaled": (PIPELINE, "never unscaled", "NeverUnscaled.train_step"),
+}  # fmt: skip
+OF_GRADIENTS = {
+  "UnusedLayer": (
+    "every variable has a gradient", "variable without gradient", "UnusedLayer.build_model",
+  ),
+  "RoundedOutputs": (
+    "every variable has a gradient", "variable without gradient", "RoundedOutputs.forward",
+  ),
+  "DeadReLU": ("no gradient is zero", "zero gradient", "DeadReLU.hidden"),
+  "SquareRootAtZero": (
+    "gradients are finite", "non-finite gradient", "SquareRootAtZero.errors",
+  ),
+  "WrongCustomGradient": (
+    "finite differences", "wrong gradient", "WrongCustomGradient.forward",
+  ),
+}  # fmt: skip
+START = "loss at the start"
+OF_LEARNING = {
+  "WrongSign": (START, "far from chance at the start", "WrongSign.loss"),
+  "ReLUOutputs": (
+    "learns one batch by heart", "cannot learn one batch", "ReLUOutputs.build_model",
+  ),
+  "FarFromChance": (START, "far from chance at the start", ""),
+  "LabelAmongInputs": (START, "far from chance at the start", ""),
+}  # fmt: skip
+
+
+def failures(results):
+  return [result for result in results if result.status == "failed"]
+
+
+def assert_found(results, check, cause, place):
+  result = small.found(results, check)
+  assert (result.status, result.cause) == ("failed", cause)
+  assert result.remedy
+  assert result.place.endswith(f"in {place}" if place else "")
+
+
+@pytest.mark.parametrize("name", OF_REPLICAS)
+def test_a_defect_of_replicas_is_explained(name):
+  results = replicas.check(small.subject(getattr(bad_replicas, name)))
+  assert_found(results, *OF_REPLICAS[name])
+  assert {r.cause for r in failures(results)} <= {OF_REPLICAS[name][1], *ALSO.get(name, ())}
+
+
+ALSO = {
+  "NeverReduced": ("finite check before the reduction",),
+  "MeanOverMicroBatches": ("examples that depend on one another",),
+}
+
+
+@pytest.mark.parametrize("name", OF_ORDER)
+def test_a_step_out_of_order_is_shown(name):
+  assert_found(order.check(small.subject(getattr(bad_order, name))), *OF_ORDER[name])
+
+
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_a_defect_of_gradients_is_explained(name):
+  results = gradients.check(small.subject(getattr(bad_gradients, name)))
+  assert_found(results, *OF_GRADIENTS[name])
+  assert len(failures(results)) == 1
+
+
+@pytest.mark.parametrize("name", OF_LEARNING)
+def test_what_cannot_learn_is_shown(name):
+  results = learning.check(small.subject(getattr(bad_learning, name)))
+  assert_found(results, *OF_LEARNING[name])
+  assert len(failures(results)) == 1
+
+
+def test_a_learning_rate_that_is_too_high_is_named():
+  subject = small.subject(small.Small, optimizer=lambda: keras.optimizers.SGD(3.0))
+  [result] = failures(learning.check(subject))
+  assert (result.check, result.cause) == ("own optimizer", "learning rate too high")
+
+
+OPTIMIZERS = {
+  "TwoOptimizers": {
+    "first": keras.optimizers.Adam, "second": functools.partial(keras.optimizers.SGD, 0.01),
+  },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", kinds.RIGHT, ids=lambda task: task.__name__)
+def test_what_is_right_passes(task):
+  subject = small.subject(task, optimizer=OPTIMIZERS.get(task.__name__))
+  found = verify.verify(subject, groups=("replicas", "order", "gradients", "learning"))
+  assert [(r.check, r.detail) for r in found.failures] == []
+  assert sum(r.status == "passed" for r in found.results) >= 9
+
+
+def test_gradients_that_are_stopped_on_purpose_are_no_failure():
+  results = gradients.check(small.subject(bad_gradients.StopsOnPurpose))
+  assert small.found(results, "finite differences").status == "not applicable"
+  assert failures(results) == []
+
+
+def test_a_sparse_gradient_is_shown_with_its_size():
+  results = gradients.check(small.subject(bad_gradients.Embedded))
+  assert failures(results) == []
+  assert f"{50 * 4 * 4} bytes" in small.found(results, "sparse gradients").detail
+
+
+def test_options_of_the_trainer_are_part_of_what_is_compared():
+  subject = small.subject(small.Small, accumulation_steps=2, clip_value=0.01, ema_decay=0.9)
+  assert failures(replicas.check(subject)) == []
+  pipeline = small.found(order.check(subject), PIPELINE).detail
+  assert "clip (value 0.01)" in pipeline
+
+
+def test_the_pipeline_counts_communication():
+  """4 + 3 * 4 weights, 4 + 1 biases, loss and weight: one buffer."""
+  results = order.check(small.subject(small.Small))
+  numbers = 3 * 4 + 4 + 4 + 1
+  assert f"1 communication of {4 * (numbers + 2)} bytes" in small.found(results, PIPELINE).detail
+  assert f"{numbers} numbers" in small.found(results, "communication").detail
+
+
+class Raises(small.Small):
+  def loss(self, outputs, batch):
+    raise KeyError("labels")
+
+
+def test_what_a_task_raises_is_a_finding():
+  [result] = verify.verify(small.subject(Raises), groups=("order",)).results
+  assert result.status == "failed"
+  assert "labels" in result.detail
+  assert "in loss" in result.detail
+
+
+def test_an_unknown_group_is_refused():
+  with pytest.raises(ConfigError, match="unknown group of checks 'oder'; it must"):
+    verify.verify(small.subject(small.Small), groups=("oder",))
+
+
+RESULTS = [
+  report.Result(group="one", check="first", status="passed", detail="all 3"),
+  report.Result(
+    group="one", check="second", status="failed", detail="x differs", cause="mean of means",
+    remedy="return sums", place="mine.py:3, in Mine.loss",
+  ),
+  report.Result(group="two", check="third", status="not applicable", detail="nothing random"),
+]  # fmt: skip
+
+
+def test_the_table_says_what_failed_why_and_where():
+  table = report.Report(RESULTS, seconds=61.2).table()
+  assert [line.split() for line in table.splitlines()] == [
+    ["one"],
+    ["first", "ok", "all", "3"],
+    ["second", "FAILED", "x", "differs"],
+    ["likely", "cause:", "mean", "of", "means"],
+    ["where:", "mine.py:3,", "in", "Mine.loss"],
+    ["remedy:", "return", "sums"],
+    [],
+    ["two"],
+    ["third", "-", "nothing", "random"],
+    [],
+    ["1", "passed,", "1", "failed,", "1", "not", "applicable", "in", "61", "s"],
+  ]
+  assert all(len(line) <= 100 for line in table.splitlines())
+
+
+def test_the_json_holds_every_result():
+  told = json.loads(report.Report(RESULTS, seconds=1.0).json())
+  assert (told["failed"], told["seconds"]) == (1, 1.0)
+  assert [r["status"] for r in told["results"]] == ["passed", "failed", "not applicable"]
+  assert told["results"][1]["cause"] == "mean of means"
+
+
+# ---- From the command line ----
+
+CONFIG = """
+import defects.gin_tasks
+run.task = @{task}()
+run.optimizer = @keras.Adam
+run.global_batch_size = 12
+run.train_steps = 10
+"""
+
+
+@pytest.mark.parametrize(("task", "status"), [("RightTask", 0), ("WrongTask", 1)])
+def test_the_exit_status_is_0_only_if_nothing_failed(tmp_path, capsys, monkeypatch, task, status):
+  monkeypatch.setattr(verify, "GROUPS", ("order",))
+  config, file = tmp_path / "mine.gin", tmp_path / "verify.json"
+  config.write_text(CONFIG.format(task=task))
+  assert (
+    launch.main(["launch", f"--gin_file={config}", "--mode=verify", f"--json={file}"]) == status
+  )
+  assert json.loads(file.read_text())["failed"] == status
+  assert f"{status} failed" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_json_is_for_verify_alone(capsys):
+  assert launch.main(["launch", "--gin_file=x.gin", "--json=a.json"]) == 2
+  assert "is for --mode=verify, not train_and_evaluate" in capsys.readouterr().err

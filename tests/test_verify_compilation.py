@@ -1,0 +1,131 @@
+"""What a compiled loop does not run as it is written, and what XLA does not compile."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import sound
+from defects import compilation as defects
+from defects import restore as state
+
+from framework.verify import compilation, xla
+
+
+def line_of(kind, text):
+  """Returns "file.py:31", where `text` stands in the source of a defect."""
+  lines, first = inspect.getsourcelines(kind)
+  found = [number for number, line in enumerate(lines, first) if text in line]
+  return f"{Path(inspect.getsourcefile(kind)).name}:{found[0]}"
+
+
+def by_check(subject):
+  results = compilation.check(subject)
+  assert [r.check for r in results] == list(compilation._ALL)
+  assert {r.group for r in results} == {"compilation"}
+  return {r.check: r for r in results}
+
+
+def failed(results):
+  return {check: r.cause for check, r in results.items() if r.status == "failed"}
+
+
+CHANGES = "Python value that changes"
+# check, cause, in the detail, line, method
+DEFECTS = {
+  "Alternating": (
+    compilation.SAME_TRACE, CHANGES, "Alternating.steps", "self.steps += 1", "loss"),
+  "Decaying": (
+    compilation.SAME_TRACE, CHANGES, "Decaying.options", '"strength"] *=', "regularization"),
+  "Counted": (compilation.SAME_TRACE, CHANGES, "Counted.calls", "self.calls += 1", "forward"),
+  "Drawn": (
+    compilation.SAME_TRACE, "random numbers of NumPy or Python", "Const", "np.random", "forward"),
+  "Clocked": (compilation.SAME_TRACE, CHANGES, "another Const", "time.perf_counter", "forward"),
+  "Averaged": (
+    compilation.SAME_TRACE, "tensor kept in Python", "Averaged.average", "self.average =", "loss"),
+  "InNumpy": (
+    compilation.NO_HOST, "Python in the loop", "PyFunc at", "tf.numpy_function", "loss"),
+  "Printing": (compilation.NO_HOST, "printing in the loop", "PrintV2 at", "tf.print", "loss"),
+  "Summaries": (
+    compilation.NO_HOST, "summaries in the loop", "WriteSummary at", "tf.summary.s",
+    "metrics"),
+  "Files": (compilation.NO_HOST, "files in the loop", "ReadFile at", "tf.io.read_file", "forward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_defect_is_found_and_named(name, monkeypatch):
+  monkeypatch.setattr(xla, "check", lambda *_: sound_xla())
+  check, cause, told, text, method = DEFECTS[name]
+  kind = getattr(defects, name)
+  results = by_check(sound.subject(kind))
+  assert failed(results) == {check: cause}
+  assert told in results[check].detail
+  assert results[check].place == f"{line_of(kind, text)}, in {name}.{method}"
+
+
+def sound_xla():
+  return compilation.Result(group="compilation", check=xla.NAME, status="passed")
+
+
+def test_variables_that_the_step_makes(monkeypatch):
+  monkeypatch.setattr(xla, "check", lambda *_: sound_xla())
+  results = by_check(sound.subject(state.Late))
+  assert failed(results) == {compilation.TRACED_ONCE: "variables created in the step"}
+  assert "2 traces; the step made" in results[compilation.TRACED_ONCE].detail
+  assert results[compilation.TRACED_ONCE].place.endswith("in Late.build_model")
+
+
+XLA = {
+  "Strings": ("AsString", "tf.strings.as_string", "forward"),
+  "InNumpy": ("PyFunc", "tf.numpy_function", "loss"),
+}
+
+
+@pytest.mark.parametrize("name", XLA)
+def test_what_xla_does_not_compile_is_named(name):
+  op, text, method = XLA[name]
+  kind = getattr(defects, name)
+  place = f"{line_of(kind, text)}, in {name}.{method}"
+  asked = xla.check(sound.subject(kind, trainer={"jit_compile": True}), "compilation")
+  assert (asked.status, asked.cause) == ("failed", "operations that XLA has not")
+  assert f"{op} ({place})" in asked.detail
+  assert asked.place == place
+  if name == "Strings":
+    assert "StringToHashBucketFast (" in asked.detail
+  unasked = xla.check(sound.subject(kind), "compilation")
+  assert unasked.status == "not applicable"
+  assert unasked.detail == (
+    f"Trainer.jit_compile is not asked for; would not compile: {asked.detail}"
+  )
+
+
+def test_another_result_under_xla():
+  subject = sound.subject(defects.Negative, trainer={"jit_compile": True})
+  result = xla.check(subject, "compilation")
+  assert (result.status, result.cause) == ("failed", "another result under XLA")
+  assert result.place == f"{line_of(defects.Negative, '[-3, -5]')}, in Negative.forward"
+
+
+def test_shapes_that_depend_on_values_are_told():
+  result = xla.check(sound.subject(defects.Selecting), "compilation")
+  assert result.status == "passed"
+  place = f"{line_of(defects.Selecting, 'boolean_mask')}, in Selecting.loss"
+  assert f"of shapes that depend on values: Where ({place})" in result.detail
+
+
+def test_random_numbers_with_a_state_cannot_be_compared():
+  result = xla.check(sound.subject(defects.Unseeded, trainer={"jit_compile": True}), "compilation")
+  assert result.status == "not applicable"
+  assert "follow no seed" in result.detail
+
+
+@pytest.mark.parametrize("name", sound.SUBJECTS)
+def test_nothing_is_found_in_a_sound_task(name):
+  results = by_check(sound.SUBJECTS[name]())
+  assert {r.status for r in results.values()} == {"passed"}, results
+  assert results[xla.NAME].values["difference"] < 1e-4
+
+
+def test_nothing_is_compiled_eagerly():
+  results = by_check(sound.subject(sound.Regression, trainer={"eager": True}))
+  assert {r.status for r in results.values()} == {"not applicable"}

@@ -1,0 +1,50 @@
+"""Groups "inputs" and "randomness" of --mode=verify report nothing of the configs in configs/."""
+
+import sys
+
+import gin
+import pytest
+from test_configs import FOLDER, fashion_mnist_files
+
+from framework import configurables
+from framework.verify import inputs, randomness
+from framework.verify.bench import Subject
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  monkeypatch.setattr(inputs, "MEASURE_S", 0.02)
+  yield
+  gin.clear_config()
+
+
+def made(reference):
+  """What gin gives for a reference, or for a dict of them."""
+  if isinstance(reference, dict):
+    return {name: made(each) for name, each in reference.items()}
+  return reference.scoped_configurable_fn
+
+
+def subject_of(name, folder):
+  """The subject of a config; Fashion-MNIST is a few random images, which may not be installed."""
+  params = []
+  if name.startswith("fashion_mnist"):
+    fashion_mnist_files(folder)
+    params = ["run.global_batch_size = 4", f"fashion_mnist.directory = '{folder}'"]
+  configurables.parse([str(FOLDER / name)], params)
+  task, optimizer = (made(gin.query_parameter(f"run.{each}")) for each in ("task", "optimizer"))
+  size = gin.query_parameter("run.global_batch_size")
+  return Subject(task=task, optimizer=optimizer, global_batch_size=size)
+
+
+@pytest.mark.parametrize(
+  ("name", "without"),
+  [("digits_cnn.gin", []), ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()"])],
+)
+def test_a_config(name, without, tmp_path):
+  subject = subject_of(name, tmp_path)
+  results = [*inputs.check(subject), *randomness.check(subject)]
+  assert not [each for each in results if each.status == "failed"]
+  skipped = [each.detail for each in results if each.status == "not applicable"]
+  assert skipped == without

@@ -1,0 +1,97 @@
+"""Group "inputs" of --mode=verify: each planted defect is named and placed, right tasks pass."""
+
+import inspect
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from defects import inputs as defects
+from defects.randomness import NoiseOfExamples
+from defects.right import RIGHT, Dropout, Right, TrainOnly
+
+from framework.verify import examples, inputs
+from framework.verify.bench import Subject
+
+CHECKS = [
+  *("source() repeats", "train and eval apart", "each example once"),
+  *("shared out to 2 and 3 workers", "evaluation repeats", "evaluation in batches of any size"),
+  *("features", "weights", "finite features", "features vary", "label range"),
+  *("labels in mixed order", "scale of features", "input keeps up with the step"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+  monkeypatch.setattr(inputs, "MEASURE_S", 0.02)
+  monkeypatch.setattr(inputs, "NOTICED_S", 0.02)
+  monkeypatch.setattr(inputs, "READ_S", 0.5)
+
+
+def subject(task, **options):
+  return Subject(
+    **{"task": task, "optimizer": keras.optimizers.Adam, "global_batch_size": 16, **options}
+  )
+
+
+def place(owner, words):
+  """Where the one line of a class with `words` in it is, as results say it."""
+  for name, method in vars(owner).items():
+    lines, first = inspect.getsourcelines(method) if inspect.isfunction(method) else ([], 0)
+    for number, line in enumerate(lines, first):
+      if words in line:
+        return f"{Path(inspect.getsourcefile(owner)).name}:{number}, in {owner.__name__}.{name}"
+  raise AssertionError(words)
+
+
+@pytest.mark.parametrize("name", defects.DEFECTS)
+def test_a_defect(name, monkeypatch):
+  check, cause, says, [words], options = defects.DEFECTS[name]
+  options = dict(options)
+  monkeypatch.setattr(inputs, "MEASURE_S", options.pop("measure_s", inputs.MEASURE_S))
+  task = getattr(defects, name)
+  owner = options.pop("owner", task)
+  results = inputs.check(subject(task, **options))
+  failed = {each.check: each for each in results if each.status == "failed"}
+  checks, causes = (check, cause) if isinstance(check, tuple) else ((check,), (cause,))
+  assert {c: each.cause for c, each in failed.items()} == dict(zip(checks, causes, strict=True))
+  found = [each for each in failed.values() if says in each.detail]
+  assert found, failed
+  assert found[0].place == place(owner, words)
+  assert found[0].remedy
+
+
+@pytest.mark.parametrize("task", [*RIGHT, NoiseOfExamples])
+def test_a_right_task(task):
+  results = inputs.check(subject(task))
+  assert not [each for each in results if each.status == "failed"]
+  assert {each.check for each in results} <= set(CHECKS)
+
+
+def test_a_batch_larger_than_the_data_in_micro_batches():
+  results = inputs.check(subject(Dropout, global_batch_size=129, trainer={"accumulation_steps": 2}))
+  assert not [each for each in results if each.status == "failed"]
+
+
+def test_there_may_be_nothing_to_evaluate_on():
+  found = {each.check: each for each in inputs.check(subject(TrainOnly))}
+  for check in ("train and eval apart", "evaluation repeats"):
+    assert found[check].status == "not applicable"
+    assert found[check].detail == "source('eval') fails with KeyError"
+
+
+def test_a_sample_says_so(monkeypatch):
+  monkeypatch.setattr(inputs, "READ_S", -1.0)
+  monkeypatch.setattr(examples, "AT_ONCE", 8)
+  found = {each.check: each for each in inputs.check(subject(Right))}
+  assert found["train and eval apart"].detail == "none of 8 eval in 8 train examples (a sample)"
+  assert found["each example once"].detail == "no example twice in the first 16 examples"
+
+
+def test_what_a_survey_counts():
+  column = examples.Column(np.dtype(np.float32), (2,), np.zeros([1, 2], np.float32))
+  column.add(np.array([[0, 1], [np.nan, 3]], np.float32), np.array([4, 9]))
+  column.add(np.array([[4, np.inf]], np.float32), np.array([2]))
+  assert (column.count, column.mean, column.low, column.high) == (4, 2.0, 0.0, 4.0)
+  assert column.std == pytest.approx(np.std([0, 1, 3, 4]))
+  assert (column.not_finite, column.bad_example, column.constant) == (2, 9, False)

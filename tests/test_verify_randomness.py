@@ -1,0 +1,89 @@
+"""Group "randomness" of --mode=verify: planted defects are named and placed, right tasks pass."""
+
+import inspect
+from pathlib import Path
+
+import keras
+import pytest
+from defects import randomness as defects
+from defects import right
+
+from framework.verify import randomness
+from framework.verify.bench import Subject
+
+STEP = ("repeats with the seed", "differs between steps", "differs between replicas")
+AUGMENTATION = (
+  "augmentation repeats with the seed",
+  "augmentation differs between epochs",
+  "no augmentation in evaluation",
+)
+CHECKS = (*STEP, "dropout is active", "evaluation draws nothing", *AUGMENTATION)
+
+
+def results(task, **options):
+  subject = Subject(task=task, optimizer=keras.optimizers.Adam, global_batch_size=16, **options)
+  found = randomness.check(subject)
+  assert tuple(each.check for each in found) == CHECKS
+  assert {each.group for each in found} == {"randomness"}
+  return {each.check: each for each in found}
+
+
+def place(owner, words):
+  """Where the one line of a class with `words` in it is, as results say it."""
+  for name, method in vars(owner).items():
+    lines, first = inspect.getsourcelines(method) if inspect.isfunction(method) else ([], 0)
+    for number, line in enumerate(lines, first):
+      if words in line:
+        return f"{Path(inspect.getsourcefile(owner)).name}:{number}, in {owner.__name__}.{name}"
+  raise AssertionError(words)
+
+
+@pytest.mark.parametrize("name", defects.DEFECTS)
+def test_a_defect(name):
+  causes, says, words = defects.DEFECTS[name]
+  task = getattr(defects, name)
+  failed = [each for each in results(task).values() if each.status == "failed"]
+  assert {each.check: each.cause for each in failed} == causes
+  assert says in failed[0].detail
+  assert {each.place for each in failed} == {place(task, words)}
+  assert all(each.remedy for each in failed)
+
+
+DRAWS_NOTHING = dict.fromkeys((*STEP, "dropout is active"), "not applicable")
+NO_PREPROCESS = dict.fromkeys(AUGMENTATION, "not applicable")
+EVALUATED = {"evaluation draws nothing": "passed"}
+DROPS = {**dict.fromkeys((*STEP, "dropout is active"), "passed"), **EVALUATED}
+NOISY = {**DROPS, "dropout is active": "not applicable"}
+SAME_EVERY_EPOCH = {**NO_PREPROCESS, "no augmentation in evaluation": "passed"}
+EXPECTED = {
+  right.Right: {**DRAWS_NOTHING, **EVALUATED, **NO_PREPROCESS},
+  right.Dropout: {**DROPS, **NO_PREPROCESS},
+  right.OldDropout: {**DROPS, **NO_PREPROCESS},
+  right.Augmented: {**DROPS, **dict.fromkeys(AUGMENTATION, "passed")},
+  right.Module: {**NOISY, **NO_PREPROCESS},
+  right.Weighted: {**DRAWS_NOTHING, **EVALUATED, **NO_PREPROCESS},
+  right.TrainOnly: {
+    **DROPS, **dict.fromkeys(AUGMENTATION, "passed"),
+    **dict.fromkeys(("evaluation draws nothing", AUGMENTATION[2]), "not applicable"),
+  },
+  right.Streamed: {**DRAWS_NOTHING, **EVALUATED, **SAME_EVERY_EPOCH},
+  defects.RandomFeatures: {
+    **DRAWS_NOTHING, "repeats with the seed": "passed", **EVALUATED, **SAME_EVERY_EPOCH,
+  },
+  defects.NoiseOfExamples: {**NOISY, **SAME_EVERY_EPOCH},
+  defects.SeededNumPyFunction: {
+    **DRAWS_NOTHING, **EVALUATED, **dict.fromkeys(AUGMENTATION, "passed"),
+  },
+  defects.Teacher: {**DROPS, **NO_PREPROCESS},
+  defects.NoDropout: {**DRAWS_NOTHING, **EVALUATED, **NO_PREPROCESS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", EXPECTED)
+def test_a_right_task(task):
+  assert {check: each.status for check, each in results(task).items()} == EXPECTED[task]
+
+
+def test_micro_batches():
+  found = results(right.Dropout, trainer={"accumulation_steps": 2})
+  assert {check: each.status for check, each in found.items()} == EXPECTED[right.Dropout]
