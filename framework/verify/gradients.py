@@ -21,6 +21,7 @@ from framework import models, randomness
 from framework import step as steps
 from framework.step import Step
 from framework.task import Loss
+from framework.verify import bench
 from framework.verify.bench import Bench, Subject
 from framework.verify.report import Result, place_of
 
@@ -84,7 +85,8 @@ def look(subject: Subject) -> tuple[Seen, Any]:
   """Runs one step eagerly and returns what its gradients are like, and the task."""
   rows = 4 * subject.accumulation_steps
   compiled = Bench(subject, rows=rows)
-  batch = subject.rows(compiled.task, rows)
+  # Of equal weights, losses such as |x| can balance to a gradient of exactly 0.
+  batch = bench.weighted(subject.rows(compiled.task, rows))
   for _ in range(STEPS_BEFORE):
     compiled.step(batch)
   here = Bench(subject, rows=rows, eager=True)

@@ -214,6 +214,13 @@ class Comparison:
     additive = all(_fits(whole[case], _weighted_mean(parts[case])) for case in whole)
     return UNKNOWN if additive else COUPLED
 
+  def _coupled(self) -> bool:
+    """Whether examples depend on one another: then it matters which share a micro-batch."""
+    if normalisations(self.task.model):
+      return True
+    parts = self._parts(self.batch, 2)
+    return not _fits(self.flat(self.reference["full batch"]), _weighted_mean(parts))
+
   def _parts(self, rows: Rows, replicas: int) -> list[tuple[np.ndarray, float]]:
     """The update of each replica's rows alone, made on one replica, and their weight."""
     owner = np.arange(self.rows) * replicas // self.rows
@@ -235,7 +242,7 @@ class Comparison:
     except ValueError:
       if self.subject.accumulation_steps > 1:
         raise
-      options.pop("accumulation")  # the task splits the batch itself, and the config asks for none
+      options.pop("accumulation", None)  # the task splits the batch itself, the config does not
       steps = self._run_options(options)
     told = f"own optimizer, {', '.join(options)}"
     overflow = steps.pop("overflow")
@@ -262,7 +269,8 @@ class Comparison:
     if norm > 0 and not clipped_by_value:
       options["clip_norm"] = {"clip_norm": norm / 2}
     micro = self.subject.accumulation_steps
-    options["accumulation"] = {"accumulation_steps": micro if micro > 1 else 2}
+    if micro > 1 or not self._coupled():
+      options["accumulation"] = {"accumulation_steps": micro if micro > 1 else 2}
     options["loss scaling"] = {"loss_scale": dynamic}
     return options
 
