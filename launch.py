@@ -3,6 +3,7 @@
   python launch.py --gin_file=configs/digits_cnn.gin --gin_param="run.train_steps = 200"
   python launch.py --gin_file=my_cluster.gin --local_workers=2  # all processes on this machine
   python launch.py --gin_file=my.gin --mode=verify  # is the task right? about a minute
+  python launch.py --gin_file=my.gin --mode=tune  # what is fastest here? a few minutes
 
 Exit status:
   0    done
@@ -28,7 +29,7 @@ LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
 LOCAL_MODES = ("train", "train_and_evaluate")
 MODES = (
   *("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"),
-  *("replay", "verify", "check_config"),
+  *("replay", "verify", "check_config", "tune"),
 )
 
 
@@ -61,6 +62,16 @@ def launch(values: flags.FlagValues) -> int:
   model_dir = values.model_dir or os.path.join("runs", Path(values.gin_file[0]).stem)
   if values.local_workers:
     return launch_local(values, model_dir)
+  if values.mode == "tune":
+    from framework.tune import tune
+
+    tune(
+      values.gin_file,
+      values.gin_param,
+      model_dir=model_dir,
+      show=lambda line: print(line, flush=True),
+    )
+    return 0
   from framework import configurables
   from framework.errors import Preempted
 

@@ -6,6 +6,7 @@ run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digi
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import uuid
@@ -31,7 +32,7 @@ from framework.errors import ConfigError, unknown
 from framework.evaluator import Evaluator
 from framework.recording import Recorder
 from framework.session import Session
-from framework.task import Task
+from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
 
 Mode = Literal[
@@ -120,7 +121,7 @@ def run(
       f"run.checkpoint is {checkpoint!r} in mode {mode!r}, which goes on from the newest; leave it "
       "out, or use --mode=evaluate or --mode=export."
     )
-  _require_writable(model_dir)
+  require_writable(model_dir)
   if mode == "replay":
     checkpoint = forensics.saved_state(model_dir)
   task = made_task(task)
@@ -137,61 +138,18 @@ def run(
     }
     | configurables.bindings()
   )
-  chosen = _made_strategy(strategy)
+  chosen = made_strategy(strategy)
   if isinstance(chosen, servers.Server):
     chosen.serve()
     return {}
-  here = cluster.of(chosen)
   recorder = Recorder(model_dir=model_dir, strategy=chosen) if ledger else None
-  preprocess = task.preprocess if type(task).preprocess is not Task.preprocess else None
-
-  def train_data(position: int, shard: inputs.Shard | None = None) -> tf.data.Dataset:
-    source, rows = task.source("train"), here.rows(trainer.padded_batch_size)
-    if recorder is not None:
-      recorder.reads(
-        source,
-        global_batch_size=global_batch_size,
-        seed=seed,
-        position=position,
-        shuffle=shuffle,
-        rows=rows,
-      )
-    return inputs.train_dataset(
-      source,
-      global_batch_size=global_batch_size,
-      pad_multiple=trainer.batch_multiple,
-      seed=seed,
-      position=position,
-      preprocess=preprocess,
-      shuffle=shuffle,
-      rows=rows,
-      shard=shard,
-    )
-
-  trainer = configurables.configured(Trainer)(
-    task=task,
-    strategy=chosen,
-    dataset_fn=train_data,
-    global_batch_size=global_batch_size,
-    optimizer=optimizer,
-    eager=eager,
-    seed=seed,
-    recorder=recorder,
-  )
+  trainer = made_trainer(
+    task, chosen, optimizer=optimizer, global_batch_size=global_batch_size, seed=seed,
+    shuffle=shuffle, eager=eager, recorder=recorder,
+  )  # fmt: skip
   evaluator = None
   if mode not in ("train", "export", "replay"):
-    replicas, eval_batch = chosen.num_replicas_in_sync, eval_batch_size or global_batch_size
-    eval_data = functools.partial(
-      inputs.eval_dataset,
-      task.source("eval"),
-      global_batch_size=eval_batch,
-      pad_multiple=replicas,
-      preprocess=preprocess,
-      rows=here.rows(inputs.padded_batch_size(eval_batch, replicas)),
-    )
-    evaluator = configurables.configured(Evaluator)(
-      task=task, strategy=chosen, dataset=eval_data, ema=trainer.parts.ema, eager=eager
-    )
+    evaluator = _made_evaluator(trainer, eval_batch_size or global_batch_size)
   session = Session(
     trainer=trainer,
     evaluator=evaluator,
@@ -209,6 +167,60 @@ def run(
   return session.go(mode)
 
 
+def bound(parameter: str) -> Any:
+  """Returns what the config in force gives `run` for a parameter, its default without a binding."""
+  default = inspect.signature(run).parameters[parameter].default
+  return configurables.bound("run", parameter, default)
+
+
+def made_trainer(
+  task: Task,
+  strategy: tf.distribute.Strategy,
+  *,
+  optimizer: optimizers.OptimizerFactory | Mapping[str, optimizers.OptimizerFactory],
+  global_batch_size: int,
+  seed: int,
+  shuffle: bool,
+  eager: bool = False,
+  recorder: Recorder | None = None,
+) -> Trainer:
+  """Returns the trainer that the config describes, which reads the task's training data (host)."""
+  here, preprocess = cluster.of(strategy), preprocess_of(task)
+
+  def dataset(position: int, shard: inputs.Shard | None = None) -> tf.data.Dataset:
+    source, rows = task.source("train"), here.rows(trainer.padded_batch_size)
+    if recorder is not None:
+      recorder.reads(
+        source, global_batch_size=global_batch_size, seed=seed, position=position,
+        shuffle=shuffle, rows=rows,
+      )  # fmt: skip
+    return inputs.train_dataset(
+      source, global_batch_size=global_batch_size, pad_multiple=trainer.batch_multiple,
+      seed=seed, position=position, preprocess=preprocess, shuffle=shuffle, rows=rows,
+      shard=shard,
+    )  # fmt: skip
+
+  trainer: Trainer = configurables.configured(Trainer)(
+    task=task, strategy=strategy, dataset_fn=dataset, global_batch_size=global_batch_size,
+    optimizer=optimizer, eager=eager, seed=seed, recorder=recorder,
+  )  # fmt: skip
+  return trainer
+
+
+def _made_evaluator(trainer: Trainer, batch_size: int) -> Evaluator:
+  task, strategy = trainer.task, trainer.strategy
+  replicas = strategy.num_replicas_in_sync
+  rows = cluster.of(strategy).rows(inputs.padded_batch_size(batch_size, replicas))
+  dataset = functools.partial(
+    inputs.eval_dataset, task.source("eval"), global_batch_size=batch_size,
+    pad_multiple=replicas, preprocess=preprocess_of(task), rows=rows,
+  )  # fmt: skip
+  evaluator: Evaluator = configurables.configured(Evaluator)(
+    task=task, strategy=strategy, dataset=dataset, ema=trainer.parts.ema, eager=trainer.eager
+  )
+  return evaluator
+
+
 def _check_values(**values: Any) -> None:
   for name, allowed in (("mode", MODES), ("precision", PRECISIONS)):
     if values[name] not in allowed:
@@ -219,7 +231,8 @@ def _check_values(**values: Any) -> None:
       raise ConfigError(f"run.{name} is {value!r}; it must be a whole number of 1 or more.")
 
 
-def _require_writable(model_dir: str) -> None:
+def require_writable(model_dir: str) -> None:
+  """Raises ConfigError unless files can be written to the run folder, which is made (host)."""
   if set("*?[]") & set(model_dir):
     raise ConfigError(
       f"model_dir is {model_dir!r}; TensorFlow takes *, ?, [ and ] for wildcards and would not "
@@ -249,7 +262,8 @@ def made_task(task: Task | Callable[[], Task]) -> Task:
   return made
 
 
-def _made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
+def made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
+  """Returns the strategy, made if a factory was given, or raises ConfigError."""
   made = strategy() if callable(strategy) else strategy
   if not isinstance(made, tf.distribute.Strategy | servers.Server):
     raise ConfigError(

@@ -229,19 +229,29 @@ class Asynchronous:
     return super().__new__(cls)
 
 
-def auto(*, cpu_replicas: int = 1) -> tf.distribute.Strategy:
-  """Every GPU mirrored; without a GPU the CPU, split into `cpu_replicas` logical devices."""
+def auto(
+  *, cpu_replicas: int = 1, cross_device_ops: CrossDeviceOps = "auto"
+) -> tf.distribute.Strategy:
+  """Every GPU mirrored; without a GPU the CPU, split into `cpu_replicas` logical devices.
+
+  Args:
+    cpu_replicas: without a GPU, split the CPU into this many logical devices.
+    cross_device_ops: of several replicas; see docs/reduction.md.
+
+  Raises:
+    ConfigError: an unknown op, or one that cannot work on these devices.
+  """
   # Physical devices first: asking for logical ones ends the time in which the CPU can be split.
   gpus = _gpus() if tf.config.list_physical_devices("GPU") else []
   if len(gpus) > 1:
     logging.info("strategy auto: mirrored over %s, all the GPUs that TensorFlow sees", gpus)
-    return mirrored(devices=gpus)
+    return mirrored(devices=gpus, cross_device_ops=cross_device_ops)
   if gpus:
     logging.info("strategy auto: one_device on %s, the only GPU that TensorFlow sees", gpus[0])
     return one_device(device=gpus[0])
   if cpu_replicas > 1:
     logging.info("strategy auto: mirrored over %d logical CPUs (auto.cpu_replicas)", cpu_replicas)
-    return mirrored(cpu_replicas=cpu_replicas)
+    return mirrored(cpu_replicas=cpu_replicas, cross_device_ops=cross_device_ops)
   logging.info("strategy auto: one_device on the CPU, as TensorFlow sees no GPU")
   return one_device(device="CPU:0")
 

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from framework import models
 from framework.errors import ConfigError, kind
-from framework.inputs import Batch
+from framework.inputs import Batch, Preprocess
 from framework.sources import Source, StreamSource
 from framework.tracing import as_written, converted
 
@@ -243,6 +243,11 @@ def _missing(task: Task, method: str) -> ConfigError:
   return ConfigError(
     f"{type(task).__name__} does not define {method}, which every Task must; see framework/task.py."
   )
+
+
+def preprocess_of(task: Task) -> Preprocess | None:
+  """Returns the task's own preprocessing, None if it has none, which saves a call a batch."""
+  return task.preprocess if type(task).preprocess is not Task.preprocess else None
 
 
 def _metrics(task: Task, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:

@@ -230,7 +230,7 @@ def test_help_lists_flags_and_statuses(capsys):
 
 
 def test_the_modes_are_those_of_run():
-  assert (*RUN.MODES, "verify", "check_config") == launch.MODES
+  assert (*RUN.MODES, "verify", "check_config", "tune") == launch.MODES
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "3"), ("1", "1")])

@@ -1,14 +1,12 @@
 """Group "inputs" of --mode=verify: each planted defect is named and placed, right tasks pass."""
 
-import inspect
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 from defects import inputs as defects
 from defects.randomness import NoiseOfExamples
 from defects.right import RIGHT, Dropout, Right, TrainOnly
+from defects.small import place
 
 from framework.verify import examples, inputs
 from framework.verify.bench import Subject
@@ -32,16 +30,6 @@ def subject(task, **options):
   return Subject(
     **{"task": task, "optimizer": keras.optimizers.Adam, "global_batch_size": 16, **options}
   )
-
-
-def place(owner, words):
-  """Where the one line of a class with `words` in it is, as results say it."""
-  for name, method in vars(owner).items():
-    lines, first = inspect.getsourcelines(method) if inspect.isfunction(method) else ([], 0)
-    for number, line in enumerate(lines, first):
-      if words in line:
-        return f"{Path(inspect.getsourcefile(owner)).name}:{number}, in {owner.__name__}.{name}"
-  raise AssertionError(words)
 
 
 @pytest.mark.parametrize("name", defects.DEFECTS)

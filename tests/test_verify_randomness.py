@@ -1,12 +1,10 @@
 """Group "randomness" of --mode=verify: planted defects are named and placed, right tasks pass."""
 
-import inspect
-from pathlib import Path
-
 import keras
 import pytest
 from defects import randomness as defects
 from defects import right
+from defects.small import place
 
 from framework.verify import randomness
 from framework.verify.bench import Subject
@@ -26,16 +24,6 @@ def results(task, **options):
   assert tuple(each.check for each in found) == CHECKS
   assert {each.group for each in found} == {"randomness"}
   return {each.check: each for each in found}
-
-
-def place(owner, words):
-  """Where the one line of a class with `words` in it is, as results say it."""
-  for name, method in vars(owner).items():
-    lines, first = inspect.getsourcelines(method) if inspect.isfunction(method) else ([], 0)
-    for number, line in enumerate(lines, first):
-      if words in line:
-        return f"{Path(inspect.getsourcefile(owner)).name}:{number}, in {owner.__name__}.{name}"
-  raise AssertionError(words)
 
 
 @pytest.mark.parametrize("name", defects.DEFECTS)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework import configurables, errors, strategies
-from framework.run import made_task, run, set_globals
+from framework import errors, strategies
+from framework.run import bound, made_task, set_globals
 from framework.verify import report
 from framework.verify.bench import MOST_REPLICAS, Subject
 from framework.verify.report import Report, Result
@@ -77,10 +76,6 @@ def prepare(subject: Subject) -> None:
 
 def subject_of_config() -> Subject:
   """Returns what the config in force describes."""
-  defaults = inspect.signature(run).parameters
-
-  def bound(name: str) -> Any:
-    return configurables.bound("run", name, defaults[name].default)
 
   def make_task() -> Any:
     return made_task(bound("task"))

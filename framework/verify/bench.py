@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from framework import configurables, inputs, local_state, models, optimizers, randomness
 from framework.errors import ConfigError
-from framework.task import Task
+from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
 from framework.verify import noise
 
@@ -69,17 +69,27 @@ class Subject:
 
   def rows(self, task: Task, count: int, *, position: int = 0, training: bool = True) -> Rows:
     """Returns one batch of `count` examples as training reads it, augmented, without padding."""
-    preprocess = task.preprocess if type(task).preprocess is not Task.preprocess else None
     if training:
-      dataset = inputs.train_dataset(
-        task.source("train"), global_batch_size=count, seed=self.seed, position=position,
-        preprocess=preprocess, shuffle=self.shuffle,
-      )  # fmt: skip
+      dataset = self.dataset(task, count, position=position)
     else:
-      dataset = inputs.eval_dataset(
-        task.source("eval"), global_batch_size=count, preprocess=preprocess
-      )
+      source, preprocess = task.source("eval"), preprocess_of(task)
+      dataset = inputs.eval_dataset(source, global_batch_size=count, preprocess=preprocess)
     return dict(next(dataset.take(1).as_numpy_iterator()))
+
+  def dataset(
+    self, task: Task, rows: int, *, position: int = 0, pad_multiple: int = 1
+  ) -> tf.data.Dataset:
+    """Returns the task's training input in batches of `rows`, as `run` makes it."""
+    return inputs.train_dataset(
+      task.source("train"), global_batch_size=rows, pad_multiple=pad_multiple, seed=self.seed,
+      position=position, preprocess=preprocess_of(task), shuffle=self.shuffle,
+    )  # fmt: skip
+
+  @property
+  def divisible_rows(self) -> int:
+    """A small batch that 1 to 3 replicas and the config's micro-batches divide."""
+    micro = self.accumulation_steps
+    return 6 * micro if micro > 1 else 12
 
   @property
   def accumulation_steps(self) -> int:
@@ -158,7 +168,7 @@ class Bench:
     if quiet:
       alike = dataclasses.replace(self.trainer.parts, replica_id=lambda: tf.constant(0))
       self.trainer.parts = alike
-    self._step = self._one_step if eager else tf.function(self._one_step)
+    self._step = stepper(self.trainer)
 
   @property
   def variables(self) -> list[tf.Variable]:
@@ -224,21 +234,35 @@ class Bench:
 
   def distributed(self, batch: Rows) -> Any:
     """Returns a global batch as `strategy.run` takes it, its rows split in order (host)."""
-    share = len(batch["weight"]) // self.replicas
-    if self.replicas == 1:
-      return {name: tf.constant(value) for name, value in batch.items()}
-    return {
-      name: self.strategy.experimental_distribute_values_from_function(
-        lambda context, value=value: tf.constant(
-          value[context.replica_id_in_sync_group * share :][:share]
-        )
-      )
-      for name, value in batch.items()
-    }
+    return distributed(self.strategy, batch)
 
-  def _one_step(self, batch: Any) -> None:
-    self.trainer.train_step(iter([batch]))
-    local_state.average(self.strategy, self.task.model)
+
+def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]:
+  """Returns a global batch as `strategy.run` takes it, its rows split in order (host).
+
+  Args:
+    strategy: any of this process.
+    batch: whose rows divide by the number of replicas.
+  """
+  share = len(batch["weight"]) // strategy.num_replicas_in_sync
+
+  def split(value: np.ndarray) -> Any:
+    def part(context: Any) -> tf.Tensor:
+      return tf.constant(value[context.replica_id_in_sync_group * share :][:share])
+
+    return strategy.experimental_distribute_values_from_function(part)
+
+  return {name: split(value) for name, value in batch.items()}
+
+
+def stepper(trainer: Trainer) -> Callable[[Any], None]:
+  """Returns a function of a distributed batch that takes one step, compiled unless eager (host)."""
+
+  def step(batch: Any) -> None:
+    trainer.train_step(iter([batch]))
+    local_state.average(trainer.strategy, trainer.task.model)
+
+  return step if trainer.eager else tf.function(step)
 
 
 def strategy_of(replicas: int) -> tf.distribute.Strategy:

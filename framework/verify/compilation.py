@@ -48,7 +48,7 @@ _REMEDIES = {
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
   trainer = runs.make_trainer(
-    subject, bench.strategy_of(1), rows=runs.rows_for(subject), jit_compile=False
+    subject, bench.strategy_of(1), rows=subject.divisible_rows, jit_compile=False
   )
   if trainer.eager:
     return [_not_applicable(name, "run.eager: nothing is compiled") for name in _ALL]

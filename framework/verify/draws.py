@@ -7,32 +7,20 @@ random ops that take a seed get the same sequence instead, which has the right s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
-from tensorflow.python.ops import stateless_random_ops
+
+from framework.verify import noise
+from framework.verify.noise import Draw
 
 
-@contextlib.contextmanager
-def alike() -> Iterator[None]:
+def alike() -> contextlib.AbstractContextManager[None]:
   """Makes what is traced, or run eagerly, inside of it draw so (host)."""
-  names = {
-    "stateless_uniform": "stateless_random_uniform",
-    "stateless_normal": "stateless_random_normal",
-    "stateless_truncated_normal": "stateless_truncated_normal",
-  }
-  with contextlib.ExitStack() as stack:
-    for public, internal in names.items():
-      usual = getattr(stateless_random_ops, internal)
-      alike = _uniform(usual) if "uniform" in public else _centred
-      stack.enter_context(mock.patch.object(tf.random, public, alike))
-      stack.enter_context(mock.patch.object(stateless_random_ops, internal, alike))
-    yield
+  return noise.replaced(lambda name, draw: _uniform(draw) if "uniform" in name else _centred)
 
 
-def _uniform(usual: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+def _uniform(usual: Draw) -> Draw:
   def draw(
     shape: Any, seed: Any, minval: Any = 0, maxval: Any = None, dtype: Any = tf.float32,
     name: str | None = None, alg: str = "auto_select",

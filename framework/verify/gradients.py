@@ -21,9 +21,9 @@ from framework import models, randomness
 from framework import step as steps
 from framework.step import Step
 from framework.task import Loss
-from framework.verify import bench
+from framework.verify import bench, places
 from framework.verify.bench import Bench, Subject
-from framework.verify.report import Result, place_of
+from framework.verify.report import Result
 
 GROUP = "gradients"
 STEPS_BEFORE = 3
@@ -227,7 +227,7 @@ def _differences(task: Any, seen: Seen) -> Result:
       cause="wrong gradient",
       remedy="mend the function under tf.custom_gradient, or the operation that passes another "
       "gradient than its own",
-      place=place_of(task, *METHODS, containing=("custom_gradient", "py_function"), anywhere=True),
+      place=places.of(task, *METHODS, containing=("custom_gradient", "py_function"), anywhere=True),
     )  # fmt: skip
   if not seen.compared:
     why = "the loss changes too little, or not smoothly enough, to measure"
@@ -249,5 +249,5 @@ def _result(
   more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
   return Result(
     group=GROUP, check=name, status="failed", detail=f"{', '.join(wrong[:3])}{more}", cause=cause,
-    remedy=remedy, place=place_of(task, *METHODS, containing=containing, anywhere=True),
+    remedy=remedy, place=places.of(task, *METHODS, containing=containing, anywhere=True),
   )  # fmt: skip

@@ -18,12 +18,12 @@ import tensorflow as tf
 from framework import inputs, randomness
 from framework.inputs import padded_batch_size
 from framework.sources import Source, StreamSource
-from framework.task import Task
-from framework.verify import examples
+from framework.task import preprocess_of
+from framework.verify import examples, places
 from framework.verify.bench import Bench, Rows, Subject
 from framework.verify.examples import Column, Survey
 from framework.verify.labels import Labels, Probe
-from framework.verify.report import Result, Status, place_of
+from framework.verify.report import Result, Status
 
 GROUP = "inputs"
 READ_S = 3.0
@@ -69,8 +69,7 @@ class Reading:
     randomness.seed_everything(subject.seed)
     self.eval_source, self.no_eval = examples.eval_source(self.task)
     self.source = self.task.source("train")
-    has_own = type(self.task).preprocess is not Task.preprocess
-    self.preprocess = self.task.preprocess if has_own else None
+    self.preprocess = preprocess_of(self.task)
     self.train = examples.digests(self.source, seconds=READ_S)
     self.eval = examples.Digests({}, True, 0, set())
     if self.eval_source is not None:
@@ -111,7 +110,7 @@ class Reading:
       "source() is random",
       "draw from np.random.default_rng(seed) with a seed of its own: each worker, each restart and "
       "the other split call source() again, and must see the same order",
-      place_of(self.task, *SOURCE, containing=("random", "shuffle", "_split(")),
+      places.of(self.task, *SOURCE, containing=("random", "shuffle", "_split(")),
     )
 
   def _fetch_is_wrong(
@@ -124,7 +123,7 @@ class Reading:
       "fetch() mixes up its rows" if repeated else "fetch() is random",
       "row i of what fetch(indices) returns must be example indices[i], whatever their order: sort "
       "them back if the format needs them sorted; augment in preprocess(), by batch['seed']",
-      place_of(source, "fetch", containing=("sort", "random", "unique")),
+      places.of(source, "fetch", containing=("sort", "random", "unique")),
     )  # fmt: skip
 
   def overlap(self) -> Result:
@@ -157,7 +156,8 @@ class Reading:
       "source() ignores the split" if ignored else "train and eval overlap",
       "return other examples for source('eval') than for source('train'): split once, by a fixed "
       "seed, before anything is shuffled or repeated",
-      place_of(self.task, *SOURCE, containing=("split ==", "_split(", "random", "shuffle")), values,
+      places.of(self.task, *SOURCE, containing=("split ==", "_split(", "random", "shuffle")),
+      values,
     )  # fmt: skip
 
   # ---- Pipelines ----
@@ -193,7 +193,7 @@ class Reading:
       f"preprocess() {'numbers examples itself' if others else 'repeats or drops examples'}",
       "return every row of the batch once, with the example_id that it came with; to draw examples "
       "more often, give them a larger weight, or list them several times in the source",
-      place_of(self.task, *PREPROCESS, containing=("gather", "shuffle", "range(", "choice")),
+      places.of(self.task, *PREPROCESS, containing=("gather", "shuffle", "range(", "choice")),
     )  # fmt: skip
 
   def _workers(self) -> Result:
@@ -212,7 +212,7 @@ class Reading:
           f"{' and '.join(_some(each) for each in ids)}",
           "preprocess() numbers examples itself",
           "leave batch['example_id'] and the rows as they came: each worker makes only its own",
-          place_of(self.task, *PREPROCESS, containing=("example_id", "range(", "gather")),
+          places.of(self.task, *PREPROCESS, containing=("example_id", "range(", "gather")),
         )  # fmt: skip
       joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
       mixed = mixed or examples.apart(joined, whole, tolerance=1e-5)
@@ -247,7 +247,7 @@ class Reading:
       yield _failed(
         name, "preprocess(batch, training=False) asks for batch['seed'], which only training has",
         "augmentation in evaluation", "augment only `if training:`",
-        place_of(self.task, "preprocess", containing=('"seed"', "'seed'")),
+        places.of(self.task, "preprocess", containing=('"seed"', "'seed'")),
       )  # fmt: skip
       return
     if different := examples.apart(once, twice) or examples.apart(once, later):
@@ -255,7 +255,7 @@ class Reading:
         name, f"{different!r} differs when the same {size} examples are read again",
         "augmentation in evaluation",
         "augment only `if training:`; what is random must come from batch['seed']",
-        place_of(self.task, "preprocess", containing=("random", "augment", "flip", "noise")),
+        places.of(self.task, "preprocess", containing=("random", "augment", "flip", "noise")),
       )  # fmt: skip
       return
     yield _passed(name, f"{size} examples, bit for bit")
@@ -277,7 +277,7 @@ class Reading:
       "preprocess() mixes rows",
       "treat each row by itself: statistics of the batch depend on its size and on which examples "
       "happen to be in it; compute those of the training set once, in the constructor or source()",
-      place_of(self.task, "preprocess", containing=("reduce_", "moments", "norm", "shuffle")),
+      places.of(self.task, "preprocess", containing=("reduce_", "moments", "norm", "shuffle")),
     )  # fmt: skip
 
   # ---- Contents ----
@@ -300,7 +300,7 @@ class Reading:
 
   def _weights(self) -> Result:
     name, (low, high) = "weights", self.survey.weights
-    place = place_of(self.task, *PREPROCESS, containing=("weight",))
+    place = places.of(self.task, *PREPROCESS, containing=("weight",))
     if self.survey.bad_weight is not None:
       return _failed(
         name, f"{low:.6g} at the lowest, first at example {self.survey.bad_weight}",
@@ -331,7 +331,7 @@ class Reading:
     return _failed(
       name, told, "non-finite features",
       "fill in what is missing, or give such examples the weight 0, in source() or preprocess()",
-      place_of(self.task, *PREPROCESS, containing=(f'"{first}"', f"'{first}'", "read", "load")),
+      places.of(self.task, *PREPROCESS, containing=(f'"{first}"', f"'{first}'", "read", "load")),
     )  # fmt: skip
 
   def _rows_of(self, example: int | None) -> Rows | None:
@@ -371,7 +371,7 @@ class Reading:
       "the source",
       "preprocess() makes a feature constant",
       "cast to float before dividing: whole numbers divided by 255, or cast to int after it, are 0",
-      place_of(self.task, "preprocess", containing=("//", "cast(", "int", destroyed[0])),
+      places.of(self.task, "preprocess", containing=("//", "cast(", "int", destroyed[0])),
     )
 
   @property
@@ -393,7 +393,7 @@ class Reading:
         "labels start at 1" if from_one else "labels out of range",
         "subtract 1 from the labels" if from_one else "give the model as many outputs as there are "
         "classes, or number the classes from 0 without gaps",
-        place_of(self.task, "build_model", "loss", containing=("Dense(", "classes", "one_hot")),
+        places.of(self.task, "build_model", "loss", containing=("Dense(", "classes", "one_hot")),
       )  # fmt: skip
     if labels.name is None:
       return _skipped(name, f"no integer feature picks one of {labels.classes} outputs in the loss")
@@ -403,7 +403,7 @@ class Reading:
       return _failed(
         name, f"{labels.name!r} is {column.low:.0f} for all of {count} examples, of {classes}",
         "all labels are the same", "look at what source() reads as the label",
-        place_of(self.task, *SOURCE, containing=(f'"{labels.name}"', f"'{labels.name}'")),
+        places.of(self.task, *SOURCE, containing=(f'"{labels.name}"', f"'{labels.name}'")),
       )  # fmt: skip
     return _passed(name, f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}")
 
@@ -427,7 +427,7 @@ class Reading:
       "mix the files of the stream, or dataset.shuffle(..., seed=...) in source()"
       if stream
       else "set run.shuffle = True",
-      place_of(self.task, *SOURCE, containing=("sort", "concatenate", "StreamSource", "return")),
+      places.of(self.task, *SOURCE, containing=("sort", "concatenate", "StreamSource", "return")),
     )
 
   def _scale(self, labels: Labels) -> Result:
@@ -453,7 +453,7 @@ class Reading:
           "inputs are not scaled",
           "bring it near to mean 0 and standard deviation 1 in preprocess(): pixels / 255, or "
           "(x - mean) / std of the training set",
-          place_of(self.task, "preprocess", "forward", containing=(f'"{key}"', f"'{key}'")),
+          places.of(self.task, "preprocess", "forward", containing=(f'"{key}"', f"'{key}'")),
           {"loss": as_is, "loss_scaled": scaled},
         )
     return _passed(name, f"{told}; the first loss is none the worse for it")
@@ -478,8 +478,8 @@ class Reading:
       name, told, "input slower than the step",
       "treat whole batches in TensorFlow operations instead of rows in Python; do once what is the "
       "same each epoch, before training",
-      (place_of(self.source, "fetch", containing=slow) if fetches else "")
-      or place_of(self.task, *PREPROCESS, containing=slow),
+      (places.of(self.source, "fetch", containing=slow) if fetches else "")
+      or places.of(self.task, *PREPROCESS, containing=slow),
       values,
     )  # fmt: skip
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import keras
 
 from framework.task import Task
+from framework.verify import places
 from framework.verify.bench import Bench, Rows, Subject
-from framework.verify.report import Result, place_of
+from framework.verify.report import Result
 
 GROUP = "learning"
 START_ROWS, ROWS = 64, 8
@@ -53,7 +54,7 @@ def _chance(task: Task, loss: float) -> Result:
     cause="far from chance at the start",
     remedy="too high: scale the inputs, or make the first outputs small; too low: the label may be "
     "among the inputs, or the loss is no sum over examples",
-    place=place_of(task, "loss", "forward", "preprocess"),
+    place=places.of(task, "loss", "forward", "preprocess"),
   )  # fmt: skip
 
 
@@ -92,5 +93,5 @@ def _by_heart(subject: Subject, batch: Rows) -> Result:
     cause="cannot learn one batch",
     remedy="look for a loss with the wrong sign, outputs that do not reach the loss, activations "
     "where logits belong, labels of another example",
-    place=place_of(here.task, *METHODS, containing=SUSPECTS, anywhere=True),
+    place=places.of(here.task, *METHODS, containing=SUSPECTS, anywhere=True),
   )  # fmt: skip

@@ -15,6 +15,8 @@ from unittest import mock
 import tensorflow as tf
 from tensorflow.python.ops import stateless_random_ops as ops
 
+Draw = Callable[..., tf.Tensor]
+"""What draws, as `tf.random.stateless_uniform` does."""
 _DRAWS = {
   "stateless_uniform": "stateless_random_uniform",
   "stateless_normal": "stateless_random_normal",
@@ -23,17 +25,26 @@ _DRAWS = {
 
 
 @contextlib.contextmanager
-def alike_for_all_rows() -> Iterator[None]:
-  """Makes what is traced, or run eagerly, inside of it draw so (host)."""
+def replaced(by: Callable[[str, Draw], Draw]) -> Iterator[None]:
+  """Replaces the random ops that take a seed, in what is traced or run eagerly (host).
+
+  Args:
+    by: an op's name in `tf.random`, and the op -> what is called in its place.
+  """
   with contextlib.ExitStack() as stack:
     for public, internal in _DRAWS.items():
-      alike = _of_one_row(getattr(ops, internal))
-      stack.enter_context(mock.patch.object(tf.random, public, alike))
-      stack.enter_context(mock.patch.object(ops, internal, alike))
+      draw = by(public, getattr(ops, internal))
+      stack.enter_context(mock.patch.object(tf.random, public, draw))
+      stack.enter_context(mock.patch.object(ops, internal, draw))
     yield
 
 
-def _of_one_row(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+def alike_for_all_rows() -> contextlib.AbstractContextManager[None]:
+  """Makes what is traced, or run eagerly, inside of it draw so (host)."""
+  return replaced(lambda name, draw: _of_one_row(draw))
+
+
+def _of_one_row(draw: Draw) -> Draw:
   def alike(shape: Any, seed: Any, *args: Any, **options: Any) -> tf.Tensor:
     wanted = tf.convert_to_tensor(shape, tf.int32)
     if (wanted.shape[0] or 0) < 2:  # a vector is as likely a seed as one number a row

@@ -13,9 +13,9 @@ from tensorflow.python.distribute import distribute_lib
 from framework.fusion import Gradients
 from framework.step import Step
 from framework.task import Loss
-from framework.verify import bench
+from framework.verify import bench, places
 from framework.verify.bench import Bench, Subject
-from framework.verify.report import Result, place_of
+from framework.verify.report import Result
 
 GROUP = "order"
 REPLICAS = 2
@@ -108,7 +108,7 @@ def check(subject: Subject) -> list[Result]:
     cause, remedy, containing = mistake
     shown = dataclasses.replace(
       shown, status="failed", cause=cause, remedy=remedy,
-      place=place_of(here.task, "train_step", containing=containing),
+      place=places.of(here.task, "train_step", containing=containing),
     )  # fmt: skip
   gradients = sum(here.trainable)
   total = Result(
@@ -129,7 +129,7 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
     recording.communicates(tf.nest.flatten(value))
     return all_reduce(self, reduce_op, value, options)
 
-  rows = 6 * subject.accumulation_steps * 2
+  rows = subject.divisible_rows
   here = Bench(subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent)
   with (
     mock.patch("framework.trainer.Step", recording.step_class()),

@@ -37,14 +37,47 @@ def mention(owner: Any, *texts: str) -> str:
 
 
 def _first(methods: Iterable[Callable[..., Any]], texts: Sequence[str]) -> str:
-  sources = [(method, *source) for method in methods if (source := _source(method))]
+  sources = [(method, *_source(method)) for method in methods]
   for text in texts:
     for method, lines, first in sources:
       for number, line in enumerate(lines, first):
-        if text in line.partition("#")[0]:
-          file = Path(inspect.getsourcefile(method) or "").name
-          return f"{file}:{number}, in {method.__qualname__}"
+        if text in _code(line):
+          return _told(method, number)
   return ""
+
+
+def _code(line: str) -> str:
+  return line.partition("#")[0]
+
+
+def _told(method: Callable[..., Any], number: int) -> str:
+  return f"{Path(inspect.getsourcefile(method) or '').name}:{number}, in {method.__qualname__}"
+
+
+def of(owner: Any, *names: str, containing: Sequence[str] = (), anywhere: bool = False) -> str:
+  """Returns where in the user's code a method is written, or a line that holds one of some texts.
+
+  Args:
+    owner: an object, whose methods `names` are looked at in order.
+    names: methods.
+    containing: such as "reduce_mean"; the first line with any of them. Without any, or if none is
+      found, the first line of the first of `names` that is the user's.
+    anywhere: look at all other methods as well.
+
+  Returns:
+    As `mention` does.
+  """
+  own: dict[str, Callable[..., Any]] = {}
+  for method in own_methods(owner):
+    own.setdefault(method.__name__, method)
+  named = [own[name] for name in names if name in own]
+  others = [method for method in own.values() if method not in named] if anywhere else []
+  for method in (*named, *others):
+    lines, first = _source(method)
+    for number, line in enumerate(lines, first):
+      if any(text in _code(line) for text in containing):
+        return _told(method, number)
+  return next((_told(method, _source(method)[1]) for method in named), "")
 
 
 def change(owner: Any, attribute: str) -> str:
@@ -66,11 +99,12 @@ def own_methods(owner: Any) -> Iterator[Callable[..., Any]]:
         yield function
 
 
-def _source(function: Callable[..., Any]) -> tuple[list[str], int] | None:
+def _source(function: Callable[..., Any]) -> tuple[list[str], int]:
+  """The lines of a function and the number of the first; of one typed at a prompt, none."""
   try:
     return inspect.getsourcelines(function)
   except (OSError, TypeError):
-    return None
+    return [], 0
 
 
 def of_operation(operation: tf.Operation, owner: Any) -> str:

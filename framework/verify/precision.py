@@ -23,7 +23,7 @@ from tensorflow.python.framework import op_callbacks
 from framework import errors, loss_scale, models
 from framework.optimizers import prefix
 from framework.task import Task
-from framework.verify import bench, draws, places, runs
+from framework.verify import bench, draws, places
 from framework.verify.bench import Bench, Rows, Subject
 from framework.verify.report import Result
 
@@ -75,7 +75,7 @@ class Reference:
 
   def __init__(self, subject: Subject) -> None:
     """Takes it, and once more with the rows in another order: what differs then is rounding."""
-    self.subject, self.rows = subject, runs.rows_for(subject)
+    self.subject, self.rows = subject, subject.divisible_rows
     with under("float32"):
       here = make(subject, self.rows, loss_scale=loss_scale.none)
       self.start, self.names = here.read(), _names(here)

@@ -19,10 +19,10 @@ import tensorflow as tf
 from framework import configurables, inputs, models, ordering
 from framework.evaluator import Evaluator
 from framework.task import Task
-from framework.verify import bench, drawing, examples
+from framework.verify import bench, drawing, examples, places
 from framework.verify.bench import Bench, Outcome, Rows, Subject
 from framework.verify.drawing import Draw, Watched
-from framework.verify.report import Result, Status, place_of
+from framework.verify.report import Result, Status
 
 GROUP = "randomness"
 ROUNDING = 1e-5
@@ -153,7 +153,7 @@ class Steps:
       "layer called without training",
       "pass training on: self.model(x, training=training); without it, layers of Keras behave as "
       "in evaluation",
-      place_of(self.task, *METHODS, containing=("self.model(", "self.model[", "training=False")),
+      places.of(self.task, *METHODS, containing=("self.model(", "self.model[", "training=False")),
     )  # fmt: skip
 
   def evaluation(self) -> Result:
@@ -354,7 +354,7 @@ class Augmentation:
 
 
 def _place(task: Task, found: list[Draw], methods: tuple[str, ...], words: tuple[str, ...]) -> str:
-  return found[0].place(task) if found else place_of(task, *methods, containing=words)
+  return found[0].place(task) if found else places.of(task, *methods, containing=words)
 
 
 def _listed(found: list[Draw]) -> str:

@@ -22,9 +22,9 @@ import tensorflow as tf
 from framework import configurables, models
 from framework.errors import ConfigError
 from framework.loss_scale import dynamic
-from framework.verify import bench
+from framework.verify import bench, places
 from framework.verify.bench import Bench, Outcome, Rows, Subject
-from framework.verify.report import Result, place_of
+from framework.verify.report import Result
 
 GROUP = "replicas"
 LEAST = 5e-5
@@ -41,8 +41,7 @@ METHODS = ("train_step", "loss", "training_loss", "forward", "build_model")
 
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
-  micro = subject.accumulation_steps
-  comparison = Comparison(subject, rows=6 * micro * (1 if micro > 1 else 2))
+  comparison = Comparison(subject, rows=subject.divisible_rows)
   results = [comparison.repeatable()]
   if results[0].status == "failed":
     return results  # steps that differ anyway cannot be compared
@@ -91,7 +90,7 @@ class Comparison:
     return Result(
       group=GROUP, check="same step twice", status="failed", detail=found.detail,
       cause=STATEFUL.cause, remedy=STATEFUL.remedy,
-      place=place_of(self.task, *METHODS, containing=STATEFUL.containing, anywhere=True),
+      place=places.of(self.task, *METHODS, containing=STATEFUL.containing, anywhere=True),
     )  # fmt: skip
 
   def padding(self) -> Iterator[Result]:
@@ -136,7 +135,7 @@ class Comparison:
       cause="padding counts",
       remedy="weigh each example, as Loss.from_examples(per_example, batch['weight']) and "
       "weighted_sum(per_example, batch['weight']) do, and never divide by a number of rows",
-      place=place_of(self.task, *methods, containing=SUMS),
+      place=places.of(self.task, *methods, containing=SUMS),
     )  # fmt: skip
 
   # ---- On several ----
@@ -173,7 +172,7 @@ class Comparison:
       cause="metric read in replica context",
       remedy="return sums over this replica's examples, (total, weight), as weighted_sum gives "
       "them; results and means are made by the framework, over all replicas",
-      place=place_of(self.task, "metrics", "train_step", containing=RESULTS),
+      place=places.of(self.task, "metrics", "train_step", containing=RESULTS),
     )  # fmt: skip
 
   def _diverged(
@@ -185,7 +184,7 @@ class Comparison:
       group=GROUP, check=name, status="failed", values=values,
       detail=f"{case}: {found.detail}" + (f"; replicas differ by {drift:.1e}" if drift else ""),
       cause=explanation.cause, remedy=explanation.remedy,
-      place=place_of(self.task, *METHODS, containing=explanation.containing, anywhere=True),
+      place=places.of(self.task, *METHODS, containing=explanation.containing, anywhere=True),
     )  # fmt: skip
 
   def _explain(self, replicas: int, outcomes: Mapping[str, Outcome], drift: float) -> Explanation:
@@ -312,7 +311,7 @@ class Comparison:
       detail=f"on {' and '.join(wrong)} replicas, weights move although one replica overflows",
       cause="finite check before the reduction",
       remedy="decide by step.check of the reduced gradients, which is the same on every replica",
-      place=place_of(self.task, *METHODS, containing=("is_finite", "check(", "apply(")),
+      place=places.of(self.task, *METHODS, containing=("is_finite", "check(", "apply(")),
     )  # fmt: skip
 
   def _option_fails(
@@ -328,7 +327,7 @@ class Comparison:
     return Result(
       group=GROUP, check=name, status="failed", detail=worst.detail,
       cause=explanation.cause, remedy=explanation.remedy,
-      place=place_of(self.task, *METHODS, containing=explanation.containing, anywhere=True),
+      place=places.of(self.task, *METHODS, containing=explanation.containing, anywhere=True),
     )  # fmt: skip
 
   # ---- Numbers ----

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal
 
 Status = Literal["passed", "failed", "not applicable"]
 WIDTH, COLUMN = 100, 30
-_FRAMEWORK = Path(__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,51 +91,3 @@ def _lines(result: Result, widest: int) -> list[str]:
         f"{name}: {text}", WIDTH, initial_indent="      ", subsequent_indent="        "
       )
   return lines
-
-
-def place_of(
-  owner: Any, *names: str, containing: Iterable[str] = (), anywhere: bool = False
-) -> str:
-  """Returns where in the user's code a method is written, or a line that holds one of some texts.
-
-  Args:
-    owner: an object, whose methods `names` are looked at in order.
-    names: methods.
-    anywhere: then look at all its others, too.
-    containing: such as "reduce_mean"; without any, or if none is found, the first line of the first
-      of `names` that is the user's.
-
-  Returns:
-    "file.py:31, in Mine.loss", or "" where all are the framework's own or have no source.
-  """
-  own = [name for name, value in inspect.getmembers(type(owner), inspect.isfunction)]
-  for name in (*names, *(own if anywhere else ())):
-    function = getattr(owner, name, None)
-    lines, start = _source(function)
-    for number, line in enumerate(lines, start):
-      if any(text in line for text in containing):
-        return _place(function, number)
-  found = [
-    (function, _source(function)) for name in names if (function := getattr(owner, name, None))
-  ]
-  return next((_place(function, start) for function, (lines, start) in found if lines), "")
-
-
-def _source(function: Callable[..., Any] | None) -> tuple[list[str], int]:
-  """The lines of a function of the user's, and the number of the first."""
-  try:
-    inner = _inner(function)
-    if Path(inspect.getsourcefile(inner) or "").resolve().parent == _FRAMEWORK:
-      return [], 0
-    return inspect.getsourcelines(inner)
-  except (OSError, TypeError):
-    return [], 0
-
-
-def _inner(function: Any) -> Any:
-  return inspect.unwrap(getattr(function, "__func__", function))
-
-
-def _place(function: Any, number: int) -> str:
-  inner = _inner(function)
-  return f"{Path(inspect.getsourcefile(inner) or '').name}:{number}, in {inner.__qualname__}"

@@ -48,7 +48,7 @@ class Resumption:
   def __init__(self, subject: Subject, folder: str) -> None:
     """Looks at how tasks are made; trains nothing yet."""
     self.subject, self.folder = subject, folder
-    self.rows = runs.rows_for(subject)
+    self.rows = subject.divisible_rows
     first, second = subject.fresh_task(), subject.fresh_task()
     ours, theirs = vars(first), vars(second)
     shared = [n for n in ours if ours[n] is theirs.get(n) and _is_mutable(ours[n])]

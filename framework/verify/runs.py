@@ -10,19 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework import configurables, inputs, local_state, randomness
+from framework import configurables, randomness
 from framework.task import Task
 from framework.trainer import Trainer
+from framework.verify import bench
 from framework.verify.bench import Rows, Subject
 
 TIMES = ("input_wait_s", "examples_per_second")
 """Metrics that no two runs share."""
-
-
-def rows_for(subject: Subject) -> int:
-  """Returns a batch that up to 3 replicas and the config's micro-batches divide."""
-  micro = subject.accumulation_steps
-  return 6 * micro if micro > 1 else 12
 
 
 def make_trainer(
@@ -46,7 +41,8 @@ def make_trainer(
   randomness.seed_everything(subject.seed)
 
   def dataset(position: int) -> tf.data.Dataset:
-    return _dataset(subject, made, rows, position, trainer.batch_multiple)
+    multiple = trainer.batch_multiple
+    return subject.dataset(made, rows, position=position, pad_multiple=multiple)
 
   trainer: Trainer = configurables.configured(Trainer)(
     task=made,
@@ -73,40 +69,10 @@ def step(trainer: Trainer, batch: Rows) -> None:
     trainer: under any strategy of this process.
     batch: whose rows divide by the number of replicas.
   """
-  strategy = trainer.strategy
-  share = len(batch["weight"]) // strategy.num_replicas_in_sync
-
-  def part(context: Any, value: Any) -> tf.Tensor:
-    return tf.constant(value[context.replica_id_in_sync_group * share :][:share])
-
-  parts = {
-    name: strategy.experimental_distribute_values_from_function(
-      lambda context, value=value: part(context, value)
-    )
-    for name, value in batch.items()
-  }
-
-  def train_step(parts: Any) -> None:
-    trainer.train_step(iter([parts]))
-    local_state.average(strategy, trainer.task.model)
-
-  (train_step if trainer.eager else tf.function(train_step))(parts)
+  bench.stepper(trainer)(bench.distributed(trainer.strategy, batch))
 
 
 def batches(subject: Subject, task: Task, *, rows: int, position: int) -> Iterator[Rows]:
   """Yields training batches from a position on, as a process would that starts there (host)."""
   randomness.seed_everything(subject.seed)
-  return _dataset(subject, task, rows, position, 1).as_numpy_iterator()
-
-
-def _dataset(subject: Subject, task: Task, rows: int, position: int, multiple: int) -> Any:
-  preprocess = task.preprocess if type(task).preprocess is not Task.preprocess else None
-  return inputs.train_dataset(
-    task.source("train"),
-    global_batch_size=rows,
-    pad_multiple=multiple,
-    seed=subject.seed,
-    position=position,
-    preprocess=preprocess,
-    shuffle=subject.shuffle,
-  )
+  return subject.dataset(task, rows, position=position).as_numpy_iterator()

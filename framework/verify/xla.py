@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from framework import configurables
-from framework.verify import bench, draws, graphs, places, runs
+from framework.verify import bench, draws, graphs, places
 from framework.verify.bench import Bench, Rows, Subject
 from framework.verify.report import Result
 
@@ -37,7 +37,7 @@ def check(subject: Subject, group: str) -> Result:
     "failed" only where the config asks for XLA; else what would not compile is "not applicable".
   """
   asked = _asked(subject)
-  rows = runs.rows_for(subject)
+  rows = subject.divisible_rows
   compiled = _bench(subject, rows, jit_compile=True)
   batch = subject.rows(compiled.task, rows)
   start = compiled.read()

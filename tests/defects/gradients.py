@@ -49,14 +49,13 @@ class SquareRootAtZero(Small):
     return tf.square(outputs - batch["y"]) + tf.sqrt(x)
 
 
-@tf.custom_gradient
-def halved(x):
-  return tf.identity(x), lambda upstream: -0.5 * upstream
-
-
 class WrongCustomGradient(Small):
   def forward(self, batch, training):
-    return halved(super().forward(batch, training))  # custom_gradient
+    @tf.custom_gradient
+    def halved(x):
+      return tf.identity(x), lambda upstream: -0.5 * upstream
+
+    return halved(super().forward(batch, training))
 
 
 class Embedded(Small):

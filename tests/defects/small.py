@@ -1,5 +1,8 @@
 """A small task that is right, for defects to derive from: 40 examples, 3 features, 2 layers."""
 
+import inspect
+from pathlib import Path
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -56,3 +59,13 @@ def found(results, check):
   """The only result of that name."""
   [result] = [result for result in results if result.check == check]
   return result
+
+
+def place(owner, words):
+  """Where the one line of a class with `words` in it is, as results say it."""
+  for name, method in vars(owner).items():
+    lines, first = inspect.getsourcelines(method) if inspect.isfunction(method) else ([], 0)
+    for number, line in enumerate(lines, first):
+      if words in line:
+        return f"{Path(inspect.getsourcefile(owner)).name}:{number}, in {owner.__name__}.{name}"
+  raise AssertionError(words)
