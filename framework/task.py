@@ -16,6 +16,7 @@ class Regression(Task):
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -145,6 +146,10 @@ class Task:
   chance_loss: float | None = None
   """The loss of guessing, such as log(10) for 10 classes; --mode=verify holds the first against it.
   None: not known."""
+  accepted: Mapping[str, str] = types.MappingProxyType({})
+  """What this task does on purpose and --mode=verify shall not call a failure: the name of the
+  cause in docs/verify.md -> why, such as {"batch-norm statistics": "local, as in the paper"}.
+  """
 
   def build_model(self) -> Any:
     """Makes and returns the model, with its variables built.

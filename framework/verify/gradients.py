@@ -1,35 +1,42 @@
 """Gradients that are missing, zero, not finite or wrong: each call of `step.gradients` looked at.
 
 The step runs eagerly on one replica, after a few compiled ones: layers that start from zeros give
-others no gradient at the first step. Finite differences are taken in the precision of the task,
-along a direction in one variable after the other, its gradient's and in part a random one, so that
-the difference is as large as can be against rounding, and a wrong variable is named. Two step
-lengths tell how far the loss is from straight there.
+others no gradient at the first step. Finite differences are taken along a direction in one variable
+after the other, its gradient's and in part a random one, so that the difference is as large as can
+be against rounding, and a wrong variable is named. Two step lengths tell how far the loss is from
+straight there. All of it is in float64, if the task can: the policy is, the batch is, and its casts
+to float32 are made casts to float64; else in the task's own precision.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
+import tf_keras
 
 from framework import models, randomness
 from framework import step as steps
 from framework.step import Step
 from framework.task import Loss
 from framework.verify import bench, places
-from framework.verify.bench import Bench, Subject
+from framework.verify.bench import Bench, Rows, Subject
 from framework.verify.report import Result
 
 GROUP = "gradients"
 STEPS_BEFORE = 3
 MOST_VARIABLES = 12
 """So many variables, the largest first, are held against finite differences."""
-TOLERANCE = 0.1
+TOLERANCE = {"float64": 1e-3, "float32": 0.1}
+"""How far gradient and difference may be apart, by the precision of the loss."""
+ROUNDING = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2}
+"""Of the loss, relative."""
 METHODS = ("loss", "forward", "train_step", "build_model")
 
 
@@ -45,6 +52,7 @@ class Seen:
   wrong: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
   """(gradient, finite difference) along the direction."""
   compared: int = 0
+  precision: str = "float32"
   stops: bool = False
 
 
@@ -89,15 +97,50 @@ def look(subject: Subject) -> tuple[Seen, Any]:
   batch = bench.weighted(subject.rows(compiled.task, rows))
   for _ in range(STEPS_BEFORE):
     compiled.step(batch)
-  here = Bench(subject, rows=rows, eager=True)
-  here.assign(compiled.read())
+  values = compiled.read()
+
+  def step(seen: Seen, batch: Rows, differences: str | None) -> None:
+    here = Bench(subject, rows=rows, eager=True)
+    here.assign(values)
+    with (
+      mock.patch("framework.trainer.Step", _looking(seen, differences)),
+      mock.patch.object(steps, "_dense", _noting(seen)),
+    ):
+      here.step(batch)
+
+  exact = Seen()
+  with contextlib.suppress(Exception), in_float64():  # not every task can
+    step(exact, {name: _widened(value) for name, value in batch.items()}, "float64")
   seen = Seen()
-  with (
-    mock.patch("framework.trainer.Step", _looking(seen)),
-    mock.patch.object(steps, "_dense", _noting(seen)),
-  ):
-    here.step(batch)
-  return seen, here.task
+  step(seen, batch, None if exact.compared else "float32")
+  if exact.compared:
+    found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
+    seen = dataclasses.replace(seen, **found)
+  return seen, compiled.task
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+  """Has models that are built, and casts to float32 that are made, inside of it in float64."""
+  policies = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
+  cast = tf.cast
+
+  def wide(x: Any, dtype: Any, name: str | None = None) -> Any:
+    narrow = tf.as_dtype(dtype) in (tf.float32, tf.float16, tf.bfloat16)
+    return cast(x, tf.float64 if narrow else dtype, name)
+
+  try:
+    keras.config.set_dtype_policy("float64")
+    tf_keras.mixed_precision.set_global_policy("float64")
+    with mock.patch.object(tf, "cast", wide):
+      yield
+  finally:
+    keras.config.set_dtype_policy(policies[0])
+    tf_keras.mixed_precision.set_global_policy(policies[1])
+
+
+def _widened(value: np.ndarray) -> np.ndarray:
+  return value.astype(np.float64) if np.issubdtype(value.dtype, np.floating) else value
 
 
 def _noting(seen: Seen) -> Callable[[Any], Any]:
@@ -112,7 +155,7 @@ def _noting(seen: Seen) -> Callable[[Any], Any]:
   return noting
 
 
-def _looking(seen: Seen) -> type[Step]:
+def _looking(seen: Seen, differences: str | None) -> type[Step]:
   class Looking(Step):
     def gradients(self, loss_fn: Any, batch: Any, variables: Sequence[Any]) -> Any:
       gradients, loss = super().gradients(loss_fn, batch, variables)
@@ -125,9 +168,12 @@ def _looking(seen: Seen) -> type[Step]:
 
       try:
         _note(seen, list(gradients), variables)
-        if self._parts.accumulation_steps == 1:
+        graph = _graph(loss_fn, batch)
+        alone = differences is not None and self._parts.accumulation_steps == 1
+        if alone and (differences != "float64" or _is_exact(graph)):
+          seen.precision = str(differences)
           _note_differences(seen, total, list(gradients), variables, factor)
-        seen.stops = seen.stops or _stops(loss_fn, batch)
+        seen.stops = seen.stops or _stops(graph)
       finally:
         self._logged = kept
       return gradients, loss
@@ -159,7 +205,8 @@ def _note_differences(
   there.sort(key=lambda pair: -np.asarray(pair[0]).size)
   rng = np.random.default_rng(0)
   for gradient, variable in there[:MOST_VARIABLES]:
-    compared = _compare(total, np.asarray(gradient, np.float64) / factor, variable, rng)
+    told = np.asarray(gradient, np.float64) / factor
+    compared = _compare(total, told, variable, rng, seen.precision)
     if compared is not None:
       seen.compared += 1
       if compared[0] != compared[1]:
@@ -167,8 +214,9 @@ def _note_differences(
 
 
 def _compare(
-  total: Callable[[], float], gradient: np.ndarray, variable: Any, rng: np.random.Generator
-) -> tuple[float, float] | None:
+  total: Callable[[], float], gradient: np.ndarray, variable: Any, rng: np.random.Generator,
+  precision: str,
+) -> tuple[float, float] | None:  # fmt: skip
   """Returns (gradient, difference) along a direction, made equal where they agree.
 
   None where the loss moves too little, or too far from straight, to tell.
@@ -179,8 +227,9 @@ def _compare(
   direction = gradient / np.linalg.norm(gradient) + 0.5 * random / np.linalg.norm(random)
   told = float((gradient * direction).sum())
   here = total()
-  precision = 1e-2 if raw.dtype.size < 4 else 1e-6
-  length = 3e-3 * (abs(here) + 1e-3) / abs(told)
+  precise = ROUNDING["float16" if raw.dtype.size < 4 else precision]
+  moves = 1e-5 if precision == "float64" else 3e-3  # the loss by so much of itself
+  length = moves * (abs(here) + 1e-3) / abs(told)
   length = min(length, 0.05 * (np.linalg.norm(start) + 0.1))
 
   def slope(length: float) -> float:
@@ -194,23 +243,35 @@ def _compare(
     coarse, fine = slope(length), slope(length / 2)
   finally:
     raw.assign(start)
-  rounding = 8 * precision * abs(here) / length
+  rounding = 8 * precise * abs(here) / length
   bent = abs(coarse - fine)
   if not np.isfinite(fine) or rounding + bent > 0.5 * max(abs(fine), abs(told)):
     return None
-  agrees = abs(fine - told) <= TOLERANCE * max(abs(fine), abs(told)) + rounding + 2 * bent
+  allowed = TOLERANCE[precision] * max(abs(fine), abs(told)) + rounding + 2 * bent
+  agrees = abs(fine - told) <= allowed
   return (told, told) if agrees else (told, fine)
 
 
-def _stops(loss_fn: Any, batch: Any) -> bool:
-  """Whether the loss stops a gradient on purpose."""
-  graph = tf.Graph()
+def _graph(loss_fn: Any, batch: Any) -> tf.Graph | None:
+  """The operations of the loss; None where it only runs eagerly."""
   try:
-    function = tf.function(lambda b: loss_fn(b).total, autograph=False).get_concrete_function(batch)
-    graph = function.graph
-  except Exception:  # what only runs eagerly is not looked into
-    return True
-  return any(op.type == "StopGradient" for op in graph.get_operations())
+    traced = tf.function(lambda b: loss_fn(b).total, autograph=False)
+    return traced.get_concrete_function(batch).graph
+  except Exception:
+    return None
+
+
+def _stops(graph: tf.Graph | None) -> bool:
+  """Whether the loss stops a gradient on purpose, as far as one can tell."""
+  return graph is None or any(op.type == "StopGradient" for op in graph.get_operations())
+
+
+def _is_exact(graph: tf.Graph | None) -> bool:
+  """Whether all that the loss computes is float64."""
+  narrow = (tf.float32, tf.float16, tf.bfloat16)
+  return graph is not None and not any(
+    output.dtype in narrow for op in graph.get_operations() for output in op.outputs
+  )
 
 
 def _differences(task: Any, seen: Seen) -> Result:
@@ -232,7 +293,8 @@ def _differences(task: Any, seen: Seen) -> Result:
   if not seen.compared:
     why = "the loss changes too little, or not smoothly enough, to measure"
     return Result(group=GROUP, check=name, status="not applicable", detail=why)
-  detail = f"agree within {TOLERANCE:.0%} in {_variables(seen.compared)}"
+  within = f"{TOLERANCE[seen.precision]:.1%} in {seen.precision}".replace(".0%", "%")
+  detail = f"agree within {within} in {_variables(seen.compared)}"
   return Result(group=GROUP, check=name, status="passed", detail=detail)
 
 

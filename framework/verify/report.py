@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal
 
-Status = Literal["passed", "failed", "not applicable"]
+Status = Literal["passed", "accepted", "failed", "not applicable"]
 WIDTH, COLUMN = 100, 30
 
 
@@ -19,8 +20,9 @@ class Result:
   Attributes:
     group: which of the checks of docs/verify.md, such as "replicas".
     check: what was checked, such as "same update on 2 replicas".
-    status: "passed", "failed" or "not applicable".
-    detail: what was seen: numbers, names; of what is not applicable, why.
+    status: "passed", "failed", "accepted" (a failure that the task wants: `Task.accepted`) or
+      "not applicable".
+    detail: what was seen: numbers, names; of what is not applicable or accepted, why.
     cause: of a failure, the likely one, by its name in docs/verify.md, such as "mean of means".
     remedy: of a failure, what to do.
     place: of a failure, file, line and function, such as "tasks/mine.py:31, in Mine.loss".
@@ -56,12 +58,11 @@ class Report:
     return "\n\n".join([*parts, self.count()])
 
   def count(self) -> str:
-    """Returns one line: how many passed, failed and did not apply."""
-    count = {
-      status: sum(result.status == status for result in self.results)
-      for status in ("passed", "failed", "not applicable")
-    }
-    counts = ", ".join(f"{number} {status}" for status, number in count.items())
+    """Returns one line: how many passed, failed, did not apply, and were accepted if any were."""
+    count = collections.Counter(result.status for result in self.results)
+    named: list[Status] = ["passed", "failed", "not applicable"]
+    named += ["accepted"] if count["accepted"] else []
+    counts = ", ".join(f"{count[status]} {status}" for status in named)
     return f"{counts} in {self.seconds:.0f} s"
 
   def json(self) -> str:
@@ -80,7 +81,7 @@ def section(results: Sequence[Result]) -> str:
 
 
 def _lines(result: Result, widest: int) -> list[str]:
-  mark = {"passed": "ok", "failed": "FAILED", "not applicable": "-"}[result.status]
+  mark = {"passed": "ok", "failed": "FAILED"}.get(result.status, "-")
   first = f"  {result.check:{widest}}  {mark:6}  "
   lines = textwrap.wrap(result.detail, max(40, WIDTH - len(first))) or [""]
   lines = [(first + lines[0]).rstrip(), *(" " * len(first) + line for line in lines[1:])]
