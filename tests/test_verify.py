@@ -1,5 +1,6 @@
 """--mode=verify: planted defects are found and explained, right tasks pass, the table tells it."""
 
+import dataclasses
 import functools
 import json
 
@@ -68,6 +69,9 @@ OF_GRADIENTS = {
   ),
   "WrongCustomGradient": (
     "finite differences", "wrong gradient", "WrongCustomGradient.forward",
+  ),
+  "SlightlyWrongGradient": (
+    "finite differences", "wrong gradient", "SlightlyWrongGradient.forward",
   ),
 }  # fmt: skip
 START = "loss at the start"
@@ -145,6 +149,28 @@ def test_what_is_right_passes(task):
   assert sum(r.status == "passed" for r in found.results) >= 9
 
 
+@pytest.mark.parametrize(
+  ("task", "says"),
+  [
+    (small.Small, "agree within 0.1% in float64 in 4 variables"),
+    (bad_gradients.CastByHand, "agree within 0.1% in float64 in 4 variables"),
+    (bad_gradients.OfFloat32, "agree within 10% in float32 in 4 variables"),
+  ],
+)
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_finite_differences_are_in_float64_if_the_task_can(task, says, precision):
+  if precision == "mixed_float16" and task is bad_gradients.OfFloat32:
+    precision = "float32"  # float16 is too coarse for any difference
+  subject = dataclasses.replace(small.subject(task), precision=precision)
+  [result] = [
+    result
+    for result in verify.verify(subject, groups=("gradients",)).results
+    if result.check == "finite differences"
+  ]
+  assert (result.status, result.detail) == ("passed", says)
+  assert keras.config.dtype_policy().name == precision
+
+
 def test_gradients_that_are_stopped_on_purpose_are_no_failure():
   results = gradients.check(small.subject(bad_gradients.StopsOnPurpose))
   assert small.found(results, "finite differences").status == "not applicable"
@@ -182,6 +208,28 @@ def test_what_a_task_raises_is_a_finding():
   assert result.status == "failed"
   assert "labels" in result.detail
   assert "in loss" in result.detail
+
+
+class Accepts(bad_replicas.LocalBatchNorm):
+  accepted = {"batch-norm statistics": "as in the paper"}  # noqa: RUF012
+
+
+class AcceptsAnother(Accepts, bad_order.NeverReduced):
+  pass
+
+
+def test_what_a_task_does_on_purpose_is_accepted():
+  report = verify.verify(small.subject(Accepts), groups=("replicas",))
+  result = small.found(report.results, ON_TWO)
+  assert (result.status, result.cause, result.place) == ("accepted", "", "")
+  assert result.detail.endswith("; accepted: as in the paper")
+  assert report.failures == []
+  assert ", 2 accepted in " in report.count()  # on two and on three replicas
+
+
+def test_another_failure_is_not_accepted():
+  report = verify.verify(small.subject(AcceptsAnother), groups=("order",))
+  assert [result.cause for result in report.failures] == ["never reduced"]
 
 
 def test_an_unknown_group_is_refused():

@@ -58,6 +58,34 @@ class WrongCustomGradient(Small):
     return halved(super().forward(batch, training))
 
 
+class SlightlyWrongGradient(Small):
+  """By 2 %: less than what float32 can tell."""
+
+  def forward(self, batch, training):
+    @tf.custom_gradient
+    def slightly(x):
+      return tf.identity(x), lambda upstream: 1.02 * upstream
+
+    return slightly(super().forward(batch, training))
+
+
+class OfFloat32(Small):
+  """Right: a layer keeps a dtype of its own."""
+
+  def hidden(self):
+    return [keras.layers.Dense(4, activation="tanh", dtype="float32")]
+
+
+class CastByHand(Small):
+  """Right: made for half precision, it casts its outputs and labels."""
+
+  def forward(self, batch, training):
+    return tf.cast(super().forward(batch, training), tf.float32)
+
+  def errors(self, outputs, batch):
+    return tf.square(outputs - tf.cast(batch["y"] > 0, tf.float32))
+
+
 class Embedded(Small):
   """Right: a sparse gradient is made dense."""
 
