@@ -1,0 +1,26 @@
+"""The networks of tasks/image_classification.py in Keras 2, for configs to name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tf_keras
+
+import framework
+
+
+@framework.register
+def tf_keras_cnn(*, input_shape: Sequence[int], classes: int) -> tf_keras.Model:
+  """Returns what `cnn` of configs/fashion_mnist_cnn.gin is, made of Keras 2's layers."""
+  layers = tf_keras.layers
+  blocks = [
+    layer
+    for width in (32, 64)
+    for layer in (
+      layers.Conv2D(width, 3, padding="same", activation="silu"),
+      layers.MaxPooling2D(),
+    )
+  ]
+  head = [layers.Flatten(), layers.Dense(128, activation="silu"), layers.Dropout(0.4)]
+  last = layers.Dense(classes, dtype="float32")
+  return tf_keras.Sequential([layers.Input(tuple(input_shape)), *blocks, *head, last])
