@@ -34,7 +34,7 @@ ImageClassification.network = @tf_keras_cnn
 run.optimizer = @tf_keras.Adam
 tf_keras.Adam.learning_rate = @linear_warmup()
 """
-UNUSED = ("cnn.", "keras.Adam.")
+REPLACED = ("ImageClassification.network", "run.optimizer", "cnn.", "keras.Adam.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(number: int, keras: int, steps: int, folder: Path) -> bool:
   config = REPOSITORY / CONFIG
   if keras == 2:
-    kept = [line for line in config.read_text().splitlines() if not line.startswith(UNUSED)]
+    kept = [line for line in config.read_text().splitlines() if not line.startswith(REPLACED)]
     config = folder / "keras_2.gin"
     config.write_text("\n".join(kept) + KERAS_2)
   began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tf_keras
 
@@ -10,8 +11,8 @@ import framework
 
 
 @framework.register
-def tf_keras_cnn(*, input_shape: Sequence[int], classes: int) -> tf_keras.Model:
-  """Returns what `cnn` of configs/fashion_mnist_cnn.gin is, made of Keras 2's layers."""
+def tf_keras_cnn(*, input_shape: Sequence[int], classes: int) -> Any:
+  """Returns the `cnn` of configs/fashion_mnist_cnn.gin as a tf_keras.Model."""
   layers = tf_keras.layers
   blocks = [
     layer

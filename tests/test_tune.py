@@ -191,8 +191,8 @@ def test_the_gin_file_goes_on_top_of_the_config(tuned, tmp_path):
   configurables.parse(flags)
   bound = configurables.bindings()
   assert bound["run.steps_per_loop"] == str(found.bindings["run.steps_per_loop"])
-  metrics = configurables.configured(run)(mode="train", model_dir=str(tmp_path / "trained"))
-  assert metrics["loss"] < 0.01
+  configurables.configured(run)(mode="train", model_dir=str(tmp_path / "trained"))
+  assert (tmp_path / "trained" / "checkpoints" / "ckpt-2000.index").exists()
 
 
 def test_what_xla_cannot_compile_is_told(tuned):
