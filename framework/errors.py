@@ -48,6 +48,9 @@ def failure(error: BaseException) -> str:
   lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines()]
   lines = [line for line in lines if line and not line.startswith(noise)] or [""]
   reason = lines[-1] if _PLACE.search(str(error)) else lines[0]
+  if several := re.search(r"^\s*\(0\) [A-Z_]+: +(.+)$", str(error), re.MULTILINE):
+    reason = re.sub(r"(?<=\S)\{\{node \S+\}\}$", "", several[1])  # the node once more
+    reason = re.sub(r"\{\{node (\S+)\}\}", r"\1", reason)
   if not re.match(r"\w+(Error|Exception): ", reason):
     reason = f"{type(error).__name__}: {reason}"
   frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
