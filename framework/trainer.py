@@ -135,7 +135,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     dtypes = {models.raw(v).dtype for o in built.values() for v in o.variables}
     reduction.prove(strategy, sorted(dtypes, key=lambda d: d.name))
     self._loop_began: tf.Variable | None = None
-    self._compiled_loop: Any = self.loop if eager else tf.function(self.loop)
+    self._compiled_loop: Any = None
+    self._change(self.parts)
     self._traces = 1
 
   @timed("training")
@@ -291,8 +292,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
       strategy=self.strategy, model=self.task.model, loss_scale=self.parts.loss_scale,
       ema=self.parts.ema, on_stop=on_stop,
     )  # fmt: skip
-    self.parts = dataclasses.replace(self.parts, watch=watch)
-    self._compiled_loop = self.loop if self.eager else tf.function(self.loop)
+    self._change(dataclasses.replace(self.parts, watch=watch))
 
   def make_iterator(self) -> Iterator[Batch]:
     """Returns an iterator of the global batches from `position` on, distributed (host)."""
@@ -307,8 +307,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     """
     self._loop_began = tf.Variable(0.0, dtype=tf.float64, trainable=False)
     several = self.strategy.num_replicas_in_sync > 1
-    self.parts = dataclasses.replace(self.parts, time_reductions=reductions and several)
-    self._compiled_loop = self.loop if self.eager else tf.function(self.loop)
+    self._change(dataclasses.replace(self.parts, time_reductions=reductions and several))
 
   def reset_input(self) -> None:
     """Drops the iterator; the next `train` starts at `position` (after a restore)."""
@@ -318,6 +317,11 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   def traces(self) -> int:
     """How many times the loop has been traced; 0 in eager mode."""
     return 0 if self.eager else self._compiled_loop.experimental_get_tracing_count()
+
+  def _change(self, parts: StepParts) -> None:
+    """Steps with these parts from now on; the loop is traced, or traced once more, at the next."""
+    self.parts = parts
+    self._compiled_loop = self.loop if self.eager else tf.function(self.loop)
 
   def _make_counters(self) -> None:
     """Plain variables with atomic increments: exact under every strategy."""

@@ -2,12 +2,18 @@
 
     python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
 
-    report.py    what a check found: a table, JSON
-    bench.py     the user's Trainer on 1 to N logical CPUs, one step at a time
-    noise.py     the same noise for every row, so that a random task can be compared
+A module for each group of checks in `GROUPS` has `check(subject) -> results`; docs/verify.md says
+what each one means. What they are made of:
 
-and a module for each group of checks in `GROUPS`, with `check(subject) -> results`. docs/verify.md
-says what each one means.
+    report.py    what a check found: a table, JSON
+    places.py    the line of the user's that it is about
+    bench.py     the user's Trainer on 1 to N logical CPUs, one step at a time, on batches made for it
+    runs.py      the same as `run` makes it, with its input, in loops
+    noise.py     the same noise for every row, so that a random task can be compared
+    draws.py     the same for XLA and every dtype;  drawing.py  what draws, and where
+    examples.py  digests of examples;  labels.py  which feature is the label
+    graphs.py    operations of a traced step;  xla.py  those that XLA cannot compile
+    holdings.py  what a task remembers outside of its checkpoint
 """
 
 from __future__ import annotations
