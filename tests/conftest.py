@@ -9,6 +9,8 @@ import pytest
 import tensorflow as tf
 
 LOGICAL_CPUS = 4
+LONG = ("test_verify", "test_tune", "test_traps", "test_mistakes", "test_multi_worker")
+"""Files that take minutes. They come first, so that no process is left with one at the end."""
 
 
 def pytest_configure() -> None:
@@ -16,6 +18,10 @@ def pytest_configure() -> None:
   tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration()] * LOGICAL_CPUS
   )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  items.sort(key=lambda item: not item.path.name.startswith(LONG))
 
 
 @pytest.fixture

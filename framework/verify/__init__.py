@@ -7,7 +7,7 @@ what each one means. What they are made of:
 
     report.py    what a check found: a table, JSON
     places.py    the line of the user's that it is about
-    bench.py     the user's Trainer on 1 to N logical CPUs, one step at a time, on batches made for it
+    bench.py     the user's Trainer on 1 to N logical CPUs, one step at a time, on its own batches
     runs.py      the same as `run` makes it, with its input, in loops
     noise.py     the same noise for every row, so that a random task can be compared
     draws.py     the same for XLA and every dtype;  drawing.py  what draws, and where
