@@ -310,6 +310,15 @@ def _logical(kind: str) -> list[str]:
   return [d.name.removeprefix("/device:") for d in tf.config.list_logical_devices(kind)]
 
 
+def works(name: str, devices: Sequence[str]) -> bool:
+  """Whether a cross-device op works on these devices, such as ["GPU:0", "GPU:1"]."""
+  try:
+    _checked_op(name, devices, num_packs=1)
+  except ConfigError:
+    return False
+  return True
+
+
 def _checked_op(
   name: str, devices: Sequence[str], num_packs: int
 ) -> tf.distribute.CrossDeviceOps | None:

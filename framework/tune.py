@@ -12,6 +12,7 @@ both, and what is chosen is not slower than the config as it is.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import random
@@ -40,6 +41,8 @@ CLEARLY = 1.02
 """A candidate must be so much faster, for what differs less is noise."""
 OPS = ("nccl", "hierarchical_copy", "reduction_to_one_device", "collective")
 ROUNDS, BLOCK_S = 9, 0.4
+ROUNDS_AT_LEAST = 4
+"""What is slower in each of so many rounds is given up."""
 
 
 class Option(NamedTuple):
@@ -123,6 +126,7 @@ def tune(
   Raises:
     ConfigError: a mistake in the config; or it is eager, or of several processes.
   """
+  logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it regrets each further trace
   configurables.parse(gin_files, gin_params)
   _check_config()
   runs.require_writable(model_dir)
@@ -200,7 +204,9 @@ def _ways(trainer: Trainer) -> list[Option]:
   if isinstance(trainer.strategy, tf.distribute.MirroredStrategy):
     name = f"{_strategy_name()}.cross_device_ops"
     own = type(trainer.strategy.extended._cross_device_ops)
-    ops += [{name: op} for op in OPS if _class_of(op) is not own]
+    devices = strategies.describe(trainer.strategy)[1]
+    usable = [op for op in OPS if strategies.works(op, devices)]
+    ops += [{name: op} for op in usable if _class_of(op) is not own]
   return [Option({**op, **way}) for op in ops for way in packings if op or way]
 
 
@@ -289,8 +295,8 @@ class Bench:
     slower = max(one.step_s, other.step_s)
     steps = max(loops) * math.ceil(self._block_s / (max(loops) * slower))
     turns = [(one, loops[0]), (other, loops[1])]
-    ratios = []
-    for _ in range(self._rounds):
+    ratios: list[float] = []
+    while len(ratios) < self._rounds and not _is_hopeless(ratios):
       seconds = {}
       for turn in self._order.sample([0, 1], 2):
         contender, loop = turns[turn]
@@ -334,6 +340,10 @@ class Bench:
     if key not in self._strategies:
       self._strategies[key] = runs.made_strategy(runs.bound("strategy"))
     return self._strategies[key]
+
+
+def _is_hopeless(ratios: Sequence[float]) -> bool:
+  return len(ratios) >= ROUNDS_AT_LEAST and max(ratios) < 1.0
 
 
 def _key(bindings: Bindings) -> str:

@@ -154,6 +154,12 @@ def test_what_rounds_gradients_is_measured_and_not_taken():
   ]
 
 
+def test_what_is_always_slower_is_given_up():
+  assert not tune._is_hopeless([0.9, 0.9, 0.9])
+  assert tune._is_hopeless([0.9, 0.99, 0.5, 0.9])
+  assert not tune._is_hopeless([0.9, 1.01, 0.5, 0.9])
+
+
 def test_the_ratio_is_the_median_of_rounds():
   assert Ratio.of([1.0, 8.0, 2.0, 3.0, 4.0]) == Ratio(3.0, 2.0, 4.0)
 
@@ -262,7 +268,7 @@ def test_every_op_is_tried(tmp_path):
     for packing in ("  ", ", Reduction.packing = 'per_tensor'"):
       line = line_of(lines, f"auto.cross_device_ops = '{op}'{packing}")
       assert re.search(r"  \d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", line)
-  assert "not here: mirrored.cross_device_ops is 'nccl', but CPU:0 is not a GPU" in done.stdout
+  assert "nccl" not in done.stdout  # which needs GPUs
   own = "  auto.cross_device_ops = 'reduction_to_one_device'"  # which auto takes
   assert not [line for line in lines if line.startswith(own)]
 
