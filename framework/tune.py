@@ -290,9 +290,10 @@ class Bench:
       other = self.contender(candidate)
     except Exception as error:
       raise ConfigError(errors.mistake(error) or errors.failure(error)) from error
-    loops = self._loop(one, best), self._loop(other, candidate)
-    loops = loops if LOOP in {*best, *candidate} else (min(loops), min(loops))
-    slower = max(one.step_s, other.step_s)
+    slower, own = max(one.step_s, other.step_s), runs.bound("steps_per_loop")
+    loops = [int(bindings.get(LOOP, own)) for bindings in (best, candidate)]
+    if loops[0] == loops[1]:  # then its length may be any
+      loops = [max(1, min(loops[0], int(self._block_s / slower)))] * 2
     steps = max(loops) * math.ceil(self._block_s / (max(loops) * slower))
     turns = [(one, loops[0]), (other, loops[1])]
     ratios: list[float] = []
@@ -303,10 +304,6 @@ class Bench:
         seconds[turn] = _seconds(contender.trainer, steps=steps, loop=loop)
       ratios.append(seconds[0] / seconds[1])
     return Ratio.of(ratios)
-
-  def _loop(self, contender: Contender, bindings: Bindings) -> int:
-    wanted = bindings.get(LOOP, runs.bound("steps_per_loop"))
-    return max(1, min(int(wanted), int(LONGEST_LOOP_S / contender.step_s)))
 
   def _new(self, bindings: Bindings) -> Contender:
     params = [f"{name} = {value!r}" for name, value in bindings.items()]
