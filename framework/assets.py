@@ -143,8 +143,8 @@ def load(folder: str) -> Assets:
   """
   if not is_whole(folder):
     raise ConfigError(
-      f"there are no assets in {folder}, which this task learns when it is trained; train first, or "
-      "name the right --model_dir."
+      f"there are no assets in {folder}, which this task learns in training; train first, or name "
+      "the right --model_dir."
     )
   written = _parsed(os.path.join(folder, MANIFEST))
   return {name: _read_checked(os.path.join(folder, name), sha) for name, sha in written.items()}

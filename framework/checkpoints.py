@@ -22,7 +22,7 @@ from framework.trainer import Trainer
 
 PREFIX = "ckpt"
 ASSETS = "assets"
-"""The label of the assets' digest in a checkpoint, which those of a task without any do not have."""
+"""The label of the assets' digest in a checkpoint; that of a task without any has none."""
 UNFINISHED = "unfinished"
 """The folder in which a checkpoint is written before it is moved to its place."""
 _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")

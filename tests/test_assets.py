@@ -166,7 +166,7 @@ def test_without_assets_nothing_but_training_begins(mode, start, tmp_path):
   start()
   shutil.rmtree(tmp_path / "m" / "assets")
   with pytest.raises(
-    ConfigError, match=r"no assets in \S+/m/assets.*train first, or name the right"
+    ConfigError, match=r"no assets in \S+/m/assets.*train first, or name
   ):
     start(mode)
 
@@ -194,15 +194,12 @@ def test_an_edited_file_is_refused_by_its_name(mode, start, tmp_path):
 @MODES
 def test_the_assets_of_another_run_are_refused_by_the_checkpoint(mode, start, tmp_path):
   start()
-  ours = assets.digest(assets.load(str(tmp_path / "m" / "assets")))
-  start(folder=tmp_path / "other", shift=1.0)
-  shutil.copytree(
-    tmp_path / "other" / "m" / "assets", tmp_path / "m" / "assets", dirs_exist_ok=True
-  )
-  theirs = assets.digest(assets.load(str(tmp_path / "m" / "assets")))
-  line = (
-    f"/ckpt-4 was trained with the assets {ours[:12]}..., but this run has the assets {theirs[:12]}"
-  )
+  folder, other = tmp_path / "m" / "assets", tmp_path / "other"
+  ours = assets.digest(assets.load(str(folder)))[:12]
+  start(folder=other, shift=1.0)
+  shutil.copytree(other / "m" / "assets", folder, dirs_exist_ok=True)
+  theirs = assets.digest(assets.load(str(folder)))[:12]
+  line = f"/ckpt-4 was trained with the assets {ours}..., but this run has the assets {theirs}..."
   with pytest.raises(ConfigError) as raised:
     start(mode)
   assert line in str(raised.value)
@@ -215,7 +212,7 @@ def test_a_checkpoint_of_a_task_that_learned_less_or_more_is_refused(
   for task in (before, after):
     monkeypatch.setattr(task, "__qualname__", "Same")
   start(task=before)
-  with pytest.raises(ConfigError, match="trained with .*no assets"):
+  with pytest.raises(ConfigError, match=r"trained with .*no assets"):
     start(task=after)
 
 
@@ -274,9 +271,10 @@ def test_tuning_fits_once_in_memory(tmp_path):
   config = tmp_path / "config.gin"
   config.write_text(CONFIG.format(folder=tmp_path))
   bench = tune.Bench([str(config)], ["run.strategy = @default"], rounds=1, block_s=0.01)
+  mean = learned.X["train"].mean(0)
   for bindings in ({}, {"Trainer.fuse_updates": False}):
     made = bench.contender(bindings)
-    np.testing.assert_array_equal(made.trainer.task._mean, np.float32(learned.X["train"].mean(0)))
+    np.testing.assert_allclose(made.trainer.task._mean, mean, rtol=1e-6)
   assert len(bench._made) == 2
   assert fits(tmp_path) == ["worker-0"]
 
