@@ -178,8 +178,8 @@ def _csv_rows(content: bytes, who: str) -> list[dict[str, str]]:
       if row.get(name) is None:
         names = ", ".join(repr(each) for each in rows[0] if each is not None)
         raise ConfigError(
-          f"text {number} of {who}, whose columns are {names}, has no {name!r}; each line must have "
-          "a 'text' and a 'label', which the first line names."
+          f"text {number} of {who}, whose columns are {names}, has no {name!r}; each line must "
+          "have a 'text' and a 'label', which the first line names."
         )
   return rows
 
@@ -419,7 +419,7 @@ class TextClassification(Task):
     return tf.cast(self.model(batch["tokens"], training=training)[:, 0], tf.float32)
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
-    """Binary cross-entropy, computed from the logits: exact where a sigmoid would round to 0 or 1."""
+    """Binary cross-entropy, from the logits: exact where a sigmoid would round to 0 or 1."""
     label = tf.cast(batch["label"], tf.float32)
     losses = tf.nn.sigmoid_cross_entropy_with_logits(labels=label, logits=outputs)
     return Loss.from_examples(losses, batch["weight"])
