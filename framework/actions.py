@@ -472,6 +472,8 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   signatures = _signatures(task)
   module = tf.Module()
   module.model = task.model
+  # Keras 3 does not track the seeds of random layers, which an LSTM reads even when it serves.
+  module.variables_of_model = [models.raw(each) for each in models.all_variables(task.model)]
   module.held = [each for each in vars(task).values() if _is_served(each)]
   if not is_chief:
     with tempfile.TemporaryDirectory() as scratch:

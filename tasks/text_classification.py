@@ -225,7 +225,7 @@ class Tokenizer(tf.Module):
       length: of what is returned.
     """
     super().__init__()
-    self._length = length
+    self.vocabulary, self.length = vocabulary, length
     words = vocabulary.splitlines()
     with tf.device("CPU:0"):
       numbers = tf.range(FIRST_WORD, FIRST_WORD + len(words), dtype=tf.int64)
@@ -239,7 +239,7 @@ class Tokenizer(tf.Module):
       texts: string [n], in UTF-8.
     """
     numbers = self._table.lookup(split_words(texts))
-    return tf.cast(numbers.to_tensor(PADDING, shape=[None, self._length]), tf.int32)
+    return tf.cast(numbers.to_tensor(PADDING, shape=[None, self.length]), tf.int32)
 
 
 @functools.lru_cache(maxsize=4)
@@ -295,10 +295,8 @@ def bag_of_ngrams(
     pairs = keras.ops.mod(tokens[:, :-1] * 31337 + tokens[:, 1:], bigram_buckets)
     ids = keras.ops.concatenate([tokens, vocabulary_size + pairs], axis=1)
     real = keras.ops.concatenate([real, real[:, 1:]], axis=1)
-  vectors = keras.layers.Embedding(vocabulary_size + bigram_buckets, dimensions, name="vectors")(
-    ids
-  )
-  total = keras.ops.sum(keras.ops.cast(vectors, "float32") * real[:, :, None], axis=1)
+  embedding = keras.layers.Embedding(vocabulary_size + bigram_buckets, dimensions, name="vectors")
+  total = keras.ops.sum(keras.ops.cast(embedding(ids), "float32") * real[:, :, None], axis=1)
   mean = total / keras.ops.maximum(keras.ops.sum(real, axis=1, keepdims=True), 1.0)
   logit = _logit(keras.layers.Dropout(dropout)(mean))
   return keras.Model(tokens, logit, name="bag_of_ngrams")
@@ -376,6 +374,7 @@ class TextClassification(Task):
     self._data, self._network = data, network
     self._size, self._length = vocabulary_size, length
     self._tokenizer: Tokenizer | None = None
+    self._labels: tuple[str, ...] = ()
 
   def fit(self) -> dict[str, bytes]:
     """Returns the most frequent words of the training split, and its two labels in order.
@@ -398,9 +397,21 @@ class TextClassification(Task):
 
   def use(self, assets: Mapping[str, bytes]) -> None:
     """Makes the tokenizer."""
-    self._vocabulary = assets[_VOCABULARY]
     self._labels = tuple(assets[_LABELS].decode().split("\n")[:-1])
-    self._tokenizer = Tokenizer(vocabulary=self._vocabulary, length=self._length)
+    self._tokenizer = Tokenizer(vocabulary=assets[_VOCABULARY], length=self._length)
+
+  @property
+  def tokenizer(self) -> Tokenizer:
+    """Of the vocabulary in use.
+
+    Raises:
+      ConfigError: there is none yet.
+    """
+    if self._tokenizer is None:
+      raise ConfigError(
+        "TextClassification has no vocabulary yet; outside of a run, call task.use(task.fit())."
+      )
+    return self._tokenizer
 
   def build_model(self) -> keras.Model:
     """Returns the network, which gives logits [n, 1]."""
@@ -412,7 +423,7 @@ class TextClassification(Task):
     Raises:
       ConfigError: a label is none of the training split's.
     """
-    return _tokenised(self._data, split, self._vocabulary, self._length, self._labels)
+    return _tokenised(self._data, split, self.tokenizer.vocabulary, self._length, self._labels)
 
   def forward(self, batch: Batch, training: bool) -> tf.Tensor:
     """Returns float32 logits [n] of the second label."""
@@ -432,9 +443,11 @@ class TextClassification(Task):
   def export_signature(self) -> Any:
     """Serves raw texts, string [n] -> probabilities of the second label, float32 [n]."""
 
+    tokenizer = self.tokenizer
+
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
     def serve(text: tf.Tensor) -> dict[str, tf.Tensor]:
-      tokens = self._tokenizer(text)
+      tokens = tokenizer(text)
       return {"probabilities": tf.sigmoid(self.forward({"tokens": tokens}, training=False))}
 
     return serve
