@@ -18,7 +18,7 @@ import tensorflow as tf
 from learned import EXAMPLES, KERNEL, Scaled, Unscaled, Y, scaled
 
 import launch
-from framework import assets, strategies, testing, tune
+from framework import assets, configurables, strategies, testing, tune
 from framework.cluster import Cluster
 from framework.errors import ConfigError
 from framework.run import run
@@ -264,12 +264,12 @@ def test_the_checks_have_nothing_against_it(tmp_path):
 def test_tuning_fits_once_in_memory(tmp_path):
   config = tmp_path / "config.gin"
   config.write_text(CONFIG.format(folder=tmp_path))
-  bench = tune.Bench([str(config)], ["run.strategy = @default"], rounds=1, block_s=0.01)
-  mean = learned.X["train"].mean(0)
-  for bindings in ({}, {"Trainer.fuse_updates": False}):
-    made = bench.contender(bindings)
-    np.testing.assert_allclose(made.trainer.task._mean, mean, rtol=1e-6)
-  assert len(bench._made) == 2
+  configurables.parse([str(config)], ["run.strategy = @default"])
+  bench = tune.Bench([str(config)], [], rounds=1, block_s=0.01)
+  tasks = [bench._trainer({}).task for _ in range(2)]
+  assert tasks[0] is not tasks[1]
+  for task in tasks:
+    np.testing.assert_allclose(task._mean, learned.X["train"].mean(0), rtol=1e-6)
   assert fits(tmp_path) == ["worker-0"]
 
 

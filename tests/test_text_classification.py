@@ -11,10 +11,11 @@ import keras
 import numpy as np
 import pytest
 import reviews
+import sound
 import tensorflow as tf
 from tensorflow.python.data.ops import debug_mode
 
-from framework import inputs
+from framework import inputs, testing, verify
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.run import run
@@ -463,4 +464,11 @@ def test_the_exported_model_takes_raw_texts_and_agrees_with_an_evaluation(
     -np.mean(np.log(np.where(truth, served, 1 - served.numpy()))), rel=1e-4
   )
   assert results["accuracy"] == pytest.approx(np.mean((served.numpy() > 0.5) == truth))
-  assert serve(text=tf.constant([], tf.string))["probabilities"].shape == [0]
+
+
+def test_verification_has_nothing_against_it():
+  """Its gradients too: those of a task with metrics, which are logged while the loss is traced."""
+  found = verify.verify(sound.reviewed(), groups=("gradients", "replicas")).results
+  assert not [result for result in found if result.status == "failed"]
+  assert testing.found(found, "finite differences").status == "passed"
+  assert testing.found(found, "same update on 3 replicas").status == "passed"
