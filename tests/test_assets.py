@@ -256,7 +256,7 @@ def test_verification_fits_once_in_memory(tmp_path):
 def test_the_checks_have_nothing_against_it(tmp_path):
   make = functools.partial(Scaled, folder=str(tmp_path))
   testing.assert_right(
-    make, groups=("replicas", "restore"), optimizer=keras.optimizers.SGD, global_batch_size=BATCH
+    make, groups=("restore",), optimizer=keras.optimizers.SGD, global_batch_size=BATCH
   )
   assert fits(tmp_path) == ["worker-0"]
 

@@ -445,7 +445,7 @@ def test_the_exported_model_takes_raw_texts_and_agrees_with_an_evaluation(
       Noting, data=found, network=network, vocabulary_size=30, length=10,
     )  # fmt: skip
     return run(
-      task=task, train_steps=30, global_batch_size=8, mode=mode, model_dir=str(tmp_path / "m"),
+      task=task, train_steps=8, global_batch_size=8, mode=mode, model_dir=str(tmp_path / "m"),
       **{"strategy": lambda: mirrored(2), **options},
     )  # fmt: skip
 
