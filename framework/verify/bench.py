@@ -63,7 +63,8 @@ class Subject:
   def fresh_task(self) -> Task:
     """Returns a new task, whose model is not built yet, with its assets."""
     made = self._made_task()
-    assets.provide_in_memory(made, self._assets)
+    if assets.fits(made):
+      assets.provide_in_memory(made, self._assets)
     return made
 
   def _made_task(self) -> Task:
