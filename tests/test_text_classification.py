@@ -257,8 +257,17 @@ def sigmoid(x):
   return 1 / (1 + np.exp(-x))
 
 
+FILTERS = 5
 ROWS = np.array(
-  [[3, 4, 5, 2, 1, 0, 0, 0], [7, 3, 0, 0, 0, 0, 0, 0], [0] * 8, [2, 3, 4, 5, 6, 7, 8, 3]], np.int32
+  [
+    [3, 4, 5, 2, 1, 0, 0, 0],
+    [7, 3, 0, 0, 0, 0, 0, 0],
+    [6, 0, 0, 0, 0, 0, 0, 0],
+    [8, 4, 7, 0, 0, 0, 0, 0],
+    [0, 0, 0, 0, 0, 0, 0, 0],
+    [2, 3, 4, 5, 6, 7, 8, 3],
+  ],
+  np.int32,
 )
 
 
@@ -291,7 +300,7 @@ def lstm_reference(weights, row):
   bias = next(v for path, v in weights.items() if "conv" in path and v.ndim == 1)
   around = np.pad(vectors, [(1, 1), (0, 0)])
   windows = [np.einsum("wd,wdf->f", around[i : i + 3], kernel) + bias for i in range(len(real))]
-  features = np.maximum(np.array(windows).reshape([-1, 2]), 0.0)
+  features = np.maximum(np.array(windows).reshape([-1, FILTERS]), 0.0)
   pooled = [features[i : i + 2].max(axis=0) for i in range(0, len(features), 2)]
   lstm = {path.rsplit("/", 1)[1]: v for path, v in weights.items() if "lstm" in path}
   state, cell = np.zeros(3), np.zeros(3)
@@ -304,7 +313,7 @@ def lstm_reference(weights, row):
 
 
 def small_lstm(length):
-  return cnn_lstm(vocabulary_size=9, length=length, dimensions=4, filters=2, units=3)
+  return cnn_lstm(vocabulary_size=9, length=length, dimensions=4, filters=FILTERS, units=3)
 
 
 def test_the_lstm_reads_words_and_no_padding():
