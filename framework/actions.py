@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import orbit
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.ops import lookup_ops
 
-from framework import forensics
+from framework import forensics, models
 from framework.errors import ConfigError, unknown
 from framework.reporting import MetricsLog, atomic_write, flatten
 from framework.trainer import Trainer
@@ -454,6 +455,8 @@ class Export(OnBest):
 def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   """Writes what `task.export_signature()` serves as a SavedModel (host).
 
+  Signatures may use lookup tables and a `tf.Module` that are attributes of the task.
+
   It is written beside `directory` and then renamed, so that a reader finds a whole one or, for
   the instant between two renames where an older one is replaced, none.
 
@@ -469,6 +472,9 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   signatures = _signatures(task)
   module = tf.Module()
   module.model = task.model
+  # Keras 3 does not track the seeds of random layers, which an LSTM reads even when it serves.
+  module.variables_of_model = [models.raw(each) for each in models.all_variables(task.model)]
+  module.held = [each for each in vars(task).values() if _is_served(each)]
   if not is_chief:
     with tempfile.TemporaryDirectory() as scratch:
       tf.saved_model.save(module, scratch, signatures=signatures)
@@ -477,6 +483,11 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   _mend(directory)
   tf.saved_model.save(module, f"{directory}.new", signatures=signatures)
   _swap(directory)
+
+
+def _is_served(held: Any) -> bool:
+  kinds = (tf.Module, lookup_ops.LookupInterface)
+  return isinstance(held, kinds) and not models.is_keras(held)
 
 
 def _signatures(task: Task) -> dict[str, Callable[..., Any]]:

@@ -21,6 +21,8 @@ from framework.timing import timed
 from framework.trainer import Trainer
 
 PREFIX = "ckpt"
+ASSETS = "assets"
+"""The label of the assets' digest in a checkpoint; that of a task without any has none."""
 UNFINISHED = "unfinished"
 """The folder in which a checkpoint is written before it is moved to its place."""
 _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
@@ -52,6 +54,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     trainer: Trainer,
     directory: str,
     experiment: Mapping[str, str],
+    assets: str = "",
     every_steps: int | None = None,
     keep: int = 3,
   ) -> None:
@@ -61,14 +64,16 @@ class CheckpointManager(tf.train.CheckpointManager):
       trainer: whose state to save and restore.
       directory: `<model_dir>/checkpoints`.
       experiment: what must be the same on restore (such as the task's name), saved alongside.
+      assets: the digest of the task's, which must be the same on restore too; "" for none.
       every_steps: interval for the controller's periodic saves.
       keep: how many to keep.
     """
-    self._trainer, self._experiment = trainer, dict(experiment)
+    self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
     self._directory, self._every_steps, self._keep = directory, every_steps, keep
     self._saved_step = 0
     self._damaged: dict[str, int] = {}
-    labels = {k: tf.Variable(v, trainable=False) for k, v in experiment.items()}
+    texts = {**experiment, ASSETS: assets} if assets else experiment
+    labels = {k: tf.Variable(v, trainable=False) for k, v in texts.items()}
     self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
     _ = self._checkpoint.save_counter  # made at first use, and then missed in earlier files
 
@@ -261,17 +266,24 @@ class CheckpointManager(tf.train.CheckpointManager):
 
   def _refuse_foreign(self, path: str, reader: Any) -> None:
     for name, value in self._experiment.items():
-      key = f"experiment/{name}{_VALUE}"
-      if not reader.has_tensor(key):
+      saved = _label(reader, name)
+      if not saved:
         raise ConfigError(
           f"checkpoint {path} was not written by this framework; choose another --model_dir."
         )
-      saved = reader.get_tensor(key).decode()
       if saved != value:
         raise ConfigError(
           f"checkpoint {path} belongs to another experiment: its {name} is {saved!r}, this one's "
           f"is {value!r}; choose another --model_dir."
         )
+
+    saved = _label(reader, ASSETS)
+    if saved != self._assets:
+      raise ConfigError(
+        f"checkpoint {path} was trained with {_named(saved)}, but this run has "
+        f"{_named(self._assets)}; bring the checkpoint's assets folder back, or choose another "
+        "--model_dir."
+      )
 
   def _refuse_larger(self, path: str, reader: Any, status: Any) -> None:
     """TensorFlow lets a model or optimizer take its part of a larger one's values silently."""
@@ -365,6 +377,16 @@ def _kinds(reader: Any) -> dict[str, str]:
   """Returns the dtype and shape of each variable in a checkpoint, by key."""
   dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
   return {k: f"{dtypes[k].name} {list(shapes[k])}" for k in shapes if k.endswith(_VALUE)}
+
+
+def _label(reader: Any, name: str) -> str:
+  """Returns what a checkpoint says of its experiment, "" where it says nothing."""
+  key = f"experiment/{name}{_VALUE}"
+  return reader.get_tensor(key).decode() if reader.has_tensor(key) else ""
+
+
+def _named(assets: str) -> str:
+  return f"the assets {assets[:12]}..." if assets else "no assets"
 
 
 def _misfit(path: str, differences: list[str]) -> ConfigError:

@@ -18,6 +18,7 @@ import tensorflow as tf
 import tf_keras
 
 from framework import (
+  assets,
   cluster,
   configurables,
   forensics,
@@ -87,7 +88,8 @@ def run(
     steps_per_loop: steps in one call of the compiled loop, between two reports to the host.
     eval_batch_size: None takes `global_batch_size`.
     eval_every_steps: steps between evaluations; None evaluates once, at the end.
-    eval_timeout_s: how long "evaluate_continuously" waits for a new checkpoint; None for ever.
+    eval_timeout_s: how long "evaluate_continuously" waits for a new checkpoint, or for the run's
+      assets before the first one; None for ever.
     checkpoint_every_steps: steps between checkpoints; the last step always gets one.
     keep_checkpoints: how many to keep.
     seed: of initial weights, example order, dropout and augmentation.
@@ -142,6 +144,11 @@ def run(
   if isinstance(chosen, servers.Server):
     chosen.serve()
     return {}
+  learned = assets.provide(
+    task, model_dir=model_dir, cluster=cluster.of(chosen), training=mode in TRAINING_MODES,
+    timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
+  )  # fmt: skip
+  randomness.seed_everything(seed)  # initial weights do not depend on whether it was fitted here
   recorder = Recorder(model_dir=model_dir, strategy=chosen) if ledger else None
   trainer = made_trainer(
     task, chosen, optimizer=optimizer, global_batch_size=global_batch_size, seed=seed,
@@ -162,6 +169,7 @@ def run(
     keep_checkpoints=keep_checkpoints,
     actions=actions if mode in TRAINING_MODES else (),
     checkpoint=checkpoint,
+    assets=learned,
   )
   session.describe(precision=precision)
   return session.go(mode)

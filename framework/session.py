@@ -46,8 +46,12 @@ class Session:
     eval_timeout_s: float | None = None,
     actions: Sequence[Action] = (),
     checkpoint: str | None = None,
+    assets: str = "",
   ) -> None:
-    """Restores `checkpoint`, or the newest whole one of `model_dir`, if any; see `run`."""
+    """Restores `checkpoint`, or the newest whole one of `model_dir`, if any; see `run`.
+
+    `assets` is the digest of those that the task uses.
+    """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
     self.cluster = trainer.cluster
@@ -62,6 +66,7 @@ class Session:
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
         "optimizer": _optimizer_names(trainer),
       },
+      assets=assets,
       every_steps=checkpoint_every_steps,
       keep=keep_checkpoints,
     )

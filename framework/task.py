@@ -151,6 +151,23 @@ class Task:
   cause in docs/verify.md -> why, such as {"batch-norm statistics": "local, as in the paper"}.
   """
 
+  def fit(self) -> Mapping[str, bytes]:
+    """Learns from the training split what is needed besides weights, such as a vocabulary.
+
+    Called once in the life of a run, by the first process of those that train together, on the
+    host; what it returns is kept in <model_dir>/assets and given to `use`.
+
+    Returns:
+      File name -> content. The same training data must give the same bytes.
+    """
+    return {}
+
+  def use(self, assets: Mapping[str, bytes]) -> None:
+    """Takes what `fit` has learned, now or long ago; before `source` and `build_model`.
+
+    Called in every mode and process, on the host, if the task has a `fit` of its own.
+    """
+
   def build_model(self) -> Any:
     """Makes and returns the model, with its variables built.
 

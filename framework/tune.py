@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from framework import configurables, errors, strategies
+from framework import assets, configurables, errors, strategies
 from framework import run as runs
 from framework.errors import ConfigError
 from framework.trainer import Trainer
@@ -268,6 +268,7 @@ class Bench:
     self._rounds, self._block_s = rounds, block_s
     self._made: dict[str, Contender] = {}
     self._strategies: dict[str, tf.distribute.Strategy] = {}
+    self._assets: assets.Assets | None = None
     self._order = random.Random(0)
 
   def contender(self, bindings: Bindings) -> Contender:
@@ -323,6 +324,7 @@ class Bench:
   def _trainer(self, bindings: Bindings) -> Trainer:
     seed = runs.bound("seed")
     task = runs.made_task(runs.bound("task"))
+    self._assets = assets.provide_in_memory(task, self._assets)
     runs.set_globals(
       seed, runs.bound("precision"), deterministic=runs.bound("deterministic"), eager=False
     )

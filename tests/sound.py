@@ -4,12 +4,13 @@ import functools
 
 import keras
 import numpy as np
+import reviews
 import tensorflow as tf
 import tf_keras
 
 from framework import ArraySource, Loss, Task, schedules, weighted_sum
 from framework.verify.bench import Subject
-from tasks import image_classification
+from tasks import image_classification, text_classification
 from tasks.gan import Gan
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
@@ -186,7 +187,24 @@ def digits_cnn():
   )
 
 
+def reviewed():
+  """Texts with a vocabulary to learn."""
+  (texts, labels), (others, other_labels) = reviews.sentences(60), reviews.sentences(30, seed=1)
+  splits = {
+    "train": (tuple(text.encode() for text in texts), tuple(labels)),
+    "eval": (tuple(text.encode() for text in others), tuple(other_labels)),
+  }
+  data = text_classification.TextData(splits=splits)
+  bag = functools.partial(text_classification.bag_of_ngrams, bigram_buckets=20)
+  return subject(
+    lambda: text_classification.TextClassification(
+      data=data, network=bag, vocabulary_size=40, length=12
+    )
+  )
+
+
 SUBJECTS = {
+  "vocabulary": reviewed,
   "digits_cnn": digits_cnn,
   "regression": lambda: subject(Regression),
   "regression, tf_keras": lambda: subject(

@@ -1,4 +1,4 @@
-"""Every config in configs/ parses, builds what it says and trains: two steps of four images."""
+"""Every config in configs/ parses, builds what it says and trains: two steps of four examples."""
 
 import re
 import sys
@@ -9,6 +9,7 @@ import gin
 import keras
 import numpy as np
 import pytest
+import reviews
 
 import framework
 import launch
@@ -29,27 +30,41 @@ def cnn_parameters(side, filters, units, channels=1, classes=10):
   return count + (side * side * channels + 1) * units + (units + 1) * classes
 
 
-# By config: image side, parameters by optimizer, updates a step, evaluation metrics, schedule.
+# By config: inputs, parameters by optimizer, updates a step, evaluation metrics, schedule.
+IMAGES = {side: ("image", "float32", (BATCH, side, side, 1)) for side in (8, 28)}
+TOKENS = ("tokens", "int32", (BATCH, 500))
 CLASSIFIER = {"updates": {"default": 1}, "metrics": {"loss", "accuracy"}}
 EXPECTED = {
   "digits_cnn.gin": {
     **CLASSIFIER,
-    "side": 8,
+    "input": IMAGES[8],
     "parameters": {"default": cnn_parameters(8, (32, 64), 128)},
     "rates": {0: 0.002, 750: 0.001, 1500: 0.0},
   },
   "fashion_mnist_cnn.gin": {
     **CLASSIFIER,
-    "side": 28,
+    "input": IMAGES[28],
     "parameters": {"default": cnn_parameters(28, (32, 64), 128)},
     "rates": {0: 0.0, 100: 0.001, 200: 0.002, 2450: 0.001, 4700: 0.0},
   },
   "fashion_mnist_gan.gin": {
-    "side": 28,
+    "input": IMAGES[28],
     "parameters": {"generator": 237_153, "discriminator": 36_513},
     "updates": {"generator": 1, "discriminator": 2},
     "metrics": {"loss", "real_accuracy", "fake_accuracy"},
     "rates": {0: 0.0002, 4000: 0.0002},
+  },
+  "imdb.gin": {
+    **CLASSIFIER,
+    "input": TOKENS,
+    "parameters": {"default": (20_000 + 2**17) * 16 + 17},
+    "rates": {0: 0.005, 1500: 0.005},
+  },
+  "imdb_lstm.gin": {
+    **CLASSIFIER,
+    "input": TOKENS,
+    "parameters": {"default": 4_137_409},
+    "rates": {0: 0.001, 400: 0.001},
   },
 }
 
@@ -73,6 +88,7 @@ def process_restored(monkeypatch):
   monkeypatch.setattr(sys, "path", [*sys.path])
   yield
   gin.clear_config()
+  reviews.forget_package()
   Witness.runs.clear()
 
 
@@ -86,6 +102,17 @@ def fashion_mnist_files(folder):
       (folder / f"{split}-{name}-ubyte").write_bytes(head + array.astype(np.uint8).tobytes())
 
 
+def stand_ins(name, folder):
+  """Makes small data in the place of what may not be installed; returns the parameters for it."""
+  if name.startswith("fashion_mnist"):
+    fashion_mnist_files(folder)
+    return [f"fashion_mnist.directory = '{folder}'"]
+  if name.startswith("imdb"):
+    reviews.install_package(folder, count=EXAMPLES * 2)
+    return [f"imdb_reviews.eval_examples = {EXAMPLES}"]
+  return []
+
+
 def small(name, folder):
   """The parameters that make a run of the config a small one, and keep its every other part."""
   params = [
@@ -93,10 +120,8 @@ def small(name, folder):
     f"run.global_batch_size = {BATCH}",
     "run.eval_batch_size = 100",
     "run.actions = [@Witness()]",
+    *stand_ins(name, folder),
   ]
-  if name.startswith("fashion_mnist"):
-    fashion_mnist_files(folder)
-    params.append(f"fashion_mnist.directory = '{folder}'")
   return [f"--gin_param={param}" for param in params]
 
 
@@ -138,8 +163,8 @@ def test_a_config_builds_and_trains(name, tmp_path, capsys):
     assert rates == pytest.approx(expected["rates"], rel=1e-5, abs=1e-9)
 
   batch = next(iter(run.trainer._dataset_fn(0)))
-  assert batch["image"].shape == (BATCH, expected["side"], expected["side"], 1)
-  assert batch["image"].dtype == "float32"
+  feature, dtype, shape = expected["input"]
+  assert (batch[feature].dtype, batch[feature].shape) == (dtype, shape)
 
   [done] = capsys.readouterr().out.splitlines()
   assert done.startswith(f"done: step {STEPS} | eval loss ")

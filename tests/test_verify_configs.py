@@ -4,11 +4,14 @@ import sys
 
 import gin
 import pytest
-from test_configs import FOLDER, fashion_mnist_files
+import reviews
+from test_configs import FOLDER, stand_ins
 
 from framework import configurables
 from framework.verify import inputs, randomness
 from framework.verify.bench import Subject
+
+WITHOUT = "no preprocess()"
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +20,7 @@ def quick(monkeypatch):
   monkeypatch.setattr(inputs, "MEASURE_S", 0.02)
   yield
   gin.clear_config()
+  reviews.forget_package()
 
 
 def made(reference):
@@ -27,11 +31,9 @@ def made(reference):
 
 
 def subject_of(name, folder):
-  """The subject of a config; Fashion-MNIST is a few random images, which may not be installed."""
-  params = []
-  if name.startswith("fashion_mnist"):
-    fashion_mnist_files(folder)
-    params = ["run.global_batch_size = 4", f"fashion_mnist.directory = '{folder}'"]
+  """The subject of a config, on a few examples where its data may not be installed."""
+  params = stand_ins(name, folder)
+  params += ["run.global_batch_size = 4"] * bool(params)
   configurables.parse([str(FOLDER / name)], params)
   task, optimizer = (made(gin.query_parameter(f"run.{each}")) for each in ("task", "optimizer"))
   size = gin.query_parameter("run.global_batch_size")
@@ -40,7 +42,11 @@ def subject_of(name, folder):
 
 @pytest.mark.parametrize(
   ("name", "without"),
-  [("digits_cnn.gin", []), ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()"])],
+  [
+    ("digits_cnn.gin", []),
+    ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()"]),
+    ("imdb.gin", [WITHOUT, "forward() gives no float tensor [n, classes]", *[WITHOUT] * 3]),
+  ],
 )
 def test_a_config(name, without, tmp_path):
   subject = subject_of(name, tmp_path)

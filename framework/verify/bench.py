@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework import configurables, inputs, local_state, models, optimizers, randomness
+from framework import assets, configurables, inputs, local_state, models, optimizers, randomness
 from framework.errors import ConfigError
 from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
@@ -60,11 +61,24 @@ class Subject:
   trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def fresh_task(self) -> Task:
-    """Returns a new task, whose model is not built yet."""
+    """Returns a new task, whose model is not built yet, with its assets."""
+    made = self._made_task()
+    if assets.fits(made):
+      assets.provide_in_memory(made, self._assets)
+    return made
+
+  def _made_task(self) -> Task:
     made = self.task()
     if made.model is not None:
       made = copy.copy(made)
       made.model = None
+    return made
+
+  @functools.cached_property
+  def _assets(self) -> assets.Assets:
+    """Fitted once for all tasks of the subject, which then are as if it had been done before."""
+    made = assets.provide_in_memory(self._made_task())
+    randomness.seed_everything(self.seed)
     return made
 
   def rows(self, task: Task, count: int, *, position: int = 0, training: bool = True) -> Rows:

