@@ -4,7 +4,7 @@ import sys
 
 import gin
 import pytest
-from test_configs import FOLDER, fashion_mnist_files
+from test_configs import FOLDER, fashion_mnist_files, text_parameters
 
 from framework import configurables
 from framework.verify import inputs, randomness
@@ -32,6 +32,8 @@ def subject_of(name, folder):
   if name.startswith("fashion_mnist"):
     fashion_mnist_files(folder)
     params = ["run.global_batch_size = 4", f"fashion_mnist.directory = '{folder}'"]
+  if name == "language_model.gin":
+    params = text_parameters(folder)
   configurables.parse([str(FOLDER / name)], params)
   task, optimizer = (made(gin.query_parameter(f"run.{each}")) for each in ("task", "optimizer"))
   size = gin.query_parameter("run.global_batch_size")
@@ -40,7 +42,11 @@ def subject_of(name, folder):
 
 @pytest.mark.parametrize(
   ("name", "without"),
-  [("digits_cnn.gin", []), ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()"])],
+  [
+    ("digits_cnn.gin", []),
+    ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()"]),
+    ("language_model.gin", []),
+  ],
 )
 def test_a_config(name, without, tmp_path):
   subject = subject_of(name, tmp_path)
