@@ -41,6 +41,8 @@ BYTES = 256
 START = 256
 """The token before the first byte of a document; an input only, never a target."""
 NO_TARGET = -1
+INPUTS = ("token", "position")
+"""What the network sees of a batch."""
 NOT_EVERYWHERE = (
   *("site-packages", "dist-packages", "config-*", "_sysconfigdata*", "__pycache__"),
   *("test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"),
@@ -258,8 +260,9 @@ class Transformer(keras.Model):
     self.dropout = keras.layers.Dropout(dropout)
     self.norm = keras.layers.RMSNormalization()
 
-  def call(self, token: tf.Tensor, position: tf.Tensor, training: bool = False) -> tf.Tensor:
-    """Returns logits [n, length, 256]; `token` and `position` are int32 [n, length]."""
+  def call(self, inputs: Mapping[str, tf.Tensor], training: bool = False) -> tf.Tensor:
+    """Returns logits [n, length, 256] for "token" and "position", both int32 [n, length]."""
+    token, position = inputs["token"], inputs["position"]
     rotation = rotary_angles(position, self._head_width, self.variable_dtype)
     mask = attention_mask(position)
     x = self.dropout(self.embedding(token), training=training)
@@ -289,7 +292,7 @@ def transformer(
       f"number, because positions rotate pairs: such as {2 * max(1, heads) * 16}."
     )
   model = Transformer(layers=layers, width=width, heads=heads, dropout=dropout)
-  model(np.zeros([1, 2], np.int32), np.zeros([1, 2], np.int32))  # makes the variables
+  model({name: np.zeros([1, 2], np.int32) for name in INPUTS})  # makes the variables
   return model
 
 
@@ -364,11 +367,11 @@ class LanguageModel(Task):
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Widens the integers, which are stored small."""
     del training
-    return {**batch, **{n: tf.cast(batch[n], tf.int32) for n in ("token", "position", "target")}}
+    return {**batch, **{n: tf.cast(batch[n], tf.int32) for n in (*INPUTS, "target")}}
 
   def forward(self, batch: Batch, training: bool) -> tf.Tensor:
     """Returns logits [n, context, 256] of the target at each place."""
-    return self.model(batch["token"], batch["position"], training=training)
+    return self.model({name: batch[name] for name in INPUTS}, training=training)
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
     """Cross-entropy: its sum over this replica's targets, and their number, times the weights."""

@@ -65,7 +65,7 @@ EXPECTED = {
   },
   "language_model.gin": {
     **ONE,
-    "features": {name: ("int32", (256,)) for name in ("token", "position", "target")},
+    "features": dict.fromkeys(("token", "position", "target"), ("int32", (256,))),
     "parameters": {"default": transformer_parameters(4, 128)},
     "optimizer": keras.optimizers.AdamW,
     "metrics": {"loss", "bits_per_byte", "perplexity"},

@@ -72,7 +72,7 @@ def logits_alone(task, document):
   """The logits of a document by itself, without any packing: START, then its bytes."""
   token = np.array([[START, *document[:-1]]], np.int32)
   position = np.arange(len(document))[None].astype(np.int32)
-  return task.model(token, position).numpy()[0]
+  return task.model({"token": token, "position": position}).numpy()[0]
 
 
 # ---- Packing ----
@@ -164,7 +164,8 @@ def test_a_cut_document_goes_on_as_a_piece_of_its_own():
   logits = task.forward(batch_of(task), training=False).numpy()
   token = np.frombuffer(document, np.uint8)[None, CONTEXT - 1 : -1].astype(np.int32)
   position = np.arange(CONTEXT, dtype=np.int32)[None]
-  np.testing.assert_allclose(logits[1:], task.model(token, position), rtol=0, atol=1e-5)
+  expected = task.model({"token": token, "position": position})
+  np.testing.assert_allclose(logits[1:], expected, rtol=0, atol=1e-5)
 
 
 def test_a_later_byte_changes_no_earlier_logit():
@@ -184,7 +185,7 @@ def test_a_later_byte_changes_no_earlier_logit():
 
 
 def norm(x, scale):
-  return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-7) * scale
+  return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
 
 
 def softmax(x):
@@ -237,12 +238,20 @@ def weights_of(model):
   return {name: variable.numpy().astype(np.float64) for name, variable in values.items()}
 
 
-def test_the_network_is_that_by_hand():
+@pytest.fixture
+def precision():
+  """Sets the dtype policy of a test."""
+  yield keras.config.set_dtype_policy
+  keras.config.set_dtype_policy("float32")
+
+
+def test_the_network_is_that_by_hand(precision):
+  precision("float64")
   task = with_model(make_task(random_documents(4, 15, 9, 3)))
   batch = batch_of(task)
   expected = by_hand(weights_of(task.model), batch["token"].numpy(), batch["position"].numpy())
   logits = task.forward(batch, training=False)
-  np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
+  np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-6)
   assert expected.std() > 0.5
 
 
@@ -252,7 +261,8 @@ def mean_loss(logits, target):
   return -chosen[target != NO_TARGET].mean()
 
 
-def test_the_gradient_of_the_tied_matrix_is_the_sum_of_both_uses():
+def test_the_gradient_of_the_tied_matrix_is_the_sum_of_both_uses(precision):
+  precision("float64")
   task = with_model(make_task(random_documents(5, 6, 9)))
   batch = batch_of(task)
   embeddings = models.raw(task.model.embedding.embeddings)
@@ -268,11 +278,11 @@ def test_the_gradient_of_the_tied_matrix_is_the_sum_of_both_uses():
     logits = by_hand(changed, arrays["token"], arrays["position"], inputs_only=looked_up)
     return mean_loss(logits, arrays["target"])
 
-  step = 1e-5 * RNG.normal(size=tied.shape)
+  step = 1e-5 * np.random.default_rng(0).normal(size=tied.shape)
   of_input = (loss_at(tied + step, tied) - loss_at(tied - step, tied)) / 2
   of_output = (loss_at(tied, tied + step) - loss_at(tied, tied - step)) / 2
-  assert np.sum(gradient * step) == pytest.approx(of_input + of_output, rel=2e-3)
-  assert min(abs(of_input), abs(of_output)) > 0.05 * abs(of_input + of_output)
+  assert np.sum(gradient * step) == pytest.approx(of_input + of_output, rel=1e-6)
+  assert min(abs(of_input), abs(of_output)) > 0.01 * abs(of_input + of_output)
 
 
 def test_the_loss_at_the_start_is_about_that_of_guessing():
@@ -293,14 +303,8 @@ def test_dropout_is_for_training():
   assert np.abs(task.forward(batch, training=True) - twice[0]).max() > 0.01
 
 
-@pytest.fixture
-def bfloat16():
-  keras.config.set_dtype_policy("mixed_bfloat16")
-  yield
-  keras.config.set_dtype_policy("float32")
-
-
-def test_mixed_precision_keeps_weights_and_logits_in_float32(bfloat16):
+def test_mixed_precision_keeps_weights_and_logits_in_float32(precision):
+  precision("mixed_bfloat16")
   task = with_model(make_task(random_documents(4, 15, 9, 3)))
   batch = batch_of(task)
   logits = task.forward(batch, training=True)
@@ -490,7 +494,8 @@ def drawn_by_hand(task, prompt, count, temperature, seed):
   for _ in range(count):
     seen = [START, *text][-task.context :]
     position = np.arange(len(seen), dtype=np.int32)[None]
-    logits = task.model(np.array([seen], np.int32), position).numpy()[0, -1]
+    seen_alone = {"token": np.array([seen], np.int32), "position": position}
+    logits = task.model(seen_alone).numpy()[0, -1]
     text.append(
       np.argmax(logits) if temperature == 0 else rng.choice(256, p=softmax(logits / temperature))
     )
@@ -501,9 +506,7 @@ def drawn_by_hand(task, prompt, count, temperature, seed):
 def test_sampling_is_that_by_hand(temperature):
   task = with_model(make_task([b"abc"]))
   text = language_model.sample(task, b"ab", 20, temperature=temperature, seed=4)
-  with tf.device("CPU:0"):
-    expected = drawn_by_hand(task, b"ab", 20, temperature, 4)
-  assert text == expected
+  assert text == drawn_by_hand(task, b"ab", 20, temperature, 4)
   assert len(text) == 22 > task.context
   other = language_model.sample(task, b"ab", 20, temperature=temperature, seed=5)
   assert (other == text) == (temperature == 0)
@@ -589,7 +592,7 @@ def test_the_export_gives_log_probabilities_of_each_byte_and_the_next(tmp_path):
     expected = np.log(softmax(logits_alone(task, document).astype(np.float64)))
     np.testing.assert_allclose(served[row], expected, rtol=0, atol=1e-5)
   nothing = serve(text=tf.zeros([1, 0], tf.int32))["log_probabilities"]
-  np.testing.assert_allclose(nothing[0, 0], served[0, 0], rtol=0, atol=1e-6)
+  np.testing.assert_allclose(nothing[0, 0], served[0, 0], rtol=0, atol=1e-5)
 
 
 # ---- The config's optimizer ----
