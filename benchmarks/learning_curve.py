@@ -1,6 +1,6 @@
 """Draws a metric of a run's metrics.jsonl over its steps, as a PNG; needs matplotlib.
 
-    python -m benchmarks.learning_curve runs/language_model bits_per_byte curve.png
+python -m benchmarks.learning_curve runs/language_model bits_per_byte curve.png
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ EXPECTED = {
     "parameters": {"default": transformer_parameters(4, 128)},
     "optimizer": keras.optimizers.AdamW,
     "metrics": {"loss", "bits_per_byte", "perplexity"},
-    "rates": {0: 0.0, 50: 0.0015, 100: 0.003, 1050: 0.00165, 2000: 0.0003},
+    "rates": {0: 0.0, 100: 0.0015, 200: 0.003, 2100: 0.00165, 4000: 0.0003},
     "loss": math.log(256),
   },
 }

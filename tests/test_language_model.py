@@ -605,7 +605,7 @@ def test_the_config_decays_kernels_and_nothing_else(monkeypatch):
   model = network()
   step = tf.Variable(0, dtype=tf.int64)
   made = optimizers.build(factory, lambda name: model.trainable_variables, step)["default"]
-  step.assign(100)  # the warm-up is over
+  step.assign(200)  # the warm-up is over
   rate, decay = float(made.learning_rate()), made.optimizer.weight_decay
   assert (rate, decay) == (pytest.approx(0.003), 0.1)
   before = {v.path: v.numpy() for v in model.trainable_variables}
