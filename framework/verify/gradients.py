@@ -169,6 +169,7 @@ def _looking(seen: Seen, differences: str | None) -> type[Step]:
       try:
         _note(seen, list(gradients), variables)
         graph = _graph(loss_fn, batch)
+        self._logged = {}  # its tensors are of the graph
         alone = differences is not None and self._parts.accumulation_steps == 1
         if alone and (differences != "float64" or _is_exact(graph)):
           seen.precision = str(differences)
