@@ -33,9 +33,9 @@ from framework import ArraySource, Batch, ConfigError, Loss, Source, Task
 from framework.task import Weighted, weighted_sum
 
 if __name__ == "__main__":  # gin would import this module a second time, under its real name
-  from tasks.language_model import main
+  from tasks import language_model
 
-  sys.exit(main())
+  sys.exit(language_model.main())
 
 BYTES = 256
 START = 256
@@ -175,7 +175,8 @@ def packed(documents: Sequence[bytes], context: int) -> dict[str, np.ndarray]:
   index = np.arange(padded)
   first = np.where(index < total, index // context * context, index)  # of the piece, at the least
   first[:total] = np.maximum(first[:total], np.repeat(starts, lengths))
-  arrays = {"token": token, "position": (index - first).astype(np.int32), "target": target}
+  position = (index - first).astype(np.int32)
+  arrays: dict[str, np.ndarray] = {"token": token, "position": position, "target": target}
   return {name: array.reshape([-1, context]) for name, array in arrays.items()}
 
 
