@@ -133,6 +133,10 @@ class TfKerasOptimizer(Optimizer):
     self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
 
 
+_BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
+"""Around a name: Keras looks for a pattern anywhere in the path, such as block/bias/replica_1:0."""
+
+
 def without_decay(
   *, of: OptimizerFactory, names: Sequence[str]
 ) -> keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer:
@@ -143,8 +147,8 @@ def without_decay(
 
   Args:
     of: a factory of an optimizer with weight decay, such as `keras.optimizers.AdamW`.
-    names: variables with any of these in their own name ("bias", "gamma"; not the layer's) are not
-      decayed; regular expressions. Each must match a variable.
+    names: variables of these names are not decayed: "bias", not "dense/bias"; regular expressions.
+      Each must match a variable.
 
   Raises:
     ConfigError: the optimizer has no weight decay, or `names` is empty or a plain string.
@@ -159,7 +163,7 @@ def without_decay(
       f"without_decay.of gives a {type(optimizer).__name__} without weight decay; set its "
       "weight_decay, or leave without_decay out."
     )
-  optimizer.exclude_from_weight_decay(var_names=list(names))
+  optimizer.exclude_from_weight_decay(var_names=[_BEFORE + name + _AFTER for name in names])
   return optimizer
 
 
@@ -232,20 +236,22 @@ def _build_one(
 
 
 def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> None:
-  """Raises ConfigError if decay shall leave out variables of a name that there is not."""
-  known = sorted({v.name for v in variables})
-  for excluded in _excluded_from_decay(optimizer):
-    if not any(re.search(excluded, each) for each in known):
+  """Raises ConfigError if `without_decay` names a variable that there is not."""
+  known = [models.raw(v).name for v in variables]
+  for excluded in _names_without_decay(optimizer):
+    if not any(re.search(_BEFORE + excluded + _AFTER, each) for each in known):
+      own = sorted({each.rpartition("/")[2].partition(":")[0] for each in known})
       raise ConfigError(
         f"optimizer {name!r} shall not decay variables named {excluded!r}, but there are only "
-        f"{', '.join(known)}; correct without_decay.names."
+        f"{', '.join(own)}; correct without_decay.names."
       )
 
 
-def _excluded_from_decay(optimizer: Any) -> Sequence[str]:
+def _names_without_decay(optimizer: Any) -> list[str]:
   pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)  # of Keras 3
-  joined = pattern.pattern.split("|") if pattern else []
-  return joined or getattr(optimizer, "_exclude_from_weight_decay_names", None) or []
+  names = getattr(optimizer, "_exclude_from_weight_decay_names", None) or []  # of tf_keras
+  text = pattern.pattern if pattern else "|".join(names)
+  return sorted(re.findall(f"{re.escape(_BEFORE)}(.*?){re.escape(_AFTER)}", text))
 
 
 def _made(name: str, factory: Callable[[], Any]) -> Any:
