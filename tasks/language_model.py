@@ -198,7 +198,7 @@ class Attention(keras.layers.Layer):
 
     Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
     """
-    n, length, width = x.shape[0] or keras.ops.shape(x)[0], keras.ops.shape(x)[1], x.shape[2]
+    n, length, width = keras.ops.shape(x)
     shape = [n, length, 3, self._heads, width // self._heads]
     query, key, value = keras.ops.unstack(keras.ops.reshape(self.project(x), shape), axis=2)
     query, key = rotated(query, rotation), rotated(key, rotation)

@@ -46,13 +46,13 @@ def network(**options):
 
 
 def make_task(documents, *, context=CONTEXT, **options):
-  """Always with the same weights, gains other than 1 among them."""
-  task = LanguageModel(corpus=Documents(documents), network=lambda: network(**options))
-  task.context = context
-  return task
+  """A small one."""
+  corpus = Documents(documents)
+  return LanguageModel(corpus=corpus, network=lambda: network(**options), context=context)
 
 
 def with_model(task):
+  """Always with the same weights, gains other than 1 among them."""
   keras.utils.set_random_seed(5)
   task.model = task.build_model()
   for number, variable in enumerate(task.model.trainable_variables):
