@@ -214,9 +214,9 @@ class Block(keras.layers.Layer):
   Variants Improve Transformer" (2020).
   """
 
-  def __init__(self, *, width: int, heads: int, dropout: float) -> None:
+  def __init__(self, *, name: str, width: int, heads: int, dropout: float) -> None:
     """Makes the layers; the MLP is 8/3 as wide, which has the parameters of one 4 times as wide."""
-    super().__init__()
+    super().__init__(name=name)
     hidden = -(-8 * width // 24) * 8
     self.attention_norm = keras.layers.RMSNormalization()
     self.attention = Attention(width=width, heads=heads)
@@ -257,9 +257,16 @@ class Transformer(keras.Model):
       dtype=keras.config.dtype_policy().variable_dtype,
       name="embedding",
     )
-    self.blocks = [Block(width=width, heads=heads, dropout=dropout) for _ in range(layers)]
+    self._names = [f"block_{number}" for number in range(layers)]
+    for name in self._names:  # not a list of layers, into which tf.train.Checkpoint does not look
+      setattr(self, name, Block(name=name, width=width, heads=heads, dropout=dropout))
     self.dropout = keras.layers.Dropout(dropout)
     self.norm = keras.layers.RMSNormalization()
+
+  @property
+  def blocks(self) -> list[Block]:
+    """The first comes first."""
+    return [getattr(self, name) for name in self._names]
 
   def call(self, inputs: Mapping[str, tf.Tensor], training: bool = False) -> tf.Tensor:
     """Returns logits [n, length, 256] for "token" and "position", both int32 [n, length]."""
@@ -460,29 +467,28 @@ def _draw(logits: np.ndarray, temperature: float, rng: np.random.Generator) -> i
 def restored(model_dir: str) -> LanguageModel:
   """Returns the task of a run folder, with the weights of its newest checkpoint (host).
 
+  Those are the moving averages, if the run has them.
+
   Raises:
     ConfigError: there is no run of a `LanguageModel`, or no checkpoint.
   """
-  from framework import configurables, optimizers, run
-  from framework.checkpoints import list_checkpoints
+  from framework import configurables, run, strategies
+  from framework.checkpoints import CheckpointManager
 
   configurables.parse([os.path.join(model_dir, "operative_config.gin")])
   task = run.made_task(run.bound("task"))
   if not isinstance(task, LanguageModel):
     raise ConfigError(f"{model_dir!r} is a run of {type(task).__name__}, not of a LanguageModel.")
-  checkpoints = list_checkpoints(os.path.join(model_dir, "checkpoints"))
-  if not checkpoints:
-    raise ConfigError(f"there is no checkpoint in {model_dir!r}; train first.")
   keras.config.set_dtype_policy(run.bound("precision"))
-  task.model = task.build_model()
-  checkpoint = tf.train.Checkpoint(model=task.model)
-  decay = configurables.bound("Trainer", "ema_decay", None)
-  if decay is not None:
-    ema = optimizers.Ema(decay=decay, variables=task.model.trainable_variables)
-    checkpoint.ema = ema.averages
-  checkpoint.restore(checkpoints[-1]).expect_partial().assert_existing_objects_matched()
-  if decay is not None:
-    ema.swap()
+  trainer = run.made_trainer(
+    task, strategies.default(), optimizer=run.bound("optimizer"), seed=run.bound("seed"),
+    global_batch_size=run.bound("global_batch_size"), shuffle=run.bound("shuffle"),
+  )  # fmt: skip
+  directory = os.path.join(model_dir, "checkpoints")
+  if not CheckpointManager(trainer=trainer, directory=directory, experiment={}).restore_newest():
+    raise ConfigError(f"there is no whole checkpoint in {directory!r}; train first.")
+  if trainer.parts.ema is not None:
+    trainer.parts.ema.swap()
   return task
 
 

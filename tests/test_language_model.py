@@ -1,6 +1,7 @@
 """The language model: packing, masks, the network against NumPy, N replicas as one, sampling."""
 
 import collections
+import json
 import math
 import os
 import subprocess
@@ -15,7 +16,6 @@ import tensorflow as tf
 
 import launch
 from framework import actions, configurables, inputs, models, optimizers
-from framework.checkpoints import list_checkpoints
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.trainer import Trainer
@@ -528,18 +528,23 @@ transformer.width = 8
 transformer.heads = 2
 run.train_steps = 3
 run.global_batch_size = 4
-Trainer.ema_decay = 0.5
+{ema}
 """
 
 
 @pytest.fixture
-def run_folder(tmp_path, monkeypatch):
-  """A run of three steps, with a moving average."""
+def ema():
+  return ""
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch, ema):
+  """A run of three steps, with a moving average if `ema` says so."""
   monkeypatch.setattr(sys, "path", [*sys.path])
   (tmp_path / "texts").mkdir()
   for number in range(20):
     (tmp_path / "texts" / f"{number}.txt").write_text(f"this is text {number}. " * 5)
-  (tmp_path / "small.gin").write_text(SMALL.format(folder=tmp_path / "texts"))
+  (tmp_path / "small.gin").write_text(SMALL.format(folder=tmp_path / "texts", ema=ema))
   model_dir = str(tmp_path / "run")
   arguments = [f"--gin_file={tmp_path / 'small.gin'}", f"--model_dir={model_dir}"]
   assert launch.main(["launch.py", *arguments]) == 0
@@ -547,19 +552,24 @@ def run_folder(tmp_path, monkeypatch):
   gin.clear_config()
 
 
-def test_a_run_is_restored_with_its_averages(run_folder):
+@pytest.mark.parametrize("ema", ["Trainer.ema_decay = 0.5", ""])
+def test_a_run_is_restored_as_it_was_evaluated(run_folder):
+  """With the same loss on the evaluation split as the run's last line."""
   task = language_model.restored(run_folder)
   assert task.context == 16
-  [*_, newest] = list_checkpoints(os.path.join(run_folder, "checkpoints"))
-  reader = tf.train.load_checkpoint(newest)
-  shapes = reader.get_variable_to_shape_map()
-  averages = [
-    reader.get_tensor(f"ema/{index}/.ATTRIBUTES/VARIABLE_VALUE")
-    for index in range(sum(name.startswith("ema/") for name in shapes))
-  ]
-  values = [v.numpy() for v in task.model.trainable_variables]
-  for value, average in zip(values, averages, strict=True):
-    np.testing.assert_array_equal(value, average)
+  arrays = packed(task._corpus.documents("eval"), 16)
+  inputs_of = {name: tf.constant(arrays[name], tf.int32) for name in ("token", "position")}
+  mean = mean_loss(task.model(inputs_of).numpy().astype(float), arrays["target"].astype(int))
+  [*_, last] = map(json.loads, Path(run_folder, "metrics.jsonl").read_text().splitlines())
+  assert (last["split"], last["loss"]) == ("eval", pytest.approx(mean, rel=1e-6))
+
+
+def test_the_model_itself_is_in_a_checkpoint(tmp_path):
+  """Each of its variables, not through the optimizer alone."""
+  path = tf.train.Checkpoint(model=network()).write(str(tmp_path / "ckpt"))
+  assert len([name for name, _ in tf.train.list_variables(path) if name.startswith("model/")]) == (
+    2 + LAYERS * 7
+  )
 
 
 def test_the_command_draws_the_same_text_for_the_same_seed(run_folder, capsys):
@@ -578,7 +588,7 @@ def test_the_command_names_a_mistake(tmp_path, run_folder, capsys):
   for path in Path(run_folder, "checkpoints").iterdir():
     path.unlink()
   assert language_model.main([run_folder]) == 2
-  assert "there is no checkpoint in" in capsys.readouterr().err
+  assert "there is no whole checkpoint in" in capsys.readouterr().err
 
 
 def test_the_export_gives_log_probabilities_of_each_byte_and_the_next(tmp_path):
