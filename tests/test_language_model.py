@@ -24,11 +24,11 @@ from tasks.language_model import NO_TARGET, START, LanguageModel, TextFiles, pac
 
 ROOT = Path(launch.__file__).parent
 CONTEXT, LAYERS, WIDTH, HEADS = 12, 2, 16, 2
-RNG = np.random.default_rng(3)
 
 
 def random_documents(*lengths):
-  return [RNG.integers(0, 256, length).astype(np.uint8).tobytes() for length in lengths]
+  rng = np.random.default_rng(3)
+  return [rng.integers(0, 256, length).astype(np.uint8).tobytes() for length in lengths]
 
 
 class Documents(TextFiles):
@@ -140,7 +140,7 @@ def test_the_mask_is_that_by_hand():
 
 def test_rotation_is_that_of_complex_numbers():
   """RoFormer, equation 12: a pair is a complex number, turned by position x frequency."""
-  x = RNG.normal(size=[2, 5, 3, 8])
+  x = np.random.default_rng(1).normal(size=[2, 5, 3, 8])
   position = np.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 900]])
   angles = language_model.rotary_angles(tf.constant(position), 8, "float64")
   made = language_model.rotated(tf.constant(x), angles).numpy()
@@ -311,8 +311,8 @@ def test_mixed_precision_keeps_weights_and_logits_in_float32(precision):
   assert logits.dtype == tf.float32
   assert {v.dtype for v in task.model.trainable_variables} == {"float32"}
   expected = by_hand(weights_of(task.model), batch["token"].numpy(), batch["position"].numpy())
-  error = np.abs(logits - expected).max()
-  assert 1e-4 < error < 0.1 * expected.std()  # so the blocks are in bfloat16, and right
+  error = np.sqrt(np.mean((logits - expected) ** 2)) / expected.std()
+  assert 1e-4 < error < 0.05  # so the blocks are in bfloat16, and right
 
 
 # ---- The loss ----
