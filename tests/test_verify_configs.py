@@ -10,7 +10,6 @@ from framework import configurables
 from framework.verify import inputs, randomness
 from framework.verify.bench import Subject
 
-
 NOTHING_RANDOM = [
   *3 * ["the step draws no random numbers"],
   "the model has no random layer",
