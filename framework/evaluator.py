@@ -16,7 +16,7 @@ from framework.inputs import Batch
 from framework.metrics import MetricSums
 from framework.optimizers import Ema
 from framework.step import EvalStep
-from framework.task import Task
+from framework.task import Task, derived_metrics
 from framework.timing import timed
 from framework.tracing import as_written, converted
 
@@ -55,7 +55,7 @@ class Evaluator(strategies.Asynchronous, orbit.AbstractEvaluator):
     """Evaluates the first `num_steps` batches, or all for -1 (host).
 
     Returns:
-      name -> sum of totals / sum of weights over all examples.
+      name -> sum of totals / sum of weights over all examples, and what the task derives.
 
     Raises:
       ConfigError: there are no examples, or all have weight 0.
@@ -67,7 +67,7 @@ class Evaluator(strategies.Asynchronous, orbit.AbstractEvaluator):
       results = self._metrics.result()
     if limit:
       self._require_examples(results, batches)
-    return results
+    return results | derived_metrics(self.task, results)
 
   def _prepare(self, dataset: tf.data.Dataset | Callable[..., tf.data.Dataset]) -> None:
     whole = dataset() if callable(dataset) else dataset

@@ -7,6 +7,7 @@ are finite; what is left for an optimizer is its update rule.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -132,6 +133,40 @@ class TfKerasOptimizer(Optimizer):
     self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
 
 
+_BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
+"""Around a name: Keras looks for a pattern anywhere in the path, such as block/bias/replica_1:0."""
+
+
+def without_decay(
+  *, of: OptimizerFactory, names: Sequence[str]
+) -> keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer:
+  """Another factory's optimizer, whose weight decay leaves some variables alone.
+
+  Such as biases, gains of normalisation and embeddings. Their updates are no longer fused with
+  others; see `is_elementwise`.
+
+  Args:
+    of: a factory of an optimizer with weight decay, such as `keras.optimizers.AdamW`.
+    names: variables of these names are not decayed: "bias", not "dense/bias"; regular expressions.
+      Each must match a variable.
+
+  Raises:
+    ConfigError: the optimizer has no weight decay, or `names` is empty or a plain string.
+  """
+  if isinstance(names, str) or not names:
+    raise ConfigError(f"without_decay.names is {names!r}; it must be a list such as ['bias'].")
+  optimizer = of()
+  if _generation(optimizer) is None:
+    return optimizer  # `build` says what is wrong
+  if getattr(optimizer, "weight_decay", None) is None:
+    raise ConfigError(
+      f"without_decay.of gives a {type(optimizer).__name__} without weight decay; set its "
+      "weight_decay, or leave without_decay out."
+    )
+  optimizer.exclude_from_weight_decay(var_names=[_BEFORE + name + _AFTER for name in names])
+  return optimizer
+
+
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Lion")
 
 
@@ -196,7 +231,27 @@ def _build_one(
       f"optimizer {name!r} has no trainable variable to update; build the model's variables in "
       "build_model() (call it once, or give it an Input), or override Task.variables_of()."
     )
+  _require_matches(name, optimizer, variables)
   return adapter(optimizer=optimizer, variables=variables, step=step, fuse=fuse)
+
+
+def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> None:
+  """Raises ConfigError if `without_decay` names a variable that there is not."""
+  known = [models.raw(v).name for v in variables]
+  for excluded in _names_without_decay(optimizer):
+    if not any(re.search(_BEFORE + excluded + _AFTER, each) for each in known):
+      own = sorted({each.rpartition("/")[2].partition(":")[0] for each in known})
+      raise ConfigError(
+        f"optimizer {name!r} shall not decay variables named {excluded!r}, but there are only "
+        f"{', '.join(own)}; correct without_decay.names."
+      )
+
+
+def _names_without_decay(optimizer: Any) -> list[str]:
+  pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)  # of Keras 3
+  names = getattr(optimizer, "_exclude_from_weight_decay_names", None) or []  # of tf_keras
+  text = pattern.pattern if pattern else "|".join(names)
+  return sorted(re.findall(f"{re.escape(_BEFORE)}(.*?){re.escape(_AFTER)}", text))
 
 
 def _made(name: str, factory: Callable[[], Any]) -> Any:

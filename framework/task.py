@@ -206,6 +206,18 @@ class Task:
     del outputs, batch
     return {}
 
+  def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+    """Returns further metrics, name -> value: functions of the means over a loop or an evaluation.
+
+    For what is no mean itself, such as a perplexity, exp of the mean loss. Called on the host, of
+    each loop of training and of each evaluation, after all replicas are summed.
+
+    Args:
+      means: name -> total / weight of all that was logged; NaN where the weights sum to 0.
+    """
+    del means
+    return {}
+
   @as_written
   def regularization(self) -> tf.Tensor | float:
     """Returns the penalty added once to the mean training loss (replica context).
@@ -270,6 +282,24 @@ def _missing(task: Task, method: str) -> ConfigError:
 def preprocess_of(task: Task) -> Preprocess | None:
   """Returns the task's own preprocessing, None if it has none, which saves a call a batch."""
   return task.preprocess if type(task).preprocess is not Task.preprocess else None
+
+
+def derived_metrics(task: Task, means: Mapping[str, float]) -> dict[str, float]:
+  """Returns `task.derived(means)` as floats, or raises if it would hide another value (host)."""
+  if not means:  # of no batch at all
+    return {}
+  values = task.derived(types.MappingProxyType(means))
+  if not isinstance(values, Mapping):
+    raise ConfigError(
+      f"{type(task).__name__}.derived() returns {kind(values)}; it must be a dict of name -> float."
+    )
+  for name in values:
+    if name in means or name in REPORTED:
+      raise ConfigError(
+        f"{type(task).__name__}.derived() returns {name!r}, which is reported already; rename it, "
+        f"for example {f'my_{name}'!r}."
+      )
+  return {name: float(value) for name, value in values.items()}
 
 
 def _metrics(task: Task, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:

@@ -28,7 +28,7 @@ from framework.metrics import MetricSums
 from framework.recording import Recorder
 from framework.reduction import Reduction
 from framework.step import Step, StepParts, replica_id
-from framework.task import Task
+from framework.task import Task, derived_metrics
 from framework.timing import timed
 from framework.tracing import as_written, converted
 
@@ -185,6 +185,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
       results["communication_s"] = results.pop("communication") * steps
     if self._loop_began is not None:
       results["start_s"] = max(0.0, float(self._loop_began.numpy()) - called)
+    results |= derived_metrics(self.task, results)
     results["examples_per_second"] = steps * self.global_batch_size / seconds
     if watch is not None and stopped:
       self.reset_input()  # the iterator is past the bad step, the position is not

@@ -13,6 +13,7 @@ from framework import (
   cloud,
   cluster,
   loss_scale,
+  optimizers,
   profiling,
   reduction,
   run,
@@ -35,6 +36,7 @@ SECTIONS = (
   ("Clusters", cluster, "tf_config slurm"),
   ("Clusters whose addresses an API knows", cloud, "kubernetes gce"),
   ("Loss scale", loss_scale, "none fixed dynamic"),
+  ("Optimizers", optimizers, "without_decay"),
   (
     "Schedules",
     schedules,

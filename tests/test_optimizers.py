@@ -241,3 +241,92 @@ def test_ema_refuses_a_decay_out_of_range(decay):
     ConfigError, match=f"Trainer.ema_decay is {decay}; it must be between 0 and 1"
   ):
     optimizers.Ema(decay=decay, variables=[])
+
+
+# ---- Weight decay ----
+
+STEPS, RATE, DECAY = 4, 0.01, 0.5
+
+
+class Names(keras.layers.Layer):
+  """A kernel, a bias and an embedding, each to be told apart by its own name alone."""
+
+  def build(self, input_shape):
+    self.kernel = self.add_weight(shape=[3, 2], initializer="ones", name="kernel")
+    self.bias = self.add_weight(shape=[2], initializer="ones", name="bias")
+    self.embeddings = self.add_weight(shape=[5, 3], initializer="ones", name="embeddings")
+
+
+def adamw_by_hand(weight, gradients, *, decay):
+  """Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2."""
+  first = second = np.zeros_like(weight)
+  for step, gradient in enumerate(gradients, 1):
+    first = 0.9 * first + 0.1 * gradient
+    second = 0.999 * second + 0.001 * gradient**2
+    direction = (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-7)
+    weight = weight - RATE * decay * weight - RATE * direction
+  return weight
+
+
+@both
+@either_way
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_decay_leaves_the_named_variables_alone(mirrored, library, fuse, replicas):
+  strategy = mirrored(replicas)
+  adamw = KERAS[library].AdamW
+
+  def factory():
+    return optimizers.without_decay(
+      of=lambda: adamw(RATE, weight_decay=DECAY), names=["bias", "embeddings"]
+    )
+
+  with strategy.scope():
+    layer = Names(name="kernel_and_bias")  # a layer's own name does not matter
+    layer.build(None)
+    variables = layer.trainable_variables
+    made = build(factory, variables, fuse=fuse)["default"]
+  rng = np.random.default_rng(0)
+  before = [v.numpy().astype(float) for v in variables]
+  slopes = [[rng.normal(size=v.shape) for v in variables] for _ in range(STEPS)]
+  for gradients in slopes:
+    apply(strategy, made, [tf.constant(g, tf.float32) for g in gradients])
+  for index, variable in enumerate(variables):
+    decay = {"kernel": DECAY, "bias": 0.0, "embeddings": 0.0}[variable.name]
+    expected = adamw_by_hand(before[index], [each[index] for each in slopes], decay=decay)
+    for copy in strategy.experimental_local_results(optimizers.models.raw(variable)):
+      np.testing.assert_allclose(copy, expected, rtol=0, atol=2e-6, err_msg=variable.name)
+
+
+@both
+def test_what_is_not_decayed_must_be_there(library):
+  def factory():
+    return optimizers.without_decay(
+      of=lambda: KERAS[library].AdamW(0.1, weight_decay=0.1), names=["kernel", "gama"]
+    )
+
+  variables = [tf.Variable(1.0, name="gama/kernel"), tf.Variable(1.0, name="gama/bias")]
+  assert optimizer_error(factory, variables) == (
+    "optimizer 'critic' shall not decay variables named 'gama', but there are only bias, kernel; "
+    "correct without_decay.names."
+  )
+
+
+@both
+def test_without_decay_needs_decay(library):
+  message = optimizer_error(
+    lambda: optimizers.without_decay(of=lambda: KERAS[library].Adam(0.1), names=["bias"])
+  )
+  assert message.startswith("without_decay.of gives a Adam without weight decay; set its")
+
+
+@pytest.mark.parametrize("names", [[], "bias", ()])
+def test_without_decay_needs_names(names):
+  message = optimizer_error(
+    lambda: optimizers.without_decay(of=lambda: keras.optimizers.AdamW(0.1), names=names)
+  )
+  assert message == f"without_decay.names is {names!r}; it must be a list such as ['bias']."
+
+
+def test_without_decay_passes_on_what_is_no_optimizer():
+  message = optimizer_error(lambda: optimizers.without_decay(of=lambda: "adamw", names=["bias"]))
+  assert "optimizer 'critic' is a str; it must be a Keras 3 optimizer" in message

@@ -12,6 +12,11 @@ from framework.verify import inputs, randomness
 from framework.verify.bench import Subject
 
 WITHOUT = "no preprocess()"
+NOTHING_RANDOM = [
+  *3 * ["the step draws no random numbers"],
+  "the model has no random layer",
+  *2 * ["preprocess() adds nothing random when training"],
+]
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +51,7 @@ def subject_of(name, folder):
     ("digits_cnn.gin", []),
     ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()"]),
     ("imdb.gin", [WITHOUT, "forward() gives no float tensor [n, classes]", *[WITHOUT] * 3]),
+    ("language_model.gin", NOTHING_RANDOM),
   ],
 )
 def test_a_config(name, without, tmp_path):

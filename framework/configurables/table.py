@@ -30,6 +30,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.cluster", "tf_config slurm"),
   ("framework.cloud", "kubernetes gce"),
   ("framework.loss_scale", "none fixed dynamic"),
+  ("framework.optimizers", "without_decay"),
   ("framework.schedules", "constant linear_warmup cosine_decay exponential_decay"),
   ("framework.schedules", "piecewise_constant scale_by_replicas"),
   ("framework.actions", "BestCheckpoint EarlyStopping StopOnNonFinite Export"),

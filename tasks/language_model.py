@@ -1,0 +1,513 @@
+"""A language model over bytes: a small decoder-only transformer, trained on any text.
+
+import tasks.language_model
+run.task = @LanguageModel()
+LanguageModel.corpus = @TextFiles()
+TextFiles.path = 'my_texts/'
+
+python -m tasks.language_model runs/language_model --prompt "def " --bytes 400 --seed 1
+
+Documents are packed into sequences of one length. Attention never crosses from one document into
+another, and each byte is a target exactly once an epoch. The loss is a mean over bytes: a replica
+gives the sum over its own and their number, so N replicas are one although their numbers differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import math
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import framework
+from framework import ArraySource, Batch, ConfigError, Loss, Source, Task
+from framework.task import Weighted, weighted_sum
+
+if __name__ == "__main__":  # gin would import this module a second time, under its real name
+  from tasks import language_model
+
+  sys.exit(language_model.main())
+
+BYTES = 256
+START = 256
+"""The token before the first byte of a document; an input only, never a target."""
+NO_TARGET = -1
+INPUTS = ("token", "position")
+"""What the network sees of a batch."""
+NOT_EVERYWHERE = (
+  *("site-packages", "dist-packages", "config-*", "_sysconfigdata*", "__pycache__"),
+  *("test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"),
+)
+"""What an installation of Python may lack, has of its own, or splits off."""
+
+
+# ---- The corpus ----
+
+
+@framework.register
+class TextFiles:
+  """Documents: the files of a folder, or the two parts of a single file."""
+
+  def __init__(
+    self,
+    *,
+    path: str,
+    pattern: str = "*",
+    leave_out: Sequence[str] = (),
+    eval_fraction: float = 0.1,
+  ) -> None:
+    """Keeps its arguments; nothing is read before `documents` is called.
+
+    Args:
+      path: a file, or a folder with all that is in it. Hidden files and folders are left out.
+      pattern: of file names, such as "*.py".
+      leave_out: patterns of the names of files and folders to leave out.
+      eval_fraction: the share for evaluation: of a single file its end; of a folder about this
+        share of the files, by a hash of their names, so that adding a file moves no other.
+
+    Raises:
+      ConfigError: there is nothing at `path`, or `eval_fraction` is out of range.
+    """
+    if not os.path.exists(path):
+      raise ConfigError(f"TextFiles.path is {path!r}, which does not exist; name a file or folder.")
+    if not 0 < eval_fraction < 1:
+      raise ConfigError(f"TextFiles.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
+    self._path, self._pattern, self._leave_out = path, pattern, tuple(leave_out)
+    self._eval_fraction = eval_fraction
+
+  def documents(self, split: str) -> list[bytes]:
+    """Returns the documents of "train" or "eval" that are not empty, in the order of their names.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    parts = self._parts(split) if os.path.isfile(self._path) else self._files(split)
+    documents = [part for part in parts if part]
+    if not documents:
+      raise ConfigError(
+        f"no text for {split!r} in {self._path!r} (pattern {self._pattern!r}); check path and "
+        "pattern, or change eval_fraction: files are shared out by a hash of their names."
+      )
+    return documents
+
+  def _parts(self, split: str) -> list[bytes]:
+    text = _read(self._path)
+    cut = len(text) - round(len(text) * self._eval_fraction)
+    return [text[cut:] if split == "eval" else text[:cut]]
+
+  def _files(self, split: str) -> Iterator[bytes]:
+    for name in sorted(self._names()):
+      if (_share(name) < self._eval_fraction) == (split == "eval"):
+        yield _read(os.path.join(self._path, name))
+
+  def _names(self) -> Iterator[str]:
+    """Yields the files' paths within the folder, with "/"."""
+    for folder, folders, files in os.walk(self._path):
+      folders[:] = [name for name in folders if not self._is_left_out(name)]
+      for name in files:
+        if fnmatch.fnmatch(name, self._pattern) and not self._is_left_out(name):
+          within = os.path.relpath(os.path.join(folder, name), self._path)
+          yield within.replace(os.sep, "/")
+
+  def _is_left_out(self, name: str) -> bool:
+    return name.startswith(".") or any(fnmatch.fnmatch(name, each) for each in self._leave_out)
+
+
+@framework.register
+def python_library(*, eval_fraction: float = 0.05) -> TextFiles:
+  """The source of Python's own standard library, without what not every installation has."""
+  return TextFiles(
+    path=sysconfig.get_path("stdlib"),
+    pattern="*.py",
+    leave_out=NOT_EVERYWHERE,
+    eval_fraction=eval_fraction,
+  )
+
+
+def _read(path: str) -> bytes:
+  try:
+    with open(path, "rb") as file:
+      return file.read()
+  except OSError as error:
+    raise ConfigError(
+      f"{path!r} cannot be read ({error.strerror}); make it readable, or leave it out."
+    ) from error
+
+
+def _share(name: str) -> float:
+  """Returns a number in [0, 1) that is a function of the name alone."""
+  return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
+
+
+def packed(documents: Sequence[bytes], context: int) -> dict[str, np.ndarray]:
+  """Packs documents end to end into sequences, cut wherever one is full (host, NumPy).
+
+  Every byte of every document is a target once. Its input is the byte before, or START. A document
+  that goes on in the next sequence starts there anew: what lies before the cut is not seen.
+
+  Args:
+    documents: at least one, none of them empty.
+    context: tokens in a sequence.
+
+  Returns:
+    Arrays [sequences, context]: "token", uint16, 0 .. 255 or START; "position", int32, which counts
+    from 0 in each piece of a document; "target", int16, the byte to be predicted, or NO_TARGET in
+    the padding that fills the last sequence, where each token is a piece of its own.
+  """
+  lengths = np.array([len(document) for document in documents])
+  total = int(lengths.sum())
+  padded = -(-total // context) * context
+  starts = np.cumsum(lengths) - lengths
+  target = np.full(padded, NO_TARGET, np.int16)
+  target[:total] = np.frombuffer(b"".join(documents), np.uint8)
+  token = np.full(padded, START, np.uint16)
+  token[1:total] = target[: total - 1]
+  token[starts] = START
+  index = np.arange(padded)
+  first = np.where(index < total, index // context * context, index)  # of the piece, at the least
+  first[:total] = np.maximum(first[:total], np.repeat(starts, lengths))
+  position = (index - first).astype(np.int32)
+  arrays: dict[str, np.ndarray] = {"token": token, "position": position, "target": target}
+  return {name: array.reshape([-1, context]) for name, array in arrays.items()}
+
+
+# ---- The network ----
+
+
+class Attention(keras.layers.Layer):
+  """Causal self-attention with rotary positions, without biases."""
+
+  def __init__(self, *, width: int, heads: int) -> None:
+    """Makes the projections: one for queries, keys and values together, and one for the output."""
+    super().__init__()
+    self._heads = heads
+    self.project = keras.layers.Dense(3 * width, use_bias=False, name="query_key_value")
+    self.output_layer = keras.layers.Dense(width, use_bias=False, name="output")
+
+  def call(self, x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor], mask: tf.Tensor) -> tf.Tensor:
+    """Returns [n, length, width]; `mask` is bool [n, 1, to, from], `rotation` of `rotary_angles`.
+
+    Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
+    """
+    n, length, width = keras.ops.shape(x)
+    shape = [n, length, 3, self._heads, width // self._heads]
+    query, key, value = keras.ops.unstack(keras.ops.reshape(self.project(x), shape), axis=2)
+    query, key = rotated(query, rotation), rotated(key, rotation)
+    mixed = keras.ops.dot_product_attention(query, key, value, mask=mask)
+    return self.output_layer(keras.ops.reshape(mixed, [n, length, width]))
+
+
+class Block(keras.layers.Layer):
+  """x + attention(norm(x)), then x + mlp(norm(x)).
+
+  Normalised before, not after: Xiong et al., "On Layer Normalization in the Transformer
+  Architecture" (2020). RMSNorm: Zhang and Sennrich (2019). The MLP is SwiGLU: Shazeer, "GLU
+  Variants Improve Transformer" (2020).
+  """
+
+  def __init__(self, *, name: str, width: int, heads: int, dropout: float) -> None:
+    """Makes the layers; the MLP is 8/3 as wide, which has the parameters of one 4 times as wide."""
+    super().__init__(name=name)
+    hidden = -(-8 * width // 24) * 8
+    self.attention_norm = keras.layers.RMSNormalization()
+    self.attention = Attention(width=width, heads=heads)
+    self.mlp_norm = keras.layers.RMSNormalization()
+    self.gate = keras.layers.Dense(hidden, activation="silu", use_bias=False, name="gate")
+    self.up = keras.layers.Dense(hidden, use_bias=False, name="up")
+    self.down = keras.layers.Dense(width, use_bias=False, name="down")
+    self.attention_dropout = keras.layers.Dropout(dropout)
+    self.mlp_dropout = keras.layers.Dropout(dropout)
+
+  def call(
+    self,
+    x: tf.Tensor,
+    rotation: tuple[tf.Tensor, tf.Tensor],
+    mask: tf.Tensor,
+    training: bool = False,
+  ) -> tf.Tensor:
+    """Returns [n, length, width]."""
+    mixed = self.attention(self.attention_norm(x), rotation, mask)
+    x = x + self.attention_dropout(mixed, training=training)
+    normed = self.mlp_norm(x)
+    mlp = self.down(self.gate(normed) * self.up(normed))
+    return x + self.mlp_dropout(mlp, training=training)
+
+
+class Transformer(keras.Model):
+  """Tokens and positions -> float32 logits of the next byte; the embedding is also the output."""
+
+  def __init__(self, *, layers: int, width: int, heads: int, dropout: float) -> None:
+    """Makes the layers; see `transformer`."""
+    super().__init__(name="transformer")
+    self._head_width = width // heads
+    # In float32 under mixed precision, logits included.
+    self.embedding = keras.layers.ReversibleEmbedding(
+      START + 1,
+      width,
+      embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),
+      dtype=keras.config.dtype_policy().variable_dtype,
+      name="embedding",
+    )
+    self._names = [f"block_{number}" for number in range(layers)]
+    for name in self._names:  # not a list of layers, into which tf.train.Checkpoint does not look
+      setattr(self, name, Block(name=name, width=width, heads=heads, dropout=dropout))
+    self.dropout = keras.layers.Dropout(dropout)
+    self.norm = keras.layers.RMSNormalization()
+
+  @property
+  def blocks(self) -> list[Block]:
+    """The first comes first."""
+    return [getattr(self, name) for name in self._names]
+
+  def call(self, inputs: Mapping[str, tf.Tensor], training: bool = False) -> tf.Tensor:
+    """Returns logits [n, length, 256] for "token" and "position", both int32 [n, length]."""
+    token, position = inputs["token"], inputs["position"]
+    rotation = rotary_angles(position, self._head_width, self.variable_dtype)
+    mask = attention_mask(position)
+    x = self.dropout(self.embedding(token), training=training)
+    for block in self.blocks:
+      x = block(x, rotation, mask, training=training)
+    return self.embedding(self.norm(x), reverse=True)[..., :BYTES]
+
+
+@framework.register
+def transformer(
+  *, layers: int = 4, width: int = 128, heads: int = 4, dropout: float = 0.0
+) -> keras.Model:
+  """A decoder-only transformer over bytes.
+
+  Args:
+    layers: blocks of attention and MLP.
+    width: of the residual stream.
+    heads: of attention; width / heads must be an even number.
+    dropout: of the embedding and of what each attention and MLP adds.
+
+  Raises:
+    ConfigError: `heads` does not divide `width` into even numbers.
+  """
+  if heads < 1 or width % (2 * heads):
+    raise ConfigError(
+      f"transformer.width is {width} and transformer.heads {heads}; width / heads must be an even "
+      f"number, because positions rotate pairs: such as {2 * max(1, heads) * 16}."
+    )
+  model = Transformer(layers=layers, width=width, heads=heads, dropout=dropout)
+  model({name: np.zeros([1, 2], np.int32) for name in INPUTS})  # makes the variables
+  return model
+
+
+def attention_mask(position: tf.Tensor) -> tf.Tensor:
+  """Returns bool [n, 1, to, from]: whether a token sees another, from positions int [n, length].
+
+  It sees itself and what comes before it in the same piece; a piece begins at each position 0.
+  """
+  piece = keras.ops.cumsum(keras.ops.cast(keras.ops.equal(position, 0), "int32"), axis=1)
+  order = keras.ops.arange(keras.ops.shape(position)[1])
+  same = keras.ops.equal(piece[:, :, None], piece[:, None, :])
+  return keras.ops.logical_and(same, order[:, None] >= order[None, :])[:, None]
+
+
+def rotary_angles(position: tf.Tensor, size: int, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
+  """Returns cosines and sines [n, length, 1, size / 2] for positions [n, length].
+
+  Su et al., "RoFormer" (2021), equations 14 and 15.
+  """
+  frequency = 10_000.0 ** -(np.arange(size // 2) / (size // 2))
+  angle = keras.ops.cast(position, dtype)[:, :, None, None] * keras.ops.cast(frequency, dtype)
+  return keras.ops.cos(angle), keras.ops.sin(angle)
+
+
+def rotated(x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+  """Rotates the pairs (x[i], x[i + size / 2]) of [n, length, heads, size] by their angles."""
+  cosine, sine = (keras.ops.cast(each, x.dtype) for each in rotation)
+  left, right = keras.ops.split(x, 2, axis=-1)
+  return keras.ops.concatenate(
+    [left * cosine - right * sine, right * cosine + left * sine], axis=-1
+  )
+
+
+# ---- The task ----
+
+
+@framework.register
+class LanguageModel(Task):
+  """Next-byte prediction; the loss is the mean cross-entropy of a byte, in nats."""
+
+  chance_loss = math.log(BYTES)
+
+  def __init__(
+    self,
+    *,
+    corpus: TextFiles,
+    network: Callable[[], keras.Model] = transformer,
+    context: int = 256,
+  ) -> None:
+    """Keeps its arguments.
+
+    Args:
+      corpus: gives the documents of each split.
+      network: makes the model.
+      context: bytes in a sequence, and so as far back as a prediction can see.
+
+    Raises:
+      ConfigError: `context` is below 1.
+    """
+    if context < 1:
+      raise ConfigError(f"LanguageModel.context is {context}; it must be 1 byte or more.")
+    self._corpus, self._network, self.context = corpus, network, context
+
+  def build_model(self) -> keras.Model:
+    """Returns the network."""
+    return self._network()
+
+  def source(self, split: str) -> Source:
+    """Returns the packed documents of a split."""
+    return ArraySource(features=packed(self._corpus.documents(split), self.context))
+
+  def preprocess(self, batch: Batch, training: bool) -> Batch:
+    """Widens the integers, which are stored small."""
+    del training
+    return {**batch, **{n: tf.cast(batch[n], tf.int32) for n in (*INPUTS, "target")}}
+
+  def forward(self, batch: Batch, training: bool) -> tf.Tensor:
+    """Returns logits [n, context, 256] of the target at each place."""
+    return self.model({name: batch[name] for name in INPUTS}, training=training)
+
+  def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
+    """Cross-entropy: its sum over this replica's targets, and their number, times the weights."""
+    return Loss(*_cross_entropy(outputs, batch))
+
+  def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
+    """The loss in bits."""
+    nats, count = _cross_entropy(outputs, batch)
+    return {"bits_per_byte": (nats / math.log(2.0), count)}
+
+  def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+    """Perplexity of a byte: of the mean over all, as a mean of perplexities would be another."""
+    return {"perplexity": float(np.exp2(means["bits_per_byte"]))}
+
+  def export_signature(self) -> Any:
+    """Serves text, int32 [n, length] -> float32 log-probabilities [n, length + 1, 256].
+
+    Place i is about byte i, given those before it: the last is about the next byte.
+    """
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None), tf.int32, "text")])
+    def serve(text: tf.Tensor) -> dict[str, tf.Tensor]:
+      token = tf.pad(text, [[0, 0], [1, 0]], constant_values=START)
+      position = tf.broadcast_to(tf.range(tf.shape(token)[1]), tf.shape(token))
+      logits = self.forward({"token": token, "position": position}, training=False)
+      return {"log_probabilities": tf.nn.log_softmax(logits)}
+
+    return serve
+
+
+def _cross_entropy(logits: tf.Tensor, batch: Batch) -> Weighted:
+  """Returns (sum, number) of this replica's targets, each times the weight of its sequence."""
+  target = batch["target"]
+  losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.maximum(target, 0), logits)
+  counted = tf.cast(target >= 0, tf.float32) * batch["weight"][:, tf.newaxis]
+  return weighted_sum(tf.reshape(losses, [-1]), tf.reshape(counted, [-1]))
+
+
+# ---- Sampling ----
+
+
+def sample(
+  task: LanguageModel, prompt: bytes, count: int, *, temperature: float = 1.0, seed: int = 0
+) -> bytes:
+  """Continues `prompt` by `count` bytes (host).
+
+  The document starts with the prompt. Beyond `context` the first bytes are forgotten, one by one.
+
+  Args:
+    task: with its model built.
+    prompt: may be empty.
+    count: bytes to draw.
+    temperature: divides the logits; 0 always takes the likeliest byte.
+    seed: of the draws; the same for the same text.
+
+  Raises:
+    ConfigError: `temperature` is negative.
+  """
+  if not temperature >= 0:
+    raise ConfigError(f"temperature is {temperature}; it must be 0 or more.")
+  rng, tokens, length = np.random.default_rng(seed), [START, *prompt], task.context
+  positions = tf.range(length)[tf.newaxis]
+
+  @tf.function
+  def logits_at(token: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
+    return task.forward({"token": token, "position": positions}, training=False)[0, place]
+
+  for _ in range(count):
+    seen = tokens[-length:]
+    window = np.zeros([1, length], np.int32)  # what comes later is not seen, so it may be anything
+    window[0, : len(seen)] = seen
+    logits = logits_at(tf.constant(window), tf.constant(len(seen) - 1)).numpy().astype(np.float64)
+    tokens.append(_draw(logits, temperature, rng))
+  return bytes(tokens[1:])
+
+
+def _draw(logits: np.ndarray, temperature: float, rng: np.random.Generator) -> int:
+  if temperature == 0:
+    return int(np.argmax(logits))
+  scaled = (logits - logits.max()) / temperature
+  odds = np.exp(scaled)
+  return int(rng.choice(BYTES, p=odds / odds.sum()))
+
+
+def restored(model_dir: str) -> LanguageModel:
+  """Returns the task of a run folder, with the weights of its newest checkpoint (host).
+
+  Those are the moving averages, if the run has them.
+
+  Raises:
+    ConfigError: there is no run of a `LanguageModel`, or no checkpoint.
+  """
+  from framework import configurables, run, strategies
+  from framework.checkpoints import CheckpointManager
+
+  configurables.parse([os.path.join(model_dir, "operative_config.gin")])
+  task = run.made_task(run.bound("task"))
+  if not isinstance(task, LanguageModel):
+    raise ConfigError(f"{model_dir!r} is a run of {type(task).__name__}, not of a LanguageModel.")
+  keras.config.set_dtype_policy(run.bound("precision"))
+  trainer = run.made_trainer(
+    task, strategies.default(), optimizer=run.bound("optimizer"), seed=run.bound("seed"),
+    global_batch_size=run.bound("global_batch_size"), shuffle=run.bound("shuffle"),
+  )  # fmt: skip
+  directory = os.path.join(model_dir, "checkpoints")
+  if not CheckpointManager(trainer=trainer, directory=directory, experiment={}).restore_newest():
+    raise ConfigError(f"there is no whole checkpoint in {directory!r}; train first.")
+  if trainer.parts.ema is not None:
+    trainer.parts.ema.swap()
+  return task
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints text that the newest checkpoint of a run draws; returns the exit status."""
+  parser = argparse.ArgumentParser(prog="python -m tasks.language_model")
+  parser.add_argument("model_dir", help="the folder of a run")
+  parser.add_argument("--prompt", default="", help="what the text begins with")
+  parser.add_argument("--bytes", type=int, default=400, help="how many to draw")
+  parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
+  parser.add_argument("--seed", type=int, default=0, help="of the draws")
+  given = parser.parse_args(arguments)
+  try:
+    text = sample(
+      restored(given.model_dir), given.prompt.encode(), given.bytes,
+      temperature=given.temperature, seed=given.seed,
+    )  # fmt: skip
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(text.decode(errors="replace"))
+  return 0

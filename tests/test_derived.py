@@ -1,0 +1,85 @@
+"""Task.derived: functions of the means over all examples, on one replica and on several."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from framework import inputs
+from framework.errors import ConfigError
+from framework.evaluator import Evaluator
+from framework.sources import ArraySource
+from framework.task import Loss, Task, derived_metrics, weighted_sum
+from framework.trainer import Trainer
+
+VALUES = np.array([0.0, 1.0, 2.0, 7.0, 3.0, 0.5, 4.0], np.float32)  # 7: an odd number of examples
+
+
+class Exponential(Task):
+  """The loss is the value itself, whatever the weight; exp of its mean is derived."""
+
+  def build_model(self):
+    return keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False)])
+
+  def source(self, split):
+    return ArraySource(features={"value": VALUES})
+
+  def forward(self, batch, training):
+    return batch["value"] + 0.0 * self.model(batch["value"][:, tf.newaxis])[:, 0]
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(outputs, batch["weight"])
+
+  def metrics(self, outputs, batch):
+    return {"square": weighted_sum(tf.square(outputs), batch["weight"])}
+
+  def derived(self, means):
+    return {"exponential": np.exp(means["loss"]), "rms": means["square"] ** 0.5}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_train_and_eval_derive_from_the_mean_over_all(replicas, mirrored):
+  task, strategy = Exponential(), mirrored(replicas)
+  trainer = Trainer(
+    task=task,
+    strategy=strategy,
+    dataset_fn=lambda position: inputs.train_dataset(
+      task.source("train"), global_batch_size=3, pad_multiple=trainer.batch_multiple
+    ),
+    global_batch_size=3,
+    optimizer=lambda: keras.optimizers.SGD(0.1),
+  )
+  dataset = inputs.eval_dataset(task.source("eval"), global_batch_size=3, pad_multiple=replicas)
+  evaluator = Evaluator(task=task, strategy=strategy, dataset=dataset)
+  expected = {"exponential": np.exp(2.5), "rms": np.sqrt(np.mean(VALUES.astype(float) ** 2))}
+  assert abs(np.mean(np.exp(VALUES)) - expected["exponential"]) > 100  # a mean of exps is another
+  train, evaluated = trainer.train(tf.constant(7)), evaluator.evaluate()  # three epochs, and one
+  for metrics in (train, evaluated):
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert type(metrics["rms"]) is float
+
+
+def test_no_batch_derives_nothing():
+  task = Exponential()
+  task.model = task.build_model()
+  dataset = inputs.eval_dataset(task.source("eval"), global_batch_size=3)
+  strategy = tf.distribute.get_strategy()
+  assert Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate(0) == {}
+
+
+@pytest.mark.parametrize(
+  ("derived", "line"),
+  [
+    ({"loss": 1.0}, r"returns 'loss', which is reported already; rename it, .* 'my_loss'"),
+    ({"square": 1.0}, r"returns 'square', which is reported already"),
+    ({"skipped": 1.0}, r"returns 'skipped', which is reported already"),
+    (3.0, r"returns a float; it must be a dict of name -> float"),
+  ],
+)
+def test_what_would_hide_another_value_is_refused(derived, line):
+  class Hiding(Task):
+    def derived(self, means):
+      return derived
+
+  with pytest.raises(ConfigError, match=rf"^Hiding.derived\(\) {line}"):
+    derived_metrics(Hiding(), {"loss": 2.0, "square": 4.0})
