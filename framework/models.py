@@ -54,6 +54,20 @@ def _variables(model: Any, attribute: str) -> list[Any]:
   return list(found.values())
 
 
+def untracked(model: Any) -> dict[str, Any]:
+  """Returns the variables that `tf.train.Checkpoint` does not find in a model, by their number.
+
+  Such as those of layers in a list that is an attribute of a Keras 3 model of one's own.
+  """
+  root = tf.train.Checkpoint(model=model)
+  known = {id(each) for each in tf.train.TrackableView(root).descendants()}
+  return {
+    str(number): raw(variable)
+    for number, variable in enumerate(all_variables(model))
+    if not known & {id(variable), id(raw(variable))}
+  }
+
+
 def name(variable: Any) -> str:
   """Returns the name a user knows a variable by, such as `dense/kernel`."""
   return getattr(variable, "path", None) or variable.name

@@ -268,6 +268,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     }
     if self.parts.ema is not None:
       items["ema"] = self.parts.ema.averages
+    if untracked := models.untracked(self.task.model):
+      items["untracked"] = untracked
     return items
 
   def replica_id(self) -> tf.Tensor:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from defects import small
 
 from framework import checkpoints, errors, loss_scale, models
 from framework.checkpoints import list_checkpoints
+from framework.run import run
 
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 
@@ -66,6 +68,52 @@ def test_resume_is_exact_to_the_bit(strategies, tmp_path, library, replicas):
   ]
   assert 0 < skipped[0] < skipped[1] < 12  # so the loss scale and skipping were at work
   assert resumed.task.model["stream"].seen() == expected_ids(12 * everything.BATCH)
+
+
+@keras.saving.register_keras_serializable()
+class Stack(keras.Model):
+  """Holds its layers in a list, into which `tf.train.Checkpoint` does not look."""
+
+  def __init__(self):
+    super().__init__()
+    self.blocks = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    self.build([None, small.FEATURES])
+
+  def build(self, shape):
+    for block in self.blocks:
+      block.build(shape)
+      shape = block.compute_output_shape(shape)
+
+  def call(self, x, training=False):
+    for block in self.blocks:
+      x = block(x)
+    return x
+
+
+class Stacked(small.Small):
+  def build_model(self):
+    return Stack()
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_variables_in_a_list_of_layers_are_restored(strategies, tmp_path, replicas):
+  def go(mode, seed):
+    return run(
+      task=Stacked, mode=mode, seed=seed, model_dir=str(tmp_path), train_steps=4,
+      global_batch_size=12, steps_per_loop=2, strategy=lambda: strategies[replicas],
+    )  # fmt: skip
+
+  with strategies[replicas].scope():
+    model = Stack()
+  assert len(models.untracked(model)) == len(models.all_variables(model)) == 2 + 4 + 2
+  trained = go("train_and_evaluate", seed=3)
+  assert go("evaluate", seed=7) == trained
+
+
+def test_a_tracked_model_has_nothing_untracked():
+  for library in (keras, tf_keras):
+    layers = [library.layers.Input([2]), library.layers.BatchNormalization()]
+    assert models.untracked({"a": library.Sequential([*layers, library.layers.Dense(1)])}) == {}
 
 
 def expected_ids(count):
