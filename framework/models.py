@@ -55,16 +55,22 @@ def _variables(model: Any, attribute: str) -> list[Any]:
 
 
 def untracked(model: Any) -> dict[str, Any]:
-  """Returns the variables that `tf.train.Checkpoint` does not find in a model, by their number.
+  """Returns the weights that `tf.train.Checkpoint` does not find in a model, by their number.
 
-  Such as those of layers in a list that is an attribute of a Keras 3 model of one's own.
+  Such as those of layers in a list that is an attribute of a Keras 3 model of one's own. The state
+  of random layers, which Keras 3 does not save either, is no weight: see framework/randomness.py.
   """
   root = tf.train.Checkpoint(model=model)
   known = {id(each) for each in tf.train.TrackableView(root).descendants()}
+  weights = {
+    id(raw(weight)): weight
+    for part in parts(model)
+    for weight in (part.weights if is_keras(part) else part.variables)
+  }
   return {
-    str(number): raw(variable)
-    for number, variable in enumerate(all_variables(model))
-    if not known & {id(variable), id(raw(variable))}
+    str(number): raw(weight)
+    for number, weight in enumerate(weights.values())
+    if not known & {id(weight), id(raw(weight))}
   }
 
 
