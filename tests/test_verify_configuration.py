@@ -80,7 +80,8 @@ def test_the_configs_are_right(name, capsys):
   assert statuses(found) == dict.fromkeys(CHECKS, "passed")
   assert launch.main(["launch.py", f"--gin_file=configs/{name}", "--mode=check_config"]) == 0
   out, err = capsys.readouterr()
-  assert out.startswith(f"ok: {name}: ")
+  assert out.startswith(f"ok: {name}")
+  assert out.endswith(" bindings, all used\n")
   assert err == ""
 
 
