@@ -3,7 +3,6 @@
 The table of traps is in docs/architecture.md.
 """
 
-import gc
 import pathlib
 import subprocess
 import sys
@@ -18,13 +17,6 @@ import framework
 from framework import evaluator, inputs, loss_scale, reduction, strategies, trainer
 from framework.errors import ConfigError
 from framework.sources import ArraySource
-
-
-@pytest.fixture(autouse=True)
-def end_iterators_while_they_are_young():
-  """Ending an iterator can take TensorFlow as long as it has been there; see worker.py, ALIVE."""
-  yield
-  gc.collect()
 
 
 @pytest.fixture
