@@ -39,7 +39,13 @@ LONGEST_LOOP_S = 2.0
 MOST_STEPS_PER_LOOP = 1000
 CLEARLY = 1.02
 """A candidate must be so much faster, for what differs less is noise."""
-OPS = ("nccl", "hierarchical_copy", "reduction_to_one_device", "collective")
+OPS: Mapping[str, type | None] = {
+  "nccl": tf.distribute.NcclAllReduce,
+  "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
+  "reduction_to_one_device": tf.distribute.ReductionToOneDevice,
+  "collective": None,  # TensorFlow's own choice has no public class
+}
+"""The cross-device ops of `mirrored` and their classes."""
 ROUNDS, BLOCK_S = 9, 0.4
 ROUNDS_AT_LEAST = 4
 """What is slower in each of so many rounds is given up."""
@@ -204,22 +210,14 @@ def _ways(trainer: Trainer) -> list[Option]:
   if isinstance(trainer.strategy, tf.distribute.MirroredStrategy):
     name = f"{_strategy_name()}.cross_device_ops"
     own = type(trainer.strategy.extended._cross_device_ops)
+    in_use = next((op for op, kind in OPS.items() if kind is own), "collective")
     devices = strategies.describe(trainer.strategy)[1]
-    usable = [op for op in OPS if strategies.works(op, devices)]
-    ops += [{name: op} for op in usable if _class_of(op) is not own]
+    ops += [{name: op} for op in OPS if op != in_use and strategies.works(op, devices)]
   return [Option({**op, **way}) for op in ops for way in packings if op or way]
 
 
 def _other(packing: str) -> str:
   return "per_tensor" if packing == "flat" else "flat"
-
-
-def _class_of(op: str) -> type | None:
-  return {
-    "nccl": tf.distribute.NcclAllReduce,
-    "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
-    "reduction_to_one_device": tf.distribute.ReductionToOneDevice,
-  }.get(op)
 
 
 def _wires(trainer: Trainer) -> list[Option]:

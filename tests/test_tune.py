@@ -61,7 +61,7 @@ class Line(Task):
 @pytest.fixture
 def tuned(tmp_path, monkeypatch):
   """Tunes a config with few and short turns; returns what was found, and the lines shown."""
-  monkeypatch.setattr(tune, "OPS", ())  # collectives would fix their size for this whole process
+  monkeypatch.setattr(tune, "OPS", {})  # collectives would fix their size for this whole process
 
   def call(*params, rounds=3, on=TWO):
     (tmp_path / "line.gin").write_text(CONFIG)
