@@ -1,6 +1,7 @@
 """Batches, padding, restore, shares of workers and errors of `framework.inputs`, against NumPy."""
 
 import logging
+import os
 import re
 import struct
 import textwrap
@@ -236,7 +237,7 @@ def test_eval_keeps_the_weights_of_the_source():
 
 def on_replicas(strategy, dataset, count):
   """The rows of each feature, in the order of replicas, for the first `count` batches."""
-  iterator = iter(strategy.experimental_distribute_dataset(dataset))
+  iterator = inputs.iterate(strategy.experimental_distribute_dataset(dataset))
   return [
     {
       name: [local.numpy() for local in strategy.experimental_local_results(value)]
@@ -244,6 +245,27 @@ def on_replicas(strategy, dataset, count):
     }
     for _ in range(count)
   ]
+
+
+def test_no_thread_tunes_the_replicas_ends_of_an_iterator(mirrored):
+  """Each would sleep for up to a minute, and now and then miss the call to stop."""
+  data = mirrored(2).experimental_distribute_dataset(
+    train_dataset(numbered(8), global_batch_size=4)
+  )
+
+  def threads_of(iterate):
+    """How many threads an iterator has of its own, and the iterator."""
+    before = len(os.listdir("/proc/self/task"))
+    iterator = iterate(data)
+    next(iterator)
+    return len(os.listdir("/proc/self/task")) - before, iterator
+
+  warm = threads_of(inputs.iterate)
+  (ours, first), (tensorflows, second) = threads_of(inputs.iterate), threads_of(iter)
+  assert tensorflows - ours == 2
+  for each in (warm[1], first, second):
+    assert next(each)["example_id"] is not None
+  assert threads_of(iter)[0] == tensorflows  # iterators that others make stay as they were
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -12,7 +12,7 @@ import tensorflow as tf
 from input_cases import arrays, numbered, of_elements, one_line_error, runtime_error, stream
 from PIL import Image
 
-from framework import input_checks, sources
+from framework import input_checks, inputs, sources
 from framework.inputs import eval_dataset, train_dataset
 from framework.sources import ArraySource, ImageFolderSource, StreamSource, load_arrays, read_idx
 
@@ -167,7 +167,7 @@ def test_the_users_line_is_found_in_what_a_compiled_loop_raises(folder, mirrored
   source = ImageFolderSource(directory=str(directory), image_size=(4, 6))
   strategy = mirrored(2)
   dataset = train_dataset(source, global_batch_size=2)
-  iterator = iter(strategy.experimental_distribute_dataset(dataset))
+  iterator = inputs.iterate(strategy.experimental_distribute_dataset(dataset))
 
   @tf.function
   def loop(iterator):
