@@ -2,8 +2,6 @@
 
 import gc
 import os
-import time
-from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -14,8 +12,6 @@ import tensorflow as tf
 LOGICAL_CPUS = 4
 LONG = ("test_verify", "test_tune", "test_traps", "test_mistakes", "test_multi_worker")
 """Files that take minutes. They come first, so that no process is left with one at the end."""
-COLLECT_EVERY_S = 3.0
-_collected = [time.monotonic()]
 
 
 def pytest_configure() -> None:
@@ -31,15 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
   gc.freeze()  # what is there for good need not be looked through each time
-
-
-@pytest.fixture(autouse=True)
-def end_iterators_while_they_are_young() -> Iterator[None]:
-  """Ending a dataset's iterator can take TensorFlow as long as it has been there."""
-  yield
-  if time.monotonic() - _collected[0] > COLLECT_EVERY_S:
-    gc.collect()
-    _collected[0] = time.monotonic()
 
 
 @pytest.fixture
