@@ -104,7 +104,14 @@ class Pulse:
       stdout=subprocess.PIPE,
     )
     os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]
-    self.close = weakref.finalize(self, self._process.communicate)
+    # Its standard input, which no end of a Python object closes: while Python takes itself down,
+    # TensorFlow frees what is on other machines, and can wait for a silent one even then.
+    self._input = os.dup(self._process.stdin.fileno())  # type: ignore[union-attr]
+
+  def close(self) -> None:
+    """Stops asking; without it the asking ends with this process."""
+    os.close(self._input)
+    self._process.communicate()
 
   def check(self) -> None:
     """Reads what was noticed since the last call; does not wait.

@@ -137,6 +137,31 @@ def test_a_parent_that_waits_for_a_silent_peer_is_ended_with_its_name(peer):
     )
 
 
+ENDING = """
+import sys, time
+from framework import servers
+from framework.cluster import Peer
+
+class Remote:
+  def __del__(self):
+    time.sleep(60)  # as TensorFlow does that frees what a silent worker holds
+
+remote = Remote()
+servers.Pulse([Peer("worker", 1, sys.argv[1])], timeout_s=0.6, grace_s=0.5)
+print("ends", flush=True)
+"""
+
+
+def test_a_parent_that_waits_for_a_silent_peer_while_it_ends_is_ended_too(peer):
+  silent, awake = peer
+  awake.clear()
+  with subprocess.Popen(
+    [sys.executable, "-c", ENDING, silent.address], stdout=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout.readline() == "ends\n"
+    assert process.wait(30) == -signal.SIGKILL
+
+
 def test_a_peer_that_answers_again_in_time_is_forgiven(peer):
   lively, awake = peer
   with parent_of(lively, grace_s=3.0) as (parent, _):
