@@ -95,7 +95,7 @@ def garden_optimizer(*, experiment: Any) -> tf_keras.optimizers.Optimizer:
     )
   if getattr(experiment.task, "differential_privacy_config", None) is not None:
     raise ConfigError(
-      "the experiment sets task.differential_privacy_config, which changes the gradients inside the "
+      "the experiment sets task.differential_privacy_config, which changes gradients inside the "
       "optimizer; it is not supported: override it with None."
     )
   config = _without_legacy_decay(config)
@@ -103,9 +103,9 @@ def garden_optimizer(*, experiment: Any) -> tf_keras.optimizers.Optimizer:
   optimizer = factory.build_optimizer(factory.build_learning_rate(), use_legacy_optimizer=False)
   if not isinstance(optimizer, tf_keras.optimizers.Optimizer):
     raise ConfigError(
-      f"the experiment's optimizer {config.optimizer.type!r} is {type(optimizer).__name__}, a legacy "
-      "one; use 'sgd', 'adam', 'rmsprop', 'adagrad', 'adamw_experimental' or 'adafactor_keras', or "
-      "give run.optimizer another factory."
+      f"the experiment's optimizer {config.optimizer.type!r} is {type(optimizer).__name__}, a "
+      "legacy one; use 'sgd', 'adam', 'rmsprop', 'adagrad', 'adamw_experimental' or "
+      "'adafactor_keras', or give run.optimizer another factory."
     )
   return optimizer
 
