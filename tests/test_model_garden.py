@@ -122,4 +122,4 @@ def test_its_own_trainer_logs_the_same(both, name):
   # Its learning rate is that of the next step.
   expected, actual = ([float(logs[name]) for logs in run] for run in both)
   np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-9)
-  assert len({round(value, 6) for value in actual}) > 5
+  assert len({round(value, 6) for value in actual}) > 3
