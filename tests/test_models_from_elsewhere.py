@@ -1,0 +1,242 @@
+"""Models that others made: each trains on two replicas as on one, and is saved, served, verified."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from framework import ArraySource, ConfigError, Loss, Task, Trainer, inputs, models
+from framework.run import run
+from framework.verify import replicas
+from framework.verify.bench import Subject
+
+STEPS, BATCH, EXAMPLES = 10, 6, 15
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=[EXAMPLES, 3]).astype(np.float32)
+Y = X @ np.array([1.0, -2.0, 0.5], np.float32)
+IMAGES = RNG.normal(size=[EXAMPLES, 32, 32, 3]).astype(np.float32)
+
+
+class Line(Task):
+  """Squared error of what a model of one's own gives; `make` makes it."""
+
+  def __init__(self, make=None):
+    self.make = make
+
+  def build_model(self):
+    return self.make()
+
+  def source(self, split):
+    return ArraySource(features={"x": X, "y": Y})
+
+  def forward(self, batch, training):
+    return self.outputs(batch["x"])[:, 0]
+
+  def outputs(self, x):
+    return self.model(x)
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+
+  def export_signature(self):
+    @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, "x")])
+    def serve(x):
+      return {"y": self.outputs(x)}
+
+    return serve
+
+
+# ---- The models ----
+
+
+class Variables(tf.Module):
+  """Variables in a list, in a dict, and one for itself."""
+
+  def __init__(self):
+    super().__init__()
+    rng = np.random.default_rng(1)
+    widths = [3, 4, 1]
+    self.kernels = [
+      tf.Variable(rng.normal(size=shape).astype(np.float32), name=f"kernel_{i}")
+      for i, shape in enumerate(zip(widths, widths[1:], strict=False))
+    ]
+    self.others = {"bias": tf.Variable([0.5] * 4, name="bias"), "factor": tf.Variable(1.5)}
+
+  def __call__(self, x):
+    hidden = tf.tanh(x @ self.kernels[0] + self.others["bias"])
+    return self.others["factor"] * (hidden @ self.kernels[1])
+
+
+class Lazy(tf_keras.Model):
+  """Makes its variables at the first call."""
+
+  def __init__(self):
+    super().__init__()
+    self.blocks = [tf_keras.layers.Dense(4, activation="tanh"), tf_keras.layers.Dense(1)]
+
+  def call(self, x, training=False):
+    for block in self.blocks:
+      x = block(x)
+    return x
+
+
+def lazy():
+  model = Lazy()
+  model(X[:1])
+  return model
+
+
+class Holder(tf.Module):
+  """A Keras 3 model and a tf_keras layer inside a tf.Module, deeper than it looks itself."""
+
+  def __init__(self):
+    super().__init__()
+    hidden = keras.layers.Dense(4, activation="tanh", kernel_regularizer="l2")
+    self.parts = {"body": [keras.Sequential([keras.Input([3]), hidden])]}
+    self.head = tf_keras.layers.Dense(1)
+    self.head.build([None, 4])
+    self.factor = tf.Variable(1.5, name="factor")
+
+  def __call__(self, x):
+    return self.factor * self.head(self.parts["body"][0](x))
+
+
+def both_generations():
+  layer = keras.layers.Dense(4, activation="tanh")
+  return {
+    "body": keras.Sequential([keras.Input([3]), layer]),
+    "head": tf_keras.Sequential([tf_keras.Input([4]), tf_keras.layers.Dense(1)]),
+  }
+
+
+class Parts(Line):
+  def outputs(self, x):
+    return self.model["head"](self.model["body"](x))
+
+
+CASES = {
+  "a tf.Module with a list and a dict": (Line, Variables, 4),
+  "a tf_keras model built at its first call": (Line, lazy, 4),
+  "Keras inside a tf.Module": (Line, Holder, 5),
+  "both generations in a dict": (Parts, both_generations, 4),
+}
+each = pytest.mark.parametrize("name", CASES)
+OPTIMIZERS = {"keras": keras.optimizers.Adam, "tf_keras": tf_keras.optimizers.Adam}
+
+
+def made(name):
+  task, make, _ = CASES[name]
+  return task(make)
+
+
+def values(task):
+  return [np.array(models.raw(v).read_value()) for v in models.trainable_variables(task.model)]
+
+
+def trained(task, strategy, *, steps=STEPS, optimizer=lambda: keras.optimizers.Adam(0.05)):
+  """Returns the trainer of a task after some steps from the same initial weights."""
+  keras.utils.set_random_seed(1)
+  tf_keras.utils.set_random_seed(1)
+  trainer = Trainer(
+    task=task, strategy=strategy, global_batch_size=BATCH, optimizer=optimizer,
+    dataset_fn=lambda position: inputs.train_dataset(
+      task.source("train"), global_batch_size=BATCH, pad_multiple=trainer.batch_multiple,
+      position=position,
+    ),
+  )  # fmt: skip
+  trainer.train(tf.constant(steps))
+  return trainer
+
+
+# ---- Right on two replicas, saved, averaged, served ----
+
+
+@each
+@pytest.mark.parametrize("library", OPTIMIZERS)
+def test_two_replicas_train_as_one(mirrored, name, library):
+  tasks = [made(name) for _ in range(2)]
+  for replicas_, task in enumerate(tasks, 1):
+    trained(task, mirrored(replicas_), optimizer=lambda: OPTIMIZERS[library](0.05))
+  one, two = map(values, tasks)
+  assert len(one) == CASES[name][2]
+  for a, b in zip(one, two, strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+  fresh = made(name)
+  keras.utils.set_random_seed(1)
+  tf_keras.utils.set_random_seed(1)
+  fresh.model = fresh.build_model()
+  for a, b in zip(one, values(fresh), strict=True):  # each one has moved
+    assert np.abs(a - b).max() > 0.01
+
+
+@each
+def test_a_run_is_resumed_averaged_and_served(mirrored, name, tmp_path):
+  strategy = mirrored(2)
+
+  def go(folder, steps, mode="train_and_evaluate"):
+    task = made(name)
+    results = run(
+      task=task, mode=mode, model_dir=str(tmp_path / folder), train_steps=steps,
+      global_batch_size=BATCH, steps_per_loop=2, strategy=lambda: strategy,
+      optimizer=lambda: keras.optimizers.Adam(0.05),
+    )  # fmt: skip
+    return task, results
+
+  whole, expected = go("whole", 6)
+  go("parts", 2)
+  parts, resumed = go("parts", 6)
+  assert resumed == expected
+  for a, b in zip(values(parts), values(whole), strict=True):
+    np.testing.assert_array_equal(a, b)
+  go("parts", 6, mode="export")
+  served = tf.saved_model.load(str(tmp_path / "parts" / "export")).signatures["serving_default"]
+  np.testing.assert_allclose(served(x=tf.constant(X))["y"], whole.outputs(X), rtol=1e-5, atol=1e-6)
+
+
+def test_a_penalty_inside_a_module_counts():
+  keras.utils.set_random_seed(1)
+  holder = Holder()
+  kernel = holder.parts["body"][0].get_weights()[0]
+  assert float(models.regularization(holder)) == pytest.approx(0.01 * (kernel**2).sum(), rel=1e-6)
+  assert models.untracked(holder) == {}
+
+
+# ---- keras.applications ----
+
+
+def backbone():
+  """The least of them."""
+  return keras.applications.MobileNet(
+    input_shape=(32, 32, 3), alpha=0.25, dropout=0.0, weights=None, classes=1,
+    classifier_activation=None,
+  )  # fmt: skip
+
+
+def synchronized(model):
+  """The same model, whose batch normalisations take their statistics over all replicas."""
+
+  def clone(layer):
+    config = layer.get_config()
+    if isinstance(layer, keras.layers.BatchNormalization):
+      config["synchronized"] = True
+    return type(layer).from_config(config)
+
+  return keras.models.clone_model(model, clone_function=clone)
+
+
+class Application(Line):
+  training = None
+
+  def source(self, split):
+    return ArraySource(features={"x": IMAGES, "y": Y})
+
+  def forward(self, batch, training):
+    training = training if self.training is None else self.training
+    return self.model(batch["x"], training=training)[:, 0]
+
+
+class Frozen(Application):
+  """The statistics stay those it came with: what fine-tuning usually does."""
+
+  training = False
