@@ -240,3 +240,86 @@ class Frozen(Application):
   """The statistics stay those it came with: what fine-tuning usually does."""
 
   training = False
+
+
+def application(cls=Application, *, sync=False):
+  return cls(lambda: synchronized(backbone()) if sync else backbone())
+
+
+@pytest.fixture(scope="module")
+def local_statistics():
+  """A step on one replica and on two, each normalising by its own rows."""
+  found = []
+  for count in (1, 2):
+    strategy = tf.distribute.MirroredStrategy(
+      [f"CPU:{i}" for i in range(count)],
+      cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+    task = application()
+    trained(task, strategy, steps=2, optimizer=lambda: keras.optimizers.SGD(0.01))
+    found.append(values(task))
+  return found
+
+
+def test_local_statistics_are_another_update(local_statistics):
+  one, two = local_statistics
+  assert max(np.abs(a - b).max() for a, b in zip(one, two, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize(("cls", "sync"), [(Application, True), (Frozen, False)])
+def test_an_application_trains_on_two_replicas_as_on_one(mirrored, cls, sync):
+  tasks = [application(cls, sync=sync) for _ in range(2)]
+  for count, task in enumerate(tasks, 1):
+    trained(task, mirrored(count), optimizer=lambda: keras.optimizers.SGD(0.01))
+  for a, b in zip(*map(values, tasks), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+# ---- Mistakes ----
+
+
+def unbuilt_in_module():
+  module = tf.Module()
+  module.layer = keras.layers.Dense(1)
+  return module
+
+
+def message_of(make, strategy, **options):
+  with pytest.raises(ConfigError) as caught:
+    trained(Line(make), strategy, steps=1, **options)
+  assert "\n" not in str(caught.value)
+  return str(caught.value)
+
+
+@pytest.mark.parametrize("library", [keras, tf_keras])
+def test_variables_from_outside_the_scope_are_refused(mirrored, library):
+  model = library.Sequential([library.layers.Input([3]), library.layers.Dense(1, name="late")])
+  message = message_of(lambda: model, mirrored(2))
+  assert "late/kernel" in message
+  assert "was not made in strategy.scope()" in message
+  trained(Line(lambda: model), tf.distribute.get_strategy(), steps=1)  # of one replica it will do
+
+
+@pytest.mark.parametrize(
+  "make", [Lazy, unbuilt_in_module, lambda: keras.Sequential([keras.layers.Dense(1)])]
+)
+def test_layers_that_are_not_built_are_refused(mirrored, make):
+  assert "has no trainable variable to update; build the model" in message_of(make, mirrored(1))
+
+
+def test_a_legacy_optimizer_is_refused(mirrored):
+  legacy = tf_keras.optimizers.legacy.Adam
+  assert "that is not legacy" in message_of(lazy, mirrored(1), optimizer=legacy)
+
+
+# ---- Verification ----
+
+
+@pytest.mark.parametrize("name", ["Keras inside a tf.Module", "both generations in a dict"])
+def test_verification_has_nothing_against_them(name):
+  subject = Subject(
+    task=lambda: made(name), optimizer=keras.optimizers.Adam, global_batch_size=BATCH
+  )
+  results = replicas.check(subject)
+  assert not [each for each in results if each.status == "failed"]
+  assert len([each for each in results if each.status == "passed"]) > 5
