@@ -338,7 +338,7 @@ def test_just_one_task(garden):
   assert "received neither" in error_of(ModelGarden)
   both = {"experiment": garden.experiment(), "task": garden.Points(garden.config)}
   assert "received both" in error_of(lambda: ModelGarden(**both))
-  assert "ModelGarden.task is a Linear" in error_of(lambda: ModelGarden(task=keras.layers.Dense))
+  assert "ModelGarden.task is a Sequential" in error_of(lambda: ModelGarden(task=keras.Sequential))
 
 
 def test_a_loss_scale_would_be_missed(garden):
@@ -374,7 +374,7 @@ def test_a_step_that_cannot_be_taken_over(garden, mirrored, what, message):
 
 def test_a_replica_without_examples_is_refused(garden, mirrored):
   trainer = make_trainer(points(garden), mirrored(2), batch=5, accumulation_steps=4)
-  with pytest.raises(ConfigError, match="leaves a replica without an example"):
+  with pytest.raises(Exception, match="ConfigError: .* leaves a replica without an example"):
     trainer.train(tf.constant(1))
 
 

@@ -1,4 +1,6 @@
-"""Models that others made: each trains on two replicas as on one, and is saved, served, verified."""
+"""Models that others made: each trains on two replicas as on one, is saved, served and verified."""
+
+import itertools
 
 import keras
 import numpy as np
@@ -59,7 +61,7 @@ class Variables(tf.Module):
     widths = [3, 4, 1]
     self.kernels = [
       tf.Variable(rng.normal(size=shape).astype(np.float32), name=f"kernel_{i}")
-      for i, shape in enumerate(zip(widths, widths[1:], strict=False))
+      for i, shape in enumerate(itertools.pairwise(widths))
     ]
     self.others = {"bias": tf.Variable([0.5] * 4, name="bias"), "factor": tf.Variable(1.5)}
 
