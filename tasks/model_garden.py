@@ -285,7 +285,8 @@ class ModelGarden(Task):
 
   def _structure(self, split: str) -> Any:
     if split not in self._structures:
-      self.source(split)
+      with tf.init_scope():  # whoever traces a step on batches of its own has not asked for data
+        self.source(split)
     return self._structures[split]
 
 
