@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from test_configs import forget_garden
 
 from framework import ConfigError, Evaluator, Trainer, configurables, inputs
 from tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
@@ -39,8 +40,7 @@ def garden():
   from official.nlp.modeling import models, networks
 
   yield made(base_task, config_definitions, exp_factory, task_factory, models, networks)
-  for name in [name for name, _ in gin.config._REGISTRY.items() if name.startswith("official.")]:
-    gin.config._REGISTRY.pop(name)
+  forget_garden()
 
 
 def made(base_task, definitions, exp_factory, task_factory, models, networks):
@@ -374,7 +374,7 @@ def test_a_step_that_cannot_be_taken_over(garden, mirrored, what, message):
 
 def test_a_replica_without_examples_is_refused(garden, mirrored):
   trainer = make_trainer(points(garden), mirrored(2), batch=5, accumulation_steps=4)
-  with pytest.raises(Exception, match="ConfigError: .* leaves a replica without an example"):
+  with pytest.raises(Exception, match=r"ConfigError: .* leaves a replica without an example"):
     trainer.train(tf.constant(1))
 
 
