@@ -84,8 +84,10 @@ def garden_optimizer(*, experiment: Any) -> tf_keras.optimizers.Optimizer:
     experiment: an `ExperimentConfig`, such as `garden_experiment` gives.
 
   Raises:
-    ConfigError: a type that exists as a legacy optimizer only, or options that belong to the loop.
+    ConfigError: no experiment, a type that exists as a legacy optimizer only, or options that belong
+      to the loop.
   """
+  _require_experiment("garden_optimizer", experiment)
   package = _official("official.modeling.optimization")
   config = experiment.trainer.optimizer_config
   if config.ema is not None:
@@ -145,6 +147,7 @@ class ModelGarden(Task):
         f"received {given} of ModelGarden.experiment and ModelGarden.task; set one."
       )
     if task is None:
+      _require_experiment("ModelGarden", experiment)
       task = _official("official.core.task_factory").get_task(experiment.task)
     self._garden = _made(task)
     self._eval_examples = eval_examples
@@ -348,10 +351,18 @@ def _official(module: str) -> Any:
     ) from error
 
 
+def _require_experiment(who: str, experiment: Any) -> None:
+  if not hasattr(experiment, "task") or not hasattr(experiment, "trainer"):
+    raise ConfigError(
+      f"{who}.experiment is {kind(experiment)}; it must be an ExperimentConfig of the Model Garden: "
+      "write @garden_experiment(), with its name in garden_experiment.name."
+    )
+
+
 def _made(task: Any) -> Any:
   made = task if isinstance(task, tf.Module) or not callable(task) else task()
-  wanted = ("build_model", "build_inputs", "train_step", "validation_step", "task_config")
-  if not all(hasattr(made, name) for name in wanted):
+  wanted = "build_model build_inputs train_step validation_step task_config aggregate_logs"
+  if not all(hasattr(made, name) for name in wanted.split()):
     raise ConfigError(
       f"ModelGarden.task is {kind(made)}; it must be an official.core.base_task.Task, or a factory "
       "of one."

@@ -338,6 +338,8 @@ def test_just_one_task(garden):
   assert "received neither" in error_of(ModelGarden)
   both = {"experiment": garden.experiment(), "task": garden.Points(garden.config)}
   assert "received both" in error_of(lambda: ModelGarden(**both))
+  assert "ModelGarden.experiment is a str" in error_of(lambda: ModelGarden(experiment="points"))
+  assert "ExperimentConfig" in error_of(lambda: garden_optimizer(experiment=garden.config))
   assert "ModelGarden.task is a Sequential" in error_of(lambda: ModelGarden(task=keras.Sequential))
 
 
