@@ -84,8 +84,8 @@ def garden_optimizer(*, experiment: Any) -> tf_keras.optimizers.Optimizer:
     experiment: an `ExperimentConfig`, such as `garden_experiment` gives.
 
   Raises:
-    ConfigError: no experiment, a type that exists as a legacy optimizer only, or options that belong
-      to the loop.
+    ConfigError: no experiment, a type that exists as a legacy optimizer only, or an option that is
+      the loop's work.
   """
   _require_experiment("garden_optimizer", experiment)
   package = _official("official.modeling.optimization")
@@ -354,7 +354,7 @@ def _official(module: str) -> Any:
 def _require_experiment(who: str, experiment: Any) -> None:
   if not hasattr(experiment, "task") or not hasattr(experiment, "trainer"):
     raise ConfigError(
-      f"{who}.experiment is {kind(experiment)}; it must be an ExperimentConfig of the Model Garden: "
+      f"{who}.experiment is {kind(experiment)}; it must be an ExperimentConfig of the Garden: "
       "write @garden_experiment(), with its name in garden_experiment.name."
     )
 
