@@ -124,11 +124,6 @@ class Step(EvalStep):
         )
     self.report(metrics)
 
-  @property
-  def global_batch_size(self) -> int:
-    """Examples an update, over all replicas and micro-batches, padding left out."""
-    return self._parts.global_batch_size
-
   @as_written
   def update(self, loss_fn: LossFn, batch: Batch, optimizer: str = DEFAULT) -> Loss:
     """One update of one optimizer's variables: every verb, in order.

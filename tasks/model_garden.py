@@ -211,9 +211,7 @@ class ModelGarden(Task):
 
   def train_step(self, step: Step, batch: Batch) -> None:
     """One update with the gradients of the Garden's `train_step`, reduced and applied by `step`."""
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    padding = batch["weight"].shape[0] * replicas - step.global_batch_size
-    step.update(lambda part: self._local_loss(step, part, padding), batch)
+    step.update(lambda part: self._local_loss(step, part), batch)
 
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
     """Logs loss and metrics of the Garden's `validation_step` over this replica's real rows."""
@@ -264,22 +262,16 @@ class ModelGarden(Task):
 
     return serve
 
-  def _local_loss(self, step: Step, part: Batch, padding: int) -> Loss:
-    rows = part["weight"].shape[0]
-    if padding >= rows:
-      raise ConfigError(
-        f"run.global_batch_size is {step.global_batch_size}, which leaves a replica without an "
-        "example; a Model Garden task needs one on each: choose a multiple of replicas and "
-        "Trainer.accumulation_steps."
-      )
-    real = _real(part) if padding else part
+  def _local_loss(self, step: Step, part: Batch) -> Loss:
+    rows = tf.cast(tf.math.count_nonzero(part["weight"] > 0), tf.float32)
     applied, metrics = _Applied(), self._metrics["train"]
     _reset(metrics)
     logs = self._garden.train_step(
-      self._inputs("train", real), model=self.model, optimizer=applied, metrics=metrics
+      self._inputs("train", _real(part)), model=self.model, optimizer=applied, metrics=metrics
     )
-    step.log(_pairs(metrics))
-    return applied.loss(logs[self._garden.loss], tf.reduce_sum(part["weight"]))
+    some = tf.minimum(rows, 1.0)
+    step.log({name: (total * some, n * some) for name, (total, n) in _pairs(metrics).items()})
+    return applied.loss(logs[self._garden.loss], rows)
 
   def _inputs(self, split: str, batch: Batch) -> Any:
     """The batch in the structure of the Garden's data set."""
@@ -326,11 +318,12 @@ class _Applied:
     @tf.custom_gradient
     def attached(total: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, Any]:
       def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        return upstream, *[g * tf.cast(upstream * factor, g.dtype) for g in gradients]
+        scaled = [_times(g, tf.cast(upstream * factor, g.dtype)) for g in gradients]
+        return upstream, *scaled
 
       return tf.identity(total), gradient
 
-    total = tf.stop_gradient(tf.cast(loss, tf.float32) * rows)
+    total = tf.stop_gradient(_times(tf.cast(loss, tf.float32), rows))
     values = [tf.convert_to_tensor(variable) for _, variable in self._pairs]
     return Loss(as_written(attached)(total, *values), rows)
 
@@ -415,8 +408,16 @@ def _paths(structure: Any, path: str) -> list[str]:
 
 
 def _real(batch: Batch) -> Batch:
+  """The rows that are no padding; the first one where all are, which then must not count."""
   real = batch["weight"] > 0
+  first = tf.range(tf.size(real)) == 0
+  real |= first & ~tf.reduce_any(real)
   return {name: tf.boolean_mask(value, real) for name, value in batch.items()}
+
+
+def _times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+  """0 where the factor is, even if the value is not finite."""
+  return tf.math.multiply_no_nan(value, factor)
 
 
 def _any_rows(spec: tf.TensorSpec, name: str) -> tf.TensorSpec:
