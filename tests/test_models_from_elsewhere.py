@@ -177,12 +177,22 @@ def test_two_replicas_train_as_one(mirrored, name, library):
     assert np.abs(a - b).max() > 1.5 * np.abs(average - b).max() > 0.01
 
 
-@each
-def test_a_run_is_resumed_averaged_and_served(mirrored, name, tmp_path):
+class Sum(Line):
+  """All of them at once."""
+
+  def build_model(self):
+    return {"a": Variables(), "b": lazy(), "c": Holder(), "d": both_generations()}
+
+  def outputs(self, x):
+    a, b, c = (self.model[name](x) for name in "abc")
+    return a + b + c + self.model["d"]["head"](self.model["d"]["body"](x))
+
+
+def test_a_run_of_all_is_resumed_and_served(mirrored, tmp_path):
   strategy = mirrored(2)
 
   def go(folder, steps, mode="train"):
-    task = made(name)
+    task = Sum()
     results = run(
       task=task, mode=mode, model_dir=str(tmp_path / folder), train_steps=steps,
       global_batch_size=BATCH, steps_per_loop=2, strategy=lambda: strategy,
@@ -194,6 +204,7 @@ def test_a_run_is_resumed_averaged_and_served(mirrored, name, tmp_path):
   go("parts", 2)
   parts, resumed = go("parts", 6)
   assert resumed["loss"] == expected["loss"]
+  assert len(values(parts)) == sum(variables for _, _, variables in CASES.values())
   for a, b in zip(values(parts), values(whole), strict=True):
     np.testing.assert_array_equal(a, b)
   go("parts", 6, mode="export")
