@@ -11,7 +11,10 @@ from framework.errors import ConfigError
 
 
 def parts(model: Any) -> Iterator[Any]:
-  """Yields the single models inside a model, a dict or a list of them."""
+  """Yields the single models inside a model, a dict or a list of them.
+
+  After a `tf.Module`, which knows nothing of Keras 3, come the Keras models among its attributes.
+  """
   if isinstance(model, Mapping):
     for value in model.values():
       yield from parts(value)
@@ -20,6 +23,16 @@ def parts(model: Any) -> Iterator[Any]:
       yield from parts(value)
   else:
     yield model
+    if isinstance(model, tf.Module) and not is_keras(model):
+      yield from _keras_inside(model, set())
+
+
+def _keras_inside(holder: Any, seen: set[int]) -> Iterator[Any]:
+  """Yields the outermost Keras layers that TensorFlow tracks below a `tf.Module`, each once."""
+  for child in tf.train.TrackableView.children(holder).values():
+    if id(child) not in seen:
+      seen.add(id(child))
+      yield from [child] if is_keras(child) else _keras_inside(child, seen)
 
 
 def raw(variable: Any) -> tf.Variable:
@@ -52,6 +65,19 @@ def _variables(model: Any, attribute: str) -> list[Any]:
     for variable in getattr(part, attribute):
       found.setdefault(id(raw(variable)), variable)
   return list(found.values())
+
+
+def require_in_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
+  """Raises ConfigError if a trainable variable is on one device, and not one on each replica."""
+  if strategy.num_replicas_in_sync == 1:
+    return
+  for variable in trainable_variables(model):
+    if not strategy.extended.variable_created_in_scope(raw(variable)):
+      raise ConfigError(
+        f"the model's variable {name(variable)!r} was not made in strategy.scope(), so that the "
+        f"{strategy.num_replicas_in_sync} replicas have no copies of it; make the model, with its "
+        "variables, in build_model(): not in __init__ or at the head of a module."
+      )
 
 
 def untracked(model: Any) -> dict[str, Any]:

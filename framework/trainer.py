@@ -117,6 +117,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     with strategy.scope():
       if task.model is None:
         task.model = task.build_model()
+      models.require_in_scope(task.model, strategy)
       self._make_counters()
       built = optimizers.build(optimizer, task.variables_of, self.global_step, fuse=fuse_updates)
       ema = None

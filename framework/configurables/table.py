@@ -74,6 +74,9 @@ INSTEAD: Mapping[str, str] = {
 }
 """What to write for a name that somebody who knows Keras may expect."""
 
+YIELDING = ("gin.", "official.")
+"""Gin's own names, and those of the TF Model Garden, which has a `Trainer` of its own."""
+
 UNKNOWN = inspect.Parameter.empty
 """Stands for an annotation or a default that is not there."""
 
@@ -131,13 +134,13 @@ def roots() -> list[str]:
 
 
 def find(name: str) -> str:
-  """Returns the shortest selector of what `name` stands for; gin's own names yield to any other.
+  """Returns the shortest selector of what `name` stands for; those in `YIELDING` yield to others.
 
   Raises:
     ConfigError: nothing is registered under `name`, or more than one thing.
   """
   matches = registry().matching_selectors(name)
-  matches = [match for match in matches if not match.startswith("gin.")] or matches
+  matches = [match for match in matches if not match.startswith(YIELDING)] or matches
   if len(matches) == 1:
     return _selector(matches[0])
   if matches:
