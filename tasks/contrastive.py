@@ -119,11 +119,21 @@ class Contrastive(Task):
     return tf.math.l2_normalize(tf.cast(embedded, tf.float32), axis=1)
 
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
-    """Logs the loss, and for how many images the nearest of the batch has the same label."""
+    """Logs the loss, and whether the image most like a view of another has the same label.
+
+    By representations ("nearest_accuracy") and, to compare, by pixels ("nearest_by_pixels").
+    """
     loss = self.contrastive_loss(step, batch, training=False)
-    found = tf.cast(self.model["encoder"](batch["image"], training=False), tf.float32)
-    hits = nearest_agrees(step, found, batch["label"], batch["weight"])
-    step.log({"loss": loss, "nearest_accuracy": weighted_sum(hits, batch["weight"])})
+    metrics = {"loss": (loss.total, loss.weight)}
+    encode = self.model["encoder"]
+    for name, found in (
+      ("nearest_accuracy", [encode(batch[key], training=False) for key in ("first", "image")]),
+      ("nearest_by_pixels", [batch["first"], batch["image"]]),
+    ):
+      view, image = (tf.reshape(tf.cast(x, tf.float32), [x.shape[0], -1]) for x in found)
+      hits = nearest_agrees(step, view, image, batch["label"], batch["weight"])
+      metrics[name] = weighted_sum(hits, batch["weight"])
+    step.log(metrics)
 
   def export_signature(self) -> Any:
     """Serves raw images (uint8) -> representations [n, units]."""
@@ -179,25 +189,25 @@ def nt_xent(
 
 
 def nearest_agrees(
-  step: EvalStep, found: tf.Tensor, label: tf.Tensor, weight: tf.Tensor
+  step: EvalStep, query: tf.Tensor, found: tf.Tensor, label: tf.Tensor, weight: tf.Tensor
 ) -> tf.Tensor:
   """Whether the nearest other example, by cosine, has the same label (replica context).
 
   Args:
     step: gathers.
-    found: float32 [n, d], representations.
+    query: float32 [n, d], what each example is looked for by.
+    found: float32 [n, d], what it may be nearest to: that of any other example.
     label: int32 [n].
     weight: float32 [n]; examples of weight 0 are nobody's nearest.
 
   Returns:
     bool [n].
   """
-  found = tf.math.l2_normalize(found, axis=1)
-  everyone, labels = step.all_gather(found), step.all_gather(label)
+  rows = query.shape[0]
+  everyone, labels = step.all_gather(tf.math.l2_normalize(found, axis=1)), step.all_gather(label)
   counts = step.all_gather(weight) > 0
-  rows = found.shape[0]
   itself = (replica_id() * rows + tf.range(rows))[:, tf.newaxis] == tf.range(labels.shape[0])
-  similarity = tf.matmul(found, everyone, transpose_b=True)
+  similarity = tf.matmul(query, everyone, transpose_b=True)
   nearest = tf.argmax(tf.where(counts & ~itself, similarity, _NONE), axis=1)
   return tf.gather(labels, nearest) == label
 

@@ -60,7 +60,7 @@ EXPECTED = {
     "features": dict.fromkeys(("image", "first", "second"), ("float32", (8, 8, 1))),
     # The encoder ends in 128 numbers instead of 10 logits; then 128 -> 128 -> 64.
     "parameters": {"default": cnn_parameters(8, (32, 64), 128) - 1290 + 129 * (128 + 64)},
-    "metrics": {"loss", "nearest_accuracy"},
+    "metrics": {"loss", "nearest_accuracy", "nearest_by_pixels"},
     "rates": {0: 0.002, 500: 0.001, 1000: 0.0},
   },
   "digits_distillation.gin": {

@@ -23,6 +23,7 @@ from tasks.maml import SinusoidMaml
 from tasks.sam import SharpClassification
 
 EXAMPLES, CLASSES, RATE = 22, 4, 0.05
+RATES = {WassersteinGan: 0.01}  # its losses are large: of a larger rate, ten steps amplify rounding
 SMALL_CNN = functools.partial(cnn, filters=(3,), units=6, activation="silu")
 SMALL_MLP = functools.partial(mlp, units=(5,))
 
@@ -71,6 +72,7 @@ def distilled(**options):
 
 def sines(**options):
   small = {"units": (6, 5), "activation": "tanh", "support": 4, "query": 3, "inner_rate": 0.1}
+  small["eval_steps"] = (0, 2)
   return SinusoidMaml(**{"train_waves": EXAMPLES, "eval_waves": EXAMPLES, **small, **options})
 
 
@@ -87,7 +89,7 @@ def make_trainer(task, *, strategy=None, batch=7, dataset_fn=None, optimizer=Non
   """Always from the same initial weights; a batch of 7 is padded on 2 replicas, and on 3."""
   keras.utils.set_random_seed(1)
   several = isinstance(task, WassersteinGan)
-  sgd = optimizer or (lambda: keras.optimizers.SGD(RATE))
+  sgd = optimizer or (lambda: keras.optimizers.SGD(RATES.get(type(task), RATE)))
   trainer = Trainer(
     task=task,
     strategy=strategy or tf.distribute.get_strategy(),
@@ -141,8 +143,9 @@ def reference(name, batch):
   return start, end, metrics
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+  ("name", "replicas"), [*[(name, 2) for name in MAKERS], ("contrastive", 3), ("sam", 3)]
+)
 def test_n_replicas_train_as_one(name, replicas, mirrored):
   """To 1e-5 after ten steps of batches of 7: with 1 padded row on 2 replicas, 2 on 3."""
   start, end, metrics = reference(name, 7)
@@ -151,10 +154,9 @@ def test_n_replicas_train_as_one(name, replicas, mirrored):
   for copy in trained(trainer):
     np.testing.assert_allclose(copy, end, rtol=0, atol=1e-5)
   assert np.abs(end - start).max() > 1e-2
-  for key in {k for k in metrics if "loss" in k or "norm" in k} | {"sharpness", "accuracy"} & set(
-    metrics
-  ):
-    assert others[key] == pytest.approx(metrics[key], rel=2e-5, abs=1e-6), key
+  timing = ("input_wait_s", "examples_per_second")
+  means = {name: value for name, value in metrics.items() if name not in timing}
+  assert {name: others[name] for name in means} == pytest.approx(means, rel=2e-5, abs=1e-6)
   assert (trainer.traces, others["skipped_steps"]) == (1, 0)
 
 
@@ -234,9 +236,13 @@ def test_the_nearest_example_is_another_real_one():
   found = tf.constant([[1, 0], [1, 0.1], [0, 1], [0.1, 1], [1, 0.05], [-1, 0.0]])
   label = tf.constant([3, 3, 5, 4, 7, 3])
   weight = tf.constant([1.0, 1, 1, 1, 0, 1])  # row 4, the nearest to 0 and 1, is padding
-  hits = contrastive.nearest_agrees(EvalStep(), found * 2.0, label, weight).numpy()
-  assert hits.tolist()[:4] == [True, True, False, False]
-  assert not hits[5]  # the angle counts: (0, 1) is the least far from (-1, 0)
+
+  def hits(query):
+    return contrastive.nearest_agrees(EvalStep(), query, found * 2.0, label, weight).numpy()
+
+  assert hits(found).tolist()[:4] == [True, True, False, False]
+  assert not hits(found)[5]  # the angle counts: (0, 1) is the least far from (-1, 0)
+  assert hits(-found).tolist()[:2] == [True, True]  # now row 5 is
 
 
 def turned_by_hand(image, angle, scale, shift):
@@ -384,7 +390,7 @@ def wgan_by_hand(networks, batches, penalty):
     with tf.GradientTape() as tape:
       loss = tf.reduce_mean(loss_fn())
     for variable, slope in zip(variables, tape.gradient(loss, variables), strict=True):
-      variable.assign_sub(RATE * (0.0 if slope is None else slope))
+      variable.assign_sub(RATES[WassersteinGan] * (0.0 if slope is None else slope))
 
   for batch in batches:
 
@@ -416,7 +422,7 @@ def test_wgan_gp_updates_are_those_of_a_plain_loop(mirrored):
 
 
 def test_the_mix_is_uniform_and_a_function_of_the_seed():
-  count = 2000
+  count = 500
   raw = {"image": tf.zeros([count, 28, 28, 1], tf.uint8)}
   seeds = tf.random.stateless_uniform([count, 2], [1, 2], -(2**31), 2**31 - 1, tf.int32)
   mix = wgan_gp().preprocess({**raw, "seed": seeds}, training=True)["mix"].numpy()
@@ -591,7 +597,7 @@ def test_waves_are_those_of_their_ids():
 
 
 def test_an_evaluation_logs_the_loss_after_each_number_of_updates():
-  task = sines(eval_steps=(0, 2))
+  task = sines()
   keras.utils.set_random_seed(3)
   task.model = task.build_model()
   dataset = inputs.eval_dataset(task.source("eval"), global_batch_size=5)

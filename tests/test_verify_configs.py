@@ -49,6 +49,11 @@ def subject_of(name, folder):
   ("name", "without"),
   [
     ("digits_cnn.gin", []),
+    ("digits_contrastive.gin", ["Contrastive has no forward() and loss()"]),
+    ("digits_distillation.gin", []),
+    ("digits_sam.gin", []),
+    ("sinusoid_maml.gin", []),
+    ("fashion_mnist_wgan_gp.gin", ["WassersteinGan has no forward() and loss()"]),
     ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()"]),
     ("imdb.gin", [WITHOUT, "forward() gives no float tensor [n, classes]", *[WITHOUT] * 3]),
     ("language_model.gin", NOTHING_RANDOM),
