@@ -38,20 +38,19 @@ class Sinusoids(Source):
 
   def fetch(self, indices: tf.Tensor) -> Batch:
     """See `Source.fetch`."""
-    points = self._support + self._query
-    numbers = tf.map_fn(
-      lambda i: tf.random.stateless_uniform([2 + points], seed=[self._seed, i]),
-      tf.cast(indices, tf.int32),
-      fn_output_signature=tf.TensorSpec([2 + points], tf.float32),
-    )
-    amplitude, phase = 0.1 + 4.9 * numbers[:, :1], math.pi * numbers[:, 1:2]
-    x = 10.0 * numbers[:, 2:] - 5.0
-    y = amplitude * tf.sin(x - phase)
-    cut = self._support
-    return {
-      "support_x": x[:, :cut], "support_y": y[:, :cut],
-      "query_x": x[:, cut:], "query_y": y[:, cut:],
-    }  # fmt: skip
+    names = ("support_x", "support_y", "query_x", "query_y")
+    sizes = [*2 * [self._support], *2 * [self._query]]
+    shapes = [tf.TensorSpec([size], tf.float32) for size in sizes]
+    # Wave by wave: a sine of many numbers at once is rounded by where each stands among them.
+    waves = tf.map_fn(self._wave, tf.cast(indices, tf.int32), fn_output_signature=shapes)
+    return dict(zip(names, waves, strict=True))
+
+  def _wave(self, number: tf.Tensor) -> list[tf.Tensor]:
+    count = 2 + self._support + self._query
+    drawn = tf.random.stateless_uniform([count], seed=[self._seed, number])
+    amplitude, phase, x = 0.1 + 4.9 * drawn[0], math.pi * drawn[1], 10.0 * drawn[2:] - 5.0
+    y, cut = amplitude * tf.sin(x - phase), self._support
+    return [x[:cut], y[:cut], x[cut:], y[cut:]]
 
 
 @framework.register
