@@ -152,8 +152,8 @@ def generator(*, noise_size: int, width: int) -> keras.Model:
   )
 
 
-def discriminator(*, width: int, dropout: float) -> keras.Model:
-  """Images [n, 28, 28, 1] -> one logit each [n, 1]; positive means real."""
+def discriminator(*, width: int, dropout: float, bias: bool = True) -> keras.Model:
+  """Images [n, 28, 28, 1] -> one logit each [n, 1], plus a `bias`; positive means real."""
   layers = keras.layers
   return keras.Sequential(
     [
@@ -164,7 +164,7 @@ def discriminator(*, width: int, dropout: float) -> keras.Model:
       layers.LeakyReLU(0.2),
       layers.Flatten(),
       layers.Dropout(dropout),
-      layers.Dense(1, dtype="float32"),
+      layers.Dense(1, use_bias=bias, dtype="float32"),
     ],
     name="discriminator",
   )

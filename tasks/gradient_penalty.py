@@ -8,12 +8,13 @@ Gulrajani et al., "Improved Training of Wasserstein GANs" (2017), algorithm 1.
 
 from __future__ import annotations
 
+import keras
 import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss
 from framework.task import weighted_sum
-from tasks.gan import Gan, seeds_of
+from tasks.gan import Gan, discriminator, generator, seeds_of
 from tasks.image_classification import ImageData
 
 
@@ -49,6 +50,13 @@ class WassersteinGan(Gan):
       dropout=0.0,
     )  # fmt: skip
     self._penalty = penalty
+
+  def build_model(self) -> dict[str, keras.Model]:
+    """Returns the two networks; the critic's last bias would cancel, real against generated."""
+    return {
+      "generator": generator(noise_size=self.noise_size, width=self._width),
+      "discriminator": discriminator(width=self._width, dropout=0.0, bias=False),
+    }
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Adds "mix" [n] to what `Gan` adds: where between real (1) and generated (0) to penalise."""

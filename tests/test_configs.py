@@ -93,7 +93,7 @@ EXPECTED = {
   },
   "fashion_mnist_wgan_gp.gin": {
     "features": {"image": ("float32", (28, 28, 1)), "mix": ("float32", ())},
-    "parameters": {"generator": 237_153, "discriminator": 36_513},
+    "parameters": {"generator": 237_153, "discriminator": 36_512},
     "updates": {"generator": 1, "discriminator": 2},
     "metrics": {"loss", "distance", "penalty"},
     "rates": {0: 0.0005, 4000: 0.0005},
