@@ -61,14 +61,15 @@ EXPECTED = {
     # The encoder ends in 128 numbers instead of 10 logits; then 128 -> 128 -> 64.
     "parameters": {"default": cnn_parameters(8, (32, 64), 128) - 1290 + 129 * (128 + 64)},
     "metrics": {"loss", "nearest_accuracy", "nearest_by_pixels"},
+    "loss": math.log(2 * 100),
     "rates": {0: 0.002, 500: 0.001, 1000: 0.0},
   },
   "digits_distillation.gin": {
     **ONE,
     "features": DIGITS,
-    "parameters": {"default": 65 * 16 + 17 * 10},
+    "parameters": {"default": cnn_parameters(8, (8, 16), 32)},
     "metrics": {"loss", "accuracy", "teacher_accuracy", "agreement"},
-    "rates": {0: 0.005, 750: 0.0025, 1500: 0.0},
+    "rates": {0: 0.002, 500: 0.001, 1000: 0.0},
     "loss": 16 * math.log(10),
   },
   "digits_sam.gin": {
