@@ -55,8 +55,8 @@ class Distillation(ImageClassification):
       input_shape: see there.
       classes: see there.
       temperature: divides the logits of both before the softmax, T in the paper.
-      hard_weight: of the cross-entropy with the labels, from 0 to 1; the rest is the soft one's,
-        times T^2. 1 does without the teacher.
+      hard_weight: of the cross-entropy with the labels, from 0 to 1; the rest is that of the
+        divergence from the teacher, times T^2. 1 does without the teacher.
       flip: see there.
       shift: see there.
 
@@ -99,12 +99,16 @@ class Distillation(ImageClassification):
     return tf.cast(self.model["student"](batch["image"], training=training), tf.float32)
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
-    """The weighted mean of hard and soft cross-entropy, the latter times T^2."""
+    """The weighted mean of cross-entropy with labels and divergence from the teacher times T^2.
+
+    Of the paper's soft cross-entropy the divergence leaves out the teacher's own entropy, a
+    constant, so that a student that says the same has 0.
+    """
     hard = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs)
     taught = tf.cast(self.model["teacher"](batch["image"], training=False), tf.float32)
-    odds = tf.stop_gradient(tf.nn.softmax(taught / self._temperature))
-    soft = tf.nn.softmax_cross_entropy_with_logits(odds, outputs / self._temperature)
-    soft *= self._temperature**2
+    wanted = tf.nn.log_softmax(taught / self._temperature)
+    given = tf.nn.log_softmax(outputs / self._temperature)
+    soft = tf.reduce_sum(tf.exp(wanted) * (wanted - given), axis=1) * self._temperature**2
     losses = self._hard_weight * hard + (1.0 - self._hard_weight) * soft
     return Loss.from_examples(losses, batch["weight"])
 
