@@ -581,7 +581,8 @@ def test_variants_of_maml_have_the_gradient_of_a_plain_loop(steps, second_order)
   variables = task.model.trainable_variables
   with tf.GradientTape() as tape:
     loss = task.loss(task.forward(batches[0], training=True), batches[0])
-  slopes = tape.gradient(loss.total / loss.weight, variables)
+    mean = loss.total / loss.weight
+  slopes = tape.gradient(mean, variables)
   moved = [v - RATE * slope for v, slope in zip(variables, slopes, strict=True)]
   expected, other = (
     maml_by_hand(task, batches, 0.1, steps=steps, second_order=order)
