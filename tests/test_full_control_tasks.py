@@ -159,7 +159,7 @@ def assert_ends_like(variables, name):
 
 
 @pytest.mark.parametrize(
-  ("name", "replicas"), [*[(name, 2) for name in MAKERS], ("contrastive", 3), ("sam", 3)]
+  ("name", "replicas"), [*[(name, 2) for name in MAKERS], ("contrastive", 3)]
 )
 def test_n_replicas_train_as_one(name, replicas, mirrored):
   """To 1e-5 after ten steps of batches of 7: with 1 padded row on 2 replicas, 2 on 3."""
