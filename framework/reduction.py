@@ -82,8 +82,8 @@ class Reduction:
 
     What a replica returns has a gradient: the sum, over replicas, of what each derives with respect
     to this replica's rows. It travels as a sum of zeros and one replica's rows, so that the
-    `all_reduce` that was proved at the start carries it, exactly; forward and backward pass
-    communicate once each.
+    `all_reduce` that was proved at the start carries it, exactly (denormal numbers become 0);
+    forward and backward pass communicate once each.
 
     Args:
       tensor: [n, ...], numbers, of the same static shape on every replica.

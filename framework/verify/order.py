@@ -78,11 +78,11 @@ class Recording:
         recording.begins(self, Call("all_gather", f"{tuple(tf.convert_to_tensor(tensor).shape)}"))
         return super().all_gather(tensor)
 
-      def perturbed(
-        self, variables: Sequence[Any], offsets: Sequence[Any]
-      ) -> contextlib.AbstractContextManager[None]:
+      @contextlib.contextmanager
+      def perturbed(self, variables: Sequence[Any], offsets: Sequence[Any]) -> Iterator[None]:
         recording.begins(self, Call("perturbed"))
-        return super().perturbed(variables, offsets)
+        with super().perturbed(variables, offsets):
+          yield
 
       def unscale(self, gradients: Sequence[Any], loss: Loss) -> Gradients:
         recording.begins(self, Call("unscale"))
