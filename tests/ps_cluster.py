@@ -29,7 +29,7 @@ import tf_keras
 
 from framework import cluster, inputs, local_cluster, loss_scale, models, servers, strategies
 from framework import run as runs
-from framework.errors import ConfigError
+from framework.errors import mistake
 from framework.evaluator import Evaluator
 from framework.sources import ArraySource
 from framework.task import Loss, Task, weighted_sum
@@ -198,8 +198,8 @@ def refused(place):
   def message(call):
     try:
       call()
-    except ConfigError as error:
-      return str(error)
+    except Exception as error:  # in AutoGraph's hands a ConfigError becomes another
+      return mistake(error)
     return "nothing was raised"
 
   strategy = place.strategy
