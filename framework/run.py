@@ -29,6 +29,7 @@ from framework import (
   strategies,
 )
 from framework.actions import Action
+from framework.checkpoints import CheckpointManager
 from framework.errors import ConfigError, unknown
 from framework.evaluator import Evaluator
 from framework.recording import Recorder
@@ -179,6 +180,34 @@ def bound(parameter: str) -> Any:
   """Returns what the config in force gives `run` for a parameter, its default without a binding."""
   default = inspect.signature(run).parameters[parameter].default
   return configurables.bound("run", parameter, default)
+
+
+def restored(model_dir: str) -> Task:
+  """Returns the task of a run folder, with the weights of its newest checkpoint (host).
+
+  On this process's default device, for a command of the task's own, such as `python -m tasks.gan`.
+  The weights are the moving averages, if the run has them.
+
+  Raises:
+    ConfigError: there is no run, or no whole checkpoint.
+  """
+  configurables.parse([os.path.join(model_dir, "operative_config.gin")])
+  task, strategy = made_task(bound("task")), strategies.default()
+  keras.config.set_dtype_policy(bound("precision"))
+  learned = assets.provide(
+    task, model_dir=model_dir, cluster=cluster.of(strategy), training=False, timeout_s=0.0
+  )
+  trainer = made_trainer(
+    task, strategy, optimizer=bound("optimizer"), seed=bound("seed"),
+    global_batch_size=bound("global_batch_size"), shuffle=bound("shuffle"),
+  )  # fmt: skip
+  directory = os.path.join(model_dir, "checkpoints")
+  manager = CheckpointManager(trainer=trainer, directory=directory, experiment={}, assets=learned)
+  if not manager.restore_newest():
+    raise ConfigError(f"there is no whole checkpoint in {directory!r}; train first.")
+  if trainer.parts.ema is not None:
+    trainer.parts.ema.swap()
+  return task
 
 
 def made_trainer(

@@ -6,15 +6,16 @@ optimizers or several backward passes calls the verbs itself from `Task.train_st
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 from absl import logging
 
-from framework import inputs, models, optimizers, randomness
+from framework import inputs, models, optimizers, randomness, strategies
 from framework.errors import ConfigError, unknown
 from framework.fusion import Fusion, Gradients
 from framework.inputs import Batch
@@ -61,9 +62,10 @@ class StepParts:
 class EvalStep:
   """One evaluation step on one replica: collects what the task logs."""
 
-  def __init__(self) -> None:
-    """Starts with nothing logged."""
+  def __init__(self, reduction: Reduction | None = None) -> None:
+    """Starts with nothing logged; None gathers by the usual `Reduction`."""
     self._logged: dict[str, Weighted] = {}
+    self._reduction = reduction or Reduction()
 
   @as_written
   def log(self, metrics: Mapping[str, Weighted]) -> None:
@@ -85,6 +87,34 @@ class EvalStep:
       self._logged[name] = (total, weight)
 
   @as_written
+  def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+    """Concatenates the rows of all replicas, in the order of the replicas, with a gradient.
+
+    For a loss that looks at the examples of other replicas. The gradient is the sum over replicas
+    of what each derives with respect to this replica's rows, as the sum of all losses needs it.
+    Padded rows come along: gather their weights too. Row i of this replica is row
+    `replica_id() * n + i` of the result. With accumulation, the rows of this micro-batch alone.
+
+    Args:
+      tensor: numbers [n, ...], of the same static shape on every replica.
+
+    Returns:
+      [replicas x n, ...], the same on every replica.
+
+    Raises:
+      ConfigError: the shape is not static, under parameter servers, whose workers do not wait for
+        one another, or on several replicas within `Trainer.jit_compile`.
+    """
+    _require_in_step("step.all_gather()")
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.shape.rank in (None, 0) or not tensor.shape.is_fully_defined():
+      raise ConfigError(
+        f"step.all_gather() got a tensor of shape {tensor.shape}; it must be [n, ...] with static "
+        "sizes, the same on every replica, as those of a batch are."
+      )
+    return self._reduction.all_gather(tensor)
+
+  @as_written
   def record(self, sums: MetricSums) -> None:
     """Adds all that was logged to the running sums; the framework calls it at the end."""
     sums.add(self._logged)
@@ -95,7 +125,7 @@ class Step(EvalStep):
 
   def __init__(self, parts: StepParts) -> None:
     """Starts a step; the Trainer makes one each time that it traces the step."""
-    super().__init__()
+    super().__init__(parts.reduction)
     self._parts = parts
     self._forward_passes = 0
     self._seeds = 0
@@ -123,6 +153,16 @@ class Step(EvalStep):
           f"example {f'my_{name}'!r}."
         )
     self.report(metrics)
+
+  @as_written
+  def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+    """See `EvalStep.all_gather`."""
+    if self._parts.jit_compile and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+      raise ConfigError(
+        "received Trainer.jit_compile=True, but step.all_gather() communicates in the middle of "
+        "the forward pass, which XLA compiles for one replica: use jit_compile=False."
+      )
+    return super().all_gather(tensor)
 
   @as_written
   def update(self, loss_fn: LossFn, batch: Batch, optimizer: str = DEFAULT) -> Loss:
@@ -236,6 +276,32 @@ class Step(EvalStep):
       factor = self._parts.clip_norm / tf.maximum(norm, self._parts.clip_norm)
       return packed.map(lambda g: g * tf.cast(factor, g.dtype))
     return packed
+
+  @as_written
+  @contextlib.contextmanager
+  def perturbed(self, variables: Sequence[Any], offsets: Sequence[Gradient]) -> Iterator[None]:
+    """Within `with`, the variables stand at variable + offset; then they are what they were.
+
+    To the bit, also where an offset is not finite: their values are kept and put back. For a second
+    backward pass elsewhere, as of sharpness-aware minimisation (tasks/sam.py).
+
+    Args:
+      variables: such as `variables()` gives them.
+      offsets: one a variable, None for one to leave alone; the same on every replica, as what is
+        made of reduced gradients is, else the replicas would no longer be one model.
+
+    Raises:
+      ConfigError: under parameter servers, where other workers read the same variables.
+    """
+    _require_in_step("step.perturbed()")
+    moved = [models.raw(v) for v, o in zip(variables, offsets, strict=True) if o is not None]
+    offsets = [o for o in offsets if o is not None]
+    held = [variable.read_value() for variable in moved]
+    _assign(moved, [w + tf.cast(o, w.dtype) for w, o in zip(held, offsets, strict=True)])
+    try:
+      yield
+    finally:
+      _assign(moved, held)
 
   @as_written
   def apply(
@@ -395,6 +461,28 @@ class Step(EvalStep):
     self._logged = outside
     self.log(logged)
     return Gradients(fusion, pieces, missing), loss
+
+
+def _require_in_step(verb: str) -> None:
+  """Raises ConfigError under parameter servers."""
+  if strategies.is_asynchronous(tf.distribute.get_strategy()):
+    raise ConfigError(
+      f"{verb} needs replicas in step, but under parameter_server no worker waits for another; use "
+      "mirrored or multi_worker_mirrored."
+    )
+
+
+def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+  """Assigns each replica's value to its copy of each variable (replica context)."""
+
+  def assign(variable: tf.Variable, value: tf.Tensor) -> None:
+    variable.assign(value, read_value=False)
+
+  def assign_all(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+      strategy.extended.update(variable, assign, args=(value,), group=False)
+
+  tf.distribute.get_replica_context().merge_call(assign_all, args=(values,))
 
 
 def _all(flags: Sequence[tf.Tensor]) -> tf.Tensor:

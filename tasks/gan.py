@@ -3,12 +3,19 @@
 What Keras's `fit` cannot express without tricks is three lines of `train_step` here. The noise of
 an example is a function of its place in the data stream, so N replicas train as one.
 
+    python -m tasks.gan runs/fashion_mnist_gan --output=samples.png
+
+draws a sheet of samples of the newest checkpoint of a run.
+
 Goodfellow et al., "Generative Adversarial Nets" (2014), algorithm 1, with the non-saturating loss
 of its section 3; the convolutional networks follow Radford et al., "DCGAN" (2016).
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,6 +25,11 @@ import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
 from framework.task import weighted_sum
 from tasks.image_classification import ImageData
+
+if __name__ == "__main__":  # gin would import this module a second time, under its real name
+  from tasks import gan
+
+  sys.exit(gan.main())
 
 
 @framework.register
@@ -48,12 +60,12 @@ class Gan(Task):
     if data.image_shape != (28, 28, 1):
       raise ConfigError(f"Gan draws images of shape (28, 28, 1), not {data.image_shape}.")
     self._data, self._k = data, discriminator_steps
-    self._noise_size, self._width, self._dropout = noise_size, width, dropout
+    self.noise_size, self._width, self._dropout = noise_size, width, dropout
 
   def build_model(self) -> dict[str, keras.Model]:
     """Returns the two networks; each optimizer updates the one it is named after."""
     return {
-      "generator": generator(noise_size=self._noise_size, width=self._width),
+      "generator": generator(noise_size=self.noise_size, width=self._width),
       "discriminator": discriminator(width=self._width, dropout=self._dropout),
     }
 
@@ -63,12 +75,12 @@ class Gan(Task):
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Scales images to [-1, 1] and adds "noise" [n, noise_size] and "other_noise", like it."""
-    seeds = batch["seed"] if training else _seeds_of(batch["example_id"])
+    seeds = batch["seed"] if training else seeds_of(batch["example_id"])
     return {
       **batch,
       "image": tf.cast(batch["image"], tf.float32) / 127.5 - 1.0,
-      "noise": _normal(seeds, self._noise_size),
-      "other_noise": _normal(seeds + 1, self._noise_size),
+      "noise": _normal(seeds, self.noise_size),
+      "other_noise": _normal(seeds + 1, self.noise_size),
     }
 
   def train_step(self, step: Step, batch: Batch) -> None:
@@ -116,7 +128,7 @@ class Gan(Task):
   def export_signature(self) -> Any:
     """Serves noise [n, noise_size] -> images [n, 28, 28, 1] in [0, 1]."""
 
-    @tf.function(input_signature=[tf.TensorSpec((None, self._noise_size), tf.float32, "noise")])
+    @tf.function(input_signature=[tf.TensorSpec((None, self.noise_size), tf.float32, "noise")])
     def serve(noise: tf.Tensor) -> dict[str, tf.Tensor]:
       return {"image": (self.model["generator"](noise, training=False) + 1.0) / 2.0}
 
@@ -140,8 +152,8 @@ def generator(*, noise_size: int, width: int) -> keras.Model:
   )
 
 
-def discriminator(*, width: int, dropout: float) -> keras.Model:
-  """Images [n, 28, 28, 1] -> one logit each [n, 1]; positive means real."""
+def discriminator(*, width: int, dropout: float, bias: bool = True) -> keras.Model:
+  """Images [n, 28, 28, 1] -> one logit each [n, 1], plus a `bias`; positive means real."""
   layers = keras.layers
   return keras.Sequential(
     [
@@ -152,13 +164,13 @@ def discriminator(*, width: int, dropout: float) -> keras.Model:
       layers.LeakyReLU(0.2),
       layers.Flatten(),
       layers.Dropout(dropout),
-      layers.Dense(1, dtype="float32"),
+      layers.Dense(1, use_bias=bias, dtype="float32"),
     ],
     name="discriminator",
   )
 
 
-def _seeds_of(example_ids: tf.Tensor) -> tf.Tensor:
+def seeds_of(example_ids: tf.Tensor) -> tf.Tensor:
   """Returns int32 [n, 2] for ids [n], so that evaluation draws the same images each time."""
   return tf.stack([tf.cast(example_ids, tf.int32), tf.zeros_like(example_ids, tf.int32)], axis=1)
 
@@ -170,3 +182,46 @@ def _normal(seeds: tf.Tensor, size: int) -> tf.Tensor:
     seeds,
     fn_output_signature=tf.TensorSpec([size], tf.float32),
   )
+
+
+# ---- Samples ----
+
+
+def sheet(task: Gan, *, rows: int, columns: int, seed: int = 0) -> tf.Tensor:
+  """Draws rows x columns images and lays them side by side, uint8 [28 rows, 28 columns, 1] (host).
+
+  Args:
+    task: with its model built.
+    rows: of images.
+    columns: of images.
+    seed: of the noise; the same for the same sheet.
+  """
+  noise = tf.random.stateless_normal([rows * columns, task.noise_size], seed=[seed, 0])
+  drawn = task.export_signature()(noise)["image"]
+  by_place = tf.reshape(drawn, [rows, columns, 28, 28])
+  laid_out = tf.reshape(tf.transpose(by_place, [0, 2, 1, 3]), [rows * 28, columns * 28, 1])
+  return tf.cast(tf.round(laid_out * 255.0), tf.uint8)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Writes a sheet of samples of a run's newest checkpoint; returns the exit status."""
+  from framework import run
+
+  parser = argparse.ArgumentParser(prog="python -m tasks.gan")
+  parser.add_argument("model_dir", help="the folder of a run")
+  parser.add_argument("--output", required=True, help="a .png file")
+  parser.add_argument("--rows", type=int, default=6, help="of images")
+  parser.add_argument("--columns", type=int, default=16, help="of images")
+  parser.add_argument("--seed", type=int, default=0, help="of the noise")
+  given = parser.parse_args(arguments)
+  try:
+    task = run.restored(given.model_dir)
+    if not isinstance(task, Gan):
+      raise ConfigError(f"{given.model_dir!r} is a run of {type(task).__name__}, not of a Gan.")
+    drawn = sheet(task, rows=given.rows, columns=given.columns, seed=given.seed)
+    tf.io.write_file(given.output, tf.io.encode_png(drawn))
+  except (ConfigError, tf.errors.OpError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(given.output)
+  return 0

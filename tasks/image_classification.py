@@ -46,8 +46,19 @@ class ImageData:
 
 
 @framework.register
-def digits(*, eval_fraction: float = 0.2, seed: int = 0) -> ImageData:
-  """The 1,797 8x8 digits inside scikit-learn, split at random into train and eval."""
+def digits(
+  *, eval_fraction: float = 0.2, seed: int = 0, train_examples: int | None = None
+) -> ImageData:
+  """The 1,797 8x8 digits inside scikit-learn, split at random into train and eval.
+
+  Args:
+    eval_fraction: share of the eval split.
+    seed: of the split.
+    train_examples: so many of the train split, the same for any larger number; None takes all.
+
+  Raises:
+    ConfigError: a number is out of its range.
+  """
   from sklearn.datasets import load_digits  # heavy, and only this data set needs it
 
   if not 0 < eval_fraction < 1:
@@ -56,7 +67,12 @@ def digits(*, eval_fraction: float = 0.2, seed: int = 0) -> ImageData:
   images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., np.newaxis]
   order = np.random.default_rng(seed).permutation(len(images))
   first = round(len(images) * eval_fraction)
-  parts = {"eval": order[:first], "train": order[first:]}
+  there = len(order) - first
+  if train_examples is not None and not 0 < train_examples <= there:
+    raise ConfigError(
+      f"digits.train_examples is {train_examples}; it must be from 1 to {there}, or None for all."
+    )
+  parts = {"eval": order[:first], "train": order[first:][:train_examples]}
   return _in_memory({split: (images[rows], bunch.target[rows]) for split, rows in parts.items()})
 
 

@@ -472,23 +472,11 @@ def restored(model_dir: str) -> LanguageModel:
   Raises:
     ConfigError: there is no run of a `LanguageModel`, or no checkpoint.
   """
-  from framework import configurables, run, strategies
-  from framework.checkpoints import CheckpointManager
+  from framework import run
 
-  configurables.parse([os.path.join(model_dir, "operative_config.gin")])
-  task = run.made_task(run.bound("task"))
+  task = run.restored(model_dir)
   if not isinstance(task, LanguageModel):
     raise ConfigError(f"{model_dir!r} is a run of {type(task).__name__}, not of a LanguageModel.")
-  keras.config.set_dtype_policy(run.bound("precision"))
-  trainer = run.made_trainer(
-    task, strategies.default(), optimizer=run.bound("optimizer"), seed=run.bound("seed"),
-    global_batch_size=run.bound("global_batch_size"), shuffle=run.bound("shuffle"),
-  )  # fmt: skip
-  directory = os.path.join(model_dir, "checkpoints")
-  if not CheckpointManager(trainer=trainer, directory=directory, experiment={}).restore_newest():
-    raise ConfigError(f"there is no whole checkpoint in {directory!r}; train first.")
-  if trainer.parts.ema is not None:
-    trainer.parts.ema.swap()
   return task
 
 

@@ -29,7 +29,7 @@ import tf_keras
 
 from framework import cluster, inputs, local_cluster, loss_scale, models, servers, strategies
 from framework import run as runs
-from framework.errors import ConfigError
+from framework.errors import mistake
 from framework.evaluator import Evaluator
 from framework.sources import ArraySource
 from framework.task import Loss, Task, weighted_sum
@@ -102,6 +102,36 @@ class Wide(Linear):
     return tf.reduce_sum(outputs, axis=1)
 
 
+class Gathering(Linear):
+  """Asks for the rows of other replicas."""
+
+  def train_step(self, step, batch):
+    step.all_gather(batch["x"])
+    super().train_step(step, batch)
+
+
+class Perturbing(Linear):
+  """Moves the weights for a while, which other workers would see."""
+
+  def train_step(self, step, batch):
+    with step.perturbed(step.variables(), [tf.ones_like(v) for v in step.variables()]):
+      super().train_step(step, batch)
+
+
+class GatheringInEvaluation(Linear):
+  """Asks for the rows of other replicas in evaluation."""
+
+  def eval_step(self, step, batch):
+    step.all_gather(batch["x"])
+    super().eval_step(step, batch)
+
+
+def evaluated(strategy, task):
+  with strategy.scope():
+    task.model = task.build_model()
+  evaluator_of(strategy, task).evaluate()
+
+
 def make(strategy, task, *, optimizer=None, **options):
   def train_data(position, shard=None):
     return inputs.train_dataset(
@@ -168,8 +198,8 @@ def refused(place):
   def message(call):
     try:
       call()
-    except ConfigError as error:
-      return str(error)
+    except Exception as error:  # in AutoGraph's hands a ConfigError becomes another
+      return mistake(error)
     return "nothing was raised"
 
   strategy = place.strategy
@@ -182,6 +212,9 @@ def refused(place):
       lambda: Evaluator(task=Linear(), strategy=strategy, dataset=tf.data.Dataset.range(3))
     ),
     "python": message(lambda: steps(mapped_by_python(strategy), 1)),
+    "all_gather": message(lambda: steps(make(strategy, Gathering()), 1)),
+    "perturbed": message(lambda: steps(make(strategy, Perturbing()), 1)),
+    "evaluation": message(lambda: evaluated(strategy, GatheringInEvaluation())),
   }
 
 

@@ -11,12 +11,14 @@ import keras
 import numpy as np
 import pytest
 import reviews
+import tensorflow as tf
 import tf_keras
 
 import framework
 import launch
 from framework import configurables
 from framework.actions import Action
+from tasks.image_classification import cnn
 
 FOLDER = Path(launch.__file__).parent / "configs"
 CONFIGS = sorted(path.name for path in FOLDER.glob("*.gin"))
@@ -46,12 +48,37 @@ def transformer_parameters(layers, width, vocabulary=257):
 ONE = {"updates": {"default": 1}}
 CLASSIFIER = {**ONE, "metrics": {"loss", "accuracy"}}
 TOKENS = {"tokens": ("int32", (500,))}
+DIGITS = {"image": ("float32", (8, 8, 1))}
 EXPECTED = {
   "digits_cnn.gin": {
     **CLASSIFIER,
     "features": {"image": ("float32", (8, 8, 1))},
     "parameters": {"default": cnn_parameters(8, (32, 64), 128)},
     "rates": {0: 0.002, 750: 0.001, 1500: 0.0},
+  },
+  "digits_contrastive.gin": {
+    **ONE,
+    "features": dict.fromkeys(("image", "first", "second"), ("float32", (8, 8, 1))),
+    # The encoder ends in 128 numbers instead of 10 logits; then 128 -> 128 -> 64.
+    "parameters": {"default": cnn_parameters(8, (32, 64), 128) - 1290 + 129 * (128 + 64)},
+    "metrics": {"loss", "nearest_accuracy", "nearest_by_pixels"},
+    "loss": math.log(2 * 100),
+    "rates": {0: 0.002, 500: 0.001, 1000: 0.0},
+  },
+  "digits_distillation.gin": {
+    **ONE,
+    "features": DIGITS,
+    "parameters": {"default": cnn_parameters(8, (8, 16), 32)},
+    "metrics": {"loss", "accuracy", "teacher_accuracy", "agreement"},
+    "rates": {0: 0.002, 500: 0.001, 1000: 0.0},
+    "loss": 16 * math.log(10),
+  },
+  "digits_sam.gin": {
+    **CLASSIFIER,
+    "features": DIGITS,
+    "parameters": {"default": cnn_parameters(8, (32, 64), 128)},
+    "optimizer": keras.optimizers.SGD,
+    "rates": {0: 0.05, 500: 0.025, 1000: 0.0},
   },
   "fashion_mnist_cnn.gin": {
     **CLASSIFIER,
@@ -65,6 +92,14 @@ EXPECTED = {
     "updates": {"generator": 1, "discriminator": 2},
     "metrics": {"loss", "real_accuracy", "fake_accuracy"},
     "rates": {0: 0.0002, 4000: 0.0002},
+  },
+  "fashion_mnist_wgan_gp.gin": {
+    "features": {"image": ("float32", (28, 28, 1)), "mix": ("float32", ())},
+    "parameters": {"generator": 237_153, "discriminator": 36_512},
+    "updates": {"generator": 1, "discriminator": 2},
+    "metrics": {"loss", "distance", "penalty"},
+    "rates": {0: 0.0005, 4000: 0.0005},
+    "loss": 10.0,  # the penalty alone is below 10 x (1 - 0)^2
   },
   "imdb.gin": {
     **CLASSIFIER,
@@ -95,6 +130,14 @@ EXPECTED = {
     "optimizer": tf_keras.optimizers.Adam,
     "metrics": {"loss", "accuracy", "mean_iou"},
     "rates": {0: 0.003, 500: 0.0015, 1000: 0.0},
+  },
+  "sinusoid_maml.gin": {
+    **ONE,
+    "features": dict.fromkeys(("support_x", "support_y", "query_x", "query_y"), ("float32", (10,))),
+    "parameters": {"default": 2 * 40 + 41 * 40 + 41},
+    "metrics": {"loss", *(f"loss_after_{n}" for n in (0, 1, 5, 10))},
+    "rates": {0: 0.001, 20000: 0.001},
+    "loss": 10.0,
   },
 }
 
@@ -153,11 +196,20 @@ def text_parameters(folder):
   ]
 
 
+def teacher(folder):
+  """Stands in for the run of digits_cnn.gin: its network, not trained."""
+  network = cnn(input_shape=(8, 8, 1), classes=10)
+  tf.train.Checkpoint(model=network).write(str(folder / "teacher" / "checkpoints" / "ckpt-1"))
+  return [f"Distillation.teacher = '{folder / 'teacher'}'"]
+
+
 def stand_ins(name, folder):
   """Makes small data in the place of what may not be installed; returns the parameters for it."""
   if name.startswith("fashion_mnist"):
     fashion_mnist_files(folder)
     return [f"fashion_mnist.directory = '{folder}'"]
+  if name == "digits_distillation.gin":
+    return teacher(folder)
   if name.startswith("imdb"):
     reviews.install_package(folder, count=EXAMPLES * 2)
     return [f"imdb_reviews.eval_examples = {EXAMPLES}"]

@@ -1,10 +1,15 @@
 """The GAN: its updates against a loop by hand, k to 1, on one replica and on two."""
 
+import sys
+
+import gin
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from test_configs import FOLDER, Witness, fashion_mnist_files
 
+import launch
 from framework import actions, inputs
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
@@ -300,6 +305,45 @@ def test_the_export_draws_images_of_0_to_1(trained, tmp_path):
   np.testing.assert_allclose(served["image"], (drawn + 1) / 2, atol=1e-6)
   assert served["image"].shape == (6, 28, 28, 1)
   assert 0 <= served["image"].numpy().min() < served["image"].numpy().max() <= 1
+
+
+def test_a_sheet_shows_what_the_generator_draws(trained):
+  sheet = gan.sheet(trained, rows=2, columns=3, seed=4)
+  noise = tf.random.stateless_normal([6, NOISE], seed=[4, 0])
+  drawn = (trained.model["generator"](noise).numpy()[..., 0] + 1) * 127.5
+  assert (sheet.shape, sheet.dtype) == ((2 * 28, 3 * 28, 1), tf.uint8)
+  for number, image in enumerate(drawn):
+    row, column = divmod(number, 3)
+    part = sheet[row * 28 : row * 28 + 28, column * 28 : column * 28 + 28, 0].numpy()
+    assert np.abs(part.astype(float) - image).max() <= 0.501
+
+
+def test_the_command_writes_the_sheet_of_a_run(tmp_path, monkeypatch, capsys):
+  """Of its newest checkpoint; the picture is the last weights' own."""
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  fashion_mnist_files(tmp_path)
+  config = FOLDER / "fashion_mnist_gan.gin"
+  params = [
+    f"fashion_mnist.directory = '{tmp_path}'", "Gan.width = 2", "run.train_steps = 2",
+    "run.global_batch_size = 4", "run.actions = [@Witness()]",
+  ]  # fmt: skip
+  arguments = [f"--gin_file={config}", *(f"--gin_param={each}" for each in params)]
+  model_dir, output = str(tmp_path / "run"), str(tmp_path / "samples.png")
+  assert launch.main(["launch.py", *arguments, f"--model_dir={model_dir}"]) == 0
+  [run] = Witness.runs
+  given = ["--rows=2", "--columns=2", "--seed=3"]
+  try:
+    assert gan.main([model_dir, f"--output={output}", *given]) == 0
+    picture = tf.io.decode_png(tf.io.read_file(output))
+    expected = gan.sheet(run.trainer.task, rows=2, columns=2, seed=3)
+    np.testing.assert_array_equal(picture, expected)
+    assert gan.main([str(tmp_path / "none"), f"--output={output}"]) == 2
+    assert "there is no gin file" in capsys.readouterr().err
+    assert gan.main([model_dir, f"--output={output}/inside.png", *given]) == 2
+    assert "inside.png" in capsys.readouterr().err
+  finally:
+    gin.clear_config()
+    Witness.runs.clear()
 
 
 # ---- The networks ----

@@ -328,6 +328,26 @@ def test_the_split_of_digits_is_random_and_a_function_of_the_seed():
   assert (np.diff(labels[0]) == 1).mean() < 0.25
 
 
+def test_fewer_digits_to_train_on_are_some_of_those_of_more():
+  some, more, whole = (
+    everything_of(image_classification.digits(train_examples=count).sources["train"])
+    for count in (30, 50, None)
+  )
+  assert [len(each["label"]) for each in (some, more, whole)] == [30, 50, 1438]
+  for name in ("image", "label"):
+    np.testing.assert_array_equal(some[name], whole[name][:30])
+    np.testing.assert_array_equal(more[name], whole[name][:50])
+  evaluated = [image_classification.digits(train_examples=n).sources["eval"] for n in (30, None)]
+  one, other = (everything_of(source)["image"] for source in evaluated)
+  np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1439])
+def test_a_number_of_digits_that_there_are_not_is_refused(count):
+  with pytest.raises(ConfigError, match=rf"train_examples is {count}; it must be from 1 to 1438"):
+    image_classification.digits(train_examples=count)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5])
 def test_digits_without_a_split_are_refused(fraction):
   with pytest.raises(ConfigError, match=rf"digits.eval_fraction is {fraction}; it must be between"):

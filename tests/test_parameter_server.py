@@ -125,6 +125,14 @@ def test_partitioned_variables_lie_on_all_servers_and_learn(case, kind):
     ("jit_compile", "received both Trainer.jit_compile=True and run.strategy=@parameter_server"),
     ("loss_scale", "Trainer.loss_scale is @dynamic, but under parameter_server"),
     ("dataset", "Evaluator got a dataset, but under parameter_server each worker makes its own"),
+    *[
+      (what, rf"step.{verb}\(\) needs replicas in step, but under parameter_server no worker waits")
+      for what, verb in (
+        ("all_gather", "all_gather"),
+        ("evaluation", "all_gather"),
+        ("perturbed", "perturbed"),
+      )
+    ],
     ("python", r"the input runs Python \(tf.numpy_function"),
   ],
 )

@@ -327,6 +327,193 @@ def test_clip_norm_lets_zero_gradients_pass():
   assert_gradients(step.clip(gradients_of([[0.0, 0.0]]), norm), [[0.0, 0.0]])
 
 
+# ---- all_gather ----
+
+
+def central_storage():
+  return tf.distribute.experimental.CentralStorageStrategy(
+    compute_devices=["CPU:0", "CPU:1"], parameter_device="CPU:0"
+  )
+
+
+@pytest.fixture(
+  params=[
+    "default",
+    "one_device",
+    "mirrored x1",
+    "mirrored x2",
+    "mirrored x3",
+    "central_storage x2",
+  ]
+)
+def place(request, mirrored):
+  """A strategy of each kind, as far as it runs in one process."""
+  if request.param.startswith("mirrored"):
+    return mirrored(int(request.param[-1]))
+  return {
+    "default": tf.distribute.get_strategy,
+    "one_device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+    "central_storage x2": central_storage,
+  }[request.param]()
+
+
+def compiled(bench, replica, values):
+  """`bench.run`, as one tf.function, as the trainer calls it."""
+  values = bench.distributed(values)
+  results = tf.function(lambda: bench.strategy.run(replica, (values,)))()
+  flat = [bench.strategy.experimental_local_results(r) for r in tf.nest.flatten(results)]
+  return [tf.nest.pack_sequence_as(_first(results, bench), one) for one in zip(*flat, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [EvalStep, Step])
+def test_all_gather_gives_the_rows_of_all_replicas_in_their_order(kind, place):
+  """Bit for bit, whatever is in them, of any numbers and rank."""
+  bench = Bench(place)
+  wild = np.float32([2e-38, -0.0, 3e38, np.inf, -np.inf, np.nan])
+  rows = {
+    "matrix": np.stack([wild, np.float32([1, 2, 3, 4, 5, 6])], axis=1)[:, :, None],
+    "id": np.arange(6, dtype=np.int64) - 1,
+    "label": np.arange(6, dtype=np.int32) * 7,
+  }
+  count = place.num_replicas_in_sync
+  parts = [
+    {k: v[i * 6 // count : (i + 1) * 6 // count] for k, v in rows.items()} for i in range(count)
+  ]
+
+  def replica(part):
+    step = EvalStep() if kind is EvalStep else bench.step()
+    return {name: step.all_gather(value) for name, value in part.items()}
+
+  results = compiled(bench, replica, parts)
+  assert len(results) == count
+  for result in results:
+    for name, value in rows.items():
+      np.testing.assert_array_equal(result[name], value, err_msg=name)
+
+
+def attraction(bench, step):
+  """Of each example i: log of the sum over *all* j of w_j exp(z_i z_j / 8), z = x kernel."""
+
+  def loss_fn(batch):
+    z = batch["x"] * models.raw(bench.variables[0])
+    others, weights = step.all_gather(z), step.all_gather(batch["weight"])
+    similar = tf.exp(tf.matmul(z, others, transpose_b=True) / 8.0)
+    return Loss.from_examples(tf.math.log(tf.linalg.matvec(similar, weights)), batch["weight"])
+
+  return loss_fn
+
+
+def attraction_in_numpy(kernel):
+  z = X.astype(np.float64) * kernel
+  return WEIGHT @ np.log(np.exp(z @ z.T / 8) @ WEIGHT.astype(np.float64))
+
+
+def test_the_gradient_of_all_gather_is_that_of_the_whole_batch(place):
+  """Summed over replicas, against central differences of float64 NumPy on all examples at once."""
+  bench = Bench(place)
+
+  def replica(batch):
+    step = bench.step()
+    variables = step.variables()
+    gradients, loss = step.all_reduce(*step.gradients(attraction(bench, step), batch, variables))
+    return gradients[0], loss
+
+  kernel, step_size = np.array([1.0, -2.0, 3.0]), 1e-5
+  slopes = [
+    (attraction_in_numpy(kernel + e) - attraction_in_numpy(kernel - e)) / (2 * step_size)
+    for e in step_size * np.eye(3)
+  ]
+  for gradient, loss in compiled(bench, replica, batches(place.num_replicas_in_sync)):
+    np.testing.assert_allclose(loss.total, attraction_in_numpy(kernel), rtol=1e-6)
+    np.testing.assert_allclose(gradient, slopes, rtol=2e-6)
+
+
+def test_all_gather_with_accumulation_is_of_the_same_micro_batch(mirrored):
+  bench, seen = Bench(mirrored(2), accumulation_steps=3), []
+
+  def replica(batch):
+    step = bench.step()
+
+    def loss_fn(part):
+      seen.append(step.all_gather(part["x"]).numpy())
+      return linear_loss(bench)(part)
+
+    step.gradients(loss_fn, batch, step.variables())
+
+  bench.run(replica, batches(2))
+  assert len(seen) == 2 * 3
+  for number in range(3):
+    copies = [x for x in seen if (x[0] == X[number]).all()]
+    np.testing.assert_array_equal(copies, [X[[number, number + 3]]] * 2)
+
+
+def test_all_gather_within_xla_is_refused_on_several_replicas_only(mirrored):
+  def replica(bench, batch):
+    step = bench.step()
+    gradients, _ = step.gradients(attraction(bench, step), batch, step.variables())
+    return gradients[0]
+
+  [batch] = batches(1)
+  plain, xla = (Bench(mirrored(1), jit_compile=jit) for jit in (False, True))
+  expected = plain.run(lambda b: replica(plain, b), [batch])
+  np.testing.assert_allclose(xla.run(lambda b: replica(xla, b), [batch]), expected, rtol=1e-6)
+  several = Bench(mirrored(2), jit_compile=True)
+  with pytest.raises(ConfigError, match=r"received Trainer.jit_compile=True, but step.all_gather"):
+    several.run(lambda b: replica(several, b), batches(2))
+
+
+@pytest.mark.parametrize("shape", [[], [None, 2]])
+def test_all_gather_of_an_unknown_number_of_rows_is_refused(shape):
+  step = Bench(tf.distribute.get_strategy()).step()
+  with pytest.raises(ConfigError, match=r"must be \[n, \.\.\.\] with static sizes"):
+    tf.function(step.all_gather, input_signature=[tf.TensorSpec(shape)]).get_concrete_function()
+
+
+# ---- perturbed ----
+
+
+@pytest.mark.parametrize("far", [0.1, 1e38, np.nan, np.inf])
+def test_perturbed_is_there_within_and_gone_after(far, place):
+  """To the bit: 0.5 + 0.1 - 0.1 would not be 0.5 for sure, and NaN - NaN is not 0."""
+  bench = Bench(place)
+  start = [0.1, np.float32(1 / 3), 0.7]
+  bench.variables[0].assign(start)
+
+  def replica(batch):
+    step = bench.step()
+    before, _ = step.gradients(linear_loss(bench), batch, step.variables())
+    with step.perturbed(step.variables(), [tf.constant([far, 0.25, 0.0]), tf.constant(1.0), None]):
+      there = [models.raw(v).read_value() for v in bench.variables]
+      inside, _ = step.gradients(linear_loss(bench), batch, step.variables())
+    after, _ = step.gradients(linear_loss(bench), batch, step.variables())
+    return there, [list(g)[:2] for g in (before, inside, after)]
+
+  count = place.num_replicas_in_sync
+  parts = batches(count)
+  for part, (there, (before, inside, after)) in zip(
+    parts, compiled(bench, replica, parts), strict=True
+  ):
+    kernel = np.float32(start) + np.float32([far, 0.25, 0.0])
+    assert_gradients(there, [kernel, np.float32(1.5), [7.0, 8.0]])
+    assert_gradients(after, before)
+    if far == 0.1:
+      x, weight = (np.asarray(part[name], np.float64) for name in ("x", "weight"))
+      outputs = x @ kernel + 1.5
+      np.testing.assert_allclose(inside[0], (2 * weight * outputs) @ x, rtol=1e-5)
+      np.testing.assert_allclose(inside[1], np.sum(2 * weight * outputs), rtol=1e-5)
+  kernel, bias, unused = bench.values()
+  for copies, value in ((kernel, np.float32(start)), (bias, 0.5), (unused, [7, 8])):
+    np.testing.assert_array_equal(copies, [value] * len(copies))
+
+
+def test_perturbed_ends_where_an_exception_ends_it():
+  bench = Bench(tf.distribute.get_strategy())
+  step = bench.step()
+  with pytest.raises(KeyError), step.perturbed(step.variables(), [tf.ones([3]), tf.ones([]), None]):
+    raise KeyError
+  assert [v[0].tolist() for v in bench.values()] == [[1, -2, 3], 0.5, [7, 8]]
+
+
 # ---- apply ----
 
 

@@ -12,6 +12,8 @@ from framework.verify import inputs, randomness
 from framework.verify.bench import Subject
 
 WITHOUT = "no preprocess()"
+NO_LABEL = "no integer feature picks one of 10 outputs in the loss"
+NO_CLASSES = "forward() gives no float tensor [n, classes]"
 NOTHING_RANDOM = [
   *3 * ["the step draws no random numbers"],
   "the model has no random layer",
@@ -49,8 +51,11 @@ def subject_of(name, folder):
   ("name", "without"),
   [
     ("digits_cnn.gin", []),
+    ("digits_contrastive.gin", ["Contrastive has no forward() and loss()", *NOTHING_RANDOM[:4]]),
+    ("digits_distillation.gin", NOTHING_RANDOM),
+    ("sinusoid_maml.gin", [WITHOUT, NO_LABEL, *NOTHING_RANDOM[:4], *3 * [WITHOUT]]),
     ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()"]),
-    ("imdb.gin", [WITHOUT, "forward() gives no float tensor [n, classes]", *[WITHOUT] * 3]),
+    ("imdb.gin", [WITHOUT, NO_CLASSES, *[WITHOUT] * 3]),
     ("language_model.gin", NOTHING_RANDOM),
   ],
 )

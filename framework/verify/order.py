@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ class Recording:
     context = tf.distribute.get_replica_context()
     if tf.get_static_value(context.replica_id_in_sync_group) not in (0, None):
       return
-    if not self.calls or self.calls[-1].verb not in ("all_reduce", "apply"):
+    if not self.calls or self.calls[-1].verb not in ("all_reduce", "all_gather", "apply"):
       self.calls.append(Call("own communication"))
     self.calls[-1].communications.append(sum(_bytes(t) for t in tensors))
 
@@ -72,6 +73,16 @@ class Recording:
         there = [g for g in gradients if g is not None]
         recording.begins(self, Call("all_reduce", f"{len(there)} gradients, loss and weight"))
         return super().all_reduce(gradients, loss)
+
+      def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        recording.begins(self, Call("all_gather", f"{tuple(tf.convert_to_tensor(tensor).shape)}"))
+        return super().all_gather(tensor)
+
+      @contextlib.contextmanager
+      def perturbed(self, variables: Sequence[Any], offsets: Sequence[Any]) -> Iterator[None]:
+        recording.begins(self, Call("perturbed"))
+        with super().perturbed(variables, offsets):
+          yield
 
       def unscale(self, gradients: Sequence[Any], loss: Loss) -> Gradients:
         recording.begins(self, Call("unscale"))

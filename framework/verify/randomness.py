@@ -209,9 +209,14 @@ class Steps:
 
 
 def random_layers(model: Any) -> list[str]:
-  """Returns the names of a model's layers that draw random numbers when training."""
+  """Returns the names of a model's layers that draw random numbers when training.
+
+  A frozen model, such as a teacher, is meant to answer as in evaluation: it has none.
+  """
   found = []
-  for part in filter(models.is_keras, models.parts(model)):
+  for part in models.parts(model):
+    if not models.is_keras(part) or not part.trainable:
+      continue
     for layer in part._flatten_layers():
       named = any(word in type(layer).__name__ for word in LAYERS)
       rates = ("rate", "stddev") if named else ("dropout", "recurrent_dropout")

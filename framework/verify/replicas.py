@@ -434,7 +434,7 @@ REGULARISATION = Explanation(
 COUPLED = Explanation(
   cause="examples that depend on one another",
   remedy="what compares the examples of a batch (negatives, statistics, ranks) sees only its own "
-  "replica's: gather the others with tf.distribute.get_replica_context().all_gather",
+  "replica's: gather the others with step.all_gather, in train_step",
   containing=("reduce_mean", "reduce_std", "matmul", "transpose", "top_k", "moments"),
 )
 UNKNOWN = Explanation(

@@ -1,0 +1,261 @@
+"""Contrastive learning without labels (SimCLR): all other images of the batch are negatives.
+
+The loss of an example looks at the embeddings of all replicas: `step.all_gather` brings them, with
+their gradient, so N replicas of n rows train as one of N x n.
+
+Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations" (2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import framework
+from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
+from framework.step import replica_id
+from framework.task import weighted_sum
+from tasks.gan import seeds_of
+from tasks.image_classification import ImageData
+
+VIEWS = ("first", "second")
+_NONE = -1e9
+"""Added to the logits of columns that do not count; e to this is 0."""
+
+
+@framework.register
+class Contrastive(Task):
+  """Learns to tell which of all views in the batch shows the same image; labels only evaluate."""
+
+  def __init__(
+    self,
+    *,
+    data: ImageData,
+    input_shape: Sequence[int] = (28, 28, 1),
+    filters: Sequence[int] = (32, 64),
+    units: int = 128,
+    projection: int = 64,
+    temperature: float = 0.5,
+    rotation: float = 0.35,
+    zoom: float = 1.25,
+    shift: float = 1.0,
+    contrast: float = 0.4,
+  ) -> None:
+    """Keeps its arguments.
+
+    Args:
+      data: images and labels; the labels are used in evaluation alone.
+      input_shape: height, width, channels.
+      filters: of the encoder's convolutions, each followed by 2x2 max pooling.
+      units: numbers in a representation, what the encoder gives.
+      projection: numbers in an embedding, which the loss compares; section 4.2 of the paper.
+      temperature: divides the cosine similarities.
+      rotation: each view is turned by up to this angle, in radians.
+      zoom: each view is scaled by a factor between 1 / zoom and zoom.
+      shift: each view is moved by up to this many pixels each way.
+      contrast: each view's values are scaled by a factor between 1 - contrast and 1 + contrast.
+
+    Raises:
+      ConfigError: a value is out of its range.
+    """
+    if not temperature > 0:
+      raise ConfigError(f"Contrastive.temperature is {temperature}; it must be above 0.")
+    if not zoom >= 1:
+      raise ConfigError(f"Contrastive.zoom is {zoom}; it must be 1 (none) or more.")
+    if not 0 <= contrast < 1:
+      raise ConfigError(f"Contrastive.contrast is {contrast}; it must be from 0 to below 1.")
+    self._data, self._shape = data, tuple(input_shape)
+    self._filters, self._units, self._projection = tuple(filters), units, projection
+    self._temperature = temperature
+    self._rotation, self._zoom, self._shift, self._contrast = rotation, zoom, shift, contrast
+
+  def build_model(self) -> dict[str, keras.Model]:
+    """Returns the encoder, image -> representation, and the head, representation -> embedding."""
+    return {
+      "encoder": encoder(input_shape=self._shape, filters=self._filters, units=self._units),
+      "head": head(units=self._units, projection=self._projection),
+    }
+
+  def source(self, split: str) -> Source:
+    """Returns the images and labels of a split.
+
+    Raises:
+      ConfigError: they do not fit `input_shape`.
+    """
+    if self._data.image_shape != self._shape:
+      raise ConfigError(
+        f"the images are {self._data.image_shape} but Contrastive.input_shape is {self._shape}; "
+        "make them the same."
+      )
+    return self._data.sources[split]
+
+  def preprocess(self, batch: Batch, training: bool) -> Batch:
+    """Scales images to [0, 1] and adds "first" and "second", two views of each.
+
+    A view is a function of the example's seed, in evaluation of its id; not of the replica.
+    """
+    image = tf.cast(batch["image"], tf.float32) / 255.0
+    seeds = batch["seed"] if training else seeds_of(batch["example_id"])
+    views = {name: self._view(image, seeds + number) for number, name in enumerate(VIEWS)}
+    return {**batch, "image": image, **views}
+
+  def train_step(self, step: Step, batch: Batch) -> None:
+    """One update; its loss communicates."""
+    step.update(lambda part: self.contrastive_loss(step, part, training=True), batch)
+
+  def contrastive_loss(self, step: EvalStep, batch: Batch, training: bool) -> Loss:
+    """NT-Xent of this replica's views against those of all replicas; see `nt_xent`."""
+    first, second = (self.embedding(batch[name], training) for name in VIEWS)
+    losses = nt_xent(step, first, second, batch["weight"], temperature=self._temperature)
+    return Loss.from_examples(losses, batch["weight"])
+
+  def embedding(self, image: tf.Tensor, training: bool) -> tf.Tensor:
+    """Returns float32 [n, projection], each of length 1."""
+    found = self.model["encoder"](image, training=training)
+    embedded = self.model["head"](found, training=training)
+    return tf.math.l2_normalize(tf.cast(embedded, tf.float32), axis=1)
+
+  def eval_step(self, step: EvalStep, batch: Batch) -> None:
+    """Logs the loss, and whether the image most like a view of another has the same label.
+
+    By representations ("nearest_accuracy") and, to compare, by pixels ("nearest_by_pixels").
+    """
+    loss = self.contrastive_loss(step, batch, training=False)
+    metrics = {"loss": (loss.total, loss.weight)}
+    encode = self.model["encoder"]
+    for name, found in (
+      ("nearest_accuracy", [encode(batch[key], training=False) for key in ("first", "image")]),
+      ("nearest_by_pixels", [batch["first"], batch["image"]]),
+    ):
+      view, image = (tf.reshape(tf.cast(x, tf.float32), [x.shape[0], -1]) for x in found)
+      hits = nearest_agrees(step, view, image, batch["label"], batch["weight"])
+      metrics[name] = weighted_sum(hits, batch["weight"])
+    step.log(metrics)
+
+  def export_signature(self) -> Any:
+    """Serves raw images (uint8) -> representations [n, units]."""
+
+    @tf.function(input_signature=[tf.TensorSpec((None, *self._shape), tf.uint8, "image")])
+    def serve(image: tf.Tensor) -> dict[str, tf.Tensor]:
+      scaled = tf.cast(image, tf.float32) / 255.0
+      return {"representation": self.model["encoder"](scaled, training=False)}
+
+    return serve
+
+  def _view(self, image: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+    numbers = _uniform(seeds, 5)
+    moved = turned(
+      image,
+      angle=self._rotation * numbers[:, 0],
+      scale=tf.pow(self._zoom, numbers[:, 1]),
+      shift=self._shift * numbers[:, 2:4],
+    )
+    return moved * (1.0 + self._contrast * numbers[:, 4, tf.newaxis, tf.newaxis, tf.newaxis])
+
+
+def nt_xent(
+  step: EvalStep, first: tf.Tensor, second: tf.Tensor, weight: tf.Tensor, *, temperature: float
+) -> tf.Tensor:
+  """The normalised temperature-scaled cross-entropy, equation 1 of the paper (replica context).
+
+  The negatives of a view are all views of other examples, on whichever replica, whose weight is
+  above 0: padded rows are none. With accumulation, of the same micro-batch alone.
+
+  Args:
+    step: gathers.
+    first: float32 [n, d], one view's embeddings of this replica's examples, each of length 1.
+    second: the other view's.
+    weight: float32 [n].
+    temperature: divides the similarities.
+
+  Returns:
+    float32 [n], the mean over the two views of each example; of weight 0, any finite number.
+  """
+  rows, size = first.shape
+  columns = tf.reshape(step.all_gather(tf.stack([first, second], axis=1)), [-1, size])
+  counts = tf.repeat(step.all_gather(weight) > 0, 2)
+  own = 2 * (replica_id() * rows + tf.range(rows))  # the column of its first view
+  positive = tf.reduce_sum(first * second, axis=1) / temperature
+  losses = []
+  for view, anchor in enumerate((first, second)):
+    itself = (own + view)[:, tf.newaxis] == tf.range(columns.shape[0])
+    logits = tf.matmul(anchor, columns, transpose_b=True) / temperature
+    others = tf.where(counts & ~itself, logits, _NONE)
+    losses.append(tf.reduce_logsumexp(others, axis=1) - positive)
+  return tf.add_n(losses) / 2.0
+
+
+def nearest_agrees(
+  step: EvalStep, query: tf.Tensor, found: tf.Tensor, label: tf.Tensor, weight: tf.Tensor
+) -> tf.Tensor:
+  """Whether the nearest other example, by cosine, has the same label (replica context).
+
+  Args:
+    step: gathers.
+    query: float32 [n, d], what each example is looked for by.
+    found: float32 [n, d], what it may be nearest to: that of any other example.
+    label: int32 [n].
+    weight: float32 [n]; examples of weight 0 are nobody's nearest.
+
+  Returns:
+    bool [n].
+  """
+  rows = query.shape[0]
+  everyone, labels = step.all_gather(tf.math.l2_normalize(found, axis=1)), step.all_gather(label)
+  counts = step.all_gather(weight) > 0
+  itself = (replica_id() * rows + tf.range(rows))[:, tf.newaxis] == tf.range(labels.shape[0])
+  similarity = tf.matmul(query, everyone, transpose_b=True)
+  nearest = tf.argmax(tf.where(counts & ~itself, similarity, _NONE), axis=1)
+  return tf.gather(labels, nearest) == label
+
+
+def encoder(*, input_shape: Sequence[int], filters: Sequence[int], units: int) -> keras.Model:
+  """Images [n, h, w, c] -> representations [n, units]; SiLU, so that rounding stays rounding."""
+  layers: list[Any] = [keras.Input(tuple(input_shape))]
+  for width in filters:
+    layers.append(keras.layers.Conv2D(width, 3, padding="same", activation="silu"))
+    layers.append(keras.layers.MaxPooling2D())
+  layers += [keras.layers.Flatten(), keras.layers.Dense(units, activation="silu")]
+  return keras.Sequential(layers, name="encoder")
+
+
+def head(*, units: int, projection: int) -> keras.Model:
+  """Representations [n, units] -> embeddings [n, projection]; left off after training."""
+  layers = keras.layers
+  return keras.Sequential(
+    [keras.Input((units,)), layers.Dense(units, activation="silu"), layers.Dense(projection)],
+    name="head",
+  )
+
+
+def turned(image: tf.Tensor, *, angle: tf.Tensor, scale: tf.Tensor, shift: tf.Tensor) -> tf.Tensor:
+  """Turns, scales and moves each image about its centre, bilinearly; zeros come in.
+
+  Args:
+    image: float32 [n, h, w, c].
+    angle: float32 [n], radians, clockwise as seen with the first row on top.
+    scale: float32 [n], above 1 enlarges.
+    shift: float32 [n, 2], pixels to the right and down.
+  """
+  height, width = image.shape[1], image.shape[2]
+  x, y = (width - 1) / 2, (height - 1) / 2
+  cos, sin, zero = tf.cos(angle) / scale, tf.sin(angle) / scale, tf.zeros_like(angle)
+  right, down = x + shift[:, 0], y + shift[:, 1]
+  # Where an output pixel comes from: the inverse of what happens to the image.
+  rows = [cos, sin, x - cos * right - sin * down, -sin, cos, y + sin * right - cos * down]
+  return tf.raw_ops.ImageProjectiveTransformV3(
+    images=image, transforms=tf.stack([*rows, zero, zero], axis=1), output_shape=[height, width],
+    fill_value=0.0, interpolation="BILINEAR", fill_mode="CONSTANT",
+  )  # fmt: skip
+
+
+def _uniform(seeds: tf.Tensor, size: int) -> tf.Tensor:
+  """Returns numbers [n, size] in [-1, 1), row i from row i of seeds [n, 2]."""
+  return tf.map_fn(
+    lambda seed: tf.random.stateless_uniform([size], seed=seed, minval=-1.0, maxval=1.0),
+    seeds,
+    fn_output_signature=tf.TensorSpec([size], tf.float32),
+  )

@@ -1,0 +1,172 @@
+"""Knowledge distillation: a small student learns the soft answers of a frozen teacher.
+
+The teacher is another run, or a Keras file. Its weights become an asset of the student's run, so
+that later starts, evaluations and other workers need the teacher's folder no more.
+
+Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), section 2.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import framework
+from framework import Batch, ConfigError, EvalStep, Loss
+from framework.checkpoints import list_checkpoints
+from framework.task import weighted_sum
+from tasks.image_classification import ImageClassification, ImageData, cnn, mlp
+
+_FILE = "teacher.npz"
+
+
+@framework.register
+class Distillation(ImageClassification):
+  """Image classification by a student that also imitates a teacher, which never changes."""
+
+  def __init__(
+    self,
+    *,
+    data: ImageData,
+    teacher: str,
+    teacher_network: Callable[..., keras.Model] = cnn,
+    network: Callable[..., keras.Model] = mlp,
+    input_shape: Sequence[int] = (28, 28, 1),
+    classes: int = 10,
+    temperature: float = 4.0,
+    hard_weight: float = 0.1,
+    flip: bool = False,
+    shift: int = 0,
+  ) -> None:
+    """Keeps its arguments; see `ImageClassification` for those that are not told here.
+
+    Args:
+      data: see there.
+      teacher: whose weights to take: the folder of a run of `ImageClassification`, of which the
+        newest checkpoint counts, a checkpoint's path without suffix, or a Keras file, .keras or
+        .weights.h5.
+      teacher_network: makes the teacher, as `network` made it in its own run.
+      network: makes the student.
+      input_shape: see there.
+      classes: see there.
+      temperature: divides the logits of both before the softmax, T in the paper.
+      hard_weight: of the cross-entropy with the labels, from 0 to 1; the rest is that of the
+        divergence from the teacher, times T^2. 1 does without the teacher.
+      flip: see there.
+      shift: see there.
+
+    Raises:
+      ConfigError: a value is out of its range.
+    """
+    if not temperature > 0:
+      raise ConfigError(f"Distillation.temperature is {temperature}; it must be above 0.")
+    if not 0 <= hard_weight <= 1:
+      raise ConfigError(f"Distillation.hard_weight is {hard_weight}; it must be from 0 to 1.")
+    super().__init__(
+      data=data, network=network, input_shape=input_shape, classes=classes, flip=flip, shift=shift
+    )
+    self._teacher, self._teacher_network = teacher, teacher_network
+    self._temperature, self._hard_weight = temperature, hard_weight
+    self.chance_loss = None  # the soft part has another one
+    self._weights: list[np.ndarray] = []
+
+  def fit(self) -> Mapping[str, bytes]:
+    """Reads the teacher's weights, once in the life of a run."""
+    buffer = io.BytesIO()
+    np.savez(buffer, *trained_weights(self._make_teacher(), self._teacher))
+    return {_FILE: buffer.getvalue()}
+
+  def use(self, assets: Mapping[str, bytes]) -> None:
+    """Takes the teacher's weights as they were at the run's first start."""
+    with np.load(io.BytesIO(assets[_FILE])) as arrays:
+      self._weights = [arrays[name] for name in arrays.files]
+
+  def build_model(self) -> dict[str, keras.Model]:
+    """Returns both networks; the optimizer's variables are the student's, the teacher has none."""
+    teacher = self._make_teacher()
+    teacher.set_weights(self._weights)
+    teacher.trainable = False
+    student = self._network(input_shape=self._shape, classes=self._classes)
+    return {"student": student, "teacher": teacher}
+
+  def forward(self, batch: Batch, training: bool) -> tf.Tensor:
+    """Returns the student's float32 logits [n, classes]."""
+    return tf.cast(self.model["student"](batch["image"], training=training), tf.float32)
+
+  def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
+    """The weighted mean of cross-entropy with labels and divergence from the teacher times T^2.
+
+    Of the paper's soft cross-entropy the divergence leaves out the teacher's own entropy, a
+    constant, so that a student that says the same has 0.
+    """
+    hard = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs)
+    taught = tf.cast(self.model["teacher"](batch["image"], training=False), tf.float32)
+    wanted = tf.nn.log_softmax(taught / self._temperature)
+    given = tf.nn.log_softmax(outputs / self._temperature)
+    soft = tf.reduce_sum(tf.exp(wanted) * (wanted - given), axis=1) * self._temperature**2
+    losses = self._hard_weight * hard + (1.0 - self._hard_weight) * soft
+    return Loss.from_examples(losses, batch["weight"])
+
+  def eval_step(self, step: EvalStep, batch: Batch) -> None:
+    """Logs the teacher's accuracy too, and how often both say the same."""
+    super().eval_step(step, batch)
+    student, teacher = (
+      tf.argmax(self.model[name](batch["image"], training=False), axis=-1, output_type=tf.int32)
+      for name in ("student", "teacher")
+    )
+    step.log(
+      {
+        "teacher_accuracy": weighted_sum(teacher == batch["label"], batch["weight"]),
+        "agreement": weighted_sum(student == teacher, batch["weight"]),
+      }
+    )
+
+  def _make_teacher(self) -> keras.Model:
+    return self._teacher_network(input_shape=self._shape, classes=self._classes)
+
+
+def trained_weights(network: keras.Model, path: str) -> list[np.ndarray]:
+  """Returns the weights that a file or a run holds for `network`, in its order (host).
+
+  Args:
+    network: is given the weights, too.
+    path: see `Distillation`.
+
+  Raises:
+    ConfigError: there is nothing at `path`, or it is of another network.
+  """
+  try:
+    if path.endswith(".keras"):
+      network.set_weights(keras.models.load_model(path, compile=False).get_weights())
+    elif path.endswith(".weights.h5"):
+      network.load_weights(path)
+    else:
+      found = tf.train.Checkpoint(model=network).read(_checkpoint(path))
+      found.assert_existing_objects_matched().expect_partial()
+  except (ValueError, AssertionError, OSError) as error:
+    if isinstance(error, ConfigError):
+      raise
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    raise ConfigError(
+      f"Distillation.teacher {path!r} does not hold the weights of {network.name!r} with "
+      f"{network.count_params()} parameters ({reason}); make Distillation.teacher_network, and its "
+      "options, what they were when the teacher was trained."
+    ) from error
+  return network.get_weights()
+
+
+def _checkpoint(path: str) -> str:
+  """The newest checkpoint of a run folder, or of a folder of checkpoints, or the one named."""
+  folders = (os.path.join(path, "checkpoints"), path)
+  found = [checkpoint for folder in folders for checkpoint in list_checkpoints(folder)[-1:]]
+  if not found and not tf.io.gfile.exists(f"{path}.index"):
+    raise ConfigError(
+      f"Distillation.teacher is {path!r}, where there is no checkpoint; train the teacher first, "
+      "for example by `python launch.py --gin_file=configs/digits_cnn.gin`, and name its folder."
+    )
+  return found[0] if found else path

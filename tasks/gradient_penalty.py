@@ -1,0 +1,112 @@
+"""A GAN with a gradient penalty (WGAN-GP): the loss contains a gradient, which is differentiated.
+
+The discriminator becomes a critic without a sigmoid, held near slope 1 by a penalty on its gradient
+with respect to images between real and generated ones.
+
+Gulrajani et al., "Improved Training of Wasserstein GANs" (2017), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+import framework
+from framework import Batch, ConfigError, EvalStep, Loss
+from framework.task import weighted_sum
+from tasks.gan import Gan, discriminator, generator, seeds_of
+from tasks.image_classification import ImageData
+
+
+@framework.register
+class WassersteinGan(Gan):
+  """Learns to draw 28x28 grey images; needs optimizers named "generator" and "discriminator"."""
+
+  def __init__(
+    self,
+    *,
+    data: ImageData,
+    discriminator_steps: int = 5,
+    noise_size: int = 64,
+    width: int = 32,
+    penalty: float = 10.0,
+  ) -> None:
+    """Keeps its arguments; see `Gan`.
+
+    Args:
+      data: see there.
+      discriminator_steps: see there; n_critic in the paper.
+      noise_size: see there.
+      width: see there.
+      penalty: weight of the gradient penalty, lambda in the paper.
+
+    Raises:
+      ConfigError: a value is out of its range.
+    """
+    if not penalty >= 0:
+      raise ConfigError(f"WassersteinGan.penalty is {penalty}; it must be 0 or more, such as 10.")
+    super().__init__(
+      data=data, discriminator_steps=discriminator_steps, noise_size=noise_size, width=width,
+      dropout=0.0,
+    )  # fmt: skip
+    self._penalty = penalty
+
+  def build_model(self) -> dict[str, keras.Model]:
+    """Returns the two networks; the critic's last bias would cancel, real against generated."""
+    return {
+      "generator": generator(noise_size=self.noise_size, width=self._width),
+      "discriminator": discriminator(width=self._width, dropout=0.0, bias=False),
+    }
+
+  def preprocess(self, batch: Batch, training: bool) -> Batch:
+    """Adds "mix" [n] to what `Gan` adds: where between real (1) and generated (0) to penalise."""
+    seeds = batch["seed"] if training else seeds_of(batch["example_id"])
+    mix = tf.map_fn(
+      lambda seed: tf.random.stateless_uniform([], seed=seed),
+      seeds + 2,
+      fn_output_signature=tf.TensorSpec([], tf.float32),
+    )
+    return {**super().preprocess(batch, training), "mix": mix}
+
+  def discriminator_loss(self, batch: Batch) -> Loss:
+    """D(generated) - D(real) + penalty, of each example."""
+    drawn = tf.stop_gradient(self.model["generator"](batch["noise"], training=True))
+    fake, real = (self._critic(image) for image in (drawn, batch["image"]))
+    penalty = self.gradient_penalty(batch["image"], drawn, batch["mix"])
+    return Loss.from_examples(fake - real + self._penalty * penalty, batch["weight"])
+
+  def generator_loss(self, batch: Batch) -> Loss:
+    """-D(generated)."""
+    drawn = self.model["generator"](batch["other_noise"], training=True)
+    return Loss.from_examples(-self._critic(drawn), batch["weight"])
+
+  def gradient_penalty(self, real: tf.Tensor, drawn: tf.Tensor, mix: tf.Tensor) -> tf.Tensor:
+    """(|gradient of D| - 1)^2 between real and generated images [n, h, w, c], at mix [n] -> [n].
+
+    The tape outside, that of `step.gradients`, differentiates this once more.
+    """
+    share = mix[:, tf.newaxis, tf.newaxis, tf.newaxis]
+    between = share * real + (1.0 - share) * drawn
+    with tf.GradientTape() as tape:
+      tape.watch(between)
+      # The sum gives each image its own gradient: D looks at one image at a time.
+      total = tf.reduce_sum(self._critic(between))
+    square = tf.reduce_sum(tf.square(tape.gradient(total, between)), axis=[1, 2, 3])
+    return tf.square(tf.sqrt(square + 1e-12) - 1.0)  # the root has no slope at 0
+
+  def eval_step(self, step: EvalStep, batch: Batch) -> None:
+    """Logs how far D tells real from generated images, the estimate of the Wasserstein distance."""
+    drawn = self.model["generator"](batch["noise"], training=False)
+    real, fake = (self._critic(image) for image in (batch["image"], drawn))
+    penalty = self.gradient_penalty(batch["image"], drawn, batch["mix"])
+    weight = batch["weight"]
+    step.log(
+      {
+        "loss": weighted_sum(fake - real + self._penalty * penalty, weight),
+        "distance": weighted_sum(real - fake, weight),
+        "penalty": weighted_sum(penalty, weight),
+      }
+    )
+
+  def _critic(self, image: tf.Tensor) -> tf.Tensor:
+    return tf.cast(self.model["discriminator"](image, training=True)[:, 0], tf.float32)

@@ -1,0 +1,677 @@
+"""The research tasks: N replicas as one, and each against a plain loop of the same algorithm."""
+
+import functools
+import io
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from framework import assets, inputs
+from framework.errors import ConfigError
+from framework.evaluator import Evaluator
+from framework.sources import ArraySource
+from framework.step import EvalStep
+from framework.trainer import Trainer
+from tasks import contrastive, maml
+from tasks.contrastive import Contrastive
+from tasks.distillation import Distillation
+from tasks.gradient_penalty import WassersteinGan
+from tasks.image_classification import ImageData, cnn, mlp
+from tasks.maml import SinusoidMaml
+from tasks.sam import SharpClassification
+
+EXAMPLES, CLASSES, RATE = 21, 4, 0.05
+RATES = {WassersteinGan: 0.01}  # its losses are large: of a larger rate, ten steps amplify rounding
+SMALL_CNN = functools.partial(cnn, filters=(3,), units=6, activation="silu")
+SMALL_MLP = functools.partial(mlp, units=(5,))
+
+
+def images(side=8):
+  rng = np.random.default_rng(side)
+  features = {
+    "image": rng.integers(0, 256, [EXAMPLES, side, side, 1]).astype(np.uint8),
+    "label": rng.integers(0, CLASSES, EXAMPLES).astype(np.int32),
+  }
+  source = ArraySource(features=features)
+  shape = (side, side, 1)
+  return ImageData(sources={"train": source, "eval": source}, image_shape=shape, labels=CLASSES)
+
+
+SHAPES = {"input_shape": (8, 8, 1)}
+CLASSIFIER = {**SHAPES, "classes": CLASSES}
+
+
+def simclr(**options):
+  small = {"filters": (3,), "units": 6, "projection": 4}
+  return Contrastive(data=images(), **SHAPES, **{**small, **options})
+
+
+def sam(rho=0.5):
+  return SharpClassification(data=images(), network=SMALL_CNN, rho=rho, **CLASSIFIER)
+
+
+def wgan_gp(**options):
+  small = {"discriminator_steps": 1, "noise_size": 4, "width": 2, "penalty": 2.0}
+  return WassersteinGan(data=images(28), **{**small, **options})
+
+
+def distilled(temperature=2.0, hard_weight=0.3):
+  """With a teacher of fixed weights, far from uniform answers."""
+  task = Distillation(
+    data=images(), teacher="unused", teacher_network=SMALL_CNN, network=SMALL_MLP,
+    temperature=temperature, hard_weight=hard_weight, **CLASSIFIER,
+  )  # fmt: skip
+  rng, buffer = np.random.default_rng(5), io.BytesIO()
+  teacher = SMALL_CNN(input_shape=(8, 8, 1), classes=CLASSES)
+  np.savez(buffer, *[rng.normal(size=w.shape).astype(np.float32) for w in teacher.get_weights()])
+  task.use({"teacher.npz": buffer.getvalue()})
+  return task
+
+
+def sines(**options):
+  small = {"units": (6, 5), "activation": "tanh", "support": 4, "query": 3, "inner_rate": 0.1}
+  small["eval_steps"] = (0, 2)
+  return SinusoidMaml(**{"train_waves": EXAMPLES, "eval_waves": EXAMPLES, **small, **options})
+
+
+MAKERS = {
+  "contrastive": simclr,
+  "sam": sam,
+  "wgan_gp": wgan_gp,
+  "distillation": distilled,
+  "maml": sines,
+}
+
+
+def make_trainer(task, *, strategy=None, batch=7, dataset_fn=None, optimizer=None, **options):
+  """Always from the same initial weights; a batch of 7 is padded on 2 replicas, and on 3."""
+  keras.utils.set_random_seed(1)
+  several = isinstance(task, WassersteinGan)
+  sgd = optimizer or (lambda: keras.optimizers.SGD(RATES.get(type(task), RATE)))
+  trainer = Trainer(
+    task=task,
+    strategy=strategy or tf.distribute.get_strategy(),
+    dataset_fn=dataset_fn or (lambda position: inputs.train_dataset(
+      task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
+      position=position, preprocess=task.preprocess,
+    )),
+    global_batch_size=batch,
+    optimizer=dict.fromkeys(("generator", "discriminator"), sgd) if several else sgd,
+    **options,
+  )  # fmt: skip
+  return trainer
+
+
+def train(trainer, steps):
+  return trainer.train(tf.constant(steps))
+
+
+def trained(trainer):
+  """Weights on every replica, as one vector each."""
+  local = trainer.strategy.experimental_local_results
+  values = [local(v) for o in trainer.parts.optimizers.values() for v in map(_raw, o.variables)]
+  return [np.concatenate([v.numpy().ravel() for v in copy]) for copy in zip(*values, strict=True)]
+
+
+def _raw(variable):
+  return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def batches_of(task, count, batch=7):
+  """The first global batches as training reads them, without padding."""
+  dataset = inputs.train_dataset(
+    task.source("train"), global_batch_size=batch, preprocess=task.preprocess
+  )
+  return [dict(b) for b in dataset.take(count)]
+
+
+# ---- N replicas as one ----
+
+
+STEPS = 10
+
+
+@functools.cache
+def reference(name):
+  """Weights before and after ten steps on one replica, and the metrics."""
+  trainer = make_trainer(MAKERS[name]())
+  [start], metrics = trained(trainer), train(trainer, STEPS)
+  [end] = trained(trainer)
+  return start, end, metrics
+
+
+def untrained(name):
+  """A task with the model that `reference` starts from."""
+  task = MAKERS[name]()
+  keras.utils.set_random_seed(1)
+  task.model = task.build_model()
+  return task
+
+
+def assert_ends_like(variables, name):
+  """Weights trained by hand for ten steps against those of the task."""
+  start, end, _ = reference(name)
+  assert np.abs(end - start).max() > 1e-2
+  by_hand = np.concatenate([v.numpy().ravel() for v in variables])
+  np.testing.assert_allclose(end, by_hand, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("name", "replicas"), [*[(name, 2) for name in MAKERS], ("contrastive", 3)]
+)
+def test_n_replicas_train_as_one(name, replicas, mirrored):
+  """To 1e-5 after ten steps of batches of 7: with 1 padded row on 2 replicas, 2 on 3."""
+  start, end, metrics = reference(name)
+  trainer = make_trainer(MAKERS[name](), strategy=mirrored(replicas))
+  others = train(trainer, STEPS)
+  for copy in trained(trainer):
+    np.testing.assert_allclose(copy, end, rtol=0, atol=1e-5)
+  assert np.abs(end - start).max() > 1e-2
+  timing = ("input_wait_s", "examples_per_second")
+  means = {name: value for name, value in metrics.items() if name not in timing}
+  assert {name: others[name] for name in means} == pytest.approx(means, rel=2e-5, abs=1e-6)
+  assert (trainer.traces, others["skipped_steps"]) == (1, 0)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_n_replicas_evaluate_as_one(name, mirrored):
+  """All 21 examples at once, so that neighbours are the same; a padded row on 2 replicas."""
+  results = []
+  for replicas in (1, 2):
+    task, strategy = MAKERS[name](), mirrored(replicas)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+      task.model = task.build_model()
+    dataset = inputs.eval_dataset(
+      task.source("eval"), global_batch_size=EXAMPLES, pad_multiple=replicas,
+      preprocess=task.preprocess,
+    )  # fmt: skip
+    results.append(Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate())
+  assert results[0] == pytest.approx(results[1], rel=1e-5)
+  assert len(results[0]) >= 2
+
+
+# ---- Contrastive ----
+
+
+def nt_xent_by_hand(embedded, pairs, temperature):
+  """Equation 1, pair by pair, in float64: embedded [2n, d], pairs[i] is the other view of i."""
+  z = embedded / np.linalg.norm(embedded, axis=1, keepdims=True)
+  similar = np.exp(z @ z.T / temperature)
+  np.fill_diagonal(similar, 0)
+  return -np.log([similar[i, j] / similar[i].sum() for i, j in enumerate(pairs)])
+
+
+def test_nt_xent_is_equation_1_without_padded_rows():
+  rng = np.random.default_rng(0)
+  first, second = rng.normal(size=[2, 6, 3])
+  weight = np.float32([1, 2, 0, 1, 0, 1])
+  unit = [
+    tf.constant(v / np.linalg.norm(v, axis=1, keepdims=True), tf.float32) for v in (first, second)
+  ]
+  losses = contrastive.nt_xent(EvalStep(), *unit, tf.constant(weight), temperature=0.3).numpy()
+  real = weight > 0
+  both, count = np.concatenate([first[real], second[real]]), real.sum()
+  pairs = [*range(count, 2 * count), *range(count)]
+  expected = nt_xent_by_hand(both, pairs, 0.3).reshape(2, count).mean(0)
+  np.testing.assert_allclose(losses[real], expected, rtol=1e-5)
+  assert np.isfinite(losses).all()
+
+
+def test_contrastive_updates_are_those_of_a_plain_loop():
+  """Which looks at all pairs of the batch at once."""
+  task, losses = untrained("contrastive"), []
+  encoder, head = task.model["encoder"], task.model["head"]
+  variables = [*encoder.trainable_variables, *head.trainable_variables]
+  for batch in batches_of(task, STEPS):
+    with tf.GradientTape() as tape:
+      z = head(encoder(tf.concat([batch["first"], batch["second"]], axis=0)))
+      z /= tf.norm(z, axis=1, keepdims=True)
+      logits = tf.linalg.set_diag(z @ tf.transpose(z) / 0.5, tf.fill([14], -np.inf))
+      other = tf.roll(tf.range(14), 7, axis=0)
+      loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(other, logits))
+    for variable, slope in zip(variables, tape.gradient(loss, variables), strict=True):
+      variable.assign_sub(RATE * slope)
+    losses.append(float(loss))
+  assert_ends_like(variables, "contrastive")
+  assert reference("contrastive")[2]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_the_nearest_example_is_another_real_one():
+  found = tf.constant([[1, 0], [1, 0.1], [0, 1], [0.1, 1], [1, 0.05], [-1, 0.0]])
+  label = tf.constant([3, 3, 5, 4, 7, 3])
+  weight = tf.constant([1.0, 1, 1, 1, 0, 1])  # row 4, the nearest to 0 and 1, is padding
+
+  def hits(query):
+    return contrastive.nearest_agrees(EvalStep(), query, found * 2.0, label, weight).numpy()
+
+  assert hits(found).tolist()[:4] == [True, True, False, False]
+  assert not hits(found)[5]  # the angle counts: (0, 1) is the least far from (-1, 0)
+  assert hits(-found).tolist()[:2] == [True, True]  # now row 5 is
+
+
+def turned_by_hand(image, angle, scale, shift):
+  """Each output pixel looks where it comes from, in NumPy."""
+  height, width = image.shape
+  centre = np.array([(width - 1) / 2, (height - 1) / 2])
+  back = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]) / scale
+  out = np.zeros_like(image)
+  for row in range(height):
+    for column in range(width):
+      x, y = back @ (np.array([column, row]) - centre - shift) + centre
+      for j, i in ((j, i) for j in range(height) for i in range(width)):
+        out[row, column] += image[j, i] * max(0, 1 - abs(x - i)) * max(0, 1 - abs(y - j))
+  return out
+
+
+def test_views_turn_scale_and_shift():
+  rng = np.random.default_rng(1)
+  image = rng.uniform(size=[3, 6, 7]).astype(np.float32)
+  angle, scale = np.float32([np.pi / 2, 0.3, 0.0]), np.float32([1.0, 1.3, 0.8])
+  shift = np.float32([[0, 0], [0.5, -1], [1, 2]])
+  moved = contrastive.turned(
+    tf.constant(image[..., None]), angle=tf.constant(angle), scale=tf.constant(scale),
+    shift=tf.constant(shift),
+  )  # fmt: skip
+  expected = [turned_by_hand(*args) for args in zip(image, angle, scale, shift, strict=True)]
+  np.testing.assert_allclose(moved[..., 0], expected, atol=1e-4)
+
+
+def test_views_are_a_function_of_the_examples_seed():
+  task, raw = simclr(), images().sources["train"].fetch(tf.constant([4, 9, 4], tf.int64))
+  seeds = tf.constant([[3, -5], [2, 8], [3, -5]])
+  batch = task.preprocess({**raw, "seed": seeds}, training=True)
+  alone = task.preprocess({k: v[:1] for k, v in {**raw, "seed": seeds}.items()}, training=True)
+  for name in contrastive.VIEWS:
+    np.testing.assert_array_equal(batch[name][0], batch[name][2])
+    np.testing.assert_array_equal(batch[name][:1], alone[name])
+  assert np.abs(batch["first"] - batch["second"]).max() > 0.1
+
+
+# ---- SAM ----
+
+
+def sam_by_hand(task, batches, rho):
+  """Algorithm 1 on one device, on the task's own model; returns (mean loss, mean rise)."""
+  network = task.model
+  variables, losses, rises = network.trainable_variables, [], []
+
+  def gradient(batch):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(
+        keras.losses.sparse_categorical_crossentropy(
+          batch["label"], network(batch["image"]), from_logits=True
+        )
+      )
+    return tape.gradient(loss, variables), float(loss)
+
+  for batch in batches:
+    here = network.get_weights()
+    slopes, loss = gradient(batch)
+    length = np.sqrt(sum(np.sum(np.square(s, dtype=np.float64)) for s in slopes))
+    network.set_weights([w + rho * s.numpy() / length for w, s in zip(here, slopes, strict=True)])
+    slopes, nearby = gradient(batch)
+    network.set_weights([w - RATE * s.numpy() for w, s in zip(here, slopes, strict=True)])
+    losses.append(loss)
+    rises.append(nearby - loss)
+  return np.mean(losses), np.mean(rises)
+
+
+def test_sam_updates_are_those_of_a_plain_loop():
+  task, plain = untrained("sam"), untrained("sam")
+  loss, rise = sam_by_hand(task, batches_of(task, STEPS), 0.5)
+  sam_by_hand(plain, batches_of(task, STEPS), 0.0)
+  assert_ends_like(task.model.trainable_variables, "sam")
+  metrics = reference("sam")[2]
+  assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+  assert metrics["sharpness"] == pytest.approx(rise, rel=1e-3)
+  weights = zip(task.model.get_weights(), plain.model.get_weights(), strict=True)
+  assert max(np.abs(one - other).max() for one, other in weights) > 1e-3
+
+
+def test_sam_on_central_storage_trains_as_one():
+  """Whose replicas share the variables that are perturbed."""
+  strategy = tf.distribute.experimental.CentralStorageStrategy(
+    compute_devices=["CPU:0", "CPU:1"], parameter_device="CPU:0"
+  )
+  trainer = make_trainer(sam(), strategy=strategy)
+  train(trainer, STEPS)
+  np.testing.assert_allclose(trained(trainer)[0], reference("sam")[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["first pass", "second pass"])
+def test_sam_skips_a_step_that_is_not_finite_and_restores_the_weights(case, mirrored):
+  """To the bit; an infinite image of the last replica, or a point nearby that overflows."""
+  task = sam(rho=0.1 if case == "first pass" else 1e38)
+  [batch] = batches_of(task, 1, batch=8)
+  image = batch["image"].numpy()
+  if case == "first pass":
+    image[-1] = np.inf
+  rows = {**{k: batch[k].numpy() for k in ("label", "weight", "example_id")}, "image": image}
+  dataset = tf.data.Dataset.from_tensors(rows).repeat()
+  trainer = make_trainer(task, strategy=mirrored(2), batch=8, dataset_fn=lambda _: dataset)
+  before = trained(trainer)
+  metrics = train(trainer, 2)
+  assert metrics["skipped_steps"] == 2
+  for copy, other in zip(trained(trainer), before, strict=True):
+    np.testing.assert_array_equal(copy, other)
+
+
+# ---- WGAN-GP ----
+
+
+class LinearCritic:
+  """D(x) = w . x, whose gradient is w everywhere: a penalty of (|w| - 1)^2."""
+
+  def __init__(self, slope):
+    self.slope = tf.Variable(slope)
+
+  def __call__(self, image, training):
+    del training
+    return tf.reshape(image, [image.shape[0], -1]) @ self.slope[:, tf.newaxis]
+
+
+def test_the_penalty_of_a_linear_critic_is_known():
+  task, slope = wgan_gp(), np.float32([3.0, 0.0, -4.0, 0.0])
+  critic = LinearCritic(slope)
+  task.model = {"discriminator": critic}
+  rng = np.random.default_rng(0)
+  real, drawn = (tf.constant(rng.normal(size=[5, 2, 2, 1]), tf.float32) for _ in range(2))
+  with tf.GradientTape() as tape:
+    penalty = task.gradient_penalty(real, drawn, tf.linspace(0.0, 1.0, 5))
+    total = tf.reduce_sum(penalty)
+  np.testing.assert_allclose(penalty, [16.0] * 5, rtol=1e-6)
+  np.testing.assert_allclose(tape.gradient(total, critic.slope), 5 * 8 * slope / 5, rtol=1e-6)
+
+
+def wgan_by_hand(networks, batches, penalty):
+  """Algorithm 1 with one critic update a step, the gradient of D as a Jacobian."""
+  generator, critic = networks["generator"], networks["discriminator"]
+
+  def descend(network, loss_fn):
+    variables = network.trainable_variables
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(loss_fn())
+    for variable, slope in zip(variables, tape.gradient(loss, variables), strict=True):
+      variable.assign_sub(RATES[WassersteinGan] * (0.0 if slope is None else slope))
+
+  for batch in batches:
+
+    def critic_loss(batch=batch):
+      drawn = generator(batch["noise"])
+      between = drawn + batch["mix"][:, None, None, None] * (batch["image"] - drawn)
+      with tf.GradientTape() as tape:
+        tape.watch(between)
+        judged = critic(between)
+      length = tf.norm(tf.reshape(tape.batch_jacobian(judged, between), [len(between), -1]), axis=1)
+      wasserstein = critic(drawn)[:, 0] - critic(batch["image"])[:, 0]
+      return wasserstein + penalty * tf.square(length - 1.0)
+
+    descend(critic, critic_loss)
+    descend(generator, lambda batch=batch: -critic(generator(batch["other_noise"]))[:, 0])
+
+
+def test_wgan_gp_updates_are_those_of_a_plain_loop():
+  task = untrained("wgan_gp")
+  wgan_by_hand(task.model, batches_of(task, STEPS), penalty=2.0)
+  names = ("generator", "discriminator")
+  assert_ends_like([v for n in names for v in task.model[n].trainable_variables], "wgan_gp")
+
+
+def test_the_mix_is_uniform_and_a_function_of_the_seed():
+  count = 500
+  raw = {"image": tf.zeros([count, 28, 28, 1], tf.uint8)}
+  seeds = tf.random.stateless_uniform([count, 2], [1, 2], -(2**31), 2**31 - 1, tf.int32)
+  mix = wgan_gp().preprocess({**raw, "seed": seeds}, training=True)["mix"].numpy()
+  assert np.abs(np.sort(mix) - (np.arange(count) + 0.5) / count).max() < 1.63 / np.sqrt(count)
+  expected = tf.random.stateless_uniform([], seed=seeds[7] + 2)
+  assert mix[7] == expected
+
+
+# ---- Distillation ----
+
+
+def softmax(logits):
+  odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+  return odds / odds.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(("temperature", "hard"), [(3.0, 0.25), (1.0, 0.0), (2.0, 1.0)])
+def test_the_distillation_loss_and_its_slope_are_the_papers(temperature, hard):
+  """But for a constant. Slopes: h (p - y) + (1 - h) T (p_T - q_T), section 2.1 times T^2."""
+  task = distilled(temperature=temperature, hard_weight=hard)
+  task.model = task.build_model()
+  [batch] = batches_of(task, 1)
+  logits = tf.constant(np.random.default_rng(0).normal(size=[7, CLASSES]), tf.float32)
+  with tf.GradientTape() as tape:
+    tape.watch(logits)
+    loss = task.loss(logits, batch)
+  taught = task.model["teacher"](batch["image"]).numpy().astype(np.float64)
+  student, wanted = logits.numpy().astype(np.float64), np.eye(CLASSES)[batch["label"]]
+  p, p_soft, q_soft = (
+    softmax(student),
+    softmax(student / temperature),
+    softmax(taught / temperature),
+  )
+  losses = -hard * np.sum(wanted * np.log(p), 1)
+  losses -= (1 - hard) * temperature**2 * np.sum(q_soft * np.log(p_soft / q_soft), 1)
+  assert loss.total.numpy() == pytest.approx(losses.sum(), rel=1e-5)
+  slopes = hard * (p - wanted) + (1 - hard) * temperature * (p_soft - q_soft)
+  np.testing.assert_allclose(tape.gradient(loss.total, logits), slopes, atol=1e-5)
+
+
+def test_distillation_updates_are_those_of_a_plain_loop():
+  """By Keras's losses."""
+  task = untrained("distillation")
+  student, teacher = task.model["student"], task.model["teacher"]
+  divergence = keras.losses.KLDivergence(reduction="sum_over_batch_size")
+  entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+  for batch in batches_of(task, STEPS):
+    with tf.GradientTape() as tape:
+      logits = student(batch["image"])
+      soft = divergence(tf.nn.softmax(teacher(batch["image"]) / 2), tf.nn.softmax(logits / 2))
+      loss = 0.3 * entropy(batch["label"], logits) + 0.7 * 4 * soft
+    slopes = tape.gradient(loss, student.trainable_variables)
+    for variable, slope in zip(student.trainable_variables, slopes, strict=True):
+      variable.assign_sub(RATE * slope)
+  assert_ends_like(student.trainable_variables, "distillation")
+
+
+def test_the_teacher_stays_what_it_was():
+  task = distilled()
+  trainer = make_trainer(task, ema_decay=0.5)
+  held = task.model["teacher"].get_weights()
+  train(trainer, 2)
+  for one, other in zip(task.model["teacher"].get_weights(), held, strict=True):
+    np.testing.assert_array_equal(one, other)
+  assert len(trainer.parts.ema.averages) == len(task.model["student"].trainable_variables)
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+  """A network, and the same one as a run's checkpoints, as a checkpoint, and as Keras files."""
+  folder = tmp_path_factory.mktemp("teachers")
+  network = SMALL_CNN(input_shape=(8, 8, 1), classes=CLASSES, dropout=0.2)
+  saved = tf.train.Checkpoint(model=network, global_step=tf.Variable(7))
+  network.save(folder / "whole.keras")
+  network.save_weights(folder / "only.weights.h5")
+  saved.write(str(folder / "run" / "checkpoints" / "ckpt-20"))
+  held = network.get_weights()
+  network.set_weights([0 * w for w in held])
+  saved.write(str(folder / "run" / "checkpoints" / "ckpt-3"))  # older
+  return folder, held
+
+
+@pytest.mark.parametrize(
+  "name", ["run", "run/checkpoints", "run/checkpoints/ckpt-20", "whole.keras", "only.weights.h5"]
+)
+def test_the_teacher_is_what_was_saved(name, teachers):
+  folder, held = teachers
+  task = Distillation(
+    data=images(), teacher=str(folder / name), network=SMALL_MLP, **CLASSIFIER,
+    teacher_network=functools.partial(SMALL_CNN, dropout=0.2),
+  )  # fmt: skip
+  kept = assets.fitted(task)
+  assert kept == assets.fitted(task)  # the same bytes
+  task.use(kept)
+  model = task.build_model()
+  for one, other in zip(model["teacher"].get_weights(), held, strict=True):
+    np.testing.assert_array_equal(one, other)
+  assert model["teacher"].trainable_variables == []
+
+
+@pytest.mark.parametrize("name", ["run", "whole.keras", "only.weights.h5"])
+def test_a_teacher_of_another_shape_is_refused(name, teachers):
+  task = Distillation(
+    data=images(), teacher=str(teachers[0] / name), teacher_network=SMALL_MLP, **CLASSIFIER
+  )
+  with pytest.raises(ConfigError, match=r"does not hold the weights of 'mlp' with \d+ parameters"):
+    task.fit()
+
+
+def test_a_teacher_that_is_not_there_is_refused():
+  task = Distillation(data=images(), teacher="runs/nothing", **CLASSIFIER)
+  with pytest.raises(ConfigError, match="'runs/nothing', where there is no checkpoint; train"):
+    task.fit()
+
+
+# ---- MAML ----
+
+
+def maml_by_hand(task, batches, rate, *, second_order=True, steps=1):
+  """Wave by wave, by `stateless_call` with weights of its own; returns the final weights."""
+  model = task.model
+  values = [tf.Variable(v.numpy()) for v in model.trainable_variables]
+
+  def error(weights, x, y):
+    outputs, _ = model.stateless_call(weights, [], x[:, None])
+    return tf.reduce_mean(tf.square(outputs[:, 0] - y))
+
+  for batch in batches:
+    with tf.GradientTape() as outer:
+      losses = []
+      for wave in range(len(batch["query_x"])):
+        adapted = [tf.convert_to_tensor(v) for v in values]
+        for _ in range(steps):
+          with tf.GradientTape() as inner:
+            inner.watch(adapted)
+            loss = error(adapted, batch["support_x"][wave], batch["support_y"][wave])
+          slopes = inner.gradient(loss, adapted)
+          if not second_order:
+            slopes = [tf.constant(s.numpy()) for s in slopes]
+          adapted = [w - rate * s for w, s in zip(adapted, slopes, strict=True)]
+        losses.append(error(adapted, batch["query_x"][wave], batch["query_y"][wave]))
+      loss = tf.add_n(losses) / len(losses)
+    for value, slope in zip(values, outer.gradient(loss, values), strict=True):
+      value.assign_sub(RATE * slope)
+  return values
+
+
+def test_maml_updates_are_those_of_a_plain_loop():
+  task = untrained("maml")
+  assert_ends_like(maml_by_hand(task, batches_of(task, STEPS), 0.1), "maml")
+
+
+@pytest.mark.parametrize(("steps", "second_order"), [(1, False), (2, True)])
+def test_variants_of_maml_have_the_gradient_of_a_plain_loop(steps, second_order):
+  task = sines(inner_steps=steps, second_order=second_order)
+  task.model, batches = untrained("maml").model, batches_of(task, 1)
+  variables = task.model.trainable_variables
+  with tf.GradientTape() as tape:
+    loss = task.loss(task.forward(batches[0], training=True), batches[0])
+    mean = loss.total / loss.weight
+  slopes = tape.gradient(mean, variables)
+  moved = [v - RATE * slope for v, slope in zip(variables, slopes, strict=True)]
+  expected, other = (
+    maml_by_hand(task, batches, 0.1, steps=steps, second_order=order)
+    for order in (second_order, not second_order)
+  )
+  for one, by_hand in zip(moved, expected, strict=True):
+    np.testing.assert_allclose(one, by_hand, rtol=0, atol=2e-6)
+  gaps = [np.abs(a - b).max() for a, b in zip(expected, other, strict=True)]
+  assert max(gaps) > 1e-3  # the second order is there to see
+
+
+def test_waves_are_those_of_their_ids():
+  source = maml.Sinusoids(num_examples=1000, seed=2, support=3, query=2)
+  ids = tf.constant([0, 999, 5, 0], tf.int64)
+  batch = {name: value.numpy().astype(np.float64) for name, value in source.fetch(ids).items()}
+  for row, number in enumerate(ids.numpy()):
+    u = tf.random.stateless_uniform([7], seed=[2, number]).numpy().astype(np.float64)
+    x = 10 * u[2:] - 5
+    y = (0.1 + 4.9 * u[0]) * np.sin(x - np.pi * u[1])
+    for part, rows in (("support", slice(0, 3)), ("query", slice(3, None))):
+      np.testing.assert_allclose(batch[f"{part}_x"][row], x[rows], atol=1e-5)
+      np.testing.assert_allclose(batch[f"{part}_y"][row], y[rows], atol=1e-5)
+  other = maml.Sinusoids(num_examples=1000, seed=1, support=3, query=2).fetch(ids)
+  assert np.abs(other["query_x"] - batch["query_x"]).min() > 1e-4
+
+
+def test_an_evaluation_logs_the_loss_after_each_number_of_updates():
+  task = sines()
+  keras.utils.set_random_seed(3)
+  task.model = task.build_model()
+  dataset = inputs.eval_dataset(task.source("eval"), global_batch_size=5)
+  results = Evaluator(task=task, strategy=tf.distribute.get_strategy(), dataset=dataset).evaluate()
+  rows = task.source("eval").fetch(tf.range(EXAMPLES, dtype=tf.int64))
+  start, expected = task.model.get_weights(), {0: [], 1: [], 2: []}
+  for wave in range(EXAMPLES):
+    part = {name: value[wave].numpy()[:, None] for name, value in rows.items()}
+    task.model.set_weights(start)
+    task.model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    for done in range(3):
+      if done:  # Keras's own update of the whole support set at once
+        task.model.train_on_batch(part["support_x"], part["support_y"])
+      error = task.model(part["query_x"]).numpy() - part["query_y"]
+      expected[done].append(np.mean(error.astype(np.float64) ** 2))
+  means = {done: np.mean(values) for done, values in expected.items()}
+  named = {"loss_after_0": means[0], "loss": means[1], "loss_after_2": means[2]}
+  assert results == pytest.approx(named, rel=1e-4)
+
+
+# ---- What is served, and what is refused ----
+
+
+def test_maml_serves_what_it_evaluates():
+  task = sines()
+  task.model = task.build_model()
+  batch = task.source("eval").fetch(tf.constant([1, 2], tf.int64))
+  names = ("support_x", "support_y", "query_x")
+  served = task.export_signature()(*[batch[name] for name in names])
+  np.testing.assert_allclose(served["query_y"], task.forward(batch, training=False), atol=1e-6)
+
+
+def test_contrastive_serves_representations():
+  task = simclr()
+  task.model = task.build_model()
+  raw = images().sources["eval"].fetch(tf.constant([3, 1], tf.int64))["image"]
+  expected = task.model["encoder"](raw.numpy() / np.float32(255))
+  np.testing.assert_allclose(task.export_signature()(raw)["representation"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("make", "options", "message"),
+  [
+    (simclr, {"temperature": 0.0}, "Contrastive.temperature is 0.0; it must be above 0"),
+    (simclr, {"zoom": 0.5}, "Contrastive.zoom is 0.5; it must be 1"),
+    (simclr, {"contrast": 1.0}, "Contrastive.contrast is 1.0; it must be from 0"),
+    (sam, {"rho": -0.1}, "SharpClassification.rho is -0.1; it must be 0 or more"),
+    (wgan_gp, {"penalty": -1.0}, "WassersteinGan.penalty is -1.0; it must be 0 or more"),
+    (distilled, {"temperature": -1.0}, "Distillation.temperature is -1.0; it must be above 0"),
+    (distilled, {"hard_weight": 1.5}, "Distillation.hard_weight is 1.5; it must be from 0 to 1"),
+    (sines, {"support": 0}, "SinusoidMaml.support is 0; it must be 1 or more"),
+    (sines, {"inner_steps": 0}, "SinusoidMaml.inner_steps is 0; it must be 1 or more"),
+    (sines, {"eval_steps": (-1,)}, r"SinusoidMaml.eval_steps is \(-1,\); it must be numbers"),
+  ],
+)
+def test_a_value_out_of_its_range_is_refused(make, options, message):
+  with pytest.raises(ConfigError, match=message):
+    make(**options)
+
+
+def test_images_of_another_size_are_refused():
+  task = Contrastive(data=images(), input_shape=(28, 28, 1))
+  with pytest.raises(ConfigError, match=r"Contrastive.input_shape is \(28, 28, 1\)"):
+    task.source("train")
