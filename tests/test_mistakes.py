@@ -206,6 +206,15 @@ MISTAKES = {
     config=["run.eager = True", "Trainer.jit_compile = True"],
     says=["eager=True and Trainer.jit_compile=True", "choose one"],
   ),
+  "no weights to start from": Mistake(
+    config=["run.warm_start = @WarmStart()", "WarmStart.path = 'TMP/nowhere'"],
+    says=["WarmStart.path is 'TMP/nowhere'", "give a run folder"],
+    fresh=True,
+  ),
+  "two batch sizes": Mistake(
+    config=["run.per_replica_batch_size = 2"],
+    says=["both run.global_batch_size=4 and run.per_replica_batch_size=2", "choose one"],
+  ),
   # Strategies.
   "unknown strategy": Mistake(
     config=["run.strategy = @mirored"], says=["'mirored'", "Did you mean 'mirrored'?"]
