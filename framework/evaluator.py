@@ -10,7 +10,7 @@ from typing import Any
 import orbit
 import tensorflow as tf
 
-from framework import cluster, strategies
+from framework import cluster, inputs, strategies
 from framework.errors import ConfigError
 from framework.inputs import Batch
 from framework.metrics import MetricSums
@@ -79,7 +79,7 @@ class Evaluator(strategies.Asynchronous, orbit.AbstractEvaluator):
   def _run_batches(self, limit: int) -> int:
     """Adds up the first `limit` batches, or all for a negative one; returns how many there were."""
     batches = 0
-    for batch in itertools.islice(self._dataset, limit if limit >= 0 else None):
+    for batch in itertools.islice(inputs.iterate(self._dataset), limit if limit >= 0 else None):
       self._compiled_step(batch)
       batches += 1
     return batches

@@ -300,7 +300,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   def make_iterator(self) -> Iterator[Batch]:
     """Returns an iterator of the global batches from `position` on, distributed (host)."""
     dataset = self._dataset_fn(int(self.position.numpy()))
-    return iter(self.cluster.distribute(dataset))
+    return inputs.iterate(self.cluster.distribute(dataset))
 
   def time_parts(self, *, reductions: bool) -> None:
     """Has `train` return "start_s" too, and "communication_s" (host); see framework/time_budget.py.
