@@ -285,7 +285,7 @@ def _ordered(
 
 
 def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
-  """Returns `iter(batches)` of a distributed dataset, whose end does not wait for a sleeping thread.
+  """Returns `iter(batches)` of a distributed dataset, whose end waits for no sleeping thread.
 
   Each replica draws from a dataset that TensorFlow makes, and tunes in a thread such as `_batches`
   turns off. With it the end of an iterator, and so of a process, took up to a minute a replica.
