@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import math
@@ -40,7 +41,7 @@ ONLY_MODEL, ONLY_FILE = "only in the model", "only in the file"
 REPORT = "warm_start.txt"
 """The table's name in the run folder."""
 _KERAS = (".keras", ".h5", ".hdf5")
-_NO_WEIGHTS = ("optimizer", "save_counter", "global_step", "_CHECKPOINTABLE")
+_NO_WEIGHTS = {"optimizer", "optimizers", "save_counter", "global_step"}
 _RANDOM = "seed_generator"
 """In the names of the state of Keras 3's random layers."""
 
@@ -354,24 +355,38 @@ def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
 
 def _of_checkpoint(reader: Any, match: Match) -> dict[str, Stored]:
   """The model's variables, by the names that the checkpoint's object graph has for them."""
-  graph = trackable_object_graph_pb2.TrackableObjectGraph()
-  graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
-  names = {a.checkpoint_key: _plain(a.full_name) for n in graph.nodes for a in n.attributes}
   shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-  keys = [key for key in shapes if key.endswith(checkpoints._VALUE) and "/.OPTIMIZER" not in key]
-  ours = [key for key in keys if key.startswith(("model/", "untracked/"))]
-  keys = ours or [key for key in keys if not key.startswith(_NO_WEIGHTS)]
-  keys = [k for k in sorted(keys) if _RANDOM not in f"{names.get(k)} {_path(k)}"]
-  counts = collections.Counter(names.get(key) for key in keys)
-  stored = {}
-  for key in keys:
-    unique = match == "name" and names.get(key) and counts[names[key]] == 1
-    stored[names[key] if unique else _path(key)] = Stored(
+  found = [each for each in _saved(reader) if each[2] in shapes]
+  found = [each for each in found if _RANDOM not in f"{each[0]} {each[1]}"]
+  counts = collections.Counter(name for name, _, _ in found)
+  return {
+    name if match == "name" and name and counts[name] == 1 else path: Stored(
       dtype=dtypes[key].name,
       shape=tuple(shapes[key]),
-      read=lambda key=key: reader.get_tensor(key),  # type: ignore[misc]
+      read=functools.partial(reader.get_tensor, key),
     )
-  return stored
+    for name, path, key in found
+  }
+
+
+def _saved(reader: Any) -> Iterator[tuple[str, str, str]]:
+  """Yields (name, path, key) of what is saved under the model; a key may lead over an optimizer."""
+  graph = trackable_object_graph_pb2.TrackableObjectGraph()
+  graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
+  tops = {child.local_name for child in graph.nodes[0].children}
+  ours = {"model", "untracked"} if "model" in tops else tops - _NO_WEIGHTS
+  queue, seen = collections.deque([("", 0)]), {0}
+  while queue:
+    path, number = queue.popleft()
+    for child in graph.nodes[number].children:
+      if child.node_id in seen or (number == 0 and child.local_name not in ours):
+        continue
+      seen.add(child.node_id)
+      escaped = child.local_name.replace(".", "..").replace("/", ".S")  # as in keys
+      queue.append((f"{path}{escaped}/", child.node_id))
+      for attribute in graph.nodes[child.node_id].attributes:
+        if attribute.checkpoint_key.endswith(checkpoints._VALUE):
+          yield _plain(attribute.full_name), _path(f"{path}{escaped}"), attribute.checkpoint_key
 
 
 def _of_h5(file: h5py.File, source: str) -> dict[str, Stored]:

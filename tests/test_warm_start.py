@@ -25,12 +25,12 @@ RATE, DECAY = 0.1, 0.9
 LIBRARIES = {"keras": keras, "tf_keras": tf_keras}
 
 
-def network(library=keras, *, inner="norm", head=1):
+def network(library=keras, *, inner="norm", head=1, width=4):
   """Two layers and a normalisation in a model of their own, under a head."""
   layers = library.layers
   x = layers.Input([3])
   first = layers.Dense(4, name="first")(x)
-  features = layers.Dense(4, name="second")(layers.BatchNormalization(name=inner)(first))
+  features = layers.Dense(width, name="second")(layers.BatchNormalization(name=inner)(first))
   body = library.Model(x, features, name="features")
   image = layers.Input([3])
   dropped = layers.Dropout(0.5, name="dropout")(body(image))
@@ -88,6 +88,7 @@ class Unnamed(tf.Module):
 
 NETWORKS = {
   "keras": network,
+  "too large to be fused": lambda: network(width=5000),
   "tf_keras": lambda: network(tf_keras),
   "layers in a list": listed,
   "layers built late": late,
