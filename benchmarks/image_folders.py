@@ -1,8 +1,8 @@
 """Writes some classes of Fashion-MNIST as folders of PNG files, for the source of image folders.
 
-  python -m benchmarks.image_folders runs/shirts --classes 0 6 --train 100 --eval 1000
+  python -m benchmarks.image_folders runs/images/shirts --classes 0 6 --train 50 --eval 1000
 
-makes runs/shirts/train/0/00001.png and so on, of the first so many images of each class.
+makes runs/images/shirts/train/0/00001.png and so on, of the first so many images of each class.
 """
 
 import argparse

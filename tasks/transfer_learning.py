@@ -91,6 +91,7 @@ class TransferLearning(Task):
     input_shape: Sequence[int] = (224, 224, 3),
     classes: int = 2,
     fine_tune: bool = False,
+    momentum: float | None = None,
     weights: str | None = None,
     units: Sequence[int] = (512,),
     dropout: float = 0.5,
@@ -105,6 +106,9 @@ class TransferLearning(Task):
       classes: labels are 0 .. classes - 1.
       fine_tune: False freezes the backbone: its weights do not change, and its batch normalisation
         uses, and keeps, the statistics it has. True trains all of it, with each replica's own.
+      momentum: of its moving statistics, when fine-tuned. None leaves that of keras.applications,
+        0.999 for MobileNetV2: after 1,000 steps from scratch 37 % of a statistic are still its
+        initial value.
       weights: of the backbone: None for random ones, "imagenet" for Keras's download, or a path as
         for `WarmStart`; read whenever the model is built, in every mode.
       units: of the dense layers after the pooling.
@@ -112,7 +116,7 @@ class TransferLearning(Task):
       flip: mirror half of the training images, left to right.
 
     Raises:
-      ConfigError: images without three channels, or fewer than two classes.
+      ConfigError: images without three channels, fewer than two classes, or no such momentum.
     """
     if len(input_shape) != 3 or input_shape[2] != 3:
       raise ConfigError(
@@ -121,6 +125,11 @@ class TransferLearning(Task):
       )
     if classes < 2:
       raise ConfigError(f"TransferLearning.classes is {classes}; it must be 2 or more.")
+    if momentum is not None and not 0 <= momentum < 1:
+      raise ConfigError(
+        f"TransferLearning.momentum is {momentum}; it must be 0 or more and below 1, such as 0.9."
+      )
+    self._momentum = momentum
     self._data, self._backbone, self._weights = data, backbone, weights
     self._shape, self._classes, self._fine_tune = tuple(input_shape), classes, fine_tune
     self._units, self._dropout, self._flip = tuple(units), dropout, flip
@@ -219,6 +228,9 @@ class TransferLearning(Task):
         f"TransferLearning.weights is 'imagenet', but Keras cannot download them ({_line(error)}); "
         "fetch the file elsewhere and give its path, or leave weights out to start at random."
       ) from error
+    for layer in backbone.layers if self._momentum is not None else ():
+      if isinstance(layer, keras.layers.BatchNormalization):
+        layer.momentum = self._momentum
     if self._weights and not download:
       logging.info(WarmStart(path=self._weights, strict=True).load(backbone).summary())
     return backbone

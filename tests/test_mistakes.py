@@ -213,7 +213,11 @@ MISTAKES = {
   ),
   "two batch sizes": Mistake(
     config=["run.per_replica_batch_size = 2"],
-    says=["both run.global_batch_size=4 and run.per_replica_batch_size=2", "choose one"],
+    says=["both run.global_batch_size and run.per_replica_batch_size are set", "keep one"],
+  ),
+  "no batch size": Mistake(
+    config=["run.global_batch_size = None"],
+    says=["neither run.global_batch_size nor run.per_replica_batch_size is set", "add one"],
   ),
   # Strategies.
   "unknown strategy": Mistake(

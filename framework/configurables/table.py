@@ -66,6 +66,9 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
 }
 """Parameters that the caller passes itself, ignoring any binding, and what to do instead."""
 
+EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica_batch_size")}
+"""Parameters of which exactly one must be set."""
+
 OPTIMIZER_PACKAGES = ("keras", "tf_keras")
 # The base class, what framework.loss_scale replaces, and one whose argument gin cannot write.
 NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
