@@ -54,6 +54,16 @@ def all_variables(model: Any) -> list[Any]:
   return _variables(model, "variables")
 
 
+def weights(model: Any) -> list[Any]:
+  """Returns `all_variables` but for what Keras does not save: the state of random layers."""
+  found = {
+    id(raw(weight)): weight
+    for part in parts(model)
+    for weight in (part.weights if is_keras(part) else part.variables)
+  }
+  return list(found.values())
+
+
 def _variables(model: Any, attribute: str) -> list[Any]:
   found: dict[int, Any] = {}
   for part in parts(model):
@@ -88,14 +98,9 @@ def untracked(model: Any) -> dict[str, Any]:
   """
   root = tf.train.Checkpoint(model=model)
   known = {id(each) for each in tf.train.TrackableView(root).descendants()}
-  weights = {
-    id(raw(weight)): weight
-    for part in parts(model)
-    for weight in (part.weights if is_keras(part) else part.variables)
-  }
   return {
     str(number): raw(weight)
-    for number, weight in enumerate(weights.values())
+    for number, weight in enumerate(weights(model))
     if not known & {id(weight), id(raw(weight))}
   }
 

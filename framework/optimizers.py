@@ -334,6 +334,11 @@ class Ema:
     pairs = zip(self.averages, self._variables, strict=True)
     return [average for average, variable in pairs if id(variable) in chosen]
 
+  def restart(self) -> None:
+    """Sets every average to its variable's value (host)."""
+    for average, variable in zip(self.averages, self._variables, strict=True):
+      average.assign(variable.read_value())
+
   @contextlib.contextmanager
   def in_place(self) -> Iterator[None]:
     """Puts the averages in place of the variables for a while (host)."""

@@ -29,13 +29,14 @@ from framework import (
   strategies,
 )
 from framework.actions import Action
-from framework.checkpoints import CheckpointManager
+from framework.checkpoints import CheckpointManager, list_checkpoints
 from framework.errors import ConfigError, unknown
 from framework.evaluator import Evaluator
 from framework.recording import Recorder
 from framework.session import Session
 from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
+from framework.warm_start import WarmStart
 
 Mode = Literal[
   "train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export", "replay"
@@ -50,7 +51,8 @@ def run(
   *,
   task: Task | Callable[[], Task],
   train_steps: int,
-  global_batch_size: int,
+  global_batch_size: int | None = None,
+  per_replica_batch_size: int | None = None,
   mode: Mode = "train_and_evaluate",
   model_dir: str,
   strategy: strategies.StrategyFactory = strategies.auto,
@@ -70,6 +72,7 @@ def run(
   actions: Sequence[Action] = (),
   ledger: bool = False,
   checkpoint: str | None = None,
+  warm_start: WarmStart | None = None,
 ) -> dict[str, float]:
   """Trains, evaluates or exports one task (host).
 
@@ -79,7 +82,9 @@ def run(
   Args:
     task: what to learn: an instance, or a factory.
     train_steps: the step at which training ends.
-    global_batch_size: examples an update, over all replicas and micro-batches.
+    global_batch_size: examples an update, over all replicas and micro-batches; this or the next.
+    per_replica_batch_size: examples an update of each replica, so that the global batch grows with
+      their number.
     mode: "train", "evaluate" (the newest checkpoint), "train_and_evaluate",
       "evaluate_continuously" (every new checkpoint until `train_steps`), "export", or "replay" (the
       step at which StopOnNonFinite has stopped).
@@ -104,6 +109,8 @@ def run(
       `python -m framework.ledger <model_dir>`, which proves that none was skipped or repeated.
     checkpoint: what to "evaluate" or "export" in place of the newest: a path without suffix, or a
       folder, such as <model_dir>/best.
+    warm_start: initial weights from another run or a file of Keras, in the modes that train, if
+      the run does not go on from a checkpoint of its own.
 
   Returns:
     The last evaluation's metrics, or the last loop's in mode "train"; empty for "export" and
@@ -115,10 +122,11 @@ def run(
   """
   _check_values(
     mode=mode, precision=precision, train_steps=train_steps, global_batch_size=global_batch_size,
-    steps_per_loop=steps_per_loop, keep_checkpoints=keep_checkpoints,
-    eval_batch_size=eval_batch_size, eval_every_steps=eval_every_steps,
-    checkpoint_every_steps=checkpoint_every_steps,
+    per_replica_batch_size=per_replica_batch_size, steps_per_loop=steps_per_loop,
+    keep_checkpoints=keep_checkpoints, eval_batch_size=eval_batch_size,
+    eval_every_steps=eval_every_steps, checkpoint_every_steps=checkpoint_every_steps,
   )  # fmt: skip
+  batch_size_on(1, global_batch_size, per_replica_batch_size)  # one of the two is there
   if checkpoint is not None and mode not in ("evaluate", "export"):
     raise ConfigError(
       f"run.checkpoint is {checkpoint!r} in mode {mode!r}, which goes on from the newest; leave it "
@@ -135,16 +143,20 @@ def run(
       "code of the task": cluster.code_digest(sys.modules[type(task).__module__].__file__),
       "run.train_steps": train_steps,
       "run.global_batch_size": global_batch_size,
+      "run.per_replica_batch_size": per_replica_batch_size,
       "run.steps_per_loop": steps_per_loop,
       "run.seed": seed,
       "run.precision": precision,
     }
+    | _initial_weights(warm_start if mode in TRAINING_MODES else None, model_dir)
     | configurables.bindings()
   )
   chosen = made_strategy(strategy)
   if isinstance(chosen, servers.Server):
     chosen.serve()
     return {}
+  replicas = chosen.num_replicas_in_sync
+  global_batch_size = batch_size_on(replicas, global_batch_size, per_replica_batch_size)
   learned = assets.provide(
     task, model_dir=model_dir, cluster=cluster.of(chosen), training=mode in TRAINING_MODES,
     timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
@@ -173,6 +185,8 @@ def run(
     assets=learned,
   )
   session.describe(precision=precision)
+  if warm_start is not None and mode in TRAINING_MODES:
+    session.start_from(warm_start)
   return session.go(mode)
 
 
@@ -180,6 +194,30 @@ def bound(parameter: str) -> Any:
   """Returns what the config in force gives `run` for a parameter, its default without a binding."""
   default = inspect.signature(run).parameters[parameter].default
   return configurables.bound("run", parameter, default)
+
+
+def batch_size_on(
+  replicas: int, global_batch_size: int | None, per_replica_batch_size: int | None
+) -> int:
+  """Returns the global batch size on so many replicas, or raises ConfigError."""
+  if global_batch_size is not None and per_replica_batch_size is not None:
+    raise ConfigError(
+      f"received both run.global_batch_size={global_batch_size} and "
+      f"run.per_replica_batch_size={per_replica_batch_size}; choose one."
+    )
+  if global_batch_size is not None:
+    return global_batch_size
+  if per_replica_batch_size is not None:
+    return replicas * per_replica_batch_size
+  raise ConfigError(
+    "run has neither global_batch_size nor per_replica_batch_size; set one, such as "
+    "run.global_batch_size = 128."
+  )
+
+
+def bound_batch_size(replicas: int) -> int:
+  """Returns what the config in force makes a global batch on so many replicas."""
+  return batch_size_on(replicas, bound("global_batch_size"), bound("per_replica_batch_size"))
 
 
 def restored(model_dir: str) -> Task:
@@ -199,7 +237,7 @@ def restored(model_dir: str) -> Task:
   )
   trainer = made_trainer(
     task, strategy, optimizer=bound("optimizer"), seed=bound("seed"),
-    global_batch_size=bound("global_batch_size"), shuffle=bound("shuffle"),
+    global_batch_size=bound_batch_size(1), shuffle=bound("shuffle"),
   )  # fmt: skip
   directory = os.path.join(model_dir, "checkpoints")
   manager = CheckpointManager(trainer=trainer, directory=directory, experiment={}, assets=learned)
@@ -256,6 +294,13 @@ def _made_evaluator(trainer: Trainer, batch_size: int) -> Evaluator:
     task=task, strategy=strategy, dataset=dataset, ema=trainer.parts.ema, eager=trainer.eager
   )
   return evaluator
+
+
+def _initial_weights(warm_start: WarmStart | None, model_dir: str) -> dict[str, str]:
+  """What the processes of a new run must agree on; a wrong path shows before a device is used."""
+  if warm_start is None or list_checkpoints(os.path.join(model_dir, "checkpoints")):
+    return {}
+  return {"file of the warm start": warm_start.digest()}
 
 
 def _check_values(**values: Any) -> None:

@@ -175,16 +175,29 @@ def cosine_decay(*, initial: float, decay_steps: int, final: float = 0.0) -> Sch
 
 
 def exponential_decay(
-  *, initial: float, decay_steps: int, decay_rate: float, staircase: bool = False
+  *,
+  initial: float,
+  decay_steps: int,
+  decay_rate: float,
+  staircase: bool = False,
+  final: float = 0.0,
 ) -> Schedule:
-  """initial * decay_rate ** (step / decay_steps); with `staircase` the exponent is rounded down.
+  """final + (initial - final) * decay_rate ** (step / decay_steps).
+
+  Args:
+    initial: the rate at step 0.
+    decay_steps: after how many steps what is above `final` is multiplied by `decay_rate`.
+    decay_rate: above 0.
+    staircase: round the exponent down.
+    final: the rate that it comes ever nearer to.
 
   Raises:
     ConfigError: `decay_steps` is not a whole number of 1 or more, `decay_rate` is not above 0, or
-      `initial` is negative.
+      a rate is negative.
   """
   decay_steps = _whole("exponential_decay.decay_steps", decay_steps, least=1)
   first = _rate("exponential_decay.initial", initial)
+  last = _rate("exponential_decay.final", final)
   base = _rate("exponential_decay.decay_rate", decay_rate)
   if base == 0:
     raise ConfigError("exponential_decay.decay_rate is 0; it must be above 0.")
@@ -192,10 +205,13 @@ def exponential_decay(
   def rate(step: tf.Tensor) -> tf.Tensor:
     # Whole numbers: a graph turns x / 49 into x * (1 / 49), which misses six stairs in ten.
     stair = _float64(tf.cast(step, tf.int64) // decay_steps)
-    return first * tf.pow(_float64(base), stair if staircase else step / decay_steps)
+    return last + (first - last) * tf.pow(
+      _float64(base), stair if staircase else step / decay_steps
+    )
 
   config = {"schedule": "exponential_decay", "initial": first, "decay_steps": decay_steps}
-  return Schedule(rate, config={**config, "decay_rate": base, "staircase": staircase})
+  config |= {"decay_rate": base, "staircase": staircase, "final": last}
+  return Schedule(rate, config=config)
 
 
 def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) -> Schedule:
@@ -228,6 +244,30 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
   return Schedule(rate, config={**config, "values": rates})
 
 
+def by_epoch(*, of: Schedule | float, steps_per_epoch: int, staircase: bool = True) -> Schedule:
+  """Another schedule that counts epochs in place of steps: of(step / steps_per_epoch).
+
+  So `linear_warmup.warmup_steps = 5` in it are five epochs.
+
+  Args:
+    of: the schedule.
+    steps_per_epoch: examples over the global batch size.
+    staircase: round the epoch down, so that the rate stays the same within each.
+
+  Raises:
+    ConfigError: `steps_per_epoch` is not a whole number of 1 or more, or the rate is negative.
+  """
+  length = _whole("by_epoch.steps_per_epoch", steps_per_epoch, least=1)
+  base = _as_schedule("by_epoch.of", of)
+
+  def rate(step: tf.Tensor) -> tf.Tensor:
+    stair = _float64(tf.cast(step, tf.int64) // length)  # whole numbers: see exponential_decay
+    return _float64(base._function(stair if staircase else step / length))
+
+  config = {"schedule": "by_epoch", "steps_per_epoch": length, "of": base}
+  return Schedule(rate, config={**config, "staircase": staircase})
+
+
 def scaled(*, of: Schedule | float, factor: float) -> Schedule:
   """`factor` times another schedule.
 
@@ -253,6 +293,15 @@ def scale_by_replicas(*, schedule: Schedule | float) -> Schedule:
   return scaled(of=schedule, factor=replicas)
 
 
+def times_replicas(*, value: float) -> float:
+  """A number, such as `exponential_decay.initial`, times the number of replicas.
+
+  As `scale_by_replicas` does with a whole schedule: for schedules of which only a part shall grow.
+  Call it in `strategy.scope()`, as all that an optimizer's factory refers to is.
+  """
+  return _rate("times_replicas.value", value) * tf.distribute.get_strategy().num_replicas_in_sync
+
+
 _BY_NAME: dict[str, Callable[..., Schedule]] = {
   function.__name__: function
   for function in (
@@ -261,6 +310,7 @@ _BY_NAME: dict[str, Callable[..., Schedule]] = {
     cosine_decay,
     exponential_decay,
     piecewise_constant,
+    by_epoch,
     scaled,
   )
 }

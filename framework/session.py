@@ -21,6 +21,7 @@ from framework.errors import ConfigError, Preempted
 from framework.evaluator import Evaluator
 from framework.timing import timed
 from framework.trainer import Trainer
+from framework.warm_start import REPORT, WarmStart
 
 QUIET = (
   "loss_scale", "skipped_steps", "input_wait_s", "communication_s", "start_s", "gradient_norm",
@@ -112,6 +113,15 @@ class Session:
       model_dir=self.model_dir,
     )
     self._progress.message(reporting.describe(description))
+
+  def start_from(self, warm_start: WarmStart) -> None:
+    """Gives the model weights from elsewhere, if the run begins and does not go on."""
+    if self.step > 0:
+      return
+    report = warm_start.apply(self.trainer)
+    if self.cluster.is_chief:
+      reporting.atomic_write(os.path.join(self.model_dir, REPORT), report.table())
+    self._progress.message(report.summary())
 
   def go(self, mode: str) -> dict[str, float]:
     """Runs one mode to its end and prints the result line (stdout).

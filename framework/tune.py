@@ -326,9 +326,10 @@ class Bench:
     runs.set_globals(
       seed, runs.bound("precision"), deterministic=runs.bound("deterministic"), eager=False
     )
+    strategy = self._strategy(bindings)
     return runs.made_trainer(
-      task, self._strategy(bindings), optimizer=runs.bound("optimizer"), seed=seed,
-      global_batch_size=runs.bound("global_batch_size"), shuffle=runs.bound("shuffle"),
+      task, strategy, optimizer=runs.bound("optimizer"), seed=seed, shuffle=runs.bound("shuffle"),
+      global_batch_size=runs.bound_batch_size(strategy.num_replicas_in_sync),
     )  # fmt: skip
 
   def _strategy(self, bindings: Bindings) -> tf.distribute.Strategy:

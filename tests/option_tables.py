@@ -21,6 +21,7 @@ from framework import (
   strategies,
   time_budget,
   trainer,
+  warm_start,
 )
 from framework.configurables.table import GIVEN
 
@@ -36,11 +37,13 @@ SECTIONS = (
   ("Clusters", cluster, "tf_config slurm"),
   ("Clusters whose addresses an API knows", cloud, "kubernetes gce"),
   ("Loss scale", loss_scale, "none fixed dynamic"),
+  ("Warm start", warm_start, "WarmStart"),
   ("Optimizers", optimizers, "without_decay"),
   (
     "Schedules",
     schedules,
-    "constant linear_warmup cosine_decay exponential_decay piecewise_constant scale_by_replicas",
+    "constant linear_warmup cosine_decay exponential_decay piecewise_constant by_epoch "
+    "scale_by_replicas times_replicas",
   ),
   ("Actions", actions, "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
   ("Time", time_budget, "TimeBudget"),

@@ -1,5 +1,6 @@
 """Every config in configs/ parses, builds what it says and trains: two steps of four examples."""
 
+import itertools
 import math
 import re
 import sys
@@ -139,6 +140,14 @@ EXPECTED = {
     "rates": {0: 0.001, 20000: 0.001},
     "loss": 10.0,
   },
+  "transfer_learning.gin": {
+    **CLASSIFIER,
+    "features": {"image": ("float32", (32, 32, 3))},
+    "parameters": {"default": 1280 * 512 + 512 + 512 + 1},
+    "rates": {0: 1e-5, 62: 1e-5, 63: 1.8e-5, 315: 5e-5, 378: 4.2e-5, 1260: 1e-5 + 4e-5 * 0.8**15},
+    "loss": math.log(2),
+    "batch": "run.per_replica_batch_size",
+  },
 }
 
 
@@ -203,6 +212,21 @@ def teacher(folder):
   return [f"Distillation.teacher = '{folder / 'teacher'}'"]
 
 
+def image_folder_parameters(folder):
+  """Stand-ins for two classes of photographs, and of a size that is quick."""
+  rng = np.random.default_rng(0)
+  for split, label in itertools.product(("train", "eval"), ("cat", "dog")):
+    (folder / split / label).mkdir(parents=True)
+    for number in range(EXAMPLES // 2):
+      image = tf.io.encode_png(rng.integers(0, 256, [9, 8, 3]).astype(np.uint8))
+      (folder / split / label / f"{number}.png").write_bytes(image.numpy())
+  return [
+    *(f"image_folder.{split} = '{folder / split}'" for split in ("train", "eval")),
+    "image_folder.image_size = (32, 32)",
+    "TransferLearning.input_shape = (32, 32, 3)",
+  ]
+
+
 def stand_ins(name, folder):
   """Makes small data in the place of what may not be installed; returns the parameters for it."""
   if name.startswith("fashion_mnist"):
@@ -215,6 +239,8 @@ def stand_ins(name, folder):
     return [f"imdb_reviews.eval_examples = {EXAMPLES}"]
   if name == "language_model.gin":
     return text_parameters(folder)
+  if name == "transfer_learning.gin":
+    return image_folder_parameters(folder)
   return []
 
 
@@ -222,7 +248,7 @@ def small(name, folder):
   """The parameters that make a run of the config a small one, and keep its every other part."""
   params = [
     f"run.train_steps = {STEPS}",
-    f"run.global_batch_size = {BATCH}",
+    f"{EXPECTED[name].get('batch', 'run.global_batch_size')} = {BATCH}",
     "run.eval_batch_size = 100",
     "run.actions = [@Witness()]",
     *stand_ins(name, folder),

@@ -206,6 +206,19 @@ MISTAKES = {
     config=["run.eager = True", "Trainer.jit_compile = True"],
     says=["eager=True and Trainer.jit_compile=True", "choose one"],
   ),
+  "no weights to start from": Mistake(
+    config=["run.warm_start = @WarmStart()", "WarmStart.path = 'TMP/nowhere'"],
+    says=["WarmStart.path is 'TMP/nowhere'", "give a run folder"],
+    fresh=True,
+  ),
+  "two batch sizes": Mistake(
+    config=["run.per_replica_batch_size = 2"],
+    says=["both run.global_batch_size and run.per_replica_batch_size are set", "keep one"],
+  ),
+  "no batch size": Mistake(
+    config=["run.global_batch_size = None"],
+    says=["neither run.global_batch_size nor run.per_replica_batch_size is set", "add one"],
+  ),
   # Strategies.
   "unknown strategy": Mistake(
     config=["run.strategy = @mirored"], says=["'mirored'", "Did you mean 'mirrored'?"]

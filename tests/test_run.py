@@ -185,6 +185,28 @@ def test_train_and_evaluate(tmp_path, capsys):
   assert err.count("eval at step ") == 3
 
 
+@pytest.mark.parametrize(("replicas", "share"), [(1, BATCH), (2, BATCH // 2)])
+def test_the_global_batch_grows_with_the_replicas(replicas, share, tmp_path, mirrored):
+  start(
+    tmp_path, "train", strategy=lambda: mirrored(replicas), global_batch_size=None,
+    per_replica_batch_size=share,
+  )  # fmt: skip
+  np.testing.assert_allclose(saved_kernel(tmp_path, 5), Reference().train(STEPS).kernel, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "says"),
+  [
+    ((4, 2), "both run.global_batch_size=4 and run.per_replica_batch_size=2; choose one"),
+    ((None, None), "neither global_batch_size nor per_replica_batch_size; set one"),
+    ((None, 0), "run.per_replica_batch_size is 0; it must be a whole number of 1 or more"),
+  ],
+)
+def test_exactly_one_batch_size(sizes, says, tmp_path):
+  with pytest.raises(ConfigError, match=says):
+    start(tmp_path, global_batch_size=sizes[0], per_replica_batch_size=sizes[1])
+
+
 def test_without_eval_every_steps_there_is_one_evaluation_at_the_end(tmp_path):
   start(tmp_path, steps_per_loop=2)
   assert [(split, step) for split, step, _ in log_of(tmp_path)] == [

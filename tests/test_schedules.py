@@ -61,6 +61,49 @@ def test_exponential_decay_is_the_closed_form(staircase):
   assert_float32_exact(schedule, STEPS, 0.5 * 0.96**exponent)
 
 
+@pytest.mark.parametrize("staircase", [False, True])
+def test_exponential_decay_comes_near_its_final_rate(staircase):
+  schedule = schedules.exponential_decay(
+    initial=0.5, decay_steps=10, decay_rate=0.96, staircase=staircase, final=0.1
+  )
+  exponent = np.asarray(STEPS) / 10
+  exponent = np.floor(exponent) if staircase else exponent
+  assert_float32_exact(schedule, STEPS, 0.1 + 0.4 * 0.96**exponent)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_by_epoch_a_ramp_and_a_decay_to_a_floor(replicas, mirrored):
+  """1e-5 to 5e-5 x replicas in 5 epochs, then x 0.8 an epoch toward 1e-5; as of each border."""
+  epoch, most = 47, 5e-5 * replicas
+  with mirrored(replicas).scope():
+    decay = schedules.exponential_decay(
+      initial=schedules.times_replicas(value=5e-5), decay_steps=1, decay_rate=0.8, final=1e-5
+    )
+  ramp = schedules.linear_warmup(warmup_steps=5, start=1e-5, after=decay)
+  schedule = schedules.by_epoch(of=ramp, steps_per_epoch=epoch)
+
+  def closed_form(number):
+    if number < 5:
+      return 1e-5 + (most - 1e-5) * number / 5
+    return 1e-5 + (most - 1e-5) * 0.8 ** (number - 5)
+
+  borders = range(epoch, 30 * epoch, epoch)
+  steps = [0, *(border + offset for border in borders for offset in (-1, 0, 1))]
+  expected = [closed_form(step // epoch) for step in steps]
+  assert_float32_exact(schedule, steps, expected)
+  assert max(expected) == most
+  assert_float32_exact(schedule, [10**6], [1e-5])
+  compiled = tf.function(schedule.at)
+  assert [compiled(tf.constant(s, tf.int64)).numpy() for s in steps] == list(rates(schedule, steps))
+
+
+def test_by_epoch_may_be_smooth():
+  schedule = schedules.by_epoch(
+    of=schedules.cosine_decay(initial=0.3, decay_steps=10), steps_per_epoch=7, staircase=False
+  )
+  assert_float32_exact(schedule, STEPS, cosine(STEPS, 0.3, 70))
+
+
 def test_piecewise_constant_takes_the_next_value_at_the_boundary():
   schedule = schedules.piecewise_constant(boundaries=[10, 20, 100], values=[1.0, 0.1, 0.01, 0.0])
   index = np.searchsorted([10, 20, 100], STEPS, side="right")
@@ -301,6 +344,10 @@ def test_an_optimizer_config_round_trips(generation):
     schedules.constant(learning_rate=0.1),
     schedules.cosine_decay(initial=0.3, decay_steps=10, final=0.1),
     schedules.exponential_decay(initial=0.3, decay_steps=3, decay_rate=0.5, staircase=True),
+    schedules.by_epoch(
+      of=schedules.exponential_decay(initial=0.3, decay_steps=1, decay_rate=0.5, final=0.1),
+      steps_per_epoch=4,
+    ),
   ],
 )
 def test_a_config_rebuilds_the_schedule(schedule):
@@ -354,6 +401,15 @@ def test_a_users_own_function_has_no_config():
       "has 2 boundaries and 2 values; give one value more than boundaries.",
     ),
     (lambda: schedules.scaled(of=0.1, factor=-1), "scaled.factor is -1"),
+    (
+      lambda: schedules.exponential_decay(initial=1, decay_steps=5, decay_rate=0.5, final=-1),
+      "exponential_decay.final is -1",
+    ),
+    (
+      lambda: schedules.by_epoch(of=0.1, steps_per_epoch=0),
+      "by_epoch.steps_per_epoch is 0; it must be a whole number of 1 or more.",
+    ),
+    (lambda: schedules.times_replicas(value=-1), "times_replicas.value is -1"),
   ],
 )
 def test_a_bad_value_is_named(make, message):

@@ -91,6 +91,7 @@ def mistakes_in_use(history: Sequence[Binding], graph: Graph) -> Iterator[Mistak
   for use in sorted(graph.uses):
     if use.called:
       yield from _missing(use, graph)
+      yield from _not_one(use, graph)
 
 
 def _resolved(binding: Binding) -> Binding:
@@ -155,6 +156,20 @@ def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:
       must = f"; it must be {spelled(parameter.annotation)}" if known else ""
       example = EXAMPLES.get(name, f"`{name} = ...`")
       yield Mistake("complete", "", ConfigError(f"{name} is not set{must}. Add {example}."))
+
+
+def _not_one(use: Use, graph: Graph) -> Iterator[Mistake]:
+  """Yields what is wrong with parameters of which one must be set: neither is, or several are."""
+  names = table.EITHER.get(table.entry(use.name).name, ())
+  if not names or set(names) - set(table.parameters(use.name)):
+    return
+  values = graph.values(use.scope, use.name)
+  chosen = [name for name in names if values.get(name) is not None]
+  if len(chosen) != 1:
+    told = "neither" if not chosen else "both"
+    both = (" nor " if not chosen else " and ").join(f"{use.name}.{name}" for name in names)
+    verb = "is set; add" if not chosen else "are set; keep"
+    yield Mistake("complete", "", ConfigError(f"{told} {both} {verb} one of them."))
 
 
 def _unused(history: Sequence[Binding], graph: Graph) -> list[Binding]:

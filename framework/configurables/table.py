@@ -30,9 +30,10 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.cluster", "tf_config slurm"),
   ("framework.cloud", "kubernetes gce"),
   ("framework.loss_scale", "none fixed dynamic"),
+  ("framework.warm_start", "WarmStart"),
   ("framework.optimizers", "without_decay"),
   ("framework.schedules", "constant linear_warmup cosine_decay exponential_decay"),
-  ("framework.schedules", "piecewise_constant scale_by_replicas"),
+  ("framework.schedules", "piecewise_constant by_epoch scale_by_replicas times_replicas"),
   ("framework.actions", "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
   ("framework.time_budget", "TimeBudget"),
   ("framework.profiling", "Profile"),
@@ -64,6 +65,9 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
   },
 }
 """Parameters that the caller passes itself, ignoring any binding, and what to do instead."""
+
+EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica_batch_size")}
+"""Parameters of which exactly one must be set."""
 
 OPTIMIZER_PACKAGES = ("keras", "tf_keras")
 # The base class, what framework.loss_scale replaces, and one whose argument gin cannot write.

@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from framework import errors, strategies
-from framework.run import bound, made_task, set_globals
+from framework.run import bound, bound_batch_size, made_task, set_globals
 from framework.verify import report
 from framework.verify.bench import MOST_REPLICAS, Subject
 from framework.verify.report import Report, Result
@@ -87,10 +87,11 @@ def subject_of_config() -> Subject:
   def make_task() -> Any:
     return made_task(bound("task"))
 
-  same = ("global_batch_size", "eval_batch_size", "seed", "precision", "shuffle", "steps_per_loop")
+  same = ("eval_batch_size", "seed", "precision", "shuffle", "steps_per_loop")
   return Subject(
-    task=make_task, optimizer=bound("optimizer"), **{name: bound(name) for name in same}
-  )
+    task=make_task, optimizer=bound("optimizer"), global_batch_size=bound_batch_size(1),
+    **{name: bound(name) for name in same},
+  )  # fmt: skip
 
 
 def _accepted(results: Sequence[Result], subject: Subject) -> list[Result]:

@@ -1,0 +1,241 @@
+"""Transfer learning: a backbone of keras.applications under a new head, frozen or fine-tuned.
+
+import tasks.transfer_learning
+run.task = @TransferLearning()
+TransferLearning.data = @image_folder()
+TransferLearning.backbone = @mobilenet_v2()
+TransferLearning.fine_tune = False
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+import framework
+from framework import Batch, ConfigError, Loss, Source, Task
+from framework.task import Weighted, weighted_sum
+from framework.warm_start import WarmStart
+from tasks.image_classification import ImageData, _flipped
+
+IMAGENET = "imagenet"
+_LOCAL_STATISTICS = {
+  "batch-norm statistics": "a fine-tuned backbone normalises each replica's rows by themselves, as "
+  "the layers of keras.applications do"
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backbone:
+  """A network of keras.applications, and what its pixels must look like.
+
+  Attributes:
+    build: makes it, with the options of keras.applications.
+    preprocess_input: maps float32 RGB images of 0 to 255 [n, height, width, 3] to what it takes.
+  """
+
+  build: Callable[..., keras.Model]
+  preprocess_input: Callable[[tf.Tensor], tf.Tensor]
+
+
+@framework.register
+def mobilenet_v2(*, alpha: float = 1.0) -> Backbone:
+  """MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381), which takes pixels of -1 to 1.
+
+  Args:
+    alpha: how wide its layers are; there are ImageNet weights for 0.35, 0.5, 0.75, 1, 1.3 and 1.4.
+  """
+  return Backbone(
+    build=functools.partial(keras.applications.MobileNetV2, alpha=alpha),
+    preprocess_input=keras.applications.mobilenet_v2.preprocess_input,
+  )
+
+
+@framework.register
+def efficientnet_v2_s() -> Backbone:
+  """EfficientNetV2-S (Tan and Le 2021, arXiv:2104.00298): pixels of 0 to 255, which it scales."""
+  return Backbone(
+    build=keras.applications.EfficientNetV2S,
+    preprocess_input=keras.applications.efficientnet_v2.preprocess_input,
+  )
+
+
+@framework.register
+def resnet50() -> Backbone:
+  """ResNet-50 (He et al. 2015, arXiv:1512.03385): BGR pixels, less the mean of ImageNet."""
+  return Backbone(
+    build=keras.applications.ResNet50,
+    preprocess_input=keras.applications.resnet50.preprocess_input,
+  )
+
+
+@framework.register
+class TransferLearning(Task):
+  """Classification of RGB images: backbone, global average pooling, dense layers with ReLU, logits.
+
+  Two classes have one logit and a sigmoid, more have one each and a softmax.
+  """
+
+  def __init__(
+    self,
+    *,
+    data: ImageData,
+    backbone: Backbone,
+    input_shape: Sequence[int] = (224, 224, 3),
+    classes: int = 2,
+    fine_tune: bool = False,
+    momentum: float | None = None,
+    weights: str | None = None,
+    units: Sequence[int] = (512,),
+    dropout: float = 0.5,
+    flip: bool = False,
+  ) -> None:
+    """Keeps its arguments.
+
+    Args:
+      data: "train" and "eval" sources of RGB images.
+      backbone: such as `mobilenet_v2()`.
+      input_shape: height, width, 3.
+      classes: labels are 0 .. classes - 1.
+      fine_tune: False freezes the backbone: its weights do not change, and its batch normalisation
+        uses, and keeps, the statistics it has. True trains all of it, with each replica's own.
+      momentum: of its moving statistics, when fine-tuned. None leaves that of keras.applications,
+        0.999 for MobileNetV2: after 1,000 steps from scratch 37 % of a statistic are still its
+        initial value.
+      weights: of the backbone: None for random ones, "imagenet" for Keras's download, or a path as
+        for `WarmStart`; read whenever the model is built, in every mode.
+      units: of the dense layers after the pooling.
+      dropout: after each of them.
+      flip: mirror half of the training images, left to right.
+
+    Raises:
+      ConfigError: images without three channels, fewer than two classes, or no such momentum.
+    """
+    if len(input_shape) != 3 or input_shape[2] != 3:
+      raise ConfigError(
+        f"TransferLearning.input_shape is {tuple(input_shape)}; it must be (height, width, 3), as "
+        "the backbones take RGB: image_folder.channels = 3 makes grey files RGB."
+      )
+    if classes < 2:
+      raise ConfigError(f"TransferLearning.classes is {classes}; it must be 2 or more.")
+    if momentum is not None and not 0 <= momentum < 1:
+      raise ConfigError(
+        f"TransferLearning.momentum is {momentum}; it must be 0 or more and below 1, such as 0.9."
+      )
+    self._momentum = momentum
+    self._data, self._backbone, self._weights = data, backbone, weights
+    self._shape, self._classes, self._fine_tune = tuple(input_shape), classes, fine_tune
+    self._units, self._dropout, self._flip = tuple(units), dropout, flip
+    self.chance_loss = math.log(classes)
+    self.accepted: Mapping[str, str] = _LOCAL_STATISTICS if fine_tune else {}
+
+  def build_model(self) -> keras.Model:
+    """Returns the network, which gives logits: [n, 1] for two classes, else [n, classes].
+
+    Raises:
+      ConfigError: the weights are not to be had.
+    """
+    backbone = self._built_backbone()
+    backbone.trainable = self._fine_tune
+    image = keras.Input(self._shape, name="image")
+    features = keras.layers.GlobalAveragePooling2D(name="pooling")(backbone(image))
+    for number, width in enumerate(self._units):
+      features = keras.layers.Dense(width, activation="relu", name=f"hidden_{number}")(features)
+      features = keras.layers.Dropout(self._dropout, name=f"dropout_{number}")(features)
+    outputs = 1 if self._classes == 2 else self._classes
+    logits = keras.layers.Dense(outputs, dtype="float32", name="logits")(features)
+    return keras.Model(image, logits, name="transfer_learning")
+
+  def source(self, split: str) -> Source:
+    """Returns the images and labels of a split.
+
+    Raises:
+      ConfigError: they do not fit `input_shape` or `classes`.
+    """
+    if self._data.image_shape != self._shape:
+      raise ConfigError(
+        f"the images are {self._data.image_shape} but TransferLearning.input_shape is "
+        f"{self._shape}; make them the same."
+      )
+    if self._data.labels > self._classes:
+      raise ConfigError(
+        f"the data has label {self._data.labels - 1}, but TransferLearning.classes is "
+        f"{self._classes}; set it to {self._data.labels}."
+      )
+    return self._data.sources[split]
+
+  def preprocess(self, batch: Batch, training: bool) -> Batch:
+    """Scales as the backbone wants it; augments when training."""
+    image = tf.cast(batch["image"], tf.float32)
+    if training and self._flip:
+      image = _flipped(image, batch["seed"])
+    return {**batch, "image": self._backbone.preprocess_input(image)}
+
+  def forward(self, batch: Batch, training: bool) -> tf.Tensor:
+    """Returns float32 logits."""
+    return tf.cast(self.model(batch["image"], training=training), tf.float32)
+
+  def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
+    """Cross-entropy."""
+    label = batch["label"]
+    if self._classes == 2:
+      losses = tf.nn.sigmoid_cross_entropy_with_logits(tf.cast(label, tf.float32), outputs[:, 0])
+    else:
+      losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=label, logits=outputs)
+    return Loss.from_examples(losses, batch["weight"])
+
+  def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
+    """Accuracy."""
+    if self._classes == 2:
+      guess = tf.cast(outputs[:, 0] > 0, batch["label"].dtype)
+    else:
+      guess = tf.argmax(outputs, axis=-1, output_type=batch["label"].dtype)
+    return {"accuracy": weighted_sum(tf.equal(guess, batch["label"]), batch["weight"])}
+
+  def export_signature(self) -> Any:
+    """Serves raw images (uint8) -> class probabilities [n, classes]."""
+
+    @tf.function(input_signature=[tf.TensorSpec((None, *self._shape), tf.uint8, "image")])
+    def serve(image: tf.Tensor) -> dict[str, tf.Tensor]:
+      batch = self.preprocess({"image": image}, training=False)
+      logits = self.forward(batch, training=False)
+      if self._classes == 2:
+        second = tf.nn.sigmoid(logits)
+        return {"probabilities": tf.concat([1.0 - second, second], axis=-1)}
+      return {"probabilities": tf.nn.softmax(logits)}
+
+    return serve
+
+  def _built_backbone(self) -> keras.Model:
+    download = self._weights == IMAGENET
+    try:
+      backbone = self._backbone.build(
+        include_top=False, input_shape=self._shape, weights=IMAGENET if download else None
+      )
+    except ValueError as error:  # of Keras, about its options
+      raise ConfigError(f"keras.applications refuses the backbone: {_line(error)}") from error
+    except Exception as error:
+      if not download:
+        raise
+      raise ConfigError(
+        f"TransferLearning.weights is 'imagenet', but Keras cannot download them ({_line(error)}); "
+        "fetch the file elsewhere and give its path, or leave weights out to start at random."
+      ) from error
+    for layer in backbone.layers if self._momentum is not None else ():
+      if isinstance(layer, keras.layers.BatchNormalization):
+        layer.momentum = self._momentum
+    if self._weights and not download:
+      logging.info(WarmStart(path=self._weights, strict=True).load(backbone).summary())
+    return backbone
+
+
+def _line(error: Exception) -> str:
+  text = str(error).strip()
+  return text.splitlines()[0][:200] if text else type(error).__name__

@@ -1,0 +1,343 @@
+"""Transfer learning: what is frozen stays, the head is NumPy's, fine-tuning moves all of it."""
+
+import urllib.error
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.utils import file_utils
+
+from framework import actions, inputs
+from framework.errors import ConfigError
+from framework.sources import ArraySource
+from framework.trainer import Trainer
+from tasks import transfer_learning
+from tasks.image_classification import ImageData
+from tasks.transfer_learning import (
+  Backbone,
+  TransferLearning,
+  efficientnet_v2_s,
+  mobilenet_v2,
+  resnet50,
+)
+
+EXAMPLES, SIDE, RATE = 8, 32, 0.25
+RNG = np.random.default_rng(3)
+IMAGES = RNG.integers(0, 256, [EXAMPLES, SIDE, SIDE, 3]).astype(np.uint8)
+LABELS = np.array([0, 1, 1, 0, 1, 0, 0, 1], np.int32)
+
+
+def data(side=SIDE, labels=LABELS):
+  source = ArraySource(features={"image": IMAGES, "label": labels})
+  return ImageData(
+    sources={"train": source, "eval": source},
+    image_shape=(side, side, 3),
+    labels=int(labels.max()) + 1,
+  )
+
+
+def make_task(**options):
+  """The narrowest MobileNetV2 with a head of one layer."""
+  small = {"input_shape": (SIDE, SIDE, 3), "units": (), "backbone": mobilenet_v2(alpha=0.35)}
+  return TransferLearning(**{"data": data(), **small, **options})
+
+
+def tiny():
+  """A backbone of one convolution, for what does not depend on the backbone."""
+
+  def build(*, include_top, input_shape, weights):
+    assert (include_top, weights) == (False, None)
+    image = keras.Input(input_shape)
+    return keras.Model(image, keras.layers.Conv2D(4, 3, activation="relu", name="conv")(image))
+
+  return Backbone(build=build, preprocess_input=mobilenet_v2().preprocess_input)
+
+
+def make_trainer(task, strategy, **options):
+  keras.utils.set_random_seed(1)
+  return Trainer(
+    task=task,
+    strategy=strategy,
+    dataset_fn=lambda position: inputs.train_dataset(
+      task.source("train"), global_batch_size=EXAMPLES, preprocess=task.preprocess,
+      position=position, shuffle=False,
+    ),
+    global_batch_size=EXAMPLES,
+    optimizer=lambda: keras.optimizers.SGD(RATE),
+    **options,
+  )  # fmt: skip
+
+
+def backbone_of(model):
+  return next(layer for layer in model.layers if isinstance(layer, keras.Model))
+
+
+def copies(strategy, variable):
+  return [np.array(each) for each in strategy.experimental_local_results(variable.value)]
+
+
+def sigmoid(z):
+  return 1 / (1 + np.exp(-z))
+
+
+# ---- Networks ----
+
+
+@pytest.mark.parametrize(
+  ("fine_tune", "trainable"), [(True, 2_880_257), (False, 1280 * 512 + 512 + 512 + 1)]
+)
+def test_mobilenet_has_the_parameters_of_its_papers_layers(fine_tune, trainable):
+  model = make_task(
+    backbone=mobilenet_v2(), units=(512,), input_shape=(224, 224, 3), fine_tune=fine_tune
+  ).build_model()
+  assert model.count_params() == 2_914_369
+  assert sum(int(np.prod(v.shape)) for v in model.trainable_variables) == trainable
+  assert model.output_shape == (None, 1)
+  assert model.get_layer("dropout_0").rate == 0.5
+
+
+@pytest.mark.parametrize(
+  ("backbone", "units", "parameters"),
+  [(efficientnet_v2_s, (4080, 4080), 42_249_130), (resnet50, (), 23_587_712 + 2048 * 10 + 10)],
+)
+def test_the_large_backbones_have_theirs(backbone, units, parameters):
+  task = make_task(backbone=backbone(), units=units, classes=10, fine_tune=True)
+  model = task.build_model()
+  assert model.count_params() == parameters
+  assert model.output_shape == (None, 10)
+
+
+def test_pixels_are_what_each_backbone_takes():
+  """Against their definitions; those of keras.applications for arrays are other code."""
+  pixels = IMAGES.astype(np.float64)
+  expected = {
+    mobilenet_v2: (pixels / 127.5 - 1, keras.applications.mobilenet_v2),
+    efficientnet_v2_s: (pixels, keras.applications.efficientnet_v2),
+    resnet50: (pixels[..., ::-1] - [103.939, 116.779, 123.68], keras.applications.resnet50),
+  }
+  for backbone, (wanted, application) in expected.items():
+    task = make_task(backbone=backbone())
+    batch = {"image": IMAGES, "label": LABELS}
+    dataset = tf.data.Dataset.from_tensors(batch).map(lambda b, t=task: t.preprocess(b, True))
+    image = next(iter(dataset))["image"]
+    assert image.dtype == tf.float32
+    np.testing.assert_allclose(image, wanted, atol=1e-4)
+    of_keras = application.preprocess_input(IMAGES.astype(np.float32))
+    np.testing.assert_allclose(image, of_keras, atol=1e-4)
+
+
+def test_half_of_the_training_images_are_mirrored():
+  task = make_task(flip=True, backbone=efficientnet_v2_s())
+  seeds = np.stack([np.arange(EXAMPLES), np.zeros(EXAMPLES)], axis=1).astype(np.int32)
+  batch = {"image": tf.constant(IMAGES), "seed": tf.constant(seeds)}
+  expected = np.where(np.arange(EXAMPLES)[:, None, None, None] % 2, IMAGES[:, :, ::-1], IMAGES)
+  np.testing.assert_array_equal(task.preprocess(batch, training=True)["image"], expected)
+  np.testing.assert_array_equal(task.preprocess(batch, training=False)["image"], IMAGES)
+
+
+# ---- Frozen ----
+
+
+@pytest.fixture(scope="module")
+def frozen():
+  """Two steps on two replicas: (trainer, all values before, metrics)."""
+  strategy = tf.distribute.MirroredStrategy(
+    ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
+  )
+  trainer = make_trainer(make_task(), strategy)
+  _unlike_new(backbone_of(trainer.task.model))
+  before = [copies(strategy, v)[0] for v in trainer.task.model.variables]
+  metrics = trainer.train(tf.constant(2))
+  return trainer, before, metrics
+
+
+def _unlike_new(backbone):
+  """Statistics that are not 0 and 1, as after a training."""
+  for variable in backbone.non_trainable_variables:
+    if "moving_mean" in variable.path:
+      variable.assign(0.05 * RNG.normal(size=variable.shape))
+    elif "moving_variance" in variable.path:
+      variable.assign(0.1 + 0.1 * RNG.random(variable.shape))
+
+
+def test_a_frozen_backbone_stays_to_the_bit_on_every_replica(frozen):
+  trainer, before, _ = frozen
+  model, strategy = trainer.task.model, trainer.strategy
+  values = {
+    v.path: (old, copies(strategy, v)) for v, old in zip(model.variables, before, strict=True)
+  }
+  head = {path for path in values if path.startswith("logits/")}
+  assert len(head) == 2
+  assert sum("moving_mean" in path for path in values) == 52
+  for path, (old, replicas) in values.items():
+    for new in replicas:
+      assert np.array_equal(new, old) is (path not in head), path
+  assert [v.path for v in model.trainable_variables] == ["logits/kernel", "logits/bias"]
+
+
+def test_the_head_is_trained_as_numpy_does_on_two_replicas(frozen):
+  """Logistic regression on what the backbone gives in inference mode."""
+  trainer, _, metrics = frozen
+  backbone = backbone_of(trainer.task.model)
+  pixels = IMAGES.astype(np.float32) / 127.5 - 1
+  features = backbone(pixels, training=False).numpy().mean(axis=(1, 2)).astype(np.float64)
+  keras.utils.set_random_seed(1)
+  kernel = make_task().build_model().get_layer("logits").get_weights()[0].astype(np.float64)
+  bias, losses, hits = np.zeros(1), [], []
+  for _ in range(2):
+    z = features @ kernel[:, 0] + bias
+    losses.append(np.mean(np.logaddexp(0, z) - LABELS * z))
+    hits.append(np.mean((z > 0) == LABELS))
+    slope = (sigmoid(z) - LABELS) / EXAMPLES
+    kernel = kernel - RATE * (features.T @ slope)[:, None]
+    bias = bias - RATE * slope.sum()
+  got = trainer.task.model.get_layer("logits").get_weights()
+  np.testing.assert_allclose(got[0], kernel, atol=1e-5)
+  np.testing.assert_allclose(got[1], bias, atol=1e-5)
+  assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+  assert metrics["accuracy"] == pytest.approx(np.mean(hits))
+
+
+# ---- Export, with any backbone ----
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_export_takes_raw_images(classes, tmp_path):
+  task = make_task(backbone=tiny(), classes=classes)
+  keras.utils.set_random_seed(4)
+  task.model = task.build_model()
+  actions.export(task, str(tmp_path / "export"))
+  serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
+  served = serve(image=tf.constant(IMAGES))["probabilities"].numpy()
+  logits = task.model(IMAGES.astype(np.float32) / 127.5 - 1, training=False).numpy()
+  if classes == 2:
+    logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
+  expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+  np.testing.assert_allclose(served, expected, atol=1e-6)
+  assert np.ptp(served, axis=0).min() > 1e-4
+
+
+def test_three_classes_are_judged_as_by_numpy():
+  labels = np.array([0, 1, 2, 0, 1, 2, 2, 2], np.int32)
+  task = make_task(classes=3, data=data(labels=labels), backbone=tiny())
+  logits = RNG.normal(size=[EXAMPLES, 3]).astype(np.float32)
+  weight = RNG.uniform(0.5, 2, EXAMPLES).astype(np.float32)
+  batch = {"label": tf.constant(labels), "weight": tf.constant(weight)}
+  loss = task.loss(tf.constant(logits), batch)
+  own = logits[np.arange(EXAMPLES), labels]
+  losses = np.log(np.exp(logits).sum(axis=1)) - own
+  np.testing.assert_allclose(loss.total, losses @ weight, rtol=1e-5)
+  np.testing.assert_allclose(loss.weight, weight.sum(), rtol=1e-6)
+  total, weights = task.metrics(tf.constant(logits), batch)["accuracy"]
+  np.testing.assert_allclose(total, (logits.max(axis=1) == own) @ weight, rtol=1e-6)
+  np.testing.assert_allclose(weights, weight.sum(), rtol=1e-6)
+
+
+# ---- Fine-tuned ----
+
+
+def test_fine_tuning_moves_weights_and_statistics_on_two_replicas(mirrored):
+  """The first layer's statistics: those of each replica's rows, averaged over both."""
+  strategy = mirrored(2)
+  momentum = 0.75  # in place of 0.999
+  trainer = make_trainer(make_task(fine_tune=True, momentum=momentum), strategy, eager=True)
+  model = trainer.task.model
+  backbone = backbone_of(model)
+  convolution, normalisation = backbone.get_layer("Conv1"), backbone.get_layer("bn_Conv1")
+  kernel = convolution.kernel.numpy()
+  pixels = (IMAGES.astype(np.float32) / 127.5 - 1).reshape(2, EXAMPLES // 2, SIDE, SIDE, 3)
+  outputs = [tf.nn.conv2d(part, kernel, 2, "SAME").numpy() for part in pixels]
+  before = [copies(strategy, v)[0] for v in model.variables]
+  metrics = trainer.train(tf.constant(1))
+  assert np.isfinite(metrics["loss"])
+  mean = np.mean([each.mean(axis=(0, 1, 2)) for each in outputs], axis=0)
+  variance = np.mean([each.var(axis=(0, 1, 2)) for each in outputs], axis=0)
+  for new in copies(strategy, normalisation.moving_mean):
+    np.testing.assert_allclose(new, (1 - momentum) * mean, atol=1e-6)
+  for new in copies(strategy, normalisation.moving_variance):
+    np.testing.assert_allclose(new, momentum + (1 - momentum) * variance, atol=1e-6)
+  still = [
+    v.path for v, old in zip(model.variables, before, strict=True)
+    if np.array_equal(copies(strategy, v)[1], old)
+  ]  # fmt: skip
+  assert not [path for path in still if "moving" in path or "kernel" in path]
+  assert len(model.trainable_variables) == 52 + 2 * 52 + 2
+
+
+# ---- Weights of a file ----
+
+
+@pytest.mark.parametrize("file", ["backbone.weights.h5", "whole.keras"])
+def test_the_weights_may_be_a_file(file, tmp_path):
+  source = make_task(units=(3,), classes=5).build_model()
+  _unlike_new(backbone_of(source))
+  path = str(tmp_path / file)
+  source.save(path) if file == "whole.keras" else backbone_of(source).save_weights(path)
+  model = make_task(weights=path).build_model()
+  wanted = backbone_of(source).get_weights()
+  for one, other in zip(backbone_of(model).get_weights(), wanted, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+def test_a_file_of_another_width_is_refused(tmp_path):
+  path = str(tmp_path / "wide.weights.h5")
+  backbone_of(make_task(backbone=mobilenet_v2(alpha=0.5)).build_model()).save_weights(path)
+  with pytest.raises(ConfigError, match=r"strict is True, but .* in it and .* here"):
+    make_task(weights=path).build_model()
+
+
+def test_a_download_that_fails_is_one_line(monkeypatch, tmp_path):
+  def offline(*unused, **unused_too):
+    raise urllib.error.URLError("no route to host")
+
+  monkeypatch.setattr(file_utils, "urlretrieve", offline)
+  monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+  monkeypatch.setattr(file_utils.config, "keras_home", lambda: str(tmp_path))
+  with pytest.raises(ConfigError, match=r"'imagenet', but Keras cannot download them .*its path"):
+    make_task(weights="imagenet").build_model()
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+  ("options", "says"),
+  [
+    (
+      {"input_shape": (32, 32, 1)},
+      r"input_shape is \(32, 32, 1\); it must be \(height, width, 3\)",
+    ),
+    ({"classes": 1}, "classes is 1; it must be 2 or more"),
+    ({"momentum": 1.0}, "momentum is 1.0; it must be 0 or more and below 1"),
+  ],
+)
+def test_options_that_cannot_be_are_refused(options, says):
+  with pytest.raises(ConfigError, match=says):
+    make_task(**options)
+
+
+@pytest.mark.parametrize(
+  ("images", "says"),
+  [
+    (data(side=16), r"images are \(16, 16, 3\) but TransferLearning.input_shape is \(32, 32, 3\)"),
+    (
+      data(labels=LABELS + 1),
+      "the data has label 2, but TransferLearning.classes is 2; set it to 3",
+    ),
+  ],
+)
+def test_data_that_does_not_fit_is_refused(images, says):
+  with pytest.raises(ConfigError, match=says):
+    make_task(data=images).source("train")
+
+
+def test_a_size_that_keras_refuses_is_one_line():
+  with pytest.raises(ConfigError, match=r"keras.applications refuses the backbone: .*32x32"):
+    make_task(input_shape=(16, 16, 3), backbone=mobilenet_v2()).build_model()
+
+
+def test_only_fine_tuning_accepts_local_statistics():
+  assert make_task().accepted == {}
+  assert list(make_task(fine_tune=True).accepted) == ["batch-norm statistics"]
+  assert transfer_learning.IMAGENET == "imagenet"
