@@ -150,8 +150,9 @@ class TransferLearning(Task):
       features = keras.layers.Dense(width, activation="relu", name=f"hidden_{number}")(features)
       features = keras.layers.Dropout(self._dropout, name=f"dropout_{number}")(features)
     outputs = 1 if self._classes == 2 else self._classes
-    logits = keras.layers.Dense(outputs, dtype="float32", name="logits")(features)
-    return keras.Model(image, logits, name="transfer_learning")
+    small = keras.initializers.RandomNormal(stddev=0.01)  # begins at chance, whatever the features
+    last = keras.layers.Dense(outputs, kernel_initializer=small, dtype="float32", name="logits")
+    return keras.Model(image, last(features), name="transfer_learning")
 
   def source(self, split: str) -> Source:
     """Returns the images and labels of a split.

@@ -143,7 +143,7 @@ EXPECTED = {
   "transfer_learning.gin": {
     **CLASSIFIER,
     "features": {"image": ("float32", (32, 32, 3))},
-    "parameters": {"default": 1280 * 512 + 512 + 512 + 1},
+    "parameters": {"default": 2_880_257},
     "rates": {0: 1e-5, 62: 1e-5, 63: 1.8e-5, 315: 5e-5, 378: 4.2e-5, 1260: 1e-5 + 4e-5 * 0.8**15},
     "loss": math.log(2),
     "batch": "run.per_replica_batch_size",
