@@ -142,7 +142,7 @@ MISTAKES = {
   "unknown name": Mistake(config=["run.task = @Toi()"], says=["'Toi'", "Did you mean 'Toy'?"]),
   "wrong type": Mistake(config=["run.train_steps = '9'"], says=["'9'", "int", "without quotes"]),
   "missing module": Mistake(
-    config=["import tasks.gann"], says=["'tasks.gam'", "Did you mean 'tasks.gan'?"]
+    config=["import tasks.gann"], says=["'tasks.gann'", "Did you mean 'tasks.gan'?"]
   ),
   "missing task import": Mistake(
     config=["run.task = @Lonely()"],
