@@ -1,5 +1,6 @@
 """--mode=tune: what it tries, what it takes, and the gin file that it writes."""
 
+import inspect
 import itertools
 import math
 import os
@@ -207,7 +208,8 @@ def test_what_xla_cannot_compile_is_told(tuned):
   line = line_of(lines, "Trainer.jit_compile")
   assert "not here: " in line
   assert "PyFunc (No registered 'PyFunc' OpKernel for XLA_CPU_JIT" in line
-  assert line.endswith("(test_tune.py:54, in forward)")
+  guilty = inspect.getsourcelines(Line.forward)[1] + 3  # where it says tf.numpy_function
+  assert line.endswith(f"(test_tune.py:{guilty}, in forward)")
   assert "Trainer.jit_compile" not in found.bindings
 
 
