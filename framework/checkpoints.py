@@ -323,6 +323,20 @@ class CheckpointManager(tf.train.CheckpointManager):
     return os.path.join(self._directory, name)
 
 
+def find(path: str) -> str | None:
+  """Returns the checkpoint, without suffix, that a path means; None if there is none (host).
+
+  Args:
+    path: a run folder or a folder of checkpoints, of which the newest is meant, or a checkpoint
+      without suffix.
+  """
+  for folder in (os.path.join(path, "checkpoints"), path):
+    newest = tf.train.latest_checkpoint(folder) or next(reversed(list_checkpoints(folder)), None)
+    if newest is not None:
+      return newest
+  return path if tf.io.gfile.exists(f"{path}.index") else None
+
+
 def list_checkpoints(directory: str) -> list[str]:
   """Returns the paths (without suffix) of all complete checkpoints, oldest first."""
   steps = sorted(step for step, suffix, _ in _files(directory) if suffix == "index")

@@ -26,7 +26,7 @@ again, as in Keras, unless it enters a stream of its own with a seed from outsid
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -81,6 +81,37 @@ def random_streams(key: tf.Tensor) -> "RandomStream":
   """
   _patch_generators()
   return RandomStream(key)
+
+
+def example_seeds(batch: Mapping[str, tf.Tensor], training: bool) -> tf.Tensor:
+  """Returns int32 [n, 2], a seed for each example of a `Task.preprocess` (inside tf.data).
+
+  In training it is the batch's "seed", new in each epoch; in evaluation it is made of
+  "example_id", so that each evaluation draws the same.
+  """
+  if training:
+    return batch["seed"]
+  ids = tf.cast(batch["example_id"], tf.int32)
+  return tf.stack([ids, tf.zeros_like(ids)], axis=1)
+
+
+def draw_each(
+  draw: Callable[..., tf.Tensor], seeds: tf.Tensor, shape: Sequence[int] = ()
+) -> tf.Tensor:
+  """Returns float32 [n, *shape], where row i is `draw(shape, seed=seeds[i])` (any context).
+
+  A row is a function of its seed alone, wherever in a batch and on whichever replica it is.
+
+  Args:
+    draw: such as `tf.random.stateless_normal`.
+    seeds: int32 [n, 2].
+    shape: of one row.
+  """
+  return tf.map_fn(
+    lambda seed: draw(shape, seed=seed),
+    seeds,
+    fn_output_signature=tf.TensorSpec(shape, tf.float32),
+  )
 
 
 class RandomStream:

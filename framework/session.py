@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import orbit
 import tensorflow as tf
 
-from framework import configurables, forensics, reporting, strategies
+from framework import checkpoints, configurables, forensics, reporting, strategies
 from framework.actions import Action, Run, StopTraining, export
-from framework.checkpoints import CheckpointManager
 from framework.errors import ConfigError, Preempted
 from framework.evaluator import Evaluator
 from framework.timing import timed
@@ -60,7 +59,7 @@ class Session:
     self._eval_every_steps = eval_every_steps or train_steps
     self._eval_timeout_s = eval_timeout_s
     task = trainer.task
-    self._manager = CheckpointManager(
+    self._manager = checkpoints.CheckpointManager(
       trainer=trainer,
       directory=os.path.join(model_dir, "checkpoints"),
       experiment={
@@ -260,8 +259,8 @@ class Session:
       self._evaluate()
 
   def _restore(self, checkpoint: str) -> None:
-    path = tf.train.latest_checkpoint(checkpoint) or checkpoint
-    if not tf.io.gfile.exists(f"{path}.index"):
+    path = checkpoints.find(checkpoint)
+    if path is None:
       raise ConfigError(
         f"run.checkpoint is {checkpoint!r}, where there is no checkpoint; name one without its "
         f"suffix, such as {self.model_dir}/checkpoints/ckpt-100, or a folder that holds one."

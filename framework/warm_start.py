@@ -17,7 +17,6 @@ import functools
 import hashlib
 import io
 import math
-import os
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -321,13 +320,8 @@ def located(path: str) -> str:
   """
   if path.endswith(_KERAS) and tf.io.gfile.exists(path):
     return path
-  for folder in (os.path.join(path, "checkpoints"), path):
-    if not path.endswith(_KERAS) and tf.io.gfile.isdir(folder):
-      newest = checkpoints.list_checkpoints(folder)[-1:]
-      if found := tf.train.latest_checkpoint(folder) or next(iter(newest), None):
-        return found
-  if tf.io.gfile.exists(f"{path}.index"):
-    return path
+  if found := checkpoints.find(path):
+    return found
   raise ConfigError(
     f"WarmStart.path is {path!r}, where there are no weights; give a run folder, its checkpoints "
     "or best folder, a checkpoint without its suffix, or a file of Keras, .keras or .weights.h5."

@@ -8,6 +8,7 @@ Chen et al., "A Simple Framework for Contrastive Learning of Visual Representati
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
+from framework.randomness import draw_each, example_seeds
 from framework.step import replica_id
 from framework.task import weighted_sum
-from tasks.gan import seeds_of
 from tasks.image_classification import ImageData
 
 VIEWS = ("first", "second")
@@ -85,12 +86,7 @@ class Contrastive(Task):
     Raises:
       ConfigError: they do not fit `input_shape`.
     """
-    if self._data.image_shape != self._shape:
-      raise ConfigError(
-        f"the images are {self._data.image_shape} but Contrastive.input_shape is {self._shape}; "
-        "make them the same."
-      )
-    return self._data.sources[split]
+    return self._data.source(split, task=type(self).__name__, input_shape=self._shape)
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Scales images to [0, 1] and adds "first" and "second", two views of each.
@@ -98,7 +94,7 @@ class Contrastive(Task):
     A view is a function of the example's seed, in evaluation of its id; not of the replica.
     """
     image = tf.cast(batch["image"], tf.float32) / 255.0
-    seeds = batch["seed"] if training else seeds_of(batch["example_id"])
+    seeds = example_seeds(batch, training)
     views = {name: self._view(image, seeds + number) for number, name in enumerate(VIEWS)}
     return {**batch, "image": image, **views}
 
@@ -146,7 +142,8 @@ class Contrastive(Task):
     return serve
 
   def _view(self, image: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-    numbers = _uniform(seeds, 5)
+    draw = functools.partial(tf.random.stateless_uniform, minval=-1.0, maxval=1.0)
+    numbers = draw_each(draw, seeds, [5])
     moved = turned(
       image,
       angle=self._rotation * numbers[:, 0],
@@ -250,12 +247,3 @@ def turned(image: tf.Tensor, *, angle: tf.Tensor, scale: tf.Tensor, shift: tf.Te
     images=image, transforms=tf.stack([*rows, zero, zero], axis=1), output_shape=[height, width],
     fill_value=0.0, interpolation="BILINEAR", fill_mode="CONSTANT",
   )  # fmt: skip
-
-
-def _uniform(seeds: tf.Tensor, size: int) -> tf.Tensor:
-  """Returns numbers [n, size] in [-1, 1), row i from row i of seeds [n, 2]."""
-  return tf.map_fn(
-    lambda seed: tf.random.stateless_uniform([size], seed=seed, minval=-1.0, maxval=1.0),
-    seeds,
-    fn_output_signature=tf.TensorSpec([size], tf.float32),
-  )

@@ -9,7 +9,6 @@ Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), section 2.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
@@ -17,8 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import framework
-from framework import Batch, ConfigError, EvalStep, Loss
-from framework.checkpoints import list_checkpoints
+from framework import Batch, ConfigError, EvalStep, Loss, checkpoints
 from framework.task import weighted_sum
 from tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
@@ -161,12 +159,10 @@ def trained_weights(network: keras.Model, path: str) -> list[np.ndarray]:
 
 
 def _checkpoint(path: str) -> str:
-  """The newest checkpoint of a run folder, or of a folder of checkpoints, or the one named."""
-  folders = (os.path.join(path, "checkpoints"), path)
-  found = [checkpoint for folder in folders for checkpoint in list_checkpoints(folder)[-1:]]
-  if not found and not tf.io.gfile.exists(f"{path}.index"):
+  found = checkpoints.find(path)
+  if found is None:
     raise ConfigError(
       f"Distillation.teacher is {path!r}, where there is no checkpoint; train the teacher first, "
       "for example by `python launch.py --gin_file=configs/digits_cnn.gin`, and name its folder."
     )
-  return found[0] if found else path
+  return found

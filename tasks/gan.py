@@ -23,6 +23,7 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
+from framework.randomness import draw_each, example_seeds
 from framework.task import weighted_sum
 from tasks.image_classification import ImageData
 
@@ -75,12 +76,12 @@ class Gan(Task):
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Scales images to [-1, 1] and adds "noise" [n, noise_size] and "other_noise", like it."""
-    seeds = batch["seed"] if training else seeds_of(batch["example_id"])
+    seeds = example_seeds(batch, training)
     return {
       **batch,
       "image": tf.cast(batch["image"], tf.float32) / 127.5 - 1.0,
-      "noise": _normal(seeds, self.noise_size),
-      "other_noise": _normal(seeds + 1, self.noise_size),
+      "noise": draw_each(tf.random.stateless_normal, seeds, [self.noise_size]),
+      "other_noise": draw_each(tf.random.stateless_normal, seeds + 1, [self.noise_size]),
     }
 
   def train_step(self, step: Step, batch: Batch) -> None:
@@ -167,20 +168,6 @@ def discriminator(*, width: int, dropout: float, bias: bool = True) -> keras.Mod
       layers.Dense(1, use_bias=bias, dtype="float32"),
     ],
     name="discriminator",
-  )
-
-
-def seeds_of(example_ids: tf.Tensor) -> tf.Tensor:
-  """Returns int32 [n, 2] for ids [n], so that evaluation draws the same images each time."""
-  return tf.stack([tf.cast(example_ids, tf.int32), tf.zeros_like(example_ids, tf.int32)], axis=1)
-
-
-def _normal(seeds: tf.Tensor, size: int) -> tf.Tensor:
-  """Returns standard normal numbers [n, size], row i from row i of seeds [n, 2]."""
-  return tf.map_fn(
-    lambda seed: tf.random.stateless_normal([size], seed=seed),
-    seeds,
-    fn_output_signature=tf.TensorSpec([size], tf.float32),
   )
 
 

@@ -13,8 +13,9 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss
+from framework.randomness import draw_each, example_seeds
 from framework.task import weighted_sum
-from tasks.gan import Gan, discriminator, generator, seeds_of
+from tasks.gan import Gan, discriminator, generator
 from tasks.image_classification import ImageData
 
 
@@ -60,12 +61,7 @@ class WassersteinGan(Gan):
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Adds "mix" [n] to what `Gan` adds: where between real (1) and generated (0) to penalise."""
-    seeds = batch["seed"] if training else seeds_of(batch["example_id"])
-    mix = tf.map_fn(
-      lambda seed: tf.random.stateless_uniform([], seed=seed),
-      seeds + 2,
-      fn_output_signature=tf.TensorSpec([], tf.float32),
-    )
+    mix = draw_each(tf.random.stateless_uniform, example_seeds(batch, training) + 2)
     return {**super().preprocess(batch, training), "mix": mix}
 
   def discriminator_loss(self, batch: Batch) -> Loss:

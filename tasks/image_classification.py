@@ -44,6 +44,32 @@ class ImageData:
   image_shape: tuple[int, ...]
   labels: int
 
+  def source(
+    self, split: str, *, task: str, input_shape: tuple[int, ...], classes: int | None = None
+  ) -> Source:
+    """Returns the source of a split, for a task whose options of these names it must fit.
+
+    Args:
+      split: "train" or "eval".
+      task: as configs call it.
+      input_shape: what the images must be.
+      classes: the labels must be below it; None for any.
+
+    Raises:
+      ConfigError: it does not fit.
+    """
+    if self.image_shape != input_shape:
+      raise ConfigError(
+        f"the images are {self.image_shape} but {task}.input_shape is {input_shape}; make them the "
+        "same."
+      )
+    if classes is not None and self.labels > classes:
+      raise ConfigError(
+        f"the data has label {self.labels - 1}, but {task}.classes is {classes}; set it to at "
+        f"least {self.labels}, or mend the labels."
+      )
+    return self.sources[split]
+
 
 @framework.register
 def digits(
@@ -193,17 +219,9 @@ class ImageClassification(Task):
     Raises:
       ConfigError: they do not fit `input_shape` or `classes`.
     """
-    if self._data.image_shape != self._shape:
-      raise ConfigError(
-        f"the images are {self._data.image_shape} but ImageClassification.input_shape is "
-        f"{self._shape}; make them the same."
-      )
-    if self._data.labels > self._classes:
-      raise ConfigError(
-        f"the data has label {self._data.labels - 1}, but ImageClassification.classes is "
-        f"{self._classes}; set it to at least {self._data.labels}, or mend the labels."
-      )
-    return self._data.sources[split]
+    return self._data.source(
+      split, task=type(self).__name__, input_shape=self._shape, classes=self._classes
+    )
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Scales to [0, 1]; augments when training."""

@@ -160,17 +160,9 @@ class TransferLearning(Task):
     Raises:
       ConfigError: they do not fit `input_shape` or `classes`.
     """
-    if self._data.image_shape != self._shape:
-      raise ConfigError(
-        f"the images are {self._data.image_shape} but TransferLearning.input_shape is "
-        f"{self._shape}; make them the same."
-      )
-    if self._data.labels > self._classes:
-      raise ConfigError(
-        f"the data has label {self._data.labels - 1}, but TransferLearning.classes is "
-        f"{self._classes}; set it to {self._data.labels}."
-      )
-    return self._data.sources[split]
+    return self._data.source(
+      split, task=type(self).__name__, input_shape=self._shape, classes=self._classes
+    )
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Scales as the backbone wants it; augments when training."""
@@ -233,7 +225,11 @@ class TransferLearning(Task):
       if isinstance(layer, keras.layers.BatchNormalization):
         layer.momentum = self._momentum
     if self._weights and not download:
-      logging.info(WarmStart(path=self._weights, strict=True).load(backbone).summary())
+      try:
+        report = WarmStart(path=self._weights, strict=True).load(backbone)
+      except ConfigError as error:
+        raise ConfigError(f"TransferLearning.weights: {error}") from error
+      logging.info(report.summary())
     return backbone
 
 

@@ -112,8 +112,9 @@ def test_partitioned_variables_lie_on_all_servers_and_learn(case, kind):
   result = case(f"partitioned_{kind}")
   assert result["shapes"] == [[32, 4], [32, 4]]
   assert len(set(result["devices"])) == 2
-  # Each of 64 one-hot examples has 4 weights of 1 and so a loss of 16, which a step on it lowers.
-  assert 16 > result["losses"][0] > result["losses"][1]
+  # Each of 64 one-hot examples has 4 weights of 1 and so a loss of 16, which a step on it lowers;
+  # the first 64, in whatever order two workers read, may all be different ones.
+  assert 16 >= result["losses"][0] > result["losses"][1]
   assert result["step"] == 16
 
 

@@ -325,7 +325,7 @@ def test_options_that_cannot_be_are_refused(options, says):
     (data(side=16), r"images are \(16, 16, 3\) but TransferLearning.input_shape is \(32, 32, 3\)"),
     (
       data(labels=LABELS + 1),
-      "the data has label 2, but TransferLearning.classes is 2; set it to 3",
+      "the data has label 2, but TransferLearning.classes is 2; set it to at least 3, or mend",
     ),
   ],
 )

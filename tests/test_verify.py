@@ -41,6 +41,9 @@ OF_REPLICAS = {
     "overflow on one replica", "finite check before the reduction",
     "LooksAtOwnGradients.train_step",
   ),
+  "LooksAtOwnShare": (
+    "overflow on one replica", "finite check before the reduction", "LooksAtOwnShare.train_step",
+  ),
   "NoiseWithState": (
     "same step twice", "random numbers with a state of their own", "NoiseWithState.forward",
   ),
@@ -186,6 +189,12 @@ def test_options_of_the_trainer_are_part_of_what_is_compared():
   assert failures(replicas.check(subject)) == []
   pipeline = small.found(order.check(subject), PIPELINE).detail
   assert "clip (value 0.01)" in pipeline
+
+
+def test_an_overflow_may_skip_one_update_of_two():
+  result = small.found(replicas.check(small.subject(kinds.Shares)), "overflow on one replica")
+  assert result.status == "passed"
+  assert result.detail.startswith("the step is the same on every replica")
 
 
 def test_the_pipeline_counts_communication():

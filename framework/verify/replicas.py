@@ -299,16 +299,24 @@ class Comparison:
       why = "no float feature to plant an infinity in"
       return Result(group=GROUP, check=name, status="not applicable", detail=why)
     moved = {n: _moved(outcome, trainable) for n, (outcome, trainable) in skips.items()}
-    if moved[1]:
-      why = "an infinite feature leaves the update finite"
+    outcomes = {n: outcome for n, (outcome, _) in skips.items()}
+    if moved[1] and not np.isfinite(self.flat(outcomes[1])).all():
+      why = "the task applies what is not finite, on one replica too"
       return Result(group=GROUP, check=name, status="not applicable", detail=why)
-    wrong = [str(n) for n, there in moved.items() if there]
+    if moved[1]:  # one of several updates was skipped, or none was
+      apart = {n: self._apart(outcomes[n], outcomes[1]) for n in (2, 3)}
+      wrong = [str(n) for n, difference in apart.items() if not difference <= AFTER_STEPS]
+      worst = max(apart.values())
+      right = f"the step is the same on every replica: relative difference {worst:.1e}"
+      bad = "the step differs from that of one replica where one of them overflows"
+    else:
+      wrong = [str(n) for n, there in moved.items() if there]
+      right = "the step is skipped on every replica, no weight moves"
+      bad = "weights move although one replica overflows"
     if not wrong:
-      detail = "the step is skipped on every replica, no weight moves"
-      return Result(group=GROUP, check=name, status="passed", detail=detail)
+      return Result(group=GROUP, check=name, status="passed", detail=right)
     return Result(
-      group=GROUP, check=name, status="failed",
-      detail=f"on {' and '.join(wrong)} replicas, weights move although one replica overflows",
+      group=GROUP, check=name, status="failed", detail=f"on {' and '.join(wrong)} replicas, {bad}",
       cause="finite check before the reduction",
       remedy="decide by step.check of the reduced gradients, which is the same on every replica",
       place=places.of(self.task, *METHODS, containing=("is_finite", "check(", "apply(")),
@@ -338,11 +346,22 @@ class Comparison:
     trained = [u.ravel() for u, used in zip(update, self.alone.trainable, strict=True) if used]
     return np.concatenate(trained)
 
+  def _apart(self, several: Outcome, one: Outcome) -> float:
+    """How far each of several replicas is from what one replica did, at most."""
+    replicas = range(len(several.after[0]))
+    found = [self.difference(several, one, without=self.noisy, replica=each) for each in replicas]
+    return max(each.worst for each in found)
+
   def difference(
-    self, one: Outcome, other: Outcome, *, without: frozenset[int] = frozenset()
+    self,
+    one: Outcome,
+    other: Outcome,
+    *,
+    without: frozenset[int] = frozenset(),
+    replica: int = 0,
   ) -> Difference:
-    """Holds two steps against each other, variable by variable, but for some of them."""
-    updates = list(zip(one.update(), other.update(), strict=True))
+    """Holds a replica of a step against another step, variable by variable, but for some."""
+    updates = list(zip(one.update(replica), other.update(), strict=True))
     scale = max((np.linalg.norm(other) for _, other in updates), default=0.0)
     relative = []
     for index, (mine, yours) in enumerate(updates):

@@ -182,6 +182,15 @@ class Noise(Small):
     step.update(lambda part: self.training_loss(step, part), batch)
 
 
+class Shares(Small):
+  """Two updates, each on half of the rows."""
+
+  def train_step(self, step, batch):
+    for first in range(2):
+      share = {name: value[first::2] for name, value in batch.items()}
+      step.update(lambda part: self.training_loss(step, part), share)
+
+
 RIGHT = (
   Small, Dropout, BatchNorm, Weighted, Regularised, TfKeras, Module, Recurrent, Written,
   TwoOptimizers, Sharpness, Classes, Noise,

@@ -150,6 +150,14 @@ class LooksAtOwnGradients(Small):
     step.log_update(loss, finite, norm)
 
 
+class LooksAtOwnShare(LooksAtOwnGradients):
+  """The same in each of two updates, of which the other has nothing to skip."""
+
+  def train_step(self, step, batch):
+    for first in range(2):
+      super().train_step(step, {name: value[first::2] for name, value in batch.items()})
+
+
 class NoiseWithState(Small):
   def forward(self, batch, training):
     x = batch["x"] + (0.5 * tf.random.normal(tf.shape(batch["x"])) if training else 0.0)
