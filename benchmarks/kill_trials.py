@@ -2,10 +2,10 @@
 
   python -m benchmarks.kill_trials --trials 20 --seed 0
 
-Each trial runs the same `launch.py` command again and again, killed one to three times, until it
-ends by itself. Then every tensor of the kept checkpoints, the digest of the stream of example ids
-among them, and every value of metrics.jsonl that is not a time must equal the uninterrupted run's
-to the bit. Exit status 1 if any trial misses.
+Each trial runs the same `launch.py` command again and again, killed one to `--most_kills` times,
+until it ends by itself. Then every tensor of the kept checkpoints, the digest of the stream of
+example ids among them, and every value of metrics.jsonl that is not a time must equal the
+uninterrupted run's to the bit. Exit status 1 if any trial misses.
 
   time     SIGKILL at any moment, that of starting and restoring included
   write    SIGKILL while a checkpoint is being written
@@ -154,11 +154,17 @@ def uninterrupted(folder: Path, replicas: int) -> Uninterrupted:
 
 
 def run_trial(
-  folder: Path, reference: Uninterrupted, kind: str, replicas: int, rng: random.Random
+  folder: Path,
+  reference: Uninterrupted,
+  kind: str,
+  rng: random.Random,
+  *,
+  replicas: int,
+  most_kills: int,
 ) -> Trial:
   """Runs and kills the command until it ends by itself, then compares."""
   trial = Trial()
-  wanted_kills = rng.randint(1, 3)
+  wanted_kills = rng.randint(1, most_kills)
   while True:
     command = Command(folder, replicas)
     trial.starts += 1
@@ -171,7 +177,7 @@ def run_trial(
     trial.misses.append(f"exit status {status}: {command.last_words()}")
   elif not trial.kills:
     shutil.rmtree(folder)  # it ended before the first kill; nothing was tried
-    return run_trial(folder, reference, kind, replicas, rng)
+    return run_trial(folder, reference, kind, rng, replicas=replicas, most_kills=most_kills)
   else:
     trial.misses += differences(folder, reference.folder, same_steps=kind != "sigterm")
   return trial
@@ -268,6 +274,7 @@ def main() -> int:
   parser.add_argument("--trials", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--replicas", type=int, default=1)
+  parser.add_argument("--most_kills", type=int, default=3, help="of a trial")
   parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["time", "write"])
   options = parser.parse_args()
   base = Path(tempfile.mkdtemp(prefix="kill_trials_"))
@@ -278,7 +285,10 @@ def main() -> int:
     rng, began = random.Random(f"{options.seed}/{number}"), time.time()
     kind = options.kinds[number % len(options.kinds)]
     folder = base / f"trial{number}"
-    done.append(run_trial(folder, reference, kind, options.replicas, rng))
+    trial = run_trial(
+      folder, reference, kind, rng, replicas=options.replicas, most_kills=options.most_kills
+    )
+    done.append(trial)
     report(number, options.trials, kind, done[-1], time.time() - began)
     if not done[-1].misses:
       shutil.rmtree(folder)

@@ -6,6 +6,8 @@ The whole of a run is `framework.run.run`, which a gin file configures; its part
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from framework import lazy
+
 if TYPE_CHECKING:
   from framework.actions import Action, BestCheckpoint, EarlyStopping, Export, StopOnNonFinite
   from framework.configurables import register
@@ -56,6 +58,8 @@ _HOMES = {
   "task": ("Loss", "Task", "weighted_sum"),
   "trainer": ("Trainer",),
 }
+
+lazy.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 import os
-import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import keras
@@ -60,19 +60,21 @@ class Clustered(Task):
 
 @framework.register
 class Keeper(Action):
-  """Keeps each worker's variables after every loop; once, at a step, sends itself a signal."""
+  """Keeps each worker's variables after every loop, and sends signals to its own process.
+
+  `signals` maps such as "worker 1 step 5" to the number of a signal; each is sent once.
+  """
 
   on = "train"
 
-  def __init__(
-    self, *, folder: str, worker: int = -1, step: int = -1, number: int = int(signal.SIGKILL)
-  ) -> None:
-    self._folder, self._worker, self._step, self._number = Path(folder), worker, step, number
+  def __init__(self, *, folder: str, signals: Mapping[str, int] | None = None) -> None:
+    self._folder, self._signals = Path(folder), signals or {}
 
   def __call__(self, output):
     values = [v.numpy() for v in self.run.task.model.variables]
     np.savez(self._folder / f"variables-{WORKER}.npz", *values)
-    done = self._folder / "signalled"
-    if self._worker == WORKER and self.run.step == self._step and not done.exists():
+    now = f"worker {WORKER} step {self.run.step}"
+    done = self._folder / f"sent at {now}"
+    if now in self._signals and not done.exists():
       done.touch()
-      os.kill(os.getpid(), self._number)
+      os.kill(os.getpid(), self._signals[now])

@@ -45,6 +45,10 @@ def reference_hash(value, seed, purpose):
   return mixed ^ mixed >> 31
 
 
+def ledger_digest(ids):
+  return sum(reference_hash(int(i), 0, "ledger") for i in ids) & M64
+
+
 def of_elements(**elements):
   return tf.data.Dataset.from_tensors(elements)
 

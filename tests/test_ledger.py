@@ -1,15 +1,12 @@
 """The ledger against ids that the model itself recorded, and against planted defects."""
 
 import json
-import signal
 
 import everything
 import numpy as np
 import pytest
 import tensorflow as tf
-from input_cases import M64, one_line_error, reference_hash, stream
-from test_multi_worker import STEPS as CLUSTER_STEPS
-from test_multi_worker import run as run_cluster
+from input_cases import ledger_digest, one_line_error, stream
 
 from framework import ledger, recording, strategies
 from framework.ledger import Ledger, Problem, prove
@@ -17,10 +14,6 @@ from framework.session import Session
 from framework.sources import ArraySource
 
 N, BATCH = everything.EXAMPLES, everything.BATCH
-
-
-def digest(ids):
-  return sum(reference_hash(int(i), 0, "ledger") for i in ids) & M64
 
 
 def recorded_trainer(folder, strategy, *, spoil=None, batch=BATCH, **options):
@@ -77,7 +70,7 @@ def test_each_step_has_the_hash_of_the_ids_it_trained_on(
   assert [line["first_step"] for line in lines] == [1, 2, 6, 8]
   assert [count for line in lines for count in line["counts"]] == [batch] * 10
   hashes = [value for line in lines for value in line["hashes"]]
-  assert hashes == [f"{digest(ids):016x}" for ids in seen]
+  assert hashes == [f"{ledger_digest(ids):016x}" for ids in seen]
   status, text = check(tmp_path, capsys)
   examples = 10 * batch
   assert status == 0
@@ -280,7 +273,7 @@ def lines_of(worker, first, last, *, after=None, ids=ORDER, **changes):
       (step - 1) * start["global_batch_size"] + min(row, start["global_batch_size"])
       for row in start["rows"]
     )
-    lines.append(ledger.steps_line(step, [end - begin], [digest(ids[begin:end])]))
+    lines.append(ledger.steps_line(step, [end - begin], [ledger_digest(ids[begin:end])]))
   return lines
 
 
@@ -414,7 +407,7 @@ def test_an_order_of_many_examples_is_compared_in_parts(monkeypatch):
   assert problem(*both(1, 30, ids=ids, **options)).startswith("step 15, worker 0: differs: it con")
 
 
-# ---- The command ----
+# ---- The command; after kills in a cluster: tests/test_multi_worker.py ----
 
 
 def test_without_a_ledger_the_command_says_what_to_do(tmp_path, capsys):
@@ -424,19 +417,3 @@ def test_without_a_ledger_the_command_says_what_to_do(tmp_path, capsys):
   assert "train with `run.ledger = True`" in err
   assert ledger.main([]) == 2
   assert "usage: python -m framework.ledger MODEL_DIR" in capsys.readouterr().err
-
-
-def test_killed_workers_prove_it(tmp_path, capsys):
-  """Two processes, one killed by SIGKILL after step 5 with a checkpoint of step 4."""
-  outcome = run_cluster(
-    tmp_path, 2, "run.ledger = True", "Keeper.worker = 1", "Keeper.step = 5",
-    f"Keeper.number = {int(signal.SIGKILL)}", flags=["--max_restarts=1"],
-  )  # fmt: skip
-  assert outcome.status == 0, outcome.err
-  status, text = check(tmp_path / "m", capsys)
-  assert status == 0, text
-  assert f"steps 1 to {CLUSTER_STEPS}: each consumed exactly once (2 workers, 2 starts" in text
-  for worker in (0, 1):
-    told = [row for entry in entries(tmp_path / "m", worker) for row in entry.get("hashes", [])]
-    seen = [f"{digest(ids[ids >= 0]):016x}" for ids in outcome.ids(worker)]
-    assert told == seen[: len(told)]

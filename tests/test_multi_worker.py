@@ -10,8 +10,10 @@ from pathlib import Path
 import clustered
 import numpy as np
 import pytest
+from input_cases import ledger_digest
 
 import launch
+from framework import ledger
 
 ROOT = Path(launch.__file__).parent
 BATCH, STEPS, RATE = 8, 10, 0.05
@@ -139,35 +141,57 @@ def unbroken(tmp_path_factory):
   return run(tmp_path_factory.mktemp("unbroken"), 2, "Clustered.batch_norm = True")
 
 
-def assert_ends_alike(outcome, unbroken):
+SIGNALS = {
+  "worker 1 step 3": int(signal.SIGTERM),
+  "worker 1 step 5": int(signal.SIGKILL),
+  "worker 0 step 7": int(signal.SIGKILL),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+  """The same, stopped by SIGTERM and started again; then each worker is killed, and all restart."""
+  folder = tmp_path_factory.mktemp("broken")
+  params = ("Clustered.batch_norm = True", "run.ledger = True", f"Keeper.signals = {SIGNALS}")
+  first = run(folder, 2, *params)
+  saved = sorted(path.name for path in (folder / "m" / "checkpoints").glob("*.index"))
+  return first, saved, run(folder, 2, *params, flags=["--max_restarts=2"])
+
+
+def test_sigterm_on_one_worker_saves_and_ends_all(broken):
+  first, saved, _ = broken
+  assert first.status == 75, first.err
+  assert saved == ["ckpt-2.index", "ckpt-3.index"]
+
+
+def test_a_killed_worker_is_named_and_costs_nothing(broken, unbroken):
+  *_, outcome = broken
   assert outcome.status == 0, outcome.err
+  assert outcome.err.count("worker-1 was killed by SIGKILL") == 1
+  assert outcome.err.count("worker-0 was killed by SIGKILL") == 1
   for worker in (0, 1):
     for got, wanted in zip(outcome.variables(worker), unbroken.variables(worker), strict=True):
       np.testing.assert_array_equal(got, wanted)
   assert [r["step"] for r in outcome.records("train")] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_worker_costs_nothing(victim, unbroken, tmp_path):
-  outcome = run(
-    tmp_path, 2, "Clustered.batch_norm = True", f"Keeper.worker = {victim}", "Keeper.step = 5",
-    flags=["--max_restarts=1"],
-  )  # fmt: skip
-  assert f"worker-{victim} was killed by SIGKILL" in outcome.err
-  assert_ends_alike(outcome, unbroken)
-
-
-def test_sigterm_on_one_worker_saves_and_ends_all(unbroken, tmp_path):
-  params = ("Clustered.batch_norm = True", "Keeper.worker = 1", "Keeper.step = 5")
-  params += (f"Keeper.number = {int(signal.SIGTERM)}",)
-  first = run(tmp_path, 2, *params)
-  assert first.status == 75, first.err
-  assert (tmp_path / "m" / "checkpoints" / "ckpt-5.index").exists()
-  assert_ends_alike(run(tmp_path, 2, *params), unbroken)
+def test_the_ledger_proves_that_nothing_was_skipped_or_repeated(broken, unbroken, capsys):
+  *_, outcome = broken
+  assert ledger.main([str(outcome.folder / "m")]) == 0
+  told = f"steps 1 to {STEPS}: each consumed exactly once (2 workers, 4 starts"
+  assert told in capsys.readouterr().out
+  for worker in (0, 1):
+    lines = (outcome.folder / "m" / f"ledger-{worker}.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines if "hashes" in line]
+    seen = unbroken.ids(worker)
+    for entry in entries:  # a loop is one step
+      ids = seen[entry["first_step"] - 1]
+      assert entry["hashes"] == [f"{ledger_digest(ids[ids >= 0]):016x}"]
+    assert {entry["first_step"] for entry in entries} == set(range(1, STEPS + 1))
 
 
 def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
-  """Each in its own words: `Keeper.step` differs."""
+  """Each in its own words: `run.train_steps` differs."""
   from framework.local_cluster import make_cluster
 
   tmp_path.joinpath("config.gin").write_text(
@@ -178,7 +202,7 @@ def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   for worker in (0, 1):
     config = {"cluster": spec, "task": {"type": "worker", "index": worker}}
     command = [sys.executable, str(ROOT / "launch.py"), f"--gin_file={tmp_path / 'config.gin'}"]
-    command += [f"--gin_param=Keeper.step = {worker + 3}", f"--model_dir={tmp_path / 'm'}"]
+    command += [f"--gin_param=run.train_steps = {worker + 3}", f"--model_dir={tmp_path / 'm'}"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": json.dumps(config)}
     started.append(
       subprocess.Popen(command, cwd=ROOT / "tests", env=env, stderr=subprocess.PIPE, text=True)
@@ -186,8 +210,8 @@ def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   errors = [process.communicate(timeout=120)[1] for process in started]
   addresses = spec["worker"]
   line = (
-    f"error: worker-1 ({addresses[1]}) differs from worker-0 ({addresses[0]}) in its Keeper.step: "
-    "4, not 3; start all workers alike.\n"
+    f"error: worker-1 ({addresses[1]}) differs from worker-0 ({addresses[0]}) in its "
+    "run.train_steps: 4, not 3; start all workers alike.\n"
   )
   assert [process.returncode for process in started] == [2, 2]
   assert [error[-len(line) :] for error in errors] == [line, line]
