@@ -6,7 +6,8 @@
 First it tunes as launch.py does, then each combination takes turns with the choice, a block of
 steps each in a random order, so that what other programs do to the machine hits both. A figure is
 the median over rounds, with quartiles, of how many times as fast the combination is; the choice
-itself competes too, as a control. Exit status 1 if a combination is faster by more than 5 %.
+itself competes too, as a control. The best of many noisy figures is too high a figure, so the best
+combination meets the choice once more. Exit status 1 if it is then faster by more than 5 %.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
   for bindings in combinations(tune.axes(own.trainer, own.step_s)):
     name = str(Option(bindings)) or "(the config as it is)"
     try:
-      found[name] = bench.compare(chosen, bindings)
+      found[name] = bindings, bench.compare(chosen, bindings)
     except ConfigError:
       continue
-    _say(f"{found[name]}  {name}{'  (the choice)' if bindings == chosen else ''}")
-  best = max(found, key=lambda name: found[name].median)
-  _say(
-    f"\nof {len(found)} combinations the best is {found[best]} times as fast as the choice: {best}"
-  )
-  return 1 if found[best].median > ALLOWED else 0
+    _say(f"{found[name][1]}  {name}{'  (the choice)' if bindings == chosen else ''}")
+  best = max(found, key=lambda name: found[name][1].median)
+  bindings, ratio = found[best]
+  _say(f"\nof {len(found)} combinations the best is {best}: {ratio} times as fast as the choice")
+  if bindings != chosen:
+    ratio = bench.compare(chosen, bindings)
+    _say(f"once more: {ratio}")
+  return 1 if ratio.median > ALLOWED else 0
 
 
 def combinations(axes: Sequence[Sequence[Option]]) -> list[Bindings]:

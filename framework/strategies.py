@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +19,24 @@ CrossDeviceOps = Literal[
 ]
 Communication = Literal["auto", "ring", "nccl"]
 StrategyFactory = Callable[[], tf.distribute.Strategy | servers.Server]
+_KEYS_EACH = 1000
+_first_keys = itertools.count(_KEYS_EACH, _KEYS_EACH)
+
+
+class MirroredStrategy(tf.distribute.MirroredStrategy):
+  """TensorFlow's, with group keys of its own for collectives.
+
+  All of TensorFlow's count from 1, so that in one process the second would find the groups of the
+  first under its keys, of other sizes and with tensors of other shapes. Each asks
+  `_collective_key_base` where to begin; the strategies for several workers begin at 0.
+  """
+
+  def __init__(
+    self, devices: Sequence[str], *, cross_device_ops: tf.distribute.CrossDeviceOps | None = None
+  ) -> None:
+    """Takes what TensorFlow's takes; each call takes the next keys of this process."""
+    self._collective_key_base = next(_first_keys)
+    super().__init__(devices, cross_device_ops=cross_device_ops)
 
 
 def default() -> tf.distribute.Strategy:
@@ -51,7 +70,7 @@ def mirrored(
   """
   names = _replica_devices(devices, cpu_replicas)
   op = _checked_op(cross_device_ops, names, num_packs)
-  return tf.distribute.MirroredStrategy(names, cross_device_ops=op)
+  return MirroredStrategy(names, cross_device_ops=op)
 
 
 def central_storage(

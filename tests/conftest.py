@@ -31,10 +31,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def mirrored():
-  """Makes a MirroredStrategy of N logical CPUs.
-
-  Reduced without collectives: a process can hold only one size of collective group.
-  """
+  """Makes a MirroredStrategy of N logical CPUs, reduced without collectives."""
 
   def make(replicas: int) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(
