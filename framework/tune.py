@@ -4,9 +4,9 @@
     python launch.py --gin_file=mine.gin --gin_file=runs/mine/tuned.gin
 
 What is tried is the user's own config with a few bindings on top: task, input, strategy and Trainer
-are made from it as `run` makes them. A candidate and the best so far take turns, a block of steps
-each, and it takes the best's place only if it is clearly faster; so what else a machine does hits
-both, and what is chosen is not slower than the config as it is.
+are made from it as `run` makes them. A candidate and the best so far take turns (one, the other,
+the other, the one), and it takes the best's place only if it is clearly faster; so what else a
+machine does hits both, and what is chosen is not slower than the config as it is.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def tune(
     gin_params: too.
     model_dir: the run folder.
     show: is called with each line as soon as it is known.
-    rounds: turns that a candidate and the best so far take, 2 or more.
-    block_s: seconds that a turn should take at least.
+    rounds: of turns of a candidate and the best so far, 2 or more; in each, both have two.
+    block_s: seconds that each should run in a round at least.
 
   Raises:
     ConfigError: a mistake in the config; or it is eager, or of several processes.
@@ -291,16 +291,17 @@ class Bench:
       raise ConfigError(errors.mistake(error) or errors.failure(error)) from error
     slower, own = max(one.step_s, other.step_s), runs.bound("steps_per_loop")
     loops = [int(bindings.get(LOOP, own)) for bindings in (best, candidate)]
+    turn_s = self._block_s / 2  # each has two in a round
     if loops[0] == loops[1]:  # then its length may be any
-      loops = [max(1, min(loops[0], int(self._block_s / slower)))] * 2
-    steps = max(loops) * math.ceil(self._block_s / (max(loops) * slower))
+      loops = [max(1, min(loops[0], int(turn_s / slower)))] * 2
+    steps = max(loops) * math.ceil(turn_s / (max(loops) * slower))
     turns = [(one, loops[0]), (other, loops[1])]
     ratios: list[float] = []
     while len(ratios) < self._rounds and not _is_hopeless(ratios):
-      seconds = {}
-      for turn in self._order.sample([0, 1], 2):
+      seconds, (first, second) = [0.0, 0.0], self._order.sample([0, 1], 2)
+      for turn in (first, second, second, first):  # whatever grows in a round hits both alike
         contender, loop = turns[turn]
-        seconds[turn] = _seconds(contender.trainer, steps=steps, loop=loop)
+        seconds[turn] += _seconds(contender.trainer, steps=steps, loop=loop)
       ratios.append(seconds[0] / seconds[1])
     return Ratio.of(ratios)
 
