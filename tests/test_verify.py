@@ -161,6 +161,7 @@ IN_FLOAT64 = "agree within 0.1% in float64 in 4 variables"
     (small.Small, "float32", IN_FLOAT64),
     (bad_gradients.CastByHand, "float32", IN_FLOAT64),
     (bad_gradients.CastByHand, "mixed_float16", IN_FLOAT64),
+    (bad_gradients.Swish, "float32", IN_FLOAT64),
     (bad_gradients.OfFloat32, "float32", "agree within 10% in float32 in 4 variables"),
   ],
 )

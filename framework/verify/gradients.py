@@ -268,11 +268,10 @@ def _stops(graph: tf.Graph | None) -> bool:
 
 
 def _is_exact(graph: tf.Graph | None) -> bool:
-  """Whether all that the loss computes is float64."""
+  """Whether the loss computes in float64 only; a constant may be narrow, like `tf.nn.silu`'s."""
   narrow = (tf.float32, tf.float16, tf.bfloat16)
-  return graph is not None and not any(
-    output.dtype in narrow for op in graph.get_operations() for output in op.outputs
-  )
+  computed = (op for op in graph.get_operations() if op.type != "Const") if graph else ()
+  return graph is not None and not any(o.dtype in narrow for op in computed for o in op.outputs)
 
 
 def _differences(task: Any, seen: Seen) -> Result:

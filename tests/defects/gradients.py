@@ -86,6 +86,13 @@ class CastByHand(Small):
     return tf.square(outputs - tf.cast(batch["y"] > 0, tf.float32))
 
 
+class Swish(Small):
+  """Right: `tf.nn.silu` casts a float32 constant of its own."""
+
+  def forward(self, batch, training):
+    return tf.nn.silu(super().forward(batch, training))
+
+
 class Embedded(Small):
   """Right: a sparse gradient is made dense."""
 
