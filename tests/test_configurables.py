@@ -45,6 +45,8 @@ class Digits(Task):
 
 class Folder(Task):
   def __init__(self, *, directory: str):
+    if directory == "missing":
+      raise ConfigError("Folder.directory is 'missing', where there is nothing.")
     self.directory = directory
 
 
@@ -496,6 +498,15 @@ def test_a_parameter_bound_twice_in_a_file():
     "x.gin:5: run.seed is 2, but 1 at x.gin:3. Remove one of the two lines."
   )
   parse(GOOD + "run.seed = 1\nrun.seed = 1")
+
+
+def test_a_value_is_read_as_gin_would_make_it():
+  parse("run.task = @Folder()\nFolder.directory = 'here'\nrun.train_steps = 5\n")
+  assert configurables.bound("run", "task", None).directory == "here"
+  assert configurables.bound("run", "seed", 3) == 3
+  parse("run.task = @Folder()\nFolder.directory = 'missing'\nrun.train_steps = 5\n")
+  with pytest.raises(ConfigError, match="'missing', where there is nothing"):
+    configurables.bound("run", "task", None)
 
 
 def test_a_later_file_and_a_flag_override():

@@ -125,9 +125,10 @@ def bindings() -> dict[str, str]:
 def bound(name: str, parameter: str, default: Any) -> Any:
   """Returns the value of a binding, `default` without one; `@Class()` in it is called each time."""
   try:
-    return copy.deepcopy(gin.query_parameter(f"{name}.{parameter}"))  # which is how gin calls it
+    value = gin.query_parameter(f"{name}.{parameter}")
   except ValueError:
     return default
+  return copy.deepcopy(value)  # which is how gin calls it; what a class refuses comes through
 
 
 def _written(config: Config, values: Mapping[str, Any]) -> str:
