@@ -3,6 +3,10 @@
 Keras spells an update out in elementwise operations, each a pass over memory. TensorFlow has the
 same formulas as single kernels. Slots and hyperparameters stay Keras's; the results differ by
 rounding alone (Keras rounds 1 - beta_2 before its bias correction and the kernel after).
+
+On a CPU, TensorFlow's kernel of Adam is given to several threads from about 400 elements on, and
+waits for them; up to some ten thousand elements the waiting takes longer than Keras's operations,
+three times as long where other processes want the cores too (benchmarks/adam_kernel.py).
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ import tensorflow as tf
 import tf_keras
 
 from framework import models
+
+FORKED = range(2**9, 2**15)
+"""Elements of a variable on a CPU for which Adam's kernel is slower than Keras's operations."""
 
 
 def use(optimizer: Any) -> None:
@@ -53,9 +60,13 @@ def _apply(
   """Updates one variable on its device; False where no kernel has the optimizer's options."""
   dtype = variable.dtype
   gradient, rate = tf.cast(gradient, dtype), tf.cast(learning_rate, dtype)
-  handle = models.raw(variable).handle
+  raw = models.raw(variable)
+  handle = raw.handle
   if hasattr(optimizer, "beta_1"):
-    return _adam(optimizer, index, gradient, handle, rate)
+    if optimizer.amsgrad or _forks(raw):
+      return False
+    _adam(optimizer, index, gradient, handle, rate)
+    return True
   if not optimizer.momentum:
     tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=rate, delta=gradient)
     return True
@@ -70,12 +81,15 @@ def _apply(
   return True
 
 
+def _forks(variable: tf.Variable) -> bool:
+  on_cpu = tf.DeviceSpec.from_string(variable.device).device_type == "CPU"
+  return on_cpu and variable.shape.num_elements() in FORKED
+
+
 def _adam(
   optimizer: Any, index: int, gradient: tf.Tensor, handle: tf.Tensor, rate: tf.Tensor
-) -> bool:
+) -> None:
   """Kingma & Ba, "Adam" (2015): the form that ends section 2, epsilon outside the correction."""
-  if optimizer.amsgrad:
-    return False
   dtype = gradient.dtype
   step = tf.cast(models.raw(optimizer.iterations) + 1, dtype)
   beta_1, beta_2 = tf.cast(optimizer.beta_1, dtype), tf.cast(optimizer.beta_2, dtype)
@@ -91,4 +105,3 @@ def _adam(
     epsilon=tf.cast(optimizer.epsilon, dtype),
     grad=gradient,
   )
-  return True

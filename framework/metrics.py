@@ -31,6 +31,7 @@ class MetricSums:
       aggregation=tf.VariableAggregation.SUM,
       name="metric_sums",
     )
+    self._compiled_total = tf.function(self._sums.read_value, autograph=False)
 
   def add(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
     """Adds this replica's pairs (replica context); names are fixed when the step is traced.
@@ -60,9 +61,9 @@ class MetricSums:
 
     A metric whose weights sum to zero is nan.
     """
-    sums = (
-      self._sums.numpy() if not _is_distributed(self._sums) else self._sums.read_value().numpy()
-    )
+    # Compiled, the sum over all replicas takes a fraction of what it takes operation by operation.
+    sums = self._compiled_total() if _is_distributed(self._sums) else self._sums
+    sums = sums.numpy()
     self.reset()
     return self._means(sums)
 
@@ -75,7 +76,7 @@ class MetricSums:
 
   def reset(self) -> None:
     """Starts again from zero, as after a loop that failed half way (host)."""
-    self._sums.assign(np.zeros([CAPACITY, 2]))
+    self._sums.assign(np.zeros([CAPACITY, 2]), read_value=False)  # else it sums over replicas
 
   @property
   def weightless(self) -> frozenset[str]:

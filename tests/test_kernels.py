@@ -10,7 +10,7 @@ from framework import kernels, models, optimizers
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 STEPS = 20
-SHAPES = ((3, 2), (5,), ())
+SHAPES = ((3, 2), (5,), (), (kernels.FORKED.start,))
 RULES = {
   "adam": ("Adam", {"beta_1": 0.5, "beta_2": 0.75, "epsilon": 2.0**-20}),
   "adamw": ("AdamW", {"beta_1": 0.5, "beta_2": 0.75, "epsilon": 2.0**-20, "weight_decay": 0.25}),
@@ -32,7 +32,7 @@ def gradients_of(step, dtype):
   rng = np.random.default_rng([1, step])
   return [
     (scale * rng.normal(size=s)).astype(dtype)
-    for scale, s in zip((1, 10, 100), SHAPES, strict=True)
+    for scale, s in zip((1, 10, 100, 1), SHAPES, strict=True)
   ]
 
 
@@ -82,11 +82,11 @@ def trained(library, optimizer, *, with_kernels, dtype=np.float64):
 class Ops:
   """Names of the operations that a traced update consists of."""
 
-  def __init__(self, library, optimizer):
-    variable = tf.Variable([1.0, 2.0])
+  def __init__(self, library, optimizer, size=2):
+    variable = tf.Variable(tf.ones([size]))
     optimizer.build([variable])
     kernels.use(optimizer)
-    update = tf.function(lambda: optimizer.apply_gradients([(tf.constant([1.0, 2.0]), variable)]))
+    update = tf.function(lambda: optimizer.apply_gradients([(tf.ones([size]), variable)]))
     self.names = {op.type for op in update.get_concrete_function().graph.get_operations()}
 
 
@@ -175,6 +175,23 @@ def test_an_update_is_one_operation(library, name, kernel):
 
 
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.parametrize(
+  ("name", "size", "kernel"),
+  [
+    ("adam", kernels.FORKED.start - 1, True),
+    ("adam", kernels.FORKED.start, False),
+    ("adam", kernels.FORKED.stop - 1, False),
+    ("adam", kernels.FORKED.stop, True),
+    ("momentum", kernels.FORKED.start, True),
+  ],
+)
+def test_adam_on_a_cpu_leaves_middle_sizes_to_keras(library, name, size, kernel):
+  found = Ops(library, make(library, name), size).names
+  assert kernel == bool({"ResourceApplyAdam", "ResourceApplyKerasMomentum"} & found)
+  assert kernel != bool({"Sqrt", "Rsqrt"} & found)
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
 def test_amsgrad_falls_back_to_keras(library):
   made = [make(library, "adam", amsgrad=True) for _ in range(2)]
   usual = trained(library, made[0], with_kernels=False)
@@ -195,7 +212,9 @@ def test_a_subclass_keeps_its_own_rule(library):
       variable.assign_add(tf.cast(self.learning_rate, gradient.dtype) * gradient)
 
   fast = trained(library, Uphill(RATE), with_kernels=True)
-  moved = [sum(RATE * gradients_of(s, np.float64)[i] for s in range(STEPS)) for i in range(3)]
+  moved = [
+    sum(RATE * gradients_of(s, np.float64)[i] for s in range(STEPS)) for i in range(len(SHAPES))
+  ]
   expected = [w + m for w, m in zip(initial(np.float64), moved, strict=True)]
   assert_close(fast, expected, rtol=1e-12, atol=1e-12)
 

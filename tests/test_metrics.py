@@ -53,6 +53,24 @@ def test_reading_starts_again_from_zero(mirrored):
   assert math.isnan(sums.result()["loss"])
 
 
+def test_replicas_communicate_in_one_compiled_sum(mirrored, monkeypatch):
+  strategy = mirrored(2)
+  sums = made(strategy)
+  eager = []
+  reduce_to = type(strategy.extended).reduce_to
+
+  def counted(*arguments, **options):
+    eager.append(tf.executing_eagerly())
+    return reduce_to(*arguments, **options)
+
+  monkeypatch.setattr(type(strategy.extended), "reduce_to", counted)
+  for _ in range(3):
+    sums.reset()
+    strategy.run(lambda: sums.add({"loss": pair(3, 2)}))
+    assert sums.result() == {"loss": 1.5}
+  assert eager == [False]  # traced once
+
+
 def test_no_weight_at_all_is_nan_and_leaves_the_others_alone():
   sums = made(tf.distribute.get_strategy())
   sums.add({"idle": pair(0, 0), "busy": pair(6, 2)})
