@@ -26,7 +26,7 @@ from pathlib import Path
 from absl import flags
 
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
-LOCAL_MODES = ("train", "train_and_evaluate")
+LOCAL_MODES = ("train", "train_and_evaluate", "replay")
 MODES = (
   *("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"),
   *("replay", "verify", "check_config", "tune"),
@@ -160,7 +160,7 @@ def _check_local_flags(values: flags.FlagValues) -> None:
   if values.local_workers and values.mode not in LOCAL_MODES:
     raise flags.Error(
       f"received both --mode={values.mode} and --local_workers={values.local_workers}; "
-      f"a local cluster is for {' and '.join(LOCAL_MODES)}: leave out --local_workers"
+      f"a local cluster is for {', '.join(LOCAL_MODES)}: leave out --local_workers"
     )
   if values.local_workers and "TF_CONFIG" in os.environ:
     raise flags.Error(

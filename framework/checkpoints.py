@@ -199,7 +199,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     try:
       with self._trainer.strategy.scope():
         status = self._checkpoint.restore(path)
-        status.assert_existing_objects_matched()
+        status.assert_existing_objects_matched().expect_partial()  # `_refuse_larger` tells the rest
       self._refuse_larger(path, reader, status)
     except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
       self._explain(path, reader, error)

@@ -96,6 +96,12 @@ class Cluster:
     """Whether this process writes to the run folder."""
     return self.index == 0
 
+  @property
+  def is_local(self) -> bool:
+    """Whether it is a cluster of processes on this machine, by the addresses of the loopback."""
+    hosts = {peer.address.rpartition(":")[0] for peer in self.peers}
+    return bool(hosts) and hosts <= {"127.0.0.1", "localhost", "[::1]"}
+
   def rows(self, padded_rows: int) -> range | None:
     """Returns this worker's rows of a global batch; None, for all, without a cluster.
 

@@ -378,6 +378,8 @@ def _replay_command(model_dir: str, trainer: Trainer) -> str:
   launch = os.path.relpath(configurables.REPOSITORY / "launch.py")
   config = os.path.join(model_dir, "operative_config.gin")
   flags = [f"--gin_file={config}", f"--model_dir={model_dir}", "--mode=replay"]
+  if trainer.cluster.is_local:
+    flags.append(f"--local_workers={trainer.cluster.size}")
   return f"{path}python {shlex.join([launch, *flags])}"
 
 

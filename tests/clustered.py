@@ -24,10 +24,14 @@ WORKER = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task
 
 @framework.register
 class Clustered(Task):
-  """Linear regression; every worker appends the ids of its rows to ids-<worker>."""
+  """Linear regression; every worker appends the ids of its rows to ids-<worker>.
 
-  def __init__(self, *, folder: str, batch_norm: bool = False) -> None:
+  The target of example `infinite` is infinite.
+  """
+
+  def __init__(self, *, folder: str, batch_norm: bool = False, infinite: int | None = None) -> None:
     self._folder, self._batch_norm = Path(folder), batch_norm
+    self._targets = np.where(np.arange(EXAMPLES) == infinite, np.float32(np.inf), Y)
 
   def build_model(self):
     layers = [keras.layers.BatchNormalization()] if self._batch_norm else []
@@ -37,7 +41,7 @@ class Clustered(Task):
     return model
 
   def source(self, split):
-    return ArraySource(features={"x": X, "y": Y, "weight": WEIGHT})
+    return ArraySource(features={"x": X, "y": self._targets, "weight": WEIGHT})
 
   def forward(self, batch, training):
     x = batch["x"]

@@ -287,13 +287,14 @@ def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
   monkeypatch.setitem(sys.modules, "mine.planted", module)
   monkeypatch.setattr(session.configurables, "bindings", lambda: {"run.seed": "3"})
   task = type("Mine", (), {"__module__": "mine.planted"})()
-  command = session._replay_command("runs/x", types.SimpleNamespace(task=task))
+  trainer = types.SimpleNamespace(task=task, cluster=types.SimpleNamespace(is_local=False))
+  command = session._replay_command("runs/x", trainer)
   assert command == (
     "PYTHONPATH='/else where' python launch.py --gin_file=runs/x/operative_config.gin "
     "--model_dir=runs/x --mode=replay"
   )
   monkeypatch.setattr(session.configurables, "bindings", dict)
-  command = session._replay_command("runs/x", types.SimpleNamespace(task=task))
+  command = session._replay_command("runs/x", trainer)
   assert command == "run(mode='replay', model_dir='runs/x', ...) with the same arguments"
 
 

@@ -127,8 +127,8 @@ def test_the_flags_reach_gin_and_run(stand_in, capsys):
     (("--max_restarts=3",), "--max_restarts=3 needs a local cluster; add --local_workers"),
     (
       ("--local_workers=2", "--mode=export"),
-      "received both --mode=export and --local_workers=2; a local cluster is for train and "
-      "train_and_evaluate: leave out --local_workers",
+      "received both --mode=export and --local_workers=2; a local cluster is for train, "
+      "train_and_evaluate, replay: leave out --local_workers",
     ),
   ],
 )

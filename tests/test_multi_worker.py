@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -133,6 +135,29 @@ def test_only_the_chief_writes(trained):
   assert names == ["checkpoint", *(f"{ckpt}.{kind}" for ckpt in saved for kind in kinds)]
   assert trained[2].out.count("done: step 10") == 1
   assert len(list((model_dir / "train").iterdir())) == 1
+
+
+def test_an_infinite_loss_is_traced_to_its_worker_and_example(trained, tmp_path):
+  """The target of the example that is read last; in `trained` two workers read the same ones."""
+  ids = np.stack([trained[2].ids(worker) for worker in (0, 1)])  # [worker, step, row]
+  first = {i: np.argwhere(ids == i)[:, 1].min() for i in range(clustered.EXAMPLES)}
+  guilty = max(first, key=first.get)
+  [[worker, _]] = np.argwhere(ids[:, first[guilty]] == guilty)
+  spoiled = (f"Clustered.infinite = {guilty}", "run.actions = [@StopOnNonFinite()]")
+  stopped = run(tmp_path, 2, *spoiled)
+  message, _, replay = stopped.err.partition("; replay the step: ")
+  assert f"failed: the loss became NaN or infinite at step {first[guilty] + 1}." in message
+
+  _, *command = shlex.split(replay.splitlines()[0])
+  again = subprocess.run(
+    [sys.executable, *command], cwd=ROOT / "tests", capture_output=True, text=True, timeout=240
+  )
+  assert (stopped.status, again.returncode) == (1, 0), again.stderr
+  found = [str(worker), "loss", "inf", str(guilty)]
+  for number in (0, 1):
+    log = (tmp_path / "m" / "logs" / f"worker-{number}.log").read_text()
+    rows = [re.split("  +", line)[1:] for line in log.splitlines() if "  loss  " in line]
+    assert rows == ([found] * 2 if number == worker else [])  # once by the run, once by the replay
 
 
 @pytest.fixture(scope="module")
