@@ -12,7 +12,8 @@ process, so the sums are made on one device.
 The cost: three trainers of the same model, one of them watched, take turns in a random order, a
 block of steps each; the third shows what differences there are by chance. Of the models "norm" is a
 CNN with batch normalisation, whose statistics are read each step, and "twice" the MLP updated twice
-a batch, where what the first update changes is kept until the second is checked.
+a batch, where what the first update changes is kept until the second is checked. A gin file in
+place of a model measures its task.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import contenders, models
-from framework import Trainer, forensics
+from framework import Trainer, configurables, forensics
+from framework import run as runs
 from tests import planted
 
 LONGEST = 12
@@ -179,9 +181,16 @@ TASKS = {
 
 
 def _trainer(model: str, replicas: int) -> Trainer:
+  strategy = _strategy(replicas)
+  if model.endswith(".gin"):
+    configurables.parse([model])
+    return runs.made_trainer(
+      runs.made_task(runs.bound("task")), strategy, optimizer=runs.bound("optimizer"),
+      global_batch_size=runs.bound_batch_size(replicas), seed=0, shuffle=True,
+    )  # fmt: skip
   return Trainer(
     task=TASKS[model](),
-    strategy=_strategy(replicas),
+    strategy=strategy,
     dataset_fn=lambda position: models.dicts(),
     global_batch_size=models.BATCH_SIZE,
     optimizer=keras.optimizers.Adam,
