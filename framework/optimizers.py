@@ -118,6 +118,15 @@ class TfKerasOptimizer(Optimizer):
 
   def _build(self) -> None:
     self.optimizer.jit_compile = False  # its XLA update cannot be nested in the step's branch
+    if (rate := getattr(self.optimizer, "_current_learning_rate", None)) is not None:
+      # What a schedule gave last: every replica assigns it, which central storage takes from none
+      # unless it is told what to do with several.
+      self.optimizer._current_learning_rate = tf.Variable(
+        rate.read_value(),
+        trainable=False,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        name="current_learning_rate",
+      )
     self._raw = [models.raw(v) for v in self.fusion.variables]
     self.optimizer.build(self._raw)
 

@@ -211,7 +211,9 @@ def _optimizers():
   for model in ("keras", "tf_keras"):
     for optimizer in ("momentum", "adamw", "two"):
       yield Case(scenario=_variant(optimizer, optimizer=optimizer), model=model)
-    yield Case(scenario=_variant("schedule", schedule=True), model=model)
+    scheduled = _variant("schedule", schedule=True)
+    yield Case(scenario=scheduled, model=model)
+    yield Case(scenario=scheduled, strategy="central_storage", replicas=2, model=model)
     for strategy, replicas in (("default", 1), ("mirrored", 3), ("central_storage", 2)):
       place = {"strategy": strategy, "replicas": replicas, "model": model}
       yield Case(scenario=_variant("unfused", fuse_updates=False), **place)
