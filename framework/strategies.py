@@ -396,12 +396,17 @@ def check_xla(strategy: tf.distribute.Strategy) -> None:
   Raises:
     ConfigError: central storage with several replicas.
   """
-  central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
-  if central and strategy.num_replicas_in_sync > 1:
+  if shares_variables(strategy):
     raise ConfigError(
       "received both Trainer.jit_compile=True and run.strategy=@central_storage; XLA cannot reach "
       "variables on another device: use mirrored, or jit_compile=False."
     )
+
+
+def shares_variables(strategy: tf.distribute.Strategy) -> bool:
+  """Whether several replicas have one copy of each variable between them: central storage."""
+  central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
+  return central and strategy.num_replicas_in_sync > 1
 
 
 def describe(strategy: tf.distribute.Strategy) -> tuple[str, list[str]]:

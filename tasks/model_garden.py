@@ -24,7 +24,7 @@ import tf_keras
 from absl import logging
 
 import framework
-from framework import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task
+from framework import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task, strategies
 from framework.errors import kind
 from framework.task import Weighted
 from framework.tracing import as_written, converted
@@ -166,12 +166,18 @@ class ModelGarden(Task):
     A model without variables yet is called once, on the first batch of the training data.
 
     Raises:
-      ConfigError: under mixed_float16, whose loss scale the Garden's own gradient would miss.
+      ConfigError: under mixed_float16, whose loss scale the Garden's own gradient would miss; or
+        under central storage, where replicas would share the Garden's metrics.
     """
     if tf_keras.mixed_precision.global_policy().name == "mixed_float16":
       raise ConfigError(
         "run.precision is 'mixed_float16', but a Model Garden task takes its gradients itself, "
         "without this loop's loss scale; use 'mixed_bfloat16' or 'float32'."
+      )
+    if strategies.shares_variables(tf.distribute.get_strategy()):
+      raise ConfigError(
+        "run.strategy is @central_storage, whose replicas share their variables, but the metrics "
+        "of a Model Garden task keep what each replica has seen; use mirrored."
       )
     model = self._garden.build_model()
     if not model.built:

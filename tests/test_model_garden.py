@@ -12,7 +12,7 @@ import tensorflow as tf
 import tf_keras
 from test_configs import forget_garden
 
-from framework import ConfigError, Evaluator, Trainer, configurables, inputs
+from framework import ConfigError, Evaluator, Trainer, configurables, inputs, strategies
 from tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
 
 pytest.importorskip("tensorflow_datasets", reason="the extra 'garden' is not installed")
@@ -376,6 +376,11 @@ def test_a_step_that_cannot_be_taken_over(garden, mirrored, what, message):
   trainer = make_trainer(step_with(garden, what), mirrored(2))
   with pytest.raises(Exception, match=message):
     trainer.train(tf.constant(1))
+
+
+def test_central_storage_is_refused(garden):
+  with pytest.raises(ConfigError, match=r"metrics of a Model Garden task .* use mirrored\.$"):
+    make_trainer(points(garden), strategies.central_storage(cpu_replicas=2))
 
 
 def test_several_data_sets_are_refused(garden):
