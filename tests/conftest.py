@@ -21,6 +21,11 @@ def pytest_configure() -> None:
   )
 
 
+def pytest_xdist_auto_num_workers() -> int:
+  """One more than cores: the tests of clusters wait for their processes a good part of the time."""
+  return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   items.sort(key=lambda item: not item.path.name.startswith(LONG))
 
