@@ -184,10 +184,7 @@ def _trainer(model: str, replicas: int) -> Trainer:
   strategy = _strategy(replicas)
   if model.endswith(".gin"):
     configurables.parse([model])
-    return runs.made_trainer(
-      runs.made_task(runs.bound("task")), strategy, optimizer=runs.bound("optimizer"),
-      global_batch_size=runs.bound_batch_size(replicas), seed=0, shuffle=True,
-    )  # fmt: skip
+    return runs.bound_trainer(runs.made_task(runs.bound("task")), strategy)
   return Trainer(
     task=TASKS[model](),
     strategy=strategy,

@@ -57,7 +57,7 @@ def _tf_keras_step(optimizer: Any, usual: Any, gradient: tf.Tensor, variable: tf
 def _apply(
   optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, learning_rate: Any
 ) -> bool:
-  """Updates one variable on its device; False where no kernel has the optimizer's options."""
+  """Updates one variable on its device; False where no kernel has its options, or is fast."""
   dtype = variable.dtype
   gradient, rate = tf.cast(gradient, dtype), tf.cast(learning_rate, dtype)
   raw = models.raw(variable)

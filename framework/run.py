@@ -235,10 +235,7 @@ def restored(model_dir: str) -> Task:
   learned = assets.provide(
     task, model_dir=model_dir, cluster=cluster.of(strategy), training=False, timeout_s=0.0
   )
-  trainer = made_trainer(
-    task, strategy, optimizer=bound("optimizer"), seed=bound("seed"),
-    global_batch_size=bound_batch_size(1), shuffle=bound("shuffle"),
-  )  # fmt: skip
+  trainer = bound_trainer(task, strategy)
   directory = os.path.join(model_dir, "checkpoints")
   manager = CheckpointManager(trainer=trainer, directory=directory, experiment={}, assets=learned)
   if not manager.restore_newest():
@@ -246,6 +243,14 @@ def restored(model_dir: str) -> Task:
   if trainer.parts.ema is not None:
     trainer.parts.ema.swap()
   return task
+
+
+def bound_trainer(task: Task, strategy: tf.distribute.Strategy) -> Trainer:
+  """Returns `made_trainer` with what the config in force gives `run` (host)."""
+  return made_trainer(
+    task, strategy, optimizer=bound("optimizer"), seed=bound("seed"), shuffle=bound("shuffle"),
+    global_batch_size=bound_batch_size(strategy.num_replicas_in_sync),
+  )  # fmt: skip
 
 
 def made_trainer(

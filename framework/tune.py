@@ -321,17 +321,15 @@ class Bench:
     return Contender(trainer, step_s, start_s, metrics["input_wait_s"] / few)
 
   def _trainer(self, bindings: Bindings) -> Trainer:
-    seed = runs.bound("seed")
     task = runs.made_task(runs.bound("task"))
     self._assets = assets.provide_in_memory(task, self._assets)
     runs.set_globals(
-      seed, runs.bound("precision"), deterministic=runs.bound("deterministic"), eager=False
+      runs.bound("seed"),
+      runs.bound("precision"),
+      deterministic=runs.bound("deterministic"),
+      eager=False,
     )
-    strategy = self._strategy(bindings)
-    return runs.made_trainer(
-      task, strategy, optimizer=runs.bound("optimizer"), seed=seed, shuffle=runs.bound("shuffle"),
-      global_batch_size=runs.bound_batch_size(strategy.num_replicas_in_sync),
-    )  # fmt: skip
+    return runs.bound_trainer(task, self._strategy(bindings))
 
   def _strategy(self, bindings: Bindings) -> tf.distribute.Strategy:
     """One for each cross-device op: a TPU, for one, can be started only once."""
