@@ -56,7 +56,7 @@ def launch(values: flags.FlagValues) -> int:
     print(__doc__, values.module_help(sys.modules[__name__]), sep="\n")
     return 0
   if values.mode == "check_config":
-    from framework.verify import configuration
+    from framework.verify.checks import configuration
 
     return configuration.check_config(values.gin_file, values.gin_param)
   model_dir = values.model_dir or os.path.join("runs", Path(values.gin_file[0]).stem)
@@ -78,9 +78,9 @@ def launch(values: flags.FlagValues) -> int:
   configurables.parse(values.gin_file, values.gin_param)
   if values.mode == "verify":
     return verify(values.json)
-  from framework.actions import NonFiniteLoss
-  from framework.cluster import ClusterError
+  from framework.actions.nonfinite import NonFiniteLoss
   from framework.run import run
+  from framework.strategies.cluster import ClusterError
 
   try:
     configurables.configured(run)(mode=values.mode, model_dir=model_dir)
@@ -106,7 +106,7 @@ def verify(json_file: str | None) -> int:
 
 def launch_local(values: flags.FlagValues, model_dir: str) -> int:
   """Runs this command line, without LOCAL_FLAGS, in each process of a cluster on this machine."""
-  from framework.local_cluster import run_local
+  from framework.strategies.local_cluster import run_local
 
   given = {name: values[name].value for name in values if values[name].present}
   arguments = [

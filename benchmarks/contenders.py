@@ -17,8 +17,9 @@ import tensorflow as tf
 import tf_keras
 
 from benchmarks import models
-from framework import strategies
-from framework.task import Loss, Task
+from framework.metrics import Loss
+from framework.strategies import factories
+from framework.task import Task
 from framework.trainer import Trainer
 
 STEPS_PER_EXECUTION = 50
@@ -41,7 +42,7 @@ class Contender(NamedTuple):
 
 def make(name: str, model: str, replicas: int, steps: int) -> Contender:
   """Makes the contender called `name`, a key of `TITLES`."""
-  strategies.split_cpu(replicas)
+  factories.split_cpu(replicas)
   return _MAKERS[name](model, replicas, steps)
 
 
@@ -49,7 +50,7 @@ def _loopwright(jit_compile: bool = False) -> Callable[[str, int, int], Contende
   def make_trainer(model: str, replicas: int, steps: int) -> Contender:
     trainer = Trainer(
       task=Classification(model),
-      strategy=strategies.mirrored(cpu_replicas=replicas) if replicas > 1 else strategies.default(),
+      strategy=factories.mirrored(cpu_replicas=replicas) if replicas > 1 else factories.default(),
       dataset_fn=lambda position: models.dicts(),
       global_batch_size=models.BATCH_SIZE,
       optimizer=keras.optimizers.Adam,
@@ -243,7 +244,7 @@ def _peer_strategy(replicas: int, ops: str | None = None) -> tf.distribute.Strat
   if replicas == 1:
     return tf.distribute.get_strategy()
   cross_device_ops = tf.distribute.ReductionToOneDevice() if ops else None
-  return tf.distribute.MirroredStrategy(strategies.split_cpu(replicas), cross_device_ops)
+  return tf.distribute.MirroredStrategy(factories.split_cpu(replicas), cross_device_ops)
 
 
 def per_example_loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:

@@ -47,8 +47,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import tensorflow as tf
 
 from benchmarks.kill_trials import different_tensors
-from framework import checkpoints
-from framework.local_cluster import make_cluster
+from framework.saving import checkpoints
+from framework.strategies.local_cluster import make_cluster
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "benchmarks/fault_trials.gin"

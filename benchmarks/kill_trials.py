@@ -33,7 +33,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import tensorflow as tf
 
 from benchmarks.stream_digest import digest
-from framework import checkpoints, inputs
+from framework.inputs import datasets
+from framework.saving import checkpoints
 from tasks.image_classification import digits
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -255,7 +256,7 @@ def bits(value: object) -> bytes:
 def expected_digest() -> int:
   """Computed in Python, from what the input says the order is."""
   source = digits().sources["train"]
-  batches = inputs.train_dataset(source, global_batch_size=BATCH, seed=0).take(STEPS)
+  batches = datasets.train_dataset(source, global_batch_size=BATCH, seed=0).take(STEPS)
   return digest(i for batch in batches.as_numpy_iterator() for i in batch["example_id"])
 
 

@@ -50,9 +50,9 @@ def measure(
   """Returns contender -> seconds a block, a round each; the same of CPU time."""
   import tensorflow as tf
 
-  from framework import strategies
+  from framework.strategies import factories
 
-  strategies.split_cpu(replicas)
+  factories.split_cpu(replicas)
   steps = tf.constant(STEPS[model])
   trainers = {
     name: make_trainer(model, replicas, ledger=name == "ledger")
@@ -76,9 +76,10 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
   import keras
 
   from benchmarks import contenders, models
-  from framework import inputs, strategies
-  from framework.recording import Recorder
-  from framework.sources import ArraySource
+  from framework.inputs import datasets
+  from framework.inputs.sources import ArraySource
+  from framework.ledger.recorder import Recorder
+  from framework.strategies import factories
   from framework.trainer import Trainer
 
   rng = np.random.default_rng(0)
@@ -87,14 +88,14 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
     "label": rng.integers(models.CLASSES, size=EXAMPLES),
   }
   source = ArraySource(features=features)
-  strategy = strategies.mirrored(cpu_replicas=replicas) if replicas > 1 else strategies.default()
+  strategy = factories.mirrored(cpu_replicas=replicas) if replicas > 1 else factories.default()
   recorder = Recorder(model_dir=tempfile.mkdtemp(), strategy=strategy) if ledger else None
   order = {"global_batch_size": models.BATCH_SIZE, "seed": 0, "rows": None, "shuffle": True}
 
   def read(position: int):
     if recorder:
       recorder.reads(source, position=position, **order)
-    return inputs.train_dataset(source, position=position, pad_multiple=replicas, **order)
+    return datasets.train_dataset(source, position=position, pad_multiple=replicas, **order)
 
   return Trainer(
     task=contenders.Classification(model),

@@ -21,7 +21,9 @@ import tensorflow as tf
 import tf_keras
 from absl import app, flags
 
-from framework import Task, Trainer, inputs, strategies
+from framework import Task, Trainer
+from framework.inputs import datasets
+from framework.strategies import factories
 from tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
 
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "logical CPUs to train on.")
@@ -65,7 +67,7 @@ def trainer_of(task: Task, experiment: Any, strategy: tf.distribute.Strategy) ->
   trainer = Trainer(
     task=task, strategy=strategy, global_batch_size=size,
     optimizer=lambda: garden_optimizer(experiment=experiment),
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=size, pad_multiple=trainer.batch_multiple,
       position=position,
     ),
@@ -127,7 +129,7 @@ def _bytes(value: bytes) -> tf.train.Feature:
 def main(argv: list[str]) -> None:
   """Prints both losses of each step, and how far apart they were at most."""
   del argv
-  strategies.split_cpu(_REPLICAS.value)
+  factories.split_cpu(_REPLICAS.value)
   from official.core import task_factory
 
   with tempfile.TemporaryDirectory() as folder:

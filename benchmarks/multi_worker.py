@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.throughput import LOSS_TOLERANCE, TARGET, Configuration
-from framework import local_cluster
+from framework.strategies import local_cluster
 
 MODELS = ("mlp", "cnn", "many")
 NAMES = ("hand", "control", "loopwright")
@@ -145,11 +145,11 @@ def work(options: argparse.Namespace) -> int:
   if not options.verbose:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
   warnings.simplefilter("ignore")
-  from framework import cluster, strategies
+  from framework.strategies import factories, traits
 
-  strategy = strategies.multi_worker_mirrored(start_timeout_s=_START_TIMEOUT_S)
+  strategy = factories.multi_worker_mirrored(start_timeout_s=_START_TIMEOUT_S)
   faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True)  # no signal ends a hanging collective
-  workers = cluster.of(strategy)
+  workers = traits.cluster_of(strategy)
   loops = {name: _MAKERS[name](options.models[0], workers) for name in NAMES}
   results = _take_turns(loops, workers, options.rounds, options.block_s)
   Path(options.folder, f"worker-{workers.index}.json").write_text(json.dumps(results))

@@ -46,7 +46,7 @@ from typing import Any
 
 import numpy as np
 
-from framework import local_cluster
+from framework.strategies import local_cluster
 
 PHASES = ("full", "control", "slowed", "busy")
 KINDS = {"servers": 1, "in_step": 0}  # parameter servers of each
@@ -128,9 +128,9 @@ def work(options: argparse.Namespace) -> int:
 def _beside_servers(options: argparse.Namespace, folder: Path, core: int) -> int:
   import tensorflow as tf
 
-  from framework import servers, strategies
+  from framework.strategies import factories, servers
 
-  strategy = strategies.parameter_server(
+  strategy = factories.parameter_server(
     start_timeout_s=_PATIENCE_S, heartbeat_timeout_s=_PATIENCE_S
   )
   if isinstance(strategy, servers.Server):
@@ -161,8 +161,8 @@ def _counting_trainer(strategy: Any) -> Any:
   import tensorflow as tf
 
   from benchmarks import contenders
+  from framework.backend.autograph import as_written
   from framework.parameter_server import ParameterServerTrainer
-  from framework.tracing import as_written
 
   class CountingTrainer(ParameterServerTrainer):
     def _make_counters(self) -> None:
@@ -192,13 +192,13 @@ def _in_step(options: argparse.Namespace, folder: Path, core: int) -> int:
   import tensorflow as tf
 
   from benchmarks import contenders
-  from framework import cluster, strategies
+  from framework.strategies import factories, traits
   from framework.trainer import Trainer
 
-  strategy = strategies.multi_worker_mirrored(
+  strategy = factories.multi_worker_mirrored(
     start_timeout_s=_PATIENCE_S, heartbeat_timeout_s=_PATIENCE_S
   )
-  workers = cluster.of(strategy)
+  workers = traits.cluster_of(strategy)
   trainer = Trainer(
     task=contenders.Classification("cnn"),
     strategy=strategy,

@@ -6,19 +6,22 @@ The whole of a run is `framework.run.run`, which a gin file configures; its part
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from framework import lazy
+from framework.backend import lazy_keras
 
 if TYPE_CHECKING:
-  from framework.actions import Action, BestCheckpoint, EarlyStopping, Export, StopOnNonFinite
+  from framework.actions.base import Action
+  from framework.actions.best import BestCheckpoint, EarlyStopping, Export
+  from framework.actions.nonfinite import StopOnNonFinite
   from framework.configurables import register
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
-  from framework.inputs import Batch
-  from framework.reduction import Reduction
-  from framework.schedules import Schedule
-  from framework.sources import ArraySource, ImageFolderSource, Source, StreamSource
+  from framework.inputs.datasets import Batch
+  from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
+  from framework.metrics import Loss, weighted_sum
+  from framework.optimizers.schedules import Schedule
   from framework.step import EvalStep, Step
-  from framework.task import Loss, Task, weighted_sum
+  from framework.strategies.reduction import Reduction
+  from framework.task import Task
   from framework.trainer import Trainer
 
 __all__ = [
@@ -46,20 +49,23 @@ __all__ = [
 ]
 
 _HOMES = {
-  "actions": ("Action", "BestCheckpoint", "EarlyStopping", "Export", "StopOnNonFinite"),
+  "actions.base": ("Action",),
+  "actions.best": ("BestCheckpoint", "EarlyStopping", "Export"),
+  "actions.nonfinite": ("StopOnNonFinite",),
   "configurables": ("register",),
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
-  "inputs": ("Batch",),
-  "reduction": ("Reduction",),
-  "schedules": ("Schedule",),
-  "sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
+  "inputs.datasets": ("Batch",),
+  "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
+  "metrics": ("Loss", "weighted_sum"),
+  "optimizers.schedules": ("Schedule",),
   "step": ("EvalStep", "Step"),
-  "task": ("Loss", "Task", "weighted_sum"),
+  "strategies.reduction": ("Reduction",),
+  "task": ("Task",),
   "trainer": ("Trainer",),
 }
 
-lazy.install()
+lazy_keras.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -74,7 +74,7 @@ def mistake(error: Exception) -> str | None:
   "user error: ", in the text of an error of its own; gin appends lines to any error.
   """
   if "[user error: " in str(error):
-    from framework.input_checks import user_error
+    from framework.errors import user_error
 
     return user_error(error)
   hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))
@@ -85,3 +85,16 @@ def mistake(error: Exception) -> str | None:
 
 class Preempted(Exception):  # noqa: N818  (an event, not an error)
   """SIGTERM came and the state is saved; launch.py exits with status 75, "try again later"."""
+
+
+USER_ERROR = "user error: "
+"""Begins what the pipeline raises, inside a tf.errors.OpError, for a mistake in the user's data."""
+
+
+def user_error(error: BaseException) -> str | None:
+  """Returns the line meant for the user in what a running pipeline raised; None if there is none.
+
+  TensorFlow wraps the line in an account of ops and iterators, which does not help its reader.
+  """
+  found = re.search(rf"\[{USER_ERROR}(.*?)\](?:\n|$)", str(error))
+  return re.sub(r"\\(['\"\\])", r"\1", found[1]) if found else None

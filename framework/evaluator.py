@@ -10,18 +10,19 @@ from typing import Any
 import orbit
 import tensorflow as tf
 
-from framework import cluster, inputs, strategies
+from framework.backend.autograph import as_written, converted
+from framework.backend.timing import timed
 from framework.errors import ConfigError
-from framework.inputs import Batch
+from framework.inputs import datasets
+from framework.inputs.datasets import Batch
 from framework.metrics import MetricSums
-from framework.optimizers import Ema
+from framework.optimizers.ema import Ema
 from framework.step import EvalStep
+from framework.strategies import factories, traits
 from framework.task import Task, derived_metrics
-from framework.timing import timed
-from framework.tracing import as_written, converted
 
 
-class Evaluator(strategies.Asynchronous, orbit.AbstractEvaluator):
+class Evaluator(factories.Asynchronous, orbit.AbstractEvaluator):
   """Evaluates a task over a finite dataset; `orbit.Controller`, or your own loop, calls it."""
 
   ASYNCHRONOUS = "ParameterServerEvaluator"
@@ -41,7 +42,7 @@ class Evaluator(strategies.Asynchronous, orbit.AbstractEvaluator):
       task: what to evaluate.
       strategy: what the model was built under.
       dataset: finite, of padded global batches (in a cluster, of this worker's rows of them); see
-        `inputs.eval_dataset`. Or a function that makes it, which parameter servers need: it is
+        `datasets.eval_dataset`. Or a function that makes it, which parameter servers need: it is
         called with `shard=`.
       ema: evaluate with these averages in place of the variables.
       eager: no tf.function at all.
@@ -71,7 +72,7 @@ class Evaluator(strategies.Asynchronous, orbit.AbstractEvaluator):
 
   def _prepare(self, dataset: tf.data.Dataset | Callable[..., tf.data.Dataset]) -> None:
     whole = dataset() if callable(dataset) else dataset
-    self._dataset = cluster.of(self.strategy).distribute(whole)
+    self._dataset = traits.cluster_of(self.strategy).distribute(whole)
     with self.strategy.scope():
       self._metrics = MetricSums()
     self._compiled_step = self.eval_step if self.eager else tf.function(self.eval_step)
@@ -79,7 +80,7 @@ class Evaluator(strategies.Asynchronous, orbit.AbstractEvaluator):
   def _run_batches(self, limit: int) -> int:
     """Adds up the first `limit` batches, or all for a negative one; returns how many there were."""
     batches = 0
-    for batch in itertools.islice(inputs.iterate(self._dataset), limit if limit >= 0 else None):
+    for batch in itertools.islice(datasets.iterate(self._dataset), limit if limit >= 0 else None):
       self._compiled_step(batch)
       batches += 1
     return batches

@@ -1,12 +1,122 @@
-"""Metrics as (total, weight) pairs, summed on the device and read by the host once a loop."""
+"""What tasks give: losses and metrics as (total, weight) sums; and their running sums.
+
+They are summed on the device and read by the host once a loop.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from framework.backend.autograph import as_written
 from framework.errors import ConfigError, kind
+
+Weighted = tuple[tf.Tensor, tf.Tensor]
+"""(total, weight): a sum over this replica's examples and the sum of their weights."""
+REPORTED_BY_UPDATES = ("loss", "gradient_norm", "learning_rate")
+"""Reported of each optimizer, behind its prefix if a task has several."""
+REPORTED = (
+  *REPORTED_BY_UPDATES,
+  *("loss_scale", "skipped", "skipped_steps"),
+  *("nonfinite_step", "input_wait", "input_wait_s", "examples_per_second", "steps_per_second"),
+  *("staleness", "communication", "communication_s", "start_s"),
+  *("step", "split", "wall_time"),
+)
+"""Names that `Task.metrics` may not use: what the framework reports of every run."""
+
+
+@as_written
+def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Weighted:
+  """Sums one value an example into a (total, weight) pair.
+
+  An example of weight 0 adds exactly nothing, even where its value is not finite.
+
+  Args:
+    per_example: [n], any numeric or bool dtype; this replica's examples.
+    weight: float [n], or None for a weight of 1 each.
+
+  Returns:
+    Two float32 scalars (float64 for float64 values): the weighted sum and the sum of weights.
+
+  Raises:
+    ConfigError: `per_example` is not a vector, or `weight` is not a vector of the same length.
+  """
+  values = tf.convert_to_tensor(per_example)
+  values = tf.cast(values, tf.float64 if values.dtype == tf.float64 else tf.float32)
+  _require_vector("per-example values", values)
+  if weight is None:
+    weight = tf.ones_like(values)
+  weight = tf.cast(weight, values.dtype)
+  _require_vector("weight", weight)
+  if not values.shape.is_compatible_with(weight.shape):
+    raise ConfigError(
+      f"per-example values have shape {values.shape} but weight has shape {weight.shape}; "
+      "give one value and one weight for each example."
+    )
+  return tf.reduce_sum(tf.math.multiply_no_nan(values, weight)), tf.reduce_sum(weight)
+
+
+def _require_vector(what: str, value: tf.Tensor) -> None:
+  if value.shape.rank != 1:
+    raise ConfigError(
+      f"{what} must be a vector [n] with one number an example, got shape {value.shape}; "
+      "reduce every axis but the first (for example tf.reduce_mean(x, axis=[1, 2]))."
+    )
+
+
+class Loss(NamedTuple):
+  """This replica's part of a loss: sums, never means, so that N replicas add up to one.
+
+  Attributes:
+    total: float scalar, the weighted sum of this replica's per-example losses.
+    weight: float scalar, the sum of this replica's example weights; the global loss is
+      (sum of totals) / (sum of weights) over all replicas.
+  """
+
+  total: tf.Tensor
+  weight: tf.Tensor
+
+  @classmethod
+  @as_written
+  def from_examples(cls, per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Loss:
+    """Builds the local sums from per-example losses [n] and weights [n]; see `weighted_sum`."""
+    return cls(*weighted_sum(per_example, weight))
+
+  @classmethod
+  def checked(cls, loss: Any) -> Loss:
+    """Returns what a user's loss function gave, if it is a `Loss` of two scalars.
+
+    Raises:
+      ConfigError: it is something else, such as a mean.
+    """
+    if not isinstance(loss, Loss):
+      raise ConfigError(
+        f"the loss is {kind(loss)}; it must be a Loss, this replica's sums: "
+        "return Loss.from_examples(per_example_losses, batch['weight'])."
+      )
+    for name, value in (("total", loss.total), ("weight", loss.weight)):
+      shape = tf.convert_to_tensor(value).shape
+      if shape.rank != 0:
+        raise ConfigError(
+          f"Loss.{name} has shape {shape}; it must be a scalar, this replica's sum: "
+          "use Loss.from_examples(per_example_losses, batch['weight'])."
+        )
+    return loss
+
+  @as_written
+  def plus_regularization(self, penalty: tf.Tensor | float) -> Loss:
+    """Adds `penalty` (a float scalar, equal on all replicas) to the *mean* loss, once.
+
+    Each replica adds penalty x its own weight; dividing the sum over replicas by the global
+    weight leaves exactly one penalty, however many replicas or micro-batches there are.
+    """
+    if isinstance(penalty, float) and penalty == 0.0:
+      return self
+    return Loss(self.total + tf.cast(penalty, self.total.dtype) * self.weight, self.weight)
+
 
 CAPACITY = 64
 """How many metrics a task may log; all of them live in one variable, added to once a step."""

@@ -26,14 +26,15 @@ import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 from tensorflow.python.framework import config as tf_config
 
-from framework import models, servers
-from framework.cluster import ClusterError
+from framework.backend import models
+from framework.backend.autograph import as_written
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
-from framework.inputs import Batch
-from framework.loss_scale import DynamicLossScale
+from framework.inputs.datasets import Batch
 from framework.metrics import CAPACITY, MetricSums
-from framework.tracing import as_written
+from framework.optimizers.loss_scale import DynamicLossScale
+from framework.strategies import servers
+from framework.strategies.cluster import ClusterError
 from framework.trainer import Trainer
 
 PIECES_PER_WORKER = 4
@@ -92,7 +93,7 @@ class Dispatcher:
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     """Takes the strategy's coordinator; TensorFlow makes one a strategy."""
-    self._cluster = servers.of(strategy)
+    self._cluster = servers.parameter_servers_of(strategy)
     self._pulse = self._cluster.pulse
     self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
@@ -181,7 +182,7 @@ class ParameterServerTrainer(Trainer):
     _refuse_options(strategy, eager=eager, jit_compile=jit_compile)
     self._dispatcher = Dispatcher(strategy)
     self._worker: tf.Tensor | None = None
-    partitioner = servers.of(strategy).partitioner
+    partitioner = servers.parameter_servers_of(strategy).partitioner
     with partitioner or contextlib.nullcontext():
       super().__init__(fuse_updates=False, **options)
     if isinstance(self.parts.loss_scale, DynamicLossScale):

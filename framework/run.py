@@ -17,26 +17,21 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework import (
-  assets,
-  cluster,
-  configurables,
-  forensics,
-  inputs,
-  optimizers,
-  randomness,
-  servers,
-  strategies,
-)
-from framework.actions import Action
-from framework.checkpoints import CheckpointManager, list_checkpoints
+from framework import configurables, forensics
+from framework.actions.base import Action
+from framework.backend import randomness
 from framework.errors import ConfigError, unknown
 from framework.evaluator import Evaluator
-from framework.recording import Recorder
+from framework.inputs import datasets
+from framework.ledger.recorder import Recorder
+from framework.optimizers import adapters
+from framework.saving import assets
+from framework.saving.checkpoints import CheckpointManager, list_checkpoints
+from framework.saving.warm_start import WarmStart
 from framework.session import Session
+from framework.strategies import factories, rendezvous, servers, traits
 from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
-from framework.warm_start import WarmStart
 
 Mode = Literal[
   "train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export", "replay"
@@ -55,9 +50,9 @@ def run(
   per_replica_batch_size: int | None = None,
   mode: Mode = "train_and_evaluate",
   model_dir: str,
-  strategy: strategies.StrategyFactory = strategies.auto,
-  optimizer: optimizers.OptimizerFactory
-  | Mapping[str, optimizers.OptimizerFactory] = keras.optimizers.Adam,
+  strategy: factories.StrategyFactory = factories.auto,
+  optimizer: adapters.OptimizerFactory
+  | Mapping[str, adapters.OptimizerFactory] = keras.optimizers.Adam,
   steps_per_loop: int = 100,
   eval_batch_size: int | None = None,
   eval_every_steps: int | None = None,
@@ -89,7 +84,7 @@ def run(
       "evaluate_continuously" (every new checkpoint until `train_steps`), "export", or "replay" (the
       step at which StopOnNonFinite has stopped).
     model_dir: the run folder.
-    strategy: a factory, such as `strategies.mirrored`.
+    strategy: a factory, such as `framework.strategies.factories.mirrored`.
     optimizer: a factory, or name -> factory; called in the strategy's scope.
     steps_per_loop: steps in one call of the compiled loop, between two reports to the host.
     eval_batch_size: None takes `global_batch_size`.
@@ -104,7 +99,7 @@ def run(
     deterministic: bit-identical repeats (slower): TensorFlow's op determinism.
     eager: no tf.function anywhere, for debugging.
     actions: what to call after training loops and evaluations, in the modes that train; see
-      framework/actions.py.
+      framework/actions/base.py.
     ledger: write down which examples each step consumes, in the modes that train, for
       `python -m framework.ledger <model_dir>`, which proves that none was skipped or repeated.
     checkpoint: what to "evaluate" or "export" in place of the newest: a path without suffix, or a
@@ -137,10 +132,10 @@ def run(
     checkpoint = forensics.saved_state(model_dir)
   task = made_task(task)
   set_globals(seed, precision, deterministic=deterministic, eager=eager)
-  cluster.declare(
+  rendezvous.declare(
     {
       "task": f"{type(task).__module__}.{type(task).__qualname__}",
-      "code of the task": cluster.code_digest(sys.modules[type(task).__module__].__file__),
+      "code of the task": rendezvous.code_digest(sys.modules[type(task).__module__].__file__),
       "run.train_steps": train_steps,
       "run.global_batch_size": global_batch_size,
       "run.per_replica_batch_size": per_replica_batch_size,
@@ -158,7 +153,7 @@ def run(
   replicas = chosen.num_replicas_in_sync
   global_batch_size = batch_size_on(replicas, global_batch_size, per_replica_batch_size)
   learned = assets.provide(
-    task, model_dir=model_dir, cluster=cluster.of(chosen), training=mode in TRAINING_MODES,
+    task, model_dir=model_dir, cluster=traits.cluster_of(chosen), training=mode in TRAINING_MODES,
     timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
   )  # fmt: skip
   randomness.seed_everything(seed)  # initial weights do not depend on whether it was fitted here
@@ -230,10 +225,10 @@ def restored(model_dir: str) -> Task:
     ConfigError: there is no run, or no whole checkpoint.
   """
   configurables.parse([os.path.join(model_dir, "operative_config.gin")])
-  task, strategy = made_task(bound("task")), strategies.default()
+  task, strategy = made_task(bound("task")), factories.default()
   keras.config.set_dtype_policy(bound("precision"))
   learned = assets.provide(
-    task, model_dir=model_dir, cluster=cluster.of(strategy), training=False, timeout_s=0.0
+    task, model_dir=model_dir, cluster=traits.cluster_of(strategy), training=False, timeout_s=0.0
   )
   trainer = bound_trainer(task, strategy)
   directory = os.path.join(model_dir, "checkpoints")
@@ -257,7 +252,7 @@ def made_trainer(
   task: Task,
   strategy: tf.distribute.Strategy,
   *,
-  optimizer: optimizers.OptimizerFactory | Mapping[str, optimizers.OptimizerFactory],
+  optimizer: adapters.OptimizerFactory | Mapping[str, adapters.OptimizerFactory],
   global_batch_size: int,
   seed: int,
   shuffle: bool,
@@ -265,16 +260,16 @@ def made_trainer(
   recorder: Recorder | None = None,
 ) -> Trainer:
   """Returns the trainer that the config describes, which reads the task's training data (host)."""
-  here, preprocess = cluster.of(strategy), preprocess_of(task)
+  here, preprocess = traits.cluster_of(strategy), preprocess_of(task)
 
-  def dataset(position: int, shard: inputs.Shard | None = None) -> tf.data.Dataset:
+  def dataset(position: int, shard: datasets.Shard | None = None) -> tf.data.Dataset:
     source, rows = task.source("train"), here.rows(trainer.padded_batch_size)
     if recorder is not None:
       recorder.reads(
         source, global_batch_size=global_batch_size, seed=seed, position=position,
         shuffle=shuffle, rows=rows,
       )  # fmt: skip
-    return inputs.train_dataset(
+    return datasets.train_dataset(
       source, global_batch_size=global_batch_size, pad_multiple=trainer.batch_multiple,
       seed=seed, position=position, preprocess=preprocess, shuffle=shuffle, rows=rows,
       shard=shard,
@@ -290,9 +285,9 @@ def made_trainer(
 def _made_evaluator(trainer: Trainer, batch_size: int) -> Evaluator:
   task, strategy = trainer.task, trainer.strategy
   replicas = strategy.num_replicas_in_sync
-  rows = cluster.of(strategy).rows(inputs.padded_batch_size(batch_size, replicas))
+  rows = traits.cluster_of(strategy).rows(datasets.padded_batch_size(batch_size, replicas))
   dataset = functools.partial(
-    inputs.eval_dataset, task.source("eval"), global_batch_size=batch_size,
+    datasets.eval_dataset, task.source("eval"), global_batch_size=batch_size,
     pad_multiple=replicas, preprocess=preprocess_of(task), rows=rows,
   )  # fmt: skip
   evaluator: Evaluator = configurables.configured(Evaluator)(

@@ -14,13 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import orbit
 import tensorflow as tf
 
-from framework import checkpoints, configurables, forensics, reporting, strategies
-from framework.actions import Action, Run, StopTraining, export
+from framework import configurables, forensics
+from framework.actions.base import Action, Run, StopTraining
+from framework.backend import files
+from framework.backend.timing import timed
 from framework.errors import ConfigError, Preempted
 from framework.evaluator import Evaluator
-from framework.timing import timed
+from framework.reporting import metrics_log, orbit_reporter, progress, summary
+from framework.saving import checkpoints
+from framework.saving.export import export
+from framework.saving.warm_start import REPORT, WarmStart
+from framework.strategies import traits
 from framework.trainer import Trainer
-from framework.warm_start import REPORT, WarmStart
 
 QUIET = (
   "loss_scale", "skipped_steps", "input_wait_s", "communication_s", "start_s", "gradient_norm",
@@ -70,15 +75,15 @@ class Session:
       every_steps=checkpoint_every_steps,
       keep=keep_checkpoints,
     )
-    self.metrics_log = reporting.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
-    self._progress = reporting.Progress(
+    self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
+    self._progress = progress.Progress(
       total_steps=train_steps,
-      hidden=reporting.Progress.HIDDEN | set(QUIET),
-      stream=None if self.cluster.is_chief else reporting.Silent(),
+      hidden=progress.Progress.HIDDEN | set(QUIET),
+      stream=None if self.cluster.is_chief else progress.Silent(),
     )
     self._sigterm = threading.Event()
     self._actions = self._bound(actions)
-    with reporting.quiet_orbit():
+    with orbit_reporter.quiet_orbit():
       self._controller = self._make_controller()
     if checkpoint is not None:
       self._restore(checkpoint)
@@ -93,8 +98,8 @@ class Session:
   def describe(self, *, precision: str) -> None:
     """Prints what the run is made of (stderr), before the first step."""
     trainer, parts = self.trainer, self.trainer.parts
-    name, devices = strategies.describe(trainer.strategy)
-    description = reporting.Description(
+    name, devices = traits.describe(trainer.strategy)
+    description = summary.Description(
       task=type(trainer.task).__name__,
       model=trainer.task.model,
       strategy=name,
@@ -111,7 +116,7 @@ class Session:
       train_steps=self._train_steps,
       model_dir=self.model_dir,
     )
-    self._progress.message(reporting.describe(description))
+    self._progress.message(summary.describe(description))
 
   def start_from(self, warm_start: WarmStart) -> None:
     """Gives the model weights from elsewhere, if the run begins and does not go on."""
@@ -119,7 +124,7 @@ class Session:
       return
     report = warm_start.apply(self.trainer)
     if self.cluster.is_chief:
-      reporting.atomic_write(os.path.join(self.model_dir, REPORT), report.table())
+      files.atomic_write(os.path.join(self.model_dir, REPORT), report.table())
     self._progress.message(report.summary())
 
   def go(self, mode: str) -> dict[str, float]:
@@ -136,7 +141,7 @@ class Session:
       "export": self.export,
       "replay": self.replay,
     }
-    with reporting.quiet_orbit(), self._progress, self.cluster.blaming(lambda: self.step):
+    with orbit_reporter.quiet_orbit(), self._progress, self.cluster.blaming(lambda: self.step):
       results = modes[mode]()
     if self.cluster.is_chief:
       self._print_result(mode, results)
@@ -144,7 +149,7 @@ class Session:
 
   def _print_result(self, mode: str, results: Mapping[str, float]) -> None:
     print(
-      reporting.result_line(
+      summary.result_line(
         step=self.step,
         seconds=time.monotonic() - self._started,
         model_dir=self.model_dir,
@@ -211,7 +216,7 @@ class Session:
     """Runs `loops` between what is due before and after training, until something ends them."""
     if self.cluster.is_chief:
       self.metrics_log.trim(self.step)
-      reporting.atomic_write(
+      files.atomic_write(
         os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
       )
     self.cluster.barrier()  # the log that the actions read is the chief's
@@ -303,10 +308,10 @@ class Session:
       checkpoint_manager=self._manager,
       summary_dir=os.path.join(self.model_dir, "train"),
       eval_summary_dir=os.path.join(self.model_dir, "eval"),
-      summary_manager=reporting.Reporter(
+      summary_manager=orbit_reporter.Reporter(
         split="train", global_batch_size=self.trainer.global_batch_size, **common
       ),
-      eval_summary_manager=reporting.Reporter(split="eval", **common),
+      eval_summary_manager=orbit_reporter.Reporter(split="eval", **common),
     )
 
   def _bound(self, actions: Sequence[Action]) -> list[Action]:

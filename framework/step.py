@@ -15,19 +15,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import tensorflow as tf
 from absl import logging
 
-from framework import inputs, models, optimizers, randomness, strategies
+from framework.backend import models, randomness, timing
+from framework.backend.autograph import as_written, converted
 from framework.errors import ConfigError, unknown
-from framework.fusion import Fusion, Gradients
-from framework.inputs import Batch
-from framework.loss_scale import LossScale
-from framework.metrics import MetricSums, checked
-from framework.optimizers import DEFAULT, Ema, Optimizer
-from framework.reduction import Reduction
-from framework.task import REPORTED, REPORTED_BY_UPDATES, Loss, Weighted
-from framework.tracing import as_written, converted
+from framework.inputs.datasets import Batch
+from framework.metrics import REPORTED, REPORTED_BY_UPDATES, Loss, MetricSums, Weighted, checked
+from framework.optimizers import adapters
+from framework.optimizers.adapters import DEFAULT, Optimizer
+from framework.optimizers.ema import Ema
+from framework.optimizers.fusion import Fusion, Gradients
+from framework.optimizers.loss_scale import LossScale
+from framework.strategies import traits
+from framework.strategies.reduction import Reduction
 
 if TYPE_CHECKING:
-  from framework.forensics import Watch
+  from framework.optimizers.rollback import Watch
 
 Gradient: TypeAlias = Any
 """A tensor, or None for a variable that the loss does not touch."""
@@ -144,7 +146,7 @@ class Step(EvalStep):
     Raises:
       ConfigError: not a dict of name -> pair of scalars, or a name that the framework reports.
     """
-    prefixes = ["", *map(optimizers.prefix, self._parts.optimizers)]
+    prefixes = ["", *map(adapters.prefix, self._parts.optimizers)]
     reported = {f"{p}{n}" for p in prefixes for n in REPORTED_BY_UPDATES} | set(REPORTED)
     for name in checked(metrics):
       if name in reported:
@@ -350,7 +352,7 @@ class Step(EvalStep):
 
     The loss scale goes down after the step if any of its updates was not finite.
     """
-    prefix = optimizers.prefix(optimizer)
+    prefix = adapters.prefix(optimizer)
     shown = tf.cast(finite, tf.float32)
     self.report(
       {
@@ -388,7 +390,7 @@ class Step(EvalStep):
     """Returns the seconds that this replica's reductions have taken, a float32 scalar.
 
     From its own sums being ready to the sums over all replicas being there; 0 if nothing is timed,
-    see framework/time_budget.py.
+    see framework/actions/time_budget.py.
     """
     return tf.add_n([tf.constant(0.0), *self._reductions_s])
 
@@ -397,12 +399,12 @@ class Step(EvalStep):
     self, tensors: Sequence[tf.Tensor], scalars: Sequence[tf.Tensor]
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     with tf.control_dependencies([*tensors, *scalars]):
-      began = inputs.timestamp()
+      began = timing.timestamp()
     with tf.control_dependencies([began]):
       tensors, scalars = [tf.identity(t) for t in tensors], [tf.identity(s) for s in scalars]
     sums, scalar_sums = self._parts.reduction.all_reduce(tensors, scalars)
     with tf.control_dependencies([*sums, *scalar_sums]):
-      self._reductions_s.append(tf.cast(inputs.timestamp() - began, tf.float32))
+      self._reductions_s.append(tf.cast(timing.timestamp() - began, tf.float32))
     return sums, scalar_sums
 
   @as_written
@@ -465,7 +467,7 @@ class Step(EvalStep):
 
 def _require_in_step(verb: str) -> None:
   """Raises ConfigError under parameter servers."""
-  if strategies.is_asynchronous(tf.distribute.get_strategy()):
+  if traits.is_asynchronous(tf.distribute.get_strategy()):
     raise ConfigError(
       f"{verb} needs replicas in step, but under parameter_server no worker waits for another; use "
       "mirrored or multi_worker_mirrored."

@@ -20,7 +20,8 @@ from typing import Any
 
 import keras
 
-from framework import optimizers, verify
+from framework import verify
+from framework.optimizers import adapters
 from framework.task import Task
 from framework.verify import Report, Result, Subject
 
@@ -31,8 +32,8 @@ def check(
   task: Callable[[], Task],
   *,
   groups: Sequence[str] | None = None,
-  optimizer: optimizers.OptimizerFactory
-  | Mapping[str, optimizers.OptimizerFactory] = keras.optimizers.Adam,
+  optimizer: adapters.OptimizerFactory
+  | Mapping[str, adapters.OptimizerFactory] = keras.optimizers.Adam,
   global_batch_size: int = 64,
   seed: int = 0,
   precision: str = "float32",

@@ -19,18 +19,22 @@ import tensorflow as tf
 import tf_keras
 from absl import logging
 
-from framework import cluster, forensics, inputs, local_state, models, optimizers, strategies
-from framework import loss_scale as loss_scales
+from framework.backend import models, replica_state, timing
+from framework.backend.autograph import as_written, converted
+from framework.backend.timing import timed
 from framework.errors import ConfigError
-from framework.inputs import Batch
-from framework.loss_scale import LossScale
+from framework.inputs import datasets
+from framework.inputs.datasets import Batch
+from framework.ledger.recorder import Recorder
 from framework.metrics import MetricSums
-from framework.recording import Recorder
-from framework.reduction import Reduction
+from framework.optimizers import adapters, rollback
+from framework.optimizers import loss_scale as loss_scales
+from framework.optimizers.ema import Ema
+from framework.optimizers.loss_scale import LossScale
 from framework.step import Step, StepParts, replica_id
+from framework.strategies import factories, traits
+from framework.strategies.reduction import Reduction
 from framework.task import Task, derived_metrics
-from framework.timing import timed
-from framework.tracing import as_written, converted
 
 DatasetFn = Callable[..., tf.data.Dataset]
 """position (examples already consumed) -> infinite dataset of padded global batches.
@@ -42,7 +46,7 @@ with `shard=` as well: of whole batches, in turn."""
 _NEVER = tf.int64.max
 
 
-class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
+class Trainer(factories.Asynchronous, orbit.AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller`, or your own loop, calls `train`."""
 
   ASYNCHRONOUS = "ParameterServerTrainer"
@@ -55,7 +59,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     strategy: tf.distribute.Strategy,
     dataset_fn: DatasetFn,
     global_batch_size: int,
-    optimizer: optimizers.OptimizerFactory | Mapping[str, optimizers.OptimizerFactory],
+    optimizer: adapters.OptimizerFactory | Mapping[str, adapters.OptimizerFactory],
     loss_scale: Callable[[], LossScale] | None = None,
     reduction: Callable[[], Reduction] | Reduction = Reduction,
     clip_norm: float | None = None,
@@ -73,7 +77,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     Args:
       task: what to learn.
       strategy: where; the step never asks which kind it is.
-      dataset_fn: makes the input from a position; see `inputs.train_dataset`.
+      dataset_fn: makes the input from a position; see `datasets.train_dataset`.
       global_batch_size: examples an update, over all replicas and micro-batches.
       optimizer: a factory, or name -> factory for several; called in the strategy's scope.
       loss_scale: a factory, `loss_scale.none`, `fixed` or `dynamic`; None takes dynamic where the
@@ -96,7 +100,7 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     """
     super().__init__()
     if jit_compile:
-      strategies.check_xla(strategy)
+      traits.check_xla(strategy)
     _check_options(clip_norm, clip_value, accumulation_steps, eager, jit_compile)
     replicas = strategy.num_replicas_in_sync
     if global_batch_size < replicas:
@@ -105,9 +109,9 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
         f"least {replicas}, so that each has something to do."
       )
     self.batch_multiple = replicas * accumulation_steps  # what padded batches must divide by
-    self.padded_batch_size = inputs.padded_batch_size(global_batch_size, self.batch_multiple)
+    self.padded_batch_size = datasets.padded_batch_size(global_batch_size, self.batch_multiple)
     self.task, self.strategy, self.eager = task, strategy, eager
-    self.cluster = cluster.of(strategy)
+    self.cluster = traits.cluster_of(strategy)
     self.global_batch_size = global_batch_size
     self._dataset_fn = dataset_fn
     self._iterator: Iterator[Batch] | None = None
@@ -119,11 +123,11 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
         task.model = task.build_model()
       models.require_in_scope(task.model, strategy)
       self._make_counters()
-      built = optimizers.build(optimizer, task.variables_of, self.global_step, fuse=fuse_updates)
+      built = adapters.build(optimizer, task.variables_of, self.global_step, fuse=fuse_updates)
       ema = None
       if ema_decay is not None:
         trainable = models.trainable_variables(task.model)
-        ema = optimizers.Ema(decay=ema_decay, variables=trainable)
+        ema = Ema(decay=ema_decay, variables=trainable)
       self._metrics = self._make_sums()
       self.parts = StepParts(
         optimizers=built, reduction=reduction,
@@ -197,13 +201,13 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   def loop(self, iterator: Iterator[Batch], num_steps: tf.Tensor) -> None:
     """`num_steps` steps in one call, or as many as stand: a while loop once compiled."""
     if self._loop_began is not None:
-      self._loop_began.assign(inputs.timestamp())
+      self._loop_began.assign(timing.timestamp())
     step, stands = tf.constant(0), tf.constant(True)
     while (step < num_steps) & stands:
       with tf.name_scope(""):  # without the loop's prefix on every operation's name
         stands = self.train_step(iterator)
       step += 1
-    local_state.average(self.strategy, self.task.model)
+    replica_state.average(self.strategy, self.task.model)
 
   @as_written
   def train_step(self, iterator: Iterator[Batch]) -> tf.Tensor:
@@ -250,11 +254,11 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   @as_written
   def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
     """Returns the next global batch and the seconds it was waited for (cross-replica)."""
-    started = inputs.timestamp()
+    started = timing.timestamp()
     with tf.control_dependencies([started]):
       batch = next(iterator)
     with tf.control_dependencies([self._first(batch["weight"])]):
-      return batch, tf.cast(inputs.timestamp() - started, tf.float32)
+      return batch, tf.cast(timing.timestamp() - started, tf.float32)
 
   def checkpoint_items(self) -> dict[str, Any]:
     """Everything that a checkpoint must hold for an exact restart, by name."""
@@ -291,8 +295,8 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
     Raises:
       ConfigError: under parameter servers.
     """
-    forensics.refuse_parameter_server(self)
-    watch = forensics.Watch(
+    refuse_parameter_server(self)
+    watch = rollback.Watch(
       strategy=self.strategy, model=self.task.model, loss_scale=self.parts.loss_scale,
       ema=self.parts.ema, on_stop=on_stop,
     )  # fmt: skip
@@ -301,10 +305,11 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
   def make_iterator(self) -> Iterator[Batch]:
     """Returns an iterator of the global batches from `position` on, distributed (host)."""
     dataset = self._dataset_fn(int(self.position.numpy()))
-    return inputs.iterate(self.cluster.distribute(dataset))
+    return datasets.iterate(self.cluster.distribute(dataset))
 
   def time_parts(self, *, reductions: bool) -> None:
-    """Has `train` return "start_s" too, and "communication_s" (host); see framework/time_budget.py.
+    """Has `train` return "start_s" too, and "communication_s" (host); see
+    framework/actions/time_budget.py.
 
     Args:
       reductions: time them, if there are several replicas. The loop is traced once more.
@@ -353,14 +358,14 @@ class Trainer(strategies.Asynchronous, orbit.AbstractTrainer):
       "skipped_steps": float(self.skipped_steps.numpy()),
     }
     for name, optimizer in self.parts.optimizers.items():
-      state[f"{optimizers.prefix(name)}learning_rate"] = float(optimizer.learning_rate())
+      state[f"{adapters.prefix(name)}learning_rate"] = float(optimizer.learning_rate())
     if self._nonfinite_step.numpy() != _NEVER:
       state["nonfinite_step"] = float(self._nonfinite_step.numpy())
     return state
 
   def _require_weight(self) -> None:
     """A batch without weight is passed over; a run without any has a mistake in its data."""
-    losses = {f"{optimizers.prefix(name)}loss" for name in self.parts.optimizers}
+    losses = {f"{adapters.prefix(name)}loss" for name in self.parts.optimizers}
     self._weight_seen = self._weight_seen or not losses <= self._metrics.weightless
     if not self._weight_seen:
       raise ConfigError(
@@ -408,3 +413,12 @@ def _check_options(
     raise ConfigError(f"Trainer.accumulation_steps is {accumulation_steps}; it must be 1 or more.")
   if eager and jit_compile:
     raise ConfigError("received both eager=True and Trainer.jit_compile=True; choose one.")
+
+
+def refuse_parameter_server(trainer: Trainer) -> None:
+  """Raises ConfigError under parameter servers."""
+  if not trainer.watchable:
+    raise ConfigError(
+      "a step cannot be replayed under parameter_server: other workers change the weights while it "
+      "is made; use another run.strategy."
+    )

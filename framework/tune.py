@@ -24,9 +24,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from framework import assets, configurables, errors, strategies
+from framework import configurables, errors
 from framework import run as runs
 from framework.errors import ConfigError
+from framework.saving import assets
+from framework.strategies import factories, traits
 from framework.trainer import Trainer
 
 Bindings: TypeAlias = dict[str, Any]
@@ -211,8 +213,8 @@ def _ways(trainer: Trainer) -> list[Option]:
     name = f"{_strategy_name()}.cross_device_ops"
     own = type(trainer.strategy.extended._cross_device_ops)
     in_use = next((op for op, kind in OPS.items() if kind is own), "collective")
-    devices = strategies.describe(trainer.strategy)[1]
-    ops += [{name: op} for op in OPS if op != in_use and strategies.works(op, devices)]
+    devices = traits.describe(trainer.strategy)[1]
+    ops += [{name: op} for op in OPS if op != in_use and factories.works(op, devices)]
   return [Option({**op, **way}) for op in ops for way in packings if op or way]
 
 
@@ -378,7 +380,7 @@ def _strategy_name() -> str:
 
 
 def _described(own: Contender) -> str:
-  strategy, devices = strategies.describe(own.trainer.strategy)
+  strategy, devices = traits.describe(own.trainer.strategy)
   where = f"{strategy} on {', '.join(devices)}" if devices else strategy
   return (
     f"the config as it is: {1e3 * own.step_s:.3g} ms a step, of which it waits for input "
@@ -388,7 +390,7 @@ def _described(own: Contender) -> str:
 
 
 def _gin(best: Mapping[str, Any], ratio: Ratio, own: Contender, command: str) -> str:
-  strategy, devices = strategies.describe(own.trainer.strategy)
+  strategy, devices = traits.describe(own.trainer.strategy)
   lines = [f"# Written by --mode=tune, for {strategy} on {', '.join(devices) or 'its devices'}."]
   if best:
     lines += [f"# {ratio} times as fast as without these lines. Use: {command}"]

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
-from framework.randomness import draw_each, example_seeds
+from framework.backend.randomness import draw_each, example_seeds
+from framework.metrics import weighted_sum
 from framework.step import replica_id
-from framework.task import weighted_sum
 from tasks.image_classification import ImageData
 
 VIEWS = ("first", "second")

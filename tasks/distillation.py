@@ -16,8 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 import framework
-from framework import Batch, ConfigError, EvalStep, Loss, checkpoints
-from framework.task import weighted_sum
+from framework import Batch, ConfigError, EvalStep, Loss
+from framework.metrics import weighted_sum
+from framework.saving import checkpoints
 from tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
 _FILE = "teacher.npz"

@@ -23,8 +23,8 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
-from framework.randomness import draw_each, example_seeds
-from framework.task import weighted_sum
+from framework.backend.randomness import draw_each, example_seeds
+from framework.metrics import weighted_sum
 from tasks.image_classification import ImageData
 
 if __name__ == "__main__":  # gin would import this module a second time, under its real name

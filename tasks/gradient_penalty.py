@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss
-from framework.randomness import draw_each, example_seeds
-from framework.task import weighted_sum
+from framework.backend.randomness import draw_each, example_seeds
+from framework.metrics import weighted_sum
 from tasks.gan import Gan, discriminator, generator
 from tasks.image_classification import ImageData
 

@@ -20,8 +20,8 @@ import tensorflow as tf
 
 import framework
 from framework import ArraySource, Batch, ConfigError, ImageFolderSource, Loss, Source, Task
-from framework.sources import read_idx
-from framework.task import Weighted, weighted_sum
+from framework.inputs.sources import read_idx
+from framework.metrics import Weighted, weighted_sum
 
 DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
 _IDX = {

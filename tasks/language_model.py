@@ -30,7 +30,7 @@ import tensorflow as tf
 
 import framework
 from framework import ArraySource, Batch, ConfigError, Loss, Source, Task
-from framework.task import Weighted, weighted_sum
+from framework.metrics import Weighted, weighted_sum
 
 if __name__ == "__main__":  # gin would import this module a second time, under its real name
   from tasks import language_model

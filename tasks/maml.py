@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Source, Task
-from framework.task import weighted_sum
+from framework.metrics import weighted_sum
 
 SEEDS = {"train": 1, "eval": 2}
 """Another one for each split, so that no wave is in both."""

@@ -24,10 +24,11 @@ import tf_keras
 from absl import logging
 
 import framework
-from framework import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task, strategies
+from framework import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task
+from framework.backend.autograph import as_written, converted
 from framework.errors import kind
-from framework.task import Weighted
-from framework.tracing import as_written, converted
+from framework.metrics import Weighted
+from framework.strategies import traits
 
 
 @framework.register
@@ -174,7 +175,7 @@ class ModelGarden(Task):
         "run.precision is 'mixed_float16', but a Model Garden task takes its gradients itself, "
         "without this loop's loss scale; use 'mixed_bfloat16' or 'float32'."
       )
-    if strategies.shares_variables(tf.distribute.get_strategy()):
+    if traits.shares_variables(tf.distribute.get_strategy()):
       raise ConfigError(
         "run.strategy is @central_storage, whose replicas share their variables, but the metrics "
         "of a Model Garden task keep what each replica has seen; use mirrored."

@@ -31,7 +31,7 @@ import tensorflow as tf
 
 import framework
 from framework import ArraySource, Batch, ConfigError, Loss, Task
-from framework.task import Weighted, weighted_sum
+from framework.metrics import Weighted, weighted_sum
 
 PADDING, UNKNOWN = 0, 1
 """The tokens of what fills up a short text, and of words that are not in the vocabulary."""

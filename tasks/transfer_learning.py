@@ -21,8 +21,8 @@ from absl import logging
 
 import framework
 from framework import Batch, ConfigError, Loss, Source, Task
-from framework.task import Weighted, weighted_sum
-from framework.warm_start import WarmStart
+from framework.metrics import Weighted, weighted_sum
+from framework.saving.warm_start import WarmStart
 from tasks.image_classification import ImageData, _flipped
 
 IMAGENET = "imagenet"

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import framework
 from framework import Action, ArraySource, Loss, Task
-from framework.task import weighted_sum
+from framework.metrics import weighted_sum
 
 EXAMPLES = 30
 RNG = np.random.default_rng(3)

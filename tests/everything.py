@@ -9,9 +9,11 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework import inputs, loss_scale, task
-from framework.checkpoints import CheckpointManager
-from framework.sources import ArraySource
+from framework import metrics, task
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.optimizers import loss_scale
+from framework.saving.checkpoints import CheckpointManager
 from framework.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
@@ -83,7 +85,7 @@ class Everything(task.Task):
 
   def loss(self, outputs, batch):
     outputs = overflowing(outputs, batch["example_id"] % OVERFLOW_EVERY == 0)
-    return task.Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return metrics.Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
   def train_step(self, step, batch):
     super().train_step(step, batch)
@@ -114,7 +116,7 @@ def make_trainer(strategy, *, made=None, library="keras", batch=BATCH, weights_s
 
 
 def dataset(made, batch, replicas, position):
-  return inputs.train_dataset(
+  return datasets.train_dataset(
     made.source("train"),
     global_batch_size=batch,
     pad_multiple=replicas,

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.errors import ConfigError
-from framework.input_checks import user_error
-from framework.inputs import train_dataset
-from framework.sources import ArraySource, StreamSource
+from framework.errors import ConfigError, user_error
+from framework.inputs.datasets import train_dataset
+from framework.inputs.sources import ArraySource, StreamSource
 
 
 def numbered(n, **features):

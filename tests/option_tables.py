@@ -8,22 +8,12 @@ import re
 import sys
 import types
 
-from framework import (
-  actions,
-  cloud,
-  cluster,
-  loss_scale,
-  optimizers,
-  profiling,
-  reduction,
-  run,
-  schedules,
-  strategies,
-  time_budget,
-  trainer,
-  warm_start,
-)
+from framework import run, trainer
+from framework.actions import best, nonfinite, profiling, time_budget
 from framework.configurables.table import GIVEN
+from framework.optimizers import adapters, loss_scale, schedules
+from framework.saving import warm_start
+from framework.strategies import cloud, factories, reduction, resolvers
 
 SECTIONS = (
   ("run", run, "run"),
@@ -31,21 +21,22 @@ SECTIONS = (
   ("Reduction", reduction, "Reduction"),
   (
     "Strategies",
-    strategies,
+    factories,
     "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
   ),
-  ("Clusters", cluster, "tf_config slurm"),
+  ("Clusters", resolvers, "tf_config slurm"),
   ("Clusters whose addresses an API knows", cloud, "kubernetes gce"),
   ("Loss scale", loss_scale, "none fixed dynamic"),
   ("Warm start", warm_start, "WarmStart"),
-  ("Optimizers", optimizers, "without_decay"),
+  ("Optimizers", adapters, "without_decay"),
   (
     "Schedules",
     schedules,
     "constant linear_warmup cosine_decay exponential_decay piecewise_constant by_epoch "
     "scale_by_replicas times_replicas",
   ),
-  ("Actions", actions, "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
+  ("Actions", best, "BestCheckpoint EarlyStopping Export"),
+  ("At NaN and infinity", nonfinite, "StopOnNonFinite"),
   ("Time", time_budget, "TimeBudget"),
   ("Traces", profiling, "Profile"),
 )

@@ -6,7 +6,9 @@ import tensorflow as tf
 import tf_keras
 
 import framework
-from framework import ArraySource, Loss, StreamSource, Task, Trainer, inputs, randomness
+from framework import ArraySource, Loss, StreamSource, Task, Trainer
+from framework.backend import randomness
+from framework.inputs import datasets
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 EXAMPLES, BATCH, SEED = 96, 8, 3
@@ -85,7 +87,7 @@ class Planted(Task):
 
 def example_at(*, step, replica, row, replicas, micro_batches=1):
   """The id of one row of one replica's part of a step's batch (from 1); negative for padding."""
-  batches = inputs.train_dataset(
+  batches = datasets.train_dataset(
     ArraySource(features={"x": np.zeros([EXAMPLES], np.float32)}), global_batch_size=BATCH,
     pad_multiple=replicas * micro_batches, seed=SEED, position=(step - 1) * BATCH,
   )  # fmt: skip
@@ -100,7 +102,7 @@ def make_trainer(strategy, task, **options):
   trainer = Trainer(
     task=task,
     strategy=strategy,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=BATCH, pad_multiple=trainer.batch_multiple,
       seed=SEED, position=position,
     ),

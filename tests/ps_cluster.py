@@ -27,12 +27,16 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework import cluster, inputs, local_cluster, loss_scale, models, servers, strategies
 from framework import run as runs
+from framework.backend import models
 from framework.errors import mistake
 from framework.evaluator import Evaluator
-from framework.sources import ArraySource
-from framework.task import Loss, Task, weighted_sum
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss, weighted_sum
+from framework.optimizers import loss_scale
+from framework.strategies import cluster, factories, local_cluster, servers, traits
+from framework.task import Task
 from framework.trainer import Trainer
 
 WORKERS, SERVERS = 3, 2
@@ -134,7 +138,7 @@ def evaluated(strategy, task):
 
 def make(strategy, task, *, optimizer=None, **options):
   def train_data(position, shard=None):
-    return inputs.train_dataset(
+    return datasets.train_dataset(
       task.source("train"), global_batch_size=BATCH, position=position, shard=shard
     )
 
@@ -150,7 +154,7 @@ def make(strategy, task, *, optimizer=None, **options):
 
 
 def evaluator_of(strategy, task):
-  make_data = functools.partial(inputs.eval_dataset, task.source("eval"), global_batch_size=BATCH)
+  make_data = functools.partial(datasets.eval_dataset, task.source("eval"), global_batch_size=BATCH)
   return Evaluator(task=task, strategy=strategy, dataset=make_data)
 
 
@@ -226,7 +230,7 @@ def mapped_by_python(strategy):
 
   task = Linear()
   trainer = make(strategy, task)
-  trainer._dataset_fn = lambda position, shard: inputs.train_dataset(
+  trainer._dataset_fn = lambda position, shard: datasets.train_dataset(
     task.source("train"), global_batch_size=BATCH, preprocess=by_python, shard=shard
   )
   return trainer
@@ -259,7 +263,7 @@ def stopped(place):
   loop.result(60)
   done = counts(trainer)
   os.kill(place.pids[2], signal.SIGSTOP)
-  impatient = servers.Pulse(servers.of(place.strategy).workers, timeout_s=1.0)
+  impatient = servers.Pulse(servers.parameter_servers_of(place.strategy).workers, timeout_s=1.0)
   trainer._dispatcher._pulse = impatient
   began = time.monotonic()
   try:
@@ -363,7 +367,7 @@ def killed_server(place):
       steps(trainer, 10**6)
 
   try:
-    with cluster.of(place.strategy).blaming(lambda: 0):
+    with traits.cluster_of(place.strategy).blaming(lambda: 0):
       killing_one()
   except cluster.ClusterError as error:
     return str(error)
@@ -382,7 +386,7 @@ class Place:
     read, self._gate = os.pipe()
     self._standbys = {worker: fork(spec, "worker", worker, gate=read) for worker in (1, 2)}
     config(spec, "chief", 0)
-    self.strategy = strategies.parameter_server(start_timeout_s=60, min_shard_bytes=256)
+    self.strategy = factories.parameter_server(start_timeout_s=60, min_shard_bytes=256)
 
   def alive(self):
     return sorted(
@@ -437,7 +441,7 @@ def fork(spec, job, task, gate=None):
   if gate is not None:
     os.read(gate, 1)
   config(spec, job, task)
-  strategies.parameter_server(start_timeout_s=60).serve()
+  factories.parameter_server(start_timeout_s=60).serve()
   os._exit(0)
 
 

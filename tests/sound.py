@@ -8,8 +8,9 @@ import reviews
 import tensorflow as tf
 import tf_keras
 
-from framework import ArraySource, Loss, Task, schedules, weighted_sum
-from framework.verify.bench import Subject
+from framework import ArraySource, Loss, Task, weighted_sum
+from framework.optimizers import schedules
+from framework.verify.bench.bench import Subject
 from tasks import image_classification, text_classification
 from tasks.gan import Gan
 

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -11,22 +12,14 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import actions
-from framework.actions import (
-  Action,
-  BestCheckpoint,
-  EarlyStopping,
-  Export,
-  Goal,
-  NonFiniteLoss,
-  OnBest,
-  Run,
-  StopOnNonFinite,
-  StopTraining,
-  export,
-)
+from framework.actions import best
+from framework.actions.base import Action, Run, StopTraining
+from framework.actions.best import BestCheckpoint, EarlyStopping, Export, Goal, OnBest
+from framework.actions.nonfinite import NonFiniteLoss, StopOnNonFinite
 from framework.errors import ConfigError
-from framework.reporting import MetricsLog, Reporter, quiet_orbit
+from framework.reporting.metrics_log import MetricsLog
+from framework.reporting.orbit_reporter import Reporter, quiet_orbit
+from framework.saving.export import export
 
 
 class Killed(BaseException):
@@ -213,14 +206,14 @@ def kill_in(monkeypatch, where):
 
     monkeypatch.setattr(tf.train.Checkpoint, "write", torn)
   else:
-    kept, calls = actions.atomic_write, iter(range(10))
+    kept, calls = best.atomic_write, iter(range(10))
 
     def die(path, content):
       if next(calls) == {"before best.json": 0, "after best.json": 1}[where]:
         raise Killed
       kept(path, content)
 
-    monkeypatch.setattr(actions, "atomic_write", die)
+    monkeypatch.setattr(best, "atomic_write", die)
 
 
 @pytest.mark.parametrize(
@@ -586,7 +579,7 @@ def test_the_export_action_exports_the_weights_that_were_evaluated(model_dir, tm
 
   process = Process(model_dir, [], task=task)
   action = Export(directory=str(tmp_path / "served"))
-  action.bind(actions.dataclasses.replace(process.run, evaluated_weights=average))
+  action.bind(dataclasses.replace(process.run, evaluated_weights=average))
   action({"accuracy": 0.5})
   assert factor(str(tmp_path / "served")) == 7
   assert task.model.kernel.numpy()[0, 0] == 1

@@ -18,11 +18,13 @@ import tensorflow as tf
 from learned import EXAMPLES, KERNEL, Scaled, Unscaled, Y, scaled
 
 import launch
-from framework import assets, configurables, strategies, testing, tune
-from framework.cluster import Cluster
+from framework import configurables, testing, tune
 from framework.errors import ConfigError
 from framework.run import run
-from framework.verify.bench import Subject
+from framework.saving import assets
+from framework.strategies import factories
+from framework.strategies.cluster import Cluster
+from framework.verify.bench.bench import Subject
 
 ROOT = Path(launch.__file__).parent
 BATCH, STEPS, RATE = 8, 4, 0.125
@@ -145,7 +147,7 @@ def test_an_evaluator_waits_for_the_assets(start, tmp_path, monkeypatch):
   task, folder = Scaled(folder=str(tmp_path)), tmp_path / "assets"
   later = threading.Timer(0.2, assets.save, [str(folder), task.fit()])
   later.start()
-  alone = Cluster(strategy=strategies.default())
+  alone = Cluster(strategy=factories.default())
   provide = functools.partial(
     assets.provide, task, model_dir=str(tmp_path), cluster=alone, training=False
   )

@@ -12,9 +12,12 @@ import tensorflow as tf
 import tf_keras
 from defects import small
 
-from framework import checkpoints, errors, loss_scale, models
-from framework.checkpoints import list_checkpoints
+from framework import errors
+from framework.backend import models
+from framework.optimizers import loss_scale
 from framework.run import run
+from framework.saving import checkpoints
+from framework.saving.checkpoints import list_checkpoints
 
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 

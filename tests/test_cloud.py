@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from framework import cloud, cluster
-from framework.cluster import ClusterError
 from framework.errors import ConfigError
+from framework.strategies import cloud, cluster
+from framework.strategies.cluster import ClusterError
 
 TWO = {"worker": ("app=digits", 2)}
 

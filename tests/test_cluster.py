@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import cluster, strategies
-from framework.cluster import Cluster, ClusterError, Peer
 from framework.errors import ConfigError
-from framework.local_cluster import free_ports
+from framework.strategies import cluster, factories, rendezvous, resolvers, traits
+from framework.strategies.cluster import Cluster, ClusterError, Peer
+from framework.strategies.local_cluster import free_ports
 
 
 def resolver(addresses, index, job="worker"):
@@ -36,7 +36,7 @@ def meet(monkeypatch, addresses, facts, *, timeout_s=10.0, come=None):
   def one(index):
     thread_facts.value = facts[index]
     try:
-      cluster.preflight(resolver(addresses, index), timeout_s=timeout_s)
+      rendezvous.preflight(resolver(addresses, index), timeout_s=timeout_s)
     except Exception as error:
       return error
     return None
@@ -86,7 +86,7 @@ def test_a_chief_that_never_comes_is_named(monkeypatch, addresses):
 def test_a_taken_port_is_told_at_once(index, addresses):
   host, port = addresses[index].split(":")
   with socket.create_server((host, int(port))), pytest.raises(ClusterError) as caught:
-    cluster.preflight(resolver(addresses, index), timeout_s=30.0)
+    rendezvous.preflight(resolver(addresses, index), timeout_s=30.0)
   assert str(caught.value) == (
     f"cannot listen on {addresses[index]}, this worker's own address: another process has taken it"
   )
@@ -116,13 +116,13 @@ def test_strangers_at_the_door_do_no_harm(monkeypatch, addresses):
 
 def test_a_cluster_of_one_meets_nobody():
   [port] = free_ports(1)
-  cluster.preflight(resolver([f"127.0.0.1:{port}"], 0), timeout_s=0.1)
+  rendezvous.preflight(resolver([f"127.0.0.1:{port}"], 0), timeout_s=0.1)
 
 
 def test_the_facts_are_those_of_this_process(monkeypatch):
   monkeypatch.setattr(cluster, "_facts", {})
-  cluster.declare({"run.seed": 7})
-  facts = cluster.facts()
+  rendezvous.declare({"run.seed": 7})
+  facts = rendezvous.facts()
   assert facts["run.seed"] == "7"
   assert facts["version of tensorflow"] == tf.__version__
   assert facts["devices"] == "1 CPU"
@@ -132,9 +132,9 @@ def test_the_facts_are_those_of_this_process(monkeypatch):
 def test_the_digest_of_code_tells_files_apart(tmp_path):
   for name, text in (("a.py", "x = 1\n"), ("b.py", "x = 1\n"), ("c.py", "x = 2\n")):
     (tmp_path / name).write_text(text)
-  digests = {cluster.code_digest(str(tmp_path / name)) for name in ("a.py", "b.py", "c.py")}
+  digests = {rendezvous.code_digest(str(tmp_path / name)) for name in ("a.py", "b.py", "c.py")}
   assert len(digests) == 3
-  assert cluster.code_digest(None) == ""
+  assert rendezvous.code_digest(None) == ""
 
 
 # ---- Who and where ----
@@ -166,7 +166,7 @@ def test_the_shares_of_all_workers_are_the_batch(size, rows):
 
 
 def test_without_a_cluster_there_is_one_worker(mirrored):
-  alone = cluster.of(mirrored(2))
+  alone = traits.cluster_of(mirrored(2))
   assert (alone.size, alone.index, alone.is_chief, alone.rows(8)) == (1, 0, True, None)
   assert (alone.sum(7), alone.any(True), alone.any(False)) == (7, True, False)
   alone.require_same("step", 3)
@@ -178,7 +178,7 @@ def test_a_single_worker_gets_whole_batches(mirrored):
   dataset = tf.data.Dataset.from_tensors({"x": np.arange(4)}).repeat(2)
   strategy = mirrored(2)
   seen = []
-  for batch in cluster.of(strategy).distribute(dataset):
+  for batch in traits.cluster_of(strategy).distribute(dataset):
     parts = strategy.experimental_local_results(batch["x"])
     seen.append([part.numpy().tolist() for part in parts])
   assert seen == [[[0, 1], [2, 3]]] * 2
@@ -211,7 +211,7 @@ def test_a_lost_worker_is_blamed(message, line):
 def test_tf_config_is_read(monkeypatch):
   config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
   monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-  peers, place = cluster.workers(cluster.tf_config())
+  peers, place = cluster.workers(resolvers.tf_config())
   assert ([str(peer) for peer in peers], place) == (["worker-0 (a:1)", "worker-1 (b:2)"], 1)
 
 
@@ -223,7 +223,7 @@ def test_a_tf_config_that_is_no_cluster(text, says, monkeypatch):
   if text is not None:
     monkeypatch.setenv("TF_CONFIG", text)
   with pytest.raises(ConfigError, match=says):
-    cluster.tf_config()
+    resolvers.tf_config()
 
 
 SLURM = {
@@ -239,7 +239,7 @@ SLURM = {
 def test_slurm_is_read(gpus, visible, monkeypatch):
   for name, value in {**SLURM, "SLURM_GPUS_ON_NODE": gpus}.items():
     monkeypatch.setenv(name, value)
-  peers, place = cluster.workers(cluster.slurm(port_base=9000))
+  peers, place = cluster.workers(resolvers.slurm(port_base=9000))
   nodes = [f"node{node}:{port}" for node in (1, 2) for port in (9000, 9001)]
   assert ([peer.address for peer in peers], place) == (nodes, 3)
   assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
@@ -249,7 +249,7 @@ def test_no_slurm_step(monkeypatch):
   for name in SLURM:
     monkeypatch.delenv(name, raising=False)
   with pytest.raises(ConfigError, match="this is no step of a Slurm job"):
-    cluster.slurm()
+    resolvers.slurm()
 
 
 # ---- The strategy ----
@@ -267,7 +267,7 @@ MISTAKES = [
 def test_mistakes(options, says, monkeypatch):
   monkeypatch.delenv("TF_CONFIG", raising=False)
   with pytest.raises(ConfigError, match=re.escape(says)):
-    strategies.multi_worker_mirrored(**options)
+    factories.multi_worker_mirrored(**options)
 
 
 @pytest.mark.parametrize(
@@ -282,10 +282,10 @@ def test_mistakes(options, says, monkeypatch):
 )
 def test_no_tpu(address, says):
   with pytest.raises(ConfigError, match=re.escape(says)):
-    strategies.tpu(address=address)
+    factories.tpu(address=address)
 
 
 def test_a_tpu_that_does_not_answer():
   [port] = free_ports(1)
   with pytest.raises(ClusterError, match=f"nothing answers at 127.0.0.1:{port} within 0.3 s"):
-    strategies.tpu(address=f"grpc://127.0.0.1:{port}", start_timeout_s=0.3)
+    factories.tpu(address=f"grpc://127.0.0.1:{port}", start_timeout_s=0.3)

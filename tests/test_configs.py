@@ -18,7 +18,7 @@ import tf_keras
 import framework
 import launch
 from framework import configurables
-from framework.actions import Action
+from framework.actions.base import Action
 from tasks.image_classification import cnn
 
 FOLDER = Path(launch.__file__).parent / "configs"

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from framework import curves
 from framework.errors import ConfigError
+from framework.reporting import curves
 
 LINES = (
   {"step": 10, "split": "train", "wall_time": 1.0, "loss": 2.5, "accuracy": 0.25},
@@ -60,8 +60,8 @@ def test_the_command_writes_a_small_png(run_folder, tmp_path, capsys):
 @pytest.mark.parametrize(
   ("arguments", "says"),
   [
-    ([], "usage: python -m framework.curves MODEL_DIR"),
-    (["RUN", "--metrics="], "usage: python -m framework.curves MODEL_DIR"),
+    ([], "usage: python -m framework.reporting.curves MODEL_DIR"),
+    (["RUN", "--metrics="], "usage: python -m framework.reporting.curves MODEL_DIR"),
     (["RUN", "--metric=loss"], "Unknown command line flag 'metric'"),
     (["RUN", "--metrics=acuracy"], "unknown metric 'acuracy'; it must be one of accuracy, loss."),
     (["RUN/none"], "there is nothing to draw in "),

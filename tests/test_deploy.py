@@ -20,8 +20,9 @@ import pytest
 import yaml
 
 import launch
-from framework import cluster, configurables, servers, strategies
-from framework.local_cluster import GRACE_S, MISTAKE, SAVED
+from framework import configurables
+from framework.strategies import cluster, factories, resolvers, servers
+from framework.strategies.local_cluster import GRACE_S, MISTAKE, SAVED
 
 ROOT = Path(launch.__file__).parent
 DEPLOY = ROOT / "deploy"
@@ -313,7 +314,7 @@ def test_workers_of_a_tfjob_find_each_other(monkeypatch):
   found = []
   for (_, index), config in tf_configs("tfjob-multi-worker.yaml").items():
     monkeypatch.setenv("TF_CONFIG", config)
-    peers, place = cluster.workers(cluster.tf_config())
+    peers, place = cluster.workers(resolvers.tf_config())
     assert place == index
     found.append([peer.address for peer in peers])
   assert found == 2 * [
@@ -327,7 +328,7 @@ def test_workers_and_servers_of_a_tfjob_find_the_chief(monkeypatch):
   for (kind, _), config in configs.items():
     if kind != "chief":  # which would wait for the others
       monkeypatch.setenv("TF_CONFIG", config)
-      joined = strategies.parameter_server()
+      joined = factories.parameter_server()
       assert isinstance(joined, servers.Server)
       assert joined.chief.address == "digits-parameter-server-chief-0.default.svc:2222"
 

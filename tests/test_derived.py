@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import inputs
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
-from framework.sources import ArraySource
-from framework.task import Loss, Task, derived_metrics, weighted_sum
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss, weighted_sum
+from framework.task import Task, derived_metrics
 from framework.trainer import Trainer
 
 VALUES = np.array([0.0, 1.0, 2.0, 7.0, 3.0, 0.5, 4.0], np.float32)  # 7: an odd number of examples
@@ -43,13 +44,13 @@ def test_train_and_eval_derive_from_the_mean_over_all(replicas, mirrored):
   trainer = Trainer(
     task=task,
     strategy=strategy,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=3, pad_multiple=trainer.batch_multiple
     ),
     global_batch_size=3,
     optimizer=lambda: keras.optimizers.SGD(0.1),
   )
-  dataset = inputs.eval_dataset(task.source("eval"), global_batch_size=3, pad_multiple=replicas)
+  dataset = datasets.eval_dataset(task.source("eval"), global_batch_size=3, pad_multiple=replicas)
   evaluator = Evaluator(task=task, strategy=strategy, dataset=dataset)
   expected = {"exponential": np.exp(2.5), "rms": np.sqrt(np.mean(VALUES.astype(float) ** 2))}
   assert abs(np.mean(np.exp(VALUES)) - expected["exponential"]) > 100  # a mean of exps is another
@@ -62,7 +63,7 @@ def test_train_and_eval_derive_from_the_mean_over_all(replicas, mirrored):
 def test_no_batch_derives_nothing():
   task = Exponential()
   task.model = task.build_model()
-  dataset = inputs.eval_dataset(task.source("eval"), global_batch_size=3)
+  dataset = datasets.eval_dataset(task.source("eval"), global_batch_size=3)
   strategy = tf.distribute.get_strategy()
   assert Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate(0) == {}
 

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import inputs
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
-from framework.sources import ArraySource, StreamSource
-from framework.task import Loss, Task, weighted_sum
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource, StreamSource
+from framework.metrics import Loss, weighted_sum
+from framework.task import Task
 
 EXAMPLES = 11
 RNG = np.random.default_rng(7)
@@ -93,7 +94,7 @@ def make(strategy, task=None, *, batch=4, **options):
   task = task or Linear()
   with strategy.scope():
     task.model = task.build_model()
-  dataset = inputs.eval_dataset(
+  dataset = datasets.eval_dataset(
     task.source("eval"), global_batch_size=batch, pad_multiple=strategy.num_replicas_in_sync
   )
   return Evaluator(task=task, strategy=strategy, dataset=dataset, **options)

@@ -15,11 +15,12 @@ import tensorflow as tf
 from planted import Planted, example_at, make_trainer
 
 import launch
-from framework import forensics, loss_scale, parameter_server, session
-from framework.actions import StopOnNonFinite
+from framework import forensics, parameter_server, session
+from framework.actions.nonfinite import StopOnNonFinite
 from framework.errors import ConfigError
-from framework.reduction import Reduction
-from framework.task import Loss
+from framework.metrics import Loss
+from framework.optimizers import loss_scale
+from framework.strategies.reduction import Reduction
 
 STEPS = 8
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import assets, inputs
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
-from framework.sources import ArraySource
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.saving import assets
 from framework.step import EvalStep
 from framework.trainer import Trainer
 from tasks import contrastive, maml
@@ -93,7 +94,7 @@ def make_trainer(task, *, strategy=None, batch=7, dataset_fn=None, optimizer=Non
   trainer = Trainer(
     task=task,
     strategy=strategy or tf.distribute.get_strategy(),
-    dataset_fn=dataset_fn or (lambda position: inputs.train_dataset(
+    dataset_fn=dataset_fn or (lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
       position=position, preprocess=task.preprocess,
     )),
@@ -121,7 +122,7 @@ def _raw(variable):
 
 def batches_of(task, count, batch=7):
   """The first global batches as training reads them, without padding."""
-  dataset = inputs.train_dataset(
+  dataset = datasets.train_dataset(
     task.source("train"), global_batch_size=batch, preprocess=task.preprocess
   )
   return [dict(b) for b in dataset.take(count)]
@@ -184,7 +185,7 @@ def test_n_replicas_evaluate_as_one(name, mirrored):
     keras.utils.set_random_seed(3)
     with strategy.scope():
       task.model = task.build_model()
-    dataset = inputs.eval_dataset(
+    dataset = datasets.eval_dataset(
       task.source("eval"), global_batch_size=EXAMPLES, pad_multiple=replicas,
       preprocess=task.preprocess,
     )  # fmt: skip
@@ -613,7 +614,7 @@ def test_an_evaluation_logs_the_loss_after_each_number_of_updates():
   task = sines()
   keras.utils.set_random_seed(3)
   task.model = task.build_model()
-  dataset = inputs.eval_dataset(task.source("eval"), global_batch_size=5)
+  dataset = datasets.eval_dataset(task.source("eval"), global_batch_size=5)
   results = Evaluator(task=task, strategy=tf.distribute.get_strategy(), dataset=dataset).evaluate()
   rows = task.source("eval").fetch(tf.range(EXAMPLES, dtype=tf.int64))
   start, expected = task.model.get_weights(), {0: [], 1: [], 2: []}

@@ -8,12 +8,15 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import fusion, inputs, kernels, loss_scale, models, optimizers
-from framework.fusion import Fusion, Gradients
-from framework.reduction import Reduction
-from framework.sources import ArraySource
+from framework.backend import models
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss
+from framework.optimizers import adapters, fusion, kernels, loss_scale
+from framework.optimizers.fusion import Fusion, Gradients
 from framework.step import Step, StepParts
-from framework.task import Loss, Task
+from framework.strategies.reduction import Reduction
+from framework.task import Task
 from framework.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
@@ -110,7 +113,7 @@ def make_parts(strategy, library, factory, *, fuse=True):
   with strategy.scope():
     counter = tf.Variable(0, dtype=tf.int64, trainable=False)
     variables = make_variables(library)
-    built = optimizers.build(factory, lambda _: variables, counter, fuse=fuse)
+    built = adapters.build(factory, lambda _: variables, counter, fuse=fuse)
     parts = StepParts(
       optimizers=built, reduction=Reduction(), loss_scale=loss_scale.none(),
       global_step=counter, seed=0,
@@ -165,7 +168,7 @@ def test_the_updates_of_this_file_would_show_a_mistake():
 
 
 def test_every_class_that_is_fused_is_tried_here():
-  assert set(optimizers._ELEMENTWISE) == set(OPTIONS)
+  assert set(adapters._ELEMENTWISE) == set(OPTIONS)
 
 
 # ---- What is fused ----
@@ -214,7 +217,7 @@ UNFUSED = {
 @pytest.mark.parametrize("case", UNFUSED)
 def test_rules_that_look_at_whole_variables_are_not_fused(case, mirrored):
   library, factory = UNFUSED[case]
-  assert not optimizers.is_elementwise(factory())
+  assert not adapters.is_elementwise(factory())
   for weights in updated(mirrored(2), library, factory, steps=3):
     assert_equal(weights, keras_alone(library, factory(), steps=3))
 
@@ -243,7 +246,7 @@ def test_a_large_variable_of_the_shape_of_all_small_ones(library, replicas, mirr
     make = keras.Variable if library == "keras" else tf.Variable
     variables = [make(tf.zeros([n])) for n in (3, 4, 2, 9)]
     counter = tf.Variable(0, dtype=tf.int64, trainable=False)
-    built = optimizers.build(
+    built = adapters.build(
       lambda: KERAS[library].optimizers.SGD(0.5, momentum=0.5),
       lambda _: variables, counter, fuse=True,
     )  # fmt: skip
@@ -360,7 +363,7 @@ def trained(strategy, library, **options):
   trainer = Trainer(
     task=made,
     strategy=strategy,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       made.source("train"), global_batch_size=7, pad_multiple=2, position=position
     ),
     global_batch_size=7,

@@ -10,10 +10,11 @@ import tensorflow as tf
 from test_configs import FOLDER, Witness, fashion_mnist_files
 
 import launch
-from framework import actions, inputs
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
-from framework.sources import ArraySource
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.saving import export
 from framework.trainer import Trainer
 from tasks import gan
 from tasks.gan import Gan
@@ -45,7 +46,7 @@ def make_trainer(task, *, strategy=None, batch=8, dataset_fn=None, **options):
   trainer = Trainer(
     task=task,
     strategy=strategy,
-    dataset_fn=dataset_fn or (lambda position: inputs.train_dataset(
+    dataset_fn=dataset_fn or (lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
       position=position, preprocess=task.preprocess,
     )),
@@ -272,7 +273,7 @@ def test_evaluation_judges_each_image_and_a_drawn_one_once(replicas, mirrored):
   with strategy.scope():
     task.model = task.build_model()
   bias = task.model["discriminator"].trainable_variables[-1]
-  dataset = inputs.eval_dataset(
+  dataset = datasets.eval_dataset(
     task.source("eval"), global_batch_size=5, pad_multiple=replicas, preprocess=task.preprocess
   )
   evaluator = Evaluator(task=task, strategy=strategy, dataset=dataset)
@@ -296,7 +297,7 @@ def test_evaluation_judges_each_image_and_a_drawn_one_once(replicas, mirrored):
 
 
 def test_the_export_draws_images_of_0_to_1(trained, tmp_path):
-  actions.export(trained, str(tmp_path / "export"))
+  export.export(trained, str(tmp_path / "export"))
   serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
   noise = RNG.normal(size=[6, NOISE]).astype(np.float32)
   served = serve(noise=tf.constant(noise))

@@ -12,8 +12,8 @@ import time
 import grpc
 import pytest
 
-from framework import servers
-from framework.cluster import ClusterError, Peer
+from framework.strategies import servers
+from framework.strategies.cluster import ClusterError, Peer
 
 TIMEOUT_S = 0.6
 
@@ -140,7 +140,7 @@ def test_a_parent_that_waits_for_a_silent_peer_is_ended_with_its_name(peer):
 ENDING = """
 import sys, time
 from framework import servers
-from framework.cluster import Peer
+from framework.strategies.rendezvous import Peer
 
 class Remote:
   def __del__(self):

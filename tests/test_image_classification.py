@@ -9,10 +9,11 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import actions, inputs
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
-from framework.sources import ArraySource
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.saving import export
 from framework.trainer import Trainer
 from tasks import image_classification
 from tasks.image_classification import ImageClassification, ImageData, cnn, mlp
@@ -83,7 +84,7 @@ def test_softmax_regression_trains_and_evaluates_as_in_numpy(replicas, mirrored)
   trainer = Trainer(
     task=task,
     strategy=strategy,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=5, pad_multiple=replicas, position=position,
       preprocess=task.preprocess, shuffle=False,
     ),
@@ -99,7 +100,7 @@ def test_softmax_regression_trains_and_evaluates_as_in_numpy(replicas, mirrored)
   np.testing.assert_allclose(bias, reference.bias, atol=1e-6)
   assert np.abs(kernel).max() > 0.1
 
-  dataset = inputs.eval_dataset(
+  dataset = datasets.eval_dataset(
     task.source("eval"), global_batch_size=4, pad_multiple=replicas, preprocess=task.preprocess
   )
   results = Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate()
@@ -136,7 +137,7 @@ def augmented(images, seeds, **options):
 def real_seeds(count, seed=0):
   """The seeds of the first positions of a training run."""
   source = ArraySource(features={"x": np.zeros([count], np.float32)})
-  seen = inputs.train_dataset(
+  seen = datasets.train_dataset(
     source,
     global_batch_size=count,
     seed=seed,
@@ -452,7 +453,7 @@ def test_the_export_takes_raw_images_and_gives_probabilities(tmp_path):
   task = make_task(shift=1, flip=True)
   task.model = task.build_model()
   kernel, bias = random_weights(task.model)
-  actions.export(task, str(tmp_path / "export"))
+  export.export(task, str(tmp_path / "export"))
   serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
   served = serve(image=tf.constant(IMAGES))
   assert set(served) == {"probabilities"}

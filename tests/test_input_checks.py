@@ -1,4 +1,4 @@
-"""Lines for the user in what a pipeline raises: `framework.input_checks`.
+"""Lines for the user in what a pipeline raises: `framework.inputs.checks`.
 
 Its ConfigErrors are tested where they are raised, in test_sources.py and test_inputs.py.
 """
@@ -6,16 +6,17 @@ Its ConfigErrors are tested where they are raised, in test_sources.py and test_i
 import tensorflow as tf
 from input_cases import runtime_error
 
-from framework import input_checks
+from framework import errors
+from framework.inputs import checks
 
 
 def test_other_errors_have_no_user_error():
-  assert input_checks.user_error(ValueError("user error without a pipeline")) is None
+  assert errors.user_error(ValueError("user error without a pipeline")) is None
 
 
 def test_user_error_survives_quotes_and_letters():
   text = 'it\'s "ü" a\\b [x]'
   dataset = tf.data.Dataset.range(1).map(
-    lambda i: input_checks.require(i > 0, i, ["in ", text])  # AutoGraph leaves it alone
+    lambda i: checks.require(i > 0, i, ["in ", text])  # AutoGraph leaves it alone
   )
   assert runtime_error(dataset) == f"in {text}"

@@ -1,4 +1,4 @@
-"""Batches, padding, restore, shares of workers and errors of `framework.inputs`, against NumPy."""
+"""Batches, padding, restore, shares of workers and errors of inputs/datasets.py, against NumPy."""
 
 import logging
 import os
@@ -22,10 +22,16 @@ from input_cases import (
 )
 from PIL import Image
 
-from framework import inputs, sources
 from framework.errors import ConfigError
-from framework.inputs import eval_dataset, padded_batch_size, train_dataset
-from framework.sources import ArraySource, ImageFolderSource, Source, StreamSource, load_arrays
+from framework.inputs import datasets, sources
+from framework.inputs.datasets import eval_dataset, padded_batch_size, train_dataset
+from framework.inputs.sources import (
+  ArraySource,
+  ImageFolderSource,
+  Source,
+  StreamSource,
+  load_arrays,
+)
 
 # ---- Training batches ----
 
@@ -237,7 +243,7 @@ def test_eval_keeps_the_weights_of_the_source():
 
 def on_replicas(strategy, dataset, count):
   """The rows of each feature, in the order of replicas, for the first `count` batches."""
-  iterator = inputs.iterate(strategy.experimental_distribute_dataset(dataset))
+  iterator = datasets.iterate(strategy.experimental_distribute_dataset(dataset))
   return [
     {
       name: [local.numpy() for local in strategy.experimental_local_results(value)]
@@ -260,8 +266,8 @@ def test_no_thread_tunes_the_replicas_ends_of_an_iterator(mirrored):
     next(iterator)
     return len(os.listdir("/proc/self/task")) - before, iterator
 
-  warm = threads_of(inputs.iterate)
-  (ours, first), (tensorflows, second) = threads_of(inputs.iterate), threads_of(iter)
+  warm = threads_of(datasets.iterate)
+  (ours, first), (tensorflows, second) = threads_of(datasets.iterate), threads_of(iter)
   assert tensorflows - ours == 2
   for each in (warm[1], first, second):
     assert next(each)["example_id"] is not None
@@ -687,5 +693,5 @@ def test_a_config_error_of_preprocess_comes_through_as_it_is():
 
 
 def test_the_synopsis_runs():
-  synopsis = inputs.__doc__.split("\n\n")[1]
-  exec(textwrap.dedent(synopsis), {**vars(sources), **vars(inputs)})
+  synopsis = datasets.__doc__.split("\n\n")[1]
+  exec(textwrap.dedent(synopsis), {**vars(sources), **vars(datasets)})

@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import kernels, models, optimizers
+from framework.backend import models
+from framework.optimizers import adapters, kernels
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 STEPS = 20
@@ -145,14 +146,14 @@ def test_every_replica_makes_the_update(library, name, mirrored):
     make_variable = keras.Variable if library == "keras" else tf.Variable
     variables = [make_variable(w, dtype="float64") for w in initial(np.float64)]
     counter = tf.Variable(0, dtype=tf.int64, trainable=False)
-    [adapter] = optimizers.build(
+    [adapter] = adapters.build(
       lambda: make(library, name), lambda _: variables, counter, fuse=False
     ).values()
     kernels.use(adapter.optimizer)
   packed = adapter.fusion
   for step in range(STEPS):
     gradients = [tf.constant(g) for g in gradients_of(step, np.float64)]
-    adapter.apply(strategy, optimizers.Gradients.of(packed, gradients))
+    adapter.apply(strategy, adapters.Gradients.of(packed, gradients))
   for variable, expected in zip(variables, reference(name), strict=True):
     copies = strategy.experimental_local_results(models.raw(variable))
     assert len(copies) == 2

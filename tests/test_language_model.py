@@ -15,9 +15,13 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import actions, configurables, inputs, models, optimizers
+from framework import configurables
+from framework.backend import models
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
+from framework.inputs import datasets
+from framework.optimizers import adapters
+from framework.saving import export
 from framework.trainer import Trainer
 from tasks import language_model
 from tasks.language_model import NO_TARGET, START, LanguageModel, TextFiles, packed, transformer
@@ -113,7 +117,7 @@ def test_packing_of_two_documents():
 def test_an_epoch_has_each_byte_as_a_target_once():
   documents = random_documents(5, 40, 1, 17, 26)
   task = make_task(documents)
-  dataset = inputs.train_dataset(
+  dataset = datasets.train_dataset(
     task.source("train"), global_batch_size=4, pad_multiple=3, preprocess=task.preprocess
   )
   size = task.source("train").num_examples
@@ -336,7 +340,7 @@ def test_the_loss_is_the_sum_over_targets_times_the_weights():
 
 
 def adamw():
-  return optimizers.without_decay(
+  return adapters.without_decay(
     of=lambda: keras.optimizers.AdamW(0.003, weight_decay=0.1), names=["scale", "embeddings"]
   )
 
@@ -347,7 +351,7 @@ def make_trainer(task, strategy, batch, **options):
   trainer = Trainer(
     task=task,
     strategy=strategy,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
       position=position, preprocess=task.preprocess,
     ),
@@ -390,7 +394,7 @@ def test_evaluation_is_a_mean_over_bytes(replicas, mirrored):
   task, strategy = uneven_task(), mirrored(replicas)
   with strategy.scope():
     with_model(task)
-  dataset = inputs.eval_dataset(
+  dataset = datasets.eval_dataset(
     task.source("eval"), global_batch_size=4, pad_multiple=replicas, preprocess=task.preprocess
   )
   metrics = Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate()
@@ -593,7 +597,7 @@ def test_the_command_names_a_mistake(tmp_path, run_folder, capsys):
 
 def test_the_export_gives_log_probabilities_of_each_byte_and_the_next(tmp_path):
   task = with_model(make_task([b"abc"]))
-  actions.export(task, str(tmp_path / "export"))
+  export.export(task, str(tmp_path / "export"))
   serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
   text = np.array([[*b"hello"], [*b"world"]], np.int32)
   served = serve(text=tf.constant(text))["log_probabilities"].numpy()
@@ -614,14 +618,14 @@ def test_the_config_decays_kernels_and_nothing_else(monkeypatch):
   factory = gin.query_parameter("run.optimizer").scoped_configurable_fn
   model = network()
   step = tf.Variable(0, dtype=tf.int64)
-  made = optimizers.build(factory, lambda name: model.trainable_variables, step)["default"]
+  made = adapters.build(factory, lambda name: model.trainable_variables, step)["default"]
   step.assign(200)  # the warm-up is over
   rate, decay = float(made.learning_rate()), made.optimizer.weight_decay
   assert (rate, decay) == (pytest.approx(0.003), 0.1)
   before = {v.path: v.numpy() for v in model.trainable_variables}
   made.apply(
     tf.distribute.get_strategy(),
-    optimizers.Gradients.of(made.fusion, [tf.zeros(v.shape) for v in model.trainable_variables]),
+    adapters.Gradients.of(made.fusion, [tf.zeros(v.shape) for v in model.trainable_variables]),
   )
   gin.clear_config()
   decayed = {v.path.rsplit("/", 1)[1]: 1 - v.numpy() / before[v.path] for v in made.variables}

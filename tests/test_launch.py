@@ -10,9 +10,10 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import configurables, local_cluster
+from framework import configurables
 from framework import run as RUN  # noqa: N812
 from framework.errors import ConfigError, Preempted
+from framework.strategies import local_cluster
 
 REPOSITORY = Path(launch.__file__).parent
 

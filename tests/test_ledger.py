@@ -8,17 +8,20 @@ import pytest
 import tensorflow as tf
 from input_cases import ledger_digest, one_line_error, stream
 
-from framework import ledger, recording, strategies
-from framework.ledger import Ledger, Problem, prove
+from framework.inputs.sources import ArraySource
+from framework.ledger import __main__
+from framework.ledger import proof as proofs
+from framework.ledger.proof import Ledger, Problem, prove
+from framework.ledger.recorder import Recorder
 from framework.session import Session
-from framework.sources import ArraySource
+from framework.strategies import traits
 
 N, BATCH = everything.EXAMPLES, everything.BATCH
 
 
 def recorded_trainer(folder, strategy, *, spoil=None, batch=BATCH, **options):
   """A trainer with a ledger; `spoil(dataset, position)` plants a defect in what it reads."""
-  recorder = recording.Recorder(model_dir=str(folder), strategy=strategy)
+  recorder = Recorder(model_dir=str(folder), strategy=strategy)
   trainer = everything.make_trainer(strategy, recorder=recorder, batch=batch, **options)
   made = trainer.task
 
@@ -42,7 +45,7 @@ def entries(folder, worker=0):
 def check(folder, capsys):
   """Runs the command; returns its status and what it printed."""
   capsys.readouterr()
-  status = ledger.main([str(folder)])
+  status = __main__.main([str(folder)])
   return status, capsys.readouterr().out.strip()
 
 
@@ -108,9 +111,9 @@ def one_device():
 
 
 def test_parameter_servers_are_refused(tmp_path, monkeypatch):
-  monkeypatch.setattr(strategies, "is_asynchronous", lambda _: True)
+  monkeypatch.setattr(traits, "is_asynchronous", lambda _: True)
   with one_line_error("run.ledger is True, but under parameter_server"):
-    recording.Recorder(model_dir=str(tmp_path), strategy=tf.distribute.get_strategy())
+    Recorder(model_dir=str(tmp_path), strategy=tf.distribute.get_strategy())
 
 
 # ---- Stopped and gone on ----
@@ -273,7 +276,7 @@ def lines_of(worker, first, last, *, after=None, ids=ORDER, **changes):
       (step - 1) * start["global_batch_size"] + min(row, start["global_batch_size"])
       for row in start["rows"]
     )
-    lines.append(ledger.steps_line(step, [end - begin], [ledger_digest(ids[begin:end])]))
+    lines.append(proofs.steps_line(step, [end - begin], [ledger_digest(ids[begin:end])]))
   return lines
 
 
@@ -381,7 +384,7 @@ def test_a_stream_of_unknown_length_has_its_steps_counted():
 
 
 def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
-  recorder = recording.Recorder(model_dir=str(tmp_path), strategy=mirrored(2))
+  recorder = Recorder(model_dir=str(tmp_path), strategy=mirrored(2))
   options = {"position": 0, "seed": 3, "global_batch_size": 7, "rows": None, "shuffle": True}
   recorder.reads(stream(N), **options)
   recorder.begin_loop(after_step=0, steps=5, rows=4)
@@ -389,15 +392,15 @@ def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
     ids = tf.constant(ORDER[step * 7 : step * 7 + 7])
     recorder.record([ids[:4], tf.concat([ids[4:], [-1]], 0)], tf.constant(step, tf.int64))
   recorder.end_loop(steps=5)
-  [found] = ledger.read(str(tmp_path))
+  [found] = proofs.read(str(tmp_path))
   assert prove([found]).epochs == 1
 
 
 def test_an_order_of_many_examples_is_compared_in_parts(monkeypatch):
   """Against the permutation that the input gives, 3 steps at a time."""
-  monkeypatch.setattr(ledger, "_AT_ONCE", 21)
+  monkeypatch.setattr(proofs, "_AT_ONCE", 21)
   source = ArraySource(features={"x": np.zeros(5000, np.int8)})
-  from framework.inputs import train_dataset
+  from framework.inputs.datasets import train_dataset
 
   data = train_dataset(source, global_batch_size=7, seed=4).take(30).as_numpy_iterator()
   ids = np.concatenate([batch["example_id"] for batch in data])
@@ -411,9 +414,9 @@ def test_an_order_of_many_examples_is_compared_in_parts(monkeypatch):
 
 
 def test_without_a_ledger_the_command_says_what_to_do(tmp_path, capsys):
-  assert ledger.main([str(tmp_path)]) == 2
+  assert __main__.main([str(tmp_path)]) == 2
   out, err = capsys.readouterr()
   assert (out, err.count("\n")) == ("", 1)
   assert "train with `run.ledger = True`" in err
-  assert ledger.main([]) == 2
+  assert __main__.main([]) == 2
   assert "usage: python -m framework.ledger MODEL_DIR" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from framework import local_cluster
 from framework.errors import ConfigError
-from framework.local_cluster import free_ports, run_local
+from framework.strategies import local_cluster
+from framework.strategies.local_cluster import free_ports, run_local
 
 ROOT = Path(local_cluster.__file__).parent.parent
 PRELUDE = """
@@ -712,7 +712,7 @@ def on_terminal():
       "import fcntl, signal, termios\n"
       "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  # Ctrl-C and a new size are for us
       "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-      "from framework.local_cluster import run_local\n"
+      "from framework.strategies.local_cluster import run_local\n"
       f"raise SystemExit(run_local(**{arguments}))"
     )
     ours, theirs = os.openpty()
@@ -798,5 +798,5 @@ def test_not_on_linux(monkeypatch):
 
 
 def test_the_parent_does_not_import_tensorflow():
-  code = "import sys, framework.local_cluster; sys.exit('tensorflow' in sys.modules)"
+  code = "import sys, framework.strategies.local_cluster; sys.exit('tensorflow' in sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -12,7 +12,9 @@ import tensorflow as tf
 import tf_keras
 from test_configs import forget_garden
 
-from framework import ConfigError, Evaluator, Trainer, configurables, inputs, strategies
+from framework import ConfigError, Evaluator, Trainer, configurables
+from framework.inputs import datasets
+from framework.strategies import factories
 from tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
 
 pytest.importorskip("tensorflow_datasets", reason="the extra 'garden' is not installed")
@@ -162,7 +164,7 @@ def make_trainer(task, strategy, *, batch=BATCH, rate=0.1, **options):
   trainer = Trainer(
     task=task, strategy=strategy, global_batch_size=batch,
     optimizer=lambda: tf_keras.optimizers.SGD(rate),
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
       position=position,
     ),
@@ -222,7 +224,7 @@ def test_an_evaluation_counts_every_example_once(garden, mirrored, replicas):
   """21 examples in batches of 8; of three replicas the last has none of the last batch."""
   task, strategy = points(garden), mirrored(replicas)
   make_trainer(task, strategy)
-  data = inputs.eval_dataset(task.source("eval"), global_batch_size=BATCH, pad_multiple=replicas)
+  data = datasets.eval_dataset(task.source("eval"), global_batch_size=BATCH, pad_multiple=replicas)
   evaluator = Evaluator(task=task, strategy=strategy, dataset=data)
   reference = Reference(task.model.get_weights())
   probabilities = reference.probabilities(X)
@@ -380,7 +382,7 @@ def test_a_step_that_cannot_be_taken_over(garden, mirrored, what, message):
 
 def test_central_storage_is_refused(garden):
   with pytest.raises(ConfigError, match=r"metrics of a Model Garden task .* use mirrored\.$"):
-    make_trainer(points(garden), strategies.central_storage(cpu_replicas=2))
+    make_trainer(points(garden), factories.central_storage(cpu_replicas=2))
 
 
 def test_several_data_sets_are_refused(garden):

@@ -9,10 +9,12 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import ArraySource, ConfigError, Loss, Task, Trainer, inputs, models
+from framework import ArraySource, ConfigError, Loss, Task, Trainer
+from framework.backend import models
+from framework.inputs import datasets
 from framework.run import run
-from framework.verify import replicas
-from framework.verify.bench import Subject
+from framework.verify.bench.bench import Subject
+from framework.verify.checks import replicas
 
 STEPS, BATCH, EXAMPLES = 10, 6, 15
 RNG = np.random.default_rng(0)
@@ -145,7 +147,7 @@ def trained(
   tf_keras.utils.set_random_seed(1)
   trainer = Trainer(
     task=task, strategy=strategy, global_batch_size=BATCH, optimizer=optimizer, **options,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=BATCH, pad_multiple=trainer.batch_multiple,
       position=position,
     ),

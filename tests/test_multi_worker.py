@@ -15,7 +15,7 @@ import pytest
 from input_cases import ledger_digest
 
 import launch
-from framework import ledger
+from framework.ledger import __main__
 
 ROOT = Path(launch.__file__).parent
 BATCH, STEPS, RATE = 8, 10, 0.05
@@ -202,7 +202,7 @@ def test_a_killed_worker_is_named_and_costs_nothing(broken, unbroken):
 
 def test_the_ledger_proves_that_nothing_was_skipped_or_repeated(broken, unbroken, capsys):
   *_, outcome = broken
-  assert ledger.main([str(outcome.folder / "m")]) == 0
+  assert __main__.main([str(outcome.folder / "m")]) == 0
   told = f"steps 1 to {STEPS}: each consumed exactly once (2 workers, 4 starts"
   assert told in capsys.readouterr().out
   for worker in (0, 1):
@@ -217,7 +217,7 @@ def test_the_ledger_proves_that_nothing_was_skipped_or_repeated(broken, unbroken
 
 def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   """Each in its own words: `run.train_steps` differs."""
-  from framework.local_cluster import make_cluster
+  from framework.strategies.local_cluster import make_cluster
 
   tmp_path.joinpath("config.gin").write_text(
     CONFIG.format(folder=tmp_path, rate=RATE, batch=BATCH, steps=STEPS)

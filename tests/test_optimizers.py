@@ -6,8 +6,10 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import optimizers, schedules
+from framework.backend import models
 from framework.errors import ConfigError
+from framework.optimizers import adapters, schedules
+from framework.optimizers.ema import Ema
 
 KERAS = {"keras": keras.optimizers, "tf_keras": tf_keras.optimizers}
 both = pytest.mark.parametrize("library", KERAS)
@@ -20,12 +22,12 @@ def step_counter():
 
 def build(factories, variables, *, step=None, fuse=False):
   step = step_counter() if step is None else step
-  return optimizers.build(factories, lambda name: variables, step, fuse=fuse)
+  return adapters.build(factories, lambda name: variables, step, fuse=fuse)
 
 
 def apply(strategy, optimizer, gradients):
   """One compiled update with the same gradients on every replica, through the framework's verbs."""
-  packed = optimizers.Gradients.of(optimizer.fusion, gradients)
+  packed = adapters.Gradients.of(optimizer.fusion, gradients)
 
   def update(context_strategy, *tensors):
     optimizer.apply(context_strategy, packed.replaced(list(tensors)))
@@ -191,10 +193,10 @@ def test_an_optimizer_without_variables_is_refused():
 def test_several_optimizers_own_what_variables_of_says():
   owned = {"a": [tf.Variable(1.0)], "b": [tf.Variable(2.0), tf.Variable(3.0)]}
   factories = {"a": lambda: keras.optimizers.Adam(), "b": lambda: tf_keras.optimizers.SGD()}
-  made = optimizers.build(factories, owned.__getitem__, step_counter())
+  made = adapters.build(factories, owned.__getitem__, step_counter())
   assert {name: optimizer.variables for name, optimizer in made.items()} == owned
-  assert isinstance(made["a"], optimizers.Keras3Optimizer)
-  assert isinstance(made["b"], optimizers.TfKerasOptimizer)
+  assert isinstance(made["a"], adapters.Keras3Optimizer)
+  assert isinstance(made["b"], adapters.TfKerasOptimizer)
 
 
 # ---- The moving average ----
@@ -205,7 +207,7 @@ def test_ema_is_the_recurrence_of_its_docstring(mirrored, replicas):
   strategy = mirrored(replicas)
   with strategy.scope():
     variables = [tf.Variable([1.0, 2.0]), tf.Variable(5.0)]
-    ema = optimizers.Ema(decay=0.75, variables=variables)
+    ema = Ema(decay=0.75, variables=variables)
   values, expected = ([5.0, 6.0], [3.0, -2.0]), np.array([1.0, 2.0])
   for value in values:
     variables[0].assign(value)
@@ -225,7 +227,7 @@ def evaluate_and_fail(ema):
 def test_ema_takes_the_place_of_the_weights_for_a_while(mirrored):
   with mirrored(2).scope():
     variable = tf.Variable(1.0)
-    ema = optimizers.Ema(decay=0.5, variables=[variable])
+    ema = Ema(decay=0.5, variables=[variable])
   variable.assign(3.0)
   with ema.in_place():
     assert (variable.numpy(), ema.averages[0].numpy()) == (1.0, 3.0)
@@ -240,7 +242,7 @@ def test_ema_refuses_a_decay_out_of_range(decay):
   with pytest.raises(
     ConfigError, match=f"Trainer.ema_decay is {decay}; it must be between 0 and 1"
   ):
-    optimizers.Ema(decay=decay, variables=[])
+    Ema(decay=decay, variables=[])
 
 
 # ---- Weight decay ----
@@ -276,7 +278,7 @@ def test_decay_leaves_the_named_variables_alone(mirrored, library, fuse, replica
   adamw = KERAS[library].AdamW
 
   def factory():
-    return optimizers.without_decay(
+    return adapters.without_decay(
       of=lambda: adamw(RATE, weight_decay=DECAY), names=["bias", "embeddings"]
     )
 
@@ -293,14 +295,14 @@ def test_decay_leaves_the_named_variables_alone(mirrored, library, fuse, replica
   for index, variable in enumerate(variables):
     decay = {"kernel": DECAY, "bias": 0.0, "embeddings": 0.0}[variable.name]
     expected = adamw_by_hand(before[index], [each[index] for each in slopes], decay=decay)
-    for copy in strategy.experimental_local_results(optimizers.models.raw(variable)):
+    for copy in strategy.experimental_local_results(models.raw(variable)):
       np.testing.assert_allclose(copy, expected, rtol=0, atol=2e-6, err_msg=variable.name)
 
 
 @both
 def test_what_is_not_decayed_must_be_there(library):
   def factory():
-    return optimizers.without_decay(
+    return adapters.without_decay(
       of=lambda: KERAS[library].AdamW(0.1, weight_decay=0.1), names=["kernel", "gama"]
     )
 
@@ -314,7 +316,7 @@ def test_what_is_not_decayed_must_be_there(library):
 @both
 def test_without_decay_needs_decay(library):
   message = optimizer_error(
-    lambda: optimizers.without_decay(of=lambda: KERAS[library].Adam(0.1), names=["bias"])
+    lambda: adapters.without_decay(of=lambda: KERAS[library].Adam(0.1), names=["bias"])
   )
   assert message.startswith("without_decay.of gives a Adam without weight decay; set its")
 
@@ -322,11 +324,11 @@ def test_without_decay_needs_decay(library):
 @pytest.mark.parametrize("names", [[], "bias", ()])
 def test_without_decay_needs_names(names):
   message = optimizer_error(
-    lambda: optimizers.without_decay(of=lambda: keras.optimizers.AdamW(0.1), names=names)
+    lambda: adapters.without_decay(of=lambda: keras.optimizers.AdamW(0.1), names=names)
   )
   assert message == f"without_decay.names is {names!r}; it must be a list such as ['bias']."
 
 
 def test_without_decay_passes_on_what_is_no_optimizer():
-  message = optimizer_error(lambda: optimizers.without_decay(of=lambda: "adamw", names=["bias"]))
+  message = optimizer_error(lambda: adapters.without_decay(of=lambda: "adamw", names=["bias"]))
   assert "optimizer 'critic' is a str; it must be a Keras 3 optimizer" in message

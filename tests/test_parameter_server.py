@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import cluster, inputs, local_cluster, servers, strategies
 from framework.errors import ConfigError
-from framework.sources import ArraySource, Source, StreamSource
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource, Source, StreamSource
+from framework.strategies import cluster, factories, local_cluster, servers
 
 HERE = Path(__file__).parent
 EXAMPLES, REPEATS = 203, 100
@@ -227,24 +228,24 @@ def ids(dataset, batches):
 def test_shards_take_the_batches_in_turn():
   source = ArraySource(features={"x": np.arange(20)})
   options = {"global_batch_size": 4, "seed": 3, "position": 8}
-  whole = ids(inputs.train_dataset(source, **options), 9)
+  whole = ids(datasets.train_dataset(source, **options), 9)
   for worker in range(3):
-    shard = inputs.train_dataset(source, shard=(3, tf.constant(worker, tf.int64)), **options)
+    shard = datasets.train_dataset(source, shard=(3, tf.constant(worker, tf.int64)), **options)
     assert ids(shard, 3) == whole[worker::3]
 
 
 def test_shards_of_a_stream_take_the_batches_in_turn():
   stream = tf.data.Dataset.from_tensor_slices({"x": np.arange(20)})
   source = StreamSource(dataset=stream)
-  whole = ids(inputs.train_dataset(source, global_batch_size=4), 8)
+  whole = ids(datasets.train_dataset(source, global_batch_size=4), 8)
   for worker in range(2):
-    shard = inputs.train_dataset(source, global_batch_size=4, shard=(2, worker))
+    shard = datasets.train_dataset(source, global_batch_size=4, shard=(2, worker))
     assert ids(shard, 4) == whole[worker::2]
 
 
 def test_a_shard_does_not_fetch_the_batches_of_others():
   source = Recording()
-  dataset = inputs.eval_dataset(source, global_batch_size=4, shard=(2, 1))
+  dataset = datasets.eval_dataset(source, global_batch_size=4, shard=(2, 1))
   assert ids(dataset, -1) == [[4, 5, 6, 7], [12, 13, 14, 15]]
   assert sorted(source.fetched) == [4, 5, 6, 7, 12, 13, 14, 15]
 
@@ -263,12 +264,12 @@ def test_workers_that_do_not_come_are_named():
   with pytest.raises(
     cluster.ClusterError, match=r"^ps-0 .*, worker-0 .*, worker-1 .* have not come within 0.3 s$"
   ):
-    strategies.parameter_server(resolver=lambda: whole_cluster("chief"), start_timeout_s=0.3)
+    factories.parameter_server(resolver=lambda: whole_cluster("chief"), start_timeout_s=0.3)
 
 
 @pytest.mark.parametrize("job", ["worker", "ps"])
 def test_a_worker_or_server_serves_and_does_not_train(job):
-  made = strategies.parameter_server(resolver=lambda: whole_cluster(job))
+  made = factories.parameter_server(resolver=lambda: whole_cluster(job))
   assert isinstance(made, servers.Server)
 
 
@@ -282,7 +283,7 @@ def test_a_worker_or_server_serves_and_does_not_train(job):
 )
 def test_a_cluster_without_the_three_jobs_is_refused(jobs):
   with pytest.raises(ConfigError, match="needs a cluster of one chief, workers and ps"):
-    strategies.parameter_server(resolver=lambda: resolver(next(iter(jobs)), **jobs))
+    factories.parameter_server(resolver=lambda: resolver(next(iter(jobs)), **jobs))
 
 
 @pytest.mark.parametrize(
@@ -296,4 +297,4 @@ def test_a_cluster_without_the_three_jobs_is_refused(jobs):
 )
 def test_options_out_of_range_are_refused(options, message):
   with pytest.raises(ConfigError, match=message):
-    strategies.parameter_server(resolver=lambda: whole_cluster("chief"), **options)
+    factories.parameter_server(resolver=lambda: whole_cluster("chief"), **options)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from input_cases import one_line_error
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from framework.profiling import Profile
+from framework.actions.profiling import Profile
 from framework.session import Session
 
 STEPS, LOOP = 12, 5

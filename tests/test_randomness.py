@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from framework import errors
-from framework.randomness import RandomStream, random_streams, seed_everything, step_key
+from framework.backend.randomness import RandomStream, random_streams, seed_everything, step_key
 
 SHAPE = (16, 32)
 SEED = 11

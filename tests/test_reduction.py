@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import reduction
 from framework.errors import ConfigError
-from framework.reduction import Reduction
+from framework.strategies import reduction
+from framework.strategies.reduction import Reduction
 
 PACKINGS = ("flat", "per_tensor")
 SHAPES = {"matrix": (2, 3), "scalar": (), "vector": (4,), "empty": (0, 2)}

@@ -12,19 +12,16 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import reporting
 from framework.errors import ConfigError
-from framework.reporting import (
+from framework.reporting import metrics_log
+from framework.reporting.metrics_log import MetricsLog, flatten
+from framework.reporting.orbit_reporter import Reporter, quiet_orbit
+from framework.reporting.progress import Progress, format_number
+from framework.reporting.summary import (
   Description,
-  MetricsLog,
   ParameterCount,
-  Progress,
-  Reporter,
   count_parameters,
   describe,
-  flatten,
-  format_number,
-  quiet_orbit,
   result_line,
 )
 
@@ -212,7 +209,7 @@ def test_trim_is_atomic(log, path, monkeypatch):
 
 def test_trim_leaves_a_file_alone_that_needs_nothing(log, path, monkeypatch):
   log.append(1, "train", {"loss": 1.0})
-  monkeypatch.setattr(reporting, "atomic_write", lambda *_: pytest.fail("rewritten"))
+  monkeypatch.setattr(metrics_log, "atomic_write", lambda *_: pytest.fail("rewritten"))
   assert log.trim(1) == 0
 
 

@@ -13,9 +13,12 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import checkpoints, errors, inputs
-from framework.actions import Action, EarlyStopping, StopTraining
+from framework import errors
+from framework.actions.base import Action, StopTraining
+from framework.actions.best import EarlyStopping
 from framework.evaluator import Evaluator
+from framework.inputs import datasets
+from framework.saving import checkpoints
 from framework.session import Session
 
 REPOSITORY = Path(launch.__file__).parent
@@ -53,7 +56,7 @@ class Scene:
     self.evaluator = Evaluator(
       task=made,
       strategy=strategy,
-      dataset=inputs.eval_dataset(made.source("eval"), global_batch_size=everything.BATCH),
+      dataset=datasets.eval_dataset(made.source("eval"), global_batch_size=everything.BATCH),
       ema=self.trainer.parts.ema,
     )
     self._checkpoint = tf.train.Checkpoint(**self.trainer.checkpoint_items())

@@ -16,12 +16,15 @@ import tf_keras
 from tensorflow.python.data.ops import debug_mode
 
 import framework
-from framework import configurables, inputs, strategies
-from framework.actions import Action, StopTraining
+from framework import configurables
+from framework.actions.base import Action, StopTraining
 from framework.errors import ConfigError
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import REPORTED, Loss, weighted_sum
 from framework.run import run
-from framework.sources import ArraySource
-from framework.task import REPORTED, Loss, Task, weighted_sum
+from framework.strategies import factories
+from framework.task import Task
 
 EXAMPLES, BATCH, RATE, STEPS = 11, 4, 0.125, 5
 RNG = np.random.default_rng(9)
@@ -112,7 +115,7 @@ def start(folder, mode="train_and_evaluate", **options):
       "global_batch_size": BATCH,
       "mode": mode,
       "model_dir": str(folder),
-      "strategy": strategies.default,
+      "strategy": factories.default,
       "optimizer": lambda: keras.optimizers.SGD(RATE),
       "shuffle": False,
       **options,
@@ -452,7 +455,7 @@ def test_a_task_may_be_an_instance_or_a_factory(make, tmp_path):
 
 
 def test_the_order_of_examples_is_that_of_the_seed(tmp_path):
-  dataset = inputs.train_dataset(Linear().source("train"), global_batch_size=BATCH, seed=3)
+  dataset = datasets.train_dataset(Linear().source("train"), global_batch_size=BATCH, seed=3)
   rows = [batch["example_id"] for batch in dataset.take(STEPS).as_numpy_iterator()]
   start(tmp_path, "train", shuffle=True, seed=3)
   shuffled = Reference(rows=lambda step: rows[step]).train(STEPS).kernel

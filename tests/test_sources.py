@@ -1,4 +1,4 @@
-"""Arrays, files, image folders and errors of `framework.sources`, against NumPy."""
+"""Arrays, files, image folders and errors of `framework.inputs.sources`, against NumPy."""
 
 import gzip
 import io
@@ -12,9 +12,16 @@ import tensorflow as tf
 from input_cases import arrays, numbered, of_elements, one_line_error, runtime_error, stream
 from PIL import Image
 
-from framework import input_checks, inputs, sources
-from framework.inputs import eval_dataset, train_dataset
-from framework.sources import ArraySource, ImageFolderSource, StreamSource, load_arrays, read_idx
+from framework import errors
+from framework.inputs import datasets, sources
+from framework.inputs.datasets import eval_dataset, train_dataset
+from framework.inputs.sources import (
+  ArraySource,
+  ImageFolderSource,
+  StreamSource,
+  load_arrays,
+  read_idx,
+)
 
 
 def test_in_memory_arrays_are_captured_not_copied_into_the_graph():
@@ -167,7 +174,7 @@ def test_the_users_line_is_found_in_what_a_compiled_loop_raises(folder, mirrored
   source = ImageFolderSource(directory=str(directory), image_size=(4, 6))
   strategy = mirrored(2)
   dataset = train_dataset(source, global_batch_size=2)
-  iterator = inputs.iterate(strategy.experimental_distribute_dataset(dataset))
+  iterator = datasets.iterate(strategy.experimental_distribute_dataset(dataset))
 
   @tf.function
   def loop(iterator):
@@ -176,7 +183,7 @@ def test_the_users_line_is_found_in_what_a_compiled_loop_raises(folder, mirrored
 
   with pytest.raises(tf.errors.InvalidArgumentError) as raised:
     loop(iterator)
-  assert "cannot be read as an image of 3 channels;" in input_checks.user_error(raised.value)
+  assert "cannot be read as an image of 3 channels;" in errors.user_error(raised.value)
 
 
 # ---- Files ----

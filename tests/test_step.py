@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import inputs, loss_scale, models, optimizers
+from framework.backend import models
 from framework.errors import ConfigError
-from framework.metrics import MetricSums
-from framework.reduction import Reduction
-from framework.sources import ArraySource
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss, MetricSums, weighted_sum
+from framework.optimizers import adapters, loss_scale
+from framework.optimizers.ema import Ema
 from framework.step import EvalStep, Step, StepParts
-from framework.task import Loss, Task, weighted_sum
+from framework.strategies.reduction import Reduction
+from framework.task import Task
 from framework.trainer import Trainer
 
 
@@ -28,11 +31,11 @@ class Bench:
         tf.Variable([1.0, -2.0, 3.0]), tf.Variable(0.5), tf.Variable([7.0, 8.0]),
       ]  # fmt: skip
       self.global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
-      built = optimizers.build(
+      built = adapters.build(
         optimizer or (lambda: keras.optimizers.SGD(1.0)), self.variables_of, self.global_step,
         fuse=True,
       )  # fmt: skip
-      ema = optimizers.Ema(decay=ema_decay, variables=self.variables) if ema_decay else None
+      ema = Ema(decay=ema_decay, variables=self.variables) if ema_decay else None
       self.sums = MetricSums()
       self.parts = StepParts(
         optimizers=built,
@@ -752,7 +755,7 @@ def trained(task, strategy):
   trainer = Trainer(
     task=task,
     strategy=strategy,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=7, pad_multiple=4, position=position
     ),
     global_batch_size=7,

@@ -3,34 +3,34 @@ import logging as python_logging
 import pytest
 import tensorflow as tf
 
-from framework import strategies
 from framework.errors import ConfigError
+from framework.strategies import factories, traits
 
 
 def test_default_is_no_distribution():
-  assert strategies.default() is tf.distribute.get_strategy()
-  assert strategies.describe(strategies.default()) == ("default", [])
+  assert factories.default() is tf.distribute.get_strategy()
+  assert traits.describe(factories.default()) == ("default", [])
 
 
 def test_one_device_takes_the_cpu_where_there_is_no_gpu():
-  assert strategies.one_device().extended.worker_devices[0].endswith("CPU:0")
-  assert strategies.one_device(device="CPU:2").extended.worker_devices[0].endswith("CPU:2")
+  assert factories.one_device().extended.worker_devices[0].endswith("CPU:0")
+  assert factories.one_device(device="CPU:2").extended.worker_devices[0].endswith("CPU:2")
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_mirrored_splits_the_cpu(replicas):
-  strategy = strategies.mirrored(cpu_replicas=replicas)
+  strategy = factories.mirrored(cpu_replicas=replicas)
   devices = [device.rpartition("device:")[2] for device in strategy.extended.worker_devices]
   assert devices == [f"CPU:{i}" for i in range(replicas)]
 
 
 def test_mirrored_takes_named_devices_in_either_spelling():
-  strategy = strategies.mirrored(devices=["CPU:1", "/device:CPU:3"])
-  assert strategies.describe(strategy) == ("MirroredStrategy", ["CPU:1", "CPU:3"])
+  strategy = factories.mirrored(devices=["CPU:1", "/device:CPU:3"])
+  assert traits.describe(strategy) == ("MirroredStrategy", ["CPU:1", "CPU:3"])
 
 
 def test_mirrored_without_arguments_is_one_replica_on_the_cpu():
-  assert strategies.mirrored().num_replicas_in_sync == 1
+  assert factories.mirrored().num_replicas_in_sync == 1
 
 
 @pytest.mark.parametrize(
@@ -42,21 +42,21 @@ def test_mirrored_without_arguments_is_one_replica_on_the_cpu():
   ],
 )
 def test_the_named_op_is_the_one_in_use(name, kind):
-  strategy = strategies.mirrored(cpu_replicas=2, cross_device_ops=name)
+  strategy = factories.mirrored(cpu_replicas=2, cross_device_ops=name)
   assert isinstance(strategy.extended._get_cross_device_ops(tf.constant(0.0)), kind)
 
 
 def test_collective_is_tensorflows_own():
-  strategy = strategies.mirrored(cpu_replicas=2, cross_device_ops="collective")
+  strategy = factories.mirrored(cpu_replicas=2, cross_device_ops="collective")
   ops = strategy.extended._get_cross_device_ops(tf.constant(0.0))
   assert type(ops).__name__ == "CollectiveAllReduce"
 
 
 def test_auto_says_what_it_took(caplog):
   with caplog.at_level(python_logging.INFO, logger="absl"):
-    strategies.mirrored(cpu_replicas=2)
-    strategies.auto(cpu_replicas=3)
-    strategies.auto()
+    factories.mirrored(cpu_replicas=2)
+    factories.auto(cpu_replicas=3)
+    factories.auto()
   said = caplog.text
   assert "cross-device ops auto: reduction_to_one_device, measured fastest on logical CPUs" in said
   assert "strategy auto: mirrored over 3 logical CPUs (auto.cpu_replicas)" in said
@@ -64,12 +64,12 @@ def test_auto_says_what_it_took(caplog):
 
 
 def test_auto_on_a_machine_without_gpu():
-  assert strategies.auto().num_replicas_in_sync == 1
-  assert strategies.auto(cpu_replicas=3).num_replicas_in_sync == 3
+  assert factories.auto().num_replicas_in_sync == 1
+  assert factories.auto(cpu_replicas=3).num_replicas_in_sync == 3
 
 
 def test_central_storage_keeps_variables_on_the_parameter_device():
-  strategy = strategies.central_storage(cpu_replicas=3, parameter_device="CPU:2")
+  strategy = factories.central_storage(cpu_replicas=3, parameter_device="CPU:2")
   with strategy.scope():
     variable = tf.Variable(1.0)
   assert strategy.num_replicas_in_sync == 3
@@ -80,40 +80,40 @@ def test_central_storage_keeps_variables_on_the_parameter_device():
   ("make", "message"),
   [
     (
-      lambda: strategies.one_device(device="GPU:0"),
+      lambda: factories.one_device(device="GPU:0"),
       "unknown device 'GPU:0'; it must be one of CPU:0",
     ),
-    (lambda: strategies.mirrored(devices=["CPU:0", "CPU:9"]), "unknown device 'CPU:9'"),
+    (lambda: factories.mirrored(devices=["CPU:0", "CPU:9"]), "unknown device 'CPU:9'"),
     (
-      lambda: strategies.mirrored(devices=["CPU:0", "CPU:0"]),
+      lambda: factories.mirrored(devices=["CPU:0", "CPU:0"]),
       "name at least one device, each once",
     ),
-    (lambda: strategies.mirrored(devices=[]), r"devices is \[\]; name at least one"),
+    (lambda: factories.mirrored(devices=[]), r"devices is \[\]; name at least one"),
     (
-      lambda: strategies.mirrored(devices=["CPU:0"], cpu_replicas=2),
+      lambda: factories.mirrored(devices=["CPU:0"], cpu_replicas=2),
       r"received both devices=\['CPU:0'\] and cpu_replicas=2; choose one",
     ),
     (
-      lambda: strategies.central_storage(devices=["CPU:0"], cpu_replicas=2),
+      lambda: factories.central_storage(devices=["CPU:0"], cpu_replicas=2),
       "received both devices=.*choose one",
     ),
-    (lambda: strategies.central_storage(parameter_device="CPU:7"), "unknown device 'CPU:7'"),
+    (lambda: factories.central_storage(parameter_device="CPU:7"), "unknown device 'CPU:7'"),
     (
-      lambda: strategies.mirrored(cpu_replicas=2, cross_device_ops="colective"),
+      lambda: factories.mirrored(cpu_replicas=2, cross_device_ops="colective"),
       "cross_device_ops 'colective'.*auto, collective.*Did you mean 'collective'",
     ),
-    (lambda: strategies.mirrored(num_packs=0), "mirrored.num_packs is 0; it must be 1 or more"),
-    (lambda: strategies.mirrored(cpu_replicas=0), "cpu_replicas is 0; it must be 1 or more"),
+    (lambda: factories.mirrored(num_packs=0), "mirrored.num_packs is 0; it must be 1 or more"),
+    (lambda: factories.mirrored(cpu_replicas=0), "cpu_replicas is 0; it must be 1 or more"),
     (
-      lambda: strategies.mirrored(cpu_replicas=5),
+      lambda: factories.mirrored(cpu_replicas=5),
       "cpu_replicas is 5, but TensorFlow has already started with fewer logical CPUs",
     ),
     (
-      lambda: strategies.mirrored(cpu_replicas=3, cross_device_ops="hierarchical_copy"),
+      lambda: factories.mirrored(cpu_replicas=3, cross_device_ops="hierarchical_copy"),
       "'hierarchical_copy' with 3 replicas.*use an even number",
     ),
     (
-      lambda: strategies.mirrored(cpu_replicas=2, cross_device_ops="nccl"),
+      lambda: factories.mirrored(cpu_replicas=2, cross_device_ops="nccl"),
       "'nccl', but CPU:0 is not a GPU",
     ),
   ],
@@ -127,17 +127,17 @@ def test_what_cannot_work_is_refused_in_one_line(make, message):
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_hierarchical_copy_is_let_in_where_it_is_right(replicas):
-  strategy = strategies.mirrored(cpu_replicas=replicas, cross_device_ops="hierarchical_copy")
+  strategy = factories.mirrored(cpu_replicas=replicas, cross_device_ops="hierarchical_copy")
   assert strategy.num_replicas_in_sync == replicas
 
 
 def test_xla_is_refused_under_central_storage_with_several_replicas_only(mirrored):
   with pytest.raises(ConfigError, match=r"received both Trainer.jit_compile=True and .*central"):
-    strategies.check_xla(strategies.central_storage(cpu_replicas=2))
-  for strategy in (strategies.central_storage(cpu_replicas=1), mirrored(2), strategies.default()):
-    strategies.check_xla(strategy)
+    traits.check_xla(factories.central_storage(cpu_replicas=2))
+  for strategy in (factories.central_storage(cpu_replicas=1), mirrored(2), factories.default()):
+    traits.check_xla(strategy)
 
 
 def test_splitting_the_cpu_again_for_fewer_is_fine():
-  assert strategies.split_cpu(4) == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
-  assert strategies.split_cpu(2) == ["CPU:0", "CPU:1"]
+  assert factories.split_cpu(4) == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+  assert factories.split_cpu(2) == ["CPU:0", "CPU:1"]

@@ -7,10 +7,10 @@ import tensorflow as tf
 import tf_keras
 
 from framework.errors import ConfigError
-from framework.metrics import MetricSums
-from framework.sources import ArraySource
+from framework.inputs.sources import ArraySource
+from framework.metrics import REPORTED, Loss, MetricSums, weighted_sum
 from framework.step import EvalStep
-from framework.task import REPORTED, Loss, Task, weighted_sum
+from framework.task import Task
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(3)

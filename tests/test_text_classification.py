@@ -15,9 +15,10 @@ import sound
 import tensorflow as tf
 from tensorflow.python.data.ops import debug_mode
 
-from framework import inputs, testing, verify
+from framework import testing, verify
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
+from framework.inputs import datasets
 from framework.run import run
 from framework.trainer import Trainer
 from tasks import text_classification
@@ -404,7 +405,7 @@ def test_a_bag_of_words_trains_and_evaluates_as_in_numpy(replicas, mirrored):
   trainer = Trainer(
     task=task, strategy=strategy, global_batch_size=5,
     optimizer=lambda: keras.optimizers.SGD(rate),
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=5, pad_multiple=replicas, position=position,
       shuffle=False,
     ),
@@ -417,7 +418,7 @@ def test_a_bag_of_words_trains_and_evaluates_as_in_numpy(replicas, mirrored):
   for got, wanted in zip(task.model.get_weights(), reference.weights, strict=True):
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
-  dataset = inputs.eval_dataset(task.source("eval"), global_batch_size=4, pad_multiple=replicas)
+  dataset = datasets.eval_dataset(task.source("eval"), global_batch_size=4, pad_multiple=replicas)
   results = Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate()
   _, loss, accuracy = reference.judge(np.arange(11))
   assert results == {

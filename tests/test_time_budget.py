@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import checkpoints, reduction, strategies, time_budget
-from framework.actions import Action
+from framework.actions import time_budget
+from framework.actions.base import Action
+from framework.actions.time_budget import SUGGESTIONS, TimeBudget, table
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss
 from framework.run import run
-from framework.sources import ArraySource
-from framework.task import Loss, Task
-from framework.time_budget import SUGGESTIONS, TimeBudget, table
+from framework.saving import checkpoints
+from framework.strategies import factories, reduction
+from framework.task import Task
 
 STEPS, LOOP = 12, 4
 RNG = np.random.default_rng(2)
@@ -112,7 +115,7 @@ def measured(folder, *, task=None, actions=(), replicas=None, **options):
     steps_per_loop=LOOP,
     checkpoint_every_steps=LOOP,
     model_dir=str(folder),
-    strategy=replicas or strategies.default,
+    strategy=replicas or factories.default,
     optimizer=keras.optimizers.SGD,
     actions=[wall, budget, *actions],
     **{"mode": "train", **options},
@@ -247,7 +250,7 @@ def test_a_run_that_fails_before_it_begins_has_no_budget(tmp_path, capsys):
   with pytest.raises(ZeroDivisionError):
     run(
       task=Slow(), train_steps=2, global_batch_size=6, mode="train", model_dir=str(tmp_path),
-      strategy=strategies.default, actions=[Fails(), TimeBudget()],
+      strategy=factories.default, actions=[Fails(), TimeBudget()],
     )  # fmt: skip
   assert "time budget" not in capsys.readouterr().err
 

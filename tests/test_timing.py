@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.timing import Stopwatch, timed
+from framework.backend.timing import Stopwatch, timed
 
 
 class Clock:

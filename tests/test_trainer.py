@@ -9,9 +9,12 @@ import tensorflow as tf
 import tf_keras
 from absl import logging as absl_logging
 
-from framework import inputs, loss_scale, models
-from framework.sources import ArraySource
-from framework.task import Loss, Task, weighted_sum
+from framework.backend import models
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss, weighted_sum
+from framework.optimizers import loss_scale
+from framework.task import Task
 from framework.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
@@ -71,7 +74,7 @@ def make(strategy, task=None, *, batch=BATCH, optimizer=None, preprocess=None, *
   trainer = Trainer(
     task=task,
     strategy=strategy,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
       position=position, shuffle=False, preprocess=preprocess,
     ),
@@ -187,7 +190,7 @@ def test_retracing_is_reported_once_a_time(one, log):
   trainer = make(one)
   train(trainer, 2)
   assert (trainer.traces, log()) == (1, "")
-  trainer._dataset_fn = lambda position: inputs.train_dataset(
+  trainer._dataset_fn = lambda position: datasets.train_dataset(
     trainer.task.source("train"), global_batch_size=7, position=position
   )
   trainer.reset_input()

@@ -8,9 +8,10 @@ import pytest
 import tensorflow as tf
 from keras.src.utils import file_utils
 
-from framework import actions, inputs
 from framework.errors import ConfigError
-from framework.sources import ArraySource
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.saving import export
 from framework.trainer import Trainer
 from tasks import transfer_learning
 from tasks.image_classification import ImageData
@@ -59,7 +60,7 @@ def make_trainer(task, strategy, **options):
   return Trainer(
     task=task,
     strategy=strategy,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=EXAMPLES, preprocess=task.preprocess,
       position=position, shuffle=False,
     ),
@@ -209,7 +210,7 @@ def test_the_export_takes_raw_images(classes, tmp_path):
   task.model = task.build_model()
   kernel = task.model.get_layer("logits").kernel
   kernel.assign(100 * kernel)  # so that the images are told apart
-  actions.export(task, str(tmp_path / "export"))
+  export.export(task, str(tmp_path / "export"))
   serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
   served = serve(image=tf.constant(IMAGES))["probabilities"].numpy()
   logits = task.model(IMAGES.astype(np.float32) / 127.5 - 1, training=False).numpy()

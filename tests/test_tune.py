@@ -19,10 +19,11 @@ import framework
 import launch
 from framework import configurables, tune
 from framework.errors import ConfigError
-from framework.reduction import Reduction
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss
 from framework.run import run
-from framework.sources import ArraySource
-from framework.task import Loss, Task
+from framework.strategies.reduction import Reduction
+from framework.task import Task
 from framework.tune import Option, Ratio
 
 REPOSITORY = Path(launch.__file__).parent

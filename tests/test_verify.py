@@ -15,7 +15,8 @@ from defects import replicas as bad_replicas
 import launch
 from framework import verify
 from framework.errors import ConfigError
-from framework.verify import gradients, learning, order, replicas, report
+from framework.verify import report
+from framework.verify.checks import gradients, learning, order, replicas
 
 ON_TWO, ON_THREE = "same update on 2 replicas", "same update on 3 replicas"
 PADDING = "padding changes nothing"

@@ -8,8 +8,8 @@ import reviews
 from test_configs import FOLDER, stand_ins
 
 from framework import configurables
-from framework.verify import inputs, randomness
-from framework.verify.bench import Subject
+from framework.verify.bench.bench import Subject
+from framework.verify.checks import inputs, randomness
 
 WITHOUT = "no preprocess()"
 NO_LABEL = "no integer feature picks one of 10 outputs in the loss"

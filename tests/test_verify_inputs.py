@@ -8,8 +8,9 @@ from defects.randomness import NoiseOfExamples
 from defects.right import RIGHT, Dropout, Right, TrainOnly
 from defects.small import place
 
-from framework.verify import examples, inputs
-from framework.verify.bench import Subject
+from framework.verify.bench import survey
+from framework.verify.bench.bench import Subject
+from framework.verify.checks import inputs
 
 CHECKS = [
   *("source() repeats", "train and eval apart", "each example once"),
@@ -70,14 +71,14 @@ def test_there_may_be_nothing_to_evaluate_on():
 
 def test_a_sample_says_so(monkeypatch):
   monkeypatch.setattr(inputs, "READ_S", -1.0)
-  monkeypatch.setattr(examples, "AT_ONCE", 8)
+  monkeypatch.setattr(survey, "AT_ONCE", 8)
   found = {each.check: each for each in inputs.check(subject(Right))}
   assert found["train and eval apart"].detail == "none of 8 eval in 8 train examples (a sample)"
   assert found["each example once"].detail == "no example twice in the first 16 examples"
 
 
 def test_what_a_survey_counts():
-  column = examples.Column(np.dtype(np.float32), (2,), np.zeros([1, 2], np.float32))
+  column = survey.Column(np.dtype(np.float32), (2,), np.zeros([1, 2], np.float32))
   column.add(np.array([[0, 1], [np.nan, 3]], np.float32), np.array([4, 9]))
   column.add(np.array([[4, np.inf]], np.float32), np.array([2]))
   assert (column.count, column.mean, column.low, column.high) == (4, 2.0, 0.0, 4.0)

@@ -10,8 +10,8 @@ import sound
 import tf_keras
 from defects import precision as defects
 
-from framework import loss_scale
-from framework.verify import precision
+from framework.optimizers import loss_scale
+from framework.verify.checks import precision
 
 F16, BF16 = "gradient in float16", "gradient in bfloat16"
 

@@ -6,8 +6,8 @@ from defects import randomness as defects
 from defects import right
 from defects.small import place
 
-from framework.verify import randomness
-from framework.verify.bench import Subject
+from framework.verify.bench.bench import Subject
+from framework.verify.checks import randomness
 
 STEP = ("repeats with the seed", "differs between steps", "differs between replicas")
 AUGMENTATION = (

@@ -10,13 +10,18 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import inputs, models, run, strategies, warm_start
-from framework.checkpoints import CheckpointManager
+from framework import run
+from framework.backend import models
 from framework.errors import ConfigError
-from framework.sources import ArraySource
-from framework.task import Loss, Task
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss
+from framework.saving import warm_start, weight_files
+from framework.saving.checkpoints import CheckpointManager
+from framework.saving.warm_start import WarmStart
+from framework.strategies import factories
+from framework.task import Task
 from framework.trainer import Trainer
-from framework.warm_start import WarmStart
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=[12, 3]).astype(np.float32)
@@ -128,7 +133,7 @@ def make_trainer(build=line, *, strategy=None, **options):
   trainer = Trainer(
     task=task,
     strategy=strategy or tf.distribute.get_strategy(),
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=12, position=position
     ),
     global_batch_size=12,
@@ -268,7 +273,7 @@ def test_a_run_begins_there_and_does_not_go_back(tmp_path):
     task = Fit()
     run.run(
       task=task, train_steps=steps, global_batch_size=12, model_dir=str(tmp_path / name),
-      strategy=strategies.default, optimizer=lambda: keras.optimizers.SGD(RATE), mode="train",
+      strategy=factories.default, optimizer=lambda: keras.optimizers.SGD(RATE), mode="train",
       warm_start=WarmStart(path=folder),
     )  # fmt: skip
     return values(task.model)
@@ -363,7 +368,7 @@ def test_by_path_the_names_do_not_matter(pretrained):
 @pytest.mark.parametrize("where", ["checkpoints", "checkpoints/ckpt-7"])
 def test_a_checkpoint_can_be_named_in_several_ways(where, pretrained):
   folder, _ = pretrained
-  assert warm_start.located(f"{folder}/{where}") == f"{folder}/checkpoints/ckpt-7"
+  assert weight_files.located(f"{folder}/{where}") == f"{folder}/checkpoints/ckpt-7"
   assert WarmStart(path=f"{folder}/{where}").digest() == WarmStart(path=folder).digest()
 
 

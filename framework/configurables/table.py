@@ -22,22 +22,26 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.run", "run"),
   ("framework.trainer", "Trainer"),
   ("framework.evaluator", "Evaluator"),
-  ("framework.reduction", "Reduction"),
+  ("framework.strategies.reduction", "Reduction"),
   (
-    "framework.strategies",
+    "framework.strategies.factories",
     "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
   ),
-  ("framework.cluster", "tf_config slurm"),
-  ("framework.cloud", "kubernetes gce"),
-  ("framework.loss_scale", "none fixed dynamic"),
-  ("framework.warm_start", "WarmStart"),
-  ("framework.optimizers", "without_decay"),
-  ("framework.schedules", "constant linear_warmup cosine_decay exponential_decay"),
-  ("framework.schedules", "piecewise_constant by_epoch scale_by_replicas times_replicas"),
-  ("framework.actions", "BestCheckpoint EarlyStopping StopOnNonFinite Export"),
-  ("framework.time_budget", "TimeBudget"),
-  ("framework.profiling", "Profile"),
-  ("framework.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
+  ("framework.strategies.resolvers", "tf_config slurm"),
+  ("framework.strategies.cloud", "kubernetes gce"),
+  ("framework.optimizers.loss_scale", "none fixed dynamic"),
+  ("framework.saving.warm_start", "WarmStart"),
+  ("framework.optimizers.adapters", "without_decay"),
+  ("framework.optimizers.schedules", "constant linear_warmup cosine_decay exponential_decay"),
+  (
+    "framework.optimizers.schedules",
+    "piecewise_constant by_epoch scale_by_replicas times_replicas",
+  ),
+  ("framework.actions.best", "BestCheckpoint EarlyStopping Export"),
+  ("framework.actions.nonfinite", "StopOnNonFinite"),
+  ("framework.actions.time_budget", "TimeBudget"),
+  ("framework.actions.profiling", "Profile"),
+  ("framework.inputs.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
 )
 """Modules, and names that each must have."""
 
@@ -70,7 +74,7 @@ EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica
 """Parameters of which exactly one must be set."""
 
 OPTIMIZER_PACKAGES = ("keras", "tf_keras")
-# The base class, what framework.loss_scale replaces, and one whose argument gin cannot write.
+# The base class, what optimizers/loss_scale.py replaces, and one whose argument gin cannot write.
 NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 
 INSTEAD: Mapping[str, str] = {

@@ -2,18 +2,20 @@
 
     python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
 
-A module for each group of checks in `GROUPS` has `check(subject) -> results`; docs/verify.md says
-what each one means. What they are made of:
+checks/ has a module for each group of `GROUPS`, with `check(subject) -> results`; docs/verify.md says
+what each one means. report.py holds what they find. bench/ has what they are made of:
 
-    report.py    what a check found: a table, JSON
-    places.py    the line of the user's that it is about
-    bench.py     the user's Trainer on 1 to N logical CPUs, one step at a time, on its own batches
-    runs.py      the same as `run` makes it, with its input, in loops
-    noise.py     the same noise for every row, so that a random task can be compared
-    draws.py     the same for XLA and every dtype;  drawing.py  what draws, and where
-    examples.py  digests of examples;  labels.py  which feature is the label
-    graphs.py    operations of a traced step;  xla.py  those that XLA cannot compile
-    holdings.py  what a task remembers outside of its checkpoint
+    bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time, on its own batches
+    harness.py        the same as `run` makes it, with its input, in loops
+    shared_noise.py   the same noise for every row, so that a random task can be compared
+    same_draws.py     the same for XLA and every dtype
+    random_draws.py   what draws, and where
+    survey.py         digests of examples
+    labels.py         which feature is the label
+    graphs.py         operations of a traced step
+    xla.py            those that XLA cannot compile
+    held_state.py     what a task remembers outside of its checkpoint
+    source_lines.py   the line of the user's code that a finding is about
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework import errors, strategies
+from framework import errors
 from framework.run import bound, bound_batch_size, made_task, set_globals
+from framework.strategies import factories
 from framework.verify import report
-from framework.verify.bench import MOST_REPLICAS, Subject
+from framework.verify.bench.bench import MOST_REPLICAS, Subject
 from framework.verify.report import Report, Result
 
 __all__ = ["GROUPS", "Report", "Result", "Subject", "subject_of_config", "verify"]
@@ -77,7 +80,7 @@ def prepare(subject: Subject) -> None:
   if tf.config.get_visible_devices("GPU"):
     with contextlib.suppress(RuntimeError):  # in use already: the bench names its CPUs anyway
       tf.config.set_visible_devices([], "GPU")
-  strategies.split_cpu(MOST_REPLICAS)
+  factories.split_cpu(MOST_REPLICAS)
   set_globals(subject.seed, subject.precision, deterministic=False, eager=False)
 
 
@@ -115,7 +118,7 @@ def _accepted(results: Sequence[Result], subject: Subject) -> list[Result]:
 def _checked(group: str, subject: Subject) -> list[Result]:
   """One group; what a task or an input raises on the bench is a finding like any other."""
   try:
-    module = importlib.import_module(f"framework.verify.{group}")
+    module = importlib.import_module(f"framework.verify.checks.{group}")
     return module.check(subject)
   except Exception as error:
     line, name = errors.mistake(error), "runs at all"

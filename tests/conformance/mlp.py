@@ -6,6 +6,7 @@ import reference
 import tensorflow as tf
 import tf_keras
 
+from framework import metrics
 from framework import task as tasks
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
@@ -41,14 +42,14 @@ class Mlp(tasks.Task):
 
   def loss(self, outputs, batch):
     error = multiply_gradient(outputs[:, 0], batch["overflow"]) - batch["y"]
-    return tasks.Loss.from_examples(tf.square(error), batch["weight"])
+    return metrics.Loss.from_examples(tf.square(error), batch["weight"])
 
   def metrics(self, outputs, batch):
     error = tf.abs(outputs[:, 0] - batch["y"])
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     overflows = tf.reduce_sum(tf.cast(tf.math.is_inf(batch["overflow"]), tf.float32))
     return {
-      "mae": tasks.weighted_sum(error, batch["weight"]),
+      "mae": metrics.weighted_sum(error, batch["weight"]),
       "overflow_replica": (overflows * tf.cast(replica, tf.float32), overflows),
     }
 

@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework import loss_scale, task, trainer
+from framework import metrics, task, trainer
+from framework.optimizers import loss_scale
 
 GRADIENTS = [1.0, 2.0, 3.0, 6.0]
 """Of four examples; their mean is 3. Two replicas hold 1, 2 and 3, 6."""
@@ -20,10 +21,10 @@ class Slope(task.Task):
     return self.model(batch["x"][:, None])[:, 0]
 
   def loss(self, outputs, batch):
-    return task.Loss.from_examples(outputs, batch["weight"])
+    return metrics.Loss.from_examples(outputs, batch["weight"])
 
   def metrics(self, outputs, batch):
-    return {"mean_x": task.weighted_sum(batch["x"], batch["weight"])}
+    return {"mean_x": metrics.weighted_sum(batch["x"], batch["weight"])}
 
 
 def model():

@@ -14,9 +14,12 @@ import slope
 import tensorflow as tf
 
 import framework
-from framework import evaluator, inputs, loss_scale, reduction, strategies, trainer
+from framework import evaluator, trainer
 from framework.errors import ConfigError
-from framework.sources import ArraySource
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.optimizers import loss_scale
+from framework.strategies import factories, reduction
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def test_hierarchical_copy_drops_the_last_of_an_odd_number(mirrored):
   assert sum_over(odd_hierarchical_copy(), [1.0, 2.0, 4.0], all_reduce_by_hand) == 3.0
 
   with pytest.raises(ConfigError, match="'hierarchical_copy' with 3 replicas"):
-    strategies.mirrored(cpu_replicas=3, cross_device_ops="hierarchical_copy")
+    factories.mirrored(cpu_replicas=3, cross_device_ops="hierarchical_copy")
   summed = sum_over(
     mirrored(3), [1.0, 2.0, 4.0], lambda v: reduction.Reduction().all_reduce([v], [])[0][0]
   )
@@ -199,7 +202,7 @@ def test_an_empty_replica_has_no_mean(two):
   task = slope.Slope()
   with two.scope():
     task.model = task.build_model()
-  padded = inputs.eval_dataset(source, global_batch_size=4, pad_multiple=2)
+  padded = datasets.eval_dataset(source, global_batch_size=4, pad_multiple=2)
   evaluated = evaluator.Evaluator(task=task, strategy=two, dataset=padded).evaluate()
   assert evaluated["mean_x"] == 4.0
 
@@ -209,7 +212,7 @@ def test_an_idle_replica_leaves_the_update_finite(two):
   run = trainer.Trainer(
     task=slope.Slope(),
     strategy=two,
-    dataset_fn=lambda position: inputs.train_dataset(
+    dataset_fn=lambda position: datasets.train_dataset(
       source, global_batch_size=4, pad_multiple=2, position=position, shuffle=False
     ),
     global_batch_size=4,
@@ -229,7 +232,7 @@ def test_a_distributed_iterator_cannot_be_checkpointed(two, tmp_path):
     )
 
   tf.train.Checkpoint(iterator=iter(counting(0))).write(str(tmp_path / "plain"))
-  for strategy in (two, strategies.one_device()):
+  for strategy in (two, factories.one_device()):
     iterator = iter(strategy.experimental_distribute_dataset(counting(0)))
     with pytest.raises(ValueError, match=r"(?i)trackable"):
       tf.train.Checkpoint(iterator=iterator)
@@ -264,7 +267,7 @@ def test_nccl_has_no_kernel_for_cpus():
     sum_over(nccl, [1.0, 2.0], all_reduce_by_hand)
 
   with pytest.raises(ConfigError, match="'nccl', but CPU:0 is not a GPU; use 'collective'"):
-    strategies.mirrored(cpu_replicas=2, cross_device_ops="nccl")
+    factories.mirrored(cpu_replicas=2, cross_device_ops="nccl")
 
 
 # ---- Two MirroredStrategies in one process ----
@@ -274,7 +277,7 @@ import sys
 import tensorflow as tf
 from framework import strategies
 
-strategies.split_cpu(3)
+factories.split_cpu(3)
 
 def total(strategy, size):
   def replica():
@@ -288,7 +291,7 @@ def naive(replicas):
   return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
 
 for replicas, size in ((2, 1), (2, 4), (3, 1), (2, 2)):
-  print(total(strategies.mirrored(cpu_replicas=replicas, cross_device_ops="collective"), size))
+  print(total(factories.mirrored(cpu_replicas=replicas, cross_device_ops="collective"), size))
 print("naive", total(naive(2), 1))
 try:
   print("naive", total(naive(int(sys.argv[1])), int(sys.argv[2])))

@@ -23,28 +23,22 @@ import reference
 import tensorflow as tf
 import tf_keras
 
-from framework import (
-  evaluator,
-  fusion,
-  inputs,
-  loss_scale,
-  models,
-  reduction,
-  schedules,
-  strategies,
-  trainer,
-)
-from framework.sources import ArraySource
+from framework import evaluator, trainer
+from framework.backend import models
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.optimizers import fusion, loss_scale, schedules
+from framework.strategies import factories, reduction
 
 
 @functools.cache
 def make_strategy(name, replicas, op, num_packs):
   """One object a place: two would number their collectives alike, and TensorFlow mix them up."""
   if name == "mirrored":
-    return strategies.mirrored(cpu_replicas=replicas, cross_device_ops=op, num_packs=num_packs)
+    return factories.mirrored(cpu_replicas=replicas, cross_device_ops=op, num_packs=num_packs)
   if name == "central_storage":
-    return strategies.central_storage(cpu_replicas=replicas)
-  return {"default": strategies.default, "one_device": strategies.one_device}[name]()
+    return factories.central_storage(cpu_replicas=replicas)
+  return {"default": factories.default, "one_device": factories.one_device}[name]()
 
 
 def make_optimizers(scenario, library):
@@ -77,9 +71,9 @@ def make_loss_scale(given):
 
 
 def make_dataset(case, position=0):
-  """The case's own batches, padded by hand, or made and padded by framework/inputs.py."""
+  """The case's own batches, padded by hand, or made and padded by framework/inputs/datasets.py."""
   if case.scenario.framework_inputs:
-    return inputs.train_dataset(
+    return datasets.train_dataset(
       ArraySource(features=joined(cases.global_batches(case))),
       global_batch_size=case.scenario.batch_size,
       pad_multiple=case.replicas,

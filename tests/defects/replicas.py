@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from defects.small import Small
-from framework.task import Loss
+from framework.metrics import Loss
 
 
 class MeanOfMeans(Small):

@@ -7,9 +7,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework.sources import ArraySource
-from framework.task import Loss, Task, weighted_sum
-from framework.verify.bench import Subject
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss, weighted_sum
+from framework.task import Task
+from framework.verify.bench.bench import Subject
 
 EXAMPLES, FEATURES, SEED = 40, 3, 4
 

@@ -1,0 +1,275 @@
+"""Actions that compare evaluations: keep or export the best, stop early."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import tensorflow as tf
+
+from framework.backend.files import atomic_write
+from framework.errors import ConfigError, unknown
+from framework.reporting.metrics_log import flatten
+
+if TYPE_CHECKING:
+  pass
+
+from framework.actions.base import Action, Output, StopTraining
+from framework.saving.export import export
+
+Mode = Literal["max", "min"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+  """A metric and which way is better.
+
+  Raises:
+    ConfigError: `mode` is neither "max" nor "min".
+  """
+
+  metric: str
+  mode: Mode
+
+  def __post_init__(self) -> None:
+    """Checks the mode."""
+    if self.mode not in ("max", "min"):
+      raise unknown("mode", self.mode, ("max", "min"))
+
+  def value(self, output: Output) -> float:
+    """Returns the metric's value; nested names are joined by "/".
+
+    Raises:
+      ConfigError: `output` has no such metric.
+    """
+    values = flatten(output)
+    if self.metric not in values:
+      raise unknown("metric", self.metric, values)
+    return float(values[self.metric])
+
+  def better(self, value: float, best: float | None, *, by: float = 0.0) -> bool:
+    """Whether `value` beats `best` by more than `by`; one that is not finite beats nothing."""
+    if not math.isfinite(value):
+      return False
+    if best is None:
+      return True
+    return value - best > by if self.mode == "max" else best - value > by
+
+  def best(self, values: Sequence[float]) -> float | None:
+    """Returns the best finite value, None if there is none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return None if not finite else max(finite) if self.mode == "max" else min(finite)
+
+
+class Watch(Action):
+  """Knows one metric of all evaluations: those in metrics.jsonl, then those of this process."""
+
+  on = "eval"
+
+  def __init__(self, goal: Goal) -> None:
+    """Knows nothing until `begin` or the first call."""
+    self._goal = goal
+    self._values: list[float] | None = None
+
+  def begin(self) -> None:
+    """Recalls the evaluations up to the restored step."""
+    self._values = self.recall(before_step=self.run.step + 1)
+
+  def recall(self, *, before_step: int) -> list[float]:
+    """Returns the values in metrics.jsonl, one an evaluated step, oldest first."""
+    records = self.run.metrics_log.records("eval")
+    by_step = {r["step"]: r[self._goal.metric] for r in records if self._goal.metric in r}
+    return [float(by_step[step]) for step in sorted(by_step) if step < before_step]
+
+  def observe(self, output: Output) -> tuple[float, list[float]]:
+    """Returns this evaluation's value and, oldest first, those of all before it.
+
+    Raises:
+      ConfigError: the evaluation has no such metric.
+    """
+    value = self._goal.value(output)
+    earlier = self.recall(before_step=self.run.step) if self._values is None else self._values
+    self._values = [*earlier, value]
+    return value, earlier
+
+
+class OnBest(Watch):
+  """Does something after each evaluation that is better than every earlier one."""
+
+  def __init__(self, *, metric: str = "accuracy", mode: Mode = "max") -> None:
+    """Compares by `metric`, a name in the evaluation's values ("a/b" where nested).
+
+    Args:
+      metric: the name.
+      mode: "max" if more is better, "min" if less is.
+
+    Raises:
+      ConfigError: `mode` is something else.
+    """
+    super().__init__(Goal(metric, mode))
+
+  def __call__(self, output: Output) -> None:
+    """Calls `on_best` if there was no better or equal evaluation; one that is not finite never is.
+
+    Raises:
+      ConfigError: the evaluation has no such metric.
+    """
+    value, earlier = self.observe(output)
+    if self._goal.better(value, self._goal.best(earlier)):
+      self.on_best(value)
+
+  def on_best(self, value: float) -> None:
+    """What to do (host); `value` is the metric's."""
+    raise NotImplementedError
+
+
+class BestCheckpoint(OnBest):
+  """Keeps the checkpoint of the best evaluation so far in <model_dir>/best.
+
+  best.json says which step, value and checkpoint; `tf.train.latest_checkpoint(<model_dir>/best)`
+  finds it. The new best is complete before best.json names it, and only then does the old one go.
+  """
+
+  def begin(self) -> None:
+    """Recalls the evaluations, and finishes what a kill may have cut short."""
+    super().begin()
+    kept = self._read()
+    if kept and self.run.is_chief:
+      self._tidy(kept["checkpoint"])
+
+  def recall(self, *, before_step: int) -> list[float]:
+    """Adds best.json's value, which a kill may have kept from the log."""
+    kept = self._read() or {}
+    same = all(kept.get(k) == v for k, v in dataclasses.asdict(self._goal).items())
+    logged = super().recall(before_step=before_step)
+    return [*logged, kept["value"]] if same else logged
+
+  def on_best(self, value: float) -> None:
+    """Saves a checkpoint, names it in best.json, removes the one before."""
+    if not self.run.is_chief:  # every worker takes part in reading distributed variables
+      with tempfile.TemporaryDirectory() as scratch:
+        self._write(os.path.join(scratch, "ckpt"))
+      return
+    name = self._new_name()
+    self._write(self._path(name))
+    record = {"step": self.run.step, **dataclasses.asdict(self._goal), "value": value}
+    atomic_write(self._path("best.json"), json.dumps({**record, "checkpoint": name}) + "\n")
+    self._tidy(name)
+
+  def _write(self, path: str) -> None:
+    _ = self.run.checkpoint.save_counter  # made at first use; `restore` misses it in the file
+    self.run.checkpoint.write(path)  # unlike `save`, it counts nothing
+
+  def _new_name(self) -> str:
+    """Returns ckpt-<step>, or ckpt-<step>.1 and so on where a step is evaluated again."""
+    first = f"ckpt-{self.run.step}"
+    names = itertools.chain([first], (f"{first}.{again}" for again in itertools.count(1)))
+    return next(name for name in names if not tf.io.gfile.exists(self._path(f"{name}.index")))
+
+  def _tidy(self, best: str) -> None:
+    """Makes TensorFlow's state file point to `best` and removes all others, torn ones included."""
+    state = f'model_checkpoint_path: "{best}"\nall_model_checkpoint_paths: "{best}"\n'
+    atomic_write(self._path("checkpoint"), state)
+    for name in tf.io.gfile.listdir(self._path("")):
+      if name.startswith("ckpt-") and name.rstrip("/").rsplit(".", 1)[0] != best:
+        tf.io.gfile.rmtree(self._path(name))
+
+  def _read(self) -> dict[str, Any] | None:
+    if not tf.io.gfile.exists(self._path("best.json")):
+      return None
+    with tf.io.gfile.GFile(self._path("best.json")) as file:
+      return json.loads(file.read())
+
+  def _path(self, name: str) -> str:
+    return os.path.join(self.run.model_dir, "best", name)
+
+
+class EarlyStopping(Watch):
+  """Stops training once an evaluation metric has not improved for `patience` evaluations."""
+
+  def __init__(
+    self, *, metric: str = "loss", mode: Mode = "min", patience: int, min_delta: float = 0.0
+  ) -> None:
+    """Counts evaluations, those before a restart included.
+
+    Args:
+      metric: a name in the evaluation's values ("a/b" where nested).
+      mode: "max" if more is better, "min" if less is.
+      patience: stop at this many evaluations in a row without improvement.
+      min_delta: an improvement must be more than this.
+
+    Raises:
+      ConfigError: an unknown mode, `patience` below 1, or `min_delta` below 0.
+    """
+    if patience < 1:
+      raise ConfigError(f"EarlyStopping.patience is {patience}; it must be 1 evaluation or more.")
+    if not min_delta >= 0:
+      raise ConfigError(f"EarlyStopping.min_delta is {min_delta}; it must be 0 or more.")
+    super().__init__(Goal(metric, mode))
+    self._patience = patience
+    self._min_delta = min_delta
+
+  def begin(self) -> None:
+    """Recalls the evaluations up to the restored step.
+
+    Raises:
+      StopTraining: they already say to stop, so a run that has stopped stays so.
+    """
+    super().begin()
+    self._stop_if_stalled({})
+
+  def __call__(self, output: Output) -> None:
+    """Counts this evaluation.
+
+    Raises:
+      StopTraining: the patience is used up.
+      ConfigError: the evaluation has no such metric.
+    """
+    self.observe(output)
+    self._stop_if_stalled(output)
+
+  def _stop_if_stalled(self, output: Output) -> None:
+    best, waited = None, 0
+    for value in self._values or ():
+      improved = self._goal.better(value, best, by=self._min_delta)
+      best, waited = (value, 0) if improved else (best, waited + 1)
+    if waited >= self._patience:
+      wanted = "finite" if best is None else f"better than {best:g}"
+      evaluations = f"{waited} evaluation{'' if waited == 1 else 's'}"
+      raise StopTraining(
+        f"eval {self._goal.metric} has not been {wanted} for {evaluations} "
+        f"(patience {self._patience})",
+        output,
+      )
+
+
+class Export(OnBest):
+  """Exports a SavedModel of the best evaluation so far; see `export`."""
+
+  def __init__(
+    self, *, metric: str = "accuracy", mode: Mode = "max", directory: str | None = None
+  ) -> None:
+    """Exports to `directory`, always the same one.
+
+    Args:
+      metric: a name in the evaluation's values ("a/b" where nested).
+      mode: "max" if more is better, "min" if less is.
+      directory: None is <model_dir>/export.
+
+    Raises:
+      ConfigError: an unknown mode.
+    """
+    super().__init__(metric=metric, mode=mode)
+    self._directory = directory
+
+  def on_best(self, value: float) -> None:
+    """Exports the weights that were evaluated."""
+    directory = self._directory or os.path.join(self.run.model_dir, "export")
+    with self.run.evaluated_weights():
+      export(self.run.task, directory, is_chief=self.run.is_chief)

@@ -1,0 +1,1 @@
+"""What TensorFlow and both Kerases leave to the framework."""

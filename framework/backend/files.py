@@ -1,0 +1,12 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def atomic_write(path: str, content: bytes | str) -> None:
+  """Replaces the file at `path` (local or remote), which is never seen half written."""
+  with tf.io.gfile.GFile(f"{path}.tmp", "w") as file:
+    file.write(content)
+  tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)

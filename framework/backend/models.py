@@ -1,0 +1,143 @@
+"""What the framework asks of a model, whatever made it: Keras 3, tf_keras, tf.Module, or a dict."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+import tf_keras
+
+from framework.errors import ConfigError
+
+
+def parts(model: Any) -> Iterator[Any]:
+  """Yields the single models inside a model, a dict or a list of them.
+
+  After a `tf.Module`, which knows nothing of Keras 3, come the Keras models among its attributes.
+  """
+  if isinstance(model, Mapping):
+    for value in model.values():
+      yield from parts(value)
+  elif isinstance(model, (list, tuple)):
+    for value in model:
+      yield from parts(value)
+  else:
+    yield model
+    if isinstance(model, tf.Module) and not is_keras(model):
+      yield from _keras_inside(model, set())
+
+
+def _keras_inside(holder: Any, seen: set[int]) -> Iterator[Any]:
+  """Yields the outermost Keras layers that TensorFlow tracks below a `tf.Module`, each once."""
+  for child in tf.train.TrackableView.children(holder).values():
+    if id(child) not in seen:
+      seen.add(id(child))
+      yield from [child] if is_keras(child) else _keras_inside(child, seen)
+
+
+def raw(variable: Any) -> tf.Variable:
+  """Returns the `tf.Variable` inside a Keras 3 variable, or the variable itself."""
+  return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def trainable_variables(model: Any) -> list[Any]:
+  """Returns the trainable variables of a model, each once, in the model's order.
+
+  They are what the model itself calls variables (`keras.Variable` or `tf.Variable`), so that
+  constraints and names survive; `raw` gives the `tf.Variable` to differentiate.
+  """
+  return _variables(model, "trainable_variables")
+
+
+def all_variables(model: Any) -> list[Any]:
+  """Returns every variable of a model, trainable or not, each once; see `trainable_variables`."""
+  return _variables(model, "variables")
+
+
+def weights(model: Any) -> list[Any]:
+  """Returns `all_variables` but for what Keras does not save: the state of random layers."""
+  found = {
+    id(raw(weight)): weight
+    for part in parts(model)
+    for weight in (part.weights if is_keras(part) else part.variables)
+  }
+  return list(found.values())
+
+
+def _variables(model: Any, attribute: str) -> list[Any]:
+  found: dict[int, Any] = {}
+  for part in parts(model):
+    if not hasattr(part, attribute):
+      raise ConfigError(
+        f"build_model() returned a {type(part).__name__}, which has no {attribute}; "
+        "return a Keras model, a tf.Module, or a dict of them."
+      )
+    for variable in getattr(part, attribute):
+      found.setdefault(id(raw(variable)), variable)
+  return list(found.values())
+
+
+def require_in_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
+  """Raises ConfigError if a trainable variable is on one device, and not one on each replica."""
+  if strategy.num_replicas_in_sync == 1:
+    return
+  for variable in trainable_variables(model):
+    if not strategy.extended.variable_created_in_scope(raw(variable)):
+      raise ConfigError(
+        f"the model's variable {name(variable)!r} was not made in strategy.scope(), so that the "
+        f"{strategy.num_replicas_in_sync} replicas have no copies of it; make the model, with its "
+        "variables, in build_model(): not in __init__ or at the head of a module."
+      )
+
+
+def untracked(model: Any) -> dict[str, Any]:
+  """Returns the weights that `tf.train.Checkpoint` does not find in a model, by their number.
+
+  Such as those of layers in a list that is an attribute of a Keras 3 model of one's own. The state
+  of random layers, which Keras 3 does not save either, is no weight: see
+  framework/backend/randomness.py.
+  """
+  root = tf.train.Checkpoint(model=model)
+  known = {id(each) for each in tf.train.TrackableView(root).descendants()}
+  return {
+    str(number): raw(weight)
+    for number, weight in enumerate(weights(model))
+    if not known & {id(weight), id(raw(weight))}
+  }
+
+
+def name(variable: Any) -> str:
+  """Returns the name a user knows a variable by, such as `dense/kernel`."""
+  return getattr(variable, "path", None) or variable.name
+
+
+def regularization(model: Any) -> tf.Tensor | float:
+  """Returns the sum of the penalties that the layers of Keras models declare; 0.0 if none."""
+  penalties = [p for part in parts(model) if is_keras(part) for p in part.losses]
+  return tf.add_n([tf.cast(p, tf.float32) for p in penalties]) if penalties else 0.0
+
+
+def is_keras(model: Any) -> bool:
+  """True for a layer or model of either Keras generation."""
+  return isinstance(model, (keras.Layer, tf_keras.layers.Layer))
+
+
+def serving_function(model: Any) -> Any:
+  """Returns a `tf.function` float -> outputs for a Keras model with one input tensor.
+
+  Raises:
+    ConfigError: the model is not a Keras model with exactly one known input.
+  """
+  inputs = getattr(model, "inputs", None) if is_keras(model) else None
+  if not inputs or len(inputs) != 1:
+    raise ConfigError(
+      f"cannot tell what a SavedModel of {type(model).__name__} should serve; override "
+      "Task.export_signature() and return a tf.function with an input_signature."
+    )
+  shape, dtype = tuple(inputs[0].shape), tf.as_dtype(inputs[0].dtype)
+
+  @tf.function(input_signature=[tf.TensorSpec((None, *shape[1:]), dtype, "inputs")])
+  def serve(inputs: tf.Tensor) -> Any:
+    return model(inputs, training=False)
+
+  return serve

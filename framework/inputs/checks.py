@@ -1,0 +1,177 @@
+"""The user's mistakes in sources, preprocessing and arguments, each told in one line.
+
+Most are a ConfigError, raised while a dataset is made. What shows only in the data is a
+`user_error` of the running pipeline.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from framework.errors import USER_ERROR, ConfigError
+
+Batch = dict[str, tf.Tensor]
+"""Features by name, tensors that share their first axis, the rows; see `framework.inputs`."""
+
+
+def require(condition: tf.Tensor, value: Any, message: Sequence[tf.Tensor | str]) -> Any:
+  """Returns `value` if `condition` holds when the pipeline runs; else raises a `user_error`."""
+  line = tf.strings.join([USER_ERROR, *message])
+  with tf.control_dependencies([tf.debugging.Assert(condition, [line])]):
+    return tf.nest.map_structure(tf.identity, value)
+
+
+def is_positive_integer(value: object) -> bool:
+  """Whether `value` is an integer of Python or NumPy, at least 1, and no bool."""
+  return _is_integer(value) and int(value) > 0  # type: ignore[call-overload]
+
+
+def _is_integer(value: object) -> bool:
+  return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def require_positive(what: str, value: int) -> None:
+  """Raises a ConfigError that names `what`, unless `value` is an integer of at least 1."""
+  require_integer(what, value, at_least=1)
+
+
+def require_integer(what: str, value: int, *, at_least: int, at_most: int | None = None) -> None:
+  """Raises a ConfigError that names `what`, unless `value` is an integer within the bounds."""
+  if not _is_integer(value) or value < at_least or (at_most is not None and value > at_most):
+    bound = f", at least {at_least}" if at_most is None else f" from {at_least} to {at_most}"
+    raise ConfigError(f"{what} is {value!r}; it must be an integer{bound}.")
+
+
+def require_rows(rows: object, padded_rows: int) -> None:
+  """Raises a ConfigError unless `rows` is a range of rows, not empty, of a padded global batch."""
+  fits = isinstance(rows, range) and rows.step == 1 and 0 <= rows.start < rows.stop <= padded_rows
+  if not fits:
+    raise ConfigError(
+      f"rows is {rows!r}; it must be a range of step 1 with at least one of the {padded_rows} rows "
+      f"of a padded batch, such as range({padded_rows})."
+    )
+
+
+def refuse_reserved(who: str, names: Mapping[str, Any]) -> None:
+  """Raises a ConfigError if a feature of `who` has a name that the framework fills in itself."""
+  for name in ("example_id", "seed"):
+    if name in names:
+      raise ConfigError(
+        f"{who} has a feature named {name!r}, which the framework adds itself; rename yours."
+      )
+
+
+def check_array(name: object, array: np.ndarray) -> None:
+  """Raises a ConfigError unless a feature has a string for a name and a dtype of TensorFlow's."""
+  if not isinstance(name, str):
+    raise ConfigError(f"features has the name {name!r}; names must be strings.")
+  try:
+    if array.dtype.hasobject:
+      raise TypeError
+    tf.as_dtype(array.dtype)
+  except TypeError:
+    raise ConfigError(
+      f"feature {name!r} has dtype {array.dtype}, which TensorFlow lacks; convert it "
+      "(array.astype), or pad rows of different lengths to one."
+    ) from None
+
+
+def common_length(arrays: Mapping[str, np.ndarray]) -> int:
+  """Returns the number of examples; a ConfigError if the arrays differ in it or have none."""
+  for name, array in arrays.items():
+    if array.ndim == 0:
+      raise ConfigError(f"feature {name!r} is a single value; it must have a row for each example.")
+  lengths = {name: len(array) for name, array in arrays.items()}
+  if len(set(lengths.values())) > 1:
+    listed = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
+    raise ConfigError(
+      f"features have different lengths ({listed}); they must have a row for each example."
+    )
+  length = next(iter(lengths.values()))
+  if length == 0:
+    raise ConfigError(f"features ({', '.join(arrays)}) have no rows; give at least one example.")
+  return length
+
+
+def check_weights(weight: np.ndarray, num_examples: int) -> None:
+  """Raises a ConfigError unless `weight` is float32 [num_examples] of finite values >= 0."""
+  if weight.dtype != np.float32 or weight.shape != (num_examples,):
+    raise ConfigError(
+      f"feature 'weight' is {weight.dtype} of shape {list(weight.shape)}; it must be float32 of "
+      f"shape [{num_examples}], one weight for each example."
+    )
+  bad = np.flatnonzero(~(np.isfinite(weight) & (weight >= 0)))
+  if bad.size:
+    raise ConfigError(
+      f"feature 'weight' is {weight[bad[0]]} at example {bad[0]}; weights must be finite and not "
+      "negative."
+    )
+
+
+def check_elements(element_spec: object) -> None:
+  """Raises a ConfigError unless a stream's elements are dicts of dense tensors, shapes static."""
+  if not isinstance(element_spec, dict) or not element_spec:
+    raise ConfigError(
+      f"the stream's elements are {brief(element_spec)}, not dicts; name the features first, for "
+      "example dataset.map(lambda x, y: {'x': x, 'y': y})."
+    )
+  for name, spec in element_spec.items():
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
+      raise ConfigError(
+        f"feature {name!r} of the stream is {spec}; it must be a dense tensor of a static shape: "
+        "use tf.ensure_shape, or pad it."
+      )
+  refuse_reserved("the stream", element_spec)
+  weight = element_spec.get("weight", tf.TensorSpec([], tf.float32))
+  if weight.dtype != tf.float32 or weight.shape.rank != 0:
+    raise ConfigError(f"feature 'weight' of the stream is {weight}; it must be a float32 scalar.")
+
+
+def checked_batch(batch: object, rows: int, who: str) -> Batch:
+  """Returns a batch as tensors [rows, ...]; a ConfigError that names `who` if it is no such."""
+  if not isinstance(batch, Mapping) or not batch:
+    raise ConfigError(f"{who} returned {brief(batch)}; it must return a dict of name -> tensor.")
+  checked = {}
+  for name, value in batch.items():
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+      raise ConfigError(f"{who} returned {name!r} as a {type(value).__name__}; make it dense.")
+    checked[name] = tf.convert_to_tensor(value)
+    _check_shape(checked[name].shape, rows, f"{who} returned {name!r}")
+  weight = checked.get("weight", tf.ones([rows]))
+  if weight.dtype != tf.float32 or weight.shape != [rows]:
+    raise ConfigError(
+      f"{who} returned 'weight' as {weight.dtype.name} of shape {weight.shape}; it must be float32 "
+      f"of shape [{rows}], one weight for each row."
+    )
+  return checked
+
+
+def _check_shape(shape: tf.TensorShape, rows: int, what: str) -> None:
+  if shape.rank is None or None in shape.as_list():
+    raise ConfigError(
+      f"{what} of shape {shape}, not all known before it runs; state it with tf.ensure_shape."
+    )
+  if shape.rank == 0 or shape[0] != rows:
+    raise ConfigError(
+      f"{what} of shape {shape} for a batch of {rows} rows; its first axis must be {rows}: give a "
+      "row the weight 0 to leave it out."
+    )
+
+
+def require_kept(batch: Batch, who: str) -> None:
+  """Raises a ConfigError unless `who` returned "weight" and the int64 "example_id" it was given."""
+  for name in ("weight", "example_id"):
+    if name not in batch:
+      raise ConfigError(f"{who} dropped {name!r}; return it with the rest: {{**batch, ...}}.")
+  ids = batch["example_id"]
+  if ids.dtype != tf.int64 or ids.shape.rank != 1:
+    raise ConfigError(
+      f"{who} returned 'example_id' as {ids.dtype.name} of shape {ids.shape}; leave it as it came."
+    )
+
+
+def brief(value: object) -> str:
+  """Returns what to call a value of the wrong type in an error."""
+  return f"a {type(value).__name__}" if value is not None else "None"

@@ -1,0 +1,380 @@
+"""What is read: arrays, folders of images, streams, a format of your own; and readers of files.
+
+    source = ArraySource(features={"x": np.arange(10, dtype=np.float32)})
+    batch = source.fetch(tf.constant([3, 0, 3], tf.int64))
+    assert batch["x"].numpy().tolist() == [3.0, 0.0, 3.0]
+
+`inputs.train_dataset` and `inputs.eval_dataset` order and batch a source.
+"""
+
+from __future__ import annotations
+
+import abc
+import gzip
+import math
+import mmap
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from framework.backend.autograph import as_written
+from framework.errors import ConfigError
+from framework.inputs.checks import (
+  Batch,
+  brief,
+  check_array,
+  check_elements,
+  check_weights,
+  common_length,
+  is_positive_integer,
+  refuse_reserved,
+  require,
+  require_positive,
+)
+
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
+
+_IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+class Source(abc.ABC):
+  """Examples that can be read in any order. Subclass it for an indexed format of your own.
+
+  Attributes:
+    num_examples: how many there are, at least 1.
+  """
+
+  num_examples: int
+
+  @abc.abstractmethod
+  def fetch(self, indices: tf.Tensor) -> Batch:
+    """Returns the examples at `indices`, int64 [rows] in [0, num_examples).
+
+    Called inside `tf.data.Dataset.map`, on the host. Every feature must have the static shape
+    [rows, ...], all known; an index may come more than once. A large array belongs in an eager
+    tensor made outside (see `ArraySource`): one made here would be copied into the graph.
+    """
+
+
+class ArraySource(Source):
+  """Arrays with one row for each example; a memory-mapped one is read row by row, never whole."""
+
+  def __init__(self, *, features: Mapping[str, np.ndarray]) -> None:
+    """Checks the arrays; TensorFlow is not touched before the first dataset is made.
+
+    Args:
+      features: name -> [num_examples, ...], of any dtype that TensorFlow has.
+
+    Raises:
+      ConfigError: no features or no examples, different lengths, a dtype that TensorFlow lacks, a
+        reserved name, or a "weight" that is not float32 [num_examples] of finite values >= 0.
+    """
+    if not isinstance(features, Mapping) or not features:
+      raise ConfigError(f"features is {brief(features)}; it must be a dict of name -> array.")
+    arrays = {name: _native(name, np.asanyarray(array)) for name, array in features.items()}
+    self.num_examples = common_length(arrays)
+    refuse_reserved("features", arrays)
+    if "weight" in arrays:
+      check_weights(arrays["weight"], self.num_examples)
+    self._mapped = {name: np.asarray(array) for name, array in arrays.items() if _is_mapped(array)}
+    self._arrays = {name: array for name, array in arrays.items() if name not in self._mapped}
+    self._tensors: Batch | None = None
+
+  def fetch(self, indices: tf.Tensor) -> Batch:
+    """See `Source.fetch`."""
+    batch = {name: tf.gather(tensor, indices) for name, tensor in self._in_memory().items()}
+    return batch | self._read_mapped(indices)
+
+  def _in_memory(self) -> Batch:
+    # Eager tensors, so that the pipeline captures them instead of copying them into its graph, and
+    # on the host even where eager tensors go to a GPU by default.
+    if self._tensors is None:
+      with tf.init_scope(), tf.device("CPU:0"):
+        self._tensors = {name: tf.constant(array) for name, array in self._arrays.items()}
+      self._arrays = {}
+    return self._tensors
+
+  def _read_mapped(self, indices: tf.Tensor) -> Batch:
+    if not self._mapped:
+      return {}
+
+    def read(rows: np.ndarray) -> list[np.ndarray]:
+      return [_swapped(np.take(array, rows, axis=0)) for array in self._mapped.values()]
+
+    dtypes = [tf.as_dtype(array.dtype) for array in self._mapped.values()]
+    values = tf.numpy_function(read, [indices], dtypes, stateful=False)
+    for value, array in zip(values, self._mapped.values(), strict=True):
+      value.set_shape(indices.shape[:1] + array.shape[1:])
+    return dict(zip(self._mapped, values, strict=True))
+
+
+class ImageFolderSource(Source):
+  """Image files in one folder for each class: <directory>/<class>/<file>.
+
+  Delivers "image", uint8 [rows, height, width, channels], and "label", int32 [rows], the class's
+  place in the sorted `class_names`. Hidden files and files beside the class folders are left out.
+  Files are decoded when they are read; one that cannot be is named in a `user_error`.
+  """
+
+  def __init__(
+    self, *, directory: str, image_size: Sequence[int], channels: int = 3, resize: bool = True
+  ) -> None:
+    """Lists the files; reads none.
+
+    Args:
+      directory: holds one folder for each class. A class folder may be empty.
+      image_size: (height, width) of what is delivered.
+      channels: 1, 3 or 4; images are converted.
+      resize: bring every image to `image_size`, without keeping its aspect ratio: by area
+        averaging where both sides shrink (no aliasing), else bilinear. False: another size is an
+        error.
+
+    Raises:
+      ConfigError: no such folder, no class folders, no images, a file that is no JPEG, PNG, GIF or
+        BMP by its suffix, or a bad image_size or channels.
+    """
+    sides = tuple(image_size) if isinstance(image_size, Sequence) else (image_size,)
+    if len(sides) != 2 or not all(is_positive_integer(side) for side in sides):
+      raise ConfigError(f"image_size is {image_size!r}; it must be (height, width) in pixels.")
+    if channels not in (1, 3, 4):
+      raise ConfigError(f"channels is {channels!r}; it must be 1 (grey), 3 (RGB) or 4 (RGBA).")
+    self.image_size, self.channels, self.resize = sides, channels, resize
+    self.class_names = _class_folders(directory)
+    paths, labels = _labelled_files(directory, self.class_names)
+    self.num_examples = len(paths)
+    self._files = ArraySource(
+      features={"path": np.array(paths, np.bytes_), "label": np.array(labels, np.int32)}
+    )
+
+  def fetch(self, indices: tf.Tensor) -> Batch:
+    """See `Source.fetch`."""
+    batch = self._files.fetch(indices)
+    images = self._images(batch.pop("path"))
+    shape = [*indices.shape, *self.image_size, self.channels]
+    return {"image": tf.ensure_shape(images, shape), **batch}
+
+  def _images(self, paths: tf.Tensor) -> tf.Tensor:
+    # A pipeline in the pipeline: `ignore_errors` is TensorFlow's only way to live on after a file
+    # that cannot be decoded, and so to say which it was: its row is missing at the end.
+    count = tf.size(paths, tf.int64)
+    decoded = (
+      tf.data.Dataset.from_tensor_slices(paths)
+      .enumerate()
+      .map(as_written(lambda row, path: (row, path, self._decode(path))), tf.data.AUTOTUNE)
+    )
+    sized = decoded.ignore_errors().map(
+      as_written(lambda row, path, image: (row, self._sized(image, path))), tf.data.AUTOTUNE
+    )
+    end = tf.data.Dataset.from_tensors((count, self._blank()))
+    rows, images = sized.concatenate(end).batch(count).take(1).get_single_element()
+    first_missing = tf.reduce_sum(tf.cast(rows == tf.range(tf.size(rows, tf.int64)), tf.int64))
+    path = tf.gather(paths, tf.minimum(first_missing, count - 1))
+    message = [path, f" cannot be read as an image of {self.channels} channels; remove it, or"]
+    message.append(" put a whole JPEG, PNG, GIF or BMP file in its place.")
+    return require(rows[-1] < count, images, message)
+
+  def _blank(self) -> tf.Tensor:
+    return tf.zeros([*self.image_size, self.channels], tf.uint8)
+
+  def _decode(self, path: tf.Tensor) -> tf.Tensor:
+    return tf.io.decode_image(tf.io.read_file(path), self.channels, expand_animations=False)
+
+  def _sized(self, image: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
+    if self.resize:
+      return _resized(image, self.image_size)
+    size = tf.shape(image)[:2]
+    side = tf.strings.as_string(size)
+    message = [path, " is ", side[0], "x", side[1], " (height x width), not "]
+    message += ["x".join(map(str, self.image_size)), "; set resize=True or correct image_size."]
+    return require(tf.reduce_all(size == self.image_size), image, message)
+
+
+class StreamSource:
+  """A `tf.data.Dataset` of your own, read in the order in which it comes.
+
+  It must yield the same examples each time it is iterated: seed a shuffle. Training repeats it.
+  There is no index to go by, so a resumed run skips over what was read before, which takes as long
+  as reading it did; the log says how long. "example_id" counts within one pass.
+  """
+
+  def __init__(self, *, dataset: tf.data.Dataset, num_examples: int | None = None) -> None:
+    """Checks the elements' types; reads none.
+
+    Args:
+      dataset: yields one example at a time: a flat dict of dense tensors of static shapes.
+      num_examples: end each pass after so many; None for as many as there are. Evaluation of an
+        endless dataset needs it.
+
+    Raises:
+      ConfigError: not a dataset of such dicts, a reserved name, a "weight" that is not a float32
+        scalar, an empty dataset, or one known to have fewer than `num_examples`.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+      raise ConfigError(f"dataset is {brief(dataset)}; it must be a tf.data.Dataset.")
+    check_elements(dataset.element_spec)
+    if num_examples is not None:
+      require_positive("num_examples", num_examples)
+    known = int(dataset.cardinality())
+    if known == 0:
+      raise ConfigError("the stream's dataset is empty; it must yield at least one example.")
+    if num_examples is not None and 0 < known < num_examples:
+      raise ConfigError(
+        f"num_examples is {num_examples}, but the stream's dataset has {known} examples; "
+        "leave num_examples out."
+      )
+    self.dataset = dataset if num_examples is None else dataset.take(num_examples)
+    self.num_examples = num_examples or (known if known > 0 else None)
+
+
+def check_source(source: object) -> None:
+  """Raises a ConfigError unless `source` is a `Source` with examples, or a `StreamSource`."""
+  if not isinstance(source, Source | StreamSource):
+    remedy = "StreamSource(dataset=...)" if isinstance(source, tf.data.Dataset) else "ArraySource"
+    raise ConfigError(f"the source is {brief(source)}; it must be a Source: wrap it in {remedy}.")
+  if isinstance(source, Source) and not is_positive_integer(getattr(source, "num_examples", None)):
+    raise ConfigError(
+      f"{type(source).__name__}.num_examples is {getattr(source, 'num_examples', None)!r}; it must "
+      "be an integer, at least 1."
+    )
+
+
+def _native(name: object, array: np.ndarray) -> np.ndarray:
+  check_array(name, array)
+  return array if _is_mapped(array) else _swapped(array)
+
+
+def _swapped(array: np.ndarray) -> np.ndarray:
+  return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _is_mapped(array: object) -> bool:
+  while isinstance(array, np.ndarray):
+    array = array.base
+  return isinstance(array, mmap.mmap)
+
+
+# ---- Files ----
+
+
+def read_idx(path: str) -> np.ndarray:
+  """Reads a file in the idx format of MNIST, plain or gzipped; returns it in native byte order.
+
+  The format: http://yann.lecun.com/exdb/mnist.
+
+  Raises:
+    ConfigError: no such file, or not a whole idx file.
+  """
+  data = _file_bytes(path)
+  if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _IDX_DTYPES:
+    raise ConfigError(
+      f"{path!r} is not an idx file: it begins with {data[:4].hex(' ') or 'nothing'}, not with "
+      "00 00, a type and a number of axes; give it again."
+    )
+  dtype, axes = np.dtype(_IDX_DTYPES[data[2]]), data[3]
+  shape = np.frombuffer(data[4 : 4 + 4 * axes], ">u4") if len(data) >= 4 + 4 * axes else ()
+  wanted = 4 + 4 * axes + math.prod(map(int, shape)) * dtype.itemsize
+  if len(data) != wanted or len(shape) != axes:
+    raise ConfigError(
+      f"{path!r} holds {len(data)} bytes, but an idx file with its head has {wanted}; it was cut "
+      "short or damaged: fetch it again."
+    )
+  array = np.frombuffer(data, dtype, offset=4 + 4 * axes).reshape(shape)
+  return array.astype(dtype.newbyteorder("="))
+
+
+def load_arrays(path: str) -> dict[str, np.ndarray]:
+  """Loads an .npz file, or a folder of .npy files, as name -> array; ready for `ArraySource`.
+
+  An .npz is read into memory; the .npy files of a folder are memory-mapped, so they may be larger
+  than memory.
+
+  Raises:
+    ConfigError: nothing there, no arrays in it, damaged files, or arrays of Python objects.
+  """
+  if os.path.isdir(path):
+    names = sorted(name for name in os.listdir(path) if name.endswith(".npy"))
+    arrays = {name.removesuffix(".npy"): _load(os.path.join(path, name)) for name in names}
+  elif path.endswith(".npz"):
+    arrays = _load(path)
+  else:
+    raise ConfigError(f"{path!r} is not there as an .npz file or a folder of .npy files.")
+  if not arrays:
+    raise ConfigError(f"{path!r} has no arrays; it must be an .npz file or a folder of .npy files.")
+  return arrays
+
+
+def _load(path: str) -> Any:
+  try:
+    loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+    return dict(loaded) if path.endswith(".npz") else loaded
+  except FileNotFoundError:
+    raise ConfigError(f"{path!r} does not exist; give the path of an .npz file.") from None
+  except (OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    raise ConfigError(f"{path!r} cannot be read ({reason}); save it again with numpy.") from None
+
+
+def _file_bytes(path: str) -> bytes:
+  try:
+    with open(path, "rb") as file:
+      data = file.read()
+    return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+  except FileNotFoundError:
+    raise ConfigError(f"{path!r} does not exist; give the path of an idx file.") from None
+  except (OSError, EOFError, zlib.error) as error:
+    raise ConfigError(f"{path!r} cannot be read ({error}); fetch it again.") from None
+
+
+def _class_folders(directory: str) -> list[str]:
+  if not os.path.isdir(directory):
+    raise ConfigError(
+      f"{directory!r} is not a folder; give one that holds a folder for each class."
+    )
+  entries = [entry for entry in os.scandir(directory) if entry.is_dir()]
+  names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+  if not names:
+    raise ConfigError(f"{directory!r} has no folders in it; it must hold one for each class.")
+  return names
+
+
+def _labelled_files(directory: str, class_names: Sequence[str]) -> tuple[list[bytes], list[int]]:
+  paths, labels = [], []
+  for label, name in enumerate(class_names):
+    files = _image_files(os.path.join(directory, name))
+    if not files:
+      logging.warning("the class folder %r has no images", os.path.join(directory, name))
+    paths += files
+    labels += [label] * len(files)
+  if not paths:
+    raise ConfigError(
+      f"the {len(class_names)} class folders of {directory!r} have no images; put files in them "
+      f"that end in {', '.join(IMAGE_SUFFIXES)}."
+    )
+  return paths, labels
+
+
+def _image_files(folder: str) -> list[bytes]:
+  names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+  for name in names:
+    if not name.lower().endswith(IMAGE_SUFFIXES):
+      raise ConfigError(
+        f"{os.path.join(folder, name)!r} is not an image; a class folder may only hold files that "
+        f"end in {', '.join(IMAGE_SUFFIXES)}: move it away."
+      )
+  return [os.fsencode(os.path.join(folder, name)) for name in names]
+
+
+def _resized(image: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
+  shrinks = tf.reduce_all(tf.shape(image)[:2] >= size)
+  resized = tf.cond(
+    shrinks,
+    lambda: tf.image.resize(image, size, "area"),
+    lambda: tf.image.resize(image, size, "bilinear"),
+  )
+  return tf.saturate_cast(tf.round(resized), tf.uint8)

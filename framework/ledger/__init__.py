@@ -1,0 +1,1 @@
+"""The proof of what was read."""

@@ -1,0 +1,1 @@
+"""What an update changes, and what takes it back."""

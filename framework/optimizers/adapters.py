@@ -1,0 +1,304 @@
+"""One face for the optimizers of Keras 3 and tf_keras, with their own reduction switched off.
+
+The framework has already summed the gradients over replicas, clipped them and checked that they
+are finite; what is left for an optimizer is its update rule.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+import tf_keras
+
+from framework.backend import models
+from framework.errors import ConfigError
+from framework.optimizers import kernels, schedules
+from framework.optimizers.fusion import Fusion, Gradients
+
+OptimizerFactory = Callable[[], keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer]
+DEFAULT = "default"
+
+
+def prefix(name: str) -> str:
+  """Returns what begins the names of this optimizer's metrics: nothing for the default one."""
+  return "" if name == DEFAULT else f"{name}_"
+
+
+class Optimizer:
+  """An optimizer of either Keras generation and the variables it owns."""
+
+  def __init__(
+    self, *, optimizer: Any, variables: Sequence[Any], step: tf.Variable, fuse: bool = False
+  ) -> None:
+    """Builds the optimizer's slots, so call it in `strategy.scope()`.
+
+    Args:
+      optimizer: a Keras 3 or tf_keras optimizer, fresh.
+      variables: what it updates; see `models.trainable_variables`.
+      step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
+      fuse: update by TensorFlow's fused kernels, and small variables as one, where the update
+        rule allows it; see framework/optimizers/kernels.py and framework/optimizers/fusion.py.
+    """
+    self.optimizer = optimizer
+    self.variables = list(variables)
+    self.fusion = Fusion(self.variables, enabled=fuse and is_elementwise(optimizer))
+    schedules.bind(optimizer, step)
+    self._build()
+    if fuse:
+      kernels.use(optimizer)
+
+  def learning_rate(self) -> tf.Tensor:
+    """Returns the learning rate of the next update, a float32 scalar."""
+    return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
+
+  def apply(self, strategy: tf.distribute.Strategy, gradients: Gradients) -> None:
+    """Updates the variables (cross-replica); communicates nothing.
+
+    Args:
+      strategy: the current one.
+      gradients: whose tensors are per-replica values, equal on every replica.
+    """
+    self.fusion.load(strategy)
+    kept = self._untouched(gradients)
+    present = [piece is not None for piece in gradients.pieces]
+
+    def update(*tensors: tf.Tensor) -> None:
+      remaining = iter(tensors)
+      self._apply([next(remaining) if there else None for there in present])
+
+    strategy.extended.call_for_each_replica(update, args=tuple(gradients.tensors))
+    for slot, mask, value in kept:
+      strategy.extended.update(slot, _assign_where_not, args=(mask, value), group=False)
+    self.fusion.store(strategy, gradients.missing)
+
+  def _untouched(self, gradients: Gradients) -> list[tuple[tf.Variable, tf.Tensor, tf.Tensor]]:
+    """(slot, mask, value) of flat slots that hold elements without a gradient: to be kept."""
+    kept = []
+    for flat, mask in zip(self.fusion.flats, self.fusion.masks(gradients.missing), strict=False):
+      if mask is None:
+        continue
+      for slot in map(models.raw, self.optimizer.variables):
+        if slot.shape == flat.shape and slot.dtype == flat.dtype:
+          kept.append((slot, mask, slot.read_value()))
+    return kept
+
+  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
+    """Calls the optimizer (replica context) with one gradient for each of `fusion.variables`."""
+    raise NotImplementedError
+
+  def _build(self) -> None:
+    raise NotImplementedError
+
+
+def _assign_where_not(slot: tf.Variable, mask: tf.Tensor, value: tf.Tensor) -> None:
+  slot.assign(tf.where(mask, slot, value), read_value=False)
+
+
+class Keras3Optimizer(Optimizer):
+  """Keras 3: `apply` always sums gradients over replicas again, which would double the update."""
+
+  def _build(self) -> None:
+    # The only switch there is; tests/test_optimizers.py has a canary for it.
+    self.optimizer._all_reduce_sum_gradients = list
+    self.optimizer.build(self.fusion.variables)
+
+  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
+    with warnings.catch_warnings():  # the framework has named variables without gradient already
+      warnings.simplefilter("ignore")
+      self.optimizer.apply(list(gradients), self.fusion.variables)
+
+
+class TfKerasOptimizer(Optimizer):
+  """tf_keras, the optimizers since 2.11 (not `tf_keras.optimizers.legacy`)."""
+
+  def _build(self) -> None:
+    self.optimizer.jit_compile = False  # its XLA update cannot be nested in the step's branch
+    if (rate := getattr(self.optimizer, "_current_learning_rate", None)) is not None:
+      # What a schedule gave last: every replica assigns it, which central storage takes from none
+      # unless it is told what to do with several.
+      self.optimizer._current_learning_rate = tf.Variable(
+        rate.read_value(),
+        trainable=False,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        name="current_learning_rate",
+      )
+    self._raw = [models.raw(v) for v in self.fusion.variables]
+    self.optimizer.build(self._raw)
+
+  def learning_rate(self) -> tf.Tensor:
+    """Returns the learning rate of the next update; tf_keras itself tells that of the last one."""
+    rate = self.optimizer._learning_rate
+    if isinstance(rate, tf_keras.optimizers.schedules.LearningRateSchedule):
+      rate = rate(self.optimizer.iterations)
+    return tf.convert_to_tensor(rate, tf.float32)
+
+  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
+    pairs = [(g, v) for g, v in zip(gradients, self._raw, strict=True) if g is not None]
+    self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+
+_BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
+"""Around a name: Keras looks for a pattern anywhere in the path, such as block/bias/replica_1:0."""
+
+
+def without_decay(
+  *, of: OptimizerFactory, names: Sequence[str]
+) -> keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer:
+  """Another factory's optimizer, whose weight decay leaves some variables alone.
+
+  Such as biases, gains of normalisation and embeddings. Their updates are no longer fused with
+  others; see `is_elementwise`.
+
+  Args:
+    of: a factory of an optimizer with weight decay, such as `keras.optimizers.AdamW`.
+    names: variables of these names are not decayed: "bias", not "dense/bias"; regular expressions.
+      Each must match a variable.
+
+  Raises:
+    ConfigError: the optimizer has no weight decay, or `names` is empty or a plain string.
+  """
+  if isinstance(names, str) or not names:
+    raise ConfigError(f"without_decay.names is {names!r}; it must be a list such as ['bias'].")
+  optimizer = of()
+  if _generation(optimizer) is None:
+    return optimizer  # `build` says what is wrong
+  if getattr(optimizer, "weight_decay", None) is None:
+    raise ConfigError(
+      f"without_decay.of gives a {type(optimizer).__name__} without weight decay; set its "
+      "weight_decay, or leave without_decay out."
+    )
+  optimizer.exclude_from_weight_decay(var_names=[_BEFORE + name + _AFTER for name in names])
+  return optimizer
+
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Lion")
+
+
+def is_elementwise(optimizer: Any) -> bool:
+  """True where an update treats every element alike, whichever variable it belongs to.
+
+  Known for these classes themselves, not for subclasses, and not with options that look at whole
+  variables.
+  """
+  known = [
+    getattr(package.optimizers, n, None) for n in _ELEMENTWISE for package in (keras, tf_keras)
+  ]
+  excluded = "_exclude_from_weight_decay"
+  options = ("clipnorm", excluded, f"{excluded}_names", f"{excluded}_pattern")
+  return type(optimizer) in known and not any(getattr(optimizer, o, None) for o in options)
+
+
+def build(
+  factories: OptimizerFactory | Mapping[str, OptimizerFactory],
+  variables_of: Callable[[str], Sequence[Any]],
+  step: tf.Variable,
+  *,
+  fuse: bool = False,
+) -> dict[str, Optimizer]:
+  """Makes every optimizer of a task, in `strategy.scope()`.
+
+  Args:
+    factories: one factory, or name -> factory.
+    variables_of: name -> the variables that optimizer owns.
+    step: the framework's step counter.
+    fuse: see `Optimizer`.
+
+  Returns:
+    name -> optimizer; a single factory gets the name "default".
+
+  Raises:
+    ConfigError: not a factory, not an optimizer, an option that contradicts the framework's, or an
+      optimizer without variables.
+  """
+  named = factories if isinstance(factories, Mapping) else {DEFAULT: factories}
+  return {n: _build_one(n, f, variables_of(n), step, fuse) for n, f in named.items()}
+
+
+def _build_one(
+  name: str, factory: Any, variables: Sequence[Any], step: tf.Variable, fuse: bool
+) -> Optimizer:
+  if _generation(factory) is not None or not callable(factory):
+    raise ConfigError(
+      f"optimizer {name!r} is {type(factory).__name__}, already built; give a factory, which the "
+      "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
+    )
+  optimizer = _made(name, factory)
+  adapter = _generation(optimizer)
+  if adapter is None:
+    raise ConfigError(
+      f"optimizer {name!r} is a {type(optimizer).__name__}; it must be a Keras 3 optimizer or a "
+      "tf_keras optimizer that is not legacy."
+    )
+  _refuse_conflicts(name, optimizer)
+  if not variables:
+    raise ConfigError(
+      f"optimizer {name!r} has no trainable variable to update; build the model's variables in "
+      "build_model() (call it once, or give it an Input), or override Task.variables_of()."
+    )
+  _require_matches(name, optimizer, variables)
+  return adapter(optimizer=optimizer, variables=variables, step=step, fuse=fuse)
+
+
+def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> None:
+  """Raises ConfigError if `without_decay` names a variable that there is not."""
+  known = [models.raw(v).name for v in variables]
+  for excluded in _names_without_decay(optimizer):
+    if not any(re.search(_BEFORE + excluded + _AFTER, each) for each in known):
+      own = sorted({each.rpartition("/")[2].partition(":")[0] for each in known})
+      raise ConfigError(
+        f"optimizer {name!r} shall not decay variables named {excluded!r}, but there are only "
+        f"{', '.join(own)}; correct without_decay.names."
+      )
+
+
+def _names_without_decay(optimizer: Any) -> list[str]:
+  pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)  # of Keras 3
+  names = getattr(optimizer, "_exclude_from_weight_decay_names", None) or []  # of tf_keras
+  text = pattern.pattern if pattern else "|".join(names)
+  return sorted(re.findall(f"{re.escape(_BEFORE)}(.*?){re.escape(_AFTER)}", text))
+
+
+def _made(name: str, factory: Callable[[], Any]) -> Any:
+  try:
+    return factory()
+  except ConfigError:
+    raise
+  except ValueError as error:  # how Keras refuses an argument
+    reason = str(error).partition("\n")[0]
+    raise ConfigError(f"optimizer {name!r} cannot be made: {reason}") from error
+
+
+def _generation(optimizer: Any) -> type[Optimizer] | None:
+  if isinstance(optimizer, tf_keras.optimizers.Optimizer):
+    return TfKerasOptimizer
+  if isinstance(optimizer, keras.optimizers.Optimizer):
+    return Keras3Optimizer
+  return None
+
+
+_CONFLICTS = {
+  "gradient_accumulation_steps": "Trainer.accumulation_steps",
+  "loss_scale_factor": "Trainer.loss_scale",
+  "use_ema": "Trainer.ema_decay",
+  "global_clipnorm": "Trainer.clip_norm",
+  "clipvalue": "Trainer.clip_value",
+}
+
+
+def _refuse_conflicts(name: str, optimizer: Any) -> None:
+  if "LossScale" in type(optimizer).__name__:
+    raise ConfigError(
+      f"optimizer {name!r} is a {type(optimizer).__name__}, which checks only replica 0; "
+      "use Trainer.loss_scale = @dynamic instead."
+    )
+  for option, ours in _CONFLICTS.items():
+    if getattr(optimizer, option, None):
+      raise ConfigError(
+        f"optimizer {name!r} sets {option}={getattr(optimizer, option)}; that is the loop's work "
+        f"here, so that N replicas agree: use {ours} instead."
+      )

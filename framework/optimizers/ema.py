@@ -1,0 +1,73 @@
+"""The exponential moving average of the trainable variables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from framework.backend import models
+from framework.errors import ConfigError
+
+
+class Ema:
+  """An exponential moving average of the trainable variables, for evaluation and export."""
+
+  def __init__(self, *, decay: float, variables: Sequence[Any]) -> None:
+    """Makes one average a variable, starting at its value, in `strategy.scope()`.
+
+    Args:
+      decay: above 0 and below 1; average = decay * average + (1 - decay) * variable.
+      variables: what to average.
+
+    Raises:
+      ConfigError: `decay` is out of range.
+    """
+    if not 0 < decay < 1:
+      raise ConfigError(f"Trainer.ema_decay is {decay}; it must be between 0 and 1, such as 0.999.")
+    self._decay = decay
+    self._variables = [models.raw(v) for v in variables]
+    self.averages = [
+      tf.Variable(v.read_value(), trainable=False, name=f"ema_{i}")
+      for i, v in enumerate(self._variables)
+    ]
+
+  def update(self, strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+    """Moves the averages of `variables` toward them (cross-replica)."""
+    chosen = {id(models.raw(v)) for v in variables}
+
+    def move(average: tf.Variable, variable: tf.Tensor) -> None:
+      average.assign_sub((1.0 - self._decay) * (average - tf.cast(variable, average.dtype)))
+
+    for average, variable in zip(self.averages, self._variables, strict=True):
+      if id(variable) in chosen:
+        strategy.extended.update(average, move, args=(variable,), group=False)
+
+  def averages_of(self, variables: Sequence[Any]) -> list[tf.Variable]:
+    """Returns the averages of those of `variables` that have one."""
+    chosen = {id(models.raw(v)) for v in variables}
+    pairs = zip(self.averages, self._variables, strict=True)
+    return [average for average, variable in pairs if id(variable) in chosen]
+
+  def restart(self) -> None:
+    """Sets every average to its variable's value (host)."""
+    for average, variable in zip(self.averages, self._variables, strict=True):
+      average.assign(variable.read_value())
+
+  @contextlib.contextmanager
+  def in_place(self) -> Iterator[None]:
+    """Puts the averages in place of the variables for a while (host)."""
+    self.swap()
+    try:
+      yield
+    finally:
+      self.swap()
+
+  def swap(self) -> None:
+    """Exchanges variables and averages (host); calling it twice restores both."""
+    for average, variable in zip(self.averages, self._variables, strict=True):
+      held = variable.read_value()
+      variable.assign(average.read_value())
+      average.assign(held)

@@ -1,0 +1,87 @@
+"""Where Orbit sends the values of a loop or an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orbit
+import tensorflow as tf
+from absl import logging
+
+from framework.backend.timing import timed
+from framework.reporting.metrics_log import MetricsLog, flatten
+from framework.reporting.progress import Progress
+
+
+class Reporter(orbit.utils.SummaryManagerInterface):
+  """Where Orbit's Controller sends the values of one split: TensorBoard, metrics.jsonl, progress.
+
+  Give the Controller different `summary_dir` and `eval_summary_dir` beside the two managers:
+  where these are equal (None included) it sends evaluations to the training manager.
+  """
+
+  def __init__(
+    self,
+    *,
+    split: str,
+    global_step: tf.Variable,
+    model_dir: str | None = None,
+    metrics_log: MetricsLog | None = None,
+    progress: Progress | None = None,
+    global_batch_size: int | None = None,
+  ) -> None:
+    """Reports to whichever of the three is given.
+
+    Args:
+      split: "train" or "eval".
+      global_step: int64 scalar, the step that values belong to.
+      model_dir: TensorBoard files go to <model_dir>/<split>; None writes none.
+      metrics_log: None writes no metrics.jsonl (workers other than the chief).
+      progress: None prints nothing.
+      global_batch_size: makes "steps_per_second" the rate of the loop alone, as
+        "examples_per_second" is; None leaves Orbit's, which counts the time between loops too.
+    """
+    directory = None if model_dir is None else os.path.join(model_dir, split)
+    self._tensorboard = orbit.utils.SummaryManager(directory, tf.summary.scalar, global_step)
+    self._split = split
+    self._global_step = global_step
+    self._metrics_log = metrics_log
+    self._progress = progress
+    self._global_batch_size = global_batch_size
+
+  def summary_writer(self, relative_path: str = "") -> tf.summary.SummaryWriter:
+    """Returns the TensorBoard writer, for `tf.summary` calls inside a loop."""
+    return self._tensorboard.summary_writer(relative_path)
+
+  @timed("reporting")
+  def flush(self) -> None:
+    """Flushes TensorBoard; metrics.jsonl needs none."""
+    self._tensorboard.flush()
+
+  @timed("reporting")
+  def write_summaries(self, summary_dict: Mapping[str, Any]) -> None:
+    """Reports one loop's or one evaluation's values (host); nested names are joined by "/"."""
+    values = flatten(summary_dict)
+    if self._global_batch_size and "examples_per_second" in values:
+      values["steps_per_second"] = values["examples_per_second"] / self._global_batch_size
+    step = int(self._global_step.numpy())
+    self._tensorboard.write_summaries(values)
+    if self._metrics_log is not None:
+      self._metrics_log.append(step, self._split, values)
+    if self._progress is not None:
+      report = self._progress.update if self._split == "train" else self._progress.evaluation
+      report(step, values)
+
+
+@contextlib.contextmanager
+def quiet_orbit() -> Iterator[None]:
+  """While it lasts, Orbit's Controller logs at debug level instead of printing to stdout."""
+  loud = orbit.controller._log
+  orbit.controller._log = logging.debug
+  try:
+    yield
+  finally:
+    orbit.controller._log = loud

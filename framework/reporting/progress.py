@@ -1,0 +1,164 @@
+"""How far training is: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from framework.reporting.metrics_log import Clock, Number
+
+
+class Silent(io.StringIO):
+  """A stream that drops what is written: for the workers beside the chief."""
+
+  def write(self, text: str) -> int:
+    """Drops it."""
+    return len(text)
+
+
+class Progress:
+  """How far training is: one live line on a terminal, plain lines every so often elsewhere.
+
+      step 300/1000  loss 0.2134  accuracy 0.9312  12.7 steps/s  812 examples/s  eta 0:00:55
+
+  Evaluations get a line of their own in both. Use it as a context manager, or call `close`.
+  """
+
+  HIDDEN = frozenset({"steps_per_second", "examples_per_second", "nonfinite_step"})
+
+  def __init__(
+    self,
+    *,
+    total_steps: int,
+    stream: TextIO | None = None,
+    every_secs: float = 10.0,
+    clock: Clock = time.monotonic,
+    hidden: Iterable[str] = HIDDEN,
+  ) -> None:
+    """Prints nothing yet.
+
+    Args:
+      total_steps: the step at which training ends.
+      stream: where to; None is stderr. It is a terminal if `isatty()` says so.
+      every_secs: plain lines are at least this far apart, but for the first and the last.
+      clock: seconds, monotonic.
+      hidden: names of values to leave out of the line.
+    """
+    self._total = total_steps
+    self._stream = sys.stderr if stream is None else stream
+    self._live = self._stream.isatty()
+    self._every_secs = every_secs
+    self._clock = clock
+    self._hidden = frozenset(hidden)
+    self._bar: _Bar | None = None
+    self._first: tuple[int, float] | None = None
+    self._printed_at = -math.inf
+    self._unprinted: str | None = None
+
+  def update(self, step: int, values: Mapping[str, Number]) -> None:
+    """Shows one loop's values; "steps_per_second" and "examples_per_second" become the rates."""
+    now = self._clock()
+    self._first = self._first or (step, now)
+    line = self._line(step, now, values)
+    if self._live:
+      self._draw(step, line)
+    elif step >= self._total or now - self._printed_at >= self._every_secs:
+      self._printed_at = now
+      self._unprinted = None
+      self.message(line)
+    else:
+      self._unprinted = line
+
+  def evaluation(self, step: int, values: Mapping[str, Number]) -> None:
+    """Prints one evaluation's values."""
+    self.message("  ".join([f"eval at step {step}", *self._shown(values)]))
+
+  def message(self, text: str) -> None:
+    """Prints one line, above the live line if there is one."""
+    if self._bar is not None:
+      self._bar.write(text, file=self._stream)
+    else:
+      print(text, file=self._stream, flush=True)
+
+  def close(self) -> None:
+    """Ends the live line, or prints the last plain line if it was held back."""
+    if self._bar is not None:
+      self._bar.close()
+      self._bar = None
+    if self._unprinted is not None:
+      self.message(self._unprinted)
+      self._unprinted = None
+
+  def __enter__(self) -> Progress:
+    """Returns itself."""
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    """Closes it."""
+    self.close()
+
+  def _draw(self, step: int, line: str) -> None:
+    if self._bar is None:
+      self._bar = _bar(self._stream, total=self._total, initial=step, desc=line)
+    self._bar.n = step
+    self._bar.set_description_str(line)
+
+  def _line(self, step: int, now: float, values: Mapping[str, Number]) -> str:
+    shown, pace = self._shown(values), self._pace(step, now, values)
+    # A terminal may be too narrow for all; the loss and the pace matter most.
+    ordered = [*shown[:1], *pace, *shown[1:]] if self._live else [*shown, *pace]
+    return "  ".join([f"step {step}/{self._total}", *ordered])
+
+  def _pace(self, step: int, now: float, values: Mapping[str, Number]) -> list[str]:
+    rates = {unit: values.get(f"{unit}_per_second") for unit in ("steps", "examples")}
+    left = self._seconds_left(step, now, values)
+    eta = [] if left is None else [f"eta {datetime.timedelta(seconds=round(left))}"]
+    return [f"{_rate(rate)} {unit}/s" for unit, rate in rates.items() if rate is not None] + eta
+
+  def _seconds_left(self, step: int, now: float, values: Mapping[str, Number]) -> float | None:
+    """From the pace since the first loop, which also traced; evaluations count."""
+    first_step, first_time = self._first or (step, now)
+    if step > first_step and now > first_time:
+      return (self._total - step) * (now - first_time) / (step - first_step)
+    pace = values.get("steps_per_second", 0.0)
+    return (self._total - step) / pace if 0 < pace < math.inf else None
+
+  def _shown(self, values: Mapping[str, Number]) -> list[str]:
+    names = sorted((n for n in values if n not in self._hidden), key=lambda name: name != "loss")
+    return [f"{name} {format_number(values[name])}" for name in names]
+
+
+class _Bar(tqdm):
+  monitor_interval = 0  # no thread behind the user's back
+
+
+def _bar(stream: TextIO, **options: Any) -> _Bar:
+  known = _columns(stream) > 0  # some pseudo-terminals say 0
+  width = {"dynamic_ncols": True} if known else {"ncols": 100}
+  return _Bar(file=stream, bar_format="|{bar:10}| {desc}", **width, **options)
+
+
+def _columns(stream: TextIO) -> int:
+  try:
+    return os.get_terminal_size(stream.fileno()).columns
+  except OSError:
+    return 0
+
+
+def _rate(per_second: Number) -> str:
+  return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def format_number(value: Number) -> str:
+  """Four decimals where they say something, three digits elsewhere: 0.9312, 1.5e-05, 37, nan."""
+  if isinstance(value, int):
+    return str(value)
+  return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"

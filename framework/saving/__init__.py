@@ -1,0 +1,1 @@
+"""What a run keeps: checkpoints, assets, exports; and initial weights from elsewhere."""

@@ -1,0 +1,194 @@
+"""What a task learns from its training split besides weights: files of the run, never mixed up.
+
+    <model_dir>/assets/vocabulary.txt    what Task.fit returned, a file each
+    <model_dir>/assets/manifest.json     name -> SHA-256, written last: with it the folder is whole
+
+`provide` hands them to the task before its model is built. The digest that it returns is saved in
+each checkpoint, so that weights are never restored beside the assets of another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from framework.backend.files import atomic_write
+from framework.errors import ConfigError, kind
+from framework.strategies.cluster import Cluster
+from framework.task import Task
+
+Assets = Mapping[str, bytes]
+"""File name -> content."""
+FOLDER = "assets"
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"\w[\w.-]*")
+_POLL_S = 1.0
+
+
+def provide(
+  task: Task, *, model_dir: str, cluster: Cluster, training: bool, timeout_s: float | None = 0.0
+) -> str:
+  """Has the task use the assets of a run, fitted first if the run is new (host).
+
+  The chief of a cluster fits and writes; all workers must call this, and read the same files.
+
+  Args:
+    task: whose model is not built yet.
+    model_dir: the run folder.
+    cluster: this process's place among those that train together.
+    training: False never fits.
+    timeout_s: how long to wait for another process to write the assets where this one does not fit;
+      None for ever.
+
+  Returns:
+    The digest of the assets; "" for a task that learns none, which costs nothing.
+
+  Raises:
+    ConfigError: `fit` returned something else than files, there are no assets and this process may
+      not fit them, or a file has changed.
+    ClusterError: the chief is lost, or the workers read different files.
+  """
+  if not fits(task):
+    return ""
+  folder = os.path.join(model_dir, FOLDER)
+  with cluster.blaming(lambda: 0):
+    if training and cluster.is_chief and not is_whole(folder):
+      save(folder, fitted(task))
+    cluster.barrier()  # no other worker looks for the files before they are there
+    if not training:
+      _await(folder, timeout_s)
+    assets = load(folder)
+    name = digest(assets)
+    cluster.require_same(f"digest of {folder}", int(name[:8], 16))
+  task.use(assets)
+  return name
+
+
+def provide_in_memory(task: Task, assets: Assets | None = None) -> Assets:
+  """Has the task use assets that no run keeps; returns them (host).
+
+  Args:
+    task: whose model is not built yet.
+    assets: of an earlier call, for a task made alike; None fits.
+
+  Raises:
+    ConfigError: `fit` returned something else than files.
+  """
+  if not fits(task):
+    return {}
+  assets = fitted(task) if assets is None else assets
+  task.use(assets)
+  return assets
+
+
+def fits(task: Task) -> bool:
+  """Whether the task learns any assets."""
+  return type(task).fit is not Task.fit
+
+
+def fitted(task: Task) -> Assets:
+  """Returns what `task.fit()` gives (host).
+
+  Raises:
+    ConfigError: it is no dict of file names and bytes.
+  """
+  assets, who = task.fit(), f"{type(task).__name__}.fit()"
+  if not isinstance(assets, Mapping):
+    raise ConfigError(
+      f"{who} returned {kind(assets)}; it must return a dict of file name -> bytes, such as "
+      "{'vocabulary.txt': '\\n'.join(words).encode()}."
+    )
+  for name, content in assets.items():
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == MANIFEST:
+      raise ConfigError(
+        f"{who} returned a file named {name!r}; a name must be of letters, digits, '_', '-' and "
+        f"'.', without folders, and not {MANIFEST!r}."
+      )
+    if not isinstance(content, bytes):
+      raise ConfigError(
+        f"{who} returned {kind(content)} for {name!r}; it must be bytes: encode it."
+      )
+  return dict(assets)
+
+
+def digest(assets: Assets) -> str:
+  """Returns the SHA-256 of all names and contents, 64 hexadecimal digits."""
+  return _sha256(_manifest(assets))
+
+
+def is_whole(folder: str) -> bool:
+  """Whether all assets of a run have been written."""
+  return tf.io.gfile.exists(os.path.join(folder, MANIFEST))
+
+
+def save(folder: str, assets: Assets) -> None:
+  """Writes the assets, each file at once and the manifest last (host)."""
+  tf.io.gfile.makedirs(folder)
+  for name, content in assets.items():
+    atomic_write(os.path.join(folder, name), content)
+  atomic_write(os.path.join(folder, MANIFEST), _manifest(assets))
+
+
+def load(folder: str) -> Assets:
+  """Returns the assets of a run (host).
+
+  Raises:
+    ConfigError: there are none, or a file is not what was written.
+  """
+  if not is_whole(folder):
+    raise ConfigError(
+      f"there are no assets in {folder}, which this task learns in training; train first, or name "
+      "the right --model_dir."
+    )
+  written = _parsed(os.path.join(folder, MANIFEST))
+  return {name: _read_checked(os.path.join(folder, name), sha) for name, sha in written.items()}
+
+
+def _read_checked(path: str, sha256: str) -> bytes:
+  there = tf.io.gfile.exists(path)
+  content = _read(path) if there else b""
+  if not there or _sha256(content) != sha256:
+    raise ConfigError(
+      f"{path} {'has changed' if there else 'is gone'} since this run was begun (its SHA-256 must "
+      f"be {sha256[:12]}...); bring the file back, or choose another --model_dir to learn it anew."
+    )
+  return content
+
+
+def _parsed(path: str) -> dict[str, str]:
+  try:
+    parsed = json.loads(_read(path))
+  except ValueError:
+    parsed = None
+  if not isinstance(parsed, dict) or not all(map(_NAME.fullmatch, parsed)):
+    raise ConfigError(
+      f"{path} is not what the framework has written; bring the file back, or choose another "
+      "--model_dir."
+    )
+  return {name: str(sha256) for name, sha256 in parsed.items()}
+
+
+def _await(folder: str, timeout_s: float | None) -> None:
+  since = time.monotonic()
+  while not is_whole(folder) and (timeout_s is None or time.monotonic() - since < timeout_s):
+    time.sleep(_POLL_S)
+
+
+def _manifest(assets: Assets) -> bytes:
+  hashes = {name: _sha256(assets[name]) for name in sorted(assets)}
+  return json.dumps(hashes, indent=2).encode() + b"\n"
+
+
+def _read(path: str) -> bytes:
+  with tf.io.gfile.GFile(path, "rb") as file:
+    return file.read()
+
+
+def _sha256(content: bytes) -> str:
+  return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,416 @@
+"""What is saved, when, and how a run finds the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from framework.backend import models
+from framework.backend.files import atomic_write
+from framework.backend.timing import timed
+from framework.errors import ConfigError
+from framework.trainer import Trainer
+
+PREFIX = "ckpt"
+ASSETS = "assets"
+"""The label of the assets' digest in a checkpoint; that of a task without any has none."""
+UNFINISHED = "unfinished"
+"""The folder in which a checkpoint is written before it is moved to its place."""
+_FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
+_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+_NO_DAMAGE = (
+  tf.errors.AbortedError,
+  tf.errors.CancelledError,
+  tf.errors.DeadlineExceededError,
+  tf.errors.PermissionDeniedError,
+  tf.errors.ResourceExhaustedError,
+  tf.errors.UnauthenticatedError,
+  tf.errors.UnavailableError,
+)
+"""What says nothing about the checkpoint itself: to be tried again, not to be passed over."""
+
+
+class CheckpointManager(tf.train.CheckpointManager):
+  """Saves checkpoints that are complete or absent, and restores the newest one that is not damaged.
+
+  Of TensorFlow's manager it keeps the interface, for Orbit, and nothing else: that one writes an
+  index file in place and believes its state file, and a kill can tear the one and outdate the
+  other. Here a checkpoint is written in a folder of its own and moved, its index file last, and
+  what exists is read from the file names. The state file is kept up for other readers.
+  """
+
+  def __init__(
+    self,
+    *,
+    trainer: Trainer,
+    directory: str,
+    experiment: Mapping[str, str],
+    assets: str = "",
+    every_steps: int | None = None,
+    keep: int = 3,
+  ) -> None:
+    """Names what is saved; reads and writes nothing yet.
+
+    Args:
+      trainer: whose state to save and restore.
+      directory: `<model_dir>/checkpoints`.
+      experiment: what must be the same on restore (such as the task's name), saved alongside.
+      assets: the digest of the task's, which must be the same on restore too; "" for none.
+      every_steps: interval for the controller's periodic saves.
+      keep: how many to keep.
+    """
+    self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
+    self._directory, self._every_steps, self._keep = directory, every_steps, keep
+    self._saved_step = 0
+    self._damaged: dict[str, int] = {}
+    texts = {**experiment, ASSETS: assets} if assets else experiment
+    labels = {k: tf.Variable(v, trainable=False) for k, v in texts.items()}
+    self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
+    _ = self._checkpoint.save_counter  # made at first use, and then missed in earlier files
+
+  @property
+  def checkpoint(self) -> tf.train.Checkpoint:
+    """Everything that is saved."""
+    return self._checkpoint
+
+  @property
+  def directory(self) -> str:
+    """Where checkpoints are."""
+    return self._directory
+
+  @property
+  def checkpoint_interval(self) -> int | None:
+    """Steps between periodic saves."""
+    return self._every_steps
+
+  @property
+  def checkpoints(self) -> list[str]:
+    """All complete checkpoints, oldest first."""
+    return list_checkpoints(self._directory)
+
+  @property
+  def latest_checkpoint(self) -> str | None:
+    """The newest complete checkpoint."""
+    return next(reversed(self.checkpoints), None)
+
+  @timed("checkpoints")
+  def save(
+    self,
+    checkpoint_number: int | None = None,
+    check_interval: bool = True,
+    options: tf.train.CheckpointOptions | None = None,
+  ) -> str | None:
+    """Saves `ckpt-<global step>` and drops the oldest beyond `keep` (host).
+
+    Returns:
+      The path, or None where there is nothing new: the same step as the last save or restore, or,
+      with `check_interval`, fewer than `every_steps` steps after it.
+    """
+    del checkpoint_number
+    step = int(self._trainer.global_step.numpy())
+    due = self._saved_step + (self._every_steps or 0) if check_interval else 0
+    if step == self._saved_step or step < due:
+      return None
+    is_chief = self._trainer.cluster.is_chief
+    path = self._write(step, options) if is_chief else self._take_part(step, options)
+    self._saved_step = step
+    if is_chief:
+      self._sweep()
+    return path
+
+  def restore_or_initialize(self) -> str | None:
+    """Restores the newest checkpoint that is whole; a damaged one is reported and passed over.
+
+    Returns:
+      Its path, or None where there is none at all.
+
+    Raises:
+      ConfigError: the checkpoint belongs to another experiment, or every one is damaged.
+    """
+    self._report_unfinished()
+    paths: list[str] = []
+    while (found := self.checkpoints) != paths:  # again where a trainer has saved meanwhile
+      if path := self.restore_newest():
+        return path
+      paths = found
+    if paths:
+      raise ConfigError(
+        f"all {len(paths)} checkpoints in {self._directory} are damaged; move the folder away to "
+        "start afresh, or bring a good copy back."
+      )
+    return None
+
+  def restore_newest(self, *, after_step: int = -1) -> str | None:
+    """Restores the newest whole checkpoint after a step; returns its path, None if there is none.
+
+    A damaged one is reported once, and looked at again only if it was written again.
+    """
+    for path in reversed(self.checkpoints):
+      if _step(path) > after_step and self._restored(path):
+        return path
+    return None
+
+  def follow(self, *, timeout_s: float | None = None, poll_s: float = 1.0) -> Iterator[str]:
+    """Restores each new checkpoint that another process saves, and yields its path.
+
+    Where several have come meanwhile, only the newest whole one.
+
+    Args:
+      timeout_s: end after so long without a new one; None waits for ever.
+      poll_s: seconds between two looks at the directory.
+    """
+    last, since = -1, time.monotonic()
+    while timeout_s is None or time.monotonic() - since <= timeout_s:
+      if path := self.restore_newest(after_step=last):
+        last = _step(path)
+        yield path
+        since = time.monotonic()
+      else:
+        time.sleep(poll_s)
+
+  def restore(self, path: str) -> None:
+    """Restores one checkpoint into the trainer, and the input's position with it (host).
+
+    Raises:
+      ConfigError: it belongs to another task or another model.
+      tf.errors.OpError: it is damaged.
+    """
+    try:
+      self._restore(path, tf.train.load_checkpoint(path))
+    except IndexError as error:  # TensorFlow's reader, of a file that is too short
+      raise tf.errors.DataLossError(None, None, str(error)) from error
+    self._trainer.reset_input()
+    self._saved_step = int(self._trainer.global_step.numpy())
+
+  def sync(self) -> None:
+    """Nothing is ever under way."""
+
+  def _restore(self, path: str, reader: Any) -> None:
+    self._refuse_foreign(path, reader)
+    try:
+      with self._trainer.strategy.scope():
+        status = self._checkpoint.restore(path)
+        status.assert_existing_objects_matched().expect_partial()  # `_refuse_larger` tells the rest
+      self._refuse_larger(path, reader, status)
+    except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
+      self._explain(path, reader, error)
+      raise
+
+  def _restored(self, path: str) -> bool:
+    written = _written_at(path)
+    if written is None or self._damaged.get(path) == written:
+      return False
+    try:
+      self.restore(path)
+    except _NO_DAMAGE:
+      raise
+    except tf.errors.OpError as error:
+      if _written_at(path) is not None:  # else a trainer has dropped it meanwhile
+        self._damaged[path] = written
+        logging.error("checkpoint %s is damaged (%s); passing it over", path, _line(error))
+      return False
+    return True
+
+  def _report_unfinished(self) -> None:
+    newest = max(map(_step, self.checkpoints), default=-1)
+    files = _files(self._directory) + _files(self._path(UNFINISHED))
+    for step in sorted({step for step, _, _ in files if step > newest}):
+      path = self._path(f"{PREFIX}-{step}")
+      logging.warning("checkpoint %s is unfinished, as after a kill; it does not count", path)
+
+  def _write(self, step: int, options: tf.train.CheckpointOptions | None) -> str:
+    """Writes beside the checkpoints, then moves the files; the index, which makes it one, last."""
+    name, folder = f"{PREFIX}-{step}", self._path(UNFINISHED)
+    _remove(folder)
+    self._checkpoint.write(os.path.join(folder, name), options)
+    for file in sorted(tf.io.gfile.listdir(folder), key=lambda file: file.endswith(".index")):
+      tf.io.gfile.rename(os.path.join(folder, file), self._path(file), overwrite=True)
+    _remove(folder)
+    self._damaged.pop(self._path(name), None)
+    return self._path(name)
+
+  def _take_part(self, step: int, options: tf.train.CheckpointOptions | None) -> str:
+    """Another worker's part: it gives what the chief must sum up, and keeps nothing."""
+    with tempfile.TemporaryDirectory() as scratch:
+      self._checkpoint.write(os.path.join(scratch, PREFIX), options)
+    return self._path(f"{PREFIX}-{step}")
+
+  def _sweep(self) -> None:
+    """Drops what is beyond `keep` or damaged, and what a kill has left without an index.
+
+    Checkpoints of later steps stay and do not count: as they were not restored, they are damaged,
+    or somebody has gone back on purpose.
+    """
+    past = [path for path in self.checkpoints if _step(path) <= self._saved_step]
+    kept = [path for path in past if path not in self._damaged][-self._keep :]
+    names = [os.path.basename(path) for path in kept]
+    state = [f'model_checkpoint_path: "{names[-1]}"']
+    state += [f'all_model_checkpoint_paths: "{name}"' for name in names]
+    atomic_write(self._path("checkpoint"), "\n".join(state) + "\n")
+    for path in past:
+      if path not in kept:
+        _remove(f"{path}.index")
+    indexed = set(map(_step, self.checkpoints))
+    for step, _, name in _files(self._directory):
+      if step not in indexed:
+        _remove(self._path(name))
+
+  def _refuse_foreign(self, path: str, reader: Any) -> None:
+    for name, value in self._experiment.items():
+      saved = _label(reader, name)
+      if not saved:
+        raise ConfigError(
+          f"checkpoint {path} was not written by this framework; choose another --model_dir."
+        )
+      if saved != value:
+        raise ConfigError(
+          f"checkpoint {path} belongs to another experiment: its {name} is {saved!r}, this one's "
+          f"is {value!r}; choose another --model_dir."
+        )
+
+    saved = _label(reader, ASSETS)
+    if saved != self._assets:
+      raise ConfigError(
+        f"checkpoint {path} was trained with {_named(saved)}, but this run has "
+        f"{_named(self._assets)}; bring the checkpoint's assets folder back, or choose another "
+        "--model_dir."
+      )
+
+  def _refuse_larger(self, path: str, reader: Any, status: Any) -> None:
+    """TensorFlow lets a model or optimizer take its part of a larger one's values silently."""
+    try:
+      status.assert_consumed()
+    except AssertionError as error:
+      if differences := self._differences(reader):
+        raise _misfit(path, differences) from error
+
+  def _explain(self, path: str, reader: Any, error: Exception) -> None:
+    """Raises ConfigError if the checkpoint's variables are not those of this run."""
+    if isinstance(error, ConfigError):
+      return
+    differences = self._differences(reader)
+    if differences or not isinstance(error, tf.errors.InvalidArgumentError):
+      raise _misfit(path, differences or [_line(error)]) from error
+
+  def _differences(self, reader: Any) -> list[str]:
+    """Where the model and the optimizers are not those of a checkpoint; the model's first."""
+    here, there = _variables(self._checkpoint), _kinds(reader)
+    of_model = {id(models.raw(v)) for v in models.all_variables(self._trainer.task.model)}
+    found: list[tuple[int, str]] = []
+    for key, variable in here.items():
+      raw = models.raw(variable)
+      wanted, got = f"{raw.dtype.name} {raw.shape.as_list()}", there.get(key, "missing")
+      if wanted != got:
+        rank = 0 if id(raw) in of_model else 2
+        found.append((rank, f"{models.name(variable)!r} is {got} in it and {wanted} here"))
+    for key in sorted(there.keys() - here.keys()):
+      if key.startswith(("model/", "optimizers/")):
+        name = key.removesuffix(_VALUE)
+        rank = 1 if key.startswith("model/") else 3
+        found.append((rank, f"{name!r} is {there[key]} in it and missing here"))
+    return [text for _, text in sorted(found, key=lambda item: item[0])]
+
+  def _path(self, name: str) -> str:
+    return os.path.join(self._directory, name)
+
+
+def find(path: str) -> str | None:
+  """Returns the checkpoint, without suffix, that a path means; None if there is none (host).
+
+  Args:
+    path: a run folder or a folder of checkpoints, of which the newest is meant, or a checkpoint
+      without suffix.
+  """
+  for folder in (os.path.join(path, "checkpoints"), path):
+    newest = tf.train.latest_checkpoint(folder) or next(reversed(list_checkpoints(folder)), None)
+    if newest is not None:
+      return newest
+  return path if tf.io.gfile.exists(f"{path}.index") else None
+
+
+def list_checkpoints(directory: str) -> list[str]:
+  """Returns the paths (without suffix) of all complete checkpoints, oldest first."""
+  steps = sorted(step for step, suffix, _ in _files(directory) if suffix == "index")
+  return [os.path.join(directory, f"{PREFIX}-{step}") for step in steps]
+
+
+def _files(directory: str) -> list[tuple[int, str, str]]:
+  """Returns (step, suffix, name) of everything in `directory` that is named as a checkpoint."""
+  names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
+  matches = [_FILE.fullmatch(name) for name in names]
+  return [(int(match[1]), match[2], match[0]) for match in matches if match]
+
+
+def _step(path: str) -> int:
+  return int(path.rpartition("-")[2])
+
+
+def _written_at(path: str) -> int | None:
+  """When a checkpoint was written, to the second, in ns; None if it is not there (any more)."""
+  try:
+    return tf.io.gfile.stat(f"{path}.index").mtime_nsec
+  except tf.errors.NotFoundError:
+    return None
+
+
+def _remove(path: str) -> None:
+  """Removes a file or a folder, if there is one."""
+  if tf.io.gfile.isdir(path):
+    tf.io.gfile.rmtree(path)
+  elif tf.io.gfile.exists(path):
+    tf.io.gfile.remove(path)
+
+
+def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:
+  """Returns every variable under `root` by its key in a checkpoint: the shortest path to it."""
+  view, found = tf.train.TrackableView(root), {}
+  queue, seen = collections.deque([("", root)]), {id(root)}
+  while queue:
+    path, node = queue.popleft()
+    for name, child in view.children(node).items():
+      if id(child) in seen:
+        continue
+      seen.add(id(child))
+      child_path = f"{path}{name.replace('.', '..').replace('/', '.S')}"
+      if isinstance(child, (tf.Variable, keras.Variable)):
+        found[f"{child_path}{_VALUE}"] = child
+      queue.append((f"{child_path}/", child))
+  return found
+
+
+def _kinds(reader: Any) -> dict[str, str]:
+  """Returns the dtype and shape of each variable in a checkpoint, by key."""
+  dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
+  return {k: f"{dtypes[k].name} {list(shapes[k])}" for k in shapes if k.endswith(_VALUE)}
+
+
+def _label(reader: Any, name: str) -> str:
+  """Returns what a checkpoint says of its experiment, "" where it says nothing."""
+  key = f"experiment/{name}{_VALUE}"
+  return reader.get_tensor(key).decode() if reader.has_tensor(key) else ""
+
+
+def _named(assets: str) -> str:
+  return f"the assets {assets[:12]}..." if assets else "no assets"
+
+
+def _misfit(path: str, differences: list[str]) -> ConfigError:
+  more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+  return ConfigError(
+    f"checkpoint {path} does not fit this run: {differences[0]}{more}; choose another --model_dir, "
+    "or the config that it was trained with."
+  )
+
+
+def _line(error: Exception) -> str:
+  text = getattr(error, "message", None) or str(error)
+  return text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__

@@ -1,0 +1,82 @@
+"""Writes a SavedModel, whole or not at all."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.ops import lookup_ops
+
+from framework.backend import models
+from framework.errors import ConfigError
+
+if TYPE_CHECKING:
+  from framework.task import Task
+
+
+def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
+  """Writes what `task.export_signature()` serves as a SavedModel (host).
+
+  Signatures may use lookup tables and a `tf.Module` that are attributes of the task.
+
+  It is written beside `directory` and then renamed, so that a reader finds a whole one or, for
+  the instant between two renames where an older one is replaced, none.
+
+  Args:
+    task: with its model built; `export_signature` returns a `tf.function` with an input signature,
+      or a dict name -> `tf.function`. A single one is served as "serving_default".
+    directory: what to load from.
+    is_chief: False on the other workers of a cluster, which must take part but keep nothing.
+
+  Raises:
+    ConfigError: a signature is not a `tf.function` with an input signature.
+  """
+  signatures = _signatures(task)
+  module = tf.Module()
+  module.model = task.model
+  # Keras 3 does not track the seeds of random layers, which an LSTM reads even when it serves.
+  module.variables_of_model = [models.raw(each) for each in models.all_variables(task.model)]
+  module.held = [each for each in vars(task).values() if _is_served(each)]
+  if not is_chief:
+    with tempfile.TemporaryDirectory() as scratch:
+      tf.saved_model.save(module, scratch, signatures=signatures)
+    return
+  directory = directory.rstrip("/")
+  _mend(directory)
+  tf.saved_model.save(module, f"{directory}.new", signatures=signatures)
+  _swap(directory)
+
+
+def _is_served(held: Any) -> bool:
+  kinds = (tf.Module, lookup_ops.LookupInterface)
+  return isinstance(held, kinds) and not models.is_keras(held)
+
+
+def _signatures(task: Task) -> dict[str, Callable[..., Any]]:
+  signature = task.export_signature()
+  named = signature if isinstance(signature, Mapping) else {"serving_default": signature}
+  for name, function in named.items():
+    if getattr(function, "input_signature", None) is None:
+      raise ConfigError(
+        f"{type(task).__name__}.export_signature() gives {function!r} for {name!r}; it must be a "
+        "tf.function with an input_signature: @tf.function(input_signature=[tf.TensorSpec(...)])."
+      )
+  return dict(named)
+
+
+def _swap(directory: str) -> None:
+  if tf.io.gfile.exists(directory):
+    tf.io.gfile.rename(directory, f"{directory}.old")
+  tf.io.gfile.rename(f"{directory}.new", directory)
+  _mend(directory)
+
+
+def _mend(directory: str) -> None:
+  """Takes back the old export if a kill came between the renames; removes any other remains."""
+  if tf.io.gfile.exists(f"{directory}.old") and not tf.io.gfile.exists(directory):
+    tf.io.gfile.rename(f"{directory}.old", directory)
+  for remains in (f"{directory}.old", f"{directory}.new"):
+    if tf.io.gfile.exists(remains):
+      tf.io.gfile.rmtree(remains)

@@ -1,0 +1,347 @@
+"""Initial weights from elsewhere: a run's checkpoint or a Keras file, matched by name.
+
+    run.warm_start = @WarmStart()
+    WarmStart.path = 'runs/pretrained/best'
+    WarmStart.exclude = ['head/.*']
+
+Weights alone are taken, the statistics of batch normalisation among them: no step, no state of an
+optimizer. <model_dir>/warm_start.txt tells of each variable whether it matched.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import math
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from framework.backend import models
+from framework.errors import ConfigError, suggest, unknown
+from framework.saving import checkpoints
+
+if TYPE_CHECKING:
+  from framework.trainer import Trainer
+
+from framework.saving.weight_files import (
+  _KERAS,
+  Match,
+  Stored,
+  _numbered,
+  _path,
+  _plain,
+  contents,
+  located,
+)
+
+MATCHED, DIFFERS, EXCLUDED = "matched", "shape differs", "excluded"
+ONLY_MODEL, ONLY_FILE = "only in the model", "only in the file"
+REPORT = "warm_start.txt"
+"""The table's name in the run folder."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """What became of one variable: its name in the model, or in the file after renaming.
+
+  Attributes:
+    name: of the model's variable, or of the file's if it is only there.
+    status: one of the five of this module.
+    parameters: how many numbers it has.
+    here: dtype and shape in the model, "" if it is only in the file.
+    there: dtype and shape in the file, "" if it is only in the model.
+  """
+
+  name: str
+  status: str
+  parameters: int
+  here: str = ""
+  there: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+  """What matched and what did not; `source` is the file."""
+
+  source: str
+  rows: Sequence[Row]
+
+  def count(self, status: str) -> int:
+    """Returns how many variables have this status."""
+    return sum(row.status == status for row in self.rows)
+
+  def parameters(self, *statuses: str) -> int:
+    """Returns how many numbers the variables of these statuses have."""
+    return sum(row.parameters for row in self.rows if row.status in statuses)
+
+  def summary(self) -> str:
+    """Returns one line."""
+    here = [row for row in self.rows if row.status != ONLY_FILE]
+    others = [
+      f"{self.count(status)} {told}"
+      for status, told in (
+        (DIFFERS, "of another shape"), (ONLY_MODEL, ONLY_MODEL), (EXCLUDED, EXCLUDED),
+        (ONLY_FILE, ONLY_FILE),
+      )
+      if self.count(status)
+    ]  # fmt: skip
+    return "; ".join(
+      [
+        f"warm start from {self.source}: {self.count(MATCHED)} of {len(here)} variables, "
+        f"{self.parameters(MATCHED):,} of {sum(row.parameters for row in here):,} parameters",
+        *others,
+      ]
+    )
+
+  def table(self) -> str:
+    """Returns the summary and a line for each variable, those that did not match first."""
+    order = (DIFFERS, ONLY_MODEL, ONLY_FILE, EXCLUDED, MATCHED)
+    rows = sorted(self.rows, key=lambda row: order.index(row.status))
+    width = max((len(row.name) for row in rows), default=0)
+    lines = [
+      f"{row.status:17}  {row.name:{width}}  {row.here or '-'}"
+      + (f"; in the file {row.there or '-'}" if row.here != row.there else "")
+      for row in rows
+    ]
+    return "\n".join([self.summary(), "", *lines]) + "\n"
+
+
+class WarmStart:
+  """Weights that a new run begins with; a run that goes on from its own checkpoint ignores it."""
+
+  def __init__(
+    self,
+    *,
+    path: str,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    match: Match = "name",
+    strict: bool = False,
+  ) -> None:
+    """Keeps its arguments; the file is read when the run begins.
+
+    Args:
+      path: a run folder (its newest checkpoint), its `checkpoints` or `best`, a checkpoint without
+        suffix, or a file of Keras: .keras or .weights.h5 of Keras 3, or .h5 of tf_keras.
+      include: regular expressions, each for whole names of the model's variables: only these are
+        taken; () for all.
+      exclude: the same, for those that keep their random values, such as ['head/.*'].
+      rename: how names in the file begin -> how they begin in the model, such as
+        {'encoder/': 'backbone/'}; of several the longest counts.
+      match: "name", such as 'conv1/kernel'; "path", for checkpoints alone, the place inside the
+        model, which is also taken for names that are not unique.
+      strict: make it an error if a variable that is not excluded finds no match.
+
+    Raises:
+      ConfigError: a value is not of its kind.
+    """
+    for option, patterns in (("include", include), ("exclude", exclude)):
+      _check_patterns(option, patterns)
+    if match not in ("name", "path"):
+      raise unknown("WarmStart.match", match, ("name", "path"))
+    self.path, self.strict = path, strict
+    self._include, self._exclude, self._match = tuple(include), tuple(exclude), match
+    self._rename = dict(rename or {})
+
+  def digest(self) -> str:
+    """Returns a short digest of the file, which all processes of a run must share (host).
+
+    Raises:
+      ConfigError: there is none.
+    """
+    source = located(self.path)
+    file = source if source.endswith(_KERAS) else f"{source}.index"  # which has sums of the data
+    content = hashlib.sha256()
+    with tf.io.gfile.GFile(file, "rb") as opened:
+      while block := opened.read(2**20):
+        content.update(block)
+    return content.hexdigest()[:12]
+
+  def apply(self, trainer: Trainer) -> Report:
+    """Gives a trainer's model the file's values, and starts its averages there (host).
+
+    Call it before the first step, out of any scope; the rest is as in `load`.
+    """
+    with trainer.strategy.scope():
+      report = self.load(trainer.task.model)
+    if trainer.parts.ema is not None:
+      trainer.parts.ema.restart()
+    return report
+
+  def load(self, model: Any) -> Report:
+    """Gives a model the file's values, on every replica; changes nothing if it raises.
+
+    Call it in the `strategy.scope()` in which the model was built, such as in `Task.build_model`.
+
+    Args:
+      model: as `Task.build_model` returns it, with its variables built.
+
+    Raises:
+      ConfigError: no such file, or it is damaged; nothing matches; a pattern or a prefix that
+        matches nothing; with `strict`, a variable without a match.
+    """
+    source = located(self.path)
+    with _one_line(source), contents(source, self._match) as stored:
+      report, pairs = self._matched(source, Names(model), self._renamed(stored))
+      values = [(variable, found.read()) for variable, found in pairs]
+    for variable, value in values:
+      variable.assign(tf.cast(tf.constant(value), variable.dtype))
+    return report
+
+  def _renamed(self, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    for prefix in self._rename:
+      if not any(name.startswith(prefix) for name in stored):
+        raise ConfigError(
+          f"WarmStart.rename has {prefix!r}, with which no name in {self.path!r} begins; they are "
+          f"such as {_some(stored)}."
+        )
+    renamed: dict[str, Stored] = {}
+    for name, value in stored.items():
+      fitting = [prefix for prefix in self._rename if name.startswith(prefix)]
+      prefix = max(fitting, key=len, default="")
+      new = self._rename.get(prefix, "") + name.removeprefix(prefix)
+      if new in renamed:
+        raise ConfigError(f"WarmStart.rename gives two variables the name {new!r}; correct it.")
+      renamed[new] = value
+    return renamed
+
+  def _matched(
+    self, source: str, names: Names, stored: Mapping[str, Stored]
+  ) -> tuple[Report, list[tuple[tf.Variable, Stored]]]:
+    self._require_matches(names.known)
+    found = {key: (name, stored[name]) for name in stored if (key := names.find(name))}
+    rows, pairs = [], []
+    for name, variable in names.known.items():
+      theirs = found.get(name, ("", None))[1]
+      status = self._status(name, variable, theirs)
+      rows.append(_row(name, status, variable, theirs))
+      if status == MATCHED and theirs is not None:
+        pairs.append((variable, theirs))
+    used = {name for name, _ in found.values()}
+    rows += [_row(name, ONLY_FILE, None, stored[name]) for name in stored if name not in used]
+    report = Report(source=source, rows=rows)
+    self._require(report, names.known, stored)
+    return report, pairs
+
+  def _status(self, name: str, variable: tf.Variable, theirs: Stored | None) -> str:
+    included = not self._include or any(re.fullmatch(p, name) for p in self._include)
+    if not included or any(re.fullmatch(p, name) for p in self._exclude):
+      return EXCLUDED
+    if theirs is None:
+      return ONLY_MODEL
+    return MATCHED if _fits(variable, theirs) else DIFFERS
+
+  def _require_matches(self, known: Iterable[str]) -> None:
+    for option, patterns in (("include", self._include), ("exclude", self._exclude)):
+      for pattern in patterns:
+        if not any(re.fullmatch(pattern, name) for name in known):
+          raise ConfigError(
+            f"WarmStart.{option} has {pattern!r}, which is the whole name of no variable of the "
+            f"model; they are such as {_some(known)}."
+          )
+
+  def _require(
+    self, report: Report, known: Mapping[str, Any], stored: Mapping[str, Stored]
+  ) -> None:
+    if not report.count(MATCHED):
+      raise ConfigError(
+        f"WarmStart.path is {self.path!r}, and nothing in it has the name and shape of one of the "
+        f"model's variables: it has {_some(stored)}, the model {_some(known)}; map the names by "
+        "WarmStart.rename, or name another file."
+      )
+    missing = [row for row in report.rows if row.status in (DIFFERS, ONLY_MODEL)]
+    if self.strict and missing:
+      first, more = missing[0], f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+      told = f"is {first.there} in it and {first.here} here" if first.there else "is not in it"
+      near = "" if first.there else suggest(first.name, stored)
+      raise ConfigError(
+        f"WarmStart.strict is True, but {first.name!r} {told}{more}; exclude what shall start at "
+        f"random, by WarmStart.exclude, or map its name by WarmStart.rename.{near}"
+      )
+
+
+class Names:
+  """The weights of a model by name, and by whatever else a file may call them."""
+
+  def __init__(self, model: Any) -> None:
+    """Looks at a model; `known` has each weight by the name of it in reports."""
+    root = tf.train.Checkpoint(model=model, untracked=models.untracked(model))
+    paths = {
+      id(models.raw(variable)): _path(key) for key, variable in checkpoints._variables(root).items()
+    }
+    weights = models.weights(model)
+    named = [_plain(models.name(weight)) for weight in weights]
+    counts = collections.Counter(named)
+    self.known: dict[str, tf.Variable] = {}
+    self._index: dict[str, list[str]] = {}
+    by_id: dict[int, str] = {}
+    for weight, name in zip(weights, named, strict=True):
+      path = paths.get(id(models.raw(weight)), name)
+      chosen = name if counts[name] == 1 else path
+      by_id[id(models.raw(weight))] = chosen
+      self.known[chosen] = models.raw(weight)
+      # TensorFlow's own name, which its checkpoints tell, lacks parts of the path of some layers.
+      for each in {chosen, path, _plain(models.raw(weight).name)}:
+        self._index.setdefault(each, []).append(chosen)
+    for alias, variable in _numbered(model):
+      if id(variable) in by_id:
+        self._index.setdefault(alias, []).append(by_id[id(variable)])
+
+  def find(self, name: str) -> str | None:
+    """Returns the name in `known` of what a file calls `name`; None if there is none, or two."""
+    found = self._index.get(name, [])
+    return found[0] if len(found) == 1 else None
+
+
+def _fits(variable: tf.Variable, stored: Stored) -> bool:
+  """Whether the shapes are the same, and the dtypes; any float fits any other."""
+  floats = variable.dtype.is_floating and tf.as_dtype(stored.dtype).is_floating
+  same = floats or variable.dtype.name == stored.dtype
+  return same and tuple(variable.shape) == stored.shape
+
+
+def _row(name: str, status: str, variable: tf.Variable | None, stored: Stored | None) -> Row:
+  shape = tuple(variable.shape) if variable is not None else stored.shape if stored else ()
+  here = "" if variable is None else f"{variable.dtype.name} {variable.shape.as_list()}"
+  there = "" if stored is None else str(stored)
+  return Row(name=name, status=status, parameters=math.prod(shape), here=here, there=there)
+
+
+def _some(names: Iterable[str]) -> str:
+  first = sorted(names)[:2]
+  return " and ".join(map(repr, first)) or "none at all"
+
+
+def _check_patterns(option: str, patterns: Any) -> None:
+  if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+    raise ConfigError(f"WarmStart.{option} is {patterns!r}; it must be a list such as ['head/.*'].")
+  for pattern in patterns:
+    try:
+      re.compile(pattern)
+    except (re.error, TypeError) as error:
+      raise ConfigError(
+        f"WarmStart.{option} has {pattern!r}, which is no regular expression ({error}); correct it."
+      ) from error
+
+
+@contextlib.contextmanager
+def _one_line(source: str) -> Iterator[None]:
+  """Turns what the readers of three formats raise into one line."""
+  try:
+    yield
+  except ConfigError:
+    raise
+  except (tf.errors.OpError, OSError, IndexError, KeyError, ValueError, RuntimeError,
+          zipfile.BadZipFile) as error:  # fmt: skip
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    raise ConfigError(
+      f"WarmStart.path: {source!r} cannot be read ({reason[:200]}); it is damaged, or no such "
+      "file: name another."
+    ) from error

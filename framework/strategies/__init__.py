@@ -1,0 +1,1 @@
+"""Where training runs, and how replicas and processes communicate."""

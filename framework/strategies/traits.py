@@ -1,0 +1,56 @@
+"""What the rest of the framework asks of a `tf.distribute` strategy that exists already."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from framework.errors import ConfigError
+from framework.strategies import servers
+from framework.strategies.cluster import Cluster, workers
+
+
+def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
+  """Whether each worker updates the variables by itself, without waiting for the others."""
+  return isinstance(strategy, tf.distribute.ParameterServerStrategy)
+
+
+def check_xla(strategy: tf.distribute.Strategy) -> None:
+  """Refuses XLA where replicas read variables that lie on another device, which it cannot reach.
+
+  Raises:
+    ConfigError: central storage with several replicas.
+  """
+  if shares_variables(strategy):
+    raise ConfigError(
+      "received both Trainer.jit_compile=True and run.strategy=@central_storage; XLA cannot reach "
+      "variables on another device: use mirrored, or jit_compile=False."
+    )
+
+
+def shares_variables(strategy: tf.distribute.Strategy) -> bool:
+  """Whether several replicas have one copy of each variable between them: central storage."""
+  central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
+  return central and strategy.num_replicas_in_sync > 1
+
+
+def describe(strategy: tf.distribute.Strategy) -> tuple[str, list[str]]:
+  """Returns the strategy's name and the devices of its replicas."""
+  if strategy is tf.distribute.get_strategy():
+    return "default", []
+  if is_asynchronous(strategy):
+    return "ParameterServerStrategy", servers.parameter_servers_of(strategy).devices
+  devices = [name.rpartition("/device:")[2] for name in strategy.extended.worker_devices]
+  return type(strategy).__name__.removesuffix("V1"), devices
+
+
+def cluster_of(strategy: tf.distribute.Strategy) -> Cluster:
+  """Returns the cluster that a strategy trains on, and this process's place in it."""
+  if is_asynchronous(strategy):
+    return servers.parameter_servers_of(strategy)
+  if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    return Cluster(strategy=strategy)
+  resolver = strategy.cluster_resolver
+  if resolver is None or not resolver.cluster_spec().jobs:
+    return Cluster(strategy=strategy)
+  peers, index = workers(resolver)
+  return Cluster(strategy=strategy, index=index, peers=tuple(peers))

@@ -1,0 +1,328 @@
+"""The user's task on a bench: one step at a time, on 1 to N logical CPUs, on batches made for it.
+
+What is stepped is the user's own Trainer, compiled, with all that the config says of it; only the
+strategy, the batch and, where a check needs gradients, the optimizer are the bench's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from framework import configurables
+from framework.backend import models, randomness, replica_state
+from framework.errors import ConfigError
+from framework.inputs import datasets
+from framework.optimizers import adapters
+from framework.saving import assets
+from framework.task import Task, preprocess_of
+from framework.trainer import Trainer
+from framework.verify.bench import shared_noise
+
+Rows = dict[str, np.ndarray]
+"""A batch on the host: name -> array, with the rows as first axis."""
+RATE = 2.0**-4
+"""The learning rate of `gradient_descent`: small, so that several updates in a step stay near."""
+MOST_REPLICAS = 3
+
+
+def gradient_descent() -> keras.optimizers.Optimizer:
+  """An optimizer whose update is the gradient times `RATE`, and nothing else."""
+  return keras.optimizers.SGD(RATE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+  """What is verified, and how to make it afresh.
+
+  Attributes:
+    task: makes the task; called again for each bench.
+    optimizer: as `run` takes it: a factory, or name -> factory.
+    global_batch_size: examples an update in training.
+    eval_batch_size: examples a batch in evaluation.
+    seed: of the run.
+    precision: of the run.
+    shuffle: of the run.
+    trainer: options of `Trainer`, beside what a config binds.
+    steps_per_loop: of the run.
+  """
+
+  task: Callable[[], Task]
+  optimizer: adapters.OptimizerFactory | Mapping[str, adapters.OptimizerFactory]
+  global_batch_size: int
+  eval_batch_size: int | None = None
+  seed: int = 0
+  precision: str = "float32"
+  shuffle: bool = True
+  steps_per_loop: int = 100
+  trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def fresh_task(self) -> Task:
+    """Returns a new task, whose model is not built yet, with its assets."""
+    made = self._made_task()
+    if assets.fits(made):
+      assets.provide_in_memory(made, self._assets)
+    return made
+
+  def _made_task(self) -> Task:
+    made = self.task()
+    if made.model is not None:
+      made = copy.copy(made)
+      made.model = None
+    return made
+
+  @functools.cached_property
+  def _assets(self) -> assets.Assets:
+    """Fitted once for all tasks of the subject, which then are as if it had been done before."""
+    made = assets.provide_in_memory(self._made_task())
+    randomness.seed_everything(self.seed)
+    return made
+
+  def rows(self, task: Task, count: int, *, position: int = 0, training: bool = True) -> Rows:
+    """Returns one batch of `count` examples as training reads it, augmented, without padding."""
+    if training:
+      dataset = self.dataset(task, count, position=position)
+    else:
+      source, preprocess = task.source("eval"), preprocess_of(task)
+      dataset = datasets.eval_dataset(source, global_batch_size=count, preprocess=preprocess)
+    return dict(next(dataset.take(1).as_numpy_iterator()))
+
+  def dataset(
+    self, task: Task, rows: int, *, position: int = 0, pad_multiple: int = 1
+  ) -> tf.data.Dataset:
+    """Returns the task's training input in batches of `rows`, as `run` makes it."""
+    return datasets.train_dataset(
+      task.source("train"), global_batch_size=rows, pad_multiple=pad_multiple, seed=self.seed,
+      position=position, preprocess=preprocess_of(task), shuffle=self.shuffle,
+    )  # fmt: skip
+
+  @property
+  def divisible_rows(self) -> int:
+    """A small batch that 1 to 3 replicas and the config's micro-batches divide."""
+    micro = self.accumulation_steps
+    return 6 * micro if micro > 1 else 12
+
+  @property
+  def accumulation_steps(self) -> int:
+    """Micro-batches that the config asks for."""
+    bound = configurables.bindings().get("Trainer.accumulation_steps", "1")
+    return int(self.trainer.get("accumulation_steps", bound))
+
+  def optimizer_like(self, factory: Callable[[], Any]) -> Any:
+    """Returns `factory` in the place of each of the subject's own."""
+    if isinstance(self.optimizer, Mapping):
+      return dict.fromkeys(self.optimizer, factory)
+    return factory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  """One step.
+
+  Attributes:
+    before: each variable before the step.
+    after: each variable after it, on each replica.
+    metrics: what was logged.
+  """
+
+  before: list[np.ndarray]
+  after: list[list[np.ndarray]]
+  metrics: dict[str, float]
+
+  def update(self, replica: int = 0) -> list[np.ndarray]:
+    """Returns what the step added to each variable, float64."""
+    return [
+      after[replica].astype(np.float64) - before
+      for before, after in zip(self.before, self.after, strict=True)
+    ]
+
+
+class Bench:
+  """A task under a strategy of N logical CPUs (1 for none), ready to step."""
+
+  def __init__(
+    self,
+    subject: Subject,
+    replicas: int = 1,
+    *,
+    rows: int = 12,
+    optimizer: Callable[[], Any] | None = None,
+    eager: bool = False,
+    quiet: bool = True,
+    **options: Any,
+  ) -> None:
+    """Builds the model, always with the same initial weights.
+
+    Args:
+      subject: what to put on the bench.
+      replicas: how many; see `strategy_of`.
+      rows: of each global batch.
+      optimizer: in place of the subject's own.
+      eager: no tf.function.
+      quiet: give all rows the same noise; see `noise`.
+      options: of `Trainer`, in place of the config's.
+    """
+    randomness.seed_everything(subject.seed)
+    self.replicas, self.subject, self._quiet, self._eager = replicas, subject, quiet, eager
+    self.strategy = strategy_of(replicas)
+    self.task = subject.fresh_task()
+    self.trainer: Trainer = configurables.configured(Trainer)(
+      task=self.task,
+      strategy=self.strategy,
+      dataset_fn=_no_dataset,
+      global_batch_size=rows,
+      optimizer=subject.optimizer_like(optimizer) if optimizer else subject.optimizer,
+      eager=eager,
+      seed=subject.seed,
+      **{**subject.trainer, **options},
+    )
+    if quiet:
+      alike = dataclasses.replace(self.trainer.parts, replica_id=lambda: tf.constant(0))
+      self.trainer.parts = alike
+    self._step = stepper(self.trainer)
+
+  @property
+  def variables(self) -> list[tf.Variable]:
+    """All variables of the model, then those that the task itself holds."""
+    found = {id(models.raw(v)): models.raw(v) for v in models.all_variables(self.task.model)}
+    for value in vars(self.task).values():
+      for held in tf.nest.flatten(value) if isinstance(value, (list, tuple, dict)) else [value]:
+        held = models.raw(held)
+        if isinstance(held, (tf.Variable, tf.distribute.DistributedValues)):
+          found.setdefault(id(held), held)
+    return list(found.values())
+
+  @property
+  def names(self) -> list[str]:
+    """The variables' names, as the user knows them."""
+    known = {id(models.raw(v)): models.name(v) for v in models.all_variables(self.task.model)}
+    return [known.get(id(v), v.name) for v in self.variables]
+
+  @property
+  def trainable(self) -> list[bool]:
+    """Which of `variables` an optimizer updates."""
+    owned = {id(models.raw(v)) for o in self.trainer.parts.optimizers.values() for v in o.variables}
+    return [id(v) in owned for v in self.variables]
+
+  @property
+  def parameters(self) -> int:
+    """How many numbers the optimizers update."""
+    sizes = zip(self.variables, self.trainable, strict=True)
+    return sum(int(v.shape.num_elements()) for v, trained in sizes if trained)
+
+  def step(self, batch: Rows) -> Outcome:
+    """Runs one training step on one global batch (host)."""
+    before = [self.copies(v)[0] for v in self.variables]
+    self.trainer._metrics.reset()
+    if self._quiet:
+      with shared_noise.alike_for_all_rows():
+        self._step(self.distributed(batch))
+    else:
+      self._step(self.distributed(batch))
+    metrics = self.trainer._metrics.result()
+    metrics.pop("input_wait", None)
+    after = [self.copies(v) for v in self.variables]
+    return Outcome(before=before, after=after, metrics=metrics)
+
+  def steps_from(self, values: Sequence[np.ndarray], batch: Rows) -> Outcome:
+    """Runs one step after the variables were set; what an optimizer remembers stays."""
+    self.assign(values)
+    return self.step(batch)
+
+  def assign(self, values: Sequence[np.ndarray]) -> None:
+    """Sets `variables`, on every replica (host)."""
+    for variable, value in zip(self.variables, values, strict=True):
+      variable.assign(tf.cast(value, variable.dtype))
+
+  def read(self) -> list[np.ndarray]:
+    """Returns `variables` of the first replica (host)."""
+    return [self.copies(v)[0] for v in self.variables]
+
+  def copies(self, variable: tf.Variable) -> list[np.ndarray]:
+    """Returns a variable's value on each replica (host)."""
+    held = self.strategy.experimental_local_results(variable)
+    return [np.array(tf.cast(h, tf.float32) if h.dtype == tf.bfloat16 else h) for h in held]
+
+  def distributed(self, batch: Rows) -> Any:
+    """Returns a global batch as `strategy.run` takes it, its rows split in order (host)."""
+    return distributed(self.strategy, batch)
+
+
+def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]:
+  """Returns a global batch as `strategy.run` takes it, its rows split in order (host).
+
+  Args:
+    strategy: any of this process.
+    batch: whose rows divide by the number of replicas.
+  """
+  share = len(batch["weight"]) // strategy.num_replicas_in_sync
+
+  def split(value: np.ndarray) -> Any:
+    def part(context: Any) -> tf.Tensor:
+      return tf.constant(value[context.replica_id_in_sync_group * share :][:share])
+
+    return strategy.experimental_distribute_values_from_function(part)
+
+  return {name: split(value) for name, value in batch.items()}
+
+
+def stepper(trainer: Trainer) -> Callable[[Any], None]:
+  """Returns a function of a distributed batch that takes one step, compiled unless eager (host)."""
+
+  def step(batch: Any) -> None:
+    trainer.train_step(iter([batch]))
+    replica_state.average(trainer.strategy, trainer.task.model)
+
+  return step if trainer.eager else tf.function(step)
+
+
+def strategy_of(replicas: int) -> tf.distribute.Strategy:
+  """Returns a strategy of so many logical CPUs, whose reduction several sizes can share.
+
+  Raises:
+    ConfigError: TensorFlow has started with fewer.
+  """
+  if replicas == 1:
+    return tf.distribute.OneDeviceStrategy("CPU:0")
+  devices = [device.name for device in tf.config.list_logical_devices("CPU")]
+  if len(devices) < replicas:
+    raise ConfigError(
+      f"verification on {replicas} replicas needs as many logical CPUs, but TensorFlow has started "
+      f"with {len(devices)}; call framework.strategies.split_cpu({MOST_REPLICAS}) first."
+    )
+  return tf.distribute.MirroredStrategy(
+    devices[:replicas], cross_device_ops=tf.distribute.ReductionToOneDevice()
+  )
+
+
+def _no_dataset(position: int) -> tf.data.Dataset:
+  raise RuntimeError(f"the bench feeds batches itself, not from position {position}")
+
+
+# ---- Batches ----
+
+
+def padded(batch: Rows, real: int) -> Rows:
+  """Returns the batch with all rows from `real` on turned into padding, as inputs.py pads."""
+  rows = np.arange(len(batch["weight"]))
+  made = {name: value[np.where(rows < real, rows, 0)] for name, value in batch.items()}
+  return masked(made, rows < real)
+
+
+def masked(batch: Rows, kept: np.ndarray) -> Rows:
+  """Returns the batch with weight 0, as padding has it, where not `kept` (bool [rows])."""
+  weight = np.where(kept, batch["weight"], 0).astype(np.float32)
+  return {**batch, "weight": weight, "example_id": np.where(kept, batch["example_id"], -1)}
+
+
+def weighted(batch: Rows, seed: int = 0) -> Rows:
+  """Returns the batch with unequal weights."""
+  factors = np.random.default_rng(seed).uniform(0.25, 2.0, len(batch["weight"]))
+  return {**batch, "weight": (batch["weight"] * factors).astype(np.float32)}

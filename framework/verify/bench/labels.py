@@ -1,0 +1,117 @@
+"""What a task's own forward() and loss() say of its numbers: is this the label, is it in range?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from framework.backend.autograph import converted
+from framework.metrics import Loss
+from framework.task import Task
+from framework.verify.bench.bench import Bench, Rows
+from framework.verify.bench.survey import Column, Survey
+
+
+class Probe:
+  """forward() and loss() of a task on rows, on one replica, at its initial weights (host)."""
+
+  def __init__(self, bench: Bench, rows: Rows) -> None:
+    """Calls forward() once; `unknown` says why where that tells nothing."""
+    self.bench, self.rows, self.outputs, self.unknown = bench, rows, None, ""
+    task = type(bench.task)
+    if task.forward is Task.forward or task.loss is Task.loss:
+      self.unknown = f"{task.__name__} has no forward() and loss()"
+      return
+    try:
+      outputs = self.forward(rows)
+    except Exception as error:
+      self.unknown = f"forward() cannot be called by itself: {type(error).__name__}"
+      return
+    if isinstance(outputs, tf.Tensor) and outputs.dtype.is_floating and len(outputs.shape) > 1:
+      self.outputs = outputs.numpy()
+    else:
+      self.unknown = "forward() gives no float tensor [n, classes]"
+
+  def forward(self, rows: Rows) -> Any:
+    """Returns the outputs, in evaluation."""
+    task, batch = self.bench.task, self.bench.distributed(rows)
+    return self.bench.strategy.run(lambda: converted(task.forward)(batch, training=False))
+
+  def loss(self, rows: Rows) -> float:
+    """Returns the mean loss of rows, in evaluation; NaN where it cannot be computed."""
+    task, batch = self.bench.task, self.bench.distributed(rows)
+
+    def compute() -> Loss:
+      outputs = converted(task.forward)(batch, training=False)
+      return Loss.checked(converted(task.loss)(outputs, batch))
+
+    try:
+      loss = self.bench.strategy.run(compute)
+    except tf.errors.InvalidArgumentError:
+      return math.nan
+    weight = float(loss.weight)
+    return float(loss.total) / weight if weight else 0.0
+
+  def losses_if_divided(self, name: str, size: float) -> tuple[float, float]:
+    """Returns the first batch's loss, as it is and with a feature divided by `size`."""
+    divided = (self.rows[name] / size).astype(np.float32)
+    try:
+      return self.loss(self.rows), self.loss({**self.rows, name: divided})
+    except Exception:  # a dtype that forward() does not take
+      return 0.0, 0.0
+
+
+class Labels:
+  """Which integer feature the loss takes for the class, and whether it has a place for all of them.
+
+  A feature is the label if another number in it changes the loss and not the outputs. One is out of
+  range if the loss fails or is not finite, or if it takes all numbers from C on for the same.
+
+  Attributes:
+    name: of the label; None if there is none.
+    classes: C, the last axis of what forward() gives.
+    unknown: why there is no telling.
+    wrong: the label with numbers out of range, and what the loss makes of them.
+  """
+
+  def __init__(self, survey: Survey, probe: Probe) -> None:
+    """Looks at all integer features of the shape of the outputs, without their last axis."""
+    self.probe, self.classes, self.unknown = probe, 0, probe.unknown
+    self.wrong: tuple[str, str] | None = None
+    self.name: str | None = None
+    if probe.outputs is None:
+      return
+    self.classes = probe.outputs.shape[-1]
+    if self.classes < 2:
+      self.unknown = f"forward() gives {list(probe.outputs.shape)}, not several classes"
+      return
+    for name, column in survey.columns.items():
+      if column.integer and column.shape == probe.outputs.shape[1:-1] and self._is_label(name):
+        self.name = self.name or name
+        self._judge(name, column, survey)
+
+  def _is_label(self, name: str) -> bool:
+    low, high = self._with(name, 0), self._with(name, self.classes - 1)
+    losses = self.probe.loss(low), self.probe.loss(high)
+    if not np.isfinite(losses).all() or losses[0] == losses[1]:
+      return False
+    return bool(np.array_equal(self.probe.forward(low), self.probe.forward(high)))
+
+  def _judge(self, name: str, column: Column, survey: Survey) -> None:
+    fails = "the loss fails or is not finite"
+    if column.low < 0 and not np.isfinite(self.probe.loss(survey.extremes[name, "low"])):
+      self.wrong = name, fails
+    if column.high >= self.classes:
+      rows = survey.extremes[name, "high"]
+      above = (rows[name] >= self.classes).astype(rows[name].dtype)
+      seen, further = self.probe.loss(rows), self.probe.loss({**rows, name: rows[name] + above})
+      if not np.isfinite(seen):
+        self.wrong = name, fails
+      elif seen == further:
+        self.wrong = name, f"the loss takes {column.high:.0f} for no class at all"
+
+  def _with(self, name: str, value: int) -> Rows:
+    return {**self.probe.rows, name: np.full_like(self.probe.rows[name], value)}

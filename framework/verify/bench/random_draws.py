@@ -1,0 +1,149 @@
+"""Which random numbers a piece of code draws while it is traced, and where it does so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+import random
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import func_graph
+
+_RANDOM = re.compile(
+  r"Random|Multinomial|TruncatedNormal|SampleDistortedBoundingBox|RngReadAndSkip"
+  r"|Stateful(Uniform|StandardNormal|Truncated|Binomial)"
+)
+_NONE = re.compile(r"RandomIndexShuffle|Dataset|Generate|GetKey|GetAlg|GetCounter")
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_FRAMEWORK = str(Path(__file__).parents[2])
+_MADE = re.compile(r"^<|__autograph_generated_file")
+_KERAS = re.compile(r"/(tf_)?keras/src/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """One random op.
+
+  Attributes:
+    op: its type, such as "StatelessRandomUniformV2".
+    shape: of what it draws, as far as it is known.
+    fixed: whether its seed is a constant.
+    by_keras: whether Keras made it, for a layer.
+    file: of the line of the user's that it belongs to; "" where the framework draws for itself.
+    line: of that file.
+    function: around it.
+  """
+
+  op: str
+  shape: tuple[int | None, ...]
+  fixed: bool
+  by_keras: bool
+  file: str
+  line: int
+  function: str
+
+  @property
+  def stateful(self) -> bool:
+    """Whether it goes on from where it stopped, whatever the seed of the run."""
+    return not self.op.startswith("Stateless")
+
+  def place(self, owner: Any) -> str:
+    """Returns "file.py:31, in Mine.loss", where `owner` has a method of this name."""
+    method = getattr(owner, self.function, None)
+    name = getattr(method, "__qualname__", self.function)
+    return f"{Path(self.file).name}:{self.line}, in {name}"
+
+
+@dataclasses.dataclass
+class Watched:
+  """What was drawn.
+
+  Attributes:
+    draws: the random ops of the user and of Keras's layers.
+    in_python: whether Python's or NumPy's generators went on: such numbers are frozen in a graph.
+  """
+
+  draws: list[Draw] = dataclasses.field(default_factory=list)
+  in_python: bool = False
+
+  @property
+  def stateful(self) -> list[Draw]:
+    """Those with a state of their own."""
+    return [draw for draw in self.draws if draw.stateful]
+
+  def fixed(self, rows: int) -> list[Draw]:
+    """Those that draw for each of so many rows from a constant seed."""
+    return [draw for draw in self.draws if draw.fixed and draw.shape[:1] == (rows,)]
+
+
+@contextlib.contextmanager
+def watch(owner: Any) -> Iterator[Watched]:
+  """Watches what is traced inside of it, in all threads (host).
+
+  Args:
+    owner: whose generators of NumPy and Python are watched beside the global ones.
+  """
+  watched, before = Watched(), _states(owner)
+  create = func_graph.FuncGraph._create_op_internal
+  default_rng = np.random.default_rng
+
+  def recorded(self: Any, op_type: str, *args: Any, **options: Any) -> tf.Operation:
+    made = create(self, op_type, *args, **options)
+    if _RANDOM.search(op_type) and not _NONE.search(op_type):
+      watched.draws += _draw(made)
+    return made
+
+  def unseeded(*args: Any, **options: Any) -> np.random.Generator:
+    watched.in_python |= not args and not options
+    return default_rng(*args, **options)
+
+  with (
+    mock.patch.object(func_graph.FuncGraph, "_create_op_internal", recorded),
+    mock.patch.object(np.random, "default_rng", unseeded),
+  ):
+    yield watched
+  watched.in_python |= _states(owner) != before
+
+
+def _draw(op: tf.Operation) -> list[Draw]:
+  frames = [f for f in op.traceback if f.filename != __file__]
+  own = [f for f in frames if not _is_foreign(f.filename, f.name)]
+  if not own or own[-1].filename.startswith(_FRAMEWORK):
+    return []
+  seeds = list(op.inputs)[1:3] if op.type.startswith("Stateless") else []
+  fixed = bool(seeds) and all(map(_is_constant, seeds))
+  shape = tuple(op.outputs[0].shape) if op.outputs and op.outputs[0].shape.rank else ()
+  keras = any(_KERAS.search(f.filename) for f in frames)
+  return [Draw(op.type, shape, fixed, keras, own[-1].filename, own[-1].lineno, own[-1].name)]
+
+
+def _is_foreign(file: str, function: str) -> bool:
+  """Whether a frame is a library's, generated, or stands between a layer and its generator."""
+  patched = file.startswith(_FRAMEWORK) and function == "patched"
+  return patched or file.startswith(_LIBRARIES) or bool(_MADE.search(file))
+
+
+def _is_constant(tensor: tf.Tensor) -> bool:
+  inputs = tensor.op.inputs
+  return all(map(_is_constant, inputs)) if inputs else tensor.op.type == "Const"
+
+
+def _states(owner: Any) -> list[bytes]:
+  """The states of the global generators, and of those that an object holds."""
+  states: list[Any] = [np.random.get_state(), random.getstate()]
+  for held in vars(owner).values():
+    if isinstance(held, np.random.Generator):
+      states.append(held.bit_generator.state)
+    elif isinstance(held, np.random.RandomState):
+      states.append(held.get_state())
+    elif isinstance(held, random.Random):
+      states.append(held.getstate())
+  return [pickle.dumps(state) for state in states]

@@ -1,0 +1,316 @@
+"""What sources and pipelines deliver, read for a few seconds each: hashes, ids, statistics.
+
+digests   a source        example id -> hash of its content, whatever preprocess() makes of it
+Survey    the pipeline    of batches as the step gets them: ids, and what each feature holds
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from framework.backend.autograph import as_written, converted
+from framework.inputs import datasets
+from framework.inputs.sources import Source, StreamSource
+from framework.task import Task
+from framework.verify.bench.bench import Rows
+
+RESERVED = ("weight", "example_id", "seed")
+AT_ONCE = 256
+MANY = 10_000_000
+
+
+class Digests(NamedTuple):
+  """A source's examples, or as many as there was time for.
+
+  Attributes:
+    by_id: example id -> hash of all features but the weight, in the order in which they were read.
+    complete: whether these are all.
+    total: how many there are; None where that is not known.
+    varying: the features in which examples differ.
+  """
+
+  by_id: dict[int, bytes]
+  complete: bool
+  total: int | None
+  varying: set[str]
+
+  @property
+  def share(self) -> float:
+    """Which part of the source was read, as far as that is known."""
+    return len(self.by_id) / self.total if self.total else 1.0
+
+
+def digests(source: Source | StreamSource, *, seconds: float) -> Digests:
+  """Reads a source for so long (host): a stream from its start, any other in a random order."""
+  by_id: dict[int, bytes] = {}
+  varying: set[str] = set()
+  first: Rows = {}
+  total, timed = source.num_examples, Timed(_batches(source), seconds)
+  for batch in timed:
+    ids = batch.pop("example_id")
+    batch.pop("weight", None)
+    first = first or {name: value[:1] for name, value in batch.items()}
+    varying |= {name for name, value in batch.items() if not same(value, first[name])}
+    by_id.update((int(i), digest(batch, row)) for row, i in enumerate(ids) if int(i) not in by_id)
+    if len(by_id) == total:
+      return Digests(by_id, True, total, varying)
+  complete = isinstance(source, StreamSource) and not timed.late
+  return Digests(by_id, complete, len(by_id) if complete else total, varying)
+
+
+def eval_source(task: Task) -> tuple[Source | StreamSource | None, str]:
+  """Returns what the task evaluates on, or None, and why: a task may be there for training only."""
+  try:
+    return task.source("eval"), ""
+  except Exception as error:
+    return None, f"source('eval') fails with {type(error).__name__}"
+
+
+def _batches(source: Source | StreamSource) -> Iterator[Rows]:
+  if isinstance(source, StreamSource):
+    numbered = source.dataset.enumerate()
+    named = numbered.map(as_written(lambda i, features: {**features, "example_id": i}))
+    return named.batch(AT_ONCE).as_numpy_iterator()
+  order = _random_order(source.num_examples)
+  slices = tf.data.Dataset.from_tensor_slices(order)
+  fetch = as_written(lambda ids: {**source.fetch(ids), "example_id": ids})
+  return slices.map(fetch, num_parallel_calls=tf.data.AUTOTUNE).as_numpy_iterator()
+
+
+def _random_order(total: int) -> np.ndarray:
+  """Returns int64 [batches, rows]: all of `total` indices, or very many of them."""
+  random = np.random.default_rng(0)
+  order = random.permutation(total) if total <= MANY else random.integers(0, total, MANY)
+  rows = min(AT_ONCE, total)
+  return np.resize(order, [-(-len(order) // rows), rows]).astype(np.int64)
+
+
+def fetched_alone(source: Source, ids: Iterable[int]) -> dict[int, bytes]:
+  """Returns the hash of each of some examples, each fetched by itself (host)."""
+  wanted = list(ids)
+  indices = tf.data.Dataset.from_tensor_slices(np.array(wanted, np.int64)[:, np.newaxis])
+  rows = indices.map(as_written(source.fetch)).as_numpy_iterator()
+  return {
+    i: digest({n: np.asarray(v) for n, v in row.items() if n != "weight"}, 0)
+    for i, row in zip(wanted, rows, strict=True)
+  }
+
+
+def preprocessed(
+  preprocess: datasets.Preprocess, batches: Sequence[Rows], training: bool
+) -> list[Rows]:
+  """Returns what preprocess() makes of batches of one shape, one after the other (host).
+
+  It is traced afresh, once for all of them, as a pipeline does it.
+  """
+  called = as_written(lambda batch: converted(preprocess)(dict(batch), training))
+  stacked = {name: np.stack([rows[name] for rows in batches]) for name in batches[0]}
+  return list(tf.data.Dataset.from_tensor_slices(stacked).map(called).as_numpy_iterator())
+
+
+def digest(batch: Rows, row: int) -> bytes:
+  """Returns a hash of one row of all features of a batch."""
+  made = hashlib.blake2b(digest_size=16)
+  for name in sorted(batch):
+    value = batch[name][row]
+    parts = np.ravel(value).tolist() if batch[name].dtype == object else [value.tobytes()]
+    for part in (name.encode(), *parts):
+      made.update(len(part).to_bytes(8, "little") + part)
+  return made.digest()
+
+
+def same(value: np.ndarray, other: np.ndarray) -> bool:
+  """Whether two arrays of one feature are equal, broadcast; NaN equals NaN."""
+  floats = np.issubdtype(value.dtype, np.floating)
+  equal = (value == other) | ((value != value) & (other != other)) if floats else value == other
+  return bool(np.all(equal))
+
+
+def apart(one: Rows, other: Rows, *, tolerance: float = 0.0) -> str:
+  """Returns the first feature in which two batches differ by more than a relative tolerance."""
+  for name in sorted(one.keys() | other.keys()):
+    if name not in one or name not in other or one[name].shape != other[name].shape:
+      return name
+    if same(one[name], other[name]):
+      continue
+    floats = np.issubdtype(one[name].dtype, np.floating)
+    if not (floats and tolerance and _close(one[name], other[name], tolerance)):
+      return name
+  return ""
+
+
+def _close(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
+  bound = tolerance * float(np.nanmax(np.abs(other), initial=0.0))
+  return np.allclose(one, other, rtol=tolerance, atol=bound, equal_nan=True)
+
+
+class Timed:
+  """Iterates for so many seconds, and over one element at least; `late` says if it was cut off."""
+
+  late = False
+
+  def __init__(self, elements: Iterable[Rows], seconds: float) -> None:
+    """Starts the clock at the first element."""
+    self._elements, self._seconds = elements, seconds
+
+  def __iter__(self) -> Iterator[Rows]:
+    """Yields elements."""
+    started = time.perf_counter()
+    for element in self._elements:
+      yield element
+      self.late = time.perf_counter() - started > self._seconds
+      if self.late:
+        return
+
+
+@dataclasses.dataclass
+class Column:
+  """One feature of the examples of a survey, of those with a weight above 0.
+
+  Attributes:
+    dtype: as NumPy has it; object for strings.
+    shape: of one example.
+    constant: whether all examples are equal in it.
+    first: its first row.
+    count: numbers in it that are finite.
+    total: their sum.
+    squares: the sum of their squares.
+    low: the smallest of them.
+    high: the largest of them.
+    not_finite: how many are not.
+    bad_example: the id of the first example with one that is not; None if there is none.
+    alone: batches in which all examples are equal in it.
+    values: what occurs, of integers with one number an example.
+  """
+
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  first: np.ndarray
+  constant: bool = True
+  count: int = 0
+  total: float = 0.0
+  squares: float = 0.0
+  low: float = math.inf
+  high: float = -math.inf
+  not_finite: int = 0
+  bad_example: int | None = None
+  alone: int = 0
+  values: set[int] = dataclasses.field(default_factory=set)
+
+  @property
+  def numeric(self) -> bool:
+    """Whether it holds numbers."""
+    return np.issubdtype(self.dtype, np.number)
+
+  @property
+  def integer(self) -> bool:
+    """Whether it holds whole numbers."""
+    return np.issubdtype(self.dtype, np.integer)
+
+  @property
+  def mean(self) -> float:
+    """Of all numbers."""
+    return self.total / max(1, self.count)
+
+  @property
+  def std(self) -> float:
+    """Of all numbers."""
+    return math.sqrt(max(0.0, self.squares / max(1, self.count) - self.mean**2))
+
+  def add(self, values: np.ndarray, ids: np.ndarray) -> None:
+    """Takes in rows [n, ...] of the examples `ids` [n]."""
+    self.constant = self.constant and same(values, self.first)
+    if not self.numeric or not len(values):
+      return
+    self.alone += same(values, values[:1])
+    if self.integer and values.ndim == 1 and len(self.values) < 10_000:
+      self.values.update(np.unique(values).tolist())
+    finite = np.isfinite(values)
+    if not finite.all():
+      self.not_finite += int((~finite).sum())
+      bad = ids[~finite.reshape([len(values), -1]).all(axis=1)]
+      self.bad_example = int(bad[0]) if self.bad_example is None else self.bad_example
+      values = values[finite]
+    if values.size:
+      self.count += values.size
+      self.total += float(np.sum(values, dtype=np.float64))
+      self.squares += float(np.sum(np.square(values, dtype=np.float64)))
+      self.low = min(self.low, float(values.min()))
+      self.high = max(self.high, float(values.max()))
+
+
+class Survey:
+  """Training batches as the step gets them, read for a few seconds.
+
+  Attributes:
+    columns: name -> what the feature holds, without "weight" and "example_id".
+    first: the first batch.
+    examples: how many were read.
+    counts: example id -> how often it came.
+    batches: how many were read.
+    weights: the smallest and the largest weight.
+    bad_weight: the id of the first example whose weight is negative or not finite.
+    extremes: (name, "low" or "high") -> the one row that holds an integer feature's extreme.
+  """
+
+  def __init__(self) -> None:
+    """Starts with nothing read."""
+    self.columns: dict[str, Column] = {}
+    self.first: Rows = {}
+    self.counts: collections.Counter[int] = collections.Counter()
+    self.examples = self.batches = 0
+    self.weights = (math.inf, -math.inf)
+    self.bad_weight: int | None = None
+    self.extremes: dict[tuple[str, str], Rows] = {}
+
+  def read(self, batches: Iterable[Rows], *, seconds: float) -> Survey:
+    """Adds batches for so long; returns itself."""
+    for batch in Timed(batches, seconds):
+      self.add(batch)
+    return self
+
+  def add(self, batch: Rows) -> None:
+    """Takes in one batch, padding left out."""
+    real = batch["example_id"] >= 0
+    batch = {name: value[real] for name, value in batch.items()}
+    ids, weight = batch["example_id"], batch["weight"]
+    self.first = self.first or batch
+    self.batches += 1
+    self.examples += len(ids)
+    self.counts.update(ids.tolist())
+    self.weights = (
+      min(self.weights[0], float(weight.min())),
+      max(self.weights[1], float(weight.max())),
+    )
+    bad = ids[~(np.isfinite(weight) & (weight >= 0))]
+    if len(bad) and self.bad_weight is None:
+      self.bad_weight = int(bad[0])
+    counted = weight > 0
+    for name in sorted(batch.keys() - set(RESERVED)):
+      self._add_column(name, batch, counted)
+
+  def _add_column(self, name: str, batch: Rows, counted: np.ndarray) -> None:
+    value, ids = batch[name][counted], batch["example_id"][counted]
+    if not len(value):
+      return
+    column = self.columns.setdefault(name, Column(value.dtype, value.shape[1:], value[:1]))
+    if column.integer and value.ndim <= 2 and value.size:
+      for side, extreme, further in (
+        ("low", value.min(), value.min() < column.low),
+        ("high", value.max(), value.max() > column.high),
+      ):
+        if further:
+          row = np.flatnonzero(
+            (batch[name].reshape([len(counted), -1]) == extreme).any(axis=1) & counted
+          )[:1]
+          self.extremes[name, side] = {key: each[row] for key, each in batch.items()}
+    column.add(value, ids)

@@ -1,0 +1,1 @@
+"""The groups of checks, one module each."""

@@ -1,0 +1,317 @@
+"""Gradients that are missing, zero, not finite or wrong: each call of `step.gradients` looked at.
+
+The step runs eagerly on one replica, after a few compiled ones: layers that start from zeros give
+others no gradient at the first step. Finite differences are taken along a direction in one variable
+after the other, its gradient's and in part a random one, so that the difference is as large as can
+be against rounding, and a wrong variable is named. Two step lengths tell how far the loss is from
+straight there. All of it is in float64, if the task can: the policy is, the batch is, and its casts
+to float32 are made casts to float64; else in the task's own precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from framework import step as steps
+from framework.backend import models, randomness
+from framework.metrics import Loss
+from framework.step import Step
+from framework.verify.bench import bench, source_lines
+from framework.verify.bench.bench import Bench, Rows, Subject
+from framework.verify.report import Result
+
+GROUP = "gradients"
+STEPS_BEFORE = 3
+MOST_VARIABLES = 12
+"""So many variables, the largest first, are held against finite differences."""
+TOLERANCE = {"float64": 1e-3, "float32": 0.1}
+"""How far gradient and difference may be apart, by the precision of the loss."""
+ROUNDING = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2}
+"""Of the loss, relative."""
+METHODS = ("loss", "forward", "train_step", "build_model")
+
+
+@dataclasses.dataclass
+class Seen:
+  """What all calls of `step.gradients` in one step gave."""
+
+  norms: dict[str, float] = dataclasses.field(default_factory=dict)
+  """Largest L2 norm of each variable's gradient; -1 for none."""
+  not_finite: set[str] = dataclasses.field(default_factory=set)
+  sparse: dict[str, int] = dataclasses.field(default_factory=dict)
+  """Bytes of the dense gradient that a sparse one is made into."""
+  wrong: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+  """(gradient, finite difference) along the direction."""
+  compared: int = 0
+  precision: str = "float32"
+  stops: bool = False
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  seen, task = look(subject)
+  missing = [name for name, norm in seen.norms.items() if norm < 0]
+  zero = [n for n, norm in seen.norms.items() if norm == 0 and n not in seen.not_finite]
+  count = _variables(len(seen.norms))
+  layers = [f'"{part}"' for name in missing for part in name.split("/")[:-1]]
+  results = [
+    _result(
+      task, "every variable has a gradient", missing, count, "variable without gradient",
+      "use it in the loss, or give its layer trainable=False; argmax, round, casts to integers and "
+      "NumPy pass no gradient", (*layers, "argmax", "round", "numpy", "stop_gradient", "tf.cast"),
+    ),
+    _result(
+      task, "no gradient is zero", zero, f"{count}, after {STEPS_BEFORE} steps", "zero gradient",
+      "look for a ReLU that is always off, a saturated activation, or a factor of zero",
+      ("relu", "clip_by_value", "* 0", "maximum", "minimum", "round"),
+    ),
+    _result(
+      task, "gradients are finite", sorted(seen.not_finite), count, "non-finite gradient",
+      "look for log, sqrt, norm or division at 0: add a small number inside, or use "
+      "tf.math.divide_no_nan and tf.nn losses from logits",
+      ("tf.math.log", "tf.sqrt", "tf.norm", "/ ", "log("),
+    ),
+  ]  # fmt: skip
+  results.append(_differences(task, seen))
+  if seen.sparse:
+    most = max(seen.sparse, key=lambda name: seen.sparse[name])
+    detail = f"{sum(seen.sparse.values()):,} bytes made dense and reduced each step; largest {most}"
+    results.append(Result(group=GROUP, check="sparse gradients", status="passed", detail=detail))
+  return results
+
+
+def look(subject: Subject) -> tuple[Seen, Any]:
+  """Runs one step eagerly and returns what its gradients are like, and the task."""
+  rows = 4 * subject.accumulation_steps
+  compiled = Bench(subject, rows=rows)
+  # Of equal weights, losses such as |x| can balance to a gradient of exactly 0.
+  batch = bench.weighted(subject.rows(compiled.task, rows))
+  for _ in range(STEPS_BEFORE):
+    compiled.step(batch)
+  values = compiled.read()
+
+  def step(seen: Seen, batch: Rows, differences: str | None) -> None:
+    here = Bench(subject, rows=rows, eager=True)
+    here.assign(values)
+    with (
+      mock.patch("framework.trainer.Step", _looking(seen, differences)),
+      mock.patch.object(steps, "_dense", _noting(seen)),
+    ):
+      here.step(batch)
+
+  exact = Seen()
+  with contextlib.suppress(Exception), in_float64():  # not every task can
+    step(exact, {name: _widened(value) for name, value in batch.items()}, "float64")
+  seen = Seen()
+  step(seen, batch, None if exact.compared else "float32")
+  if exact.compared:
+    found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
+    seen = dataclasses.replace(seen, **found)
+  return seen, compiled.task
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+  """Has models that are built, and casts to float32 that are made, inside of it in float64."""
+  policies = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
+  cast = tf.cast
+
+  def wide(x: Any, dtype: Any, name: str | None = None) -> Any:
+    narrow = tf.as_dtype(dtype) in (tf.float32, tf.float16, tf.bfloat16)
+    return cast(x, tf.float64 if narrow else dtype, name)
+
+  try:
+    keras.config.set_dtype_policy("float64")
+    tf_keras.mixed_precision.set_global_policy("float64")
+    with mock.patch.object(tf, "cast", wide):
+      yield
+  finally:
+    keras.config.set_dtype_policy(policies[0])
+    tf_keras.mixed_precision.set_global_policy(policies[1])
+
+
+def _widened(value: np.ndarray) -> np.ndarray:
+  return value.astype(np.float64) if np.issubdtype(value.dtype, np.floating) else value
+
+
+def _noting(seen: Seen) -> Callable[[Any], Any]:
+  dense = steps._dense
+
+  def noting(gradient: Any) -> Any:
+    made = dense(gradient)
+    if isinstance(gradient, tf.IndexedSlices):
+      seen.sparse[f"{tuple(made.shape)}"] = int(tf.size(made)) * made.dtype.size
+    return made
+
+  return noting
+
+
+def _looking(seen: Seen, differences: str | None) -> type[Step]:
+  class Looking(Step):
+    def gradients(self, loss_fn: Any, batch: Any, variables: Sequence[Any]) -> Any:
+      gradients, loss = super().gradients(loss_fn, batch, variables)
+      factor = float(self._scaled(tf.constant(1.0)))
+      kept, self._logged = self._logged, {}
+
+      def total() -> float:
+        with randomness.random_streams(tf.constant([3, 5])):
+          return float(Loss.checked(loss_fn(batch)).total)
+
+      try:
+        _note(seen, list(gradients), variables)
+        graph = _graph(loss_fn, batch)
+        self._logged = {}  # its tensors are of the graph
+        alone = differences is not None and self._parts.accumulation_steps == 1
+        if alone and (differences != "float64" or _is_exact(graph)):
+          seen.precision = str(differences)
+          _note_differences(seen, total, list(gradients), variables, factor)
+        seen.stops = seen.stops or _stops(graph)
+      finally:
+        self._logged = kept
+      return gradients, loss
+
+  return Looking
+
+
+def _note(seen: Seen, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+  for gradient, variable in zip(gradients, variables, strict=True):
+    name = models.name(variable)
+    if gradient is None:
+      seen.norms.setdefault(name, -1.0)
+      continue
+    norm = float(tf.norm(tf.cast(gradient, tf.float32)))
+    if not np.isfinite(norm):
+      seen.not_finite.add(name)
+      norm = 0.0
+    seen.norms[name] = max(norm, seen.norms.get(name, 0.0))
+
+
+def _note_differences(
+  seen: Seen, total: Callable[[], float], gradients: Sequence[Any], variables: Sequence[Any],
+  factor: float,
+) -> None:  # fmt: skip
+  there = [
+    (g, v) for g, v in zip(gradients, variables, strict=True)
+    if g is not None and np.isfinite(np.asarray(g, np.float64)).all() and np.any(np.asarray(g))
+  ]  # fmt: skip
+  there.sort(key=lambda pair: -np.asarray(pair[0]).size)
+  rng = np.random.default_rng(0)
+  for gradient, variable in there[:MOST_VARIABLES]:
+    told = np.asarray(gradient, np.float64) / factor
+    compared = _compare(total, told, variable, rng, seen.precision)
+    if compared is not None:
+      seen.compared += 1
+      if compared[0] != compared[1]:
+        seen.wrong[models.name(variable)] = compared
+
+
+def _compare(
+  total: Callable[[], float], gradient: np.ndarray, variable: Any, rng: np.random.Generator,
+  precision: str,
+) -> tuple[float, float] | None:  # fmt: skip
+  """Returns (gradient, difference) along a direction, made equal where they agree.
+
+  None where the loss moves too little, or too far from straight, to tell.
+  """
+  raw = models.raw(variable)
+  start = raw.numpy()
+  random = rng.normal(size=gradient.shape)
+  direction = gradient / np.linalg.norm(gradient) + 0.5 * random / np.linalg.norm(random)
+  told = float((gradient * direction).sum())
+  here = total()
+  precise = ROUNDING["float16" if raw.dtype.size < 4 else precision]
+  moves = 1e-5 if precision == "float64" else 3e-3  # the loss by so much of itself
+  length = moves * (abs(here) + 1e-3) / abs(told)
+  length = min(length, 0.05 * (np.linalg.norm(start) + 0.1))
+
+  def slope(length: float) -> float:
+    ends = []
+    for sign in (1, -1):
+      raw.assign((start + sign * length * direction).astype(start.dtype))
+      ends.append(total())
+    return (ends[0] - ends[1]) / (2 * length)
+
+  try:
+    coarse, fine = slope(length), slope(length / 2)
+  finally:
+    raw.assign(start)
+  rounding = 8 * precise * abs(here) / length
+  bent = abs(coarse - fine)
+  if not np.isfinite(fine) or rounding + bent > 0.5 * max(abs(fine), abs(told)):
+    return None
+  allowed = TOLERANCE[precision] * max(abs(fine), abs(told)) + rounding + 2 * bent
+  agrees = abs(fine - told) <= allowed
+  return (told, told) if agrees else (told, fine)
+
+
+def _graph(loss_fn: Any, batch: Any) -> tf.Graph | None:
+  """The operations of the loss; None where it only runs eagerly."""
+  try:
+    traced = tf.function(lambda b: loss_fn(b).total, autograph=False)
+    return traced.get_concrete_function(batch).graph
+  except Exception:
+    return None
+
+
+def _stops(graph: tf.Graph | None) -> bool:
+  """Whether the loss stops a gradient on purpose, as far as one can tell."""
+  return graph is None or any(op.type == "StopGradient" for op in graph.get_operations())
+
+
+def _is_exact(graph: tf.Graph | None) -> bool:
+  """Whether the loss computes in float64 only; a constant may be narrow, like `tf.nn.silu`'s."""
+  narrow = (tf.float32, tf.float16, tf.bfloat16)
+  computed = (op for op in graph.get_operations() if op.type != "Const") if graph else ()
+  return graph is not None and not any(o.dtype in narrow for op in computed for o in op.outputs)
+
+
+def _differences(task: Any, seen: Seen) -> Result:
+  name = "finite differences"
+  if seen.wrong and seen.stops:
+    why = f"{next(iter(seen.wrong))} differs, and the loss stops gradients on purpose"
+    return Result(group=GROUP, check=name, status="not applicable", detail=why)
+  if seen.wrong:
+    variable, (told, true) = next(iter(seen.wrong.items()))
+    return Result(
+      group=GROUP, check=name, status="failed",
+      detail=f"along one direction in {variable} the gradient is {told:.4g}, the loss changes by "
+      f"{true:.4g}",
+      cause="wrong gradient",
+      remedy="mend the function under tf.custom_gradient, or the operation that passes another "
+      "gradient than its own",
+      place=source_lines.find(
+        task, *METHODS, containing=("custom_gradient", "py_function"), anywhere=True,
+      ),
+    )  # fmt: skip
+  if not seen.compared:
+    why = "the loss changes too little, or not smoothly enough, to measure"
+    return Result(group=GROUP, check=name, status="not applicable", detail=why)
+  within = f"{TOLERANCE[seen.precision]:.1%} in {seen.precision}".replace(".0%", "%")
+  detail = f"agree within {within} in {_variables(seen.compared)}"
+  return Result(group=GROUP, check=name, status="passed", detail=detail)
+
+
+def _variables(count: int) -> str:
+  return f"{count} variable" if count == 1 else f"{count} variables"
+
+
+def _result(
+  task: Any, name: str, wrong: Sequence[str], detail: str, cause: str, remedy: str,
+  containing: tuple[str, ...],
+) -> Result:  # fmt: skip
+  if not wrong:
+    return Result(group=GROUP, check=name, status="passed", detail=detail)
+  more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+  return Result(
+    group=GROUP, check=name, status="failed", detail=f"{', '.join(wrong[:3])}{more}", cause=cause,
+    remedy=remedy, place=source_lines.find(task, *METHODS, containing=containing, anywhere=True),
+  )  # fmt: skip

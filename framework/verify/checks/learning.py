@@ -1,0 +1,97 @@
+"""Whether the task can learn at all: one batch by heart, from about the loss of guessing."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import keras
+
+from framework.task import Task
+from framework.verify.bench import source_lines
+from framework.verify.bench.bench import Bench, Rows, Subject
+from framework.verify.report import Result
+
+GROUP = "learning"
+START_ROWS, ROWS = 64, 8
+STEPS = 150
+RATES = (0.003, 0.02)
+ENOUGH = 0.5
+"""Of the loss at the start: what is left of it, at most, of a batch that was learned by heart."""
+NEAR_CHANCE = (0.6, 1.6)
+OWN_STEPS = 20
+EXPLODES = 5.0
+SUSPECTS = ("-tf.", "-self.", "softmax", "sigmoid", "relu", "stop_gradient")
+METHODS = ("loss", "forward", "build_model", "train_step")
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  if isinstance(subject.optimizer, Mapping) and len(subject.optimizer) > 1:
+    why = f"{len(subject.optimizer)} optimizers have no common loss that must fall"
+    names = ("loss at the start", "own optimizer", "learns one batch by heart")
+    return [Result(group=GROUP, check=n, status="not applicable", detail=why) for n in names]
+  micro = subject.accumulation_steps
+  here = Bench(subject, rows=START_ROWS * micro)
+  batch = subject.rows(here.task, START_ROWS * micro)
+  losses = [here.step(batch).metrics.get("loss", math.nan) for _ in range(OWN_STEPS)]
+  few = {name: value[: ROWS * micro] for name, value in batch.items()}
+  return [_chance(here.task, losses[0]), _own_optimizer(losses), _by_heart(subject, few)]
+
+
+def _chance(task: Task, loss: float) -> Result:
+  name, chance = "loss at the start", task.chance_loss
+  if chance is None:
+    why = f"{loss:.4g}; Task.chance_loss, the loss of guessing, is not stated"
+    return Result(group=GROUP, check=name, status="not applicable", detail=why)
+  detail = f"{loss:.4g}, guessing gives {chance:.4g}"
+  low, high = (factor * chance for factor in NEAR_CHANCE)
+  if low <= loss <= high:
+    return Result(group=GROUP, check=name, status="passed", detail=detail)
+  return Result(
+    group=GROUP, check=name, status="failed", detail=detail,
+    cause="far from chance at the start",
+    remedy="too high: scale the inputs, or make the first outputs small; too low: the label may be "
+    "among the inputs, or the loss is no sum over examples",
+    place=source_lines.find(task, "loss", "forward", "preprocess"),
+  )  # fmt: skip
+
+
+def _own_optimizer(losses: Sequence[float]) -> Result:
+  """A few steps of the config's optimizer on one batch must not blow the loss up."""
+  name, detail = "own optimizer", f"{losses[0]:.4g} > {losses[-1]:.4g} in {OWN_STEPS} steps"
+  grows = losses[0] > 0 and losses[-1] > EXPLODES * losses[0]
+  if math.isfinite(losses[-1]) and not grows:
+    return Result(group=GROUP, check=name, status="passed", detail=detail)
+  return Result(
+    group=GROUP, check=name, status="failed", detail=detail, cause="learning rate too high",
+    remedy="lower the optimizer's learning rate, warm it up, or set Trainer.clip_norm",
+  )  # fmt: skip
+
+
+def _by_heart(subject: Subject, batch: Rows) -> Result:
+  """Adam, at one of two rates, must bring the loss of one batch down by half."""
+  name, seen = "learns one batch by heart", []
+  for rate in RATES:
+    adam = functools.partial(keras.optimizers.Adam, rate)
+    here = Bench(subject, rows=len(batch["weight"]), optimizer=adam)
+    start = here.step(batch).metrics.get("loss", math.nan)
+    if not math.isfinite(start):
+      break
+    end = start
+    for _ in range(STEPS):
+      end = here.step(batch).metrics["loss"]
+      if end < start - (1 - ENOUGH) * abs(start):
+        detail = f"{start:.4g} > {end:.4g} on {len(batch['weight'])} examples, Adam({rate:g})"
+        return Result(group=GROUP, check=name, status="passed", detail=detail)
+    seen.append(f"{start:.4g} > {end:.4g}")
+  return Result(
+    group=GROUP, check=name, status="failed",
+    detail=f"{len(batch['weight'])} examples, {STEPS} steps of Adam: "
+    f"{' and '.join(seen) or 'a loss that is not finite'}",
+    cause="cannot learn one batch",
+    remedy="look for a loss with the wrong sign, outputs that do not reach the loss, activations "
+    "where logits belong, labels of another example",
+    place=source_lines.find(here.task, *METHODS, containing=SUSPECTS, anywhere=True),
+  )  # fmt: skip

@@ -1,0 +1,394 @@
+"""Random numbers: other ones on each replica and step, the same ones again with the same seed.
+
+Two replicas on two logical CPUs take steps on the same rows from the same weights: the same step
+again must be equal, the next one must not, nor one in which the replicas draw alike. All that is
+compared is the update and what was logged, so that any train_step() will do.
+
+preprocess() is called on the same rows with the seeds of two epochs, and without any in evaluation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from framework import configurables
+from framework.backend import models
+from framework.evaluator import Evaluator
+from framework.inputs import datasets, ordering
+from framework.task import Task
+from framework.verify.bench import bench, random_draws, source_lines, survey
+from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
+from framework.verify.bench.random_draws import Draw, Watched
+from framework.verify.report import Result, Status
+
+GROUP = "randomness"
+ROUNDING = 1e-5
+"""A relative difference below this is no other random number."""
+METHODS = ("train_step", "training_loss", "forward", "loss", "build_model")
+LAYERS = ("Dropout", "GaussianNoise", "Random")
+"""In the names of layers that draw when training."""
+STATEFUL = "stateful random op"
+FROZEN = "np.random while tracing"
+FIXED = "a fixed seed"
+STATELESS = (
+  "use layers of Keras, or tf.random.stateless_* with step.seed(): ops with a state of their own "
+  "give other numbers after a restart"
+)
+BY_SEED = "use tf.random.stateless_* and tf.image.stateless_* with batch['seed']"
+ONCE = (
+  "Python and NumPy run once, while TensorFlow traces, and their numbers become constants of the "
+  "graph; "
+)
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  steps = Steps(subject)
+  return [
+    *steps.training(),
+    steps.active(),
+    steps.evaluation(),
+    *Augmentation(subject, steps.bench.task).results(),
+  ]
+
+
+# ---- Steps ----
+
+
+class Steps:
+  """Steps on two replicas that have the same rows, with and without a difference in the seed."""
+
+  def __init__(self, subject: Subject) -> None:
+    """Takes the steps."""
+    rows = 24 * subject.accumulation_steps
+    self.bench = Bench(subject, 2, rows=rows, optimizer=bench.gradient_descent, quiet=False)
+    self.task, self.rows = self.bench.task, rows // 2
+    self._apart = tf.Variable(1, dtype=tf.int32, trainable=False)
+    own = self.bench.trainer.parts.replica_id
+    self.bench.trainer.parts = dataclasses.replace(
+      self.bench.trainer.parts, replica_id=lambda: tf.cast(own(), tf.int32) * self._apart
+    )
+    half = subject.rows(self.task, self.rows)
+    self._batch = {name: np.concatenate([value, value]) for name, value in half.items()}
+    self._start = self.bench.read()
+    with random_draws.watch(self.task) as self.watched:
+      first = self._step(0)
+    self._random_layers = random_layers(self.task.model)
+    self.repeats = self._same(first, self._step(0))
+    self.by_step = not self._same(first, self._step(1))
+    self.by_replica = not self._same(first, self._step(0, apart=False))
+    self.by_example = not self._same(first, self._step(0, first_id=1000))
+
+  def training(self) -> Iterator[Result]:
+    """The same with the seed, another at the next step and on another replica."""
+    names = ("repeats with the seed", "differs between steps", "differs between replicas")
+    if self._nothing_random:
+      for name in names:
+        yield _skipped(name, "the step draws no random numbers")
+      return
+    if not self.repeats:
+      yield self._stateful(names[0])
+      yield _skipped(names[1], f"{names[0]!r} fails")
+      yield _skipped(names[2], f"{names[0]!r} fails")
+      return
+    yield _passed(names[0], "the same step again gives the same update")
+    yield self._between_steps(names[1])
+    yield self._between_replicas(names[2])
+
+  @property
+  def _nothing_random(self) -> bool:
+    random = not self.repeats or self.by_step or self.by_replica
+    return not (random or self.watched.in_python or self.watched.draws)
+
+  def _stateful(self, name: str) -> Result:
+    return _failed(
+      name, f"the same step again gives another update{_listed(self.watched.stateful)}",
+      STATEFUL, STATELESS,
+      self._place(self.watched.stateful, ("tf.random.", "tf.nn.dropout", "np.random", "random.")),
+    )  # fmt: skip
+
+  def _between_steps(self, name: str) -> Result:
+    if self.watched.in_python:
+      return _failed(
+        name, "numbers were drawn in Python while the step was traced: they are the same for ever",
+        FROZEN, ONCE + "use tf.random.stateless_* with step.seed()",
+        self._place([], ("np.random", "default_rng", "random.")),
+      )  # fmt: skip
+    fixed = self.watched.fixed(self.rows)
+    if fixed and not self.by_step:
+      return _failed(
+        name, f"steps draw the same numbers{_listed(fixed)}", FIXED,
+        "use layers of Keras, or step.seed(), which is another one each time",
+        self._place(fixed, ("seed=", "stateless_")),
+      )  # fmt: skip
+    if not self.by_step:
+      return _skipped(name, "what is drawn changes no update")
+    return _passed(name, "the next step, from the same weights on the same rows, gives another")
+
+  def _between_replicas(self, name: str) -> Result:
+    if not self.by_step:
+      return _skipped(name, "steps do not differ")
+    if self.by_replica:
+      return _passed(name, "two replicas draw apart on the same rows")
+    if self.by_example:
+      return _passed(name, "what is drawn for an example depends on its id, not on the replica")
+    return _failed(
+      name, "two replicas draw the same numbers on their rows", "a seed without the replica",
+      "use layers of Keras, or step.seed(), which also depends on the replica",
+      self._place([d for d in self.watched.draws if not d.by_keras], ("seed", "stateless_")),
+    )  # fmt: skip
+
+  def active(self) -> Result:
+    """Whether the layers that draw when training do so in a training step."""
+    name, layers = "dropout is active", self._random_layers
+    if not layers:
+      return _skipped(name, "the model has no random layer")
+    if any(draw.by_keras for draw in self.watched.draws):
+      return _passed(name, ", ".join(layers))
+    return _failed(
+      name, f"no layer draws in a training step, although the model has {', '.join(layers)}",
+      "layer called without training",
+      "pass training on: self.model(x, training=training); without it, layers of Keras behave as "
+      "in evaluation",
+      source_lines.find(
+        self.task, *METHODS, containing=("self.model(", "self.model[", "training=False"),
+      ),
+    )  # fmt: skip
+
+  def evaluation(self) -> Result:
+    """Whether the same batch, evaluated twice, gives the same metrics."""
+    name = "evaluation draws nothing"
+    source, why = survey.eval_source(self.task)
+    if source is None:
+      return _skipped(name, why)
+    try:
+      rows = self.bench.subject.rows(self.task, 2 * self.rows, training=False)
+    except Exception as error:
+      if not _asks_for_seed(error):
+        raise
+      return _skipped(name, "preprocess() fails in evaluation")
+    self.bench.assign(self._start)
+    evaluator = configurables.configured(Evaluator)(
+      task=self.task, strategy=self.bench.strategy, dataset=tf.data.Dataset.from_tensors(rows)
+    )
+    with random_draws.watch(self.task) as watched:
+      once = evaluator.evaluate()
+    twice = evaluator.evaluate()
+    different = [key for key in once if not _close(once[key], twice[key])]
+    if not different:
+      return _passed(name, f"the same {', '.join(once)} again")
+    key = different[0]
+    stateful = [draw for draw in watched.stateful if not draw.by_keras]
+    return _failed(
+      name, f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again",
+      STATEFUL if stateful and not self._random_layers else "dropout active in evaluation",
+      "pass training on, which eval_step() has as False: self.model(x, training=training)",
+      _place(
+        self.task, stateful or watched.draws, ("forward", "eval_step"), ("training=True", "dropout")
+      ),
+    )  # fmt: skip
+
+  def _step(self, step: int, *, apart: bool = True, first_id: int = 0) -> Outcome:
+    self.bench.assign(self._start)
+    self.bench.trainer.global_step.assign(step)
+    self._apart.assign(int(apart))
+    ids = self._batch["example_id"] + first_id
+    return self.bench.step({**self._batch, "example_id": ids})
+
+  def _same(self, one: Outcome, other: Outcome) -> bool:
+    """Whether two steps are equal, but for rounding, in updates and in what they logged."""
+    for mine, yours in zip(one.update(), other.update(), strict=True):
+      size = np.linalg.norm(np.nan_to_num(yours))
+      if np.linalg.norm(np.nan_to_num(mine - yours)) > ROUNDING * size:
+        return False
+    return all(_close(value, other.metrics[key]) for key, value in one.metrics.items())
+
+  def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:
+    return _place(self.task, found, METHODS, words)
+
+
+def random_layers(model: Any) -> list[str]:
+  """Returns the names of a model's layers that draw random numbers when training.
+
+  A frozen model, such as a teacher, is meant to answer as in evaluation: it has none.
+  """
+  found = []
+  for part in models.parts(model):
+    if not models.is_keras(part) or not part.trainable:
+      continue
+    for layer in part._flatten_layers():
+      named = any(word in type(layer).__name__ for word in LAYERS)
+      rates = ("rate", "stddev") if named else ("dropout", "recurrent_dropout")
+      amounts = [getattr(layer, name, None) for name in rates]
+      if any(isinstance(amount, (int, float)) and amount > 0 for amount in amounts):
+        found.append(layer.name)
+  return found
+
+
+# ---- preprocess() ----
+
+
+class Augmentation:
+  """preprocess() on the same rows, with the seeds of two epochs and without any."""
+
+  def __init__(self, subject: Subject, task: Task) -> None:
+    """Keeps them."""
+    self.subject, self.task = subject, task
+
+  def results(self) -> Iterator[Result]:
+    """The same with the seed, another in the next epoch, none in evaluation."""
+    names = (
+      "augmentation repeats with the seed",
+      "augmentation differs between epochs",
+      "no augmentation in evaluation",
+    )
+    if type(self.task).preprocess is Task.preprocess:
+      for name in names:
+        yield _skipped(name, "no preprocess()")
+      return
+    yield from self._training(names)
+    yield self._evaluation(names[2])
+
+  def _training(self, names: tuple[str, ...]) -> Iterator[Result]:
+    first, second = self._rows()
+    renumbered = {**first, "example_id": first["example_id"] + 1}
+    with random_draws.watch(self.task) as watched:
+      once, again, later, others = self._preprocessed([first, first, second, renumbered], True)
+    [afresh] = self._preprocessed([first], True)
+    stateful, frozen = survey.apart(once, again), survey.apart(once, afresh)
+    changed = survey.apart(once, later)
+    if stateful:
+      yield self._stateful(names[0], stateful, watched)
+      yield _skipped(names[1], f"{names[0]!r} fails")
+    elif frozen or (watched.in_python and not changed):
+      yield _skipped(names[0], f"{names[1]!r} fails")
+      yield self._frozen(names[1], watched)
+    elif changed:
+      yield _passed(names[0], "bit for bit, also when traced again")
+      yield _passed(names[1], f"{changed!r} of the same examples differs")
+    elif watched.draws and not survey.apart(once, others) and watched.fixed(len(first["weight"])):
+      yield _skipped(names[0], f"{names[1]!r} fails")
+      yield self._fixed(names[1], watched.fixed(len(first["weight"])))
+    else:
+      why = "preprocess() adds nothing random when training"
+      if watched.draws:
+        why = "what preprocess() draws is the same for an example in all epochs"
+      yield _skipped(names[0], why)
+      yield _skipped(names[1], why)
+
+  def _stateful(self, name: str, feature: str, watched: Watched) -> Result:
+    return _failed(
+      name,
+      f"{feature!r} differs for the same examples with the same seeds{_listed(watched.stateful)}",
+      STATEFUL if watched.stateful else "random numbers with a state of their own",
+      f"{BY_SEED}: ops with a state of their own give other numbers after a restart",
+      self._place(
+        watched.stateful or watched.draws, ("tf.random.", "random_", "np.random", "random.")
+      ),
+    )
+
+  def _frozen(self, name: str, watched: Watched) -> Result:
+    return _failed(
+      name, "numbers are drawn in Python while preprocess() is traced: all examples get the same "
+      "ones, for ever", FROZEN, ONCE + BY_SEED,
+      self._place([], ("np.random", "default_rng", "random.")),
+    )  # fmt: skip
+
+  def _fixed(self, name: str, fixed: list[Draw]) -> Result:
+    return _failed(
+      name, f"the same numbers are drawn in all batches{_listed(fixed)}", FIXED, BY_SEED,
+      self._place(fixed, ("seed=", "stateless_")),
+    )  # fmt: skip
+
+  def _evaluation(self, name: str) -> Result:
+    source, why = survey.eval_source(self.task)
+    if source is None:
+      return _skipped(name, why)
+    count = min(16, source.num_examples or 16)
+    rows = next(datasets.eval_dataset(source, global_batch_size=count).as_numpy_iterator())
+    backwards = {key: value[::-1] for key, value in rows.items()}
+    place = ("random", "augment", "flip", "noise", "seed")
+    try:
+      with random_draws.watch(self.task) as watched:
+        once, again, turned = self._preprocessed([rows, rows, backwards], False)
+      [afresh] = self._preprocessed([rows], False)
+    except Exception as error:
+      if not _asks_for_seed(error):
+        raise
+      return _failed(
+        name, "preprocess(batch, training=False) asks for batch['seed'], which only training has",
+        "augmentation in evaluation", "augment only `if training:`",
+        self._place([], ('"seed"', "'seed'")),
+      )  # fmt: skip
+    turned = {key: value[::-1] for key, value in turned.items()}
+    by_place = survey.apart(once, turned) if watched.fixed(count) else ""
+    different = survey.apart(once, again) or survey.apart(once, afresh) or by_place
+    if not different:
+      return _passed(name, f"{count} examples, bit for bit")
+    how = "depends on its place in the batch" if by_place else "differs each time"
+    return _failed(
+      name, f"{different!r} of the same example {how}{_listed(watched.draws)}",
+      "augmentation in evaluation", "augment only `if training:`",
+      self._place(watched.draws, place),
+    )  # fmt: skip
+
+  def _rows(self) -> tuple[Rows, Rows]:
+    """The same rows as two epochs have them, before preprocess()."""
+    source = self.task.source("train")
+    count = min(16, source.num_examples or 16)
+    seed = self.subject.seed
+    batches = datasets.train_dataset(source, global_batch_size=count, seed=seed)
+    rows = next(batches.as_numpy_iterator())
+    epoch = source.num_examples or 1_000_000
+    seeds = [
+      ordering.seeds_at(start + tf.range(count, dtype=tf.int64), seed=seed).numpy()
+      for start in (0, epoch)
+    ]
+    return {**rows, "seed": seeds[0]}, {**rows, "seed": seeds[1]}
+
+  def _preprocessed(self, batches: list[Rows], training: bool) -> list[Rows]:
+    made = survey.preprocessed(self.task.preprocess, batches, training)
+    return [
+      {key: value for key, value in rows.items() if key not in ("seed", "example_id")}
+      for rows in made
+    ]
+
+  def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:
+    return _place(self.task, found, ("preprocess",), words)
+
+
+def _place(task: Task, found: list[Draw], methods: tuple[str, ...], words: tuple[str, ...]) -> str:
+  return found[0].place(task) if found else source_lines.find(task, *methods, containing=words)
+
+
+def _listed(found: list[Draw]) -> str:
+  return f" ({', '.join(dict.fromkeys(draw.op for draw in found))})" if found else ""
+
+
+def _close(one: float, other: float) -> bool:
+  return bool(np.isclose(one, other, rtol=ROUNDING, atol=0.0, equal_nan=True))
+
+
+def _asks_for_seed(error: Exception) -> bool:
+  return "'seed'" in str(error)
+
+
+def _passed(check: str, detail: str) -> Result:
+  return _result(check, "passed", detail)
+
+
+def _skipped(check: str, why: str) -> Result:
+  return _result(check, "not applicable", why)
+
+
+def _failed(check: str, detail: str, cause: str, remedy: str, place: str) -> Result:
+  return _result(check, "failed", detail, cause=cause, remedy=remedy, place=place)
+
+
+def _result(check: str, status: Status, detail: str, **more: Any) -> Result:
+  return Result(group=GROUP, check=check, status=status, detail=detail, **more)

@@ -1,0 +1,582 @@
+"""The same update on 1 and on N replicas; where it is not, which known mistake explains it.
+
+One step is taken from the same weights with the same rows on 1, 2 and 3 logical CPUs, by plain
+gradient descent, so that what the weights move by is the gradient: on a full batch, on one that
+does not divide (whose last replica has nothing but padding) and with unequal weights. Then several
+steps with the config's own optimizer, clipping, micro-batches, loss scaling, and an infinity in the
+last replica's last example.
+
+An explanation is a computation: from the gradients of each replica's rows alone, taken on one
+replica, each known mistake predicts another update; the one that fits in all cases is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from framework import configurables
+from framework.backend import models
+from framework.errors import ConfigError
+from framework.optimizers.loss_scale import dynamic
+from framework.verify.bench import bench, source_lines
+from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
+from framework.verify.report import Result
+
+GROUP = "replicas"
+LEAST = 5e-5
+"""A relative difference below this is rounding, whatever the task."""
+MOST = 1e-3
+"""One above this is not, however much the task's own rounding is."""
+AFTER_STEPS = 2e-2
+"""Of what several steps moved the weights by: Adam's first steps make much of small roundings."""
+FITS = 0.02
+RESULTS = ("result(", "reduce_mean", "log(")
+SUMS = ("reduce_mean", "from_examples(", "weighted_sum(", "Loss(")
+METHODS = ("train_step", "loss", "training_loss", "forward", "build_model")
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  comparison = Comparison(subject, rows=subject.divisible_rows)
+  results = [comparison.repeatable()]
+  if results[0].status == "failed":
+    return results  # steps that differ anyway cannot be compared
+  results += comparison.padding()
+  updates = [result for n in (2, 3) for result in comparison.same_update(n)]
+  alike = all(result.status == "passed" for result in updates if "update" in result.check)
+  return [*results, *updates, *comparison.same_with_options(alike=alike)]
+
+
+class Comparison:
+  """Everything that is known of the step on one replica, and how others are held against it."""
+
+  def __init__(self, subject: Subject, *, rows: int) -> None:
+    """Takes the reference steps."""
+    self.subject, self.rows = subject, rows
+    self.alone = Bench(subject, rows=rows, optimizer=bench.gradient_descent)
+    self.task = self.alone.task
+    self.batch = subject.rows(self.task, rows)
+    self.real = rows * 7 // 12
+    self.start = self.alone.read()
+    self.cases: dict[str, Rows] = {
+      "full batch": self.batch,
+      "batch that does not divide": bench.padded(self.batch, self.real),
+      "unequal weights": bench.weighted(self.batch),
+    }
+    self.reference = {name: self.on_one(case) for name, case in self.cases.items()}
+    self._again = self.on_one(self.batch)
+    backwards = {name: self.on_one(_backwards(case)) for name, case in self.cases.items()}
+    differences = [self.difference(backwards[name], self.reference[name]) for name in self.cases]
+    rounding = max(difference.worst for difference in differences)
+    self.tolerance = min(MOST, max(LEAST, 20 * rounding))
+
+    self.noisy = _noisy(backwards["full batch"], self.reference["full batch"])
+
+  def on_one(self, batch: Rows) -> Outcome:
+    """One step from the initial weights on one replica."""
+    return self.alone.steps_from(self.start, batch)
+
+  # ---- On one replica ----
+
+  def repeatable(self) -> Result:
+    """The same step twice: what differs is random and follows no seed."""
+    found = self.difference(self._again, self.reference["full batch"])
+    if found.worst <= LEAST:
+      return Result(group=GROUP, check="same step twice", status="passed", detail=found.detail)
+    return Result(
+      group=GROUP, check="same step twice", status="failed", detail=found.detail,
+      cause=STATEFUL.cause, remedy=STATEFUL.remedy,
+      place=source_lines.find(self.task, *METHODS, containing=STATEFUL.containing, anywhere=True),
+    )  # fmt: skip
+
+  def padding(self) -> Iterator[Result]:
+    """What stands in rows of weight 0, and how many there are, must change nothing."""
+    normalised = [layer.name for layer in normalisations(self.task.model)]
+    if normalised:
+      why = f"{normalised[0]} normalises over all rows of a batch, padding too"
+      yield Result(
+        group=GROUP, check="padding changes nothing", status="not applicable", detail=why
+      )
+      return
+    real = np.arange(self.rows) < self.real
+    padded = self.reference["batch that does not divide"]
+    other = self.difference(self.on_one(bench.masked(self.batch, real)), padded)
+    if other.worst > self.tolerance or other.metrics:
+      yield self._padding_counts(other, "other contents of the padded rows")
+      return
+    fewer = self._without_padding()
+    if fewer and (fewer.worst > self.tolerance or fewer.metrics):
+      yield self._padding_counts(fewer, f"{self.rows // 2} rows and no padding")
+      return
+    detail = (fewer or other).detail
+    yield Result(group=GROUP, check="padding changes nothing", status="passed", detail=detail)
+
+  def _without_padding(self) -> Difference | None:
+    """Half the rows against the same, padded; None for a task that needs its number of rows."""
+    half = self.rows // 2
+    padded = self.on_one(bench.padded(self.batch, half))
+    try:
+      here = Bench(self.subject, rows=half, optimizer=bench.gradient_descent, eager=True)
+      short = {name: value[:half] for name, value in self.batch.items()}
+      return self.difference(here.steps_from(self.start, short), padded)
+    except (ConfigError, ValueError, tf.errors.InvalidArgumentError):
+      return None
+
+  def _padding_counts(self, found: Difference, what: str) -> Result:
+    in_update = found.worst > self.tolerance
+    methods = ("loss", "train_step", "training_loss") if in_update else ("metrics",)
+    return Result(
+      group=GROUP, check="padding changes nothing", status="failed",
+      detail=f"with {what}: {found.detail}",
+      cause="padding counts",
+      remedy="weigh each example, as Loss.from_examples(per_example, batch['weight']) and "
+      "weighted_sum(per_example, batch['weight']) do, and never divide by a number of rows",
+      place=source_lines.find(self.task, *methods, containing=SUMS),
+    )  # fmt: skip
+
+  # ---- On several ----
+
+  def same_update(self, replicas: int) -> Iterator[Result]:
+    """Holds each case on N replicas against one."""
+    name = f"same update on {replicas} replicas"
+    here = Bench(self.subject, replicas, rows=self.rows, optimizer=bench.gradient_descent)
+    outcomes = {case: here.steps_from(self.start, rows) for case, rows in self.cases.items()}
+    found = {
+      case: self.difference(outcome, self.reference[case]) for case, outcome in outcomes.items()
+    }
+    worst = max(found, key=lambda case: found[case].worst)
+    drift = max(_drift(outcome, here.trainable) for outcome in outcomes.values())
+    values = {case: difference.worst for case, difference in found.items()}
+    if found[worst].worst > self.tolerance or drift > 0:
+      yield self._diverged(name, replicas, outcomes, worst, found[worst], drift, values)
+      return
+    yield Result(
+      group=GROUP, check=name, status="passed", values=values,
+      detail=f"full, uneven and weighted batch: relative difference {found[worst].worst:.1e} "
+      f"(rounding: up to {self.tolerance:.0e})",
+    )  # fmt: skip
+    wrong = {case: difference.metrics for case, difference in found.items() if difference.metrics}
+    yield self._metrics(f"same metrics on {replicas} replicas", wrong)
+
+  def _metrics(self, name: str, wrong: Mapping[str, str]) -> Result:
+    if not wrong:
+      logged = ", ".join(sorted(self.reference["full batch"].metrics))
+      return Result(group=GROUP, check=name, status="passed", detail=logged)
+    case, detail = next(iter(wrong.items()))
+    return Result(
+      group=GROUP, check=name, status="failed", detail=f"{case}: {detail}",
+      cause="metric read in replica context",
+      remedy="return sums over this replica's examples, (total, weight), as weighted_sum gives "
+      "them; results and means are made by the framework, over all replicas",
+      place=source_lines.find(self.task, "metrics", "train_step", containing=RESULTS),
+    )  # fmt: skip
+
+  def _diverged(
+    self, name: str, replicas: int, outcomes: Mapping[str, Outcome], case: str,
+    found: Difference, drift: float, values: dict[str, Any],
+  ) -> Result:  # fmt: skip
+    explanation = self._explain(replicas, outcomes, drift)
+    return Result(
+      group=GROUP, check=name, status="failed", values=values,
+      detail=f"{case}: {found.detail}" + (f"; replicas differ by {drift:.1e}" if drift else ""),
+      cause=explanation.cause, remedy=explanation.remedy,
+      place=source_lines.find(
+        self.task, *METHODS, containing=explanation.containing, anywhere=True,
+      ),
+    )  # fmt: skip
+
+  def _explain(self, replicas: int, outcomes: Mapping[str, Outcome], drift: float) -> Explanation:
+    if self.difference(self._again, self.reference["full batch"]).worst > LEAST:
+      return STATEFUL
+    parts = {case: self._parts(rows, replicas) for case, rows in self.cases.items()}
+    seen = {case: self.flat(outcome) for case, outcome in outcomes.items()}
+    whole = {case: self.flat(outcome) for case, outcome in self.reference.items()}
+    if drift and all(
+      _fits(self.flat(outcomes[case], replica), part)
+      for case in outcomes
+      for replica, (part, weight) in enumerate(parts[case])
+      if weight
+    ):
+      return NEVER_REDUCED
+    if any(not synchronised(layer) for layer in normalisations(self.task.model)):
+      return BATCH_NORM
+    for explanation, predict in PREDICTIONS:
+      if all(_fits(seen[case], predict(whole[case], parts[case])) for case in seen):
+        return explanation
+    excess = [(seen[case] - whole[case]) for case in seen]
+    weights = [float(rows["weight"].sum()) for rows in self.cases.values()]
+    for scales in ([1.0] * len(excess), weights):
+      scaled = [scale * each for scale, each in zip(scales, excess, strict=True)]
+      if all(_fits(each, scaled[0]) for each in scaled[1:]):
+        return REGULARISATION
+    additive = all(_fits(whole[case], _weighted_mean(parts[case])) for case in whole)
+    return UNKNOWN if additive else COUPLED
+
+  def _coupled(self) -> bool:
+    """Whether examples depend on one another: then it matters which share a micro-batch."""
+    if normalisations(self.task.model):
+      return True
+    parts = self._parts(self.batch, 2)
+    return not _fits(self.flat(self.reference["full batch"]), _weighted_mean(parts))
+
+  def _parts(self, rows: Rows, replicas: int) -> list[tuple[np.ndarray, float]]:
+    """The update of each replica's rows alone, made on one replica, and their weight."""
+    owner = np.arange(self.rows) * replicas // self.rows
+    alone = [bench.masked(rows, owner == replica) for replica in range(replicas)]
+    return [(np.nan_to_num(self.flat(self.on_one(each))), each["weight"].sum()) for each in alone]
+
+  # ---- With the config's optimizer and every option ----
+
+  def same_with_options(self, *, alike: bool) -> Iterator[Result]:
+    """Several steps, options on; on failure, each option alone.
+
+    Args:
+      alike: whether the bare updates were; else only the overflow is looked at.
+    """
+    name = "same weights after 4 steps"
+    options = self._options()
+    try:
+      steps = self._run_options(options)
+    except ValueError:
+      if self.subject.accumulation_steps > 1:
+        raise
+      options.pop("accumulation", None)  # the task splits the batch itself, the config does not
+      steps = self._run_options(options)
+    told = f"own optimizer, {', '.join(options)}"
+    overflow = steps.pop("overflow")
+    worst = max(steps.values(), key=lambda each: each.worst)
+    if not alike:
+      why = "the update itself differs; mend that first"
+      yield Result(group=GROUP, check=name, status="not applicable", detail=why)
+    elif worst.worst <= AFTER_STEPS:
+      yield Result(
+        group=GROUP, check=name, status="passed",
+        detail=f"{told}: relative difference {worst.worst:.1e}",
+        values={str(replicas): each.worst for replicas, each in steps.items()},
+      )  # fmt: skip
+    else:
+      yield self._option_fails(name, options, worst)
+    yield overflow
+
+  def _options(self) -> dict[str, dict[str, Any]]:
+    norm = self.reference["full batch"].metrics.get("gradient_norm", 0.0)
+    options: dict[str, dict[str, Any]] = {}
+    clipped_by_value = (
+      "Trainer.clip_value" in configurables.bindings() or "clip_value" in self.subject.trainer
+    )
+    if norm > 0 and not clipped_by_value:
+      options["clip_norm"] = {"clip_norm": norm / 2}
+    micro = self.subject.accumulation_steps
+    if micro > 1 or not self._coupled():
+      options["accumulation"] = {"accumulation_steps": micro if micro > 1 else 2}
+    options["loss scaling"] = {"loss_scale": dynamic}
+    return options
+
+  def _run_options(self, options: Mapping[str, dict[str, Any]]) -> dict[Any, Any]:
+    """The difference of the weights after several steps on 2 and 3 replicas, and of an overflow."""
+    arguments = {key: value for option in options.values() for key, value in option.items()}
+    last = np.arange(self.rows) == self.rows - 1
+    planted = _with_infinity(self.batch, last)
+    order = [self.cases["full batch"], *self.cases.values()]
+    ends, skips = {}, {}
+    for replicas in (1, 2, 3):
+      here = Bench(self.subject, replicas, rows=self.rows, **arguments)
+      here.assign(self.start)
+      outcomes = [here.step(rows) for rows in order]
+      ends[replicas] = dataclasses.replace(outcomes[-1], before=self.start)
+      if planted is not None:
+        skips[replicas] = (here.step(planted), here.trainable)
+    found: dict[Any, Any] = {
+      replicas: self.difference(ends[replicas], ends[1], without=self.noisy) for replicas in (2, 3)
+    }
+    return {**found, "overflow": self._overflow(skips)}
+
+  def _overflow(self, skips: Mapping[int, tuple[Outcome, list[bool]]]) -> Result:
+    name = "overflow on one replica"
+    if not skips:
+      why = "no float feature to plant an infinity in"
+      return Result(group=GROUP, check=name, status="not applicable", detail=why)
+    moved = {n: _moved(outcome, trainable) for n, (outcome, trainable) in skips.items()}
+    outcomes = {n: outcome for n, (outcome, _) in skips.items()}
+    if moved[1] and not np.isfinite(self.flat(outcomes[1])).all():
+      why = "the task applies what is not finite, on one replica too"
+      return Result(group=GROUP, check=name, status="not applicable", detail=why)
+    if moved[1]:  # one of several updates was skipped, or none was
+      apart = {n: self._apart(outcomes[n], outcomes[1]) for n in (2, 3)}
+      wrong = [str(n) for n, difference in apart.items() if not difference <= AFTER_STEPS]
+      worst = max(apart.values())
+      right = f"the step is the same on every replica: relative difference {worst:.1e}"
+      bad = "the step differs from that of one replica where one of them overflows"
+    else:
+      wrong = [str(n) for n, there in moved.items() if there]
+      right = "the step is skipped on every replica, no weight moves"
+      bad = "weights move although one replica overflows"
+    if not wrong:
+      return Result(group=GROUP, check=name, status="passed", detail=right)
+    return Result(
+      group=GROUP, check=name, status="failed", detail=f"on {' and '.join(wrong)} replicas, {bad}",
+      cause="finite check before the reduction",
+      remedy="decide by step.check of the reduced gradients, which is the same on every replica",
+      place=source_lines.find(self.task, *METHODS, containing=("is_finite", "check(", "apply(")),
+    )  # fmt: skip
+
+  def _option_fails(
+    self, name: str, options: Mapping[str, dict[str, Any]], worst: Difference
+  ) -> Result:
+    culprit = ""
+    for option, arguments in options.items():
+      alone = self._run_options({option: arguments})
+      if max(alone[2].worst, alone[3].worst) > AFTER_STEPS:
+        culprit = option
+        break
+    explanation = BY_OPTION.get(culprit, OPTIMIZER)
+    return Result(
+      group=GROUP, check=name, status="failed", detail=worst.detail,
+      cause=explanation.cause, remedy=explanation.remedy,
+      place=source_lines.find(
+        self.task, *METHODS, containing=explanation.containing, anywhere=True,
+      ),
+    )  # fmt: skip
+
+  # ---- Numbers ----
+
+  def flat(self, outcome: Outcome, replica: int = 0) -> np.ndarray:
+    """The update of all that is trained, as one vector."""
+    update = outcome.update(replica)
+    trained = [u.ravel() for u, used in zip(update, self.alone.trainable, strict=True) if used]
+    return np.concatenate(trained)
+
+  def _apart(self, several: Outcome, one: Outcome) -> float:
+    """How far each of several replicas is from what one replica did, at most."""
+    replicas = range(len(several.after[0]))
+    found = [self.difference(several, one, without=self.noisy, replica=each) for each in replicas]
+    return max(each.worst for each in found)
+
+  def difference(
+    self,
+    one: Outcome,
+    other: Outcome,
+    *,
+    without: frozenset[int] = frozenset(),
+    replica: int = 0,
+  ) -> Difference:
+    """Holds a replica of a step against another step, variable by variable, but for some."""
+    updates = list(zip(one.update(replica), other.update(), strict=True))
+    scale = max((np.linalg.norm(other) for _, other in updates), default=0.0)
+    relative = []
+    for index, (mine, yours) in enumerate(updates):
+      if index in without:
+        relative.append(0.0)
+        continue
+      rounding = 3e-7 * np.linalg.norm(other.before[index])
+      apart = np.linalg.norm(mine - yours)
+      if not np.isfinite(apart):
+        same = np.array_equal(np.isfinite(mine), np.isfinite(yours))
+        relative.append(0.0 if same else np.inf)
+        continue
+      size = max(float(np.linalg.norm(yours)), 1e-3 * scale)
+      relative.append(max(0.0, apart - rounding) / size if size else float(apart > rounding))
+    worst = max(relative, default=0.0)
+    first = next((i for i, r in enumerate(relative) if r > LEAST), None)
+    if first is None:
+      detail = f"relative difference {worst:.1e}"
+    else:
+      detail = f"{self.alone.names[first]} differs first, by {relative[first]:.2g} of its update"
+    metrics = "; ".join(
+      f"{name} is {one.metrics.get(name, np.nan):.6g} and {value:.6g}"
+      for name, value in other.metrics.items()
+      if not np.isclose(one.metrics.get(name, np.nan), value, rtol=1e-3, atol=1e-5, equal_nan=True)
+    )
+    if worst <= LEAST and metrics:
+      detail = metrics
+    return Difference(worst=float(worst), detail=detail, metrics=metrics)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+  """The largest relative difference of a variable's update, in words, and what metrics differ."""
+
+  worst: float
+  detail: str
+  metrics: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+  """A known mistake: its name, what to do, and what its line may contain."""
+
+  cause: str
+  remedy: str
+  containing: tuple[str, ...] = ()
+
+
+STATEFUL = Explanation(
+  cause="random numbers with a state of their own",
+  remedy="use layers of Keras, or tf.random.stateless_* with step.seed()",
+  containing=("tf.random.", "np.random", "random."),
+)
+NEVER_REDUCED = Explanation(
+  cause="never reduced",
+  remedy="call step.all_reduce(gradients, loss) before step.unscale and step.apply",
+  containing=("apply(", "apply_gradients", "gradients("),
+)
+BATCH_NORM = Explanation(
+  cause="batch-norm statistics",
+  remedy="BatchNormalization(synchronized=True) normalises over the global batch; else each "
+  "replica normalises by its own rows",
+  containing=("BatchNormalization",),
+)
+TWICE = Explanation(
+  cause="reduced twice",
+  remedy="reduce once: step.all_reduce sums gradients and weight, and step.apply reduces nothing; "
+  "an optimizer of your own would reduce again in its apply()",
+  containing=("all_reduce", "apply_gradients", ".apply("),
+)
+MEAN_OF_MEANS = Explanation(
+  cause="mean of means",
+  remedy="return sums, Loss.from_examples(per_example, batch['weight']); a mean over each replica "
+  "weighs a replica with few examples as much as one with many",
+  containing=("reduce_mean", "/ tf.reduce_sum", "divide_no_nan", "Loss("),
+)
+LOCAL_BATCH = Explanation(
+  cause="loss divided by the local batch",
+  remedy="return sums, Loss.from_examples(per_example, batch['weight']); the framework divides "
+  "once, by the global weight",
+  containing=("reduce_mean", "/ ", "divide_no_nan", "Loss("),
+)
+REGULARISATION = Explanation(
+  cause="regularisation counted N times",
+  remedy="return the penalty from Task.regularization(), or use loss.plus_regularization(penalty), "
+  "which counts it once",
+  containing=("l2_loss", "losses", "regular", "penalty", "+ "),
+)
+COUPLED = Explanation(
+  cause="examples that depend on one another",
+  remedy="what compares the examples of a batch (negatives, statistics, ranks) sees only its own "
+  "replica's: gather the others with step.all_gather, in train_step",
+  containing=("reduce_mean", "reduce_std", "matmul", "transpose", "top_k", "moments"),
+)
+UNKNOWN = Explanation(
+  cause="unknown",
+  remedy="none of the known mistakes predicts this update; compare the verbs of your train_step "
+  "with those of step.update",
+)
+OPTIMIZER = Explanation(
+  cause="optimizer",
+  remedy="gradient descent agrees and this optimizer does not: it reads something that differs "
+  "between replicas",
+)
+BY_OPTION = {
+  "clip_norm": Explanation(
+    cause="clipped before the reduction",
+    remedy="clip reduced gradients: step.clip after step.all_reduce and step.unscale",
+    containing=("clip",),
+  ),
+  "accumulation": Explanation(
+    cause="mean over micro-batches",
+    remedy="add up the sums of the micro-batches and divide once, as step.gradients does",
+    containing=("gradients(", "reduce_mean", "/ "),
+  ),
+  "loss scaling": Explanation(
+    cause="loss scale",
+    remedy="divide reduced gradients by the scale once, as step.unscale does",
+    containing=("unscale", "scale"),
+  ),
+}
+
+
+Part = tuple[np.ndarray, float]
+
+
+def _mean_of_means(whole: np.ndarray, parts: Sequence[Part]) -> np.ndarray:
+  return np.mean([part for part, _ in parts], axis=0)
+
+
+def _sum_of_means(whole: np.ndarray, parts: Sequence[Part]) -> np.ndarray:
+  return np.sum([part for part, _ in parts], axis=0)
+
+
+def _weighted_mean(parts: Sequence[Part]) -> np.ndarray:
+  total = sum(weight for _, weight in parts)
+  return np.sum([part * (weight / total) for part, weight in parts], axis=0)
+
+
+PREDICTIONS = (
+  (TWICE, lambda whole, parts: whole * len(parts)),
+  (MEAN_OF_MEANS, _mean_of_means),
+  (LOCAL_BATCH, _sum_of_means),
+  (LOCAL_BATCH, lambda whole, parts: whole / len(parts)),
+)
+
+
+def _fits(seen: np.ndarray, predicted: np.ndarray) -> bool:
+  size = np.linalg.norm(predicted)
+  return bool(size and np.linalg.norm(seen - predicted) <= FITS * size)
+
+
+def _drift(outcome: Outcome, trainable: Sequence[bool]) -> float:
+  """How far the replicas' copies of trained variables are apart, relative to their update."""
+  apart = [
+    np.abs(copy.astype(np.float64) - copies[0]).max(initial=0.0)
+    for copies, trained in zip(outcome.after, trainable, strict=True)
+    if trained
+    for copy in copies[1:]
+  ]
+  return float(max(apart, default=0.0))
+
+
+def _moved(outcome: Outcome, trainable: Sequence[bool]) -> bool:
+  return any(
+    trained and not np.array_equal(copy, before, equal_nan=True)
+    for before, copies, trained in zip(outcome.before, outcome.after, trainable, strict=True)
+    for copy in copies
+  )
+
+
+def _noisy(one: Outcome, other: Outcome) -> frozenset[int]:
+  """The variables whose gradient is rounding and nothing else, as that of a bias under batch norm.
+
+  It depends on the order of the rows. An optimizer like Adam moves them as far as all others.
+  """
+  pairs = enumerate(zip(one.update(), other.update(), strict=True))
+  return frozenset(
+    index
+    for index, (mine, yours) in pairs
+    if np.linalg.norm(mine - yours) > FITS * np.linalg.norm(yours)
+  )
+
+
+def _backwards(batch: Rows) -> Rows:
+  return {name: value[::-1] for name, value in batch.items()}
+
+
+def _with_infinity(batch: Rows, where: np.ndarray) -> Rows | None:
+  """The batch with every float feature infinite in some rows; None without any float feature."""
+  floats = [n for n, v in batch.items() if n != "weight" and np.issubdtype(v.dtype, np.floating)]
+  planted = dict(batch)
+  for name in floats:
+    planted[name] = np.where(
+      where.reshape([-1] + [1] * (batch[name].ndim - 1)), np.inf, batch[name]
+    ).astype(batch[name].dtype)
+  return planted if floats else None
+
+
+def normalisations(model: Any) -> list[Any]:
+  """Returns the layers of a model that normalise over the batch."""
+  layers = [
+    layer
+    for part in models.parts(model)
+    if models.is_keras(part)
+    for layer in part._flatten_layers()
+  ]
+  return [layer for layer in layers if "BatchNormalization" in type(layer).__name__]
+
+
+def synchronised(layer: Any) -> bool:
+  """Whether a batch normalisation takes its statistics over all replicas."""
+  return bool(getattr(layer, "synchronized", False)) or "Sync" in type(layer).__name__
