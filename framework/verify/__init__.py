@@ -2,10 +2,10 @@
 
     python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
 
-checks/ has a module for each group of `GROUPS`, with `check(subject) -> results`; docs/verify.md says
-what each one means. report.py holds what they find. bench/ has what they are made of:
+checks/ has a module for each group of `GROUPS`, with `check(subject) -> results`; docs/verify.md
+says what each one means. report.py holds what they find. bench/ has what they are made of:
 
-    bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time, on its own batches
+    bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
     harness.py        the same as `run` makes it, with its input, in loops
     shared_noise.py   the same noise for every row, so that a random task can be compared
     same_draws.py     the same for XLA and every dtype
