@@ -5,7 +5,8 @@
     python -m benchmarks.forensics_trials --cost --rounds=100    # watched beside unwatched loops
 
 A trial plants one example that makes the loss, or the gradient of one variable, not finite
-(tests/planted.py): a random step, a random replica of 2 or 3, a random row. It is located if the
+(tests/support/planted.py): a random step, a random replica of 2 or 3, a random row. It is
+located if the
 report names just that step, replica, variable (or the loss) and example. All trials are made in one
 process, so the sums are made on one device.
 
@@ -35,7 +36,7 @@ import tensorflow as tf
 from benchmarks import contenders, models
 from framework import Trainer, configurables, forensics
 from framework import run as runs
-from tests import planted
+from tests.support import planted
 
 LONGEST = 12
 """Steps of a trial's loop: one epoch, so that each example comes once."""

@@ -74,8 +74,6 @@ def mistake(error: Exception) -> str | None:
   "user error: ", in the text of an error of its own; gin appends lines to any error.
   """
   if "[user error: " in str(error):
-    from framework.errors import user_error
-
     return user_error(error)
   hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))
   if hidden:

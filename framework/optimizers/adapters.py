@@ -103,7 +103,7 @@ class Keras3Optimizer(Optimizer):
   """Keras 3: `apply` always sums gradients over replicas again, which would double the update."""
 
   def _build(self) -> None:
-    # The only switch there is; tests/test_optimizers.py has a canary for it.
+    # The only switch there is; tests/unit/optimizers/test_optimizers.py has a canary for it.
     self.optimizer._all_reduce_sum_gradients = list
     self.optimizer.build(self.fusion.variables)
 

@@ -22,7 +22,7 @@ from tensorflow.python.data.ops import debug_mode
 
 import launch
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1] / "support"
 REPOSITORY = Path(launch.__file__).parent
 CONFIG = """
 import mistaken

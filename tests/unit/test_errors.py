@@ -1,4 +1,4 @@
-"""Lines for the user in what a pipeline raises: `framework.inputs.checks`.
+"""Lines for the user in what a pipeline raises: `framework.errors`.
 
 Its ConfigErrors are tested where they are raised, in test_sources.py and test_inputs.py.
 """

@@ -18,7 +18,7 @@ from framework.errors import ConfigError
 from framework.strategies import local_cluster
 from framework.strategies.local_cluster import free_ports, run_local
 
-ROOT = Path(local_cluster.__file__).parent.parent
+ROOT = Path(local_cluster.__file__).parents[2]
 PRELUDE = """
 import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path
@@ -88,7 +88,7 @@ class Parent:
     code = (
       "import json, signal, sys\n"
       "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & ignores it
-      f"from framework import local_cluster\n{constants}\n"
+      f"from framework.strategies import local_cluster\n{constants}\n"
       "sys.exit(local_cluster.run_local(**json.loads(sys.argv[1])))"
     )
     self.popen = subprocess.Popen(

@@ -254,8 +254,9 @@ EVERY_OP = """
 import sys
 sys.path[:0] = [{tests!r}, {repository!r}]
 import test_tune
-from framework import strategies, tune
-strategies.split_cpu(2)
+from framework import tune
+from framework.strategies import factories
+factories.split_cpu(2)
 tune.tune(["line.gin"], model_dir="run", show=print, rounds=2, block_s=0.02)
 """
 
@@ -263,7 +264,7 @@ tune.tune(["line.gin"], model_dir="run", show=print, rounds=2, block_s=0.02)
 def test_every_op_is_tried(tmp_path):
   """In a process of its own, since collectives fix their size for a whole process."""
   (tmp_path / "line.gin").write_text(f"{CONFIG}{TWO}\nrun.steps_per_loop = 1000\n")
-  code = EVERY_OP.format(tests=str(REPOSITORY / "tests"), repository=str(REPOSITORY))
+  code = EVERY_OP.format(tests=str(REPOSITORY / "tests" / "unit"), repository=str(REPOSITORY))
   done = subprocess.run(
     [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
   )

@@ -270,7 +270,7 @@ def test_the_replay_command_shows_the_step_again(where, tmp_path, capsys):
   assert saved == {"global_step": 8, "position": 64, "skipped_steps": 0}
 
   path, python, *command = shlex.split(last.partition("replay the step: ")[2])
-  assert path == f"PYTHONPATH={Path(__file__).parent}"  # where the task's module is
+  assert path == f"PYTHONPATH={Path(planted.__file__).parent}"  # where the task's module is
   assert (python, command[0]) == ("python", "launch.py")
   assert launch.main(command) == 0
   out, err = capsys.readouterr()

@@ -1,6 +1,6 @@
 """Parameter servers: exact counts and sums although workers run side by side, die and come back.
 
-One process (tests/ps_cluster.py) forks 2 servers and 3 workers, runs all cases and writes what came
+One process (ps_cluster.py) forks 2 servers and 3 workers, runs all cases and writes what came
 out; the tests compare that with NumPy.
 """
 
@@ -20,7 +20,7 @@ from framework.inputs import datasets
 from framework.inputs.sources import ArraySource, Source, StreamSource
 from framework.strategies import cluster, factories, local_cluster, servers
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "support"
 EXAMPLES, REPEATS = 203, 100
 
 
@@ -28,7 +28,7 @@ EXAMPLES, REPEATS = 203, 100
 def results(tmp_path_factory):
   output = tmp_path_factory.mktemp("ps") / "results.json"
   command = ["timeout", "-s", "KILL", "150", sys.executable, HERE / "ps_cluster.py", output]
-  environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+  environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
   done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(output.read_text())
@@ -36,7 +36,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def case(results):
-  """Returns what a case of tests/ps_cluster.py has left."""
+  """Returns what a case of tests/support/ps_cluster.py has left."""
 
   def of(name):
     failed = isinstance(results[name], dict) and results[name].get("failed")
@@ -47,7 +47,7 @@ def case(results):
 
 
 def data():
-  """As tests/ps_cluster.py makes it."""
+  """As tests/support/ps_cluster.py makes it."""
   rng = np.random.default_rng(0)
   x = rng.normal(size=[EXAMPLES, 3]).astype(np.float32)
   y = (x @ [1.5, -0.5, 0.25] + 0.1 * rng.normal(size=EXAMPLES)).astype(np.float32)

@@ -14,7 +14,7 @@ import launch
 from framework import configurables
 from framework.run import run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BASE = """
 import tasks.image_classification
@@ -119,7 +119,7 @@ def test_a_task_is_short():
 
 def test_the_option_tables_are_those_of_the_code():
   assert (ROOT / "docs" / "options.md").read_text() == option_tables.render(), (
-    "run: python -m tests.option_tables > docs/options.md"
+    "run: python -m tests.support.option_tables > docs/options.md"
   )
 
 

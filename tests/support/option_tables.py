@@ -1,6 +1,6 @@
 """Writes docs/options.md from the signatures and docstrings of what a gin file configures.
 
-python -m tests.option_tables > docs/options.md
+python -m tests.support.option_tables > docs/options.md
 """
 
 import inspect
@@ -43,7 +43,7 @@ SECTIONS = (
 
 
 def render() -> str:
-  text = "# Options\n\nWritten by `python -m tests.option_tables`; a test keeps it true.\n"
+  text = "# Options\n\nWritten by `python -m tests.support.option_tables`; a test keeps it true.\n"
   for title, module, names in SECTIONS:
     rows = [row for name in names.split() for row in rows_of(name, getattr(module, name))]
     table = "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])

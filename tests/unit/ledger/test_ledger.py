@@ -410,7 +410,7 @@ def test_an_order_of_many_examples_is_compared_in_parts(monkeypatch):
   assert problem(*both(1, 30, ids=ids, **options)).startswith("step 15, worker 0: differs: it con")
 
 
-# ---- The command; after kills in a cluster: tests/test_multi_worker.py ----
+# ---- The command; after kills in a cluster: tests/clusters/test_multi_worker.py ----
 
 
 def test_without_a_ledger_the_command_says_what_to_do(tmp_path, capsys):
