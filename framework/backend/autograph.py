@@ -1,8 +1,8 @@
-"""What AutoGraph converts: the user's code, and of the framework nothing but the training loop.
+"""Limits AutoGraph to the user's code and the framework's training loop.
 
-Converting takes 10 to 100 ms a function, which for the verbs of a step came to most of the time to
-the first step; and none of them branches on a tensor. So the framework's functions are kept
-`as_written`, and where one of them calls the user's, that call is `converted`.
+Converting takes 10 to 100 ms per function. For the verbs of a step this was most of the time to the
+first step, and none of them branches on a tensor. So the framework's functions are `as_written`,
+and where one calls a user's function, that call is `converted`.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def as_written(function: Function) -> Function:
-  """Keeps AutoGraph from converting a function, and what it calls (a decorator)."""
+  """Decorator: AutoGraph does not convert the function or anything that it calls."""
   return tf.autograph.experimental.do_not_convert(function)
 
 
 @as_written
 def converted(function: Function) -> Function:
-  """Lets AutoGraph convert a function again when it is called from one kept `as_written`.
+  """Returns a function that AutoGraph converts even when called from an `as_written` function.
 
-  Run eagerly, for debugging, it stays what it is. Exceptions come through as they are.
+  In eager mode, for debugging, it is not converted. Exceptions pass through unchanged.
   """
 
   def call(*args: Any, **kwargs: Any) -> Any:

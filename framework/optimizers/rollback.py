@@ -1,31 +1,29 @@
-"""Takes back the one step of a loop that is not finite."""
+"""Undoes a training step that is not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from framework.backend import models
 from framework.backend.autograph import as_written
+from framework.backend.replica_state import assign
 from framework.optimizers.adapters import Optimizer
 from framework.optimizers.ema import Ema
 
-if TYPE_CHECKING:
-  pass
-
 
 class Watch:
-  """Takes back the one step of a loop that is not finite; the loop then ends.
+  """Undoes the step of a loop that is not finite; the loop then ends.
 
-  Updates of a bad step are not made to begin with (`Step.apply` asks `Watch`). What else a step
-  changes is read before it is changed: the model's other variables (such as the statistics of
-  batch normalisation), the loss scale, and what an update that is not the step's last one changes.
-  A read shares the variable's buffer and copies nothing; a variable that is then updated in place
-  is copied, which only those of such earlier updates are.
+  `Step.apply` asks `Watch` and skips the update of a bad step. Other state is read before a step
+  changes it: the model's non-trainable variables (such as statistics of batch normalisation), the
+  loss scale, and everything that an update changes, if it is not the last update of the step. A
+  read shares the variable's buffer. Only a variable that is then updated in place is copied, which
+  happens for those earlier updates.
 
-  Not taken back: what a task's own `train_step` assigns to trainable variables by itself.
+  Not undone: trainable variables that a task's own `train_step` assigns directly.
   """
 
   def __init__(
@@ -41,10 +39,10 @@ class Watch:
 
     Args:
       strategy: the current one.
-      model: whose variables that are not trainable a step may change.
+      model: its non-trainable variables are restored.
       loss_scale: the run's `LossScale`.
-      ema: the moving average, if there is one.
-      on_stop: what `Trainer.train` calls (host) once the loop has stopped at a bad step.
+      ema: the run's moving average, if any.
+      on_stop: called by `Trainer.train` (host) after the loop has stopped at a bad step.
     """
     trainable = {id(models.raw(v)) for v in models.trainable_variables(model)}
     others = [models.raw(v) for v in models.all_variables(model)]
@@ -56,27 +54,27 @@ class Watch:
 
   @as_written
   def begin(self) -> None:
-    """Reads what any step may change, before a step (cross-replica)."""
+    """Reads what any step may change; call before each step (cross-replica)."""
     self._kept, self._last = {0: (self._volatile, read(self._strategy, self._volatile))}, {}
 
   @as_written
   def before_update(self, optimizer: Optimizer) -> None:
-    """Reads what an update changes, just before it (cross-replica)."""
+    """Reads what an update changes; call before the update (cross-replica)."""
     if id(optimizer) not in self._kept:
       variables = _changed_by(optimizer, self._ema)
       self._last = {id(optimizer): (variables, read(self._strategy, variables))}
 
   def before_check(self) -> None:
-    """An update that was made before another check may have to be taken back (any context)."""
+    """Keeps the values of an update that precedes another check, to undo it too (any context)."""
     self._kept, self._last = {**self._kept, **self._last}, {}
 
   @as_written
   def stands(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
-    """Returns whether a step is good, a bool scalar; if not, takes it back (cross-replica).
+    """Returns whether a step is good, a bool scalar; if not, undoes it (cross-replica).
 
     Args:
       finite: bool scalar, whether all reduced gradients are finite.
-      loss_finite: bool scalar, whether all losses are.
+      loss_finite: bool scalar, whether all losses are finite.
     """
     good = loss_finite & finite if self.counts_gradients else loss_finite
     kept = [(v, value) for pair in self._kept.values() for v, value in zip(*pair, strict=True)]
@@ -93,7 +91,7 @@ def _changed_by(optimizer: Optimizer, ema: Ema | None) -> list[tf.Variable]:
 
 
 def read(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> list[Any]:
-  """Returns the values of variables on every replica (cross-replica)."""
+  """Returns the values of variables, per replica (cross-replica)."""
   if not variables:
     return []
   return strategy.extended.call_for_each_replica(
@@ -104,13 +102,7 @@ def read(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> 
 def write(
   strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable], values: Sequence[Any]
 ) -> None:
-  """Assigns what `read` returned, to each replica its own (cross-replica)."""
-
-  def assign(variable: tf.Variable, value: tf.Tensor) -> None:
-    variable.assign(value, read_value=False)
+  """Assigns the values that `read` returned, per replica (cross-replica)."""
 
   for variable, value in zip(variables, values, strict=True):
-    strategy.extended.update(variable, as_written(assign), args=(value,), group=False)
-
-
-# ---- The step made again ----
+    assign(strategy, variable, value)

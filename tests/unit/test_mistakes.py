@@ -352,7 +352,7 @@ MISTAKES = {
     config=["Toy.source = @bare_dataset"], says=["TensorSliceDataset", "StreamSource(dataset=...)"]
   ),
   "features of different lengths": Mistake(
-    config=["Toy.source = @unequal_features"], says=["'x' 10, 'y' 7", "a row for each example"]
+    config=["Toy.source = @unequal_features"], says=["'x' 10, 'y' 7", "one row per example"]
   ),
   "source without rows": Mistake(
     config=["Toy.source = @no_rows"], says=["(x, y) have no rows", "at least one example"]
@@ -447,7 +447,7 @@ MISTAKES = {
     says=["TMP/none/train-images", "does not exist"],
   ),
   "idx cut short": Mistake(
-    config=IDX, prepare=truncated_idx, says=["images-idx3", "3143 bytes", "fetch it again"]
+    config=IDX, prepare=truncated_idx, says=["images-idx3", "3143 bytes", "download it again"]
   ),
   "label out of range": Mistake(
     config=IDX, prepare=label_of_eleven, says=["label 11", "classes is 10", "at least 12"]
@@ -458,7 +458,7 @@ MISTAKES = {
     says=["(28, 28, 1)", "input_shape is (8, 8, 1)", "make them the same"],
   ),
   "missing image folder": Mistake(
-    config=IMAGES, says=["TMP/train", "not a folder", "a folder for each class"]
+    config=IMAGES, says=["TMP/train", "not a folder", "one folder per class"]
   ),
   "corrupt image": Mistake(
     config=IMAGES, prepare=corrupt_image, fresh=True, says=["TMP/train/cat/1.png", "remove it"]
