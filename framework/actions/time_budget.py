@@ -1,24 +1,24 @@
-"""Where the wall time of a training run went, in a table at its end, and what to do about it.
+"""`TimeBudget`: where the wall time of a training run goes, as a table at its end.
 
     run.actions = [@TimeBudget()]
 
-From the first step (or restore) to the last checkpoint, in parts that exclude each other:
+The time from the first step (or restore) to the last checkpoint, in parts that do not overlap:
 
-    input wait     from asking for a batch to having it, in the step
-    communication  from a replica's sums being ready to the sums over all replicas being there, in
-                   the step: so it includes waiting for the slowest replica. Mean over replicas.
+    input wait     in the step, from the request for a batch to its arrival
+    communication  in the step, from a replica's sums to the sums over all replicas: includes the
+                   wait for the slowest replica. Mean over replicas.
     compute        the rest of the training loops
-    start          from calling a loop to its first operation: at first tracing and optimizing its
-                   graph, later next to nothing
+    start          from the call of a loop to its first operation: in the first loop, tracing and
+                   optimizing the graph; later almost nothing
     checkpoints, evaluation, reporting, action <name>
-                   on the host, between loops; the others wait for them
-    host           what is left of it
+                   on the host, between loops, while the devices wait
+    host           the rest
 
-Input wait and communication are timestamps in the compiled step, two each. Those of communication
-are there only with this action, on several replicas, and cost some ten small operations a step.
-They tell the truth where an operation is done when it says so, on CPUs; on GPUs it is then only
-enqueued, so that the two parts are reported as one, "compute and communication": use `Profile`.
-Communication that a task does by itself counts as compute.
+The compiled step takes two timestamps for the input, and two for communication if this action is
+used on several replicas; the latter cost about ten small operations a step. On a CPU an operation
+is done when the next timestamp is taken. On a GPU it is only enqueued, so there the two parts are
+reported as one, "compute and communication"; use `Profile` to separate them. Communication in the
+task's own code counts as compute.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ SUGGESTIONS: Mapping[str, str] = {
   "compute": "nothing else holds it up; try Trainer.jit_compile = True, or look at a trace: "
   "run.actions = [@Profile()].",
   "compute and communication": "look at a trace: run.actions = [@Profile()].",
-  "start": "it is paid once a process: a longer run hides it; if it comes again, the log says that "
-  "the loop was traced again.",
+  "start": "paid once per process, so it matters less in a longer run; if it repeats, the log says "
+  "that the loop was traced again.",
   "checkpoints": "save less often: a larger run.checkpoint_every_steps.",
   "evaluation": "evaluate less often or in larger batches: run.eval_every_steps, "
   "run.eval_batch_size.",
   "reporting": "report less often: a larger run.steps_per_loop.",
-  "host": "come to the host less often: a larger run.steps_per_loop.",
+  "host": "return to the host less often: a larger run.steps_per_loop.",
 }
-"""What to do if a part is the largest."""
+"""Part -> what to do if it is the largest."""
 
 
 class TimeBudget(Action):
-  """Prints where the wall time of this process's training went, at its end.
+  """Prints where the wall time of this process's training went, when training ends.
 
-  The same goes to metrics.jsonl as one line of the split "time", a value "<part>_s" for each part.
+  metrics.jsonl gets the same as one line of the split "time": "<part>_s" -> seconds.
   """
 
   on = "train"
 
   def __init__(self) -> None:
-    """Measures nothing before `begin`."""
+    """Measures from `begin` on."""
     self.watch = Stopwatch()
     self._in_step = {"input wait": 0.0, "communication": 0.0, "start": 0.0}
 
   def bind(self, run: Run) -> None:
-    """Has the trainer time its reductions, where that tells the truth.
+    """Makes the trainer time its reductions, unless it runs on GPUs or TPUs.
 
     Raises:
       ConfigError: training is asynchronous.
@@ -76,8 +76,8 @@ class TimeBudget(Action):
     super().bind(run)
     if traits.is_asynchronous(run.strategy):
       raise ConfigError(
-        "run.actions has @TimeBudget(), but under parameter_server each worker waits for input and "
-        "servers by itself, beside the others; leave it out."
+        "run.actions has @TimeBudget(), but under parameter_server the workers wait for input and "
+        "servers independently of each other; remove it."
       )
     devices = traits.describe(run.strategy)[1]
     self._separable = not any("GPU" in device or "TPU" in device for device in devices)
@@ -88,13 +88,13 @@ class TimeBudget(Action):
     self.watch.start()
 
   def __call__(self, output: Output) -> None:
-    """Adds what was measured in the loop's steps."""
+    """Adds the seconds that the loop measured in its steps."""
     self._in_step["input wait"] += float(output["input_wait_s"])
     self._in_step["communication"] += float(output.get("communication_s", 0.0))
     self._in_step["start"] += float(output["start_s"])
 
   def end(self) -> None:
-    """Prints the table and writes the record."""
+    """Prints the table and appends it to metrics.jsonl."""
     if not self.watch.is_running:
       return
     self.watch.stop()
@@ -114,7 +114,7 @@ class TimeBudget(Action):
 
 
 def table(parts: Mapping[str, float]) -> str:
-  """Returns the lines to print: parts, seconds and shares, the largest first, and a suggestion."""
+  """Returns the lines to print: part, seconds and share, largest first; then a suggestion."""
   total = sum(parts.values())
   rows = sorted(parts.items(), key=lambda item: -item[1])
   width = max(len(name) for name in parts)
