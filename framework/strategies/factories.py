@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import tensorflow as tf
 from absl import logging
@@ -13,7 +12,6 @@ from tensorflow.python.framework import kernels
 
 from framework.errors import ConfigError, unknown
 from framework.strategies import rendezvous, resolvers, servers
-from framework.strategies.traits import is_asynchronous
 
 CrossDeviceOps = Literal[
   "auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "collective"
@@ -219,29 +217,6 @@ def parameter_server(
     min_shard_bytes=min_shard_bytes,
     max_shards=max_shards,
   )
-
-
-class Asynchronous:
-  """A class of which `Class(strategy=...)` makes another one under parameter servers.
-
-  It has the `__new__`, so that the signature of the class is that of its own `__init__`.
-  """
-
-  ASYNCHRONOUS: ClassVar[str]
-  """The name of the other class, in framework/parameter_server.py."""
-
-  def __new__(cls, *args: Any, strategy: Any = None, **options: Any) -> Any:
-    """Chooses how steps and batches reach the devices: under parameter servers, by closures."""
-    del args, options
-    if is_asynchronous(strategy):
-      other = getattr(importlib.import_module("framework.parameter_server"), cls.ASYNCHRONOUS)
-      if not issubclass(cls, other) and "ASYNCHRONOUS" not in vars(cls):
-        raise ConfigError(
-          f"{cls.__name__} trains replicas in step, but under parameter_server no worker waits for "
-          f"another; derive it from framework.parameter_server.{other.__name__}."
-        )
-      cls = cls if issubclass(cls, other) else other
-    return super().__new__(cls)
 
 
 def auto(
