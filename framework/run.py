@@ -267,7 +267,7 @@ def made_trainer(
     if recorder is not None:
       recorder.reads(
         source, global_batch_size=global_batch_size, seed=seed, position=position,
-        shuffle=shuffle, rows=rows,
+        shuffle=shuffle, rows=rows, padded_batch_size=trainer.padded_batch_size,
       )  # fmt: skip
     return datasets.train_dataset(
       source, global_batch_size=global_batch_size, pad_multiple=trainer.batch_multiple,
@@ -277,7 +277,7 @@ def made_trainer(
 
   trainer: Trainer = configurables.configured(Trainer)(
     task=task, strategy=strategy, dataset_fn=dataset, global_batch_size=global_batch_size,
-    optimizer=optimizer, eager=eager, seed=seed, recorder=recorder,
+    optimizer=optimizer, eager=eager, seed=seed, observers=[recorder] if recorder else (),
   )  # fmt: skip
   return trainer
 

@@ -58,7 +58,7 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
     "global_batch_size": "set run.global_batch_size",
     "eager": "set run.eager",
     "seed": "set run.seed",
-    "recorder": "set run.ledger",
+    "observers": "set run.ledger or run.actions",
   },
   "Evaluator": {
     "task": "set run.task",

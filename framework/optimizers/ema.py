@@ -34,6 +34,11 @@ class Ema:
       for i, v in enumerate(self._variables)
     ]
 
+  @classmethod
+  def of_model(cls, model: Any, *, decay: float) -> Ema:
+    """Makes the averages of a model's trainable variables, in `strategy.scope()`."""
+    return cls(decay=decay, variables=models.trainable_variables(model))
+
   def update(self, strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
     """Updates the averages of `variables` (cross-replica)."""
     chosen = {id(models.raw(v)) for v in variables}

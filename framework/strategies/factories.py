@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import tensorflow as tf
 from absl import logging
@@ -13,7 +12,6 @@ from tensorflow.python.framework import kernels
 
 from framework.errors import ConfigError, require_integer, require_positive, unknown
 from framework.strategies import rendezvous, resolvers, servers
-from framework.strategies.traits import is_asynchronous
 
 CrossDeviceOps = Literal[
   "auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "collective"
@@ -215,33 +213,6 @@ def parameter_server(
     min_shard_bytes=min_shard_bytes,
     max_shards=max_shards,
   )
-
-
-class Asynchronous:
-  """Base of a class for which `Class(strategy=...)` makes another class under parameter servers.
-
-  The choice is in `__new__`, so the subclass keeps the signature of its `__init__`.
-  """
-
-  ASYNCHRONOUS: ClassVar[str]
-  """The name of the other class in framework/parameter_server.py."""
-
-  def __new__(cls, *args: Any, strategy: Any = None, **options: Any) -> Any:
-    """Makes the asynchronous class if `strategy` is asynchronous.
-
-    Raises:
-      ConfigError: a user's subclass, under parameter servers, derives from the synchronous class.
-    """
-    del args, options
-    if is_asynchronous(strategy):
-      other = getattr(importlib.import_module("framework.parameter_server"), cls.ASYNCHRONOUS)
-      if not issubclass(cls, other) and "ASYNCHRONOUS" not in vars(cls):
-        raise ConfigError(
-          f"{cls.__name__} trains synchronously, but workers under parameter_server are "
-          f"asynchronous; derive it from framework.parameter_server.{other.__name__}."
-        )
-      cls = cls if issubclass(cls, other) else other
-    return super().__new__(cls)
 
 
 def auto(

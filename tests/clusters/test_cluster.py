@@ -31,7 +31,7 @@ def addresses():
 def meet(monkeypatch, addresses, facts, *, timeout_s=10.0, come=None):
   """Returns what each worker that comes raises, or None; a thread for each."""
   thread_facts = threading.local()
-  monkeypatch.setattr(cluster, "facts", lambda: thread_facts.value)
+  monkeypatch.setattr(rendezvous, "facts", lambda: thread_facts.value)
 
   def one(index):
     thread_facts.value = facts[index]
@@ -120,7 +120,7 @@ def test_a_cluster_of_one_meets_nobody():
 
 
 def test_the_facts_are_those_of_this_process(monkeypatch):
-  monkeypatch.setattr(cluster, "_facts", {})
+  monkeypatch.setattr(rendezvous, "_facts", {})
   rendezvous.declare({"run.seed": 7})
   facts = rendezvous.facts()
   assert facts["run.seed"] == "7"

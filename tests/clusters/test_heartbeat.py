@@ -139,8 +139,8 @@ def test_a_parent_that_waits_for_a_silent_peer_is_ended_with_its_name(peer):
 
 ENDING = """
 import sys, time
-from framework import servers
-from framework.strategies.rendezvous import Peer
+from framework.strategies import servers
+from framework.strategies.cluster import Peer
 
 class Remote:
   def __del__(self):

@@ -166,7 +166,7 @@ def test_earlier_updates_of_the_step_are_taken_back_too(where, fuse_updates, mir
   assert_same(state(trainer), state(shorter))
 
 
-# ---- What no single example is guilty of ----
+# ---- What no single example causes ----
 
 
 class Together(Planted):
@@ -181,7 +181,7 @@ class Together(Planted):
     return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
 
-def test_examples_that_only_together_are_guilty(mirrored):
+def test_examples_that_are_bad_only_together(mirrored):
   task = Together()
   task.pair = [example_at(step=2, replica=1, row=row, replicas=2) for row in (2, 3)]
   trainer, results = stopped(mirrored(2), task)
@@ -223,7 +223,7 @@ def test_a_sum_that_overflows_the_wire_dtype(mirrored):
 def test_a_step_that_is_finite_has_nothing_to_report(mirrored):
   report = forensics.examine(make_trainer(mirrored(2), Planted()))
   assert not report.findings
-  assert str(report).startswith("step 1: all is finite")
+  assert str(report).startswith("step 1: all values are finite")
 
 
 # ---- The whole command ----
@@ -279,7 +279,7 @@ def test_the_replay_command_shows_the_step_again(where, tmp_path, capsys):
 
   shutil.rmtree(folder / "nonfinite")
   assert launch.main(command) == 2
-  assert "there is no step to replay in" in capsys.readouterr().err
+  assert "no step to replay in" in capsys.readouterr().err
 
 
 def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
