@@ -41,7 +41,6 @@ class Contender(NamedTuple):
 
 
 def make(name: str, model: str, replicas: int, steps: int) -> Contender:
-  """Makes the contender called `name`, a key of `TITLES`."""
   factories.split_cpu(replicas)
   return _MAKERS[name](model, replicas, steps)
 
@@ -201,7 +200,6 @@ class _Epochs:
     self._thread = threading.Thread(target=self._fit, daemon=True)
 
   def next(self) -> float:
-    """Runs one epoch and returns its loss."""
     if not self._thread.is_alive():
       self._thread.start()
     self._go.release()
@@ -212,7 +210,6 @@ class _Epochs:
     return self._loss
 
   def stop(self) -> None:
-    """Ends the thread."""
     self._stopped = True
     self._go.release()
 

@@ -1,19 +1,18 @@
-"""Injects every kind of fault into clusters and checks that no run is lost.
+"""Injects faults into clusters and checks that no run is lost.
 
   python -m benchmarks.fault_trials --trials 10
 
-Each trial starts the cluster, injects a fault at a random moment and waits for the end. Either
-`--max_restarts` restarts the cluster, or the trial runs the same command again, as a scheduler
-would. A run is lost
+Each trial starts the cluster, injects a fault at a random moment and waits for the end; restarts
+are by `--max_restarts`, or else by running the same command again. A run is lost
 
 - if it does not end with status 0 at the last step;
-- on two synchronous workers: if a tensor of its last checkpoint differs in a bit from an
+- on two synchronous workers: if a tensor of its last checkpoint is not bit-identical to an
   uninterrupted run's;
 - on two workers and two parameter servers, where the order varies: if its optimizer has not counted
   as many updates as steps, or its last evaluation not every example.
 
-The recovery time is the time from the fault to the first loop beyond the step already reached. Exit
-status 1 if any run is lost.
+The recovery time is from the fault to the first loop beyond the step already reached. Exit status 1
+if any run is lost.
 
   kill_chief, kill_worker   SIGKILL at any moment
   kill_in_write             SIGKILL of the chief while it writes a checkpoint
@@ -87,7 +86,6 @@ class Training:
       )  # fmt: skip
 
   def pid(self, job: str, index: int) -> int | None:
-    """Returns the process id of a task, found by its TF_CONFIG."""
     task = json.dumps({"type": job, "index": index})
     for pid in children(self.process.pid):
       try:
@@ -138,7 +136,6 @@ def reached(folder: Path) -> int:
 
 
 def target(training: Training, kind: str, rng: random.Random) -> tuple[int | None, int]:
-  """Returns the process to signal, and the signal."""
   number = signal.SIGKILL
   if kind.endswith("sigterm"):
     number = signal.SIGTERM
@@ -154,7 +151,6 @@ def target(training: Training, kind: str, rng: random.Random) -> tuple[int | Non
 
 
 def break_running(folder: Path, kind: str, rng: random.Random) -> Trial:
-  """Trains, injects the fault and waits for the end."""
   servers = 2 if kind.startswith("ps_") else 0
   training = Training(folder, servers=servers)
   when = rng.randrange(20, STEPS - 60)
@@ -196,7 +192,6 @@ class Worker:
     )  # fmt: skip
 
   def end(self) -> tuple[int, str]:
-    """Returns its status and last line."""
     try:
       errors = self.process.communicate(timeout=TIMEOUT_S)[1]
     except subprocess.TimeoutExpired:

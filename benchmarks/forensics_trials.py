@@ -7,13 +7,13 @@
 A trial plants one example that makes the loss, or the gradient of one variable, non-finite
 (tests/support/planted.py), at a random step, replica (of 2 or 3) and row. It is located if the
 report names exactly that step, replica, variable (or the loss) and example. All trials share one
-process, so the sums are made on one device.
+process, so one device makes all sums.
 
-The cost: three trainers of the same model, one of them watched, take turns in a random order, one
-block of steps each. The third trainer shows the noise. The model "norm" is a CNN with batch
-normalisation, whose statistics are read each step. "twice" is the MLP updated twice per batch,
-where the values changed by the first update are kept until the second is checked. A gin file
-instead of a model measures its task.
+The cost: three trainers of one model, one of them watched, take turns in a random order, one block
+of steps each; the third shows the noise. The model "norm" is a CNN with batch normalisation, whose
+statistics are read each step; "twice" is the MLP updated twice per batch, where the values that the
+first update changes are kept until the second is checked. A gin file instead of a model measures
+its task.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ COLUMNS = "{:>5}  {:8}  {:>8}  {:>4}  {:>7}  {:>7}  {:13}  {:>9}  {}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints one line per trial, or the cost; returns 1 if a trial was not located."""
   options = _parse(arguments)
   cpu = tf.config.list_physical_devices("CPU")[0]
   devices = [tf.config.LogicalDeviceConfiguration()] * max(3, options.replicas)
@@ -103,7 +102,6 @@ def trial(number: int, rng: random.Random) -> bool:
 
 
 def _random_example(rng: random.Random, replicas: int, step: int) -> tuple[int, int]:
-  """Returns (replica, id) of a random example of a step's batch."""
   example = -1
   while example < 0:  # padding
     replica, row = rng.randrange(replicas), rng.randrange(-(-planted.BATCH // replicas))
@@ -165,8 +163,6 @@ class Normalized(contenders.Classification):
 
 
 class Twice(contenders.Classification):
-  """Two updates per batch."""
-
   def train_step(self, step, batch):
     for _ in range(2):
       step.update(lambda part: self.training_loss(step, part), batch)

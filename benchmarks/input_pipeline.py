@@ -52,7 +52,6 @@ def buffered(features, buffer, batch_size):
 
 
 def pipelines(features, mapped, batch_size):
-  """Returns name -> dataset; the first is the reference."""
   size = {"global_batch_size": batch_size}
   memory, files = ArraySource(features=features), ArraySource(features=mapped)
   prefetched = {

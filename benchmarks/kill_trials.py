@@ -57,8 +57,6 @@ class Uninterrupted:
 
 @dataclasses.dataclass
 class Trial:
-  """The result of one trial."""
-
   kills: list[str] = dataclasses.field(default_factory=list)
   during_write: int = 0
   starts: int = 0
@@ -121,7 +119,6 @@ class Command:
       time.sleep(0.0005)
 
   def step(self) -> int:
-    """The last step in metrics.jsonl."""
     steps = [record["step"] for record in records(self._folder, "train")]
     return max(steps, default=0)
 
@@ -133,7 +130,6 @@ class Command:
 
 
 def records(folder: Path, split: str) -> list[dict]:
-  """The complete lines of metrics.jsonl, without times."""
   path = folder / "metrics.jsonl"
   lines = path.read_text().split("\n")[:-1] if path.exists() else []
   parsed = [json.loads(line) for line in lines]
@@ -145,7 +141,6 @@ def records(folder: Path, split: str) -> list[dict]:
 
 
 def uninterrupted(folder: Path, replicas: int) -> Uninterrupted:
-  """Runs the command once to the end."""
   command = Command(folder, replicas)
   command.wait_until(command.is_training, poll_s=0.05)
   starting_s = time.time() - command.started

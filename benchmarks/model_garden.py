@@ -127,7 +127,6 @@ def _bytes(value: bytes) -> tf.train.Feature:
 
 
 def main(argv: list[str]) -> None:
-  """Prints both losses of each step, and their largest difference."""
   del argv
   factories.split_cpu(_REPLICAS.value)
   from official.core import task_factory

@@ -39,7 +39,6 @@ def build(name: str, keras: ModuleType) -> Any:
 
 
 def loss_fn(keras: ModuleType) -> Any:
-  """Returns the loss for `compile`."""
   return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 

@@ -3,14 +3,14 @@
     python -m benchmarks.multi_worker            # 1, 2 and 4 processes, half an hour or more
     python -m benchmarks.multi_worker --quick    # the MLP alone, 7 rounds
 
-The processes are workers on loopback. Each (model, processes) has its own cluster. In it, both
-loops run under one MultiWorkerMirroredStrategy and take turns, one block of steps each, in a random
-order every round and after a barrier, so other programs on a shared machine affect both alike.
+The processes are workers on loopback, one cluster for each (model, processes). Both loops run under
+one MultiWorkerMirroredStrategy and take turns, one block of steps each, in a random order every
+round and after a barrier, so other programs on the machine affect both alike.
 
-A figure is the median over rounds of the ratio of two blocks of a round, with a 95 % confidence
-interval of the median, from the binomial distribution of the number of rounds below it. The
-hand-written loop runs twice: the distance of the control's figure from 1 shows the noise. The
-figure for CPU time, over all processes, does not include waiting.
+A figure is the median over rounds of the ratio of two blocks of a round, with its 95 % confidence
+interval from the binomial distribution. The hand-written loop runs twice: the distance of the
+control's figure from 1 shows the noise. The figure for CPU time, over all processes, does not
+include waiting.
 
 The hand-written loop sums over the workers once per step (gradients) and once per block (loss).
 Exit status 1 if a cluster fails or the loops do different work.
@@ -60,7 +60,6 @@ class Loop(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs everything and prints the tables; in a cluster, runs as one of its workers."""
   options = _parse(arguments)
   if options.folder:
     return work(options)
@@ -105,7 +104,6 @@ def _configurations(options: argparse.Namespace) -> list[Configuration]:
 
 
 def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
-  """Runs one cluster; returns name -> figures of all workers, or {"failed": reason}."""
   os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
   with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "benchmarks.multi_worker", f"--folder={folder}"]
@@ -266,7 +264,6 @@ Results = Mapping[Configuration, Mapping[str, Any]]
 
 
 def report(results: Results) -> str:
-  """Returns the tables and the verdict as Markdown."""
   header = (
     "",
     "Loopwright's throughput over the hand-written loop's: median [interval]",
@@ -310,7 +307,6 @@ def _interval(ratios: np.ndarray) -> np.ndarray:
 
 
 def _wrong(result: Mapping[str, Any]) -> list[str]:
-  """Returns who failed, ran another number of steps, or had another loss than the others."""
   if "failed" in result:
     return [result["failed"]]
   wrong = []
@@ -325,7 +321,6 @@ def _wrong(result: Mapping[str, Any]) -> list[str]:
 
 
 def _loss_difference(result: Mapping[str, Any]) -> float:
-  """Returns the largest difference of workers and loops in the trials; NaN if a loss is NaN."""
   trials = np.concatenate([np.array(result[name]["losses"])[:, :2] for name in NAMES])
   return float(np.max(np.ptp(trials, axis=0)))
 

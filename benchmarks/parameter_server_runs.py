@@ -38,7 +38,6 @@ REPLACED = ("ImageClassification.network", "run.optimizer", "cnn.", "keras.Adam.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Makes the runs and prints one line for each."""
   options = _parse(arguments)
   failed = 0
   print("run  Keras  accuracy  steps  examples  iterations  seconds")
@@ -78,7 +77,6 @@ def _run(number: int, keras: int, steps: int, folder: Path) -> bool:
 
 
 def _counted(run: Path) -> tuple[int, int, int]:
-  """Returns steps, examples and the optimizer's iterations from the last checkpoint."""
   reader = tf.train.load_checkpoint(tf.train.latest_checkpoint(str(run / "checkpoints")))
 
   def value(*names: str) -> int:

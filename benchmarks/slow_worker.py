@@ -4,20 +4,18 @@
   python -m benchmarks.slow_worker --rounds 3
 
 Two workers on loopback train the small CNN, once with a parameter server and once synchronously.
-Worker 1 is slowed: SIGSTOP and SIGCONT let it run for a tenth of the time, for one step's time in
-each ten steps' time. Within one run the phases take turns, in a random order every round. The
-result is the ratio of two phases of a round:
+SIGSTOP and SIGCONT slow worker 1 to a tenth: it runs for one step's time in each ten. The phases
+take turns, in a random order every round; a result is the ratio of two phases of a round:
 
   full     both at full speed
   control  the same again; the distance of its ratio from 1 shows the noise
   slowed   worker 1 is slowed
   busy     the same, and another process uses its core while it is stopped
 
-A step is mostly a wait of 10 ms for its batch, which uses no core, as with a slow disk or an
-accelerator, so other programs disturb it little. Each worker is pinned to its own core. Chief and
-server share worker 1's, so slowing worker 1 frees nothing on worker 0's core. But the server then
-answers worker 0 sooner, so worker 0 may become faster. Therefore the phase "busy", in which that
-core stays in use.
+A step mostly waits 10 ms for its batch, which uses no core, as with a slow disk or an accelerator,
+so other programs disturb it little. Each worker is pinned to its own core; chief and server share
+worker 1's. When worker 1 is slowed, the server answers worker 0 sooner, which may speed it up.
+Therefore the phase "busy" keeps that core in use.
 
 A worker's rate is the number of its own steps in a phase, counted on the server, over the time of
 whole loops of `--steps_per_loop` steps, each of which ends when the slower worker's last step ends.
@@ -66,7 +64,6 @@ _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n  sum(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs both clusters and prints the tables; in a cluster, runs as one of its processes."""
   options = _parse(arguments)
   if options.folder:
     return work(options)
@@ -92,7 +89,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-  """Runs one cluster; returns phase -> the rates of both workers, one pair per round."""
   os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
   with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "benchmarks.slow_worker", f"--folder={folder}"]
@@ -109,7 +105,6 @@ def _measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def work(options: argparse.Namespace) -> int:
-  """Runs as one process of the cluster; the chief, or worker 0, measures."""
   if not options.verbose:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
   warnings.simplefilter("ignore")
@@ -318,7 +313,6 @@ def ratios(rates: Mapping[str, Sequence[Sequence[float]]], phase: str, worker: i
 
 
 def report(results: Results) -> str:
-  """Returns the tables and the verdict as Markdown."""
   header = ("", "phase", "worker 0's rate over that at full speed: median [range]", "worker 1's")
   header = (*header, "steps a second, worker 0", "worker 1")
   lines = [header, ["---"] * len(header)]

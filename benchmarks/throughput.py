@@ -102,7 +102,6 @@ def _configurations(options: argparse.Namespace) -> list[Configuration]:
 
 
 def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
-  """Returns contender -> its figures, or {"failed": reason}."""
   # Here, not above: the parent stays small and touches no device.
   names = _in_process(_names, configuration.replicas, options.only, verbose=options.verbose)
   results: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -239,7 +238,6 @@ Results = Mapping[Configuration, Mapping[str, Mapping[str, Any]]]
 
 
 def report(results: Results) -> str:
-  """Returns the tables and the verdict as Markdown."""
   tables = [
     _table("Throughput, ratio to the hand-written loop: median [quartiles] over rounds", results,
            _ratio_cell),
@@ -253,7 +251,6 @@ def report(results: Results) -> str:
 
 
 def ratios(result: Mapping[str, Mapping[str, Any]], name: str) -> np.ndarray | None:
-  """Returns the throughput of a contender over the faster hand-written loop's, for each round."""
   reference = fastest_reference(result)
   if reference is None or not result[name].get("block_s"):
     return None
@@ -261,7 +258,6 @@ def ratios(result: Mapping[str, Mapping[str, Any]], name: str) -> np.ndarray | N
 
 
 def fastest_reference(result: Mapping[str, Mapping[str, Any]]) -> str | None:
-  """Returns the hand-written loop with the faster reduction."""
   medians = {n: np.median(result[n]["block_s"]) for n in REFERENCES if _ran(result.get(n, {}))}
   return min(medians, key=medians.__getitem__) if medians else None
 
@@ -339,7 +335,6 @@ def _disagreements(configuration: Configuration, result: Any) -> list[str]:
 
 
 def _loss_difference(figures: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
-  """Returns the largest difference in the first blocks; NaN if a loss is NaN."""
   losses = [f["losses"][:COMPARED_BLOCKS] for f in (figures, reference)]
   return float(np.max(np.abs(np.subtract(*losses))))
 

@@ -30,7 +30,6 @@ ALLOWED = 1.05
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Tunes, measures all combinations, prints a table."""
   options = _parse(arguments)
   files, params = options.gin_file, options.gin_param
   began = time.perf_counter()

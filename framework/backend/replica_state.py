@@ -1,8 +1,8 @@
-"""Updates variables on all replicas, and averages state that differs between replicas.
+"""Assigns to variables on all replicas, and averages state that differs between replicas.
 
-A layer may keep state per replica, such as the statistics of batch normalisation. Without averaging
-the copies drift apart. Keras 3 then evaluates with different state on each replica, and a
-checkpoint stores the first copy or the mean, so a resumed run differs from an uninterrupted one.
+Each replica keeps its own statistics of batch normalisation, for example. Without averaging they
+drift apart: Keras 3 evaluates with other statistics on each replica, and a checkpoint stores the
+first copy or the mean, so a resumed run differs from an uninterrupted one.
 """
 
 from collections.abc import Callable
@@ -33,13 +33,7 @@ def average(strategy: tf.distribute.Strategy, model: Any) -> None:
 
 
 def assign(strategy: tf.distribute.Strategy, variable: tf.Variable, value: Any) -> None:
-  """Assigns to each copy of a variable its replica's value (cross-replica).
-
-  Args:
-    strategy: the current one.
-    variable: of any distribution.
-    value: a tensor of the variable's shape and dtype, or one per replica.
-  """
+  """Assigns `value`, a tensor or one per replica, to a variable's copies (cross-replica)."""
   assign_result(strategy, variable, lambda copy, new: new, (value,))
 
 
@@ -55,7 +49,7 @@ def assign_result(
     strategy: the current one.
     variable: of any distribution.
     function: returns a tensor of the variable's shape and dtype.
-    args: tensors, or per-replica values, of which each copy gets its replica's.
+    args: tensors or per-replica values.
   """
 
   @as_written

@@ -131,7 +131,6 @@ def bound(name: str, parameter: str, default: Any) -> Any:
 
 
 def _written(config: Config, values: Mapping[str, Any]) -> str:
-  """Lays out imports, macros, the roots, and then the others in alphabetical order."""
   groups: dict[str, list[str]] = {}
   for name in sorted(values, key=lambda name: (name.rpartition(".")[0] not in table.ROOTS, name)):
     groups.setdefault(name.rpartition(".")[0], []).append(f"{name} = {values[name]!r}")

@@ -207,7 +207,6 @@ def _optimizers(package: str) -> list[type]:
 
 
 def _selector(complete: str) -> str:
-  """Returns the shortest unambiguous selector for a complete one."""
   if complete.startswith("gin.") or registry()[complete].is_method:
     return complete
   return registry().minimal_selector(complete)

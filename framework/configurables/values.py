@@ -142,7 +142,6 @@ def _reference_fits(value: Reference, kind: Any, arguments: tuple[Any, ...]) -> 
 
 
 def _may_be(given: Any, annotation: Any) -> bool:
-  """Whether a value annotated `given` can be an `annotation`."""
   if typing.get_origin(annotation) in UNIONS:
     return any(_may_be(given, member) for member in typing.get_args(annotation))
   if typing.get_origin(given) in UNIONS:

@@ -6,10 +6,10 @@
     resumed = train_dataset(source, global_batch_size=4, seed=1, position=8)
     assert np.array_equal(next(resumed.as_numpy_iterator())["x"], batches[2]["x"])
 
-Training reads an endless sequence of positions 0, 1, 2, ... With n examples, position p reads
-example `permutation(seed, epoch)[p % n]` of epoch `p // n`. So a batch may span two epochs, each
-epoch reads every example once, the order does not depend on batch size, replicas or workers, and a
-run can resume at any position.
+Training reads an endless sequence of positions. With n examples, position p reads example
+`permutation(seed, epoch)[p % n]` of epoch `p // n`. So a batch may span two epochs, each epoch
+reads every example once, the order does not depend on batch size, replicas or workers, and a run
+can resume at any position.
 
 A batch is a dict of tensors that share their first axis, the rows. Three names are reserved:
 
@@ -18,12 +18,12 @@ A batch is a dict of tensors that share their first axis, the rows. Three names 
     "seed"        int32 [rows, 2]: a function of (seed, position), for tf.random.stateless_* in
                   `preprocess`, so that augmentation is reproducible. Only in training.
 
-Padding makes the number of rows divisible by the number of replicas. A padded row copies a real row
-of the same batch, so its values are finite if the real row's are, and has weight 0.
+Padding makes the number of rows divisible by the number of replicas. A padded row has weight 0 and
+copies a real row of the batch, so its values are finite if that row's are.
 
-A worker may make only its `rows` of a global batch; they equal the same rows of the whole batch,
-bit for bit. A batch is made in this order: its rows (`_Plan`), their positions and examples
-(`ordering`), `fetch` (`sources`), weights and ids, `preprocess`.
+A worker may make only its `rows` of a global batch; they are bit-identical to those rows of the
+whole batch. A batch is made in this order: its rows (`_Plan`), positions and examples (`ordering`),
+`fetch` (`sources`), weights and ids, `preprocess`.
 """
 
 from __future__ import annotations
@@ -77,26 +77,24 @@ def train_dataset(
   rows: range | None = None,
   shard: Shard | None = None,
 ) -> tf.data.Dataset:
-  """Returns endless batches; batch k holds the positions from position + k * global_batch_size on.
+  """Returns endless batches; batch k starts at position + k * global_batch_size.
 
   Call it on the host and pass the result to `strategy.experimental_distribute_dataset`, which
-  splits the rows of a batch contiguously over replicas. With `rows` the dataset is already one
-  worker's share and must not be split again.
+  splits the rows of a batch over replicas. With `rows` the dataset is already one worker's share
+  and must not be split again.
 
   Args:
     source: what to read.
     global_batch_size: examples per batch, over all replicas.
     pad_multiple: rows are padded to the next multiple of this.
     seed: an integer from 0 to 2**32 - 1; with the position it determines order and seeds.
-    position: examples consumed so far. Starting there takes no time, except for a `StreamSource`.
+    position: examples consumed so far. Only a `StreamSource` takes time to start there.
     preprocess: called as `preprocess(batch, True)` on each batch, or on its `rows`, on the host, in
-      graph mode with AutoGraph. It must keep the rows, "weight" and "example_id", and static
-      shapes. To give the same result on any number of workers, it must treat each row
-      independently.
-    shuffle: False reads each epoch in the order of the source. A `StreamSource` is always read in
-      its own order.
+      graph mode with AutoGraph. It must keep the rows, "weight", "example_id" and static shapes. To
+      give the same result on any number of workers, it must treat each row independently.
+    shuffle: False reads each epoch in the order of the source, as a `StreamSource` always does.
     rows: the rows of the padded global batch to make, for one of several workers; None makes all.
-      Of the other examples only the batch's first is fetched, for padding. With a `StreamSource`,
+      Other examples are not fetched, except the batch's first, for padding. With a `StreamSource`,
       every worker reads all examples, but pads and preprocesses only its rows.
     shard: the batches to make, for workers that take turns; None makes all. With an indexed source,
       other batches are not fetched.
@@ -154,8 +152,6 @@ def eval_dataset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan:
-  """What all batches of a dataset have in common."""
-
   global_batch_size: int
   rows: range
   preprocess: Preprocess | None
@@ -336,7 +332,6 @@ def _eval_stream(source: StreamSource, plan: _Plan, shard: Shard | None) -> tf.d
 
 
 def _padded(ids: tf.Tensor, features: Batch, plan: _Plan) -> tuple[Batch, tf.Tensor]:
-  """Returns features and ids of the plan's rows of a stream's batch, padded."""
   if ids.shape[0] is not None and plan.rows == range(ids.shape[0]):
     return features, ids
   rows = plan.row_numbers()

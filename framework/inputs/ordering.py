@@ -45,15 +45,14 @@ def _sorted_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Tens
 
 
 def _ciphered_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Tensor:
-  """Orders by the block cipher of RandomIndexShuffle; its key is a hash of the epoch.
+  """Orders by the block cipher of RandomIndexShuffle, keyed by a hash of the epoch.
 
   This works around three defects of the op:
 
-  - It uses only as many bits of the three key words as it needs, 8 each for 60,000 examples. Plain
-    counters as keys would repeat every 256 epochs and give similar orders in between.
+  - It uses only some bits of the three key words, 8 each for 60,000 examples. Plain counters as keys
+    would repeat every 256 epochs.
   - It is not a permutation of 4**k + 1 numbers for k >= 8, as it uses one bit too few.
-  - The public function, tf.random.experimental.index_shuffle, pads a batch of seeds along the wrong
-    axis.
+  - The public tf.random.experimental.index_shuffle pads a batch of seeds along the wrong axis.
   """
   epochs = positions // num_examples
   words = tf.bitcast(hashed(tf.stack([2 * epochs, 2 * epochs + 1], 1), seed, "order"), tf.int32)

@@ -248,7 +248,6 @@ def _build_one(
 
 
 def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> None:
-  """Raises a ConfigError if a name of `without_decay` matches no variable."""
   known = [models.raw(v).name for v in variables]
   for excluded in _names_without_decay(optimizer):
     if not any(re.search(_BEFORE + excluded + _AFTER, each) for each in known):

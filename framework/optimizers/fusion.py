@@ -20,11 +20,11 @@ SMALL = 2**14
 
 
 class Fusion:
-  """The grouping of small variables into flat ones; the optimizer is built with `variables`.
+  """Groups small variables into flat ones; the optimizer is built with `variables`.
 
   Attributes:
-    originals: the variables of the optimizer, in its order.
-    flats: the flat variables, each [sum of the sizes of its group].
+    originals: the optimizer's variables, in order.
+    flats: one flat variable per group.
     variables: `flats`, then the originals that are not fused.
   """
 
@@ -146,15 +146,15 @@ class Fusion:
 
 
 class Gradients(Sequence[Any]):
-  """Gradients, one per variable; None for a variable that the loss does not depend on.
+  """A sequence of gradients, one per variable; None if the loss does not depend on it.
 
-  A sequence. Inside, the small gradients share one buffer, on which the verbs of framework/step.py
-  work. A plain list of gradients is accepted in its place.
+  The gradients of fused variables share a buffer, on which the verbs of framework/step.py work. A
+  plain list of gradients is accepted instead.
 
   Attributes:
-    fusion: the grouping of the buffers, or None.
-    pieces: one tensor or None for each of `fusion.variables`, or one per variable without fusion.
-    missing: bool per variable, True if it has no gradient.
+    fusion: the grouping, or None.
+    pieces: one tensor or None for each of `fusion.variables`, or per variable without fusion.
+    missing: one bool per variable, True for None.
   """
 
   def __init__(self, fusion: Fusion | None, pieces: Sequence[Any], missing: Sequence[bool]) -> None:

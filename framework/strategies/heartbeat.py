@@ -1,10 +1,9 @@
 """Probes the processes of a cluster from a separate process; a script, not to be imported.
 
-A process that is stopped, or on a machine that hangs, keeps its connections open. TensorFlow then
-waits without a time limit, and at times, such as while it sends a new function to all workers, it
-holds Python's lock, so that no thread of the waiting process can act. Therefore this process needs
-neither TensorFlow nor that lock. It ends with its parent, which holds the other end of its standard
-input.
+A process that is stopped, or whose machine hangs, keeps its connections open. TensorFlow then waits
+without a time limit, sometimes holding Python's lock, so no thread of the waiting process can act.
+Therefore this process needs neither TensorFlow nor that lock. It ends with its parent, which holds
+the other end of its standard input.
 
   python heartbeat.py TIMEOUT_S GRACE_S '{"worker-1 (10.0.0.3:2222)": "10.0.0.3:2222", ...}'
 """
@@ -23,13 +22,13 @@ _POLL_S = 0.1
 
 
 def watch(addresses: dict[str, str], timeout_s: float, grace_s: float) -> None:
-  """Prints the name of each peer that does not answer for `timeout_s`; may kill the parent.
+  """Prints the name of each peer that does not answer for `timeout_s`, and may kill the parent.
 
-  The parent is killed if, `grace_s` after that, it still runs and the peer still does not answer.
+  The parent is killed if it still runs `grace_s` later and the peer still does not answer.
 
-  A peer fails a probe if it accepts the call and does not answer; TensorFlow itself detects a peer
-  that exited. Two probes in a row must fail, so that a pause of this whole machine, or of this
-  process, is not reported as a failure of the peer.
+  A probe fails if the peer accepts the call and does not answer; TensorFlow itself detects a peer
+  that exited. Two probes in a row must fail, so that a pause of this machine or process is not
+  reported as the peer's failure.
 
   Args:
     addresses: name -> "host:port".

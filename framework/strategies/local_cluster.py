@@ -165,7 +165,6 @@ class LocalCluster:
     return self._report()
 
   def _attempt(self) -> None:
-    """Starts all processes and returns when all have ended."""
     self._ended, self._deadline = [], None
     self._processes = self._make_processes(make_cluster(workers=self._workers, ps=self._ps))
     for process in self._processes:
@@ -191,7 +190,6 @@ class LocalCluster:
     ]
 
   def _supervise(self) -> None:
-    """Waits for the next event and handles it."""
     left_s = None if self._deadline is None else self._deadline - time.monotonic()
     if left_s is not None and left_s <= 0:
       self._kill()
@@ -204,7 +202,6 @@ class LocalCluster:
       self._answer(self._ends.popleft())
 
   def _answer(self, process: Process) -> None:
-    """Decides what the end of one process means for the others."""
     if self._restarts_alone(process):
       self._restarts += 1
       self._say(f"{process.how_it_ended()}; restarting it, {self._attempt_number()}")
@@ -240,7 +237,6 @@ class LocalCluster:
     return self._ps > 0 and process.kind == "worker" and killed and others and not self._deadline
 
   def _starts_again(self) -> bool:
-    """Decides whether to restart the cluster, and if so counts and announces it."""
     culprit = self._culprit()
     if culprit is None or self._stopping or self._verdict() != 1:
       return False
@@ -258,7 +254,6 @@ class LocalCluster:
     return f"attempt {self._restarts} of {self._max_restarts}"
 
   def _verdict(self) -> int:
-    """Returns the exit status of an attempt that has ended."""
     if self._stopping == signal.SIGINT:
       return INTERRUPTED
     statuses = [process.status for process in self._ended]
@@ -487,7 +482,6 @@ class Process:
     return f"=== {now} {self.name}: TF_CONFIG={config} {shlex.join(self._command)}\n"
 
   def _read(self, fd: int) -> None:
-    """Reads the available output of one channel; closes the channel at its end."""
     if fd not in self._lines:
       return  # closed by an event of the same round
     with contextlib.suppress(BlockingIOError):
@@ -562,7 +556,6 @@ class _Lines:
   """Splits bytes into lines; of a line redrawn with carriage returns, keeps the last version."""
 
   def __init__(self, stream: TextIO | None) -> None:
-    """Keeps the stream that also shows the bytes, if any."""
     self.stream = stream
     self._rest = b""
 
