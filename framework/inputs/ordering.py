@@ -49,7 +49,7 @@ def _ciphered_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Te
 
   This works around three defects of the op:
 
-  - It uses only some bits of the three key words, 8 each for 60,000 examples. Plain counters as keys
+  - It uses only some bits of the key words, 8 each for 60,000 examples. Plain counters as keys
     would repeat every 256 epochs.
   - It is not a permutation of 4**k + 1 numbers for k >= 8, as it uses one bit too few.
   - The public tf.random.experimental.index_shuffle pads a batch of seeds along the wrong axis.
