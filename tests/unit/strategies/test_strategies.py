@@ -88,7 +88,7 @@ def test_central_storage_keeps_variables_on_the_parameter_device():
       lambda: factories.mirrored(devices=["CPU:0", "CPU:0"]),
       "list at least one device, each once",
     ),
-    (lambda: factories.mirrored(devices=[]), r"devices is \[\]; name at least one"),
+    (lambda: factories.mirrored(devices=[]), r"devices is \[\]; list at least one"),
     (
       lambda: factories.mirrored(devices=["CPU:0"], cpu_replicas=2),
       r"received both devices=\['CPU:0'\] and cpu_replicas=2; choose one",
