@@ -270,7 +270,7 @@ def main() -> int:
   parser.add_argument("--trials", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--replicas", type=int, default=1)
-  parser.add_argument("--most_kills", type=int, default=3, help="kind of trial")
+  parser.add_argument("--most_kills", type=int, default=3, help="per trial")
   parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["time", "write"])
   options = parser.parse_args()
   base = Path(tempfile.mkdtemp(prefix="kill_trials_"))
