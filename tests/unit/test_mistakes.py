@@ -252,7 +252,7 @@ MISTAKES = {
   ),
   "more logical CPUs than at the start": Mistake(
     config=["run.strategy = @mirrored", "mirrored.cpu_replicas = 8"],
-    says=["cpu_replicas is 8", "already started", "start a fresh process"],
+    says=["cpu_replicas is 8", "already initialised", "start a new process"],
   ),
   "jit_compile with central_storage": Mistake(
     config=[
@@ -358,7 +358,7 @@ MISTAKES = {
     config=["Toy.source = @no_rows"], says=["(x, y) have no rows", "at least one example"]
   ),
   "stream of tuples": Mistake(
-    config=["Toy.source = @stream_of_tuples"], says=["a tuple, not dicts", "dataset.map"]
+    config=["Toy.source = @stream_of_tuples"], says=["a tuple; they must be dicts", "dataset.map"]
   ),
   "stream of batches": Mistake(
     config=["Toy.source = @stream_of_batches"], says=["'x'", "(None, 3)", "static shape"]
@@ -388,7 +388,7 @@ MISTAKES = {
     says=["3 batches to evaluate", "weight 0", "above 0 for some"],
   ),
   "preprocess drops rows": Mistake(
-    config=["Toy.preprocess = @dropping_rows"], says=["(2, 3)", "4 rows", "the weight 0"]
+    config=["Toy.preprocess = @dropping_rows"], says=["(2, 3)", "4 rows", "its weight to 0"]
   ),
   "preprocess filters rows": Mistake(
     config=["Toy.preprocess = @filtering_rows"], says=["(None, 3)", "tf.ensure_shape"]
@@ -632,7 +632,7 @@ def test_logical_cpus_after_tensorflow_has_started(folder):
   done = in_its_own_process(folder, config)
   assert (done.returncode, done.stdout) == (2, "")
   [line] = done.stderr.splitlines()
-  assert line.startswith("error: cpu_replicas is 2, but TensorFlow has already started")
+  assert line.startswith("error: cpu_replicas is 2, but TensorFlow is already initialised")
 
 
 def test_no_gin_file(folder, capsys):

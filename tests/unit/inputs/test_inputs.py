@@ -674,7 +674,7 @@ def unknown_shape(batch, training):
     (lambda b, t: {"x": b["x"], "weight": b["weight"]}, "dropped 'example_id'; return it"),
     (lambda b, t: {"x": b["x"], "example_id": b["example_id"]}, "dropped 'weight'; return it"),
     (lambda b, t: {**b, "weight": b["x"]}, r"'weight' as int64 of shape \(4,\); .* float32"),
-    (lambda b, t: {**b, "example_id": b["weight"]}, "'example_id' as float32 .*; leave it"),
+    (lambda b, t: {**b, "example_id": b["weight"]}, "'example_id' as float32 .*; return it"),
     (lambda b, t: {**b, "r": tf.RaggedTensor.from_tensor(b["x"][:, None])}, "'r' as a Ragged"),
     (unknown_shape, "unknown_shape returned 'image' of shape <unknown>.* tf.ensure_shape"),
   ],

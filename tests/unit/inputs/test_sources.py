@@ -221,7 +221,7 @@ GOOD_IDX = idx_bytes(np.zeros((2, 3), np.uint8), 0x08)
     (b"\0\0\x07\x01\0\0\0\0", "is not an idx file: it begins with 00 00 07 01"),
     (GOOD_IDX[:-1], "has 17 bytes, but its header implies 18; it is truncated"),
     (GOOD_IDX + b"x", "has 19 bytes, but its header implies 18"),
-    (GOOD_IDX[:7], "holds 7 bytes, but"),
+    (GOOD_IDX[:7], "has 7 bytes, but"),
     (gzip.compress(GOOD_IDX, mtime=0)[:-9], "cannot be read .*; download it again."),
     (gzip.compress(GOOD_IDX, mtime=0)[:12] + b"xxxx", "cannot be read .*; download it again."),
   ],
@@ -315,7 +315,7 @@ def test_array_source_errors(features, message):
     (lambda: tf.data.Dataset.range(3), "they must be dicts of feature name -> tensor"),
     (
       lambda: tf.data.Dataset.zip((tf.data.Dataset.range(3),) * 2),
-      r"are a tuple, not dicts; .* dataset.map\(lambda x, y: {'x': x, 'y': y}\)",
+      r"are a tuple; they must be dicts .* dataset.map\(lambda x, y: {'x': x, 'y': y}\)",
     ),
     (lambda: of_elements(x=1).batch(2), r"'x' of the stream is .*\(None,\).*static shape"),
     (lambda: of_elements(x=tf.ragged.constant([[1], []])), "'x' of the stream is RaggedTensorSpec"),
