@@ -25,12 +25,10 @@ from pathlib import Path
 
 from absl import flags
 
+from framework.modes import CHECKING_MODES, MODES, TRAINING_MODES
+
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
-LOCAL_MODES = ("train", "train_and_evaluate", "replay")
-MODES = (
-  *("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"),
-  *("replay", "verify", "check_config", "tune"),
-)
+LOCAL_MODES = (*TRAINING_MODES, "replay")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,7 +127,7 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
   values = flags.FlagValues()
   flags.DEFINE_multi_string("gin_file", [], "A gin file; repeatable, later ones override.", values)
   flags.DEFINE_multi_string("gin_param", [], 'A binding, "run.seed = 3"; repeatable.', values)
-  flags.DEFINE_enum("mode", "train_and_evaluate", MODES, "What to do.", values)
+  flags.DEFINE_enum("mode", "train_and_evaluate", [*MODES, *CHECKING_MODES], "What to do.", values)
   flags.DEFINE_string("model_dir", None, "Default: runs/<name of the first gin file>.", values)
   flags.DEFINE_integer(
     "local_workers", 0, "Start a cluster of this many workers here; 0: no cluster.", 0, None, values
