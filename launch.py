@@ -25,12 +25,10 @@ from pathlib import Path
 
 from absl import flags
 
+from framework.modes import CHECKING_MODES, MODES, TRAINING_MODES
+
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
-LOCAL_MODES = ("train", "train_and_evaluate", "replay")
-MODES = (
-  *("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"),
-  *("replay", "verify", "check_config", "tune"),
-)
+LOCAL_MODES = (*TRAINING_MODES, "replay")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,36 +129,20 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.Error: a wrong flag, or no gin file.
   """
   values = flags.FlagValues()
-  flags.DEFINE_multi_string(
-    "gin_file", [], "A gin file; repeatable, later files override earlier ones.", values
-  )
-  flags.DEFINE_multi_string(
-    "gin_param", [], 'A binding such as "run.seed = 3"; repeatable, after the files.', values
-  )
-  flags.DEFINE_enum("mode", "train_and_evaluate", MODES, "What to do.", values)
-  flags.DEFINE_string(
-    "model_dir", None, "The run folder; default: runs/<name of the first gin file>.", values
+  flags.DEFINE_multi_string("gin_file", [], "A gin file; repeatable, the last one wins.", values)
+  flags.DEFINE_multi_string("gin_param", [], 'A binding: "run.seed = 3"; repeatable.', values)
+  flags.DEFINE_enum("mode", "train_and_evaluate", [*MODES, *CHECKING_MODES], "What to do.", values)
+  flags.DEFINE_string("model_dir", None, "Default: runs/<name of the first gin file>.", values)
+  flags.DEFINE_integer(
+    "local_workers", 0, "Workers of a cluster on this machine; 0: no cluster.", 0, None, values
   )
   flags.DEFINE_integer(
-    "local_workers",
-    0,
-    "Number of workers of a cluster on this machine; 0 for no cluster.",
-    0,
-    None,
-    values,
+    "local_ps", 0, "Its parameter servers; above 0, it also has a chief.", 0, None, values
   )
   flags.DEFINE_integer(
-    "local_ps",
-    0,
-    "Number of parameter servers of that cluster; above 0 it also has a chief.",
-    0,
-    None,
-    values,
+    "max_restarts", 0, "How often to restart the cluster after a failure.", 0, None, values
   )
-  flags.DEFINE_integer(
-    "max_restarts", 0, "How often to restart that cluster after a failure.", 0, None, values
-  )
-  flags.DEFINE_string("json", None, "For --mode=verify: a file to write the report to.", values)
+  flags.DEFINE_string("json", None, "File for the report of --mode=verify.", values)
   flags.DEFINE_boolean("help", False, "Print this help.", values)
   arguments = values(argv)[1:]
   if arguments:

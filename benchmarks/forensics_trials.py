@@ -33,7 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import contenders, models
-from framework import Trainer, configurables, forensics
+from framework import Trainer, builder, configurables, forensics
 from framework import run as runs
 from tests.support import planted
 
@@ -84,7 +84,7 @@ def trial(number: int, rng: random.Random) -> bool:
   replica, example = _random_example(rng, replicas, step)
   task = planted.Planted(example=example, where=where)
   trainer = planted.make_trainer(_strategy(replicas), task)
-  trainer.watch_nonfinite()
+  forensics.watch(trainer)
   trainer.train(tf.constant(LONGEST))
   started = time.perf_counter()
   report = forensics.examine(trainer)
@@ -124,7 +124,7 @@ def cost(model: str, replicas: int, rounds: int, steps: int) -> None:
   """Prints the median times of a step, and the ratios to the first contender's."""
   names = ("unwatched", "watched", "unwatched again")
   trainers = [_trainer(model, replicas) for _ in names]
-  trainers[1].watch_nonfinite()
+  forensics.watch(trainers[1])
   times: list[list[tuple[float, float]]] = [[] for _ in names]
   order = random.Random(0)
   for number in range(rounds + 1):
@@ -180,7 +180,8 @@ def _trainer(model: str, replicas: int) -> Trainer:
   strategy = _strategy(replicas)
   if model.endswith(".gin"):
     configurables.parse([model])
-    return runs.bound_trainer(runs.made_task(runs.bound("task")), strategy)
+    task = builder.made_task(runs.bound("task"))
+    return runs.bound_recipe(strategy.num_replicas_in_sync).trainer(task, strategy)
   return Trainer(
     task=TASKS[model](),
     strategy=strategy,

@@ -94,7 +94,7 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
 
   def read(position: int):
     if recorder:
-      recorder.reads(source, position=position, **order)
+      recorder.reads(source, position=position, padded_batch_size=models.BATCH_SIZE, **order)
     return datasets.train_dataset(source, position=position, pad_multiple=replicas, **order)
 
   return Trainer(
@@ -103,7 +103,7 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
     dataset_fn=read,
     global_batch_size=models.BATCH_SIZE,
     optimizer=keras.optimizers.Adam,
-    recorder=recorder,
+    observers=[recorder] if recorder else (),
   )
 
 

@@ -55,7 +55,7 @@ def check(
   """
   subject = Subject(
     task=task, optimizer=optimizer, global_batch_size=global_batch_size, seed=seed,
-    precision=precision, trainer=trainer,
+    precision=precision, options=trainer,
   )  # fmt: skip
   return verify.verify(subject, groups=groups).results
 

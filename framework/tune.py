@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from framework import configurables, errors
+from framework import builder, configurables, errors
 from framework import run as runs
 from framework.errors import ConfigError
 from framework.saving import assets
@@ -323,21 +323,22 @@ class Bench:
     return Contender(trainer, step_s, start_s, metrics["input_wait_s"] / few)
 
   def _trainer(self, bindings: Bindings) -> Trainer:
-    task = runs.made_task(runs.bound("task"))
+    task = builder.made_task(runs.bound("task"))
     self._assets = assets.provide_in_memory(task, self._assets)
-    runs.set_globals(
+    builder.set_globals(
       runs.bound("seed"),
       runs.bound("precision"),
       deterministic=runs.bound("deterministic"),
       eager=False,
     )
-    return runs.bound_trainer(task, self._strategy(bindings))
+    strategy = self._strategy(bindings)
+    return runs.bound_recipe(strategy.num_replicas_in_sync).trainer(task, strategy)
 
   def _strategy(self, bindings: Bindings) -> tf.distribute.Strategy:
     """One for each cross-device op: a TPU, for one, can be started only once."""
     key = str([value for name, value in bindings.items() if name.endswith("cross_device_ops")])
     if key not in self._strategies:
-      self._strategies[key] = runs.made_strategy(runs.bound("strategy"))
+      self._strategies[key] = builder.made_strategy(runs.bound("strategy"))
     return self._strategies[key]
 
 

@@ -36,7 +36,7 @@ from framework.configurables.examination import Examination, examine, examined
 from framework.configurables.graph import Graph
 from framework.configurables.imports import REPOSITORY
 from framework.configurables.reading import MACRO, Binding, Config, Reference, is_writable
-from framework.configurables.table import configured, register, register_all
+from framework.configurables.table import configured, options, register, register_all
 from framework.configurables.values import map_references
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
   "examine",
   "examined_in_force",
   "operative_config",
+  "options",
   "parse",
   "register",
   "register_all",

@@ -125,6 +125,15 @@ def configured(target: Callable[Parameters, Result]) -> Callable[..., Result]:
   return gin.get_configurable(target) if known else target
 
 
+def options(target: Callable[..., Any]) -> dict[str, Any]:
+  """Returns what the config in force binds for a class or function: parameter -> value.
+
+  For a class that stands in for the registered one. Empty if `target` is not registered.
+  """
+  known = any(entry.wrapped is target for _, entry in registry().items())
+  return gin.get_bindings(target) if known else {}
+
+
 def registry() -> Any:
   """Returns gin's registry: private, but setup.cfg pins gin 0.5 and a test checks it."""
   return gin.config._REGISTRY

@@ -13,7 +13,7 @@ from framework.ledger import __main__
 from framework.ledger import proof as proofs
 from framework.ledger.proof import Ledger, Problem, prove
 from framework.ledger.recorder import Recorder
-from framework.session import Session
+from framework.session import Cadence, Session
 from framework.strategies import traits
 
 N, BATCH = everything.EXAMPLES, everything.BATCH
@@ -22,13 +22,13 @@ N, BATCH = everything.EXAMPLES, everything.BATCH
 def recorded_trainer(folder, strategy, *, spoil=None, batch=BATCH, **options):
   """A trainer with a ledger; `spoil(dataset, position)` plants a defect in what it reads."""
   recorder = Recorder(model_dir=str(folder), strategy=strategy)
-  trainer = everything.make_trainer(strategy, recorder=recorder, batch=batch, **options)
+  trainer = everything.make_trainer(strategy, observers=[recorder], batch=batch, **options)
   made = trainer.task
 
   def read(position):
     recorder.reads(
       made.source("train"), position=position, seed=everything.SEED, shuffle=True,
-      global_batch_size=batch, rows=None,
+      global_batch_size=batch, rows=None, padded_batch_size=trainer.padded_batch_size,
     )  # fmt: skip
     data = everything.dataset(made, batch, trainer.batch_multiple, position)
     return spoil(data, position) if spoil else data
@@ -120,10 +120,12 @@ def test_parameter_servers_are_refused(tmp_path, monkeypatch):
 
 
 def session(trainer, folder, steps):
-  return Session(
-    trainer=trainer, model_dir=str(folder), train_steps=steps, steps_per_loop=2,
-    checkpoint_every_steps=4, keep_checkpoints=10,
-  )  # fmt: skip
+  cadence = Cadence(
+    train_steps=steps, steps_per_loop=2, checkpoint_every_steps=4, keep_checkpoints=10
+  )
+  made = Session(trainer=trainer, model_dir=str(folder), cadence=cadence)
+  made.restore()
+  return made
 
 
 def forget(folder, *, after_step):
@@ -384,14 +386,20 @@ def test_a_stream_of_unknown_length_has_its_steps_counted():
 
 
 def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
-  recorder = Recorder(model_dir=str(tmp_path), strategy=mirrored(2))
+  strategy = mirrored(2)
+  recorder = Recorder(model_dir=str(tmp_path), strategy=strategy)
   options = {"position": 0, "seed": 3, "global_batch_size": 7, "rows": None, "shuffle": True}
+  options["padded_batch_size"] = 8
   recorder.reads(stream(N), **options)
-  recorder.begin_loop(after_step=0, steps=5, rows=4)
+  recorder.loop_begins(after_step=0, steps=5)
   for step in range(5):
     ids = tf.constant(ORDER[step * 7 : step * 7 + 7])
-    recorder.record([ids[:4], tf.concat([ids[4:], [-1]], 0)], tf.constant(step, tf.int64))
-  recorder.end_loop(steps=5)
+    parts = [ids[:4], tf.concat([ids[4:], [-1]], 0)]
+    batch = strategy.experimental_distribute_values_from_function(
+      lambda context, parts=parts: parts[context.replica_id_in_sync_group]
+    )
+    recorder.batch_taken({"example_id": batch}, tf.constant(step, tf.int64))
+  recorder.loop_ends({}, done=5, ran=5)
   [found] = proofs.read(str(tmp_path))
   assert prove([found]).epochs == 1
 
