@@ -137,6 +137,7 @@ def test_only_the_chief_writes(trained):
   assert len(list((model_dir / "train").iterdir())) == 1
 
 
+@pytest.mark.whole
 def test_an_infinite_loss_is_traced_to_its_worker_and_example(trained, tmp_path):
   """The target of the example that is read last; in `trained` two workers read the same ones."""
   ids = np.stack([trained[2].ids(worker) for worker in (0, 1)])  # [worker, step, row]
@@ -183,12 +184,14 @@ def broken(tmp_path_factory):
   return first, saved, run(folder, 2, *params, flags=["--max_restarts=2"])
 
 
+@pytest.mark.whole
 def test_sigterm_on_one_worker_saves_and_ends_all(broken):
   first, saved, _ = broken
   assert first.status == 75, first.err
   assert saved == ["ckpt-2.index", "ckpt-3.index"]
 
 
+@pytest.mark.whole
 def test_a_killed_worker_is_named_and_costs_nothing(broken, unbroken):
   *_, outcome = broken
   assert outcome.status == 0, outcome.err
@@ -215,6 +218,7 @@ def test_the_ledger_proves_that_nothing_was_skipped_or_repeated(broken, unbroken
     assert {entry["first_step"] for entry in entries} == set(range(1, STEPS + 1))
 
 
+@pytest.mark.whole
 def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   """Each in its own words: `run.train_steps` differs."""
   from framework.strategies.local_cluster import make_cluster
