@@ -18,6 +18,7 @@ import launch
 from framework.ledger import __main__
 
 ROOT = Path(launch.__file__).parent
+SUPPORT = ROOT / "tests" / "support"
 BATCH, STEPS, RATE = 8, 10, 0.05
 CONFIG = """
 import clustered
@@ -65,7 +66,7 @@ def run(folder, workers, *params, flags=(), env=None):
   command += [f"--local_workers={workers}", f"--model_dir={folder / 'm'}", *flags]
   environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **(env or {})}
   done = subprocess.run(
-    command, cwd=ROOT / "tests", capture_output=True, text=True, env=environment, timeout=240
+    command, cwd=SUPPORT, capture_output=True, text=True, env=environment, timeout=240
   )
   return Outcome(folder, done)
 
@@ -151,7 +152,7 @@ def test_an_infinite_loss_is_traced_to_its_worker_and_example(trained, tmp_path)
 
   _, *command = shlex.split(replay.splitlines()[0])
   again = subprocess.run(
-    [sys.executable, *command], cwd=ROOT / "tests", capture_output=True, text=True, timeout=240
+    [sys.executable, *command], cwd=SUPPORT, capture_output=True, text=True, timeout=240
   )
   assert (stopped.status, again.returncode) == (1, 0), again.stderr
   found = [str(worker), "loss", "inf", str(guilty)]
@@ -234,7 +235,7 @@ def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
     command += [f"--gin_param=run.train_steps = {worker + 3}", f"--model_dir={tmp_path / 'm'}"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": json.dumps(config)}
     started.append(
-      subprocess.Popen(command, cwd=ROOT / "tests", env=env, stderr=subprocess.PIPE, text=True)
+      subprocess.Popen(command, cwd=SUPPORT, env=env, stderr=subprocess.PIPE, text=True)
     )
   errors = [process.communicate(timeout=120)[1] for process in started]
   addresses = spec["worker"]

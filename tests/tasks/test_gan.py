@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_configs import FOLDER, Witness, fashion_mnist_files
+from config_data import FOLDER, Witness, fashion_mnist_files
 
 import launch
 from framework.errors import ConfigError

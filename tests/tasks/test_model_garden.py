@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from test_configs import forget_garden
+from config_data import forget_garden
 
 from framework import ConfigError, Evaluator, Trainer, configurables
 from framework.inputs import datasets

@@ -5,7 +5,7 @@ import sys
 import gin
 import pytest
 import reviews
-from test_configs import FOLDER, stand_ins
+from config_data import FOLDER, stand_ins
 
 from framework import configurables
 from framework.verify.bench.bench import Subject

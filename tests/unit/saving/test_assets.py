@@ -27,6 +27,7 @@ from framework.strategies.cluster import Cluster
 from framework.verify.bench.bench import Subject
 
 ROOT = Path(launch.__file__).parent
+SUPPORT = ROOT / "tests" / "support"
 BATCH, STEPS, RATE = 8, 4, 0.125
 CONFIG = """
 import learned
@@ -291,7 +292,7 @@ def launched(folder, *flags):
   command = [sys.executable, str(ROOT / "launch.py"), f"--gin_file={config}", *flags]
   environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
   return subprocess.run(
-    [*command, f"--model_dir={folder / 'm'}"], cwd=ROOT / "tests", capture_output=True, text=True,
+    [*command, f"--model_dir={folder / 'm'}"], cwd=SUPPORT, capture_output=True, text=True,
     env=environment, timeout=120,
   )  # fmt: skip
 
