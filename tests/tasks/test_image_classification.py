@@ -78,6 +78,7 @@ class Regression:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.fast(replicas=[2])
 def test_softmax_regression_trains_and_evaluates_as_in_numpy(replicas, mirrored):
   """In batches of 5, which 2 and 3 replicas pad to 6."""
   strategy, task, steps, rate = mirrored(replicas), make_task(), 6, 0.5

@@ -331,6 +331,7 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
+@pytest.mark.whole
 def test_more_padding_changes_nothing(network):
   short, long = network(8), network(20)
   random_weights(short)
@@ -391,6 +392,7 @@ class BagOfWords:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.fast(replicas=[2])
 def test_a_bag_of_words_trains_and_evaluates_as_in_numpy(replicas, mirrored):
   """In batches of 5, which 2 and 3 replicas pad to 6."""
   texts, labels = reviews.sentences(14)
@@ -443,6 +445,7 @@ class Noting(TextClassification):
 @pytest.mark.parametrize(
   "network", [bag_of_ngrams, functools.partial(cnn_lstm, dimensions=8, filters=4, units=5)]
 )
+@pytest.mark.fast(network=[bag_of_ngrams])
 def test_the_exported_model_takes_raw_texts_and_agrees_with_an_evaluation(
   network, tmp_path, mirrored
 ):
@@ -476,6 +479,7 @@ def test_the_exported_model_takes_raw_texts_and_agrees_with_an_evaluation(
   assert results["accuracy"] == pytest.approx(np.mean((served.numpy() > 0.5) == truth))
 
 
+@pytest.mark.whole
 def test_verification_has_nothing_against_it():
   """Its gradients too: those of a task with metrics, which are logged while the loss is traced."""
   found = verify.verify(sound.reviewed(), groups=("gradients", "replicas")).results

@@ -102,6 +102,7 @@ def test_mobilenet_has_the_parameters_of_its_papers_layers(fine_tune, trainable)
   ("backbone", "units", "parameters"),
   [(efficientnet_v2_s, (4080, 4080), 42_249_130), (resnet50, (), 23_587_712 + 2048 * 10 + 10)],
 )
+@pytest.mark.whole
 def test_the_large_backbones_have_theirs(backbone, units, parameters):
   task = make_task(backbone=backbone(), units=units, classes=10, fine_tune=True)
   model = task.build_model()
@@ -162,6 +163,7 @@ def _unlike_new(backbone):
       variable.assign(0.1 + 0.1 * RNG.random(variable.shape))
 
 
+@pytest.mark.whole
 def test_a_frozen_backbone_stays_to_the_bit_on_every_replica(frozen):
   trainer, before, _ = frozen
   model, strategy = trainer.task.model, trainer.strategy
@@ -272,6 +274,7 @@ def test_fine_tuning_moves_weights_and_statistics_on_two_replicas(mirrored):
 
 
 @pytest.mark.parametrize("file", ["backbone.weights.h5", "whole.keras"])
+@pytest.mark.fast(file=["backbone.weights.h5"])
 def test_the_weights_may_be_a_file(file, tmp_path):
   source = make_task(units=(3,), classes=5).build_model()
   _unlike_new(backbone_of(source))
@@ -283,6 +286,7 @@ def test_the_weights_may_be_a_file(file, tmp_path):
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.whole
 def test_a_file_of_another_width_is_refused(tmp_path):
   path = str(tmp_path / "wide.weights.h5")
   backbone_of(make_task(backbone=mobilenet_v2(alpha=0.5)).build_model()).save_weights(path)

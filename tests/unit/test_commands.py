@@ -26,7 +26,7 @@ import gin
 import numpy as np
 import pytest
 from absl import flags
-from test_configs import forget_garden
+from config_data import forget_garden
 
 import launch
 

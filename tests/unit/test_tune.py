@@ -170,6 +170,7 @@ def test_the_ratio_is_the_median_of_rounds():
 # ---- On two replicas ----
 
 
+@pytest.mark.whole
 def test_the_planted_slow_reduction_is_found(tuned, monkeypatch, tmp_path):
   reduce_each = Reduction._reduce_each
 
@@ -191,6 +192,7 @@ def test_the_planted_slow_reduction_is_found(tuned, monkeypatch, tmp_path):
   assert f"{found.ratio} times as fast as without these lines" in written
 
 
+@pytest.mark.whole
 def test_the_gin_file_goes_on_top_of_the_config(tuned, tmp_path):
   found, lines = tuned("run.steps_per_loop = 1", rounds=5)
   assert found.bindings["run.steps_per_loop"] in (10, 100, 1000)  # a call costs more than a step
@@ -204,6 +206,7 @@ def test_the_gin_file_goes_on_top_of_the_config(tuned, tmp_path):
   assert (tmp_path / "trained" / "checkpoints" / "ckpt-2000.index").exists()
 
 
+@pytest.mark.whole
 def test_what_xla_cannot_compile_is_told(tuned):
   found, lines = tuned("Line.of_python = True", "run.steps_per_loop = 1000")
   line = line_of(lines, "Trainer.jit_compile")
@@ -214,6 +217,7 @@ def test_what_xla_cannot_compile_is_told(tuned):
   assert "Trainer.jit_compile" not in found.bindings
 
 
+@pytest.mark.whole
 def test_a_longer_loop_ends_where_the_run_saves_or_ends(tuned, monkeypatch):
   monkeypatch.setattr(tune, "LONGEST_LOOP_S", math.inf)  # however slow this machine is just now
   _, lines = tuned("run.checkpoint_every_steps = 250", "run.steps_per_loop = 1")
@@ -227,6 +231,7 @@ def test_the_config_is_in_force_again_and_nothing_is_trained(tuned, tmp_path):
   assert [path.name for path in (tmp_path / "run").iterdir()] == ["tuned.gin"]
 
 
+@pytest.mark.whole
 def test_the_gin_file_says_where_it_was_measured(tuned, tmp_path):
   tuned("run.steps_per_loop = 1000", rounds=2)
   text = (tmp_path / "run" / "tuned.gin").read_text()
@@ -261,6 +266,7 @@ tune.tune(["line.gin"], model_dir="run", show=print, rounds=2, block_s=0.02)
 """
 
 
+@pytest.mark.whole
 def test_every_op_is_tried(tmp_path):
   """In a process of its own, since collectives fix their size for a whole process."""
   (tmp_path / "line.gin").write_text(f"{CONFIG}{TWO}\nrun.steps_per_loop = 1000\n")

@@ -309,6 +309,7 @@ def run_until_stopped(model_dir, action, values, *, kill_after=()):
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("patience", [1, 2, 4])
 @pytest.mark.parametrize("min_delta", [0.0, 0.25])
+@pytest.mark.fast(mode=["max"], patience=[2])
 def test_early_stopping_is_the_brute_force_whatever_the_restarts(
   tmp_path, mode, patience, min_delta
 ):
@@ -456,6 +457,7 @@ def served(directory, name="serving_default", **inputs):
   [(dense_model, keras), (dense_model, tf_keras), (linear_module, None)],
   ids=["keras", "tf_keras", "module"],
 )
+@pytest.mark.fast(replicas=[2], generation=[keras, None])
 def test_export_serves_what_the_model_computes(tmp_path, mirrored, replicas, make, generation):
   with mirrored(replicas).scope():
     model = make(generation)

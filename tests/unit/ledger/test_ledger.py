@@ -54,6 +54,7 @@ def check(folder, capsys):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("batch", [12, 7])
+@pytest.mark.fast(replicas=[2], batch=[7])
 def test_each_step_has_the_hash_of_the_ids_it_trained_on(
   replicas, batch, tmp_path, mirrored, capsys
 ):
@@ -84,6 +85,7 @@ def test_each_step_has_the_hash_of_the_ids_it_trained_on(
   )
 
 
+@pytest.mark.whole
 def test_recording_changes_no_weight(tmp_path, mirrored):
   weights = []
   for make in (everything.make_trainer, lambda s: recorded_trainer(tmp_path, s)):
@@ -94,6 +96,7 @@ def test_recording_changes_no_weight(tmp_path, mirrored):
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.whole
 def test_there_is_one_record_a_replica_and_none_without_a_ledger(tmp_path, mirrored):
   def records(trainer):
     everything.train(trainer, 1)
@@ -135,6 +138,7 @@ def forget(folder, *, after_step):
 
 
 @pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.fast(torn=[True])
 def test_what_is_done_again_after_a_kill_supersedes(torn, tmp_path, one_device, capsys):
   """Killed after step 10 and again after 8, when checkpoints of step 4 and then none were whole."""
   session(recorded_trainer(tmp_path, one_device), tmp_path, 10).go("train")
@@ -153,6 +157,7 @@ def test_what_is_done_again_after_a_kill_supersedes(torn, tmp_path, one_device, 
   )
 
 
+@pytest.mark.whole
 def test_a_restart_on_other_replicas_goes_on_with_the_same_path(tmp_path, mirrored, capsys):
   session(recorded_trainer(tmp_path, mirrored(3)), tmp_path, 6).go("train")
   forget(tmp_path, after_step=4)
@@ -162,6 +167,7 @@ def test_a_restart_on_other_replicas_goes_on_with_the_same_path(tmp_path, mirror
   assert rows[2] == rows[3]  # steps 5 and 6, on three replicas and on two
 
 
+@pytest.mark.whole
 def test_a_restart_that_does_other_examples_is_told(tmp_path, one_device, capsys):
   """The position that was restored is one example off."""
   session(recorded_trainer(tmp_path, one_device), tmp_path, 6).go("train")
@@ -247,6 +253,7 @@ def everything_order():
     (changed(two_wrong), "differs: its 12 examples are others than the 12 of its positions"),
   ],
 )
+@pytest.mark.fast(spoil=[repeated_batch, lost_batch])
 def test_a_planted_defect_is_named(spoil, text, tmp_path, mirrored, capsys):
   trainer = recorded_trainer(tmp_path, mirrored(2), spoil=spoil)
   everything.train(trainer, 3)

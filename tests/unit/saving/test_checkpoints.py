@@ -41,6 +41,7 @@ def log(caplog):
 
 
 @pytest.mark.parametrize(("library", "replicas"), [("keras", 1), ("keras", 4), ("tf_keras", 4)])
+@pytest.mark.fast(replicas=[1])
 def test_resume_is_exact_to_the_bit(strategies, tmp_path, library, replicas):
   def make(**options):
     """With batch normalisation, whose statistics each replica gathers for itself."""
@@ -99,6 +100,7 @@ class Stacked(small.Small):
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.fast(replicas=[1])
 def test_variables_in_a_list_of_layers_are_restored(strategies, tmp_path, replicas):
   def go(mode, seed):
     return run(
@@ -126,6 +128,7 @@ def expected_ids(count):
 
 
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.fast(library=["keras"])
 def test_other_numbers_of_replicas_go_on_alike(strategies, tmp_path, library):
   """Without dropout, whose masks are each replica's own."""
   trainers = {
@@ -346,6 +349,7 @@ def test_a_damaged_index_is_reported_and_passed_over(manager, log, damage):
   assert f"checkpoint {manager.directory}/ckpt-30 {state}" in log()
 
 
+@pytest.mark.whole
 def test_every_byte_of_an_index_counts(manager, log):
   """Whatever happens to it: the same values or the checkpoint before, and never a crash."""
   save(manager, 10, 20)
@@ -418,6 +422,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("damaged_before", [False, True])
+@pytest.mark.fast(damaged_before=[True])
 def test_a_kill_at_any_operation_of_a_save(manager, monkeypatch, log, damaged_before):
   outcomes = []
   while "whole" not in outcomes:
