@@ -1,9 +1,9 @@
-"""What AutoGraph converts: the user's code, and nothing of the framework.
+"""Limits AutoGraph to the user's code.
 
-Converting takes 10 to 100 ms per function, which for the verbs of a step was most of the time to
-the first step; and none of them branches on a tensor. So the loop is compiled with
-`autograph=False`, what the user's code calls is kept `as_written`, and where the framework calls
-the user's code, that call is `converted`.
+Converting takes 10 to 100 ms per function. For the verbs of a step this was most of the time to the
+first step, and none of them branches on a tensor. So the loop is compiled with `autograph=False`,
+framework functions that the user's code calls are `as_written`, and the framework's calls of the
+user's code are `converted`.
 """
 
 import inspect
@@ -17,14 +17,14 @@ Class = TypeVar("Class", bound=type)
 
 
 def as_written(function: Function) -> Function:
-  """Keeps AutoGraph from converting a function, and what it calls (a decorator)."""
+  """Decorator: AutoGraph does not convert the function or anything that it calls."""
   return tf.autograph.experimental.do_not_convert(function)
 
 
 def methods_as_written(cls: Class) -> Class:
-  """Keeps AutoGraph from converting the methods that a class itself defines (a decorator).
+  """Class decorator: AutoGraph does not convert the methods defined in this class.
 
-  Methods of its subclasses are converted as usual.
+  Methods defined in subclasses are converted as usual.
   """
   for name, member in list(vars(cls).items()):
     if inspect.isfunction(member) and not name.startswith("__"):
@@ -36,9 +36,9 @@ def methods_as_written(cls: Class) -> Class:
 
 @as_written
 def converted(function: Function) -> Function:
-  """Lets AutoGraph convert a function again when it is called from one kept `as_written`.
+  """Returns a function that AutoGraph converts even when called from an `as_written` function.
 
-  Run eagerly, for debugging, it stays what it is. Exceptions come through as they are.
+  In eager mode, for debugging, it is not converted. Exceptions pass through unchanged.
   """
 
   def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Undoes the one step of a loop that is not finite, so that it can be examined and replayed."""
+"""Undoes the first step of a loop that is not finite, so that it can be examined and replayed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from framework.backend import models
+from framework.backend.replica_state import assign
 from framework.observers import AllReduce, Observer, StepObserver, Tensors
 from framework.optimizers.adapters import Optimizer
 from framework.optimizers.ema import Ema
@@ -18,17 +19,17 @@ Saved = tuple[Sequence[tf.Variable], Sequence[Any]]
 
 
 class Rollback(Observer):
-  """Ends a loop before the first step that is not finite, and undoes what that step changed.
+  """Ends a loop at the first step that is not finite, and undoes what that step changed.
 
-  A step is bad if one of its losses is not finite, or a reduced gradient; where the loss scale
-  reacts to overflows, gradients do not count.
+  A step is bad if one of its losses or a reduced gradient is not finite. If the loss scale reacts
+  to overflows, gradients do not count.
 
-  Updates of a bad step are not applied. What else a step changes is read first: the model's other
-  variables (such as the statistics of batch normalization), the loss scale, the counters, and what
-  an update changes that is not the step's last one. A read shares the variable's buffer and copies
-  nothing; only a variable that is then updated in place is copied.
+  Updates of a bad step are not applied. Everything else that a step changes is read first: the
+  model's non-trainable variables (such as statistics of batch normalization), the loss scale, the
+  counters, and what an update changes if it is not the step's last. A read shares the variable's
+  buffer; only a variable that is then updated in place is copied.
 
-  Not undone: what a task's own `train_step` assigns to trainable variables itself.
+  Not undone: trainable variables that a task's own `train_step` assigns directly.
   """
 
   def __init__(
@@ -45,10 +46,10 @@ class Rollback(Observer):
 
     Args:
       strategy: the current one.
-      model: whose variables that are not trainable a step may change.
+      model: a step may change its non-trainable variables.
       loss_scale: the run's.
-      counters: what the trainer counts a step in.
-      ema: the moving average, if there is one.
+      counters: the variables in which the trainer counts steps.
+      ema: the moving average, if any.
       on_stop: called (host) after a loop that ended at a bad step.
     """
     trainable = {id(models.raw(v)) for v in models.trainable_variables(model)}
@@ -71,23 +72,28 @@ class Rollback(Observer):
     self._after_step = after_step
 
   def step_begins(self) -> None:
-    """Reads what any step may change."""
+    """Reads what any step may change (cross-replica)."""
     self._saved = {0: (self._volatile, read(self._strategy, self._volatile))}
     self._of_last_update = {}
 
   def before_update(self, optimizer: Optimizer) -> None:
-    """Reads what an update changes, just before it (cross-replica)."""
+    """Reads what an update changes; called before the update (cross-replica)."""
     if id(optimizer) not in self._saved:
       variables = changed_by(optimizer, self._ema)
       self._of_last_update = {id(optimizer): (variables, read(self._strategy, variables))}
 
   def update_may_be_undone(self) -> None:
-    """Keeps what was read before the last update: another all-reduce follows (any context)."""
+    """Keeps the values read before the last update, as another all-reduce follows (any context)."""
     self._saved |= self._of_last_update
     self._of_last_update = {}
 
   def step_ends(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
-    """Returns whether the step is good, a bool scalar; if not, undoes it."""
+    """Returns whether the step is good, a bool scalar; if not, undoes it (cross-replica).
+
+    Args:
+      finite: bool scalar, whether all reduced gradients are finite.
+      loss_finite: bool scalar, whether all losses are finite.
+    """
     good = loss_finite & finite if self.counts_gradients else loss_finite
     saved = [(v, value) for pair in self._saved.values() for v, value in zip(*pair, strict=True)]
     if saved:
@@ -95,14 +101,14 @@ class Rollback(Observer):
     return good
 
   def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
-    """Adds "nonfinite_step", the bad step, counted from 1, if there was one."""
+    """Adds "nonfinite_step", the number of the bad step counted from 1, if there was one (host)."""
     if ran > done:
       self._on_stop()
       results["nonfinite_step"] = float(self._after_step + ran)
 
 
 class _ReplicaRollback(StepObserver):
-  """Allows no update after a loss, or a gradient of an earlier update, that is not finite."""
+  """Rejects updates after a loss, or a gradient of an earlier update, that is not finite."""
 
   def __init__(self, rollback: Rollback) -> None:
     self._rollback = rollback
@@ -132,7 +138,7 @@ class _ReplicaRollback(StepObserver):
 
 
 def changed_by(optimizer: Optimizer, ema: Ema | None) -> list[tf.Variable]:
-  """Returns what an update of this optimizer changes: weights, its state, their averages."""
+  """Returns the variables that an update changes: weights, optimizer state, averages of weights."""
   changed = [*optimizer.variables, *optimizer.optimizer.variables]
   averages = ema.averages_of(optimizer.variables) if ema else []
   distinct = {id(models.raw(v)): models.raw(v) for v in [*changed, *averages]}
@@ -140,7 +146,7 @@ def changed_by(optimizer: Optimizer, ema: Ema | None) -> list[tf.Variable]:
 
 
 def read(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> list[Any]:
-  """Returns the values of variables on every replica (cross-replica)."""
+  """Returns the values of variables, per replica (cross-replica)."""
   if not variables:
     return []
   return strategy.extended.call_for_each_replica(lambda: [v.read_value() for v in variables])
@@ -149,10 +155,7 @@ def read(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> 
 def write(
   strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable], values: Sequence[Any]
 ) -> None:
-  """Assigns what `read` returned, to each replica its own (cross-replica)."""
-
-  def assign(variable: tf.Variable, value: tf.Tensor) -> None:
-    variable.assign(value, read_value=False)
+  """Assigns the values that `read` returned, per replica (cross-replica)."""
 
   for variable, value in zip(variables, values, strict=True):
-    strategy.extended.update(variable, assign, args=(value,), group=False)
+    assign(strategy, variable, value)
