@@ -71,7 +71,7 @@ def launch(values: flags.FlagValues) -> int:
     )
     return 0
   from framework import configurables
-  from framework.errors import Preempted
+  from framework.errors import Preempted, first_line
 
   configurables.parse(values.gin_file, values.gin_param)
   if values.mode == "verify":
@@ -83,9 +83,9 @@ def launch(values: flags.FlagValues) -> int:
   try:
     configurables.configured(run)(mode=values.mode, model_dir=model_dir)
   except Preempted as stop:
-    return _say(_first_line(stop), 75)
+    return _say(first_line(stop), 75)
   except (NonFiniteLoss, ClusterError) as failure:
-    return _say(f"failed: {_first_line(failure)}", 1)
+    return _say(f"failed: {first_line(failure)}", 1)
   return 0
 
 
@@ -207,10 +207,6 @@ def _is_news(record: logging.LogRecord) -> bool:
   text = record.getMessage()
   of_gin = "could not transform <function augment_exception_message"
   return of_gin not in text and "eagerly has significant overhead" not in text
-
-
-def _first_line(error: Exception) -> str:
-  return str(error).partition("\n")[0]
 
 
 def _say(line: str, status: int) -> int:

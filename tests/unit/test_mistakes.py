@@ -455,7 +455,7 @@ MISTAKES = {
   "input_shape of other images": Mistake(
     config=[*IDX, "ImageClassification.input_shape = (8, 8, 1)"],
     prepare=idx_files,
-    says=["(28, 28, 1)", "input_shape is (8, 8, 1)", "make them the same"],
+    says=["(28, 28, 1)", "input_shape is (8, 8, 1)", "make them equal"],
   ),
   "missing image folder": Mistake(
     config=IMAGES, says=["TMP/train", "not a folder", "one folder per class"]
