@@ -71,7 +71,7 @@ def launch(values: flags.FlagValues) -> int:
     )
     return 0
   from framework import configurables
-  from framework.errors import Preempted
+  from framework.errors import Preempted, first_line
 
   configurables.parse(values.gin_file, values.gin_param)
   if values.mode == "verify":
@@ -83,9 +83,9 @@ def launch(values: flags.FlagValues) -> int:
   try:
     configurables.configured(run)(mode=values.mode, model_dir=model_dir)
   except Preempted as stop:
-    return _say(_first_line(stop), 75)
+    return _say(first_line(stop), 75)
   except (NonFiniteLoss, ClusterError) as failure:
-    return _say(f"failed: {_first_line(failure)}", 1)
+    return _say(f"failed: {first_line(failure)}", 1)
   return 0
 
 
@@ -129,20 +129,36 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.Error: a wrong flag, or no gin file.
   """
   values = flags.FlagValues()
-  flags.DEFINE_multi_string("gin_file", [], "A gin file; repeatable, the last one wins.", values)
-  flags.DEFINE_multi_string("gin_param", [], 'A binding: "run.seed = 3"; repeatable.', values)
+  flags.DEFINE_multi_string(
+    "gin_file", [], "A gin file; repeatable, later files override earlier ones.", values
+  )
+  flags.DEFINE_multi_string(
+    "gin_param", [], 'A binding such as "run.seed = 3"; repeatable, after the files.', values
+  )
   flags.DEFINE_enum("mode", "train_and_evaluate", [*MODES, *CHECKING_MODES], "What to do.", values)
-  flags.DEFINE_string("model_dir", None, "Default: runs/<name of the first gin file>.", values)
-  flags.DEFINE_integer(
-    "local_workers", 0, "Workers of a cluster on this machine; 0: no cluster.", 0, None, values
+  flags.DEFINE_string(
+    "model_dir", None, "The run folder; default: runs/<name of the first gin file>.", values
   )
   flags.DEFINE_integer(
-    "local_ps", 0, "Its parameter servers; above 0, it also has a chief.", 0, None, values
+    "local_workers",
+    0,
+    "Number of workers of a cluster on this machine; 0 for no cluster.",
+    0,
+    None,
+    values,
   )
   flags.DEFINE_integer(
-    "max_restarts", 0, "How often to restart the cluster after a failure.", 0, None, values
+    "local_ps",
+    0,
+    "Number of parameter servers of that cluster; above 0 it also has a chief.",
+    0,
+    None,
+    values,
   )
-  flags.DEFINE_string("json", None, "File for the report of --mode=verify.", values)
+  flags.DEFINE_integer(
+    "max_restarts", 0, "How often to restart that cluster after a failure.", 0, None, values
+  )
+  flags.DEFINE_string("json", None, "For --mode=verify: a file to write the report to.", values)
   flags.DEFINE_boolean("help", False, "Print this help.", values)
   arguments = values(argv)[1:]
   if arguments:
@@ -191,10 +207,6 @@ def _is_news(record: logging.LogRecord) -> bool:
   text = record.getMessage()
   of_gin = "could not transform <function augment_exception_message"
   return of_gin not in text and "eagerly has significant overhead" not in text
-
-
-def _first_line(error: Exception) -> str:
-  return str(error).partition("\n")[0]
 
 
 def _say(line: str, status: int) -> int:

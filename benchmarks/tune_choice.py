@@ -24,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from framework import configurables, tune
 from framework.errors import ConfigError
-from framework.tune import Bench, Bindings, Option
+from framework.tune import Bindings, Contest, Option
 
 ALLOWED = 1.05
 
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = tune.tune(files, params, model_dir=folder, show=_say).bindings
   _say(f"tuned in {time.perf_counter() - began:.0f} s\n")
   configurables.parse(files, params)
-  bench = Bench(files, params, rounds=options.rounds, block_s=options.block_s)
-  own = bench.contender({})
+  contest = Contest(files, params, rounds=options.rounds, block_s=options.block_s)
+  own = contest.contender({})
   found = {}
   for bindings in combinations(tune.axes(own.trainer, own.step_s)):
-    name = str(Option(bindings)) or "(the config as it is)"
+    name = str(Option(bindings)) or "(original config)"
     try:
-      found[name] = bindings, bench.compare(chosen, bindings)
+      found[name] = bindings, contest.compare(chosen, bindings)
     except ConfigError:
       continue
     _say(f"{found[name][1]}  {name}{'  (the choice)' if bindings == chosen else ''}")
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   bindings, ratio = found[best]
   _say(f"\nof {len(found)} combinations the best is {best}: {ratio} times as fast as the choice")
   if bindings != chosen:
-    ratio = bench.compare(chosen, bindings)
+    ratio = contest.compare(chosen, bindings)
     _say(f"once more: {ratio}")
   return 1 if ratio.median > ALLOWED else 0
 

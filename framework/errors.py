@@ -132,3 +132,8 @@ def user_error(error: BaseException) -> str | None:
   """
   found = re.search(rf"\[{USER_ERROR}(.*?)\](?:\n|$)", str(error))
   return re.sub(r"\\(['\"\\])", r"\1", found[1]) if found else None
+
+
+def first_line(error: BaseException) -> str:
+  """Returns the first line of an error's text, or the name of its class if it has no text."""
+  return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,4 +1,7 @@
-"""One process, four logical CPUs: what every in-process test of N replicas runs on."""
+"""One process, four logical CPUs: what every in-process test of N replicas runs on.
+
+`pytest` runs the fast tier, `pytest --everything` all tests; see tests/support/tiers.py.
+"""
 
 import gc
 import os
@@ -8,10 +11,17 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 import pytest
 import tensorflow as tf
+import tiers
 
 LOGICAL_CPUS = 4
 LONG = ("test_verify", "test_tune", "test_traps", "test_mistakes", "test_multi_worker")
 """Files that take minutes. They come first, so that no process is left with one at the end."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+  group = parser.getgroup("tiers")
+  group.addoption("--everything", action="store_true", help="run all tests")
+  group.addoption("--rest", action="store_true", help="run what the fast tier leaves out")
 
 
 def pytest_configure() -> None:
@@ -26,7 +36,11 @@ def pytest_xdist_auto_num_workers() -> int:
   return (os.cpu_count() or 1) + 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  options, named = config.option, any("::" in argument for argument in config.args)
+  items[:], left = tiers.split(items, everything=options.everything or named, rest=options.rest)
+  if left:
+    config.hook.pytest_deselected(items=left)
   items.sort(key=lambda item: not item.path.name.startswith(LONG))
 
 

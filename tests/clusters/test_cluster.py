@@ -280,6 +280,7 @@ def test_mistakes(options, says, monkeypatch):
     ("grpc://somewhere", "the address 'somewhere' is not host:port, such as '10.0.0.2:8470'."),
   ],
 )
+@pytest.mark.fast(address=["grpc://somewhere"])
 def test_no_tpu(address, says):
   with pytest.raises(ConfigError, match=re.escape(says)):
     factories.tpu(address=address)

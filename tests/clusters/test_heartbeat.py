@@ -75,6 +75,7 @@ def test_a_peer_that_answers_is_not_named(peer):
     assert watched(pulse, 4 * TIMEOUT_S) is None
 
 
+@pytest.mark.whole
 def test_who_is_gone_is_left_to_tensorflow(peer):
   """A refused connection is no silence: a closure there fails at once, and runs elsewhere."""
   with pulse_of(Peer("worker", 0, "127.0.0.1:9")) as pulse:
@@ -152,6 +153,7 @@ print("ends", flush=True)
 """
 
 
+@pytest.mark.whole
 def test_a_parent_that_waits_for_a_silent_peer_while_it_ends_is_ended_too(peer):
   silent, awake = peer
   awake.clear()
@@ -162,6 +164,7 @@ def test_a_parent_that_waits_for_a_silent_peer_while_it_ends_is_ended_too(peer):
     assert process.wait(30) == -signal.SIGKILL
 
 
+@pytest.mark.whole
 def test_a_peer_that_answers_again_in_time_is_forgiven(peer):
   lively, awake = peer
   with parent_of(lively, grace_s=3.0) as (parent, _):

@@ -18,6 +18,7 @@ import launch
 from framework.ledger import __main__
 
 ROOT = Path(launch.__file__).parent
+SUPPORT = ROOT / "tests" / "support"
 BATCH, STEPS, RATE = 8, 10, 0.05
 CONFIG = """
 import clustered
@@ -65,7 +66,7 @@ def run(folder, workers, *params, flags=(), env=None):
   command += [f"--local_workers={workers}", f"--model_dir={folder / 'm'}", *flags]
   environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **(env or {})}
   done = subprocess.run(
-    command, cwd=ROOT / "tests", capture_output=True, text=True, env=environment, timeout=240
+    command, cwd=SUPPORT, capture_output=True, text=True, env=environment, timeout=240
   )
   return Outcome(folder, done)
 
@@ -137,6 +138,7 @@ def test_only_the_chief_writes(trained):
   assert len(list((model_dir / "train").iterdir())) == 1
 
 
+@pytest.mark.whole
 def test_an_infinite_loss_is_traced_to_its_worker_and_example(trained, tmp_path):
   """The target of the example that is read last; in `trained` two workers read the same ones."""
   ids = np.stack([trained[2].ids(worker) for worker in (0, 1)])  # [worker, step, row]
@@ -150,7 +152,7 @@ def test_an_infinite_loss_is_traced_to_its_worker_and_example(trained, tmp_path)
 
   _, *command = shlex.split(replay.splitlines()[0])
   again = subprocess.run(
-    [sys.executable, *command], cwd=ROOT / "tests", capture_output=True, text=True, timeout=240
+    [sys.executable, *command], cwd=SUPPORT, capture_output=True, text=True, timeout=240
   )
   assert (stopped.status, again.returncode) == (1, 0), again.stderr
   found = [str(worker), "loss", "inf", str(guilty)]
@@ -183,12 +185,14 @@ def broken(tmp_path_factory):
   return first, saved, run(folder, 2, *params, flags=["--max_restarts=2"])
 
 
+@pytest.mark.whole
 def test_sigterm_on_one_worker_saves_and_ends_all(broken):
   first, saved, _ = broken
   assert first.status == 75, first.err
   assert saved == ["ckpt-2.index", "ckpt-3.index"]
 
 
+@pytest.mark.whole
 def test_a_killed_worker_is_named_and_costs_nothing(broken, unbroken):
   *_, outcome = broken
   assert outcome.status == 0, outcome.err
@@ -215,6 +219,7 @@ def test_the_ledger_proves_that_nothing_was_skipped_or_repeated(broken, unbroken
     assert {entry["first_step"] for entry in entries} == set(range(1, STEPS + 1))
 
 
+@pytest.mark.whole
 def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   """Each in its own words: `run.train_steps` differs."""
   from framework.strategies.local_cluster import make_cluster
@@ -230,7 +235,7 @@ def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
     command += [f"--gin_param=run.train_steps = {worker + 3}", f"--model_dir={tmp_path / 'm'}"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": json.dumps(config)}
     started.append(
-      subprocess.Popen(command, cwd=ROOT / "tests", env=env, stderr=subprocess.PIPE, text=True)
+      subprocess.Popen(command, cwd=SUPPORT, env=env, stderr=subprocess.PIPE, text=True)
     )
   errors = [process.communicate(timeout=120)[1] for process in started]
   addresses = spec["worker"]

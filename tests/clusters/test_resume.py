@@ -28,6 +28,7 @@ STEPS, EVAL_EVERY, CHECKPOINT_EVERY, LOOP = 12, 6, 4, 2
 # ---- Real processes, really killed ----
 
 
+@pytest.mark.whole
 def test_killed_runs_end_as_one_that_was_never_killed():
   """20 trials and more: `python -m benchmarks.kill_trials`."""
   command = [sys.executable, "-m", "benchmarks.kill_trials", "--trials=3", "--most_kills=1"]

@@ -151,6 +151,7 @@ class AppliedIfFinite(keras.optimizers.SGD):
     tf.cond(finite, lambda: super(AppliedIfFinite, self).apply(gradients, variables), lambda: None)
 
 
+@pytest.mark.whole
 def test_a_branch_around_apply_works_on_one_device_only(two):
   one = tf.distribute.get_strategy()
   assert slope.apply_by_hand(one, lambda: AppliedIfFinite(1.0), [3.0]) == -3.0
@@ -189,6 +190,7 @@ def test_a_keras_metric_read_by_a_replica_is_local(two):
 FIVE = np.array([1.0, 2.0, 3.0, 6.0, 8.0], np.float32)
 
 
+@pytest.mark.whole
 def test_an_empty_replica_has_no_mean(two):
   @tf.function
   def step(values):
@@ -225,6 +227,7 @@ def test_an_idle_replica_leaves_the_update_finite(two):
 # ---- A DistributedIterator cannot be checkpointed ----
 
 
+@pytest.mark.whole
 def test_a_distributed_iterator_cannot_be_checkpointed(two, tmp_path):
   def counting(position):
     return tf.data.Dataset.range(position // 4, 100).map(
@@ -304,6 +307,7 @@ except tf.errors.OpError as error:  # after which no collective works in this pr
   ("replicas", "size", "says"),
   [(3, 1, "a group with size3, but that group has size 2"), (2, 4, "Shape mismatch in the coll")],
 )
+@pytest.mark.whole
 def test_collectives_of_one_strategy_do_not_meet_those_of_another(replicas, size, says):
   """Sums of replica ids from 1, over `size` numbers on each replica."""
   root = pathlib.Path(framework.__file__).parents[1]

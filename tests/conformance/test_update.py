@@ -1,10 +1,10 @@
 """After 20 steps all is as in the float64 reference, whatever the strategy, the op and Keras."""
 
 import dataclasses
-import functools
 
 import cases
 import numpy as np
+import pairwise
 import pytest
 import reference
 
@@ -13,7 +13,13 @@ ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 EXACT = [c for c in cases.CASES.values() if c.scenario.wire_dtype is None]
 WIRED = [c for c in cases.CASES.values() if c.scenario.name in ("wire_bfloat16", "wire_float16")]
 OVERFLOWING = [c for c in EXACT if c.scenario.overflow_step is not None]
-each = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.id)
+
+
+def each(chosen):
+  """Parametrizes over cases; those that `pairwise` did not select are the whole's."""
+  marks = {True: (), False: pytest.mark.whole}
+  found = [pytest.param(c, id=c.id, marks=marks[c in pairwise.SELECTED]) for c in chosen]
+  return pytest.mark.parametrize("case", found)
 
 
 def assert_close(actual, expected, name):

@@ -1,10 +1,12 @@
-"""Runs cases of one number of replicas and writes what they left behind, one .npz or .error a case.
+"""Runs cases and writes what they left behind, one .npz or .error a case.
 
     python worker.py OUTPUT_FOLDER CASE_ID...
 
-One process a number of replicas, because TensorFlow can hold one size of collective group only.
+One process imports TensorFlow and, before it touches a device, forks one for each number of
+replicas, because TensorFlow can hold one size of collective group only.
 """
 
+import collections
 import faulthandler
 import functools
 import json
@@ -164,7 +166,27 @@ as its autotune thread sleeps in ever longer periods and now and then misses its
 SMALL = fusion.SMALL
 
 
+AT_ONCE = 2
+
+
 def main(folder, ids):
+  """Runs the cases, those of as many replicas in one process; returns the worst exit status."""
+  groups = collections.defaultdict(list)
+  for case_id in ids:
+    groups[cases.CASES[case_id].replicas].append(case_id)
+  statuses = []
+  for started, replicas in enumerate(sorted(groups, key=lambda n: -n * len(groups[n]))):
+    if started >= AT_ONCE:
+      statuses.append(os.wait()[1])
+    if os.fork() == 0:
+      run_group(folder, groups[replicas])
+  statuses += [os.wait()[1] for _ in range(len(groups) - len(statuses))]
+  return max(map(os.waitstatus_to_exitcode, statuses), key=abs)
+
+
+def run_group(folder, ids):
+  """Runs cases of one number of replicas, and ends the process."""
+  faulthandler.dump_traceback_later(DUMP_AFTER_S)
   for case_id in ids:
     path = os.path.join(folder, case_id)
     try:
@@ -174,9 +196,8 @@ def main(folder, ids):
         file.write(traceback.format_exc())
     else:
       np.savez(f"{path}.npz", facts=json.dumps(facts), **arrays)
+  os._exit(0)  # without stopping the iterators
 
 
 if __name__ == "__main__":
-  faulthandler.dump_traceback_later(DUMP_AFTER_S)
-  main(sys.argv[1], sys.argv[2:])
-  os._exit(0)  # without stopping the iterators
+  sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -162,6 +162,7 @@ def assert_ends_like(variables, name):
 @pytest.mark.parametrize(
   ("name", "replicas"), [*[(name, 2) for name in MAKERS], ("contrastive", 3)]
 )
+@pytest.mark.fast(name=["contrastive", "maml"], replicas=[2])
 def test_n_replicas_train_as_one(name, replicas, mirrored):
   """To 1e-5 after ten steps of batches of 7: with 1 padded row on 2 replicas, 2 on 3."""
   start, end, metrics = reference(name)
@@ -177,6 +178,7 @@ def test_n_replicas_train_as_one(name, replicas, mirrored):
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.fast(name=["wgan_gp", "distillation"])
 def test_n_replicas_evaluate_as_one(name, mirrored):
   """All 21 examples at once, so that neighbours are the same; a padded row on 2 replicas."""
   results = []
@@ -343,6 +345,7 @@ def test_sam_on_central_storage_trains_as_one():
 
 
 @pytest.mark.parametrize("case", ["first pass", "second pass"])
+@pytest.mark.fast(case=["second pass"])
 def test_sam_skips_a_step_that_is_not_finite_and_restores_the_weights(case, mirrored):
   """To the bit; an infinite image of the last replica, or a point nearby that overflows."""
   task = sam(rho=0.1 if case == "first pass" else 1e38)
@@ -414,6 +417,7 @@ def wgan_by_hand(networks, batches, penalty):
     descend(generator, lambda batch=batch: -critic(generator(batch["other_noise"]))[:, 0])
 
 
+@pytest.mark.whole
 def test_wgan_gp_updates_are_those_of_a_plain_loop():
   task = untrained("wgan_gp")
   wgan_by_hand(task.model, batches_of(task, STEPS), penalty=2.0)
@@ -421,6 +425,7 @@ def test_wgan_gp_updates_are_those_of_a_plain_loop():
   assert_ends_like([v for n in names for v in task.model[n].trainable_variables], "wgan_gp")
 
 
+@pytest.mark.whole
 def test_the_mix_is_uniform_and_a_function_of_the_seed():
   count = 500
   raw = {"image": tf.zeros([count, 28, 28, 1], tf.uint8)}
@@ -534,7 +539,7 @@ def test_a_teacher_of_another_shape_is_refused(name, teachers):
 
 def test_a_teacher_that_is_not_there_is_refused():
   task = Distillation(data=images(), teacher="runs/nothing", **CLASSIFIER)
-  with pytest.raises(ConfigError, match="'runs/nothing', where there is no checkpoint; train"):
+  with pytest.raises(ConfigError, match="'runs/nothing', where no checkpoint is; train"):
     task.fit()
 
 
@@ -570,12 +575,14 @@ def maml_by_hand(task, batches, rate, *, second_order=True, steps=1):
   return values
 
 
+@pytest.mark.whole
 def test_maml_updates_are_those_of_a_plain_loop():
   task = untrained("maml")
   assert_ends_like(maml_by_hand(task, batches_of(task, STEPS), 0.1), "maml")
 
 
 @pytest.mark.parametrize(("steps", "second_order"), [(1, False), (2, True)])
+@pytest.mark.fast(steps=[1])
 def test_variants_of_maml_have_the_gradient_of_a_plain_loop(steps, second_order):
   task = sines(inner_steps=steps, second_order=second_order)
   task.model, batches = untrained("maml").model, batches_of(task, 1)
@@ -610,6 +617,7 @@ def test_waves_are_those_of_their_ids():
   assert np.abs(other["query_x"] - batch["query_x"]).min() > 1e-4
 
 
+@pytest.mark.whole
 def test_an_evaluation_logs_the_loss_after_each_number_of_updates():
   task = sines()
   keras.utils.set_random_seed(3)
@@ -664,7 +672,7 @@ def test_contrastive_serves_representations():
     (distilled, {"hard_weight": 1.5}, "Distillation.hard_weight is 1.5; it must be from 0 to 1"),
     (sines, {"support": 0}, "SinusoidMaml.support is 0; it must be 1 or more"),
     (sines, {"inner_steps": 0}, "SinusoidMaml.inner_steps is 0; it must be 1 or more"),
-    (sines, {"eval_steps": (-1,)}, r"SinusoidMaml.eval_steps is \(-1,\); it must be numbers"),
+    (sines, {"eval_steps": (-1,)}, r"SinusoidMaml.eval_steps is \(-1,\); it must have numbers"),
   ],
 )
 def test_a_value_out_of_its_range_is_refused(make, options, message):

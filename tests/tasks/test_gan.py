@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_configs import FOLDER, Witness, fashion_mnist_files
+from config_data import FOLDER, Witness, fashion_mnist_files
 
 import launch
 from framework.errors import ConfigError
@@ -135,6 +135,7 @@ def mirrored_batches(steps):
 
 
 @pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.fast(k=[2])
 def test_the_updates_are_those_of_a_loop_by_hand(k):
   steps = 3
   batches = list(mirrored_batches(steps))
@@ -177,6 +178,7 @@ class Recording(Gan):
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.fast(k=[2])
 def test_each_discriminator_update_has_examples_of_its_own(k):
   task = make_task(Recording, discriminator_steps=k)
   train(make_trainer(task, eager=True), 2)
@@ -190,6 +192,7 @@ def test_each_discriminator_update_has_examples_of_its_own(k):
 
 
 @pytest.mark.parametrize(("batch", "k"), [(8, 1), (7, 1), (8, 2)])
+@pytest.mark.fast(batch=[7])
 def test_two_replicas_train_as_one(batch, k, mirrored):
   """To 1e-5, whether the batch divides or is padded; a share is the same on both."""
   finals, losses = [], []
@@ -207,6 +210,7 @@ def test_two_replicas_train_as_one(batch, k, mirrored):
   assert min(largest_move(before, finals[1])) > 1e-3
 
 
+@pytest.mark.whole
 def test_two_replicas_make_k_updates_too(mirrored):
   trainer = make_trainer(make_task(discriminator_steps=2), strategy=mirrored(2))
   train(trainer, 3)
@@ -214,6 +218,7 @@ def test_two_replicas_make_k_updates_too(mirrored):
   assert (counts, trainer.global_step.numpy()) == ([3, 6], 3)
 
 
+@pytest.mark.whole
 def test_shares_must_divide(mirrored):
   trainer = make_trainer(make_task(discriminator_steps=2), strategy=mirrored(2), batch=6)
   with pytest.raises(Exception, match="discriminator_steps is 2, but a replica has 3 rows"):
@@ -265,6 +270,7 @@ def trained():
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.fast(replicas=[2])
 def test_evaluation_judges_each_image_and_a_drawn_one_once(replicas, mirrored):
   """The same drawn ones each time: 22 images in batches of 5, on two replicas of 6 rows."""
   strategy = mirrored(replicas)
@@ -296,6 +302,7 @@ def test_evaluation_judges_each_image_and_a_drawn_one_once(replicas, mirrored):
   assert evaluator.evaluate() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.whole
 def test_the_export_draws_images_of_0_to_1(trained, tmp_path):
   export.export(trained, str(tmp_path / "export"))
   serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
@@ -319,6 +326,7 @@ def test_a_sheet_shows_what_the_generator_draws(trained):
     assert np.abs(part.astype(float) - image).max() <= 0.501
 
 
+@pytest.mark.whole
 def test_the_command_writes_the_sheet_of_a_run(tmp_path, monkeypatch, capsys):
   """Of its newest checkpoint; the picture is the last weights' own."""
   monkeypatch.setattr(sys, "path", [*sys.path])
@@ -390,5 +398,5 @@ def test_fewer_than_one_discriminator_step_is_refused(k):
 
 def test_images_of_another_size_are_refused():
   small = ImageData(sources=data().sources, image_shape=(8, 8, 1), labels=1)
-  with pytest.raises(ConfigError, match=r"images of shape \(28, 28, 1\), not \(8, 8, 1\)"):
+  with pytest.raises(ConfigError, match=r"shape \(8, 8, 1\); they must be of shape \(28, 28, 1\)"):
     make_task(data=small)

@@ -307,6 +307,7 @@ def test_dropout_is_for_training():
   assert np.abs(task.forward(batch, training=True) - twice[0]).max() > 0.01
 
 
+@pytest.mark.whole
 def test_mixed_precision_keeps_weights_and_logits_in_float32(precision):
   precision("mixed_bfloat16")
   task = with_model(make_task(random_documents(4, 15, 9, 3)))
@@ -368,6 +369,7 @@ def uneven_task():
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}, {"clip_norm": 0.1}])
+@pytest.mark.whole
 def test_replicas_with_unequal_numbers_of_targets_train_as_one(options, mirrored):
   losses, finals = [], []
   for replicas in (1, 2, 3):
@@ -389,6 +391,7 @@ def test_replicas_with_unequal_numbers_of_targets_train_as_one(options, mirrored
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.fast(replicas=[2])
 def test_evaluation_is_a_mean_over_bytes(replicas, mirrored):
   """Of 97 bytes in 9 sequences, in batches of 4 rows: not a mean over batches, nor of exps."""
   task, strategy = uneven_task(), mirrored(replicas)
@@ -461,7 +464,7 @@ def test_the_python_library_is_there_and_apart():
 @pytest.mark.parametrize(
   ("options", "line"),
   [
-    ({"path": "no/such"}, "TextFiles.path is 'no/such', which does not exist; name a file or"),
+    ({"path": "no/such"}, "TextFiles.path is 'no/such', which does not exist; give a file or"),
     ({"path": ".", "eval_fraction": 1}, "TextFiles.eval_fraction is 1; it must be between 0 and 1"),
   ],
 )
@@ -507,6 +510,7 @@ def drawn_by_hand(task, prompt, count, temperature, seed):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.5, 1.0])
+@pytest.mark.fast(temperature=[0.5])
 def test_sampling_is_that_by_hand(temperature):
   task = with_model(make_task([b"abc"]))
   text = language_model.sample(task, b"ab", 20, temperature=temperature, seed=4)
@@ -557,6 +561,7 @@ def run_folder(tmp_path, monkeypatch, ema):
 
 
 @pytest.mark.parametrize("ema", ["Trainer.ema_decay = 0.5", ""])
+@pytest.mark.fast(ema=[""])
 def test_a_run_is_restored_as_it_was_evaluated(run_folder):
   """With the same loss on the evaluation split as the run's last line."""
   task = language_model.restored(run_folder)
@@ -576,6 +581,7 @@ def test_the_model_itself_is_in_a_checkpoint(tmp_path):
   )
 
 
+@pytest.mark.whole
 def test_the_command_draws_the_same_text_for_the_same_seed(run_folder, capsys):
   arguments = [run_folder, "--prompt", "this ", "--bytes", "9", "--temperature", "1"]
   expected = language_model.sample(language_model.restored(run_folder), b"this ", 9, seed=7)
@@ -586,6 +592,7 @@ def test_the_command_draws_the_same_text_for_the_same_seed(run_folder, capsys):
   assert made.stdout.decode() == f"{expected.decode(errors='replace')}\n"
 
 
+@pytest.mark.whole
 def test_the_command_names_a_mistake(tmp_path, run_folder, capsys):
   assert language_model.main([str(tmp_path / "none")]) == 2
   assert "there is no gin file" in capsys.readouterr().err
@@ -595,6 +602,7 @@ def test_the_command_names_a_mistake(tmp_path, run_folder, capsys):
   assert "there is no whole checkpoint in" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 def test_the_export_gives_log_probabilities_of_each_byte_and_the_next(tmp_path):
   task = with_model(make_task([b"abc"]))
   export.export(task, str(tmp_path / "export"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from test_configs import forget_garden
+from config_data import forget_garden
 
 from framework import ConfigError, Evaluator, Trainer, configurables
 from framework.inputs import datasets
@@ -203,6 +203,7 @@ class Reference:
 
 
 @pytest.mark.parametrize(("replicas", "batch", "parts"), [(2, 7, 1), (3, 8, 2), (2, 5, 4)])
+@pytest.mark.fast(batch=[7])
 def test_padding_and_micro_batches_change_nothing(garden, mirrored, replicas, batch, parts):
   """Of 5 examples in 8 micro-batches, three have none."""
   task = points(garden)
@@ -220,6 +221,7 @@ def test_padding_and_micro_batches_change_nothing(garden, mirrored, replicas, ba
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.fast(replicas=[3])
 def test_an_evaluation_counts_every_example_once(garden, mirrored, replicas):
   """21 examples in batches of 8; of three replicas the last has none of the last batch."""
   task, strategy = points(garden), mirrored(replicas)

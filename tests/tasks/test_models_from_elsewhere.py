@@ -161,6 +161,7 @@ def trained(
 
 @each
 @pytest.mark.parametrize("library", OPTIMIZERS)
+@pytest.mark.fast(name=["Keras inside a tf.Module"], library=["keras"])
 def test_two_replicas_train_as_one(mirrored, name, library):
   trainers = [
     trained(made(name), mirrored(count), optimizer=lambda: OPTIMIZERS[library](0.05), ema_decay=0.9)
@@ -190,6 +191,7 @@ class Sum(Line):
     return a + b + c + self.model["d"]["head"](self.model["d"]["body"](x))
 
 
+@pytest.mark.whole
 def test_a_run_of_all_is_resumed_and_served(mirrored, tmp_path):
   strategy = mirrored(2)
 
@@ -282,12 +284,14 @@ def local_statistics():
   return found
 
 
+@pytest.mark.whole
 def test_local_statistics_are_another_update(local_statistics):
   one, two = local_statistics
   assert max(np.abs(a - b).max() for a, b in zip(one, two, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize(("cls", "sync"), [(Application, True), (Frozen, False)])
+@pytest.mark.whole
 def test_an_application_trains_on_two_replicas_as_on_one(mirrored, cls, sync):
   tasks = [application(cls, sync=sync) for _ in range(2)]
   for count, task in enumerate(tasks, 1):
@@ -313,6 +317,7 @@ def message_of(make, strategy, **options):
 
 
 @pytest.mark.parametrize("library", [keras, tf_keras])
+@pytest.mark.fast(library=[keras])
 def test_variables_from_outside_the_scope_are_refused(mirrored, library):
   model = library.Sequential([library.layers.Input([3]), library.layers.Dense(1, name="late")])
   message = message_of(lambda: model, mirrored(2))
@@ -336,6 +341,7 @@ def test_a_legacy_optimizer_is_refused(mirrored):
 # ---- Verification ----
 
 
+@pytest.mark.whole
 def test_verification_has_nothing_against_keras_inside_a_module():
   task = functools.partial(made, "Keras inside a tf.Module")
   subject = Subject(task=task, optimizer=keras.optimizers.Adam, global_batch_size=BATCH)

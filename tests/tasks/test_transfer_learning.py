@@ -102,6 +102,7 @@ def test_mobilenet_has_the_parameters_of_its_papers_layers(fine_tune, trainable)
   ("backbone", "units", "parameters"),
   [(efficientnet_v2_s, (4080, 4080), 42_249_130), (resnet50, (), 23_587_712 + 2048 * 10 + 10)],
 )
+@pytest.mark.whole
 def test_the_large_backbones_have_theirs(backbone, units, parameters):
   task = make_task(backbone=backbone(), units=units, classes=10, fine_tune=True)
   model = task.build_model()
@@ -162,6 +163,7 @@ def _unlike_new(backbone):
       variable.assign(0.1 + 0.1 * RNG.random(variable.shape))
 
 
+@pytest.mark.whole
 def test_a_frozen_backbone_stays_to_the_bit_on_every_replica(frozen):
   trainer, before, _ = frozen
   model, strategy = trainer.task.model, trainer.strategy
@@ -272,6 +274,7 @@ def test_fine_tuning_moves_weights_and_statistics_on_two_replicas(mirrored):
 
 
 @pytest.mark.parametrize("file", ["backbone.weights.h5", "whole.keras"])
+@pytest.mark.fast(file=["backbone.weights.h5"])
 def test_the_weights_may_be_a_file(file, tmp_path):
   source = make_task(units=(3,), classes=5).build_model()
   _unlike_new(backbone_of(source))
@@ -283,6 +286,7 @@ def test_the_weights_may_be_a_file(file, tmp_path):
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.whole
 def test_a_file_of_another_width_is_refused(tmp_path):
   path = str(tmp_path / "wide.weights.h5")
   backbone_of(make_task(backbone=mobilenet_v2(alpha=0.5)).build_model()).save_weights(path)
@@ -323,10 +327,13 @@ def test_options_that_cannot_be_are_refused(options, says):
 @pytest.mark.parametrize(
   ("images", "says"),
   [
-    (data(side=16), r"images are \(16, 16, 3\) but TransferLearning.input_shape is \(32, 32, 3\)"),
+    (
+      data(side=16),
+      r"shape \(16, 16, 3\) but TransferLearning.input_shape is \(32, 32, 3\)",
+    ),
     (
       data(labels=LABELS + 1),
-      "the data has label 2, but TransferLearning.classes is 2; set it to at least 3, or mend",
+      "the data has label 2, but TransferLearning.classes is 2; set it to at least 3, or correct",
     ),
   ],
 )
@@ -336,7 +343,7 @@ def test_data_that_does_not_fit_is_refused(images, says):
 
 
 def test_a_size_that_keras_refuses_is_one_line():
-  with pytest.raises(ConfigError, match=r"keras.applications refuses the backbone: .*32x32"):
+  with pytest.raises(ConfigError, match=r"keras.applications rejects the backbone: .*32x32"):
     make_task(input_shape=(16, 16, 3), backbone=mobilenet_v2()).build_model()
 
 

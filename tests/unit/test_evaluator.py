@@ -107,6 +107,8 @@ def one():
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.fast(replicas=[2], batch=[3, 11])
+@pytest.mark.fast(replicas=[1, 3], batch=[5])
 def test_the_means_are_those_of_numpy(replicas, batch, mirrored):
   results = make(mirrored(replicas), batch=batch).evaluate()
   assert results == pytest.approx(expected(), rel=1e-6)
@@ -114,6 +116,7 @@ def test_the_means_are_those_of_numpy(replicas, batch, mirrored):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("stream", [False, True], ids=["array", "stream"])
+@pytest.mark.fast(replicas=[2])
 def test_every_example_arrives_exactly_once(replicas, stream, mirrored):
   """In 3 batches of 4, the last of 3: on 3 replicas 2 rows more, and one replica without a row."""
   results = make(mirrored(replicas), Counting(stream=stream)).evaluate()
@@ -146,6 +149,7 @@ def test_a_bad_example_with_weight_shows(replicas, mirrored):
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.fast(replicas=[3])
 def test_some_batches_can_be_asked_for(replicas, mirrored):
   evaluator = make(mirrored(replicas))
   for batches in (2, tf.constant(1), -1, 3, 100):
@@ -158,6 +162,7 @@ def test_no_batches_are_no_mistake(one):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.fast(replicas=[2])
 def test_evaluating_again_starts_again_in_the_same_trace(replicas, mirrored):
   evaluator = make(mirrored(replicas))
   first = evaluator.evaluate()

@@ -64,6 +64,7 @@ def rows(report):
     (2, "loss", 3, 1, 1, {"library": "tf_keras"}),
   ],
 )
+@pytest.mark.fast(where=["norm/gamma"])
 def test_one_example_is_located_and_its_step_leaves_nothing_behind(
   replicas, where, step, replica, row, options, mirrored
 ):
@@ -95,6 +96,7 @@ def test_one_example_is_located_and_its_step_leaves_nothing_behind(
   assert trainer.train(tf.constant(3))["nonfinite_step"] == step  # it comes again, and stops again
 
 
+@pytest.mark.whole
 def test_a_watched_run_in_which_all_is_well_is_the_unwatched_one(mirrored):
   plain = make_trainer(mirrored(2), Planted())
   expected = [plain.train(tf.constant(n)) for n in (3, 4)]
@@ -148,6 +150,7 @@ class TwoPlayers(Planted):
 
 
 @pytest.mark.parametrize(("where", "fuse_updates"), [("loss", True), ("output/kernel", False)])
+@pytest.mark.whole
 def test_earlier_updates_of_the_step_are_taken_back_too(where, fuse_updates, mirrored):
   options = {
     "optimizer": {"first": keras.optimizers.Adam, "second": keras.optimizers.SGD},
@@ -181,6 +184,7 @@ class Together(Planted):
     return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
 
+@pytest.mark.whole
 def test_examples_that_are_bad_only_together(mirrored):
   task = Together()
   task.pair = [example_at(step=2, replica=1, row=row, replicas=2) for row in (2, 3)]
@@ -201,6 +205,7 @@ class Steep(Planted):
     return Loss.from_examples(slope * (outputs - tf.stop_gradient(outputs)), batch["weight"])
 
 
+@pytest.mark.whole
 def test_a_norm_that_overflows(mirrored):
   trainer, results = stopped(
     mirrored(2), Steep(example=example_at(step=2, replica=0, row=1, replicas=2))
@@ -210,6 +215,7 @@ def test_a_norm_that_overflows(mirrored):
   assert rows(forensics.examine(trainer)) == [(None, what, ())]
 
 
+@pytest.mark.whole
 def test_a_sum_that_overflows_the_wire_dtype(mirrored):
   """1e5 is finite in float32, and infinite in float16."""
   task = Steep(example=example_at(step=2, replica=0, row=1, replicas=2))
@@ -220,6 +226,7 @@ def test_a_sum_that_overflows_the_wire_dtype(mirrored):
   assert (replica, what[:19], examples) == (None, "summed gradient of ", ())
 
 
+@pytest.mark.whole
 def test_a_step_that_is_finite_has_nothing_to_report(mirrored):
   report = forensics.examine(make_trainer(mirrored(2), Planted()))
   assert not report.findings
@@ -246,6 +253,7 @@ run.actions = [@StopOnNonFinite()]
 
 
 @pytest.mark.parametrize("where", ["loss", "hidden/kernel"])
+@pytest.mark.fast(where=["loss"])
 def test_the_replay_command_shows_the_step_again(where, tmp_path, capsys):
   example = example_at(step=9, replica=1, row=2, replicas=2)
   config, folder = tmp_path / "x.gin", tmp_path / "run of mine"
@@ -308,6 +316,7 @@ def test_parameter_servers_are_refused(monkeypatch):
     forensics.examine(types.SimpleNamespace(strategy=None))
 
 
+@pytest.mark.whole
 def test_without_forensics_the_loop_goes_on_to_its_end(mirrored):
   trainer = make_trainer(mirrored(2), Planted(example=0))
   action = StopOnNonFinite(forensics=False)

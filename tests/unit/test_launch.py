@@ -273,6 +273,7 @@ def test_the_whole_command_prints_the_one_line():
   assert done.stderr == "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"
 
 
+@pytest.mark.whole
 def test_sigterm_before_the_first_step_ends_at_once():
   Path("slow.py").write_text("import time\n\nprint('here', flush=True)\ntime.sleep(60)\n")
   Path("x.gin").write_text("import slow\n")

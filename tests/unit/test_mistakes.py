@@ -455,7 +455,7 @@ MISTAKES = {
   "input_shape of other images": Mistake(
     config=[*IDX, "ImageClassification.input_shape = (8, 8, 1)"],
     prepare=idx_files,
-    says=["(28, 28, 1)", "input_shape is (8, 8, 1)", "make them the same"],
+    says=["(28, 28, 1)", "input_shape is (8, 8, 1)", "make them equal"],
   ),
   "missing image folder": Mistake(
     config=IMAGES, says=["TMP/train", "not a folder", "one folder per class"]
@@ -606,6 +606,7 @@ def in_its_own_process(folder, config):
   return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=TESTS)
 
 
+@pytest.mark.whole
 def test_the_line_is_all_there_is_beside_the_description(folder):
   done = in_its_own_process(folder, ["Toy.loss = @column_of_squares"])
   assert (done.returncode, done.stdout) == (2, "")
@@ -617,6 +618,7 @@ def test_the_line_is_all_there_is_beside_the_description(folder):
   assert line.startswith("error: per-example values must be a vector [n]")
 
 
+@pytest.mark.whole
 def test_a_traceback_is_all_there_is_after_an_error_in_a_task(folder):
   done = in_its_own_process(folder, ["Toy.outputs = @crashing"])
   assert (done.returncode, done.stdout) == (1, "")
@@ -626,6 +628,7 @@ def test_a_traceback_is_all_there_is_after_an_error_in_a_task(folder):
   assert "WARNING" not in done.stderr
 
 
+@pytest.mark.whole
 def test_logical_cpus_after_tensorflow_has_started(folder):
   (folder / "my_early.py").write_text("import tensorflow as tf\nONE = tf.constant(1)\n")
   config = ["import my_early", "run.strategy = @auto", "auto.cpu_replicas = 2"]

@@ -189,6 +189,7 @@ def test_train_and_evaluate(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("replicas", "share"), [(1, BATCH), (2, BATCH // 2)])
+@pytest.mark.fast(replicas=[2])
 def test_the_global_batch_grows_with_the_replicas(replicas, share, tmp_path, mirrored):
   start(
     tmp_path, "train", strategy=lambda: mirrored(replicas), global_batch_size=None,
@@ -224,6 +225,7 @@ def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path):
 
 @pytest.mark.parametrize("mode", ["evaluate", "evaluate_continuously"])
 @pytest.mark.parametrize(("replicas", "eval_batch_size"), [(1, None), (2, 5)])
+@pytest.mark.fast(replicas=[2], mode=["evaluate_continuously"])
 def test_evaluation_alone_is_of_the_newest_checkpoint(
   mode, replicas, eval_batch_size, tmp_path, mirrored, capsys
 ):
@@ -261,6 +263,7 @@ def test_export(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["checkpoints/ckpt-2", "chosen"])
+@pytest.mark.fast(name=["chosen"])
 def test_an_older_checkpoint_is_evaluated_and_exported_by_name(name, tmp_path):
   start(tmp_path, "train", checkpoint_every_steps=2, steps_per_loop=1)
   for file in (tmp_path / "checkpoints").glob("ckpt-2.*"):
@@ -428,6 +431,7 @@ def test_a_stopped_run_goes_on_without_the_action(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["evaluate", "evaluate_continuously", "export"])
+@pytest.mark.fast(mode=["evaluate"])
 def test_actions_are_for_the_modes_that_train(mode, tmp_path, capsys):
   start(tmp_path, "train")
   capsys.readouterr()
@@ -463,6 +467,7 @@ def test_the_order_of_examples_is_that_of_the_seed(tmp_path):
   assert np.abs(shuffled - Reference().train(STEPS).kernel).max() > 1e-3
 
 
+@pytest.mark.whole
 def test_the_initial_weights_are_those_of_the_seed(tmp_path):
   kernels = []
   for number, seed in enumerate((3, 3, 4)):
@@ -474,6 +479,7 @@ def test_the_initial_weights_are_those_of_the_seed(tmp_path):
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.fast(replicas=[2])
 def test_more_replicas_give_the_same_run(replicas, tmp_path, mirrored):
   results = start(tmp_path, strategy=lambda: mirrored(replicas))
   reference = Reference().train(STEPS)

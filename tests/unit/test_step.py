@@ -476,6 +476,8 @@ def test_all_gather_of_an_unknown_number_of_rows_is_refused(shape):
 
 
 @pytest.mark.parametrize("far", [0.1, 1e38, np.nan, np.inf])
+@pytest.mark.fast(far=[0.1])
+@pytest.mark.fast(place=["mirrored x2"], far=[np.inf])
 def test_perturbed_is_there_within_and_gone_after(far, place):
   """To the bit: 0.5 + 0.1 - 0.1 would not be 0.5 for sure, and NaN - NaN is not 0."""
   bench = Bench(place)
@@ -772,6 +774,7 @@ def trained(task, strategy):
   }
 
 
+@pytest.mark.whole
 def test_the_verbs_written_out_give_the_same_bits(mirrored):
   strategy = mirrored(2)
   weights, metrics = trained(Regression(), strategy)

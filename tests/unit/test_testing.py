@@ -21,6 +21,7 @@ def test_a_wrong_task_fails_with_the_table_of_what_failed():
   assert "every variable has a gradient" not in text
 
 
+@pytest.mark.whole
 def test_a_single_check_can_be_asserted():
   results = testing.check(MeanOfMeans, groups=("replicas",))
   result = testing.found(results, "same update on 3 replicas")

@@ -101,6 +101,7 @@ def assert_found(results, check, cause, place):
 
 
 @pytest.mark.parametrize("name", OF_REPLICAS)
+@pytest.mark.fast(name=["MeanOfMeans"])
 def test_a_defect_of_replicas_is_explained(name):
   results = replicas.check(small.subject(getattr(bad_replicas, name)))
   assert_found(results, *OF_REPLICAS[name])
@@ -146,6 +147,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("task", kinds.RIGHT, ids=lambda task: task.__name__)
+@pytest.mark.fast(task=[small.Small])
 def test_what_is_right_passes(task):
   subject = small.subject(task, optimizer=OPTIMIZERS.get(task.__name__))
   found = verify.verify(subject, groups=("replicas", "order", "gradients", "learning"))
@@ -166,6 +168,7 @@ IN_FLOAT64 = "agree within 0.1% in float64 in 4 variables"
     (bad_gradients.OfFloat32, "float32", "agree within 10% in float32 in 4 variables"),
   ],
 )
+@pytest.mark.fast(task=[small.Small])
 def test_finite_differences_are_in_float64_if_the_task_can(task, precision, says):
   subject = dataclasses.replace(small.subject(task), precision=precision)
   results = verify.verify(subject, groups=("gradients",)).results
@@ -186,6 +189,7 @@ def test_a_sparse_gradient_is_shown_with_its_size():
   assert f"{50 * 4 * 4} bytes" in small.found(results, "sparse gradients").detail
 
 
+@pytest.mark.whole
 def test_options_of_the_trainer_are_part_of_what_is_compared():
   subject = small.subject(small.Small, accumulation_steps=2, clip_value=0.01, ema_decay=0.9)
   assert failures(replicas.check(subject)) == []
@@ -193,6 +197,7 @@ def test_options_of_the_trainer_are_part_of_what_is_compared():
   assert "clip (value 0.01)" in pipeline
 
 
+@pytest.mark.whole
 def test_an_overflow_may_skip_one_update_of_two():
   result = small.found(replicas.check(small.subject(kinds.Shares)), "overflow on one replica")
   assert result.status == "passed"
@@ -227,6 +232,7 @@ class AcceptsAnother(Accepts, bad_order.NeverReduced):
   pass
 
 
+@pytest.mark.whole
 def test_what_a_task_does_on_purpose_is_accepted():
   report = verify.verify(small.subject(Accepts), groups=("replicas",))
   result = small.found(report.results, ON_TWO)

@@ -54,6 +54,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.fast(name=list(DEFECTS)[:3])
 def test_the_defect_is_found_and_named(name, monkeypatch):
   monkeypatch.setattr(xla, "check", lambda *_: sound_xla())
   check, cause, told, text, method = DEFECTS[name]
@@ -83,6 +84,7 @@ XLA = {
 
 
 @pytest.mark.parametrize("name", XLA)
+@pytest.mark.fast(name=list(XLA)[:1])
 def test_what_xla_does_not_compile_is_named(name):
   op, text, method = XLA[name]
   kind = getattr(defects, name)
@@ -121,6 +123,7 @@ def test_random_numbers_with_a_state_cannot_be_compared():
 
 
 @pytest.mark.parametrize("name", sound.SUBJECTS)
+@pytest.mark.fast(name=["regression"])
 def test_nothing_is_found_in_a_sound_task(name):
   results = by_check(sound.SUBJECTS[name]())
   assert {r.status for r in results.values()} == {"passed"}, results

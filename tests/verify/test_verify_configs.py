@@ -5,7 +5,7 @@ import sys
 import gin
 import pytest
 import reviews
-from test_configs import FOLDER, stand_ins
+from config_data import FOLDER, stand_ins
 
 from framework import configurables
 from framework.verify.bench.bench import Subject
@@ -59,6 +59,7 @@ def subject_of(name, folder):
     ("language_model.gin", NOTHING_RANDOM),
   ],
 )
+@pytest.mark.fast(name=["digits_cnn.gin"])
 def test_a_config(name, without, tmp_path):
   subject = subject_of(name, tmp_path)
   results = [*inputs.check(subject), *randomness.check(subject)]

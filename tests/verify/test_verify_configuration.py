@@ -167,6 +167,7 @@ def test_no_config():
   assert (found.status, found.detail) == ("not applicable", "nothing was configured by gin")
 
 
+@pytest.mark.whole
 def test_no_device_is_touched_and_it_is_quick():
   path = written([])
   line = [sys.executable, "-c", IN_A_PROCESS, f"--gin_file={path}"]

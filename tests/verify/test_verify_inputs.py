@@ -34,6 +34,7 @@ def subject(task, **options):
 
 
 @pytest.mark.parametrize("name", defects.DEFECTS)
+@pytest.mark.fast(name=["FlippedAlways", "MissingValues"])
 def test_a_defect(name, monkeypatch):
   check, cause, says, [words], options = defects.DEFECTS[name]
   options = dict(options)
@@ -51,17 +52,20 @@ def test_a_defect(name, monkeypatch):
 
 
 @pytest.mark.parametrize("task", [*RIGHT, NoiseOfExamples])
+@pytest.mark.fast(task=RIGHT[:1])
 def test_a_right_task(task):
   results = inputs.check(subject(task))
   assert not [each for each in results if each.status == "failed"]
   assert {each.check for each in results} <= set(CHECKS)
 
 
+@pytest.mark.whole
 def test_a_batch_larger_than_the_data_in_micro_batches():
   results = inputs.check(subject(Dropout, global_batch_size=129, options={"accumulation_steps": 2}))
   assert not [each for each in results if each.status == "failed"]
 
 
+@pytest.mark.whole
 def test_there_may_be_nothing_to_evaluate_on():
   found = {each.check: each for each in inputs.check(subject(TrainOnly))}
   for check in ("train and eval apart", "evaluation repeats"):

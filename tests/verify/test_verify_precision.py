@@ -50,6 +50,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.fast(name=list(DEFECTS)[:1])
 def test_the_defect_is_found_and_named(name):
   policy, scale, cause, told, text, method = DEFECTS[name]
   kind = getattr(defects, name)
@@ -61,6 +62,7 @@ def test_the_defect_is_found_and_named(name):
   assert result.place.removeprefix(place) in (f"{name}.{method}", method)
 
 
+@pytest.mark.whole
 def test_a_larger_loss_scale_is_recommended_and_helps():
   result = check(defects.Tiny, "mixed_float16", 1.0)[F16]
   assert result.values["underflow"] > precision.UNDERFLOW
@@ -86,6 +88,7 @@ def test_a_dynamic_scale_may_find_its_level():
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.fast(policy=["mixed_bfloat16"])
 def test_what_nobody_asked_for_does_not_fail(policy):
   result = check(defects.Squares, policy)[F16]
   assert result.status == "not applicable"
@@ -106,6 +109,7 @@ def test_models_that_follow_no_policy(task, why):
 
 
 @pytest.mark.parametrize("name", [n for n in sound.SUBJECTS if n != "tf.Module"])
+@pytest.mark.fast(name=["regression"])
 def test_nothing_is_found_in_a_sound_task(name):
   """What passes does so in a run of any precision."""
   results = precision.check(sound.SUBJECTS[name]())

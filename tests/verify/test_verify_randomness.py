@@ -27,6 +27,7 @@ def results(task, **options):
 
 
 @pytest.mark.parametrize("name", defects.DEFECTS)
+@pytest.mark.fast(name=["FixedSeed", "LayerOfKeras", "StatefulFlip"])
 def test_a_defect(name):
   causes, says, words = defects.DEFECTS[name]
   task = getattr(defects, name)
@@ -68,6 +69,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("task", EXPECTED)
+@pytest.mark.fast(task=list(EXPECTED)[:2])
 def test_a_right_task(task):
   assert {check: each.status for check, each in results(task).items()} == EXPECTED[task]
 

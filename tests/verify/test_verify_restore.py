@@ -85,6 +85,7 @@ def on_one_device(monkeypatch):
 
 
 @pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.fast(name=["Counter", "Variable"])
 def test_the_defect_is_found_and_named(name, on_one_device):
   check, cause, told, text, method = DEFECTS[name]
   kind = getattr(defects, name)
@@ -103,6 +104,7 @@ def test_one_task_for_all_is_made_as_new(on_one_device):
   assert result.values == {"outside": ["Counter.progress"]}
 
 
+@pytest.mark.whole
 def test_what_each_replica_counts_for_itself_moves_to_no_other_number_of_replicas(fewer):
   results = by_check(restore.check(sound.subject(defects.PerReplica)))
   assert [result.status for result in results.values()] == ["passed", "passed", "failed"]
@@ -124,6 +126,7 @@ def test_a_model_that_is_built_otherwise_each_time(tmp_path, on_one_device):
 
 
 @pytest.mark.parametrize("name", sound.SUBJECTS)
+@pytest.mark.fast(name=["regression"])
 def test_nothing_is_found_in_a_sound_task(name):
   assert [(r.check, r.status, r.cause) for r in restore.check(sound.SUBJECTS[name]())] == [
     (restore.NEXT_BATCH, "passed", ""),

@@ -206,14 +206,12 @@ def kill_in(monkeypatch, where):
 
     monkeypatch.setattr(tf.train.Checkpoint, "write", torn)
   else:
-    kept, calls = best.atomic_write, iter(range(10))
 
-    def die(path, content):
-      if next(calls) == {"before best.json": 0, "after best.json": 1}[where]:
-        raise Killed
-      kept(path, content)
+    def die(*_):
+      raise Killed
 
-    monkeypatch.setattr(best, "atomic_write", die)
+    step = {"before best.json": "atomic_write", "after best.json": "write_state"}[where]
+    monkeypatch.setattr(best, step, die)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +307,7 @@ def run_until_stopped(model_dir, action, values, *, kill_after=()):
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("patience", [1, 2, 4])
 @pytest.mark.parametrize("min_delta", [0.0, 0.25])
+@pytest.mark.fast(mode=["max"], patience=[2])
 def test_early_stopping_is_the_brute_force_whatever_the_restarts(
   tmp_path, mode, patience, min_delta
 ):
@@ -456,6 +455,7 @@ def served(directory, name="serving_default", **inputs):
   [(dense_model, keras), (dense_model, tf_keras), (linear_module, None)],
   ids=["keras", "tf_keras", "module"],
 )
+@pytest.mark.fast(replicas=[2], generation=[keras, None])
 def test_export_serves_what_the_model_computes(tmp_path, mirrored, replicas, make, generation):
   with mirrored(replicas).scope():
     model = make(generation)
@@ -486,7 +486,7 @@ def test_export_serves_several_functions_of_several_models(tmp_path):
 @pytest.mark.parametrize("signature", [lambda x: x, tf.function(lambda x: x)])
 def test_export_refuses_what_has_no_input_signature(tmp_path, signature):
   with pytest.raises(
-    ConfigError, match=r"^Task.export_signature\(\) gives .* for 'serving_default'"
+    ConfigError, match=r"^Task.export_signature\(\) returns .* for 'serving_default'"
   ):
     export(Task(dense_model(keras), signature), str(tmp_path / "export"))
   assert os.listdir(tmp_path) == []

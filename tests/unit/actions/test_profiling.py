@@ -51,6 +51,7 @@ def steps_logged(folder):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.fast(replicas=[2])
 def test_the_trace_has_the_operations_of_just_these_steps(replicas, tmp_path, mirrored):
   strategy = tf.distribute.get_strategy() if replicas == 1 else mirrored(replicas)
   trainer = train(tmp_path, strategy, Profile(steps=(7, 9)))
@@ -63,6 +64,7 @@ def test_the_trace_has_the_operations_of_just_these_steps(replicas, tmp_path, mi
   assert trainer.traces == 1
 
 
+@pytest.mark.whole
 def test_no_step_computes_anything_else(tmp_path, mirrored):
   ends = []
   for name, actions in (("without", ()), ("with", (Profile(steps=(3, 8)),))):
@@ -82,12 +84,14 @@ def test_no_step_computes_anything_else(tmp_path, mirrored):
     ((20, 21), [5, 10, 12]),
   ],
 )
+@pytest.mark.fast(steps=[(6, 10)])
 def test_steps_at_the_ends_of_loops_and_of_the_run(steps, logged, tmp_path, mirrored):
   train(tmp_path, tf.distribute.get_strategy(), Profile(steps=steps))
   assert steps_logged(tmp_path) == logged
   assert len(traces(tmp_path)) == (steps[0] <= STEPS)
 
 
+@pytest.mark.whole
 def test_a_restart_within_the_steps_traces_the_rest(tmp_path):
   strategy = tf.distribute.get_strategy()
   train(tmp_path, strategy, steps=8)

@@ -138,6 +138,7 @@ def test_a_slow_input_is_found(tmp_path, capsys):
   assert f"largest: input wait; {SUGGESTIONS['input wait']}" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 def test_a_slow_forward_pass_is_found(tmp_path):
   parts = measured(tmp_path, task=Slow(forward=0.5))
   planted = STEPS * 0.5
@@ -154,6 +155,7 @@ class SlowReduction(reduction.Reduction):
     return sums, [delayed(scalars[0], 0.5), *scalars[1:]]
 
 
+@pytest.mark.whole
 def test_a_slow_reduction_is_found(tmp_path, mirrored, monkeypatch):
   from framework import trainer
 
@@ -165,6 +167,7 @@ def test_a_slow_reduction_is_found(tmp_path, mirrored, monkeypatch):
   assert largest(parts) == "communication"
 
 
+@pytest.mark.whole
 def test_waiting_for_the_slowest_replica_is_communication(tmp_path, mirrored):
   """Two of three replicas wait for the third: by the mean, 2/3 of its delay, and 1/3 computes."""
   parts = measured(tmp_path, task=Slow(last_replica=0.6), replicas=lambda: mirrored(3))
@@ -174,6 +177,7 @@ def test_waiting_for_the_slowest_replica_is_communication(tmp_path, mirrored):
   assert largest(parts) == "communication"
 
 
+@pytest.mark.whole
 def test_a_slow_action_is_found_by_its_name(tmp_path, capsys):
   parts = measured(tmp_path, actions=[Sleep(2.0)])
   planted = STEPS // LOOP * 2.0
@@ -182,6 +186,7 @@ def test_a_slow_action_is_found_by_its_name(tmp_path, capsys):
   assert "largest: action Sleep; make it cheaper, or call it less" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 def test_a_slow_checkpoint_is_found(tmp_path, monkeypatch):
   write = checkpoints.CheckpointManager._write
 
@@ -196,6 +201,7 @@ def test_a_slow_checkpoint_is_found(tmp_path, monkeypatch):
   assert largest(parts) == "checkpoints"
 
 
+@pytest.mark.whole
 def test_a_slow_evaluation_is_found(tmp_path):
   task = Slow(evaluation=1.0)
   parts = measured(tmp_path, task=task, mode="train_and_evaluate", eval_every_steps=LOOP)
@@ -204,6 +210,7 @@ def test_a_slow_evaluation_is_found(tmp_path):
   assert largest(parts) == "evaluation"
 
 
+@pytest.mark.whole
 def test_tracing_is_the_start_of_the_first_loop(tmp_path, monkeypatch):
   forward = Slow.forward
 

@@ -138,6 +138,10 @@ def int64(value):
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
+@pytest.mark.fast(name=["mirrored_merge_call"], generation=[keras])
+@pytest.mark.fast(
+  name=["central_storage", "default"], generation=[tf_keras], mode=["graph", "eager"]
+)
 def test_masks_follow_the_formula(name, generation, mode, mirrored):
   strategy = make_strategy(name, mirrored)
   with strategy.scope():
@@ -240,6 +244,7 @@ def draw_in_loops(layer, sizes):
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.fast(jit_compile=[False])
 def test_iterations_of_a_loop_draw_apart(generation, jit_compile):
   layer = generation.layers.Dropout(0.5)
 
@@ -290,6 +295,7 @@ def test_branch_draws_from_the_stream(generation):
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("outer", [tf.function, lambda f: f], ids=["graph", "eager"])
+@pytest.mark.fast(jit_compile=[False])
 def test_every_call_of_a_nested_function_draws_anew(generation, jit_compile, outer):
   layer, dense = generation.layers.Dropout(0.5), generation.layers.Dense(2)
 
@@ -420,6 +426,7 @@ RANDOM_LAYERS = {
 
 @pytest.mark.parametrize("name", RANDOM_LAYERS)
 @pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.fast(generation=[keras])
 def test_random_layer_is_a_function_of_step_and_replica(name, generation, mirrored):
   make, shape = RANDOM_LAYERS[name]
   strategy = mirrored(2)

@@ -43,6 +43,7 @@ def test_unshuffled_order_is_that_of_the_source():
 
 @pytest.mark.parametrize("batch", [1, 7, 32, 5000])
 @pytest.mark.parametrize("multiple", [1, 4, 3])
+@pytest.mark.fast(batch=[7, 5000], multiple=[3])
 def test_the_stream_of_ids_does_not_depend_on_the_batching(batch, multiple):
   n = 100
   steps = -(-3 * n // batch)
@@ -102,6 +103,7 @@ def test_padded_batch_size():
 
 @pytest.mark.parametrize("n", [10, 5000])
 @pytest.mark.parametrize("position", [1, 8, 123_456_789])
+@pytest.mark.fast(position=[1, 123456789], n=[10])
 def test_restore_goes_on_where_the_stream_was(n, position):
   def read(position, size):
     return train_ids(numbered(n), 1, global_batch_size=size, seed=2, position=position)
@@ -253,6 +255,7 @@ def on_replicas(strategy, dataset, count):
   ]
 
 
+@pytest.mark.whole
 def test_no_thread_tunes_the_replicas_ends_of_an_iterator(mirrored):
   """Each would sleep for up to a minute, and now and then miss the call to stop."""
   data = mirrored(2).experimental_distribute_dataset(
@@ -276,6 +279,7 @@ def test_no_thread_tunes_the_replicas_ends_of_an_iterator(mirrored):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("batch", [7, 32])
+@pytest.mark.fast(replicas=[3])
 def test_replicas_split_the_same_batches_contiguously(mirrored, replicas, batch):
   n = 96
 
@@ -294,6 +298,7 @@ def test_replicas_split_the_same_batches_contiguously(mirrored, replicas, batch)
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("make_source", [numbered, stream])
+@pytest.mark.fast(replicas=[2])
 def test_replicas_evaluate_every_example_exactly_once(mirrored, replicas, make_source):
   dataset = eval_dataset(make_source(10), global_batch_size=4, pad_multiple=replicas)
   ids, weights = [], []
@@ -393,6 +398,8 @@ def whole_of_shares(read, workers):
 
 @pytest.mark.parametrize(("workers", "preprocess"), [(2, None), (3, noisy), (12, None)])
 @pytest.mark.parametrize("make_source", SOURCES.values(), ids=SOURCES)
+@pytest.mark.fast(workers=[2])
+@pytest.mark.fast(workers=[3], make_source=[mapped_source])
 def test_shares_of_training_make_up_the_batch(tmp_path, make_source, workers, preprocess):
   """From 6 examples before the end of an epoch, so that the first batch runs across it."""
   source = make_source(tmp_path)
@@ -409,6 +416,8 @@ def test_shares_of_training_make_up_the_batch(tmp_path, make_source, workers, pr
 
 @pytest.mark.parametrize(("workers", "preprocess"), [(2, None), (3, noisy), (12, None)])
 @pytest.mark.parametrize("make_source", SOURCES.values(), ids=SOURCES)
+@pytest.mark.fast(workers=[2])
+@pytest.mark.fast(workers=[3], make_source=[mapped_source])
 def test_shares_of_an_evaluation_make_up_the_batches(tmp_path, make_source, workers, preprocess):
   """Of 23 examples the third batch of 10 has 3: of 2 or 3 workers only the first gets any."""
   source = make_source(tmp_path)
@@ -679,6 +688,7 @@ def unknown_shape(batch, training):
     (unknown_shape, "unknown_shape returned 'image' of shape <unknown>.* tf.ensure_shape"),
   ],
 )
+@pytest.mark.fast(make_source=[numbered])
 def test_errors_of_preprocess(make, make_source, preprocess, message):
   with one_line_error(message):
     make(make_source(10), global_batch_size=4, preprocess=preprocess)

@@ -157,6 +157,7 @@ def test_an_image_of_another_size_is_an_error_that_names_it(folder):
 
 @pytest.mark.parametrize("bad", [[0], [1], [2], [0, 2], [0, 1, 2]])
 @pytest.mark.parametrize("damage", [lambda data: b"GIF is not", lambda data: data[:60]])
+@pytest.mark.fast(bad=[[0, 2]])
 def test_a_file_that_cannot_be_decoded_is_named(folder, bad, damage):
   directory, pixels = folder
   paths = [directory / list(pixels)[index] for index in bad]

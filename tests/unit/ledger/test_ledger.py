@@ -54,6 +54,7 @@ def check(folder, capsys):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("batch", [12, 7])
+@pytest.mark.fast(replicas=[2], batch=[7])
 def test_each_step_has_the_hash_of_the_ids_it_trained_on(
   replicas, batch, tmp_path, mirrored, capsys
 ):
@@ -78,12 +79,13 @@ def test_each_step_has_the_hash_of_the_ids_it_trained_on(
   examples = 10 * batch
   assert status == 0
   assert text == (
-    "steps 1 to 10: each consumed exactly once (1 worker, 1 start, 0 steps done again with the "
+    "steps 1 to 10: each consumed exactly once (1 worker, 1 start, 0 steps rerun with the "
     f"same examples)\nepochs: {examples // N} complete, {N} distinct examples in each; "
     f"{examples % N} examples of the next"
   )
 
 
+@pytest.mark.whole
 def test_recording_changes_no_weight(tmp_path, mirrored):
   weights = []
   for make in (everything.make_trainer, lambda s: recorded_trainer(tmp_path, s)):
@@ -94,6 +96,7 @@ def test_recording_changes_no_weight(tmp_path, mirrored):
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.whole
 def test_there_is_one_record_a_replica_and_none_without_a_ledger(tmp_path, mirrored):
   def records(trainer):
     everything.train(trainer, 1)
@@ -135,6 +138,7 @@ def forget(folder, *, after_step):
 
 
 @pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.fast(torn=[True])
 def test_what_is_done_again_after_a_kill_supersedes(torn, tmp_path, one_device, capsys):
   """Killed after step 10 and again after 8, when checkpoints of step 4 and then none were whole."""
   session(recorded_trainer(tmp_path, one_device), tmp_path, 10).go("train")
@@ -147,12 +151,13 @@ def test_what_is_done_again_after_a_kill_supersedes(torn, tmp_path, one_device, 
   status, text = check(tmp_path, capsys)
   assert status == 0
   assert text == (
-    "steps 1 to 14: each consumed exactly once (1 worker, 3 starts, 14 steps done again with "
+    "steps 1 to 14: each consumed exactly once (1 worker, 3 starts, 14 steps rerun with "
     f"the same examples)\nepochs: {14 * BATCH // N} complete, {N} distinct examples in each; "
     f"{14 * BATCH % N} examples of the next"
   )
 
 
+@pytest.mark.whole
 def test_a_restart_on_other_replicas_goes_on_with_the_same_path(tmp_path, mirrored, capsys):
   session(recorded_trainer(tmp_path, mirrored(3)), tmp_path, 6).go("train")
   forget(tmp_path, after_step=4)
@@ -162,6 +167,7 @@ def test_a_restart_on_other_replicas_goes_on_with_the_same_path(tmp_path, mirror
   assert rows[2] == rows[3]  # steps 5 and 6, on three replicas and on two
 
 
+@pytest.mark.whole
 def test_a_restart_that_does_other_examples_is_told(tmp_path, one_device, capsys):
   """The position that was restored is one example off."""
   session(recorded_trainer(tmp_path, one_device), tmp_path, 6).go("train")
@@ -172,7 +178,7 @@ def test_a_restart_that_does_other_examples_is_told(tmp_path, one_device, capsys
   made = trainer.task
   session(trainer, tmp_path, 8).go("train")
   assert check(tmp_path, capsys) == (
-    1, "step 5, worker 0: done again after a restart, with other examples than the first time",
+    1, "step 5, worker 0: rerun after a restart, with other examples than the first time",
   )  # fmt: skip
 
 
@@ -244,9 +250,10 @@ def everything_order():
     (lost_batch, "skips to the examples of step 5"),
     (changed(one_wrong), "differs: it consumed example {wrong} in place of {right}"),
     (changed(one_lost), "skips example {right}"),
-    (changed(two_wrong), "differs: its 12 examples are others than the 12 of its positions"),
+    (changed(two_wrong), "differs: its 12 examples are not the 12 of its positions"),
   ],
 )
+@pytest.mark.fast(spoil=[repeated_batch, lost_batch])
 def test_a_planted_defect_is_named(spoil, text, tmp_path, mirrored, capsys):
   trainer = recorded_trainer(tmp_path, mirrored(2), spoil=spoil)
   everything.train(trainer, 3)
@@ -306,7 +313,7 @@ def test_two_workers_together_read_everything_once():
 def test_the_worker_that_lacks_a_step_is_named(worker):
   lines = both(1, 6)
   del lines[worker][3]
-  assert problem(*lines) == f"step 3, worker {worker}: skipped, as no line records it"
+  assert problem(*lines) == f"step 3, worker {worker}: skipped, no line records it"
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -323,17 +330,17 @@ def test_the_worker_that_differs_is_named(worker):
 def test_a_worker_that_goes_back_is_named():
   lines = both(1, 6)
   lines[1] = lines_of(1, 1, 3) + lines_of(1, 4, 6, ids=np.roll(ORDER, 2))[1:]
-  assert problem(*lines) == "step 4, worker 1: goes 2 examples back, and repeats them"
+  assert problem(*lines) == "step 4, worker 1: starts 2 examples too early, and repeats them"
 
 
 def test_a_missing_file_is_a_worker_that_recorded_nothing():
-  assert problem(lines_of(0, 1, 2)) == "step 1, worker 1: skipped, as no line records it"
+  assert problem(lines_of(0, 1, 2)) == "step 1, worker 1: skipped, no line records it"
 
 
 def test_workers_killed_at_different_steps_and_a_smaller_cluster_later():
   """Worker 0 got to step 9, worker 1 to step 8; on from 4; then worker 0 alone, from 6."""
   lines = [lines_of(0, 1, 9) + lines_of(0, 5, 8), lines_of(1, 1, 8) + lines_of(1, 5, 8)]
-  assert proof(*lines).again == 4
+  assert proof(*lines).reruns == 4
   lines[0] += lines_of(0, 7, 12, workers=1, rows=[0, 7])
   assert (proof(*lines).last_step, proof(*lines).workers) == (12, 1)
   lines[0] += lines_of(0, 11, 14)
@@ -345,13 +352,13 @@ def test_steps_without_a_ledger_are_a_gap():
   lines = both(1, 4)
   for worker in (0, 1):
     lines[worker] += lines_of(worker, 7, 8)
-  assert problem(*lines) == "step 5, worker 0: skipped, as no line records it"
+  assert problem(*lines) == "step 5, worker 0: skipped, no line records it"
 
 
 def test_a_ledger_begun_later_says_so():
   found = proof(*both(6, 20))  # positions 35 to 140: the third and fourth epoch
   assert (found.first_step, found.epochs, found.left_over) == (6, 2, 20)
-  assert "steps 1 to 5: before the ledger, nothing is known" in str(found)
+  assert "steps 1 to 5: unknown, the ledger was switched on later" in str(found)
 
 
 def test_a_checkpoint_beyond_the_ledger_is_told():
@@ -365,7 +372,7 @@ def test_two_runs_in_one_folder_are_told():
   lines = both(1, 4)
   lines[0].append(lines[0][-1])
   assert problem(*lines) == (
-    "step 4, worker 0: recorded twice without a restart in between; do two runs write here?"
+    "step 4, worker 0: recorded twice without a restart in between; do two runs share this folder?"
   )
 
 
@@ -382,7 +389,7 @@ def test_another_order_within_an_epoch_is_told():
 
 def test_a_stream_of_unknown_length_has_its_steps_counted():
   found = proof(*both(1, 4, num_examples=None))
-  assert "which examples: not compared, the stream's length is not known" in str(found)
+  assert "examples: not compared, the length of the stream is unknown" in str(found)
 
 
 def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):

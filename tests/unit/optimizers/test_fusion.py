@@ -147,6 +147,8 @@ def assert_equal(got, wanted, *, ulps=0):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.fast(name=["Adam"])
+@pytest.mark.fast(replicas=[2], library=["keras"], name=["SGD", "Lion"])
 def test_fused_updates_are_those_of_keras(name, library, replicas, mirrored):
   copies = updated(strategy_of(mirrored, replicas), library, lambda: make_optimizer(library, name))
   assert len(copies) == replicas
@@ -383,6 +385,7 @@ def trained(strategy, library, **options):
 
 
 @pytest.mark.parametrize(("library", "replicas"), [("keras", 2), ("tf_keras", 1)])
+@pytest.mark.fast(library=["keras"])
 def test_two_updates_a_step_of_which_one_touches_a_part(library, replicas, mirrored):
   strategy = strategy_of(mirrored, replicas)
   fused, metrics = trained(strategy, library)

@@ -98,6 +98,7 @@ def assert_close(got, expected, **tolerance):
 
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.fast(library=["keras"])
 def test_kernels_follow_the_formula_in_float64(library, name):
   """All hyperparameters are exact, so the only tolerance is that of float64: 1e-12, not 1e-6."""
   expected = reference(name)
@@ -109,6 +110,7 @@ def test_kernels_follow_the_formula_in_float64(library, name):
 
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.fast(library=["tf_keras"])
 def test_kernels_equal_keras_but_for_rounding_in_float32(library, name):
   """With the default betas, whose complements float32 rounds most.
 

@@ -64,6 +64,7 @@ def test_canary_tf_keras_still_has_its_public_switch():
 @both
 @either_way
 @pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.fast(replicas=[2])
 def test_an_update_communicates_nothing(mirrored, library, fuse, replicas):
   strategy = mirrored(replicas)
   with strategy.scope():
@@ -273,6 +274,7 @@ def adamw_by_hand(weight, gradients, *, decay):
 @both
 @either_way
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.fast(replicas=[2])
 def test_decay_leaves_the_named_variables_alone(mirrored, library, fuse, replicas):
   strategy = mirrored(replicas)
   adamw = KERAS[library].AdamW

@@ -259,6 +259,7 @@ def apply(optimizer, gradient, variable):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.fast(replicas=[2], compiled=[True])
 def test_optimizers_of_both_generations_follow_their_own_counter(
   name, replicas, compiled, mirrored
 ):
@@ -279,6 +280,7 @@ def test_optimizers_of_both_generations_follow_their_own_counter(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.fast(replicas=[2], name=["keras.Adam", "tf_keras.Adam"])
 def test_a_bound_schedule_follows_the_global_step(name, replicas, mirrored):
   """Every second step is skipped, as after a gradient overflow: the rate moves on all the same."""
   strategy = mirrored(2) if replicas == 2 else tf.distribute.get_strategy()

@@ -1,0 +1,101 @@
+"""Small data in the place of what the configs of configs/ read, and a look at their runs."""
+
+import itertools
+from pathlib import Path
+from typing import ClassVar
+
+import gin
+import numpy as np
+import reviews
+import tensorflow as tf
+
+import framework
+import launch
+from framework.actions.base import Action
+from tasks.image_classification import cnn
+
+FOLDER = Path(launch.__file__).parent / "configs"
+EXAMPLES = 12
+
+
+@framework.register
+class Witness(Action):
+  """Keeps the run it is bound to."""
+
+  on = "train"
+  runs: ClassVar[list] = []
+
+  def begin(self):
+    self.runs.append(self.run)
+
+  def __call__(self, output):
+    del output
+
+
+def forget_garden():
+  """Takes the Model Garden's names from gin: `Trainer` shall stay a short name for other tests."""
+  names = [name for name, _ in gin.config._REGISTRY.items() if name.startswith("official.")]
+  for name in names:
+    gin.config._REGISTRY.pop(name)
+
+
+def fashion_mnist_files(folder):
+  """Stand-ins for its four files, each with all ten labels."""
+  rng = np.random.default_rng(0)
+  for split in ("train", "t10k"):
+    images = rng.integers(0, 256, [EXAMPLES, 28, 28])
+    for name, array in (("images-idx3", images), ("labels-idx1", np.arange(EXAMPLES) % 10)):
+      head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+      (folder / f"{split}-{name}-ubyte").write_bytes(head + array.astype(np.uint8).tobytes())
+
+
+def text_parameters(folder):
+  """Stand-ins for the standard library: parameters that read a few files."""
+  rng = np.random.default_rng(0)
+  (folder / "texts").mkdir()
+  for number in range(EXAMPLES):
+    (folder / "texts" / f"{number}.py").write_bytes(rng.integers(32, 127, 600).astype(np.uint8))
+  return [
+    "LanguageModel.corpus = @TextFiles()",
+    f"TextFiles.path = '{folder / 'texts'}'",
+    "TextFiles.eval_fraction = 0.3",
+  ]
+
+
+def teacher(folder):
+  """Stands in for the run of digits_cnn.gin: its network, not trained."""
+  network = cnn(input_shape=(8, 8, 1), classes=10)
+  tf.train.Checkpoint(model=network).write(str(folder / "teacher" / "checkpoints" / "ckpt-1"))
+  return [f"Distillation.teacher = '{folder / 'teacher'}'"]
+
+
+def image_folder_parameters(folder):
+  """Stand-ins for two classes of photographs, and of a size that is quick."""
+  rng = np.random.default_rng(0)
+  for split, label in itertools.product(("train", "eval"), ("cat", "dog")):
+    (folder / split / label).mkdir(parents=True)
+    for number in range(EXAMPLES // 2):
+      image = tf.io.encode_png(rng.integers(0, 256, [9, 8, 3]).astype(np.uint8))
+      (folder / split / label / f"{number}.png").write_bytes(image.numpy())
+  return [
+    *(f"image_folder.{split} = '{folder / split}'" for split in ("train", "eval")),
+    "image_folder.image_size = (32, 32)",
+    "TransferLearning.input_shape = (32, 32, 3)",
+  ]
+
+
+def stand_ins(name, folder):
+  """Makes small data in the place of what may not be installed; returns the parameters for it."""
+  if name.startswith("fashion_mnist"):
+    fashion_mnist_files(folder)
+    return [f"fashion_mnist.directory = '{folder}'"]
+  if name == "digits_distillation.gin":
+    return teacher(folder)
+  if name.startswith("imdb"):
+    reviews.install_package(folder, count=EXAMPLES * 2)
+    return [f"imdb_reviews.eval_examples = {EXAMPLES}"]
+  if name == "language_model.gin":
+    return text_parameters(folder)
+  if name == "transfer_learning.gin":
+    return image_folder_parameters(folder)
+  return []
