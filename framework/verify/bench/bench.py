@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from framework import configurables
 from framework.backend import models, randomness, replica_state
+from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
@@ -263,7 +264,7 @@ def stepper(trainer: Trainer) -> Callable[[Any], None]:
     trainer.train_step(iter([batch]))
     replica_state.average(trainer.strategy, trainer.task.model)
 
-  return step if trainer.eager else tf.function(step, autograph=False)
+  return step if trainer.eager else compiled(step)
 
 
 def strategy_of(replicas: int) -> tf.distribute.Strategy:

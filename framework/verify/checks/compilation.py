@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from framework.backend import models
+from framework.backend.autograph import compiled
 from framework.trainer import Trainer
 from framework.verify.bench import bench, graphs, harness, held_state, source_lines, xla
 from framework.verify.bench.bench import Subject
@@ -98,7 +99,7 @@ class Loop:
     """Traces the loop once more, and compares the operations and constants of both."""
     before, generators = held_state.held(self.task), held_state.numpy_and_python()
     try:
-      again = self._graph(tf.function(self.trainer.loop, autograph=False))
+      again = self._graph(compiled(self.trainer.loop))
     except (TypeError, ValueError, tf.errors.OpError):
       if not self._kept():
         raise
