@@ -300,7 +300,7 @@ def machine(monkeypatch, serve):
 @pytest.mark.parametrize("early", [MACHINES, {"digits": {"vm-a": "1", "vm-b": "2", "x": "3"}}, 503])
 def test_every_machine_finds_the_same_cluster_and_itself(name, place, early, machine):
   machine(early, MACHINES, name=name)
-  found = cloud.gce(jobs=GROUP, port=2222, start_timeout_s=5.0)
+  found = cloud.gce(jobs=GROUP, port=2222, start_timeout_s=60.0)
   assert places(found) == (
     {"worker": ["10.0.0.10:2222", "10.0.0.2:2222"]}, "worker", place, "grpc",
   )  # fmt: skip
@@ -309,7 +309,7 @@ def test_every_machine_finds_the_same_cluster_and_itself(name, place, early, mac
 def test_a_group_a_job_in_another_project_and_zone(machine):
   machine(MACHINES, name="vm-c", home="another")
   jobs = {"chief": ("boss", 1), **GROUP}
-  found = cloud.gce(jobs=jobs, project="my-project", zone="my-zone", start_timeout_s=5.0)
+  found = cloud.gce(jobs=jobs, project="my-project", zone="my-zone", start_timeout_s=60.0)
   spec = {"chief": ["10.0.0.3:8470"], "worker": ["10.0.0.10:8470", "10.0.0.2:8470"]}
   assert places(found) == (spec, "chief", 0, "grpc")
 
