@@ -1,18 +1,18 @@
-"""Runs what a gin file describes: flags -> gin -> framework.run; nothing else lives here.
+"""Runs what a gin file describes: flags -> gin -> framework.run.
 
   python launch.py --gin_file=configs/digits_cnn.gin --gin_param="run.train_steps = 200"
   python launch.py --gin_file=my_cluster.gin --local_workers=2  # all processes on this machine
-  python launch.py --gin_file=my.gin --mode=verify  # is the task right? about a minute
-  python launch.py --gin_file=my.gin --mode=tune  # what is fastest here? a few minutes
+  python launch.py --gin_file=my.gin --mode=verify  # checks the task, in about a minute
+  python launch.py --gin_file=my.gin --mode=tune  # finds the fastest settings, in a few minutes
 
 Exit status:
   0    done
-  1    a failure; the traceback, and one line after it, say what and where; or a check that failed
-  2    your mistake; one line says what, and what to do instead
-  75   SIGTERM came, and nothing is lost: start the same command again to go on from there
+  1    a failure: a traceback, then one line with reason and place; or a failed check
+  2    a mistake in flags, config, task or data: one line says what to do
+  75   SIGTERM, state saved: start the same command again to continue
   130  interrupted from the keyboard
 
-TF_CPP_MIN_LOG_LEVEL=0 in the environment brings TensorFlow's own messages back.
+Set TF_CPP_MIN_LOG_LEVEL=0 in the environment to see TensorFlow's own messages.
 """
 
 import logging
@@ -25,12 +25,10 @@ from pathlib import Path
 
 from absl import flags
 
+from framework.modes import CHECKING_MODES, MODES, TRAINING_MODES
+
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
-LOCAL_MODES = ("train", "train_and_evaluate", "replay")
-MODES = (
-  *("train", "evaluate", "train_and_evaluate", "evaluate_continuously", "export"),
-  *("replay", "verify", "check_config", "tune"),
-)
+LOCAL_MODES = (*TRAINING_MODES, "replay")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(values: flags.FlagValues) -> int:
-  """Reads and checks the config before anything touches a device, then calls `run`."""
+  """Checks the config before using any device, then calls `run`; returns the exit status."""
   if values.help:
     print(__doc__, values.module_help(sys.modules[__name__]), sep="\n")
     return 0
@@ -73,7 +71,7 @@ def launch(values: flags.FlagValues) -> int:
     )
     return 0
   from framework import configurables
-  from framework.errors import Preempted
+  from framework.errors import Preempted, first_line
 
   configurables.parse(values.gin_file, values.gin_param)
   if values.mode == "verify":
@@ -85,14 +83,14 @@ def launch(values: flags.FlagValues) -> int:
   try:
     configurables.configured(run)(mode=values.mode, model_dir=model_dir)
   except Preempted as stop:
-    return _say(_first_line(stop), 75)
+    return _say(first_line(stop), 75)
   except (NonFiniteLoss, ClusterError) as failure:
-    return _say(f"failed: {_first_line(failure)}", 1)
+    return _say(f"failed: {first_line(failure)}", 1)
   return 0
 
 
 def verify(json_file: str | None) -> int:
-  """Prints what the checks of the config in force found; 1 if any failed."""
+  """Prints the results of all checks of the config in force; returns 1 if any check failed."""
   from framework import verify as checks
 
   report = checks.verify(
@@ -105,7 +103,7 @@ def verify(json_file: str | None) -> int:
 
 
 def launch_local(values: flags.FlagValues, model_dir: str) -> int:
-  """Runs this command line, without LOCAL_FLAGS, in each process of a cluster on this machine."""
+  """Runs this command line without LOCAL_FLAGS in each process of a cluster on this machine."""
   from framework.strategies.local_cluster import run_local
 
   given = {name: values[name].value for name in values if values[name].present}
@@ -125,30 +123,52 @@ def launch_local(values: flags.FlagValues, model_dir: str) -> int:
 
 
 def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
-  """Returns the flags, or raises flags.Error if they are wrong or name no gin file."""
+  """Returns the flags.
+
+  Raises:
+    flags.Error: a wrong flag, or no gin file.
+  """
   values = flags.FlagValues()
-  flags.DEFINE_multi_string("gin_file", [], "A gin file; repeatable, later ones override.", values)
-  flags.DEFINE_multi_string("gin_param", [], 'A binding, "run.seed = 3"; repeatable.', values)
-  flags.DEFINE_enum("mode", "train_and_evaluate", MODES, "What to do.", values)
-  flags.DEFINE_string("model_dir", None, "Default: runs/<name of the first gin file>.", values)
-  flags.DEFINE_integer(
-    "local_workers", 0, "Start a cluster of this many workers here; 0: no cluster.", 0, None, values
+  flags.DEFINE_multi_string(
+    "gin_file", [], "A gin file; repeatable, later files override earlier ones.", values
+  )
+  flags.DEFINE_multi_string(
+    "gin_param", [], 'A binding such as "run.seed = 3"; repeatable, after the files.', values
+  )
+  flags.DEFINE_enum("mode", "train_and_evaluate", [*MODES, *CHECKING_MODES], "What to do.", values)
+  flags.DEFINE_string(
+    "model_dir", None, "The run folder; default: runs/<name of the first gin file>.", values
   )
   flags.DEFINE_integer(
-    "local_ps", 0, "And of this many parameter servers; a chief comes with them.", 0, None, values
+    "local_workers",
+    0,
+    "Number of workers of a cluster on this machine; 0 for no cluster.",
+    0,
+    None,
+    values,
   )
   flags.DEFINE_integer(
-    "max_restarts", 0, "How often to restart the cluster after a failure.", 0, None, values
+    "local_ps",
+    0,
+    "Number of parameter servers of that cluster; above 0 it also has a chief.",
+    0,
+    None,
+    values,
   )
-  flags.DEFINE_string("json", None, "Of --mode=verify: write the report here, too.", values)
-  flags.DEFINE_boolean("help", False, "Print this.", values)
+  flags.DEFINE_integer(
+    "max_restarts", 0, "How often to restart that cluster after a failure.", 0, None, values
+  )
+  flags.DEFINE_string("json", None, "For --mode=verify: a file to write the report to.", values)
+  flags.DEFINE_boolean("help", False, "Print this help.", values)
   arguments = values(argv)[1:]
   if arguments:
-    raise flags.Error(f"unexpected {arguments[0]!r}; a gin file is --gin_file={arguments[0]}")
+    raise flags.Error(
+      f"unexpected argument {arguments[0]!r}; write a gin file as --gin_file={arguments[0]}"
+    )
   if not values.gin_file and not values.help:
     raise flags.Error("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
   if values.json is not None and values.mode != "verify":
-    raise flags.Error(f"--json={values.json} is for --mode=verify, not {values.mode}; leave it out")
+    raise flags.Error(f"--json={values.json} is for --mode=verify, not {values.mode}; remove it")
   _check_local_flags(values)
   return values
 
@@ -160,17 +180,17 @@ def _check_local_flags(values: flags.FlagValues) -> None:
   if values.local_workers and values.mode not in LOCAL_MODES:
     raise flags.Error(
       f"received both --mode={values.mode} and --local_workers={values.local_workers}; "
-      f"a local cluster is for {', '.join(LOCAL_MODES)}: leave out --local_workers"
+      f"a local cluster supports {', '.join(LOCAL_MODES)}: remove --local_workers"
     )
   if values.local_workers and "TF_CONFIG" in os.environ:
     raise flags.Error(
-      f"received both --local_workers={values.local_workers}, which gives each process its "
-      "TF_CONFIG, and TF_CONFIG in the environment; leave out one"
+      f"received both --local_workers={values.local_workers}, which sets TF_CONFIG for each "
+      "process, and TF_CONFIG in the environment; remove one"
     )
 
 
 def mistake(error: Exception) -> str | None:
-  """Returns the one line of a user's mistake, or None for a failure."""
+  """Returns the line of a user's mistake; None for any other error."""
   if isinstance(error, flags.Error):
     return f"{' '.join(str(error).split())} (--help lists the flags)"
   from framework import errors
@@ -179,16 +199,14 @@ def mistake(error: Exception) -> str | None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  """False for two regrets of TensorFlow's: that AutoGraph cannot convert gin, which any error in a
-  task meets, and that replicas run eagerly, which run.eager and a replay do on purpose.
+  """False for two warnings that are always expected.
+
+  AutoGraph cannot convert gin's wrapper, which appears with any error in a task. Eager replicas are
+  slow, but run.eager and a replay ask for them.
   """
   text = record.getMessage()
   of_gin = "could not transform <function augment_exception_message"
   return of_gin not in text and "eagerly has significant overhead" not in text
-
-
-def _first_line(error: Exception) -> str:
-  return str(error).partition("\n")[0]
 
 
 def _say(line: str, status: int) -> int:
@@ -197,13 +215,14 @@ def _say(line: str, status: int) -> int:
 
 
 def _end_at_once(*_: object) -> None:
-  """SIGTERM while there is nothing to save; from the first step to the last, Session answers it."""
-  os.write(2, b"SIGTERM: ended with nothing left to save\n")
+  """Handles SIGTERM while there is nothing to save; during training, Session handles it."""
+  os.write(2, b"SIGTERM: exited, nothing to save\n")
   os._exit(75)
 
 
 if __name__ == "__main__":
   signal.signal(signal.SIGTERM, _end_at_once)
   ended = main(sys.argv)
-  signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python would restore the default, and lose it
+  # Python's shutdown restores the default handler, which would replace this exit status.
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
   sys.exit(ended)

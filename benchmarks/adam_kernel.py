@@ -1,10 +1,10 @@
-"""Adam on a CPU: TensorFlow's kernel beside Keras's operations, by the size of a variable.
+"""Compares TensorFlow's Adam kernel on a CPU with Keras's operations, by size of the variable.
 
     python -m benchmarks.adam_kernel                # alone on the machine
-    python -m benchmarks.adam_kernel --busy=3       # while so many processes do the same
+    python -m benchmarks.adam_kernel --busy=3       # beside this many equal processes
 
-Both run a loop of updates in one tf.function and take turns; a figure is the median over turns of
-the microseconds an update takes. framework/optimizers/kernels.py has the conclusion.
+Both run a loop of updates in one tf.function, in turns. A figure is the median over turns of the
+microseconds per update. framework/optimizers/kernels.py states the conclusion.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main():
 
 
 def compared(size):
-  """Returns the microseconds an update takes with the kernel, and with Keras's operations."""
+  """Returns the microseconds per update with the kernel, and with Keras's operations."""
   loops = [made(size, kernel=True), made(size, kernel=False)]
   times = [[], []]
   for _ in range(TURNS + 1):
@@ -59,7 +59,7 @@ def compared(size):
 
 
 def made(size, *, kernel):
-  """Returns a function that makes `UPDATES` updates, each of which waits for the one before."""
+  """Returns a function that makes `UPDATES` updates, one after the other."""
   rng = np.random.default_rng(0)
   variable = keras.Variable(rng.random(size, np.float32))
   gradient = tf.constant(rng.random(size, np.float32))

@@ -1,8 +1,8 @@
-"""The contenders: each trains the same model for a fixed number of steps a call.
+"""The contenders: each trains the same model for a fixed number of steps per call.
 
-A contender is a function (model name, replicas, steps) -> `Contender`. It makes everything, but
-traces and runs nothing; `block()` then runs exactly `steps` steps and returns the mean loss of
-these steps as a Python float, so every block ends with the host waiting for the device.
+A contender is a function (model name, replicas, steps) -> `Contender`. It makes everything but
+traces and runs nothing. `block()` then runs exactly `steps` steps and returns their mean loss as a
+Python float, so every block ends with the host waiting for the device.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Contender(NamedTuple):
   """One way to train, ready to run.
 
   Attributes:
-    block: runs `steps` steps, returns their mean loss.
-    steps_done: what the optimizer counted so far.
-    close: ends what still runs.
+    block: runs `steps` steps and returns their mean loss.
+    steps_done: the steps that the optimizer has counted.
+    close: stops what still runs.
   """
 
   block: Callable[[], float]
@@ -41,7 +41,6 @@ class Contender(NamedTuple):
 
 
 def make(name: str, model: str, replicas: int, steps: int) -> Contender:
-  """Makes the contender called `name`, a key of `TITLES`."""
   factories.split_cpu(replicas)
   return _MAKERS[name](model, replicas, steps)
 
@@ -80,9 +79,9 @@ class Classification(Task):
 
 
 def _hand_written(ops: str | None = None, xla: bool = False) -> Callable[..., Contender]:
-  """What an expert writes: one tf.function, a loop in it, the documented Keras 3 calls.
+  """An expert's loop: one tf.function with a loop in it, and the documented Keras 3 calls.
 
-  It does less than the framework does: no weights, no gradient norm, no check for NaN.
+  It does less than the framework: no weights, no gradient norm, no check for NaN.
   """
 
   def make_loop(model: str, replicas: int, steps: int) -> Contender:
@@ -139,7 +138,7 @@ def _orbit(model: str, replicas: int, steps: int) -> Contender:
 
 
 class _OrbitTrainer(orbit.StandardTrainer):
-  """orbit.StandardTrainer as its documentation and the Model Garden use it."""
+  """orbit.StandardTrainer, as its documentation and the Model Garden use it."""
 
   def __init__(self, model: str, strategy: tf.distribute.Strategy) -> None:
     self.strategy = strategy
@@ -186,9 +185,9 @@ def _keras_fit(library: Any, steps_per_execution: int = 1) -> Callable[..., Cont
 
 
 class _Epochs:
-  """One long `fit` in a thread of its own, an epoch at a time, so that others run in between.
+  """One long `fit` in its own thread, paused after each epoch so that others run in between.
 
-  A `fit` a block would be unfair to Keras: it starts a new iterator each time.
+  One `fit` per block would be unfair to Keras, as each starts a new iterator.
   """
 
   def __init__(self, network: Any, library: Any, steps: int) -> None:
@@ -201,7 +200,6 @@ class _Epochs:
     self._thread = threading.Thread(target=self._fit, daemon=True)
 
   def next(self) -> float:
-    """Runs one epoch and returns its loss."""
     if not self._thread.is_alive():
       self._thread.start()
     self._go.release()
@@ -212,7 +210,6 @@ class _Epochs:
     return self._loss
 
   def stop(self) -> None:
-    """Ends the thread."""
     self._stopped = True
     self._go.release()
 
@@ -240,7 +237,7 @@ class _Epochs:
 
 
 def _peer_strategy(replicas: int, ops: str | None = None) -> tf.distribute.Strategy:
-  """TensorFlow's own defaults; `ops` other than None asks for its ReductionToOneDevice."""
+  """TensorFlow's defaults; an `ops` that is not None selects its ReductionToOneDevice."""
   if replicas == 1:
     return tf.distribute.get_strategy()
   cross_device_ops = tf.distribute.ReductionToOneDevice() if ops else None
@@ -281,5 +278,5 @@ TITLES = {
 
 
 def names(replicas: int) -> list[str]:
-  """Returns who competes: with one replica there is nothing to choose a reduction for."""
+  """Returns the contenders; with one replica there is no reduction to choose."""
   return [name for name in TITLES if replicas > 1 or name != "hand_one_device"]

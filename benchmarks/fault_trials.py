@@ -1,27 +1,31 @@
-"""Breaks clusters in every way that a cluster breaks, and sees that no run is lost.
+"""Injects faults into clusters and checks that no run is lost.
 
   python -m benchmarks.fault_trials --trials 10
 
-Each trial starts the cluster, breaks it at a random moment, and lets it come to its end: by itself
-where `--max_restarts` restarts it, else by the same command again, as a scheduler would give it. A
-run is lost if it does not end with status 0 at the last step; if, on two workers in step, a tensor
-of its last checkpoint differs in a bit from an unbroken run's; if, on two workers and two parameter
-servers, whose order is never the same, its optimizer has not counted just as many updates as steps
-or its last evaluation not every example. The time to recover runs from the fault to the first loop
-beyond the step that had been reached. Exit status 1 if any run is lost.
+Each trial starts the cluster, injects a fault at a random moment and waits for the end; restarts
+are by `--max_restarts`, or else by running the same command again. A run is lost
+
+- if it does not end with status 0 at the last step;
+- on two synchronous workers: if a tensor of its last checkpoint is not bit-identical to an
+  uninterrupted run's;
+- on two workers and two parameter servers, where the order varies: if its optimizer has not counted
+  as many updates as steps, or its last evaluation not every example.
+
+The recovery time is from the fault to the first loop beyond the step already reached. Exit status 1
+if any run is lost.
 
   kill_chief, kill_worker   SIGKILL at any moment
   kill_in_write             SIGKILL of the chief while it writes a checkpoint
   sigterm                   SIGTERM to one worker: all must save and end with status 75
-  sigstop                   SIGSTOP: a worker that lives and does not answer
-  port_taken                another program has a worker's port: one line, status 1
+  sigstop                   SIGSTOP: a worker that runs but does not answer
+  port_taken                another program uses a worker's port: one line, status 1
   other_config              a worker with another config: one line on both, status 2
   never_comes               a worker is not started: one line on the other, status 1
-  ps_kill_worker            SIGKILL of a worker beside parameter servers: the run goes on
-  ps_kill_server            SIGKILL of a parameter server: all start again
-  ps_kill_coordinator       SIGKILL of the chief: all start again
+  ps_kill_worker            SIGKILL of a worker beside parameter servers: the run continues
+  ps_kill_server            SIGKILL of a parameter server: all restart
+  ps_kill_coordinator       SIGKILL of the chief: all restart
   ps_sigterm                SIGTERM to the cluster: it must save and end with status 75
-  ps_sigstop                SIGSTOP: a worker that lives and does not answer
+  ps_sigstop                SIGSTOP: a worker that runs but does not answer
 """
 
 from __future__ import annotations
@@ -61,14 +65,14 @@ TIMEOUT_S = 300.0
 
 @dataclasses.dataclass
 class Trial:
-  """What happened in one trial; `recovery_s` is None where there is nothing to recover."""
+  """The result of one trial; `recovery_s` is None if nothing had to recover."""
 
   recovery_s: float | None = None
   misses: list[str] = dataclasses.field(default_factory=list)
 
 
 class Training:
-  """`launch.py --local_workers=2` on a folder, and what can be seen of it from outside."""
+  """`launch.py --local_workers=2` on a folder, observed from outside."""
 
   def __init__(self, folder: Path, *, servers: int = 0) -> None:
     self.folder = folder
@@ -82,7 +86,6 @@ class Training:
       )  # fmt: skip
 
   def pid(self, job: str, index: int) -> int | None:
-    """The process of a task, by its TF_CONFIG."""
     task = json.dumps({"type": job, "index": index})
     for pid in children(self.process.pid):
       try:
@@ -133,7 +136,6 @@ def reached(folder: Path) -> int:
 
 
 def target(training: Training, kind: str, rng: random.Random) -> tuple[int | None, int]:
-  """Returns the process that is to get a signal, and which."""
   number = signal.SIGKILL
   if kind.endswith("sigterm"):
     number = signal.SIGTERM
@@ -149,7 +151,6 @@ def target(training: Training, kind: str, rng: random.Random) -> tuple[int | Non
 
 
 def break_running(folder: Path, kind: str, rng: random.Random) -> Trial:
-  """Trains, breaks one process, and comes to the end."""
   servers = 2 if kind.startswith("ps_") else 0
   training = Training(folder, servers=servers)
   when = rng.randrange(20, STEPS - 60)
@@ -178,7 +179,7 @@ def break_running(folder: Path, kind: str, rng: random.Random) -> Trial:
 
 
 class Worker:
-  """One process of a cluster whose addresses the trial knows."""
+  """One process of a cluster with addresses chosen by the trial."""
 
   def __init__(self, folder: Path, spec: dict[str, list[str]], index: int, *params: str) -> None:
     task = {"cluster": spec, "task": {"type": "worker", "index": index}}
@@ -191,7 +192,6 @@ class Worker:
     )  # fmt: skip
 
   def end(self) -> tuple[int, str]:
-    """Its status and last line."""
     try:
       errors = self.process.communicate(timeout=TIMEOUT_S)[1]
     except subprocess.TimeoutExpired:
@@ -201,7 +201,7 @@ class Worker:
 
 
 def break_start(folder: Path, kind: str, rng: random.Random) -> Trial:
-  """Starts a cluster that cannot work, reads its last words, then starts a whole one."""
+  """Starts a cluster that cannot work, reads its last lines, then starts a correct one."""
   spec = make_cluster(workers=2)
   victim, trial = rng.randrange(2), Trial()
   ends: dict[int, tuple[int, str]] = {}
@@ -211,7 +211,7 @@ def break_start(folder: Path, kind: str, rng: random.Random) -> Trial:
       workers = [Worker(folder, spec, index) for index in (0, 1)]
       ends = {index: worker.end() for index, worker in enumerate(workers)}
     wanted = {victim: (1, "another process has taken it")}
-    wanted[1 - victim] = (1, "has not come" if victim else "has not answered")
+    wanted[1 - victim] = (1, "did not connect" if victim else "did not answer")
   elif kind == "other_config":
     params = [["run.seed = 7"] if index == victim else [] for index in (0, 1)]
     workers = [Worker(folder, spec, index, *params[index]) for index in (0, 1)]
@@ -219,7 +219,7 @@ def break_start(folder: Path, kind: str, rng: random.Random) -> Trial:
     wanted = dict.fromkeys((0, 1), (2, "in its run.seed: "))
   else:
     ends = {1 - victim: Worker(folder, spec, 1 - victim).end()}
-    wanted = {1 - victim: (1, "has not come" if victim else "has not answered")}
+    wanted = {1 - victim: (1, "did not connect" if victim else "did not answer")}
   for index, (status, words) in wanted.items():
     if ends[index][0] != status or words not in ends[index][1]:
       trial.misses.append(f"worker {index} ended with {ends[index]}, not {status}: ...{words}...")
@@ -250,7 +250,7 @@ def run_trial(folder: Path, kind: str, reference: Path, rng: random.Random) -> T
 
 
 def miscounted(folder: Path, checkpoint: tf.train.CheckpointReader) -> list[str]:
-  """What a run with parameter servers has not counted exactly."""
+  """Returns what a run with parameter servers has counted wrongly."""
   found = []
   counters = [n for n in checkpoint.get_variable_to_shape_map() if "iteration" in n.lower()]
   for name in counters:

@@ -1,20 +1,19 @@
-"""Are planted values that are not finite located, and what does it cost to look out for them?
+"""Measures whether planted non-finite values are located, and what watching for them costs.
 
     python -m benchmarks.forensics_trials                        # 20 random injections
     python -m benchmarks.forensics_trials --trials=100 --seed=7
-    python -m benchmarks.forensics_trials --cost --rounds=100    # watched beside unwatched loops
+    python -m benchmarks.forensics_trials --cost --rounds=100    # watched and unwatched loops
 
-A trial plants one example that makes the loss, or the gradient of one variable, not finite
-(tests/support/planted.py): a random step, a random replica of 2 or 3, a random row. It is
-located if the
-report names just that step, replica, variable (or the loss) and example. All trials are made in one
-process, so the sums are made on one device.
+A trial plants one example that makes the loss, or the gradient of one variable, non-finite
+(tests/support/planted.py), at a random step, replica (of 2 or 3) and row. It is located if the
+report names exactly that step, replica, variable (or the loss) and example. All trials share one
+process, so one device makes all sums.
 
-The cost: three trainers of the same model, one of them watched, take turns in a random order, a
-block of steps each; the third shows what differences there are by chance. Of the models "norm" is a
-CNN with batch normalisation, whose statistics are read each step, and "twice" the MLP updated twice
-a batch, where what the first update changes is kept until the second is checked. A gin file in
-place of a model measures its task.
+The cost: three trainers of one model, one of them watched, take turns in a random order, one block
+of steps each; the third shows the noise. The model "norm" is a CNN with batch normalisation, whose
+statistics are read each step; "twice" is the MLP updated twice per batch, where the values that the
+first update changes are kept until the second is checked. A gin file instead of a model measures
+its task.
 """
 
 from __future__ import annotations
@@ -34,17 +33,16 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import contenders, models
-from framework import Trainer, configurables, forensics
+from framework import Trainer, builder, configurables, forensics
 from framework import run as runs
 from tests.support import planted
 
 LONGEST = 12
-"""Steps of a trial's loop: one epoch, so that each example comes once."""
+"""Steps of a trial's loop: one epoch, so each example occurs once."""
 COLUMNS = "{:>5}  {:8}  {:>8}  {:>4}  {:>7}  {:>7}  {:13}  {:>9}  {}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints one line a trial, or the cost; returns 1 if a trial was not located."""
   options = _parse(arguments)
   cpu = tf.config.list_physical_devices("CPU")[0]
   devices = [tf.config.LogicalDeviceConfiguration()] * max(3, options.replicas)
@@ -86,7 +84,7 @@ def trial(number: int, rng: random.Random) -> bool:
   replica, example = _random_example(rng, replicas, step)
   task = planted.Planted(example=example, where=where)
   trainer = planted.make_trainer(_strategy(replicas), task)
-  trainer.watch_nonfinite()
+  forensics.watch(trainer)
   trainer.train(tf.constant(LONGEST))
   started = time.perf_counter()
   report = forensics.examine(trainer)
@@ -104,7 +102,6 @@ def trial(number: int, rng: random.Random) -> bool:
 
 
 def _random_example(rng: random.Random, replicas: int, step: int) -> tuple[int, int]:
-  """(replica, id) of a random example of a step's batch."""
   example = -1
   while example < 0:  # padding
     replica, row = rng.randrange(replicas), rng.randrange(-(-planted.BATCH // replicas))
@@ -124,10 +121,10 @@ def _strategy(replicas: int) -> tf.distribute.Strategy:
 
 
 def cost(model: str, replicas: int, rounds: int, steps: int) -> None:
-  """Prints the medians of the times of a step, and the ratios to the first contender's."""
+  """Prints the median times of a step, and the ratios to the first contender's."""
   names = ("unwatched", "watched", "unwatched again")
   trainers = [_trainer(model, replicas) for _ in names]
-  trainers[1].watch_nonfinite()
+  forensics.watch(trainers[1])
   times: list[list[tuple[float, float]]] = [[] for _ in names]
   order = random.Random(0)
   for number in range(rounds + 1):
@@ -166,8 +163,6 @@ class Normalized(contenders.Classification):
 
 
 class Twice(contenders.Classification):
-  """Two updates a batch."""
-
   def train_step(self, step, batch):
     for _ in range(2):
       step.update(lambda part: self.training_loss(step, part), batch)
@@ -185,7 +180,8 @@ def _trainer(model: str, replicas: int) -> Trainer:
   strategy = _strategy(replicas)
   if model.endswith(".gin"):
     configurables.parse([model])
-    return runs.bound_trainer(runs.made_task(runs.bound("task")), strategy)
+    task = builder.made_task(runs.bound("task"))
+    return runs.bound_recipe(strategy.num_replicas_in_sync).trainer(task, strategy)
   return Trainer(
     task=TASKS[model](),
     strategy=strategy,

@@ -1,8 +1,8 @@
-"""Writes some classes of Fashion-MNIST as folders of PNG files, for the source of image folders.
+"""Writes some classes of Fashion-MNIST as folders of PNG files, for `ImageFolderSource`.
 
   python -m benchmarks.image_folders runs/images/shirts --classes 0 6 --train 50 --eval 1000
 
-makes runs/images/shirts/train/0/00001.png and so on, of the first so many images of each class.
+writes runs/images/shirts/train/0/00001.png and so on, the first images of each class.
 """
 
 import argparse
@@ -18,8 +18,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("folder", type=Path)
   parser.add_argument("--classes", type=int, nargs="+", required=True)
-  parser.add_argument("--train", type=int, required=True, help="images of each class")
-  parser.add_argument("--eval", type=int, required=True, help="images of each class")
+  parser.add_argument("--train", type=int, required=True, help="images per class")
+  parser.add_argument("--eval", type=int, required=True, help="images per class")
   arguments = parser.parse_args()
   data = fashion_mnist()
   for split, count in (("train", arguments.train), ("eval", arguments.eval)):

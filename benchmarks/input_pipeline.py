@@ -1,11 +1,11 @@
-"""How fast batches come: the framework's index shuffle against tf.data's shuffle buffer.
+"""Compares the speed of the framework's index shuffle with tf.data's shuffle buffer.
 
     python benchmarks/input_pipeline.py
 
 60,000 uint8 images of 28x28 with labels, in batches of 128, all with prefetch, read inside one
-tf.function. The pipelines take turns, so that a busy machine slows all of them; a ratio is the
-median over the turns of (examples a second) / (the first row's, in the same turn). CPU time counts
-all threads and is the steadier figure on a machine that is shared.
+tf.function. The pipelines take turns, so a busy machine slows all of them. A ratio is the median
+over turns of (examples per second) / (the first row's in the same turn). CPU time counts all
+threads and varies less on a shared machine.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def parse_arguments():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--examples", type=int, default=60_000)
   parser.add_argument("--batch_size", type=int, default=128)
-  parser.add_argument("--steps", type=int, default=1000, help="batches in a turn")
+  parser.add_argument("--steps", type=int, default=1000, help="batches per turn")
   parser.add_argument("--turns", type=int, default=9)
   return parser.parse_args()
 
@@ -52,7 +52,6 @@ def buffered(features, buffer, batch_size):
 
 
 def pipelines(features, mapped, batch_size):
-  """Returns name -> dataset; the first is what the others are measured against."""
   size = {"global_batch_size": batch_size}
   memory, files = ArraySource(features=features), ArraySource(features=mapped)
   prefetched = {
@@ -70,7 +69,7 @@ def pipelines(features, mapped, batch_size):
 
 
 def reader(dataset):
-  """Returns a function (iterator, steps) that reads so many batches and touches each."""
+  """Returns a function (iterator, steps) that reads `steps` batches and uses each."""
 
   def read(iterator, steps):
     total = tf.constant(0.0)
@@ -83,7 +82,7 @@ def reader(dataset):
 
 
 def one_turn(dataset, read, steps):
-  """Returns (seconds, CPU seconds) for `steps` batches of a fresh iterator, its start left out."""
+  """Returns (seconds, CPU seconds) for `steps` batches of a new iterator, without its start."""
   iterator = iter(dataset)
   read(iterator, tf.constant(50)).numpy()
   wall, cpu = time.perf_counter(), time.process_time()

@@ -1,15 +1,15 @@
-"""Kills training at random moments, starts it again, and compares with a run that nobody killed.
+"""Kills training at random moments, restarts it, and compares with an uninterrupted run.
 
   python -m benchmarks.kill_trials --trials 20 --seed 0
 
-Each trial runs the same `launch.py` command again and again, killed one to `--most_kills` times,
-until it ends by itself. Then every tensor of the kept checkpoints, the digest of the stream of
-example ids among them, and every value of metrics.jsonl that is not a time must equal the
-uninterrupted run's to the bit. Exit status 1 if any trial misses.
+Each trial runs the same `launch.py` command repeatedly, killed one to `--most_kills` times, until
+it ends by itself. Then every tensor of the kept checkpoints, including the digest of the stream of
+example ids, and every value of metrics.jsonl that is not a time must be bit-identical to the
+uninterrupted run's. Exit status 1 if any trial differs.
 
-  time     SIGKILL at any moment, that of starting and restoring included
+  time     SIGKILL at any moment, also while starting and restoring
   write    SIGKILL while a checkpoint is being written
-  sigterm  SIGTERM; the command must save, end with status 75, and go on
+  sigterm  SIGTERM; the command must save, end with status 75, and continue
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DIGEST = "model/stream/value/.ATTRIBUTES/VARIABLE_VALUE"
 
 @dataclasses.dataclass(frozen=True)
 class Uninterrupted:
-  """The run to compare with, and how long its parts took."""
+  """The run to compare with, and the duration of its parts."""
 
   folder: Path
   starting_s: float
@@ -57,8 +57,6 @@ class Uninterrupted:
 
 @dataclasses.dataclass
 class Trial:
-  """What happened in one trial."""
-
   kills: list[str] = dataclasses.field(default_factory=list)
   during_write: int = 0
   starts: int = 0
@@ -66,7 +64,7 @@ class Trial:
 
 
 class Command:
-  """One process of the command under test, and what its run folder tells meanwhile."""
+  """One process of the command under test, observed through its run folder."""
 
   def __init__(self, folder: Path, replicas: int) -> None:
     self._folder = folder
@@ -85,7 +83,7 @@ class Command:
       )  # fmt: skip
 
   def wait_until(self, happened: Callable[[], bool], *, poll_s: float = 0.002) -> bool:
-    """Returns True once it happened, False if the process ended before."""
+    """Returns True when the condition holds, False if the process ended before."""
     while self.process.poll() is None:
       if happened():
         return True
@@ -97,7 +95,7 @@ class Command:
     return self.wait_until(lambda: time.time() >= end)
 
   def is_training(self) -> bool:
-    """Whether the first loop is done: its record comes after the config, which is written first."""
+    """Whether the first loop is done: its record follows the config, which is written first."""
     config = self._folder / "operative_config.gin"
     if not config.exists() or config.stat().st_mtime < self.started:
       return False
@@ -106,7 +104,7 @@ class Command:
     return self.step() > self._first_step
 
   def is_writing(self) -> bool:
-    """Whether a checkpoint has been begun and not finished."""
+    """Whether a checkpoint is begun and not finished."""
     folder = self._folder / "checkpoints"
     if (folder / checkpoints.UNFINISHED).is_dir():
       return True
@@ -114,14 +112,13 @@ class Command:
     return any(f"{name.partition('.')[0]}.index" not in names for name in names)
 
   def freeze(self) -> None:
-    """Stops the process, and returns once it stands still."""
+    """Stops the process and returns when it is stopped."""
     self.process.send_signal(signal.SIGSTOP)
     status = Path(f"/proc/{self.process.pid}/stat")
     while status.read_text().rpartition(")")[2].split()[0] not in "TZ":
       time.sleep(0.0005)
 
   def step(self) -> int:
-    """The last step in metrics.jsonl."""
     steps = [record["step"] for record in records(self._folder, "train")]
     return max(steps, default=0)
 
@@ -133,7 +130,6 @@ class Command:
 
 
 def records(folder: Path, split: str) -> list[dict]:
-  """The whole lines of metrics.jsonl, without what is a time."""
   path = folder / "metrics.jsonl"
   lines = path.read_text().split("\n")[:-1] if path.exists() else []
   parsed = [json.loads(line) for line in lines]
@@ -145,7 +141,6 @@ def records(folder: Path, split: str) -> list[dict]:
 
 
 def uninterrupted(folder: Path, replicas: int) -> Uninterrupted:
-  """Runs the command once to its end."""
   command = Command(folder, replicas)
   command.wait_until(command.is_training, poll_s=0.05)
   starting_s = time.time() - command.started
@@ -177,7 +172,7 @@ def run_trial(
   if status:
     trial.misses.append(f"exit status {status}: {command.last_words()}")
   elif not trial.kills:
-    shutil.rmtree(folder)  # it ended before the first kill; nothing was tried
+    shutil.rmtree(folder)  # it ended before the first kill, so the trial does not count
     return run_trial(folder, reference, kind, rng, replicas=replicas, most_kills=most_kills)
   else:
     trial.misses += differences(folder, reference.folder, same_steps=kind != "sigterm")
@@ -200,7 +195,7 @@ def interrupt(command: Command, reference: Uninterrupted, kind: str, rng: random
 
 
 def caught_writing(command: Command, rng: random.Random) -> bool:
-  """Stops the process in the middle of a write; False if it ended before."""
+  """Stops the process during a write; False if it ended before."""
   while command.wait_until(command.is_writing, poll_s=0):
     command.wait(rng.choice([0, rng.uniform(0, 0.01)]))
     command.freeze()
@@ -217,7 +212,7 @@ def note_kill(trial: Trial, command: Command) -> None:
 
 
 def differences(folder: Path, reference: Path, *, same_steps: bool) -> list[str]:
-  """What is not as in the uninterrupted run; `same_steps`: both must have saved at the same."""
+  """Returns the differences to the uninterrupted run; `same_steps`: both must save at the same."""
   ours, theirs = ([Path(p).name for p in saved(f)] for f in (folder, reference))
   found = [] if ours == theirs or not same_steps else [f"checkpoints {ours}, not {theirs}"]
   for name in ours if same_steps else ours[-1:]:
@@ -241,7 +236,7 @@ def tensor(path: Path, key: str) -> int:
 
 
 def different_tensors(path: Path, reference: Path) -> list[str]:
-  """The names of the tensors that are not equal to the bit, the graph of objects included."""
+  """Returns the names of tensors that are not bit-identical, including the object graph."""
   readers = [tf.train.load_checkpoint(str(p)) for p in (path, reference)]
   names = [set(reader.get_variable_to_shape_map()) for reader in readers]
   values = [{n: bits(reader.get_tensor(n)) for n in names[0] & names[1]} for reader in readers]
@@ -254,7 +249,7 @@ def bits(value: object) -> bytes:
 
 
 def expected_digest() -> int:
-  """Computed in Python, from what the input says the order is."""
+  """Computes the digest in Python from the documented order of the input."""
   source = digits().sources["train"]
   batches = datasets.train_dataset(source, global_batch_size=BATCH, seed=0).take(STEPS)
   return digest(i for batch in batches.as_numpy_iterator() for i in batch["example_id"])
@@ -275,7 +270,7 @@ def main() -> int:
   parser.add_argument("--trials", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--replicas", type=int, default=1)
-  parser.add_argument("--most_kills", type=int, default=3, help="of a trial")
+  parser.add_argument("--most_kills", type=int, default=3, help="per trial")
   parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["time", "write"])
   options = parser.parse_args()
   base = Path(tempfile.mkdtemp(prefix="kill_trials_"))

@@ -1,11 +1,11 @@
-"""What `run.ledger = True` costs a step: the same trainer with and without, taking turns.
+"""Measures the cost per step of `run.ledger = True`: one trainer with and one without, in turns.
 
     python -m benchmarks.ledger_cost                       # the MLP, one replica
     python -m benchmarks.ledger_cost --model cnn --replicas 2 --rounds 60
 
-Blocks of both in one process, in a new random order each round, so that what other programs do to a
-shared machine hits both alike. "control" is a second trainer without a ledger: what it differs from
-the first by is noise.
+Blocks of both run in one process, in a new random order each round, so other programs on a shared
+machine affect both alike. "control" is a second trainer without a ledger: its difference to the
+first is noise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(
   model: str, replicas: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-  """Returns contender -> seconds a block, a round each; the same of CPU time."""
+  """Returns contender -> seconds of each block, one per round; and the same for CPU time."""
   import tensorflow as tf
 
   from framework.strategies import factories
@@ -94,7 +94,7 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
 
   def read(position: int):
     if recorder:
-      recorder.reads(source, position=position, **order)
+      recorder.reads(source, position=position, padded_batch_size=models.BATCH_SIZE, **order)
     return datasets.train_dataset(source, position=position, pad_multiple=replicas, **order)
 
   return Trainer(
@@ -103,7 +103,7 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
     dataset_fn=read,
     global_batch_size=models.BATCH_SIZE,
     optimizer=keras.optimizers.Adam,
-    recorder=recorder,
+    observers=[recorder] if recorder else (),
   )
 
 

@@ -1,11 +1,11 @@
-"""The losses of a Model Garden task, step by step: its own trainer beside this loop.
+"""Compares the losses of a Model Garden task, step by step, in its own trainer and in this loop.
 
-    uv run --extra garden --with opencv-python-headless --with pycocotools --with matplotlib \\
+    uv run --extra garden --with opencv-python-headless --with pycocotools --with matplotlib \
       python -m benchmarks.model_garden --replicas=2
 
-trains the Garden's image classification (a ResNet-18 of 32x32 images, from TFRecord files that it
-writes: random pixels, brighter for a higher label) both ways, from the same weights, and prints the
-losses and their greatest relative difference.
+trains the Garden's image classification (a ResNet-18 on 32x32 images, read from TFRecord files that
+this script writes: random pixels, brighter for a higher label) in both, from the same weights. It
+prints the losses and their largest relative difference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXPERIMENT, MODULE = "resnet_imagenet", "official.vision.tasks.image_classificat
 def theirs(
   experiment: Any, make_task: Callable[[], Any], strategy: tf.distribute.Strategy
 ) -> Iterator[dict[str, float]]:
-  """Yields what the Garden's own trainer logs, of one step each; it makes the optimizer itself."""
+  """Yields the logs of the Garden's own trainer, one per step; it makes the optimizer itself."""
   from official.core import base_trainer
 
   tf_keras.utils.set_random_seed(0)
@@ -54,14 +54,14 @@ def theirs(
 def ours(
   experiment: Any, make_task: Callable[[], Any], strategy: tf.distribute.Strategy
 ) -> Iterator[dict[str, float]]:
-  """Yields what this loop logs, of one step each, with the same optimizer and examples."""
+  """Yields the logs of this loop, one per step, with the same optimizer and examples."""
   trainer = trainer_of(ModelGarden(task=make_task), experiment, strategy)
   while True:
     yield trainer.train(tf.constant(1))
 
 
 def trainer_of(task: Task, experiment: Any, strategy: tf.distribute.Strategy) -> Trainer:
-  """Returns the trainer of an experiment in this loop, with initial weights as `theirs`."""
+  """Returns a trainer of an experiment in this loop, with the initial weights of `theirs`."""
   size = experiment.task.train_data.global_batch_size
   tf_keras.utils.set_random_seed(0)
   trainer = Trainer(
@@ -76,7 +76,7 @@ def trainer_of(task: Task, experiment: Any, strategy: tf.distribute.Strategy) ->
 
 
 def image_classification(folder: str, *, batch: int, examples: int = 64) -> Any:
-  """Writes made images to a folder; returns the Garden's experiment that trains on them."""
+  """Writes synthetic images to a folder; returns the Garden's experiment that trains on them."""
   path = os.path.join(folder, "images.tfrecord")
   _write_images(path, examples)
   data = {
@@ -127,7 +127,6 @@ def _bytes(value: bytes) -> tf.train.Feature:
 
 
 def main(argv: list[str]) -> None:
-  """Prints both losses of each step, and how far apart they were at most."""
   del argv
   factories.split_cpu(_REPLICAS.value)
   from official.core import task_factory

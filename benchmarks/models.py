@@ -1,7 +1,7 @@
-"""What the contenders train: three models, built alike by either Keras, and one data set.
+"""What the contenders train: three models, the same in both Kerases, and one data set.
 
 Every contender starts from the same weights and reads the same batches in the same order, so the
-losses after equally many steps must agree.
+losses after the same number of steps must agree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DESCRIPTIONS = {
 
 
 def build(name: str, keras: ModuleType) -> Any:
-  """Returns a fresh model (in `strategy.scope()`) with the same weights each time.
+  """Returns a new model with the same weights each time; call it in `strategy.scope()`.
 
   Args:
     name: a key of `DESCRIPTIONS`.
@@ -39,7 +39,6 @@ def build(name: str, keras: ModuleType) -> Any:
 
 
 def loss_fn(keras: ModuleType) -> Any:
-  """Returns the loss for `compile`."""
   return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -47,13 +46,13 @@ def pairs(rows: range | None = None) -> tf.data.Dataset:
   """Returns an endless dataset of (images [128, 28, 28, 1], labels [128]).
 
   Args:
-    rows: which of the 128; a worker of several reads its own. None takes all.
+    rows: which of the 128 rows, for one of several workers; None for all.
   """
   return _endless(_examples(), rows)
 
 
 def dicts(rows: range | None = None) -> tf.data.Dataset:
-  """Returns the same batches as dicts with a "weight" of 1, the way `Trainer` reads them."""
+  """Returns the same batches as dicts with a "weight" of 1, as `Trainer` reads them."""
   images, labels = _examples()
   weight = np.ones(len(labels), np.float32)
   return _endless({"image": images, "label": labels, "weight": weight}, rows)
@@ -72,7 +71,7 @@ def _rows_of_batches(array: np.ndarray, rows: range) -> np.ndarray:
 
 
 def _examples() -> tuple[np.ndarray, np.ndarray]:
-  """Noise, and labels that a random linear map of it gives: something that can be learned."""
+  """Returns noise, and labels that a random linear map computes from it, so they can be learned."""
   rng = np.random.default_rng(1)
   images = rng.random((_BATCHES * BATCH_SIZE, *IMAGE_SHAPE), dtype=np.float32)
   flat = images.reshape(len(images), -1)
@@ -81,7 +80,7 @@ def _examples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _initial(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-  """Glorot-uniform kernels, a tenth of that in residual layers (they are square), zero biases."""
+  """Glorot-uniform kernels, a tenth of that in (square) residual layers, zero biases."""
   if len(shape) == 1:
     return np.zeros(shape, np.float32)
   area = int(np.prod(shape[:-2]))

@@ -1,18 +1,19 @@
-"""Loopwright beside a hand-written loop on several processes: wall time a step, in one run.
+"""Compares Loopwright with a hand-written loop on several processes: wall time per step.
 
     python -m benchmarks.multi_worker            # 1, 2 and 4 processes, half an hour or more
     python -m benchmarks.multi_worker --quick    # the MLP alone, 7 rounds
 
-The processes are workers on loopback. Each (model, processes) gets a cluster of its own, in which
-the loops live under one MultiWorkerMirroredStrategy and take turns, a block of steps each, in a
-random order every round and after a barrier, so that what other programs do to a shared machine
-hits all alike. A figure is the median over rounds of the ratio of two blocks of a round, with the
-interval that holds the true median 95 times in 100, from the binomial distribution of how many
-rounds are below it. The hand-written loop competes twice: how far the control's figure is from 1
-is how much a figure may be trusted. That of the CPU time, of all processes, is blind to waiting.
+The processes are workers on loopback, one cluster for each (model, processes). Both loops run under
+one MultiWorkerMirroredStrategy and take turns, one block of steps each, in a random order every
+round and after a barrier, so other programs on the machine affect both alike.
 
-The hand-written loop sums over the workers once a step, its gradients, and once a block, its loss.
-Exit status 1 if a cluster fails or the loops do not do the same work.
+A figure is the median over rounds of the ratio of two blocks of a round, with its 95 % confidence
+interval from the binomial distribution. The hand-written loop runs twice: the distance of the
+control's figure from 1 shows the noise. The figure for CPU time, over all processes, does not
+include waiting.
+
+The hand-written loop sums over the workers once per step (gradients) and once per block (loss).
+Exit status 1 if a cluster fails or the loops do different work.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Loop(NamedTuple):
   """One of the contenders, ready to run.
 
   Attributes:
-    block: runs so many steps and returns their mean loss over all workers.
-    steps_done: what it counted so far.
+    block: runs the given number of steps and returns their mean loss over all workers.
+    steps_done: the steps counted so far.
   """
 
   block: Callable[[Any], float]
@@ -59,7 +60,6 @@ class Loop(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs everything and prints the tables, or, in a cluster, is one of its workers."""
   options = _parse(arguments)
   if options.folder:
     return work(options)
@@ -86,8 +86,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     "--block_s", type=float, default=BLOCK_S, help="seconds a block (default: %(default)s)"
   )
   parser.add_argument("--quick", action="store_true", help="the MLP, 7 rounds")
-  parser.add_argument("--json", help="write every single figure to this file")
-  parser.add_argument("--verbose", action="store_true", help="show what TensorFlow logs")
+  parser.add_argument("--json", help="write all figures to this file")
+  parser.add_argument("--verbose", action="store_true", help="show TensorFlow's logs")
   parser.add_argument("--folder", help=argparse.SUPPRESS)  # makes this process a worker
   options = parser.parse_args(arguments)
   if options.quick:
@@ -104,7 +104,6 @@ def _configurations(options: argparse.Namespace) -> list[Configuration]:
 
 
 def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
-  """Runs one cluster; returns name -> figures of all workers, or {"failed": why}."""
   os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
   with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "benchmarks.multi_worker", f"--folder={folder}"]
@@ -123,7 +122,7 @@ def _progress(text: str) -> None:
 
 
 def _merged(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """A block takes as long as on the slowest worker, and the CPU time of all of them."""
+  """Merges workers: the time of a block is that of the slowest worker, its CPU time the sum."""
   merged: dict[str, Any] = {}
   for name in NAMES:
     figures = [worker[name] for worker in workers]
@@ -141,7 +140,7 @@ def _merged(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def work(options: argparse.Namespace) -> int:
-  """Runs all loops in turns, as all other workers do, and leaves the figures in the folder."""
+  """Runs all loops in turns, in step with all other workers; writes the figures to the folder."""
   if not options.verbose:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
   warnings.simplefilter("ignore")
@@ -160,7 +159,9 @@ def work(options: argparse.Namespace) -> int:
 def _take_turns(
   loops: Mapping[str, Loop], workers: Any, rounds: int, block_s: float
 ) -> dict[str, dict[str, Any]]:
-  """Name -> seconds a block, a round each; the loss of every block; the steps counted."""
+  """Returns name -> seconds of each block, one per round; the loss of every block; the steps
+  counted.
+  """
   import tensorflow as tf
 
   def run(name: str, steps: int, figures: dict[str, Any]) -> None:
@@ -177,7 +178,7 @@ def _take_turns(
     run(name, TRIAL_STEPS, trials[name])
   fastest = min(trials[name]["block_s"][-1] for name in NAMES) / TRIAL_STEPS
   steps = max(TRIAL_STEPS, round(block_s / fastest))
-  steps = workers.sum(steps if workers.is_chief else 0)  # all do what the chief does
+  steps = workers.sum(steps if workers.is_chief else 0)  # all use the chief's numbers
   results, order = {name: _no_figures() for name in NAMES}, random.Random(0)
   for _ in range(rounds):
     for name in order.sample(NAMES, len(NAMES)):
@@ -212,9 +213,9 @@ def _loopwright(model: str, workers: Any) -> Loop:
 
 
 def _hand_written(model: str, workers: Any) -> Loop:
-  """What an expert writes: one tf.function, a loop in it, the documented Keras 3 calls.
+  """An expert's loop: one tf.function with a loop in it, and the documented Keras 3 calls.
 
-  It does less than the framework does: no weights, no gradient norm, no check for NaN.
+  It does less than the framework: no weights, no gradient norm, no check for NaN.
   """
   import keras
   import tensorflow as tf
@@ -263,7 +264,6 @@ Results = Mapping[Configuration, Mapping[str, Any]]
 
 
 def report(results: Results) -> str:
-  """Returns the table and the verdict, Markdown."""
   header = (
     "",
     "Loopwright's throughput over the hand-written loop's: median [interval]",
@@ -300,14 +300,13 @@ def _ratios(
 
 
 def _interval(ratios: np.ndarray) -> np.ndarray:
-  """Two of the ratios, between which the median is, with a confidence of 95 %."""
+  """Returns two of the ratios that enclose the median with 95 % confidence."""
   middle, half = (len(ratios) - 1) / 2, 0.98 * np.sqrt(len(ratios))
   places = [np.floor(middle - half), np.ceil(middle + half)]
   return np.sort(ratios)[np.clip(places, 0, len(ratios) - 1).astype(int)]
 
 
 def _wrong(result: Mapping[str, Any]) -> list[str]:
-  """Whoever failed, did not run the steps asked for, or had another loss than the others."""
   if "failed" in result:
     return [result["failed"]]
   wrong = []
@@ -322,7 +321,6 @@ def _wrong(result: Mapping[str, Any]) -> list[str]:
 
 
 def _loss_difference(result: Mapping[str, Any]) -> float:
-  """The largest between any two workers and loops, of the trials; NaN if a loss is."""
   trials = np.concatenate([np.array(result[name]["losses"])[:, :2] for name in NAMES])
   return float(np.max(np.ptp(trials, axis=0)))
 

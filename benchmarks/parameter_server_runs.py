@@ -1,12 +1,12 @@
-"""Asynchronous runs from start to end: accuracy, and whether just the asked steps were made.
+"""Runs asynchronous training from start to end; checks accuracy and the exact number of steps.
 
     python -m benchmarks.parameter_server_runs --runs 10
 
 Each run is launch.py with configs/fashion_mnist_cnn.gin on a local cluster of 2 workers, 2
-parameter servers and a chief, every second one with model and optimizer of Keras 2 in place of
-Keras 3. What is counted is read from its last checkpoint: the framework's global step and position,
-and the optimizer's own iterations, none of which may be one off. Exit status 1 if a count is, if a
-run fails, or if an accuracy is below 0.90.
+parameter servers and a chief; every second run has Keras 2's model and optimizer instead of Keras
+3's. The counts are read from the last checkpoint: the framework's global step and position, and the
+optimizer's own iterations; each must be exact. Exit status 1 if a count is wrong, a run fails, or
+an accuracy is below 0.90.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ REPLACED = ("ImageClassification.network", "run.optimizer", "cnn.", "keras.Adam.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Makes the runs and prints a line for each."""
   options = _parse(arguments)
   failed = 0
   print("run  Keras  accuracy  steps  examples  iterations  seconds")
@@ -78,7 +77,6 @@ def _run(number: int, keras: int, steps: int, folder: Path) -> bool:
 
 
 def _counted(run: Path) -> tuple[int, int, int]:
-  """Steps, examples and the optimizer's iterations, as the last checkpoint has them."""
   reader = tf.train.load_checkpoint(tf.train.latest_checkpoint(str(run / "checkpoints")))
 
   def value(*names: str) -> int:

@@ -1,28 +1,26 @@
-"""What one slow worker does to the other: nothing with parameter servers, all in a synchronous run.
+"""Measures how one slow worker affects the other, with parameter servers and synchronously.
 
   python -m benchmarks.slow_worker            # about 10 minutes
   python -m benchmarks.slow_worker --rounds 3
 
-Two workers on loopback train the small CNN, once beside a parameter server and once in step. Worker
-1 is slowed: SIGSTOP and SIGCONT let it run for a tenth of the time, as long as a step takes in as
-long as ten steps take. Within one run the phases take turns, in a random order every round, and
-what counts is the ratio of two phases of a round:
+Two workers on loopback train the small CNN, once with a parameter server and once synchronously.
+SIGSTOP and SIGCONT slow worker 1 to a tenth: it runs for one step's time in each ten. The phases
+take turns, in a random order every round; a result is the ratio of two phases of a round:
 
   full     both at full speed
-  control  the same again: how far its ratio is from 1 is how much a ratio may be trusted
+  control  the same again; the distance of its ratio from 1 shows the noise
   slowed   worker 1 is slowed
-  busy     likewise, and another process keeps its core busy while it is stopped
+  busy     the same, and another process uses its core while it is stopped
 
-A step is mostly a wait of 10 ms for its batch, which takes no core from anybody, as with a slow
-disk or an accelerator; so other programs disturb it little. Each worker is pinned to a core of its
-own; chief and server share worker 1's, so that nothing is freed on worker 0's when worker 1 is
-slowed. But what worker 0 asks of the server is then answered sooner, and so it may become faster:
-hence the phase "busy", in which that core never comes free.
+A step mostly waits 10 ms for its batch, which uses no core, as with a slow disk or an accelerator,
+so other programs disturb it little. Each worker is pinned to its own core; chief and server share
+worker 1's. When worker 1 is slowed, the server answers worker 0 sooner, which may speed it up.
+Therefore the phase "busy" keeps that core in use.
 
-A worker's rate is its own steps in a phase, counted on the server by itself, over the time of whole
-loops of `--steps_per_loop` steps, each of which ends with a wait for the slower worker's last step.
-Exit status 1 if worker 0 keeps less than 0.8 of its rate beside the server, or worker 1 more than
-0.2 of its own.
+A worker's rate is the number of its own steps in a phase, counted on the server, over the time of
+whole loops of `--steps_per_loop` steps, each of which ends when the slower worker's last step ends.
+Exit status 1 if, with the server, worker 0 keeps less than 0.8 of its rate or worker 1 more than
+0.2.
 """
 
 from __future__ import annotations
@@ -66,7 +64,6 @@ _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n  sum(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs both clusters and prints the tables, or, in a cluster, is one of its processes."""
   options = _parse(arguments)
   if options.folder:
     return work(options)
@@ -82,17 +79,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
   parser.add_argument("--rounds", type=int, default=ROUNDS, help="(default: %(default)s)")
-  parser.add_argument("--phase_s", type=float, default=PHASE_S, help="at least, of a phase")
+  parser.add_argument("--phase_s", type=float, default=PHASE_S, help="minimum, per phase")
   parser.add_argument(
     "--steps_per_loop", type=int, default=STEPS_PER_LOOP, help="(default: %(default)s)"
   )
-  parser.add_argument("--verbose", action="store_true", help="show what TensorFlow logs")
+  parser.add_argument("--verbose", action="store_true", help="show TensorFlow's logs")
   parser.add_argument("--folder", help=argparse.SUPPRESS)  # makes this process one of a cluster
   return parser.parse_args(arguments)
 
 
 def _measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-  """Runs one cluster; returns phase -> the rates of both workers, a pair each round."""
   os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
   with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "benchmarks.slow_worker", f"--folder={folder}"]
@@ -109,7 +105,6 @@ def _measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def work(options: argparse.Namespace) -> int:
-  """Takes its place in the cluster; the chief, or worker 0, measures."""
   if not options.verbose:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
   warnings.simplefilter("ignore")
@@ -156,12 +151,11 @@ def _beside_servers(options: argparse.Namespace, folder: Path, core: int) -> int
 
 
 def _counting_trainer(strategy: Any) -> Any:
-  """A trainer whose workers count their own steps, each in its place of one variable."""
+  """A trainer whose workers each count their steps in one element of a variable."""
   import keras
   import tensorflow as tf
 
   from benchmarks import contenders
-  from framework.backend.autograph import as_written
   from framework.parameter_server import ParameterServerTrainer
 
   class CountingTrainer(ParameterServerTrainer):
@@ -169,14 +163,14 @@ def _counting_trainer(strategy: Any) -> Any:
       super()._make_counters()
       self.steps_of_workers = tf.Variable(tf.zeros([2], tf.int64), trainable=False)
 
-    @as_written
-    def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> None:
-      super().finish_step(finite, loss_finite)
+    def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
+      stands = super().finish_step(finite, loss_finite)
       tf.raw_ops.ResourceScatterAdd(
         resource=self.steps_of_workers.handle,
         indices=[tf.cast(self._worker, tf.int32)],
         updates=[tf.constant(1, tf.int64)],
       )
+      return stands
 
   return CountingTrainer(
     task=contenders.Classification("cnn"),
@@ -231,7 +225,7 @@ def _in_step(options: argparse.Namespace, folder: Path, core: int) -> int:
 
 
 def _slow_batches() -> Any:
-  """Returns a dataset each of whose batches takes BATCH_S, and none is read ahead."""
+  """Returns a dataset whose batches take BATCH_S each, without prefetching."""
   import tensorflow as tf
   from tensorflow.python.data.experimental.ops import testing
 
@@ -261,7 +255,7 @@ def _save(folder: Path, results: Mapping[str, Any]) -> None:
 
 
 class Throttle:
-  """Lets a process run for `step_s` of each SLOWDOWN * `step_s`, inside a `with` of `slowing`."""
+  """Lets a process run for `step_s` of each SLOWDOWN * `step_s`, inside `with slowing()`."""
 
   def __init__(self, pid: int, core: int, *, step_s: float) -> None:
     self._pid, self._core, self._step_s = pid, core, step_s
@@ -271,7 +265,7 @@ class Throttle:
     """Slows the process.
 
     Args:
-      busy: another process takes its core while it is stopped.
+      busy: whether another process uses its core while it is stopped.
     """
     over = threading.Event()
     with self._spinning() if busy else contextlib.nullcontext() as other:
@@ -313,12 +307,11 @@ Results = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
 
 
 def ratios(rates: Mapping[str, Sequence[Sequence[float]]], phase: str, worker: int) -> np.ndarray:
-  """Returns a worker's rate in a phase over that in the full one, of each round."""
+  """Returns a worker's rate in a phase divided by that in "full", for each round."""
   return np.array(rates[phase])[:, worker] / np.array(rates["full"])[:, worker]
 
 
 def report(results: Results) -> str:
-  """Returns the table and the verdict, Markdown."""
   header = ("", "phase", "worker 0's rate over that at full speed: median [range]", "worker 1's")
   header = (*header, "steps a second, worker 0", "worker 1")
   lines = [header, ["---"] * len(header)]
@@ -337,7 +330,7 @@ def _shown(values: np.ndarray) -> str:
 
 
 def wrong(results: Results) -> list[str]:
-  """Returns what is not as claimed, by the medians."""
+  """Returns the claims that do not hold, by the medians."""
   lines = []
   for phase in ("slowed", "busy"):
     if "servers" in results:

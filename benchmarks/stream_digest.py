@@ -1,4 +1,4 @@
-"""A task whose checkpoints prove which examples it was trained on, and in which order."""
+"""A task whose checkpoints show which examples it was trained on, and in which order."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _WORD = 2**64
 class StreamDigest(tf.Module):
   """A number that depends on every example id trained on so far, in order: digest of 0, 1, 2 ...
 
-  digest -> FACTOR * digest + id + 1, modulo 2**64, for one id after the other.
+  For each id: digest -> FACTOR * digest + id + 1, modulo 2**64.
   """
 
   def __init__(self, *, global_batch_size: int):
-    """Makes the variable, so call it in `strategy.scope()`."""
+    """Makes the variable; call it in `strategy.scope()`."""
     super().__init__()
     self._batch_size = global_batch_size
     first = tf.VariableAggregation.ONLY_FIRST_REPLICA
     self.value = tf.Variable(0, dtype=tf.int64, trainable=False, aggregation=first)
 
   def update(self, ids: tf.Tensor) -> None:
-    """Takes in a global batch (replica context); `ids` int64 [n] are this replica's, -1 padding."""
+    """Adds a global batch (replica context); `ids`, int64 [n], are this replica's, -1 = padding."""
     context = tf.distribute.get_replica_context()
     rows = context.replica_id_in_sync_group * len(ids) + tf.range(len(ids))
     factors = tf.gather(self._factors(len(ids) * context.num_replicas_in_sync), rows)
@@ -47,7 +47,7 @@ class StreamDigest(tf.Module):
 
 
 def digest(ids: Iterable[int], start: int = 0) -> int:
-  """What `StreamDigest` must hold after `ids`, computed one by one with Python's numbers."""
+  """Returns what `StreamDigest` must hold after `ids`, computed one by one in Python."""
   value = start
   for number in ids:
     value = (value * FACTOR + int(number) + 1) % _WORD
@@ -66,10 +66,10 @@ def _overflowing(value: tf.Tensor, where: tf.Tensor) -> tuple[tf.Tensor, Any]:
 
 @framework.register
 class DigestedImages(ImageClassification):
-  """Image classification that also takes the digest of its stream of example ids."""
+  """Image classification that also computes the digest of its stream of example ids."""
 
   def __init__(self, *, global_batch_size: int, overflow_every: int, **options: Any) -> None:
-    """Keeps its arguments.
+    """Stores its arguments.
 
     Args:
       global_batch_size: the same as run.global_batch_size.
@@ -80,7 +80,7 @@ class DigestedImages(ImageClassification):
     self._global_batch_size, self._overflow_every = global_batch_size, overflow_every
 
   def build_model(self) -> dict[str, Any]:
-    """The network, and the digest beside it."""
+    """Returns the network, with the digest."""
     stream = StreamDigest(global_batch_size=self._global_batch_size)
     return {"network": super().build_model(), "stream": stream}
 

@@ -1,4 +1,4 @@
-"""The networks of tasks/image_classification.py in Keras 2, for configs to name."""
+"""The networks of tasks/image_classification.py in Keras 2, for use in configs."""
 
 from __future__ import annotations
 

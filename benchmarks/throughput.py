@@ -1,12 +1,12 @@
-"""Loopwright beside its peers: throughput, time to the first step, peak memory, in one run.
+"""Compares Loopwright with its peers: throughput, time to the first step, peak memory.
 
     python -m benchmarks.throughput            # everything, some minutes
     python -m benchmarks.throughput --quick    # the MLP alone
 
-Throughput: all contenders of one (model, replicas) live in one process and take turns, a block of
-steps each, in a new random order every round. What other programs do to a shared machine then hits
-all of them alike, and the figure to trust is the median over rounds of the ratio of two blocks of
-the same round. The first step and the memory: a process of its own for each contender.
+Throughput: all contenders of one (model, replicas) run in one process and take turns, one block of
+steps each, in a new random order every round. So other programs on a shared machine affect all
+alike, and the reliable figure is the median over rounds of the ratio of two blocks of a round. The
+first step and the memory are measured in a separate process per contender.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ BLOCK_STEPS = {"mlp": 100, "cnn": 50, "many": 100}
 ROUNDS = {"mlp": 15, "cnn": 9, "many": 11}
 REFERENCES = ("hand", "hand_one_device")
 LOSS_TOLERANCE = 1e-3
-COMPARED_BLOCKS = 2  # training is chaotic: later, a difference in the last digit has grown
+COMPARED_BLOCKS = 2  # later, differences in the last digit have grown, as training is chaotic
 TARGET = 0.95
 _MEMORY_STEPS = 20
 _TIMEOUT_S = 900.0
 
 
 class Configuration(NamedTuple):
-  """What one column or row of a table is about."""
+  """The model and number of replicas of a column or row of a table."""
 
   model: str
   replicas: int
@@ -50,7 +50,7 @@ class Configuration(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs everything, prints the tables; returns 1 if the contenders did not do the same work."""
+  """Runs everything, prints the tables; returns 1 if contenders did different work."""
   options = _parse(arguments)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   started = time.perf_counter()
@@ -82,8 +82,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--only", help="contenders, as a list of names (default: all)")
   parser.add_argument("--quick", action="store_true", help="the MLP, 5 rounds")
   parser.add_argument("--skip-first-step", action="store_true", help="throughput alone")
-  parser.add_argument("--json", help="write every single figure to this file")
-  parser.add_argument("--verbose", action="store_true", help="show what TensorFlow logs")
+  parser.add_argument("--json", help="write all figures to this file")
+  parser.add_argument("--verbose", action="store_true", help="show TensorFlow's logs")
   options = parser.parse_args(arguments)
   options.models = (options.models or ("mlp" if options.quick else ",".join(MODELS))).split(",")
   if options.quick and not options.rounds:
@@ -102,7 +102,6 @@ def _configurations(options: argparse.Namespace) -> list[Configuration]:
 
 
 def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
-  """Returns contender -> its figures, or {"failed": why}."""
   # Here, not above: the parent stays small and touches no device.
   names = _in_process(_names, configuration.replicas, options.only, verbose=options.verbose)
   results: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -121,7 +120,7 @@ def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[
 
 
 def first_step(name: str, model: str, replicas: int) -> dict[str, float]:
-  """Seconds from after the imports to the first loss on the host, and the peak memory."""
+  """Returns seconds from the end of imports to the first loss on the host, and the peak memory."""
   from benchmarks import contenders
 
   started, cpu_started = time.perf_counter(), time.process_time()
@@ -142,7 +141,7 @@ def first_step(name: str, model: str, replicas: int) -> dict[str, float]:
 def side_by_side(
   names: Sequence[str], model: str, replicas: int, steps: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
-  """Contender -> seconds a block, a round each; the loss of every block; the steps counted."""
+  """Returns contender -> seconds of each block, one per round; each block's loss; the steps."""
   from benchmarks import contenders
 
   running, results = {}, {name: _no_figures(steps) for name in names}
@@ -190,9 +189,9 @@ def _names(replicas: int, only: str | None) -> list[str]:
 
 
 def _in_process(function: Callable[..., Any], *args: Any, verbose: bool) -> Any:
-  """Calls `function` in a fresh process and returns its result, or {"failed": why}.
+  """Calls `function` in a new process; returns its result, or {"failed": reason}.
 
-  The fork server has done the imports (and nothing else) once: TensorFlow's take several seconds.
+  The fork server has already done the imports, which take several seconds, and nothing else.
   """
   context = multiprocessing.get_context("forkserver")
   context.set_forkserver_preload(["benchmarks.contenders"])
@@ -223,7 +222,7 @@ def _child(sender: Connection, function: Callable[..., Any], args: Any, verbose:
 
 
 def _in_one_line(error: Exception) -> str:
-  """The line of a long graph error that says what happened."""
+  """Returns the line of a long graph error that has the reason."""
   lines = [line.strip() for line in str(error).splitlines() if line.strip()]
   telling = [line for line in lines if re.search(r"\b[A-Z]{4,}(_[A-Z]+)*: ", line)]
   return f"{type(error).__name__}: {([*telling[:1], *lines[-1:], ''])[0][:200]}"
@@ -239,7 +238,6 @@ Results = Mapping[Configuration, Mapping[str, Mapping[str, Any]]]
 
 
 def report(results: Results) -> str:
-  """Returns the tables and the verdict, Markdown."""
   tables = [
     _table("Throughput, ratio to the hand-written loop: median [quartiles] over rounds", results,
            _ratio_cell),
@@ -253,7 +251,6 @@ def report(results: Results) -> str:
 
 
 def ratios(result: Mapping[str, Mapping[str, Any]], name: str) -> np.ndarray | None:
-  """Throughput of a contender over that of the faster hand-written loop, a round each."""
   reference = fastest_reference(result)
   if reference is None or not result[name].get("block_s"):
     return None
@@ -261,7 +258,6 @@ def ratios(result: Mapping[str, Mapping[str, Any]], name: str) -> np.ndarray | N
 
 
 def fastest_reference(result: Mapping[str, Mapping[str, Any]]) -> str | None:
-  """The hand-written loop, with whichever reduction is faster here."""
   medians = {n: np.median(result[n]["block_s"]) for n in REFERENCES if _ran(result.get(n, {}))}
   return min(medians, key=medians.__getitem__) if medians else None
 
@@ -324,7 +320,7 @@ def _references(results: Results) -> list[str]:
 
 
 def _disagreements(configuration: Configuration, result: Any) -> list[str]:
-  """Whoever did not run the steps asked for, or had another loss on one replica."""
+  """Returns who ran another number of steps, or had another loss on one replica."""
   ran = {name: figures for name, figures in result.items() if _ran(figures)}
   reference = fastest_reference(result)
   wrong = []
@@ -339,7 +335,6 @@ def _disagreements(configuration: Configuration, result: Any) -> list[str]:
 
 
 def _loss_difference(figures: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
-  """The largest over the first blocks; NaN if a loss is."""
   losses = [f["losses"][:COMPARED_BLOCKS] for f in (figures, reference)]
   return float(np.max(np.abs(np.subtract(*losses))))
 

@@ -1,13 +1,13 @@
-"""Is what --mode=tune takes the fastest? Holds it against every combination of what it tries.
+"""Checks whether --mode=tune finds the fastest setting, against all combinations that it tries.
 
     python -m benchmarks.tune_choice --gin_file=configs/digits_cnn.gin \
         --gin_param="auto.cpu_replicas = 2"
 
-First it tunes as launch.py does, then each combination takes turns with the choice, a block of
-steps each in a random order, so that what other programs do to the machine hits both. A figure is
-the median over rounds, with quartiles, of how many times as fast the combination is; the choice
-itself competes too, as a control. The best of many noisy figures is too high a figure, so the best
-combination meets the choice once more. Exit status 1 if it is then faster by more than 5 %.
+It tunes as launch.py does. Then each combination and the choice take turns, one block of steps
+each, in a random order, so other programs affect both alike. A figure is the median over rounds,
+with quartiles, of the combination's speed relative to the choice's; the choice itself is measured
+too, as a control. The best of many noisy figures is biased upwards, so the best combination is
+measured once more. Exit status 1 if it is then more than 5 % faster.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from framework import configurables, tune
 from framework.errors import ConfigError
-from framework.tune import Bench, Bindings, Option
+from framework.tune import Bindings, Contest, Option
 
 ALLOWED = 1.05
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Tunes, measures all combinations, prints a table."""
   options = _parse(arguments)
   files, params = options.gin_file, options.gin_param
   began = time.perf_counter()
@@ -38,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = tune.tune(files, params, model_dir=folder, show=_say).bindings
   _say(f"tuned in {time.perf_counter() - began:.0f} s\n")
   configurables.parse(files, params)
-  bench = Bench(files, params, rounds=options.rounds, block_s=options.block_s)
-  own = bench.contender({})
+  contest = Contest(files, params, rounds=options.rounds, block_s=options.block_s)
+  own = contest.contender({})
   found = {}
   for bindings in combinations(tune.axes(own.trainer, own.step_s)):
-    name = str(Option(bindings)) or "(the config as it is)"
+    name = str(Option(bindings)) or "(original config)"
     try:
-      found[name] = bindings, bench.compare(chosen, bindings)
+      found[name] = bindings, contest.compare(chosen, bindings)
     except ConfigError:
       continue
     _say(f"{found[name][1]}  {name}{'  (the choice)' if bindings == chosen else ''}")
@@ -52,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
   bindings, ratio = found[best]
   _say(f"\nof {len(found)} combinations the best is {best}: {ratio} times as fast as the choice")
   if bindings != chosen:
-    ratio = bench.compare(chosen, bindings)
+    ratio = contest.compare(chosen, bindings)
     _say(f"once more: {ratio}")
   return 1 if ratio.median > ALLOWED else 0
 
 
 def combinations(axes: Sequence[Sequence[Option]]) -> list[Bindings]:
-  """Returns every way to take at most one exact option of each axis."""
+  """Returns every combination of at most one exact option per axis."""
   exact = [[Option({}), *(o for o in options if o.exact)] for options in axes]
   return [
     {name: value for option in options for name, value in option.bindings.items()}

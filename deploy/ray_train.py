@@ -1,11 +1,11 @@
-"""Runs a gin config on the workers of a Ray cluster: Ray Train places them and sets TF_CONFIG.
+"""Runs a gin config on a Ray cluster: Ray Train places the workers and sets TF_CONFIG.
 
   python deploy/ray_train.py --workers=2 --max_restarts=3 \
     --gin_file=configs/digits_cnn.gin --model_dir=/shared/runs/digits
 
-Every other flag goes to launch.py, which each Ray worker runs as a process of its own, in the root
-of the repository. All nodes need the repository, its environment with `ray[train]` added, and
-model_dir, under the same paths. When a worker fails, Ray starts all again, and they go on from the
+All other flags go to launch.py, which each Ray worker runs as a separate process, in the root of
+the repository. All nodes need, under the same paths, the repository, its environment with
+`ray[train]`, and model_dir. When a worker fails, Ray restarts all, and they continue from the
 newest checkpoint.
 
 Exit status: 0 done, 1 a failure, 2 a mistake in these flags. Linux only.
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the command line `argv` to its end and returns the exit status (host)."""
+  """Runs the command line `argv` and returns the exit status (host)."""
   options, arguments = parse(argv)
 
   from ray.train import TrainingFailedError
@@ -45,16 +45,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-  """Returns this script's options, and the arguments of launch.py."""
+  """Returns this script's options and the arguments of launch.py."""
   parser = argparse.ArgumentParser(
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,  # launch.py's flags are not ours to complete
+    allow_abbrev=False,  # would also expand flags of launch.py
   )
-  parser.add_argument("--workers", type=_positive, required=True, help="How many.")
-  parser.add_argument("--cpus", type=_positive, default=1, help="CPUs that Ray reserves for each.")
-  parser.add_argument("--gpus", type=int, default=0, help="And GPUs.")
-  parser.add_argument("--max_restarts", type=int, default=0, help="How many failures to answer.")
+  parser.add_argument("--workers", type=_positive, required=True, help="Number of workers.")
+  parser.add_argument("--cpus", type=_positive, default=1, help="CPUs per worker.")
+  parser.add_argument("--gpus", type=int, default=0, help="GPUs per worker.")
+  parser.add_argument("--max_restarts", type=int, default=0, help="How often to restart.")
   parser.add_argument("--model_dir", required=True, help="The run folder, shared by all nodes.")
   options, others = parser.parse_known_args(argv[1:])
   options.model_dir = os.path.join(ROOT, options.model_dir)
@@ -64,12 +64,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _positive(text: str) -> int:
   if int(text) < 1:
-    raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    raise argparse.ArgumentTypeError(f"{text} is below 1; it must be at least 1")
   return int(text)
 
 
 def configs(options: argparse.Namespace) -> dict[str, Any]:
-  """Returns what Ray is to know: the workers, and what to do when one fails."""
+  """Returns Ray's configs: the workers, and what to do when one fails."""
   from ray.train import FailureConfig, RunConfig, ScalingConfig
 
   resources = {"CPU": options.cpus, "GPU": options.gpus}
@@ -89,17 +89,18 @@ def configs(options: argparse.Namespace) -> dict[str, Any]:
 def work(config: dict[str, Any]) -> None:
   """Runs launch.py on one Ray worker.
 
-  As a process, because Ray calls this in a thread, where Python handles no signal. setpriv lets it
-  die with the Ray worker: an orphan could still write to model_dir beside its successor.
+  As a process, because Ray calls this in a thread, where Python cannot handle signals. setpriv
+  kills it when the Ray worker exits: an orphan could still write to model_dir during the next
+  attempt.
 
   Args:
     config: "root", the repository, and "arguments", those of launch.py.
 
   Raises:
-    RuntimeError: it failed; Ray then starts all workers again, or gives up.
+    RuntimeError: launch.py failed; Ray restarts all workers, or gives up.
   """
   launch = [sys.executable, os.path.join(config["root"], "launch.py"), *config["arguments"]]
-  # Ray asks tf.keras to be Keras 2; the framework is to run as everywhere else.
+  # Ray sets tf.keras to Keras 2; here it must be Keras 3, as everywhere else.
   environment = {name: value for name, value in os.environ.items() if name != "TF_USE_LEGACY_KERAS"}
   status = subprocess.call(
     ["setpriv", "--pdeathsig", "KILL", *launch], cwd=config["root"], env=environment

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# One worker for each task of a Slurm job. From the root of the repository, with the virtual
-# environment active, in a folder that all nodes share:
+# Runs one worker per task of a Slurm job. Submit it from the root of the repository, in a folder that
+# all nodes share, with the virtual environment active:
 #
 #   sbatch deploy/slurm.sh --gin_file=configs/digits_cnn.gin --model_dir=runs/digits
 #   sbatch --nodes=4 --gpus-per-node=1 deploy/slurm.sh --gin_file=...
 #
-# Before the time limit Slurm sends SIGTERM to the workers; they save and end with status 75, and the
-# job goes back into the queue to go on from there. A failure is tried again in the same allocation,
-# MAX_RESTARTS times (default 3). A mistake (status 2) ends the job.
+# Before the time limit Slurm sends SIGTERM to the workers. They save and exit with status 75, and the
+# job is queued again and continues. After a failure the workers restart in the same allocation,
+# up to MAX_RESTARTS times (default 3). A mistake (status 2) ends the job.
 
 #SBATCH --job-name=loopwright
 #SBATCH --nodes=2
@@ -20,10 +20,10 @@
 
 set -u
 
-# Jobs that share a node must not share ports: sixteen for each job, below the ephemeral ones.
+# Jobs on one node need different ports: 16 per job, below the ephemeral range.
 port_base=$((10000 + SLURM_JOB_ID % 1000 * 16))
 
-# One worker's end must not kill the others: they save, or see that it is lost, by themselves.
+# Do not kill the others when one worker ends: they save, or detect the loss, by themselves.
 train() {
   srun --kill-on-bad-exit=0 --wait=0 --label python launch.py "$@" \
     --gin_param="run.strategy = @multi_worker_mirrored" \
@@ -33,7 +33,7 @@ train() {
 
 for ((restarts = 0; ; restarts++)); do
   train "$@"
-  status=$? # srun's: the highest of its tasks
+  status=$? # the highest status of all tasks
   case $status in
     0 | 2) exit "$status" ;;
     75)
@@ -44,5 +44,5 @@ for ((restarts = 0; ; restarts++)); do
   if ((restarts >= ${MAX_RESTARTS:-3})); then
     exit "$status"
   fi
-  echo "status $status; starting all again, attempt $((restarts + 1))" >&2
+  echo "status $status; restarting all workers, attempt $((restarts + 1))" >&2
 done

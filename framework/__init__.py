@@ -1,6 +1,6 @@
-"""Loopwright: training loops for TensorFlow that are yours to change and right on N replicas.
+"""Loopwright: custom training loops for TensorFlow, correct on any number of replicas.
 
-The whole of a run is `framework.run.run`, which a gin file configures; its parts are here.
+`framework.run.run` performs a whole run, configured by a gin file. Its parts are exported here.
 """
 
 import importlib
@@ -69,7 +69,9 @@ lazy_keras.install()
 
 
 def __getattr__(name: str) -> Any:
-  """Imports a public name at its first use: a mistake in a flag need not wait for TensorFlow."""
+  """Imports a public name at its first use, so that a wrong flag is reported before TensorFlow
+  loads.
+  """
   for home, names in _HOMES.items():
     if name in names:
       return getattr(importlib.import_module(f"framework.{home}"), name)

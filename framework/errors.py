@@ -1,11 +1,13 @@
-"""The user's mistakes: one line that names the value, what it must be, and the remedy."""
+"""Errors for users: one line with the wrong value, what it must be, and what to do."""
 
 import difflib
+import numbers
 import re
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _NOT_THE_USERS = (
@@ -15,11 +17,11 @@ _NOT_THE_USERS = (
 
 
 class ConfigError(ValueError):
-  """A mistake in a config, a task or the data; launch.py prints it and exits with status 2."""
+  """A mistake in a config, a task or the data; launch.py prints its line and exits with 2."""
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-  """Returns " Did you mean 'x'?" for the choice nearest to `name`, or "" if none is near."""
+  """Returns " Did you mean 'x'?" for the closest of `choices`, or "" if none is close."""
   near = difflib.get_close_matches(name, list(choices), n=1)
   return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -31,8 +33,42 @@ def unknown(what: str, value: object, choices: Iterable[str]) -> ConfigError:
   return ConfigError(f"unknown {what} {value!r}; it must be one of {', '.join(names)}.{hint}")
 
 
+def is_integer(value: object, *, at_least: int, at_most: int | None = None) -> bool:
+  """Whether `value` is an integer of Python or NumPy (not a bool) within the bounds."""
+  if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+    return False
+  return int(value) >= at_least and (at_most is None or int(value) <= at_most)
+
+
+def require_integer(what: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
+  """Returns `value` as an int; raises a ConfigError unless it is an integer within the bounds.
+
+  Args:
+    what: the parameter's name, such as "Trainer.accumulation_steps".
+    value: any object.
+    at_least: the smallest valid value.
+    at_most: the largest; None for no limit.
+  """
+  if not is_integer(value, at_least=at_least, at_most=at_most):
+    bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    raise ConfigError(f"{what} is {value!r}; it must be a whole number {bounds}.")
+  return int(value)
+
+
+def require_positive(what: str, value: float, *, unit: str = "") -> None:
+  """Raises a ConfigError unless the number `value` is above 0.
+
+  Args:
+    what: the parameter's name.
+    value: a number.
+    unit: for the error, such as "seconds".
+  """
+  if not value > 0:
+    raise ConfigError(f"{what} is {value}; it must be above 0{unit and f' {unit}'}.")
+
+
 def kind(value: object) -> str:
-  """Returns what a wrong value is, in words: "None", "a tensor of shape (4, 1)" or "a list"."""
+  """Returns what an error calls a wrong value: "None", "a tensor of shape (4, 1)" or "a list"."""
   if value is None:
     return "None"
   shape = getattr(value, "shape", None)
@@ -40,16 +76,16 @@ def kind(value: object) -> str:
 
 
 def failure(error: BaseException) -> str:
-  """Returns one line on an error that is no `ConfigError`: what, and where in the user's code.
+  """Returns one line about an error that is not a `ConfigError`: reason and place in user code.
 
-  TensorFlow and AutoGraph put both into a text of many lines: the places first, the reason last.
+  TensorFlow and AutoGraph put both into a text of many lines, places first, reason last.
   """
   noise = ("In call to configurable", "File ", "[[", "Arguments received by", "•")
   lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines()]
   lines = [line for line in lines if line and not line.startswith(noise)] or [""]
   reason = lines[-1] if _PLACE.search(str(error)) else lines[0]
   if several := re.search(r"^\s*\(0\) [A-Z_]+: +(.+)$", str(error), re.MULTILINE):
-    reason = re.sub(r"(?<=\S)\{\{node \S+\}\}$", "", several[1])  # the node once more
+    reason = re.sub(r"(?<=\S)\{\{node \S+\}\}$", "", several[1])  # the node, a second time
     reason = re.sub(r"\{\{node (\S+)\}\}", r"\1", reason)
   if not re.match(r"\w+(Error|Exception): ", reason):
     reason = f"{type(error).__name__}: {reason}"
@@ -62,16 +98,16 @@ def failure(error: BaseException) -> str:
 
 
 def is_the_users(file: str) -> bool:
-  """Whether a file of a traceback is neither the framework's nor an installed package's."""
+  """Whether a file in a traceback belongs neither to the framework nor to an installed package."""
   names = ("launch.py", "<", "__autograph_generated_file")
   return not file.startswith(_NOT_THE_USERS) and not Path(file).name.startswith(names)
 
 
 def mistake(error: Exception) -> str | None:
-  """Returns the one line of a user's mistake, or None for a failure.
+  """Returns the line of a user's mistake; None for any other error.
 
-  TensorFlow hides a mistake found while tracing or in the input pipeline, which marks it with
-  "user error: ", in the text of an error of its own; gin appends lines to any error.
+  TensorFlow embeds a mistake found while tracing in the text of its own error, and one of the input
+  pipeline after "user error: ". gin appends lines to any error.
   """
   if "[user error: " in str(error):
     return user_error(error)
@@ -82,17 +118,22 @@ def mistake(error: Exception) -> str | None:
 
 
 class Preempted(Exception):  # noqa: N818  (an event, not an error)
-  """SIGTERM came and the state is saved; launch.py exits with status 75, "try again later"."""
+  """Raised after SIGTERM, when the state is saved; launch.py exits with status 75."""
 
 
 USER_ERROR = "user error: "
-"""Begins what the pipeline raises, inside a tf.errors.OpError, for a mistake in the user's data."""
+"""Prefix of the pipeline's message, in a tf.errors.OpError, about a mistake in the user's data."""
 
 
 def user_error(error: BaseException) -> str | None:
-  """Returns the line meant for the user in what a running pipeline raised; None if there is none.
+  """Returns the line for the user in an error of a running pipeline; None if there is none.
 
-  TensorFlow wraps the line in an account of ops and iterators, which does not help its reader.
+  TensorFlow surrounds the line with descriptions of ops and iterators.
   """
   found = re.search(rf"\[{USER_ERROR}(.*?)\](?:\n|$)", str(error))
   return re.sub(r"\\(['\"\\])", r"\1", found[1]) if found else None
+
+
+def first_line(error: BaseException) -> str:
+  """Returns the first line of an error's text, or the name of its class if it has no text."""
+  return str(error).strip().partition("\n")[0] or type(error).__name__

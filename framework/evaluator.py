@@ -10,7 +10,7 @@ from typing import Any
 import orbit
 import tensorflow as tf
 
-from framework.backend.autograph import as_written, converted
+from framework.backend.autograph import converted
 from framework.backend.timing import timed
 from framework.errors import ConfigError
 from framework.inputs import datasets
@@ -18,14 +18,15 @@ from framework.inputs.datasets import Batch
 from framework.metrics import MetricSums
 from framework.optimizers.ema import Ema
 from framework.step import EvalStep
-from framework.strategies import factories, traits
+from framework.strategies import traits
 from framework.task import Task, derived_metrics
 
 
-class Evaluator(factories.Asynchronous, orbit.AbstractEvaluator):
-  """Evaluates a task over a finite dataset; `orbit.Controller`, or your own loop, calls it."""
+class Evaluator(orbit.AbstractEvaluator):
+  """Evaluates a task over a finite dataset; `orbit.Controller`, or your own loop, calls it.
 
-  ASYNCHRONOUS = "ParameterServerEvaluator"
+  Under parameter servers use `framework.parameter_server.ParameterServerEvaluator`.
+  """
 
   def __init__(
     self,
@@ -71,11 +72,19 @@ class Evaluator(factories.Asynchronous, orbit.AbstractEvaluator):
     return results | derived_metrics(self.task, results)
 
   def _prepare(self, dataset: tf.data.Dataset | Callable[..., tf.data.Dataset]) -> None:
+    if traits.is_asynchronous(self.strategy):
+      raise ConfigError(
+        f"{type(self).__name__} evaluates on replicas in step, but under parameter_server each "
+        "worker evaluates batches of its own; use framework.parameter_server."
+        "ParameterServerEvaluator, or a subclass of it."
+      )
     whole = dataset() if callable(dataset) else dataset
     self._dataset = traits.cluster_of(self.strategy).distribute(whole)
     with self.strategy.scope():
       self._metrics = MetricSums()
-    self._compiled_step = self.eval_step if self.eager else tf.function(self.eval_step)
+    self._compiled_step = (
+      self.eval_step if self.eager else tf.function(self.eval_step, autograph=False)
+    )
 
   def _run_batches(self, limit: int) -> int:
     """Adds up the first `limit` batches, or all for a negative one; returns how many there were."""
@@ -85,17 +94,15 @@ class Evaluator(factories.Asynchronous, orbit.AbstractEvaluator):
       batches += 1
     return batches
 
-  @as_written
   def eval_step(self, batch: Any) -> None:
     """One global batch (cross-replica)."""
     self.strategy.run(self.replica_step, args=(batch,))
 
-  @as_written
   def replica_step(self, batch: Batch) -> None:
     """One replica's work: the task's step, then its metrics into the running sums."""
     step = EvalStep()
     converted(self.task.eval_step)(step, batch)
-    step.record(self._metrics)
+    step.close(self._metrics)
 
   def _require_examples(self, results: Mapping[str, float], batches: int) -> None:
     if batches == 0:

@@ -1,16 +1,15 @@
-"""Where a value that is not finite came from: which step, replica, variable or loss, and example.
+"""Locates a NaN or infinity: the step, the replica, the loss or variable, and the examples.
 
-A watched loop (`Trainer.watch_nonfinite`, which `actions.StopOnNonFinite` calls) leaves at the
-first bad step and takes back what that step has changed, so that the trainer is as it was before
-it. Its batch is a function of the position and its random numbers of (seed, step, replica), so the
-step can be made again, eagerly and with a look at everything, here or later from the saved state:
+A watched trainer (`watch`, called by the action `StopOnNonFinite`) stops a loop at the first bad
+step and undoes that step. The batch is a function of the position, and the random numbers of
+(seed, step, replica), so the step can be replayed eagerly, now or later from the saved state:
 
-    trainer.watch_nonfinite()
+    watch(trainer)
     if "nonfinite_step" in trainer.train(tf.constant(100)):
       print(examine(trainer))
 
-A step is bad if a loss of it is not finite, or a reduced gradient; where the loss scale reacts to
-overflows (`LossScale.expects_overflow`), gradients do not count.
+A step is bad if a loss or a reduced gradient is not finite. Gradients do not count where the loss
+scale handles overflows (`LossScale.expects_overflow`).
 """
 
 from __future__ import annotations
@@ -36,30 +35,31 @@ from framework.errors import ConfigError, is_the_users
 from framework.inputs.datasets import Batch
 from framework.metrics import Loss
 from framework.optimizers.fusion import Fusion, Gradients
-from framework.optimizers.rollback import Watch, _changed_by, read, write
+from framework.optimizers.rollback import Rollback, changed_by, read, write
 from framework.step import Gradient, LossFn, Step, StepParts
-from framework.trainer import Trainer, refuse_parameter_server
+from framework.strategies import traits
+from framework.trainer import Trainer
 
 FOLDER = "nonfinite"
-"""In the run folder: the state before the bad step, and the report."""
+"""Folder in the run folder that holds the state before the bad step, and the report."""
 MOST_EXAMPLES = 16
-"""Guilty examples that are looked for; each costs about 2 log2(rows) passes of one replica."""
+"""How many offending examples to look for; each costs about 2 log2(rows) passes of one replica."""
 _LOSS, _SUM_OF_LOSSES = "loss", "sum of the losses"
 _STATE = "before"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-  """One thing that is not finite.
+  """One loss, gradient or sum that is not finite.
 
   Attributes:
-    number: which backward pass of the step, from 1.
-    replica: whose, from 0 over all workers; None for a sum over all replicas.
-    what: "loss", or what is wrong with which variable's gradient.
-    value: which values are not finite.
-    examples: the ids of the guilty examples (rows of the replica's batch where it has no ids).
-    alone: whether each example alone is guilty, not only all of them together.
-    operation: the first operation that gives such a value, and where it is, if that is known.
+    number: the backward pass of the step, from 1.
+    replica: global replica id, from 0; None for a sum over all replicas.
+    what: "loss", "gradient of <variable>", or the name of a sum.
+    value: which values are not finite, such as "inf in 1 of 32 elements".
+    examples: ids of the offending examples (row numbers of the replica's batch if it has no ids).
+    alone: True if each example alone gives the value, False if only all of them together do.
+    operation: the first operation that gives such a value, and its place; None if unknown.
   """
 
   number: int
@@ -72,26 +72,26 @@ class Finding:
 
   @property
   def is_loss(self) -> bool:
-    """Whether it is a loss, and no gradient."""
+    """Whether it is a loss and not a gradient."""
     return self.what in (_LOSS, _SUM_OF_LOSSES)
 
   def row(self) -> tuple[str, str, str, str]:
-    """Returns replica, what, value and examples, as text."""
+    """Returns (replica, what, value, examples) as text."""
     replica = "all" if self.replica is None else str(self.replica)
     ids = ", ".join(map(str, self.examples[:MOST_EXAMPLES]))
     more = " ..." if len(self.examples) > MOST_EXAMPLES else ""
     together = "" if self.alone else " (only together)"
-    return replica, self.what, self.value, f"{ids}{more}{together}" if ids else "none alone, here"
+    return replica, self.what, self.value, f"{ids}{more}{together}" if ids else "no single example"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-  """What `examine` found: of the first backward pass of the step that has a finding.
+class NonFiniteReport:
+  """What `examine` found in the first backward pass that has a finding.
 
   Attributes:
     step: the bad step, from 1.
-    findings: what is not finite, on the replicas of this process.
-    is_partial: whether there are other processes, with replicas of their own.
+    findings: what is not finite on the replicas of this process.
+    is_partial: whether other processes have replicas too.
   """
 
   step: int
@@ -99,9 +99,9 @@ class Report:
   is_partial: bool = False
 
   def __str__(self) -> str:
-    """A table of lines, and the first operations."""
+    """Returns the table and the first bad operation of each replica, as lines."""
     if not self.findings:
-      return f"step {self.step}: all is finite on the replicas here when it is made again, eagerly"
+      return f"step {self.step}: all values are finite on the replicas here when replayed eagerly"
     rows = [("replica", "not finite", "value", "examples"), *(f.row() for f in self.findings)]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
@@ -110,42 +110,68 @@ class Report:
     )
     table = [f"  {line.rstrip()}" for line in lines]
     elsewhere = self.is_partial and all(f.replica is None for f in self.findings)
-    hint = ["nothing on this worker's replicas; the others tell theirs"] if elsewhere else []
+    hint = ["nothing on this worker's replicas; see the other workers"] if elsewhere else []
     return "\n".join([f"step {self.step} is not finite:", *table, *first, *hint])
 
 
-def examine(trainer: Trainer) -> Report:
-  """Makes the step after `trainer.global_step` again, eagerly, and tells what is not finite in it.
+def watch(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> None:
+  """Makes each later loop of the trainer stop before the first step that is not finite (host).
 
-  The trainer is left as it was (host). Random layers draw what they drew in the loop, but for
-  `Trainer.jit_compile` and operations with a state of their own; see
+  That step is undone: the trainer, its global step and its position are as they were before it,
+  and `examine` reports where the value came from. See `Rollback`.
+
+  Args:
+    trainer: what to watch; its loop is traced again.
+    on_stop: called by `Trainer.train` when a loop has stopped.
+
+  Raises:
+    ConfigError: under parameter servers.
+  """
+  trainer.observe(_rollback_of(trainer, on_stop))
+
+
+def _rollback_of(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> Rollback:
+  if traits.is_asynchronous(trainer.strategy):
+    raise ConfigError(
+      "a step cannot be replayed under parameter_server: other workers change the weights while it "
+      "runs; use another run.strategy."
+    )
+  return Rollback(
+    strategy=trainer.strategy, model=trainer.task.model, loss_scale=trainer.parts.loss_scale,
+    counters=[trainer.global_step, trainer.nonfinite_step], ema=trainer.parts.ema, on_stop=on_stop,
+  )  # fmt: skip
+
+
+def examine(trainer: Trainer) -> NonFiniteReport:
+  """Replays the step after `trainer.global_step` eagerly and reports what is not finite (host).
+
+  The state of the trainer stays as it is. Random layers draw the same numbers as in the loop,
+  except under `Trainer.jit_compile` and for operations with their own random state; see
   framework/backend/randomness.py.
 
   Raises:
-    ConfigError: under parameter servers, where a step cannot be made again: other workers have
-      changed the weights meanwhile.
+    ConfigError: under parameter servers, where a step cannot be replayed: other workers have
+      changed the weights since.
   """
-  refuse_parameter_server(trainer)
-  strategy, parts = trainer.strategy, trainer.parts
-  watch = Watch(
-    strategy=strategy, model=trainer.task.model, loss_scale=parts.loss_scale, ema=parts.ema
-  )
+  rollback = _rollback_of(trainer)
+  strategy = trainer.strategy
+  parts = dataclasses.replace(trainer.parts, observers=(rollback,))
   probes: list[_Probe] = []
 
   @as_written
   def probe(batch: Batch) -> None:
-    probes.append(_Probe(dataclasses.replace(parts, watch=watch), watch))
+    probes.append(_Probe(parts, rollback))
     trainer.task.train_step(probes[-1], batch)
 
   variables = _all_variables(trainer)
   before = read(strategy, variables)
-  watch.begin()
+  rollback.step_begins()
   try:
     strategy.run(probe, args=(next(trainer.make_iterator()),))
     findings = [finding for each in probes for finding in each.findings()]
   finally:
     write(strategy, variables, before)
-  return Report(
+  return NonFiniteReport(
     step=int(trainer.global_step.numpy()) + 1,
     findings=_first_pass(findings),
     is_partial=trainer.cluster.size > 1,
@@ -156,12 +182,12 @@ def _all_variables(trainer: Trainer) -> list[tf.Variable]:
   parts = trainer.parts
   found = [*models.all_variables(trainer.task.model), *parts.loss_scale.variables]
   for optimizer in parts.optimizers.values():
-    found += _changed_by(optimizer, parts.ema)
+    found += changed_by(optimizer, parts.ema)
   return list({id(models.raw(v)): models.raw(v) for v in found}.values())
 
 
 def _first_pass(findings: Sequence[Finding]) -> list[Finding]:
-  """Those of the first pass with any: later ones, and sums, are mostly what follows from them."""
+  """Keeps the findings of the first bad pass; later ones, and sums, mostly follow from them."""
   first = min((f.number for f in findings), default=0)
   found = [f for f in findings if f.number == first]
   local = [f for f in found if f.replica is not None]
@@ -169,24 +195,24 @@ def _first_pass(findings: Sequence[Finding]) -> list[Finding]:
 
 
 class _Probe(Step):
-  """A step, made eagerly, that looks at everything before it is summed over the replicas.
+  """A step, run eagerly, that checks each replica's values before they are summed.
 
-  Nothing more than in the step itself may be communicated, or replicas would wait for each other
-  in vain. So the examples are looked for after it (`findings`), outside of the strategy, where a
-  replica's passes are nobody else's business.
+  It must not communicate more than the step itself: replicas without a finding would not take part,
+  and the others would wait for them forever. So `findings` looks for the examples after the step,
+  outside of the strategy.
   """
 
-  def __init__(self, parts: StepParts, watch: Watch) -> None:
+  def __init__(self, parts: StepParts, rollback: Rollback) -> None:
     self._replica = int(parts.replica_id())
     super().__init__(dataclasses.replace(parts, replica_id=lambda: tf.constant(self._replica)))
-    self._counts_gradients = watch.counts_gradients
+    self._counts_gradients = rollback.counts_gradients
     self._number = 0
     self._names: list[str] = []
     self._sums: list[Finding] = []
     self._locate: Callable[[], list[Finding]] | None = None
 
   def findings(self) -> list[Finding]:
-    """Returns what is not finite, located; outside of any strategy (host)."""
+    """Returns what is not finite and its examples; call it outside of any strategy (host)."""
     return [*(self._locate() if self._locate else []), *self._sums]
 
   def gradients(
@@ -233,7 +259,7 @@ class _Probe(Step):
     self._sums.append(Finding(number=self._number, replica=None, what=what, value=value))
 
   def _not_finite(self, names: Sequence[str], gradients: Gradients, loss: Loss) -> dict[str, str]:
-    """What is not finite -> its values. The gradients of a bad loss are not told: they follow."""
+    """Returns what is not finite -> its values; if the loss is bad, only the loss."""
     if value := _values(loss.total):
       return {_LOSS: value}
     if not self._counts_gradients:
@@ -249,14 +275,14 @@ def _located(
   number: int,
   replica: int,
 ) -> list[Finding]:
-  """Looks for the examples, and for the operation, of what is not finite on one replica."""
+  """Finds the examples and the operation behind the bad values of one replica."""
   rows, ids = _examples(batch)
-  guilty = _guilty(rows, not_finite)
-  innocent = [row for row in rows if not any(row in group for group, _ in guilty)]
-  operation = _first_operation(not_finite, guilty[0][0], innocent[:1]) if guilty else None
+  offending = _offending(rows, not_finite)
+  clean = [row for row in rows if not any(row in group for group, _ in offending)]
+  operation = _first_operation(not_finite, offending[0][0], clean[:1]) if offending else None
   found = []
   for what, value in bad.items():
-    groups = [group for group, found_bad in guilty if what in found_bad]
+    groups = [group for group, found_bad in offending if what in found_bad]
     alone = [group for group in groups if len(group) == 1]
     examples = sorted({int(ids[row]) for group in alone or groups for row in group})
     found.append(
@@ -269,7 +295,7 @@ def _located(
 
 
 def _values(tensor: tf.Tensor) -> str:
-  """Which values of a tensor are not finite, in words; "" if all are finite."""
+  """Says which values of a tensor are not finite; "" if all are finite."""
   array = tf.cast(tensor, tf.float32).numpy()
   kinds = {"nan": np.isnan(array), "inf": array == np.inf, "-inf": array == -np.inf}
   there = [name for name, mask in kinds.items() if mask.any()]
@@ -278,11 +304,11 @@ def _values(tensor: tf.Tensor) -> str:
   return f"{', '.join(there)} in {(~np.isfinite(array)).sum()} of {array.size} elements"
 
 
-# ---- The guilty examples ----
+# ---- The offending examples ----
 
 
 def _examples(batch: Any) -> tuple[list[int], np.ndarray]:
-  """The rows of a batch that are no padding, and the id of each row."""
+  """Returns the rows of a batch that are not padding, and the id of each row."""
   if not isinstance(batch, Mapping) or "weight" not in batch:
     return [], np.zeros([0], np.int64)
   rows = int(tf.shape(batch["weight"])[0])
@@ -291,9 +317,10 @@ def _examples(batch: Any) -> tuple[list[int], np.ndarray]:
 
 
 def _only(batch: Batch, rows: Sequence[int]) -> Batch:
-  """Some rows in their own places (for their own random numbers), and the rest padded with one.
+  """Keeps some rows of a batch and replaces the others by padding.
 
-  As everywhere, padding repeats a real row and has weight 0 and the id -1.
+  The rows keep their places, and so their random numbers. Padding repeats a real row, with weight 0
+  and id -1.
   """
   count = int(tf.shape(batch["weight"])[0])
   taken = np.full([count], rows[0])
@@ -309,10 +336,10 @@ def _only(batch: Batch, rows: Sequence[int]) -> Batch:
   return part
 
 
-def _guilty(
+def _offending(
   rows: Sequence[int], not_finite: Callable[[Sequence[int]], Mapping[str, str]]
 ) -> list[tuple[Sequence[int], Mapping[str, str]]]:
-  """Halves what is guilty until single rows are left, or rows that only together are guilty."""
+  """Bisects `rows` down to single offending rows, or to groups that are bad only together."""
   found: list[tuple[Sequence[int], Mapping[str, str]]] = []
 
   def search(rows: Sequence[int]) -> None:
@@ -334,14 +361,14 @@ def _guilty(
 
 
 def _first_operation(
-  run: Callable[[Sequence[int]], Any], guilty: Sequence[int], innocent: Sequence[int]
+  run: Callable[[Sequence[int]], Any], offending: Sequence[int], clean: Sequence[int]
 ) -> str | None:
-  """The first operation of a pass over `guilty` that gives nan or infinity; None if not known.
+  """Returns the first operation of a pass over `offending` that gives NaN or infinity, or None.
 
-  Not one that does so for an innocent example too, such as the mask of an attention.
+  An operation that gives one for a clean example too, such as an attention mask, is not named.
   """
-  found = _checked_pass(run, guilty)
-  return None if innocent and found == _checked_pass(run, innocent) else found
+  found = _checked_pass(run, offending)
+  return None if clean and found == _checked_pass(run, clean) else found
 
 
 def _checked_pass(run: Callable[[Sequence[int]], Any], rows: Sequence[int]) -> str | None:
@@ -356,7 +383,7 @@ def _checked_pass(run: Callable[[Sequence[int]], Any], rows: Sequence[int]) -> s
 
 @contextlib.contextmanager
 def _check_numerics() -> Iterator[None]:
-  """TensorFlow's check of every operation, in this thread; and Keras's frames in tracebacks."""
+  """Checks the result of every operation of this thread; keeps Keras's frames in tracebacks."""
   filtering = keras.config.is_traceback_filtering_enabled()
   keras.config.disable_traceback_filtering()
   tf.debugging.enable_check_numerics()
@@ -369,7 +396,7 @@ def _check_numerics() -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-  """Where in the user's code, and in which layer; nothing of either for a gradient's operation."""
+  """Returns the layer and the line of the user's code, where the traceback has them."""
   layer, place = "", ""
   for frame, line in traceback.walk_tb(error.__traceback__):
     code = frame.f_code
@@ -384,9 +411,9 @@ def _place(error: BaseException) -> str:
 
 
 def save(checkpoint: tf.train.Checkpoint, model_dir: str, *, is_chief: bool = True) -> str:
-  """Writes the state before the bad step, in place of an earlier one; returns its path (host).
+  """Writes the state before the bad step, replaces an earlier one, returns its path (host).
 
-  Every worker of a cluster takes part, and the chief's is kept.
+  Every worker of a cluster must call it; only the chief's files are kept.
   """
   folder = os.path.join(model_dir, FOLDER)
   if not is_chief:
@@ -398,13 +425,13 @@ def save(checkpoint: tf.train.Checkpoint, model_dir: str, *, is_chief: bool = Tr
   return checkpoint.write(os.path.join(folder, _STATE))
 
 
-def save_report(report: Report, model_dir: str) -> None:
-  """Writes the table beside the state (host, the chief)."""
+def save_report(report: NonFiniteReport, model_dir: str) -> None:
+  """Writes the table into the same folder (host, chief only)."""
   atomic_write(os.path.join(model_dir, FOLDER, "report.txt"), f"{report}\n")
 
 
 def saved_state(model_dir: str) -> str:
-  """Returns the path of the state that `save` has written.
+  """Returns the path of the state that `save` wrote.
 
   Raises:
     ConfigError: there is none.
@@ -412,7 +439,7 @@ def saved_state(model_dir: str) -> str:
   path = os.path.join(model_dir, FOLDER, _STATE)
   if not tf.io.gfile.exists(f"{path}.index"):
     raise ConfigError(
-      f"there is no step to replay in {os.path.join(model_dir, FOLDER)}; a run with run.actions = "
-      "[@StopOnNonFinite()] leaves one there when it meets NaN or infinity."
+      f"no step to replay in {os.path.join(model_dir, FOLDER)}; a run with run.actions = "
+      "[@StopOnNonFinite()] saves one there when it meets NaN or infinity."
     )
   return path

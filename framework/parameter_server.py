@@ -32,8 +32,9 @@ from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs.datasets import Batch
 from framework.metrics import CAPACITY, MetricSums
+from framework.observers import Observer
 from framework.optimizers.loss_scale import DynamicLossScale
-from framework.strategies import servers
+from framework.strategies import servers, traits
 from framework.strategies.cluster import ClusterError
 from framework.trainer import Trainer
 
@@ -54,14 +55,12 @@ class ReturnedSums(MetricSums):
     self._added: list[tf.Tensor] = []
     self._total = np.zeros([CAPACITY, 2])
 
-  @as_written
   def add(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
     """Keeps this step's pairs for `taken`, in the graph that is being traced."""
     sums = self._packed(metrics)
     if sums is not None:
       self._added.append(sums)
 
-  @as_written
   def taken(self) -> tf.Tensor:
     """Returns the sum of what was added since the last call, float64 [CAPACITY, 2]."""
     added, self._added = self._added, []
@@ -82,7 +81,6 @@ class ReturnedSums(MetricSums):
     self._total = np.zeros([CAPACITY, 2])
 
 
-@as_written
 def empty_sums() -> tf.Tensor:
   """Returns the sums of nothing, float64 [CAPACITY, 2]."""
   return tf.zeros([CAPACITY, 2], tf.float64)
@@ -158,9 +156,8 @@ def _fetched(value: Any) -> Any:
 
 
 class ParameterServerTrainer(Trainer):
-  """The trainer under `tf.distribute.ParameterServerStrategy`; made by `Trainer(...)`."""
+  """The trainer under `tf.distribute.ParameterServerStrategy`."""
 
-  watchable = False
   cluster: servers.ParameterServers
   _metrics: ReturnedSums
 
@@ -192,9 +189,7 @@ class ParameterServerTrainer(Trainer):
       )
     for optimizer in self.parts.optimizers.values():
       _count_atomically(optimizer.optimizer)
-    self._compiled_loop = tf.function(self.piece, autograph=False)
 
-  @as_written
   def piece(
     self, iterator: Iterator[Batch], most_steps: tf.Tensor, end: tf.Tensor
   ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -227,7 +222,6 @@ class ParameterServerTrainer(Trainer):
     )
     return sums, bad_step
 
-  @as_written
   def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """See `Trainer.replica_step`; notes the global step before it reads any weight."""
     with tf.control_dependencies([batch["weight"]]):
@@ -235,7 +229,6 @@ class ParameterServerTrainer(Trainer):
     with tf.control_dependencies([self._began_step]):
       return super().replica_step(batch, input_wait_s)
 
-  @as_written
   def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
     """Counts the step, and how many updates of others came since it read the weights."""
     with tf.control_dependencies([finite]):
@@ -246,11 +239,31 @@ class ParameterServerTrainer(Trainer):
     self._bad_step = tf.where(loss_finite, _NEVER, self._applied_step)
     return tf.constant(True)
 
-  @as_written
   def replica_id(self) -> tf.Tensor:
     """See `Trainer.replica_id`: replicas of all workers, each of which counts its own from 0."""
     worker = tf.cast(self._worker, tf.int32)
     return worker * self.strategy.num_replicas_in_sync + super().replica_id()
+
+  def observe(self, observer: Observer) -> None:
+    """Refuses: no step of one worker is the whole step.
+
+    Raises:
+      ConfigError: always.
+    """
+    raise ConfigError(
+      f"a {type(observer).__name__} observes steps of all replicas together, but under "
+      "parameter_server each worker makes its own; use another run.strategy."
+    )
+
+  def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
+    if not traits.is_asynchronous(strategy):
+      raise ConfigError(
+        f"{type(self).__name__} is for parameter_server, but the strategy is a "
+        f"{type(strategy).__name__}; use framework.Trainer."
+      )
+
+  def _compiled(self) -> Any:
+    return tf.function(self.piece, autograph=False)
 
   def _make_sums(self) -> ReturnedSums:
     return ReturnedSums()
@@ -289,16 +302,15 @@ class ParameterServerTrainer(Trainer):
 
   def _collect(self, sums: np.ndarray, bad_step: np.ndarray) -> None:
     self._metrics.collect(sums)
-    if bad_step < self._nonfinite_step.numpy():
-      self._nonfinite_step.assign(bad_step)
+    if bad_step < self.nonfinite_step.numpy():
+      self.nonfinite_step.assign(bad_step)
 
-  @as_written
   def _claim(self) -> tf.Tensor:
     return _fetch_and_add(self._claims)
 
 
 class ParameterServerEvaluator(Evaluator):
-  """The evaluator under `tf.distribute.ParameterServerStrategy`; made by `Evaluator(...)`."""
+  """The evaluator under `tf.distribute.ParameterServerStrategy`."""
 
   _metrics: ReturnedSums
 
@@ -330,10 +342,10 @@ class ParameterServerEvaluator(Evaluator):
       number: which shard, int64 scalar.
       most: how many of its batches, int64 scalar; -1 for all.
     """
-    sums, batches = empty_sums(), tf.constant(0, tf.int64)
+    sums, batches = as_written(empty_sums)(), tf.constant(0, tf.int64)
     for batch in iter(shards.skip(number).take(1).get_single_element().take(most)):
-      self.eval_step(batch)
-      sums += self._metrics.taken()
+      as_written(self.eval_step)(batch)
+      sums += as_written(self._metrics.taken)()
       batches += 1
     return sums, batches
 
@@ -353,7 +365,6 @@ class ParameterServerEvaluator(Evaluator):
     return self._datasets, tf.constant(number, tf.int64), tf.constant(most, tf.int64)
 
 
-@as_written
 def _fetch_and_add(counter: tf.Variable) -> tf.Tensor:
   """Adds 1 to an int64 counter and returns what it was, in one operation of its server."""
   return tf.raw_ops.ResourceCountUpTo(resource=counter.handle, limit=_NEVER, T=tf.int64)

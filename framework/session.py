@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import signal
@@ -20,6 +21,7 @@ from framework.backend import files
 from framework.backend.timing import timed
 from framework.errors import ConfigError, Preempted
 from framework.evaluator import Evaluator
+from framework.modes import Mode
 from framework.reporting import metrics_log, orbit_reporter, progress, summary
 from framework.saving import checkpoints
 from framework.saving.export import export
@@ -34,35 +36,69 @@ QUIET = (
 """What metrics.jsonl and TensorBoard have, and the progress line leaves out."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cadence:
+  """How far a run goes and what happens how often, in steps unless another unit is named.
+
+  Attributes:
+    train_steps: see `framework.run.run`, as for the others.
+    steps_per_loop: see there.
+    eval_every_steps: see there.
+    eval_timeout_s: see there.
+    checkpoint_every_steps: see there.
+    keep_checkpoints: see there.
+  """
+
+  train_steps: int
+  steps_per_loop: int
+  checkpoint_every_steps: int
+  keep_checkpoints: int
+  eval_every_steps: int | None = None
+  eval_timeout_s: float | None = None
+
+  def counts(self) -> dict[str, int | None]:
+    """Returns name -> value of what must be whole numbers."""
+    values = dataclasses.asdict(self)
+    return {name: value for name, value in values.items() if name != "eval_timeout_s"}
+
+  def next_evaluation(self, step: int) -> int:
+    """Returns the first step after `step` at which an evaluation is due."""
+    every = self.eval_every_steps or self.train_steps
+    return min((step // every + 1) * every, self.train_steps)
+
+  def evaluates_at(self, step: int) -> bool:
+    """Whether an evaluation is due at this step."""
+    every = self.eval_every_steps or self.train_steps
+    return step > 0 and (step % every == 0 or step >= self.train_steps)
+
+
 class Session:
-  """One run: made, restored if there is something to go on from, then driven by `go`."""
+  """One run: `restore`, then `go`."""
 
   def __init__(
     self,
     *,
     trainer: Trainer,
     model_dir: str,
-    train_steps: int,
-    steps_per_loop: int,
-    checkpoint_every_steps: int,
-    keep_checkpoints: int,
+    cadence: Cadence,
     evaluator: Evaluator | None = None,
-    eval_every_steps: int | None = None,
-    eval_timeout_s: float | None = None,
     actions: Sequence[Action] = (),
-    checkpoint: str | None = None,
     assets: str = "",
   ) -> None:
-    """Restores `checkpoint`, or the newest whole one of `model_dir`, if any; see `run`.
+    """Assembles the run; restores nothing.
 
-    `assets` is the digest of those that the task uses.
+    Args:
+      trainer: with its model built.
+      model_dir: the run folder.
+      cadence: how far and how often.
+      evaluator: None evaluates nothing.
+      actions: what to call after loops and evaluations.
+      assets: the digest of the assets that the task uses.
     """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
     self.cluster = trainer.cluster
-    self._train_steps, self._steps_per_loop = train_steps, steps_per_loop
-    self._eval_every_steps = eval_every_steps or train_steps
-    self._eval_timeout_s = eval_timeout_s
+    self._cadence = cadence
     task = trainer.task
     self._manager = checkpoints.CheckpointManager(
       trainer=trainer,
@@ -72,12 +108,12 @@ class Session:
         "optimizer": _optimizer_names(trainer),
       },
       assets=assets,
-      every_steps=checkpoint_every_steps,
-      keep=keep_checkpoints,
+      every_steps=cadence.checkpoint_every_steps,
+      keep=cadence.keep_checkpoints,
     )
     self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
     self._progress = progress.Progress(
-      total_steps=train_steps,
+      total_steps=cadence.train_steps,
       hidden=progress.Progress.HIDDEN | set(QUIET),
       stream=None if self.cluster.is_chief else progress.Silent(),
     )
@@ -85,15 +121,28 @@ class Session:
     self._actions = self._bound(actions)
     with orbit_reporter.quiet_orbit():
       self._controller = self._make_controller()
-    if checkpoint is not None:
-      self._restore(checkpoint)
-    self.cluster.require_same("restored step", self.step)
     self._status = "done"
 
   @property
   def step(self) -> int:
     """The global step that has been reached."""
     return int(self.trainer.global_step.numpy())
+
+  def restore(self, checkpoint: str | None = None) -> None:
+    """Restores a checkpoint, or else the newest whole one of the run, if there is one (host).
+
+    Args:
+      checkpoint: see `framework.run.run`.
+
+    Raises:
+      ConfigError: there is no such checkpoint, it is damaged, or it belongs to another experiment.
+      ClusterError: the workers restored different steps.
+    """
+    if checkpoint is None:
+      self._manager.restore_or_initialize()
+    else:
+      self._restore(checkpoint)
+    self.cluster.require_same("restored step", self.step)
 
   def describe(self, *, precision: str) -> None:
     """Prints what the run is made of (stderr), before the first step."""
@@ -113,7 +162,7 @@ class Session:
       loss_scale=parts.loss_scale.describe(),
       optimizer=_optimizer_names(trainer),
       start_step=self.step,
-      train_steps=self._train_steps,
+      train_steps=self._cadence.train_steps,
       model_dir=self.model_dir,
     )
     self._progress.message(summary.describe(description))
@@ -127,22 +176,14 @@ class Session:
       files.atomic_write(os.path.join(self.model_dir, REPORT), report.table())
     self._progress.message(report.summary())
 
-  def go(self, mode: str) -> dict[str, float]:
-    """Runs one mode to its end and prints the result line (stdout).
+  def go(self, mode: Mode) -> dict[str, float]:
+    """Runs one mode, a method of the same name, to its end and prints the result line (stdout).
 
     Returns:
       The last evaluation's metrics, or the last loop's for "train".
     """
-    modes = {
-      "train": self.train,
-      "evaluate": self.evaluate,
-      "train_and_evaluate": self.train_and_evaluate,
-      "evaluate_continuously": self.evaluate_continuously,
-      "export": self.export,
-      "replay": self.replay,
-    }
     with orbit_reporter.quiet_orbit(), self._progress, self.cluster.blaming(lambda: self.step):
-      results = modes[mode]()
+      results = getattr(self, mode)()
     if self.cluster.is_chief:
       self._print_result(mode, results)
     return results
@@ -161,7 +202,7 @@ class Session:
 
   def train(self) -> dict[str, float]:
     """Trains to `train_steps`; returns the last loop's metrics."""
-    self._train(lambda: self._train_to(self._train_steps))
+    self._train(lambda: self._train_to(self._cadence.train_steps))
     return self._last_record("train")
 
   def train_and_evaluate(self) -> dict[str, float]:
@@ -183,9 +224,9 @@ class Session:
   def evaluate_continuously(self) -> dict[str, float]:
     """Evaluates new checkpoints, until the last step's or `eval_timeout_s` without one."""
     with self._until_stopped():
-      for _ in self._manager.follow(timeout_s=self._eval_timeout_s):
+      for _ in self._manager.follow(timeout_s=self._cadence.eval_timeout_s):
         self._evaluate()
-        if self.step >= self._train_steps:
+        if self.step >= self._cadence.train_steps:
           break
     return self._last_record("eval")
 
@@ -232,19 +273,18 @@ class Session:
 
   def _train_and_evaluate(self) -> None:
     self._evaluate_if_due()  # a kill may have come between a checkpoint and its evaluation
-    while self.step < self._train_steps:
-      following = (self.step // self._eval_every_steps + 1) * self._eval_every_steps
-      self._train_to(min(following, self._train_steps))
+    while self.step < self._cadence.train_steps:
+      self._train_to(self._cadence.next_evaluation(self.step))
       self._evaluate()
 
   def _train_to(self, step: int) -> None:
     """Trains loop by loop, so that all of a loop is reported before SIGTERM ends the run."""
     while self.step < step:
-      for target in self._loop_ends(min(self.step + self._steps_per_loop, step)):
+      for target in self._loop_ends(min(self.step + self._cadence.steps_per_loop, step)):
         with self._reporting_on_stop(self._controller.summary_manager):
           self._controller.train(target, checkpoint_at_completion=False)
       self._stop_if_asked()
-    if step >= self._train_steps:
+    if step >= self._cadence.train_steps:
       self._controller.save_checkpoint()  # a failing last evaluation must not cost any training
 
   def _loop_ends(self, end: int) -> list[int]:
@@ -259,7 +299,7 @@ class Session:
 
   def _evaluate_if_due(self) -> None:
     step = self.step
-    due = step > 0 and (step % self._eval_every_steps == 0 or step >= self._train_steps)
+    due = self._cadence.evaluates_at(step)
     if due and all(record["step"] != step for record in self.metrics_log.records("eval")):
       self._evaluate()
 
@@ -297,15 +337,14 @@ class Session:
     on: dict[str, list[Callable[..., None]]] = {"train": [], "eval": []}
     for action in self._actions:
       on[action.on].append(timed(f"action {type(action).__name__}")(action))
-    return orbit.Controller(
+    controller = orbit.Controller(
       global_step=self.trainer.global_step,
       trainer=self.trainer,
       evaluator=self.evaluator,
       strategy=self.trainer.strategy,
       train_actions=on["train"],
       eval_actions=on["eval"],
-      steps_per_loop=self._steps_per_loop,
-      checkpoint_manager=self._manager,
+      steps_per_loop=self._cadence.steps_per_loop,
       summary_dir=os.path.join(self.model_dir, "train"),
       eval_summary_dir=os.path.join(self.model_dir, "eval"),
       summary_manager=orbit_reporter.Reporter(
@@ -313,6 +352,8 @@ class Session:
       ),
       eval_summary_manager=orbit_reporter.Reporter(split="eval", **common),
     )
+    controller.checkpoint_manager = self._manager  # given to its constructor, it would restore
+    return controller
 
   def _bound(self, actions: Sequence[Action]) -> list[Action]:
     ema = self.trainer.parts.ema

@@ -10,16 +10,17 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import models, randomness, timing
-from framework.backend.autograph import as_written, converted
+from framework.backend import models, randomness
+from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, unknown
 from framework.inputs.datasets import Batch
 from framework.metrics import REPORTED, REPORTED_BY_UPDATES, Loss, MetricSums, Weighted, checked
+from framework.observers import Observer
 from framework.optimizers import adapters
 from framework.optimizers.adapters import DEFAULT, Optimizer
 from framework.optimizers.ema import Ema
@@ -27,9 +28,6 @@ from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.loss_scale import LossScale
 from framework.strategies import traits
 from framework.strategies.reduction import Reduction
-
-if TYPE_CHECKING:
-  from framework.optimizers.rollback import Watch
 
 Gradient: TypeAlias = Any
 """A tensor, or None for a variable that the loss does not touch."""
@@ -56,11 +54,17 @@ class StepParts:
   accumulation_steps: int = 1
   jit_compile: bool = False
   ema: Ema | None = None
-  time_reductions: bool = False
   replica_id: Callable[[], tf.Tensor] = replica_id
-  watch: Watch | None = None
+  observers: tuple[Observer, ...] = ()
+
+  @property
+  def dtypes(self) -> list[tf.DType]:
+    """The dtypes of all variables that are updated, by name."""
+    found = {models.raw(v).dtype for one in self.optimizers.values() for v in one.variables}
+    return sorted(found, key=lambda dtype: dtype.name)
 
 
+@methods_as_written
 class EvalStep:
   """One evaluation step on one replica: collects what the task logs."""
 
@@ -69,7 +73,6 @@ class EvalStep:
     self._logged: dict[str, Weighted] = {}
     self._reduction = reduction or Reduction()
 
-  @as_written
   def log(self, metrics: Mapping[str, Weighted]) -> None:
     """Adds (total, weight) pairs, this replica's sums, to the metrics of this step.
 
@@ -78,17 +81,14 @@ class EvalStep:
     Raises:
       ConfigError: not a dict of name -> pair of scalars.
     """
-    self.report(checked(metrics))
+    self._add(checked(metrics))
 
-  @as_written
-  def report(self, metrics: Mapping[str, Weighted]) -> None:
-    """Logs what the framework itself reports of a step; any name is allowed."""
+  def _add(self, metrics: Mapping[str, Weighted]) -> None:
     for name, (total, weight) in metrics.items():
       if name in self._logged:
         total, weight = self._logged[name][0] + total, self._logged[name][1] + weight
       self._logged[name] = (total, weight)
 
-  @as_written
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
     """Concatenates the rows of all replicas, in the order of the replicas, with a gradient.
 
@@ -116,12 +116,18 @@ class EvalStep:
       )
     return self._reduction.all_gather(tensor)
 
-  @as_written
-  def record(self, sums: MetricSums) -> None:
-    """Adds all that was logged to the running sums; the framework calls it at the end."""
+  def close(self, sums: MetricSums, own: Mapping[str, Weighted] | None = None) -> None:
+    """Ends the step: adds what was logged to the running sums; the framework calls it.
+
+    Args:
+      sums: the running sums.
+      own: metrics of the framework itself.
+    """
+    self._add(own or {})
     sums.add(self._logged)
 
 
+@methods_as_written
 class Step(EvalStep):
   """One training step on one replica. All methods run in replica context."""
 
@@ -133,11 +139,8 @@ class Step(EvalStep):
     self._seeds = 0
     self._finite: list[tf.Tensor] = []
     self._loss_finite: list[tf.Tensor] = []
-    self._checked: list[tf.Tensor] = []
-    self._required: list[tf.Tensor] = []
-    self._reductions_s: list[tf.Tensor] = []
+    self._observers = [observer.of_replica() for observer in parts.observers]
 
-  @as_written
   def log(self, metrics: Mapping[str, Weighted]) -> None:
     """Adds (total, weight) pairs, this replica's sums, to the metrics of this step.
 
@@ -154,9 +157,8 @@ class Step(EvalStep):
           f"the training step logs {name!r}, which the framework reports itself; rename it, for "
           f"example {f'my_{name}'!r}."
         )
-    self.report(metrics)
+    self._add(metrics)
 
-  @as_written
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
     """See `EvalStep.all_gather`."""
     if self._parts.jit_compile and tf.distribute.get_strategy().num_replicas_in_sync > 1:
@@ -166,7 +168,6 @@ class Step(EvalStep):
       )
     return super().all_gather(tensor)
 
-  @as_written
   def update(self, loss_fn: LossFn, batch: Batch, optimizer: str = DEFAULT) -> Loss:
     """One update of one optimizer's variables: every verb, in order.
 
@@ -187,12 +188,10 @@ class Step(EvalStep):
     self.log_update(loss, finite, norm, optimizer)
     return loss
 
-  @as_written
   def variables(self, optimizer: str = DEFAULT) -> list[Any]:
     """Returns the variables that an optimizer updates."""
     return self._optimizer(optimizer).variables
 
-  @as_written
   def gradients(
     self, loss_fn: LossFn, batch: Batch, variables: Sequence[Any]
   ) -> tuple[Gradients, Loss]:
@@ -228,20 +227,16 @@ class Step(EvalStep):
     _require_some(gradients, variables)
     return gradients, loss
 
-  @as_written
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
     """Sums gradients, loss total and weight over all replicas, in one communication."""
     packed = _packed(gradients)
     scalars = [loss.total, loss.weight]
-    timed = self._parts.time_reductions
-    reduce = self._timed_reduction if timed else self._parts.reduction.all_reduce
+    reduce = self._parts.reduction.all_reduce
+    for observer in self._observers:
+      reduce = functools.partial(observer.all_reduce, reduce)
     sums, scalars = reduce(packed.tensors, scalars)
-    if self._parts.watch is not None:
-      self._parts.watch.before_check()
-      self._required.append(tf.math.is_finite(scalars[0]))
     return packed.replaced(sums), Loss(*scalars)
 
-  @as_written
   def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
     """Divides summed gradients by what they were scaled with and by the *global* weight.
 
@@ -251,7 +246,6 @@ class Step(EvalStep):
     factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
     return _packed(gradients).map(lambda g: g * tf.cast(factor, g.dtype))
 
-  @as_written
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (finite, norm) of reduced gradients: the same decision on every replica.
 
@@ -261,10 +255,10 @@ class Step(EvalStep):
     squares = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in _packed(gradients).tensors]
     square = 2.0 * tf.add_n(squares)
     finite = tf.math.is_finite(square)
-    self._checked.append(finite)
+    for observer in self._observers:
+      observer.checked(finite)
     return finite, tf.sqrt(square)
 
-  @as_written
   def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
     """Clips reduced gradients by global norm or by value, as configured.
 
@@ -279,7 +273,6 @@ class Step(EvalStep):
       return packed.map(lambda g: g * tf.cast(factor, g.dtype))
     return packed
 
-  @as_written
   @contextlib.contextmanager
   def perturbed(self, variables: Sequence[Any], offsets: Sequence[Gradient]) -> Iterator[None]:
     """Within `with`, the variables stand at variable + offset; then they are what they were.
@@ -305,14 +298,10 @@ class Step(EvalStep):
     finally:
       _assign(moved, held)
 
-  @as_written
   def apply(
     self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = DEFAULT
   ) -> None:
     """Updates the optimizer's variables (and their moving average) if `finite`, else nothing.
-
-    In a watched step (framework/forensics.py) nothing either once a loss, or a gradient of an
-    earlier update, was not finite.
 
     Args:
       gradients: one a variable of the optimizer, reduced and unscaled.
@@ -321,11 +310,8 @@ class Step(EvalStep):
     """
     target = self._optimizer(optimizer)
     packed = Gradients.of(target.fusion, gradients)
-    watch = self._parts.watch
-    if watch is not None:
-      finite = _all([finite, *self._required])
-      self._required += self._checked if watch.counts_gradients else []
-      self._checked = []
+    for observer in self._observers:
+      finite = observer.allowed(finite)
 
     # A branch in replica context may not communicate, and Keras's update does; so branch where all
     # replicas are one, and go back to each replica inside the branch.
@@ -337,14 +323,13 @@ class Step(EvalStep):
         if self._parts.ema is not None:
           self._parts.ema.update(strategy, target.variables)
 
-      if watch is not None:
-        watch.before_update(target)
+      for observer in self._observers:
+        observer.before_update(target)
       tf.cond(strategy.experimental_local_results(finite)[0], update, lambda: None)
 
     context = tf.distribute.get_replica_context()
     context.merge_call(apply_if_finite, args=(finite, packed.tensors))
 
-  @as_written
   def log_update(
     self, loss: Loss, finite: tf.Tensor, norm: tf.Tensor, optimizer: str = DEFAULT
   ) -> None:
@@ -354,7 +339,7 @@ class Step(EvalStep):
     """
     prefix = adapters.prefix(optimizer)
     shown = tf.cast(finite, tf.float32)
-    self.report(
+    self._add(
       {
         f"{prefix}loss": (loss.total, loss.weight),
         f"{prefix}gradient_norm": (tf.math.multiply_no_nan(norm, shown), shown),
@@ -363,7 +348,6 @@ class Step(EvalStep):
     self._finite.append(finite)
     self._loss_finite.append(tf.math.is_finite(loss.total))
 
-  @as_written
   def seed(self) -> tf.Tensor:
     """Returns a stateless seed, int32 [2], another one for each call, step and replica.
 
@@ -372,7 +356,6 @@ class Step(EvalStep):
     self._seeds += 1
     return self._key(-self._seeds)
 
-  @as_written
   def outcome(self) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (gradients finite, losses finite), bool scalars over all updates of this step.
 
@@ -385,44 +368,24 @@ class Step(EvalStep):
       )
     return _all(self._finite), _all(self._loss_finite)
 
-  @as_written
-  def communication_s(self) -> tf.Tensor:
-    """Returns the seconds that this replica's reductions have taken, a float32 scalar.
+  def close(self, sums: MetricSums, own: Mapping[str, Weighted] | None = None) -> None:
+    """See `EvalStep.close`; adds what the observers report, too."""
+    for observer in self._observers:
+      self._add(observer.metrics())
+    super().close(sums, own)
 
-    From its own sums being ready to the sums over all replicas being there; 0 if nothing is timed,
-    see framework/actions/time_budget.py.
-    """
-    return tf.add_n([tf.constant(0.0), *self._reductions_s])
-
-  @as_written
-  def _timed_reduction(
-    self, tensors: Sequence[tf.Tensor], scalars: Sequence[tf.Tensor]
-  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    with tf.control_dependencies([*tensors, *scalars]):
-      began = timing.timestamp()
-    with tf.control_dependencies([began]):
-      tensors, scalars = [tf.identity(t) for t in tensors], [tf.identity(s) for s in scalars]
-    sums, scalar_sums = self._parts.reduction.all_reduce(tensors, scalars)
-    with tf.control_dependencies([*sums, *scalar_sums]):
-      self._reductions_s.append(tf.cast(timing.timestamp() - began, tf.float32))
-    return sums, scalar_sums
-
-  @as_written
   def _optimizer(self, name: str) -> Optimizer:
     if name not in self._parts.optimizers:
       raise unknown("optimizer", name, self._parts.optimizers)
     return self._parts.optimizers[name]
 
-  @as_written
   def _scaled(self, total: tf.Tensor) -> tf.Tensor:
     return self._parts.loss_scale.scaled(total, self._parts.global_batch_size)
 
-  @as_written
   def _key(self, index: int) -> tf.Tensor:
     parts = self._parts
     return randomness.step_key(parts.seed, parts.global_step, parts.replica_id(), index)
 
-  @as_written
   def _micro_batches(self, batch: Batch) -> list[Batch]:
     count = self._parts.accumulation_steps
     if count == 1:
@@ -430,7 +393,6 @@ class Step(EvalStep):
     parts = {name: tf.split(value, count) for name, value in batch.items()}
     return [{name: parts[name][index] for name in batch} for index in range(count)]
 
-  @as_written
   def _fusion(self, variables: Sequence[Any]) -> Fusion:
     """The layout of the optimizer that owns just these variables, or one that fuses nothing."""
     wanted = [id(models.raw(v)) for v in variables]
@@ -439,7 +401,6 @@ class Step(EvalStep):
         return optimizer.fusion
     return Fusion(variables, enabled=False)
 
-  @as_written
   def _forward_backward(
     self, loss_fn: LossFn, batch: Batch, fusion: Fusion
   ) -> tuple[Gradients, Loss]:

@@ -1,4 +1,4 @@
-"""The checks of `--mode=verify` as functions for a test suite of your own.
+"""The checks of `--mode=verify` as functions for your own tests.
 
     from framework import testing
 
@@ -9,8 +9,8 @@
       results = testing.check(MyTask, groups=("replicas",), accumulation_steps=2)
       assert testing.found(results, "same update on 3 replicas").status == "passed"
 
-They run on logical CPUs, which TensorFlow makes only before its first operation: where other tests
-come first, call `framework.strategies.split_cpu(3)` in conftest.py.
+They run on logical CPUs, which must exist before TensorFlow's first operation. If other tests run
+first, call `framework.strategies.split_cpu(3)` in conftest.py.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ def check(
   precision: str = "float32",
   **trainer: Any,
 ) -> list[Result]:
-  """Runs checks of a task (host).
+  """Runs checks of a task and returns their results (host).
 
   Args:
-    task: makes it: a class, or a function without arguments.
-    groups: which of `verify.GROUPS`; None runs all.
-    optimizer: as `run` takes it.
-    global_batch_size: as `run` takes it.
-    seed: as `run` takes it.
-    precision: as `run` takes it.
+    task: a class, or a function without arguments that returns a task.
+    groups: names out of `verify.GROUPS`; None runs all.
+    optimizer: as for `run`.
+    global_batch_size: as for `run`.
+    seed: as for `run`.
+    precision: as for `run`.
     trainer: options of `Trainer`, such as clip_norm=1.0.
 
   Raises:
-    ConfigError: an unknown group, or TensorFlow has started with fewer than three logical CPUs.
+    ConfigError: unknown group, or TensorFlow has started with fewer than three logical CPUs.
   """
   subject = Subject(
     task=task, optimizer=optimizer, global_batch_size=global_batch_size, seed=seed,
-    precision=precision, trainer=trainer,
+    precision=precision, options=trainer,
   )  # fmt: skip
   return verify.verify(subject, groups=groups).results
 
 
 def assert_right(task: Callable[[], Task], **options: Any) -> None:
-  """Runs checks of a task; see `check` for the options (host).
+  """Runs checks of a task, with the options of `check`; passes if none fails (host).
 
   Raises:
-    AssertionError: a check failed; its text is the table of those that did.
+    AssertionError: a check failed; the text is the table of the failed checks.
   """
   failed = [result for result in check(task, **options) if result.status == "failed"]
   if failed:
@@ -72,10 +72,10 @@ def assert_right(task: Callable[[], Task], **options: Any) -> None:
 
 
 def found(results: Sequence[Result], name: str) -> Result:
-  """Returns the result of the check of this name, such as "same update on 2 replicas".
+  """Returns the result of the check of a name, such as "same update on 2 replicas".
 
   Raises:
-    KeyError: there is none.
+    KeyError: there is no such check.
   """
   for result in results:
     if result.check == name:

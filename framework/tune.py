@@ -1,12 +1,12 @@
-"""The fastest way to run a task on these devices: `--mode=tune` measures it and writes a gin file.
+"""`--mode=tune`: measures how to run a task fastest on these devices; writes a gin file.
 
     python launch.py --gin_file=mine.gin --mode=tune
     python launch.py --gin_file=mine.gin --gin_file=runs/mine/tuned.gin
 
-What is tried is the user's own config with a few bindings on top: task, input, strategy and Trainer
-are made from it as `run` makes them. A candidate and the best so far take turns (one, the other,
-the other, the one), and it takes the best's place only if it is clearly faster; so what else a
-machine does hits both, and what is chosen is not slower than the config as it is.
+Each candidate is the user's config with a few more bindings; task, input, strategy and Trainer are
+made from it as `run` makes them. A candidate and the best so far take turns (one, the other, the
+other, the one), so other load on the machine affects both. A candidate becomes the best only if it
+is clearly faster; so the result is not slower than the original config.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from framework import configurables, errors
+from framework import builder, configurables, errors
 from framework import run as runs
 from framework.errors import ConfigError
 from framework.saving import assets
@@ -32,15 +32,15 @@ from framework.strategies import factories, traits
 from framework.trainer import Trainer
 
 Bindings: TypeAlias = dict[str, Any]
-"""What a candidate adds to the config, name -> value."""
+"""What a candidate adds to the config: name -> value."""
 
 FILE = "tuned.gin"
 LOOP = "run.steps_per_loop"
 LONGEST_LOOP_S = 2.0
-"""A longer loop has nothing to gain: what happens once a loop takes milliseconds."""
+"""Longer loops gain nothing: the overhead of a loop is milliseconds."""
 MOST_STEPS_PER_LOOP = 1000
 CLEARLY = 1.02
-"""A candidate must be so much faster, for what differs less is noise."""
+"""Minimum speed-up of a candidate; smaller differences are noise."""
 OPS: Mapping[str, type | None] = {
   "nccl": tf.distribute.NcclAllReduce,
   "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
@@ -50,27 +50,27 @@ OPS: Mapping[str, type | None] = {
 """The cross-device ops of `mirrored` and their classes."""
 ROUNDS, BLOCK_S = 9, 0.4
 ROUNDS_AT_LEAST = 4
-"""What is slower in each of so many rounds is given up."""
+"""A candidate that is slower in each of this many rounds is dropped."""
 
 
 class Option(NamedTuple):
-  """One thing to try.
+  """One candidate.
 
   Attributes:
-    bindings: on top of the best so far.
-    exact: whether gradients keep their precision; else it is measured and never chosen.
+    bindings: added to those of the best so far.
+    exact: True if gradients keep their precision; otherwise it is measured but never chosen.
   """
 
   bindings: Bindings
   exact: bool = True
 
   def __str__(self) -> str:
-    """Returns it as gin would write it, on one line."""
+    """Returns the bindings as gin writes them, on one line."""
     return ", ".join(f"{name} = {value!r}" for name, value in self.bindings.items())
 
 
 class Ratio(NamedTuple):
-  """How many times as fast one is as the other: the median over rounds, and the quartiles."""
+  """Speed of one config relative to another: median and quartiles over rounds."""
 
   median: float
   low: float
@@ -78,13 +78,13 @@ class Ratio(NamedTuple):
 
   @classmethod
   def of(cls, ratios: Sequence[float]) -> Ratio:
-    """Returns that of the ratios of single rounds, at least two."""
+    """Returns median and quartiles of the ratios of single rounds, at least two."""
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return cls(median, low, high)
 
   @property
   def is_clear(self) -> bool:
-    """Whether it is faster beyond doubt, in three rounds of four."""
+    """Whether it is faster by more than CLEARLY, and faster in three rounds of four."""
     return self.median > CLEARLY and self.low > 1.0
 
   def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Ratio(NamedTuple):
 
 
 Compare: TypeAlias = Callable[[Bindings, Bindings], Ratio]
-"""(the best so far, a candidate) -> how many times as fast the candidate is; or ConfigError."""
+"""(best so far, candidate) -> relative speed of the candidate; may raise ConfigError."""
 
 
 class Tuned(NamedTuple):
@@ -101,8 +101,8 @@ class Tuned(NamedTuple):
 
   Attributes:
     bindings: what to add to the config; empty if nothing is faster.
-    ratio: how many times as fast the step is with them, measured once more at the end.
-    path: of the gin file with them.
+    ratio: speed with them relative to the original config, measured again at the end.
+    path: the gin file with the bindings.
   """
 
   bindings: Bindings
@@ -119,31 +119,32 @@ def tune(
   rounds: int = ROUNDS,
   block_s: float = BLOCK_S,
 ) -> Tuned:
-  """Measures what a config could do otherwise, and writes the fastest to <model_dir>/tuned.gin.
+  """Measures alternatives to a config and writes the fastest to <model_dir>/tuned.gin (host).
 
-  Nothing is trained for good: no checkpoint is read or written.
+  It reads and writes no checkpoint.
 
   Args:
-    gin_files: as `configurables.parse` takes them.
-    gin_params: too.
+    gin_files: as for `configurables.parse`.
+    gin_params: as for `configurables.parse`.
     model_dir: the run folder.
-    show: is called with each line as soon as it is known.
-    rounds: of turns of a candidate and the best so far, 2 or more; in each, both have two.
-    block_s: seconds that each should run in a round at least.
+    show: called with each line as soon as it is known.
+    rounds: rounds per candidate, 2 or more; in each, candidate and best have two turns.
+    block_s: minimum seconds that each runs in a round.
 
   Raises:
-    ConfigError: a mistake in the config; or it is eager, or of several processes.
+    ConfigError: a mistake in the config, or it is eager or for several processes.
   """
+  logging.getLogger("tensorflow").setLevel(logging.ERROR)  # no warnings about retracing
   logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it regrets each further trace
   configurables.parse(gin_files, gin_params)
   _check_config()
   runs.require_writable(model_dir)
-  bench = Bench(gin_files, gin_params, rounds=rounds, block_s=block_s)
-  own = bench.contender({})
+  contest = Contest(gin_files, gin_params, rounds=rounds, block_s=block_s)
+  own = contest.contender({})
   show(_described(own))
-  best = search(axes(own.trainer, own.step_s), bench.compare, show=show)
-  ratio = bench.compare({}, best) if best else Ratio(1.0, 1.0, 1.0)
-  if ratio.median < 1.0:  # each was faster than the one before by chance, and not all in all
+  best = search(axes(own.trainer, own.step_s), contest.compare, show=show)
+  ratio = contest.compare({}, best) if best else Ratio(1.0, 1.0, 1.0)
+  if ratio.median < 1.0:  # each step seemed faster only by chance
     best, ratio = {}, Ratio(1.0, 1.0, 1.0)
   configurables.parse(gin_files, gin_params)
   path = os.path.join(model_dir, FILE)
@@ -154,10 +155,10 @@ def tune(
   with tf.io.gfile.GFile(path, "w") as file:
     file.write(_gin(best, ratio, own, command))
   if best:
-    show(f"best: {ratio} times as fast as the config as it is: {Option(best)}")
+    show(f"best: {ratio} times as fast as the original config: {Option(best)}")
     show(f"written; use it with {command}")
   else:
-    show(f"nothing is clearly faster than the config as it is; {path} says so")
+    show(f"nothing is clearly faster than the original config; {path} has no bindings")
   return Tuned(best, ratio, path)
 
 
@@ -167,12 +168,12 @@ def search(
   *,
   show: Callable[[str], None] = lambda text: None,
 ) -> Bindings:
-  """Returns the fastest bindings, found one axis after the other from the config as it is.
+  """Returns the fastest bindings; tries one axis after the other, from the original config on.
 
   Args:
-    choices: the axes; of each, at most one option is taken.
-    compare: measures; a ConfigError of it says that a candidate cannot be.
-    show: is called with a line for each option.
+    choices: the axes; at most one option of each is taken.
+    compare: measures; a ConfigError means that the candidate cannot run.
+    show: called with a line for each option.
   """
   best: Bindings = {}
   for options in choices:
@@ -182,7 +183,7 @@ def search(
       try:
         ratio = compare(best, candidate)
       except ConfigError as error:
-        show(f"  {option!s:55}  not here: {_first_line(error)}")
+        show(f"  {option!s:55}  cannot run here: {errors.first_line(error)}")
         continue
       taken = ratio.is_clear and option.exact
       verdict = "taken" if taken else "" if option.exact else "not chosen: it rounds gradients"
@@ -192,11 +193,11 @@ def search(
 
 
 def axes(trainer: Trainer, step_s: float) -> list[list[Option]]:
-  """Returns what may be faster than the config in force, for its own trainer.
+  """Returns the options that may be faster than the config in force.
 
   Args:
-    trainer: made from the config as it is.
-    step_s: seconds that a step takes.
+    trainer: made from the original config.
+    step_s: seconds per step.
   """
   found = [[Option({"Trainer.jit_compile": not trainer.parts.jit_compile})]]
   if trainer.strategy.num_replicas_in_sync > 1:
@@ -205,7 +206,7 @@ def axes(trainer: Trainer, step_s: float) -> list[list[Option]]:
 
 
 def _ways(trainer: Trainer) -> list[Option]:
-  """Every cross-device op with every packing, but for the config's own."""
+  """Returns every cross-device op with every packing, except the config's own pair."""
   packing = trainer.parts.reduction.packing
   packings: list[Bindings] = [{}, {"Reduction.packing": _other(packing)}]
   ops: list[Bindings] = [{}]
@@ -223,14 +224,14 @@ def _other(packing: str) -> str:
 
 
 def _wires(trainer: Trainer) -> list[Option]:
-  """A narrower dtype is half the bytes; a config that has one may do without."""
+  """Returns a narrower dtype (half the bytes), or none if the config already has one."""
   if trainer.parts.reduction.wire_dtype is None:
     return [Option({"Reduction.wire_dtype": "bfloat16"}, exact=False)]
   return [Option({"Reduction.wire_dtype": None})]
 
 
 def _loops(step_s: float) -> list[Option]:
-  """Longer loops, up to where one ends anyway or takes so long that its start is nothing."""
+  """Returns longer loops, up to where a loop ends anyway or its overhead no longer matters."""
   own = runs.bound("steps_per_loop")
   ends = [runs.bound(name) for name in ("train_steps", "checkpoint_every_steps")]
   most = min([MOST_STEPS_PER_LOOP, *ends, runs.bound("eval_every_steps") or MOST_STEPS_PER_LOOP])
@@ -242,13 +243,13 @@ def _loops(step_s: float) -> list[Option]:
 
 
 class Contender(NamedTuple):
-  """A trainer that has taken its first steps.
+  """A trainer that has run its first steps.
 
   Attributes:
     trainer: made from the config and some bindings.
-    step_s: seconds that a step takes.
-    start_s: seconds that making it and its first step took, with tracing and compiling.
-    input_s: seconds of a step that it waits for input.
+    step_s: seconds per step.
+    start_s: seconds to make it and run its first step, with tracing and compiling.
+    input_s: seconds per step spent waiting for input.
   """
 
   trainer: Trainer
@@ -257,8 +258,8 @@ class Contender(NamedTuple):
   input_s: float
 
 
-class Bench:
-  """Makes contenders from a config and lets two at a time take turns."""
+class Contest:
+  """Makes contenders from a config and measures two at a time, in turns."""
 
   def __init__(
     self, gin_files: Sequence[str], gin_params: Sequence[str], *, rounds: int, block_s: float
@@ -272,18 +273,19 @@ class Bench:
     self._order = random.Random(0)
 
   def contender(self, bindings: Bindings) -> Contender:
-    """Returns the trainer of the config with some bindings on top; it is made once."""
+    """Returns the contender of the config with some bindings added; makes it only once."""
     key = _key(bindings)
     if key not in self._made:
       self._made[key] = self._new({n: value for n, value in bindings.items() if n != LOOP})
     return self._made[key]
 
   def compare(self, best: Bindings, candidate: Bindings) -> Ratio:
-    """Lets both take turns; returns how many times as fast the candidate is.
+    """Measures both in turns; returns the speed of the candidate relative to the best.
 
     Raises:
-      ConfigError: the candidate cannot be.
+      ConfigError: the candidate cannot run.
     """
+    kept = (_key(best), _key(candidate))  # at most two models in memory
     kept = (_key(best), _key(candidate))  # not more than two models at a time
     self._made = {key: made for key, made in self._made.items() if key in kept}
     one = self.contender(best)
@@ -293,15 +295,15 @@ class Bench:
       raise ConfigError(errors.mistake(error) or errors.failure(error)) from error
     slower, own = max(one.step_s, other.step_s), runs.bound("steps_per_loop")
     loops = [int(bindings.get(LOOP, own)) for bindings in (best, candidate)]
-    turn_s = self._block_s / 2  # each has two in a round
-    if loops[0] == loops[1]:  # then its length may be any
+    turn_s = self._block_s / 2  # each has two turns in a round
+    if loops[0] == loops[1]:  # then any length will do
       loops = [max(1, min(loops[0], int(turn_s / slower)))] * 2
     steps = max(loops) * math.ceil(turn_s / (max(loops) * slower))
     turns = [(one, loops[0]), (other, loops[1])]
     ratios: list[float] = []
     while len(ratios) < self._rounds and not _is_hopeless(ratios):
       seconds, (first, second) = [0.0, 0.0], self._order.sample([0, 1], 2)
-      for turn in (first, second, second, first):  # whatever grows in a round hits both alike
+      for turn in (first, second, second, first):  # load that grows in a round affects both alike
         contender, loop = turns[turn]
         seconds[turn] += _seconds(contender.trainer, steps=steps, loop=loop)
       ratios.append(seconds[0] / seconds[1])
@@ -323,21 +325,22 @@ class Bench:
     return Contender(trainer, step_s, start_s, metrics["input_wait_s"] / few)
 
   def _trainer(self, bindings: Bindings) -> Trainer:
-    task = runs.made_task(runs.bound("task"))
+    task = builder.made_task(runs.bound("task"))
     self._assets = assets.provide_in_memory(task, self._assets)
-    runs.set_globals(
+    builder.set_globals(
       runs.bound("seed"),
       runs.bound("precision"),
       deterministic=runs.bound("deterministic"),
       eager=False,
     )
-    return runs.bound_trainer(task, self._strategy(bindings))
+    strategy = self._strategy(bindings)
+    return runs.bound_recipe(strategy.num_replicas_in_sync).trainer(task, strategy)
 
   def _strategy(self, bindings: Bindings) -> tf.distribute.Strategy:
-    """One for each cross-device op: a TPU, for one, can be started only once."""
+    """Returns one per cross-device op: a TPU, for example, can be initialized only once."""
     key = str([value for name, value in bindings.items() if name.endswith("cross_device_ops")])
     if key not in self._strategies:
-      self._strategies[key] = runs.made_strategy(runs.bound("strategy"))
+      self._strategies[key] = builder.made_strategy(runs.bound("strategy"))
     return self._strategies[key]
 
 
@@ -346,12 +349,12 @@ def _is_hopeless(ratios: Sequence[float]) -> bool:
 
 
 def _key(bindings: Bindings) -> str:
-  """Names what needs a trainer of its own: all but the length of loops, which `train` is given."""
+  """Identifies the trainer of some bindings; the loop length needs no trainer of its own."""
   return str(Option({name: value for name, value in bindings.items() if name != LOOP}))
 
 
 def _seconds(trainer: Trainer, *, steps: int, loop: int) -> float:
-  """How long so many steps take, in loops as `run` would call them."""
+  """Measures the seconds of some steps, in loops as `run` calls them."""
   began = time.perf_counter()
   for size in _sizes(steps, loop):
     trainer.train(tf.constant(size))
@@ -365,17 +368,17 @@ def _sizes(steps: int, loop: int) -> Iterator[int]:
 
 def _check_config() -> None:
   if runs.bound("eager"):
-    raise ConfigError("run.eager is True, and nothing eager can be tuned; leave it out.")
+    raise ConfigError("run.eager is True, but tuning needs compiled loops; remove run.eager.")
   name = _strategy_name().rpartition("/")[2]
   if name in ("multi_worker_mirrored", "parameter_server"):
     raise ConfigError(
-      f"run.strategy is @{name}, and tuning is for one process; tune with @auto or @mirrored on "
+      f"run.strategy is @{name}, but tuning works in one process only; use @auto or @mirrored on "
       "one of the machines."
     )
 
 
 def _strategy_name() -> str:
-  """As the config refers to it: "auto", or "scope/mirrored"."""
+  """Returns the strategy's name in the config: "auto", or "scope/mirrored"."""
   return configurables.bindings()["run.strategy"].removeprefix("@").removesuffix("()")
 
 
@@ -383,9 +386,9 @@ def _described(own: Contender) -> str:
   strategy, devices = traits.describe(own.trainer.strategy)
   where = f"{strategy} on {', '.join(devices)}" if devices else strategy
   return (
-    f"the config as it is: {1e3 * own.step_s:.3g} ms a step, of which it waits for input "
-    f"{1e3 * own.input_s:.3g} ms; first step after {own.start_s:.1f} s ({where})\n"
-    "times as fast as the best so far, median and quartiles of rounds side by side:"
+    f"original config: {1e3 * own.step_s:.3g} ms a step, with {1e3 * own.input_s:.3g} ms of "
+    f"waiting for input; first step after {own.start_s:.1f} s ({where})\n"
+    "speed relative to the best so far, median and quartiles over rounds:"
   )
 
 
@@ -395,9 +398,5 @@ def _gin(best: Mapping[str, Any], ratio: Ratio, own: Contender, command: str) ->
   if best:
     lines += [f"# {ratio} times as fast as without these lines. Use: {command}"]
   else:
-    lines += ["# Nothing that was measured is clearly faster than the config as it is."]
+    lines += ["# Nothing that was measured is clearly faster than the original config."]
   return "\n".join([*lines, *(f"{name} = {value!r}" for name, value in best.items())]) + "\n"
-
-
-def _first_line(error: Exception) -> str:
-  return str(error).partition("\n")[0]

@@ -1,1 +1,1 @@
-"""Worked examples: one file a task, each ready to be named in a gin file."""
+"""Example tasks, one per file, each usable from a gin file."""

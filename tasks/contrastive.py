@@ -1,7 +1,7 @@
 """Contrastive learning without labels (SimCLR): all other images of the batch are negatives.
 
-The loss of an example looks at the embeddings of all replicas: `step.all_gather` brings them, with
-their gradient, so N replicas of n rows train as one of N x n.
+The loss of an example needs the embeddings of all replicas. `step.all_gather` collects them, with
+their gradient, so N replicas of n rows train like one replica of N x n.
 
 Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations" (2020).
 """
@@ -24,12 +24,12 @@ from tasks.image_classification import ImageData
 
 VIEWS = ("first", "second")
 _NONE = -1e9
-"""Added to the logits of columns that do not count; e to this is 0."""
+"""Logit of columns that do not count; its exponential is 0."""
 
 
 @framework.register
 class Contrastive(Task):
-  """Learns to tell which of all views in the batch shows the same image; labels only evaluate."""
+  """Learns which views in the batch show the same image; uses labels only to evaluate."""
 
   def __init__(
     self,
@@ -48,15 +48,15 @@ class Contrastive(Task):
     """Keeps its arguments.
 
     Args:
-      data: images and labels; the labels are used in evaluation alone.
+      data: images and labels; only evaluation uses the labels.
       input_shape: height, width, channels.
       filters: of the encoder's convolutions, each followed by 2x2 max pooling.
-      units: numbers in a representation, what the encoder gives.
-      projection: numbers in an embedding, which the loss compares; section 4.2 of the paper.
+      units: size of a representation, the encoder's output.
+      projection: size of an embedding, which the loss compares; section 4.2 of the paper.
       temperature: divides the cosine similarities.
-      rotation: each view is turned by up to this angle, in radians.
+      rotation: each view is rotated by at most this angle, in radians.
       zoom: each view is scaled by a factor between 1 / zoom and zoom.
-      shift: each view is moved by up to this many pixels each way.
+      shift: each view is moved by at most this many pixels in x and in y.
       contrast: each view's values are scaled by a factor between 1 - contrast and 1 + contrast.
 
     Raises:
@@ -89,9 +89,9 @@ class Contrastive(Task):
     return self._data.source(split, task=type(self).__name__, input_shape=self._shape)
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
-    """Scales images to [0, 1] and adds "first" and "second", two views of each.
+    """Scales images to [0, 1] and adds "first" and "second", two random views of each.
 
-    A view is a function of the example's seed, in evaluation of its id; not of the replica.
+    A view depends on the example's seed (in evaluation on its id), not on the replica.
     """
     image = tf.cast(batch["image"], tf.float32) / 255.0
     seeds = example_seeds(batch, training)
@@ -99,7 +99,7 @@ class Contrastive(Task):
     return {**batch, "image": image, **views}
 
   def train_step(self, step: Step, batch: Batch) -> None:
-    """One update; its loss communicates."""
+    """Runs one update; its loss communicates (replica context)."""
     step.update(lambda part: self.contrastive_loss(step, part, training=True), batch)
 
   def contrastive_loss(self, step: EvalStep, batch: Batch, training: bool) -> Loss:
@@ -109,15 +109,15 @@ class Contrastive(Task):
     return Loss.from_examples(losses, batch["weight"])
 
   def embedding(self, image: tf.Tensor, training: bool) -> tf.Tensor:
-    """Returns float32 [n, projection], each of length 1."""
+    """Returns float32 [n, projection], each row of length 1."""
     found = self.model["encoder"](image, training=training)
     embedded = self.model["head"](found, training=training)
     return tf.math.l2_normalize(tf.cast(embedded, tf.float32), axis=1)
 
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
-    """Logs the loss, and whether the image most like a view of another has the same label.
+    """Logs the loss and how often the nearest other image, for a view, has the same label.
 
-    By representations ("nearest_accuracy") and, to compare, by pixels ("nearest_by_pixels").
+    Nearest by representation ("nearest_accuracy") and, to compare, by pixels ("nearest_by_pixels").
     """
     loss = self.contrastive_loss(step, batch, training=False)
     metrics = {"loss": (loss.total, loss.weight)}
@@ -132,7 +132,7 @@ class Contrastive(Task):
     step.log(metrics)
 
   def export_signature(self) -> Any:
-    """Serves raw images (uint8) -> representations [n, units]."""
+    """Serves raw images, uint8 -> representations [n, units]."""
 
     @tf.function(input_signature=[tf.TensorSpec((None, *self._shape), tf.uint8, "image")])
     def serve(image: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -156,20 +156,20 @@ class Contrastive(Task):
 def nt_xent(
   step: EvalStep, first: tf.Tensor, second: tf.Tensor, weight: tf.Tensor, *, temperature: float
 ) -> tf.Tensor:
-  """The normalised temperature-scaled cross-entropy, equation 1 of the paper (replica context).
+  """Normalised temperature-scaled cross-entropy, equation 1 of the paper (replica context).
 
-  The negatives of a view are all views of other examples, on whichever replica, whose weight is
-  above 0: padded rows are none. With accumulation, of the same micro-batch alone.
+  The negatives of a view are all views of other examples, on all replicas, whose weight is above 0;
+  padding does not count. With accumulation, only examples of the same micro-batch are negatives.
 
   Args:
     step: gathers.
-    first: float32 [n, d], one view's embeddings of this replica's examples, each of length 1.
-    second: the other view's.
+    first: float32 [n, d], embeddings of one view of this replica's examples, each of length 1.
+    second: the same for the other view.
     weight: float32 [n].
     temperature: divides the similarities.
 
   Returns:
-    float32 [n], the mean over the two views of each example; of weight 0, any finite number.
+    float32 [n], the mean over the two views of each example; any finite number for weight 0.
   """
   rows, size = first.shape
   columns = tf.reshape(step.all_gather(tf.stack([first, second], axis=1)), [-1, size])
@@ -192,10 +192,10 @@ def nearest_agrees(
 
   Args:
     step: gathers.
-    query: float32 [n, d], what each example is looked for by.
-    found: float32 [n, d], what it may be nearest to: that of any other example.
+    query: float32 [n, d], what to search for.
+    found: float32 [n, d], what it is compared with, on all replicas.
     label: int32 [n].
-    weight: float32 [n]; examples of weight 0 are nobody's nearest.
+    weight: float32 [n]; examples of weight 0 are never the nearest.
 
   Returns:
     bool [n].
@@ -210,7 +210,7 @@ def nearest_agrees(
 
 
 def encoder(*, input_shape: Sequence[int], filters: Sequence[int], units: int) -> keras.Model:
-  """Images [n, h, w, c] -> representations [n, units]; SiLU, so that rounding stays rounding."""
+  """Images [n, h, w, c] -> representations [n, units]; SiLU is smooth, so rounding stays small."""
   layers: list[Any] = [keras.Input(tuple(input_shape))]
   for width in filters:
     layers.append(keras.layers.Conv2D(width, 3, padding="same", activation="silu"))
@@ -220,7 +220,7 @@ def encoder(*, input_shape: Sequence[int], filters: Sequence[int], units: int) -
 
 
 def head(*, units: int, projection: int) -> keras.Model:
-  """Representations [n, units] -> embeddings [n, projection]; left off after training."""
+  """Representations [n, units] -> embeddings [n, projection]; not used after training."""
   layers = keras.layers
   return keras.Sequential(
     [keras.Input((units,)), layers.Dense(units, activation="silu"), layers.Dense(projection)],
@@ -229,11 +229,11 @@ def head(*, units: int, projection: int) -> keras.Model:
 
 
 def turned(image: tf.Tensor, *, angle: tf.Tensor, scale: tf.Tensor, shift: tf.Tensor) -> tf.Tensor:
-  """Turns, scales and moves each image about its centre, bilinearly; zeros come in.
+  """Rotates, scales and moves each image about its centre, bilinearly; fills with zeros.
 
   Args:
     image: float32 [n, h, w, c].
-    angle: float32 [n], radians, clockwise as seen with the first row on top.
+    angle: float32 [n], radians, clockwise with the first row on top.
     scale: float32 [n], above 1 enlarges.
     shift: float32 [n, 2], pixels to the right and down.
   """
@@ -241,7 +241,7 @@ def turned(image: tf.Tensor, *, angle: tf.Tensor, scale: tf.Tensor, shift: tf.Te
   x, y = (width - 1) / 2, (height - 1) / 2
   cos, sin, zero = tf.cos(angle) / scale, tf.sin(angle) / scale, tf.zeros_like(angle)
   right, down = x + shift[:, 0], y + shift[:, 1]
-  # Where an output pixel comes from: the inverse of what happens to the image.
+  # The transform maps output pixels to input pixels: the inverse of what happens to the image.
   rows = [cos, sin, x - cos * right - sin * down, -sin, cos, y + sin * right - cos * down]
   return tf.raw_ops.ImageProjectiveTransformV3(
     images=image, transforms=tf.stack([*rows, zero, zero], axis=1), output_shape=[height, width],

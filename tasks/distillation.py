@@ -1,7 +1,7 @@
-"""Knowledge distillation: a small student learns the soft answers of a frozen teacher.
+"""Knowledge distillation: a small student learns the soft predictions of a frozen teacher.
 
-The teacher is another run, or a Keras file. Its weights become an asset of the student's run, so
-that later starts, evaluations and other workers need the teacher's folder no more.
+The teacher is another run or a Keras file. Its weights become an asset of the student's run, so
+later starts, evaluations and other workers do not need the teacher's folder.
 
 Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), section 2.
 """
@@ -26,7 +26,7 @@ _FILE = "teacher.npz"
 
 @framework.register
 class Distillation(ImageClassification):
-  """Image classification by a student that also imitates a teacher, which never changes."""
+  """Image classification by a student that also imitates a frozen teacher."""
 
   def __init__(
     self,
@@ -42,20 +42,19 @@ class Distillation(ImageClassification):
     flip: bool = False,
     shift: int = 0,
   ) -> None:
-    """Keeps its arguments; see `ImageClassification` for those that are not told here.
+    """Keeps its arguments; see `ImageClassification` for those not described here.
 
     Args:
       data: see there.
-      teacher: whose weights to take: the folder of a run of `ImageClassification`, of which the
-        newest checkpoint counts, a checkpoint's path without suffix, or a Keras file, .keras or
-        .weights.h5.
-      teacher_network: makes the teacher, as `network` made it in its own run.
+      teacher: where its weights are: the folder of a run of `ImageClassification` (its newest
+        checkpoint), a checkpoint's path without suffix, or a Keras file, .keras or .weights.h5.
+      teacher_network: makes the teacher; the same `network` as in the teacher's own run.
       network: makes the student.
       input_shape: see there.
       classes: see there.
       temperature: divides the logits of both before the softmax, T in the paper.
-      hard_weight: of the cross-entropy with the labels, from 0 to 1; the rest is that of the
-        divergence from the teacher, times T^2. 1 does without the teacher.
+      hard_weight: weight of the cross-entropy with the labels, from 0 to 1; the divergence from the
+        teacher, times T^2, has the rest. 1 ignores the teacher.
       flip: see there.
       shift: see there.
 
@@ -71,22 +70,22 @@ class Distillation(ImageClassification):
     )
     self._teacher, self._teacher_network = teacher, teacher_network
     self._temperature, self._hard_weight = temperature, hard_weight
-    self.chance_loss = None  # the soft part has another one
+    self.chance_loss = None  # unknown: the divergence depends on the teacher
     self._weights: list[np.ndarray] = []
 
   def fit(self) -> Mapping[str, bytes]:
-    """Reads the teacher's weights, once in the life of a run."""
+    """Reads the teacher's weights; called once per run."""
     buffer = io.BytesIO()
     np.savez(buffer, *trained_weights(self._make_teacher(), self._teacher))
     return {_FILE: buffer.getvalue()}
 
   def use(self, assets: Mapping[str, bytes]) -> None:
-    """Takes the teacher's weights as they were at the run's first start."""
+    """Takes the teacher's weights from the run's assets."""
     with np.load(io.BytesIO(assets[_FILE])) as arrays:
       self._weights = [arrays[name] for name in arrays.files]
 
   def build_model(self) -> dict[str, keras.Model]:
-    """Returns both networks; the optimizer's variables are the student's, the teacher has none."""
+    """Returns both networks; only the student's variables are trainable."""
     teacher = self._make_teacher()
     teacher.set_weights(self._weights)
     teacher.trainable = False
@@ -98,10 +97,10 @@ class Distillation(ImageClassification):
     return tf.cast(self.model["student"](batch["image"], training=training), tf.float32)
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
-    """The weighted mean of cross-entropy with labels and divergence from the teacher times T^2.
+    """Weighted mean of cross-entropy with the labels and divergence from the teacher times T^2.
 
-    Of the paper's soft cross-entropy the divergence leaves out the teacher's own entropy, a
-    constant, so that a student that says the same has 0.
+    The divergence is the paper's soft cross-entropy minus a constant, the teacher's entropy. So it
+    is 0 for a student that agrees with the teacher.
     """
     hard = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs)
     taught = tf.cast(self.model["teacher"](batch["image"], training=False), tf.float32)
@@ -112,7 +111,7 @@ class Distillation(ImageClassification):
     return Loss.from_examples(losses, batch["weight"])
 
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
-    """Logs the teacher's accuracy too, and how often both say the same."""
+    """Also logs the teacher's accuracy, and how often student and teacher agree."""
     super().eval_step(step, batch)
     student, teacher = (
       tf.argmax(self.model[name](batch["image"], training=False), axis=-1, output_type=tf.int32)
@@ -133,11 +132,11 @@ def trained_weights(network: keras.Model, path: str) -> list[np.ndarray]:
   """Returns the weights that a file or a run holds for `network`, in its order (host).
 
   Args:
-    network: is given the weights, too.
+    network: also gets the weights.
     path: see `Distillation`.
 
   Raises:
-    ConfigError: there is nothing at `path`, or it is of another network.
+    ConfigError: `path` does not exist, or belongs to another network.
   """
   try:
     if path.endswith(".keras"):
@@ -153,8 +152,8 @@ def trained_weights(network: keras.Model, path: str) -> list[np.ndarray]:
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     raise ConfigError(
       f"Distillation.teacher {path!r} does not hold the weights of {network.name!r} with "
-      f"{network.count_params()} parameters ({reason}); make Distillation.teacher_network, and its "
-      "options, what they were when the teacher was trained."
+      f"{network.count_params()} parameters ({reason}); give Distillation.teacher_network, and its "
+      "options, the values with which the teacher was trained."
     ) from error
   return network.get_weights()
 
@@ -163,7 +162,7 @@ def _checkpoint(path: str) -> str:
   found = checkpoints.find(path)
   if found is None:
     raise ConfigError(
-      f"Distillation.teacher is {path!r}, where there is no checkpoint; train the teacher first, "
-      "for example by `python launch.py --gin_file=configs/digits_cnn.gin`, and name its folder."
+      f"Distillation.teacher is {path!r}, where no checkpoint is; train the teacher first, for "
+      "example by `python launch.py --gin_file=configs/digits_cnn.gin`, and give its folder."
     )
   return found

@@ -1,11 +1,11 @@
-"""A small GAN on Fashion-MNIST: two optimizers, k discriminator updates a generator update.
+"""A small GAN on Fashion-MNIST: two optimizers, k discriminator updates per generator update.
 
-What Keras's `fit` cannot express without tricks is three lines of `train_step` here. The noise of
-an example is a function of its place in the data stream, so N replicas train as one.
+The alternating updates are a few lines of `train_step`. The noise of an example depends on its
+place in the data stream, so N replicas train like one.
 
     python -m tasks.gan runs/fashion_mnist_gan --output=samples.png
 
-draws a sheet of samples of the newest checkpoint of a run.
+draws a sheet of samples from the newest checkpoint of a run.
 
 Goodfellow et al., "Generative Adversarial Nets" (2014), algorithm 1, with the non-saturating loss
 of its section 3; the convolutional networks follow Radford et al., "DCGAN" (2016).
@@ -35,7 +35,7 @@ if __name__ == "__main__":  # gin would import this module a second time, under 
 
 @framework.register
 class Gan(Task):
-  """Learns to draw 28x28 grey images; needs optimizers named "generator" and "discriminator"."""
+  """Learns to generate 28x28 grey images; needs optimizers "generator" and "discriminator"."""
 
   def __init__(
     self,
@@ -50,21 +50,23 @@ class Gan(Task):
 
     Args:
       data: images of shape (28, 28, 1); their labels are not used.
-      discriminator_steps: discriminator updates before each generator update, k in the paper;
-        each takes its own share of the batch, so it must divide the batch of a replica.
-      noise_size: numbers that the generator draws an image from.
+      discriminator_steps: discriminator updates before each generator update, k in the paper; each
+        uses 1 / k of the batch, so k must divide a replica's rows.
+      noise_size: size of the generator's input.
       width: channels of the narrowest hidden layer of both networks.
-      dropout: of the discriminator.
+      dropout: dropout rate of the discriminator.
     """
     if discriminator_steps < 1:
       raise ConfigError(f"Gan.discriminator_steps is {discriminator_steps}; it must be 1 or more.")
     if data.image_shape != (28, 28, 1):
-      raise ConfigError(f"Gan draws images of shape (28, 28, 1), not {data.image_shape}.")
+      raise ConfigError(
+        f"Gan.data has images of shape {data.image_shape}; they must be of shape (28, 28, 1)."
+      )
     self._data, self._k = data, discriminator_steps
     self.noise_size, self._width, self._dropout = noise_size, width, dropout
 
   def build_model(self) -> dict[str, keras.Model]:
-    """Returns the two networks; each optimizer updates the one it is named after."""
+    """Returns the two networks; each optimizer updates the network of its name."""
     return {
       "generator": generator(noise_size=self.noise_size, width=self._width),
       "discriminator": discriminator(width=self._width, dropout=self._dropout),
@@ -75,7 +77,7 @@ class Gan(Task):
     return self._data.sources[split]
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
-    """Scales images to [-1, 1] and adds "noise" [n, noise_size] and "other_noise", like it."""
+    """Scales images to [-1, 1]; adds "noise" and "other_noise", float32 [n, noise_size]."""
     seeds = example_seeds(batch, training)
     return {
       **batch,
@@ -85,7 +87,7 @@ class Gan(Task):
     }
 
   def train_step(self, step: Step, batch: Batch) -> None:
-    """K discriminator updates on k shares of the batch, then one of the generator on all of it."""
+    """Updates the discriminator on each of k shares of the batch, then the generator on all."""
     rows = batch["weight"].shape[0]
     if rows % self._k:
       raise ConfigError(
@@ -93,13 +95,13 @@ class Gan(Task):
         "batch; it must divide them: change it or run.global_batch_size."
       )
     for first in range(self._k):
-      # Every k-th row, so that a share holds the same examples on any number of replicas.
+      # Every k-th row: so a share has the same examples on any number of replicas.
       share = {name: value[first :: self._k] for name, value in batch.items()}
       step.update(self.discriminator_loss, share, optimizer="discriminator")
     step.update(self.generator_loss, batch, optimizer="generator")
 
   def discriminator_loss(self, batch: Batch) -> Loss:
-    """Cross-entropy of telling real images (1) from generated ones (0)."""
+    """Cross-entropy for real images (1) and generated ones (0)."""
     real = self.model["discriminator"](batch["image"], training=True)
     drawn = self.model["generator"](batch["noise"], training=True)
     fake = self.model["discriminator"](tf.stop_gradient(drawn), training=True)
@@ -113,7 +115,7 @@ class Gan(Task):
     return Loss.from_examples(tf.nn.softplus(-fake)[:, 0], batch["weight"])
 
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
-    """Logs how often the discriminator is right about real and about generated images."""
+    """Logs the discriminator's accuracy on real and on generated images."""
     real = self.model["discriminator"](batch["image"], training=False)[:, 0]
     drawn = self.model["generator"](batch["noise"], training=False)
     fake = self.model["discriminator"](drawn, training=False)[:, 0]
@@ -175,13 +177,13 @@ def discriminator(*, width: int, dropout: float, bias: bool = True) -> keras.Mod
 
 
 def sheet(task: Gan, *, rows: int, columns: int, seed: int = 0) -> tf.Tensor:
-  """Draws rows x columns images and lays them side by side, uint8 [28 rows, 28 columns, 1] (host).
+  """Draws rows x columns images, laid side by side, uint8 [28 rows, 28 columns, 1] (host).
 
   Args:
     task: with its model built.
-    rows: of images.
-    columns: of images.
-    seed: of the noise; the same for the same sheet.
+    rows: number of rows of images.
+    columns: number of columns of images.
+    seed: of the noise; the same seed gives the same sheet.
   """
   noise = tf.random.stateless_normal([rows * columns, task.noise_size], seed=[seed, 0])
   drawn = task.export_signature()(noise)["image"]
@@ -191,15 +193,15 @@ def sheet(task: Gan, *, rows: int, columns: int, seed: int = 0) -> tf.Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Writes a sheet of samples of a run's newest checkpoint; returns the exit status."""
+  """Writes a sheet of samples from a run's newest checkpoint; returns the exit status."""
   from framework import run
 
   parser = argparse.ArgumentParser(prog="python -m tasks.gan")
   parser.add_argument("model_dir", help="the folder of a run")
   parser.add_argument("--output", required=True, help="a .png file")
-  parser.add_argument("--rows", type=int, default=6, help="of images")
-  parser.add_argument("--columns", type=int, default=16, help="of images")
-  parser.add_argument("--seed", type=int, default=0, help="of the noise")
+  parser.add_argument("--rows", type=int, default=6, help="rows of images")
+  parser.add_argument("--columns", type=int, default=16, help="columns of images")
+  parser.add_argument("--seed", type=int, default=0, help="seed of the noise")
   given = parser.parse_args(arguments)
   try:
     task = run.restored(given.model_dir)

@@ -1,7 +1,6 @@
-"""A task written for the TensorFlow Model Garden, with its experiment: scikit-learn's digits.
+"""A task and experiment for the TensorFlow Model Garden: scikit-learn's digits.
 
-Nothing in it knows of this framework: the Garden's own trainer runs it as well. See
-configs/model_garden.gin.
+It does not use this framework; the Garden's own trainer runs it too. See configs/model_garden.gin.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ CLASSES = 10
 
 @dataclasses.dataclass
 class DigitsConfig(config_definitions.TaskConfig):
-  """Of the model: filters of its convolution, and the weight of its L2 penalty."""
+  """Options of the model: filters of its convolution, and weight of its L2 penalty."""
 
   filters: int = 32
   l2: float = 1e-4
@@ -28,10 +27,10 @@ class DigitsConfig(config_definitions.TaskConfig):
 
 @task_factory.register_task_cls(DigitsConfig)
 class Digits(base_task.Task):
-  """Classifies 8x8 images by one convolution and one dense layer."""
+  """Classifies 8x8 images with one convolution and one dense layer."""
 
   def build_model(self) -> tf_keras.Model:
-    """Returns a network that gives logits [n, 10]."""
+    """Returns a network with logits [n, 10]."""
     penalty = tf_keras.regularizers.L2(self.task_config.l2)
     layers = tf_keras.layers
     return tf_keras.Sequential(
@@ -44,7 +43,7 @@ class Digits(base_task.Task):
     )
 
   def build_inputs(self, params: Any, input_context: Any = None) -> tf.data.Dataset:
-    """Returns batches of (images float32 in [0, 1], labels int32); every fifth is to evaluate."""
+    """Returns batches of (images float32 in [0, 1], labels int32); every fifth example is eval."""
     pixels, labels = load_digits(return_X_y=True)
     rows = (np.arange(len(labels)) % 5 > 0) == bool(params.is_training)
     images = (pixels[rows] / 16).astype(np.float32).reshape([-1, 8, 8, 1])
@@ -57,14 +56,14 @@ class Digits(base_task.Task):
     return examples.batch(size, drop_remainder=params.drop_remainder)
 
   def build_losses(self, labels: Any, model_outputs: Any, aux_losses: Any = None) -> tf.Tensor:
-    """Returns the mean cross-entropy and the penalty."""
+    """Returns the mean cross-entropy plus the penalty."""
     losses = tf_keras.losses.sparse_categorical_crossentropy(
       labels, model_outputs, from_logits=True
     )
     return tf.add_n([tf.reduce_mean(losses), *(aux_losses or [])])
 
   def build_metrics(self, training: bool = True) -> list[Any]:
-    """Returns accuracy, a mean, and the mean intersection over union, which is none."""
+    """Returns accuracy, which is a mean, and mean intersection over union, which is not."""
     del training
     return [
       tf_keras.metrics.SparseCategoricalAccuracy(name="accuracy"),

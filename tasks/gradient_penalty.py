@@ -1,7 +1,7 @@
-"""A GAN with a gradient penalty (WGAN-GP): the loss contains a gradient, which is differentiated.
+"""A GAN with a gradient penalty (WGAN-GP): the loss contains a gradient and is differentiated.
 
-The discriminator becomes a critic without a sigmoid, held near slope 1 by a penalty on its gradient
-with respect to images between real and generated ones.
+The discriminator becomes a critic without a sigmoid. A penalty keeps its slope near 1 at images
+between real and generated ones.
 
 Gulrajani et al., "Improved Training of Wasserstein GANs" (2017), algorithm 1.
 """
@@ -21,7 +21,7 @@ from tasks.image_classification import ImageData
 
 @framework.register
 class WassersteinGan(Gan):
-  """Learns to draw 28x28 grey images; needs optimizers named "generator" and "discriminator"."""
+  """Learns to generate 28x28 grey images; needs optimizers "generator" and "discriminator"."""
 
   def __init__(
     self,
@@ -53,19 +53,19 @@ class WassersteinGan(Gan):
     self._penalty = penalty
 
   def build_model(self) -> dict[str, keras.Model]:
-    """Returns the two networks; the critic's last bias would cancel, real against generated."""
+    """Returns the two networks; a last bias of the critic would cancel, so it has none."""
     return {
       "generator": generator(noise_size=self.noise_size, width=self._width),
       "discriminator": discriminator(width=self._width, dropout=0.0, bias=False),
     }
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
-    """Adds "mix" [n] to what `Gan` adds: where between real (1) and generated (0) to penalise."""
+    """Adds "mix", float32 [n]: where to penalise, from generated (0) to real (1)."""
     mix = draw_each(tf.random.stateless_uniform, example_seeds(batch, training) + 2)
     return {**super().preprocess(batch, training), "mix": mix}
 
   def discriminator_loss(self, batch: Batch) -> Loss:
-    """D(generated) - D(real) + penalty, of each example."""
+    """D(generated) - D(real) + penalty, per example."""
     drawn = tf.stop_gradient(self.model["generator"](batch["noise"], training=True))
     fake, real = (self._critic(image) for image in (drawn, batch["image"]))
     penalty = self.gradient_penalty(batch["image"], drawn, batch["mix"])
@@ -77,21 +77,21 @@ class WassersteinGan(Gan):
     return Loss.from_examples(-self._critic(drawn), batch["weight"])
 
   def gradient_penalty(self, real: tf.Tensor, drawn: tf.Tensor, mix: tf.Tensor) -> tf.Tensor:
-    """(|gradient of D| - 1)^2 between real and generated images [n, h, w, c], at mix [n] -> [n].
+    """(|gradient of D| - 1)^2 at mix x real + (1 - mix) x drawn; images [n, h, w, c] -> [n].
 
-    The tape outside, that of `step.gradients`, differentiates this once more.
+    The tape of `step.gradients` differentiates it again.
     """
     share = mix[:, tf.newaxis, tf.newaxis, tf.newaxis]
     between = share * real + (1.0 - share) * drawn
     with tf.GradientTape() as tape:
       tape.watch(between)
-      # The sum gives each image its own gradient: D looks at one image at a time.
+      # D treats each image separately, so the gradient of the sum is each image's own gradient.
       total = tf.reduce_sum(self._critic(between))
     square = tf.reduce_sum(tf.square(tape.gradient(total, between)), axis=[1, 2, 3])
-    return tf.square(tf.sqrt(square + 1e-12) - 1.0)  # the root has no slope at 0
+    return tf.square(tf.sqrt(square + 1e-12) - 1.0)  # sqrt has no finite slope at 0
 
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
-    """Logs how far D tells real from generated images, the estimate of the Wasserstein distance."""
+    """Logs D(real) - D(generated), the estimate of the Wasserstein distance, and the penalty."""
     drawn = self.model["generator"](batch["noise"], training=False)
     real, fake = (self._critic(image) for image in (batch["image"], drawn))
     penalty = self.gradient_penalty(batch["image"], drawn, batch["mix"])

@@ -47,26 +47,26 @@ class ImageData:
   def source(
     self, split: str, *, task: str, input_shape: tuple[int, ...], classes: int | None = None
   ) -> Source:
-    """Returns the source of a split, for a task whose options of these names it must fit.
+    """Returns the source of a split, after checking it against the task's options.
 
     Args:
       split: "train" or "eval".
-      task: as configs call it.
-      input_shape: what the images must be.
-      classes: the labels must be below it; None for any.
+      task: its name in configs.
+      input_shape: the required shape of an image.
+      classes: labels must be below it; None allows any.
 
     Raises:
-      ConfigError: it does not fit.
+      ConfigError: shape or labels do not fit.
     """
     if self.image_shape != input_shape:
       raise ConfigError(
-        f"the images are {self.image_shape} but {task}.input_shape is {input_shape}; make them the "
-        "same."
+        f"the images have shape {self.image_shape} but {task}.input_shape is {input_shape}; make "
+        "them equal."
       )
     if classes is not None and self.labels > classes:
       raise ConfigError(
         f"the data has label {self.labels - 1}, but {task}.classes is {classes}; set it to at "
-        f"least {self.labels}, or mend the labels."
+        f"least {self.labels}, or correct the labels."
       )
     return self.sources[split]
 
@@ -80,12 +80,13 @@ def digits(
   Args:
     eval_fraction: share of the eval split.
     seed: of the split.
-    train_examples: so many of the train split, the same for any larger number; None takes all.
+    train_examples: number of training examples to use; more only adds to those of a smaller number.
+      None uses all.
 
   Raises:
     ConfigError: a number is out of its range.
   """
-  from sklearn.datasets import load_digits  # heavy, and only this data set needs it
+  from sklearn.datasets import load_digits  # a slow import that only this data set needs
 
   if not 0 < eval_fraction < 1:
     raise ConfigError(f"digits.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
@@ -107,8 +108,8 @@ def fashion_mnist(*, directory: str | None = None) -> ImageData:
   """The 60,000 + 10,000 28x28 images of Fashion-MNIST.
 
   Args:
-    directory: of its four idx files, plain or .gz; None takes those of Debian's package
-      dataset-fashion-mnist if it is installed, else Keras's download.
+    directory: folder of its four idx files, plain or .gz. None uses Debian's package
+      dataset-fashion-mnist if it is installed, otherwise Keras's download.
   """
   if directory is None and not os.path.isdir(DEBIAN_FASHION_MNIST):
     return _downloaded_fashion_mnist()
@@ -154,7 +155,7 @@ def image_folder(
 def mlp(
   *, input_shape: Sequence[int], classes: int, units: Sequence[int] = (128,), dropout: float = 0.0
 ) -> keras.Model:
-  """Dense layers with ReLU."""
+  """Dense layers with ReLU, then logits."""
   layers: list[Any] = [keras.Input(tuple(input_shape)), keras.layers.Flatten()]
   for width in units:
     layers += [keras.layers.Dense(width, activation="relu"), keras.layers.Dropout(dropout)]
@@ -171,7 +172,7 @@ def cnn(
   activation: str = "relu",
   dropout: float = 0.0,
 ) -> keras.Model:
-  """Blocks of a 3x3 convolution, an activation and 2x2 max pooling, then one dense layer."""
+  """Blocks of 3x3 convolution, activation and 2x2 max pooling; then a dense layer and logits."""
   layers: list[Any] = [keras.Input(tuple(input_shape))]
   for width in filters:
     layers.append(keras.layers.Conv2D(width, 3, padding="same", activation=activation))
@@ -198,11 +199,11 @@ class ImageClassification(Task):
 
     Args:
       data: "train" and "eval" sources.
-      network: makes the model from `input_shape` and `classes`; ends in logits.
+      network: makes the model from `input_shape` and `classes`; returns logits.
       input_shape: height, width, channels.
       classes: labels are 0 .. classes - 1.
       flip: mirror half of the training images, left to right.
-      shift: move training images by up to this many pixels each way.
+      shift: move training images by at most this many pixels in x and in y.
     """
     self._data, self._network = data, network
     self._shape, self._classes = tuple(input_shape), classes
@@ -210,7 +211,7 @@ class ImageClassification(Task):
     self.chance_loss = math.log(classes)
 
   def build_model(self) -> keras.Model:
-    """Returns the network, which gives logits [n, classes]."""
+    """Returns the network, with logits [n, classes]."""
     return self._network(input_shape=self._shape, classes=self._classes)
 
   def source(self, split: str) -> Source:
@@ -247,7 +248,7 @@ class ImageClassification(Task):
     return {"accuracy": weighted_sum(hits, batch["weight"])}
 
   def export_signature(self) -> Any:
-    """Serves raw images (uint8) -> class probabilities."""
+    """Serves raw images, uint8 -> class probabilities."""
 
     @tf.function(input_signature=[tf.TensorSpec((None, *self._shape), tf.uint8, "image")])
     def serve(image: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -280,9 +281,9 @@ def _downloaded_fashion_mnist() -> ImageData:
     train, test = keras.datasets.fashion_mnist.load_data()
   except Exception as error:
     raise ConfigError(
-      f"Fashion-MNIST is neither in {DEBIAN_FASHION_MNIST} nor to be downloaded "
+      f"Fashion-MNIST is not in {DEBIAN_FASHION_MNIST} and cannot be downloaded "
       f"({type(error).__name__}); install Debian's dataset-fashion-mnist, or set "
-      "fashion_mnist.directory to a folder of its four idx files."
+      "fashion_mnist.directory to the folder of its four idx files."
     ) from error
   arrays = {"train": train, "eval": test}
   return _in_memory(
@@ -295,13 +296,13 @@ def _logits(classes: int) -> keras.layers.Layer:
 
 
 def _flipped(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Mirrors each image [n, h, w, c] by its own seed [n, 2], with probability 1/2."""
+  """Mirrors each image [n, h, w, c] with probability 1/2, by its own seed [n, 2]."""
   mirror = (seed[:, 0] & 1) == 1
   return tf.where(mirror[:, tf.newaxis, tf.newaxis, tf.newaxis], tf.reverse(image, [2]), image)
 
 
 def _shifted(image: tf.Tensor, seed: tf.Tensor, most: int) -> tf.Tensor:
-  """Moves each image [n, h, w, c] by up to `most` pixels, by its own seed [n, 2]; zeros come in."""
+  """Moves each image [n, h, w, c] by up to `most` pixels, by its seed [n, 2]; fills with zeros."""
   height, width = image.shape[1], image.shape[2]
   padded = tf.pad(image, [[0, 0], [most, most], [most, most], [0, 0]])
   span = 2 * most + 1

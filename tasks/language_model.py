@@ -1,15 +1,15 @@
 """A language model over bytes: a small decoder-only transformer, trained on any text.
 
-import tasks.language_model
-run.task = @LanguageModel()
-LanguageModel.corpus = @TextFiles()
-TextFiles.path = 'my_texts/'
+    import tasks.language_model
+    run.task = @LanguageModel()
+    LanguageModel.corpus = @TextFiles()
+    TextFiles.path = 'my_texts/'
 
-python -m tasks.language_model runs/language_model --prompt "def " --bytes 400 --seed 1
+    python -m tasks.language_model runs/language_model --prompt "def " --bytes 400 --seed 1
 
-Documents are packed into sequences of one length. Attention never crosses from one document into
-another, and each byte is a target exactly once an epoch. The loss is a mean over bytes: a replica
-gives the sum over its own and their number, so N replicas are one although their numbers differ.
+Documents are packed into sequences of one length. Attention never crosses document boundaries, and
+each byte is a target once per epoch. The loss is a mean over bytes: each replica returns the sum
+over its own bytes and their number, so N replicas match one although their numbers differ.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if __name__ == "__main__":  # gin would import this module a second time, under 
 
 BYTES = 256
 START = 256
-"""The token before the first byte of a document; an input only, never a target."""
+"""The token before the first byte of a document; only an input, never a target."""
 NO_TARGET = -1
 INPUTS = ("token", "position")
-"""What the network sees of a batch."""
+"""The features that the network reads."""
 NOT_EVERYWHERE = (
   *("site-packages", "dist-packages", "config-*", "_sysconfigdata*", "__pycache__"),
   *("test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"),
 )
-"""What an installation of Python may lack, has of its own, or splits off."""
+"""What differs between installations of Python, or may be missing in one."""
 
 
 # ---- The corpus ----
@@ -55,7 +55,7 @@ NOT_EVERYWHERE = (
 
 @framework.register
 class TextFiles:
-  """Documents: the files of a folder, or the two parts of a single file."""
+  """Documents: the files of a folder, or two parts of one file."""
 
   def __init__(
     self,
@@ -65,27 +65,27 @@ class TextFiles:
     leave_out: Sequence[str] = (),
     eval_fraction: float = 0.1,
   ) -> None:
-    """Keeps its arguments; nothing is read before `documents` is called.
+    """Keeps its arguments; `documents` reads the files.
 
     Args:
-      path: a file, or a folder with all that is in it. Hidden files and folders are left out.
+      path: a file, or a folder with its subfolders. Hidden files and folders are left out.
       pattern: of file names, such as "*.py".
-      leave_out: patterns of the names of files and folders to leave out.
-      eval_fraction: the share for evaluation: of a single file its end; of a folder about this
-        share of the files, by a hash of their names, so that adding a file moves no other.
+      leave_out: patterns for names of files and folders to leave out.
+      eval_fraction: the share for evaluation. Of a single file, its end. Of a folder, about this
+        share of the files, chosen by a hash of their names; so a new file moves no other.
 
     Raises:
-      ConfigError: there is nothing at `path`, or `eval_fraction` is out of range.
+      ConfigError: `path` does not exist, or `eval_fraction` is out of range.
     """
     if not os.path.exists(path):
-      raise ConfigError(f"TextFiles.path is {path!r}, which does not exist; name a file or folder.")
+      raise ConfigError(f"TextFiles.path is {path!r}, which does not exist; give a file or folder.")
     if not 0 < eval_fraction < 1:
       raise ConfigError(f"TextFiles.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
     self._path, self._pattern, self._leave_out = path, pattern, tuple(leave_out)
     self._eval_fraction = eval_fraction
 
   def documents(self, split: str) -> list[bytes]:
-    """Returns the documents of "train" or "eval" that are not empty, in the order of their names.
+    """Returns the documents of "train" or "eval" that are not empty, ordered by name.
 
     Raises:
       ConfigError: there are none.
@@ -95,7 +95,7 @@ class TextFiles:
     if not documents:
       raise ConfigError(
         f"no text for {split!r} in {self._path!r} (pattern {self._pattern!r}); check path and "
-        "pattern, or change eval_fraction: files are shared out by a hash of their names."
+        "pattern, or change eval_fraction: a hash of its name puts a file in train or eval."
       )
     return documents
 
@@ -110,7 +110,7 @@ class TextFiles:
         yield _read(os.path.join(self._path, name))
 
   def _names(self) -> Iterator[str]:
-    """Yields the files' paths within the folder, with "/"."""
+    """Yields the files' paths relative to the folder, with "/"."""
     for folder, folders, files in os.walk(self._path):
       folders[:] = [name for name in folders if not self._is_left_out(name)]
       for name in files:
@@ -124,7 +124,7 @@ class TextFiles:
 
 @framework.register
 def python_library(*, eval_fraction: float = 0.05) -> TextFiles:
-  """The source of Python's own standard library, without what not every installation has."""
+  """The source of Python's standard library, without what some installations lack."""
   return TextFiles(
     path=sysconfig.get_path("stdlib"),
     pattern="*.py",
@@ -144,24 +144,24 @@ def _read(path: str) -> bytes:
 
 
 def _share(name: str) -> float:
-  """Returns a number in [0, 1) that is a function of the name alone."""
+  """Returns a number in [0, 1) that depends only on the name."""
   return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
 def packed(documents: Sequence[bytes], context: int) -> dict[str, np.ndarray]:
-  """Packs documents end to end into sequences, cut wherever one is full (host, NumPy).
+  """Packs documents one after the other into sequences, and cuts where one is full (host, NumPy).
 
-  Every byte of every document is a target once. Its input is the byte before, or START. A document
-  that goes on in the next sequence starts there anew: what lies before the cut is not seen.
+  Every byte is a target once. Its input is the byte before it, or START. A document that continues
+  in the next sequence starts anew there: what is before the cut is not seen.
 
   Args:
     documents: at least one, none of them empty.
     context: tokens in a sequence.
 
   Returns:
-    Arrays [sequences, context]: "token", uint16, 0 .. 255 or START; "position", int32, which counts
-    from 0 in each piece of a document; "target", int16, the byte to be predicted, or NO_TARGET in
-    the padding that fills the last sequence, where each token is a piece of its own.
+    Arrays [sequences, context]: "token", uint16, 0 .. 255 or START; "position", int32, from 0 in
+    each piece of a document; "target", int16, the byte to predict, or NO_TARGET in the padding of
+    the last sequence, where each token is its own piece.
   """
   lengths = np.array([len(document) for document in documents])
   total = int(lengths.sum())
@@ -173,7 +173,7 @@ def packed(documents: Sequence[bytes], context: int) -> dict[str, np.ndarray]:
   token[1:total] = target[: total - 1]
   token[starts] = START
   index = np.arange(padded)
-  first = np.where(index < total, index // context * context, index)  # of the piece, at the least
+  first = np.where(index < total, index // context * context, index)  # a piece begins here or later
   first[:total] = np.maximum(first[:total], np.repeat(starts, lengths))
   position = (index - first).astype(np.int32)
   arrays: dict[str, np.ndarray] = {"token": token, "position": position, "target": target}
@@ -187,16 +187,21 @@ class Attention(keras.layers.Layer):
   """Causal self-attention with rotary positions, without biases."""
 
   def __init__(self, *, width: int, heads: int) -> None:
-    """Makes the projections: one for queries, keys and values together, and one for the output."""
+    """Makes two projections: for queries, keys and values together, and for the output."""
     super().__init__()
     self._heads = heads
     self.project = keras.layers.Dense(3 * width, use_bias=False, name="query_key_value")
     self.output_layer = keras.layers.Dense(width, use_bias=False, name="output")
 
   def call(self, x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor], mask: tf.Tensor) -> tf.Tensor:
-    """Returns [n, length, width]; `mask` is bool [n, 1, to, from], `rotation` of `rotary_angles`.
+    """Returns [n, length, width].
 
     Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
+
+    Args:
+      x: [n, length, width].
+      rotation: from `rotary_angles`.
+      mask: bool [n, 1, to, from].
     """
     n, length, width = keras.ops.shape(x)
     shape = [n, length, 3, self._heads, width // self._heads]
@@ -209,13 +214,13 @@ class Attention(keras.layers.Layer):
 class Block(keras.layers.Layer):
   """x + attention(norm(x)), then x + mlp(norm(x)).
 
-  Normalised before, not after: Xiong et al., "On Layer Normalization in the Transformer
-  Architecture" (2020). RMSNorm: Zhang and Sennrich (2019). The MLP is SwiGLU: Shazeer, "GLU
-  Variants Improve Transformer" (2020).
+  The norm comes first: Xiong et al., "On Layer Normalization in the Transformer Architecture"
+  (2020). RMSNorm: Zhang and Sennrich (2019). SwiGLU as the MLP: Shazeer, "GLU Variants Improve
+  Transformer" (2020).
   """
 
   def __init__(self, *, name: str, width: int, heads: int, dropout: float) -> None:
-    """Makes the layers; the MLP is 8/3 as wide, which has the parameters of one 4 times as wide."""
+    """Makes the layers; a gated MLP 8/3 as wide has as many parameters as a plain one 4 times."""
     super().__init__(name=name)
     hidden = -(-8 * width // 24) * 8
     self.attention_norm = keras.layers.RMSNormalization()
@@ -249,7 +254,7 @@ class Transformer(keras.Model):
     """Makes the layers; see `transformer`."""
     super().__init__(name="transformer")
     self._head_width = width // heads
-    # In float32 under mixed precision, logits included.
+    # float32 even under mixed precision, so that the logits are too.
     self.embedding = keras.layers.ReversibleEmbedding(
       START + 1,
       width,
@@ -258,14 +263,14 @@ class Transformer(keras.Model):
       name="embedding",
     )
     self._names = [f"block_{number}" for number in range(layers)]
-    for name in self._names:  # not a list of layers, into which tf.train.Checkpoint does not look
+    for name in self._names:  # attributes: tf.train.Checkpoint does not track a list
       setattr(self, name, Block(name=name, width=width, heads=heads, dropout=dropout))
     self.dropout = keras.layers.Dropout(dropout)
     self.norm = keras.layers.RMSNormalization()
 
   @property
   def blocks(self) -> list[Block]:
-    """The first comes first."""
+    """The blocks, in order."""
     return [getattr(self, name) for name in self._names]
 
   def call(self, inputs: Mapping[str, tf.Tensor], training: bool = False) -> tf.Tensor:
@@ -286,28 +291,28 @@ def transformer(
   """A decoder-only transformer over bytes.
 
   Args:
-    layers: blocks of attention and MLP.
+    layers: number of blocks of attention and MLP.
     width: of the residual stream.
     heads: of attention; width / heads must be an even number.
-    dropout: of the embedding and of what each attention and MLP adds.
+    dropout: of the embedding and of the output of each attention and MLP.
 
   Raises:
-    ConfigError: `heads` does not divide `width` into even numbers.
+    ConfigError: width / heads is not an even number.
   """
   if heads < 1 or width % (2 * heads):
     raise ConfigError(
       f"transformer.width is {width} and transformer.heads {heads}; width / heads must be an even "
-      f"number, because positions rotate pairs: such as {2 * max(1, heads) * 16}."
+      f"number, because rotary positions need pairs: such as {2 * max(1, heads) * 16}."
     )
   model = Transformer(layers=layers, width=width, heads=heads, dropout=dropout)
-  model({name: np.zeros([1, 2], np.int32) for name in INPUTS})  # makes the variables
+  model({name: np.zeros([1, 2], np.int32) for name in INPUTS})  # creates the variables
   return model
 
 
 def attention_mask(position: tf.Tensor) -> tf.Tensor:
-  """Returns bool [n, 1, to, from]: whether a token sees another, from positions int [n, length].
+  """Returns bool [n, 1, to, from], whether one token sees another, for positions int [n, length].
 
-  It sees itself and what comes before it in the same piece; a piece begins at each position 0.
+  A token sees itself and the tokens before it in the same piece. A piece begins at position 0.
   """
   piece = keras.ops.cumsum(keras.ops.cast(keras.ops.equal(position, 0), "int32"), axis=1)
   order = keras.ops.arange(keras.ops.shape(position)[1])
@@ -339,7 +344,7 @@ def rotated(x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
 
 @framework.register
 class LanguageModel(Task):
-  """Next-byte prediction; the loss is the mean cross-entropy of a byte, in nats."""
+  """Next-byte prediction; the loss is the mean cross-entropy per byte, in nats."""
 
   chance_loss = math.log(BYTES)
 
@@ -353,9 +358,9 @@ class LanguageModel(Task):
     """Keeps its arguments.
 
     Args:
-      corpus: gives the documents of each split.
+      corpus: the documents of each split.
       network: makes the model.
-      context: bytes in a sequence, and so as far back as a prediction can see.
+      context: bytes in a sequence, and so how far back a prediction can see.
 
     Raises:
       ConfigError: `context` is below 1.
@@ -373,16 +378,16 @@ class LanguageModel(Task):
     return ArraySource(features=packed(self._corpus.documents(split), self.context))
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
-    """Widens the integers, which are stored small."""
+    """Casts the integers, which are stored small, to int32."""
     del training
     return {**batch, **{n: tf.cast(batch[n], tf.int32) for n in (*INPUTS, "target")}}
 
   def forward(self, batch: Batch, training: bool) -> tf.Tensor:
-    """Returns logits [n, context, 256] of the target at each place."""
+    """Returns float32 logits [n, context, 256] of each target."""
     return self.model({name: batch[name] for name in INPUTS}, training=training)
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
-    """Cross-entropy: its sum over this replica's targets, and their number, times the weights."""
+    """Cross-entropy: the weighted sum over this replica's targets, and their weighted number."""
     return Loss(*_cross_entropy(outputs, batch))
 
   def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
@@ -391,13 +396,13 @@ class LanguageModel(Task):
     return {"bits_per_byte": (nats / math.log(2.0), count)}
 
   def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-    """Perplexity of a byte: of the mean over all, as a mean of perplexities would be another."""
+    """Perplexity per byte, from the mean over all bytes; a mean of perplexities would differ."""
     return {"perplexity": float(np.exp2(means["bits_per_byte"]))}
 
   def export_signature(self) -> Any:
     """Serves text, int32 [n, length] -> float32 log-probabilities [n, length + 1, 256].
 
-    Place i is about byte i, given those before it: the last is about the next byte.
+    Row i is for byte i, given the bytes before it; the last row is for the next byte.
     """
 
     @tf.function(input_signature=[tf.TensorSpec((None, None), tf.int32, "text")])
@@ -411,7 +416,7 @@ class LanguageModel(Task):
 
 
 def _cross_entropy(logits: tf.Tensor, batch: Batch) -> Weighted:
-  """Returns (sum, number) of this replica's targets, each times the weight of its sequence."""
+  """Returns (sum, number) of this replica's targets, each weighted by its sequence."""
   target = batch["target"]
   losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.maximum(target, 0), logits)
   counted = tf.cast(target >= 0, tf.float32) * batch["weight"][:, tf.newaxis]
@@ -426,14 +431,14 @@ def sample(
 ) -> bytes:
   """Continues `prompt` by `count` bytes (host).
 
-  The document starts with the prompt. Beyond `context` the first bytes are forgotten, one by one.
+  The document starts with the prompt. Only the last `context` tokens are seen.
 
   Args:
     task: with its model built.
     prompt: may be empty.
     count: bytes to draw.
-    temperature: divides the logits; 0 always takes the likeliest byte.
-    seed: of the draws; the same for the same text.
+    temperature: divides the logits; 0 always takes the most likely byte.
+    seed: of the draws; the same seed gives the same text.
 
   Raises:
     ConfigError: `temperature` is negative.
@@ -449,7 +454,7 @@ def sample(
 
   for _ in range(count):
     seen = tokens[-length:]
-    window = np.zeros([1, length], np.int32)  # what comes later is not seen, so it may be anything
+    window = np.zeros([1, length], np.int32)  # later places are not seen, so any value will do
     window[0, : len(seen)] = seen
     logits = logits_at(tf.constant(window), tf.constant(len(seen) - 1)).numpy().astype(np.float64)
     tokens.append(_draw(logits, temperature, rng))
@@ -467,10 +472,10 @@ def _draw(logits: np.ndarray, temperature: float, rng: np.random.Generator) -> i
 def restored(model_dir: str) -> LanguageModel:
   """Returns the task of a run folder, with the weights of its newest checkpoint (host).
 
-  Those are the moving averages, if the run has them.
+  The weights are the moving averages if the run has them.
 
   Raises:
-    ConfigError: there is no run of a `LanguageModel`, or no checkpoint.
+    ConfigError: it is not a run of a `LanguageModel`, or has no checkpoint.
   """
   from framework import run
 
@@ -481,13 +486,13 @@ def restored(model_dir: str) -> LanguageModel:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints text that the newest checkpoint of a run draws; returns the exit status."""
+  """Prints text drawn from a run's newest checkpoint; returns the exit status."""
   parser = argparse.ArgumentParser(prog="python -m tasks.language_model")
   parser.add_argument("model_dir", help="the folder of a run")
-  parser.add_argument("--prompt", default="", help="what the text begins with")
-  parser.add_argument("--bytes", type=int, default=400, help="how many to draw")
-  parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
-  parser.add_argument("--seed", type=int, default=0, help="of the draws")
+  parser.add_argument("--prompt", default="", help="start of the text")
+  parser.add_argument("--bytes", type=int, default=400, help="bytes to draw")
+  parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely")
+  parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
   given = parser.parse_args(arguments)
   try:
     text = sample(

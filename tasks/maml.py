@@ -1,8 +1,8 @@
-"""Model-agnostic meta-learning (MAML): weights from which one step on ten points fits a sine wave.
+"""Model-agnostic meta-learning (MAML): initial weights that fit a sine wave after one update.
 
-An example is a whole task: points to adapt to (support) and points to be judged by (query). The
-inner update is part of `forward`, so the gradient of the loss goes through it, second order
-included; all tasks of a batch adapt at once, each with weights of its own.
+An example is a whole task: points to adapt to (support) and points to evaluate (query). The inner
+update is part of `forward`, so the gradient of the loss goes through it, with second derivatives.
+All tasks of a batch adapt at once, each with its own weights.
 
 Finn et al., "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks" (2017).
 """
@@ -21,7 +21,7 @@ from framework import Batch, ConfigError, EvalStep, Loss, Source, Task
 from framework.metrics import weighted_sum
 
 SEEDS = {"train": 1, "eval": 2}
-"""Another one for each split, so that no wave is in both."""
+"""A seed per split, so that the splits share no wave."""
 
 
 class Sinusoids(Source):
@@ -32,7 +32,7 @@ class Sinusoids(Source):
   """
 
   def __init__(self, *, num_examples: int, seed: int, support: int, query: int) -> None:
-    """Keeps its arguments: how many waves, their seed, and the points of each."""
+    """Keeps its arguments: number of waves, their seed, and points per wave."""
     self.num_examples = num_examples
     self._seed, self._support, self._query = seed, support, query
 
@@ -41,7 +41,7 @@ class Sinusoids(Source):
     names = ("support_x", "support_y", "query_x", "query_y")
     sizes = [*2 * [self._support], *2 * [self._query]]
     shapes = [tf.TensorSpec([size], tf.float32) for size in sizes]
-    # Wave by wave: a sine of many numbers at once is rounded by where each stands among them.
+    # One wave at a time: in a vectorised sine, rounding depends on the element's place.
     waves = tf.map_fn(self._wave, tf.cast(indices, tf.int32), fn_output_signature=shapes)
     return dict(zip(names, waves, strict=True))
 
@@ -76,14 +76,14 @@ class SinusoidMaml(Task):
     Args:
       units: of the hidden layers.
       activation: of the hidden layers, a Keras name.
-      support: points that the inner update sees, K in the paper.
-      query: points that the loss is taken of.
-      inner_rate: of the inner gradient descent, alpha in the paper.
+      support: points for the inner update, K in the paper.
+      query: points for the loss.
+      inner_rate: learning rate of the inner update, alpha in the paper.
       inner_steps: inner updates in training.
-      second_order: False takes the inner gradient for a constant: the paper's first-order MAML.
+      second_order: False treats the inner gradient as a constant: the paper's first-order MAML.
       train_waves: examples in an epoch.
-      eval_waves: to evaluate on.
-      eval_steps: after how many inner updates an evaluation logs the loss, as "loss_after_<n>".
+      eval_waves: examples of an evaluation.
+      eval_steps: numbers of inner updates after which to log the loss, as "loss_after_<n>".
 
     Raises:
       ConfigError: a number is out of its range.
@@ -93,8 +93,8 @@ class SinusoidMaml(Task):
         raise ConfigError(f"SinusoidMaml.{name} is {value}; it must be 1 or more.")
     if not eval_steps or min(eval_steps) < 0:
       raise ConfigError(
-        f"SinusoidMaml.eval_steps is {tuple(eval_steps)}; it must be numbers of inner updates of 0 "
-        "or more, such as (0, 1, 10)."
+        f"SinusoidMaml.eval_steps is {tuple(eval_steps)}; it must have numbers of inner updates of "
+        "0 or more, such as (0, 1, 10)."
       )
     self._units, self._activation = tuple(units), activation
     self._points = {"support": support, "query": query}
@@ -103,7 +103,7 @@ class SinusoidMaml(Task):
     self._eval_steps = sorted(set(eval_steps))
 
   def build_model(self) -> keras.Model:
-    """Returns an MLP [n, 1] -> [n, 1]; training calls it by `predict`, not by itself."""
+    """Returns an MLP [n, 1] -> [n, 1]; training uses its weights through `predict`."""
     hidden = [keras.layers.Dense(width, activation=self._activation) for width in self._units]
     return keras.Sequential([keras.Input([1]), *hidden, keras.layers.Dense(1)])
 
@@ -119,11 +119,11 @@ class SinusoidMaml(Task):
     return self.predict(weights, batch["query_x"])
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
-    """The mean squared error of each wave's query points."""
+    """Mean squared error of each wave's query points."""
     return Loss.from_examples(squared_error(outputs, batch["query_y"]), batch["weight"])
 
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
-    """Logs the loss after each number of inner updates asked for; "loss" is that of training."""
+    """Logs the loss after each of `eval_steps` inner updates; "loss" is after `inner_steps`."""
     weights = self.initial(batch["support_x"].shape[0])
     for done in range(max(*self._eval_steps, self._inner_steps) + 1):
       weights = self.adapted(weights, batch) if done else weights
@@ -135,18 +135,18 @@ class SinusoidMaml(Task):
         step.log({"loss": named})
 
   def initial(self, waves: int) -> list[tf.Tensor]:
-    """Returns kernels and biases in turn, a copy for each wave: [waves, in, out], [waves, out]."""
+    """Returns kernels [waves, in, out] and biases [waves, out] in turn, one copy per wave."""
     return [
       tf.repeat(tf.convert_to_tensor(v)[tf.newaxis], waves, axis=0)
       for v in self.model.trainable_variables
     ]
 
   def adapted(self, weights: Sequence[tf.Tensor], batch: Batch) -> list[tf.Tensor]:
-    """One inner update of each wave's own weights, from its own support points."""
+    """Makes one inner update of each wave's weights, from its own support points."""
     with tf.GradientTape() as tape:
       tape.watch(weights)
       predicted = self.predict(weights, batch["support_x"])
-      # A sum over waves: each has weights of its own, so each gets its own gradient.
+      # Each wave has its own weights, so the gradient of the sum is each wave's own gradient.
       total = tf.reduce_sum(squared_error(predicted, batch["support_y"]))
     slopes = tape.gradient(total, weights)
     if not self._second_order:
@@ -154,7 +154,7 @@ class SinusoidMaml(Task):
     return [w - self._rate * slope for w, slope in zip(weights, slopes, strict=True)]
 
   def predict(self, weights: Sequence[tf.Tensor], x: tf.Tensor) -> tf.Tensor:
-    """The model with a set of weights for each wave: x [waves, points] -> the same shape."""
+    """Applies the model with one set of weights per wave: x [waves, points] -> the same shape."""
     hidden = x[..., tf.newaxis]
     for layer, kernel, bias in zip(self.model.layers, weights[::2], weights[1::2], strict=True):
       hidden = layer.activation(tf.matmul(hidden, kernel) + bias[:, tf.newaxis])
@@ -177,5 +177,5 @@ class SinusoidMaml(Task):
 
 
 def squared_error(predicted: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
-  """[waves, points] twice -> [waves], the mean over points."""
+  """Returns the mean over points: two [waves, points] -> [waves]."""
   return tf.reduce_mean(tf.square(predicted - wanted), axis=1)

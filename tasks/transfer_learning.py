@@ -21,24 +21,25 @@ from absl import logging
 
 import framework
 from framework import Batch, ConfigError, Loss, Source, Task
+from framework.errors import first_line
 from framework.metrics import Weighted, weighted_sum
 from framework.saving.warm_start import WarmStart
 from tasks.image_classification import ImageData, _flipped
 
 IMAGENET = "imagenet"
 _LOCAL_STATISTICS = {
-  "batch-norm statistics": "a fine-tuned backbone normalises each replica's rows by themselves, as "
+  "batch-norm statistics": "a fine-tuned backbone normalises each replica's rows separately, as "
   "the layers of keras.applications do"
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backbone:
-  """A network of keras.applications, and what its pixels must look like.
+  """A network of keras.applications, and how to scale its input.
 
   Attributes:
     build: makes it, with the options of keras.applications.
-    preprocess_input: maps float32 RGB images of 0 to 255 [n, height, width, 3] to what it takes.
+    preprocess_input: maps float32 RGB images in [0, 255], [n, height, width, 3], to its input.
   """
 
   build: Callable[..., keras.Model]
@@ -47,10 +48,10 @@ class Backbone:
 
 @framework.register
 def mobilenet_v2(*, alpha: float = 1.0) -> Backbone:
-  """MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381), which takes pixels of -1 to 1.
+  """MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381); its input is in [-1, 1].
 
   Args:
-    alpha: how wide its layers are; there are ImageNet weights for 0.35, 0.5, 0.75, 1, 1.3 and 1.4.
+    alpha: width factor; ImageNet weights exist for 0.35, 0.5, 0.75, 1, 1.3 and 1.4.
   """
   return Backbone(
     build=functools.partial(keras.applications.MobileNetV2, alpha=alpha),
@@ -60,7 +61,7 @@ def mobilenet_v2(*, alpha: float = 1.0) -> Backbone:
 
 @framework.register
 def efficientnet_v2_s() -> Backbone:
-  """EfficientNetV2-S (Tan and Le 2021, arXiv:2104.00298): pixels of 0 to 255, which it scales."""
+  """EfficientNetV2-S (Tan and Le 2021, arXiv:2104.00298); its input is in [0, 255]."""
   return Backbone(
     build=keras.applications.EfficientNetV2S,
     preprocess_input=keras.applications.efficientnet_v2.preprocess_input,
@@ -69,7 +70,7 @@ def efficientnet_v2_s() -> Backbone:
 
 @framework.register
 def resnet50() -> Backbone:
-  """ResNet-50 (He et al. 2015, arXiv:1512.03385): BGR pixels, less the mean of ImageNet."""
+  """ResNet-50 (He et al. 2015, arXiv:1512.03385); its input is BGR minus ImageNet's mean."""
   return Backbone(
     build=keras.applications.ResNet50,
     preprocess_input=keras.applications.resnet50.preprocess_input,
@@ -80,7 +81,7 @@ def resnet50() -> Backbone:
 class TransferLearning(Task):
   """Classification of RGB images: backbone, global average pooling, dense layers with ReLU, logits.
 
-  Two classes have one logit and a sigmoid, more have one each and a softmax.
+  Two classes use one logit and a sigmoid, more use one logit each and a softmax.
   """
 
   def __init__(
@@ -105,23 +106,23 @@ class TransferLearning(Task):
       input_shape: height, width, 3.
       classes: labels are 0 .. classes - 1.
       fine_tune: False freezes the backbone: its weights do not change, and its batch normalisation
-        uses, and keeps, the statistics it has. True trains all of it, with each replica's own.
-      momentum: of its moving statistics, when fine-tuned. None leaves that of keras.applications,
-        0.999 for MobileNetV2: after 1,000 steps from scratch 37 % of a statistic are still its
+        uses and keeps its statistics. True trains all of it, with each replica's own statistics.
+      momentum: of its moving statistics, when fine-tuned. None keeps that of keras.applications,
+        0.999 for MobileNetV2: after 1,000 steps from scratch, 37 % of a statistic is still its
         initial value.
       weights: of the backbone: None for random ones, "imagenet" for Keras's download, or a path as
         for `WarmStart`; read whenever the model is built, in every mode.
       units: of the dense layers after the pooling.
-      dropout: after each of them.
+      dropout: rate after each of them.
       flip: mirror half of the training images, left to right.
 
     Raises:
-      ConfigError: images without three channels, fewer than two classes, or no such momentum.
+      ConfigError: images without three channels, fewer than two classes, or an invalid momentum.
     """
     if len(input_shape) != 3 or input_shape[2] != 3:
       raise ConfigError(
         f"TransferLearning.input_shape is {tuple(input_shape)}; it must be (height, width, 3), as "
-        "the backbones take RGB: image_folder.channels = 3 makes grey files RGB."
+        "the backbones need RGB; image_folder.channels = 3 turns grey files into RGB."
       )
     if classes < 2:
       raise ConfigError(f"TransferLearning.classes is {classes}; it must be 2 or more.")
@@ -137,10 +138,10 @@ class TransferLearning(Task):
     self.accepted: Mapping[str, str] = _LOCAL_STATISTICS if fine_tune else {}
 
   def build_model(self) -> keras.Model:
-    """Returns the network, which gives logits: [n, 1] for two classes, else [n, classes].
+    """Returns the network, with logits [n, 1] for two classes, otherwise [n, classes].
 
     Raises:
-      ConfigError: the weights are not to be had.
+      ConfigError: the weights cannot be downloaded or read.
     """
     backbone = self._built_backbone()
     backbone.trainable = self._fine_tune
@@ -150,7 +151,7 @@ class TransferLearning(Task):
       features = keras.layers.Dense(width, activation="relu", name=f"hidden_{number}")(features)
       features = keras.layers.Dropout(self._dropout, name=f"dropout_{number}")(features)
     outputs = 1 if self._classes == 2 else self._classes
-    small = keras.initializers.RandomNormal(stddev=0.01)  # begins at chance, whatever the features
+    small = keras.initializers.RandomNormal(stddev=0.01)  # so that training begins at chance
     last = keras.layers.Dense(outputs, kernel_initializer=small, dtype="float32", name="logits")
     return keras.Model(image, last(features), name="transfer_learning")
 
@@ -165,7 +166,7 @@ class TransferLearning(Task):
     )
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
-    """Scales as the backbone wants it; augments when training."""
+    """Scales to the backbone's input; augments when training."""
     image = tf.cast(batch["image"], tf.float32)
     if training and self._flip:
       image = _flipped(image, batch["seed"])
@@ -193,7 +194,7 @@ class TransferLearning(Task):
     return {"accuracy": weighted_sum(tf.equal(guess, batch["label"]), batch["weight"])}
 
   def export_signature(self) -> Any:
-    """Serves raw images (uint8) -> class probabilities [n, classes]."""
+    """Serves raw images, uint8 -> class probabilities [n, classes]."""
 
     @tf.function(input_signature=[tf.TensorSpec((None, *self._shape), tf.uint8, "image")])
     def serve(image: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -212,14 +213,14 @@ class TransferLearning(Task):
       backbone = self._backbone.build(
         include_top=False, input_shape=self._shape, weights=IMAGENET if download else None
       )
-    except ValueError as error:  # of Keras, about its options
-      raise ConfigError(f"keras.applications refuses the backbone: {_line(error)}") from error
+    except ValueError as error:  # from Keras, about its options
+      raise ConfigError(f"keras.applications rejects the backbone: {_line(error)}") from error
     except Exception as error:
       if not download:
         raise
       raise ConfigError(
         f"TransferLearning.weights is 'imagenet', but Keras cannot download them ({_line(error)}); "
-        "fetch the file elsewhere and give its path, or leave weights out to start at random."
+        "download the file elsewhere and give its path, or remove weights to start at random."
       ) from error
     for layer in backbone.layers if self._momentum is not None else ():
       if isinstance(layer, keras.layers.BatchNormalization):
@@ -234,5 +235,4 @@ class TransferLearning(Task):
 
 
 def _line(error: Exception) -> str:
-  text = str(error).strip()
-  return text.splitlines()[0][:200] if text else type(error).__name__
+  return first_line(error)[:200]

@@ -1,1 +1,1 @@
-"""What happens between loops."""
+"""What runs between training loops and after evaluations."""

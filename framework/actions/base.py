@@ -1,7 +1,7 @@
-"""What may happen after a loop or an evaluation: keep the best, stop early or on NaN, export.
+"""The base class of actions: what a run does after a training loop or an evaluation.
 
-An action is called by Orbit's Controller with the values of a loop (`on = "train"`) or of an
-evaluation (`on = "eval"`), before these are written to metrics.jsonl. To write one's own:
+Orbit's Controller calls an action with the values of a loop (`on = "train"`) or of an evaluation
+(`on = "eval"`), before they are written to metrics.jsonl. An action of your own:
 
     class Beep(Action):
       on = "eval"
@@ -9,8 +9,8 @@ evaluation (`on = "eval"`), before these are written to metrics.jsonl. To write 
       def __call__(self, output):
         print("\\a", output["accuracy"])
 
-None of `orbit.actions` does for the ones below: NewBestMetric keeps a file of its own, which knows
-nothing of a restart from an earlier checkpoint, and ExportSavedModel can leave half an export.
+The actions of `orbit.actions` do not fit: NewBestMetric keeps its own file, which a restart from an
+earlier checkpoint does not correct, and ExportSavedModel can leave half an export.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ Output = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """What an action may use of the run it belongs to.
+  """What an action can use of its run.
 
   Attributes:
-    task: its model is built.
+    task: with its model built.
     strategy: the strategy in use.
-    trainer: None where nothing is trained.
-    evaluator: None where nothing is evaluated.
-    checkpoint: everything that training needs to go on, already restored.
-    metrics_log: the log on disk. Workers other than the chief only read it, so that all decide
-      alike: it must be the chief's file.
+    trainer: None if nothing is trained.
+    evaluator: None if nothing is evaluated.
+    checkpoint: everything that training needs to continue, already restored.
+    metrics_log: metrics.jsonl. All workers read the chief's file, so that they decide alike; only
+      the chief writes it.
     global_step: int64 scalar, training steps completed.
     model_dir: the run folder.
-    replay_command: what shows the step again at which `StopOnNonFinite` has stopped.
+    replay_command: the command that replays the step at which `StopOnNonFinite` stopped.
     is_chief: whether this process writes to the run folder.
-    message: tells the user some lines, above the line of progress.
-    evaluated_weights: makes a context in which the model holds the weights that evaluations use:
+    message: prints lines for the user, above the progress line.
+    evaluated_weights: returns a context in which the model holds the weights that evaluations use:
       the moving average, if there is one.
   """
 
@@ -69,28 +69,28 @@ class Run:
 
   @property
   def step(self) -> int:
-    """How many training steps are completed (host)."""
+    """The number of completed training steps (host)."""
     return int(self.global_step.numpy())
 
 
-class StopTraining(Exception):  # noqa: N818 (it is no error)
-  """Raised by an action to end training in good order; the run succeeds.
+class StopTraining(Exception):  # noqa: N818 (it is not an error)
+  """Raised by an action to end training early; the run still succeeds.
 
   Attributes:
     reason: one line for the user.
-    output: the values the action was called with. Orbit writes them after its actions, so whoever
-      catches this still has to.
+    output: the values the action was called with. Orbit writes them only after its actions, so
+      whoever catches this must write them.
   """
 
   def __init__(self, reason: str, output: Output | None = None) -> None:
-    """Keeps both."""
+    """Keeps both arguments."""
     super().__init__(reason)
     self.reason = reason
     self.output = dict(output or {})
 
 
 class Action:
-  """Something to do after each training loop or each evaluation; subclass it.
+  """Something to do after each training loop or evaluation; subclass it.
 
   Attributes:
     on: "train" or "eval".
@@ -101,26 +101,26 @@ class Action:
   run: Run
 
   def bind(self, run: Run) -> None:
-    """Called once by the framework, when the run is assembled (host)."""
+    """Called once, when the run is assembled (host)."""
     self.run = run
 
   def begin(self) -> None:
-    """Called once before the first training step, all being restored (host).
+    """Called once before the first training step, after the restore (host).
 
     Raises:
-      StopTraining: an earlier process had already come to the end.
+      StopTraining: an earlier process already reached the end.
     """
 
   def loop_ends(self) -> Sequence[int]:
-    """Returns steps at which a training loop must end, whatever `run.steps_per_loop` (host)."""
+    """Returns steps at which a loop must end, whatever `run.steps_per_loop` (host)."""
     return ()
 
   def end(self) -> None:
-    """Called once when training is over and saved, or has failed, in this process (host).
+    """Called once when training in this process is over and saved, or has failed (host).
 
-    `begin` may not have been called; other workers may be gone.
+    `begin` may not have been called, and other workers may be gone.
     """
 
   def __call__(self, output: Output) -> None:
-    """Called with the loop's or the evaluation's values, which may be tensors or nested (host)."""
+    """Called with the values of the loop or evaluation: scalars or tensors, maybe nested (host)."""
     raise NotImplementedError

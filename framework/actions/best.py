@@ -1,4 +1,4 @@
-"""Actions that compare evaluations: keep or export the best, stop early."""
+"""Actions that compare evaluations: keep or export the best one, stop early."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import tensorflow as tf
 
+from framework.actions.base import Action, Output, StopTraining
 from framework.backend.files import atomic_write
 from framework.errors import ConfigError, unknown
 from framework.reporting.metrics_log import flatten
-
-if TYPE_CHECKING:
-  pass
-
-from framework.actions.base import Action, Output, StopTraining
+from framework.saving.checkpoints import write_state
 from framework.saving.export import export
 
 Mode = Literal["max", "min"]
@@ -28,7 +25,7 @@ Mode = Literal["max", "min"]
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-  """A metric and which way is better.
+  """A metric and the direction in which it is better.
 
   Raises:
     ConfigError: `mode` is neither "max" nor "min".
@@ -54,7 +51,7 @@ class Goal:
     return float(values[self.metric])
 
   def better(self, value: float, best: float | None, *, by: float = 0.0) -> bool:
-    """Whether `value` beats `best` by more than `by`; one that is not finite beats nothing."""
+    """Whether `value` beats `best` by more than `by`; a value that is not finite beats nothing."""
     if not math.isfinite(value):
       return False
     if best is None:
@@ -62,33 +59,33 @@ class Goal:
     return value - best > by if self.mode == "max" else best - value > by
 
   def best(self, values: Sequence[float]) -> float | None:
-    """Returns the best finite value, None if there is none."""
+    """Returns the best finite value, or None."""
     finite = [value for value in values if math.isfinite(value)]
     return None if not finite else max(finite) if self.mode == "max" else min(finite)
 
 
-class Watch(Action):
-  """Knows one metric of all evaluations: those in metrics.jsonl, then those of this process."""
+class MetricHistory(Action):
+  """Keeps one metric of all evaluations: those in metrics.jsonl, then those of this process."""
 
   on = "eval"
 
   def __init__(self, goal: Goal) -> None:
-    """Knows nothing until `begin` or the first call."""
+    """Reads nothing until `begin` or the first call."""
     self._goal = goal
     self._values: list[float] | None = None
 
   def begin(self) -> None:
-    """Recalls the evaluations up to the restored step."""
+    """Reads the values of all evaluations up to the restored step."""
     self._values = self.recall(before_step=self.run.step + 1)
 
   def recall(self, *, before_step: int) -> list[float]:
-    """Returns the values in metrics.jsonl, one an evaluated step, oldest first."""
+    """Returns the values in metrics.jsonl before a step, one per evaluated step, oldest first."""
     records = self.run.metrics_log.records("eval")
     by_step = {r["step"]: r[self._goal.metric] for r in records if self._goal.metric in r}
     return [float(by_step[step]) for step in sorted(by_step) if step < before_step]
 
   def observe(self, output: Output) -> tuple[float, list[float]]:
-    """Returns this evaluation's value and, oldest first, those of all before it.
+    """Returns this evaluation's value, and those of all evaluations before it, oldest first.
 
     Raises:
       ConfigError: the evaluation has no such metric.
@@ -99,23 +96,23 @@ class Watch(Action):
     return value, earlier
 
 
-class OnBest(Watch):
-  """Does something after each evaluation that is better than every earlier one."""
+class OnBest(MetricHistory):
+  """Does something after each evaluation that is better than all before it."""
 
   def __init__(self, *, metric: str = "accuracy", mode: Mode = "max") -> None:
-    """Compares by `metric`, a name in the evaluation's values ("a/b" where nested).
+    """Sets the metric to compare.
 
     Args:
-      metric: the name.
+      metric: its name among the evaluation's values ("a/b" if nested).
       mode: "max" if more is better, "min" if less is.
 
     Raises:
-      ConfigError: `mode` is something else.
+      ConfigError: another `mode`.
     """
     super().__init__(Goal(metric, mode))
 
   def __call__(self, output: Output) -> None:
-    """Calls `on_best` if there was no better or equal evaluation; one that is not finite never is.
+    """Calls `on_best` if the value is finite and better than those of all earlier evaluations.
 
     Raises:
       ConfigError: the evaluation has no such metric.
@@ -125,34 +122,35 @@ class OnBest(Watch):
       self.on_best(value)
 
   def on_best(self, value: float) -> None:
-    """What to do (host); `value` is the metric's."""
+    """Called with the metric's new best value (host)."""
     raise NotImplementedError
 
 
 class BestCheckpoint(OnBest):
-  """Keeps the checkpoint of the best evaluation so far in <model_dir>/best.
+  """Keeps the checkpoint of the best evaluation in <model_dir>/best.
 
-  best.json says which step, value and checkpoint; `tf.train.latest_checkpoint(<model_dir>/best)`
-  finds it. The new best is complete before best.json names it, and only then does the old one go.
+  best.json holds the step, value and checkpoint; `tf.train.latest_checkpoint(<model_dir>/best)`
+  finds it. The new checkpoint is complete before best.json names it, and the old one is removed
+  after that.
   """
 
   def begin(self) -> None:
-    """Recalls the evaluations, and finishes what a kill may have cut short."""
+    """Reads the earlier evaluations; finishes what a kill may have interrupted."""
     super().begin()
     kept = self._read()
     if kept and self.run.is_chief:
       self._tidy(kept["checkpoint"])
 
   def recall(self, *, before_step: int) -> list[float]:
-    """Adds best.json's value, which a kill may have kept from the log."""
+    """Adds the value in best.json, which may be missing in the log after a kill."""
     kept = self._read() or {}
     same = all(kept.get(k) == v for k, v in dataclasses.asdict(self._goal).items())
     logged = super().recall(before_step=before_step)
     return [*logged, kept["value"]] if same else logged
 
   def on_best(self, value: float) -> None:
-    """Saves a checkpoint, names it in best.json, removes the one before."""
-    if not self.run.is_chief:  # every worker takes part in reading distributed variables
+    """Saves a checkpoint, names it in best.json and removes the previous one."""
+    if not self.run.is_chief:  # all workers must take part in reading distributed variables
       with tempfile.TemporaryDirectory() as scratch:
         self._write(os.path.join(scratch, "ckpt"))
       return
@@ -163,19 +161,18 @@ class BestCheckpoint(OnBest):
     self._tidy(name)
 
   def _write(self, path: str) -> None:
-    _ = self.run.checkpoint.save_counter  # made at first use; `restore` misses it in the file
-    self.run.checkpoint.write(path)  # unlike `save`, it counts nothing
+    _ = self.run.checkpoint.save_counter  # created on first use; without it `restore` complains
+    self.run.checkpoint.write(path)  # unlike `save`, it does not change save_counter
 
   def _new_name(self) -> str:
-    """Returns ckpt-<step>, or ckpt-<step>.1 and so on where a step is evaluated again."""
+    """Returns ckpt-<step>, or ckpt-<step>.1 and so on if the step is evaluated again."""
     first = f"ckpt-{self.run.step}"
     names = itertools.chain([first], (f"{first}.{again}" for again in itertools.count(1)))
     return next(name for name in names if not tf.io.gfile.exists(self._path(f"{name}.index")))
 
   def _tidy(self, best: str) -> None:
-    """Makes TensorFlow's state file point to `best` and removes all others, torn ones included."""
-    state = f'model_checkpoint_path: "{best}"\nall_model_checkpoint_paths: "{best}"\n'
-    atomic_write(self._path("checkpoint"), state)
+    """Makes TensorFlow's state file name `best`; removes all other checkpoints, complete or not."""
+    write_state(self._path(""), [best])
     for name in tf.io.gfile.listdir(self._path("")):
       if name.startswith("ckpt-") and name.rstrip("/").rsplit(".", 1)[0] != best:
         tf.io.gfile.rmtree(self._path(name))
@@ -190,19 +187,19 @@ class BestCheckpoint(OnBest):
     return os.path.join(self.run.model_dir, "best", name)
 
 
-class EarlyStopping(Watch):
-  """Stops training once an evaluation metric has not improved for `patience` evaluations."""
+class EarlyStopping(MetricHistory):
+  """Stops training after `patience` evaluations in a row without improvement of a metric."""
 
   def __init__(
     self, *, metric: str = "loss", mode: Mode = "min", patience: int, min_delta: float = 0.0
   ) -> None:
-    """Counts evaluations, those before a restart included.
+    """Sets when to stop; evaluations before a restart count too.
 
     Args:
-      metric: a name in the evaluation's values ("a/b" where nested).
+      metric: its name among the evaluation's values ("a/b" if nested).
       mode: "max" if more is better, "min" if less is.
-      patience: stop at this many evaluations in a row without improvement.
-      min_delta: an improvement must be more than this.
+      patience: evaluations in a row without improvement after which to stop.
+      min_delta: an improvement must be larger than this.
 
     Raises:
       ConfigError: an unknown mode, `patience` below 1, or `min_delta` below 0.
@@ -216,10 +213,10 @@ class EarlyStopping(Watch):
     self._min_delta = min_delta
 
   def begin(self) -> None:
-    """Recalls the evaluations up to the restored step.
+    """Reads the earlier evaluations.
 
     Raises:
-      StopTraining: they already say to stop, so a run that has stopped stays so.
+      StopTraining: they already used up the patience, so a stopped run stays stopped.
     """
     super().begin()
     self._stop_if_stalled({})
@@ -255,12 +252,12 @@ class Export(OnBest):
   def __init__(
     self, *, metric: str = "accuracy", mode: Mode = "max", directory: str | None = None
   ) -> None:
-    """Exports to `directory`, always the same one.
+    """Sets the metric to compare and where to export.
 
     Args:
-      metric: a name in the evaluation's values ("a/b" where nested).
+      metric: its name among the evaluation's values ("a/b" if nested).
       mode: "max" if more is better, "min" if less is.
-      directory: None is <model_dir>/export.
+      directory: each export replaces the one before; None for <model_dir>/export.
 
     Raises:
       ConfigError: an unknown mode.

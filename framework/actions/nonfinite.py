@@ -1,76 +1,72 @@
-"""The action that fails a run at the first NaN or infinity."""
+"""`StopOnNonFinite`: fails a run at the first NaN or infinity."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from absl import logging
 
 from framework import forensics
-from framework.trainer import Trainer
-
-if TYPE_CHECKING:
-  pass
-
 from framework.actions.base import Action, Output, Run
+from framework.strategies import traits
+from framework.trainer import Trainer
 
 
 class NonFiniteLoss(RuntimeError):  # noqa: N818 (it reads as what happened)
-  """The loss or a gradient became NaN or infinite: a failure, in one line: where, what to try."""
+  """The loss or a gradient became NaN or infinite; one line: at which step, and what to try."""
 
 
 class StopOnNonFinite(Action):
-  """Fails the run at the first NaN or infinity, and tells where it came from; deletes nothing.
+  """Fails the run at the first NaN or infinity and reports its source; deletes nothing.
 
-  The loop stops before the first step with a loss, or without dynamic loss scaling a reduced
-  gradient, that is not finite. The state before it and a report, of replicas, variables and
-  examples, are left in <model_dir>/nonfinite; see framework/forensics.py.
+  The loop stops at the first step whose loss is not finite, or, without dynamic loss scaling, whose
+  reduced gradient is not. That step is undone. <model_dir>/nonfinite gets the state before it and a
+  report of replicas, variables and examples; see framework/forensics.py.
   """
 
   on = "train"
 
   def __init__(self, *, forensics: bool = True) -> None:
-    """Chooses how much to do.
+    """Sets what to do.
 
     Args:
-      forensics: False, or under parameter servers, stops only after the loop in which the loss was
-        not finite, and tells only the step.
+      forensics: False stops after the loop that has the bad step, and reports only the step. This
+        is always so under parameter servers.
     """
     self._forensics = forensics
 
   def bind(self, run: Run) -> None:
-    """Has the trainer watch its steps."""
+    """Makes the trainer watch its steps."""
     super().bind(run)
     trainer = run.trainer
     if not self._forensics or not isinstance(trainer, Trainer):
       return
-    if trainer.watchable:
-      trainer.watch_nonfinite(lambda: self._examine(trainer))
+    if not traits.is_asynchronous(run.strategy):
+      forensics.watch(trainer, lambda: self._examine(trainer))
     else:
-      logging.warning("StopOnNonFinite tells no more than the step under parameter_server")
+      logging.warning("StopOnNonFinite reports only the step under parameter_server")
 
   def _examine(self, trainer: Trainer) -> None:
-    """Saves the step that the trainer stands before, reports on it, and fails the run."""
+    """Saves the state before the bad step, reports on the step, and fails the run."""
     forensics.save(self.run.checkpoint, self.run.model_dir, is_chief=self.run.is_chief)
     try:
       report = forensics.examine(trainer)
-    except tf.errors.OpError as error:  # such as memory that is too small to run eagerly
+    except tf.errors.OpError as error:  # such as too little memory to run eagerly
       raise self._failure("loss or a gradient", self.run.step + 1) from error
     print(report, file=sys.stderr)
     if self.run.is_chief:
       forensics.save_report(report, self.run.model_dir)
-    trainer.cluster.barrier()  # the first process to fail may end the others
+    trainer.cluster.barrier()  # the first process that fails may end the others
     what = "loss" if any(f.is_loss for f in report.findings) else "gradients"
     raise self._failure(what, report.step, f"; replay the step: {self.run.replay_command}")
 
   def __call__(self, output: Output) -> None:
-    """Looks at the trainer's "nonfinite_step": the first such step; absent or -1 if there is none.
+    """Checks "nonfinite_step" in the loop's values: the first bad step; -1 or absent if none.
 
     Raises:
-      NonFiniteLoss: there was one.
+      NonFiniteLoss: there is one.
     """
     step = int(output.get("nonfinite_step", -1))
     if step >= 0:

@@ -1,10 +1,10 @@
-"""A trace of some steps for TensorBoard: which operation ran when, on which thread and device.
+"""`Profile`: a trace of some steps for TensorBoard: each operation, its time, thread and device.
 
     run.actions = [@Profile()]
     Profile.steps = (100, 105)
 
-writes <model_dir>/profile/plugins/profile/<time>/, which `tensorboard --logdir <model_dir>` shows
-under "Profile" where its plugin tensorboard-plugin-profile is installed.
+It writes <model_dir>/profile/plugins/profile/<time>/. `tensorboard --logdir <model_dir>` shows it
+under "Profile" if the plugin tensorboard-plugin-profile is installed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from framework.errors import ConfigError
 
 
 class Profile(Action):
-  """Traces some training steps of the chief; no step computes anything else because of it.
+  """Traces some training steps of the chief, without changing what they compute.
 
-  A training loop ends before the first and after the last of them, whatever `run.steps_per_loop`,
-  so that there are up to two more lines in metrics.jsonl.
+  A training loop ends before the first and after the last of these steps, whatever
+  `run.steps_per_loop`; so metrics.jsonl may have two more lines.
   """
 
   on = "train"
 
   def __init__(self, *, steps: tuple[int, int] = (11, 15)) -> None:
-    """Traces nothing yet.
+    """Sets the steps.
 
     Args:
       steps: the first and the last step to trace, counted from 1.
 
     Raises:
-      ConfigError: they are no two steps in order.
+      ConfigError: not two steps in ascending order.
     """
     if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
       raise ConfigError(
@@ -45,19 +45,19 @@ class Profile(Action):
     self._tracing = False
 
   def loop_ends(self) -> Sequence[int]:
-    """Returns the steps between which to trace."""
+    """Returns the step before the first traced one, and the last."""
     return (self._first - 1, self._last)
 
   def begin(self) -> None:
-    """Starts, where training goes on from within the steps or just before."""
+    """Starts the trace if training continues from just before or within the steps."""
     self._follow()
 
   def __call__(self, output: Output) -> None:
-    """Starts or stops, after the loop that has come to one of `loop_ends`."""
+    """Starts or stops the trace after a loop that ended at one of `loop_ends`."""
     self._follow()
 
   def end(self) -> None:
-    """Writes what was traced where training has ended within the steps."""
+    """Writes the trace if training ended within the steps."""
     if self._tracing:
       self._stop()
 

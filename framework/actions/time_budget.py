@@ -1,34 +1,39 @@
-"""Where the wall time of a training run went, in a table at its end, and what to do about it.
+"""`TimeBudget`: where the wall time of a training run goes, as a table at its end.
 
     run.actions = [@TimeBudget()]
 
-From the first step (or restore) to the last checkpoint, in parts that exclude each other:
+The time from the first step (or restore) to the last checkpoint, in parts that do not overlap:
 
-    input wait     from asking for a batch to having it, in the step
-    communication  from a replica's sums being ready to the sums over all replicas being there, in
-                   the step: so it includes waiting for the slowest replica. Mean over replicas.
+    input wait     in the step, from the request for a batch to its arrival
+    communication  in the step, from a replica's sums to the sums over all replicas: includes the
+                   wait for the slowest replica. Mean over replicas.
     compute        the rest of the training loops
-    start          from calling a loop to its first operation: at first tracing and optimizing its
-                   graph, later next to nothing
+    start          from the call of a loop to its first operation: in the first loop, tracing and
+                   optimizing the graph; later almost nothing
     checkpoints, evaluation, reporting, action <name>
-                   on the host, between loops; the others wait for them
-    host           what is left of it
+                   on the host, between loops, while the devices wait
+    host           the rest
 
-Input wait and communication are timestamps in the compiled step, two each. Those of communication
-are there only with this action, on several replicas, and cost some ten small operations a step.
-They tell the truth where an operation is done when it says so, on CPUs; on GPUs it is then only
-enqueued, so that the two parts are reported as one, "compute and communication": use `Profile`.
-Communication that a task does by itself counts as compute.
+The compiled step takes two timestamps for the input, and two for communication if this action is
+used on several replicas; the latter cost about ten small operations a step. On a CPU an operation
+is done when the next timestamp is taken. On a GPU it is only enqueued, so there the two parts are
+reported as one, "compute and communication"; use `Profile` to separate them. Communication in the
+task's own code counts as compute.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import tensorflow as tf
 
 from framework.actions.base import Action, Output, Run
+from framework.backend import timing
 from framework.backend.timing import Stopwatch
 from framework.errors import ConfigError
+from framework.observers import AllReduce, Observer, StepObserver, Tensors
 from framework.strategies import traits
 
 if TYPE_CHECKING:
@@ -43,32 +48,87 @@ SUGGESTIONS: Mapping[str, str] = {
   "compute": "nothing else holds it up; try Trainer.jit_compile = True, or look at a trace: "
   "run.actions = [@Profile()].",
   "compute and communication": "look at a trace: run.actions = [@Profile()].",
-  "start": "it is paid once a process: a longer run hides it; if it comes again, the log says that "
-  "the loop was traced again.",
+  "start": "paid once per process, so it matters less in a longer run; if it repeats, the log says "
+  "that the loop was traced again.",
   "checkpoints": "save less often: a larger run.checkpoint_every_steps.",
   "evaluation": "evaluate less often or in larger batches: run.eval_every_steps, "
   "run.eval_batch_size.",
   "reporting": "report less often: a larger run.steps_per_loop.",
-  "host": "come to the host less often: a larger run.steps_per_loop.",
+  "host": "return to the host less often: a larger run.steps_per_loop.",
 }
-"""What to do if a part is the largest."""
+"""Part -> what to do if it is the largest."""
+
+
+class StepTimes(Observer):
+  """Adds "start_s" to a loop's results, and "communication_s" where reductions are timed."""
+
+  def __init__(self, *, reductions: bool) -> None:
+    """Makes a variable for the time at which a loop starts.
+
+    Args:
+      reductions: time each all-reduce; the mean over replicas is reported.
+    """
+    self._reductions = reductions
+    self._started = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+    self._called_s = 0.0
+
+  def of_replica(self) -> StepObserver:
+    """See `Observer`."""
+    return _ReductionTimes() if self._reductions else StepObserver()
+
+  def loop_begins(self, *, after_step: int, steps: int) -> None:
+    """See `Observer`."""
+    del after_step, steps
+    self._called_s = time.time()
+
+  def loop_starts(self) -> None:
+    """See `Observer`."""
+    self._started.assign(timing.timestamp())
+
+  def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
+    """See `Observer`."""
+    results["start_s"] = max(0.0, float(self._started.numpy()) - self._called_s)
+    if "communication" in results:
+      results["communication_s"] = results.pop("communication") * ran
+
+
+class _ReductionTimes(StepObserver):
+  """Times from a replica's own sums being ready to the sums over all replicas being there."""
+
+  def __init__(self) -> None:
+    self._seconds: list[tf.Tensor] = []
+
+  def all_reduce(
+    self, reduce: AllReduce, gradients: Tensors, scalars: Tensors
+  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    with tf.control_dependencies([*gradients, *scalars]):
+      began = timing.timestamp()
+    with tf.control_dependencies([began]):
+      gradients, scalars = [tf.identity(g) for g in gradients], [tf.identity(s) for s in scalars]
+    sums, scalar_sums = reduce(gradients, scalars)
+    with tf.control_dependencies([*sums, *scalar_sums]):
+      self._seconds.append(tf.cast(timing.timestamp() - began, tf.float32))
+    return sums, scalar_sums
+
+  def metrics(self) -> Mapping[str, tuple[Any, Any]]:
+    return {"communication": (tf.add_n([tf.constant(0.0), *self._seconds]), 1.0)}
 
 
 class TimeBudget(Action):
-  """Prints where the wall time of this process's training went, at its end.
+  """Prints where the wall time of this process's training went, when training ends.
 
-  The same goes to metrics.jsonl as one line of the split "time", a value "<part>_s" for each part.
+  metrics.jsonl gets the same as one line of the split "time": "<part>_s" -> seconds.
   """
 
   on = "train"
 
   def __init__(self) -> None:
-    """Measures nothing before `begin`."""
+    """Measures from `begin` on."""
     self.watch = Stopwatch()
     self._in_step = {"input wait": 0.0, "communication": 0.0, "start": 0.0}
 
   def bind(self, run: Run) -> None:
-    """Has the trainer time its reductions, where that tells the truth.
+    """Makes the trainer time its reductions, unless it runs on GPUs or TPUs.
 
     Raises:
       ConfigError: training is asynchronous.
@@ -76,25 +136,26 @@ class TimeBudget(Action):
     super().bind(run)
     if traits.is_asynchronous(run.strategy):
       raise ConfigError(
-        "run.actions has @TimeBudget(), but under parameter_server each worker waits for input and "
-        "servers by itself, beside the others; leave it out."
+        "run.actions has @TimeBudget(), but under parameter_server the workers wait for input and "
+        "servers independently of each other; remove it."
       )
     devices = traits.describe(run.strategy)[1]
     self._separable = not any("GPU" in device or "TPU" in device for device in devices)
-    cast("Trainer", run.trainer).time_parts(reductions=self._separable)
+    several = run.strategy.num_replicas_in_sync > 1
+    cast("Trainer", run.trainer).observe(StepTimes(reductions=self._separable and several))
 
   def begin(self) -> None:
     """Starts the clock."""
     self.watch.start()
 
   def __call__(self, output: Output) -> None:
-    """Adds what was measured in the loop's steps."""
+    """Adds the seconds that the loop measured in its steps."""
     self._in_step["input wait"] += float(output["input_wait_s"])
     self._in_step["communication"] += float(output.get("communication_s", 0.0))
     self._in_step["start"] += float(output["start_s"])
 
   def end(self) -> None:
-    """Prints the table and writes the record."""
+    """Prints the table and appends it to metrics.jsonl."""
     if not self.watch.is_running:
       return
     self.watch.stop()
@@ -114,7 +175,7 @@ class TimeBudget(Action):
 
 
 def table(parts: Mapping[str, float]) -> str:
-  """Returns the lines to print: parts, seconds and shares, the largest first, and a suggestion."""
+  """Returns the lines to print: part, seconds and share, largest first; then a suggestion."""
   total = sum(parts.values())
   rows = sorted(parts.items(), key=lambda item: -item[1])
   width = max(len(name) for name in parts)

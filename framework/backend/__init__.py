@@ -1,1 +1,1 @@
-"""What TensorFlow and both Kerases leave to the framework."""
+"""Adapts TensorFlow and both Keras generations to the framework."""

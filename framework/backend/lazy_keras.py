@@ -1,9 +1,9 @@
-"""Keras's parts that import other libraries, left until somebody asks for them.
+"""Defers the import of parts of Keras that import other libraries.
 
-Where scikit-learn and matplotlib are installed, `import keras` imports both, for wrappers and plots
-that no step uses, in every process of a cluster; docs/architecture.md says what that costs.
-`importlib.util.LazyLoader` would not do: it executes a module at any look at it, and AutoGraph
-looks at every module there is. These parts are executed when a name of their own is asked for.
+If scikit-learn and matplotlib are installed, `import keras` imports both in every process, for
+wrappers and plots that no step uses; docs/architecture.md gives the cost. `importlib.util`'s
+LazyLoader does not help: it executes a module at any attribute access, and AutoGraph accesses all
+modules. The modules here are executed at the first access to a name of their own.
 """
 
 import importlib.abc
@@ -22,12 +22,12 @@ PARTS = frozenset(
 
 
 class Finder(importlib.abc.MetaPathFinder):
-  """Finds the parts as Python does, and defers them."""
+  """Finds the deferred modules as Python does, with a loader that defers execution."""
 
   def find_spec(
     self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
   ) -> importlib.machinery.ModuleSpec | None:
-    """Returns the spec of a part; None for everything else."""
+    """Returns the spec of a deferred module; None for others."""
     if fullname not in PARTS:
       return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -37,24 +37,26 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class Deferred(importlib.abc.Loader):
-  """Executes a module by another loader, at the first question for a name that is not there."""
+  """Executes a module with another loader at the first access to a missing name."""
 
   def __init__(self, loader: importlib.abc.Loader) -> None:
-    """Takes the loader that will execute the module."""
+    """Stores the loader that executes the module."""
     self._loader = loader
     self._lock = threading.RLock()
     self._started = False
 
   def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-    """Returns what the other loader makes."""
+    """Returns the module of the other loader."""
     return self._loader.create_module(spec)
 
   def exec_module(self, module: ModuleType) -> None:
-    """Gives the module a `__getattr__`, until it is executed."""
+    """Gives the module a `__getattr__` that executes it."""
 
     def missing(name: str) -> Any:
       absent = AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-      if name.startswith("__") and name != "__all__":  # of Python's and AutoGraph's own interest
+      if (
+        name.startswith("__") and name != "__all__"
+      ):  # accessed by Python and AutoGraph for any module
         raise absent
       with self._lock:
         if not self._started:
@@ -73,6 +75,6 @@ class Deferred(importlib.abc.Loader):
 
 
 def install() -> None:
-  """Defers the parts in this process; changes nothing once Keras has been imported (host)."""
+  """Defers these modules in this process; no effect once Keras is imported (host)."""
   if not any(isinstance(finder, Finder) for finder in sys.meta_path):
     sys.meta_path.insert(0, Finder())

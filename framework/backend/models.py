@@ -1,4 +1,4 @@
-"""What the framework asks of a model, whatever made it: Keras 3, tf_keras, tf.Module, or a dict."""
+"""A common interface to models: Keras 3, tf_keras, tf.Module, or a dict or list of them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,9 +11,10 @@ from framework.errors import ConfigError
 
 
 def parts(model: Any) -> Iterator[Any]:
-  """Yields the single models inside a model, a dict or a list of them.
+  """Yields the single models inside a model, a dict or a list.
 
-  After a `tf.Module`, which knows nothing of Keras 3, come the Keras models among its attributes.
+  A `tf.Module` does not track Keras 3 variables, so the Keras models among its attributes follow
+  it.
   """
   if isinstance(model, Mapping):
     for value in model.values():
@@ -28,7 +29,7 @@ def parts(model: Any) -> Iterator[Any]:
 
 
 def _keras_inside(holder: Any, seen: set[int]) -> Iterator[Any]:
-  """Yields the outermost Keras layers that TensorFlow tracks below a `tf.Module`, each once."""
+  """Yields each outermost Keras layer that TensorFlow tracks below a `tf.Module`, once."""
   for child in tf.train.TrackableView.children(holder).values():
     if id(child) not in seen:
       seen.add(id(child))
@@ -43,19 +44,19 @@ def raw(variable: Any) -> tf.Variable:
 def trainable_variables(model: Any) -> list[Any]:
   """Returns the trainable variables of a model, each once, in the model's order.
 
-  They are what the model itself calls variables (`keras.Variable` or `tf.Variable`), so that
-  constraints and names survive; `raw` gives the `tf.Variable` to differentiate.
+  Each is a `keras.Variable` or `tf.Variable`, as in the model, which keeps constraints and names.
+  `raw` returns the `tf.Variable` to differentiate.
   """
   return _variables(model, "trainable_variables")
 
 
 def all_variables(model: Any) -> list[Any]:
-  """Returns every variable of a model, trainable or not, each once; see `trainable_variables`."""
+  """Returns all variables of a model, trainable or not, each once; see `trainable_variables`."""
   return _variables(model, "variables")
 
 
 def weights(model: Any) -> list[Any]:
-  """Returns `all_variables` but for what Keras does not save: the state of random layers."""
+  """Returns `all_variables` except those that Keras does not save: the state of random layers."""
   found = {
     id(raw(weight)): weight
     for part in parts(model)
@@ -78,24 +79,25 @@ def _variables(model: Any, attribute: str) -> list[Any]:
 
 
 def require_in_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
-  """Raises ConfigError if a trainable variable is on one device, and not one on each replica."""
+  """Raises a ConfigError if a trainable variable is on one device instead of on each replica
+  (host).
+  """
   if strategy.num_replicas_in_sync == 1:
     return
   for variable in trainable_variables(model):
     if not strategy.extended.variable_created_in_scope(raw(variable)):
       raise ConfigError(
-        f"the model's variable {name(variable)!r} was not made in strategy.scope(), so that the "
-        f"{strategy.num_replicas_in_sync} replicas have no copies of it; make the model, with its "
-        "variables, in build_model(): not in __init__ or at the head of a module."
+        f"the model's variable {name(variable)!r} was not made in strategy.scope(), so the "
+        f"{strategy.num_replicas_in_sync} replicas have no copies of it; make the model and its "
+        "variables in build_model(), not in __init__ or at the top of a module."
       )
 
 
 def untracked(model: Any) -> dict[str, Any]:
-  """Returns the weights that `tf.train.Checkpoint` does not find in a model, by their number.
+  """Returns the weights that `tf.train.Checkpoint` does not find in a model, by number.
 
-  Such as those of layers in a list that is an attribute of a Keras 3 model of one's own. The state
-  of random layers, which Keras 3 does not save either, is no weight: see
-  framework/backend/randomness.py.
+  For example those of layers in a list that is an attribute of a Keras 3 subclassed model. The
+  state of random layers is not a weight; see framework/backend/randomness.py.
   """
   root = tf.train.Checkpoint(model=model)
   known = {id(each) for each in tf.train.TrackableView(root).descendants()}
@@ -107,31 +109,31 @@ def untracked(model: Any) -> dict[str, Any]:
 
 
 def name(variable: Any) -> str:
-  """Returns the name a user knows a variable by, such as `dense/kernel`."""
+  """Returns the name of a variable as users know it, such as `dense/kernel`."""
   return getattr(variable, "path", None) or variable.name
 
 
 def regularization(model: Any) -> tf.Tensor | float:
-  """Returns the sum of the penalties that the layers of Keras models declare; 0.0 if none."""
+  """Returns the sum of the penalties of all Keras layers, a float32 scalar; 0.0 without any."""
   penalties = [p for part in parts(model) if is_keras(part) for p in part.losses]
   return tf.add_n([tf.cast(p, tf.float32) for p in penalties]) if penalties else 0.0
 
 
 def is_keras(model: Any) -> bool:
-  """True for a layer or model of either Keras generation."""
+  """Whether `model` is a layer or model of either Keras generation."""
   return isinstance(model, (keras.Layer, tf_keras.layers.Layer))
 
 
 def serving_function(model: Any) -> Any:
-  """Returns a `tf.function` float -> outputs for a Keras model with one input tensor.
+  """Returns a `tf.function` that calls a Keras model with one input: float [n, ...] -> outputs.
 
   Raises:
-    ConfigError: the model is not a Keras model with exactly one known input.
+    ConfigError: not a Keras model with exactly one known input.
   """
   inputs = getattr(model, "inputs", None) if is_keras(model) else None
   if not inputs or len(inputs) != 1:
     raise ConfigError(
-      f"cannot tell what a SavedModel of {type(model).__name__} should serve; override "
+      f"cannot derive the signature of a SavedModel of {type(model).__name__}; override "
       "Task.export_signature() and return a tf.function with an input_signature."
     )
   shape, dtype = tuple(inputs[0].shape), tf.as_dtype(inputs[0].dtype)

@@ -1,9 +1,11 @@
-"""State that a layer keeps on each replica for itself, such as batch normalisation's statistics.
+"""Assigns to variables on all replicas, and averages state that differs between replicas.
 
-Left alone, the copies drift apart: Keras 3 evaluates with another one on each replica, and of all a
-checkpoint holds the first or their mean, so that a resumed run is not the uninterrupted one.
+Each replica keeps its own statistics of batch normalisation, for example. Without averaging they
+drift apart: Keras 3 evaluates with other statistics on each replica, and a checkpoint stores the
+first copy or the mean, so a resumed run differs from an uninterrupted one.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -14,23 +16,47 @@ from framework.backend.autograph import as_written
 
 @as_written
 def average(strategy: tf.distribute.Strategy, model: Any) -> None:
-  """Gives every replica the mean of all copies (cross-replica).
+  """Assigns to every replica the mean of all copies (cross-replica).
 
-  That is what tf_keras evaluates with and saves. The averaging of moving averages is linear, so
-  doing it now and then changes nothing but roundings.
+  tf_keras evaluates with this mean and saves it. Updates of moving averages are linear, so
+  averaging at intervals changes results only by rounding.
 
   Args:
     strategy: the current one.
-    model: whose non-trainable float variables, unless they are the same everywhere by contract.
+    model: averages its non-trainable float variables, except those that are equal by design.
   """
-
-  def assign(variable: tf.Variable, value: tf.Tensor) -> None:
-    variable.assign(value, read_value=False)
 
   for variable in _local_variables(strategy, model):
     copies = strategy.extended.call_for_each_replica(variable.read_value)
     mean = strategy.reduce(tf.distribute.ReduceOp.MEAN, copies, axis=None)
-    strategy.extended.update(variable, assign, args=(mean,))
+    assign(strategy, variable, mean)
+
+
+def assign(strategy: tf.distribute.Strategy, variable: tf.Variable, value: Any) -> None:
+  """Assigns `value`, a tensor or one per replica, to a variable's copies (cross-replica)."""
+  assign_result(strategy, variable, lambda copy, new: new, (value,))
+
+
+def assign_result(
+  strategy: tf.distribute.Strategy,
+  variable: tf.Variable,
+  function: Callable[..., tf.Tensor],
+  args: tuple[Any, ...],
+) -> None:
+  """Assigns `function(copy, *args)` to each copy of a variable, on its device (cross-replica).
+
+  Args:
+    strategy: the current one.
+    variable: of any distribution.
+    function: returns a tensor of the variable's shape and dtype.
+    args: tensors or per-replica values.
+  """
+
+  @as_written
+  def assign_copy(copy: tf.Variable, *values: tf.Tensor) -> None:
+    copy.assign(function(copy, *values), read_value=False)
+
+  strategy.extended.update(variable, assign_copy, args=args, group=False)
 
 
 def _local_variables(strategy: tf.distribute.Strategy, model: Any) -> list[tf.Variable]:

@@ -1,13 +1,13 @@
-"""Where wall time goes: parts that exclude each other, entered and left by what does the work.
+"""Measures wall time by named parts that exclude each other.
 
     watch = Stopwatch()
     watch.start()
-    train()          # what is decorated by @timed("training") and so on counts for its part
+    train()          # a function decorated with @timed("training") counts for that part
     watch.stop()
     watch.seconds    # {"host": 0.4, "training": 11.2, "checkpoints": 0.7, ...}
 
-While a part lasts, the one around it stands still, so that the parts always add up to the whole.
-Where no stopwatch runs, `timed` costs one look at a variable.
+An inner part pauses the outer one, so the parts always add up to the total. Without a running
+stopwatch, `timed` costs one variable lookup.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from tensorflow.python.framework import config as tf_config
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 HOST = "host"
-"""The part of all that is in no other."""
+"""The part for time that is in no other part."""
 
 _running: contextvars.ContextVar[Stopwatch | None] = contextvars.ContextVar("running", default=None)
 
 
 class Stopwatch:
-  """Adds up the seconds of each part.
+  """Accumulates the seconds of each part.
 
   Attributes:
-    seconds: part -> seconds so far, of parts that were left or interrupted.
+    seconds: part -> seconds so far; the current part is added when it ends or is paused.
   """
 
   def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Stands still until `start`.
+    """Makes a stopped watch.
 
     Args:
-      clock: seconds, monotonic.
+      clock: returns seconds, monotonic.
     """
     self.seconds: dict[str, float] = collections.defaultdict(float)
     self._clock = clock
@@ -50,24 +50,24 @@ class Stopwatch:
     self._since = 0.0
 
   def start(self) -> None:
-    """Starts in the part `HOST`, and is from now on the one that `timed` functions count for."""
+    """Starts with the part `HOST`; from now on `timed` functions count for this watch."""
     self._parts, self._since = [HOST], self._clock()
     _running.set(self)
 
   def stop(self) -> None:
-    """Stands still again; `timed` functions count for nobody."""
+    """Stops; `timed` functions no longer count."""
     self._turn()
     self._parts = []
     _running.set(None)
 
   @property
   def is_running(self) -> bool:
-    """Whether it was started and not stopped."""
+    """Whether it is started and not stopped."""
     return bool(self._parts)
 
   @contextlib.contextmanager
   def part(self, name: str) -> Iterator[None]:
-    """Counts the time within as `name`'s, but for parts within it."""
+    """Counts the time in the `with` for `name`, except for parts inside it."""
     self._turn()
     self._parts.append(name)
     try:
@@ -83,7 +83,7 @@ class Stopwatch:
 
 
 def timed(name: str) -> Callable[[Function], Function]:
-  """Counts the time in a function as the part `name` of the stopwatch that runs (a decorator)."""
+  """Decorator: counts the time in a function for the part `name` of the running stopwatch."""
 
   def decorate(function: Function) -> Function:
     @functools.wraps(function)
@@ -100,7 +100,7 @@ def timed(name: str) -> Callable[[Function], Function]:
 
 
 def timestamp() -> tf.Tensor:
-  """Returns the seconds since the epoch, a float64 scalar (any context)."""
-  if tf_config.is_op_determinism_enabled():  # which forbids tf.timestamp
+  """Returns the seconds since 1970-01-01 UTC, a float64 scalar (any context)."""
+  if tf_config.is_op_determinism_enabled():  # it forbids tf.timestamp
     return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
   return tf.timestamp()

@@ -1,27 +1,27 @@
-"""The gin table, and the check of a config: every mistake in one line, before a device is touched.
+"""Checks a gin config completely, and reports each mistake in one line, before using any device.
 
-gin composes the framework, which does not know it: classes are plain Python, `table.py` lists those
-that a gin file may name, and `run` is the one function that a config drives.
+The framework's classes are plain Python and do not import gin. `table.py` lists those that a gin
+file may name, and a config drives only the function `run`.
 
     configurables.parse(["configs/digits.gin"], ["run.seed = 3"])
     configurables.configured(run)(mode="train", model_dir="/tmp/digits")
 
-A class of your own registers itself where it is defined, and the gin file imports its module:
+Register your own class where you define it, and import its module in the gin file:
 
     @framework.register                          import my_tasks
     class Digits(framework.Task):                run.task = @Digits()
       ...                                        Digits.width = 64
 
-A parameter whose default is itself in the table (`strategy=strategies.auto`) is bound to it, so
+A parameter whose default is in the table (`strategy=strategies.auto`) is bound to it, so
 `auto.cpu_replicas = 2` works without `run.strategy = @auto`.
 
-    table.py     what a gin file may name, and what is known about it
-    imports.py   the modules that a gin file imports
-    reading.py   gin files -> bindings, each with its place
-    values.py    whether a value fits an annotation
-    graph.py     what a config reaches
-    checks.py    the mistakes
-    examination.py  all of them at once
+    table.py        the names that a gin file may use, and their parameters
+    imports.py      the modules that a gin file imports
+    reading.py      gin files -> bindings with their places
+    values.py       whether a value fits an annotation
+    graph.py        what a config reaches
+    checks.py       the mistakes
+    examination.py  all mistakes of a config
 """
 
 import copy
@@ -36,7 +36,7 @@ from framework.configurables.examination import Examination, examine, examined
 from framework.configurables.graph import Graph
 from framework.configurables.imports import REPOSITORY
 from framework.configurables.reading import MACRO, Binding, Config, Reference, is_writable
-from framework.configurables.table import configured, register, register_all
+from framework.configurables.table import configured, options, register, register_all
 from framework.configurables.values import map_references
 
 __all__ = [
@@ -48,28 +48,29 @@ __all__ = [
   "examine",
   "examined_in_force",
   "operative_config",
+  "options",
   "parse",
   "register",
   "register_all",
 ]
 
 _latest: tuple[Examination, dict[str, str]] | None = None
-"""What `parse` read last, and what `bindings` said then."""
+"""The last result of `parse`, and of `bindings` at that time."""
 
 
 def parse(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> None:
-  """Reads a config, checks all of it, and only then puts it in force in place of any earlier one.
+  """Reads and checks a config, then puts it in force in place of any earlier one.
 
-  A gin file is looked for in the working directory and then in the repository; an include first
-  beside the file that includes it. Later bindings override earlier ones. Modules in the working
-  directory and beside the gin files can be imported.
+  Searches a gin file in the working directory, then in the repository; an included file first next
+  to the including one. Later bindings override earlier ones. Makes modules in the working directory
+  and next to the gin files importable.
 
   Args:
     gin_files: paths.
-    gin_params: single bindings such as "run.seed = 3"; they come last.
+    gin_params: single bindings such as "run.seed = 3", read after the files.
 
   Raises:
-    ConfigError: a mistake in the config, in one line, with file and line where there is one.
+    ConfigError: a mistake in the config, in one line, with file and line if known.
   """
   global _latest
   examination = examine(gin_files, gin_params)
@@ -81,28 +82,27 @@ def parse(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> None:
 
 
 def examined_in_force() -> Examination:
-  """Returns the examination of the config in force: as `parse` read it, or as gin has it."""
+  """Returns the examination of the config in force, from `parse` or else from gin."""
   if _latest is not None and _latest[1] == bindings():
     return _latest[0]
   return examined(_from_gin())
 
 
 def check() -> None:
-  """Checks the config in force, for bindings that were made through gin itself.
+  """Checks the config in force, for bindings made through gin itself.
 
   Raises:
-    ConfigError: as `parse` does.
+    ConfigError: as in `parse`.
   """
   check_all(_from_gin().bindings)
 
 
 def operative_config() -> str:
-  """Returns the config in force as a gin file: what a run can reach, every default included.
+  """Returns the config in force as a gin file: everything that a run can reach, with all defaults.
 
-  gin's own operative config holds what has been called so far, so before the first step it lacks
-  all that is called later. This one follows the references instead: it is complete at any time,
-  and `parse` reads it as the same config. Defaults that gin cannot write, such as objects, are left
-  out.
+  gin's own operative config has only what was already called, so before the first step it is
+  incomplete. This one follows references, so it is complete at any time, and `parse` reads it as
+  the same config. It omits defaults that gin cannot write, such as objects.
   """
   config = _from_gin()
   if not config.bindings:
@@ -118,21 +118,20 @@ def operative_config() -> str:
 
 
 def bindings() -> dict[str, str]:
-  """Returns what the config in force binds, name -> value as gin writes it."""
+  """Returns the bindings of the config in force, name -> value as gin writes it."""
   return {str(binding): repr(binding.value) for binding in _from_gin().bindings}
 
 
 def bound(name: str, parameter: str, default: Any) -> Any:
-  """Returns the value of a binding, `default` without one; `@Class()` in it is called each time."""
+  """Returns the value of a binding, or `default`; each call evaluates `@Class()` in it anew."""
   try:
     value = gin.query_parameter(f"{name}.{parameter}")
   except ValueError:
     return default
-  return copy.deepcopy(value)  # which is how gin calls it; what a class refuses comes through
+  return copy.deepcopy(value)  # as gin does it; errors of a class pass through
 
 
 def _written(config: Config, values: Mapping[str, Any]) -> str:
-  """Lays out imports, macros, the roots, and the rest in alphabetical order."""
   groups: dict[str, list[str]] = {}
   for name in sorted(values, key=lambda name: (name.rpartition(".")[0] not in table.ROOTS, name)):
     groups.setdefault(name.rpartition(".")[0], []).append(f"{name} = {values[name]!r}")
@@ -147,7 +146,7 @@ def _put_in_force(config: Config, bindings: Iterable[Binding]) -> None:
 
 
 def _from_gin() -> Config:
-  """Returns what is in force. `gin.config_str` would be public, but sorts the keys of dicts."""
+  """Returns the config in force. gin's public `config_str` would sort the keys of dicts."""
   bindings = [
     Binding("the config in force", "", scope, name, parameter, _own_references(value))
     for (scope, name), values in gin.config._CONFIG.items()
@@ -168,7 +167,7 @@ def _own_reference(reference: Any) -> Reference:
 
 
 def _defaults_in_use(graph: Graph) -> list[Binding]:
-  """Returns the bindings that make gin configure a default of the table as if it were named."""
+  """Returns bindings that make gin configure defaults of the table as if they were named."""
   return [
     Binding("", "", "", name, parameter, reference)
     for name in sorted({use.name for use in graph.uses})

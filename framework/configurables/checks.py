@@ -1,4 +1,4 @@
-"""The mistakes in a config: names, values, what is missing, what contradicts, what nothing uses."""
+"""Finds mistakes in a config: names, values, missing, contradictory and unused bindings."""
 
 import dataclasses
 import functools
@@ -25,15 +25,15 @@ from framework.errors import ConfigError, suggest
 EXAMPLES = {
   "run.task": "`import tasks.image_classification` and `run.task = @ImageClassification()`"
 }
-"""What to add for a parameter that must be set, where `... = ...` would not help."""
+"""What to add for a required parameter if `... = ...` would not help."""
 
 
 Kind = Literal["reading", "imports", "names", "one value each", "values", "used", "complete"]
-"""What a mistake is a mistake in, in the order of the checks."""
+"""The kinds of mistakes, in the order of the checks."""
 
 
 class Mistake(NamedTuple):
-  """A mistake: in what, where ("" if nowhere in particular), and its line, which begins there."""
+  """A mistake: its kind, its place ("" if none), and its line, which begins with the place."""
 
   kind: Kind
   where: str
@@ -41,7 +41,7 @@ class Mistake(NamedTuple):
 
 
 def caught(kind: Kind, where: str, check: Callable[[], object]) -> Iterator[Mistake]:
-  """Yields what `check` raises, if it does, with the place in front of it."""
+  """Yields the mistake that `check` raises, if any, with its place."""
   try:
     with at(where):
       check()
@@ -53,7 +53,7 @@ def resolved(binding: Binding) -> Binding:
   """Returns the binding with every name in its shortest unambiguous form.
 
   Raises:
-    ConfigError: a name or parameter that is not known, or that must not be bound.
+    ConfigError: an unknown name or parameter, or a parameter that must not be bound.
   """
   with at(binding.where):
     return _resolved(binding)
@@ -65,7 +65,7 @@ def in_force(history: Iterable[Binding]) -> list[Binding]:
 
 
 def check_all(history: Sequence[Binding]) -> Graph:
-  """Checks resolved bindings, given in the order in which they were read; returns what they reach.
+  """Checks resolved bindings, given in the order they were read; returns what they reach.
 
   Raises:
     ConfigError: the first mistake.
@@ -77,7 +77,7 @@ def check_all(history: Sequence[Binding]) -> Graph:
 
 
 def mistakes(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:
-  """Yields all that is wrong with single bindings, and those that contradict each other."""
+  """Yields the mistakes of single bindings, and bindings that contradict each other."""
   yield from _contradictions(history)
   for binding in in_force(history):
     check = functools.partial(_check_value, binding, graph)
@@ -85,7 +85,7 @@ def mistakes(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:
 
 
 def mistakes_in_use(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:
-  """Yields what nothing uses, and what is missing; where there are `mistakes`, it is guesswork."""
+  """Yields unused bindings and missing ones; meaningful only if there are no `mistakes`."""
   for binding in _unused(history, graph):
     yield Mistake("used", binding.where, _unused_error(binding, graph))
   for use in sorted(graph.uses):
@@ -146,7 +146,7 @@ def _check_value(binding: Binding, graph: Graph) -> None:
 
 
 def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:
-  """Yields the required parameters that gin would call something without."""
+  """Yields required parameters without a value in a call that gin makes."""
   values = graph.values(use.scope, use.name)
   for parameter in table.parameters(use.name).values():
     required = parameter.default in (table.UNKNOWN, gin.REQUIRED)
@@ -159,7 +159,7 @@ def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:
 
 
 def _not_one(use: Use, graph: Graph) -> Iterator[Mistake]:
-  """Yields what is wrong with parameters of which one must be set: neither is, or several are."""
+  """Yields a mistake if none, or several, of the parameters in `EITHER` are set."""
   names = table.EITHER.get(table.entry(use.name).name, ())
   if not names or set(names) - set(table.parameters(use.name)):
     return
@@ -173,10 +173,10 @@ def _not_one(use: Use, graph: Graph) -> Iterator[Mistake]:
 
 
 def _unused(history: Sequence[Binding], graph: Graph) -> list[Binding]:
-  """Returns the bindings that nothing takes, but for those whose user a later line has overridden.
+  """Returns the bindings that nothing uses, except those whose user a later line replaced.
 
-  A binding counts as used if it was so just before some later binding was overridden. So a base
-  file's `mirrored.num_packs` may stay when --gin_param says `run.strategy = @default`.
+  A binding counts as used if it was used just before a later binding was overridden. So a base
+  file's `mirrored.num_packs` may stay when --gin_param sets `run.strategy = @default`.
   """
   unused = [index for index, binding in enumerate(history) if not graph.is_used(binding)]
   keys = [binding.key for binding in history]
@@ -200,7 +200,7 @@ def _unused_error(binding: Binding, graph: Graph) -> ConfigError:
 
 
 def _possible_user(binding: Binding, graph: Graph) -> str:
-  """Returns a line that would use the configurable of `binding`, going by the annotations."""
+  """Returns a line that would use the configurable of `binding`, based on annotations."""
   given = table.result(binding.name)
   target = scoped(binding.scope, binding.name)
   for use in sorted(graph.uses):

@@ -1,4 +1,4 @@
-"""A config with all its mistakes, not only the first."""
+"""Finds all mistakes of a config, not only the first."""
 
 import functools
 import re
@@ -21,13 +21,13 @@ from framework.errors import ConfigError
 
 
 class Examination(NamedTuple):
-  """What was read, and what is wrong with it.
+  """A config that was read, and its mistakes.
 
   Attributes:
-    config: what was read; empty where that failed.
-    history: its bindings, names resolved, in order; without those whose names are not known.
-    graph: what they reach.
-    mistakes: the first is the one that a run ends with.
+    config: what was read; empty if that failed.
+    history: its bindings in order, names resolved; without bindings of unknown names.
+    graph: what the bindings reach.
+    mistakes: a run ends with the first.
   """
 
   config: Config
@@ -37,10 +37,10 @@ class Examination(NamedTuple):
 
 
 def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examination:
-  """Reads a config and looks for all of its mistakes; nothing is put in force, no device touched.
+  """Reads a config and finds its mistakes; does not put it in force or use a device.
 
-  What would follow from an earlier mistake is not looked for: without its imports, a config's names
-  are not known; without its names and values, neither is what it uses and what it lacks.
+  Skips checks that an earlier mistake makes meaningless: with a failed import, names are unknown;
+  with a wrong name or value, so is what is used or missing.
   """
   try:
     config = read(gin_files, gin_params)
@@ -55,7 +55,7 @@ def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examina
 
 
 def examined(config: Config, found: Sequence[Mistake] = ()) -> Examination:
-  """Returns the examination of what was read, unless a mistake was found already."""
+  """Returns the examination of a config that was read; stops if `found` has mistakes."""
   found = list(found)
   history: list[Binding] = []
   for binding in config.bindings if not found else ():

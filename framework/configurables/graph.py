@@ -1,4 +1,4 @@
-"""What a config reaches: from the roots, through references, macros and defaults."""
+"""Finds what a config reaches from the roots through references, macros and defaults."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from framework.errors import ConfigError
 
 
 class Use(NamedTuple):
-  """A configurable that a run reaches; `called` if gin itself calls it, without arguments."""
+  """A configurable that a run reaches; `called` means that gin calls it, without arguments."""
 
   scope: str
   name: str
@@ -22,10 +22,10 @@ class Use(NamedTuple):
 
 
 class Graph:
-  """A set of bindings, one for each parameter, and what it reaches."""
+  """A set of bindings, one per parameter, and what it reaches."""
 
   def __init__(self, bindings: Iterable[Binding]) -> None:
-    """Keeps the bindings."""
+    """Stores the bindings."""
     self.macros: dict[str, Any] = {}
     self._bound: dict[tuple[str, str], dict[str, Any]] = {}
     self._read_macros: set[str] = set()
@@ -37,7 +37,7 @@ class Graph:
 
   @functools.cached_property
   def uses(self) -> set[Use]:
-    """What is reached.
+    """The configurables reached.
 
     Raises:
       ConfigError: a macro is defined by itself.
@@ -53,18 +53,18 @@ class Graph:
     return reached
 
   def bound(self, scope: str, name: str) -> dict[str, Any]:
-    """Returns what is bound in exactly this scope."""
+    """Returns the bindings of exactly this scope, parameter -> value."""
     return self._bound.get((scope, name), {})
 
   def values(self, scope: str, name: str) -> dict[str, Any]:
-    """Returns what a configurable used in `scope` gets: bindings, and registered defaults."""
+    """Returns the values of a configurable used in `scope`: bindings and registered defaults."""
     values: dict[str, Any] = dict(table.default_references(name))
     for outer in _outer_scopes(scope):
       values |= self.bound(outer, name)
     return {parameter: self.expand(value) for parameter, value in values.items()}
 
   def expand(self, value: Any, inside: tuple[str, ...] = ()) -> Any:
-    """Replaces macros and gin constants by their values, and leaves those that are undefined.
+    """Replaces macros and gin constants by their values; keeps undefined ones.
 
     Raises:
       ConfigError: a macro is defined by itself.
@@ -72,7 +72,7 @@ class Graph:
     return map_references(value, lambda r: self._macro_value(r, inside) if r.is_macro else r)
 
   def is_used(self, binding: Binding) -> bool:
-    """Whether anything that is reached takes the binding."""
+    """Whether anything reached uses the binding."""
     scopes = [use.scope for use in self.uses if use.name == binding.name]
     if binding.name == MACRO:
       return binding.scope in self._read_macros
@@ -86,7 +86,7 @@ class Graph:
       return _constant(reference)
     self._read_macros.add(name)
     value = self.expand(self.macros[name], (*inside, name))
-    # gin calls what a macro calls in a scope of the macro's name.
+    # gin makes calls inside a macro in a scope of the macro's name.
     return map_references(
       value, lambda r: r if r.scope or not r.called else dataclasses.replace(r, scope=name)
     )

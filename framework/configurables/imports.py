@@ -1,4 +1,4 @@
-"""The modules that a gin file imports: where they are looked for, and what went wrong."""
+"""Imports the modules that a gin file names, and explains failures."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def make_importable(gin_files: Iterable[str]) -> None:
-  """Adds the working directory to `sys.path`, and after all else the folders of the gin files."""
+  """Adds the working directory to the front of `sys.path`, the gin files' folders to its end."""
   if not {"", os.getcwd()} & set(sys.path):
     sys.path.insert(0, os.getcwd())
   for file in gin_files:
@@ -24,10 +24,10 @@ def make_importable(gin_files: Iterable[str]) -> None:
 
 
 def import_module(module: str) -> None:
-  """Imports what a gin file names.
+  """Imports a module that a gin file names.
 
   Raises:
-    ConfigError: there is no such module, or it raised.
+    ConfigError: there is no such module, or importing it failed.
   """
   if module.startswith("__gin__"):
     raise ConfigError(f"{module} is not supported. Import modules; they register their own names.")
@@ -42,7 +42,7 @@ def import_module(module: str) -> None:
 
 
 def own_modules() -> dict[str, Path]:
-  """Returns the modules, two levels deep, of the user's folders and of tasks/, with their files."""
+  """Returns name -> file of the modules, two levels deep, in the user's folders and in tasks/."""
   foreign = (sys.prefix, sys.base_prefix)
   folders = [Path(folder) for folder in sys.path if not folder.startswith(foreign)]
   files = [(top, file) for top in folders for file in (*top.glob("*.py"), *top.glob("*/*.py"))]

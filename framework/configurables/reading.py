@@ -1,4 +1,4 @@
-"""Gin files -> bindings, each with its place. Nothing is looked up yet, so no import is needed."""
+"""Reads gin files into bindings with their places; looks up no names, imports no modules."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ MACRO = "gin.macro"
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-  """`@scope/name`, `@scope/name()`, or `%scope` if the name is `MACRO`; prints as in gin."""
+  """`@scope/name`, `@scope/name()`, or `%scope` if the name is `MACRO`; repr is gin syntax."""
 
   scope: str
   name: str
@@ -32,7 +32,7 @@ class Reference:
     return self.name == MACRO
 
   def __repr__(self) -> str:
-    """Returns it as a gin file writes it."""
+    """Returns it in gin's syntax."""
     if self.is_macro:
       return f"%{self.scope}"
     return f"@{scoped(self.scope, self.name)}{'()' if self.called else ''}"
@@ -40,7 +40,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-  """One `scope/name.parameter = value`; a macro is the parameter "value" of `MACRO`."""
+  """One `scope/name.parameter = value`; a macro binds the parameter "value" of `MACRO`."""
 
   where: str
   file: str
@@ -51,25 +51,25 @@ class Binding:
 
   @property
   def key(self) -> tuple[str, str, str]:
-    """What is bound."""
+    """Scope, name and parameter."""
     return self.scope, self.name, self.parameter
 
   def __str__(self) -> str:
-    """Returns the left-hand side as a gin file writes it."""
+    """Returns the left-hand side in gin's syntax."""
     if self.name == MACRO:
       return self.scope
     return f"{scoped(self.scope, self.name)}.{self.parameter}"
 
 
 class Config(NamedTuple):
-  """What was read, in order; an import statement comes with its place."""
+  """What was read, in order; each import statement with its place."""
 
   files: list[str]
   imports: list[tuple[str, config_parser.ImportStatement]]
   bindings: list[Binding]
 
   def import_lines(self) -> list[str]:
-    """Returns the import statements as a gin file writes them, each once."""
+    """Returns the import statements in gin's syntax, without duplicates."""
     return list(dict.fromkeys(statement.format() for _, statement in self.imports))
 
 
@@ -80,7 +80,7 @@ def scoped(scope: str, name: str) -> str:
 
 @contextlib.contextmanager
 def at(where: str) -> Iterator[None]:
-  """Puts the place in front of a mistake."""
+  """Adds the place to a ConfigError raised inside."""
   try:
     yield
   except ConfigError as error:
@@ -88,10 +88,10 @@ def at(where: str) -> Iterator[None]:
 
 
 def read(gin_files: Iterable[str], gin_params: Iterable[str]) -> Config:
-  """Reads gin files, with what they include, and then single bindings.
+  """Reads gin files, including those they include, and then single bindings.
 
   Raises:
-    ConfigError: a file that is not there, or that gin cannot read.
+    ConfigError: a missing file, or a file that gin cannot read.
   """
   config = Config([], [], [])
   for name in gin_files:
@@ -113,7 +113,7 @@ def is_writable(value: Any) -> bool:
 
 
 class _Delegate(config_parser.ParserDelegate):
-  """Lets gin's parser make `Reference`s without looking anything up."""
+  """Makes gin's parser return `Reference`s instead of looking up names."""
 
   def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
     scope, _, name = scoped_configurable_name.rpartition("/")
@@ -201,7 +201,7 @@ def _included(name: str, including: tuple[str, ...]) -> str:
 
 
 def _gin_file(name: str, folders: Sequence[str]) -> str:
-  """Returns the path of a gin file, looked for in `folders` and then in the repository."""
+  """Returns the path of a gin file, searched in `folders` and then in the repository."""
   tops = [*folders, str(imports.REPOSITORY)]
   paths = list(dict.fromkeys(os.path.normpath(os.path.join(top, name)) for top in tops))
   for path in paths:

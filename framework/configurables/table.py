@@ -1,4 +1,4 @@
-"""What a gin file may name without an import, and what is known about each name."""
+"""The names that a gin file may use without an import, and their parameters."""
 
 import functools
 import importlib
@@ -43,10 +43,10 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.actions.profiling", "Profile"),
   ("framework.inputs.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
 )
-"""Modules, and names that each must have."""
+"""Modules and names defined in them."""
 
 ROOTS = ("run", "Trainer", "Evaluator")
-"""What `run` makes without being told to. All else in a config must be reached from these."""
+"""What `run` always makes. Everything else in a config must be reachable from these."""
 
 GIVEN: Mapping[str, Mapping[str, str]] = {
   "run": {"mode": "use the flag --mode", "model_dir": "use the flag --model_dir"},
@@ -58,7 +58,7 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
     "global_batch_size": "set run.global_batch_size",
     "eager": "set run.eager",
     "seed": "set run.seed",
-    "recorder": "set run.ledger",
+    "observers": "set run.ledger or run.actions",
   },
   "Evaluator": {
     "task": "set run.task",
@@ -68,84 +68,93 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
     "eager": "set run.eager",
   },
 }
-"""Parameters that the caller passes itself, ignoring any binding, and what to do instead."""
+"""Parameters that the caller passes itself, ignoring bindings, and what to do instead."""
 
 EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica_batch_size")}
 """Parameters of which exactly one must be set."""
 
 OPTIMIZER_PACKAGES = ("keras", "tf_keras")
-# The base class, what optimizers/loss_scale.py replaces, and one whose argument gin cannot write.
+# A base class, one replaced by optimizers/loss_scale.py, one whose argument gin cannot write.
 NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 
 INSTEAD: Mapping[str, str] = {
   "LossScaleOptimizer": "Write `Trainer.loss_scale = @dynamic`, which looks at all replicas.",
 }
-"""What to write for a name that somebody who knows Keras may expect."""
+"""What to write for a name that Keras users may expect."""
 
 YIELDING = ("gin.", "official.")
-"""Gin's own names, and those of the TF Model Garden, which has a `Trainer` of its own."""
+"""Names that yield to others: gin's, and the TF Model Garden's, which has its own `Trainer`."""
 
 UNKNOWN = inspect.Parameter.empty
-"""Stands for an annotation or a default that is not there."""
+"""Marks a missing annotation or default."""
 
 
 def register(target: Target) -> Target:
-  """Makes a class or function known to gin; usable as a decorator, direct calls stay as they are.
+  """Registers a class or function with gin; also a decorator. Direct calls are unchanged.
 
-  `tasks.digits.Digits` may then be written `@Digits`, `@digits.Digits` or in full. To define it
-  again, as a notebook cell does, replaces it.
+  A gin file can then write `tasks.digits.Digits` as `@Digits`, `@digits.Digits` or in full. A
+  second definition, as in a notebook cell, replaces the first.
   """
   _register(target)
   return target
 
 
 def register_all() -> None:
-  """Registers everything in `TABLE`, and the optimizers of both Keras generations; idempotent.
+  """Registers everything in `TABLE` and the optimizers of both Keras generations; idempotent.
 
-  Imports TensorFlow, touches no device.
+  Imports TensorFlow; uses no device.
 
   Raises:
-    AttributeError: a module lacks a name that `TABLE` says it has.
+    AttributeError: a module does not have a name in `TABLE`.
   """
   for module, names in TABLE:
     for name in names.split():
       _register(getattr(importlib.import_module(module), name), denylist=[*GIVEN.get(name, ())])
   for package in OPTIMIZER_PACKAGES:
     for optimizer in _optimizers(package):
-      # Keras's optimizers take **kwargs only to refuse them.
+      # Keras's optimizers accept **kwargs only to raise an error.
       _register(optimizer, module=package, allowlist=[*_named(optimizer)])
 
 
 def configured(target: Callable[Parameters, Result]) -> Callable[..., Result]:
-  """Returns the version of a class or function that takes its parameters from the config in force.
+  """Returns a version of a class or function whose parameters come from the config in force.
 
-  Returns `target` itself if it is not registered, so that `run` works without gin.
+  Returns `target` itself if it is not registered, so `run` works without gin.
   """
   known = any(entry.wrapped is target for _, entry in registry().items())
   return gin.get_configurable(target) if known else target
 
 
+def options(target: Callable[..., Any]) -> dict[str, Any]:
+  """Returns what the config in force binds for a class or function: parameter -> value.
+
+  For a class that stands in for the registered one. Empty if `target` is not registered.
+  """
+  known = any(entry.wrapped is target for _, entry in registry().items())
+  return gin.get_bindings(target) if known else {}
+
+
 def registry() -> Any:
-  """Returns gin's names; private in gin, which setup.cfg holds at 0.5 and a test watches."""
+  """Returns gin's registry: private, but setup.cfg pins gin 0.5 and a test checks it."""
   return gin.config._REGISTRY
 
 
 def entry(selector: str) -> Any:
-  """Returns what gin keeps about a selector: wrapped, wrapper, allowlist, denylist."""
+  """Returns gin's entry for a selector: wrapped, wrapper, allowlist, denylist."""
   return registry().get_match(selector)
 
 
 def roots() -> list[str]:
-  """Returns the selectors of `ROOTS`, as far as they are registered."""
+  """Returns the selectors of those `ROOTS` that are registered."""
   names = [f"{module}.{name}" for module, names in TABLE for name in names.split() if name in ROOTS]
   return [_selector(name) for name in names if name in registry()]
 
 
 def find(name: str) -> str:
-  """Returns the shortest selector of what `name` stands for; those in `YIELDING` yield to others.
+  """Returns the shortest selector for `name`; names in `YIELDING` yield to others.
 
   Raises:
-    ConfigError: nothing is registered under `name`, or more than one thing.
+    ConfigError: nothing, or more than one thing, is registered under `name`.
   """
   matches = registry().matching_selectors(name)
   matches = [match for match in matches if not match.startswith(YIELDING)] or matches
@@ -164,19 +173,19 @@ def parameters(selector: str) -> dict[str, inspect.Parameter]:
 
 
 def takes_any(selector: str) -> bool:
-  """Whether there is a **kwargs that makes every name a parameter."""
+  """Whether it has **kwargs, so any name is a parameter."""
   kinds = [p.kind for p in _signature(entry(selector).wrapped).parameters.values()]
   return inspect.Parameter.VAR_KEYWORD in kinds and not entry(selector).allowlist
 
 
 def result(selector: str) -> Any:
-  """Returns what calling it gives: the class or the return annotation, or `UNKNOWN`."""
+  """Returns the type that calling it returns: the class or the return annotation, or `UNKNOWN`."""
   target = entry(selector).wrapped
   return target if inspect.isclass(target) else _signature(target).return_annotation
 
 
 def default_references(selector: str) -> dict[str, Reference]:
-  """Returns the parameters whose default is registered itself, each with the reference to it."""
+  """Returns the parameters whose default is registered, each with a reference to it."""
   names = {id(entry.wrapped): complete for complete, entry in registry().items()}
   return {
     p.name: Reference("", _selector(names[id(p.default)]), called=False)
@@ -186,7 +195,7 @@ def default_references(selector: str) -> dict[str, Reference]:
 
 
 def calls_itself(selector: str) -> bool:
-  """Whether plain calls take bindings too (`@gin.configurable`): then its uses cannot be known."""
+  """Whether plain calls use bindings too (`@gin.configurable`), so its uses cannot be known."""
   known = entry(selector)
   module = sys.modules.get(getattr(known.wrapped, "__module__", ""))
   return known.wrapper in (known.wrapped, getattr(module, known.name, None))
@@ -207,7 +216,6 @@ def _optimizers(package: str) -> list[type]:
 
 
 def _selector(complete: str) -> str:
-  """Returns the shortest unambiguous way to write a complete selector."""
   if complete.startswith("gin.") or registry()[complete].is_method:
     return complete
   return registry().minimal_selector(complete)
@@ -221,7 +229,7 @@ def _where_it_may_be(name: str) -> str:
   for module, path in own_modules().items():
     if definition.search(path.read_text(encoding="utf-8", errors="replace")):
       if module in sys.modules:
-        return f" {module} defines it without registering it: put @framework.register above it."
+        return f" {module} defines it but does not register it: add @framework.register above it."
       return f" Add `import {module}`, which defines it."
   known = [_selector(name) for name, _ in registry().items() if not name.startswith("gin.")]
   same = [other for other in known if other.rpartition(".")[2].lower() == last.lower()]
@@ -239,5 +247,5 @@ def _named(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def _signature(target: Callable[..., Any]) -> inspect.Signature:
   try:
     return inspect.signature(target, eval_str=True)
-  except Exception:  # An annotation that only exists for a type checker.
+  except Exception:  # An annotation that exists only for type checkers.
     return inspect.signature(target)

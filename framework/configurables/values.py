@@ -1,6 +1,6 @@
-"""Whether a value of a gin file fits the annotation of the parameter that it is bound to.
+"""Checks whether a value in a gin file fits the annotation of its parameter.
 
-gin itself never asks. Where nobody can tell, the value fits.
+gin itself does not check this. A value fits if it cannot be decided.
 """
 
 import ast
@@ -23,7 +23,7 @@ UNIONS = (typing.Union, types.UnionType)
 
 
 def map_references(value: Any, change: Callable[[Any], Any], kind: type = Reference) -> Any:
-  """Returns `value` with every reference changed, however deep in lists, tuples and dicts."""
+  """Returns `value` with `change` applied to each reference, also inside lists, tuples, dicts."""
   if isinstance(value, kind):
     return change(value)
   if type(value) in (list, tuple):
@@ -42,10 +42,10 @@ def references(value: Any) -> list[Reference]:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-  """Whether `value`, macros replaced, may be passed for a parameter with this annotation.
+  """Whether `value`, with macros replaced, may be passed to a parameter with this annotation.
 
-  As for Python's type checkers an int is a float; unlike there a bool is no int, a string is no
-  sequence, and a list is as good as a tuple. A reference fits by what calling it gives.
+  As in Python's type checkers, an int is a float. Unlike there, a bool is not an int, a string is
+  not a sequence, and a list fits a tuple. A reference fits by the type that calling it returns.
   """
   origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
   if annotation in (Any, object, UNKNOWN) or isinstance(annotation, (str, TypeVar)):
@@ -66,7 +66,7 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 def requirement(value: Any, annotation: Any) -> str:
-  """Returns what a value that does not fit must be instead, and what was probably meant."""
+  """Returns what a value that does not fit must be, with a suggestion if there is one."""
   choices = _choices(annotation)
   if choices and isinstance(value, str):
     return f"one of {', '.join(map(repr, choices))}.{suggest(value, map(str, choices))}"
@@ -74,12 +74,12 @@ def requirement(value: Any, annotation: Any) -> str:
 
 
 def spelled(annotation: Any) -> str:
-  """Returns an annotation as one would write it, without the modules."""
+  """Returns an annotation as source code, without module names."""
   return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=\w)", "", inspect.formatannotation(annotation))
 
 
 def wanted(annotation: Any) -> Iterator[tuple[type, str]]:
-  """Yields the classes that an annotation asks for, each with the form of a reference to one."""
+  """Yields the classes that an annotation accepts, each with the form of a reference to it."""
   origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
   if origin in UNIONS:
     for argument in arguments:
@@ -93,7 +93,7 @@ def wanted(annotation: Any) -> Iterator[tuple[type, str]]:
 
 
 def is_plain_class(annotation: Any) -> bool:
-  """Whether `issubclass` has something to say about it."""
+  """Whether `issubclass` accepts it."""
   if annotation in (Any, object, UNKNOWN) or getattr(annotation, "_is_protocol", False):
     return False
   # Before Python 3.11, isclass(dict[str, int]) is true.
@@ -109,7 +109,7 @@ def _scalar_fits(value: Any, kind: Any) -> bool:
     return False
   try:
     return isinstance(value, kind)
-  except TypeError:  # A protocol, a NewType: there is nothing to test against.
+  except TypeError:  # A protocol or a NewType, which cannot be tested.
     return True
 
 
@@ -130,7 +130,7 @@ def _dict_fits(value: dict[Any, Any], kind: Any, arguments: tuple[Any, ...]) -> 
 def _reference_fits(value: Reference, kind: Any, arguments: tuple[Any, ...]) -> bool:
   given = result(value.name)
   if value.called and kind is abc.Callable and arguments:
-    # A Keras model can be called, but what it is called for here is to make one.
+    # A Keras model is callable, but the parameter expects a function that makes one.
     return _may_be(given, kind) and not _is_surely(given, arguments[-1])
   if value.called:
     return _may_be(given, kind)
@@ -142,7 +142,6 @@ def _reference_fits(value: Reference, kind: Any, arguments: tuple[Any, ...]) -> 
 
 
 def _may_be(given: Any, annotation: Any) -> bool:
-  """Whether what is annotated `given` can be an `annotation`."""
   if typing.get_origin(annotation) in UNIONS:
     return any(_may_be(given, member) for member in typing.get_args(annotation))
   if typing.get_origin(given) in UNIONS:
@@ -183,5 +182,5 @@ def _remedy(value: Any, annotation: Any) -> str:
   if references(value) and fits(toggled, annotation):
     if references(toggled)[0].called:
       return f" Write {toggled!r}, with parentheses."
-    return f" Write {toggled!r}, without parentheses: it is called later, where it has to be."
+    return f" Write {toggled!r}, without parentheses: the framework calls it later."
   return f" Write {[value]!r}." if fits([value], annotation) else ""

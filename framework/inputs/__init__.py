@@ -1,1 +1,1 @@
-"""What is read, and in which order."""
+"""Data sources, batches and their order."""

@@ -1,6 +1,6 @@
-"""The user's mistakes in sources, preprocessing and arguments, each told in one line.
+"""Checks of sources, preprocessing and arguments; each mistake is one line.
 
-Most are a ConfigError, raised while a dataset is made. What shows only in the data is a
+Most raise a ConfigError while a dataset is made. A mistake that only the data shows is a
 `user_error` of the running pipeline.
 """
 
@@ -13,39 +13,24 @@ import tensorflow as tf
 from framework.errors import USER_ERROR, ConfigError
 
 Batch = dict[str, tf.Tensor]
-"""Features by name, tensors that share their first axis, the rows; see `framework.inputs`."""
+"""Feature name -> tensor; all tensors share their first axis, the rows. See `inputs.datasets`."""
 
 
 def require(condition: tf.Tensor, value: Any, message: Sequence[tf.Tensor | str]) -> Any:
-  """Returns `value` if `condition` holds when the pipeline runs; else raises a `user_error`."""
+  """Returns `value` if `condition` holds when the pipeline runs; else raises a `user_error`.
+
+  Args:
+    condition: bool scalar.
+    value: a structure of tensors.
+    message: string parts of the error.
+  """
   line = tf.strings.join([USER_ERROR, *message])
   with tf.control_dependencies([tf.debugging.Assert(condition, [line])]):
     return tf.nest.map_structure(tf.identity, value)
 
 
-def is_positive_integer(value: object) -> bool:
-  """Whether `value` is an integer of Python or NumPy, at least 1, and no bool."""
-  return _is_integer(value) and int(value) > 0  # type: ignore[call-overload]
-
-
-def _is_integer(value: object) -> bool:
-  return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def require_positive(what: str, value: int) -> None:
-  """Raises a ConfigError that names `what`, unless `value` is an integer of at least 1."""
-  require_integer(what, value, at_least=1)
-
-
-def require_integer(what: str, value: int, *, at_least: int, at_most: int | None = None) -> None:
-  """Raises a ConfigError that names `what`, unless `value` is an integer within the bounds."""
-  if not _is_integer(value) or value < at_least or (at_most is not None and value > at_most):
-    bound = f", at least {at_least}" if at_most is None else f" from {at_least} to {at_most}"
-    raise ConfigError(f"{what} is {value!r}; it must be an integer{bound}.")
-
-
 def require_rows(rows: object, padded_rows: int) -> None:
-  """Raises a ConfigError unless `rows` is a range of rows, not empty, of a padded global batch."""
+  """Raises a ConfigError unless `rows` is a non-empty range of rows of a padded global batch."""
   fits = isinstance(rows, range) and rows.step == 1 and 0 <= rows.start < rows.stop <= padded_rows
   if not fits:
     raise ConfigError(
@@ -55,7 +40,7 @@ def require_rows(rows: object, padded_rows: int) -> None:
 
 
 def refuse_reserved(who: str, names: Mapping[str, Any]) -> None:
-  """Raises a ConfigError if a feature of `who` has a name that the framework fills in itself."""
+  """Raises a ConfigError if a feature of `who` has a name that the framework adds itself."""
   for name in ("example_id", "seed"):
     if name in names:
       raise ConfigError(
@@ -64,7 +49,7 @@ def refuse_reserved(who: str, names: Mapping[str, Any]) -> None:
 
 
 def check_array(name: object, array: np.ndarray) -> None:
-  """Raises a ConfigError unless a feature has a string for a name and a dtype of TensorFlow's."""
+  """Raises a ConfigError unless a feature's name is a string and its dtype one of TensorFlow's."""
   if not isinstance(name, str):
     raise ConfigError(f"features has the name {name!r}; names must be strings.")
   try:
@@ -73,21 +58,21 @@ def check_array(name: object, array: np.ndarray) -> None:
     tf.as_dtype(array.dtype)
   except TypeError:
     raise ConfigError(
-      f"feature {name!r} has dtype {array.dtype}, which TensorFlow lacks; convert it "
-      "(array.astype), or pad rows of different lengths to one."
+      f"feature {name!r} has dtype {array.dtype}, which TensorFlow does not have; convert it "
+      "(array.astype), or pad rows of different lengths to the same length."
     ) from None
 
 
 def common_length(arrays: Mapping[str, np.ndarray]) -> int:
-  """Returns the number of examples; a ConfigError if the arrays differ in it or have none."""
+  """Returns the number of examples; a ConfigError if the arrays differ in it or are empty."""
   for name, array in arrays.items():
     if array.ndim == 0:
-      raise ConfigError(f"feature {name!r} is a single value; it must have a row for each example.")
+      raise ConfigError(f"feature {name!r} is a single value; it must have one row per example.")
   lengths = {name: len(array) for name, array in arrays.items()}
   if len(set(lengths.values())) > 1:
     listed = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
     raise ConfigError(
-      f"features have different lengths ({listed}); they must have a row for each example."
+      f"features have different lengths ({listed}); they must have one row per example."
     )
   length = next(iter(lengths.values()))
   if length == 0:
@@ -100,7 +85,7 @@ def check_weights(weight: np.ndarray, num_examples: int) -> None:
   if weight.dtype != np.float32 or weight.shape != (num_examples,):
     raise ConfigError(
       f"feature 'weight' is {weight.dtype} of shape {list(weight.shape)}; it must be float32 of "
-      f"shape [{num_examples}], one weight for each example."
+      f"shape [{num_examples}], one weight per example."
     )
   bad = np.flatnonzero(~(np.isfinite(weight) & (weight >= 0)))
   if bad.size:
@@ -111,17 +96,17 @@ def check_weights(weight: np.ndarray, num_examples: int) -> None:
 
 
 def check_elements(element_spec: object) -> None:
-  """Raises a ConfigError unless a stream's elements are dicts of dense tensors, shapes static."""
+  """Raises a ConfigError unless a stream's elements are dicts of dense tensors of static shape."""
   if not isinstance(element_spec, dict) or not element_spec:
     raise ConfigError(
-      f"the stream's elements are {brief(element_spec)}, not dicts; name the features first, for "
-      "example dataset.map(lambda x, y: {'x': x, 'y': y})."
+      f"the stream's elements are {brief(element_spec)}; they must be dicts of feature name -> "
+      "tensor, for example from dataset.map(lambda x, y: {'x': x, 'y': y})."
     )
   for name, spec in element_spec.items():
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
       raise ConfigError(
-        f"feature {name!r} of the stream is {spec}; it must be a dense tensor of a static shape: "
-        "use tf.ensure_shape, or pad it."
+        f"feature {name!r} of the stream is {spec}; it must be a dense tensor of static shape: use "
+        "tf.ensure_shape, or pad it."
       )
   refuse_reserved("the stream", element_spec)
   weight = element_spec.get("weight", tf.TensorSpec([], tf.float32))
@@ -130,20 +115,28 @@ def check_elements(element_spec: object) -> None:
 
 
 def checked_batch(batch: object, rows: int, who: str) -> Batch:
-  """Returns a batch as tensors [rows, ...]; a ConfigError that names `who` if it is no such."""
+  """Returns a batch as tensors [rows, ...]; raises a ConfigError if it is not a valid batch.
+
+  Args:
+    batch: what `who` returned.
+    rows: the number of rows expected.
+    who: the source or function, for the error.
+  """
   if not isinstance(batch, Mapping) or not batch:
     raise ConfigError(f"{who} returned {brief(batch)}; it must return a dict of name -> tensor.")
   checked = {}
   for name, value in batch.items():
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
-      raise ConfigError(f"{who} returned {name!r} as a {type(value).__name__}; make it dense.")
+      raise ConfigError(
+        f"{who} returned {name!r} as a {type(value).__name__}; convert it to a dense tensor."
+      )
     checked[name] = tf.convert_to_tensor(value)
     _check_shape(checked[name].shape, rows, f"{who} returned {name!r}")
   weight = checked.get("weight", tf.ones([rows]))
   if weight.dtype != tf.float32 or weight.shape != [rows]:
     raise ConfigError(
       f"{who} returned 'weight' as {weight.dtype.name} of shape {weight.shape}; it must be float32 "
-      f"of shape [{rows}], one weight for each row."
+      f"of shape [{rows}], one weight per row."
     )
   return checked
 
@@ -151,27 +144,27 @@ def checked_batch(batch: object, rows: int, who: str) -> Batch:
 def _check_shape(shape: tf.TensorShape, rows: int, what: str) -> None:
   if shape.rank is None or None in shape.as_list():
     raise ConfigError(
-      f"{what} of shape {shape}, not all known before it runs; state it with tf.ensure_shape."
+      f"{what} of shape {shape}, which is not static; set all of it with tf.ensure_shape."
     )
   if shape.rank == 0 or shape[0] != rows:
     raise ConfigError(
-      f"{what} of shape {shape} for a batch of {rows} rows; its first axis must be {rows}: give a "
-      "row the weight 0 to leave it out."
+      f"{what} of shape {shape} for a batch of {rows} rows; its first axis must be {rows}: to "
+      "leave out a row, set its weight to 0."
     )
 
 
 def require_kept(batch: Batch, who: str) -> None:
-  """Raises a ConfigError unless `who` returned "weight" and the int64 "example_id" it was given."""
+  """Raises a ConfigError unless `who` kept "weight" and the int64 "example_id" of the batch."""
   for name in ("weight", "example_id"):
     if name not in batch:
-      raise ConfigError(f"{who} dropped {name!r}; return it with the rest: {{**batch, ...}}.")
+      raise ConfigError(f"{who} dropped {name!r}; return it with the others: {{**batch, ...}}.")
   ids = batch["example_id"]
   if ids.dtype != tf.int64 or ids.shape.rank != 1:
     raise ConfigError(
-      f"{who} returned 'example_id' as {ids.dtype.name} of shape {ids.shape}; leave it as it came."
+      f"{who} returned 'example_id' as {ids.dtype.name} of shape {ids.shape}; return it unchanged."
     )
 
 
 def brief(value: object) -> str:
-  """Returns what to call a value of the wrong type in an error."""
+  """Returns what an error calls a value of the wrong type, such as "a list" or "None"."""
   return f"a {type(value).__name__}" if value is not None else "None"

@@ -1,4 +1,4 @@
-"""What a step reads: a source in order, in batches of one static shape, from any position on.
+"""Batches of one static shape, from any position of a source.
 
     source = ArraySource(features={"x": np.arange(10, dtype=np.float32)})
     dataset = train_dataset(source, global_batch_size=4, seed=1)
@@ -6,24 +6,24 @@
     resumed = train_dataset(source, global_batch_size=4, seed=1, position=8)
     assert np.array_equal(next(resumed.as_numpy_iterator())["x"], batches[2]["x"])
 
-Training reads an endless stream of positions 0, 1, 2, ... Of a source with n examples, position p
-reads example `permutation(seed, epoch)[p % n]` of epoch `p // n`. So batches run across the ends
-of epochs, every example comes once an epoch, the order knows nothing of batch sizes, replicas and
-workers, and a run resumes at any position at once.
+Training reads an endless sequence of positions. With n examples, position p reads example
+`permutation(seed, epoch)[p % n]` of epoch `p // n`. So a batch may span two epochs, each epoch
+reads every example once, the order does not depend on batch size, replicas or workers, and a run
+can resume at any position.
 
 A batch is a dict of tensors that share their first axis, the rows. Three names are reserved:
 
-    "weight"      float32 [rows]: 0 for padding. A source may deliver one of its own (>= 0).
+    "weight"      float32 [rows]: 0 for padding. A source may provide its own (>= 0).
     "example_id"  int64 [rows]: the index in the source; -1 for padding.
-    "seed"        int32 [rows, 2]: a function of (seed, position). Only `preprocess` sees it, and
-                  only in training: for tf.random.stateless_*, so that augmentation repeats too.
+    "seed"        int32 [rows, 2]: a function of (seed, position), for tf.random.stateless_* in
+                  `preprocess`, so that augmentation is reproducible. Only in training.
 
-Padding makes the rows divide by the number of replicas. A padded row repeats a real one of the same
-batch, so its values are finite wherever those are, and has weight 0.
+Padding makes the number of rows divisible by the number of replicas. A padded row has weight 0 and
+copies a real row of the batch, so its values are finite if that row's are.
 
-Each of several workers may make only its own `rows` of a global batch: they are what the whole
-batch would have there, bit for bit. So the path of a batch is: which rows (`_Plan`), the positions
-and the examples there (`ordering`), `fetch` (`sources`), weights and ids, `preprocess`.
+A worker may make only its `rows` of a global batch; they are bit-identical to those rows of the
+whole batch. A batch is made in this order: its rows (`_Plan`), positions and examples (`ordering`),
+`fetch` (`sources`), weights and ids, `preprocess`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 
 from framework.backend.autograph import as_written, converted
 from framework.backend.timing import timestamp
-from framework.errors import ConfigError
+from framework.errors import ConfigError, require_integer
 from framework.inputs.checks import (
   Batch,
   checked_batch,
   refuse_reserved,
   require,
-  require_integer,
   require_kept,
-  require_positive,
   require_rows,
 )
 from framework.inputs.ordering import examples_at, seeds_at
@@ -55,11 +53,11 @@ from framework.inputs.sources import Source, StreamSource, check_source
 
 Preprocess = Callable[[Batch, bool], Batch]
 Shard = tuple[int, Any]
-"""(n, i): of the batches k = 0, 1, ..., only those with k % n == i; i an int or an int64 scalar."""
+"""(n, i): only the batches k = 0, 1, ... with k % n == i; i is an int or an int64 scalar."""
 
 _POSITIONS_AT_ONCE = 4096
-"""Indices are made this many at a time: one batch of 128 by itself would cost 170 us of CPU time
-instead of 110, most of it for starting some forty small ops."""
+"""Indices are computed this many at a time. A batch of 128 at a time would cost 170 us of CPU time
+per batch instead of 110, mostly to start about forty small ops."""
 
 
 def padded_batch_size(global_batch_size: int, multiple: int) -> int:
@@ -79,35 +77,33 @@ def train_dataset(
   rows: range | None = None,
   shard: Shard | None = None,
 ) -> tf.data.Dataset:
-  """Returns endless batches: element k holds positions position + k * global_batch_size and on.
+  """Returns endless batches; batch k starts at position + k * global_batch_size.
 
-  To be made on the host; pass it to `strategy.experimental_distribute_dataset`, which splits the
-  rows of a batch contiguously over replicas. Made with `rows`, it is one worker's own already, and
-  would be split once more.
+  Call it on the host and pass the result to `strategy.experimental_distribute_dataset`, which
+  splits the rows of a batch over replicas. With `rows` the dataset is already one worker's share
+  and must not be split again.
 
   Args:
     source: what to read.
-    global_batch_size: examples in a batch, over all replicas.
+    global_batch_size: examples per batch, over all replicas.
     pad_multiple: rows are padded to the next multiple of this.
-    seed: an integer from 0 to 2**32 - 1, which with the position decides order and seeds.
-    position: examples consumed so far. Starting there costs nothing but for a `StreamSource`.
-    preprocess: called as `preprocess(batch, True)` on each batch, or on the share of it that `rows`
-      names, on the host, in graph mode with AutoGraph. It must keep the rows, "weight" and
-      "example_id"; all shapes stay static. To give the same on any number of workers, it must treat
-      each row independently of the others.
-    shuffle: False reads every epoch in the order of the source. A `StreamSource` always comes in
-      its own order.
-    rows: which rows of the padded global batch to make: a worker of several makes only its own;
-      None makes all. No other example is fetched, but for the batch's first, which padding repeats.
-      Of a `StreamSource`, every worker reads all and pads and preprocesses only these rows.
-    shard: which batches to make, for workers that take whole batches in turn; None makes all. Of an
-      indexed source, the others are not fetched.
+    seed: an integer from 0 to 2**32 - 1; with the position it determines order and seeds.
+    position: examples consumed so far. Only a `StreamSource` takes time to start there.
+    preprocess: called as `preprocess(batch, True)` on each batch, or on its `rows`, on the host, in
+      graph mode with AutoGraph. It must keep the rows, "weight", "example_id" and static shapes. To
+      give the same result on any number of workers, it must treat each row independently.
+    shuffle: False reads each epoch in the order of the source, as a `StreamSource` always does.
+    rows: the rows of the padded global batch to make, for one of several workers; None makes all.
+      Other examples are not fetched, except the batch's first, for padding. With a `StreamSource`,
+      every worker reads all examples, but pads and preprocesses only its rows.
+    shard: the batches to make, for workers that take turns; None makes all. With an indexed source,
+      other batches are not fetched.
 
   Returns:
-    Dicts of the features, "weight" and "example_id", all of static shape [rows, ...].
+    Dicts of the features, "weight" and "example_id", each of static shape [rows, ...].
 
   Raises:
-    ConfigError: a bad argument, or a source or preprocess that breaks its contract.
+    ConfigError: a wrong argument, or a source or preprocess that breaks its contract.
   """
   plan = _Plan.checked(source, global_batch_size, pad_multiple, preprocess, rows, training=True)
   require_integer("position", position, at_least=0)
@@ -135,8 +131,8 @@ def eval_dataset(
   """Returns every example exactly once, in the order of the source, in batches of one static shape.
 
   The last batch is padded like the others. Every worker gets the same number of batches; its `rows`
-  of the last one may all be padding. See `train_dataset` for the arguments, what comes back and the
-  errors; `preprocess(batch, False)` gets no "seed". An endless stream needs `num_examples`.
+  of the last one may all be padding. See `train_dataset` for arguments, results and errors, but
+  `preprocess(batch, False)` gets no "seed". An endless stream needs `num_examples`.
   """
   plan = _Plan.checked(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
   if isinstance(source, StreamSource):
@@ -156,8 +152,6 @@ def eval_dataset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan:
-  """What all batches of a dataset have in common."""
-
   global_batch_size: int
   rows: range
   preprocess: Preprocess | None
@@ -176,8 +170,8 @@ class _Plan:
     training: bool,
   ) -> _Plan:
     check_source(source)
-    require_positive("global_batch_size", global_batch_size)
-    require_positive("pad_multiple", pad_multiple)
+    require_integer("global_batch_size", global_batch_size, at_least=1)
+    require_integer("pad_multiple", pad_multiple, at_least=1)
     padded_rows = padded_batch_size(global_batch_size, pad_multiple)
     rows = range(padded_rows) if rows is None else rows
     require_rows(rows, padded_rows)
@@ -190,15 +184,15 @@ class _Plan:
     )
 
   def row_numbers(self) -> np.ndarray:
-    """Returns int64 [rows]: which rows of the padded global batch are made."""
+    """Returns int64 [rows]: the rows of the padded global batch to make."""
     return np.array(self.rows, np.int64)
 
   def real_rows(self) -> tf.Tensor:
-    """Returns bool [rows]: which rows of a full batch hold an example."""
+    """Returns bool [rows]: whether a row of a full batch holds an example."""
     return tf.constant(self.row_numbers() < self.global_batch_size)
 
   def example_rows(self) -> np.ndarray:
-    """Returns int64 [rows]: which rows of a full batch they show; padding shows the first."""
+    """Returns int64 [rows]: the row of a full batch that each row copies; padding copies row 0."""
     rows = self.row_numbers()
     return np.where(rows < self.global_batch_size, rows, 0)
 
@@ -208,7 +202,7 @@ class _Plan:
     return checked
 
   def completed(self, features: Batch, ids: tf.Tensor, seeds: tf.Tensor | None = None) -> Batch:
-    """Adds the reserved features and applies `preprocess`; `ids` is -1 where a row is padding."""
+    """Adds the reserved features and applies `preprocess`; `ids` is -1 for padding."""
     batch = {**features, "example_id": ids}
     batch["weight"] = _masked(features.get("weight", tf.ones([len(self.rows)])), ids)
     if self.preprocess is None:
@@ -219,8 +213,7 @@ class _Plan:
     batch = checked_batch(batch, len(self.rows), self.name_of_preprocess)
     require_kept(batch, self.name_of_preprocess)
     batch.pop("seed", None)
-    # Again, for a preprocess that makes weights of its own, and by the ids it returns, for one that
-    # reorders rows.
+    # Again, as a preprocess may compute new weights or, with its ids, reorder rows.
     batch["weight"] = _masked(batch["weight"], batch["example_id"])
     return batch
 
@@ -236,18 +229,19 @@ def _sharded(batches: tf.data.Dataset, shard: Shard | None) -> tf.data.Dataset:
 def _batches(
   dataset: tf.data.Dataset, make: Callable[..., Batch], *, rewrite: bool
 ) -> tf.data.Dataset:
-  """Maps in order, ahead of the step; `rewrite` lets TensorFlow optimize what came before.
+  """Maps in order, ahead of the step; `rewrite` lets TensorFlow optimize the earlier stages.
 
-  Private thread pools and fixed numbers of calls made no measurable difference on 2 cores.
+  Private thread pools and a fixed number of parallel calls made no measurable difference on 2
+  cores.
   """
   options = tf.data.Options()
   options.deterministic = True
-  # Its thread sleeps for up to a minute and now and then misses the call to stop, so that the end
-  # of an iterator took seconds; without it as many batches are mapped at a time as there are cores.
+  # The autotune thread sleeps for up to a minute and sometimes misses the stop signal, so ending an
+  # iterator took seconds. Without it, one batch per core is mapped at a time.
   options.autotune.enabled = False
-  # By data: where a strategy splits the dataset, every worker keeps its own rows of whole batches.
+  # DATA: if a strategy splits the dataset, every worker keeps its rows of whole batches.
   options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-  if not rewrite:  # It keeps a second copy of the arrays, and finds nothing here to improve.
+  if not rewrite:  # The optimizer keeps a second copy of the arrays and improves nothing here.
     options.experimental_optimization.apply_default_optimizations = False
   batches = dataset.map(as_written(make), num_parallel_calls=tf.data.AUTOTUNE)
   return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
@@ -277,10 +271,10 @@ def _ordered(
 
 
 def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
-  """Returns `iter(batches)` of a distributed dataset, whose end waits for no sleeping thread.
+  """Returns `iter(batches)` of a distributed dataset that can be ended without delay (host).
 
-  Each replica draws from a dataset that TensorFlow makes, and tunes in a thread such as `_batches`
-  turns off. With it the end of an iterator, and so of a process, took up to a minute a replica.
+  TensorFlow makes a dataset per replica and tunes it in a thread, which `_batches` disables for its
+  own. With that thread, ending an iterator, and so a process, took up to a minute per replica.
   """
   make = multi_device_iterator_ops._create_device_dataset
 
@@ -317,8 +311,8 @@ def _train_stream(
     return plan.completed(*_padded(*batch, plan), seeds)
 
   if position:
-    logging.info("skipping %d examples of a stream, to go on where training stopped", position)
-  # zip asks its parts in turn, so that the clock is read before the first batch is skipped to.
+    logging.info("skipping %d examples of a stream, to continue where training stopped", position)
+  # zip reads its parts in order, so the clock is read before the first batch, which skips.
   clocked = tf.data.Dataset.counter(position, plan.global_batch_size).map(as_written(clock))
   return _batches(_sharded(tf.data.Dataset.zip((clocked, batches)), shard), make, rewrite=True)
 
@@ -326,7 +320,8 @@ def _train_stream(
 def _eval_stream(source: StreamSource, plan: _Plan, shard: Shard | None) -> tf.data.Dataset:
   if source.num_examples is None and source.dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
     raise ConfigError(
-      "the stream to evaluate is endless; set StreamSource's num_examples to what one pass takes."
+      "the stream to evaluate is endless; set num_examples of its StreamSource to the length of "
+      "one pass."
     )
 
   def make(ids: tf.Tensor, features: Batch) -> Batch:
@@ -337,7 +332,6 @@ def _eval_stream(source: StreamSource, plan: _Plan, shard: Shard | None) -> tf.d
 
 
 def _padded(ids: tf.Tensor, features: Batch, plan: _Plan) -> tuple[Batch, tf.Tensor]:
-  """Returns the features and the ids of the plan's rows of a stream's batch, padded."""
   if ids.shape[0] is not None and plan.rows == range(ids.shape[0]):
     return features, ids
   rows = plan.row_numbers()
@@ -348,7 +342,7 @@ def _padded(ids: tf.Tensor, features: Batch, plan: _Plan) -> tuple[Batch, tf.Ten
 
 
 def _failing(element_spec: Any) -> tf.data.Dataset:
-  """Returns one element that raises: `repeat` of an empty dataset ends instead of going on."""
+  """Returns one element that raises: `repeat` of an empty dataset ends, and this follows it."""
 
   def fail(unused: tf.Tensor) -> Any:
     element = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), element_spec)

@@ -1,10 +1,10 @@
-"""The order of examples and their seeds, as functions of (seed, position) and of nothing else.
+"""The order of examples and their seeds, as functions of (seed, position) only.
 
     positions = tf.range(10, dtype=tf.int64)                  # two epochs of 5 examples
     order = examples_at(positions, num_examples=5, seed=1).numpy()
     assert sorted(order[:5]) == sorted(order[5:]) == [0, 1, 2, 3, 4]
 
-Nothing is stored, so any position can be computed at any time, on any worker.
+There is no state, so any worker can compute any position at any time.
 """
 
 import hashlib
@@ -12,20 +12,22 @@ import hashlib
 import tensorflow as tf
 
 _SORT_UP_TO = 4096
-"""Below, TensorFlow's index shuffle walks a 16-bit cycle: 0.2 us an index at 4096, 126 us at 2."""
+"""Up to here positions are sorted by hash. TensorFlow's index shuffle steps through a 16-bit cycle
+for small sizes: 0.2 us per index for 4096 examples, but 126 us for 2."""
 
 _ROUNDS = 12
-"""TensorFlow's 4 mix poorly: of 60,000 examples sorted by class, the variance of the class counts
-in a batch of 128 is 0.74 of a random order's. From 8 on it is right; 12 cost 1 us a batch more."""
+"""TensorFlow's default of 4 mixes poorly: for 60,000 examples sorted by class, the variance of the
+class counts in a batch of 128 is 0.74 of a random order's. From 8 on it is right; 12 cost 1 us per
+batch more."""
 
 
 def examples_at(positions: tf.Tensor, *, num_examples: int, seed: int) -> tf.Tensor:
-  """Returns which example each position reads, int64 [m] in [0, num_examples) (any context).
+  """Returns the example of each position, int64 [m] in [0, num_examples) (any context).
 
   Args:
-    positions: int64 [m], consecutive; m is known before it runs.
-    num_examples: in an epoch: each of its positions reads another example.
-    seed: an integer; epochs of another seed are permuted in another way.
+    positions: int64 [m], consecutive; m is static.
+    num_examples: the length of an epoch, in which each position reads another example.
+    seed: an integer; another seed gives another order.
   """
   if num_examples <= _SORT_UP_TO:
     return _sorted_order(positions, num_examples, seed)
@@ -33,7 +35,7 @@ def examples_at(positions: tf.Tensor, *, num_examples: int, seed: int) -> tf.Ten
 
 
 def _sorted_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Tensor:
-  """Orders every epoch that `positions` touch by the hashes of its positions, largest first."""
+  """Sorts the positions of each epoch by their hashes, largest first."""
   first = positions[0] - positions[0] % num_examples
   epochs = (positions.shape[0] + num_examples - 2) // num_examples + 1
   within = tf.range(epochs * num_examples, dtype=tf.int64)
@@ -43,12 +45,14 @@ def _sorted_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Tens
 
 
 def _ciphered_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Tensor:
-  """Orders by the block cipher of RandomIndexShuffle, whose key is a hash of the epoch.
+  """Orders by the block cipher of RandomIndexShuffle, keyed by a hash of the epoch.
 
-  Three traps of the op. It keeps only as many bits of the three key words as it needs, 8 each for
-  60,000 examples, so that plain counters repeat every 256 epochs and differ little in between. It
-  is no permutation of 4**k + 1 numbers for k >= 8: it takes one bit too few. And its public face,
-  tf.random.experimental.index_shuffle, pads a batch of seeds along the wrong axis.
+  This works around three defects of the op:
+
+  - It uses only some bits of the key words, 8 each for 60,000 examples. Plain counters as keys
+    would repeat every 256 epochs.
+  - It is not a permutation of 4**k + 1 numbers for k >= 8, as it uses one bit too few.
+  - The public tf.random.experimental.index_shuffle pads a batch of seeds along the wrong axis.
   """
   epochs = positions // num_examples
   words = tf.bitcast(hashed(tf.stack([2 * epochs, 2 * epochs + 1], 1), seed, "order"), tf.int32)
@@ -61,20 +65,25 @@ def _ciphered_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Te
   within = positions % num_examples
   if not _is_power_of_four(num_examples - 1):
     return permute(within, num_examples)
-  # One number more, and around again for the one that lands on it.
+  # Permute one number more, and permute again the index that maps to it.
   indices = permute(within, num_examples + 1)
   return tf.where(indices < num_examples, indices, permute(indices, num_examples + 1))
 
 
 def seeds_at(positions: tf.Tensor, *, seed: int) -> tf.Tensor:
-  """Returns int32 [m, 2] for positions int64 [m] in any order, different for all of them."""
+  """Returns a different seed for each position, int32 [m, 2] (any context).
+
+  Args:
+    positions: int64 [m], in any order.
+    seed: an integer.
+  """
   return tf.bitcast(hashed(positions, seed, "seeds"), tf.int32)
 
 
 def hashed(values: tf.Tensor, seed: int, purpose: str) -> tf.Tensor:
-  """Hashes int64 to uint64 of the same shape, one to one (any context).
+  """Hashes int64 to uint64 of the same shape, one-to-one (any context).
 
-  A step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), from a start that depends on `seed` and
+  One step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), from a start that depends on `seed` and
   `purpose`.
   """
   key = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=8).digest()

@@ -1,10 +1,10 @@
-"""What is read: arrays, folders of images, streams, a format of your own; and readers of files.
+"""Data sources: arrays, image folders, streams, your own formats; and file readers.
 
     source = ArraySource(features={"x": np.arange(10, dtype=np.float32)})
     batch = source.fetch(tf.constant([3, 0, 3], tf.int64))
     assert batch["x"].numpy().tolist() == [3.0, 0.0, 3.0]
 
-`inputs.train_dataset` and `inputs.eval_dataset` order and batch a source.
+`inputs.datasets` orders and batches a source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tensorflow as tf
 from absl import logging
 
 from framework.backend.autograph import as_written
-from framework.errors import ConfigError
+from framework.errors import ConfigError, is_integer, require_integer
 from framework.inputs.checks import (
   Batch,
   brief,
@@ -32,10 +32,8 @@ from framework.inputs.checks import (
   check_elements,
   check_weights,
   common_length,
-  is_positive_integer,
   refuse_reserved,
   require,
-  require_positive,
 )
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
@@ -44,10 +42,10 @@ _IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x
 
 
 class Source(abc.ABC):
-  """Examples that can be read in any order. Subclass it for an indexed format of your own.
+  """Examples that can be read by index. Subclass it for your own indexed format.
 
   Attributes:
-    num_examples: how many there are, at least 1.
+    num_examples: the number of examples, at least 1.
   """
 
   num_examples: int
@@ -56,24 +54,25 @@ class Source(abc.ABC):
   def fetch(self, indices: tf.Tensor) -> Batch:
     """Returns the examples at `indices`, int64 [rows] in [0, num_examples).
 
-    Called inside `tf.data.Dataset.map`, on the host. Every feature must have the static shape
-    [rows, ...], all known; an index may come more than once. A large array belongs in an eager
-    tensor made outside (see `ArraySource`): one made here would be copied into the graph.
+    Called inside `tf.data.Dataset.map`, on the host. Every feature must have a static shape [rows,
+    ...]; an index may occur more than once. Make a large array an eager tensor before this call
+    (see `ArraySource`): an array used here directly would be copied into the graph.
     """
 
 
 class ArraySource(Source):
-  """Arrays with one row for each example; a memory-mapped one is read row by row, never whole."""
+  """Arrays with one row per example; memory-mapped arrays are read row by row."""
 
   def __init__(self, *, features: Mapping[str, np.ndarray]) -> None:
-    """Checks the arrays; TensorFlow is not touched before the first dataset is made.
+    """Checks the arrays; does not use TensorFlow's devices before the first dataset is made.
 
     Args:
       features: name -> [num_examples, ...], of any dtype that TensorFlow has.
 
     Raises:
-      ConfigError: no features or no examples, different lengths, a dtype that TensorFlow lacks, a
-        reserved name, or a "weight" that is not float32 [num_examples] of finite values >= 0.
+      ConfigError: no features or no examples, different lengths, a dtype that TensorFlow does not
+        have, a reserved name, or a "weight" that is not float32 [num_examples] of finite values >=
+        0.
     """
     if not isinstance(features, Mapping) or not features:
       raise ConfigError(f"features is {brief(features)}; it must be a dict of name -> array.")
@@ -92,8 +91,8 @@ class ArraySource(Source):
     return batch | self._read_mapped(indices)
 
   def _in_memory(self) -> Batch:
-    # Eager tensors, so that the pipeline captures them instead of copying them into its graph, and
-    # on the host even where eager tensors go to a GPU by default.
+    # Eager tensors, because the pipeline captures them instead of copying them into its graph. On
+    # the host, because eager tensors go to a GPU by default.
     if self._tensors is None:
       with tf.init_scope(), tf.device("CPU:0"):
         self._tensors = {name: tf.constant(array) for name, array in self._arrays.items()}
@@ -115,32 +114,32 @@ class ArraySource(Source):
 
 
 class ImageFolderSource(Source):
-  """Image files in one folder for each class: <directory>/<class>/<file>.
+  """Image files in one folder per class: <directory>/<class>/<file>.
 
-  Delivers "image", uint8 [rows, height, width, channels], and "label", int32 [rows], the class's
-  place in the sorted `class_names`. Hidden files and files beside the class folders are left out.
-  Files are decoded when they are read; one that cannot be is named in a `user_error`.
+  Yields "image", uint8 [rows, height, width, channels], and "label", int32 [rows], the index of the
+  class in the sorted `class_names`. Ignores hidden files and files next to the class folders. Files
+  are decoded when read; a `user_error` names a file that cannot be decoded.
   """
 
   def __init__(
     self, *, directory: str, image_size: Sequence[int], channels: int = 3, resize: bool = True
   ) -> None:
-    """Lists the files; reads none.
+    """Lists the files without reading them.
 
     Args:
-      directory: holds one folder for each class. A class folder may be empty.
-      image_size: (height, width) of what is delivered.
+      directory: holds one folder per class. A class folder may be empty.
+      image_size: (height, width) of the images that it yields, in pixels.
       channels: 1, 3 or 4; images are converted.
-      resize: bring every image to `image_size`, without keeping its aspect ratio: by area
-        averaging where both sides shrink (no aliasing), else bilinear. False: another size is an
+      resize: True resizes every image to `image_size`, without keeping its aspect ratio: by area
+        averaging if both sides shrink (no aliasing), else bilinear. False makes another size an
         error.
 
     Raises:
-      ConfigError: no such folder, no class folders, no images, a file that is no JPEG, PNG, GIF or
-        BMP by its suffix, or a bad image_size or channels.
+      ConfigError: no such folder, no class folders, no images, a file whose suffix is not that of a
+        JPEG, PNG, GIF or BMP, or a wrong image_size or channels.
     """
     sides = tuple(image_size) if isinstance(image_size, Sequence) else (image_size,)
-    if len(sides) != 2 or not all(is_positive_integer(side) for side in sides):
+    if len(sides) != 2 or not all(is_integer(side, at_least=1) for side in sides):
       raise ConfigError(f"image_size is {image_size!r}; it must be (height, width) in pixels.")
     if channels not in (1, 3, 4):
       raise ConfigError(f"channels is {channels!r}; it must be 1 (grey), 3 (RGB) or 4 (RGBA).")
@@ -160,8 +159,8 @@ class ImageFolderSource(Source):
     return {"image": tf.ensure_shape(images, shape), **batch}
 
   def _images(self, paths: tf.Tensor) -> tf.Tensor:
-    # A pipeline in the pipeline: `ignore_errors` is TensorFlow's only way to live on after a file
-    # that cannot be decoded, and so to say which it was: its row is missing at the end.
+    # A nested pipeline, as only `ignore_errors` lets TensorFlow continue after a file that cannot
+    # be decoded. Its row is then missing, which identifies the file.
     count = tf.size(paths, tf.int64)
     decoded = (
       tf.data.Dataset.from_tensor_slices(paths)
@@ -176,7 +175,7 @@ class ImageFolderSource(Source):
     first_missing = tf.reduce_sum(tf.cast(rows == tf.range(tf.size(rows, tf.int64)), tf.int64))
     path = tf.gather(paths, tf.minimum(first_missing, count - 1))
     message = [path, f" cannot be read as an image of {self.channels} channels; remove it, or"]
-    message.append(" put a whole JPEG, PNG, GIF or BMP file in its place.")
+    message.append(" replace it by a complete JPEG, PNG, GIF or BMP file.")
     return require(rows[-1] < count, images, message)
 
   def _blank(self) -> tf.Tensor:
@@ -196,20 +195,20 @@ class ImageFolderSource(Source):
 
 
 class StreamSource:
-  """A `tf.data.Dataset` of your own, read in the order in which it comes.
+  """Your own `tf.data.Dataset`, read in its own order.
 
-  It must yield the same examples each time it is iterated: seed a shuffle. Training repeats it.
-  There is no index to go by, so a resumed run skips over what was read before, which takes as long
-  as reading it did; the log says how long. "example_id" counts within one pass.
+  It must yield the same examples in each iteration: seed its shuffle. Training repeats it. It
+  cannot be indexed, so a resumed run skips the examples already read, which takes as long as
+  reading them; the log gives the time. "example_id" counts within one pass.
   """
 
   def __init__(self, *, dataset: tf.data.Dataset, num_examples: int | None = None) -> None:
-    """Checks the elements' types; reads none.
+    """Checks the types of the elements without reading them.
 
     Args:
       dataset: yields one example at a time: a flat dict of dense tensors of static shapes.
-      num_examples: end each pass after so many; None for as many as there are. Evaluation of an
-        endless dataset needs it.
+      num_examples: the length of a pass; None for the whole dataset. Evaluation of an endless
+        dataset needs it.
 
     Raises:
       ConfigError: not a dataset of such dicts, a reserved name, a "weight" that is not a float32
@@ -219,14 +218,14 @@ class StreamSource:
       raise ConfigError(f"dataset is {brief(dataset)}; it must be a tf.data.Dataset.")
     check_elements(dataset.element_spec)
     if num_examples is not None:
-      require_positive("num_examples", num_examples)
+      require_integer("num_examples", num_examples, at_least=1)
     known = int(dataset.cardinality())
     if known == 0:
       raise ConfigError("the stream's dataset is empty; it must yield at least one example.")
     if num_examples is not None and 0 < known < num_examples:
       raise ConfigError(
         f"num_examples is {num_examples}, but the stream's dataset has {known} examples; "
-        "leave num_examples out."
+        "remove num_examples, or lower it."
       )
     self.dataset = dataset if num_examples is None else dataset.take(num_examples)
     self.num_examples = num_examples or (known if known > 0 else None)
@@ -237,11 +236,9 @@ def check_source(source: object) -> None:
   if not isinstance(source, Source | StreamSource):
     remedy = "StreamSource(dataset=...)" if isinstance(source, tf.data.Dataset) else "ArraySource"
     raise ConfigError(f"the source is {brief(source)}; it must be a Source: wrap it in {remedy}.")
-  if isinstance(source, Source) and not is_positive_integer(getattr(source, "num_examples", None)):
-    raise ConfigError(
-      f"{type(source).__name__}.num_examples is {getattr(source, 'num_examples', None)!r}; it must "
-      "be an integer, at least 1."
-    )
+  if isinstance(source, Source):
+    count = getattr(source, "num_examples", None)
+    require_integer(f"{type(source).__name__}.num_examples", count, at_least=1)
 
 
 def _native(name: object, array: np.ndarray) -> np.ndarray:
@@ -263,39 +260,39 @@ def _is_mapped(array: object) -> bool:
 
 
 def read_idx(path: str) -> np.ndarray:
-  """Reads a file in the idx format of MNIST, plain or gzipped; returns it in native byte order.
+  """Reads a file in MNIST's idx format, plain or gzipped; returns it in native byte order (host).
 
   The format: http://yann.lecun.com/exdb/mnist.
 
   Raises:
-    ConfigError: no such file, or not a whole idx file.
+    ConfigError: no such file, or not a complete idx file.
   """
   data = _file_bytes(path)
   if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _IDX_DTYPES:
     raise ConfigError(
       f"{path!r} is not an idx file: it begins with {data[:4].hex(' ') or 'nothing'}, not with "
-      "00 00, a type and a number of axes; give it again."
+      "00 00, a type and a number of axes; download it again."
     )
   dtype, axes = np.dtype(_IDX_DTYPES[data[2]]), data[3]
   shape = np.frombuffer(data[4 : 4 + 4 * axes], ">u4") if len(data) >= 4 + 4 * axes else ()
   wanted = 4 + 4 * axes + math.prod(map(int, shape)) * dtype.itemsize
   if len(data) != wanted or len(shape) != axes:
     raise ConfigError(
-      f"{path!r} holds {len(data)} bytes, but an idx file with its head has {wanted}; it was cut "
-      "short or damaged: fetch it again."
+      f"{path!r} has {len(data)} bytes, but its header implies {wanted}; it is truncated or "
+      "damaged: download it again."
     )
   array = np.frombuffer(data, dtype, offset=4 + 4 * axes).reshape(shape)
   return array.astype(dtype.newbyteorder("="))
 
 
 def load_arrays(path: str) -> dict[str, np.ndarray]:
-  """Loads an .npz file, or a folder of .npy files, as name -> array; ready for `ArraySource`.
+  """Loads an .npz file, or a folder of .npy files, as name -> array, for `ArraySource` (host).
 
-  An .npz is read into memory; the .npy files of a folder are memory-mapped, so they may be larger
+  An .npz is read into memory. The .npy files of a folder are memory-mapped, so they may be larger
   than memory.
 
   Raises:
-    ConfigError: nothing there, no arrays in it, damaged files, or arrays of Python objects.
+    ConfigError: no such file or folder, no arrays, damaged files, or arrays of Python objects.
   """
   if os.path.isdir(path):
     names = sorted(name for name in os.listdir(path) if name.endswith(".npy"))
@@ -303,7 +300,7 @@ def load_arrays(path: str) -> dict[str, np.ndarray]:
   elif path.endswith(".npz"):
     arrays = _load(path)
   else:
-    raise ConfigError(f"{path!r} is not there as an .npz file or a folder of .npy files.")
+    raise ConfigError(f"{path!r} is neither an .npz file nor a folder of .npy files; correct it.")
   if not arrays:
     raise ConfigError(f"{path!r} has no arrays; it must be an .npz file or a folder of .npy files.")
   return arrays
@@ -328,18 +325,18 @@ def _file_bytes(path: str) -> bytes:
   except FileNotFoundError:
     raise ConfigError(f"{path!r} does not exist; give the path of an idx file.") from None
   except (OSError, EOFError, zlib.error) as error:
-    raise ConfigError(f"{path!r} cannot be read ({error}); fetch it again.") from None
+    raise ConfigError(f"{path!r} cannot be read ({error}); download it again.") from None
 
 
 def _class_folders(directory: str) -> list[str]:
   if not os.path.isdir(directory):
     raise ConfigError(
-      f"{directory!r} is not a folder; give one that holds a folder for each class."
+      f"{directory!r} is not a folder; give a folder that holds one folder per class."
     )
   entries = [entry for entry in os.scandir(directory) if entry.is_dir()]
   names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
   if not names:
-    raise ConfigError(f"{directory!r} has no folders in it; it must hold one for each class.")
+    raise ConfigError(f"{directory!r} has no folders in it; it must hold one folder per class.")
   return names
 
 
@@ -353,8 +350,8 @@ def _labelled_files(directory: str, class_names: Sequence[str]) -> tuple[list[by
     labels += [label] * len(files)
   if not paths:
     raise ConfigError(
-      f"the {len(class_names)} class folders of {directory!r} have no images; put files in them "
-      f"that end in {', '.join(IMAGE_SUFFIXES)}."
+      f"the {len(class_names)} class folders of {directory!r} have no images; add files that end "
+      f"in {', '.join(IMAGE_SUFFIXES)}."
     )
   return paths, labels
 

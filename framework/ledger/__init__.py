@@ -1,1 +1,1 @@
-"""The proof of what was read."""
+"""Records which examples each step consumed, and proves that none was skipped or repeated."""

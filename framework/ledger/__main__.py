@@ -14,7 +14,7 @@ _CHECKPOINT = re.compile(r"ckpt-(\d+)\.index")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints what the ledgers of a run folder prove; see the top of this file."""
+  """Runs the command line; returns the exit status."""
   given = sys.argv[1:] if arguments is None else list(arguments)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   try:

@@ -1,21 +1,21 @@
-"""Proves from a run's ledgers that no example was skipped or repeated, however often it restarted.
+"""Proves from a run's ledgers that no example was skipped or repeated, whatever the restarts.
 
-    python -m framework.ledger runs/digits     # status 0: proven, 1: it was not so, 2: no ledger
+    python -m framework.ledger runs/digits     # status 0: proven, 1: disproved, 2: no ledger
 
-`run.ledger = True` has every worker write <model_dir>/ledger-<worker>.jsonl, which has two kinds of
-lines (recorder.py). Each start of the process, and each restore, writes what it reads from where:
+With `run.ledger = True` every worker writes <model_dir>/ledger-<worker>.jsonl (recorder.py), which
+has two kinds of lines. Each start of the process, and each restore, says what is read from where:
 
     {"after_step": 40, "worker": 0, "workers": 2, "position": 480, "global_batch_size": 12,
      "rows": [0, 6], "num_examples": 30, "seed": 5, "shuffle": true}
 
-and each loop, before a checkpoint can hold it, the count and the hash of each step's examples:
+Each loop, before a checkpoint can contain it, has the count and the hash of each step's examples:
 
     {"first_step": 41, "counts": [6, 6], "hashes": ["9f...", "03..."]}
 
-A start at step S takes back what was recorded after S: those steps were not part of the weights
-that training went on from, and are done again. What is left is the path to the last weights. On
-it, every step must stand once, on every worker, with the hash of the examples that (seed, position)
-gives to that worker; no data is read to know them.
+A start after step S discards the recorded steps after S: the weights that training continues from
+do not include them, and they run again. The remaining steps are the path to the last weights. On
+it, every worker must have every step once, with the hash of the examples that (seed, position)
+assigns to that worker. Computing these needs no data.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import numpy as np
 from framework.errors import ConfigError
 
 PURPOSE = "ledger"
-"""What the examples' hashes are keyed with."""
+"""The key of the examples' hashes."""
 _AT_ONCE = 1 << 16
 _SEARCHED = 1 << 24
-"""Among so many examples the wrong one is looked for."""
+"""Searches the wrong example among this many."""
 
 
 class Start(NamedTuple):
@@ -44,10 +44,10 @@ class Start(NamedTuple):
     worker: its number.
     workers: how many there are.
     position: examples that all workers together have consumed so far.
-    global_batch_size: examples a step, all workers'.
-    rows: the first of this worker's rows of the padded global batch, and the one after its last.
-    num_examples: in the source; None for a stream whose length is not known.
-    seed: of the order.
+    global_batch_size: examples per step, over all workers.
+    rows: [first, last) of this worker's rows of the padded global batch.
+    num_examples: in the source; None for a stream of unknown length.
+    seed: seed of the order.
     shuffle: False for the source's own order.
   """
 
@@ -62,20 +62,20 @@ class Start(NamedTuple):
 
   @property
   def order(self) -> tuple[int | None, int | None]:
-    """What decides which example a position reads: the number of examples, the seed if any."""
+    """(number of examples, seed or None): what decides which example a position reads."""
     return self.num_examples, self.seed if self.shuffle else None
 
 
-class Row(NamedTuple):
-  """One step of one worker: how many examples, and the sum of their hashes modulo 2**64."""
+class StepRecord(NamedTuple):
+  """One step of one worker: the number of examples, and the sum of their hashes modulo 2**64."""
 
   examples: int
   digest: int
   start: Start
 
 
-class Problem(Exception):  # noqa: N818 (it reads as what it is)
-  """The first thing that is not as it must be, in one line."""
+class Problem(Exception):  # noqa: N818 (it is not an error of the program)
+  """The first step that is not as it must be, in one line."""
 
 
 def file_name(worker: int) -> str:
@@ -84,31 +84,31 @@ def file_name(worker: int) -> str:
 
 
 def steps_line(first_step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
-  """Returns the line of one loop."""
+  """Returns the line of one loop; a count and a hash per step."""
   hashes = [f"{digest:016x}" for digest in digests]
   return json.dumps({"first_step": first_step, "counts": list(counts), "hashes": hashes})
 
 
 class Ledger:
-  """One worker's ledger, read: the path to its last weights, and what was done again.
+  """One worker's ledger: the path to its last weights.
 
   Attributes:
-    path: step -> row, of the steps that count.
-    starts: the step after which each start went on, in order.
+    path: step -> record, of the steps that count.
+    starts: the step after which each start continued, in order.
     base: the step after which the path begins: 0 unless the ledger was switched on later.
-    again: how many steps were recorded, taken back, and recorded again.
+    reruns: number of steps that were recorded, discarded and recorded again.
   """
 
   def __init__(self, lines: Sequence[str]) -> None:
-    """Reads the lines in order; a line torn by a kill is passed over.
+    """Reads the lines in order; ignores a line that a kill cut off.
 
     Raises:
-      Problem: a step was recorded twice with no start in between, or done again differently.
+      Problem: a step was recorded twice without a start in between, or rerun with other examples.
     """
-    self.path: dict[int, Row] = {}
+    self.path: dict[int, StepRecord] = {}
     self.starts: list[int] = []
-    self.base, self.again = 0, 0
-    self._taken_back: dict[int, Row] = {}
+    self.base, self.reruns = 0, 0
+    self._discarded: dict[int, StepRecord] = {}
     self._start: Start | None = None
     for entry in map(_parsed, lines):
       if "after_step" in entry:
@@ -127,22 +127,22 @@ class Ledger:
     self.base = min(self.base, after_step) if self.starts else after_step
     self.starts.append(after_step)
     for step in [step for step in self.path if step > after_step]:
-      self._taken_back[step] = self.path.pop(step)
+      self._discarded[step] = self.path.pop(step)
 
-  def _add(self, step: int, row: Row) -> None:
+  def _add(self, step: int, row: StepRecord) -> None:
     where = f"step {step}, worker {row.start.worker}"
     if step in self.path:
       raise Problem(
-        f"{where}: recorded twice without a restart in between; do two runs write here?"
+        f"{where}: recorded twice without a restart in between; do two runs share this folder?"
       )
-    before = self._taken_back.pop(step, None)
+    before = self._discarded.pop(step, None)
     self.path[step] = row
     if before is None:
       return
-    self.again += 1
+    self.reruns += 1
     split = [(r.start.rows, r.start.global_batch_size, r.start.order) for r in (before, row)]
     if split[0] == split[1] and before[:2] != row[:2]:
-      raise Problem(f"{where}: done again after a restart, with other examples than the first time")
+      raise Problem(f"{where}: rerun after a restart, with other examples than the first time")
 
 
 def _parsed(line: str) -> dict[str, Any]:
@@ -153,17 +153,17 @@ def _parsed(line: str) -> dict[str, Any]:
   return entry if isinstance(entry, dict) else {}
 
 
-def _rows(entry: dict[str, Any], start: Start) -> Iterator[tuple[int, Row]]:
+def _rows(entry: dict[str, Any], start: Start) -> Iterator[tuple[int, StepRecord]]:
   pairs = zip(entry["counts"], entry["hashes"], strict=True)
   for step, (count, digest) in enumerate(pairs, entry["first_step"]):
-    yield step, Row(count, int(digest, 16), start)
+    yield step, StepRecord(count, int(digest, 16), start)
 
 
 def read(model_dir: str) -> list[Ledger]:
   """Returns the ledgers of all workers, worker 0's first.
 
   Raises:
-    ConfigError: there is none.
+    ConfigError: there is no ledger.
     Problem: see `Ledger`.
   """
   import tensorflow as tf
@@ -174,8 +174,8 @@ def read(model_dir: str) -> list[Ledger]:
       ledgers.append(Ledger(file.read().split("\n")))
   if not ledgers:
     raise ConfigError(
-      f"there is no {file_name(0)} in {model_dir!r}; train with `run.ledger = True`, and name the "
-      "run folder."
+      f"no {file_name(0)} in {model_dir!r}; train with `run.ledger = True`, then give this command "
+      "the run folder."
     )
   return ledgers
 
@@ -187,11 +187,11 @@ class Order:
   """Which example each position reads, and the hashes of ranges of positions."""
 
   def __init__(self, start: Start) -> None:
-    """Takes num_examples, seed and shuffle from `start`, whose num_examples is known."""
+    """Takes num_examples (not None), seed and shuffle from `start`."""
     self._start = start
 
   def ids(self, first: int, last: int) -> np.ndarray:
-    """Returns int64 [last - first]: the examples of the positions first, ..., last - 1."""
+    """Returns int64 [last - first]: the examples at positions first, ..., last - 1."""
     import tensorflow as tf
 
     from framework.inputs.ordering import examples_at
@@ -204,13 +204,13 @@ class Order:
     return examples_at(tf.constant(positions), num_examples=count, seed=self._start.seed).numpy()
 
   def sums(self, first: int, last: int) -> np.ndarray:
-    """Returns uint64 [last - first + 1]: of hashes up to each position, modulo 2**64, from 0."""
+    """Returns uint64 [last - first + 1]: cumulative sums of hashes modulo 2**64, beginning at 0."""
     hashes = hashes_of(self.ids(first, last))
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(hashes, dtype=np.uint64)])
 
 
 def hashes_of(ids: np.ndarray) -> np.ndarray:
-  """Returns uint64 of the same shape: what an example adds to its step's hash."""
+  """Returns what each example adds to its step's hash, uint64 of the shape of `ids`."""
   import tensorflow as tf
 
   from framework.inputs.ordering import hashed
@@ -219,7 +219,7 @@ def hashes_of(ids: np.ndarray) -> np.ndarray:
 
 
 def _share(start: Start) -> tuple[int, int]:
-  """Which of a global batch's examples are this worker's: the rows behind them are padding."""
+  """Returns [first, last): this worker's examples of a global batch, without padding rows."""
   first, last = (min(row, start.global_batch_size) for row in start.rows)
   return first, last
 
@@ -229,16 +229,16 @@ def _share(start: Start) -> tuple[int, int]:
 
 @dataclasses.dataclass
 class Proof:
-  """What has been shown of the steps from 1, or from where the ledger begins, to the last one.
+  """What was proven of the steps from 1, or from where the ledger begins, to the last one.
 
   Attributes:
-    first_step: the first on the path.
+    first_step: the first step on the path.
     last_step: the last.
-    workers: how many there were at the last step.
+    workers: number of workers at the last step.
     starts: how many times training was started.
-    again: steps that were done again, with the same examples, by worker 0.
+    reruns: steps that worker 0 ran again with the same examples.
     epochs: complete epochs, each with every example once.
-    num_examples: in an epoch; None where it is not known, and the order was not compared.
+    num_examples: examples in an epoch; None if unknown, then the order was not compared.
     left_over: examples of the epoch that has begun.
   """
 
@@ -246,7 +246,7 @@ class Proof:
   last_step: int
   workers: int
   starts: int
-  again: int
+  reruns: int
   epochs: int = 0
   num_examples: int | None = None
   left_over: int = 0
@@ -257,12 +257,12 @@ class Proof:
     starts = f"{self.starts} start{'' if self.starts == 1 else 's'}"
     lines = [
       f"steps {self.first_step} to {self.last_step}: each consumed exactly once ({workers}, "
-      f"{starts}, {self.again} steps done again with the same examples)"
+      f"{starts}, {self.reruns} steps rerun with the same examples)"
     ]
     if self.first_step > 1:
-      lines.append(f"steps 1 to {self.first_step - 1}: before the ledger, nothing is known")
+      lines.append(f"steps 1 to {self.first_step - 1}: unknown, the ledger was switched on later")
     if self.num_examples is None:
-      lines.append("which examples: not compared, the stream's length is not known")
+      lines.append("examples: not compared, the length of the stream is unknown")
     else:
       lines.append(
         f"epochs: {self.epochs} complete, {self.num_examples} distinct examples in each; "
@@ -275,11 +275,11 @@ def prove(ledgers: Sequence[Ledger], *, checkpoint_step: int | None = None) -> P
   """Compares every step on the path with the examples that it must have consumed (host).
 
   Args:
-    ledgers: of all workers, worker 0's first; there may be more than trained last.
-    checkpoint_step: of the newest checkpoint, up to which the path must go.
+    ledgers: of all workers, worker 0's first; workers that no longer train may be among them.
+    checkpoint_step: step of the newest checkpoint, which the path must reach.
 
   Raises:
-    Problem: the first step that was skipped, repeated or differs, and on which worker.
+    Problem: the first step that was skipped, repeated or differs, and its worker.
   """
   chief = ledgers[0]
   first, last = chief.base + 1, chief.last_step
@@ -292,7 +292,7 @@ def prove(ledgers: Sequence[Ledger], *, checkpoint_step: int | None = None) -> P
       f"step {last + 1}: the newest checkpoint is of step {checkpoint_step}, but worker 0 recorded "
       f"no step after {last}"
     )
-  proof = Proof(first, last, chief.path[last].start.workers, len(chief.starts), chief.again)
+  proof = Proof(first, last, chief.path[last].start.workers, len(chief.starts), chief.reruns)
   tally = _Tally()
   position = chief.path[first].start.position
   for steps in _runs(chief, first, last):
@@ -307,14 +307,14 @@ def prove(ledgers: Sequence[Ledger], *, checkpoint_step: int | None = None) -> P
 
 def _require_recorded(ledgers: Sequence[Ledger], step: int) -> None:
   if step not in ledgers[0].path:
-    raise Problem(f"step {step}, worker 0: skipped, as no line records it")
+    raise Problem(f"step {step}, worker 0: skipped, no line records it")
   for worker in range(1, ledgers[0].path[step].start.workers):
     if worker >= len(ledgers) or step not in ledgers[worker].path:
-      raise Problem(f"step {step}, worker {worker}: skipped, as no line records it")
+      raise Problem(f"step {step}, worker {worker}: skipped, no line records it")
 
 
 def _runs(chief: Ledger, first: int, last: int) -> Iterator[list[int]]:
-  """Yields consecutive steps of one start, as many as are compared at once."""
+  """Yields lists of consecutive steps of one start, each short enough to compare at once."""
   steps: list[int] = []
   for step in range(first, last + 1):
     start = chief.path[step].start
@@ -328,7 +328,7 @@ def _runs(chief: Ledger, first: int, last: int) -> Iterator[list[int]]:
 
 
 class _Tally:
-  """Counts the epochs in which every example came once."""
+  """Counts the epochs that had every example once."""
 
   def __init__(self) -> None:
     self.epochs, self.left_over = 0, 0
@@ -337,7 +337,7 @@ class _Tally:
     self._whole = False
 
   def add(self, ids: np.ndarray, position: int, start: Start, step: int) -> None:
-    """Counts the examples `ids`, of the positions from `position` on; `step` is their first."""
+    """Counts the examples at the positions from `position` on; `step` reads the first of them."""
     count = start.num_examples
     assert count is not None
     if start.order != self._order:
@@ -353,7 +353,7 @@ class _Tally:
         self._seen[:], self._whole = False, True
       part, ids = ids[: count - within], ids[count - within :]
       if self._seen[part].any() or len(np.unique(part)) < len(part):
-        raise Problem(f"step {step}: an example comes twice in the epoch of position {position}")
+        raise Problem(f"step {step}: an example occurs twice in the epoch of position {position}")
       self._seen[part] = True
       position += len(part)
       self.left_over = position % count
@@ -361,7 +361,7 @@ class _Tally:
 
 
 def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tally: _Tally) -> None:
-  """Compares some steps of one start, the first of which begins at `position`."""
+  """Compares steps of one start; the first of them begins at `position`."""
   start = ledgers[0].path[steps[0]].start
   batch, order = start.global_batch_size, Order(start)
   ids = order.ids(position, position + len(steps) * batch)
@@ -383,19 +383,19 @@ def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tal
   tally.add(ids, position, start, steps[0])
 
 
-def _diagnosis(row: Row, step: int, position: int, order: Order) -> str:
-  """Says what a step consumed in place of what it should have, as far as its hash tells."""
+def _diagnosis(row: StepRecord, step: int, position: int, order: Order) -> str:
+  """Says what a step consumed instead of the right examples, as far as its hash can tell."""
   first, last = _share(row.start)
   right = order.ids(position + first, position + last)
   return (
     _moved(row, step, position, order)
     or _one_example(row, right)
-    or f"differs: its {row.examples} examples are others than the {len(right)} of its positions"
+    or f"differs: its {row.examples} examples are not the {len(right)} of its positions"
   )
 
 
-def _moved(row: Row, step: int, position: int, order: Order) -> str | None:
-  """Says how far the examples are from where they should be, if they are a stretch of the order."""
+def _moved(row: StepRecord, step: int, position: int, order: Order) -> str | None:
+  """Says how far the examples are from the right position, if they are consecutive in the order."""
   first, last = _share(row.start)
   batch, count = row.start.global_batch_size, row.start.num_examples or 0
   reach = max(16 * batch, min(2 * count, 1 << 20))
@@ -413,11 +413,11 @@ def _moved(row: Row, step: int, position: int, order: Order) -> str | None:
     other = step + offset // batch
     return f"{'skips to' if offset > 0 else 'repeats'} the examples of step {other}"
   examples = f"{abs(offset)} example{'' if abs(offset) == 1 else 's'}"
-  return f"skips {examples}" if offset > 0 else f"goes {examples} back, and repeats them"
+  return f"skips {examples}" if offset > 0 else f"starts {examples} too early, and repeats them"
 
 
-def _one_example(row: Row, right: np.ndarray) -> str | None:
-  """Says which example is wrong, too many or missing, if it is one."""
+def _one_example(row: StepRecord, right: np.ndarray) -> str | None:
+  """Says which single example is wrong, extra or missing, if only one is."""
   expected = hashes_of(right).tolist()
   difference = row.digest - sum(expected)
   known = hashes_of(np.arange(min(row.start.num_examples or 0, _SEARCHED)))

@@ -1,54 +1,56 @@
-"""The ledger's pen: which examples each step consumed, kept in the step, written once a loop.
+"""Records which examples each step consumed; one write per training loop.
 
     recorder = Recorder(model_dir="runs/digits", strategy=strategy)
-    trainer = Trainer(..., recorder=recorder)      # run.ledger = True does both
+    trainer = Trainer(..., observers=[recorder])      # run.ledger = True does both
 
-A step's hash is the sum, modulo 2**64, of one 64-bit hash an example. So it depends on the set of
-examples and not on their order, and the sum over replicas and workers is the whole batch's. Beside
-it stands how many they were; padding counts in neither. The compiled step keeps its ids in the
-memory of this worker's host (8 bytes for each example of a loop); after the loop one compiled call
-hashes them all. framework/ledger/proof.py has the format of the file, and reads it.
+A step's hash is the sum, modulo 2**64, of a 64-bit hash of each example id. So it depends on the
+set of examples and not on their order, and the sum over replicas and workers is the hash of the
+whole batch. The number of examples is recorded too. Padding counts in neither.
+
+The compiled step only stores its ids in the memory of this worker's host, 8 bytes for each example
+of a loop. After the loop one compiled call hashes them all. framework/ledger/proof.py defines and
+reads the format of the file.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from framework.backend.autograph import as_written
 from framework.errors import ConfigError
 from framework.inputs.ordering import hashed
 from framework.inputs.sources import Source, StreamSource
 from framework.ledger.proof import PURPOSE, Start, file_name, steps_line
+from framework.observers import Observer
 from framework.strategies import traits
 
 
-class Recorder:
+class Recorder(Observer):
   """Appends what this worker's replicas consume to <model_dir>/ledger-<worker>.jsonl."""
 
   def __init__(self, *, model_dir: str, strategy: tf.distribute.Strategy) -> None:
-    """Makes variables in the host's memory, empty so far; writes nothing yet.
+    """Makes empty variables in host memory; writes nothing yet.
 
     Args:
       model_dir: the run folder, shared by all workers.
-      strategy: what is trained under.
+      strategy: the strategy of the training.
 
     Raises:
-      ConfigError: the training is asynchronous.
+      ConfigError: training is asynchronous.
     """
     if traits.is_asynchronous(strategy):
       raise ConfigError(
-        "run.ledger is True, but under parameter_server no worker knows which steps its batches "
-        "became, and a killed one takes a batch with it; leave run.ledger out."
+        "run.ledger is True, but under parameter_server the steps that a worker's batches become "
+        "are not known, and a killed worker loses a batch; remove run.ledger."
       )
-    self._cluster = traits.cluster_of(strategy)
+    self._strategy, self._cluster = strategy, traits.cluster_of(strategy)
     self._path = os.path.join(model_dir, file_name(self._cluster.index))
     self._start: Start | None = None
-    self._began = 0
+    self._began, self._replica_rows = 0, 0
     replicas = strategy.num_replicas_in_sync // self._cluster.size
     with tf.device("CPU:0"):
       self._before = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -66,10 +68,22 @@ class Recorder:
     seed: int,
     shuffle: bool,
     global_batch_size: int,
+    padded_batch_size: int,
     rows: range | None,
   ) -> None:
-    """Notes what is read from now on: a new start in the ledger (host); see `train_dataset`."""
+    """Notes what is read from now on, as a new start in the ledger (host).
+
+    Args:
+      source: what is read.
+      position: see `train_dataset`, as for the others.
+      seed: see there.
+      shuffle: see there.
+      global_batch_size: see there.
+      padded_batch_size: rows of a global batch, padding included.
+      rows: see there.
+    """
     rows = rows or range(global_batch_size)
+    self._replica_rows = padded_batch_size // self._strategy.num_replicas_in_sync
     self._start = Start(
       worker=self._cluster.index,
       workers=self._cluster.size,
@@ -81,48 +95,36 @@ class Recorder:
       shuffle=shuffle and isinstance(source, Source),
     )
 
-  def begin_loop(self, *, after_step: int, steps: int, rows: int) -> None:
-    """Makes room for a loop of `steps` steps (host).
-
-    Args:
-      after_step: steps completed before the loop.
-      steps: how many it has.
-      rows: of each replica's part of a batch, padding included.
-    """
+  def loop_begins(self, *, after_step: int, steps: int) -> None:
+    """Makes room for a loop."""
     self._began = after_step
     self._before.assign(after_step)
     for table in self._tables:
-      table.assign(np.full([steps, rows], -1))
+      table.assign(np.full([steps, self._replica_rows], -1))
 
-  @as_written
-  def record(self, example_ids: Sequence[tf.Tensor], step: tf.Tensor) -> None:
-    """Keeps one step's ids (cross-replica); to hash them here cost 3 % of a step of 0.7 ms.
-
-    Args:
-      example_ids: int64 [rows] for each replica of this worker; -1 is padding.
-      step: int64 scalar, the steps completed before this one.
-    """
+  def batch_taken(self, batch: Any, step: tf.Tensor) -> None:
+    """Stores one step's ids. It does not hash them: that cost 3 % of a step of 0.7 ms."""
+    example_ids = self._strategy.experimental_local_results(batch["example_id"])
     index = step - self._before
     for table, ids in zip(self._tables, example_ids, strict=True):
       tf.raw_ops.ResourceScatterUpdate(resource=table.handle, indices=index, updates=ids)
 
-  @as_written
   def _sums_of_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns sums of hashes modulo 2**64, uint64 [steps], and counts, int64 [steps]."""
+    """Returns the sums of hashes modulo 2**64, uint64 [steps], and the counts, int64 [steps]."""
     ids = tf.concat([table.read_value() for table in self._tables], axis=1)
     real = tf.cast(ids >= 0, tf.int64)
     hashes = tf.bitcast(hashed(ids, 0, PURPOSE), tf.int64)
     return tf.bitcast(tf.reduce_sum(hashes * real, 1), tf.uint64), tf.reduce_sum(real, 1)
 
-  def end_loop(self, *, steps: int) -> None:
-    """Appends the loop, of which `steps` stand, to the file, which outlives the process (host)."""
-    if steps == 0:
+  def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
+    """Appends the steps that stand to the file, which a killed process leaves behind."""
+    if done == 0:
       return
-    hashes, counts = (values.numpy()[:steps] for values in self._sums())
+    hashes, counts = (values.numpy()[:done] for values in self._sums())
     lines = [steps_line(self._began + 1, counts.tolist(), hashes.tolist())]
     if self._start is not None:
       start, self._start = self._start, None
       lines.insert(0, json.dumps({"after_step": self._began, **start._asdict()}))
     with tf.io.gfile.GFile(self._path, "a") as file:
-      # A kill may have torn the last line: a start begins a line of its own in any case.
+      # A kill may have left half a line, so a start always begins a new one.
       file.write("".join(["\n" if len(lines) > 1 else "", *(f"{line}\n" for line in lines)]))

@@ -1,1 +1,1 @@
-"""What an update changes, and what takes it back."""
+"""Updates: optimizers, loss scaling, schedules, averages, and undoing a bad step."""

@@ -1,7 +1,7 @@
-"""One face for the optimizers of Keras 3 and tf_keras, with their own reduction switched off.
+"""One interface to the optimizers of Keras 3 and tf_keras, without their own gradient reduction.
 
-The framework has already summed the gradients over replicas, clipped them and checked that they
-are finite; what is left for an optimizer is its update rule.
+The framework has already summed the gradients over replicas, clipped them and checked that they are
+finite. The optimizer only applies its update rule.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tensorflow as tf
 import tf_keras
 
 from framework.backend import models
+from framework.backend.replica_state import assign_result
 from framework.errors import ConfigError
 from framework.optimizers import kernels, schedules
 from framework.optimizers.fusion import Fusion, Gradients
@@ -25,24 +26,24 @@ DEFAULT = "default"
 
 
 def prefix(name: str) -> str:
-  """Returns what begins the names of this optimizer's metrics: nothing for the default one."""
+  """Returns the prefix of this optimizer's metrics; "" for the default optimizer."""
   return "" if name == DEFAULT else f"{name}_"
 
 
 class Optimizer:
-  """An optimizer of either Keras generation and the variables it owns."""
+  """A Keras 3 or tf_keras optimizer and the variables that it updates."""
 
   def __init__(
     self, *, optimizer: Any, variables: Sequence[Any], step: tf.Variable, fuse: bool = False
   ) -> None:
-    """Builds the optimizer's slots, so call it in `strategy.scope()`.
+    """Builds the optimizer's slots; call it in `strategy.scope()`.
 
     Args:
-      optimizer: a Keras 3 or tf_keras optimizer, fresh.
+      optimizer: a new Keras 3 or tf_keras optimizer, not built.
       variables: what it updates; see `models.trainable_variables`.
       step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
-      fuse: update by TensorFlow's fused kernels, and small variables as one, where the update
-        rule allows it; see framework/optimizers/kernels.py and framework/optimizers/fusion.py.
+      fuse: where the update rule allows it, use TensorFlow's fused kernels and fuse small
+        variables; see framework/optimizers/kernels.py and framework/optimizers/fusion.py.
     """
     self.optimizer = optimizer
     self.variables = list(variables)
@@ -53,15 +54,15 @@ class Optimizer:
       kernels.use(optimizer)
 
   def learning_rate(self) -> tf.Tensor:
-    """Returns the learning rate of the next update, a float32 scalar."""
+    """Returns the learning rate of the next update, a float32 scalar (any context)."""
     return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
 
   def apply(self, strategy: tf.distribute.Strategy, gradients: Gradients) -> None:
-    """Updates the variables (cross-replica); communicates nothing.
+    """Updates the variables, without communication (cross-replica).
 
     Args:
       strategy: the current one.
-      gradients: whose tensors are per-replica values, equal on every replica.
+      gradients: per-replica tensors, equal on every replica.
     """
     self.fusion.load(strategy)
     kept = self._untouched(gradients)
@@ -73,11 +74,13 @@ class Optimizer:
 
     strategy.extended.call_for_each_replica(update, args=tuple(gradients.tensors))
     for slot, mask, value in kept:
-      strategy.extended.update(slot, _assign_where_not, args=(mask, value), group=False)
+      assign_result(strategy, slot, _kept_where_not, (mask, value))
     self.fusion.store(strategy, gradients.missing)
 
   def _untouched(self, gradients: Gradients) -> list[tuple[tf.Variable, tf.Tensor, tf.Tensor]]:
-    """(slot, mask, value) of flat slots that hold elements without a gradient: to be kept."""
+    """Returns (slot, mask, value) of flat slots with elements that have no gradient and must not
+    change.
+    """
     kept = []
     for flat, mask in zip(self.fusion.flats, self.fusion.masks(gradients.missing), strict=False):
       if mask is None:
@@ -95,32 +98,32 @@ class Optimizer:
     raise NotImplementedError
 
 
-def _assign_where_not(slot: tf.Variable, mask: tf.Tensor, value: tf.Tensor) -> None:
-  slot.assign(tf.where(mask, slot, value), read_value=False)
+def _kept_where_not(slot: tf.Variable, mask: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+  return tf.where(mask, slot, value)
 
 
 class Keras3Optimizer(Optimizer):
-  """Keras 3: `apply` always sums gradients over replicas again, which would double the update."""
+  """Keras 3, whose `apply` would sum the gradients over replicas a second time."""
 
   def _build(self) -> None:
-    # The only switch there is; tests/unit/optimizers/test_optimizers.py has a canary for it.
+    # Keras has no public switch; a test in tests/unit/optimizers/test_optimizers.py watches this.
     self.optimizer._all_reduce_sum_gradients = list
     self.optimizer.build(self.fusion.variables)
 
   def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
-    with warnings.catch_warnings():  # the framework has named variables without gradient already
+    with warnings.catch_warnings():  # the framework already reports variables without gradient
       warnings.simplefilter("ignore")
       self.optimizer.apply(list(gradients), self.fusion.variables)
 
 
 class TfKerasOptimizer(Optimizer):
-  """tf_keras, the optimizers since 2.11 (not `tf_keras.optimizers.legacy`)."""
+  """tf_keras, except `tf_keras.optimizers.legacy`."""
 
   def _build(self) -> None:
-    self.optimizer.jit_compile = False  # its XLA update cannot be nested in the step's branch
+    self.optimizer.jit_compile = False  # XLA updates cannot be nested in the step's tf.cond
     if (rate := getattr(self.optimizer, "_current_learning_rate", None)) is not None:
-      # What a schedule gave last: every replica assigns it, which central storage takes from none
-      # unless it is told what to do with several.
+      # The last value of a schedule, which every replica assigns. Central storage rejects such an
+      # assignment unless the variable has an aggregation.
       self.optimizer._current_learning_rate = tf.Variable(
         rate.read_value(),
         trainable=False,
@@ -131,7 +134,7 @@ class TfKerasOptimizer(Optimizer):
     self.optimizer.build(self._raw)
 
   def learning_rate(self) -> tf.Tensor:
-    """Returns the learning rate of the next update; tf_keras itself tells that of the last one."""
+    """Returns the learning rate of the next update; tf_keras's property gives the last one."""
     rate = self.optimizer._learning_rate
     if isinstance(rate, tf_keras.optimizers.schedules.LearningRateSchedule):
       rate = rate(self.optimizer.iterations)
@@ -143,20 +146,20 @@ class TfKerasOptimizer(Optimizer):
 
 
 _BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
-"""Around a name: Keras looks for a pattern anywhere in the path, such as block/bias/replica_1:0."""
+"""Around a name: Keras searches the pattern in the whole path, such as block/bias/replica_1:0."""
 
 
 def without_decay(
   *, of: OptimizerFactory, names: Sequence[str]
 ) -> keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer:
-  """Another factory's optimizer, whose weight decay leaves some variables alone.
+  """Returns another factory's optimizer, without weight decay for some variables.
 
-  Such as biases, gains of normalisation and embeddings. Their updates are no longer fused with
-  others; see `is_elementwise`.
+  For example biases, gains of normalisation layers, or embeddings. The updates of such an optimizer
+  are not fused; see `is_elementwise`.
 
   Args:
     of: a factory of an optimizer with weight decay, such as `keras.optimizers.AdamW`.
-    names: variables of these names are not decayed: "bias", not "dense/bias"; regular expressions.
+    names: regular expressions for the names of variables without decay: "bias", not "dense/bias".
       Each must match a variable.
 
   Raises:
@@ -166,11 +169,11 @@ def without_decay(
     raise ConfigError(f"without_decay.names is {names!r}; it must be a list such as ['bias'].")
   optimizer = of()
   if _generation(optimizer) is None:
-    return optimizer  # `build` says what is wrong
+    return optimizer  # `build` raises the error
   if getattr(optimizer, "weight_decay", None) is None:
     raise ConfigError(
-      f"without_decay.of gives a {type(optimizer).__name__} without weight decay; set its "
-      "weight_decay, or leave without_decay out."
+      f"without_decay.of returns a {type(optimizer).__name__} without weight decay; set its "
+      "weight_decay, or remove without_decay."
     )
   optimizer.exclude_from_weight_decay(var_names=[_BEFORE + name + _AFTER for name in names])
   return optimizer
@@ -180,9 +183,9 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adama
 
 
 def is_elementwise(optimizer: Any) -> bool:
-  """True where an update treats every element alike, whichever variable it belongs to.
+  """Whether an update treats every element alike, whatever its variable.
 
-  Known for these classes themselves, not for subclasses, and not with options that look at whole
+  True for known classes themselves, not for subclasses, and not with options that depend on whole
   variables.
   """
   known = [
@@ -200,20 +203,20 @@ def build(
   *,
   fuse: bool = False,
 ) -> dict[str, Optimizer]:
-  """Makes every optimizer of a task, in `strategy.scope()`.
+  """Makes every optimizer of a task; call it in `strategy.scope()`.
 
   Args:
     factories: one factory, or name -> factory.
-    variables_of: name -> the variables that optimizer owns.
-    step: the framework's step counter.
+    variables_of: name -> the variables of that optimizer.
+    step: int64 scalar, the framework's step counter.
     fuse: see `Optimizer`.
 
   Returns:
     name -> optimizer; a single factory gets the name "default".
 
   Raises:
-    ConfigError: not a factory, not an optimizer, an option that contradicts the framework's, or an
-      optimizer without variables.
+    ConfigError: not a factory, not an optimizer, an option that conflicts with the framework's, or
+      an optimizer without variables.
   """
   named = factories if isinstance(factories, Mapping) else {DEFAULT: factories}
   return {n: _build_one(n, f, variables_of(n), step, fuse) for n, f in named.items()}
@@ -224,7 +227,7 @@ def _build_one(
 ) -> Optimizer:
   if _generation(factory) is not None or not callable(factory):
     raise ConfigError(
-      f"optimizer {name!r} is {type(factory).__name__}, already built; give a factory, which the "
+      f"optimizer {name!r} is {type(factory).__name__}, already built; pass a factory, which the "
       "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
     )
   optimizer = _made(name, factory)
@@ -245,14 +248,13 @@ def _build_one(
 
 
 def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> None:
-  """Raises ConfigError if `without_decay` names a variable that there is not."""
   known = [models.raw(v).name for v in variables]
   for excluded in _names_without_decay(optimizer):
     if not any(re.search(_BEFORE + excluded + _AFTER, each) for each in known):
       own = sorted({each.rpartition("/")[2].partition(":")[0] for each in known})
       raise ConfigError(
-        f"optimizer {name!r} shall not decay variables named {excluded!r}, but there are only "
-        f"{', '.join(own)}; correct without_decay.names."
+        f"optimizer {name!r}: without_decay.names has {excluded!r}, which matches no variable; the "
+        f"names are {', '.join(own)}."
       )
 
 
@@ -299,6 +301,6 @@ def _refuse_conflicts(name: str, optimizer: Any) -> None:
   for option, ours in _CONFLICTS.items():
     if getattr(optimizer, option, None):
       raise ConfigError(
-        f"optimizer {name!r} sets {option}={getattr(optimizer, option)}; that is the loop's work "
-        f"here, so that N replicas agree: use {ours} instead."
+        f"optimizer {name!r} sets {option}={getattr(optimizer, option)}; the framework does this "
+        f"itself, so that replicas agree: use {ours} instead."
       )

@@ -16,7 +16,7 @@ class Ema:
   """An exponential moving average of the trainable variables, for evaluation and export."""
 
   def __init__(self, *, decay: float, variables: Sequence[Any]) -> None:
-    """Makes one average a variable, starting at its value, in `strategy.scope()`.
+    """Makes one average per variable, initialised to its value; call it in `strategy.scope()`.
 
     Args:
       decay: above 0 and below 1; average = decay * average + (1 - decay) * variable.
@@ -34,8 +34,13 @@ class Ema:
       for i, v in enumerate(self._variables)
     ]
 
+  @classmethod
+  def of_model(cls, model: Any, *, decay: float) -> Ema:
+    """Makes the averages of a model's trainable variables, in `strategy.scope()`."""
+    return cls(decay=decay, variables=models.trainable_variables(model))
+
   def update(self, strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
-    """Moves the averages of `variables` toward them (cross-replica)."""
+    """Updates the averages of `variables` (cross-replica)."""
     chosen = {id(models.raw(v)) for v in variables}
 
     def move(average: tf.Variable, variable: tf.Tensor) -> None:
@@ -46,7 +51,7 @@ class Ema:
         strategy.extended.update(average, move, args=(variable,), group=False)
 
   def averages_of(self, variables: Sequence[Any]) -> list[tf.Variable]:
-    """Returns the averages of those of `variables` that have one."""
+    """Returns the averages of `variables`; variables without one are ignored."""
     chosen = {id(models.raw(v)) for v in variables}
     pairs = zip(self.averages, self._variables, strict=True)
     return [average for average, variable in pairs if id(variable) in chosen]
@@ -58,7 +63,7 @@ class Ema:
 
   @contextlib.contextmanager
   def in_place(self) -> Iterator[None]:
-    """Puts the averages in place of the variables for a while (host)."""
+    """Exchanges variables and averages inside the `with` (host)."""
     self.swap()
     try:
       yield
@@ -66,7 +71,7 @@ class Ema:
       self.swap()
 
   def swap(self) -> None:
-    """Exchanges variables and averages (host); calling it twice restores both."""
+    """Exchanges the values of variables and averages (host); a second call restores both."""
     for average, variable in zip(self.averages, self._variables, strict=True):
       held = variable.read_value()
       variable.assign(average.read_value())

@@ -1,8 +1,8 @@
-"""Small variables updated as one: a dozen operations instead of a dozen for each.
+"""Updates many small variables as one flat variable.
 
-An update of a model of 100 small variables spends most of its time starting tiny operations. Where
-the update rule treats every element alike (Adam, SGD, ...), concatenating the small variables, and
-their gradients, changes nothing but the number of operations.
+In a model with 100 small variables, an update spends most of its time starting tiny operations. If
+the update rule is elementwise (Adam, SGD, ...), concatenating the small variables and their
+gradients changes only the number of operations, not the result.
 """
 
 from __future__ import annotations
@@ -13,19 +13,26 @@ from typing import Any
 import tensorflow as tf
 
 from framework.backend import models
+from framework.backend.replica_state import assign, assign_result
 
 SMALL = 2**14
-"""Elements below which a variable is fused; copying a larger one would cost more than it saves."""
+"""Variables with fewer elements are fused; copying a larger one costs more than fusion saves."""
 
 
 class Fusion:
-  """Which variables share a flat one. `variables` is what the optimizer is built with."""
+  """Groups small variables into flat ones; the optimizer is built with `variables`.
+
+  Attributes:
+    originals: the optimizer's variables, in order.
+    flats: one flat variable per group.
+    variables: `flats`, then the originals that are not fused.
+  """
 
   def __init__(self, variables: Sequence[Any], *, enabled: bool) -> None:
-    """Makes the flat variables, so call it in `strategy.scope()`.
+    """Makes the flat variables; call it in `strategy.scope()`.
 
     Args:
-      variables: those of one optimizer, in its order.
+      variables: the variables of one optimizer, in its order.
       enabled: False fuses nothing.
     """
     self.originals = list(variables)
@@ -46,12 +53,12 @@ class Fusion:
     self.variables = [*self.flats, *(self.originals[i] for i in self.singles)]
 
   def pack(self, gradients: Sequence[Any]) -> list[Any]:
-    """Gradients of the originals -> gradients of `variables`; None in a flat one becomes zeros."""
+    """Converts gradients of `originals` to those of `variables`; None in a group becomes zeros."""
     flat = [self._concatenated(group, gradients) for group in self.groups]
     return [*flat, *(gradients[i] for i in self.singles)]
 
   def unpack(self, pieces: Sequence[Any]) -> list[Any]:
-    """Gradients of `variables` -> gradients of the originals."""
+    """Converts gradients of `variables` to gradients of `originals`."""
     gradients: list[Any] = [None] * len(self.originals)
     for group, piece in zip(self.groups, pieces, strict=False):
       for index, part in self._split(group, piece):
@@ -63,18 +70,16 @@ class Fusion:
   def load(self, strategy: tf.distribute.Strategy) -> None:
     """Copies the originals into the flat variables (cross-replica)."""
 
-    def assign(flat: tf.Variable, *parts: tf.Tensor) -> None:
-      flat.assign(tf.concat([tf.reshape(part, [-1]) for part in parts], axis=0), read_value=False)
+    def concatenated(flat: tf.Variable, *parts: tf.Tensor) -> tf.Tensor:
+      del flat
+      return tf.concat([tf.reshape(part, [-1]) for part in parts], axis=0)
 
     for flat, group in zip(self.flats, self.groups, strict=True):
       parts = tuple(self._raw[i] for i in group)
-      strategy.extended.update(flat, assign, args=parts, group=False)
+      assign_result(strategy, flat, concatenated, parts)
 
   def store(self, strategy: tf.distribute.Strategy, missing: Sequence[bool]) -> None:
-    """Copies the flat variables back (cross-replica), but not where a gradient was missing."""
-
-    def assign(variable: tf.Variable, part: tf.Tensor) -> None:
-      variable.assign(part, read_value=False)
+    """Copies flat variables to the originals (cross-replica), unless `missing` is True."""
 
     def split_all() -> list[tf.Tensor]:
       pieces = [flat.read_value() for flat in self.flats]
@@ -87,10 +92,10 @@ class Fusion:
     parts = strategy.extended.call_for_each_replica(split_all)
     for index, part in zip(order, parts, strict=True):
       if not missing[index]:
-        strategy.extended.update(self._raw[index], assign, args=(part,), group=False)
+        assign(strategy, self._raw[index], part)
 
   def masks(self, missing: Sequence[bool]) -> list[tf.Tensor | None]:
-    """For each of `variables`: None, or bool [size], False where a gradient was missing."""
+    """Returns for each of `variables` None, or bool [size]: False where a gradient is missing."""
     masks: list[tf.Tensor | None] = []
     for group in self.groups:
       parts = [tf.fill([self._sizes[i]], not missing[i]) for i in group]
@@ -107,7 +112,10 @@ class Fusion:
     return [group for group in distinct if len(group) > 1]
 
   def _distinct(self, group: list[int]) -> list[int]:
-    """Leaves out the last until the flat one has a shape of its own, which tells its slots."""
+    """Drops variables from the end until no other variable has the flat one's shape and dtype.
+
+    The shape identifies the optimizer's slots of a flat variable.
+    """
     while self._has_twin(group):
       group = group[:-1]
     return group
@@ -138,47 +146,52 @@ class Fusion:
 
 
 class Gradients(Sequence[Any]):
-  """Gradients, one a variable, None where the loss does not touch it.
+  """A sequence of gradients, one per variable; None if the loss does not depend on it.
 
-  A sequence to look at and to compute with; inside, small ones lie in one buffer, on which the
-  verbs of framework/step.py work. Any plain list of gradients may take its place.
+  The gradients of fused variables share a buffer, on which the verbs of framework/step.py work. A
+  plain list of gradients is accepted instead.
+
+  Attributes:
+    fusion: the grouping, or None.
+    pieces: one tensor or None for each of `fusion.variables`, or per variable without fusion.
+    missing: one bool per variable, True for None.
   """
 
   def __init__(self, fusion: Fusion | None, pieces: Sequence[Any], missing: Sequence[bool]) -> None:
-    """Keeps the pieces: one for each of `fusion.variables`, or one a variable without fusion."""
+    """Stores the arguments; see the attributes."""
     self.fusion, self.pieces, self.missing = fusion, list(pieces), list(missing)
     self._unpacked: list[Any] | None = None
 
   @classmethod
   def of(cls, fusion: Fusion, gradients: Sequence[Any]) -> Gradients:
-    """Packs gradients, one a variable, for the optimizer with this `fusion`."""
+    """Packs gradients, one per variable, for the optimizer of `fusion`."""
     if isinstance(gradients, Gradients) and gradients.fusion is fusion:
       return gradients
     return cls(fusion, fusion.pack(list(gradients)), [g is None for g in gradients])
 
   def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> Gradients:
-    """Applies an elementwise function to every gradient."""
+    """Returns the results of an elementwise function of each buffer."""
     pieces = [None if piece is None else function(piece) for piece in self.pieces]
     return Gradients(self.fusion, pieces, self.missing)
 
   @property
   def tensors(self) -> list[tf.Tensor]:
-    """The buffers that are there."""
+    """The buffers that are not None."""
     return [piece for piece in self.pieces if piece is not None]
 
   def replaced(self, tensors: Sequence[tf.Tensor]) -> Gradients:
-    """The same gradients with other buffers, one for each of `tensors`."""
+    """Returns a copy with other buffers, one for each of `tensors`."""
     others = iter(tensors)
     pieces = [None if piece is None else next(others) for piece in self.pieces]
     return Gradients(self.fusion, pieces, self.missing)
 
   def __getitem__(self, index: Any) -> Any:
-    """The gradient of one variable, or a list for a slice."""
+    """Returns the gradient of one variable, or a list for a slice."""
     if self._unpacked is None:
       gradients = self.fusion.unpack(self.pieces) if self.fusion else self.pieces
       self._unpacked = [None if m else g for g, m in zip(gradients, self.missing, strict=True)]
     return self._unpacked[index]
 
   def __len__(self) -> int:
-    """The number of variables."""
+    """Returns the number of variables."""
     return len(self.missing)

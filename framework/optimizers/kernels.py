@@ -1,12 +1,12 @@
-"""TensorFlow's fused update kernels behind Keras's optimizers: one operation, not a dozen.
+"""Replaces the update rules of Keras optimizers by TensorFlow's fused kernels.
 
-Keras spells an update out in elementwise operations, each a pass over memory. TensorFlow has the
-same formulas as single kernels. Slots and hyperparameters stay Keras's; the results differ by
-rounding alone (Keras rounds 1 - beta_2 before its bias correction and the kernel after).
+Keras writes an update as a dozen elementwise operations, each a pass over memory. TensorFlow has
+the same formulas as single kernels. Slots and hyperparameters stay Keras's. Results differ only by
+rounding: Keras rounds 1 - beta_2 before its bias correction, the kernel after it.
 
-On a CPU, TensorFlow's kernel of Adam is given to several threads from about 400 elements on, and
-waits for them; up to some ten thousand elements the waiting takes longer than Keras's operations,
-three times as long where other processes want the cores too (benchmarks/adam_kernel.py).
+On a CPU, TensorFlow splits its Adam kernel over several threads from about 400 elements on. Up to
+some ten thousand elements, waiting for these threads takes longer than Keras's operations, up to
+three times as long if other processes use the cores (benchmarks/adam_kernel.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import tf_keras
 from framework.backend import models
 
 FORKED = range(2**9, 2**15)
-"""Elements of a variable on a CPU for which Adam's kernel is slower than Keras's operations."""
+"""Sizes in elements for which, on a CPU, Adam's kernel is slower than Keras's operations."""
 
 
 def use(optimizer: Any) -> None:
-  """Replaces the update rule of `optimizer` by a kernel of the same formula, where there is one.
+  """Replaces the update rule of `optimizer` by a kernel of the same formula, if there is one.
 
-  Known for Adam and AdamW (without amsgrad) and SGD of both Keras generations, not for subclasses.
+  For Adam and AdamW (without amsgrad) and SGD of both Keras generations, but not for subclasses.
   """
   kind = type(optimizer)
   if kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD):
@@ -57,7 +57,7 @@ def _tf_keras_step(optimizer: Any, usual: Any, gradient: tf.Tensor, variable: tf
 def _apply(
   optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, learning_rate: Any
 ) -> bool:
-  """Updates one variable on its device; False where no kernel has its options, or is fast."""
+  """Updates one variable on its device; False if no kernel supports the options or is faster."""
   dtype = variable.dtype
   gradient, rate = tf.cast(gradient, dtype), tf.cast(learning_rate, dtype)
   raw = models.raw(variable)
@@ -89,7 +89,7 @@ def _forks(variable: tf.Variable) -> bool:
 def _adam(
   optimizer: Any, index: int, gradient: tf.Tensor, handle: tf.Tensor, rate: tf.Tensor
 ) -> None:
-  """Kingma & Ba, "Adam" (2015): the form that ends section 2, epsilon outside the correction."""
+  """Kingma & Ba, "Adam" (2015), the form that ends section 2: epsilon outside the correction."""
   dtype = gradient.dtype
   step = tf.cast(models.raw(optimizer.iterations) + 1, dtype)
   beta_1, beta_2 = tf.cast(optimizer.beta_1, dtype), tf.cast(optimizer.beta_2, dtype)

@@ -1,43 +1,45 @@
-"""Loss scaling: keeps small float16 gradients above zero, and backs off when one overflows.
+"""Loss scaling: keeps small float16 gradients above zero and lowers the scale on an overflow.
 
-Scale the loss before the backward pass, divide the *reduced* gradients by the same number. The
-finite check that drives `update` is made on reduced gradients, so all replicas decide alike.
+Multiply the loss by the scale before the backward pass, and divide the *reduced* gradients by it.
+The finite check for `update` uses reduced gradients, so all replicas decide alike.
 """
 
 import tensorflow as tf
 
-from framework.errors import ConfigError
+from framework.errors import ConfigError, require_integer, require_positive
 
 LARGEST_SCALE = 2.0**127
-"""The largest power of two that float32 holds; growth stops there."""
+"""The largest power of two in float32; the scale does not grow further."""
 
 
 class LossScale(tf.Module):
-  """A constant scale of 1: no loss scaling. The base of the others."""
+  """No loss scaling, a constant scale of 1; the base class of the others."""
 
   def value(self) -> tf.Tensor | float:
     """Returns the scale, a float32 scalar (any context)."""
     return 1.0
 
   def scaled(self, total: tf.Tensor, examples: int = 1) -> tf.Tensor:
-    """Returns `total` times the scale, over the number of examples (any context).
+    """Returns `total` times the scale divided by the number of examples (any context).
 
     Args:
       total: a float scalar, a sum over examples.
-      examples: of the global batch, so that what is scaled is as large as a mean loss: the usual
-        scales are made for means, and a sum's gradients overflow float16 sooner.
+      examples: the size of the global batch. The usual scales assume a mean loss; a sum's gradients
+        overflow float16 sooner.
     """
     scale = self.value()
-    is_one = isinstance(scale, float) and scale == 1.0  # known when traced: costs no operation
+    is_one = (
+      isinstance(scale, float) and scale == 1.0
+    )  # known when traced, so no operation is added
     return total if is_one else total * tf.cast(scale / examples, total.dtype)
 
   @property
   def expects_overflow(self) -> bool:
-    """Whether a gradient that is not finite is a normal event: this scale reacts to it."""
+    """Whether a non-finite gradient is a normal event, to which this scale reacts."""
     return type(self).update is not LossScale.update
 
   def update(self, finite: tf.Tensor) -> None:
-    """Takes note of whether this step's reduced gradients were finite (cross-replica).
+    """Adjusts the scale to whether this step's reduced gradients are finite (cross-replica).
 
     Args:
       finite: bool scalar.
@@ -45,22 +47,28 @@ class LossScale(tf.Module):
     del finite
 
   def describe(self) -> str:
-    """Returns one phrase for the summary at the start of a run."""
+    """Returns a phrase for the summary at the start of a run."""
     return "none"
 
 
 class FixedLossScale(LossScale):
-  """A constant scale; an overflowing step is skipped and the scale stays."""
+  """A constant scale; a step that overflows is skipped and the scale does not change."""
 
   def __init__(self, *, scale: float) -> None:
-    """Keeps the scale, which must be above 0, else ConfigError."""
+    """Stores the scale.
+
+    Args:
+      scale: above 0.
+
+    Raises:
+      ConfigError: `scale` is not above 0.
+    """
     super().__init__()
-    if not scale > 0:
-      raise ConfigError(f"fixed.scale is {scale}; it must be above 0, for example 1024.")
+    require_positive("fixed.scale", scale)
     self._scale = float(scale)
 
   def value(self) -> tf.Tensor | float:
-    """Returns the scale as given."""
+    """Returns the scale, a float."""
     return self._scale
 
   def describe(self) -> str:
@@ -69,10 +77,10 @@ class FixedLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-  """Doubles after `growth_steps` finite steps in a row, halves at once on an overflow.
+  """Grows after `growth_steps` finite steps in a row and shrinks after an overflow.
 
-  The rule of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with the
-  defaults that Keras uses. Its two variables are saved in every checkpoint.
+  The rule of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with Keras's
+  defaults. Its two variables are saved in every checkpoint.
   """
 
   def __init__(
@@ -83,16 +91,17 @@ class DynamicLossScale(LossScale):
     factor: float = 2.0,
     floor: float = 1.0,
   ) -> None:
-    """Makes the two variables, so call it in `strategy.scope()`.
+    """Makes the two variables; call it in `strategy.scope()`.
 
     Args:
       initial: the first scale.
-      growth_steps: finite steps in a row before the scale is multiplied by `factor`.
-      factor: above 1; an overflow divides by it.
-      floor: the scale never falls below this.
+      growth_steps: the number of finite steps in a row after which the scale is multiplied by
+        `factor`.
+      factor: above 1; an overflow divides the scale by it.
+      floor: the minimum of the scale.
 
     Raises:
-      ConfigError: a value is out of its range.
+      ConfigError: a value is out of range.
     """
     super().__init__()
     if not 0 < floor <= initial <= LARGEST_SCALE:
@@ -100,11 +109,9 @@ class DynamicLossScale(LossScale):
         f"dynamic.initial is {initial} and dynamic.floor is {floor}; "
         "they must satisfy 0 < floor <= initial <= 2**127."
       )
-    if growth_steps < 1 or not factor > 1:
-      raise ConfigError(
-        f"dynamic.growth_steps is {growth_steps} (must be 1 or more) and dynamic.factor is "
-        f"{factor} (must be above 1)."
-      )
+    require_integer("dynamic.growth_steps", growth_steps, at_least=1)
+    if not factor > 1:
+      raise ConfigError(f"dynamic.factor is {factor}; it must be above 1.")
     self._growth_steps, self._factor, self._floor = growth_steps, float(factor), float(floor)
     first = tf.VariableAggregation.ONLY_FIRST_REPLICA
     self._scale = tf.Variable(
@@ -115,7 +122,7 @@ class DynamicLossScale(LossScale):
     )
 
   def value(self) -> tf.Tensor:
-    """Returns the current scale."""
+    """Returns the current scale, a float32 scalar (any context)."""
     return self._scale.read_value()
 
   def describe(self) -> str:
@@ -123,7 +130,11 @@ class DynamicLossScale(LossScale):
     return f"dynamic, now {float(self._scale.numpy()):g}, doubled every {self._growth_steps} steps"
 
   def update(self, finite: tf.Tensor) -> None:
-    """Grows, keeps or lowers the scale (cross-replica)."""
+    """Grows, keeps or lowers the scale (cross-replica).
+
+    Args:
+      finite: bool scalar, whether this step's reduced gradients are finite.
+    """
     scale, good = self._scale.read_value(), self._good_steps.read_value() + 1
     grow = good >= self._growth_steps
     grown = tf.where(grow, tf.minimum(scale * self._factor, LARGEST_SCALE), scale)
@@ -133,7 +144,7 @@ class DynamicLossScale(LossScale):
 
 
 def none() -> LossScale:
-  """No loss scaling: what float32 and bfloat16 need."""
+  """No loss scaling, for float32 and bfloat16."""
   return LossScale()
 
 
@@ -149,5 +160,5 @@ def dynamic(
   factor: float = 2.0,
   floor: float = 1.0,
 ) -> LossScale:
-  """A loss scale that finds its own level; see `DynamicLossScale`."""
+  """A loss scale that adapts itself; see `DynamicLossScale`."""
   return DynamicLossScale(initial=initial, growth_steps=growth_steps, factor=factor, floor=floor)

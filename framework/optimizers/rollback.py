@@ -1,31 +1,35 @@
-"""Takes back the one step of a loop that is not finite."""
+"""Undoes the first step of a loop that is not finite, so that it can be examined and replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from framework.backend import models
-from framework.backend.autograph import as_written
+from framework.backend.replica_state import assign
+from framework.observers import AllReduce, Observer, StepObserver, Tensors
 from framework.optimizers.adapters import Optimizer
 from framework.optimizers.ema import Ema
+from framework.optimizers.loss_scale import LossScale
 
-if TYPE_CHECKING:
-  pass
+Saved = tuple[Sequence[tf.Variable], Sequence[Any]]
+"""Variables, and what `read` returned for them."""
 
 
-class Watch:
-  """Takes back the one step of a loop that is not finite; the loop then ends.
+class Rollback(Observer):
+  """Ends a loop at the first step that is not finite, and undoes what that step changed.
 
-  Updates of a bad step are not made to begin with (`Step.apply` asks `Watch`). What else a step
-  changes is read before it is changed: the model's other variables (such as the statistics of
-  batch normalisation), the loss scale, and what an update that is not the step's last one changes.
-  A read shares the variable's buffer and copies nothing; a variable that is then updated in place
-  is copied, which only those of such earlier updates are.
+  A step is bad if one of its losses or a reduced gradient is not finite. If the loss scale reacts
+  to overflows, gradients do not count.
 
-  Not taken back: what a task's own `train_step` assigns to trainable variables by itself.
+  Updates of a bad step are not applied. Everything else that a step changes is read first: the
+  model's non-trainable variables (such as statistics of batch normalization), the loss scale, the
+  counters, and what an update changes if it is not the step's last. A read shares the variable's
+  buffer; only a variable that is then updated in place is copied.
+
+  Not undone: trainable variables that a task's own `train_step` assigns directly.
   """
 
   def __init__(
@@ -33,59 +37,108 @@ class Watch:
     *,
     strategy: tf.distribute.Strategy,
     model: Any,
-    loss_scale: Any,
-    ema: Ema | None,
+    loss_scale: LossScale,
+    counters: Sequence[tf.Variable] = (),
+    ema: Ema | None = None,
     on_stop: Callable[[], None] = lambda: None,
   ) -> None:
     """Reads nothing yet.
 
     Args:
       strategy: the current one.
-      model: whose variables that are not trainable a step may change.
-      loss_scale: the run's `LossScale`.
-      ema: the moving average, if there is one.
-      on_stop: what `Trainer.train` calls (host) once the loop has stopped at a bad step.
+      model: a step may change its non-trainable variables.
+      loss_scale: the run's.
+      counters: the variables in which the trainer counts steps.
+      ema: the moving average, if any.
+      on_stop: called (host) after a loop that ended at a bad step.
     """
     trainable = {id(models.raw(v)) for v in models.trainable_variables(model)}
     others = [models.raw(v) for v in models.all_variables(model)]
-    self._volatile = [v for v in others if id(v) not in trainable] + list(loss_scale.variables)
-    self._strategy, self._ema, self.on_stop = strategy, ema, on_stop
+    untrained = [v for v in others if id(v) not in trainable]
+    self._volatile = [*untrained, *loss_scale.variables, *counters]
+    self._strategy, self._ema, self._on_stop = strategy, ema, on_stop
     self.counts_gradients = not loss_scale.expects_overflow
-    self._kept: dict[int, tuple[list[tf.Variable], Any]] = {}
-    self._last: dict[int, tuple[list[tf.Variable], Any]] = {}
+    self._saved: dict[int, Saved] = {}
+    self._of_last_update: dict[int, Saved] = {}
+    self._after_step = 0
 
-  @as_written
-  def begin(self) -> None:
-    """Reads what any step may change, before a step (cross-replica)."""
-    self._kept, self._last = {0: (self._volatile, read(self._strategy, self._volatile))}, {}
+  def of_replica(self) -> StepObserver:
+    """See `Observer`."""
+    return _ReplicaRollback(self)
 
-  @as_written
+  def loop_begins(self, *, after_step: int, steps: int) -> None:
+    """See `Observer`."""
+    del steps
+    self._after_step = after_step
+
+  def step_begins(self) -> None:
+    """Reads what any step may change (cross-replica)."""
+    self._saved = {0: (self._volatile, read(self._strategy, self._volatile))}
+    self._of_last_update = {}
+
   def before_update(self, optimizer: Optimizer) -> None:
-    """Reads what an update changes, just before it (cross-replica)."""
-    if id(optimizer) not in self._kept:
-      variables = _changed_by(optimizer, self._ema)
-      self._last = {id(optimizer): (variables, read(self._strategy, variables))}
+    """Reads what an update changes; called before the update (cross-replica)."""
+    if id(optimizer) not in self._saved:
+      variables = changed_by(optimizer, self._ema)
+      self._of_last_update = {id(optimizer): (variables, read(self._strategy, variables))}
 
-  def before_check(self) -> None:
-    """An update that was made before another check may have to be taken back (any context)."""
-    self._kept, self._last = {**self._kept, **self._last}, {}
+  def update_may_be_undone(self) -> None:
+    """Keeps the values read before the last update, as another all-reduce follows (any context)."""
+    self._saved |= self._of_last_update
+    self._of_last_update = {}
 
-  @as_written
-  def stands(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
-    """Returns whether a step is good, a bool scalar; if not, takes it back (cross-replica).
+  def step_ends(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
+    """Returns whether the step is good, a bool scalar; if not, undoes it (cross-replica).
 
     Args:
       finite: bool scalar, whether all reduced gradients are finite.
-      loss_finite: bool scalar, whether all losses are.
+      loss_finite: bool scalar, whether all losses are finite.
     """
     good = loss_finite & finite if self.counts_gradients else loss_finite
-    kept = [(v, value) for pair in self._kept.values() for v, value in zip(*pair, strict=True)]
-    if kept:
-      tf.cond(good, lambda: None, lambda: write(self._strategy, *zip(*kept, strict=True)))
+    saved = [(v, value) for pair in self._saved.values() for v, value in zip(*pair, strict=True)]
+    if saved:
+      tf.cond(good, lambda: None, lambda: write(self._strategy, *zip(*saved, strict=True)))
     return good
 
+  def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
+    """Adds "nonfinite_step", the number of the bad step counted from 1, if there was one (host)."""
+    if ran > done:
+      self._on_stop()
+      results["nonfinite_step"] = float(self._after_step + ran)
 
-def _changed_by(optimizer: Optimizer, ema: Ema | None) -> list[tf.Variable]:
+
+class _ReplicaRollback(StepObserver):
+  """Rejects updates after a loss, or a gradient of an earlier update, that is not finite."""
+
+  def __init__(self, rollback: Rollback) -> None:
+    self._rollback = rollback
+    self._required: list[tf.Tensor] = []
+    self._checked: list[tf.Tensor] = []
+
+  def all_reduce(
+    self, reduce: AllReduce, gradients: Tensors, scalars: Tensors
+  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    sums, scalar_sums = reduce(gradients, scalars)
+    self._rollback.update_may_be_undone()
+    self._required.append(tf.math.is_finite(scalar_sums[0]))
+    return sums, scalar_sums
+
+  def checked(self, finite: tf.Tensor) -> None:
+    self._checked.append(finite)
+
+  def allowed(self, finite: tf.Tensor) -> tf.Tensor:
+    for required in self._required:
+      finite &= required
+    self._required += self._checked if self._rollback.counts_gradients else []
+    self._checked = []
+    return finite
+
+  def before_update(self, optimizer: Optimizer) -> None:
+    self._rollback.before_update(optimizer)
+
+
+def changed_by(optimizer: Optimizer, ema: Ema | None) -> list[tf.Variable]:
+  """Returns the variables that an update changes: weights, optimizer state, averages of weights."""
   changed = [*optimizer.variables, *optimizer.optimizer.variables]
   averages = ema.averages_of(optimizer.variables) if ema else []
   distinct = {id(models.raw(v)): models.raw(v) for v in [*changed, *averages]}
@@ -93,24 +146,16 @@ def _changed_by(optimizer: Optimizer, ema: Ema | None) -> list[tf.Variable]:
 
 
 def read(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> list[Any]:
-  """Returns the values of variables on every replica (cross-replica)."""
+  """Returns the values of variables, per replica (cross-replica)."""
   if not variables:
     return []
-  return strategy.extended.call_for_each_replica(
-    as_written(lambda: [v.read_value() for v in variables])
-  )
+  return strategy.extended.call_for_each_replica(lambda: [v.read_value() for v in variables])
 
 
 def write(
   strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable], values: Sequence[Any]
 ) -> None:
-  """Assigns what `read` returned, to each replica its own (cross-replica)."""
-
-  def assign(variable: tf.Variable, value: tf.Tensor) -> None:
-    variable.assign(value, read_value=False)
+  """Assigns the values that `read` returned, per replica (cross-replica)."""
 
   for variable, value in zip(variables, values, strict=True):
-    strategy.extended.update(variable, as_written(assign), args=(value,), group=False)
-
-
-# ---- The step made again ----
+    assign(strategy, variable, value)

@@ -1,10 +1,11 @@
-"""Learning rates as functions of the training step, for the optimizers of both Keras generations.
+"""Learning rates as functions of the training step, for optimizers of both Keras generations.
 
     rate = linear_warmup(warmup_steps=500, after=cosine_decay(initial=0.1, decay_steps=10_000))
-    optimizer = keras.optimizers.SGD(rate)   # tf_keras.optimizers.SGD(rate) works alike
+    optimizer = keras.optimizers.SGD(rate)   # tf_keras.optimizers.SGD(rate) works too
     float(rate.at(250))                      # 0.05
 
-A step counts the training steps completed before the update, so the first update is made at step 0.
+A step is the number of training steps completed before the update, so the first update is at step
+0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework.errors import ConfigError
+from framework.errors import ConfigError, require_integer, require_positive
 
 ScheduleFunction = Callable[[tf.Tensor], Any]
 _KERAS_SCHEDULES = (
@@ -31,24 +32,24 @@ class Schedule(
   keras.optimizers.schedules.LearningRateSchedule,
   tf_keras.optimizers.schedules.LearningRateSchedule,
 ):
-  """A function of the step that optimizers of Keras 3 and of tf_keras take as learning rate."""
+  """A function of the step that Keras 3 and tf_keras optimizers accept as learning rate."""
 
   def __init__(
     self, function: ScheduleFunction, *, config: Mapping[str, Any] | None = None
   ) -> None:
-    """Wraps a function, a user's own included: `Schedule(lambda step: 0.1 / (1 + step))`.
+    """Wraps a function, such as your own: `Schedule(lambda step: 0.1 / (1 + step))`.
 
     Args:
-      function: float64 scalar step -> scalar learning rate, in TensorFlow ops; traced into the
-        training loop. float64 because float32 cannot tell steps above 2**24 apart.
-      config: what `from_config` rebuilds it from; only the functions of this module set it.
+      function: float64 scalar step -> scalar learning rate, in TensorFlow ops, which are traced
+        into the training loop. float64 because float32 cannot distinguish steps above 2**24.
+      config: the arguments for `from_config`; only the functions of this module set it.
     """
     self._function = function
     self._config = config
     self._step: tf.Variable | None = None
 
   def at(self, step: Any) -> tf.Tensor:
-    """Returns the learning rate (float32 scalar) at `step`, bound or not.
+    """Returns the learning rate at `step`, a float32 scalar (any context).
 
     Args:
       step: a scalar of any integer or float type: number, tensor or variable.
@@ -56,44 +57,48 @@ class Schedule(
     return tf.cast(self._function(_float64(step)), tf.float32)
 
   def __call__(self, iterations: Any) -> tf.Tensor:
-    """Returns the learning rate (float32 scalar), in any context; what optimizers call.
+    """Returns the learning rate, a float32 scalar; called by optimizers (any context).
 
     Args:
-      iterations: the optimizer's own counter; ignored once a step variable is bound.
+      iterations: the optimizer's own counter; ignored after `bind`.
     """
     return self.at(iterations if self._step is None else self._step)
 
   def bind(self, step: tf.Variable) -> Schedule:
-    """Makes optimizers follow `step` from now on instead of their own counter; returns self.
+    """Makes optimizers follow `step` instead of their own counter; returns self.
 
-    An optimizer's `iterations` misses skipped updates, and loses counts under ParameterServer.
+    An optimizer's `iterations` does not count skipped updates, and misses counts under parameter
+    servers.
+
+    Args:
+      step: int64 scalar.
     """
     self._step = step
     return self
 
   def get_config(self) -> dict[str, Any]:
-    """Returns the arguments it was made from, nested schedules included.
+    """Returns the arguments that it was made from, including nested schedules.
 
     Raises:
-      ConfigError: it wraps a function that this module did not make.
+      ConfigError: it wraps a function that is not of this module.
     """
     if self._config is None:
       raise ConfigError(
-        "a Schedule of your own function cannot be saved inside an optimizer's config; compose "
-        "the functions of framework.optimizers.schedules, or save the optimizer by "
+        "a Schedule of your own function cannot be saved in an optimizer's config; compose the "
+        "functions of framework.optimizers.schedules, or save the optimizer with "
         "tf.train.Checkpoint."
       )
     return {k: v.get_config() if isinstance(v, Schedule) else v for k, v in self._config.items()}
 
   @classmethod
   def from_config(cls, config: Mapping[str, Any]) -> Schedule:
-    """Rebuilds a schedule from `get_config`."""
+    """Makes a schedule from the result of `get_config`."""
     arguments = {k: cls.from_config(v) if isinstance(v, Mapping) else v for k, v in config.items()}
     return _BY_NAME[arguments.pop("schedule")](**arguments)
 
 
 def bind(optimizer: Any, step: tf.Variable) -> None:
-  """Makes an optimizer's learning rate follow `step` if it is a schedule, Keras's own included.
+  """Makes an optimizer's learning rate follow `step` if it is a schedule, including Keras's own.
 
   Args:
     optimizer: of Keras 3 or tf_keras (not legacy), before the training step is traced.
@@ -102,11 +107,11 @@ def bind(optimizer: Any, step: tf.Variable) -> None:
   Raises:
     ConfigError: the rate is a plain function.
   """
-  rate = optimizer._learning_rate  # the property would already evaluate the schedule
+  rate = optimizer._learning_rate  # the public property would evaluate the schedule
   if callable(rate) and not isinstance(rate, _KERAS_SCHEDULES):
     raise ConfigError(
       f"the learning rate of {type(optimizer).__name__} is a function, "
-      f"{getattr(rate, '__name__', rate)}; wrap it as framework.Schedule(function), which calls it "
+      f"{getattr(rate, '__name__', rate)}; wrap it in framework.Schedule(function), which calls it "
       "with the step."
     )
   if isinstance(rate, _KERAS_SCHEDULES):
@@ -117,7 +122,7 @@ def constant(*, learning_rate: float) -> Schedule:
   """The same rate at every step.
 
   Raises:
-    ConfigError: `learning_rate` is not a finite number of 0 or more.
+    ConfigError: `learning_rate` is not finite, or negative.
   """
   rate = _rate("constant.learning_rate", learning_rate)
   return Schedule(
@@ -127,18 +132,24 @@ def constant(*, learning_rate: float) -> Schedule:
 
 
 def linear_warmup(*, warmup_steps: int, after: Schedule | float, start: float = 0.0) -> Schedule:
-  """A straight line from `start`, then another schedule, which counts from the end of the warm-up.
+  """A straight line from `start`, then another schedule, whose step counts from the end of warm-up.
 
       step < warmup_steps:  start + (after(0) - start) * step / warmup_steps
       else:                 after(step - warmup_steps)
 
-  So warm-up and a cosine decay of N steps take warmup_steps + N in all. With `start` 0 the first
-  update changes nothing. Goyal et al. 2017 (arXiv:1706.02677) start at the rate of one worker.
+  So warm-up and a cosine decay of N steps take warmup_steps + N steps in total. With `start` 0 the
+  first update changes nothing. Goyal et al. 2017 (arXiv:1706.02677) start at the rate of one
+  worker.
+
+  Args:
+    warmup_steps: at least 0.
+    after: the schedule after warm-up.
+    start: the rate at step 0.
 
   Raises:
-    ConfigError: `warmup_steps` is not a whole number of 0 or more, or a rate is negative.
+    ConfigError: `warmup_steps` is not a whole number of at least 0, or a rate is negative.
   """
-  warmup_steps = _whole("linear_warmup.warmup_steps", warmup_steps, least=0)
+  warmup_steps = require_integer("linear_warmup.warmup_steps", warmup_steps, at_least=0)
   first = _rate("linear_warmup.start", start)
   then = _as_schedule("linear_warmup.after", after)
 
@@ -152,19 +163,19 @@ def linear_warmup(*, warmup_steps: int, after: Schedule | float, start: float = 
 
 
 def cosine_decay(*, initial: float, decay_steps: int, final: float = 0.0) -> Schedule:
-  """Half a cosine from `initial` at step 0 to `final` at `decay_steps`, and `final` ever after.
+  """Half a cosine from `initial` at step 0 to `final` at `decay_steps`, then constant at `final`.
 
   Without restarts; Loshchilov and Hutter 2017 (arXiv:1608.03983), equation 5.
 
   Args:
     initial: the rate at step 0.
-    decay_steps: how many steps it takes.
-    final: the last rate itself, not a fraction of `initial` (which is Keras's `alpha`).
+    decay_steps: the number of steps of the decay, at least 1.
+    final: the last rate itself, not a fraction of `initial` (as Keras's `alpha` is).
 
   Raises:
-    ConfigError: `decay_steps` is not a whole number of 1 or more, or a rate is negative.
+    ConfigError: `decay_steps` is not a whole number of at least 1, or a rate is negative.
   """
-  decay_steps = _whole("cosine_decay.decay_steps", decay_steps, least=1)
+  decay_steps = require_integer("cosine_decay.decay_steps", decay_steps, at_least=1)
   first, last = _rate("cosine_decay.initial", initial), _rate("cosine_decay.final", final)
 
   def rate(step: tf.Tensor) -> tf.Tensor:
@@ -187,24 +198,24 @@ def exponential_decay(
 
   Args:
     initial: the rate at step 0.
-    decay_steps: after how many steps what is above `final` is multiplied by `decay_rate`.
+    decay_steps: the number of steps after which the part above `final` is multiplied by
+      `decay_rate`.
     decay_rate: above 0.
     staircase: round the exponent down.
-    final: the rate that it comes ever nearer to.
+    final: the limit of the rate.
 
   Raises:
-    ConfigError: `decay_steps` is not a whole number of 1 or more, `decay_rate` is not above 0, or
+    ConfigError: `decay_steps` is not a whole number of at least 1, `decay_rate` is not above 0, or
       a rate is negative.
   """
-  decay_steps = _whole("exponential_decay.decay_steps", decay_steps, least=1)
+  decay_steps = require_integer("exponential_decay.decay_steps", decay_steps, at_least=1)
   first = _rate("exponential_decay.initial", initial)
   last = _rate("exponential_decay.final", final)
   base = _rate("exponential_decay.decay_rate", decay_rate)
-  if base == 0:
-    raise ConfigError("exponential_decay.decay_rate is 0; it must be above 0.")
+  require_positive("exponential_decay.decay_rate", decay_rate)
 
   def rate(step: tf.Tensor) -> tf.Tensor:
-    # Whole numbers: a graph turns x / 49 into x * (1 / 49), which misses six stairs in ten.
+    # Integer division: in a graph, x / 49 becomes x * (1 / 49), which misses 6 of 10 stairs.
     stair = _float64(tf.cast(step, tf.int64) // decay_steps)
     return last + (first - last) * tf.pow(
       _float64(base), stair if staircase else step / decay_steps
@@ -218,23 +229,27 @@ def exponential_decay(
 def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) -> Schedule:
   """values[0] for the first boundaries[0] steps, then values[1] up to boundaries[1], and so on.
 
-  At a boundary the next value holds already: values[i] where boundaries[i-1] <= step <
-  boundaries[i]. (Keras's PiecewiseConstantDecay changes one step later.)
+  The value is values[i] where boundaries[i-1] <= step < boundaries[i]. (Keras's
+  PiecewiseConstantDecay changes one step later.)
+
+  Args:
+    boundaries: increasing steps, at least 1.
+    values: the rates, one more than boundaries.
 
   Raises:
-    ConfigError: the boundaries are not increasing whole numbers of 1 or more, a value is negative,
-      or there is not exactly one value more than boundaries.
+    ConfigError: the boundaries are not increasing whole numbers of at least 1, a value is negative,
+      or the number of values is wrong.
   """
   rates = [_rate("piecewise_constant.values", value) for value in values]
-  steps = [_whole("piecewise_constant.boundaries", b, least=1) for b in boundaries]
+  steps = [require_integer("piecewise_constant.boundaries", b, at_least=1) for b in boundaries]
   if steps != sorted(set(steps)):
     raise ConfigError(
-      f"piecewise_constant.boundaries is {steps}; each must be above the one before."
+      f"piecewise_constant.boundaries is {steps}; each must be above the previous one."
     )
   if len(rates) != len(steps) + 1:
     raise ConfigError(
-      f"piecewise_constant has {len(steps)} boundaries and {len(rates)} values; give one value "
-      "more than boundaries."
+      f"piecewise_constant has {len(steps)} boundaries and {len(rates)} values; it must have one "
+      "value more than boundaries."
     )
 
   def rate(step: tf.Tensor) -> tf.Tensor:
@@ -246,23 +261,23 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
 
 
 def by_epoch(*, of: Schedule | float, steps_per_epoch: int, staircase: bool = True) -> Schedule:
-  """Another schedule that counts epochs in place of steps: of(step / steps_per_epoch).
+  """Another schedule, called with epochs instead of steps: of(step / steps_per_epoch).
 
-  So `linear_warmup.warmup_steps = 5` in it are five epochs.
+  For example, `linear_warmup.warmup_steps = 5` inside it means 5 epochs.
 
   Args:
     of: the schedule.
-    steps_per_epoch: examples over the global batch size.
-    staircase: round the epoch down, so that the rate stays the same within each.
+    steps_per_epoch: examples divided by the global batch size.
+    staircase: round the epoch down, so the rate is constant within an epoch.
 
   Raises:
-    ConfigError: `steps_per_epoch` is not a whole number of 1 or more, or the rate is negative.
+    ConfigError: `steps_per_epoch` is not a whole number of at least 1, or the rate is negative.
   """
-  length = _whole("by_epoch.steps_per_epoch", steps_per_epoch, least=1)
+  length = require_integer("by_epoch.steps_per_epoch", steps_per_epoch, at_least=1)
   base = _as_schedule("by_epoch.of", of)
 
   def rate(step: tf.Tensor) -> tf.Tensor:
-    stair = _float64(tf.cast(step, tf.int64) // length)  # whole numbers: see exponential_decay
+    stair = _float64(tf.cast(step, tf.int64) // length)  # as in exponential_decay
     return _float64(base._function(stair if staircase else step / length))
 
   config = {"schedule": "by_epoch", "steps_per_epoch": length, "of": base}
@@ -273,7 +288,7 @@ def scaled(*, of: Schedule | float, factor: float) -> Schedule:
   """`factor` times another schedule.
 
   Raises:
-    ConfigError: `factor` or the rate is not a finite number of 0 or more.
+    ConfigError: `factor` or the rate is not finite, or negative.
   """
   times = _rate("scaled.factor", factor)
   base = _as_schedule("scaled.of", of)
@@ -284,11 +299,11 @@ def scaled(*, of: Schedule | float, factor: float) -> Schedule:
 
 
 def scale_by_replicas(*, schedule: Schedule | float) -> Schedule:
-  """The linear scaling rule: the schedule times the number of replicas, where the batch grows too.
+  """The linear scaling rule: the schedule times the number of replicas.
 
-  Goyal et al. 2017 (arXiv:1706.02677), section 2.1. Of no use if the global batch size stays the
-  same on more replicas. Call it in `strategy.scope()` (an optimizer factory is called there); the
-  number is taken now and kept in the config.
+  Goyal et al. 2017 (arXiv:1706.02677), section 2.1. Use it if the global batch size grows with the
+  number of replicas. Call it in `strategy.scope()`, as optimizer factories are; the number is read
+  then and stored in the config.
   """
   replicas = tf.distribute.get_strategy().num_replicas_in_sync
   return scaled(of=schedule, factor=replicas)
@@ -297,8 +312,8 @@ def scale_by_replicas(*, schedule: Schedule | float) -> Schedule:
 def times_replicas(*, value: float) -> float:
   """A number, such as `exponential_decay.initial`, times the number of replicas.
 
-  As `scale_by_replicas` does with a whole schedule: for schedules of which only a part shall grow.
-  Call it in `strategy.scope()`, as all that an optimizer's factory refers to is.
+  For schedules of which only a part scales with replicas; `scale_by_replicas` scales a whole
+  schedule. Call it in `strategy.scope()`, as everything that an optimizer's factory refers to is.
   """
   return _rate("times_replicas.value", value) * tf.distribute.get_strategy().num_replicas_in_sync
 
@@ -326,7 +341,7 @@ def _as_schedule(name: str, value: Any) -> Schedule:
 
 
 def _float64(value: Any) -> tf.Tensor:
-  if isinstance(value, (int, float)):  # tf.cast would make them int32 or float32 first
+  if isinstance(value, (int, float)):  # tf.cast would convert them to int32 or float32 first
     return tf.constant(value, tf.float64)
   return tf.cast(value, tf.float64)
 
@@ -334,11 +349,5 @@ def _float64(value: Any) -> tf.Tensor:
 def _rate(name: str, value: Any) -> float:
   number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   if not number or not math.isfinite(value) or value < 0:
-    raise ConfigError(f"{name} is {value!r}; it must be a finite number of 0 or more.")
+    raise ConfigError(f"{name} is {value!r}; it must be a finite number of at least 0.")
   return float(value)
-
-
-def _whole(name: str, value: Any, *, least: int) -> int:
-  if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-    raise ConfigError(f"{name} is {value!r}; it must be a whole number of {least} or more.")
-  return int(value)

@@ -1,1 +1,1 @@
-"""What a run tells its user."""
+"""What a run reports: metrics, progress, summaries, curves."""

@@ -1,9 +1,9 @@
-"""Draws the curves of a run: metrics.jsonl -> a picture, with a panel for each metric.
+"""Plots a run's metrics.jsonl, one panel per metric.
 
     python -m framework.reporting.curves runs/imdb --metrics=loss,accuracy --output=curves.png
 
 Needs matplotlib, the extra "plots". A training point is the mean over the loop that ended at its
-step, an evaluation's is over all that was evaluated.
+step; an evaluation point is over the whole evaluation.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from absl import flags
 from framework.errors import ConfigError, unknown
 
 SPLITS = ("train", "eval")
-_WIDTH, _HEIGHT, _DPI = 4.0, 3.0, 100  # of one panel, in inches; dots an inch
+_WIDTH, _HEIGHT, _DPI = 4.0, 3.0, 100  # inches per panel; dots per inch
 
 
 class Curve(NamedTuple):
   """One metric of one split.
 
   Attributes:
-    steps: in the order in which they were logged.
-    values: one a step; NaN and infinities leave a gap.
+    steps: in the order of the log.
+    values: one per step; NaN and infinities leave a gap.
   """
 
   steps: list[int]
@@ -42,21 +42,18 @@ def read(model_dir: str, metrics: Sequence[str]) -> Curves:
 
   Args:
     model_dir: holds metrics.jsonl.
-    metrics: names in it, such as "loss"; a split that does not log one has no curve of it.
+    metrics: names in it, such as "loss"; a split without the metric gets no curve.
 
   Raises:
-    ConfigError: there are no metrics, or none of a name.
+    ConfigError: the log is empty, or has no metric of a name.
   """
-  from framework.reporting.metrics_log import (
-    MetricsLog,  # brings TensorFlow, which a wrong flag need not wait
-  )
+  # Imports TensorFlow, so only after the flags are checked.
+  from framework.reporting.metrics_log import MetricsLog
 
   log = MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
   records = [record for record in log.records() if record["split"] in SPLITS]
   if not records:
-    raise ConfigError(
-      f"there is nothing to draw in {log.path}; name the --model_dir of a run that has trained."
-    )
+    raise ConfigError(f"no metrics in {log.path}; give the --model_dir of a run that has trained.")
   known = {name for record in records for name in record} - {"step", "split", "wall_time"}
   for name in metrics:
     if name not in known:
@@ -75,7 +72,7 @@ def _curves(records: Sequence[Mapping[str, Any]], name: str) -> dict[str, Curve]
 
 
 def draw(curves: Curves) -> Any:
-  """Returns a `matplotlib.figure.Figure` with one panel for each metric, side by side.
+  """Returns a `matplotlib.figure.Figure` with one panel per metric, side by side.
 
   Raises:
     ConfigError: matplotlib is missing.
@@ -84,8 +81,8 @@ def draw(curves: Curves) -> Any:
     from matplotlib.figure import Figure
   except ImportError as error:
     raise ConfigError(
-      f"drawing needs the package matplotlib, which cannot be imported ({error}); start with "
-      "`uv run --extra plots python -m framework.reporting.curves`, or "
+      f"plotting needs the package matplotlib, which cannot be imported ({error}); start with "
+      "`uv run --extra plots python -m framework.reporting.curves`, or run "
       "`pip install -e '.[plots]'` first."
     ) from error
   figure = Figure(figsize=(_WIDTH * len(curves), _HEIGHT), dpi=_DPI, layout="constrained")
@@ -101,10 +98,10 @@ def draw(curves: Curves) -> Any:
 
 
 def save(figure: Any, path: str) -> None:
-  """Writes the picture; its kind follows the suffix: .png, .svg, .pdf.
+  """Writes the figure; the suffix of `path` sets the format: .png, .svg, .pdf.
 
   Raises:
-    ConfigError: another suffix, or no such folder.
+    ConfigError: another suffix, or the folder does not exist.
   """
   try:
     figure.savefig(path)
@@ -112,12 +109,12 @@ def save(figure: Any, path: str) -> None:
     reason = str(error).partition("\n")[0]
     raise ConfigError(
       f"cannot write {path!r} ({reason}); --output must end in .png, .svg or .pdf, in a folder "
-      "that is there."
+      "that exists."
     ) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Draws what the command line asks for; see the top of this file."""
+  """Runs the command line; returns the exit status."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   try:
     model_dir, metrics, output = _parsed(sys.argv if arguments is None else arguments)
@@ -131,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parsed(arguments: Sequence[str]) -> tuple[str, list[str], str]:
   values = flags.FlagValues()
-  flags.DEFINE_list("metrics", ["loss"], "Names in metrics.jsonl, a panel each.", values)
+  flags.DEFINE_list("metrics", ["loss"], "Names in metrics.jsonl, one panel each.", values)
   flags.DEFINE_string("output", None, "Default: MODEL_DIR/curves.png.", values)
   given = values(arguments)[1:]
   if len(given) != 1 or not values.metrics:

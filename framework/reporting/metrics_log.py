@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line.
+"""metrics.jsonl: one JSON object per line.
 
 log = MetricsLog("runs/digits/metrics.jsonl")
 log.append(100, "train", {"loss": 0.25})
@@ -29,14 +29,14 @@ _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Number]:
-  """Turns nested dicts of scalars into one dict of Python numbers, names joined by "/".
+  """Flattens nested dicts of scalars to one dict of Python numbers; joins names with "/".
 
   Args:
-    values: numbers, NumPy scalars or TensorFlow scalars of any dtype, and dicts of them.
-    prefix: put before every name.
+    values: numbers, NumPy or TensorFlow scalars of any dtype, and dicts of them.
+    prefix: added before every name.
 
   Raises:
-    ConfigError: a value is not a scalar number.
+    ConfigError: a value is not one number.
   """
   flat: dict[str, Number] = {}
   for key, value in values.items():
@@ -57,29 +57,29 @@ def _number(name: str, value: Any) -> Number:
 
 
 class MetricsLog:
-  """metrics.jsonl: one JSON object a line, which survives kills, restarts and torn writes.
+  """Reads and appends metrics.jsonl; survives kills, restarts and partial writes.
 
-  A line holds "step" (int), "split" ("train" or "eval"), "wall_time" (float, seconds since the
-  epoch), then the values under plain names. JSON has no NaN or infinities: they are written as the
-  strings "NaN", "Infinity" and "-Infinity", as protobuf's JSON does; `records` gives floats again.
+  A line holds "step" (int), "split" ("train", "eval" or "time"), "wall_time" (float, seconds since
+  the epoch), then the values by name. JSON has no NaN or infinities, so the file has the strings
+  "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `records` returns them as floats.
   """
 
   def __init__(self, path: str | os.PathLike[str], *, clock: Clock = time.time) -> None:
-    """Writes nothing yet; the folder is made by the first `append`."""
+    """Writes nothing yet; the first `append` creates the folder."""
     self.path = os.fspath(path)
     self._clock = clock
     self._checked = False
 
   def append(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-    """Adds one line, complete on return; see `flatten` for what `values` may hold.
+    """Appends one line, which is on disk on return; see `flatten` for `values` (host).
 
     Raises:
-      ConfigError: a value is not a number, or its name is "step", "split" or "wall_time".
+      ConfigError: a value is not one number, or its name is "step", "split" or "wall_time".
     """
     flat = flatten(values)
     for name in _RESERVED:
       if name in flat:
-        raise ConfigError(f"a metric is named {name!r}, which metrics.jsonl keeps; rename it.")
+        raise ConfigError(f"a metric is named {name!r}, which metrics.jsonl reserves; rename it.")
     record = {"step": int(step), "split": split, "wall_time": self._clock()}
     line = json.dumps({**record, **{k: _encode(v) for k, v in flat.items()}}, allow_nan=False)
     self._prepare()
@@ -87,17 +87,17 @@ class MetricsLog:
       file.write(line + "\n")
 
   def records(self, split: str | None = None) -> list[Record]:
-    """Returns the records of one split, or all, in the order written, without unreadable lines."""
+    """Returns the records of one split, or of all, in file order; skips unreadable lines (host)."""
     parsed = (_parse(line) for line in self._lines())
     return [r for r in parsed if r is not None and split in (None, r.get("split"))]
 
   def trim(self, step: int) -> int:
-    """Drops the records after `step`, which a run restarted at `step` will write again.
+    """Removes the records after `step`; a run that restarts there writes them again (host).
 
-    Also mends a last line torn by a kill. Every other line is kept to the byte.
+    Also removes a last line that a kill cut off. All other lines stay unchanged.
 
     Returns:
-      How many records were dropped.
+      How many records were removed.
     """
     lines = self._lines()
     kept = [line for line in lines if (_parse(line) or {"step": 0})["step"] <= step]
@@ -105,7 +105,7 @@ class MetricsLog:
     return len(lines) - len(kept)
 
   def _prepare(self) -> None:
-    """Before the first append: a folder to write in, and no torn line to write behind."""
+    """Before the first append: creates the folder and removes a last line that was cut off."""
     if not self._checked:
       tf.io.gfile.makedirs(os.path.dirname(self.path) or ".")
       self._replace(self._lines())
@@ -123,7 +123,7 @@ class MetricsLog:
       return file.read()
 
   def _lines(self) -> list[bytes]:
-    """The lines, without a torn last one."""
+    """Returns the lines, without a last one that was cut off."""
     *lines, last = self._content().split(b"\n")
     return lines if _parse(last) is None else [*lines, last]
 
@@ -135,7 +135,7 @@ def _encode(value: Number) -> Number | str:
 
 
 def _parse(line: bytes) -> Record | None:
-  """Returns the record, or None if the line is not one."""
+  """Returns the record of a line, or None if it is not one."""
   try:
     record = json.loads(line)
   except ValueError:

@@ -1,4 +1,4 @@
-"""Where Orbit sends the values of a loop or an evaluation."""
+"""Receives the values of a loop or an evaluation from Orbit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from framework.reporting.progress import Progress
 
 
 class Reporter(orbit.utils.SummaryManagerInterface):
-  """Where Orbit's Controller sends the values of one split: TensorBoard, metrics.jsonl, progress.
+  """Sends the values of one split to TensorBoard, metrics.jsonl and the progress line.
 
-  Give the Controller different `summary_dir` and `eval_summary_dir` beside the two managers:
-  where these are equal (None included) it sends evaluations to the training manager.
+  Give Orbit's Controller a `summary_dir` and an `eval_summary_dir` that differ: if they are equal
+  (or both None), it sends evaluations to the training manager.
   """
 
   def __init__(
@@ -33,16 +33,16 @@ class Reporter(orbit.utils.SummaryManagerInterface):
     progress: Progress | None = None,
     global_batch_size: int | None = None,
   ) -> None:
-    """Reports to whichever of the three is given.
+    """Sets where to report.
 
     Args:
       split: "train" or "eval".
-      global_step: int64 scalar, the step that values belong to.
+      global_step: int64 scalar, the step of the values.
       model_dir: TensorBoard files go to <model_dir>/<split>; None writes none.
-      metrics_log: None writes no metrics.jsonl (workers other than the chief).
+      metrics_log: None writes no metrics.jsonl, as on workers other than the chief.
       progress: None prints nothing.
-      global_batch_size: makes "steps_per_second" the rate of the loop alone, as
-        "examples_per_second" is; None leaves Orbit's, which counts the time between loops too.
+      global_batch_size: if given, "steps_per_second" is the rate within the loop, as
+        "examples_per_second" is; None keeps Orbit's, which includes the time between loops.
     """
     directory = None if model_dir is None else os.path.join(model_dir, split)
     self._tensorboard = orbit.utils.SummaryManager(directory, tf.summary.scalar, global_step)
@@ -53,17 +53,17 @@ class Reporter(orbit.utils.SummaryManagerInterface):
     self._global_batch_size = global_batch_size
 
   def summary_writer(self, relative_path: str = "") -> tf.summary.SummaryWriter:
-    """Returns the TensorBoard writer, for `tf.summary` calls inside a loop."""
+    """Returns the TensorBoard writer, for `tf.summary` calls in a loop."""
     return self._tensorboard.summary_writer(relative_path)
 
   @timed("reporting")
   def flush(self) -> None:
-    """Flushes TensorBoard; metrics.jsonl needs none."""
+    """Flushes TensorBoard; metrics.jsonl needs no flush (host)."""
     self._tensorboard.flush()
 
   @timed("reporting")
   def write_summaries(self, summary_dict: Mapping[str, Any]) -> None:
-    """Reports one loop's or one evaluation's values (host); nested names are joined by "/"."""
+    """Reports the values of one loop or evaluation; joins nested names with "/" (host)."""
     values = flatten(summary_dict)
     if self._global_batch_size and "examples_per_second" in values:
       values["steps_per_second"] = values["examples_per_second"] / self._global_batch_size
@@ -78,7 +78,7 @@ class Reporter(orbit.utils.SummaryManagerInterface):
 
 @contextlib.contextmanager
 def quiet_orbit() -> Iterator[None]:
-  """While it lasts, Orbit's Controller logs at debug level instead of printing to stdout."""
+  """Makes Orbit's Controller log at debug level instead of printing to stdout."""
   loud = orbit.controller._log
   orbit.controller._log = logging.debug
   try:

@@ -1,4 +1,4 @@
-"""How far training is: one live line on a terminal, plain lines elsewhere."""
+"""Progress of training: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from framework.reporting.metrics_log import Clock, Number
 
 
 class Silent(io.StringIO):
-  """A stream that drops what is written: for the workers beside the chief."""
+  """A stream that discards its input, for workers other than the chief."""
 
   def write(self, text: str) -> int:
-    """Drops it."""
+    """Discards the text."""
     return len(text)
 
 
 class Progress:
-  """How far training is: one live line on a terminal, plain lines every so often elsewhere.
+  """Progress of training: one live line on a terminal, a plain line from time to time elsewhere.
 
       step 300/1000  loss 0.2134  accuracy 0.9312  12.7 steps/s  812 examples/s  eta 0:00:55
 
-  Evaluations get a line of their own in both. Use it as a context manager, or call `close`.
+  Each evaluation gets its own line in both. Use it as a context manager, or call `close`.
   """
 
   HIDDEN = frozenset({"steps_per_second", "examples_per_second", "nonfinite_step"})
@@ -47,10 +47,10 @@ class Progress:
 
     Args:
       total_steps: the step at which training ends.
-      stream: where to; None is stderr. It is a terminal if `isatty()` says so.
-      every_secs: plain lines are at least this far apart, but for the first and the last.
-      clock: seconds, monotonic.
-      hidden: names of values to leave out of the line.
+      stream: where to print; None is stderr. `isatty()` tells whether it is a terminal.
+      every_secs: minimum seconds between plain lines, except the first and the last.
+      clock: returns seconds, monotonic.
+      hidden: names of values to leave out.
     """
     self._total = total_steps
     self._stream = sys.stderr if stream is None else stream
@@ -64,7 +64,7 @@ class Progress:
     self._unprinted: str | None = None
 
   def update(self, step: int, values: Mapping[str, Number]) -> None:
-    """Shows one loop's values; "steps_per_second" and "examples_per_second" become the rates."""
+    """Shows the values of one loop; rates come from "steps_per_second", "examples_per_second"."""
     now = self._clock()
     self._first = self._first or (step, now)
     line = self._line(step, now, values)
@@ -78,18 +78,18 @@ class Progress:
       self._unprinted = line
 
   def evaluation(self, step: int, values: Mapping[str, Number]) -> None:
-    """Prints one evaluation's values."""
+    """Prints the values of one evaluation."""
     self.message("  ".join([f"eval at step {step}", *self._shown(values)]))
 
   def message(self, text: str) -> None:
-    """Prints one line, above the live line if there is one."""
+    """Prints text, above the live line if there is one."""
     if self._bar is not None:
       self._bar.write(text, file=self._stream)
     else:
       print(text, file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Ends the live line, or prints the last plain line if it was held back."""
+    """Ends the live line, or prints the last plain line if it has not been printed."""
     if self._bar is not None:
       self._bar.close()
       self._bar = None
@@ -113,7 +113,7 @@ class Progress:
 
   def _line(self, step: int, now: float, values: Mapping[str, Number]) -> str:
     shown, pace = self._shown(values), self._pace(step, now, values)
-    # A terminal may be too narrow for all; the loss and the pace matter most.
+    # A narrow terminal cuts the line off, so the loss and the rates come first.
     ordered = [*shown[:1], *pace, *shown[1:]] if self._live else [*shown, *pace]
     return "  ".join([f"step {step}/{self._total}", *ordered])
 
@@ -124,7 +124,7 @@ class Progress:
     return [f"{_rate(rate)} {unit}/s" for unit, rate in rates.items() if rate is not None] + eta
 
   def _seconds_left(self, step: int, now: float, values: Mapping[str, Number]) -> float | None:
-    """From the pace since the first loop, which also traced; evaluations count."""
+    """From the mean pace since the end of the first loop, which includes evaluations."""
     first_step, first_time = self._first or (step, now)
     if step > first_step and now > first_time:
       return (self._total - step) * (now - first_time) / (step - first_step)
@@ -137,11 +137,11 @@ class Progress:
 
 
 class _Bar(tqdm):
-  monitor_interval = 0  # no thread behind the user's back
+  monitor_interval = 0  # do not start tqdm's monitor thread
 
 
 def _bar(stream: TextIO, **options: Any) -> _Bar:
-  known = _columns(stream) > 0  # some pseudo-terminals say 0
+  known = _columns(stream) > 0  # some pseudo-terminals report 0
   width = {"dynamic_ncols": True} if known else {"ncols": 100}
   return _Bar(file=stream, bar_format="|{bar:10}| {desc}", **width, **options)
 
@@ -158,7 +158,7 @@ def _rate(per_second: Number) -> str:
 
 
 def format_number(value: Number) -> str:
-  """Four decimals where they say something, three digits elsewhere: 0.9312, 1.5e-05, 37, nan."""
+  """Formats with four decimals, or three digits for small and large: 0.9312, 1.5e-05, 37, nan."""
   if isinstance(value, int):
     return str(value)
   return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"

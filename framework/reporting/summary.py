@@ -1,9 +1,4 @@
-"""What a run tells its user: metrics.jsonl, TensorBoard, one line of progress, a summary.
-
-log = MetricsLog("runs/digits/metrics.jsonl")
-log.append(100, "train", {"loss": 0.25})
-log.records("train")  # [{"step": 100, "split": "train", "wall_time": ..., "loss": 0.25}]
-"""
+"""The text before a run, and its last line."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from framework.reporting.progress import Progress, format_number
 
 
 class ParameterCount(NamedTuple):
-  """How many numbers a model holds."""
+  """The number of elements of a model's weights."""
 
   trainable: int
   total: int
@@ -27,11 +22,10 @@ class ParameterCount(NamedTuple):
 def count_parameters(model: Any) -> ParameterCount | None:
   """Counts the weights of a Keras 3 model, a tf_keras model, a `tf.Module`, or a dict/list of them.
 
-  A variable that two of them share counts once; the state of Keras's random generators and metrics
-  is not a weight.
+  A shared variable counts once. The state of Keras's random generators and metrics does not count.
 
   Returns:
-    None if a Keras model is not built yet, so that nobody knows.
+    None if a Keras model is not built yet, so that its weights are unknown.
   """
   parts = list(models.parts(model))
   if any(getattr(part, "built", True) is False for part in parts):
@@ -49,23 +43,23 @@ def _count(parts: Sequence[Any], kind: str) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-  """What a run is made of, in plain values; None or empty is left out of the text.
+  """What a run consists of; the text leaves out what is None or empty.
 
   Attributes:
     task: the task's name.
     model: what `build_model` returned: a model, or a dict or list of them.
     strategy: the strategy's name.
-    replicas: how many there are in sync.
+    replicas: number of replicas in sync.
     devices: their names.
-    global_batch_size: examples in one training step.
-    per_replica_batch_size: rows of one replica, padding included.
-    accumulation_steps: micro-batches in one step.
+    global_batch_size: examples per training step.
+    per_replica_batch_size: rows per replica, padding included.
+    accumulation_steps: micro-batches per step.
     reduction: how gradients are summed over replicas.
     precision: the dtype policy.
     loss_scale: how the loss is scaled.
     optimizer: the optimizer's name, or several.
-    start_step: where training goes on from.
-    train_steps: where it ends.
+    start_step: the step at which training continues.
+    train_steps: the step at which it ends.
     model_dir: the run folder.
   """
 
@@ -87,7 +81,7 @@ class Description:
 
 
 def describe(description: Description) -> str:
-  """Returns the lines to show before training: `what  value`, aligned."""
+  """Returns the lines to print before training: `name  value`, aligned."""
   d = description
   known = [
     ("task", d.task),
@@ -149,7 +143,7 @@ def _steps_text(d: Description) -> str | None:
   if d.train_steps is None:
     return None
   return (
-    f"{d.train_steps}" if not d.start_step else f"{d.train_steps}, going on from {d.start_step}"
+    f"{d.train_steps}" if not d.start_step else f"{d.train_steps}, continuing from {d.start_step}"
   )
 
 
@@ -166,10 +160,10 @@ def result_line(
 
   Args:
     step: the global step reached.
-    seconds: how long the run took.
+    seconds: duration of the run.
     model_dir: the run folder.
-    evaluation: the last evaluation's values, if there was one, or the last loop's.
-    split: which of the two, "eval" or "train".
+    evaluation: the values of the last evaluation or the last loop, if there was one.
+    split: "eval" or "train", for the values.
     status: such as "done" or "stopped".
   """
   shown = {n: v for n, v in flatten(evaluation or {}).items() if n not in Progress.HIDDEN}

@@ -1,1 +1,1 @@
-"""What a run keeps: checkpoints, assets, exports; and initial weights from elsewhere."""
+"""What a run saves: checkpoints, assets, exports; and initial weights from other files."""

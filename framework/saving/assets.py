@@ -1,10 +1,10 @@
-"""What a task learns from its training split besides weights: files of the run, never mixed up.
+"""Assets: files that a task learns from its training split, such as a vocabulary.
 
-    <model_dir>/assets/vocabulary.txt    what Task.fit returned, a file each
-    <model_dir>/assets/manifest.json     name -> SHA-256, written last: with it the folder is whole
+    <model_dir>/assets/vocabulary.txt    one file for each that Task.fit returned
+    <model_dir>/assets/manifest.json     name -> SHA-256; written last: the folder is complete
 
-`provide` hands them to the task before its model is built. The digest that it returns is saved in
-each checkpoint, so that weights are never restored beside the assets of another run.
+`provide` gives them to the task before its model is built. Each checkpoint holds the digest that it
+returns, so weights are never restored with the assets of another run.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _POLL_S = 1.0
 def provide(
   task: Task, *, model_dir: str, cluster: Cluster, training: bool, timeout_s: float | None = 0.0
 ) -> str:
-  """Has the task use the assets of a run, fitted first if the run is new (host).
+  """Gives the task the assets of a run; fits them first if the run is new (host).
 
-  The chief of a cluster fits and writes; all workers must call this, and read the same files.
+  The chief of a cluster fits and writes. All workers must call this and can read the same files.
 
   Args:
-    task: whose model is not built yet.
+    task: its model is not built yet.
     model_dir: the run folder.
-    cluster: this process's place among those that train together.
+    cluster: the processes that train together.
     training: False never fits.
-    timeout_s: how long to wait for another process to write the assets where this one does not fit;
-      None for ever.
+    timeout_s: if not training, seconds to wait for another process to write the assets; None waits
+      without limit.
 
   Returns:
-    The digest of the assets; "" for a task that learns none, which costs nothing.
+    The digest of the assets; "" for a task without any.
 
   Raises:
-    ConfigError: `fit` returned something else than files, there are no assets and this process may
+    ConfigError: `fit` returned something other than files, there are no assets and this process may
       not fit them, or a file has changed.
     ClusterError: the chief is lost, or the workers read different files.
   """
@@ -60,7 +60,7 @@ def provide(
   with cluster.blaming(lambda: 0):
     if training and cluster.is_chief and not is_whole(folder):
       save(folder, fitted(task))
-    cluster.barrier()  # no other worker looks for the files before they are there
+    cluster.barrier()  # the other workers wait until the files are written
     if not training:
       _await(folder, timeout_s)
     assets = load(folder)
@@ -71,14 +71,14 @@ def provide(
 
 
 def provide_in_memory(task: Task, assets: Assets | None = None) -> Assets:
-  """Has the task use assets that no run keeps; returns them (host).
+  """Gives the task assets that are not saved, and returns them (host).
 
   Args:
-    task: whose model is not built yet.
-    assets: of an earlier call, for a task made alike; None fits.
+    task: its model is not built yet.
+    assets: from an earlier call for the same kind of task; None fits.
 
   Raises:
-    ConfigError: `fit` returned something else than files.
+    ConfigError: `fit` returned something other than files.
   """
   if not fits(task):
     return {}
@@ -88,15 +88,15 @@ def provide_in_memory(task: Task, assets: Assets | None = None) -> Assets:
 
 
 def fits(task: Task) -> bool:
-  """Whether the task learns any assets."""
+  """Whether the task overrides `Task.fit`, and so has assets."""
   return type(task).fit is not Task.fit
 
 
 def fitted(task: Task) -> Assets:
-  """Returns what `task.fit()` gives (host).
+  """Returns what `task.fit()` returns, after checking it (host).
 
   Raises:
-    ConfigError: it is no dict of file names and bytes.
+    ConfigError: it is not a dict of file name -> bytes.
   """
   assets, who = task.fit(), f"{type(task).__name__}.fit()"
   if not isinstance(assets, Mapping):
@@ -107,8 +107,8 @@ def fitted(task: Task) -> Assets:
   for name, content in assets.items():
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name == MANIFEST:
       raise ConfigError(
-        f"{who} returned a file named {name!r}; a name must be of letters, digits, '_', '-' and "
-        f"'.', without folders, and not {MANIFEST!r}."
+        f"{who} returned a file named {name!r}; a name must consist of letters, digits, '_', '-' "
+        f"and '.', without folders, and must not be {MANIFEST!r}."
       )
     if not isinstance(content, bytes):
       raise ConfigError(
@@ -123,12 +123,12 @@ def digest(assets: Assets) -> str:
 
 
 def is_whole(folder: str) -> bool:
-  """Whether all assets of a run have been written."""
+  """Whether the folder holds all assets of a run."""
   return tf.io.gfile.exists(os.path.join(folder, MANIFEST))
 
 
 def save(folder: str, assets: Assets) -> None:
-  """Writes the assets, each file at once and the manifest last (host)."""
+  """Writes the assets, each file atomically and the manifest last (host)."""
   tf.io.gfile.makedirs(folder)
   for name, content in assets.items():
     atomic_write(os.path.join(folder, name), content)
@@ -139,12 +139,12 @@ def load(folder: str) -> Assets:
   """Returns the assets of a run (host).
 
   Raises:
-    ConfigError: there are none, or a file is not what was written.
+    ConfigError: there are none, or a file has changed.
   """
   if not is_whole(folder):
     raise ConfigError(
-      f"there are no assets in {folder}, which this task learns in training; train first, or name "
-      "the right --model_dir."
+      f"no assets in {folder}, and this task needs those that it learned in training; train first, "
+      "or correct --model_dir."
     )
   written = _parsed(os.path.join(folder, MANIFEST))
   return {name: _read_checked(os.path.join(folder, name), sha) for name, sha in written.items()}
@@ -155,8 +155,8 @@ def _read_checked(path: str, sha256: str) -> bytes:
   content = _read(path) if there else b""
   if not there or _sha256(content) != sha256:
     raise ConfigError(
-      f"{path} {'has changed' if there else 'is gone'} since this run was begun (its SHA-256 must "
-      f"be {sha256[:12]}...); bring the file back, or choose another --model_dir to learn it anew."
+      f"{path} {'has changed' if there else 'is missing'} since this run began (expected SHA-256 "
+      f"{sha256[:12]}...); restore the file, or choose another --model_dir to fit it again."
     )
   return content
 
@@ -168,7 +168,7 @@ def _parsed(path: str) -> dict[str, str]:
     parsed = None
   if not isinstance(parsed, dict) or not all(map(_NAME.fullmatch, parsed)):
     raise ConfigError(
-      f"{path} is not what the framework has written; bring the file back, or choose another "
+      f"{path} is not a manifest that the framework wrote; restore the file, or choose another "
       "--model_dir."
     )
   return {name: str(sha256) for name, sha256 in parsed.items()}

@@ -1,4 +1,4 @@
-"""What is saved, when, and how a run finds the newest checkpoint that is whole."""
+"""Checkpoints: what is saved and when, and how a run finds the newest complete one."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 from absl import logging
+from google.protobuf import text_format
+from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 
 from framework.backend import models
 from framework.backend.files import atomic_write
 from framework.backend.timing import timed
-from framework.errors import ConfigError
+from framework.errors import ConfigError, first_line
 from framework.trainer import Trainer
 
 PREFIX = "ckpt"
 ASSETS = "assets"
-"""The label of the assets' digest in a checkpoint; that of a task without any has none."""
+"""Label of the assets' digest in a checkpoint; absent if the task has no assets."""
 UNFINISHED = "unfinished"
-"""The folder in which a checkpoint is written before it is moved to its place."""
+"""Folder in which a checkpoint is written before its files are moved."""
 _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _NO_DAMAGE = (
@@ -36,16 +38,16 @@ _NO_DAMAGE = (
   tf.errors.UnauthenticatedError,
   tf.errors.UnavailableError,
 )
-"""What says nothing about the checkpoint itself: to be tried again, not to be passed over."""
+"""Errors that do not mean that a checkpoint is damaged; they are raised, not skipped."""
 
 
 class CheckpointManager(tf.train.CheckpointManager):
-  """Saves checkpoints that are complete or absent, and restores the newest one that is not damaged.
+  """Saves checkpoints that are complete or absent; restores the newest one that is not damaged.
 
-  Of TensorFlow's manager it keeps the interface, for Orbit, and nothing else: that one writes an
-  index file in place and believes its state file, and a kill can tear the one and outdate the
-  other. Here a checkpoint is written in a folder of its own and moved, its index file last, and
-  what exists is read from the file names. The state file is kept up for other readers.
+  It keeps only the interface of TensorFlow's manager, for Orbit. That one writes an index file in
+  place and trusts its state file; a kill can leave half of the one and make the other wrong. Here a
+  checkpoint is written in its own folder and moved, the index file last, and the file names say
+  which checkpoints exist. The state file is written for other readers.
   """
 
   def __init__(
@@ -58,15 +60,15 @@ class CheckpointManager(tf.train.CheckpointManager):
     every_steps: int | None = None,
     keep: int = 3,
   ) -> None:
-    """Names what is saved; reads and writes nothing yet.
+    """Defines what is saved; reads and writes nothing yet.
 
     Args:
-      trainer: whose state to save and restore.
+      trainer: its state is saved and restored.
       directory: `<model_dir>/checkpoints`.
-      experiment: what must be the same on restore (such as the task's name), saved alongside.
-      assets: the digest of the task's, which must be the same on restore too; "" for none.
-      every_steps: interval for the controller's periodic saves.
-      keep: how many to keep.
+      experiment: saved too, and must be the same on restore, such as the task's name.
+      assets: digest of the task's assets, which must be the same on restore; "" for none.
+      every_steps: interval of the controller's periodic saves.
+      keep: how many checkpoints to keep.
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
     self._directory, self._every_steps, self._keep = directory, every_steps, keep
@@ -75,16 +77,16 @@ class CheckpointManager(tf.train.CheckpointManager):
     texts = {**experiment, ASSETS: assets} if assets else experiment
     labels = {k: tf.Variable(v, trainable=False) for k, v in texts.items()}
     self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
-    _ = self._checkpoint.save_counter  # made at first use, and then missed in earlier files
+    _ = self._checkpoint.save_counter  # created on first use; must exist before the first restore
 
   @property
   def checkpoint(self) -> tf.train.Checkpoint:
-    """Everything that is saved."""
+    """The object with everything that is saved."""
     return self._checkpoint
 
   @property
   def directory(self) -> str:
-    """Where checkpoints are."""
+    """The folder of the checkpoints."""
     return self._directory
 
   @property
@@ -94,12 +96,12 @@ class CheckpointManager(tf.train.CheckpointManager):
 
   @property
   def checkpoints(self) -> list[str]:
-    """All complete checkpoints, oldest first."""
+    """Paths of all complete checkpoints, oldest first."""
     return list_checkpoints(self._directory)
 
   @property
   def latest_checkpoint(self) -> str | None:
-    """The newest complete checkpoint."""
+    """Path of the newest complete checkpoint, or None."""
     return next(reversed(self.checkpoints), None)
 
   @timed("checkpoints")
@@ -109,11 +111,11 @@ class CheckpointManager(tf.train.CheckpointManager):
     check_interval: bool = True,
     options: tf.train.CheckpointOptions | None = None,
   ) -> str | None:
-    """Saves `ckpt-<global step>` and drops the oldest beyond `keep` (host).
+    """Saves `ckpt-<global step>` and removes the oldest ones beyond `keep` (host).
 
     Returns:
-      The path, or None where there is nothing new: the same step as the last save or restore, or,
-      with `check_interval`, fewer than `every_steps` steps after it.
+      The path; None if the step is that of the last save or restore or, with `check_interval`,
+      fewer than `every_steps` steps after it.
     """
     del checkpoint_number
     step = int(self._trainer.global_step.numpy())
@@ -128,31 +130,31 @@ class CheckpointManager(tf.train.CheckpointManager):
     return path
 
   def restore_or_initialize(self) -> str | None:
-    """Restores the newest checkpoint that is whole; a damaged one is reported and passed over.
+    """Restores the newest complete checkpoint; reports and skips damaged ones (host).
 
     Returns:
-      Its path, or None where there is none at all.
+      Its path, or None if there are no checkpoints.
 
     Raises:
-      ConfigError: the checkpoint belongs to another experiment, or every one is damaged.
+      ConfigError: the checkpoint belongs to another experiment, or all are damaged.
     """
     self._report_unfinished()
     paths: list[str] = []
-    while (found := self.checkpoints) != paths:  # again where a trainer has saved meanwhile
+    while (found := self.checkpoints) != paths:  # again if a trainer has saved in the meantime
       if path := self.restore_newest():
         return path
       paths = found
     if paths:
       raise ConfigError(
         f"all {len(paths)} checkpoints in {self._directory} are damaged; move the folder away to "
-        "start afresh, or bring a good copy back."
+        "start from step 0, or restore it from a good copy."
       )
     return None
 
   def restore_newest(self, *, after_step: int = -1) -> str | None:
-    """Restores the newest whole checkpoint after a step; returns its path, None if there is none.
+    """Restores the newest complete checkpoint after a step; returns its path, or None.
 
-    A damaged one is reported once, and looked at again only if it was written again.
+    A damaged one is reported once, and tried again only after it was written again.
     """
     for path in reversed(self.checkpoints):
       if _step(path) > after_step and self._restored(path):
@@ -162,11 +164,11 @@ class CheckpointManager(tf.train.CheckpointManager):
   def follow(self, *, timeout_s: float | None = None, poll_s: float = 1.0) -> Iterator[str]:
     """Restores each new checkpoint that another process saves, and yields its path.
 
-    Where several have come meanwhile, only the newest whole one.
+    If several are new, it takes only the newest complete one.
 
     Args:
-      timeout_s: end after so long without a new one; None waits for ever.
-      poll_s: seconds between two looks at the directory.
+      timeout_s: stop after this many seconds without a new one; None waits without limit.
+      poll_s: seconds between two looks at the folder.
     """
     last, since = -1, time.monotonic()
     while timeout_s is None or time.monotonic() - since <= timeout_s:
@@ -178,28 +180,28 @@ class CheckpointManager(tf.train.CheckpointManager):
         time.sleep(poll_s)
 
   def restore(self, path: str) -> None:
-    """Restores one checkpoint into the trainer, and the input's position with it (host).
+    """Restores one checkpoint into the trainer, with the input's position (host).
 
     Raises:
-      ConfigError: it belongs to another task or another model.
+      ConfigError: it belongs to another task or model.
       tf.errors.OpError: it is damaged.
     """
     try:
       self._restore(path, tf.train.load_checkpoint(path))
-    except IndexError as error:  # TensorFlow's reader, of a file that is too short
+    except IndexError as error:  # TensorFlow's reader raises it for a file that is too short
       raise tf.errors.DataLossError(None, None, str(error)) from error
     self._trainer.reset_input()
     self._saved_step = int(self._trainer.global_step.numpy())
 
   def sync(self) -> None:
-    """Nothing is ever under way."""
+    """Does nothing: each save is complete when `save` returns."""
 
   def _restore(self, path: str, reader: Any) -> None:
     self._refuse_foreign(path, reader)
     try:
       with self._trainer.strategy.scope():
         status = self._checkpoint.restore(path)
-        status.assert_existing_objects_matched().expect_partial()  # `_refuse_larger` tells the rest
+        status.assert_existing_objects_matched().expect_partial()  # see `_refuse_larger`
       self._refuse_larger(path, reader, status)
     except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
       self._explain(path, reader, error)
@@ -214,9 +216,9 @@ class CheckpointManager(tf.train.CheckpointManager):
     except _NO_DAMAGE:
       raise
     except tf.errors.OpError as error:
-      if _written_at(path) is not None:  # else a trainer has dropped it meanwhile
+      if _written_at(path) is not None:  # else a trainer has removed it in the meantime
         self._damaged[path] = written
-        logging.error("checkpoint %s is damaged (%s); passing it over", path, _line(error))
+        logging.error("checkpoint %s is damaged (%s); skipping it", path, first_line(error)[:300])
       return False
     return True
 
@@ -225,10 +227,10 @@ class CheckpointManager(tf.train.CheckpointManager):
     files = _files(self._directory) + _files(self._path(UNFINISHED))
     for step in sorted({step for step, _, _ in files if step > newest}):
       path = self._path(f"{PREFIX}-{step}")
-      logging.warning("checkpoint %s is unfinished, as after a kill; it does not count", path)
+      logging.warning("checkpoint %s is incomplete, as after a kill; ignoring it", path)
 
   def _write(self, step: int, options: tf.train.CheckpointOptions | None) -> str:
-    """Writes beside the checkpoints, then moves the files; the index, which makes it one, last."""
+    """Writes to a separate folder, then moves the files; the index file last: it makes it count."""
     name, folder = f"{PREFIX}-{step}", self._path(UNFINISHED)
     _remove(folder)
     self._checkpoint.write(os.path.join(folder, name), options)
@@ -239,23 +241,20 @@ class CheckpointManager(tf.train.CheckpointManager):
     return self._path(name)
 
   def _take_part(self, step: int, options: tf.train.CheckpointOptions | None) -> str:
-    """Another worker's part: it gives what the chief must sum up, and keeps nothing."""
+    """Takes part as a worker other than the chief: sends what the chief sums up, keeps nothing."""
     with tempfile.TemporaryDirectory() as scratch:
       self._checkpoint.write(os.path.join(scratch, PREFIX), options)
     return self._path(f"{PREFIX}-{step}")
 
   def _sweep(self) -> None:
-    """Drops what is beyond `keep` or damaged, and what a kill has left without an index.
+    """Removes checkpoints beyond `keep` or damaged, and files that a kill left without an index.
 
-    Checkpoints of later steps stay and do not count: as they were not restored, they are damaged,
-    or somebody has gone back on purpose.
+    Checkpoints of later steps stay and do not count: since they were not restored, they are
+    damaged, or the user went back on purpose.
     """
     past = [path for path in self.checkpoints if _step(path) <= self._saved_step]
     kept = [path for path in past if path not in self._damaged][-self._keep :]
-    names = [os.path.basename(path) for path in kept]
-    state = [f'model_checkpoint_path: "{names[-1]}"']
-    state += [f'all_model_checkpoint_paths: "{name}"' for name in names]
-    atomic_write(self._path("checkpoint"), "\n".join(state) + "\n")
+    write_state(self._directory, [os.path.basename(path) for path in kept])
     for path in past:
       if path not in kept:
         _remove(f"{path}.index")
@@ -273,20 +272,20 @@ class CheckpointManager(tf.train.CheckpointManager):
         )
       if saved != value:
         raise ConfigError(
-          f"checkpoint {path} belongs to another experiment: its {name} is {saved!r}, this one's "
-          f"is {value!r}; choose another --model_dir."
+          f"checkpoint {path} belongs to another experiment: its {name} is {saved!r}, but this "
+          f"run's is {value!r}; choose another --model_dir."
         )
 
     saved = _label(reader, ASSETS)
     if saved != self._assets:
       raise ConfigError(
         f"checkpoint {path} was trained with {_named(saved)}, but this run has "
-        f"{_named(self._assets)}; bring the checkpoint's assets folder back, or choose another "
+        f"{_named(self._assets)}; restore the assets folder of the checkpoint, or choose another "
         "--model_dir."
       )
 
   def _refuse_larger(self, path: str, reader: Any, status: Any) -> None:
-    """TensorFlow lets a model or optimizer take its part of a larger one's values silently."""
+    """Raises if the checkpoint has more variables than this run, which TensorFlow would ignore."""
     try:
       status.assert_consumed()
     except AssertionError as error:
@@ -294,15 +293,15 @@ class CheckpointManager(tf.train.CheckpointManager):
         raise _misfit(path, differences) from error
 
   def _explain(self, path: str, reader: Any, error: Exception) -> None:
-    """Raises ConfigError if the checkpoint's variables are not those of this run."""
+    """Raises ConfigError if the variables of the checkpoint are not those of this run."""
     if isinstance(error, ConfigError):
       return
     differences = self._differences(reader)
     if differences or not isinstance(error, tf.errors.InvalidArgumentError):
-      raise _misfit(path, differences or [_line(error)]) from error
+      raise _misfit(path, differences or [first_line(error)[:300]]) from error
 
   def _differences(self, reader: Any) -> list[str]:
-    """Where the model and the optimizers are not those of a checkpoint; the model's first."""
+    """Returns where model and optimizers differ from a checkpoint's; the model's lines first."""
     here, there = _variables(self._checkpoint), _kinds(reader)
     of_model = {id(models.raw(v)) for v in models.all_variables(self._trainer.task.model)}
     found: list[tuple[int, str]] = []
@@ -323,12 +322,23 @@ class CheckpointManager(tf.train.CheckpointManager):
     return os.path.join(self._directory, name)
 
 
+def write_state(directory: str, names: list[str]) -> None:
+  """Writes TensorFlow's state file, "checkpoint", atomically (host).
+
+  Args:
+    directory: the folder of the checkpoints.
+    names: of the checkpoints, without suffix; the last one becomes the latest.
+  """
+  state = CheckpointState(model_checkpoint_path=names[-1], all_model_checkpoint_paths=names)
+  atomic_write(os.path.join(directory, "checkpoint"), text_format.MessageToString(state))
+
+
 def find(path: str) -> str | None:
   """Returns the checkpoint, without suffix, that a path means; None if there is none (host).
 
   Args:
-    path: a run folder or a folder of checkpoints, of which the newest is meant, or a checkpoint
-      without suffix.
+    path: a checkpoint without suffix, or a run folder or a folder of checkpoints, which mean their
+      newest one.
   """
   for folder in (os.path.join(path, "checkpoints"), path):
     newest = tf.train.latest_checkpoint(folder) or next(reversed(list_checkpoints(folder)), None)
@@ -338,13 +348,13 @@ def find(path: str) -> str | None:
 
 
 def list_checkpoints(directory: str) -> list[str]:
-  """Returns the paths (without suffix) of all complete checkpoints, oldest first."""
+  """Returns the paths, without suffix, of all complete checkpoints, oldest first."""
   steps = sorted(step for step, suffix, _ in _files(directory) if suffix == "index")
   return [os.path.join(directory, f"{PREFIX}-{step}") for step in steps]
 
 
 def _files(directory: str) -> list[tuple[int, str, str]]:
-  """Returns (step, suffix, name) of everything in `directory` that is named as a checkpoint."""
+  """Returns (step, suffix, name) of every file in `directory` that belongs to a checkpoint."""
   names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
   matches = [_FILE.fullmatch(name) for name in names]
   return [(int(match[1]), match[2], match[0]) for match in matches if match]
@@ -355,7 +365,7 @@ def _step(path: str) -> int:
 
 
 def _written_at(path: str) -> int | None:
-  """When a checkpoint was written, to the second, in ns; None if it is not there (any more)."""
+  """Returns when a checkpoint was written, in ns, to the second; None if it does not exist."""
   try:
     return tf.io.gfile.stat(f"{path}.index").mtime_nsec
   except tf.errors.NotFoundError:
@@ -371,7 +381,7 @@ def _remove(path: str) -> None:
 
 
 def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:
-  """Returns every variable under `root` by its key in a checkpoint: the shortest path to it."""
+  """Returns every variable under `root` by its checkpoint key: the shortest path to it."""
   view, found = tf.train.TrackableView(root), {}
   queue, seen = collections.deque([("", root)]), {id(root)}
   while queue:
@@ -388,13 +398,13 @@ def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:
 
 
 def _kinds(reader: Any) -> dict[str, str]:
-  """Returns the dtype and shape of each variable in a checkpoint, by key."""
+  """Returns dtype and shape of each variable of a checkpoint, by key."""
   dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
   return {k: f"{dtypes[k].name} {list(shapes[k])}" for k in shapes if k.endswith(_VALUE)}
 
 
 def _label(reader: Any, name: str) -> str:
-  """Returns what a checkpoint says of its experiment, "" where it says nothing."""
+  """Returns a label of the checkpoint's experiment; "" if it has none."""
   key = f"experiment/{name}{_VALUE}"
   return reader.get_tensor(key).decode() if reader.has_tensor(key) else ""
 
@@ -407,10 +417,5 @@ def _misfit(path: str, differences: list[str]) -> ConfigError:
   more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
   return ConfigError(
     f"checkpoint {path} does not fit this run: {differences[0]}{more}; choose another --model_dir, "
-    "or the config that it was trained with."
+    "or use the config that it was trained with."
   )
-
-
-def _line(error: Exception) -> str:
-  text = getattr(error, "message", None) or str(error)
-  return text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""Writes a SavedModel, whole or not at all."""
+"""Exports a SavedModel: a complete one or none."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
 
   Signatures may use lookup tables and a `tf.Module` that are attributes of the task.
 
-  It is written beside `directory` and then renamed, so that a reader finds a whole one or, for
-  the instant between two renames where an older one is replaced, none.
+  The export is written next to `directory` and then renamed. So a reader finds a complete one; only
+  while an older one is being replaced, between two renames, it finds none.
 
   Args:
-    task: with its model built; `export_signature` returns a `tf.function` with an input signature,
-      or a dict name -> `tf.function`. A single one is served as "serving_default".
-    directory: what to load from.
-    is_chief: False on the other workers of a cluster, which must take part but keep nothing.
+    task: with its model built. `export_signature` returns a `tf.function` with an input signature,
+      served as "serving_default", or a dict of name -> `tf.function`.
+    directory: where to write.
+    is_chief: False on the other workers of a cluster, which must call this too but keep nothing.
 
   Raises:
     ConfigError: a signature is not a `tf.function` with an input signature.
@@ -36,7 +36,7 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   signatures = _signatures(task)
   module = tf.Module()
   module.model = task.model
-  # Keras 3 does not track the seeds of random layers, which an LSTM reads even when it serves.
+  # Keras 3 does not track the seeds of random layers, but an LSTM reads its own when it serves.
   module.variables_of_model = [models.raw(each) for each in models.all_variables(task.model)]
   module.held = [each for each in vars(task).values() if _is_served(each)]
   if not is_chief:
@@ -60,7 +60,7 @@ def _signatures(task: Task) -> dict[str, Callable[..., Any]]:
   for name, function in named.items():
     if getattr(function, "input_signature", None) is None:
       raise ConfigError(
-        f"{type(task).__name__}.export_signature() gives {function!r} for {name!r}; it must be a "
+        f"{type(task).__name__}.export_signature() returns {function!r} for {name!r}; it must be a "
         "tf.function with an input_signature: @tf.function(input_signature=[tf.TensorSpec(...)])."
       )
   return dict(named)
@@ -74,7 +74,7 @@ def _swap(directory: str) -> None:
 
 
 def _mend(directory: str) -> None:
-  """Takes back the old export if a kill came between the renames; removes any other remains."""
+  """Restores the old export if a kill came between the renames; removes all other remains."""
   if tf.io.gfile.exists(f"{directory}.old") and not tf.io.gfile.exists(directory):
     tf.io.gfile.rename(f"{directory}.old", directory)
   for remains in (f"{directory}.old", f"{directory}.new"):

@@ -1,11 +1,11 @@
-"""Initial weights from elsewhere: a run's checkpoint or a Keras file, matched by name.
+"""Warm start: initial weights from a run's checkpoint or a Keras file, matched by name.
 
     run.warm_start = @WarmStart()
     WarmStart.path = 'runs/pretrained/best'
     WarmStart.exclude = ['head/.*']
 
-Weights alone are taken, the statistics of batch normalisation among them: no step, no state of an
-optimizer. <model_dir>/warm_start.txt tells of each variable whether it matched.
+It takes weights, with the statistics of batch normalisation, but no step and no optimizer state.
+<model_dir>/warm_start.txt lists for each variable whether it matched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from framework.backend import models
-from framework.errors import ConfigError, suggest, unknown
+from framework.errors import ConfigError, first_line, suggest, unknown
 from framework.saving import checkpoints
 
 if TYPE_CHECKING:
@@ -43,19 +43,19 @@ from framework.saving.weight_files import (
 MATCHED, DIFFERS, EXCLUDED = "matched", "shape differs", "excluded"
 ONLY_MODEL, ONLY_FILE = "only in the model", "only in the file"
 REPORT = "warm_start.txt"
-"""The table's name in the run folder."""
+"""Name of the table's file in the run folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-  """What became of one variable: its name in the model, or in the file after renaming.
+class VariableMatch:
+  """Whether one variable matched.
 
   Attributes:
-    name: of the model's variable, or of the file's if it is only there.
-    status: one of the five of this module.
-    parameters: how many numbers it has.
-    here: dtype and shape in the model, "" if it is only in the file.
-    there: dtype and shape in the file, "" if it is only in the model.
+    name: in the model; in the file, after renaming, if the model has no such variable.
+    status: MATCHED, DIFFERS, EXCLUDED, ONLY_MODEL or ONLY_FILE.
+    parameters: number of elements.
+    here: dtype and shape in the model; "" if it is only in the file.
+    there: dtype and shape in the file; "" if it is only in the model.
   """
 
   name: str
@@ -66,22 +66,22 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class WarmStartReport:
   """What matched and what did not; `source` is the file."""
 
   source: str
-  rows: Sequence[Row]
+  rows: Sequence[VariableMatch]
 
   def count(self, status: str) -> int:
-    """Returns how many variables have this status."""
+    """Returns the number of variables with a status."""
     return sum(row.status == status for row in self.rows)
 
   def parameters(self, *statuses: str) -> int:
-    """Returns how many numbers the variables of these statuses have."""
+    """Returns the number of elements of the variables with one of these statuses."""
     return sum(row.parameters for row in self.rows if row.status in statuses)
 
   def summary(self) -> str:
-    """Returns one line."""
+    """Returns the counts in one line."""
     here = [row for row in self.rows if row.status != ONLY_FILE]
     others = [
       f"{self.count(status)} {told}"
@@ -100,7 +100,7 @@ class Report:
     )
 
   def table(self) -> str:
-    """Returns the summary and a line for each variable, those that did not match first."""
+    """Returns the summary and one line per variable, those that did not match first."""
     order = (DIFFERS, ONLY_MODEL, ONLY_FILE, EXCLUDED, MATCHED)
     rows = sorted(self.rows, key=lambda row: order.index(row.status))
     width = max((len(row.name) for row in rows), default=0)
@@ -113,7 +113,7 @@ class Report:
 
 
 class WarmStart:
-  """Weights that a new run begins with; a run that goes on from its own checkpoint ignores it."""
+  """Weights for a new run to begin with; a run that continues from its checkpoint ignores them."""
 
   def __init__(
     self,
@@ -125,22 +125,22 @@ class WarmStart:
     match: Match = "name",
     strict: bool = False,
   ) -> None:
-    """Keeps its arguments; the file is read when the run begins.
+    """Keeps the arguments; the file is read when the run begins.
 
     Args:
       path: a run folder (its newest checkpoint), its `checkpoints` or `best`, a checkpoint without
-        suffix, or a file of Keras: .keras or .weights.h5 of Keras 3, or .h5 of tf_keras.
-      include: regular expressions, each for whole names of the model's variables: only these are
-        taken; () for all.
-      exclude: the same, for those that keep their random values, such as ['head/.*'].
-      rename: how names in the file begin -> how they begin in the model, such as
-        {'encoder/': 'backbone/'}; of several the longest counts.
-      match: "name", such as 'conv1/kernel'; "path", for checkpoints alone, the place inside the
-        model, which is also taken for names that are not unique.
-      strict: make it an error if a variable that is not excluded finds no match.
+        suffix, or a Keras file: .keras or .weights.h5 of Keras 3, or .h5 of tf_keras.
+      include: regular expressions for whole names of the model's variables; only these are taken,
+        () for all.
+      exclude: the same, for variables that keep their initial values, such as ['head/.*'].
+      rename: prefix of names in the file -> prefix in the model, such as
+        {'encoder/': 'backbone/'}; the longest matching prefix counts.
+      match: "name", such as 'conv1/kernel'; or "path", for checkpoints only: the place inside the
+        model, which is also used for names that are not unique.
+      strict: raise an error if a variable that is not excluded has no match.
 
     Raises:
-      ConfigError: a value is not of its kind.
+      ConfigError: an argument has the wrong type or value.
     """
     for option, patterns in (("include", include), ("exclude", exclude)):
       _check_patterns(option, patterns)
@@ -154,20 +154,20 @@ class WarmStart:
     """Returns a short digest of the file, which all processes of a run must share (host).
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no such file.
     """
     source = located(self.path)
-    file = source if source.endswith(_KERAS) else f"{source}.index"  # which has sums of the data
+    file = source if source.endswith(_KERAS) else f"{source}.index"  # has checksums of the data
     content = hashlib.sha256()
     with tf.io.gfile.GFile(file, "rb") as opened:
       while block := opened.read(2**20):
         content.update(block)
     return content.hexdigest()[:12]
 
-  def apply(self, trainer: Trainer) -> Report:
-    """Gives a trainer's model the file's values, and starts its averages there (host).
+  def apply(self, trainer: Trainer) -> WarmStartReport:
+    """Loads the file into a trainer's model and restarts its moving averages there (host).
 
-    Call it before the first step, out of any scope; the rest is as in `load`.
+    Call it before the first step, outside of any scope. Raises what `load` raises.
     """
     with trainer.strategy.scope():
       report = self.load(trainer.task.model)
@@ -175,17 +175,18 @@ class WarmStart:
       trainer.parts.ema.restart()
     return report
 
-  def load(self, model: Any) -> Report:
-    """Gives a model the file's values, on every replica; changes nothing if it raises.
+  def load(self, model: Any) -> WarmStartReport:
+    """Loads the file into a model, on every replica; changes nothing if it raises (host).
 
-    Call it in the `strategy.scope()` in which the model was built, such as in `Task.build_model`.
+    Call it in the `strategy.scope()` in which the model was built, for example in
+    `Task.build_model`.
 
     Args:
       model: as `Task.build_model` returns it, with its variables built.
 
     Raises:
-      ConfigError: no such file, or it is damaged; nothing matches; a pattern or a prefix that
-        matches nothing; with `strict`, a variable without a match.
+      ConfigError: the file is missing or damaged; nothing matches; a pattern or a prefix matches
+        nothing; with `strict`, a variable has no match.
     """
     source = located(self.path)
     with _one_line(source), contents(source, self._match) as stored:
@@ -199,8 +200,8 @@ class WarmStart:
     for prefix in self._rename:
       if not any(name.startswith(prefix) for name in stored):
         raise ConfigError(
-          f"WarmStart.rename has {prefix!r}, with which no name in {self.path!r} begins; they are "
-          f"such as {_some(stored)}."
+          f"WarmStart.rename has {prefix!r}, but no name in {self.path!r} begins with it; its "
+          f"names are such as {_some(stored)}."
         )
     renamed: dict[str, Stored] = {}
     for name, value in stored.items():
@@ -208,13 +209,13 @@ class WarmStart:
       prefix = max(fitting, key=len, default="")
       new = self._rename.get(prefix, "") + name.removeprefix(prefix)
       if new in renamed:
-        raise ConfigError(f"WarmStart.rename gives two variables the name {new!r}; correct it.")
+        raise ConfigError(f"WarmStart.rename gives two variables the name {new!r}; change it.")
       renamed[new] = value
     return renamed
 
   def _matched(
     self, source: str, names: Names, stored: Mapping[str, Stored]
-  ) -> tuple[Report, list[tuple[tf.Variable, Stored]]]:
+  ) -> tuple[WarmStartReport, list[tuple[tf.Variable, Stored]]]:
     self._require_matches(names.known)
     found = {key: (name, stored[name]) for name in stored if (key := names.find(name))}
     rows, pairs = [], []
@@ -226,7 +227,7 @@ class WarmStart:
         pairs.append((variable, theirs))
     used = {name for name, _ in found.values()}
     rows += [_row(name, ONLY_FILE, None, stored[name]) for name in stored if name not in used]
-    report = Report(source=source, rows=rows)
+    report = WarmStartReport(source=source, rows=rows)
     self._require(report, names.known, stored)
     return report, pairs
 
@@ -243,35 +244,35 @@ class WarmStart:
       for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in known):
           raise ConfigError(
-            f"WarmStart.{option} has {pattern!r}, which is the whole name of no variable of the "
-            f"model; they are such as {_some(known)}."
+            f"WarmStart.{option} has {pattern!r}, which matches the whole name of no variable of "
+            f"the model; its names are such as {_some(known)}."
           )
 
   def _require(
-    self, report: Report, known: Mapping[str, Any], stored: Mapping[str, Stored]
+    self, report: WarmStartReport, known: Mapping[str, Any], stored: Mapping[str, Stored]
   ) -> None:
     if not report.count(MATCHED):
       raise ConfigError(
-        f"WarmStart.path is {self.path!r}, and nothing in it has the name and shape of one of the "
-        f"model's variables: it has {_some(stored)}, the model {_some(known)}; map the names by "
-        "WarmStart.rename, or name another file."
+        f"WarmStart.path is {self.path!r}, but none of its variables has the name and shape of one "
+        f"of the model's: it has {_some(stored)}, the model has {_some(known)}; map the names with "
+        "WarmStart.rename, or give another file."
       )
     missing = [row for row in report.rows if row.status in (DIFFERS, ONLY_MODEL)]
     if self.strict and missing:
       first, more = missing[0], f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-      told = f"is {first.there} in it and {first.here} here" if first.there else "is not in it"
+      text = f"is {first.there} in it and {first.here} here" if first.there else "is not in it"
       near = "" if first.there else suggest(first.name, stored)
       raise ConfigError(
-        f"WarmStart.strict is True, but {first.name!r} {told}{more}; exclude what shall start at "
-        f"random, by WarmStart.exclude, or map its name by WarmStart.rename.{near}"
+        f"WarmStart.strict is True, but {first.name!r} {text}{more}; use WarmStart.exclude for "
+        f"what must keep its initial values, or map its name with WarmStart.rename.{near}"
       )
 
 
 class Names:
-  """The weights of a model by name, and by whatever else a file may call them."""
+  """The weights of a model by name, and by the other names that a file may use for them."""
 
   def __init__(self, model: Any) -> None:
-    """Looks at a model; `known` has each weight by the name of it in reports."""
+    """Indexes a model; `known` has each weight by the name that reports use."""
     root = tf.train.Checkpoint(model=model, untracked=models.untracked(model))
     paths = {
       id(models.raw(variable)): _path(key) for key, variable in checkpoints._variables(root).items()
@@ -287,7 +288,7 @@ class Names:
       chosen = name if counts[name] == 1 else path
       by_id[id(models.raw(weight))] = chosen
       self.known[chosen] = models.raw(weight)
-      # TensorFlow's own name, which its checkpoints tell, lacks parts of the path of some layers.
+      # TensorFlow's own name is in its checkpoints; for some layers it lacks parts of the path.
       for each in {chosen, path, _plain(models.raw(weight).name)}:
         self._index.setdefault(each, []).append(chosen)
     for alias, variable in _numbered(model):
@@ -295,23 +296,27 @@ class Names:
         self._index.setdefault(alias, []).append(by_id[id(variable)])
 
   def find(self, name: str) -> str | None:
-    """Returns the name in `known` of what a file calls `name`; None if there is none, or two."""
+    """Returns the name in `known` for a file's `name`; None if there is none, or more than one."""
     found = self._index.get(name, [])
     return found[0] if len(found) == 1 else None
 
 
 def _fits(variable: tf.Variable, stored: Stored) -> bool:
-  """Whether the shapes are the same, and the dtypes; any float fits any other."""
+  """Whether shape and dtype are the same; any float dtype fits any other."""
   floats = variable.dtype.is_floating and tf.as_dtype(stored.dtype).is_floating
   same = floats or variable.dtype.name == stored.dtype
   return same and tuple(variable.shape) == stored.shape
 
 
-def _row(name: str, status: str, variable: tf.Variable | None, stored: Stored | None) -> Row:
+def _row(
+  name: str, status: str, variable: tf.Variable | None, stored: Stored | None
+) -> VariableMatch:
   shape = tuple(variable.shape) if variable is not None else stored.shape if stored else ()
   here = "" if variable is None else f"{variable.dtype.name} {variable.shape.as_list()}"
   there = "" if stored is None else str(stored)
-  return Row(name=name, status=status, parameters=math.prod(shape), here=here, there=there)
+  return VariableMatch(
+    name=name, status=status, parameters=math.prod(shape), here=here, there=there
+  )
 
 
 def _some(names: Iterable[str]) -> str:
@@ -327,21 +332,21 @@ def _check_patterns(option: str, patterns: Any) -> None:
       re.compile(pattern)
     except (re.error, TypeError) as error:
       raise ConfigError(
-        f"WarmStart.{option} has {pattern!r}, which is no regular expression ({error}); correct it."
+        f"WarmStart.{option} has {pattern!r}, which is not a regular expression ({error}); fix it."
       ) from error
 
 
 @contextlib.contextmanager
 def _one_line(source: str) -> Iterator[None]:
-  """Turns what the readers of three formats raise into one line."""
+  """Turns what the readers of the three formats raise into one line."""
   try:
     yield
   except ConfigError:
     raise
   except (tf.errors.OpError, OSError, IndexError, KeyError, ValueError, RuntimeError,
           zipfile.BadZipFile) as error:  # fmt: skip
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = first_line(error)
     raise ConfigError(
-      f"WarmStart.path: {source!r} cannot be read ({reason[:200]}); it is damaged, or no such "
-      "file: name another."
+      f"WarmStart.path: {source!r} cannot be read ({reason[:200]}); it is damaged or not a file of "
+      "weights: give another."
     ) from error

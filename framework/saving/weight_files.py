@@ -1,4 +1,4 @@
-"""Reads variables from a checkpoint or a file of Keras, by name."""
+"""Reads variables from a checkpoint or a Keras file, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import io
 import re
 import zipfile
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import h5py
 import keras
@@ -22,20 +22,16 @@ from framework.backend import models
 from framework.errors import ConfigError
 from framework.saving import checkpoints
 
-if TYPE_CHECKING:
-  pass
-
-
 Match = Literal["name", "path"]
 _KERAS = (".keras", ".h5", ".hdf5")
 _NO_WEIGHTS = {"optimizer", "optimizers", "save_counter", "global_step"}
 _RANDOM = "seed_generator"
-"""In the names of the state of Keras 3's random layers."""
+"""Part of the name of the state of Keras 3's random layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stored:
-  """One variable of a file."""
+  """One variable in a file; `read` loads its value."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -47,7 +43,7 @@ class Stored:
 
 
 def located(path: str) -> str:
-  """Returns the file of Keras, or the checkpoint without suffix, that a path means (host).
+  """Returns the Keras file, or the checkpoint without suffix, that a path means (host).
 
   Raises:
     ConfigError: there is none.
@@ -57,20 +53,20 @@ def located(path: str) -> str:
   if found := checkpoints.find(path):
     return found
   raise ConfigError(
-    f"WarmStart.path is {path!r}, where there are no weights; give a run folder, its checkpoints "
-    "or best folder, a checkpoint without its suffix, or a file of Keras, .keras or .weights.h5."
+    f"WarmStart.path is {path!r}, where no weights are; give a run folder, its checkpoints or best "
+    "folder, a checkpoint without its suffix, or a Keras file, .keras or .weights.h5."
   )
 
 
 @contextlib.contextmanager
 def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
-  """Gives the variables of what `located` has found, by name; they can be read until it ends."""
+  """Yields name -> variable of a path from `located`; they can be read inside the context."""
   if not source.endswith(_KERAS):
     yield _of_checkpoint(tf.train.load_checkpoint(source), match)
     return
   if match == "path":
     raise ConfigError(
-      f"WarmStart.match is 'path', but {source!r} is of Keras and has names; leave it out."
+      f"WarmStart.match is 'path', but {source!r} is a Keras file, which has names; remove match."
     )
   with tf.io.gfile.GFile(source, "rb") as file:
     content = file.read()
@@ -82,7 +78,7 @@ def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
 
 
 def _of_checkpoint(reader: Any, match: Match) -> dict[str, Stored]:
-  """The model's variables, by the names that the checkpoint's object graph has for them."""
+  """Returns the model's variables by the names in the checkpoint's object graph."""
   shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
   found = [each for each in _saved(reader) if each[2] in shapes]
   found = [each for each in found if _RANDOM not in f"{each[0]} {each[1]}"]
@@ -98,7 +94,7 @@ def _of_checkpoint(reader: Any, match: Match) -> dict[str, Stored]:
 
 
 def _saved(reader: Any) -> Iterator[tuple[str, str, str]]:
-  """Yields (name, path, key) of what is saved under the model; a key may lead over an optimizer."""
+  """Yields (name, path, key) of the model's variables; a key may go through an optimizer."""
   graph = trackable_object_graph_pb2.TrackableObjectGraph()
   graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
   tops = {child.local_name for child in graph.nodes[0].children}
@@ -110,7 +106,7 @@ def _saved(reader: Any) -> Iterator[tuple[str, str, str]]:
       if child.node_id in seen or (number == 0 and child.local_name not in ours):
         continue
       seen.add(child.node_id)
-      escaped = child.local_name.replace(".", "..").replace("/", ".S")  # as in keys
+      escaped = child.local_name.replace(".", "..").replace("/", ".S")  # as in checkpoint keys
       queue.append((f"{path}{escaped}/", child.node_id))
       for attribute in graph.nodes[child.node_id].attributes:
         if attribute.checkpoint_key.endswith(checkpoints._VALUE):
@@ -118,7 +114,7 @@ def _saved(reader: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_h5(file: h5py.File, source: str) -> dict[str, Stored]:
-  """Of Keras 3 by the layer's name and the variable's number in it, else by the variable's name."""
+  """Names: "<layer>/<number>" in a file of Keras 3, the variables' own names in one of tf_keras."""
   root = file.get("model_weights", file)
   if "layer_names" in root.attrs:
     return {
@@ -130,9 +126,9 @@ def _of_h5(file: h5py.File, source: str) -> dict[str, Stored]:
   file.visititems(lambda name, each: groups.append(each) if _is_layer(name, each) else None)
   if any("name" not in group.attrs for group in groups) or not groups:
     raise ConfigError(
-      f"WarmStart.path {source!r} does not name its layers, as files of tf_keras or of an older "
-      "Keras do not; load it there and save the weights again: model.save_weights('x.weights.h5') "
-      "with a newer Keras 3, 'x.h5' with tf_keras."
+      f"WarmStart.path {source!r} does not name its layers, as is usual for tf_keras or an older "
+      "Keras; load it there and save the weights again: model.save_weights('x.weights.h5') with a "
+      "newer Keras 3, 'x.h5' with tf_keras."
     )
   counts = collections.Counter(_text(group.attrs["name"]) for group in groups)
   return {
@@ -157,7 +153,7 @@ def _dataset(dataset: h5py.Dataset) -> Stored:
 
 
 def _texts(group: h5py.Group, attribute: str) -> list[Any]:
-  """An attribute of Keras 2, which it splits in numbered ones where it is long."""
+  """Returns an attribute of a tf_keras file, which splits a long one into numbered parts."""
   if attribute in group.attrs:
     return list(group.attrs[attribute])
   parts = [name for name in group.attrs if re.fullmatch(rf"{attribute}\d+", name)]
@@ -178,7 +174,7 @@ def _path(key: str) -> str:
 
 
 def _numbered(model: Any) -> Iterator[tuple[str, tf.Variable]]:
-  """Yields ("layer/number", variable), as the files of Keras 3 know the weights of its layers."""
+  """Yields ("<layer>/<number>", variable): the names of weights in files of Keras 3."""
   for part in models.parts(model):
     for layer in part._flatten_layers() if isinstance(part, keras.Layer) else ():
       own: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""Where training runs, and how replicas and processes communicate."""
+"""Devices, and communication between replicas and processes."""

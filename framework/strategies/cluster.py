@@ -1,4 +1,4 @@
-"""Several processes that train one model together: who they are, and what they do together."""
+"""The processes of a synchronous cluster: this process's place, and operations over all of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ ClusterResolver: TypeAlias = Any
 
 
 class ClusterError(RuntimeError):
-  """The cluster failed, not its user: a peer that is missing or lost, a taken port. One line."""
+  """A failure of the cluster, not a mistake of the user: a peer missing or lost, or a port in use.
+
+  The message is one line.
+  """
 
 
 # ---- Who this process is ----
 
 
 class Peer(NamedTuple):
-  """One worker of a cluster."""
+  """One task of a cluster; `address` is "host:port"."""
 
   job: str
   task: int
@@ -32,11 +35,11 @@ class Peer(NamedTuple):
 
   @property
   def device(self) -> str:
-    """How TensorFlow's messages name it."""
+    """The name of its device in TensorFlow's messages."""
     return f"/job:{self.job}/replica:0/task:{self.task}"
 
   def __str__(self) -> str:
-    """Returns its name and address, "worker-1 (10.0.0.3:2222)"."""
+    """Returns name and address, such as "worker-1 (10.0.0.3:2222)"."""
     return f"{self.job}-{self.task} ({self.address})"
 
 
@@ -45,9 +48,9 @@ class Cluster:
   """The workers of a synchronous training, and this process's place among them.
 
   Attributes:
-    strategy: what they train under.
-    index: this worker's number; worker 0 is the chief, the one that writes.
-    peers: all workers, this one included; empty without a cluster.
+    strategy: the strategy of the training.
+    index: this worker's number; worker 0 is the chief, which writes the run folder.
+    peers: all workers, including this one; empty without a cluster.
   """
 
   strategy: tf.distribute.Strategy
@@ -56,7 +59,7 @@ class Cluster:
 
   @property
   def size(self) -> int:
-    """How many workers there are."""
+    """The number of workers; 1 without a cluster."""
     return max(1, len(self.peers))
 
   @property
@@ -66,15 +69,15 @@ class Cluster:
 
   @property
   def is_local(self) -> bool:
-    """Whether it is a cluster of processes on this machine, by the addresses of the loopback."""
+    """Whether all processes run on this machine, judged by loopback addresses."""
     hosts = {peer.address.rpartition(":")[0] for peer in self.peers}
     return bool(hosts) and hosts <= {"127.0.0.1", "localhost", "[::1]"}
 
   def rows(self, padded_rows: int) -> range | None:
-    """Returns this worker's rows of a global batch; None, for all, without a cluster.
+    """Returns this worker's rows of a global batch; None, meaning all, without a cluster.
 
     Args:
-      padded_rows: a multiple of the number of replicas.
+      padded_rows: rows of the padded batch, a multiple of the number of replicas.
     """
     if self.size == 1:
       return None
@@ -88,7 +91,7 @@ class Cluster:
       dataset: this worker's `rows` of each padded global batch.
 
     Raises:
-      ConfigError: in a cluster, batches whose rows do not divide by this worker's replicas.
+      ConfigError: in a cluster, the rows do not divide by this worker's replicas.
     """
     if self.size == 1:
       return self.strategy.experimental_distribute_dataset(dataset)
@@ -99,7 +102,7 @@ class Cluster:
     return self.strategy.distribute_datasets_from_function(lambda _: dataset)
 
   def sum(self, value: int) -> int:
-    """Returns the sum of one number a worker; all workers must call it, and wait (host)."""
+    """Returns the sum of one int64 per worker; a collective: every worker must call it (host)."""
     if self.size == 1:
       return value
     local = tf.constant(value, tf.int64)
@@ -107,32 +110,36 @@ class Cluster:
     return int(summed) * self.size // self.strategy.num_replicas_in_sync
 
   def any(self, flag: bool) -> bool:
-    """Whether the flag is set on any worker; all workers must call it (host)."""
+    """Whether the flag is set on any worker; a collective: every worker must call it (host)."""
     return self.sum(int(flag)) > 0
 
   def barrier(self) -> None:
-    """Waits until all workers have come here (host)."""
+    """Waits until all workers have reached this call (host)."""
     self.sum(0)
 
   def require_same(self, what: str, value: int) -> None:
-    """Checks that all workers have the same number; all must call it (host).
+    """Checks that all workers have the same number; a collective: every worker must call it (host).
+
+    Args:
+      what: a name for the error.
+      value: an int64.
 
     Raises:
-      ClusterError: they do not.
+      ClusterError: the numbers differ.
     """
     differs = self.sum(value) != value * self.size
     if self.any(differs):
       raise ClusterError(
-        f"the workers do not agree on the {what}, {value} on {self.peers[self.index]}; model_dir "
-        "must be in a file system that all of them share."
+        f"the workers have different values of the {what}, {value} on {self.peers[self.index]}; "
+        "model_dir must be on a file system that all workers share."
       )
 
   @contextlib.contextmanager
   def blaming(self, step: Callable[[], int]) -> Iterator[None]:
-    """Turns TensorFlow's account of a lost peer into one line that names it and the step.
+    """Replaces TensorFlow's error about a lost peer by a ClusterError with peer and step (host).
 
     Args:
-      step: gives the step that had been reached.
+      step: returns the last step reached.
     """
     try:
       yield
@@ -145,7 +152,7 @@ class Cluster:
     others = [peer for place, peer in enumerate(self.peers) if place != self.index]
     named = [peer for peer in others if re.search(rf"{peer.device}\b", message)]
     stopped = "unhealthy" in message or "Heartbeat" in message
-    how = "does not answer any more" if stopped else "has gone"
+    how = "stopped answering" if stopped else "exited"
     return f"lost {' or '.join(map(str, named or others))}, which {how}"
 
 
@@ -159,10 +166,10 @@ _PEER_LOST = (
 
 
 def workers(resolver: ClusterResolver) -> tuple[list[Peer], int]:
-  """Returns all workers, the chief first, and this process's place among them.
+  """Returns all workers, the chief first, and the index of this process among them.
 
   Raises:
-    ConfigError: this process is none of them.
+    ConfigError: this process is neither a chief nor a worker.
   """
   spec = resolver.cluster_spec()
   peers = [
@@ -183,7 +190,7 @@ _sums: dict[int, Any] = {}
 
 
 def _summed(strategy: tf.distribute.Strategy) -> Any:
-  """A compiled sum over replicas, made once a strategy."""
+  """Returns a compiled sum over replicas, made once per strategy."""
   if id(strategy) not in _sums:
 
     @tf.function(autograph=False)
@@ -193,6 +200,3 @@ def _summed(strategy: tf.distribute.Strategy) -> Any:
 
     _sums[id(strategy)] = summed
   return _sums[id(strategy)]
-
-
-# ---- Where the addresses come from ----

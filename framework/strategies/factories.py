@@ -1,19 +1,17 @@
-"""Name -> `tf.distribute` strategy, with the choice of cross-device op checked before training."""
+"""Factories of `tf.distribute` strategies; they check devices and ops before training."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import tensorflow as tf
 from absl import logging
 from tensorflow.python.framework import kernels
 
-from framework.errors import ConfigError, unknown
+from framework.errors import ConfigError, require_integer, require_positive, unknown
 from framework.strategies import rendezvous, resolvers, servers
-from framework.strategies.traits import is_asynchronous
 
 CrossDeviceOps = Literal[
   "auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "collective"
@@ -25,28 +23,28 @@ _first_keys = itertools.count(_KEYS_EACH, _KEYS_EACH)
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):
-  """TensorFlow's, with group keys of its own for collectives.
+  """TensorFlow's MirroredStrategy, with group keys for collectives that are unique in the process.
 
-  All of TensorFlow's count from 1, so that in one process the second would find the groups of the
-  first under its keys, of other sizes and with tensors of other shapes. Each asks
-  `_collective_key_base` where to begin; the strategies for several workers begin at 0.
+  TensorFlow's count from 1 in every strategy, so a second strategy in one process would find the
+  groups of the first, with other sizes and shapes. Each strategy starts at `_collective_key_base`;
+  the multi-worker strategies start at 0.
   """
 
   def __init__(
     self, devices: Sequence[str], *, cross_device_ops: tf.distribute.CrossDeviceOps | None = None
   ) -> None:
-    """Takes what TensorFlow's takes; each call takes the next keys of this process."""
+    """See `tf.distribute.MirroredStrategy`; each call reserves the next keys of this process."""
     self._collective_key_base = next(_first_keys)
     super().__init__(devices, cross_device_ops=cross_device_ops)
 
 
 def default() -> tf.distribute.Strategy:
-  """No distribution: TensorFlow's default strategy on the first device; call it outside a scope."""
+  """TensorFlow's default strategy on the first device: no distribution. Call it outside a scope."""
   return tf.distribute.get_strategy()
 
 
 def one_device(*, device: str | None = None) -> tf.distribute.Strategy:
-  """Everything on one device: `device` such as "GPU:0", or the first GPU, else the CPU."""
+  """One replica on `device`, such as "GPU:0"; None uses the first GPU, or the CPU without one."""
   names = _gpus() + _logical("CPU")
   return tf.distribute.OneDeviceStrategy(_known_device(device, names) if device else names[0])
 
@@ -58,16 +56,16 @@ def mirrored(
   cross_device_ops: CrossDeviceOps = "auto",
   num_packs: int = 1,
 ) -> tf.distribute.Strategy:
-  """One replica a device, variables mirrored, gradients summed by the chosen op.
+  """One replica per device, variables mirrored, gradients summed by the chosen op.
 
   Args:
-    devices: such as ("GPU:0", "GPU:1"); None takes every GPU, else the CPU.
-    cpu_replicas: instead of `devices`, split the CPU into this many logical devices.
-    cross_device_ops: see docs/reduction.md; "auto" says in the log what it took.
-    num_packs: into how many buffers `nccl` and `hierarchical_copy` pack a batch of tensors.
+    devices: such as ("GPU:0", "GPU:1"); None uses every GPU, or the CPU if there is none.
+    cpu_replicas: instead of `devices`: the number of logical devices to split the CPU into.
+    cross_device_ops: see docs/reduction.md; "auto" logs its choice.
+    num_packs: the number of buffers that `nccl` and `hierarchical_copy` pack tensors into.
 
   Raises:
-    ConfigError: an unknown device or op, or an op that cannot work on these devices.
+    ConfigError: an unknown device or op, or an op that does not work on these devices.
   """
   names = _replica_devices(devices, cpu_replicas)
   op = _checked_op(cross_device_ops, names, num_packs)
@@ -80,12 +78,12 @@ def central_storage(
   cpu_replicas: int | None = None,
   parameter_device: str | None = None,
 ) -> tf.distribute.Strategy:
-  """One replica a device, variables on one parameter device; gradients are summed there.
+  """One replica per device, variables on one parameter device, where gradients are summed.
 
   Args:
-    devices: compute devices; None takes every GPU, else the CPU.
-    cpu_replicas: instead of `devices`, split the CPU into this many logical devices.
-    parameter_device: where variables live; None takes the CPU.
+    devices: compute devices; None uses every GPU, or the CPU if there is none.
+    cpu_replicas: instead of `devices`: the number of logical devices to split the CPU into.
+    parameter_device: the device of the variables; None uses the CPU.
 
   Raises:
     ConfigError: an unknown device.
@@ -104,21 +102,20 @@ def multi_worker_mirrored(
   start_timeout_s: float = 300.0,
   heartbeat_timeout_s: float = 30.0,
 ) -> tf.distribute.Strategy:
-  """One process a worker, every GPU of each a replica (else its CPU), gradients summed over all.
+  """One process per worker, one replica per GPU (or the CPU); sums gradients over all workers.
 
-  The processes meet and compare versions, code and config before TensorFlow connects them.
+  The processes compare versions, code and config before TensorFlow connects them.
 
   Args:
-    resolver: where the addresses come from: @tf_config, @slurm, @kubernetes or @gce, or your own
+    resolver: the source of the addresses: @tf_config, @slurm, @kubernetes, @gce, or your own
       factory of a `tf.distribute.cluster_resolver.ClusterResolver`.
-    communication: how tensors travel: "ring" over gRPC, "nccl" between GPUs, "auto" TensorFlow's
-      choice.
-    start_timeout_s: how long to wait for the other workers to come.
-    heartbeat_timeout_s: how long a worker may be silent before the others give it up.
+    communication: "ring" over gRPC, "nccl" between GPUs, or "auto", TensorFlow's choice.
+    start_timeout_s: seconds to wait for the other workers to connect.
+    heartbeat_timeout_s: seconds that a worker may not answer before the others fail.
 
   Raises:
-    ConfigError: no cluster, an unknown communication, or workers that were not started alike.
-    ClusterError: a worker does not come, or the own port is taken.
+    ConfigError: no cluster, an unknown communication, or workers with different facts.
+    ClusterError: a worker does not connect, or this worker's port is in use.
   """
   kinds = tf.distribute.experimental.CommunicationImplementation
   choices = {"auto": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}
@@ -126,14 +123,11 @@ def multi_worker_mirrored(
     raise unknown("multi_worker_mirrored.communication", communication, choices)
   if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
     raise ConfigError(
-      "multi_worker_mirrored.communication is 'nccl', but this worker has no GPU; use 'ring' or "
-      "'auto'."
+      "multi_worker_mirrored.communication is 'nccl', but this worker has no GPU; set it to 'ring' "
+      "or 'auto'."
     )
   for name, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
-    if not seconds > 0:
-      raise ConfigError(
-        f"multi_worker_mirrored.{name}_timeout_s is {seconds}; it must be above 0 seconds."
-      )
+    require_positive(f"multi_worker_mirrored.{name}_timeout_s", seconds, unit="seconds")
   found = resolver()
   rendezvous.preflight(found, timeout_s=start_timeout_s)
   rendezvous.configure_runtime(
@@ -152,16 +146,16 @@ def tpu(
   project: str | None = None,
   start_timeout_s: float = 300.0,
 ) -> tf.distribute.Strategy:
-  """Every core of a TPU is a replica; XLA compiles the step, whose shapes are all static.
+  """One replica per TPU core; XLA compiles the step, in which all shapes are static.
 
   Args:
     address: "local" on a TPU VM, the name of a Cloud TPU, or "grpc://host:port".
-    zone: of a TPU given by its name; None takes this machine's.
-    project: of a TPU given by its name; None takes this machine's.
-    start_timeout_s: how long connecting may take.
+    zone: the zone of a TPU given by name; None uses this machine's.
+    project: the project of a TPU given by name; None uses this machine's.
+    start_timeout_s: seconds that connecting may take.
 
   Raises:
-    ConfigError: there is no such TPU.
+    ConfigError: no TPU at `address`.
     ClusterError: nothing answers at a "grpc://" address.
   """
   remedy = "give 'local' on a TPU VM, a TPU's name with zone and project, or 'grpc://host:port'"
@@ -191,26 +185,26 @@ def parameter_server(
   min_shard_bytes: int | None = None,
   max_shards: int | None = None,
 ) -> tf.distribute.Strategy | servers.Server:
-  """Asynchronous training: workers compute, variables live on servers, one chief coordinates.
+  """Asynchronous training: workers compute, servers store the variables, one chief coordinates.
 
-  For a cluster of the jobs "chief" (one task), "worker" and "ps". See docs/multi-process.md.
+  Needs a cluster of the jobs "chief" (one task), "worker" and "ps". See docs/multi-process.md.
 
   Args:
-    resolver: where the addresses come from; see `multi_worker_mirrored`.
-    start_timeout_s: how long the chief waits for workers and servers to come, a server or worker
-      for its chief, and a run for a worker to come back when all of them are gone.
-    heartbeat_timeout_s: how long a worker or server that takes connections may be silent before the
-      chief gives the run up.
-    min_shard_bytes: partition variables along their first axis, into parts of at least so many
-      bytes (float32); None keeps each whole on one server. For tf.Module and tf_keras models.
-    max_shards: into at most so many parts; None takes the number of servers.
+    resolver: the source of the addresses; see `multi_worker_mirrored`.
+    start_timeout_s: seconds that the chief waits for workers and servers to start, a worker or
+      server for the chief, and a run without any worker for one to come back.
+    heartbeat_timeout_s: seconds that a connected worker or server may not answer before the run
+      fails.
+    min_shard_bytes: partition variables along their first axis into parts of at least this many
+      bytes (float32); None keeps each variable whole. For tf.Module and tf_keras models.
+    max_shards: the maximum number of parts; None uses the number of servers.
 
   Returns:
     The strategy on the chief; on a worker or server a `Server`, which serves the chief.
 
   Raises:
-    ConfigError: no cluster, one without the three jobs, or options out of range.
-    ClusterError: a worker or server does not come.
+    ConfigError: no cluster, a cluster without the three jobs, or an option out of range.
+    ClusterError: a worker or server does not answer.
   """
   return servers.join(
     resolver(),
@@ -221,66 +215,50 @@ def parameter_server(
   )
 
 
-class Asynchronous:
-  """A class of which `Class(strategy=...)` makes another one under parameter servers.
-
-  It has the `__new__`, so that the signature of the class is that of its own `__init__`.
-  """
-
-  ASYNCHRONOUS: ClassVar[str]
-  """The name of the other class, in framework/parameter_server.py."""
-
-  def __new__(cls, *args: Any, strategy: Any = None, **options: Any) -> Any:
-    """Chooses how steps and batches reach the devices: under parameter servers, by closures."""
-    del args, options
-    if is_asynchronous(strategy):
-      other = getattr(importlib.import_module("framework.parameter_server"), cls.ASYNCHRONOUS)
-      if not issubclass(cls, other) and "ASYNCHRONOUS" not in vars(cls):
-        raise ConfigError(
-          f"{cls.__name__} trains replicas in step, but under parameter_server no worker waits for "
-          f"another; derive it from framework.parameter_server.{other.__name__}."
-        )
-      cls = cls if issubclass(cls, other) else other
-    return super().__new__(cls)
-
-
 def auto(
   *, cpu_replicas: int = 1, cross_device_ops: CrossDeviceOps = "auto"
 ) -> tf.distribute.Strategy:
-  """Every GPU mirrored; without a GPU the CPU, split into `cpu_replicas` logical devices.
+  """Every GPU mirrored; without a GPU, the CPU, split into `cpu_replicas` logical devices.
 
   Args:
-    cpu_replicas: without a GPU, split the CPU into this many logical devices.
-    cross_device_ops: of several replicas; see docs/reduction.md.
+    cpu_replicas: the number of logical CPUs without a GPU.
+    cross_device_ops: with several replicas; see docs/reduction.md.
 
   Raises:
-    ConfigError: an unknown op, or one that cannot work on these devices.
+    ConfigError: an unknown op, or an op that does not work on these devices.
   """
-  # Physical devices first: asking for logical ones ends the time in which the CPU can be split.
+  # Physical devices first: listing logical ones initialises them, and the CPU can no longer be
+  # split.
   gpus = _gpus() if tf.config.list_physical_devices("GPU") else []
   if len(gpus) > 1:
-    logging.info("strategy auto: mirrored over %s, all the GPUs that TensorFlow sees", gpus)
+    logging.info("strategy auto: mirrored over %s, all GPUs visible to TensorFlow", gpus)
     return mirrored(devices=gpus, cross_device_ops=cross_device_ops)
   if gpus:
-    logging.info("strategy auto: one_device on %s, the only GPU that TensorFlow sees", gpus[0])
+    logging.info("strategy auto: one_device on %s, the only GPU visible to TensorFlow", gpus[0])
     return one_device(device=gpus[0])
   if cpu_replicas > 1:
     logging.info("strategy auto: mirrored over %d logical CPUs (auto.cpu_replicas)", cpu_replicas)
     return mirrored(cpu_replicas=cpu_replicas, cross_device_ops=cross_device_ops)
-  logging.info("strategy auto: one_device on the CPU, as TensorFlow sees no GPU")
+  logging.info("strategy auto: one_device on the CPU, no GPU is visible to TensorFlow")
   return one_device(device="CPU:0")
 
 
 def split_cpu(replicas: int) -> list[str]:
-  """Splits the CPU into logical devices, so that N replicas can be tried on a laptop.
+  """Splits the CPU into logical devices, to run several replicas without a GPU (host).
 
-  Must run before TensorFlow has initialised its devices. Asking again for as many or fewer is fine.
+  Call it before TensorFlow initialises its devices. A later call with the same or a smaller number
+  has no effect.
+
+  Args:
+    replicas: at least 1.
+
+  Returns:
+    The names of the logical devices, such as "CPU:0".
 
   Raises:
-    ConfigError: fewer than one, or TensorFlow is already initialised with fewer devices.
+    ConfigError: `replicas` is below 1, or TensorFlow has initialised fewer devices.
   """
-  if replicas < 1:
-    raise ConfigError(f"cpu_replicas is {replicas}; it must be 1 or more.")
+  require_integer("cpu_replicas", replicas, at_least=1)
   cpu = tf.config.list_physical_devices("CPU")[0]
   configured = tf.config.get_logical_device_configuration(cpu)
   if replicas > len(configured or [None]):
@@ -290,8 +268,8 @@ def split_cpu(replicas: int) -> list[str]:
       )
     except RuntimeError as error:
       raise ConfigError(
-        f"cpu_replicas is {replicas}, but TensorFlow has already started with fewer logical CPUs; "
-        "split the CPU before the first tensor is made, or start a fresh process."
+        f"cpu_replicas is {replicas}, but TensorFlow is already initialised with fewer logical "
+        "CPUs; split the CPU before making the first tensor, or start a new process."
       ) from error
   return _logical("CPU")[:replicas]
 
@@ -306,7 +284,7 @@ def _replica_devices(devices: Sequence[str] | None, cpu_replicas: int | None) ->
   if devices is not None:
     known = _gpus() + _logical("CPU")
     if len(set(devices)) != len(devices) or not devices:
-      raise ConfigError(f"devices is {list(devices)}; name at least one device, each once.")
+      raise ConfigError(f"devices is {list(devices)}; list at least one device, each once.")
     return [_known_device(device, known) for device in devices]
   return _gpus() or _logical("CPU")[:1]
 
@@ -337,15 +315,14 @@ def works(name: str, devices: Sequence[str]) -> bool:
 def _checked_op(
   name: str, devices: Sequence[str], num_packs: int
 ) -> tf.distribute.CrossDeviceOps | None:
-  """Returns TensorFlow's op for a name; None stands for its own collectives."""
+  """Returns TensorFlow's op for a name; None means the strategy's own collectives."""
   makers = {
     "nccl": lambda: tf.distribute.NcclAllReduce(num_packs=num_packs),
     "hierarchical_copy": lambda: tf.distribute.HierarchicalCopyAllReduce(num_packs=num_packs),
     "reduction_to_one_device": tf.distribute.ReductionToOneDevice,
     "collective": lambda: None,
   }
-  if num_packs < 1:
-    raise ConfigError(f"mirrored.num_packs is {num_packs}; it must be 1 or more.")
+  require_integer("mirrored.num_packs", num_packs, at_least=1)
   if name == "auto":
     name, reason = _automatic_op(devices)
     logging.info("cross-device ops auto: %s, %s", name, reason)
@@ -356,7 +333,7 @@ def _checked_op(
   if name == "hierarchical_copy" and len(devices) % 2 and len(devices) > 1:
     raise ConfigError(
       f"mirrored.cross_device_ops is 'hierarchical_copy' with {len(devices)} replicas; TensorFlow "
-      "drops the last one of an odd number: use an even number, or 'collective' or "
+      "ignores the last one of an odd number: use an even number, 'collective' or "
       "'reduction_to_one_device'."
     )
   return makers[name]()
@@ -366,9 +343,9 @@ def _automatic_op(devices: Sequence[str]) -> tuple[str, str]:
   if len(devices) == 1:
     return "reduction_to_one_device", "a single replica has nothing to reduce"
   if all("GPU" in device for device in devices) and _has_nccl():
-    return "nccl", f"all {len(devices)} replicas are GPUs and NCCL's kernel is there"
+    return "nccl", f"all {len(devices)} replicas are GPUs and TensorFlow has NCCL's kernel"
   if all("CPU" in device for device in devices):
-    return "reduction_to_one_device", "measured fastest on logical CPUs, which share their memory"
+    return "reduction_to_one_device", "measured fastest on logical CPUs, which share memory"
   return "collective", "TensorFlow's own default for these devices"
 
 

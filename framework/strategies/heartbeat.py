@@ -1,9 +1,9 @@
-"""Asks the processes of a cluster whether they live, from a process of its own: not to be imported.
+"""Probes the processes of a cluster from a separate process; a script, not to be imported.
 
-A process that is stopped, or whose machine hangs, keeps its connections. TensorFlow waits for it
-for ever, and in places, as where it sends a new function to all workers, with Python's lock held,
-so that no thread of the waiting process could notice. Hence a process beside it, which needs
-neither TensorFlow nor that lock. It ends with its parent, whose pipe is its standard input.
+A process that is stopped, or whose machine hangs, keeps its connections open. TensorFlow then waits
+without a time limit, sometimes holding Python's lock, so no thread of the waiting process can act.
+Therefore this process needs neither TensorFlow nor that lock. It ends with its parent, which holds
+the other end of its standard input.
 
   python heartbeat.py TIMEOUT_S GRACE_S '{"worker-1 (10.0.0.3:2222)": "10.0.0.3:2222", ...}'
 """
@@ -22,13 +22,18 @@ _POLL_S = 0.1
 
 
 def watch(addresses: dict[str, str], timeout_s: float, grace_s: float) -> None:
-  """Writes the name of a peer that is silent for `timeout_s`; kills a parent that cannot read it.
+  """Prints the name of each peer that does not answer for `timeout_s`, and may kill the parent.
 
-  The parent has `grace_s` to end by itself, or the peer to answer again.
+  The parent is killed if it still runs `grace_s` later and the peer still does not answer.
 
-  Silent is who takes a question and does not answer it; TensorFlow itself notices who is gone. Two
-  questions in a row must fail, so that nobody is taken for silent when the whole machine, or this
-  process, was stopped.
+  A probe fails if the peer accepts the call and does not answer; TensorFlow itself detects a peer
+  that exited. Two probes in a row must fail, so that a pause of this machine or process is not
+  reported as the peer's failure.
+
+  Args:
+    addresses: name -> "host:port".
+    timeout_s: seconds.
+    grace_s: seconds.
   """
   import grpc
 
@@ -38,7 +43,7 @@ def watch(addresses: dict[str, str], timeout_s: float, grace_s: float) -> None:
   asked = dict.fromkeys(addresses, (0.0, None))
   silences = dict.fromkeys(addresses, 0)
   told_at: dict[str, float] = {}
-  while not select.select([sys.stdin], [], [], _POLL_S)[0]:  # readable once the parent has ended
+  while not select.select([sys.stdin], [], [], _POLL_S)[0]:  # readable when the parent has exited
     now = time.monotonic()
     for name, (at, answer) in asked.items():
       if answer is not None and answer.done():
@@ -54,13 +59,13 @@ def watch(addresses: dict[str, str], timeout_s: float, grace_s: float) -> None:
         asked[name] = (now, ask[name].future(b"", timeout=timeout_s / 2))
     for name, at in told_at.items():
       if now - at > grace_s:
-        line = f"failed: lost {name}, which does not answer any more within {timeout_s:g} s"
-        print(f"{line}; killed the chief, which waits for it", file=sys.stderr, flush=True)
+        line = f"failed: lost {name}, which has not answered for {timeout_s:g} s"
+        print(f"{line}; killed the chief, which was waiting", file=sys.stderr, flush=True)
         os.kill(os.getppid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
   for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)  # they are for the parent, and this ends with it
-  del sys.path[0]  # this folder: its modules are the framework's, not top-level names
+    signal.signal(number, signal.SIG_IGN)  # the parent handles them, and this process ends with it
+  del sys.path[0]  # this folder, whose modules must not be imported as top-level names
   watch(json.loads(sys.argv[3]), timeout_s=float(sys.argv[1]), grace_s=float(sys.argv[2]))

@@ -1,9 +1,9 @@
-"""A TensorFlow cluster on this machine, for development: one process a task, none left behind.
+"""Runs a TensorFlow cluster on this machine, for development: one process per task.
 
 status = run_local(command=["python", "launch.py", "--gin_file=x.gin"], model_dir="m", workers=2)
 
-Linux only: children die with their parent (prctl), and a pidfd tells which of them ended first.
-Nothing here imports TensorFlow. GPUs are not shared out: every process sees all of them.
+No process outlives the call. Linux only: children die with their parent (prctl), and pidfds show
+which process ended first. This module does not import TensorFlow. Every process sees all GPUs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from typing import Any, TextIO
 from framework.errors import ConfigError
 
 SAVED = 75
-"""The status of a process that saved its state on SIGTERM; see launch.py for all of them."""
+"""The exit status of a process that saved its state on SIGTERM; launch.py lists all of them."""
 MISTAKE = 2
 INTERRUPTED = 130
 GRACE_S = 60.0
-"""How long the processes may take to save after SIGTERM, before SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL, in which processes save."""
 INTERRUPT_GRACE_S = 5.0
 SHOWN_LINES = 20
 PORT_CLASHES = 3
-"""How often a cluster is started again, beside `max_restarts`, because a port was taken."""
+"""How often a cluster restarts, beyond `max_restarts`, because a port was in use."""
 
 _LOUD = re.compile(
   r"(WARNING|ERROR|CRITICAL|FATAL)\b(?!: All log messages before absl)"  # logging
@@ -48,13 +48,13 @@ _LOUD = re.compile(
   r"|\d{4}-\d\d-\d\d [\d:.]+: [WEF] "  # TensorFlow
   r"|\S+:\d+: \w*Warning: "  # Python's warnings
 )
-_PORT_TAKEN = ("another process has taken it", "Could not start gRPC server")
-"""What framework/strategies/rendezvous.py and TensorFlow say of it."""
+_PORT_TAKEN = ("another process uses the port", "Could not start gRPC server")
+"""The messages of framework/strategies/rendezvous.py and of TensorFlow about a port in use."""
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):  # else it died before prctl
+if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
   os.execvp(sys.argv[2], sys.argv[2:])
 """
 
@@ -71,18 +71,18 @@ def run_local(
   max_restarts: int = 0,
   grace_s: float = GRACE_S,
 ) -> int:
-  """Runs `command` once for each task of a cluster and supervises them (main thread of a host).
+  """Runs `command` once for each task of a cluster and supervises the processes (main thread).
 
-  Each process finds its place in TF_CONFIG. Without `ps` the cluster is N workers, of which worker
-  0 is the chief; with it a chief (the coordinator), N workers and M parameter servers.
+  Each process reads its task from TF_CONFIG. Without `ps` the cluster is N workers, of which worker
+  0 is the chief. With `ps` it is a chief (the coordinator), N workers and M parameter servers.
 
   Args:
     command: what each process runs.
-    model_dir: a local folder; the processes' output goes to <model_dir>/logs/<name>.log.
-    workers: how many.
-    ps: how many parameter servers; they and their workers end with the chief.
-    max_restarts: how many failures to answer with a new start.
-    grace_s: seconds from SIGTERM, which is passed on for the state to be saved, to SIGKILL.
+    model_dir: a local folder; output goes to <model_dir>/logs/<name>.log.
+    workers: the number of workers.
+    ps: the number of parameter servers; they and the workers end with the chief.
+    max_restarts: how often to restart after a failure.
+    grace_s: seconds from SIGTERM, which is forwarded to the processes, to SIGKILL.
 
   Returns:
     The exit status, as launch.py documents it.
@@ -104,7 +104,7 @@ def run_local(
 
 
 def free_ports(count: int) -> list[int]:
-  """Returns distinct ports of 127.0.0.1 that are free now; someone may take one before its use."""
+  """Returns distinct ports of 127.0.0.1 that are free now; another process may still take one."""
   with contextlib.ExitStack() as stack:
     sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
     for one in sockets:
@@ -113,7 +113,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_cluster(*, workers: int, ps: int = 0) -> dict[str, list[str]]:
-  """Returns the "cluster" of TF_CONFIG, with fresh ports; the chief's task comes first."""
+  """Returns the "cluster" of TF_CONFIG, with free ports; the chief's task is first."""
   counts = {"chief": 1, "worker": workers, "ps": ps} if ps else {"worker": workers}
   ports = iter(free_ports(sum(counts.values())))
   return {
@@ -122,11 +122,11 @@ def make_cluster(*, workers: int, ps: int = 0) -> dict[str, list[str]]:
 
 
 class LocalCluster:
-  """Starts the processes, waits for what decides the run, stops them, and perhaps starts again.
+  """Starts the processes, waits for a decisive event, stops them, and restarts them if allowed.
 
-      start all -> the first failure, a mistake, the chief's end, a signal -> stop all -> verdict
+      start all -> first failure, mistake, end of the chief, or signal -> stop all -> verdict
 
-  One thread and one selector: the kernel queues the ends in the order in which they happen.
+  One thread and one selector: the kernel reports process ends in the order they occurred.
   """
 
   def __init__(
@@ -154,7 +154,7 @@ class LocalCluster:
     self._deadline: float | None = None
 
   def run(self) -> int:
-    """Runs to the end and returns the exit status; no process is left, whatever happens."""
+    """Runs until the cluster ends and returns the exit status; stops all processes in any case."""
     with self._noticing_signals(), self._selector:
       try:
         self._attempt()
@@ -165,7 +165,6 @@ class LocalCluster:
     return self._report()
 
   def _attempt(self) -> None:
-    """Starts all and returns when all have ended."""
     self._ended, self._deadline = [], None
     self._processes = self._make_processes(make_cluster(workers=self._workers, ps=self._ps))
     for process in self._processes:
@@ -191,7 +190,6 @@ class LocalCluster:
     ]
 
   def _supervise(self) -> None:
-    """Waits until something happens, and answers it."""
     left_s = None if self._deadline is None else self._deadline - time.monotonic()
     if left_s is not None and left_s <= 0:
       self._kill()
@@ -204,24 +202,23 @@ class LocalCluster:
       self._answer(self._ends.popleft())
 
   def _answer(self, process: Process) -> None:
-    """Decides what the end of one process means for the others."""
     if self._restarts_alone(process):
       self._restarts += 1
-      self._say(f"{process.how_it_ended()}; starting it again, {self._attempt_number()}")
+      self._say(f"{process.how_it_ended()}; restarting it, {self._attempt_number()}")
       process.start()
       return
     if self._is_dispensable(process):
-      self._say(f"{process.how_it_ended()}; going on without it")
+      self._say(f"{process.how_it_ended()}; continuing without it")
       return
     self._ended.append(process)
     if process.status == SAVED:
-      self._limit(self._grace_s)  # the others are about to save, or stuck without this one
+      self._limit(self._grace_s)  # the others either save soon or hang without this one
     failed = process.status not in (0, SAVED)
     if (failed and not self._stopping) or (self._ps and process.leads):
       self._limit(0)
 
   def _restarts_alone(self, process: Process) -> bool:
-    """Of a cluster with parameter servers, workers alone hold no state."""
+    """Whether only this process restarts: a worker beside parameter servers holds no state."""
     return (
       self._ps > 0
       and process.kind == "worker"
@@ -232,31 +229,31 @@ class LocalCluster:
     )
 
   def _is_dispensable(self, process: Process) -> bool:
-    """A killed worker beside parameter servers, as long as there is another."""
+    """Whether the run continues without it: a killed worker beside parameter servers, if not the
+    last.
+    """
     others = any(p.running and p.kind == "worker" for p in self._processes)
     killed = process.status is not None and process.status < 0
     return self._ps > 0 and process.kind == "worker" and killed and others and not self._deadline
 
   def _starts_again(self) -> bool:
-    """Counts and announces a new start, if there is to be one."""
     culprit = self._culprit()
     if culprit is None or self._stopping or self._verdict() != 1:
       return False
     if culprit.port_was_taken and self._clashes < PORT_CLASHES:
       self._clashes += 1
-      self._say(f"{culprit.name} found its port taken; starting all again with other ports")
+      self._say(f"{culprit.name} found its port in use; restarting all processes on other ports")
       return True
     if self._restarts >= self._max_restarts:
       return False
     self._restarts += 1
-    self._say(f"{culprit.how_it_ended()}; starting all again, {self._attempt_number()}")
+    self._say(f"{culprit.how_it_ended()}; restarting all processes, {self._attempt_number()}")
     return True
 
   def _attempt_number(self) -> str:
     return f"attempt {self._restarts} of {self._max_restarts}"
 
   def _verdict(self) -> int:
-    """The exit status of an attempt that is over."""
     if self._stopping == signal.SIGINT:
       return INTERRUPTED
     statuses = [process.status for process in self._ended]
@@ -270,11 +267,11 @@ class LocalCluster:
     return SAVED if SAVED in statuses else 0
 
   def _culprit(self) -> Process | None:
-    """The first process that failed; those after it may only have lost their peer."""
+    """Returns the first process that failed; later failures may only be lost peers."""
     return next((p for p in self._ended if p.status not in (0, SAVED)), None)
 
   def _report(self) -> int:
-    """Says what the chief's own output does not; returns the exit status."""
+    """Prints what the chief's own output does not contain; returns the exit status."""
     status, culprit = self._verdict(), self._culprit()
     if status == INTERRUPTED and self._processes[0].status != INTERRUPTED:
       self._say("interrupted")
@@ -293,7 +290,7 @@ class LocalCluster:
       self._say(f"[{process.name}] {line}")
 
   def _pass_on(self, number: int) -> None:
-    """Answers a signal to this process; a second Ctrl-C does not wait."""
+    """Handles a signal to this process; a second Ctrl-C kills at once."""
     if number == signal.SIGWINCH:
       for process in self._processes:
         process.resize()
@@ -303,12 +300,12 @@ class LocalCluster:
       return
     self._stopping = number
     self._limit(INTERRUPT_GRACE_S if number == signal.SIGINT else self._grace_s)
-    # The chief saves what the parameter servers hold: they and the workers must outlive it.
+    # The chief saves the variables of the parameter servers, so servers and workers end after it.
     for process in self._processes[:1] if self._ps else self._processes:
       process.send(number)
 
   def _limit(self, seconds: float) -> None:
-    """The processes left are killed after so many seconds, if not earlier."""
+    """Sets the deadline, `seconds` from now, unless an earlier one is set; then all are killed."""
     deadline = time.monotonic() + seconds
     self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
@@ -324,7 +321,7 @@ class LocalCluster:
 
   @contextlib.contextmanager
   def _noticing_signals(self) -> Iterator[None]:
-    """SIGINT and SIGTERM wake the selector, which children's own ends and output share."""
+    """Lets signals wake the selector, which also watches the children's output and ends."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH)
     heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     ours, theirs = socket.socketpair()
@@ -344,10 +341,10 @@ class LocalCluster:
 
 
 class Process:
-  """One task of the cluster; it can be started again once it has ended.
+  """One task of the cluster; it can be restarted after it has ended.
 
-  It leads a session of its own: a terminal's Ctrl-C does not reach it, and what it has started
-  dies with it.
+  It leads its own session: a terminal's Ctrl-C does not reach it, and its children are killed with
+  it.
   """
 
   def __init__(
@@ -363,18 +360,18 @@ class Process:
     selector: selectors.BaseSelector,
     on_end: Callable[[Process], object],
   ) -> None:
-    """Starts nothing yet.
+    """Stores the arguments; `start` starts the process.
 
     Args:
       kind: the task's type in TF_CONFIG.
-      index: and its index.
+      index: the task's index in TF_CONFIG.
       command: what to run.
-      environment: of the process, whole.
-      log_dir: where its output is kept.
-      terminal: where it is shown: all of it if the process `leads`, else warnings and errors.
+      environment: all environment variables of the process.
+      log_dir: the folder of its log.
+      terminal: shows its output: all of it if the process `leads`, else warnings and errors.
       leads: whether it is the chief.
-      selector: told to call back when there is output, and when the process ends.
-      on_end: called once for each start.
+      selector: watches its output and its end.
+      on_end: called with this process after each end.
     """
     self.kind, self.leads = kind, leads
     self.name = kind if kind == "chief" else f"{kind}-{index}"
@@ -390,21 +387,21 @@ class Process:
 
   @property
   def running(self) -> bool:
-    """Whether it has been started and its end has not been noticed yet."""
+    """Whether it was started and `reap` has not seen its end."""
     return self._popen is not None
 
   @property
   def last_lines(self) -> list[str]:
-    """The last lines of its output since it was started."""
+    """The last lines of output since it was started."""
     return list(self._tail)
 
   @property
   def port_was_taken(self) -> bool:
-    """Whether TensorFlow could not listen on the address of this task."""
+    """Whether the process could not listen on its address because the port was in use."""
     return self.status == 1 and any(sign in line for sign in _PORT_TAKEN for line in self._tail)
 
   def start(self) -> None:
-    """Starts it, from the main thread: it dies with the thread that started it."""
+    """Starts it; call from the main thread: the process dies with the thread that starts it."""
     self.status, self._killed_as = None, None
     self._tail.clear()
     self._log = open(self.log_path, "ab", buffering=0)  # noqa: SIM115 (closed by reap)
@@ -422,26 +419,26 @@ class Process:
       self._selector.register(ours, selectors.EVENT_READ, partial(self._read, ours))
 
   def send(self, number: int) -> None:
-    """Sends a signal, if it runs."""
+    """Sends a signal if the process runs."""
     if self._popen is not None:
       signal.pidfd_send_signal(self._pidfd, number)
 
   def kill(self, why: str | None = None) -> None:
-    """Ends it now, if it runs, and all that it has started; `reap` waits for that.
+    """Sends SIGKILL to the process and its children, if it runs; `reap` waits for the end.
 
     Args:
-      why: how it is to be said to have ended, if not simply killed.
+      why: the reason that `how_it_ended` gives; None for "was killed".
     """
     if self._popen is not None:
       self._killed_as = why
       os.killpg(self._popen.pid, signal.SIGKILL)
 
   def reap(self) -> None:
-    """Waits for its end, if it runs; takes in the last of its output."""
+    """Waits for its end, if it runs, and reads the rest of its output."""
     if self._popen is None:
       return
     os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
-    os.killpg(self._popen.pid, signal.SIGKILL)  # its children; its pid is not free before `wait`
+    os.killpg(self._popen.pid, signal.SIGKILL)  # its children; the pid stays reserved until `wait`
     self.status = self._popen.wait()
     self.seconds = time.monotonic() - self._started
     self._popen = None
@@ -453,7 +450,7 @@ class Process:
     self._on_end(self)
 
   def how_it_ended(self) -> str:
-    """Returns such as "worker-1 was killed by SIGKILL after 12.3 s"."""
+    """Returns one phrase, such as "worker-1 was killed by SIGKILL after 12.3 s"."""
     status = self.status or 0
     by_itself = (
       f"was killed by {signal.Signals(-status).name}"
@@ -463,7 +460,7 @@ class Process:
     return f"{self.name} {self._killed_as or by_itself} after {self.seconds:.1f} s"
 
   def resize(self) -> None:
-    """Tells the process of the terminal's new size."""
+    """Gives the process the terminal's new size."""
     for fd, lines in self._lines.items():
       if lines.stream is not None and os.isatty(fd):
         _copy_size(lines.stream, fd)
@@ -485,7 +482,6 @@ class Process:
     return f"=== {now} {self.name}: TF_CONFIG={config} {shlex.join(self._command)}\n"
 
   def _read(self, fd: int) -> None:
-    """Takes in what has come on one channel; at its end the channel is closed."""
     if fd not in self._lines:
       return  # closed by an event of the same round
     with contextlib.suppress(BlockingIOError):
@@ -508,7 +504,7 @@ class Process:
         self._terminal.say(f"[{self.name}] {text}")
 
   def _drain(self, fd: int) -> None:
-    """Reads to the end, which does not come while a daemon of the process keeps the channel."""
+    """Reads to the end, for at most 0.5 s: a daemon of the process may keep the channel open."""
     until = time.monotonic() + 0.5
     while fd in self._lines and select.select([fd], [], [], max(0, until - time.monotonic()))[0]:
       self._read(fd)
@@ -525,26 +521,26 @@ class Process:
 
 
 class Terminal:
-  """Our stdout and stderr: the chief's bytes as they are, and lines of others between its lines."""
+  """Writes to stdout and stderr: the chief's bytes unchanged, lines of others between its lines."""
 
   def __init__(self) -> None:
-    """Shows nothing yet."""
-    self._rest: dict[TextIO, bytes] = {}  # what the chief has begun and not ended
+    """Writes nothing yet."""
+    self._rest: dict[TextIO, bytes] = {}  # the chief's last line, while incomplete
 
   def copy(self, stream: TextIO, data: bytes) -> None:
-    """Shows bytes of the chief's: on a terminal at once, elsewhere when their line is whole."""
+    """Writes bytes of the chief: to a terminal at once, elsewhere in whole lines."""
     lines, end, rest = (self._rest.get(stream, b"") + data).rpartition(b"\n")
     self._rest[stream] = rest.rpartition(b"\r")[2] if stream.isatty() else rest
     _write(stream, data if stream.isatty() else lines + end)
 
   def say(self, line: str) -> None:
-    """Shows one line on stderr, above the chief's live line if there is one."""
+    """Writes one line to stderr, above the chief's live line if there is one."""
     text = line.encode() + b"\n"
     live = self._rest.get(sys.stderr, b"") if sys.stderr.isatty() else b""
     _write(sys.stderr, b"\r\x1b[K" + text + live if live else text)
 
   def end(self, stream: TextIO) -> None:
-    """Ends the chief's last line if it has not done so."""
+    """Ends the chief's last line if it is incomplete."""
     rest = self._rest.pop(stream, b"")
     if rest:
       _write(stream, b"\n" if stream.isatty() else rest + b"\n")
@@ -557,10 +553,9 @@ def _write(stream: TextIO, data: bytes) -> None:
 
 
 class _Lines:
-  """Bytes in, whole lines out; of a line redrawn after carriage returns, the last drawing."""
+  """Splits bytes into lines; of a line redrawn with carriage returns, keeps the last version."""
 
   def __init__(self, stream: TextIO | None) -> None:
-    """Takes the stream on which the bytes are to be shown as well, if any."""
     self.stream = stream
     self._rest = b""
 
@@ -581,30 +576,32 @@ def _made_log_dir(model_dir: str) -> str:
   log_dir = os.path.join(model_dir, "logs")
   if "://" in model_dir:
     raise ConfigError(
-      f"model_dir is {model_dir!r}; a local cluster keeps its logs there and needs a local folder."
+      f"model_dir is {model_dir!r}; a local cluster writes its logs there: use a local folder."
     )
   try:
     os.makedirs(log_dir, exist_ok=True)
   except OSError as error:
     raise ConfigError(
       f"cannot make the folder {log_dir!r} for the logs of the local cluster ({error.strerror}); "
-      "choose a folder that you may write to with --model_dir."
+      "set --model_dir to a folder that you can write to."
     ) from error
   return log_dir
 
 
 def _environment(cluster: Cluster, kind: str, index: int) -> Environment:
   config = {"cluster": cluster, "task": {"type": kind, "index": index}}
-  unbuffered = {"PYTHONUNBUFFERED": "1"}  # a killed process takes no line with it
+  unbuffered = {"PYTHONUNBUFFERED": "1"}  # keeps the last lines of a killed process
   return {**unbuffered, **os.environ, "TF_CONFIG": json.dumps(config)}
 
 
 def _channel(stream: Any) -> tuple[int, int]:
-  """Returns our end and the child's: a pseudo-terminal if `stream` is a terminal, else a pipe."""
+  """Returns our end and the child's: of a pseudo-terminal if `stream` is a terminal, else of a
+  pipe.
+  """
   if stream is None or not stream.isatty():
     return os.pipe()
   ours, theirs = os.openpty()
-  tty.setraw(theirs)  # the real terminal does what there is to do
+  tty.setraw(theirs)  # the real terminal translates control characters
   _copy_size(stream, theirs)
   return ours, theirs
 
@@ -615,7 +612,7 @@ def _copy_size(stream: TextIO, fd: int) -> None:
 
 
 def _read_some(fd: int) -> bytes:
-  """Returns b"" at the end, for which a pseudo-terminal has an error."""
+  """Returns up to 64 KiB, or b"" at the end, where a pseudo-terminal raises an error."""
   try:
     return os.read(fd, 65536)
   except BlockingIOError:

@@ -1,8 +1,8 @@
-"""The one place that communicates: a single explicit all-reduce of everything an update needs.
+"""All communication between replicas: one explicit all-reduce of everything that an update needs.
 
-Which algorithm carries it (NCCL, hierarchical copy, collectives, ...) belongs to the strategy
-(factories.py); how the tensors travel (one flat buffer or one by one, in which dtype) belongs here,
-and so does the proof that the sum is right.
+The strategy chooses the algorithm (NCCL, hierarchical copy, collectives; see factories.py). This
+module chooses how tensors are sent (one flat buffer or one by one, in which dtype) and verifies
+that the sum is correct.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ class Reduction:
     bytes_per_pack: int = 0,
     timeout_s: float | None = None,
   ) -> None:
-    """Keeps the options; touches no device.
+    """Stores the options; uses no device.
 
     Args:
-      packing: "flat" concatenates all tensors of a dtype into one buffer; "per_tensor" hands them
-        over one by one and leaves packing to the cross-device op (`num_packs`).
-      wire_dtype: what gradients are cast to before they are summed, or None for their own dtype.
-        A narrower type rounds each replica's gradient once and every partial sum once more:
-        a relative error of about 2**-8 (bfloat16) or 2**-11 (float16) a rounding, and float16
-        overflows above 65504, which the finite check then sees. Loss and weight always travel in
-        their own dtype, so the division stays exact.
-      bytes_per_pack: for collective ops, the size at which they split a batch of tensors; 0 lets
-        TensorFlow choose.
+      packing: "flat" concatenates all tensors of a dtype into one buffer; "per_tensor" reduces each
+        tensor by itself and leaves packing to the cross-device op (`num_packs`).
+      wire_dtype: the dtype that gradients are cast to for the sum; None keeps their own. A narrower
+        dtype rounds each replica's gradient and each partial sum, with a relative error per
+        rounding of about 2**-8 (bfloat16) or 2**-11 (float16). float16 overflows above 65504, which
+        the finite check detects. Loss and weight keep their dtype, so the division stays exact.
+      bytes_per_pack: for collective ops, the size at which they split a batch of tensors; 0 leaves
+        the choice to TensorFlow.
       timeout_s: for collective ops, seconds after which a missing replica is an error.
 
     Raises:
@@ -66,7 +65,7 @@ class Reduction:
       scalars: float scalars, summed in their own dtype.
 
     Returns:
-      The sums, the same on every replica, in the dtypes that were given.
+      The sums of the gradients and of the scalars, equal on every replica, in the given dtypes.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -78,18 +77,18 @@ class Reduction:
     return summed, sums[len(gradients) :]
 
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-    """Concatenates the rows of all replicas, in the order of the replicas (replica context).
+    """Concatenates the rows of all replicas, in replica order (replica context).
 
-    What a replica returns has a gradient: the sum, over replicas, of what each derives with respect
-    to this replica's rows. It travels as a sum of zeros and one replica's rows, so that the
-    `all_reduce` that was proved at the start carries it, exactly (denormal numbers become 0);
-    forward and backward pass communicate once each.
+    The result is differentiable: each replica receives the gradients with respect to its rows,
+    summed over replicas. Forward and backward pass communicate once each. Each replica contributes
+    its rows and zeros elsewhere to an `all_reduce`, so the check at the start of a run covers this
+    too. The result is exact, except that denormal numbers become 0.
 
     Args:
-      tensor: [n, ...], numbers, of the same static shape on every replica.
+      tensor: [n, ...], of a numeric dtype, with the same static shape on every replica.
 
     Returns:
-      [replicas x n, ...], the same on every replica; `tensor` itself where there is one replica.
+      [replicas x n, ...], equal on every replica; `tensor` itself on a single replica.
     """
     context = tf.distribute.get_replica_context()
     replicas, index = context.num_replicas_in_sync, context.replica_id_in_sync_group
@@ -116,7 +115,7 @@ class Reduction:
   def _reduce(
     self, context: tf.distribute.ReplicaContext, tensors: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
-    """Sums one dtype after the other: collectives would concatenate what they get in one call."""
+    """Sums one dtype at a time: collectives concatenate all tensors of a call."""
     reduce = self._reduce_flat if self.packing == "flat" else self._reduce_each
     sums = list(tensors)
     for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
@@ -139,22 +138,22 @@ class Reduction:
     return [tf.reshape(p, t.shape) for p, t in zip(pieces, tensors, strict=True)]
 
   def describe(self) -> str:
-    """Returns one phrase: packing and wire dtype."""
+    """Returns packing and wire dtype, such as "flat, own dtype"."""
     return f"{self.packing}, {self.wire_dtype.name if self.wire_dtype else 'own'} dtype"
 
   def prove(self, strategy: tf.distribute.Strategy, dtypes: Sequence[tf.DType]) -> None:
-    """Runs a synthetic all-reduce whose sum is known, before any training (host).
+    """Runs an all-reduce with a known sum, before training (host).
 
-    Every replica contributes distinct small integers, exact in every wire dtype, through the very
-    path that the gradients will take. TensorFlow's HierarchicalCopyAllReduce with an odd number of
-    replicas, for one, silently leaves the last replica out.
+    Every replica contributes small integers of its own, exact in every wire dtype, through the same
+    code path as the gradients. This catches, for example, HierarchicalCopyAllReduce, which ignores
+    the last replica of an odd number.
 
     Args:
-      strategy: what the training runs under.
+      strategy: the strategy of the training.
       dtypes: the dtypes of the gradients.
 
     Raises:
-      ConfigError: a replica received another sum than the arithmetic one.
+      ConfigError: a replica received a wrong sum.
     """
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
@@ -181,7 +180,7 @@ class Reduction:
     received = tf.cast(got, tf.float64).numpy()
     if got.dtype != dtype or (received != expected).any():
       raise ConfigError(
-        f"the chosen all-reduce sums {dtype.name} wrongly over {replicas} replicas: expected "
+        f"the all-reduce of {dtype.name} over {replicas} replicas is wrong: expected "
         f"{expected.ravel().tolist()}, got {received.ravel().tolist()}; choose another op (for "
         "example mirrored.cross_device_ops = 'reduction_to_one_device')."
       )

@@ -1,14 +1,14 @@
-"""Several processes that train one model together: who they are, and what they must agree on.
+"""Connects the processes of a synchronous cluster after checking that they agree.
 
-Before TensorFlow connects them, which it does without a time limit and without a look at what the
-others run, the processes meet once over plain TCP, on the very addresses that training will use:
+TensorFlow connects processes without a time limit and does not compare what they run. So the
+processes first exchange messages over plain TCP, on the same addresses that training uses later:
 
-    every worker    binds its own address, so that a port already taken shows at once
+    every worker    listens on its own address, so a port in use is an immediate error
     worker 1 ...    connect to worker 0 and send their facts: versions, code, config, devices
-    worker 0        waits for all, compares, and sends one verdict to all
+    worker 0        waits for all facts, compares them and sends one verdict to all workers
 
-So a worker that never comes, a taken port and a worker with another config are one clear line on
-every process. Afterwards TensorFlow's own runtime takes over; it notices dead and stopped peers.
+A missing worker, a port in use or a different config is therefore one clear line on every process.
+After that, TensorFlow's runtime connects the processes and detects peers that exit or hang.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from framework.strategies.cluster import ClusterError, ClusterResolver, Peer, wo
 
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy")
 _RETRY_S = 0.2
+_PROBE_S = 1.0
 _ANSWER_S = 5.0
 _LARGEST_MESSAGE = 2**24
 _facts: dict[str, str] = {}
 
 
 def declare(facts: Mapping[str, Any]) -> None:
-  """Adds facts about this process that must be the same on all; compared when they meet."""
+  """Adds facts about this process; `preflight` checks that they are equal on all workers (host)."""
   _facts.update({name: str(value) for name, value in facts.items()})
 
 
 def facts() -> dict[str, str]:
-  """Returns what was declared, and this process's versions, code and device kinds."""
+  """Returns name -> value: the declared facts, versions, digest of the code, devices (host)."""
   devices = collections.Counter(d.device_type for d in tf.config.list_physical_devices())
   versions = {f"version of {name}": importlib.metadata.version(name) for name in _PACKAGES}
   return {
@@ -61,7 +62,7 @@ def facts() -> dict[str, str]:
 
 
 def code_digest(module_file: str | None) -> str:
-  """Returns a short digest of a source file; "" if there is none, as in a notebook."""
+  """Returns a 12-character digest of a source file; "" if there is no file, as in a notebook."""
   path = Path(module_file or "")
   return _digest([path]) if path.is_file() else ""
 
@@ -74,15 +75,15 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 def preflight(resolver: ClusterResolver, *, timeout_s: float) -> None:
-  """Meets the other workers and compares facts, before TensorFlow connects them (host).
+  """Connects to the other workers and compares facts, before TensorFlow connects them (host).
 
   Args:
     resolver: the cluster.
-    timeout_s: how long to wait for the others.
+    timeout_s: seconds to wait for the other workers.
 
   Raises:
-    ClusterError: a worker does not come or does not answer, or this one's port is taken.
-    ConfigError: the facts differ; the same line on all workers.
+    ClusterError: a worker does not connect or does not answer, or this worker's port is in use.
+    ConfigError: the facts differ; all workers raise the same line.
   """
   peers, index = workers(resolver)
   if len(peers) == 1:
@@ -100,7 +101,7 @@ def preflight(resolver: ClusterResolver, *, timeout_s: float) -> None:
 
 
 def _bound(address: str) -> socket.socket:
-  """Returns a socket that listens on this process's own address."""
+  """Returns a socket that listens on this process's address."""
   host, port = _host_and_port(address)
   loopback = host in ("localhost", "::1") or host.startswith("127.")
   listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -110,7 +111,7 @@ def _bound(address: str) -> socket.socket:
   except OSError as error:
     listener.close()
     taken = error.errno == errno.EADDRINUSE
-    reason = "another process has taken it" if taken else error.strerror
+    reason = "another process uses the port" if taken else error.strerror
     raise ClusterError(f"cannot listen on {address}, this worker's own address: {reason}") from None
   listener.listen()
   return listener
@@ -122,7 +123,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _lead(listener: socket.socket, peers: Sequence[Peer], deadline: float) -> dict[str, str]:
-  """Worker 0: hears all others, and tells all of them the same."""
+  """On worker 0: receives the facts of all workers and sends each the same verdict."""
   heard: dict[int, dict[str, str]] = {0: facts()}
   with contextlib.ExitStack() as opened:
     streams = []
@@ -132,7 +133,7 @@ def _lead(listener: socket.socket, peers: Sequence[Peer], deadline: float) -> di
         connection = opened.enter_context(listener.accept()[0])
         connection.settimeout(_ANSWER_S)
         message = _received(connection)
-      except (OSError, ValueError):  # nobody yet, or not one of us
+      except (OSError, ValueError):  # no connection yet, or not from a worker
         continue
       if message.get("cluster") == [str(peer) for peer in peers]:
         heard[message["index"]] = message["facts"]
@@ -147,27 +148,27 @@ def _lead(listener: socket.socket, peers: Sequence[Peer], deadline: float) -> di
 def _report(
   peers: Sequence[Peer], index: int, deadline: float, *, verdict_s: float
 ) -> dict[str, str]:
-  """Another worker: tells worker 0, and hears the verdict.
+  """On another worker: sends the facts to worker 0 and returns its verdict.
 
-  Worker 0 may have come later and so wait longer than until `deadline`; once it listens, this
-  worker waits for what it has to say.
+  Worker 0 may start later, and then waits longer than `deadline` for the others. Therefore, once
+  connected, this worker waits `verdict_s` seconds for the verdict.
   """
   message = {"cluster": [str(peer) for peer in peers], "index": index, "facts": facts()}
-  while (left := deadline - time.monotonic()) > 0:
-    with contextlib.suppress(OSError, ValueError):
-      chief = socket.create_connection(_host_and_port(peers[0].address), timeout=left)
-      with chief:
-        chief.settimeout(verdict_s)
-        _send(chief, message)
-        return _received(chief)
+  while chief := _connected(peers[0].address, deadline):
+    with contextlib.suppress(OSError, ValueError), chief:
+      chief.settimeout(verdict_s)
+      _send(chief, message)
+      return _received(chief)
+    if time.monotonic() > deadline:
+      break
     time.sleep(_RETRY_S)
-  return {"missing": f"{peers[0]} has not answered"}
+  return {"missing": f"{peers[0]} did not answer"}
 
 
 def _verdict(heard: Mapping[int, Mapping[str, str]], peers: Sequence[Peer]) -> dict[str, str]:
   missing = [str(peer) for place, peer in enumerate(peers) if place not in heard]
   if missing:
-    return {"missing": f"{', '.join(missing)} {'has' if len(missing) == 1 else 'have'} not come"}
+    return {"missing": f"{', '.join(missing)} did not connect"}
   for place in sorted(heard):
     names = sorted(heard[0].keys() | heard[place].keys())
     differing = [name for name in names if heard[0].get(name) != heard[place].get(name)]
@@ -176,7 +177,7 @@ def _verdict(heard: Mapping[int, Mapping[str, str]], peers: Sequence[Peer]) -> d
       more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
       return {
         "differs": f"{peers[place]} differs from {peers[0]} in its {differing[0]}: {there}, not "
-        f"{here}{more}; start all workers alike."
+        f"{here}{more}; start all workers with the same command."
       }
   return {}
 
@@ -196,22 +197,48 @@ def _received(connection: socket.socket) -> dict[str, Any]:
   return message
 
 
+# ---- Waiting for an address ----
+
+
+def answers(address: str, *, deadline: float = 0.0) -> bool:
+  """Whether a process accepts connections at "host:port" (host).
+
+  Args:
+    address: "host:port".
+    deadline: on the clock of `time.monotonic`; until then the call retries. It tries at least once.
+  """
+  connection = _connected(address, deadline)
+  if connection is not None:
+    connection.close()
+  return connection is not None
+
+
 def require_answer(address: str, *, timeout_s: float) -> None:
-  """Waits until something listens at "host:port", which TensorFlow would do for ever (host).
+  """Waits until a process accepts connections at an address; TensorFlow has no time limit (host).
+
+  Args:
+    address: "host:port".
+    timeout_s: how long to wait.
 
   Raises:
-    ClusterError: nothing does.
-    ConfigError: it is no "host:port".
+    ClusterError: no process did within `timeout_s`.
+    ConfigError: `address` is not "host:port".
   """
   if not re.fullmatch(r".+:\d+", address):
     raise ConfigError(f"the address {address!r} is not host:port, such as '10.0.0.2:8470'.")
-  deadline = time.monotonic() + timeout_s
-  while (left := deadline - time.monotonic()) > 0:
+  if not answers(address, deadline=time.monotonic() + timeout_s):
+    raise ClusterError(f"nothing answered at {address} within {timeout_s:g} s")
+
+
+def _connected(address: str, deadline: float) -> socket.socket | None:
+  """Returns a connection to "host:port"; None if there is none by `deadline`."""
+  while True:
     with contextlib.suppress(OSError):
-      socket.create_connection(_host_and_port(address), timeout=left).close()
-      return
-    time.sleep(min(_RETRY_S, max(left, 0.0)))
-  raise ClusterError(f"nothing answers at {address} within {timeout_s:g} s")
+      return socket.create_connection(_host_and_port(address), timeout=_PROBE_S)
+    left = deadline - time.monotonic()
+    if left <= 0:
+      return None
+    time.sleep(min(_RETRY_S, left))
 
 
 # ---- TensorFlow's runtime ----
@@ -220,10 +247,15 @@ def require_answer(address: str, *, timeout_s: float) -> None:
 def configure_runtime(
   resolver: ClusterResolver, *, heartbeat_timeout_s: float, start_timeout_s: float
 ) -> None:
-  """Sets how long the runtime waits for a silent peer; before the strategy is made (host).
+  """Sets TensorFlow's time limits for a peer that does not answer; call before making the strategy.
 
-  TensorFlow's default is no limit that a user can set. The service is the one that
-  MultiWorkerMirroredStrategy would configure itself.
+  TensorFlow's own default is no limit. The coordination service is the one that
+  MultiWorkerMirroredStrategy would configure.
+
+  Args:
+    resolver: the cluster.
+    heartbeat_timeout_s: seconds that a peer may not answer.
+    start_timeout_s: seconds that peers may take to connect.
   """
   spec = resolver.cluster_spec()
   jobs = [job for job in ("chief", "worker") if job in spec.jobs]
@@ -242,9 +274,9 @@ def configure_runtime(
 
 @contextlib.contextmanager
 def ending_after(timeout_s: float) -> Iterator[None]:
-  """Ends the process, with a traceback, if what is inside takes longer (host).
+  """Ends the process with a traceback if the body takes longer than `timeout_s` (host).
 
-  For TensorFlow's connecting, which no signal and no exception can interrupt.
+  For TensorFlow's connection setup, which no signal or exception can interrupt.
   """
   faulthandler.dump_traceback_later(timeout_s, exit=True)
   try:

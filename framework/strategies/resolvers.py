@@ -1,4 +1,4 @@
-"""Where the addresses of a cluster come from: TF_CONFIG or Slurm; the clouds are in cloud.py."""
+"""Cluster resolvers for TF_CONFIG and Slurm; those for Kubernetes and GCE are in cloud.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MANY = 2**16
 
 
 def tf_config() -> ClusterResolver:
-  """The cluster in the environment variable TF_CONFIG: Kubeflow, Vertex AI, Ray, a local cluster.
+  """Reads the cluster from TF_CONFIG, which Kubeflow, Vertex AI, Ray and local clusters set.
 
   Raises:
-    ConfigError: it is missing or not a cluster in JSON.
+    ConfigError: TF_CONFIG is missing or is not a cluster in JSON.
   """
   resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
   try:
@@ -27,26 +27,26 @@ def tf_config() -> ClusterResolver:
     raise ConfigError(f"TF_CONFIG is not a cluster in JSON ({error}).") from error
   if not jobs:
     raise ConfigError(
-      "the environment variable TF_CONFIG names no cluster; start the processes with it, or try a "
+      "the environment variable TF_CONFIG names no cluster; set it for each process, or start a "
       "cluster on this machine with --local_workers=2."
     )
   return resolver
 
 
 def slurm(*, port_base: int = 8888, gpus_per_node: int | None = None) -> ClusterResolver:
-  """The cluster of a Slurm job: one worker for each task of the step that `srun` started.
+  """Reads the cluster of a Slurm job: one worker per task of the step that `srun` started.
 
   Args:
-    port_base: the first port; tasks on one node take consecutive ones.
-    gpus_per_node: divided among the tasks of a node, by CUDA_VISIBLE_DEVICES; None takes what
-      Slurm gave the job (SLURM_GPUS_ON_NODE), 0 uses none.
+    port_base: the first port; tasks on one node use consecutive ports.
+    gpus_per_node: GPUs of a node, divided among its tasks by CUDA_VISIBLE_DEVICES. None uses
+      SLURM_GPUS_ON_NODE; 0 uses no GPU.
 
   Raises:
-    ConfigError: not inside a Slurm step.
+    ConfigError: this process is not in a Slurm step.
   """
   if gpus_per_node is None:
     gpus_per_node = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
-  # TensorFlow's resolver fails without GPUs, so it then gets some that nobody will look for.
+  # TensorFlow's resolver fails for 0 GPUs. A made-up number works, as it then sets no devices.
   some = {"gpus_per_node": gpus_per_node, "auto_set_gpu": True}
   none = {"gpus_per_node": _MANY, "gpus_per_task": 1, "auto_set_gpu": False}
   try:
@@ -57,9 +57,7 @@ def slurm(*, port_base: int = 8888, gpus_per_node: int | None = None) -> Cluster
   except (KeyError, RuntimeError, ValueError) as error:
     reason = str(error).strip("'")
     raise ConfigError(
-      f"this is no step of a Slurm job ({reason}); start it with srun, as deploy/slurm.sh does."
+      f"this process is not in a Slurm step ({reason}); start it with srun, as deploy/slurm.sh "
+      "does."
     ) from error
   return resolver
-
-
-# ---- What they must agree on ----

@@ -1,10 +1,10 @@
-"""The processes of a training with parameter servers: who they are, how they start and end.
+"""Starts, monitors and ends the processes of a training with parameter servers.
 
-    chief     coordinates: runs the session, hands closures to the workers, writes the run folder
+    chief     coordinates: runs the session, sends closures to the workers, writes the run folder
     worker N  runs closures: reads batches, computes gradients, updates the variables
-    ps N      holds variables
+    ps N      stores variables
 
-Workers and servers run no code of ours but `Server.serve`; what they compute, the chief sends them.
+Workers and servers run only `Server.serve`; the chief sends them everything that they compute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,21 +27,22 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from framework.errors import ConfigError, Preempted
+from framework.errors import ConfigError, Preempted, require_integer, require_positive
+from framework.strategies import rendezvous
 from framework.strategies.cluster import Cluster, ClusterError, ClusterResolver, Peer
 
 JOBS = ("chief", "worker", "ps")
 _HEARTBEAT = str(Path(__file__).with_name("heartbeat.py"))
-_PROBE_S = 1.0
+
 _POLL_S = 2.0
 _GONE_AFTER = 3
-"""So many probes of the chief in a row fail before a server takes it for gone."""
+"""A server ends after this many failed probes of the chief in a row."""
 _THREADS = 4
-"""At the least: servers block threads while they wait for one another, and hang on 2 cores."""
+"""The minimum: servers block threads while they wait for each other, and deadlock on 2 cores."""
 
 
 class Server:
-  """This process's part as a worker or parameter server: it serves the chief to its end."""
+  """A worker or parameter server: it serves the chief until the chief exits."""
 
   def __init__(self, resolver: ClusterResolver, *, start_timeout_s: float) -> None:
     """Starts nothing yet; see `strategies.parameter_server`."""
@@ -50,14 +50,14 @@ class Server:
     self.chief = _peers(resolver, "chief")[0]
 
   def serve(self) -> None:
-    """Serves until the chief, which may take `start_timeout_s` to come, is gone (host).
+    """Serves until the chief exits (host).
 
-    SIGTERM, which a scheduler sends to all at once, does not end it earlier: the chief needs the
-    workers to finish its loop, and the servers to save.
+    SIGTERM, which a scheduler sends to all processes at once, does not end it earlier: the chief
+    needs the workers to finish its loop and the servers to save.
 
     Raises:
-      ClusterError: the chief does not come.
-      Preempted: SIGTERM came, and the chief is gone.
+      ClusterError: the chief did not start within `start_timeout_s`.
+      Preempted: this process received SIGTERM, and the chief has exited.
     """
     resolver, terminated = self._resolver, threading.Event()
     if threading.current_thread() is threading.main_thread():
@@ -71,8 +71,7 @@ class Server:
       config=tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads),
     )
     logging.info("%s %d serves %s", resolver.task_type, resolver.task_id, server.target)
-    if missing := missing_after([self.chief], self._start_timeout_s):
-      raise _absent(missing, self._start_timeout_s)
+    _require_answers([self.chief], self._start_timeout_s)
     failures = 0
     while failures < _GONE_AFTER:
       time.sleep(_POLL_S)
@@ -82,19 +81,20 @@ class Server:
 
 
 class Pulse:
-  """Notices a process that lives, and takes connections, but does not answer (host).
+  """Detects a process that accepts connections but does not answer (host).
 
-  TensorFlow itself would wait for it for ever: as long as a connection stands, a closure that was
-  sent over it counts as running. A process of its own asks; see framework/strategies/heartbeat.py.
+  TensorFlow has no time limit here: while the connection is open, a closure sent over it counts as
+  running. A separate process sends the probes; see framework/strategies/heartbeat.py.
   """
 
   def __init__(self, peers: Sequence[Peer], *, timeout_s: float, grace_s: float = 10.0) -> None:
-    """Starts to ask.
+    """Starts the process that sends probes.
 
     Args:
-      peers: whom to ask, with TensorFlow's own GetStatus.
-      timeout_s: how long one may be silent.
-      grace_s: how long this process, once it could know, may take to end before it is killed.
+      peers: the processes to probe, with TensorFlow's own GetStatus.
+      timeout_s: seconds that a peer may not answer.
+      grace_s: seconds that this process has to end by itself after a peer has been reported, before
+        it is killed.
     """
     self._timeout_s = timeout_s
     addresses = json.dumps({str(peer): peer.address for peer in peers})
@@ -104,64 +104,64 @@ class Pulse:
       stdout=subprocess.PIPE,
     )
     os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]
-    # Its standard input, which no end of a Python object closes: while Python takes itself down,
-    # TensorFlow frees what is on other machines, and can wait for a silent one even then.
+    # A copy of its standard input that Python's shutdown does not close: during shutdown TensorFlow
+    # frees remote resources and can still block on a peer that does not answer.
     self._input = os.dup(self._process.stdin.fileno())  # type: ignore[union-attr]
 
   def close(self) -> None:
-    """Stops asking; without it the asking ends with this process."""
+    """Stops the probes; otherwise they stop when this process exits."""
     os.close(self._input)
     self._process.communicate()
 
   def check(self) -> None:
-    """Reads what was noticed since the last call; does not wait.
+    """Raises if a probe has failed since the last call; does not wait (host).
 
     Raises:
-      ClusterError: a peer has been silent for `timeout_s`.
+      ClusterError: a peer has not answered for `timeout_s`.
     """
     silent = self._process.stdout.readline()  # type: ignore[union-attr]
     if silent:
       raise ClusterError(
-        f"lost {silent.decode().strip()}, which does not answer any more within "
-        f"{self._timeout_s:g} s; start again to go on from the newest checkpoint"
+        f"lost {silent.decode().strip()}, which has not answered for {self._timeout_s:g} s; start "
+        "again to continue from the newest checkpoint"
       )
 
 
 class Partitioner:
-  """Splits the variables that are made inside a `with` of it, up to `end`, over the servers."""
+  """Partitions the variables made inside `with partitioner`, until `end`, over the servers."""
 
   def __init__(self, *, min_shard_bytes: int, max_shards: int) -> None:
-    """Splits nothing yet; see `strategies.parameter_server`."""
+    """Starts inactive; see `strategies.parameter_server` for the arguments."""
     partitioners = tf.distribute.experimental.partitioners
     self._split = partitioners.MinSizePartitioner(min_shard_bytes, max_shards)
     self._active = False
 
   def __call__(self, shape: tf.TensorShape, dtype: tf.DType, **options: Any) -> Sequence[int]:
-    """Returns the number of parts along each axis; TensorFlow calls it for each variable."""
+    """Returns the number of partitions along each axis; TensorFlow calls it for each variable."""
     return self._split(shape, dtype, **options) if self._active else [1] * shape.rank
 
   def __enter__(self) -> None:
-    """Splits variables from here on."""
+    """Partitions the variables made from now on."""
     self._active = True
 
   def __exit__(self, *unused: object) -> None:
-    """Keeps later variables whole."""
+    """Stops partitioning."""
     self.end()
 
   def end(self) -> None:
-    """Keeps later variables whole."""
+    """Stops partitioning before the end of the `with`."""
     self._active = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterServers(Cluster):
-  """The cluster as its chief sees it; to the session a single process, which writes.
+  """The cluster as its chief sees it; the session treats it as a single process, which writes.
 
   Attributes:
-    workers: which compute.
-    servers: which hold the variables.
-    start_timeout_s: how long training goes on waiting without any worker.
-    heartbeat_timeout_s: how long a worker or server may be silent.
+    workers: the processes that compute.
+    servers: the processes that store the variables.
+    start_timeout_s: seconds that training waits while no worker is connected.
+    heartbeat_timeout_s: seconds that a worker or server may not answer.
     partitioner: None keeps variables whole.
   """
 
@@ -173,18 +173,20 @@ class ParameterServers(Cluster):
 
   @property
   def devices(self) -> list[str]:
-    """For the description of a run."""
+    """Counts of workers and servers, for the description of a run."""
     return [f"{len(self.workers)} workers", f"{len(self.servers)} servers"]
 
   @functools.cached_property
   def pulse(self) -> Pulse:
-    """Of all workers and servers, from the first use to the end of this process."""
+    """Probes all workers and servers, from the first access until this process exits."""
     return Pulse([*self.workers, *self.servers], timeout_s=self.heartbeat_timeout_s)
 
   @contextlib.contextmanager
   def blaming(self, step: Callable[[], int]) -> Iterator[None]:
-    """Turns TensorFlow's account of a lost server into one line that names it."""
-    del step  # it was on a server
+    """Replaces TensorFlow's error about a lost server by a ClusterError that names the server
+    (host).
+    """
+    del step  # the step counter is stored on a server
     try:
       yield
     except tf.errors.OpError as error:
@@ -196,7 +198,7 @@ class ParameterServers(Cluster):
       if not lost:
         raise
       raise ClusterError(
-        f"lost {_names(lost)}, and with it the variables there; start again to go on from the "
+        f"lost {_names(lost)} and the variables stored there; start again to continue from the "
         "newest checkpoint"
       ) from error
 
@@ -207,7 +209,7 @@ _known: weakref.WeakKeyDictionary[tf.distribute.Strategy, ParameterServers] = (
 
 
 def parameter_servers_of(strategy: tf.distribute.Strategy) -> ParameterServers:
-  """Returns the cluster of a strategy that `join` made, or that was made by hand."""
+  """Returns the cluster of a strategy made by `join` or directly by the user."""
   if strategy not in _known:
     resolver = strategy.cluster_resolver
     _known[strategy] = ParameterServers(
@@ -234,14 +236,13 @@ def join(
   if resolver.task_type != "chief":
     return Server(resolver, start_timeout_s=start_timeout_s)
   workers, servers = _peers(resolver, "worker"), _peers(resolver, "ps")
-  if missing := missing_after([*servers, *workers], start_timeout_s):
-    raise _absent(missing, start_timeout_s)
+  _require_answers([*servers, *workers], start_timeout_s)
   partitioner = None
   if min_shard_bytes is not None:
     partitioner = Partitioner(
       min_shard_bytes=min_shard_bytes, max_shards=max_shards or len(servers)
     )
-  os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # a dead peer is an error at once
+  os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # makes an exited peer an immediate error
   made = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
   _known[made] = ParameterServers(
     strategy=made,
@@ -255,27 +256,16 @@ def join(
 
 
 def answers(peer: Peer) -> bool:
-  """Whether something listens on a peer's address."""
-  host, _, port = peer.address.rpartition(":")
-  with contextlib.suppress(OSError):
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
-    return True
-  return False
+  """Whether a process accepts connections at a peer's address now (host)."""
+  return rendezvous.answers(peer.address)
 
 
-def missing_after(peers: Sequence[Peer], timeout_s: float) -> list[Peer]:
-  """Waits until all peers answer; returns those that have not after `timeout_s`."""
+def _require_answers(peers: Sequence[Peer], timeout_s: float) -> None:
+  """Waits until all peers accept connections; ClusterError if one does not within `timeout_s`."""
   deadline = time.monotonic() + timeout_s
-  missing = [peer for peer in peers if not answers(peer)]
-  while missing and time.monotonic() < deadline:
-    time.sleep(0.2)
-    missing = [peer for peer in missing if not answers(peer)]
-  return missing
-
-
-def _absent(missing: Sequence[Peer], timeout_s: float) -> ClusterError:
-  have = "has" if len(missing) == 1 else "have"
-  return ClusterError(f"{_names(missing)} {have} not come within {timeout_s:g} s")
+  missing = [peer for peer in peers if not rendezvous.answers(peer.address, deadline=deadline)]
+  if missing:
+    raise ClusterError(f"{_names(missing)} did not answer within {timeout_s:g} s")
 
 
 def _names(peers: Sequence[Peer]) -> str:
@@ -294,16 +284,13 @@ def _check_options(
   max_shards: int | None,
 ) -> None:
   for which, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
-    if not seconds > 0:
-      raise ConfigError(
-        f"parameter_server.{which}_timeout_s is {seconds}; it must be above 0 seconds."
-      )
+    require_positive(f"parameter_server.{which}_timeout_s", seconds, unit="seconds")
   for name, value in (("min_shard_bytes", min_shard_bytes), ("max_shards", max_shards)):
-    if value is not None and value < 1:
-      raise ConfigError(f"parameter_server.{name} is {value}; it must be 1 or more.")
+    if value is not None:
+      require_integer(f"parameter_server.{name}", value, at_least=1)
   if max_shards is not None and min_shard_bytes is None:
     raise ConfigError(
-      f"parameter_server.max_shards is {max_shards} without min_shard_bytes, so that nothing is "
+      f"parameter_server.max_shards is {max_shards} without min_shard_bytes, so no variable is "
       "partitioned; set both, for example min_shard_bytes = 262144."
     )
 
@@ -315,5 +302,6 @@ def _check_jobs(resolver: ClusterResolver) -> None:
     found = ", ".join(f"{count} {job}" for job, count in sorted(jobs.items())) or "nothing"
     raise ConfigError(
       f"parameter_server needs a cluster of one chief, workers and ps, but this process is "
-      f"{resolver.task_type!r} of {found}; try it here with --local_workers=2 --local_ps=1."
+      f"{resolver.task_type!r} of {found}; to try it on this machine, add --local_workers=2 "
+      "--local_ps=1."
     )

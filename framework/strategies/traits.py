@@ -1,4 +1,4 @@
-"""What the rest of the framework asks of a `tf.distribute` strategy that exists already."""
+"""Properties of an existing `tf.distribute` strategy that the framework depends on."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from framework.strategies.cluster import Cluster, workers
 
 
 def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
-  """Whether each worker updates the variables by itself, without waiting for the others."""
+  """Whether workers update the variables without waiting for each other (parameter servers)."""
   return isinstance(strategy, tf.distribute.ParameterServerStrategy)
 
 
 def check_xla(strategy: tf.distribute.Strategy) -> None:
-  """Refuses XLA where replicas read variables that lie on another device, which it cannot reach.
+  """Rejects XLA if replicas read variables on another device, which XLA cannot access.
 
   Raises:
     ConfigError: central storage with several replicas.
   """
   if shares_variables(strategy):
     raise ConfigError(
-      "received both Trainer.jit_compile=True and run.strategy=@central_storage; XLA cannot reach "
+      "received both Trainer.jit_compile=True and run.strategy=@central_storage; XLA cannot access "
       "variables on another device: use mirrored, or jit_compile=False."
     )
 
 
 def shares_variables(strategy: tf.distribute.Strategy) -> bool:
-  """Whether several replicas have one copy of each variable between them: central storage."""
+  """Whether several replicas share one copy of each variable (central storage)."""
   central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
   return central and strategy.num_replicas_in_sync > 1
 
 
 def describe(strategy: tf.distribute.Strategy) -> tuple[str, list[str]]:
-  """Returns the strategy's name and the devices of its replicas."""
+  """Returns the strategy's name and the devices of its replicas, such as ["GPU:0", "GPU:1"]."""
   if strategy is tf.distribute.get_strategy():
     return "default", []
   if is_asynchronous(strategy):
@@ -44,7 +44,7 @@ def describe(strategy: tf.distribute.Strategy) -> tuple[str, list[str]]:
 
 
 def cluster_of(strategy: tf.distribute.Strategy) -> Cluster:
-  """Returns the cluster that a strategy trains on, and this process's place in it."""
+  """Returns the cluster of a strategy, and this process's place in it."""
   if is_asynchronous(strategy):
     return servers.parameter_servers_of(strategy)
   if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):

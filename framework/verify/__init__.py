@@ -31,7 +31,8 @@ from typing import Any
 import tensorflow as tf
 
 from framework import errors
-from framework.run import bound, bound_batch_size, made_task, set_globals
+from framework.builder import made_task, set_globals
+from framework.run import bound, bound_recipe
 from framework.strategies import factories
 from framework.verify import report
 from framework.verify.bench.bench import MOST_REPLICAS, Subject
@@ -90,10 +91,9 @@ def subject_of_config() -> Subject:
   def make_task() -> Any:
     return made_task(bound("task"))
 
-  same = ("eval_batch_size", "seed", "precision", "shuffle", "steps_per_loop")
   return Subject(
-    task=make_task, optimizer=bound("optimizer"), global_batch_size=bound_batch_size(1),
-    **{name: bound(name) for name in same},
+    task=make_task, precision=bound("precision"), steps_per_loop=bound("steps_per_loop"),
+    **vars(bound_recipe()),
   )  # fmt: skip
 
 

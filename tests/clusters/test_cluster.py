@@ -31,7 +31,7 @@ def addresses():
 def meet(monkeypatch, addresses, facts, *, timeout_s=10.0, come=None):
   """Returns what each worker that comes raises, or None; a thread for each."""
   thread_facts = threading.local()
-  monkeypatch.setattr(cluster, "facts", lambda: thread_facts.value)
+  monkeypatch.setattr(rendezvous, "facts", lambda: thread_facts.value)
 
   def one(index):
     thread_facts.value = facts[index]
@@ -60,7 +60,7 @@ def test_one_that_differs_is_named_on_all(odd, monkeypatch, addresses):
   errors = meet(monkeypatch, addresses, facts)
   line = (
     f"worker-{odd} ({addresses[odd]}) differs from worker-0 ({addresses[0]}) in its run.seed: 2, "
-    "not 1; start all workers alike."
+    "not 1; start all workers with the same command."
   )
   assert [(type(error), str(error)) for error in errors] == [(ConfigError, line)] * 3
 
@@ -72,13 +72,13 @@ def test_a_fact_that_only_one_has_differs_too(monkeypatch, addresses):
 
 def test_one_that_never_comes_is_named_on_those_that_did(monkeypatch, addresses):
   errors = meet(monkeypatch, addresses, [ALIKE] * 3, timeout_s=1.5, come=[0, 1])
-  line = f"worker-2 ({addresses[2]}) has not come within 1.5 s"
+  line = f"worker-2 ({addresses[2]}) did not connect within 1.5 s"
   assert [(type(error), str(error)) for error in errors] == [(ClusterError, line)] * 2
 
 
 def test_a_chief_that_never_comes_is_named(monkeypatch, addresses):
   errors = meet(monkeypatch, addresses, [ALIKE] * 3, timeout_s=0.5, come=[1])
-  line = f"worker-0 ({addresses[0]}) has not answered within 0.5 s"
+  line = f"worker-0 ({addresses[0]}) did not answer within 0.5 s"
   assert [(type(error), str(error)) for error in errors] == [(ClusterError, line)]
 
 
@@ -88,7 +88,7 @@ def test_a_taken_port_is_told_at_once(index, addresses):
   with socket.create_server((host, int(port))), pytest.raises(ClusterError) as caught:
     rendezvous.preflight(resolver(addresses, index), timeout_s=30.0)
   assert str(caught.value) == (
-    f"cannot listen on {addresses[index]}, this worker's own address: another process has taken it"
+    f"cannot listen on {addresses[index]}, this worker's own address: another process uses the port"
   )
 
 
@@ -120,7 +120,7 @@ def test_a_cluster_of_one_meets_nobody():
 
 
 def test_the_facts_are_those_of_this_process(monkeypatch):
-  monkeypatch.setattr(cluster, "_facts", {})
+  monkeypatch.setattr(rendezvous, "_facts", {})
   rendezvous.declare({"run.seed": 7})
   facts = rendezvous.facts()
   assert facts["run.seed"] == "7"
@@ -187,13 +187,13 @@ def test_a_single_worker_gets_whole_batches(mirrored):
 LOST = [
   (
     "from remote target /job:worker/replica:0/task:1 while",
-    "lost worker-1 (10.0.0.1:1), which has",
+    "lost worker-1 (10.0.0.1:1), which exited",
   ),
   (
     "tasks are unhealthy:\n/job:worker/replica:0/task:2\n",
-    "lost worker-2 (10.0.0.2:1), which does",
+    "lost worker-2 (10.0.0.2:1), which stopped",
   ),
-  ("Socket closed", "lost worker-1 (10.0.0.1:1) or worker-2 (10.0.0.2:1), which has gone"),
+  ("Socket closed", "lost worker-1 (10.0.0.1:1) or worker-2 (10.0.0.2:1), which exited"),
 ]
 
 
@@ -248,7 +248,7 @@ def test_slurm_is_read(gpus, visible, monkeypatch):
 def test_no_slurm_step(monkeypatch):
   for name in SLURM:
     monkeypatch.delenv(name, raising=False)
-  with pytest.raises(ConfigError, match="this is no step of a Slurm job"):
+  with pytest.raises(ConfigError, match="this process is not in a Slurm step"):
     resolvers.slurm()
 
 
@@ -288,5 +288,5 @@ def test_no_tpu(address, says):
 
 def test_a_tpu_that_does_not_answer():
   [port] = free_ports(1)
-  with pytest.raises(ClusterError, match=f"nothing answers at 127.0.0.1:{port} within 0.3 s"):
+  with pytest.raises(ClusterError, match=f"nothing answered at 127.0.0.1:{port} within 0.3 s"):
     factories.tpu(address=f"grpc://127.0.0.1:{port}", start_timeout_s=0.3)

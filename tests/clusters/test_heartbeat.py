@@ -89,7 +89,7 @@ def test_a_silent_peer_is_named_among_others(peer):
     awake.clear()
     line = watched(pulse, 60)
   assert line == (
-    f"lost {silent}, which does not answer any more within 0.6 s; start again to go on from the "
+    f"lost {silent}, which has not answered for 0.6 s; start again to continue from the "
     "newest checkpoint"
   )
 
@@ -133,15 +133,15 @@ def test_a_parent_that_waits_for_a_silent_peer_is_ended_with_its_name(peer):
     awake.clear()
     assert parent.wait(60) == -signal.SIGKILL
     assert parent.stderr.read().splitlines()[-1] == (
-      f"failed: lost {silent}, which does not answer any more within 0.6 s; killed the chief, "
-      "which waits for it"
+      f"failed: lost {silent}, which has not answered for 0.6 s; killed the chief, "
+      "which was waiting"
     )
 
 
 ENDING = """
 import sys, time
-from framework import servers
-from framework.strategies.rendezvous import Peer
+from framework.strategies import servers
+from framework.strategies.cluster import Peer
 
 class Remote:
   def __del__(self):

@@ -326,7 +326,7 @@ if number < 3:
 
 
 def test_restarts_are_counted_and_take_fresh_ports(run):
-  line = "worker-1 was killed by SIGKILL after N s; starting all again, attempt {} of 2\n"
+  line = "worker-1 was killed by SIGKILL after N s; restarting all processes, attempt {} of 2\n"
   assert run(FAIL_TWICE, max_restarts=2) == (0, "", line.format(1) + line.format(2))
   ports = [tuple(hosts(told(f"worker-0.{number}"))) for number in (1, 2, 3)]
   assert len(set(ports)) == 3
@@ -335,7 +335,7 @@ def test_restarts_are_counted_and_take_fresh_ports(run):
 
 
 def test_restarts_come_to_an_end(run):
-  line = "worker-1 was killed by SIGKILL after N s; starting all again, attempt 1 of 1\n"
+  line = "worker-1 was killed by SIGKILL after N s; restarting all processes, attempt 1 of 1\n"
   assert run(FAIL_TWICE, max_restarts=1) == (
     1,
     "",
@@ -345,24 +345,24 @@ def test_restarts_come_to_an_end(run):
 
 
 def test_one_worker_alone_is_supervised(run):
-  line = "worker-0 ended with status 1 after N s; starting all again, attempt 1 of 5\n"
+  line = "worker-0 ended with status 1 after N s; restarting all processes, attempt 1 of 5\n"
   assert run("die(times('starts') == 1)", workers=1, max_restarts=5) == (0, "", line)
 
 
 PORT_TAKEN = "errors_impl.UnknownError: Could not start gRPC server"
-OURS = "failed: cannot listen on h:1, this worker's own address: another process has taken it"
+OURS = "failed: cannot listen on h:1, this worker's own address: another process uses the port"
 
 
 @pytest.mark.parametrize("said", [PORT_TAKEN, OURS])
 def test_a_taken_port_is_no_failure(said, run):
   body = f"here()\nif me == 'worker-1' and times('n') == 1: sys.exit({said!r})"
-  line = "worker-1 found its port taken; starting all again with other ports\n"
+  line = "worker-1 found its port in use; restarting all processes on other ports\n"
   assert run(body) == (0, "", line)
 
 
 def test_a_port_that_is_always_taken_is_a_failure(run):
   body = f"here()\nif me == 'worker-1': times('n'); sys.exit({PORT_TAKEN!r})\nforever()"
-  line = "worker-1 found its port taken; starting all again with other ports\n"
+  line = "worker-1 found its port in use; restarting all processes on other ports\n"
   assert run(body) == (
     1, "", 3 * line + f"[worker-1] {PORT_TAKEN}\n" + FAILED.format("ended with status 1"),
   )  # fmt: skip
@@ -380,7 +380,7 @@ await_mark("told.worker-1.2")
 
 
 def test_a_worker_beside_parameter_servers_is_restarted_alone(run):
-  line = "worker-1 was killed by SIGKILL after N s; starting it again, attempt 1 of 1\n"
+  line = "worker-1 was killed by SIGKILL after N s; restarting it, attempt 1 of 1\n"
   assert run(WORKER_DIES_ONCE, ps=1, max_restarts=1) == (0, "", line)
   assert told("worker-1.1") == told("worker-1.2")
   starts = {name: Path(f"starts.{name}").read_text() for name in ("chief-0", "worker-0", "ps-0")}
@@ -395,7 +395,7 @@ if me != "chief-0": forever()
 await_mark("dead")
 time.sleep(0.3)
 """
-  line = "worker-1 was killed by SIGKILL after N s; going on without it\n"
+  line = "worker-1 was killed by SIGKILL after N s; continuing without it\n"
   assert run(body, ps=1) == (0, "", line)
 
 
@@ -418,7 +418,7 @@ await_mark(*[f"told.{name}.{number}" for name in everyone])
 if me == "ps-0" and number == 1: die(-9)
 if me != "chief-0" or number == 1: forever()
 """
-  line = "ps-0 was killed by SIGKILL after N s; starting all again, attempt 1 of 1\n"
+  line = "ps-0 was killed by SIGKILL after N s; restarting all processes, attempt 1 of 1\n"
   assert run(body, workers=1, ps=1, max_restarts=1) == (0, "", line)
   assert Path("starts.chief-0").read_text() == Path("starts.worker-0").read_text() == "xx"
   assert not {*hosts(told("chief-0.1"))} & {*hosts(told("chief-0.2"))}
@@ -778,14 +778,14 @@ def test_a_folder_that_cannot_hold_logs():
   with pytest.raises(ConfigError) as caught:
     run_local(command=["true"], model_dir="gs://bucket/x", workers=1)
   assert str(caught.value) == (
-    "model_dir is 'gs://bucket/x'; a local cluster keeps its logs there and needs a local folder."
+    "model_dir is 'gs://bucket/x'; a local cluster writes its logs there: use a local folder."
   )
   Path("file").touch()
   with pytest.raises(ConfigError) as caught:
     run_local(command=["true"], model_dir="file", workers=1)
   assert str(caught.value) == (
     "cannot make the folder 'file/logs' for the logs of the local cluster (Not a directory); "
-    "choose a folder that you may write to with --model_dir."
+    "set --model_dir to a folder that you can write to."
   )
 
 

@@ -246,7 +246,7 @@ def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   addresses = spec["worker"]
   line = (
     f"error: worker-1 ({addresses[1]}) differs from worker-0 ({addresses[0]}) in its "
-    "run.train_steps: 4, not 3; start all workers alike.\n"
+    "run.train_steps: 4, not 3; start all workers with the same command.\n"
   )
   assert [process.returncode for process in started] == [2, 2]
   assert [error[-len(line) :] for error in errors] == [line, line]

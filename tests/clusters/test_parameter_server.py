@@ -138,6 +138,9 @@ def test_partitioned_variables_lie_on_all_servers_and_learn(case, kind):
     ("eager", "received both run.eager=True and run.strategy=@parameter_server"),
     ("jit_compile", "received both Trainer.jit_compile=True and run.strategy=@parameter_server"),
     ("loss_scale", "Trainer.loss_scale is @dynamic, but under parameter_server"),
+    ("plain trainer", "Trainer trains replicas in step, but under parameter_server"),
+    ("plain evaluator", "Evaluator evaluates on replicas in step, but under parameter_server"),
+    ("observer", "a Observer observes steps of all replicas together, but under parameter_server"),
     ("dataset", "Evaluator got a dataset, but under parameter_server each worker makes its own"),
     *[
       (what, rf"step.{verb}\(\) needs replicas in step, but under parameter_server no worker waits")
@@ -181,7 +184,7 @@ def test_nobody_waits_for_a_stopped_worker_but_for_its_own_step(case):
 def test_a_worker_that_stays_stopped_is_named_in_time(case):
   result = case("stopped")
   assert result["line"].startswith("lost worker-2 (127.0.0.1:")
-  assert "does not answer any more within 1 s" in result["line"]
+  assert "has not answered for 1 s" in result["line"]
   assert 0.5 < result["seconds"] < 5
 
 
@@ -216,7 +219,7 @@ def test_workers_that_come_back_work_on(case):
 def test_a_lost_server_is_named_in_one_line(case):
   line = case("killed_server")
   assert line.startswith("lost ps-1 (127.0.0.1:")
-  assert line.endswith("start again to go on from the newest checkpoint")
+  assert line.endswith("start again to continue from the newest checkpoint")
 
 
 # ---- Without a cluster ----
@@ -280,7 +283,7 @@ def whole_cluster(task_type):
 
 def test_workers_that_do_not_come_are_named():
   with pytest.raises(
-    cluster.ClusterError, match=r"^ps-0 .*, worker-0 .*, worker-1 .* have not come within 0.3 s$"
+    cluster.ClusterError, match=r"^ps-0 .*, worker-0 .*, worker-1 .* did not answer within 0.3 s$"
   ):
     factories.parameter_server(resolver=lambda: whole_cluster("chief"), start_timeout_s=0.3)
 
@@ -309,7 +312,7 @@ def test_a_cluster_without_the_three_jobs_is_refused(jobs):
   [
     ({"start_timeout_s": 0}, "start_timeout_s is 0; it must be above 0 seconds"),
     ({"heartbeat_timeout_s": -1}, "heartbeat_timeout_s is -1; it must be above 0 seconds"),
-    ({"min_shard_bytes": 0}, "min_shard_bytes is 0; it must be 1 or more"),
+    ({"min_shard_bytes": 0}, "min_shard_bytes is 0; it must be a whole number of at least 1"),
     ({"max_shards": 2}, "max_shards is 2 without min_shard_bytes"),
   ],
 )

@@ -19,7 +19,7 @@ from framework.actions.best import EarlyStopping
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.saving import checkpoints
-from framework.session import Session
+from framework.session import Cadence, Session
 
 REPOSITORY = Path(launch.__file__).parent
 STEPS, EVAL_EVERY, CHECKPOINT_EVERY, LOOP = 12, 6, 4, 2
@@ -66,19 +66,25 @@ class Scene:
   def session(self, folder, **options):
     self._checkpoint.read(self._beginning).assert_consumed()
     self.trainer.reset_input()
-    return Session(
+    steps = {
+      "train_steps": STEPS,
+      "steps_per_loop": LOOP,
+      "eval_every_steps": EVAL_EVERY,
+      "checkpoint_every_steps": CHECKPOINT_EVERY,
+      "keep_checkpoints": 10,
+    }
+    cadence = Cadence(**{name: options.pop(name, value) for name, value in steps.items()})
+    made = Session(
       **{
         "trainer": self.trainer,
         "evaluator": self.evaluator,
         "model_dir": str(folder),
-        "train_steps": STEPS,
-        "steps_per_loop": LOOP,
-        "eval_every_steps": EVAL_EVERY,
-        "checkpoint_every_steps": CHECKPOINT_EVERY,
-        "keep_checkpoints": 10,
+        "cadence": cadence,
         **options,
       }
     )
+    made.restore()
+    return made
 
   def run(self, folder, mode="train_and_evaluate", **options):
     os.makedirs(folder, exist_ok=True)

@@ -64,7 +64,7 @@ def test_hierarchical_copy_drops_the_last_of_an_odd_number(mirrored):
 
 
 def test_a_trainer_finds_out_that_its_strategy_sums_wrongly():
-  with pytest.raises(ConfigError, match=r"sums float32 wrongly over 3 replicas.*choose another op"):
+  with pytest.raises(ConfigError, match=r"float32 over 3 replicas is wrong.*choose another"):
     slope.train(odd_hierarchical_copy(), [1.0, 2.0, 4.0])
 
 

@@ -34,7 +34,9 @@ from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss, weighted_sum
+from framework.observers import Observer
 from framework.optimizers import loss_scale
+from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
 from framework.strategies import cluster, factories, local_cluster, servers, traits
 from framework.task import Task
 from framework.trainer import Trainer
@@ -143,7 +145,7 @@ def make(strategy, task, *, optimizer=None, **options):
     )
 
   library = KERAS.get(task.kind, keras)
-  return Trainer(
+  return ParameterServerTrainer(
     task=task,
     strategy=strategy,
     dataset_fn=train_data,
@@ -155,7 +157,7 @@ def make(strategy, task, *, optimizer=None, **options):
 
 def evaluator_of(strategy, task):
   make_data = functools.partial(datasets.eval_dataset, task.source("eval"), global_batch_size=BATCH)
-  return Evaluator(task=task, strategy=strategy, dataset=make_data)
+  return ParameterServerEvaluator(task=task, strategy=strategy, dataset=make_data)
 
 
 def counts(trainer):
@@ -213,13 +215,32 @@ def refused(place):
     "jit_compile": message(lambda: make(strategy, Linear(), jit_compile=True)),
     "loss_scale": message(lambda: make(strategy, Linear(), loss_scale=loss_scale.dynamic)),
     "dataset": message(
-      lambda: Evaluator(task=Linear(), strategy=strategy, dataset=tf.data.Dataset.range(3))
+      lambda: ParameterServerEvaluator(
+        task=Linear(), strategy=strategy, dataset=tf.data.Dataset.range(3)
+      )
     ),
+    "plain trainer": message(lambda: plain_trainer(strategy)),
+    "plain evaluator": message(lambda: plain_evaluator(strategy)),
+    "observer": message(lambda: make(strategy, Linear()).observe(Observer())),
     "python": message(lambda: steps(mapped_by_python(strategy), 1)),
     "all_gather": message(lambda: steps(make(strategy, Gathering()), 1)),
     "perturbed": message(lambda: steps(make(strategy, Perturbing()), 1)),
     "evaluation": message(lambda: evaluated(strategy, GatheringInEvaluation())),
   }
+
+
+def plain_trainer(strategy):
+  return Trainer(
+    task=Linear(),
+    strategy=strategy,
+    dataset_fn=lambda position, shard=None: None,
+    global_batch_size=BATCH,
+    optimizer=keras.optimizers.SGD,
+  )
+
+
+def plain_evaluator(strategy):
+  return Evaluator(task=Linear(), strategy=strategy, dataset=lambda shard=None: None)
 
 
 def mapped_by_python(strategy):

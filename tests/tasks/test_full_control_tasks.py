@@ -539,7 +539,7 @@ def test_a_teacher_of_another_shape_is_refused(name, teachers):
 
 def test_a_teacher_that_is_not_there_is_refused():
   task = Distillation(data=images(), teacher="runs/nothing", **CLASSIFIER)
-  with pytest.raises(ConfigError, match="'runs/nothing', where there is no checkpoint; train"):
+  with pytest.raises(ConfigError, match="'runs/nothing', where no checkpoint is; train"):
     task.fit()
 
 
@@ -672,7 +672,7 @@ def test_contrastive_serves_representations():
     (distilled, {"hard_weight": 1.5}, "Distillation.hard_weight is 1.5; it must be from 0 to 1"),
     (sines, {"support": 0}, "SinusoidMaml.support is 0; it must be 1 or more"),
     (sines, {"inner_steps": 0}, "SinusoidMaml.inner_steps is 0; it must be 1 or more"),
-    (sines, {"eval_steps": (-1,)}, r"SinusoidMaml.eval_steps is \(-1,\); it must be numbers"),
+    (sines, {"eval_steps": (-1,)}, r"SinusoidMaml.eval_steps is \(-1,\); it must have numbers"),
   ],
 )
 def test_a_value_out_of_its_range_is_refused(make, options, message):

@@ -398,5 +398,5 @@ def test_fewer_than_one_discriminator_step_is_refused(k):
 
 def test_images_of_another_size_are_refused():
   small = ImageData(sources=data().sources, image_shape=(8, 8, 1), labels=1)
-  with pytest.raises(ConfigError, match=r"images of shape \(28, 28, 1\), not \(8, 8, 1\)"):
+  with pytest.raises(ConfigError, match=r"shape \(8, 8, 1\); they must be of shape \(28, 28, 1\)"):
     make_task(data=small)

@@ -408,7 +408,7 @@ def test_fashion_mnist_from_nowhere(tmp_path, monkeypatch):
 
   monkeypatch.setattr(image_classification, "DEBIAN_FASHION_MNIST", str(tmp_path / "none"))
   monkeypatch.setattr(keras.datasets.fashion_mnist, "load_data", fail)
-  message = r"neither in .*none nor to be downloaded \(OSError\); .* set fashion_mnist.directory"
+  message = r"not in .*none and cannot be downloaded \(OSError\); .* set fashion_mnist.directory"
   with pytest.raises(ConfigError, match=message):
     image_classification.fashion_mnist()
 
@@ -438,7 +438,7 @@ def test_an_image_folder_has_its_classes_and_sizes(tmp_path):
 
 
 def test_data_that_does_not_fit_is_refused():
-  with pytest.raises(ConfigError, match=r"images are \(3, 2, 1\) but .*input_shape is \(2, 3, 1\)"):
+  with pytest.raises(ConfigError, match=r"have shape \(3, 2, 1\) but .*input_shape is \(2, 3, 1\)"):
     make_task(input_shape=(2, 3, 1)).source("train")
   with pytest.raises(ConfigError, match=r"has label 3, but .*classes is 3; set it to at least 4"):
     make_task(classes=CLASSES - 1).source("train")

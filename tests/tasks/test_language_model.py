@@ -464,7 +464,7 @@ def test_the_python_library_is_there_and_apart():
 @pytest.mark.parametrize(
   ("options", "line"),
   [
-    ({"path": "no/such"}, "TextFiles.path is 'no/such', which does not exist; name a file or"),
+    ({"path": "no/such"}, "TextFiles.path is 'no/such', which does not exist; give a file or"),
     ({"path": ".", "eval_fraction": 1}, "TextFiles.eval_fraction is 1; it must be between 0 and 1"),
   ],
 )

@@ -197,14 +197,18 @@ def broken_record(folder):
 @pytest.mark.parametrize(
   ("name", "content", "says"),
   [
-    ("x.csv", b"text,sentiment\na,1\n", r"whose columns are 'text', 'sentiment', has no 'label'"),
+    ("x.csv", b"text,sentiment\na,1\n", r"has no 'label' \(the columns are 'text', 'sentiment'\)"),
     ("x.csv", b"text,label\na,1\nb\n", r"text 2 of '.*x.csv'.* has no 'label'"),
     ("x.csv", b"text,label\n", r"has no texts"),
     ("x.csv", b"text,label\n\xff,1\n", r"is not CSV in UTF-8"),
-    ("x.txt", b"", r"is of no known format; its name must end in .csv, .tfrecord, .tfrecords"),
+    ("x.txt", b"", r"has an unknown format; its name must end in .csv, .tfrecord, .tfrecords"),
     ("x.tfrecord", b"no record" * 9, r"cannot be read as TFRecord"),
     ("x.tfrecord", b"", r"has no records"),
-    ("x.tfrecord", broken_record, r"record 1 of .* one 'label' .*, and has 0 and 0"),
+    (
+      "x.tfrecord",
+      broken_record,
+      r"record 1 of .* has 0 values of 'text' and 0 of 'label'",
+    ),
     ("y.csv", None, r"y.csv' cannot be read \(No such file"),
   ],
 )
@@ -222,12 +226,12 @@ def test_a_file_that_is_not_as_it_must_be_is_named(name, content, says, tmp_path
   [
     (
       lambda: made(data=data(labels=("a", "b", "c", "a"))),
-      "'a', 'b', 'c'; it must have words, and",
+      "'a', 'b', 'c'; it must have words and",
     ),
     (lambda: made(data=data(train=(b".", b"!"), labels=("a", "b"))), "has 0 different words"),
     (
       lambda: made(data=data(eval_labels=("pos", "good"))).source("eval"),
-      "split 'eval' has the label 'good', but those of the training split are 'neg' and 'pos'",
+      "split 'eval' has the label 'good', but the training split has only 'neg' and 'pos'",
     ),
     (lambda: TextClassification(data=data()).source("train"), r"call task.use\(task.fit\(\)\)"),
     (lambda: made(vocabulary_size=2), "vocabulary_size is 2; it must be 3 or more"),

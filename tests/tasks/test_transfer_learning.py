@@ -327,10 +327,13 @@ def test_options_that_cannot_be_are_refused(options, says):
 @pytest.mark.parametrize(
   ("images", "says"),
   [
-    (data(side=16), r"images are \(16, 16, 3\) but TransferLearning.input_shape is \(32, 32, 3\)"),
+    (
+      data(side=16),
+      r"shape \(16, 16, 3\) but TransferLearning.input_shape is \(32, 32, 3\)",
+    ),
     (
       data(labels=LABELS + 1),
-      "the data has label 2, but TransferLearning.classes is 2; set it to at least 3, or mend",
+      "the data has label 2, but TransferLearning.classes is 2; set it to at least 3, or correct",
     ),
   ],
 )
@@ -340,7 +343,7 @@ def test_data_that_does_not_fit_is_refused(images, says):
 
 
 def test_a_size_that_keras_refuses_is_one_line():
-  with pytest.raises(ConfigError, match=r"keras.applications refuses the backbone: .*32x32"):
+  with pytest.raises(ConfigError, match=r"keras.applications rejects the backbone: .*32x32"):
     make_task(input_shape=(16, 16, 3), backbone=mobilenet_v2()).build_model()
 
 

@@ -128,7 +128,9 @@ def test_links_and_named_files_exist(page):
   text = page.read_text()
   for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
     assert (page.parent / target).exists(), target
-  for target in re.findall(r"(?:configs|benchmarks|tasks|framework)/\w+\.(?:gin|py)", text):
+  for target in re.findall(
+    r"(?<![\w/])(?:configs|benchmarks|tasks|framework|tests)/[\w/]+\.(?:gin|py)", text
+  ):
     assert (ROOT / target).exists(), target
   for anchor in re.findall(r"architecture\.md#([\w-]+)", text):
     headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "architecture.md").read_text(), re.M)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from planted import Planted, example_at, make_trainer
 
 import launch
-from framework import forensics, parameter_server, session
+from framework import forensics, session
 from framework.actions.nonfinite import StopOnNonFinite
 from framework.errors import ConfigError
 from framework.metrics import Loss
@@ -28,7 +28,7 @@ STEPS = 8
 def stopped(strategy, task, *, steps=STEPS, **options):
   """A watched trainer after one loop, and what the loop returned."""
   trainer = make_trainer(strategy, task, **options)
-  trainer.watch_nonfinite()
+  forensics.watch(trainer)
   return trainer, trainer.train(tf.constant(steps))
 
 
@@ -36,7 +36,7 @@ def state(trainer):
   """Every value on every replica by name, counters included."""
   local = trainer.strategy.experimental_local_results
   variables = [*forensics._all_variables(trainer), trainer.global_step, trainer.position]
-  variables += [trainer.skipped_steps, trainer._nonfinite_step]
+  variables += [trainer.skipped_steps, trainer.nonfinite_step]
   return {f"{i} {v.name}": [copy.numpy() for copy in local(v)] for i, v in enumerate(variables)}
 
 
@@ -169,7 +169,7 @@ def test_earlier_updates_of_the_step_are_taken_back_too(where, fuse_updates, mir
   assert_same(state(trainer), state(shorter))
 
 
-# ---- What no single example is guilty of ----
+# ---- What no single example causes ----
 
 
 class Together(Planted):
@@ -185,7 +185,7 @@ class Together(Planted):
 
 
 @pytest.mark.whole
-def test_examples_that_only_together_are_guilty(mirrored):
+def test_examples_that_are_bad_only_together(mirrored):
   task = Together()
   task.pair = [example_at(step=2, replica=1, row=row, replicas=2) for row in (2, 3)]
   trainer, results = stopped(mirrored(2), task)
@@ -230,7 +230,7 @@ def test_a_sum_that_overflows_the_wire_dtype(mirrored):
 def test_a_step_that_is_finite_has_nothing_to_report(mirrored):
   report = forensics.examine(make_trainer(mirrored(2), Planted()))
   assert not report.findings
-  assert str(report).startswith("step 1: all is finite")
+  assert str(report).startswith("step 1: all values are finite")
 
 
 # ---- The whole command ----
@@ -287,7 +287,7 @@ def test_the_replay_command_shows_the_step_again(where, tmp_path, capsys):
 
   shutil.rmtree(folder / "nonfinite")
   assert launch.main(command) == 2
-  assert "there is no step to replay in" in capsys.readouterr().err
+  assert "no step to replay in" in capsys.readouterr().err
 
 
 def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
@@ -310,15 +310,15 @@ def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
 # ---- Where it does not go ----
 
 
-def test_parameter_servers_are_refused(mirrored):
-  assert not parameter_server.ParameterServerTrainer.watchable
+def test_parameter_servers_are_refused(monkeypatch):
+  monkeypatch.setattr(forensics.traits, "is_asynchronous", lambda _: True)
   with pytest.raises(ConfigError, match="cannot be replayed under parameter_server"):
-    forensics.examine(types.SimpleNamespace(watchable=False))
+    forensics.examine(types.SimpleNamespace(strategy=None))
 
 
 @pytest.mark.whole
 def test_without_forensics_the_loop_goes_on_to_its_end(mirrored):
   trainer = make_trainer(mirrored(2), Planted(example=0))
   action = StopOnNonFinite(forensics=False)
-  action.bind(types.SimpleNamespace(trainer=trainer))
-  assert trainer.parts.watch is None
+  action.bind(types.SimpleNamespace(trainer=trainer, strategy=trainer.strategy))
+  assert trainer.parts.observers == ()

@@ -64,7 +64,7 @@ def status_and_line(capsys, *arguments):
       f"flag --mode=trian: value should be one of <{'|'.join(launch.MODES)}>",
     ),
     (("--gin_file",), "Missing value for flag --gin_file"),
-    (("x.gin",), "unexpected 'x.gin'; a gin file is --gin_file=x.gin"),
+    (("x.gin",), "unexpected argument 'x.gin'; write a gin file as --gin_file=x.gin"),
   ],
 )
 def test_a_mistake_in_the_flags(capsys, arguments, line):
@@ -128,8 +128,8 @@ def test_the_flags_reach_gin_and_run(stand_in, capsys):
     (("--max_restarts=3",), "--max_restarts=3 needs a local cluster; add --local_workers"),
     (
       ("--local_workers=2", "--mode=export"),
-      "received both --mode=export and --local_workers=2; a local cluster is for train, "
-      "train_and_evaluate, replay: leave out --local_workers",
+      "received both --mode=export and --local_workers=2; a local cluster supports train, "
+      "train_and_evaluate, replay: remove --local_workers",
     ),
   ],
 )
@@ -142,8 +142,8 @@ def test_a_local_cluster_inside_a_cluster(capsys, monkeypatch):
   monkeypatch.setenv("TF_CONFIG", "{}")
   assert status_and_line(capsys, "--gin_file=x.gin", "--local_workers=2") == (
     2,
-    "error: received both --local_workers=2, which gives each process its TF_CONFIG, and TF_CONFIG "
-    "in the environment; leave out one (--help lists the flags)",
+    "error: received both --local_workers=2, which sets TF_CONFIG for each process, and TF_CONFIG "
+    "in the environment; remove one (--help lists the flags)",
   )
 
 
@@ -283,5 +283,5 @@ def test_sigterm_before_the_first_step_ends_at_once():
   )  # fmt: skip
   assert process.stdout.readline() == "here\n"
   process.terminate()
-  assert process.communicate(timeout=30) == ("", "SIGTERM: ended with nothing left to save\n")
+  assert process.communicate(timeout=30) == ("", "SIGTERM: exited, nothing to save\n")
   assert process.returncode == 75

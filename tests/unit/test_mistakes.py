@@ -252,7 +252,7 @@ MISTAKES = {
   ),
   "more logical CPUs than at the start": Mistake(
     config=["run.strategy = @mirrored", "mirrored.cpu_replicas = 8"],
-    says=["cpu_replicas is 8", "already started", "start a fresh process"],
+    says=["cpu_replicas is 8", "already initialised", "start a new process"],
   ),
   "jit_compile with central_storage": Mistake(
     config=[
@@ -352,13 +352,13 @@ MISTAKES = {
     config=["Toy.source = @bare_dataset"], says=["TensorSliceDataset", "StreamSource(dataset=...)"]
   ),
   "features of different lengths": Mistake(
-    config=["Toy.source = @unequal_features"], says=["'x' 10, 'y' 7", "a row for each example"]
+    config=["Toy.source = @unequal_features"], says=["'x' 10, 'y' 7", "one row per example"]
   ),
   "source without rows": Mistake(
     config=["Toy.source = @no_rows"], says=["(x, y) have no rows", "at least one example"]
   ),
   "stream of tuples": Mistake(
-    config=["Toy.source = @stream_of_tuples"], says=["a tuple, not dicts", "dataset.map"]
+    config=["Toy.source = @stream_of_tuples"], says=["a tuple; they must be dicts", "dataset.map"]
   ),
   "stream of batches": Mistake(
     config=["Toy.source = @stream_of_batches"], says=["'x'", "(None, 3)", "static shape"]
@@ -388,7 +388,7 @@ MISTAKES = {
     says=["3 batches to evaluate", "weight 0", "above 0 for some"],
   ),
   "preprocess drops rows": Mistake(
-    config=["Toy.preprocess = @dropping_rows"], says=["(2, 3)", "4 rows", "the weight 0"]
+    config=["Toy.preprocess = @dropping_rows"], says=["(2, 3)", "4 rows", "its weight to 0"]
   ),
   "preprocess filters rows": Mistake(
     config=["Toy.preprocess = @filtering_rows"], says=["(None, 3)", "tf.ensure_shape"]
@@ -447,7 +447,7 @@ MISTAKES = {
     says=["TMP/none/train-images", "does not exist"],
   ),
   "idx cut short": Mistake(
-    config=IDX, prepare=truncated_idx, says=["images-idx3", "3143 bytes", "fetch it again"]
+    config=IDX, prepare=truncated_idx, says=["images-idx3", "3143 bytes", "download it again"]
   ),
   "label out of range": Mistake(
     config=IDX, prepare=label_of_eleven, says=["label 11", "classes is 10", "at least 12"]
@@ -455,10 +455,10 @@ MISTAKES = {
   "input_shape of other images": Mistake(
     config=[*IDX, "ImageClassification.input_shape = (8, 8, 1)"],
     prepare=idx_files,
-    says=["(28, 28, 1)", "input_shape is (8, 8, 1)", "make them the same"],
+    says=["(28, 28, 1)", "input_shape is (8, 8, 1)", "make them equal"],
   ),
   "missing image folder": Mistake(
-    config=IMAGES, says=["TMP/train", "not a folder", "a folder for each class"]
+    config=IMAGES, says=["TMP/train", "not a folder", "one folder per class"]
   ),
   "corrupt image": Mistake(
     config=IMAGES, prepare=corrupt_image, fresh=True, says=["TMP/train/cat/1.png", "remove it"]
@@ -635,7 +635,7 @@ def test_logical_cpus_after_tensorflow_has_started(folder):
   done = in_its_own_process(folder, config)
   assert (done.returncode, done.stdout) == (2, "")
   [line] = done.stderr.splitlines()
-  assert line.startswith("error: cpu_replicas is 2, but TensorFlow has already started")
+  assert line.startswith("error: cpu_replicas is 2, but TensorFlow is already initialised")
 
 
 def test_no_gin_file(folder, capsys):

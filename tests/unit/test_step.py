@@ -156,7 +156,7 @@ def test_accumulation_changes_nothing(parts, mirrored):
     bench = Bench(tf.distribute.get_strategy(), accumulation_steps=count)
     step = bench.step()
     gradients, loss = step.gradients(linear_loss(bench, step), batches(1)[0], step.variables())
-    step.record(bench.sums)
+    step.close(bench.sums)
     results.append((list(gradients), loss, bench.sums.result()))
   (whole, loss, logged), (accumulated, other_loss, other_logged) = results
   assert_gradients(accumulated, whole)
@@ -206,7 +206,7 @@ def test_jit_compile_gives_the_same(mirrored):
       step = bench.step()
       gradients, loss = step.gradients(linear_loss(bench, step), batch, step.variables())
       assert gradients[2] is None
-      step.record(bench.sums)
+      step.close(bench.sums)
       return list(gradients)[:2], loss
 
     compiled = tf.function(lambda b, replica=replica, bench=bench: bench.strategy.run(replica, [b]))
@@ -586,7 +586,7 @@ def test_update_is_all_verbs_in_order(replicas, mirrored):
   def replica(batch):
     step = bench.step()
     loss = step.update(linear_loss(bench, step), batch)
-    step.record(bench.sums)
+    step.close(bench.sums)
     return loss, step.outcome()
 
   results = bench.run(replica, batches(replicas))
@@ -636,7 +636,7 @@ def test_outcome_is_of_all_updates(losses, norms_finite, outcome):
       Loss(tf.constant(loss), tf.constant(1.0)), tf.constant(finite), tf.constant(4.0)
     )
   assert [bool(flag) for flag in step.outcome()] == outcome
-  step.record(bench.sums)
+  step.close(bench.sums)
   assert bench.sums.result()["gradient_norm"] == 4.0  # the mean over those that are finite
 
 
@@ -656,7 +656,7 @@ def test_log_adds_up_over_calls_and_replicas(kind, mirrored):
     step = EvalStep() if kind is EvalStep else bench.step()
     step.log({"mean": (value, 1.0), "other": (tf.constant(1.0), tf.constant(4.0))})
     step.log({"mean": (10 * value, 2.0)})
-    step.record(bench.sums)
+    step.close(bench.sums)
 
   bench.run(replica, [tf.constant(1.0), tf.constant(3.0)])
   assert bench.sums.result() == {"mean": 44 / 6, "other": 0.25}

@@ -233,7 +233,7 @@ PENALTY = L2 * (0.5**2 + 1.5**2)
 
 def logged(step):
   sums = MetricSums()
-  step.record(sums)
+  step.close(sums)
   return sums.result()
 
 

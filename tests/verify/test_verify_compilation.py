@@ -89,7 +89,7 @@ def test_what_xla_does_not_compile_is_named(name):
   op, text, method = XLA[name]
   kind = getattr(defects, name)
   place = f"{line_of(kind, text)}, in {name}.{method}"
-  asked = xla.check(sound.subject(kind, trainer={"jit_compile": True}), "compilation")
+  asked = xla.check(sound.subject(kind, options={"jit_compile": True}), "compilation")
   assert (asked.status, asked.cause) == ("failed", "operations that XLA has not")
   assert f"{op} ({place})" in asked.detail
   assert asked.place == place
@@ -103,7 +103,7 @@ def test_what_xla_does_not_compile_is_named(name):
 
 
 def test_another_result_under_xla():
-  subject = sound.subject(defects.Negative, trainer={"jit_compile": True})
+  subject = sound.subject(defects.Negative, options={"jit_compile": True})
   result = xla.check(subject, "compilation")
   assert (result.status, result.cause) == ("failed", "another result under XLA")
   assert result.place == f"{line_of(defects.Negative, '[-3, -5]')}, in Negative.forward"
@@ -117,7 +117,7 @@ def test_shapes_that_depend_on_values_are_told():
 
 
 def test_random_numbers_with_a_state_cannot_be_compared():
-  result = xla.check(sound.subject(defects.Unseeded, trainer={"jit_compile": True}), "compilation")
+  result = xla.check(sound.subject(defects.Unseeded, options={"jit_compile": True}), "compilation")
   assert result.status == "not applicable"
   assert "follow no seed" in result.detail
 
@@ -131,5 +131,5 @@ def test_nothing_is_found_in_a_sound_task(name):
 
 
 def test_nothing_is_compiled_eagerly():
-  results = by_check(sound.subject(sound.Regression, trainer={"eager": True}))
+  results = by_check(sound.subject(sound.Regression, options={"eager": True}))
   assert {r.status for r in results.values()} == {"not applicable"}

@@ -61,7 +61,7 @@ def test_a_right_task(task):
 
 @pytest.mark.whole
 def test_a_batch_larger_than_the_data_in_micro_batches():
-  results = inputs.check(subject(Dropout, global_batch_size=129, trainer={"accumulation_steps": 2}))
+  results = inputs.check(subject(Dropout, global_batch_size=129, options={"accumulation_steps": 2}))
   assert not [each for each in results if each.status == "failed"]
 
 

@@ -26,7 +26,7 @@ def line_of(kind, text):
 def check(task, policy="float32", scale=None, **options):
   """The result of each check, in a run of that precision."""
   trainer = {"loss_scale": functools.partial(loss_scale.fixed, scale=scale)} if scale else {}
-  subject = sound.subject(task, precision=policy, trainer=trainer, **options)
+  subject = sound.subject(task, precision=policy, options=trainer, **options)
   results = precision.check(subject)
   assert [(r.group, r.check) for r in results] == [("precision", F16), ("precision", BF16)]
   return {r.check: r for r in results}
@@ -81,7 +81,7 @@ def test_a_loss_scale_that_overflows():
 
 def test_a_dynamic_scale_may_find_its_level():
   scaled = {"loss_scale": functools.partial(loss_scale.dynamic, initial=2.0**30)}
-  subject = sound.subject(sound.Regression, precision="mixed_float16", trainer=scaled)
+  subject = sound.subject(sound.Regression, precision="mixed_float16", options=scaled)
   result = precision.check(subject)[0]
   assert result.status == "passed"
   assert 1 < result.values["loss_scale"] < 2.0**30

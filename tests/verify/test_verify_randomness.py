@@ -75,5 +75,5 @@ def test_a_right_task(task):
 
 
 def test_micro_batches():
-  found = results(right.Dropout, trainer={"accumulation_steps": 2})
+  found = results(right.Dropout, options={"accumulation_steps": 2})
   assert {check: each.status for check, each in found.items()} == EXPECTED[right.Dropout]

@@ -18,9 +18,9 @@ import tensorflow as tf
 
 from framework import configurables
 from framework.backend import models, randomness, replica_state
+from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
-from framework.optimizers import adapters
 from framework.saving import assets
 from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
@@ -39,30 +39,18 @@ def gradient_descent() -> keras.optimizers.Optimizer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
+class Subject(Recipe):
   """What is verified, and how to make it afresh.
 
   Attributes:
     task: makes the task; called again for each bench.
-    optimizer: as `run` takes it: a factory, or name -> factory.
-    global_batch_size: examples an update in training.
-    eval_batch_size: examples a batch in evaluation.
-    seed: of the run.
     precision: of the run.
-    shuffle: of the run.
-    trainer: options of `Trainer`, beside what a config binds.
     steps_per_loop: of the run.
   """
 
   task: Callable[[], Task]
-  optimizer: adapters.OptimizerFactory | Mapping[str, adapters.OptimizerFactory]
-  global_batch_size: int
-  eval_batch_size: int | None = None
-  seed: int = 0
   precision: str = "float32"
-  shuffle: bool = True
   steps_per_loop: int = 100
-  trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def fresh_task(self) -> Task:
     """Returns a new task, whose model is not built yet, with its assets."""
@@ -113,7 +101,7 @@ class Subject:
   def accumulation_steps(self) -> int:
     """Micro-batches that the config asks for."""
     bound = configurables.bindings().get("Trainer.accumulation_steps", "1")
-    return int(self.trainer.get("accumulation_steps", bound))
+    return int(self.options.get("accumulation_steps", bound))
 
   def optimizer_like(self, factory: Callable[[], Any]) -> Any:
     """Returns `factory` in the place of each of the subject's own."""
@@ -173,16 +161,11 @@ class Bench:
     self.replicas, self.subject, self._quiet, self._eager = replicas, subject, quiet, eager
     self.strategy = strategy_of(replicas)
     self.task = subject.fresh_task()
-    self.trainer: Trainer = configurables.configured(Trainer)(
-      task=self.task,
-      strategy=self.strategy,
-      dataset_fn=_no_dataset,
-      global_batch_size=rows,
+    recipe = dataclasses.replace(
+      subject, global_batch_size=rows, eager=eager, options={**subject.options, **options},
       optimizer=subject.optimizer_like(optimizer) if optimizer else subject.optimizer,
-      eager=eager,
-      seed=subject.seed,
-      **{**subject.trainer, **options},
-    )
+    )  # fmt: skip
+    self.trainer = recipe.trainer(self.task, self.strategy, dataset_fn=_no_dataset)
     if quiet:
       alike = dataclasses.replace(self.trainer.parts, replica_id=lambda: tf.constant(0))
       self.trainer.parts = alike
@@ -280,7 +263,7 @@ def stepper(trainer: Trainer) -> Callable[[Any], None]:
     trainer.train_step(iter([batch]))
     replica_state.average(trainer.strategy, trainer.task.model)
 
-  return step if trainer.eager else tf.function(step)
+  return step if trainer.eager else tf.function(step, autograph=False)
 
 
 def strategy_of(replicas: int) -> tf.distribute.Strategy:

@@ -5,12 +5,12 @@ Where bench.py feeds batches of its own, one step at a time, this one trains in 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from framework import configurables
 from framework.backend import randomness
 from framework.task import Task
 from framework.trainer import Trainer
@@ -41,20 +41,9 @@ def make_trainer(
   made = task or subject.fresh_task()
   randomness.seed_everything(subject.seed)
 
-  def dataset(position: int) -> tf.data.Dataset:
-    multiple = trainer.batch_multiple
-    return subject.dataset(made, rows, position=position, pad_multiple=multiple)
-
-  trainer: Trainer = configurables.configured(Trainer)(
-    task=made,
-    strategy=strategy,
-    dataset_fn=dataset,
-    global_batch_size=rows,
-    optimizer=subject.optimizer,
-    seed=subject.seed,
-    **{**subject.trainer, **options},
-  )
-  return trainer
+  options = {**subject.options, **options}
+  recipe = dataclasses.replace(subject, global_batch_size=rows, options=options)
+  return recipe.trainer(made, strategy)
 
 
 def train(trainer: Trainer, steps: int) -> dict[str, float]:

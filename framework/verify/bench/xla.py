@@ -91,7 +91,7 @@ _REMEDY = (
 
 def _asked(subject: Subject) -> bool:
   bound = configurables.bindings()
-  compiled = subject.trainer.get("jit_compile", bound.get("Trainer.jit_compile") == "True")
+  compiled = subject.options.get("jit_compile", bound.get("Trainer.jit_compile") == "True")
   return bool(compiled) or "tpu" in bound.get("run.strategy", "")
 
 

@@ -98,7 +98,7 @@ class Loop:
     """Traces the loop once more, and compares the operations and constants of both."""
     before, generators = held_state.held(self.task), held_state.numpy_and_python()
     try:
-      again = self._graph(tf.function(self.trainer.loop))
+      again = self._graph(tf.function(self.trainer.loop, autograph=False))
     except (TypeError, ValueError, tf.errors.OpError):
       if not self._kept():
         raise

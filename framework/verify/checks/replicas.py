@@ -267,7 +267,7 @@ class Comparison:
     norm = self.reference["full batch"].metrics.get("gradient_norm", 0.0)
     options: dict[str, dict[str, Any]] = {}
     clipped_by_value = (
-      "Trainer.clip_value" in configurables.bindings() or "clip_value" in self.subject.trainer
+      "Trainer.clip_value" in configurables.bindings() or "clip_value" in self.subject.options
     )
     if norm > 0 and not clipped_by_value:
       options["clip_norm"] = {"clip_norm": norm / 2}

@@ -52,7 +52,7 @@ def subject(task, *, optimizer=None, **options):
   """What `check` takes, of a task's class or a function that makes one."""
   return Subject(
     task=task, optimizer=optimizer or (lambda: keras.optimizers.Adam(0.01)),
-    global_batch_size=12, seed=SEED, trainer=options,
+    global_batch_size=12, seed=SEED, options=options,
   )  # fmt: skip
 
 

@@ -12,17 +12,19 @@ from input_cases import one_line_error
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from framework.actions.profiling import Profile
-from framework.session import Session
+from framework.session import Cadence, Session
 
 STEPS, LOOP = 12, 5
 
 
 def train(folder, strategy, *actions, steps=STEPS):
   trainer = everything.make_trainer(strategy)
-  Session(
-    trainer=trainer, model_dir=str(folder), train_steps=steps, steps_per_loop=LOOP,
-    checkpoint_every_steps=100, keep_checkpoints=10, actions=list(actions),
-  ).go("train")  # fmt: skip
+  cadence = Cadence(
+    train_steps=steps, steps_per_loop=LOOP, checkpoint_every_steps=100, keep_checkpoints=10
+  )
+  made = Session(trainer=trainer, model_dir=str(folder), cadence=cadence, actions=list(actions))
+  made.restore()
+  made.go("train")
   return trainer
 
 

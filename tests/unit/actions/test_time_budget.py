@@ -273,7 +273,7 @@ def test_a_gpu_has_one_part_for_what_cannot_be_told_apart():
 
 
 def test_parameter_servers_are_refused(monkeypatch):
-  monkeypatch.setattr(time_budget.strategies, "is_asynchronous", lambda _: True)
+  monkeypatch.setattr(time_budget.traits, "is_asynchronous", lambda _: True)
   run_of = type("Run", (), {"strategy": None})()
   with pytest.raises(
     ValueError, match=r"\Arun.actions has @TimeBudget\(\), but under param[^\n]*\Z"

@@ -341,19 +341,19 @@ def test_a_name_that_gin_has_too_is_ours():
     (
       "run.strategy = @mirrored()",
       "run.strategy is @mirrored(); it must be Callable[[], Strategy]. "
-      "Write @mirrored, without parentheses: it is called later, where it has to be.",
+      "Write @mirrored, without parentheses: the framework calls it later.",
     ),
     (
       "run.optimizer = @Sgd()",
       "run.optimizer is @Sgd(); it must be "
       "Callable[[], Optimizer] | Mapping[str, Callable[[], Optimizer]]. "
-      "Write @Sgd, without parentheses: it is called later, where it has to be.",
+      "Write @Sgd, without parentheses: the framework calls it later.",
     ),
     (
       "run.optimizer = {'a': @g/Sgd()}",
       "run.optimizer is {'a': @g/Sgd()}; it must be "
       "Callable[[], Optimizer] | Mapping[str, Callable[[], Optimizer]]. "
-      "Write {'a': @g/Sgd}, without parentheses: it is called later, where it has to be.",
+      "Write {'a': @g/Sgd}, without parentheses: the framework calls it later.",
     ),
     (
       "run.actions = [@Best]",
@@ -366,7 +366,7 @@ def test_a_name_that_gin_has_too_is_ours():
     (
       "Trainer.network = @dense()\ndense.units = 3",
       "Trainer.network is @dense(); it must be Callable[..., Model] | None. "
-      "Write @dense, without parentheses: it is called later, where it has to be.",
+      "Write @dense, without parentheses: the framework calls it later.",
     ),
     ("run.actions = [@Digits()]", "run.actions is [@Digits()]; it must be Sequence[Action]."),
     ("run.seed = @Digits()", "run.seed is @Digits(); it must be int."),
@@ -797,7 +797,7 @@ def test_a_class_that_is_not_registered():
   write("my_shy.py", "class Shy:\n  pass\n")
   assert mistake(GOOD + "import my_shy\nTrainer.anything = @Shy()") == (
     "x.gin:4: unknown configurable 'Shy'. "
-    "my_shy defines it without registering it: put @framework.register above it."
+    "my_shy defines it but does not register it: add @framework.register above it."
   )
 
 

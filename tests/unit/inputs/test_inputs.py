@@ -590,12 +590,12 @@ def batch_of(**kwargs):
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"global_batch_size": 0}, "global_batch_size is 0; it must be an integer, at least 1"),
+    ({"global_batch_size": 0}, "global_batch_size is 0; it must be a whole number of at least 1"),
     ({"global_batch_size": -4}, "global_batch_size is -4"),
     ({"global_batch_size": 4.0}, "global_batch_size is 4.0"),
     ({"pad_multiple": 0}, "pad_multiple is 0"),
-    ({"position": -1}, "position is -1; it must be an integer, at least 0"),
-    ({"seed": -1}, "seed is -1; it must be an integer from 0 to 4294967295"),
+    ({"position": -1}, "position is -1; it must be a whole number of at least 0"),
+    ({"seed": -1}, "seed is -1; it must be a whole number from 0 to 4294967295"),
     ({"seed": 2**32}, "seed is 4294967296"),
     ({"seed": True}, "seed is True"),
   ],
@@ -647,7 +647,7 @@ def test_sources_of_the_wrong_type(make, make_source, message):
 @pytest.mark.parametrize(
   ("num_examples", "fetched", "message"),
   [
-    (0, {}, "Mine.num_examples is 0; it must be an integer, at least 1"),
+    (0, {}, "Mine.num_examples is 0; it must be a whole number of at least 1"),
     (9, None, "Mine.fetch returned None; it must return a dict"),
     (9, {}, "Mine.fetch returned a dict; it must return a dict of name -> tensor"),
     (9, {"x": tf.zeros([3])}, r"'x' of shape \(3,\) for a batch of 4 rows"),
@@ -683,7 +683,7 @@ def unknown_shape(batch, training):
     (lambda b, t: {"x": b["x"], "weight": b["weight"]}, "dropped 'example_id'; return it"),
     (lambda b, t: {"x": b["x"], "example_id": b["example_id"]}, "dropped 'weight'; return it"),
     (lambda b, t: {**b, "weight": b["x"]}, r"'weight' as int64 of shape \(4,\); .* float32"),
-    (lambda b, t: {**b, "example_id": b["weight"]}, "'example_id' as float32 .*; leave it"),
+    (lambda b, t: {**b, "example_id": b["weight"]}, "'example_id' as float32 .*; return it"),
     (lambda b, t: {**b, "r": tf.RaggedTensor.from_tensor(b["x"][:, None])}, "'r' as a Ragged"),
     (unknown_shape, "unknown_shape returned 'image' of shape <unknown>.* tf.ensure_shape"),
   ],

@@ -220,11 +220,11 @@ GOOD_IDX = idx_bytes(np.zeros((2, 3), np.uint8), 0x08)
     (b"", "is not an idx file: it begins with nothing"),
     (b"\x89PNG....", "is not an idx file: it begins with 89 50 4e 47"),
     (b"\0\0\x07\x01\0\0\0\0", "is not an idx file: it begins with 00 00 07 01"),
-    (GOOD_IDX[:-1], "holds 17 bytes, but an idx file with its head has 18; it was cut short"),
-    (GOOD_IDX + b"x", "holds 19 bytes, but an idx file with its head has 18"),
-    (GOOD_IDX[:7], "holds 7 bytes, but"),
-    (gzip.compress(GOOD_IDX, mtime=0)[:-9], "cannot be read .*; fetch it again."),
-    (gzip.compress(GOOD_IDX, mtime=0)[:12] + b"xxxx", "cannot be read .*; fetch it again."),
+    (GOOD_IDX[:-1], "has 17 bytes, but its header implies 18; it is truncated"),
+    (GOOD_IDX + b"x", "has 19 bytes, but its header implies 18"),
+    (GOOD_IDX[:7], "has 7 bytes, but"),
+    (gzip.compress(GOOD_IDX, mtime=0)[:-9], "cannot be read .*; download it again."),
+    (gzip.compress(GOOD_IDX, mtime=0)[:12] + b"xxxx", "cannot be read .*; download it again."),
   ],
 )
 def test_read_idx_errors(tmp_path, data, message):
@@ -259,7 +259,7 @@ def npy_of_zeros():
   ("name", "data", "message"),
   [
     ("missing.npz", None, "missing.npz' does not exist; give the path of an .npz file."),
-    ("missing", None, "missing' is not there as an .npz file or a folder of .npy files."),
+    ("missing", None, "missing' is neither an .npz file nor a folder of .npy files; correct it."),
     ("bad.npz", b"PK\x03\x04 not a zip file", "bad.npz' cannot be read"),
     ("text.npz", b"text", "text.npz' cannot be read"),
     ("array.npz", npy_of_zeros(), "array.npz' cannot be read"),
@@ -313,10 +313,10 @@ def test_array_source_errors(features, message):
   ("make", "message"),
   [
     (lambda: [1, 2], "dataset is a list; it must be a tf.data.Dataset."),
-    (lambda: tf.data.Dataset.range(3), "not dicts; name the features first"),
+    (lambda: tf.data.Dataset.range(3), "they must be dicts of feature name -> tensor"),
     (
       lambda: tf.data.Dataset.zip((tf.data.Dataset.range(3),) * 2),
-      r"are a tuple, not dicts; .* dataset.map\(lambda x, y: {'x': x, 'y': y}\)",
+      r"are a tuple; they must be dicts .* dataset.map\(lambda x, y: {'x': x, 'y': y}\)",
     ),
     (lambda: of_elements(x=1).batch(2), r"'x' of the stream is .*\(None,\).*static shape"),
     (lambda: of_elements(x=tf.ragged.constant([[1], []])), "'x' of the stream is RaggedTensorSpec"),
@@ -334,12 +334,12 @@ def test_stream_source_errors(make, message):
 
 
 def test_stream_source_errors_of_num_examples():
-  with one_line_error("num_examples is 0; it must be an integer, at least 1"):
+  with one_line_error("num_examples is 0; it must be a whole number of at least 1"):
     stream(3, num_examples=0)
   with one_line_error("num_examples is 4, but the stream's dataset has 3 examples"):
     stream(3, num_examples=4)
   endless = StreamSource(dataset=of_elements(x=1).repeat())
-  with one_line_error("the stream to evaluate is endless; set StreamSource's num_examples"):
+  with one_line_error("the stream to evaluate is endless; set num_examples of its StreamSource"):
     eval_dataset(endless, global_batch_size=4)
 
 
@@ -347,7 +347,7 @@ def test_stream_source_errors_of_num_examples():
   ("files", "kwargs", "message"),
   [
     (["a/x.png"], {"directory": "missing"}, "missing' is not a folder"),
-    (["x.png"], {}, "has no folders in it; it must hold one for each class"),
+    (["x.png"], {}, "has no folders in it; it must hold one folder per class"),
     (["a/.keep", "b/.keep"], {}, "the 2 class folders of .* have no images"),
     (["a/x.png", "a/notes.txt"], {}, "a/notes.txt' is not an image"),
     (["a/x.png", "a/deep/y.png"], {}, "a/deep' is not an image"),

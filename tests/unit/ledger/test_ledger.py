@@ -13,7 +13,7 @@ from framework.ledger import __main__
 from framework.ledger import proof as proofs
 from framework.ledger.proof import Ledger, Problem, prove
 from framework.ledger.recorder import Recorder
-from framework.session import Session
+from framework.session import Cadence, Session
 from framework.strategies import traits
 
 N, BATCH = everything.EXAMPLES, everything.BATCH
@@ -22,13 +22,13 @@ N, BATCH = everything.EXAMPLES, everything.BATCH
 def recorded_trainer(folder, strategy, *, spoil=None, batch=BATCH, **options):
   """A trainer with a ledger; `spoil(dataset, position)` plants a defect in what it reads."""
   recorder = Recorder(model_dir=str(folder), strategy=strategy)
-  trainer = everything.make_trainer(strategy, recorder=recorder, batch=batch, **options)
+  trainer = everything.make_trainer(strategy, observers=[recorder], batch=batch, **options)
   made = trainer.task
 
   def read(position):
     recorder.reads(
       made.source("train"), position=position, seed=everything.SEED, shuffle=True,
-      global_batch_size=batch, rows=None,
+      global_batch_size=batch, rows=None, padded_batch_size=trainer.padded_batch_size,
     )  # fmt: skip
     data = everything.dataset(made, batch, trainer.batch_multiple, position)
     return spoil(data, position) if spoil else data
@@ -79,7 +79,7 @@ def test_each_step_has_the_hash_of_the_ids_it_trained_on(
   examples = 10 * batch
   assert status == 0
   assert text == (
-    "steps 1 to 10: each consumed exactly once (1 worker, 1 start, 0 steps done again with the "
+    "steps 1 to 10: each consumed exactly once (1 worker, 1 start, 0 steps rerun with the "
     f"same examples)\nepochs: {examples // N} complete, {N} distinct examples in each; "
     f"{examples % N} examples of the next"
   )
@@ -123,10 +123,12 @@ def test_parameter_servers_are_refused(tmp_path, monkeypatch):
 
 
 def session(trainer, folder, steps):
-  return Session(
-    trainer=trainer, model_dir=str(folder), train_steps=steps, steps_per_loop=2,
-    checkpoint_every_steps=4, keep_checkpoints=10,
-  )  # fmt: skip
+  cadence = Cadence(
+    train_steps=steps, steps_per_loop=2, checkpoint_every_steps=4, keep_checkpoints=10
+  )
+  made = Session(trainer=trainer, model_dir=str(folder), cadence=cadence)
+  made.restore()
+  return made
 
 
 def forget(folder, *, after_step):
@@ -149,7 +151,7 @@ def test_what_is_done_again_after_a_kill_supersedes(torn, tmp_path, one_device, 
   status, text = check(tmp_path, capsys)
   assert status == 0
   assert text == (
-    "steps 1 to 14: each consumed exactly once (1 worker, 3 starts, 14 steps done again with "
+    "steps 1 to 14: each consumed exactly once (1 worker, 3 starts, 14 steps rerun with "
     f"the same examples)\nepochs: {14 * BATCH // N} complete, {N} distinct examples in each; "
     f"{14 * BATCH % N} examples of the next"
   )
@@ -176,7 +178,7 @@ def test_a_restart_that_does_other_examples_is_told(tmp_path, one_device, capsys
   made = trainer.task
   session(trainer, tmp_path, 8).go("train")
   assert check(tmp_path, capsys) == (
-    1, "step 5, worker 0: done again after a restart, with other examples than the first time",
+    1, "step 5, worker 0: rerun after a restart, with other examples than the first time",
   )  # fmt: skip
 
 
@@ -248,7 +250,7 @@ def everything_order():
     (lost_batch, "skips to the examples of step 5"),
     (changed(one_wrong), "differs: it consumed example {wrong} in place of {right}"),
     (changed(one_lost), "skips example {right}"),
-    (changed(two_wrong), "differs: its 12 examples are others than the 12 of its positions"),
+    (changed(two_wrong), "differs: its 12 examples are not the 12 of its positions"),
   ],
 )
 @pytest.mark.fast(spoil=[repeated_batch, lost_batch])
@@ -311,7 +313,7 @@ def test_two_workers_together_read_everything_once():
 def test_the_worker_that_lacks_a_step_is_named(worker):
   lines = both(1, 6)
   del lines[worker][3]
-  assert problem(*lines) == f"step 3, worker {worker}: skipped, as no line records it"
+  assert problem(*lines) == f"step 3, worker {worker}: skipped, no line records it"
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -328,17 +330,17 @@ def test_the_worker_that_differs_is_named(worker):
 def test_a_worker_that_goes_back_is_named():
   lines = both(1, 6)
   lines[1] = lines_of(1, 1, 3) + lines_of(1, 4, 6, ids=np.roll(ORDER, 2))[1:]
-  assert problem(*lines) == "step 4, worker 1: goes 2 examples back, and repeats them"
+  assert problem(*lines) == "step 4, worker 1: starts 2 examples too early, and repeats them"
 
 
 def test_a_missing_file_is_a_worker_that_recorded_nothing():
-  assert problem(lines_of(0, 1, 2)) == "step 1, worker 1: skipped, as no line records it"
+  assert problem(lines_of(0, 1, 2)) == "step 1, worker 1: skipped, no line records it"
 
 
 def test_workers_killed_at_different_steps_and_a_smaller_cluster_later():
   """Worker 0 got to step 9, worker 1 to step 8; on from 4; then worker 0 alone, from 6."""
   lines = [lines_of(0, 1, 9) + lines_of(0, 5, 8), lines_of(1, 1, 8) + lines_of(1, 5, 8)]
-  assert proof(*lines).again == 4
+  assert proof(*lines).reruns == 4
   lines[0] += lines_of(0, 7, 12, workers=1, rows=[0, 7])
   assert (proof(*lines).last_step, proof(*lines).workers) == (12, 1)
   lines[0] += lines_of(0, 11, 14)
@@ -350,13 +352,13 @@ def test_steps_without_a_ledger_are_a_gap():
   lines = both(1, 4)
   for worker in (0, 1):
     lines[worker] += lines_of(worker, 7, 8)
-  assert problem(*lines) == "step 5, worker 0: skipped, as no line records it"
+  assert problem(*lines) == "step 5, worker 0: skipped, no line records it"
 
 
 def test_a_ledger_begun_later_says_so():
   found = proof(*both(6, 20))  # positions 35 to 140: the third and fourth epoch
   assert (found.first_step, found.epochs, found.left_over) == (6, 2, 20)
-  assert "steps 1 to 5: before the ledger, nothing is known" in str(found)
+  assert "steps 1 to 5: unknown, the ledger was switched on later" in str(found)
 
 
 def test_a_checkpoint_beyond_the_ledger_is_told():
@@ -370,7 +372,7 @@ def test_two_runs_in_one_folder_are_told():
   lines = both(1, 4)
   lines[0].append(lines[0][-1])
   assert problem(*lines) == (
-    "step 4, worker 0: recorded twice without a restart in between; do two runs write here?"
+    "step 4, worker 0: recorded twice without a restart in between; do two runs share this folder?"
   )
 
 
@@ -387,18 +389,24 @@ def test_another_order_within_an_epoch_is_told():
 
 def test_a_stream_of_unknown_length_has_its_steps_counted():
   found = proof(*both(1, 4, num_examples=None))
-  assert "which examples: not compared, the stream's length is not known" in str(found)
+  assert "examples: not compared, the length of the stream is unknown" in str(found)
 
 
 def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
-  recorder = Recorder(model_dir=str(tmp_path), strategy=mirrored(2))
+  strategy = mirrored(2)
+  recorder = Recorder(model_dir=str(tmp_path), strategy=strategy)
   options = {"position": 0, "seed": 3, "global_batch_size": 7, "rows": None, "shuffle": True}
+  options["padded_batch_size"] = 8
   recorder.reads(stream(N), **options)
-  recorder.begin_loop(after_step=0, steps=5, rows=4)
+  recorder.loop_begins(after_step=0, steps=5)
   for step in range(5):
     ids = tf.constant(ORDER[step * 7 : step * 7 + 7])
-    recorder.record([ids[:4], tf.concat([ids[4:], [-1]], 0)], tf.constant(step, tf.int64))
-  recorder.end_loop(steps=5)
+    parts = [ids[:4], tf.concat([ids[4:], [-1]], 0)]
+    batch = strategy.experimental_distribute_values_from_function(
+      lambda context, parts=parts: parts[context.replica_id_in_sync_group]
+    )
+    recorder.batch_taken({"example_id": batch}, tf.constant(step, tf.int64))
+  recorder.loop_ends({}, done=5, ran=5)
   [found] = proofs.read(str(tmp_path))
   assert prove([found]).epochs == 1
 

@@ -108,8 +108,8 @@ def test_scaling_keeps_the_dtype(dtype):
     ({"initial": 2.0**128}, r"0 < floor <= initial <= 2\*\*127"),
     ({"floor": 0.0}, "dynamic.floor is 0.0"),
     ({"initial": math.nan}, "dynamic.initial is nan"),
-    ({"growth_steps": 0}, r"dynamic.growth_steps is 0 \(must be 1 or more\)"),
-    ({"factor": 1.0}, r"dynamic.factor is 1.0 \(must be above 1\)"),
+    ({"growth_steps": 0}, r"dynamic.growth_steps is 0; it must be a whole number of at least 1"),
+    ({"factor": 1.0}, "dynamic.factor is 1.0; it must be above 1"),
   ],
 )
 def test_dynamic_refuses_values_out_of_range(options, message):

@@ -98,7 +98,7 @@ def test_a_plain_function_as_learning_rate_is_refused():
     return 0.1 / (1 + step)
 
   line = (
-    r"^the learning rate of SGD is a function, decay; wrap it as framework.Schedule\(function\)"
+    r"^the learning rate of SGD is a function, decay; wrap it in framework.Schedule\(function\)"
   )
   with pytest.raises(ConfigError, match=line):
     build(lambda: keras.optimizers.SGD(decay), [tf.Variable(1.0)])
@@ -174,7 +174,7 @@ def test_loss_scale_optimizers_are_refused(library):
 @both
 def test_an_optimizer_in_place_of_a_factory_is_refused(library):
   message = optimizer_error(KERAS[library].SGD(0.1))
-  assert "optimizer 'critic' is SGD, already built; give a factory" in message
+  assert "optimizer 'critic' is SGD, already built; pass a factory" in message
 
 
 @pytest.mark.parametrize(
@@ -310,8 +310,8 @@ def test_what_is_not_decayed_must_be_there(library):
 
   variables = [tf.Variable(1.0, name="gama/kernel"), tf.Variable(1.0, name="gama/bias")]
   assert optimizer_error(factory, variables) == (
-    "optimizer 'critic' shall not decay variables named 'gama', but there are only bias, kernel; "
-    "correct without_decay.names."
+    "optimizer 'critic': without_decay.names has 'gama', which matches no variable; the names are "
+    "bias, kernel."
   )
 
 
@@ -320,7 +320,7 @@ def test_without_decay_needs_decay(library):
   message = optimizer_error(
     lambda: adapters.without_decay(of=lambda: KERAS[library].Adam(0.1), names=["bias"])
   )
-  assert message.startswith("without_decay.of gives a Adam without weight decay; set its")
+  assert message.startswith("without_decay.of returns a Adam without weight decay; set its")
 
 
 @pytest.mark.parametrize("names", [[], "bias", ()])

@@ -372,7 +372,7 @@ def test_a_users_own_function_has_no_config():
     (lambda: schedules.constant(learning_rate=True), "constant.learning_rate is True"),
     (
       lambda: schedules.linear_warmup(warmup_steps=-1, after=0.1),
-      "linear_warmup.warmup_steps is -1; it must be a whole number of 0 or more.",
+      "linear_warmup.warmup_steps is -1; it must be a whole number of at least 0.",
     ),
     (lambda: schedules.linear_warmup(warmup_steps=1.5, after=0.1), "warmup_steps is 1.5"),
     (lambda: schedules.linear_warmup(warmup_steps=1, after=-1.0), "linear_warmup.after is -1.0"),
@@ -380,7 +380,7 @@ def test_a_users_own_function_has_no_config():
     (lambda: schedules.linear_warmup(warmup_steps=1, after=1, start=-2), "linear_warmup.start"),
     (
       lambda: schedules.cosine_decay(initial=0.1, decay_steps=0),
-      "cosine_decay.decay_steps is 0; it must be a whole number of 1 or more.",
+      "cosine_decay.decay_steps is 0; it must be a whole number of at least 1.",
     ),
     (lambda: schedules.cosine_decay(initial=-1, decay_steps=1), "cosine_decay.initial is -1"),
     (lambda: schedules.cosine_decay(initial=1, decay_steps=1, final=-1), "cosine_decay.final"),
@@ -400,7 +400,7 @@ def test_a_users_own_function_has_no_config():
     (lambda: schedules.piecewise_constant(boundaries=[2], values=[1, -2]), "values is -2"),
     (
       lambda: schedules.piecewise_constant(boundaries=[5, 7], values=[1, 2]),
-      "has 2 boundaries and 2 values; give one value more than boundaries.",
+      "has 2 boundaries and 2 values; it must have one value more than boundaries.",
     ),
     (lambda: schedules.scaled(of=0.1, factor=-1), "scaled.factor is -1"),
     (
@@ -409,7 +409,7 @@ def test_a_users_own_function_has_no_config():
     ),
     (
       lambda: schedules.by_epoch(of=0.1, steps_per_epoch=0),
-      "by_epoch.steps_per_epoch is 0; it must be a whole number of 1 or more.",
+      "by_epoch.steps_per_epoch is 0; it must be a whole number of at least 1.",
     ),
     (lambda: schedules.times_replicas(value=-1), "times_replicas.value is -1"),
   ],

@@ -532,7 +532,7 @@ def test_describe_aligns_what_is_given():
     "precision   float32",
     "loss scale  none",
     "optimizer   Adam",
-    "steps       1000, going on from 500",
+    "steps       1000, continuing from 500",
     "model_dir   runs/digits",
   ]
 

@@ -335,7 +335,7 @@ def test_damaged_data_is_reported_and_passed_over(manager, log, damage):
   damage(Path(manager.directory) / "ckpt-30.data-00000-of-00001")
   assert restored_step(manager) == 20
   assert f"checkpoint {manager.directory}/ckpt-30 is damaged (" in log()
-  assert "); passing it over" in log()
+  assert "); skipping it" in log()
   damage(Path(manager.directory) / "ckpt-20.data-00000-of-00001")
   assert restored_step(manager) == 10
 
@@ -345,7 +345,7 @@ def test_a_damaged_index_is_reported_and_passed_over(manager, log, damage):
   save(manager, 10, 20, 30)
   damage(Path(manager.directory) / "ckpt-30.index")
   assert restored_step(manager) == 20
-  state = "is unfinished, as after a kill" if damage is Path.unlink else "is damaged ("
+  state = "is incomplete, as after a kill" if damage is Path.unlink else "is damaged ("
   assert f"checkpoint {manager.directory}/ckpt-30 {state}" in log()
 
 
@@ -379,8 +379,8 @@ def test_without_a_whole_one_nothing_is_touched(manager, damage):
   with pytest.raises(errors.ConfigError) as caught:
     restored_step(manager)
   assert str(caught.value) == (
-    f"all 2 checkpoints in {manager.directory} are damaged; move the folder away to start afresh, "
-    "or bring a good copy back."
+    f"all 2 checkpoints in {manager.directory} are damaged; move the folder away to start from "
+    "step 0, or restore it from a good copy."
   )
   assert contents(manager.directory) == before
 
@@ -412,7 +412,7 @@ def test_leftovers_are_reported_and_removed_by_the_next_save(manager, log):
     (folder / name).write_bytes(b"left")
   assert restored_step(manager) == 20
   for step in (30, 40):
-    assert f"checkpoint {folder}/ckpt-{step} is unfinished, as after a kill" in log()
+    assert f"checkpoint {folder}/ckpt-{step} is incomplete, as after a kill" in log()
   save(manager, 50)
   assert names(manager) == sorted(["checkpoint", *files_of(10, 20, 50)])
 
@@ -481,7 +481,7 @@ def refusal(manager, path):
   return str(caught.value)
 
 
-REMEDY = "choose another --model_dir, or the config that it was trained with."
+REMEDY = "choose another --model_dir, or use the config that it was trained with."
 
 
 def other_trainer(**options):
@@ -492,7 +492,7 @@ def test_another_task_is_refused(manager):
   [path] = save(manager, 10)
   other = everything.make_manager(other_trainer(made=everything.Other()), manager.directory)
   assert refusal(other, path) == (
-    f"checkpoint {path} belongs to another experiment: its task is 'Everything', this one's is "
+    f"checkpoint {path} belongs to another experiment: its task is 'Everything', but this run's is "
     "'Other'; choose another --model_dir."
   )
 

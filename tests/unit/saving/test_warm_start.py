@@ -402,14 +402,14 @@ def truncated(folder):
 @pytest.mark.parametrize(
   ("path", "says"),
   [
-    (lambda folder: str(folder / "no"), ["where there are no weights", "give a run folder"]),
-    (lambda folder: str(folder), ["where there are no weights"]),
-    (lambda folder: bad_file(folder, "x.keras"), ["x.keras' cannot be read", "name another"]),
-    (lambda folder: bad_file(folder, "x.h5"), ["x.h5' cannot be read", "name another"]),
+    (lambda folder: str(folder / "no"), ["where no weights are", "give a run folder"]),
+    (lambda folder: str(folder), ["where no weights are"]),
+    (lambda folder: bad_file(folder, "x.keras"), ["x.keras' cannot be read", "give another"]),
+    (lambda folder: bad_file(folder, "x.h5"), ["x.h5' cannot be read", "give another"]),
     (lambda folder: bad_file(folder, "ckpt-1.index")[:-6], ["ckpt-1' cannot be read"]),
     (nameless, ["does not name its layers", "save the weights again"]),
     (of_tf_keras, ["does not name its layers", "'x.h5' with tf_keras"]),
-    (truncated, ["ckpt-7' cannot be read", "name another"]),
+    (truncated, ["ckpt-7' cannot be read", "give another"]),
   ],
 )
 def test_a_file_that_is_none_is_refused_in_one_line(path, says, tmp_path):
@@ -423,11 +423,11 @@ def test_a_file_that_is_none_is_refused_in_one_line(path, says, tmp_path):
 @pytest.mark.parametrize(
   ("options", "says"),
   [
-    ({"exclude": ["hed/.*"]}, "exclude has 'hed/.*', which is the whole name of no variable"),
-    ({"include": ["first"]}, "include has 'first', which is the whole name of no variable"),
-    ({"rename": {"body/": ""}}, "rename has 'body/', with which no name"),
+    ({"exclude": ["hed/.*"]}, "exclude has 'hed/.*', which matches the whole name of no variable"),
+    ({"include": ["first"]}, "include has 'first', which matches the whole name of no variable"),
+    ({"rename": {"body/": ""}}, "rename has 'body/', but no name"),
     ({"rename": {"first/": "second/"}}, "gives two variables the name 'second/"),
-    ({"rename": {"": "far/"}}, "map the names by WarmStart.rename, or name another"),
+    ({"rename": {"": "far/"}}, "map the names with WarmStart.rename, or give another"),
     (
       {"strict": True},
       r"'head/kernel' is float32 \[4, 5\] in it and float32 \[4, 1\] here \(and 1",
@@ -446,7 +446,7 @@ def test_what_matches_nothing_is_refused_and_nothing_changes(options, says, pret
   ("options", "says"),
   [
     ({"exclude": "head/.*"}, "exclude is 'head/.*'; it must be a list such as"),
-    ({"include": ["("]}, r"include has '\(', which is no regular expression"),
+    ({"include": ["("]}, r"include has '\(', which is not a regular expression"),
     ({"match": "nmae"}, "unknown WarmStart.match 'nmae'; it must be one of name, path"),
   ],
 )

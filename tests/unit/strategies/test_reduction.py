@@ -118,7 +118,7 @@ class Forgetful(tf.distribute.ReductionToOneDevice):
 @pytest.mark.parametrize("weights", [(0, 1), (1, 0), (2, 1), (1, 2), (0.5, 0.5)])
 def test_a_wrong_all_reduce_is_found_out(weights):
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=Forgetful(weights))
-  with pytest.raises(ConfigError, match=r"sums float32 wrongly over 2 replicas: expected \[3.0"):
+  with pytest.raises(ConfigError, match=r"float32 over 2 replicas is wrong: expected \[3.0"):
     Reduction().prove(strategy, [tf.float32])
 
 
@@ -129,7 +129,7 @@ def test_an_all_reduce_that_changes_the_dtype_is_found_out(mirrored, monkeypatch
     "all_reduce",
     lambda g, s: ([tf.cast(2 * x, "float64") for x in g], [2 * x for x in s]),
   )
-  with pytest.raises(ConfigError, match="sums float32 wrongly"):
+  with pytest.raises(ConfigError, match=r"of float32 over . replicas is wrong"):
     how.prove(mirrored(2), [tf.float32])
 
 

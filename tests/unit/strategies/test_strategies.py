@@ -60,7 +60,7 @@ def test_auto_says_what_it_took(caplog):
   said = caplog.text
   assert "cross-device ops auto: reduction_to_one_device, measured fastest on logical CPUs" in said
   assert "strategy auto: mirrored over 3 logical CPUs (auto.cpu_replicas)" in said
-  assert "strategy auto: one_device on the CPU, as TensorFlow sees no GPU" in said
+  assert "strategy auto: one_device on the CPU, no GPU is visible to TensorFlow" in said
 
 
 def test_auto_on_a_machine_without_gpu():
@@ -86,9 +86,9 @@ def test_central_storage_keeps_variables_on_the_parameter_device():
     (lambda: factories.mirrored(devices=["CPU:0", "CPU:9"]), "unknown device 'CPU:9'"),
     (
       lambda: factories.mirrored(devices=["CPU:0", "CPU:0"]),
-      "name at least one device, each once",
+      "list at least one device, each once",
     ),
-    (lambda: factories.mirrored(devices=[]), r"devices is \[\]; name at least one"),
+    (lambda: factories.mirrored(devices=[]), r"devices is \[\]; list at least one"),
     (
       lambda: factories.mirrored(devices=["CPU:0"], cpu_replicas=2),
       r"received both devices=\['CPU:0'\] and cpu_replicas=2; choose one",
@@ -102,11 +102,17 @@ def test_central_storage_keeps_variables_on_the_parameter_device():
       lambda: factories.mirrored(cpu_replicas=2, cross_device_ops="colective"),
       "cross_device_ops 'colective'.*auto, collective.*Did you mean 'collective'",
     ),
-    (lambda: factories.mirrored(num_packs=0), "mirrored.num_packs is 0; it must be 1 or more"),
-    (lambda: factories.mirrored(cpu_replicas=0), "cpu_replicas is 0; it must be 1 or more"),
+    (
+      lambda: factories.mirrored(num_packs=0),
+      "mirrored.num_packs is 0; it must be a whole number of at least 1",
+    ),
+    (
+      lambda: factories.mirrored(cpu_replicas=0),
+      "cpu_replicas is 0; it must be a whole number of at least 1",
+    ),
     (
       lambda: factories.mirrored(cpu_replicas=5),
-      "cpu_replicas is 5, but TensorFlow has already started with fewer logical CPUs",
+      "cpu_replicas is 5, but TensorFlow is already initialised with fewer logical CPUs",
     ),
     (
       lambda: factories.mirrored(cpu_replicas=3, cross_device_ops="hierarchical_copy"),

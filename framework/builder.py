@@ -1,0 +1,174 @@
+"""Makes trainers and evaluators as a config describes them: for run, verify and tune alike.
+
+recipe = Recipe(optimizer=keras.optimizers.Adam, global_batch_size=128)
+trainer = recipe.trainer(task, strategy)
+evaluator = recipe.evaluator(trainer)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+import tf_keras
+
+from framework import configurables
+from framework.backend import randomness
+from framework.errors import ConfigError
+from framework.evaluator import Evaluator
+from framework.inputs import datasets
+from framework.ledger.recorder import Recorder
+from framework.optimizers.adapters import OptimizerFactory
+from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
+from framework.strategies import servers, traits
+from framework.task import Task, preprocess_of
+from framework.trainer import DatasetFn, Trainer
+
+Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
+"""A factory, or name -> factory for a task with several optimizers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+  """What a trainer is made of, besides the task and the strategy.
+
+  Attributes:
+    optimizer: see `Trainer`.
+    global_batch_size: see `Trainer`.
+    eval_batch_size: examples in an evaluation batch; None takes `global_batch_size`.
+    seed: see `Trainer`; of the example order, too.
+    shuffle: False reads the training examples in their own order.
+    eager: see `Trainer`.
+    options: other options of `Trainer`, which take the place of what the config binds.
+  """
+
+  optimizer: Optimizers
+  global_batch_size: int
+  eval_batch_size: int | None = None
+  seed: int = 0
+  shuffle: bool = True
+  eager: bool = False
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def trainer(
+    self,
+    task: Task,
+    strategy: tf.distribute.Strategy,
+    *,
+    dataset_fn: DatasetFn | None = None,
+    recorder: Recorder | None = None,
+  ) -> Trainer:
+    """Returns a new trainer (host).
+
+    Args:
+      task: what to learn; its model is built here, unless it has one.
+      strategy: where.
+      dataset_fn: see `Trainer`; None reads the task's training data.
+      recorder: records which examples each step consumes.
+    """
+
+    def dataset(position: int, shard: datasets.Shard | None = None) -> tf.data.Dataset:
+      return self._dataset(trainer, recorder, position, shard)
+
+    make = ParameterServerTrainer if traits.is_asynchronous(strategy) else Trainer
+    given = {
+      **self.options, "task": task, "strategy": strategy, "dataset_fn": dataset_fn or dataset,
+      "optimizer": self.optimizer, "global_batch_size": self.global_batch_size,
+      "eager": self.eager, "seed": self.seed, "observers": [recorder] if recorder else (),
+    }  # fmt: skip
+    trainer: Trainer = make(**{**configurables.options(Trainer), **given})
+    return trainer
+
+  def evaluator(self, trainer: Trainer) -> Evaluator:
+    """Returns an evaluator of the trainer's model on the task's evaluation data (host)."""
+    task, strategy = trainer.task, trainer.strategy
+    replicas, batch_size = strategy.num_replicas_in_sync, self.eval_batch_size
+    batch_size = batch_size or self.global_batch_size
+    rows = trainer.cluster.rows(datasets.padded_batch_size(batch_size, replicas))
+    dataset = functools.partial(
+      datasets.eval_dataset, task.source("eval"), global_batch_size=batch_size,
+      pad_multiple=replicas, preprocess=preprocess_of(task), rows=rows,
+    )  # fmt: skip
+    make = ParameterServerEvaluator if traits.is_asynchronous(strategy) else Evaluator
+    given = {
+      "task": task, "strategy": strategy, "dataset": dataset, "ema": trainer.parts.ema,
+      "eager": self.eager,
+    }  # fmt: skip
+    return make(**{**configurables.options(Evaluator), **given})
+
+  def _dataset(
+    self, trainer: Trainer, recorder: Recorder | None, position: int, shard: datasets.Shard | None
+  ) -> tf.data.Dataset:
+    """Returns the training input from a position on: in a cluster, this worker's rows of it."""
+    task = trainer.task
+    source, rows = task.source("train"), trainer.cluster.rows(trainer.padded_batch_size)
+    read: dict[str, Any] = {
+      "position": position, "seed": self.seed, "shuffle": self.shuffle, "rows": rows,
+      "global_batch_size": self.global_batch_size,
+    }  # fmt: skip
+    if recorder is not None:
+      recorder.reads(source, padded_batch_size=trainer.padded_batch_size, **read)
+    return datasets.train_dataset(
+      source, pad_multiple=trainer.batch_multiple, preprocess=preprocess_of(task), shard=shard,
+      **read,
+    )  # fmt: skip
+
+
+def batch_size_on(
+  replicas: int, global_batch_size: int | None, per_replica_batch_size: int | None
+) -> int:
+  """Returns the global batch size on this number of replicas.
+
+  Raises:
+    ConfigError: both sizes are set, or none.
+  """
+  if global_batch_size is not None and per_replica_batch_size is not None:
+    raise ConfigError(
+      f"received both run.global_batch_size={global_batch_size} and "
+      f"run.per_replica_batch_size={per_replica_batch_size}; choose one."
+    )
+  if global_batch_size is not None:
+    return global_batch_size
+  if per_replica_batch_size is not None:
+    return replicas * per_replica_batch_size
+  raise ConfigError(
+    "run has neither global_batch_size nor per_replica_batch_size; set one, such as "
+    "run.global_batch_size = 128."
+  )
+
+
+def made_task(task: Task | Callable[[], Task]) -> Task:
+  """Returns the task, made if a factory was given, or raises ConfigError."""
+  made = task if isinstance(task, Task) else task() if callable(task) else task
+  if not isinstance(made, Task):
+    raise ConfigError(
+      f"run.task is a {type(made).__name__}; it must be a framework.Task: subclass Task, and write "
+      "run.task = @YourTask()."
+    )
+  return made
+
+
+def made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
+  """Returns the strategy, made if a factory was given, or raises ConfigError."""
+  made = strategy() if callable(strategy) else strategy
+  if not isinstance(made, tf.distribute.Strategy | servers.Server):
+    raise ConfigError(
+      f"run.strategy gives a {type(made).__name__}; it must be a factory of a tf.distribute "
+      "strategy, such as @auto, @one_device, @mirrored or @central_storage."
+    )
+  return made
+
+
+def set_globals(seed: int, precision: str, *, deterministic: bool, eager: bool) -> None:
+  """Makes the process-wide settings of TensorFlow and Keras for these four options (host)."""
+  randomness.seed_everything(seed)
+  keras.config.set_dtype_policy(precision)
+  tf_keras.mixed_precision.set_global_policy(precision)
+  if deterministic:
+    tf.config.experimental.enable_op_determinism()
+  if eager:
+    tf.data.experimental.enable_debug_mode()  # so that preprocess() runs eagerly too

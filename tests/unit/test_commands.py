@@ -1,0 +1,345 @@
+"""The commands that README and docs print: those that take seconds run, the others are checked.
+
+The commands of a page come in order, in a folder where README's first command has run before. `RUN`
+says which ones run, `SHORTER` how they are shortened. Of the others the test checks the program,
+the flags, the files and the bindings. It fails at a command of a kind that `check` does not know.
+"""
+
+import argparse
+import ast
+import configparser
+import contextlib
+import importlib
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from unittest import mock
+
+import gin
+import numpy as np
+import pytest
+from absl import flags
+from config_data import forget_garden
+
+import launch
+
+ROOT = Path(launch.__file__).parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# What begins a command, in an indented line or in inline code. Other fenced blocks than those of
+# Python and gin hold commands only.
+PROGRAM = (
+  r"(?:uvx?|pip3?|python3?|tensorboard|pytest|ruff|mypy|bash|sh|sudo|apt|apt-get|docker|kubectl|ray"
+  r"|sbatch|srun|git|curl|wget|make|cd|export|source|\$|[A-Z_]+=\S*) +"
+)
+CODE = re.compile(r"^```(?:python|gin)\n.*?^```", re.DOTALL | re.MULTILINE)
+PRINTED = re.compile(
+  r"^```\w*\n(?P<block>.*?)^```"
+  rf"|^ {{4,}}(?:[^\n`]*: )?(?P<line>{PROGRAM}(?:\\\n|[^\n]|\n {{20,}}\[)*)"
+  rf"|`(?P<span>{PROGRAM}[^`]*)`",
+  re.DOTALL | re.MULTILINE,
+)
+UNSEEN = re.compile(r"uv run \S|uvx \S|pip install \S|python3? (?:-m |\S+\.py)|launch\.py --")
+SAVED = re.compile(
+  r"`(\w+\.(?:py|gin))`[^`]*\n\n```(?:python|gin)\n(.*?)^```", re.DOTALL | re.MULTILINE
+)
+
+# What the reader puts in, and what comes of a command that is not run here.
+PUT_IN = {
+  "--gin_file=FILE [--gin_file=FILE ...]": "--gin_file=configs/digits_cnn.gin",
+  '[--gin_param="x.y = value" ...]': '--gin_param="run.seed = 1"',
+  "[--mode=MODE]": "--mode=train",
+  "[--model_dir=FOLDER]": "--model_dir=runs/folder",
+  "[--local_workers=N [--max_restarts=K]]": "--local_workers=2 --max_restarts=1",
+  "launch.py ...": "launch.py --gin_file=configs/digits_cnn.gin",
+  "--gin_file=...": "--gin_file=configs/digits_cnn.gin",
+  "--model_dir=...": "--model_dir=runs/digits_cnn",
+  "<model_dir>": "runs/digits_cnn",
+}
+MENTIONED = ("uv run", "pip install")  # without saying what
+MADE = {
+  "mine.gin": "include 'configs/digits_cnn.gin'\n",
+  "runs/mine/tuned.gin": "Trainer.jit_compile = False\n",
+  "runs/planted/operative_config.gin": "include 'configs/digits_cnn.gin'\n",
+}
+
+# What takes seconds, without `uv run` and its options; and how it comes to take no more.
+FIRST = r"launch\.py --gin_file=configs/digits_cnn\.gin$"
+RUN = (
+  FIRST,
+  r"launch\.py --gin_file=(configs/digits_cnn|waves|digits)\.gin (?!.*(--local_|=verify))",
+  r"launch\.py --gin_file=(waves|digits)\.gin$",
+  r"python -m [\w.]+\.curves runs/digits_cnn ",
+  r"python -m [\w.]+\.ledger runs/ledger$",
+  r"python -m tests\.option_tables$",
+)
+STEPS = 4
+SHORTER = (
+  (
+    r"(launch\.py .*)",
+    rf'\1 --gin_param="run.train_steps = {STEPS}" --gin_param="run.steps_per_loop = 2"',
+  ),
+  (r"/ckpt-\d+", f"/ckpt-{STEPS}"),
+  (r"=/tmp/", "=tmp/"),
+)
+# Programs without a parser of flags, and how many arguments they take.
+NO_FLAGS = {"ledger": 1}
+SPLITS = ("train", "eval")
+
+
+def commands(page):
+  """Returns what a page prints, each in one line, as the reader would type it."""
+  text = CODE.sub("", page.read_text())
+  lines = []
+  for found in PRINTED.finditer(text):
+    printed = found["line"] or found["span"] or re.sub(r"\\\n", " ", found["block"] or "")
+    lines += printed.splitlines() if found["block"] else [re.sub(r"\\?\n", " ", printed)]
+  for there, instead in PUT_IN.items():
+    lines = [line.replace(there, instead) for line in lines]
+  typed = [shlex.join(shlex.split(part, comments=True)) for x in lines for part in x.split(" && ")]
+  return [line.removeprefix("'$' ") for line in typed if line and line not in MENTIONED]
+
+
+def without_uv(command):
+  """Returns what `uv run` would run in this environment; its extras must be setup.cfg's."""
+  words = shlex.split(command)
+  if words[:2] != ["uv", "run"]:
+    return command
+  words, config = words[2:], configparser.ConfigParser()
+  config.read(ROOT / "setup.cfg")
+  while words[0].startswith("-"):
+    option, value, *words = words
+    assert option in ("--extra", "--with"), f"{command}: give `uv run {option}` a place here"
+    assert option != "--extra" or value in config["options.extras_require"], command
+  return shlex.join(words)
+
+
+def shorter(command):
+  for there, instead in SHORTER:
+    command = re.sub(there, instead, command)
+  return command
+
+
+def runs(command):
+  return any(re.match(pattern, unquoted(command)) for pattern in RUN)
+
+
+def unquoted(command):
+  return command.replace("'", "").replace('"', "")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+  """The repository's folder as the reader has it, with the pages' files, and README's first run."""
+  folder = tmp_path_factory.mktemp("commands")
+  for name in ("launch.py", "configs", "benchmarks", "deploy"):
+    (folder / name).symlink_to(ROOT / name)
+  saved = [each for page in PAGES for each in SAVED.findall(page.read_text())]
+  for name, text in [*saved, *MADE.items()]:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+  command = shorter(without_uv(commands(PAGES[0])[1]))
+  done = subprocess.run(
+    [sys.executable, *shlex.split(command)], cwd=folder, capture_output=True, text=True, timeout=300
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith(f"done: step {STEPS} | eval loss "), done.stdout
+  return folder
+
+
+@pytest.fixture
+def at_the_place(place, monkeypatch):
+  monkeypatch.chdir(place)
+  monkeypatch.setattr(sys, "path", [*sys.path, str(place)])
+  with mock.patch.dict("os.environ"):
+    yield
+  gin.clear_config()
+  forget_garden()
+  for name, module in list(sys.modules.items()):
+    if str(place) in (getattr(module, "__file__", None) or ""):
+      del sys.modules[name]
+
+
+class ParsedError(BaseException):
+  """Ends a program when it has parsed its flags: the known `options`, and the `rest`."""
+
+  def __init__(self, options, rest):
+    self.options, self.rest = options, rest
+
+
+@contextlib.contextmanager
+def ended_by_its_parser():
+  known, absl = argparse.ArgumentParser.parse_known_args, flags.FlagValues.__call__
+
+  def parse_known_args(parser, args=None, namespace=None):
+    raise ParsedError(*known(parser, args, namespace))
+
+  def parse_args(parser, args=None, namespace=None):
+    options, rest = known(parser, args, namespace)
+    if rest:
+      parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    raise ParsedError(options, [])
+
+  def parse_absl(values, argv, known_only=False):
+    raise ParsedError(values, absl(values, argv, known_only)[:0])
+
+  with (
+    mock.patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_args),
+    mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args),
+    mock.patch.object(flags.FlagValues, "__call__", parse_absl),
+  ):
+    yield
+
+
+def run_module(name, arguments):
+  """What `python -m` does, but for a second import of a module that is known already."""
+  module = importlib.import_module(name)
+  with mock.patch.object(sys, "argv", [module.__file__, *arguments]):
+    if hasattr(module, "__path__"):
+      runpy.run_module(name, run_name="__main__")
+      return
+    tree = ast.parse(Path(module.__file__).read_text())
+    [main] = [x for x in tree.body if isinstance(x, ast.If) and "__main__" in ast.unparse(x.test)]
+    exec(compile(ast.Module(main.body, []), module.__file__, "exec"), vars(module))
+
+
+def run(command):
+  """Runs a command in this process; it must end with status 0."""
+  words = shlex.split(shorter(command))
+  if words[0] == "launch.py":
+    assert launch.main(words) == 0, command
+    return
+  status = 0
+  try:
+    run_module(words[2], words[3:])
+  except SystemExit as end:
+    status = end.code
+  assert not status, command
+
+
+def check(command):
+  """Checks what can be checked of a command without its work."""
+  match shlex.split(command):
+    case ["launch.py", *arguments] | ["python", "launch.py", *arguments]:
+      check_launch(arguments)
+    case ["python", "-m", name, *arguments]:
+      check_module(name, arguments)
+    case ["python", script, *arguments] if script.endswith(".py"):
+      assert (ROOT / script).exists(), command
+      check_module(script.removesuffix(".py").replace("/", "."), arguments)
+    case ["pip", "install", *what]:
+      assert {*what} <= {"uv", "pip", "-U", "-e", "."}, command
+    case ["tensorboard", "--logdir", folder]:
+      assert Path(folder).is_dir(), command
+    case ["pytest"]:
+      pass
+    case _:
+      pytest.fail(f"a command of a kind that this test does not know: {command}")
+
+
+def check_launch(arguments):
+  values = launch.parse_flags(["launch.py", *arguments])
+  check_config(values.gin_file, values.gin_param)
+
+
+def check_config(files, params):
+  config = [*(f"--gin_file={x}" for x in files), *(f"--gin_param={x}" for x in params)]
+  assert launch.main(["launch.py", *config, "--mode=check_config"]) == 0, config
+
+
+def check_module(name, arguments):
+  if (count := NO_FLAGS.get(name.rpartition(".")[2])) is not None:
+    assert importlib.util.find_spec(name), name
+    assert len(arguments) == count, (name, arguments)
+    return
+  with ended_by_its_parser(), pytest.raises(ParsedError) as parsed:
+    run_module(name, arguments)
+  if parsed.value.rest:
+    check_launch(parsed.value.rest)
+  if files := getattr(parsed.value.options, "gin_file", None):
+    check_config(files, parsed.value.options.gin_param)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.usefixtures("at_the_place")
+def test_the_commands_of_a_page(page):
+  for command in map(without_uv, commands(page)):
+    (run if runs(command) else check)(command)
+
+
+def test_every_command_is_found_and_every_pattern_is_used():
+  for page in PAGES:
+    left = PRINTED.sub("", CODE.sub("", page.read_text()))
+    assert not UNSEEN.findall(left), f"{page.name} prints a command that is not found"
+    assert {*re.findall(r"--mode=(\w+)", left)} <= {*launch.MODES}
+  everything = [unquoted(without_uv(each)) for page in PAGES for each in commands(page)]
+  for pattern in RUN:
+    assert any(re.match(pattern, each) for each in everything), f"nothing is like {pattern}"
+  text = "".join(page.read_text() for page in PAGES)
+  assert [each for each in (*PUT_IN, *MADE) if each not in text] == []
+
+
+def test_tensorboard_shows_a_run(place):
+  [command] = [x for x in map(without_uv, commands(PAGES[0])) if x.startswith("tensorboard ")]
+  program, *arguments = shlex.split(command)
+  with subprocess.Popen(
+    [Path(sys.executable).parent / program, *arguments, "--port=0"],
+    cwd=place,
+    stderr=subprocess.PIPE,
+    text=True,
+  ) as process:
+    try:
+      address = served_at(process)
+      both = {f"digits_cnn/{split}" for split in SPLITS}
+      tags = answer(f"{address}data/plugin/scalars/tags", until=both.issubset)
+      for split in SPLITS:
+        run_name = f"digits_cnn/{split}"
+        lines = written(place / "runs" / "digits_cnn", split)
+        assert {*tags[run_name]} == {name for line in lines.values() for name in line}
+        for tag in tags[run_name]:
+          query = urllib.parse.urlencode({"tag": tag, "run": run_name})
+          points = answer(f"{address}data/plugin/scalars/scalars?{query}", until=bool)
+          shown = [(step, np.float32(value)) for _, step, value in points]
+          assert shown == [(step, np.float32(line[tag])) for step, line in lines.items()]
+    finally:
+      process.terminate()
+      process.wait(timeout=30)
+
+
+def served_at(process):
+  """Returns the address that TensorBoard tells; fails with what it says instead."""
+  said = []
+  for line in process.stderr:
+    said.append(line)
+    if found := re.search(r"TensorBoard \S+ at (http://\S+:\d+/)", line):
+      return found[1]
+  return pytest.fail("".join(said))
+
+
+def answer(address, until, seconds=60):
+  """Asks until the answer is there: TensorBoard serves before it has read all."""
+  end = time.monotonic() + seconds
+  while True:
+    with urllib.request.urlopen(address, timeout=30) as reply:
+      found = json.load(reply)
+    if until(found) or time.monotonic() > end:
+      return found
+    time.sleep(0.2)
+
+
+def written(model_dir, split):
+  """Returns the values of metrics.jsonl by step; the last line counts where a step is repeated."""
+  lines = map(json.loads, (model_dir / "metrics.jsonl").read_text().splitlines())
+  about = ("step", "split", "wall_time")
+  return {
+    line["step"]: {name: value for name, value in line.items() if name not in about}
+    for line in lines
+    if line["split"] == split
+  }
