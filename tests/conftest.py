@@ -5,17 +5,25 @@
 
 import gc
 import os
+import sys
+
+import pytest
+import tiers
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-
-import pytest
-import tensorflow as tf
-import tiers
+# Without bytecode each of the many processes takes three times as long to import TensorFlow.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 LOGICAL_CPUS = 4
-LONG = ("test_verify", "test_tune", "test_traps", "test_mistakes", "test_multi_worker")
-"""Files that take minutes. They come first, so that no process is left with one at the end."""
+LONG = (
+  *("test_resume", "test_multi_worker", "test_verify", "test_update", "test_verify_restore"),
+  *("test_language_model", "test_tune", "test_parameter_server", "test_forensics", "test_assets"),
+  *("test_models_from_elsewhere", "test_inputs", "test_randomness", "test_checkpoints"),
+  *("test_configs", "test_mistakes", "test_model_garden", "test_ledger", "test_verify_configs"),
+)
+"""Files that take long, the longest first, so that no process is left with one at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,7 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   group.addoption("--rest", action="store_true", help="run what the fast tier leaves out")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+  if config.option.dist != "no" and not hasattr(config, "workerinput"):
+    return  # this process hands out the tests and runs none
+  import tensorflow as tf
+
   cpu = tf.config.list_physical_devices("CPU")[0]
   tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration()] * LOGICAL_CPUS
@@ -41,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   items[:], left = tiers.split(items, everything=options.everything or named, rest=options.rest)
   if left:
     config.hook.pytest_deselected(items=left)
-  items.sort(key=lambda item: not item.path.name.startswith(LONG))
+  items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 def pytest_collection_finish() -> None:
@@ -51,6 +63,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def mirrored():
   """Makes a MirroredStrategy of N logical CPUs, reduced without collectives."""
+  import tensorflow as tf
 
   def make(replicas: int) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(

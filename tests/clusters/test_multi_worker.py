@@ -1,5 +1,6 @@
 """Real processes on loopback: several workers learn what one does, and go on after faults."""
 
+import functools
 import json
 import os
 import re
@@ -73,8 +74,8 @@ def run(folder, workers, *params, flags=(), env=None):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-  """Two workers (4 rows each) and three (3 rows each, one of the 9 is padding)."""
-  return {n: run(tmp_path_factory.mktemp(f"workers{n}"), n) for n in (2, 3)}
+  """Two workers (4 rows each) and three (3 rows each, one of the 9 is padding), as asked for."""
+  return functools.cache(lambda n: run(tmp_path_factory.mktemp(f"workers{n}"), n))
 
 
 def reference(order):
@@ -94,21 +95,23 @@ def order(outcome, workers):
   return [row[row >= 0] for row in ids]
 
 
+@pytest.mark.fast(workers=[2])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_workers_read_disjoint_shares_of_the_same_batches(workers, trained):
-  steps = order(trained[workers], workers)
+  steps = order(trained(workers), workers)
   assert [len(ids) for ids in steps] == [BATCH] * STEPS
   stream = np.concatenate(steps)
   for epoch in range(STEPS * BATCH // clustered.EXAMPLES):
     first = epoch * clustered.EXAMPLES
     seen = stream[first : first + clustered.EXAMPLES]
     assert sorted(seen) == list(range(clustered.EXAMPLES))
-  np.testing.assert_array_equal(stream, np.concatenate(order(trained[2], 2)))
+  np.testing.assert_array_equal(stream, np.concatenate(order(trained(2), 2)))
 
 
+@pytest.mark.fast(workers=[2])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_they_learn_what_one_worker_would(workers, trained):
-  outcome = trained[workers]
+  outcome = trained(workers)
   assert (outcome.status, outcome.err.count("Traceback")) == (0, 0)
   kernel, losses = reference(order(outcome, workers))
   got = [record["loss"] for record in outcome.records("train")]
@@ -118,30 +121,31 @@ def test_they_learn_what_one_worker_would(workers, trained):
     np.testing.assert_allclose(variable[:, 0], kernel, rtol=1e-5)
 
 
+@pytest.mark.fast(workers=[2])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_an_evaluation_counts_each_example_once(workers, trained):
-  [variable] = trained[workers].variables(0)
+  [variable] = trained(workers).variables(0)
   error = clustered.X.astype(np.float64) @ variable[:, 0] - clustered.Y
-  [record] = trained[workers].records("eval")
+  [record] = trained(workers).records("eval")
   assert record["loss"] == pytest.approx(np.average(error**2, weights=clustered.WEIGHT), rel=1e-5)
   assert record["rows"] == 1.0
 
 
 def test_only_the_chief_writes(trained):
-  model_dir = trained[2].folder / "m"
-  assert [record["step"] for record in trained[2].records("train")] == list(range(1, STEPS + 1))
+  model_dir = trained(2).folder / "m"
+  assert [record["step"] for record in trained(2).records("train")] == list(range(1, STEPS + 1))
   names = sorted(path.name for path in (model_dir / "checkpoints").iterdir())
   saved = [f"ckpt-{step}" for step in (10, 6, 8)]
   kinds = ("data-00000-of-00001", "index")
   assert names == ["checkpoint", *(f"{ckpt}.{kind}" for ckpt in saved for kind in kinds)]
-  assert trained[2].out.count("done: step 10") == 1
+  assert trained(2).out.count("done: step 10") == 1
   assert len(list((model_dir / "train").iterdir())) == 1
 
 
 @pytest.mark.whole
 def test_an_infinite_loss_is_traced_to_its_worker_and_example(trained, tmp_path):
   """The target of the example that is read last; in `trained` two workers read the same ones."""
-  ids = np.stack([trained[2].ids(worker) for worker in (0, 1)])  # [worker, step, row]
+  ids = np.stack([trained(2).ids(worker) for worker in (0, 1)])  # [worker, step, row]
   first = {i: np.argwhere(ids == i)[:, 1].min() for i in range(clustered.EXAMPLES)}
   guilty = max(first, key=first.get)
   [[worker, _]] = np.argwhere(ids[:, first[guilty]] == guilty)
@@ -204,6 +208,7 @@ def test_a_killed_worker_is_named_and_costs_nothing(broken, unbroken):
   assert [r["step"] for r in outcome.records("train")] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.whole
 def test_the_ledger_proves_that_nothing_was_skipped_or_repeated(broken, unbroken, capsys):
   *_, outcome = broken
   assert __main__.main([str(outcome.folder / "m")]) == 0

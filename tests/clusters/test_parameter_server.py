@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+import tiers
 
 from framework.errors import ConfigError
 from framework.inputs import datasets
@@ -25,9 +26,12 @@ EXAMPLES, REPEATS = 203, 100
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
+  """Of all cases, in their order, or of those that the fast tier looks at."""
+  fast = all(map(tiers.is_fast, request.session.items))
   output = tmp_path_factory.mktemp("ps") / "results.json"
   command = ["timeout", "-s", "KILL", "150", sys.executable, HERE / "ps_cluster.py", output]
+  command += ["keras", "killed_in_training"] if fast else []
   environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
   done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr[-3000:]
@@ -69,11 +73,13 @@ def closed_form():
 KINDS = pytest.mark.parametrize("kind", ["keras", "tf_keras", "module"])
 
 
+@pytest.mark.fast(kind=["keras"])
 @KINDS
 def test_a_regression_comes_near_its_solution(case, kind):
   np.testing.assert_allclose(case(kind)["kernel"], closed_form(), atol=0.03)
 
 
+@pytest.mark.fast(kind=["keras"])
 @KINDS
 def test_every_step_is_counted_and_the_loop_is_traced_once(case, kind):
   result, steps = case(kind), 100 + 1 + 7 + 292
@@ -81,6 +87,7 @@ def test_every_step_is_counted_and_the_loop_is_traced_once(case, kind):
   assert result["traces"] == 1
 
 
+@pytest.mark.fast(kind=["keras"])
 @KINDS
 def test_an_evaluation_counts_every_example_once(case, kind):
   loss, mae = evaluated(np.array(case(kind)["kernel"]))
@@ -89,12 +96,14 @@ def test_an_evaluation_counts_every_example_once(case, kind):
   np.testing.assert_allclose([evaluation["loss"], evaluation["mae"]], [loss, mae], rtol=1e-5)
 
 
+@pytest.mark.whole
 def test_ten_runs_end_at_their_very_last_step(case):
   wanted = [11 + run + 1 + 20 for run in range(10)]
   assert [run["step"] for run in case("exact")] == wanted
   assert [run["iterations"] for run in case("exact")] == wanted
 
 
+@pytest.mark.whole
 def test_staleness_is_the_number_of_updates_that_came_between(case):
   several = [run["staleness"] for run in case("exact")]
   assert case("keras")["logs"][1]["staleness"] == 0  # a loop of one step
@@ -102,12 +111,14 @@ def test_staleness_is_the_number_of_updates_that_came_between(case):
   assert max(several) > 0
 
 
+@pytest.mark.whole
 def test_workers_draw_different_random_numbers(case):
   pairs = case("identities")
   assert all(worker == replica for worker, replica in pairs)
   assert len({worker for worker, _ in pairs}) > 1
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", ["tf_keras", "module"])
 def test_partitioned_variables_lie_on_all_servers_and_learn(case, kind):
   result = case(f"partitioned_{kind}")
@@ -119,6 +130,7 @@ def test_partitioned_variables_lie_on_all_servers_and_learn(case, kind):
   assert result["step"] == 16
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
   ("what", "message"),
   [
@@ -147,6 +159,7 @@ def test_what_cannot_work_is_refused(case, what, message):
   assert "\n" not in line
 
 
+@pytest.mark.whole
 def test_a_run_goes_on_from_its_checkpoint(case):
   result = case("resumes")
   trained = [line["step"] for line in result["lines"] if line["split"] == "train"]
@@ -158,6 +171,7 @@ def test_a_run_goes_on_from_its_checkpoint(case):
   assert all(run["examples"] == EXAMPLES for run in result["results"])
 
 
+@pytest.mark.whole
 def test_nobody_waits_for_a_stopped_worker_but_for_its_own_step(case):
   """It holds at most the one step that it had claimed of the loop from step 10 to 310."""
   result = case("stopped")
@@ -166,6 +180,7 @@ def test_nobody_waits_for_a_stopped_worker_but_for_its_own_step(case):
   assert result["step"] == 310
 
 
+@pytest.mark.whole
 def test_a_worker_that_stays_stopped_is_named_in_time(case):
   result = case("stopped")
   assert result["line"].startswith("lost worker-2 (127.0.0.1:")
@@ -180,6 +195,7 @@ def test_a_worker_killed_in_training_changes_no_count(case):
   assert result["logs"][0]["loss"] < 0.1
 
 
+@pytest.mark.whole
 def test_a_worker_killed_in_evaluation_changes_no_sum(case):
   result = case("killed_in_evaluation")
   whole, over = result["seconds"]
@@ -191,6 +207,7 @@ def test_a_worker_killed_in_evaluation_changes_no_sum(case):
   np.testing.assert_allclose([evaluation["loss"], evaluation["mae"]], [loss, mae], rtol=1e-5)
 
 
+@pytest.mark.whole
 def test_workers_that_come_back_work_on(case):
   """They do the rest: the one that had stayed was killed on the way."""
   result = case("comes_back")
@@ -198,6 +215,7 @@ def test_workers_that_come_back_work_on(case):
   assert result["step"] == result["before"] + 500
 
 
+@pytest.mark.whole
 def test_a_lost_server_is_named_in_one_line(case):
   line = case("killed_server")
   assert line.startswith("lost ps-1 (127.0.0.1:")

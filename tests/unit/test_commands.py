@@ -79,7 +79,7 @@ RUN = (
   r"launch\.py --gin_file=(waves|digits)\.gin$",
   r"python -m [\w.]+\.curves runs/digits_cnn ",
   r"python -m [\w.]+\.ledger runs/ledger$",
-  r"python -m tests\.option_tables$",
+  r"python -m tests\.support\.option_tables$",
 )
 STEPS = 4
 SHORTER = (
