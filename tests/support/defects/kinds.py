@@ -55,7 +55,7 @@ class Module(Small):
 
 
 class Recurrent(Small):
-  """Words as integers, an embedding, an LSTM with recurrent dropout."""
+  """Words as integers, an embedding, a recurrent layer with dropout between its steps too."""
 
   def build_model(self):
     layers = keras.layers
@@ -63,7 +63,7 @@ class Recurrent(Small):
       [
         keras.Input([6], dtype="int32"),
         layers.Embedding(30, 5, mask_zero=True),
-        layers.LSTM(4, dropout=0.2, recurrent_dropout=0.2),
+        layers.SimpleRNN(4, dropout=0.2, recurrent_dropout=0.2),
         layers.Dense(1),
       ]
     )
