@@ -67,9 +67,9 @@ WARM = ("numpy", "keras", "tensorflow", "tf_keras", "orbit", "gin", "sklearn.dat
 """Imported before the first fork. None of them touches a device, and none is of the framework."""
 WANTED = 0.9
 LIMIT = 5  # times what the tests took on the code as it is
-START_S = 60.0  # and so many seconds more
 _BASIC = ["-q", "-p", "no:cacheprovider", "-n", "0"]
 _POLL_S = 0.02
+_NOT_COPIED = (".git", ".venv", ".*_cache", "*.egg-info", "__pycache__", "runs", "build", "dist")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
       _say(f"{len(results)}/{len(mutants)} {where}: {result.verdict}{by}, {result.seconds:.0f} s")
       _write(Path(options.out), results)
 
-    run(pool, notes, [m for m in mutants if m.key not in known], tell)
+    for mutant in mutants:
+      if mutant.key not in known:
+        _next(pool, mutant, stages(notes, mutant, options.patience_s), tell)
+    pool.wait()
   print(table(results))
   for result in results:
     if result.verdict == "survived":
@@ -120,6 +123,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     default=["tests/conformance"],
     help="for what survives: arguments of pytest",
   )
+  parser.add_argument("--patience_s", type=float, default=60.0, help="beyond LIMIT x the usual")
   parser.add_argument("--processes", type=int, default=2)
   parser.add_argument("--again", help="run only the survivors of this earlier --out")
   parser.add_argument("--out", default="runs/mutants/results.json")
@@ -234,12 +238,7 @@ class Pool:
   def _copied(self, tree: Path) -> Path:
     if self._free:
       return Path(shutil.copytree(self._free[0], tree))
-    listed = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=self.root, check=True, capture_output=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
-      if (self.root / name).is_file():
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self.root / name, tree / name)
+    shutil.copytree(self.root, tree, ignore=shutil.ignore_patterns(*_NOT_COPIED))
     # By content: a mutant may be as long as the original, and written within the same second.
     compiling = ["-m", "compileall", "-q", "--invalidation-mode=checked-hash", str(tree)]
     subprocess.run([sys.executable, *compiling], check=True)
@@ -439,16 +438,7 @@ def _combined(taken: Iterable[dict[str, Any]], last: Sequence[str], last_s: floa
 # ---- Mutants ----
 
 
-def run(
-  pool: Pool, notes: Notes, mutants: Sequence[Mutant], tell: Callable[[Result], None]
-) -> None:
-  """Tells the verdict on each mutant as soon as it is reached."""
-  for mutant in mutants:
-    _next(pool, mutant, stages(notes, mutant), tell, 0.0)
-  pool.wait()
-
-
-def stages(notes: Notes, mutant: Mutant) -> list[tuple[list[str], float]]:
+def stages(notes: Notes, mutant: Mutant, patience_s: float) -> list[tuple[list[str], float]]:
   """Returns what a mutant runs until a test fails: (arguments of pytest, limit in seconds)."""
   first, last = mutant.lines
   touching = notes.of_lines(mutant.file, range(first, last + 1))
@@ -466,7 +456,7 @@ def stages(notes: Notes, mutant: Mutant) -> list[tuple[list[str], float]]:
   runs = [(tests, sum(map(notes.seconds.__getitem__, tests))) for tests in found]
   if notes.last:
     runs.append((list(notes.last), notes.last_s))
-  return [(["-x", *tests], START_S + LIMIT * seconds) for tests, seconds in runs]
+  return [(["-x", *tests], patience_s + LIMIT * seconds) for tests, seconds in runs]
 
 
 def _next(
@@ -474,7 +464,7 @@ def _next(
   mutant: Mutant,
   left: Sequence[tuple[list[str], float]],
   tell: Callable[[Result], None],
-  before_s: float,
+  before_s: float = 0.0,
 ) -> None:
   """Runs the first of the stages that are left, and then the others unless a test fails."""
   if not left:

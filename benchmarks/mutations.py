@@ -138,7 +138,10 @@ def sample(file: str, source: str, count: int, seed: int) -> list[Mutant]:
   for operation, occurrence, position in _drawn(source, f"{seed} {file}"):
     if len(mutants) == count:
       break
-    changed = mutate_code(source, operation, occurrence)
+    try:
+      changed = mutate_code(source, operation, occurrence)
+    except AttributeError:  # ExceptionReplacer, of a name with dots
+      continue
     if changed not in mutants and _differs(source, changed):
       name = type(operation).__name__
       mutants[changed] = _mutant(file, source, changed, position[0], name)
