@@ -384,10 +384,14 @@ def take_notes(pool: Pool, options: argparse.Namespace) -> Notes:
   taken: dict[str, Any] = {}
   files, last = _test_files(pool.root, options.tests), " ".join(options.last)
 
-  def done(name: str, digest: str, status: int, seconds: float, log: Path) -> None:
+  def done(name: str, digest: str, tries: int, status: int, seconds: float, log: Path) -> None:
     notes = Path(f"{log}.notes")
     if not notes.exists() if name != last else status != 0:
-      raise RuntimeError(f"{name} gave status {status}:\n{log.read_text()[-3000:]}")
+      if not tries:
+        raise RuntimeError(f"{name} gave status {status}:\n{log.read_text()[:5000]}")
+      _say(f"{name} gave status {status}, once more")  # coverage is not proof against every thread
+      submit(name, digest, tries - 1)
+      return
     content = json.loads(notes.read_text()) if name != last else {"seconds": seconds}
     taken[name] = {"digest": digest, **content}
     notes.unlink(missing_ok=True)
@@ -397,14 +401,17 @@ def take_notes(pool: Pool, options: argparse.Namespace) -> Notes:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**kept, **taken}))
 
+  def submit(name: str, digest: str, tries: int) -> None:
+    plugin = functools.partial(_Notebook, modules) if name != last else None
+    arguments = [name] if name != last else options.last
+    pool.submit(arguments, functools.partial(done, name, digest, tries), plugin=plugin)
+
   for name in [last, *files] if last else files:
     digest = _digest(pool.root, [name, *modules])
     if kept.get(name, {}).get("digest") == digest:
       taken[name] = kept[name]
     else:
-      plugin = functools.partial(_Notebook, modules) if name != last else None
-      arguments = [name] if name != last else options.last
-      pool.submit(arguments, functools.partial(done, name, digest), plugin=plugin)
+      submit(name, digest, 2)
   pool.wait()
   last_s = taken[last]["seconds"] if last else 0.0
   return _combined([taken[file] for file in files], options.last, last_s)
@@ -465,6 +472,8 @@ def _next(
   left: Sequence[tuple[list[str], float]],
   tell: Callable[[Result], None],
   before_s: float = 0.0,
+  *,
+  crashed: bool = False,
 ) -> None:
   """Runs the first of the stages that are left, and then the others unless a test fails."""
   if not left:
@@ -474,10 +483,13 @@ def _next(
 
   def done(status: int, seconds: float, log: Path) -> None:
     total = before_s + seconds
+    failed = Path(f"{log}.failed")
     if status == 0:
       _next(pool, mutant, others, tell, total)
       return
-    failed = Path(f"{log}.failed")
+    if os.WIFSIGNALED(status) and status != -9 and not crashed:  # of itself? once more
+      _next(pool, mutant, left, tell, total, crashed=True)
+      return
     by = failed.read_text() if failed.exists() else f"status {status}"
     tell(Result(mutant, "timeout" if status == -9 else "killed", by, total))
 
