@@ -266,7 +266,7 @@ def test_a_large_variable_of_the_shape_of_all_small_ones(library, replicas, mirr
 
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
 def test_the_momentum_of_a_missing_gradient_is_kept_in_a_later_group_too(library):
-  """Of three updates the second finds no gradient of the last variable, which is not fused first."""
+  """The second of three updates finds no gradient of the last variable."""
   make = keras.Variable if library == "keras" else tf.Variable
   variables = [
     make(tf.zeros([2], dtype), dtype=dtype) for dtype in 2 * ["float32"] + 2 * ["float64"]
