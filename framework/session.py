@@ -38,16 +38,7 @@ QUIET = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cadence:
-  """How far a run goes and what happens how often, in steps unless another unit is named.
-
-  Attributes:
-    train_steps: see `framework.run.run`, as for the others.
-    steps_per_loop: see there.
-    eval_every_steps: see there.
-    eval_timeout_s: see there.
-    checkpoint_every_steps: see there.
-    keep_checkpoints: see there.
-  """
+  """How far a run goes and what happens how often; see `framework.run.run`."""
 
   train_steps: int
   steps_per_loop: int
