@@ -139,7 +139,7 @@ class Session:
     """Prints what the run is made of (stderr), before the first step."""
     trainer, parts = self.trainer, self.trainer.parts
     name, devices = traits.describe(trainer.strategy)
-    description = summary.Description(
+    text = summary.describe(
       task=type(trainer.task).__name__,
       model=trainer.task.model,
       strategy=name,
@@ -156,7 +156,7 @@ class Session:
       train_steps=self._cadence.train_steps,
       model_dir=self.model_dir,
     )
-    self._progress.message(summary.describe(description))
+    self._progress.message(text)
 
   def start_from(self, warm_start: WarmStart) -> None:
     """Gives the model weights from elsewhere, if the run begins and does not go on."""
