@@ -1,15 +1,8 @@
 """Locates a NaN or infinity: the step, the replica, the loss or variable, and the examples.
 
-A watched trainer (`watch`, called by the action `StopOnNonFinite`) stops a loop at the first bad
-step and undoes that step. The batch is a function of the position, and the random numbers of
-(seed, step, replica), so the step can be replayed eagerly, now or later from the saved state:
-
-    watch(trainer)
-    if "nonfinite_step" in trainer.train(tf.constant(100)):
-      print(examine(trainer))
-
-A step is bad if a loss or a reduced gradient is not finite. Gradients do not count where the loss
-scale handles overflows (`LossScale.expects_overflow`).
+docs/forensics.md shows its use. A watched trainer (`watch`, called by the action `StopOnNonFinite`)
+stops a loop at the first bad step and undoes that step. The batch is a function of the position,
+and the random numbers of (seed, step, replica), so the step can be replayed eagerly (`examine`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
 """The seam for what watches training from outside: ledger, time budget, rollback. A run has none.
 
-class Steps(Observer):
-  def loop_ends(self, results, *, done, ran):
-    print(f"{done} steps, loss {results['loss']}")
-
-trainer.observe(Steps())
-
 An `Observer` hears of a trainer's loops and steps, a `StepObserver` of one replica's verbs:
 
 loop_begins            host           before a loop

@@ -38,16 +38,7 @@ QUIET = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cadence:
-  """How far a run goes and what happens how often, in steps unless another unit is named.
-
-  Attributes:
-    train_steps: see `framework.run.run`, as for the others.
-    steps_per_loop: see there.
-    eval_every_steps: see there.
-    eval_timeout_s: see there.
-    checkpoint_every_steps: see there.
-    keep_checkpoints: see there.
-  """
+  """How far a run goes and what happens how often; see `framework.run.run`."""
 
   train_steps: int
   steps_per_loop: int
@@ -148,7 +139,7 @@ class Session:
     """Prints what the run is made of (stderr), before the first step."""
     trainer, parts = self.trainer, self.trainer.parts
     name, devices = traits.describe(trainer.strategy)
-    description = summary.Description(
+    text = summary.describe(
       task=type(trainer.task).__name__,
       model=trainer.task.model,
       strategy=name,
@@ -165,7 +156,7 @@ class Session:
       train_steps=self._cadence.train_steps,
       model_dir=self.model_dir,
     )
-    self._progress.message(summary.describe(description))
+    self._progress.message(text)
 
   def start_from(self, warm_start: WarmStart) -> None:
     """Gives the model weights from elsewhere, if the run begins and does not go on."""

@@ -1,17 +1,6 @@
 """The contract a user implements: a `Task` says what to learn; the framework says how, in the open.
 
-class Regression(Task):
-  def build_model(self):
-    return keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(1)])
-
-  def source(self, split):
-    return ArraySource(features={"x": x, "y": y})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs[:, 0] - batch["y"]), batch["weight"])
+docs/writing-a-task.md shows examples.
 """
 
 from __future__ import annotations

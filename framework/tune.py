@@ -1,12 +1,7 @@
 """`--mode=tune`: measures how to run a task fastest on these devices; writes a gin file.
 
-    python launch.py --gin_file=mine.gin --mode=tune
-    python launch.py --gin_file=mine.gin --gin_file=runs/mine/tuned.gin
-
-Each candidate is the user's config with a few more bindings; task, input, strategy and Trainer are
-made from it as `run` makes them. A candidate and the best so far take turns (one, the other, the
-other, the one), so other load on the machine affects both. A candidate becomes the best only if it
-is clearly faster; so the result is not slower than the original config.
+docs/tune.md describes how candidates are measured. Each is the user's config with a few more
+bindings; task, input, strategy and Trainer are made from it as `run` makes them.
 """
 
 from __future__ import annotations

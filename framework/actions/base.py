@@ -1,13 +1,7 @@
 """The base class of actions: what a run does after a training loop or an evaluation.
 
 Orbit's Controller calls an action with the values of a loop (`on = "train"`) or of an evaluation
-(`on = "eval"`), before they are written to metrics.jsonl. An action of your own:
-
-    class Beep(Action):
-      on = "eval"
-
-      def __call__(self, output):
-        print("\\a", output["accuracy"])
+(`on = "eval"`), before they are written to metrics.jsonl.
 
 The actions of `orbit.actions` do not fit: NewBestMetric keeps its own file, which a restart from an
 earlier checkpoint does not correct, and ExportSavedModel can leave half an export.

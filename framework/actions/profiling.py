@@ -1,10 +1,6 @@
 """`Profile`: a trace of some steps for TensorBoard: each operation, its time, thread and device.
 
-    run.actions = [@Profile()]
-    Profile.steps = (100, 105)
-
-It writes <model_dir>/profile/plugins/profile/<time>/. `tensorboard --logdir <model_dir>` shows it
-under "Profile" if the plugin tensorboard-plugin-profile is installed.
+docs/time-budget.md shows how to use it.
 """
 
 from __future__ import annotations

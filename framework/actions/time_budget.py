@@ -2,23 +2,9 @@
 
     run.actions = [@TimeBudget()]
 
-The time from the first step (or restore) to the last checkpoint, in parts that do not overlap:
-
-    input wait     in the step, from the request for a batch to its arrival
-    communication  in the step, from a replica's sums to the sums over all replicas: includes the
-                   wait for the slowest replica. Mean over replicas.
-    compute        the rest of the training loops
-    start          from the call of a loop to its first operation: in the first loop, tracing and
-                   optimizing the graph; later almost nothing
-    checkpoints, evaluation, reporting, action <name>
-                   on the host, between loops, while the devices wait
-    host           the rest
-
-The compiled step takes two timestamps for the input, and two for communication if this action is
-used on several replicas; the latter cost about ten small operations a step. On a CPU an operation
-is done when the next timestamp is taken. On a GPU it is only enqueued, so there the two parts are
-reported as one, "compute and communication"; use `Profile` to separate them. Communication in the
-task's own code counts as compute.
+docs/time-budget.md defines the parts. The compiled step takes two timestamps for the input, and two
+for communication if this action is used on several replicas; the latter cost about ten small
+operations a step.
 """
 
 from __future__ import annotations

@@ -18,15 +18,7 @@ With `hash(k) = tf.random.stateless_uniform([2], seed=k, minval=0, maxval=2**30,
                     replaces step_key by hash(step_key + [1 + iteration, 0])
     in a function   each call of a nested tf.function draws one seed, its step_key
 
-Limits:
-
-    XLA             gets the same seeds but computes other masks from them
-    layer seeds     the `seed` argument of a layer has no effect inside
-    stateful ops    tf.random.uniform and tf.nn.dropout keep their own state
-    Python random   is called only when traced, as in keras.layers.AugMix
-    vectorized_map  its elements share their draws
-    recomputation   tf.recompute_grad draws again, as in Keras, unless it enters its own stream
-                    with a seed from outside
+docs/randomness.md lists the limits.
 """
 
 import functools

@@ -1,11 +1,5 @@
 """Measures wall time by named parts that exclude each other.
 
-    watch = Stopwatch()
-    watch.start()
-    train()          # a function decorated with @timed("training") counts for that part
-    watch.stop()
-    watch.seconds    # {"host": 0.4, "training": 11.2, "checkpoints": 0.7, ...}
-
 An inner part pauses the outer one, so the parts always add up to the total. Without a running
 stopwatch, `timed` costs one variable lookup.
 """

@@ -6,14 +6,7 @@ file may name, and a config drives only the function `run`.
     configurables.parse(["configs/digits.gin"], ["run.seed = 3"])
     configurables.configured(run)(mode="train", model_dir="/tmp/digits")
 
-Register your own class where you define it, and import its module in the gin file:
-
-    @framework.register                          import my_tasks
-    class Digits(framework.Task):                run.task = @Digits()
-      ...                                        Digits.width = 64
-
-A parameter whose default is in the table (`strategy=strategies.auto`) is bound to it, so
-`auto.cpu_replicas = 2` works without `run.strategy = @auto`.
+docs/configuration.md shows how to register your own class.
 
     table.py        the names that a gin file may use, and their parameters
     imports.py      the modules that a gin file imports

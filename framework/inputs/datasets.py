@@ -6,10 +6,8 @@
     resumed = train_dataset(source, global_batch_size=4, seed=1, position=8)
     assert np.array_equal(next(resumed.as_numpy_iterator())["x"], batches[2]["x"])
 
-Training reads an endless sequence of positions. With n examples, position p reads example
-`permutation(seed, epoch)[p % n]` of epoch `p // n`. So a batch may span two epochs, each epoch
-reads every example once, the order does not depend on batch size, replicas or workers, and a run
-can resume at any position.
+With n examples, position p of the endless training sequence reads example
+`permutation(seed, epoch)[p % n]` of epoch `p // n`; docs/inputs.md describes what follows from it.
 
 A batch is a dict of tensors that share their first axis, the rows. Three names are reserved:
 
@@ -18,12 +16,8 @@ A batch is a dict of tensors that share their first axis, the rows. Three names 
     "seed"        int32 [rows, 2]: a function of (seed, position), for tf.random.stateless_* in
                   `preprocess`, so that augmentation is reproducible. Only in training.
 
-Padding makes the number of rows divisible by the number of replicas. A padded row has weight 0 and
-copies a real row of the batch, so its values are finite if that row's are.
-
-A worker may make only its `rows` of a global batch; they are bit-identical to those rows of the
-whole batch. A batch is made in this order: its rows (`_Plan`), positions and examples (`ordering`),
-`fetch` (`sources`), weights and ids, `preprocess`.
+A batch is made in this order: its rows (`_Plan`), positions and examples (`ordering`), `fetch`
+(`sources`), weights and ids, `preprocess`.
 """
 
 from __future__ import annotations
@@ -229,11 +223,7 @@ def _sharded(batches: tf.data.Dataset, shard: Shard | None) -> tf.data.Dataset:
 def _batches(
   dataset: tf.data.Dataset, make: Callable[..., Batch], *, rewrite: bool
 ) -> tf.data.Dataset:
-  """Maps in order, ahead of the step; `rewrite` lets TensorFlow optimize the earlier stages.
-
-  Private thread pools and a fixed number of parallel calls made no measurable difference on 2
-  cores.
-  """
+  """Maps in order, ahead of the step; `rewrite` lets TensorFlow optimize the earlier stages."""
   options = tf.data.Options()
   options.deterministic = True
   # The autotune thread sleeps for up to a minute and sometimes misses the stop signal, so ending an

@@ -12,10 +12,7 @@ Each loop, before a checkpoint can contain it, has the count and the hash of eac
 
     {"first_step": 41, "counts": [6, 6], "hashes": ["9f...", "03..."]}
 
-A start after step S discards the recorded steps after S: the weights that training continues from
-do not include them, and they run again. The remaining steps are the path to the last weights. On
-it, every worker must have every step once, with the hash of the examples that (seed, position)
-assigns to that worker. Computing these needs no data.
+docs/ledger.md describes what is compared. Computing what must have been read needs no data.
 """
 
 from __future__ import annotations

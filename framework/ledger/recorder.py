@@ -1,15 +1,7 @@
 """Records which examples each step consumed; one write per training loop.
 
-    recorder = Recorder(model_dir="runs/digits", strategy=strategy)
-    trainer = Trainer(..., observers=[recorder])      # run.ledger = True does both
-
-A step's hash is the sum, modulo 2**64, of a 64-bit hash of each example id. So it depends on the
-set of examples and not on their order, and the sum over replicas and workers is the hash of the
-whole batch. The number of examples is recorded too. Padding counts in neither.
-
-The compiled step only stores its ids in the memory of this worker's host, 8 bytes for each example
-of a loop. After the loop one compiled call hashes them all. framework/ledger/proof.py defines and
-reads the format of the file.
+docs/ledger.md describes what is recorded; framework/ledger/proof.py defines and reads the format of
+the file.
 """
 
 from __future__ import annotations
@@ -75,12 +67,8 @@ class Recorder(Observer):
 
     Args:
       source: what is read.
-      position: see `train_dataset`, as for the others.
-      seed: see there.
-      shuffle: see there.
-      global_batch_size: see there.
-      padded_batch_size: rows of a global batch, padding included.
-      rows: see there.
+      padded_batch_size: rows of a global batch, padding included; for the others see
+        `train_dataset`.
     """
     rows = rows or range(global_batch_size)
     self._replica_rows = padded_batch_size // self._strategy.num_replicas_in_sync

@@ -1,7 +1,5 @@
 """Plots a run's metrics.jsonl, one panel per metric.
 
-    python -m framework.reporting.curves runs/imdb --metrics=loss,accuracy --output=curves.png
-
 Needs matplotlib, the extra "plots". A training point is the mean over the loop that ended at its
 step; an evaluation point is over the whole evaluation.
 """

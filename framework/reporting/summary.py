@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,11 +40,27 @@ def _count(parts: Sequence[Any], kind: str) -> int:
   return sum(sizes.values())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Description:
-  """What a run consists of; the text leaves out what is None or empty.
+def describe(
+  *,
+  task: str,
+  model: Any = None,
+  strategy: str | None = None,
+  replicas: int = 1,
+  devices: Sequence[str] = (),
+  global_batch_size: int | None = None,
+  per_replica_batch_size: int | None = None,
+  accumulation_steps: int = 1,
+  reduction: str | None = None,
+  precision: str | None = None,
+  loss_scale: str | None = None,
+  optimizer: str | None = None,
+  start_step: int = 0,
+  train_steps: int | None = None,
+  model_dir: str | None = None,
+) -> str:
+  """Returns the lines to print before training: `name  value`, aligned, without what is not given.
 
-  Attributes:
+  Args:
     model: what `build_model` returned: a model, or a dict or list of them.
     replicas: number of replicas in sync.
     global_batch_size: examples per training step.
@@ -54,38 +69,17 @@ class Description:
     start_step: the step at which training continues.
     train_steps: the step at which it ends.
   """
-
-  task: str
-  model: Any = None
-  strategy: str | None = None
-  replicas: int = 1
-  devices: Sequence[str] = ()
-  global_batch_size: int | None = None
-  per_replica_batch_size: int | None = None
-  accumulation_steps: int = 1
-  reduction: str | None = None
-  precision: str | None = None
-  loss_scale: str | None = None
-  optimizer: str | None = None
-  start_step: int = 0
-  train_steps: int | None = None
-  model_dir: str | None = None
-
-
-def describe(description: Description) -> str:
-  """Returns the lines to print before training: `name  value`, aligned."""
-  d = description
   known = [
-    ("task", d.task),
-    *_model_rows(d.model),
-    ("strategy", _strategy_text(d)),
-    ("batch", _batch_text(d)),
-    ("reduction", d.reduction),
-    ("precision", d.precision),
-    ("loss scale", d.loss_scale),
-    ("optimizer", d.optimizer),
-    ("steps", _steps_text(d)),
-    ("model_dir", d.model_dir),
+    ("task", task),
+    *_model_rows(model),
+    ("strategy", _strategy_text(strategy, replicas, devices)),
+    ("batch", _batch_text(global_batch_size, per_replica_batch_size, accumulation_steps)),
+    ("reduction", reduction),
+    ("precision", precision),
+    ("loss scale", loss_scale),
+    ("optimizer", optimizer),
+    ("steps", _steps_text(start_step, train_steps)),
+    ("model_dir", model_dir),
   ]
   rows = [(name, value) for name, value in known if value]
   width = max(len(name) for name, _ in rows)
@@ -114,29 +108,22 @@ def _parameters_text(model: Any) -> str:
   return f"{count.total:,} parameters, {count.trainable:,} trainable"
 
 
-def _strategy_text(d: Description) -> str:
-  replicas = f"{d.replicas} replica{'' if d.replicas == 1 else 's'}"
-  where = f" on {', '.join(d.devices)}" if d.devices else ""
-  return f"{d.strategy or 'default'}, {replicas}{where}"
+def _strategy_text(strategy: str | None, replicas: int, devices: Sequence[str]) -> str:
+  where = f" on {', '.join(devices)}" if devices else ""
+  return f"{strategy or 'default'}, {replicas} replica{'' if replicas == 1 else 's'}{where}"
 
 
-def _batch_text(d: Description) -> str | None:
-  if d.global_batch_size is None:
+def _batch_text(batch_size: int | None, per_replica: int | None, micro_batches: int) -> str | None:
+  if batch_size is None:
     return None
-  text = f"{d.global_batch_size} examples a step"
-  if d.per_replica_batch_size is not None:
-    text += f", {d.per_replica_batch_size} a replica"
-  if d.accumulation_steps > 1:
-    text += f", in {d.accumulation_steps} micro-batches"
-  return text
+  text = f"{batch_size} examples a step"
+  if per_replica is not None:
+    text += f", {per_replica} a replica"
+  return f"{text}, in {micro_batches} micro-batches" if micro_batches > 1 else text
 
 
-def _steps_text(d: Description) -> str | None:
-  if d.train_steps is None:
-    return None
-  return (
-    f"{d.train_steps}" if not d.start_step else f"{d.train_steps}, continuing from {d.start_step}"
-  )
+def _steps_text(start: int, end: int | None) -> str | None:
+  return None if end is None else f"{end}, continuing from {start}" if start else f"{end}"
 
 
 def result_line(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import re
 import tempfile
@@ -14,6 +13,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 from google.protobuf import text_format
+from tensorflow.python.trackable import trackable_utils
 from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 
 from framework.backend import models
@@ -71,28 +71,13 @@ class CheckpointManager(tf.train.CheckpointManager):
       keep: how many checkpoints to keep.
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
-    self._directory, self._every_steps, self._keep = directory, every_steps, keep
+    self._directory, self._checkpoint_interval, self._keep = directory, every_steps, keep
     self._saved_step = 0
     self._damaged: dict[str, int] = {}
     texts = {**experiment, ASSETS: assets} if assets else experiment
     labels = {k: tf.Variable(v, trainable=False) for k, v in texts.items()}
     self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
     _ = self._checkpoint.save_counter  # created on first use; must exist before the first restore
-
-  @property
-  def checkpoint(self) -> tf.train.Checkpoint:
-    """The object with everything that is saved."""
-    return self._checkpoint
-
-  @property
-  def directory(self) -> str:
-    """The folder of the checkpoints."""
-    return self._directory
-
-  @property
-  def checkpoint_interval(self) -> int | None:
-    """Steps between periodic saves."""
-    return self._every_steps
 
   @property
   def checkpoints(self) -> list[str]:
@@ -119,7 +104,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     """
     del checkpoint_number
     step = int(self._trainer.global_step.numpy())
-    due = self._saved_step + (self._every_steps or 0) if check_interval else 0
+    due = self._saved_step + (self._checkpoint_interval or 0) if check_interval else 0
     if step == self._saved_step or step < due:
       return None
     is_chief = self._trainer.cluster.is_chief
@@ -192,9 +177,6 @@ class CheckpointManager(tf.train.CheckpointManager):
       raise tf.errors.DataLossError(None, None, str(error)) from error
     self._trainer.reset_input()
     self._saved_step = int(self._trainer.global_step.numpy())
-
-  def sync(self) -> None:
-    """Does nothing: each save is complete when `save` returns."""
 
   def _restore(self, path: str, reader: Any) -> None:
     self._refuse_foreign(path, reader)
@@ -380,19 +362,10 @@ def _remove(path: str) -> None:
 
 def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:
   """Returns every variable under `root` by its checkpoint key: the shortest path to it."""
-  view, found = tf.train.TrackableView(root), {}
-  queue, seen = collections.deque([("", root)]), {id(root)}
-  while queue:
-    path, node = queue.popleft()
-    for name, child in view.children(node).items():
-      if id(child) in seen:
-        continue
-      seen.add(id(child))
-      child_path = f"{path}{name.replace('.', '..').replace('/', '.S')}"
-      if isinstance(child, (tf.Variable, keras.Variable)):
-        found[f"{child_path}{_VALUE}"] = child
-      queue.append((f"{child_path}/", child))
-  return found
+  nodes, paths = tf.train.TrackableView(root)._descendants_with_paths()
+  kinds = (tf.Variable, keras.Variable)
+  found = [node for node in nodes if isinstance(node, kinds)]
+  return {f"{trackable_utils.object_path_to_string(paths[v])}{_VALUE}": v for v in found}
 
 
 def _kinds(reader: Any) -> dict[str, str]:

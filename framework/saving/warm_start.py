@@ -1,11 +1,6 @@
 """Warm start: initial weights from a run's checkpoint or a Keras file, matched by name.
 
-    run.warm_start = @WarmStart()
-    WarmStart.path = 'runs/pretrained/best'
-    WarmStart.exclude = ['head/.*']
-
-It takes weights, with the statistics of batch normalisation, but no step and no optimizer state.
-<model_dir>/warm_start.txt lists for each variable whether it matched.
+docs/transfer-learning.md shows its use.
 """
 
 from __future__ import annotations

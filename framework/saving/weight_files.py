@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
+from tensorflow.python.trackable import trackable_utils
 
 from framework.backend import models
 from framework.errors import ConfigError
@@ -106,11 +107,11 @@ def _saved(reader: Any) -> Iterator[tuple[str, str, str]]:
       if child.node_id in seen or (number == 0 and child.local_name not in ours):
         continue
       seen.add(child.node_id)
-      escaped = child.local_name.replace(".", "..").replace("/", ".S")  # as in checkpoint keys
-      queue.append((f"{path}{escaped}/", child.node_id))
+      child_path = f"{path}{trackable_utils.escape_local_name(child.local_name)}"
+      queue.append((f"{child_path}/", child.node_id))
       for attribute in graph.nodes[child.node_id].attributes:
         if attribute.checkpoint_key.endswith(checkpoints._VALUE):
-          yield _plain(attribute.full_name), _path(f"{path}{escaped}"), attribute.checkpoint_key
+          yield _plain(attribute.full_name), _path(child_path), attribute.checkpoint_key
 
 
 def _of_h5(file: h5py.File, source: str) -> dict[str, Stored]:

@@ -7,8 +7,7 @@ processes first exchange messages over plain TCP, on the same addresses that tra
     worker 1 ...    connect to worker 0 and send their facts: versions, code, config, devices
     worker 0        waits for all facts, compares them and sends one verdict to all workers
 
-A missing worker, a port in use or a different config is therefore one clear line on every process.
-After that, TensorFlow's runtime connects the processes and detects peers that exit or hang.
+docs/multi-process.md lists what the processes say.
 """
 
 from __future__ import annotations

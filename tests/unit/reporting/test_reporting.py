@@ -18,7 +18,6 @@ from framework.reporting.metrics_log import MetricsLog, flatten
 from framework.reporting.orbit_reporter import Reporter, quiet_orbit
 from framework.reporting.progress import Progress, format_number
 from framework.reporting.summary import (
-  Description,
   ParameterCount,
   count_parameters,
   describe,
@@ -505,23 +504,21 @@ def test_a_model_that_is_not_built_has_no_count(generation):
 
 def test_describe_aligns_what_is_given():
   text = describe(
-    Description(
-      task="Digits",
-      model=keras3_model(),
-      strategy="mirrored",
-      replicas=2,
-      devices=("CPU:0", "CPU:1"),
-      global_batch_size=128,
-      per_replica_batch_size=64,
-      accumulation_steps=4,
-      reduction="one flat float32 buffer",
-      precision="float32",
-      loss_scale="none",
-      optimizer="Adam",
-      start_step=500,
-      train_steps=1000,
-      model_dir="runs/digits",
-    )
+    task="Digits",
+    model=keras3_model(),
+    strategy="mirrored",
+    replicas=2,
+    devices=("CPU:0", "CPU:1"),
+    global_batch_size=128,
+    per_replica_batch_size=64,
+    accumulation_steps=4,
+    reduction="one flat float32 buffer",
+    precision="float32",
+    loss_scale="none",
+    optimizer="Adam",
+    start_step=500,
+    train_steps=1000,
+    model_dir="runs/digits",
   )
   assert text.splitlines() == [
     "task        Digits",
@@ -538,11 +535,11 @@ def test_describe_aligns_what_is_given():
 
 
 def test_describe_leaves_out_what_is_not_given():
-  assert describe(Description(task="T")) == "task      T\nstrategy  default, 1 replica"
+  assert describe(task="T") == "task      T\nstrategy  default, 1 replica"
 
 
 def test_describe_names_each_of_several_models():
-  text = describe(Description(task="Gan", model={"g": module(), "d": keras.Sequential()}))
+  text = describe(task="Gan", model={"g": module(), "d": keras.Sequential()})
   assert "model g     mod, 11 parameters, 10 trainable" in text
   assert "model d     sequential" in text
   assert "not built yet" in text
