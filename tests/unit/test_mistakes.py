@@ -175,7 +175,7 @@ MISTAKES = {
   ),
   "batch smaller than replicas": Mistake(
     config=["run.strategy = @mirrored", "mirrored.cpu_replicas = 4", "run.global_batch_size = 3"],
-    says=["batch of 3", "4 replicas", "use at least 4"],
+    says=["batch_size is 3", "4 replicas", "at least 4"],
   ),
   "negative seed": Mistake(config=["run.seed = -1"], says=["seed is -1", "from 0 to 2147483647"]),
   "unknown precision": Mistake(
@@ -422,7 +422,7 @@ MISTAKES = {
   "loss touches no variable": Mistake(
     config=["Toy.loss = @untouching"],
     late=True,
-    says=["none of the 2 trainable variables", "kernel", "compute it from what forward() returns"],
+    says=["none of 2 trainable variables", "kernel", "from the outputs of forward()"],
   ),
   "metric is a mean": Mistake(
     config=["Toy.metrics = @mean_error"],
