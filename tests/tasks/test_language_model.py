@@ -599,7 +599,7 @@ def test_the_command_names_a_mistake(tmp_path, run_folder, capsys):
   for path in Path(run_folder, "checkpoints").iterdir():
     path.unlink()
   assert language_model.main([run_folder]) == 2
-  assert "there is no whole checkpoint in" in capsys.readouterr().err
+  assert "there is no complete checkpoint in" in capsys.readouterr().err
 
 
 @pytest.mark.whole

@@ -163,7 +163,9 @@ MISTAKES = {
     says=["run.seed is 4, but 3", "mistake.gin:1", "Remove one"],
   ),
   # The numbers of a run.
-  "train_steps 0": Mistake(config=["run.train_steps = 0"], says=["run.train_steps is 0", "at least 1"]),
+  "train_steps 0": Mistake(
+    config=["run.train_steps = 0"], says=["run.train_steps is 0", "at least 1"]
+  ),
   "steps_per_loop 0": Mistake(
     config=["run.steps_per_loop = 0"], says=["run.steps_per_loop is 0", "at least 1"]
   ),

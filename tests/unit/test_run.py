@@ -291,7 +291,7 @@ def test_an_older_checkpoint_is_evaluated_and_exported_by_name(name, tmp_path):
     (
       "train",
       "checkpoints/ckpt-2",
-      r"in mode 'train', which goes on from the newest; leave it out",
+      r"but mode 'train' cannot use it; leave it out",
     ),
   ],
 )
