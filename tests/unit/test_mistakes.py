@@ -372,7 +372,7 @@ MISTAKES = {
     config=["Toy.source = @empty_stream"],
     flags=["--mode=evaluate"],
     late=True,
-    says=["source('eval') gave no examples", "at least one"],
+    says=["source('eval') has no examples", "at least one"],
   ),
   "negative weights": Mistake(
     config=["Toy.source = @negative_weights"], says=["-1.0 at example 0", "not negative"]
@@ -387,7 +387,7 @@ MISTAKES = {
     config=["Toy.source = @weightless"],
     flags=["--mode=evaluate"],
     late=True,
-    says=["3 batches to evaluate", "weight 0", "above 0 for some"],
+    says=["3 evaluation batches", "weight 0", "above 0 for some"],
   ),
   "preprocess drops rows": Mistake(
     config=["Toy.preprocess = @dropping_rows"], says=["(2, 3)", "4 rows", "its weight to 0"]
