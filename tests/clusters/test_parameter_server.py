@@ -140,7 +140,7 @@ def test_partitioned_variables_lie_on_all_servers_and_learn(case, kind):
     ("loss_scale", "Trainer.loss_scale is @dynamic, but under parameter_server"),
     ("plain trainer", "Trainer needs a synchronous strategy, but parameter_server is"),
     ("plain evaluator", "Evaluator needs a synchronous strategy, but parameter_server is"),
-    ("observer", "^Observer observes steps of all replicas together, but parameter_server is"),
+    ("observer", "Observer observes steps of all replicas together, but parameter_server is"),
     ("dataset", "Evaluator got a dataset, but under parameter_server each worker makes its own"),
     *[
       (what, rf"step.{verb}\(\) needs a synchronous strategy, but parameter_server is asynchronous")
