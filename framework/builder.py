@@ -1,4 +1,4 @@
-"""Makes trainers and evaluators as a config describes them: for run, verify and tune alike.
+"""Makes trainers and evaluators from a config, for run, verify and tune.
 
 recipe = Recipe(optimizer=keras.optimizers.Adam, global_batch_size=128)
 trainer = recipe.trainer(task, strategy)
@@ -34,16 +34,13 @@ Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-  """What a trainer is made of, besides the task and the strategy.
+  """The arguments of a trainer and an evaluator, except task and strategy.
 
   Attributes:
-    optimizer: see `Trainer`.
-    global_batch_size: see `Trainer`.
-    eval_batch_size: examples in an evaluation batch; None takes `global_batch_size`.
-    seed: see `Trainer`; of the example order, too.
-    shuffle: False reads the training examples in their own order.
-    eager: see `Trainer`.
-    options: other options of `Trainer`, which take the place of what the config binds.
+    optimizer, global_batch_size, seed, eager: see `Trainer`; `seed` also orders the examples.
+    eval_batch_size: examples per evaluation batch; None uses `global_batch_size`.
+    shuffle: False reads the training examples in source order.
+    options: other options of `Trainer`; they override the config's bindings.
   """
 
   optimizer: Optimizers
@@ -65,10 +62,10 @@ class Recipe:
     """Returns a new trainer (host).
 
     Args:
-      task: what to learn; its model is built here, unless it has one.
-      strategy: where.
+      task: the task; its model is built here if it has none.
+      strategy: any `tf.distribute.Strategy`.
       dataset_fn: see `Trainer`; None reads the task's training data.
-      recorder: records which examples each step consumes.
+      recorder: records the examples of each step.
     """
 
     def dataset(position: int, shard: datasets.Shard | None = None) -> tf.data.Dataset:
@@ -103,7 +100,7 @@ class Recipe:
   def _dataset(
     self, trainer: Trainer, recorder: Recorder | None, position: int, shard: datasets.Shard | None
   ) -> tf.data.Dataset:
-    """Returns the training input from a position on: in a cluster, this worker's rows of it."""
+    """Returns the training input from `position` on; in a cluster, this worker's rows."""
     task = trainer.task
     source, rows = task.source("train"), trainer.cluster.rows(trainer.padded_batch_size)
     read: dict[str, Any] = {
@@ -136,13 +133,13 @@ def batch_size_on(
   if per_replica_batch_size is not None:
     return replicas * per_replica_batch_size
   raise ConfigError(
-    "run has neither global_batch_size nor per_replica_batch_size; set one, such as "
+    "run has neither global_batch_size nor per_replica_batch_size; set one, for example "
     "run.global_batch_size = 128."
   )
 
 
 def made_task(task: Task | Callable[[], Task]) -> Task:
-  """Returns the task, made if a factory was given, or raises ConfigError."""
+  """Returns the task, or what its factory returns; raises ConfigError if it is not a `Task`."""
   made = task if isinstance(task, Task) else task() if callable(task) else task
   if not isinstance(made, Task):
     raise ConfigError(
@@ -153,18 +150,18 @@ def made_task(task: Task | Callable[[], Task]) -> Task:
 
 
 def made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
-  """Returns the strategy, made if a factory was given, or raises ConfigError."""
+  """Returns the strategy, or what its factory returns; raises ConfigError if it is not one."""
   made = strategy() if callable(strategy) else strategy
   if not isinstance(made, tf.distribute.Strategy | servers.Server):
     raise ConfigError(
-      f"run.strategy gives a {type(made).__name__}; it must be a factory of a tf.distribute "
+      f"run.strategy makes a {type(made).__name__}; it must be a factory of a tf.distribute "
       "strategy, such as @auto, @one_device, @mirrored or @central_storage."
     )
   return made
 
 
 def set_globals(seed: int, precision: str, *, deterministic: bool, eager: bool) -> None:
-  """Makes the process-wide settings of TensorFlow and Keras for these four options (host)."""
+  """Configures TensorFlow and both Keras versions for the whole process (host)."""
   randomness.seed_everything(seed)
   keras.config.set_dtype_policy(precision)
   tf_keras.mixed_precision.set_global_policy(precision)

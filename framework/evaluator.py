@@ -1,4 +1,4 @@
-"""The evaluator: the trainer's shape without gradients, every example counted exactly once."""
+"""The evaluator: structured like the trainer, without gradients; counts every example once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from framework.task import Task, derived_metrics
 
 
 class Evaluator(orbit.AbstractEvaluator):
-  """Evaluates a task over a finite dataset; `orbit.Controller`, or your own loop, calls it.
+  """Evaluates a task on a finite dataset; `orbit.Controller` or your own loop calls `evaluate`.
 
-  Under parameter servers use `framework.parameter_server.ParameterServerEvaluator`.
+  For parameter servers, use `framework.parameter_server.ParameterServerEvaluator`.
   """
 
   def __init__(
@@ -37,16 +37,16 @@ class Evaluator(orbit.AbstractEvaluator):
     ema: Ema | None = None,
     eager: bool = False,
   ) -> None:
-    """Keeps the parts; `task.model` must be built.
+    """Prepares dataset and metrics (host); raises ConfigError for an asynchronous strategy.
 
     Args:
-      task: what to evaluate.
-      strategy: what the model was built under.
-      dataset: finite, of padded global batches (in a cluster, of this worker's rows of them); see
-        `datasets.eval_dataset`. Or a function that makes it, which parameter servers need: it is
-        called with `shard=`.
-      ema: evaluate with these averages in place of the variables.
-      eager: no tf.function at all.
+      task: the task to evaluate; `task.model` must be built.
+      strategy: the strategy of the model.
+      dataset: finite, of padded global batches (in a cluster: this worker's rows); see
+        `datasets.eval_dataset`. Or a function that returns it; parameter servers require one and
+        call it with `shard=`.
+      ema: evaluate with these averages instead of the variables.
+      eager: use no tf.function.
     """
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
@@ -57,13 +57,13 @@ class Evaluator(orbit.AbstractEvaluator):
     """Evaluates the first `num_steps` batches, or all for -1 (host).
 
     Returns:
-      name -> sum of totals / sum of weights over all examples, and what the task derives.
+      name -> total / weight summed over all examples, and the metrics that the task derives.
 
     Raises:
       ConfigError: there are no examples, or all have weight 0.
     """
     limit = int(num_steps)
-    self._metrics.reset()  # of an evaluation that failed half way
+    self._metrics.reset()  # an earlier evaluation may have failed midway
     with self._ema.in_place() if self._ema else contextlib.nullcontext():
       batches = self._run_batches(limit)
       results = self._metrics.result()
@@ -74,9 +74,8 @@ class Evaluator(orbit.AbstractEvaluator):
   def _prepare(self, dataset: tf.data.Dataset | Callable[..., tf.data.Dataset]) -> None:
     if traits.is_asynchronous(self.strategy):
       raise ConfigError(
-        f"{type(self).__name__} evaluates on replicas in step, but under parameter_server each "
-        "worker evaluates batches of its own; use framework.parameter_server."
-        "ParameterServerEvaluator, or a subclass of it."
+        f"{type(self).__name__} needs a synchronous strategy, but parameter_server is "
+        "asynchronous; use framework.parameter_server.ParameterServerEvaluator."
       )
     whole = dataset() if callable(dataset) else dataset
     self._dataset = traits.cluster_of(self.strategy).distribute(whole)
@@ -85,7 +84,7 @@ class Evaluator(orbit.AbstractEvaluator):
     self._compiled_step = self.eval_step if self.eager else compiled(self.eval_step)
 
   def _run_batches(self, limit: int) -> int:
-    """Adds up the first `limit` batches, or all for a negative one; returns how many there were."""
+    """Evaluates the first `limit` batches, or all if negative; returns the number of batches."""
     batches = 0
     for batch in itertools.islice(datasets.iterate(self._dataset), limit if limit >= 0 else None):
       self._compiled_step(batch)
@@ -93,11 +92,11 @@ class Evaluator(orbit.AbstractEvaluator):
     return batches
 
   def eval_step(self, batch: Any) -> None:
-    """One global batch (cross-replica)."""
+    """Evaluates one global batch (cross-replica)."""
     self.strategy.run(self.replica_step, args=(batch,))
 
   def replica_step(self, batch: Batch) -> None:
-    """One replica's work: the task's step, then its metrics into the running sums."""
+    """Runs the task's step and sums its metrics (replica context)."""
     step = EvalStep()
     converted(self.task.eval_step)(step, batch)
     step.close(self._metrics)
@@ -105,10 +104,10 @@ class Evaluator(orbit.AbstractEvaluator):
   def _require_examples(self, results: Mapping[str, float], batches: int) -> None:
     if batches == 0:
       raise ConfigError(
-        f"{type(self.task).__name__}.source('eval') gave no examples; it must give at least one."
+        f"{type(self.task).__name__}.source('eval') has no examples; it must have at least one."
       )
     if results and self._metrics.weightless >= set(results):
       raise ConfigError(
-        f"all examples of {batches} batches to evaluate have weight 0; batch['weight'], from the "
-        "source or preprocess(), must be above 0 for some of them."
+        f"all examples of {batches} evaluation batches have weight 0; batch['weight'], from the "
+        "source or preprocess(), must be above 0 for some."
       )

@@ -1,6 +1,6 @@
-"""What tasks give: losses and metrics as (total, weight) sums; and their running sums.
+"""Losses and metrics of tasks, as (total, weight) sums, and their running sums.
 
-They are summed on the device and read by the host once a loop.
+The device sums them; the host reads them once per loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from framework.errors import ConfigError, kind
 Weighted = tuple[tf.Tensor, tf.Tensor]
 """(total, weight): a sum over this replica's examples and the sum of their weights."""
 REPORTED_BY_UPDATES = ("loss", "gradient_norm", "learning_rate")
-"""Reported of each optimizer, behind its prefix if a task has several."""
+"""Metrics of each optimizer, with its prefix if a task has several."""
 REPORTED = (
   *REPORTED_BY_UPDATES,
   *("loss_scale", "skipped", "skipped_steps"),
@@ -25,21 +25,21 @@ REPORTED = (
   *("staleness", "communication", "communication_s", "start_s"),
   *("step", "split", "wall_time"),
 )
-"""Names that `Task.metrics` may not use: what the framework reports of every run."""
+"""Metrics that the framework reports: `Task.metrics` must not use these names."""
 
 
 @as_written
 def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Weighted:
-  """Sums one value an example into a (total, weight) pair.
+  """Sums one value per example into a (total, weight) pair.
 
-  An example of weight 0 adds exactly nothing, even where its value is not finite.
+  An example of weight 0 adds exactly 0, even if its value is not finite.
 
   Args:
     per_example: [n], any numeric or bool dtype; this replica's examples.
-    weight: float [n], or None for a weight of 1 each.
+    weight: float [n]; None means 1 each.
 
   Returns:
-    Two float32 scalars (float64 for float64 values): the weighted sum and the sum of weights.
+    Two float32 scalars (float64 for float64 values): weighted sum and sum of weights.
 
   Raises:
     ConfigError: `per_example` is not a vector, or `weight` is not a vector of the same length.
@@ -62,18 +62,18 @@ def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Wei
 def _require_vector(what: str, value: tf.Tensor) -> None:
   if value.shape.rank != 1:
     raise ConfigError(
-      f"{what} must be a vector [n] with one number an example, got shape {value.shape}; "
+      f"{what} must be a vector [n], one number per example, got shape {value.shape}; "
       "reduce every axis but the first (for example tf.reduce_mean(x, axis=[1, 2]))."
     )
 
 
 class Loss(NamedTuple):
-  """This replica's part of a loss: sums, never means, so that N replicas add up to one.
+  """This replica's part of a loss: sums, not means, so that they add up over replicas.
 
   Attributes:
     total: float scalar, the weighted sum of this replica's per-example losses.
-    weight: float scalar, the sum of this replica's example weights; the global loss is
-      (sum of totals) / (sum of weights) over all replicas.
+    weight: float scalar, the sum of this replica's example weights; the global loss is sum of
+      totals / sum of weights over all replicas.
   """
 
   total: tf.Tensor
@@ -82,12 +82,12 @@ class Loss(NamedTuple):
   @classmethod
   @as_written
   def from_examples(cls, per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Loss:
-    """Builds the local sums from per-example losses [n] and weights [n]; see `weighted_sum`."""
+    """Returns the sums of losses [n] and weights [n]; see `weighted_sum`."""
     return cls(*weighted_sum(per_example, weight))
 
   @classmethod
   def checked(cls, loss: Any) -> Loss:
-    """Returns what a user's loss function gave, if it is a `Loss` of two scalars.
+    """Returns `loss` if it is a `Loss` of two scalars.
 
     Raises:
       ConfigError: it is something else, such as a mean.
@@ -110,8 +110,8 @@ class Loss(NamedTuple):
   def plus_regularization(self, penalty: tf.Tensor | float) -> Loss:
     """Adds `penalty` (a float scalar, equal on all replicas) to the *mean* loss, once.
 
-    Each replica adds penalty x its own weight; dividing the sum over replicas by the global
-    weight leaves exactly one penalty, however many replicas or micro-batches there are.
+    Each replica adds penalty x its own weight. The division by the global weight leaves exactly
+    one penalty, for any number of replicas and micro-batches.
     """
     if isinstance(penalty, float) and penalty == 0.0:
       return self
@@ -119,18 +119,18 @@ class Loss(NamedTuple):
 
 
 CAPACITY = 64
-"""How many metrics a task may log; all of them live in one variable, added to once a step."""
+"""The maximum number of metrics; one variable holds them all."""
 
 
 class MetricSums:
   """Running sums of (total, weight) pairs over replicas, steps and micro-batches.
 
-  One float64 variable [CAPACITY, 2], local to each replica, holds every metric, so that a step
-  costs one addition and no communication, however many metrics a task logs.
+  One float64 variable [CAPACITY, 2], local to each replica, holds all metrics: a step costs one
+  addition and no communication, for any number of metrics.
   """
 
   def __init__(self) -> None:
-    """Makes the variable, so call it in `strategy.scope()`."""
+    """Makes the variable; call it in `strategy.scope()`."""
     self._rows: dict[str, int] = {}
     self._weightless: frozenset[str] = frozenset()
     self._sums = tf.Variable(
@@ -144,7 +144,7 @@ class MetricSums:
     self._compiled_total = tf.function(self._sums.read_value, autograph=False)
 
   def add(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
-    """Adds this replica's pairs (replica context); names are fixed when the step is traced.
+    """Adds this replica's pairs; the trace fixes the names (replica context).
 
     Raises:
       ConfigError: a value is not a pair of scalars, or there are more than CAPACITY names.
@@ -154,7 +154,7 @@ class MetricSums:
       self._sums.assign_add(sums)
 
   def _packed(self, metrics: Mapping[str, tuple[Any, Any]]) -> tf.Tensor | None:
-    """The pairs as float64 [CAPACITY, 2], each metric in its row; None without any metric."""
+    """Returns the pairs as float64 [CAPACITY, 2], one row per metric; None if there are none."""
     metrics = checked(metrics)
     if not metrics:
       return None
@@ -167,11 +167,11 @@ class MetricSums:
     return tf.reshape(tf.concat([tf.cast(flat, tf.float64), unused], axis=0), [CAPACITY, 2])
 
   def result(self) -> dict[str, float]:
-    """Returns name -> total / weight over all replicas, and starts again from zero (host).
+    """Returns name -> total / weight over all replicas, and resets the sums to zero (host).
 
-    A metric whose weights sum to zero is nan.
+    A metric whose weights sum to 0 is NaN.
     """
-    # Compiled, the sum over all replicas takes a fraction of what it takes operation by operation.
+    # Compiled, the sum over replicas takes a fraction of the eager time.
     sums = self._compiled_total() if _is_distributed(self._sums) else self._sums
     sums = sums.numpy()
     self.reset()
@@ -185,12 +185,12 @@ class MetricSums:
     }
 
   def reset(self) -> None:
-    """Starts again from zero, as after a loop that failed half way (host)."""
-    self._sums.assign(np.zeros([CAPACITY, 2]), read_value=False)  # else it sums over replicas
+    """Resets the sums to zero, for example after a failed loop (host)."""
+    self._sums.assign(np.zeros([CAPACITY, 2]), read_value=False)  # reading sums over replicas
 
   @property
   def weightless(self) -> frozenset[str]:
-    """The metrics whose weights summed to zero in the last `result`."""
+    """The metrics whose weights sum to 0 in the last `result`."""
     return self._weightless
 
   def _row(self, name: str) -> int:
@@ -205,7 +205,7 @@ def _is_distributed(variable: tf.Variable) -> bool:
 
 
 def checked(metrics: Mapping[str, tuple[Any, Any]]) -> Mapping[str, tuple[Any, Any]]:
-  """Returns the metrics a task gave, if they are name -> (total, weight), both scalars.
+  """Returns `metrics` if they are name -> (total, weight), both scalars.
 
   Raises:
     ConfigError: they are something else, such as means.

@@ -1,4 +1,4 @@
-"""The modes of a run: the one list of them. Imports nothing, so that reading flags stays fast."""
+"""The modes of a run. Imports nothing heavy, so that parsing flags stays fast."""
 
 from typing import Literal, get_args
 
@@ -9,4 +9,4 @@ Mode = Literal[
 MODES: tuple[Mode, ...] = get_args(Mode)
 TRAINING_MODES: tuple[Mode, ...] = ("train", "train_and_evaluate")
 LAUNCH_MODES = (*MODES, "verify", "check_config", "tune")
-"""The values of launch.py's --mode: those of `run`, and three that only examine a config."""
+"""The values of launch.py's --mode: those of `run`, and three that only check a config."""

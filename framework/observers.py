@@ -1,20 +1,20 @@
-"""The seam for what watches training from outside: ledger, time budget, rollback. A run has none.
+"""The interface through which ledger, time budget and rollback observe training. Default: none.
 
-An `Observer` hears of a trainer's loops and steps, a `StepObserver` of one replica's verbs:
+A trainer calls an `Observer` in its loops and steps, and a `StepObserver` in one replica's verbs:
 
 loop_begins            host           before a loop
   loop_starts          cross-replica  the loop's first operation
     step_begins        cross-replica  before the step takes its batch
     batch_taken        cross-replica
       all_reduce       replica        around the all-reduce
-      checked          replica        the reduced gradients were checked
-      allowed          replica        may this update be applied?
-        before_update  cross-replica  just before it
-      metrics          replica        what the step reports for the observer
-    step_ends          cross-replica  does this step stand?
+      checked          replica        after the check of the reduced gradients
+      allowed          replica        decides whether to apply the update
+        before_update  cross-replica  just before the update
+      metrics          replica        the observer's metrics of the step
+    step_ends          cross-replica  tells whether it has undone the step
 loop_ends              host           after a loop
 
-Everything between `loop_begins` and `loop_ends` is traced into the compiled loop.
+All calls between `loop_begins` and `loop_ends` are traced into the compiled loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AllReduce: TypeAlias = Callable[[Tensors, Tensors], tuple[list[tf.Tensor], list[
 
 
 class StepObserver:
-  """Observes one replica's step (replica context); this base class changes nothing."""
+  """Observes one replica's step (replica context); the base class changes nothing."""
 
   def all_reduce(
     self, reduce: AllReduce, gradients: Tensors, scalars: Tensors
@@ -42,19 +42,19 @@ class StepObserver:
 
     Args:
       reduce: the all-reduce.
-      gradients: this replica's, scaled.
-      scalars: loss total and weight, this replica's sums.
+      gradients: this replica's scaled gradients.
+      scalars: this replica's loss total and weight.
     """
     return reduce(gradients, scalars)
 
   def checked(self, finite: tf.Tensor) -> None:
-    """Hears whether reduced gradients are finite, a bool scalar."""
+    """Receives whether the reduced gradients are finite, a bool scalar."""
 
   def allowed(self, finite: tf.Tensor) -> tf.Tensor:
-    """Returns whether to apply an update, a bool scalar, equal on every replica.
+    """Returns whether to apply an update, a bool scalar equal on every replica.
 
     Args:
-      finite: bool scalar, whether the step would apply it.
+      finite: bool scalar, the decision so far.
     """
     return finite
 
@@ -62,57 +62,56 @@ class StepObserver:
     """Runs just before an optimizer updates its variables (cross-replica)."""
 
   def metrics(self) -> Mapping[str, tuple[Any, Any]]:
-    """Returns name -> (total, weight), this replica's sums, at the end of the step."""
+    """Returns name -> (total, weight), this replica's sums in the step."""
     return {}
 
 
 class Observer:
-  """Observes the loops and steps of a `Trainer`; this base class changes nothing."""
+  """Observes the loops and steps of a `Trainer`; the base class changes nothing."""
 
   def of_replica(self) -> StepObserver:
-    """Returns a new observer for one replica's step; called each time a step is traced."""
+    """Returns a new observer of one replica's step; called once per trace (replica context)."""
     return StepObserver()
 
   def loop_begins(self, *, after_step: int, steps: int) -> None:
     """Runs before a loop (host).
 
     Args:
-      after_step: steps completed so far.
-      steps: how many the loop is to have.
+      after_step: the number of completed steps.
+      steps: the planned number of steps of the loop.
     """
 
   def loop_starts(self) -> None:
-    """Adds the first operation of the compiled loop (cross-replica)."""
+    """Runs at the start of the compiled loop (cross-replica)."""
 
   def step_begins(self) -> None:
     """Runs before the step takes its batch (cross-replica)."""
 
   def batch_taken(self, batch: Any, step: tf.Tensor) -> None:
-    """Hears which batch the step has taken (cross-replica).
+    """Receives the batch of the step (cross-replica).
 
     Args:
       batch: name -> per-replica values.
-      step: int64 scalar, the steps completed before this one.
+      step: int64 scalar, the number of steps before this one.
     """
 
   def step_ends(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
-    """Returns whether the step stands, a bool scalar (cross-replica).
+    """Returns a bool scalar, False if this observer has undone the step (cross-replica).
 
-    The loop ends after a step that does not stand. Whoever says so has undone the step: weights,
-    counters and the optimizer's state are what they were before it.
+    Undoing restores weights, counters and optimizer state from before the step; the loop then ends.
 
     Args:
       finite: bool scalar, whether all reduced gradients of the step are finite.
-      loss_finite: bool scalar, whether all losses are.
+      loss_finite: bool scalar, whether all losses are finite.
     """
     del finite, loss_finite
     return tf.constant(True)
 
   def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
-    """Runs after a loop (host); may add to its results or change them.
+    """Runs after a loop; may change `results` (host).
 
     Args:
       results: name -> mean over the steps that ran.
-      done: how many steps stand.
-      ran: how many steps ran: one more than `done` if the last one does not stand.
+      done: the number of steps, without an undone one.
+      ran: the number of steps that ran: `done` + 1 if the last one was undone.
     """

@@ -1,16 +1,16 @@
 """Asynchronous training: the trainer's loop and the evaluator's batches as closures on workers.
 
-train          chief    steps_per_loop steps as pieces, closures that any worker may run
-  piece        worker   a tf.while_loop: claim a step, run it, until the loop's steps are claimed
-    train_step worker   as ever: framework/trainer.py; its updates go to the servers at once
+train          chief    schedules steps_per_loop steps as pieces, closures for any worker
+  piece        worker   a tf.while_loop: claim a step, run it, until all steps are claimed
+    train_step worker   framework/trainer.py; updates go to the servers immediately
 
-What must be exact although workers run side by side and may die:
+Two results stay exact when workers run concurrently and fail:
 
-- the step count. `ResourceCountUpTo` is TensorFlow's one atomic fetch-and-add. A step is claimed by
-  it before it is run, so that there are never too many; a step that died with its worker is missing
-  from `global_step` after the loop and is claimed once more.
-- sums. A piece returns its sums. One that died with its worker has returned none, is run again by
-  TensorFlow's coordinator, and counts once.
+- the step count. A worker claims a step before it runs it, with `ResourceCountUpTo`, TensorFlow's
+  only atomic fetch-and-add, so there are never too many. A step lost with its worker is missing
+  from `global_step` after the loop and is claimed again.
+- the metric sums. A piece returns its sums; a piece lost with its worker returns none, is run
+  again by TensorFlow's coordinator, and counts once.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from framework.strategies.cluster import ClusterError
 from framework.trainer import Trainer
 
 PIECES_PER_WORKER = 4
-"""Into how many pieces a loop is cut: with more, less is lost with a worker; fewer cost less."""
+"""Pieces per loop: more lose less work with a worker; fewer cost less overhead."""
 _NEVER = tf.int64.max
 _POLL_S = 0.002
 _PROBE_EVERY_S = 5.0
 
 
 class ReturnedSums(MetricSums):
-  """Sums that a closure returns, in place of a variable that it adds to."""
+  """Metric sums that a closure returns, instead of adding them to a variable."""
 
   def __init__(self) -> None:
     """Starts from zero; makes no variable."""
@@ -56,18 +56,18 @@ class ReturnedSums(MetricSums):
     self._total = np.zeros([CAPACITY, 2])
 
   def add(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
-    """Keeps this step's pairs for `taken`, in the graph that is being traced."""
+    """Keeps this step's pairs for `taken`, in the graph under trace (worker)."""
     sums = self._packed(metrics)
     if sums is not None:
       self._added.append(sums)
 
   def taken(self) -> tf.Tensor:
-    """Returns the sum of what was added since the last call, float64 [CAPACITY, 2]."""
+    """Returns the sums added since the last call, float64 [CAPACITY, 2] (worker)."""
     added, self._added = self._added, []
     return tf.add_n(added) if added else empty_sums()
 
   def collect(self, sums: np.ndarray) -> None:
-    """Adds what a closure has returned (host)."""
+    """Adds the sums of a closure, float64 [CAPACITY, 2] (host)."""
     self._total += sums
 
   def result(self) -> dict[str, float]:
@@ -77,34 +77,34 @@ class ReturnedSums(MetricSums):
     return self._means(total)
 
   def reset(self) -> None:
-    """Starts again from zero (host)."""
+    """Resets the sums to zero (host)."""
     self._total = np.zeros([CAPACITY, 2])
 
 
 def empty_sums() -> tf.Tensor:
-  """Returns the sums of nothing, float64 [CAPACITY, 2]."""
+  """Returns zero sums, float64 [CAPACITY, 2]."""
   return tf.zeros([CAPACITY, 2], tf.float64)
 
 
 class Dispatcher:
-  """Has functions run on whatever workers there are (host)."""
+  """Runs functions on the available workers (host)."""
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    """Takes the strategy's coordinator; TensorFlow makes one a strategy."""
+    """Gets the strategy's coordinator; TensorFlow makes one per strategy."""
     self._cluster = servers.parameter_servers_of(strategy)
     self._pulse = self._cluster.pulse
     self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
   @property
   def workers(self) -> int:
-    """How many workers there are, or should be."""
+    """The number of workers in the cluster, including failed ones."""
     return len(self._cluster.workers)
 
   def datasets(self, make: Callable[[tf.Tensor], tf.data.Dataset]) -> Any:
-    """Returns one dataset a worker, which `make(worker's index)` gives, made there.
+    """Returns a per-worker dataset: each worker runs `make` with its index, an int64 scalar.
 
     Raises:
-      ConfigError: it runs Python, which is here and not there.
+      ConfigError: the dataset runs Python, which workers cannot.
     """
 
     def made() -> tf.data.Dataset:
@@ -116,17 +116,17 @@ class Dispatcher:
     return self._coordinator.create_per_worker_dataset(function)
 
   def run(self, function: Any, pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Runs function(*piece) for each piece, each on any worker, again if that one dies.
+    """Runs function(*piece) for each piece on any worker; reruns it if the worker fails.
 
     Returns:
-      What each piece returned, as NumPy values; None where the worker died with it in its hands.
+      The result of each piece as NumPy values; None if its worker failed before the fetch.
 
     Raises:
-      ClusterError: all workers are gone and none comes back in time, or one does not answer.
+      ClusterError: all workers failed and none restarted in time, or one does not respond.
     """
     values = [self._coordinator.schedule(function, args=piece) for piece in pieces]
     self._wait()
-    self._coordinator.join()  # raises what the workers raised
+    self._coordinator.join()  # raises the errors of the workers
     return [_fetched(value) for value in values]
 
   def _wait(self) -> None:
@@ -141,7 +141,7 @@ class Dispatcher:
           answered = now
       if now - answered > self._cluster.start_timeout_s + _PROBE_EVERY_S:
         raise ClusterError(
-          f"lost all {self.workers} workers, and none has come back within "
+          f"lost all {self.workers} workers, and none restarted within "
           f"{self._cluster.start_timeout_s:g} s"
         )
 
@@ -169,10 +169,10 @@ class ParameterServerTrainer(Trainer):
     jit_compile: bool = False,
     **options: Any,
   ) -> None:
-    """See `Trainer`; updates are never fused: the copies would undo those of other workers.
+    """See `Trainer`; never fuses updates: fused copies would overwrite other workers' updates.
 
     Raises:
-      ConfigError: an option that needs replicas in step, or a Keras 3 variable to be partitioned.
+      ConfigError: an option needs a synchronous strategy, or a Keras 3 variable is partitioned.
     """
     del fuse_updates
     strategy = options["strategy"]
@@ -185,7 +185,7 @@ class ParameterServerTrainer(Trainer):
     if isinstance(self.parts.loss_scale, DynamicLossScale):
       raise ConfigError(
         "Trainer.loss_scale is @dynamic, but under parameter_server another worker may change it "
-        "in the middle of a step; use @fixed, or bfloat16, which needs none."
+        "during a step; use @fixed, or bfloat16, which needs no loss scale."
       )
     for optimizer in self.parts.optimizers.values():
       _count_atomically(optimizer.optimizer)
@@ -193,16 +193,16 @@ class ParameterServerTrainer(Trainer):
   def piece(
     self, iterator: Iterator[Batch], most_steps: tf.Tensor, end: tf.Tensor
   ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Up to `most_steps` steps, as far as there are any to claim before `end` (worker).
+    """Claims and runs up to `most_steps` steps before `end` (worker).
 
     Args:
-      iterator: of this worker's batches.
+      iterator: this worker's batches.
       most_steps: int64 scalar, at least 1.
       end: int64 scalar, the global step at which the loop ends.
 
     Returns:
-      The metrics' sums, float64 [CAPACITY, 2], and the first step whose loss was not finite, or
-      the largest int64.
+      Metric sums, float64 [CAPACITY, 2], and the first step whose loss is not finite, an int64
+      scalar (the largest int64 if all are finite).
     """
     self._worker = tf.distribute.coordinator.experimental_get_current_worker_index()
 
@@ -223,14 +223,14 @@ class ParameterServerTrainer(Trainer):
     return sums, bad_step
 
   def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """See `Trainer.replica_step`; notes the global step before it reads any weight."""
+    """See `Trainer.replica_step`; reads the global step before any weight, for the staleness."""
     with tf.control_dependencies([batch["weight"]]):
       self._began_step = self.global_step.read_value()
     with tf.control_dependencies([self._began_step]):
       return super().replica_step(batch, input_wait_s)
 
   def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
-    """Counts the step, and how many updates of others came since it read the weights."""
+    """Counts the step; logs its staleness: other workers' updates since it read the weights."""
     with tf.control_dependencies([finite]):
       before = _fetch_and_add(self.global_step)
     staleness = tf.cast(before - self._began_step, tf.float32)
@@ -240,19 +240,15 @@ class ParameterServerTrainer(Trainer):
     return tf.constant(True)
 
   def replica_id(self) -> tf.Tensor:
-    """See `Trainer.replica_id`: replicas of all workers, each of which counts its own from 0."""
+    """See `Trainer.replica_id`: unique over all workers; TensorFlow's index starts at 0 on each."""
     worker = tf.cast(self._worker, tf.int32)
     return worker * self.strategy.num_replicas_in_sync + super().replica_id()
 
   def observe(self, observer: Observer) -> None:
-    """Refuses: no step of one worker is the whole step.
-
-    Raises:
-      ConfigError: always.
-    """
+    """Raises ConfigError: an observer needs steps of all replicas together."""
     raise ConfigError(
-      f"a {type(observer).__name__} observes steps of all replicas together, but under "
-      "parameter_server each worker makes its own; use another run.strategy."
+      f"{type(observer).__name__} observes steps of all replicas together, but parameter_server is "
+      "asynchronous; use another run.strategy."
     )
 
   def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
@@ -271,7 +267,7 @@ class ParameterServerTrainer(Trainer):
   def _make_counters(self) -> None:
     _refuse_partitioned(self.task.model)
     if self.cluster.partitioner is not None:
-      self.cluster.partitioner.end()  # the model is built; an optimizer's slots follow its parts
+      self.cluster.partitioner.end()  # optimizer slots follow the parts of the built model
     super()._make_counters()
     self._claims = tf.Variable(0, dtype=tf.int64, trainable=False, name="claimed_steps")
 
@@ -281,10 +277,10 @@ class ParameterServerTrainer(Trainer):
     return iter(self._dispatcher.datasets(lambda w: self._dataset_fn(position, shard=(workers, w))))
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
-    """Has pieces run until just `num_steps` more steps are counted, then collects their sums.
+    """Runs pieces until exactly `num_steps` more steps are counted, and collects their sums.
 
-    There is a piece more for every other worker, so that all but the slowest could take all steps:
-    a loop ends no later than a step of the slowest worker after the last was claimed.
+    Schedules workers - 1 extra pieces, so that a slow worker does not hold steps that others could
+    run: the loop ends at most one step of the slowest worker after the last claim.
     """
     step = int(self.global_step.numpy())
     end = step + int(num_steps)
@@ -317,7 +313,7 @@ class ParameterServerEvaluator(Evaluator):
   def _prepare(self, dataset: tf.data.Dataset | Callable[..., tf.data.Dataset]) -> None:
     if not callable(dataset):
       raise ConfigError(
-        "Evaluator got a dataset, but under parameter_server each worker makes its own; give a "
+        "Evaluator got a dataset, but under parameter_server each worker makes its own; pass a "
         "function: functools.partial(inputs.eval_dataset, source, global_batch_size=...)."
       )
     self._dispatcher = Dispatcher(self.strategy)
@@ -335,12 +331,12 @@ class ParameterServerEvaluator(Evaluator):
   def shard_sums(
     self, shards: tf.data.Dataset, number: tf.Tensor, most: tf.Tensor
   ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The sums over one shard of the batches, and how many batches it has (worker).
+    """Evaluates one shard; returns sums, float64 [CAPACITY, 2], and an int64 batch count (worker).
 
     Args:
       shards: dataset of shards, each a dataset of batches.
-      number: which shard, int64 scalar.
-      most: how many of its batches, int64 scalar; -1 for all.
+      number: index of the shard, int64 scalar.
+      most: the maximum number of batches, int64 scalar; -1 for all.
     """
     sums, batches = as_written(empty_sums)(), tf.constant(0, tf.int64)
     for batch in iter(shards.skip(number).take(1).get_single_element().take(most)):
@@ -350,7 +346,7 @@ class ParameterServerEvaluator(Evaluator):
     return sums, batches
 
   def _run_batches(self, limit: int) -> int:
-    """Runs every shard until its sums are here; those of a worker that died are run again."""
+    """Runs every shard until it returns its sums; reruns the shards of failed workers."""
     batches, missing = 0, list(range(self._shards))
     while missing:
       results = self._dispatcher.run(self._compiled_shard, [self._piece(n, limit) for n in missing])
@@ -366,12 +362,12 @@ class ParameterServerEvaluator(Evaluator):
 
 
 def _fetch_and_add(counter: tf.Variable) -> tf.Tensor:
-  """Adds 1 to an int64 counter and returns what it was, in one operation of its server."""
+  """Adds 1 to an int64 counter and returns its old value, atomically on its server."""
   return tf.raw_ops.ResourceCountUpTo(resource=counter.handle, limit=_NEVER, T=tf.int64)
 
 
 def _count_atomically(optimizer: Any) -> None:
-  """Keras 3 reads its count of updates, adds 1 and assigns: of two at a time, one would be lost."""
+  """Makes Keras 3 count updates atomically: its read, add and assign lose concurrent counts."""
   if isinstance(optimizer, keras.optimizers.Optimizer):
     count = models.raw(optimizer.iterations)
     optimizer.iterations.assign_add = lambda value: count.assign_add(value, read_value=False)
@@ -382,28 +378,28 @@ def _refuse_options(strategy: tf.distribute.Strategy, *, eager: bool, jit_compil
     if value:
       raise ConfigError(
         f"received both {name}=True and run.strategy=@parameter_server, whose workers run compiled "
-        "functions on variables elsewhere; leave one out."
+        "functions on remote variables; leave one out."
       )
   if tf_config.is_op_determinism_enabled():
     raise ConfigError(
       "received both run.deterministic=True and run.strategy=@parameter_server, whose workers "
-      "update in the order in which they happen to come; leave one out."
+      "update in nondeterministic order; leave one out."
     )
   if strategy.num_replicas_in_sync > 1:
     raise ConfigError(
-      f"each worker has {strategy.num_replicas_in_sync} GPUs; under parameter_server start one "
-      "worker a GPU, each with its own CUDA_VISIBLE_DEVICES."
+      f"each worker has {strategy.num_replicas_in_sync} GPUs; parameter_server supports one; start "
+      "one worker per GPU, each with its own CUDA_VISIBLE_DEVICES."
     )
 
 
 def _refuse_partitioned(model: Any) -> None:
-  """Keras 3 knows a `ShardedVariable` for no variable: training would fail at its `handle`."""
+  """Raises ConfigError: Keras 3 does not support `ShardedVariable`, which has no `handle`."""
   for variable in models.all_variables(model):
     if isinstance(models.raw(variable), sharded_variable.ShardedVariable):
       raise ConfigError(
         f"parameter_server.min_shard_bytes partitions {models.name(variable)!r}, a variable of a "
-        "Keras 3 model, which Keras 3 cannot use; leave min_shard_bytes out, or make the model of "
-        "tf_keras or tf.Module."
+        "Keras 3 model, which Keras 3 does not support; leave min_shard_bytes out, or use tf_keras "
+        "or tf.Module."
       )
 
 
@@ -413,6 +409,6 @@ def _refuse_python(function: Any) -> None:
   if any(node.op in ("PyFunc", "PyFuncStateless", "EagerPyFunc") for node in nodes):
     raise ConfigError(
       "the input runs Python (tf.numpy_function, tf.py_function, a generator or a memory-mapped "
-      "array), which parameter_server's workers do not have; use TensorFlow operations, and arrays "
-      "in memory."
+      "array), which parameter_server's workers cannot; use TensorFlow operations and arrays in "
+      "memory."
     )

@@ -1,4 +1,4 @@
-"""Assembles one run from its parts and drives it: what a gin file configures. Read it first.
+"""Assembles and drives one run, as a gin file configures it. Read it first.
 
 run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digits")
 """
@@ -63,49 +63,49 @@ def run(
 ) -> dict[str, float]:
   """Trains, evaluates or exports one task (host).
 
-  A run that finds a checkpoint in `model_dir` goes on from it, to the same result as if it had
-  never stopped.
+  If `model_dir` has a checkpoint, the run resumes from it; the result is the same as without the
+  interruption.
 
   Args:
-    task: what to learn: an instance, or a factory.
+    task: a `Task`, or a factory of one.
     train_steps: the step at which training ends.
-    global_batch_size: examples an update, over all replicas and micro-batches; this or the next.
-    per_replica_batch_size: examples an update of each replica, so that the global batch grows with
-      their number.
+    global_batch_size: examples per update over all replicas; or set `per_replica_batch_size`.
+    per_replica_batch_size: examples per update on each replica; the global batch grows with the
+      number of replicas.
     mode: "train", "evaluate" (the newest checkpoint), "train_and_evaluate",
       "evaluate_continuously" (every new checkpoint until `train_steps`), "export", or "replay" (the
-      step at which StopOnNonFinite has stopped).
+      step at which StopOnNonFinite stopped).
     model_dir: the run folder.
     strategy: a factory, such as `framework.strategies.factories.mirrored`.
     optimizer: a factory, or name -> factory; called in the strategy's scope.
-    steps_per_loop: steps in one call of the compiled loop, between two reports to the host.
-    eval_batch_size: None takes `global_batch_size`.
+    steps_per_loop: steps in one call of the compiled loop; the host gets metrics after each call.
+    eval_batch_size: examples per evaluation batch; None uses the global batch size.
     eval_every_steps: steps between evaluations; None evaluates once, at the end.
-    eval_timeout_s: how long "evaluate_continuously" waits for a new checkpoint, or for the run's
-      assets before the first one; None for ever.
+    eval_timeout_s: seconds that "evaluate_continuously" waits for a new checkpoint, or for the
+      run's assets before the first one; None waits without limit.
     checkpoint_every_steps: steps between checkpoints; the last step always gets one.
-    keep_checkpoints: how many to keep.
-    seed: of initial weights, example order, dropout and augmentation.
-    shuffle: False reads the training examples in their own order.
-    precision: the dtype policy of both Keras generations.
-    deterministic: bit-identical repeats (slower): TensorFlow's op determinism.
-    eager: no tf.function anywhere, for debugging.
-    actions: what to call after training loops and evaluations, in the modes that train; see
+    keep_checkpoints: the number of checkpoints to keep.
+    seed: for initial weights, example order, dropout and augmentation.
+    shuffle: False reads the training examples in source order.
+    precision: the dtype policy of Keras 3 and tf_keras.
+    deterministic: bit-identical repeats (slower), by TensorFlow's op determinism.
+    eager: use no tf.function, for debugging.
+    actions: called after training loops and evaluations, in training modes; see
       framework/actions/base.py.
-    ledger: write down which examples each step consumes, in the modes that train, for
-      `python -m framework.ledger <model_dir>`, which proves that none was skipped or repeated.
-    checkpoint: what to "evaluate" or "export" in place of the newest: a path without suffix, or a
-      folder, such as <model_dir>/best.
-    warm_start: initial weights from another run or a file of Keras, in the modes that train, if
-      the run does not go on from a checkpoint of its own.
+    ledger: record the examples of each step, in training modes; `python -m framework.ledger
+      <model_dir>` then proves that none was skipped or repeated.
+    checkpoint: "evaluate" or "export" this one, not the newest: a path without suffix, or a folder
+      such as <model_dir>/best.
+    warm_start: initial weights from another run or a Keras file, in training modes; unused if the
+      run resumes from its own checkpoint.
 
   Returns:
-    The last evaluation's metrics, or the last loop's in mode "train"; empty for "export" and
-    "replay", and where the strategy makes this process a worker or server of another.
+    The metrics of the last evaluation, or of the last loop in mode "train"; empty for "export" and
+    "replay", and if the strategy makes this process a worker or server for another process.
 
   Raises:
-    ConfigError: a mistake of the user's, in one line.
-    Preempted: SIGTERM came; the state is saved.
+    ConfigError: a user error, described in one line.
+    Preempted: the process received SIGTERM; the state is saved.
   """
   _check_choice("mode", mode, MODES)
   _check_choice("precision", precision, PRECISIONS)
@@ -119,8 +119,8 @@ def run(
   _check_counts({**sizes, "eval_batch_size": eval_batch_size, **cadence.counts()})
   if checkpoint is not None and mode not in ("evaluate", "export"):
     raise ConfigError(
-      f"run.checkpoint is {checkpoint!r} in mode {mode!r}, which goes on from the newest; leave it "
-      "out, or use --mode=evaluate or --mode=export."
+      f"run.checkpoint is {checkpoint!r}, but mode {mode!r} cannot use it; leave it out, or use "
+      "--mode=evaluate or --mode=export."
     )
   require_writable(model_dir)
   if mode == "replay":
@@ -154,7 +154,7 @@ def run(
     task, model_dir=model_dir, cluster=traits.cluster_of(chosen), training=training,
     timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
   )  # fmt: skip
-  randomness.seed_everything(seed)  # initial weights do not depend on whether it was fitted here
+  randomness.seed_everything(seed)  # again: fit() may have drawn random numbers in this process
   recorder = Recorder(model_dir=model_dir, strategy=chosen) if ledger else None
   trainer = recipe.trainer(task, chosen, recorder=recorder)
   evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
@@ -170,13 +170,13 @@ def run(
 
 
 def bound(parameter: str) -> Any:
-  """Returns what the config in force gives `run` for a parameter, its default without a binding."""
+  """Returns the value that the current config binds to a parameter of `run`, else its default."""
   default = inspect.signature(run).parameters[parameter].default
   return configurables.bound("run", parameter, default)
 
 
 def bound_recipe(replicas: int = 1) -> Recipe:
-  """Returns the recipe that the config in force gives `run`, on this number of replicas."""
+  """Returns the recipe that the current config binds to `run`, on this number of replicas."""
   batch_size = batch_size_on(replicas, bound("global_batch_size"), bound("per_replica_batch_size"))
   names = ("optimizer", "eval_batch_size", "seed", "shuffle")
   return Recipe(global_batch_size=batch_size, **{name: bound(name) for name in names})
@@ -185,11 +185,11 @@ def bound_recipe(replicas: int = 1) -> Recipe:
 def restored(model_dir: str) -> Task:
   """Returns the task of a run folder, with the weights of its newest checkpoint (host).
 
-  On this process's default device, for a command of the task's own, such as `python -m tasks.gan`.
-  The weights are the moving averages, if the run has them.
+  Uses moving averages if the run has them. For a task's own commands, such as
+  `python -m tasks.gan`; runs on the default device.
 
   Raises:
-    ConfigError: there is no run, or no whole checkpoint.
+    ConfigError: the folder has no run, or no complete checkpoint.
   """
   configurables.parse([os.path.join(model_dir, "operative_config.gin")])
   task, strategy = made_task(bound("task")), factories.default()
@@ -201,14 +201,14 @@ def restored(model_dir: str) -> Task:
   directory = os.path.join(model_dir, "checkpoints")
   manager = CheckpointManager(trainer=trainer, directory=directory, experiment={}, assets=learned)
   if not manager.restore_newest():
-    raise ConfigError(f"there is no whole checkpoint in {directory!r}; train first.")
+    raise ConfigError(f"there is no complete checkpoint in {directory!r}; train first.")
   if trainer.parts.ema is not None:
     trainer.parts.ema.swap()
   return task
 
 
 def _initial_weights(warm_start: WarmStart | None, model_dir: str) -> dict[str, str]:
-  """What the processes of a new run must agree on; a wrong path shows before a device is used."""
+  """Returns what processes of a new run must share; a wrong path fails before devices start."""
   if warm_start is None or list_checkpoints(os.path.join(model_dir, "checkpoints")):
     return {}
   return {"file of the warm start": warm_start.digest()}
@@ -226,13 +226,13 @@ def _check_counts(values: Mapping[str, int | None]) -> None:
 
 
 def require_writable(model_dir: str) -> None:
-  """Raises ConfigError unless files can be written to the run folder, which is made (host)."""
+  """Makes the run folder; raises ConfigError if it is not writable (host)."""
   if set("*?[]") & set(model_dir):
     raise ConfigError(
-      f"model_dir is {model_dir!r}; TensorFlow takes *, ?, [ and ] for wildcards and would not "
-      "find its files again: choose a name without them."
+      f"model_dir is {model_dir!r}; TensorFlow reads *, ?, [ and ] as wildcards and does not find "
+      "the files again: choose a name without them."
     )
-  probe = os.path.join(model_dir, f".writable-{uuid.uuid4().hex}")  # one a worker
+  probe = os.path.join(model_dir, f".writable-{uuid.uuid4().hex}")  # unique per worker
   try:
     tf.io.gfile.makedirs(model_dir)
     with tf.io.gfile.GFile(probe, "w") as file:
@@ -241,5 +241,5 @@ def require_writable(model_dir: str) -> None:
   except tf.errors.OpError as error:
     raise ConfigError(
       f"cannot write to model_dir {model_dir!r} ({type(error).__name__}); "
-      "choose a folder that you may write to with --model_dir."
+      "set --model_dir to a writable folder."
     ) from error

@@ -1,4 +1,4 @@
-"""Drives one assembled run: Orbit's Controller, checkpoints, actions and reports, mode by mode."""
+"""Drives one assembled run in each mode: Orbit's Controller, checkpoints, actions, reports."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ QUIET = (
   "loss_scale", "skipped_steps", "input_wait_s", "communication_s", "start_s", "gradient_norm",
   "learning_rate",
 )  # fmt: skip
-"""What metrics.jsonl and TensorBoard have, and the progress line leaves out."""
+"""Metrics in metrics.jsonl and TensorBoard that the progress line hides."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cadence:
-  """How far a run goes and what happens how often; see `framework.run.run`."""
+  """When a run evaluates, saves and ends; the attributes are arguments of `framework.run.run`."""
 
   train_steps: int
   steps_per_loop: int
@@ -48,17 +48,17 @@ class Cadence:
   eval_timeout_s: float | None = None
 
   def counts(self) -> dict[str, int | None]:
-    """Returns name -> value of what must be whole numbers."""
+    """Returns name -> value of the attributes that must be whole numbers."""
     values = dataclasses.asdict(self)
     return {name: value for name, value in values.items() if name != "eval_timeout_s"}
 
   def next_evaluation(self, step: int) -> int:
-    """Returns the first step after `step` at which an evaluation is due."""
+    """Returns the step of the first evaluation after `step`."""
     every = self.eval_every_steps or self.train_steps
     return min((step // every + 1) * every, self.train_steps)
 
   def evaluates_at(self, step: int) -> bool:
-    """Whether an evaluation is due at this step."""
+    """Returns whether an evaluation is due at `step`."""
     every = self.eval_every_steps or self.train_steps
     return step > 0 and (step % every == 0 or step >= self.train_steps)
 
@@ -76,15 +76,15 @@ class Session:
     actions: Sequence[Action] = (),
     assets: str = "",
   ) -> None:
-    """Assembles the run; restores nothing.
+    """Assembles the run; restores nothing (host).
 
     Args:
       trainer: with its model built.
       model_dir: the run folder.
-      cadence: how far and how often.
+      cadence: when to evaluate, save and end.
       evaluator: None evaluates nothing.
-      actions: what to call after loops and evaluations.
-      assets: the digest of the assets that the task uses.
+      actions: called after loops and evaluations.
+      assets: the digest of the task's assets.
     """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
@@ -116,17 +116,14 @@ class Session:
 
   @property
   def step(self) -> int:
-    """The global step that has been reached."""
+    """The current global step."""
     return int(self.trainer.global_step.numpy())
 
   def restore(self, checkpoint: str | None = None) -> None:
-    """Restores a checkpoint, or else the newest whole one of the run, if there is one (host).
-
-    Args:
-      checkpoint: see `framework.run.run`.
+    """Restores `checkpoint`, or for None the newest complete one, if any (host).
 
     Raises:
-      ConfigError: there is no such checkpoint, it is damaged, or it belongs to another experiment.
+      ConfigError: the checkpoint is missing, damaged, or from another experiment.
       ClusterError: the workers restored different steps.
     """
     if checkpoint is None:
@@ -136,7 +133,7 @@ class Session:
     self.cluster.require_same("restored step", self.step)
 
   def describe(self, *, precision: str) -> None:
-    """Prints what the run is made of (stderr), before the first step."""
+    """Prints the run's configuration (stderr)."""
     trainer, parts = self.trainer, self.trainer.parts
     name, devices = traits.describe(trainer.strategy)
     text = summary.describe(
@@ -159,7 +156,7 @@ class Session:
     self._progress.message(text)
 
   def start_from(self, warm_start: WarmStart) -> None:
-    """Gives the model weights from elsewhere, if the run begins and does not go on."""
+    """Applies a warm start, unless the run has resumed from a checkpoint (host)."""
     if self.step > 0:
       return
     report = warm_start.apply(self.trainer)
@@ -168,10 +165,10 @@ class Session:
     self._progress.message(report.summary())
 
   def go(self, mode: Mode) -> dict[str, float]:
-    """Runs one mode, a method of the same name, to its end and prints the result line (stdout).
+    """Runs one mode and prints the result line (stdout).
 
     Returns:
-      The last evaluation's metrics, or the last loop's for "train".
+      See `framework.run.run`.
     """
     with orbit_reporter.quiet_orbit(), self._progress, self.cluster.blaming(lambda: self.step):
       results = getattr(self, mode)()
@@ -192,17 +189,17 @@ class Session:
     )
 
   def train(self) -> dict[str, float]:
-    """Trains to `train_steps`; returns the last loop's metrics."""
+    """Trains until `train_steps`; returns the last loop's metrics."""
     self._train(lambda: self._train_to(self._cadence.train_steps))
     return self._last_record("train")
 
   def train_and_evaluate(self) -> dict[str, float]:
-    """Trains to `train_steps`; evaluates at multiples of `eval_every_steps` and at the end."""
+    """Trains until `train_steps`; evaluates at multiples of `eval_every_steps` and at the end."""
     self._train(self._train_and_evaluate)
     return self._last_record("eval")
 
   def evaluate(self) -> dict[str, float]:
-    """Evaluates the newest checkpoint.
+    """Evaluates the restored checkpoint.
 
     Raises:
       ConfigError: there is none.
@@ -213,7 +210,7 @@ class Session:
     return self._last_record("eval")
 
   def evaluate_continuously(self) -> dict[str, float]:
-    """Evaluates new checkpoints, until the last step's or `eval_timeout_s` without one."""
+    """Evaluates each new checkpoint, up to `train_steps` or `eval_timeout_s` without a new one."""
     with self._until_stopped():
       for _ in self._manager.follow(timeout_s=self._cadence.eval_timeout_s):
         self._evaluate()
@@ -222,7 +219,11 @@ class Session:
     return self._last_record("eval")
 
   def export(self) -> dict[str, float]:
-    """Writes the newest checkpoint's model as a SavedModel to <model_dir>/export."""
+    """Writes the restored model to <model_dir>/export as a SavedModel.
+
+    Raises:
+      ConfigError: there is no checkpoint.
+    """
     self._require_checkpoint("export")
     ema = self.trainer.parts.ema
     with ema.in_place() if ema else contextlib.nullcontext():
@@ -234,7 +235,7 @@ class Session:
     return {}
 
   def replay(self) -> dict[str, float]:
-    """Makes the restored step again, eagerly, and prints where it is not finite (stderr).
+    """Repeats the restored step eagerly and prints which values are not finite (stderr).
 
     Raises:
       ConfigError: under parameter servers.
@@ -245,13 +246,13 @@ class Session:
     return {}
 
   def _train(self, loops: Callable[[], None]) -> None:
-    """Runs `loops` between what is due before and after training, until something ends them."""
+    """Runs `loops` with all setup and cleanup, until they end or an action stops them."""
     if self.cluster.is_chief:
       self.metrics_log.trim(self.step)
       files.atomic_write(
         os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
       )
-    self.cluster.barrier()  # the log that the actions read is the chief's
+    self.cluster.barrier()  # actions on all workers read the chief's log
     try:
       with self._noticing_sigterm(), self._until_stopped():
         for action in self._actions:
@@ -263,23 +264,23 @@ class Session:
         action.end()
 
   def _train_and_evaluate(self) -> None:
-    self._evaluate_if_due()  # a kill may have come between a checkpoint and its evaluation
+    self._evaluate_if_due()  # the process may have died between a checkpoint and its evaluation
     while self.step < self._cadence.train_steps:
       self._train_to(self._cadence.next_evaluation(self.step))
       self._evaluate()
 
   def _train_to(self, step: int) -> None:
-    """Trains loop by loop, so that all of a loop is reported before SIGTERM ends the run."""
+    """Trains loop by loop; a whole loop is reported before SIGTERM ends the run."""
     while self.step < step:
       for target in self._loop_ends(min(self.step + self._cadence.steps_per_loop, step)):
         with self._reporting_on_stop(self._controller.summary_manager):
           self._controller.train(target, checkpoint_at_completion=False)
       self._stop_if_asked()
     if step >= self._cadence.train_steps:
-      self._controller.save_checkpoint()  # a failing last evaluation must not cost any training
+      self._controller.save_checkpoint()  # no training is lost if the last evaluation fails
 
   def _loop_ends(self, end: int) -> list[int]:
-    """Returns where the next loop ends: at `end`, and wherever before it an action wants it."""
+    """Returns the steps at which loops end: those that actions request before `end`, and `end`."""
     wanted = {step for action in self._actions for step in action.loop_ends()}
     return [*sorted(step for step in wanted if self.step < step < end), end]
 
@@ -298,25 +299,25 @@ class Session:
     path = checkpoints.find(checkpoint)
     if path is None:
       raise ConfigError(
-        f"run.checkpoint is {checkpoint!r}, where there is no checkpoint; name one without its "
-        f"suffix, such as {self.model_dir}/checkpoints/ckpt-100, or a folder that holds one."
+        f"run.checkpoint is {checkpoint!r}, where there is no checkpoint; give one without its "
+        f"suffix, such as {self.model_dir}/checkpoints/ckpt-100, or a folder that contains one."
       )
     try:
       self._manager.restore(path)
     except tf.errors.OpError as error:
       raise ConfigError(
-        f"run.checkpoint {path!r} is damaged ({type(error).__name__}); name another."
+        f"run.checkpoint {path!r} is damaged ({type(error).__name__}); choose another."
       ) from error
 
   def _require_checkpoint(self, mode: str) -> None:
     if self.step == 0:
       raise ConfigError(
         f"there is no checkpoint in {self._manager.directory} to {mode}; "
-        "train first, or name the right --model_dir."
+        "train first, or correct --model_dir."
       )
 
   def _last_record(self, split: str) -> dict[str, float]:
-    self.cluster.barrier()  # for the chief's last line
+    self.cluster.barrier()  # the chief writes the last line
     records = self.metrics_log.records(split)
     hidden = {"step", "split", "wall_time"}
     return {k: v for k, v in records[-1].items() if k not in hidden} if records else {}
@@ -343,7 +344,7 @@ class Session:
       ),
       eval_summary_manager=orbit_reporter.Reporter(split="eval", **common),
     )
-    controller.checkpoint_manager = self._manager  # given to its constructor, it would restore
+    controller.checkpoint_manager = self._manager  # as an argument, it would restore at once
     return controller
 
   def _bound(self, actions: Sequence[Action]) -> list[Action]:
@@ -368,7 +369,7 @@ class Session:
 
   @contextlib.contextmanager
   def _until_stopped(self) -> Iterator[None]:
-    """Takes an action's wish to stop for the end of the run."""
+    """Ends the run normally if an action raises StopTraining."""
     try:
       yield
     except StopTraining as stop:
@@ -377,7 +378,7 @@ class Session:
 
   @contextlib.contextmanager
   def _reporting_on_stop(self, reporter: orbit.utils.SummaryManagerInterface) -> Iterator[None]:
-    """Reports what an action has stopped at; Orbit would have done so after its actions."""
+    """Reports metrics if an action stops the run: Orbit reports only after all actions return."""
     try:
       yield
     except StopTraining as stop:
@@ -392,7 +393,7 @@ class Session:
 
   @contextlib.contextmanager
   def _noticing_sigterm(self) -> Iterator[None]:
-    """SIGTERM ends training after the current loop or evaluation, with its state saved."""
+    """Makes SIGTERM save the state and end training after the current loop or evaluation."""
     if threading.current_thread() is not threading.main_thread():
       yield
       return
@@ -404,12 +405,12 @@ class Session:
 
 
 def _replay_command(model_dir: str, trainer: Trainer) -> str:
-  """Returns one line for a shell in this working directory; what to call where no gin was used."""
+  """Returns a shell line for this working directory, or a Python call if no gin was used."""
   if not configurables.bindings():
     return f"run(mode='replay', model_dir={model_dir!r}, ...) with the same arguments"
   module = type(trainer.task).__module__
   file = os.path.abspath(sys.modules[module].__file__ or "")
-  folder = file.rsplit(os.sep, module.count(".") + 1)[0]  # a gin file's own, or made importable
+  folder = file.rsplit(os.sep, module.count(".") + 1)[0]  # must be importable in the new process
   found = folder in (os.getcwd(), str(configurables.REPOSITORY)) or folder.startswith(sys.prefix)
   path = "" if found else f"PYTHONPATH={shlex.quote(folder)} "
   launch = os.path.relpath(configurables.REPOSITORY / "launch.py")

@@ -1,7 +1,7 @@
-"""The verbs of a training step: what a task may call, in the order in which they belong.
+"""The verbs of a training step, in the order in which a task calls them.
 
-`Step.update` is one whole update, top to bottom; a task that needs another order, several
-optimizers or several backward passes calls the verbs itself from `Task.train_step`.
+`Step.update` is one complete update. A task that needs another order, several optimizers or
+several backward passes calls the verbs itself in `Task.train_step`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from framework.strategies import traits
 from framework.strategies.reduction import Reduction
 
 Gradient: TypeAlias = Any
-"""A tensor, or None for a variable that the loss does not touch."""
+"""A tensor, or None for a variable on which the loss does not depend."""
 LossFn: TypeAlias = Callable[[Batch], Loss]
 
 
 def replica_id() -> tf.Tensor:
-  """Returns this replica's number in its process or cluster, an int32 scalar (replica context)."""
+  """Returns this replica's index in its process or cluster, an int32 scalar (replica context)."""
   return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
@@ -59,24 +59,24 @@ class StepParts:
 
   @property
   def dtypes(self) -> list[tf.DType]:
-    """The dtypes of all variables that are updated, by name."""
+    """The dtypes of all updated variables, sorted by name."""
     found = {models.raw(v).dtype for one in self.optimizers.values() for v in one.variables}
     return sorted(found, key=lambda dtype: dtype.name)
 
 
 @methods_as_written
 class EvalStep:
-  """One evaluation step on one replica: collects what the task logs."""
+  """One evaluation step on one replica: collects the task's metrics (replica context)."""
 
   def __init__(self, reduction: Reduction | None = None) -> None:
-    """Starts with nothing logged; None gathers by the usual `Reduction`."""
+    """Starts with nothing logged; `all_gather` uses `reduction`, or a default one for None."""
     self._logged: dict[str, Weighted] = {}
     self._reduction = reduction or Reduction()
 
   def log(self, metrics: Mapping[str, Weighted]) -> None:
-    """Adds (total, weight) pairs, this replica's sums, to the metrics of this step.
+    """Adds this replica's (total, weight) pairs, float scalars, to the metrics of this step.
 
-    The same name may be logged several times: totals and weights add up.
+    Pairs logged under the same name add up.
 
     Raises:
       ConfigError: not a dict of name -> pair of scalars.
@@ -90,39 +90,34 @@ class EvalStep:
       self._logged[name] = (total, weight)
 
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-    """Concatenates the rows of all replicas, in the order of the replicas, with a gradient.
+    """Concatenates the rows of all replicas, in replica order; differentiable (replica context).
 
-    For a loss that looks at the examples of other replicas. The gradient is the sum over replicas
-    of what each derives with respect to this replica's rows, as the sum of all losses needs it.
-    Padded rows come along: gather their weights too. Row i of this replica is row
-    `replica_id() * n + i` of the result. With accumulation, the rows of this micro-batch alone.
+    For a loss over the examples of all replicas. The gradient with respect to this replica's rows
+    is summed over the losses of all replicas. Row i of this replica is row `replica_id() * n + i`
+    of the result. Padded rows are included: gather the weights too. With accumulation, gathers
+    one micro-batch.
 
     Args:
-      tensor: numbers [n, ...], of the same static shape on every replica.
+      tensor: any numeric dtype [n, ...], the same static shape on every replica.
 
     Returns:
       [replicas x n, ...], the same on every replica.
 
     Raises:
-      ConfigError: the shape is not static, under parameter servers, whose workers do not wait for
-        one another, or on several replicas within `Trainer.jit_compile`.
+      ConfigError: the shape is not static; under parameter servers, which are asynchronous; or
+        with `Trainer.jit_compile` on several replicas.
     """
     _require_in_step("step.all_gather()")
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank in (None, 0) or not tensor.shape.is_fully_defined():
       raise ConfigError(
         f"step.all_gather() got a tensor of shape {tensor.shape}; it must be [n, ...] with static "
-        "sizes, the same on every replica, as those of a batch are."
+        "sizes, the same on every replica, such as a batch feature."
       )
     return self._reduction.all_gather(tensor)
 
   def close(self, sums: MetricSums, own: Mapping[str, Weighted] | None = None) -> None:
-    """Ends the step: adds what was logged to the running sums; the framework calls it.
-
-    Args:
-      sums: the running sums.
-      own: metrics of the framework itself.
-    """
+    """Adds the logged metrics, and the framework's `own`, to `sums`; the framework calls it."""
     self._add(own or {})
     sums.add(self._logged)
 
@@ -132,7 +127,7 @@ class Step(EvalStep):
   """One training step on one replica. All methods run in replica context."""
 
   def __init__(self, parts: StepParts) -> None:
-    """Starts a step; the Trainer makes one each time that it traces the step."""
+    """Starts a step; the Trainer makes one per trace of the step."""
     super().__init__(parts.reduction)
     self._parts = parts
     self._forward_passes = 0
@@ -142,12 +137,10 @@ class Step(EvalStep):
     self._observers = [observer.of_replica() for observer in parts.observers]
 
   def log(self, metrics: Mapping[str, Weighted]) -> None:
-    """Adds (total, weight) pairs, this replica's sums, to the metrics of this step.
-
-    The same name may be logged several times: totals and weights add up.
+    """See `EvalStep.log`.
 
     Raises:
-      ConfigError: not a dict of name -> pair of scalars, or a name that the framework reports.
+      ConfigError: not a dict of name -> pair of scalars, or the framework reports the name.
     """
     prefixes = ["", *map(adapters.prefix, self._parts.optimizers)]
     reported = {f"{p}{n}" for p in prefixes for n in REPORTED_BY_UPDATES} | set(REPORTED)
@@ -163,18 +156,18 @@ class Step(EvalStep):
     """See `EvalStep.all_gather`."""
     if self._parts.jit_compile and tf.distribute.get_strategy().num_replicas_in_sync > 1:
       raise ConfigError(
-        "received Trainer.jit_compile=True, but step.all_gather() communicates in the middle of "
-        "the forward pass, which XLA compiles for one replica: use jit_compile=False."
+        "received Trainer.jit_compile=True, but step.all_gather() communicates inside the forward "
+        "pass, which XLA compiles for a single replica; use jit_compile=False."
       )
     return super().all_gather(tensor)
 
   def update(self, loss_fn: LossFn, batch: Batch, optimizer: str = DEFAULT) -> Loss:
-    """One update of one optimizer's variables: every verb, in order.
+    """Updates one optimizer's variables: calls every verb, in order.
 
     Args:
-      loss_fn: a (micro-)batch -> `Loss`, this replica's sums; also called for each micro-batch.
+      loss_fn: (micro-)batch -> `Loss`, this replica's sums; called once per micro-batch.
       batch: this replica's part of the global batch.
-      optimizer: which optimizer, and so which variables.
+      optimizer: the optimizer's name.
 
     Returns:
       The global sums, the same on every replica.
@@ -189,34 +182,34 @@ class Step(EvalStep):
     return loss
 
   def variables(self, optimizer: str = DEFAULT) -> list[Any]:
-    """Returns the variables that an optimizer updates."""
+    """Returns the variables of an optimizer."""
     return self._optimizer(optimizer).variables
 
   def gradients(
     self, loss_fn: LossFn, batch: Batch, variables: Sequence[Any]
   ) -> tuple[Gradients, Loss]:
-    """Forward and backward of this replica's *scaled sum*, over its micro-batches.
+    """Differentiates this replica's *scaled sum* of losses, over its micro-batches.
 
-    Nothing is communicated. Sparse gradients (IndexedSlices) are made dense, so that their norm
-    and their sum mean what they say.
+    Communicates nothing. Makes sparse gradients (IndexedSlices) dense: their norm and sum would
+    be wrong where indices repeat.
 
     Args:
-      loss_fn: a micro-batch -> `Loss`.
+      loss_fn: micro-batch -> `Loss`.
       batch: this replica's examples.
       variables: what to differentiate with respect to.
 
     Returns:
-      One gradient a variable, None where the loss does not touch it, each multiplied by the loss
-      scale over the global batch size (by 1 without loss scaling); and the unscaled local sums.
+      One gradient per variable, None if the loss does not depend on it, each multiplied by loss
+      scale / global batch size (by 1 without loss scaling); and the unscaled local sums.
 
     Raises:
-      ConfigError: the loss is no `Loss` of scalars, or touches none of the variables.
+      ConfigError: the loss is not a `Loss` of scalars, or depends on none of the variables.
     """
     fusion = self._fusion(variables)
     first, *others = self._micro_batches(batch)
     gradients, loss = self._forward_backward(loss_fn, first, fusion)
     for part in others:
-      # One micro-batch at a time: that is what saves memory.
+      # Run micro-batches one after another: this saves memory.
       with tf.control_dependencies(gradients.tensors):
         part = {name: tf.identity(value) for name, value in part.items()}
       more, more_loss = self._forward_backward(loss_fn, part, fusion)
@@ -228,7 +221,7 @@ class Step(EvalStep):
     return gradients, loss
 
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
-    """Sums gradients, loss total and weight over all replicas, in one communication."""
+    """Sums gradients and local loss over all replicas, in one communication."""
     packed = _packed(gradients)
     scalars = [loss.total, loss.weight]
     reduce = self._parts.reduction.all_reduce
@@ -238,19 +231,18 @@ class Step(EvalStep):
     return packed.replaced(sums), Loss(*scalars)
 
   def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
-    """Divides summed gradients by what they were scaled with and by the *global* weight.
+    """Divides summed gradients by their scale and by the *global* weight of `loss`.
 
-    A global weight of zero gives zero gradients; `update` then skips.
+    A global weight of 0 gives zero gradients; `update` then skips.
     """
     divisor = self._scaled(loss.weight)
     factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
     return _packed(gradients).map(lambda g: g * tf.cast(factor, g.dtype))
 
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns (finite, norm) of reduced gradients: the same decision on every replica.
+    """Returns (finite, norm) of reduced gradients, bool and float32 scalars, equal on all replicas.
 
-    The norm is the global L2 norm, float32; one that overflows float32 (above 1.8e19) counts as
-    not finite.
+    The norm is the global L2 norm; above 1.8e19 its square overflows and counts as not finite.
     """
     squares = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in _packed(gradients).tensors]
     square = 2.0 * tf.add_n(squares)
@@ -275,15 +267,15 @@ class Step(EvalStep):
 
   @contextlib.contextmanager
   def perturbed(self, variables: Sequence[Any], offsets: Sequence[Gradient]) -> Iterator[None]:
-    """Within `with`, the variables stand at variable + offset; then they are what they were.
+    """Adds offsets to variables inside `with`, then restores them bit for bit (replica context).
 
-    To the bit, also where an offset is not finite: their values are kept and put back. For a second
-    backward pass elsewhere, as of sharpness-aware minimisation (tasks/sam.py).
+    Exact even for offsets that are not finite. For a backward pass at other weights, for example
+    sharpness-aware minimisation (tasks/sam.py).
 
     Args:
-      variables: such as `variables()` gives them.
-      offsets: one a variable, None for one to leave alone; the same on every replica, as what is
-        made of reduced gradients is, else the replicas would no longer be one model.
+      variables: for example `variables()`.
+      offsets: one per variable, None to leave it unchanged; equal on every replica (compute them
+        from reduced gradients), else the replicas diverge.
 
     Raises:
       ConfigError: under parameter servers, where other workers read the same variables.
@@ -301,20 +293,20 @@ class Step(EvalStep):
   def apply(
     self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = DEFAULT
   ) -> None:
-    """Updates the optimizer's variables (and their moving average) if `finite`, else nothing.
+    """If `finite`, updates the optimizer's variables and their moving averages.
 
     Args:
-      gradients: one a variable of the optimizer, reduced and unscaled.
-      finite: bool scalar, the same on every replica.
-      optimizer: whose variables.
+      gradients: one per variable of the optimizer, reduced and unscaled.
+      finite: bool scalar, equal on every replica.
+      optimizer: the optimizer's name.
     """
     target = self._optimizer(optimizer)
     packed = Gradients.of(target.fusion, gradients)
     for observer in self._observers:
       finite = observer.allowed(finite)
 
-    # A branch in replica context may not communicate, and Keras's update does; so branch where all
-    # replicas are one, and go back to each replica inside the branch.
+    # Keras's update communicates, which a branch in replica context cannot; so branch in
+    # cross-replica context and return to replica context inside the branch.
     def apply_if_finite(
       strategy: tf.distribute.Strategy, finite: Any, tensors: Sequence[Any]
     ) -> None:
@@ -333,9 +325,9 @@ class Step(EvalStep):
   def log_update(
     self, loss: Loss, finite: tf.Tensor, norm: tf.Tensor, optimizer: str = DEFAULT
   ) -> None:
-    """Logs the loss and gradient norm of an update, and remembers whether they were finite.
+    """Logs the loss and gradient norm of an update, and records whether they are finite.
 
-    The loss scale goes down after the step if any of its updates was not finite.
+    If any update of the step is not finite, the loss scale decreases after the step.
     """
     prefix = adapters.prefix(optimizer)
     shown = tf.cast(finite, tf.float32)
@@ -349,9 +341,9 @@ class Step(EvalStep):
     self._loss_finite.append(tf.math.is_finite(loss.total))
 
   def seed(self) -> tf.Tensor:
-    """Returns a stateless seed, int32 [2], another one for each call, step and replica.
+    """Returns a seed for `tf.random.stateless_*`, int32 [2].
 
-    For `tf.random.stateless_*`; it depends on the run's seed, the step and the replica alone.
+    It depends only on the run's seed, the step, the replica and the number of the call.
     """
     self._seeds += 1
     return self._key(-self._seeds)
@@ -369,7 +361,7 @@ class Step(EvalStep):
     return _all(self._finite), _all(self._loss_finite)
 
   def close(self, sums: MetricSums, own: Mapping[str, Weighted] | None = None) -> None:
-    """See `EvalStep.close`; adds what the observers report, too."""
+    """See `EvalStep.close`; also adds the observers' metrics."""
     for observer in self._observers:
       self._add(observer.metrics())
     super().close(sums, own)
@@ -394,7 +386,7 @@ class Step(EvalStep):
     return [{name: parts[name][index] for name in batch} for index in range(count)]
 
   def _fusion(self, variables: Sequence[Any]) -> Fusion:
-    """The layout of the optimizer that owns just these variables, or one that fuses nothing."""
+    """The layout of the optimizer that owns exactly these variables, else one without fusion."""
     wanted = [id(models.raw(v)) for v in variables]
     for optimizer in self._parts.optimizers.values():
       if wanted == [id(models.raw(v)) for v in optimizer.variables]:
@@ -430,8 +422,8 @@ def _require_in_step(verb: str) -> None:
   """Raises ConfigError under parameter servers."""
   if traits.is_asynchronous(tf.distribute.get_strategy()):
     raise ConfigError(
-      f"{verb} needs replicas in step, but under parameter_server no worker waits for another; use "
-      "mirrored or multi_worker_mirrored."
+      f"{verb} needs a synchronous strategy, but parameter_server is asynchronous; use mirrored or "
+      "multi_worker_mirrored."
     )
 
 
@@ -450,14 +442,14 @@ def _all(flags: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _packed(gradients: Sequence[Gradient]) -> Gradients:
-  """Any sequence of gradients as `Gradients`; a plain list keeps its own tensors."""
+  """Returns gradients as `Gradients`; does not fuse a plain list."""
   if isinstance(gradients, Gradients):
     return gradients
   return Gradients(None, gradients, [g is None for g in gradients])
 
 
 def _wide(gradient: tf.Tensor) -> tf.Tensor:
-  """At least float32: squares above 65504 overflow float16, and sums in bfloat16 lose digits."""
+  """Casts to float32 or wider: float16 squares overflow above 65504, bfloat16 sums lose digits."""
   return tf.cast(gradient, tf.float32) if gradient.dtype.size < 4 else gradient
 
 
@@ -469,8 +461,8 @@ def _require_some(gradients: Gradients, variables: Sequence[Any]) -> None:
   names = [models.name(v) for m, v in zip(gradients.missing, variables, strict=True) if m]
   if len(names) == len(variables):
     raise ConfigError(
-      f"the loss touches none of the {len(variables)} trainable variables ({', '.join(names[:3])}, "
-      "...); compute it from what forward() returns, with TensorFlow or Keras operations only."
+      f"the loss depends on none of {len(variables)} trainable variables ({', '.join(names[:3])}, "
+      "...); compute it from the outputs of forward(), with TensorFlow or Keras operations only."
     )
   if names:
     logging.log_first_n(logging.WARNING, "no gradient reaches %s", 1, ", ".join(names))

@@ -1,7 +1,16 @@
-"""The checks of `--mode=verify` as functions for your own tests.
+"""The checks of `--mode=verify`, for your own tests.
 
-docs/verify.md shows their use. They run on logical CPUs, which must exist before TensorFlow's first
-operation. If other tests run first, call `framework.strategies.split_cpu(3)` in conftest.py.
+    from framework import testing
+
+    def test_my_task_is_right():
+      testing.assert_right(MyTask, optimizer=keras.optimizers.Adam, global_batch_size=64)
+
+    def test_the_update_is_the_same_on_three_replicas():
+      results = testing.check(MyTask, groups=("replicas",), accumulation_steps=2)
+      assert testing.found(results, "same update on 3 replicas").status == "passed"
+
+They need three logical CPUs, made before TensorFlow's first operation: if other tests run first,
+call `framework.strategies.split_cpu(3)` in conftest.py.
 """
 
 from __future__ import annotations
@@ -34,12 +43,12 @@ def check(
 
   Args:
     task: a class, or a function without arguments that returns a task.
-    groups: names out of `verify.GROUPS`; None runs all.
-    optimizer, global_batch_size, seed, precision: as for `run`.
+    groups: names from `verify.GROUPS`; None runs all.
+    optimizer, global_batch_size, seed, precision: see `run`.
     trainer: options of `Trainer`, such as clip_norm=1.0.
 
   Raises:
-    ConfigError: unknown group, or TensorFlow has started with fewer than three logical CPUs.
+    ConfigError: unknown group, or TensorFlow started with fewer than three logical CPUs.
   """
   subject = Subject(
     task=task, optimizer=optimizer, global_batch_size=global_batch_size, seed=seed,
@@ -49,10 +58,10 @@ def check(
 
 
 def assert_right(task: Callable[[], Task], **options: Any) -> None:
-  """Runs checks of a task, with the options of `check`; passes if none fails (host).
+  """Asserts that no check of a task fails; takes the options of `check` (host).
 
   Raises:
-    AssertionError: a check failed; the text is the table of the failed checks.
+    AssertionError: a check failed; the message is the table of failed checks.
   """
   failed = [result for result in check(task, **options) if result.status == "failed"]
   if failed:
@@ -60,12 +69,12 @@ def assert_right(task: Callable[[], Task], **options: Any) -> None:
 
 
 def found(results: Sequence[Result], name: str) -> Result:
-  """Returns the result of the check of a name, such as "same update on 2 replicas".
+  """Returns the result of the check named `name`, such as "same update on 2 replicas".
 
   Raises:
-    KeyError: there is no such check.
+    KeyError: no check has this name.
   """
   for result in results:
     if result.check == name:
       return result
-  raise KeyError(f"no check {name!r} among {', '.join(result.check for result in results)}")
+  raise KeyError(f"no check {name!r}; choose from {', '.join(result.check for result in results)}")

@@ -1,9 +1,9 @@
-"""The path of a batch: the compiled loop, one step, one replica's work. Read it top to bottom.
+"""The path of a batch: compiled loop, step, replica. Read it top to bottom.
 
 train          host           steps_per_loop steps in one call
   loop         compiled       a tf.while_loop over
     train_step cross-replica  the next global batch -> strategy.run -> counters
-      replica_step  replica   Task.train_step(step, batch); framework/step.py has its verbs
+      replica_step  replica   Task.train_step(step, batch); its verbs: framework/step.py
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ from framework.strategies.reduction import Reduction
 from framework.task import Task, derived_metrics
 
 DatasetFn = Callable[..., tf.data.Dataset]
-"""position (examples already consumed) -> infinite dataset of padded global batches.
+"""position (examples consumed so far) -> infinite dataset of padded global batches.
 
-In a cluster, of this worker's rows of them: `Cluster.rows`. Under parameter servers it is called
-with `shard=` as well: of whole batches, in turn."""
-
+In a cluster: this worker's rows of each batch (`Cluster.rows`). Parameter servers also pass
+`shard=`: every n-th whole batch."""
 
 _NEVER = tf.int64.max
 
 
 class Trainer(orbit.AbstractTrainer):
-  """Trains one task under one strategy; `orbit.Controller`, or your own loop, calls `train`.
+  """Trains one task under one strategy; `orbit.Controller` or your own loop calls `train`.
 
-  Under parameter servers use `framework.parameter_server.ParameterServerTrainer`.
+  For parameter servers, use `framework.parameter_server.ParameterServerTrainer`.
   """
 
   def __init__(
@@ -72,31 +71,31 @@ class Trainer(orbit.AbstractTrainer):
     seed: int = 0,
     observers: Sequence[Observer] = (),
   ) -> None:
-    """Makes the model (unless `task.model` is set), the optimizers and the counters.
+    """Makes the model (unless `task.model` is set), the optimizers and the counters (host).
 
     Args:
       task: what to learn.
-      strategy: where; the step never asks which kind it is.
+      strategy: any synchronous strategy.
       dataset_fn: makes the input from a position; see `datasets.train_dataset`.
-      global_batch_size: examples an update, over all replicas and micro-batches.
+      global_batch_size: examples per update, over all replicas and micro-batches.
       optimizer: a factory, or name -> factory for several; called in the strategy's scope.
-      loss_scale: a factory, `loss_scale.none`, `fixed` or `dynamic`; None takes dynamic where the
+      loss_scale: a factory: `loss_scale.none`, `fixed` or `dynamic`; None uses dynamic if the
         dtype policy is mixed_float16, else none.
-      reduction: how gradients travel: a `Reduction`, or a factory of one.
+      reduction: how gradients are summed over replicas: a `Reduction`, or a factory of one.
       clip_norm: clip reduced gradients to this global norm.
       clip_value: clip each reduced gradient element to [-clip_value, clip_value].
-      accumulation_steps: micro-batches each replica's part is split into.
+      accumulation_steps: the number of micro-batches in each replica's part of the batch.
       ema_decay: keep a moving average of the trainable variables with this decay.
-      fuse_updates: update by fused kernels, and small variables as one, where the optimizer's
-        rule allows it: the same numbers but for rounding, faster, and another layout of the
-        optimizer's state in checkpoints.
+      fuse_updates: where the optimizer's rule allows it, use fused kernels and update small
+        variables together: faster, equal up to rounding; changes the optimizer's layout in
+        checkpoints.
       jit_compile: compile each replica's forward and backward pass with XLA.
-      eager: no tf.function at all: print and breakpoints in a task see every step.
-      seed: of dropout and other random layers; they also depend on step and replica.
-      observers: watch the loops and steps; see framework/observers.py.
+      eager: use no tf.function: print and breakpoints in a task see every step.
+      seed: for dropout and other random layers, combined with step and replica.
+      observers: see framework/observers.py.
 
     Raises:
-      ConfigError: a value is out of its range, or two options contradict.
+      ConfigError: a value is out of range, or two options contradict.
     """
     super().__init__()
     self._check_strategy(strategy)
@@ -106,10 +105,10 @@ class Trainer(orbit.AbstractTrainer):
     replicas = strategy.num_replicas_in_sync
     if global_batch_size < replicas:
       raise ConfigError(
-        f"the global batch of {global_batch_size} is smaller than the {replicas} replicas; use at "
-        f"least {replicas}, so that each has something to do."
+        f"global_batch_size is {global_batch_size} for {replicas} replicas; it must be at least "
+        f"{replicas}."
       )
-    self.batch_multiple = replicas * accumulation_steps  # what padded batches must divide by
+    self.batch_multiple = replicas * accumulation_steps  # padded batch sizes are multiples of it
     self.padded_batch_size = datasets.padded_batch_size(global_batch_size, self.batch_multiple)
     self.task, self.strategy, self.eager = task, strategy, eager
     self.cluster = traits.cluster_of(strategy)
@@ -144,19 +143,19 @@ class Trainer(orbit.AbstractTrainer):
       num_steps: int32 scalar.
 
     Returns:
-      Means over the loop (loss, gradient_norm, the task's metrics) and examples/s and seconds of
-      waiting for input in it; at its end the learning rate, the loss scale and all skipped steps
-      so far; `nonfinite_step` only if a loss was not finite: the first such step, from 1.
+      Means over the loop (loss, gradient_norm, the task's metrics), its examples/s and its seconds
+      of input wait; learning rate, loss scale and total skipped steps at its end; and, only if
+      a loss was not finite, `nonfinite_step`: the first such step, counted from 1.
 
     Raises:
-      ConfigError: no example of any step so far had a weight above 0.
+      ConfigError: all examples so far have weight 0.
     """
     steps = int(num_steps)
     if steps == 0:
       return self.state_metrics()
     if self._iterator is None:
       self._iterator = self.make_iterator()
-    self._metrics.reset()  # of a loop that failed half way
+    self._metrics.reset()  # an earlier loop may have failed midway
     before, started = int(self.global_step.numpy()), time.perf_counter()
     for observer in self.parts.observers:
       observer.loop_begins(after_step=before, steps=steps)
@@ -165,7 +164,7 @@ class Trainer(orbit.AbstractTrainer):
     finally:
       done = int(self.global_step.numpy()) - before
       self.position.assign_add(done * self.global_batch_size)
-    undone = done < steps  # an observer undid the last step: only the metrics have it
+    undone = done < steps  # an observer undid the last step: only the metrics include it
     ran = done + undone
     results = self._metrics.result()  # waits for the device
     seconds = time.perf_counter() - started
@@ -174,7 +173,7 @@ class Trainer(orbit.AbstractTrainer):
     skipped = round(results.pop("skipped") * ran)
     self.skipped_steps.assign_add(max(0, skipped - undone))
     if undone:
-      self.reset_input()  # the iterator is past that step, the position is not
+      self.reset_input()  # the iterator is one batch ahead of the position
     results["input_wait_s"] = results.pop("input_wait") * ran
     for observer in self.parts.observers:
       observer.loop_ends(results, done=done, ran=ran)
@@ -183,13 +182,13 @@ class Trainer(orbit.AbstractTrainer):
     return {**self.state_metrics(), **results}
 
   def loop(self, iterator: Iterator[Batch], num_steps: tf.Tensor) -> None:
-    """Runs `num_steps` steps, or until one does not stand: a while loop once compiled."""
+    """Runs `num_steps` steps, or until an observer undoes one (cross-replica)."""
     for observer in self.parts.observers:
       observer.loop_starts()
 
     def step(done: tf.Tensor, stands: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
       del stands
-      with tf.name_scope(""):  # without the loop's prefix on every operation's name
+      with tf.name_scope(""):  # keeps the loop's prefix out of operation names
         return done + 1, self.train_step(iterator)
 
     start = tf.constant(0), tf.constant(True)
@@ -197,7 +196,7 @@ class Trainer(orbit.AbstractTrainer):
     replica_state.average(self.strategy, self.task.model)
 
   def train_step(self, iterator: Iterator[Batch]) -> tf.Tensor:
-    """One step (cross-replica): a global batch in, one update out; whether it stands (bool)."""
+    """Runs one step on one global batch; returns a bool scalar, False if undone (cross-replica)."""
     for observer in self.parts.observers:
       observer.step_begins()
     batch, input_wait_s = self.next_batch(iterator)
@@ -207,7 +206,7 @@ class Trainer(orbit.AbstractTrainer):
     return self.finish_step(self._first(finite), self._first(loss_finite))
 
   def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """One replica's work: the task's step, then all that it logged into the running sums."""
+    """Runs the task's step and sums its metrics; returns `Step.outcome` (replica context)."""
     step = Step(self.parts)
     converted(self.task.train_step)(step, batch)
     finite, loss_finite = step.outcome()
@@ -216,15 +215,15 @@ class Trainer(orbit.AbstractTrainer):
     return finite, loss_finite
 
   def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
-    """Counters and loss scale (cross-replica), from what all replicas agree on.
+    """Updates counters and loss scale from values equal on all replicas (cross-replica).
 
     Returns:
-      Whether the step stands, a bool scalar: False only if an observer undid it.
+      A bool scalar, False only if an observer undid the step.
     """
     self.parts.loss_scale.update(finite)
-    with tf.control_dependencies([finite]):  # a step whose input fails does not count
+    with tf.control_dependencies([finite]):  # do not count a step whose input fails
       step = self.global_step.assign_add(1, read_value=True)
-    bad_step = tf.maximum(step, _NEVER * tf.cast(loss_finite, tf.int64))  # tf.where takes 28 us
+    bad_step = tf.maximum(step, _NEVER * tf.cast(loss_finite, tf.int64))  # tf.where costs 28 us
     self.nonfinite_step.assign(tf.minimum(self.nonfinite_step, bad_step), read_value=False)
     stands = tf.constant(True)
     for observer in self.parts.observers:
@@ -232,7 +231,7 @@ class Trainer(orbit.AbstractTrainer):
     return stands
 
   def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
-    """Returns the next global batch and the seconds it was waited for (cross-replica)."""
+    """Returns the next global batch and the input wait, float32 seconds (cross-replica)."""
     started = timing.timestamp()
     with tf.control_dependencies([started]):
       batch = next(iterator)
@@ -240,7 +239,7 @@ class Trainer(orbit.AbstractTrainer):
       return batch, tf.cast(timing.timestamp() - started, tf.float32)
 
   def checkpoint_items(self) -> dict[str, Any]:
-    """Everything that a checkpoint must hold for an exact restart, by name."""
+    """Returns name -> object: all state that an exact restart needs (host)."""
     items = {
       "model": self.task.model,
       "optimizers": {name: o.optimizer for name, o in self.parts.optimizers.items()},
@@ -257,10 +256,7 @@ class Trainer(orbit.AbstractTrainer):
     return items
 
   def state_metrics(self) -> dict[str, float]:
-    """Returns what is reported at the end of a loop beside the means (host).
-
-    The place for a statistic of the optimizer's state, once per loop.
-    """
+    """Returns metrics of the trainer's state, read once at the end of a loop (host)."""
     state = {
       "loss_scale": float(tf.convert_to_tensor(self.parts.loss_scale.value())),
       "skipped_steps": float(self.skipped_steps.numpy()),
@@ -272,36 +268,36 @@ class Trainer(orbit.AbstractTrainer):
     return state
 
   def replica_id(self) -> tf.Tensor:
-    """Returns this replica's number among all that train, an int32 scalar (replica context)."""
+    """Returns this replica's index among all that train, an int32 scalar (replica context)."""
     return replica_id()
 
   def observe(self, observer: Observer) -> None:
-    """Adds an observer (host); the loop is traced again at the next `train`."""
+    """Adds an observer; the next `train` traces the loop again (host)."""
     self._use(dataclasses.replace(self.parts, observers=(*self.parts.observers, observer)))
 
   def make_iterator(self) -> Iterator[Batch]:
-    """Returns an iterator of the global batches from `position` on, distributed (host)."""
+    """Returns an iterator over distributed global batches, starting at `position` (host)."""
     dataset = self._dataset_fn(int(self.position.numpy()))
     return datasets.iterate(self.cluster.distribute(dataset))
 
   def reset_input(self) -> None:
-    """Drops the iterator; the next `train` starts at `position` (after a restore)."""
+    """Drops the iterator, as after a restore; the next `train` starts at `position` (host)."""
     self._iterator = None
 
   @property
   def traces(self) -> int:
-    """How many times the loop has been traced; 0 in eager mode."""
+    """The number of traces of the loop; 0 in eager mode."""
     return 0 if self.eager else self._compiled_loop.experimental_get_tracing_count()
 
   def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
     if traits.is_asynchronous(strategy):
       raise ConfigError(
-        f"{type(self).__name__} trains replicas in step, but under parameter_server no worker "
-        "waits for another; use framework.parameter_server.ParameterServerTrainer or a subclass."
+        f"{type(self).__name__} needs a synchronous strategy, but parameter_server is "
+        "asynchronous; use framework.parameter_server.ParameterServerTrainer."
       )
 
   def _use(self, parts: StepParts) -> None:
-    """Steps with these parts from now on; the next loop is traced (again)."""
+    """Sets the parts; the next loop is traced again."""
     self.parts = parts
     self._compiled_loop: Any = self._compiled()
 
@@ -309,7 +305,7 @@ class Trainer(orbit.AbstractTrainer):
     return self.loop if self.eager else compiled(self.loop)
 
   def _make_counters(self) -> None:
-    """Plain variables with atomic increments: exact under every strategy."""
+    """Makes plain variables: their increments are atomic under every strategy."""
     self.global_step = _counter("global_step")
     self.skipped_steps = _counter("skipped_steps")
     self.nonfinite_step = _counter("nonfinite_step")
@@ -329,21 +325,21 @@ class Trainer(orbit.AbstractTrainer):
     return self._local(per_replica)[0]
 
   def _require_weight(self) -> None:
-    """A batch without weight is passed over; a run without any has a mistake in its data."""
+    """Raises if all weights so far are 0; single batches may have weight 0."""
     losses = {f"{adapters.prefix(name)}loss" for name in self.parts.optimizers}
     self._weight_seen = self._weight_seen or not losses <= self._metrics.weightless
     if not self._weight_seen:
       raise ConfigError(
-        f"all examples up to step {int(self.global_step.numpy())} have weight 0, so that nothing "
-        "was trained; batch['weight'], from the source or preprocess(), must be above 0 for some."
+        f"all examples up to step {int(self.global_step.numpy())} have weight 0, so nothing was "
+        "trained; batch['weight'], from the source or preprocess(), must be above 0 for some."
       )
 
   def _report_retracing(self) -> None:
     if self.traces > self._traces:
       self._traces = self.traces
       logging.warning(
-        "the training loop was traced again (%d times so far): a shape or a Python value that the "
-        "step depends on changed; keep batches static and Python state out of train_step.",
+        "the training loop was traced again (%d times so far): a batch shape or a Python value in "
+        "the step changed; keep batch shapes static and Python state out of train_step.",
         self.traces,
       )
 
@@ -354,7 +350,7 @@ def _counter(name: str) -> tf.Variable:
 
 
 def _usual_loss_scale() -> Callable[[], LossScale]:
-  """Only float16 has too narrow a range to do without."""
+  """Dynamic for float16, whose range is too narrow for gradients; else none."""
   policies = {keras.config.dtype_policy().name, tf_keras.mixed_precision.global_policy().name}
   return loss_scales.dynamic if "mixed_float16" in policies else loss_scales.none
 

@@ -138,12 +138,12 @@ def test_partitioned_variables_lie_on_all_servers_and_learn(case, kind):
     ("eager", "received both run.eager=True and run.strategy=@parameter_server"),
     ("jit_compile", "received both Trainer.jit_compile=True and run.strategy=@parameter_server"),
     ("loss_scale", "Trainer.loss_scale is @dynamic, but under parameter_server"),
-    ("plain trainer", "Trainer trains replicas in step, but under parameter_server"),
-    ("plain evaluator", "Evaluator evaluates on replicas in step, but under parameter_server"),
-    ("observer", "a Observer observes steps of all replicas together, but under parameter_server"),
+    ("plain trainer", "Trainer needs a synchronous strategy, but parameter_server is"),
+    ("plain evaluator", "Evaluator needs a synchronous strategy, but parameter_server is"),
+    ("observer", "Observer observes steps of all replicas together, but parameter_server is"),
     ("dataset", "Evaluator got a dataset, but under parameter_server each worker makes its own"),
     *[
-      (what, rf"step.{verb}\(\) needs replicas in step, but under parameter_server no worker waits")
+      (what, rf"step.{verb}\(\) needs a synchronous strategy, but parameter_server is asynchronous")
       for what, verb in (
         ("all_gather", "all_gather"),
         ("evaluation", "all_gather"),

@@ -206,7 +206,8 @@ def by_hand(weights, token, position, *, inputs_only=None):
   looked_up = embedding if inputs_only is None else inputs_only
   x = looked_up[token]
   size = WIDTH // HEADS
-  for layer in range(LAYERS):
+  layers = {int(name.split("/")[0]) for name in weights if name[0].isdigit()}
+  for layer in sorted(layers):
     w = {name.split("/", 1)[1]: v for name, v in weights.items() if name.startswith(f"{layer}/")}
     normed = norm(x, w["attention_norm/scale"])
     parts = (normed @ w["query_key_value/kernel"]).reshape([*token.shape, 3, HEADS, size])
@@ -599,7 +600,7 @@ def test_the_command_names_a_mistake(tmp_path, run_folder, capsys):
   for path in Path(run_folder, "checkpoints").iterdir():
     path.unlink()
   assert language_model.main([run_folder]) == 2
-  assert "there is no whole checkpoint in" in capsys.readouterr().err
+  assert "there is no complete checkpoint in" in capsys.readouterr().err
 
 
 @pytest.mark.whole

@@ -71,9 +71,9 @@ def test_no_batch_derives_nothing():
 @pytest.mark.parametrize(
   ("derived", "line"),
   [
-    ({"loss": 1.0}, r"returns 'loss', which is reported already; rename it, .* 'my_loss'"),
-    ({"square": 1.0}, r"returns 'square', which is reported already"),
-    ({"skipped": 1.0}, r"returns 'skipped', which is reported already"),
+    ({"loss": 1.0}, r"returns 'loss', which is already reported; rename it, .* 'my_loss'"),
+    ({"square": 1.0}, r"returns 'square', which is already reported"),
+    ({"skipped": 1.0}, r"returns 'skipped', which is already reported"),
     (3.0, r"returns a float; it must be a dict of name -> float"),
   ],
 )

@@ -48,3 +48,8 @@ def test_an_integer_of_numpy_comes_back_as_one_of_python():
 def test_a_number_that_is_not_above_0_is_one_line(value):
   with pytest.raises(errors.ConfigError, match=rf"^t is {value}; it must be above 0 seconds\.$"):
     errors.require_positive("t", value, unit="seconds")
+
+
+def test_the_first_line_of_an_error():
+  assert errors.first_line(ValueError("\none\ntwo")) == "one"
+  assert errors.first_line(ValueError()) == "ValueError"

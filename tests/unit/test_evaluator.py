@@ -194,7 +194,7 @@ def test_a_metric_without_any_weight_is_nan_beside_the_others(one):
 @pytest.mark.parametrize(("replicas", "batches"), [(1, 3), (3, 3)])
 def test_no_weight_at_all_is_a_mistake(replicas, batches, mirrored):
   evaluator = make(mirrored(replicas), Linear(weight=np.zeros(EXAMPLES, np.float32)))
-  with pytest.raises(ConfigError, match=rf"^all examples of {batches} batches to evaluate have"):
+  with pytest.raises(ConfigError, match=rf"^all examples of {batches} evaluation batches have"):
     evaluator.evaluate()
 
 

@@ -177,7 +177,7 @@ MISTAKES = {
   ),
   "batch smaller than replicas": Mistake(
     config=["run.strategy = @mirrored", "mirrored.cpu_replicas = 4", "run.global_batch_size = 3"],
-    says=["batch of 3", "4 replicas", "use at least 4"],
+    says=["batch_size is 3", "4 replicas", "at least 4"],
   ),
   "negative seed": Mistake(config=["run.seed = -1"], says=["seed is -1", "from 0 to 2147483647"]),
   "unknown precision": Mistake(
@@ -372,7 +372,7 @@ MISTAKES = {
     config=["Toy.source = @empty_stream"],
     flags=["--mode=evaluate"],
     late=True,
-    says=["source('eval') gave no examples", "at least one"],
+    says=["source('eval') has no examples", "at least one"],
   ),
   "negative weights": Mistake(
     config=["Toy.source = @negative_weights"], says=["-1.0 at example 0", "not negative"]
@@ -387,7 +387,7 @@ MISTAKES = {
     config=["Toy.source = @weightless"],
     flags=["--mode=evaluate"],
     late=True,
-    says=["3 batches to evaluate", "weight 0", "above 0 for some"],
+    says=["3 evaluation batches", "weight 0", "above 0 for some"],
   ),
   "preprocess drops rows": Mistake(
     config=["Toy.preprocess = @dropping_rows"], says=["(2, 3)", "4 rows", "its weight to 0"]
@@ -424,7 +424,7 @@ MISTAKES = {
   "loss touches no variable": Mistake(
     config=["Toy.loss = @untouching"],
     late=True,
-    says=["none of the 2 trainable variables", "kernel", "compute it from what forward() returns"],
+    says=["none of 2 trainable variables", "kernel", "from the outputs of forward()"],
   ),
   "metric is a mean": Mistake(
     config=["Toy.metrics = @mean_error"],

@@ -281,18 +281,14 @@ def test_an_older_checkpoint_is_evaluated_and_exported_by_name(name, tmp_path):
 @pytest.mark.parametrize(
   ("mode", "name", "message"),
   [
-    ("evaluate", "nowhere", r"^run.checkpoint is '.*nowhere', where there is no checkpoint; name "),
+    ("evaluate", "nowhere", r"^run.checkpoint is '.*nowhere', where there is no checkpoint; give "),
     (
       "export",
       "checkpoints/ckpt-3",
       r"^run.checkpoint is '.*ckpt-3', where there is no checkpoint",
     ),
     ("evaluate", "torn", r"^run.checkpoint '.*torn' is damaged"),
-    (
-      "train",
-      "checkpoints/ckpt-2",
-      r"in mode 'train', which goes on from the newest; leave it out",
-    ),
+    ("train", "checkpoints/ckpt-2", r"but mode 'train' cannot use it; leave it out"),
   ],
 )
 def test_a_checkpoint_that_cannot_be_taken_is_refused(mode, name, message, tmp_path):
@@ -521,7 +517,7 @@ def test_precision_is_that_of_both_generations_of_keras(tmp_path, capsys):
     ({"keep_checkpoints": 0}, r"^run.keep_checkpoints is 0; it must be"),
     ({"task": "Linear"}, r"^run.task is a str; it must be a framework.Task"),
     ({"task": lambda: 3}, r"^run.task is a int; it must be a framework.Task"),
-    ({"strategy": lambda: "mirrored"}, r"^run.strategy gives a str; it must be a factory of"),
+    ({"strategy": lambda: "mirrored"}, r"^run.strategy makes a str; it must be a factory of"),
   ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_written(options, message, tmp_path):

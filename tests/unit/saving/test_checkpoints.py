@@ -572,10 +572,6 @@ def test_a_larger_model_is_refused(trainer, tmp_path):
   )
 
 
-def test_an_error_of_tensorflow_is_told_in_one_line():
-  assert checkpoints._line(ValueError(f"\n{'x' * 400}\ny")) == "x" * 300
-  assert checkpoints._line(ValueError()) == "ValueError"
-
 
 def test_a_refusal_does_not_fall_back_on_an_earlier_one(manager, tmp_path):
   save(manager, 10)
