@@ -25,7 +25,7 @@ from pathlib import Path
 
 from absl import flags
 
-from framework.modes import CHECKING_MODES, MODES, TRAINING_MODES
+from framework.modes import LAUNCH_MODES, TRAINING_MODES
 
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
 LOCAL_MODES = (*TRAINING_MODES, "replay")
@@ -135,7 +135,7 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
   flags.DEFINE_multi_string(
     "gin_param", [], 'A binding such as "run.seed = 3"; repeatable, after the files.', values
   )
-  flags.DEFINE_enum("mode", "train_and_evaluate", [*MODES, *CHECKING_MODES], "What to do.", values)
+  flags.DEFINE_enum("mode", "train_and_evaluate", LAUNCH_MODES, "What to do.", values)
   flags.DEFINE_string(
     "model_dir", None, "The run folder; default: runs/<name of the first gin file>.", values
   )

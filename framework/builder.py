@@ -76,11 +76,11 @@ class Recipe:
 
     make = ParameterServerTrainer if traits.is_asynchronous(strategy) else Trainer
     given = {
-      **self.options, "task": task, "strategy": strategy, "dataset_fn": dataset_fn or dataset,
+      "task": task, "strategy": strategy, "dataset_fn": dataset_fn or dataset,
       "optimizer": self.optimizer, "global_batch_size": self.global_batch_size,
       "eager": self.eager, "seed": self.seed, "observers": [recorder] if recorder else (),
     }  # fmt: skip
-    trainer: Trainer = make(**{**configurables.options(Trainer), **given})
+    trainer: Trainer = make(**{**configurables.options(Trainer), **given, **self.options})
     return trainer
 
   def evaluator(self, trainer: Trainer) -> Evaluator:
@@ -96,7 +96,7 @@ class Recipe:
     make = ParameterServerEvaluator if traits.is_asynchronous(strategy) else Evaluator
     given = {
       "task": task, "strategy": strategy, "dataset": dataset, "ema": trainer.parts.ema,
-      "eager": self.eager,
+      "eager": trainer.eager,
     }  # fmt: skip
     return make(**{**configurables.options(Evaluator), **given})
 

@@ -10,7 +10,7 @@ from typing import Any
 import orbit
 import tensorflow as tf
 
-from framework.backend.autograph import converted
+from framework.backend.autograph import compiled, converted
 from framework.backend.timing import timed
 from framework.errors import ConfigError
 from framework.inputs import datasets
@@ -82,9 +82,7 @@ class Evaluator(orbit.AbstractEvaluator):
     self._dataset = traits.cluster_of(self.strategy).distribute(whole)
     with self.strategy.scope():
       self._metrics = MetricSums()
-    self._compiled_step = (
-      self.eval_step if self.eager else tf.function(self.eval_step, autograph=False)
-    )
+    self._compiled_step = self.eval_step if self.eager else compiled(self.eval_step)
 
   def _run_batches(self, limit: int) -> int:
     """Adds up the first `limit` batches, or all for a negative one; returns how many there were."""

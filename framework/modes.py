@@ -1,4 +1,4 @@
-"""The modes of a run: the one list of them. Imports nothing, so that flags can be read at once."""
+"""The modes of a run: the one list of them. Imports nothing, so that reading flags stays fast."""
 
 from typing import Literal, get_args
 
@@ -8,5 +8,5 @@ Mode = Literal[
 """What `run` does."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 TRAINING_MODES: tuple[Mode, ...] = ("train", "train_and_evaluate")
-CHECKING_MODES = ("verify", "check_config", "tune")
-"""What launch.py does beside them: it looks at a config and trains nothing for good."""
+LAUNCH_MODES = (*MODES, "verify", "check_config", "tune")
+"""The values of launch.py's --mode: those of `run`, and three that only examine a config."""

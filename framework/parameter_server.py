@@ -27,7 +27,7 @@ from tensorflow.python.distribute import sharded_variable
 from tensorflow.python.framework import config as tf_config
 
 from framework.backend import models
-from framework.backend.autograph import as_written
+from framework.backend.autograph import as_written, compiled
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs.datasets import Batch
@@ -263,7 +263,7 @@ class ParameterServerTrainer(Trainer):
       )
 
   def _compiled(self) -> Any:
-    return tf.function(self.piece, autograph=False)
+    return compiled(self.piece)
 
   def _make_sums(self) -> ReturnedSums:
     return ReturnedSums()

@@ -44,10 +44,7 @@ def check(
   Args:
     task: a class, or a function without arguments that returns a task.
     groups: names out of `verify.GROUPS`; None runs all.
-    optimizer: as for `run`.
-    global_batch_size: as for `run`.
-    seed: as for `run`.
-    precision: as for `run`.
+    optimizer, global_batch_size, seed, precision: as for `run`.
     trainer: options of `Trainer`, such as clip_norm=1.0.
 
   Raises:

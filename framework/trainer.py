@@ -20,7 +20,7 @@ import tf_keras
 from absl import logging
 
 from framework.backend import models, replica_state, timing
-from framework.backend.autograph import converted
+from framework.backend.autograph import compiled, converted
 from framework.backend.timing import timed
 from framework.errors import ConfigError
 from framework.inputs import datasets
@@ -306,7 +306,7 @@ class Trainer(orbit.AbstractTrainer):
     self._compiled_loop: Any = self._compiled()
 
   def _compiled(self) -> Any:
-    return self.loop if self.eager else tf.function(self.loop, autograph=False)
+    return self.loop if self.eager else compiled(self.loop)
 
   def _make_counters(self) -> None:
     """Plain variables with atomic increments: exact under every strategy."""

@@ -124,8 +124,7 @@ def tune(
   It reads and writes no checkpoint.
 
   Args:
-    gin_files: as for `configurables.parse`.
-    gin_params: as for `configurables.parse`.
+    gin_files: as for `configurables.parse`, like `gin_params`.
     model_dir: the run folder.
     show: called with each line as soon as it is known.
     rounds: rounds per candidate, 2 or more; in each, candidate and best have two turns.
@@ -135,7 +134,6 @@ def tune(
     ConfigError: a mistake in the config, or it is eager or for several processes.
   """
   logging.getLogger("tensorflow").setLevel(logging.ERROR)  # no warnings about retracing
-  logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it regrets each further trace
   configurables.parse(gin_files, gin_params)
   _check_config()
   runs.require_writable(model_dir)
@@ -286,7 +284,6 @@ class Contest:
       ConfigError: the candidate cannot run.
     """
     kept = (_key(best), _key(candidate))  # at most two models in memory
-    kept = (_key(best), _key(candidate))  # not more than two models at a time
     self._made = {key: made for key, made in self._made.items() if key in kept}
     one = self.contender(best)
     try:
@@ -354,7 +351,6 @@ def _key(bindings: Bindings) -> str:
 
 
 def _seconds(trainer: Trainer, *, steps: int, loop: int) -> float:
-  """Measures the seconds of some steps, in loops as `run` calls them."""
   began = time.perf_counter()
   for size in _sizes(steps, loop):
     trainer.train(tf.constant(size))

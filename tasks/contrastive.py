@@ -54,10 +54,10 @@ class Contrastive(Task):
       units: size of a representation, the encoder's output.
       projection: size of an embedding, which the loss compares; section 4.2 of the paper.
       temperature: divides the cosine similarities.
-      rotation: each view is rotated by at most this angle, in radians.
-      zoom: each view is scaled by a factor between 1 / zoom and zoom.
-      shift: each view is moved by at most this many pixels in x and in y.
-      contrast: each view's values are scaled by a factor between 1 - contrast and 1 + contrast.
+      rotation: largest rotation of a view, in radians.
+      zoom: a view is scaled by a factor in [1 / zoom, zoom].
+      shift: largest move of a view in x and in y, in pixels.
+      contrast: a view's values are scaled by a factor in [1 - contrast, 1 + contrast].
 
     Raises:
       ConfigError: a value is out of its range.

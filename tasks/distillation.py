@@ -42,21 +42,16 @@ class Distillation(ImageClassification):
     flip: bool = False,
     shift: int = 0,
   ) -> None:
-    """Keeps its arguments; see `ImageClassification` for those not described here.
+    """Keeps its arguments; those not described here are as for `ImageClassification`.
 
     Args:
-      data: see there.
       teacher: where its weights are: the folder of a run of `ImageClassification` (its newest
         checkpoint), a checkpoint's path without suffix, or a Keras file, .keras or .weights.h5.
       teacher_network: makes the teacher; the same `network` as in the teacher's own run.
       network: makes the student.
-      input_shape: see there.
-      classes: see there.
       temperature: divides the logits of both before the softmax, T in the paper.
       hard_weight: weight of the cross-entropy with the labels, from 0 to 1; the divergence from the
         teacher, times T^2, has the rest. 1 ignores the teacher.
-      flip: see there.
-      shift: see there.
 
     Raises:
       ConfigError: a value is out of its range.

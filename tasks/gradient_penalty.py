@@ -32,13 +32,10 @@ class WassersteinGan(Gan):
     width: int = 32,
     penalty: float = 10.0,
   ) -> None:
-    """Keeps its arguments; see `Gan`.
+    """Keeps its arguments; those not described here are as for `Gan`.
 
     Args:
-      data: see there.
-      discriminator_steps: see there; n_critic in the paper.
-      noise_size: see there.
-      width: see there.
+      discriminator_steps: as for `Gan`; n_critic in the paper.
       penalty: weight of the gradient penalty, lambda in the paper.
 
     Raises:

@@ -110,7 +110,6 @@ class TextFiles:
         yield _read(os.path.join(self._path, name))
 
   def _names(self) -> Iterator[str]:
-    """Yields the files' paths relative to the folder, with "/"."""
     for folder, folders, files in os.walk(self._path):
       folders[:] = [name for name in folders if not self._is_left_out(name)]
       for name in files:

@@ -281,7 +281,6 @@ class ModelGarden(Task):
     return applied.loss(logs[self._garden.loss], rows)
 
   def _inputs(self, split: str, batch: Batch) -> Any:
-    """Returns the batch in the structure of the Garden's data set."""
     structure = self._structure(split)
     return tf.nest.pack_sequence_as(structure, [batch[name] for name in _names(structure)])
 
@@ -391,7 +390,6 @@ def _without_legacy_decay(config: Any) -> Any:
 
 
 def _is_pair(structure: Any) -> bool:
-  """Whether the Garden reads it as (features, labels)."""
   return isinstance(structure, tuple) and len(structure) == 2
 
 
@@ -444,7 +442,6 @@ def _is_mean(metric: Any) -> bool:
 
 
 def _reset(metrics: Sequence[Any]) -> None:
-  """Resets this replica's means, so that they hold only one step."""
   for metric in metrics:
     if _is_mean(metric):
       for variable in (metric.total, metric.count):

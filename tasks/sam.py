@@ -21,9 +21,8 @@ from tasks.image_classification import ImageClassification, ImageData, cnn
 class SharpnessAware(Task):
   """Algorithm 1 of the paper as `train_step`; list it before the task's class.
 
-  The second point follows the gradient of the *global* batch, so it is the same on all replicas. In
-  the paper's section 3 (m-sharpness) each accelerator has its own, so there the result depends on
-  their number.
+  The second point follows the gradient of the *global* batch, so it is the same on all replicas.
+  The paper's m-sharpness (section 3) has one per accelerator, so it depends on their number.
   """
 
   rho: float = 0.05
@@ -73,16 +72,10 @@ class SharpClassification(SharpnessAware, ImageClassification):
     flip: bool = False,
     shift: int = 0,
   ) -> None:
-    """Keeps its arguments; see `ImageClassification`.
+    """Keeps its arguments; those not described here are as for `ImageClassification`.
 
     Args:
-      data: see there.
       rho: distance of the second gradient's point; 0 is plain training, at twice the cost.
-      network: see there.
-      input_shape: see there.
-      classes: see there.
-      flip: see there.
-      shift: see there.
 
     Raises:
       ConfigError: `rho` is negative.

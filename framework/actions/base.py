@@ -39,19 +39,18 @@ class Run:
 
   Attributes:
     task: with its model built.
-    strategy: the strategy in use.
     trainer: None if nothing is trained.
     evaluator: None if nothing is evaluated.
     checkpoint: everything that training needs to continue, already restored.
-    metrics_log: metrics.jsonl. All workers read the chief's file, so that they decide alike; only
-      the chief writes it.
+    metrics_log: the chief's metrics.jsonl. All workers read it, so that they decide alike; only the
+      chief writes it.
     global_step: int64 scalar, training steps completed.
     model_dir: the run folder.
-    replay_command: the command that replays the step at which `StopOnNonFinite` stopped.
+    replay_command: replays the step at which `StopOnNonFinite` stopped.
     is_chief: whether this process writes to the run folder.
     message: prints lines for the user, above the progress line.
-    evaluated_weights: returns a context in which the model holds the weights that evaluations use:
-      the moving average, if there is one.
+    evaluated_weights: a context in which the model holds the weights that evaluations use: the
+      moving average, if there is one.
   """
 
   task: Task

@@ -6,6 +6,7 @@ framework functions that the user's code calls are `as_written`, and the framewo
 user's code are `converted`.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -49,3 +50,21 @@ def converted(function: Function) -> Function:
     return chosen(*args, **kwargs)
 
   return as_written(choose)  # type: ignore[return-value]
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+  """Returns a `tf.function` that AutoGraph leaves alone, except for what it calls `converted`.
+
+  An error in converted code names the line of the user's file, as `tf.function` itself reports it.
+  """
+
+  @functools.wraps(function)
+  def call(*args: Any, **kwargs: Any) -> Any:
+    try:
+      return function(*args, **kwargs)
+    except Exception as error:
+      if (code := getattr(error, "ag_error_metadata", None)) is None:
+        raise
+      raise code.to_exception(error) from error
+
+  return tf.function(call, autograph=False)

@@ -41,13 +41,10 @@ class Start(NamedTuple):
   """What a worker reads from one start on.
 
   Attributes:
-    worker: its number.
-    workers: how many there are.
     position: examples that all workers together have consumed so far.
     global_batch_size: examples per step, over all workers.
     rows: [first, last) of this worker's rows of the padded global batch.
     num_examples: in the source; None for a stream of unknown length.
-    seed: seed of the order.
     shuffle: False for the source's own order.
   """
 
@@ -232,8 +229,6 @@ class Proof:
   """What was proven of the steps from 1, or from where the ledger begins, to the last one.
 
   Attributes:
-    first_step: the first step on the path.
-    last_step: the last.
     workers: number of workers at the last step.
     starts: how many times training was started.
     reruns: steps that worker 0 ran again with the same examples.
@@ -328,8 +323,6 @@ def _runs(chief: Ledger, first: int, last: int) -> Iterator[list[int]]:
 
 
 class _Tally:
-  """Counts the epochs that had every example once."""
-
   def __init__(self) -> None:
     self.epochs, self.left_over = 0, 0
     self._seen = np.zeros(0, bool)
@@ -361,7 +354,6 @@ class _Tally:
 
 
 def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tally: _Tally) -> None:
-  """Compares steps of one start; the first of them begins at `position`."""
   start = ledgers[0].path[steps[0]].start
   batch, order = start.global_batch_size, Order(start)
   ids = order.ids(position, position + len(steps) * batch)
@@ -384,7 +376,6 @@ def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tal
 
 
 def _diagnosis(row: StepRecord, step: int, position: int, order: Order) -> str:
-  """Says what a step consumed instead of the right examples, as far as its hash can tell."""
   first, last = _share(row.start)
   right = order.ids(position + first, position + last)
   return (

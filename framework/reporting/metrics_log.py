@@ -123,7 +123,6 @@ class MetricsLog:
       return file.read()
 
   def _lines(self) -> list[bytes]:
-    """Returns the lines, without a last one that was cut off."""
     *lines, last = self._content().split(b"\n")
     return lines if _parse(last) is None else [*lines, last]
 
@@ -135,7 +134,6 @@ def _encode(value: Number) -> Number | str:
 
 
 def _parse(line: bytes) -> Record | None:
-  """Returns the record of a line, or None if it is not one."""
   try:
     record = json.loads(line)
   except ValueError:

@@ -46,21 +46,13 @@ class Description:
   """What a run consists of; the text leaves out what is None or empty.
 
   Attributes:
-    task: the task's name.
     model: what `build_model` returned: a model, or a dict or list of them.
-    strategy: the strategy's name.
     replicas: number of replicas in sync.
-    devices: their names.
     global_batch_size: examples per training step.
     per_replica_batch_size: rows per replica, padding included.
     accumulation_steps: micro-batches per step.
-    reduction: how gradients are summed over replicas.
-    precision: the dtype policy.
-    loss_scale: how the loss is scaled.
-    optimizer: the optimizer's name, or several.
     start_step: the step at which training continues.
     train_steps: the step at which it ends.
-    model_dir: the run folder.
   """
 
   task: str
@@ -162,8 +154,8 @@ def result_line(
     step: the global step reached.
     seconds: duration of the run.
     model_dir: the run folder.
-    evaluation: the values of the last evaluation or the last loop, if there was one.
-    split: "eval" or "train", for the values.
+    evaluation: the last values of `split`, if any.
+    split: "eval" or "train".
     status: such as "done" or "stopped".
   """
   shown = {n: v for n, v in flatten(evaluation or {}).items() if n not in Progress.HIDDEN}

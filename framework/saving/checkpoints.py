@@ -65,9 +65,9 @@ class CheckpointManager(tf.train.CheckpointManager):
     Args:
       trainer: its state is saved and restored.
       directory: `<model_dir>/checkpoints`.
-      experiment: saved too, and must be the same on restore, such as the task's name.
-      assets: digest of the task's assets, which must be the same on restore; "" for none.
-      every_steps: interval of the controller's periodic saves.
+      experiment: labels that must be the same on restore, such as the task's name.
+      assets: digest of the task's assets, the same on restore; "" for none.
+      every_steps: interval of periodic saves.
       keep: how many checkpoints to keep.
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
@@ -293,7 +293,6 @@ class CheckpointManager(tf.train.CheckpointManager):
         raise _misfit(path, differences) from error
 
   def _explain(self, path: str, reader: Any, error: Exception) -> None:
-    """Raises ConfigError if the variables of the checkpoint are not those of this run."""
     if isinstance(error, ConfigError):
       return
     differences = self._differences(reader)
@@ -373,7 +372,6 @@ def _written_at(path: str) -> int | None:
 
 
 def _remove(path: str) -> None:
-  """Removes a file or a folder, if there is one."""
   if tf.io.gfile.isdir(path):
     tf.io.gfile.rmtree(path)
   elif tf.io.gfile.exists(path):
@@ -398,13 +396,11 @@ def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:
 
 
 def _kinds(reader: Any) -> dict[str, str]:
-  """Returns dtype and shape of each variable of a checkpoint, by key."""
   dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
   return {k: f"{dtypes[k].name} {list(shapes[k])}" for k in shapes if k.endswith(_VALUE)}
 
 
 def _label(reader: Any, name: str) -> str:
-  """Returns a label of the checkpoint's experiment; "" if it has none."""
   key = f"experiment/{name}{_VALUE}"
   return reader.get_tensor(key).decode() if reader.has_tensor(key) else ""
 

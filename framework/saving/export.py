@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   """Writes what `task.export_signature()` serves as a SavedModel (host).
 
-  Signatures may use lookup tables and a `tf.Module` that are attributes of the task.
-
-  The export is written next to `directory` and then renamed. So a reader finds a complete one; only
-  while an older one is being replaced, between two renames, it finds none.
+  Signatures may use lookup tables and a `tf.Module` that are attributes of the task. A reader of
+  `directory` always finds a complete export, except between the two renames that replace an older
+  one: then it finds none.
 
   Args:
     task: with its model built. `export_signature` returns a `tf.function` with an input signature,
       served as "serving_default", or a dict of name -> `tf.function`.
     directory: where to write.
-    is_chief: False on the other workers of a cluster, which must call this too but keep nothing.
+    is_chief: False on other workers, which must call this too but keep nothing.
 
   Raises:
     ConfigError: a signature is not a `tf.function` with an input signature.

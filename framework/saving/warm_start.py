@@ -51,11 +51,11 @@ class VariableMatch:
   """Whether one variable matched.
 
   Attributes:
-    name: in the model; in the file, after renaming, if the model has no such variable.
+    name: in the model; or in the file, renamed, if the model has no such variable.
     status: MATCHED, DIFFERS, EXCLUDED, ONLY_MODEL or ONLY_FILE.
     parameters: number of elements.
-    here: dtype and shape in the model; "" if it is only in the file.
-    there: dtype and shape in the file; "" if it is only in the model.
+    here: dtype and shape in the model, or "".
+    there: dtype and shape in the file, or "".
   """
 
   name: str

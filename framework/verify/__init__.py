@@ -1,21 +1,21 @@
-"""Whether a user's own task is right: checks of the step, its inputs and its config, on the CPU.
+"""Verifies a task on the CPU: checks of its step, its inputs and its config.
 
     python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
 
-checks/ has a module for each group of `GROUPS`, with `check(subject) -> results`; docs/verify.md
-says what each one means. report.py holds what they find. bench/ has what they are made of:
+checks/ has one module per group of `GROUPS`, with `check(subject) -> results`; docs/verify.md
+explains each check. report.py holds the results. bench/ has the tools of the checks:
 
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
-    harness.py        the same as `run` makes it, with its input, in loops
-    shared_noise.py   the same noise for every row, so that a random task can be compared
-    same_draws.py     the same for XLA and every dtype
-    random_draws.py   what draws, and where
+    harness.py        a Trainer as `run` makes it, with its input, in loops
+    shared_noise.py   the same noise for every row, so that random tasks can be compared
+    same_draws.py     the same random numbers under XLA and in every dtype
+    random_draws.py   which operations draw, and where
     survey.py         digests of examples
     labels.py         which feature is the label
     graphs.py         operations of a traced step
-    xla.py            those that XLA cannot compile
-    held_state.py     what a task remembers outside of its checkpoint
-    source_lines.py   the line of the user's code that a finding is about
+    xla.py            operations that XLA cannot compile
+    held_state.py     state of a task outside of its checkpoint
+    source_lines.py   the line of the user's code behind a finding
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def verify(
   groups: Sequence[str] | None = None,
   show: Callable[[str], None] = lambda text: None,
 ) -> Report:
-  """Runs the checks, in a process that has not used TensorFlow's devices yet (host).
+  """Runs the checks; the process must not have used TensorFlow's devices before (host).
 
   Args:
     subject: what to verify.
-    groups: which of `GROUPS`; None runs all.
-    show: is called with the text of each group as soon as it is done.
+    groups: names out of `GROUPS`; None runs all.
+    show: called with the text of each group when it is done.
 
   Raises:
     ConfigError: an unknown group, or TensorFlow has started with too few logical CPUs.
@@ -77,16 +77,16 @@ def verify(
 
 def prepare(subject: Subject) -> None:
   """Splits the CPU, hides accelerators, and sets seed and precision as `run` does (host)."""
-  logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it regrets each further trace
+  logging.getLogger("tensorflow").setLevel(logging.ERROR)  # no warnings about retracing
   if tf.config.get_visible_devices("GPU"):
-    with contextlib.suppress(RuntimeError):  # in use already: the bench names its CPUs anyway
+    with contextlib.suppress(RuntimeError):  # already in use; the bench names its CPUs anyway
       tf.config.set_visible_devices([], "GPU")
   factories.split_cpu(MOST_REPLICAS)
   set_globals(subject.seed, subject.precision, deterministic=False, eager=False)
 
 
 def subject_of_config() -> Subject:
-  """Returns what the config in force describes."""
+  """Returns the subject that the config in force describes."""
 
   def make_task() -> Any:
     return made_task(bound("task"))
@@ -98,10 +98,10 @@ def subject_of_config() -> Subject:
 
 
 def _accepted(results: Sequence[Result], subject: Subject) -> list[Result]:
-  """Failures whose cause the task says that it wants are none."""
+  """Marks failures as accepted whose cause is in `Task.accepted`."""
   if all(result.status != "failed" for result in results):
     return list(results)
-  with contextlib.suppress(Exception):  # a task that cannot be made has failed already
+  with contextlib.suppress(Exception):  # if the task cannot be made, another check has failed
     wanted = subject.fresh_task().accepted
     return [
       dataclasses.replace(
@@ -116,7 +116,7 @@ def _accepted(results: Sequence[Result], subject: Subject) -> list[Result]:
 
 
 def _checked(group: str, subject: Subject) -> list[Result]:
-  """One group; what a task or an input raises on the bench is a finding like any other."""
+  """Runs one group; an exception of the task or the input becomes a finding."""
   try:
     module = importlib.import_module(f"framework.verify.checks.{group}")
     return module.check(subject)

@@ -1,4 +1,4 @@
-"""What a check found, as a table for people and as JSON for machines."""
+"""Results of checks: a table for people and JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ WIDTH, COLUMN = 100, 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-  """One line of the table.
+  """The result of one check, a line of the table.
 
   Attributes:
-    group: which of the checks of docs/verify.md, such as "replicas".
+    group: a group of docs/verify.md, such as "replicas".
     check: what was checked, such as "same update on 2 replicas".
-    status: "passed", "failed", "accepted" (a failure that the task wants: `Task.accepted`) or
+    status: "passed", "failed", "accepted" (a failure that the task allows in `Task.accepted`) or
       "not applicable".
-    detail: what was seen: numbers, names; of what is not applicable or accepted, why.
-    cause: of a failure, the likely one, by its name in docs/verify.md, such as "mean of means".
-    remedy: of a failure, what to do.
-    place: of a failure, file, line and function, such as "tasks/mine.py:31, in Mine.loss".
+    detail: what was found: numbers, names; if not applicable or accepted, the reason.
+    cause: if failed, the likely cause, as named in docs/verify.md, such as "mean of means".
+    remedy: if failed, what to do.
+    place: if failed, file, line and function, such as "tasks/mine.py:31, in Mine.loss".
     values: the numbers, for JSON.
   """
 
@@ -43,22 +43,22 @@ class Report:
   """All results of one verification."""
 
   def __init__(self, results: Sequence[Result], *, seconds: float) -> None:
-    """Keeps them."""
+    """Keeps the results; `seconds` is the duration."""
     self.results, self.seconds = list(results), seconds
 
   @property
   def failures(self) -> list[Result]:
-    """The results that failed, in order."""
+    """The failed results, in order."""
     return [result for result in self.results if result.status == "failed"]
 
   def table(self) -> str:
-    """Returns the table for a terminal of 100 columns, and one line that counts."""
+    """Returns the table, 100 columns wide, and a line with the counts."""
     groups = dict.fromkeys(result.group for result in self.results)
     parts = [section([r for r in self.results if r.group == group]) for group in groups]
     return "\n\n".join([*parts, self.count()])
 
   def count(self) -> str:
-    """Returns one line: how many passed, failed, did not apply, and were accepted if any were."""
+    """Returns one line with the number of results of each status, and the seconds."""
     count = collections.Counter(result.status for result in self.results)
     named: list[Status] = ["passed", "failed", "not applicable"]
     named += ["accepted"] if count["accepted"] else []
@@ -66,14 +66,14 @@ class Report:
     return f"{counts} in {self.seconds:.0f} s"
 
   def json(self) -> str:
-    """Returns the report as a JSON object: seconds, failed, results."""
+    """Returns the report as a JSON object: seconds, failed (a count), results."""
     found = [dataclasses.asdict(result) for result in self.results]
     report = {"seconds": self.seconds, "failed": len(self.failures), "results": found}
     return json.dumps(report, indent=2, default=float) + "\n"
 
 
 def section(results: Sequence[Result]) -> str:
-  """Returns the lines of one group, its name first."""
+  """Returns the lines of one group, beginning with its name."""
   lines = [results[0].group] if results else []
   for result in results:
     lines += _lines(result, max(COLUMN, *(len(r.check) for r in results)))

@@ -70,6 +70,7 @@ class Scene:
       "train_steps": STEPS,
       "steps_per_loop": LOOP,
       "eval_every_steps": EVAL_EVERY,
+      "eval_timeout_s": None,
       "checkpoint_every_steps": CHECKPOINT_EVERY,
       "keep_checkpoints": 10,
     }

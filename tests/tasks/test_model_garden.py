@@ -393,4 +393,4 @@ def test_several_data_sets_are_refused(garden):
       return {"a": super().build_inputs(params)}
 
   task = ModelGarden(task=Several(garden.config))
-  assert "build_inputs gives a dict" in error_of(lambda: task.source("train"))
+  assert "build_inputs returns a dict" in error_of(lambda: task.source("train"))

@@ -29,6 +29,7 @@ from absl import flags
 from config_data import forget_garden
 
 import launch
+from framework.modes import LAUNCH_MODES
 
 ROOT = Path(launch.__file__).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -78,7 +79,7 @@ RUN = (
   r"launch\.py --gin_file=(waves|digits)\.gin$",
   r"python -m [\w.]+\.curves runs/digits_cnn ",
   r"python -m [\w.]+\.ledger runs/ledger$",
-  r"python -m tests\.option_tables$",
+  r"python -m tests\.support\.option_tables$",
 )
 STEPS = 4
 SHORTER = (
@@ -90,7 +91,7 @@ SHORTER = (
   (r"=/tmp/", "=tmp/"),
 )
 # Programs without a parser of flags, and how many arguments they take.
-NO_FLAGS = {"ledger": 1}
+NO_FLAGS = {"ledger": 1, "option_tables": 0}
 SPLITS = ("train", "eval")
 
 
@@ -278,7 +279,7 @@ def test_every_command_is_found_and_every_pattern_is_used():
   for page in PAGES:
     left = PRINTED.sub("", CODE.sub("", page.read_text()))
     assert not UNSEEN.findall(left), f"{page.name} prints a command that is not found"
-    assert {*re.findall(r"--mode=(\w+)", left)} <= {*launch.MODES}
+    assert {*re.findall(r"--mode=(\w+)", left)} <= {*LAUNCH_MODES}
   everything = [unquoted(without_uv(each)) for page in PAGES for each in commands(page)]
   for pattern in RUN:
     assert any(re.match(pattern, each) for each in everything), f"nothing is like {pattern}"

@@ -177,7 +177,7 @@ MISTAKES = {
     config=["run.strategy = @mirrored", "mirrored.cpu_replicas = 4", "run.global_batch_size = 3"],
     says=["batch of 3", "4 replicas", "use at least 4"],
   ),
-  "negative seed": Mistake(config=["run.seed = -1"], says=["seed -1", "from 0 to 2147483647"]),
+  "negative seed": Mistake(config=["run.seed = -1"], says=["seed is -1", "from 0 to 2147483647"]),
   "unknown precision": Mistake(
     config=["run.precision = 'fp16'"], says=["'fp16'", "'mixed_float16'"]
   ),

@@ -244,7 +244,7 @@ def test_the_gin_file_says_where_it_was_measured(tuned, tmp_path):
     ("run.eager = True", "run.eager is True, but tuning needs compiled loops; remove run.eager."),
     (
       "run.strategy = @parameter_server",
-      "run.strategy is @parameter_server, and tuning is for one process; tune with @auto or "
+      "run.strategy is @parameter_server, but tuning works in one process only; use @auto or "
       "@mirrored on one of the machines.",
     ),
   ],

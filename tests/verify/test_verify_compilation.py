@@ -90,22 +90,20 @@ def test_what_xla_does_not_compile_is_named(name):
   kind = getattr(defects, name)
   place = f"{line_of(kind, text)}, in {name}.{method}"
   asked = xla.check(sound.subject(kind, options={"jit_compile": True}), "compilation")
-  assert (asked.status, asked.cause) == ("failed", "operations that XLA has not")
+  assert (asked.status, asked.cause) == ("failed", "operations without an XLA kernel")
   assert f"{op} ({place})" in asked.detail
   assert asked.place == place
   if name == "Strings":
     assert "StringToHashBucketFast (" in asked.detail
   unasked = xla.check(sound.subject(kind), "compilation")
   assert unasked.status == "not applicable"
-  assert unasked.detail == (
-    f"Trainer.jit_compile is not asked for; would not compile: {asked.detail}"
-  )
+  assert unasked.detail == (f"Trainer.jit_compile is not set; would not compile: {asked.detail}")
 
 
 def test_another_result_under_xla():
   subject = sound.subject(defects.Negative, options={"jit_compile": True})
   result = xla.check(subject, "compilation")
-  assert (result.status, result.cause) == ("failed", "another result under XLA")
+  assert (result.status, result.cause) == ("failed", "different result under XLA")
   assert result.place == f"{line_of(defects.Negative, '[-3, -5]')}, in Negative.forward"
 
 
@@ -113,7 +111,7 @@ def test_shapes_that_depend_on_values_are_told():
   result = xla.check(sound.subject(defects.Selecting), "compilation")
   assert result.status == "passed"
   place = f"{line_of(defects.Selecting, 'boolean_mask')}, in Selecting.loss"
-  assert f"of shapes that depend on values: Where ({place})" in result.detail
+  assert f"with shapes that depend on values: Where ({place})" in result.detail
 
 
 def test_random_numbers_with_a_state_cannot_be_compared():

@@ -13,7 +13,7 @@ from framework.verify.checks import inputs, randomness
 
 WITHOUT = "no preprocess()"
 NO_LABEL = "no integer feature picks one of 10 outputs in the loss"
-NO_CLASSES = "forward() gives no float tensor [n, classes]"
+NO_CLASSES = "forward() returns no float tensor [n, classes]"
 NOTHING_RANDOM = [
   *3 * ["the step draws no random numbers"],
   "the model has no random layer",

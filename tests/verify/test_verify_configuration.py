@@ -117,7 +117,7 @@ def test_all_mistakes_at_once(capsys):
   unknown = dict.fromkeys(("used", "complete"), "not applicable")
   assert statuses(found) == {"reading": "passed", "imports": "passed", **wrong, **unknown}
   [used] = [each for each in found if each.check == "used"]
-  assert used.detail == "is looked at when 'names' is right"
+  assert used.detail == "is checked when 'names' is right"
 
 
 def test_names_are_not_blamed_for_a_failed_import():
@@ -164,7 +164,7 @@ def test_a_config_made_through_gin():
 def test_no_config():
   gin.clear_config()
   [found] = configuration.check(SUBJECT)
-  assert (found.status, found.detail) == ("not applicable", "nothing was configured by gin")
+  assert (found.status, found.detail) == ("not applicable", "gin configured nothing")
 
 
 @pytest.mark.whole

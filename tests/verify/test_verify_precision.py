@@ -92,15 +92,15 @@ def test_a_dynamic_scale_may_find_its_level():
 def test_what_nobody_asked_for_does_not_fail(policy):
   result = check(defects.Squares, policy)[F16]
   assert result.status == "not applicable"
-  assert result.detail.startswith(f"run.precision is {policy}; would be off: the loss is not")
+  assert result.detail.startswith(f"run.precision is {policy}; it would fail: the loss is not")
   result = check(defects.Mixed, policy)[F16]
   assert result.status == "not applicable"
-  assert result.detail.startswith(f"run.precision is {policy}; would fail: ")
+  assert result.detail.startswith(f"run.precision is {policy}; it would fail: ")
 
 
 @pytest.mark.parametrize(
   ("task", "why"),
-  [(sound.Module, "a tf.Module follows no dtype policy"), (defects.InFloat32, "no layer follows")],
+  [(sound.Module, "a tf.Module ignores the dtype policy"), (defects.InFloat32, "no layer uses")],
 )
 def test_models_that_follow_no_policy(task, why):
   results = check(task, "mixed_float16")

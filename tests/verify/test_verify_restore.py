@@ -61,10 +61,10 @@ DEFECTS = {
     "tf.random.uniform", "preprocess",
   ),
   "Shuffled": (
-    restore.NEXT_BATCH, "another task on each build", "Shuffled.order", "self.order =", "__init__",
+    restore.NEXT_BATCH, "task differs between builds", "Shuffled.order", "self.order =", "__init__",
   ),
   "Projected": (
-    restore.SAME_STEP, "another task on each build", "Projected.projection", "self.projection =",
+    restore.SAME_STEP, "task differs between builds", "Projected.projection", "self.projection =",
     "__init__",
   ),
 }  # fmt: skip
@@ -109,9 +109,9 @@ def test_what_each_replica_counts_for_itself_moves_to_no_other_number_of_replica
   results = by_check(restore.check(sound.subject(defects.PerReplica)))
   assert [result.status for result in results.values()] == ["passed", "passed", "failed"]
   result = results[restore.ACROSS]
-  assert result.cause == "a value of each replica's own"
+  assert result.cause == "per-replica value"
   assert result.detail == (
-    "saved under one device and restored under mirrored on 3: updates:0 is [0], and was saved as "
+    "saved under one device and restored under mirrored on 3: updates:0 is [0], but was saved as "
     "[1]"
   )
   assert result.place == f"{line_of(defects.Counting, 'ON_READ')}, in Counting.__init__"
@@ -120,7 +120,7 @@ def test_what_each_replica_counts_for_itself_moves_to_no_other_number_of_replica
 def test_a_model_that_is_built_otherwise_each_time(tmp_path, on_one_device):
   subject = sound.subject(lambda: defects.Vocabulary(str(tmp_path)))
   result = by_check(restore.check(subject))[restore.SAME_STEP]
-  assert (result.status, result.cause) == ("failed", "another model on each build")
+  assert (result.status, result.cause) == ("failed", "model differs between builds")
   assert "embeddings" in result.detail
   assert result.place.endswith("in Vocabulary.build_model")
 

@@ -1,1 +1,1 @@
-"""What the checks are made of."""
+"""The tools of the checks."""

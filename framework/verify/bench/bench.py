@@ -1,7 +1,6 @@
-"""The user's task on a bench: one step at a time, on 1 to N logical CPUs, on batches made for it.
+"""Runs one step of the user's own Trainer at a time, on 1 to N logical CPUs, on prepared batches.
 
-What is stepped is the user's own Trainer, compiled, with all that the config says of it; only the
-strategy, the batch and, where a check needs gradients, the optimizer are the bench's.
+Only the strategy, the batch and, for checks of gradients, the optimizer are replaced.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import tensorflow as tf
 
 from framework import configurables
 from framework.backend import models, randomness, replica_state
+from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
@@ -27,25 +27,25 @@ from framework.trainer import Trainer
 from framework.verify.bench import shared_noise
 
 Rows = dict[str, np.ndarray]
-"""A batch on the host: name -> array, with the rows as first axis."""
+"""A batch on the host: name -> array, rows on the first axis."""
 RATE = 2.0**-4
-"""The learning rate of `gradient_descent`: small, so that several updates in a step stay near."""
+"""Learning rate of `gradient_descent`; small, so that several updates per step stay close."""
 MOST_REPLICAS = 3
 
 
 def gradient_descent() -> keras.optimizers.Optimizer:
-  """An optimizer whose update is the gradient times `RATE`, and nothing else."""
+  """An optimizer whose update is the gradient times `RATE`."""
   return keras.optimizers.SGD(RATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject(Recipe):
-  """What is verified, and how to make it afresh.
+  """What is verified, and how to make it: the options of `run` and a factory of the task.
 
   Attributes:
-    task: makes the task; called again for each bench.
-    precision: of the run.
-    steps_per_loop: of the run.
+    task: makes the task; called for each bench.
+    precision: as for `run`.
+    steps_per_loop: as for `run`.
   """
 
   task: Callable[[], Task]
@@ -53,7 +53,7 @@ class Subject(Recipe):
   steps_per_loop: int = 100
 
   def fresh_task(self) -> Task:
-    """Returns a new task, whose model is not built yet, with its assets."""
+    """Returns a new task with its assets; its model is not built yet."""
     made = self._made_task()
     if assets.fits(made):
       assets.provide_in_memory(made, self._assets)
@@ -68,7 +68,7 @@ class Subject(Recipe):
 
   @functools.cached_property
   def _assets(self) -> assets.Assets:
-    """Fitted once for all tasks of the subject, which then are as if it had been done before."""
+    """Fits once for all tasks of the subject, then sets the seed as if it had been done before."""
     made = assets.provide_in_memory(self._made_task())
     randomness.seed_everything(self.seed)
     return made
@@ -93,18 +93,18 @@ class Subject(Recipe):
 
   @property
   def divisible_rows(self) -> int:
-    """A small batch that 1 to 3 replicas and the config's micro-batches divide."""
+    """Rows of a small batch that 1 to 3 replicas and the config's micro-batches divide."""
     micro = self.accumulation_steps
     return 6 * micro if micro > 1 else 12
 
   @property
   def accumulation_steps(self) -> int:
-    """Micro-batches that the config asks for."""
+    """Micro-batches per update, from the config."""
     bound = configurables.bindings().get("Trainer.accumulation_steps", "1")
     return int(self.options.get("accumulation_steps", bound))
 
   def optimizer_like(self, factory: Callable[[], Any]) -> Any:
-    """Returns `factory` in the place of each of the subject's own."""
+    """Returns `factory` in place of each of the subject's optimizers."""
     if isinstance(self.optimizer, Mapping):
       return dict.fromkeys(self.optimizer, factory)
     return factory
@@ -116,8 +116,8 @@ class Outcome:
 
   Attributes:
     before: each variable before the step.
-    after: each variable after it, on each replica.
-    metrics: what was logged.
+    after: each variable after the step, on each replica.
+    metrics: the logged values.
   """
 
   before: list[np.ndarray]
@@ -125,7 +125,7 @@ class Outcome:
   metrics: dict[str, float]
 
   def update(self, replica: int = 0) -> list[np.ndarray]:
-    """Returns what the step added to each variable, float64."""
+    """Returns the change of each variable on a replica, float64."""
     return [
       after[replica].astype(np.float64) - before
       for before, after in zip(self.before, self.after, strict=True)
@@ -133,7 +133,7 @@ class Outcome:
 
 
 class Bench:
-  """A task under a strategy of N logical CPUs (1 for none), ready to step."""
+  """A task under a strategy of N logical CPUs, ready to step."""
 
   def __init__(
     self,
@@ -146,16 +146,16 @@ class Bench:
     quiet: bool = True,
     **options: Any,
   ) -> None:
-    """Builds the model, always with the same initial weights.
+    """Builds the model; the initial weights are always the same.
 
     Args:
-      subject: what to put on the bench.
+      subject: what to verify.
       replicas: how many; see `strategy_of`.
       rows: of each global batch.
-      optimizer: in place of the subject's own.
-      eager: no tf.function.
-      quiet: give all rows the same noise; see `noise`.
-      options: of `Trainer`, in place of the config's.
+      optimizer: replaces the subject's own.
+      eager: True runs without tf.function.
+      quiet: True gives all rows the same noise; see shared_noise.py.
+      options: of `Trainer`, replace the config's.
     """
     randomness.seed_everything(subject.seed)
     self.replicas, self.subject, self._quiet, self._eager = replicas, subject, quiet, eager
@@ -173,7 +173,7 @@ class Bench:
 
   @property
   def variables(self) -> list[tf.Variable]:
-    """All variables of the model, then those that the task itself holds."""
+    """All variables of the model, then those of the task itself."""
     found = {id(models.raw(v)): models.raw(v) for v in models.all_variables(self.task.model)}
     for value in vars(self.task).values():
       for held in tf.nest.flatten(value) if isinstance(value, (list, tuple, dict)) else [value]:
@@ -184,19 +184,19 @@ class Bench:
 
   @property
   def names(self) -> list[str]:
-    """The variables' names, as the user knows them."""
+    """Names of `variables`, as the user knows them."""
     known = {id(models.raw(v)): models.name(v) for v in models.all_variables(self.task.model)}
     return [known.get(id(v), v.name) for v in self.variables]
 
   @property
   def trainable(self) -> list[bool]:
-    """Which of `variables` an optimizer updates."""
+    """Whether an optimizer updates each of `variables`."""
     owned = {id(models.raw(v)) for o in self.trainer.parts.optimizers.values() for v in o.variables}
     return [id(v) in owned for v in self.variables]
 
   @property
   def parameters(self) -> int:
-    """How many numbers the optimizers update."""
+    """Number of elements that the optimizers update."""
     sizes = zip(self.variables, self.trainable, strict=True)
     return sum(int(v.shape.num_elements()) for v, trained in sizes if trained)
 
@@ -215,17 +215,17 @@ class Bench:
     return Outcome(before=before, after=after, metrics=metrics)
 
   def steps_from(self, values: Sequence[np.ndarray], batch: Rows) -> Outcome:
-    """Runs one step after the variables were set; what an optimizer remembers stays."""
+    """Sets the variables and runs one step; the optimizer's state stays (host)."""
     self.assign(values)
     return self.step(batch)
 
   def assign(self, values: Sequence[np.ndarray]) -> None:
-    """Sets `variables`, on every replica (host)."""
+    """Sets `variables` on every replica (host)."""
     for variable, value in zip(self.variables, values, strict=True):
       variable.assign(tf.cast(value, variable.dtype))
 
   def read(self) -> list[np.ndarray]:
-    """Returns `variables` of the first replica (host)."""
+    """Returns the values of `variables` on the first replica (host)."""
     return [self.copies(v)[0] for v in self.variables]
 
   def copies(self, variable: tf.Variable) -> list[np.ndarray]:
@@ -239,11 +239,11 @@ class Bench:
 
 
 def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]:
-  """Returns a global batch as `strategy.run` takes it, its rows split in order (host).
+  """Returns a global batch as `strategy.run` takes it, with its rows split in order (host).
 
   Args:
-    strategy: any of this process.
-    batch: whose rows divide by the number of replicas.
+    strategy: of this process.
+    batch: its number of rows is a multiple of the number of replicas.
   """
   share = len(batch["weight"]) // strategy.num_replicas_in_sync
 
@@ -257,17 +257,17 @@ def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]
 
 
 def stepper(trainer: Trainer) -> Callable[[Any], None]:
-  """Returns a function of a distributed batch that takes one step, compiled unless eager (host)."""
+  """Returns a function that runs one step on a distributed batch, compiled unless eager (host)."""
 
   def step(batch: Any) -> None:
     trainer.train_step(iter([batch]))
     replica_state.average(trainer.strategy, trainer.task.model)
 
-  return step if trainer.eager else tf.function(step, autograph=False)
+  return step if trainer.eager else compiled(step)
 
 
 def strategy_of(replicas: int) -> tf.distribute.Strategy:
-  """Returns a strategy of so many logical CPUs, whose reduction several sizes can share.
+  """Returns a strategy with this many logical CPUs.
 
   Raises:
     ConfigError: TensorFlow has started with fewer.
@@ -293,14 +293,14 @@ def _no_dataset(position: int) -> tf.data.Dataset:
 
 
 def padded(batch: Rows, real: int) -> Rows:
-  """Returns the batch with all rows from `real` on turned into padding, as inputs.py pads."""
+  """Returns the batch with all rows from `real` on turned into padding, as the input does."""
   rows = np.arange(len(batch["weight"]))
   made = {name: value[np.where(rows < real, rows, 0)] for name, value in batch.items()}
   return masked(made, rows < real)
 
 
 def masked(batch: Rows, kept: np.ndarray) -> Rows:
-  """Returns the batch with weight 0, as padding has it, where not `kept` (bool [rows])."""
+  """Returns the batch with weight 0 and id -1 where not `kept`, bool [rows]."""
   weight = np.where(kept, batch["weight"], 0).astype(np.float32)
   return {**batch, "weight": weight, "example_id": np.where(kept, batch["example_id"], -1)}
 

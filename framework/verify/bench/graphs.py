@@ -1,4 +1,4 @@
-"""What a traced step is made of: every operation, of every function inside of it."""
+"""The operations of a traced step, with those of all functions inside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANDOM = (
 
 
 def operations(graph: Any) -> Iterator[tf.Operation]:
-  """Yields the operations of a graph and of all functions that it calls, loops and branches.
+  """Yields the operations of a graph and of all functions, loops and branches in it.
 
   Args:
     graph: of a concrete function.
@@ -37,7 +37,7 @@ def _walk(graph: Any, seen: set[str]) -> Iterator[tf.Operation]:
 
 
 def function_names(operation: tf.Operation) -> list[str]:
-  """Returns the functions that an operation calls."""
+  """Returns the names of the functions that an operation calls."""
   names = []
   for attribute in operation.op_def.attr:
     if attribute.type == "func":
@@ -48,7 +48,7 @@ def function_names(operation: tf.Operation) -> list[str]:
 
 
 def function_of(graph: Any, name: str) -> Any:
-  """Returns the graph of a function that is called in `graph`; None if it is not known."""
+  """Returns the graph of a function called in `graph`; None if unknown."""
   while graph is not None:
     function = graph._functions.get(name) if hasattr(graph, "_functions") else None
     if function is not None:

@@ -1,6 +1,6 @@
-"""The user's task as `run` makes it: a trainer with its own input, from the task's constructor on.
+"""A Trainer as `run` makes it, with its own input, trained in loops.
 
-Where bench.py feeds batches of its own, one step at a time, this one trains in loops.
+bench.py instead feeds prepared batches, one step at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from framework.verify.bench import bench
 from framework.verify.bench.bench import Rows, Subject
 
 TIMES = ("input_wait_s", "examples_per_second")
-"""Metrics that no two runs share."""
+"""Metrics that differ in every run."""
 
 
 def make_trainer(
@@ -29,14 +29,14 @@ def make_trainer(
   task: Task | None = None,
   **options: Any,
 ) -> Trainer:
-  """Builds a trainer in the order in which `run` does: the task, then the seed, then the model.
+  """Builds a trainer in the same order as `run`: the task, then the seed, then the model.
 
   Args:
     subject: what to verify.
-    strategy: where.
-    rows: the global batch.
-    task: whose model is not built yet; None makes one.
-    options: of `Trainer`, in place of the config's.
+    strategy: the strategy to use.
+    rows: of the global batch.
+    task: with its model not built yet; None makes one.
+    options: of `Trainer`, replace the config's.
   """
   made = task or subject.fresh_task()
   randomness.seed_everything(subject.seed)
@@ -47,22 +47,22 @@ def make_trainer(
 
 
 def train(trainer: Trainer, steps: int) -> dict[str, float]:
-  """Trains one loop; returns its metrics but for times (host)."""
+  """Trains one loop; returns its metrics except times (host)."""
   metrics = trainer.train(tf.constant(steps))
   return {name: value for name, value in metrics.items() if name not in TIMES}
 
 
 def step(trainer: Trainer, batch: Rows) -> None:
-  """Takes one compiled step on a global batch, without an input pipeline (host).
+  """Runs one compiled step on a global batch, without an input pipeline (host).
 
   Args:
     trainer: under any strategy of this process.
-    batch: whose rows divide by the number of replicas.
+    batch: its number of rows is a multiple of the number of replicas.
   """
   bench.stepper(trainer)(bench.distributed(trainer.strategy, batch))
 
 
 def batches(subject: Subject, task: Task, *, rows: int, position: int) -> Iterator[Rows]:
-  """Yields training batches from a position on, as a process would that starts there (host)."""
+  """Yields training batches from a position on, as a process that starts there does (host)."""
   randomness.seed_everything(subject.seed)
   return subject.dataset(task, rows, position=position).as_numpy_iterator()

@@ -1,6 +1,6 @@
-"""What a task holds beside what a checkpoint saves: variables, generators, metrics, Python values.
+"""State that a task holds outside of a checkpoint: variables, generators, metrics, Python values.
 
-`held(task)` is a snapshot: name -> what is there, so that two can be compared.
+`held(task)` returns a snapshot, name -> state; two snapshots can be compared.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _WITH_VARIABLES = (
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, Mapping)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 OF_A_GRAPH = "a tensor of a graph"
-"""The value of a tensor that was kept when a step was traced."""
+"""The value of a tensor that the task kept while a step was traced."""
 _DEEPEST = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Held:
-  """One thing that a task holds.
+  """One item of a task's state.
 
   Attributes:
     kind: what it is.
-    owner: the object whose attribute it is, or is in.
-    attribute: its name there.
-    value: something to compare with the value in another snapshot.
-    variable: the `tf.Variable` it is, if it is one.
+    owner: the object that has the attribute.
+    attribute: name of the attribute that is or contains the item.
+    value: to be compared with the value in another snapshot.
+    variable: the `tf.Variable`, if it is one.
   """
 
   kind: Kind
@@ -54,11 +54,11 @@ class Held:
 
 
 def held(task: Task) -> dict[str, Held]:
-  """Returns all that a task, and the model's parts of the user's own classes, hold (host).
+  """Returns the state of a task and of the model's parts of the user's own classes (host).
 
   Returns:
-    A name such as "Mine.average" -> what is there now. Without what is neither a variable nor a
-    plain value: functions, data sets, objects of libraries.
+    A name such as "Mine.average" -> the state now. Functions, data sets and objects of libraries
+    are left out.
   """
   found: dict[str, Held] = {}
   for owner, ignored in [(task, {"model"}), *own_parts(task.model)]:
@@ -72,7 +72,7 @@ def held(task: Task) -> dict[str, Held]:
 
 
 def own_parts(model: Any) -> list[tuple[Any, set[str]]]:
-  """Returns a model's parts of the user's own classes, and the attributes that are Keras's."""
+  """Returns a model's parts of the user's own classes, each with Keras's own attributes."""
   bare = {*vars(keras.Model()), *vars(tf_keras.Model())}
   found = []
   for part in models.parts(model):
@@ -106,7 +106,7 @@ def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[str, Kind, Any, A
 
 
 def _inside(name: str, container: Any, depth: int) -> Iterator[tuple[str, Kind, Any, Any]]:
-  """Tensors and objects one by one; all plain values of a container as one value."""
+  """Yields tensors and objects one by one, and all plain values of a container as one item."""
   pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
   plain: list[Any] = []
   for key, value in list(pairs):
@@ -129,7 +129,7 @@ def _content(variable: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-  """A value to compare with `==`, or None for what has none."""
+  """Returns a value to compare with `==`, or None if the object has none."""
   if isinstance(value, _SCALARS):
     return type(value).__name__, repr(value)
   if isinstance(value, np.memmap):
@@ -154,5 +154,5 @@ def _digest(array: np.ndarray) -> str:
 
 
 def numpy_and_python() -> tuple[str, str]:
-  """Returns the state of NumPy's and of Python's global generators, to be compared."""
+  """Returns the state of NumPy's and Python's global generators, for comparison."""
   return repr(np.random.get_state(legacy=False)), repr(random.getstate())

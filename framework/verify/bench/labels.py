@@ -1,4 +1,4 @@
-"""What a task's own forward() and loss() say of its numbers: is this the label, is it in range?"""
+"""Asks a task's own forward() and loss() which feature is the label, and whether it is in range."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from framework.verify.bench.survey import Column, Survey
 
 
 class Probe:
-  """forward() and loss() of a task on rows, on one replica, at its initial weights (host)."""
+  """forward() and loss() of a task, on one replica, with its initial weights (host)."""
 
   def __init__(self, bench: Bench, rows: Rows) -> None:
-    """Calls forward() once; `unknown` says why where that tells nothing."""
+    """Calls forward() once; `unknown` says why it cannot be used, if so."""
     self.bench, self.rows, self.outputs, self.unknown = bench, rows, None, ""
     task = type(bench.task)
     if task.forward is Task.forward or task.loss is Task.loss:
@@ -28,20 +28,20 @@ class Probe:
     try:
       outputs = self.forward(rows)
     except Exception as error:
-      self.unknown = f"forward() cannot be called by itself: {type(error).__name__}"
+      self.unknown = f"forward() cannot be called alone: {type(error).__name__}"
       return
     if isinstance(outputs, tf.Tensor) and outputs.dtype.is_floating and len(outputs.shape) > 1:
       self.outputs = outputs.numpy()
     else:
-      self.unknown = "forward() gives no float tensor [n, classes]"
+      self.unknown = "forward() returns no float tensor [n, classes]"
 
   def forward(self, rows: Rows) -> Any:
-    """Returns the outputs, in evaluation."""
+    """Returns the outputs in evaluation mode."""
     task, batch = self.bench.task, self.bench.distributed(rows)
     return self.bench.strategy.run(lambda: converted(task.forward)(batch, training=False))
 
   def loss(self, rows: Rows) -> float:
-    """Returns the mean loss of rows, in evaluation; NaN where it cannot be computed."""
+    """Returns the mean loss of rows in evaluation mode; NaN if it cannot be computed."""
     task, batch = self.bench.task, self.bench.distributed(rows)
 
     def compute() -> Loss:
@@ -60,25 +60,25 @@ class Probe:
     divided = (self.rows[name] / size).astype(np.float32)
     try:
       return self.loss(self.rows), self.loss({**self.rows, name: divided})
-    except Exception:  # a dtype that forward() does not take
+    except Exception:  # forward() does not accept the dtype
       return 0.0, 0.0
 
 
 class Labels:
-  """Which integer feature the loss takes for the class, and whether it has a place for all of them.
+  """Finds the integer feature that the loss uses as the class, and whether it is in range.
 
-  A feature is the label if another number in it changes the loss and not the outputs. One is out of
-  range if the loss fails or is not finite, or if it takes all numbers from C on for the same.
+  A feature is the label if changing it changes the loss but not the outputs. It is out of range if
+  the loss fails or is not finite, or is the same for all values from `classes` on.
 
   Attributes:
-    name: of the label; None if there is none.
-    classes: C, the last axis of what forward() gives.
-    unknown: why there is no telling.
-    wrong: the label with numbers out of range, and what the loss makes of them.
+    name: of the label, or None.
+    classes: the last axis of the output of forward().
+    unknown: why nothing can be told.
+    wrong: the label with values out of range, and what the loss does with them.
   """
 
   def __init__(self, survey: Survey, probe: Probe) -> None:
-    """Looks at all integer features of the shape of the outputs, without their last axis."""
+    """Checks all integer features with the shape of the outputs without their last axis."""
     self.probe, self.classes, self.unknown = probe, 0, probe.unknown
     self.wrong: tuple[str, str] | None = None
     self.name: str | None = None
@@ -86,7 +86,7 @@ class Labels:
       return
     self.classes = probe.outputs.shape[-1]
     if self.classes < 2:
-      self.unknown = f"forward() gives {list(probe.outputs.shape)}, not several classes"
+      self.unknown = f"forward() returns {list(probe.outputs.shape)}, not several classes"
       return
     for name, column in survey.columns.items():
       if column.integer and column.shape == probe.outputs.shape[1:-1] and self._is_label(name):
@@ -111,7 +111,7 @@ class Labels:
       if not np.isfinite(seen):
         self.wrong = name, fails
       elif seen == further:
-        self.wrong = name, f"the loss takes {column.high:.0f} for no class at all"
+        self.wrong = name, f"the loss treats {column.high:.0f} as no class"
 
   def _with(self, name: str, value: int) -> Rows:
     return {**self.probe.rows, name: np.full_like(self.probe.rows[name], value)}

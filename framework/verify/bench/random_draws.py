@@ -1,4 +1,4 @@
-"""Which random numbers a piece of code draws while it is traced, and where it does so."""
+"""Which random numbers some code draws while it is traced, and where."""
 
 from __future__ import annotations
 
@@ -30,16 +30,13 @@ _KERAS = re.compile(r"/(tf_)?keras/src/")
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-  """One random op.
+  """One random op, and the line of the user's code behind it.
 
   Attributes:
     op: its type, such as "StatelessRandomUniformV2".
-    shape: of what it draws, as far as it is known.
+    shape: of its output, as far as known.
     fixed: whether its seed is a constant.
     by_keras: whether Keras made it, for a layer.
-    file: of the line of the user's that it belongs to; "" where the framework draws for itself.
-    line: of that file.
-    function: around it.
   """
 
   op: str
@@ -52,11 +49,11 @@ class Draw:
 
   @property
   def stateful(self) -> bool:
-    """Whether it goes on from where it stopped, whatever the seed of the run."""
+    """Whether it has its own state, independent of the run's seed."""
     return not self.op.startswith("Stateless")
 
   def place(self, owner: Any) -> str:
-    """Returns "file.py:31, in Mine.loss", where `owner` has a method of this name."""
+    """Returns "file.py:31, in Mine.loss" if `owner` has a method of this name."""
     method = getattr(owner, self.function, None)
     name = getattr(method, "__qualname__", self.function)
     return f"{Path(self.file).name}:{self.line}, in {name}"
@@ -64,11 +61,12 @@ class Draw:
 
 @dataclasses.dataclass
 class Watched:
-  """What was drawn.
+  """The random numbers drawn inside a `watch`.
 
   Attributes:
-    draws: the random ops of the user and of Keras's layers.
-    in_python: whether Python's or NumPy's generators went on: such numbers are frozen in a graph.
+    draws: random ops of the user and of Keras's layers.
+    in_python: whether Python's or NumPy's generators were used; a graph keeps such numbers as
+      constants.
   """
 
   draws: list[Draw] = dataclasses.field(default_factory=list)
@@ -76,20 +74,20 @@ class Watched:
 
   @property
   def stateful(self) -> list[Draw]:
-    """Those with a state of their own."""
+    """Draws with their own state."""
     return [draw for draw in self.draws if draw.stateful]
 
   def fixed(self, rows: int) -> list[Draw]:
-    """Those that draw for each of so many rows from a constant seed."""
+    """Draws with one number (or more) for each of `rows` rows, from a constant seed."""
     return [draw for draw in self.draws if draw.fixed and draw.shape[:1] == (rows,)]
 
 
 @contextlib.contextmanager
 def watch(owner: Any) -> Iterator[Watched]:
-  """Watches what is traced inside of it, in all threads (host).
+  """Watches what is traced inside the context, in all threads (host).
 
   Args:
-    owner: whose generators of NumPy and Python are watched beside the global ones.
+    owner: its NumPy and Python generators are watched too, with the global ones.
   """
   watched, before = Watched(), _states(owner)
   create = func_graph.FuncGraph._create_op_internal
@@ -126,7 +124,7 @@ def _draw(op: tf.Operation) -> list[Draw]:
 
 
 def _is_foreign(file: str, function: str) -> bool:
-  """Whether a frame is a library's, generated, or stands between a layer and its generator."""
+  """Whether a frame belongs to a library, to generated code, or to a patched random op."""
   patched = file.startswith(_FRAMEWORK) and function == "patched"
   return patched or file.startswith(_LIBRARIES) or bool(_MADE.search(file))
 
@@ -137,7 +135,6 @@ def _is_constant(tensor: tf.Tensor) -> bool:
 
 
 def _states(owner: Any) -> list[bytes]:
-  """The states of the global generators, and of those that an object holds."""
   states: list[Any] = [np.random.get_state(), random.getstate()]
   for held in vars(owner).values():
     if isinstance(held, np.random.Generator):

@@ -1,7 +1,7 @@
-"""Random numbers that TensorFlow, XLA and every dtype make alike, so that steps can be compared.
+"""The same random numbers under TensorFlow, XLA and every dtype, so that steps can be compared.
 
-XLA makes other masks of the same seeds, and a dtype of fewer bits makes others again. Here all
-random ops that take a seed get the same sequence instead, which has the right spread.
+For the same seed, XLA draws other masks, and so does a dtype with fewer bits. Here all random ops
+that take a seed return the same fixed sequence, with the right mean and variance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from framework.verify.bench.shared_noise import Draw
 
 
 def alike() -> contextlib.AbstractContextManager[None]:
-  """Makes what is traced, or run eagerly, inside of it draw so (host)."""
+  """Makes random ops inside the context, traced or eager, return the sequence (host)."""
   return shared_noise.replaced(lambda name, draw: _uniform(draw) if "uniform" in name else _centred)
 
 
@@ -27,7 +27,7 @@ def _uniform(usual: Draw) -> Draw:
   ) -> tf.Tensor:  # fmt: skip
     wanted = tf.convert_to_tensor(shape, tf.int32)
     whole = not tf.as_dtype(dtype).is_floating
-    if whole and ((wanted.shape[0] or 0) < 2 or maxval is None):  # likely a seed
+    if whole and ((wanted.shape[0] or 0) < 2 or maxval is None):  # probably a seed
       return usual(shape, seed, minval, maxval, dtype, name, alg)
     low, high = tf.cast(minval, tf.float64), tf.cast(1 if maxval is None else maxval, tf.float64)
     return tf.cast(low + (high - low) * _sequence(wanted), dtype)
@@ -45,7 +45,7 @@ def _centred(
 
 
 def _sequence(shape: tf.Tensor) -> tf.Tensor:
-  """Numbers in (0, 1), float64, evenly spread: multiples of the golden ratio, in 128 levels.
+  """Returns float64 in (0, 1), evenly spread: multiples of the golden ratio, in 128 levels.
 
   Each is exact in float16 and bfloat16, and half way between multiples of 1/128.
   """

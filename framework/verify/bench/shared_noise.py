@@ -1,8 +1,8 @@
 """The same noise for every row, so that a random task can be compared on 1 and on N replicas.
 
-A row's dropout mask depends, and should depend, on its replica. To compare updates, all random ops
-of the step that take a seed draw for one row and repeat it: what is left depends on neither the
-replica nor the number of its rows, and still has the right distribution along every other axis.
+A row's dropout mask depends on its replica. To compare updates, all random ops of the step that
+take a seed draw for one row and repeat it. So the noise depends neither on the replica nor on its
+number of rows, and still has the right distribution along every other axis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.ops import stateless_random_ops as ops
 
 Draw = Callable[..., tf.Tensor]
-"""What draws, as `tf.random.stateless_uniform` does."""
+"""A random op, with the arguments of `tf.random.stateless_uniform`."""
 _DRAWS = {
   "stateless_uniform": "stateless_random_uniform",
   "stateless_normal": "stateless_random_normal",
@@ -26,10 +26,10 @@ _DRAWS = {
 
 @contextlib.contextmanager
 def replaced(by: Callable[[str, Draw], Draw]) -> Iterator[None]:
-  """Replaces the random ops that take a seed, in what is traced or run eagerly (host).
+  """Replaces the random ops that take a seed, inside the context, traced or eager (host).
 
   Args:
-    by: an op's name in `tf.random`, and the op -> what is called in its place.
+    by: (name in `tf.random`, op) -> the op to call instead.
   """
   with contextlib.ExitStack() as stack:
     for public, internal in _DRAWS.items():
@@ -40,14 +40,14 @@ def replaced(by: Callable[[str, Draw], Draw]) -> Iterator[None]:
 
 
 def alike_for_all_rows() -> contextlib.AbstractContextManager[None]:
-  """Makes what is traced, or run eagerly, inside of it draw so (host)."""
+  """Makes random ops inside the context draw the same for all rows (host)."""
   return replaced(lambda name, draw: _of_one_row(draw))
 
 
 def _of_one_row(draw: Draw) -> Draw:
   def alike(shape: Any, seed: Any, *args: Any, **options: Any) -> tf.Tensor:
     wanted = tf.convert_to_tensor(shape, tf.int32)
-    if (wanted.shape[0] or 0) < 2:  # a vector is as likely a seed as one number a row
+    if (wanted.shape[0] or 0) < 2:  # a vector may be a seed as well as one number per row
       return draw(shape, seed, *args, **options)
     one = draw(tf.concat([[1], wanted[1:]], axis=0), [11, 29], *args, **options)
     return tf.broadcast_to(one, wanted)

@@ -1,4 +1,4 @@
-"""Where in the user's code something is: a line that mentions it, or what made an operation."""
+"""Finds the line of the user's code behind a finding, by its text or an operation's traceback."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import tensorflow as tf
 from framework import errors
 
 _OUTSIDE = ("verify", "trainer.py")
-"""What of the framework is called by no user: what lies further out is not what made an op."""
+"""Parts of the framework that user code does not call; frames further out do not count."""
 
 
 def is_the_users(kind: type) -> bool:
-  """Whether a class is written in the user's own code, not in a library or the framework."""
+  """Whether a class belongs to the user's code, not to a library or the framework."""
   try:
     return errors.is_the_users(inspect.getfile(kind))
   except (OSError, TypeError):
@@ -24,14 +24,14 @@ def is_the_users(kind: type) -> bool:
 
 
 def mention(owner: Any, *texts: str) -> str:
-  """Returns the first line that holds one of some texts, in the methods that the user wrote.
+  """Returns the first line of the user's methods that contains one of some texts.
 
   Args:
     owner: an object, such as the task.
-    texts: the first that is found anywhere decides.
+    texts: in order of preference; the first one found anywhere decides.
 
   Returns:
-    "file.py:31, in Mine.loss", or "" where no line holds any.
+    "file.py:31, in Mine.loss", or "" if no line contains any.
   """
   return _first(own_methods(owner), texts)
 
@@ -55,17 +55,17 @@ def _told(method: Callable[..., Any], number: int) -> str:
 
 
 def find(owner: Any, *names: str, containing: Sequence[str] = (), anywhere: bool = False) -> str:
-  """Returns where in the user's code a method is written, or a line that holds one of some texts.
+  """Returns the line where a user's method begins, or one in it that contains one of some texts.
 
   Args:
-    owner: an object, whose methods `names` are looked at in order.
-    names: methods.
-    containing: such as "reduce_mean"; the first line with any of them. Without any, or if none is
-      found, the first line of the first of `names` that is the user's.
-    anywhere: look at all other methods as well.
+    owner: an object with the methods.
+    names: methods, in the order to search.
+    containing: texts such as "reduce_mean". If no line has any, the result is the first line of the
+      first of `names` that is the user's.
+    anywhere: search all other methods too.
 
   Returns:
-    As `mention` does.
+    As `mention`.
   """
   own: dict[str, Callable[..., Any]] = {}
   for method in own_methods(owner):
@@ -81,7 +81,7 @@ def find(owner: Any, *names: str, containing: Sequence[str] = (), anywhere: bool
 
 
 def change(owner: Any, attribute: str) -> str:
-  """Returns the line that changes an attribute, else one that uses it; see `mention`."""
+  """Returns the line that changes an attribute, otherwise one that uses it; see `mention`."""
   changes = (".assign", ".append", ".extend", ".update", "[", " +=", " -=", " *=", " /=", " =", "")
   methods = [method for method in own_methods(owner) if method.__name__ != "__init__"]
   texts = [f"self.{attribute}{change}" for change in changes]
@@ -89,7 +89,7 @@ def change(owner: Any, attribute: str) -> str:
 
 
 def own_methods(owner: Any) -> Iterator[Callable[..., Any]]:
-  """Yields the functions in the body of the owner's class and of its bases, as the user wrote."""
+  """Yields the user's functions in the body of the owner's class and of its base classes."""
   for kind in type(owner).__mro__:
     for value in vars(kind).values() if is_the_users(kind) else ():
       function = inspect.unwrap(
@@ -100,7 +100,7 @@ def own_methods(owner: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _source(function: Callable[..., Any]) -> tuple[list[str], int]:
-  """The lines of a function and the number of the first; of one typed at a prompt, none."""
+  """Returns a function's lines and the number of the first; none if it was typed at a prompt."""
   try:
     return inspect.getsourcelines(function)
   except (OSError, TypeError):
@@ -108,18 +108,18 @@ def _source(function: Callable[..., Any]) -> tuple[list[str], int]:
 
 
 def of_operation(operation: tf.Operation, owner: Any) -> str:
-  """Returns the user's innermost line that made an operation, "" if only libraries' did.
+  """Returns the innermost line of the user's code that made an operation; "" if there is none.
 
   Args:
-    operation: of a graph that was traced in this process.
-    owner: the task, whose methods are told with its class.
+    operation: of a graph traced in this process.
+    owner: the task, whose methods are named with its class.
   """
   frames = [(frame.filename, frame.lineno, frame.name) for frame in operation.traceback or ()]
   return of_frames(frames, owner)
 
 
 def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
-  """As `of_operation`, of (file, line, function) from the outermost frame to the innermost."""
+  """As `of_operation`, for (file, line, function) from the outermost frame to the innermost."""
   root = Path(__file__).parents[2]
   for file, line, name in reversed(frames):
     if any(Path(file).is_relative_to(root / outside) for outside in _OUTSIDE):

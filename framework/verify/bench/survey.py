@@ -1,7 +1,7 @@
-"""What sources and pipelines deliver, read for a few seconds each: hashes, ids, statistics.
+"""Hashes, ids and statistics of sources and pipelines, each read for a few seconds.
 
-digests   a source        example id -> hash of its content, whatever preprocess() makes of it
-Survey    the pipeline    of batches as the step gets them: ids, and what each feature holds
+digests   a source        example id -> hash of its content, before preprocess()
+Survey    the pipeline    ids and statistics of features, in batches as the step gets them
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MANY = 10_000_000
 
 
 class Digests(NamedTuple):
-  """A source's examples, or as many as there was time for.
+  """A source's examples, or as many as could be read in time.
 
   Attributes:
-    by_id: example id -> hash of all features but the weight, in the order in which they were read.
+    by_id: example id -> hash of all features except the weight, in reading order.
     complete: whether these are all.
-    total: how many there are; None where that is not known.
+    total: number of examples; None if unknown.
     varying: the features in which examples differ.
   """
 
@@ -45,12 +45,12 @@ class Digests(NamedTuple):
 
   @property
   def share(self) -> float:
-    """Which part of the source was read, as far as that is known."""
+    """The share of the source that was read; 1.0 if its size is unknown."""
     return len(self.by_id) / self.total if self.total else 1.0
 
 
 def digests(source: Source | StreamSource, *, seconds: float) -> Digests:
-  """Reads a source for so long (host): a stream from its start, any other in a random order."""
+  """Reads a source for some seconds (host): a stream from its start, others in random order."""
   by_id: dict[int, bytes] = {}
   varying: set[str] = set()
   first: Rows = {}
@@ -68,7 +68,7 @@ def digests(source: Source | StreamSource, *, seconds: float) -> Digests:
 
 
 def eval_source(task: Task) -> tuple[Source | StreamSource | None, str]:
-  """Returns what the task evaluates on, or None, and why: a task may be there for training only."""
+  """Returns the evaluation source, or None and the reason: a task may be for training only."""
   try:
     return task.source("eval"), ""
   except Exception as error:
@@ -87,7 +87,7 @@ def _batches(source: Source | StreamSource) -> Iterator[Rows]:
 
 
 def _random_order(total: int) -> np.ndarray:
-  """Returns int64 [batches, rows]: all of `total` indices, or very many of them."""
+  """Returns int64 [batches, rows]: all of `total` indices, or at most about `MANY` of them."""
   random = np.random.default_rng(0)
   order = random.permutation(total) if total <= MANY else random.integers(0, total, MANY)
   rows = min(AT_ONCE, total)
@@ -95,7 +95,7 @@ def _random_order(total: int) -> np.ndarray:
 
 
 def fetched_alone(source: Source, ids: Iterable[int]) -> dict[int, bytes]:
-  """Returns the hash of each of some examples, each fetched by itself (host)."""
+  """Returns id -> hash for some examples, each fetched separately (host)."""
   wanted = list(ids)
   indices = tf.data.Dataset.from_tensor_slices(np.array(wanted, np.int64)[:, np.newaxis])
   rows = indices.map(as_written(source.fetch)).as_numpy_iterator()
@@ -108,9 +108,9 @@ def fetched_alone(source: Source, ids: Iterable[int]) -> dict[int, bytes]:
 def preprocessed(
   preprocess: datasets.Preprocess, batches: Sequence[Rows], training: bool
 ) -> list[Rows]:
-  """Returns what preprocess() makes of batches of one shape, one after the other (host).
+  """Returns the output of preprocess() for batches of one shape (host).
 
-  It is traced afresh, once for all of them, as a pipeline does it.
+  It is traced once for all of them, as in a pipeline.
   """
   called = as_written(lambda batch: converted(preprocess)(dict(batch), training))
   stacked = {name: np.stack([rows[name] for rows in batches]) for name in batches[0]}
@@ -118,7 +118,7 @@ def preprocessed(
 
 
 def digest(batch: Rows, row: int) -> bytes:
-  """Returns a hash of one row of all features of a batch."""
+  """Returns a hash of one row, over all features of a batch."""
   made = hashlib.blake2b(digest_size=16)
   for name in sorted(batch):
     value = batch[name][row]
@@ -129,14 +129,14 @@ def digest(batch: Rows, row: int) -> bytes:
 
 
 def same(value: np.ndarray, other: np.ndarray) -> bool:
-  """Whether two arrays of one feature are equal, broadcast; NaN equals NaN."""
+  """Whether two arrays of one feature are equal, after broadcasting; NaN equals NaN."""
   floats = np.issubdtype(value.dtype, np.floating)
   equal = (value == other) | ((value != value) & (other != other)) if floats else value == other
   return bool(np.all(equal))
 
 
 def apart(one: Rows, other: Rows, *, tolerance: float = 0.0) -> str:
-  """Returns the first feature in which two batches differ by more than a relative tolerance."""
+  """Returns the first feature that differs by more than a relative tolerance; "" if none does."""
   for name in sorted(one.keys() | other.keys()):
     if name not in one or name not in other or one[name].shape != other[name].shape:
       return name
@@ -154,12 +154,12 @@ def _close(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
 
 
 class Timed:
-  """Iterates for so many seconds, and over one element at least; `late` says if it was cut off."""
+  """Iterates for some seconds, and over at least one element; `late` tells if it was cut off."""
 
   late = False
 
   def __init__(self, elements: Iterable[Rows], seconds: float) -> None:
-    """Starts the clock at the first element."""
+    """The clock starts at the first element."""
     self._elements, self._seconds = elements, seconds
 
   def __iter__(self) -> Iterator[Rows]:
@@ -174,22 +174,16 @@ class Timed:
 
 @dataclasses.dataclass
 class Column:
-  """One feature of the examples of a survey, of those with a weight above 0.
+  """Statistics of one feature, over the examples with a weight above 0.
 
   Attributes:
-    dtype: as NumPy has it; object for strings.
     shape: of one example.
-    constant: whether all examples are equal in it.
-    first: its first row.
-    count: numbers in it that are finite.
-    total: their sum.
-    squares: the sum of their squares.
-    low: the smallest of them.
-    high: the largest of them.
-    not_finite: how many are not.
-    bad_example: the id of the first example with one that is not; None if there is none.
-    alone: batches in which all examples are equal in it.
-    values: what occurs, of integers with one number an example.
+    constant: whether all examples are equal.
+    first: the first row.
+    count: finite elements; `total`, `squares`, `low` and `high` are over these.
+    bad_example: id of the first example with an element that is not finite, or None.
+    alone: number of batches in which all examples are equal.
+    values: the values that occur, for integers with one element per example.
   """
 
   dtype: np.dtype
@@ -208,26 +202,26 @@ class Column:
 
   @property
   def numeric(self) -> bool:
-    """Whether it holds numbers."""
+    """Whether its elements are numbers."""
     return np.issubdtype(self.dtype, np.number)
 
   @property
   def integer(self) -> bool:
-    """Whether it holds whole numbers."""
+    """Whether its elements are integers."""
     return np.issubdtype(self.dtype, np.integer)
 
   @property
   def mean(self) -> float:
-    """Of all numbers."""
+    """Mean of all finite elements."""
     return self.total / max(1, self.count)
 
   @property
   def std(self) -> float:
-    """Of all numbers."""
+    """Standard deviation of all finite elements."""
     return math.sqrt(max(0.0, self.squares / max(1, self.count) - self.mean**2))
 
   def add(self, values: np.ndarray, ids: np.ndarray) -> None:
-    """Takes in rows [n, ...] of the examples `ids` [n]."""
+    """Adds rows [n, ...] of the examples `ids` [n]."""
     self.constant = self.constant and same(values, self.first)
     if not self.numeric or not len(values):
       return
@@ -249,21 +243,18 @@ class Column:
 
 
 class Survey:
-  """Training batches as the step gets them, read for a few seconds.
+  """Statistics of training batches as the step gets them, read for a few seconds.
 
   Attributes:
-    columns: name -> what the feature holds, without "weight" and "example_id".
-    first: the first batch.
-    examples: how many were read.
-    counts: example id -> how often it came.
-    batches: how many were read.
+    columns: name -> statistics of the feature, without "weight" and "example_id".
+    counts: example id -> how often it occurred.
     weights: the smallest and the largest weight.
-    bad_weight: the id of the first example whose weight is negative or not finite.
-    extremes: (name, "low" or "high") -> the one row that holds an integer feature's extreme.
+    bad_weight: id of the first example whose weight is negative or not finite.
+    extremes: (name, "low" or "high") -> the row with an integer feature's extreme value.
   """
 
   def __init__(self) -> None:
-    """Starts with nothing read."""
+    """Begins with nothing read."""
     self.columns: dict[str, Column] = {}
     self.first: Rows = {}
     self.counts: collections.Counter[int] = collections.Counter()
@@ -273,13 +264,13 @@ class Survey:
     self.extremes: dict[tuple[str, str], Rows] = {}
 
   def read(self, batches: Iterable[Rows], *, seconds: float) -> Survey:
-    """Adds batches for so long; returns itself."""
+    """Adds batches for some seconds; returns itself."""
     for batch in Timed(batches, seconds):
       self.add(batch)
     return self
 
   def add(self, batch: Rows) -> None:
-    """Takes in one batch, padding left out."""
+    """Adds one batch, without its padding."""
     real = batch["example_id"] >= 0
     batch = {name: value[real] for name, value in batch.items()}
     ids, weight = batch["example_id"], batch["weight"]

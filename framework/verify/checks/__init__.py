@@ -1,1 +1,1 @@
-"""The groups of checks, one module each."""
+"""The checks, one module per group."""

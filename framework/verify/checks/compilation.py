@@ -1,8 +1,8 @@
-"""The compiled loop: traced once, the same whenever it is traced, without calls of the host.
+"""The compiled loop: traced once, equal when traced again, without calls to the host.
 
-A tf.function runs Python once, when it is traced. What Python has decided then stays decided: a
-counter that a task keeps for itself is a constant of the loop. So the loop is traced a second time,
-and what differs depends on a Python value that changes. Whether XLA compiles it is in xla.py.
+A tf.function runs Python only while it is traced: a counter that a task keeps as a Python value
+becomes a constant of the loop. So the loop is traced a second time; what differs depends on a
+Python value that changes. xla.py checks whether XLA compiles the loop.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from framework.backend import models
+from framework.backend.autograph import compiled
 from framework.trainer import Trainer
 from framework.verify.bench import bench, graphs, harness, held_state, source_lines, xla
 from framework.verify.bench.bench import Subject
@@ -21,7 +22,7 @@ from framework.verify.report import Result
 
 GROUP = "compilation"
 LOOPS = (1, 3, 2)
-"""Steps of the loops that are run; none may trace the loop again."""
+"""Steps of the loops to run; after the first, none may trace the loop again."""
 TRACED_ONCE, SAME_TRACE, NO_HOST = (
   "traced once", "the same when traced again", "no host call in the loop",
 )  # fmt: skip
@@ -36,11 +37,11 @@ HOST = {
 }  # fmt: skip
 _CAUSE_OF = {kind: cause for cause, kinds in HOST.items() for kind in kinds}
 _REMEDIES = {
-  "Python in the loop": "write it with TensorFlow's operations, or do it in preprocess(), on the "
-  "host, ahead of the step",
-  "printing in the loop": "report it by Task.metrics() or step.log(); for a look, run.eager = True",
-  "summaries in the loop": "report it by Task.metrics() or step.log(): TensorBoard and "
-  "metrics.jsonl get it once a loop",
+  "Python in the loop": "write it with TensorFlow operations, or do it in preprocess(), which runs "
+  "on the host ahead of the step",
+  "printing in the loop": "log it with Task.metrics() or step.log(); to debug, run.eager = True",
+  "summaries in the loop": "log it with Task.metrics() or step.log(): TensorBoard and "
+  "metrics.jsonl get it once per loop",
   "files in the loop": "read files in Task.source() or preprocess(), on the host",
 }
 
@@ -60,7 +61,7 @@ class Loop:
   """The compiled loop of a trainer that has run."""
 
   def __init__(self, trainer: Trainer) -> None:
-    """Runs some loops."""
+    """Runs the loops."""
     self.trainer, self.task = trainer, trainer.task
     built = {id(v) for v in _variables(trainer)}
     for steps in LOOPS:
@@ -72,7 +73,7 @@ class Loop:
     return function.get_concrete_function(self.trainer._iterator, tf.constant(1)).graph
 
   def traced_once(self) -> Result:
-    """Loops of several lengths, over several batches, are one trace."""
+    """Checks that loops of several lengths, over several batches, use one trace."""
     traces = self.trainer.traces
     told = f"loops of {', '.join(map(str, LOOPS))} steps: {traces} trace" + "s" * (traces > 1)
     if traces == 1:
@@ -82,23 +83,23 @@ class Loop:
       return Result(
         group=GROUP, check=TRACED_ONCE, status="failed", detail=f"{told}; the step made {names}",
         cause="variables created in the step",
-        remedy="make all variables in build_model()",
+        remedy="create all variables in build_model()",
         place=source_lines.mention(self.task, "tf.Variable", "def build_model"),
       )  # fmt: skip
     return Result(
       group=GROUP, check=TRACED_ONCE, status="failed", detail=told,
-      cause="a shape or a Python value that changes",
-      remedy="keep the shapes of a source static, and Python state out of train_step",
+      cause="changing shape or Python value",
+      remedy="keep the shapes of a source static, and keep Python state out of train_step",
       place=source_lines.mention(self.task, "def train_step", "def source"),
     )  # fmt: skip
 
   # ---- Traced again ----
 
   def same_trace(self) -> Result:
-    """Traces the loop once more, and compares the operations and constants of both."""
+    """Traces the loop again and compares operations and constants."""
     before, generators = held_state.held(self.task), held_state.numpy_and_python()
     try:
-      again = self._graph(tf.function(self.trainer.loop, autograph=False))
+      again = self._graph(compiled(self.trainer.loop))
     except (TypeError, ValueError, tf.errors.OpError):
       if not self._kept():
         raise
@@ -123,28 +124,28 @@ class Loop:
       held = held_state.held(self.task)[changed[0]]
       return Result(
         group=GROUP, check=SAME_TRACE, status="failed",
-        detail=f"{', '.join(changed)} changes when the step is traced, and with it the step "
-        f"(a {what}); in the loop it stays as it was at the first trace",
+        detail=f"{', '.join(changed)} changes when the step is traced, and changes the step "
+        f"(a {what}); in the loop it keeps the value of the first trace",
         cause="Python value that changes",
-        remedy="compute it from step or batch, or keep it in a tf.Variable of the model; in a "
-        "compiled loop Python runs but once",
+        remedy="compute it from step or batch, or keep it in a tf.Variable of the model; a "
+        "compiled loop runs Python only once",
         place=source_lines.change(held.owner, held.attribute) or place,
       )  # fmt: skip
     if drew:
       return Result(
         group=GROUP, check=SAME_TRACE, status="failed",
-        detail=f"the step draws from NumPy or Python when it is traced (a {what}); in the loop the "
-        "same numbers come in every step",
+        detail=f"the step draws from NumPy or Python when it is traced (a {what}); in the loop, "
+        "every step gets the same numbers",
         cause="random numbers of NumPy or Python",
-        remedy="draw by tf.random.stateless_* with step.seed()",
+        remedy="draw with tf.random.stateless_* and step.seed()",
         place=source_lines.mention(self.task, "np.random", "random.") or place,
       )  # fmt: skip
     return Result(
       group=GROUP, check=SAME_TRACE, status="failed",
-      detail=f"another {what} each time that the step is traced; in the loop it stays as it was "
-      "at the first trace",
+      detail=f"another {what} each time the step is traced; in the loop it keeps the value of the "
+      "first trace",
       cause="Python value that changes",
-      remedy="compute it from step or batch; in a compiled loop Python runs but once",
+      remedy="compute it from step or batch; a compiled loop runs Python only once",
       place=place,
     )  # fmt: skip
 
@@ -156,21 +157,21 @@ class Loop:
     held = held_state.held(self.task)[name]
     return Result(
       group=GROUP, check=SAME_TRACE, status="failed",
-      detail=f"{name} holds a tensor of the first trace: the next step has no such tensor, and "
-      "it never gets another value",
+      detail=f"{name} holds a tensor of the first trace: the next step cannot use it, and it never "
+      "gets a new value",
       cause="tensor kept in Python",
-      remedy="keep it in a tf.Variable of the model, and assign to that",
+      remedy="keep it in a tf.Variable of the model, and assign to the variable",
       place=source_lines.change(held.owner, held.attribute),
     )  # fmt: skip
 
   # ---- The host ----
 
   def no_host_call(self) -> Result:
-    """Looks for operations that leave the device for Python, the terminal or a file."""
+    """Checks that no operation leaves the device for Python, the terminal or a file."""
     found: dict[str, tuple[str, str]] = {}
     for operation in graphs.operations(self.graph):
       place = source_lines.of_operation(operation, self.task) if operation.type in _CAUSE_OF else ""
-      if place:  # else a library's or the framework's own
+      if place:  # otherwise it belongs to a library or the framework
         found.setdefault(place, (operation.type, _CAUSE_OF[operation.type]))
     if not found:
       return _passed(NO_HOST, "no Python, printing, summary or file operation")
@@ -188,9 +189,9 @@ _ALL = (TRACED_ONCE, SAME_TRACE, NO_HOST, xla.NAME)
 
 
 def _ingredients(graph: Any) -> dict[Any, list[tf.Operation]]:
-  """Operations by what they are: type, dtypes and shapes, and the value of a constant.
+  """Groups operations by type, dtypes, shapes, and value if constant.
 
-  Neither names nor order: both may differ between two traces of the same step.
+  Names and order do not count, as they may differ between two traces of the same step.
   """
   found: dict[Any, list[tf.Operation]] = collections.defaultdict(list)
   for operation in graphs.operations(graph):
@@ -205,7 +206,6 @@ def _kind(operation: tf.Operation) -> tuple[Any, ...]:
 
 
 def _variables(trainer: Trainer) -> Iterator[Any]:
-  """The task's and its model's variables now."""
   yield from map(models.raw, models.all_variables(trainer.task.model))
   for held in held_state.held(trainer.task).values():
     if held.variable is not None:

@@ -1,7 +1,7 @@
-"""The config: names, types, what is bound twice, unused or missing; no device is touched.
+"""The config: names, types, duplicate, unused and missing bindings; uses no device.
 
-The same checks refuse a config before a run. Here they are told one by one, with counts, and all
-mistakes at once.
+The same checks reject a config before a run. Here each is a result with counts, and all mistakes
+are reported at once.
 
     for result in examine(["mine.gin"], ["run.seed = 3"]):
       print(result.check, result.status, result.detail)
@@ -39,26 +39,26 @@ AFTER: dict[Kind, tuple[Kind, ...]] = {
   "used": ("reading", "imports", "names", "one value each", "values"),
   "complete": ("reading", "imports", "names", "one value each", "values"),
 }
-"""What must be right before a check says anything: else it would tell consequences for causes."""
+"""Check -> checks that must pass before it, as their mistakes would cause it to report others."""
 
 
 def check(subject: Subject) -> list[Result]:
-  """Returns the results of this group for the config in force, which `parse` has let through."""
+  """Returns the results of this group for the config in force, which `parse` has accepted."""
   del subject  # it was made from the config
   examination = configurables.examined_in_force()
   if not examination.history:
-    why = "nothing was configured by gin"
+    why = "gin configured nothing"
     return [Result(group=GROUP, check="config", status="not applicable", detail=why)]
   return results(examination)
 
 
 def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> list[Result]:
-  """Returns the results of this group for gin files, of which nothing is put in force (host)."""
+  """Returns the results of this group for gin files, without putting them in force (host)."""
   return results(configurables.examine(gin_files, gin_params))
 
 
 def check_config(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> int:
-  """Prints one line for each mistake, or that there is none; returns the exit status, 2 or 0."""
+  """Prints one line per mistake, or that there is none; returns the exit status, 2 or 0."""
   examination = configurables.examine(gin_files, gin_params)
   for mistake in examination.mistakes:
     print(f"error: {_line(mistake)}", file=sys.stderr)
@@ -69,7 +69,7 @@ def check_config(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> in
 
 
 def results(examination: Examination) -> list[Result]:
-  """Returns one result a check, or for each mistake one."""
+  """Returns one result per check, or one per mistake."""
   told = {
     "reading": _read(examination),
     "imports": _count(len(examination.config.import_lines()), "module"),
@@ -87,7 +87,7 @@ def results(examination: Examination) -> list[Result]:
     if failures:
       found += failures
     elif first:
-      why = f"is looked at when {first!r} is right"
+      why = f"is checked when {first!r} is right"
       found.append(Result(group=GROUP, check=kind, status="not applicable", detail=why))
     else:
       found.append(Result(group=GROUP, check=kind, status="passed", detail=told[kind]))

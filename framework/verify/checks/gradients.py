@@ -1,11 +1,10 @@
-"""Gradients that are missing, zero, not finite or wrong: each call of `step.gradients` looked at.
+"""Gradients that are missing, zero, not finite or wrong: checks each call of `step.gradients`.
 
-The step runs eagerly on one replica, after a few compiled ones: layers that start from zeros give
-others no gradient at the first step. Finite differences are taken along a direction in one variable
-after the other, its gradient's and in part a random one, so that the difference is as large as can
-be against rounding, and a wrong variable is named. Two step lengths tell how far the loss is from
-straight there. All of it is in float64, if the task can: the policy is, the batch is, and its casts
-to float32 are made casts to float64; else in the task's own precision.
+The step runs eagerly on one replica, after a few compiled ones, because layers that begin at zero
+give others no gradient in the first step. Finite differences are taken per variable, along its
+gradient plus a random part, so that they are large compared with rounding. Two step lengths show
+how curved the loss is. All of it runs in float64 if the task can: policy and batch are float64, and
+casts to float32 become casts to float64.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from framework.verify.report import Result
 GROUP = "gradients"
 STEPS_BEFORE = 3
 MOST_VARIABLES = 12
-"""So many variables, the largest first, are held against finite differences."""
+"""At most this many variables, the largest first, are compared with finite differences."""
 TOLERANCE = {"float64": 1e-3, "float32": 0.1}
-"""How far gradient and difference may be apart, by the precision of the loss."""
+"""Largest relative difference between gradient and finite difference, by precision of the loss."""
 ROUNDING = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2}
-"""Of the loss, relative."""
+"""Relative rounding error of the loss."""
 METHODS = ("loss", "forward", "train_step", "build_model")
 
 
 @dataclasses.dataclass
-class Seen:
-  """What all calls of `step.gradients` in one step gave."""
+class GradientNotes:
+  """What all calls of `step.gradients` in one step returned."""
 
   norms: dict[str, float] = dataclasses.field(default_factory=dict)
-  """Largest L2 norm of each variable's gradient; -1 for none."""
+  """Largest L2 norm of each variable's gradient; -1 if it has none."""
   not_finite: set[str] = dataclasses.field(default_factory=set)
   sparse: dict[str, int] = dataclasses.field(default_factory=dict)
-  """Bytes of the dense gradient that a sparse one is made into."""
+  """Bytes of the dense gradient that each sparse one becomes."""
   wrong: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
   """(gradient, finite difference) along the direction."""
   compared: int = 0
@@ -66,8 +65,9 @@ def check(subject: Subject) -> list[Result]:
   results = [
     _result(
       task, "every variable has a gradient", missing, count, "variable without gradient",
-      "use it in the loss, or give its layer trainable=False; argmax, round, casts to integers and "
-      "NumPy pass no gradient", (*layers, "argmax", "round", "numpy", "stop_gradient", "tf.cast"),
+      "use it in the loss, or set trainable=False for its layer; argmax, round, casts to integers "
+      "and NumPy pass no gradient",
+      (*layers, "argmax", "round", "numpy", "stop_gradient", "tf.cast"),
     ),
     _result(
       task, "no gradient is zero", zero, f"{count}, after {STEPS_BEFORE} steps", "zero gradient",
@@ -77,7 +77,7 @@ def check(subject: Subject) -> list[Result]:
     _result(
       task, "gradients are finite", sorted(seen.not_finite), count, "non-finite gradient",
       "look for log, sqrt, norm or division at 0: add a small number inside, or use "
-      "tf.math.divide_no_nan and tf.nn losses from logits",
+      "tf.math.divide_no_nan and losses from logits (tf.nn)",
       ("tf.math.log", "tf.sqrt", "tf.norm", "/ ", "log("),
     ),
   ]  # fmt: skip
@@ -89,17 +89,17 @@ def check(subject: Subject) -> list[Result]:
   return results
 
 
-def look(subject: Subject) -> tuple[Seen, Any]:
-  """Runs one step eagerly and returns what its gradients are like, and the task."""
+def look(subject: Subject) -> tuple[GradientNotes, Any]:
+  """Runs one step eagerly; returns notes on its gradients, and the task."""
   rows = 4 * subject.accumulation_steps
   compiled = Bench(subject, rows=rows)
-  # Of equal weights, losses such as |x| can balance to a gradient of exactly 0.
+  # With equal weights, losses such as |x| can have a gradient of exactly 0.
   batch = bench.weighted(subject.rows(compiled.task, rows))
   for _ in range(STEPS_BEFORE):
     compiled.step(batch)
   values = compiled.read()
 
-  def step(seen: Seen, batch: Rows, differences: str | None) -> None:
+  def step(seen: GradientNotes, batch: Rows, differences: str | None) -> None:
     here = Bench(subject, rows=rows, eager=True)
     here.assign(values)
     with (
@@ -108,10 +108,10 @@ def look(subject: Subject) -> tuple[Seen, Any]:
     ):
       here.step(batch)
 
-  exact = Seen()
+  exact = GradientNotes()
   with contextlib.suppress(Exception), in_float64():  # not every task can
     step(exact, {name: _widened(value) for name, value in batch.items()}, "float64")
-  seen = Seen()
+  seen = GradientNotes()
   step(seen, batch, None if exact.compared else "float32")
   if exact.compared:
     found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
@@ -121,7 +121,7 @@ def look(subject: Subject) -> tuple[Seen, Any]:
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-  """Has models that are built, and casts to float32 that are made, inside of it in float64."""
+  """Makes models that are built inside of the context, and casts to float32, use float64."""
   policies = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
   cast = tf.cast
 
@@ -143,7 +143,7 @@ def _widened(value: np.ndarray) -> np.ndarray:
   return value.astype(np.float64) if np.issubdtype(value.dtype, np.floating) else value
 
 
-def _noting(seen: Seen) -> Callable[[Any], Any]:
+def _noting(seen: GradientNotes) -> Callable[[Any], Any]:
   dense = steps._dense
 
   def noting(gradient: Any) -> Any:
@@ -155,7 +155,7 @@ def _noting(seen: Seen) -> Callable[[Any], Any]:
   return noting
 
 
-def _looking(seen: Seen, differences: str | None) -> type[Step]:
+def _looking(seen: GradientNotes, differences: str | None) -> type[Step]:
   class Looking(Step):
     def gradients(self, loss_fn: Any, batch: Any, variables: Sequence[Any]) -> Any:
       gradients, loss = super().gradients(loss_fn, batch, variables)
@@ -169,7 +169,7 @@ def _looking(seen: Seen, differences: str | None) -> type[Step]:
       try:
         _note(seen, list(gradients), variables)
         graph = _graph(loss_fn, batch)
-        self._logged = {}  # its tensors are of the graph
+        self._logged = {}  # its tensors belong to the graph
         alone = differences is not None and self._parts.accumulation_steps == 1
         if alone and (differences != "float64" or _is_exact(graph)):
           seen.precision = str(differences)
@@ -182,7 +182,7 @@ def _looking(seen: Seen, differences: str | None) -> type[Step]:
   return Looking
 
 
-def _note(seen: Seen, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+def _note(seen: GradientNotes, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
   for gradient, variable in zip(gradients, variables, strict=True):
     name = models.name(variable)
     if gradient is None:
@@ -196,8 +196,8 @@ def _note(seen: Seen, gradients: Sequence[Any], variables: Sequence[Any]) -> Non
 
 
 def _note_differences(
-  seen: Seen, total: Callable[[], float], gradients: Sequence[Any], variables: Sequence[Any],
-  factor: float,
+  seen: GradientNotes, total: Callable[[], float], gradients: Sequence[Any],
+  variables: Sequence[Any], factor: float,
 ) -> None:  # fmt: skip
   there = [
     (g, v) for g, v in zip(gradients, variables, strict=True)
@@ -218,9 +218,9 @@ def _compare(
   total: Callable[[], float], gradient: np.ndarray, variable: Any, rng: np.random.Generator,
   precision: str,
 ) -> tuple[float, float] | None:  # fmt: skip
-  """Returns (gradient, difference) along a direction, made equal where they agree.
+  """Returns (gradient, difference) along a direction; two equal numbers if they agree.
 
-  None where the loss moves too little, or too far from straight, to tell.
+  None if the loss changes too little, or is too curved, to tell.
   """
   raw = models.raw(variable)
   start = raw.numpy()
@@ -229,7 +229,7 @@ def _compare(
   told = float((gradient * direction).sum())
   here = total()
   precise = ROUNDING["float16" if raw.dtype.size < 4 else precision]
-  moves = 1e-5 if precision == "float64" else 3e-3  # the loss by so much of itself
+  moves = 1e-5 if precision == "float64" else 3e-3  # relative change of the loss
   length = moves * (abs(here) + 1e-3) / abs(told)
   length = min(length, 0.05 * (np.linalg.norm(start) + 0.1))
 
@@ -254,7 +254,6 @@ def _compare(
 
 
 def _graph(loss_fn: Any, batch: Any) -> tf.Graph | None:
-  """The operations of the loss; None where it only runs eagerly."""
   try:
     traced = tf.function(lambda b: loss_fn(b).total, autograph=False)
     return traced.get_concrete_function(batch).graph
@@ -263,18 +262,18 @@ def _graph(loss_fn: Any, batch: Any) -> tf.Graph | None:
 
 
 def _stops(graph: tf.Graph | None) -> bool:
-  """Whether the loss stops a gradient on purpose, as far as one can tell."""
+  """Whether the loss contains a StopGradient, or cannot be traced."""
   return graph is None or any(op.type == "StopGradient" for op in graph.get_operations())
 
 
 def _is_exact(graph: tf.Graph | None) -> bool:
-  """Whether the loss computes in float64 only; a constant may be narrow, like `tf.nn.silu`'s."""
+  """Whether the loss computes only in float64; constants may be float32, as in `tf.nn.silu`."""
   narrow = (tf.float32, tf.float16, tf.bfloat16)
   computed = (op for op in graph.get_operations() if op.type != "Const") if graph else ()
   return graph is not None and not any(o.dtype in narrow for op in computed for o in op.outputs)
 
 
-def _differences(task: Any, seen: Seen) -> Result:
+def _differences(task: Any, seen: GradientNotes) -> Result:
   name = "finite differences"
   if seen.wrong and seen.stops:
     why = f"{next(iter(seen.wrong))} differs, and the loss stops gradients on purpose"
@@ -283,10 +282,10 @@ def _differences(task: Any, seen: Seen) -> Result:
     variable, (told, true) = next(iter(seen.wrong.items()))
     return Result(
       group=GROUP, check=name, status="failed",
-      detail=f"along one direction in {variable} the gradient is {told:.4g}, the loss changes by "
-      f"{true:.4g}",
+      detail=f"along one direction in {variable} the gradient is {told:.4g}, but the loss changes "
+      f"by {true:.4g}",
       cause="wrong gradient",
-      remedy="mend the function under tf.custom_gradient, or the operation that passes another "
+      remedy="correct the function under tf.custom_gradient, or the operation that passes another "
       "gradient than its own",
       place=source_lines.find(
         task, *METHODS, containing=("custom_gradient", "py_function"), anywhere=True,

@@ -1,8 +1,8 @@
-"""What the step reads: every example once, none in both splits, sound numbers, fast enough.
+"""What the step reads: each example once, none in both splits, valid numbers, fast enough.
 
-Sources and the training pipeline are read for a few seconds each; what is larger is a sample, and
-the result says so. Whether a number is a mistake is asked of the task where it can be: a label is
-out of range if the loss has no place for it, a feature is not scaled if the first loss says so.
+Sources and the training pipeline are read for a few seconds each; larger ones are sampled, and the
+result says so. Where possible, the task itself decides whether a number is a mistake: a label is
+out of range if the loss cannot use it, a feature is not scaled if the first loss shows it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from framework.verify.report import Result, Status
 
 GROUP = "inputs"
 READ_S = 3.0
-"""How long each source, and the pipeline, is read."""
+"""Seconds to read each source, and the pipeline."""
 MEASURE_S = 1.0
-"""How long the pipeline and the step are timed."""
+"""Seconds to time the pipeline and the step."""
 TRIALS = 3
-"""How often in a row the input must be too slow, for the machine may have been busy elsewhere."""
+"""How often in a row the input must be too slow; the machine may be busy with something else."""
 LEAKED = 0.01
-"""Share of the evaluation examples that must be in training too, to be no accident."""
+"""A smaller share of evaluation examples that are also in training counts as chance."""
 FAR = 30.0
-"""A feature with a mean or a standard deviation beyond is far from what initial weights expect."""
+"""Initial weights do not expect a feature with a larger mean or standard deviation."""
 TOO_SLOW = 0.5
-"""Of the step's speed."""
+"""Smallest accepted speed of the input, relative to the step."""
 NOTICED_S = 0.005
-"""An input that takes less for a batch is left alone."""
+"""An input that takes less time per batch is always accepted."""
 SOURCE = ("source",)
 PREPROCESS = ("preprocess", "source")
 
@@ -59,10 +59,10 @@ def check(subject: Subject) -> list[Result]:
 
 
 class Reading:
-  """A task's sources and pipelines, and what was read of them."""
+  """A task's sources and pipelines, and what was read from them."""
 
   def __init__(self, subject: Subject) -> None:
-    """Makes the task and both sources, in the order in which a run does."""
+    """Makes the task and both sources, in the same order as a run."""
     self.subject = subject
     rows = padded_batch_size(subject.global_batch_size, subject.accumulation_steps)
     self.bench = Bench(subject, rows=rows, quiet=False)
@@ -78,7 +78,7 @@ class Reading:
     self.batch_size = min(subject.global_batch_size, self.train.total or survey.AT_ONCE)
 
   def batches(self, *, afresh: bool = False, **options: Any) -> tf.data.Dataset:
-    """Training batches, as the run reads them but for `options`; `afresh` calls source() again."""
+    """Returns training batches as the run reads them, except `options`; `afresh`: a new source."""
     arguments = {
       "global_batch_size": self.batch_size, "seed": self.subject.seed,
       "preprocess": self.preprocess, "shuffle": self.subject.shuffle, **options,
@@ -89,11 +89,11 @@ class Reading:
   # ---- Sources ----
 
   def sources(self) -> Iterator[Result]:
-    """The same examples from each call of source(), and from each call of fetch()."""
+    """Checks that each call of source() and of fetch() gives the same examples."""
     name = "source() repeats"
     again = self.task.source("train")
     if isinstance(self.source, StreamSource) or isinstance(again, StreamSource):
-      yield _skipped(name, "a stream comes in an order of its own")
+      yield _skipped(name, "a stream has its own order")
       return
     ids = list(self.train.by_id)[:16]
     fetched = survey.fetched_alone(again, ids)
@@ -109,8 +109,8 @@ class Reading:
       name,
       f"a second call of source('train') gives other examples: {len(wrong)} of {len(ids)} differ",
       "source() is random",
-      "draw from np.random.default_rng(seed) with a seed of its own: each worker, each restart and "
-      "the other split call source() again, and must see the same order",
+      "use np.random.default_rng(seed) with a fixed seed: each worker, each restart and the other "
+      "split call source() again, and must get the same order",
       source_lines.find(self.task, *SOURCE, containing=("random", "shuffle", "_split(")),
     )
 
@@ -122,13 +122,13 @@ class Reading:
     return _failed(
       name, f"{told} alone than among others" if repeated else f"{told} each time",
       "fetch() mixes up its rows" if repeated else "fetch() is random",
-      "row i of what fetch(indices) returns must be example indices[i], whatever their order: sort "
-      "them back if the format needs them sorted; augment in preprocess(), by batch['seed']",
+      "row i of what fetch(indices) returns must be example indices[i], in any order of indices: "
+      "if the format needs them sorted, sort back; augment in preprocess(), with batch['seed']",
       source_lines.find(source, "fetch", containing=("sort", "random", "unique")),
     )  # fmt: skip
 
   def overlap(self) -> Result:
-    """Examples of the evaluation that are in training too, by their content."""
+    """Finds evaluation examples that are also in training, by content."""
     name = "train and eval apart"
     if not self.eval.by_id:
       return _skipped(name, self.no_eval or "source('eval') has no examples")
@@ -155,8 +155,8 @@ class Reading:
     return _failed(
       name, f"{len(shared)} of {told}; {first}",
       "source() ignores the split" if ignored else "train and eval overlap",
-      "return other examples for source('eval') than for source('train'): split once, by a fixed "
-      "seed, before anything is shuffled or repeated",
+      "return other examples for source('eval') than for source('train'): split once, with a fixed "
+      "seed, before shuffling or repeating anything",
       source_lines.find(
         self.task, *SOURCE, containing=("split ==", "_split(", "random", "shuffle"),
       ),
@@ -166,7 +166,7 @@ class Reading:
   # ---- Pipelines ----
 
   def pipeline(self) -> Iterator[Result]:
-    """Each example once an epoch, and each on one worker."""
+    """Checks that an epoch has each example once, also on several workers."""
     total = self.train.total
     batches: Any = self.batches()
     if total:
@@ -194,8 +194,8 @@ class Reading:
     return _failed(
       name, f"in an epoch, {', '.join(told)}" if epoch else ", ".join(told),
       f"preprocess() {'numbers examples itself' if others else 'repeats or drops examples'}",
-      "return every row of the batch once, with the example_id that it came with; to draw examples "
-      "more often, give them a larger weight, or list them several times in the source",
+      "return every row of the batch once, with its own example_id; to draw examples more often, "
+      "give them a larger weight, or list them several times in the source",
       source_lines.find(
         self.task, *PREPROCESS, containing=("gather", "shuffle", "range(", "choice"),
       ),
@@ -216,7 +216,7 @@ class Reading:
           f"of a batch of examples {_some(whole['example_id'])}, {workers} workers make "
           f"{' and '.join(_some(each) for each in ids)}",
           "preprocess() numbers examples itself",
-          "leave batch['example_id'] and the rows as they came: each worker makes only its own",
+          "keep batch['example_id'] and the rows as they are: each worker makes only its own rows",
           source_lines.find(self.task, *PREPROCESS, containing=("example_id", "range(", "gather")),
         )  # fmt: skip
       joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
@@ -230,12 +230,12 @@ class Reading:
     return _passed(name, f"each example id once; {remedy}")
 
   def _made_by(self, share: range, rows: int) -> Rows:
-    """The rows of the first batch, padded to `rows`, that a worker of this share makes."""
+    """Returns the rows of the first batch, padded to `rows`, that a worker of this share makes."""
     made = self.batches(afresh=True, pad_multiple=rows, rows=share)
     return next(made.as_numpy_iterator())
 
   def evaluation(self) -> Iterator[Result]:
-    """The same rows from preprocess(batch, False), each time and in batches of any size."""
+    """Checks that preprocess(batch, False) gives the same rows each time, in any batch size."""
     name = "evaluation repeats"
     if self.preprocess is None or self.eval_source is None:
       yield _skipped(name, self.no_eval or "no preprocess()")
@@ -250,7 +250,7 @@ class Reading:
       if "'seed'" not in str(error):
         raise
       yield _failed(
-        name, "preprocess(batch, training=False) asks for batch['seed'], which only training has",
+        name, "preprocess(batch, training=False) reads batch['seed'], which only training has",
         "augmentation in evaluation", "augment only `if training:`",
         source_lines.find(self.task, "preprocess", containing=('"seed"', "'seed'")),
       )  # fmt: skip
@@ -282,8 +282,8 @@ class Reading:
     return _failed(
       name, f"{different!r} of the same examples differs in batches of {half} and of {size}",
       "preprocess() mixes rows",
-      "treat each row by itself: statistics of the batch depend on its size and on which examples "
-      "happen to be in it; compute those of the training set once, in the constructor or source()",
+      "treat each row separately: statistics of the batch depend on its size and on its other "
+      "examples; compute those of the training set once, in the constructor or source()",
       source_lines.find(
         self.task, "preprocess", containing=("reduce_", "moments", "norm", "shuffle"),
       ),
@@ -292,7 +292,7 @@ class Reading:
   # ---- Contents ----
 
   def contents(self) -> Iterator[Result]:
-    """What the features, labels and weights hold."""
+    """Checks the values of features, labels and weights."""
     columns = self.survey.columns
     wide = [name for name, column in columns.items() if column.dtype == np.float64]
     told = "; ".join(f"{name} {_described(column)}" for name, column in columns.items())
@@ -318,8 +318,8 @@ class Reading:
       )  # fmt: skip
     if high <= 0:
       return _failed(
-        name, f"all of {self.survey.examples} examples have weight 0: nothing is learnt",
-        "all weights are zero", "give batch['weight'] a value above 0 for what is to be learnt",
+        name, f"all of {self.survey.examples} examples have weight 0: nothing is learned",
+        "all weights are zero", "set batch['weight'] above 0 for examples to learn from",
         place,
       )  # fmt: skip
     return _passed(name, "all 1" if low == high == 1 else f"{low:.6g} to {high:.6g}")
@@ -336,17 +336,16 @@ class Reading:
     )
     rows = self._rows_of(column.bad_example)
     if rows is None or self._copes_with(rows):
-      return _passed(name, f"{told}; the step copes with it")
+      return _passed(name, f"{told}; the step stays finite")
     return _failed(
       name, told, "non-finite features",
-      "fill in what is missing, or give such examples the weight 0, in source() or preprocess()",
+      "fill in missing values, or give such examples the weight 0, in source() or preprocess()",
       source_lines.find(
         self.task, *PREPROCESS, containing=(f'"{first}"', f"'{first}'", "read", "load"),
       ),
     )  # fmt: skip
 
   def _rows_of(self, example: int | None) -> Rows | None:
-    """The first training batch with an example in it, from among those that the survey read."""
     for rows in self.batches().take(self.survey.batches).as_numpy_iterator():
       if example in rows["example_id"]:
         return rows
@@ -381,7 +380,7 @@ class Reading:
       f"{destroyed[0]!r} is {_value(column)} for all of {survey.examples} examples, but differs in "
       "the source",
       "preprocess() makes a feature constant",
-      "cast to float before dividing: whole numbers divided by 255, or cast to int after it, are 0",
+      "cast to float before dividing: integer division by 255, or a cast to int after it, gives 0",
       source_lines.find(self.task, "preprocess", containing=("//", "cast(", "int", destroyed[0])),
     )
 
@@ -399,7 +398,7 @@ class Reading:
       from_one = column.low == 1 and column.high == labels.classes
       return _failed(
         name,
-        f"{key!r} is {column.low:.0f} to {column.high:.0f}, but forward() gives "
+        f"{key!r} is {column.low:.0f} to {column.high:.0f}, but forward() returns "
         f"{labels.classes} classes, 0 to {labels.classes - 1}: {seen}",
         "labels start at 1" if from_one else "labels out of range",
         "subtract 1 from the labels" if from_one else "give the model as many outputs as there are "
@@ -415,7 +414,7 @@ class Reading:
     if column.constant and self._whole_epoch and count >= 20:
       return _failed(
         name, f"{labels.name!r} is {column.low:.0f} for all of {count} examples, of {classes}",
-        "all labels are the same", "look at what source() reads as the label",
+        "all labels are the same", "check what source() reads as the label",
         source_lines.find(self.task, *SOURCE, containing=(f'"{labels.name}"', f"'{labels.name}'")),
       )  # fmt: skip
     return _passed(name, f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}")
@@ -434,10 +433,10 @@ class Reading:
     how = "a stream is never shuffled" if stream else "run.shuffle is False"
     return _failed(
       name,
-      f"{alone} of {batches} batches of {self.batch_size} hold one class only of {labels.name!r}, "
+      f"{alone} of {batches} batches of {self.batch_size} hold only one class of {labels.name!r}, "
       f"and {how}",
       "examples sorted by label",
-      "mix the files of the stream, or dataset.shuffle(..., seed=...) in source()"
+      "mix the files of the stream, or call dataset.shuffle(..., seed=...) in source()"
       if stream
       else "set run.shuffle = True",
       source_lines.find(
@@ -455,7 +454,7 @@ class Reading:
       return _passed(name, f"means and standard deviations within {FAR:.0f}")
     told = "; ".join(f"{key} {_described(column)}" for key, column in far.items())
     if labels.name is None:
-      return _passed(name, f"{told}; whether it matters cannot be told without class labels")
+      return _passed(name, f"{told}; without class labels, whether it matters is unknown")
     chance = math.log(labels.classes)
     for key, column in far.items():
       size = math.hypot(column.mean, column.std)
@@ -466,19 +465,19 @@ class Reading:
           f"{key!r} has mean {column.mean:.3g} and standard deviation {column.std:.3g}: the first "
           f"loss is {as_is:.3g}, divided by {size:.3g} it is {scaled:.3g} (chance: {chance:.3g})",
           "inputs are not scaled",
-          "bring it near to mean 0 and standard deviation 1 in preprocess(): pixels / 255, or "
+          "scale it to about mean 0 and standard deviation 1 in preprocess(): pixels / 255, or "
           "(x - mean) / std of the training set",
           source_lines.find(
             self.task, "preprocess", "forward", containing=(f'"{key}"', f"'{key}'")
           ),
           {"loss": as_is, "loss_scaled": scaled},
         )
-    return _passed(name, f"{told}; the first loss is none the worse for it")
+    return _passed(name, f"{told}; the first loss does not suffer")
 
   # ---- Speed ----
 
   def throughput(self) -> Result:
-    """Examples/s of the pipeline alone against those of the step, here."""
+    """Compares examples/s of the pipeline alone with those of the step, on this machine."""
     name = "input keeps up with the step"
     batch = _padded_to(self.survey.first, self.bench_rows)
     try:
@@ -493,8 +492,8 @@ class Reading:
     fetches = isinstance(self.source, Source) and type(self.source).__module__ != Source.__module__
     return _failed(
       name, told, "input slower than the step",
-      "treat whole batches in TensorFlow operations instead of rows in Python; do once what is the "
-      "same each epoch, before training",
+      "process whole batches in TensorFlow operations instead of rows in Python; do once, before "
+      "training, what is the same each epoch",
       (source_lines.find(self.source, "fetch", containing=slow) if fetches else "")
       or source_lines.find(self.task, *PREPROCESS, containing=slow),
       values,
@@ -515,7 +514,7 @@ class Reading:
 
 
 def _padded_to(rows: Rows, count: int) -> Rows:
-  """Returns `count` rows: the first ones, or all with the last repeated at weight 0."""
+  """Returns `count` rows: the first ones, or all and then the last repeated with weight 0."""
   taken = np.minimum(np.arange(count), len(rows["weight"]) - 1)
   real = np.arange(count) < len(rows["weight"])
   made = {name: value[taken] for name, value in rows.items()}
@@ -523,7 +522,7 @@ def _padded_to(rows: Rows, count: int) -> Rows:
 
 
 def _seconds_each(advance: Callable[[], Any]) -> float:
-  """Returns the mean seconds of a call, over `MEASURE_S` and two calls at least, after one more."""
+  """Returns the mean seconds per call, after a first call, over `MEASURE_S` and at least two."""
   advance()
   calls, started = 0, time.perf_counter()
   while calls < 2 or time.perf_counter() - started < MEASURE_S:

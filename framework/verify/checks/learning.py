@@ -1,4 +1,4 @@
-"""Whether the task can learn at all: one batch by heart, from about the loss of guessing."""
+"""Whether the task can learn: its first loss is that of guessing, and it can fit one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_ROWS, ROWS = 64, 8
 STEPS = 150
 RATES = (0.003, 0.02)
 ENOUGH = 0.5
-"""Of the loss at the start: what is left of it, at most, of a batch that was learned by heart."""
+"""A batch is learned if its loss falls by this share of the loss at the start."""
 NEAR_CHANCE = (0.6, 1.6)
 OWN_STEPS = 20
 EXPLODES = 5.0
@@ -43,7 +43,7 @@ def check(subject: Subject) -> list[Result]:
 def _chance(task: Task, loss: float) -> Result:
   name, chance = "loss at the start", task.chance_loss
   if chance is None:
-    why = f"{loss:.4g}; Task.chance_loss, the loss of guessing, is not stated"
+    why = f"{loss:.4g}; Task.chance_loss, the loss of guessing, is not set"
     return Result(group=GROUP, check=name, status="not applicable", detail=why)
   detail = f"{loss:.4g}, guessing gives {chance:.4g}"
   low, high = (factor * chance for factor in NEAR_CHANCE)
@@ -53,13 +53,13 @@ def _chance(task: Task, loss: float) -> Result:
     group=GROUP, check=name, status="failed", detail=detail,
     cause="far from chance at the start",
     remedy="too high: scale the inputs, or make the first outputs small; too low: the label may be "
-    "among the inputs, or the loss is no sum over examples",
+    "among the inputs, or the loss is not a sum over examples",
     place=source_lines.find(task, "loss", "forward", "preprocess"),
   )  # fmt: skip
 
 
 def _own_optimizer(losses: Sequence[float]) -> Result:
-  """A few steps of the config's optimizer on one batch must not blow the loss up."""
+  """Checks that a few steps of the config's optimizer do not increase the loss much."""
   name, detail = "own optimizer", f"{losses[0]:.4g} > {losses[-1]:.4g} in {OWN_STEPS} steps"
   grows = losses[0] > 0 and losses[-1] > EXPLODES * losses[0]
   if math.isfinite(losses[-1]) and not grows:
@@ -71,7 +71,7 @@ def _own_optimizer(losses: Sequence[float]) -> Result:
 
 
 def _by_heart(subject: Subject, batch: Rows) -> Result:
-  """Adam, at one of two rates, must bring the loss of one batch down by half."""
+  """Checks that Adam, at one of two learning rates, halves the loss of one batch."""
   name, seen = "learns one batch by heart", []
   for rate in RATES:
     adam = functools.partial(keras.optimizers.Adam, rate)
@@ -92,6 +92,6 @@ def _by_heart(subject: Subject, batch: Rows) -> Result:
     f"{' and '.join(seen) or 'a loss that is not finite'}",
     cause="cannot learn one batch",
     remedy="look for a loss with the wrong sign, outputs that do not reach the loss, activations "
-    "where logits belong, labels of another example",
+    "instead of logits, labels of other examples",
     place=source_lines.find(here.task, *METHODS, containing=SUSPECTS, anywhere=True),
   )  # fmt: skip

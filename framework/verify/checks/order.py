@@ -1,4 +1,4 @@
-"""The order of operations of the traced step, printed as a pipeline, with its communications."""
+"""The order of operations in the traced step, shown as a pipeline with its communications."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ REPLICAS = 2
 
 @dataclasses.dataclass
 class Call:
-  """One verb: its name, and what it worked on in words."""
+  """One call of a verb, with a description of its input."""
 
   verb: str
   what: str = ""
   communications: list[int] = dataclasses.field(default_factory=list)
-  """The bytes of each."""
+  """Bytes of each communication."""
 
   def __str__(self) -> str:
-    """Returns it as the pipeline shows it."""
+    """Returns the text for the pipeline."""
     parts = [part for part in (self.what, _communicated(self.communications)) if part]
     return f"{self.verb} ({', '.join(parts)})" if parts else self.verb
 
 
 class Recording:
-  """What the first replica's step calls while it is traced."""
+  """Records what the first replica's step calls while it is traced."""
 
   def __init__(self) -> None:
-    """Nothing yet."""
+    """Begins with no calls."""
     self.calls: list[Call] = []
     self._owner: Step | None = None
 
   def begins(self, step: Step, call: Call) -> None:
-    """Notes a call of the first step that is made, but not what it calls itself."""
+    """Records a call of the first step made; calls within the call do not count."""
     self._owner = self._owner or step
     if step is self._owner:
       self.calls.append(call)
 
   def communicates(self, tensors: Sequence[tf.Tensor]) -> None:
-    """Notes one communication, inside of the latest call."""
+    """Records a communication as part of the latest call."""
     context = tf.distribute.get_replica_context()
     if tf.get_static_value(context.replica_id_in_sync_group) not in (0, None):
       return
@@ -61,7 +61,7 @@ class Recording:
     self.calls[-1].communications.append(sum(_bytes(t) for t in tensors))
 
   def step_class(self) -> type[Step]:
-    """Returns a Step that reports here."""
+    """Returns a Step that reports to this recording."""
     recording = self
 
     class Recorded(Step):
@@ -132,7 +132,7 @@ def check(subject: Subject) -> list[Result]:
 
 
 def record(subject: Subject) -> tuple[Recording, Bench]:
-  """Traces one step on two replicas."""
+  """Traces one step on two replicas; returns its calls and the bench."""
   recording = Recording()
   all_reduce = distribute_lib.ReplicaContextBase.all_reduce
 
@@ -151,10 +151,10 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
 
 
 def mistakes(calls: Sequence[Call]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-  """Yields (cause, remedy, what the line contains) for what is out of order."""
+  """Yields (cause, remedy, words to look for in the line) for each call out of order."""
   verbs = [call.verb for call in calls]
   made = reduced = 0
-  fresh = False  # gradients that no reduction has seen
+  fresh = False  # whether there are gradients that have not been reduced
   for call in calls:
     if call.verb == "gradients":
       made, fresh = made + 1, True
@@ -171,7 +171,7 @@ def mistakes(calls: Sequence[Call]) -> Iterator[tuple[str, str, tuple[str, ...]]
     elif call.verb == "check finite" and fresh and "all_reduce" in verbs[calls.index(call) :]:
       yield (
         "finite check before the reduction",
-        "step.check the reduced gradients, so that all replicas decide alike",
+        "call step.check on the reduced gradients, so that all replicas decide alike",
         (".check(",),
       )
     elif call.verb == "apply":
@@ -184,13 +184,13 @@ def mistakes(calls: Sequence[Call]) -> Iterator[tuple[str, str, tuple[str, ...]]
       if call.communications:
         yield (
           "reduced twice",
-          "step.apply reduces nothing; an optimizer of your own must not either",
+          "step.apply does not reduce, and your own optimizer must not either",
           (".apply(",),
         )
     elif call.verb == "own communication" and not fresh and reduced:
       yield (
         "reduced twice",
-        "something communicates after step.all_reduce: an optimizer's own apply() sums again",
+        "something communicates after step.all_reduce: the optimizer's apply() reduces again",
         (".apply(", "apply_gradients", ".all_reduce("),
       )
   if "unscale" not in verbs and "apply" in verbs:

@@ -1,7 +1,7 @@
-"""The first gradient in half precision against the one in float32, from the same weights and batch.
+"""The first gradient in half precision compared with float32, from the same weights and batch.
 
-Gradients are read from the momentum of plain gradient descent, which starts at zero: there they are
-to the bit what was applied, while a weight would round them away.
+Gradients are read from the momentum of plain gradient descent, which begins at zero: so it holds
+exactly what was applied, while the change of a weight would be rounded.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from framework.verify.report import Result
 
 GROUP = "precision"
 LIMITS = {"mixed_float16": 0.1, "mixed_bfloat16": 0.2}
-"""Of the relative error. Rounding alone gives some 2**-11 and 2**-8 for each layer, with all that
-they add up to mostly below 0.01 and 0.05; a gradient that is off by more than these is another."""
+"""Limits of the relative error. Rounding alone gives about 2**-11 and 2**-8 per layer, in sum
+mostly below 0.01 and 0.05. A gradient with a larger error than these limits is wrong."""
 UNDERFLOW = 0.05
-"""Of the gradient's elements that are lost: an optimizer like Adam makes as much of small ones."""
+"""Limit of the share of elements that become 0; Adam moves small elements as far as large ones."""
 _NOISE = 0.1
 _SAME = 1e-6
 _MANY = 2048
-"""Elements from which on a float16 sum has no digit left for one of them."""
+"""From this many elements on, a float16 sum has no digit left for a single one."""
 SUMS = ("Sum", "Mean", "L2Loss", "Cumsum", "Prod", "EuclideanNorm")
 LOGARITHMS = (
   "Softmax", "LogSoftmax", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits",
@@ -50,18 +50,18 @@ _PLACE = re.compile(r"\(([^()]+:\d+, in [^()]+)\)$")
 
 
 def check(subject: Subject) -> list[Result]:
-  """Returns the results of this group; the policies of both Keras generations are as before."""
-  reference = Reference(subject)
+  """Returns the results of this group; restores the policies of both Keras generations."""
+  reference = Float32Gradient(subject)
   results = []
   for policy in LIMITS:
     with under(policy):
-      results += list(Half(reference, policy).results())
+      results += list(HalfGradient(reference, policy).results())
   return results
 
 
 @contextlib.contextmanager
 def under(policy: str) -> Iterator[None]:
-  """Sets the dtype policy of both Keras generations for a while (host)."""
+  """Sets the dtype policy of both Keras generations inside the context (host)."""
   ours, theirs = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
   keras.config.set_dtype_policy(policy)
   tf_keras.mixed_precision.set_global_policy(policy)
@@ -72,11 +72,11 @@ def under(policy: str) -> Iterator[None]:
     tf_keras.mixed_precision.set_global_policy(theirs)
 
 
-class Reference:
+class Float32Gradient:
   """The gradient in float32."""
 
   def __init__(self, subject: Subject) -> None:
-    """Takes it, and once more with the rows in another order: what differs then is rounding."""
+    """Takes it, and again with the rows in reverse order; the difference is rounding."""
     self.subject, self.rows = subject, subject.divisible_rows
     with under("float32"):
       here = make(subject, self.rows, loss_scale=loss_scale.none)
@@ -91,19 +91,19 @@ class Reference:
 
   @property
   def usable(self) -> bool:
-    """Whether there is a gradient to compare with."""
+    """Whether the gradient is finite and not zero."""
     return bool(np.isfinite(self.flat).all() and self.flat.any())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Taken:
+class GradientStep:
   """One step.
 
   Attributes:
-    gradients: one a trained variable, float64, unscaled; zero where the step was skipped.
+    gradients: one per trained variable, float64, unscaled; zero if the step was skipped.
     skipped: whether a gradient was not finite.
     loss: the mean loss.
-    scale: the loss scale it was taken with.
+    scale: the loss scale of the step.
   """
 
   gradients: list[np.ndarray]
@@ -112,25 +112,25 @@ class Taken:
   scale: float
 
 
-class Half:
-  """The gradient under one policy, which is set meanwhile."""
+class HalfGradient:
+  """The gradient under one policy, which must be in force."""
 
-  def __init__(self, reference: Reference, policy: str) -> None:
-    """Takes nothing yet."""
+  def __init__(self, reference: Float32Gradient, policy: str) -> None:
+    """Sets what to compare with; takes no step yet."""
     self.reference, self.policy = reference, policy
     self.subject, self.dtype = reference.subject, policy.removeprefix("mixed_")
     self.asked = self.subject.precision == policy
     self.check = f"gradient in {self.dtype}"
 
   def results(self) -> Iterator[Result]:
-    """The row of the gradient, and of float16 one of underflow."""
+    """Yields the result for the gradient, or why there is none."""
     if not self.reference.usable:
       yield self._not_applicable("the first gradient in float32 is zero or not finite")
       return
     try:
       here = make(self.subject, self.reference.rows)
       taken = self._settled(here)
-    except Exception as error:  # whatever the user's code makes of the other dtype
+    except Exception as error:  # anything that the user's code raises in the other dtype
       yield self._refused(error)
       return
     apart = self._apart(taken)
@@ -145,13 +145,13 @@ class Half:
       yield self._row("passed", told, values=values)
     elif not self.asked:
       precision = self.subject.precision
-      yield self._not_applicable(f"run.precision is {precision}; would be off: {told}", values)
+      yield self._not_applicable(f"run.precision is {precision}; it would fail: {told}", values)
     else:
       cause, remedy, place = self._explained(here.task, taken)
       yield self._row("failed", told, values=values, cause=cause, remedy=remedy, place=place)
 
-  def _settled(self, here: Bench) -> Taken:
-    """The first step that is not skipped, as a dynamic scale finds it; else the last one tried."""
+  def _settled(self, here: Bench) -> GradientStep:
+    """Returns the first step that a dynamic scale does not skip; otherwise the last one tried."""
     for _ in range(24):
       taken = gradient(here, self.reference.start, self.reference.batch)
       if not taken.skipped or not np.isfinite(taken.loss) or taken.scale == _scale(here):
@@ -160,19 +160,19 @@ class Half:
 
   # ---- Numbers ----
 
-  def _apart(self, taken: Taken) -> float:
+  def _apart(self, taken: GradientStep) -> float:
     flat, wanted = np.concatenate([g.ravel() for g in taken.gradients]), self.reference.flat
     return float(np.linalg.norm(flat - wanted) / np.linalg.norm(wanted))
 
-  def _lost(self, taken: Taken) -> float:
-    """The share of the elements that are not zero in float32, and are here."""
+  def _lost(self, taken: GradientStep) -> float:
+    """Returns the share of elements that are 0 here but not in float32."""
     flat, meaningful = (
       np.concatenate([g.ravel() for g in taken.gradients]),
       self.reference.meaningful,
     )
     return float((flat[meaningful] == 0).mean()) if meaningful.any() else 0.0
 
-  def _told(self, taken: Taken, apart: float, lost: float) -> str:
+  def _told(self, taken: GradientStep, apart: float, lost: float) -> str:
     scaled = f" at loss scale {taken.scale:g}" if taken.scale != 1 else ""
     if taken.skipped:
       what = "gradient" if np.isfinite(taken.loss) else "loss"
@@ -188,8 +188,7 @@ class Half:
 
   # ---- Why ----
 
-  def _explained(self, task: Task, taken: Taken) -> tuple[str, str, str]:
-    """(cause, remedy, place)."""
+  def _explained(self, task: Task, taken: GradientStep) -> tuple[str, str, str]:
     seen = self._watched()
     first = next((op for op in seen if not op.finite), None)
     if taken.skipped and not np.isfinite(taken.loss):
@@ -213,7 +212,6 @@ class Half:
     )
 
   def _larger_scale(self, scale: float) -> float | None:
-    """The first larger loss scale with which the gradient is right."""
     if self.dtype != "float16":
       return None
     for factor in _TRIES:
@@ -227,15 +225,15 @@ class Half:
         return scale * factor
     return None
 
-  def _watched(self) -> list[Seen]:
-    """The operations in half precision of an eager step, in order, that the user's code makes."""
-    seen: list[Seen] = []
+  def _watched(self) -> list[HalfOperation]:
+    """Returns the half-precision operations of the user's code in an eager step, in order."""
+    seen: list[HalfOperation] = []
     here = make(self.subject, self.reference.rows, eager=True)
     watch = functools.partial(_watch, seen, here.task, tf.as_dtype(self.dtype))
     op_callbacks.add_op_callback(watch)
     try:
       gradient(here, self.reference.start, self.reference.batch)
-    except Exception:  # a task that cannot run eagerly
+    except Exception:  # the task cannot run eagerly
       return []
     finally:
       op_callbacks.remove_op_callback(watch)
@@ -246,7 +244,8 @@ class Half:
   def _refused(self, error: Exception) -> Result:
     line = errors.failure(error)
     if not self.asked:
-      return self._not_applicable(f"run.precision is {self.subject.precision}; would fail: {line}")
+      precision = self.subject.precision
+      return self._not_applicable(f"run.precision is {precision}; it would fail: {line}")
     place = found[1] if (found := _PLACE.search(line)) else ""
     return self._row(
       "failed", line, cause="float32 and half precision mixed", place=place,
@@ -265,20 +264,20 @@ OVERFLOW, SMALL = "overflow in the forward pass", "underflow in the forward pass
 A_SUM, LOGARITHM = "a sum in half precision", "a logarithm in half precision"
 TOO_SMALL, TOO_LARGE = "loss scale too small", "loss scale too large"
 _REMEDIES = {
-  OVERFLOW: "float16 ends at 65504: scale the values down, or compute this in float32 "
+  OVERFLOW: "the largest float16 is 65504: scale the values down, or compute this in float32 "
   "(tf.cast, Layer(dtype='float32')), or use mixed_bfloat16",
-  SMALL: "float16 makes zero of what is below 6e-8, such as an epsilon of 1e-8 or the square of "
+  SMALL: "float16 rounds values below 6e-8 to zero, such as an epsilon of 1e-8 or the square of "
   "1e-4; before a division or a logarithm, compute in float32",
   A_SUM: "sum in float32: tf.reduce_mean(tf.cast(x, tf.float32)); Loss.from_examples does",
-  LOGARITHM: "make the last layer float32, Dense(classes, dtype='float32'), and losses with it",
-  TOO_SMALL: "leave Trainer.loss_scale to its default, @dynamic(), or scale by {0} at least",
-  TOO_LARGE: "leave Trainer.loss_scale to its default, @dynamic(), which finds its own level",
+  LOGARITHM: "make the last layer float32, Dense(classes, dtype='float32'), and so the losses",
+  TOO_SMALL: "use the default of Trainer.loss_scale, @dynamic(), or a scale of at least {0}",
+  TOO_LARGE: "use the default of Trainer.loss_scale, @dynamic(), which finds its own level",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seen:
-  """An operation in half precision: its type, elements for each it gives, and the user's line."""
+class HalfOperation:
+  """A half-precision operation: type, inputs per output, and the user's line."""
 
   kind: str
   elements: int
@@ -287,10 +286,10 @@ class Seen:
 
 
 def _watch(
-  seen: list[Seen], task: Task, dtype: tf.DType, op_type: str, inputs: Sequence[Any], attrs: Any,
-  outputs: Sequence[Any], op_name: str | None = None, graph: Any = None,
+  seen: list[HalfOperation], task: Task, dtype: tf.DType, op_type: str, inputs: Sequence[Any],
+  attrs: Any, outputs: Sequence[Any], op_name: str | None = None, graph: Any = None,
 ) -> None:  # fmt: skip
-  """An op callback: it must not run operations of its own."""
+  """Records an operation, as an op callback; it must not run operations itself."""
   del attrs, op_name
   halves = [out for out in outputs if getattr(out, "dtype", None) == dtype]
   if graph is not None or not halves:
@@ -302,14 +301,14 @@ def _watch(
   elements = max((int(np.prod(i.shape)) for i in inputs if hasattr(i, "shape")), default=0)
   finite = all(np.isfinite(out.numpy().astype(np.float32)).all() for out in halves)
   results = 1 if op_type == "Cumsum" else max(1, int(np.prod(halves[0].shape)))
-  seen.append(Seen(kind=op_type, elements=elements // results, finite=finite, place=place))
+  seen.append(HalfOperation(kind=op_type, elements=elements // results, finite=finite, place=place))
 
 
 # ---- Steps ----
 
 
 def make(subject: Subject, rows: int, **options: Any) -> Bench:
-  """Builds a bench under the policies in force, whose optimizer keeps its first gradient."""
+  """Builds a bench under the policies in force; its optimizer keeps the first gradient."""
   plain: dict[str, Any] = {
     "clip_norm": None, "clip_value": None, "accumulation_steps": 1, "ema_decay": None,
     "jit_compile": False, "eager": False, **options,
@@ -321,8 +320,8 @@ def _keeping() -> keras.optimizers.Optimizer:
   return keras.optimizers.SGD(bench.RATE, momentum=0.5)
 
 
-def gradient(here: Bench, start: Sequence[np.ndarray], batch: Rows) -> Taken:
-  """Takes one step from `start`, with momentum zero; the loss scale may change by it (host)."""
+def gradient(here: Bench, start: Sequence[np.ndarray], batch: Rows) -> GradientStep:
+  """Runs one step from `start` with zero momentum; the step may change the loss scale (host)."""
   optimizers = here.trainer.parts.optimizers.values()
   for optimizer in optimizers:
     for momentum in map(models.raw, optimizer.optimizer.momentums):
@@ -337,7 +336,7 @@ def gradient(here: Bench, start: Sequence[np.ndarray], batch: Rows) -> Taken:
     for value in optimizer.fusion.unpack([models.raw(m) for m in optimizer.optimizer.momentums])
   ]
   losses = [metrics[f"{prefix(name)}loss"] for name in here.trainer.parts.optimizers]
-  return Taken(
+  return GradientStep(
     gradients=kept, skipped=metrics["skipped"] > 0, loss=float(np.sum(losses)), scale=scale
   )
 
@@ -352,5 +351,5 @@ def _names(here: Bench) -> list[str]:
 
 def _why_ignored(task: Task) -> str:
   if not any(models.is_keras(part) for part in models.parts(task.model)):
-    return "a tf.Module follows no dtype policy: it computes in float32 under each"
-  return "no layer follows the dtype policy: the gradient is that of float32"
+    return "a tf.Module ignores the dtype policy: it computes in float32 under each"
+  return "no layer uses the dtype policy: the gradient is that of float32"

@@ -1,10 +1,10 @@
-"""Random numbers: other ones on each replica and step, the same ones again with the same seed.
+"""Random numbers: they differ between replicas and steps, and repeat with the seed.
 
-Two replicas on two logical CPUs take steps on the same rows from the same weights: the same step
-again must be equal, the next one must not, nor one in which the replicas draw alike. All that is
-compared is the update and what was logged, so that any train_step() will do.
+Two replicas on logical CPUs take steps on the same rows from the same weights. The same step again
+must be equal; the next step must differ, and so must a step in which both replicas draw the same.
+Only the update and the logged values are compared, so any train_step() will do.
 
-preprocess() is called on the same rows with the seeds of two epochs, and without any in evaluation.
+preprocess() runs on the same rows with the seeds of two epochs, and in evaluation without seeds.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from framework.verify.report import Result, Status
 
 GROUP = "randomness"
 ROUNDING = 1e-5
-"""A relative difference below this is no other random number."""
+"""A relative difference below this is rounding, not other random numbers."""
 METHODS = ("train_step", "training_loss", "forward", "loss", "build_model")
 LAYERS = ("Dropout", "GaussianNoise", "Random")
-"""In the names of layers that draw when training."""
+"""Parts of the names of layers that draw in training."""
 STATEFUL = "stateful random op"
 FROZEN = "np.random while tracing"
 FIXED = "a fixed seed"
 STATELESS = (
-  "use layers of Keras, or tf.random.stateless_* with step.seed(): ops with a state of their own "
-  "give other numbers after a restart"
+  "use Keras layers, or tf.random.stateless_* with step.seed(): ops with their own state give "
+  "other numbers after a restart"
 )
 BY_SEED = "use tf.random.stateless_* and tf.image.stateless_* with batch['seed']"
 ONCE = (
-  "Python and NumPy run once, while TensorFlow traces, and their numbers become constants of the "
-  "graph; "
+  "Python and NumPy run only once, while TensorFlow traces, and their numbers become constants of "
+  "the graph; "
 )
 
 
@@ -61,10 +61,10 @@ def check(subject: Subject) -> list[Result]:
 
 
 class Steps:
-  """Steps on two replicas that have the same rows, with and without a difference in the seed."""
+  """Steps on two replicas with the same rows, with the same and with different seeds."""
 
   def __init__(self, subject: Subject) -> None:
-    """Takes the steps."""
+    """Runs the steps."""
     rows = 24 * subject.accumulation_steps
     self.bench = Bench(subject, 2, rows=rows, optimizer=bench.gradient_descent, quiet=False)
     self.task, self.rows = self.bench.task, rows // 2
@@ -85,7 +85,7 @@ class Steps:
     self.by_example = not self._same(first, self._step(0, first_id=1000))
 
   def training(self) -> Iterator[Result]:
-    """The same with the seed, another at the next step and on another replica."""
+    """Checks that a step repeats with its seed and differs from other steps and replicas."""
     names = ("repeats with the seed", "differs between steps", "differs between replicas")
     if self._nothing_random:
       for name in names:
@@ -115,7 +115,7 @@ class Steps:
   def _between_steps(self, name: str) -> Result:
     if self.watched.in_python:
       return _failed(
-        name, "numbers were drawn in Python while the step was traced: they are the same for ever",
+        name, "numbers were drawn in Python while the step was traced: they never change again",
         FROZEN, ONCE + "use tf.random.stateless_* with step.seed()",
         self._place([], ("np.random", "default_rng", "random.")),
       )  # fmt: skip
@@ -123,28 +123,28 @@ class Steps:
     if fixed and not self.by_step:
       return _failed(
         name, f"steps draw the same numbers{_listed(fixed)}", FIXED,
-        "use layers of Keras, or step.seed(), which is another one each time",
+        "use Keras layers, or step.seed(), which is new in each step",
         self._place(fixed, ("seed=", "stateless_")),
       )  # fmt: skip
     if not self.by_step:
-      return _skipped(name, "what is drawn changes no update")
+      return _skipped(name, "the random numbers do not change the update")
     return _passed(name, "the next step, from the same weights on the same rows, gives another")
 
   def _between_replicas(self, name: str) -> Result:
     if not self.by_step:
       return _skipped(name, "steps do not differ")
     if self.by_replica:
-      return _passed(name, "two replicas draw apart on the same rows")
+      return _passed(name, "two replicas draw different numbers for the same rows")
     if self.by_example:
-      return _passed(name, "what is drawn for an example depends on its id, not on the replica")
+      return _passed(name, "random numbers depend on the example's id, not on the replica")
     return _failed(
       name, "two replicas draw the same numbers on their rows", "a seed without the replica",
-      "use layers of Keras, or step.seed(), which also depends on the replica",
+      "use Keras layers, or step.seed(), which also depends on the replica",
       self._place([d for d in self.watched.draws if not d.by_keras], ("seed", "stateless_")),
     )  # fmt: skip
 
   def active(self) -> Result:
-    """Whether the layers that draw when training do so in a training step."""
+    """Checks that the random layers draw in a training step."""
     name, layers = "dropout is active", self._random_layers
     if not layers:
       return _skipped(name, "the model has no random layer")
@@ -153,15 +153,15 @@ class Steps:
     return _failed(
       name, f"no layer draws in a training step, although the model has {', '.join(layers)}",
       "layer called without training",
-      "pass training on: self.model(x, training=training); without it, layers of Keras behave as "
-      "in evaluation",
+      "pass training on: self.model(x, training=training); without it, Keras layers behave as in "
+      "evaluation",
       source_lines.find(
         self.task, *METHODS, containing=("self.model(", "self.model[", "training=False"),
       ),
     )  # fmt: skip
 
   def evaluation(self) -> Result:
-    """Whether the same batch, evaluated twice, gives the same metrics."""
+    """Checks that the same batch gives the same metrics when evaluated twice."""
     name = "evaluation draws nothing"
     source, why = survey.eval_source(self.task)
     if source is None:
@@ -187,7 +187,7 @@ class Steps:
     return _failed(
       name, f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again",
       STATEFUL if stateful and not self._random_layers else "dropout active in evaluation",
-      "pass training on, which eval_step() has as False: self.model(x, training=training)",
+      "pass training on, which is False in eval_step(): self.model(x, training=training)",
       _place(
         self.task, stateful or watched.draws, ("forward", "eval_step"), ("training=True", "dropout")
       ),
@@ -201,7 +201,7 @@ class Steps:
     return self.bench.step({**self._batch, "example_id": ids})
 
   def _same(self, one: Outcome, other: Outcome) -> bool:
-    """Whether two steps are equal, but for rounding, in updates and in what they logged."""
+    """Whether updates and logged values of two steps are equal except for rounding."""
     for mine, yours in zip(one.update(), other.update(), strict=True):
       size = np.linalg.norm(np.nan_to_num(yours))
       if np.linalg.norm(np.nan_to_num(mine - yours)) > ROUNDING * size:
@@ -213,9 +213,9 @@ class Steps:
 
 
 def random_layers(model: Any) -> list[str]:
-  """Returns the names of a model's layers that draw random numbers when training.
+  """Returns the names of a model's layers that draw random numbers in training.
 
-  A frozen model, such as a teacher, is meant to answer as in evaluation: it has none.
+  A frozen model, such as a teacher, must behave as in evaluation, so its layers do not count.
   """
   found = []
   for part in models.parts(model):
@@ -234,14 +234,14 @@ def random_layers(model: Any) -> list[str]:
 
 
 class Augmentation:
-  """preprocess() on the same rows, with the seeds of two epochs and without any."""
+  """preprocess() on the same rows, with the seeds of two epochs and without seeds."""
 
   def __init__(self, subject: Subject, task: Task) -> None:
-    """Keeps them."""
+    """Keeps its arguments."""
     self.subject, self.task = subject, task
 
   def results(self) -> Iterator[Result]:
-    """The same with the seed, another in the next epoch, none in evaluation."""
+    """Checks that augmentation repeats with its seed, differs between epochs, not in evaluation."""
     names = (
       "augmentation repeats with the seed",
       "augmentation differs between epochs",
@@ -286,7 +286,7 @@ class Augmentation:
       name,
       f"{feature!r} differs for the same examples with the same seeds{_listed(watched.stateful)}",
       STATEFUL if watched.stateful else "random numbers with a state of their own",
-      f"{BY_SEED}: ops with a state of their own give other numbers after a restart",
+      f"{BY_SEED}: ops with their own state give other numbers after a restart",
       self._place(
         watched.stateful or watched.draws, ("tf.random.", "random_", "np.random", "random.")
       ),
@@ -295,7 +295,7 @@ class Augmentation:
   def _frozen(self, name: str, watched: Watched) -> Result:
     return _failed(
       name, "numbers are drawn in Python while preprocess() is traced: all examples get the same "
-      "ones, for ever", FROZEN, ONCE + BY_SEED,
+      "ones, in all epochs", FROZEN, ONCE + BY_SEED,
       self._place([], ("np.random", "default_rng", "random.")),
     )  # fmt: skip
 
@@ -321,7 +321,7 @@ class Augmentation:
       if not _asks_for_seed(error):
         raise
       return _failed(
-        name, "preprocess(batch, training=False) asks for batch['seed'], which only training has",
+        name, "preprocess(batch, training=False) reads batch['seed'], which only training has",
         "augmentation in evaluation", "augment only `if training:`",
         self._place([], ('"seed"', "'seed'")),
       )  # fmt: skip
@@ -338,7 +338,7 @@ class Augmentation:
     )  # fmt: skip
 
   def _rows(self) -> tuple[Rows, Rows]:
-    """The same rows as two epochs have them, before preprocess()."""
+    """Returns the same rows as two epochs have them, before preprocess()."""
     source = self.task.source("train")
     count = min(16, source.num_examples or 16)
     seed = self.subject.seed

@@ -1,13 +1,12 @@
-"""The same update on 1 and on N replicas; where it is not, which known mistake explains it.
+"""The same update on 1 and on N replicas; if it differs, which known mistake explains it.
 
-One step is taken from the same weights with the same rows on 1, 2 and 3 logical CPUs, by plain
-gradient descent, so that what the weights move by is the gradient: on a full batch, on one that
-does not divide (whose last replica has nothing but padding) and with unequal weights. Then several
-steps with the config's own optimizer, clipping, micro-batches, loss scaling, and an infinity in the
-last replica's last example.
+One step of plain gradient descent, whose update is the gradient, runs from the same weights on 1, 2
+and 3 logical CPUs: with a full batch, one that does not divide (the last replica has only padding)
+and unequal weights. Then several steps run with the config's own optimizer, clipping,
+micro-batches, loss scaling, and an infinity in the last replica's last example.
 
-An explanation is a computation: from the gradients of each replica's rows alone, taken on one
-replica, each known mistake predicts another update; the one that fits in all cases is named.
+From the gradients of each replica's rows alone, each known mistake predicts another update. The one
+whose prediction fits all cases is reported.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from framework.verify.report import Result
 
 GROUP = "replicas"
 LEAST = 5e-5
-"""A relative difference below this is rounding, whatever the task."""
+"""A smaller relative difference is always rounding."""
 MOST = 1e-3
-"""One above this is not, however much the task's own rounding is."""
+"""A larger relative difference is never rounding."""
 AFTER_STEPS = 2e-2
-"""Of what several steps moved the weights by: Adam's first steps make much of small roundings."""
+"""Tolerance after several steps, relative to the change: Adam at first amplifies roundings."""
 FITS = 0.02
 RESULTS = ("result(", "reduce_mean", "log(")
 SUMS = ("reduce_mean", "from_examples(", "weighted_sum(", "Loss(")
@@ -45,7 +44,7 @@ def check(subject: Subject) -> list[Result]:
   comparison = Comparison(subject, rows=subject.divisible_rows)
   results = [comparison.repeatable()]
   if results[0].status == "failed":
-    return results  # steps that differ anyway cannot be compared
+    return results  # steps that do not repeat cannot be compared
   results += comparison.padding()
   updates = [result for n in (2, 3) for result in comparison.same_update(n)]
   alike = all(result.status == "passed" for result in updates if "update" in result.check)
@@ -53,10 +52,10 @@ def check(subject: Subject) -> list[Result]:
 
 
 class Comparison:
-  """Everything that is known of the step on one replica, and how others are held against it."""
+  """The step on one replica, and comparisons of others with it."""
 
   def __init__(self, subject: Subject, *, rows: int) -> None:
-    """Takes the reference steps."""
+    """Runs the reference steps."""
     self.subject, self.rows = subject, rows
     self.alone = Bench(subject, rows=rows, optimizer=bench.gradient_descent)
     self.task = self.alone.task
@@ -78,13 +77,13 @@ class Comparison:
     self.noisy = _noisy(backwards["full batch"], self.reference["full batch"])
 
   def on_one(self, batch: Rows) -> Outcome:
-    """One step from the initial weights on one replica."""
+    """Runs one step from the initial weights on one replica."""
     return self.alone.steps_from(self.start, batch)
 
   # ---- On one replica ----
 
   def repeatable(self) -> Result:
-    """The same step twice: what differs is random and follows no seed."""
+    """Checks that the same step repeats; if not, it draws random numbers without a seed."""
     found = self.difference(self._again, self.reference["full batch"])
     if found.worst <= LEAST:
       return Result(group=GROUP, check="same step twice", status="passed", detail=found.detail)
@@ -95,10 +94,10 @@ class Comparison:
     )  # fmt: skip
 
   def padding(self) -> Iterator[Result]:
-    """What stands in rows of weight 0, and how many there are, must change nothing."""
+    """Checks that the contents and the number of rows of weight 0 change nothing."""
     normalised = [layer.name for layer in normalisations(self.task.model)]
     if normalised:
-      why = f"{normalised[0]} normalises over all rows of a batch, padding too"
+      why = f"{normalised[0]} normalises over all rows of a batch, padding included"
       yield Result(
         group=GROUP, check="padding changes nothing", status="not applicable", detail=why
       )
@@ -117,7 +116,7 @@ class Comparison:
     yield Result(group=GROUP, check="padding changes nothing", status="passed", detail=detail)
 
   def _without_padding(self) -> Difference | None:
-    """Half the rows against the same, padded; None for a task that needs its number of rows."""
+    """Compares half the rows with the same rows padded; None if the task needs its row count."""
     half = self.rows // 2
     padded = self.on_one(bench.padded(self.batch, half))
     try:
@@ -134,7 +133,7 @@ class Comparison:
       group=GROUP, check="padding changes nothing", status="failed",
       detail=f"with {what}: {found.detail}",
       cause="padding counts",
-      remedy="weigh each example, as Loss.from_examples(per_example, batch['weight']) and "
+      remedy="weight each example, as Loss.from_examples(per_example, batch['weight']) and "
       "weighted_sum(per_example, batch['weight']) do, and never divide by a number of rows",
       place=source_lines.find(self.task, *methods, containing=SUMS),
     )  # fmt: skip
@@ -142,7 +141,7 @@ class Comparison:
   # ---- On several ----
 
   def same_update(self, replicas: int) -> Iterator[Result]:
-    """Holds each case on N replicas against one."""
+    """Compares each case on N replicas with one replica."""
     name = f"same update on {replicas} replicas"
     here = Bench(self.subject, replicas, rows=self.rows, optimizer=bench.gradient_descent)
     outcomes = {case: here.steps_from(self.start, rows) for case, rows in self.cases.items()}
@@ -171,8 +170,8 @@ class Comparison:
     return Result(
       group=GROUP, check=name, status="failed", detail=f"{case}: {detail}",
       cause="metric read in replica context",
-      remedy="return sums over this replica's examples, (total, weight), as weighted_sum gives "
-      "them; results and means are made by the framework, over all replicas",
+      remedy="return sums over this replica's examples, (total, weight), as weighted_sum does; the "
+      "framework computes results and means over all replicas",
       place=source_lines.find(self.task, "metrics", "train_step", containing=RESULTS),
     )  # fmt: skip
 
@@ -218,14 +217,14 @@ class Comparison:
     return UNKNOWN if additive else COUPLED
 
   def _coupled(self) -> bool:
-    """Whether examples depend on one another: then it matters which share a micro-batch."""
+    """Whether the update of an example depends on others, so that micro-batches change it."""
     if normalisations(self.task.model):
       return True
     parts = self._parts(self.batch, 2)
     return not _fits(self.flat(self.reference["full batch"]), _weighted_mean(parts))
 
   def _parts(self, rows: Rows, replicas: int) -> list[tuple[np.ndarray, float]]:
-    """The update of each replica's rows alone, made on one replica, and their weight."""
+    """Returns, per replica, the update of its rows alone (on one replica) and their weight."""
     owner = np.arange(self.rows) * replicas // self.rows
     alone = [bench.masked(rows, owner == replica) for replica in range(replicas)]
     return [(np.nan_to_num(self.flat(self.on_one(each))), each["weight"].sum()) for each in alone]
@@ -233,10 +232,10 @@ class Comparison:
   # ---- With the config's optimizer and every option ----
 
   def same_with_options(self, *, alike: bool) -> Iterator[Result]:
-    """Several steps, options on; on failure, each option alone.
+    """Checks several steps with all options on; if they differ, each option alone.
 
     Args:
-      alike: whether the bare updates were; else only the overflow is looked at.
+      alike: whether the bare updates agree; otherwise only the overflow is checked.
     """
     name = "same weights after 4 steps"
     options = self._options()
@@ -245,13 +244,13 @@ class Comparison:
     except ValueError:
       if self.subject.accumulation_steps > 1:
         raise
-      options.pop("accumulation", None)  # the task splits the batch itself, the config does not
+      options.pop("accumulation", None)  # the task splits the batch itself, so the config does not
       steps = self._run_options(options)
     told = f"own optimizer, {', '.join(options)}"
     overflow = steps.pop("overflow")
     worst = max(steps.values(), key=lambda each: each.worst)
     if not alike:
-      why = "the update itself differs; mend that first"
+      why = "the update itself differs; fix that first"
       yield Result(group=GROUP, check=name, status="not applicable", detail=why)
     elif worst.worst <= AFTER_STEPS:
       yield Result(
@@ -278,7 +277,6 @@ class Comparison:
     return options
 
   def _run_options(self, options: Mapping[str, dict[str, Any]]) -> dict[Any, Any]:
-    """The difference of the weights after several steps on 2 and 3 replicas, and of an overflow."""
     arguments = {key: value for option in options.values() for key, value in option.items()}
     last = np.arange(self.rows) == self.rows - 1
     planted = _with_infinity(self.batch, last)
@@ -299,19 +297,19 @@ class Comparison:
   def _overflow(self, skips: Mapping[int, tuple[Outcome, list[bool]]]) -> Result:
     name = "overflow on one replica"
     if not skips:
-      why = "no float feature to plant an infinity in"
+      why = "there is no float feature to set to infinity"
       return Result(group=GROUP, check=name, status="not applicable", detail=why)
     moved = {n: _moved(outcome, trainable) for n, (outcome, trainable) in skips.items()}
     outcomes = {n: outcome for n, (outcome, _) in skips.items()}
     if moved[1] and not np.isfinite(self.flat(outcomes[1])).all():
-      why = "the task applies what is not finite, on one replica too"
+      why = "the task applies non-finite gradients, on one replica too"
       return Result(group=GROUP, check=name, status="not applicable", detail=why)
-    if moved[1]:  # one of several updates was skipped, or none was
+    if moved[1]:  # it skipped only some of its updates, or none
       apart = {n: self._apart(outcomes[n], outcomes[1]) for n in (2, 3)}
       wrong = [str(n) for n, difference in apart.items() if not difference <= AFTER_STEPS]
       worst = max(apart.values())
       right = f"the step is the same on every replica: relative difference {worst:.1e}"
-      bad = "the step differs from that of one replica where one of them overflows"
+      bad = "the step differs from that of one replica if one of them overflows"
     else:
       wrong = [str(n) for n, there in moved.items() if there]
       right = "the step is skipped on every replica, no weight moves"
@@ -346,13 +344,12 @@ class Comparison:
   # ---- Numbers ----
 
   def flat(self, outcome: Outcome, replica: int = 0) -> np.ndarray:
-    """The update of all that is trained, as one vector."""
+    """Returns the update of all trained variables, as one vector."""
     update = outcome.update(replica)
     trained = [u.ravel() for u, used in zip(update, self.alone.trainable, strict=True) if used]
     return np.concatenate(trained)
 
   def _apart(self, several: Outcome, one: Outcome) -> float:
-    """How far each of several replicas is from what one replica did, at most."""
     replicas = range(len(several.after[0]))
     found = [self.difference(several, one, without=self.noisy, replica=each) for each in replicas]
     return max(each.worst for each in found)
@@ -365,7 +362,7 @@ class Comparison:
     without: frozenset[int] = frozenset(),
     replica: int = 0,
   ) -> Difference:
-    """Holds a replica of a step against another step, variable by variable, but for some."""
+    """Compares one replica of a step with another step, per variable, except those in `without`."""
     updates = list(zip(one.update(replica), other.update(), strict=True))
     scale = max((np.linalg.norm(other) for _, other in updates), default=0.0)
     relative = []
@@ -399,7 +396,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-  """The largest relative difference of a variable's update, in words, and what metrics differ."""
+  """Largest relative difference of a variable's update, its description, and differing metrics."""
 
   worst: float
   detail: str
@@ -408,7 +405,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-  """A known mistake: its name, what to do, and what its line may contain."""
+  """A known mistake: name, remedy, and what its line of code may contain."""
 
   cause: str
   remedy: str
@@ -417,7 +414,7 @@ class Explanation:
 
 STATEFUL = Explanation(
   cause="random numbers with a state of their own",
-  remedy="use layers of Keras, or tf.random.stateless_* with step.seed()",
+  remedy="use Keras layers, or tf.random.stateless_* with step.seed()",
   containing=("tf.random.", "np.random", "random."),
 )
 NEVER_REDUCED = Explanation(
@@ -427,20 +424,20 @@ NEVER_REDUCED = Explanation(
 )
 BATCH_NORM = Explanation(
   cause="batch-norm statistics",
-  remedy="BatchNormalization(synchronized=True) normalises over the global batch; else each "
+  remedy="BatchNormalization(synchronized=True) normalises over the global batch; without it, each "
   "replica normalises by its own rows",
   containing=("BatchNormalization",),
 )
 TWICE = Explanation(
   cause="reduced twice",
-  remedy="reduce once: step.all_reduce sums gradients and weight, and step.apply reduces nothing; "
-  "an optimizer of your own would reduce again in its apply()",
+  remedy="reduce once: step.all_reduce sums gradients and weight, and step.apply does not reduce; "
+  "the apply() of your own optimizer must not either",
   containing=("all_reduce", "apply_gradients", ".apply("),
 )
 MEAN_OF_MEANS = Explanation(
   cause="mean of means",
-  remedy="return sums, Loss.from_examples(per_example, batch['weight']); a mean over each replica "
-  "weighs a replica with few examples as much as one with many",
+  remedy="return sums, Loss.from_examples(per_example, batch['weight']); a mean per replica gives "
+  "a replica with few examples the same weight as one with many",
   containing=("reduce_mean", "/ tf.reduce_sum", "divide_no_nan", "Loss("),
 )
 LOCAL_BATCH = Explanation(
@@ -452,24 +449,24 @@ LOCAL_BATCH = Explanation(
 REGULARISATION = Explanation(
   cause="regularisation counted N times",
   remedy="return the penalty from Task.regularization(), or use loss.plus_regularization(penalty), "
-  "which counts it once",
+  "which count it once",
   containing=("l2_loss", "losses", "regular", "penalty", "+ "),
 )
 COUPLED = Explanation(
   cause="examples that depend on one another",
-  remedy="what compares the examples of a batch (negatives, statistics, ranks) sees only its own "
-  "replica's: gather the others with step.all_gather, in train_step",
+  remedy="code that compares the examples of a batch (negatives, statistics, ranks) sees only "
+  "those of its own replica: collect the others with step.all_gather, in train_step",
   containing=("reduce_mean", "reduce_std", "matmul", "transpose", "top_k", "moments"),
 )
 UNKNOWN = Explanation(
   cause="unknown",
-  remedy="none of the known mistakes predicts this update; compare the verbs of your train_step "
-  "with those of step.update",
+  remedy="no known mistake predicts this update; compare the verbs of your train_step with "
+  "those of step.update",
 )
 OPTIMIZER = Explanation(
   cause="optimizer",
-  remedy="gradient descent agrees and this optimizer does not: it reads something that differs "
-  "between replicas",
+  remedy="gradient descent gives the same update and this optimizer does not: it reads something "
+  "that differs between replicas",
 )
 BY_OPTION = {
   "clip_norm": Explanation(
@@ -520,7 +517,7 @@ def _fits(seen: np.ndarray, predicted: np.ndarray) -> bool:
 
 
 def _drift(outcome: Outcome, trainable: Sequence[bool]) -> float:
-  """How far the replicas' copies of trained variables are apart, relative to their update."""
+  """Returns how far trained variables differ between replicas, as an absolute value."""
   apart = [
     np.abs(copy.astype(np.float64) - copies[0]).max(initial=0.0)
     for copies, trained in zip(outcome.after, trainable, strict=True)
@@ -539,7 +536,7 @@ def _moved(outcome: Outcome, trainable: Sequence[bool]) -> bool:
 
 
 def _noisy(one: Outcome, other: Outcome) -> frozenset[int]:
-  """The variables whose gradient is rounding and nothing else, as that of a bias under batch norm.
+  """Returns the variables whose gradient is only rounding, such as a bias under batch norm.
 
   It depends on the order of the rows. An optimizer like Adam moves them as far as all others.
   """
@@ -556,7 +553,7 @@ def _backwards(batch: Rows) -> Rows:
 
 
 def _with_infinity(batch: Rows, where: np.ndarray) -> Rows | None:
-  """The batch with every float feature infinite in some rows; None without any float feature."""
+  """Returns the batch with every float feature infinite in some rows; None if it has none."""
   floats = [n for n, v in batch.items() if n != "weight" and np.issubdtype(v.dtype, np.floating)]
   planted = dict(batch)
   for name in floats:
@@ -578,5 +575,5 @@ def normalisations(model: Any) -> list[Any]:
 
 
 def synchronised(layer: Any) -> bool:
-  """Whether a batch normalisation takes its statistics over all replicas."""
+  """Whether a batch normalisation computes its statistics over all replicas."""
   return bool(getattr(layer, "synchronized", False)) or "Sync" in type(layer).__name__

@@ -1,8 +1,8 @@
-"""A run that was stopped and goes on from its checkpoint is the run that was never stopped.
+"""A run that is restored from a checkpoint continues like a run that never stopped.
 
-A trainer takes three steps, saves, and takes a fourth; another one, built from scratch, restores
-and takes the fourth too: to the bit the same weights, optimizer slots and metrics. And what is
-saved under one strategy is restored under each of the others.
+A trainer takes three steps, saves, and takes a fourth. Another one, built from scratch, restores
+and takes the fourth too: weights, optimizer slots and metrics must be equal to the bit. And a
+checkpoint saved under one strategy must restore under each of the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from framework.verify.report import Result
 
 GROUP = "restore"
 LOOPS = (1, 2)
-"""Steps in the loops before the checkpoint; the first of them traces the step."""
+"""Steps per loop before the checkpoint; the first loop traces the step."""
 ROUNDING = 1e-5
 NEXT_BATCH, SAME_STEP, ACROSS = (
   "same next batch", "same step after a restore", "restored under other strategies",
@@ -45,10 +45,10 @@ def check(subject: Subject) -> list[Result]:
 
 
 class Resumption:
-  """One uninterrupted run and what is resumed from its checkpoint."""
+  """One uninterrupted run, and what resumes from its checkpoint."""
 
   def __init__(self, subject: Subject, folder: str) -> None:
-    """Looks at how tasks are made; trains nothing yet."""
+    """Compares two tasks of the subject; trains nothing yet."""
     self.subject, self.folder = subject, folder
     self.rows = subject.divisible_rows
     first, second = subject.fresh_task(), subject.fresh_task()
@@ -57,14 +57,14 @@ class Resumption:
     self._as_made = _copies(first) if first is second or shared else {}
 
   def task(self) -> Task:
-    """Returns a task as a new process would make it, also where the subject has but one."""
+    """Returns a task as a new process makes it, even if the subject always returns the same one."""
     made = self.subject.fresh_task()
     for name, value in self._as_made.items():
       setattr(made, name, copy.deepcopy(value))
     return made
 
   def results(self) -> Iterator[Result]:
-    """All checks; the later ones need the earlier ones."""
+    """Yields all results; later checks depend on earlier ones."""
     batch = self.same_next_batch()
     yield batch
     if batch.status == "failed":
@@ -76,7 +76,7 @@ class Resumption:
   # ---- The data ----
 
   def same_next_batch(self) -> Result:
-    """The batch after the checkpoint, read on and read by a new process."""
+    """Compares the batch after the checkpoint: read on, and read by a new process."""
     steps, task, other = sum(LOOPS), self.task(), self.task()
     unlike = _unlike_task(task, other)
     running = harness.batches(self.subject, task, rows=self.rows, position=0)
@@ -95,8 +95,8 @@ class Resumption:
     return Result(
       group=GROUP, check=NEXT_BATCH, status="failed", detail=told,
       cause="position of the data" if ids else "random numbers outside the checkpoint",
-      remedy="a source is asked by index, fetch(indices), and its examples depend on the index "
-      "alone; augmentation draws from batch['seed'], by tf.random.stateless_* or "
+      remedy="a source is read by index: fetch(indices) must return examples that depend only on "
+      "their index; augment with batch['seed'] and tf.random.stateless_* or "
       "tf.image.stateless_*",
       place=self._place_of_data(task),
     )  # fmt: skip
@@ -115,8 +115,8 @@ class Resumption:
   # ---- One step ----
 
   def same_step(self) -> Result:
-    """Holds the fourth step of a restored run against that of the uninterrupted one."""
-    whole = Run(self, bench.strategy_of(1))
+    """Compares the fourth step of a restored run with that of the uninterrupted one."""
+    whole = TrainerUnderTest(self, bench.strategy_of(1))
     keys = set(whole.keys())
     whole.train(LOOPS[0])
     traced = held_state.held(whole.task)
@@ -126,7 +126,7 @@ class Resumption:
     path = whole.save("whole")
     whole.train(1)
 
-    resumed = Run(self, bench.strategy_of(1))
+    resumed = TrainerUnderTest(self, bench.strategy_of(1))
     if found := _unlike(whole, resumed):
       return self._built_otherwise(found)
     try:
@@ -136,7 +136,9 @@ class Resumption:
     resumed.train(1)
     return self._compared(whole, resumed, traced, path)
 
-  def _compared(self, whole: Run, resumed: Run, traced: Mapping[str, Held], path: str) -> Result:
+  def _compared(
+    self, whole: TrainerUnderTest, resumed: TrainerUnderTest, traced: Mapping[str, Held], path: str
+  ) -> Result:
     differing, apart = _differing(whole, resumed)
     lost = _lost(whole, resumed, traced)
     seen = f"after one more step {_told(differing)} differ, by {apart:.2g}" if differing else ""
@@ -145,7 +147,7 @@ class Resumption:
     if not differing:
       return _passed(SAME_STEP, f"{len(whole.keys())} variables and the metrics, to the bit")
     if apart < ROUNDING and not _repeats(resumed, path):
-      return _passed(SAME_STEP, f"but for roundings, {apart:.1e}, that differ each time anyway")
+      return _passed(SAME_STEP, f"except rounding, {apart:.1e}, which differs each time anyway")
     return self._differs(whole, resumed, seen)
 
   def _lost(self, lost: Mapping[str, Held], seen: str) -> Result:
@@ -153,7 +155,7 @@ class Resumption:
     others = f" (and {', '.join(list(lost)[1:4])})" if len(lost) > 1 else ""
     return Result(
       group=GROUP, check=SAME_STEP, status="failed",
-      detail=f"{name}{others} is not what it was, and in no checkpoint"
+      detail=f"{name}{others} has another value, and is in no checkpoint"
       + (f"; {seen}" if seen else ""),
       cause=f"{first.kind} outside the checkpoint",
       remedy=REMEDIES[first.kind].format(first.attribute),
@@ -161,8 +163,8 @@ class Resumption:
       values={"outside": sorted(lost)},
     )  # fmt: skip
 
-  def _differs(self, whole: Run, resumed: Run, seen: str) -> Result:
-    """The checkpoint has all that the task holds, and yet the step is another."""
+  def _differs(self, whole: TrainerUnderTest, resumed: TrainerUnderTest, seen: str) -> Result:
+    """Explains a step that differs although the checkpoint has all that the task holds."""
     task = whole.task
     if unlike := _unlike_task(task, resumed.task):
       return self._made_otherwise(SAME_STEP, *unlike, seen)
@@ -179,27 +181,27 @@ class Resumption:
       )  # fmt: skip
     return Result(
       group=GROUP, check=SAME_STEP, status="failed", detail=seen, cause="unknown",
-      remedy="the step reads something that neither a checkpoint nor the task holds, such as a "
-      "global variable or a file",
+      remedy="the step reads something that is neither in the checkpoint nor in the task, such as "
+      "a global variable or a file",
       place=source_lines.mention(task, "def train_step", "def loss", "def forward"),
     )  # fmt: skip
 
   def _made_otherwise(self, check: str, name: str, held: Held, seen: str) -> Result:
     return Result(
       group=GROUP, check=check, status="failed",
-      detail=f"{name} is another each time that the task is made; {seen}",
-      cause="another task on each build",
-      remedy="make it from constants, or by a generator with a fixed seed, or keep it in a "
-      "variable of the model",
+      detail=f"{name} differs each time that the task is made; {seen}",
+      cause="task differs between builds",
+      remedy="make it from constants or by a generator with a fixed seed, or keep it in a variable "
+      "of the model",
       place=source_lines.mention(held.owner, f"self.{held.attribute} =", f"self.{held.attribute}"),
     )  # fmt: skip
 
-  def _late(self, whole: Run, late: list[str]) -> Result:
+  def _late(self, whole: TrainerUnderTest, late: list[str]) -> Result:
     names = [whole.name_of(key) for key in late]
     return Result(
       group=GROUP, check=SAME_STEP, status="failed",
-      detail=f"the first step makes {_told(names)}: not trained, and a new process has no place "
-      "for it when it restores",
+      detail=f"the first step creates {_told(names)}: it is not trained, and a new process cannot "
+      "restore it",
       cause="variables created late",
       remedy="build them in build_model(): give the model an Input, or call it once there",
       place=source_lines.mention(whole.task, "def build_model"),
@@ -208,10 +210,10 @@ class Resumption:
   def _built_otherwise(self, found: str) -> Result:
     return Result(
       group=GROUP, check=SAME_STEP, status="failed",
-      detail=f"built again, the model is another one: {found}",
-      cause="another model on each build",
-      remedy="what decides shapes (a vocabulary, a width) must come from the config or a file, in "
-      "a fixed order: sort sets, seed what is random",
+      detail=f"a second build makes another model: {found}",
+      cause="model differs between builds",
+      remedy="take what decides shapes (a vocabulary, a width) from the config or a file, in a "
+      "fixed order: sort sets, seed random numbers",
       place=source_lines.mention(
         self.task(), "random", "set(", "hash(", "listdir", "glob", "time", "def build_model"
       ),
@@ -220,15 +222,15 @@ class Resumption:
   # ---- Strategies ----
 
   def across_strategies(self) -> Result:
-    """Saves under each strategy after a step, and restores under each other."""
-    made: dict[str, Run] = {}
+    """Saves after a step under each strategy, and restores under each other."""
+    made: dict[str, TrainerUnderTest] = {}
     refused: dict[str, str] = {}
     batch = next(harness.batches(self.subject, self.task(), rows=self.rows, position=0))
     for name, strategy in strategies().items():
       try:
-        made[name] = Run(self, strategy)
+        made[name] = TrainerUnderTest(self, strategy)
         harness.step(made[name].trainer, batch)
-      except Exception as error:  # the checks of that strategy say more
+      except Exception as error:  # the checks for that strategy say more
         made.pop(name, None)
         refused[name] = str(error).strip().splitlines()[0]
     if len(made) < 2:
@@ -238,7 +240,7 @@ class Resumption:
       for other, run in made.items():
         if one != other and (found := _restored_otherwise(run, path)):
           return self._across_failed(run.task, one, other, found)
-    told = f"{', '.join(made)}: each one's checkpoint under each other"
+    told = f"{', '.join(made)}: the checkpoint of each under all others"
     left_out = "".join(f"; not under {name} ({why})" for name, why in refused.items())
     return _passed(ACROSS, told + left_out)
 
@@ -248,19 +250,19 @@ class Resumption:
     return Result(
       group=GROUP, check=ACROSS, status="failed",
       detail=f"saved under {one} and restored under {other}: {found}",
-      cause="a value of each replica's own",
+      cause="per-replica value",
       remedy="what all replicas share needs aggregation=ONLY_FIRST_REPLICA or SUM and no "
-      "synchronization=ON_READ; of ON_READ a checkpoint holds but the sum, which whole numbers "
-      "cannot be divided from",
+      "synchronization=ON_READ; of an ON_READ variable a checkpoint holds only the sum, which "
+      "integers cannot be divided from",
       place=next(filter(None, mentions), ""),
     )  # fmt: skip
 
 
-class Run:
+class TrainerUnderTest:
   """A trainer under one strategy, with its checkpoints."""
 
   def __init__(self, resumption: Resumption, strategy: tf.distribute.Strategy) -> None:
-    """Builds it from scratch."""
+    """Builds the trainer from scratch."""
     self._folder = resumption.folder
     self.task = resumption.task()
     self.trainer: Trainer = harness.make_trainer(
@@ -271,13 +273,13 @@ class Run:
     self.drew = False
 
   def train(self, steps: int) -> None:
-    """Trains one loop; `drew` tells whether the loop used Python's or NumPy's global generator."""
+    """Trains one loop; sets `drew`: whether Python's or NumPy's global generator was used."""
     before = held_state.numpy_and_python()
     self.metrics = harness.train(self.trainer, steps)
     self.drew = held_state.numpy_and_python() != before
 
   def save(self, name: str) -> str:
-    """Saves by a manager, into a folder of that name."""
+    """Saves into a folder of that name; returns the path."""
     path = self._manager(name).save(check_interval=False)
     assert path is not None
     return path
@@ -290,13 +292,13 @@ class Run:
     )
 
   def variables(self) -> dict[str, Any]:
-    """Everything that a checkpoint holds, by key, the model's first."""
+    """Returns everything that a checkpoint holds, by key; the model's variables first."""
     found = checkpoints._variables(self.manager.checkpoint)
     keys = sorted(found, key=lambda key: not key.startswith("model/"))
     return {key: found[key] for key in keys if not key.startswith(_IGNORED)}
 
   def keys(self) -> list[str]:
-    """The keys of `variables`."""
+    """Returns the keys of `variables`."""
     return list(self.variables())
 
   def name_of(self, key: str) -> str:
@@ -305,21 +307,21 @@ class Run:
     return key if variable is None else models.name(variable)
 
   def values(self) -> dict[str, np.ndarray]:
-    """The values of `variables`, of the first replica."""
+    """Returns the values of `variables` on the first replica."""
     return {key: self.copies(variable)[0] for key, variable in self.variables().items()}
 
   def copies(self, variable: Any) -> list[np.ndarray]:
-    """A variable's value on each replica."""
+    """Returns a variable's value on each replica."""
     local = self.trainer.strategy.experimental_local_results(models.raw(variable))
     return [np.array(each) for each in local]
 
   def saved_values(self) -> dict[str, np.ndarray]:
-    """What a checkpoint would hold now."""
+    """Returns what a checkpoint would hold now."""
     with tempfile.TemporaryDirectory() as folder:
       return _read(self.manager.checkpoint.write(os.path.join(folder, "now")))
 
   def operations(self) -> list[tf.Operation]:
-    """The operations of the traced loop; none where the trainer is eager."""
+    """Returns the operations of the traced loop; none if the trainer is eager."""
     if self.trainer.eager:
       return []
     loop = self.trainer._compiled_loop.get_concrete_function(self.trainer._iterator, tf.constant(1))
@@ -329,8 +331,8 @@ class Run:
 REMEDIES = {
   "variable": "keep it in the model: return {{'network': ..., '{0}': module}} from build_model() "
   "with a tf.Module that holds it; only what the model holds is saved",
-  "random generator": "draw by tf.random.stateless_* with step.seed() (in preprocess with "
-  "batch['seed']), which needs no state",
+  "random generator": "draw with tf.random.stateless_* and step.seed() (in preprocess with "
+  "batch['seed']), which need no state",
   "metric": "return sums from Task.metrics(), such as weighted_sum(hits, batch['weight']); the "
   "framework adds them up over steps and replicas",
   "Python value": "a checkpoint holds no Python values: keep '{0}' as a tf.Variable in the model, "
@@ -339,7 +341,7 @@ REMEDIES = {
 
 
 def strategies() -> dict[str, tf.distribute.Strategy]:
-  """Returns what a checkpoint must be able to move between, on logical CPUs."""
+  """Returns the strategies between which a checkpoint must move, on logical CPUs."""
   devices = [device.name for device in tf.config.list_logical_devices("CPU")][:2]
   central = tf.distribute.experimental.CentralStorageStrategy(
     compute_devices=devices, parameter_device=devices[0]
@@ -352,8 +354,7 @@ def strategies() -> dict[str, tf.distribute.Strategy]:
   }
 
 
-def _restored_otherwise(run: Run, path: str) -> str:
-  """What is not as saved after a restore, in words; "" if all is."""
+def _restored_otherwise(run: TrainerUnderTest, path: str) -> str:
   try:
     run.manager.restore(path)
   except errors.ConfigError as error:
@@ -362,7 +363,7 @@ def _restored_otherwise(run: Run, path: str) -> str:
   for key in sorted(expected):
     if key not in got or not _alike(got[key], expected[key]):
       return (
-        f"{run.name_of(key)} is {_short(got.get(key))}, and was saved as {_short(expected[key])}"
+        f"{run.name_of(key)} is {_short(got.get(key))}, but was saved as {_short(expected[key])}"
       )
   for key, variable in run.variables().items():
     copies = run.copies(variable)
@@ -372,7 +373,7 @@ def _restored_otherwise(run: Run, path: str) -> str:
 
 
 def _alike(one: np.ndarray, other: np.ndarray) -> bool:
-  if one.dtype.kind == "f":  # sums over replicas, divided and summed again, may round
+  if one.dtype.kind == "f":  # sums over replicas round when divided and summed again
     return np.allclose(one, other, rtol=1e-6, atol=1e-30, equal_nan=True)
   return np.array_equal(one, other)
 
@@ -387,8 +388,8 @@ def _read(path: str) -> dict[str, np.ndarray]:
   return {k: np.asarray(reader.get_tensor(k)) for k in keys if not k.startswith(_IGNORED)}
 
 
-def _differing(one: Run, other: Run) -> tuple[list[str], float]:
-  """Names of variables and metrics that differ to the bit; and by how much, relative, at most."""
+def _differing(one: TrainerUnderTest, other: TrainerUnderTest) -> tuple[list[str], float]:
+  """Returns what differs to the bit, variables and metrics, and the largest relative difference."""
   mine, yours = one.values(), other.values()
   names, apart = [], [0.0]
   for key, value in mine.items():
@@ -405,8 +406,10 @@ def _differing(one: Run, other: Run) -> tuple[list[str], float]:
   return names, max(apart)
 
 
-def _lost(whole: Run, resumed: Run, traced: Mapping[str, Held]) -> dict[str, Held]:
-  """What a task holds that is not saved, changed in training, and is not what it was."""
+def _lost(
+  whole: TrainerUnderTest, resumed: TrainerUnderTest, traced: Mapping[str, Held]
+) -> dict[str, Held]:
+  """Returns state outside of the checkpoint that training changed and a restore lost."""
   saved = {id(models.raw(v)) for v in whole.variables().values()}
   theirs, found = held_state.held(resumed.task), {}
   for name, mine in held_state.held(whole.task).items():
@@ -421,7 +424,6 @@ def _lost(whole: Run, resumed: Run, traced: Mapping[str, Held]) -> dict[str, Hel
 
 
 def _unlike_task(one: Task, other: Task) -> tuple[str, Held] | None:
-  """The first thing that one task holds and the other does not hold alike."""
   theirs = held_state.held(other)
   for name, mine in held_state.held(one).items():
     if name not in theirs or theirs[name].value != mine.value:
@@ -429,8 +431,7 @@ def _unlike_task(one: Task, other: Task) -> tuple[str, Held] | None:
   return None
 
 
-def _repeats(run: Run, path: str) -> bool:
-  """Whether the step after one and the same checkpoint is twice the same, to the bit."""
+def _repeats(run: TrainerUnderTest, path: str) -> bool:
   values = []
   for _ in range(2):
     run.manager.restore(path)
@@ -439,7 +440,7 @@ def _repeats(run: Run, path: str) -> bool:
   return all(v.tobytes() == values[1][key].tobytes() for key, v in values[0].items())
 
 
-def _unlike(one: Run, other: Run) -> str:
+def _unlike(one: TrainerUnderTest, other: TrainerUnderTest) -> str:
   mine, yours = one.variables(), other.variables()
   for key in [*mine, *yours]:
     shapes = [str(models.raw(v[key]).shape) if key in v else "missing" for v in (mine, yours)]

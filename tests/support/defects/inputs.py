@@ -124,7 +124,7 @@ class FlippedAlways(Right):
 @defect(
   "evaluation repeats",
   "augmentation in evaluation",
-  "asks for batch['seed'], which only training has",
+  "reads batch['seed'], which only training has",
   'batch["seed"]',
 )
 class SeedInEvaluation(Right):
@@ -201,7 +201,7 @@ class RawPixels(Right):
     return {**batch, "x": tf.cast(batch["x"], tf.float32)}
 
 
-@defect("label range", "labels start at 1", "'label' is 1 to 3, but forward() gives 3", "Dense(")
+@defect("label range", "labels start at 1", "'label' is 1 to 3, but forward() returns 3", "Dense(")
 class LabelsFromOne(Right):
   def source(self, split):
     features = points(split)
@@ -216,7 +216,7 @@ class LabelsFromOne(Right):
 @defect(
   "label range",
   "labels out of range",
-  "'label' is 0 to 4, but forward() gives 3 classes, 0 to 2: the loss takes 4 for no class at all",
+  "'label' is 0 to 4, but forward() returns 3 classes, 0 to 2: the loss treats 4 as no class",
   "one_hot",
 )
 class OneHotLabels(Right):
@@ -247,7 +247,7 @@ class OneLabel(Right):
 @defect(
   "labels in mixed order",
   "examples sorted by label",
-  "12 batches of 8 hold one class only of 'label', and run.shuffle is False",
+  "12 batches of 8 hold only one class of 'label', and run.shuffle is False",
   "np.argsort",
   shuffle=False,
   global_batch_size=8,

@@ -214,9 +214,9 @@ def test_step_key_depends_on_all_of_its_parts():
 
 @pytest.mark.parametrize("seed", [-1, 2**31, 1.0, "1", None])
 def test_seed_must_be_a_nonnegative_int32(seed):
-  with pytest.raises(errors.ConfigError, match="integer from 0 to 2147483647"):
+  with pytest.raises(errors.ConfigError, match="whole number from 0 to 2147483647"):
     step_key(seed, int64(0), 0)
-  with pytest.raises(errors.ConfigError, match="integer from 0 to 2147483647"):
+  with pytest.raises(errors.ConfigError, match="whole number from 0 to 2147483647"):
     seed_everything(seed)
 
 
