@@ -19,7 +19,7 @@ from framework import configurables, forensics
 from framework.actions.base import Action
 from framework.backend import randomness
 from framework.builder import Recipe, batch_size_on, made_strategy, made_task, set_globals
-from framework.errors import ConfigError, unknown
+from framework.errors import ConfigError, require_integer, unknown
 from framework.ledger.recorder import Recorder
 from framework.modes import MODES, TRAINING_MODES, Mode
 from framework.optimizers import adapters
@@ -221,8 +221,8 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 def _check_counts(values: Mapping[str, int | None]) -> None:
   for name, value in values.items():
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-      raise ConfigError(f"run.{name} is {value!r}; it must be a whole number of 1 or more.")
+    if value is not None:
+      require_integer(f"run.{name}", value, at_least=1)
 
 
 def require_writable(model_dir: str) -> None:

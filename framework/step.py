@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import models, randomness
+from framework.backend import models, randomness, replica_state
 from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, unknown
 from framework.inputs.datasets import Batch
@@ -438,12 +438,9 @@ def _require_in_step(verb: str) -> None:
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
   """Assigns each replica's value to its copy of each variable (replica context)."""
 
-  def assign(variable: tf.Variable, value: tf.Tensor) -> None:
-    variable.assign(value, read_value=False)
-
   def assign_all(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
-      strategy.extended.update(variable, assign, args=(value,), group=False)
+      replica_state.assign(strategy, variable, value)
 
   tf.distribute.get_replica_context().merge_call(assign_all, args=(values,))
 

@@ -22,7 +22,7 @@ from absl import logging
 from framework.backend import models, replica_state, timing
 from framework.backend.autograph import compiled, converted
 from framework.backend.timing import timed
-from framework.errors import ConfigError
+from framework.errors import ConfigError, require_integer
 from framework.inputs import datasets
 from framework.inputs.datasets import Batch
 from framework.metrics import MetricSums
@@ -374,7 +374,6 @@ def _check_options(
   for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
     if value is not None and not value > 0:
       raise ConfigError(f"Trainer.{name} is {value}; it must be above 0, or None for no clipping.")
-  if accumulation_steps < 1:
-    raise ConfigError(f"Trainer.accumulation_steps is {accumulation_steps}; it must be 1 or more.")
+  require_integer("Trainer.accumulation_steps", accumulation_steps, at_least=1)
   if eager and jit_compile:
     raise ConfigError("received both eager=True and Trainer.jit_compile=True; choose one.")

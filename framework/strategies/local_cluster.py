@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import datetime
-import fcntl
 import json
 import os
 import re
@@ -22,12 +22,10 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import time
-import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TextIO
+from typing import IO, TextIO
 
 from framework.errors import ConfigError
 
@@ -121,30 +119,26 @@ def make_cluster(*, workers: int, ps: int = 0) -> dict[str, list[str]]:
   }
 
 
+@dataclasses.dataclass(kw_only=True)
 class LocalCluster:
   """Starts the processes, waits for a decisive event, stops them, and restarts them if allowed.
 
       start all -> first failure, mistake, end of the chief, or signal -> stop all -> verdict
 
-  One thread and one selector: the kernel reports process ends in the order they occurred.
+  One thread and one selector: the kernel reports process ends in the order they occurred. For the
+  arguments, see `run_local`.
   """
 
-  def __init__(
-    self,
-    *,
-    command: Sequence[str],
-    log_dir: str,
-    workers: int,
-    ps: int,
-    max_restarts: int,
-    grace_s: float,
-  ) -> None:
-    """Starts nothing yet; see `run_local`."""
-    self._command, self._log_dir = command, log_dir
-    self._workers, self._ps = workers, ps
-    self._max_restarts, self._grace_s = max_restarts, grace_s
+  command: Sequence[str]
+  log_dir: str
+  workers: int
+  ps: int
+  max_restarts: int
+  grace_s: float
+
+  def __post_init__(self) -> None:
+    """Starts nothing yet."""
     self._restarts = self._clashes = 0
-    self._terminal = Terminal()
     self._selector = selectors.DefaultSelector()
     self._processes: list[Process] = []
     self._ends: collections.deque[Process] = collections.deque()
@@ -166,27 +160,27 @@ class LocalCluster:
 
   def _attempt(self) -> None:
     self._ended, self._deadline = [], None
-    self._processes = self._make_processes(make_cluster(workers=self._workers, ps=self._ps))
+    self._processes = self._make_processes(make_cluster(workers=self.workers, ps=self.ps))
     for process in self._processes:
       process.start()
     while any(process.running for process in self._processes):
       self._supervise()
 
   def _make_processes(self, cluster: Cluster) -> list[Process]:
-    tasks = [(kind, index) for kind, hosts in cluster.items() for index in range(len(hosts))]
+    first = next(iter(cluster))
     return [
       Process(
         kind=kind,
         index=index,
-        command=self._command,
+        command=self.command,
         environment=_environment(cluster, kind, index),
-        log_dir=self._log_dir,
-        terminal=self._terminal,
-        leads=number == 0,
+        log_dir=self.log_dir,
+        leads=kind == first and index == 0,
         selector=self._selector,
         on_end=self._ends.append,
       )
-      for number, (kind, index) in enumerate(tasks)
+      for kind, hosts in cluster.items()
+      for index in range(len(hosts))
     ]
 
   def _supervise(self) -> None:
@@ -204,28 +198,28 @@ class LocalCluster:
   def _answer(self, process: Process) -> None:
     if self._restarts_alone(process):
       self._restarts += 1
-      self._say(f"{process.how_it_ended()}; restarting it, {self._attempt_number()}")
+      _say(f"{process.how_it_ended()}; restarting it, {self._attempt_number()}")
       process.start()
       return
     if self._is_dispensable(process):
-      self._say(f"{process.how_it_ended()}; continuing without it")
+      _say(f"{process.how_it_ended()}; continuing without it")
       return
     self._ended.append(process)
     if process.status == SAVED:
-      self._limit(self._grace_s)  # the others either save soon or hang without this one
+      self._limit(self.grace_s)  # the others either save soon or hang without this one
     failed = process.status not in (0, SAVED)
-    if (failed and not self._stopping) or (self._ps and process.leads):
+    if (failed and not self._stopping) or (self.ps and process.leads):
       self._limit(0)
 
   def _restarts_alone(self, process: Process) -> bool:
     """Whether only this process restarts: a worker beside parameter servers holds no state."""
     return (
-      self._ps > 0
+      self.ps > 0
       and process.kind == "worker"
       and process.status not in (0, MISTAKE)
       and not process.port_was_taken
       and self._deadline is None
-      and self._restarts < self._max_restarts
+      and self._restarts < self.max_restarts
     )
 
   def _is_dispensable(self, process: Process) -> bool:
@@ -234,7 +228,7 @@ class LocalCluster:
     """
     others = any(p.running and p.kind == "worker" for p in self._processes)
     killed = process.status is not None and process.status < 0
-    return self._ps > 0 and process.kind == "worker" and killed and others and not self._deadline
+    return self.ps > 0 and process.kind == "worker" and killed and others and not self._deadline
 
   def _starts_again(self) -> bool:
     culprit = self._culprit()
@@ -242,23 +236,23 @@ class LocalCluster:
       return False
     if culprit.port_was_taken and self._clashes < PORT_CLASHES:
       self._clashes += 1
-      self._say(f"{culprit.name} found its port in use; restarting all processes on other ports")
+      _say(f"{culprit.name} found its port in use; restarting all processes on other ports")
       return True
-    if self._restarts >= self._max_restarts:
+    if self._restarts >= self.max_restarts:
       return False
     self._restarts += 1
-    self._say(f"{culprit.how_it_ended()}; restarting all processes, {self._attempt_number()}")
+    _say(f"{culprit.how_it_ended()}; restarting all processes, {self._attempt_number()}")
     return True
 
   def _attempt_number(self) -> str:
-    return f"attempt {self._restarts} of {self._max_restarts}"
+    return f"attempt {self._restarts} of {self.max_restarts}"
 
   def _verdict(self) -> int:
     if self._stopping == signal.SIGINT:
       return INTERRUPTED
     statuses = [process.status for process in self._ended]
     chief = self._processes[0].status
-    if self._ps and chief in (0, SAVED):
+    if self.ps and chief in (0, SAVED):
       return chief
     if MISTAKE in statuses:
       return MISTAKE
@@ -274,34 +268,30 @@ class LocalCluster:
     """Prints what the chief's own output does not contain; returns the exit status."""
     status, culprit = self._verdict(), self._culprit()
     if status == INTERRUPTED and self._processes[0].status != INTERRUPTED:
-      self._say("interrupted")
+      _say("interrupted")
     elif status == MISTAKE:
       self._report_mistake(next(p for p in self._ended if p.status == MISTAKE))
     elif status == 1 and culprit:
       lines = [] if culprit.leads else culprit.last_lines
       for line in lines:
-        self._say(f"[{culprit.name}] {line}")
-      self._say(f"failed: {culprit.how_it_ended()}; its log is {culprit.log_path}")
+        _say(f"[{culprit.name}] {line}")
+      _say(f"failed: {culprit.how_it_ended()}; its log is {culprit.log_path}")
     return status
 
   def _report_mistake(self, process: Process) -> None:
     line = process.last_lines[-1] if process.last_lines else process.how_it_ended()
     if line not in self._processes[0].last_lines:
-      self._say(f"[{process.name}] {line}")
+      _say(f"[{process.name}] {line}")
 
   def _pass_on(self, number: int) -> None:
     """Handles a signal to this process; a second Ctrl-C kills at once."""
-    if number == signal.SIGWINCH:
-      for process in self._processes:
-        process.resize()
-      return
     if number == self._stopping:
-      self._limit(0 if number == signal.SIGINT else self._grace_s)
+      self._limit(0 if number == signal.SIGINT else self.grace_s)
       return
     self._stopping = number
-    self._limit(INTERRUPT_GRACE_S if number == signal.SIGINT else self._grace_s)
+    self._limit(INTERRUPT_GRACE_S if number == signal.SIGINT else self.grace_s)
     # The chief saves the variables of the parameter servers, so servers and workers end after it.
-    for process in self._processes[:1] if self._ps else self._processes:
+    for process in self._processes[:1] if self.ps else self._processes:
       process.send(number)
 
   def _limit(self, seconds: float) -> None:
@@ -312,24 +302,23 @@ class LocalCluster:
   def _kill(self) -> None:
     overdue = self._stopping is not None or any(p.status == SAVED for p in self._ended)
     for process in self._processes:
-      process.kill(f"did not end within {self._grace_s:g} s of SIGTERM" if overdue else None)
+      process.kill(f"did not end within {self.grace_s:g} s of SIGTERM" if overdue else None)
     for process in self._processes:
       process.reap()
-
-  def _say(self, line: str) -> None:
-    self._terminal.say(line)
 
   @contextlib.contextmanager
   def _noticing_signals(self) -> Iterator[None]:
     """Lets signals wake the selector, which also watches the children's output and ends."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH)
-    heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
     self._selector.register(ours, selectors.EVENT_READ, partial(ours.recv, 4096))
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    before = {n: signal.signal(n, lambda n, _: self._signals.append(n)) for n in heeded}
+    before = {
+      number: signal.signal(number, lambda n, _: self._signals.append(n))
+      for number in (signal.SIGINT, signal.SIGTERM)
+      if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
       yield
     finally:
@@ -340,49 +329,40 @@ class LocalCluster:
       theirs.close()
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Process:
   """One task of the cluster; it can be restarted after it has ended.
 
   It leads its own session: a terminal's Ctrl-C does not reach it, and its children are killed with
   it.
+
+  Attributes:
+    kind: the task's type in TF_CONFIG, beside its `index` there.
+    environment: all environment variables of the process.
+    leads: whether it is the chief: all its output is shown, of others only warnings and errors.
+    selector: watches its output and its end.
+    on_end: called with this process after each end.
+    status: its exit status, negative for a signal; None while it runs.
   """
 
-  def __init__(
-    self,
-    *,
-    kind: str,
-    index: int,
-    command: Sequence[str],
-    environment: Environment,
-    log_dir: str,
-    terminal: Terminal,
-    leads: bool,
-    selector: selectors.BaseSelector,
-    on_end: Callable[[Process], object],
-  ) -> None:
-    """Stores the arguments; `start` starts the process.
+  kind: str
+  index: int
+  command: Sequence[str]
+  environment: Environment
+  log_dir: str
+  leads: bool
+  selector: selectors.BaseSelector
+  on_end: Callable[[Process], object]
+  status: int | None = None
+  seconds: float = 0.0
 
-    Args:
-      kind: the task's type in TF_CONFIG.
-      index: the task's index in TF_CONFIG.
-      command: what to run.
-      environment: all environment variables of the process.
-      log_dir: the folder of its log.
-      terminal: shows its output: all of it if the process `leads`, else warnings and errors.
-      leads: whether it is the chief.
-      selector: watches its output and its end.
-      on_end: called with this process after each end.
-    """
-    self.kind, self.leads = kind, leads
-    self.name = kind if kind == "chief" else f"{kind}-{index}"
-    self.log_path = os.path.join(log_dir, f"{self.name}.log")
-    self.status: int | None = None
-    self.seconds = 0.0
-    self._command, self._environment = command, environment
-    self._terminal, self._selector, self._on_end = terminal, selector, on_end
+  def __post_init__(self) -> None:
+    """Starts nothing yet."""
+    self.name = self.kind if self.kind == "chief" else f"{self.kind}-{self.index}"
+    self.log_path = os.path.join(self.log_dir, f"{self.name}.log")
     self._popen: subprocess.Popen[bytes] | None = None
     self._killed_as: str | None = None
-    self._lines: dict[int, _Lines] = {}
+    self._outputs: list[_Output] = []
     self._tail: collections.deque[str] = collections.deque(maxlen=SHOWN_LINES)
 
   @property
@@ -406,17 +386,18 @@ class Process:
     self._tail.clear()
     self._log = open(self.log_path, "ab", buffering=0)  # noqa: SIM115 (closed by reap)
     self._log.write(self._header().encode())
-    streams = [sys.stdout, sys.stderr] if self.leads else [None]
-    channels = [(stream, *_channel(stream)) for stream in streams]
     self._started = time.monotonic()
-    self._popen = self._spawn(stdout=channels[0][-1], stderr=channels[-1][-1])
+    self._popen = self._spawn()
     self._pidfd = os.pidfd_open(self._popen.pid)
-    self._selector.register(self._pidfd, selectors.EVENT_READ, self.reap)
-    for stream, ours, theirs in channels:
-      os.close(theirs)
-      os.set_blocking(ours, False)
-      self._lines[ours] = _Lines(stream)
-      self._selector.register(ours, selectors.EVENT_READ, partial(self._read, ours))
+    self.selector.register(self._pidfd, selectors.EVENT_READ, self.reap)
+    self._outputs = [
+      _Output(pipe, stream if self.leads else None)
+      for pipe, stream in ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr))
+      if pipe
+    ]
+    for output in self._outputs:
+      os.set_blocking(output.pipe.fileno(), False)
+      self.selector.register(output.pipe, selectors.EVENT_READ, partial(self._read, output))
 
   def send(self, number: int) -> None:
     """Sends a signal if the process runs."""
@@ -442,12 +423,12 @@ class Process:
     self.status = self._popen.wait()
     self.seconds = time.monotonic() - self._started
     self._popen = None
-    self._selector.unregister(self._pidfd)
+    self.selector.unregister(self._pidfd)
     os.close(self._pidfd)
-    for fd in list(self._lines):
-      self._drain(fd)
+    for output in self._outputs:
+      self._drain(output)
     self._log.close()
-    self._on_end(self)
+    self.on_end(self)
 
   def how_it_ended(self) -> str:
     """Returns one phrase, such as "worker-1 was killed by SIGKILL after 12.3 s"."""
@@ -459,117 +440,77 @@ class Process:
     )
     return f"{self.name} {self._killed_as or by_itself} after {self.seconds:.1f} s"
 
-  def resize(self) -> None:
-    """Gives the process the terminal's new size."""
-    for fd, lines in self._lines.items():
-      if lines.stream is not None and os.isatty(fd):
-        _copy_size(lines.stream, fd)
-
-  def _spawn(self, *, stdout: int, stderr: int) -> subprocess.Popen[bytes]:
+  def _spawn(self) -> subprocess.Popen[bytes]:
     wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
     return subprocess.Popen(
-      [*wrapper, *self._command],
-      env=self._environment,
+      [*wrapper, *self.command],
+      bufsize=0,
+      env=self.environment,
       stdin=subprocess.DEVNULL,
-      stdout=stdout,
-      stderr=stderr,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE if self.leads else subprocess.STDOUT,
       start_new_session=True,
     )
 
   def _header(self) -> str:
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    config = shlex.quote(self._environment["TF_CONFIG"])
-    return f"=== {now} {self.name}: TF_CONFIG={config} {shlex.join(self._command)}\n"
+    config = shlex.quote(self.environment["TF_CONFIG"])
+    return f"=== {now} {self.name}: TF_CONFIG={config} {shlex.join(self.command)}\n"
 
-  def _read(self, fd: int) -> None:
-    if fd not in self._lines:
-      return  # closed by an event of the same round
-    with contextlib.suppress(BlockingIOError):
-      data = _read_some(fd)
-      self._take(self._lines[fd], data)
-      if not data:
-        self._close(fd)
+  def _read(self, output: _Output) -> None:
+    if output.pipe.closed:
+      return  # by an event of the same round
+    data = output.pipe.read(65536)
+    if data:
+      *lines, output.rest = (output.rest + data).split(b"\n")
+      self._keep(lines, output.stream)
+    elif data is not None:  # None: nothing is there yet
+      self._close(output)
 
-  def _take(self, lines: _Lines, data: bytes) -> None:
-    if lines.stream is not None:
-      self._terminal.copy(lines.stream, data)
-    self._keep(lines.feed(data))
-
-  def _keep(self, lines: Sequence[bytes]) -> None:
+  def _keep(self, lines: Sequence[bytes], stream: TextIO | None) -> None:
     for line in lines:
       self._log.write(line + b"\n")
       text = line.decode(errors="replace")
       self._tail.append(text)
-      if not self.leads and _LOUD.match(text):
-        self._terminal.say(f"[{self.name}] {text}")
+      if stream is not None:
+        _write(stream, line)
+      elif _LOUD.match(text):
+        _say(f"[{self.name}] {text}")
 
-  def _drain(self, fd: int) -> None:
-    """Reads to the end, for at most 0.5 s: a daemon of the process may keep the channel open."""
+  def _drain(self, output: _Output) -> None:
+    """Reads to the end, for at most 0.5 s: a daemon of the process may keep the pipe open."""
     until = time.monotonic() + 0.5
-    while fd in self._lines and select.select([fd], [], [], max(0, until - time.monotonic()))[0]:
-      self._read(fd)
-    self._close(fd)
+    pipe = output.pipe
+    while not pipe.closed and select.select([pipe], [], [], max(0, until - time.monotonic()))[0]:
+      self._read(output)
+    self._close(output)
 
-  def _close(self, fd: int) -> None:
-    lines = self._lines.pop(fd, None)
-    if lines is not None:
-      self._keep(lines.end())
-      if lines.stream is not None:
-        self._terminal.end(lines.stream)
-      self._selector.unregister(fd)
-      os.close(fd)
-
-
-class Terminal:
-  """Writes to stdout and stderr: the chief's bytes unchanged, lines of others between its lines."""
-
-  def __init__(self) -> None:
-    """Writes nothing yet."""
-    self._rest: dict[TextIO, bytes] = {}  # the chief's last line, while incomplete
-
-  def copy(self, stream: TextIO, data: bytes) -> None:
-    """Writes bytes of the chief: to a terminal at once, elsewhere in whole lines."""
-    lines, end, rest = (self._rest.get(stream, b"") + data).rpartition(b"\n")
-    self._rest[stream] = rest.rpartition(b"\r")[2] if stream.isatty() else rest
-    _write(stream, data if stream.isatty() else lines + end)
-
-  def say(self, line: str) -> None:
-    """Writes one line to stderr, above the chief's live line if there is one."""
-    text = line.encode() + b"\n"
-    live = self._rest.get(sys.stderr, b"") if sys.stderr.isatty() else b""
-    _write(sys.stderr, b"\r\x1b[K" + text + live if live else text)
-
-  def end(self, stream: TextIO) -> None:
-    """Ends the chief's last line if it is incomplete."""
-    rest = self._rest.pop(stream, b"")
-    if rest:
-      _write(stream, b"\n" if stream.isatty() else rest + b"\n")
+  def _close(self, output: _Output) -> None:
+    if output.pipe.closed:
+      return
+    if output.rest:
+      self._keep([output.rest], output.stream)
+    self.selector.unregister(output.pipe)
+    output.pipe.close()
 
 
-def _write(stream: TextIO, data: bytes) -> None:
+@dataclasses.dataclass
+class _Output:
+  """A pipe that a process writes to; its lines are copied to `stream`; `rest` is incomplete."""
+
+  pipe: IO[bytes]
+  stream: TextIO | None
+  rest: bytes = b""
+
+
+def _say(line: str) -> None:
+  _write(sys.stderr, line.encode())
+
+
+def _write(stream: TextIO, line: bytes) -> None:
   stream.flush()
-  stream.buffer.write(data)
+  stream.buffer.write(line + b"\n")
   stream.buffer.flush()
-
-
-class _Lines:
-  """Splits bytes into lines; of a line redrawn with carriage returns, keeps the last version."""
-
-  def __init__(self, stream: TextIO | None) -> None:
-    self.stream = stream
-    self._rest = b""
-
-  def feed(self, data: bytes) -> list[bytes]:
-    *lines, rest = (self._rest + data).split(b"\n")
-    self._rest = _last_drawing(rest) + b"\r" * rest.endswith(b"\r")
-    return [_last_drawing(line).rstrip() for line in lines]
-
-  def end(self) -> list[bytes]:
-    return self.feed(b"\n") if self._rest else []
-
-
-def _last_drawing(line: bytes) -> bytes:
-  return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _made_log_dir(model_dir: str) -> str:
@@ -592,30 +533,3 @@ def _environment(cluster: Cluster, kind: str, index: int) -> Environment:
   config = {"cluster": cluster, "task": {"type": kind, "index": index}}
   unbuffered = {"PYTHONUNBUFFERED": "1"}  # keeps the last lines of a killed process
   return {**unbuffered, **os.environ, "TF_CONFIG": json.dumps(config)}
-
-
-def _channel(stream: Any) -> tuple[int, int]:
-  """Returns our end and the child's: of a pseudo-terminal if `stream` is a terminal, else of a
-  pipe.
-  """
-  if stream is None or not stream.isatty():
-    return os.pipe()
-  ours, theirs = os.openpty()
-  tty.setraw(theirs)  # the real terminal translates control characters
-  _copy_size(stream, theirs)
-  return ours, theirs
-
-
-def _copy_size(stream: TextIO, fd: int) -> None:
-  size = fcntl.ioctl(stream.fileno(), termios.TIOCGWINSZ, bytes(8))
-  fcntl.ioctl(fd, termios.TIOCSWINSZ, size)
-
-
-def _read_some(fd: int) -> bytes:
-  """Returns up to 64 KiB, or b"" at the end, where a pseudo-terminal raises an error."""
-  try:
-    return os.read(fd, 65536)
-  except BlockingIOError:
-    raise
-  except OSError:
-    return b""

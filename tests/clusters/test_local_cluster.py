@@ -1,14 +1,11 @@
 """The local cluster: tiny children in the place of launch.py, and no TensorFlow."""
 
-import fcntl
 import json
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -139,11 +136,6 @@ def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
   except (FileNotFoundError, ProcessLookupError):
     return "Z"
-
-
-def await_file(name):
-  while not Path(name).exists():
-    time.sleep(0.005)
 
 
 def all_end(pids, *, timeout_s=10):
@@ -520,7 +512,7 @@ forever()
 def test_an_interrupt_stops_everyone_once(parent):
   one = parent("on(signal.SIGINT, lambda: (times(f'n.{me}'), die(1))); here(); forever()")
   pids = one.pids("worker-0", "worker-1")
-  one.send(signal.SIGINT)
+  os.killpg(one.popen.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
   assert one.end() == (130, "", "interrupted\n")
   assert all_end(pids)
   assert [Path(f"n.worker-{i}").read_text() for i in range(2)] == ["x", "x"]
@@ -669,103 +661,8 @@ def test_much_output_is_kept_whole(run):
   assert (status, len(out), set(out)) == (0, 300_000, {"x", "\n"})
 
 
-ON_A_TERMINAL = r"""
-def draw(text): sys.stderr.write("\r" + text); sys.stderr.flush()
-here()
-if me == "worker-1":
-  await_mark("drawn")
-  print("WARNING: w1", flush=True)
-  forever()
-draw("step 1")
-draw("step 2")
-mark("tty", (sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(2)[:]))
-mark("drawn")
-on(signal.SIGINT, lambda: (times("interrupts"), print("interrupted", file=sys.stderr), die(130)))
-mark("listening")
-forever()
-"""
-
-
-def set_size(fd, columns, lines):
-  fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-
-
-def read_until(fd, end):
-  """Returns what comes from a pseudo-terminal up to `end`, or all of it."""
-  data = b""
-  while end is None or not data.endswith(end):
-    try:
-      data += os.read(fd, 4096)
-    except OSError:
-      break
-  return data
-
-
-@pytest.fixture
-def on_terminal():
-  """Runs children in a cluster of a process with a terminal of 80 columns; gives us both."""
-  started = []
-
-  def start(body, *, workers):
-    arguments = {"command": child(body), "model_dir": "m", "workers": workers}
-    code = (
-      "import fcntl, signal, termios\n"
-      "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  # Ctrl-C and a new size are for us
-      "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-      "from framework.strategies.local_cluster import run_local\n"
-      f"raise SystemExit(run_local(**{arguments}))"
-    )
-    ours, theirs = os.openpty()
-    set_size(theirs, 80, 24)
-    popen = subprocess.Popen(
-      [sys.executable, "-c", code],
-      env={**os.environ, "PYTHONPATH": str(ROOT)},
-      stdin=theirs,
-      stdout=theirs,
-      stderr=theirs,
-      start_new_session=True,
-    )
-    os.close(theirs)
-    started.append((popen, ours))
-    return popen, ours
-
-  yield start
-  for popen, ours in started:
-    popen.kill()
-    popen.wait()
-    os.close(ours)
-
-
-def test_on_a_terminal_the_line_stays_live_and_ctrl_c_comes_once(on_terminal):
-  popen, terminal = on_terminal(ON_A_TERMINAL, workers=2)
-  live = b"\x1b[K[worker-1] WARNING: w1\r\nstep 2"
-  assert read_until(terminal, live) == b"\rstep 1\rstep 2\r" + live
-  assert Path("tty").read_text() == "(True, True, (80, 24))"
-  await_file("listening")
-  os.write(terminal, b"\x03")
-  assert read_until(terminal, None).replace(b"^C", b"") == b"interrupted\r\n"
-  assert popen.wait(10) == 130
-  assert Path("interrupts").read_text() == "x"
-  assert Path("m/logs/worker-0.log").read_text().splitlines()[1:] == ["step 2interrupted"]
-
-
-def test_the_terminals_new_size_is_passed_on(on_terminal):
-  popen, terminal = on_terminal(
-    """
-mark("before", os.get_terminal_size(2).columns)
-while os.get_terminal_size(2).columns != 132: time.sleep(0.005)
-""",
-    workers=1,
-  )
-  await_file("before")
-  set_size(terminal, 132, 24)
-  assert read_until(terminal, None) == b""
-  assert popen.wait(10) == 0
-  assert Path("before").read_text() == "80"
-
-
 def test_nothing_of_ours_is_left_in_the_process(run):
-  numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH)
+  numbers = (signal.SIGINT, signal.SIGTERM)
   before = [signal.getsignal(number) for number in numbers]
   descriptors = sorted(os.listdir("/proc/self/fd"))
   assert run(FAIL_TWICE, max_restarts=2)[0] == 0

@@ -239,8 +239,10 @@ def check(command):
       assert {*what} <= {"uv", "pip", "-U", "-e", "."}, command
     case ["tensorboard", "--logdir", folder]:
       assert Path(folder).is_dir(), command
-    case ["pytest"]:
-      pass
+    case ["pytest", *options]:
+      assert {*options} <= {"--everything", "--rest"}, command
+    case [program] if program == "lint-imports":
+      assert (Path(sys.executable).parent / program).exists(), command
     case _:
       pytest.fail(f"a command of a kind that this test does not know: {command}")
 

@@ -1,5 +1,6 @@
 """README and docs: their code runs, their configs parse, their tables and links are true."""
 
+import configparser
 import importlib.util
 import re
 import sys
@@ -135,3 +136,38 @@ def test_links_and_named_files_exist(page):
   for anchor in re.findall(r"architecture\.md#([\w-]+)", text):
     headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "architecture.md").read_text(), re.M)
     assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
+
+
+def pictured():
+  """Returns the paths that the picture in docs/architecture.md names below framework/."""
+  text = (ROOT / "docs" / "architecture.md").read_text()
+  picture = text.partition("    framework/\n")[2].partition("    tasks/<name>.py")[0]
+  folders, paths = [], []
+  for line in picture.splitlines():
+    depth, name = (len(line) - len(line.lstrip()) - 6) // 2, line.split()[0]
+    folders[depth:] = [name.rstrip("/")]
+    paths.append("/".join(folders))
+  return paths
+
+
+def test_the_picture_is_the_folder():
+  """Except configurables/ and verify's two folders, which have their own lists."""
+  found = {
+    str(path.relative_to(ROOT / "framework")).removesuffix("/__init__.py")
+    for path in (ROOT / "framework").rglob("*.py")
+  } - {"__init__.py"}
+  listed_elsewhere = ("configurables/", "verify/checks/", "verify/bench/")
+  found = {path for path in found if not path.startswith(listed_elsewhere)}
+  assert sorted(pictured()) == sorted(found)
+  for path in pictured():
+    assert (ROOT / "framework" / path).exists(), path
+
+
+def test_the_rows_of_the_picture_are_those_of_the_contract():
+  contract = configparser.ConfigParser()
+  contract.read(ROOT / "setup.cfg")
+  rows = contract["importlinter:contract:layers"]["layers"].split("\n")
+  rows = [sorted(row.split(" : ")) for row in rows if row]
+  text = (ROOT / "docs" / "architecture.md").read_text().partition("there are no cycles:\n\n")[2]
+  pictured_rows = text.partition("\n\n")[0].splitlines()
+  assert [sorted(row.strip().split(", ")) for row in pictured_rows] == rows

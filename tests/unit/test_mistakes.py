@@ -163,15 +163,17 @@ MISTAKES = {
     says=["run.seed is 4, but 3", "mistake.gin:1", "Remove one"],
   ),
   # The numbers of a run.
-  "train_steps 0": Mistake(config=["run.train_steps = 0"], says=["run.train_steps is 0", "1 or"]),
+  "train_steps 0": Mistake(
+    config=["run.train_steps = 0"], says=["run.train_steps is 0", "at least 1"]
+  ),
   "steps_per_loop 0": Mistake(
-    config=["run.steps_per_loop = 0"], says=["run.steps_per_loop is 0", "1 or more"]
+    config=["run.steps_per_loop = 0"], says=["run.steps_per_loop is 0", "at least 1"]
   ),
   "batch of 0": Mistake(
-    config=["run.global_batch_size = 0"], says=["run.global_batch_size is 0", "1 or more"]
+    config=["run.global_batch_size = 0"], says=["run.global_batch_size is 0", "at least 1"]
   ),
   "eval batch below 0": Mistake(
-    config=["run.eval_batch_size = -4"], says=["run.eval_batch_size is -4", "1 or more"]
+    config=["run.eval_batch_size = -4"], says=["run.eval_batch_size is -4", "at least 1"]
   ),
   "batch smaller than replicas": Mistake(
     config=["run.strategy = @mirrored", "mirrored.cpu_replicas = 4", "run.global_batch_size = 3"],
@@ -182,7 +184,7 @@ MISTAKES = {
     config=["run.precision = 'fp16'"], says=["'fp16'", "'mixed_float16'"]
   ),
   "no accumulation": Mistake(
-    config=["Trainer.accumulation_steps = 0"], says=["accumulation_steps is 0", "1 or more"]
+    config=["Trainer.accumulation_steps = 0"], says=["accumulation_steps is 0", "at least 1"]
   ),
   "clip_norm 0": Mistake(
     config=["Trainer.clip_norm = 0.0"], says=["Trainer.clip_norm is 0.0", "above 0"]

@@ -203,7 +203,7 @@ def test_the_global_batch_grows_with_the_replicas(replicas, share, tmp_path, mir
   [
     ((4, 2), "both run.global_batch_size=4 and run.per_replica_batch_size=2; choose one"),
     ((None, None), "neither global_batch_size nor per_replica_batch_size; set one"),
-    ((None, 0), "run.per_replica_batch_size is 0; it must be a whole number of 1 or more"),
+    ((None, 0), "run.per_replica_batch_size is 0; it must be a whole number of at least 1"),
   ],
 )
 def test_exactly_one_batch_size(sizes, says, tmp_path):
@@ -514,7 +514,7 @@ def test_precision_is_that_of_both_generations_of_keras(tmp_path, capsys):
   [
     ({"mode": "trian"}, r"^unknown run.mode 'trian'; .* Did you mean 'train'\?"),
     ({"precision": "float16"}, r"^unknown run.precision 'float16'; it must be one of float32, "),
-    ({"train_steps": True}, r"^run.train_steps is True; it must be a whole number of 1 or more"),
+    ({"train_steps": True}, r"^run.train_steps is True; it must be a whole number of at least 1"),
     ({"train_steps": 2.0}, r"^run.train_steps is 2.0; it must be a whole number"),
     ({"checkpoint_every_steps": 0}, r"^run.checkpoint_every_steps is 0; it must be"),
     ({"eval_every_steps": -1}, r"^run.eval_every_steps is -1; it must be"),

@@ -240,6 +240,17 @@ def test_eval_keeps_the_weights_of_the_source():
   ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("make_source", "rewritten"), [(numbered, False), (stream, None)])
+def test_batches_come_in_order_and_whole_and_no_thread_tunes(make_source, rewritten):
+  for make in (train_dataset, eval_dataset):
+    options = make(make_source(8), global_batch_size=4).options()
+    assert options.deterministic is True
+    assert options.autotune.enabled is False
+    policy = options.experimental_distribute.auto_shard_policy
+    assert policy == tf.data.experimental.AutoShardPolicy.DATA
+    assert options.experimental_optimization.apply_default_optimizations is rewritten
+
+
 # ---- Replicas ----
 
 

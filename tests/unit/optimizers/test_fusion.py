@@ -266,6 +266,26 @@ def test_a_large_variable_of_the_shape_of_all_small_ones(library, replicas, mirr
       np.testing.assert_array_equal(copy.numpy(), np.full(copy.shape, moved))
 
 
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+def test_the_momentum_of_a_missing_gradient_is_kept_in_a_later_group_too(library):
+  """The second of three updates finds no gradient of the last variable."""
+  make = keras.Variable if library == "keras" else tf.Variable
+  variables = [
+    make(tf.zeros([2], dtype), dtype=dtype) for dtype in 2 * ["float32"] + 2 * ["float64"]
+  ]
+  counter = tf.Variable(0, dtype=tf.int64, trainable=False)
+  factory = functools.partial(KERAS[library].optimizers.SGD, 0.5, momentum=0.5)
+  optimizer = adapters.build(factory, lambda _: variables, counter, fuse=True)["default"]
+  assert optimizer.fusion.groups == [[0, 1], [2, 3]]
+  for there in (True, False, True):
+    gradients = [tf.ones([2], models.raw(v).dtype) for v in variables]
+    gradients[-1] = gradients[-1] if there else None
+    optimizer.apply(tf.distribute.get_strategy(), Gradients.of(optimizer.fusion, gradients))
+  # Momentum halves: -0.5, -0.75, -0.875; and of the last variable -0.5 and -0.75.
+  for variable, moved in zip(variables, (-2.125, -2.125, -2.125, -1.25), strict=True):
+    np.testing.assert_array_equal(models.raw(variable).numpy(), [moved, moved])
+
+
 # ---- Gradients ----
 
 

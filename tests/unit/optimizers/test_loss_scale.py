@@ -83,6 +83,29 @@ def test_the_state_of_dynamic_is_saved_and_restored(tmp_path):
   assert scales_after(second, [True]) == [8.0]  # the third good step in a row, from 4
 
 
+@pytest.mark.parametrize("make", [loss_scale.dynamic, loss_scale.DynamicLossScale])
+def test_the_defaults_of_dynamic(make):
+  scale = make()
+  assert scale.describe() == "dynamic, now 32768, doubled every 2000 steps"
+  assert scales_after(scale, [False] * 16) == [2.0**k for k in range(14, -1, -1)] + [1.0]
+  assert scale.trainable_variables == ()
+
+
+@pytest.mark.parametrize("make", [loss_scale.dynamic, loss_scale.DynamicLossScale])
+def test_the_default_factor_doubles(make):
+  assert scales_after(make(initial=8.0, growth_steps=1), [True]) == [16.0]
+
+
+def test_only_dynamic_reacts_to_an_overflow():
+  made = [loss_scale.none(), loss_scale.fixed(), loss_scale.dynamic()]
+  assert [scale.expects_overflow for scale in made] == [False, False, True]
+
+
+def test_scaling_divides_by_the_examples_of_the_global_batch():
+  assert float(loss_scale.fixed(scale=512.0).scaled(tf.constant(3.0), 48)) == 32.0
+  assert float(loss_scale.dynamic(initial=16.0).scaled(tf.constant(3.0), 48)) == 1.0
+
+
 def test_fixed_stays():
   scale = loss_scale.fixed(scale=512.0)
   assert scales_after(scale, [True, False, True]) == [512.0] * 3
@@ -99,6 +122,11 @@ def test_none_is_one_and_costs_no_operation():
 def test_scaling_keeps_the_dtype(dtype):
   scaled = loss_scale.dynamic(initial=4.0).scaled(tf.constant(2.0, dtype))
   assert (scaled.dtype, float(scaled)) == (dtype, 8.0)
+
+
+@pytest.mark.parametrize("initial", [0.25, 2.0**127])
+def test_the_first_scale_may_be_the_least_and_the_largest(initial):
+  assert float(loss_scale.dynamic(initial=initial, floor=0.25).value()) == initial
 
 
 @pytest.mark.parametrize(
@@ -125,5 +153,5 @@ def test_fixed_refuses_a_scale_that_is_not_positive(scale):
 
 def test_descriptions_name_the_scale():
   assert loss_scale.none().describe() == "none"
-  assert "512" in loss_scale.fixed(scale=512.0).describe()
-  assert "32768" in loss_scale.dynamic().describe()
+  assert loss_scale.fixed(scale=512.0).describe() == "fixed, 512"
+  assert loss_scale.fixed().describe() == "fixed, 1024"

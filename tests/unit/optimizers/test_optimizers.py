@@ -238,6 +238,24 @@ def test_ema_takes_the_place_of_the_weights_for_a_while(mirrored):
   assert (variable.numpy(), ema.averages[0].numpy()) == (3.0, 1.0)
 
 
+def test_ema_starts_again_at_the_weights(mirrored):
+  with mirrored(2).scope():
+    variables = [tf.Variable(1.0), tf.Variable([2.0, 3.0])]
+    ema = Ema(decay=0.5, variables=variables)
+  variables[0].assign(4.0)
+  variables[1].assign([5.0, 6.0])
+  ema.restart()
+  assert ema.averages[0].numpy() == 4.0
+  np.testing.assert_array_equal(ema.averages[1], [5.0, 6.0])
+
+
+def test_ema_gives_the_averages_of_those_that_have_one():
+  one, two, other = tf.Variable(1.0), tf.Variable(2.0), tf.Variable(3.0)
+  ema = Ema(decay=0.5, variables=[one, two])
+  assert [average.numpy() for average in ema.averages_of([other, two])] == [2.0]
+  assert not any(average.trainable for average in ema.averages)
+
+
 @pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5, float("nan")])
 def test_ema_refuses_a_decay_out_of_range(decay):
   with pytest.raises(

@@ -282,9 +282,13 @@ def test_nothing_is_saved_twice_or_too_early(trainer, manager):
 
 
 def test_only_the_newest_are_kept(trainer, tmp_path):
+  manager = everything.make_manager(trainer, tmp_path)
+  assert save(manager, 1) == [f"{tmp_path}/ckpt-1"]
+  save(manager, 2, 3, 4)
+  assert names(manager) == sorted(["checkpoint", *files_of(2, 3, 4)])
   manager = everything.make_manager(trainer, tmp_path, keep=2)
-  save(manager, 1, 2, 3)
-  assert names(manager) == sorted(["checkpoint", *files_of(2, 3)])
+  save(manager, 5)
+  assert names(manager) == sorted(["checkpoint", *files_of(4, 5)])
   manager = everything.make_manager(trainer, tmp_path, keep=1)  # also those of earlier processes
   save(manager, 10)
   assert names(manager) == sorted(["checkpoint", *files_of(10)])
@@ -559,12 +563,18 @@ def test_a_larger_model_is_refused(trainer, tmp_path):
     trainer=larger, directory=str(tmp_path), experiment={"task": "Everything"}
   )
   [path] = save(manager, 10)
-  smaller = other_trainer(optimizer=lambda: keras.optimizers.SGD(0.1))
+  # The model's differences come first, though the momenta are missing in the checkpoint.
+  smaller = other_trainer(optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9))
   assert re.fullmatch(
     rf"checkpoint {path} does not fit this run: 'model/more/.*/_kernel' is "
     rf"float32 \[2, 3\] in it and missing here \(and \d+ more\); {REMEDY}",
     refusal(everything.make_manager(smaller, tmp_path), path),
   )
+
+
+def test_an_error_of_tensorflow_is_told_in_one_line():
+  assert checkpoints._line(ValueError(f"\n{'x' * 400}\ny")) == "x" * 300
+  assert checkpoints._line(ValueError()) == "ValueError"
 
 
 def test_a_refusal_does_not_fall_back_on_an_earlier_one(manager, tmp_path):

@@ -133,6 +133,19 @@ def test_an_all_reduce_that_changes_the_dtype_is_found_out(mirrored, monkeypatch
     how.prove(mirrored(2), [tf.float32])
 
 
+def test_one_replica_has_nothing_to_prove_and_nothing_to_gather(monkeypatch):
+  how, rows = Reduction(), tf.constant([[1.0, 2.0]])
+  monkeypatch.setattr(how, "all_reduce", None)
+  how.prove(tf.distribute.get_strategy(), [tf.float32])
+  assert how.all_gather(rows) is rows
+
+
+def test_options_of_collectives_reach_tensorflow():
+  given, usual = Reduction(bytes_per_pack=4096, timeout_s=7.0)._options, Reduction()._options
+  assert (given.bytes_per_pack, given.timeout_seconds) == (4096, 7.0)
+  assert (usual.bytes_per_pack, usual.timeout_seconds) == (0, None)
+
+
 def test_unknown_options_are_refused_with_the_nearest_name():
   with pytest.raises(
     ConfigError, match=r"Reduction.packing 'flatt'.*flat, per_tensor.*mean 'flat'"
@@ -144,5 +157,6 @@ def test_unknown_options_are_refused_with_the_nearest_name():
 
 def test_description_names_packing_and_wire():
   assert Reduction().describe() == "flat, own dtype"
-  assert "bfloat16" in Reduction(packing="per_tensor", wire_dtype="bfloat16").describe()
+  narrow = Reduction(packing="per_tensor", wire_dtype="bfloat16")
+  assert narrow.describe() == "per_tensor, bfloat16 dtype"
   assert set(reduction.WIRE_DTYPES) == {"float32", "bfloat16", "float16"}
