@@ -196,7 +196,7 @@ def interrupt(command: Command, reference: Uninterrupted, kind: str, rng: random
 
 def caught_writing(command: Command, rng: random.Random) -> bool:
   """Stops the process during a write; False if it ended before."""
-  while command.wait_until(command.is_writing, poll_s=0):
+  while command.wait_until(command.is_writing, poll_s=0.0005):
     command.wait(rng.choice([0, rng.uniform(0, 0.01)]))
     command.freeze()
     if command.is_writing():
