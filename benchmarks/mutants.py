@@ -2,7 +2,7 @@
 
   python -m benchmarks.mutants                                # half an hour or more on two cores
   python -m benchmarks.mutants --files framework/metrics.py   # one file
-  python -m benchmarks.mutants --again results.json           # the survivors of an earlier run
+  python -m benchmarks.mutants --again results.json           # but what an earlier run has killed
   python -m benchmarks.mutants --seed 1                       # other mutants
 
 Each mutant is a module with one change (benchmarks/mutations.py), in a copy of the tree. It runs in
@@ -50,17 +50,17 @@ from benchmarks.mutations import Mutant, sample
 
 ROOT = Path(__file__).resolve().parents[1]
 QUOTAS = {
-  "framework/step.py": 60,
-  "framework/evaluator.py": 25,
-  "framework/metrics.py": 40,
-  "framework/inputs/datasets.py": 60,
-  "framework/inputs/ordering.py": 40,
-  "framework/optimizers/adapters.py": 45,
-  "framework/optimizers/ema.py": 20,
-  "framework/optimizers/fusion.py": 45,
-  "framework/optimizers/loss_scale.py": 40,
-  "framework/saving/checkpoints.py": 65,
-  "framework/strategies/reduction.py": 40,
+  "framework/step.py": 32,
+  "framework/evaluator.py": 16,
+  "framework/metrics.py": 28,
+  "framework/inputs/datasets.py": 36,
+  "framework/inputs/ordering.py": 26,
+  "framework/optimizers/adapters.py": 34,
+  "framework/optimizers/ema.py": 16,
+  "framework/optimizers/fusion.py": 32,
+  "framework/optimizers/loss_scale.py": 28,
+  "framework/saving/checkpoints.py": 40,
+  "framework/strategies/reduction.py": 28,
 }
 EQUIVALENT = ROOT / "benchmarks" / "mutants_equivalent.txt"
 WARM = ("numpy", "keras", "tensorflow", "tf_keras", "orbit", "gin", "sklearn.datasets", "h5py")
@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     notes = take_notes(pool, options)
     known = read_equivalents(Path(options.equivalent))
     results = [Result(m, "equivalent") for m in mutants if m.key in known]
+    results += _killed_before(options, [m for m in mutants if m.key not in known])
+    decided = {result.mutant for result in results}
 
     def tell(result: Result) -> None:
       results.append(result)
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       _write(Path(options.out), results)
 
     for mutant in mutants:
-      if mutant.key not in known:
+      if mutant not in decided:
         _next(pool, mutant, stages(notes, mutant, options.patience_s), tell)
     pool.wait()
   print(table(results))
@@ -125,7 +127,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   )
   parser.add_argument("--patience_s", type=float, default=60.0, help="beyond LIMIT x the usual")
   parser.add_argument("--processes", type=int, default=2)
-  parser.add_argument("--again", help="run only the survivors of this earlier --out")
+  parser.add_argument("--again", help="an earlier --out: what it killed stays killed")
   parser.add_argument("--out", default="runs/mutants/results.json")
   parser.add_argument("--notes", default="runs/mutants/notes.json")
   parser.add_argument("--root", default=str(ROOT))
@@ -140,15 +142,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _chosen(options: argparse.Namespace) -> Iterator[Mutant]:
-  again = None
-  if options.again:
-    earlier = json.loads(Path(options.again).read_text())
-    again = {tuple(each["key"]) for each in earlier if each["verdict"] == "survived"}
   for file in options.files:
     source = (Path(options.root) / file).read_text()
-    for mutant in sample(file, source, options.quota or QUOTAS[file], options.seed):
-      if again is None or mutant.key in again:
-        yield mutant
+    yield from sample(file, source, options.quota or QUOTAS.get(file, 30), options.seed)
+
+
+def _killed_before(options: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Result]:
+  """Returns what an earlier run says of these mutants, if it killed them."""
+  rows = json.loads(Path(options.again).read_text()) if options.again else []
+  killed = [row for row in rows if row["verdict"] in ("killed", "timeout")]
+  known = {(row["line"], *row["key"]): row for row in killed}
+  found = [(mutant, known.get((mutant.line, *mutant.key))) for mutant in mutants]
+  return [Result(mutant, row["verdict"], row["by"], row["seconds"]) for mutant, row in found if row]
 
 
 # ---- Processes ----
@@ -314,11 +319,11 @@ class Notes:
     return [test for test in self.seconds if test in chosen or _file(test) in chosen]
 
   def specific_first(self, file: str, tests: Sequence[str]) -> list[str]:
-    """Orders tests: those of the test file that runs most of the module first."""
+    """Orders tests: those of the test file that runs most of the module first, quick ones first."""
     lines: collections.Counter[str] = collections.Counter()
     for by in self.runs.get(file, {}).values():
       lines.update({_file(test) for test in by})
-    return sorted(tests, key=lambda test: -lines[_file(test)])
+    return sorted(tests, key=lambda test: (-lines[_file(test)], self.seconds[test]))
 
 
 def _file(test: str) -> str:
