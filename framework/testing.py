@@ -1,16 +1,7 @@
 """The checks of `--mode=verify`, for your own tests.
 
-    from framework import testing
-
-    def test_my_task_is_right():
-      testing.assert_right(MyTask, optimizer=keras.optimizers.Adam, global_batch_size=64)
-
-    def test_the_update_is_the_same_on_three_replicas():
-      results = testing.check(MyTask, groups=("replicas",), accumulation_steps=2)
-      assert testing.found(results, "same update on 3 replicas").status == "passed"
-
-They need three logical CPUs, made before TensorFlow's first operation: if other tests run first,
-call `framework.strategies.split_cpu(3)` in conftest.py.
+docs/verify.md shows their use. They need three logical CPUs, made before TensorFlow's first
+operation: if other tests run first, call `framework.strategies.factories.split_cpu(3)` in conftest.py.
 """
 
 from __future__ import annotations

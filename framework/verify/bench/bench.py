@@ -278,7 +278,7 @@ def strategy_of(replicas: int) -> tf.distribute.Strategy:
   if len(devices) < replicas:
     raise ConfigError(
       f"verification on {replicas} replicas needs as many logical CPUs, but TensorFlow has started "
-      f"with {len(devices)}; call framework.strategies.split_cpu({MOST_REPLICAS}) first."
+      f"with {len(devices)}; call framework.strategies.factories.split_cpu({MOST_REPLICAS}) first."
     )
   return tf.distribute.MirroredStrategy(
     devices[:replicas], cross_device_ops=tf.distribute.ReductionToOneDevice()

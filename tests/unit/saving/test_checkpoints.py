@@ -572,7 +572,6 @@ def test_a_larger_model_is_refused(trainer, tmp_path):
   )
 
 
-
 def test_a_refusal_does_not_fall_back_on_an_earlier_one(manager, tmp_path):
   save(manager, 10)
   wider = everything.make_manager(
