@@ -1,7 +1,7 @@
-"""The checks of `--mode=verify`, for your own tests.
+"""The checks of `--mode=verify`, for your own tests; docs/verify.md shows their use.
 
-docs/verify.md shows their use. They need three logical CPUs, made before TensorFlow's first
-operation: if other tests run first, call `framework.strategies.factories.split_cpu(3)` in conftest.py.
+They need three logical CPUs, made before TensorFlow's first operation: if other tests run first,
+call `framework.strategies.factories.split_cpu(3)` in conftest.py.
 """
 
 from __future__ import annotations

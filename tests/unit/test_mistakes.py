@@ -266,13 +266,13 @@ MISTAKES = {
   ),
   # The run folder.
   "model_dir is a file": Mistake(
-    flags=["--model_dir=TMP/base.gin"], says=["TMP/base.gin", "cannot write", "choose a folder"]
+    flags=["--model_dir=TMP/base.gin"], says=["TMP/base.gin", "cannot write", "set --model_dir to"]
   ),
   "model_dir with wildcards": Mistake(
     flags=["--model_dir=TMP/run[1]"], says=["TMP/run[1]", "wildcards", "choose a name without"]
   ),
   "model_dir that cannot be made": Mistake(
-    flags=["--model_dir=/proc/loopwright"], says=["'/proc/loopwright'", "you may write to"]
+    flags=["--model_dir=/proc/loopwright"], says=["'/proc/loopwright'", "a writable folder"]
   ),
   "evaluate without checkpoint": Mistake(
     flags=["--mode=evaluate"], fresh=True, says=["no checkpoint in TMP/run", "train first"]
