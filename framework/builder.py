@@ -1,9 +1,4 @@
-"""Makes trainers and evaluators as a config describes them: for run, verify and tune alike.
-
-recipe = Recipe(optimizer=keras.optimizers.Adam, global_batch_size=128)
-trainer = recipe.trainer(task, strategy)
-evaluator = recipe.evaluator(trainer)
-"""
+"""Makes trainers and evaluators as a config describes them: for run, verify and tune alike."""
 
 from __future__ import annotations
 
@@ -37,12 +32,9 @@ class Recipe:
   """What a trainer is made of, besides the task and the strategy.
 
   Attributes:
-    optimizer: see `Trainer`.
-    global_batch_size: see `Trainer`.
     eval_batch_size: examples in an evaluation batch; None takes `global_batch_size`.
-    seed: see `Trainer`; of the example order, too.
+    seed: of the example order, too.
     shuffle: False reads the training examples in their own order.
-    eager: see `Trainer`.
     options: other options of `Trainer`, which take the place of what the config binds.
   """
 
@@ -65,8 +57,7 @@ class Recipe:
     """Returns a new trainer (host).
 
     Args:
-      task: what to learn; its model is built here, unless it has one.
-      strategy: where.
+      task: its model is built here, unless it has one.
       dataset_fn: see `Trainer`; None reads the task's training data.
       recorder: records which examples each step consumes.
     """

@@ -40,10 +40,7 @@ class StepObserver:
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Returns `reduce(gradients, scalars)`.
 
-    Args:
-      reduce: the all-reduce.
-      gradients: this replica's, scaled.
-      scalars: loss total and weight, this replica's sums.
+    `scalars` are loss total and weight; all values are this replica's, gradients scaled.
     """
     return reduce(gradients, scalars)
 
@@ -51,11 +48,7 @@ class StepObserver:
     """Hears whether reduced gradients are finite, a bool scalar."""
 
   def allowed(self, finite: tf.Tensor) -> tf.Tensor:
-    """Returns whether to apply an update, a bool scalar, equal on every replica.
-
-    Args:
-      finite: bool scalar, whether the step would apply it.
-    """
+    """Returns whether to apply an update, a bool scalar, equal on every replica, as `finite` is."""
     return finite
 
   def before_update(self, optimizer: Optimizer) -> None:
@@ -74,12 +67,7 @@ class Observer:
     return StepObserver()
 
   def loop_begins(self, *, after_step: int, steps: int) -> None:
-    """Runs before a loop (host).
-
-    Args:
-      after_step: steps completed so far.
-      steps: how many the loop is to have.
-    """
+    """Runs before a loop of `steps` steps (host)."""
 
   def loop_starts(self) -> None:
     """Adds the first operation of the compiled loop (cross-replica)."""
@@ -88,12 +76,7 @@ class Observer:
     """Runs before the step takes its batch (cross-replica)."""
 
   def batch_taken(self, batch: Any, step: tf.Tensor) -> None:
-    """Hears which batch the step has taken (cross-replica).
-
-    Args:
-      batch: name -> per-replica values.
-      step: int64 scalar, the steps completed before this one.
-    """
+    """Hears which batch, name -> per-replica values, the step after `step` took (cross-replica)."""
 
   def step_ends(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
     """Returns whether the step stands, a bool scalar (cross-replica).

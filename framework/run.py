@@ -1,7 +1,4 @@
-"""Assembles one run from its parts and drives it: what a gin file configures. Read it first.
-
-run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digits")
-"""
+"""Assembles one run from its parts and drives it: what a gin file configures. Read it first."""
 
 from __future__ import annotations
 

@@ -76,14 +76,10 @@ class Session:
     actions: Sequence[Action] = (),
     assets: str = "",
   ) -> None:
-    """Assembles the run; restores nothing.
+    """Assembles the run of a trainer whose model is built; restores nothing.
 
     Args:
-      trainer: with its model built.
-      model_dir: the run folder.
-      cadence: how far and how often.
       evaluator: None evaluates nothing.
-      actions: what to call after loops and evaluations.
       assets: the digest of the assets that the task uses.
     """
     self._started = time.monotonic()
@@ -121,9 +117,6 @@ class Session:
 
   def restore(self, checkpoint: str | None = None) -> None:
     """Restores a checkpoint, or else the newest whole one of the run, if there is one (host).
-
-    Args:
-      checkpoint: see `framework.run.run`.
 
     Raises:
       ConfigError: there is no such checkpoint, it is damaged, or it belongs to another experiment.

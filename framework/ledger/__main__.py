@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from framework.errors import ConfigError
 from framework.ledger.proof import Problem, prove, read
+
+_CHECKPOINT = re.compile(r"ckpt-(\d+)\.index")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,10 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _newest_checkpoint(model_dir: str) -> int | None:
-  from framework.saving.checkpoints import list_checkpoints
+  import tensorflow as tf
 
-  paths = list_checkpoints(os.path.join(model_dir, "checkpoints"))
-  return int(paths[-1].rpartition("-")[2]) if paths else None
+  folder = os.path.join(model_dir, "checkpoints")
+  names = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
+  steps = [int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match]
+  return max(steps, default=None)
 
 
 if __name__ == "__main__":
