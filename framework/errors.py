@@ -41,14 +41,7 @@ def is_integer(value: object, *, at_least: int, at_most: int | None = None) -> b
 
 
 def require_integer(what: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
-  """Returns `value` as an int; raises a ConfigError unless it is an integer within the bounds.
-
-  Args:
-    what: the parameter's name, such as "Trainer.accumulation_steps".
-    value: any object.
-    at_least: the smallest valid value.
-    at_most: the largest; None for no limit.
-  """
+  """Returns `value` as an int; raises a ConfigError unless it is an integer within the bounds."""
   if not is_integer(value, at_least=at_least, at_most=at_most):
     bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     raise ConfigError(f"{what} is {value!r}; it must be a whole number {bounds}.")
@@ -56,13 +49,7 @@ def require_integer(what: str, value: Any, *, at_least: int, at_most: int | None
 
 
 def require_positive(what: str, value: float, *, unit: str = "") -> None:
-  """Raises a ConfigError unless the number `value` is above 0.
-
-  Args:
-    what: the parameter's name.
-    value: a number.
-    unit: for the error, such as "seconds".
-  """
+  """Raises a ConfigError, which names `what` and the `unit`, unless `value` is above 0."""
   if not value > 0:
     raise ConfigError(f"{what} is {value}; it must be above 0{unit and f' {unit}'}.")
 

@@ -120,8 +120,6 @@ def tune(
 
   Args:
     gin_files: as for `configurables.parse`, like `gin_params`.
-    model_dir: the run folder.
-    show: called with each line as soon as it is known.
     rounds: rounds per candidate, 2 or more; in each, candidate and best have two turns.
     block_s: minimum seconds that each runs in a round.
 
@@ -166,7 +164,6 @@ def search(
   Args:
     choices: the axes; at most one option of each is taken.
     compare: measures; a ConfigError means that the candidate cannot run.
-    show: called with a line for each option.
   """
   best: Bindings = {}
   for options in choices:
@@ -186,12 +183,7 @@ def search(
 
 
 def axes(trainer: Trainer, step_s: float) -> list[list[Option]]:
-  """Returns the options that may be faster than the config in force.
-
-  Args:
-    trainer: made from the original config.
-    step_s: seconds per step.
-  """
+  """Returns the options that may be faster than the config in force, whose trainer this is."""
   found = [[Option({"Trainer.jit_compile": not trainer.parts.jit_compile})]]
   if trainer.strategy.num_replicas_in_sync > 1:
     found += [_ways(trainer), _wires(trainer)]

@@ -32,14 +32,11 @@ class Run:
   """What an action can use of its run.
 
   Attributes:
-    task: with its model built.
-    trainer: None if nothing is trained.
-    evaluator: None if nothing is evaluated.
+    trainer, evaluator: None if nothing is trained, or evaluated.
     checkpoint: everything that training needs to continue, already restored.
     metrics_log: the chief's metrics.jsonl. All workers read it, so that they decide alike; only the
       chief writes it.
     global_step: int64 scalar, training steps completed.
-    model_dir: the run folder.
     replay_command: replays the step at which `StopOnNonFinite` stopped.
     is_chief: whether this process writes to the run folder.
     message: prints lines for the user, above the progress line.

@@ -43,6 +43,7 @@ SUGGESTIONS: Mapping[str, str] = {
   "host": "return to the host less often: a larger run.steps_per_loop.",
 }
 """Part -> what to do if it is the largest."""
+_OTHERWISE = "make it cheaper, or call it less often: run.steps_per_loop, run.eval_every_steps."
 
 
 class StepTimes(Observer):
@@ -168,10 +169,4 @@ def table(parts: Mapping[str, float]) -> str:
   largest = rows[0][0]
   lines = [f"time budget of {total:.1f} s:"]
   lines += [f"  {name:{width}} {s:9.2f} s {100 * s / total:5.1f} %" for name, s in rows]
-  return "\n".join([*lines, f"largest: {largest}; {_suggestion(largest)}"])
-
-
-def _suggestion(part: str) -> str:
-  if part in SUGGESTIONS:
-    return SUGGESTIONS[part]
-  return "make it cheaper, or call it less often: run.steps_per_loop, run.eval_every_steps."
+  return "\n".join([*lines, f"largest: {largest}; {SUGGESTIONS.get(largest, _OTHERWISE)}"])

@@ -54,9 +54,7 @@ class Deferred(importlib.abc.Loader):
 
     def missing(name: str) -> Any:
       absent = AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-      if (
-        name.startswith("__") and name != "__all__"
-      ):  # accessed by Python and AutoGraph for any module
+      if name.startswith("__") and name != "__all__":  # Python and AutoGraph ask any module
         raise absent
       with self._lock:
         if not self._started:

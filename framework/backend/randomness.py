@@ -93,10 +93,6 @@ def example_seeds(batch: Mapping[str, tf.Tensor], training: bool) -> tf.Tensor:
 
   In training these are the batch's "seed", different in each epoch. In evaluation they are derived
   from "example_id", so each evaluation makes the same draws.
-
-  Args:
-    batch: the batch that `preprocess` receives.
-    training: the argument of `preprocess`.
   """
   if training:
     return batch["seed"]

@@ -22,7 +22,6 @@ def average(strategy: tf.distribute.Strategy, model: Any) -> None:
   averaging at intervals changes results only by rounding.
 
   Args:
-    strategy: the current one.
     model: averages its non-trainable float variables, except those that are equal by design.
   """
 
@@ -46,7 +45,6 @@ def assign_result(
   """Assigns `function(copy, *args)` to each copy of a variable, on its device (cross-replica).
 
   Args:
-    strategy: the current one.
     variable: of any distribution.
     function: returns a tensor of the variable's shape and dtype.
     args: tensors or per-replica values.

@@ -33,11 +33,7 @@ class Stopwatch:
   """
 
   def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Makes a stopped watch.
-
-    Args:
-      clock: returns seconds, monotonic.
-    """
+    """Makes a stopped watch; `clock` returns seconds, monotonic."""
     self.seconds: dict[str, float] = collections.defaultdict(float)
     self._clock = clock
     self._parts: list[str] = []

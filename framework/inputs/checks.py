@@ -10,19 +10,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from framework.errors import USER_ERROR, ConfigError
+from framework.errors import USER_ERROR, ConfigError, kind
 
 Batch = dict[str, tf.Tensor]
 """Feature name -> tensor; all tensors share their first axis, the rows. See `inputs.datasets`."""
 
 
 def require(condition: tf.Tensor, value: Any, message: Sequence[tf.Tensor | str]) -> Any:
-  """Returns `value` if `condition` holds when the pipeline runs; else raises a `user_error`.
-
-  Args:
-    condition: bool scalar.
-    value: a structure of tensors.
-    message: string parts of the error.
+  """Returns the tensors of `value` if a bool scalar holds when the pipeline runs, else raises a
+  `user_error` with the joined `message`.
   """
   line = tf.strings.join([USER_ERROR, *message])
   with tf.control_dependencies([tf.debugging.Assert(condition, [line])]):
@@ -99,7 +95,7 @@ def check_elements(element_spec: object) -> None:
   """Raises a ConfigError unless a stream's elements are dicts of dense tensors of static shape."""
   if not isinstance(element_spec, dict) or not element_spec:
     raise ConfigError(
-      f"the stream's elements are {brief(element_spec)}; they must be dicts of feature name -> "
+      f"the stream's elements are {kind(element_spec)}; they must be dicts of feature name -> "
       "tensor, for example from dataset.map(lambda x, y: {'x': x, 'y': y})."
     )
   for name, spec in element_spec.items():
@@ -115,15 +111,9 @@ def check_elements(element_spec: object) -> None:
 
 
 def checked_batch(batch: object, rows: int, who: str) -> Batch:
-  """Returns a batch as tensors [rows, ...]; raises a ConfigError if it is not a valid batch.
-
-  Args:
-    batch: what `who` returned.
-    rows: the number of rows expected.
-    who: the source or function, for the error.
-  """
+  """Returns what `who` returned as tensors [rows, ...]; a ConfigError if it is no valid batch."""
   if not isinstance(batch, Mapping) or not batch:
-    raise ConfigError(f"{who} returned {brief(batch)}; it must return a dict of name -> tensor.")
+    raise ConfigError(f"{who} returned {kind(batch)}; it must return a dict of name -> tensor.")
   checked = {}
   for name, value in batch.items():
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
@@ -163,8 +153,3 @@ def require_kept(batch: Batch, who: str) -> None:
     raise ConfigError(
       f"{who} returned 'example_id' as {ids.dtype.name} of shape {ids.shape}; return it unchanged."
     )
-
-
-def brief(value: object) -> str:
-  """Returns what an error calls a value of the wrong type, such as "a list" or "None"."""
-  return f"a {type(value).__name__}" if value is not None else "None"

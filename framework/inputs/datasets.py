@@ -22,7 +22,6 @@ A batch is made in this order: its rows (`_Plan`), positions and examples (`orde
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -99,7 +98,7 @@ def train_dataset(
   Raises:
     ConfigError: a wrong argument, or a source or preprocess that breaks its contract.
   """
-  plan = _Plan.checked(source, global_batch_size, pad_multiple, preprocess, rows, training=True)
+  plan = _Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=True)
   require_integer("position", position, at_least=0)
   require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
   if isinstance(source, StreamSource):
@@ -128,7 +127,7 @@ def eval_dataset(
   of the last one may all be padding. See `train_dataset` for arguments, results and errors, but
   `preprocess(batch, False)` gets no "seed". An endless stream needs `num_examples`.
   """
-  plan = _Plan.checked(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
+  plan = _Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
   if isinstance(source, StreamSource):
     return _eval_stream(source, plan, shard)
   end = source.num_examples
@@ -144,17 +143,9 @@ def eval_dataset(
   return _batches(starts, make, rewrite=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan:
-  global_batch_size: int
-  rows: range
-  preprocess: Preprocess | None
-  name_of_preprocess: str
-  training: bool
-
-  @classmethod
-  def checked(
-    cls,
+  def __init__(
+    self,
     source: object,
     global_batch_size: int,
     pad_multiple: int,
@@ -162,20 +153,16 @@ class _Plan:
     rows: range | None,
     *,
     training: bool,
-  ) -> _Plan:
+  ) -> None:
     check_source(source)
     require_integer("global_batch_size", global_batch_size, at_least=1)
     require_integer("pad_multiple", pad_multiple, at_least=1)
     padded_rows = padded_batch_size(global_batch_size, pad_multiple)
-    rows = range(padded_rows) if rows is None else rows
-    require_rows(rows, padded_rows)
-    return cls(
-      global_batch_size=global_batch_size,
-      rows=rows,
-      preprocess=converted(preprocess) if preprocess else None,
-      name_of_preprocess=getattr(preprocess, "__qualname__", "preprocess"),
-      training=training,
-    )
+    self.rows = range(padded_rows) if rows is None else rows
+    require_rows(self.rows, padded_rows)
+    self.global_batch_size, self.training = global_batch_size, training
+    self.preprocess = converted(preprocess) if preprocess else None
+    self.name_of_preprocess = getattr(preprocess, "__qualname__", "preprocess")
 
   def row_numbers(self) -> np.ndarray:
     """Returns int64 [rows]: the rows of the padded global batch to make."""

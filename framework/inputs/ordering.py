@@ -71,12 +71,7 @@ def _ciphered_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Te
 
 
 def seeds_at(positions: tf.Tensor, *, seed: int) -> tf.Tensor:
-  """Returns a different seed for each position, int32 [m, 2] (any context).
-
-  Args:
-    positions: int64 [m], in any order.
-    seed: an integer.
-  """
+  """Returns a different seed, int32 [m, 2], for each of `positions`, int64 [m] (any context)."""
   return tf.bitcast(hashed(positions, seed, "seeds"), tf.int32)
 
 

@@ -24,10 +24,9 @@ import tensorflow as tf
 from absl import logging
 
 from framework.backend.autograph import as_written
-from framework.errors import ConfigError, is_integer, require_integer
+from framework.errors import ConfigError, is_integer, kind, require_integer
 from framework.inputs.checks import (
   Batch,
-  brief,
   check_array,
   check_elements,
   check_weights,
@@ -75,7 +74,7 @@ class ArraySource(Source):
         0.
     """
     if not isinstance(features, Mapping) or not features:
-      raise ConfigError(f"features is {brief(features)}; it must be a dict of name -> array.")
+      raise ConfigError(f"features is {kind(features)}; it must be a dict of name -> array.")
     arrays = {name: _native(name, np.asanyarray(array)) for name, array in features.items()}
     self.num_examples = common_length(arrays)
     refuse_reserved("features", arrays)
@@ -215,7 +214,7 @@ class StreamSource:
         scalar, an empty dataset, or one known to have fewer than `num_examples`.
     """
     if not isinstance(dataset, tf.data.Dataset):
-      raise ConfigError(f"dataset is {brief(dataset)}; it must be a tf.data.Dataset.")
+      raise ConfigError(f"dataset is {kind(dataset)}; it must be a tf.data.Dataset.")
     check_elements(dataset.element_spec)
     if num_examples is not None:
       require_integer("num_examples", num_examples, at_least=1)
@@ -235,7 +234,7 @@ def check_source(source: object) -> None:
   """Raises a ConfigError unless `source` is a `Source` with examples, or a `StreamSource`."""
   if not isinstance(source, Source | StreamSource):
     remedy = "StreamSource(dataset=...)" if isinstance(source, tf.data.Dataset) else "ArraySource"
-    raise ConfigError(f"the source is {brief(source)}; it must be a Source: wrap it in {remedy}.")
+    raise ConfigError(f"the source is {kind(source)}; it must be a Source: wrap it in {remedy}.")
   if isinstance(source, Source):
     count = getattr(source, "num_examples", None)
     require_integer(f"{type(source).__name__}.num_examples", count, at_least=1)

@@ -61,7 +61,6 @@ class Optimizer:
     """Updates the variables, without communication (cross-replica).
 
     Args:
-      strategy: the current one.
       gradients: per-replica tensors, equal on every replica.
     """
     self.fusion.load(strategy)

@@ -20,7 +20,6 @@ class Ema:
 
     Args:
       decay: above 0 and below 1; average = decay * average + (1 - decay) * variable.
-      variables: what to average.
 
     Raises:
       ConfigError: `decay` is out of range.

@@ -28,10 +28,9 @@ class LossScale(tf.Module):
         overflow float16 sooner.
     """
     scale = self.value()
-    is_one = (
-      isinstance(scale, float) and scale == 1.0
-    )  # known when traced, so no operation is added
-    return total if is_one else total * tf.cast(scale / examples, total.dtype)
+    if isinstance(scale, float) and scale == 1.0:  # known when traced, so no operation is added
+      return total
+    return total * tf.cast(scale / examples, total.dtype)
 
   @property
   def expects_overflow(self) -> bool:
@@ -39,11 +38,7 @@ class LossScale(tf.Module):
     return type(self).update is not LossScale.update
 
   def update(self, finite: tf.Tensor) -> None:
-    """Adjusts the scale to whether this step's reduced gradients are finite (cross-replica).
-
-    Args:
-      finite: bool scalar.
-    """
+    """Adjusts the scale to whether the step's reduced gradients are finite (cross-replica)."""
     del finite
 
   def describe(self) -> str:
@@ -55,14 +50,7 @@ class FixedLossScale(LossScale):
   """A constant scale; a step that overflows is skipped and the scale does not change."""
 
   def __init__(self, *, scale: float) -> None:
-    """Stores the scale.
-
-    Args:
-      scale: above 0.
-
-    Raises:
-      ConfigError: `scale` is not above 0.
-    """
+    """Stores the scale; raises a ConfigError unless it is above 0."""
     super().__init__()
     require_positive("fixed.scale", scale)
     self._scale = float(scale)
@@ -130,11 +118,7 @@ class DynamicLossScale(LossScale):
     return f"dynamic, now {float(self._scale.numpy()):g}, doubled every {self._growth_steps} steps"
 
   def update(self, finite: tf.Tensor) -> None:
-    """Grows, keeps or lowers the scale (cross-replica).
-
-    Args:
-      finite: bool scalar, whether this step's reduced gradients are finite.
-    """
+    """Grows, keeps or lowers the scale (cross-replica); see `LossScale.update`."""
     scale, good = self._scale.read_value(), self._good_steps.read_value() + 1
     grow = good >= self._growth_steps
     grown = tf.where(grow, tf.minimum(scale * self._factor, LARGEST_SCALE), scale)

@@ -45,11 +45,7 @@ class Rollback(Observer):
     """Reads nothing yet.
 
     Args:
-      strategy: the current one.
-      model: a step may change its non-trainable variables.
-      loss_scale: the run's.
       counters: the variables in which the trainer counts steps.
-      ema: the moving average, if any.
       on_stop: called (host) after a loop that ended at a bad step.
     """
     trainable = {id(models.raw(v)) for v in models.trainable_variables(model)}

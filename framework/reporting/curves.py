@@ -36,11 +36,7 @@ Curves = Mapping[str, Mapping[str, Curve]]
 
 
 def read(model_dir: str, metrics: Sequence[str]) -> Curves:
-  """Returns the curves of a run folder (host).
-
-  Args:
-    model_dir: holds metrics.jsonl.
-    metrics: names in it, such as "loss"; a split without the metric gets no curve.
+  """Returns the curves of a run folder; a split without a metric gets none of it (host).
 
   Raises:
     ConfigError: the log is empty, or has no metric of a name.

@@ -1,9 +1,4 @@
-"""metrics.jsonl: one JSON object per line.
-
-log = MetricsLog("runs/digits/metrics.jsonl")
-log.append(100, "train", {"loss": 0.25})
-log.records("train")  # [{"step": 100, "split": "train", "wall_time": ..., "loss": 0.25}]
-"""
+"""metrics.jsonl: one JSON object per line."""
 
 from __future__ import annotations
 

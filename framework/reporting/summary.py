@@ -62,12 +62,9 @@ def describe(
 
   Args:
     model: what `build_model` returned: a model, or a dict or list of them.
-    replicas: number of replicas in sync.
-    global_batch_size: examples per training step.
     per_replica_batch_size: rows per replica, padding included.
     accumulation_steps: micro-batches per step.
     start_step: the step at which training continues.
-    train_steps: the step at which it ends.
   """
   known = [
     ("task", task),
@@ -138,9 +135,6 @@ def result_line(
   """Returns the last line: `done: step 1000 | eval loss 0.0571 accuracy 0.9833 | 23.4 s | runs/x`.
 
   Args:
-    step: the global step reached.
-    seconds: duration of the run.
-    model_dir: the run folder.
     evaluation: the last values of `split`, if any.
     split: "eval" or "train".
     status: such as "done" or "stopped".

@@ -40,8 +40,6 @@ def provide(
 
   Args:
     task: its model is not built yet.
-    model_dir: the run folder.
-    cluster: the processes that train together.
     training: False never fits.
     timeout_s: if not training, seconds to wait for another process to write the assets; None waits
       without limit.
@@ -71,11 +69,7 @@ def provide(
 
 
 def provide_in_memory(task: Task, assets: Assets | None = None) -> Assets:
-  """Gives the task assets that are not saved, and returns them (host).
-
-  Args:
-    task: its model is not built yet.
-    assets: from an earlier call for the same kind of task; None fits.
+  """Gives the task assets that are not saved, and returns them; None fits them (host).
 
   Raises:
     ConfigError: `fit` returned something other than files.

@@ -63,8 +63,6 @@ class CheckpointManager(tf.train.CheckpointManager):
     """Defines what is saved; reads and writes nothing yet.
 
     Args:
-      trainer: its state is saved and restored.
-      directory: `<model_dir>/checkpoints`.
       experiment: labels that must be the same on restore, such as the task's name.
       assets: digest of the task's assets, the same on restore; "" for none.
       every_steps: interval of periodic saves.
@@ -304,12 +302,7 @@ class CheckpointManager(tf.train.CheckpointManager):
 
 
 def write_state(directory: str, names: list[str]) -> None:
-  """Writes TensorFlow's state file, "checkpoint", atomically (host).
-
-  Args:
-    directory: the folder of the checkpoints.
-    names: of the checkpoints, without suffix; the last one becomes the latest.
-  """
+  """Writes TensorFlow's state file, "checkpoint", atomically; the last name is the newest."""
   state = CheckpointState(model_checkpoint_path=names[-1], all_model_checkpoint_paths=names)
   atomic_write(os.path.join(directory, "checkpoint"), text_format.MessageToString(state))
 

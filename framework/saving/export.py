@@ -26,7 +26,6 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   Args:
     task: with its model built. `export_signature` returns a `tf.function` with an input signature,
       served as "serving_default", or a dict of name -> `tf.function`.
-    directory: where to write.
     is_chief: False on other workers, which must call this too but keep nothing.
 
   Raises:

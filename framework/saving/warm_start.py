@@ -19,21 +19,11 @@ import tensorflow as tf
 
 from framework.backend import models
 from framework.errors import ConfigError, first_line, suggest, unknown
-from framework.saving import checkpoints
+from framework.saving import checkpoints, weight_files
+from framework.saving.weight_files import Match, Stored
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
-
-from framework.saving.weight_files import (
-  _KERAS,
-  Match,
-  Stored,
-  _numbered,
-  _path,
-  _plain,
-  contents,
-  located,
-)
 
 MATCHED, DIFFERS, EXCLUDED = "matched", "shape differs", "excluded"
 ONLY_MODEL, ONLY_FILE = "only in the model", "only in the file"
@@ -151,8 +141,9 @@ class WarmStart:
     Raises:
       ConfigError: there is no such file.
     """
-    source = located(self.path)
-    file = source if source.endswith(_KERAS) else f"{source}.index"  # has checksums of the data
+    source = weight_files.located(self.path)
+    # The index of a checkpoint has checksums of the data.
+    file = source if source.endswith(weight_files._KERAS) else f"{source}.index"
     content = hashlib.sha256()
     with tf.io.gfile.GFile(file, "rb") as opened:
       while block := opened.read(2**20):
@@ -183,8 +174,8 @@ class WarmStart:
       ConfigError: the file is missing or damaged; nothing matches; a pattern or a prefix matches
         nothing; with `strict`, a variable has no match.
     """
-    source = located(self.path)
-    with _one_line(source), contents(source, self._match) as stored:
+    source = weight_files.located(self.path)
+    with _one_line(source), weight_files.contents(source, self._match) as stored:
       report, pairs = self._matched(source, Names(model), self._renamed(stored))
       values = [(variable, found.read()) for variable, found in pairs]
     for variable, value in values:
@@ -270,10 +261,11 @@ class Names:
     """Indexes a model; `known` has each weight by the name that reports use."""
     root = tf.train.Checkpoint(model=model, untracked=models.untracked(model))
     paths = {
-      id(models.raw(variable)): _path(key) for key, variable in checkpoints._variables(root).items()
+      id(models.raw(variable)): weight_files._path(key)
+      for key, variable in checkpoints._variables(root).items()
     }
     weights = models.weights(model)
-    named = [_plain(models.name(weight)) for weight in weights]
+    named = [weight_files._plain(models.name(weight)) for weight in weights]
     counts = collections.Counter(named)
     self.known: dict[str, tf.Variable] = {}
     self._index: dict[str, list[str]] = {}
@@ -284,9 +276,9 @@ class Names:
       by_id[id(models.raw(weight))] = chosen
       self.known[chosen] = models.raw(weight)
       # TensorFlow's own name is in its checkpoints; for some layers it lacks parts of the path.
-      for each in {chosen, path, _plain(models.raw(weight).name)}:
+      for each in {chosen, path, weight_files._plain(models.raw(weight).name)}:
         self._index.setdefault(each, []).append(chosen)
-    for alias, variable in _numbered(model):
+    for alias, variable in weight_files._numbered(model):
       if id(variable) in by_id:
         self._index.setdefault(alias, []).append(by_id[id(variable)])
 

@@ -1,7 +1,6 @@
 """Clusters whose addresses an API knows: pods of Kubernetes, instance groups of Compute Engine.
 
-A process lists them until all that the config asks for run, and keeps this cluster for the whole
-run. Tasks are numbered by the pods' names, or by the machines' addresses, as text.
+docs/multi-process.md shows their use.
 """
 
 from __future__ import annotations

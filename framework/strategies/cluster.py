@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -74,11 +75,7 @@ class Cluster:
     return bool(hosts) and hosts <= {"127.0.0.1", "localhost", "[::1]"}
 
   def rows(self, padded_rows: int) -> range | None:
-    """Returns this worker's rows of a global batch; None, meaning all, without a cluster.
-
-    Args:
-      padded_rows: rows of the padded batch, a multiple of the number of replicas.
-    """
+    """Returns this worker's rows of a padded global batch; None, meaning all, without a cluster."""
     if self.size == 1:
       return None
     share = padded_rows // self.size
@@ -120,10 +117,6 @@ class Cluster:
   def require_same(self, what: str, value: int) -> None:
     """Checks that all workers have the same number; a collective: every worker must call it (host).
 
-    Args:
-      what: a name for the error.
-      value: an int64.
-
     Raises:
       ClusterError: the numbers differ.
     """
@@ -136,11 +129,7 @@ class Cluster:
 
   @contextlib.contextmanager
   def blaming(self, step: Callable[[], int]) -> Iterator[None]:
-    """Replaces TensorFlow's error about a lost peer by a ClusterError with peer and step (host).
-
-    Args:
-      step: returns the last step reached.
-    """
+    """Replaces TensorFlow's error about a lost peer by a ClusterError with peer and `step`."""
     try:
       yield
     except _PEER_LOST as error:
@@ -186,17 +175,13 @@ def workers(resolver: ClusterResolver) -> tuple[list[Peer], int]:
   )
 
 
-_sums: dict[int, Any] = {}
-
-
+@functools.cache
 def _summed(strategy: tf.distribute.Strategy) -> Any:
   """Returns a compiled sum over replicas, made once per strategy."""
-  if id(strategy) not in _sums:
 
-    @tf.function(autograph=False)
-    def summed(value: tf.Tensor) -> tf.Tensor:
-      values = strategy.run(lambda: tf.identity(value))
-      return strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None)
+  @tf.function(autograph=False)
+  def summed(value: tf.Tensor) -> tf.Tensor:
+    values = strategy.run(lambda: tf.identity(value))
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None)
 
-    _sums[id(strategy)] = summed
-  return _sums[id(strategy)]
+  return summed

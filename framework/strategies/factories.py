@@ -45,7 +45,7 @@ def default() -> tf.distribute.Strategy:
 
 def one_device(*, device: str | None = None) -> tf.distribute.Strategy:
   """One replica on `device`, such as "GPU:0"; None uses the first GPU, or the CPU without one."""
-  names = _gpus() + _logical("CPU")
+  names = _logical("GPU") + _logical("CPU")
   return tf.distribute.OneDeviceStrategy(_known_device(device, names) if device else names[0])
 
 
@@ -91,7 +91,8 @@ def central_storage(
   names = _replica_devices(devices, cpu_replicas)
   parameters = parameter_device or _logical("CPU")[0]
   return tf.distribute.experimental.CentralStorageStrategy(
-    compute_devices=names, parameter_device=_known_device(parameters, _logical("CPU") + _gpus())
+    compute_devices=names,
+    parameter_device=_known_device(parameters, _logical("CPU") + _logical("GPU")),
   )
 
 
@@ -229,7 +230,7 @@ def auto(
   """
   # Physical devices first: listing logical ones initialises them, and the CPU can no longer be
   # split.
-  gpus = _gpus() if tf.config.list_physical_devices("GPU") else []
+  gpus = _logical("GPU") if tf.config.list_physical_devices("GPU") else []
   if len(gpus) > 1:
     logging.info("strategy auto: mirrored over %s, all GPUs visible to TensorFlow", gpus)
     return mirrored(devices=gpus, cross_device_ops=cross_device_ops)
@@ -282,21 +283,17 @@ def _replica_devices(devices: Sequence[str] | None, cpu_replicas: int | None) ->
   if cpu_replicas is not None:
     return split_cpu(cpu_replicas)
   if devices is not None:
-    known = _gpus() + _logical("CPU")
+    known = _logical("GPU") + _logical("CPU")
     if len(set(devices)) != len(devices) or not devices:
       raise ConfigError(f"devices is {list(devices)}; list at least one device, each once.")
     return [_known_device(device, known) for device in devices]
-  return _gpus() or _logical("CPU")[:1]
+  return _logical("GPU") or _logical("CPU")[:1]
 
 
 def _known_device(device: str, known: Sequence[str]) -> str:
   if device.removeprefix("/").removeprefix("device:") not in known:
     raise unknown("device", device, known)
   return device
-
-
-def _gpus() -> list[str]:
-  return _logical("GPU")
 
 
 def _logical(kind: str) -> list[str]:

@@ -29,11 +29,6 @@ def watch(addresses: dict[str, str], timeout_s: float, grace_s: float) -> None:
   A probe fails if the peer accepts the call and does not answer; TensorFlow itself detects a peer
   that exited. Two probes in a row must fail, so that a pause of this machine or process is not
   reported as the peer's failure.
-
-  Args:
-    addresses: name -> "host:port".
-    timeout_s: seconds.
-    grace_s: seconds.
   """
   import grpc
 

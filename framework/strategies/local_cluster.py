@@ -75,9 +75,7 @@ def run_local(
   0 is the chief. With `ps` it is a chief (the coordinator), N workers and M parameter servers.
 
   Args:
-    command: what each process runs.
     model_dir: a local folder; output goes to <model_dir>/logs/<name>.log.
-    workers: the number of workers.
     ps: the number of parameter servers; they and the workers end with the chief.
     max_restarts: how often to restart after a failure.
     grace_s: seconds from SIGTERM, which is forwarded to the processes, to SIGKILL.
@@ -336,13 +334,7 @@ class Process:
   It leads its own session: a terminal's Ctrl-C does not reach it, and its children are killed with
   it.
 
-  Attributes:
-    kind: the task's type in TF_CONFIG, beside its `index` there.
-    environment: all environment variables of the process.
-    leads: whether it is the chief: all its output is shown, of others only warnings and errors.
-    selector: watches its output and its end.
-    on_end: called with this process after each end.
-    status: its exit status, negative for a signal; None while it runs.
+  The output of the chief, which `leads`, is shown; of others only warnings and errors are.
   """
 
   kind: str

@@ -148,10 +148,6 @@ class Reduction:
     code path as the gradients. This catches, for example, HierarchicalCopyAllReduce, which ignores
     the last replica of an odd number.
 
-    Args:
-      strategy: the strategy of the training.
-      dtypes: the dtypes of the gradients.
-
     Raises:
       ConfigError: a replica received a wrong sum.
     """

@@ -76,10 +76,6 @@ def _digest(files: Sequence[Path]) -> str:
 def preflight(resolver: ClusterResolver, *, timeout_s: float) -> None:
   """Connects to the other workers and compares facts, before TensorFlow connects them (host).
 
-  Args:
-    resolver: the cluster.
-    timeout_s: seconds to wait for the other workers.
-
   Raises:
     ClusterError: a worker does not connect or does not answer, or this worker's port is in use.
     ConfigError: the facts differ; all workers raise the same line.
@@ -203,7 +199,6 @@ def answers(address: str, *, deadline: float = 0.0) -> bool:
   """Whether a process accepts connections at "host:port" (host).
 
   Args:
-    address: "host:port".
     deadline: on the clock of `time.monotonic`; until then the call retries. It tries at least once.
   """
   connection = _connected(address, deadline)
@@ -213,11 +208,7 @@ def answers(address: str, *, deadline: float = 0.0) -> bool:
 
 
 def require_answer(address: str, *, timeout_s: float) -> None:
-  """Waits until a process accepts connections at an address; TensorFlow has no time limit (host).
-
-  Args:
-    address: "host:port".
-    timeout_s: how long to wait.
+  """Waits until a process accepts connections at "host:port"; TensorFlow has no time limit (host).
 
   Raises:
     ClusterError: no process did within `timeout_s`.
@@ -250,11 +241,6 @@ def configure_runtime(
 
   TensorFlow's own default is no limit. The coordination service is the one that
   MultiWorkerMirroredStrategy would configure.
-
-  Args:
-    resolver: the cluster.
-    heartbeat_timeout_s: seconds that a peer may not answer.
-    start_timeout_s: seconds that peers may take to connect.
   """
   spec = resolver.cluster_spec()
   jobs = [job for job in ("chief", "worker") if job in spec.jobs]

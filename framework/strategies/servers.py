@@ -1,9 +1,5 @@
 """Starts, monitors and ends the processes of a training with parameter servers.
 
-    chief     coordinates: runs the session, sends closures to the workers, writes the run folder
-    worker N  runs closures: reads batches, computes gradients, updates the variables
-    ps N      stores variables
-
 Workers and servers run only `Server.serve`; the chief sends them everything that they compute.
 """
 
@@ -91,8 +87,6 @@ class Pulse:
     """Starts the process that sends probes.
 
     Args:
-      peers: the processes to probe, with TensorFlow's own GetStatus.
-      timeout_s: seconds that a peer may not answer.
       grace_s: seconds that this process has to end by itself after a peer has been reported, before
         it is killed.
     """
@@ -231,7 +225,16 @@ def join(
   max_shards: int | None,
 ) -> tf.distribute.Strategy | Server:
   """Takes this process's place in the cluster; see `strategies.parameter_server`."""
-  _check_options(start_timeout_s, heartbeat_timeout_s, min_shard_bytes, max_shards)
+  for which, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
+    require_positive(f"parameter_server.{which}_timeout_s", seconds, unit="seconds")
+  for name, value in (("min_shard_bytes", min_shard_bytes), ("max_shards", max_shards)):
+    if value is not None:
+      require_integer(f"parameter_server.{name}", value, at_least=1)
+  if max_shards is not None and min_shard_bytes is None:
+    raise ConfigError(
+      f"parameter_server.max_shards is {max_shards} without min_shard_bytes, so no variable is "
+      "partitioned; set both, for example min_shard_bytes = 262144."
+    )
   _check_jobs(resolver)
   if resolver.task_type != "chief":
     return Server(resolver, start_timeout_s=start_timeout_s)
@@ -275,24 +278,6 @@ def _names(peers: Sequence[Peer]) -> str:
 def _peers(resolver: ClusterResolver, job: str) -> list[Peer]:
   spec = resolver.cluster_spec()
   return [Peer(job, task, spec.task_address(job, task)) for task in spec.task_indices(job)]
-
-
-def _check_options(
-  start_timeout_s: float,
-  heartbeat_timeout_s: float,
-  min_shard_bytes: int | None,
-  max_shards: int | None,
-) -> None:
-  for which, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
-    require_positive(f"parameter_server.{which}_timeout_s", seconds, unit="seconds")
-  for name, value in (("min_shard_bytes", min_shard_bytes), ("max_shards", max_shards)):
-    if value is not None:
-      require_integer(f"parameter_server.{name}", value, at_least=1)
-  if max_shards is not None and min_shard_bytes is None:
-    raise ConfigError(
-      f"parameter_server.max_shards is {max_shards} without min_shard_bytes, so no variable is "
-      "partitioned; set both, for example min_shard_bytes = 262144."
-    )
 
 
 def _check_jobs(resolver: ClusterResolver) -> None:
