@@ -66,7 +66,7 @@ def test_the_defect_is_found_and_named(name):
 def test_a_larger_loss_scale_is_recommended_and_helps():
   result = check(defects.Tiny, "mixed_float16", 1.0)[F16]
   assert result.values["underflow"] > precision.UNDERFLOW
-  recommended = float(result.remedy.partition("scale by ")[2].split()[0])
+  recommended = float(result.remedy.partition("at least ")[2])
   better = check(defects.Tiny, "mixed_float16", recommended)[F16]
   assert better.status == "passed"
   assert better.values["loss_scale"] == recommended

@@ -174,7 +174,7 @@ class LayerOfKeras(Right):
 
 @defect(
   {"no augmentation in evaluation": "augmentation in evaluation"},
-  "asks for batch['seed']",
+  "reads batch['seed']",
   'batch["seed"]',
 )
 class SeedInEvaluation(Right):
