@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from framework.backend import models
-from framework.backend.autograph import as_written, converted
+from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, kind
 from framework.inputs.datasets import Batch, Preprocess
 from framework.inputs.sources import Source, StreamSource
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 from framework.metrics import REPORTED, Loss, Weighted
 
 
+@methods_as_written
 class Task:
   """What to learn: a model, its data, its loss. Subclass it; four methods are required.
 
@@ -84,7 +85,6 @@ class Task:
     """Returns this replica's loss, usually from `Loss.from_examples` (replica context)."""
     raise _missing(self, "loss(outputs, batch)")
 
-  @as_written
   def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:
     """Returns name -> (total, weight), this replica's sums (replica context)."""
     del outputs, batch
@@ -102,7 +102,6 @@ class Task:
     del means
     return {}
 
-  @as_written
   def regularization(self) -> tf.Tensor | float:
     """Returns a float scalar, added once to the mean training loss (replica context).
 
@@ -120,7 +119,6 @@ class Task:
       return models.trainable_variables(self.model[optimizer])
     return models.trainable_variables(self.model)
 
-  @as_written
   def training_loss(self, step: Step, batch: Batch) -> Loss:
     """Returns the regularised local loss of one (micro-)batch, to differentiate (replica context).
 
@@ -131,7 +129,6 @@ class Task:
     loss = Loss.checked(converted(self.loss)(outputs, batch))
     return loss.plus_regularization(converted(self.regularization)())
 
-  @as_written
   def train_step(self, step: Step, batch: Batch) -> None:
     """Runs one training step (replica context); override it for full control of the loop.
 
@@ -139,7 +136,6 @@ class Task:
     """
     step.update(lambda part: self.training_loss(step, part), batch)
 
-  @as_written
   def eval_step(self, step: EvalStep, batch: Batch) -> None:
     """Logs loss and metrics of this replica's evaluation examples (replica context)."""
     outputs = converted(self.forward)(batch, training=False)
