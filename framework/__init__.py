@@ -69,9 +69,7 @@ lazy_keras.install()
 
 
 def __getattr__(name: str) -> Any:
-  """Imports a public name at its first use, so that a wrong flag is reported before TensorFlow
-  loads.
-  """
+  """Imports a public name at its first use: a wrong flag is reported before TensorFlow loads."""
   for home, names in _HOMES.items():
     if name in names:
       return getattr(importlib.import_module(f"framework.{home}"), name)

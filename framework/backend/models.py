@@ -79,9 +79,7 @@ def _variables(model: Any, attribute: str) -> list[Any]:
 
 
 def require_in_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
-  """Raises a ConfigError if a trainable variable is on one device instead of on each replica
-  (host).
-  """
+  """Raises a ConfigError if a trainable variable is on one device, not on each replica (host)."""
   if strategy.num_replicas_in_sync == 1:
     return
   for variable in trainable_variables(model):

@@ -17,9 +17,7 @@ Batch = dict[str, tf.Tensor]
 
 
 def require(condition: tf.Tensor, value: Any, message: Sequence[tf.Tensor | str]) -> Any:
-  """Returns the tensors of `value` if a bool scalar holds when the pipeline runs, else raises a
-  `user_error` with the joined `message`.
-  """
+  """Returns `value` if a bool scalar holds when the pipeline runs; else raises a `user_error`."""
   line = tf.strings.join([USER_ERROR, *message])
   with tf.control_dependencies([tf.debugging.Assert(condition, [line])]):
     return tf.nest.map_structure(tf.identity, value)

@@ -77,9 +77,7 @@ class Optimizer:
     self.fusion.store(strategy, gradients.missing)
 
   def _untouched(self, gradients: Gradients) -> list[tuple[tf.Variable, tf.Tensor, tf.Tensor]]:
-    """Returns (slot, mask, value) of flat slots with elements that have no gradient and must not
-    change.
-    """
+    """Returns (slot, mask, value) of flat slots of which elements without gradient must stay."""
     kept = []
     for flat, mask in zip(self.fusion.flats, self.fusion.masks(gradients.missing), strict=False):
       if mask is None:

@@ -84,9 +84,6 @@ class Cluster:
   def distribute(self, dataset: tf.data.Dataset) -> Any:
     """Returns the distributed dataset whose elements `strategy.run` takes (host).
 
-    Args:
-      dataset: this worker's `rows` of each padded global batch.
-
     Raises:
       ConfigError: in a cluster, the rows do not divide by this worker's replicas.
     """

@@ -221,9 +221,7 @@ class LocalCluster:
     )
 
   def _is_dispensable(self, process: Process) -> bool:
-    """Whether the run continues without it: a killed worker beside parameter servers, if not the
-    last.
-    """
+    """Whether the run continues without it: a killed worker beside servers, if not the last."""
     others = any(p.running and p.kind == "worker" for p in self._processes)
     killed = process.status is not None and process.status < 0
     return self.ps > 0 and process.kind == "worker" and killed and others and not self._deadline

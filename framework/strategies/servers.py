@@ -177,9 +177,7 @@ class ParameterServers(Cluster):
 
   @contextlib.contextmanager
   def blaming(self, step: Callable[[], int]) -> Iterator[None]:
-    """Replaces TensorFlow's error about a lost server by a ClusterError that names the server
-    (host).
-    """
+    """Replaces TensorFlow's error about a lost server by a ClusterError that names it (host)."""
     del step  # the step counter is stored on a server
     try:
       yield
