@@ -157,10 +157,9 @@ class SlowReduction(reduction.Reduction):
 
 @pytest.mark.whole
 def test_a_slow_reduction_is_found(tmp_path, mirrored, monkeypatch):
-  from framework import trainer
-
-  made = lambda **options: trainer.Trainer(reduction=SlowReduction, **options)  # noqa: E731
-  monkeypatch.setattr("framework.run.configurables.configured", lambda cls: made)
+  monkeypatch.setattr(
+    "framework.builder.configurables.options", lambda cls: {"reduction": SlowReduction}
+  )
   parts = measured(tmp_path, replicas=lambda: mirrored(2))
   planted = STEPS * 0.5
   assert planted <= parts["communication"] < 1.2 * planted
