@@ -30,7 +30,7 @@ def results(request, tmp_path_factory):
   """Of all cases, in their order, or of those that the fast tier looks at."""
   fast = all(map(tiers.is_fast, request.session.items))
   output = tmp_path_factory.mktemp("ps") / "results.json"
-  command = ["timeout", "-s", "KILL", "150", sys.executable, HERE / "ps_cluster.py", output]
+  command = ["timeout", "-s", "KILL", "300", sys.executable, HERE / "ps_cluster.py", output]
   command += ["keras", "killed_in_training"] if fast else []
   environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
   done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

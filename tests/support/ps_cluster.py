@@ -486,7 +486,7 @@ CASES = {
 
 
 def main(output, *chosen):
-  faulthandler.dump_traceback_later(240, exit=True)
+  faulthandler.dump_traceback_later(280, exit=True)
   started = time.monotonic()
   place = Place()
   results = {"start_s": time.monotonic() - started}
