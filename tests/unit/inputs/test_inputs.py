@@ -688,7 +688,7 @@ def unknown_shape(batch, training):
   ("preprocess", "message"),
   [
     (lambda b, t: None, "returned None; it must return a dict of name -> tensor"),
-    (lambda b, t: b["x"], "returned a SymbolicTensor; it must return a dict"),
+    (lambda b, t: b["x"], "returned a tensor of shape .*; it must return a dict"),
     (lambda b, t: {k: v[:3] for k, v in b.items()}, r"for a batch of 4 rows; .* must be 4"),
     (lambda b, t: {**b, "m": tf.reduce_mean(b["weight"])}, r"returned 'm' of shape \(\)"),
     (lambda b, t: {"x": b["x"], "weight": b["weight"]}, "dropped 'example_id'; return it"),
