@@ -1,4 +1,4 @@
-"""The interface through which ledger, time budget and rollback observe training. Default: none.
+"""How the ledger, the time budget and rollback observe training; an ordinary run has no observer.
 
 A trainer calls an `Observer` in its loops and steps, and a `StepObserver` in one replica's verbs:
 
@@ -38,7 +38,7 @@ class StepObserver:
   def all_reduce(
     self, reduce: AllReduce, gradients: Tensors, scalars: Tensors
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Returns `reduce(gradients, scalars)`.
+    """Wraps the all-reduce: returns `reduce(gradients, scalars)`.
 
     Args:
       reduce: the all-reduce.
@@ -59,7 +59,7 @@ class StepObserver:
     return finite
 
   def before_update(self, optimizer: Optimizer) -> None:
-    """Runs just before an optimizer updates its variables (cross-replica)."""
+    """Runs before an optimizer updates its variables, or skips this (cross-replica)."""
 
   def metrics(self) -> Mapping[str, tuple[Any, Any]]:
     """Returns name -> (total, weight), this replica's sums in the step."""

@@ -92,7 +92,7 @@ class EvalStep:
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
     """Concatenates the rows of all replicas, in replica order; differentiable (replica context).
 
-    For a loss over the examples of all replicas. The gradient with respect to this replica's rows
+    Use it for a loss over the examples of all replicas. The gradient with respect to this replica's rows
     is summed over the losses of all replicas. Row i of this replica is row `replica_id() * n + i`
     of the result. Padded rows are included: gather the weights too. With accumulation, gathers
     one micro-batch.
@@ -199,8 +199,8 @@ class Step(EvalStep):
       variables: what to differentiate with respect to.
 
     Returns:
-      One gradient per variable, None if the loss does not depend on it, each multiplied by loss
-      scale / global batch size (by 1 without loss scaling); and the unscaled local sums.
+      One gradient per variable, None if the loss does not depend on it, and the unscaled local
+      sums. With loss scaling, each gradient is multiplied by loss scale / global batch size.
 
     Raises:
       ConfigError: the loss is not a `Loss` of scalars, or depends on none of the variables.
@@ -233,7 +233,7 @@ class Step(EvalStep):
   def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
     """Divides summed gradients by their scale and by the *global* weight of `loss`.
 
-    A global weight of 0 gives zero gradients; `update` then skips.
+    A global weight of 0 gives zero gradients; `update` then skips the step.
     """
     divisor = self._scaled(loss.weight)
     factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
@@ -242,7 +242,7 @@ class Step(EvalStep):
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (finite, norm) of reduced gradients, bool and float32 scalars, equal on all replicas.
 
-    The norm is the global L2 norm; above 1.8e19 its square overflows and counts as not finite.
+    The norm is the global L2 norm. A norm above 1.8e19 counts as not finite: its square overflows.
     """
     squares = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in _packed(gradients).tensors]
     square = 2.0 * tf.add_n(squares)
@@ -343,7 +343,7 @@ class Step(EvalStep):
   def seed(self) -> tf.Tensor:
     """Returns a seed for `tf.random.stateless_*`, int32 [2].
 
-    It depends only on the run's seed, the step, the replica and the number of the call.
+    It depends only on the run's seed, the step, the replica and how many calls came before.
     """
     self._seeds += 1
     return self._key(-self._seeds)
@@ -386,7 +386,7 @@ class Step(EvalStep):
     return [{name: parts[name][index] for name in batch} for index in range(count)]
 
   def _fusion(self, variables: Sequence[Any]) -> Fusion:
-    """The layout of the optimizer that owns exactly these variables, else one without fusion."""
+    """Returns the layout of the optimizer that owns these variables, else one without fusion."""
     wanted = [id(models.raw(v)) for v in variables]
     for optimizer in self._parts.optimizers.values():
       if wanted == [id(models.raw(v)) for v in optimizer.variables]:

@@ -144,8 +144,8 @@ class Trainer(orbit.AbstractTrainer):
 
     Returns:
       Means over the loop (loss, gradient_norm, the task's metrics), its examples/s and its seconds
-      of input wait; learning rate, loss scale and total skipped steps at its end; and, only if
-      a loss was not finite, `nonfinite_step`: the first such step, counted from 1.
+      of input wait. At the end of the loop: learning rate, loss scale and skipped steps so far.
+      `nonfinite_step`, the first step whose loss was not finite, from 1, if there was one.
 
     Raises:
       ConfigError: all examples so far have weight 0.
@@ -164,7 +164,7 @@ class Trainer(orbit.AbstractTrainer):
     finally:
       done = int(self.global_step.numpy()) - before
       self.position.assign_add(done * self.global_batch_size)
-    undone = done < steps  # an observer undid the last step: only the metrics include it
+    undone = done < steps  # true if an observer undid the last step; only the metrics include it
     ran = done + undone
     results = self._metrics.result()  # waits for the device
     seconds = time.perf_counter() - started
@@ -223,7 +223,7 @@ class Trainer(orbit.AbstractTrainer):
     self.parts.loss_scale.update(finite)
     with tf.control_dependencies([finite]):  # do not count a step whose input fails
       step = self.global_step.assign_add(1, read_value=True)
-    bad_step = tf.maximum(step, _NEVER * tf.cast(loss_finite, tf.int64))  # tf.where costs 28 us
+    bad_step = tf.maximum(step, _NEVER * tf.cast(loss_finite, tf.int64))  # a tf.where costs 28 us
     self.nonfinite_step.assign(tf.minimum(self.nonfinite_step, bad_step), read_value=False)
     stands = tf.constant(True)
     for observer in self.parts.observers:
@@ -305,7 +305,7 @@ class Trainer(orbit.AbstractTrainer):
     return self.loop if self.eager else compiled(self.loop)
 
   def _make_counters(self) -> None:
-    """Makes plain variables: their increments are atomic under every strategy."""
+    """Makes the counters, which stay exact under every strategy."""
     self.global_step = _counter("global_step")
     self.skipped_steps = _counter("skipped_steps")
     self.nonfinite_step = _counter("nonfinite_step")
