@@ -92,10 +92,10 @@ class EvalStep:
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
     """Concatenates the rows of all replicas, in replica order; differentiable (replica context).
 
-    Use it for a loss over the examples of all replicas. The gradient with respect to this replica's rows
-    is summed over the losses of all replicas. Row i of this replica is row `replica_id() * n + i`
-    of the result. Padded rows are included: gather the weights too. With accumulation, gathers
-    one micro-batch.
+    Use it for a loss over the examples of all replicas. The gradient with respect to this replica's
+    rows is summed over the losses of all replicas. Row i of this replica is row
+    `replica_id() * n + i` of the result. Padded rows are included: gather the weights too. With
+    accumulation, gathers one micro-batch.
 
     Args:
       tensor: any numeric dtype [n, ...], the same static shape on every replica.
