@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from framework.actions.base import Action, Output, StopTraining
+from framework.actions.base import Action, Output, Run, StopTraining
 from framework.backend.files import atomic_write
 from framework.errors import ConfigError, unknown
 from framework.reporting.metrics_log import flatten
 from framework.saving.checkpoints import write_state
-from framework.saving.export import export
+from framework.saving.export import export, require_replaceable
 
 Mode = Literal["max", "min"]
 
@@ -265,8 +265,18 @@ class Export(OnBest):
     super().__init__(metric=metric, mode=mode)
     self._directory = directory
 
+  def bind(self, run: Run) -> None:
+    """Checks the directory before training.
+
+    Raises:
+      ConfigError: an export would replace something that is not a SavedModel.
+    """
+    super().bind(run)
+    if self._directory is None:
+      self._directory = os.path.join(run.model_dir, "export")
+    require_replaceable(self._directory)
+
   def on_best(self, value: float) -> None:
     """Exports the weights that were evaluated."""
-    directory = self._directory or os.path.join(self.run.model_dir, "export")
     with self.run.evaluated_weights():
-      export(self.run.task, directory, is_chief=self.run.is_chief)
+      export(self.run.task, str(self._directory), is_chief=self.run.is_chief)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ from framework.errors import ConfigError
 
 if TYPE_CHECKING:
   from framework.task import Task
+
+_FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets"}
+"""What a SavedModel consists of; a kill may have left a part of it."""
 
 
 def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
@@ -29,7 +33,8 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
     is_chief: False on other workers, which must call this too but keep nothing.
 
   Raises:
-    ConfigError: a signature is not a `tf.function` with an input signature.
+    ConfigError: a signature is not a `tf.function` with an input signature, or the export would
+      replace something that is not a SavedModel.
   """
   signatures = _signatures(task)
   module = tf.Module()
@@ -42,9 +47,23 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
       tf.saved_model.save(module, scratch, signatures=signatures)
     return
   directory = directory.rstrip("/")
+  require_replaceable(directory)
   _mend(directory)
   tf.saved_model.save(module, f"{directory}.new", signatures=signatures)
   _swap(directory)
+
+
+def require_replaceable(directory: str) -> None:
+  """Raises a ConfigError if an export to `directory` would delete anything but an export (host)."""
+  directory = directory.rstrip("/")
+  for path in (directory, f"{directory}.old"):
+    found = tf.io.gfile.listdir(path) if tf.io.gfile.isdir(path) else [path]
+    is_export = {name.rstrip("/") for name in found} <= _FILES
+    if os.path.islink(path) or (tf.io.gfile.exists(path) and not is_export):
+      raise ConfigError(
+        f"an export to {directory!r} would replace {path!r}, which is not a SavedModel in a folder "
+        "of its own; choose another directory, or move it away."
+      )
 
 
 def _is_served(held: Any) -> bool:

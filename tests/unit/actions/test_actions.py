@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import types
 
 import keras
 import numpy as np
@@ -551,6 +552,32 @@ def test_a_kill_between_the_renames_loses_nothing(exported, tmp_path, monkeypatc
       export(task, directory)
   assert factor(directory) == 1
   assert os.listdir(tmp_path) == ["export"]
+
+
+@pytest.mark.parametrize("place", ["export", "export.old"])
+def test_export_replaces_nothing_but_an_export(tmp_path, place):
+  """The user's file stays; so does what a link points to, and an empty folder is free."""
+  task, directory = Task(linear_module(None)), str(tmp_path / "export")
+  folder = tmp_path / place
+  folder.mkdir()
+  export(task, directory)  # into an empty folder, or beside one
+  (tmp_path / place).mkdir(exist_ok=True)
+  (tmp_path / place / "mine.txt").write_text("mine")
+  for replace in (
+    lambda: export(task, directory),
+    lambda: Export(directory=directory).bind(types.SimpleNamespace(model_dir=str(tmp_path))),
+  ):
+    with pytest.raises(ConfigError, match=rf"would replace '.*{place}', which is not a SavedModel"):
+      replace()
+    assert (tmp_path / place / "mine.txt").read_text() == "mine"
+
+
+def test_export_follows_no_link(exported, tmp_path):
+  task, directory = exported
+  (tmp_path / "link").symlink_to(directory)
+  with pytest.raises(ConfigError, match=r"would replace '.*link', which is not a SavedModel"):
+    export(task, str(tmp_path / "link"))
+  assert factor(directory) == 1
 
 
 def test_export_on_a_worker_that_is_not_chief_keeps_nothing(tmp_path):
