@@ -278,7 +278,7 @@ def test_nccl_has_no_kernel_for_cpus():
 IN_ONE_PROCESS = """
 import sys
 import tensorflow as tf
-from framework import strategies
+from framework.strategies import factories
 
 factories.split_cpu(3)
 
