@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     notes = take_notes(pool, options)
     known = read_equivalents(Path(options.equivalent))
     results = [Result(m, "equivalent") for m in mutants if m.key in known]
-    results += _killed_before(options, [m for m in mutants if m.key not in known])
+    results += _killed_before(options.again, notes, [m for m in mutants if m.key not in known])
     decided = {result.mutant for result in results}
 
     def tell(result: Result) -> None:
@@ -147,13 +147,16 @@ def _chosen(options: argparse.Namespace) -> Iterator[Mutant]:
     yield from sample(file, source, options.quota or QUOTAS.get(file, 30), options.seed)
 
 
-def _killed_before(options: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Result]:
-  """Returns what an earlier run says of these mutants, if it killed them."""
-  rows = json.loads(Path(options.again).read_text()) if options.again else []
-  killed = [row for row in rows if row["verdict"] in ("killed", "timeout")]
-  known = {(row["line"], *row["key"]): row for row in killed}
-  found = [(mutant, known.get((mutant.line, *mutant.key))) for mutant in mutants]
-  return [Result(mutant, row["verdict"], row["by"], row["seconds"]) for mutant, row in found if row]
+def _killed_before(path: str | None, notes: Notes, mutants: Sequence[Mutant]) -> list[Result]:
+  """Returns what an earlier run says of these mutants, if a test of today killed them.
+
+  A line that occurs twice is tried again, as nothing tells the two apart when lines move.
+  """
+  rows = json.loads(Path(path).read_text()) if path else []
+  killed = {tuple(row["key"]): row for row in rows if row["by"] in notes.seconds}
+  times = collections.Counter([m.key for m in mutants])
+  found = [(m, killed[m.key]) for m in mutants if m.key in killed and times[m.key] == 1]
+  return [Result(mutant, row["verdict"], row["by"], row["seconds"]) for mutant, row in found]
 
 
 # ---- Processes ----

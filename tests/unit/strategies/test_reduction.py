@@ -1,3 +1,8 @@
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -104,6 +109,28 @@ def test_a_right_all_reduce_proves_itself(mirrored, packing, wire_dtype):
   how.prove(mirrored(3), [tf.float32, tf.bfloat16, tf.float64, tf.float32])
 
 
+PROOF_OF_MANY = """
+import tensorflow as tf
+from framework.strategies.reduction import Reduction
+
+[cpu] = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 19)
+strategy = tf.distribute.MirroredStrategy(
+  [f"CPU:{i}" for i in range(19)], cross_device_ops=tf.distribute.ReductionToOneDevice()
+)
+Reduction(wire_dtype="bfloat16").prove(strategy, [tf.float32])
+"""
+
+
+@pytest.mark.whole
+def test_a_right_all_reduce_over_many_replicas_proves_itself_in_bfloat16():
+  """Added up over all 19, the contributions would come to 275, which bfloat16 does not hold."""
+  root = Path(reduction.__file__).parents[2]
+  command = [sys.executable, "-c", PROOF_OF_MANY]
+  done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr[-3000:]
+
+
 class Forgetful(tf.distribute.ReductionToOneDevice):
   """Leaves out one replica, or counts it twice."""
 
@@ -119,6 +146,17 @@ class Forgetful(tf.distribute.ReductionToOneDevice):
 def test_a_wrong_all_reduce_is_found_out(weights):
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=Forgetful(weights))
   with pytest.raises(ConfigError, match=r"float32 over 2 replicas is wrong: expected \[3.0"):
+    Reduction().prove(strategy, [tf.float32])
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 2)])
+def test_a_replica_of_a_later_group_is_left_out_or_counted_twice(weights, monkeypatch):
+  """Replicas 0 and 1 fill one row with 1 + 2 times 1, ..., 6, and replica 2 fills the other."""
+  monkeypatch.setattr(reduction, "_GROUP", 2)
+  devices = ["CPU:0", "CPU:1", "CPU:2"]
+  strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=Forgetful(weights))
+  refused = pytest.raises(ConfigError, match=r"over 3 replicas is wrong: expected \[[31]\.0, ")
+  with contextlib.nullcontext() if weights == (1, 1, 1) else refused:
     Reduction().prove(strategy, [tf.float32])
 
 
