@@ -31,15 +31,15 @@ STEPS, EVAL_EVERY, CHECKPOINT_EVERY, LOOP = 12, 6, 4, 2
 @pytest.mark.whole
 def test_killed_runs_end_as_one_that_was_never_killed():
   """20 trials and more, SIGKILL at any moment: `python -m benchmarks.kill_trials`."""
-  command = [sys.executable, "-m", "benchmarks.kill_trials", "--trials=2", "--most_kills=1"]
+  command = [sys.executable, "-m", "benchmarks.kill_trials", "--trials=3", "--most_kills=1"]
   done = subprocess.run(
-    [*command, "--kinds", "write", "sigterm"],
+    [*command, "--kinds", "time", "write", "sigterm"],
     cwd=REPOSITORY,
     capture_output=True,
     text=True,
   )
   assert done.returncode == 0, done.stdout + done.stderr
-  assert done.stdout.count(": identical\n") == 2
+  assert done.stdout.count(": identical\n") == 3
   assert "all identical to the uninterrupted run" in done.stdout
   assert "(writing)" in done.stdout
 
