@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from framework.backend import files
 from framework.errors import ConfigError
-from framework.reporting import metrics_log
 from framework.reporting.metrics_log import MetricsLog, flatten
 from framework.reporting.orbit_reporter import Reporter, quiet_orbit
 from framework.reporting.progress import Progress, format_number
@@ -208,7 +208,7 @@ def test_trim_is_atomic(log, path, monkeypatch):
 
 def test_trim_leaves_a_file_alone_that_needs_nothing(log, path, monkeypatch):
   log.append(1, "train", {"loss": 1.0})
-  monkeypatch.setattr(metrics_log, "atomic_write", lambda *_: pytest.fail("rewritten"))
+  monkeypatch.setattr(files, "atomic_write", lambda *_: pytest.fail("rewritten"))
   assert log.trim(1) == 0
 
 
