@@ -212,6 +212,28 @@ def test_trim_leaves_a_file_alone_that_needs_nothing(log, path, monkeypatch):
   assert log.trim(1) == 0
 
 
+def test_appends_beside_a_restarting_run_lose_no_line(path):
+  """Three guests append while the owner removes its own later records again and again."""
+  count = 100
+
+  def evaluate(guest):
+    log = MetricsLog(path)
+    for number in range(count):
+      log.append(0, "eval", {"guest": guest, "number": number})
+
+  guests = [threading.Thread(target=evaluate, args=(guest,)) for guest in range(3)]
+  for guest in guests:
+    guest.start()
+  owner, undone = MetricsLog(path), 0
+  while any(guest.is_alive() for guest in guests):
+    owner.append(5, "train", {"loss": 1.0})
+    undone += owner.trim(0)
+  found = sorted((record["guest"], record["number"]) for record in owner.records("eval"))
+  assert found == [(guest, number) for guest in range(3) for number in range(count)]
+  assert undone > 0
+  assert len(read(f"{path}.undone").splitlines()) == undone
+
+
 # -- Progress
 
 
