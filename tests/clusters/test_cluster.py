@@ -1,10 +1,12 @@
 """Workers that meet before TensorFlow connects them: threads in the place of processes."""
 
 import concurrent.futures
+import importlib
 import json
 import os
 import re
 import socket
+import sys
 import threading
 
 import numpy as np
@@ -53,6 +55,12 @@ def test_workers_that_are_alike_pass(monkeypatch, addresses):
   assert meet(monkeypatch, addresses, [ALIKE] * 3) == [None, None, None]
 
 
+@pytest.fixture
+def secret(monkeypatch):
+  monkeypatch.setenv("LOOPWRIGHT_CLUSTER_SECRET", "a secret of the cluster")
+
+
+@pytest.mark.usefixtures("secret")
 @pytest.mark.parametrize("odd", [1, 2])
 def test_one_that_differs_is_named_on_all(odd, monkeypatch, addresses):
   facts = [dict(ALIKE), dict(ALIKE), dict(ALIKE)]
@@ -65,6 +73,7 @@ def test_one_that_differs_is_named_on_all(odd, monkeypatch, addresses):
   assert [(type(error), str(error)) for error in errors] == [(ConfigError, line)] * 3
 
 
+@pytest.mark.usefixtures("secret")
 def test_a_fact_that_only_one_has_differs_too(monkeypatch, addresses):
   errors = meet(monkeypatch, addresses, [ALIKE, {**ALIKE, "a": "b", "c": "d"}, ALIKE])
   assert all("in its a: b, not missing (and 1 more)" in str(error) for error in errors)
@@ -92,28 +101,6 @@ def test_a_taken_port_is_told_at_once(index, addresses):
   )
 
 
-def test_strangers_at_the_door_do_no_harm(monkeypatch, addresses):
-  """Noise, a worker of another cluster, and one that hangs up."""
-  stop = threading.Event()
-
-  def strangers():
-    host, port = addresses[0].split(":")
-    other = json.dumps({"cluster": ["worker-0 (x:1)"], "index": 1, "facts": {}}).encode()
-    while not stop.is_set():
-      for words in (b"GET / HTTP/1.1\r\n", b"[1]\n", other + b"\n", b""):
-        try:
-          with socket.create_connection((host, int(port)), timeout=0.2) as connection:
-            connection.sendall(words)
-        except OSError:
-          pass
-
-  with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    pool.submit(strangers)
-    errors = meet(monkeypatch, addresses, [ALIKE] * 3)
-    stop.set()
-  assert errors == [None, None, None]
-
-
 def test_a_cluster_of_one_meets_nobody():
   [port] = free_ports(1)
   rendezvous.preflight(resolver([f"127.0.0.1:{port}"], 0), timeout_s=0.1)
@@ -127,6 +114,20 @@ def test_the_facts_are_those_of_this_process(monkeypatch):
   assert facts["version of tensorflow"] == tf.__version__
   assert facts["devices"] == "1 CPU"
   assert re.fullmatch(r"[0-9a-f]{12}", facts["code of the framework"])
+
+
+def test_each_loaded_module_of_the_users_own_is_a_fact(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "a_helper.py").write_text("SCALE = 1\n")
+  monkeypatch.setitem(sys.modules, "a_helper", importlib.import_module("a_helper"))
+  first = rendezvous.facts()
+  (tmp_path / "a_helper.py").write_text("SCALE = 10\n")
+  second = rendezvous.facts()
+  differing = {name for name in first if first[name] != second[name]}
+  assert differing == {"code of module a_helper"}
+  modules = {name.rpartition(" ")[2] for name in first if name.startswith("code of module")}
+  assert "test_cluster" in modules
+  assert not {"numpy", "json", "tensorflow", "framework.run", "pytest"} & modules
 
 
 def test_the_digest_of_code_tells_files_apart(tmp_path):
