@@ -216,15 +216,93 @@ def test_tf_config_is_read(monkeypatch):
   assert ([str(peer) for peer in peers], place) == (["worker-0 (a:1)", "worker-1 (b:2)"], 1)
 
 
+WORKERS = {"worker": ["a:1", "b:2"]}
+FIRST = {"type": "worker", "index": 0}
+PORT = "it must be 'host:port' with a port from 1 to 65535"
+WRONG = [
+  (None, "names no cluster"),
+  ("{}", "names no cluster"),
+  ('{"cluster": {"worker": []}}', "names no cluster"),
+  ("", "TF_CONFIG is not JSON (Expecting value"),
+  ("{", "TF_CONFIG is not JSON"),
+  ("[" * 100_000, "TF_CONFIG is not JSON (maximum recursion depth"),
+  ("9" * 5000, "TF_CONFIG is not JSON (Exceeds the limit"),
+  *((text, f"TF_CONFIG is {text}; it must be an object") for text in ("null", "1", "[]", "true")),
+]
+WRONG += [
+  (json.dumps({"cluster": cluster, "task": FIRST}), line)
+  for cluster, line in [
+    *((each, "TF_CONFIG has cluster = ") for each in (None, [], ["a:1"], "a:1", 3)),
+    *(({"worker": each}, "it must be a list") for each in (None, "a:1", 3, {"0": "a:1"})),
+    *(({"worker": [each]}, PORT) for each in (1, None, True, ["a:1"], "", "a", "a:", ":1", "a:0")),
+    *(
+      ({"worker": [each]}, PORT)
+      for each in ("a:99999", "a:-1", "a:x", "a:1.5", "a:\uff11", "a b:1")
+    ),
+    *(({"worker": [each]}, PORT) for each in ("::1:22", "[::1:22", "http://a:1", "a:1\n", "[]:1")),
+    ({"worker": ["a:1", "a:1"]}, "TF_CONFIG has the address a:1 twice"),
+    ({"worker": ["a:1"], "chief": ["a:1"]}, "TF_CONFIG has the address a:1 twice"),
+    ({"chief": ["c:1", "d:1"], **WORKERS}, "TF_CONFIG has cluster.chief = "),
+    ({"": ["a:1"]}, "must be the name of a job"),
+    ({"x" * 500: 3}, "must be a list"),
+  ]
+]
+WRONG += [
+  (json.dumps({"cluster": WORKERS, "task": task}), f"TF_CONFIG has {line}")
+  for task, line in [
+    *((each, "task = ") for each in (None, [], "worker", 3)),
+    *(({"index": 0, **each}, "task.type = ") for each in ({}, {"type": 3}, {"type": ["worker"]})),
+    ({"type": "worker"}, "task.index = null; it must be an integer from 0 to 1"),
+    *(
+      ({"type": "worker", "index": each}, "task.index = ")
+      for each in (2, -1, True, "x", "", "-1", 0.0, 0.5, None, 10**30, [0])
+    ),
+  ]
+]
+WRONG += [(json.dumps({"cluster": WORKERS, "task": FIRST, "rpc_layer": 3}), "rpc_layer = 3")]
+
+
+def test_a_tf_config_that_is_no_cluster_is_one_line(monkeypatch):
+  assert len(WRONG) > 51
+  for text, line in WRONG:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    if text is not None:
+      monkeypatch.setenv("TF_CONFIG", text)
+    with pytest.raises(ConfigError) as caught:
+      resolvers.tf_config()
+    assert line in str(caught.value), text
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize(
-  ("text", "says"), [(None, "names no cluster"), ("{}", "names no cluster"), ("{", "not a cluster")]
+  ("cluster", "task"),
+  [
+    ({"worker": ["[::1]:22", "10.0.0.2:65535"]}, FIRST),
+    ({"worker": ["a-b.c_d.svc:2222"], "ps": []}, FIRST),
+    (WORKERS, {"type": "worker", "index": "1"}),
+    ({"chief": ["c:1"], **WORKERS}, {"type": "chief", "index": 0}),
+  ],
 )
-def test_a_tf_config_that_is_no_cluster(text, says, monkeypatch):
-  monkeypatch.delenv("TF_CONFIG", raising=False)
-  if text is not None:
-    monkeypatch.setenv("TF_CONFIG", text)
-  with pytest.raises(ConfigError, match=says):
-    resolvers.tf_config()
+def test_a_tf_config_that_is_a_cluster(cluster, task, monkeypatch):
+  monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+  resolver = resolvers.tf_config()
+  assert (resolver.task_type, resolver.task_id) == (task["type"], int(task["index"]))
+  assert resolver.cluster_spec().as_dict() == {job: of or {} for job, of in cluster.items()}
+
+
+def test_a_strategy_of_one_process_is_not_one_task_of_several(mirrored):
+  several = {"TF_CONFIG": json.dumps({"cluster": WORKERS, "task": FIRST})}
+  line = (
+    r"TF_CONFIG names 2 processes, but run.strategy makes MirroredStrategy, which trains in one"
+  )
+  with pytest.raises(ConfigError, match=line):
+    traits.require_alone(mirrored(2), several)
+  single = {
+    "TF_CONFIG": json.dumps({"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}})
+  }
+  for environ in ({}, single, {"TF_CONFIG": "{"}):
+    traits.require_alone(mirrored(2), environ)
 
 
 SLURM = {
