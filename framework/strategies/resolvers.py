@@ -64,7 +64,7 @@ def addresses_in(environ: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _checked_job(job: str, addresses: Any) -> list[str]:
-  if not re.fullmatch(r"[A-Za-z]\w*", job, re.ASCII):
+  if not re.fullmatch(r"[A-Za-z]\w{0,62}", job, re.ASCII):
     raise _wrong("cluster", job, "the name of a job, such as 'worker'")
   if not isinstance(addresses, list):
     raise _wrong(f"cluster.{job}", addresses, "a list of 'host:port'")

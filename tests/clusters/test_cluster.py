@@ -244,7 +244,7 @@ WRONG += [
     ({"worker": ["a:1"], "chief": ["a:1"]}, "TF_CONFIG has the address a:1 twice"),
     ({"chief": ["c:1", "d:1"], **WORKERS}, "TF_CONFIG has cluster.chief = "),
     ({"": ["a:1"]}, "must be the name of a job"),
-    ({"x" * 500: 3}, "must be a list"),
+    ({"x" * 500: 3}, "must be the name of a job"),
   ]
 ]
 WRONG += [
