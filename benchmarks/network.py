@@ -68,6 +68,10 @@ class Network:
     for name in self._names:
       run("ip", "netns", "delete", name)
 
+  def name(self, index: int) -> str:
+    """Returns the name of a namespace."""
+    return self._names[index]
+
   def inside(self, index: int) -> list[str]:
     """Returns the beginning of a command that runs in a namespace."""
     return ["ip", "netns", "exec", self._names[index]]
@@ -127,17 +131,23 @@ class Network:
       self.seen += frame
 
 
+def enter(name: str, *, folder: str = "/run/netns") -> None:
+  """Puts the calling thread into a namespace."""
+  libc = ctypes.CDLL(None, use_errno=True)
+  with open(f"{folder}/{name}") as there:
+    if libc.setns(there.fileno(), CLONE_NEWNET):
+      raise OSError(ctypes.get_errno(), "setns")
+
+
 @contextlib.contextmanager
 def in_namespace(name: str):
   """Puts the calling thread into a namespace for a while."""
-  libc = ctypes.CDLL(None, use_errno=True)
-  with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{name}") as there:
-    if libc.setns(there.fileno(), CLONE_NEWNET):
-      raise OSError(ctypes.get_errno(), "setns")
+  with open("/proc/thread-self/ns/net") as before:
+    enter(name)
     try:
       yield
     finally:
-      libc.setns(before.fileno(), CLONE_NEWNET)
+      enter(str(before.fileno()), folder="/proc/self/fd")
 
 
 def run(*command: str) -> None:

@@ -73,7 +73,7 @@ def start(network: Network, index: int, folder: Path, steps: int, tls: Path | No
 def probe(network: Network, tls: Path) -> list[str]:
   """Tries worker 0's ports from the other namespace; returns what is wrong."""
   wrong = []
-  with in_namespace(network._names[1]):
+  with in_namespace(network.name(1)):
     try:
       with socket.create_connection((network.hosts[0], FIRST_PORT), timeout=2):
         wrong.append("TensorFlow's port is open")
