@@ -160,6 +160,8 @@ def run(
     | configurables.bindings()
   )
   chosen = made_strategy(strategy)
+  if training:
+    traits.require_alone(chosen)
   if isinstance(chosen, servers.Server):
     chosen.serve()
     return {}

@@ -174,7 +174,9 @@ def assert_close(got, expected):
 def test_another_batch_size_goes_on_at_the_right_example(tmp_path):
   first = everything.make_trainer(one_replica())
   everything.train(first, 2)
-  everything.make_manager(first, tmp_path).save(check_interval=False)
+  saver = everything.make_manager(first, tmp_path)
+  saver.save(check_interval=False)
+  saver.wait()
   second = everything.make_trainer(one_replica(), batch=7)
   everything.make_manager(second, tmp_path).restore_or_initialize()
   everything.train(second, 3)
@@ -277,7 +279,9 @@ def test_nothing_is_saved_twice_or_too_early(trainer, manager):
   assert [os.path.basename(p) for p in manager.checkpoints] == ["ckpt-10", "ckpt-19", "ckpt-29"]
   assert os.stat(f"{manager.checkpoints[0]}.index").st_mtime_ns == written
   assert restored_step(manager) == 29
-  assert everything.make_manager(trainer, manager.directory).save(check_interval=False)
+  saver = everything.make_manager(trainer, manager.directory)
+  assert saver.save(check_interval=False)
+  saver.wait()
   manager.restore(manager.latest_checkpoint)
   assert manager.save(check_interval=False) is None
 
