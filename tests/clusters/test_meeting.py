@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import time
 
 import pytest
 
@@ -80,6 +81,39 @@ def test_strangers_do_not_delay_the_time_limit():
     pytest.raises(ClusterError, match=r"worker-1 .* within 0\.5 s"),
   ):
     meeting.meet(peers, 0, ALIKE, secret=None, timeout_s=0.5)
+
+
+def false_verdict(body):
+  """Serves as worker 0 and answers a worker's claim with this body."""
+
+  def serve(connection):
+    wire.send(connection, wire.Message(False, 0, bytes(32)), deadline=time.monotonic() + 1)
+    claim = wire.receive(connection, deadline=time.monotonic() + 1)
+    seal = wire.Seal(None, b"to the worker", meeting._context(bytes(32), claim.nonce, 1))
+    masked = seal._masked(body)
+    answer = wire.Message(False, 0, bytes(32), seal._mac(masked), masked)
+    wire.send(connection, answer, deadline=time.monotonic() + 1)
+
+  return serve
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"[]", b"\xff", b'{"fact": 1}'])
+def test_a_worker_0_that_says_nonsense_is_none(body):
+  ports = free_ports(2)
+  peers = [Peer("worker", index, f"127.0.0.1:{port}") for index, port in enumerate(ports)]
+  with (
+    socket.create_server(("127.0.0.1", ports[0])) as listener,
+    meeting._accepting(listener, false_verdict(body)),
+    pytest.raises(ClusterError, match=r"worker-0 .* answered, but did not accept this worker"),
+  ):
+    meeting.meet(peers, 1, ALIKE, secret=None, timeout_s=0.1)
+
+
+def test_facts_over_the_limit_are_one_line_and_no_timeout():
+  many = {f"run.{number}": "x" * 400 for number in range(3000)}
+  errors, seconds = meeting_of([ALIKE, many], [SECRET] * 2, late_s=0, timeout_s=0.5)
+  assert isinstance(errors[1], ConfigError)
+  assert seconds < 3
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
