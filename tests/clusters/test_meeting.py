@@ -1,5 +1,6 @@
 """The workers' meeting among strangers: secrets, addresses, and what is on the wire."""
 
+import concurrent.futures
 import json
 import re
 import socket
@@ -81,6 +82,34 @@ def test_strangers_do_not_delay_the_time_limit():
     pytest.raises(ClusterError, match=r"worker-1 .* within 0\.5 s"),
   ):
     meeting.meet(peers, 0, ALIKE, secret=None, timeout_s=0.5)
+
+
+def seconds_until_closed(address, *, count):
+  """Connects so often, says nothing, and returns when each connection was closed."""
+  silent = [wire.connected(address, deadline=time.monotonic() + 1) for _ in range(count)]
+  began = time.monotonic()
+  seconds = []
+  for connection in silent:
+    connection.settimeout(3.0)
+    while connection.recv(4096):
+      pass
+    seconds.append(time.monotonic() - began)
+    connection.close()
+  return seconds
+
+
+@pytest.mark.parametrize(("answer_s", "most", "early"), [(0.2, 128, 4), (60.0, 2, 2)])
+def test_silent_strangers_are_hung_up_on_after_a_while_or_for_others(
+  answer_s, most, early, monkeypatch
+):
+  monkeypatch.setattr(meeting, "_ANSWER_S", answer_s)
+  monkeypatch.setattr(meeting, "_MOST_CONNECTIONS", most)
+  peers = [Peer("worker", index, f"127.0.0.1:{port}") for index, port in enumerate(free_ports(2))]
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    met = pool.submit(meeting.meet, peers, 0, ALIKE, secret=None, timeout_s=1.2)
+    seconds = seconds_until_closed(peers[0].address, count=4)
+    assert sum(each < 0.8 for each in seconds) == early
+    assert isinstance(met.exception(5), ClusterError)
 
 
 def false_verdict(body):
