@@ -9,19 +9,25 @@ Exit status:
   0    done
   1    a failure: a traceback, then one line with reason and place; or a failed check
   2    a mistake in flags, config, task or data: one line says what to do
-  75   SIGTERM, state saved: start the same command again to continue
-  130  interrupted from the keyboard
+  75   SIGTERM or SIGHUP, state saved: start the same command again to continue
+  130  Ctrl-C, state saved; or pressed twice: ended at once
+
+Output that nobody reads any more, as after `| head` or a lost terminal, does not end a run.
 
 Set TF_CPP_MIN_LOG_LEVEL=0 in the environment to see TensorFlow's own messages.
 """
 
+import atexit
+import contextlib
+import errno
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 from absl import flags
 
@@ -37,8 +43,12 @@ def main(argv: Sequence[str]) -> int:
   logging.getLogger("tensorflow").addFilter(_is_news)
   try:
     return launch(parse_flags(argv))
-  except KeyboardInterrupt:
-    return _say("interrupted", 130)
+  except KeyboardInterrupt as interrupt:
+    return _say(str(interrupt) or "interrupted", 130)
+  except SystemExit as stop:
+    from framework.errors import failure
+
+    return _say(f"failed: your code ended the process: {failure(stop)}", 1)
   except Exception as error:
     if line := mistake(error):
       return _say(f"error: {line}", 2)
@@ -57,7 +67,8 @@ def launch(values: flags.FlagValues) -> int:
     from framework.verify.checks import configuration
 
     return configuration.check_config(values.gin_file, values.gin_param)
-  model_dir = values.model_dir or os.path.join("runs", Path(values.gin_file[0]).stem)
+  default = os.path.join("runs", Path(values.gin_file[0]).stem)
+  model_dir = default if values.model_dir is None else values.model_dir
   if values.local_workers:
     return launch_local(values, model_dir)
   if values.mode == "tune":
@@ -77,6 +88,7 @@ def launch(values: flags.FlagValues) -> int:
   if values.mode == "verify":
     return verify(values.json)
   from framework.actions.nonfinite import NonFiniteLoss
+  from framework.backend.files import StorageError
   from framework.run import run
   from framework.strategies.cluster import ClusterError
 
@@ -84,7 +96,7 @@ def launch(values: flags.FlagValues) -> int:
     configurables.configured(run)(mode=values.mode, model_dir=model_dir)
   except Preempted as stop:
     return _say(first_line(stop), 75)
-  except (NonFiniteLoss, ClusterError) as failure:
+  except (NonFiniteLoss, ClusterError, StorageError) as failure:
     return _say(f"failed: {first_line(failure)}", 1)
   return 0
 
@@ -167,6 +179,8 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     )
   if not values.gin_file and not values.help:
     raise flags.Error("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
+  if values.model_dir == "":
+    raise flags.Error("--model_dir is empty; give a folder, or leave the flag out")
   if values.json is not None and values.mode != "verify":
     raise flags.Error(f"--json={values.json} is for --mode=verify, not {values.mode}; remove it")
   _check_local_flags(values)
@@ -214,15 +228,86 @@ def _say(line: str, status: int) -> int:
   return status
 
 
-def _end_at_once(*_: object) -> None:
-  """Handles SIGTERM while there is nothing to save; during training, Session handles it."""
-  os.write(2, b"SIGTERM: exited, nothing to save\n")
+# ---- The process ----
+
+
+def run_process(argv: Sequence[str]) -> NoReturn:
+  """Runs the command line as a process of its own, and ends it whatever its threads do."""
+  if os.getpid() == 1:
+    _leave_process_1()
+  sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
+  for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) is not signal.SIG_IGN:
+      signal.signal(number, _end_at_once)
+  from framework.backend import signals
+
+  signals.owns_process = True
+  status = main(argv)
+  # Python's own way out waits for its lock in destructors, such as a data iterator's: for ever,
+  # while a tf.numpy_function runs. Here everything is written, so nothing is left to wait for.
+  for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+  atexit._run_exitfuncs()
+  logging.shutdown()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)
+
+
+class _Lasting:
+  """A text stream that takes the text even if nobody can read it any more."""
+
+  def __init__(self, stream: TextIO) -> None:
+    self._stream = stream
+
+  def write(self, text: str) -> int:
+    with self._outlasting():
+      self._stream.write(text)
+    return len(text)
+
+  def flush(self) -> None:
+    with self._outlasting():
+      self._stream.flush()
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+  @contextlib.contextmanager
+  def _outlasting(self) -> Iterator[None]:
+    try:
+      yield
+    except OSError as error:
+      if error.errno in (errno.EPIPE, errno.EIO):  # the reader, or the terminal, is gone
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+def _end_at_once(number: int, _: object) -> None:
+  """Handles a signal while there is nothing to save; during training, Session handles it."""
+  with contextlib.suppress(OSError):
+    os.write(2, f"{signal.Signals(number).name}: exited, nothing to save\n".encode())
   os._exit(75)
 
 
+def _leave_process_1() -> None:
+  """Goes on in a child; the parent passes signals on, collects processes, and ends with the child.
+
+  The kernel protects process 1 of a container from SIGKILL of processes in it, so that a run that
+  hangs could not be ended.
+  """
+  child = os.fork()
+  if child == 0:
+    os.setpgid(0, 0)  # so that a terminal's signals come once, from the parent
+    return
+  for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, lambda number, _: os.kill(child, number))
+  while True:
+    process, status = os.wait()
+    if process == child:
+      code = os.waitstatus_to_exitcode(status)
+      os._exit(code if code >= 0 else 128 - code)
+
+
 if __name__ == "__main__":
-  signal.signal(signal.SIGTERM, _end_at_once)
-  ended = main(sys.argv)
-  # Python's shutdown restores the default handler, which would replace this exit status.
-  signal.signal(signal.SIGTERM, signal.SIG_IGN)
-  sys.exit(ended)
+  run_process(sys.argv)

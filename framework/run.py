@@ -5,6 +5,7 @@ run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digi
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
@@ -23,7 +24,7 @@ from framework.errors import ConfigError, require_integer, unknown
 from framework.ledger.recorder import Recorder
 from framework.modes import MODES, TRAINING_MODES, Mode
 from framework.optimizers import adapters
-from framework.saving import assets
+from framework.saving import assets, ownership
 from framework.saving.checkpoints import CheckpointManager, list_checkpoints
 from framework.saving.warm_start import WarmStart
 from framework.session import Cadence, Session
@@ -105,7 +106,9 @@ def run(
 
   Raises:
     ConfigError: a user error, described in one line.
-    Preempted: the process received SIGTERM; the state is saved.
+    Preempted: the process received SIGTERM or SIGHUP; the state is saved.
+    KeyboardInterrupt: Ctrl-C; the state is saved, unless it came twice.
+    StorageError: the disk of `model_dir` is full or has failed.
   """
   _check_choice("mode", mode, MODES)
   _check_choice("precision", precision, PRECISIONS)
@@ -150,23 +153,25 @@ def run(
     optimizer=optimizer, global_batch_size=batch_size_on(chosen.num_replicas_in_sync, **sizes),
     eval_batch_size=eval_batch_size, seed=seed, shuffle=shuffle, eager=eager,
   )  # fmt: skip
-  learned = assets.provide(
-    task, model_dir=model_dir, cluster=traits.cluster_of(chosen), training=training,
-    timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
-  )  # fmt: skip
-  randomness.seed_everything(seed)  # again: fit() may have drawn random numbers in this process
-  recorder = Recorder(model_dir=model_dir, strategy=chosen) if ledger else None
-  trainer = recipe.trainer(task, chosen, recorder=recorder)
-  evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
-  session = Session(
-    trainer=trainer, evaluator=evaluator, model_dir=model_dir, cadence=cadence,
-    actions=actions if training else (), assets=learned,
-  )  # fmt: skip
-  session.restore(checkpoint)
-  session.describe(precision=precision)
-  if warm_start is not None:
-    session.start_from(warm_start)
-  return session.go(mode)
+  alone = training and traits.cluster_of(chosen).is_chief
+  with ownership.owned(model_dir) if alone else contextlib.nullcontext() as owner:
+    learned = assets.provide(
+      task, model_dir=model_dir, cluster=traits.cluster_of(chosen), training=training,
+      timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
+    )  # fmt: skip
+    randomness.seed_everything(seed)  # again: fit() may have drawn random numbers in this process
+    recorder = Recorder(model_dir=model_dir, strategy=chosen) if ledger else None
+    trainer = recipe.trainer(task, chosen, recorder=recorder)
+    evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
+    session = Session(
+      trainer=trainer, evaluator=evaluator, model_dir=model_dir, cadence=cadence,
+      actions=actions if training else (), assets=learned, owner=owner,
+    )  # fmt: skip
+    session.restore(checkpoint)
+    session.describe(precision=precision)
+    if warm_start is not None:
+      session.start_from(warm_start)
+    return session.go(mode)
 
 
 def bound(parameter: str) -> Any:

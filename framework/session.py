@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -17,14 +15,16 @@ import tensorflow as tf
 
 from framework import configurables, forensics
 from framework.actions.base import Action, Run, StopTraining
-from framework.backend import files
+from framework.backend import files, signals
 from framework.backend.timing import timed
 from framework.errors import ConfigError, Preempted
 from framework.evaluator import Evaluator
+from framework.ledger.proof import file_name
 from framework.modes import Mode
 from framework.reporting import metrics_log, orbit_reporter, progress, summary
 from framework.saving import checkpoints
 from framework.saving.export import export
+from framework.saving.ownership import Owner
 from framework.saving.warm_start import REPORT, WarmStart
 from framework.strategies import traits
 from framework.trainer import Trainer
@@ -75,6 +75,7 @@ class Session:
     evaluator: Evaluator | None = None,
     actions: Sequence[Action] = (),
     assets: str = "",
+    owner: Owner | None = None,
   ) -> None:
     """Assembles the run; restores nothing (host).
 
@@ -85,12 +86,15 @@ class Session:
       evaluator: None evaluates nothing.
       actions: called after loops and evaluations.
       assets: the digest of the task's assets.
+      owner: the ownership of `model_dir` on the chief, in training modes.
     """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
     self.cluster = trainer.cluster
     self._cadence = cadence
     task = trainer.task
+    self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
+    ledgers = [os.path.join(model_dir, file_name(index)) for index in range(self.cluster.size)]
     self._manager = checkpoints.CheckpointManager(
       trainer=trainer,
       directory=os.path.join(model_dir, "checkpoints"),
@@ -101,14 +105,14 @@ class Session:
       assets=assets,
       every_steps=cadence.checkpoint_every_steps,
       keep=cadence.keep_checkpoints,
+      logs=[self.metrics_log.path, *ledgers],
     )
-    self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
     self._progress = progress.Progress(
       total_steps=cadence.train_steps,
       hidden=progress.Progress.HIDDEN | set(QUIET),
       stream=None if self.cluster.is_chief else progress.Silent(),
     )
-    self._sigterm = threading.Event()
+    self._signals, self._owner = signals.StopSignals(), owner
     self._actions = self._bound(actions)
     with orbit_reporter.quiet_orbit():
       self._controller = self._make_controller()
@@ -171,9 +175,14 @@ class Session:
       See `framework.run.run`.
     """
     with orbit_reporter.quiet_orbit(), self._progress, self.cluster.blaming(lambda: self.step):
-      results = getattr(self, mode)()
+      try:
+        results = getattr(self, mode)()
+      except (Preempted, KeyboardInterrupt):
+        self.cluster.leave()
+        raise
     if self.cluster.is_chief:
       self._print_result(mode, results)
+    self.cluster.leave()
     return results
 
   def _print_result(self, mode: str, results: Mapping[str, float]) -> None:
@@ -247,21 +256,33 @@ class Session:
 
   def _train(self, loops: Callable[[], None]) -> None:
     """Runs `loops` with all setup and cleanup, until they end or an action stops them."""
-    if self.cluster.is_chief:
-      self.metrics_log.trim(self.step)
-      files.atomic_write(
-        os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
-      )
-    self.cluster.barrier()  # actions on all workers read the chief's log
-    try:
-      with self._noticing_sigterm(), self._until_stopped():
+    with files.storage_errors(self.model_dir, self._newest_saved):
+      if self.cluster.is_chief:
+        self.metrics_log.trim(self.step)
+        files.atomic_write(
+          os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
+        )
+      self.cluster.barrier()  # actions on all workers read the chief's log
+      try:
+        with self._signals.noticed(self._progress.message), self._until_stopped():
+          for action in self._actions:
+            action.begin()
+          loops()
+        self._save()
+      finally:
         for action in self._actions:
-          action.begin()
-        loops()
-      self._controller.save_checkpoint()
-    finally:
-      for action in self._actions:
-        action.end()
+          action.end()
+        self._manager.wait()
+
+  def _save(self) -> None:
+    """Saves a checkpoint, which is complete on return."""
+    self._controller.save_checkpoint()
+    self._manager.wait()
+
+  def _newest_saved(self) -> str:
+    newest = checkpoints.list_checkpoints(self._manager.directory)[-1:]
+    saved = "".join(f"the newest complete checkpoint is {path}" for path in newest)
+    return saved or "there is no complete checkpoint yet"
 
   def _train_and_evaluate(self) -> None:
     self._evaluate_if_due()  # the process may have died between a checkpoint and its evaluation
@@ -270,7 +291,7 @@ class Session:
       self._evaluate()
 
   def _train_to(self, step: int) -> None:
-    """Trains loop by loop; a whole loop is reported before SIGTERM ends the run."""
+    """Trains loop by loop; a whole loop is reported before a signal ends the run."""
     while self.step < step:
       for target in self._loop_ends(min(self.step + self._cadence.steps_per_loop, step)):
         with self._reporting_on_stop(self._controller.summary_manager):
@@ -360,6 +381,7 @@ class Session:
       model_dir=self.model_dir,
       replay_command=_replay_command(self.model_dir, self.trainer),
       is_chief=self.cluster.is_chief,
+      actions=actions,
       message=self._progress.message,
       evaluated_weights=ema.in_place if ema else contextlib.nullcontext,
     )
@@ -387,21 +409,15 @@ class Session:
       raise
 
   def _stop_if_asked(self) -> None:
-    if self.cluster.any(self._sigterm.is_set()):
-      self._controller.save_checkpoint()
-      raise Preempted(f"SIGTERM: saved step {self.step} in {self._manager.directory}")
-
-  @contextlib.contextmanager
-  def _noticing_sigterm(self) -> Iterator[None]:
-    """Makes SIGTERM save the state and end training after the current loop or evaluation."""
-    if threading.current_thread() is not threading.main_thread():
-      yield
+    """Ends the run, with its state saved, if a worker was asked to."""
+    if self._owner is not None:
+      self._owner.require()
+    if not self.cluster.any(self._signals.number is not None):
       return
-    before = signal.signal(signal.SIGTERM, lambda *_: self._sigterm.set())
-    try:
-      yield
-    finally:
-      signal.signal(signal.SIGTERM, before)
+    self._save()
+    again = "start the same command again to continue"
+    line = f"{self._signals.name}: saved step {self.step} in {self._manager.directory}; {again}"
+    raise KeyboardInterrupt(line) if self._signals.name == "Ctrl-C" else Preempted(line)
 
 
 def _replay_command(model_dir: str, trainer: Trainer) -> str:

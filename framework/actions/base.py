@@ -40,6 +40,7 @@ class Run:
     replay_command: replays the step at which `StopOnNonFinite` stopped.
     is_chief: whether this process writes to the run folder.
     message: prints lines for the user, above the progress line.
+    actions: all actions of the run.
     evaluated_weights: a context in which the model holds the weights that evaluations use: the
       moving average, if there is one.
   """
@@ -52,6 +53,7 @@ class Run:
   metrics_log: MetricsLog
   global_step: tf.Variable
   model_dir: str
+  actions: Sequence[Action] = ()
   replay_command: str = ""
   is_chief: bool = True
   message: Callable[[str], None] = print

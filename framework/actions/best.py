@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import os
-import tempfile
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from framework.actions.base import Action, Output, Run, StopTraining
-from framework.backend.files import atomic_write
+from framework.backend import files
 from framework.errors import ConfigError, unknown
 from framework.reporting.metrics_log import flatten
-from framework.saving.checkpoints import write_state
+from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chief
 from framework.saving.export import export, require_replaceable
 
 Mode = Literal["max", "min"]
+_OTHER_FOLDERS = ("assets", "checkpoints", "eval", "export", "logs", "nonfinite", "train")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +132,41 @@ class BestCheckpoint(OnBest):
   """Keeps the checkpoint of the best evaluation in <model_dir>/best.
 
   best.json holds the step, value and checkpoint; `tf.train.latest_checkpoint(<model_dir>/best)`
-  finds it. The new checkpoint is complete before best.json names it, and the old one is removed
-  after that.
+  finds it. The new checkpoint is complete and on disk before best.json names it, and the old one is
+  removed after that. All this comes before the evaluation's line in metrics.jsonl, so a run that
+  resumes either finds both or evaluates again.
   """
+
+  def __init__(
+    self, *, metric: str = "accuracy", mode: Mode = "max", directory: str = "best"
+  ) -> None:
+    """Sets the metric to compare and where to keep the checkpoint.
+
+    Args:
+      metric: its name among the evaluation's values ("a/b" if nested).
+      mode: "max" if more is better, "min" if less is.
+      directory: a folder in <model_dir>, of this action alone.
+
+    Raises:
+      ConfigError: another `mode`, or `directory` is not a plain name.
+    """
+    super().__init__(metric=metric, mode=mode)
+    if not re.fullmatch(r"\w[\w.-]*", directory) or directory in _OTHER_FOLDERS:
+      raise ConfigError(
+        f"BestCheckpoint.directory is {directory!r}; it must be one name, such as 'best_loss', and "
+        f"not one of {', '.join(_OTHER_FOLDERS)}."
+      )
+    self._directory = directory
+
+  def bind(self, run: Run) -> None:
+    """Checks the folder before training.
+
+    Raises:
+      ConfigError: another BestCheckpoint has the same folder, or best.json is not from one.
+    """
+    super().bind(run)
+    _require_own_directory(self)
+    self._read()
 
   def begin(self) -> None:
     """Reads the earlier evaluations; finishes what a kill may have interrupted."""
@@ -143,30 +177,27 @@ class BestCheckpoint(OnBest):
 
   def recall(self, *, before_step: int) -> list[float]:
     """Adds the value in best.json, which may be missing in the log after a kill."""
-    kept = self._read() or {}
+    kept = self._read() or {"step": before_step}
     same = all(kept.get(k) == v for k, v in dataclasses.asdict(self._goal).items())
     logged = super().recall(before_step=before_step)
-    return [*logged, kept["value"]] if same else logged
+    return [*logged, kept["value"]] if same and kept["step"] < before_step else logged
 
   def on_best(self, value: float) -> None:
     """Saves a checkpoint, names it in best.json and removes the previous one."""
-    if not self.run.is_chief:  # all workers must take part in reading distributed variables
-      with tempfile.TemporaryDirectory() as scratch:
-        self._write(os.path.join(scratch, "ckpt"))
+    _ = self.run.checkpoint.save_counter  # created on first use; without it `restore` complains
+    if not self.run.is_chief:
+      write_with_the_chief(self.run.checkpoint)
       return
     name = self._new_name()
-    self._write(self._path(name))
+    self.run.checkpoint.write(self._path(name))  # unlike `save`, it does not change save_counter
+    files.sync_tree(self._path(""))
     record = {"step": self.run.step, **dataclasses.asdict(self._goal), "value": value}
-    atomic_write(self._path("best.json"), json.dumps({**record, "checkpoint": name}) + "\n")
+    files.atomic_write(self._path("best.json"), json.dumps({**record, "checkpoint": name}) + "\n")
     self._tidy(name)
-
-  def _write(self, path: str) -> None:
-    _ = self.run.checkpoint.save_counter  # created on first use; without it `restore` complains
-    self.run.checkpoint.write(path)  # unlike `save`, it does not change save_counter
 
   def _new_name(self) -> str:
     """Returns ckpt-<step>, or ckpt-<step>.1 and so on if the step is evaluated again."""
-    first = f"ckpt-{self.run.step}"
+    first = f"{PREFIX}-{self.run.step}"
     names = itertools.chain([first], (f"{first}.{again}" for again in itertools.count(1)))
     return next(name for name in names if not tf.io.gfile.exists(self._path(f"{name}.index")))
 
@@ -174,17 +205,37 @@ class BestCheckpoint(OnBest):
     """Makes TensorFlow's state file name `best`; removes all other checkpoints, complete or not."""
     write_state(self._path(""), [best])
     for name in tf.io.gfile.listdir(self._path("")):
-      if name.startswith("ckpt-") and name.rstrip("/").rsplit(".", 1)[0] != best:
-        tf.io.gfile.rmtree(self._path(name))
+      if name.startswith(f"{PREFIX}-") and name.rstrip("/").rsplit(".", 1)[0] != best:
+        files.remove(self._path(name.rstrip("/")))
 
   def _read(self) -> dict[str, Any] | None:
-    if not tf.io.gfile.exists(self._path("best.json")):
+    """Returns best.json, or None if there is none.
+
+    Raises:
+      ConfigError: it is not from a BestCheckpoint.
+    """
+    path = self._path("best.json")
+    if not tf.io.gfile.exists(path):
       return None
-    with tf.io.gfile.GFile(self._path("best.json")) as file:
-      return json.loads(file.read())
+    with tf.io.gfile.GFile(path, "rb") as file, contextlib.suppress(ValueError):
+      kept = json.loads(file.read())
+      if isinstance(kept, dict) and {"step", "value", "checkpoint"} <= kept.keys():
+        return kept
+    raise ConfigError(f"{path!r} is damaged, or not from a BestCheckpoint; move its folder away.")
 
   def _path(self, name: str) -> str:
-    return os.path.join(self.run.model_dir, "best", name)
+    return os.path.join(self.run.model_dir, self._directory, name)
+
+
+def _require_own_directory(action: BestCheckpoint | Export) -> None:
+  """Raises a ConfigError if another action of the same kind has the same directory."""
+  kind = type(action)
+  for other in action.run.actions:
+    if isinstance(other, kind) and other is not action and other._directory == action._directory:
+      raise ConfigError(
+        f"two {kind.__name__} actions have the directory {action._directory!r}, and would remove "
+        f"what the other keeps; bind another one in a scope: second/{kind.__name__}.directory."
+      )
 
 
 class EarlyStopping(MetricHistory):
@@ -269,11 +320,12 @@ class Export(OnBest):
     """Checks the directory before training.
 
     Raises:
-      ConfigError: an export would replace something that is not a SavedModel.
+      ConfigError: another Export has the same directory, or one would replace something that is not
+        an export.
     """
     super().bind(run)
-    if self._directory is None:
-      self._directory = os.path.join(run.model_dir, "export")
+    _require_own_directory(self)
+    self._directory = self._directory or os.path.join(run.model_dir, "export")
     require_replaceable(self._directory)
 
   def on_best(self, value: float) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from framework.backend.files import atomic_write
+from framework.backend import files
 from framework.errors import ConfigError
 
 Number = int | float
@@ -54,6 +56,9 @@ def _number(name: str, value: Any) -> Number:
 class MetricsLog:
   """Reads and appends metrics.jsonl; survives kills, restarts and partial writes.
 
+  Several processes may append at the same time, such as an evaluation beside training: on a file
+  system with locks (a local disk, NFS) no line is lost.
+
   A line holds "step" (int), "split" ("train", "eval" or "time"), "wall_time" (float, seconds since
   the epoch), then the values by name. JSON has no NaN or infinities, so the file has the strings
   "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `records` returns them as floats.
@@ -63,10 +68,11 @@ class MetricsLog:
     """Writes nothing yet; the first `append` creates the folder."""
     self.path = os.fspath(path)
     self._clock = clock
-    self._checked = False
 
   def append(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-    """Appends one line, which is on disk on return; see `flatten` for `values` (host).
+    """Appends one line, which a kill of this process then leaves; see `flatten` (host).
+
+    The next checkpoint puts it on disk.
 
     Raises:
       ConfigError: a value is not one number, or its name is "step", "split" or "wall_time".
@@ -77,9 +83,9 @@ class MetricsLog:
         raise ConfigError(f"a metric is named {name!r}, which metrics.jsonl reserves; rename it.")
     record = {"step": int(step), "split": split, "wall_time": self._clock()}
     line = json.dumps({**record, **{k: _encode(v) for k, v in flat.items()}}, allow_nan=False)
-    self._prepare()
-    with tf.io.gfile.GFile(self.path, "a") as file:
-      file.write(line + "\n")
+    tf.io.gfile.makedirs(os.path.dirname(self.path) or ".")
+    with self._opened() as append:
+      append(f"{line}\n".encode())
 
   def records(self, split: str | None = None) -> list[Record]:
     """Returns the records of one split, or of all, in file order; skips unreadable lines (host)."""
@@ -89,27 +95,45 @@ class MetricsLog:
   def trim(self, step: int) -> int:
     """Removes the records after `step`; a run that restarts there writes them again (host).
 
-    Also removes a last line that a kill cut off. All other lines stay unchanged.
+    Also removes a last line that a kill cut off. All other lines stay unchanged. The records that
+    it removes are appended to <path>.undone: the user may have lost checkpoints by mistake.
 
     Returns:
       How many records were removed.
     """
-    lines = self._lines()
-    kept = [line for line in lines if (_parse(line) or {"step": 0})["step"] <= step]
-    self._replace(kept)
-    return len(lines) - len(kept)
+    if not tf.io.gfile.exists(self.path):
+      return 0
+    with self._opened():
+      lines = self._lines()
+      undone = [line for line in lines if (_parse(line) or {"step": 0})["step"] > step]
+      gone = set(undone)
+      kept = b"".join(line + b"\n" for line in lines if line not in gone)
+      if undone:
+        with tf.io.gfile.GFile(f"{self.path}.undone", "ab") as file:
+          file.write(b"".join(line + b"\n" for line in undone))
+      if kept != self._content():
+        files.atomic_write(self.path, kept)
+    return len(undone)
 
-  def _prepare(self) -> None:
-    """Before the first append: creates the folder and removes a last line that was cut off."""
-    if not self._checked:
-      tf.io.gfile.makedirs(os.path.dirname(self.path) or ".")
-      self._replace(self._lines())
-      self._checked = True
+  @contextlib.contextmanager
+  def _opened(self) -> Iterator[Callable[[bytes], object]]:
+    """Locks the file and gives a function that appends to it, after its last whole line."""
+    if not files.is_local(self.path):
+      yield self._append_remotely
+      return
+    with files.locked(self.path) as descriptor:
+      size = os.fstat(descriptor).st_size
+      if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        whole = self._content().rpartition(b"\n")
+        if _parse(whole[2]) is None:
+          os.ftruncate(descriptor, len(whole[0] + whole[1]))
+        else:
+          os.write(descriptor, b"\n")
+      yield functools.partial(files.write, self.path, descriptor)
 
-  def _replace(self, lines: Sequence[bytes]) -> None:
-    content = b"".join(line + b"\n" for line in lines)
-    if content != self._content():
-      atomic_write(self.path, content)
+  def _append_remotely(self, line: bytes) -> None:
+    with tf.io.gfile.GFile(self.path, "ab") as file:
+      file.write(line)
 
   def _content(self) -> bytes:
     if not tf.io.gfile.exists(self.path):

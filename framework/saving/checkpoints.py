@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,8 +15,7 @@ from google.protobuf import text_format
 from tensorflow.python.trackable import trackable_utils
 from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 
-from framework.backend import models
-from framework.backend.files import atomic_write
+from framework.backend import files, models
 from framework.backend.timing import timed
 from framework.errors import ConfigError, first_line
 from framework.trainer import Trainer
@@ -48,6 +46,9 @@ class CheckpointManager(tf.train.CheckpointManager):
   place and trusts its state file; a kill can leave half of the one and make the other wrong. Here a
   checkpoint is written in its own folder and moved, the index file last, and the file names say
   which checkpoints exist. The state file is written for other readers.
+
+  `save` returns when the values are written. They reach the disk, are moved and replace older ones
+  in a thread, while training continues; `wait` returns when they have.
   """
 
   def __init__(
@@ -59,6 +60,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     assets: str = "",
     every_steps: int | None = None,
     keep: int = 3,
+    logs: Sequence[str] = (),
   ) -> None:
     """Defines what is saved; reads and writes nothing yet.
 
@@ -67,9 +69,11 @@ class CheckpointManager(tf.train.CheckpointManager):
       assets: digest of the task's assets, the same on restore; "" for none.
       every_steps: interval of periodic saves.
       keep: how many checkpoints to keep.
+      logs: files that reach the disk before each checkpoint, which so never is ahead of them.
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
     self._directory, self._checkpoint_interval, self._keep = directory, every_steps, keep
+    self._logs, self._background = list(logs), files.Background()
     self._saved_step = 0
     self._damaged: dict[str, int] = {}
     texts = {**experiment, ASSETS: assets} if assets else experiment
@@ -80,6 +84,7 @@ class CheckpointManager(tf.train.CheckpointManager):
   @property
   def checkpoints(self) -> list[str]:
     """Paths of all complete checkpoints, oldest first."""
+    self.wait()
     return list_checkpoints(self._directory)
 
   @property
@@ -97,20 +102,33 @@ class CheckpointManager(tf.train.CheckpointManager):
     """Saves `ckpt-<global step>` and removes the oldest ones beyond `keep` (host).
 
     Returns:
-      The path; None if the step is that of the last save or restore or, with `check_interval`,
-      fewer than `every_steps` steps after it.
+      The path, complete after `wait`; None if the step is that of the last save or restore or, with
+      `check_interval`, fewer than `every_steps` steps after it.
+
+    Raises:
+      OSError, tf.errors.OpError: the disk has failed or is full, now or in the last save.
     """
     del checkpoint_number
     step = int(self._trainer.global_step.numpy())
     due = self._saved_step + (self._checkpoint_interval or 0) if check_interval else 0
     if step == self._saved_step or step < due:
       return None
-    is_chief = self._trainer.cluster.is_chief
-    path = self._write(step, options) if is_chief else self._take_part(step, options)
+    self.wait()
+    if self._trainer.cluster.is_chief:
+      self._write(step, options)
+      self._background.start(lambda: self._complete(step))
+    else:
+      write_with_the_chief(self._checkpoint, options)
     self._saved_step = step
-    if is_chief:
-      self._sweep()
-    return path
+    return self._path(f"{PREFIX}-{step}")
+
+  def wait(self) -> None:
+    """Returns when what was saved is complete and on disk (host).
+
+    Raises:
+      OSError, tf.errors.OpError: the disk has failed or is full.
+    """
+    self._background.wait()
 
   def restore_or_initialize(self) -> str | None:
     """Restores the newest complete checkpoint; reports and skips damaged ones (host).
@@ -169,6 +187,7 @@ class CheckpointManager(tf.train.CheckpointManager):
       ConfigError: it belongs to another task or model.
       tf.errors.OpError: it is damaged.
     """
+    self.wait()
     try:
       self._restore(path, tf.train.load_checkpoint(path))
     except IndexError as error:  # TensorFlow's reader raises it for a file that is too short
@@ -209,39 +228,39 @@ class CheckpointManager(tf.train.CheckpointManager):
       path = self._path(f"{PREFIX}-{step}")
       logging.warning("checkpoint %s is incomplete, as after a kill; ignoring it", path)
 
-  def _write(self, step: int, options: tf.train.CheckpointOptions | None) -> str:
-    """Writes to a separate folder, then moves the files; the index file last: it makes it count."""
-    name, folder = f"{PREFIX}-{step}", self._path(UNFINISHED)
-    _remove(folder)
-    self._checkpoint.write(os.path.join(folder, name), options)
-    for file in sorted(tf.io.gfile.listdir(folder), key=lambda file: file.endswith(".index")):
-      tf.io.gfile.rename(os.path.join(folder, file), self._path(file), overwrite=True)
-    _remove(folder)
-    self._damaged.pop(self._path(name), None)
-    return self._path(name)
+  def _write(self, step: int, options: tf.train.CheckpointOptions | None) -> None:
+    """Writes to a separate folder."""
+    files.remove(self._path(UNFINISHED))
+    self._checkpoint.write(os.path.join(self._path(UNFINISHED), f"{PREFIX}-{step}"), options)
 
-  def _take_part(self, step: int, options: tf.train.CheckpointOptions | None) -> str:
-    """Takes part as a worker other than the chief: sends what the chief sums up, keeps nothing."""
-    with tempfile.TemporaryDirectory() as scratch:
-      self._checkpoint.write(os.path.join(scratch, PREFIX), options)
-    return self._path(f"{PREFIX}-{step}")
+  def _complete(self, step: int) -> None:
+    """Moves the files from there; the index file last: it makes them count."""
+    folder = self._path(UNFINISHED)
+    names = sorted(tf.io.gfile.listdir(folder), key=lambda name: name.endswith(".index"))
+    files.sync(*self._logs, *(os.path.join(folder, name) for name in names))
+    for name in names:
+      tf.io.gfile.rename(os.path.join(folder, name), self._path(name), overwrite=True)
+    files.sync(self._directory, *_parents(self._directory))
+    files.remove(folder)
+    self._damaged.pop(self._path(f"{PREFIX}-{step}"), None)
+    self._sweep(step)
 
-  def _sweep(self) -> None:
+  def _sweep(self, step: int) -> None:
     """Removes checkpoints beyond `keep` or damaged, and files that a kill left without an index.
 
-    Checkpoints of later steps stay and do not count: since they were not restored, they are
-    damaged, or the user went back on purpose.
+    Checkpoints after `step` stay and do not count: since they were not restored, they are damaged,
+    or the user went back on purpose.
     """
-    past = [path for path in self.checkpoints if _step(path) <= self._saved_step]
+    past = [path for path in list_checkpoints(self._directory) if _step(path) <= step]
     kept = [path for path in past if path not in self._damaged][-self._keep :]
     write_state(self._directory, [os.path.basename(path) for path in kept])
     for path in past:
       if path not in kept:
-        _remove(f"{path}.index")
-    indexed = set(map(_step, self.checkpoints))
-    for step, _, name in _files(self._directory):
-      if step not in indexed:
-        _remove(self._path(name))
+        files.remove(f"{path}.index")
+    indexed = set(map(_step, list_checkpoints(self._directory)))
+    for other, _, name in _files(self._directory):
+      if other not in indexed:
+        files.remove(self._path(name))
 
   def _refuse_foreign(self, path: str, reader: Any) -> None:
     for name, value in self._experiment.items():
@@ -304,7 +323,7 @@ class CheckpointManager(tf.train.CheckpointManager):
 def write_state(directory: str, names: list[str]) -> None:
   """Writes TensorFlow's state file, "checkpoint", atomically; the last name is the newest."""
   state = CheckpointState(model_checkpoint_path=names[-1], all_model_checkpoint_paths=names)
-  atomic_write(os.path.join(directory, "checkpoint"), text_format.MessageToString(state))
+  files.atomic_write(os.path.join(directory, "checkpoint"), text_format.MessageToString(state))
 
 
 def find(path: str) -> str | None:
@@ -346,11 +365,21 @@ def _written_at(path: str) -> int | None:
     return None
 
 
-def _remove(path: str) -> None:
-  if tf.io.gfile.isdir(path):
-    tf.io.gfile.rmtree(path)
-  elif tf.io.gfile.exists(path):
-    tf.io.gfile.remove(path)
+def write_with_the_chief(
+  checkpoint: tf.train.Checkpoint, options: tf.train.CheckpointOptions | None = None
+) -> None:
+  """Does what the chief's `write` needs of every other worker, and keeps nothing (host)."""
+  scratch = files.in_memory()
+  try:
+    checkpoint.write(f"{scratch}/{PREFIX}", options)
+  finally:
+    files.remove(scratch)
+
+
+def _parents(folder: str) -> list[str]:
+  """Returns the folders that hold the name of a folder that may be new."""
+  model_dir = os.path.dirname(os.path.abspath(folder)) if files.is_local(folder) else ""
+  return [model_dir, os.path.dirname(model_dir)] if model_dir else []
 
 
 def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable, Mapping
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from tensorflow.python.ops import lookup_ops
 
-from framework.backend import models
+from framework.backend import files, models
 from framework.errors import ConfigError
 
 if TYPE_CHECKING:
   from framework.task import Task
 
 _FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets"}
-"""What a SavedModel consists of; a kill may have left a part of it."""
+"""What a SavedModel consists of."""
+_EXTRA = "assets.extra"
+MARK = f"{_EXTRA}/loopwright"
+"""File in an export that says who wrote it; TensorFlow leaves that folder to others."""
+_ABANDONED_S = 3600.0
+"""After so many seconds without a change, an unfinished export belongs to a killed process."""
 
 
 def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
@@ -25,7 +32,7 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
 
   Signatures may use lookup tables and a `tf.Module` that are attributes of the task. A reader of
   `directory` always finds a complete export, except between the two renames that replace an older
-  one: then it finds none.
+  one: then it finds none. A power loss leaves the old one or the new one.
 
   Args:
     task: with its model built. `export_signature` returns a `tf.function` with an input signature,
@@ -34,7 +41,7 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
 
   Raises:
     ConfigError: a signature is not a `tf.function` with an input signature, or the export would
-      replace something that is not a SavedModel.
+      replace something that is not an export.
   """
   signatures = _signatures(task)
   module = tf.Module()
@@ -42,28 +49,33 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   # Keras 3 does not track the seeds of random layers, but an LSTM reads its own when it serves.
   module.variables_of_model = [models.raw(each) for each in models.all_variables(task.model)]
   module.held = [each for each in vars(task).values() if _is_served(each)]
-  if not is_chief:
-    with tempfile.TemporaryDirectory() as scratch:
-      tf.saved_model.save(module, scratch, signatures=signatures)
-    return
-  directory = directory.rstrip("/")
-  require_replaceable(directory)
-  _mend(directory)
-  tf.saved_model.save(module, f"{directory}.new", signatures=signatures)
-  _swap(directory)
+  if is_chief:
+    directory = directory.rstrip("/")
+    require_replaceable(directory)
+    _mend(directory)
+    new = f"{directory}.new-{uuid.uuid4().hex}"
+  else:
+    new = files.in_memory()
+  try:
+    tf.saved_model.save(module, new, signatures=signatures)
+    if is_chief:
+      _mark(new)
+      files.sync_tree(new)
+      _swap(new, directory)
+  finally:
+    files.remove(new)
 
 
 def require_replaceable(directory: str) -> None:
-  """Raises a ConfigError if an export to `directory` would delete anything but an export (host)."""
+  """Raises a ConfigError if an export to `directory` would replace anything else (host)."""
   directory = directory.rstrip("/")
-  for path in (directory, f"{directory}.old"):
-    found = tf.io.gfile.listdir(path) if tf.io.gfile.isdir(path) else [path]
-    is_export = {name.rstrip("/") for name in found} <= _FILES
-    if os.path.islink(path) or (tf.io.gfile.exists(path) and not is_export):
-      raise ConfigError(
-        f"an export to {directory!r} would replace {path!r}, which is not a SavedModel in a folder "
-        "of its own; choose another directory, or move it away."
-      )
+  empty = tf.io.gfile.isdir(directory) and not tf.io.gfile.listdir(directory)
+  free = not tf.io.gfile.exists(directory) and not os.path.islink(directory)
+  if not free and not empty and not _is_export(directory):
+    raise ConfigError(
+      f"an export to {directory!r} would replace what is there, and it was not exported by this "
+      "framework; choose another directory, or move it away."
+    )
 
 
 def _is_served(held: Any) -> bool:
@@ -83,17 +95,57 @@ def _signatures(task: Task) -> dict[str, Callable[..., Any]]:
   return dict(named)
 
 
-def _swap(directory: str) -> None:
-  if tf.io.gfile.exists(directory):
-    tf.io.gfile.rename(directory, f"{directory}.old")
-  tf.io.gfile.rename(f"{directory}.new", directory)
+def _is_export(path: str) -> bool:
+  """Whether a folder, not a link to one, is an export of this framework and nothing more."""
+  if os.path.islink(path) or not tf.io.gfile.exists(os.path.join(path, MARK)):
+    return False
+  found = {
+    f"{folder}{name}".rstrip("/") for folder in ("", f"{_EXTRA}/") for name in _names(path, folder)
+  }
+  return found <= {*_FILES, _EXTRA, MARK}
+
+
+def _names(path: str, folder: str) -> list[str]:
+  return list(tf.io.gfile.listdir(os.path.join(path, folder)))
+
+
+def _mark(folder: str) -> None:
+  tf.io.gfile.makedirs(os.path.join(folder, _EXTRA))
+  with tf.io.gfile.GFile(os.path.join(folder, MARK), "w") as file:
+    file.write("Exported by Loopwright, which may replace it.\n")
+
+
+def _swap(new: str, directory: str) -> None:
+  if tf.io.gfile.exists(directory) and _names(directory, ""):
+    tf.io.gfile.rename(directory, f"{directory}.old-{uuid.uuid4().hex}")
+  files.remove(directory)  # only if it is empty
+  tf.io.gfile.rename(new, directory)
+  files.sync(os.path.dirname(directory) or ".")
   _mend(directory)
 
 
 def _mend(directory: str) -> None:
   """Restores the old export if a kill came between the renames; removes all other remains."""
-  if tf.io.gfile.exists(f"{directory}.old") and not tf.io.gfile.exists(directory):
-    tf.io.gfile.rename(f"{directory}.old", directory)
-  for remains in (f"{directory}.old", f"{directory}.new"):
-    if tf.io.gfile.exists(remains):
-      tf.io.gfile.rmtree(remains)
+  for kind, remains in sorted(_remains(directory), reverse=True):  # old ones first
+    if kind == "old" and not tf.io.gfile.exists(directory):
+      tf.io.gfile.rename(remains, directory)
+    elif kind == "old" or time.time() - _changed(remains) > _ABANDONED_S:
+      files.remove(remains)
+
+
+def _remains(directory: str) -> Iterator[tuple[str, str]]:
+  """Yields (kind, path) of what exports to `directory` left or still write beside it."""
+  parent, name = os.path.split(directory)
+  for found in tf.io.gfile.listdir(parent or ".") if tf.io.gfile.isdir(parent or ".") else ():
+    path = os.path.join(parent, found.rstrip("/"))
+    match = re.fullmatch(rf"{re.escape(name)}\.(old|new)-[0-9a-f]{{32}}", found.rstrip("/"))
+    if match and not os.path.islink(path) and (match[1] == "new" or _is_export(path)):
+      yield match[1], path
+
+
+def _changed(folder: str) -> float:
+  """Returns when a file in a folder was last written, in seconds since the epoch."""
+  found = [
+    os.path.join(parent, name) for parent, _, names in tf.io.gfile.walk(folder) for name in names
+  ]
+  return max((tf.io.gfile.stat(path).mtime_nsec / 1e9 for path in [folder, *found]), default=0.0)

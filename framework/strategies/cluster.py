@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from framework.errors import ConfigError
 
@@ -124,6 +126,20 @@ class Cluster:
         "model_dir must be on a file system that all workers share."
       )
 
+  def leave(self) -> None:
+    """Returns when every worker has come here, so that none exits while another still needs it.
+
+    After a collective a worker may have its result while others still read from it. Call it on
+    every worker as the last thing (host); a worker that does not come is waited for `_LEAVE_S`.
+    """
+    if self.size == 1:
+      return
+    runtime, call = context.context(), next(_calls)
+    runtime.set_config_key_value(f"loopwright/{call}/{self.index}", "left")
+    with contextlib.suppress(tf.errors.OpError):  # gone already, or not coming
+      for index in range(self.size):
+        runtime.get_config_key_value(f"loopwright/{call}/{index}", timeout_in_ms=1000 * _LEAVE_S)
+
   @contextlib.contextmanager
   def blaming(self, step: Callable[[], int]) -> Iterator[None]:
     """Replaces TensorFlow's error about a lost peer by a ClusterError with peer and `step`."""
@@ -142,6 +158,8 @@ class Cluster:
     return f"lost {' or '.join(map(str, named or others))}, which {how}"
 
 
+_LEAVE_S = 10
+_calls = itertools.count()
 _PEER_LOST = (
   tf.errors.AbortedError,
   tf.errors.CancelledError,

@@ -208,20 +208,31 @@ class At(Action):
       self._what(output)
 
 
-def terminate(output):
-  del output
-  os.kill(os.getpid(), signal.SIGTERM)
+def send(number):
+  return lambda output: os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize(
-  ("on", "step"), [("train", 2), ("train", 4), ("train", 6), ("eval", 6), ("train", 12)]
+  ("number", "name", "error", "on", "step"),
+  [
+    (signal.SIGTERM, "SIGTERM", errors.Preempted, "train", 2),
+    (signal.SIGHUP, "SIGHUP", errors.Preempted, "train", 4),
+    (signal.SIGINT, "Ctrl-C", KeyboardInterrupt, "train", 6),
+    (signal.SIGTERM, "SIGTERM", errors.Preempted, "eval", 6),
+    (signal.SIGTERM, "SIGTERM", errors.Preempted, "train", 12),
+  ],
 )
-def test_sigterm_saves_and_the_same_command_goes_on(scene, whole, tmp_path, on, step):
-  before = signal.getsignal(signal.SIGTERM)
-  with pytest.raises(errors.Preempted) as caught:
-    scene.run(tmp_path, actions=[At(step, terminate, on)])
-  assert str(caught.value) == f"SIGTERM: saved step {step} in {tmp_path / 'checkpoints'}"
-  assert signal.getsignal(signal.SIGTERM) is before
+def test_a_signal_saves_and_the_same_command_goes_on(
+  scene, whole, tmp_path, number, name, error, on, step
+):
+  before = signal.getsignal(number)
+  with pytest.raises(error) as caught:
+    scene.run(tmp_path, actions=[At(step, send(number), on)])
+  assert str(caught.value) == (
+    f"{name}: saved step {step} in {tmp_path / 'checkpoints'}; start the same command again to "
+    "continue"
+  )
+  assert signal.getsignal(number) is before
   assert steps_saved(tmp_path)[-1] == step
   reported = [r for r in log_of(whole) if r["step"] < step or r["split"] in ("train", on)]
   assert log_of(tmp_path) == [r for r in reported if r["step"] <= step]

@@ -1,6 +1,7 @@
 """The command line: which status, and which one line, for whose mistake."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -223,6 +224,28 @@ def test_an_interrupt(stand_in, capsys):
   assert status_and_line(capsys, "--gin_file=x.gin") == (130, "interrupted")
 
 
+def test_an_exit_in_the_users_code_is_a_failure(stand_in, capsys):
+  def leave():
+    sys.exit(0)
+
+  stand_in(leave)
+  status, line = status_and_line(capsys, "--gin_file=x.gin")
+  place = f"(test_launch.py:{leave.__code__.co_firstlineno + 1}, in leave)"
+  assert (status, line) == (1, f"failed: your code ended the process: SystemExit: 0 {place}")
+
+
+def test_output_that_nobody_reads_ends_nothing():
+  reader, writer = os.pipe()
+  stream = launch._Lasting(os.fdopen(writer, "w"))
+  print("read", file=stream, flush=True)
+  assert os.read(reader, 100) == b"read\n"
+  os.close(reader)
+  for _ in range(3):
+    print("unread", file=stream, flush=True)
+  os.write(stream.fileno(), b"also from C++")  # as TensorFlow's own messages
+  assert os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+
+
 def test_help_lists_flags_and_statuses(capsys):
   assert launch.main(["launch.py", "--help"]) == 0
   out = capsys.readouterr().out
@@ -270,15 +293,30 @@ def test_the_whole_command_prints_the_one_line():
   assert done.stderr == "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"
 
 
+def the_python_of(process):
+  """Returns the process itself, or the child of an `unshare`, which is process 1 of a namespace."""
+  while "python" not in Path(f"/proc/{process}/comm").read_text():
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    process = int(children[0])
+  return process
+
+
+def as_process_1(arguments):
+  return ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", *arguments]
+
+
 @pytest.mark.whole
-def test_sigterm_before_the_first_step_ends_at_once():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("first", [list, as_process_1], ids=["a process", "process 1"])
+def test_a_signal_before_the_first_step_ends_at_once(number, first):
   Path("slow.py").write_text("import time\n\nprint('here', flush=True)\ntime.sleep(60)\n")
   Path("x.gin").write_text("import slow\n")
   process = subprocess.Popen(
-    [sys.executable, str(REPOSITORY / "launch.py"), "--gin_file=x.gin"],
+    first([sys.executable, str(REPOSITORY / "launch.py"), "--gin_file=x.gin"]),
     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
   )  # fmt: skip
   assert process.stdout.readline() == "here\n"
-  process.terminate()
-  assert process.communicate(timeout=30) == ("", "SIGTERM: exited, nothing to save\n")
+  os.kill(the_python_of(process.pid), number)
+  name = signal.Signals(number).name
+  assert process.communicate(timeout=30) == ("", f"{name}: exited, nothing to save\n")
   assert process.returncode == 75

@@ -54,7 +54,7 @@ FAULTS = {
   "a mistake in a config": "test_mistakes.py::test_a_mistake",
   "an error in a task": "test_mistakes.py::test_an_error_in_a_task_points_to_its_line",
   "SIGKILL, then a resume": "test_resume.py::test_a_killed_run_goes_on",
-  "SIGTERM, then a resume": "test_resume.py::test_sigterm_saves_and_the_same_command_goes_on",
+  "SIGTERM, then a resume": "test_resume.py::test_a_signal_saves_and_the_same_command_goes_on",
   "a damaged checkpoint": "test_resume.py::test_a_damaged_newest_checkpoint_costs_only_time",
   "a kill while saving": "test_checkpoints.py::test_a_kill_at_any_operation_of_a_save",
   "a silent worker": "test_heartbeat.py::test_a_silent_peer_is_named_among_others",

@@ -280,7 +280,9 @@ class TrainerUnderTest:
 
   def save(self, name: str) -> str:
     """Saves into a folder of that name; returns the path."""
-    path = self._manager(name).save(check_interval=False)
+    manager = self._manager(name)
+    path = manager.save(check_interval=False)
+    manager.wait()
     assert path is not None
     return path
 

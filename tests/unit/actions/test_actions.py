@@ -17,6 +17,7 @@ from framework.actions import best
 from framework.actions.base import Action, Run, StopTraining
 from framework.actions.best import BestCheckpoint, EarlyStopping, Export, Goal, OnBest
 from framework.actions.nonfinite import NonFiniteLoss, StopOnNonFinite
+from framework.backend import files
 from framework.errors import ConfigError
 from framework.reporting.metrics_log import MetricsLog
 from framework.reporting.orbit_reporter import Reporter, quiet_orbit
@@ -50,6 +51,7 @@ class Process:
       global_step=self.global_step,
       model_dir=model_dir,
       is_chief=is_chief,
+      actions=made_actions,
     )
     for action in made_actions:
       action.bind(self.run)
@@ -211,8 +213,8 @@ def kill_in(monkeypatch, where):
     def die(*_):
       raise Killed
 
-    step = {"before best.json": "atomic_write", "after best.json": "write_state"}[where]
-    monkeypatch.setattr(best, step, die)
+    owner = {"before best.json": (files, "atomic_write"), "after best.json": (best, "write_state")}
+    monkeypatch.setattr(*owner[where], die)
 
 
 @pytest.mark.parametrize(
@@ -267,14 +269,16 @@ def test_a_worker_that_is_not_chief_takes_part_and_writes_nothing(model_dir, mon
   writes = []
   write = tf.train.Checkpoint.write
   monkeypatch.setattr(
-    tf.train.Checkpoint, "write", lambda self, path: writes.append(path) or write(self, path)
+    tf.train.Checkpoint,
+    "write",
+    lambda self, path, *options: writes.append(path) or write(self, path, *options),
   )
   process = Process(model_dir, [BestCheckpoint()], is_chief=False).begin()
   process.evaluate(10, {"accuracy": 0.5})
   process.evaluate(20, {"accuracy": 0.4})
   assert len(writes) == 1
   assert not os.path.exists(model_dir)
-  assert not os.path.exists(os.path.dirname(writes[0]))
+  assert not tf.io.gfile.exists(f"{writes[0]}.index")
 
 
 # -- EarlyStopping
@@ -538,7 +542,7 @@ def test_a_kill_between_the_renames_loses_nothing(exported, tmp_path, monkeypatc
   rename = tf.io.gfile.rename
 
   def killed(source, target):
-    if source.endswith(".new"):
+    if ".new-" in source:
       raise Killed
     rename(source, target)
 
@@ -554,28 +558,59 @@ def test_a_kill_between_the_renames_loses_nothing(exported, tmp_path, monkeypatc
   assert os.listdir(tmp_path) == ["export"]
 
 
-@pytest.mark.parametrize("place", ["export", "export.old"])
-def test_export_replaces_nothing_but_an_export(tmp_path, place):
-  """The user's file stays; so does what a link points to, and an empty folder is free."""
+def saved_by_tensorflow(folder):
+  tf.saved_model.save(tf.Module(), str(folder))
+
+
+def an_export_with_more(folder):
+  export(Task(linear_module(None)), str(folder))
+  (folder / "mine.txt").write_text("mine")
+
+
+@pytest.mark.parametrize("fill", [saved_by_tensorflow, an_export_with_more])
+def test_export_replaces_nothing_but_an_export(tmp_path, fill):
   task, directory = Task(linear_module(None)), str(tmp_path / "export")
-  folder = tmp_path / place
-  folder.mkdir()
-  export(task, directory)  # into an empty folder, or beside one
-  (tmp_path / place).mkdir(exist_ok=True)
-  (tmp_path / place / "mine.txt").write_text("mine")
+  fill(tmp_path / "export")
+  before = sorted(tmp_path.rglob("*"))
+  action = Export(directory=directory)
   for replace in (
     lambda: export(task, directory),
-    lambda: Export(directory=directory).bind(types.SimpleNamespace(model_dir=str(tmp_path))),
+    lambda: action.bind(types.SimpleNamespace(model_dir=str(tmp_path), actions=[action])),
   ):
-    with pytest.raises(ConfigError, match=rf"would replace '.*{place}', which is not a SavedModel"):
+    with pytest.raises(ConfigError, match="would replace what is there"):
       replace()
-    assert (tmp_path / place / "mine.txt").read_text() == "mine"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_export_leaves_alone_what_is_beside_it(tmp_path):
+  task, directory = Task(linear_module(None)), str(tmp_path / "export")
+  (tmp_path / "export").mkdir()  # an empty folder is free
+  beside = ["export.old", f"export.old-{'0' * 32}", "export.new", "export2"]
+  for name in beside:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine.txt").write_text("mine")
+  export(task, directory)
+  export(task, directory)
+  assert sorted(os.listdir(tmp_path)) == sorted(["export", *beside])
+  assert [(tmp_path / name / "mine.txt").read_text() for name in beside] == ["mine"] * 4
+
+
+def test_a_killed_export_is_removed_when_it_is_old(tmp_path):
+  task, directory = Task(linear_module(None)), str(tmp_path / "export")
+  young, old = (tmp_path / f"export.new-{digit * 32}" for digit in "01")
+  for folder in (young, old):
+    folder.mkdir()
+    (folder / "saved_model.pb").write_bytes(b"half")
+  os.utime(old / "saved_model.pb", (0, 0))
+  os.utime(old, (0, 0))
+  export(task, directory)
+  assert sorted(os.listdir(tmp_path)) == ["export", young.name]
 
 
 def test_export_follows_no_link(exported, tmp_path):
   task, directory = exported
   (tmp_path / "link").symlink_to(directory)
-  with pytest.raises(ConfigError, match=r"would replace '.*link', which is not a SavedModel"):
+  with pytest.raises(ConfigError, match="link' would replace what is there"):
     export(task, str(tmp_path / "link"))
   assert factor(directory) == 1
 

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from framework.backend import files
 from framework.errors import ConfigError
-from framework.reporting import metrics_log
 from framework.reporting.metrics_log import MetricsLog, flatten
 from framework.reporting.orbit_reporter import Reporter, quiet_orbit
 from framework.reporting.progress import Progress, format_number
@@ -208,8 +208,30 @@ def test_trim_is_atomic(log, path, monkeypatch):
 
 def test_trim_leaves_a_file_alone_that_needs_nothing(log, path, monkeypatch):
   log.append(1, "train", {"loss": 1.0})
-  monkeypatch.setattr(metrics_log, "atomic_write", lambda *_: pytest.fail("rewritten"))
+  monkeypatch.setattr(files, "atomic_write", lambda *_: pytest.fail("rewritten"))
   assert log.trim(1) == 0
+
+
+def test_appends_beside_a_restarting_run_lose_no_line(path):
+  """Three guests append while the owner removes its own later records again and again."""
+  count = 100
+
+  def evaluate(guest):
+    log = MetricsLog(path)
+    for number in range(count):
+      log.append(0, "eval", {"guest": guest, "number": number})
+
+  guests = [threading.Thread(target=evaluate, args=(guest,)) for guest in range(3)]
+  for guest in guests:
+    guest.start()
+  owner, undone = MetricsLog(path), 0
+  while any(guest.is_alive() for guest in guests):
+    owner.append(5, "train", {"loss": 1.0})
+    undone += owner.trim(0)
+  found = sorted((record["guest"], record["number"]) for record in owner.records("eval"))
+  assert found == [(guest, number) for guest in range(3) for number in range(count)]
+  assert undone > 0
+  assert len(read(f"{path}.undone").splitlines()) == undone
 
 
 # -- Progress

@@ -13,7 +13,7 @@ import tf_keras
 from defects import small
 
 from framework import errors
-from framework.backend import models
+from framework.backend import files, models
 from framework.optimizers import loss_scale
 from framework.run import run
 from framework.saving import checkpoints
@@ -468,11 +468,86 @@ def save_killed_at(manager, operation, monkeypatch):
     for name in ("rename", "remove", "rmtree", "makedirs", "GFile"):
       patch.setattr(tf.io.gfile, name, mortal(getattr(tf.io.gfile, name)))
     patch.setattr(manager.checkpoint, "write", mortal(manager.checkpoint.write))
+    patch.setattr(files, "sync", mortal(files.sync))
     try:
       save(manager, 30)
     except Killed:
       return "killed"
   return "whole"
+
+
+class Disk:
+  """Notes what has reached the disk: contents by inode, and the names of a folder."""
+
+  def __init__(self, monkeypatch):
+    self._contents, self._names, fsync = {}, {}, os.fsync
+
+    def noted(descriptor):
+      fsync(descriptor)
+      path = os.readlink(f"/proc/self/fd/{descriptor}")
+      if os.path.isdir(path):
+        self._names[path] = self._listed(path)
+      else:
+        self._contents[os.stat(path).st_ino] = Path(path).read_bytes()
+
+    monkeypatch.setattr(os, "fsync", noted)
+
+  def _listed(self, folder):
+    return {name: os.stat(os.path.join(folder, name)).st_ino for name in os.listdir(folder)}
+
+  def after_power_loss(self, folder):
+    """Name -> content, empty if that was never flushed: what ext4 leaves."""
+    return {n: self._contents.get(inode, b"") for n, inode in self._names.get(folder, {}).items()}
+
+
+def test_a_power_loss_leaves_a_checkpoint_whenever_it_comes(manager, tmp_path, monkeypatch):
+  """Before each file operation the disk has all of the newest checkpoint or of the one before."""
+  manager = everything.make_manager(
+    manager._trainer, manager.directory, keep=1, logs=[str(tmp_path / "metrics.jsonl")]
+  )
+  disk, looks = Disk(monkeypatch), []
+
+  def look():
+    kept = disk.after_power_loss(manager.directory)
+    there = [step for step in (10, 20, 30) if all(kept.get(name) for name in files_of(step))]
+    looks.append(there)
+    for step in there:
+      for name in files_of(step):
+        written = Path(manager.directory, name)
+        assert not written.exists() or kept[name] == written.read_bytes()
+    if there:
+      log = disk._contents[(tmp_path / "metrics.jsonl").stat().st_ino]
+      assert log.count(b"step") * 10 >= there[-1]
+
+  def seen(function):
+    return lambda *args, **kwargs: look() or function(*args, **kwargs)
+
+  for name in ("rename", "remove", "rmtree", "GFile"):
+    monkeypatch.setattr(tf.io.gfile, name, seen(getattr(tf.io.gfile, name)))
+  for step in (10, 20, 30):
+    with open(tmp_path / "metrics.jsonl", "a") as log:
+      log.write("step\n")
+    save(manager, step)
+    look()
+    assert looks[-1][-1] == step
+  first = looks.index([10])
+  assert all(looks[first:])
+
+
+def test_a_full_disk_is_reported_by_the_next_save(manager, monkeypatch):
+  save(manager, 10)
+
+  def full(*_):
+    raise OSError(28, "No space left on device")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(os, "fsync", full)
+    manager._trainer.global_step.assign(20)
+    manager.save()
+    with pytest.raises(OSError, match="No space left"):
+      manager.wait()
+  assert [os.path.basename(path) for path in manager.checkpoints] == ["ckpt-10"]
+  assert save(manager, 30)[-1].endswith("ckpt-30")
 
 
 # ---- Checkpoints that belong to something else ----
@@ -579,6 +654,7 @@ def test_a_refusal_does_not_fall_back_on_an_earlier_one(manager, tmp_path):
   )
   wider._trainer.global_step.assign(20)
   wider.save()
+  wider.wait()
   assert "ckpt-20 does not fit" in refusal(manager, manager.checkpoints[-1])
 
 

@@ -168,6 +168,7 @@ def saved(trainer, folder):
     trainer=trainer, directory=str(folder / "checkpoints"), experiment={"task": "any"}
   )
   manager.save(check_interval=False)
+  manager.wait()
   return str(folder)
 
 

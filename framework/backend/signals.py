@@ -1,0 +1,78 @@
+"""Notices the signals that ask a process to end, so that a run can save first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ctrl-C"}
+owns_process = False
+"""Whether a second Ctrl-C may end the process at once, as launch.py allows; a notebook does not."""
+
+
+class StopSignals:
+  """Notices SIGTERM, SIGHUP (the terminal is lost) and Ctrl-C.
+
+  Attributes:
+    number: the first signal that came; None so far.
+  """
+
+  def __init__(self) -> None:
+    """Notices nothing yet."""
+    self.number: signal.Signals | None = None
+
+  @property
+  def name(self) -> str:
+    """What users call the signal that came: "SIGTERM", "SIGHUP" or "Ctrl-C"."""
+    return NAMES[self.number or signal.SIGTERM]
+
+  @contextlib.contextmanager
+  def noticed(self, say: Callable[[str], None]) -> Iterator[None]:
+    """Notices signals in the `with`, if this is the main thread (host).
+
+    A second Ctrl-C raises KeyboardInterrupt, or ends the process. Signals that are ignored, as with
+    nohup, stay ignored.
+
+    Args:
+      say: shows the user, at the first Ctrl-C, what happens next.
+    """
+    if threading.current_thread() is not threading.main_thread():
+      yield
+      return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    # Python's handlers wait for the end of a compiled loop; a thread reads of the signal at once.
+    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    heard = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, self._handle) for number in heard}
+    watcher = threading.Thread(target=self._watch, args=(ours, say), daemon=True)
+    watcher.start()
+    try:
+      yield
+    finally:
+      for number, handler in before.items():
+        signal.signal(number, handler)
+      signal.set_wakeup_fd(wakeup)
+      theirs.close()
+      watcher.join()
+
+  def _handle(self, number: int, _: object) -> None:
+    again = self.number is not None
+    self.number = self.number or signal.Signals(number)
+    if again and number == signal.SIGINT:
+      raise KeyboardInterrupt
+
+  def _watch(self, ours: socket.socket, say: Callable[[str], None]) -> None:
+    interrupts = 0
+    with ours:
+      while received := ours.recv(1):
+        interrupts += received[0] == signal.SIGINT
+        if received[0] == signal.SIGINT and interrupts == 1:
+          say("Ctrl-C: saving after this loop of steps; press it again to end at once")
+        elif interrupts > 1 and owns_process:
+          os.write(2, b"interrupted\n")
+          os._exit(130)

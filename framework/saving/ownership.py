@@ -1,0 +1,218 @@
+"""One run at a time trains in a folder.
+
+<model_dir>/owner.json names the process: host, boot, process id, start, command, and a beat that it
+counts up. The process also locks the file, where the file system has locks. So another process can
+tell:
+
+    the lock is held on this machine        the owner lives
+    the lock is free on this machine        the owner is dead, as after a kill
+    another machine, or another boot        the beat tells: it grows, or the owner is dead
+
+Clocks of machines are not compared. Processes that only read a run, or append an evaluation to its
+log, are guests and own nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from framework.backend import files
+from framework.errors import ConfigError
+
+FILE = "owner.json"
+BEAT_S = 5.0
+"""Seconds between two beats."""
+PATIENCE_S = 20.0
+"""An owner whose beat does not grow for so many seconds is dead."""
+LEASE_S = 120.0
+"""Seconds to wait for the lock of a silent owner on another machine: NFS keeps it for a while."""
+_held: set[Owner] = set()
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Owner:
+  """The ownership of one folder by this process; see `owned`."""
+
+  def __init__(self, model_dir: str) -> None:
+    """Claims nothing yet."""
+    self._model_dir, self._path = model_dir, os.path.join(model_dir, FILE)
+    self._record: dict[str, Any] = {
+      "host": platform.node(),
+      "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",
+      "process": os.getpid(),
+      "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+      "command": shlex.join(sys.orig_argv)[:300],
+      "token": uuid.uuid4().hex,
+      "beat": 0,
+    }
+    self._descriptor: int | None = None
+    self._ended = threading.Event()
+    self._thread = threading.Thread(target=self._beat, name="loopwright-owner", daemon=True)
+    self._taken_by: dict[str, Any] | None = None
+
+  def claim(self) -> None:
+    """Returns when the folder is this process's.
+
+    Raises:
+      ConfigError: another process owns it.
+    """
+    try:
+      locked, earlier = self._lock(), self._read()
+      if locked is False and earlier is None:  # it has the lock, and has not written its name yet
+        time.sleep(BEAT_S / 10)
+        earlier = self._read() or {}
+      here = not earlier or earlier.get("boot") == self._record["boot"]
+      if locked is False and here:
+        raise self._refusal(earlier or {})
+      if earlier and not (locked and here):
+        self._await_death(earlier, locked)
+      self._write()
+      if locked is None:
+        time.sleep(BEAT_S)
+        self._require_own()
+    except BaseException:
+      self._close()
+      raise
+    _held.add(self)
+    self._thread.start()
+
+  def require(self) -> None:
+    """Raises a ConfigError if another process took the folder over, while this one was stopped."""
+    if self._taken_by is not None:
+      raise self._refusal(self._taken_by)
+
+  def release(self) -> None:
+    """Gives the folder back; does nothing if it is another's."""
+    self._ended.set()
+    self._thread.join()
+    if self._taken_by is None:
+      with contextlib.suppress(OSError, tf.errors.OpError):
+        files.remove(self._path)
+    _held.discard(self)
+    self._close()
+
+  def _lock(self) -> bool | None:
+    """Returns whether this process has the lock now; None if the file system has no locks."""
+    self._close()
+    if not files.is_local(self._path):
+      return None
+    while True:
+      self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+      try:
+        locked = files.has_locks(self._descriptor, wait=False)
+      except BlockingIOError:
+        return False
+      if files.is_still(self._path, self._descriptor):
+        return locked or None
+      self._close()  # the owner before has removed it just now
+
+  def _close(self) -> None:
+    if self._descriptor is not None:
+      os.close(self._descriptor)  # ends the lock
+    self._descriptor = None
+
+  def _await_death(self, earlier: Mapping[str, Any], locked: bool | None) -> None:
+    """Returns when the owner on another machine has ended, or has not counted up its beat."""
+    patience_s = LEASE_S if locked is False else PATIENCE_S
+    logging.warning(
+      "%s belongs to %s; waiting up to %g s to see whether it still runs",
+      self._model_dir, _name(earlier), patience_s,
+    )  # fmt: skip
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+      time.sleep(BEAT_S / 5)
+      if (now := self._read()) is None:
+        return
+      if any(now.get(key) != earlier.get(key) for key in ("token", "beat")):
+        raise self._refusal(now)
+      if locked is False and self._lock():
+        return
+    if locked is False:
+      raise self._refusal(earlier)
+
+  def _beat(self) -> None:
+    while not self._ended.wait(BEAT_S):
+      self._record["beat"] += 1
+      with contextlib.suppress(OSError, tf.errors.OpError, ConfigError):
+        self._require_own()
+        self._write()
+
+  def _require_own(self) -> None:
+    now = self._read()
+    if now is not None and now.get("token") != self._record["token"]:
+      self._taken_by = now
+      raise self._refusal(now)
+
+  def _write(self) -> None:
+    """Writes a text of constant length, so that others never read a part of it."""
+    record = {**self._record, "beat": f"{self._record['beat']:012d}"}
+    content = f"{json.dumps(record)}\n".encode()
+    if self._descriptor is None:
+      files.atomic_write(self._path, content)
+    else:
+      os.pwrite(self._descriptor, content, 0)
+      os.ftruncate(self._descriptor, len(content))
+
+  def _read(self) -> dict[str, Any] | None:
+    """Returns the owner's record; None if there is none; {} if it cannot be read."""
+    content = b""
+    with contextlib.suppress(tf.errors.NotFoundError), tf.io.gfile.GFile(self._path, "rb") as file:
+      content = file.read()
+    if not content:
+      return None
+    with contextlib.suppress(ValueError):
+      record = json.loads(content)
+      return record if isinstance(record, dict) else {}
+    return {}
+
+  def _refusal(self, owner: Mapping[str, Any]) -> ConfigError:
+    return ConfigError(
+      f"model_dir {self._model_dir!r} is in use by {_name(owner)}; wait until it ends, stop it, or "
+      "choose another --model_dir."
+    )
+
+
+@contextlib.contextmanager
+def owned(model_dir: str) -> Iterator[Owner]:
+  """Owns a run folder in the `with` (host); other processes cannot train in it.
+
+  Raises:
+    ConfigError: another process owns it.
+  """
+  owner = Owner(model_dir)
+  owner.claim()
+  try:
+    yield owner
+  finally:
+    owner.release()
+
+
+def _name(owner: Mapping[str, Any]) -> str:
+  if not owner:
+    return "another process"
+  get = owner.get
+  return f"process {get('process')} on {get('host')}, started {get('started')} ({get('command')})"
+
+
+def _leave() -> None:
+  """In a forked child: lets go of the lock, which otherwise would outlive a killed owner."""
+  for owner in _held:
+    owner._close()
+  _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave)
