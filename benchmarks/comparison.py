@@ -21,7 +21,7 @@ from framework.saving import checkpoints
 
 TIMES = ("wall_time", "input_wait_s", "examples_per_second", "steps_per_second", "start_s",
          "communication_s")  # fmt: skip
-REMAINS = ("*.tmp", "*.new", "*.old", ".writable-*", checkpoints.UNFINISHED)
+REMAINS = ("*.tmp", "*.new*", "*.old*", ".writable-*", "owner.json", checkpoints.UNFINISHED)
 """What only a run that was killed may leave."""
 
 

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import json
 import os
 import runpy
 import select
@@ -24,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_LAUNCH = str(REPOSITORY / "launch.py")
 WARM = ("framework.run", "orbit", "tensorflow", "keras", "tf_keras", "benchmarks.trials_task")
 
 
@@ -44,6 +46,61 @@ def check_cold() -> None:
 
   if context.context()._initialized:
     raise RuntimeError("TensorFlow's runtime was used before a fork; use it in a fork only")
+
+
+class Popen:
+  """As `subprocess.Popen` of `python ... launch.py ...`, for processes that a fork starts itself.
+
+  The file `<FORK_PIDS>/<task type>-<index>` gets the process id of each task of a cluster.
+  """
+
+  def __init__(
+    self, arguments: Sequence[str], environment: Mapping[str, str], merged: bool
+  ) -> None:
+    """Starts it, with pipes; `merged`: its standard error goes to its output."""
+    out, err = os.pipe(), None if merged else os.pipe()
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    self.pid = os.fork()
+    if self.pid == 0:
+      os.environ.clear()
+      _die_with(parent)
+      _run(arguments, None, lambda: _begin_task(environment), environment, out[1], err and err[1])
+    os.close(out[1])
+    self.stdout, self.stderr = os.fdopen(out[0], "rb", 0), None
+    if err:
+      os.close(err[1])
+      self.stderr = os.fdopen(err[0], "rb", 0)
+
+  def wait(self) -> int:
+    """Waits for the end; returns the status, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def fork_workers() -> None:
+  """Makes `--local_workers` fork its processes (in a fork, before launch.py)."""
+  from framework.strategies import local_cluster
+
+  def spawn(process: local_cluster.Process) -> Popen:
+    arguments = process.command[[str(c) for c in process.command].index(_LAUNCH) + 1 :]
+    return Popen(arguments, process.environment, not process.leads)
+
+  local_cluster.Process._spawn = spawn  # type: ignore[method-assign,assignment]
+
+
+def _die_with(parent: int) -> None:
+  pr_set_pdeathsig = 1
+  ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+  if os.getppid() != parent:
+    os._exit(1)
+
+
+def _begin_task(environment: Mapping[str, str]) -> None:
+  os.closerange(3, 256)  # as a new process, which inherits none: a pipe ends with its writers
+  task = json.loads(environment["TF_CONFIG"])["task"]
+  if folder := environment.get("FORK_PIDS"):
+    Path(folder, f"{task['type']}-{task['index']}").write_text(str(os.getpid()))
 
 
 class Fork:
@@ -69,9 +126,10 @@ class Fork:
     """
     self.log, self.started = log, time.monotonic()
     self.status: int | None = None
+    sys.stdout.flush()
     self.pid = os.fork()
     if self.pid == 0:
-      _run(arguments, log, before, environment or {}, stdout)
+      _run(arguments, log, before, environment or {}, stdout, None)
     self._pidfd = os.pidfd_open(self.pid)
 
   def poll(self) -> int | None:
@@ -109,13 +167,14 @@ def _run(
   before: Callable[[], object],
   environment: Mapping[str, str],
   stdout: int | None,
+  stderr: int | None,
 ) -> None:
   """Becomes `python launch.py`; never returns."""
   status = 1
   try:
     os.setsid()
     os.environ.update(environment)
-    _redirect(log, stdout)
+    _redirect(log, stdout, stderr)
     sys.argv = ["launch.py", *arguments]
     os.chdir(REPOSITORY)
     before()
@@ -130,12 +189,10 @@ def _run(
     ctypes.pythonapi.Py_Exit(status)
 
 
-def _redirect(log: Path | None, stdout: int | None) -> None:
+def _redirect(log: Path | None, stdout: int | None, stderr: int | None) -> None:
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   if stdout is None:
     path = os.devnull if log is None else log
     stdout = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
   os.dup2(stdout, 1)
-  os.dup2(stdout, 2)
-  if stdout > 2:
-    os.close(stdout)
+  os.dup2(stdout if stderr is None else stderr, 2)

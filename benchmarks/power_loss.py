@@ -245,7 +245,7 @@ class Trial:
       comparison.tensors(folder / "best" / best["checkpoint"])
     except Exception as error:
       return [f"best/{best['checkpoint']}: {error}"[:200]]
-    paths = [folder / name for name in ("export", "export.old")]
+    paths = folder.glob("export*")
     return [] if any(map(is_export, paths)) else ["the export is lost or damaged"]
 
   def _resume(self, folder: Path) -> list[str]:

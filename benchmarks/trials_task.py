@@ -15,7 +15,17 @@ import numpy as np
 import tensorflow as tf
 
 import framework
-from framework import Action, ArraySource, Batch, Loss, Source, StreamSource, Task, weighted_sum
+from framework import (
+  Action,
+  ArraySource,
+  Batch,
+  ConfigError,
+  Loss,
+  Source,
+  StreamSource,
+  Task,
+  weighted_sum,
+)
 from framework.actions.base import Output
 
 Kind = Literal["arrays", "numpy_function", "generator", "memory_mapped", "stream"]
@@ -53,18 +63,14 @@ class Slow(Source):
 class Small(Task):
   """Linear regression."""
 
-  def __init__(
-    self, *, kind: Kind = "arrays", read_s: float = 0.0, fault: str = "", fault_at: int = 20
-  ) -> None:
+  def __init__(self, *, kind: Kind = "arrays", read_s: float = 0.0) -> None:
     """Stores its arguments.
 
     Args:
       kind: where the examples come from.
-      read_s: seconds that reading a batch takes, of "numpy_function".
-      fault: "error" raises in the reading of evaluation examples; "" for none.
-      fault_at: not used without `fault`.
+      read_s: seconds that reading a batch takes, of "numpy_function" and "generator".
     """
-    self._kind, self._read_s, self._fault, self._fault_at = kind, read_s, fault, fault_at
+    self._kind, self._read_s = kind, read_s
     self._scale = np.ones([FEATURES], np.float32)
 
   def fit(self) -> Mapping[str, bytes]:
@@ -153,6 +159,22 @@ class Pace(Action):
   def __call__(self, output: Output) -> None:
     """Waits."""
     time.sleep(float(os.environ.get("LOOP_S", "0")))
+
+
+@framework.register
+class Fail(Action):
+  """Fails after the first loop that ends at a step."""
+
+  on = "train"
+
+  def __init__(self, *, as_mistake: bool, at_step: int = 20) -> None:
+    """Stores its arguments; `as_mistake`: with a ConfigError."""
+    self._as_mistake, self._at_step = as_mistake, at_step
+
+  def __call__(self, output: Output) -> None:
+    """Raises."""
+    if self.run.step >= self._at_step:
+      raise ConfigError("a mistake of the trial") if self._as_mistake else RuntimeError("a failure")
 
 
 def _mapped(array: np.ndarray) -> np.ndarray:
