@@ -32,7 +32,7 @@ def differences(folder: Path, reference: Path, *, same_steps: bool = True) -> li
   if ours[-1:] != theirs[-1:]:
     found.append(f"the last checkpoint is {ours[-1:]}, not {theirs[-1:]}")
   names = [f"checkpoints/{name}" for name in ours if name in theirs]
-  found += different_best(folder, reference, names)
+  found += different_best(folder, reference)
   for name in (*names, "export/variables/variables"):
     found += different_tensors(folder / name, reference / name)
   for split in ("train", "eval"):
@@ -66,15 +66,16 @@ def records(folder: Path, split: str) -> list[dict]:
   ]
 
 
-def different_best(folder: Path, reference: Path, names: list[str]) -> list[str]:
-  """Compares best.json; adds the best checkpoint to the `names` to compare."""
-  ours, theirs = (_best(f) for f in (folder, reference))
-  if ours and theirs and ours["checkpoint"] == theirs["checkpoint"]:
-    names.append(f"best/{ours['checkpoint']}")
-  return [] if ours == theirs else [f"best.json is {ours}, not {theirs}"]
+def different_best(folder: Path, reference: Path) -> list[str]:
+  """Compares best.json, but for the checkpoint's name, and the checkpoints that it names."""
+  ours, theirs = (best(f) or {} for f in (folder, reference))
+  names = [one.pop("checkpoint", "") for one in (ours, theirs)]
+  found = [] if ours == theirs else [f"best.json is {ours}, not {theirs}"]
+  return found + different_tensors(folder / "best" / names[0], reference / "best" / names[1])
 
 
-def _best(folder: Path) -> dict | None:
+def best(folder: Path) -> dict | None:
+  """Returns best.json, or None if there is none, or half of one."""
   try:
     return json.loads((folder / "best" / "best.json").read_text())
   except (OSError, ValueError):

@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdio_ext.h>
@@ -24,8 +25,8 @@ static size_t length;
 static long counted, wanted;
 static int error, lasting, only_changes, trace = -1;
 
-/* Fails operation `number` below `path` with `code`; `forever`: and all later ones; `changes`:
-   reading does not count. Each operation is a line in the file `log`, if it is not "". */
+/* Fails operation `number` below `path` with `code`, or sends the signal -`code` before it;
+   `forever`: and all later ones; `changes`: reading does not count. Each operation is a line in the file `log`, if it is not "". */
 void faults_arm(const char *path, long number, int code, int forever, int changes, const char *log) {
   trace = *log ? syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_TRUNC, 0644) : -1;
   error = code, lasting = forever, only_changes = changes, wanted = number, counted = 0;
@@ -47,6 +48,10 @@ static int fails(const char *call, const char *path, int changes) {
     syscall(SYS_write, trace, line, size);
   }
   if (!wanted || (lasting ? number < wanted : number != wanted)) return 0;
+  if (error < 0) {
+    if (number == wanted) kill(getpid(), -error);
+    return 0;
+  }
   errno = error;
   return 1;
 }

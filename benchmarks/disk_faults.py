@@ -3,8 +3,9 @@
   python -m benchmarks.disk_faults --points 1000
 
 A library (benchmarks/disk_faults.c, compiled here) fails the n-th operation below the run folder:
-ENOSPC, EIO or EROFS, once or from then on. The run must end within 30 s with status 0, or with
-status 1 or 2 and one last line that says why. Then the same command runs on a sound disk. It must
+ENOSPC, EIO or EROFS, once or from then on; or it sends SIGKILL or SIGTERM right before it. The run
+must end within 30 s with status 0, or with status 1 or 2 and one last line that says why, or as the
+signal ends it. Then the same command runs on a sound disk. It must
 end with status 0, bit-identical to a run without faults, or say in one line why it cannot continue.
 Exit status 1 if any run does otherwise.
 
@@ -26,6 +27,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +40,8 @@ from benchmarks import comparison, forks
 CONFIG = "benchmarks/trials.gin"
 SOURCE = Path(__file__).with_suffix(".c")
 ERRORS = ("ENOSPC", "EIO", "EROFS")
+SIGNALS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
+"""Signals and the status after them."""
 LIMIT_S = 30.0
 
 
@@ -71,7 +75,7 @@ class Library:
   def arm(self, folder: Path, point: Point, trace: Path | None = None) -> None:
     """Plants a fault in this process; operation 0 plants none."""
     names = [str(path).encode() for path in (folder, trace or "")]
-    number, code = ctypes.c_long(point.number), getattr(errno, point.error)
+    number, code = ctypes.c_long(point.number), code_of(point.error)
     self._arm(names[0], number, code, point.forever, point.changes, names[1])
 
 
@@ -118,7 +122,7 @@ class Trials:
     if status is None:
       first.kill()
       return "hang", line
-    if status not in (0, 1, 2) or (status and not says_why(line)):
+    if not is_documented(point, status, line):
       return "crash", f"status {status}: {line}"
     second = self._run(folder, Point(0, "EIO", False))
     again, last = second.wait(LIMIT_S), second.last_line()
@@ -127,14 +131,23 @@ class Trials:
       return "hang", f"{line} | on restart: {last}"
     if again:
       return ("stuck" if again in (1, 2) else "crash"), f"{line} | status {again}: {last}"
-    found = comparison.differences(folder, self.reference)
+    # SIGTERM saves at another step.
+    same = point.error != "SIGTERM"
+    found = comparison.differences(folder, self.reference, same_steps=same)
     word = "different" if found else "tolerated" if status == 0 else "resumed"
     return word, " | ".join([line, *found[:3]])
 
 
-def says_why(line: str) -> bool:
-  """Whether a last line is one of launch.py's."""
-  return line.startswith(("error: ", "failed: "))
+def code_of(error: str) -> int:
+  """Returns the number of an error; minus that of a signal."""
+  return -getattr(signal, error) if error in SIGNALS else getattr(errno, error)
+
+
+def is_documented(point: Point, status: int, line: str) -> bool:
+  """Whether a run may end so: with launch.py's line, or by the signal."""
+  if point.error in SIGNALS:
+    return status in (0, SIGNALS[point.error])
+  return status == 0 or (status in (1, 2) and line.startswith(("error: ", "failed: ")))
 
 
 def points(operations: dict[str, list[str]], count: int, seed: int) -> list[Point]:
@@ -143,7 +156,7 @@ def points(operations: dict[str, list[str]], count: int, seed: int) -> list[Poin
   kinds: dict[tuple, list[Point]] = collections.defaultdict(list)
   for error, calls in operations.items():
     for number, call in enumerate(calls, 1):
-      for forever in (False, True):
+      for forever in (False,) if error in SIGNALS else (False, True):
         kinds[error, forever, re.sub(r"\d+", "", call)].append(Point(number, error, forever, call))
   for kind in kinds.values():
     rng.shuffle(kind)
@@ -155,7 +168,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--points", type=int, default=1000)
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--errors", nargs="+", choices=ERRORS, default=ERRORS)
+  parser.add_argument("--errors", nargs="+", choices=(*ERRORS, *SIGNALS), default=ERRORS)
   parser.add_argument("--at", type=int, nargs="+", help="these operations alone, once and forever")
   parser.add_argument("--out", type=Path, help="a file for one line a point")
   parser.add_argument("--gin_param", action="append", default=[], help="for the run")

@@ -238,7 +238,7 @@ class Trial:
     return found + lost_steps(folder, self.every, step)
 
   def _lost_best(self, folder: Path) -> list[str]:
-    best = comparison._best(folder)
+    best = comparison.best(folder)
     if best is None:
       return ["best.json is lost or damaged"]
     try:
