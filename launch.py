@@ -93,7 +93,9 @@ def launch(values: flags.FlagValues) -> int:
   from framework.strategies.cluster import ClusterError
 
   try:
-    configurables.configured(run)(mode=values.mode, model_dir=model_dir)
+    configurables.configured(run)(
+      mode=values.mode, model_dir=model_dir, accept_changes=values.accept_changes
+    )
   except Preempted as stop:
     return _say(first_line(stop), 75)
   except (NonFiniteLoss, ClusterError, StorageError) as failure:
@@ -171,6 +173,9 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     "max_restarts", 0, "How often to restart that cluster after a failure.", 0, None, values
   )
   flags.DEFINE_string("json", None, "For --mode=verify: a file to write the report to.", values)
+  flags.DEFINE_boolean(
+    "accept_changes", False, "Go on with a config or data that the run has not had so far.", values
+  )
   flags.DEFINE_boolean("help", False, "Print this help.", values)
   arguments = values(argv)[1:]
   if arguments:

@@ -210,13 +210,13 @@ def break_start(folder: Path, kind: str, rng: random.Random) -> Trial:
     with socket.create_server((host, int(port))):
       workers = [Worker(folder, spec, index) for index in (0, 1)]
       ends = {index: worker.end() for index, worker in enumerate(workers)}
-    wanted = {victim: (1, "another process has taken it")}
+    wanted = {victim: (1, "another process uses the port")}
     wanted[1 - victim] = (1, "did not connect" if victim else "did not answer")
   elif kind == "other_config":
     params = [["run.seed = 7"] if index == victim else [] for index in (0, 1)]
     workers = [Worker(folder, spec, index, *params[index]) for index in (0, 1)]
     ends = {index: worker.end() for index, worker in enumerate(workers)}
-    wanted = dict.fromkeys((0, 1), (2, "in its run.seed: "))
+    wanted = dict.fromkeys((0, 1), (2, "in its run.seed, which is "))
   else:
     ends = {1 - victim: Worker(folder, spec, 1 - victim).end()}
     wanted = {1 - victim: (1, "did not connect" if victim else "did not answer")}

@@ -21,6 +21,7 @@ from framework.backend import randomness
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
+from framework.inputs.sources import Source, StreamSource
 from framework.ledger.recorder import Recorder
 from framework.optimizers.adapters import OptimizerFactory
 from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
@@ -68,8 +69,10 @@ class Recipe:
       recorder: records the examples of each step.
     """
 
+    source = functools.cache(lambda: task.source("train"))
+
     def dataset(position: int, shard: datasets.Shard | None = None) -> tf.data.Dataset:
-      return self._dataset(trainer, recorder, position, shard)
+      return self._dataset(trainer, source(), recorder, position, shard)
 
     make = ParameterServerTrainer if traits.is_asynchronous(strategy) else Trainer
     given = {
@@ -78,6 +81,7 @@ class Recipe:
       "eager": self.eager, "seed": self.seed, "observers": [recorder] if recorder else (),
     }  # fmt: skip
     trainer: Trainer = make(**{**configurables.options(Trainer), **given, **self.options})
+    trainer.source = None if dataset_fn else source
     return trainer
 
   def evaluator(self, trainer: Trainer) -> Evaluator:
@@ -86,8 +90,9 @@ class Recipe:
     replicas, batch_size = strategy.num_replicas_in_sync, self.eval_batch_size
     batch_size = batch_size or self.global_batch_size
     rows = trainer.cluster.rows(datasets.padded_batch_size(batch_size, replicas))
+    source = task.source("eval")
     dataset = functools.partial(
-      datasets.eval_dataset, task.source("eval"), global_batch_size=batch_size,
+      datasets.eval_dataset, source, global_batch_size=batch_size,
       pad_multiple=replicas, preprocess=preprocess_of(task), rows=rows,
     )  # fmt: skip
     make = ParameterServerEvaluator if traits.is_asynchronous(strategy) else Evaluator
@@ -95,14 +100,20 @@ class Recipe:
       "task": task, "strategy": strategy, "dataset": dataset, "ema": trainer.parts.ema,
       "eager": trainer.eager,
     }  # fmt: skip
-    return make(**{**configurables.options(Evaluator), **given})
+    evaluator: Evaluator = make(**{**configurables.options(Evaluator), **given})
+    evaluator.source = source
+    return evaluator
 
   def _dataset(
-    self, trainer: Trainer, recorder: Recorder | None, position: int, shard: datasets.Shard | None
+    self,
+    trainer: Trainer,
+    source: Source | StreamSource,
+    recorder: Recorder | None,
+    position: int,
+    shard: datasets.Shard | None,
   ) -> tf.data.Dataset:
     """Returns the training input from `position` on; in a cluster, this worker's rows."""
-    task = trainer.task
-    source, rows = task.source("train"), trainer.cluster.rows(trainer.padded_batch_size)
+    task, rows = trainer.task, trainer.cluster.rows(trainer.padded_batch_size)
     read: dict[str, Any] = {
       "position": position, "seed": self.seed, "shuffle": self.shuffle, "rows": rows,
       "global_batch_size": self.global_batch_size,

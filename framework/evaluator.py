@@ -15,6 +15,7 @@ from framework.backend.timing import timed
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.datasets import Batch
+from framework.inputs.sources import Source, StreamSource
 from framework.metrics import MetricSums
 from framework.optimizers.ema import Ema
 from framework.step import EvalStep
@@ -50,6 +51,7 @@ class Evaluator(orbit.AbstractEvaluator):
     """
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
+    self.source: Source | StreamSource | None = None
     self._prepare(dataset)
 
   @timed("evaluation")

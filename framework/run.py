@@ -6,10 +6,11 @@ run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digi
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
-import uuid
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -21,18 +22,27 @@ from framework.actions.base import Action
 from framework.backend import randomness
 from framework.builder import Recipe, batch_size_on, made_strategy, made_task, set_globals
 from framework.errors import ConfigError, require_integer, unknown
+from framework.evaluator import Evaluator
+from framework.inputs.fingerprint import fingerprint
 from framework.ledger.recorder import Recorder
 from framework.modes import MODES, TRAINING_MODES, Mode
 from framework.optimizers import adapters
-from framework.saving import assets, ownership
+from framework.saving import assets, history, ownership
 from framework.saving.checkpoints import CheckpointManager, list_checkpoints
 from framework.saving.warm_start import WarmStart
 from framework.session import Cadence, Session
 from framework.strategies import factories, rendezvous, servers, traits
 from framework.task import Task
+from framework.trainer import Trainer
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 PRECISIONS = get_args(Precision)
+FREE = (
+  "train_steps", "steps_per_loop", "eval_every_steps", "eval_timeout_s", "eval_batch_size",
+  "checkpoint_every_steps", "keep_checkpoints", "actions", "strategy", "ledger", "eager",
+  "deterministic", "checkpoint", "warm_start",
+)  # fmt: skip
+"""Arguments of `run` that may change when a run goes on: they do not change what it learns."""
 
 
 def run(
@@ -61,11 +71,13 @@ def run(
   ledger: bool = False,
   checkpoint: str | None = None,
   warm_start: WarmStart | None = None,
+  accept_changes: bool = False,
 ) -> dict[str, float]:
   """Trains, evaluates or exports one task (host).
 
   If `model_dir` has a checkpoint, the run resumes from it; the result is the same as without the
-  interruption.
+  interruption. The config must be the same too, except how far and how often, actions, strategy
+  and number of replicas; see docs/configuration.md.
 
   Args:
     task: a `Task`, or a factory of one.
@@ -99,6 +111,7 @@ def run(
       such as <model_dir>/best.
     warm_start: initial weights from another run or a Keras file, in training modes; unused if the
       run resumes from its own checkpoint.
+    accept_changes: go on with a config or data that differ from those that the run has had so far.
 
   Returns:
     The metrics of the last evaluation, or of the last loop in mode "train"; empty for "export" and
@@ -110,6 +123,7 @@ def run(
     KeyboardInterrupt: Ctrl-C; the state is saved, unless it came twice.
     StorageError: the disk of `model_dir` is full or has failed.
   """
+  given = dict(locals())
   _check_choice("mode", mode, MODES)
   _check_choice("precision", precision, PRECISIONS)
   sizes = {"global_batch_size": global_batch_size, "per_replica_batch_size": per_replica_batch_size}
@@ -146,6 +160,8 @@ def run(
     | configurables.bindings()
   )
   chosen = made_strategy(strategy)
+  if training:
+    traits.require_alone(chosen)
   if isinstance(chosen, servers.Server):
     chosen.serve()
     return {}
@@ -153,8 +169,13 @@ def run(
     optimizer=optimizer, global_batch_size=batch_size_on(chosen.num_replicas_in_sync, **sizes),
     eval_batch_size=eval_batch_size, seed=seed, shuffle=shuffle, eager=eager,
   )  # fmt: skip
-  alone = training and traits.cluster_of(chosen).is_chief
-  with ownership.owned(model_dir) if alone else contextlib.nullcontext() as owner:
+  cluster = traits.cluster_of(chosen)
+  config = _what_matters(given) | {"global batch size": str(recipe.global_batch_size)}
+  owns = training and cluster.is_chief
+  with ownership.owned(model_dir) if owns else contextlib.nullcontext() as owner:
+    goes_on = training and bool(list_checkpoints(os.path.join(model_dir, "checkpoints")))
+    if goes_on:
+      history.require_unchanged(model_dir, "config", config, accept=accept_changes)
     learned = assets.provide(
       task, model_dir=model_dir, cluster=traits.cluster_of(chosen), training=training,
       timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
@@ -163,9 +184,13 @@ def run(
     recorder = Recorder(model_dir=model_dir, strategy=chosen) if ledger else None
     trainer = recipe.trainer(task, chosen, recorder=recorder)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
+    data = _examples(trainer, evaluator) if training else {}
+    if goes_on:
+      history.require_unchanged(model_dir, "data", data, accept=accept_changes)
     session = Session(
       trainer=trainer, evaluator=evaluator, model_dir=model_dir, cadence=cadence,
       actions=actions if training else (), assets=learned, owner=owner,
+      record=functools.partial(history.append, model_dir, task=task, config=config, data=data),
     )  # fmt: skip
     session.restore(checkpoint)
     session.describe(precision=precision)
@@ -212,6 +237,27 @@ def restored(model_dir: str) -> Task:
   return task
 
 
+def _what_matters(arguments: Mapping[str, Any]) -> dict[str, str]:
+  """Returns name -> value of what a run must keep when it goes on: of the config, or of a call."""
+  if configurables.bindings():
+    return configurables.values_that_matter(FREE)
+  not_compared = (*FREE, "mode", "model_dir", "accept_changes")
+  kept = {name: value for name, value in arguments.items() if name not in not_compared}
+  return history.described(kept)
+
+
+def _examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
+  """Returns number and digest of the examples of each split, the same on all workers."""
+  sources = {"training": trainer.source() if trainer.source else None}
+  sources["evaluation"] = evaluator.source if evaluator else None
+  found = {split: fingerprint(source) for split, source in sources.items() if source is not None}
+  for split, text in found.items():
+    trainer.cluster.require_same(
+      f"{split} examples ({text})", zlib.crc32(text.encode()), "give all workers the same data."
+    )
+  return found
+
+
 def _initial_weights(warm_start: WarmStart | None, model_dir: str) -> dict[str, str]:
   """Returns what processes of a new run must share; a wrong path fails before devices start."""
   if warm_start is None or list_checkpoints(os.path.join(model_dir, "checkpoints")):
@@ -237,12 +283,13 @@ def require_writable(model_dir: str) -> None:
       f"model_dir is {model_dir!r}; TensorFlow reads *, ?, [ and ] as wildcards and does not find "
       "the files again: choose a name without them."
     )
-  probe = os.path.join(model_dir, f".writable-{uuid.uuid4().hex}")  # unique per worker
+  probe = os.path.join(model_dir, ".writable")
   try:
     tf.io.gfile.makedirs(model_dir)
     with tf.io.gfile.GFile(probe, "w") as file:
       file.write("")
-    tf.io.gfile.remove(probe)
+    with contextlib.suppress(tf.errors.NotFoundError):  # another worker has removed it
+      tf.io.gfile.remove(probe)
   except tf.errors.OpError as error:
     raise ConfigError(
       f"cannot write to model_dir {model_dir!r} ({type(error).__name__}); "

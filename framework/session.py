@@ -76,6 +76,7 @@ class Session:
     actions: Sequence[Action] = (),
     assets: str = "",
     owner: Owner | None = None,
+    record: Callable[..., None] | None = None,
   ) -> None:
     """Assembles the run; restores nothing (host).
 
@@ -87,6 +88,7 @@ class Session:
       actions: called after loops and evaluations.
       assets: the digest of the task's assets.
       owner: the ownership of `model_dir` on the chief, in training modes.
+      record: called on the chief with `step`, before the first step; see framework/saving/history.
     """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
@@ -112,7 +114,7 @@ class Session:
       hidden=progress.Progress.HIDDEN | set(QUIET),
       stream=None if self.cluster.is_chief else progress.Silent(),
     )
-    self._signals, self._owner = signals.StopSignals(), owner
+    self._signals, self._owner, self._record = signals.StopSignals(), owner, record
     self._actions = self._bound(actions)
     with orbit_reporter.quiet_orbit():
       self._controller = self._make_controller()
@@ -257,11 +259,14 @@ class Session:
   def _train(self, loops: Callable[[], None]) -> None:
     """Runs `loops` with all setup and cleanup, until they end or an action stops them."""
     with files.storage_errors(self.model_dir, self._newest_saved):
-      if self.cluster.is_chief:
-        self.metrics_log.trim(self.step)
-        files.atomic_write(
-          os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
+      self._manager.tidy()
+      if self.step >= self._cadence.train_steps:
+        self._progress.message(
+          f"nothing to train: the run is at step {self.step} of {self._cadence.train_steps}; raise "
+          "run.train_steps to train on, or choose another --model_dir"
         )
+      elif self.cluster.is_chief:
+        self._prepare_folder()
       self.cluster.barrier()  # actions on all workers read the chief's log
       try:
         with self._signals.noticed(self._progress.message), self._until_stopped():
@@ -273,6 +278,15 @@ class Session:
         for action in self._actions:
           action.end()
         self._manager.wait()
+
+  def _prepare_folder(self) -> None:
+    """Removes what a killed process left after the restored step, and notes this start."""
+    self.metrics_log.trim(self.step)
+    files.atomic_write(
+      os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
+    )
+    if self._record is not None:
+      self._record(step=self.step)
 
   def _save(self) -> None:
     """Saves a checkpoint, which is complete on return."""

@@ -217,8 +217,8 @@ class BestCheckpoint(OnBest):
     path = self._path("best.json")
     if not tf.io.gfile.exists(path):
       return None
-    with tf.io.gfile.GFile(path, "rb") as file, contextlib.suppress(ValueError):
-      kept = json.loads(file.read())
+    with contextlib.suppress(ValueError):
+      kept = json.loads(files.read(path))
       if isinstance(kept, dict) and {"step", "value", "checkpoint"} <= kept.keys():
         return kept
     raise ConfigError(f"{path!r} is damaged, or not from a BestCheckpoint; move its folder away.")

@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
 
 import tensorflow as tf
-
-_names = itertools.count()
 
 
 def is_local(path: str) -> bool:
@@ -35,6 +32,12 @@ def atomic_write(path: str, content: bytes | str) -> None:
   sync(temporary)
   tf.io.gfile.rename(temporary, path, overwrite=True)
   sync(os.path.dirname(path) or ".")
+
+
+def read(path: str) -> bytes:
+  """Returns the content of a file (local or remote)."""
+  with tf.io.gfile.GFile(path, "rb") as file:
+    return file.read()
 
 
 def sync(*paths: str) -> None:
@@ -126,9 +129,8 @@ def is_still(path: str, descriptor: int) -> bool:
   return False
 
 
-def in_memory() -> str:
-  """Returns the name of a new folder in this process's memory, for TensorFlow; `remove` it."""
-  return f"ram://loopwright-{os.getpid()}-{next(_names)}"
+IN_MEMORY = "ram://loopwright"
+"""A folder in this process's memory, for TensorFlow; its user removes it afterwards."""
 
 
 class StorageError(RuntimeError):

@@ -18,7 +18,7 @@ docs/configuration.md shows how to register your own class.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -45,6 +45,7 @@ __all__ = [
   "parse",
   "register",
   "register_all",
+  "values_that_matter",
 ]
 
 _latest: tuple[Examination, dict[str, str]] | None = None
@@ -100,14 +101,30 @@ def operative_config() -> str:
   config = _from_gin()
   if not config.bindings:
     return "# Nothing was configured by gin.\n"
-  graph = Graph(config.bindings)
-  used = {str(binding): binding.value for binding in config.bindings if graph.is_used(binding)}
+  return _written(config, _values(config.bindings))
+
+
+def values_that_matter(free: Collection[str]) -> dict[str, str]:
+  """Returns everything that a run can reach, with all defaults: name -> value as gin writes it.
+
+  Without the parameters `free` of `run`, and what only they reach.
+  """
+  names = {f"run.{parameter}" for parameter in free}
+  kept = [binding for binding in _from_gin().bindings if str(binding) not in names]
+  nothing = [Binding("", "", "", "run", parameter, None) for parameter in free]
+  values = _values([*kept, *nothing])
+  return {name: repr(value) for name, value in values.items() if name not in names}
+
+
+def _values(bindings: Sequence[Binding]) -> dict[str, Any]:
+  graph = Graph(bindings)
+  used = {str(binding): binding.value for binding in bindings if graph.is_used(binding)}
   for use in sorted(graph.uses):
     values = graph.values(use.scope, use.name)
     for parameter in table.parameters(use.name).values():
       if parameter.name not in values and is_writable(parameter.default):
         used.setdefault(f"{use.name}.{parameter.name}", parameter.default)
-  return _written(config, used)
+  return used
 
 
 def bindings() -> dict[str, str]:

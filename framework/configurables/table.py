@@ -49,7 +49,11 @@ ROOTS = ("run", "Trainer", "Evaluator")
 """What `run` always makes. Everything else in a config must be reachable from these."""
 
 GIVEN: Mapping[str, Mapping[str, str]] = {
-  "run": {"mode": "use the flag --mode", "model_dir": "use the flag --model_dir"},
+  "run": {
+    "mode": "use the flag --mode",
+    "model_dir": "use the flag --model_dir",
+    "accept_changes": "use the flag --accept_changes",
+  },
   "Trainer": {
     "task": "set run.task",
     "strategy": "set run.strategy",

@@ -86,7 +86,7 @@ class Recorder(Observer):
   def loop_begins(self, *, after_step: int, steps: int) -> None:
     """Makes room for a loop."""
     self._began = after_step
-    self._before.assign(after_step)
+    self._before.assign(np.asarray(after_step))  # TensorFlow would keep a copy of a Python int
     for table in self._tables:
       table.assign(np.full([steps, self._replica_rows], -1))
 

@@ -136,10 +136,7 @@ class MetricsLog:
       file.write(line)
 
   def _content(self) -> bytes:
-    if not tf.io.gfile.exists(self.path):
-      return b""
-    with tf.io.gfile.GFile(self.path, "rb") as file:
-      return file.read()
+    return files.read(self.path) if tf.io.gfile.exists(self.path) else b""
 
   def _lines(self) -> list[bytes]:
     *lines, last = self._content().split(b"\n")

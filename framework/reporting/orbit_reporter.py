@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import orbit
 import tensorflow as tf
 from absl import logging
@@ -68,7 +69,8 @@ class Reporter(orbit.utils.SummaryManagerInterface):
     if self._global_batch_size and "examples_per_second" in values:
       values["steps_per_second"] = values["examples_per_second"] / self._global_batch_size
     step = int(self._global_step.numpy())
-    self._tensorboard.write_summaries(values)
+    # As arrays: TensorFlow keeps a copy of every Python number that becomes a tensor, 0.5 kB each.
+    self._tensorboard.write_summaries({name: np.asarray(v) for name, v in values.items()})
     if self._metrics_log is not None:
       self._metrics_log.append(step, self._split, values)
     if self._progress is not None:

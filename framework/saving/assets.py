@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from framework.backend.files import atomic_write
+from framework.backend import files
 from framework.errors import ConfigError, kind
 from framework.strategies.cluster import Cluster
 from framework.task import Task
@@ -125,8 +125,8 @@ def save(folder: str, assets: Assets) -> None:
   """Writes the assets, each file atomically and the manifest last (host)."""
   tf.io.gfile.makedirs(folder)
   for name, content in assets.items():
-    atomic_write(os.path.join(folder, name), content)
-  atomic_write(os.path.join(folder, MANIFEST), _manifest(assets))
+    files.atomic_write(os.path.join(folder, name), content)
+  files.atomic_write(os.path.join(folder, MANIFEST), _manifest(assets))
 
 
 def load(folder: str) -> Assets:
@@ -146,7 +146,7 @@ def load(folder: str) -> Assets:
 
 def _read_checked(path: str, sha256: str) -> bytes:
   there = tf.io.gfile.exists(path)
-  content = _read(path) if there else b""
+  content = files.read(path) if there else b""
   if not there or _sha256(content) != sha256:
     raise ConfigError(
       f"{path} {'has changed' if there else 'is missing'} since this run began (expected SHA-256 "
@@ -157,7 +157,7 @@ def _read_checked(path: str, sha256: str) -> bytes:
 
 def _parsed(path: str) -> dict[str, str]:
   try:
-    parsed = json.loads(_read(path))
+    parsed = json.loads(files.read(path))
   except ValueError:
     parsed = None
   if not isinstance(parsed, dict) or not all(map(_NAME.fullmatch, parsed)):
@@ -177,11 +177,6 @@ def _await(folder: str, timeout_s: float | None) -> None:
 def _manifest(assets: Assets) -> bytes:
   hashes = {name: _sha256(assets[name]) for name in sorted(assets)}
   return json.dumps(hashes, indent=2).encode() + b"\n"
-
-
-def _read(path: str) -> bytes:
-  with tf.io.gfile.GFile(path, "rb") as file:
-    return file.read()
 
 
 def _sha256(content: bytes) -> str:

@@ -25,6 +25,7 @@ ASSETS = "assets"
 """Label of the assets' digest in a checkpoint; absent if the task has no assets."""
 UNFINISHED = "unfinished"
 """Folder in which a checkpoint is written before its files are moved."""
+_STATE = "checkpoint"
 _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _NO_DAMAGE = (
@@ -115,12 +116,19 @@ class CheckpointManager(tf.train.CheckpointManager):
       return None
     self.wait()
     if self._trainer.cluster.is_chief:
-      self._write(step, options)
+      self._write(options)
       self._background.start(lambda: self._complete(step))
     else:
       write_with_the_chief(self._checkpoint, options)
     self._saved_step = step
     return self._path(f"{PREFIX}-{step}")
+
+  def tidy(self) -> None:
+    """Removes what a killed save left, and checkpoints beyond `keep`, before training (host)."""
+    if self._trainer.cluster.is_chief:
+      for remains in (UNFINISHED, f"{_STATE}.tmp"):
+        files.remove(self._path(remains))
+      self._sweep(self._saved_step)
 
   def wait(self) -> None:
     """Returns when what was saved is complete and on disk (host).
@@ -223,15 +231,17 @@ class CheckpointManager(tf.train.CheckpointManager):
 
   def _report_unfinished(self) -> None:
     newest = max(map(_step, self.checkpoints), default=-1)
-    files = _files(self._directory) + _files(self._path(UNFINISHED))
-    for step in sorted({step for step, _, _ in files if step > newest}):
-      path = self._path(f"{PREFIX}-{step}")
+    paths = {
+      self._path(f"{PREFIX}-{step}") for step, _, _ in _files(self._directory) if step > newest
+    }
+    unfinished = self._path(UNFINISHED)
+    for path in [*sorted(paths), *([unfinished] if tf.io.gfile.exists(unfinished) else [])]:
       logging.warning("checkpoint %s is incomplete, as after a kill; ignoring it", path)
 
-  def _write(self, step: int, options: tf.train.CheckpointOptions | None) -> None:
-    """Writes to a separate folder."""
+  def _write(self, options: tf.train.CheckpointOptions | None) -> None:
+    """Writes to a separate folder, under one name: TensorFlow keeps 1 kB for each new name."""
     files.remove(self._path(UNFINISHED))
-    self._checkpoint.write(os.path.join(self._path(UNFINISHED), f"{PREFIX}-{step}"), options)
+    self._checkpoint.write(os.path.join(self._path(UNFINISHED), PREFIX), options)
 
   def _complete(self, step: int) -> None:
     """Moves the files from there; the index file last: it makes them count."""
@@ -239,7 +249,8 @@ class CheckpointManager(tf.train.CheckpointManager):
     names = sorted(tf.io.gfile.listdir(folder), key=lambda name: name.endswith(".index"))
     files.sync(*self._logs, *(os.path.join(folder, name) for name in names))
     for name in names:
-      tf.io.gfile.rename(os.path.join(folder, name), self._path(name), overwrite=True)
+      final = self._path(f"{PREFIX}-{step}{name.removeprefix(PREFIX)}")
+      tf.io.gfile.rename(os.path.join(folder, name), final, overwrite=True)
     files.sync(self._directory, *_parents(self._directory))
     files.remove(folder)
     self._damaged.pop(self._path(f"{PREFIX}-{step}"), None)
@@ -253,7 +264,8 @@ class CheckpointManager(tf.train.CheckpointManager):
     """
     past = [path for path in list_checkpoints(self._directory) if _step(path) <= step]
     kept = [path for path in past if path not in self._damaged][-self._keep :]
-    write_state(self._directory, [os.path.basename(path) for path in kept])
+    if kept:
+      write_state(self._directory, [os.path.basename(path) for path in kept])
     for path in past:
       if path not in kept:
         files.remove(f"{path}.index")
@@ -323,7 +335,9 @@ class CheckpointManager(tf.train.CheckpointManager):
 def write_state(directory: str, names: list[str]) -> None:
   """Writes TensorFlow's state file, "checkpoint", atomically; the last name is the newest."""
   state = CheckpointState(model_checkpoint_path=names[-1], all_model_checkpoint_paths=names)
-  files.atomic_write(os.path.join(directory, "checkpoint"), text_format.MessageToString(state))
+  path, text = os.path.join(directory, _STATE), text_format.MessageToString(state)
+  if not tf.io.gfile.exists(path) or files.read(path) != text.encode():
+    files.atomic_write(path, text)
 
 
 def find(path: str) -> str | None:
@@ -369,11 +383,10 @@ def write_with_the_chief(
   checkpoint: tf.train.Checkpoint, options: tf.train.CheckpointOptions | None = None
 ) -> None:
   """Does what the chief's `write` needs of every other worker, and keeps nothing (host)."""
-  scratch = files.in_memory()
   try:
-    checkpoint.write(f"{scratch}/{PREFIX}", options)
+    checkpoint.write(f"{files.IN_MEMORY}/{PREFIX}", options)
   finally:
-    files.remove(scratch)
+    files.remove(files.IN_MEMORY)
 
 
 def _parents(folder: str) -> list[str]:

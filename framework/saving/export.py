@@ -55,7 +55,7 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
     _mend(directory)
     new = f"{directory}.new-{uuid.uuid4().hex}"
   else:
-    new = files.in_memory()
+    new = files.IN_MEMORY
   try:
     tf.saved_model.save(module, new, signatures=signatures)
     if is_chief:

@@ -113,7 +113,7 @@ class Cluster:
     """Waits until all workers have reached this call (host)."""
     self.sum(0)
 
-  def require_same(self, what: str, value: int) -> None:
+  def require_same(self, what: str, value: int, remedy: str = "") -> None:
     """Checks that all workers have the same number; a collective: every worker must call it (host).
 
     Raises:
@@ -123,7 +123,7 @@ class Cluster:
     if self.any(differs):
       raise ClusterError(
         f"the workers have different values of the {what}, {value} on {self.peers[self.index]}; "
-        "model_dir must be on a file system that all workers share."
+        f"{remedy or 'model_dir must be on a file system that all workers share.'}"
       )
 
   def leave(self) -> None:

@@ -4,6 +4,9 @@ status = run_local(command=["python", "launch.py", "--gin_file=x.gin"], model_di
 
 No process outlives the call. Linux only: children die with their parent (prctl), and pidfds show
 which process ended first. This module does not import TensorFlow. Every process sees all GPUs.
+
+TensorFlow's servers listen on all interfaces and run what anyone sends. So the processes get a
+network of their own that has only loopback (private_network.py), where the system allows it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import datetime
 import json
 import os
 import re
+import secrets
 import select
 import selectors
 import shlex
@@ -28,6 +32,7 @@ from functools import partial
 from typing import IO, TextIO
 
 from framework.errors import ConfigError
+from framework.strategies import private_network, wire
 
 SAVED = 75
 """The exit status of a process that saved its state on SIGTERM; launch.py lists all of them."""
@@ -51,9 +56,13 @@ _PORT_TAKEN = ("another process uses the port", "Could not start gRPC server")
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+libc = ctypes.CDLL(None, use_errno=True)
+for descriptor in map(int, filter(None, sys.argv[2].split(","))):  # before prctl, as it resets it
+  if libc.setns(descriptor, 0):
+    sys.exit(f"cannot enter the private network: {os.strerror(ctypes.get_errno())}")
+libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
 if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
-  os.execvp(sys.argv[2], sys.argv[2:])
+  os.execvp(sys.argv[3], sys.argv[3:])
 """
 
 Environment = Mapping[str, str]
@@ -88,15 +97,18 @@ def run_local(
   """
   if not hasattr(os, "pidfd_open"):
     raise ConfigError("a local cluster needs Linux; leave out --local_workers.")
-  cluster = LocalCluster(
-    command=command,
-    log_dir=_made_log_dir(model_dir),
-    workers=workers,
-    ps=ps,
-    max_restarts=max_restarts,
-    grace_s=grace_s,
-  )
-  return cluster.run()
+  log_dir = _made_log_dir(model_dir)
+  with private_network.opened(os.environ, say=_say) as namespaces:
+    cluster = LocalCluster(
+      command=command,
+      log_dir=log_dir,
+      workers=workers,
+      ps=ps,
+      max_restarts=max_restarts,
+      grace_s=grace_s,
+      namespaces=namespaces,
+    )
+    return cluster.run()
 
 
 def free_ports(count: int) -> list[int]:
@@ -133,6 +145,7 @@ class LocalCluster:
   ps: int
   max_restarts: int
   grace_s: float
+  namespaces: Sequence[int] = ()
 
   def __post_init__(self) -> None:
     """Starts nothing yet."""
@@ -165,17 +178,18 @@ class LocalCluster:
       self._supervise()
 
   def _make_processes(self, cluster: Cluster) -> list[Process]:
-    first = next(iter(cluster))
+    first, secret = next(iter(cluster)), secrets.token_hex(32)
     return [
       Process(
         kind=kind,
         index=index,
         command=self.command,
-        environment=_environment(cluster, kind, index),
+        environment=_environment(cluster, kind, index, secret),
         log_dir=self.log_dir,
         leads=kind == first and index == 0,
         selector=self._selector,
         on_end=self._ends.append,
+        namespaces=self.namespaces,
       )
       for kind, hosts in cluster.items()
       for index in range(len(hosts))
@@ -343,6 +357,7 @@ class Process:
   leads: bool
   selector: selectors.BaseSelector
   on_end: Callable[[Process], object]
+  namespaces: Sequence[int] = ()
   status: int | None = None
   seconds: float = 0.0
 
@@ -433,13 +448,14 @@ class Process:
   def _spawn(self) -> subprocess.Popen[bytes]:
     wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
     return subprocess.Popen(
-      [*wrapper, *self.command],
+      [*wrapper, ",".join(map(str, self.namespaces)), *self.command],
       bufsize=0,
       env=self.environment,
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE if self.leads else subprocess.STDOUT,
       start_new_session=True,
+      pass_fds=self.namespaces,
     )
 
   def _header(self) -> str:
@@ -519,7 +535,9 @@ def _made_log_dir(model_dir: str) -> str:
   return log_dir
 
 
-def _environment(cluster: Cluster, kind: str, index: int) -> Environment:
+def _environment(cluster: Cluster, kind: str, index: int, secret: str) -> Environment:
   config = {"cluster": cluster, "task": {"type": kind, "index": index}}
   unbuffered = {"PYTHONUNBUFFERED": "1"}  # keeps the last lines of a killed process
-  return {**unbuffered, **os.environ, "TF_CONFIG": json.dumps(config)}
+  own = {wire.SECRET: secret, "TF_CONFIG": json.dumps(config)}
+  inherited = {name: text for name, text in os.environ.items() if name != wire.SECRET_FILE}
+  return {**unbuffered, **inherited, **own}

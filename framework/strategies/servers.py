@@ -17,18 +17,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from framework.errors import ConfigError, Preempted, require_integer, require_positive
-from framework.strategies import rendezvous
+from framework.strategies import heartbeat, rendezvous
 from framework.strategies.cluster import Cluster, ClusterError, ClusterResolver, Peer
 
 JOBS = ("chief", "worker", "ps")
-_HEARTBEAT = str(Path(__file__).with_name("heartbeat.py"))
+_HEARTBEAT = heartbeat.__file__
 
 _POLL_S = 2.0
 _GONE_AFTER = 3
@@ -92,6 +91,7 @@ class Pulse:
     """
     self._timeout_s = timeout_s
     addresses = json.dumps({str(peer): peer.address for peer in peers})
+    heartbeat.endable()
     self._process = subprocess.Popen(
       [sys.executable, _HEARTBEAT, str(timeout_s), str(grace_s), addresses],
       stdin=subprocess.PIPE,

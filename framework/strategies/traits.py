@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 import tensorflow as tf
 
 from framework.errors import ConfigError
-from framework.strategies import servers
+from framework.strategies import resolvers, servers
 from framework.strategies.cluster import Cluster, workers
 
 
@@ -54,3 +57,32 @@ def cluster_of(strategy: tf.distribute.Strategy) -> Cluster:
     return Cluster(strategy=strategy)
   peers, index = workers(resolver)
   return Cluster(strategy=strategy, index=index, peers=tuple(peers))
+
+
+def require_alone(
+  strategy: tf.distribute.Strategy | servers.Server, environ: Mapping[str, str] = os.environ
+) -> None:
+  """Checks that a strategy of one process is not started as one task of several (host).
+
+  Otherwise each process trains the whole task by itself, in the same run folder.
+
+  Args:
+    strategy: what a strategy's factory returns.
+    environ: with TF_CONFIG, if any.
+
+  Raises:
+    ConfigError: TF_CONFIG names several tasks, but the strategy trains in this process alone.
+  """
+  clustered = tf.distribute.ParameterServerStrategy | tf.distribute.TPUStrategy | servers.Server
+  if isinstance(strategy, clustered):
+    return
+  try:
+    tasks = sum(map(len, resolvers.addresses_in(environ).values()))
+  except ConfigError:
+    return  # of no interest here
+  if tasks > 1 and cluster_of(strategy).size == 1:
+    raise ConfigError(
+      f"TF_CONFIG names {tasks} processes, but run.strategy makes {describe(strategy)[0]}, which "
+      "trains in one; set run.strategy = @multi_worker_mirrored or @parameter_server, or remove "
+      "TF_CONFIG (--local_workers sets it)."
+    )

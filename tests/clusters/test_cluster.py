@@ -1,10 +1,12 @@
 """Workers that meet before TensorFlow connects them: threads in the place of processes."""
 
 import concurrent.futures
+import importlib
 import json
 import os
 import re
 import socket
+import sys
 import threading
 
 import numpy as np
@@ -53,6 +55,12 @@ def test_workers_that_are_alike_pass(monkeypatch, addresses):
   assert meet(monkeypatch, addresses, [ALIKE] * 3) == [None, None, None]
 
 
+@pytest.fixture
+def secret(monkeypatch):
+  monkeypatch.setenv("LOOPWRIGHT_CLUSTER_SECRET", "a secret of the cluster")
+
+
+@pytest.mark.usefixtures("secret")
 @pytest.mark.parametrize("odd", [1, 2])
 def test_one_that_differs_is_named_on_all(odd, monkeypatch, addresses):
   facts = [dict(ALIKE), dict(ALIKE), dict(ALIKE)]
@@ -65,6 +73,7 @@ def test_one_that_differs_is_named_on_all(odd, monkeypatch, addresses):
   assert [(type(error), str(error)) for error in errors] == [(ConfigError, line)] * 3
 
 
+@pytest.mark.usefixtures("secret")
 def test_a_fact_that_only_one_has_differs_too(monkeypatch, addresses):
   errors = meet(monkeypatch, addresses, [ALIKE, {**ALIKE, "a": "b", "c": "d"}, ALIKE])
   assert all("in its a: b, not missing (and 1 more)" in str(error) for error in errors)
@@ -92,28 +101,6 @@ def test_a_taken_port_is_told_at_once(index, addresses):
   )
 
 
-def test_strangers_at_the_door_do_no_harm(monkeypatch, addresses):
-  """Noise, a worker of another cluster, and one that hangs up."""
-  stop = threading.Event()
-
-  def strangers():
-    host, port = addresses[0].split(":")
-    other = json.dumps({"cluster": ["worker-0 (x:1)"], "index": 1, "facts": {}}).encode()
-    while not stop.is_set():
-      for words in (b"GET / HTTP/1.1\r\n", b"[1]\n", other + b"\n", b""):
-        try:
-          with socket.create_connection((host, int(port)), timeout=0.2) as connection:
-            connection.sendall(words)
-        except OSError:
-          pass
-
-  with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    pool.submit(strangers)
-    errors = meet(monkeypatch, addresses, [ALIKE] * 3)
-    stop.set()
-  assert errors == [None, None, None]
-
-
 def test_a_cluster_of_one_meets_nobody():
   [port] = free_ports(1)
   rendezvous.preflight(resolver([f"127.0.0.1:{port}"], 0), timeout_s=0.1)
@@ -127,6 +114,20 @@ def test_the_facts_are_those_of_this_process(monkeypatch):
   assert facts["version of tensorflow"] == tf.__version__
   assert facts["devices"] == "1 CPU"
   assert re.fullmatch(r"[0-9a-f]{12}", facts["code of the framework"])
+
+
+def test_each_loaded_module_of_the_users_own_is_a_fact(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "a_helper.py").write_text("SCALE = 1\n")
+  monkeypatch.setitem(sys.modules, "a_helper", importlib.import_module("a_helper"))
+  first = rendezvous.facts()
+  (tmp_path / "a_helper.py").write_text("SCALE = 10\n")
+  second = rendezvous.facts()
+  differing = {name for name in first if first[name] != second[name]}
+  assert differing == {"code of module a_helper"}
+  modules = {name.rpartition(" ")[2] for name in first if name.startswith("code of module")}
+  assert "test_cluster" in modules
+  assert not {"numpy", "json", "tensorflow", "framework.run", "pytest"} & modules
 
 
 def test_the_digest_of_code_tells_files_apart(tmp_path):
@@ -215,15 +216,93 @@ def test_tf_config_is_read(monkeypatch):
   assert ([str(peer) for peer in peers], place) == (["worker-0 (a:1)", "worker-1 (b:2)"], 1)
 
 
+WORKERS = {"worker": ["a:1", "b:2"]}
+FIRST = {"type": "worker", "index": 0}
+PORT = "it must be 'host:port' with a port from 1 to 65535"
+WRONG = [
+  (None, "names no cluster"),
+  ("{}", "names no cluster"),
+  ('{"cluster": {"worker": []}}', "names no cluster"),
+  ("", "TF_CONFIG is not JSON (Expecting value"),
+  ("{", "TF_CONFIG is not JSON"),
+  ("[" * 100_000, "TF_CONFIG is not JSON (maximum recursion depth"),
+  ("9" * 5000, "TF_CONFIG is not JSON (Exceeds the limit"),
+  *((text, f"TF_CONFIG is {text}; it must be an object") for text in ("null", "1", "[]", "true")),
+]
+WRONG += [
+  (json.dumps({"cluster": cluster, "task": FIRST}), line)
+  for cluster, line in [
+    *((each, "TF_CONFIG has cluster = ") for each in (None, [], ["a:1"], "a:1", 3)),
+    *(({"worker": each}, "it must be a list") for each in (None, "a:1", 3, {"0": "a:1"})),
+    *(({"worker": [each]}, PORT) for each in (1, None, True, ["a:1"], "", "a", "a:", ":1", "a:0")),
+    *(
+      ({"worker": [each]}, PORT)
+      for each in ("a:99999", "a:-1", "a:x", "a:1.5", "a:\uff11", "a b:1")
+    ),
+    *(({"worker": [each]}, PORT) for each in ("::1:22", "[::1:22", "http://a:1", "a:1\n", "[]:1")),
+    ({"worker": ["a:1", "a:1"]}, "TF_CONFIG has the address a:1 twice"),
+    ({"worker": ["a:1"], "chief": ["a:1"]}, "TF_CONFIG has the address a:1 twice"),
+    ({"chief": ["c:1", "d:1"], **WORKERS}, "TF_CONFIG has cluster.chief = "),
+    ({"": ["a:1"]}, "must be the name of a job"),
+    ({"x" * 500: 3}, "must be the name of a job"),
+  ]
+]
+WRONG += [
+  (json.dumps({"cluster": WORKERS, "task": task}), f"TF_CONFIG has {line}")
+  for task, line in [
+    *((each, "task = ") for each in (None, [], "worker", 3)),
+    *(({"index": 0, **each}, "task.type = ") for each in ({}, {"type": 3}, {"type": ["worker"]})),
+    ({"type": "worker"}, "task.index = null; it must be an integer from 0 to 1"),
+    *(
+      ({"type": "worker", "index": each}, "task.index = ")
+      for each in (2, -1, True, "x", "", "-1", 0.0, 0.5, None, 10**30, [0])
+    ),
+  ]
+]
+WRONG += [(json.dumps({"cluster": WORKERS, "task": FIRST, "rpc_layer": 3}), "rpc_layer = 3")]
+
+
+def test_a_tf_config_that_is_no_cluster_is_one_line(monkeypatch):
+  assert len(WRONG) > 51
+  for text, line in WRONG:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    if text is not None:
+      monkeypatch.setenv("TF_CONFIG", text)
+    with pytest.raises(ConfigError) as caught:
+      resolvers.tf_config()
+    assert line in str(caught.value), text
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize(
-  ("text", "says"), [(None, "names no cluster"), ("{}", "names no cluster"), ("{", "not a cluster")]
+  ("cluster", "task"),
+  [
+    ({"worker": ["[::1]:22", "10.0.0.2:65535"]}, FIRST),
+    ({"worker": ["a-b.c_d.svc:2222"], "ps": []}, FIRST),
+    (WORKERS, {"type": "worker", "index": "1"}),
+    ({"chief": ["c:1"], **WORKERS}, {"type": "chief", "index": 0}),
+  ],
 )
-def test_a_tf_config_that_is_no_cluster(text, says, monkeypatch):
-  monkeypatch.delenv("TF_CONFIG", raising=False)
-  if text is not None:
-    monkeypatch.setenv("TF_CONFIG", text)
-  with pytest.raises(ConfigError, match=says):
-    resolvers.tf_config()
+def test_a_tf_config_that_is_a_cluster(cluster, task, monkeypatch):
+  monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+  resolver = resolvers.tf_config()
+  assert (resolver.task_type, resolver.task_id) == (task["type"], int(task["index"]))
+  assert resolver.cluster_spec().as_dict() == {job: of or {} for job, of in cluster.items()}
+
+
+def test_a_strategy_of_one_process_is_not_one_task_of_several(mirrored):
+  several = {"TF_CONFIG": json.dumps({"cluster": WORKERS, "task": FIRST})}
+  line = (
+    r"TF_CONFIG names 2 processes, but run.strategy makes MirroredStrategy, which trains in one"
+  )
+  with pytest.raises(ConfigError, match=line):
+    traits.require_alone(mirrored(2), several)
+  single = {
+    "TF_CONFIG": json.dumps({"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}})
+  }
+  for environ in ({}, single, {"TF_CONFIG": "{"}):
+    traits.require_alone(mirrored(2), environ)
 
 
 SLURM = {

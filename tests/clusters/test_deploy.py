@@ -21,7 +21,7 @@ import yaml
 
 import launch
 from framework import configurables
-from framework.strategies import cluster, factories, resolvers, servers
+from framework.strategies import cluster, factories, resolvers, servers, wire
 from framework.strategies.local_cluster import GRACE_S, MISTAKE, SAVED
 
 ROOT = Path(launch.__file__).parent
@@ -116,12 +116,15 @@ POD = {
       "name": str,
       "image": str,
       "args": [str],
+      "env": [{"name": str, "value": str}],
       "ports": [{"name": str, "containerPort": int}],
       "resources": {"requests": RESOURCES, "limits": RESOURCES},
       "volumeMounts": [{"name": str, "mountPath": str}],
     }
   ],
-  "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}}],
+  "volumes": [
+    {"name": str, "persistentVolumeClaim": {"claimName": str}, "secret": {"secretName": str}}
+  ],
 }
 REPLICA = {
   "replicas": int,
@@ -274,7 +277,7 @@ class TestTFJob:
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     folders = set()
     for pod in pods(name).values():
-      [volume], [mount] = pod["spec"]["volumes"], container_of(pod)["volumeMounts"]
+      volume, mount = pod["spec"]["volumes"][0], container_of(pod)["volumeMounts"][0]
       assert mount["name"] == volume["name"]
       assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
       folder = flags_of(pod).model_dir
@@ -308,6 +311,17 @@ class TestTFJob:
     spec = of_kind(name, "NetworkPolicy")["spec"]
     assert spec["policyTypes"] == ["Ingress"]
     assert spec["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
+
+
+def test_workers_of_a_tfjob_read_the_secret_that_the_first_line_makes():
+  [pod] = pods("tfjob-multi-worker.yaml").values()
+  container, volume = container_of(pod), pod["spec"]["volumes"][1]
+  mount = container["volumeMounts"][1]
+  assert mount["name"] == volume["name"]
+  name = volume["secret"]["secretName"]
+  made = f"kubectl create secret generic {name} --from-literal=secret="
+  assert made in (DEPLOY / "tfjob-multi-worker.yaml").read_text()
+  assert container["env"] == [{"name": wire.SECRET_FILE, "value": f"{mount['mountPath']}/secret"}]
 
 
 def test_workers_of_a_tfjob_find_each_other(monkeypatch):
@@ -365,9 +379,12 @@ def test_the_image_gets_what_it_installs_and_runs():
         assert copied & {PurePosixPath(file), *PurePosixPath(file).parents}
 
 
-def test_the_image_runs_launch_without_a_shell_between():
+def test_the_image_runs_launch_under_an_init_without_a_shell_between():
   [entry] = instructions("ENTRYPOINT")
-  assert json.loads(" ".join(entry)) == ["python", "launch.py"]
+  assert json.loads(" ".join(entry)) == ["tini", "--", "python", "launch.py"]
+  installed = [words for words in instructions("RUN") if "apt-get" in words]
+  assert all({"tini", "stunnel4"} <= set(words) for words in installed)
+  assert installed
 
 
 def test_the_image_is_the_one_of_the_jobs():
@@ -379,6 +396,53 @@ def test_the_image_is_the_one_of_the_jobs():
       assert f"docker build -f deploy/Dockerfile -t {image} ." in (
         (DEPLOY / "Dockerfile").read_text()
       )
+
+
+# ---- TLS ----
+
+
+@pytest.fixture(scope="module")
+def tls():
+  """deploy/tls.py as a module."""
+  spec = importlib.util.spec_from_file_location("tls", DEPLOY / "tls.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_all_workers_get_the_same_addresses_on_loopback(tls):
+  for (_, index), config in tf_configs("tfjob-multi-worker.yaml").items():
+    config = json.loads(config)
+    local = tls.on_loopback(config, 20000)
+    assert local["cluster"] == {"worker": ["127.0.0.1:20000", "127.0.0.1:20001"]}
+    assert local["task"] == config["task"]
+    own, other = f"worker-{index}", f"worker-{1 - index}"
+    sections = configparser.ConfigParser(strict=False)
+    sections.read_string("[all]\n" + tls.stunnel_conf(config, "/tls", 20000))
+    assert dict(sections[own]) == {"accept": ":::2222", "connect": f"127.0.0.1:{20000 + index}"}
+    assert dict(sections[other]) == {
+      "client": "yes",
+      "accept": f"127.0.0.1:{20001 - index}",
+      "connect": f"digits-multi-worker-{other}.default.svc:2222",
+    }
+    everywhere = sections["all"]
+    assert (everywhere["verifyChain"], everywhere["sslVersionMin"]) == ("yes", "TLSv1.3")
+    assert (everywhere["cert"], everywhere["CAfile"]) == ("/tls/tls.crt", "/tls/ca.crt")
+
+
+def test_tls_refuses_what_it_cannot_do(tls, tmp_path, monkeypatch, capsys):
+  command = [f"--certificates={tmp_path}", "--", "true"]
+  lines = []
+  for config in ("{}", "[", next(iter(tf_configs("tfjob-parameter-server.yaml").values()))):
+    monkeypatch.setenv("TF_CONFIG", config)
+    with pytest.raises(SystemExit, match="2"):
+      tls.main(command)
+    lines.append(capsys.readouterr().err.splitlines()[-1])
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+      (tmp_path / name).touch()
+  assert f"cannot read tls.crt in --certificates={tmp_path}" in lines[0]
+  assert "TF_CONFIG is not a cluster with a task" in lines[1]
+  assert "parameter servers are not supported" in lines[2]
 
 
 # ---- Ray ----

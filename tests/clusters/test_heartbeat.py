@@ -133,9 +133,60 @@ def test_a_parent_that_waits_for_a_silent_peer_is_ended_with_its_name(peer):
     awake.clear()
     assert parent.wait(60) == -signal.SIGKILL
     assert parent.stderr.read().splitlines()[-1] == (
-      f"failed: lost {silent}, which has not answered for 0.6 s; killed the chief, "
-      "which was waiting"
+      f"failed: lost {silent}, which has not answered for 0.6 s; killing the chief, which waits "
+      "for it"
     )
+
+
+FIRST_PROCESS = """
+import ctypes, subprocess, sys
+from framework.strategies import heartbeat
+
+if sys.argv.pop(1) == "endable":
+  heartbeat.endable()
+subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE)
+ctypes.PyDLL(None).pause()  # holds Python's lock
+"""
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+
+
+@contextlib.contextmanager
+def first_process(peer, kind):
+  """A parent that is process 1 of its namespace, as in a container without an init."""
+  done = subprocess.run([*NAMESPACE, "true"], capture_output=True, text=True)
+  if done.returncode:
+    pytest.skip(f"this system allows no namespace of processes: {done.stderr.strip()}")
+  arguments = ["0.6", "0.5", json.dumps({str(peer): peer.address})]
+  command = [*NAMESPACE, sys.executable, "-c", FIRST_PROCESS, kind, servers._HEARTBEAT, *arguments]
+  with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    yield process
+    process.kill()
+
+
+def test_a_parent_that_is_process_1_is_ended_too(peer):
+  silent, awake = peer
+  awake.clear()
+  with first_process(silent, "endable") as parent:
+    assert parent.wait(20) == signal.SIGRTMAX
+    [line] = parent.stderr.read().splitlines()
+  assert line.endswith("0.6 s; killing the chief, which waits for it")
+
+
+@pytest.mark.whole
+def test_a_process_1_that_cannot_be_ended_is_named_once(peer, monkeypatch, tmp_path):
+  silent, awake = peer
+  awake.clear()
+  short = tmp_path / "heartbeat.py"
+  with open(servers._HEARTBEAT) as file:
+    short.write_text(file.read().replace("_END_S = 10.0", "_END_S = 0.5"))
+  monkeypatch.setattr(servers, "_HEARTBEAT", str(short))
+  with first_process(silent, "not") as parent:
+    lines = [parent.stderr.readline() for _ in range(2)]
+    assert "killing the chief" in lines[0]
+    assert lines[1].startswith("process 1, the chief, still runs 0.5 s after SIGRTMAX; end it from")
+    time.sleep(1)
+    parent.kill()
+    assert parent.stderr.read() == ""
 
 
 ENDING = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from framework.errors import ConfigError
-from framework.strategies import local_cluster
+from framework.strategies import local_cluster, private_network, wire
 from framework.strategies.local_cluster import free_ports, run_local
 
 ROOT = Path(local_cluster.__file__).parents[2]
@@ -58,6 +58,7 @@ SECONDS = r"after \d+\.\d s"
 def scratch(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.delenv("TF_CONFIG", raising=False)
+  monkeypatch.setenv(private_network.NETWORK, "shared")
 
 
 def child(body):
@@ -568,9 +569,9 @@ def test_no_child_survives_kill_9_of_the_parent(parent):
 
 def test_no_child_starts_under_a_parent_that_is_dead():
   wrapper = [sys.executable, "-I", "-S", "-c", local_cluster._DIE_WITH_PARENT]
-  done = subprocess.run([*wrapper, "1", "touch", "started"])
+  done = subprocess.run([*wrapper, "1", "", "touch", "started"])
   assert (done.returncode, Path("started").exists()) == (0, False)
-  done = subprocess.run([*wrapper, str(os.getpid()), "touch", "started"])
+  done = subprocess.run([*wrapper, str(os.getpid()), "", "touch", "started"])
   assert (done.returncode, Path("started").exists()) == (0, True)
 
 
@@ -669,6 +670,71 @@ def test_nothing_of_ours_is_left_in_the_process(run):
   assert [signal.getsignal(number) for number in numbers] == before
   assert signal.set_wakeup_fd(-1) == -1
   assert sorted(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_each_start_has_a_secret_of_its_own(run, monkeypatch):
+  """It replaces one of the environment, which may be of another cluster."""
+  monkeypatch.setenv(wire.SECRET_FILE, "/no/file")
+  body = f"""
+number = times(f"starts.{{me}}")
+mark(f"secret.{{me}}.{{number}}", os.environ[{wire.SECRET!r}])
+assert {wire.SECRET_FILE!r} not in os.environ
+await_mark(*[f"secret.{{name}}.{{number}}" for name in everyone])
+die(number == 1)
+"""
+  assert run(body, max_restarts=1)[0] == 0
+  first, second = ([Path(f"secret.worker-{i}.{n}").read_text() for i in (0, 1)] for n in (1, 2))
+  assert first[0] == first[1] != second[0] == second[1]
+  assert len(wire.secret({wire.SECRET: first[0]})) == 64
+  assert first[0] not in Path("m/logs/worker-0.log").read_text()
+
+
+LOOPBACK = """
+with open("/proc/net/dev") as file:
+  mark(f"interfaces.{me}", [line.split(":")[0].strip() for line in file if ":" in line])
+listener = socket.create_server(("127.0.0.1", 0)) if me == "worker-0" else None
+if listener:
+  mark("port", listener.getsockname()[1])
+  listener.accept()
+else:
+  await_mark("port")
+  socket.create_connection(("127.0.0.1", int(Path("port").read_text())))
+mark(f"ids.{me}", [os.getuid(), os.getgid()])
+"""
+
+
+def test_the_processes_have_a_network_of_their_own(run, monkeypatch):
+  monkeypatch.delenv(private_network.NETWORK)
+  status, _, err = run(LOOPBACK)
+  assert status == 0
+  if err.startswith("WARNING: cannot make a private network"):
+    pytest.skip(err)
+  assert err == (
+    "network: only loopback, in private; for downloads or trackers set "
+    "LOOPWRIGHT_LOCAL_NETWORK=shared\n"
+  )
+  assert Path("interfaces.worker-0").read_text() == Path("interfaces.worker-1").read_text()
+  assert "lo" in Path("interfaces.worker-0").read_text()
+  assert "eth" not in Path("interfaces.worker-0").read_text()
+  assert Path("ids.worker-1").read_text() == str([os.getuid(), os.getgid()])
+  assert Path("port").stat().st_uid == os.getuid()
+
+
+def test_a_private_network_that_cannot_be_made_is_one_line(run, monkeypatch):
+  monkeypatch.delenv(private_network.NETWORK)
+  monkeypatch.setattr(private_network, "_HOLD", "print('no Operation not permitted')")
+  assert run("here()") == (
+    0, "",
+    "WARNING: cannot make a private network (Operation not permitted): TensorFlow's servers run "
+    "what anyone sends who reaches this machine; close its ports by a firewall\n",
+  )  # fmt: skip
+
+
+def test_an_unknown_network(monkeypatch):
+  monkeypatch.setenv(private_network.NETWORK, "privat")
+  line = "unknown LOOPWRIGHT_LOCAL_NETWORK 'privat'; it must be one of private, shared."
+  with pytest.raises(ConfigError, match=line):
+    run_local(command=["true"], model_dir="m", workers=1)
 
 
 def test_a_folder_that_cannot_hold_logs():

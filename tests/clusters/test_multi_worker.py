@@ -239,6 +239,7 @@ def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
     command = [sys.executable, str(ROOT / "launch.py"), f"--gin_file={tmp_path / 'config.gin'}"]
     command += [f"--gin_param=run.train_steps = {worker + 3}", f"--model_dir={tmp_path / 'm'}"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": json.dumps(config)}
+    env["LOOPWRIGHT_CLUSTER_SECRET"] = "so that the line has the values"
     started.append(
       subprocess.Popen(command, cwd=SUPPORT, env=env, stderr=subprocess.PIPE, text=True)
     )

@@ -275,7 +275,8 @@ def test_a_mistake_in_the_flags_does_not_wait_for_tensorflow():
   assert command("-c", code, cwd=REPOSITORY).returncode == 0
 
 
-def test_a_local_cluster_prints_the_one_line_and_does_not_import_tensorflow():
+def test_a_local_cluster_prints_the_one_line_and_does_not_import_tensorflow(monkeypatch):
+  monkeypatch.setenv("LOOPWRIGHT_LOCAL_NETWORK", "shared")  # else it says which network it has
   Path("x.gin").write_text("run.seed = 1e3\n")
   arguments = ["x", "--gin_file=x.gin", "--local_workers=2", "--model_dir=m"]
   code = f"import launch, sys; print(launch.main({arguments}), 'tensorflow' in sys.modules)"

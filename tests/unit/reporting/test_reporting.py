@@ -214,7 +214,7 @@ def test_trim_leaves_a_file_alone_that_needs_nothing(log, path, monkeypatch):
 
 def test_appends_beside_a_restarting_run_lose_no_line(path):
   """Three guests append while the owner removes its own later records again and again."""
-  count = 100
+  count = 200
 
   def evaluate(guest):
     log = MetricsLog(path)
@@ -224,8 +224,9 @@ def test_appends_beside_a_restarting_run_lose_no_line(path):
   guests = [threading.Thread(target=evaluate, args=(guest,)) for guest in range(3)]
   for guest in guests:
     guest.start()
-  owner, undone = MetricsLog(path), 0
-  while any(guest.is_alive() for guest in guests):
+  owner, undone, alive = MetricsLog(path), 0, True
+  while alive:
+    alive = any(guest.is_alive() for guest in guests)
     owner.append(5, "train", {"loss": 1.0})
     undone += owner.trim(0)
   found = sorted((record["guest"], record["number"]) for record in owner.records("eval"))

@@ -19,6 +19,7 @@ from learned import EXAMPLES, KERNEL, Scaled, Unscaled, Y, scaled
 
 import launch
 from framework import configurables, testing, tune
+from framework.backend import files
 from framework.errors import ConfigError
 from framework.run import run
 from framework.saving import assets
@@ -111,18 +112,18 @@ def test_all_modes_scale_by_what_was_learned_once(start, tmp_path):
 
 @pytest.mark.whole
 def test_a_fit_that_was_cut_short_is_made_again(start, tmp_path, monkeypatch):
-  write = assets.atomic_write
+  write = files.atomic_write
 
   def killed(path, content):
     if path.endswith("manifest.json"):
       raise KeyboardInterrupt
     write(path, content[:5])
 
-  monkeypatch.setattr(assets, "atomic_write", killed)
+  monkeypatch.setattr(files, "atomic_write", killed)
   with pytest.raises(KeyboardInterrupt):
     start()
   assert (tmp_path / "m" / "assets" / "scale.json").stat().st_size == 5
-  monkeypatch.setattr(assets, "atomic_write", write)
+  monkeypatch.setattr(files, "atomic_write", write)
   assert start()["loss"] == pytest.approx(trained_kernel()[1], rel=1e-5)
   assert len(fits(tmp_path)) == 2
 

@@ -142,6 +142,7 @@ def test_other_numbers_of_replicas_go_on_alike(strategies, tmp_path, library):
   for n, trainer in trainers.items():
     everything.train(trainer, 6)
     saved[n] = managers[n].save(check_interval=False)
+    managers[n].wait()
     everything.train(trainer, 6)
     final[n] = everything.read(managers[n].checkpoint.write(str(tmp_path / f"final{n}")))
   for n, other in ((1, 4), (4, 1)):
@@ -173,7 +174,9 @@ def assert_close(got, expected):
 def test_another_batch_size_goes_on_at_the_right_example(tmp_path):
   first = everything.make_trainer(one_replica())
   everything.train(first, 2)
-  everything.make_manager(first, tmp_path).save(check_interval=False)
+  saver = everything.make_manager(first, tmp_path)
+  saver.save(check_interval=False)
+  saver.wait()
   second = everything.make_trainer(one_replica(), batch=7)
   everything.make_manager(second, tmp_path).restore_or_initialize()
   everything.train(second, 3)
@@ -276,7 +279,9 @@ def test_nothing_is_saved_twice_or_too_early(trainer, manager):
   assert [os.path.basename(p) for p in manager.checkpoints] == ["ckpt-10", "ckpt-19", "ckpt-29"]
   assert os.stat(f"{manager.checkpoints[0]}.index").st_mtime_ns == written
   assert restored_step(manager) == 29
-  assert everything.make_manager(trainer, manager.directory).save(check_interval=False)
+  saver = everything.make_manager(trainer, manager.directory)
+  assert saver.save(check_interval=False)
+  saver.wait()
   manager.restore(manager.latest_checkpoint)
   assert manager.save(check_interval=False) is None
 
@@ -415,8 +420,8 @@ def test_leftovers_are_reported_and_removed_by_the_next_save(manager, log):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"left")
   assert restored_step(manager) == 20
-  for step in (30, 40):
-    assert f"checkpoint {folder}/ckpt-{step} is incomplete, as after a kill" in log()
+  for name in ("ckpt-30", checkpoints.UNFINISHED):
+    assert f"checkpoint {folder}/{name} is incomplete, as after a kill" in log()
   save(manager, 50)
   assert names(manager) == sorted(["checkpoint", *files_of(10, 20, 50)])
 

@@ -1,0 +1,140 @@
+"""history.jsonl: how each process that trained in a run folder was started.
+
+One JSON object per line: time, step, command, commit of the task's code, versions, config, data. A
+run that goes on must have the config and the data of the last line, because a checkpoint does not
+say what it was trained with.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from framework.backend import files
+from framework.errors import ConfigError
+
+FILE = "history.jsonl"
+_PACKAGES = ("loopwright", "tensorflow", "keras", "tf_keras", "numpy")
+_SHOWN = 3
+
+Values = Mapping[str, str]
+
+
+def changes(model_dir: str, part: str, values: Values) -> list[str]:
+  """Returns what differs from the last start, such as "run.seed = 1, which was 0" (host).
+
+  Args:
+    part: "config"; or "data", of which only what both starts have is compared: a run that only
+      trains reads no evaluation examples.
+    values: name -> value, as text.
+  """
+  before = (records(model_dir) or [{}])[-1].get(part)
+  if not isinstance(before, Mapping):
+    return []  # the folder is new, or from a version without a history
+  names = [name for name in {*values, *before} if values.get(name) != before.get(name)]
+  in_both = values.keys() & before.keys()
+  names = [name for name in names if name in in_both or part == "config"]
+  names.sort(key=lambda name: (name not in in_both, name not in values, name))
+  return [
+    f"{name} = {values.get(name, '(unset)')}, which was {before.get(name, '(unset)')}"
+    for name in names
+  ]
+
+
+def require_unchanged(model_dir: str, part: str, values: Values, *, accept: bool) -> None:
+  """Raises a ConfigError if a run would go on with other values, unless the user accepts them."""
+  found = changes(model_dir, part, values)
+  if found and not accept:
+    more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
+    raise ConfigError(
+      f"the run in {model_dir!r} would go on with {'; '.join(found[:_SHOWN])}{more}: choose "
+      "another --model_dir for another run, or add --accept_changes to go on with the new values."
+    )
+
+
+def append(model_dir: str, *, step: int, task: object, config: Values, data: Values) -> None:
+  """Appends one start; the file is replaced, and on disk, on return (host)."""
+  path = os.path.join(model_dir, FILE)
+  record = {
+    "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    "step": step,
+    "command": shlex.join(sys.orig_argv),
+    "commit": _commit(task),
+    "versions": {"python": platform.python_version(), **_versions()},
+    "config": dict(config),
+    "data": dict(data),
+  }
+  earlier = "".join(f"{json.dumps(each)}\n" for each in records(model_dir))
+  files.atomic_write(path, f"{earlier}{json.dumps(record)}\n")
+
+
+def records(model_dir: str) -> list[dict[str, Any]]:
+  """Returns all starts, oldest first.
+
+  Raises:
+    ConfigError: the file is damaged.
+  """
+  path = os.path.join(model_dir, FILE)
+  if not tf.io.gfile.exists(path):
+    return []
+  try:
+    found = [json.loads(line) for line in files.read(path).splitlines()]
+    if all(isinstance(record, dict) for record in found):
+      return found
+  except ValueError:
+    pass
+  raise ConfigError(f"{path!r} is damaged; restore it, or move it away to go on without it.")
+
+
+def described(arguments: Mapping[str, Any]) -> dict[str, str]:
+  """Returns arguments of a Python call as text that is the same in the next process."""
+  return {name: _text(value) for name, value in arguments.items()}
+
+
+def _text(value: Any) -> str:
+  if value is None or isinstance(value, bool | int | float | str):
+    return repr(value)
+  if isinstance(value, functools.partial):
+    given = [*map(_text, value.args), *(f"{k}={_text(v)}" for k, v in value.keywords.items())]
+    return f"{_text(value.func)}({', '.join(given)})"
+  if isinstance(value, Mapping):
+    return f"{{{', '.join(f'{key}: {_text(value[key])}' for key in value)}}}"
+  target = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
+  return f"{target.__module__}.{target.__qualname__}"
+
+
+def _versions() -> dict[str, str]:
+  found = {}
+  for name in _PACKAGES:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # run from a clone that is not installed
+      found[name] = "not installed"
+  return found
+
+
+def _commit(task: object) -> str:
+  """Returns the git commit of the task's file, with "+changes" if files differ from it; or ""."""
+  file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
+  if not file:
+    return ""
+  git = ["git", "-C", os.path.dirname(os.path.abspath(file))]
+  try:
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=5, check=True)
+    commit = run([*git, "rev-parse", "HEAD"]).stdout.strip()
+    changed = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+  except (OSError, subprocess.SubprocessError):
+    return ""
+  return f"{commit}+changes" if changed else commit

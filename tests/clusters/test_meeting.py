@@ -1,0 +1,185 @@
+"""The workers' meeting among strangers: secrets, addresses, and what is on the wire."""
+
+import json
+import re
+import socket
+
+import pytest
+
+from benchmarks import hostile_meeting
+from benchmarks.hostile_meeting import ALIKE, KINDS, SECRET, meeting_of
+from framework.errors import ConfigError
+from framework.strategies import meeting, wire
+from framework.strategies.cluster import ClusterError, Peer
+from framework.strategies.local_cluster import free_ports
+
+OTHER = {**ALIKE, "run.seed": "4711"}
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+  monkeypatch.setattr(meeting, "_ANSWER_S", 1.0)
+  monkeypatch.setattr(hostile_meeting, "MANY", 40)
+
+
+def without_addresses(errors):
+  return [re.sub(r" \([\d.]+:\d+\)", "", str(error)) for error in errors]
+
+
+SOME = [
+  "HTTP", "a byte every 0.2 s", "half a body", "index 2**32 - 1", "a false claim for worker 1",
+  "a true claim from elsewhere", "another secret", "nested JSON", "facts that are numbers",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("secret", "kinds"),
+  [(None, SOME)] + [pytest.param(s, list(KINDS), marks=pytest.mark.whole) for s in (None, SECRET)],
+)
+def test_workers_meet_among_strangers_of_all_kinds(secret, kinds):
+  errors, _ = meeting_of([ALIKE] * 3, [secret] * 3, kinds=kinds, late_s=0.1)
+  assert errors == [None] * 3
+
+
+@pytest.mark.parametrize(
+  ("secret", "lines"),
+  [(SECRET, [": 4711, not 1"] * 2), (None, [", which is 1 here", ", which is 4711 here"])],
+)
+def test_strangers_do_not_hide_a_difference(secret, lines):
+  kinds = ["a true claim from elsewhere", "a false claim for worker 1", "a recorded claim"]
+  errors, _ = meeting_of([ALIKE, OTHER], [secret] * 2, kinds=kinds, late_s=0.1)
+  assert without_addresses(errors) == [
+    f"worker-1 differs from worker-0 in its run.seed{line}; start all workers with the same "
+    "command."
+    for line in lines
+  ]
+
+
+@pytest.mark.parametrize(
+  ("secrets", "line"),
+  [
+    ((SECRET, b"x" * 32), "worker-1 has another cluster secret than worker-0"),
+    ((SECRET, None), "worker-0 has a cluster secret, but worker-1 has none"),
+    ((None, SECRET), "worker-1 has a cluster secret, but worker-0 has none"),
+  ],
+)
+def test_secrets_that_differ_are_one_line_on_both(secrets, line):
+  errors, _ = meeting_of([ALIKE] * 2, secrets, late_s=0)
+  assert [type(error) for error in errors] == [ConfigError] * 2
+  line += "; set the same LOOPWRIGHT_CLUSTER_SECRET on all workers."
+  assert without_addresses(errors) == [line] * 2
+
+
+def test_strangers_do_not_delay_the_time_limit():
+  """Worker 1 never comes; a stranger sends a byte now and then, another claims to be worker 1."""
+  [port, other] = free_ports(2)
+  peers = [Peer("worker", 0, f"127.0.0.1:{port}"), Peer("worker", 1, f"127.0.0.1:{other}")]
+  kinds = ["a byte every 0.2 s", "a true claim from elsewhere", "a false claim for worker 1"]
+  with (
+    hostile_meeting.strangers([peers[0].address], kinds),
+    pytest.raises(ClusterError, match=r"worker-1 .* within 0\.5 s"),
+  ):
+    meeting.meet(peers, 0, ALIKE, secret=None, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_no_value_is_on_the_wire(secret, monkeypatch):
+  sent, send = [], wire.send
+  monkeypatch.setattr(
+    wire, "send", lambda c, m, deadline: (sent.append(m), send(c, m, deadline=deadline))
+  )
+  meeting_of([ALIKE, OTHER], [secret] * 2, late_s=0)
+  bodies = [wire.Seal(None, d, n)._masked(m.body) for m in sent for d, n in keys_of(sent)]
+  everything = b"".join([m.body for m in sent] + bodies)
+  assert len(sent) == 3
+  assert b"4711" not in everything
+  assert b"3.15.1" not in everything
+  assert (b"run.seed" in everything) == (secret is None)
+
+
+def keys_of(sent):
+  """What a stranger who listens can derive without the secret."""
+  hello, claim, _ = sent
+  context = meeting._context(hello.nonce, claim.nonce, 1)
+  return [(direction, context) for direction in (b"to the chief", b"to the worker")]
+
+
+def test_a_message_opens_only_with_its_secret_direction_and_nonces():
+  seal = wire.Seal(SECRET, b"to the chief", b"n" * 68)
+  mac, body = seal.close({"a": "b"})
+  message = wire.Message(True, 1, b"n" * 32, mac, body)
+  assert seal.open(message) == {"a": "b"}
+  assert json.dumps({"a": "b"}).encode() != body
+  for other in (
+    seal._replace(secret=b"x" * 32),
+    seal._replace(secret=None),
+    seal._replace(direction=b"to the worker"),
+    seal._replace(nonces=b"m" * 68),
+  ):
+    assert not other.fits(message)
+  changed = message._replace(body=bytes([body[0] ^ 1]) + body[1:])
+  with pytest.raises(ValueError, match="not sealed"):
+    seal.open(changed)
+
+
+def test_facts_that_are_too_long_are_refused_in_one_line():
+  with pytest.raises(ConfigError, match=f"the limit is {wire.LARGEST_BODY}"):
+    wire.Seal(None, b"", b"").close({"x": "y" * wire.LARGEST_BODY})
+
+
+def test_a_long_value_is_shortened():
+  long = "x" * 1000
+  assert len(meeting._short(long)) < 450
+  assert meeting._short(long) != meeting._short(long + "x")
+  assert meeting._short("short") == "short"
+
+
+# ---- The secret ----
+
+
+def test_the_secret_is_read(tmp_path):
+  file = tmp_path / "secret"
+  file.write_text("0123456789abcdef\n")
+  assert wire.secret({}) is None
+  assert wire.secret({wire.SECRET: "0123456789abcdef"}) == b"0123456789abcdef"
+  assert wire.secret({wire.SECRET_FILE: str(file)}) == b"0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+  ("environ", "line"),
+  [
+    ({wire.SECRET: "a" * 16, wire.SECRET_FILE: "f"}, "received both"),
+    ({wire.SECRET: ""}, "LOOPWRIGHT_CLUSTER_SECRET has 0 characters; a secret needs at least 16"),
+    ({wire.SECRET_FILE: "/no/file"}, r"SECRET_FILE='/no/file' \(No such file or directory\)"),
+    ({wire.SECRET_FILE: "/dev/null"}, "LOOPWRIGHT_CLUSTER_SECRET_FILE has 0 characters"),
+  ],
+)
+def test_a_wrong_secret_is_one_line_without_the_secret(environ, line):
+  with pytest.raises(ConfigError, match=line) as caught:
+    wire.secret(environ)
+  assert "aaaa" not in str(caught.value)
+
+
+# ---- The own address ----
+
+
+def bound_host(address):
+  with meeting.bound(address) as listener:
+    return listener.getsockname()[0]
+
+
+def test_a_worker_listens_on_its_own_address_alone():
+  [port] = free_ports(1)
+  assert bound_host(f"127.0.0.1:{port}") == "127.0.0.1"
+  assert bound_host(f"127.8.9.10:{port}") == "127.8.9.10"
+  assert bound_host(f"localhost:{port}") in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize("found", ["192.0.2.7", "127.0.1.1"])
+def test_a_name_of_no_interface_means_all_with_a_warning(found, monkeypatch, caplog):
+  """As behind NAT; and as Debian names its own machine."""
+  place = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+  monkeypatch.setattr(socket, "getaddrinfo", lambda _, port, **__: [(*place, (found, port))])
+  [port] = free_ports(1)
+  assert bound_host(f"me:{port}") == "0.0.0.0"
+  assert f"has the address me:{port}" in caplog.text
