@@ -19,15 +19,14 @@ Set TF_CPP_MIN_LOG_LEVEL=0 in the environment to see TensorFlow's own messages.
 
 import atexit
 import contextlib
-import errno
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn
 
 from absl import flags
 
@@ -240,12 +239,12 @@ def run_process(argv: Sequence[str]) -> NoReturn:
   """Runs the command line as a process of its own, and ends it whatever its threads do."""
   if os.getpid() == 1:
     _leave_process_1()
-  sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
+  from framework.backend import output, signals
+
+  sys.stdout, sys.stderr = output.Lasting(sys.stdout), output.Lasting(sys.stderr)
   for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) is not signal.SIG_IGN:
       signal.signal(number, _end_at_once)
-  from framework.backend import signals
-
   signals.owns_process = True
   status = main(argv)
   # Python's own way out waits for its lock in destructors, such as a data iterator's: for ever,
@@ -257,35 +256,6 @@ def run_process(argv: Sequence[str]) -> NoReturn:
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)
-
-
-class _Lasting:
-  """A text stream that takes the text even if nobody can read it any more."""
-
-  def __init__(self, stream: TextIO) -> None:
-    self._stream = stream
-
-  def write(self, text: str) -> int:
-    with self._outlasting():
-      self._stream.write(text)
-    return len(text)
-
-  def flush(self) -> None:
-    with self._outlasting():
-      self._stream.flush()
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._stream, name)
-
-  @contextlib.contextmanager
-  def _outlasting(self) -> Iterator[None]:
-    try:
-      yield
-    except OSError as error:
-      if error.errno in (errno.EPIPE, errno.EIO):  # the reader, or the terminal, is gone
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
 
 
 def _end_at_once(number: int, _: object) -> None:

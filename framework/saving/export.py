@@ -23,7 +23,7 @@ _FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets"}
 _EXTRA = "assets.extra"
 MARK = f"{_EXTRA}/loopwright"
 """File in an export that says who wrote it; TensorFlow leaves that folder to others."""
-_ABANDONED_S = 3600.0
+_ABANDONED_S = 300.0
 """After so many seconds without a change, an unfinished export belongs to a killed process."""
 
 

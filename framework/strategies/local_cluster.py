@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import IO, TextIO
 
+from framework.backend.output import outlasting
 from framework.errors import ConfigError
 from framework.strategies import private_network, wire
 
@@ -40,7 +41,6 @@ MISTAKE = 2
 INTERRUPTED = 130
 GRACE_S = 60.0
 """Seconds from SIGTERM to SIGKILL, in which processes save."""
-INTERRUPT_GRACE_S = 5.0
 SHOWN_LINES = 20
 PORT_CLASHES = 3
 """How often a cluster restarts, beyond `max_restarts`, because a port was in use."""
@@ -294,12 +294,13 @@ class LocalCluster:
       _say(f"[{process.name}] {line}")
 
   def _pass_on(self, number: int) -> None:
-    """Handles a signal to this process; a second Ctrl-C kills at once."""
-    if number == self._stopping:
-      self._limit(0 if number == signal.SIGINT else self.grace_s)
+    """Handles a signal to this process; Ctrl-C after another signal kills at once."""
+    again = self._stopping is not None
+    if number == signal.SIGINT or not again:
+      self._stopping = number
+    self._limit(0 if again and number == signal.SIGINT else self.grace_s)
+    if again:
       return
-    self._stopping = number
-    self._limit(INTERRUPT_GRACE_S if number == signal.SIGINT else self.grace_s)
     # The chief saves the variables of the parameter servers, so servers and workers end after it.
     for process in self._processes[:1] if self.ps else self._processes:
       process.send(number)
@@ -326,7 +327,7 @@ class LocalCluster:
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     before = {
       number: signal.signal(number, lambda n, _: self._signals.append(n))
-      for number in (signal.SIGINT, signal.SIGTERM)
+      for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
       if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
@@ -514,9 +515,10 @@ def _say(line: str) -> None:
 
 
 def _write(stream: TextIO, line: bytes) -> None:
-  stream.flush()
-  stream.buffer.write(line + b"\n")
-  stream.buffer.flush()
+  with outlasting(stream):
+    stream.flush()
+    stream.buffer.write(line + b"\n")
+    stream.buffer.flush()
 
 
 def _made_log_dir(model_dir: str) -> str:

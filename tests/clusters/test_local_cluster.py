@@ -447,10 +447,11 @@ forever()
 """
 
 
-def test_sigterm_lets_everyone_save(parent):
-  one = parent(SAVE, max_restarts=3)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_everyone_save(parent, number):
+  one = parent(SAVE.replace("SIGTERM", number.name), max_restarts=3)
   pids = one.pids("worker-0", "worker-1")
-  one.send(signal.SIGTERM)
+  one.send(number)
   assert one.end() == (75, "", "saved\n")
   assert all_end(pids)
   assert [Path(f"saved.worker-{i}").read_text() for i in range(2)] == ["1", "1"]
@@ -530,8 +531,8 @@ def test_the_chief_may_say_itself_that_it_was_interrupted(parent):
 STUBBORN = "on(signal.SIGINT, lambda: mark(f'heard.{me}')); here(); forever()"
 
 
-def test_an_interrupt_does_not_wait_long(parent):
-  one = parent(STUBBORN, constants="local_cluster.INTERRUPT_GRACE_S = 0.2")
+def test_an_interrupt_gives_them_the_grace_to_save(parent):
+  one = parent(STUBBORN, grace_s=0.2)
   pids = one.pids("worker-0", "worker-1")
   one.send(signal.SIGINT)
   assert one.end() == (130, "", "interrupted\n")
@@ -539,7 +540,7 @@ def test_an_interrupt_does_not_wait_long(parent):
 
 
 def test_a_second_interrupt_does_not_wait_at_all(parent):
-  one = parent(STUBBORN, constants="local_cluster.INTERRUPT_GRACE_S = 1000")
+  one = parent(STUBBORN, grace_s=1000)
   pids = one.pids("worker-0", "worker-1")
   one.send(signal.SIGINT)
   one.wait_for("heard.worker-0", "heard.worker-1")
@@ -575,16 +576,14 @@ def test_no_child_starts_under_a_parent_that_is_dead():
   assert (done.returncode, Path("started").exists()) == (0, True)
 
 
-def test_no_child_survives_a_lost_terminal(parent):
+def test_a_lost_reader_ends_nothing(parent):
   read, write = os.pipe()
-  one = parent("here(); await_mark('go'); print('x'); forever()", stdout=write)
+  one = parent("here(); await_mark('go'); print('x' * 99999, flush=True); print('y')", stdout=write)
   os.close(write)
   pids = one.pids("worker-0", "worker-1")
   os.close(read)
   Path("go").touch()
-  status, _, err = one.end()
-  assert status != 0
-  assert "BrokenPipeError" in err
+  assert one.end() == (0, None, "")
   assert all_end(pids)
 
 
@@ -663,7 +662,7 @@ def test_much_output_is_kept_whole(run):
 
 
 def test_nothing_of_ours_is_left_in_the_process(run):
-  numbers = (signal.SIGINT, signal.SIGTERM)
+  numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
   before = [signal.getsignal(number) for number in numbers]
   descriptors = sorted(os.listdir("/proc/self/fd"))
   assert run(FAIL_TWICE, max_restarts=2)[0] == 0

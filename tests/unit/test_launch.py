@@ -13,6 +13,7 @@ import tensorflow as tf
 import launch
 from framework import configurables
 from framework import run as RUN  # noqa: N812
+from framework.backend import output
 from framework.errors import ConfigError, Preempted
 from framework.modes import LAUNCH_MODES
 from framework.strategies import local_cluster
@@ -66,6 +67,10 @@ def status_and_line(capsys, *arguments):
       f"flag --mode=trian: value should be one of <{'|'.join(LAUNCH_MODES)}>",
     ),
     (("--gin_file",), "Missing value for flag --gin_file"),
+    (
+      ("--gin_file=x.gin", "--model_dir="),
+      "--model_dir is empty; give a folder, or leave the flag out",
+    ),
     (("x.gin",), "unexpected argument 'x.gin'; write a gin file as --gin_file=x.gin"),
   ],
 )
@@ -108,9 +113,11 @@ def test_the_flags_reach_gin_and_run(stand_in, capsys):
     "parsed": (["configs/a.gin", "b.gin"], ["c.d=1, 2"]),
     "mode": "train_and_evaluate",
     "model_dir": "runs/a",
+    "accept_changes": False,
   }
-  assert launch.main(["launch.py", *arguments, "--mode=train", "--model_dir=m"]) == 0
-  assert (given["mode"], given["model_dir"]) == ("train", "m")
+  more = ["--mode=train", "--model_dir=m", "--accept_changes"]
+  assert launch.main(["launch.py", *arguments, *more]) == 0
+  assert (given["mode"], given["model_dir"], given["accept_changes"]) == ("train", "m", True)
   assert capsys.readouterr() == ("", "")
 
 
@@ -236,7 +243,7 @@ def test_an_exit_in_the_users_code_is_a_failure(stand_in, capsys):
 
 def test_output_that_nobody_reads_ends_nothing():
   reader, writer = os.pipe()
-  stream = launch._Lasting(os.fdopen(writer, "w"))
+  stream = output.Lasting(os.fdopen(writer, "w"))
   print("read", file=stream, flush=True)
   assert os.read(reader, 100) == b"read\n"
   os.close(reader)
