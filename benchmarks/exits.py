@@ -95,7 +95,7 @@ def run_case(base: Path, case: Case, rng: random.Random) -> str:
   (base / "log.txt").unlink(missing_ok=True)
   reader, writer = os.pipe() if case.end == "closed_output" else (None, None)
   run = forks.Fork(
-    case.arguments(folder), base / "log.txt", before=forks.fork_workers,
+    case.arguments(folder), base / "log.txt", before=lambda: _begin(reader),
     environment={"FORK_PIDS": str(pids)}, stdout=writer,
   )  # fmt: skip
   if reader is not None:
@@ -113,6 +113,12 @@ def run_case(base: Path, case: Case, rng: random.Random) -> str:
   left = [] if status is None else _left(pids)
   run.kill()
   return wrong(case, folder, status, run.last_line(), left)
+
+
+def _begin(reader: int | None) -> None:
+  forks.fork_workers()
+  if reader is not None:
+    os.close(reader)
 
 
 def wrong(case: Case, folder: Path, status: int | None, line: str, left: list[str]) -> str:
