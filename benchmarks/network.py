@@ -21,6 +21,7 @@ import itertools
 import os
 import random
 import select
+import shutil
 import struct
 import subprocess
 import threading
@@ -158,6 +159,8 @@ def available() -> str:
   """Returns why there can be no such network, or ""."""
   if os.geteuid():
     return "it needs root"
+  if not shutil.which("ip"):
+    return "there is no ip command (iproute2)"
   if not Path("/dev/net/tun").exists():
     return "there is no /dev/net/tun"
   return ""

@@ -88,7 +88,8 @@ class Session:
       actions: called after loops and evaluations.
       assets: the digest of the task's assets.
       owner: the ownership of `model_dir` on the chief, in training modes.
-      record: called on the chief with `step`, before the first step; see framework/saving/history.
+      record: called on the chief with the restored `step`, before the first save: a process that
+        fails before has changed nothing. See framework/saving/history.py.
     """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
@@ -108,13 +109,15 @@ class Session:
       every_steps=cadence.checkpoint_every_steps,
       keep=cadence.keep_checkpoints,
       logs=[self.metrics_log.path, *ledgers],
+      before_first=lambda: record(step=self._restored_step) if record else None,
     )
     self._progress = progress.Progress(
       total_steps=cadence.train_steps,
       hidden=progress.Progress.HIDDEN | set(QUIET),
       stream=None if self.cluster.is_chief else progress.Silent(),
     )
-    self._signals, self._owner, self._record = signals.StopSignals(), owner, record
+    self._signals, self._owner = signals.StopSignals(), owner
+    self._restored_step = 0
     self._actions = self._bound(actions)
     with orbit_reporter.quiet_orbit():
       self._controller = self._make_controller()
@@ -136,6 +139,7 @@ class Session:
       self._manager.restore_or_initialize()
     else:
       self._restore(checkpoint)
+    self._restored_step = self.step
     self.cluster.require_same("restored step", self.step)
 
   def describe(self, *, precision: str) -> None:
@@ -280,13 +284,11 @@ class Session:
         self._manager.wait()
 
   def _prepare_folder(self) -> None:
-    """Removes what a killed process left after the restored step, and notes this start."""
+    """Removes what a killed process logged after the restored step; writes the config."""
     self.metrics_log.trim(self.step)
     files.atomic_write(
       os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
     )
-    if self._record is not None:
-      self._record(step=self.step)
 
   def _save(self) -> None:
     """Saves a checkpoint, which is complete on return."""

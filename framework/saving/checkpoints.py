@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -62,6 +62,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     every_steps: int | None = None,
     keep: int = 3,
     logs: Sequence[str] = (),
+    before_first: Callable[[], None] | None = None,
   ) -> None:
     """Defines what is saved; reads and writes nothing yet.
 
@@ -71,10 +72,12 @@ class CheckpointManager(tf.train.CheckpointManager):
       every_steps: interval of periodic saves.
       keep: how many checkpoints to keep.
       logs: files that reach the disk before each checkpoint, which so never is ahead of them.
+      before_first: called on the chief before this process saves for the first time.
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
     self._directory, self._checkpoint_interval, self._keep = directory, every_steps, keep
     self._logs, self._background = list(logs), files.Background()
+    self._before_first = before_first
     self._saved_step = 0
     self._damaged: dict[str, int] = {}
     texts = {**experiment, ASSETS: assets} if assets else experiment
@@ -116,6 +119,9 @@ class CheckpointManager(tf.train.CheckpointManager):
       return None
     self.wait()
     if self._trainer.cluster.is_chief:
+      if self._before_first is not None:
+        self._before_first()
+        self._before_first = None
       self._write(options)
       self._background.start(lambda: self._complete(step))
     else:
@@ -155,8 +161,8 @@ class CheckpointManager(tf.train.CheckpointManager):
       paths = found
     if paths:
       raise ConfigError(
-        f"all {len(paths)} checkpoints in {self._directory} are damaged; move the folder away to "
-        "start from step 0, or restore it from a good copy."
+        f"all {len(paths)} checkpoints in {self._directory} are damaged; restore the folder from a "
+        "good copy, or choose another --model_dir to start afresh."
       )
     return None
 

@@ -133,7 +133,7 @@ def _cannot_listen(address: str, error: Exception) -> ClusterError:
 def _accepting(listener: socket.socket, serve: Callable[[socket.socket], None]) -> Iterator[None]:
   """Calls `serve` with each connection, in a thread, until the body ends (host)."""
   ended = threading.Event()
-  open_now: dict[socket.socket, None] = {}
+  open_now: dict[socket.socket, None] = {}  # the oldest first
 
   def one(connection: socket.socket) -> None:
     # A stranger may send anything; whatever it causes must end with its own connection.
@@ -152,8 +152,12 @@ def _accepting(listener: socket.socket, serve: Callable[[socket.socket], None]) 
         continue
       open_now[connection] = None
       if len(open_now) > _MOST_CONNECTIONS:
-        _hang_up(next(iter(open_now)))  # the oldest, which wakes its thread
-      threading.Thread(target=one, args=(connection,), daemon=True).start()
+        _hang_up(list(open_now)[0])  # noqa: RUF015  (in one step; other threads change it)
+      try:
+        threading.Thread(target=one, args=(connection,), daemon=True).start()
+      except RuntimeError:  # too many threads
+        open_now.pop(connection)
+        connection.close()
 
   thread = threading.Thread(target=accept, daemon=True)
   thread.start()
@@ -309,8 +313,13 @@ class _Worker:
     chief, reason = self._peers[0], "did not answer"
     with _accepting(listener, self._prove):
       while connection := wire.connected(chief.address, deadline=deadline):
-        with contextlib.suppress(OSError, ValueError), connection:
-          return self._talk(connection, verdict_s)
+        with connection:
+          try:
+            return self._talk(connection, verdict_s)
+          except ConfigError:
+            raise
+          except (OSError, ValueError, RecursionError):
+            pass  # not worker 0, or it ended; it may start again
         reason = "answered, but did not accept this worker"
         if time.monotonic() > deadline:
           break
@@ -335,7 +344,10 @@ class _Worker:
     answer = wire.receive(connection, deadline=time.monotonic() + verdict_s)
     back = seal._replace(direction=_TO_WORKER)
     if back.fits(answer):
-      return back.open(answer)
+      verdict = {"more": "", "line": "", **back.open(answer)}
+      if not all(isinstance(text, str) for text in verdict.values()):
+        raise ValueError("not a verdict")
+      return verdict
     who = (self._peers[self._index], keyed), (self._peers[0], answer.keyed)
     return {"secret": _other_secret(*who)}
 

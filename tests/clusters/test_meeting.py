@@ -1,8 +1,10 @@
 """The workers' meeting among strangers: secrets, addresses, and what is on the wire."""
 
+import concurrent.futures
 import json
 import re
 import socket
+import time
 
 import pytest
 
@@ -80,6 +82,67 @@ def test_strangers_do_not_delay_the_time_limit():
     pytest.raises(ClusterError, match=r"worker-1 .* within 0\.5 s"),
   ):
     meeting.meet(peers, 0, ALIKE, secret=None, timeout_s=0.5)
+
+
+def seconds_until_closed(address, *, count):
+  """Connects so often, says nothing, and returns when each connection was closed."""
+  silent = [wire.connected(address, deadline=time.monotonic() + 1) for _ in range(count)]
+  began = time.monotonic()
+  seconds = []
+  for connection in silent:
+    connection.settimeout(3.0)
+    while connection.recv(4096):
+      pass
+    seconds.append(time.monotonic() - began)
+    connection.close()
+  return seconds
+
+
+@pytest.mark.parametrize(("answer_s", "most", "early"), [(0.2, 128, 4), (60.0, 2, 2)])
+def test_silent_strangers_are_hung_up_on_after_a_while_or_for_others(
+  answer_s, most, early, monkeypatch
+):
+  monkeypatch.setattr(meeting, "_ANSWER_S", answer_s)
+  monkeypatch.setattr(meeting, "_MOST_CONNECTIONS", most)
+  peers = [Peer("worker", index, f"127.0.0.1:{port}") for index, port in enumerate(free_ports(2))]
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    met = pool.submit(meeting.meet, peers, 0, ALIKE, secret=None, timeout_s=1.2)
+    seconds = seconds_until_closed(peers[0].address, count=4)
+    assert sum(each < 0.8 for each in seconds) == early
+    assert isinstance(met.exception(5), ClusterError)
+
+
+def false_verdict(body):
+  """Serves as worker 0 and answers a worker's claim with this body."""
+
+  def serve(connection):
+    wire.send(connection, wire.Message(False, 0, bytes(32)), deadline=time.monotonic() + 1)
+    claim = wire.receive(connection, deadline=time.monotonic() + 1)
+    seal = wire.Seal(None, b"to the worker", meeting._context(bytes(32), claim.nonce, 1))
+    masked = seal._masked(body)
+    answer = wire.Message(False, 0, bytes(32), seal._mac(masked), masked)
+    wire.send(connection, answer, deadline=time.monotonic() + 1)
+
+  return serve
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"[]", b"\xff", b'{"fact": 1}'])
+def test_a_worker_0_that_says_nonsense_is_none(body):
+  ports = free_ports(2)
+  peers = [Peer("worker", index, f"127.0.0.1:{port}") for index, port in enumerate(ports)]
+  with (
+    socket.create_server(("127.0.0.1", ports[0])) as listener,
+    meeting._accepting(listener, false_verdict(body)),
+    pytest.raises(ClusterError, match=r"worker-0 .* answered, but did not accept this worker"),
+  ):
+    meeting.meet(peers, 1, ALIKE, secret=None, timeout_s=0.1)
+
+
+def test_facts_over_the_limit_are_one_line_and_no_timeout():
+  many = {f"run.{number}": "x" * 400 for number in range(3000)}
+  errors, seconds = meeting_of([ALIKE, many], [SECRET] * 2, late_s=0, timeout_s=0.5)
+  assert isinstance(errors[1], ConfigError)
+  assert seconds < 3
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])

@@ -281,7 +281,8 @@ MISTAKES = {
     flags=["--mode=export"], fresh=True, says=["no checkpoint in TMP/run", "train first"]
   ),
   "damaged checkpoint": Mistake(
-    prepare=damaged_checkpoint, says=["TMP/run/checkpoints", "damaged", "move the folder away"]
+    prepare=damaged_checkpoint,
+    says=["TMP/run/checkpoints", "damaged", "choose another --model_dir"],
   ),
   "checkpoint of another task": Mistake(
     config=["run.task = @WithoutForward()"],
@@ -514,7 +515,7 @@ def command(folder, config, flags=()):
   (folder / "base.gin").write_text(CONFIG)
   (folder / "mistake.gin").write_text("\n".join([*imports, *bindings]).replace("TMP", str(folder)))
   files = [f"--gin_file={folder / name}" for name in ("base.gin", "mistake.gin")]
-  usual = ["launch.py", *files, f"--model_dir={folder / 'run'}"]
+  usual = ["launch.py", *files, f"--model_dir={folder / 'run'}", "--accept_changes"]
   return [*usual, *(flag.replace("TMP", str(folder)) for flag in flags)]
 
 
@@ -527,7 +528,7 @@ def check_undamaged(before, after, *, late):
   if not late:
     assert after == before
   for path, was in before.items():
-    if path.name == "metrics.jsonl":
+    if path.name in ("metrics.jsonl", "history.jsonl"):
       assert after[path].startswith(was)
     elif not late or path.name not in ("operative_config.gin", "checkpoint"):
       assert after[path] == was

@@ -388,8 +388,8 @@ def test_without_a_whole_one_nothing_is_touched(manager, damage):
   with pytest.raises(errors.ConfigError) as caught:
     restored_step(manager)
   assert str(caught.value) == (
-    f"all 2 checkpoints in {manager.directory} are damaged; move the folder away to start from "
-    "step 0, or restore it from a good copy."
+    f"all 2 checkpoints in {manager.directory} are damaged; restore the folder from a "
+    "good copy, or choose another --model_dir to start afresh."
   )
   assert contents(manager.directory) == before
 

@@ -100,6 +100,16 @@ def test_a_complete_run_says_so_and_writes_nothing(tmp_path, capsys):
   assert all(path.stat().st_mtime_ns == before[path] for path in kept)
 
 
+def test_a_start_that_fails_changes_nothing(tmp_path):
+  go(tmp_path, 2)
+  broken = Slope()
+  broken.loss = lambda outputs, batch: 1 / 0
+  with pytest.raises(Exception, match="division by zero"):
+    go(tmp_path, 4, optimizer=RATE, task=broken, accept_changes=True)
+  go(tmp_path, 4)
+  assert [record["step"] for record in history.records(str(tmp_path))] == [0, 2]
+
+
 def test_a_start_is_recorded(tmp_path):
   go(tmp_path, 2)
   (record,) = history.records(str(tmp_path))
