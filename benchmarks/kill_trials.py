@@ -1,304 +1,270 @@
-"""Kills training at random moments, restarts it, and compares with an uninterrupted run.
+"""Kills training in every part of a run, restarts it, and compares with an uninterrupted run.
 
-  python -m benchmarks.kill_trials --trials 20 --seed 0
+  python -m benchmarks.kill_trials --kills 500 --sigterms 300
 
-Each trial runs the same `launch.py` command repeatedly, killed one to `--most_kills` times, until
-it ends by itself. Then every tensor of the kept checkpoints, including the digest of the stream of
-example ids, and every value of metrics.jsonl that is not a time must be bit-identical to the
-uninterrupted run's. Exit status 1 if any trial differs.
+Each trial runs the same command until it ends by itself, and interrupts it one to `--most_kills`
+times, each time in another part: `PARTS` below, at a random moment of the part. SIGKILL ends it at
+once. After SIGTERM it must end within 30 s with status 75, the state saved. In the end every tensor
+of the kept checkpoints and of best/ and the export, every value of metrics.jsonl that is not a
+time, and the examples of every step in the ledger must be those of the uninterrupted run. Exit
+status 1 if any trial differs or hangs.
 
-  time     SIGKILL at any moment, also while starting and restoring
-  write    SIGKILL while a checkpoint is being written
-  sigterm  SIGTERM; the command must save, end with status 75, and continue
+Most runs are forks of one process that has imported TensorFlow; those that are interrupted in their
+imports are real commands.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import dataclasses
-import json
+import functools
+import importlib
 import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+from benchmarks import comparison, forks
 
-import tensorflow as tf
-
-from benchmarks.stream_digest import digest
-from framework.inputs import datasets
-from framework.saving import checkpoints
-from tasks.image_classification import digits
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-CONFIG = "benchmarks/kill_trials.gin"
-STEPS, STEPS_PER_LOOP, EVAL_EVERY, BATCH = 600, 10, 150, 50  # as in CONFIG
-KINDS = ("time", "write", "sigterm")
-STATUS = {"time": -signal.SIGKILL, "write": -signal.SIGKILL, "sigterm": 75}
-TIMES = ("wall_time", "input_wait_s", "examples_per_second", "steps_per_second")
-DIGEST = "model/stream/value/.ATTRIBUTES/VARIABLE_VALUE"
-
-
-@dataclasses.dataclass(frozen=True)
-class Uninterrupted:
-  """The run to compare with, and the duration of its parts."""
-
-  folder: Path
-  starting_s: float
-  training_s: float
+CONFIG = "benchmarks/trials.gin"
+CHECKPOINTS = "framework.saving.checkpoints:CheckpointManager"
+PARTS = {
+  "imports": "",
+  "config": "framework.configurables:parse",
+  "fit": "framework.saving.assets:fitted",
+  "assets": "framework.saving.assets:save",
+  "proof": "framework.strategies.reduction:Reduction.prove",
+  "restore": f"{CHECKPOINTS}.restore_or_initialize",
+  "trace": "framework.trainer:Trainer.loop",
+  "loop": "framework.trainer:Trainer.train",
+  "write": f"{CHECKPOINTS}._write",
+  "complete": f"{CHECKPOINTS}._complete",
+  "sweep": f"{CHECKPOINTS}._sweep",
+  "evaluation": "framework.evaluator:Evaluator.evaluate",
+  "best": "framework.actions.best:BestCheckpoint.on_best",
+  "export": "framework.actions.best:Export.on_best",
+  "teardown": "framework.session:Session._print_result",
+}
+IMPORTS_S = 5.0
+LIMIT_S = 30.0
+ENDS = {signal.SIGKILL: (-signal.SIGKILL,), signal.SIGTERM: (75,)}
+_MARK = struct.Struct("<id")  # how often the part began, and when
 
 
 @dataclasses.dataclass
 class Trial:
+  """What was done to one run folder, and what was wrong with it."""
+
   kills: list[str] = dataclasses.field(default_factory=list)
-  during_write: int = 0
-  starts: int = 0
   misses: list[str] = dataclasses.field(default_factory=list)
 
 
-class Command:
-  """One process of the command under test, observed through its run folder."""
+class Part:
+  """Observes one part of a run in another process, through a pipe."""
 
-  def __init__(self, folder: Path, replicas: int) -> None:
-    self._folder = folder
-    folder.mkdir(parents=True, exist_ok=True)
-    self._log = folder / "log.txt"
-    self.started = time.time()
-    self._first_step: int | None = None
+  def __init__(self, name: str) -> None:
+    """Opens the pipe; `plant` is for the other process."""
+    self.name, self.count = name, 0
+    self._reader, self._writer = os.pipe()
+
+  def plant(self) -> None:
+    """Tells through the pipe when the part begins and ends (in the other process)."""
+    module, _, path = PARTS[self.name].partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def told(*args: object, **kwargs: object) -> object:
+      self.count += 1
+      os.write(self._writer, _MARK.pack(self.count, time.monotonic()))
+      try:
+        return function(*args, **kwargs)
+      finally:
+        os.write(self._writer, _MARK.pack(-self.count, time.monotonic()))
+
+    setattr(owner, name, told)
+
+  def begins(self, number: int, run: forks.Fork) -> bool:
+    """Returns True when the part begins for the `number`-th time; False if the run ends before."""
+    os.close(self._writer)
+    return any(mark == number for mark, _ in self._marks())
+
+  def spans(self) -> list[float]:
+    """Returns the seconds of each time that the part ran, until the run has ended."""
+    os.close(self._writer)
+    times = dict(self._marks())
+    return [times.get(-n, times[n] + 0.05) - times[n] for n in times if n > 0]
+
+  def _marks(self) -> Iterator[tuple[int, float]]:
+    while data := os.read(self._reader, _MARK.size):
+      yield _MARK.unpack(data)
+
+  def close(self) -> None:
+    """Closes the pipe."""
+    for descriptor in (self._reader, self._writer):
+      with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+class Trials:
+  """All trials, in folders below `base`."""
+
+  def __init__(self, base: Path, replicas: int) -> None:
+    """Makes the uninterrupted run, and measures when each part runs, and for how long."""
+    self._base, self._replicas = base, replicas
+    self.reference = base / "reference"
+    self.spans: dict[str, list[float]] = {}
+    whole = self._fork(self.reference)
+    if (status := whole.wait(60)) != 0:
+      raise SystemExit(f"the uninterrupted run ended with {status}: {whole.last_line()}")
+
+  def parts(self) -> list[str]:
+    """Measures the parts; returns those that this run has; imports run in every run."""
+    parts = [Part(name) for name in PARTS if name != "imports"]
+    run = self._fork(self._base / "measured", *parts)
+    self.spans = {part.name: part.spans() for part in parts}
+    run.wait(60)
+    for part in parts:
+      part.close()
+    return ["imports", *(name for name, spans in self.spans.items() if spans)]
+
+  def _arguments(self, folder: Path) -> list[str]:
     arguments = [f"--gin_file={CONFIG}", f"--model_dir={folder}"]
-    if replicas > 1:
-      arguments.append(f"--gin_param=auto.cpu_replicas = {replicas}")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    with self._log.open("a") as log:
-      self.process = subprocess.Popen(
-        [sys.executable, "launch.py", *arguments],
-        cwd=REPOSITORY, env=environment, stdout=log, stderr=log,
-      )  # fmt: skip
+    if self._replicas > 1:
+      arguments.append(f"--gin_param=auto.cpu_replicas = {self._replicas}")
+    return arguments
 
-  def wait_until(self, happened: Callable[[], bool], *, poll_s: float = 0.002) -> bool:
-    """Returns True when the condition holds, False if the process ended before."""
-    while self.process.poll() is None:
-      if happened():
-        return True
-      time.sleep(poll_s)
-    return False
+  def _fork(self, folder: Path, *parts: Part) -> forks.Fork:
+    def plant() -> None:
+      for part in parts:
+        part.plant()
 
-  def wait(self, seconds: float) -> bool:
-    end = time.time() + seconds
-    return self.wait_until(lambda: time.time() >= end)
+    return forks.Fork(self._arguments(folder), self._log(folder), before=plant)
 
-  def is_training(self) -> bool:
-    """Whether the first loop is done: its record follows the config, which is written first."""
-    config = self._folder / "operative_config.gin"
-    if not config.exists() or config.stat().st_mtime < self.started:
-      return False
-    if self._first_step is None:
-      self._first_step = self.step()
-    return self.step() > self._first_step
+  def _log(self, folder: Path) -> Path:
+    return self._base / f"{folder.name}.txt"
 
-  def is_writing(self) -> bool:
-    """Whether a checkpoint is begun and not finished."""
-    folder = self._folder / "checkpoints"
-    if (folder / checkpoints.UNFINISHED).is_dir():
-      return True
-    names = {file.name for file in folder.glob("ckpt-*")}
-    return any(f"{name.partition('.')[0]}.index" not in names for name in names)
+  def run(self, number: int, wanted: list[tuple[str, int]], rng: random.Random) -> Trial:
+    """Interrupts a run in each of the wanted (part, signal), lets it end, and compares."""
+    trial, folder = Trial(), self._base / f"trial{number}"
+    for name, number_of_signal in wanted:
+      interrupt = self._in_imports if name == "imports" else self._in_part
+      status, line = interrupt(folder, name, number_of_signal, rng)
+      if status not in (0, *ENDS[number_of_signal]):
+        trial.misses.append(f"{name}: status {status}, {line}")
+      if status == 0:  # it was faster than the signal, or it had no such part any more
+        continue
+      trial.kills.append(f"{signal.Signals(number_of_signal).name} in {name}")
+    last = self._fork(folder)
+    if (status := last.wait(LIMIT_S)) != 0:
+      last.kill()
+      trial.misses.append(f"status {status} at the end: {last.last_line()}")
+    else:
+      same = all(number == signal.SIGKILL for _, number in wanted)
+      trial.misses += comparison.differences(folder, self.reference, same_steps=same)
+    if not trial.misses:
+      shutil.rmtree(folder)
+    return trial
 
-  def freeze(self) -> None:
-    """Stops the process and returns when it is stopped."""
-    self.process.send_signal(signal.SIGSTOP)
-    status = Path(f"/proc/{self.process.pid}/stat")
-    while status.read_text().rpartition(")")[2].split()[0] not in "TZ":
-      time.sleep(0.0005)
+  def _in_part(
+    self, folder: Path, name: str, number: int, rng: random.Random
+  ) -> tuple[int | None, str]:
+    part, spans = Part(name), self.spans[name]
+    run = self._fork(folder, part)
+    which = rng.randrange(-(-len(spans) // 2))  # the others may not come again after a restart
+    if part.begins(which + 1, run):
+      time.sleep(rng.uniform(0, spans[which]))
+      run.send(number)
+    status = run.wait(LIMIT_S)
+    part.close()
+    run.kill()
+    return status, run.last_line()
 
-  def step(self) -> int:
-    steps = [record["step"] for record in records(self._folder, "train")]
-    return max(steps, default=0)
-
-  def end(self) -> int:
-    return self.process.wait()
-
-  def last_words(self) -> str:
-    return (self._log.read_text().strip().splitlines() or [""])[-1]
-
-
-def records(folder: Path, split: str) -> list[dict]:
-  path = folder / "metrics.jsonl"
-  lines = path.read_text().split("\n")[:-1] if path.exists() else []
-  parsed = [json.loads(line) for line in lines]
-  return [
-    {k: v for k, v in record.items() if k not in TIMES}
-    for record in parsed
-    if record["split"] == split
-  ]
-
-
-def uninterrupted(folder: Path, replicas: int) -> Uninterrupted:
-  command = Command(folder, replicas)
-  command.wait_until(command.is_training, poll_s=0.05)
-  starting_s = time.time() - command.started
-  if command.end():
-    raise SystemExit(f"the uninterrupted run failed: {command.last_words()}")
-  return Uninterrupted(folder, starting_s, time.time() - command.started - starting_s)
+  def _in_imports(
+    self, folder: Path, name: str, number: int, rng: random.Random
+  ) -> tuple[int | None, str]:
+    del name
+    command = [sys.executable, "launch.py", *self._arguments(folder)]
+    with self._log(folder).open("a") as log:
+      run = subprocess.Popen(command, cwd=forks.REPOSITORY, stdout=log, stderr=log)
+    time.sleep(rng.uniform(0, IMPORTS_S))
+    run.send_signal(number)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      status = run.wait(LIMIT_S)
+      # Before its first line, Python has no handler yet: the signal itself ends it.
+      return (75 if status == -signal.SIGTERM else status), self._log(folder).read_text()[-200:]
+    run.kill()
+    run.wait()
+    return None, "it did not end"
 
 
-def run_trial(
-  folder: Path,
-  reference: Uninterrupted,
-  kind: str,
-  rng: random.Random,
-  *,
-  replicas: int,
-  most_kills: int,
-) -> Trial:
-  """Runs and kills the command until it ends by itself, then compares."""
-  trial = Trial()
-  wanted_kills = rng.randint(1, most_kills)
-  while True:
-    command = Command(folder, replicas)
-    trial.starts += 1
-    killed = len(trial.kills) < wanted_kills and interrupt(command, reference, kind, rng)
-    status = command.end()
-    if not killed or status != STATUS[kind]:
-      break
-    note_kill(trial, command)
-  if status:
-    trial.misses.append(f"exit status {status}: {command.last_words()}")
-  elif not trial.kills:
-    shutil.rmtree(folder)  # it ended before the first kill, so the trial does not count
-    return run_trial(folder, reference, kind, rng, replicas=replicas, most_kills=most_kills)
-  else:
-    trial.misses += differences(folder, reference.folder, same_steps=kind != "sigterm")
-  return trial
+def plan(parts: list[str], kills: int, sigterms: int, most: int, rng: random.Random):
+  """Returns the interruptions of each trial: every part in turn, each trial of one signal."""
+  for number, count in ((signal.SIGKILL, kills), (signal.SIGTERM, sigterms)):
+    left = [(parts[i % len(parts)], int(number)) for i in range(count)]
+    rng.shuffle(left)
+    while left:
+      size = rng.randint(1, most)
+      yield sorted(left[:size], key=lambda one: list(PARTS).index(one[0]))
+      left = left[size:]
 
 
-def interrupt(command: Command, reference: Uninterrupted, kind: str, rng: random.Random) -> bool:
-  """Waits for the moment and sends the signal; False if the process ended before."""
-  if kind == "time" and rng.random() < 0.25:
-    reached = command.wait(rng.uniform(0, reference.starting_s))
-  else:
-    reached = command.wait_until(command.is_training) and command.wait(
-      rng.uniform(0, reference.training_s * (1 - command.step() / STEPS))
-    )
-  if kind == "write":
-    reached = reached and caught_writing(command, rng)
-  if reached:
-    command.process.send_signal(signal.SIGTERM if kind == "sigterm" else signal.SIGKILL)
-  return reached
-
-
-def caught_writing(command: Command, rng: random.Random) -> bool:
-  """Stops the process during a write; False if it ended before."""
-  while command.wait_until(command.is_writing, poll_s=0.0005):
-    command.wait(rng.choice([0, rng.uniform(0, 0.01)]))
-    command.freeze()
-    if command.is_writing():
-      return True
-    command.process.send_signal(signal.SIGCONT)
-  return False
-
-
-def note_kill(trial: Trial, command: Command) -> None:
-  writing = command.is_writing()
-  trial.during_write += writing
-  trial.kills.append(f"{command.step()}{' (writing)' if writing else ''}")
-
-
-def differences(folder: Path, reference: Path, *, same_steps: bool) -> list[str]:
-  """Returns the differences to the uninterrupted run; `same_steps`: both must save at the same."""
-  ours, theirs = ([Path(p).name for p in saved(f)] for f in (folder, reference))
-  found = [] if ours == theirs or not same_steps else [f"checkpoints {ours}, not {theirs}"]
-  for name in ours if same_steps else ours[-1:]:
-    found += different_tensors(folder / "checkpoints" / name, reference / "checkpoints" / name)
-  for split, every in (("train", STEPS_PER_LOOP), ("eval", EVAL_EVERY)):
-    if records(folder, split) != records(reference, split):
-      found.append(f"{split} records of metrics.jsonl differ")
-    if [r["step"] for r in records(folder, split)] != list(range(every, STEPS + 1, every)):
-      found.append(f"{split} steps of metrics.jsonl are not every {every}")
-  if (got := tensor(folder / "checkpoints" / f"ckpt-{STEPS}", DIGEST)) != expected_digest():
-    found.append(f"the digest of the example ids is {got}, not {expected_digest()}")
+def processes_of(folder: Path) -> list[str]:
+  """Returns the processes that work in a folder."""
+  found = []
+  for path in Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):
+      if str(folder) in path.read_text():
+        found.append(path.parent.name)
   return found
-
-
-def saved(folder: Path) -> list[str]:
-  return checkpoints.list_checkpoints(str(folder / "checkpoints"))
-
-
-def tensor(path: Path, key: str) -> int:
-  return int(tf.train.load_checkpoint(str(path)).get_tensor(key))
-
-
-def different_tensors(path: Path, reference: Path) -> list[str]:
-  """Returns the names of tensors that are not bit-identical, including the object graph."""
-  readers = [tf.train.load_checkpoint(str(p)) for p in (path, reference)]
-  names = [set(reader.get_variable_to_shape_map()) for reader in readers]
-  values = [{n: bits(reader.get_tensor(n)) for n in names[0] & names[1]} for reader in readers]
-  unequal = [n for n in values[0] if values[0][n] != values[1][n]]
-  return [f"{path.name}: {name}" for name in sorted({*unequal, *(names[0] ^ names[1])})]
-
-
-def bits(value: object) -> bytes:
-  return value if isinstance(value, bytes) else value.tobytes()  # type: ignore[attr-defined]
-
-
-def expected_digest() -> int:
-  """Computes the digest in Python from the documented order of the input."""
-  source = digits().sources["train"]
-  batches = datasets.train_dataset(source, global_batch_size=BATCH, seed=0).take(STEPS)
-  return digest(i for batch in batches.as_numpy_iterator() for i in batch["example_id"])
-
-
-def report(number: int, trials: int, kind: str, trial: Trial, seconds: float) -> None:
-  outcome = "identical" if not trial.misses else "MISS: " + "; ".join(trial.misses[:5])
-  kills = ", ".join(trial.kills)
-  print(
-    f"trial {number + 1}/{trials}  {kind:7}  at step {kills}; "
-    f"{trial.starts} starts, {seconds:.0f} s: {outcome}",
-    flush=True,
-  )
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--trials", type=int, default=20)
+  parser.add_argument("--kills", type=int, default=20, help="SIGKILLs in all")
+  parser.add_argument("--sigterms", type=int, default=10, help="SIGTERMs in all")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--replicas", type=int, default=1)
-  parser.add_argument("--most_kills", type=int, default=3, help="per trial")
-  parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["time", "write"])
+  parser.add_argument("--replicas", type=int, default=2)
+  parser.add_argument("--most_kills", type=int, default=3, help="of one trial")
+  parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
   options = parser.parse_args()
+  forks.warm_up()
   base = Path(tempfile.mkdtemp(prefix="kill_trials_"))
-  reference = uninterrupted(base / "uninterrupted", options.replicas)
-  print(f"uninterrupted: {reference.starting_s:.1f} s to start, {reference.training_s:.1f} s more")
-  done = []
-  for number in range(options.trials):
-    rng, began = random.Random(f"{options.seed}/{number}"), time.time()
-    kind = options.kinds[number % len(options.kinds)]
-    folder = base / f"trial{number}"
-    trial = run_trial(
-      folder, reference, kind, rng, replicas=options.replicas, most_kills=options.most_kills
-    )
-    done.append(trial)
-    report(number, options.trials, kind, done[-1], time.time() - began)
-    if not done[-1].misses:
-      shutil.rmtree(folder)
-  return summarize(done, base)
+  trials, rng = Trials(base, options.replicas), random.Random(options.seed)
+  parts = [name for name in trials.parts() if name in (options.parts or PARTS)]
+  planned = list(plan(parts, options.kills, options.sigterms, options.most_kills, rng))
+  done, missed = collections.Counter[str](), 0
+  for number, wanted in enumerate(planned):
+    began = time.monotonic()
+    trial = trials.run(number, wanted, rng)
+    done.update(trial.kills)
+    missed += bool(trial.misses)
+    outcome = "identical" if not trial.misses else f"MISS: {'; '.join(trial.misses[:5])}"
+    seconds, kills = time.monotonic() - began, ", ".join(trial.kills) or "ended before"
+    print(f"trial {number + 1}/{len(planned)}  {kills}; {seconds:.1f} s: {outcome}", flush=True)
+  return summarize(done, len(planned), missed, base)
 
 
-def summarize(done: list[Trial], base: Path) -> int:
-  kills, writing = sum(len(t.kills) for t in done), sum(t.during_write for t in done)
-  missed = sum(bool(trial.misses) for trial in done)
+def summarize(done: collections.Counter[str], trials: int, missed: int, base: Path) -> int:
+  for name in PARTS:
+    counts = [done[f"{kind} in {name}"] for kind in ("SIGKILL", "SIGTERM")]
+    print(f"| {name} | {counts[0]} | {counts[1]} |")
+  left = processes_of(base)
   outcome = f"{missed} missed, see {base}" if missed else "all identical to the uninterrupted run"
-  print(f"{len(done)} trials, {kills} kills, {writing} of them during a write: {outcome}")
+  print(f"{trials} trials, {sum(done.values())} kills, {len(left)} processes left: {outcome}")
   if not missed:
     shutil.rmtree(base)
-  return 1 if missed else 0
+  return 1 if missed or left else 0
 
 
 if __name__ == "__main__":

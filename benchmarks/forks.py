@@ -1,0 +1,198 @@
+"""Runs of launch.py in forked processes: TensorFlow is imported once, and no device is used before.
+
+  forks.warm_up()
+  run = forks.Fork(["--gin_file=..."], folder / "log.txt")
+  status = run.wait(30)  # negative: the signal; None: it still runs
+
+A fork ends as `python launch.py` does, by the interpreter's own teardown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_LAUNCH = str(REPOSITORY / "launch.py")
+WARM = ("framework.run", "orbit", "tensorflow", "keras", "tf_keras", "benchmarks.trials_task")
+
+
+def warm_up() -> None:
+  """Imports what a run imports; raises if that used a device."""
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+  sys.path[:0] = [str(REPOSITORY)]
+  for name in WARM:
+    importlib.import_module(name)
+  check_cold()
+  gc.freeze()  # else the first collection of each fork copies all that was imported
+
+
+def check_cold() -> None:
+  """Raises RuntimeError if this process has used TensorFlow's runtime: its forks would hang."""
+  from tensorflow.python.eager import context
+
+  if context.context()._initialized:
+    raise RuntimeError("TensorFlow's runtime was used before a fork; use it in a fork only")
+
+
+class Popen:
+  """As `subprocess.Popen` of `python ... launch.py ...`, for processes that a fork starts itself.
+
+  The file `<FORK_PIDS>/<task type>-<index>` gets the process id of each task of a cluster.
+  """
+
+  def __init__(
+    self, arguments: Sequence[str], environment: Mapping[str, str], merged: bool
+  ) -> None:
+    """Starts it, with pipes; `merged`: its standard error goes to its output."""
+    out, err = os.pipe(), None if merged else os.pipe()
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    self.pid = os.fork()
+    if self.pid == 0:
+      os.environ.clear()
+      _die_with(parent)
+      _run(arguments, None, lambda: _begin_task(environment), environment, out[1], err and err[1])
+    os.close(out[1])
+    self.stdout, self.stderr = os.fdopen(out[0], "rb", 0), None
+    if err:
+      os.close(err[1])
+      self.stderr = os.fdopen(err[0], "rb", 0)
+
+  def wait(self) -> int:
+    """Waits for the end; returns the status, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def fork_workers() -> None:
+  """Makes `--local_workers` fork its processes (in a fork, before launch.py)."""
+  from framework.strategies import local_cluster
+
+  def spawn(process: local_cluster.Process) -> Popen:
+    arguments = process.command[[str(c) for c in process.command].index(_LAUNCH) + 1 :]
+    return Popen(arguments, process.environment, not process.leads)
+
+  local_cluster.Process._spawn = spawn  # type: ignore[method-assign,assignment]
+
+
+def _die_with(parent: int) -> None:
+  pr_set_pdeathsig = 1
+  ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+  if os.getppid() != parent:
+    os._exit(1)
+
+
+def _begin_task(environment: Mapping[str, str]) -> None:
+  os.closerange(3, 256)  # as a new process, which inherits none: a pipe ends with its writers
+  task = json.loads(environment["TF_CONFIG"])["task"]
+  if folder := environment.get("FORK_PIDS"):
+    Path(folder, f"{task['type']}-{task['index']}").write_text(str(os.getpid()))
+
+
+class Fork:
+  """One process of launch.py in a session of its own."""
+
+  def __init__(
+    self,
+    arguments: Sequence[str],
+    log: Path | None,
+    *,
+    before: Callable[[], object] = lambda: None,
+    environment: Mapping[str, str] | None = None,
+    stdout: int | None = None,
+  ) -> None:
+    """Starts it.
+
+    Args:
+      arguments: the command line after launch.py.
+      log: where its output goes, at the end; None for nowhere.
+      before: called in the process before launch.py, to plant a fault.
+      environment: variables to set.
+      stdout: a file descriptor for its output, in place of `log`.
+    """
+    self.log, self.started = log, time.monotonic()
+    self.status: int | None = None
+    sys.stdout.flush()
+    self.pid = os.fork()
+    if self.pid == 0:
+      _run(arguments, log, before, environment or {}, stdout, None)
+    self._pidfd = os.pidfd_open(self.pid)
+
+  def poll(self) -> int | None:
+    """Returns the status, or None while it runs."""
+    return self.wait(0)
+
+  def wait(self, timeout_s: float) -> int | None:
+    """Waits for the end; returns the status, negative for a signal, or None after `timeout_s`."""
+    if self.status is None and select.select([self._pidfd], [], [], timeout_s)[0]:
+      self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+      os.close(self._pidfd)
+    return self.status
+
+  def send(self, number: int) -> None:
+    """Sends a signal, unless it has ended."""
+    if self.poll() is None:
+      os.kill(self.pid, number)
+
+  def kill(self) -> None:
+    """Ends it and the processes that it started."""
+    if self.poll() is None:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(self.pid, signal.SIGKILL)
+      self.wait(60)
+
+  def last_line(self) -> str:
+    """Returns the last line of its output, "" if there is none."""
+    text = self.log.read_text(errors="replace") if self.log and self.log.exists() else ""
+    return (text.strip().splitlines() or [""])[-1]
+
+
+def _run(
+  arguments: Sequence[str],
+  log: Path | None,
+  before: Callable[[], object],
+  environment: Mapping[str, str],
+  stdout: int | None,
+  stderr: int | None,
+) -> None:
+  """Becomes `python launch.py`; never returns."""
+  status = 1
+  try:
+    os.setsid()
+    os.environ.update(environment)
+    _redirect(log, stdout, stderr)
+    sys.argv = ["launch.py", *arguments]
+    os.chdir(REPOSITORY)
+    before()
+    runpy.run_path("launch.py", run_name="__main__")
+    status = 0
+  except SystemExit as end:
+    status = end.code if isinstance(end.code, int) else int(end.code is not None)
+  except BaseException:
+    traceback.print_exc()
+  finally:
+    # Not through the caller's frames, whose `finally` would run a second time.
+    ctypes.pythonapi.Py_Exit(status)
+
+
+def _redirect(log: Path | None, stdout: int | None, stderr: int | None) -> None:
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+  if stdout is None:
+    path = os.devnull if log is None else log
+    stdout = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+  os.dup2(stdout, 1)
+  os.dup2(stdout if stderr is None else stderr, 2)
