@@ -43,8 +43,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 import framework.run  # noqa: F401  (with TensorFlow, once; each worker is a fork)
 import launch
-from benchmarks.fault_trials import CONFIG, reached
 from benchmarks.comparison import different_tensors
+from benchmarks.fault_trials import CONFIG, reached
 from benchmarks.network import Network, available, enter
 from framework.strategies.local_cluster import free_ports
 
