@@ -76,20 +76,19 @@ def remove(path: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: str, *, wait: bool = True) -> Iterator[int]:
+def locked(path: str) -> Iterator[int]:
   """Locks a local file, made if it is missing; gives a descriptor to read and append (host).
 
   The lock holds between processes that call this, and ends with the process. Without effect on a
   file system that has no locks.
 
   Raises:
-    BlockingIOError: another process has the lock, and `wait` is False.
     OSError: the file cannot be opened.
   """
   while True:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-      has_locks(descriptor, wait=wait)
+      lock(descriptor)
       if is_still(path, descriptor):
         yield descriptor
         return
@@ -106,7 +105,7 @@ def write(path: str, descriptor: int, content: bytes) -> None:
     raise OSError(error.errno, error.strerror, path) from error
 
 
-def has_locks(descriptor: int, *, wait: bool = True) -> bool:
+def lock(descriptor: int, *, wait: bool = True) -> bool:
   """Locks an open file; False if its file system has no locks.
 
   Raises:

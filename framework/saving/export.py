@@ -144,7 +144,7 @@ def _in_progress(folder: str) -> Iterator[None]:
     return
   descriptor = os.open(folder, os.O_RDONLY)
   try:
-    files.has_locks(descriptor)
+    files.lock(descriptor)
     yield
   finally:
     os.close(descriptor)
@@ -154,7 +154,7 @@ def _is_abandoned(folder: str) -> bool:
   if files.is_local(folder):
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-      if files.has_locks(descriptor, wait=False):
+      if files.lock(descriptor, wait=False):
         return True
     except BlockingIOError:
       return False

@@ -113,7 +113,7 @@ class Owner:
     while True:
       self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
       try:
-        locked = files.has_locks(self._descriptor, wait=False)
+        locked = files.lock(self._descriptor, wait=False)
       except BlockingIOError:
         return False
       if files.is_still(self._path, self._descriptor):

@@ -606,7 +606,7 @@ def test_a_killed_export_is_removed_and_one_in_progress_is_not(tmp_path, monkeyp
   os.utime(dead / "saved_model.pb", (0, 0))
   os.utime(dead, (0, 0))
   if not locks:
-    monkeypatch.setattr(files, "has_locks", lambda *_, **__: False)
+    monkeypatch.setattr(files, "lock", lambda *_, **__: False)
   with exports._in_progress(str(living)):
     export(task, directory)
   assert sorted(os.listdir(tmp_path)) == ["export", living.name]

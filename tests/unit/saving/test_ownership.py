@@ -45,7 +45,7 @@ def write(folder, **changes):
 @pytest.fixture(params=["locks", "no locks"])
 def locks(request, monkeypatch):
   if request.param == "no locks":
-    monkeypatch.setattr(files, "has_locks", lambda *_, **__: False)
+    monkeypatch.setattr(files, "lock", lambda *_, **__: False)
 
 
 def test_the_second_is_refused_and_told_about_the_first(folder, locks):
@@ -151,7 +151,7 @@ def test_a_damaged_record_is_no_owner(folder, content):
 
 def test_an_owner_that_was_stopped_too_long_notices(folder, monkeypatch):
   """Without locks, another process may take over; then this one must not go on."""
-  monkeypatch.setattr(files, "has_locks", lambda *_, **__: False)
+  monkeypatch.setattr(files, "lock", lambda *_, **__: False)
   with owned(folder) as owner:
     owner.require()
     write(folder)
@@ -165,7 +165,7 @@ def test_the_lock_of_a_silent_owner_elsewhere_is_waited_for(folder):
   """NFS keeps the lock of a dead machine for a while."""
   write(folder)
   with open(os.path.join(folder, "owner.json")) as other:
-    assert files.has_locks(other.fileno())
+    assert files.lock(other.fileno())
     with pytest.raises(ConfigError, match="process 7 on far"), owned(folder):
       pass
     timer = threading.Timer(0.1, other.close)
