@@ -130,7 +130,8 @@ class Session:
       self._manager.restore_or_initialize()
     else:
       self._restore(checkpoint)
-    self.cluster.require_same("restored step", self.step)
+    with self.cluster.blaming(lambda: self.step):
+      self.cluster.require_same("restored step", self.step)
 
   def describe(self, *, precision: str) -> None:
     """Prints the run's configuration (stderr)."""
