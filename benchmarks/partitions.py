@@ -8,6 +8,7 @@ run folder on the disk that they share. At a random step the network breaks:
   cut        all packets from and to one worker are lost, without end
   one_way    all packets from one worker are lost, without end
   at_start   as `cut`, before the workers have met
+  early      as `cut`, at any time from the start to the first steps
   pause      as `cut`, for less than half the heartbeat's limit: the run goes on
   delay      for up to `WINDOW_S`, each packet between two workers takes 5 to 100 ms longer: the run
              goes on
@@ -48,12 +49,12 @@ from benchmarks.fault_trials import CONFIG, reached
 from benchmarks.network import Network, available, enter
 from framework.strategies.local_cluster import free_ports
 
-STEPS, HEARTBEAT_S, START_S = 400, 5.0, 15.0
+STEPS, HEARTBEAT_S, START_S = 400, 10.0, 30.0
 LIMIT_S = 2 * HEARTBEAT_S + 15.0
-WINDOW_S = 20.0
+WINDOW_S, EARLY_S = 20.0, 6.0
 HANG_S = 180.0
-KINDS = ("cut", "one_way", "at_start", "pause", "delay", "loss", "much_loss")
-ENDS = ("cut", "one_way", "at_start")
+KINDS = ("cut", "one_way", "at_start", "early", "pause", "delay", "loss", "much_loss")
+ENDS = ("cut", "one_way", "at_start", "early")
 PARAMS = (
   f"run.train_steps = {STEPS}",
   f"multi_worker_mirrored.heartbeat_timeout_s = {HEARTBEAT_S}",
@@ -140,6 +141,11 @@ def break_network(
   if kind == "at_start":
     network.cut(victim)
     return victim, ""
+  if kind == "early":
+    seconds = rng.uniform(0.0, EARLY_S)
+    workers.wait(timeout_s=seconds)
+    network.cut(victim)
+    return victim, f"after {seconds:.1f} s"
   when = rng.randrange(20, STEPS - 100)
   if not workers.wait(lambda: reached(folder / "m") >= when):
     raise RuntimeError(f"it ended ({workers.status}) or hung before the fault; see {folder}")
@@ -183,7 +189,8 @@ def run_trial(folder: Path, kind: str, reference: Path, count: int, rng: random.
     workers = Workers(network, folder)
     victim, trial.what = break_network(network, workers, folder, kind, rng)
     at = time.monotonic()
-    limit = START_S + LIMIT_S if kind == "at_start" else LIMIT_S if kind in ENDS else HANG_S
+    starting = kind in ("at_start", "early")
+    limit = START_S + LIMIT_S if starting else LIMIT_S if kind in ENDS else HANG_S
     if kind not in ENDS:
       workers.wait(timeout_s=WINDOW_S)
       network.heal()

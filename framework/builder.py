@@ -80,7 +80,8 @@ class Recipe:
       "optimizer": self.optimizer, "global_batch_size": self.global_batch_size,
       "eager": self.eager, "seed": self.seed, "observers": [recorder] if recorder else (),
     }  # fmt: skip
-    trainer: Trainer = make(**{**configurables.options(Trainer), **given, **self.options})
+    with traits.cluster_of(strategy).blaming(lambda: 0):  # variables are broadcast
+      trainer: Trainer = make(**{**configurables.options(Trainer), **given, **self.options})
     trainer.source = None if dataset_fn else source
     return trainer
 

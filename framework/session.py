@@ -140,7 +140,8 @@ class Session:
     else:
       self._restore(checkpoint)
     self._restored_step = self.step
-    self.cluster.require_same("restored step", self.step)
+    with self.cluster.blaming(lambda: self.step):
+      self.cluster.require_same("restored step", self.step)
 
   def describe(self, *, precision: str) -> None:
     """Prints the run's configuration (stderr)."""

@@ -12,6 +12,7 @@ from tensorflow.python.framework import kernels
 
 from framework.errors import ConfigError, require_integer, require_positive, unknown
 from framework.strategies import rendezvous, resolvers, servers
+from framework.strategies.cluster import Cluster, workers
 
 CrossDeviceOps = Literal[
   "auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "collective"
@@ -19,6 +20,7 @@ CrossDeviceOps = Literal[
 Communication = Literal["auto", "ring", "nccl"]
 StrategyFactory = Callable[[], tf.distribute.Strategy | servers.Server]
 _KEYS_EACH = 1000
+_GRACE_S = 10.0
 _first_keys = itertools.count(_KEYS_EACH, _KEYS_EACH)
 
 
@@ -134,7 +136,10 @@ def multi_worker_mirrored(
   rendezvous.configure_runtime(
     found, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
   )
-  with rendezvous.ending_after(start_timeout_s):
+  peers, index = workers(found)
+  cluster = Cluster(strategy=tf.distribute.get_strategy(), index=index, peers=tuple(peers))
+  # TensorFlow's own limit is start_timeout_s, and its error names the worker.
+  with cluster.blaming(lambda: 0), rendezvous.ending_after(start_timeout_s + _GRACE_S):
     return tf.distribute.MultiWorkerMirroredStrategy(
       found, tf.distribute.experimental.CommunicationOptions(implementation=choices[communication])
     )

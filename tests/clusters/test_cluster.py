@@ -9,10 +9,12 @@ import socket
 import sys
 import threading
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from framework import builder
 from framework.errors import ConfigError
 from framework.strategies import cluster, factories, rendezvous, resolvers, traits
 from framework.strategies.cluster import Cluster, ClusterError, Peer
@@ -204,6 +206,30 @@ def test_a_lost_worker_is_blamed(message, line):
     raise tf.errors.UnavailableError(None, None, message)
   assert str(caught.value).startswith(line)
   assert str(caught.value).endswith(", after step 17")
+
+
+def test_a_worker_lost_while_variables_are_made_is_blamed(monkeypatch):
+  def lost(**_):
+    raise tf.errors.UnavailableError(None, None, LOST[0][0])
+
+  monkeypatch.setattr(builder.traits, "cluster_of", lambda _: make_cluster(3))
+  monkeypatch.setattr(builder.configurables, "options", lambda _: {})
+  monkeypatch.setattr(builder, "Trainer", lost)
+  recipe = builder.Recipe(optimizer=keras.optimizers.SGD, global_batch_size=6)
+  with pytest.raises(ClusterError, match=r"lost worker-1 .* which exited, after step 0"):
+    recipe.trainer(None, tf.distribute.get_strategy())
+
+
+def test_a_worker_lost_while_tensorflow_connects_is_blamed(monkeypatch, addresses):
+  def lost(*_):
+    raise tf.errors.DeadlineExceededError(None, None, LOST[1][0])
+
+  found = resolver(addresses, 0)
+  monkeypatch.setattr(rendezvous, "preflight", lambda *_, **__: None)
+  monkeypatch.setattr(rendezvous, "configure_runtime", lambda *_, **__: None)
+  monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", lost)
+  with pytest.raises(ClusterError, match=r"lost worker-2 .* which stopped answering, after step 0"):
+    factories.multi_worker_mirrored(resolver=lambda: found)
 
 
 # ---- Where the addresses come from ----
