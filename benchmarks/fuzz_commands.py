@@ -36,6 +36,7 @@ import launch
 from benchmarks import fuzzing
 from framework.configurables.table import TABLE, register_all
 from framework.session import Session
+from framework.strategies import local_cluster
 
 BASE = """
 import tests.support.mistaken
@@ -270,6 +271,7 @@ def run(arguments: Sequence[str]) -> tuple[int, str, str]:
     contextlib.redirect_stdout(out),
     contextlib.redirect_stderr(err),
     mock.patch.object(Session, "go", return_value={}),
+    mock.patch.object(local_cluster, "run_local", return_value=0),
     mock.patch.object(sys, "path", [*sys.path]),
   ):
     status = launch.main(["launch.py", *arguments])
