@@ -106,6 +106,8 @@ def verify(json_file: str | None) -> int:
   """Prints the results of all checks of the config in force; returns 1 if any check failed."""
   from framework import verify as checks
 
+  if json_file:
+    _require_writable(json_file)
   report = checks.verify(
     checks.subject_of_config(), show=lambda text: print(f"{text}\n", flush=True)
   )
@@ -113,6 +115,17 @@ def verify(json_file: str | None) -> int:
   if json_file:
     Path(json_file).write_text(report.json())
   return 1 if report.failures else 0
+
+
+def _require_writable(path: str) -> None:
+  """Makes an empty file, or leaves one that is there; so a mistake shows before the checks run."""
+  try:
+    Path(path).open("a").close()
+  except (OSError, ValueError) as error:  # ValueError: a null character
+    reason = getattr(error, "strerror", None) or error
+    raise flags.Error(
+      f"--json={path!r} cannot be written ({reason}); give a file in a folder that exists"
+    ) from error
 
 
 def launch_local(values: flags.FlagValues, model_dir: str) -> int:
@@ -209,10 +222,10 @@ def _check_local_flags(values: flags.FlagValues) -> None:
 
 def mistake(error: Exception) -> str | None:
   """Returns the line of a user's mistake; None for any other error."""
-  if isinstance(error, flags.Error):
-    return f"{' '.join(str(error).split())} (--help lists the flags)"
   from framework import errors
 
+  if isinstance(error, flags.Error):
+    return errors.printable(f"{' '.join(str(error).split())} (--help lists the flags)")
   return errors.mistake(error)
 
 

@@ -25,13 +25,18 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
+import gin
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
+import launch
 from benchmarks import fuzzing
 from framework.configurables.table import TABLE, register_all
+from framework.session import Session
+from framework.strategies import local_cluster
 
 BASE = """
 import tests.support.mistaken
@@ -261,20 +266,16 @@ def prepare(folder: Path, text: str) -> None:
 
 def run(arguments: Sequence[str]) -> tuple[int, str, str]:
   """Runs `launch.main` without training; returns status, stdout and stderr."""
-  import gin
-
-  import launch
-  from framework.session import Session
-
-  Session.go = lambda self, mode: {}  # type: ignore[assignment,misc,method-assign]
   out, err = io.StringIO(), io.StringIO()
-  path = [*sys.path]
-  try:
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-      status = launch.main(["launch.py", *arguments])
-  finally:
-    gin.clear_config()
-    sys.path[:] = path
+  with (
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+    mock.patch.object(Session, "go", return_value={}),
+    mock.patch.object(local_cluster, "run_local", return_value=0),
+    mock.patch.object(sys, "path", [*sys.path]),
+  ):
+    status = launch.main(["launch.py", *arguments])
+  gin.clear_config()
   return status, out.getvalue(), err.getvalue()
 
 
@@ -308,7 +309,8 @@ def main() -> int:
     "commands", examine, inputs=1 if one else options.inputs, seed=options.seed, limit_s=30,
     first=options.only or 0,
   )  # fmt: skip
-  return fuzzing.report([tally], examples=options.examples)
+  print(fuzzing.HEAD)
+  return fuzzing.report(tally, examples=options.examples)
 
 
 if __name__ == "__main__":

@@ -476,14 +476,15 @@ def main() -> int:
   options = parser.parse_args()
   register_all()
   one = options.only is not None
-  tallies = [
-    fuzzing.hunt(
+  print(fuzzing.HEAD, flush=True)
+  failed = 0
+  for name in options.readers.split(","):
+    tally = fuzzing.hunt(
       name, READERS[name], inputs=1 if one else options.files, seed=options.seed,
       first=options.only or 0,
-    )
-    for name in options.readers.split(",")
-  ]  # fmt: skip
-  return fuzzing.report(tallies, examples=options.examples)
+    )  # fmt: skip
+    failed |= fuzzing.report(tally, examples=options.examples)
+  return failed
 
 
 if __name__ == "__main__":

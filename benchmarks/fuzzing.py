@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MISTAKE, FINE = "mistake", "fine"
@@ -171,10 +171,9 @@ def _memory_folder() -> str | None:
   return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def report(tallies: Sequence[Tally], *, examples: int = 3) -> int:
-  """Prints a table and some failures; returns the exit status."""
-  print("\n".join([HEAD, *(tally.line() for tally in tallies)]))
-  for tally in tallies:
-    for number, text in tally.failures[:examples]:
-      print(f"\n{tally.name} {number}: {text}", file=sys.stderr)
-  return 1 if any(tally.failures for tally in tallies) else 0
+def report(tally: Tally, *, examples: int = 3) -> int:
+  """Prints the row of a table and some failures; returns the exit status."""
+  print(tally.line(), flush=True)
+  for number, text in tally.failures[:examples]:
+    print(f"\n{tally.name} {number}: {text}", file=sys.stderr)
+  return 1 if tally.failures else 0

@@ -11,6 +11,7 @@ import types
 from framework import run, trainer
 from framework.actions import best, nonfinite, profiling, time_budget
 from framework.configurables.table import GIVEN
+from framework.inputs import sources
 from framework.optimizers import adapters, loss_scale, schedules
 from framework.saving import warm_start
 from framework.strategies import cloud, factories, reduction, resolvers
@@ -28,6 +29,7 @@ SECTIONS = (
   ("Clusters whose addresses an API knows", cloud, "kubernetes gce"),
   ("Loss scale", loss_scale, "none fixed dynamic"),
   ("Warm start", warm_start, "WarmStart"),
+  ("Inputs", sources, "ImageFolderSource load_arrays"),
   ("Optimizers", adapters, "without_decay"),
   (
     "Schedules",

@@ -9,6 +9,7 @@ import tensorflow as tf
 from input_cases import runtime_error
 
 from framework import errors
+from framework.errors import ConfigError
 from framework.inputs import checks
 
 
@@ -53,3 +54,37 @@ def test_a_number_that_is_not_above_0_is_one_line(value):
 def test_the_first_line_of_an_error():
   assert errors.first_line(ValueError("\none\ntwo")) == "one"
   assert errors.first_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize(
+  ("value", "line"),
+  [
+    (0, "n is 0; it must be a whole number of at least 1."),
+    (2**63, f"n is {2**63}; it must be a whole number from 1 to {2**63 - 1}."),
+    (-(2**63) - 1, f"n is {-(2**63) - 1}; it must be a whole number of at least 1."),
+    (10**300, f"n is 1{'0' * 99}...{'0' * 50}; it must be a whole number from 1 to {2**63 - 1}."),
+  ],
+)  # fmt: skip
+def test_counts_are_those_that_int64_holds(value, line):
+  with pytest.raises(ConfigError) as raised:
+    errors.require_integer("n", value, at_least=1)
+  assert str(raised.value) == line
+  assert errors.require_integer("n", 2**63 - 1, at_least=1) == 2**63 - 1
+
+
+def test_a_number_that_python_refuses_to_write():
+  assert errors.shown(10**9999) == "a number of several thousand digits"
+
+
+def test_numbers_that_float64_holds():
+  assert [errors.is_finite(x) for x in (1, 1.5, 10**308)] == [True] * 3
+  assert [errors.is_finite(x) for x in (10**309, float("nan"), "1", True, None)] == [False] * 5
+  with pytest.raises(ConfigError, match=r"^s is 1000.*; it must be a number that a float64 can ho"):
+    errors.require_positive("s", 10**400)
+
+
+def test_a_mistake_is_one_printable_line():
+  line = "'caf\xe9' \r is\x1b[1m\u2028\ud800\0 x"
+  printed = "'caf\xe9' \\r is\\x1b[1m\\u2028\\ud800\\x00 x"
+  assert errors.mistake(ConfigError(f"{line}\nmore")) == printed
+  assert len(printed.splitlines()) == 1

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import configurables
+from framework import configurables, verify
 from framework import run as RUN  # noqa: N812
 from framework.backend import output
 from framework.errors import ConfigError, Preempted
@@ -168,6 +168,23 @@ def test_a_local_cluster_runs_the_same_command_line_in_each_process(monkeypatch,
   assert given["command"][:2] == command
   assert sorted(given.pop("command")[2:]) == flags
   assert given == {"model_dir": "runs/a", "workers": 2, "ps": 1, "max_restarts": 3}
+
+
+@pytest.mark.parametrize(
+  ("path", "reason"),
+  [("nowhere/r.json", "No such file or directory"), ("x.gin/r.json", "Not a directory")],
+)
+def test_a_report_that_cannot_be_written_is_noticed_before_the_checks(
+  capsys, monkeypatch, path, reason
+):
+  Path("x.gin").write_text("run.seed = 1\n")
+  monkeypatch.setattr(configurables, "parse", lambda *args: None)
+  monkeypatch.setattr(verify, "subject_of_config", lambda: pytest.fail("the checks began"))
+  assert status_and_line(capsys, "--gin_file=x.gin", "--mode=verify", f"--json={path}") == (
+    2,
+    f"error: --json='{path}' cannot be written ({reason}); give a file in a folder that exists "
+    "(--help lists the flags)",
+  )
 
 
 def refuse():

@@ -270,6 +270,40 @@ def test_an_unknown_name(text, line):
   assert mistake(GOOD + text) == line
 
 
+@pytest.mark.parametrize(
+  ("text", "line"),
+  [
+    (
+      "Trainer.anything = @Pair()\nPair.first = @Pair()",
+      "x.gin:4: Pair.first is @Pair(), but @Pair() needs @Pair()",
+    ),
+    (
+      "Trainer.anything = @Pair()\nPair.first = [{'a': @dense()}]\ndense.units = @Pair()",
+      "x.gin:4: Pair.first is [{'a': @dense()}], but @dense() needs @Pair() needs @dense()",
+    ),
+    (
+      "Trainer.anything = @Pair()\nPair.first = @in/Pair()",
+      "x.gin:4: Pair.first is @in/Pair(), but @in/Pair() needs @in/Pair()",
+    ),
+    (
+      "Trainer.anything = @Pair()\nPair.first = %again\nagain = @Pair()",
+      "x.gin:4: Pair.first is %again, but @again/Pair() needs @again/Pair()",
+    ),
+  ],
+)
+def test_what_needs_itself(text, line):
+  remedy = ", without end; give one of them a value that does not need it."
+  assert mistake(GOOD + text) == line + remedy
+
+
+@pytest.mark.parametrize(
+  "text", ["Pair.first = @in/Pair()\nin/Pair.first = 1", "Pair.first = @Pair"]
+)
+def test_what_only_seems_to_need_itself(text):
+  parse(f"{GOOD}Trainer.anything = @Pair()\n{text}")
+  assert isinstance(result()["trainer"].anything, Pair)
+
+
 def test_a_block_is_checked_like_single_lines():
   assert (
     mistake(GOOD + "run:\n  seed = 1\n  sed = 2\n")
@@ -298,6 +332,55 @@ def test_a_name_that_gin_has_too_is_ours():
     GOOD + "run.optimizer = @Sgd\nTrainer.anything = @constant()\nconstant.learning_rate = 0.25"
   )
   assert result()["trainer"].anything(0) == 0.25
+
+
+# Hostile text.
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "run.rates = " + "[" * 300 + "]" * 300,
+    "run.rates = " + "[" * 9000,
+    "run.seed = " + "9" * 5000,
+    "run.seed = 1\0",
+    "\0",
+    "x = '''",
+    "run.seed = \\",
+    "\f\v\r\x1a\u2028 = 3",
+    "Trainer.anything = @gin.macro()",
+    "include 'x.gin\0'",
+    "include '" + "a" * 5000 + "'",
+    "run.seed = 3\n  run.seed = 4\n run.seed = 5",
+  ],
+)
+def test_text_that_python_itself_cannot_read_is_one_line(text):
+  assert len(mistake(GOOD + text)) < 12_000
+
+
+@pytest.mark.parametrize("param", ["", "\0", "\ud800", "x", "=", "run.seed", "(" * 9])
+def test_params_that_are_no_bindings(param):
+  write("x.gin", GOOD)
+  examination = configurables.examine(["x.gin"], [param])
+  assert len(examination.mistakes) == (param != "")
+
+
+def test_files_that_are_no_text():
+  write("x.gin", GOOD + "include 'y.gin'\n")
+  Path("y.gin").write_bytes(b"\x1f\x8b\xff")
+  with pytest.raises(ConfigError, match=r"^y.gin is not text; a gin file must be UTF-8.$"):
+    configurables.parse(["x.gin"])
+  with Path("y.gin").open("wb") as file:
+    file.truncate(2**33)
+  with pytest.raises(ConfigError, match=r"^'y.gin' would take 8,589,934,592 bytes of memory, but"):
+    configurables.parse(["x.gin"])
+
+
+def test_line_ends_of_any_system():
+  good = GOOD.replace("\n", "\r\n").encode()
+  Path("x.gin").write_bytes(good + b"run.seed = 4\rrun.eager = 1\r\n")
+  with pytest.raises(ConfigError, match=r"^x\.gin:4: run\.eager is 1; it must be bool"):
+    configurables.parse(["x.gin"])
 
 
 # Values.
