@@ -50,7 +50,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tensorflow as tf
 
-from benchmarks.kill_trials import different_tensors
+from benchmarks.comparison import different_tensors
 from framework.saving import checkpoints
 from framework.strategies.local_cluster import make_cluster
 

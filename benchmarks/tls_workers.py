@@ -140,7 +140,7 @@ def main() -> int:
   base = Path(tempfile.mkdtemp(prefix="tls_workers_"))
   kinds = ("plain", "tls", "killed", "other_ca")
   wrong = {kind: trial(kind, base, options.steps) for kind in kinds}
-  from benchmarks.kill_trials import different_tensors
+  from benchmarks.comparison import different_tensors
 
   name = f"m/checkpoints/ckpt-{options.steps}"
   wrong["tls"] += different_tensors(base / "tls" / name, base / "plain" / name)

@@ -1,6 +1,7 @@
 """Errors for users: one line with the wrong value, what it must be, and what to do."""
 
 import difflib
+import math
 import numbers
 import re
 import sysconfig
@@ -14,6 +15,8 @@ _NOT_THE_USERS = (
   str(Path(__file__).parent),
   *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
+
+INT64_MAX = 2**63 - 1
 
 
 class ConfigError(ValueError):
@@ -33,25 +36,50 @@ def unknown(what: str, value: object, choices: Iterable[str]) -> ConfigError:
   return ConfigError(f"unknown {what} {value!r}; it must be one of {', '.join(names)}.{hint}")
 
 
-def is_integer(value: object, *, at_least: int, at_most: int | None = None) -> bool:
+def is_integer(value: object, *, at_least: int, at_most: int = INT64_MAX) -> bool:
   """Whether `value` is an integer of Python or NumPy (not a bool) within the bounds."""
   if not isinstance(value, numbers.Integral) or isinstance(value, bool):
     return False
-  return int(value) >= at_least and (at_most is None or int(value) <= at_most)
+  return at_least <= int(value) <= at_most
 
 
-def require_integer(what: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
+def require_integer(what: str, value: Any, *, at_least: int, at_most: int = INT64_MAX) -> int:
   """Returns `value` as an int; raises a ConfigError unless it is an integer within the bounds."""
   if not is_integer(value, at_least=at_least, at_most=at_most):
-    bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-    raise ConfigError(f"{what} is {value!r}; it must be a whole number {bounds}.")
+    above = isinstance(value, numbers.Integral) and int(value) > at_most
+    both = above or at_most < INT64_MAX
+    bounds = f"from {at_least} to {at_most}" if both else f"of at least {at_least}"
+    raise ConfigError(f"{what} is {shown(value)}; it must be a whole number {bounds}.")
   return int(value)
 
 
+def is_finite(value: object) -> bool:
+  """Whether `value` is a number (not a bool) that a float64 can hold."""
+  if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    return False
+  try:
+    return math.isfinite(value)
+  except OverflowError:  # an int above 1.8e308
+    return False
+
+
 def require_positive(what: str, value: float, *, unit: str = "") -> None:
-  """Raises a ConfigError, which names `what` and the `unit`, unless `value` is above 0."""
-  if not value > 0:
-    raise ConfigError(f"{what} is {value}; it must be above 0{unit and f' {unit}'}.")
+  """Raises a ConfigError, which names `what` and the `unit`, unless `value` is above 0.
+
+  Infinity passes. An int that a float64 cannot hold does not.
+  """
+  if not value > 0 or (isinstance(value, int) and not is_finite(value)):
+    limit = "above 0" if not value > 0 else "a number that a float64 can hold"
+    raise ConfigError(f"{what} is {shown(value)}; it must be {limit}{unit and f' {unit}'}.")
+
+
+def shown(value: object, most: int = 200) -> str:
+  """Returns the repr of a value that an error names, shortened in the middle if it is long."""
+  try:
+    text = repr(value)
+  except ValueError:  # Python refuses to write an int of more than 4,300 digits
+    return "a number of several thousand digits"
+  return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
 
 def kind(value: object) -> str:
@@ -96,12 +124,22 @@ def mistake(error: Exception) -> str | None:
   TensorFlow embeds a mistake found while tracing in the text of its own error, and one of the input
   pipeline after "user error: ". gin appends lines to any error.
   """
+  line = _mistake(error)
+  return None if line is None else printable(line)
+
+
+def _mistake(error: Exception) -> str | None:
   if "[user error: " in str(error):
     return user_error(error)
   hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))
   if hidden:
     return hidden[1]
   return str(error).partition("\n")[0] if isinstance(error, ConfigError) else None
+
+
+def printable(line: str) -> str:
+  """Returns a line with control characters, line breaks and surrogates escaped, as in a repr."""
+  return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 class Preempted(Exception):  # noqa: N818  (an event, not an error)

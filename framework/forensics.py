@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,14 +20,14 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework.backend import models
+from framework.backend import files, models
 from framework.backend.autograph import as_written
-from framework.backend.files import atomic_write
 from framework.errors import ConfigError, is_the_users
 from framework.inputs.datasets import Batch
 from framework.metrics import Loss
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.rollback import Rollback, changed_by, read, write
+from framework.saving.checkpoints import write_with_the_chief
 from framework.step import Gradient, LossFn, Step, StepParts
 from framework.strategies import traits
 from framework.trainer import Trainer
@@ -38,7 +37,7 @@ FOLDER = "nonfinite"
 MOST_EXAMPLES = 16
 """How many offending examples to look for; each costs about 2 log2(rows) passes of one replica."""
 _LOSS, _SUM_OF_LOSSES = "loss", "sum of the losses"
-_STATE = "before"
+_STATE, _REPORT = "before", "report.txt"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -409,18 +408,19 @@ def save(checkpoint: tf.train.Checkpoint, model_dir: str, *, is_chief: bool = Tr
   Every worker of a cluster must call it; only the chief's files are kept.
   """
   folder = os.path.join(model_dir, FOLDER)
-  if not is_chief:
-    with tempfile.TemporaryDirectory() as scratch:
-      return checkpoint.write(os.path.join(scratch, _STATE))
-  if tf.io.gfile.exists(folder):
-    tf.io.gfile.rmtree(folder)
-  tf.io.gfile.makedirs(folder)
-  return checkpoint.write(os.path.join(folder, _STATE))
+  path = os.path.join(folder, _STATE)
+  if is_chief:
+    files.remove(os.path.join(folder, _REPORT))  # of the earlier state
+    checkpoint.write(path)
+    files.sync_tree(folder)
+  else:
+    write_with_the_chief(checkpoint)
+  return path
 
 
 def save_report(report: NonFiniteReport, model_dir: str) -> None:
   """Writes the table into the same folder (host, chief only)."""
-  atomic_write(os.path.join(model_dir, FOLDER, "report.txt"), f"{report}\n")
+  files.atomic_write(os.path.join(model_dir, FOLDER, _REPORT), f"{report}\n")
 
 
 def saved_state(model_dir: str) -> str:

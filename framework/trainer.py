@@ -9,7 +9,6 @@ train          host           steps_per_loop steps in one call
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,7 +157,7 @@ class Trainer(orbit.AbstractTrainer):
     if self._iterator is None:
       self._iterator = self.make_iterator()
     self._metrics.reset()  # an earlier loop may have failed midway
-    before, started = int(self.global_step.numpy()), time.perf_counter()
+    before, clock = int(self.global_step.numpy()), timing.LoopClock()
     for observer in self.parts.observers:
       observer.loop_begins(after_step=before, steps=steps)
     try:
@@ -169,14 +168,14 @@ class Trainer(orbit.AbstractTrainer):
     undone = done < steps  # true if an observer undid the last step; only the metrics include it
     ran = done + undone
     results = self._metrics.result()  # waits for the device
-    seconds = time.perf_counter() - started
+    seconds = clock.seconds()
     self._report_retracing()
     self._require_weight()
     skipped = round(results.pop("skipped") * ran)
     self.skipped_steps.assign_add(max(0, skipped - undone))
     if undone:
       self.reset_input()  # the iterator is one batch ahead of the position
-    results["input_wait_s"] = results.pop("input_wait") * ran
+    results["input_wait_s"] = clock.corrected(results.pop("input_wait") * ran)
     for observer in self.parts.observers:
       observer.loop_ends(results, done=done, ran=ran)
     results |= derived_metrics(self.task, results)

@@ -17,11 +17,13 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss
+from framework.backend import bounded
 from framework.metrics import weighted_sum
 from framework.saving import checkpoints
 from tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
 _FILE = "teacher.npz"
+_KERAS_FILES = (".keras", ".weights.h5")
 
 
 @framework.register
@@ -133,23 +135,26 @@ def trained_weights(network: keras.Model, path: str) -> list[np.ndarray]:
   Raises:
     ConfigError: `path` does not exist, or belongs to another network.
   """
-  try:
+  remedy = (
+    f"Distillation.teacher must hold the weights of {network.name!r} with "
+    f"{network.count_params()} parameters: give "
+    "Distillation.teacher_network, and its options, the values with which the teacher was trained"
+  )
+  if path.endswith(_KERAS_FILES):
+    found = path
+    bounded.require_file(path, "a trained teacher")
+  else:
+    found = _checkpoint(path)
+  if path.endswith(".keras"):
+    bounded.require_archive(path, bounded.MAX_BYTES, remedy)
+  with bounded.reading(path, remedy):
     if path.endswith(".keras"):
       network.set_weights(keras.models.load_model(path, compile=False).get_weights())
     elif path.endswith(".weights.h5"):
       network.load_weights(path)
     else:
-      found = tf.train.Checkpoint(model=network).read(_checkpoint(path))
-      found.assert_existing_objects_matched().expect_partial()
-  except (ValueError, AssertionError, OSError) as error:
-    if isinstance(error, ConfigError):
-      raise
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    raise ConfigError(
-      f"Distillation.teacher {path!r} does not hold the weights of {network.name!r} with "
-      f"{network.count_params()} parameters ({reason}); give Distillation.teacher_network, and its "
-      "options, the values with which the teacher was trained."
-    ) from error
+      status = tf.train.Checkpoint(model=network).read(found)
+      status.assert_existing_objects_matched().expect_partial()
   return network.get_weights()
 
 

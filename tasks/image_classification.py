@@ -20,7 +20,8 @@ import tensorflow as tf
 
 import framework
 from framework import ArraySource, Batch, ConfigError, ImageFolderSource, Loss, Source, Task
-from framework.inputs.sources import read_idx
+from framework.backend import bounded
+from framework.inputs.sources import MAX_IMAGE_BYTES, read_idx
 from framework.metrics import Weighted, weighted_sum
 
 DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
@@ -104,18 +105,19 @@ def digits(
 
 
 @framework.register
-def fashion_mnist(*, directory: str | None = None) -> ImageData:
+def fashion_mnist(*, directory: str | None = None, max_bytes: int = bounded.MAX_BYTES) -> ImageData:
   """The 60,000 + 10,000 28x28 images of Fashion-MNIST.
 
   Args:
     directory: folder of its four idx files, plain or .gz. None uses Debian's package
       dataset-fashion-mnist if it is installed, otherwise Keras's download.
+    max_bytes: the most memory that the array of one file may take.
   """
   if directory is None and not os.path.isdir(DEBIAN_FASHION_MNIST):
     return _downloaded_fashion_mnist()
   folder = directory or DEBIAN_FASHION_MNIST
   arrays = {
-    split: (_read(folder, images), _read(folder, labels))
+    split: (_read(folder, images, max_bytes), _read(folder, labels, max_bytes))
     for split, (images, labels) in _IDX.items()
   }
   return _in_memory(
@@ -131,11 +133,16 @@ def image_folder(
   image_size: Sequence[int],
   channels: int = 3,
   resize: bool = True,
+  max_bytes: int = MAX_IMAGE_BYTES,
 ) -> ImageData:
   """Two folders of <class>/<image> files, with the same classes; see `ImageFolderSource`."""
   made = {
     split: ImageFolderSource(
-      directory=directory, image_size=tuple(image_size), channels=channels, resize=resize
+      directory=directory,
+      image_size=tuple(image_size),
+      channels=channels,
+      resize=resize,
+      max_bytes=max_bytes,
     )
     for split, directory in (("train", train), ("eval", eval))
   }
@@ -271,9 +278,9 @@ def _in_memory(splits: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> ImageData
   return ImageData(sources=sources, image_shape=shape, labels=int(labels.max()) + 1)
 
 
-def _read(folder: str, name: str) -> np.ndarray:
+def _read(folder: str, name: str, max_bytes: int) -> np.ndarray:
   plain = os.path.join(folder, name)
-  return read_idx(plain if os.path.exists(plain) else f"{plain}.gz")
+  return read_idx(plain if os.path.exists(plain) else f"{plain}.gz", max_bytes=max_bytes)
 
 
 def _downloaded_fashion_mnist() -> ImageData:

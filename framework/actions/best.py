@@ -19,7 +19,7 @@ from framework.backend import files
 from framework.errors import ConfigError, unknown
 from framework.reporting.metrics_log import flatten
 from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chief
-from framework.saving.export import export, require_replaceable
+from framework.saving.export import export, mend, require_replaceable
 
 Mode = Literal["max", "min"]
 _OTHER_FOLDERS = ("assets", "checkpoints", "eval", "export", "logs", "nonfinite", "train")
@@ -327,6 +327,12 @@ class Export(OnBest):
     _require_own_directory(self)
     self._directory = self._directory or os.path.join(run.model_dir, "export")
     require_replaceable(self._directory)
+
+  def begin(self) -> None:
+    """Reads the earlier evaluations; removes what a killed export left."""
+    super().begin()
+    if self.run.is_chief:
+      mend(str(self._directory))
 
   def on_best(self, value: float) -> None:
     """Exports the weights that were evaluated."""

@@ -9,7 +9,6 @@ operations a step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -57,7 +56,7 @@ class StepTimes(Observer):
     """
     self._reductions = reductions
     self._started = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-    self._called_s = 0.0
+    self._clock = timing.LoopClock()
 
   def of_replica(self) -> StepObserver:
     """See `Observer`."""
@@ -66,7 +65,7 @@ class StepTimes(Observer):
   def loop_begins(self, *, after_step: int, steps: int) -> None:
     """See `Observer`."""
     del after_step, steps
-    self._called_s = time.time()
+    self._clock = timing.LoopClock()
 
   def loop_starts(self) -> None:
     """See `Observer`."""
@@ -74,9 +73,10 @@ class StepTimes(Observer):
 
   def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
     """See `Observer`."""
-    results["start_s"] = max(0.0, float(self._started.numpy()) - self._called_s)
+    start_s = float(self._started.numpy()) - self._clock.began_s
+    results["start_s"] = self._clock.corrected(start_s)
     if "communication" in results:
-      results["communication_s"] = results.pop("communication") * ran
+      results["communication_s"] = self._clock.corrected(results.pop("communication") * ran)
 
 
 class _ReductionTimes(StepObserver):

@@ -22,6 +22,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 HOST = "host"
 """The part for time that is in no other part."""
 
+_NO_JUMP_S = 0.01
+"""Below it two clocks differ because they are not read at the same time."""
+
 _running: contextvars.ContextVar[Stopwatch | None] = contextvars.ContextVar("running", default=None)
 
 
@@ -89,8 +92,47 @@ def timed(name: str) -> Callable[[Function], Function]:
   return decorate
 
 
+class LoopClock:
+  """Frees durations that a compiled loop measures from jumps of the system's clock (host).
+
+  TensorFlow has no other clock than the system's, which can be set back by an hour during a step.
+  Python has a steady one, but a call of Python in each step would cost more than what it measures.
+
+  Attributes:
+    began_s: the system's clock at the start, on the scale of `timestamp`.
+  """
+
+  def __init__(
+    self,
+    *,
+    system: Callable[[], float] | None = None,
+    steady: Callable[[], float] = time.perf_counter,
+  ) -> None:
+    """Starts; the arguments return seconds and default to the process's clocks."""
+    self._system, self._steady = system or time.time, steady
+    self.began_s, self._since = self._system(), steady()
+
+  def seconds(self) -> float:
+    """Returns the seconds since the start."""
+    return self._steady() - self._since
+
+  def corrected(self, measured_s: float) -> float:
+    """Returns a duration within the loop, measured by `timestamp`; at least 0.
+
+    If the clock jumped and the duration is below 0 or above the loop's, it includes the jump.
+    """
+    elapsed = self.seconds()
+    jump = self._system() - self.began_s - elapsed
+    if abs(jump) < _NO_JUMP_S or 0 <= measured_s <= elapsed:
+      return max(0.0, measured_s)
+    return min(max(0.0, measured_s - jump), elapsed)
+
+
 def timestamp() -> tf.Tensor:
-  """Returns the seconds since 1970-01-01 UTC, a float64 scalar (any context)."""
+  """Returns the seconds since 1970-01-01 UTC, a float64 scalar (any context).
+
+  The system's clock may jump; a `LoopClock` corrects differences.
+  """
   if tf_config.is_op_determinism_enabled():  # it forbids tf.timestamp
     return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
   return tf.timestamp()

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gin
 
@@ -20,7 +20,7 @@ from framework.configurables.values import (
   spelled,
   wanted,
 )
-from framework.errors import ConfigError, suggest
+from framework.errors import ConfigError, shown, suggest
 
 EXAMPLES = {
   "run.task": "`import tasks.image_classification` and `run.task = @ImageClassification()`"
@@ -122,8 +122,8 @@ def _contradictions(history: Iterable[Binding]) -> Iterator[Mistake]:
     other = first.setdefault((binding.file, binding.key), binding)
     if repr(other.value) != repr(binding.value):
       error = ConfigError(
-        f"{binding.where}: {binding} is {binding.value!r}, but {other.value!r} at {other.where}. "
-        "Remove one of the two lines."
+        f"{binding.where}: {binding} is {shown(binding.value)}, but {shown(other.value)} at "
+        f"{other.where}. Remove one of the two lines."
       )
       yield Mistake("one value each", binding.where, error)
 
@@ -136,13 +136,28 @@ def _check_value(binding: Binding, graph: Graph) -> None:
       raise ConfigError(f"the macro {reference} is not defined.{hint}")
   if value is gin.REQUIRED:
     raise ConfigError(f"{binding} is {binding.value}; a later line or --gin_param must set it.")
+  _check_circle(binding, value, graph)
   parameter = table.parameters(binding.name).get(binding.parameter)
   if binding.name == MACRO or parameter is None or repr(value) == repr(parameter.default):
     return
   if not fits(value, parameter.annotation):
-    said = f"{binding.value!r}" if value == binding.value else f"{binding.value}, or {value!r}"
+    said = shown(binding.value)
+    said = said if value == binding.value else f"{said}, or {shown(value)}"
     must = requirement(value, parameter.annotation)
     raise ConfigError(f"{binding} is {said}; it must be {must}")
+
+
+def _check_circle(binding: Binding, value: Any, graph: Graph) -> None:
+  """Refuses `@a()` in a binding of `a` itself, or of what `@a()` needs: gin would call it again."""
+  for reference in references(value):
+    start = Use(reference.scope or binding.scope, reference.name, called=True)
+    circle = graph.circle(start) if reference.called and not reference.is_macro else []
+    if any(use.name == binding.name and use.is_in(binding.scope) for use in circle):
+      calls = " needs ".join(f"@{scoped(use.scope, use.name)}()" for use in circle)
+      raise ConfigError(
+        f"{binding} is {binding.value!r}, but {calls}, without end; give one of "
+        "them a value that does not need it."
+      )
 
 
 def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:

@@ -20,6 +20,10 @@ class Use(NamedTuple):
   name: str
   called: bool
 
+  def is_in(self, scope: str) -> bool:
+    """Whether bindings of `scope` count for it."""
+    return scope in _outer_scopes(self.scope)
+
 
 class Graph:
   """A set of bindings, one per parameter, and what it reaches."""
@@ -78,6 +82,24 @@ class Graph:
       return binding.scope in self._read_macros
     return any(binding.scope in _outer_scopes(scope) for scope in scopes)
 
+  def circle(self, start: Use) -> list[Use]:
+    """Returns a call that needs itself, with the calls in between: [a, b, a]; [] if none (host).
+
+    Follows the calls that gin makes before it calls `start`.
+    """
+    path: list[Use] = []
+    todo: list[tuple[int, Use]] = [(0, start)]
+    done: set[Use] = set()
+    while todo:
+      depth, use = todo.pop()
+      path[depth:] = [use]
+      if use in path[:depth]:
+        return path[path.index(use) :]
+      if use not in done:
+        done.add(use)
+        todo += [(depth + 1, needed) for needed in self._uses_by(use) if needed.called]
+    return []
+
   def _macro_value(self, reference: Reference, inside: tuple[str, ...]) -> Any:
     name = reference.scope
     if name in inside:
@@ -105,6 +127,6 @@ def _outer_scopes(scope: str) -> list[str]:
 
 def _constant(reference: Reference) -> Any:
   try:
-    return gin.query_parameter(reference.scope)
+    return gin.query_parameter(reference.scope) if reference.scope else reference
   except ValueError:
     return reference

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import math
 import os
 import re
@@ -12,10 +13,13 @@ from typing import Any, NamedTuple
 
 from gin import config_parser
 
+from framework.backend import bounded
 from framework.configurables import imports
-from framework.errors import ConfigError, suggest
+from framework.errors import ConfigError, first_line, printable, shown, suggest
 
 MACRO = "gin.macro"
+_MAX_BYTES = 2**24
+"""No gin file is longer; the memory to parse one is a few hundred times its size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +101,7 @@ def read(gin_files: Iterable[str], gin_params: Iterable[str]) -> Config:
   for name in gin_files:
     _read_file(config, _gin_file(name, [""]), ())
   for param in gin_params:
-    _read_text(config, param, f"--gin_param {param!r}", ())
+    _read_text(config, param, f"--gin_param {shown(param)}", ())
   return config
 
 
@@ -124,8 +128,9 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def _read_file(config: Config, path: str, including: tuple[str, ...]) -> None:
+  data = bounded.content(path, "a gin file", max_bytes=_MAX_BYTES, remedy="make it readable")
   try:
-    text = Path(path).read_text(encoding="utf-8")
+    text = io.StringIO(data.decode(), newline=None).read()  # all kinds of line ends
   except UnicodeDecodeError:
     raise ConfigError(f"{path} is not text; a gin file must be UTF-8.") from None
   config.files.append(path)
@@ -151,7 +156,9 @@ def _binding(statement: config_parser.BindingStatement, where: str, source: str)
     scope, name, parameter = scoped(scope, name), MACRO, "value"
   binding = Binding(where, source, scope, name, parameter, value)
   if not is_writable(value):
-    raise ConfigError(f"{where}: {binding} is {value!r}; it must be finite. Use None for no limit.")
+    raise ConfigError(
+      f"{where}: {binding} is {shown(value)}; it must be finite. Use None for no limit."
+    )
   return binding
 
 
@@ -165,6 +172,11 @@ def _statements(text: str, source: str) -> Iterator[Any]:
     if "EOF" in message:
       message = "a bracket or a quote is never closed"
     raise _syntax_error(source, line, message, text) from None
+  except Exception as error:  # from Python's own parser: nesting, null characters, long numbers
+    raise ConfigError(
+      f"{source} cannot be read as gin ({type(error).__name__}: {printable(first_line(error))}); "
+      "correct its syntax."
+    ) from None
 
 
 def _syntax_error(source: str, line: int, message: str, text: str) -> ConfigError:
@@ -207,7 +219,9 @@ def _gin_file(name: str, folders: Sequence[str]) -> str:
   for path in paths:
     if os.path.isfile(path):
       return path
-  siblings = [file.name for path in paths for file in Path(path).parent.glob("*.gin")]
+  siblings: list[str] = []
+  with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+    siblings += [file.name for path in paths for file in Path(path).parent.glob("*.gin")]
   looked = " or ".join(os.path.dirname(path) or "." for path in paths)
   hint = suggest(os.path.basename(name), siblings)
   raise ConfigError(f"there is no gin file {name!r} in {looked}.{hint}")

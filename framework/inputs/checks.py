@@ -57,6 +57,17 @@ def check_array(name: object, array: np.ndarray) -> None:
     ) from None
 
 
+def check_text(name: str, array: np.ndarray) -> None:
+  """Raises a ConfigError if an array of dtype <U has numbers that are no characters."""
+  if array.dtype.kind == "U" and array.itemsize:
+    points = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).view(np.uint32)
+    if bad := points[(points >= 0x110000) | ((points >= 0xD800) & (points < 0xE000))].tolist():
+      raise ConfigError(
+        f"feature {name!r} has text with the number {bad[0]:#x}, which is no character; write the "
+        "file again, or save bytes: np.char.encode(array)."
+      )
+
+
 def common_length(arrays: Mapping[str, np.ndarray]) -> int:
   """Returns the number of examples; a ConfigError if the arrays differ in it or are empty."""
   for name, array in arrays.items():

@@ -22,6 +22,8 @@ A batch is made in this order: its rows (`_Plan`), positions and examples (`orde
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,7 +33,6 @@ from absl import logging
 from tensorflow.python.data.ops import multi_device_iterator_ops
 
 from framework.backend.autograph import as_written, converted
-from framework.backend.timing import timestamp
 from framework.errors import ConfigError, require_integer
 from framework.inputs.checks import (
   Batch,
@@ -47,6 +48,9 @@ from framework.inputs.sources import Source, StreamSource, check_source
 Preprocess = Callable[[Batch, bool], Batch]
 Shard = tuple[int, Any]
 """(n, i): only the batches k = 0, 1, ... with k % n == i; i is an int or an int64 scalar."""
+
+MOST_ROWS = 2**27
+"""Rows of a batch; more would take gigabytes for their ids and weights alone."""
 
 _POSITIONS_AT_ONCE = 4096
 """Indices are computed this many at a time. A batch of 128 at a time would cost 170 us of CPU time
@@ -155,8 +159,8 @@ class _Plan:
     training: bool,
   ) -> None:
     check_source(source)
-    require_integer("global_batch_size", global_batch_size, at_least=1)
-    require_integer("pad_multiple", pad_multiple, at_least=1)
+    require_integer("global_batch_size", global_batch_size, at_least=1, at_most=MOST_ROWS)
+    require_integer("pad_multiple", pad_multiple, at_least=1, at_most=MOST_ROWS)
     padded_rows = padded_batch_size(global_batch_size, pad_multiple)
     self.rows = range(padded_rows) if rows is None else rows
     require_rows(self.rows, padded_rows)
@@ -166,7 +170,7 @@ class _Plan:
 
   def row_numbers(self) -> np.ndarray:
     """Returns int64 [rows]: the rows of the padded global batch to make."""
-    return np.array(self.rows, np.int64)
+    return np.arange(self.rows.start, self.rows.stop, dtype=np.int64)
 
   def real_rows(self) -> tf.Tensor:
     """Returns bool [rows]: whether a row of a full batch holds an example."""
@@ -278,12 +282,12 @@ def _train_stream(
   batches = examples.batch(plan.global_batch_size, drop_remainder=True)
 
   def clock(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    return start, timestamp() if position else tf.constant(0.0, tf.float64)
+    return start, _now_once(start == position) if position else tf.constant(0.0, tf.float64)
 
   def make(clocked: tuple[tf.Tensor, tf.Tensor], batch: tuple[tf.Tensor, Batch]) -> Batch:
     start, began_s = clocked
     if position:
-      _log_once(start == position, position, timestamp() - began_s)
+      _log_once(start == position, position, began_s)
     seeds = seeds_at(start + plan.example_rows(), seed=seed)
     return plan.completed(*_padded(*batch, plan), seeds)
 
@@ -329,9 +333,16 @@ def _failing(element_spec: Any) -> tf.data.Dataset:
   return tf.data.Dataset.range(1).map(as_written(fail))
 
 
-def _log_once(now: tf.Tensor, count: int, seconds: tf.Tensor) -> None:
-  def log(seconds: np.ndarray) -> np.bool_:
+def _now_once(now: tf.Tensor) -> tf.Tensor:
+  """Returns Python's monotonic clock, in seconds, if `now`; else 0."""
+  read = functools.partial(tf.numpy_function, time.monotonic, [], tf.float64)
+  return tf.ensure_shape(tf.cond(now, read, lambda: tf.constant(0.0, tf.float64)), [])
+
+
+def _log_once(now: tf.Tensor, count: int, began_s: tf.Tensor) -> None:
+  def log(began_s: np.ndarray) -> np.bool_:
+    seconds = time.monotonic() - float(began_s)
     logging.info("skipped %d examples of the stream in %.3f s", count, seconds)
     return np.bool_(True)
 
-  tf.cond(now, lambda: tf.numpy_function(log, [seconds], tf.bool), lambda: False)
+  tf.cond(now, lambda: tf.numpy_function(log, [began_s], tf.bool), lambda: False)

@@ -10,33 +10,37 @@
 from __future__ import annotations
 
 import abc
-import gzip
 import math
 import mmap
 import os
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from framework.backend import bounded
 from framework.backend.autograph import as_written
 from framework.errors import ConfigError, is_integer, kind, require_integer
+from framework.inputs import image_headers
 from framework.inputs.checks import (
   Batch,
   check_array,
   check_elements,
+  check_text,
   check_weights,
   common_length,
   refuse_reserved,
   require,
 )
 
+MAX_IMAGE_BYTES = 2**28
+"""Default of `max_bytes` for one image: 89 million pixels of three channels."""
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 
+_AGAIN, _SAVE = "download it again", "save it again with numpy"
+_NUMPY_COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -103,10 +107,14 @@ class ArraySource(Source):
       return {}
 
     def read(rows: np.ndarray) -> list[np.ndarray]:
-      return [_swapped(np.take(array, rows, axis=0)) for array in self._mapped.values()]
+      taken = {name: np.take(array, rows, axis=0) for name, array in self._mapped.items()}
+      for name, array in taken.items():
+        check_text(name, array)
+      return [_swapped(array) for array in taken.values()]
 
     dtypes = [tf.as_dtype(array.dtype) for array in self._mapped.values()]
-    values = tf.numpy_function(read, [indices], dtypes, stateful=False)
+    # Eagerly, TensorFlow returns a single result without a list.
+    values = tf.nest.flatten(tf.numpy_function(read, [indices], dtypes, stateful=False))
     for value, array in zip(values, self._mapped.values(), strict=True):
       value.set_shape(indices.shape[:1] + array.shape[1:])
     return dict(zip(self._mapped, values, strict=True))
@@ -121,7 +129,13 @@ class ImageFolderSource(Source):
   """
 
   def __init__(
-    self, *, directory: str, image_size: Sequence[int], channels: int = 3, resize: bool = True
+    self,
+    *,
+    directory: str,
+    image_size: Sequence[int],
+    channels: int = 3,
+    resize: bool = True,
+    max_bytes: int = MAX_IMAGE_BYTES,
   ) -> None:
     """Lists the files without reading them.
 
@@ -132,19 +146,22 @@ class ImageFolderSource(Source):
       resize: True resizes every image to `image_size`, without keeping its aspect ratio: by area
         averaging if both sides shrink (no aliasing), else bilinear. False makes another size an
         error.
+      max_bytes: the most memory that one image may take when it is decoded, and the largest file.
 
     Raises:
       ConfigError: no such folder, no class folders, no images, a file whose suffix is not that of a
-        JPEG, PNG, GIF or BMP, or a wrong image_size or channels.
+        JPEG, PNG, GIF or BMP, a file above `max_bytes`, or a wrong argument.
     """
     sides = tuple(image_size) if isinstance(image_size, Sequence) else (image_size,)
     if len(sides) != 2 or not all(is_integer(side, at_least=1) for side in sides):
       raise ConfigError(f"image_size is {image_size!r}; it must be (height, width) in pixels.")
     if channels not in (1, 3, 4):
       raise ConfigError(f"channels is {channels!r}; it must be 1 (grey), 3 (RGB) or 4 (RGBA).")
+    require_integer("max_bytes", max_bytes, at_least=1)
     self.image_size, self.channels, self.resize = sides, channels, resize
+    self.max_bytes = max_bytes
     self.class_names = _class_folders(directory)
-    paths, labels = _labelled_files(directory, self.class_names)
+    paths, labels = _labelled_files(directory, self.class_names, max_bytes)
     self.num_examples = len(paths)
     self._files = ArraySource(
       features={"path": np.array(paths, np.bytes_), "label": np.array(labels, np.int32)}
@@ -164,10 +181,13 @@ class ImageFolderSource(Source):
     decoded = (
       tf.data.Dataset.from_tensor_slices(paths)
       .enumerate()
-      .map(as_written(lambda row, path: (row, path, self._decode(path))), tf.data.AUTOTUNE)
+      .map(as_written(lambda row, path: (row, path, *self._decode(path))), tf.data.AUTOTUNE)
     )
     sized = decoded.ignore_errors().map(
-      as_written(lambda row, path, image: (row, self._sized(image, path))), tf.data.AUTOTUNE
+      as_written(
+        lambda row, path, image, sides: (row, self._sized(self._small(image, sides, path), path))
+      ),
+      tf.data.AUTOTUNE,
     )
     end = tf.data.Dataset.from_tensors((count, self._blank()))
     rows, images = sized.concatenate(end).batch(count).take(1).get_single_element()
@@ -180,8 +200,28 @@ class ImageFolderSource(Source):
   def _blank(self) -> tf.Tensor:
     return tf.zeros([*self.image_size, self.channels], tf.uint8)
 
-  def _decode(self, path: tf.Tensor) -> tf.Tensor:
-    return tf.io.decode_image(tf.io.read_file(path), self.channels, expand_animations=False)
+  def _decode(self, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the image, or a blank one if it is too large, and its sides as its header has them.
+
+    tf.io.decode_image trusts the header: 50 bytes can make it take 12 GB.
+    """
+    content, sides = image_headers.first_image(tf.io.read_file(path))
+    image = tf.cond(
+      self._bytes(sides) <= self.max_bytes,
+      lambda: tf.io.decode_image(content, self.channels, expand_animations=False),
+      self._blank,
+    )
+    return image, sides
+
+  def _bytes(self, sides: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_prod(sides) * self.channels
+
+  def _small(self, image: tf.Tensor, sides: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
+    side, limit = tf.strings.as_string(sides), f"{self.max_bytes:,}"
+    message = [path, " is ", side[0], "x", side[1], " (height x width) and would take "]
+    message += [tf.strings.as_string(self._bytes(sides)), f" bytes, but max_bytes is {limit}; "]
+    message += ["raise it if you trust the file, or make the image smaller."]
+    return require(self._bytes(sides) <= self.max_bytes, image, message)
 
   def _sized(self, image: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
     if self.resize:
@@ -240,9 +280,12 @@ def check_source(source: object) -> None:
     require_integer(f"{type(source).__name__}.num_examples", count, at_least=1)
 
 
-def _native(name: object, array: np.ndarray) -> np.ndarray:
+def _native(name: str, array: np.ndarray) -> np.ndarray:
   check_array(name, array)
-  return array if _is_mapped(array) else _swapped(array)
+  if _is_mapped(array):
+    return array
+  check_text(name, array)
+  return _swapped(array)
 
 
 def _swapped(array: np.ndarray) -> np.ndarray:
@@ -258,46 +301,41 @@ def _is_mapped(array: object) -> bool:
 # ---- Files ----
 
 
-def read_idx(path: str) -> np.ndarray:
+def read_idx(path: str, *, max_bytes: int = bounded.MAX_BYTES) -> np.ndarray:
   """Reads a file in MNIST's idx format, plain or gzipped; returns it in native byte order (host).
 
   The format: http://yann.lecun.com/exdb/mnist.
 
+  Args:
+    path: of the file.
+    max_bytes: the most memory that the array may take.
+
   Raises:
-    ConfigError: no such file, or not a complete idx file.
+    ConfigError: no such file, not a complete idx file, or an array above `max_bytes`.
   """
-  data = _file_bytes(path)
-  if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _IDX_DTYPES:
-    raise ConfigError(
-      f"{path!r} is not an idx file: it begins with {data[:4].hex(' ') or 'nothing'}, not with "
-      "00 00, a type and a number of axes; download it again."
-    )
-  dtype, axes = np.dtype(_IDX_DTYPES[data[2]]), data[3]
-  shape = np.frombuffer(data[4 : 4 + 4 * axes], ">u4") if len(data) >= 4 + 4 * axes else ()
-  wanted = 4 + 4 * axes + math.prod(map(int, shape)) * dtype.itemsize
-  if len(data) != wanted or len(shape) != axes:
-    raise ConfigError(
-      f"{path!r} has {len(data)} bytes, but its header implies {wanted}; it is truncated or "
-      "damaged: download it again."
-    )
-  array = np.frombuffer(data, dtype, offset=4 + 4 * axes).reshape(shape)
-  return array.astype(dtype.newbyteorder("="))
+  with bounded.Reader(path, "an idx file", _AGAIN, unpack=True) as file:
+    return _idx(file, max_bytes)
 
 
-def load_arrays(path: str) -> dict[str, np.ndarray]:
+def load_arrays(path: str, *, max_bytes: int = bounded.MAX_BYTES) -> dict[str, np.ndarray]:
   """Loads an .npz file, or a folder of .npy files, as name -> array, for `ArraySource` (host).
 
   An .npz is read into memory. The .npy files of a folder are memory-mapped, so they may be larger
   than memory.
 
+  Args:
+    path: of the file or folder.
+    max_bytes: the most memory that the arrays of an .npz may take.
+
   Raises:
-    ConfigError: no such file or folder, no arrays, damaged files, or arrays of Python objects.
+    ConfigError: no such file or folder, no arrays, damaged files, arrays of Python objects, or an
+      .npz above `max_bytes`.
   """
   if os.path.isdir(path):
     names = sorted(name for name in os.listdir(path) if name.endswith(".npy"))
-    arrays = {name.removesuffix(".npy"): _load(os.path.join(path, name)) for name in names}
+    arrays = {name.removesuffix(".npy"): _mapped(os.path.join(path, name)) for name in names}
   elif path.endswith(".npz"):
-    arrays = _load(path)
+    arrays = _unzipped(path, max_bytes)
   else:
     raise ConfigError(f"{path!r} is neither an .npz file nor a folder of .npy files; correct it.")
   if not arrays:
@@ -305,26 +343,62 @@ def load_arrays(path: str) -> dict[str, np.ndarray]:
   return arrays
 
 
-def _load(path: str) -> Any:
-  try:
-    loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-    return dict(loaded) if path.endswith(".npz") else loaded
-  except FileNotFoundError:
-    raise ConfigError(f"{path!r} does not exist; give the path of an .npz file.") from None
-  except (OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    raise ConfigError(f"{path!r} cannot be read ({reason}); save it again with numpy.") from None
+def _idx(file: bounded.Reader, max_bytes: int) -> np.ndarray:
+  head = file.read(4)
+  if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_DTYPES:
+    raise ConfigError(
+      f"{file.path!r} is not an idx file: it begins with {head.hex(' ') or 'nothing'}, not with "
+      "00 00, a type and a number of axes; download it again."
+    )
+  dtype, axes = np.dtype(_IDX_DTYPES[head[2]]), head[3]
+  sides = file.read(4 * axes)
+  begins = 4 + 4 * axes
+  if len(sides) < 4 * axes:
+    raise _not_as_implied(file.path, 4 + len(sides), f"at least {begins}")
+  shape = tuple(map(int, np.frombuffer(sides, ">u4")))
+  implied = begins + math.prod(shape) * dtype.itemsize
+  if file.size not in (None, implied):
+    raise _not_as_implied(file.path, f"{file.size}", implied)
+  bounded.require_bytes(file.path, implied, max_bytes)
+  with bounded.reading(file.path, _AGAIN):
+    array = np.empty(shape, dtype)
+  there = begins + file.read_into(array.reshape(-1).view(np.uint8).data)
+  if there != implied or file.read(1):
+    raise _not_as_implied(file.path, there if there != implied else f"more than {there}", implied)
+  return array.astype(dtype.newbyteorder("="), copy=False)
 
 
-def _file_bytes(path: str) -> bytes:
-  try:
-    with open(path, "rb") as file:
-      data = file.read()
-    return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-  except FileNotFoundError:
-    raise ConfigError(f"{path!r} does not exist; give the path of an idx file.") from None
-  except (OSError, EOFError, zlib.error) as error:
-    raise ConfigError(f"{path!r} cannot be read ({error}); download it again.") from None
+def _not_as_implied(path: str, size: int | str, implied: int | str) -> ConfigError:
+  return ConfigError(
+    f"{path!r} has {size} bytes, but its header implies {implied}; it is truncated or damaged: "
+    "download it again."
+  )
+
+
+def _mapped(path: str) -> np.ndarray:
+  bounded.require_file(path, "an .npy file")
+  with bounded.reading(path, _SAVE):
+    array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+  if not isinstance(array, np.memmap):
+    raise ConfigError(f"{path!r} is not an .npy file; save it again with numpy.")
+  return array
+
+
+def _unzipped(path: str, max_bytes: int) -> dict[str, np.ndarray]:
+  bounded.require_file(path, "an .npz file")
+  members = bounded.require_archive(path, max_bytes, _SAVE)
+  if any(each.compress_type not in _NUMPY_COMPRESSION for each in members):
+    raise ConfigError(f"{path!r} is compressed in a way that numpy does not use; {_SAVE}.")
+  with bounded.reading(path, _SAVE), np.load(path, allow_pickle=False) as archive:
+    arrays: dict[str, np.ndarray] = {name: np.asarray(archive[name]) for name in archive.files}
+  needed = sum(array.size * (array.itemsize + _overhead(array)) for array in arrays.values())
+  bounded.require_bytes(path, needed, max_bytes)
+  return arrays
+
+
+def _overhead(array: np.ndarray) -> int:
+  """Returns the bytes that TensorFlow adds to each element."""
+  return 24 if array.dtype.kind in "SU" else 0
 
 
 def _class_folders(directory: str) -> list[str]:
@@ -339,10 +413,12 @@ def _class_folders(directory: str) -> list[str]:
   return names
 
 
-def _labelled_files(directory: str, class_names: Sequence[str]) -> tuple[list[bytes], list[int]]:
+def _labelled_files(
+  directory: str, class_names: Sequence[str], max_bytes: int
+) -> tuple[list[bytes], list[int]]:
   paths, labels = [], []
   for label, name in enumerate(class_names):
-    files = _image_files(os.path.join(directory, name))
+    files = _image_files(os.path.join(directory, name), max_bytes)
     if not files:
       logging.warning("the class folder %r has no images", os.path.join(directory, name))
     paths += files
@@ -355,15 +431,16 @@ def _labelled_files(directory: str, class_names: Sequence[str]) -> tuple[list[by
   return paths, labels
 
 
-def _image_files(folder: str) -> list[bytes]:
-  names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-  for name in names:
-    if not name.lower().endswith(IMAGE_SUFFIXES):
+def _image_files(folder: str, max_bytes: int) -> list[bytes]:
+  entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+  for entry in sorted(entries, key=lambda entry: entry.name):
+    if not entry.name.lower().endswith(IMAGE_SUFFIXES):
       raise ConfigError(
-        f"{os.path.join(folder, name)!r} is not an image; a class folder may only hold files that "
-        f"end in {', '.join(IMAGE_SUFFIXES)}: move it away."
+        f"{entry.path!r} is not an image; a class folder may only hold files that end in "
+        f"{', '.join(IMAGE_SUFFIXES)}: move it away."
       )
-  return [os.fsencode(os.path.join(folder, name)) for name in names]
+    bounded.require_bytes(entry.path, bounded.require_file(entry.path, "an image"), max_bytes)
+  return sorted(os.fsencode(entry.path) for entry in entries)
 
 
 def _resized(image: tf.Tensor, size: Sequence[int]) -> tf.Tensor:

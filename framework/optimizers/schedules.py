@@ -11,7 +11,6 @@ A step is the number of training steps completed before the update, so the first
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework.errors import ConfigError, require_integer, require_positive
+from framework.errors import ConfigError, is_finite, require_integer, require_positive, shown
 
 ScheduleFunction = Callable[[tf.Tensor], Any]
 _KERAS_SCHEDULES = (
@@ -347,7 +346,6 @@ def _float64(value: Any) -> tf.Tensor:
 
 
 def _rate(name: str, value: Any) -> float:
-  number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  if not number or not math.isfinite(value) or value < 0:
-    raise ConfigError(f"{name} is {value!r}; it must be a finite number of at least 0.")
+  if not is_finite(value) or value < 0:
+    raise ConfigError(f"{name} is {shown(value)}; it must be a finite number of at least 0.")
   return float(value)

@@ -122,6 +122,8 @@ class CheckpointManager(tf.train.CheckpointManager):
       if self._before_first is not None:
         self._before_first()
         self._before_first = None
+        tf.io.gfile.makedirs(self._directory)
+        files.sync(*_parents(self._directory))
       self._write(options)
       self._background.start(lambda: self._complete(step))
     else:
@@ -257,10 +259,9 @@ class CheckpointManager(tf.train.CheckpointManager):
     for name in names:
       final = self._path(f"{PREFIX}-{step}{name.removeprefix(PREFIX)}")
       tf.io.gfile.rename(os.path.join(folder, name), final, overwrite=True)
-    files.sync(self._directory, *_parents(self._directory))
-    files.remove(folder)
     self._damaged.pop(self._path(f"{PREFIX}-{step}"), None)
     self._sweep(step)
+    files.remove(folder)
 
   def _sweep(self, step: int) -> None:
     """Removes checkpoints beyond `keep` or damaged, and files that a kill left without an index.
@@ -339,11 +340,16 @@ class CheckpointManager(tf.train.CheckpointManager):
 
 
 def write_state(directory: str, names: list[str]) -> None:
-  """Writes TensorFlow's state file, "checkpoint", atomically; the last name is the newest."""
+  """Writes TensorFlow's state file, "checkpoint"; the last name is the newest.
+
+  On return the folder's names are on disk, so what the file no longer names may be removed.
+  """
   state = CheckpointState(model_checkpoint_path=names[-1], all_model_checkpoint_paths=names)
   path, text = os.path.join(directory, _STATE), text_format.MessageToString(state)
   if not tf.io.gfile.exists(path) or files.read(path) != text.encode():
     files.atomic_write(path, text)
+  else:
+    files.sync(directory)
 
 
 def find(path: str) -> str | None:

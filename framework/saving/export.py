@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -24,7 +25,7 @@ _EXTRA = "assets.extra"
 MARK = f"{_EXTRA}/loopwright"
 """File in an export that says who wrote it; TensorFlow leaves that folder to others."""
 _ABANDONED_S = 300.0
-"""After so many seconds without a change, an unfinished export belongs to a killed process."""
+"""Without locks: an unfinished export that has not changed for so long is a killed process's."""
 
 
 def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
@@ -52,16 +53,17 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   if is_chief:
     directory = directory.rstrip("/")
     require_replaceable(directory)
-    _mend(directory)
+    mend(directory)
     new = f"{directory}.new-{uuid.uuid4().hex}"
   else:
     new = files.IN_MEMORY
   try:
-    tf.saved_model.save(module, new, signatures=signatures)
-    if is_chief:
-      _mark(new)
-      files.sync_tree(new)
-      _swap(new, directory)
+    with _in_progress(new):
+      tf.saved_model.save(module, new, signatures=signatures)
+      if is_chief:
+        _mark(new)
+        files.sync_tree(new)
+        _swap(new, directory)
   finally:
     files.remove(new)
 
@@ -121,16 +123,44 @@ def _swap(new: str, directory: str) -> None:
   files.remove(directory)  # only if it is empty
   tf.io.gfile.rename(new, directory)
   files.sync(os.path.dirname(directory) or ".")
-  _mend(directory)
+  mend(directory)
 
 
-def _mend(directory: str) -> None:
-  """Restores the old export if a kill came between the renames; removes all other remains."""
+def mend(directory: str) -> None:
+  """Removes what killed exports to `directory` left, or restores the old one from it (host)."""
   for kind, remains in sorted(_remains(directory), reverse=True):  # old ones first
     if kind == "old" and not tf.io.gfile.exists(directory):
       tf.io.gfile.rename(remains, directory)
-    elif kind == "old" or time.time() - _changed(remains) > _ABANDONED_S:
+    elif kind == "old" or _is_abandoned(remains):
       files.remove(remains)
+
+
+@contextlib.contextmanager
+def _in_progress(folder: str) -> Iterator[None]:
+  """Locks a new folder, if it is local, so that others can tell whether its process lives."""
+  tf.io.gfile.makedirs(folder)
+  if not files.is_local(folder):
+    yield
+    return
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    files.has_locks(descriptor)
+    yield
+  finally:
+    os.close(descriptor)
+
+
+def _is_abandoned(folder: str) -> bool:
+  if files.is_local(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+      if files.has_locks(descriptor, wait=False):
+        return True
+    except BlockingIOError:
+      return False
+    finally:
+      os.close(descriptor)
+  return time.time() - _changed(folder) > _ABANDONED_S
 
 
 def _remains(directory: str) -> Iterator[tuple[str, str]]:

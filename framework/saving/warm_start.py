@@ -11,14 +11,13 @@ import dataclasses
 import hashlib
 import math
 import re
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from framework.backend import models
-from framework.errors import ConfigError, first_line, suggest, unknown
+from framework.backend import bounded, models
+from framework.errors import ConfigError, suggest, unknown
 from framework.saving import checkpoints, weight_files
 from framework.saving.weight_files import Match, Stored
 
@@ -175,9 +174,13 @@ class WarmStart:
         nothing; with `strict`, a variable has no match.
     """
     source = weight_files.located(self.path)
-    with _one_line(source), weight_files.contents(source, self._match) as stored:
+    remedy = "it is damaged or not a file of weights: give another"
+    with contextlib.ExitStack() as stack:
+      with bounded.reading(source, remedy):
+        stored = stack.enter_context(weight_files.contents(source, self._match))
       report, pairs = self._matched(source, Names(model), self._renamed(stored))
-      values = [(variable, found.read()) for variable, found in pairs]
+      with bounded.reading(source, remedy):
+        values = [(variable, found.read()) for variable, found in pairs]
     for variable, value in values:
       variable.assign(tf.cast(tf.constant(value), variable.dtype))
     return report
@@ -321,19 +324,3 @@ def _check_patterns(option: str, patterns: Any) -> None:
       raise ConfigError(
         f"WarmStart.{option} has {pattern!r}, which is not a regular expression ({error}); fix it."
       ) from error
-
-
-@contextlib.contextmanager
-def _one_line(source: str) -> Iterator[None]:
-  """Turns what the readers of the three formats raise into one line."""
-  try:
-    yield
-  except ConfigError:
-    raise
-  except (tf.errors.OpError, OSError, IndexError, KeyError, ValueError, RuntimeError,
-          zipfile.BadZipFile) as error:  # fmt: skip
-    reason = first_line(error)
-    raise ConfigError(
-      f"WarmStart.path: {source!r} cannot be read ({reason[:200]}); it is damaged or not a file of "
-      "weights: give another."
-    ) from error

@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import io
+import math
+import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -19,13 +21,14 @@ import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python.trackable import trackable_utils
 
-from framework.backend import models
+from framework.backend import bounded, models
 from framework.errors import ConfigError
 from framework.saving import checkpoints
 
 Match = Literal["name", "path"]
 _KERAS = (".keras", ".h5", ".hdf5")
 _NO_WEIGHTS = {"optimizer", "optimizers", "save_counter", "global_step"}
+_MOST_NAMES_BYTES = 2**17
 _RANDOM = "seed_generator"
 """Part of the name of the state of Keras 3's random layers."""
 
@@ -69,13 +72,22 @@ def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
     raise ConfigError(
       f"WarmStart.match is 'path', but {source!r} is a Keras file, which has names; remove match."
     )
-  with tf.io.gfile.GFile(source, "rb") as file:
-    content = file.read()
+  content = _content(source)
   if source.endswith(".keras"):
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-      content = archive.read("model.weights.h5")
+      member = archive.getinfo("model.weights.h5")
+      # Keras does not compress, so nothing is larger than its archive, except in a small file.
+      bounded.require_bytes(source, member.file_size, max(bounded.MAX_BYTES, len(content)))
+      content = archive.read(member)
   with h5py.File(io.BytesIO(content), "r") as file:
     yield _of_h5(file, source)
+
+
+def _content(source: str) -> bytes:
+  if os.path.exists(source):
+    bounded.require_file(source, "a Keras file")  # a pipe or a device may have no end
+  with tf.io.gfile.GFile(source, "rb") as file:
+    return file.read()
 
 
 def _of_checkpoint(reader: Any, match: Match) -> dict[str, Stored]:
@@ -120,7 +132,7 @@ def _of_h5(file: h5py.File, source: str) -> dict[str, Stored]:
   if "layer_names" in root.attrs:
     return {
       _plain(_text(name)): _dataset(root[_text(layer)][_text(name)])
-      for layer in root.attrs["layer_names"]
+      for layer in _attribute(root, "layer_names")
       for name in _texts(root[_text(layer)], "weight_names")
     }
   groups: list[h5py.Group] = []
@@ -131,12 +143,12 @@ def _of_h5(file: h5py.File, source: str) -> dict[str, Stored]:
       "Keras; load it there and save the weights again: model.save_weights('x.weights.h5') with a "
       "newer Keras 3, 'x.h5' with tf_keras."
     )
-  counts = collections.Counter(_text(group.attrs["name"]) for group in groups)
+  counts = collections.Counter(_text(_attribute(group, "name")) for group in groups)
   return {
     f"{name if counts[name] == 1 else group.name.strip('/').removesuffix('/vars')}/{number}":
       _dataset(group[number])
     for group in groups
-    for name in [_text(group.attrs["name"])]
+    for name in [_text(_attribute(group, "name"))]
     for number in group
     if not name.startswith("seed_generator")
   }  # fmt: skip
@@ -148,18 +160,36 @@ def _is_layer(name: str, each: Any) -> bool:
 
 
 def _dataset(dataset: h5py.Dataset) -> Stored:
-  return Stored(
-    dtype=dataset.dtype.name, shape=tuple(dataset.shape), read=lambda: np.asarray(dataset)
-  )
+  """Refuses what Keras never writes: a chunk can expand a thousandfold, a link leads anywhere.
+
+  Raises:
+    TypeError: it is not a plain array of numbers.
+  """
+  if not isinstance(dataset, h5py.Dataset) or dataset.chunks or dataset.external:
+    raise TypeError(f"{dataset.name} is not stored as Keras stores weights")
+  dtype = tf.as_dtype(dataset.dtype.name).name
+  return Stored(dtype=dtype, shape=tuple(dataset.shape), read=lambda: np.asarray(dataset))
 
 
 def _texts(group: h5py.Group, attribute: str) -> list[Any]:
   """Returns an attribute of a tf_keras file, which splits a long one into numbered parts."""
   if attribute in group.attrs:
-    return list(group.attrs[attribute])
+    return list(_attribute(group, attribute))
   parts = [name for name in group.attrs if re.fullmatch(rf"{attribute}\d+", name)]
   parts.sort(key=lambda name: int(name.removeprefix(attribute)))
-  return [text for part in parts for text in group.attrs[part]]
+  return [text for part in parts for text in _attribute(group, part)]
+
+
+def _attribute(group: h5py.Group, name: str) -> Any:
+  """Reads a text or texts; HDF5 would take hours for a damaged attribute of 2**40 texts.
+
+  Raises:
+    TypeError: it is larger than Keras writes it; it splits names into parts of 64 KB.
+  """
+  found = group.attrs.get_id(name)
+  if math.prod(found.shape or ()) * found.dtype.itemsize > _MOST_NAMES_BYTES:
+    raise TypeError(f"the attribute {name!r} is not stored as Keras stores names")
+  return group.attrs[name]
 
 
 def _text(value: Any) -> str:

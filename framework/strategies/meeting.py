@@ -302,7 +302,7 @@ class _Worker:
 
   def __init__(self, peers: Sequence[Peer], index: int, facts: Facts, secret: bytes | None) -> None:
     self._peers, self._index, self._facts, self._secret = peers, index, facts, secret
-    self._nonce = os.urandom(wire.NONCE_BYTES)
+    self._nonce, self._reason = os.urandom(wire.NONCE_BYTES), "did not answer"
 
   def meet(self, listener: socket.socket, deadline: float, *, verdict_s: float) -> dict[str, str]:
     """Returns worker 0's verdict.
@@ -310,7 +310,7 @@ class _Worker:
     Worker 0 may start later, and then waits longer than `deadline` for the others. Therefore, once
     connected, this worker waits `verdict_s` seconds for the verdict.
     """
-    chief, reason = self._peers[0], "did not answer"
+    chief = self._peers[0]
     with _accepting(listener, self._prove):
       while connection := wire.connected(chief.address, deadline=deadline):
         with connection:
@@ -320,11 +320,10 @@ class _Worker:
             raise
           except (OSError, ValueError, RecursionError):
             pass  # not worker 0, or it ended; it may start again
-        reason = "answered, but did not accept this worker"
         if time.monotonic() > deadline:
           break
         time.sleep(_RETRY_S)
-    return {"missing": f"{chief} {reason}"}
+    return {"missing": f"{chief} {self._reason}"}
 
   def _prove(self, connection: socket.socket) -> None:
     """Answers at this worker's own address with what only this process can know."""
@@ -334,6 +333,7 @@ class _Worker:
 
   def _talk(self, connection: socket.socket, verdict_s: float) -> dict[str, str]:
     soon = time.monotonic() + _ANSWER_S
+    self._reason = "did not answer as a worker"
     chief = wire.receive(connection, deadline=soon)
     nonces = _context(chief.nonce, self._nonce, self._index)
     seal = wire.Seal(self._secret, _TO_CHIEF, nonces)
@@ -341,6 +341,8 @@ class _Worker:
     keyed = self._secret is not None
     claim = wire.Message(keyed, self._index, self._nonce, mac, body)
     wire.send(connection, claim, deadline=soon)
+    own = self._peers[self._index].address
+    self._reason = f"did not accept this worker, or cannot connect to {own}"
     answer = wire.receive(connection, deadline=time.monotonic() + verdict_s)
     back = seal._replace(direction=_TO_WORKER)
     if back.fits(answer):

@@ -84,9 +84,11 @@ def _check_task(task: Any, jobs: Mapping[str, Sequence[str]]) -> None:
     raise _wrong("task.type", job, f"one of {', '.join(jobs)}")
   if isinstance(index, str) and re.fullmatch(r"\d{1,9}", index, re.ASCII):
     index = int(index)  # as TensorFlow does
-  most = len(jobs[job]) - 1 if job in jobs else None
-  if not is_integer(index, at_least=0, at_most=most):
-    raise _wrong("task.index", index, f"an integer from 0 to {'...' if most is None else most}")
+  if job not in jobs:
+    if not is_integer(index, at_least=0):
+      raise _wrong("task.index", index, "an integer from 0")
+  elif not is_integer(index, at_least=0, at_most=len(jobs[job]) - 1):
+    raise _wrong("task.index", index, f"an integer from 0 to {len(jobs[job]) - 1}")
 
 
 def _wrong(place: str, value: object, expected: str) -> ConfigError:

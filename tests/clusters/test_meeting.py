@@ -133,8 +133,16 @@ def test_a_worker_0_that_says_nonsense_is_none(body):
   with (
     socket.create_server(("127.0.0.1", ports[0])) as listener,
     meeting._accepting(listener, false_verdict(body)),
-    pytest.raises(ClusterError, match=r"worker-0 .* answered, but did not accept this worker"),
+    pytest.raises(ClusterError, match=r"worker-0 .* did not accept this worker, or cannot"),
   ):
+    meeting.meet(peers, 1, ALIKE, secret=None, timeout_s=0.1)
+
+
+def test_another_program_at_worker_0s_port_is_no_worker():
+  ports = free_ports(2)
+  peers = [Peer("worker", index, f"127.0.0.1:{port}") for index, port in enumerate(ports)]
+  line = r"worker-0 .* did not answer as a worker within 0\.1 s"
+  with socket.create_server(("127.0.0.1", ports[0])), pytest.raises(ClusterError, match=line):
     meeting.meet(peers, 1, ALIKE, secret=None, timeout_s=0.1)
 
 

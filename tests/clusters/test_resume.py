@@ -225,6 +225,7 @@ def send(number):
 def test_a_signal_saves_and_the_same_command_goes_on(
   scene, whole, tmp_path, number, name, error, on, step
 ):
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
   before = signal.getsignal(number)
   with pytest.raises(error) as caught:
     scene.run(tmp_path, actions=[At(step, send(number), on)])

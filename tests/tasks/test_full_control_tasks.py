@@ -533,7 +533,7 @@ def test_a_teacher_of_another_shape_is_refused(name, teachers):
   task = Distillation(
     data=images(), teacher=str(teachers[0] / name), teacher_network=SMALL_MLP, **CLASSIFIER
   )
-  with pytest.raises(ConfigError, match=r"does not hold the weights of 'mlp' with \d+ parameters"):
+  with pytest.raises(ConfigError, match=r"must hold the weights of 'mlp' with \d+ parameters"):
     task.fit()
 
 

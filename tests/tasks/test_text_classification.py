@@ -209,7 +209,7 @@ def broken_record(folder):
       broken_record,
       r"record 1 of .* has 0 values of 'text' and 0 of 'label'",
     ),
-    ("y.csv", None, r"y.csv' cannot be read \(No such file"),
+    ("y.csv", None, r"y.csv' does not exist; give the path of a file"),
   ],
 )
 def test_a_file_that_is_not_as_it_must_be_is_named(name, content, says, tmp_path):

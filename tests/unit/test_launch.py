@@ -314,8 +314,11 @@ def as_process_1(arguments):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("first", [list, as_process_1], ids=["a process", "process 1"])
+@pytest.mark.parametrize(
+  ("number", "first"),
+  [(signal.SIGTERM, list), (signal.SIGHUP, as_process_1)],
+  ids=["a process", "process 1"],
+)
 def test_a_signal_before_the_first_step_ends_at_once(number, first):
   Path("slow.py").write_text("import time\n\nprint('here', flush=True)\ntime.sleep(60)\n")
   Path("x.gin").write_text("import slow\n")

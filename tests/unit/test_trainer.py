@@ -1,6 +1,8 @@
 """The trainer: its loop, counters and metrics, against a linear regression that NumPy solves."""
 
+import itertools
 import time
+import types
 
 import keras
 import numpy as np
@@ -9,7 +11,7 @@ import tensorflow as tf
 import tf_keras
 from absl import logging as absl_logging
 
-from framework.backend import models
+from framework.backend import models, timing
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss, weighted_sum
@@ -184,6 +186,22 @@ def test_the_rate_of_examples_and_the_wait_are_those_of_slow_input(one):
   # Up to two workers and a prefetched batch or two: at least 3 of 10 batches cost their 50 ms.
   assert 0.15 <= metrics["input_wait_s"] <= elapsed
   assert 10 * BATCH / elapsed <= metrics["examples_per_second"] <= 10 * BATCH / 0.15
+
+
+def test_a_clock_set_back_during_a_wait_is_no_negative_wait(one, monkeypatch):
+  readings = itertools.count()
+
+  def system():  # the fourth step waits between the readings 7 and 8
+    return time.perf_counter() - 3600.0 * (next(readings) >= 8)
+
+  monkeypatch.setattr(timing, "time", types.SimpleNamespace(time=system))
+  stamp = lambda: tf.ensure_shape(tf.numpy_function(system, [], tf.float64), [])  # noqa: E731
+  monkeypatch.setattr(timing, "timestamp", stamp)
+  trainer = make(one)
+  started = time.perf_counter()
+  metrics = train(trainer, 10)
+  assert 0 < metrics["input_wait_s"] <= time.perf_counter() - started
+  assert next(readings) > 20
 
 
 def test_retracing_is_reported_once_a_time(one, log):

@@ -18,6 +18,7 @@ from framework.configurables import table
 from framework.configurables.checks import Kind, Mistake, in_force
 from framework.configurables.examination import Examination
 from framework.configurables.reading import MACRO
+from framework.errors import first_line, printable
 from framework.verify.bench.bench import Subject
 from framework.verify.report import Result
 
@@ -107,7 +108,7 @@ def _failure(mistake: Mistake, cause: str) -> Result:
 
 
 def _line(mistake: Mistake) -> str:
-  return str(mistake.error).partition("\n")[0]
+  return printable(first_line(mistake.error))
 
 
 def _read(examination: Examination) -> str:
@@ -115,7 +116,7 @@ def _read(examination: Examination) -> str:
 
 
 def _files(examination: Examination) -> str:
-  return ", ".join(Path(file).name for file in examination.config.files) or "memory"
+  return printable(", ".join(Path(file).name for file in examination.config.files)) or "memory"
 
 
 def _names(examination: Examination) -> str:

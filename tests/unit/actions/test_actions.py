@@ -21,6 +21,7 @@ from framework.backend import files
 from framework.errors import ConfigError
 from framework.reporting.metrics_log import MetricsLog
 from framework.reporting.orbit_reporter import Reporter, quiet_orbit
+from framework.saving import export as exports
 from framework.saving.export import export
 
 
@@ -595,16 +596,20 @@ def test_export_leaves_alone_what_is_beside_it(tmp_path):
   assert [(tmp_path / name / "mine.txt").read_text() for name in beside] == ["mine"] * 4
 
 
-def test_a_killed_export_is_removed_when_it_is_old(tmp_path):
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_killed_export_is_removed_and_one_in_progress_is_not(tmp_path, monkeypatch, locks):
   task, directory = Task(linear_module(None)), str(tmp_path / "export")
-  young, old = (tmp_path / f"export.new-{digit * 32}" for digit in "01")
-  for folder in (young, old):
+  living, dead = (tmp_path / f"export.new-{digit * 32}" for digit in "01")
+  for folder in (living, dead):
     folder.mkdir()
     (folder / "saved_model.pb").write_bytes(b"half")
-  os.utime(old / "saved_model.pb", (0, 0))
-  os.utime(old, (0, 0))
-  export(task, directory)
-  assert sorted(os.listdir(tmp_path)) == ["export", young.name]
+  os.utime(dead / "saved_model.pb", (0, 0))
+  os.utime(dead, (0, 0))
+  if not locks:
+    monkeypatch.setattr(files, "has_locks", lambda *_, **__: False)
+  with exports._in_progress(str(living)):
+    export(task, directory)
+  assert sorted(os.listdir(tmp_path)) == ["export", living.name]
 
 
 def test_export_follows_no_link(exported, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.backend.timing import Stopwatch, timed
+from framework.backend.timing import LoopClock, Stopwatch, timed
 
 
 class Clock:
@@ -75,3 +75,25 @@ def test_decorated_functions_count_for_the_one_that_runs(clock):
   slow(7)
   assert watch.seconds == {"host": 5, "slow": 3}
   assert (slow.__name__, slow.__doc__) == ("slow", "Says how long.")
+
+
+@pytest.mark.parametrize(
+  ("jump", "measured", "expected"),
+  [
+    (0, 2, 2),  # an ordinary wait
+    (0, -0.001, 0),  # rounding
+    (0, 20, 20),  # ten workers that wait at the same time
+    (-3600, 2 - 3600, 2),  # the clock was set back during the wait
+    (3600, 2 + 3600, 2),
+    (-3600, 2, 2),  # outside of it
+    (-3600, -9000, 0),  # two jumps, of which only the sum is known
+    (3600, 9000, 10),
+  ],
+)
+def test_a_jump_of_the_clock_is_no_time(jump, measured, expected):
+  system, steady = Clock(), Clock()
+  loop = LoopClock(system=system, steady=steady)
+  system.wait(10 + jump)
+  steady.wait(10)
+  assert loop.seconds() == 10
+  assert loop.corrected(measured) == pytest.approx(expected, abs=1e-9)

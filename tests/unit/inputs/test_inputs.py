@@ -601,7 +601,7 @@ def batch_of(**kwargs):
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"global_batch_size": 0}, "global_batch_size is 0; it must be a whole number of at least 1"),
+    ({"global_batch_size": 0}, "global_batch_size is 0; it must be a whole number from 1 to "),
     ({"global_batch_size": -4}, "global_batch_size is -4"),
     ({"global_batch_size": 4.0}, "global_batch_size is 4.0"),
     ({"pad_multiple": 0}, "pad_multiple is 0"),

@@ -224,7 +224,7 @@ GOOD_IDX = idx_bytes(np.zeros((2, 3), np.uint8), 0x08)
     (GOOD_IDX + b"x", "has 19 bytes, but its header implies 18"),
     (GOOD_IDX[:7], "has 7 bytes, but"),
     (gzip.compress(GOOD_IDX, mtime=0)[:-9], "cannot be read .*; download it again."),
-    (gzip.compress(GOOD_IDX, mtime=0)[:12] + b"xxxx", "cannot be read .*; download it again."),
+    (gzip.compress(GOOD_IDX, mtime=0)[:-8] + b"xxxxxxxx", "cannot be read .*; download it again."),
   ],
 )
 def test_read_idx_errors(tmp_path, data, message):

@@ -1,0 +1,49 @@
+"""Small versions of the long trials in benchmarks/."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.whole
+
+
+def trial(name, *arguments):
+  command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+  done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout.splitlines()
+
+
+def test_a_run_ends_as_documented_while_slow_python_code_reads_its_examples():
+  """Without launch.py's own end, an error and Ctrl-C hang in most runs."""
+  ends = ["error", "ctrl_c", "sighup", "closed_output"]
+  arguments = ["--sources", "numpy_function", "--layouts", "replicas-1", "--times", "1"]
+  *_, last = trial("exits", "--ends", *ends, *arguments)
+  assert last == "4 runs, 0 not as documented"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="compiles a library: needs gcc")
+def test_a_fault_of_the_disk_loses_nothing():
+  *_, last = trial("disk_faults", "--points", "6")
+  assert last.startswith("6 points, ")
+
+
+def can_mount():
+  return (
+    os.geteuid() == 0 and bool(shutil.which("mkfs.ext4")) and Path("/dev/loop-control").exists()
+  )
+
+
+@pytest.mark.skipif(
+  not can_mount(), reason="mounts an image: needs root, mkfs.ext4 and loop devices"
+)
+def test_a_power_loss_loses_no_checkpoint():
+  cell = ["--filesystems", "ext4", "--keep", "1", "--every_s", "1", "--resumed", "1"]
+  *_, last = trial("power_loss", "--snapshots", "6", *cell)
+  assert last.startswith("1 cells, 0 with losses")
