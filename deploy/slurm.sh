@@ -20,6 +20,16 @@
 
 set -u
 
+# Only workers with this job's secret meet. `mktemp` makes a file that only its owner can read.
+if [[ -z ${LOOPWRIGHT_CLUSTER_SECRET-}${LOOPWRIGHT_CLUSTER_SECRET_FILE-} ]]; then
+  mkdir -p runs
+  rm -f "$PWD/runs/.secret-$SLURM_JOB_ID-"* # of an attempt that was killed
+  secret=$(mktemp "$PWD/runs/.secret-$SLURM_JOB_ID-XXXXXX") || exit 1
+  trap 'rm -f "$secret"' EXIT
+  od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$secret"
+  export LOOPWRIGHT_CLUSTER_SECRET_FILE=$secret
+fi
+
 # Jobs on one node need different ports: 16 per job, below the ephemeral range.
 port_base=$((10000 + SLURM_JOB_ID % 1000 * 16))
 
