@@ -1,4 +1,4 @@
-"""Runs deploy/slurm.sh under a real Slurm on this machine, breaks it, and checks that nothing is lost.
+"""Breaks jobs of deploy/slurm.sh under a real Slurm on this machine; nothing may be lost.
 
   python -m benchmarks.slurm_trials --trials 20   (as root; needs slurm-wlm, munge and iproute2)
 
@@ -10,7 +10,7 @@ and every value of metrics.jsonl that is not a time must be bit-identical to an 
 and no process may have met another owner of the run folder. Exit status 1 if any trial fails.
 
   kill_chief, kill_worker   SIGKILL of a task: all tasks restart in the allocation
-  kill_srun                 SIGKILL of srun, which leaves the tasks alone
+  kill_srun                 SIGKILL of srun's processes, which leaves the tasks alone
   sigterm                   scancel --signal=TERM: save, status 75, requeue
   time_limit                the same before the time limit, by --signal
   requeue                   scontrol requeue
@@ -54,7 +54,7 @@ IN_ALLOCATION = ("kill_chief", "kill_worker", "kill_srun")
 KINDS = (*IN_ALLOCATION, "sigterm", "time_limit", "requeue", "drain", "node_down", "node_cut")
 MACHINE = 'mount --bind "$0/hosts" /etc/hosts && hostname "$1" && shift && exec "$@"'
 SLURM_CONF = """
-ClusterName=loopwright
+ClusterName=loopwright{number}
 SlurmctldHost=n0({hosts[0]})
 SlurmUser=root
 SlurmdUser=root
@@ -130,7 +130,7 @@ class Slurm:
     (self.folder / "munge.key").write_bytes(os.urandom(128))
     (self.folder / "munge.key").chmod(0o600)
     (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # loaded, and not used
-    lines = [SLURM_CONF.format(hosts=self.network.hosts, folder=self.folder)]
+    lines = [SLURM_CONF.format(hosts=self.network.hosts, folder=self.folder, number=os.getpid())]
     lines += [f"NodeName=n{i} NodeAddr={self.network.hosts[i]} CPUs=4" for i in self.nodes]
     lines += ["PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE\n"]
     (self.folder / "slurm.conf").write_text("\n".join(lines))
@@ -187,10 +187,12 @@ class Slurm:
   def idle(self) -> int:
     return self.command("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").count("n")
 
-  def submit(self, folder: Path, *params: str, options: Sequence[str] = ()) -> Job:
+  def submit(
+    self, folder: Path, *params: str, config: Path | str = CONFIG, options: Sequence[str] = ()
+  ) -> Job:
     """Submits deploy/slurm.sh with model_dir `folder`/m."""
     folder.mkdir(parents=True)
-    arguments = [f"--gin_file={CONFIG}", f"--model_dir={folder}/m"]
+    arguments = [f"--gin_file={config}", f"--model_dir={folder}/m"]
     arguments += [f"--gin_param={param}" for param in params]
     log = f"--output={folder}/log.txt"
     number = self.command("sbatch", "--parsable", log, *options, "deploy/slurm.sh", *arguments)
@@ -215,7 +217,13 @@ class Job:
     return file.read_text(errors="replace") if file.exists() else ""
 
   def wait_for_step(self, step: int) -> None:
-    wait_until(lambda: reached(self.folder / "m") >= step)
+    wait_until(lambda: reached(self.folder / "m") >= step or self.ended(), poll_s=0.3)
+    if reached(self.folder / "m") < step:
+      raise RuntimeError(f"the job ended before step {step}; see {self.folder}/log.txt")
+
+  def ended(self) -> bool:
+    states = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+    return self.field("JobState") not in states
 
   def processes(self, program: str) -> dict[int, dict[str, str]]:
     """Returns process id -> environment of the job's processes that run a program."""
@@ -223,7 +231,9 @@ class Job:
     for pid, words, environment in all_processes():
       if f"--model_dir={self.folder}/m" in words and words[0].endswith(program):
         found[pid] = environment
-        parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        parents[pid] = parent(pid)
+    if program == "srun":
+      return found  # the second of two would end the tasks if only the first was killed
     return {pid: environment for pid, environment in found.items() if parents[pid] not in found}
 
   def task(self, index: int) -> int:
@@ -240,10 +250,9 @@ class Job:
     """Returns the state in which the job ends; lets it start at once after a requeue."""
 
     def ended() -> bool:
-      state = self.field("JobState")
-      if state == "PENDING" and self.field("Reason") == "BeginTime":
+      if self.field("Reason") == "BeginTime":
         self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-      return state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+      return self.ended()
 
     wait_until(ended, poll_s=0.5)
     return self.field("JobState")
@@ -258,6 +267,10 @@ def all_processes() -> Iterator[tuple[int, list[str], dict[str, str]]]:
     except (OSError, UnicodeDecodeError):
       continue
     yield int(folder.name), words, dict(pair.partition("=")[::2] for pair in pairs)
+
+
+def parent(pid: int) -> int:
+  return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def wait_until(
@@ -324,8 +337,7 @@ def run_trial(slurm: Slurm, folder: Path, kind: str, reference: Path, rng: rando
   if node:
     repair(slurm, kind, node)
   wait_until(lambda: slurm.idle() == len(slurm.nodes), timeout_s=120, poll_s=1)
-  if left := [*job.processes("python"), *job.processes("srun")]:
-    trial.misses.append(f"processes {left} are left over")
+  wait_until(lambda: not job.processes("python") and not job.processes("srun"), timeout_s=60)
   trial.misses += differences(folder / "m", reference / "m")
   later = [r["wall_time"] for r in all_records(folder) if r["step"] > before]
   if kind != "time_limit" and later:
@@ -346,7 +358,7 @@ def wrong(job: Job, kind: str, state: str, node: int | None) -> list[str]:
     misses.append("a process met another owner of model_dir")
   if node in job.nodes():
     misses.append(f"it ended on n{node}, which is out of order")
-  if left := list(REPOSITORY.glob(f"runs/.secret-{job.number}-*")):
+  if left := list(REPOSITORY.glob(f"runs/.secret-*-{job.number}-*")):
     misses.append(f"{left[0]} is left over")
   return misses
 
