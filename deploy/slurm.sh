@@ -20,6 +20,17 @@
 
 set -u
 
+# Only workers with this job's secret meet. `mktemp` makes a file that only its owner can read.
+if [[ -z ${LOOPWRIGHT_CLUSTER_SECRET-}${LOOPWRIGHT_CLUSTER_SECRET_FILE-} ]]; then
+  mkdir -p runs
+  secret=$PWD/runs/.secret-${SLURM_CLUSTER_NAME-}-$SLURM_JOB_ID-
+  rm -f "$secret"* # of an attempt that was killed
+  secret=$(mktemp "${secret}XXXXXX") || exit 1
+  trap 'rm -f "$secret"' EXIT
+  od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$secret"
+  export LOOPWRIGHT_CLUSTER_SECRET_FILE=$secret
+fi
+
 # Jobs on one node need different ports: 16 per job, below the ephemeral range.
 port_base=$((10000 + SLURM_JOB_ID % 1000 * 16))
 
@@ -29,6 +40,12 @@ train() {
     --gin_param="run.strategy = @multi_worker_mirrored" \
     --gin_param="multi_worker_mirrored.resolver = @slurm" \
     --gin_param="slurm.port_base = $port_base"
+}
+
+# When srun itself is killed, its tasks go on and own model_dir. The next srun waits for their end.
+end_steps() {
+  squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep '\.[0-9]*$' |
+    xargs --no-run-if-empty scancel --signal=KILL
 }
 
 for ((restarts = 0; ; restarts++)); do
@@ -45,4 +62,5 @@ for ((restarts = 0; ; restarts++)); do
     exit "$status"
   fi
   echo "status $status; restarting all workers, attempt $((restarts + 1))" >&2
+  end_steps
 done

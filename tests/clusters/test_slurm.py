@@ -1,0 +1,80 @@
+"""deploy/slurm.sh under a real Slurm on this machine: the small benchmarks/slurm_trials.py."""
+
+import itertools
+import json
+import os
+import signal
+
+import clustered
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_multi_worker import BATCH, CONFIG, RATE, ROOT, SUPPORT, reference
+
+from benchmarks import slurm_trials
+from framework import ArraySource
+from framework.inputs import datasets
+
+STEPS = 14
+PACED = """
+import time
+import framework
+
+@framework.register
+class Slowly(framework.Action):
+  on = "train"
+
+  def __call__(self, output):
+    time.sleep(0.3)
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+  if reason := slurm_trials.available():
+    pytest.skip(f"no Slurm can be started: {reason}")
+  monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{SUPPORT}")
+  with slurm_trials.Slurm(tmp_path / "slurm", nodes=2) as started:
+    yield started
+
+
+def submit(slurm, folder):
+  (folder / "slowly.py").write_text(PACED)
+  text = CONFIG.format(folder=folder, rate=RATE, batch=BATCH, steps=STEPS)
+  config = folder / "config.gin"
+  config.write_text("import slowly\n" + text.replace("@Keeper()", "@Keeper(), @Slowly()"))
+  return slurm.submit(folder / "run", config=config)
+
+
+def expected():
+  source = ArraySource(features={"x": clustered.X, "y": clustered.Y, "weight": clustered.WEIGHT})
+  batches = datasets.train_dataset(source, global_batch_size=BATCH, seed=0).as_numpy_iterator()
+  return reference([batch["example_id"] for batch in itertools.islice(batches, STEPS)])
+
+
+def secrets(job):
+  return list(ROOT.glob(f"runs/.secret-loopwright{os.getpid()}-{job.number}-*"))
+
+
+@pytest.mark.whole
+def test_a_killed_task_and_a_requeue_cost_nothing(slurm, tmp_path):
+  job = submit(slurm, tmp_path)
+  job.wait_for_step(3)
+  [secret] = secrets(job)
+  assert (secret.stat().st_mode & 0o777, len(secret.read_text())) == (0o600, 64)
+  os.kill(job.task(1), signal.SIGKILL)
+  slurm_trials.wait_until(lambda: "restarting all workers, attempt 1" in job.log())
+  job.wait_for_step(max(7, slurm_trials.reached(job.folder / "m") + 1))
+  slurm.command("scontrol", "requeue", job.number)
+  assert (job.wait(), job.field("Restarts")) == ("COMPLETED", "1"), job.log()
+  assert "is in use by" not in job.log()
+  assert secrets(job) == []
+
+  kernel, losses = expected()
+  lines = map(json.loads, (job.folder / "m" / "metrics.jsonl").read_text().splitlines())
+  train = [line for line in lines if line["split"] == "train"]
+  assert [line["step"] for line in train] == list(range(1, STEPS + 1))
+  assert [line["loss"] for line in train] == pytest.approx(losses, rel=1e-5)
+  checkpoint = tf.train.load_checkpoint(str(job.folder / "m" / "checkpoints" / f"ckpt-{STEPS}"))
+  [name] = [n for n, shape in checkpoint.get_variable_to_shape_map().items() if shape == [3, 1]]
+  np.testing.assert_allclose(checkpoint.get_tensor(name)[:, 0], kernel, rtol=1e-5)
