@@ -42,8 +42,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import framework
 from benchmarks import network
-from benchmarks.fault_trials import STEPS, reached
 from benchmarks.comparison import different_tensors, records
+from benchmarks.fault_trials import STEPS, reached
 from framework import Action
 
 REPOSITORY = Path(__file__).resolve().parent.parent
