@@ -33,12 +33,21 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from benchmarks.fault_trials import CONFIG, STEPS, reached
-from benchmarks.slurm_trials import all_processes, all_records, differences, parent, wait_until
+from benchmarks.fault_trials import reached
+from benchmarks.slurm_trials import (
+  CONFIG,
+  PARAMS,
+  STEPS,
+  all_processes,
+  all_records,
+  differences,
+  parent,
+  wait_until,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KINDS = ("kill_node", "kill_launch", "kill_worker")
-NODES, TIMEOUT_S, MEMORY = 3, 300.0, 100 * 2**20
+NODES, TIMEOUT_S, MEMORY = 3, 600.0, 100 * 2**20
 
 
 @dataclasses.dataclass
@@ -71,6 +80,7 @@ class Training:
     folder.mkdir(parents=True)
     self.folder, self._log = folder, folder / "log.txt"
     flags = ["--workers=2", "--max_restarts=2", f"--gin_file={CONFIG}", f"--model_dir={folder}/m"]
+    flags += [f"--gin_param={param}" for param in (*PARAMS, "Paced.wait_s = 0.3")]
     own = {"RAY_ADDRESS": cluster.address, "CUDA_VISIBLE_DEVICES": "-1"}
     with self._log.open("w") as log:
       self.process = subprocess.Popen(
@@ -111,7 +121,7 @@ def raylets_of(node: Any) -> list[subprocess.Popen[bytes]]:
 
 def run_trial(cluster: Any, folder: Path, kind: str, reference: Path, rng: random.Random) -> Trial:
   training = Training(cluster, folder)
-  when = rng.randrange(20, STEPS - 100)
+  when = rng.randrange(20, STEPS - 60)
   wait_until(lambda: reached(folder / "m") >= when)
   before, at = reached(folder / "m"), time.time()
   training.break_it(cluster, kind, rng.randrange(2))

@@ -43,13 +43,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import framework
 from benchmarks import network
 from benchmarks.comparison import different_tensors, records
-from benchmarks.fault_trials import STEPS, reached
+from benchmarks.fault_trials import reached
 from framework import Action
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "benchmarks/slurm_trials.gin"
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
-TIMEOUT_S = 300.0
+STEPS = 160
+PARAMS = (f"run.train_steps = {STEPS}", f"run.eval_every_steps = {STEPS // 2}")
+TIMEOUT_S = 600.0
 IN_ALLOCATION = ("kill_chief", "kill_worker", "kill_srun")
 KINDS = (*IN_ALLOCATION, "sigterm", "time_limit", "requeue", "drain", "node_down", "node_cut")
 MACHINE = 'mount --bind "$0/hosts" /etc/hosts && hostname "$1" && shift && exec "$@"'
@@ -329,8 +331,9 @@ def repair(slurm: Slurm, kind: str, node: int) -> None:
 
 def run_trial(slurm: Slurm, folder: Path, kind: str, reference: Path, rng: random.Random) -> Trial:
   limits = ["--time=2", "--signal=TERM@60"] if kind == "time_limit" else []
-  job = slurm.submit(folder, f"Paced.wait_s = {2.0 if limits else 0.1}", options=limits)
-  job.wait_for_step(10 if limits else rng.randrange(20, STEPS - 100))
+  wait_s = 6.0 if limits else 0.3
+  job = slurm.submit(folder, *PARAMS, f"Paced.wait_s = {wait_s}", options=limits)
+  job.wait_for_step(10 if limits else rng.randrange(20, STEPS - 60))
   before, at = reached(folder / "m"), time.time()
   node = break_job(job, kind, rng)
   trial = Trial(wrong(job, kind, job.wait(), node))
@@ -381,7 +384,7 @@ def all_records(folder: Path) -> list[dict]:
 
 
 def uninterrupted(slurm: Slurm, folder: Path) -> Path:
-  job = slurm.submit(folder)
+  job = slurm.submit(folder, *PARAMS)
   if (state := job.wait()) != "COMPLETED" or reached(folder / "m") != STEPS:
     raise SystemExit(f"the uninterrupted job ended {state}; see {folder}/log.txt")
   return folder

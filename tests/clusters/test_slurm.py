@@ -63,7 +63,7 @@ def test_a_killed_task_and_a_requeue_cost_nothing(slurm, tmp_path):
   [secret] = secrets(job)
   assert (secret.stat().st_mode & 0o777, len(secret.read_text())) == (0o600, 64)
   os.kill(job.task(1), signal.SIGKILL)
-  slurm_trials.wait_until(lambda: "restarting all workers, attempt 1" in job.log())
+  slurm_trials.wait_until(lambda: "restarting all workers, attempt 1" in job.log() or job.ended())
   job.wait_for_step(max(7, slurm_trials.reached(job.folder / "m") + 1))
   slurm.command("scontrol", "requeue", job.number)
   assert (job.wait(), job.field("Restarts")) == ("COMPLETED", "1"), job.log()
