@@ -173,6 +173,7 @@ def _run(
   status = 1
   try:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
     os.environ.update(environment)
     _redirect(log, stdout, stderr)
     sys.argv = ["launch.py", *arguments]
