@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 import os
-import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -149,7 +148,6 @@ def run(
   rendezvous.declare(
     {
       "task": f"{type(task).__module__}.{type(task).__qualname__}",
-      "code of the task": rendezvous.code_digest(sys.modules[type(task).__module__].__file__),
       "run.train_steps": train_steps,
       **{f"run.{name}": size for name, size in sizes.items()},
       "run.steps_per_loop": steps_per_loop,
