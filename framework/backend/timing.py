@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import config as tf_config
 
@@ -134,5 +135,7 @@ def timestamp() -> tf.Tensor:
   The system's clock may jump; a `LoopClock` corrects differences.
   """
   if tf_config.is_op_determinism_enabled():  # it forbids tf.timestamp
-    return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
+    # As an array: TensorFlow never frees a scalar that a numpy_function returns.
+    now = tf.numpy_function(lambda: np.array([time.time()]), [], tf.float64, stateful=True)
+    return tf.ensure_shape(now, [1])[0]
   return tf.timestamp()

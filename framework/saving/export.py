@@ -54,7 +54,7 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
     directory = directory.rstrip("/")
     require_replaceable(directory)
     mend(directory)
-    new = f"{directory}.new-{uuid.uuid4().hex}"
+    new = _beside(directory, "new")
   else:
     new = files.IN_MEMORY
   try:
@@ -97,6 +97,10 @@ def _signatures(task: Task) -> dict[str, Callable[..., Any]]:
   return dict(named)
 
 
+def _beside(directory: str, kind: str) -> str:
+  return f"{directory}.{kind}-{uuid.uuid4().hex}"
+
+
 def _is_export(path: str) -> bool:
   """Whether a folder, not a link to one, is an export of this framework and nothing more."""
   if os.path.islink(path) or not tf.io.gfile.exists(os.path.join(path, MARK)):
@@ -119,7 +123,7 @@ def _mark(folder: str) -> None:
 
 def _swap(new: str, directory: str) -> None:
   if tf.io.gfile.exists(directory) and _names(directory, ""):
-    tf.io.gfile.rename(directory, f"{directory}.old-{uuid.uuid4().hex}")
+    tf.io.gfile.rename(directory, _beside(directory, "old"))
   files.remove(directory)  # only if it is empty
   tf.io.gfile.rename(new, directory)
   files.sync(os.path.dirname(directory) or ".")
@@ -132,7 +136,9 @@ def mend(directory: str) -> None:
     if kind == "old" and not tf.io.gfile.exists(directory):
       tf.io.gfile.rename(remains, directory)
     elif kind == "old" or _is_abandoned(remains):
-      files.remove(remains)
+      doomed = _beside(directory, "new")  # a part of an old one would no longer pass for an export
+      tf.io.gfile.rename(remains, doomed)
+      files.remove(doomed)
 
 
 @contextlib.contextmanager

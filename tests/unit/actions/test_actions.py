@@ -596,6 +596,23 @@ def test_export_leaves_alone_what_is_beside_it(tmp_path):
   assert [(tmp_path / name / "mine.txt").read_text() for name in beside] == ["mine"] * 4
 
 
+def test_a_kill_while_the_old_export_is_removed_leaves_nothing(exported, tmp_path, monkeypatch):
+  task, directory = exported
+
+  def killed(path):
+    os.remove(os.path.join(path, exports.MARK))
+    raise Killed
+
+  with monkeypatch.context() as patched:
+    patched.setattr(tf.io.gfile, "rmtree", killed)
+    with pytest.raises(Killed):
+      export(task, directory)
+  assert len(os.listdir(tmp_path)) == 2
+  exports.mend(directory)
+  assert os.listdir(tmp_path) == ["export"]
+  assert factor(directory) == 2
+
+
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_killed_export_is_removed_and_one_in_progress_is_not(tmp_path, monkeypatch, locks):
   task, directory = Task(linear_module(None)), str(tmp_path / "export")
