@@ -54,8 +54,8 @@ LAYOUTS = {
   ],
 }
 FLAGS = {"workers-2": ["--local_workers=2"], "servers": ["--local_workers=1", "--local_ps=1"]}
-PYTHON = ("numpy_function", "generator", "memory_mapped")
-"""Sources that run Python code, which the workers beside parameter servers cannot."""
+HERE = ("numpy_function", "generator", "memory_mapped", "stream")
+"""Sources that need the chief's process, which the workers of parameter servers cannot reach."""
 PEERS = {"workers-2": "worker-1", "servers": "ps-0"}
 READ_S = 0.02
 START_S, LIMIT_S = 90.0, 30.0
@@ -75,7 +75,7 @@ class Case:
 
   def refused(self) -> bool:
     """Whether the run cannot begin, which one line says."""
-    return self.layout == "servers" and self.source in PYTHON
+    return self.layout == "servers" and self.source in HERE
 
   def arguments(self, folder: Path) -> list[str]:
     """Returns the command line after launch.py."""
@@ -132,7 +132,9 @@ def wrong(case: Case, folder: Path, status: int | None, line: str, left: list[st
   if status is None:
     return f"it did not end: {line}"
   if case.refused():
-    return "" if status == 2 and "the input runs Python" in line else f"status {status}: {line}"
+    return (
+      "" if status == 2 and line.startswith("error: the input ") else f"status {status}: {line}"
+    )
   if status != ENDS[case.end]:
     return f"status {status}, not {ENDS[case.end]}: {line}"
   if not line.startswith(LINES.get(case.end, "")):

@@ -112,7 +112,7 @@ class Dispatcher:
       return make(tf.cast(worker, tf.int64))
 
     function = tf.function(made, autograph=False)
-    _refuse_python(function.get_concrete_function())
+    _refuse_what_stays_here(function.get_concrete_function())
     return self._coordinator.create_per_worker_dataset(function)
 
   def run(self, function: Any, pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -403,7 +403,13 @@ def _refuse_partitioned(model: Any) -> None:
       )
 
 
-def _refuse_python(function: Any) -> None:
+def _refuse_what_stays_here(function: Any) -> None:
+  """Raises ConfigError if an input pipeline needs this process, which its workers cannot reach."""
+  if any(tensor.dtype == tf.variant for tensor in function.graph.external_captures):
+    raise ConfigError(
+      "the input is a StreamSource, whose tf.data.Dataset is made on the chief; the workers of "
+      "parameter_server cannot read it: use an ArraySource or your own Source."
+    )
   graph = function.graph.as_graph_def()
   nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
   if any(node.op in ("PyFunc", "PyFuncStateless", "EagerPyFunc") for node in nodes):

@@ -151,6 +151,10 @@ def test_partitioned_variables_lie_on_all_servers_and_learn(case, kind):
       )
     ],
     ("python", r"the input runs Python \(tf.numpy_function"),
+    (
+      "stream",
+      "the input is a StreamSource, whose tf.data.Dataset is made on the chief; the workers",
+    ),
   ],
 )
 def test_what_cannot_work_is_refused(case, what, message):

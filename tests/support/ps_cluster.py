@@ -32,7 +32,7 @@ from framework.backend import models
 from framework.errors import mistake
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
+from framework.inputs.sources import ArraySource, StreamSource
 from framework.metrics import Loss, weighted_sum
 from framework.observers import Observer
 from framework.optimizers import loss_scale
@@ -223,6 +223,7 @@ def refused(place):
     "plain evaluator": message(lambda: plain_evaluator(strategy)),
     "observer": message(lambda: make(strategy, Linear()).observe(Observer())),
     "python": message(lambda: steps(mapped_by_python(strategy), 1)),
+    "stream": message(lambda: steps(streaming(strategy), 1)),
     "all_gather": message(lambda: steps(make(strategy, Gathering()), 1)),
     "perturbed": message(lambda: steps(make(strategy, Perturbing()), 1)),
     "evaluation": message(lambda: evaluated(strategy, GatheringInEvaluation())),
@@ -253,6 +254,17 @@ def mapped_by_python(strategy):
   trainer = make(strategy, task)
   trainer._dataset_fn = lambda position, shard: datasets.train_dataset(
     task.source("train"), global_batch_size=BATCH, preprocess=by_python, shard=shard
+  )
+  return trainer
+
+
+def streaming(strategy):
+  task = Linear()
+  trainer = make(strategy, task)
+  examples = {"x": np.zeros([8, 2], np.float32), "y": np.zeros([8], np.float32)}
+  source = StreamSource(dataset=tf.data.Dataset.from_tensor_slices(examples))
+  trainer._dataset_fn = lambda position, shard: datasets.train_dataset(
+    source, global_batch_size=BATCH, shard=shard
   )
   return trainer
 
