@@ -55,6 +55,7 @@ PARAMS = (f"run.train_steps = {STEPS}", f"run.eval_every_steps = {STEPS // 2}")
 TIMEOUT_S = 600.0
 IN_ALLOCATION = ("kill_chief", "kill_worker", "kill_srun")
 KINDS = (*IN_ALLOCATION, "sigterm", "time_limit", "requeue", "drain", "node_down", "node_cut")
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 MACHINE = 'mount --bind "$0/hosts" /etc/hosts && hostname "$1" && shift && exec "$@"'
 SLURM_CONF = """
 ClusterName=loopwright{number}
@@ -225,8 +226,12 @@ class Job:
       raise RuntimeError(f"the job ended before step {step}; see {self.folder}/log.txt")
 
   def ended(self) -> bool:
-    states = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
-    return self.field("JobState") not in states
+    """Whether the job has ended, and not shown an end for the moment of a requeue."""
+    for _ in range(2):
+      if self.field("JobState") not in ENDS:
+        return False
+      time.sleep(1)
+    return True
 
   def secrets(self) -> list[Path]:
     """Returns the files that slurm.sh has made for the job's secret."""
