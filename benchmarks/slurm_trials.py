@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -54,6 +55,7 @@ PARAMS = (f"run.train_steps = {STEPS}", f"run.eval_every_steps = {STEPS // 2}")
 TIMEOUT_S = 600.0
 IN_ALLOCATION = ("kill_chief", "kill_worker", "kill_srun")
 KINDS = (*IN_ALLOCATION, "sigterm", "time_limit", "requeue", "drain", "node_down", "node_cut")
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 MACHINE = 'mount --bind "$0/hosts" /etc/hosts && hostname "$1" && shift && exec "$@"'
 SLURM_CONF = """
 ClusterName=loopwright{number}
@@ -224,8 +226,16 @@ class Job:
       raise RuntimeError(f"the job ended before step {step}; see {self.folder}/log.txt")
 
   def ended(self) -> bool:
-    states = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
-    return self.field("JobState") not in states
+    """Whether the job has ended, and not shown an end for the moment of a requeue."""
+    for _ in range(2):
+      if self.field("JobState") not in ENDS:
+        return False
+      time.sleep(1)
+    return True
+
+  def secrets(self) -> list[Path]:
+    """Returns the files that slurm.sh has made for the job's secret."""
+    return list(REPOSITORY.glob(f"runs/.secret-loopwright{os.getpid()}-{self.number}-*"))
 
   def processes(self, program: str) -> dict[int, dict[str, str]]:
     """Returns process id -> environment of the job's processes that run a program."""
@@ -290,10 +300,10 @@ def wait_until(
 
 @dataclasses.dataclass
 class Trial:
-  """What was wrong, and the seconds from the fault to the first loop beyond the step reached."""
+  """What was wrong, and the longest time between two training loops of the result."""
 
   misses: list[str] = dataclasses.field(default_factory=list)
-  recovery_s: float | None = None
+  pause_s: float = 0.0
 
 
 def break_job(job: Job, kind: str, rng: random.Random) -> int | None:
@@ -334,7 +344,6 @@ def run_trial(slurm: Slurm, folder: Path, kind: str, reference: Path, rng: rando
   wait_s = 6.0 if limits else 0.3
   job = slurm.submit(folder, *PARAMS, f"Paced.wait_s = {wait_s}", options=limits)
   job.wait_for_step(10 if limits else rng.randrange(20, STEPS - 60))
-  before, at = reached(folder / "m"), time.time()
   node = break_job(job, kind, rng)
   trial = Trial(wrong(job, kind, job.wait(), node))
   if node:
@@ -342,9 +351,7 @@ def run_trial(slurm: Slurm, folder: Path, kind: str, reference: Path, rng: rando
   wait_until(lambda: slurm.idle() == len(slurm.nodes), timeout_s=120, poll_s=1)
   wait_until(lambda: not job.processes("python") and not job.processes("srun"), timeout_s=60)
   trial.misses += differences(folder / "m", reference / "m")
-  later = [r["wall_time"] for r in all_records(folder) if r["step"] > before]
-  if kind != "time_limit" and later:
-    trial.recovery_s = min(later) - at
+  trial.pause_s = longest_pause(folder / "m")
   return trial
 
 
@@ -361,7 +368,7 @@ def wrong(job: Job, kind: str, state: str, node: int | None) -> list[str]:
     misses.append("a process met another owner of model_dir")
   if node in job.nodes():
     misses.append(f"it ended on n{node}, which is out of order")
-  if left := list(REPOSITORY.glob(f"runs/.secret-*-{job.number}-*")):
+  if left := job.secrets():
     misses.append(f"{left[0]} is left over")
   return misses
 
@@ -378,9 +385,10 @@ def differences(folder: Path, reference: Path) -> list[str]:
   return found
 
 
-def all_records(folder: Path) -> list[dict]:
-  lines = (folder / "m" / "metrics.jsonl").read_text().splitlines()
-  return [record for record in map(json.loads, lines) if record["split"] == "train"]
+def longest_pause(folder: Path) -> float:
+  lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+  times = [line["wall_time"] for line in lines if line["split"] == "train"]
+  return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 def uninterrupted(slurm: Slurm, folder: Path) -> Path:
@@ -391,10 +399,10 @@ def uninterrupted(slurm: Slurm, folder: Path) -> Path:
 
 
 def table(done: dict[str, list[Trial]]) -> str:
-  lines = ["| fault | trials | lost | seconds to recover: median (most) |", "|---|---|---|---|"]
+  lines = ["| fault | trials | lost | seconds without a loop: median (most) |", "|---|---|---|---|"]
   for kind, trials in ((kind, trials) for kind, trials in done.items() if trials):
-    times = [t.recovery_s for t in trials if t.recovery_s is not None]
-    spent = f"{statistics.median(times):.0f} ({max(times):.0f})" if times else ""
+    times = [trial.pause_s for trial in trials]
+    spent = f"{statistics.median(times):.0f} ({max(times):.0f})"
     lines.append(f"| {kind} | {len(trials)} | {sum(bool(t.misses) for t in trials)} | {spent} |")
   return "\n".join(lines)
 
@@ -419,8 +427,8 @@ def main() -> int:
       trial = run_trial(slurm, folder, kind, reference, rng)
       done[kind].append(trial)
       outcome = "; ".join(trial.misses[:4]) or "nothing lost"
-      recovery = f", recovered in {trial.recovery_s:.0f} s" if trial.recovery_s else ""
-      print(f"{kind} {number}: {time.time() - began:.0f} s{recovery}: {outcome}", flush=True)
+      spent = f"{time.time() - began:.0f} s, {trial.pause_s:.0f} s of them without a loop"
+      print(f"{kind} {number}: {spent}: {outcome}", flush=True)
       if not trial.misses:
         shutil.rmtree(folder)
   print(table(done))

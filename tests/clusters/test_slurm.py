@@ -9,7 +9,7 @@ import clustered
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_multi_worker import BATCH, CONFIG, RATE, ROOT, SUPPORT, reference
+from test_multi_worker import BATCH, CONFIG, RATE, SUPPORT, reference
 
 from benchmarks import slurm_trials
 from framework import ArraySource
@@ -52,15 +52,11 @@ def expected():
   return reference([batch["example_id"] for batch in itertools.islice(batches, STEPS)])
 
 
-def secrets(job):
-  return list(ROOT.glob(f"runs/.secret-loopwright{os.getpid()}-{job.number}-*"))
-
-
 @pytest.mark.whole
 def test_a_killed_task_and_a_requeue_cost_nothing(slurm, tmp_path):
   job = submit(slurm, tmp_path)
   job.wait_for_step(3)
-  [secret] = secrets(job)
+  [secret] = job.secrets()
   assert (secret.stat().st_mode & 0o777, len(secret.read_text())) == (0o600, 64)
   os.kill(job.task(1), signal.SIGKILL)
   slurm_trials.wait_until(lambda: "restarting all workers, attempt 1" in job.log() or job.ended())
@@ -68,7 +64,7 @@ def test_a_killed_task_and_a_requeue_cost_nothing(slurm, tmp_path):
   slurm.command("scontrol", "requeue", job.number)
   assert (job.wait(), job.field("Restarts")) == ("COMPLETED", "1"), job.log()
   assert "is in use by" not in job.log()
-  assert secrets(job) == []
+  assert job.secrets() == []
 
   kernel, losses = expected()
   lines = map(json.loads, (job.folder / "m" / "metrics.jsonl").read_text().splitlines())
