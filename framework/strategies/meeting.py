@@ -152,7 +152,9 @@ def _accepting(listener: socket.socket, serve: Callable[[socket.socket], None]) 
         continue
       open_now[connection] = None
       if len(open_now) > _MOST_CONNECTIONS:
-        _hang_up(list(open_now)[0])  # noqa: RUF015  (in one step; other threads change it)
+        oldest = list(open_now)[0]  # noqa: RUF015  (in one step; other threads change it)
+        open_now.pop(oldest, None)  # now, as its thread may notice late, and another one comes
+        _hang_up(oldest)
       try:
         threading.Thread(target=one, args=(connection,), daemon=True).start()
       except RuntimeError:  # too many threads
