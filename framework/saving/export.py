@@ -75,8 +75,8 @@ def require_replaceable(directory: str) -> None:
   free = not tf.io.gfile.exists(directory) and not os.path.islink(directory)
   if not free and not empty and not _is_export(directory):
     raise ConfigError(
-      f"an export to {directory!r} would replace what is there, and it was not exported by this "
-      "framework; choose another directory, or move it away."
+      f"an export to {directory!r} would replace what is there, which is not an export of this "
+      "framework and nothing else; choose another directory, or move it away."
     )
 
 
