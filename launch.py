@@ -260,8 +260,8 @@ def run_process(argv: Sequence[str]) -> NoReturn:
       signal.signal(number, _end_at_once)
   signals.owns_process = True
   status = main(argv)
-  # Python's own way out waits for its lock in destructors, such as a data iterator's: for ever,
-  # while a tf.numpy_function runs. Here everything is written, so nothing is left to wait for.
+  # Python's own way out waits for its lock in destructors, such as a data iterator's: without
+  # end, while a tf.numpy_function runs. Here everything is written, so nothing is left to wait for.
   for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
   atexit._run_exitfuncs()

@@ -14,6 +14,25 @@ owns_process = False
 """Whether a second Ctrl-C may end the process at once, as launch.py allows; a notebook does not."""
 
 
+@contextlib.contextmanager
+def handled(handler: Callable[[int, object], None], *, wakes: socket.socket) -> Iterator[None]:
+  """Handles the signals of `NAMES` in the `with`, except ignored ones (main thread).
+
+  Args:
+    handler: called by Python between two of its instructions.
+    wakes: not blocking; gets the number of each signal at once, as one byte.
+  """
+  wakeup = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+  heard = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
+  before = {number: signal.signal(number, handler) for number in heard}
+  try:
+    yield
+  finally:
+    for number, earlier in before.items():
+      signal.signal(number, earlier)
+    signal.set_wakeup_fd(wakeup)
+
+
 class StopSignals:
   """Notices SIGTERM, SIGHUP (the terminal is lost) and Ctrl-C.
 
@@ -46,17 +65,12 @@ class StopSignals:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     # Python's handlers wait for the end of a compiled loop; a thread reads of the signal at once.
-    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    heard = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, self._handle) for number in heard}
     watcher = threading.Thread(target=self._watch, args=(ours, say), daemon=True)
     watcher.start()
     try:
-      yield
+      with handled(self._handle, wakes=theirs):
+        yield
     finally:
-      for number, handler in before.items():
-        signal.signal(number, handler)
-      signal.set_wakeup_fd(wakeup)
       theirs.close()
       watcher.join()
 

@@ -32,6 +32,7 @@ from functools import partial
 from typing import IO, TextIO
 
 from framework.backend.output import outlasting
+from framework.backend.signals import handled
 from framework.errors import ConfigError
 from framework.strategies import private_network, wire
 
@@ -324,18 +325,10 @@ class LocalCluster:
     ours.setblocking(False)
     theirs.setblocking(False)
     self._selector.register(ours, selectors.EVENT_READ, partial(ours.recv, 4096))
-    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    before = {
-      number: signal.signal(number, lambda n, _: self._signals.append(n))
-      for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-      if signal.getsignal(number) is not signal.SIG_IGN
-    }
     try:
-      yield
+      with handled(lambda number, _: self._signals.append(number), wakes=theirs):
+        yield
     finally:
-      for number, handler in before.items():
-        signal.signal(number, handler)
-      signal.set_wakeup_fd(wakeup)
       ours.close()
       theirs.close()
 
