@@ -189,10 +189,19 @@ class Bench:
     return [known.get(id(v), v.name) for v in self.variables]
 
   @property
+  def by_optimizer(self) -> list[str]:
+    """The name of the optimizer that updates each of `variables`, "" if none does."""
+    owners = {
+      id(models.raw(v)): name
+      for name, one in self.trainer.parts.optimizers.items()
+      for v in one.variables
+    }
+    return [owners.get(id(v), "") for v in self.variables]
+
+  @property
   def trainable(self) -> list[bool]:
     """Whether an optimizer updates each of `variables`."""
-    owned = {id(models.raw(v)) for o in self.trainer.parts.optimizers.values() for v in o.variables}
-    return [id(v) in owned for v in self.variables]
+    return [owner != "" for owner in self.by_optimizer]
 
   @property
   def parameters(self) -> int:
@@ -215,8 +224,9 @@ class Bench:
     return Outcome(before=before, after=after, metrics=metrics)
 
   def steps_from(self, values: Sequence[np.ndarray], batch: Rows) -> Outcome:
-    """Sets the variables and runs one step; the optimizer's state stays (host)."""
+    """Sets the variables and runs the first step; the optimizer's state stays (host)."""
     self.assign(values)
+    self.trainer.global_step.assign(0)
     return self.step(batch)
 
   def assign(self, values: Sequence[np.ndarray]) -> None:
@@ -229,7 +239,9 @@ class Bench:
     return [self.copies(v)[0] for v in self.variables]
 
   def copies(self, variable: tf.Variable) -> list[np.ndarray]:
-    """Returns a variable's value on each replica (host)."""
+    """Returns a variable's value on each replica; one that is read as a sum has one (host)."""
+    if getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ:
+      return [np.array(tf.convert_to_tensor(variable))] * self.replicas
     held = self.strategy.experimental_local_results(variable)
     return [np.array(tf.cast(h, tf.float32) if h.dtype == tf.bfloat16 else h) for h in held]
 
