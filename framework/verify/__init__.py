@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import importlib
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -139,6 +140,7 @@ def _checked(group: str, subject: Subject, raised: dict[str, str]) -> list[Resul
 
 
 _NO_CAUSE: dict[str, Any] = {"cause": "", "remedy": "", "place": ""}
+_PLACE = re.compile(r" \(([^()]+:\d+, in [^()]+)\)$")
 _RETURNED = {
   "Loss.": (("loss", "training_loss", "train_step"), ("Loss(",)),
   "the loss ": (("loss", "training_loss", "train_step"), ("return ",)),
@@ -151,8 +153,9 @@ _RETURNED = {
 def _raised(group: str, subject: Subject, error: Exception) -> Result:
   """Returns the finding for an exception, with the line of the user's code."""
   refusal = errors.mistake(error)
-  place = errors.place_of(error)
-  detail = refusal or errors.failure(error).removesuffix(f" ({place})")
+  detail, place = refusal or errors.failure(error), errors.place_of(error)
+  if told := _PLACE.search(detail):
+    detail, place = detail[: told.start()], told[1]
   for beginning, (methods, words) in _RETURNED.items():
     if detail.startswith(beginning):
       task = subject.fresh_task()

@@ -5,23 +5,26 @@ Only the strategy, the batch and, for checks of gradients, the optimizer are rep
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from framework import configurables
-from framework.backend import models, randomness, replica_state
+from framework.backend import models, randomness
 from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.saving import assets
+from framework.step import Step
 from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
 from framework.verify.bench import shared_noise
@@ -144,6 +147,7 @@ class Bench:
     optimizer: Callable[[], Any] | None = None,
     eager: bool = False,
     quiet: bool = True,
+    always: bool = False,
     **options: Any,
   ) -> None:
     """Builds the model; the initial weights are always the same.
@@ -155,10 +159,12 @@ class Bench:
       optimizer: replaces the subject's own.
       eager: True runs without tf.function.
       quiet: True gives all rows the same noise; see shared_noise.py.
+      always: True makes every update and assignment in each step, whatever its `when`.
       options: of `Trainer`, replace the config's.
     """
     randomness.seed_everything(subject.seed)
-    self.replicas, self.subject, self._quiet, self._eager = replicas, subject, quiet, eager
+    self.replicas, self.subject, self._always = replicas, subject, always
+    self._around = shared_noise.alike_for_all_rows if quiet else contextlib.nullcontext
     self.strategy = strategy_of(replicas)
     self.task = subject.fresh_task()
     recipe = dataclasses.replace(
@@ -213,10 +219,8 @@ class Bench:
     """Runs one training step on one global batch (host)."""
     before = [self.copies(v)[0] for v in self.variables]
     self.trainer._metrics.reset()
-    if self._quiet:
-      with shared_noise.alike_for_all_rows():
-        self._step(self.distributed(batch))
-    else:
+    steps = mock.patch("framework.trainer.Step", Always) if self._always else _AS_IT_IS
+    with self._around(), steps:
       self._step(self.distributed(batch))
     metrics = self.trainer._metrics.result()
     metrics.pop("input_wait", None)
@@ -250,6 +254,25 @@ class Bench:
     return distributed(self.strategy, batch)
 
 
+class Always(Step):
+  """Makes every update and assignment of a step, whatever its `when`."""
+
+  def gradients(
+    self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
+  ) -> Any:
+    """As `Step.gradients` without `when`."""
+    del when
+    return super().gradients(loss_fn, batch, variables)
+
+  def assign(self, variable: Any, value: Any, *, when: Any = None) -> None:
+    """As `Step.assign` without `when`."""
+    del when
+    super().assign(variable, value)
+
+
+_AS_IT_IS: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
 def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]:
   """Returns a global batch as `strategy.run` takes it, with its rows split in order (host).
 
@@ -273,7 +296,7 @@ def stepper(trainer: Trainer) -> Callable[[Any], None]:
 
   def step(batch: Any) -> None:
     trainer.train_step(iter([batch]))
-    replica_state.average(trainer.strategy, trainer.task.model)
+    trainer.average_state()
 
   return step if trainer.eager else compiled(step)
 

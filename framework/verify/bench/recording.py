@@ -1,8 +1,9 @@
 """Records which verbs a traced step calls: in which order, on which line, on which gradients.
 
-A gradient is *raw* until it is reduced. Whether what a verb gets is raw is read from the graph:
-the operations behind its tensors lead to a result of `step.gradients`, without a communication on
-the way. So it does not matter in which order several optimizers take their turns.
+What a verb gets is read from the graph, by the operations behind its tensors. A gradient is *raw*
+if they lead to a result of `step.gradients` without a communication on the way. A value is *local*
+if they lead to the rows, the gradients or the seeds of this replica. So it does not matter in which
+order several optimizers take their turns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from unittest import mock
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
+from framework.backend import models
 from framework.metrics import Loss
 from framework.optimizers.fusion import Gradients
 from framework.step import Step
@@ -38,6 +40,7 @@ class Call:
     communications: the bytes of each communication.
     raw: whether it gets gradients that are not reduced.
     reduced: whether it gets gradients that are reduced.
+    local: whether a condition (`when`), or the value of an assignment, is local.
   """
 
   verb: str
@@ -46,6 +49,7 @@ class Call:
   communications: list[int] = dataclasses.field(default_factory=list)
   raw: bool = False
   reduced: bool = False
+  local: bool = False
 
   def __str__(self) -> str:
     """Returns the text for the pipeline."""
@@ -61,19 +65,28 @@ class Recording:
     self.calls: list[Call] = []
     self.task = task
     self._owner: Step | None = None
-    self._raw: dict[int, Any] = {}
-    self._reduced: dict[int, Any] = {}
+    self._known: dict[int, tuple[str, Any]] = {}
 
-  def begins(self, step: Step, call: Call, tensors: Iterable[Any] = ()) -> None:
-    """Records a call of the first step made; calls within the call do not count."""
-    self._owner = self._owner or step
+  def begins(
+    self, step: Step, call: Call, tensors: Iterable[Any] = (), equal: Iterable[Any] = ()
+  ) -> None:
+    """Records a call of the first step made; calls within the call do not count.
+
+    Args:
+      step: the caller.
+      call: what it calls.
+      tensors: the gradients that it passes.
+      equal: what must be equal on all replicas.
+    """
     if step is self._owner:
       self._note(call, tensors)
+      call.local = bool({"rows", "raw"} & self._origins(_tensors(equal)))
 
-  def made(self, step: Step, gradients: Any) -> None:
-    """Keeps what `step.gradients` of the first step returned."""
+  def knows(self, step: Step, kind: str, values: Any) -> None:
+    """Keeps tensors of the first step: "rows", "raw" gradients or what is "shared"."""
+    self._owner = self._owner or step
     if step is self._owner:
-      self._raw |= {id(t): t for t in _tensors(gradients)}
+      self._known |= {id(t): (kind, t) for t in _tensors(values)}
 
   def communicates(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> None:
     """Records a communication as part of the latest call."""
@@ -84,27 +97,57 @@ class Recording:
       self._note(Call(OWN), tensors)
     call = self.calls[-1]
     call.communications.append(sum(map(_bytes, tensors)))
-    if call.raw or call.reduced:
-      self._reduced |= {id(t): t for t in results}
+    kind = "reduced" if call.raw or call.reduced else "shared"
+    self._known |= {id(t): (kind, t) for t in results}
 
   def _note(self, call: Call, tensors: Iterable[Any]) -> None:
     frames = [(f.filename, f.lineno, f.name) for f in tf.no_op().traceback]
     own = [frame for frame in frames if frame[0] != __file__]
     call.place = source_lines.of_frames(own, self.task)
-    found = _origins(_tensors(tensors), self._raw, self._reduced)
+    found = self._origins(_tensors(tensors))
     call.raw, call.reduced = "raw" in found, "reduced" in found
     self.calls.append(call)
+
+  def _origins(self, tensors: Sequence[tf.Tensor]) -> set[str]:
+    """Returns the kinds of known tensors that some tensors are computed from."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    waiting = list(tensors)
+    while waiting:
+      tensor = waiting.pop()
+      if id(tensor) in self._known:
+        found.add(self._known[id(tensor)][0])
+      elif id(tensor.op) not in seen:
+        seen.add(id(tensor.op))
+        waiting += list(tensor.op.inputs)
+    return found
 
   def step_class(self) -> type[Step]:
     """Returns a Step that reports to this recording."""
     recording = self
 
     class Recorded(Step):
-      def gradients(self, loss_fn: Any, batch: Any, variables: Sequence[Any]) -> Any:
-        recording.begins(self, Call("gradients", f"{len(variables)} variables"))
-        gradients, loss = super().gradients(loss_fn, batch, variables)
-        recording.made(self, gradients)
+      def run(self, task_step: Any, batch: Any) -> None:
+        recording.knows(self, "rows", batch.values())
+        super().run(task_step, batch)
+
+      def gradients(
+        self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
+      ) -> Any:
+        what = f"{len(variables)} variables"
+        recording.begins(self, Call("gradients", what), equal=[when])
+        gradients, loss = super().gradients(loss_fn, batch, variables, when=when)
+        recording.knows(self, "raw", gradients)
         return gradients, loss
+
+      def assign(self, variable: Any, value: Any, *, when: Any = None) -> None:
+        recording.begins(self, Call("assign", models.name(variable)), equal=[value, when])
+        super().assign(variable, value, when=when)
+
+      def seed(self) -> tf.Tensor:
+        made = super().seed()
+        recording.knows(self, "rows", [made])
+        return made
 
       def all_reduce(self, gradients: Sequence[Any], loss: Loss) -> tuple[Gradients, Loss]:
         there = [g for g in gradients if g is not None]
@@ -115,7 +158,9 @@ class Recording:
       def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         what = f"{tuple(tf.convert_to_tensor(tensor).shape)}"
         recording.begins(self, Call("all_gather", what))
-        return super().all_gather(tensor)
+        made = super().all_gather(tensor)
+        recording.knows(self, "shared", [made])
+        return made
 
       @contextlib.contextmanager
       def perturbed(self, variables: Sequence[Any], offsets: Sequence[Any]) -> Iterator[None]:
@@ -177,25 +222,6 @@ def communicated(counted: Sequence[int]) -> str:
 def _tensors(values: Any) -> list[tf.Tensor]:
   values = values.tensors if isinstance(values, Gradients) else values
   return [each for each in tf.nest.flatten(list(values)) if isinstance(each, tf.Tensor)]
-
-
-def _origins(
-  tensors: Sequence[tf.Tensor], raw: dict[int, Any], reduced: dict[int, Any]
-) -> set[str]:
-  """Returns which of "raw" and "reduced" gradients some tensors are computed from."""
-  found: set[str] = set()
-  seen: set[int] = set()
-  waiting = list(tensors)
-  while waiting:
-    tensor = waiting.pop()
-    if id(tensor) in reduced:
-      found.add("reduced")
-    elif id(tensor) in raw:
-      found.add("raw")
-    elif id(tensor.op) not in seen:
-      seen.add(id(tensor.op))
-      waiting += list(tensor.op.inputs)
-  return found
 
 
 def _clipping(parts: Any) -> str:

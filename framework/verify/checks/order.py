@@ -28,6 +28,16 @@ NEVER_UNSCALED = (
   "call step.unscale after step.all_reduce: it divides by the global weight and the loss scale",
 )
 TWICE = "reduced twice"
+LOCAL_STATE = (
+  "state fed from local rows only",
+  "give step.assign() a value that is equal on every replica: step.all_gather() the rows, or "
+  "compute it from sums over all replicas",
+)
+LOCAL_CONDITION = (
+  "a condition that differs between replicas",
+  "compute `when` from step.number, variables or reduced values, such as the loss that "
+  "step.update() returns, not from the rows of this replica",
+)
 
 
 def check(subject: Subject) -> list[Result]:
@@ -42,8 +52,9 @@ def check(subject: Subject) -> list[Result]:
   if (mistake := first_mistake(recorded.calls)) is not None:
     cause, remedy, call = mistake
     shown = dataclasses.replace(
-      shown, status="failed", cause=cause, remedy=remedy, place=call.place
-    )
+      shown, status="failed", cause=cause, remedy=remedy, place=call.place,
+      detail=f"{call} is wrong: {pipeline}",
+    )  # fmt: skip
   gradients = sum(here.trainable)
   total = Result(
     group=GROUP, check="communication", status="passed",
@@ -67,6 +78,8 @@ def first_mistake(calls: Sequence[Call]) -> tuple[str, str, Call] | None:
 def mistakes(calls: Sequence[Call]) -> Iterator[tuple[str, str, Call]]:
   """Yields (cause, remedy, call) for each call out of order."""
   for call in calls:
+    if call.local:
+      yield *(LOCAL_STATE if call.verb == "assign" else LOCAL_CONDITION), call
     if call.verb == "all_reduce" and call.reduced:
       yield TWICE, "call step.all_reduce once for each step.gradients", call
     elif call.verb == "clip" and call.raw:

@@ -24,6 +24,7 @@ from framework.errors import ConfigError
 from framework.optimizers.loss_scale import dynamic
 from framework.verify.bench import bench, recording, source_lines
 from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
+from framework.verify.checks.order import LOCAL_STATE
 from framework.verify.report import Result
 
 GROUP = "replicas"
@@ -60,7 +61,7 @@ class Comparison:
   def __init__(self, subject: Subject, *, rows: int) -> None:
     """Runs the reference steps."""
     self.subject, self.rows = subject, rows
-    self.alone = Bench(subject, rows=rows, optimizer=bench.gradient_descent)
+    self.alone = Bench(subject, rows=rows, optimizer=bench.gradient_descent, always=True)
     self.task = self.alone.task
     self.batch = subject.rows(self.task, rows)
     self.real = rows * 7 // 12
@@ -96,7 +97,7 @@ class Comparison:
     return Result(
       group=GROUP, check="same step twice", status="failed", detail=found.detail,
       cause=STATEFUL.cause, remedy=STATEFUL.remedy,
-      place=source_lines.find(self.task, *METHODS, containing=STATEFUL.containing, anywhere=True),
+      place=self._find(STATEFUL),
     )  # fmt: skip
 
   def padding(self) -> Iterator[Result]:
@@ -128,7 +129,8 @@ class Comparison:
     half = self.rows // 2
     padded = self.on_one(bench.padded(self.batch, half))
     try:
-      here = Bench(self.subject, rows=half, optimizer=bench.gradient_descent, eager=True)
+      plain: dict[str, Any] = {"optimizer": bench.gradient_descent, "always": True}
+      here = Bench(self.subject, rows=half, eager=True, **plain)
       short = {name: value[:half] for name, value in self.batch.items()}
       return self.difference(here.steps_from(self.start, short), padded)
     except (ConfigError, ValueError, tf.errors.InvalidArgumentError):
@@ -182,7 +184,8 @@ class Comparison:
   def same_update(self, replicas: int) -> Iterator[Result]:
     """Compares each case on N replicas with one replica."""
     name = f"same update on {replicas} replicas"
-    here = Bench(self.subject, replicas, rows=self.rows, optimizer=bench.gradient_descent)
+    plain: dict[str, Any] = {"optimizer": bench.gradient_descent, "always": True}
+    here = Bench(self.subject, replicas, rows=self.rows, **plain)
     outcomes = {case: here.steps_from(self.start, rows) for case, rows in self.cases.items()}
     found = {
       case: self.difference(outcome, self.reference[case], without=self.state)
@@ -217,16 +220,26 @@ class Comparison:
       return Result(group=GROUP, check=name, status="passed", detail=told)
     variable = self.alone.variables[worst.first]
     local = [v for layer in normalisations(self.task.model) for v in layer.variables]
-    explanation = LOCAL_STATE
     if id(variable) in {id(models.raw(v)) for v in local}:
-      explanation = BATCH_NORM
+      cause, remedy, place = BATCH_NORM.cause, BATCH_NORM.remedy, self._find(BATCH_NORM)
+    else:
+      cause, remedy = LOCAL_STATE
+      place = self._assigned(self.alone.names[worst.first])
     return Result(
       group=GROUP, check=name, status="failed", detail=f"{case}: {worst.detail}",
-      cause=explanation.cause, remedy=explanation.remedy,
-      place=source_lines.find(
-        self.task, *METHODS, containing=explanation.containing, anywhere=True
-      ),
+      cause=cause, remedy=remedy, place=place,
     )  # fmt: skip
+
+  def _assigned(self, variable: str) -> str:
+    """Returns the line that assigns to a variable."""
+    calls = recording.record(self.subject)[0].calls
+    made = [call.place for call in calls if (call.verb, call.what) == ("assign", variable)]
+    texts = (".assign",)
+    return next(iter(made), source_lines.find(self.task, *METHODS, containing=texts, anywhere=True))
+
+  def _find(self, explanation: Explanation) -> str:
+    texts = explanation.containing
+    return source_lines.find(self.task, *METHODS, containing=texts, anywhere=True)
 
   def _metrics(self, name: str, wrong: Mapping[str, str]) -> Result:
     if not wrong:
@@ -256,10 +269,7 @@ class Comparison:
       + (f"; replicas differ by {drift:.1e}" if drift else "")
       + (f"; optimizer: {', '.join(owners)}" if several else ""),
       cause=explanation.cause, remedy=explanation.remedy,
-      place=place
-      or source_lines.find(
-        self.task, *METHODS, containing=explanation.containing, anywhere=True,
-      ),
+      place=place or self._find(explanation),
     )  # fmt: skip
 
   def _wrong(self, found: Iterable[Difference]) -> list[bool]:
@@ -431,9 +441,7 @@ class Comparison:
     return Result(
       group=GROUP, check=name, status="failed", detail=worst.detail,
       cause=explanation.cause, remedy=explanation.remedy,
-      place=source_lines.find(
-        self.task, *METHODS, containing=explanation.containing, anywhere=True,
-      ),
+      place=self._find(explanation),
     )  # fmt: skip
 
   # ---- Numbers ----
@@ -528,12 +536,6 @@ NEVER_REDUCED = Explanation(
   cause="never reduced",
   remedy="call step.all_reduce(gradients, loss) before step.unscale and step.apply",
   containing=("apply(", "apply_gradients", "gradients("),
-)
-LOCAL_STATE = Explanation(
-  cause="state fed from local rows only",
-  remedy="give step.assign() a value that is equal on every replica: step.all_gather() the rows, "
-  "or compute it from sums over all replicas",
-  containing=("step.assign(", ".assign"),
 )
 BATCH_NORM = Explanation(
   cause="batch-norm statistics",
