@@ -108,6 +108,27 @@ class Wide(Linear):
     return tf.reduce_sum(outputs, axis=1)
 
 
+class Keeping(Linear):
+  """Two updates at two cadences and kept state; the gradients do not depend on the examples."""
+
+  def build_model(self):
+    kept = {"slow": tf.Variable(1.0, trainable=False), "count": tf.Variable(0, trainable=False)}
+    return {"fast": tf.Variable(1.0), "rare": tf.Variable(1.0), **kept}
+
+  def variables_of(self, optimizer):
+    return [self.model[optimizer]]
+
+  def pull(self, name, batch):
+    slope = self.model["slow"] * tf.cast(batch["step"] + 1, tf.float32)
+    return Loss.from_examples(slope * self.model[name], batch["weight"])
+
+  def train_step(self, step, batch):
+    step.update(lambda part: self.pull("fast", part), batch, "fast")
+    step.update(lambda part: self.pull("rare", part), batch, "rare", when=step.number % 3 == 1)
+    step.assign(self.model["slow"], 0.75 * self.model["slow"] + 0.25 * self.model["fast"])
+    step.assign(self.model["count"], self.model["count"] + 1, when=step.number % 2 == 0)
+
+
 class Gathering(Linear):
   """Asks for the rows of other replicas."""
 
@@ -267,6 +288,15 @@ def streaming(strategy):
     source, global_batch_size=BATCH, shard=shard
   )
   return trainer
+
+
+def kept(place):
+  """Loops of one step, so that no worker runs beside another."""
+  task = Keeping()
+  optimizer = dict.fromkeys(["fast", "rare"], lambda: keras.optimizers.SGD(0.125))
+  logs = steps(make(place.strategy, task, optimizer=optimizer), *[1] * 7)
+  values = {name: float(variable.numpy()) for name, variable in task.model.items()}
+  return {**values, "rare_losses": [log["rare_loss"] for log in logs]}
 
 
 def exact(place):
@@ -487,6 +517,7 @@ CASES = {
   "refused": refused,
   "identities": identities,
   "resumes": resumes,
+  "kept": kept,
   "exact": exact,
   "stopped": stopped,
   "killed_in_training": killed_in_training,
