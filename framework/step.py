@@ -117,7 +117,8 @@ class EvalStep:
     Use it for a loss over the examples of all replicas. The gradient with respect to this replica's
     rows is summed over the losses of all replicas. Row i of this replica is row
     `replica_id() * n + i` of the result. Padded rows are included: gather the weights too. With
-    accumulation, gathers one micro-batch.
+    accumulation, gathers one micro-batch. Under parameter servers each worker takes whole batches,
+    and its rows are all there are.
 
     Args:
       tensor: any numeric dtype [n, ...], the same static shape on every replica.
@@ -126,10 +127,8 @@ class EvalStep:
       [replicas x n, ...], the same on every replica.
 
     Raises:
-      ConfigError: the shape is not static; under parameter servers, which are asynchronous; or
-        with `Trainer.jit_compile` on several replicas.
+      ConfigError: the shape is not static; or with `Trainer.jit_compile` on several replicas.
     """
-    _require_in_step("step.all_gather()")
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank in (None, 0) or not tensor.shape.is_fully_defined():
       raise ConfigError(
@@ -337,7 +336,11 @@ class Step(EvalStep):
     Raises:
       ConfigError: under parameter servers, where other workers read the same variables.
     """
-    _require_in_step("step.perturbed()")
+    if traits.is_asynchronous(tf.distribute.get_strategy()):
+      raise ConfigError(
+        "step.perturbed() needs a synchronous strategy, but parameter_server is asynchronous; use "
+        "mirrored or multi_worker_mirrored."
+      )
     moved = [models.raw(v) for v, o in zip(variables, offsets, strict=True) if o is not None]
     offsets = [o for o in offsets if o is not None]
     held = [variable.read_value() for variable in moved]
@@ -614,15 +617,6 @@ def _in_branch(
     if "merge_call" not in str(error):
       raise
     return None
-
-
-def _require_in_step(verb: str) -> None:
-  """Raises ConfigError under parameter servers."""
-  if traits.is_asynchronous(tf.distribute.get_strategy()):
-    raise ConfigError(
-      f"{verb} needs a synchronous strategy, but parameter_server is asynchronous; use mirrored or "
-      "multi_worker_mirrored."
-    )
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:

@@ -126,15 +126,8 @@ class Keeping(Linear):
     step.update(lambda part: self.pull("fast", part), batch, "fast")
     step.update(lambda part: self.pull("rare", part), batch, "rare", when=step.number % 3 == 1)
     step.assign(self.model["slow"], 0.75 * self.model["slow"] + 0.25 * self.model["fast"])
-    step.assign(self.model["count"], self.model["count"] + 1, when=step.number % 2 == 0)
-
-
-class Gathering(Linear):
-  """Asks for the rows of other replicas."""
-
-  def train_step(self, step, batch):
-    step.all_gather(batch["x"])
-    super().train_step(step, batch)
+    rows = tf.size(step.all_gather(batch["weight"]))
+    step.assign(self.model["count"], self.model["count"] + rows, when=step.number % 2 == 0)
 
 
 class Perturbing(Linear):
@@ -143,20 +136,6 @@ class Perturbing(Linear):
   def train_step(self, step, batch):
     with step.perturbed(step.variables(), [tf.ones_like(v) for v in step.variables()]):
       super().train_step(step, batch)
-
-
-class GatheringInEvaluation(Linear):
-  """Asks for the rows of other replicas in evaluation."""
-
-  def eval_step(self, step, batch):
-    step.all_gather(batch["x"])
-    super().eval_step(step, batch)
-
-
-def evaluated(strategy, task):
-  with strategy.scope():
-    task.model = task.build_model()
-  evaluator_of(strategy, task).evaluate()
 
 
 def make(strategy, task, *, optimizer=None, **options):
@@ -245,9 +224,7 @@ def refused(place):
     "observer": message(lambda: make(strategy, Linear()).observe(Observer())),
     "python": message(lambda: steps(mapped_by_python(strategy), 1)),
     "stream": message(lambda: steps(streaming(strategy), 1)),
-    "all_gather": message(lambda: steps(make(strategy, Gathering()), 1)),
     "perturbed": message(lambda: steps(make(strategy, Perturbing()), 1)),
-    "evaluation": message(lambda: evaluated(strategy, GatheringInEvaluation())),
   }
 
 
