@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import batch_norm, models, randomness, replica_state
+from framework.backend import batch_norm, models, randomness, recomputation, replica_state
 from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, unknown
 from framework.inputs.datasets import Batch
@@ -85,6 +85,8 @@ class EvalStep:
     self._add(checked(metrics))
 
   def _add(self, metrics: Mapping[str, Weighted]) -> None:
+    if recomputation.is_repeating():
+      return
     for name, (total, weight) in metrics.items():
       if name in self._logged:
         total, weight = self._logged[name][0] + total, self._logged[name][1] + weight
@@ -346,6 +348,8 @@ class Step(EvalStep):
 
     It depends only on the run's seed, the step, the replica and how many calls came before.
     """
+    if (stream := recomputation.stream()) is not None:
+      return stream.next_seed()
     self._seeds += 1
     return self._key(-self._seeds)
 

@@ -42,6 +42,21 @@ def only_examples(batch: Mapping[str, tf.Tensor], *, why: str) -> Iterator[None]
     _entered.batches.pop()
 
 
+@contextlib.contextmanager
+def in_this_graph() -> Iterator[None]:
+  """Inside `with`, the entered `only_examples` holds in the current graph too, a nested function.
+
+  The function must be traced for this batch only.
+  """
+  entered = [(ids, randomness.current_graph(), why) for ids, _, why in _entered.batches[-1:]]
+  _entered.batches += entered
+  try:
+    yield
+  finally:
+    if entered:
+      _entered.batches.pop()
+
+
 class _Entered(threading.local):
   """The (example ids, graph, why) that a thread has entered, innermost last."""
 

@@ -88,6 +88,11 @@ def random_streams(key: tf.Tensor) -> "RandomStream":
   return RandomStream(key)
 
 
+def entered_stream() -> "RandomStream | None":
+  """Returns the stream that random layers draw from here, or None (any context)."""
+  return _entered.stream()
+
+
 def example_seeds(batch: Mapping[str, tf.Tensor], training: bool) -> tf.Tensor:
   """Returns a seed for each example in a `Task.preprocess`, int32 [n, 2] (inside tf.data).
 
