@@ -90,6 +90,11 @@ def random_streams(key: tf.Tensor) -> "RandomStream":
   return RandomStream(key)
 
 
+def entered_stream() -> "RandomStream | None":
+  """Returns the stream that random layers draw from here, or None (any context)."""
+  return _entered.stream()
+
+
 def example_seeds(batch: Mapping[str, tf.Tensor], training: bool) -> tf.Tensor:
   """Returns a seed for each example in a `Task.preprocess`, int32 [n, 2] (inside tf.data).
 
@@ -179,7 +184,7 @@ class RandomStream:
   def __init__(self, key: tf.Tensor) -> None:
     """Starts counting draws from `key`, int32 [2], in the current graph."""
     self._key = tf.convert_to_tensor(key, tf.int32)
-    self._graph = _current_graph()
+    self._graph = current_graph()
     self._draws = 0
     self._streams_of_functions: dict[tf.Graph, RandomStream] = {}
 
@@ -203,7 +208,7 @@ class RandomStream:
       raise RuntimeError(
         "this random stream belongs to another tf.function; make a stream in this one"
       )
-    function, iterations = _enclosing_function(stop=self._graph)
+    function, iterations = enclosing_function(stop=self._graph)
     if function is not self._graph:
       return self._stream_of(function).next_seed()
     key = self._key
@@ -214,7 +219,7 @@ class RandomStream:
 
   def is_in_reach(self) -> bool:
     """Whether the current graph is the stream's graph or lies inside it."""
-    graph = _current_graph()
+    graph = current_graph()
     while graph is not self._graph and graph is not None:
       graph = getattr(graph, "outer_graph", None)
     return graph is self._graph
@@ -295,15 +300,15 @@ def _seed_of_call() -> tf.Tensor:
   return stream.next_seed() if stream else keras.random.randint([2], 0, _HASH_BOUND)
 
 
-def _current_graph() -> Any:
+def current_graph() -> Any:
   """Returns the graph being traced, or None in eager mode, which is outside all graphs."""
   return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def _enclosing_function(stop: Any) -> tuple[Any, list[tf.Tensor]]:
+def enclosing_function(stop: Any) -> tuple[Any, list[tf.Tensor]]:
   """Returns the graph around all loops and branches up to `stop`, and the loops' iterations."""
   iterations: list[tf.Tensor] = []
-  graph = _current_graph()
+  graph = current_graph()
   while graph is not stop and getattr(graph, "is_control_flow_graph", False):
     if isinstance(graph, _LOOPS):
       iterations.insert(0, graph.inputs[0])  # the counter of tf.while_loop
