@@ -502,10 +502,11 @@ def test_a_signal_ends_an_endless_evaluation_and_nothing_is_lost(number, ends, t
 def test_a_signal_in_an_evaluation_of_averages_saves_the_weights(tmp_path):
   """The evaluation has the averages in the place of the weights."""
   signalled = ("run.task = @TwoSets()", f"TwoSets.number = {int(signal.SIGTERM)}")
-  with pytest.raises(Preempted, match=f"saved step {STEPS} in "):
-    configured(tmp_path, "train_and_evaluate", "Trainer.ema_decay = 0.5", *signalled)
-  reference = Reference(decay=0.5).train(STEPS)
-  np.testing.assert_allclose(saved_kernel(tmp_path / "run", STEPS), reference.kernel, rtol=1e-5)
+  options = ("Trainer.ema_decay = 0.5", "run.eval_every_steps = 2", *signalled)
+  with pytest.raises(Preempted, match="saved step 2 in "):
+    configured(tmp_path, "train_and_evaluate", *options)
+  reference = Reference(decay=0.5).train(2)
+  np.testing.assert_allclose(saved_kernel(tmp_path / "run", 2), reference.kernel, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["evaluate", "evaluate_continuously", "export"])
