@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import orbit
 import tensorflow as tf
 
-from framework.backend.autograph import compiled, converted
+from framework.backend.autograph import compiled
 from framework.backend.timing import timed
 from framework.errors import ConfigError
 from framework.inputs import datasets
@@ -70,6 +70,7 @@ class Evaluator(orbit.AbstractEvaluator):
     strategy: tf.distribute.Strategy,
     dataset: Batches | Mapping[str, Batches],
     ema: Ema | None = None,
+    global_step: tf.Variable | None = None,
     eager: bool = False,
   ) -> None:
     """Prepares dataset and metrics (host); raises ConfigError for an asynchronous strategy.
@@ -81,10 +82,12 @@ class Evaluator(orbit.AbstractEvaluator):
         `datasets.eval_dataset`. Or a function that returns it; parameter servers require one and
         call it with `shard=`. Or name -> one of these, for several sets.
       ema: evaluate with these averages instead of the variables.
+      global_step: int64 scalar, what `EvalStep.number` reads; None is 0.
       eager: use no tf.function.
     """
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
+    self._global_step = global_step
     self.sources: Mapping[str, Source | StreamSource] = {}
     self.between_batches: Callable[[str, int, int | None], None] = lambda *_: None
     self._prepare(dataset if isinstance(dataset, Mapping) else {"": dataset})
@@ -152,8 +155,9 @@ class Evaluator(orbit.AbstractEvaluator):
 
   def replica_step(self, batch: Batch) -> None:
     """Runs the task's step and sums its metrics (replica context)."""
-    step = EvalStep()
-    converted(self.task.eval_step)(step, batch)
+    number = None if self._global_step is None else self._global_step.read_value()
+    step = EvalStep(number=number)
+    step.run(self.task.eval_step, batch)
     step.close(self._metrics)
 
   def _require_examples(self, one: EvalSet, results: Mapping[str, float], batches: int) -> None:
