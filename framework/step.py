@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import models, randomness, replica_state
+from framework.backend import batch_norm, models, randomness, recomputation, replica_state
 from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, unknown
 from framework.inputs.datasets import Batch
@@ -53,6 +53,7 @@ class StepParts:
   clip_value: float | None = None
   accumulation_steps: int = 1
   jit_compile: bool = False
+  padded: bool = False  # whether training batches have rows without an example
   ema: Ema | None = None
   replica_id: Callable[[], tf.Tensor] = replica_id
   observers: tuple[Observer, ...] = ()
@@ -106,6 +107,8 @@ class EvalStep:
     self._add(checked(metrics))
 
   def _add(self, metrics: Mapping[str, Weighted]) -> None:
+    if recomputation.is_repeating():
+      return
     for name, (total, weight) in metrics.items():
       if name in self._logged:
         total, weight = self._logged[name][0] + total, self._logged[name][1] + weight
@@ -117,7 +120,8 @@ class EvalStep:
     Use it for a loss over the examples of all replicas. The gradient with respect to this replica's
     rows is summed over the losses of all replicas. Row i of this replica is row
     `replica_id() * n + i` of the result. Padded rows are included: gather the weights too. With
-    accumulation, gathers one micro-batch.
+    accumulation, gathers one micro-batch. Under parameter servers each worker takes whole batches,
+    and its rows are all there are.
 
     Args:
       tensor: any numeric dtype [n, ...], the same static shape on every replica.
@@ -126,10 +130,8 @@ class EvalStep:
       [replicas x n, ...], the same on every replica.
 
     Raises:
-      ConfigError: the shape is not static; under parameter servers, which are asynchronous; or
-        with `Trainer.jit_compile` on several replicas.
+      ConfigError: the shape is not static; or with `Trainer.jit_compile` on several replicas.
     """
-    _require_in_step("step.all_gather()")
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank in (None, 0) or not tensor.shape.is_fully_defined():
       raise ConfigError(
@@ -337,7 +339,11 @@ class Step(EvalStep):
     Raises:
       ConfigError: under parameter servers, where other workers read the same variables.
     """
-    _require_in_step("step.perturbed()")
+    if traits.is_asynchronous(tf.distribute.get_strategy()):
+      raise ConfigError(
+        "step.perturbed() needs a synchronous strategy, but parameter_server is asynchronous; use "
+        "mirrored or multi_worker_mirrored."
+      )
     moved = [models.raw(v) for v, o in zip(variables, offsets, strict=True) if o is not None]
     offsets = [o for o in offsets if o is not None]
     held = [variable.read_value() for variable in moved]
@@ -472,6 +478,8 @@ class Step(EvalStep):
 
     It depends only on the run's seed, the step, the replica and how many calls came before.
     """
+    if (stream := recomputation.stream()) is not None:
+      return stream.next_seed()
     self._seeds += 1
     return self._key(-self._seeds)
 
@@ -511,6 +519,16 @@ class Step(EvalStep):
       return [batch]
     parts = {name: tf.split(value, count) for name, value in batch.items()}
     return [{name: parts[name][index] for name in batch} for index in range(count)]
+
+  def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which statistics over the batch leave out padded rows."""
+    parts, replicas = self._parts, tf.distribute.get_strategy().num_replicas_in_sync
+    if not parts.padded:
+      return contextlib.nullcontext()
+    why = f"global_batch_size is {parts.global_batch_size} for {replicas} replicas"
+    if parts.accumulation_steps > 1:
+      why += f" x {parts.accumulation_steps} accumulation_steps"
+    return batch_norm.only_examples(batch, why=why)
 
   def _fusion(self, variables: Sequence[Any]) -> Fusion:
     """Returns the layout of the optimizer that owns these variables, else one without fusion."""
@@ -570,7 +588,7 @@ class Step(EvalStep):
 
     def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Weighted]]:
       self._logged = {}
-      with randomness.random_streams(key), tf.GradientTape() as tape:
+      with randomness.random_streams(key), self._examples_of(batch), tf.GradientTape() as tape:
         loss = Loss.checked(converted(loss_fn)(batch))
         scaled = self._scaled(loss.total)
       gradients = [_dense(g) for g in tape.gradient(scaled, raw)]
@@ -614,15 +632,6 @@ def _in_branch(
     if "merge_call" not in str(error):
       raise
     return None
-
-
-def _require_in_step(verb: str) -> None:
-  """Raises ConfigError under parameter servers."""
-  if traits.is_asynchronous(tf.distribute.get_strategy()):
-    raise ConfigError(
-      f"{verb} needs a synchronous strategy, but parameter_server is asynchronous; use mirrored or "
-      "multi_worker_mirrored."
-    )
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:

@@ -15,7 +15,6 @@ from framework.backend import models
 from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, kind
 from framework.inputs.datasets import Batch, Preprocess
-from framework.inputs.sources import Source, StreamSource
 
 if TYPE_CHECKING:
   from framework.step import EvalStep, Step
@@ -65,8 +64,13 @@ class Task:
     """
     raise _missing(self, "build_model()")
 
-  def source(self, split: str) -> Source | StreamSource:
-    """Returns the source of `split`, "train" or "eval", not batched, shuffled or sharded (host)."""
+  def source(self, split: str) -> Any:
+    """Returns the source of `split`, "train" or "eval", not batched, shuffled or sharded (host).
+
+    Returns:
+      A `Source` or `StreamSource`. For "eval" also name -> source, for several sets, whose metrics
+      are named "<name>/<metric>".
+    """
     raise _missing(self, "source(split)")
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
@@ -103,7 +107,7 @@ class Task:
     """Returns further metrics, name -> float, computed from means over replicas (host).
 
     For metrics that are not means, such as a perplexity, exp of the mean loss. Called after each
-    training loop and each evaluation.
+    training loop and each evaluation, of several evaluation sets for each set.
 
     Args:
       means: name -> total / weight of every logged metric; NaN where the weights sum to 0.

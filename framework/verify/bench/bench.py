@@ -23,6 +23,7 @@ from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
+from framework.inputs.sources import eval_sets
 from framework.saving import assets
 from framework.step import Step
 from framework.task import Task, preprocess_of
@@ -81,8 +82,10 @@ class Subject(Recipe):
     if training:
       dataset = self.dataset(task, count, position=position)
     else:
-      source, preprocess = task.source("eval"), preprocess_of(task)
-      dataset = datasets.eval_dataset(source, global_batch_size=count, preprocess=preprocess)
+      first = next(iter(eval_sets(task.source("eval")).values()))
+      dataset = datasets.eval_dataset(
+        first, global_batch_size=count, preprocess=preprocess_of(task), steps=self.eval_steps
+      )
     return dict(next(dataset.take(1).as_numpy_iterator()))
 
   def dataset(

@@ -1,4 +1,4 @@
-"""Step number, cadence and kept state, against NumPy on the whole batch, under several strategies."""
+"""Step number, cadence and kept state under several strategies, against NumPy on whole batches."""
 
 import keras
 import numpy as np
