@@ -17,7 +17,7 @@ if TYPE_CHECKING:
   from framework.evaluator import Evaluator
   from framework.inputs.datasets import Batch
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
-  from framework.metrics import Loss, weighted_sum
+  from framework.metrics import Loss, PerExample, Sum, weighted_sum
   from framework.optimizers.schedules import Schedule
   from framework.step import EvalStep, Step
   from framework.strategies.reduction import Reduction
@@ -36,12 +36,14 @@ __all__ = [
   "Export",
   "ImageFolderSource",
   "Loss",
+  "PerExample",
   "Reduction",
   "Schedule",
   "Source",
   "Step",
   "StopOnNonFinite",
   "StreamSource",
+  "Sum",
   "Task",
   "Trainer",
   "register",
@@ -57,7 +59,7 @@ _HOMES = {
   "evaluator": ("Evaluator",),
   "inputs.datasets": ("Batch",),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
-  "metrics": ("Loss", "weighted_sum"),
+  "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),
   "optimizers.schedules": ("Schedule",),
   "step": ("EvalStep", "Step"),
   "strategies.reduction": ("Reduction",),

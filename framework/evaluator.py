@@ -16,7 +16,7 @@ from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.datasets import Batch
 from framework.inputs.sources import Source, StreamSource
-from framework.metrics import MetricSums
+from framework.metrics import CollectedRows, MetricSums, PerExample
 from framework.optimizers.ema import Ema
 from framework.step import EvalStep
 from framework.strategies import traits
@@ -67,11 +67,11 @@ class Evaluator(orbit.AbstractEvaluator):
     limit = int(num_steps)
     self._metrics.reset()  # an earlier evaluation may have failed midway
     with self._ema.in_place() if self._ema else contextlib.nullcontext():
-      batches = self._run_batches(limit)
+      batches, rows = self._run_batches(limit)
       results = self._metrics.result()
     if limit:
       self._require_examples(results, batches)
-    return results | derived_metrics(self.task, results)
+    return results | derived_metrics(self.task, results, {**self._metrics.sums, **rows.result()})
 
   def _prepare(self, dataset: tf.data.Dataset | Callable[..., tf.data.Dataset]) -> None:
     if traits.is_asynchronous(self.strategy):
@@ -85,23 +85,25 @@ class Evaluator(orbit.AbstractEvaluator):
       self._metrics = MetricSums()
     self._compiled_step = self.eval_step if self.eager else compiled(self.eval_step)
 
-  def _run_batches(self, limit: int) -> int:
-    """Evaluates the first `limit` batches, or all if negative; returns the number of batches."""
-    batches = 0
+  def _run_batches(self, limit: int) -> tuple[int, CollectedRows]:
+    """Evaluates the first `limit` batches, or all if negative; returns how many, and their rows."""
+    batches, rows = 0, CollectedRows()
     for batch in itertools.islice(datasets.iterate(self._dataset), limit if limit >= 0 else None):
-      self._compiled_step(batch)
+      rows.add(self._compiled_step(batch))
       batches += 1
-    return batches
+    return batches, rows
 
-  def eval_step(self, batch: Any) -> None:
-    """Evaluates one global batch (cross-replica)."""
-    self.strategy.run(self.replica_step, args=(batch,))
+  def eval_step(self, batch: Any) -> dict[str, PerExample]:
+    """Evaluates one global batch; returns its PerExample metrics (cross-replica)."""
+    rows = self.strategy.run(self.replica_step, args=(batch,))
+    first = self.strategy.experimental_local_results
+    return {name: PerExample(*(first(part)[0] for part in rows[name])) for name in rows}
 
-  def replica_step(self, batch: Batch) -> None:
-    """Runs the task's step and sums its metrics (replica context)."""
+  def replica_step(self, batch: Batch) -> dict[str, PerExample]:
+    """Runs the task's step and sums its metrics; see `EvalStep.close` (replica context)."""
     step = EvalStep()
     converted(self.task.eval_step)(step, batch)
-    step.close(self._metrics)
+    return step.close(self._metrics)
 
   def _require_examples(self, results: Mapping[str, float], batches: int) -> None:
     if batches == 0:

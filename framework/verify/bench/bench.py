@@ -21,6 +21,7 @@ from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
+from framework.metrics import numbers
 from framework.saving import assets
 from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
@@ -209,7 +210,7 @@ class Bench:
         self._step(self.distributed(batch))
     else:
       self._step(self.distributed(batch))
-    metrics = self.trainer._metrics.result()
+    metrics = self.trainer._metrics.result() | numbers(self.trainer._metrics.sums)
     metrics.pop("input_wait", None)
     after = [self.copies(v) for v in self.variables]
     return Outcome(before=before, after=after, metrics=metrics)
