@@ -389,14 +389,19 @@ class CollectedRows:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-  """Returns floats as they are, and each element of an array as a metric "name[i, j]" (host)."""
+  """Returns floats as they are, and for an array its elements as "name[i, j]" (host).
+
+  Of more than 16 elements, which nobody would read, only the sum and the sum of squares.
+  """
   found: dict[str, float] = {}
   for name, value in values.items():
-    if not np.ndim(value):
+    array = np.asarray(value, np.float64)
+    if not array.shape:
       found[name] = value
-      continue
-    for index, element in np.ndenumerate(np.asarray(value)):
-      found[f"{name}{[*index]}"] = float(element)
+    elif array.size > 16:
+      found |= {f"sum of {name}": array.sum(), f"sum of squares of {name}": np.square(array).sum()}
+    else:
+      found |= {f"{name}{[*index]}": float(each) for index, each in np.ndenumerate(array)}
   return found
 
 

@@ -154,6 +154,14 @@ def test_a_sum_has_its_shape_and_is_not_divided(replicas, mirrored):
   assert not sums.sums["table"].any()
 
 
+def test_arrays_as_numbers_to_compare():
+  values = {"loss": 0.5, "table": np.array([[1, 2], [3, 4]]), "bins": np.full([17], 2.0)}
+  assert metrics.numbers(values) == {
+    "loss": 0.5, "table[0, 0]": 1.0, "table[0, 1]": 2.0, "table[1, 0]": 3.0, "table[1, 1]": 4.0,
+    "sum of bins": 34.0, "sum of squares of bins": 68.0,
+  }  # fmt: skip
+
+
 def test_a_sum_keeps_its_shape():
   sums = made(tf.distribute.get_strategy())
   sums.add({"bins": metrics.Sum(tf.ones([3]))})
