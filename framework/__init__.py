@@ -17,8 +17,9 @@ if TYPE_CHECKING:
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
   from framework.inputs.datasets import Batch
+  from framework.inputs.replay import Draws, ReplayBuffer
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
-  from framework.metrics import Loss, weighted_sum
+  from framework.metrics import Loss, PerExample, Sum, weighted_sum
   from framework.optimizers.schedules import Schedule
   from framework.step import EvalStep, Step
   from framework.strategies.reduction import Reduction
@@ -31,18 +32,22 @@ __all__ = [
   "Batch",
   "BestCheckpoint",
   "ConfigError",
+  "Draws",
   "EarlyStopping",
   "EvalStep",
   "Evaluator",
   "Export",
   "ImageFolderSource",
   "Loss",
+  "PerExample",
   "Reduction",
+  "ReplayBuffer",
   "Schedule",
   "Source",
   "Step",
   "StopOnNonFinite",
   "StreamSource",
+  "Sum",
   "Task",
   "Trainer",
   "recompute",
@@ -59,8 +64,9 @@ _HOMES = {
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
   "inputs.datasets": ("Batch",),
+  "inputs.replay": ("Draws", "ReplayBuffer"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
-  "metrics": ("Loss", "weighted_sum"),
+  "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),
   "optimizers.schedules": ("Schedule",),
   "step": ("EvalStep", "Step"),
   "strategies.reduction": ("Reduction",),

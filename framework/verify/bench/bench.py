@@ -24,6 +24,7 @@ from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import eval_sets
+from framework.metrics import numbers
 from framework.saving import assets
 from framework.step import Step
 from framework.task import Task, preprocess_of
@@ -225,7 +226,7 @@ class Bench:
     steps = mock.patch("framework.trainer.Step", Always) if self._always else _AS_IT_IS
     with self._around(), steps:
       self._step(self.distributed(batch))
-    metrics = self.trainer._metrics.result()
+    metrics = self.trainer._metrics.result() | numbers(self.trainer._metrics.sums)
     metrics.pop("input_wait", None)
     after = [self.copies(v) for v in self.variables]
     return Outcome(before=before, after=after, metrics=metrics)
