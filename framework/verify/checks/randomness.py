@@ -103,7 +103,8 @@ class Steps:
 
   @property
   def _nothing_random(self) -> bool:
-    random = not self.repeats or self.by_step or self.by_replica
+    # By itself, a difference between steps may come from the number of the step.
+    random = not self.repeats or self.by_replica
     return not (random or self.watched.in_python or self.watched.draws)
 
   def _stateful(self, name: str) -> Result:
