@@ -99,7 +99,7 @@ class Recipe:
     make = ParameterServerEvaluator if traits.is_asynchronous(strategy) else Evaluator
     given = {
       "task": task, "strategy": strategy, "dataset": dataset, "ema": trainer.parts.ema,
-      "eager": trainer.eager,
+      "global_step": trainer.global_step, "eager": trainer.eager,
     }  # fmt: skip
     evaluator: Evaluator = make(**{**configurables.options(Evaluator), **given})
     evaluator.source = source
@@ -123,7 +123,7 @@ class Recipe:
       recorder.reads(source, padded_batch_size=trainer.padded_batch_size, **read)
     return datasets.train_dataset(
       source, pad_multiple=trainer.batch_multiple, preprocess=preprocess_of(task), shard=shard,
-      **read,
+      first_step=int(trainer.global_step.numpy()), **read,
     )  # fmt: skip
 
 

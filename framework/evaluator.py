@@ -10,7 +10,7 @@ from typing import Any
 import orbit
 import tensorflow as tf
 
-from framework.backend.autograph import compiled, converted
+from framework.backend.autograph import compiled
 from framework.backend.timing import timed
 from framework.errors import ConfigError
 from framework.inputs import datasets
@@ -36,6 +36,7 @@ class Evaluator(orbit.AbstractEvaluator):
     strategy: tf.distribute.Strategy,
     dataset: tf.data.Dataset | Callable[..., tf.data.Dataset],
     ema: Ema | None = None,
+    global_step: tf.Variable | None = None,
     eager: bool = False,
   ) -> None:
     """Prepares dataset and metrics (host); raises ConfigError for an asynchronous strategy.
@@ -47,10 +48,12 @@ class Evaluator(orbit.AbstractEvaluator):
         `datasets.eval_dataset`. Or a function that returns it; parameter servers require one and
         call it with `shard=`.
       ema: evaluate with these averages instead of the variables.
+      global_step: int64 scalar, what `EvalStep.number` reads; None is 0.
       eager: use no tf.function.
     """
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
+    self._global_step = global_step
     self.source: Source | StreamSource | None = None
     self._prepare(dataset)
 
@@ -101,8 +104,9 @@ class Evaluator(orbit.AbstractEvaluator):
 
   def replica_step(self, batch: Batch) -> dict[str, PerExample]:
     """Runs the task's step and sums its metrics; see `EvalStep.close` (replica context)."""
-    step = EvalStep()
-    converted(self.task.eval_step)(step, batch)
+    number = None if self._global_step is None else self._global_step.read_value()
+    step = EvalStep(number=number)
+    step.run(self.task.eval_step, batch)
     return step.close(self._metrics)
 
   def _require_examples(self, results: Mapping[str, float], batches: int) -> None:

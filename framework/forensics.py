@@ -153,7 +153,7 @@ def examine(trainer: Trainer) -> NonFiniteReport:
   @as_written
   def probe(batch: Batch) -> None:
     probes.append(_Probe(parts, rollback))
-    trainer.task.train_step(probes[-1], batch)
+    probes[-1].run(trainer.task.train_step, batch)
 
   variables = _all_variables(trainer)
   before = read(strategy, variables)
@@ -208,11 +208,16 @@ class _Probe(Step):
     return [*(self._locate() if self._locate else []), *self._sums]
 
   def gradients(
-    self, loss_fn: LossFn, batch: Batch, variables: Sequence[Any]
+    self,
+    loss_fn: LossFn,
+    batch: Batch,
+    variables: Sequence[Any],
+    *,
+    when: tf.Tensor | bool | None = None,
   ) -> tuple[Gradients, Loss]:
     self._number += 1
     self._names = [models.name(v) for v in variables]
-    return super().gradients(loss_fn, batch, variables)
+    return super().gradients(loss_fn, batch, variables, when=when)
 
   def _forward_backward(
     self, loss_fn: LossFn, batch: Batch, fusion: Fusion

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 from absl import logging
@@ -78,10 +78,32 @@ class StepParts:
 class EvalStep:
   """One evaluation step on one replica: collects the task's metrics (replica context)."""
 
-  def __init__(self, reduction: Reduction | None = None) -> None:
-    """Starts with nothing logged; `all_gather` uses `reduction`, or a default one for None."""
+  def __init__(
+    self, reduction: Reduction | None = None, *, number: tf.Tensor | int | None = None
+  ) -> None:
+    """Starts with nothing logged.
+
+    Args:
+      reduction: what `all_gather` uses; None uses the default.
+      number: see `number`; None is 0.
+    """
     self._logged: dict[str, Metric] = {}
     self._reduction = reduction or Reduction()
+    self._number = tf.cast(0 if number is None else number, tf.int64)
+
+  @property
+  def number(self) -> tf.Tensor:
+    """The number of training steps before this one, an int64 scalar: 0 in the first step.
+
+    In evaluation, the number of all training steps so far. Equal on all replicas; under parameter
+    servers, the number when this worker began the step.
+    """
+    return self._number
+
+  def run(self, task_step: Callable[[Any, Batch], None], batch: Batch) -> None:
+    """Calls `Task.train_step` or `Task.eval_step` with the batch and its "step", int64 [n]."""
+    rows = tf.shape(batch["weight"])[:1] if "weight" in batch else [1]
+    converted(task_step)(self, {**batch, "step": tf.fill(rows, self._number)})
 
   def log(self, metrics: Mapping[str, Metric]) -> None:
     """Adds this replica's metrics: name -> (total, weight), float scalars, `Sum` or `PerExample`.
@@ -104,7 +126,8 @@ class EvalStep:
     Use it for a loss over the examples of all replicas. The gradient with respect to this replica's
     rows is summed over the losses of all replicas. Row i of this replica is row
     `replica_id() * n + i` of the result. Padded rows are included: gather the weights too. With
-    accumulation, gathers one micro-batch.
+    accumulation, gathers one micro-batch. Under parameter servers each worker takes whole batches,
+    and its rows are all there are.
 
     Args:
       tensor: any numeric dtype [n, ...], the same static shape on every replica.
@@ -113,10 +136,8 @@ class EvalStep:
       [replicas x n, ...], the same on every replica.
 
     Raises:
-      ConfigError: the shape is not static; under parameter servers, which are asynchronous; or
-        with `Trainer.jit_compile` on several replicas.
+      ConfigError: the shape is not static; or with `Trainer.jit_compile` on several replicas.
     """
-    _require_in_step("step.all_gather()")
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank in (None, 0) or not tensor.shape.is_fully_defined():
       raise ConfigError(
@@ -146,8 +167,11 @@ class Step(EvalStep):
 
   def __init__(self, parts: StepParts) -> None:
     """Starts a step; the Trainer makes one per trace of the step."""
-    super().__init__(parts.reduction)
+    super().__init__(parts.reduction, number=parts.global_step.read_value())
     self._parts = parts
+    self._graph = _graph()
+    self._assignments: list[_Assignment] = []
+    self._conditional = False
     self._forward_passes = 0
     self._seeds = 0
     self._finite: list[tf.Tensor] = []
@@ -183,18 +207,32 @@ class Step(EvalStep):
       )
     return super().all_gather(tensor)
 
-  def update(self, loss_fn: LossFn, batch: Batch, optimizer: str = DEFAULT) -> Loss:
+  def update(
+    self,
+    loss_fn: LossFn,
+    batch: Batch,
+    optimizer: str = DEFAULT,
+    *,
+    when: tf.Tensor | bool | None = None,
+  ) -> Loss:
     """Updates one optimizer's variables: calls every verb, in order.
 
     Args:
       loss_fn: (micro-)batch -> `Loss`, this replica's sums; called once per micro-batch.
       batch: this replica's part of the global batch.
       optimizer: the optimizer's name.
+      when: whether this step makes the update, a bool scalar equal on every replica, such as
+        `step.number % 2 == 0`; see `gradients`. None always makes it.
 
     Returns:
-      The global sums, the same on every replica.
+      The global sums, the same on every replica; zeros if the update is not made.
+
+    Raises:
+      ConfigError: called inside a branch or loop on a tensor.
     """
-    gradients, local_loss = self.gradients(loss_fn, batch, self.variables(optimizer))
+    self._require_outermost("step.update()")
+    variables = self.variables(optimizer)
+    gradients, local_loss = self.gradients(loss_fn, batch, variables, when=when)
     gradients, loss = self.all_reduce(gradients, local_loss)
     gradients = self.unscale(gradients, loss)
     finite, norm = self.check(gradients)
@@ -208,7 +246,12 @@ class Step(EvalStep):
     return self._optimizer(optimizer).variables
 
   def gradients(
-    self, loss_fn: LossFn, batch: Batch, variables: Sequence[Any]
+    self,
+    loss_fn: LossFn,
+    batch: Batch,
+    variables: Sequence[Any],
+    *,
+    when: tf.Tensor | bool | None = None,
   ) -> tuple[Gradients, Loss]:
     """Differentiates this replica's *scaled sum* of losses, over its micro-batches.
 
@@ -219,6 +262,9 @@ class Step(EvalStep):
       loss_fn: micro-batch -> `Loss`.
       batch: this replica's examples.
       variables: what to differentiate with respect to.
+      when: bool scalar, equal on every replica. If it is False, gradients, loss, weight and what
+        `loss_fn` logs are zeros, and neither pass is run; a pass that communicates (`all_gather`,
+        synchronised batch normalization) is run and discarded.
 
     Returns:
       One gradient per variable, None if the loss does not depend on it, and the unscaled local
@@ -228,6 +274,12 @@ class Step(EvalStep):
       ConfigError: the loss is not a `Loss` of scalars, or depends on none of the variables.
     """
     fusion = self._fusion(variables)
+    compute = functools.partial(self._accumulated, loss_fn, batch, fusion)
+    gradients, loss = compute() if when is None else self._computed_when(when, compute, fusion)
+    _require_some(gradients, variables)
+    return gradients, loss
+
+  def _accumulated(self, loss_fn: LossFn, batch: Batch, fusion: Fusion) -> tuple[Gradients, Loss]:
     first, *others = self._micro_batches(batch)
     gradients, loss = self._forward_backward(loss_fn, first, fusion)
     for part in others:
@@ -239,11 +291,15 @@ class Step(EvalStep):
         [a + b for a, b in zip(gradients.tensors, more.tensors, strict=True)]
       )
       loss = Loss(loss.total + more_loss.total, loss.weight + more_loss.weight)
-    _require_some(gradients, variables)
     return gradients, loss
 
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
-    """Sums gradients and local loss over all replicas, in one communication."""
+    """Sums gradients and local loss over all replicas, in one communication.
+
+    Raises:
+      ConfigError: called inside a branch or loop on a tensor.
+    """
+    self._require_outermost("step.all_reduce()")
     packed = _packed(gradients)
     scalars = [loss.total, loss.weight]
     reduce = self._parts.reduction.all_reduce
@@ -302,7 +358,11 @@ class Step(EvalStep):
     Raises:
       ConfigError: under parameter servers, where other workers read the same variables.
     """
-    _require_in_step("step.perturbed()")
+    if traits.is_asynchronous(tf.distribute.get_strategy()):
+      raise ConfigError(
+        "step.perturbed() needs a synchronous strategy, but parameter_server is asynchronous; use "
+        "mirrored or multi_worker_mirrored."
+      )
     moved = [models.raw(v) for v, o in zip(variables, offsets, strict=True) if o is not None]
     offsets = [o for o in offsets if o is not None]
     held = [variable.read_value() for variable in moved]
@@ -321,7 +381,11 @@ class Step(EvalStep):
       gradients: one per variable of the optimizer, reduced and unscaled.
       finite: bool scalar, equal on every replica.
       optimizer: the optimizer's name.
+
+    Raises:
+      ConfigError: called inside a branch or loop on a tensor.
     """
+    self._require_outermost("step.apply()")
     target = self._optimizer(optimizer)
     packed = Gradients.of(target.fusion, gradients)
     for observer in self._observers:
@@ -349,10 +413,11 @@ class Step(EvalStep):
   ) -> None:
     """Logs the loss and gradient norm of an update, and records whether they are finite.
 
-    If any update of the step is not finite, the loss scale decreases after the step.
+    If any update of the step is not finite, the loss scale decreases after the step. The norm of
+    an update that is not finite, or without weight, does not count.
     """
     prefix = adapters.prefix(optimizer)
-    shown = tf.cast(finite, tf.float32)
+    shown = tf.cast(finite & (loss.weight > 0), tf.float32)
     self._add(
       {
         f"{prefix}loss": (loss.total, loss.weight),
@@ -361,6 +426,71 @@ class Step(EvalStep):
     )
     self._finite.append(finite)
     self._loss_finite.append(tf.math.is_finite(loss.total))
+
+  def assign(self, variable: Any, value: Any, *, when: tf.Tensor | bool | None = None) -> None:
+    """Sets a variable at the end of the step, if all updates of the step are finite.
+
+    For state that the step keeps beside the optimizers: target networks, queues, moving averages.
+    It is saved and restored with the model. All assignments of a step take effect together, after
+    its updates; until then the variable has its old value.
+
+    Args:
+      variable: a variable of the model, trainable or not.
+      value: of the variable's shape, cast to its dtype; equal on every replica: computed from
+        variables, reduced gradients or `all_gather`, not from this replica's rows alone.
+      when: whether this step assigns, a bool scalar equal on every replica. None always assigns.
+
+    Raises:
+      ConfigError: another shape, a second assignment in one step, a variable that is not part of
+        the model, or inside a branch or loop on a tensor.
+    """
+    self._require_outermost("step.assign()")
+    target, name = models.raw(variable), models.name(variable)
+    value = tf.convert_to_tensor(value)
+    if not target.shape.is_compatible_with(value.shape):
+      raise ConfigError(
+        f"step.assign() got a value of shape {value.shape} for {name!r} of shape {target.shape}; "
+        "they must be the same."
+      )
+    if any(one.variable is target for one in self._assignments):
+      raise ConfigError(
+        f"step.assign() got {name!r} twice in a step, and it takes effect only at the end; combine "
+        "both values and assign once."
+      )
+    value, due = tf.cast(value, target.dtype), tf.constant(True) if when is None else when
+    self._assignments.append(_Assignment(target, value, tf.convert_to_tensor(due, tf.bool), name))
+
+  @property
+  def assigned(self) -> dict[str, tf.Variable]:
+    """The variables that `assign` sets in this step, by name."""
+    return {one.name: one.variable for one in self._assignments}
+
+  def commit(self, stands: tf.Tensor) -> None:
+    """Makes the step's assignments if `stands`, a bool scalar; the framework calls it."""
+    if not self._assignments:
+      return
+    targets = [one.variable for one in self._assignments]
+    flags: dict[Any, list[int]] = {}
+    for index, one in enumerate(self._assignments):
+      flags.setdefault(one.when.ref(), []).append(index)
+
+    def assign_all(strategy: tf.distribute.Strategy, due: Any, values: Sequence[Any]) -> None:
+      for flag, group in zip(due, flags.values(), strict=True):
+
+        def assign_group(group: list[int] = group) -> None:
+          for index in group:
+            replica_state.assign(strategy, targets[index], values[index])
+
+        tf.cond(strategy.experimental_local_results(flag)[0], assign_group, lambda: None)
+
+    due = [stands & flag.deref() for flag in flags]
+    values = [one.value for one in self._assignments]
+    tf.distribute.get_replica_context().merge_call(assign_all, args=(due, values))
+
+  @property
+  def is_conditional(self) -> bool:
+    """Whether an update of this step has a `when`."""
+    return self._conditional
 
   def seed(self) -> tf.Tensor:
     """Returns a seed for `tf.random.stateless_*`, int32 [2].
@@ -418,6 +548,45 @@ class Step(EvalStep):
         return optimizer.fusion
     return Fusion(variables, enabled=False)
 
+  def _require_outermost(self, verb: str) -> None:
+    """Raises ConfigError in a graph other than the step's: replicas cannot communicate there."""
+    if _graph() is not self._graph:
+      raise ConfigError(
+        f"{verb} is called inside a branch or loop on a tensor (if, while, for, tf.cond) or a "
+        "tf.function of its own, where the replicas cannot communicate; call it in the step itself "
+        "and give the condition as when=, such as step.update(..., when=step.number % 2 == 0), and "
+        "loop over a Python range."
+      )
+
+  def _computed_when(
+    self, when: tf.Tensor | bool, compute: Callable[[], tuple[Gradients, Loss]], fusion: Fusion
+  ) -> tuple[Gradients, Loss]:
+    """Returns `compute()` if `when`, else zeros of the same shapes; logs likewise."""
+    self._conditional = True
+    when = tf.convert_to_tensor(when, tf.bool)
+    if tf.executing_eagerly():
+      return compute() if when else _nothing(fusion)
+    outside, begun = self._logged, (self._forward_passes, self._seeds)
+    made: list[Any] = []
+
+    def flat() -> list[tf.Tensor]:
+      self._logged, (self._forward_passes, self._seeds) = {}, begun
+      gradients, loss = compute()
+      made[:] = [gradients, (list(gradients.tensors), loss, self._logged)]
+      return [tf.convert_to_tensor(t) for t in tf.nest.flatten(made[1])]
+
+    def zeros() -> list[tf.Tensor]:
+      parts = tf.nest.flatten(made[1])
+      return [tf.zeros(t.shape, t.dtype) for t in map(tf.convert_to_tensor, parts)]
+
+    values = _in_branch(when, flat, zeros)
+    if values is None:
+      values = [tf.where(when, t, tf.zeros_like(t)) for t in flat()]
+    tensors, loss, logged = tf.nest.pack_sequence_as(made[1], values)
+    self._logged = outside
+    self._add(logged)
+    return made[0].replaced(tensors), loss
+
   def _forward_backward(
     self, loss_fn: LossFn, batch: Batch, fusion: Fusion
   ) -> tuple[Gradients, Loss]:
@@ -465,13 +634,36 @@ def _what(metric: Metric) -> str:
   return "a pair (total, weight)"
 
 
-def _require_in_step(verb: str) -> None:
-  """Raises ConfigError under parameter servers."""
-  if traits.is_asynchronous(tf.distribute.get_strategy()):
-    raise ConfigError(
-      f"{verb} needs a synchronous strategy, but parameter_server is asynchronous; use mirrored or "
-      "multi_worker_mirrored."
-    )
+class _Assignment(NamedTuple):
+  variable: tf.Variable
+  value: tf.Tensor
+  when: tf.Tensor
+  name: str
+
+
+def _nothing(fusion: Fusion) -> tuple[Gradients, Loss]:
+  """Returns zero gradients and an empty loss."""
+  raw = [models.raw(v) for v in fusion.variables]
+  pieces = [tf.zeros(v.shape, v.dtype) for v in raw]
+  missing = [False] * len(fusion.originals)
+  return Gradients(fusion, pieces, missing), Loss(tf.constant(0.0), tf.constant(0.0))
+
+
+def _graph() -> Any:
+  """Returns the graph under trace, or None in eager mode."""
+  return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def _in_branch(
+  when: tf.Tensor, true: Callable[[], list[tf.Tensor]], false: Callable[[], list[tf.Tensor]]
+) -> list[tf.Tensor] | None:
+  """Returns `tf.cond(when, true, false)`, or None if `true` communicates (replica context)."""
+  try:
+    return tf.nest.flatten(tf.cond(when, true, false))
+  except RuntimeError as error:
+    if "merge_call" not in str(error):
+      raise
+    return None
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:

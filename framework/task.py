@@ -65,7 +65,8 @@ class Task:
     """Returns the model, with its variables built.
 
     Called once, in `strategy.scope()`. A Keras 3 or tf_keras model, any `tf.Module`, or a dict
-    of them (each can have its own optimizer; see `variables_of`).
+    of them (each can have its own optimizer; see `variables_of`). A dict may also hold a
+    `tf.Variable`, such as a queue that `Step.assign` sets (with `trainable=False`).
     """
     raise _missing(self, "build_model()")
 
@@ -77,13 +78,21 @@ class Task:
     """Maps a whole batch inside the input pipeline, vectorised (host).
 
     When training, `batch["seed"]` is int32 [n, 2], one stateless seed per example: use it with
-    `tf.image.stateless_*`, so that augmentation is the same after a restart.
+    `tf.image.stateless_*`, so that augmentation is the same after a restart. `batch["step"]` is
+    int64 [n], in each row the number of the step that gets this batch, from 0, for a curriculum.
+    Both are removed afterwards.
     """
     del training
     return batch
 
   def forward(self, batch: Batch, training: bool) -> Any:
-    """Returns the model's outputs for this replica's examples (replica context)."""
+    """Returns the model's outputs for this replica's examples (replica context).
+
+    Args:
+      batch: the features, "weight", "example_id" and "step", int64 [n]: in each row the number of
+        training steps before this one (in evaluation: so far).
+      training: False in evaluation.
+    """
     raise _missing(self, "forward(batch, training)")
 
   def loss(self, outputs: Any, batch: Batch) -> Loss:

@@ -19,7 +19,7 @@ import tf_keras
 from absl import logging
 
 from framework.backend import models, replica_state, timing
-from framework.backend.autograph import compiled, converted
+from framework.backend.autograph import compiled
 from framework.backend.timing import timed
 from framework.errors import ConfigError, require_integer
 from framework.inputs import datasets
@@ -117,6 +117,7 @@ class Trainer(orbit.AbstractTrainer):
     self.source: Callable[[], Source | StreamSource] | None = None
     self._iterator: Iterator[Batch] | None = None
     self._weight_seen = False
+    self._assigned: dict[str, tf.Variable] = {}  # what Step.assign sets, by name
     with strategy.scope():
       if task.model is None:
         task.model = task.build_model()
@@ -197,7 +198,11 @@ class Trainer(orbit.AbstractTrainer):
 
     start = tf.constant(0), tf.constant(True)
     tf.while_loop(lambda done, stands: (done < num_steps) & stands, step, start)
-    replica_state.average(self.strategy, self.task.model)
+    self.average_state()
+
+  def average_state(self) -> None:
+    """Averages state that differs between replicas, at the end of a loop (cross-replica)."""
+    replica_state.average(self.strategy, self.task.model, equal=self._assigned)
 
   def train_step(self, iterator: Iterator[Batch]) -> tf.Tensor:
     """Runs one step on one global batch; returns a bool scalar, False if undone (cross-replica)."""
@@ -212,8 +217,10 @@ class Trainer(orbit.AbstractTrainer):
   def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Runs the task's step and sums its metrics; returns `Step.outcome` (replica context)."""
     step = Step(self.parts)
-    converted(self.task.train_step)(step, batch)
+    step.run(self.task.train_step, batch)
     finite, loss_finite = step.outcome()
+    self._note_state(step)
+    step.commit(finite & loss_finite)
     own = {"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)}
     step.close(self._metrics, own)
     return finite, loss_finite
@@ -327,6 +334,12 @@ class Trainer(orbit.AbstractTrainer):
 
   def _first(self, per_replica: Any) -> tf.Tensor:
     return self._local(per_replica)[0]
+
+  def _note_state(self, step: Step) -> None:
+    """Checks what a traced step assigns; a step with conditional updates may have no weight."""
+    models.require_state(self.task.model, step.assigned, self.strategy)
+    self._assigned |= step.assigned
+    self._weight_seen = self._weight_seen or step.is_conditional
 
   def _require_weight(self) -> None:
     """Raises if all weights so far are 0; single batches may have weight 0."""

@@ -9,9 +9,12 @@ user's code are `converted`.
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tensorflow as tf
+
+from framework.errors import ConfigError, is_the_users
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
@@ -52,10 +55,19 @@ def converted(function: Function) -> Function:
   return as_written(choose)  # type: ignore[return-value]
 
 
+def _place(code: Any) -> str:
+  """Returns " (file:line, in function)" of the innermost converted line, or "" if unknown."""
+  for frame in code.translated_stack:  # the innermost first
+    if frame.is_converted and is_the_users(frame.filename):
+      return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.function_name})"
+  return ""
+
+
 def compiled(function: Callable[..., Any]) -> Any:
   """Returns a `tf.function` that AutoGraph leaves alone, except for what it calls `converted`.
 
-  An error in converted code names the line of the user's file, as `tf.function` itself reports it.
+  An error in converted code names the line of the user's file, as `tf.function` itself reports it;
+  a ConfigError stays one.
   """
 
   @functools.wraps(function)
@@ -65,6 +77,8 @@ def compiled(function: Callable[..., Any]) -> Any:
     except Exception as error:
       if (code := getattr(error, "ag_error_metadata", None)) is None:
         raise
+      if isinstance(error, ConfigError):
+        raise ConfigError(f"{error}{_place(code)}") from error
       raise code.to_exception(error) from error
 
   return tf.function(call, autograph=False)

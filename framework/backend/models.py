@@ -1,6 +1,6 @@
-"""A common interface to models: Keras 3, tf_keras, tf.Module, or a dict or list of them."""
+"""A common interface to models: Keras 3, tf_keras, tf.Module, variables, a dict or list of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -55,12 +55,18 @@ def all_variables(model: Any) -> list[Any]:
   return _variables(model, "variables")
 
 
+def is_variable(part: Any) -> bool:
+  """Whether `part` is a single variable, of TensorFlow (distributed or not) or of Keras 3."""
+  kinds = (tf.Variable, tf.distribute.DistributedValues, keras.Variable)
+  return isinstance(part, kinds)
+
+
 def weights(model: Any) -> list[Any]:
   """Returns `all_variables` except those that Keras does not save: the state of random layers."""
   found = {
     id(raw(weight)): weight
     for part in parts(model)
-    for weight in (part.weights if is_keras(part) else part.variables)
+    for weight in (part.weights if is_keras(part) else _of(part, "variables"))
   }
   return list(found.values())
 
@@ -68,14 +74,21 @@ def weights(model: Any) -> list[Any]:
 def _variables(model: Any, attribute: str) -> list[Any]:
   found: dict[int, Any] = {}
   for part in parts(model):
-    if not hasattr(part, attribute):
-      raise ConfigError(
-        f"build_model() returned a {type(part).__name__}, which has no {attribute}; "
-        "return a Keras model, a tf.Module, or a dict of them."
-      )
-    for variable in getattr(part, attribute):
+    for variable in _of(part, attribute):
       found.setdefault(id(raw(variable)), variable)
   return list(found.values())
+
+
+def _of(part: Any, attribute: str) -> Iterable[Any]:
+  """Returns `part.variables` or `part.trainable_variables`; a variable has itself."""
+  if is_variable(part):
+    return [part] if attribute == "variables" or part.trainable else []
+  if not hasattr(part, attribute):
+    raise ConfigError(
+      f"build_model() returned a {type(part).__name__}, which has no {attribute}; "
+      "return a Keras model, a tf.Module, a tf.Variable, or a dict or list of them."
+    )
+  return getattr(part, attribute)
 
 
 def require_in_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
@@ -88,6 +101,31 @@ def require_in_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
         f"the model's variable {name(variable)!r} was not made in strategy.scope(), so the "
         f"{strategy.num_replicas_in_sync} replicas have no copies of it; make the model and its "
         "variables in build_model(), not in __init__ or at the top of a module."
+      )
+
+
+def require_state(
+  model: Any, assigned: Mapping[str, tf.Variable], strategy: tf.distribute.Strategy
+) -> None:
+  """Raises a ConfigError for a variable that a checkpoint would not have, or not each replica.
+
+  Args:
+    model: the task's model.
+    assigned: name -> variable, what a step assigns.
+    strategy: the strategy of the model.
+  """
+  known = {id(raw(variable)) for variable in all_variables(model)} if assigned else set()
+  for given, variable in assigned.items():
+    if id(variable) not in known:
+      raise ConfigError(
+        f"step.assign() got {given!r}, which is not part of the model, so no checkpoint would have "
+        "it; return it from build_model(), for example in a dict beside the networks."
+      )
+    several = strategy.num_replicas_in_sync > 1
+    if several and not strategy.extended.variable_created_in_scope(variable):
+      raise ConfigError(
+        f"step.assign() got {given!r}, which was not made in strategy.scope(), so the replicas "
+        "have no copies of it; make it in build_model()."
       )
 
 

@@ -5,7 +5,7 @@ drift apart: Keras 3 evaluates with other statistics on each replica, and a chec
 first copy or the mean, so a resumed run differs from an uninterrupted one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,9 @@ from framework.backend.autograph import as_written
 
 
 @as_written
-def average(strategy: tf.distribute.Strategy, model: Any) -> None:
+def average(
+  strategy: tf.distribute.Strategy, model: Any, *, equal: Mapping[str, tf.Variable] | None = None
+) -> None:
   """Assigns to every replica the mean of all copies (cross-replica).
 
   tf_keras evaluates with this mean and saves it. Updates of moving averages are linear, so
@@ -23,9 +25,13 @@ def average(strategy: tf.distribute.Strategy, model: Any) -> None:
 
   Args:
     model: averages its non-trainable float variables, except those that are equal by design.
+    equal: further variables that are.
   """
 
+  same = {id(variable) for variable in (equal or {}).values()}
   for variable in _local_variables(strategy, model):
+    if id(variable) in same:
+      continue
     copies = strategy.extended.call_for_each_replica(variable.read_value)
     mean = strategy.reduce(tf.distribute.ReduceOp.MEAN, copies, axis=None)
     assign(strategy, variable, mean)

@@ -35,7 +35,7 @@ def require_rows(rows: object, padded_rows: int) -> None:
 
 def refuse_reserved(who: str, names: Mapping[str, Any]) -> None:
   """Raises a ConfigError if a feature of `who` has a name that the framework adds itself."""
-  for name in ("example_id", "seed"):
+  for name in ("example_id", "seed", "step"):
     if name in names:
       raise ConfigError(
         f"{who} has a feature named {name!r}, which the framework adds itself; rename yours."

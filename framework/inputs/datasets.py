@@ -9,12 +9,14 @@
 With n examples, position p of the endless training sequence reads example
 `permutation(seed, epoch)[p % n]` of epoch `p // n`; docs/inputs.md describes what follows from it.
 
-A batch is a dict of tensors that share their first axis, the rows. Three names are reserved:
+A batch is a dict of tensors that share their first axis, the rows. Four names are reserved:
 
     "weight"      float32 [rows]: 0 for padding. A source may provide its own (>= 0).
     "example_id"  int64 [rows]: the index in the source; -1 for padding.
     "seed"        int32 [rows, 2]: a function of (seed, position), for tf.random.stateless_* in
                   `preprocess`, so that augmentation is reproducible. Only in training.
+    "step"        int64 [rows]: the number of the training step, from 0. In `preprocess` only in
+                  training; the trainer and the evaluator add it to the batch of the task.
 
 A batch is made in this order: its rows (`_Plan`), positions and examples (`ordering`), `fetch`
 (`sources`), weights and ids, `preprocess`.
@@ -73,6 +75,7 @@ def train_dataset(
   shuffle: bool = True,
   rows: range | None = None,
   shard: Shard | None = None,
+  first_step: int | None = None,
 ) -> tf.data.Dataset:
   """Returns endless batches; batch k starts at position + k * global_batch_size.
 
@@ -95,6 +98,7 @@ def train_dataset(
       every worker reads all examples, but pads and preprocesses only its rows.
     shard: the batches to make, for workers that take turns; None makes all. With an indexed source,
       other batches are not fetched.
+    first_step: the number of the step that gets batch 0; None is position / global_batch_size.
 
   Returns:
     Dicts of the features, "weight" and "example_id", each of static shape [rows, ...].
@@ -105,14 +109,16 @@ def train_dataset(
   plan = _Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=True)
   require_integer("position", position, at_least=0)
   require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
+  if first_step is None:
+    first_step = position // global_batch_size
   if isinstance(source, StreamSource):
-    return _train_stream(source, plan, seed, position, shard)
+    return _train_stream(source, plan, seed, position, shard, first_step)
 
-  def make(indices: tf.Tensor, seeds: tf.Tensor) -> Batch:
+  def make(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> Batch:
     batch = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
-    return plan.completed(batch, tf.where(plan.real_rows(), indices, -1), seeds)
+    return plan.completed(batch, tf.where(plan.real_rows(), indices, -1), seeds, step)
 
-  ordered = _ordered(source.num_examples, plan, seed, position, shuffle)
+  ordered = _ordered(source.num_examples, plan, seed, position, shuffle, first_step)
   return _batches(_sharded(ordered, shard), make, rewrite=False)
 
 
@@ -181,23 +187,33 @@ class _Plan:
     rows = self.row_numbers()
     return np.where(rows < self.global_batch_size, rows, 0)
 
+  def step(self, start: tf.Tensor, position: int, first_step: int) -> tf.Tensor:
+    """Returns the number of the step whose batch begins at `start`; the first is at `position`."""
+    return first_step + (start - position) // self.global_batch_size
+
   def checked_features(self, batch: object, who: str) -> Batch:
     checked = checked_batch(batch, len(self.rows), who)
     refuse_reserved(who, checked)
     return checked
 
-  def completed(self, features: Batch, ids: tf.Tensor, seeds: tf.Tensor | None = None) -> Batch:
+  def completed(
+    self,
+    features: Batch,
+    ids: tf.Tensor,
+    seeds: tf.Tensor | None = None,
+    step: tf.Tensor | None = None,
+  ) -> Batch:
     """Adds the reserved features and applies `preprocess`; `ids` is -1 for padding."""
     batch = {**features, "example_id": ids}
     batch["weight"] = _masked(features.get("weight", tf.ones([len(self.rows)])), ids)
     if self.preprocess is None:
       return batch
-    if seeds is not None:
-      batch["seed"] = seeds
+    if seeds is not None and step is not None:
+      batch |= {"seed": seeds, "step": tf.fill([len(self.rows)], step)}
     batch = self.preprocess(batch, self.training)
     batch = checked_batch(batch, len(self.rows), self.name_of_preprocess)
     require_kept(batch, self.name_of_preprocess)
-    batch.pop("seed", None)
+    batch = {name: value for name, value in batch.items() if name not in ("seed", "step")}
     # Again, as a preprocess may compute new weights or, with its ids, reorder rows.
     batch["weight"] = _masked(batch["weight"], batch["example_id"])
     return batch
@@ -229,13 +245,13 @@ def _batches(
 
 
 def _ordered(
-  num_examples: int, plan: _Plan, seed: int, position: int, shuffle: bool
+  num_examples: int, plan: _Plan, seed: int, position: int, shuffle: bool, first_step: int
 ) -> tf.data.Dataset:
-  """Yields (indices int64 [rows], seeds int32 [rows, 2]) for each batch."""
+  """Yields (indices int64 [rows], seeds int32 [rows, 2], step int64) for each batch."""
   batches = max(1, _POSITIONS_AT_ONCE // plan.global_batch_size)
   size = batches * plan.global_batch_size
 
-  def make(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+  def make(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     positions = start + tf.range(size, dtype=tf.int64)
     indices = positions % num_examples
     if shuffle:
@@ -243,7 +259,8 @@ def _ordered(
     of_batches = tf.reshape(tf.stack([indices, positions]), [2, batches, -1])
     indices, positions = tf.unstack(tf.gather(of_batches, plan.example_rows(), axis=2))
     seeds = seeds_at(tf.reshape(positions, [-1]), seed=seed)
-    return indices, tf.reshape(seeds, [batches, -1, 2])
+    steps = plan.step(start, position, first_step) + tf.range(batches, dtype=tf.int64)
+    return indices, tf.reshape(seeds, [batches, -1, 2]), steps
 
   return tf.data.Dataset.counter(position, size).map(as_written(make)).unbatch()
 
@@ -275,7 +292,12 @@ def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _train_stream(
-  source: StreamSource, plan: _Plan, seed: int, position: int, shard: Shard | None
+  source: StreamSource,
+  plan: _Plan,
+  seed: int,
+  position: int,
+  shard: Shard | None,
+  first_step: int,
 ) -> tf.data.Dataset:
   examples = source.dataset.enumerate().repeat()
   examples = examples.concatenate(_failing(examples.element_spec)).skip(position)
@@ -289,7 +311,8 @@ def _train_stream(
     if position:
       _log_once(start == position, position, began_s)
     seeds = seeds_at(start + plan.example_rows(), seed=seed)
-    return plan.completed(*_padded(*batch, plan), seeds)
+    step = plan.step(start, position, first_step)
+    return plan.completed(*_padded(*batch, plan), seeds, step)
 
   if position:
     logging.info("skipping %d examples of a stream, to continue where training stopped", position)

@@ -26,18 +26,13 @@ def count_parameters(model: Any) -> ParameterCount | None:
   Returns:
     None if a Keras model is not built yet, so that its weights are unknown.
   """
-  parts = list(models.parts(model))
-  if any(getattr(part, "built", True) is False for part in parts):
+  if any(getattr(part, "built", True) is False for part in models.parts(model)):
     return None
-  return ParameterCount(_count(parts, "trainable_"), _count(parts, ""))
+  return ParameterCount(_count(models.trainable_variables(model)), _count(models.weights(model)))
 
 
-def _count(parts: Sequence[Any], kind: str) -> int:
-  sizes: dict[int, int] = {}
-  for part in parts:
-    names = f"{kind}weights" if models.is_keras(part) else f"{kind}variables"
-    sizes.update({id(models.raw(v)): math.prod(v.shape) for v in getattr(part, names)})
-  return sum(sizes.values())
+def _count(variables: Sequence[Any]) -> int:
+  return sum(math.prod(variable.shape) for variable in variables)
 
 
 def describe(

@@ -135,8 +135,9 @@ class Cluster:
     if self.size == 1:
       return
     runtime, call = context.context(), next(_calls)
-    runtime.set_config_key_value(f"loopwright/{call}/{self.index}", "left")
     with contextlib.suppress(tf.errors.OpError):  # gone already, or not coming
+      # The chief may read this and exit before its answer to this call arrives.
+      runtime.set_config_key_value(f"loopwright/{call}/{self.index}", "left")
       for index in range(self.size):
         runtime.get_config_key_value(f"loopwright/{call}/{index}", timeout_in_ms=1000 * _LEAVE_S)
 

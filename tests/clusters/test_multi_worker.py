@@ -29,7 +29,7 @@ Clustered.folder = '{folder}'
 run.actions = [@Keeper()]
 Keeper.folder = '{folder}'
 run.strategy = @multi_worker_mirrored
-run.optimizer = @keras.SGD
+run.optimizer = {{'default': @keras.SGD, 'rare': @keras.SGD}}
 keras.SGD.learning_rate = {rate}
 run.global_batch_size = {batch}
 run.train_steps = {steps}
@@ -81,12 +81,17 @@ def trained(tmp_path_factory):
 def reference(order):
   """The same regression in float64, over the examples in the order in which they came."""
   kernel, losses = clustered.KERNEL[:, 0].astype(np.float64), []
-  for ids in order:
+  rare, slow = np.ones(3), np.zeros(3)
+  for step, ids in enumerate(order):
     weight = clustered.WEIGHT[ids].astype(np.float64)
     error = clustered.X[ids].astype(np.float64) @ kernel - clustered.Y[ids]
     losses.append(weight @ error**2 / weight.sum())
     kernel = kernel - RATE * 2 * (weight * error) @ clustered.X[ids] / weight.sum()
-  return kernel, losses
+    if step % 3 == 1:
+      rare = rare - RATE * weight @ clustered.X[ids] / weight.sum()
+    if step % 2 == 0:
+      slow = 0.75 * slow + 0.25 * kernel
+  return [kernel, rare, slow], losses
 
 
 def order(outcome, workers):
@@ -112,19 +117,19 @@ def test_the_workers_read_disjoint_shares_of_the_same_batches(workers, trained):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_they_learn_what_one_worker_would(workers, trained):
   outcome = trained(workers)
-  assert (outcome.status, outcome.err.count("Traceback")) == (0, 0)
-  kernel, losses = reference(order(outcome, workers))
+  assert (outcome.status, outcome.err.count("Traceback")) == (0, 0), outcome.err
+  values, losses = reference(order(outcome, workers))
   got = [record["loss"] for record in outcome.records("train")]
   assert got == pytest.approx(losses, rel=1e-5)
   for worker in range(workers):
-    [variable] = outcome.variables(worker)
-    np.testing.assert_allclose(variable[:, 0], kernel, rtol=1e-5)
+    for variable, value in zip(outcome.variables(worker), values, strict=True):
+      np.testing.assert_allclose(variable.reshape([-1]), value, rtol=1e-5)
 
 
 @pytest.mark.fast(workers=[2])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_an_evaluation_counts_each_example_once(workers, trained):
-  [variable] = trained(workers).variables(0)
+  variable, *_ = trained(workers).variables(0)
   error = clustered.X.astype(np.float64) @ variable[:, 0] - clustered.Y
   [record] = trained(workers).records("eval")
   assert record["loss"] == pytest.approx(np.average(error**2, weights=clustered.WEIGHT), rel=1e-5)

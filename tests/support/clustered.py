@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import framework
 from framework import Action, ArraySource, Loss, Task
+from framework.backend import models
 from framework.metrics import PerExample, Sum, weighted_sum
 
 EXAMPLES = 30
@@ -26,7 +27,8 @@ WORKER = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task
 class Clustered(Task):
   """Linear regression; every worker appends the ids of its rows to ids-<worker>.
 
-  The target of example `infinite` is infinite.
+  The target of example `infinite` is infinite. "rare" is updated in every third step, "slow"
+  follows the kernel in every second one.
   """
 
   def __init__(self, *, folder: str, batch_norm: bool = False, infinite: int | None = None) -> None:
@@ -38,7 +40,21 @@ class Clustered(Task):
     dense = keras.layers.Dense(1, use_bias=False)
     model = keras.Sequential([keras.Input([3]), *layers, dense])
     dense.kernel.assign(KERNEL)
-    return model
+    self._kernel = dense.kernel
+    slow = tf.Variable(tf.zeros([3, 1]), trainable=False, name="slow")
+    return {"net": model, "rare": tf.Variable(tf.ones([3]), name="rare"), "slow": slow}
+
+  def variables_of(self, optimizer):
+    return [self.model["rare"]] if optimizer == "rare" else self.model["net"].trainable_variables
+
+  def train_step(self, step, batch):
+    super().train_step(step, batch)
+    step.update(self._rare_loss, batch, "rare", when=step.number % 3 == 1)
+    slow = 0.75 * self.model["slow"] + 0.25 * tf.convert_to_tensor(self._kernel)
+    step.assign(self.model["slow"], slow, when=step.number % 2 == 0)
+
+  def _rare_loss(self, batch):
+    return Loss.from_examples(tf.linalg.matvec(batch["x"], self.model["rare"]), batch["weight"])
 
   def source(self, split):
     return ArraySource(features={"x": X, "y": self._targets, "weight": WEIGHT})
@@ -48,7 +64,7 @@ class Clustered(Task):
     if training:
       zero = tf.numpy_function(self._note, [batch["example_id"]], tf.float32)
       x += tf.ensure_shape(zero, [])
-    return self.model(x, training=training)[:, 0]
+    return self.model["net"](x, training=training)[:, 0]
 
   def _note(self, ids):
     with open(self._folder / f"ids-{WORKER}", "a") as file:
@@ -86,7 +102,7 @@ class Keeper(Action):
     self._folder, self._signals = Path(folder), signals or {}
 
   def __call__(self, output):
-    values = [v.numpy() for v in self.run.task.model.variables]
+    values = [models.raw(v).numpy() for v in models.all_variables(self.run.task.model)]
     np.savez(self._folder / f"variables-{WORKER}.npz", *values)
     now = f"worker {WORKER} step {self.run.step}"
     done = self._folder / f"sent at {now}"

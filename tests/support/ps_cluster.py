@@ -125,12 +125,26 @@ class Wide(Linear):
     return tf.reduce_sum(outputs, axis=1)
 
 
-class Gathering(Linear):
-  """Asks for the rows of other replicas."""
+class Keeping(Linear):
+  """Two updates at two cadences and kept state; the gradients do not depend on the examples."""
+
+  def build_model(self):
+    kept = {"slow": tf.Variable(1.0, trainable=False), "count": tf.Variable(0, trainable=False)}
+    return {"fast": tf.Variable(1.0), "rare": tf.Variable(1.0), **kept}
+
+  def variables_of(self, optimizer):
+    return [self.model[optimizer]]
+
+  def pull(self, name, batch):
+    slope = self.model["slow"] * tf.cast(batch["step"] + 1, tf.float32)
+    return Loss.from_examples(slope * self.model[name], batch["weight"])
 
   def train_step(self, step, batch):
-    step.all_gather(batch["x"])
-    super().train_step(step, batch)
+    step.update(lambda part: self.pull("fast", part), batch, "fast")
+    step.update(lambda part: self.pull("rare", part), batch, "rare", when=step.number % 3 == 1)
+    step.assign(self.model["slow"], 0.75 * self.model["slow"] + 0.25 * self.model["fast"])
+    rows = tf.size(step.all_gather(batch["weight"]))
+    step.assign(self.model["count"], self.model["count"] + rows, when=step.number % 2 == 0)
 
 
 class Perturbing(Linear):
@@ -139,20 +153,6 @@ class Perturbing(Linear):
   def train_step(self, step, batch):
     with step.perturbed(step.variables(), [tf.ones_like(v) for v in step.variables()]):
       super().train_step(step, batch)
-
-
-class GatheringInEvaluation(Linear):
-  """Asks for the rows of other replicas in evaluation."""
-
-  def eval_step(self, step, batch):
-    step.all_gather(batch["x"])
-    super().eval_step(step, batch)
-
-
-def evaluated(strategy, task):
-  with strategy.scope():
-    task.model = task.build_model()
-  evaluator_of(strategy, task).evaluate()
 
 
 def make(strategy, task, *, optimizer=None, **options):
@@ -254,9 +254,7 @@ def refused(place):
     "observer": message(lambda: make(strategy, Linear()).observe(Observer())),
     "python": message(lambda: steps(mapped_by_python(strategy), 1)),
     "stream": message(lambda: steps(streaming(strategy), 1)),
-    "all_gather": message(lambda: steps(make(strategy, Gathering()), 1)),
     "perturbed": message(lambda: steps(make(strategy, Perturbing()), 1)),
-    "evaluation": message(lambda: evaluated(strategy, GatheringInEvaluation())),
   }
 
 
@@ -297,6 +295,15 @@ def streaming(strategy):
     source, global_batch_size=BATCH, shard=shard
   )
   return trainer
+
+
+def kept(place):
+  """Loops of one step, so that no worker runs beside another."""
+  task = Keeping()
+  optimizer = dict.fromkeys(["fast", "rare"], lambda: keras.optimizers.SGD(0.125))
+  logs = steps(make(place.strategy, task, optimizer=optimizer), *[1] * 7)
+  values = {name: float(variable.numpy()) for name, variable in task.model.items()}
+  return {**values, "rare_losses": [log["rare_loss"] for log in logs]}
 
 
 def exact(place):
@@ -517,6 +524,7 @@ CASES = {
   "refused": refused,
   "identities": identities,
   "resumes": resumes,
+  "kept": kept,
   "exact": exact,
   "stopped": stopped,
   "killed_in_training": killed_in_training,

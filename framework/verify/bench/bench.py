@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from framework import configurables
-from framework.backend import models, randomness, replica_state
+from framework.backend import models, randomness
 from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
@@ -262,7 +262,7 @@ def stepper(trainer: Trainer) -> Callable[[Any], None]:
 
   def step(batch: Any) -> None:
     trainer.train_step(iter([batch]))
-    replica_state.average(trainer.strategy, trainer.task.model)
+    trainer.average_state()
 
   return step if trainer.eager else compiled(step)
 

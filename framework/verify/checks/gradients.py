@@ -157,7 +157,10 @@ def _noting(seen: GradientNotes) -> Callable[[Any], Any]:
 
 def _looking(seen: GradientNotes, differences: str | None) -> type[Step]:
   class Looking(Step):
-    def gradients(self, loss_fn: Any, batch: Any, variables: Sequence[Any]) -> Any:
+    def gradients(
+      self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
+    ) -> Any:
+      del when  # look at the update as if it were due
       gradients, loss = super().gradients(loss_fn, batch, variables)
       factor = float(self._scaled(tf.constant(1.0)))
       kept, self._logged = self._logged, {}

@@ -65,9 +65,11 @@ class Recording:
     recording = self
 
     class Recorded(Step):
-      def gradients(self, loss_fn: Any, batch: Any, variables: Sequence[Any]) -> Any:
+      def gradients(
+        self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
+      ) -> Any:
         recording.begins(self, Call("gradients", f"{len(variables)} variables"))
-        return super().gradients(loss_fn, batch, variables)
+        return super().gradients(loss_fn, batch, variables, when=when)
 
       def all_reduce(self, gradients: Sequence[Any], loss: Loss) -> tuple[Gradients, Loss]:
         there = [g for g in gradients if g is not None]

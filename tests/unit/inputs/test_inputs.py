@@ -137,7 +137,7 @@ def test_preprocess_sees_the_training_seed_and_the_dataset_does_not():
   assert train.element_spec["copy"] == tf.TensorSpec([4, 2], tf.int32)
   eval_dataset(numbered(10), global_batch_size=4, preprocess=preprocess)
   assert seen == [
-    (["example_id", "seed", "weight", "x"], True, tf.int32),
+    (["example_id", "seed", "step", "weight", "x"], True, tf.int32),
     (["example_id", "weight", "x"], False, None),
   ]
 
@@ -509,7 +509,8 @@ def test_preprocess_gets_the_share_with_static_shapes(make, make_source):
   seen = []
 
   def preprocess(batch, training):
-    seen.append({name: value.shape for name, value in batch.items() if name != "seed"})
+    added = ("seed", "step")
+    seen.append({name: value.shape for name, value in batch.items() if name not in added})
     return batch
 
   dataset = make(
