@@ -12,6 +12,7 @@ if TYPE_CHECKING:
   from framework.actions.base import Action
   from framework.actions.best import BestCheckpoint, EarlyStopping, Export
   from framework.actions.nonfinite import StopOnNonFinite
+  from framework.backend.recomputation import recompute
   from framework.configurables import register
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
@@ -46,6 +47,7 @@ __all__ = [
   "Sum",
   "Task",
   "Trainer",
+  "recompute",
   "register",
   "weighted_sum",
 ]
@@ -54,6 +56,7 @@ _HOMES = {
   "actions.base": ("Action",),
   "actions.best": ("BestCheckpoint", "EarlyStopping", "Export"),
   "actions.nonfinite": ("StopOnNonFinite",),
+  "backend.recomputation": ("recompute",),
   "configurables": ("register",),
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),

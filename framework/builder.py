@@ -21,7 +21,7 @@ from framework.backend import randomness
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
-from framework.inputs.sources import Source, StreamSource
+from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.ledger.recorder import Recorder
 from framework.optimizers.adapters import OptimizerFactory
 from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
@@ -40,6 +40,7 @@ class Recipe:
   Attributes:
     optimizer, global_batch_size, seed, eager: see `Trainer`; `seed` also orders the examples.
     eval_batch_size: examples per evaluation batch; None uses `global_batch_size`.
+    eval_steps: the most batches of each evaluation set; None takes all.
     shuffle: False reads the training examples in source order.
     options: other options of `Trainer`; they override the config's bindings.
   """
@@ -47,6 +48,7 @@ class Recipe:
   optimizer: Optimizers
   global_batch_size: int
   eval_batch_size: int | None = None
+  eval_steps: int | None = None
   seed: int = 0
   shuffle: bool = True
   eager: bool = False
@@ -91,18 +93,22 @@ class Recipe:
     replicas, batch_size = strategy.num_replicas_in_sync, self.eval_batch_size
     batch_size = batch_size or self.global_batch_size
     rows = trainer.cluster.rows(datasets.padded_batch_size(batch_size, replicas))
-    source = task.source("eval")
-    dataset = functools.partial(
-      datasets.eval_dataset, source, global_batch_size=batch_size,
-      pad_multiple=replicas, preprocess=preprocess_of(task), rows=rows,
-    )  # fmt: skip
+    sources = eval_sets(task.source("eval"))
+    options: dict[str, Any] = {
+      "global_batch_size": batch_size, "pad_multiple": replicas, "rows": rows,
+      "preprocess": preprocess_of(task), "steps": self.eval_steps,
+    }  # fmt: skip
+    made = {
+      name: functools.partial(datasets.eval_dataset, source, **options)
+      for name, source in sources.items()
+    }
     make = ParameterServerEvaluator if traits.is_asynchronous(strategy) else Evaluator
     given = {
-      "task": task, "strategy": strategy, "dataset": dataset, "ema": trainer.parts.ema,
+      "task": task, "strategy": strategy, "dataset": made, "ema": trainer.parts.ema,
       "global_step": trainer.global_step, "eager": trainer.eager,
     }  # fmt: skip
     evaluator: Evaluator = make(**{**configurables.options(Evaluator), **given})
-    evaluator.source = source
+    evaluator.sources = sources
     return evaluator
 
   def _dataset(

@@ -63,6 +63,11 @@ def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Wei
   return tf.reduce_sum(tf.math.multiply_no_nan(values, weight)), tf.reduce_sum(weight)
 
 
+def _float(value: Any) -> tf.Tensor:
+  tensor = tf.convert_to_tensor(value)
+  return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float32)
+
+
 def _require_vector(what: str, value: tf.Tensor) -> None:
   if value.shape.rank != 1:
     raise ConfigError(
@@ -139,7 +144,7 @@ class Loss(NamedTuple):
 
   @classmethod
   def checked(cls, loss: Any) -> Loss:
-    """Returns `loss` if it is a `Loss` of two scalars.
+    """Returns `loss` as two float tensors if it is a `Loss` of two scalars, such as Python's.
 
     Raises:
       ConfigError: it is something else, such as a mean.
@@ -149,14 +154,14 @@ class Loss(NamedTuple):
         f"the loss is {kind(loss)}; it must be a Loss, this replica's sums: "
         "return Loss.from_examples(per_example_losses, batch['weight'])."
       )
-    for name, value in (("total", loss.total), ("weight", loss.weight)):
-      shape = tf.convert_to_tensor(value).shape
-      if shape.rank != 0:
+    total, weight = _float(loss.total), _float(loss.weight)
+    for name, value in (("total", total), ("weight", weight)):
+      if value.shape.rank != 0:
         raise ConfigError(
-          f"Loss.{name} has shape {shape}; it must be a scalar, this replica's sum: "
+          f"Loss.{name} has shape {value.shape}; it must be a scalar, this replica's sum: "
           "use Loss.from_examples(per_example_losses, batch['weight'])."
         )
-    return loss
+    return cls(total, weight)
 
   @as_written
   def plus_regularization(self, penalty: tf.Tensor | float) -> Loss:

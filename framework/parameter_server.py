@@ -16,6 +16,7 @@ Two results stay exact when workers run concurrently and fail:
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from tensorflow.python.framework import config as tf_config
 from framework.backend import models
 from framework.backend.autograph import as_written, compiled
 from framework.errors import ConfigError
-from framework.evaluator import Evaluator
+from framework.evaluator import Batches, EvalSet, Evaluator
 from framework.inputs.datasets import Batch
 from framework.metrics import (
   CollectedRows,
@@ -154,8 +155,19 @@ class Dispatcher:
     _refuse_what_stays_here(function.get_concrete_function())
     return self._coordinator.create_per_worker_dataset(function)
 
-  def run(self, function: Any, pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
+  def run(
+    self,
+    function: Any,
+    pieces: Sequence[tuple[Any, ...]],
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+  ) -> list[Any]:
     """Runs function(*piece) for each piece on any worker; reruns it if the worker fails.
+
+    Args:
+      function: compiled.
+      pieces: its arguments.
+      meanwhile: called several times a second; what it raises leaves the workers at work.
 
     Returns:
       The result of each piece as NumPy values; None if its worker failed before the fetch.
@@ -164,14 +176,15 @@ class Dispatcher:
       ClusterError: all workers failed and none restarted in time, or one does not respond.
     """
     values = [self._coordinator.schedule(function, args=piece) for piece in pieces]
-    self._wait()
+    self._wait(meanwhile)
     self._coordinator.join()  # raises the errors of the workers
     return [_fetched(value) for value in values]
 
-  def _wait(self) -> None:
+  def _wait(self, meanwhile: Callable[[], None]) -> None:
     answered = probed = time.monotonic()
     while not self._coordinator.done():
       time.sleep(_POLL_S)
+      meanwhile()
       self._pulse.check()
       now = time.monotonic()
       if now - probed > _PROBE_EVERY_S:
@@ -186,13 +199,17 @@ class Dispatcher:
 
 
 def run_pieces(
-  dispatcher: Dispatcher, sums: ReturnedSums, function: Any, pieces: Sequence[tuple[Any, ...]]
+  dispatcher: Dispatcher,
+  sums: ReturnedSums,
+  function: Any,
+  pieces: Sequence[tuple[Any, ...]],
+  **options: Any,
 ) -> list[Any]:
-  """Runs `function` on pieces; traces it again if the trace found more metrics than expected."""
+  """As `Dispatcher.run`; traces again if the trace found more metrics than there is room for."""
   while True:
     size = sums.size
     try:
-      return dispatcher.run(function, pieces)
+      return dispatcher.run(function, pieces, **options)
     except Exception:
       if sums.size == size:
         raise
@@ -363,23 +380,26 @@ class ParameterServerEvaluator(Evaluator):
 
   _metrics: ReturnedSums
 
-  def _prepare(self, dataset: tf.data.Dataset | Callable[..., tf.data.Dataset]) -> None:
-    if not callable(dataset):
-      raise ConfigError(
-        "Evaluator got a dataset, but under parameter_server each worker makes its own; pass a "
-        "function: functools.partial(inputs.eval_dataset, source, global_batch_size=...)."
-      )
+  def _prepare(self, given: Mapping[str, Batches]) -> None:
     self._dispatcher = Dispatcher(self.strategy)
     self._shards = self._dispatcher.workers * PIECES_PER_WORKER
-    self._metrics = ReturnedSums()
-    self._compiled_shard = tf.function(self.shard_sums)
+    self._sets = []
+    for name, dataset in given.items():
+      if not callable(dataset):
+        raise ConfigError(
+          "Evaluator got a dataset, but under parameter_server each worker makes its own; pass a "
+          "function: functools.partial(inputs.eval_dataset, source, global_batch_size=...)."
+        )
+      batches = self._dispatcher.datasets(functools.partial(self._of_shards, dataset)).build()
+      step = tf.function(self.shard_sums)
+      self._sets.append(EvalSet(name, batches, None, ReturnedSums(), step))
 
-    def of_shards(worker: tf.Tensor) -> tf.data.Dataset:
-      del worker
-      numbers = tf.data.Dataset.range(self._shards)
-      return numbers.map(as_written(lambda number: dataset(shard=(self._shards, number))))
-
-    self._datasets = self._dispatcher.datasets(of_shards).build()
+  def _of_shards(
+    self, dataset: Callable[..., tf.data.Dataset], worker: tf.Tensor
+  ) -> tf.data.Dataset:
+    del worker
+    numbers = tf.data.Dataset.range(self._shards)
+    return numbers.map(as_written(lambda number: dataset(shard=(self._shards, number))))
 
   def shard_sums(
     self, shards: tf.data.Dataset, number: tf.Tensor, most: tf.Tensor
@@ -417,13 +437,14 @@ class ParameterServerEvaluator(Evaluator):
   def _stacked(self, arrays: Sequence[tf.TensorArray]) -> dict[str, PerExample]:
     return tf.nest.pack_sequence_as(self._metrics.rows, [array.stack() for array in arrays])
 
-  def _run_batches(self, limit: int) -> tuple[int, CollectedRows]:
+  def _run_batches(self, one: EvalSet, limit: int) -> tuple[int, CollectedRows]:
     """Runs every shard until it returns its sums; reruns the shards of failed workers."""
     found: dict[int, Mapping[str, PerExample]] = {}
     missing = list(range(self._shards))
+    meanwhile = functools.partial(self.between_batches, one.name, 0, None)
     while missing:
-      pieces = [self._piece(n, limit) for n in missing]
-      results = run_pieces(self._dispatcher, self._metrics, self._compiled_shard, pieces)
+      pieces = [(one.batches, *self._piece(number, limit)) for number in missing]
+      results = run_pieces(self._dispatcher, self._metrics, one.step, pieces, meanwhile=meanwhile)
       for number, result in zip(missing, results, strict=True):
         if result is not None:
           sums, count, rows = result
@@ -437,7 +458,7 @@ class ParameterServerEvaluator(Evaluator):
 
   def _piece(self, number: int, limit: int) -> tuple[Any, ...]:
     most = -1 if limit < 0 else max(0, -(-(limit - number) // self._shards))
-    return self._datasets, tf.constant(number, tf.int64), tf.constant(most, tf.int64)
+    return tf.constant(number, tf.int64), tf.constant(most, tf.int64)
 
 
 def _row(rows: Mapping[str, PerExample], index: int) -> dict[str, PerExample]:

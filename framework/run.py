@@ -38,8 +38,8 @@ Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 PRECISIONS = get_args(Precision)
 FREE = (
   "train_steps", "steps_per_loop", "eval_every_steps", "eval_timeout_s", "eval_batch_size",
-  "checkpoint_every_steps", "keep_checkpoints", "actions", "strategy", "ledger", "eager",
-  "deterministic", "checkpoint", "warm_start",
+  "eval_steps", "checkpoint_every_steps", "keep_checkpoints", "actions", "strategy", "ledger",
+  "eager", "deterministic", "checkpoint", "warm_start",
 )  # fmt: skip
 """Arguments of `run` that may change when a run goes on: they do not change what it learns."""
 
@@ -57,6 +57,7 @@ def run(
   | Mapping[str, adapters.OptimizerFactory] = keras.optimizers.Adam,
   steps_per_loop: int = 100,
   eval_batch_size: int | None = None,
+  eval_steps: int | None = None,
   eval_every_steps: int | None = None,
   eval_timeout_s: float | None = None,
   checkpoint_every_steps: int = 1000,
@@ -92,6 +93,7 @@ def run(
     optimizer: a factory, or name -> factory; called in the strategy's scope.
     steps_per_loop: steps in one call of the compiled loop; the host gets metrics after each call.
     eval_batch_size: examples per evaluation batch; None uses the global batch size.
+    eval_steps: evaluate at most so many batches of each evaluation set; None evaluates all.
     eval_every_steps: steps between evaluations; None evaluates once, at the end.
     eval_timeout_s: seconds that "evaluate_continuously" waits for a new checkpoint, or for the
       run's assets before the first one; None waits without limit.
@@ -132,7 +134,8 @@ def run(
     eval_timeout_s=eval_timeout_s, checkpoint_every_steps=checkpoint_every_steps,
     keep_checkpoints=keep_checkpoints,
   )  # fmt: skip
-  _check_counts({**sizes, "eval_batch_size": eval_batch_size, **cadence.counts()})
+  evaluation: dict[str, Any] = {"eval_batch_size": eval_batch_size, "eval_steps": eval_steps}
+  _check_counts({**sizes, **evaluation, **cadence.counts()})
   if checkpoint is not None and mode not in ("evaluate", "export"):
     raise ConfigError(
       f"run.checkpoint is {checkpoint!r}, but mode {mode!r} cannot use it; leave it out, or use "
@@ -165,7 +168,7 @@ def run(
     return {}
   recipe = Recipe(
     optimizer=optimizer, global_batch_size=batch_size_on(chosen.num_replicas_in_sync, **sizes),
-    eval_batch_size=eval_batch_size, seed=seed, shuffle=shuffle, eager=eager,
+    **evaluation, seed=seed, shuffle=shuffle, eager=eager,
   )  # fmt: skip
   cluster = traits.cluster_of(chosen)
   config = _what_matters(given) | {"global batch size": str(recipe.global_batch_size)}
@@ -206,7 +209,7 @@ def bound(parameter: str) -> Any:
 def bound_recipe(replicas: int = 1) -> Recipe:
   """Returns the recipe that the current config binds to `run`, on this number of replicas."""
   batch_size = batch_size_on(replicas, bound("global_batch_size"), bound("per_replica_batch_size"))
-  names = ("optimizer", "eval_batch_size", "seed", "shuffle")
+  names = ("optimizer", "eval_batch_size", "eval_steps", "seed", "shuffle")
   return Recipe(global_batch_size=batch_size, **{name: bound(name) for name in names})
 
 
@@ -246,9 +249,10 @@ def _what_matters(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 def _examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
   """Returns number and digest of the examples of each split, the same on all workers."""
-  sources = {"training": trainer.source() if trainer.source else None}
-  sources["evaluation"] = evaluator.source if evaluator else None
-  found = {split: fingerprint(source) for split, source in sources.items() if source is not None}
+  sources = {"training": trainer.source()} if trainer.source else {}
+  for name, source in (evaluator.sources if evaluator else {}).items():
+    sources[f"evaluation {name}".rstrip()] = source
+  found = {split: fingerprint(source) for split, source in sources.items()}
   for split, text in found.items():
     trainer.cluster.require_same(
       f"{split} examples ({text})", zlib.crc32(text.encode()), "give all workers the same data."

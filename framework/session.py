@@ -35,6 +35,13 @@ QUIET = (
 )  # fmt: skip
 """Metrics in metrics.jsonl and TensorBoard that the progress line hides."""
 
+_NOTICE_S = 1.0
+"""About how often the workers of a cluster ask each other about signals while they evaluate."""
+
+
+class _AskedToStop(Exception):  # noqa: N818 (it is not an error)
+  """A worker got a signal while all evaluate."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cadence:
@@ -120,6 +127,8 @@ class Session:
     )
     self._signals, self._owner = signals.StopSignals(), owner
     self._restored_step = 0
+    if evaluator is not None:
+      evaluator.between_batches = self._between_batches
     self._actions = self._bound(actions)
     with orbit_reporter.quiet_orbit():
       self._controller = self._make_controller()
@@ -326,9 +335,19 @@ class Session:
     return [*sorted(step for step in wanted if self.step < step < end), end]
 
   def _evaluate(self) -> None:
-    with self._reporting_on_stop(self._controller.eval_summary_manager):
+    # An evaluation that a signal ends reports nothing; the next process starts it again.
+    self._evaluated_step = self.step  # reading it may ask a server
+    reporting = self._reporting_on_stop(self._controller.eval_summary_manager)
+    with reporting, contextlib.suppress(_AskedToStop):
       self._controller.evaluate()
     self._stop_if_asked()
+
+  def _between_batches(self, name: str, done: int, total: int | None) -> None:
+    self._progress.evaluating(self._evaluated_step, name, done, total)
+    if done <= 1:  # another set may have slower batches
+      self._any_asked = self.cluster.asking(_NOTICE_S)
+    if self._any_asked(self._signals.number is not None):
+      raise _AskedToStop
 
   def _evaluate_if_due(self) -> None:
     step = self.step

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import models, randomness, replica_state
+from framework.backend import batch_norm, models, randomness, recomputation, replica_state
 from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, unknown
 from framework.inputs.datasets import Batch
@@ -63,6 +63,7 @@ class StepParts:
   clip_value: float | None = None
   accumulation_steps: int = 1
   jit_compile: bool = False
+  padded: bool = False  # whether training batches have rows without an example
   ema: Ema | None = None
   replica_id: Callable[[], tf.Tensor] = replica_id
   observers: tuple[Observer, ...] = ()
@@ -116,6 +117,8 @@ class EvalStep:
     self._add(checked(metrics))
 
   def _add(self, metrics: Mapping[str, Metric]) -> None:
+    if recomputation.is_repeating():
+      return
     for name, value in metrics.items():
       known = self._logged.get(name)
       self._logged[name] = value if known is None else _both(name, known, value)
@@ -497,6 +500,8 @@ class Step(EvalStep):
 
     It depends only on the run's seed, the step, the replica and how many calls came before.
     """
+    if (stream := recomputation.stream()) is not None:
+      return stream.next_seed()
     self._seeds += 1
     return self._key(-self._seeds)
 
@@ -539,6 +544,16 @@ class Step(EvalStep):
       return [batch]
     parts = {name: tf.split(value, count) for name, value in batch.items()}
     return [{name: parts[name][index] for name in batch} for index in range(count)]
+
+  def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which statistics over the batch leave out padded rows."""
+    parts, replicas = self._parts, tf.distribute.get_strategy().num_replicas_in_sync
+    if not parts.padded:
+      return contextlib.nullcontext()
+    why = f"global_batch_size is {parts.global_batch_size} for {replicas} replicas"
+    if parts.accumulation_steps > 1:
+      why += f" x {parts.accumulation_steps} accumulation_steps"
+    return batch_norm.only_examples(batch, why=why)
 
   def _fusion(self, variables: Sequence[Any]) -> Fusion:
     """Returns the layout of the optimizer that owns these variables, else one without fusion."""
@@ -598,7 +613,7 @@ class Step(EvalStep):
 
     def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Metric]]:
       self._logged = {}
-      with randomness.random_streams(key), tf.GradientTape() as tape:
+      with randomness.random_streams(key), self._examples_of(batch), tf.GradientTape() as tape:
         loss = Loss.checked(converted(loss_fn)(batch))
         scaled = self._scaled(loss.total)
       gradients = [_dense(g) for g in tape.gradient(scaled, raw)]

@@ -17,7 +17,6 @@ from framework.backend import models
 from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, kind, shown
 from framework.inputs.datasets import Batch, Preprocess
-from framework.inputs.sources import Source, StreamSource
 
 if TYPE_CHECKING:
   from framework.step import EvalStep, Step
@@ -70,8 +69,13 @@ class Task:
     """
     raise _missing(self, "build_model()")
 
-  def source(self, split: str) -> Source | StreamSource:
-    """Returns the source of `split`, "train" or "eval", not batched, shuffled or sharded (host)."""
+  def source(self, split: str) -> Any:
+    """Returns the source of `split`, "train" or "eval", not batched, shuffled or sharded (host).
+
+    Returns:
+      A `Source` or `StreamSource`. For "eval" also name -> source, for several sets, whose metrics
+      are named "<name>/<metric>".
+    """
     raise _missing(self, "source(split)")
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
@@ -112,7 +116,7 @@ class Task:
     """Returns further metrics, computed from what is logged over all replicas (host).
 
     For metrics that are not means: a perplexity (exp of the mean loss), an F1, an exact AUC. Called
-    after each training loop and each evaluation.
+    after each training loop and each evaluation, of several evaluation sets for each set.
 
     Args:
       values: every logged metric by name: total / weight as a float, NaN where the weights sum to

@@ -132,6 +132,7 @@ class Trainer(orbit.AbstractTrainer):
         global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
         clip_norm=clip_norm, clip_value=clip_value, accumulation_steps=accumulation_steps,
         jit_compile=jit_compile, replica_id=self.replica_id, observers=tuple(observers),
+        padded=self.padded_batch_size != global_batch_size,
       )  # fmt: skip
     self._use(parts)
     self._traces = 1

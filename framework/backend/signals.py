@@ -86,7 +86,10 @@ class StopSignals:
       while received := ours.recv(1):
         interrupts += received[0] == signal.SIGINT
         if received[0] == signal.SIGINT and interrupts == 1:
-          say("Ctrl-C: saving after this loop of steps; press it again to end at once")
+          say(
+            "Ctrl-C: saving after this loop of steps or evaluation batch; press it again to end at "
+            "once"
+          )
         elif interrupts > 1 and owns_process:
           os.write(2, b"interrupted\n")
           os._exit(130)

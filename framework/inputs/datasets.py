@@ -130,16 +130,19 @@ def eval_dataset(
   preprocess: Preprocess | None = None,
   rows: range | None = None,
   shard: Shard | None = None,
+  steps: int | None = None,
 ) -> tf.data.Dataset:
   """Returns every example exactly once, in the order of the source, in batches of one static shape.
 
   The last batch is padded like the others. Every worker gets the same number of batches; its `rows`
   of the last one may all be padding. See `train_dataset` for arguments, results and errors, but
-  `preprocess(batch, False)` gets no "seed". An endless stream needs `num_examples`.
+  `preprocess(batch, False)` gets no "seed". With `steps`, only the first so many batches of the
+  whole source, before `shard`. An endless stream needs `steps`, or `num_examples` of its source.
   """
+  most = -1 if steps is None else require_integer("steps", steps, at_least=1)
   plan = _Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
   if isinstance(source, StreamSource):
-    return _eval_stream(source, plan, shard)
+    return _eval_stream(source, plan, shard, most)
   end = source.num_examples
 
   def make(start: tf.Tensor) -> Batch:
@@ -149,8 +152,8 @@ def eval_dataset(
     batch = plan.checked_features(batch, f"{type(source).__name__}.fetch")
     return plan.completed(batch, tf.where(real, indices, -1))
 
-  starts = _sharded(tf.data.Dataset.range(0, end, global_batch_size), shard)
-  return _batches(starts, make, rewrite=False)
+  starts = tf.data.Dataset.range(0, end, global_batch_size).take(most)
+  return _batches(_sharded(starts, shard), make, rewrite=False)
 
 
 class _Plan:
@@ -321,17 +324,19 @@ def _train_stream(
   return _batches(_sharded(tf.data.Dataset.zip((clocked, batches)), shard), make, rewrite=True)
 
 
-def _eval_stream(source: StreamSource, plan: _Plan, shard: Shard | None) -> tf.data.Dataset:
-  if source.num_examples is None and source.dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+def _eval_stream(
+  source: StreamSource, plan: _Plan, shard: Shard | None, most: int
+) -> tf.data.Dataset:
+  if most < 0 and source.endless:
     raise ConfigError(
       "the stream to evaluate is endless; set num_examples of its StreamSource to the length of "
-      "one pass."
+      "one pass, or run.eval_steps to the number of batches."
     )
 
   def make(ids: tf.Tensor, features: Batch) -> Batch:
     return plan.completed(*_padded(ids, features, plan))
 
-  batches = source.dataset.enumerate().batch(plan.global_batch_size)
+  batches = source.dataset.enumerate().batch(plan.global_batch_size).take(most)
   return _batches(_sharded(batches, shard), make, rewrite=True)
 
 

@@ -7,9 +7,9 @@
 There is no state, so any worker can compute any position at any time.
 """
 
-import hashlib
-
 import tensorflow as tf
+
+from framework.backend.randomness import hashed
 
 _SORT_UP_TO = 4096
 """Up to here positions are sorted by hash. TensorFlow's index shuffle steps through a 16-bit cycle
@@ -73,24 +73,6 @@ def _ciphered_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Te
 def seeds_at(positions: tf.Tensor, *, seed: int) -> tf.Tensor:
   """Returns a different seed, int32 [m, 2], for each of `positions`, int64 [m] (any context)."""
   return tf.bitcast(hashed(positions, seed, "seeds"), tf.int32)
-
-
-def hashed(values: tf.Tensor, seed: int, purpose: str) -> tf.Tensor:
-  """Hashes int64 to uint64 of the same shape, one-to-one (any context).
-
-  One step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), from a start that depends on `seed` and
-  `purpose`.
-  """
-  key = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=8).digest()
-  mixed = tf.cast(values, tf.uint64) * _uint64(0x9E3779B97F4A7C15)
-  mixed += _uint64(int.from_bytes(key, "little"))
-  for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-    mixed = (mixed ^ tf.bitwise.right_shift(mixed, _uint64(shift))) * _uint64(factor)
-  return mixed ^ tf.bitwise.right_shift(mixed, _uint64(31))
-
-
-def _uint64(value: int) -> tf.Tensor:
-  return tf.constant(value, tf.uint64)
 
 
 def _is_power_of_four(number: int) -> bool:

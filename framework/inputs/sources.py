@@ -15,6 +15,7 @@ import mmap
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -239,6 +240,10 @@ class StreamSource:
   It must yield the same examples in each iteration: seed its shuffle. Training repeats it. It
   cannot be indexed, so a resumed run skips the examples already read, which takes as long as
   reading them; the log gives the time. "example_id" counts within one pass.
+
+  Attributes:
+    num_examples: the length of a pass; None if it is not known.
+    endless: whether a pass is known to have no end. That of a generator is not known.
   """
 
   def __init__(self, *, dataset: tf.data.Dataset, num_examples: int | None = None) -> None:
@@ -266,6 +271,7 @@ class StreamSource:
         f"num_examples is {num_examples}, but the stream's dataset has {known} examples; "
         "remove num_examples, or lower it."
       )
+    self.endless = num_examples is None and _is_endless(dataset)
     self.dataset = dataset if num_examples is None else dataset.take(num_examples)
     self.num_examples = num_examples or (known if known > 0 else None)
 
@@ -278,6 +284,37 @@ def check_source(source: object) -> None:
   if isinstance(source, Source):
     count = getattr(source, "num_examples", None)
     require_integer(f"{type(source).__name__}.num_examples", count, at_least=1)
+
+
+def eval_sets(given: Source | StreamSource | Mapping[str, Any]) -> dict[str, Any]:
+  """Returns name -> source of what `Task.source("eval")` returned; a single source is named "".
+
+  Raises:
+    ConfigError: no sets, or a name that is not a text without "/".
+  """
+  if not isinstance(given, Mapping):
+    return {"": given}
+  if not given:
+    raise ConfigError("source('eval') is an empty dict; it must have at least one name -> source.")
+  for name in given:
+    if not isinstance(name, str) or not name or "/" in name:
+      raise ConfigError(
+        f"source('eval') has a set named {name!r}; a name must be a text without '/': its metrics "
+        "are logged as '<name>/<metric>'."
+      )
+  return dict(given)
+
+
+def _is_endless(dataset: tf.data.Dataset) -> bool:
+  """Whether a data set is known to be endless, also behind steps that hide it, such as a filter."""
+  known = int(dataset.cardinality())
+  if known != tf.data.UNKNOWN_CARDINALITY:
+    return known == tf.data.INFINITE_CARDINALITY
+  kind_of_step, parts = type(dataset).__name__, dataset._inputs()
+  if "Take" in kind_of_step or not parts:
+    return False
+  ends_early = "Zip" in kind_of_step or "DirectedInterleave" in kind_of_step
+  return (all if ends_early else any)(map(_is_endless, parts))
 
 
 def _native(name: str, array: np.ndarray) -> np.ndarray:

@@ -18,6 +18,8 @@ from framework import errors
 from framework.errors import ConfigError, suggest
 from framework.reporting.metrics_log import Clock, Number
 
+_REDRAW_SECS = 0.5
+
 
 class Silent(io.StringIO):
   """A stream that discards its input, for workers other than the chief."""
@@ -117,6 +119,9 @@ class Progress:
     self._first: tuple[int, float] | None = None
     self._printed_at = -math.inf
     self._unprinted: str | None = None
+    self._trained = ""
+    self._evaluating_since: float | None = None
+    self._evaluating_shown = -math.inf
 
   def update(self, step: int, values: Mapping[str, Number]) -> None:
     """Shows the values of one loop; rates come from "steps_per_second", "examples_per_second"."""
@@ -125,6 +130,7 @@ class Progress:
     self._first = self._first or (step, now)
     line = self._line(step, now, values)
     if self._live:
+      self._trained = line
       self._draw(step, line)
     elif step >= self._total or now - self._printed_at >= self._every_secs:
       self._printed_at = now
@@ -133,9 +139,36 @@ class Progress:
     else:
       self._unprinted = line
 
+  def evaluating(self, step: int, name: str, done: int, total: int | None) -> None:
+    """Shows how far a long evaluation is; a short one prints nothing on plain streams.
+
+    Args:
+      step: the training step that it evaluates.
+      name: of the evaluation set; "" if there is only one.
+      done: batches so far; 0 if the number is not known.
+      total: batches in all, if known.
+    """
+    now = self._clock()
+    if self._evaluating_since is None:
+      self._evaluating_since = self._evaluating_shown = now
+    if now - self._evaluating_shown < (_REDRAW_SECS if self._live else self._every_secs):
+      return
+    self._evaluating_shown = now
+    of = f"/{total}" if total else ""
+    batch = [f"batch {done}{of}"] if done else []
+    seconds = datetime.timedelta(seconds=round(now - self._evaluating_since))
+    line = "  ".join([" ".join(["evaluating", *filter(None, [name])]), *batch, str(seconds)])
+    if self._live:
+      self._draw(step, f"step {step}/{self._total}  {line}")
+    else:
+      self.message(f"step {step}/{self._total}  {line}")
+
   def evaluation(self, step: int, values: Mapping[str, Number]) -> None:
     """Prints the values of one evaluation."""
     self._notice("eval", values)
+    if self._bar is not None and self._evaluating_since is not None:
+      self._bar.set_description_str(self._trained)  # in place of the batches of the evaluation
+    self._evaluating_since = None
     self.message("  ".join([f"eval at step {step}", *self._shown(values)]))
 
   def message(self, text: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -109,6 +110,20 @@ class Cluster:
     """Whether the flag is set on any worker; a collective: every worker must call it (host)."""
     return self.sum(int(flag)) > 0
 
+  def asking(self, every_s: float) -> Callable[[bool], bool]:
+    """Returns `any`, called as often as you like, that costs little: it asks the others seldom.
+
+    Every worker must call it equally often (host); then all get the same answer from each call.
+    The chief's clock decides how many calls from now they ask next; before that, the answer is
+    False. With one worker, the answer is the flag.
+
+    Args:
+      every_s: about the seconds between two questions.
+    """
+    if self.size == 1:
+      return lambda flag: flag
+    return _Asking(self, every_s).any
+
   def barrier(self) -> None:
     """Waits until all workers have reached this call (host)."""
     self.sum(0)
@@ -159,6 +174,26 @@ class Cluster:
     return f"lost {' or '.join(map(str, named or others))}, which {how}"
 
 
+class _Asking:
+  def __init__(self, cluster: Cluster, every_s: float) -> None:
+    self._cluster, self._every_s = cluster, every_s
+    self._calls = self._left = 1
+    self._asked_s = time.monotonic()
+
+  def any(self, flag: bool) -> bool:
+    self._left -= 1
+    if self._left:
+      return False
+    now = time.monotonic()
+    pace = self._every_s / max(now - self._asked_s, 1e-6)
+    wanted = max(1, min(2 * self._calls, int(pace * self._calls)))  # calls may become slower
+    told = wanted if self._cluster.is_chief else 0
+    flags, self._calls = divmod(self._cluster.sum(_FLAG * flag + told), _FLAG)
+    self._left, self._asked_s = self._calls, now
+    return flags > 0
+
+
+_FLAG = 2**40
 _LEAVE_S = 10
 _calls = itertools.count()
 _PEER_LOST = (

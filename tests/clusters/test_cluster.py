@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import importlib
+import itertools
 import json
 import os
 import re
@@ -168,10 +169,48 @@ def test_the_shares_of_all_workers_are_the_batch(size, rows):
   assert {len(share) for share in shares} == {rows // size}
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_workers_that_ask_seldom_get_the_same_answer_at_each_call(stopped, monkeypatch):
+  """A call takes 0.01 s, so they ask every 100 calls for 1 s: less often is not noticed in time."""
+  meeting, told, asked, clock = threading.Barrier(2), [0, 0], [[], []], [0.0]
+  here = threading.local()
+
+  def together(self, value):
+    told[self.index] = value
+    asked[self.index].append(here.call)
+    meeting.wait(10)
+    total = sum(told)
+    meeting.wait(10)
+    return total
+
+  def work(index):
+    here.index = index
+    ask, answers = make_cluster(2, index).asking(1.0), []
+    for here.call in range(1, 1000):
+      clock[0] += 0.01 * (index == 0)
+      answers.append(ask(index == stopped and here.call >= 500))
+      if answers[-1]:
+        break
+    return answers
+
+  monkeypatch.setattr(Cluster, "sum", together)
+  # The clock of the second worker must not count.
+  monkeypatch.setattr(cluster.time, "monotonic", lambda: clock[0] if here.index == 0 else 1e9)
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    first, second = pool.map(work, range(2))
+  assert asked[0] == asked[1]
+  assert asked[0][:7] == [1, 3, 7, 15, 31, 63, 127]
+  assert all(95 <= later - earlier <= 105 for earlier, later in itertools.pairwise(asked[0][7:]))
+  assert first == second == [False] * (asked[0][-1] - 1) + [True]
+  assert 500 <= asked[0][-1] <= 605
+
+
 def test_without_a_cluster_there_is_one_worker(mirrored):
   alone = traits.cluster_of(mirrored(2))
   assert (alone.size, alone.index, alone.is_chief, alone.rows(8)) == (1, 0, True, None)
   assert (alone.sum(7), alone.any(True), alone.any(False)) == (7, True, False)
+  ask = alone.asking(1.0)
+  assert [ask(flag) for flag in (False, True, False)] == [False, True, False]
   alone.require_same("step", 3)
   with pytest.raises(tf.errors.UnavailableError), alone.blaming(lambda: 5):
     raise tf.errors.UnavailableError(None, None, "a disk")

@@ -215,15 +215,84 @@ def test_only_the_model_decides_and_nothing_changes(one):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_evaluation_after_a_failed_one_counts_only_its_own(replicas, mirrored):
   evaluator = make(mirrored(replicas))
-  whole = evaluator._dataset
+  [one] = evaluator._sets
+  whole = one.batches
 
   def broken():
     batches = iter(whole)  # kept: TensorFlow can crash if an iterator ends while its batch is read
     yield next(batches)
     raise OSError("the disk")
 
-  evaluator._dataset = broken()
+  one.batches = broken()
   with pytest.raises(OSError, match="the disk"):
     evaluator.evaluate()
-  evaluator._dataset = whole
+  one.batches = whole
   assert evaluator.evaluate() == pytest.approx(expected(), rel=1e-6)
+
+
+# ---- Several sets ----
+
+HALVES = {"first": slice(0, 5), "second": slice(5, EXAMPLES)}
+
+
+class Halved(Linear):
+  """Two sets; the second has another feature, from which its examples get a metric of their own."""
+
+  def source(self, split):
+    sources = {
+      name: ArraySource(features={key: value[rows] for key, value in self.features.items()})
+      for name, rows in HALVES.items()
+    }
+    more = {**self.features, "ones": np.ones(EXAMPLES, np.float32)}
+    return {**sources, "more": ArraySource(features=more)}
+
+  def metrics(self, outputs, batch):
+    own = {"ones": weighted_sum(batch["ones"], batch["weight"])} if "ones" in batch else {}
+    return {**super().metrics(outputs, batch), **own}
+
+  def derived(self, means):
+    return {"twice": 2 * means["loss"]}
+
+
+def make_several(strategy, task):
+  with strategy.scope():
+    task.model = task.build_model()
+  options = {"global_batch_size": 4, "pad_multiple": strategy.num_replicas_in_sync}
+  made = {
+    name: datasets.eval_dataset(source, **options) for name, source in task.source("eval").items()
+  }
+  return Evaluator(task=task, strategy=strategy, dataset=made)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.fast(replicas=[2])
+def test_each_of_several_sets_has_its_own_means_and_derived_metrics(replicas, mirrored):
+  evaluator = make_several(mirrored(replicas), Halved())
+  wanted = {}
+  for name, rows in {**HALVES, "more": slice(None)}.items():
+    means = expected(rows)
+    means |= {"twice": 2 * means["loss"]} | ({"ones": 1.0} if name == "more" else {})
+    wanted |= {f"{name}/{metric}": value for metric, value in means.items()}
+  for _ in range(2):
+    assert evaluator.evaluate() == pytest.approx(wanted, rel=1e-6)
+  assert evaluator.task.forward_calls == 2 * replicas  # the halves share a trace
+
+
+def test_what_runs_between_batches_learns_the_set_and_its_batches(one):
+  evaluator, calls = make_several(one, Halved()), []
+  evaluator.between_batches = lambda *call: calls.append(call)
+  evaluator.evaluate()
+  assert calls == [
+    *(("first", batch, 2) for batch in (1, 2)), *(("second", batch, 2) for batch in (1, 2)),
+    *(("more", batch, 3) for batch in (1, 2, 3)),
+  ]  # fmt: skip
+  del calls[:]
+  evaluator.evaluate(1)
+  assert calls == [("first", 1, 1), ("second", 1, 1), ("more", 1, 1)]
+
+
+def test_an_empty_set_is_named(one):
+  evaluator = make_several(one, Halved())
+  evaluator._sets[1].batches = []
+  with pytest.raises(ConfigError, match=r"Halved.source\('eval'\)\['second'\] has no examples"):
+    evaluator.evaluate()

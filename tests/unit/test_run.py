@@ -1,8 +1,10 @@
 """One run in each mode: what it trains, writes, returns and prints, against NumPy."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 import typing
 from pathlib import Path
@@ -18,9 +20,10 @@ from tensorflow.python.data.ops import debug_mode
 import framework
 from framework import configurables
 from framework.actions.base import Action, StopTraining
-from framework.errors import ConfigError
+from framework.actions.best import BestCheckpoint
+from framework.errors import ConfigError, Preempted
 from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
+from framework.inputs.sources import ArraySource, StreamSource
 from framework.metrics import REPORTED, Loss, weighted_sum
 from framework.run import run
 from framework.strategies import factories
@@ -439,6 +442,86 @@ def test_a_stopped_run_goes_on_without_the_action(tmp_path):
     ("train", 2, reference.loop(1, 2)), ("train", 5, reference.loop(3, 5))
   ]  # fmt: skip
   np.testing.assert_allclose(saved_kernel(tmp_path, 5), reference.kernel, rtol=1e-5)
+
+
+@framework.register
+class TwoSets(Linear):
+  """The evaluation examples, and an endless stream of the first of them.
+
+  With a `number`, this process gets that signal in each batch of the evaluation.
+  """
+
+  def __init__(self, number=None):
+    super().__init__()
+    self.number = number
+
+  def eval_step(self, step, batch):
+    super().eval_step(step, batch)
+    if self.number:
+      kill = tf.numpy_function(lambda x: os.kill(os.getpid(), self.number) or x, [1], tf.int32)
+      tf.debugging.assert_equal(kill, 1)
+
+  def source(self, split):
+    known = super().source(split)
+    if split == "train":
+      return known
+    element = {"x": X[split][0], "y": Y[split][0]}
+
+    def forever():
+      while True:
+        yield element
+
+    spec = {"x": tf.TensorSpec([2]), "y": tf.TensorSpec([])}
+    stream = tf.data.Dataset.from_generator(forever, output_signature=spec)
+    return {"known": known, "endless": StreamSource(dataset=stream)}
+
+
+def of_two_sets(reference, batches):
+  rows = {"known": slice(0, batches * BATCH), "endless": [0]}
+  judged = {name: reference.judge("eval", part, reference.kernel) for name, part in rows.items()}
+  return {f"{name}/{k}": v for name in rows for k, v in reference.named(judged[name]).items()}
+
+
+def test_several_evaluation_sets_of_at_most_eval_steps_batches(tmp_path):
+  best = BestCheckpoint(metric="known/mae", mode="min")
+  results = start(tmp_path, task=TwoSets, eval_steps=2, actions=[best])
+  wanted = of_two_sets(Reference().train(STEPS), batches=2)
+  assert results == wanted
+  [record] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][
+    1:
+  ]
+  assert {name: record[name] for name in wanted} == wanted
+  assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] == wanted["known/mae"]
+  [start_of_run] = (tmp_path / "history.jsonl").read_text().splitlines()
+  assert set(json.loads(start_of_run)["data"]) == {
+    "training", "evaluation known", "evaluation endless"
+  }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("number", "ends"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_signal_ends_an_endless_evaluation_and_nothing_is_lost(number, ends, tmp_path):
+  """It is not reported, and done again by the next process, with the trained weights."""
+  with pytest.raises(ends, match=f"saved step {STEPS} in "):
+    start(tmp_path, task=TwoSets(number))
+  reference = Reference().train(STEPS)
+  assert steps_saved(tmp_path) == [STEPS]
+  assert log_of(tmp_path) == [("train", STEPS, reference.loop(1, STEPS))]
+  results = start(tmp_path, task=TwoSets, eval_steps=1, accept_changes=True)
+  assert results == of_two_sets(reference, batches=1)
+  np.testing.assert_allclose(saved_kernel(tmp_path, STEPS), reference.kernel, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("search_path")
+def test_a_signal_in_an_evaluation_of_averages_saves_the_weights(tmp_path):
+  """The evaluation has the averages in the place of the weights."""
+  signalled = ("run.task = @TwoSets()", f"TwoSets.number = {int(signal.SIGTERM)}")
+  options = ("Trainer.ema_decay = 0.5", "run.eval_every_steps = 2", *signalled)
+  with pytest.raises(Preempted, match="saved step 2 in "):
+    configured(tmp_path, "train_and_evaluate", *options)
+  reference = Reference(decay=0.5).train(2)
+  np.testing.assert_allclose(saved_kernel(tmp_path / "run", 2), reference.kernel, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["evaluate", "evaluate_continuously", "export"])

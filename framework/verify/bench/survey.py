@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from framework.backend.autograph import as_written, converted
 from framework.inputs import datasets
-from framework.inputs.sources import Source, StreamSource
+from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.task import Task
 from framework.verify.bench.bench import Rows
 
@@ -67,12 +67,18 @@ def digests(source: Source | StreamSource, *, seconds: float) -> Digests:
   return Digests(by_id, complete, len(by_id) if complete else total, varying)
 
 
-def eval_source(task: Task) -> tuple[Source | StreamSource | None, str]:
-  """Returns the evaluation source, or None and the reason: a task may be for training only."""
+def evaluation_sources(task: Task) -> tuple[dict[str, Source | StreamSource], str]:
+  """Returns name -> source of each evaluation set, or none and why: a task may only train."""
   try:
-    return task.source("eval"), ""
+    return eval_sets(task.source("eval")), ""
   except Exception as error:
-    return None, f"source('eval') fails with {type(error).__name__}"
+    return {}, f"source('eval') fails with {type(error).__name__}"
+
+
+def eval_source(task: Task) -> tuple[Source | StreamSource | None, str]:
+  """Returns the first evaluation set, or None and the reason."""
+  sources, why = evaluation_sources(task)
+  return next(iter(sources.values()), None), why
 
 
 def _batches(source: Source | StreamSource) -> Iterator[Rows]:

@@ -7,9 +7,10 @@ out of range if the loss cannot use it, a feature is not scaled if the first los
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,9 @@ def check(subject: Subject) -> list[Result]:
   reading = Reading(subject)
   return [
     *reading.sources(),
-    reading.overlap(),
+    *reading.each_set(lambda: [reading.overlap()]),
     *reading.pipeline(),
-    *reading.evaluation(),
+    *reading.each_set(reading.evaluation),
     *reading.contents(),
     reading.throughput(),
   ]
@@ -68,13 +69,14 @@ class Reading:
     self.bench = Bench(subject, rows=rows, quiet=False)
     self.task = self.bench.task
     randomness.seed_everything(subject.seed)
-    self.eval_source, self.no_eval = survey.eval_source(self.task)
+    self.eval_sources, self.no_eval = survey.evaluation_sources(self.task)
     self.source = self.task.source("train")
     self.preprocess = preprocess_of(self.task)
     self.train = survey.digests(self.source, seconds=READ_S)
-    self.eval = survey.Digests({}, True, 0, set())
-    if self.eval_source is not None:
-      self.eval = survey.digests(self.eval_source, seconds=READ_S)
+    self.evals = {
+      name: survey.digests(source, seconds=READ_S) for name, source in self.eval_sources.items()
+    }
+    self._use("")
     self.batch_size = min(subject.global_batch_size, self.train.total or survey.AT_ONCE)
 
   def batches(self, *, afresh: bool = False, **options: Any) -> tf.data.Dataset:
@@ -85,6 +87,18 @@ class Reading:
     }  # fmt: skip
     stream = afresh and isinstance(self.source, StreamSource)
     return datasets.train_dataset(self.task.source("train") if stream else self.source, **arguments)
+
+  def each_set(self, check: Callable[[], Iterable[Result]]) -> Iterator[Result]:
+    """Yields the results of a check of each evaluation set, named by the set if it has a name."""
+    for set_name in self.eval_sources or [""]:
+      self._use(set_name)
+      for result in check():
+        suffix = f" ({set_name})" if set_name else ""
+        yield dataclasses.replace(result, check=f"{result.check}{suffix}")
+
+  def _use(self, set_name: str) -> None:
+    self.eval_source = self.eval_sources.get(set_name)
+    self.eval = self.evals.get(set_name, survey.Digests({}, True, 0, set()))
 
   # ---- Sources ----
 
@@ -241,7 +255,9 @@ class Reading:
       yield _skipped(name, self.no_eval or "no preprocess()")
       return
     size = min(self.subject.eval_batch_size or self.batch_size, len(self.eval.by_id))
-    batches = datasets.eval_dataset(self.eval_source, global_batch_size=size)
+    batches = datasets.eval_dataset(
+      self.eval_source, global_batch_size=size, steps=self.subject.eval_steps
+    )
     rows = next(batches.as_numpy_iterator())
     try:
       once, twice = survey.preprocessed(self.preprocess, [rows, rows], False)

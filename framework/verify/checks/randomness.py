@@ -311,7 +311,8 @@ class Augmentation:
     if source is None:
       return _skipped(name, why)
     count = min(16, source.num_examples or 16)
-    rows = next(datasets.eval_dataset(source, global_batch_size=count).as_numpy_iterator())
+    batches = datasets.eval_dataset(source, global_batch_size=count, steps=self.subject.eval_steps)
+    rows = next(batches.as_numpy_iterator())
     backwards = {key: value[::-1] for key, value in rows.items()}
     place = ("random", "augment", "flip", "noise", "seed")
     try:

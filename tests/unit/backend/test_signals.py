@@ -28,7 +28,9 @@ def test_a_second_ctrl_c_interrupts_and_the_first_is_explained_once():
     assert (stop.number, stop.name) == (signal.SIGINT, "Ctrl-C")
     with pytest.raises(KeyboardInterrupt):
       os.kill(os.getpid(), signal.SIGINT)
-  assert said == ["Ctrl-C: saving after this loop of steps; press it again to end at once"]
+  assert said == [
+    "Ctrl-C: saving after this loop of steps or evaluation batch; press it again to end at once"
+  ]
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -19,6 +19,7 @@ from framework.inputs.sources import (
   ArraySource,
   ImageFolderSource,
   StreamSource,
+  eval_sets,
   load_arrays,
   read_idx,
 )
@@ -338,9 +339,42 @@ def test_stream_source_errors_of_num_examples():
     stream(3, num_examples=0)
   with one_line_error("num_examples is 4, but the stream's dataset has 3 examples"):
     stream(3, num_examples=4)
-  endless = StreamSource(dataset=of_elements(x=1).repeat())
-  with one_line_error("the stream to evaluate is endless; set num_examples of its StreamSource"):
-    eval_dataset(endless, global_batch_size=4)
+
+
+def choice(*datasets):
+  return tf.data.Dataset.choose_from_datasets(datasets, tf.data.Dataset.range(2).repeat())
+
+
+@pytest.mark.parametrize(
+  ("make", "endless"),
+  [
+    (lambda passes, some: passes.repeat(), True),
+    (lambda passes, some: passes.repeat().filter(some), True),
+    (lambda passes, some: passes.repeat().filter(some).batch(1).unbatch().prefetch(1), True),
+    (lambda passes, some: passes.filter(some).repeat(), True),
+    (lambda passes, some: passes.concatenate(passes.repeat().filter(some)), True),
+    (lambda passes, some: passes.repeat().filter(some).take(5), False),
+    (lambda passes, some: passes.repeat().take_while(some).prefetch(1), False),
+    (lambda passes, some: choice(*[passes.filter(some)] * 2), False),
+    (lambda passes, some: passes.filter(some), False),
+    (lambda passes, some: passes, False),
+  ],
+)
+def test_an_evaluation_without_an_end_is_refused_where_that_can_be_known(make, endless):
+  elements = tf.data.Dataset.from_tensors({"x": [2, 1]}).unbatch()
+  stream = StreamSource(dataset=make(elements, lambda element: element["x"] > 1))
+  assert stream.endless == endless
+  if endless:
+    with one_line_error("the stream to evaluate is endless; set num_examples of its StreamSource"):
+      eval_dataset(stream, global_batch_size=4)
+  batches = eval_dataset(stream, global_batch_size=1, steps=1)
+  assert [batch["example_id"] for batch in batches.as_numpy_iterator()] == [[0]]
+
+
+@pytest.mark.parametrize("sets", [{}, {"a/b": None}, {"": None}, {3: None}])
+def test_names_of_evaluation_sets(sets):
+  with one_line_error("source\\('eval'\\) (is an empty dict|has a set named)"):
+    eval_sets(sets)
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,35 @@ def test_an_evaluation_has_a_line_of_its_own(stream_type):
   assert "eval at step 5  loss 0.2500  accuracy 0.5000" in lines
 
 
+def test_a_long_evaluation_shows_how_far_it_is():
+  stream, clock = io.StringIO(), Clock()
+  progress = Progress(total_steps=20, stream=stream, clock=clock, every_secs=10)
+  for evaluation, seconds in enumerate((9, 21)):
+    for batch in range(1, seconds + 1):
+      clock.now += 1.0
+      progress.evaluating(10, "test" if evaluation else "", batch, 50 if batch > 15 else None)
+    progress.evaluation(10, {"loss": 1.0})
+  assert stream.getvalue().splitlines() == [
+    "eval at step 10  loss 1.0000",
+    "step 10/20  evaluating test  batch 11  0:00:10",
+    "step 10/20  evaluating test  batch 21/50  0:00:20",
+    "eval at step 10  loss 1.0000",
+  ]
+
+
+def test_after_an_evaluation_the_live_line_is_that_of_training():
+  stream, clock = Terminal(), Clock()
+  with Progress(total_steps=20, stream=stream, clock=clock) as progress:
+    progress.update(10, {"loss": 3.0})
+    progress.evaluating(10, "", 1, 9)
+    clock.now = 1.0
+    progress.evaluating(10, "", 7, 9)
+    assert "step 10/20  evaluating  batch 7/9  0:00:01" in stream.getvalue()
+    progress.evaluation(10, {"loss": 1.0})
+  drawn = [line.strip() for line in re.split(r"[\r\n]", stream.getvalue()) if line.strip()]
+  assert "loss 3.0000" in drawn[-1]
+
+
 def test_a_terminal_shows_one_live_line():
   stream = Terminal()
   with Progress(total_steps=1000, stream=stream, clock=Clock()) as progress:
