@@ -17,6 +17,7 @@ if TYPE_CHECKING:
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
   from framework.inputs.datasets import Batch
+  from framework.inputs.replay import Draws, ReplayBuffer
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
   from framework.metrics import Loss, PerExample, Sum, weighted_sum
   from framework.optimizers.schedules import Schedule
@@ -31,6 +32,7 @@ __all__ = [
   "Batch",
   "BestCheckpoint",
   "ConfigError",
+  "Draws",
   "EarlyStopping",
   "EvalStep",
   "Evaluator",
@@ -39,6 +41,7 @@ __all__ = [
   "Loss",
   "PerExample",
   "Reduction",
+  "ReplayBuffer",
   "Schedule",
   "Source",
   "Step",
@@ -61,6 +64,7 @@ _HOMES = {
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
   "inputs.datasets": ("Batch",),
+  "inputs.replay": ("Draws", "ReplayBuffer"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
   "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),
   "optimizers.schedules": ("Schedule",),

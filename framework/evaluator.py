@@ -118,7 +118,8 @@ class Evaluator(orbit.AbstractEvaluator):
     results = self._metrics.result()
     if limit:
       self._require_examples(one, results, batches)
-    return results | derived_metrics(self.task, results, {**self._metrics.sums, **rows.result()})
+    arrays = {**self._metrics.sums, **rows.result()}
+    return results | derived_metrics(self.task, results, arrays)
 
   def _prepare(self, given: Mapping[str, Batches]) -> None:
     if traits.is_asynchronous(self.strategy):

@@ -57,7 +57,7 @@ class ReturnedSums(MetricSums):
   """Metric sums that a closure returns, instead of adding them to a variable.
 
   A loop of a worker carries them, so their size is fixed before its trace. A trace in which they
-  do not fit fails; the next one gets more room: see `run_pieces`.
+  do not fit fails; the next one gets more room: see `until_it_fits`.
   """
 
   def __init__(self) -> None:
@@ -198,18 +198,12 @@ class Dispatcher:
         )
 
 
-def run_pieces(
-  dispatcher: Dispatcher,
-  sums: ReturnedSums,
-  function: Any,
-  pieces: Sequence[tuple[Any, ...]],
-  **options: Any,
-) -> list[Any]:
-  """As `Dispatcher.run`; traces again if the trace found more metrics than there is room for."""
+def until_it_fits(sums: ReturnedSums, run: Callable[[], list[Any]]) -> list[Any]:
+  """Returns `run()`; repeats it if its trace found more metrics than `sums` had room for."""
   while True:
     size = sums.size
     try:
-      return dispatcher.run(function, pieces, **options)
+      return run()
     except Exception:
       if sums.size == size:
         raise
@@ -360,7 +354,8 @@ class ParameterServerTrainer(Trainer):
       if count > 1:
         count += self._dispatcher.workers - 1
       piece = (self._iterator, tf.constant(most, tf.int64), tf.constant(end, tf.int64))
-      results = run_pieces(self._dispatcher, self._metrics, self._compiled_loop, [piece] * count)
+      run = functools.partial(self._dispatcher.run, self._compiled_loop, [piece] * count)
+      results = until_it_fits(self._metrics, run)
       for result in results:
         if result is not None:
           self._collect(*result)
@@ -444,7 +439,8 @@ class ParameterServerEvaluator(Evaluator):
     meanwhile = functools.partial(self.between_batches, one.name, 0, None)
     while missing:
       pieces = [(one.batches, *self._piece(number, limit)) for number in missing]
-      results = run_pieces(self._dispatcher, self._metrics, one.step, pieces, meanwhile=meanwhile)
+      run = functools.partial(self._dispatcher.run, one.step, pieces, meanwhile=meanwhile)
+      results = until_it_fits(self._metrics, run)
       for number, result in zip(missing, results, strict=True):
         if result is not None:
           sums, count, rows = result

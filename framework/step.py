@@ -627,28 +627,6 @@ class Step(EvalStep):
     return Gradients(fusion, pieces, missing), loss
 
 
-def _both(name: str, one: Metric, other: Metric) -> Metric:
-  """Returns one metric of two that a step logs under one name."""
-  kinds = (PerExample, Sum, tuple)
-  both = {next(kind for kind in kinds if isinstance(value, kind)) for value in (one, other)}
-  if both == {PerExample}:
-    return PerExample(*(tf.concat(parts, axis=0) for parts in zip(one, other, strict=True)))
-  if both == {Sum} and one[0].shape == other[0].shape:
-    return Sum(one[0] + other[0])
-  if both == {tuple} and len(one) == len(other) == 2:
-    return one[0] + other[0], one[1] + other[1]
-  raise ConfigError(
-    f"the step logs {name!r} twice, as {_what(one)} and as {_what(other)}; give them two names."
-  )
-
-
-def _what(metric: Metric) -> str:
-  """Returns what an error calls a metric."""
-  if isinstance(metric, (Sum, PerExample)):
-    return f"a {type(metric).__name__} of shape {metric[0].shape}"
-  return "a pair (total, weight)"
-
-
 class _Assignment(NamedTuple):
   variable: tf.Variable
   value: tf.Tensor
@@ -679,6 +657,28 @@ def _in_branch(
     if "merge_call" not in str(error):
       raise
     return None
+
+
+def _both(name: str, one: Metric, other: Metric) -> Metric:
+  """Returns one metric of two that a step logs under one name."""
+  kinds = (PerExample, Sum, tuple)
+  both = {next(kind for kind in kinds if isinstance(value, kind)) for value in (one, other)}
+  if both == {PerExample}:
+    return PerExample(*(tf.concat(parts, axis=0) for parts in zip(one, other, strict=True)))
+  if both == {Sum} and one[0].shape == other[0].shape:
+    return Sum(one[0] + other[0])
+  if both == {tuple} and len(one) == len(other) == 2:
+    return one[0] + other[0], one[1] + other[1]
+  raise ConfigError(
+    f"the step logs {name!r} twice, as {_what(one)} and as {_what(other)}; give them two names."
+  )
+
+
+def _what(metric: Metric) -> str:
+  """Returns what an error calls a metric."""
+  if isinstance(metric, (Sum, PerExample)):
+    return f"a {type(metric).__name__} of shape {metric[0].shape}"
+  return "a pair (total, weight)"
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:

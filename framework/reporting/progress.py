@@ -165,10 +165,10 @@ class Progress:
 
   def evaluation(self, step: int, values: Mapping[str, Number]) -> None:
     """Prints the values of one evaluation."""
-    self._notice("eval", values)
     if self._bar is not None and self._evaluating_since is not None:
       self._bar.set_description_str(self._trained)  # in place of the batches of the evaluation
     self._evaluating_since = None
+    self._notice("eval", values)
     self.message("  ".join([f"eval at step {step}", *self._shown(values)]))
 
   def message(self, text: str) -> None:
