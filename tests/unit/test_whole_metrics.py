@@ -162,6 +162,20 @@ def test_they_hold_in_every_way_of_running_a_step(options, mirrored):
   np.testing.assert_array_equal(train["confusion"], 2 * table)
 
 
+class EverySecond(Scored):
+  def train_step(self, step, batch):
+    due = step.number % 2 == 1
+    step.update(lambda part: self.training_loss(step, part), batch, when=due)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.fast(eager=[False])
+def test_an_update_that_is_not_due_adds_nothing_to_a_sum(eager, mirrored):
+  train, _, _ = trained_and_evaluated(EverySecond(), mirrored(2), eager=eager)
+  table = confusion_matrix(LABELS[REAL], LOGITS[REAL].argmax(axis=1))
+  np.testing.assert_array_equal(train["confusion"], table)  # one of two epochs
+
+
 def test_what_training_does_not_collect_gets_a_line(mirrored):
   class Careless(Scored):
     def derived(self, values):
