@@ -16,6 +16,7 @@ if TYPE_CHECKING:
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
   from framework.inputs.datasets import Batch
+  from framework.inputs.parts import Part, Sources, part, with_part
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
   from framework.metrics import Loss, weighted_sum
   from framework.optimizers.schedules import Schedule
@@ -36,16 +37,20 @@ __all__ = [
   "Export",
   "ImageFolderSource",
   "Loss",
+  "Part",
   "Reduction",
   "Schedule",
   "Source",
+  "Sources",
   "Step",
   "StopOnNonFinite",
   "StreamSource",
   "Task",
   "Trainer",
+  "part",
   "register",
   "weighted_sum",
+  "with_part",
 ]
 
 _HOMES = {
@@ -56,6 +61,7 @@ _HOMES = {
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
   "inputs.datasets": ("Batch",),
+  "inputs.parts": ("Part", "Sources", "part", "with_part"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
   "metrics": ("Loss", "weighted_sum"),
   "optimizers.schedules": ("Schedule",),

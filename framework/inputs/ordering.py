@@ -75,6 +75,13 @@ def seeds_at(positions: tf.Tensor, *, seed: int) -> tf.Tensor:
   return tf.bitcast(hashed(positions, seed, "seeds"), tf.int32)
 
 
+def seed_of_part(seed: int, name: str) -> int:
+  """Returns the seed of a further training source, 32 bits: parts have orders of their own."""
+  return int.from_bytes(
+    hashlib.blake2b(f"part {name} {seed}".encode(), digest_size=4).digest(), "little"
+  )
+
+
 def hashed(values: tf.Tensor, seed: int, purpose: str) -> tf.Tensor:
   """Hashes int64 to uint64 of the same shape, one-to-one (any context).
 
