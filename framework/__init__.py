@@ -12,13 +12,15 @@ if TYPE_CHECKING:
   from framework.actions.base import Action
   from framework.actions.best import BestCheckpoint, EarlyStopping, Export
   from framework.actions.nonfinite import StopOnNonFinite
+  from framework.backend.recomputation import recompute
   from framework.configurables import register
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
   from framework.inputs.datasets import Batch
   from framework.inputs.parts import Part, Sources, part, with_part
+  from framework.inputs.replay import Draws, ReplayBuffer
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
-  from framework.metrics import Loss, weighted_sum
+  from framework.metrics import Loss, PerExample, Sum, weighted_sum
   from framework.optimizers.schedules import Schedule
   from framework.step import EvalStep, Step
   from framework.strategies.reduction import Reduction
@@ -31,6 +33,7 @@ __all__ = [
   "Batch",
   "BestCheckpoint",
   "ConfigError",
+  "Draws",
   "EarlyStopping",
   "EvalStep",
   "Evaluator",
@@ -38,16 +41,20 @@ __all__ = [
   "ImageFolderSource",
   "Loss",
   "Part",
+  "PerExample",
   "Reduction",
+  "ReplayBuffer",
   "Schedule",
   "Source",
   "Sources",
   "Step",
   "StopOnNonFinite",
   "StreamSource",
+  "Sum",
   "Task",
   "Trainer",
   "part",
+  "recompute",
   "register",
   "weighted_sum",
   "with_part",
@@ -57,13 +64,15 @@ _HOMES = {
   "actions.base": ("Action",),
   "actions.best": ("BestCheckpoint", "EarlyStopping", "Export"),
   "actions.nonfinite": ("StopOnNonFinite",),
+  "backend.recomputation": ("recompute",),
   "configurables": ("register",),
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
   "inputs.datasets": ("Batch",),
   "inputs.parts": ("Part", "Sources", "part", "with_part"),
+  "inputs.replay": ("Draws", "ReplayBuffer"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
-  "metrics": ("Loss", "weighted_sum"),
+  "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),
   "optimizers.schedules": ("Schedule",),
   "step": ("EvalStep", "Step"),
   "strategies.reduction": ("Reduction",),

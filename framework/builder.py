@@ -128,9 +128,11 @@ class Recipe:
     }  # fmt: skip
     if recorder is not None:
       recorder.reads(source, padded_batch_size=trainer.padded_batch_size, **read)
+    with tf.init_scope():  # parameter servers make the dataset in a trace
+      first_step = int(trainer.global_step.numpy())
     return datasets.train_dataset(
       source, pad_multiple=trainer.batch_multiple, preprocess=preprocess_of(task), shard=shard,
-      first_step=int(trainer.global_step.numpy()), **read,
+      first_step=first_step, **read,
     )  # fmt: skip
 
 

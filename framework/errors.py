@@ -98,18 +98,25 @@ def failure(error: BaseException) -> str:
   noise = ("In call to configurable", "File ", "[[", "Arguments received by", "•")
   lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines()]
   lines = [line for line in lines if line and not line.startswith(noise)] or [""]
+  if len(lines) > 1 and lines[0].startswith("Exception encountered when calling "):
+    lines = lines[1:]  # Keras's heading
   reason = lines[-1] if _PLACE.search(str(error)) else lines[0]
   if several := re.search(r"^\s*\(0\) [A-Z_]+: +(.+)$", str(error), re.MULTILINE):
     reason = re.sub(r"(?<=\S)\{\{node \S+\}\}$", "", several[1])  # the node, a second time
     reason = re.sub(r"\{\{node (\S+)\}\}", r"\1", reason)
   if not re.match(r"\w+(Error|Exception): ", reason):
     reason = f"{type(error).__name__}: {reason}"
+  place = place_of(error)
+  return f"{reason} ({place})" if place else reason
+
+
+def place_of(error: BaseException) -> str:
+  """Returns the innermost line of the user's code in an error, "mine.py:3, in loss"; else ""."""
   frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-  places = [(file, line, name) for file, line, name in [*frames, *_PLACE.findall(str(error))]]
-  for file, line, name in reversed(places):
+  for file, line, name in reversed([*frames, *_PLACE.findall(str(error))]):
     if is_the_users(file):
-      return f"{reason} ({Path(file).name}:{line}, in {name})"
-  return reason
+      return f"{Path(file).name}:{line}, in {name}"
+  return ""
 
 
 def is_the_users(file: str) -> bool:

@@ -118,9 +118,11 @@ class Session:
       logs=[self.metrics_log.path, *ledgers],
       before_first=lambda: record(step=self._restored_step) if record else None,
     )
+    self._choice = progress.Choice(task.shown, hidden=QUIET, who=f"{type(task).__name__}.shown")
     self._progress = progress.Progress(
       total_steps=cadence.train_steps,
-      hidden=progress.Progress.HIDDEN | set(QUIET),
+      choice=self._choice,
+      splits={"train"} if evaluator is None else {"train", "eval"},
       stream=None if self.cluster.is_chief else progress.Silent(),
     )
     self._signals, self._owner = signals.StopSignals(), owner
@@ -207,7 +209,8 @@ class Session:
         step=self.step,
         seconds=time.monotonic() - self._started,
         model_dir=self.model_dir,
-        evaluation={name: value for name, value in results.items() if name not in QUIET},
+        evaluation=results,
+        choice=self._choice,
         split="train" if mode == "train" else "eval",
         status=self._status,
       )

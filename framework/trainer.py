@@ -133,6 +133,7 @@ class Trainer(orbit.AbstractTrainer):
         global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
         clip_norm=clip_norm, clip_value=clip_value, accumulation_steps=accumulation_steps,
         jit_compile=jit_compile, replica_id=self.replica_id, observers=tuple(observers),
+        padded=self.padded_batch_size != global_batch_size,
       )  # fmt: skip
     self._use(parts)
     self._traces = 1
@@ -146,8 +147,9 @@ class Trainer(orbit.AbstractTrainer):
       num_steps: int32 scalar.
 
     Returns:
-      Means over the loop (loss, gradient_norm, the task's metrics), its examples/s and its seconds
-      of input wait. At the end of the loop: learning rate, loss scale and skipped steps so far.
+      Means over the loop (loss, gradient_norm, the task's metrics), what the task derives, the
+      loop's examples/s and its seconds of input wait. At the end of the loop: learning rate, loss
+      scale and skipped steps so far.
       `nonfinite_step`, the first step whose loss was not finite, from 1, if there was one.
 
     Raises:
@@ -180,7 +182,9 @@ class Trainer(orbit.AbstractTrainer):
     results["input_wait_s"] = clock.corrected(results.pop("input_wait") * ran)
     for observer in self.parts.observers:
       observer.loop_ends(results, done=done, ran=ran)
-    results |= derived_metrics(self.task, results)
+    results |= derived_metrics(
+      self.task, results, self._metrics.sums, only_evaluated=self._metrics.only_evaluated
+    )
     results["examples_per_second"] = ran * self.global_batch_size / seconds
     return {**self.state_metrics(), **results}
 

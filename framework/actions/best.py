@@ -17,7 +17,7 @@ import tensorflow as tf
 from framework.actions.base import Action, Output, Run, StopTraining
 from framework.backend import files
 from framework.errors import ConfigError, unknown
-from framework.reporting.metrics_log import flatten
+from framework.reporting.metrics_log import flatten, scalars
 from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chief
 from framework.saving.export import export, mend, require_replaceable
 
@@ -45,9 +45,9 @@ class Goal:
     """Returns the metric's value; nested names are joined by "/".
 
     Raises:
-      ConfigError: `output` has no such metric.
+      ConfigError: `output` has no such metric, or it is an array.
     """
-    values = flatten(output)
+    values = scalars(flatten(output))
     if self.metric not in values:
       raise unknown("metric", self.metric, values)
     return float(values[self.metric])

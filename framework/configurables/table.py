@@ -74,6 +74,9 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
 }
 """Parameters that the caller passes itself, ignoring bindings, and what to do instead."""
 
+FROM_ZERO = ("seed",)
+"""Whole numbers of `ROOTS` that may be 0; all others are counts of at least 1."""
+
 EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica_batch_size")}
 """Parameters of which exactly one must be set."""
 
@@ -104,7 +107,7 @@ def register(target: Target) -> Target:
 
 
 def register_all() -> None:
-  """Registers everything in `TABLE` and the optimizers of both Keras generations; idempotent.
+  """Registers `TABLE`, and the optimizers and schedules of both Keras generations; idempotent.
 
   Imports TensorFlow; uses no device.
 
@@ -118,6 +121,8 @@ def register_all() -> None:
     for optimizer in _optimizers(package):
       # Keras's optimizers accept **kwargs only to raise an error.
       _register(optimizer, module=package, allowlist=[*_named(optimizer)])
+    for schedule in _schedules(package):
+      _register(schedule, module=f"{package}.optimizers.schedules")
 
 
 def configured(target: Callable[Parameters, Result]) -> Callable[..., Result]:
@@ -217,6 +222,11 @@ def _optimizers(package: str) -> list[type]:
   classes = [value for value in vars(module).values() if inspect.isclass(value)]
   optimizers = [each for each in classes if issubclass(each, module.Optimizer)]
   return [each for each in optimizers if each.__name__ not in NOT_OPTIMIZERS]
+
+
+def _schedules(package: str) -> list[type]:
+  base = importlib.import_module(f"{package}.optimizers.schedules").LearningRateSchedule
+  return [each for each in base.__subclasses__() if each.__module__.startswith(f"{package}.")]
 
 
 def _selector(complete: str) -> str:

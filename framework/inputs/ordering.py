@@ -11,6 +11,8 @@ import hashlib
 
 import tensorflow as tf
 
+from framework.backend.randomness import hashed
+
 _SORT_UP_TO = 4096
 """Up to here positions are sorted by hash. TensorFlow's index shuffle steps through a 16-bit cycle
 for small sizes: 0.2 us per index for 4096 examples, but 126 us for 2."""
@@ -80,24 +82,6 @@ def seed_of_part(seed: int, name: str) -> int:
   return int.from_bytes(
     hashlib.blake2b(f"part {name} {seed}".encode(), digest_size=4).digest(), "little"
   )
-
-
-def hashed(values: tf.Tensor, seed: int, purpose: str) -> tf.Tensor:
-  """Hashes int64 to uint64 of the same shape, one-to-one (any context).
-
-  One step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), from a start that depends on `seed` and
-  `purpose`.
-  """
-  key = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=8).digest()
-  mixed = tf.cast(values, tf.uint64) * _uint64(0x9E3779B97F4A7C15)
-  mixed += _uint64(int.from_bytes(key, "little"))
-  for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-    mixed = (mixed ^ tf.bitwise.right_shift(mixed, _uint64(shift))) * _uint64(factor)
-  return mixed ^ tf.bitwise.right_shift(mixed, _uint64(31))
-
-
-def _uint64(value: int) -> tf.Tensor:
-  return tf.constant(value, tf.uint64)
 
 
 def _is_power_of_four(number: int) -> bool:

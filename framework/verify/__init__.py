@@ -15,6 +15,7 @@ explains each check. report.py holds the results. bench/ has the tools of the ch
     graphs.py         operations of a traced step
     xla.py            operations that XLA cannot compile
     held_state.py     state of a task outside of its checkpoint
+    recording.py      the verbs that a step calls, and on which gradients
     source_lines.py   the line of the user's code behind a finding
 """
 
@@ -24,6 +25,7 @@ import contextlib
 import dataclasses
 import importlib
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +37,7 @@ from framework.builder import made_task, set_globals
 from framework.run import bound, bound_recipe
 from framework.strategies import factories
 from framework.verify import report
+from framework.verify.bench import source_lines
 from framework.verify.bench.bench import MOST_REPLICAS, Subject
 from framework.verify.report import Report, Result
 
@@ -68,8 +71,9 @@ def verify(
       raise errors.unknown("group of checks", group, GROUPS)
   prepare(subject)
   began, results = time.monotonic(), []
+  raised: dict[str, str] = {}
   for group in groups:
-    found = _accepted(_checked(group, subject), subject)
+    found = _accepted(_checked(group, subject, raised), subject)
     show(report.section(found))
     results += found
   return Report(results, seconds=time.monotonic() - began)
@@ -106,7 +110,7 @@ def _accepted(results: Sequence[Result], subject: Subject) -> list[Result]:
     return [
       dataclasses.replace(
         result, status="accepted", detail=f"{result.detail}; accepted: {wanted[result.cause]}",
-        cause="", remedy="", place="",
+        **_NO_CAUSE,
       )
       if result.status == "failed" and result.cause in wanted
       else result
@@ -115,12 +119,49 @@ def _accepted(results: Sequence[Result], subject: Subject) -> list[Result]:
   return list(results)
 
 
-def _checked(group: str, subject: Subject) -> list[Result]:
-  """Runs one group; an exception of the task or the input becomes a finding."""
+def _checked(group: str, subject: Subject, raised: dict[str, str]) -> list[Result]:
+  """Runs one group; an exception of the task or the input becomes a finding, once.
+
+  Args:
+    group: its name.
+    subject: what to verify.
+    raised: place or text of each exception so far -> the group that reports it.
+  """
   try:
     module = importlib.import_module(f"framework.verify.checks.{group}")
     return module.check(subject)
   except Exception as error:
-    line, name = errors.mistake(error), "runs at all"
-    detail, cause = line or errors.failure(error), "mistake" if line else "error"
-    return [Result(group=group, check=name, status="failed", detail=detail, cause=cause)]
+    found = _raised(group, subject, error)
+    first = raised.setdefault(found.place or found.detail, group)
+    if first == group:
+      return [found]
+    told = f"stops at the error that {first!r} reports"
+    return [dataclasses.replace(found, status="not applicable", detail=told, **_NO_CAUSE)]
+
+
+_NO_CAUSE: dict[str, Any] = {"cause": "", "remedy": "", "place": ""}
+_PLACE = re.compile(r" \(([^()]+:\d+, in [^()]+)\)$")
+_RETURNED = {
+  "Loss.": (("loss", "training_loss", "train_step"), ("Loss(",)),
+  "the loss ": (("loss", "training_loss", "train_step"), ("return ",)),
+  "metric ": (("metrics", "train_step"), ("return ",)),
+  "the metrics ": (("metrics", "train_step"), ("return ",)),
+}
+"""How a refusal of what a method has returned begins -> the methods, and words of their lines."""
+
+
+def _raised(group: str, subject: Subject, error: Exception) -> Result:
+  """Returns the finding for an exception, with the line of the user's code."""
+  refusal = errors.mistake(error)
+  detail, place = refusal or errors.failure(error), errors.place_of(error)
+  if told := _PLACE.search(detail):
+    detail, place = detail[: told.start()], told[1]
+  for beginning, (methods, words) in _RETURNED.items():
+    if detail.startswith(beginning):
+      task = subject.fresh_task()
+      place = source_lines.find(task, *methods, containing=words, anywhere=True) or place
+  return Result(
+    group=group, check="runs at all", status="failed", detail=detail, place=place,
+    cause="refused by the framework" if refusal else "exception in the task",
+    remedy="" if refusal else "correct it first: every check that needs this step stops here",
+  )  # fmt: skip

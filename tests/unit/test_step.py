@@ -122,6 +122,19 @@ def assert_gradients(got, expected):
 # ---- gradients ----
 
 
+def test_a_weight_that_is_a_python_number(mirrored):
+  """Each replica's loss is 3 * bias with weight 2.0: the mean is 1.5 * bias."""
+  bench = Bench(mirrored(2))
+
+  def replica():
+    bias = models.raw(bench.variables[1])
+    return bench.step().update(lambda batch: Loss(3.0 * bias, 2.0), {})
+
+  for loss in bench.run(replica):
+    assert (float(loss.total), float(loss.weight)) == (3.0, 4.0)
+  assert bench.values()[1] == [0.5 - 1.5] * 2
+
+
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_gradients_are_of_this_replicas_scaled_sum(scale, mirrored):
   bench = Bench(mirrored(2), loss_scale=loss_scale.fixed(scale=scale))

@@ -149,8 +149,9 @@ def test_no_penalty_leaves_the_loss_as_it_is():
 
 
 def test_a_right_loss_passes_the_check():
-  loss = Loss(tf.constant(1.0), tf.constant(2.0))
-  assert Loss.checked(loss) is loss
+  loss = Loss.checked(Loss(tf.constant(1.0, tf.float64), 2))
+  assert [part.dtype for part in loss] == [tf.float64, tf.float32]
+  assert [float(part) for part in loss] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

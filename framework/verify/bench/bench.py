@@ -5,11 +5,13 @@ Only the strategy, the batch and, for checks of gradients, the optimizer are rep
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -23,7 +25,9 @@ from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.parts import prefixes
 from framework.inputs.sources import eval_sets
+from framework.metrics import numbers
 from framework.saving import assets
+from framework.step import Step
 from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
 from framework.verify.bench import shared_noise
@@ -148,6 +152,8 @@ class Bench:
     optimizer: Callable[[], Any] | None = None,
     eager: bool = False,
     quiet: bool = True,
+    always: bool = False,
+    number: int | None = None,
     **options: Any,
   ) -> None:
     """Builds the model; the initial weights are always the same.
@@ -159,10 +165,14 @@ class Bench:
       optimizer: replaces the subject's own.
       eager: True runs without tf.function.
       quiet: True gives all rows the same noise; see shared_noise.py.
+      always: True makes every update and assignment in each step, whatever its `when`.
+      number: what the task sees as the number of each step; None is the real one. With `always`.
       options: of `Trainer`, replace the config's.
     """
     randomness.seed_everything(subject.seed)
-    self.replicas, self.subject, self._quiet, self._eager = replicas, subject, quiet, eager
+    self.replicas, self.subject = replicas, subject
+    self._kind = _always(number) if always else None
+    self._around = shared_noise.alike_for_all_rows if quiet else contextlib.nullcontext
     self.strategy = strategy_of(replicas)
     self.task = subject.fresh_task()
     recipe = dataclasses.replace(
@@ -193,10 +203,19 @@ class Bench:
     return [known.get(id(v), v.name) for v in self.variables]
 
   @property
+  def by_optimizer(self) -> list[str]:
+    """The name of the optimizer that updates each of `variables`, "" if none does."""
+    owners = {
+      id(models.raw(v)): name
+      for name, one in self.trainer.parts.optimizers.items()
+      for v in one.variables
+    }
+    return [owners.get(id(v), "") for v in self.variables]
+
+  @property
   def trainable(self) -> list[bool]:
     """Whether an optimizer updates each of `variables`."""
-    owned = {id(models.raw(v)) for o in self.trainer.parts.optimizers.values() for v in o.variables}
-    return [id(v) in owned for v in self.variables]
+    return [owner != "" for owner in self.by_optimizer]
 
   @property
   def parameters(self) -> int:
@@ -208,19 +227,22 @@ class Bench:
     """Runs one training step on one global batch (host)."""
     before = [self.copies(v)[0] for v in self.variables]
     self.trainer._metrics.reset()
-    if self._quiet:
-      with shared_noise.alike_for_all_rows():
-        self._step(self.distributed(batch))
-    else:
+    with self._around(), self._steps():
       self._step(self.distributed(batch))
-    metrics = self.trainer._metrics.result()
+    metrics = self.trainer._metrics.result() | numbers(self.trainer._metrics.sums)
     metrics.pop("input_wait", None)
     after = [self.copies(v) for v in self.variables]
     return Outcome(before=before, after=after, metrics=metrics)
 
+  def _steps(self) -> contextlib.AbstractContextManager[Any]:
+    if self._kind is None:
+      return contextlib.nullcontext()
+    return mock.patch("framework.trainer.Step", self._kind)
+
   def steps_from(self, values: Sequence[np.ndarray], batch: Rows) -> Outcome:
-    """Sets the variables and runs one step; the optimizer's state stays (host)."""
+    """Sets the variables and runs the first step; the optimizer's state stays (host)."""
     self.assign(values)
+    self.trainer.global_step.assign(0)
     return self.step(batch)
 
   def assign(self, values: Sequence[np.ndarray]) -> None:
@@ -233,13 +255,37 @@ class Bench:
     return [self.copies(v)[0] for v in self.variables]
 
   def copies(self, variable: tf.Variable) -> list[np.ndarray]:
-    """Returns a variable's value on each replica (host)."""
+    """Returns a variable's value on each replica; one that is read as a sum has one (host)."""
+    if getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ:
+      return [np.array(tf.convert_to_tensor(variable))] * self.replicas
     held = self.strategy.experimental_local_results(variable)
     return [np.array(tf.cast(h, tf.float32) if h.dtype == tf.bfloat16 else h) for h in held]
 
   def distributed(self, batch: Rows) -> Any:
     """Returns a global batch as `strategy.run` takes it, its rows split in order (host)."""
     return distributed(self.strategy, batch)
+
+
+def _always(number: int | None) -> type[Step]:
+  """Returns a Step that makes every update and assignment, and perhaps has a constant number."""
+
+  class Always(Step):
+    def __init__(self, *args: Any) -> None:
+      super().__init__(*args)
+      if number is not None:
+        self._number = tf.constant(number, tf.int64)
+
+    def gradients(
+      self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
+    ) -> Any:
+      del when
+      return super().gradients(loss_fn, batch, variables)
+
+    def assign(self, variable: Any, value: Any, *, when: Any = None) -> None:
+      del when
+      super().assign(variable, value)
+
+  return Always
 
 
 def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]:

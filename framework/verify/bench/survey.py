@@ -124,6 +124,11 @@ def preprocessed(
   return list(tf.data.Dataset.from_tensor_slices(stacked).map(called).as_numpy_iterator())
 
 
+def of_training(error: Exception) -> str:
+  """Returns the feature that only training has and that an error misses; "" for another error."""
+  return next((name for name in ("seed", "step") if f"'{name}'" in str(error)), "")
+
+
 def digest(batch: Rows, row: int) -> bytes:
   """Returns a hash of one row, over all features of a batch."""
   made = hashlib.blake2b(digest_size=16)

@@ -266,12 +266,13 @@ class Reading:
       once, twice = survey.preprocessed(self.preprocess, [rows, rows], False)
       [later] = survey.preprocessed(self.preprocess, [rows], False)
     except Exception as error:
-      if "'seed'" not in str(error):
+      if not (feature := survey.of_training(error)):
         raise
       yield _failed(
-        name, "preprocess(batch, training=False) reads batch['seed'], which only training has",
-        "augmentation in evaluation", "augment only `if training:`",
-        source_lines.find(self.task, "preprocess", containing=('"seed"', "'seed'")),
+        name,
+        f"preprocess(batch, training=False) reads batch['{feature}'], which only training has",
+        "augmentation in evaluation", f"augment, and use batch['{feature}'], only `if training:`",
+        source_lines.find(self.task, "preprocess", containing=(f'"{feature}"', f"'{feature}'")),
       )  # fmt: skip
       return
     if different := survey.apart(once, twice) or survey.apart(once, later):

@@ -2,219 +2,98 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
-from unittest import mock
 
-import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
-
-from framework.metrics import Loss
-from framework.optimizers.fusion import Gradients
-from framework.step import Step
-from framework.verify.bench import bench, source_lines
-from framework.verify.bench.bench import Bench, Subject
+from framework.verify.bench import recording
+from framework.verify.bench.bench import Subject
+from framework.verify.bench.recording import OWN, REPLICAS, Call
 from framework.verify.report import Result
 
 GROUP = "order"
-REPLICAS = 2
-
-
-@dataclasses.dataclass
-class Call:
-  """One call of a verb, with a description of its input."""
-
-  verb: str
-  what: str = ""
-  communications: list[int] = dataclasses.field(default_factory=list)
-  """Bytes of each communication."""
-
-  def __str__(self) -> str:
-    """Returns the text for the pipeline."""
-    parts = [part for part in (self.what, _communicated(self.communications)) if part]
-    return f"{self.verb} ({', '.join(parts)})" if parts else self.verb
-
-
-class Recording:
-  """Records what the first replica's step calls while it is traced."""
-
-  def __init__(self) -> None:
-    """Begins with no calls."""
-    self.calls: list[Call] = []
-    self._owner: Step | None = None
-
-  def begins(self, step: Step, call: Call) -> None:
-    """Records a call of the first step made; calls within the call do not count."""
-    self._owner = self._owner or step
-    if step is self._owner:
-      self.calls.append(call)
-
-  def communicates(self, tensors: Sequence[tf.Tensor]) -> None:
-    """Records a communication as part of the latest call."""
-    context = tf.distribute.get_replica_context()
-    if tf.get_static_value(context.replica_id_in_sync_group) not in (0, None):
-      return
-    if not self.calls or self.calls[-1].verb not in ("all_reduce", "all_gather", "apply"):
-      self.calls.append(Call("own communication"))
-    self.calls[-1].communications.append(sum(_bytes(t) for t in tensors))
-
-  def step_class(self) -> type[Step]:
-    """Returns a Step that reports to this recording."""
-    recording = self
-
-    class Recorded(Step):
-      def gradients(
-        self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
-      ) -> Any:
-        recording.begins(self, Call("gradients", f"{len(variables)} variables"))
-        return super().gradients(loss_fn, batch, variables, when=when)
-
-      def all_reduce(self, gradients: Sequence[Any], loss: Loss) -> tuple[Gradients, Loss]:
-        there = [g for g in gradients if g is not None]
-        recording.begins(self, Call("all_reduce", f"{len(there)} gradients, loss and weight"))
-        return super().all_reduce(gradients, loss)
-
-      def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        recording.begins(self, Call("all_gather", f"{tuple(tf.convert_to_tensor(tensor).shape)}"))
-        return super().all_gather(tensor)
-
-      @contextlib.contextmanager
-      def perturbed(self, variables: Sequence[Any], offsets: Sequence[Any]) -> Iterator[None]:
-        recording.begins(self, Call("perturbed"))
-        with super().perturbed(variables, offsets):
-          yield
-
-      def unscale(self, gradients: Sequence[Any], loss: Loss) -> Gradients:
-        recording.begins(self, Call("unscale"))
-        return super().unscale(gradients, loss)
-
-      def check(self, gradients: Sequence[Any]) -> tuple[tf.Tensor, tf.Tensor]:
-        recording.begins(self, Call("check finite"))
-        return super().check(gradients)
-
-      def clip(self, gradients: Sequence[Any], norm: tf.Tensor) -> Gradients:
-        recording.begins(self, Call("clip", _clipping(self._parts)))
-        return super().clip(gradients, norm)
-
-      def apply(
-        self, gradients: Sequence[Any], finite: tf.Tensor, optimizer: str = "default"
-      ) -> None:
-        recording.begins(self, Call("apply", "" if optimizer == "default" else optimizer))
-        super().apply(gradients, finite, optimizer)
-
-    return Recorded
+NEVER_REDUCED = (
+  "never reduced",
+  "call step.all_reduce(gradients, loss) before step.unscale and step.apply",
+)
+CLIPPED_FIRST = (
+  "clipped before the reduction",
+  "clip reduced gradients: step.clip after step.all_reduce and step.unscale",
+)
+CHECKED_FIRST = (
+  "finite check before the reduction",
+  "call step.check on the reduced gradients, so that all replicas decide alike",
+)
+NEVER_UNSCALED = (
+  "never unscaled",
+  "call step.unscale after step.all_reduce: it divides by the global weight and the loss scale",
+)
+TWICE = "reduced twice"
+LOCAL_STATE = (
+  "state fed from local rows only",
+  "give step.assign() a value that is equal on every replica: step.all_gather() the rows, or "
+  "compute it from sums over all replicas",
+)
+LOCAL_CONDITION = (
+  "a condition that differs between replicas",
+  "compute `when` from step.number, variables or reduced values, such as the loss that "
+  "step.update() returns, not from the rows of this replica",
+)
 
 
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
-  recording, here = record(subject)
-  pipeline = " > ".join(map(str, recording.calls))
-  counted = [b for call in recording.calls for b in call.communications]
-  mistake = next(mistakes(recording.calls), None)
+  recorded, here = recording.record(subject)
+  pipeline = " > ".join(map(str, recorded.calls))
+  counted = [b for call in recorded.calls for b in call.communications]
   shown = Result(
     group=GROUP, check="pipeline of the step", status="passed", detail=pipeline,
-    values={"calls": [str(call) for call in recording.calls]},
+    values={"calls": [str(call) for call in recorded.calls]},
   )  # fmt: skip
-  if mistake is not None:
-    cause, remedy, containing = mistake
+  if (mistake := first_mistake(recorded.calls)) is not None:
+    cause, remedy, call = mistake
     shown = dataclasses.replace(
-      shown, status="failed", cause=cause, remedy=remedy,
-      place=source_lines.find(here.task, "train_step", containing=containing),
+      shown, status="failed", cause=cause, remedy=remedy, place=call.place,
+      detail=f"{call} depends on the rows of one replica; {pipeline}" if call.local else pipeline,
     )  # fmt: skip
   gradients = sum(here.trainable)
   total = Result(
     group=GROUP, check="communication", status="passed",
-    detail=f"{_communicated(counted) or 'none'} a step on {REPLICAS} replicas, for {gradients} "
-    f"variables of {here.parameters:,} numbers ({here.trainer.parts.reduction.describe()})",
+    detail=f"{recording.communicated(counted) or 'none'} a step on {REPLICAS} replicas, for "
+    f"{gradients} variables of {here.parameters:,} numbers "
+    f"({here.trainer.parts.reduction.describe()})",
     values={"bytes": counted},
   )  # fmt: skip
   return [shown, total]
 
 
-def record(subject: Subject) -> tuple[Recording, Bench]:
-  """Traces one step on two replicas; returns its calls and the bench."""
-  recording = Recording()
-  all_reduce = distribute_lib.ReplicaContextBase.all_reduce
+def first_mistake(calls: Sequence[Call]) -> tuple[str, str, Call] | None:
+  """Returns (cause, remedy, call) of the call out of order; None if all are in order.
 
-  def counted(self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
-    recording.communicates(tf.nest.flatten(value))
-    return all_reduce(self, reduce_op, value, options)
-
-  rows = subject.divisible_rows
-  here = Bench(subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent)
-  with (
-    mock.patch("framework.trainer.Step", recording.step_class()),
-    mock.patch.object(distribute_lib.ReplicaContextBase, "all_reduce", counted),
-  ):
-    here.step(subject.rows(here.task, rows))
-  return recording, here
+  What is never reduced comes first, because it explains the others.
+  """
+  found = list(mistakes(calls))
+  return next((each for each in found if each[:2] == NEVER_REDUCED), next(iter(found), None))
 
 
-def mistakes(calls: Sequence[Call]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-  """Yields (cause, remedy, words to look for in the line) for each call out of order."""
-  verbs = [call.verb for call in calls]
-  made = reduced = 0
-  fresh = False  # whether there are gradients that have not been reduced
+def mistakes(calls: Sequence[Call]) -> Iterator[tuple[str, str, Call]]:
+  """Yields (cause, remedy, call) for each call out of order."""
   for call in calls:
-    if call.verb == "gradients":
-      made, fresh = made + 1, True
-    elif call.verb == "all_reduce":
-      reduced, fresh = reduced + 1, False
-      if reduced > made:
-        yield "reduced twice", "call step.all_reduce once for each step.gradients", ("all_reduce",)
-    elif call.verb == "clip" and fresh:
-      yield (
-        "clipped before the reduction",
-        "clip reduced gradients: step.clip after step.all_reduce and step.unscale",
-        (".clip(",),
-      )
-    elif call.verb == "check finite" and fresh and "all_reduce" in verbs[calls.index(call) :]:
-      yield (
-        "finite check before the reduction",
-        "call step.check on the reduced gradients, so that all replicas decide alike",
-        (".check(",),
-      )
-    elif call.verb == "apply":
-      if fresh:
-        yield (
-          "never reduced",
-          "call step.all_reduce(gradients, loss) before step.unscale and step.apply",
-          (".apply(",),
-        )
-      if call.communications:
-        yield (
-          "reduced twice",
-          "step.apply does not reduce, and your own optimizer must not either",
-          (".apply(",),
-        )
-    elif call.verb == "own communication" and not fresh and reduced:
-      yield (
-        "reduced twice",
-        "something communicates after step.all_reduce: the optimizer's apply() reduces again",
-        (".apply(", "apply_gradients", ".all_reduce("),
-      )
-  if "unscale" not in verbs and "apply" in verbs:
-    yield (
-      "never unscaled",
-      "call step.unscale after step.all_reduce: it divides by the global weight and the loss scale",
-      (".apply(",),
-    )
-
-
-def _clipping(parts: Any) -> str:
-  if parts.clip_value is not None:
-    return f"value {parts.clip_value:g}"
-  return "off" if parts.clip_norm is None else f"norm {parts.clip_norm:g}"
-
-
-def _bytes(tensor: tf.Tensor) -> int:
-  return (tensor.shape.num_elements() or 0) * tensor.dtype.size
-
-
-def _communicated(counted: Sequence[int]) -> str:
-  if not counted:
-    return ""
-  plural = "communication" if len(counted) == 1 else "communications"
-  return f"{len(counted)} {plural} of {sum(counted):,} bytes"
+    if call.local:
+      yield *(LOCAL_STATE if call.verb == "assign" else LOCAL_CONDITION), call
+    if call.verb == "all_reduce" and call.reduced:
+      yield TWICE, "call step.all_reduce once for each step.gradients", call
+    elif call.verb == "clip" and call.raw:
+      yield *CLIPPED_FIRST, call
+    elif call.verb == "check finite" and call.raw:
+      yield *CHECKED_FIRST, call
+    elif call.verb == "apply" and call.raw:
+      yield *NEVER_REDUCED, call
+    elif call.verb == "apply" and call.communications:
+      remedy = "step.apply does not reduce, and your own optimizer must not either"
+      yield TWICE, remedy, call
+    elif call.verb == OWN and call.reduced:
+      remedy = "something communicates after step.all_reduce: the optimizer's apply() reduces again"
+      yield TWICE, remedy, call
+  applied = [call for call in calls if call.verb == "apply"]
+  if applied and not any(call.verb == "unscale" for call in calls):
+    yield *NEVER_UNSCALED, applied[0]

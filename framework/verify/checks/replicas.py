@@ -12,7 +12,7 @@ whose prediction fits all cases is reported.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,9 @@ from framework.backend import models
 from framework.errors import ConfigError
 from framework.inputs.parts import prefixes
 from framework.optimizers.loss_scale import dynamic
-from framework.verify.bench import bench, source_lines
+from framework.verify.bench import bench, random_draws, recording, source_lines
 from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
+from framework.verify.checks.order import LOCAL_CONDITION, LOCAL_STATE
 from framework.verify.report import Result
 
 GROUP = "replicas"
@@ -47,8 +48,11 @@ def check(subject: Subject) -> list[Result]:
   if results[0].status == "failed":
     return results  # steps that do not repeat cannot be compared
   results += comparison.padding()
+  results.append(comparison.weights())
   updates = [result for n in (2, 3) for result in comparison.same_update(n)]
-  alike = all(result.status == "passed" for result in updates if "update" in result.check)
+  alike = not any(result.status == "failed" and "metrics" not in result.check for result in updates)
+  if any(result.cause == NEVER_REDUCED.cause for result in updates):
+    return [*results, *updates]  # what follows repeats it in other words
   return [*results, *updates, *comparison.same_with_options(alike=alike)]
 
 
@@ -58,11 +62,14 @@ class Comparison:
   def __init__(self, subject: Subject, *, rows: int) -> None:
     """Runs the reference steps."""
     self.subject, self.rows = subject, rows
-    self.alone = Bench(subject, rows=rows, optimizer=bench.gradient_descent)
+    self.alone = Bench(subject, rows=rows, optimizer=bench.gradient_descent, always=True)
     self.task = self.alone.task
     self.batch = subject.rows(self.task, rows)
     self.real = rows * 7 // 12
     self.start = self.alone.read()
+    self.trained = self.alone.trainable
+    self.state = frozenset(i for i, trained in enumerate(self.trained) if not trained)
+    self.updated = frozenset(range(len(self.trained))) - self.state
     self.cases: dict[str, Rows] = {
       "full batch": self.batch,
       "batch that does not divide": bench.padded(self.batch, self.real),
@@ -91,39 +98,57 @@ class Comparison:
     return Result(
       group=GROUP, check="same step twice", status="failed", detail=found.detail,
       cause=STATEFUL.cause, remedy=STATEFUL.remedy,
-      place=source_lines.find(self.task, *METHODS, containing=STATEFUL.containing, anywhere=True),
+      place=self._find(STATEFUL),
     )  # fmt: skip
 
   def padding(self) -> Iterator[Result]:
     """Checks that the contents and the number of rows of weight 0 change nothing."""
-    normalised = [layer.name for layer in normalisations(self.task.model)]
-    if normalised:
+    found, what = self._padded()
+    if found.worst <= self.tolerance and not found.metrics:
+      yield Result(
+        group=GROUP, check="padding changes nothing", status="passed", detail=found.detail
+      )
+    elif normalised := [layer.name for layer in normalisations(self.task.model)]:
       why = f"{normalised[0]} normalises over all rows of a batch, padding included"
       yield Result(
         group=GROUP, check="padding changes nothing", status="not applicable", detail=why
       )
-      return
+    else:
+      yield self._padding_counts(found, what)
+
+  def _padded(self) -> tuple[Difference, str]:
+    """Returns the first difference that padding makes, and how it was made; else a small one."""
     real = np.arange(self.rows) < self.real
-    padded = self.reference["batch that does not divide"]
-    other = self.difference(self.on_one(bench.masked(self.batch, real)), padded)
-    if other.worst > self.tolerance or other.metrics:
-      yield self._padding_counts(other, "other contents of the padded rows")
-      return
-    fewer = self._without_padding()
-    if fewer and (fewer.worst > self.tolerance or fewer.metrics):
-      yield self._padding_counts(fewer, f"{self.rows // 2} rows and no padding")
-      return
-    detail = (fewer or other).detail
-    yield Result(group=GROUP, check="padding changes nothing", status="passed", detail=detail)
+    padded = self.cases["batch that does not divide"]
+    other = self._one_after(bench.masked(self.batch, real), padded)
+    if other.worst <= self.tolerance and not other.metrics and (fewer := self._without_padding()):
+      return fewer, f"{self.rows // 2} rows and no padding"
+    return other, "other contents of the padded rows"
+
+  def _one_after(self, batch: Rows, other: Rows) -> Difference:
+    """Compares the steps on two batches, and those after them, which may use kept state."""
+    outcomes = [self.on_one(each) for each in (batch, other)]
+    found = self.difference(*outcomes, without=self.state)
+    if found.worst > self.tolerance or found.metrics or not self.state:
+      return found
+    after = [
+      self.alone.steps_from(
+        [b if used else a[0] for a, b, used in zip(o.after, self.start, self.trained, strict=True)],
+        self.batch,
+      )
+      for o in outcomes
+    ]
+    return self.difference(*after, without=self.state)
 
   def _without_padding(self) -> Difference | None:
     """Compares half the rows with the same rows padded; None if the task needs its row count."""
     half = self.rows // 2
     padded = self.on_one(bench.padded(self.batch, half))
     try:
-      here = Bench(self.subject, rows=half, optimizer=bench.gradient_descent, eager=True)
+      plain: dict[str, Any] = {"optimizer": bench.gradient_descent, "always": True}
+      here = Bench(self.subject, rows=half, eager=True, **plain)
       short = {name: value[:half] for name, value in self.batch.items()}
-      return self.difference(here.steps_from(self.start, short), padded)
+      return self.difference(here.steps_from(self.start, short), padded, without=self.state)
     except (ConfigError, ValueError, tf.errors.InvalidArgumentError):
       return None
 
@@ -139,29 +164,98 @@ class Comparison:
       place=source_lines.find(self.task, *methods, containing=SUMS),
     )  # fmt: skip
 
+  def weights(self) -> Result:
+    """Checks that the update depends on which rows have which weights."""
+    name = "weights count"
+    one = self.reference["unequal weights"]
+    turned = {
+      **self.cases["unequal weights"],
+      "weight": self.cases["unequal weights"]["weight"][::-1],
+    }
+    found = self.difference(self.on_one(turned), one, without=self.state)
+    if found.worst > self.tolerance:
+      return Result(
+        group=GROUP, check=name, status="passed",
+        detail=f"other weights change the update, by {min(found.worst, 9.99):.2g}",
+      )  # fmt: skip
+    half = self.rows // 2
+    alone = [
+      self.on_one({n: np.concatenate([v[rows]] * 2) for n, v in self.batch.items()})
+      for rows in (slice(0, half), slice(half, 2 * half))
+    ]
+    if self.difference(*alone, without=self.state).worst <= self.tolerance:
+      why = "all rows of the batch give the same update"
+      return Result(group=GROUP, check=name, status="not applicable", detail=why)
+    return Result(
+      group=GROUP, check=name, status="failed",
+      detail="the update stays the same when the rows exchange their weights",
+      cause="weights are ignored",
+      remedy="weight each example, as Loss.from_examples(per_example, batch['weight']) does: "
+      "padded rows have weight 0",
+      place=source_lines.find(self.task, "loss", "train_step", "training_loss", containing=SUMS),
+    )  # fmt: skip
+
   # ---- On several ----
 
   def same_update(self, replicas: int) -> Iterator[Result]:
     """Compares each case on N replicas with one replica."""
     name = f"same update on {replicas} replicas"
-    here = Bench(self.subject, replicas, rows=self.rows, optimizer=bench.gradient_descent)
+    plain: dict[str, Any] = {"optimizer": bench.gradient_descent, "always": True}
+    here = Bench(self.subject, replicas, rows=self.rows, **plain)
     outcomes = {case: here.steps_from(self.start, rows) for case, rows in self.cases.items()}
     found = {
-      case: self.difference(outcome, self.reference[case]) for case, outcome in outcomes.items()
+      case: self.difference(outcome, self.reference[case], without=self.state)
+      for case, outcome in outcomes.items()
     }
     worst = max(found, key=lambda case: found[case].worst)
     drift = max(_drift(outcome, here.trainable) for outcome in outcomes.values())
     values = {case: difference.worst for case, difference in found.items()}
     if found[worst].worst > self.tolerance or drift > 0:
-      yield self._diverged(name, replicas, outcomes, worst, found[worst], drift, values)
+      yield self._diverged(name, replicas, outcomes, found, drift, values)
       return
     yield Result(
       group=GROUP, check=name, status="passed", values=values,
       detail=f"full, uneven and weighted batch: relative difference {found[worst].worst:.1e} "
       f"(rounding: up to {self.tolerance:.0e})",
     )  # fmt: skip
+    if self.state:
+      yield self._same_state(f"same state on {replicas} replicas", outcomes)
     wrong = {case: difference.metrics for case, difference in found.items() if difference.metrics}
     yield self._metrics(f"same metrics on {replicas} replicas", wrong)
+
+  def _same_state(self, name: str, outcomes: Mapping[str, Outcome]) -> Result:
+    """Compares the model's other variables, on each replica."""
+    found = [
+      (case, self.difference(outcome, self.reference[case], without=self.updated, replica=replica))
+      for case, outcome in outcomes.items()
+      for replica in range(len(outcome.after[0]))
+    ]
+    case, worst = max(found, key=lambda pair: pair[1].worst)
+    if worst.worst <= self.tolerance:
+      told = f"{len(self.state)} variables that no optimizer updates"
+      return Result(group=GROUP, check=name, status="passed", detail=told)
+    variable = self.alone.variables[worst.first]
+    local = [v for layer in normalisations(self.task.model) for v in layer.variables]
+    if id(variable) in {id(models.raw(v)) for v in local}:
+      cause, remedy, place = BATCH_NORM.cause, BATCH_NORM.remedy, self._find(BATCH_NORM)
+    else:
+      cause, remedy = LOCAL_STATE
+      place = self._assigned(self.alone.names[worst.first])
+    return Result(
+      group=GROUP, check=name, status="failed", detail=f"{case}: {worst.detail}",
+      cause=cause, remedy=remedy, place=place,
+    )  # fmt: skip
+
+  def _assigned(self, variable: str) -> str:
+    """Returns the line that assigns to a variable."""
+    calls = recording.record(self.subject)[0].calls
+    made = [call.place for call in calls if (call.verb, call.what) == ("assign", variable)]
+    texts = (".assign",)
+    return next(iter(made), source_lines.find(self.task, *METHODS, containing=texts, anywhere=True))
+
+  def _find(self, explanation: Explanation) -> str:
+    texts = explanation.containing
+    return source_lines.find(self.task, *METHODS, containing=texts, anywhere=True)
 
   def _metrics(self, name: str, wrong: Mapping[str, str]) -> Result:
     if not wrong:
@@ -177,58 +271,84 @@ class Comparison:
     )  # fmt: skip
 
   def _diverged(
-    self, name: str, replicas: int, outcomes: Mapping[str, Outcome], case: str,
-    found: Difference, drift: float, values: dict[str, Any],
+    self, name: str, replicas: int, outcomes: Mapping[str, Outcome],
+    found: Mapping[str, Difference], drift: float, values: dict[str, Any],
   ) -> Result:  # fmt: skip
-    explanation = self._explain(replicas, outcomes, drift)
+    case = max(found, key=lambda case: found[case].worst)
+    wrong = self._wrong(found.values())
+    explanation, place = self._explain(replicas, outcomes, wrong, drift)
+    owners = dict.fromkeys(o for o, w in zip(self.alone.by_optimizer, wrong, strict=True) if w)
+    several = len(self.alone.trainer.parts.optimizers) > 1
     return Result(
       group=GROUP, check=name, status="failed", values=values,
-      detail=f"{case}: {found.detail}" + (f"; replicas differ by {drift:.1e}" if drift else ""),
+      detail=f"{case}: {found[case].detail}"
+      + (f"; replicas differ by {drift:.1e}" if drift else "")
+      + (f"; optimizer: {', '.join(owners)}" if several else ""),
       cause=explanation.cause, remedy=explanation.remedy,
-      place=source_lines.find(
-        self.task, *METHODS, containing=explanation.containing, anywhere=True,
-      ),
+      place=place or self._find(explanation),
     )  # fmt: skip
 
-  def _explain(self, replicas: int, outcomes: Mapping[str, Outcome], drift: float) -> Explanation:
+  def _wrong(self, found: Iterable[Difference]) -> list[bool]:
+    """Returns whether each variable belongs to an optimizer whose update differs."""
+    owners = self.alone.by_optimizer
+    wrong = {
+      owners[index]
+      for difference in found
+      for index, relative in enumerate(difference.relative)
+      if relative > self.tolerance
+    }
+    return [owner in wrong if wrong else owner != "" for owner in owners]
+
+  def _explain(
+    self, replicas: int, outcomes: Mapping[str, Outcome], wrong: Sequence[bool], drift: float
+  ) -> tuple[Explanation, str]:
+    """Returns why the update differs, in the `wrong` variables, and the line if it is known."""
     if self.difference(self._again, self.reference["full batch"]).worst > LEAST:
-      return STATEFUL
-    parts = {case: self._parts(rows, replicas) for case, rows in self.cases.items()}
-    seen = {case: self.flat(outcome) for case, outcome in outcomes.items()}
-    whole = {case: self.flat(outcome) for case, outcome in self.reference.items()}
-    if drift and all(
-      _fits(self.flat(outcomes[case], replica), part)
-      for case in outcomes
-      for replica, (part, weight) in enumerate(parts[case])
-      if weight
-    ):
-      return NEVER_REDUCED
+      return STATEFUL, ""
+    parts = {case: self._parts(rows, replicas, wrong) for case, rows in self.cases.items()}
+    seen = {case: self.flat(outcome, wrong) for case, outcome in outcomes.items()}
+    whole = {case: self.flat(outcome, wrong) for case, outcome in self.reference.items()}
+    if drift:
+      raw = [call for call in recording.record(self.subject)[0].calls if call.raw]
+      applied = [call for call in raw if call.verb == "apply"]
+      if applied or all(
+        _fits(self.flat(outcomes[case], wrong, replica), part)
+        for case in outcomes
+        for replica, (part, weight) in enumerate(parts[case])
+        if weight
+      ):
+        return NEVER_REDUCED, applied[0].place if applied else ""
     if any(not synchronised(layer) for layer in normalisations(self.task.model)):
-      return BATCH_NORM
+      return BATCH_NORM, ""
     for explanation, predict in PREDICTIONS:
       if all(_fits(seen[case], predict(whole[case], parts[case])) for case in seen):
-        return explanation
+        return explanation, ""
     excess = [(seen[case] - whole[case]) for case in seen]
     weights = [float(rows["weight"].sum()) for rows in self.cases.values()]
     for scales in ([1.0] * len(excess), weights):
       scaled = [scale * each for scale, each in zip(scales, excess, strict=True)]
       if all(_fits(each, scaled[0]) for each in scaled[1:]):
-        return REGULARISATION
+        return REGULARISATION, ""
     additive = all(_fits(whole[case], _weighted_mean(parts[case])) for case in whole)
-    return UNKNOWN if additive else COUPLED
+    return (UNKNOWN if additive else COUPLED), ""
 
   def _coupled(self) -> bool:
     """Whether the update of an example depends on others, so that micro-batches change it."""
     if normalisations(self.task.model):
       return True
-    parts = self._parts(self.batch, 2)
-    return not _fits(self.flat(self.reference["full batch"]), _weighted_mean(parts))
+    parts = self._parts(self.batch, 2, self.trained)
+    whole = self.flat(self.reference["full batch"], self.trained)
+    return not _fits(whole, _weighted_mean(parts))
 
-  def _parts(self, rows: Rows, replicas: int) -> list[tuple[np.ndarray, float]]:
+  def _parts(
+    self, rows: Rows, replicas: int, used: Sequence[bool]
+  ) -> list[tuple[np.ndarray, float]]:
     """Returns, per replica, the update of its rows alone (on one replica) and their weight."""
     owner = np.arange(self.rows) * replicas // self.rows
     alone = [bench.masked(rows, owner == replica) for replica in range(replicas)]
-    return [(np.nan_to_num(self.flat(self.on_one(each))), each["weight"].sum()) for each in alone]
+    return [
+      (np.nan_to_num(self.flat(self.on_one(each), used)), each["weight"].sum()) for each in alone
+    ]
 
   # ---- With the config's optimizer and every option ----
 
@@ -251,7 +371,7 @@ class Comparison:
     overflow = steps.pop("overflow")
     worst = max(steps.values(), key=lambda each: each.worst)
     if not alike:
-      why = "the update itself differs; fix that first"
+      why = "a single step differs; fix that first"
       yield Result(group=GROUP, check=name, status="not applicable", detail=why)
     elif worst.worst <= AFTER_STEPS:
       yield Result(
@@ -259,9 +379,21 @@ class Comparison:
         detail=f"{told}: relative difference {worst.worst:.1e}",
         values={str(replicas): each.worst for replicas, each in steps.items()},
       )  # fmt: skip
+    elif condition := self._local_condition():
+      cause, remedy = LOCAL_CONDITION
+      yield Result(
+        group=GROUP, check=name, status="failed", detail=worst.detail, cause=cause, remedy=remedy,
+        place=condition.place,
+      )  # fmt: skip
+      return
     else:
       yield self._option_fails(name, options, worst)
     yield overflow
+
+  def _local_condition(self) -> recording.Call | None:
+    """Returns the call whose `when` depends on the rows of one replica."""
+    calls = recording.record(self.subject)[0].calls
+    return next((call for call in calls if call.local and call.verb != "assign"), None)
 
   def _options(self) -> dict[str, dict[str, Any]]:
     norm = self.reference["full batch"].metrics.get("gradient_norm", 0.0)
@@ -302,7 +434,7 @@ class Comparison:
       return Result(group=GROUP, check=name, status="not applicable", detail=why)
     moved = {n: _moved(outcome, trainable) for n, (outcome, trainable) in skips.items()}
     outcomes = {n: outcome for n, (outcome, _) in skips.items()}
-    if moved[1] and not np.isfinite(self.flat(outcomes[1])).all():
+    if moved[1] and not np.isfinite(self.flat(outcomes[1], self.trained)).all():
       why = "the task applies non-finite gradients, on one replica too"
       return Result(group=GROUP, check=name, status="not applicable", detail=why)
     if moved[1]:  # it skipped only some of its updates, or none
@@ -337,18 +469,15 @@ class Comparison:
     return Result(
       group=GROUP, check=name, status="failed", detail=worst.detail,
       cause=explanation.cause, remedy=explanation.remedy,
-      place=source_lines.find(
-        self.task, *METHODS, containing=explanation.containing, anywhere=True,
-      ),
+      place=self._find(explanation),
     )  # fmt: skip
 
   # ---- Numbers ----
 
-  def flat(self, outcome: Outcome, replica: int = 0) -> np.ndarray:
-    """Returns the update of all trained variables, as one vector."""
-    update = outcome.update(replica)
-    trained = [u.ravel() for u, used in zip(update, self.alone.trainable, strict=True) if used]
-    return np.concatenate(trained)
+  def flat(self, outcome: Outcome, used: Sequence[bool], replica: int = 0) -> np.ndarray:
+    """Returns the update of the variables in use, as one vector."""
+    pairs = zip(outcome.update(replica), used, strict=True)
+    return np.concatenate([update.ravel() for update, wanted in pairs if wanted])
 
   def _apart(self, several: Outcome, one: Outcome) -> float:
     replicas = range(len(several.after[0]))
@@ -365,7 +494,8 @@ class Comparison:
   ) -> Difference:
     """Compares one replica of a step with another step, per variable, except those in `without`."""
     updates = list(zip(one.update(replica), other.update(), strict=True))
-    scale = max((np.linalg.norm(other) for _, other in updates), default=0.0)
+    norms = [np.linalg.norm(u) for i, (_, u) in enumerate(updates) if i not in without]
+    scale = 0.0 if self.updated <= without else max(norms, default=0.0)
     relative = []
     for index, (mine, yours) in enumerate(updates):
       if index in without:
@@ -392,16 +522,28 @@ class Comparison:
     )
     if worst <= LEAST and metrics:
       detail = metrics
-    return Difference(worst=float(worst), detail=detail, metrics=metrics)
+    return Difference(
+      worst=float(worst), detail=detail, metrics=metrics, first=first or 0, relative=relative
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-  """Largest relative difference of a variable's update, its description, and differing metrics."""
+  """How much two steps differ.
+
+  Attributes:
+    worst: the largest relative difference of a variable's update.
+    detail: its description.
+    metrics: the metrics that differ, with both values.
+    first: the index of the first variable that differs.
+    relative: the relative difference of each variable.
+  """
 
   worst: float
   detail: str
   metrics: str
+  first: int
+  relative: Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -414,7 +556,7 @@ class Explanation:
 
 
 STATEFUL = Explanation(
-  cause="random numbers with a state of their own",
+  cause=random_draws.STATEFUL,
   remedy="use Keras layers, or tf.random.stateless_* with step.seed()",
   containing=("tf.random.", "np.random", "random."),
 )

@@ -1,0 +1,125 @@
+"""Padding and batch normalisation: a batch that does not divide trains like one on one replica."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from framework import errors
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss
+from framework.task import Task
+from framework.trainer import Trainer
+
+KERAS = {"keras": keras, "tf_keras": tf_keras}
+BATCH = 7
+RNG = np.random.default_rng(0)
+X = (3.0 + RNG.normal(size=[BATCH, 4, 2])).astype(np.float32)
+Y = RNG.normal(size=BATCH).astype(np.float32)
+
+
+class Normalised(Task):
+  """Batch normalisation over rows and places, the mean over places, one output."""
+
+  def __init__(self, *, library="keras", synchronized=True, views=1, training=True):
+    self._keras, self._views, self._training = KERAS[library], views, training
+    self._options = {"synchronized": synchronized} if library == "keras" else {}
+
+  def build_model(self):
+    layers = self._keras.layers
+    return self._keras.Sequential(
+      [
+        self._keras.Input([4, 2]),
+        layers.BatchNormalization(momentum=0.9, name="norm", **self._options),
+        layers.Activation("tanh"),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(1, kernel_initializer="ones"),
+      ]
+    )
+
+  def source(self, split):
+    return ArraySource(features={"x": X, "y": Y})
+
+  def forward(self, batch, training):
+    x = tf.concat([batch["x"]] * self._views, axis=0)
+    outputs = self.model(x, training=training and self._training)
+    return outputs[: tf.shape(batch["x"])[0], 0]
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+
+
+def trained(task, strategy, steps=3, **options):
+  """Returns the loss of `steps` steps and the weights after them, on each replica the same."""
+  trainer = Trainer(
+    task=task,
+    strategy=strategy,
+    dataset_fn=lambda position: datasets.train_dataset(
+      task.source("train"), global_batch_size=BATCH, pad_multiple=trainer.batch_multiple,
+      position=position,
+    ),
+    global_batch_size=BATCH,
+    optimizer=lambda: task._keras.optimizers.SGD(0.5),
+    **options,
+  )  # fmt: skip
+  loss = trainer.train(tf.constant(steps))["loss"]
+  return loss, [np.array(weight) for weight in task.model.get_weights()]
+
+
+@pytest.mark.fast(replicas=[3], eager=[False])
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_synchronised_statistics_are_those_of_the_examples(replicas, eager, mirrored):
+  loss, weights = trained(Normalised(), mirrored(1))
+  other, others = trained(Normalised(), mirrored(replicas), eager=eager)
+  assert other == pytest.approx(loss, rel=1e-6)
+  for one, two in zip(weights, others, strict=True):
+    np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-6)
+
+
+def test_local_statistics_are_those_of_the_replicas_examples(mirrored):
+  """On four replicas of 2 rows, the last has one example; its moving mean is that row's."""
+  order = next(datasets.train_dataset(
+    Normalised().source("train"), global_batch_size=BATCH, pad_multiple=4
+  ).as_numpy_iterator())["x"]  # fmt: skip
+  rows = [order[0:2], order[2:4], order[4:6], order[6:7]]
+  _, weights = trained(Normalised(synchronized=False), mirrored(4), steps=1)
+  mean = np.mean([0.1 * part.mean((0, 1)) for part in rows], axis=0)
+  variance = np.mean([0.9 + 0.1 * part.var((0, 1)) for part in rows], axis=0)
+  np.testing.assert_allclose(weights[2], mean, rtol=1e-5)
+  np.testing.assert_allclose(weights[3], variance, rtol=1e-5)
+
+
+def test_a_replica_without_examples_leaves_its_statistics(mirrored, monkeypatch):
+  monkeypatch.setitem(globals(), "BATCH", 5)  # 8 rows on four replicas: the last has none
+  task = Normalised(synchronized=False)
+  order = next(datasets.train_dataset(
+    task.source("train"), global_batch_size=BATCH, pad_multiple=4
+  ).as_numpy_iterator())["x"]  # fmt: skip
+  _, weights = trained(task, mirrored(4), steps=1)
+  seen = [0.1 * part.mean((0, 1)) for part in (order[0:2], order[2:4], order[4:5])]
+  np.testing.assert_allclose(weights[2], np.mean([*seen, [0.0, 0.0]], axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("options", "reason"),
+  [
+    ({"library": "tf_keras"}, "tf_keras would count the padded rows"),
+    ({"views": 2}, "its input has 8 rows and the batch 4"),
+  ],
+)
+def test_what_cannot_leave_out_padding_is_refused(options, reason, mirrored):
+  with pytest.raises(Exception, match="cannot leave them out") as caught:
+    trained(Normalised(**options), mirrored(2))
+  line = errors.mistake(caught.value)
+  assert line.startswith("global_batch_size is 7 for 2 replicas, so rows are padded, and batch")
+  assert line.endswith(f"'norm' cannot leave them out: {reason}; choose a batch size that divides.")
+
+
+@pytest.mark.parametrize("library", KERAS)
+def test_inference_mode_is_not_refused(library, mirrored):
+  loss, _ = trained(Normalised(library=library, training=False), mirrored(1))
+  other, _ = trained(Normalised(library=library, training=False), mirrored(2))
+  assert other == pytest.approx(loss, rel=1e-6)
