@@ -221,7 +221,7 @@ def test_what_a_task_raises_is_a_finding():
   [result] = verify.verify(small.subject(Raises), groups=("order",)).results
   assert result.status == "failed"
   assert "labels" in result.detail
-  assert "in loss" in result.detail
+  assert "in loss" in result.place
 
 
 class Accepts(bad_replicas.LocalBatchNorm):
