@@ -12,6 +12,7 @@ if TYPE_CHECKING:
   from framework.actions.base import Action
   from framework.actions.best import BestCheckpoint, EarlyStopping, Export
   from framework.actions.nonfinite import StopOnNonFinite
+  from framework.actions.show import Show
   from framework.backend.recomputation import recompute
   from framework.configurables import register
   from framework.errors import ConfigError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
   from framework.metrics import Loss, PerExample, Sum, weighted_sum
   from framework.optimizers.schedules import Schedule
+  from framework.reporting.board import Board
   from framework.step import EvalStep, Step
   from framework.strategies.reduction import Reduction
   from framework.task import Task
@@ -31,6 +33,7 @@ __all__ = [
   "ArraySource",
   "Batch",
   "BestCheckpoint",
+  "Board",
   "ConfigError",
   "Draws",
   "EarlyStopping",
@@ -43,6 +46,7 @@ __all__ = [
   "Reduction",
   "ReplayBuffer",
   "Schedule",
+  "Show",
   "Source",
   "Step",
   "StopOnNonFinite",
@@ -59,6 +63,7 @@ _HOMES = {
   "actions.base": ("Action",),
   "actions.best": ("BestCheckpoint", "EarlyStopping", "Export"),
   "actions.nonfinite": ("StopOnNonFinite",),
+  "actions.show": ("Show",),
   "backend.recomputation": ("recompute",),
   "configurables": ("register",),
   "errors": ("ConfigError",),
@@ -68,6 +73,7 @@ _HOMES = {
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
   "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),
   "optimizers.schedules": ("Schedule",),
+  "reporting.board": ("Board",),
   "step": ("EvalStep", "Step"),
   "strategies.reduction": ("Reduction",),
   "task": ("Task",),

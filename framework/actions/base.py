@@ -13,11 +13,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orbit
 import tensorflow as tf
 
+from framework.reporting.board import Board
 from framework.reporting.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Run:
     replay_command: replays the step at which `StopOnNonFinite` stopped.
     is_chief: whether this process writes to the run folder.
     message: prints lines for the user, above the progress line.
+    board: shows pictures, distributions and texts; see framework/reporting/board.py.
     actions: all actions of the run.
     evaluated_weights: a context in which the model holds the weights that evaluations use: the
       moving average, if there is one.
@@ -57,6 +59,7 @@ class Run:
   replay_command: str = ""
   is_chief: bool = True
   message: Callable[[str], None] = print
+  board: Board = dataclasses.field(default_factory=Board)
   evaluated_weights: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
   @property
@@ -89,7 +92,7 @@ class Action:
     run: set by `bind`.
   """
 
-  on: ClassVar[Literal["train", "eval"]]
+  on: Literal["train", "eval"]
   run: Run
 
   def bind(self, run: Run) -> None:

@@ -22,7 +22,9 @@ from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chi
 from framework.saving.export import export, mend, require_replaceable
 
 Mode = Literal["max", "min"]
-_OTHER_FOLDERS = ("assets", "checkpoints", "eval", "export", "logs", "nonfinite", "train")
+_OTHER_FOLDERS = (
+  *("assets", "checkpoints", "eval", "export", "logs", "media", "nonfinite", "profile", "train"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
