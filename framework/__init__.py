@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from framework.backend import lazy_keras
 
 if TYPE_CHECKING:
-  from framework.actions.base import Action
+  from framework.actions.base import Action, Run, StopTraining
   from framework.actions.best import BestCheckpoint, EarlyStopping, Export
   from framework.actions.nonfinite import StopOnNonFinite
   from framework.actions.show import Show
@@ -45,11 +45,13 @@ __all__ = [
   "PerExample",
   "Reduction",
   "ReplayBuffer",
+  "Run",
   "Schedule",
   "Show",
   "Source",
   "Step",
   "StopOnNonFinite",
+  "StopTraining",
   "StreamSource",
   "Sum",
   "Task",
@@ -60,7 +62,7 @@ __all__ = [
 ]
 
 _HOMES = {
-  "actions.base": ("Action",),
+  "actions.base": ("Action", "Run", "StopTraining"),
   "actions.best": ("BestCheckpoint", "EarlyStopping", "Export"),
   "actions.nonfinite": ("StopOnNonFinite",),
   "actions.show": ("Show",),

@@ -15,9 +15,10 @@ import tensorflow as tf
 
 from framework import configurables, forensics
 from framework.actions.base import Action, Output, Run, StopTraining
+from framework.actions.state import ActionStates
 from framework.backend import files, signals
 from framework.backend.timing import timed
-from framework.errors import ConfigError, Preempted
+from framework.errors import ConfigError, Preempted, unknown
 from framework.evaluator import Evaluator
 from framework.ledger.proof import file_name
 from framework.modes import Mode
@@ -28,6 +29,7 @@ from framework.saving.export import export
 from framework.saving.ownership import Owner
 from framework.saving.warm_start import REPORT, WarmStart
 from framework.strategies import traits
+from framework.task import Task
 from framework.trainer import Trainer
 
 QUIET = (
@@ -106,6 +108,7 @@ class Session:
     task = trainer.task
     self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
     ledgers = [os.path.join(model_dir, file_name(index)) for index in range(self.cluster.size)]
+    self._states = ActionStates(actions)
     self._manager = checkpoints.CheckpointManager(
       trainer=trainer,
       directory=os.path.join(model_dir, "checkpoints"),
@@ -118,6 +121,7 @@ class Session:
       keep=cadence.keep_checkpoints,
       logs=[self.metrics_log.path, *ledgers],
       before_first=lambda: record(step=self._restored_step) if record else None,
+      actions=self._states if self._states.values else None,
     )
     self._choice = progress.Choice(task.shown, hidden=QUIET, who=f"{type(task).__name__}.shown")
     self._progress = progress.Progress(
@@ -283,6 +287,7 @@ class Session:
 
   def _train(self, loops: Callable[[], None]) -> None:
     """Runs `loops` with all setup and cleanup, until they end or an action stops them."""
+    self._require_metrics()
     with files.storage_errors(self.model_dir, self._newest_saved):
       self._manager.tidy()
       if self.step >= self._cadence.train_steps:
@@ -295,8 +300,10 @@ class Session:
       self.cluster.barrier()  # actions on all workers read the chief's log
       try:
         with self._signals.noticed(self._progress.message), self._until_stopped():
+          self._states.give_back()
           for action in self._actions:
             action.begin()
+          self._states.serialize()  # raises for a state that JSON does not have
           loops()
         self._save()
       finally:
@@ -304,9 +311,24 @@ class Session:
           action.end()
         self._manager.wait()
 
+  def _require_metrics(self) -> None:
+    """Raises ConfigError if an action reads an evaluation metric that cannot exist.
+
+    A task that overrides `derived` may make any name of it; the first evaluation tells.
+    """
+    wanted = [(a, *item) for a in self._actions for item in a.reads().items()]
+    overridden = type(self.trainer.task).derived is not Task.derived
+    if not wanted or overridden or self.evaluator is None:
+      return
+    names = self.evaluator.metric_names()
+    for action, option, name in wanted:
+      if names is not None and name not in names:
+        raise unknown(f"{type(action).__name__}.{option}", name, names)
+
   def _prepare_folder(self) -> None:
     """Removes what a killed process logged after the restored step; writes the config."""
-    self.metrics_log.trim(self.step)
+    again = self.evaluator is not None and self._states.missed(self.step)
+    self.metrics_log.trim(self.step, evaluation=again)
     files.atomic_write(
       os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
     )
@@ -351,6 +373,7 @@ class Session:
     reporting = self._reporting_on_stop(self._reporters["eval"])
     with reporting, contextlib.suppress(_AskedToStop):
       self._controller.evaluate()
+      self._states.evaluated = self._evaluated_step
     self._stop_if_asked()
 
   def _between_batches(self, name: str, done: int, total: int | None) -> None:
@@ -431,7 +454,7 @@ class Session:
 
       return act
 
-    return [called(action) for action in self._actions if action.on == split]
+    return [called(action) for action in self._actions if split in action.splits()]
 
   def _bound(self, actions: Sequence[Action]) -> list[Action]:
     ema = self.trainer.parts.ema
@@ -449,6 +472,7 @@ class Session:
       actions=actions,
       message=self._progress.message,
       board=self._board,
+      current_split=lambda: self._split,
       evaluated_weights=ema.in_place if ema else contextlib.nullcontext,
     )
     for action in actions:

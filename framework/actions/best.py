@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -77,6 +77,10 @@ class MetricHistory(Action):
     """Reads nothing until `begin` or the first call."""
     self._goal = goal
     self._values: list[float] | None = None
+
+  def reads(self) -> Mapping[str, str]:
+    """Returns the metric."""
+    return {"metric": self._goal.metric}
 
   def begin(self) -> None:
     """Reads the values of all evaluations up to the restored step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from framework.actions.base import Action, Output, Run
 from framework.errors import ConfigError, require_integer
@@ -24,7 +25,7 @@ class Show(Action):
     """
     if every_steps is not None:
       require_integer("Show.every_steps", every_steps, at_least=1)
-    self.on = "eval" if every_steps is None else "train"
+    self.on: Literal["train", "eval"] = "eval" if every_steps is None else "train"
     self._every = every_steps
 
   def bind(self, run: Run) -> None:

@@ -181,7 +181,7 @@ class Stepper(Action):
   on = "eval"
 
   def __call__(self, output):
-    self.run.board.histogram("loss", [output["loss"]])
+    self.run.board.histogram("losses", [output["loss"]])
 
 
 def start(tmp_path, **options):
@@ -205,8 +205,8 @@ def test_show_ends_loops_at_its_cadence(tmp_path):
     (2, "weight"), (4, "weight"), (6, "weight"),
   ]  # fmt: skip
   of_eval = [(step, tag) for step, tag, plugin, _ in events(tmp_path / "eval") if plugin]
-  assert [e for e in of_eval if e[1] == "loss" and e[0] == 5]
-  assert (tmp_path / "media" / "loss-5.npz").exists()
+  assert [e for e in of_eval if e == (5, "losses")]
+  assert (tmp_path / "media" / "losses-5.npz").exists()
   assert len(os.listdir(tmp_path / "train")) == 1  # one writer: TensorBoard reads one at a time
 
 
