@@ -18,6 +18,7 @@ if TYPE_CHECKING:
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
   from framework.inputs.datasets import Batch
+  from framework.inputs.parts import Part, Sources, part, with_part
   from framework.inputs.replay import Draws, ReplayBuffer
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
   from framework.metrics import Loss, PerExample, Sum, weighted_sum
@@ -42,6 +43,7 @@ __all__ = [
   "Export",
   "ImageFolderSource",
   "Loss",
+  "Part",
   "PerExample",
   "Reduction",
   "ReplayBuffer",
@@ -49,6 +51,7 @@ __all__ = [
   "Schedule",
   "Show",
   "Source",
+  "Sources",
   "Step",
   "StopOnNonFinite",
   "StopTraining",
@@ -56,9 +59,11 @@ __all__ = [
   "Sum",
   "Task",
   "Trainer",
+  "part",
   "recompute",
   "register",
   "weighted_sum",
+  "with_part",
 ]
 
 _HOMES = {
@@ -71,6 +76,7 @@ _HOMES = {
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
   "inputs.datasets": ("Batch",),
+  "inputs.parts": ("Part", "Sources", "part", "with_part"),
   "inputs.replay": ("Draws", "ReplayBuffer"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
   "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),

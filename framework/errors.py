@@ -98,6 +98,8 @@ def failure(error: BaseException) -> str:
   noise = ("In call to configurable", "File ", "[[", "Arguments received by", "•")
   lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines()]
   lines = [line for line in lines if line and not line.startswith(noise)] or [""]
+  if len(lines) > 1 and lines[0].startswith("Exception encountered when calling "):
+    lines = lines[1:]  # Keras's heading
   reason = lines[-1] if _PLACE.search(str(error)) else lines[0]
   if several := re.search(r"^\s*\(0\) [A-Z_]+: +(.+)$", str(error), re.MULTILINE):
     reason = re.sub(r"(?<=\S)\{\{node \S+\}\}$", "", several[1])  # the node, a second time

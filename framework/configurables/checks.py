@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import gin
 
@@ -20,7 +20,7 @@ from framework.configurables.values import (
   spelled,
   wanted,
 )
-from framework.errors import ConfigError, shown, suggest
+from framework.errors import ConfigError, require_integer, shown, suggest
 
 EXAMPLES = {
   "run.task": "`import tasks.image_classification` and `run.task = @ImageClassification()`"
@@ -145,6 +145,12 @@ def _check_value(binding: Binding, graph: Graph) -> None:
     said = said if value == binding.value else f"{said}, or {shown(value)}"
     must = requirement(value, parameter.annotation)
     raise ConfigError(f"{binding} is {said}; it must be {must}")
+  if binding.name in table.ROOTS and isinstance(value, int) and _is_count(parameter.annotation):
+    require_integer(str(binding), value, at_least=int(binding.parameter not in table.FROM_ZERO))
+
+
+def _is_count(annotation: Any) -> bool:
+  return int in (annotation, *get_args(annotation))
 
 
 def _check_circle(binding: Binding, value: Any, graph: Graph) -> None:

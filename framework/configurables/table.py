@@ -75,6 +75,9 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
 }
 """Parameters that the caller passes itself, ignoring bindings, and what to do instead."""
 
+FROM_ZERO = ("seed",)
+"""Whole numbers of `ROOTS` that may be 0; all others are counts of at least 1."""
+
 EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica_batch_size")}
 """Parameters of which exactly one must be set."""
 

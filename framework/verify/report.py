@@ -83,12 +83,16 @@ def section(results: Sequence[Result]) -> str:
 def _lines(result: Result, widest: int) -> list[str]:
   mark = {"passed": "ok", "failed": "FAILED"}.get(result.status, "-")
   first = f"  {result.check:{widest}}  {mark:6}  "
-  lines = textwrap.wrap(result.detail, max(40, WIDTH - len(first))) or [""]
+  lines = _wrapped(result.detail, max(40, WIDTH - len(first))) or [""]
   lines = [(first + lines[0]).rstrip(), *(" " * len(first) + line for line in lines[1:])]
-  told = {"likely cause": result.cause, "where": result.place, "remedy": result.remedy}
-  for name, text in told.items():
+  parts = {"likely cause": result.cause, "where": result.place, "remedy": result.remedy}
+  for name, text in parts.items():
     if text:
-      lines += textwrap.wrap(
-        f"{name}: {text}", WIDTH, initial_indent="      ", subsequent_indent="        "
-      )
+      told = _wrapped(f"{name}: {text}", WIDTH - 8)
+      lines += [" " * (8 if index else 6) + line for index, line in enumerate(told)]
   return lines
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+  """Breaks a text between words; a name or a path that is longer than a line stays whole."""
+  return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -47,7 +47,7 @@ OF_REPLICAS = {
     "overflow on one replica", "finite check before the reduction", "LooksAtOwnShare.train_step",
   ),
   "NoiseWithState": (
-    "same step twice", "random numbers with a state of their own", "NoiseWithState.forward",
+    "same step twice", "stateful random op", "NoiseWithState.forward",
   ),
   "MeanOverMicroBatches": (PADDING, "padding counts", ""),
 }  # fmt: skip
@@ -110,7 +110,6 @@ def test_a_defect_of_replicas_is_explained(name):
 
 
 ALSO = {
-  "NeverReduced": ("finite check before the reduction",),
   "MeanOverMicroBatches": ("examples that depend on one another",),
 }
 

@@ -42,8 +42,7 @@ DEFECTS = {
     "self.noise =", "build_model",
   ),
   "Stateful": (
-    restore.SAME_STEP, "random generator outside the checkpoint", "kernel", "tf.random.normal",
-    "forward",
+    restore.SAME_STEP, "stateful random op", "kernel", "tf.random.normal", "forward",
   ),
   "NumpyNoise": (
     restore.SAME_STEP, "random generator outside the checkpoint", "kernel", "np.random.normal",

@@ -23,6 +23,7 @@ from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
+from framework.inputs.parts import prefixes
 from framework.inputs.sources import eval_sets
 from framework.metrics import numbers
 from framework.saving import assets
@@ -152,6 +153,7 @@ class Bench:
     eager: bool = False,
     quiet: bool = True,
     always: bool = False,
+    number: int | None = None,
     **options: Any,
   ) -> None:
     """Builds the model; the initial weights are always the same.
@@ -164,10 +166,12 @@ class Bench:
       eager: True runs without tf.function.
       quiet: True gives all rows the same noise; see shared_noise.py.
       always: True makes every update and assignment in each step, whatever its `when`.
+      number: what the task sees as the number of each step; None is the real one. With `always`.
       options: of `Trainer`, replace the config's.
     """
     randomness.seed_everything(subject.seed)
-    self.replicas, self.subject, self._always = replicas, subject, always
+    self.replicas, self.subject = replicas, subject
+    self._kind = _always(number) if always else None
     self._around = shared_noise.alike_for_all_rows if quiet else contextlib.nullcontext
     self.strategy = strategy_of(replicas)
     self.task = subject.fresh_task()
@@ -223,13 +227,17 @@ class Bench:
     """Runs one training step on one global batch (host)."""
     before = [self.copies(v)[0] for v in self.variables]
     self.trainer._metrics.reset()
-    steps = mock.patch("framework.trainer.Step", Always) if self._always else _AS_IT_IS
-    with self._around(), steps:
+    with self._around(), self._steps():
       self._step(self.distributed(batch))
     metrics = self.trainer._metrics.result() | numbers(self.trainer._metrics.sums)
     metrics.pop("input_wait", None)
     after = [self.copies(v) for v in self.variables]
     return Outcome(before=before, after=after, metrics=metrics)
+
+  def _steps(self) -> contextlib.AbstractContextManager[Any]:
+    if self._kind is None:
+      return contextlib.nullcontext()
+    return mock.patch("framework.trainer.Step", self._kind)
 
   def steps_from(self, values: Sequence[np.ndarray], batch: Rows) -> Outcome:
     """Sets the variables and runs the first step; the optimizer's state stays (host)."""
@@ -258,23 +266,26 @@ class Bench:
     return distributed(self.strategy, batch)
 
 
-class Always(Step):
-  """Makes every update and assignment of a step, whatever its `when`."""
+def _always(number: int | None) -> type[Step]:
+  """Returns a Step that makes every update and assignment, and perhaps has a constant number."""
 
-  def gradients(
-    self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
-  ) -> Any:
-    """As `Step.gradients` without `when`."""
-    del when
-    return super().gradients(loss_fn, batch, variables)
+  class Always(Step):
+    def __init__(self, *args: Any) -> None:
+      super().__init__(*args)
+      if number is not None:
+        self._number = tf.constant(number, tf.int64)
 
-  def assign(self, variable: Any, value: Any, *, when: Any = None) -> None:
-    """As `Step.assign` without `when`."""
-    del when
-    super().assign(variable, value)
+    def gradients(
+      self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
+    ) -> Any:
+      del when
+      return super().gradients(loss_fn, batch, variables)
 
+    def assign(self, variable: Any, value: Any, *, when: Any = None) -> None:
+      del when
+      super().assign(variable, value)
 
-_AS_IT_IS: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+  return Always
 
 
 def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]:
@@ -340,8 +351,13 @@ def padded(batch: Rows, real: int) -> Rows:
 
 def masked(batch: Rows, kept: np.ndarray) -> Rows:
   """Returns the batch with weight 0 and id -1 where not `kept`, bool [rows]."""
-  weight = np.where(kept, batch["weight"], 0).astype(np.float32)
-  return {**batch, "weight": weight, "example_id": np.where(kept, batch["example_id"], -1)}
+  made = dict(batch)
+  for prefix in prefixes(batch):
+    weight, ids = batch[f"{prefix}weight"], batch[f"{prefix}example_id"]
+    rows = kept if weight.ndim == 1 else kept[:, np.newaxis]
+    made[f"{prefix}weight"] = np.where(rows, weight, 0).astype(np.float32)
+    made[f"{prefix}example_id"] = np.where(rows, ids, -1)
+  return made
 
 
 def weighted(batch: Rows, seed: int = 0) -> Rows:

@@ -37,12 +37,12 @@ class Probe:
 
   def forward(self, rows: Rows) -> Any:
     """Returns the outputs in evaluation mode."""
-    task, batch = self.bench.task, self.bench.distributed(rows)
+    task, batch = self.bench.task, self.bench.distributed(_with_step(rows))
     return self.bench.strategy.run(lambda: converted(task.forward)(batch, training=False))
 
   def loss(self, rows: Rows) -> float:
     """Returns the mean loss of rows in evaluation mode; NaN if it cannot be computed."""
-    task, batch = self.bench.task, self.bench.distributed(rows)
+    task, batch = self.bench.task, self.bench.distributed(_with_step(rows))
 
     def compute() -> Loss:
       outputs = converted(task.forward)(batch, training=False)
@@ -62,6 +62,10 @@ class Probe:
       return self.loss(self.rows), self.loss({**self.rows, name: divided})
     except Exception:  # forward() does not accept the dtype
       return 0.0, 0.0
+
+
+def _with_step(rows: Rows) -> Rows:
+  return {**rows, "step": np.zeros(len(rows["weight"]), np.int64)}
 
 
 class Labels:

@@ -17,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import func_graph
 
+from framework.verify.bench import source_lines
+
 _RANDOM = re.compile(
   r"Random|Multinomial|TruncatedNormal|SampleDistortedBoundingBox|RngReadAndSkip"
   r"|Stateful(Uniform|StandardNormal|Truncated|Binomial)"
@@ -26,6 +28,27 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 _FRAMEWORK = str(Path(__file__).parents[2])
 _MADE = re.compile(r"^<|__autograph_generated_file")
 _KERAS = re.compile(r"/(tf_)?keras/src/")
+
+
+STATEFUL = "stateful random op"
+"""The cause of numbers that do not follow the run's seed."""
+
+
+def is_generator(variable: str) -> bool:
+  """Whether a variable of this name is the state of a random layer of Keras 3."""
+  return "seed_generator_state" in variable
+
+
+def outside(task: Any) -> tuple[str, str, str]:
+  """Returns (cause, remedy, place) for layers that draw from their own generator in a step."""
+  if place := source_lines.mention(task, "recompute_grad"):
+    remedy = "use framework.recompute instead of tf.recompute_grad, whose backward pass runs the "
+    remedy += "layers again with other random numbers than the forward pass"
+    return "other dropout in the backward pass", remedy, place
+  remedy = "call the layers in forward() or loss(), while the step runs: a function traced before, "
+  remedy += "or a backward pass of your own, draws from Keras's generator"
+  place = source_lines.mention(task, "custom_gradient", "tf.function", "def forward")
+  return "random layer outside the step", remedy, place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +99,11 @@ class Watched:
   def stateful(self) -> list[Draw]:
     """Draws with their own state."""
     return [draw for draw in self.draws if draw.stateful]
+
+  @property
+  def all_fixed(self) -> bool:
+    """Whether everything is drawn from constant seeds."""
+    return not self.in_python and all(draw.fixed for draw in self.draws)
 
   def fixed(self, rows: int) -> list[Draw]:
     """Draws with one number (or more) for each of `rows` rows, from a constant seed."""

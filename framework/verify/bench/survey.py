@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from framework.backend.autograph import as_written, converted
 from framework.inputs import datasets
+from framework.inputs.parts import prefixes
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.task import Task
 from framework.verify.bench.bench import Rows
@@ -121,6 +122,11 @@ def preprocessed(
   called = as_written(lambda batch: converted(preprocess)(dict(batch), training))
   stacked = {name: np.stack([rows[name] for rows in batches]) for name in batches[0]}
   return list(tf.data.Dataset.from_tensor_slices(stacked).map(called).as_numpy_iterator())
+
+
+def of_training(error: Exception) -> str:
+  """Returns the feature that only training has and that an error misses; "" for another error."""
+  return next((name for name in ("seed", "step") if f"'{name}'" in str(error)), "")
 
 
 def digest(batch: Rows, row: int) -> bytes:
@@ -292,7 +298,8 @@ class Survey:
     if len(bad) and self.bad_weight is None:
       self.bad_weight = int(bad[0])
     counted = weight > 0
-    for name in sorted(batch.keys() - set(RESERVED)):
+    reserved = {f"{prefix}{name}" for prefix in prefixes(batch) for name in RESERVED}
+    for name in sorted(batch.keys() - reserved):
       self._add_column(name, batch, counted)
 
   def _add_column(self, name: str, batch: Rows, counted: np.ndarray) -> None:

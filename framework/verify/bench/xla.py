@@ -163,4 +163,4 @@ def _useful_line(error: str) -> str:
   lines = [line.strip() for line in error.splitlines() if line.strip()]
   noise = ("Graph execution", "Detected at", "<", "File")
   useful = [line for line in lines if not line.startswith(noise)]
-  return (useful or lines or [""])[0][:200]
+  return (useful or lines or [""])[0]

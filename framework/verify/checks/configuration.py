@@ -28,7 +28,7 @@ CAUSES: dict[Kind, str] = {
   "imports": "a module that cannot be imported",
   "names": "unknown name",
   "one value each": "shadowed binding",
-  "values": "wrong type",
+  "values": "wrong value",
   "used": "unused binding",
   "complete": "missing binding",
 }

@@ -22,6 +22,7 @@ import tf_keras
 
 from framework import step as steps
 from framework.backend import models, randomness
+from framework.errors import ConfigError
 from framework.metrics import Loss
 from framework.step import Step
 from framework.verify.bench import bench, source_lines
@@ -30,6 +31,9 @@ from framework.verify.report import Result
 
 GROUP = "gradients"
 STEPS_BEFORE = 3
+OTHER_STEPS = (1, 2, 3, 4, 5, 7, 9, 99, 999, 9999)
+"""Numbers of further steps to look at, while a gradient is missing or zero: a loss may have parts
+that only some steps compute."""
 MOST_VARIABLES = 12
 """At most this many variables, the largest first, are compared with finite differences."""
 TOLERANCE = {"float64": 1e-3, "float32": 0.1}
@@ -53,6 +57,11 @@ class GradientNotes:
   compared: int = 0
   precision: str = "float32"
   stops: bool = False
+
+  @property
+  def complete(self) -> bool:
+    """Whether each variable has had a gradient, or one that is not finite."""
+    return bool(self.not_finite) or all(norm > 0 for norm in self.norms.values())
 
 
 def check(subject: Subject) -> list[Result]:
@@ -99,20 +108,27 @@ def look(subject: Subject) -> tuple[GradientNotes, Any]:
     compiled.step(batch)
   values = compiled.read()
 
-  def step(seen: GradientNotes, batch: Rows, differences: str | None) -> None:
+  def step(
+    seen: GradientNotes, batch: Rows, differences: str | None, others: Sequence[int] = ()
+  ) -> None:
     here = Bench(subject, rows=rows, eager=True)
-    here.assign(values)
-    with (
-      mock.patch("framework.trainer.Step", _looking(seen, differences)),
-      mock.patch.object(steps, "_dense", _noting(seen)),
-    ):
-      here.step(batch)
+    for number in (0, *others):
+      here.assign(values)
+      here.trainer.global_step.assign(number)
+      with (
+        mock.patch("framework.trainer.Step", _looking(seen, differences)),
+        mock.patch.object(steps, "_dense", _noting(seen)),
+      ):
+        here.step(batch)
+      if seen.complete:
+        break
+      differences = None
 
   exact = GradientNotes()
   with contextlib.suppress(Exception), in_float64():  # not every task can
     step(exact, {name: _widened(value) for name, value in batch.items()}, "float64")
   seen = GradientNotes()
-  step(seen, batch, None if exact.compared else "float32")
+  step(seen, batch, None if exact.compared else "float32", OTHER_STEPS)
   if exact.compared:
     found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
     seen = dataclasses.replace(seen, **found)
@@ -161,7 +177,14 @@ def _looking(seen: GradientNotes, differences: str | None) -> type[Step]:
       self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
     ) -> Any:
       del when  # look at the update as if it were due
-      gradients, loss = super().gradients(loss_fn, batch, variables)
+      try:
+        gradients, loss = super().gradients(loss_fn, batch, variables)
+      except ConfigError as error:
+        if "depends on none" not in str(error):
+          raise
+        for variable in variables:  # the other branch of a tf.cond, perhaps
+          seen.norms.setdefault(models.name(variable), -1.0)
+        return steps._nothing(self._fusion(variables))
       factor = float(self._scaled(tf.constant(1.0)))
       kept, self._logged = self._logged, {}
 

@@ -53,7 +53,7 @@ def check(subject: Subject) -> list[Result]:
     cause, remedy, call = mistake
     shown = dataclasses.replace(
       shown, status="failed", cause=cause, remedy=remedy, place=call.place,
-      detail=f"{call} is wrong: {pipeline}",
+      detail=f"{call} depends on the rows of one replica; {pipeline}" if call.local else pipeline,
     )  # fmt: skip
   gradients = sum(here.trainable)
   total = Result(

@@ -10,6 +10,7 @@ preprocess() runs on the same rows with the seeds of two epochs, and in evaluati
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +21,11 @@ from framework import configurables
 from framework.backend import models
 from framework.evaluator import Evaluator
 from framework.inputs import datasets, ordering
-from framework.metrics import numbers
+from framework.inputs.parts import main_source, prefixes
 from framework.task import Task
 from framework.verify.bench import bench, random_draws, source_lines, survey
 from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
-from framework.verify.bench.random_draws import Draw, Watched
+from framework.verify.bench.random_draws import STATEFUL, Draw, Watched
 from framework.verify.report import Result, Status
 
 GROUP = "randomness"
@@ -33,7 +34,6 @@ ROUNDING = 1e-5
 METHODS = ("train_step", "training_loss", "forward", "loss", "build_model")
 LAYERS = ("Dropout", "GaussianNoise", "Random")
 """Parts of the names of layers that draw in training."""
-STATEFUL = "stateful random op"
 FROZEN = "np.random while tracing"
 FIXED = "a fixed seed"
 STATELESS = (
@@ -80,6 +80,7 @@ class Steps:
     with random_draws.watch(self.task) as self.watched:
       first = self._step(0)
     self._random_layers = random_layers(self.task.model)
+    self._outside = self._layers_drew(first)
     self.repeats = self._same(first, self._step(0))
     self.by_step = not self._same(first, self._step(1))
     self.by_replica = not self._same(first, self._step(0, apart=False))
@@ -97,14 +98,31 @@ class Steps:
       yield _skipped(names[1], f"{names[0]!r} fails")
       yield _skipped(names[2], f"{names[0]!r} fails")
       return
-    yield _passed(names[0], "the same step again gives the same update")
+    if self._outside:
+      yield _failed(
+        names[0], f"{self._outside} changes in a step, so a layer drew without the step's seed",
+        *random_draws.outside(self.task),
+      )  # fmt: skip
+    else:
+      yield _passed(names[0], "the same step again gives the same update")
     yield self._between_steps(names[1])
     yield self._between_replicas(names[2])
 
+  def _layers_drew(self, step: Outcome) -> str:
+    """Returns the state of a layer's own generator that a step has changed; "" if none."""
+    pairs = zip(self.bench.names, step.before, step.after, strict=True)
+    return next(
+      (
+        name
+        for name, before, after in pairs
+        if random_draws.is_generator(name) and not np.array_equal(before, after[0])
+      ),
+      "",
+    )
+
   @property
   def _nothing_random(self) -> bool:
-    random = not self.repeats or self.by_step or self.by_replica
-    return not (random or self.watched.in_python or self.watched.draws)
+    return self.repeats and not (self.watched.in_python or self.watched.draws)
 
   def _stateful(self, name: str) -> Result:
     return _failed(
@@ -121,7 +139,7 @@ class Steps:
         self._place([], ("np.random", "default_rng", "random.")),
       )  # fmt: skip
     fixed = self.watched.fixed(self.rows)
-    if fixed and not self.by_step:
+    if fixed and (not self.by_step or self.watched.all_fixed):
       return _failed(
         name, f"steps draw the same numbers{_listed(fixed)}", FIXED,
         "use Keras layers, or step.seed(), which is new in each step",
@@ -132,8 +150,8 @@ class Steps:
     return _passed(name, "the next step, from the same weights on the same rows, gives another")
 
   def _between_replicas(self, name: str) -> Result:
-    if not self.by_step:
-      return _skipped(name, "steps do not differ")
+    if not self.by_step or self.watched.all_fixed:
+      return _skipped(name, "steps draw no other numbers")
     if self.by_replica:
       return _passed(name, "two replicas draw different numbers for the same rows")
     if self.by_example:
@@ -170,7 +188,7 @@ class Steps:
     try:
       rows = self.bench.subject.rows(self.task, 2 * self.rows, training=False)
     except Exception as error:
-      if not _asks_for_seed(error):
+      if not survey.of_training(error):
         raise
       return _skipped(name, "preprocess() fails in evaluation")
     self.bench.assign(self._start)
@@ -178,8 +196,8 @@ class Steps:
       task=self.task, strategy=self.bench.strategy, dataset=tf.data.Dataset.from_tensors(rows)
     )
     with random_draws.watch(self.task) as watched:
-      once = numbers(evaluator.evaluate())
-    twice = numbers(evaluator.evaluate())
+      once = evaluator.evaluate()
+    twice = evaluator.evaluate()
     different = [key for key in once if not _close(once[key], twice[key])]
     if not different:
       return _passed(name, f"the same {', '.join(once)} again")
@@ -187,8 +205,14 @@ class Steps:
     stateful = [draw for draw in watched.stateful if not draw.by_keras]
     return _failed(
       name, f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again",
-      STATEFUL if stateful and not self._random_layers else "dropout active in evaluation",
-      "pass training on, which is False in eval_step(): self.model(x, training=training)",
+      *(
+        (STATEFUL, STATELESS)
+        if stateful and not self._random_layers
+        else (
+          "dropout active in evaluation",
+          "pass training on, which is False in eval_step(): self.model(x, training=training)",
+        )
+      ),
       _place(
         self.task, stateful or watched.draws, ("forward", "eval_step"), ("training=True", "dropout")
       ),
@@ -286,7 +310,7 @@ class Augmentation:
     return _failed(
       name,
       f"{feature!r} differs for the same examples with the same seeds{_listed(watched.stateful)}",
-      STATEFUL if watched.stateful else "random numbers with a state of their own",
+      STATEFUL,
       f"{BY_SEED}: ops with their own state give other numbers after a restart",
       self._place(
         watched.stateful or watched.draws, ("tf.random.", "random_", "np.random", "random.")
@@ -320,12 +344,13 @@ class Augmentation:
         once, again, turned = self._preprocessed([rows, rows, backwards], False)
       [afresh] = self._preprocessed([rows], False)
     except Exception as error:
-      if not _asks_for_seed(error):
+      if not (feature := survey.of_training(error)):
         raise
       return _failed(
-        name, "preprocess(batch, training=False) reads batch['seed'], which only training has",
-        "augmentation in evaluation", "augment only `if training:`",
-        self._place([], ('"seed"', "'seed'")),
+        name,
+        f"preprocess(batch, training=False) reads batch['{feature}'], which only training has",
+        "augmentation in evaluation", f"augment, and use batch['{feature}'], only `if training:`",
+        self._place([], (f'"{feature}"', f"'{feature}'")),
       )  # fmt: skip
     turned = {key: value[::-1] for key, value in turned.items()}
     by_place = survey.apart(once, turned) if watched.fixed(count) else ""
@@ -342,21 +367,33 @@ class Augmentation:
   def _rows(self) -> tuple[Rows, Rows]:
     """Returns the same rows as two epochs have them, before preprocess()."""
     source = self.task.source("train")
-    count = min(16, source.num_examples or 16)
-    seed = self.subject.seed
-    batches = datasets.train_dataset(source, global_batch_size=count, seed=seed)
+    examples = main_source(source).num_examples
+    count = min(16, examples or 16)
+    batches = datasets.train_dataset(source, global_batch_size=count, seed=self.subject.seed)
     rows = next(batches.as_numpy_iterator())
-    epoch = source.num_examples or 1_000_000
-    seeds = [
-      ordering.seeds_at(start + tf.range(count, dtype=tf.int64), seed=seed).numpy()
-      for start in (0, epoch)
-    ]
-    return {**rows, "seed": seeds[0]}, {**rows, "seed": seeds[1]}
+    rows = {**rows, "step": np.zeros(count, np.int64)}
+    return rows | self._seeds(rows, 0), rows | self._seeds(rows, examples or 1_000_000)
+
+  def _seeds(self, rows: Rows, start: int) -> Rows:
+    """Returns the seeds of these rows if their position is `start`."""
+    made: Rows = {}
+    for prefix in prefixes(rows):
+      shape, seed = rows[f"{prefix}example_id"].shape, self.subject.seed
+      if prefix:
+        seed = ordering.seed_of_part(seed, prefix[:-1])
+      first = start * math.prod(shape[1:])
+      seeds = ordering.seeds_at(first + tf.range(math.prod(shape), dtype=tf.int64), seed=seed)
+      made[f"{prefix}seed"] = seeds.numpy().reshape([*shape, 2])
+    return made
 
   def _preprocessed(self, batches: list[Rows], training: bool) -> list[Rows]:
     made = survey.preprocessed(self.task.preprocess, batches, training)
     return [
-      {key: value for key, value in rows.items() if key not in ("seed", "example_id")}
+      {
+        key: value
+        for key, value in rows.items()
+        if key.rpartition("/")[2] not in ("seed", "step", "example_id")
+      }
       for rows in made
     ]
 
@@ -374,10 +411,6 @@ def _listed(found: list[Draw]) -> str:
 
 def _close(one: float, other: float) -> bool:
   return bool(np.isclose(one, other, rtol=ROUNDING, atol=0.0, equal_nan=True))
-
-
-def _asks_for_seed(error: Exception) -> bool:
-  return "'seed'" in str(error)
 
 
 def _passed(check: str, detail: str) -> Result:

@@ -19,11 +19,19 @@ import tensorflow as tf
 
 from framework import errors
 from framework.backend import models
+from framework.inputs.parts import main_source
 from framework.saving import checkpoints
 from framework.saving.checkpoints import CheckpointManager
 from framework.task import Task
 from framework.trainer import Trainer
-from framework.verify.bench import bench, graphs, harness, held_state, source_lines
+from framework.verify.bench import (
+  bench,
+  graphs,
+  harness,
+  held_state,
+  random_draws,
+  source_lines,
+)
 from framework.verify.bench.bench import Rows, Subject
 from framework.verify.bench.held_state import Held
 from framework.verify.report import Result
@@ -106,7 +114,7 @@ class Resumption:
     return next(
       (
         place
-        for owner in (task, task.source("train"))
+        for owner in (task, main_source(task.source("train")))
         if (place := source_lines.mention(owner, *random))
       ),
       source_lines.mention(task, "def preprocess", "def source"),
@@ -168,12 +176,18 @@ class Resumption:
     task = whole.task
     if unlike := _unlike_task(task, resumed.task):
       return self._made_otherwise(SAME_STEP, *unlike, seen)
+    if whole.layers_drew():
+      cause, remedy, place = random_draws.outside(task)
+      return Result(
+        group=GROUP, check=SAME_STEP, status="failed", detail=seen, cause=cause, remedy=remedy,
+        place=place,
+      )  # fmt: skip
     random = [op for op in whole.operations() if op.type in graphs.RANDOM]
     if whole.drew or random:
       of_python = "np.random", "random.", "numpy_function", "py_function"
       return Result(
         group=GROUP, check=SAME_STEP, status="failed", detail=seen,
-        cause="random generator outside the checkpoint",
+        cause=random_draws.STATEFUL if random else "random generator outside the checkpoint",
         remedy=REMEDIES["random generator"].format("generator"),
         place=source_lines.of_operation(random[0], task)
         if random
@@ -232,7 +246,7 @@ class Resumption:
         harness.step(made[name].trainer, batch)
       except Exception as error:  # the checks for that strategy say more
         made.pop(name, None)
-        refused[name] = str(error).strip().splitlines()[0]
+        refused[name] = errors.mistake(error) or errors.failure(error)
     if len(made) < 2:
       return _not_applicable(ACROSS, "; ".join(f"{n}: {why}" for n, why in refused.items()))
     saved = {name: run.save(name.replace(" ", "_")) for name, run in made.items()}
@@ -270,7 +284,7 @@ class TrainerUnderTest:
     )
     self.manager = self._manager("")
     self.metrics: dict[str, float] = {}
-    self.drew = False
+    self.drew, self._fresh = False, self._generators()
 
   def train(self, steps: int) -> None:
     """Trains one loop; sets `drew`: whether Python's or NumPy's global generator was used."""
@@ -321,6 +335,16 @@ class TrainerUnderTest:
     """Returns what a checkpoint would hold now."""
     with tempfile.TemporaryDirectory() as folder:
       return _read(self.manager.checkpoint.write(os.path.join(folder, "now")))
+
+  def layers_drew(self) -> bool:
+    """Whether a random layer drew from Keras's own generator instead of the step's seed."""
+    fresh = self._fresh
+    return any(not np.array_equal(v, fresh[key]) for key, v in self._generators().items())
+
+  def _generators(self) -> dict[str, np.ndarray]:
+    kept = models.all_variables(self.task.model)
+    found = {models.name(v): models.raw(v) for v in kept}
+    return {n: self.copies(v)[0] for n, v in found.items() if random_draws.is_generator(n)}
 
   def operations(self) -> list[tf.Operation]:
     """Returns the operations of the traced loop; none if the trainer is eager."""

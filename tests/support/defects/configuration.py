@@ -71,25 +71,31 @@ DEFECTS = {
   "a number in quotes": Defect(
     lines=["run.steps_per_loop = '50'"],
     check="values",
-    cause="wrong type",
+    cause="wrong value",
     says="run.steps_per_loop is '50'; it must be int. Write 50, without quotes.",
   ),
   "a float for a whole number": Defect(
     lines=["run.checkpoint_every_steps = 1e3"],
     check="values",
-    cause="wrong type",
+    cause="wrong value",
     says="run.checkpoint_every_steps is 1000.0; it must be int. Write 1000.",
+  ),
+  "loops of no steps": Defect(
+    lines=["run.steps_per_loop = 0"],
+    check="values",
+    cause="wrong value",
+    says="run.steps_per_loop is 0; it must be a whole number of at least 1.",
   ),
   "an optimizer that is made too early": Defect(
     lines=["run.optimizer = @keras.Adam()"],
     check="values",
-    cause="wrong type",
+    cause="wrong value",
     says="Write @keras.Adam, without parentheses",
   ),
   "a macro that is not there": Defect(
     lines=["run.seed = %sede", "seed = 3"],
     check="values",
-    cause="wrong type",
+    cause="wrong value",
     says="the macro %sede is not defined. Did you mean 'seed'?",
   ),
   "options of an optimizer that is not chosen": Defect(
