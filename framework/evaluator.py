@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import orbit
 import tensorflow as tf
@@ -110,6 +110,22 @@ class Evaluator(orbit.AbstractEvaluator):
         found = self._evaluate(one, int(num_steps))
         results |= {f"{prefix}{name}": value for name, value in found.items()}
     return results
+
+  def metric_names(self) -> set[str] | None:
+    """Returns the names of the logged means, from the trace that `evaluate` uses (host).
+
+    Executes nothing. What the task derives is not among them. None in eager mode and under
+    parameter servers, which trace later or never.
+    """
+    if self.eager:
+      return None
+    names: set[str] = set()
+    for one in self._sets:
+      self._metrics, step = one.sums, cast(Any, one.step)
+      with self.strategy.scope():
+        step.get_concrete_function(one.batches.element_spec)
+      names |= {f"{one.name}/{name}" if one.name else name for name in one.sums.names}
+    return names
 
   def _evaluate(self, one: EvalSet, limit: int) -> dict[str, float]:
     self._metrics = one.sums

@@ -314,6 +314,12 @@ class MetricSums:
     return self._totals.sums
 
   @property
+  def names(self) -> set[str]:
+    """The pairs of all traces so far."""
+    places = {name: place for block in self._blocks for name, place in block.layout.places.items()}
+    return {name for name, place in places.items() if place.shape is None}
+
+  @property
   def weightless(self) -> frozenset[str]:
     """The metrics whose weights sum to 0 in the last `result`."""
     return self._totals.weightless

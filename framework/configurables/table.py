@@ -41,6 +41,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.actions.nonfinite", "StopOnNonFinite"),
   ("framework.actions.time_budget", "TimeBudget"),
   ("framework.actions.profiling", "Profile"),
+  ("framework.actions.show", "Show"),
   ("framework.inputs.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
 )
 """Modules and names defined in them."""
