@@ -21,6 +21,7 @@ from framework.backend import randomness
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
+from framework.inputs.parts import Sources
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.ledger.recorder import Recorder
 from framework.optimizers.adapters import OptimizerFactory
@@ -114,7 +115,7 @@ class Recipe:
   def _dataset(
     self,
     trainer: Trainer,
-    source: Source | StreamSource,
+    source: Source | StreamSource | Sources,
     recorder: Recorder | None,
     position: int,
     shard: datasets.Shard | None,
@@ -127,9 +128,11 @@ class Recipe:
     }  # fmt: skip
     if recorder is not None:
       recorder.reads(source, padded_batch_size=trainer.padded_batch_size, **read)
+    with tf.init_scope():  # parameter servers make the dataset in a trace
+      first_step = int(trainer.global_step.numpy())
     return datasets.train_dataset(
       source, pad_multiple=trainer.batch_multiple, preprocess=preprocess_of(task), shard=shard,
-      first_step=int(trainer.global_step.numpy()), **read,
+      first_step=first_step, **read,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import orbit
 import tensorflow as tf
@@ -17,7 +17,7 @@ from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.datasets import Batch
 from framework.inputs.sources import Source, StreamSource
-from framework.metrics import MetricSums
+from framework.metrics import CollectedRows, MetricSums, PerExample
 from framework.optimizers.ema import Ema
 from framework.step import EvalStep
 from framework.strategies import traits
@@ -111,14 +111,31 @@ class Evaluator(orbit.AbstractEvaluator):
         results |= {f"{prefix}{name}": value for name, value in found.items()}
     return results
 
+  def metric_names(self) -> set[str] | None:
+    """Returns the names of the logged means, from the trace that `evaluate` uses (host).
+
+    Executes nothing. What the task derives is not among them. None in eager mode and under
+    parameter servers, which trace later or never.
+    """
+    if self.eager:
+      return None
+    names: set[str] = set()
+    for one in self._sets:
+      self._metrics, step = one.sums, cast(Any, one.step)
+      with self.strategy.scope():
+        step.get_concrete_function(one.batches.element_spec)
+      names |= {f"{one.name}/{name}" if one.name else name for name in one.sums.names}
+    return names
+
   def _evaluate(self, one: EvalSet, limit: int) -> dict[str, float]:
     self._metrics = one.sums
     self._metrics.reset()  # an earlier evaluation may have failed midway
-    batches = self._run_batches(one, limit)
+    batches, rows = self._run_batches(one, limit)
     results = self._metrics.result()
     if limit:
       self._require_examples(one, results, batches)
-    return results | derived_metrics(self.task, results)
+    arrays = {**self._metrics.sums, **rows.result()}
+    return results | derived_metrics(self.task, results, arrays)
 
   def _prepare(self, given: Mapping[str, Batches]) -> None:
     if traits.is_asynchronous(self.strategy):
@@ -139,26 +156,28 @@ class Evaluator(orbit.AbstractEvaluator):
       batches = traits.cluster_of(self.strategy).distribute(whole)
       self._sets.append(EvalSet(name, batches, _length(whole), *shared[features]))
 
-  def _run_batches(self, one: EvalSet, limit: int) -> int:
-    """Evaluates the first `limit` batches, or all if negative; returns the number of batches."""
-    done = 0
+  def _run_batches(self, one: EvalSet, limit: int) -> tuple[int, CollectedRows]:
+    """Evaluates the first `limit` batches, or all if negative; returns how many, and their rows."""
+    done, rows = 0, CollectedRows()
     total = one.total if limit < 0 else min(limit, one.total or limit)
     for batch in itertools.islice(datasets.iterate(one.batches), limit if limit >= 0 else None):
-      one.step(batch)
+      rows.add(one.step(batch))
       done += 1
       self.between_batches(one.name, done, total)
-    return done
+    return done, rows
 
-  def eval_step(self, batch: Any) -> None:
-    """Evaluates one global batch (cross-replica)."""
-    self.strategy.run(self.replica_step, args=(batch,))
+  def eval_step(self, batch: Any) -> dict[str, PerExample]:
+    """Evaluates one global batch; returns its PerExample metrics (cross-replica)."""
+    rows = self.strategy.run(self.replica_step, args=(batch,))
+    first = self.strategy.experimental_local_results
+    return {name: PerExample(*(first(part)[0] for part in rows[name])) for name in rows}
 
-  def replica_step(self, batch: Batch) -> None:
-    """Runs the task's step and sums its metrics (replica context)."""
+  def replica_step(self, batch: Batch) -> dict[str, PerExample]:
+    """Runs the task's step and sums its metrics; see `EvalStep.close` (replica context)."""
     number = None if self._global_step is None else self._global_step.read_value()
     step = EvalStep(number=number)
     step.run(self.task.eval_step, batch)
-    step.close(self._metrics)
+    return step.close(self._metrics)
 
   def _require_examples(self, one: EvalSet, results: Mapping[str, float], batches: int) -> None:
     if batches == 0:

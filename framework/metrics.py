@@ -1,12 +1,16 @@
-"""Losses and metrics of tasks, as (total, weight) sums, and their running sums.
+"""Losses and metrics of tasks, and their running sums.
 
-The device sums them; the host reads them once per loop.
+The device sums (total, weight) pairs and Sums; the host reads them once per loop. PerExample values
+go to the host batch by batch, in evaluations only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import math
+import types
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -72,6 +76,54 @@ def _require_vector(what: str, value: tf.Tensor) -> None:
     )
 
 
+class Sum(NamedTuple):
+  """Plain sums over this replica's examples, for a metric that is not a mean (replica context).
+
+  For a confusion matrix, counts of bins, true positives of each class. `Task.derived` gets the sum
+  over all replicas, batches and steps. Give rows of weight 0 no part in it: they are padding.
+
+  Attributes:
+    tensor: numeric or bool, of any static shape; added up in float64.
+  """
+
+  tensor: tf.Tensor
+
+
+class PerExample(NamedTuple):
+  """Values of single examples, for a metric that needs all at once (replica context).
+
+  For an exact AUC, a rank correlation, a calibration error. An evaluation collects the rows of all
+  replicas in the memory of each process and gives them to `Task.derived`. Training ignores them.
+
+  Attributes:
+    values: numeric or bool [n, ...], of static shape, one row for each example.
+    weight: [n]; rows of weight 0 are dropped. The weight itself is not kept.
+  """
+
+  values: tf.Tensor
+  weight: tf.Tensor
+
+  @property
+  def wide(self) -> PerExample:
+    """With dtypes that every collective and NumPy have: float32 and int32 or wider."""
+    return PerExample(_wide(self.values), _wide(self.weight))
+
+
+def _wide(tensor: tf.Tensor) -> tf.Tensor:
+  if tensor.dtype.is_floating:
+    return tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
+  return tensor if tensor.dtype in (tf.int32, tf.int64) else tf.cast(tensor, _integer(tensor.dtype))
+
+
+def _integer(dtype: tf.DType) -> tf.DType:
+  return tf.int32 if dtype.size < 4 else tf.int64
+
+
+Summed: TypeAlias = Weighted | Sum
+Metric: TypeAlias = Weighted | Sum | PerExample
+"""What `Task.metrics` and `step.log` take for a name."""
+
+
 class Loss(NamedTuple):
   """This replica's part of a loss: sums, not means, so that they add up over replicas.
 
@@ -123,23 +175,177 @@ class Loss(NamedTuple):
     return Loss(self.total + tf.cast(penalty, self.total.dtype) * self.weight, self.weight)
 
 
-CAPACITY = 64
-"""The maximum number of metrics; one variable holds them all."""
+class Place(NamedTuple):
+  """Where a packed vector holds a metric: from `start` on, a pair, or a Sum of this shape."""
+
+  start: int
+  shape: tuple[int, ...] | None
+
+  @property
+  def size(self) -> int:
+    """How many numbers it takes."""
+    return 2 if self.shape is None else math.prod(self.shape)
+
+
+class Layout:
+  """The order of metrics in a packed float64 vector."""
+
+  def __init__(self, metrics: Mapping[str, Summed] = types.MappingProxyType({})) -> None:
+    """Gives each metric a place."""
+    self.places: dict[str, Place] = {}
+    self.size = 0
+    self.extend(metrics)
+
+  def extend(self, metrics: Mapping[str, Summed]) -> None:
+    """Gives new metrics the next places.
+
+    Raises:
+      ConfigError: a known metric has another shape than before.
+    """
+    for name, value in metrics.items():
+      shape = tuple(value.tensor.shape) if isinstance(value, Sum) else None
+      place = self.places.setdefault(name, Place(self.size, shape))
+      if place.shape != shape:
+        raise ConfigError(
+          f"metric {name!r} is {_described(shape)}, but it was {_described(place.shape)} before; "
+          "give it another name."
+        )
+      self.size = max(self.size, place.start + place.size)
+
+  def packed(self, metrics: Mapping[str, Summed]) -> tf.Tensor:
+    """Returns a float64 vector [size]; metrics that are missing are 0."""
+    parts: list[tf.Tensor] = []
+    pairs: list[Any] = []
+    for name, place in self.places.items():
+      if place.shape is None:
+        pairs += metrics.get(name, (0.0, 0.0))
+        continue
+      parts += [*_stacked(pairs), _flat(metrics[name]) if name in metrics else _zeros(place.size)]
+      pairs = []
+    parts += _stacked(pairs)
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
+
+  def unpacked(self, vector: np.ndarray) -> Totals:
+    """Returns the metrics of a vector [size or more] (host)."""
+    totals = Totals({}, {}, frozenset())
+    for name, (start, shape) in self.places.items():
+      if shape is not None:
+        values = vector[start : start + math.prod(shape)].reshape(shape)
+        totals.sums[name] = values.copy() if shape else float(values)
+        continue
+      total, weight = vector[start : start + 2]
+      totals.means[name] = float(total / weight) if weight else math.nan
+      if not weight:
+        totals = totals._replace(weightless=totals.weightless | {name})
+    return totals
+
+
+class Totals(NamedTuple):
+  """Sums over replicas and steps.
+
+  Attributes:
+    means: total / weight of each pair; NaN where the weights sum to 0.
+    sums: each Sum: a float64 array, or a float for a scalar.
+    weightless: the pairs whose weights sum to 0.
+  """
+
+  means: dict[str, float]
+  sums: dict[str, Any]
+  weightless: frozenset[str]
+
+  def plus(self, other: Totals) -> Totals:
+    """Returns the metrics of both, which have different names."""
+    means, sums = {**self.means, **other.means}, {**self.sums, **other.sums}
+    return Totals(means, sums, self.weightless | other.weightless)
+
+
+NOTHING = Totals({}, {}, frozenset())
 
 
 class MetricSums:
-  """Running sums of (total, weight) pairs over replicas, steps and micro-batches.
+  """Running sums over replicas, steps and micro-batches: (total, weight) pairs, and Sums.
 
-  One float64 variable [CAPACITY, 2], local to each replica, holds all metrics: a step costs one
-  addition and no communication, for any number of metrics.
+  One float64 variable, local to each replica, holds all metrics of a step: a step costs one
+  addition and no communication, for any number of metrics. The first trace of the step makes it;
+  a later trace with further names makes another variable for those.
   """
 
   def __init__(self) -> None:
-    """Makes the variable; call it in `strategy.scope()`."""
-    self._rows: dict[str, int] = {}
-    self._weightless: frozenset[str] = frozenset()
+    """Makes no variable yet; call it in `strategy.scope()`."""
+    self._blocks: list[_Block] = []
+    self._totals = NOTHING
+    self.only_evaluated: set[str] = set()
+    """PerExample metrics of the training step, which collects none."""
+
+  def add(self, metrics: Mapping[str, Summed]) -> None:
+    """Adds this replica's metrics; the trace fixes the names (replica context).
+
+    Raises:
+      ConfigError: a value is neither a pair of scalars nor a Sum, or has another shape than before.
+    """
+    metrics = checked(metrics)
+    new = {name: value for name, value in metrics.items() if name not in self._known()}
+    if new:
+      # Every replica comes here before one of them changes what is known.
+      tf.distribute.get_replica_context().merge_call(lambda strategy: self._extend(strategy, new))
+    for block in self._blocks:
+      block.add({name: metrics[name] for name in block.layout.places if name in metrics})
+
+  def result(self) -> dict[str, float]:
+    """Returns name -> total / weight over all replicas, and resets the sums to zero (host).
+
+    A metric whose weights sum to 0 is NaN. `sums` has the Sums.
+    """
+    totals = NOTHING
+    for block in self._blocks:
+      totals = totals.plus(block.layout.unpacked(block.read()))
+    self._totals = totals
+    self.reset()
+    return dict(totals.means)
+
+  def reset(self) -> None:
+    """Resets the sums to zero, for example after a failed loop (host)."""
+    for block in self._blocks:
+      block.reset()
+
+  @property
+  def sums(self) -> Mapping[str, Any]:
+    """Name -> float64 array, or float for a scalar: the Sums of the last `result`."""
+    return self._totals.sums
+
+  @property
+  def names(self) -> set[str]:
+    """The pairs of all traces so far."""
+    places = {name: place for block in self._blocks for name, place in block.layout.places.items()}
+    return {name for name, place in places.items() if place.shape is None}
+
+  @property
+  def weightless(self) -> frozenset[str]:
+    """The metrics whose weights sum to 0 in the last `result`."""
+    return self._totals.weightless
+
+  def _known(self) -> set[str]:
+    return {name for block in self._blocks for name in block.layout.places}
+
+  def _extend(self, strategy: tf.distribute.Strategy, new: Mapping[str, Summed]) -> None:
+    layout = Layout(new)
+
+    def make() -> _Block:
+      with strategy.scope():
+        return _Block(layout)
+
+    # In a thread of its own: a tf.function in whose trace a variable is made is traced twice.
+    with ThreadPoolExecutor(1) as thread:
+      self._blocks.append(thread.submit(make).result())
+
+
+class _Block:
+  """Metrics that one trace added, and the variable that sums them."""
+
+  def __init__(self, layout: Layout) -> None:
+    self.layout = layout
     self._sums = tf.Variable(
-      np.zeros([CAPACITY, 2]),
+      np.zeros([layout.size]),
       trainable=False,
       dtype=tf.float64,
       synchronization=tf.VariableSynchronization.ON_READ,
@@ -148,69 +354,93 @@ class MetricSums:
     )
     self._compiled_total = tf.function(self._sums.read_value, autograph=False)
 
-  def add(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
-    """Adds this replica's pairs; the trace fixes the names (replica context).
+  def add(self, metrics: Mapping[str, Summed]) -> None:
+    if metrics:
+      self.layout.extend(metrics)
+      self._sums.assign_add(self.layout.packed(metrics))
 
-    Raises:
-      ConfigError: a value is not a pair of scalars, or there are more than CAPACITY names.
-    """
-    sums = self._packed(metrics)
-    if sums is not None:
-      self._sums.assign_add(sums)
-
-  def _packed(self, metrics: Mapping[str, tuple[Any, Any]]) -> tf.Tensor | None:
-    """Returns the pairs as float64 [CAPACITY, 2], one row per metric; None if there are none."""
-    metrics = checked(metrics)
-    if not metrics:
-      return None
-    rows: list[tuple[Any, Any]] = [(0.0, 0.0)] * CAPACITY
-    for name, value in metrics.items():
-      rows[self._row(name)] = value
-    used = len(self._rows)
-    flat = tf.stack([tf.cast(part, tf.float32) for row in rows[:used] for part in row])
-    unused = tf.zeros([2 * (CAPACITY - used)], tf.float64)
-    return tf.reshape(tf.concat([tf.cast(flat, tf.float64), unused], axis=0), [CAPACITY, 2])
-
-  def result(self) -> dict[str, float]:
-    """Returns name -> total / weight over all replicas, and resets the sums to zero (host).
-
-    A metric whose weights sum to 0 is NaN.
-    """
+  def read(self) -> np.ndarray:
     # Compiled, the sum over replicas takes a fraction of the eager time.
     sums = self._compiled_total() if _is_distributed(self._sums) else self._sums
-    sums = sums.numpy()
-    self.reset()
-    return self._means(sums)
-
-  def _means(self, sums: np.ndarray) -> dict[str, float]:
-    self._weightless = frozenset(name for name, row in self._rows.items() if not sums[row, 1])
-    return {
-      name: float(sums[row, 0] / sums[row, 1]) if sums[row, 1] else float("nan")
-      for name, row in self._rows.items()
-    }
+    return sums.numpy()
 
   def reset(self) -> None:
-    """Resets the sums to zero, for example after a failed loop (host)."""
-    self._sums.assign(np.zeros([CAPACITY, 2]), read_value=False)  # reading sums over replicas
+    zeros = np.zeros([self.layout.size])
+    self._sums.assign(zeros, read_value=False)  # reading sums over replicas
 
-  @property
-  def weightless(self) -> frozenset[str]:
-    """The metrics whose weights sum to 0 in the last `result`."""
-    return self._weightless
 
-  def _row(self, name: str) -> int:
-    row = self._rows.setdefault(name, len(self._rows))
-    if row >= CAPACITY:
-      raise ConfigError(f"metric {name!r} is one too many; a task may log {CAPACITY} metrics.")
-    return row
+class CollectedRows:
+  """The PerExample metrics of an evaluation (host)."""
+
+  _LAG = 16
+  """Batches whose values may still be on the device."""
+
+  def __init__(self) -> None:
+    """Starts with none."""
+    self._waiting: list[Mapping[str, PerExample]] = []
+    self._rows: dict[str, list[np.ndarray]] = {}
+
+  def add(self, metrics: Mapping[str, PerExample]) -> None:
+    """Adds a batch: tensors or arrays, of all replicas."""
+    if metrics:
+      self._waiting.append(metrics)
+    if len(self._waiting) > self._LAG:
+      self._take(self._waiting.pop(0))
+
+  def result(self) -> dict[str, np.ndarray]:
+    """Returns name -> [m, ...], the rows whose weight is not 0, in the order of the batches."""
+    for metrics in self._waiting:
+      self._take(metrics)
+    self._waiting = []
+    return {name: np.concatenate(rows) for name, rows in self._rows.items()}
+
+  def _take(self, metrics: Mapping[str, PerExample]) -> None:
+    for name, (values, weight) in metrics.items():
+      self._rows.setdefault(name, []).append(np.asarray(values)[np.asarray(weight) != 0])
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+  """Returns floats as they are, and for an array its elements as "name[i, j]" (host).
+
+  Of more than 16 elements, which nobody would read, only the sum and the sum of squares.
+  """
+  found: dict[str, float] = {}
+  for name, value in values.items():
+    array = np.asarray(value, np.float64)
+    if not array.shape:
+      found[name] = value
+    elif array.size > 16:
+      found |= {f"sum of {name}": array.sum(), f"sum of squares of {name}": np.square(array).sum()}
+    else:
+      found |= {f"{name}{[*index]}": float(each) for index, each in np.ndenumerate(array)}
+  return found
+
+
+def _described(shape: tuple[int, ...] | None) -> str:
+  return "a pair (total, weight)" if shape is None else f"a Sum of shape {shape}"
+
+
+def _stacked(scalars: Sequence[Any]) -> list[tf.Tensor]:
+  """Returns one float64 vector of the scalars, or nothing."""
+  if not scalars:
+    return []
+  return [tf.cast(tf.stack([tf.cast(part, tf.float32) for part in scalars]), tf.float64)]
+
+
+def _flat(value: Any) -> tf.Tensor:
+  return tf.reshape(tf.cast(value.tensor, tf.float64), [-1])
+
+
+def _zeros(size: int) -> tf.Tensor:
+  return tf.zeros([size], tf.float64)
 
 
 def _is_distributed(variable: tf.Variable) -> bool:
   return isinstance(variable, tf.distribute.DistributedValues)
 
 
-def checked(metrics: Mapping[str, tuple[Any, Any]]) -> Mapping[str, tuple[Any, Any]]:
-  """Returns `metrics` if they are name -> (total, weight), both scalars.
+def checked(metrics: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns `metrics` if they are name -> (total, weight), Sum or PerExample, with tensors inside.
 
   Raises:
     ConfigError: they are something else, such as means.
@@ -220,21 +450,50 @@ def checked(metrics: Mapping[str, tuple[Any, Any]]) -> Mapping[str, tuple[Any, A
       f"the metrics are {kind(metrics)}; they must be a dict of name -> (total, weight), "
       "for example {'accuracy': weighted_sum(hits, batch['weight'])}."
     )
-  for name, value in metrics.items():
-    _check_pair(name, value)
-  return metrics
+  return {name: _checked(name, value) for name, value in metrics.items()}
 
 
-def _check_pair(name: str, value: Any) -> None:
+def _checked(name: str, value: Any) -> Metric:
+  if isinstance(value, Sum):
+    return Sum(_numeric(name, "Sum", value.tensor))
+  if isinstance(value, PerExample):
+    return _checked_rows(name, value)
   if not isinstance(value, (tuple, list)) or len(value) != 2:
     raise ConfigError(
       f"metric {name!r} is {kind(value)}; it must be a pair (total, weight) of this "
-      "replica's sums, for example weighted_sum(per_example, batch['weight'])."
+      "replica's sums, for example weighted_sum(per_example, batch['weight']), or a framework.Sum "
+      "or PerExample."
     )
   for part in value:
     shape = tf.convert_to_tensor(part).shape
     if shape.rank != 0:
       raise ConfigError(
         f"metric {name!r} has shape {shape}; total and weight must be scalars, this replica's "
-        "sums over its examples."
+        "sums over its examples. For sums of another shape return framework.Sum(tensor)."
       )
+  total, weight = value
+  return total, weight
+
+
+def _checked_rows(name: str, value: PerExample) -> PerExample:
+  values = _numeric(name, "PerExample.values", value.values)
+  weight = _numeric(name, "PerExample.weight", value.weight)
+  if not values.shape.rank or weight.shape.rank != 1 or values.shape[0] != weight.shape[0]:
+    raise ConfigError(
+      f"metric {name!r} is a PerExample of values {values.shape} and weight {weight.shape}; they "
+      "must be [n, ...] and [n], such as PerExample(scores, batch['weight'])."
+    )
+  return PerExample(values, weight)
+
+
+def _numeric(name: str, what: str, value: Any) -> tf.Tensor:
+  """Returns a tensor of static shape and a real dtype."""
+  tensor = tf.convert_to_tensor(value)
+  if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
+    raise ConfigError(f"metric {name!r} is a {what} of {tensor.dtype.name}; it must hold numbers.")
+  if not tensor.shape.is_fully_defined():
+    raise ConfigError(
+      f"metric {name!r} is a {what} of shape {tensor.shape}; it must be static: keep all rows, and "
+      "leave rows out by a weight of 0 instead of tf.boolean_mask."
+    )
+  return tensor

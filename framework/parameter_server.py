@@ -32,7 +32,14 @@ from framework.backend.autograph import as_written, compiled
 from framework.errors import ConfigError
 from framework.evaluator import Batches, EvalSet, Evaluator
 from framework.inputs.datasets import Batch
-from framework.metrics import CAPACITY, MetricSums
+from framework.metrics import (
+  CollectedRows,
+  Layout,
+  MetricSums,
+  PerExample,
+  Summed,
+  checked,
+)
 from framework.observers import Observer
 from framework.optimizers.loss_scale import DynamicLossScale
 from framework.strategies import servers, traits
@@ -47,44 +54,76 @@ _PROBE_EVERY_S = 5.0
 
 
 class ReturnedSums(MetricSums):
-  """Metric sums that a closure returns, instead of adding them to a variable."""
+  """Metric sums that a closure returns, instead of adding them to a variable.
+
+  A loop of a worker carries them, so their size is fixed before its trace. A trace in which they
+  do not fit fails; the next one gets more room: see `until_it_fits`.
+  """
 
   def __init__(self) -> None:
     """Starts from zero; makes no variable."""
-    self._rows: dict[str, int] = {}
-    self._weightless: frozenset[str] = frozenset()
+    super().__init__()
+    self._layout = Layout()
     self._added: list[tf.Tensor] = []
-    self._total = np.zeros([CAPACITY, 2])
+    self._total = np.zeros([0])
+    self.room = 128
+    self.rows: dict[str, PerExample] = {}
+    """The PerExample metrics of a step, as tensor specs; {} before a trace found any."""
+    self.reset()
 
-  def add(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
-    """Keeps this step's pairs for `taken`, in the graph under trace (worker)."""
-    sums = self._packed(metrics)
-    if sums is not None:
-      self._added.append(sums)
+  @property
+  def size(self) -> tuple[int, str]:
+    """What a trace fixes; it changes only if a trace found it too small."""
+    return self.room, repr(self.rows)
+
+  def add(self, metrics: Mapping[str, Summed]) -> None:
+    """Keeps this step's metrics for `taken`, in the graph under trace (worker)."""
+    metrics = checked(metrics)
+    self._layout.extend(metrics)
+    if self._layout.size > self.room:
+      self.room = max(2 * self.room, self._layout.size + 64)
+      self._outgrown()
+    if metrics:
+      packed = self._layout.packed(metrics)
+      self._added.append(tf.pad(packed, [[0, self.room - packed.shape[0]]]))
+
+  def require_rows(self, rows: Mapping[str, PerExample]) -> None:
+    """Ends a trace that expects other PerExample metrics (worker)."""
+    found = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), dict(rows))
+    if found != self.rows:
+      self.rows = found
+      self._outgrown()
+
+  def _outgrown(self) -> None:
+    self._added = []
+    raise RuntimeError("the trace starts again, with room for all metrics")
 
   def taken(self) -> tf.Tensor:
-    """Returns the sums added since the last call, float64 [CAPACITY, 2] (worker)."""
+    """Returns the sums added since the last call, float64 [room] (worker)."""
     added, self._added = self._added, []
-    return tf.add_n(added) if added else empty_sums()
+    return tf.add_n(added) if added else self.empty()
+
+  def empty(self) -> tf.Tensor:
+    """Returns zero sums, float64 [room]."""
+    return tf.zeros([self.room], tf.float64)
 
   def collect(self, sums: np.ndarray) -> None:
-    """Adds the sums of a closure, float64 [CAPACITY, 2] (host)."""
-    self._total += sums
+    """Adds the sums of a closure, float64 [room] (host)."""
+    total = np.zeros([max(len(sums), len(self._total))])  # they grow if the loop is traced again
+    total[: len(self._total)] += self._total
+    total[: len(sums)] += sums
+    self._total = total
 
   def result(self) -> dict[str, float]:
     """See `MetricSums.result` (host)."""
-    total = self._total
+    total = np.pad(self._total, [0, max(0, self._layout.size - len(self._total))])
+    self._totals = self._layout.unpacked(total)
     self.reset()
-    return self._means(total)
+    return dict(self._totals.means)
 
   def reset(self) -> None:
     """Resets the sums to zero (host)."""
-    self._total = np.zeros([CAPACITY, 2])
-
-
-def empty_sums() -> tf.Tensor:
-  """Returns zero sums, float64 [CAPACITY, 2]."""
-  return tf.zeros([CAPACITY, 2], tf.float64)
+    self._total = np.zeros([0])
 
 
 class Dispatcher:
@@ -159,6 +198,17 @@ class Dispatcher:
         )
 
 
+def until_it_fits(sums: ReturnedSums, run: Callable[[], list[Any]]) -> list[Any]:
+  """Returns `run()`; repeats it if its trace found more metrics than `sums` had room for."""
+  while True:
+    size = sums.size
+    try:
+      return run()
+    except Exception:
+      if sums.size == size:
+        raise
+
+
 def _fetched(value: Any) -> Any:
   try:
     return value.fetch()
@@ -214,8 +264,8 @@ class ParameterServerTrainer(Trainer):
       end: int64 scalar, the global step at which the loop ends.
 
     Returns:
-      Metric sums, float64 [CAPACITY, 2], and the first step whose loss is not finite, an int64
-      scalar (the largest int64 if all are finite).
+      Metric sums, float64 [room], and the first step whose loss is not finite, an int64 scalar
+      (the largest int64 if all are finite).
     """
     self._worker = tf.distribute.coordinator.experimental_get_current_worker_index()
 
@@ -229,7 +279,7 @@ class ParameterServerTrainer(Trainer):
       bad_step = tf.minimum(bad_step, self._bad_step)
       return done + 1, claim, sums + self._metrics.taken(), bad_step
 
-    start = (tf.constant(0, tf.int64), self._claim(), empty_sums(), tf.constant(_NEVER))
+    start = (tf.constant(0, tf.int64), self._claim(), self._metrics.empty(), tf.constant(_NEVER))
     *_, sums, bad_step = tf.while_loop(
       lambda done, claim, *_: claim < end, one, start, parallel_iterations=1
     )
@@ -304,7 +354,9 @@ class ParameterServerTrainer(Trainer):
       if count > 1:
         count += self._dispatcher.workers - 1
       piece = (self._iterator, tf.constant(most, tf.int64), tf.constant(end, tf.int64))
-      for result in self._dispatcher.run(self._compiled_loop, [piece] * count):
+      run = functools.partial(self._dispatcher.run, self._compiled_loop, [piece] * count)
+      results = until_it_fits(self._metrics, run)
+      for result in results:
         if result is not None:
           self._collect(*result)
       step = int(self.global_step.numpy())
@@ -337,6 +389,10 @@ class ParameterServerEvaluator(Evaluator):
       step = tf.function(self.shard_sums)
       self._sets.append(EvalSet(name, batches, None, ReturnedSums(), step))
 
+  def metric_names(self) -> None:
+    """See `Evaluator.metric_names`."""
+    return
+
   def _of_shards(
     self, dataset: Callable[..., tf.data.Dataset], worker: tf.Tensor
   ) -> tf.data.Dataset:
@@ -346,37 +402,68 @@ class ParameterServerEvaluator(Evaluator):
 
   def shard_sums(
     self, shards: tf.data.Dataset, number: tf.Tensor, most: tf.Tensor
-  ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Evaluates one shard; returns sums, float64 [CAPACITY, 2], and an int64 batch count (worker).
+  ) -> tuple[tf.Tensor, tf.Tensor, dict[str, PerExample]]:
+    """Evaluates one shard (worker).
 
     Args:
       shards: dataset of shards, each a dataset of batches.
       number: index of the shard, int64 scalar.
       most: the maximum number of batches, int64 scalar; -1 for all.
+
+    Returns:
+      Sums, float64 [room]; the number of batches, int64; PerExample metrics, [batches, ...] each.
     """
-    sums, batches = as_written(empty_sums)(), tf.constant(0, tf.int64)
+    sums, batches = as_written(self._metrics.empty)(), tf.constant(0, tf.int64)
+    arrays = as_written(self._row_arrays)()
     for batch in iter(shards.skip(number).take(1).get_single_element().take(most)):
-      as_written(self.eval_step)(batch)
+      rows = as_written(self.eval_step)(batch)
+      arrays = as_written(self._written)(arrays, tf.cast(batches, tf.int32), rows)
       sums += as_written(self._metrics.taken)()
       batches += 1
-    return sums, batches
+    return sums, batches, as_written(self._stacked)(arrays)
 
-  def _run_batches(self, one: EvalSet, limit: int) -> int:
+  def _row_arrays(self) -> list[tf.TensorArray]:
+    specs = tf.nest.flatten(self._metrics.rows)
+    return [tf.TensorArray(s.dtype, 0, dynamic_size=True, element_shape=s.shape) for s in specs]
+
+  def _written(
+    self, arrays: Sequence[tf.TensorArray], index: tf.Tensor, rows: Mapping[str, PerExample]
+  ) -> list[tf.TensorArray]:
+    self._metrics.require_rows(rows)
+    values = tf.nest.flatten(rows)
+    return [array.write(index, value) for array, value in zip(arrays, values, strict=True)]
+
+  def _stacked(self, arrays: Sequence[tf.TensorArray]) -> dict[str, PerExample]:
+    return tf.nest.pack_sequence_as(self._metrics.rows, [array.stack() for array in arrays])
+
+  def _run_batches(self, one: EvalSet, limit: int) -> tuple[int, CollectedRows]:
     """Runs every shard until it returns its sums; reruns the shards of failed workers."""
-    batches, missing = 0, list(range(self._shards))
+    found: dict[int, Mapping[str, PerExample]] = {}
+    missing = list(range(self._shards))
     meanwhile = functools.partial(self.between_batches, one.name, 0, None)
     while missing:
       pieces = [(one.batches, *self._piece(number, limit)) for number in missing]
-      results = self._dispatcher.run(one.step, pieces, meanwhile=meanwhile)
-      for sums, count in filter(None, results):
-        self._metrics.collect(sums)
-        batches += int(count)
+      run = functools.partial(self._dispatcher.run, one.step, pieces, meanwhile=meanwhile)
+      results = until_it_fits(self._metrics, run)
+      for number, result in zip(missing, results, strict=True):
+        if result is not None:
+          sums, count, rows = result
+          self._metrics.collect(sums)
+          found |= {number + self._shards * i: _row(rows, i) for i in range(int(count))}
       missing = [n for n, result in zip(missing, results, strict=True) if result is None]
-    return batches
+    collected = CollectedRows()
+    for number in sorted(found):  # batch `number` of the source
+      collected.add(found[number])
+    return len(found), collected
 
   def _piece(self, number: int, limit: int) -> tuple[Any, ...]:
     most = -1 if limit < 0 else max(0, -(-(limit - number) // self._shards))
     return tf.constant(number, tf.int64), tf.constant(most, tf.int64)
+
+
+def _row(rows: Mapping[str, PerExample], index: int) -> dict[str, PerExample]:
+  """Returns batch `index` of the stacked batches of a shard (host)."""
+  return {n: PerExample(values[index], weight[index]) for n, (values, weight) in rows.items()}
 
 
 def _fetch_and_add(counter: tf.Variable) -> tf.Tensor:

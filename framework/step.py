@@ -19,7 +19,17 @@ from framework.backend import batch_norm, models, randomness, recomputation, rep
 from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, unknown
 from framework.inputs.datasets import Batch
-from framework.metrics import REPORTED, REPORTED_BY_UPDATES, Loss, MetricSums, Weighted, checked
+from framework.metrics import (
+  REPORTED,
+  REPORTED_BY_UPDATES,
+  Loss,
+  Metric,
+  MetricSums,
+  PerExample,
+  Sum,
+  Weighted,
+  checked,
+)
 from framework.observers import Observer
 from framework.optimizers import adapters
 from framework.optimizers.adapters import DEFAULT, Optimizer
@@ -78,7 +88,7 @@ class EvalStep:
       reduction: what `all_gather` uses; None uses the default.
       number: see `number`; None is 0.
     """
-    self._logged: dict[str, Weighted] = {}
+    self._logged: dict[str, Metric] = {}
     self._reduction = reduction or Reduction()
     self._number = tf.cast(0 if number is None else number, tf.int64)
 
@@ -96,23 +106,22 @@ class EvalStep:
     rows = tf.shape(batch["weight"])[:1] if "weight" in batch else [1]
     converted(task_step)(self, {**batch, "step": tf.fill(rows, self._number)})
 
-  def log(self, metrics: Mapping[str, Weighted]) -> None:
-    """Adds this replica's (total, weight) pairs, float scalars, to the metrics of this step.
+  def log(self, metrics: Mapping[str, Metric]) -> None:
+    """Adds this replica's metrics: name -> (total, weight), float scalars, `Sum` or `PerExample`.
 
-    Pairs logged under the same name add up.
+    Pairs and Sums logged under the same name add up; rows of PerExample follow one another.
 
     Raises:
-      ConfigError: not a dict of name -> pair of scalars.
+      ConfigError: not a dict of such metrics.
     """
     self._add(checked(metrics))
 
-  def _add(self, metrics: Mapping[str, Weighted]) -> None:
+  def _add(self, metrics: Mapping[str, Metric]) -> None:
     if recomputation.is_repeating():
       return
-    for name, (total, weight) in metrics.items():
-      if name in self._logged:
-        total, weight = self._logged[name][0] + total, self._logged[name][1] + weight
-      self._logged[name] = (total, weight)
+    for name, value in metrics.items():
+      known = self._logged.get(name)
+      self._logged[name] = value if known is None else _both(name, known, value)
 
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
     """Concatenates the rows of all replicas, in replica order; differentiable (replica context).
@@ -140,10 +149,19 @@ class EvalStep:
       )
     return self._reduction.all_gather(tensor)
 
-  def close(self, sums: MetricSums, own: Mapping[str, Weighted] | None = None) -> None:
-    """Adds the logged metrics, and the framework's `own`, to `sums`; the framework calls it."""
+  def close(
+    self, sums: MetricSums, own: Mapping[str, Weighted] | None = None
+  ) -> dict[str, PerExample]:
+    """Adds the logged metrics, and the framework's `own`, to `sums`; the framework calls it.
+
+    Returns:
+      The PerExample metrics of all replicas, in replica order, equal on each.
+    """
     self._add(own or {})
-    sums.add(self._logged)
+    rows = {name: value for name, value in self._logged.items() if isinstance(value, PerExample)}
+    sums.add({name: value for name, value in self._logged.items() if name not in rows})
+    gather = self._reduction.all_gather
+    return {name: PerExample(*map(gather, value.wide)) for name, value in rows.items()}
 
 
 @methods_as_written
@@ -161,23 +179,27 @@ class Step(EvalStep):
     self._seeds = 0
     self._finite: list[tf.Tensor] = []
     self._loss_finite: list[tf.Tensor] = []
+    self._only_evaluated: set[str] = set()
     self._observers = [observer.of_replica() for observer in parts.observers]
 
-  def log(self, metrics: Mapping[str, Weighted]) -> None:
-    """See `EvalStep.log`.
+  def log(self, metrics: Mapping[str, Metric]) -> None:
+    """See `EvalStep.log`; leaves out PerExample metrics, which only evaluations collect.
 
     Raises:
-      ConfigError: not a dict of name -> pair of scalars, or the framework reports the name.
+      ConfigError: not a dict of metrics, or the framework reports the name.
     """
     prefixes = ["", *map(adapters.prefix, self._parts.optimizers)]
     reported = {f"{p}{n}" for p in prefixes for n in REPORTED_BY_UPDATES} | set(REPORTED)
-    for name in checked(metrics):
+    metrics = checked(metrics)
+    for name in metrics:
       if name in reported:
         raise ConfigError(
           f"the training step logs {name!r}, which the framework reports itself; rename it, for "
           f"example {f'my_{name}'!r}."
         )
-    self._add(metrics)
+    rows = {name for name, value in metrics.items() if isinstance(value, PerExample)}
+    self._only_evaluated |= rows
+    self._add({name: value for name, value in metrics.items() if name not in rows})
 
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
     """See `EvalStep.all_gather`."""
@@ -495,11 +517,14 @@ class Step(EvalStep):
       )
     return _all(self._finite), _all(self._loss_finite)
 
-  def close(self, sums: MetricSums, own: Mapping[str, Weighted] | None = None) -> None:
+  def close(
+    self, sums: MetricSums, own: Mapping[str, Weighted] | None = None
+  ) -> dict[str, PerExample]:
     """See `EvalStep.close`; also adds the observers' metrics."""
     for observer in self._observers:
       self._add(observer.metrics())
-    super().close(sums, own)
+    sums.only_evaluated |= self._only_evaluated
+    return super().close(sums, own)
 
   def _optimizer(self, name: str) -> Optimizer:
     if name not in self._parts.optimizers:
@@ -586,7 +611,7 @@ class Step(EvalStep):
     raw = [models.raw(v) for v in fusion.originals]
     missing: list[bool] = []
 
-    def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Weighted]]:
+    def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Metric]]:
       self._logged = {}
       with randomness.random_streams(key), self._examples_of(batch), tf.GradientTape() as tape:
         loss = Loss.checked(converted(loss_fn)(batch))
@@ -632,6 +657,28 @@ def _in_branch(
     if "merge_call" not in str(error):
       raise
     return None
+
+
+def _both(name: str, one: Metric, other: Metric) -> Metric:
+  """Returns one metric of two that a step logs under one name."""
+  kinds = (PerExample, Sum, tuple)
+  both = {next(kind for kind in kinds if isinstance(value, kind)) for value in (one, other)}
+  if both == {PerExample}:
+    return PerExample(*(tf.concat(parts, axis=0) for parts in zip(one, other, strict=True)))
+  if both == {Sum} and one[0].shape == other[0].shape:
+    return Sum(one[0] + other[0])
+  if both == {tuple} and len(one) == len(other) == 2:
+    return one[0] + other[0], one[1] + other[1]
+  raise ConfigError(
+    f"the step logs {name!r} twice, as {_what(one)} and as {_what(other)}; give them two names."
+  )
+
+
+def _what(metric: Metric) -> str:
+  """Returns what an error calls a metric."""
+  if isinstance(metric, (Sum, PerExample)):
+    return f"a {type(metric).__name__} of shape {metric[0].shape}"
+  return "a pair (total, weight)"
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:

@@ -6,20 +6,23 @@ docs/writing-a-task.md shows examples.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from framework.backend import models
 from framework.backend.autograph import converted, methods_as_written
-from framework.errors import ConfigError, kind
+from framework.errors import ConfigError, kind, shown
 from framework.inputs.datasets import Batch, Preprocess
 
 if TYPE_CHECKING:
+  from framework.reporting.board import Board
   from framework.step import EvalStep, Step
 
-from framework.metrics import REPORTED, Loss, Weighted
+from framework.metrics import REPORTED, Loss, Metric
 
 
 @methods_as_written
@@ -34,6 +37,9 @@ class Task:
   chance_loss: float | None = None
   """The loss of guessing, such as log(10) for 10 classes, or None; --mode=verify compares the
   first loss with it."""
+  shown: Sequence[str] | None = None
+  """The metrics that the lines of progress and result show, in this order: names, or patterns such
+  as "*_accuracy"; None shows all but some of the framework's. metrics.jsonl has them all."""
   accepted: Mapping[str, str] = types.MappingProxyType({})
   """Intended deviations that --mode=verify accepts: cause, as named in docs/verify.md -> reason,
   such as {"batch-norm statistics": "local, as in the paper"}."""
@@ -68,8 +74,8 @@ class Task:
     """Returns the source of `split`, "train" or "eval", not batched, shuffled or sharded (host).
 
     Returns:
-      A `Source` or `StreamSource`. For "eval" also name -> source, for several sets, whose metrics
-      are named "<name>/<metric>".
+      A `Source` or `StreamSource`. For "train" also `Sources`, several at once. For "eval" also
+      name -> source, for several sets, whose metrics are named "<name>/<metric>".
     """
     raise _missing(self, "source(split)")
 
@@ -98,22 +104,44 @@ class Task:
     """Returns this replica's loss, usually from `Loss.from_examples` (replica context)."""
     raise _missing(self, "loss(outputs, batch)")
 
-  def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:
-    """Returns name -> (total, weight), this replica's sums (replica context)."""
+  def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Metric]:
+    """Returns name -> metric of this replica's examples (replica context).
+
+    A metric is a pair (total, weight) for a mean, a `Sum`, or `PerExample` values. `derived`
+    computes what is reported of the last two.
+    """
     del outputs, batch
     return {}
 
-  def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-    """Returns further metrics, name -> float, computed from means over replicas (host).
+  def derived(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns further metrics, computed from what is logged over all replicas (host).
 
-    For metrics that are not means, such as a perplexity, exp of the mean loss. Called after each
-    training loop and each evaluation, of several evaluation sets for each set.
+    For metrics that are not means: a perplexity (exp of the mean loss), an F1, an exact AUC. Called
+    after each training loop and each evaluation, of several evaluation sets for each set.
 
     Args:
-      means: name -> total / weight of every logged metric; NaN where the weights sum to 0.
+      values: every logged metric by name: total / weight as a float, NaN where the weights sum to
+        0; a Sum as a float64 array of its shape, or a float; in evaluations, PerExample values as
+        an array [m, ...] of the examples with weight, in the same order for all names.
+
+    Returns:
+      Name -> float, or an array or nested list of at most 100,000 numbers; metrics.jsonl gets all,
+      TensorBoard and the console get the floats.
     """
-    del means
+    del values
     return {}
+
+  def show(self, board: Board) -> None:
+    """Shows pictures, distributions and texts of the current weights (host).
+
+    The action `Show` calls it, on every worker of a cluster, with the weights that evaluations use.
+    Draw random numbers with a fixed seed, such as `tf.random.stateless_normal(shape, seed=[0, 1])`,
+    so that the pictures of two steps are comparable.
+
+    Args:
+      board: `board.image(name, array)`, `board.histogram(name, values)`, `board.text(name, text)`.
+    """
+    del board
 
   def regularization(self) -> tf.Tensor | float:
     """Returns a float scalar, added once to the mean training loss (replica context).
@@ -175,25 +203,86 @@ def preprocess_of(task: Task) -> Preprocess | None:
   return task.preprocess if type(task).preprocess is not Task.preprocess else None
 
 
-def derived_metrics(task: Task, means: Mapping[str, float]) -> dict[str, float]:
-  """Returns `task.derived(means)` as floats; raises ConfigError if a name is taken (host)."""
-  if not means:  # there was no batch
+MOST_NUMBERS = 100_000
+"""Of one derived metric: a line of metrics.jsonl has them all."""
+
+
+def derived_metrics(
+  task: Task,
+  means: Mapping[str, float],
+  others: Mapping[str, Any] = types.MappingProxyType({}),
+  *,
+  only_evaluated: Collection[str] = (),
+) -> dict[str, Any]:
+  """Returns what `task.derived` makes of the metrics, as floats and arrays (host).
+
+  Args:
+    task: the task.
+    means: what is reported.
+    others: Sums and PerExample values, which are not.
+    only_evaluated: PerExample metrics that are missing after a training loop.
+
+  Raises:
+    ConfigError: a name is taken, a value is no number or too large, or `derived` reads a metric
+      that only evaluations have.
+  """
+  if not means and not others:  # there was no batch
     return {}
-  values = task.derived(types.MappingProxyType(means))
-  if not isinstance(values, Mapping):
+  who = f"{type(task).__name__}.derived()"
+  if others and type(task).derived is Task.derived:
+    _warn_unused(task, others)
+  try:
+    values = task.derived(types.MappingProxyType({**means, **others}))
+  except KeyError as error:
+    if not error.args or error.args[0] not in only_evaluated:
+      raise
+    name = error.args[0]
     raise ConfigError(
-      f"{type(task).__name__}.derived() returns {kind(values)}; it must be a dict of name -> float."
-    )
+      f"{who} reads {name!r} after a training loop, but a PerExample metric exists only in "
+      f"evaluations; write `if {name!r} in values:`."
+    ) from error
+  if not isinstance(values, Mapping):
+    raise ConfigError(f"{who} returns {kind(values)}; it must be a dict of name -> float.")
   for name in values:
     if name in means or name in REPORTED:
       raise ConfigError(
-        f"{type(task).__name__}.derived() returns {name!r}, which is already reported; rename it, "
-        f"for example {f'my_{name}'!r}."
+        f"{who} returns {name!r}, which is already reported; rename it, for example "
+        f"{f'my_{name}'!r}."
       )
-  return {name: float(value) for name, value in values.items()}
+  return {name: _finished(who, name, value) for name, value in values.items()}
 
 
-def _metrics(task: Task, outputs: Any, batch: Batch) -> Mapping[str, Weighted]:
+def _finished(who: str, name: str, value: Any) -> float | np.ndarray:
+  """Returns a derived value as a float or an array; raises ConfigError if it is no such thing."""
+  try:
+    array = np.asarray(value)
+    if not array.shape:
+      return float(value)
+  except (TypeError, ValueError):  # a text, None, lists of different lengths
+    array = np.asarray(None)
+  if array.dtype.kind not in "biuf":
+    raise ConfigError(
+      f"{who} returns {shown(value)} for {name!r}; it must be a number, or an array of numbers."
+    )
+  if array.size > MOST_NUMBERS:
+    raise ConfigError(
+      f"{who} returns an array of shape {array.shape} for {name!r}; metrics.jsonl takes at most "
+      f"{MOST_NUMBERS:,} numbers: return a summary of it."
+    )
+  return array
+
+
+def _warn_unused(task: Task, names: Iterable[str]) -> None:
+  logging.log_first_n(
+    logging.WARNING,
+    "%s logs %s as Sum or PerExample, which only derived() sees; define derived() to report it",
+    1,
+    type(task).__name__,
+    ", ".join(names),
+  )
+
+
+def _metrics(task: Task, outputs: Any, batch: Batch) -> Mapping[str, Metric]:
   """Returns `task.metrics(...)`; raises ConfigError if the framework reports one of its names."""
   metrics = converted(task.metrics)(outputs, batch)
   for name in REPORTED if isinstance(metrics, Mapping) else ():

@@ -24,6 +24,7 @@ from framework.backend.timing import timed
 from framework.errors import ConfigError, require_integer
 from framework.inputs import datasets
 from framework.inputs.datasets import Batch
+from framework.inputs.parts import Sources
 from framework.inputs.sources import Source, StreamSource
 from framework.metrics import MetricSums
 from framework.observers import Observer
@@ -114,7 +115,7 @@ class Trainer(orbit.AbstractTrainer):
     self.cluster = traits.cluster_of(strategy)
     self.global_batch_size = global_batch_size
     self._dataset_fn = dataset_fn
-    self.source: Callable[[], Source | StreamSource] | None = None
+    self.source: Callable[[], Source | StreamSource | Sources] | None = None
     self._iterator: Iterator[Batch] | None = None
     self._weight_seen = False
     self._assigned: dict[str, tf.Variable] = {}  # what Step.assign sets, by name
@@ -146,8 +147,9 @@ class Trainer(orbit.AbstractTrainer):
       num_steps: int32 scalar.
 
     Returns:
-      Means over the loop (loss, gradient_norm, the task's metrics), its examples/s and its seconds
-      of input wait. At the end of the loop: learning rate, loss scale and skipped steps so far.
+      Means over the loop (loss, gradient_norm, the task's metrics), what the task derives, the
+      loop's examples/s and its seconds of input wait. At the end of the loop: learning rate, loss
+      scale and skipped steps so far.
       `nonfinite_step`, the first step whose loss was not finite, from 1, if there was one.
 
     Raises:
@@ -180,7 +182,9 @@ class Trainer(orbit.AbstractTrainer):
     results["input_wait_s"] = clock.corrected(results.pop("input_wait") * ran)
     for observer in self.parts.observers:
       observer.loop_ends(results, done=done, ran=ran)
-    results |= derived_metrics(self.task, results)
+    results |= derived_metrics(
+      self.task, results, self._metrics.sums, only_evaluated=self._metrics.only_evaluated
+    )
     results["examples_per_second"] = ran * self.global_batch_size / seconds
     return {**self.state_metrics(), **results}
 

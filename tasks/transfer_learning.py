@@ -20,7 +20,7 @@ import tensorflow as tf
 from absl import logging
 
 import framework
-from framework import Batch, ConfigError, Loss, Source, Task
+from framework import Batch, ConfigError, Loss, Source, Step, Task
 from framework.errors import first_line
 from framework.metrics import Weighted, weighted_sum
 from framework.saving.warm_start import WarmStart
@@ -92,6 +92,7 @@ class TransferLearning(Task):
     input_shape: Sequence[int] = (224, 224, 3),
     classes: int = 2,
     fine_tune: bool = False,
+    unfreeze_step: int | None = None,
     momentum: float | None = None,
     weights: str | None = None,
     units: Sequence[int] = (512,),
@@ -107,6 +108,9 @@ class TransferLearning(Task):
       classes: labels are 0 .. classes - 1.
       fine_tune: False freezes the backbone: its weights do not change, and its batch normalisation
         uses and keeps its statistics. True trains all of it, with each replica's own statistics.
+      unfreeze_step: with `fine_tune`: an optimizer "head" trains the layers after the backbone
+        for this many steps, then an optimizer "all" trains everything but the backbone's batch
+        normalisation, which stays in inference mode. None trains everything from the start.
       momentum: of its moving statistics, when fine-tuned. None keeps that of keras.applications,
         0.999 for MobileNetV2: after 1,000 steps from scratch, 37 % of a statistic is still its
         initial value.
@@ -117,7 +121,8 @@ class TransferLearning(Task):
       flip: mirror half of the training images, left to right.
 
     Raises:
-      ConfigError: images without three channels, fewer than two classes, or an invalid momentum.
+      ConfigError: images without three channels, fewer than two classes, an invalid momentum, or
+        `unfreeze_step` of a backbone that stays frozen.
     """
     if len(input_shape) != 3 or input_shape[2] != 3:
       raise ConfigError(
@@ -130,12 +135,18 @@ class TransferLearning(Task):
       raise ConfigError(
         f"TransferLearning.momentum is {momentum}; it must be 0 or more and below 1, such as 0.9."
       )
-    self._momentum = momentum
+    if unfreeze_step is not None and not fine_tune:
+      raise ConfigError(
+        f"TransferLearning.unfreeze_step is {unfreeze_step}, but fine_tune is False, which never "
+        "trains the backbone; set TransferLearning.fine_tune = True."
+      )
+    self._momentum, self._unfreeze_step = momentum, unfreeze_step
     self._data, self._backbone, self._weights = data, backbone, weights
     self._shape, self._classes, self._fine_tune = tuple(input_shape), classes, fine_tune
     self._units, self._dropout, self._flip = tuple(units), dropout, flip
     self.chance_loss = math.log(classes)
-    self.accepted: Mapping[str, str] = _LOCAL_STATISTICS if fine_tune else {}
+    local = fine_tune and unfreeze_step is None
+    self.accepted: Mapping[str, str] = _LOCAL_STATISTICS if local else {}
 
   def build_model(self) -> keras.Model:
     """Returns the network, with logits [n, 1] for two classes, otherwise [n, classes].
@@ -144,7 +155,8 @@ class TransferLearning(Task):
       ConfigError: the weights cannot be downloaded or read.
     """
     backbone = self._built_backbone()
-    backbone.trainable = self._fine_tune
+    if not self._fine_tune:
+      backbone.trainable = False
     image = keras.Input(self._shape, name="image")
     features = keras.layers.GlobalAveragePooling2D(name="pooling")(backbone(image))
     for number, width in enumerate(self._units):
@@ -171,6 +183,22 @@ class TransferLearning(Task):
     if training and self._flip:
       image = _flipped(image, batch["seed"])
     return {**batch, "image": self._backbone.preprocess_input(image)}
+
+  def variables_of(self, optimizer: str) -> list[Any]:
+    """Returns all trainable variables; those after the backbone for the optimizer "head"."""
+    if optimizer != "head":
+      return super().variables_of(optimizer)
+    layers = [layer for layer in self.model.layers if not isinstance(layer, keras.Model)]
+    return [variable for layer in layers for variable in layer.trainable_variables]
+
+  def train_step(self, step: Step, batch: Batch) -> None:
+    """Updates everything; with `unfreeze_step`, only the head before that step."""
+    if self._unfreeze_step is None:
+      super().train_step(step, batch)
+      return
+    frozen = step.number < self._unfreeze_step
+    step.update(lambda part: self.training_loss(step, part), batch, "head", when=frozen)
+    step.update(lambda part: self.training_loss(step, part), batch, "all", when=~frozen)
 
   def forward(self, batch: Batch, training: bool) -> tf.Tensor:
     """Returns float32 logits."""
@@ -222,9 +250,10 @@ class TransferLearning(Task):
         f"TransferLearning.weights is 'imagenet', but Keras cannot download them ({_line(error)}); "
         "download the file elsewhere and give its path, or remove weights to start at random."
       ) from error
-    for layer in backbone.layers if self._momentum is not None else ():
+    for layer in backbone.layers:
       if isinstance(layer, keras.layers.BatchNormalization):
-        layer.momentum = self._momentum
+        layer.momentum = layer.momentum if self._momentum is None else self._momentum
+        layer.trainable = self._unfreeze_step is None  # False is inference mode too
     if self._weights and not download:
       try:
         report = WarmStart(path=self._weights, strict=True).load(backbone)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -17,12 +17,14 @@ import tensorflow as tf
 from framework.actions.base import Action, Output, Run, StopTraining
 from framework.backend import files
 from framework.errors import ConfigError, unknown
-from framework.reporting.metrics_log import flatten
+from framework.reporting.metrics_log import flatten, scalars
 from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chief
 from framework.saving.export import export, mend, require_replaceable
 
 Mode = Literal["max", "min"]
-_OTHER_FOLDERS = ("assets", "checkpoints", "eval", "export", "logs", "nonfinite", "train")
+_OTHER_FOLDERS = (
+  *("assets", "checkpoints", "eval", "export", "logs", "media", "nonfinite", "profile", "train"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +47,9 @@ class Goal:
     """Returns the metric's value; nested names are joined by "/".
 
     Raises:
-      ConfigError: `output` has no such metric.
+      ConfigError: `output` has no such metric, or it is an array.
     """
-    values = flatten(output)
+    values = scalars(flatten(output))
     if self.metric not in values:
       raise unknown("metric", self.metric, values)
     return float(values[self.metric])
@@ -75,6 +77,10 @@ class MetricHistory(Action):
     """Reads nothing until `begin` or the first call."""
     self._goal = goal
     self._values: list[float] | None = None
+
+  def reads(self) -> Mapping[str, str]:
+    """Returns the metric."""
+    return {"metric": self._goal.metric}
 
   def begin(self) -> None:
     """Reads the values of all evaluations up to the restored step."""

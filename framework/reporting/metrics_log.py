@@ -18,6 +18,8 @@ from framework.backend import files
 from framework.errors import ConfigError
 
 Number = int | float
+Value = int | float | list[Any]
+"""A number, or an array as nested lists of numbers."""
 Record = dict[str, Any]
 Clock = Callable[[], float]
 
@@ -25,32 +27,41 @@ _RESERVED = ("step", "split", "wall_time")
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Number]:
-  """Flattens nested dicts of scalars to one dict of Python numbers; joins names with "/".
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+  """Flattens nested dicts to one dict of Python numbers and lists; joins names with "/".
 
   Args:
-    values: numbers, NumPy or TensorFlow scalars of any dtype, and dicts of them.
+    values: numbers, NumPy or TensorFlow scalars and arrays of any dtype, and dicts of them.
     prefix: added before every name.
 
   Raises:
-    ConfigError: a value is not one number.
+    ConfigError: a value is neither a number nor an array of numbers.
   """
-  flat: dict[str, Number] = {}
+  flat: dict[str, Value] = {}
   for key, value in values.items():
     name = f"{prefix}{key}"
     flat.update(
-      flatten(value, f"{name}/") if isinstance(value, Mapping) else {name: _number(name, value)}
+      flatten(value, f"{name}/") if isinstance(value, Mapping) else {name: _plain(name, value)}
     )
   return flat
 
 
-def _number(name: str, value: Any) -> Number:
+def scalars(values: Mapping[str, Value]) -> dict[str, Number]:
+  """Returns those of `flatten` that are one number."""
+  return {name: value for name, value in values.items() if not isinstance(value, list)}
+
+
+def _plain(name: str, value: Any) -> Value:
   array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-  if array.shape or array.dtype.kind not in "biufV":  # V: bfloat16
+  kind = array.dtype.kind
+  if kind not in "biufV":  # V: bfloat16
     raise ConfigError(
-      f"metric {name!r} is of type {array.dtype} and shape {array.shape}; it must be one number."
+      f"metric {name!r} is of type {array.dtype} and shape {array.shape}; it must be a number, or "
+      "an array of numbers."
     )
-  return int(array) if array.dtype.kind in "biu" else float(array)
+  return array.astype(
+    np.float64 if kind == "V" else np.int64 if kind in "bi" else array.dtype
+  ).tolist()
 
 
 class MetricsLog:
@@ -61,7 +72,8 @@ class MetricsLog:
 
   A line holds "step" (int), "split" ("train", "eval" or "time"), "wall_time" (float, seconds since
   the epoch), then the values by name. JSON has no NaN or infinities, so the file has the strings
-  "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `records` returns them as floats.
+  "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `records` returns them as floats. Arrays
+  are nested lists.
   """
 
   def __init__(self, path: str | os.PathLike[str], *, clock: Clock = time.time) -> None:
@@ -75,7 +87,8 @@ class MetricsLog:
     The next checkpoint puts it on disk.
 
     Raises:
-      ConfigError: a value is not one number, or its name is "step", "split" or "wall_time".
+      ConfigError: a value is neither a number nor an array of numbers, or it is named "step",
+        "split" or "wall_time".
     """
     flat = flatten(values)
     for name in _RESERVED:
@@ -92,8 +105,10 @@ class MetricsLog:
     parsed = (_parse(line) for line in self._lines())
     return [r for r in parsed if r is not None and split in (None, r.get("split"))]
 
-  def trim(self, step: int) -> int:
+  def trim(self, step: int, *, evaluation: bool = False) -> int:
     """Removes the records after `step`; a run that restarts there writes them again (host).
+
+    With `evaluation`, also removes those of split "eval" at `step`.
 
     Also removes a last line that a kill cut off. All other lines stay unchanged. The records that
     it removes are appended to <path>.undone: the user may have lost checkpoints by mistake.
@@ -105,7 +120,7 @@ class MetricsLog:
       return 0
     with self._opened():
       lines = self._lines()
-      undone = [line for line in lines if (_parse(line) or {"step": 0})["step"] > step]
+      undone = [line for line in lines if _is_after(_parse(line) or {}, step, evaluation)]
       gone = set(undone)
       kept = b"".join(line + b"\n" for line in lines if line not in gone)
       if undone:
@@ -143,7 +158,14 @@ class MetricsLog:
     return lines if _parse(last) is None else [*lines, last]
 
 
-def _encode(value: Number) -> Number | str:
+def _is_after(record: Record, step: int, evaluation: bool) -> bool:
+  at = record.get("step", 0)
+  return at > step or (evaluation and at == step and record.get("split") == "eval")
+
+
+def _encode(value: Value) -> Any:
+  if isinstance(value, list):
+    return [_encode(each) for each in value]
   if math.isfinite(value):
     return value
   return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -156,4 +178,10 @@ def _parse(line: bytes) -> Record | None:
     return None
   if not isinstance(record, dict) or not isinstance(record.get("step"), int):
     return None
-  return {k: float(v) if v in _NON_FINITE else v for k, v in record.items()}
+  return {name: _decode(value) for name, value in record.items()}
+
+
+def _decode(value: Any) -> Any:
+  if isinstance(value, list):
+    return [_decode(each) for each in value]
+  return float(value) if value in _NON_FINITE else value

@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from framework.backend.timing import timed
-from framework.reporting.metrics_log import MetricsLog, flatten
+from framework.reporting.metrics_log import MetricsLog, flatten, scalars
 from framework.reporting.progress import Progress
 
 
@@ -64,15 +64,19 @@ class Reporter(orbit.utils.SummaryManagerInterface):
 
   @timed("reporting")
   def write_summaries(self, summary_dict: Mapping[str, Any]) -> None:
-    """Reports the values of one loop or evaluation; joins nested names with "/" (host)."""
-    values = flatten(summary_dict)
+    """Reports the values of one loop or evaluation; joins nested names with "/" (host).
+
+    Arrays go to metrics.jsonl alone.
+    """
+    everything = flatten(summary_dict)
+    values = scalars(everything)
     if self._global_batch_size and "examples_per_second" in values:
       values["steps_per_second"] = values["examples_per_second"] / self._global_batch_size
     step = int(self._global_step.numpy())
     # As arrays: TensorFlow keeps a copy of every Python number that becomes a tensor, 0.5 kB each.
     self._tensorboard.write_summaries({name: np.asarray(v) for name, v in values.items()})
     if self._metrics_log is not None:
-      self._metrics_log.append(step, self._split, values)
+      self._metrics_log.append(step, self._split, {**everything, **values})
     if self._progress is not None:
       report = self._progress.update if self._split == "train" else self._progress.evaluation
       report(step, values)

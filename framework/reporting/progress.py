@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import fnmatch
 import io
 import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from framework import errors
+from framework.errors import ConfigError, suggest
 from framework.reporting.metrics_log import Clock, Number
 
 _REDRAW_SECS = 0.5
@@ -26,6 +29,56 @@ class Silent(io.StringIO):
     return len(text)
 
 
+class Choice:
+  """Which values the lines show, and in which order."""
+
+  PACE = frozenset({"steps_per_second", "examples_per_second", "nonfinite_step"})
+  """Values that have their own place, or none."""
+
+  def __init__(
+    self, shown: Sequence[str] | None = None, *, hidden: Iterable[str] = (), who: str = "Task.shown"
+  ) -> None:
+    """Sets what to show.
+
+    Args:
+      shown: names, or patterns of `fnmatch`, in order; None shows all that are not hidden.
+      hidden: names to leave out if `shown` is None.
+      who: what an error calls `shown`.
+
+    Raises:
+      ConfigError: `shown` is not a sequence of texts.
+    """
+    if isinstance(shown, str) or not all(isinstance(name, str) for name in shown or ()):
+      raise ConfigError(
+        f"{who} is {errors.shown(shown)}; it must be a list of names or patterns, such as "
+        "['loss', '*_accuracy'], or None."
+      )
+    self._shown = None if shown is None else tuple(shown)
+    self._hidden = self.PACE | set(hidden)
+    self._who = who
+
+  def of(self, names: Iterable[str]) -> list[str]:
+    """Returns the names to show: in the order of `shown`, else the loss first."""
+    if self._shown is None:
+      visible = [name for name in names if name not in self._hidden]
+      return sorted(visible, key=lambda name: name != "loss")
+    known = [name for name in names if name not in self.PACE]
+    return list(
+      dict.fromkeys(n for one in self._shown for n in known if fnmatch.fnmatchcase(n, one))
+    )
+
+  def unknown(self, names: Iterable[str]) -> str:
+    """Returns a line about the first name in `shown` that is none of `names`; "" if there is none.
+
+    A pattern may match nothing.
+    """
+    known = set(names)
+    for one in self._shown or ():
+      if one not in known and not set("*?[") & set(one):
+        return f"{self._who} has {one!r}, but no metric has this name.{suggest(one, known)}"
+    return ""
+
+
 class Progress:
   """Progress of training: one live line on a terminal, a plain line from time to time elsewhere.
 
@@ -34,8 +87,6 @@ class Progress:
   Each evaluation gets its own line in both. Use it as a context manager, or call `close`.
   """
 
-  HIDDEN = frozenset({"steps_per_second", "examples_per_second", "nonfinite_step"})
-
   def __init__(
     self,
     *,
@@ -43,7 +94,8 @@ class Progress:
     stream: TextIO | None = None,
     every_secs: float = 10.0,
     clock: Clock = time.monotonic,
-    hidden: Iterable[str] = HIDDEN,
+    choice: Choice | None = None,
+    splits: Iterable[str] = (),
   ) -> None:
     """Prints nothing yet.
 
@@ -52,14 +104,17 @@ class Progress:
       stream: where to print; None is stderr. `isatty()` tells whether it is a terminal.
       every_secs: minimum seconds between plain lines, except the first and the last.
       clock: returns seconds, monotonic.
-      hidden: names of values to leave out.
+      choice: which values to show; None shows all but those of the pace.
+      splits: "train", "eval": when all of these have reported, names in `choice` that no metric has
+        get a line. None of them: no line.
     """
     self._total = total_steps
     self._stream = sys.stderr if stream is None else stream
     self._live = self._stream.isatty()
     self._every_secs = every_secs
     self._clock = clock
-    self._hidden = frozenset(hidden)
+    self._choice = choice or Choice()
+    self._awaited, self._names = set(splits), set[str]()
     self._bar: _Bar | None = None
     self._first: tuple[int, float] | None = None
     self._printed_at = -math.inf
@@ -70,6 +125,7 @@ class Progress:
 
   def update(self, step: int, values: Mapping[str, Number]) -> None:
     """Shows the values of one loop; rates come from "steps_per_second", "examples_per_second"."""
+    self._notice("train", values)
     now = self._clock()
     self._first = self._first or (step, now)
     line = self._line(step, now, values)
@@ -112,6 +168,7 @@ class Progress:
     if self._bar is not None and self._evaluating_since is not None:
       self._bar.set_description_str(self._trained)  # in place of the batches of the evaluation
     self._evaluating_since = None
+    self._notice("eval", values)
     self.message("  ".join([f"eval at step {step}", *self._shown(values)]))
 
   def message(self, text: str) -> None:
@@ -137,6 +194,15 @@ class Progress:
   def __exit__(self, *_: object) -> None:
     """Closes it."""
     self.close()
+
+  def _notice(self, split: str, values: Mapping[str, Number]) -> None:
+    """Warns once about names to show that exist in no split."""
+    if not self._awaited:
+      return
+    self._names |= set(values)
+    self._awaited.discard(split)
+    if not self._awaited and (line := self._choice.unknown(self._names)):
+      self.message(f"warning: {line}")
 
   def _draw(self, step: int, line: str) -> None:
     if self._bar is None:
@@ -165,8 +231,7 @@ class Progress:
     return (self._total - step) / pace if 0 < pace < math.inf else None
 
   def _shown(self, values: Mapping[str, Number]) -> list[str]:
-    names = sorted((n for n in values if n not in self._hidden), key=lambda name: name != "loss")
-    return [f"{name} {format_number(values[name])}" for name in names]
+    return [f"{name} {format_number(values[name])}" for name in self._choice.of(values)]
 
 
 class _Bar(tqdm):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from framework.backend import models
-from framework.reporting.metrics_log import flatten
-from framework.reporting.progress import Progress, format_number
+from framework.reporting.metrics_log import flatten, scalars
+from framework.reporting.progress import Choice, format_number
 
 
 class ParameterCount(NamedTuple):
@@ -126,6 +126,7 @@ def result_line(
   evaluation: Mapping[str, Any] | None = None,
   split: str = "eval",
   status: str = "done",
+  choice: Choice | None = None,
 ) -> str:
   """Returns the last line: `done: step 1000 | eval loss 0.0571 accuracy 0.9833 | 23.4 s | runs/x`.
 
@@ -133,9 +134,10 @@ def result_line(
     evaluation: the last values of `split`, if any.
     split: "eval" or "train".
     status: such as "done" or "stopped".
+    choice: which values to show; None shows all but those of the pace.
   """
-  shown = {n: v for n, v in flatten(evaluation or {}).items() if n not in Progress.HIDDEN}
-  names = sorted(shown, key=lambda name: name != "loss")
-  values = " ".join(f"{name} {format_number(shown[name])}" for name in names)
+  found = scalars(flatten(evaluation or {}))
+  names = (choice or Choice()).of(found)
+  values = " ".join(f"{name} {format_number(found[name])}" for name in names)
   parts = [f"step {step}", values and f"{split} {values}", f"{seconds:.1f} s", model_dir]
   return f"{status}: " + " | ".join(part for part in parts if part)

@@ -134,6 +134,7 @@ def test_an_evaluation_counts_each_example_once(workers, trained):
   [record] = trained(workers).records("eval")
   assert record["loss"] == pytest.approx(np.average(error**2, weights=clustered.WEIGHT), rel=1e-5)
   assert record["rows"] == 1.0
+  assert record["halves"] == [15.0, 15.0]
 
 
 def test_only_the_chief_writes(trained):

@@ -96,6 +96,18 @@ def test_an_evaluation_counts_every_example_once(case, kind):
   np.testing.assert_allclose([evaluation["loss"], evaluation["mae"]], [loss, mae], rtol=1e-5)
 
 
+def test_metrics_that_are_no_means_hold_every_example_once(case):
+  """More metrics than a loop has room for at first; the examples come in the source's order."""
+  x, y, _ = data()
+  detailed = case("keras")["detailed"]
+  assert detailed["seen"] == [1.0] * EXAMPLES
+  assert detailed["ids"] == list(range(EXAMPLES))
+  errors = x @ np.array(case("keras")["kernel"]) - y
+  np.testing.assert_allclose(detailed["errors"], errors, rtol=1e-4, atol=1e-5)
+  assert detailed["59"] == pytest.approx([59.0, 59.0], rel=1e-6)
+  assert detailed["trained on"] == 4 * 8
+
+
 @pytest.mark.whole
 def test_ten_runs_end_at_their_very_last_step(case):
   wanted = [11 + run + 1 + 20 for run in range(10)]

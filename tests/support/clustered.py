@@ -12,7 +12,7 @@ import tensorflow as tf
 import framework
 from framework import Action, ArraySource, Loss, Task
 from framework.backend import models
-from framework.metrics import weighted_sum
+from framework.metrics import PerExample, Sum, weighted_sum
 
 EXAMPLES = 30
 RNG = np.random.default_rng(3)
@@ -75,7 +75,18 @@ class Clustered(Task):
     return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
   def metrics(self, outputs, batch):
-    return {"rows": weighted_sum(tf.ones_like(outputs), tf.cast(batch["weight"] > 0, tf.float32))}
+    weight = tf.cast(batch["weight"] > 0, tf.float32)
+    return {
+      "rows": weighted_sum(tf.ones_like(outputs), weight),
+      "halves": Sum(tf.reduce_sum(tf.one_hot(batch["example_id"] // 15, 2), axis=0)),
+      "ids": PerExample(batch["example_id"], weight),
+    }
+
+  def derived(self, values):
+    """Fails where a worker has other rows than the others, which only the chief would report."""
+    if "ids" in values and values["ids"].tolist() != list(range(EXAMPLES)):
+      raise ValueError(f"worker {WORKER} has the rows {values['ids']}")
+    return {"halves": values["halves"]}
 
 
 @framework.register

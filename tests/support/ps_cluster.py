@@ -33,7 +33,7 @@ from framework.errors import mistake
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource, StreamSource
-from framework.metrics import Loss, weighted_sum
+from framework.metrics import Loss, PerExample, Sum, weighted_sum
 from framework.observers import Observer
 from framework.optimizers import loss_scale
 from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
@@ -86,6 +86,23 @@ class Linear(Task):
       "examples": (tf.reduce_sum(real), tf.reduce_sum(first)),
       "mae": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"]),
     }
+
+
+class Detailed(Linear):
+  """Metrics that are no means, and more of them than a loop has room for at first."""
+
+  def metrics(self, outputs, batch):
+    weight = batch["weight"]
+    hits = tf.one_hot(batch["example_id"], EXAMPLES, dtype=tf.int32)  # none for padding
+    return {
+      **{f"{i}": weighted_sum(i * tf.ones_like(outputs), weight) for i in range(60)},
+      "seen": Sum(tf.reduce_sum(hits, axis=0)),
+      "ids": PerExample(batch["example_id"], weight),
+      "errors": PerExample(outputs - batch["y"], weight),
+    }
+
+  def derived(self, values):
+    return {"seen": values["seen"], **{n: values[n] for n in ("ids", "errors") if n in values}}
 
 
 class Wide(Linear):
@@ -183,7 +200,20 @@ def learns(place, kind):
     "kernel": kernel[:, 0].tolist(),
     "logs": logs,
     "eval": evaluator_of(place.strategy, task).evaluate(),
+    "detailed": detailed(place.strategy, task.model) if kind == "keras" else None,
     "devices": sorted(models.raw(v).device for v in trainer.parts.optimizers["default"].variables),
+  }
+
+
+def detailed(strategy, model):
+  task = Detailed()
+  task.model = model
+  evaluation = evaluator_of(strategy, task).evaluate()
+  [training] = steps(make(strategy, Detailed()), 4)
+  return {
+    **{name: evaluation[name].tolist() for name in ("seen", "ids", "errors")},
+    "59": [evaluation["59"], training["59"]],
+    "trained on": training["seen"].sum(),
   }
 
 

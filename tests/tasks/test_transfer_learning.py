@@ -55,6 +55,17 @@ def tiny():
   return Backbone(build=build, preprocess_input=mobilenet_v2().preprocess_input)
 
 
+def normalised():
+  """The same with batch normalisation."""
+
+  def build(*, include_top, input_shape, weights):
+    image = keras.Input(input_shape)
+    convolved = keras.layers.Conv2D(4, 3, use_bias=False, name="conv")(image)
+    return keras.Model(image, keras.layers.BatchNormalization(momentum=0.5)(convolved))
+
+  return Backbone(build=build, preprocess_input=mobilenet_v2().preprocess_input)
+
+
 def make_trainer(task, strategy, **options):
   keras.utils.set_random_seed(1)
   return Trainer(
@@ -65,8 +76,7 @@ def make_trainer(task, strategy, **options):
       position=position, shuffle=False,
     ),
     global_batch_size=EXAMPLES,
-    optimizer=lambda: keras.optimizers.SGD(RATE),
-    **options,
+    **{"optimizer": lambda: keras.optimizers.SGD(RATE), **options},
   )  # fmt: skip
 
 
@@ -76,6 +86,29 @@ def backbone_of(model):
 
 def copies(strategy, variable):
   return [np.array(each) for each in strategy.experimental_local_results(variable.value)]
+
+
+def test_the_backbone_is_trained_from_unfreeze_step_on(mirrored):
+  """Its batch normalisation stays frozen."""
+  task = make_task(fine_tune=True, unfreeze_step=1, backbone=normalised())
+  rates = {"head": lambda: keras.optimizers.SGD(RATE), "all": lambda: keras.optimizers.SGD(0.5)}
+  trainer = make_trainer(task, mirrored(2), optimizer=rates)
+  backbone = backbone_of(task.model)
+  before = backbone.get_weights()
+  trainer.train(tf.constant(1))
+  for one, other in zip(before, backbone.get_weights(), strict=True):
+    np.testing.assert_array_equal(one, other)
+  head = task.model.get_layer("logits").get_weights()
+  trainer.train(tf.constant(1))
+  moved, *same = backbone.get_weights()
+  assert np.abs(moved - before[0]).max() > 1e-6
+  np.testing.assert_array_equal(same, before[1:])  # batch normalisation
+  assert np.abs(task.model.get_layer("logits").get_weights()[0] - head[0]).max() > 1e-6
+
+
+def test_a_frozen_backbone_has_no_unfreeze_step():
+  with pytest.raises(ConfigError, match=r"unfreeze_step is 5, but fine_tune is False"):
+    make_task(unfreeze_step=5)
 
 
 def sigmoid(z):

@@ -108,25 +108,86 @@ def test_a_step_may_log_another_choice_of_names():
   assert sums.result() == {"a": 3.0, "b": 2.0}
 
 
-def test_as_many_metrics_as_there_is_room_for():
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_there_is_no_limit_and_a_later_trace_may_have_more(replicas, mirrored):
+  strategy = mirrored(replicas)
+  sums = made(strategy)
+
+  def add(names, total):
+    tf.function(lambda: strategy.run(lambda: sums.add({n: pair(total, 2) for n in names})))()
+
+  add([f"m{i}" for i in range(70)], 3)
+  add([f"m{i}" for i in range(60, 200)], 5)
+  results = sums.result()
+  assert len(results) == 200
+  expected = [1.5] * 60 + [(3 + 5) / 4] * 10 + [2.5] * 130
+  assert [results[f"m{i}"] for i in range(200)] == expected
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_sum_has_its_shape_and_is_not_divided(replicas, mirrored):
+  strategy = mirrored(replicas)
+  sums = made(strategy)
+  table = np.arange(6).reshape(2, 3)
+
+  def replica_step(step):
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    each = tf.constant(table) * (1 + tf.cast(replica + step, tf.int64))
+    hits = tf.constant([True, False])
+    values = {"table": metrics.Sum(each), "loss": pair(6, 3), "hits": metrics.Sum(hits)}
+    sums.add({**values, "large": metrics.Sum(tf.constant(2**40 + 1, tf.int64))})
+
+  @tf.function
+  def loop():
+    for step in tf.range(4):
+      strategy.run(replica_step, args=(step,))
+
+  loop()
+  assert sums.result() == {"loss": 2.0}
+  factors = sum(1 + replica + step for replica in range(replicas) for step in range(4))
+  np.testing.assert_array_equal(sums.sums["table"], factors * table, strict=False)
+  assert sums.sums["table"].dtype == np.float64
+  assert sums.sums["hits"].tolist() == [4.0 * replicas, 0.0]
+  assert sums.sums["large"] == 4 * replicas * (2**40 + 1)
+  assert type(sums.sums["large"]) is float
+  sums.result()
+  assert not sums.sums["table"].any()
+
+
+def test_arrays_as_numbers_to_compare():
+  values = {"loss": 0.5, "table": np.array([[1, 2], [3, 4]]), "bins": np.full([17], 2.0)}
+  assert metrics.numbers(values) == {
+    "loss": 0.5, "table[0, 0]": 1.0, "table[0, 1]": 2.0, "table[1, 0]": 3.0, "table[1, 1]": 4.0,
+    "sum of bins": 34.0, "sum of squares of bins": 68.0,
+  }  # fmt: skip
+
+
+def test_a_sum_keeps_its_shape():
   sums = made(tf.distribute.get_strategy())
-  sums.add({f"m{i}": pair(i, 1) for i in range(metrics.CAPACITY)})
-  assert sums.result() == {f"m{i}": i for i in range(metrics.CAPACITY)}
+  sums.add({"bins": metrics.Sum(tf.ones([3]))})
   with pytest.raises(
-    ConfigError, match=r"metric 'more' is one too many; a task may log 64 metrics"
+    ConfigError, match=r"'bins' is a Sum of shape \(2,\), but it was a Sum of shape \(3,\)"
   ):
-    sums.add({"more": pair(1, 1)})
+    sums.add({"bins": metrics.Sum(tf.ones([2]))})
+  with pytest.raises(ConfigError, match=r"'bins' is a pair .*, but it was a Sum"):
+    sums.add({"bins": pair(1, 1)})
 
 
 @pytest.mark.parametrize(
   ("value", "message"),
   [
+    (metrics.Sum("text"), r"metric 'loss' is a Sum of string; it must hold numbers"),
+    (
+      metrics.PerExample(tf.ones([3, 2]), tf.ones([2])),
+      r"'loss' is a PerExample of values \(3, 2\) and weight \(2,\); they must be \[n, ...\]",
+    ),
+    (metrics.PerExample(tf.constant(1.0), tf.ones([1])), r"PerExample of values \(\) and weight"),
     (tf.constant(1.0), r"metric 'loss' is .*; it must be a pair \(total, weight\)"),
     ((1.0, 2.0, 3.0), r"metric 'loss' is .*tuple; it must be a pair"),
     ((tf.ones([2]), tf.constant(1.0)), r"metric 'loss' has shape \(2,\).*must be scalars"),
     ((tf.constant(1.0), tf.ones([2, 2])), r"metric 'loss' has shape \(2, 2\)"),
   ],
-  ids=["tensor", "triple", "vector_total", "matrix_weight"],
+  ids=["text", "lengths", "scalar", "tensor", "triple", "vector_total", "matrix_weight"],
 )
 def test_what_is_no_pair_of_scalars_is_refused(value, message):
   with pytest.raises(ConfigError, match=message):

@@ -176,6 +176,21 @@ def test_train(tmp_path, capsys):
   assert not any(f"  {name} " in err for name in HIDDEN)
 
 
+def test_the_task_chooses_what_is_shown(tmp_path, capsys):
+  class Choosy(Linear):
+    shown = ("mae", "learning_rate", "no_such")
+
+    def derived(self, values):
+      return {"table": [[1, 2], [3, 4]]}
+
+  results = start(tmp_path, task=Choosy)
+  shown = f"mae {results['mae']:.4f}"
+  err = check_result_line(capsys, tmp_path, f"done: step 5 | eval {shown}")
+  assert f"step 5/5  mae {log_of(tmp_path)[-2][2]['mae']:.4f}  learning_rate {RATE:.4f}  " in err
+  assert err.count("Choosy.shown has 'no_such', but no metric has this name.") == 1
+  assert results["table"] == [[1, 2], [3, 4]]
+
+
 def test_train_and_evaluate(tmp_path, capsys):
   """Loops end where an evaluation is due, and the last step is evaluated whatever its number."""
   results = start(tmp_path, eval_every_steps=2, steps_per_loop=10)

@@ -23,7 +23,9 @@ from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
+from framework.inputs.parts import prefixes
 from framework.inputs.sources import eval_sets
+from framework.metrics import numbers
 from framework.saving import assets
 from framework.step import Step
 from framework.task import Task, preprocess_of
@@ -227,7 +229,7 @@ class Bench:
     self.trainer._metrics.reset()
     with self._around(), self._steps():
       self._step(self.distributed(batch))
-    metrics = self.trainer._metrics.result()
+    metrics = self.trainer._metrics.result() | numbers(self.trainer._metrics.sums)
     metrics.pop("input_wait", None)
     after = [self.copies(v) for v in self.variables]
     return Outcome(before=before, after=after, metrics=metrics)
@@ -349,8 +351,13 @@ def padded(batch: Rows, real: int) -> Rows:
 
 def masked(batch: Rows, kept: np.ndarray) -> Rows:
   """Returns the batch with weight 0 and id -1 where not `kept`, bool [rows]."""
-  weight = np.where(kept, batch["weight"], 0).astype(np.float32)
-  return {**batch, "weight": weight, "example_id": np.where(kept, batch["example_id"], -1)}
+  made = dict(batch)
+  for prefix in prefixes(batch):
+    weight, ids = batch[f"{prefix}weight"], batch[f"{prefix}example_id"]
+    rows = kept if weight.ndim == 1 else kept[:, np.newaxis]
+    made[f"{prefix}weight"] = np.where(rows, weight, 0).astype(np.float32)
+    made[f"{prefix}example_id"] = np.where(rows, ids, -1)
+  return made
 
 
 def weighted(batch: Rows, seed: int = 0) -> Rows:

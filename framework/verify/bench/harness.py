@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from framework.backend import randomness
+from framework.metrics import numbers
 from framework.task import Task
 from framework.trainer import Trainer
 from framework.verify.bench import bench
@@ -49,7 +50,7 @@ def make_trainer(
 def train(trainer: Trainer, steps: int) -> dict[str, float]:
   """Trains one loop; returns its metrics except times (host)."""
   metrics = trainer.train(tf.constant(steps))
-  return {name: value for name, value in metrics.items() if name not in TIMES}
+  return numbers({name: value for name, value in metrics.items() if name not in TIMES})
 
 
 def step(trainer: Trainer, batch: Rows) -> None:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from framework import configurables
 from framework.backend import models
 from framework.errors import ConfigError
+from framework.inputs.parts import prefixes
 from framework.optimizers.loss_scale import dynamic
 from framework.verify.bench import (
   bench,
@@ -802,7 +803,8 @@ def _backwards(batch: Rows) -> Rows:
 
 def _with_infinity(batch: Rows, where: np.ndarray) -> Rows | None:
   """Returns the batch with every float feature infinite in some rows; None if it has none."""
-  floats = [n for n, v in batch.items() if n != "weight" and np.issubdtype(v.dtype, np.floating)]
+  weights = {f"{prefix}weight" for prefix in prefixes(batch)}
+  floats = [n for n, v in batch.items() if n not in weights and np.issubdtype(v.dtype, np.floating)]
   planted = dict(batch)
   for name in floats:
     planted[name] = np.where(

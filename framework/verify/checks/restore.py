@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from framework import errors
 from framework.backend import models
+from framework.inputs.parts import main_source
 from framework.saving import checkpoints
 from framework.saving.checkpoints import CheckpointManager
 from framework.task import Task
@@ -113,7 +114,7 @@ class Resumption:
     return next(
       (
         place
-        for owner in (task, task.source("train"))
+        for owner in (task, main_source(task.source("train")))
         if (place := source_lines.mention(owner, *random))
       ),
       source_lines.mention(task, "def preprocess", "def source"),

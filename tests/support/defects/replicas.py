@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from defects.small import Small
-from framework.metrics import Loss
+from framework.metrics import Loss, Sum
 
 
 class MeanOfMeans(Small):
@@ -131,6 +131,13 @@ class MetricOfMeans(Small):
 class MetricWithoutWeights(Small):
   def metrics(self, outputs, batch):
     return {"mae": (tf.reduce_sum(tf.abs(outputs - batch["y"])), 1.0 * len(batch["y"]))}
+
+
+class SumWithoutWeights(Small):
+  def metrics(self, outputs, batch):
+    return {
+      "signs": Sum(tf.stack([tf.reduce_sum(tf.cast(outputs > 0, tf.int32)), len(batch["y"])]))
+    }
 
 
 class LooksAtOwnGradients(Small):

@@ -16,7 +16,7 @@ from framework.backend import files
 from framework.errors import ConfigError
 from framework.reporting.metrics_log import MetricsLog, flatten
 from framework.reporting.orbit_reporter import Reporter, quiet_orbit
-from framework.reporting.progress import Progress, format_number
+from framework.reporting.progress import Choice, Progress, format_number
 from framework.reporting.summary import (
   ParameterCount,
   count_parameters,
@@ -77,12 +77,9 @@ def test_flatten_gives_python_numbers_under_joined_names():
 @pytest.mark.parametrize(
   ("value", "text"),
   [
-    (
-      tf.constant([1.0, 2.0]),
-      "metric 'a/b' is of type float32 and shape (2,); it must be one number.",
-    ),
-    ("high", "metric 'a/b' is of type <U4 and shape (); it must be one number."),
-    (None, "metric 'a/b' is of type object and shape (); it must be one number."),
+    ("high", "metric 'a/b' is of type <U4 and shape (); it must be a number, or an array"),
+    (None, "metric 'a/b' is of type object and shape (); it must be a number, or an array"),
+    (["a"], "metric 'a/b' is of type <U1 and shape (1,); it must be a number, or an array"),
   ],
 )
 def test_flatten_names_what_is_not_a_number(value, text):
@@ -247,6 +244,18 @@ def test_no_python_number_becomes_a_tensor(tmp_path, monkeypatch, value):
   ]  # fmt: skip
 
 
+def test_arrays_are_nested_lists_with_their_infinities(tmp_path):
+  log = MetricsLog(str(tmp_path / "metrics.jsonl"))
+  confusion = np.array([[3, 1], [0, 2**40]])
+  log.append(4, "eval", {"confusion": confusion, "bins": [0.5, math.nan, -math.inf], "loss": 1.0})
+  [record] = log.records("eval")
+  assert record["confusion"] == [[3, 1], [0, 2**40]]
+  assert record["bins"][0] == 0.5
+  assert math.isnan(record["bins"][1])
+  assert record["bins"][2] == -math.inf
+  assert '"bins": [0.5, "NaN", "-Infinity"]' in (tmp_path / "metrics.jsonl").read_text()
+
+
 # -- Progress
 
 
@@ -370,9 +379,54 @@ def test_a_terminal_shows_one_live_line():
 
 def test_hidden_values_are_left_out():
   stream = io.StringIO()
-  progress = Progress(total_steps=10, stream=stream, clock=Clock(), hidden={"b"})
+  progress = Progress(total_steps=10, stream=stream, clock=Clock(), choice=Choice(hidden={"b"}))
   progress.update(5, {"a": 1, "b": 2, "loss": math.nan})
   assert stream.getvalue() == "step 5/10  loss nan  a 1\n"
+
+
+LOGGED = {"loss": 1.0, "a/accuracy": 0.5, "learning_rate": 0.1, "accuracy": 0.25, "b": 2}
+
+
+@pytest.mark.parametrize(
+  ("shown", "line"),
+  [
+    (None, "loss 1.0000 a/accuracy 0.5000 accuracy 0.2500 b 2"),
+    (["b", "*accuracy", "a/*"], "b 2 a/accuracy 0.5000 accuracy 0.2500"),
+    (["learning_rate", "accuracy"], "learning_rate 0.1000 accuracy 0.2500"),
+  ],
+)
+def test_a_task_chooses_what_the_lines_show(shown, line):
+  stream, choice = io.StringIO(), Choice(shown, hidden=["learning_rate"])
+  progress = Progress(total_steps=10, stream=stream, clock=Clock(), choice=choice)
+  progress.update(5, {**LOGGED, "steps_per_second": 2.0})
+  progress.evaluation(5, LOGGED)
+  first, second = stream.getvalue().replace("  ", " ").splitlines()
+  assert first == f"step 5/10 {line} 2 steps/s eta 0:00:02"
+  assert second == f"eval at step 5 {line}"
+  results = result_line(step=5, seconds=1.0, evaluation=LOGGED, choice=choice)
+  assert results == f"done: step 5 | eval {line} | 1.0 s"
+
+
+def test_a_name_to_show_that_no_split_has_gets_one_line():
+  stream = io.StringIO()
+  choice = Choice(["loss", "acuracy", "*_recall"], who="Digits.shown")
+  progress = Progress(
+    total_steps=10, stream=stream, clock=Clock(), choice=choice, splits=("train", "eval"),
+  )  # fmt: skip
+  progress.update(10, {"loss": 1.0})
+  assert "warning" not in stream.getvalue()
+  for _ in range(2):
+    progress.evaluation(10, {"loss": 1.0, "accuracy": 0.5})
+  warnings = [line for line in stream.getvalue().splitlines() if "warning" in line]
+  assert warnings == [
+    "warning: Digits.shown has 'acuracy', but no metric has this name. Did you mean 'accuracy'?"
+  ]
+
+
+@pytest.mark.parametrize("shown", ["loss", [1]])
+def test_what_to_show_is_a_list_of_names(shown):
+  with pytest.raises(ConfigError, match=r"^Task\.shown is .*; it must be a list of names"):
+    Choice(shown)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +454,7 @@ class Trainer(orbit.AbstractTrainer):
 
 class Evaluator(orbit.AbstractEvaluator):
   def evaluate(self, num_steps):
-    return {"accuracy": tf.constant(0.75)}
+    return {"accuracy": tf.constant(0.75), "table": np.eye(2)}
 
 
 def make_controller(model_dir, stream):
@@ -438,7 +492,9 @@ def test_reporters_get_what_the_controller_writes(tmp_path, capsys):
   train, evaluation = log.records("train"), log.records("eval")
   assert [(r["step"], r["loss"], r["a/b"]) for r in train] == [(2, 0.5, 2), (4, 0.25, 2)]
   assert all(r["steps_per_second"] > 0 for r in train)
-  assert [(r["step"], r["accuracy"]) for r in evaluation] == [(4, 0.75)]
+  assert [(r["step"], r["accuracy"], r["table"]) for r in evaluation] == [
+    (4, 0.75, [[1.0, 0.0], [0.0, 1.0]])
+  ]
   assert "eval at step 4  accuracy 0.7500\n" in stream.getvalue()
   assert stream.getvalue().startswith("step 2/4  loss 0.5000  a/b 2")
   assert capsys.readouterr().out == ""
