@@ -122,8 +122,7 @@ class Evaluator(orbit.AbstractEvaluator):
     names: set[str] = set()
     for one in self._sets:
       self._metrics, step = one.sums, cast(Any, one.step)
-      with self.strategy.scope():
-        step.get_concrete_function(one.batches.element_spec)
+      step.get_concrete_function(one.batches.element_spec)
       names |= {f"{one.name}/{name}" if one.name else name for name in one.sums.names}
     return names
 
