@@ -18,6 +18,7 @@ if TYPE_CHECKING:
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
   from framework.inputs.datasets import Batch
+  from framework.inputs.indexed import IndexedSource, TFRecordSource
   from framework.inputs.parts import Part, Sources, part, with_part
   from framework.inputs.replay import Draws, ReplayBuffer
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
@@ -42,6 +43,7 @@ __all__ = [
   "Evaluator",
   "Export",
   "ImageFolderSource",
+  "IndexedSource",
   "Loss",
   "Part",
   "PerExample",
@@ -57,6 +59,7 @@ __all__ = [
   "StopTraining",
   "StreamSource",
   "Sum",
+  "TFRecordSource",
   "Task",
   "Trainer",
   "part",
@@ -76,6 +79,7 @@ _HOMES = {
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
   "inputs.datasets": ("Batch",),
+  "inputs.indexed": ("IndexedSource", "TFRecordSource"),
   "inputs.parts": ("Part", "Sources", "part", "with_part"),
   "inputs.replay": ("Draws", "ReplayBuffer"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),

@@ -38,6 +38,12 @@ LOCAL_CONDITION = (
   "compute `when` from step.number, variables or reduced values, such as the loss that "
   "step.update() returns, not from the rows of this replica",
 )
+LOCAL_GRADIENTS = (
+  "gradients that differ between replicas",
+  "give step.apply() the same gradients on every replica: reduced ones, and noise from a seed "
+  "without the replica, such as [seed, step.number]",
+)
+LOCAL = {"assign": LOCAL_STATE, "apply": LOCAL_GRADIENTS}
 
 
 def check(subject: Subject) -> list[Result]:
@@ -75,11 +81,19 @@ def first_mistake(calls: Sequence[Call]) -> tuple[str, str, Call] | None:
   return next((each for each in found if each[:2] == NEVER_REDUCED), next(iter(found), None))
 
 
+def wrong_update(calls: Sequence[Call]) -> tuple[str, str, Call] | None:
+  """Returns a mistake in which gradients are applied, not in when they are checked or divided."""
+  others = (CHECKED_FIRST, NEVER_UNSCALED)
+  return next((each for each in mistakes(calls) if each[:2] not in others), None)
+
+
 def mistakes(calls: Sequence[Call]) -> Iterator[tuple[str, str, Call]]:
   """Yields (cause, remedy, call) for each call out of order."""
   for call in calls:
     if call.local:
-      yield *(LOCAL_STATE if call.verb == "assign" else LOCAL_CONDITION), call
+      yield *LOCAL.get(call.verb, LOCAL_CONDITION), call
+    if call.verb == "all_reduce" and call.clipped:
+      yield *CLIPPED_FIRST, call
     if call.verb == "all_reduce" and call.reduced:
       yield TWICE, "call step.all_reduce once for each step.gradients", call
     elif call.verb == "clip" and call.raw:
