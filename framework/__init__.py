@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING, Any
 from framework.backend import lazy_keras
 
 if TYPE_CHECKING:
-  from framework.actions.base import Action
+  from framework.actions.base import Action, Run, StopTraining
   from framework.actions.best import BestCheckpoint, EarlyStopping, Export
   from framework.actions.nonfinite import StopOnNonFinite
+  from framework.actions.show import Show
   from framework.backend.recomputation import recompute
   from framework.configurables import register
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
   from framework.inputs.datasets import Batch
+  from framework.inputs.indexed import IndexedSource, TFRecordSource
+  from framework.inputs.parts import Part, Sources, part, with_part
   from framework.inputs.replay import Draws, ReplayBuffer
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
   from framework.metrics import Loss, PerExample, Sum, weighted_sum
   from framework.optimizers.schedules import Schedule
+  from framework.reporting.board import Board
   from framework.step import EvalStep, Step
   from framework.strategies.reduction import Reduction
   from framework.task import Task
@@ -31,6 +35,7 @@ __all__ = [
   "ArraySource",
   "Batch",
   "BestCheckpoint",
+  "Board",
   "ConfigError",
   "Draws",
   "EarlyStopping",
@@ -38,36 +43,49 @@ __all__ = [
   "Evaluator",
   "Export",
   "ImageFolderSource",
+  "IndexedSource",
   "Loss",
+  "Part",
   "PerExample",
   "Reduction",
   "ReplayBuffer",
+  "Run",
   "Schedule",
+  "Show",
   "Source",
+  "Sources",
   "Step",
   "StopOnNonFinite",
+  "StopTraining",
   "StreamSource",
   "Sum",
+  "TFRecordSource",
   "Task",
   "Trainer",
+  "part",
   "recompute",
   "register",
   "weighted_sum",
+  "with_part",
 ]
 
 _HOMES = {
-  "actions.base": ("Action",),
+  "actions.base": ("Action", "Run", "StopTraining"),
   "actions.best": ("BestCheckpoint", "EarlyStopping", "Export"),
   "actions.nonfinite": ("StopOnNonFinite",),
+  "actions.show": ("Show",),
   "backend.recomputation": ("recompute",),
   "configurables": ("register",),
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
   "inputs.datasets": ("Batch",),
+  "inputs.indexed": ("IndexedSource", "TFRecordSource"),
+  "inputs.parts": ("Part", "Sources", "part", "with_part"),
   "inputs.replay": ("Draws", "ReplayBuffer"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
   "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),
   "optimizers.schedules": ("Schedule",),
+  "reporting.board": ("Board",),
   "step": ("EvalStep", "Step"),
   "strategies.reduction": ("Reduction",),
   "task": ("Task",),

@@ -21,6 +21,7 @@ from framework.backend import randomness
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
+from framework.inputs.parts import Sources
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.ledger.recorder import Recorder
 from framework.optimizers.adapters import OptimizerFactory
@@ -114,7 +115,7 @@ class Recipe:
   def _dataset(
     self,
     trainer: Trainer,
-    source: Source | StreamSource,
+    source: Source | StreamSource | Sources,
     recorder: Recorder | None,
     position: int,
     shard: datasets.Shard | None,

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import orbit
 import tensorflow as tf
@@ -110,6 +110,23 @@ class Evaluator(orbit.AbstractEvaluator):
         found = self._evaluate(one, int(num_steps))
         results |= {f"{prefix}{name}": value for name, value in found.items()}
     return results
+
+  def metric_names(self) -> set[str] | None:
+    """Returns the names of the logged means, from the trace that `evaluate` uses (host).
+
+    Executes nothing. What the task derives is not among them. None in eager mode, under parameter
+    servers and for batches of several shapes, which trace later, otherwise or never.
+    """
+    specs = [one.batches.element_spec for one in self._sets]
+    parts = tf.nest.flatten(specs, expand_composites=True)
+    if self.eager or not all(part.shape.is_fully_defined() for part in parts):
+      return None
+    names: set[str] = set()
+    for one, spec in zip(self._sets, specs, strict=True):
+      self._metrics, step = one.sums, cast(Any, one.step)
+      step.get_concrete_function(spec)
+      names |= {f"{one.name}/{name}" if one.name else name for name in one.sums.names}
+    return names
 
   def _evaluate(self, one: EvalSet, limit: int) -> dict[str, float]:
     self._metrics = one.sums

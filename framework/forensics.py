@@ -24,6 +24,7 @@ from framework.backend import files, models
 from framework.backend.autograph import as_written
 from framework.errors import ConfigError, is_the_users
 from framework.inputs.datasets import Batch
+from framework.inputs.parts import prefixes
 from framework.metrics import Loss
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.rollback import Rollback, changed_by, read, write
@@ -327,7 +328,10 @@ def _only(batch: Batch, rows: Sequence[int]) -> Batch:
     name: tf.gather(value, taken) if value.shape.rank and value.shape[0] == count else value
     for name, value in batch.items()
   }
-  part["weight"] = tf.where(real, part["weight"], tf.zeros_like(part["weight"]))
+  for prefix in prefixes(batch):
+    weight = part[f"{prefix}weight"]
+    kept = real if weight.shape.rank == 1 else real[:, np.newaxis]
+    part[f"{prefix}weight"] = tf.where(kept, weight, tf.zeros_like(weight))
   if "example_id" in part:
     part["example_id"] = tf.where(real, part["example_id"], -1)
   return part

@@ -389,6 +389,10 @@ class ParameterServerEvaluator(Evaluator):
       step = tf.function(self.shard_sums)
       self._sets.append(EvalSet(name, batches, None, ReturnedSums(), step))
 
+  def metric_names(self) -> None:
+    """See `Evaluator.metric_names`."""
+    return
+
   def _of_shards(
     self, dataset: Callable[..., tf.data.Dataset], worker: tf.Tensor
   ) -> tf.data.Dataset:

@@ -23,6 +23,7 @@ from framework.builder import Recipe, batch_size_on, made_strategy, made_task, s
 from framework.errors import ConfigError, require_integer, unknown
 from framework.evaluator import Evaluator
 from framework.inputs.fingerprint import fingerprint
+from framework.inputs.parts import Sources, main_source
 from framework.ledger.recorder import Recorder
 from framework.modes import MODES, TRAINING_MODES, Mode
 from framework.optimizers import adapters
@@ -249,10 +250,15 @@ def _what_matters(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 def _examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
   """Returns number and digest of the examples of each split, the same on all workers."""
-  sources = {"training": trainer.source()} if trainer.source else {}
+  source = trainer.source() if trainer.source else None
+  found = {}
+  if source is not None:
+    found["training"] = fingerprint(main_source(source))
+  if isinstance(source, Sources):
+    for name, part in source.parts.items():
+      found[f"training {name}"] = f"{fingerprint(part.source)}, ratio {part.ratio}"
   for name, source in (evaluator.sources if evaluator else {}).items():
-    sources[f"evaluation {name}".rstrip()] = source
-  found = {split: fingerprint(source) for split, source in sources.items()}
+    found[f"evaluation {name}".rstrip()] = fingerprint(source)
   for split, text in found.items():
     trainer.cluster.require_same(
       f"{split} examples ({text})", zlib.crc32(text.encode()), "give all workers the same data."

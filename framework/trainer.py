@@ -24,6 +24,7 @@ from framework.backend.timing import timed
 from framework.errors import ConfigError, require_integer
 from framework.inputs import datasets
 from framework.inputs.datasets import Batch
+from framework.inputs.parts import Sources
 from framework.inputs.sources import Source, StreamSource
 from framework.metrics import MetricSums
 from framework.observers import Observer
@@ -114,7 +115,7 @@ class Trainer(orbit.AbstractTrainer):
     self.cluster = traits.cluster_of(strategy)
     self.global_batch_size = global_batch_size
     self._dataset_fn = dataset_fn
-    self.source: Callable[[], Source | StreamSource] | None = None
+    self.source: Callable[[], Source | StreamSource | Sources] | None = None
     self._iterator: Iterator[Batch] | None = None
     self._weight_seen = False
     self._assigned: dict[str, tf.Variable] = {}  # what Step.assign sets, by name

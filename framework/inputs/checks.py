@@ -152,13 +152,23 @@ def _check_shape(shape: tf.TensorShape, rows: int, what: str) -> None:
     )
 
 
-def require_kept(batch: Batch, who: str) -> None:
-  """Raises a ConfigError unless `who` kept "weight" and the int64 "example_id" of the batch."""
-  for name in ("weight", "example_id"):
+def require_kept(batch: Batch, who: str, prefix: str = "") -> None:
+  """Raises a ConfigError unless `who` kept "weight" and the int64 "example_id" of the batch.
+
+  Of a further part, whose names begin with `prefix`, both are [rows, ratio].
+  """
+  weight, example_id = f"{prefix}weight", f"{prefix}example_id"
+  for name in (weight, example_id):
     if name not in batch:
       raise ConfigError(f"{who} dropped {name!r}; return it with the others: {{**batch, ...}}.")
-  ids = batch["example_id"]
-  if ids.dtype != tf.int64 or ids.shape.rank != 1:
+  ids, weights = batch[example_id], batch[weight]
+  if ids.dtype != tf.int64 or ids.shape.rank != (2 if prefix else 1):
     raise ConfigError(
-      f"{who} returned 'example_id' as {ids.dtype.name} of shape {ids.shape}; return it unchanged."
+      f"{who} returned {example_id!r} as {ids.dtype.name} of shape {ids.shape}; return it "
+      "unchanged."
+    )
+  if weights.dtype != tf.float32 or weights.shape != ids.shape:
+    raise ConfigError(
+      f"{who} returned {weight!r} as {weights.dtype.name} of shape {weights.shape}; it must be "
+      f"float32 of shape {ids.shape}, one weight per example."
     )

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,8 @@ from framework.inputs.checks import (
   require_kept,
   require_rows,
 )
-from framework.inputs.ordering import examples_at, seeds_at
+from framework.inputs.ordering import examples_at, seed_of_part, seeds_at
+from framework.inputs.parts import Part, Sources, main_source
 from framework.inputs.sources import Source, StreamSource, check_source
 
 Preprocess = Callable[[Batch, bool], Batch]
@@ -65,7 +66,7 @@ def padded_batch_size(global_batch_size: int, multiple: int) -> int:
 
 
 def train_dataset(
-  source: Source | StreamSource,
+  source: Source | StreamSource | Sources,
   *,
   global_batch_size: int,
   pad_multiple: int = 1,
@@ -84,7 +85,8 @@ def train_dataset(
   and must not be split again.
 
   Args:
-    source: what to read.
+    source: what to read. Of `Sources`, sizes and positions are those of the main one; a part is
+      read from position x ratio on.
     global_batch_size: examples per batch, over all replicas.
     pad_multiple: rows are padded to the next multiple of this.
     seed: an integer from 0 to 2**32 - 1; with the position it determines order and seeds.
@@ -106,20 +108,21 @@ def train_dataset(
   Raises:
     ConfigError: a wrong argument, or a source or preprocess that breaks its contract.
   """
-  plan = _Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=True)
+  plan = _Plan(
+    main_source(source), global_batch_size, pad_multiple, preprocess, rows, training=True
+  )
   require_integer("position", position, at_least=0)
   require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
   if first_step is None:
     first_step = position // global_batch_size
-  if isinstance(source, StreamSource):
-    return _train_stream(source, plan, seed, position, shard, first_step)
+  if isinstance(source, Sources):
+    return _train_parts(source, plan, seed, position, shuffle, shard, first_step)
+  elements, read = _reading(source, plan, seed, position, shuffle, first_step)
 
-  def make(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> Batch:
-    batch = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
-    return plan.completed(batch, tf.where(plan.real_rows(), indices, -1), seeds, step)
+  def make(*element: Any) -> Batch:
+    return plan.completed(*read(*element))
 
-  ordered = _ordered(source.num_examples, plan, seed, position, shuffle, first_step)
-  return _batches(_sharded(ordered, shard), make, rewrite=False)
+  return _batches(_sharded(elements, shard), make, rewrite=isinstance(source, StreamSource))
 
 
 def eval_dataset(
@@ -139,6 +142,11 @@ def eval_dataset(
   `preprocess(batch, False)` gets no "seed". With `steps`, only the first so many batches of the
   whole source, before `shard`. An endless stream needs `steps`, or `num_examples` of its source.
   """
+  if isinstance(source, Sources):
+    raise ConfigError(
+      "source('eval') is a Sources, which only source('train') may return; return name -> source "
+      "to evaluate several."
+    )
   most = -1 if steps is None else require_integer("steps", steps, at_least=1)
   plan = _Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
   if isinstance(source, StreamSource):
@@ -174,6 +182,7 @@ class _Plan:
     self.rows = range(padded_rows) if rows is None else rows
     require_rows(self.rows, padded_rows)
     self.global_batch_size, self.training = global_batch_size, training
+    self.pad_multiple = pad_multiple
     self.preprocess = converted(preprocess) if preprocess else None
     self.name_of_preprocess = getattr(preprocess, "__qualname__", "preprocess")
 
@@ -199,31 +208,61 @@ class _Plan:
     refuse_reserved(who, checked)
     return checked
 
+  def of_part(self, part: Part) -> _Plan:
+    """Returns the plan of a part, whose rows come `ratio` to a row of this plan."""
+    ratio = part.ratio
+    rows = range(self.rows.start * ratio, self.rows.stop * ratio)
+    sizes = self.global_batch_size * ratio, self.pad_multiple * ratio
+    return _Plan(part.source, *sizes, None, rows, training=True)
+
+  def numbered(self, features: Batch, ids: tf.Tensor) -> Batch:
+    """Adds ids, -1 for padding, and weights."""
+    weight = features.get("weight", tf.ones([len(self.rows)]))
+    return {**features, "example_id": ids, "weight": _masked(weight, ids)}
+
   def completed(
     self,
     features: Batch,
     ids: tf.Tensor,
     seeds: tf.Tensor | None = None,
     step: tf.Tensor | None = None,
+    parts: Mapping[str, Batch] | None = None,
   ) -> Batch:
-    """Adds the reserved features and applies `preprocess`; `ids` is -1 for padding."""
-    batch = {**features, "example_id": ids}
-    batch["weight"] = _masked(features.get("weight", tf.ones([len(self.rows)])), ids)
+    """Adds the reserved features and applies `preprocess`; `ids` is -1 for padding.
+
+    `parts` is name -> features of further parts, each [rows, ratio, ...].
+    """
+    batch = self.numbered(features, ids)
+    for name, part in (parts or {}).items():
+      batch |= _prefixed(name, part, batch)
     if self.preprocess is None:
       return batch
     if seeds is not None and step is not None:
       batch |= {"seed": seeds, "step": tf.fill([len(self.rows)], step)}
     batch = self.preprocess(batch, self.training)
     batch = checked_batch(batch, len(self.rows), self.name_of_preprocess)
-    require_kept(batch, self.name_of_preprocess)
-    batch = {name: value for name, value in batch.items() if name not in ("seed", "step")}
-    # Again, as a preprocess may compute new weights or, with its ids, reorder rows.
-    batch["weight"] = _masked(batch["weight"], batch["example_id"])
+    prefixes = ["", *(f"{name}/" for name in parts or {})]
+    dropped = {"step", *(f"{prefix}seed" for prefix in prefixes)}
+    batch = {name: value for name, value in batch.items() if name not in dropped}
+    for prefix in prefixes:
+      require_kept(batch, self.name_of_preprocess, prefix)
+      # Again, as a preprocess may compute new weights or, with its ids, reorder rows.
+      weight, ids = batch[f"{prefix}weight"], batch[f"{prefix}example_id"]
+      batch[f"{prefix}weight"] = _masked(weight, ids)
     return batch
 
 
 def _masked(weight: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
   return tf.where(ids >= 0, weight, 0.0)
+
+
+def _prefixed(name: str, features: Batch, batch: Batch) -> Batch:
+  named = {f"{name}/{key}": value for key, value in features.items()}
+  for key in named.keys() & batch.keys():
+    raise ConfigError(
+      f"the main source has a feature named {key!r}, like one of the part {name!r}; rename it."
+    )
+  return named
 
 
 def _sharded(batches: tf.data.Dataset, shard: Shard | None) -> tf.data.Dataset:
@@ -245,6 +284,67 @@ def _batches(
     options.experimental_optimization.apply_default_optimizations = False
   batches = dataset.map(as_written(make), num_parallel_calls=tf.data.AUTOTUNE)
   return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
+
+
+_Element = tuple[Batch, tf.Tensor, tf.Tensor, tf.Tensor]
+"""Features, ids, seeds and step of a batch."""
+
+
+def _reading(
+  source: Source | StreamSource,
+  plan: _Plan,
+  seed: int,
+  position: int,
+  shuffle: bool,
+  first_step: int,
+) -> tuple[tf.data.Dataset, Callable[..., _Element]]:
+  """Returns what to read for each batch, and the function that reads it."""
+  if isinstance(source, StreamSource):
+    return _stream_reading(source, plan, seed, position, first_step)
+
+  def read(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> _Element:
+    features = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
+    return features, tf.where(plan.real_rows(), indices, -1), seeds, step
+
+  return _ordered(source.num_examples, plan, seed, position, shuffle, first_step), read
+
+
+def _train_parts(
+  sources: Sources,
+  plan: _Plan,
+  seed: int,
+  position: int,
+  shuffle: bool,
+  shard: Shard | None,
+  first_step: int,
+) -> tf.data.Dataset:
+  elements, read = _reading(sources.main, plan, seed, position, shuffle, first_step)
+  plans = {name: plan.of_part(part) for name, part in sources.parts.items()}
+  readings = {
+    name: _reading(
+      part.source, plans[name], seed_of_part(seed, name), position * part.ratio, shuffle, 0
+    )
+    for name, part in sources.parts.items()
+  }
+
+  def make(main: Any, others: dict[str, Any]) -> Batch:
+    parts = {}
+    for name, element in others.items():
+      features, ids, seeds, _ = readings[name][1](*element)
+      examples = plans[name].numbered(features, ids)
+      if plan.preprocess:
+        examples["seed"] = seeds
+      rows = [len(plan.rows), sources.parts[name].ratio]
+      parts[name] = {
+        key: tf.reshape(value, [*rows, *value.shape[1:]]) for key, value in examples.items()
+      }
+    return plan.completed(*read(*main), parts)
+
+  others = {name: reading[0] for name, reading in readings.items()}
+  zipped = tf.data.Dataset.zip((elements, others))
+  given = [sources.main, *(part.source for part in sources.parts.values())]
+  rewrite = all(isinstance(source, StreamSource) for source in given)
+  return _batches(_sharded(zipped, shard), make, rewrite=rewrite)
 
 
 def _ordered(
@@ -294,14 +394,9 @@ def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
 # ---- Streams ----
 
 
-def _train_stream(
-  source: StreamSource,
-  plan: _Plan,
-  seed: int,
-  position: int,
-  shard: Shard | None,
-  first_step: int,
-) -> tf.data.Dataset:
+def _stream_reading(
+  source: StreamSource, plan: _Plan, seed: int, position: int, first_step: int
+) -> tuple[tf.data.Dataset, Callable[..., _Element]]:
   examples = source.dataset.enumerate().repeat()
   examples = examples.concatenate(_failing(examples.element_spec)).skip(position)
   batches = examples.batch(plan.global_batch_size, drop_remainder=True)
@@ -309,19 +404,19 @@ def _train_stream(
   def clock(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return start, _now_once(start == position) if position else tf.constant(0.0, tf.float64)
 
-  def make(clocked: tuple[tf.Tensor, tf.Tensor], batch: tuple[tf.Tensor, Batch]) -> Batch:
+  def read(clocked: tuple[tf.Tensor, tf.Tensor], batch: tuple[tf.Tensor, Batch]) -> _Element:
     start, began_s = clocked
     if position:
       _log_once(start == position, position, began_s)
     seeds = seeds_at(start + plan.example_rows(), seed=seed)
     step = plan.step(start, position, first_step)
-    return plan.completed(*_padded(*batch, plan), seeds, step)
+    return *_padded(*batch, plan), seeds, step
 
   if position:
     logging.info("skipping %d examples of a stream, to continue where training stopped", position)
   # zip reads its parts in order, so the clock is read before the first batch, which skips.
   clocked = tf.data.Dataset.counter(position, plan.global_batch_size).map(as_written(clock))
-  return _batches(_sharded(tf.data.Dataset.zip((clocked, batches)), shard), make, rewrite=True)
+  return tf.data.Dataset.zip((clocked, batches)), read
 
 
 def _eval_stream(

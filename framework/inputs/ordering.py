@@ -7,6 +7,8 @@
 There is no state, so any worker can compute any position at any time.
 """
 
+import hashlib
+
 import tensorflow as tf
 
 from framework.backend.randomness import hashed
@@ -73,6 +75,13 @@ def _ciphered_order(positions: tf.Tensor, num_examples: int, seed: int) -> tf.Te
 def seeds_at(positions: tf.Tensor, *, seed: int) -> tf.Tensor:
   """Returns a different seed, int32 [m, 2], for each of `positions`, int64 [m] (any context)."""
   return tf.bitcast(hashed(positions, seed, "seeds"), tf.int32)
+
+
+def seed_of_part(seed: int, name: str) -> int:
+  """Returns the seed of a further training source, 32 bits: parts have orders of their own."""
+  return int.from_bytes(
+    hashlib.blake2b(f"part {name} {seed}".encode(), digest_size=4).digest(), "little"
+  )
 
 
 def _is_power_of_four(number: int) -> bool:

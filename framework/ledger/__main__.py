@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from framework.errors import ConfigError
-from framework.ledger.proof import Problem, prove, read
+from framework.ledger.proof import Ledger, Problem, prove, read
 
 _CHECKPOINT = re.compile(r"ckpt-(\d+)\.index")
 
@@ -20,8 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     if len(given) != 1:
       raise ConfigError("usage: python -m framework.ledger MODEL_DIR")
-    ledgers = read(given[0])
-    print(prove(ledgers, checkpoint_step=_newest_checkpoint(given[0])))
+    newest = _newest_checkpoint(given[0])
+    for part, ledgers in read(given[0]).items():
+      print(_proven(part, ledgers, newest))
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -29,6 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(problem)
     return 1
   return 0
+
+
+def _proven(part: str, ledgers: Sequence[Ledger], newest: int | None) -> str:
+  if not part:
+    return str(prove(ledgers, checkpoint_step=newest))
+  try:
+    return f"part {part!r}:\n{prove(ledgers, checkpoint_step=newest)}"
+  except Problem as problem:
+    raise Problem(f"part {part!r}, {problem}") from problem
 
 
 def _newest_checkpoint(model_dir: str) -> int | None:

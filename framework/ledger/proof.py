@@ -12,6 +12,8 @@ Each loop, before a checkpoint can contain it, has the count and the hash of eac
 
     {"first_step": 41, "counts": [6, 6], "hashes": ["9f...", "03..."]}
 
+Lines of a further source have "part", its name, and are proven by themselves.
+
 docs/ledger.md describes what is compared. Computing what must have been read needs no data.
 """
 
@@ -77,14 +79,26 @@ def file_name(worker: int) -> str:
   return f"ledger-{worker}.jsonl"
 
 
-def steps_line(first_step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
+def start_line(after_step: int, start: Start, part: str = "") -> str:
+  """Returns the line of a start; `part` names a further source."""
+  return json.dumps({"after_step": after_step, **start._asdict(), **_of(part)})
+
+
+def steps_line(
+  first_step: int, counts: Sequence[int], digests: Sequence[int], part: str = ""
+) -> str:
   """Returns the line of one loop; a count and a hash per step."""
   hashes = [f"{digest:016x}" for digest in digests]
-  return json.dumps({"first_step": first_step, "counts": list(counts), "hashes": hashes})
+  line = {"first_step": first_step, "counts": list(counts), "hashes": hashes}
+  return json.dumps({**line, **_of(part)})
+
+
+def _of(part: str) -> dict[str, str]:
+  return {"part": part} if part else {}
 
 
 class Ledger:
-  """One worker's ledger: the path to its last weights.
+  """One worker's ledger of one source: the path to its last weights.
 
   Attributes:
     path: step -> record, of the steps that count.
@@ -93,8 +107,8 @@ class Ledger:
     reruns: number of steps that were recorded, discarded and recorded again.
   """
 
-  def __init__(self, lines: Sequence[str]) -> None:
-    """Reads the lines in order; ignores a line that a kill cut off.
+  def __init__(self, lines: Sequence[str], part: str = "") -> None:
+    """Reads the lines of a part in order; ignores a line that a kill cut off.
 
     Raises:
       Problem: a step was recorded twice without a start in between, or rerun with other examples.
@@ -105,6 +119,8 @@ class Ledger:
     self._discarded: dict[int, StepRecord] = {}
     self._start: Start | None = None
     for entry in map(_parsed, lines):
+      if entry.pop("part", "") != part:
+        continue
       if "after_step" in entry:
         self._begin(entry.pop("after_step"), Start(**{**entry, "rows": tuple(entry["rows"])}))
       elif "first_step" in entry and self._start is not None:
@@ -153,8 +169,8 @@ def _rows(entry: dict[str, Any], start: Start) -> Iterator[tuple[int, StepRecord
     yield step, StepRecord(count, int(digest, 16), start)
 
 
-def read(model_dir: str) -> list[Ledger]:
-  """Returns the ledgers of all workers, worker 0's first.
+def read(model_dir: str) -> dict[str, list[Ledger]]:
+  """Returns part -> the ledgers of all workers, worker 0's first; the main source is "".
 
   Raises:
     ConfigError: there is no ledger.
@@ -162,16 +178,17 @@ def read(model_dir: str) -> list[Ledger]:
   """
   import tensorflow as tf
 
-  ledgers: list[Ledger] = []
-  while tf.io.gfile.exists(path := os.path.join(model_dir, file_name(len(ledgers)))):
+  files: list[list[str]] = []
+  while tf.io.gfile.exists(path := os.path.join(model_dir, file_name(len(files)))):
     with tf.io.gfile.GFile(path) as file:
-      ledgers.append(Ledger(file.read().split("\n")))
-  if not ledgers:
+      files.append(file.read().split("\n"))
+  if not files:
     raise ConfigError(
       f"no {file_name(0)} in {model_dir!r}; train with `run.ledger = True`, then give this command "
       "the run folder."
     )
-  return ledgers
+  parts = {str(_parsed(line).get("part", "")) for lines in files for line in lines} | {""}
+  return {part: [Ledger(lines, part) for lines in files] for part in sorted(parts)}
 
 
 # ---- What must have been read ----

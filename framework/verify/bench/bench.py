@@ -23,6 +23,7 @@ from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
+from framework.inputs.parts import prefixes
 from framework.inputs.sources import eval_sets
 from framework.metrics import numbers
 from framework.saving import assets
@@ -350,8 +351,13 @@ def padded(batch: Rows, real: int) -> Rows:
 
 def masked(batch: Rows, kept: np.ndarray) -> Rows:
   """Returns the batch with weight 0 and id -1 where not `kept`, bool [rows]."""
-  weight = np.where(kept, batch["weight"], 0).astype(np.float32)
-  return {**batch, "weight": weight, "example_id": np.where(kept, batch["example_id"], -1)}
+  made = dict(batch)
+  for prefix in prefixes(batch):
+    weight, ids = batch[f"{prefix}weight"], batch[f"{prefix}example_id"]
+    rows = kept if weight.ndim == 1 else kept[:, np.newaxis]
+    made[f"{prefix}weight"] = np.where(rows, weight, 0).astype(np.float32)
+    made[f"{prefix}example_id"] = np.where(rows, ids, -1)
+  return made
 
 
 def weighted(batch: Rows, seed: int = 0) -> Rows:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from framework.backend.autograph import as_written, converted
 from framework.inputs import datasets
+from framework.inputs.parts import prefixes
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.task import Task
 from framework.verify.bench.bench import Rows
@@ -297,7 +298,8 @@ class Survey:
     if len(bad) and self.bad_weight is None:
       self.bad_weight = int(bad[0])
     counted = weight > 0
-    for name in sorted(batch.keys() - set(RESERVED)):
+    reserved = {f"{prefix}{name}" for prefix in prefixes(batch) for name in RESERVED}
+    for name in sorted(batch.keys() - reserved):
       self._add_column(name, batch, counted)
 
   def _add_column(self, name: str, batch: Rows, counted: np.ndarray) -> None:

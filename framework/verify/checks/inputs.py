@@ -19,6 +19,7 @@ import tensorflow as tf
 from framework.backend import randomness
 from framework.inputs import datasets
 from framework.inputs.datasets import padded_batch_size
+from framework.inputs.parts import main_source
 from framework.inputs.sources import Source, StreamSource
 from framework.task import preprocess_of
 from framework.verify.bench import source_lines, survey
@@ -70,7 +71,8 @@ class Reading:
     self.task = self.bench.task
     randomness.seed_everything(subject.seed)
     self.eval_sources, self.no_eval = survey.evaluation_sources(self.task)
-    self.source = self.task.source("train")
+    self.sources_read = self.task.source("train")
+    self.source = main_source(self.sources_read)
     self.preprocess = preprocess_of(self.task)
     self.train = survey.digests(self.source, seconds=READ_S)
     self.evals = {
@@ -86,7 +88,8 @@ class Reading:
       "preprocess": self.preprocess, "shuffle": self.subject.shuffle, **options,
     }  # fmt: skip
     stream = afresh and isinstance(self.source, StreamSource)
-    return datasets.train_dataset(self.task.source("train") if stream else self.source, **arguments)
+    source = self.task.source("train") if stream else self.sources_read
+    return datasets.train_dataset(source, **arguments)
 
   def each_set(self, check: Callable[[], Iterable[Result]]) -> Iterator[Result]:
     """Yields the results of a check of each evaluation set, named by the set if it has a name."""
@@ -105,7 +108,7 @@ class Reading:
   def sources(self) -> Iterator[Result]:
     """Checks that each call of source() and of fetch() gives the same examples."""
     name = "source() repeats"
-    again = self.task.source("train")
+    again = main_source(self.task.source("train"))
     if isinstance(self.source, StreamSource) or isinstance(again, StreamSource):
       yield _skipped(name, "a stream has its own order")
       return

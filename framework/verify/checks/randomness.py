@@ -10,6 +10,7 @@ preprocess() runs on the same rows with the seeds of two epochs, and in evaluati
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from framework import configurables
 from framework.backend import models
 from framework.evaluator import Evaluator
 from framework.inputs import datasets, ordering
+from framework.inputs.parts import main_source, prefixes
 from framework.task import Task
 from framework.verify.bench import bench, random_draws, source_lines, survey
 from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
@@ -225,10 +227,11 @@ class Steps:
 
   def _same(self, one: Outcome, other: Outcome) -> bool:
     """Whether updates and logged values of two steps are equal except for rounding."""
-    for mine, yours in zip(one.update(), other.update(), strict=True):
-      size = np.linalg.norm(np.nan_to_num(yours))
-      if np.linalg.norm(np.nan_to_num(mine - yours)) > ROUNDING * size:
-        return False
+    for replica in range(self.bench.replicas):
+      for mine, yours in zip(one.update(replica), other.update(replica), strict=True):
+        size = np.linalg.norm(np.nan_to_num(yours))
+        if np.linalg.norm(np.nan_to_num(mine - yours)) > ROUNDING * size:
+          return False
     return all(_close(value, other.metrics[key]) for key, value in one.metrics.items())
 
   def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:
@@ -365,22 +368,33 @@ class Augmentation:
   def _rows(self) -> tuple[Rows, Rows]:
     """Returns the same rows as two epochs have them, before preprocess()."""
     source = self.task.source("train")
-    count = min(16, source.num_examples or 16)
-    seed = self.subject.seed
-    batches = datasets.train_dataset(source, global_batch_size=count, seed=seed)
+    examples = main_source(source).num_examples
+    count = min(16, examples or 16)
+    batches = datasets.train_dataset(source, global_batch_size=count, seed=self.subject.seed)
     rows = next(batches.as_numpy_iterator())
-    epoch = source.num_examples or 1_000_000
-    seeds = [
-      ordering.seeds_at(start + tf.range(count, dtype=tf.int64), seed=seed).numpy()
-      for start in (0, epoch)
-    ]
     rows = {**rows, "step": np.zeros(count, np.int64)}
-    return {**rows, "seed": seeds[0]}, {**rows, "seed": seeds[1]}
+    return rows | self._seeds(rows, 0), rows | self._seeds(rows, examples or 1_000_000)
+
+  def _seeds(self, rows: Rows, start: int) -> Rows:
+    """Returns the seeds of these rows if their position is `start`."""
+    made: Rows = {}
+    for prefix in prefixes(rows):
+      shape, seed = rows[f"{prefix}example_id"].shape, self.subject.seed
+      if prefix:
+        seed = ordering.seed_of_part(seed, prefix[:-1])
+      first = start * math.prod(shape[1:])
+      seeds = ordering.seeds_at(first + tf.range(math.prod(shape), dtype=tf.int64), seed=seed)
+      made[f"{prefix}seed"] = seeds.numpy().reshape([*shape, 2])
+    return made
 
   def _preprocessed(self, batches: list[Rows], training: bool) -> list[Rows]:
     made = survey.preprocessed(self.task.preprocess, batches, training)
     return [
-      {key: value for key, value in rows.items() if key not in ("seed", "step", "example_id")}
+      {
+        key: value
+        for key, value in rows.items()
+        if key.rpartition("/")[2] not in ("seed", "step", "example_id")
+      }
       for rows in made
     ]
 

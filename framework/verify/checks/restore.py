@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from framework import errors
 from framework.backend import models
+from framework.inputs.parts import main_source
 from framework.saving import checkpoints
 from framework.saving.checkpoints import CheckpointManager
 from framework.task import Task
@@ -113,7 +114,7 @@ class Resumption:
     return next(
       (
         place
-        for owner in (task, task.source("train"))
+        for owner in (task, main_source(task.source("train")))
         if (place := source_lines.mention(owner, *random))
       ),
       source_lines.mention(task, "def preprocess", "def source"),
@@ -354,8 +355,8 @@ class TrainerUnderTest:
 
 
 REMEDIES = {
-  "variable": "keep it in the model: return {{'network': ..., '{0}': module}} from build_model() "
-  "with a tf.Module that holds it; only what the model holds is saved",
+  "variable": "keep it in the model: return {{'network': ..., '{0}': variable}} from "
+  "build_model(); only what the model holds is saved",
   "random generator": "draw with tf.random.stateless_* and step.seed() (in preprocess with "
   "batch['seed']), which need no state",
   "metric": "return sums from Task.metrics(), such as weighted_sum(hits, batch['weight']); the "

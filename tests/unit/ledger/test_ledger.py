@@ -407,7 +407,7 @@ def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
     )
     recorder.batch_taken({"example_id": batch}, tf.constant(step, tf.int64))
   recorder.loop_ends({}, done=5, ran=5)
-  [found] = proofs.read(str(tmp_path))
+  [found] = proofs.read(str(tmp_path))[""]
   assert prove([found]).epochs == 1
 
 
