@@ -112,7 +112,7 @@ class Recording:
     found = self._origins(_tensors(tensors))
     call.raw, call.reduced = "raw" in found, "reduced" in found
     call.clipped = call.raw and bool(LIMITS & found)
-    call.local = call.verb == "apply" and "rows" in found
+    call.local = call.verb == "apply" and "rows" in found and not call.raw
     self.calls.append(call)
 
   def _origins(self, tensors: Sequence[tf.Tensor]) -> set[str]:
@@ -192,7 +192,7 @@ class Recording:
         self, gradients: Sequence[Any], finite: tf.Tensor, optimizer: str = "default"
       ) -> None:
         what = "" if optimizer == "default" else optimizer
-        recording.begins(self, Call("apply", what), gradients)
+        recording.begins(self, Call("apply", what), gradients, equal=[finite])
         super().apply(gradients, finite, optimizer)
 
     return Recorded

@@ -38,12 +38,12 @@ LOCAL_CONDITION = (
   "compute `when` from step.number, variables or reduced values, such as the loss that "
   "step.update() returns, not from the rows of this replica",
 )
-LOCAL_GRADIENTS = (
-  "gradients that differ between replicas",
-  "give step.apply() the same gradients on every replica: reduced ones, and noise from a seed "
-  "without the replica, such as [seed, step.number]",
+LOCAL_UPDATE = (
+  "an update that differs between replicas",
+  "give step.apply() the same on every replica: gradients and sums that step.all_reduce() returns, "
+  "noise from a seed without the replica, such as [seed, step.number]",
 )
-LOCAL = {"assign": LOCAL_STATE, "apply": LOCAL_GRADIENTS}
+LOCAL = {"assign": LOCAL_STATE, "apply": LOCAL_UPDATE}
 
 
 def check(subject: Subject) -> list[Result]:
@@ -82,9 +82,9 @@ def first_mistake(calls: Sequence[Call]) -> tuple[str, str, Call] | None:
 
 
 def wrong_update(calls: Sequence[Call]) -> tuple[str, str, Call] | None:
-  """Returns a mistake in which gradients are applied, not in when they are checked or divided."""
-  others = (CHECKED_FIRST, NEVER_UNSCALED)
-  return next((each for each in mistakes(calls) if each[:2] not in others), None)
+  """As `first_mistake`, but not of when gradients are checked or divided."""
+  found = first_mistake(calls)
+  return None if found and found[:2] in (CHECKED_FIRST, NEVER_UNSCALED) else found
 
 
 def mistakes(calls: Sequence[Call]) -> Iterator[tuple[str, str, Call]]:

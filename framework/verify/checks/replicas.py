@@ -693,7 +693,10 @@ COUPLED = Explanation(
   cause="examples that depend on one another",
   remedy="code that compares the examples of a batch (negatives, statistics, ranks) sees only "
   "those of its own replica: collect the others with step.all_gather, in train_step",
-  containing=("reduce_mean", "reduce_std", "matmul", "transpose", "top_k", "moments"),
+  containing=(
+    *("reduce_mean", "reduce_std", "matmul", "transpose", "top_k", "moments", "[None, :]"),
+    "bincount",
+  ),
 )
 UNKNOWN = Explanation(
   cause="unknown",

@@ -198,7 +198,7 @@ class RareInBatch(Classes):
 
   def errors(self, outputs, batch):
     same = tf.cast(batch["label"][:, None] == batch["label"][None, :], tf.float32)
-    return super().errors(outputs, batch) / tf.linalg.matvec(same, batch["weight"] + 1e-3)
+    return super().errors(outputs, batch) / tf.reduce_sum(same, axis=1)
 
 
 class Accumulated(Small):
@@ -241,6 +241,20 @@ class NoiseOnGradients(Written):
 
   def after(self, step, gradients):
     return [g + 0.01 * tf.random.stateless_normal(g.shape, step.seed()) for g in gradients]
+
+
+class DividedByOwnWeight(Written):
+  """Reduced gradients, divided by the weight of this replica alone."""
+
+  def train_step(self, step, batch):
+    gradients, local = step.gradients(
+      lambda part: self.training_loss(step, part), batch, step.variables()
+    )
+    gradients, loss = step.all_reduce(gradients, local)
+    gradients = step.unscale(gradients, local)
+    finite, norm = step.check(gradients)
+    step.apply(gradients, finite & (loss.weight > 0))
+    step.log_update(loss, finite, norm)
 
 
 class Branch(Small):
