@@ -105,6 +105,7 @@ def test_a_state_continues_from_the_checkpoint(dies, unbroken, tmp_path):
   assert records(tmp_path) == log
 
 
+@pytest.mark.whole
 def test_a_state_that_saw_the_evaluation_does_not_see_it_again(tmp_path):
   """The stop saves a checkpoint after the evaluation: none was due before it."""
 
