@@ -1,37 +1,25 @@
 """FixMatch: a few labelled images and many without labels, read side by side.
 
-A confident answer for a slightly changed image is the label for a strongly changed one.
+A confident answer for a slightly changed image is the label for a strongly changed one. How often
+each class was answered is state of the step: it corrects answers that favour some classes.
 
-Sohn et al., "FixMatch: Simplifying Semi-Supervised Learning with Consistency and Confidence", 2020.
+Sohn et al., "FixMatch: Simplifying Semi-Supervised Learning with Consistency and Confidence", 2020,
+with the distribution alignment of its section 2.5 (Berthelot et al., "ReMixMatch", 2020).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import framework
-from framework import Batch, ConfigError, Loss, Part, Source, Sources, part, with_part
+from framework import Batch, ConfigError, Loss, Part, Source, Sources, Step, part, with_part
 from framework.backend.randomness import uniform_each
 from framework.metrics import Weighted, weighted_sum
 from tasks.contrastive import turned
 from tasks.image_classification import ImageClassification
-
-
-class Answers(NamedTuple):
-  """Logits in training.
-
-  Attributes:
-    labelled: float32 [n, classes].
-    weak: float32 [n x ratio, classes], of slightly changed unlabelled images; no gradient.
-    strong: the same for strongly changed ones.
-  """
-
-  labelled: tf.Tensor
-  weak: tf.Tensor
-  strong: tf.Tensor
 
 
 @framework.register
@@ -43,13 +31,14 @@ class FixMatch(ImageClassification):
     *,
     labels: int = 400,
     ratio: int = 7,
-    threshold: float = 0.95,
+    threshold: float = 0.9,
     unlabelled_weight: float = 1.0,
-    rotation: float = 0.5,
-    zoom: float = 1.4,
+    rotation: float = 0.2,
+    zoom: float = 1.2,
     move: float = 3.0,
     contrast: float = 0.5,
-    cutout: int = 12,
+    cutout: int = 10,
+    memory: float = 0.99,
     seed: int = 0,
     **options: Any,
   ) -> None:
@@ -65,6 +54,7 @@ class FixMatch(ImageClassification):
       move: strongest move in x and in y, in pixels.
       contrast: strong scaling of the values is by a factor in [1 - contrast, 1 + contrast].
       cutout: side of the square that is blackened in a strongly changed image, in pixels.
+      memory: mean of the answers = memory * mean + (1 - memory) * those of a step.
       seed: chooses the labelled images.
       **options: see `ImageClassification`; `flip` and `shift` are the slight changes.
 
@@ -79,7 +69,13 @@ class FixMatch(ImageClassification):
     self._labels, self._ratio, self._seed = labels, ratio, seed
     self._threshold, self._second = threshold, unlabelled_weight
     self._rotation, self._zoom, self._move = rotation, zoom, move
-    self._contrast, self._cutout = contrast, cutout
+    self._contrast, self._cutout, self._memory = contrast, cutout, memory
+
+  def build_model(self) -> dict[str, Any]:
+    """Returns the network, and the mean of its answers so far, float32 [classes]."""
+    even = tf.fill([self._classes], 1.0 / self._classes)
+    answers = tf.Variable(even, trainable=False, name="answers")
+    return {"network": super().build_model(), "answers": answers}
 
   def source(self, split: str) -> Any:
     """Returns labelled and unlabelled training images; or the labelled evaluation images."""
@@ -98,43 +94,55 @@ class FixMatch(ImageClassification):
     strong = self._changed(more["image"], more["seed"])
     return with_part(batch, "unlabelled", {"image": more["image"], "strong": strong})
 
-  def forward(self, batch: Batch, training: bool) -> Any:
-    """Returns logits [n, classes]; in training `Answers`."""
-    if not training:
-      return super().forward(batch, training)
-    more = part(batch, "unlabelled")
-    weak = tf.stop_gradient(super().forward({"image": more["image"]}, training))
-    images = tf.concat([batch["image"], more["strong"]], axis=0)
-    found = super().forward({"image": images}, training)
-    rows = batch["image"].shape[0]
-    return Answers(found[:rows], weak, found[rows:])
-
-  def loss(self, outputs: Any, batch: Batch) -> Loss:
-    """Cross-entropy of the labelled image, and of its unlabelled ones where confident."""
-    if not isinstance(outputs, Answers):
-      return super().loss(outputs, batch)
-    labelled = cross_entropy(batch["label"], outputs.labelled)
-    confident, label = self._guessed(outputs)
-    losses = confident * cross_entropy(label, outputs.strong)
-    second = tf.reduce_mean(tf.reshape(losses, [-1, self._ratio]), axis=1)
-    return Loss.from_examples(labelled + self._second * second, batch["weight"])
-
-  def metrics(self, outputs: Any, batch: Batch) -> dict[str, Weighted]:
-    """Accuracy; in training also how many guesses count, and how many of these are right."""
-    if not isinstance(outputs, Answers):
-      return super().metrics(outputs, batch)
-    more, (confident, label) = part(batch, "unlabelled"), self._guessed(outputs)
-    counted = confident * more["weight"]
-    return super().metrics(outputs.labelled, batch) | {
-      "confident": weighted_sum(confident, more["weight"]),
-      "confident_accuracy": weighted_sum(label == more["label"], counted),
+  def train_step(self, step: Step, batch: Batch) -> None:
+    """Guesses the missing labels, makes the update, moves the mean of the answers."""
+    more, answers = part(batch, "unlabelled"), tf.convert_to_tensor(self.model["answers"])
+    found = tf.nn.softmax(self.logits(more["image"], training=False))
+    aligned = found / answers
+    aligned /= tf.reduce_sum(aligned, axis=1, keepdims=True)
+    guessed = {
+      "guess": tf.argmax(aligned, axis=1, output_type=tf.int32),
+      "confident": tf.cast(tf.reduce_max(aligned, axis=1) >= self._threshold, tf.float32),
     }
+    batch = with_part(batch, "unlabelled", guessed)
+    step.update(lambda rows: self.training_loss(step, rows), batch)
+    weighted = tf.concat([found, tf.ones_like(found[:, :1])], 1) * more["weight"][:, tf.newaxis]
+    sums = tf.reduce_sum(step.all_gather(tf.reduce_sum(weighted, axis=0, keepdims=True)), axis=0)
+    mean = tf.math.divide_no_nan(sums[:-1], sums[-1])
+    step.assign(self.model["answers"], self._memory * answers + (1.0 - self._memory) * mean)
 
-  def _guessed(self, outputs: Answers) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns 1.0 where the guess counts, float32, and the guess, int32."""
-    probability = tf.reduce_max(tf.nn.softmax(outputs.weak), axis=1)
-    guess = tf.argmax(outputs.weak, axis=1, output_type=tf.int32)
-    return tf.cast(probability >= self._threshold, tf.float32), guess
+  def forward(self, batch: Batch, training: bool) -> tf.Tensor:
+    """Returns logits of the labelled images and, in training, of the strongly changed ones."""
+    if not training:
+      return self.logits(batch["image"], training)
+    strong = part(batch, "unlabelled")["strong"]
+    return self.logits(tf.concat([batch["image"], strong], axis=0), training)
+
+  def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
+    """Cross-entropy of the labelled image; in training also of its confident unlabelled ones."""
+    rows = batch["label"].shape[0]
+    losses = cross_entropy(batch["label"], outputs[:rows])
+    if outputs.shape[0] > rows:
+      more = part(batch, "unlabelled")
+      second = more["confident"] * cross_entropy(more["guess"], outputs[rows:])
+      losses += self._second * tf.reduce_mean(tf.reshape(second, [-1, self._ratio]), axis=1)
+    return Loss.from_examples(losses, batch["weight"])
+
+  def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
+    """Accuracy; in training also how many guesses count, and how many of these are right."""
+    rows = batch["label"].shape[0]
+    found = super().metrics(outputs[:rows], batch)
+    if outputs.shape[0] == rows:
+      return found
+    more = part(batch, "unlabelled")
+    counted = more["confident"] * more["weight"]
+    right = weighted_sum(more["guess"] == more["label"], counted)
+    confident = weighted_sum(more["confident"], more["weight"])
+    return {**found, "confident": confident, "confident_accuracy": right}
+
+  def logits(self, image: tf.Tensor, training: bool) -> tf.Tensor:
+    """Returns float32 [n, classes]."""
+    return tf.cast(self.model["network"](image, training=training), tf.float32)
 
   def _changed(self, image: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
     numbers = uniform_each(seeds, [7])

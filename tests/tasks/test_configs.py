@@ -119,8 +119,8 @@ EXPECTED = {
       "image": ("float32", (28, 28, 1)),
       "unlabelled/strong": ("float32", (7, 28, 28, 1)),
     },
-    "parameters": {"default": cnn_parameters(28, (16, 32), 128)},
-    "rates": {0: 0.001, 1500: 0.0005, 3000: 0.0},
+    "parameters": {"default": cnn_parameters(28, (32, 64), 128)},
+    "rates": {0: 0.003, 2500: 0.0015, 5000: 0.0},
   },
   "fashion_mnist_gan.gin": {
     "features": {"image": ("float32", (28, 28, 1))},

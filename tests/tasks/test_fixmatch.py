@@ -29,7 +29,14 @@ def images():
 
 def task(**options):
   network = functools.partial(cnn, filters=(3,), units=6, activation="silu")
-  given = {"labels": 12, "ratio": RATIO, "threshold": THRESHOLD, "cutout": 3, **options}
+  given = {
+    "labels": 12,
+    "ratio": RATIO,
+    "threshold": THRESHOLD,
+    "cutout": 3,
+    "memory": 0.9,
+    **options,
+  }
   return FixMatch(
     data=images(), network=network, input_shape=(8, 8, 1), classes=4, flip=True, shift=1, **given
   )
@@ -45,11 +52,14 @@ def batches(made):
 def plain_loop():
   keras.utils.set_random_seed(1)
   made = task()
-  model, confident = made.build_model(), 0
+  model, confident = made.build_model()["network"], 0
+  answers = np.full(4, 0.25)
   for batch in batches(made):
     weak = batch["unlabelled/image"].reshape([-1, 8, 8, 1])
     strong = batch["unlabelled/strong"].reshape([-1, 8, 8, 1])
-    guess = tf.nn.softmax(model(weak)).numpy()
+    found = tf.nn.softmax(model(weak)).numpy()
+    guess = found / answers / (found / answers).sum(1, keepdims=True)
+    answers = 0.9 * answers + 0.1 * found.mean(0)
     mask = (guess.max(1) >= THRESHOLD).astype(np.float32)
     confident += mask.sum()
     with tf.GradientTape() as tape:
@@ -63,7 +73,7 @@ def plain_loop():
     variables = [v.value for v in model.trainable_variables]
     for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
       variable.assign_sub(0.05 * gradient)
-  return [v.numpy() for v in model.variables], confident / (STEPS * BATCH * RATIO)
+  return [v.numpy() for v in model.variables], answers, confident / (STEPS * BATCH * RATIO)
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +87,12 @@ def test_ten_steps_are_those_of_a_plain_loop(replicas, expected, mirrored):
   recipe = Recipe(optimizer=lambda: keras.optimizers.SGD(0.05), global_batch_size=BATCH)
   trainer = recipe.trainer(task(), mirrored(replicas))
   metrics = trainer.train(tf.constant(STEPS))
-  weights, confident = expected
+  weights, answers, confident = expected
   assert 0.1 < confident < 0.9
   assert metrics["confident"] == pytest.approx(confident, abs=1e-6)
-  for got, wanted in zip(trainer.task.model.variables, weights, strict=True):
+  model = trainer.task.model
+  np.testing.assert_allclose(model["answers"].numpy(), answers, rtol=1e-5)
+  for got, wanted in zip(model["network"].variables, weights, strict=True):
     np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-5)
 
 
