@@ -1,6 +1,7 @@
 """Length buckets: schedule, batches, training and ledger, against NumPy."""
 
 import itertools
+import re
 
 import keras
 import numpy as np
@@ -9,12 +10,15 @@ import tensorflow as tf
 from input_cases import arrays, numbered, one_line_error
 
 from framework import ArraySource, Buckets, Evaluator, Loss, StreamSource, Task
+from framework.actions.nonfinite import NonFiniteLoss, StopOnNonFinite
 from framework.builder import Recipe
 from framework.inputs.buckets import Schedule
 from framework.inputs.datasets import eval_dataset, train_dataset
 from framework.inputs.parts import of_one_shape
 from framework.ledger import __main__
 from framework.ledger.recorder import Recorder
+from framework.run import run
+from framework.strategies import factories
 
 ENDS, LONGEST = (2, 4, 8), 8
 RNG = np.random.default_rng(6)
@@ -259,3 +263,25 @@ def test_training_is_that_of_numpy_with_a_trace_for_each_shape(
   ledger.write_text(ledger.read_text().replace('"first": 8', '"first": 7'))
   assert __main__.main([str(tmp_path)]) == 1
   assert "part 'bucket 4', step 1, worker 0: " in capsys.readouterr().out
+
+
+@pytest.mark.whole
+def test_a_value_that_is_not_finite_ends_the_run_at_its_step(tmp_path, monkeypatch, capsys):
+  """The steps before it are kept, in whichever bucket they were."""
+  steps = read(train_dataset(source(equal_tokens=True), global_batch_size=3), 20)
+  first = {}
+  for step, batch in enumerate(steps):
+    first |= {int(i): step for i in batch["example_id"] if int(i) not in first}
+  example, bad = max(first.items(), key=lambda item: item[1])
+  assert bad > 1
+  spoiled = X.copy()
+  spoiled[example, 0] = np.nan
+  monkeypatch.setitem(globals(), "X", spoiled)
+  options = {
+    "task": Sums, "train_steps": 20, "global_batch_size": 3, "model_dir": str(tmp_path),
+    "strategy": factories.default, "optimizer": lambda: keras.optimizers.SGD(RATE),
+  }  # fmt: skip
+  with pytest.raises(NonFiniteLoss, match=rf"at step {bad + 1}\."):
+    run(**options, mode="train", actions=[StopOnNonFinite()])
+  run(**options, mode="replay")
+  assert re.search(rf"loss +nan +{example}\n", capsys.readouterr().err)
