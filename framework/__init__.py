@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from framework.backend import lazy_keras
 
 if TYPE_CHECKING:
-  from framework.actions.base import Action
+  from framework.actions.base import Action, Run, StopTraining
   from framework.actions.best import BestCheckpoint, EarlyStopping, Export
   from framework.actions.nonfinite import StopOnNonFinite
+  from framework.actions.show import Show
   from framework.backend.recomputation import recompute
   from framework.configurables import register
   from framework.errors import ConfigError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
   from framework.metrics import Loss, PerExample, Sum, weighted_sum
   from framework.optimizers.schedules import Schedule
+  from framework.reporting.board import Board
   from framework.step import EvalStep, Step
   from framework.strategies.reduction import Reduction
   from framework.task import Task
@@ -34,6 +36,7 @@ __all__ = [
   "ArraySource",
   "Batch",
   "BestCheckpoint",
+  "Board",
   "Buckets",
   "ConfigError",
   "Draws",
@@ -48,11 +51,14 @@ __all__ = [
   "PerExample",
   "Reduction",
   "ReplayBuffer",
+  "Run",
   "Schedule",
+  "Show",
   "Source",
   "Sources",
   "Step",
   "StopOnNonFinite",
+  "StopTraining",
   "StreamSource",
   "Sum",
   "TFRecordSource",
@@ -66,9 +72,10 @@ __all__ = [
 ]
 
 _HOMES = {
-  "actions.base": ("Action",),
+  "actions.base": ("Action", "Run", "StopTraining"),
   "actions.best": ("BestCheckpoint", "EarlyStopping", "Export"),
   "actions.nonfinite": ("StopOnNonFinite",),
+  "actions.show": ("Show",),
   "backend.recomputation": ("recompute",),
   "configurables": ("register",),
   "errors": ("ConfigError",),
@@ -81,6 +88,7 @@ _HOMES = {
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
   "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),
   "optimizers.schedules": ("Schedule",),
+  "reporting.board": ("Board",),
   "step": ("EvalStep", "Step"),
   "strategies.reduction": ("Reduction",),
   "task": ("Task",),

@@ -113,6 +113,8 @@ def failure(error: BaseException) -> str:
 def place_of(error: BaseException) -> str:
   """Returns the innermost line of the user's code in an error, "mine.py:3, in loss"; else ""."""
   frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+  converted = getattr(getattr(error, "ag_error_metadata", None), "translated_stack", ())
+  frames += [(f.filename, f.lineno, f.function_name) for f in reversed(converted)]
   for file, line, name in reversed([*frames, *_PLACE.findall(str(error))]):
     if is_the_users(file):
       return f"{Path(file).name}:{line}, in {name}"

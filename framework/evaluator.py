@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import orbit
 import tensorflow as tf
@@ -34,14 +34,14 @@ class EvalSet:
   """One evaluation set; `name` is "" if there is only one.
 
   Attributes:
-    batches: distributed; a list, with an entry for each shape.
+    shapes: the distributed batches of each shape.
     total: the number of batches, if it is known.
     sums: of the metrics.
     step: runs one batch, or under parameter servers one shard.
   """
 
   name: str
-  batches: Any
+  shapes: list[Any]
   total: int | None
   sums: MetricSums
   step: Callable[..., Any]
@@ -113,6 +113,23 @@ class Evaluator(orbit.AbstractEvaluator):
         results |= {f"{prefix}{name}": value for name, value in found.items()}
     return results
 
+  def metric_names(self) -> set[str] | None:
+    """Returns the names of the logged means, from the trace that `evaluate` uses (host).
+
+    Executes nothing. What the task derives is not among them. None in eager mode, under parameter
+    servers and for batches whose shapes are not static, which trace later, otherwise or never.
+    """
+    traced = [(one, shape.element_spec) for one in self._sets for shape in one.shapes]
+    parts = tf.nest.flatten([spec for _, spec in traced], expand_composites=True)
+    if self.eager or not all(part.shape.is_fully_defined() for part in parts):
+      return None
+    names: set[str] = set()
+    for one, spec in traced:
+      self._metrics, step = one.sums, cast(Any, one.step)
+      step.get_concrete_function(spec)
+      names |= {f"{one.name}/{name}" if one.name else name for name in one.sums.names}
+    return names
+
   def _evaluate(self, one: EvalSet, limit: int) -> dict[str, float]:
     self._metrics = one.sums
     self._metrics.reset()  # an earlier evaluation may have failed midway
@@ -140,14 +157,14 @@ class Evaluator(orbit.AbstractEvaluator):
         with self.strategy.scope():
           sums = MetricSums()
         shared[features] = (sums, self.eval_step if self.eager else compiled(self.eval_step))
-      batches = [traits.cluster_of(self.strategy).distribute(whole) for whole in shapes]
-      self._sets.append(EvalSet(name, batches, _length(shapes), *shared[features]))
+      distributed = [traits.cluster_of(self.strategy).distribute(whole) for whole in shapes]
+      self._sets.append(EvalSet(name, distributed, _length(shapes), *shared[features]))
 
   def _run_batches(self, one: EvalSet, limit: int) -> tuple[int, CollectedRows]:
     """Evaluates the first `limit` batches, or all if negative; returns how many, and their rows."""
     done, rows = 0, CollectedRows()
     total = one.total if limit < 0 else min(limit, one.total or limit)
-    batches = itertools.chain.from_iterable(map(datasets.iterate, one.batches))
+    batches = itertools.chain.from_iterable(map(datasets.iterate, one.shapes))
     for batch in itertools.islice(batches, limit if limit >= 0 else None):
       rows.add(one.step(batch))
       done += 1

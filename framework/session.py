@@ -14,19 +14,22 @@ import orbit
 import tensorflow as tf
 
 from framework import configurables, forensics
-from framework.actions.base import Action, Run, StopTraining
+from framework.actions.base import Action, Output, Run, StopTraining
+from framework.actions.state import ActionStates
 from framework.backend import files, signals
 from framework.backend.timing import timed
-from framework.errors import ConfigError, Preempted
+from framework.errors import ConfigError, Preempted, unknown
 from framework.evaluator import Evaluator
 from framework.ledger.proof import file_name
 from framework.modes import Mode
 from framework.reporting import metrics_log, orbit_reporter, progress, summary
+from framework.reporting.board import Board
 from framework.saving import checkpoints
 from framework.saving.export import export
 from framework.saving.ownership import Owner
 from framework.saving.warm_start import REPORT, WarmStart
 from framework.strategies import traits
+from framework.task import Task
 from framework.trainer import Trainer
 
 QUIET = (
@@ -105,6 +108,7 @@ class Session:
     task = trainer.task
     self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
     ledgers = [os.path.join(model_dir, file_name(index)) for index in range(self.cluster.size)]
+    self._states = ActionStates(actions)
     self._manager = checkpoints.CheckpointManager(
       trainer=trainer,
       directory=os.path.join(model_dir, "checkpoints"),
@@ -117,6 +121,7 @@ class Session:
       keep=cadence.keep_checkpoints,
       logs=[self.metrics_log.path, *ledgers],
       before_first=lambda: record(step=self._restored_step) if record else None,
+      actions=self._states if self._states.values else None,
     )
     self._choice = progress.Choice(task.shown, hidden=QUIET, who=f"{type(task).__name__}.shown")
     self._progress = progress.Progress(
@@ -129,6 +134,13 @@ class Session:
     self._restored_step = 0
     if evaluator is not None:
       evaluator.between_batches = self._between_batches
+    self._split = "train"
+    self._board = Board(
+      model_dir if self.cluster.is_chief else None,
+      step=lambda: self.step,
+      writer=lambda: self._reporters[self._split].summary_writer(),
+      message=self._progress.message,
+    )
     self._actions = self._bound(actions)
     with orbit_reporter.quiet_orbit():
       self._controller = self._make_controller()
@@ -275,6 +287,7 @@ class Session:
 
   def _train(self, loops: Callable[[], None]) -> None:
     """Runs `loops` with all setup and cleanup, until they end or an action stops them."""
+    self._require_metrics()
     with files.storage_errors(self.model_dir, self._newest_saved):
       self._manager.tidy()
       if self.step >= self._cadence.train_steps:
@@ -287,8 +300,10 @@ class Session:
       self.cluster.barrier()  # actions on all workers read the chief's log
       try:
         with self._signals.noticed(self._progress.message), self._until_stopped():
+          self._states.give_back()
           for action in self._actions:
             action.begin()
+          self._states.serialize()  # raises for a state that JSON does not have
           loops()
         self._save()
       finally:
@@ -296,9 +311,24 @@ class Session:
           action.end()
         self._manager.wait()
 
+  def _require_metrics(self) -> None:
+    """Raises ConfigError if an action reads an evaluation metric that cannot exist.
+
+    A task that overrides `derived` may make any name of it; the first evaluation tells.
+    """
+    wanted = [(a, *item) for a in self._actions for item in a.reads().items()]
+    overridden = type(self.trainer.task).derived is not Task.derived
+    if not wanted or overridden or self.evaluator is None:
+      return
+    names = self.evaluator.metric_names()
+    for action, option, name in wanted:
+      if names is not None and name not in names:
+        raise unknown(f"{type(action).__name__}.{option}", name, names)
+
   def _prepare_folder(self) -> None:
     """Removes what a killed process logged after the restored step; writes the config."""
-    self.metrics_log.trim(self.step)
+    again = self.evaluator is not None and self._states.missed(self.step)
+    self.metrics_log.trim(self.step, evaluation=again)
     files.atomic_write(
       os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
     )
@@ -322,22 +352,25 @@ class Session:
   def _train_to(self, step: int) -> None:
     """Trains loop by loop; a whole loop is reported before a signal ends the run."""
     while self.step < step:
-      for target in self._loop_ends(min(self.step + self._cadence.steps_per_loop, step)):
-        with self._reporting_on_stop(self._controller.summary_manager):
+      end = min(self.step + self._cadence.steps_per_loop, step)
+      while self.step < end:
+        target = self._loop_end(end)
+        with self._reporting_on_stop(self._reporters["train"]):
           self._controller.train(target, checkpoint_at_completion=False)
       self._stop_if_asked()
     if step >= self._cadence.train_steps:
       self._controller.save_checkpoint()  # no training is lost if the last evaluation fails
 
-  def _loop_ends(self, end: int) -> list[int]:
-    """Returns the steps at which loops end: those that actions request before `end`, and `end`."""
-    wanted = {step for action in self._actions for step in action.loop_ends()}
-    return [*sorted(step for step in wanted if self.step < step < end), end]
+  def _loop_end(self, end: int) -> int:
+    """Returns the step at which the next loop ends: the first that an action requests, or `end`."""
+    step = self.step
+    wanted = (one for action in self._actions for one in action.loop_ends())
+    return min([end, *(one for one in wanted if one > step)])
 
   def _evaluate(self) -> None:
     # An evaluation that a signal ends reports nothing; the next process starts it again.
     self._evaluated_step = self.step  # reading it may ask a server
-    reporting = self._reporting_on_stop(self._controller.eval_summary_manager)
+    reporting = self._reporting_on_stop(self._reporters["eval"])
     with reporting, contextlib.suppress(_AskedToStop):
       self._controller.evaluate()
     self._stop_if_asked()
@@ -386,26 +419,43 @@ class Session:
     common = {"global_step": self.trainer.global_step, "progress": self._progress}
     if self.cluster.is_chief:
       common |= {"model_dir": self.model_dir, "metrics_log": self.metrics_log}
-    on: dict[str, list[Callable[..., None]]] = {"train": [], "eval": []}
-    for action in self._actions:
-      on[action.on].append(timed(f"action {type(action).__name__}")(action))
+    self._reporters = {
+      "train": orbit_reporter.Reporter(
+        split="train", global_batch_size=self.trainer.global_batch_size, **common
+      ),
+      "eval": orbit_reporter.Reporter(split="eval", **common),
+    }
     controller = orbit.Controller(
       global_step=self.trainer.global_step,
       trainer=self.trainer,
       evaluator=self.evaluator,
       strategy=self.trainer.strategy,
-      train_actions=on["train"],
-      eval_actions=on["eval"],
+      train_actions=self._actions_on("train"),
+      eval_actions=self._actions_on("eval"),
       steps_per_loop=self._cadence.steps_per_loop,
       summary_dir=os.path.join(self.model_dir, "train"),
       eval_summary_dir=os.path.join(self.model_dir, "eval"),
-      summary_manager=orbit_reporter.Reporter(
-        split="train", global_batch_size=self.trainer.global_batch_size, **common
-      ),
-      eval_summary_manager=orbit_reporter.Reporter(split="eval", **common),
+      summary_manager=self._reporters["train"],
+      eval_summary_manager=self._reporters["eval"],
     )
     controller.checkpoint_manager = self._manager  # as an argument, it would restore at once
     return controller
+
+  def _actions_on(self, split: str) -> list[Callable[[Output], None]]:
+    """Returns the calls of the actions of a split, in order."""
+
+    def called(action: Action) -> Callable[[Output], None]:
+      call = timed(f"action {type(action).__name__}")(action)
+
+      def act(output: Output) -> None:
+        self._split = split
+        if split == "eval":
+          self._states.evaluated = self.step
+        call(output)
+
+      return act
+
+    return [called(action) for action in self._actions if split in action.splits()]
 
   def _bound(self, actions: Sequence[Action]) -> list[Action]:
     ema = self.trainer.parts.ema
@@ -422,6 +472,8 @@ class Session:
       is_chief=self.cluster.is_chief,
       actions=actions,
       message=self._progress.message,
+      board=self._board,
+      current_split=lambda: self._split,
       evaluated_weights=ema.in_place if ema else contextlib.nullcontext,
     )
     for action in actions:

@@ -19,6 +19,7 @@ from framework.errors import ConfigError, kind, shown
 from framework.inputs.datasets import Batch, Preprocess
 
 if TYPE_CHECKING:
+  from framework.reporting.board import Board
   from framework.step import EvalStep, Step
 
 from framework.metrics import REPORTED, Loss, Metric
@@ -129,6 +130,18 @@ class Task:
     """
     del values
     return {}
+
+  def show(self, board: Board) -> None:
+    """Shows pictures, distributions and texts of the current weights (host).
+
+    The action `Show` calls it, on every worker of a cluster, with the weights that evaluations use.
+    Draw random numbers with a fixed seed, such as `tf.random.stateless_normal(shape, seed=[0, 1])`,
+    so that the pictures of two steps are comparable.
+
+    Args:
+      board: `board.image(name, array)`, `board.histogram(name, values)`, `board.text(name, text)`.
+    """
+    del board
 
   def regularization(self) -> tf.Tensor | float:
     """Returns a float scalar, added once to the mean training loss (replica context).

@@ -1,7 +1,7 @@
 """The base class of actions: what a run does after a training loop or an evaluation.
 
-Orbit's Controller calls an action with the values of a loop (`on = "train"`) or of an evaluation
-(`on = "eval"`), before they are written to metrics.jsonl.
+Orbit's Controller calls an action with the values of a loop (`on = "train"`), of an evaluation
+(`on = "eval"`) or of both, before they are written to metrics.jsonl. See docs/actions.md.
 
 The actions of `orbit.actions` do not fit: NewBestMetric keeps its own file, which a restart from an
 earlier checkpoint does not correct, and ExportSavedModel can leave half an export.
@@ -13,11 +13,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orbit
 import tensorflow as tf
 
+from framework.errors import ConfigError
+from framework.reporting.board import Board
 from framework.reporting.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class Run:
     replay_command: replays the step at which `StopOnNonFinite` stopped.
     is_chief: whether this process writes to the run folder.
     message: prints lines for the user, above the progress line.
+    board: shows pictures, distributions and texts; see framework/reporting/board.py.
+    current_split: returns "train" or "eval": what the actions are now called for.
     actions: all actions of the run.
     evaluated_weights: a context in which the model holds the weights that evaluations use: the
       moving average, if there is one.
@@ -57,12 +61,19 @@ class Run:
   replay_command: str = ""
   is_chief: bool = True
   message: Callable[[str], None] = print
+  board: Board = dataclasses.field(default_factory=Board)
+  current_split: Callable[[], str] = lambda: "train"
   evaluated_weights: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
   @property
   def step(self) -> int:
     """The number of completed training steps (host)."""
     return int(self.global_step.numpy())
+
+  @property
+  def split(self) -> str:
+    """ "train" or "eval": which values the action is called with."""
+    return self.current_split()
 
 
 class StopTraining(Exception):  # noqa: N818 (it is not an error)
@@ -85,12 +96,25 @@ class Action:
   """Something to do after each training loop or evaluation; subclass it.
 
   Attributes:
-    on: "train" or "eval".
+    on: "train", "eval" or "both".
     run: set by `bind`.
   """
 
-  on: ClassVar[Literal["train", "eval"]]
+  on: Literal["train", "eval", "both"]
   run: Run
+
+  def splits(self) -> tuple[str, ...]:
+    """Returns the splits of `on`.
+
+    Raises:
+      ConfigError: `on` is missing, or something else.
+    """
+    on = getattr(self, "on", None)
+    if on not in ("train", "eval", "both"):
+      raise ConfigError(
+        f"{type(self).__name__}.on is {on!r}; it must be 'train', 'eval' or 'both'."
+      )
+    return ("train", "eval") if on == "both" else (on,)
 
   def bind(self, run: Run) -> None:
     """Called once, when the run is assembled (host)."""
@@ -101,6 +125,26 @@ class Action:
 
     Raises:
       StopTraining: an earlier process already reached the end.
+    """
+
+  def reads(self) -> Mapping[str, str]:
+    """Returns option -> name of the evaluation metrics that the action needs (host).
+
+    A name that no evaluation can have is then refused before training. Without this hook it is
+    found at the first evaluation.
+    """
+    return {}
+
+  def state(self) -> Any:
+    """Returns what a restart must give back, of dicts, lists, texts, numbers and None (host).
+
+    Called whenever a checkpoint is written; define `restore` too.
+    """
+
+  def restore(self, state: Any) -> None:
+    """Called with the `state` of the restored checkpoint, before `begin` (host).
+
+    Not called in a new run, nor if the checkpoint has no state of this action.
     """
 
   def loop_ends(self) -> Sequence[int]:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -22,7 +22,9 @@ from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chi
 from framework.saving.export import export, mend, require_replaceable
 
 Mode = Literal["max", "min"]
-_OTHER_FOLDERS = ("assets", "checkpoints", "eval", "export", "logs", "nonfinite", "train")
+_OTHER_FOLDERS = (
+  *("assets", "checkpoints", "eval", "export", "logs", "media", "nonfinite", "profile", "train"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,10 @@ class MetricHistory(Action):
     """Reads nothing until `begin` or the first call."""
     self._goal = goal
     self._values: list[float] | None = None
+
+  def reads(self) -> Mapping[str, str]:
+    """Returns the metric."""
+    return {"metric": self._goal.metric}
 
   def begin(self) -> None:
     """Reads the values of all evaluations up to the restored step."""

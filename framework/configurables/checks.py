@@ -146,7 +146,8 @@ def _check_value(binding: Binding, graph: Graph) -> None:
     must = requirement(value, parameter.annotation)
     raise ConfigError(f"{binding} is {said}; it must be {must}")
   if binding.name in table.ROOTS and isinstance(value, int) and _is_count(parameter.annotation):
-    require_integer(str(binding), value, at_least=int(binding.parameter not in table.FROM_ZERO))
+    bounds = {"at_least": 0, "at_most": 2**31 - 1} if binding.parameter in table.SEEDS else {}
+    require_integer(str(binding), value, **{"at_least": 1, **bounds})
 
 
 def _is_count(annotation: Any) -> bool:

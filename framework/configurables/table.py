@@ -41,6 +41,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.actions.nonfinite", "StopOnNonFinite"),
   ("framework.actions.time_budget", "TimeBudget"),
   ("framework.actions.profiling", "Profile"),
+  ("framework.actions.show", "Show"),
   ("framework.inputs.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
 )
 """Modules and names defined in them."""
@@ -74,8 +75,8 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
 }
 """Parameters that the caller passes itself, ignoring bindings, and what to do instead."""
 
-FROM_ZERO = ("seed",)
-"""Whole numbers of `ROOTS` that may be 0; all others are counts of at least 1."""
+SEEDS = ("seed",)
+"""Whole numbers of `ROOTS` from 0 to 2**31 - 1; all others are counts of at least 1."""
 
 EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica_batch_size")}
 """Parameters of which exactly one must be set."""

@@ -105,8 +105,10 @@ class MetricsLog:
     parsed = (_parse(line) for line in self._lines())
     return [r for r in parsed if r is not None and split in (None, r.get("split"))]
 
-  def trim(self, step: int) -> int:
+  def trim(self, step: int, *, evaluation: bool = False) -> int:
     """Removes the records after `step`; a run that restarts there writes them again (host).
+
+    With `evaluation`, also removes those of split "eval" at `step`.
 
     Also removes a last line that a kill cut off. All other lines stay unchanged. The records that
     it removes are appended to <path>.undone: the user may have lost checkpoints by mistake.
@@ -118,7 +120,7 @@ class MetricsLog:
       return 0
     with self._opened():
       lines = self._lines()
-      undone = [line for line in lines if (_parse(line) or {"step": 0})["step"] > step]
+      undone = [line for line in lines if _is_after(_parse(line) or {}, step, evaluation)]
       gone = set(undone)
       kept = b"".join(line + b"\n" for line in lines if line not in gone)
       if undone:
@@ -154,6 +156,11 @@ class MetricsLog:
   def _lines(self) -> list[bytes]:
     *lines, last = self._content().split(b"\n")
     return lines if _parse(last) is None else [*lines, last]
+
+
+def _is_after(record: Record, step: int, evaluation: bool) -> bool:
+  at = record.get("step", 0)
+  return at > step or (evaluation and at == step and record.get("split") == "eval")
 
 
 def _encode(value: Value) -> Any:

@@ -28,6 +28,7 @@ UNFINISHED = "unfinished"
 _STATE = "checkpoint"
 _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+_ACTIONS = "actions/.ATTRIBUTES/py_state"
 _NO_DAMAGE = (
   tf.errors.AbortedError,
   tf.errors.CancelledError,
@@ -63,6 +64,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     keep: int = 3,
     logs: Sequence[str] = (),
     before_first: Callable[[], None] | None = None,
+    actions: tf.train.experimental.PythonState | None = None,
   ) -> None:
     """Defines what is saved; reads and writes nothing yet.
 
@@ -73,6 +75,7 @@ class CheckpointManager(tf.train.CheckpointManager):
       keep: how many checkpoints to keep.
       logs: files that reach the disk before each checkpoint, which so never is ahead of them.
       before_first: called on the chief before this process saves for the first time.
+      actions: the state of actions, None for none; a checkpoint without it restores as "".
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
     self._directory, self._checkpoint_interval, self._keep = directory, every_steps, keep
@@ -83,6 +86,8 @@ class CheckpointManager(tf.train.CheckpointManager):
     texts = {**experiment, ASSETS: assets} if assets else experiment
     labels = {k: tf.Variable(v, trainable=False) for k, v in texts.items()}
     self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
+    self._actions = actions
+    self._track_actions(actions)
     _ = self._checkpoint.save_counter  # created on first use; must exist before the first restore
 
   @property
@@ -214,6 +219,7 @@ class CheckpointManager(tf.train.CheckpointManager):
   def _restore(self, path: str, reader: Any) -> None:
     self._refuse_foreign(path, reader)
     try:
+      self._track_actions(self._actions if reader.has_tensor(_ACTIONS) else None)
       with self._trainer.strategy.scope():
         status = self._checkpoint.restore(path)
         status.assert_existing_objects_matched().expect_partial()  # see `_refuse_larger`
@@ -221,6 +227,17 @@ class CheckpointManager(tf.train.CheckpointManager):
     except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
       self._explain(path, reader, error)
       raise
+    finally:
+      self._track_actions(self._actions)
+
+  def _track_actions(self, actions: tf.train.experimental.PythonState | None) -> None:
+    """Makes the actions' state a part of the checkpoint, or for None no part."""
+    if hasattr(self._checkpoint, "actions"):
+      del self._checkpoint.actions
+    if actions is not None:
+      self._checkpoint.actions = actions
+    elif self._actions is not None:
+      self._actions.deserialize("")
 
   def _restored(self, path: str) -> bool:
     written = _written_at(path)

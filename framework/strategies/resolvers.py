@@ -98,6 +98,16 @@ def _wrong(place: str, value: object, expected: str) -> ConfigError:
   return ConfigError(f"{name}{short}; it must be {expected}.")
 
 
+class _SlurmWithoutGpus(tf.distribute.cluster_resolver.SlurmClusterResolver):
+  """TensorFlow's resolver fails for 0 GPUs; a made-up number works, as it sets no devices."""
+
+  def __init__(self, port_base: int) -> None:
+    super().__init__(port_base=port_base, gpus_per_node=_MANY, gpus_per_task=1, auto_set_gpu=False)
+
+  def num_accelerators(self, *unused: Any, **named: Any) -> dict[str, int]:
+    return {"GPU": 0}
+
+
 def slurm(*, port_base: int = 8888, gpus_per_node: int | None = None) -> ClusterResolver:
   """Reads the cluster of a Slurm job: one worker per task of the step that `srun` started.
 
@@ -111,13 +121,13 @@ def slurm(*, port_base: int = 8888, gpus_per_node: int | None = None) -> Cluster
   """
   if gpus_per_node is None:
     gpus_per_node = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
-  # TensorFlow's resolver fails for 0 GPUs. A made-up number works, as it then sets no devices.
-  some = {"gpus_per_node": gpus_per_node, "auto_set_gpu": True}
-  none = {"gpus_per_node": _MANY, "gpus_per_task": 1, "auto_set_gpu": False}
   try:
-    resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
-      port_base=port_base, **(some if gpus_per_node else none)
-    )
+    if gpus_per_node:
+      resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+        port_base=port_base, gpus_per_node=gpus_per_node, auto_set_gpu=True
+      )
+    else:
+      resolver = _SlurmWithoutGpus(port_base)
     resolver.cluster_spec()  # sets task_type and task_id
   except (KeyError, RuntimeError, ValueError) as error:
     reason = str(error).strip("'")

@@ -156,10 +156,12 @@ def _raised(group: str, subject: Subject, error: Exception) -> Result:
   detail, place = refusal or errors.failure(error), errors.place_of(error)
   if told := _PLACE.search(detail):
     detail, place = detail[: told.start()], told[1]
-  for beginning, (methods, words) in _RETURNED.items():
-    if detail.startswith(beginning):
-      task = subject.fresh_task()
-      place = source_lines.find(task, *methods, containing=words, anywhere=True) or place
+  with contextlib.suppress(Exception):  # the task itself may be what fails
+    task = subject.fresh_task()
+    place = source_lines.qualified(place, task)
+    for beginning, (methods, words) in _RETURNED.items():
+      if detail.startswith(beginning):
+        place = source_lines.find(task, *methods, containing=words, anywhere=True) or place
   return Result(
     group=group, check="runs at all", status="failed", detail=detail, place=place,
     cause="refused by the framework" if refusal else "exception in the task",

@@ -383,10 +383,12 @@ SLURM = {
 def test_slurm_is_read(gpus, visible, monkeypatch):
   for name, value in {**SLURM, "SLURM_GPUS_ON_NODE": gpus}.items():
     monkeypatch.setenv(name, value)
-  peers, place = cluster.workers(resolvers.slurm(port_base=9000))
+  resolver = resolvers.slurm(port_base=9000)
+  peers, place = cluster.workers(resolver)
   nodes = [f"node{node}:{port}" for node in (1, 2) for port in (9000, 9001)]
   assert ([peer.address for peer in peers], place) == (nodes, 3)
   assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+  assert resolver.num_accelerators() == {"GPU": len(visible.split(",")) if visible else 0}
 
 
 def test_no_slurm_step(monkeypatch):

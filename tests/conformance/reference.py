@@ -204,9 +204,10 @@ def train(scenario, batches):
         finite = False
         loops[-1].add(f"{prefix}gradient_norm", 0.0, 0.0)
         continue
-      loops[-1].add(f"{prefix}gradient_norm", norm, 1.0)
       if weight == 0:
+        loops[-1].add(f"{prefix}gradient_norm", 0.0, 0.0)
         continue
+      loops[-1].add(f"{prefix}gradient_norm", norm, 1.0)
       gradients = clipped(gradients, norm, scenario.clip_norm, scenario.clip_value)
       updated = optimizer.step([weights[i] for i in own], gradients, rate(step))
       for i, value in zip(own, updated, strict=True):

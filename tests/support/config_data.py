@@ -88,7 +88,8 @@ def stand_ins(name, folder):
   """Makes small data in the place of what may not be installed; returns the parameters for it."""
   if name.startswith("fashion_mnist"):
     fashion_mnist_files(folder)
-    return [f"fashion_mnist.directory = '{folder}'"]
+    labels = ["FixMatch.labels = 10"] if "fixmatch" in name else []
+    return [f"fashion_mnist.directory = '{folder}'", *labels]
   if name == "digits_distillation.gin":
     return teacher(folder)
   if name.startswith("imdb"):

@@ -9,7 +9,7 @@ import sys
 import types
 
 from framework import run, trainer
-from framework.actions import best, nonfinite, profiling, time_budget
+from framework.actions import best, nonfinite, profiling, show, time_budget
 from framework.configurables.table import GIVEN
 from framework.inputs import sources
 from framework.optimizers import adapters, loss_scale, schedules
@@ -41,6 +41,7 @@ SECTIONS = (
   ("At NaN and infinity", nonfinite, "StopOnNonFinite"),
   ("Time", time_budget, "TimeBudget"),
   ("Traces", profiling, "Profile"),
+  ("Pictures", show, "Show"),
 )
 
 

@@ -28,6 +28,9 @@ REPLICAS = 2
 OWN = "own communication"
 """The verb of a communication that no verb of the step makes."""
 
+LIMITS = {"Minimum", "Maximum", "ClipByValue"}
+"""Operations of which clipping by norm or by value consists."""
+
 
 @dataclasses.dataclass
 class Call:
@@ -40,6 +43,7 @@ class Call:
     communications: the bytes of each communication.
     raw: whether it gets gradients that are not reduced.
     reduced: whether it gets gradients that are reduced.
+    clipped: whether raw gradients are limited before it gets them.
     local: whether a condition (`when`), or the value of an assignment, is local.
   """
 
@@ -49,6 +53,7 @@ class Call:
   communications: list[int] = dataclasses.field(default_factory=list)
   raw: bool = False
   reduced: bool = False
+  clipped: bool = False
   local: bool = False
 
   def __str__(self) -> str:
@@ -80,7 +85,7 @@ class Recording:
     """
     if step is self._owner:
       self._note(call, tensors)
-      call.local = bool({"rows", "raw"} & self._origins(_tensors(equal)))
+      call.local |= bool({"rows", "raw"} & self._origins(_tensors(equal)))
 
   def knows(self, step: Step, kind: str, values: Any) -> None:
     """Keeps tensors of the first step: "rows", "raw" gradients or what is "shared"."""
@@ -106,10 +111,12 @@ class Recording:
     call.place = source_lines.of_frames(own, self.task)
     found = self._origins(_tensors(tensors))
     call.raw, call.reduced = "raw" in found, "reduced" in found
+    call.clipped = call.raw and bool(LIMITS & found)
+    call.local = call.verb == "apply" and "rows" in found and not call.raw
     self.calls.append(call)
 
   def _origins(self, tensors: Sequence[tf.Tensor]) -> set[str]:
-    """Returns the kinds of known tensors that some tensors are computed from."""
+    """Returns the kinds of known tensors that some tensors are computed from, and operations."""
     found: set[str] = set()
     seen: set[int] = set()
     waiting = list(tensors)
@@ -119,6 +126,7 @@ class Recording:
         found.add(self._known[id(tensor)][0])
       elif id(tensor.op) not in seen:
         seen.add(id(tensor.op))
+        found.add(tensor.op.type)
         waiting += list(tensor.op.inputs)
     return found
 
@@ -184,7 +192,7 @@ class Recording:
         self, gradients: Sequence[Any], finite: tf.Tensor, optimizer: str = "default"
       ) -> None:
         what = "" if optimizer == "default" else optimizer
-        recording.begins(self, Call("apply", what), gradients)
+        recording.begins(self, Call("apply", what), gradients, equal=[finite])
         super().apply(gradients, finite, optimizer)
 
     return Recorded

@@ -129,6 +129,15 @@ def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
   return ""
 
 
+def qualified(place: str, owner: Any) -> str:
+  """Returns "file.py:31, in loss" with the class of the owner's method, if it has one."""
+  file, _, name = place.rpartition(", in ")
+  for method in own_methods(owner):
+    if method.__name__ == name and Path(method.__code__.co_filename).name in file:
+      return f"{file}, in {method.__qualname__}"
+  return place
+
+
 def _qualified(name: str, file: str, owner: Any) -> str:
   for method in own_methods(owner):
     if method.__name__ == name and method.__code__.co_filename == file:

@@ -38,6 +38,12 @@ LOCAL_CONDITION = (
   "compute `when` from step.number, variables or reduced values, such as the loss that "
   "step.update() returns, not from the rows of this replica",
 )
+LOCAL_UPDATE = (
+  "an update that differs between replicas",
+  "give step.apply() the same on every replica: gradients and sums that step.all_reduce() returns, "
+  "noise from a seed without the replica, such as [seed, step.number]",
+)
+LOCAL = {"assign": LOCAL_STATE, "apply": LOCAL_UPDATE}
 
 
 def check(subject: Subject) -> list[Result]:
@@ -75,11 +81,19 @@ def first_mistake(calls: Sequence[Call]) -> tuple[str, str, Call] | None:
   return next((each for each in found if each[:2] == NEVER_REDUCED), next(iter(found), None))
 
 
+def wrong_update(calls: Sequence[Call]) -> tuple[str, str, Call] | None:
+  """As `first_mistake`, but not of when gradients are checked or divided."""
+  found = first_mistake(calls)
+  return None if found and found[:2] in (CHECKED_FIRST, NEVER_UNSCALED) else found
+
+
 def mistakes(calls: Sequence[Call]) -> Iterator[tuple[str, str, Call]]:
   """Yields (cause, remedy, call) for each call out of order."""
   for call in calls:
     if call.local:
-      yield *(LOCAL_STATE if call.verb == "assign" else LOCAL_CONDITION), call
+      yield *LOCAL.get(call.verb, LOCAL_CONDITION), call
+    if call.verb == "all_reduce" and call.clipped:
+      yield *CLIPPED_FIRST, call
     if call.verb == "all_reduce" and call.reduced:
       yield TWICE, "call step.all_reduce once for each step.gradients", call
     elif call.verb == "clip" and call.raw:

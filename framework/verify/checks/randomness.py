@@ -227,10 +227,11 @@ class Steps:
 
   def _same(self, one: Outcome, other: Outcome) -> bool:
     """Whether updates and logged values of two steps are equal except for rounding."""
-    for mine, yours in zip(one.update(), other.update(), strict=True):
-      size = np.linalg.norm(np.nan_to_num(yours))
-      if np.linalg.norm(np.nan_to_num(mine - yours)) > ROUNDING * size:
-        return False
+    for replica in range(self.bench.replicas):
+      for mine, yours in zip(one.update(replica), other.update(replica), strict=True):
+        size = np.linalg.norm(np.nan_to_num(yours))
+        if np.linalg.norm(np.nan_to_num(mine - yours)) > ROUNDING * size:
+          return False
     return all(_close(value, other.metrics[key]) for key, value in one.metrics.items())
 
   def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:

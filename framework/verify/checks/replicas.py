@@ -12,6 +12,7 @@ whose prediction fits all cases is reported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,16 @@ from framework.backend import models
 from framework.errors import ConfigError
 from framework.inputs.parts import prefixes
 from framework.optimizers.loss_scale import dynamic
-from framework.verify.bench import bench, random_draws, recording, source_lines
+from framework.verify.bench import (
+  bench,
+  held_state,
+  random_draws,
+  recording,
+  source_lines,
+)
 from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
+from framework.verify.bench.held_state import Held
+from framework.verify.checks import order
 from framework.verify.checks.order import LOCAL_CONDITION, LOCAL_STATE
 from framework.verify.report import Result
 
@@ -36,6 +45,8 @@ MOST = 1e-3
 AFTER_STEPS = 2e-2
 """Tolerance after several steps, relative to the change: Adam at first amplifies roundings."""
 FITS = 0.02
+PADDING = "padding counts"
+OTHER_CONTENTS = "other contents of the padded rows"
 RESULTS = ("result(", "reduce_mean", "log(")
 SUMS = ("reduce_mean", "from_examples(", "weighted_sum(", "Loss(")
 METHODS = ("train_step", "loss", "training_loss", "forward", "build_model")
@@ -48,7 +59,7 @@ def check(subject: Subject) -> list[Result]:
   if results[0].status == "failed":
     return results  # steps that do not repeat cannot be compared
   results += comparison.padding()
-  results.append(comparison.weights())
+  results.append(comparison.weights(known=results[-1].cause == PADDING))
   updates = [result for n in (2, 3) for result in comparison.same_update(n)]
   alike = not any(result.status == "failed" and "metrics" not in result.check for result in updates)
   if any(result.cause == NEVER_REDUCED.cause for result in updates):
@@ -82,6 +93,7 @@ class Comparison:
     rounding = max(difference.worst for difference in differences)
     self.tolerance = min(MOST, max(LEAST, 20 * rounding))
 
+    self.mixed, self.counted = False, ""
     self.noisy = _noisy(backwards["full batch"], self.reference["full batch"])
 
   def on_one(self, batch: Rows) -> Outcome:
@@ -113,8 +125,32 @@ class Comparison:
       yield Result(
         group=GROUP, check="padding changes nothing", status="not applicable", detail=why
       )
+    elif found.worst > self.tolerance and what == OTHER_CONTENTS and self._mixes():
+      yield Result(
+        group=GROUP, check="padding changes nothing", status="failed",
+        detail=f"with {what}: {found.detail}", cause=COUPLED.cause, remedy=COUPLED.remedy,
+        place=self._find(COUPLED),
+      )  # fmt: skip
     else:
       yield self._padding_counts(found, what)
+
+  def _mixes(self) -> bool:
+    """Whether rows change the part of others in the update, rather than add an own part.
+
+    Then the update depends on which rows have which weights, but not on the size of all weights.
+    """
+    rows = self.cases["batch that does not divide"]
+    smaller = {**rows, "weight": rows["weight"] / 16}
+    found = self.difference(self.on_one(smaller), self.on_one(rows), without=self.state)
+    self.mixed = found.worst <= self.tolerance and self._weights_count() is not None
+    return self.mixed
+
+  def _weights_count(self) -> Difference | None:
+    """Returns how the update changes when rows exchange their weights; None if it does not."""
+    rows = self.cases["unequal weights"]
+    turned = self.on_one({**rows, "weight": rows["weight"][::-1]})
+    found = self.difference(turned, self.reference["unequal weights"], without=self.state)
+    return found if found.worst > self.tolerance else None
 
   def _padded(self) -> tuple[Difference, str]:
     """Returns the first difference that padding makes, and how it was made; else a small one."""
@@ -123,7 +159,7 @@ class Comparison:
     other = self._one_after(bench.masked(self.batch, real), padded)
     if other.worst <= self.tolerance and not other.metrics and (fewer := self._without_padding()):
       return fewer, f"{self.rows // 2} rows and no padding"
-    return other, "other contents of the padded rows"
+    return other, OTHER_CONTENTS
 
   def _one_after(self, batch: Rows, other: Rows) -> Difference:
     """Compares the steps on two batches, and those after them, which may use kept state."""
@@ -158,22 +194,20 @@ class Comparison:
     return Result(
       group=GROUP, check="padding changes nothing", status="failed",
       detail=f"with {what}: {found.detail}",
-      cause="padding counts",
+      cause=PADDING,
       remedy="weight each example, as Loss.from_examples(per_example, batch['weight']) and "
       "weighted_sum(per_example, batch['weight']) do, and never divide by a number of rows",
       place=source_lines.find(self.task, *methods, containing=SUMS),
     )  # fmt: skip
 
-  def weights(self) -> Result:
-    """Checks that the update depends on which rows have which weights."""
+  def weights(self, *, known: bool) -> Result:
+    """Checks that the update depends on which rows have which weights.
+
+    Args:
+      known: whether another check has found that padding counts.
+    """
     name = "weights count"
-    one = self.reference["unequal weights"]
-    turned = {
-      **self.cases["unequal weights"],
-      "weight": self.cases["unequal weights"]["weight"][::-1],
-    }
-    found = self.difference(self.on_one(turned), one, without=self.state)
-    if found.worst > self.tolerance:
+    if found := self._weights_count():
       return Result(
         group=GROUP, check=name, status="passed",
         detail=f"other weights change the update, by {min(found.worst, 9.99):.2g}",
@@ -183,8 +217,9 @@ class Comparison:
       self.on_one({n: np.concatenate([v[rows]] * 2) for n, v in self.batch.items()})
       for rows in (slice(0, half), slice(half, 2 * half))
     ]
-    if self.difference(*alone, without=self.state).worst <= self.tolerance:
-      why = "all rows of the batch give the same update"
+    same = self.difference(*alone, without=self.state).worst <= self.tolerance
+    if same or known:
+      why = "all rows of the batch give the same update" if same else "padding counts, see above"
       return Result(group=GROUP, check=name, status="not applicable", detail=why)
     return Result(
       group=GROUP, check=name, status="failed",
@@ -202,7 +237,9 @@ class Comparison:
     name = f"same update on {replicas} replicas"
     plain: dict[str, Any] = {"optimizer": bench.gradient_descent, "always": True}
     here = Bench(self.subject, replicas, rows=self.rows, **plain)
+    held = held_state.held(here.task)
     outcomes = {case: here.steps_from(self.start, rows) for case, rows in self.cases.items()}
+    self.counted = _counted(held, held_state.held(here.task))
     found = {
       case: self.difference(outcome, self.reference[case], without=self.state)
       for case, outcome in outcomes.items()
@@ -248,8 +285,7 @@ class Comparison:
 
   def _assigned(self, variable: str) -> str:
     """Returns the line that assigns to a variable."""
-    calls = recording.record(self.subject)[0].calls
-    made = [call.place for call in calls if (call.verb, call.what) == ("assign", variable)]
+    made = [call.place for call in self._calls if (call.verb, call.what) == ("assign", variable)]
     texts = (".assign",)
     return next(iter(made), source_lines.find(self.task, *METHODS, containing=texts, anywhere=True))
 
@@ -305,32 +341,47 @@ class Comparison:
     """Returns why the update differs, in the `wrong` variables, and the line if it is known."""
     if self.difference(self._again, self.reference["full batch"]).worst > LEAST:
       return STATEFUL, ""
+    mistake = order.wrong_update(self._calls)
+    if mistake and mistake[0] == NEVER_REDUCED.cause:
+      return NEVER_REDUCED, mistake[2].place
     parts = {case: self._parts(rows, replicas, wrong) for case, rows in self.cases.items()}
     seen = {case: self.flat(outcome, wrong) for case, outcome in outcomes.items()}
     whole = {case: self.flat(outcome, wrong) for case, outcome in self.reference.items()}
-    if drift:
-      raw = [call for call in recording.record(self.subject)[0].calls if call.raw]
-      applied = [call for call in raw if call.verb == "apply"]
-      if applied or all(
-        _fits(self.flat(outcomes[case], wrong, replica), part)
-        for case in outcomes
-        for replica, (part, weight) in enumerate(parts[case])
-        if weight
-      ):
-        return NEVER_REDUCED, applied[0].place if applied else ""
+    if drift and all(
+      _fits(self.flat(outcomes[case], wrong, replica), part)
+      for case in outcomes
+      for replica, (part, weight) in enumerate(parts[case])
+      if weight
+    ):
+      return NEVER_REDUCED, ""
     if any(not synchronised(layer) for layer in normalisations(self.task.model)):
       return BATCH_NORM, ""
+    if self.subject.accumulation_steps > 1 and normalisations(self.task.model):
+      return MICRO_BATCH_NORM, ""
     for explanation, predict in PREDICTIONS:
       if all(_fits(seen[case], predict(whole[case], parts[case])) for case in seen):
-        return explanation, ""
+        by_factor = explanation in (TWICE, LOCAL_BATCH) and not mistake
+        place = source_lines.mention(self.task, "num_replicas") if by_factor else ""
+        return (REPLICA_FACTOR, place) if place else (explanation, "")
     excess = [(seen[case] - whole[case]) for case in seen]
     weights = [float(rows["weight"].sum()) for rows in self.cases.values()]
     for scales in ([1.0] * len(excess), weights):
       scaled = [scale * each for scale, each in zip(scales, excess, strict=True)]
       if all(_fits(each, scaled[0]) for each in scaled[1:]):
         return REGULARISATION, ""
+    if mistake:
+      cause, remedy, call = mistake
+      return Explanation(cause=cause, remedy=remedy), call.place
     additive = all(_fits(whole[case], _weighted_mean(parts[case])) for case in whole)
-    return (UNKNOWN if additive else COUPLED), ""
+    if self.mixed or not additive:
+      return COUPLED, ""
+    if self.counted:
+      return PYTHON_VALUE, source_lines.change(self.task, self.counted)
+    return UNKNOWN, ""
+
+  @functools.cached_property
+  def _calls(self) -> Sequence[recording.Call]:
+    return recording.record(self.subject)[0].calls
 
   def _coupled(self) -> bool:
     """Whether the update of an example depends on others, so that micro-batches change it."""
@@ -392,8 +443,7 @@ class Comparison:
 
   def _local_condition(self) -> recording.Call | None:
     """Returns the call whose `when` depends on the rows of one replica."""
-    calls = recording.record(self.subject)[0].calls
-    return next((call for call in calls if call.local and call.verb != "assign"), None)
+    return next((call for call in self._calls if call.local and call.verb == "gradients"), None)
 
   def _options(self) -> dict[str, dict[str, Any]]:
     norm = self.reference["full batch"].metrics.get("gradient_norm", 0.0)
@@ -447,6 +497,12 @@ class Comparison:
       wrong = [str(n) for n, there in moved.items() if there]
       right = "the step is skipped on every replica, no weight moves"
       bad = "weights move although one replica overflows"
+    if not wrong and not moved[1] and (spoiled := self._spoiled(outcomes)):
+      return Result(
+        group=GROUP, check=name, status="failed",
+        detail=f"the step is skipped, but {spoiled} is not finite after it",
+        cause=KEPT_STATE.cause, remedy=KEPT_STATE.remedy, place=self._find(KEPT_STATE),
+      )  # fmt: skip
     if not wrong:
       return Result(group=GROUP, check=name, status="passed", detail=right)
     return Result(
@@ -455,6 +511,23 @@ class Comparison:
       remedy="decide by step.check of the reduced gradients, which is the same on every replica",
       place=source_lines.find(self.task, *METHODS, containing=("is_finite", "check(", "apply(")),
     )  # fmt: skip
+
+  def _spoiled(self, outcomes: Mapping[int, Outcome]) -> str:
+    """Returns a variable that no optimizer updates and that an overflow makes infinite; or ""."""
+    layers = normalisations(self.task.model)  # Keras updates their statistics in each step
+    own = {id(models.raw(v)) for layer in layers for v in layer.variables}
+    variables = self.alone.variables
+    return next(
+      (
+        self.alone.names[index]
+        for outcome in outcomes.values()
+        for index in sorted(self.state)
+        if id(variables[index]) not in own
+        and np.isfinite(outcome.before[index]).all()
+        and not all(np.isfinite(copy).all() for copy in outcome.after[index])
+      ),
+      "",
+    )
 
   def _option_fails(
     self, name: str, options: Mapping[str, dict[str, Any]], worst: Difference
@@ -571,6 +644,17 @@ BATCH_NORM = Explanation(
   "replica normalises by its own rows",
   containing=("BatchNormalization",),
 )
+MICRO_BATCH_NORM = Explanation(
+  cause="batch-norm statistics",
+  remedy="each micro-batch is normalised by its own rows, which are others on N replicas than on "
+  "one: use accumulation_steps = 1, or normalise each row by itself, as LayerNormalization does",
+  containing=("BatchNormalization",),
+)
+KEPT_STATE = Explanation(
+  cause="state changed by a skipped step",
+  remedy="use step.assign(variable, value), which assigns only if all updates are finite",
+  containing=(".assign",),
+)
 TWICE = Explanation(
   cause="reduced twice",
   remedy="reduce once: step.all_reduce sums gradients and weight, and step.apply does not reduce; "
@@ -595,11 +679,24 @@ REGULARISATION = Explanation(
   "which count it once",
   containing=("l2_loss", "losses", "regular", "penalty", "+ "),
 )
+REPLICA_FACTOR = Explanation(
+  cause="loss scaled by the number of replicas",
+  remedy="return this replica's sums as they are; the framework divides by the weight of all "
+  "replicas",
+)
+PYTHON_VALUE = Explanation(
+  cause="Python value that changes",
+  remedy="compute it from step.number or the batch, or keep it in a tf.Variable of the model; each "
+  "replica traces the step, and Python runs only then",
+)
 COUPLED = Explanation(
   cause="examples that depend on one another",
   remedy="code that compares the examples of a batch (negatives, statistics, ranks) sees only "
   "those of its own replica: collect the others with step.all_gather, in train_step",
-  containing=("reduce_mean", "reduce_std", "matmul", "transpose", "top_k", "moments"),
+  containing=(
+    *("reduce_mean", "reduce_std", "matmul", "transpose", "top_k", "moments", "[None, :]"),
+    "bincount",
+  ),
 )
 UNKNOWN = Explanation(
   cause="unknown",
@@ -668,6 +765,15 @@ def _drift(outcome: Outcome, trainable: Sequence[bool]) -> float:
     for copy in copies[1:]
   ]
   return float(max(apart, default=0.0))
+
+
+def _counted(before: Mapping[str, Held], after: Mapping[str, Held]) -> str:
+  """Returns an attribute of the task that held another Python value before; "" if none did."""
+  for name, now in after.items():
+    then = before.get(name)
+    if now.kind == "Python value" and (then is None or then.value != now.value):
+      return now.attribute
+  return ""
 
 
 def _moved(outcome: Outcome, trainable: Sequence[bool]) -> bool:

@@ -355,8 +355,8 @@ class TrainerUnderTest:
 
 
 REMEDIES = {
-  "variable": "keep it in the model: return {{'network': ..., '{0}': module}} from build_model() "
-  "with a tf.Module that holds it; only what the model holds is saved",
+  "variable": "keep it in the model: return {{'network': ..., '{0}': variable}} from "
+  "build_model(); only what the model holds is saved",
   "random generator": "draw with tf.random.stateless_* and step.seed() (in preprocess with "
   "batch['seed']), which need no state",
   "metric": "return sums from Task.metrics(), such as weighted_sum(hits, batch['weight']); the "

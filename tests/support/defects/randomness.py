@@ -158,7 +158,7 @@ class IgnoringTraining(Right):
 
 @defect(
   {
-    "augmentation repeats with the seed": "random numbers with a state of their own",
+    "augmentation repeats with the seed": "stateful random op",
     "no augmentation in evaluation": "augmentation in evaluation",
   },
   "'x' differs for the same examples with the same seeds",
@@ -209,7 +209,7 @@ class AnotherGenerator(Right):
 
 
 @defect(
-  {"augmentation repeats with the seed": "random numbers with a state of their own"},
+  {"augmentation repeats with the seed": "stateful random op"},
   "'x' differs for the same examples with the same seeds",
   "np.random.normal",
 )

@@ -1,0 +1,50 @@
+"""`Show`: pictures, distributions and texts of a task, from time to time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from framework.actions.base import Action, Output, Run
+from framework.errors import ConfigError, require_integer
+from framework.task import Task
+
+
+class Show(Action):
+  """Calls `Task.show` with the weights that evaluations use; see framework/reporting/board.py."""
+
+  def __init__(self, *, every_steps: int | None = None) -> None:
+    """Sets when.
+
+    Args:
+      every_steps: after these steps and their multiples, where a training loop then ends, whatever
+        `run.steps_per_loop`; None for after each evaluation.
+
+    Raises:
+      ConfigError: not a whole number of at least 1.
+    """
+    if every_steps is not None:
+      require_integer("Show.every_steps", every_steps, at_least=1)
+    self.on: Literal["train", "eval"] = "eval" if every_steps is None else "train"
+    self._every = every_steps
+
+  def bind(self, run: Run) -> None:
+    """Checks the task.
+
+    Raises:
+      ConfigError: the task has nothing to show.
+    """
+    super().bind(run)
+    if type(run.task).show is Task.show:
+      name = type(run.task).__name__
+      raise ConfigError(f"run.actions has @Show(), but {name} does not define show(board).")
+
+  def loop_ends(self) -> Sequence[int]:
+    """Returns the next multiple of `every_steps`."""
+    return (self.run.step // self._every * self._every + self._every,) if self._every else ()
+
+  def __call__(self, output: Output) -> None:
+    """Shows, if this is the step for it."""
+    if self._every is None or self.run.step % self._every == 0:
+      with self.run.evaluated_weights():
+        self.run.task.show(self.run.board)

@@ -1,0 +1,180 @@
+"""Tasks of people who do not know the framework: each mistake is explained, what is right passes.
+
+To be quick, a group's checks run in part: `on_two` compares one replica with two, in single steps.
+"""
+
+import contextlib
+
+import keras
+import pytest
+from defects import newcomers
+from defects.small import place, subject
+
+from framework import verify
+from framework.verify.checks import (
+  compilation,
+  gradients,
+  inputs,
+  learning,
+  order,
+  randomness,
+  replicas,
+  restore,
+)
+
+
+def on_two(subject):
+  compared = replicas.Comparison(subject, rows=subject.divisible_rows)
+  found = [compared.repeatable(), *compared.padding()]
+  known = found[-1].cause == replicas.PADDING
+  return [*found, compared.weights(known=known), *compared.same_update(2)]
+
+
+def skipped(subject):
+  compared = replicas.Comparison(subject, rows=subject.divisible_rows)
+  return [compared._run_options({})["overflow"]]
+
+
+CHECKS = {
+  "replicas": on_two,
+  "overflow": skipped,
+  "inputs": inputs.check,
+  "order": order.check,
+  "gradients": gradients.check,
+  "randomness": randomness.check,
+  "restore": restore.check,
+  "compilation": compilation.check,
+  "learning": learning.check,
+}
+MIXED, STATE = "examples that depend on one another", "state fed from local rows only"
+CLIPPED, DROPOUT = "clipped before the reduction", "other dropout in the backward pass"
+PYTHON, RAISED = "Python value that changes", "exception in the task"
+REFUSED, STATEFUL = "refused by the framework", "stateful random op"
+DEFECTS = {
+  "IgnoresWeights": ("replicas", "weights are ignored", "from_examples"),
+  "HalfWeights": ("replicas", "weights are ignored", "Loss("),
+  "MeanAndOne": ("replicas", "padding counts", "Loss("),
+  "MaskedMean": ("replicas", "mean of means", "divide_no_nan"),
+  "DividedByReplicas": ("replicas", "loss scaled by the number of replicas", "num_replicas"),
+  "Advantages": ("replicas", MIXED, "reduce_mean"),
+  "Broadcast": ("replicas", MIXED, "reduce_mean"),
+  "HardExamples": ("replicas", MIXED, "top_k"),
+  "RareInBatch": ("replicas", MIXED, "[None, :]"),
+  "Accumulated": ("replicas", "batch-norm statistics", "BatchNormalization"),
+  "OneOfThree": ("replicas order", "never reduced", "step.apply"),
+  "ClippedByHand": ("replicas order", CLIPPED, "step.all_reduce"),
+  "NoiseOnGradients": ("order", "an update that differs between replicas", "step.apply"),
+  "DividedByOwnWeight": ("replicas order", "an update that differs between replicas", "step.apply"),
+  "LocalCondition": ("order", "a condition that differs between replicas", "when="),
+  "LocalQueue": ("order", STATE, "step.assign"),
+  "LocalAverage": ("replicas order", STATE, "step.assign"),
+  "PlainAssign": ("overflow", "state changed by a skipped step", '["average"].assign'),
+  "PythonCounter": ("replicas compilation", PYTHON, "self.steps +="),
+  "CounterInForward": ("restore", "variable outside the checkpoint", "assign_add"),
+  "TrainedTeacher": ("gradients", "variable without gradient", '"teacher"'),
+  "Recomputed": ("randomness", DROPOUT, "recompute_grad"),
+  "NoiseInLoss": ("randomness", STATEFUL, "tf.random.normal"),
+  "Mixup": ("randomness", STATEFUL, "tf.random.shuffle"),
+}
+"""Name -> groups, the only cause in each of them, and words of the line."""
+RAISING = {
+  "Branch": (REFUSED, "step.update", "when=step.number % 2 == 0"),
+  "NumberInPython": (RAISED, "step.number.numpy()", "AttributeError"),
+  "MetricAsMean": (REFUSED, "return", "weighted_sum(per_example, batch['weight'])."),
+  "NumPyInPreprocess": (RAISED, "np.clip", "NotImplementedError"),
+}
+"""Name -> the cause, words of the line, and of the message."""
+RIGHT = {
+  "ActorCritic": "replicas order gradients randomness",
+  "Contrast": "replicas order",
+  "GradientPenalty": "replicas gradients randomness",
+  "CadenceInLoss": "replicas gradients learning",
+  "SecondHead": "gradients",
+  "Annealed": "gradients learning",
+  "Curriculum": "randomness",
+  "Smoothing": "inputs randomness",
+  "ClassWeights": "replicas",
+  "MaskedTokens": "replicas",
+  "PenaltyOfEach": "replicas",
+  "Teacher": "gradients randomness",
+  "ReducedStatistics": "replicas order",
+}
+"""Name -> groups, in which nothing may fail."""
+SEVERAL = {"ActorCritic": ("actor", "critic", "entropy"), "GradientPenalty": ("first", "second")}
+
+
+def subject_of(name):
+  task = getattr(newcomers, name)
+  kinds = [kind.__name__ for kind in task.__mro__]
+  names = next((SEVERAL[kind] for kind in kinds if kind in SEVERAL), None)
+  optimizer = names and dict.fromkeys(names, keras.optimizers.Adam)
+  return subject(task, optimizer=optimizer, **getattr(task, "options", {}))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+  monkeypatch.setattr(inputs, "READ_S", 0.1)
+  monkeypatch.setattr(inputs, "MEASURE_S", 0.02)
+
+
+def line_of(name, words):
+  """Where words are in a task, in its class or in the nearest one that it derives from."""
+  for kind in getattr(newcomers, name).__mro__:
+    with contextlib.suppress(AssertionError):
+      return place(kind, words)
+  raise AssertionError(words)
+
+
+def failures(results):
+  return [result for result in results if result.status == "failed"]
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.fast(name=["LocalCondition"])
+def test_a_mistake_is_explained(name):
+  groups, cause, words = DEFECTS[name]
+  found = {group: failures(CHECKS[group](subject_of(name))) for group in groups.split()}
+  causes = {group: {each.cause for each in of} for group, of in found.items()}
+  assert causes == {group: {cause} for group in groups.split()}
+  assert {each.place for of in found.values() for each in of} == {line_of(name, words)}
+  assert all(each.remedy for of in found.values() for each in of)
+
+
+@pytest.mark.parametrize("name", ["LocalQueue", "LocalAverage"])
+@pytest.mark.whole
+def test_state_that_differs_is_named(name):
+  found = failures(on_two(subject_of(name)))
+  assert [(each.check, each.cause) for each in found] == [("same state on 2 replicas", STATE)]
+  variable = "queue" if name == "LocalQueue" else "average"
+  assert f"{variable}:0 differs first" in found[0].detail
+  assert found[0].place == line_of(name, "step.assign")
+
+
+@pytest.mark.parametrize("name", RAISING)
+@pytest.mark.fast(name=["Branch"])
+def test_an_exception_is_one_finding(name):
+  cause, words, says = RAISING[name]
+  report = verify.verify(subject_of(name), groups=("order", "gradients"))
+  [found] = report.failures
+  assert (found.cause, found.place) == (cause, line_of(name, words))
+  assert says in found.detail
+  assert report.results[-1].detail == "stops at the error that 'order' reports"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.fast(name=["SecondHead"])
+def test_a_right_task(name):
+  results = [r for group in RIGHT[name].split() for r in CHECKS[group](subject_of(name))]
+  assert [(each.check, each.detail) for each in failures(results)] == []
+  assert sum(each.status == "passed" for each in results) >= 3
+
+
+@pytest.mark.whole
+def test_what_only_training_has_is_named():
+  task = newcomers.StepInEvaluation
+  found = failures([r for r in randomness.check(subject(task)) if "augmentation" in r.check])
+  assert [(each.check, each.cause) for each in found] == [
+    ("no augmentation in evaluation", "augmentation in evaluation")
+  ]
+  assert "reads batch['step']" in found[0].detail
+  assert found[0].place == line_of("StepInEvaluation", 'batch["step"]')
