@@ -17,6 +17,7 @@ if TYPE_CHECKING:
   from framework.configurables import register
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
+  from framework.inputs.buckets import Buckets
   from framework.inputs.datasets import Batch
   from framework.inputs.indexed import IndexedSource, TFRecordSource
   from framework.inputs.parts import Part, Sources, part, with_part
@@ -36,6 +37,7 @@ __all__ = [
   "Batch",
   "BestCheckpoint",
   "Board",
+  "Buckets",
   "ConfigError",
   "Draws",
   "EarlyStopping",
@@ -78,6 +80,7 @@ _HOMES = {
   "configurables": ("register",),
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
+  "inputs.buckets": ("Buckets",),
   "inputs.datasets": ("Batch",),
   "inputs.indexed": ("IndexedSource", "TFRecordSource"),
   "inputs.parts": ("Part", "Sources", "part", "with_part"),

@@ -21,7 +21,8 @@ from framework.backend import randomness
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
-from framework.inputs.parts import Sources
+from framework.inputs.buckets import Buckets
+from framework.inputs.parts import Sources, of_one_shape
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.ledger.recorder import Recorder
 from framework.optimizers.adapters import OptimizerFactory
@@ -43,6 +44,7 @@ class Recipe:
     eval_batch_size: examples per evaluation batch; None uses `global_batch_size`.
     eval_steps: the most batches of each evaluation set; None takes all.
     shuffle: False reads the training examples in source order.
+    one_shape: of `Buckets`, read only the largest bucket.
     options: other options of `Trainer`; they override the config's bindings.
   """
 
@@ -53,6 +55,7 @@ class Recipe:
   seed: int = 0
   shuffle: bool = True
   eager: bool = False
+  one_shape: bool = False
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def trainer(
@@ -72,7 +75,9 @@ class Recipe:
       recorder: records the examples of each step.
     """
 
-    source = functools.cache(lambda: task.source("train"))
+    source = functools.cache(
+      lambda: of_one_shape(task.source("train")) if self.one_shape else task.source("train")
+    )
 
     def dataset(position: int, shard: datasets.Shard | None = None) -> tf.data.Dataset:
       return self._dataset(trainer, source(), recorder, position, shard)
@@ -115,7 +120,7 @@ class Recipe:
   def _dataset(
     self,
     trainer: Trainer,
-    source: Source | StreamSource | Sources,
+    source: Source | StreamSource | Sources | Buckets,
     recorder: Recorder | None,
     position: int,
     shard: datasets.Shard | None,
@@ -127,7 +132,10 @@ class Recipe:
       "global_batch_size": self.global_batch_size,
     }  # fmt: skip
     if recorder is not None:
-      recorder.reads(source, padded_batch_size=trainer.padded_batch_size, **read)
+      sizes = {
+        "padded_batch_size": trainer.padded_batch_size, "pad_multiple": trainer.batch_multiple
+      }  # fmt: skip
+      recorder.reads(source, **sizes, **read)
     with tf.init_scope():  # parameter servers make the dataset in a trace
       first_step = int(trainer.global_step.numpy())
     return datasets.train_dataset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import orbit
@@ -24,7 +24,9 @@ from framework.strategies import traits
 from framework.task import Task, derived_metrics
 
 Batches: TypeAlias = tf.data.Dataset | Callable[..., tf.data.Dataset]
-"""The padded global batches of one evaluation set, or a function that returns them."""
+"""The padded global batches of one evaluation set, or a function that returns them.
+
+The function may return a list, of a data set for each of several shapes."""
 
 
 @dataclasses.dataclass
@@ -32,14 +34,14 @@ class EvalSet:
   """One evaluation set; `name` is "" if there is only one.
 
   Attributes:
-    batches: distributed.
+    shapes: the distributed batches of each shape.
     total: the number of batches, if it is known.
     sums: of the metrics.
     step: runs one batch, or under parameter servers one shard.
   """
 
   name: str
-  batches: Any
+  shapes: list[Any]
   total: int | None
   sums: MetricSums
   step: Callable[..., Any]
@@ -115,14 +117,14 @@ class Evaluator(orbit.AbstractEvaluator):
     """Returns the names of the logged means, from the trace that `evaluate` uses (host).
 
     Executes nothing. What the task derives is not among them. None in eager mode, under parameter
-    servers and for batches of several shapes, which trace later, otherwise or never.
+    servers and for batches whose shapes are not static, which trace later, otherwise or never.
     """
-    specs = [one.batches.element_spec for one in self._sets]
-    parts = tf.nest.flatten(specs, expand_composites=True)
+    traced = [(one, shape.element_spec) for one in self._sets for shape in one.shapes]
+    parts = tf.nest.flatten([spec for _, spec in traced], expand_composites=True)
     if self.eager or not all(part.shape.is_fully_defined() for part in parts):
       return None
     names: set[str] = set()
-    for one, spec in zip(self._sets, specs, strict=True):
+    for one, spec in traced:
       self._metrics, step = one.sums, cast(Any, one.step)
       step.get_concrete_function(spec)
       names |= {f"{one.name}/{name}" if one.name else name for name in one.sums.names}
@@ -148,20 +150,22 @@ class Evaluator(orbit.AbstractEvaluator):
     shared: dict[str, tuple[MetricSums, Callable[..., Any]]] = {}
     self._sets: list[EvalSet] = []
     for name, dataset in given.items():
-      whole = dataset() if callable(dataset) else dataset
-      features = repr(whole.element_spec)
+      made = dataset() if callable(dataset) else dataset
+      shapes = made if isinstance(made, list) else [made]
+      features = repr([whole.element_spec for whole in shapes])
       if features not in shared:
         with self.strategy.scope():
           sums = MetricSums()
         shared[features] = (sums, self.eval_step if self.eager else compiled(self.eval_step))
-      batches = traits.cluster_of(self.strategy).distribute(whole)
-      self._sets.append(EvalSet(name, batches, _length(whole), *shared[features]))
+      distributed = [traits.cluster_of(self.strategy).distribute(whole) for whole in shapes]
+      self._sets.append(EvalSet(name, distributed, _length(shapes), *shared[features]))
 
   def _run_batches(self, one: EvalSet, limit: int) -> tuple[int, CollectedRows]:
     """Evaluates the first `limit` batches, or all if negative; returns how many, and their rows."""
     done, rows = 0, CollectedRows()
     total = one.total if limit < 0 else min(limit, one.total or limit)
-    for batch in itertools.islice(datasets.iterate(one.batches), limit if limit >= 0 else None):
+    batches = itertools.chain.from_iterable(map(datasets.iterate, one.shapes))
+    for batch in itertools.islice(batches, limit if limit >= 0 else None):
       rows.add(one.step(batch))
       done += 1
       self.between_batches(one.name, done, total)
@@ -192,6 +196,6 @@ class Evaluator(orbit.AbstractEvaluator):
       )
 
 
-def _length(batches: tf.data.Dataset) -> int | None:
-  length = int(batches.cardinality())
-  return length if length >= 0 else None
+def _length(shapes: Sequence[tf.data.Dataset]) -> int | None:
+  lengths = [int(batches.cardinality()) for batches in shapes]
+  return sum(lengths) if min(lengths) >= 0 else None

@@ -387,7 +387,7 @@ class ParameterServerEvaluator(Evaluator):
         )
       batches = self._dispatcher.datasets(functools.partial(self._of_shards, dataset)).build()
       step = tf.function(self.shard_sums)
-      self._sets.append(EvalSet(name, batches, None, ReturnedSums(), step))
+      self._sets.append(EvalSet(name, [batches], None, ReturnedSums(), step))
 
   def metric_names(self) -> None:
     """See `Evaluator.metric_names`."""
@@ -442,7 +442,7 @@ class ParameterServerEvaluator(Evaluator):
     missing = list(range(self._shards))
     meanwhile = functools.partial(self.between_batches, one.name, 0, None)
     while missing:
-      pieces = [(one.batches, *self._piece(number, limit)) for number in missing]
+      pieces = [(*one.shapes, *self._piece(number, limit)) for number in missing]
       run = functools.partial(self._dispatcher.run, one.step, pieces, meanwhile=meanwhile)
       results = until_it_fits(self._metrics, run)
       for number, result in zip(missing, results, strict=True):

@@ -23,7 +23,7 @@ from framework.builder import Recipe, batch_size_on, made_strategy, made_task, s
 from framework.errors import ConfigError, require_integer, unknown
 from framework.evaluator import Evaluator
 from framework.inputs.fingerprint import fingerprint
-from framework.inputs.parts import Sources, main_source
+from framework.inputs.parts import Sources
 from framework.ledger.recorder import Recorder
 from framework.modes import MODES, TRAINING_MODES, Mode
 from framework.optimizers import adapters
@@ -253,7 +253,7 @@ def _examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
   source = trainer.source() if trainer.source else None
   found = {}
   if source is not None:
-    found["training"] = fingerprint(main_source(source))
+    found["training"] = fingerprint(source.main if isinstance(source, Sources) else source)
   if isinstance(source, Sources):
     for name, part in source.parts.items():
       found[f"training {name}"] = f"{fingerprint(part.source)}, ratio {part.ratio}"

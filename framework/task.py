@@ -74,8 +74,8 @@ class Task:
     """Returns the source of `split`, "train" or "eval", not batched, shuffled or sharded (host).
 
     Returns:
-      A `Source` or `StreamSource`. For "train" also `Sources`, several at once. For "eval" also
-      name -> source, for several sets, whose metrics are named "<name>/<metric>".
+      A `Source`, `StreamSource` or `Buckets`. For "train" also `Sources`, several at once. For
+      "eval" also name -> source, for several sets, whose metrics are named "<name>/<metric>".
     """
     raise _missing(self, "source(split)")
 

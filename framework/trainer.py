@@ -23,6 +23,7 @@ from framework.backend.autograph import compiled
 from framework.backend.timing import timed
 from framework.errors import ConfigError, require_integer
 from framework.inputs import datasets
+from framework.inputs.buckets import Buckets, Scheduled, ScheduledIterator
 from framework.inputs.datasets import Batch
 from framework.inputs.parts import Sources
 from framework.inputs.sources import Source, StreamSource
@@ -115,7 +116,7 @@ class Trainer(orbit.AbstractTrainer):
     self.cluster = traits.cluster_of(strategy)
     self.global_batch_size = global_batch_size
     self._dataset_fn = dataset_fn
-    self.source: Callable[[], Source | StreamSource | Sources] | None = None
+    self.source: Callable[[], Source | StreamSource | Sources | Buckets] | None = None
     self._iterator: Iterator[Batch] | None = None
     self._weight_seen = False
     self._assigned: dict[str, tf.Variable] = {}  # what Step.assign sets, by name
@@ -291,6 +292,12 @@ class Trainer(orbit.AbstractTrainer):
   def make_iterator(self) -> Iterator[Batch]:
     """Returns an iterator over distributed global batches, starting at `position` (host)."""
     dataset = self._dataset_fn(int(self.position.numpy()))
+    if isinstance(dataset, Scheduled):
+      self._traces = max(self._traces, len(dataset.datasets))  # a shape each
+      return dataset.iterate(self._iterate)
+    return self._iterate(dataset)
+
+  def _iterate(self, dataset: tf.data.Dataset) -> Iterator[Batch]:
     return datasets.iterate(self.cluster.distribute(dataset))
 
   def reset_input(self) -> None:
@@ -329,7 +336,15 @@ class Trainer(orbit.AbstractTrainer):
     return MetricSums()
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
-    self._compiled_loop(self._iterator, num_steps)
+    if not isinstance(self._iterator, ScheduledIterator):
+      self._compiled_loop(self._iterator, num_steps)
+      return
+    end = int(self.global_step.numpy()) if self.parts.observers else 0
+    for iterator, steps in self._iterator.runs(int(num_steps)):
+      self._compiled_loop(iterator, tf.constant(steps))
+      end += steps
+      if self.parts.observers and int(self.global_step.numpy()) < end:
+        return  # an observer has undone a step
 
   def _local(self, per_replica: Any) -> tuple[tf.Tensor, ...]:
     return self.strategy.experimental_local_results(per_replica)

@@ -36,6 +36,7 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 
 from framework.backend.autograph import as_written, converted
 from framework.errors import ConfigError, require_integer
+from framework.inputs.buckets import Bucket, Buckets, Scheduled
 from framework.inputs.checks import (
   Batch,
   checked_batch,
@@ -66,7 +67,7 @@ def padded_batch_size(global_batch_size: int, multiple: int) -> int:
 
 
 def train_dataset(
-  source: Source | StreamSource | Sources,
+  source: Source | StreamSource | Sources | Buckets,
   *,
   global_batch_size: int,
   pad_multiple: int = 1,
@@ -77,7 +78,7 @@ def train_dataset(
   rows: range | None = None,
   shard: Shard | None = None,
   first_step: int | None = None,
-) -> tf.data.Dataset:
+) -> Any:
   """Returns endless batches; batch k starts at position + k * global_batch_size.
 
   Call it on the host and pass the result to `strategy.experimental_distribute_dataset`, which
@@ -86,7 +87,8 @@ def train_dataset(
 
   Args:
     source: what to read. Of `Sources`, sizes and positions are those of the main one; a part is
-      read from position x ratio on.
+      read from position x ratio on. Of `Buckets`, batch k is that of step position /
+      global_batch_size + k of the schedule.
     global_batch_size: examples per batch, over all replicas.
     pad_multiple: rows are padded to the next multiple of this.
     seed: an integer from 0 to 2**32 - 1; with the position it determines order and seeds.
@@ -103,11 +105,16 @@ def train_dataset(
     first_step: the number of the step that gets batch 0; None is position / global_batch_size.
 
   Returns:
-    Dicts of the features, "weight" and "example_id", each of static shape [rows, ...].
+    Dicts of the features, "weight" and "example_id", each of static shape [rows, ...]. Of
+    `Buckets`, a `Scheduled` of such data sets.
 
   Raises:
     ConfigError: a wrong argument, or a source or preprocess that breaks its contract.
   """
+  if isinstance(source, Buckets):
+    _refuse_shard(shard)
+    options = {"pad_multiple": pad_multiple, "preprocess": preprocess, "shuffle": shuffle}
+    return _train_buckets(source, global_batch_size, position, seed, rows, first_step, options)
   plan = _Plan(
     main_source(source), global_batch_size, pad_multiple, preprocess, rows, training=True
   )
@@ -118,15 +125,12 @@ def train_dataset(
   if isinstance(source, Sources):
     return _train_parts(source, plan, seed, position, shuffle, shard, first_step)
   elements, read = _reading(source, plan, seed, position, shuffle, first_step)
-
-  def make(*element: Any) -> Batch:
-    return plan.completed(*read(*element))
-
-  return _batches(_sharded(elements, shard), make, rewrite=isinstance(source, StreamSource))
+  rewrite = isinstance(source, StreamSource)
+  return _batches(_sharded(elements, shard), _completing(plan, read), rewrite=rewrite)
 
 
 def eval_dataset(
-  source: Source | StreamSource,
+  source: Source | StreamSource | Buckets,
   *,
   global_batch_size: int,
   pad_multiple: int = 1,
@@ -134,19 +138,24 @@ def eval_dataset(
   rows: range | None = None,
   shard: Shard | None = None,
   steps: int | None = None,
-) -> tf.data.Dataset:
+) -> Any:
   """Returns every example exactly once, in the order of the source, in batches of one static shape.
 
   The last batch is padded like the others. Every worker gets the same number of batches; its `rows`
   of the last one may all be padding. See `train_dataset` for arguments, results and errors, but
   `preprocess(batch, False)` gets no "seed". With `steps`, only the first so many batches of the
   whole source, before `shard`. An endless stream needs `steps`, or `num_examples` of its source.
+  Of `Buckets`, returns a list of data sets, one for each bucket; `steps` are shared out to them.
   """
   if isinstance(source, Sources):
     raise ConfigError(
       "source('eval') is a Sources, which only source('train') may return; return name -> source "
       "to evaluate several."
     )
+  if isinstance(source, Buckets):
+    options = {"pad_multiple": pad_multiple, "preprocess": preprocess}
+    _refuse_shard(shard)
+    return _eval_buckets(source, global_batch_size, rows, steps, options)
   most = -1 if steps is None else require_integer("steps", steps, at_least=1)
   plan = _Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
   if isinstance(source, StreamSource):
@@ -158,7 +167,7 @@ def eval_dataset(
     real = plan.real_rows() & (indices < end)
     batch = source.fetch(tf.where(real, indices, start))
     batch = plan.checked_features(batch, f"{type(source).__name__}.fetch")
-    return plan.completed(batch, tf.where(real, indices, -1))
+    return plan.completed(batch, tf.where(real, _ids(source, indices), -1))
 
   starts = tf.data.Dataset.range(0, end, global_batch_size).take(most)
   return _batches(_sharded(starts, shard), make, rewrite=False)
@@ -290,6 +299,13 @@ _Element = tuple[Batch, tf.Tensor, tf.Tensor, tf.Tensor]
 """Features, ids, seeds and step of a batch."""
 
 
+def _completing(plan: _Plan, read: Callable[..., _Element]) -> Callable[..., Batch]:
+  def make(*element: Any) -> Batch:
+    return plan.completed(*read(*element))
+
+  return make
+
+
 def _reading(
   source: Source | StreamSource,
   plan: _Plan,
@@ -304,7 +320,7 @@ def _reading(
 
   def read(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> _Element:
     features = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
-    return features, tf.where(plan.real_rows(), indices, -1), seeds, step
+    return features, tf.where(plan.real_rows(), _ids(source, indices), -1), seeds, step
 
   return _ordered(source.num_examples, plan, seed, position, shuffle, first_step), read
 
@@ -345,6 +361,90 @@ def _train_parts(
   given = [sources.main, *(part.source for part in sources.parts.values())]
   rewrite = all(isinstance(source, StreamSource) for source in given)
   return _batches(_sharded(zipped, shard), make, rewrite=rewrite)
+
+
+def _ids(source: Source, indices: tf.Tensor) -> tf.Tensor:
+  """Returns the ids of examples; of a bucket, those of the source that it is a part of."""
+  if not isinstance(source, Bucket) or source.is_alone:
+    return indices
+  return source.example_ids(tf.minimum(indices, source.num_examples - 1))
+
+
+def _refuse_shard(shard: Shard | None) -> None:
+  if shard is not None:
+    raise ConfigError(
+      "the source is a Buckets, whose steps follow one schedule, but parameter_server's workers "
+      "take steps as they come; use another run.strategy, or a source of one length."
+    )
+
+
+def rows_of(rows: range | None, size: int, global_batch_size: int, multiple: int) -> range | None:
+  """Returns a worker's rows of a batch of `size`, if it has `rows` of a global batch; None: all."""
+  if rows is None:
+    return None
+  padded, whole = padded_batch_size(size, multiple), padded_batch_size(global_batch_size, multiple)
+  return range(rows.start * padded // whole, rows.stop * padded // whole)
+
+
+def _train_buckets(
+  source: Buckets,
+  global_batch_size: int,
+  position: int,
+  seed: int,
+  rows: range | None,
+  first_step: int | None,
+  options: dict[str, Any],
+) -> Scheduled:
+  require_integer("global_batch_size", global_batch_size, at_least=1, at_most=MOST_ROWS)
+  schedule = source.schedule(global_batch_size, seed=seed, shuffle=options["shuffle"])
+  batch = require_integer("position", position, at_least=0) // global_batch_size
+  shift = 0 if first_step is None else first_step - batch
+  before, multiple = schedule.batches_before(batch), options["pad_multiple"]
+  made = []
+  for place, bucket in enumerate(source.buckets):
+    size = schedule.sizes[place]
+    numbers = functools.partial(schedule.steps_of, place, batch, shift)
+    given = rows_of(rows, size, global_batch_size, multiple)
+    plan = _Plan(bucket, size, multiple, options["preprocess"], given, training=True)
+    elements, read = _reading(
+      bucket, plan, seed_of_part(seed, bucket.name), before[place] * size, options["shuffle"], 0
+    )
+    if plan.preprocess:
+      elements = _numbered(elements, numbers)
+    made.append(_batches(elements, _completing(plan, read), rewrite=False))
+  return Scheduled(made, schedule, batch)
+
+
+def _numbered(elements: tf.data.Dataset, steps: Callable[[], Iterator[int]]) -> tf.data.Dataset:
+  """Replaces the steps, the last part of each element: a bucket does not have those of a row."""
+  numbers = tf.data.Dataset.from_generator(steps, output_signature=tf.TensorSpec([], tf.int64))
+  return tf.data.Dataset.zip((elements, numbers)).map(
+    as_written(lambda element, step: (*element[:-1], step))
+  )
+
+
+def _eval_buckets(
+  source: Buckets,
+  global_batch_size: int,
+  rows: range | None,
+  steps: int | None,
+  options: dict[str, Any],
+) -> list[tf.data.Dataset]:
+  sizes = source.batch_sizes(global_batch_size)
+  pairs = list(zip(source.buckets, sizes, strict=True))
+  counts = np.array([-(-bucket.num_examples // size) for bucket, size in pairs])
+  if steps is not None and steps < counts.sum():
+    ends = np.cumsum(counts) * steps // counts.sum()
+    counts = np.diff(ends, prepend=0)
+  multiple = options["pad_multiple"]
+  return [
+    eval_dataset(
+      bucket, global_batch_size=size, steps=int(count),
+      rows=rows_of(rows, size, global_batch_size, multiple),
+      **options,
+    )
+    for (bucket, size), count in zip(pairs, counts, strict=True) if count
+  ]  # fmt: skip
 
 
 def _ordered(

@@ -7,6 +7,7 @@ import hashlib
 import numpy as np
 import tensorflow as tf
 
+from framework.inputs.buckets import Buckets
 from framework.inputs.sources import ArraySource, Source, StreamSource
 
 _ROWS_OF_ARRAYS = 4096
@@ -14,13 +15,16 @@ _ROWS = 64
 _BYTES = 2**26
 
 
-def fingerprint(source: Source | StreamSource) -> str:
+def fingerprint(source: Source | StreamSource | Buckets) -> str:
   """Returns number and digest of a source's examples, such as "1437 examples, 3f2a90c1d4e5" (host).
 
   The digest is SHA-256 of names, dtypes, shapes and evenly spread rows: at most 4096 of arrays, 64
   of another indexed source, and 64 MB. Of a stream it has only the types, because reading it takes
   as long as training does.
   """
+  if isinstance(source, Buckets):
+    shares = (f"{bucket.num_examples} of length {bucket.length}" for bucket in source.buckets)
+    return f"{fingerprint(source.source)}, {' and '.join(shares)}"
   digest = hashlib.sha256()
   if isinstance(source, StreamSource):
     number = source.num_examples or "unknown number of"

@@ -17,6 +17,7 @@ import io
 import mmap
 import os
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -341,5 +342,11 @@ def _kept_places(paths: Sequence[str], index: str) -> list[np.ndarray]:
   content = io.BytesIO()
   counts = [len(each) for each in places]
   np.savez(content, files=np.array(key), counts=counts, places=np.concatenate(places))
-  file_tools.atomic_write(index, content.getvalue())
+  own = f"{index}.{uuid.uuid4().hex}"  # several workers may write it at the same time
+  try:
+    with open(own, "xb") as file:
+      file.write(content.getvalue())
+    os.replace(own, index)
+  except OSError as error:
+    raise ConfigError(f"index {index!r} cannot be written ({error.strerror}).") from error
   return places

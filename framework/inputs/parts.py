@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 
 from framework.errors import ConfigError, kind, require_integer, unknown
+from framework.inputs.buckets import Buckets
 from framework.inputs.checks import Batch
 from framework.inputs.sources import Source, StreamSource, check_source
 
@@ -64,9 +66,16 @@ class Sources:
     self.main, self.parts = main, parts
 
 
-def main_source(source: Source | StreamSource | Sources) -> Source | StreamSource:
-  """Returns the source whose examples have plain names."""
+def main_source(source: Source | StreamSource | Sources | Buckets) -> Source | StreamSource:
+  """Returns the source whose examples have plain names; of buckets the largest."""
+  if isinstance(source, Buckets):
+    return source.largest
   return source.main if isinstance(source, Sources) else source
+
+
+def of_one_shape(source: Any) -> Any:
+  """Returns the largest of several buckets, or the source itself."""
+  return source.largest if isinstance(source, Buckets) else source
 
 
 def prefixes(batch: Mapping[str, object]) -> list[str]:

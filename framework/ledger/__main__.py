@@ -21,8 +21,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(given) != 1:
       raise ConfigError("usage: python -m framework.ledger MODEL_DIR")
     newest = _newest_checkpoint(given[0])
-    for part, ledgers in read(given[0]).items():
-      print(_proven(part, ledgers, newest))
+    parts = read(given[0])
+    in_buckets = "" not in parts
+    for part, ledgers in parts.items():
+      print(_proven(part, ledgers, None if in_buckets else newest))
+    batches = sum(ledgers[0].last_step for ledgers in parts.values())
+    if in_buckets and newest is not None and newest > batches:
+      raise Problem(
+        f"the newest checkpoint is of step {newest}, but worker 0 recorded {batches} batches of "
+        "all buckets"
+      )
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

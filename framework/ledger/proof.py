@@ -12,7 +12,8 @@ Each loop, before a checkpoint can contain it, has the count and the hash of eac
 
     {"first_step": 41, "counts": [6, 6], "hashes": ["9f...", "03..."]}
 
-Lines of a further source have "part", its name, and are proven by themselves.
+Lines of a further source have "part", its name, and are proven by themselves. So have those of a
+bucket, whose steps are its own batches.
 
 docs/ledger.md describes what is compared. Computing what must have been read needs no data.
 """
@@ -45,6 +46,8 @@ class Start(NamedTuple):
     rows: [first, last) of this worker's rows of the padded global batch.
     num_examples: in the source; None for a stream of unknown length.
     shuffle: False for the source's own order.
+    first: of a bucket, the number of examples in the shorter ones: its examples are numbered from
+      there.
   """
 
   worker: int
@@ -55,6 +58,7 @@ class Start(NamedTuple):
   num_examples: int | None
   seed: int
   shuffle: bool
+  first: int = 0
 
   @property
   def order(self) -> tuple[int | None, int | None]:
@@ -81,7 +85,10 @@ def file_name(worker: int) -> str:
 
 def start_line(after_step: int, start: Start, part: str = "") -> str:
   """Returns the line of a start; `part` names a further source."""
-  return json.dumps({"after_step": after_step, **start._asdict(), **_of(part)})
+  fields = start._asdict()
+  if not start.first:
+    del fields["first"]
+  return json.dumps({"after_step": after_step, **fields, **_of(part)})
 
 
 def steps_line(
@@ -187,8 +194,15 @@ def read(model_dir: str) -> dict[str, list[Ledger]]:
       f"no {file_name(0)} in {model_dir!r}; train with `run.ledger = True`, then give this command "
       "the run folder."
     )
-  parts = {str(_parsed(line).get("part", "")) for lines in files for line in lines} | {""}
-  return {part: [Ledger(lines, part) for lines in files] for part in sorted(parts)}
+  entries = [_parsed(line) for lines in files for line in lines]
+  parts = {str(entry.get("part", "")) for entry in entries if entry} or {""}
+  return {part: [Ledger(lines, part) for lines in files] for part in sorted(parts, key=_number)}
+
+
+def _number(part: str) -> tuple[str, int]:
+  """Sorts buckets by their lengths."""
+  words = part.rpartition(" ")
+  return (words[0], int(words[2])) if words[2].isdigit() else (part, 0)
 
 
 # ---- What must have been read ----
@@ -211,8 +225,9 @@ class Order:
     assert count is not None
     positions = np.arange(first, last)
     if not self._start.shuffle or not len(positions):
-      return positions % count
-    return examples_at(tf.constant(positions), num_examples=count, seed=self._start.seed).numpy()
+      return self._start.first + positions % count
+    ids = examples_at(tf.constant(positions), num_examples=count, seed=self._start.seed)
+    return self._start.first + ids.numpy()
 
   def sums(self, first: int, last: int) -> np.ndarray:
     """Returns uint64 [last - first + 1]: cumulative sums of hashes modulo 2**64, beginning at 0."""
@@ -358,7 +373,7 @@ class _Tally:
       within = position % count
       if within == 0:
         self._seen[:], self._whole = False, True
-      part, ids = ids[: count - within], ids[count - within :]
+      part, ids = ids[: count - within] - start.first, ids[count - within :]
       if self._seen[part].any() or len(np.unique(part)) < len(part):
         raise Problem(f"step {step}: an example occurs twice in the epoch of position {position}")
       self._seen[part] = True
@@ -425,7 +440,8 @@ def _one_example(row: StepRecord, right: np.ndarray) -> str | None:
   """Says which single example is wrong, extra or missing, if only one is."""
   expected = hashes_of(right).tolist()
   difference = row.digest - sum(expected)
-  known = hashes_of(np.arange(min(row.start.num_examples or 0, _SEARCHED)))
+  count, first = min(row.start.num_examples or 0, _SEARCHED), row.start.first
+  known = hashes_of(first + np.arange(count))
   places = np.argsort(known)
   ordered = known[places]
 
@@ -433,7 +449,7 @@ def _one_example(row: StepRecord, right: np.ndarray) -> str | None:
     wanted = np.uint64(digest % 2**64)
     place = int(np.searchsorted(ordered, wanted))
     found = place < len(ordered) and ordered[place] == wanted
-    return int(places[place]) if found else None
+    return first + int(places[place]) if found else None
 
   if row.examples == len(right) + 1 and (extra := example(difference)) is not None:
     return f"repeats or adds example {extra}"

@@ -216,17 +216,17 @@ def test_only_the_model_decides_and_nothing_changes(one):
 def test_an_evaluation_after_a_failed_one_counts_only_its_own(replicas, mirrored):
   evaluator = make(mirrored(replicas))
   [one] = evaluator._sets
-  whole = one.batches
+  [whole] = one.shapes
 
   def broken():
     batches = iter(whole)  # kept: TensorFlow can crash if an iterator ends while its batch is read
     yield next(batches)
     raise OSError("the disk")
 
-  one.batches = broken()
+  one.shapes = [broken()]
   with pytest.raises(OSError, match="the disk"):
     evaluator.evaluate()
-  one.batches = whole
+  one.shapes = [whole]
   assert evaluator.evaluate() == pytest.approx(expected(), rel=1e-6)
 
 
@@ -293,6 +293,6 @@ def test_what_runs_between_batches_learns_the_set_and_its_batches(one):
 
 def test_an_empty_set_is_named(one):
   evaluator = make_several(one, Halved())
-  evaluator._sets[1].batches = []
+  evaluator._sets[1].shapes = []
   with pytest.raises(ConfigError, match=r"Halved.source\('eval'\)\['second'\] has no examples"):
     evaluator.evaluate()

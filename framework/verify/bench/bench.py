@@ -23,7 +23,7 @@ from framework.backend.autograph import compiled
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
-from framework.inputs.parts import prefixes
+from framework.inputs.parts import of_one_shape, prefixes
 from framework.inputs.sources import eval_sets
 from framework.metrics import numbers
 from framework.saving import assets
@@ -84,7 +84,7 @@ class Subject(Recipe):
     if training:
       dataset = self.dataset(task, count, position=position)
     else:
-      first = next(iter(eval_sets(task.source("eval")).values()))
+      first = of_one_shape(next(iter(eval_sets(task.source("eval")).values())))
       dataset = datasets.eval_dataset(
         first, global_batch_size=count, preprocess=preprocess_of(task), steps=self.eval_steps
       )
@@ -95,8 +95,8 @@ class Subject(Recipe):
   ) -> tf.data.Dataset:
     """Returns the task's training input in batches of `rows`, as `run` makes it."""
     return datasets.train_dataset(
-      task.source("train"), global_batch_size=rows, pad_multiple=pad_multiple, seed=self.seed,
-      position=position, preprocess=preprocess_of(task), shuffle=self.shuffle,
+      of_one_shape(task.source("train")), global_batch_size=rows, pad_multiple=pad_multiple,
+      seed=self.seed, position=position, preprocess=preprocess_of(task), shuffle=self.shuffle,
     )  # fmt: skip
 
   @property

@@ -43,7 +43,7 @@ def make_trainer(
   randomness.seed_everything(subject.seed)
 
   options = {**subject.options, **options}
-  recipe = dataclasses.replace(subject, global_batch_size=rows, options=options)
+  recipe = dataclasses.replace(subject, global_batch_size=rows, one_shape=True, options=options)
   return recipe.trainer(made, strategy)
 
 

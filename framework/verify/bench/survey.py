@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from framework.backend.autograph import as_written, converted
 from framework.inputs import datasets
-from framework.inputs.parts import prefixes
+from framework.inputs.parts import of_one_shape, prefixes
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.task import Task
 from framework.verify.bench.bench import Rows
@@ -71,7 +71,8 @@ def digests(source: Source | StreamSource, *, seconds: float) -> Digests:
 def evaluation_sources(task: Task) -> tuple[dict[str, Source | StreamSource], str]:
   """Returns name -> source of each evaluation set, or none and why: a task may only train."""
   try:
-    return eval_sets(task.source("eval")), ""
+    sets = eval_sets(task.source("eval"))
+    return {name: of_one_shape(source) for name, source in sets.items()}, ""
   except Exception as error:
     return {}, f"source('eval') fails with {type(error).__name__}"
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from framework.backend import randomness
 from framework.inputs import datasets
 from framework.inputs.datasets import padded_batch_size
-from framework.inputs.parts import main_source
+from framework.inputs.parts import main_source, of_one_shape
 from framework.inputs.sources import Source, StreamSource
 from framework.task import preprocess_of
 from framework.verify.bench import source_lines, survey
@@ -71,7 +71,7 @@ class Reading:
     self.task = self.bench.task
     randomness.seed_everything(subject.seed)
     self.eval_sources, self.no_eval = survey.evaluation_sources(self.task)
-    self.sources_read = self.task.source("train")
+    self.sources_read = of_one_shape(self.task.source("train"))
     self.source = main_source(self.sources_read)
     self.preprocess = preprocess_of(self.task)
     self.train = survey.digests(self.source, seconds=READ_S)
@@ -88,7 +88,7 @@ class Reading:
       "preprocess": self.preprocess, "shuffle": self.subject.shuffle, **options,
     }  # fmt: skip
     stream = afresh and isinstance(self.source, StreamSource)
-    source = self.task.source("train") if stream else self.sources_read
+    source = of_one_shape(self.task.source("train")) if stream else self.sources_read
     return datasets.train_dataset(source, **arguments)
 
   def each_set(self, check: Callable[[], Iterable[Result]]) -> Iterator[Result]:

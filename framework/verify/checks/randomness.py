@@ -21,7 +21,7 @@ from framework import configurables
 from framework.backend import models
 from framework.evaluator import Evaluator
 from framework.inputs import datasets, ordering
-from framework.inputs.parts import main_source, prefixes
+from framework.inputs.parts import main_source, of_one_shape, prefixes
 from framework.task import Task
 from framework.verify.bench import bench, random_draws, source_lines, survey
 from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
@@ -367,7 +367,7 @@ class Augmentation:
 
   def _rows(self) -> tuple[Rows, Rows]:
     """Returns the same rows as two epochs have them, before preprocess()."""
-    source = self.task.source("train")
+    source = of_one_shape(self.task.source("train"))
     examples = main_source(source).num_examples
     count = min(16, examples or 16)
     batches = datasets.train_dataset(source, global_batch_size=count, seed=self.subject.seed)

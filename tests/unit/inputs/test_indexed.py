@@ -217,6 +217,9 @@ def test_the_places_of_the_records_come_from_the_index_file(folder, monkeypatch)
   monkeypatch.undo()
   other = TFRecordSource(files=paths[:1], features=FEATURES, index=kept)
   assert other.num_examples == 6
+  with one_line_error("index '.*missing/places.npz' cannot be written"):
+    TFRecordSource(files=paths, features=FEATURES, index=str(folder / "missing" / "places.npz"))
+  assert sorted(path.suffix for path in folder.iterdir()) == [".npz"] + [".tfrecord"] * 3
 
 
 def test_decode_gets_the_records_or_what_was_parsed(folder):
