@@ -744,12 +744,15 @@ class Oracle:
     return (image * mixture - self.value) / noise
 
 
-def test_the_sampler_ends_at_what_the_network_sees():
-  task = diffusion()
-  task.model = Oracle(0.5)
-  drawn = task.export_signature()(tf.random.stateless_normal([2, 28, 28, 1], [1, 2]))["image"]
-  left = 4.5 * np.exp(CLEAREST / 2) / 2  # of the noise, at most 4.5 deviations of the last level
-  np.testing.assert_allclose(drawn, np.full([2, 28, 28, 1], 0.75), rtol=0, atol=left)
+def test_the_sampler_keeps_the_noise_and_lowers_its_level():
+  task, value = diffusion(), 0.5
+  task.model = Oracle(value)
+  noise = tf.random.stateless_normal([2, 28, 28, 1], [1, 2])
+  drawn = task.export_signature()(noise)["image"].numpy() * 2 - 1
+  image = {level: 1 / np.sqrt(1 + np.exp(level)) for level in (CLEAREST, NOISIEST)}
+  left = {level: np.sqrt(1 - factor**2) for level, factor in image.items()}
+  held = (noise - image[NOISIEST] * value) / left[NOISIEST]
+  np.testing.assert_allclose(drawn, image[CLEAREST] * value + left[CLEAREST] * held, atol=1e-5)
 
 
 def test_the_bound_of_a_network_that_knows_the_image():
@@ -809,6 +812,16 @@ def test_vae_updates_are_those_of_a_plain_loop():
     losses.append(float(loss))
   assert_ends_like(variables, "vae")
   assert reference("vae")[2]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize(("annealing_steps", "weight"), [(6, 0.5), (2, 1.0), (0, 1.0)])
+def test_the_divergence_is_annealed(annealing_steps, weight):
+  outputs = {"distortion": tf.constant([5.0, 7.0]), "divergence": tf.constant([2.0, 4.0])}
+  batch = {"step": tf.constant([3, 3], tf.int64), "weight": tf.constant([1.0, 0.5])}
+  loss = vae(annealing_steps=annealing_steps).loss(outputs, batch)
+  assert float(loss.total) == 5 + 2 * weight + 0.5 * (7 + 4 * weight)
+  elbo, _ = vae().metrics(outputs, batch)["elbo"]
+  assert float(elbo) == -(7 + 0.5 * 11)
 
 
 def test_the_likelihoods_of_all_values_sum_to_one():
