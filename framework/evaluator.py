@@ -114,16 +114,17 @@ class Evaluator(orbit.AbstractEvaluator):
   def metric_names(self) -> set[str] | None:
     """Returns the names of the logged means, from the trace that `evaluate` uses (host).
 
-    Executes nothing. What the task derives is not among them. None in eager mode and under
-    parameter servers, which trace later or never.
+    Executes nothing. What the task derives is not among them. None in eager mode, under parameter
+    servers and for batches of several shapes, which trace later, otherwise or never.
     """
-    if self.eager:
+    specs = [one.batches.element_spec for one in self._sets]
+    parts = tf.nest.flatten(specs, expand_composites=True)
+    if self.eager or not all(part.shape.is_fully_defined() for part in parts):
       return None
     names: set[str] = set()
-    for one in self._sets:
+    for one, spec in zip(self._sets, specs, strict=True):
       self._metrics, step = one.sums, cast(Any, one.step)
-      with self.strategy.scope():
-        step.get_concrete_function(one.batches.element_spec)
+      step.get_concrete_function(spec)
       names |= {f"{one.name}/{name}" if one.name else name for name in one.sums.names}
     return names
 

@@ -388,10 +388,21 @@ class CollectedRows:
       self._take(self._waiting.pop(0))
 
   def result(self) -> dict[str, np.ndarray]:
-    """Returns name -> [m, ...], the rows whose weight is not 0, in the order of the batches."""
+    """Returns name -> [m, ...], the rows whose weight is not 0, in the order of the batches.
+
+    Raises:
+      ConfigError: rows of one name have several shapes.
+    """
     for metrics in self._waiting:
       self._take(metrics)
     self._waiting = []
+    for name, rows in self._rows.items():
+      shapes = sorted({part.shape[1:] for part in rows})
+      if len(shapes) > 1:
+        raise ConfigError(
+          f"PerExample metric {name!r} has rows of shape {shapes[0]} in one batch and {shapes[1]} "
+          "in another; give all rows one shape, such as one number for each example."
+        )
     return {name: np.concatenate(rows) for name, rows in self._rows.items()}
 
   def _take(self, metrics: Mapping[str, PerExample]) -> None:

@@ -373,7 +373,6 @@ class Session:
     reporting = self._reporting_on_stop(self._reporters["eval"])
     with reporting, contextlib.suppress(_AskedToStop):
       self._controller.evaluate()
-      self._states.evaluated = self._evaluated_step
     self._stop_if_asked()
 
   def _between_batches(self, name: str, done: int, total: int | None) -> None:
@@ -450,6 +449,8 @@ class Session:
 
       def act(output: Output) -> None:
         self._split = split
+        if split == "eval":
+          self._states.evaluated = self.step
         call(output)
 
       return act

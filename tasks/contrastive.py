@@ -23,7 +23,7 @@ from framework.step import replica_id
 from tasks.image_classification import ImageData
 
 VIEWS = ("first", "second")
-NONE = -1e9
+_NONE = -1e9
 """Logit of columns that do not count; its exponential is 0."""
 
 
@@ -180,7 +180,7 @@ def nt_xent(
   for view, anchor in enumerate((first, second)):
     itself = (own + view)[:, tf.newaxis] == tf.range(columns.shape[0])
     logits = tf.matmul(anchor, columns, transpose_b=True) / temperature
-    others = tf.where(counts & ~itself, logits, NONE)
+    others = tf.where(counts & ~itself, logits, _NONE)
     losses.append(tf.reduce_logsumexp(others, axis=1) - positive)
   return tf.add_n(losses) / 2.0
 
@@ -205,7 +205,7 @@ def nearest_agrees(
   counts = step.all_gather(weight) > 0
   itself = (replica_id() * rows + tf.range(rows))[:, tf.newaxis] == tf.range(labels.shape[0])
   similarity = tf.matmul(query, everyone, transpose_b=True)
-  nearest = tf.argmax(tf.where(counts & ~itself, similarity, NONE), axis=1)
+  nearest = tf.argmax(tf.where(counts & ~itself, similarity, _NONE), axis=1)
   return tf.gather(labels, nearest) == label
 
 

@@ -9,13 +9,14 @@ with the head of version 2.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, Loss, Step
-from tasks import contrastive
 from tasks.contrastive import Contrastive
 
 SLOW = {"slow_encoder": "encoder", "slow_head": "head"}
@@ -25,6 +26,10 @@ SLOW = {"slow_encoder": "encoder", "slow_head": "head"}
 @framework.register
 class MomentumContrast(Contrastive):
   """Learns which key, of the batch and a queue, is of the same image; labels only evaluate."""
+
+  accepted = types.MappingProxyType(
+    {"cannot learn one batch": "the queue has earlier keys of the same images, as negatives"}
+  )
 
   def __init__(
     self,
@@ -53,20 +58,19 @@ class MomentumContrast(Contrastive):
     self._queue_size, self._momentum = queue_size, momentum
 
   def build_model(self) -> dict[str, Any]:
-    """Returns encoder and head, their slow copies, and the queue.
+    """Returns encoder and head, their slow copies, and a queue of random keys.
 
-    The queue has one row more, of weight 0, in which padding ends.
+    The queue has one row more, which does not count: padding ends there.
     """
     fast, slow = super().build_model(), super().build_model()
     for name, followed in SLOW.items():
       slow[followed].set_weights(fast[followed].get_weights())
       slow[followed].trainable = False
       fast[name] = slow[followed]
-    rows = self._queue_size + 1
-    queue = {"keys": [rows, self._projection], "weights": [rows]}
-    made = {name: tf.Variable(tf.zeros(s), trainable=False, name=name) for name, s in queue.items()}
+    keys = tf.math.l2_normalize(keras.random.normal([self._queue_size + 1, self._projection]), 1)
+    queue = tf.Variable(keys, trainable=False, name="queue")
     end = tf.Variable(0, dtype=tf.int64, trainable=False, name="end")
-    return {**fast, **made, "end": end}
+    return {**fast, "queue": queue, "end": end}
 
   def train_step(self, step: Step, batch: Batch) -> None:
     """Updates the encoder, puts the keys of all replicas into the queue, moves the slow copies."""
@@ -83,10 +87,8 @@ class MomentumContrast(Contrastive):
     """InfoNCE of the first views: the own key against the keys in the queue (equation 1)."""
     query, key = self.embedding(batch["first"], training=True), batch["key"]
     positive = tf.reduce_sum(query * key, axis=1, keepdims=True)
-    negative = tf.matmul(query, self.model["keys"], transpose_b=True)
-    there = tf.concat([tf.ones_like(positive), tf.zeros_like(negative) + self.model["weights"]], 1)
+    negative = tf.matmul(query, self.model["queue"][:-1], transpose_b=True)
     logits = tf.concat([positive, negative], axis=1) / self._temperature
-    logits = tf.where(there > 0, logits, contrastive.NONE)
     losses = tf.reduce_logsumexp(logits, axis=1) - positive[:, 0] / self._temperature
     return Loss.from_examples(losses, batch["weight"])
 
@@ -100,7 +102,6 @@ class MomentumContrast(Contrastive):
     rank = tf.cumsum(tf.cast(real, tf.int64)) - 1
     end = tf.convert_to_tensor(self.model["end"])
     place = tf.where(real, (end + rank) % self._queue_size, self._queue_size)[:, tf.newaxis]
-    for name, rows in (("keys", keys), ("weights", tf.cast(real, tf.float32))):
-      held = tf.convert_to_tensor(self.model[name])
-      step.assign(self.model[name], tf.tensor_scatter_nd_update(held, place, rows))
+    queue = tf.convert_to_tensor(self.model["queue"])
+    step.assign(self.model["queue"], tf.tensor_scatter_nd_update(queue, place, keys))
     step.assign(self.model["end"], (end + rank[-1] + 1) % self._queue_size)

@@ -38,10 +38,28 @@ def transformer_parameters(layers, width, vocabulary=257):
   return vocabulary * width + layers * block + width
 
 
+def unet_parameters(width):
+  """Convolutions, a gain and an offset for each normalised channel, a shift for each block."""
+  deep, condition = 2 * width, 4 * width
+
+  def conv(size, channels, filters):
+    return (size * size * channels + 1) * filters
+
+  def block(channels, filters):
+    both = conv(3, channels, filters) + conv(3, filters, filters) + (condition + 1) * filters
+    shortcut = conv(1, channels, filters) if channels != filters else 0
+    return 2 * channels + 2 * filters + both + shortcut
+
+  ends = 13 * condition + conv(2, 1, width) + 2 * width + conv(2, width, 1)
+  between = conv(2, width, deep) + conv(2, deep, width) + 2 * deep + 4 * conv(1, deep, deep)
+  return ends + between + block(width, width) + 2 * block(deep, deep) + block(deep, width)
+
+
 # By config: features, parameters by optimizer, updates a step, evaluation metrics, schedule.
 ONE = {"updates": {"default": 1}}
 CLASSIFIER = {**ONE, "metrics": {"loss", "accuracy"}}
 TOKENS = {"tokens": ("int32", (500,))}
+FLOAT = ("float32", ())
 DIGITS = {"image": ("float32", (8, 8, 1))}
 EXPECTED = {
   "digits_cnn.gin": {
@@ -88,6 +106,13 @@ EXPECTED = {
     "parameters": {"default": cnn_parameters(28, (32, 64), 128)},
     "rates": {0: 0.0, 100: 0.001, 200: 0.002, 2450: 0.001, 4700: 0.0},
   },
+  "fashion_mnist_diffusion.gin": {
+    **ONE,
+    "features": {**dict.fromkeys(("image", "noise"), ("float32", (28, 28, 1))), "place": FLOAT},
+    "parameters": {"default": unet_parameters(32)},
+    "metrics": {"loss", "bits_per_dimension"},
+    "rates": {0: 0.0, 50: 0.001, 100: 0.002, 3050: 0.0011, 6000: 0.0002},
+  },
   "fashion_mnist_fixmatch.gin": {
     **CLASSIFIER,
     "features": {
@@ -104,8 +129,16 @@ EXPECTED = {
     "metrics": {"loss", "real_accuracy", "fake_accuracy"},
     "rates": {step: {"generator": 0.001, "discriminator": 0.0004} for step in (0, 4000)},
   },
+  "fashion_mnist_vae.gin": {
+    **ONE,
+    "features": {"image": ("float32", (28, 28, 1)), "noise": ("float32", (16,))},
+    "parameters": {"default": 844_672 + 844_130},
+    "metrics": {"loss", "elbo", "bits_per_dimension", "divergence"},
+    "rates": {0: 0.001, 2000: 0.0005, 4000: 0.0},
+    "loss": 28 * 28 * math.log(256),
+  },
   "fashion_mnist_wgan_gp.gin": {
-    "features": {"image": ("float32", (28, 28, 1)), "mix": ("float32", ())},
+    "features": {"image": ("float32", (28, 28, 1)), "mix": FLOAT},
     "parameters": {"generator": 237_153, "discriminator": 36_512},
     "updates": {"generator": 1, "discriminator": 2},
     "metrics": {"loss", "distance", "penalty"},

@@ -17,14 +17,18 @@ from framework.step import EvalStep
 from framework.trainer import Trainer
 from tasks import contrastive, maml
 from tasks.contrastive import Contrastive
+from tasks.diffusion import CLEAREST, NOISIEST, Diffusion, cosine_level
 from tasks.distillation import Distillation
 from tasks.gradient_penalty import WassersteinGan
 from tasks.image_classification import ImageData, cnn, mlp
 from tasks.maml import SinusoidMaml
 from tasks.sam import SharpClassification
+from tasks.samples import sheet
+from tasks.vae import Vae, negative_log_likelihood
 
 EXAMPLES, CLASSES, RATE = 21, 4, 0.05
-RATES = {WassersteinGan: 0.01}  # its losses are large: of a larger rate, ten steps amplify rounding
+# Their losses are large: of a larger rate, ten steps amplify rounding.
+RATES = {WassersteinGan: 0.01, Vae: 1e-5}
 SMALL_CNN = functools.partial(cnn, filters=(3,), units=6, activation="silu")
 SMALL_MLP = functools.partial(mlp, units=(5,))
 
@@ -77,12 +81,23 @@ def sines(**options):
   return SinusoidMaml(**{"train_waves": EXAMPLES, "eval_waves": EXAMPLES, **small, **options})
 
 
+def diffusion(**options):
+  return Diffusion(data=images(28), **{"width": 8, "sampling_steps": 4, **options})
+
+
+def vae(**options):
+  small = {"code_size": 3, "width": 2, "annealing_steps": 6}
+  return Vae(data=images(28), **{**small, **options})
+
+
 MAKERS = {
   "contrastive": simclr,
   "sam": sam,
   "wgan_gp": wgan_gp,
   "distillation": distilled,
   "maml": sines,
+  "diffusion": diffusion,
+  "vae": vae,
 }
 
 
@@ -684,3 +699,134 @@ def test_images_of_another_size_are_refused():
   task = Contrastive(data=images(), input_shape=(28, 28, 1))
   with pytest.raises(ConfigError, match=r"Contrastive.input_shape is \(28, 28, 1\)"):
     task.source("train")
+
+
+# ---- Diffusion ----
+
+
+@pytest.mark.whole
+def test_diffusion_updates_are_those_of_a_plain_loop():
+  """Of the mixture cos(a) image + sin(a) noise, the velocity cos(a) noise - sin(a) image."""
+  task = untrained("diffusion")
+  variables, losses = task.model.trainable_variables, []
+  for batch in batches_of(task, STEPS):
+    place = batch["place"].numpy().astype(np.float64)
+    tangent = np.tan(np.pi / 2 * np.maximum(1e-4, (place - 0.25) / 0.75))
+    level = np.clip(2 * np.log(tangent), CLEAREST, NOISIEST)
+    few = CLEAREST + (NOISIEST - CLEAREST) * place / 0.25
+    level = np.where(place < 0.25, few, level).astype(np.float32)
+    angle = np.arctan(np.exp(level / 2))
+    cos, sin = (f(angle).astype(np.float32).reshape([-1, 1, 1, 1]) for f in (np.cos, np.sin))
+    with tf.GradientTape() as tape:
+      mixture = cos * batch["image"] + sin * batch["noise"]
+      error = task.model([mixture, tf.constant(level)]) - (
+        cos * batch["noise"] - sin * batch["image"]
+      )
+      loss = tf.reduce_mean(tf.square(error))
+    for variable, slope in zip(variables, tape.gradient(loss, variables), strict=True):
+      variable.assign_sub(RATE * slope)
+    losses.append(float(loss))
+  assert_ends_like(variables, "diffusion")
+  assert reference("diffusion")[2]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+class Oracle:
+  """In the place of the network: the exact velocity for images that are all of one value."""
+
+  def __init__(self, value):
+    self.value, self.calls = value, 0
+
+  def __call__(self, inputs, training):
+    mixture, level = inputs
+    self.calls += 1
+    image = tf.sqrt(tf.sigmoid(-level))[:, None, None, None]
+    noise = tf.sqrt(tf.sigmoid(level))[:, None, None, None]
+    return (image * mixture - self.value) / noise
+
+
+def test_the_sampler_ends_at_what_the_network_sees():
+  task = diffusion()
+  task.model = Oracle(0.5)
+  drawn = task.export_signature()(tf.random.stateless_normal([2, 28, 28, 1], [1, 2]))["image"]
+  left = 4.5 * np.exp(CLEAREST / 2) / 2  # of the noise, at most 4.5 deviations of the last level
+  np.testing.assert_allclose(drawn, np.full([2, 28, 28, 1], 0.75), rtol=0, atol=left)
+
+
+def test_the_bound_of_a_network_that_knows_the_image():
+  """No bits but those of the prior and of the rounding at the clearest level, by quadrature."""
+  task = diffusion()
+  value = 2 * 100 / 255 - 1
+  task.model, count = Oracle(value), 3
+  batch = {
+    "image": tf.fill([count, 28, 28, 1], value),
+    "noise": tf.random.stateless_normal([count, 28, 28, 1], [1, 2]),
+    "place": tf.constant([0.2, 0.5, 0.9]),
+  }
+  left = 1 / (1 + np.exp(NOISIEST))
+  prior = 0.5 * (left * value**2 + (1 - left) - 1 - np.log(1 - left))
+  x = np.linspace(-8, 8, 4001)
+  density = np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+  cumulative = np.cumsum(density) * (x[1] - x[0])
+  half = 1 / 255 / np.exp(CLEAREST / 2)
+  inside = np.interp(x + half, x, cumulative) - np.interp(x - half, x, cumulative)
+  rounding = -np.sum(density * np.log(np.maximum(inside, 1e-12))) * (x[1] - x[0])
+  bits = (prior + rounding) / np.log(2)
+  assert float(np.mean(task._bits(batch))) == pytest.approx(bits, abs=0.01)
+
+
+def test_levels_fall_from_noise_to_image():
+  levels = cosine_level(tf.constant([0.0, 0.25, 0.5, 1.0])).numpy()
+  assert levels == pytest.approx([CLEAREST, 2 * np.log(np.tan(np.pi / 8)), 0.0, NOISIEST], abs=1e-5)
+
+
+def test_places_are_evenly_spread_in_evaluation():
+  task = diffusion()
+  batch = {
+    "image": tf.zeros([100, 28, 28, 1], tf.uint8), "example_id": tf.range(100, dtype=tf.int64),
+  }  # fmt: skip
+  place = np.sort(task.preprocess(batch, training=False)["place"])
+  assert np.abs(place - (np.arange(100) + 0.5) / 100).max() < 0.02
+
+
+# ---- VAE ----
+
+
+def test_vae_updates_are_those_of_a_plain_loop():
+  """The weight of the divergence is step / 6 up to 1."""
+  task, losses = untrained("vae"), []
+  encoder, decoder = task.model["encoder"], task.model["decoder"]
+  variables = [*encoder.trainable_variables, *decoder.trainable_variables]
+  for step, batch in enumerate(batches_of(task, STEPS)):
+    with tf.GradientTape() as tape:
+      code = encoder(batch["image"])
+      mean, deviation = code[:, :3], tf.exp(code[:, 3:])
+      drawn = decoder(mean + deviation * batch["noise"])
+      pixels = negative_log_likelihood(batch["image"], drawn[..., :1], drawn[..., 1:])
+      divergence = 0.5 * (mean**2 + deviation**2 - 1 - 2 * tf.math.log(deviation))
+      loss = (tf.reduce_sum(pixels) + min(1, step / 6) * tf.reduce_sum(divergence)) / 7
+    for variable, slope in zip(variables, tape.gradient(loss, variables), strict=True):
+      variable.assign_sub(RATES[Vae] * slope)
+    losses.append(float(loss))
+  assert_ends_like(variables, "vae")
+  assert reference("vae")[2]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_the_likelihoods_of_all_values_sum_to_one():
+  values = np.arange(256) * 2 / 255 - 1
+  for mean, log_scale in ((0.1, -2.0), (-1.1, -4.0), (0.9, 0.5)):
+    nats = negative_log_likelihood(
+      tf.constant(values, tf.float32), tf.constant(mean), tf.constant(log_scale)
+    )
+    assert np.sum(np.exp(-nats.numpy().astype(np.float64))) == pytest.approx(1, abs=1e-4)
+    edges = (values[:-1] + 1 / 255 - mean) / np.exp(log_scale)
+    below = np.concatenate([[0], 1 / (1 + np.exp(-edges)), [1]])
+    np.testing.assert_allclose(np.exp(-nats), np.diff(below), rtol=1e-2, atol=1e-6)
+
+
+def test_a_sheet_has_the_images_of_its_noise_in_rows():
+  task = untrained("vae")
+  drawn = sheet(task, rows=2, columns=3, seed=4)
+  noise = tf.random.stateless_normal([6, 3], seed=[4, 0])
+  images_of = task.export_signature()(noise)["image"].numpy() * 255
+  assert (drawn.dtype, drawn.shape) == (tf.uint8, (56, 84, 1))
+  np.testing.assert_allclose(drawn[28:, 28:56], images_of[4], atol=0.51)

@@ -154,6 +154,18 @@ def test_a_sum_has_its_shape_and_is_not_divided(replicas, mirrored):
   assert not sums.sums["table"].any()
 
 
+def test_rows_come_in_the_order_of_the_batches():
+  rows = metrics.CollectedRows()
+  for batch in range(40):
+    values, weight = np.array([[batch], [batch + 0.5]]), np.array([1, batch % 2])
+    rows.add({"x": metrics.PerExample(values, weight)})
+  expected = [v for b in range(40) for v in ([b, b + 0.5] if b % 2 else [b])]
+  assert rows.result()["x"][:, 0].tolist() == expected
+  rows.add({"x": metrics.PerExample(np.ones([2, 3]), np.ones([2]))})
+  with pytest.raises(ConfigError, match=r"'x' has rows of shape \(1,\) in one batch and \(3,\)"):
+    rows.result()
+
+
 def test_arrays_as_numbers_to_compare():
   values = {"loss": 0.5, "table": np.array([[1, 2], [3, 4]]), "bins": np.full([17], 2.0)}
   assert metrics.numbers(values) == {

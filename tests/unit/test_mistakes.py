@@ -332,7 +332,7 @@ MISTAKES = {
       "EarlyStopping.patience = 1",
     ],
     late=True,
-    says=["unknown metric 'los'", "Did you mean 'loss'?"],
+    says=["unknown EarlyStopping.metric 'los'", "Did you mean 'loss'?"],
   ),
   # What a task must define.
   "no forward()": Mistake(

@@ -99,12 +99,15 @@ def trained_and_evaluated(task, strategy, **options):
     optimizer=lambda: keras.optimizers.SGD(0.0),
     **options,
   )
+  evaluator = made_evaluator(task, strategy, eager=options.get("eager", False))
+  return trainer.train(tf.constant(2)), evaluator.evaluate(), evaluator.evaluate()
+
+
+def made_evaluator(task, strategy, **options):
   dataset = datasets.eval_dataset(
     task.source("eval"), global_batch_size=BATCH, pad_multiple=strategy.num_replicas_in_sync
   )
-  eager = options.get("eager", False)
-  evaluator = Evaluator(task=task, strategy=strategy, dataset=dataset, eager=eager)
-  return trainer.train(tf.constant(2)), evaluator.evaluate(), evaluator.evaluate()
+  return Evaluator(task=task, strategy=strategy, dataset=dataset, **options)
 
 
 def expected():
@@ -144,8 +147,10 @@ def test_the_documented_task_reports_what_scikit_learn_does(mirrored):
   [code] = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PerExample" in c]
   names = {}
   exec(code.replace("CLASSES, BINS = 10, 15", f"CLASSES, BINS = {CLASSES}, {BINS}"), names)
-  task = type("Documented", (names["Scored"], Scored), {})()
-  _, evaluated, _ = trained_and_evaluated(task, mirrored(2))
+  task, strategy = type("Documented", (names["Scored"], Scored), {})(), mirrored(2)
+  with strategy.scope():
+    task.model = task.build_model()
+  evaluated = made_evaluator(task, strategy).evaluate()
   assert {n: evaluated[n] for n in expected()} == pytest.approx(expected(), rel=1e-6)
 
 
@@ -154,7 +159,7 @@ def test_the_documented_task_reports_what_scikit_learn_does(mirrored):
   [{"eager": True}, {"accumulation_steps": 3}, {"jit_compile": True}],
   ids=["eager", "accumulated", "xla"],
 )
-@pytest.mark.fast(options=[{"eager": True}])
+@pytest.mark.whole
 def test_they_hold_in_every_way_of_running_a_step(options, mirrored):
   train, evaluated, _ = trained_and_evaluated(Scored(), mirrored(1), **options)
   assert evaluated["auc"] == pytest.approx(expected()["auc"], rel=1e-6)
@@ -169,7 +174,7 @@ class EverySecond(Scored):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.fast(eager=[False])
+@pytest.mark.whole
 def test_an_update_that_is_not_due_adds_nothing_to_a_sum(eager, mirrored):
   train, _, _ = trained_and_evaluated(EverySecond(), mirrored(2), eager=eager)
   table = confusion_matrix(LABELS[REAL], LOGITS[REAL].argmax(axis=1))
@@ -185,7 +190,7 @@ def test_what_training_does_not_collect_gets_a_line(mirrored):
     r"^Careless.derived\(\) reads 'is_first' after a training loop.* `if 'is_first' in values:`"
   )
   with pytest.raises(ConfigError, match=line):
-    trained_and_evaluated(Careless(), mirrored(2))
+    trained_and_evaluated(Careless(), mirrored(1))
 
 
 def test_a_key_error_of_the_users_own_stays_what_it_is():

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import Action, ArraySource, BestCheckpoint, ConfigError, EarlyStopping, Loss, Task
+from framework import (
+  Action,
+  ArraySource,
+  BestCheckpoint,
+  ConfigError,
+  EarlyStopping,
+  Loss,
+  StopTraining,
+  Task,
+)
 from framework.run import run
 from framework.strategies import factories
 
@@ -97,6 +106,24 @@ def test_a_state_continues_from_the_checkpoint(dies, unbroken, tmp_path):
 
 
 @pytest.mark.whole
+def test_a_state_that_saw_the_evaluation_does_not_see_it_again(tmp_path):
+  """The stop saves a checkpoint after the evaluation: none was due before it."""
+
+  class Stop(Action):
+    on = "eval"
+
+    def __call__(self, output):
+      raise StopTraining("enough", output)
+
+  start(tmp_path, Diary(), Stop(), checkpoint_every_steps=5)
+  again = Diary()
+  start(tmp_path, again, train_steps=3)
+  assert [page[:2] for page in again.pages] == [
+    ["train", 1], ["train", 2], ["eval", 2], ["train", 3], ["eval", 3],
+  ]  # fmt: skip
+
+
+@pytest.mark.whole
 def test_two_of_a_class_keep_their_own_states(tmp_path):
   first, second = Diary(), Diary(dies=("train", 3))
   with pytest.raises(Killed):
@@ -152,10 +179,10 @@ def test_a_metric_that_cannot_exist_is_refused_before_training(action, line, tmp
   assert not (tmp_path / "checkpoints").exists()
 
 
-def test_the_names_of_metrics_cost_no_second_trace(tmp_path):
-  task = Steady()
-  start(tmp_path, BestCheckpoint(metric="loss", mode="min"), task=task, train_steps=2)
-  assert task.traced == 1
+def test_the_names_of_metrics_cost_no_second_trace(tmp_path, mirrored):
+  task, best = Steady(), BestCheckpoint(metric="loss", mode="min")
+  start(tmp_path, best, task=task, train_steps=2, strategy=lambda: mirrored(2))
+  assert task.traced == 2  # once for each replica
 
 
 @pytest.mark.whole

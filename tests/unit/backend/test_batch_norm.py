@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import errors
+from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
@@ -111,11 +111,14 @@ def test_a_replica_without_examples_leaves_its_statistics(mirrored, monkeypatch)
   ],
 )
 def test_what_cannot_leave_out_padding_is_refused(options, reason, mirrored):
-  with pytest.raises(Exception, match="cannot leave them out") as caught:
+  with pytest.raises(ConfigError) as caught:
     trained(Normalised(**options), mirrored(2))
-  line = errors.mistake(caught.value)
-  assert line.startswith("global_batch_size is 7 for 2 replicas, so rows are padded, and batch")
-  assert line.endswith(f"'norm' cannot leave them out: {reason}; choose a batch size that divides.")
+  line, place = str(caught.value).split(" (test_batch_norm.py:")
+  assert line == (
+    "global_batch_size is 7 for 2 replicas, so rows are padded, and batch normalisation 'norm' "
+    f"cannot leave them out: {reason}; choose a batch size that divides."
+  )
+  assert place.endswith(", in forward)")
 
 
 @pytest.mark.parametrize("library", KERAS)
