@@ -86,7 +86,7 @@ RAISING = {
 """Name -> the cause, words of the line, and of the message."""
 RIGHT = {
   "ActorCritic": "replicas order gradients randomness",
-  "Contrast": "replicas order",
+  "Contrast": "replicas learning",
   "GradientPenalty": "replicas gradients randomness",
   "CadenceInLoss": "replicas gradients learning",
   "SecondHead": "gradients",

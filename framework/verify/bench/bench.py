@@ -154,6 +154,7 @@ class Bench:
     quiet: bool = True,
     always: bool = False,
     number: int | None = None,
+    assigns: bool = True,
     **options: Any,
   ) -> None:
     """Builds the model; the initial weights are always the same.
@@ -167,11 +168,12 @@ class Bench:
       quiet: True gives all rows the same noise; see shared_noise.py.
       always: True makes every update and assignment in each step, whatever its `when`.
       number: what the task sees as the number of each step; None is the real one. With `always`.
+      assigns: False makes no assignment, so that state stays as it is. With `always`.
       options: of `Trainer`, replace the config's.
     """
     randomness.seed_everything(subject.seed)
     self.replicas, self.subject = replicas, subject
-    self._kind = _always(number) if always else None
+    self._kind = _always(number, assigns) if always else None
     self._around = shared_noise.alike_for_all_rows if quiet else contextlib.nullcontext
     self.strategy = strategy_of(replicas)
     self.task = subject.fresh_task()
@@ -216,6 +218,11 @@ class Bench:
   def trainable(self) -> list[bool]:
     """Whether an optimizer updates each of `variables`."""
     return [owner != "" for owner in self.by_optimizer]
+
+  @property
+  def keeps_state(self) -> bool:
+    """Whether a step has assigned to variables by `step.assign`."""
+    return bool(self.trainer._assigned)
 
   @property
   def parameters(self) -> int:
@@ -266,8 +273,8 @@ class Bench:
     return distributed(self.strategy, batch)
 
 
-def _always(number: int | None) -> type[Step]:
-  """Returns a Step that makes every update and assignment, and perhaps has a constant number."""
+def _always(number: int | None, assigns: bool) -> type[Step]:
+  """Returns a Step that makes every update, and every assignment if `assigns`."""
 
   class Always(Step):
     def __init__(self, *args: Any) -> None:
@@ -283,7 +290,8 @@ def _always(number: int | None) -> type[Step]:
 
     def assign(self, variable: Any, value: Any, *, when: Any = None) -> None:
       del when
-      super().assign(variable, value)
+      if assigns:
+        super().assign(variable, value)
 
   return Always
 

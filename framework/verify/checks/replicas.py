@@ -78,6 +78,7 @@ class Comparison:
     self.batch = subject.rows(self.task, rows)
     self.real = rows * 7 // 12
     self.start = self.alone.read()
+    self._fill_state()
     self.trained = self.alone.trainable
     self.state = frozenset(i for i, trained in enumerate(self.trained) if not trained)
     self.updated = frozenset(range(len(self.trained))) - self.state
@@ -95,6 +96,16 @@ class Comparison:
 
     self.mixed, self.counted = False, ""
     self.noisy = _noisy(backwards["full batch"], self.reference["full batch"])
+
+  def _fill_state(self) -> None:
+    """Begins after two steps if a step keeps state: the loss of an empty queue may be constant."""
+    self.on_one(self.batch)
+    if not self.alone.keeps_state:
+      return
+    self.alone.assign(self.start)
+    for steps in (1, 2):
+      self.alone.step(self.subject.rows(self.task, self.rows, position=steps * self.rows))
+    self.start = self.alone.read()
 
   def on_one(self, batch: Rows) -> Outcome:
     """Runs one step from the initial weights on one replica."""

@@ -482,7 +482,7 @@ class Teacher(Small):
 
 
 class Contrast(Small):
-  """Momentum contrast: a slow encoder, and a queue of its keys with their weights."""
+  """Momentum contrast: a slow encoder, and a queue of its keys; while empty, the loss is 0."""
 
   def build_model(self):
     kept = {"queue": np.random.default_rng(5).normal(size=[QUEUE, 2]), "there": np.zeros(QUEUE)}
@@ -496,8 +496,7 @@ class Contrast(Small):
     query = tf.math.l2_normalize(self.model["default"](batch["x"], training=True), 1)
     negative = query @ tf.transpose(self.model["queue"]) - 1e9 * (1 - self.model["there"])
     logits = tf.concat([tf.reduce_sum(query * self.keys(batch), 1)[:, None], negative], 1)
-    losses = -tf.nn.log_softmax(5.0 * logits)[:, 0] + tf.square(query[:, 0] - batch["y"])
-    return Loss.from_examples(losses, batch["weight"])
+    return Loss.from_examples(-tf.nn.log_softmax(5.0 * logits)[:, 0], batch["weight"])
 
   def train_step(self, step, batch):
     step.update(self.contrast, batch)
