@@ -69,6 +69,7 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
     "task": "set run.task",
     "strategy": "set run.strategy",
     "dataset": "set run.task, whose source() it reads",
+    "global_step": "it is the trainer's",
     "ema": "set Trainer.ema_decay",
     "eager": "set run.eager",
   },
