@@ -143,7 +143,7 @@ _NO_CAUSE: dict[str, Any] = {"cause": "", "remedy": "", "place": ""}
 _PLACE = re.compile(r" \(([^()]+:\d+, in [^()]+)\)$")
 _RETURNED = {
   "Loss.": (("loss", "training_loss", "train_step"), ("Loss(",)),
-  "the loss ": (("loss", "training_loss", "train_step"), ("return ",)),
+  "the loss is ": (("loss", "training_loss", "train_step"), ("return ",)),
   "metric ": (("metrics", "train_step"), ("return ",)),
   "the metrics ": (("metrics", "train_step"), ("return ",)),
 }
@@ -159,6 +159,8 @@ def _raised(group: str, subject: Subject, error: Exception) -> Result:
   with contextlib.suppress(Exception):  # the task itself may be what fails
     task = subject.fresh_task()
     place = source_lines.qualified(place, task)
+    if detail.startswith("the loss depends on none"):
+      place = source_lines.mention(task, "stop_gradient", "argmax", "round(", "def loss") or place
     for beginning, (methods, words) in _RETURNED.items():
       if detail.startswith(beginning):
         place = source_lines.find(task, *methods, containing=words, anywhere=True) or place

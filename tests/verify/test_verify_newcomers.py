@@ -97,6 +97,8 @@ RIGHT = {
   "MaskedTokens": "replicas",
   "PenaltyOfEach": "replicas",
   "Teacher": "gradients randomness",
+  "Exploring": "replicas order",
+  "SometimesUpdated": "randomness",
   "ReducedStatistics": "replicas order",
 }
 """Name -> groups, in which nothing may fail."""

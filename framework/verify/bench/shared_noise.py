@@ -39,17 +39,40 @@ def replaced(by: Callable[[str, Draw], Draw]) -> Iterator[None]:
     yield
 
 
-def alike_for_all_rows() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def alike_for_all_rows() -> Iterator[None]:
   """Makes random ops inside the context draw the same for all rows (host)."""
-  return replaced(lambda name, draw: _of_one_row(draw))
+  with (
+    replaced(lambda name, draw: _of_one_row(draw)),
+    mock.patch.object(tf.random, "stateless_categorical", _categorical),
+  ):
+    yield
 
 
 def _of_one_row(draw: Draw) -> Draw:
   def alike(shape: Any, seed: Any, *args: Any, **options: Any) -> tf.Tensor:
     wanted = tf.convert_to_tensor(shape, tf.int32)
-    if (wanted.shape[0] or 0) < 2:  # a vector may be a seed as well as one number per row
+    if not wanted.shape[0] or _is_seed(wanted, options.get("dtype", (*args, 0, 0, 0)[2])):
       return draw(shape, seed, *args, **options)
     one = draw(tf.concat([[1], wanted[1:]], axis=0), [11, 29], *args, **options)
     return tf.broadcast_to(one, wanted)
 
   return alike
+
+
+def _is_seed(shape: tf.Tensor, dtype: Any) -> bool:
+  """Whether a draw of a shape is probably a seed, two integers, and not one number per row."""
+  integers = bool(dtype) and not tf.as_dtype(dtype).is_floating
+  return integers and shape.shape[0] == 1 and tf.get_static_value(shape) in (None, [2])
+
+
+def _categorical(
+  logits: tf.Tensor, num_samples: Any, seed: Any, dtype: Any = tf.int64, name: str | None = None
+) -> tf.Tensor:
+  """As `tf.random.stateless_categorical`, with the same noise for all rows (Gumbel's trick)."""
+  del seed, name
+  logits = tf.convert_to_tensor(logits)
+  shape = [1, num_samples, tf.shape(logits)[1]]
+  uniform = ops.stateless_random_uniform(shape, [11, 29], 1e-6, 1.0 - 1e-6, logits.dtype)
+  noisy = logits[:, tf.newaxis, :] - tf.math.log(-tf.math.log(uniform))
+  return tf.argmax(noisy, axis=2, output_type=dtype)

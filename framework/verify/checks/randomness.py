@@ -154,6 +154,8 @@ class Steps:
       return _skipped(name, "steps draw no other numbers")
     if self.by_replica:
       return _passed(name, "two replicas draw different numbers for the same rows")
+    if not self._for_rows():
+      return _skipped(name, "no numbers are drawn for each row")
     if self.by_example:
       return _passed(name, "random numbers depend on the example's id, not on the replica")
     return _failed(
@@ -161,6 +163,15 @@ class Steps:
       "use Keras layers, or step.seed(), which also depends on the replica",
       self._place([d for d in self.watched.draws if not d.by_keras], ("seed", "stateless_")),
     )  # fmt: skip
+
+  def _for_rows(self) -> bool:
+    """Whether a draw, not from a constant seed, has numbers for each row."""
+    rows = (self.rows, self.rows // self.bench.subject.accumulation_steps, None)
+    return any(
+      draw.by_keras or (draw.shape and draw.shape[0] in rows)
+      for draw in self.watched.draws
+      if not draw.fixed
+    )
 
   def active(self) -> Result:
     """Checks that the random layers draw in a training step."""

@@ -544,6 +544,27 @@ class GradientPenalty(Small):
     step.log({"loss": weighted_sum(value, batch["weight"])})
 
 
+class Exploring(Classes):
+  """Actions at random, fewer with the step, and updates at random steps, equal on all replicas."""
+
+  def train_step(self, step, batch):
+    rows, number = len(batch["label"]), tf.cast(step.number, tf.int32)
+    explores = tf.random.stateless_uniform([rows], step.seed()) < 0.5 ** tf.cast(number, tf.float32)
+    other = tf.random.stateless_categorical(tf.zeros([rows, CLASSES]), 1, step.seed())[:, 0]
+    label = tf.where(explores, tf.cast(other, tf.int32), batch["label"])
+    due = tf.random.stateless_uniform([], tf.stack([7, number])) < 0.5
+    step.update(lambda part: self.training_loss(step, part), {**batch, "label": label}, when=due)
+
+
+class SometimesUpdated(Small):
+  """Updates at random steps, equal on all replicas."""
+
+  def train_step(self, step, batch):
+    seed = tf.stack([7, tf.cast(step.number, tf.int32)])
+    due = tf.random.stateless_uniform([], seed) < 0.5
+    step.update(lambda part: self.training_loss(step, part), batch, when=due)
+
+
 class ReducedStatistics(Small):
   """step.all_reduce() sums a statistic of all replicas, which centres the targets."""
 
