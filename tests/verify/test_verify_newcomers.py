@@ -54,6 +54,7 @@ DEFECTS = {
   "IgnoresWeights": ("replicas", "weights are ignored", "from_examples"),
   "HalfWeights": ("replicas", "weights are ignored", "Loss("),
   "MeanAndOne": ("replicas", "padding counts", "Loss("),
+  "LossOfKeras": ("replicas", "padding counts", "Loss(squares"),
   "MaskedMean": ("replicas", "mean of means", "divide_no_nan"),
   "DividedByReplicas": ("replicas", "loss scaled by the number of replicas", "num_replicas"),
   "Advantages": ("replicas", MIXED, "reduce_mean"),
