@@ -81,7 +81,7 @@ DEFECTS = {
 RAISING = {
   "Branch": (REFUSED, "step.update", "when=step.number % 2 == 0"),
   "NumberInPython": (RAISED, "step.number.numpy()", "AttributeError"),
-  "MetricAsMean": (REFUSED, "return", "weighted_sum(per_example, batch['weight'])."),
+  "MetricAsMean": (REFUSED, "return", "weighted_sum(per_example, batch['weight'])"),
   "NumPyInPreprocess": (RAISED, "np.clip", "NotImplementedError"),
 }
 """Name -> the cause, words of the line, and of the message."""
