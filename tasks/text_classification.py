@@ -31,7 +31,7 @@ import numpy as np
 import tensorflow as tf
 
 import framework
-from framework import ArraySource, Batch, ConfigError, Loss, Task
+from framework import ArraySource, Batch, Buckets, ConfigError, Loss, Task
 from framework.backend import bounded
 from framework.errors import first_line, printable
 from framework.metrics import Weighted, weighted_sum
@@ -309,11 +309,14 @@ class Tokenizer(tf.Module):
 @functools.lru_cache(maxsize=4)
 def _tokenised(
   data: TextData, split: str, vocabulary: bytes, length: int, names: tuple[str, ...]
-) -> ArraySource:
-  """Tokenises a split; cached, because verification asks for it many times."""
+) -> tuple[ArraySource, np.ndarray]:
+  """Returns a tokenised split, and the number of tokens of each text, at least 1, int64.
+
+  Cached, because verification asks for it many times.
+  """
   texts, labels = data.splits[split]
   tokenizer = Tokenizer(vocabulary=vocabulary, length=length)
-  tokens = [tokenizer(chunk).numpy() for chunk in _chunks(texts)]
+  tokens = np.concatenate([tokenizer(chunk).numpy() for chunk in _chunks(texts)])
   for label in labels:
     if label not in names:
       raise ConfigError(
@@ -321,7 +324,8 @@ def _tokenised(
         f"{names[0]!r} and {names[1]!r}; correct the label, or add it to the training split."
       )
   numbers = np.array([names.index(label) for label in labels], np.int32)
-  return ArraySource(features={"tokens": np.concatenate(tokens), "label": numbers})
+  words = np.maximum(np.count_nonzero(tokens != PADDING, axis=1), 1)
+  return ArraySource(features={"tokens": tokens, "label": numbers}), words
 
 
 def _chunks(texts: Sequence[bytes]) -> Iterator[tf.Tensor]:
@@ -353,7 +357,8 @@ def bag_of_ngrams(
     bigram_buckets: number of vectors for pairs, chosen by a hash; 0 uses no pairs.
     dropout: of the mean.
   """
-  tokens = keras.Input([length], dtype="int32", name="tokens")
+  del length  # any
+  tokens = keras.Input([None], dtype="int32", name="tokens")
   ids, real = tokens, _real(tokens)
   if bigram_buckets:
     pairs = keras.ops.mod(tokens[:, :-1] * 31337 + tokens[:, 1:], bigram_buckets)
@@ -386,7 +391,8 @@ def cnn_lstm(
     units: of the LSTM.
     recurrent_dropout: of the LSTM's state.
   """
-  tokens = keras.Input([length], dtype="int32", name="tokens")
+  del length  # any even number
+  tokens = keras.Input([None], dtype="int32", name="tokens")
   real = _real(tokens)[:, :, None]
   x = keras.layers.Embedding(vocabulary_size, dimensions, name="vectors")(tokens)
   x = x * keras.ops.cast(real, x.dtype)
@@ -422,6 +428,7 @@ class TextClassification(Task):
     network: Callable[..., keras.Model] = bag_of_ngrams,
     vocabulary_size: int = 20000,
     length: int = 500,
+    buckets: Sequence[int] = (),
   ) -> None:
     """Keeps its arguments.
 
@@ -430,13 +437,15 @@ class TextClassification(Task):
       network: makes the model from `vocabulary_size` and `length`: tokens -> one logit.
       vocabulary_size: number of tokens: the most frequent training words, padding and unknown.
       length: words read per text.
+      buckets: lengths below `length`, in ascending order: a batch has texts of one bucket, padded
+        to its length instead of `length`. With `cnn_lstm`, even numbers.
     """
     for name, value in (("vocabulary_size", vocabulary_size), ("length", length)):
       least = FIRST_WORD + 1 if name == "vocabulary_size" else 2
       if value < least:
         raise ConfigError(f"TextClassification.{name} is {value}; it must be {least} or more.")
     self._data, self._network = data, network
-    self._size, self._length = vocabulary_size, length
+    self._size, self._length, self._buckets = vocabulary_size, length, tuple(buckets)
     self._tokenizer: Tokenizer | None = None
     self._labels: tuple[str, ...] = ()
 
@@ -481,13 +490,18 @@ class TextClassification(Task):
     """Returns the network, with logits [n, 1]."""
     return self._network(vocabulary_size=self._size, length=self._length)
 
-  def source(self, split: str) -> ArraySource:
-    """Returns "tokens", int32 [n, length], and "label", int32 [n], 0 or 1.
+  def source(self, split: str) -> ArraySource | Buckets:
+    """Returns "tokens", int32 [n, length of the bucket], and "label", int32 [n], 0 or 1.
 
     Raises:
       ConfigError: a label is not one of the training split's.
     """
-    return _tokenised(self._data, split, self.tokenizer.vocabulary, self._length, self._labels)
+    vocabulary, length = self.tokenizer.vocabulary, self._length
+    source, words = _tokenised(self._data, split, vocabulary, length, self._labels)
+    if not self._buckets:
+      return source
+    boundaries = (*self._buckets, length)
+    return Buckets(source, lengths=words, boundaries=boundaries, trim=("tokens",))
 
   def forward(self, batch: Batch, training: bool) -> tf.Tensor:
     """Returns float32 logits [n] of the second label."""

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops import debug_mode
 
 from framework import testing, verify
+from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
@@ -431,6 +432,30 @@ def test_a_bag_of_words_trains_and_evaluates_as_in_numpy(replicas, mirrored):
     "loss": pytest.approx(loss, rel=1e-5),
     "accuracy": pytest.approx(accuracy, rel=1e-6),
   }
+
+
+@pytest.mark.parametrize(
+  "network", [bag_of_ngrams, functools.partial(cnn_lstm, dimensions=8, filters=4, units=5)]
+)
+@pytest.mark.fast(network=[bag_of_ngrams])
+def test_buckets_change_no_loss(network, mirrored):
+  texts, labels = reviews.sentences(40)
+  texts = [" ".join(text.split()[: 1 + 3 * (i % 4)]).encode() for i, text in enumerate(texts)]
+  found, results = data(texts, texts, tuple(labels), tuple(labels)), []
+  for buckets in ((), (4, 8)):
+    task = made(
+      data=found, network=network, vocabulary_size=30, length=12, buckets=buckets,
+    )  # fmt: skip
+    keras.utils.set_random_seed(0)
+    recipe = Recipe(optimizer=lambda: keras.optimizers.SGD(0.1), global_batch_size=7)
+    trainer = recipe.trainer(task, mirrored(2))
+    results.append(recipe.evaluator(trainer).evaluate())
+  assert 0.1 < results[0]["loss"] < 1.0
+  assert results[1] == pytest.approx(results[0], rel=1e-5)
+  for _ in range(6):
+    trainer.train(tf.constant(4))
+  words = np.minimum([len(text.split()) for text in texts], 12)
+  assert trainer.traces == len(np.unique(np.searchsorted((4, 8, 12), words)))
 
 
 class Noting(TextClassification):

@@ -465,7 +465,7 @@ def test_a_value_of_the_wrong_type(text, line):
 @pytest.mark.parametrize(
   "text",
   [
-    "run.seed = -3",
+    "run.seed = 3",
     "Trainer.clip_norm = 1",
     "Trainer.clip_norm = None",
     "Trainer.anything = {'a': [1, @Digits()]}",
