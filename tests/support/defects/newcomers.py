@@ -557,7 +557,8 @@ class Exploring(Classes):
 
   def train_step(self, step, batch):
     rows, number = len(batch["label"]), tf.cast(step.number, tf.int32)
-    explores = tf.random.stateless_uniform([rows], step.seed()) < 0.5 ** tf.cast(number, tf.float32)
+    share = 0.5 ** tf.cast(number + 1, tf.float32)
+    explores = tf.random.stateless_uniform([rows], step.seed()) < share
     other = tf.random.stateless_categorical(tf.zeros([rows, CLASSES]), 1, step.seed())[:, 0]
     label = tf.where(explores, tf.cast(other, tf.int32), batch["label"])
     due = tf.random.stateless_uniform([], tf.stack([7, number])) < 0.5
