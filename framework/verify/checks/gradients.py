@@ -31,9 +31,6 @@ from framework.verify.report import Result
 
 GROUP = "gradients"
 STEPS_BEFORE = 3
-OTHER_STEPS = (1, 2, 3, 4, 5, 7, 9, 99, 999, 9999)
-"""Numbers of further steps to look at, while a gradient is missing or zero: a loss may have parts
-that only some steps compute."""
 MOST_VARIABLES = 12
 """At most this many variables, the largest first, are compared with finite differences."""
 TOLERANCE = {"float64": 1e-3, "float32": 0.1}
@@ -128,7 +125,7 @@ def look(subject: Subject) -> tuple[GradientNotes, Any]:
   with contextlib.suppress(Exception), in_float64():  # not every task can
     step(exact, {name: _widened(value) for name, value in batch.items()}, "float64")
   seen = GradientNotes()
-  step(seen, batch, None if exact.compared else "float32", OTHER_STEPS)
+  step(seen, batch, None if exact.compared else "float32", bench.OTHER_STEPS)
   if exact.compared:
     found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
     seen = dataclasses.replace(seen, **found)
