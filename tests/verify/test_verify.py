@@ -105,12 +105,7 @@ def assert_found(results, check, cause, place):
 def test_a_defect_of_replicas_is_explained(name):
   results = replicas.check(small.subject(getattr(bad_replicas, name)))
   assert_found(results, *OF_REPLICAS[name])
-  assert {r.cause for r in failures(results)} <= {OF_REPLICAS[name][1], *ALSO.get(name, ())}
-
-
-ALSO = {
-  "MeanOverMicroBatches": ("examples that depend on one another",),
-}
+  assert {r.cause for r in failures(results)} == {OF_REPLICAS[name][1]}
 
 
 @pytest.mark.parametrize("name", OF_ORDER)

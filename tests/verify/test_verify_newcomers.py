@@ -54,6 +54,7 @@ DEFECTS = {
   "IgnoresWeights": ("replicas", "weights are ignored", "from_examples"),
   "HalfWeights": ("replicas", "weights are ignored", "Loss("),
   "MeanAndOne": ("replicas", "padding counts", "Loss("),
+  "LossOfKeras": ("replicas", "padding counts", "Loss(squares"),
   "MaskedMean": ("replicas", "mean of means", "divide_no_nan"),
   "DividedByReplicas": ("replicas", "loss scaled by the number of replicas", "num_replicas"),
   "Advantages": ("replicas", MIXED, "reduce_mean"),
@@ -80,7 +81,7 @@ DEFECTS = {
 RAISING = {
   "Branch": (REFUSED, "step.update", "when=step.number % 2 == 0"),
   "NumberInPython": (RAISED, "step.number.numpy()", "AttributeError"),
-  "MetricAsMean": (REFUSED, "return", "weighted_sum(per_example, batch['weight'])."),
+  "MetricAsMean": (REFUSED, "return", "weighted_sum(per_example, batch['weight'])"),
   "NumPyInPreprocess": (RAISED, "np.clip", "NotImplementedError"),
 }
 """Name -> the cause, words of the line, and of the message."""

@@ -209,7 +209,7 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
     return result
 
   rows = subject.divisible_rows
-  here = Bench(subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent)
+  here = Bench(subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent, quiet=False)
   recording.task = here.task
   with (
     mock.patch("framework.trainer.Step", recording.step_class()),

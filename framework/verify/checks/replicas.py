@@ -94,7 +94,8 @@ class Comparison:
     rounding = max(difference.worst for difference in differences)
     self.tolerance = min(MOST, max(LEAST, 20 * rounding))
 
-    self.mixed, self.counted = False, ""
+    self.known: Explanation | None = None  # what padding has shown
+    self.counted = ""
     self.noisy = _noisy(backwards["full batch"], self.reference["full batch"])
 
   def _fill_state(self) -> None:
@@ -137,6 +138,7 @@ class Comparison:
         group=GROUP, check="padding changes nothing", status="not applicable", detail=why
       )
     elif found.worst > self.tolerance and what == OTHER_CONTENTS and self._mixes():
+      self.known = COUPLED
       yield Result(
         group=GROUP, check="padding changes nothing", status="failed",
         detail=f"with {what}: {found.detail}", cause=COUPLED.cause, remedy=COUPLED.remedy,
@@ -153,8 +155,7 @@ class Comparison:
     rows = self.cases["batch that does not divide"]
     smaller = {**rows, "weight": rows["weight"] / 16}
     found = self.difference(self.on_one(smaller), self.on_one(rows), without=self.state)
-    self.mixed = found.worst <= self.tolerance and self._weights_count() is not None
-    return self.mixed
+    return found.worst <= self.tolerance and self._weights_count() is not None
 
   def _weights_count(self) -> Difference | None:
     """Returns how the update changes when rows exchange their weights; None if it does not."""
@@ -202,12 +203,11 @@ class Comparison:
   def _padding_counts(self, found: Difference, what: str) -> Result:
     in_update = found.worst > self.tolerance
     methods = ("loss", "train_step", "training_loss") if in_update else ("metrics",)
+    self.known = COUNTS if in_update else None
     return Result(
       group=GROUP, check="padding changes nothing", status="failed",
       detail=f"with {what}: {found.detail}",
-      cause=PADDING,
-      remedy="weight each example, as Loss.from_examples(per_example, batch['weight']) and "
-      "weighted_sum(per_example, batch['weight']) do, and never divide by a number of rows",
+      cause=PADDING, remedy=COUNTS.remedy,
       place=source_lines.find(self.task, *methods, containing=SUMS),
     )  # fmt: skip
 
@@ -384,7 +384,9 @@ class Comparison:
       cause, remedy, call = mistake
       return Explanation(cause=cause, remedy=remedy), call.place
     additive = all(_fits(whole[case], _weighted_mean(parts[case])) for case in whole)
-    if self.mixed or not additive:
+    if self.known is not None:
+      return self.known, ""
+    if not additive:
       return COUPLED, ""
     if self.counted:
       return PYTHON_VALUE, source_lines.change(self.task, self.counted)
@@ -648,6 +650,12 @@ NEVER_REDUCED = Explanation(
   cause="never reduced",
   remedy="call step.all_reduce(gradients, loss) before step.unscale and step.apply",
   containing=("apply(", "apply_gradients", "gradients("),
+)
+COUNTS = Explanation(
+  cause=PADDING,
+  remedy="weight each example, as Loss.from_examples(per_example, batch['weight']) and "
+  "weighted_sum(per_example, batch['weight']) do, and never divide by a number of rows",
+  containing=SUMS,
 )
 BATCH_NORM = Explanation(
   cause="batch-norm statistics",

@@ -135,6 +135,14 @@ class MeanAndOne(Small):
     return Loss(tf.reduce_mean(self.errors(outputs, batch)), 1.0)
 
 
+class LossOfKeras(Small):
+  """Of vectors, Keras takes the mean over the rows, and applies the weights to the mean."""
+
+  def loss(self, outputs, batch):
+    squares = keras.losses.MeanSquaredError()
+    return Loss(squares(batch["y"], outputs, sample_weight=batch["weight"]), tf.constant(1.0))
+
+
 class MaskedMean(Small):
   """Tokens to be predicted, divided by their number on this replica."""
 
