@@ -460,8 +460,8 @@ class Step(EvalStep):
         f"step.assign() got {name!r} twice in a step, and it takes effect only at the end; combine "
         "both values and assign once."
       )
-    value, due = tf.cast(value, target.dtype), tf.constant(True) if when is None else when
-    self._assignments.append(_Assignment(target, value, tf.convert_to_tensor(due, tf.bool), name))
+    due = _condition(True if when is None else when)
+    self._assignments.append(_Assignment(target, tf.cast(value, target.dtype), due, name))
 
   @property
   def assigned(self) -> dict[str, tf.Variable]:
@@ -578,7 +578,7 @@ class Step(EvalStep):
   ) -> tuple[Gradients, Loss]:
     """Returns `compute()` if `when`, else zeros of the same shapes; logs likewise."""
     self._conditional = True
-    when = tf.convert_to_tensor(when, tf.bool)
+    when = _condition(when)
     if tf.executing_eagerly():
       return compute() if when else _nothing(fusion)
     outside, begun = self._logged, (self._forward_passes, self._seeds)
@@ -640,6 +640,21 @@ def _nothing(fusion: Fusion) -> tuple[Gradients, Loss]:
   pieces = [tf.zeros(v.shape, v.dtype) for v in raw]
   missing = [False] * len(fusion.originals)
   return Gradients(fusion, pieces, missing), Loss(tf.constant(0.0), tf.constant(0.0))
+
+
+def _condition(when: tf.Tensor | bool) -> tf.Tensor:
+  """Returns `when` as a tensor.
+
+  Raises:
+    ConfigError: it is not a bool scalar.
+  """
+  when = tf.convert_to_tensor(when)
+  if when.dtype != tf.bool or when.shape.rank not in (0, None):
+    raise ConfigError(
+      f"when= is {when.dtype.name} of shape {when.shape}; it must be one bool for the whole step, "
+      "such as step.number % 2 == 0."
+    )
+  return when
 
 
 def _graph() -> Any:

@@ -47,6 +47,7 @@ from framework.inputs.checks import (
 )
 from framework.inputs.ordering import examples_at, seed_of_part, seeds_at
 from framework.inputs.parts import Part, Sources, main_source
+from framework.inputs.replay import Draws
 from framework.inputs.sources import Source, StreamSource, check_source
 
 Preprocess = Callable[[Batch, bool], Batch]
@@ -157,6 +158,11 @@ def eval_dataset(
     _refuse_shard(shard)
     return _eval_buckets(source, global_batch_size, rows, steps, options)
   most = -1 if steps is None else require_integer("steps", steps, at_least=1)
+  if steps is None and isinstance(source, Draws):
+    raise ConfigError(
+      "source('eval') is a Draws, which has no end; return a source with the examples to evaluate, "
+      "or set run.eval_steps."
+    )
   plan = _Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
   if isinstance(source, StreamSource):
     return _eval_stream(source, plan, shard, most)

@@ -16,6 +16,7 @@ import glob
 import io
 import mmap
 import os
+import re
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ import tensorflow as tf
 
 from framework.backend import bounded
 from framework.backend import files as file_tools
-from framework.errors import ConfigError, failure, kind, require_integer
+from framework.errors import ConfigError, failure, first_line, kind, require_integer
 from framework.inputs.checks import Batch, check_array, check_text, check_weights, refuse_reserved
 from framework.inputs.sources import Source
 
@@ -235,6 +236,21 @@ class TFRecordSource(Source):
     if not self.num_examples:
       more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
       raise ConfigError(f"{self.files[0]!r}{more} has no records; it must have at least one.")
+    if features is not None:
+      self._require_features()
+
+  def _require_features(self) -> None:
+    """Raises ConfigError if the first record does not have the features."""
+    [record], [name] = self._read(np.array([0]))
+    try:
+      with tf.device("CPU:0"):
+        tf.io.parse_example([record], self._features, example_names=[name])
+    except tf.errors.OpError as error:
+      reason = re.sub(r"^\{\{.*?\}\} *|\[Op:.*", "", first_line(error)).strip()
+      raise ConfigError(
+        f"the first record of {self.files[0]!r} does not have TFRecordSource.features ({reason}); "
+        "correct their names, types or lengths."
+      ) from error
 
   def fetch(self, indices: tf.Tensor) -> Batch:
     """See `Source.fetch`."""

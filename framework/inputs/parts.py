@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from framework.backend.autograph import as_written
 from framework.errors import ConfigError, kind, require_integer, unknown
 from framework.inputs.buckets import Buckets
 from framework.inputs.checks import Batch
@@ -84,6 +85,7 @@ def prefixes(batch: Mapping[str, object]) -> list[str]:
   return ["", *(name.removesuffix("example_id") for name in batch if name.endswith(mark))]
 
 
+@as_written
 def part(batch: Mapping[str, tf.Tensor], name: str) -> Batch:
   """Returns a part's examples as a batch of their own, [n x ratio, ...] under plain names.
 
@@ -104,6 +106,7 @@ def part(batch: Mapping[str, tf.Tensor], name: str) -> Batch:
   }
 
 
+@as_written
 def with_part(
   batch: Mapping[str, tf.Tensor], name: str, features: Mapping[str, tf.Tensor]
 ) -> Batch:

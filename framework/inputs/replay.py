@@ -124,7 +124,7 @@ class ReplayBuffer(tf.Module):
       if array.shape[1:] != tuple(kept.shape[1:]) or array.dtype != kept.dtype.as_numpy_dtype:
         raise ConfigError(
           f"ReplayBuffer.add() got {name!r} as {array.dtype} of shape {array.shape}; it must be "
-          f"{kept.dtype.name} [n, {', '.join(map(str, kept.shape[1:]))}]."
+          f"{kept.dtype.name} [{', '.join(['n', *map(str, kept.shape[1:])])}]."
         )
     if len(count) != 1 or 0 in count:
       raise ConfigError("ReplayBuffer.add() needs the same number of rows, at least 1, of each.")

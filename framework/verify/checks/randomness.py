@@ -22,6 +22,7 @@ from framework.backend import models
 from framework.evaluator import Evaluator
 from framework.inputs import datasets, ordering
 from framework.inputs.parts import main_source, of_one_shape, prefixes
+from framework.metrics import numbers
 from framework.task import Task
 from framework.verify.bench import bench, random_draws, source_lines, survey
 from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
@@ -207,8 +208,8 @@ class Steps:
       task=self.task, strategy=self.bench.strategy, dataset=tf.data.Dataset.from_tensors(rows)
     )
     with random_draws.watch(self.task) as watched:
-      once = evaluator.evaluate()
-    twice = evaluator.evaluate()
+      once = numbers(evaluator.evaluate())
+    twice = numbers(evaluator.evaluate())
     different = [key for key in once if not _close(once[key], twice[key])]
     if not different:
       return _passed(name, f"the same {', '.join(once)} again")

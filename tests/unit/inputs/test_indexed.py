@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from input_cases import arrays, one_line_error
 
-from framework.errors import mistake
+from framework.errors import ConfigError, mistake
 from framework.inputs.datasets import eval_dataset, train_dataset
 from framework.inputs.fingerprint import fingerprint
 from framework.inputs.indexed import IndexedSource, TFRecordSource
@@ -290,9 +290,31 @@ def test_a_file_that_changes_later_is_noticed(folder):
     source.fetch(tf.constant([2], tf.int64))
 
 
-def test_a_record_that_lacks_a_feature_is_named(folder):
-  path = str(folder / "part-0.tfrecord")
-  wanted = {**FEATURES, "more": tf.io.FixedLenFeature([], tf.int64)}
-  source = TFRecordSource(files=path, features=wanted)
+def test_a_record_that_lacks_a_feature_is_named(tmp_path):
+  path = str(tmp_path / "part-0.tfrecord")
+  with tf.io.TFRecordWriter(path) as writer:
+    for number in range(3):
+      value = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
+      named = tf.train.Features(feature={"other" if number == 2 else "more": value})
+      writer.write(tf.train.Example(features=named).SerializeToString())
+  source = TFRecordSource(files=path, features={"more": tf.io.FixedLenFeature([], tf.int64)})
   with pytest.raises(tf.errors.InvalidArgumentError, match=r"part-0.tfrecord, example 2, .*more"):
     source.fetch(tf.constant([2], tf.int64))
+
+
+@pytest.mark.parametrize(
+  ("feature", "reason"),
+  [
+    ({"x": tf.io.FixedLenFeature([3], tf.float32)}, "Values size: 2 but output shape: .3."),
+    ({"y": tf.io.FixedLenFeature([2], tf.float32)}, "y .*could not be found"),
+    ({"x": tf.io.FixedLenFeature([2], tf.int64)}, "Data type: float but expected type: int64"),
+  ],
+)
+def test_features_that_the_records_do_not_have_are_refused_at_once(feature, reason, tmp_path):
+  values = tf.train.FloatList(value=[1.0, 2.0])
+  features = tf.train.Features(feature={"x": tf.train.Feature(float_list=values)})
+  path = str(tmp_path / "x.tfrecord")
+  with tf.io.TFRecordWriter(path) as writer:
+    writer.write(tf.train.Example(features=features).SerializeToString())
+  with pytest.raises(ConfigError, match=f"the first record of '{path}' does not .*{reason}"):
+    TFRecordSource(files=path, features=feature)

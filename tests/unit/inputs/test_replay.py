@@ -120,3 +120,9 @@ def test_other_rows_are_refused(added, line):
 def test_a_buffer_needs_rows_of_static_shapes(options, line):
   with pytest.raises(ConfigError, match=line):
     ReplayBuffer(**options)
+
+
+def test_an_evaluation_of_draws_needs_an_end():
+  with pytest.raises(ConfigError, match="a Draws, which has no end; .*run.eval_steps"):
+    datasets.eval_dataset(Draws(), global_batch_size=4)
+  assert len(list(datasets.eval_dataset(Draws(), global_batch_size=4, steps=3))) == 3
