@@ -123,6 +123,6 @@ def test_a_buffer_needs_rows_of_static_shapes(options, line):
 
 
 def test_an_evaluation_of_draws_needs_an_end():
-  with pytest.raises(ConfigError, match="a Draws, which has no end; .*run.eval_steps"):
+  with pytest.raises(ConfigError, match=r"a Draws, which has no end; .*run.eval_steps"):
     datasets.eval_dataset(Draws(), global_batch_size=4)
   assert len(list(datasets.eval_dataset(Draws(), global_batch_size=4, steps=3))) == 3

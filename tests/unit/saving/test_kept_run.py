@@ -46,10 +46,10 @@ def test_it_goes_on_as_it_did_then(kept, replicas):
       np.testing.assert_allclose(found[25], expected[25], rtol=1e-5, err_msg=name)
       np.testing.assert_allclose(found[30], expected[30], rtol=1e-5, err_msg=name)
     assert found[20] == expected[20]
-  proof = prove(read(str(kept)), checkpoint_step=30)
+  proof = prove(read(str(kept))[""], checkpoint_step=30)
   assert (proof.last_step, proof.reruns) == (30, 10)  # steps 21 to 30 were made twice
 
 
 def test_its_ledger_proves_what_it_read(kept):
-  proof = prove(read(str(kept)), checkpoint_step=20)
+  proof = prove(read(str(kept))[""], checkpoint_step=20)
   assert (proof.last_step, proof.reruns, proof.epochs) == (30, 0, 30 * 12 // 50)
