@@ -72,5 +72,6 @@ def test_a_killed_task_and_a_requeue_cost_nothing(slurm, tmp_path):
   assert [line["step"] for line in train] == list(range(1, STEPS + 1))
   assert [line["loss"] for line in train] == pytest.approx(losses, rel=1e-5)
   checkpoint = tf.train.load_checkpoint(str(job.folder / "m" / "checkpoints" / f"ckpt-{STEPS}"))
-  [name] = [n for n, shape in checkpoint.get_variable_to_shape_map().items() if shape == [3, 1]]
+  shapes = checkpoint.get_variable_to_shape_map().items()
+  [name] = [name for name, shape in shapes if shape == [3, 1] and "slow" not in name]
   np.testing.assert_allclose(checkpoint.get_tensor(name)[:, 0], kernel, rtol=1e-5)

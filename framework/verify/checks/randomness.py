@@ -155,10 +155,10 @@ class Steps:
       return _skipped(name, "steps draw no other numbers")
     if self.by_replica:
       return _passed(name, "two replicas draw different numbers for the same rows")
-    if not self._for_rows():
-      return _skipped(name, "no numbers are drawn for each row")
     if self.by_example:
       return _passed(name, "random numbers depend on the example's id, not on the replica")
+    if not self._for_rows():
+      return _skipped(name, "no numbers are drawn for each row")
     return _failed(
       name, "two replicas draw the same numbers on their rows", "a seed without the replica",
       "use Keras layers, or step.seed(), which also depends on the replica",
