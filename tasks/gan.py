@@ -3,7 +3,7 @@
 The alternating updates are a few lines of `train_step`. The noise of an example depends on its
 place in the data stream, so N replicas train like one.
 
-    python -m tasks.gan runs/fashion_mnist_gan --output=samples.png
+    python -m tasks.samples runs/fashion_mnist_gan --output=samples.png
 
 draws a sheet of samples from the newest checkpoint of a run.
 
@@ -13,9 +13,6 @@ of its section 3; the convolutional networks follow Radford et al., "DCGAN" (201
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -26,11 +23,6 @@ from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
 from framework.backend.randomness import draw_each, example_seeds
 from framework.metrics import weighted_sum
 from tasks.image_classification import ImageData
-
-if __name__ == "__main__":  # gin would import this module a second time, under its real name
-  from tasks import gan
-
-  sys.exit(gan.main())
 
 
 @framework.register
@@ -63,12 +55,12 @@ class Gan(Task):
         f"Gan.data has images of shape {data.image_shape}; they must be of shape (28, 28, 1)."
       )
     self._data, self._k = data, discriminator_steps
-    self.noise_size, self._width, self._dropout = noise_size, width, dropout
+    self.noise_shape, self._width, self._dropout = (noise_size,), width, dropout
 
   def build_model(self) -> dict[str, keras.Model]:
     """Returns the two networks; each optimizer updates the network of its name."""
     return {
-      "generator": generator(noise_size=self.noise_size, width=self._width),
+      "generator": generator(noise_size=self.noise_shape[0], width=self._width),
       "discriminator": discriminator(width=self._width, dropout=self._dropout),
     }
 
@@ -82,8 +74,8 @@ class Gan(Task):
     return {
       **batch,
       "image": tf.cast(batch["image"], tf.float32) / 127.5 - 1.0,
-      "noise": draw_each(tf.random.stateless_normal, seeds, [self.noise_size]),
-      "other_noise": draw_each(tf.random.stateless_normal, seeds + 1, [self.noise_size]),
+      "noise": draw_each(tf.random.stateless_normal, seeds, self.noise_shape),
+      "other_noise": draw_each(tf.random.stateless_normal, seeds + 1, self.noise_shape),
     }
 
   def train_step(self, step: Step, batch: Batch) -> None:
@@ -131,7 +123,7 @@ class Gan(Task):
   def export_signature(self) -> Any:
     """Serves noise [n, noise_size] -> images [n, 28, 28, 1] in [0, 1]."""
 
-    @tf.function(input_signature=[tf.TensorSpec((None, self.noise_size), tf.float32, "noise")])
+    @tf.function(input_signature=[tf.TensorSpec((None, *self.noise_shape), tf.float32, "noise")])
     def serve(noise: tf.Tensor) -> dict[str, tf.Tensor]:
       return {"image": (self.model["generator"](noise, training=False) + 1.0) / 2.0}
 
@@ -171,46 +163,3 @@ def discriminator(*, width: int, dropout: float, bias: bool = True) -> keras.Mod
     ],
     name="discriminator",
   )
-
-
-# ---- Samples ----
-
-
-def sheet(task: Gan, *, rows: int, columns: int, seed: int = 0) -> tf.Tensor:
-  """Draws rows x columns images, laid side by side, uint8 [28 rows, 28 columns, 1] (host).
-
-  Args:
-    task: with its model built.
-    rows: number of rows of images.
-    columns: number of columns of images.
-    seed: of the noise; the same seed gives the same sheet.
-  """
-  noise = tf.random.stateless_normal([rows * columns, task.noise_size], seed=[seed, 0])
-  drawn = task.export_signature()(noise)["image"]
-  by_place = tf.reshape(drawn, [rows, columns, 28, 28])
-  laid_out = tf.reshape(tf.transpose(by_place, [0, 2, 1, 3]), [rows * 28, columns * 28, 1])
-  return tf.cast(tf.round(laid_out * 255.0), tf.uint8)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Writes a sheet of samples from a run's newest checkpoint; returns the exit status."""
-  from framework import run
-
-  parser = argparse.ArgumentParser(prog="python -m tasks.gan")
-  parser.add_argument("model_dir", help="the folder of a run")
-  parser.add_argument("--output", required=True, help="a .png file")
-  parser.add_argument("--rows", type=int, default=6, help="rows of images")
-  parser.add_argument("--columns", type=int, default=16, help="columns of images")
-  parser.add_argument("--seed", type=int, default=0, help="seed of the noise")
-  given = parser.parse_args(arguments)
-  try:
-    task = run.restored(given.model_dir)
-    if not isinstance(task, Gan):
-      raise ConfigError(f"{given.model_dir!r} is a run of {type(task).__name__}, not of a Gan.")
-    drawn = sheet(task, rows=given.rows, columns=given.columns, seed=given.seed)
-    tf.io.write_file(given.output, tf.io.encode_png(drawn))
-  except (ConfigError, tf.errors.OpError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  print(given.output)
-  return 0

@@ -1,4 +1,4 @@
-"""A sheet of images drawn by a generative task: `Diffusion`, `Vae`.
+"""A sheet of images drawn by a generative task: `Gan`, `WassersteinGan`, `Diffusion`, `Vae`.
 
     python -m tasks.samples runs/fashion_mnist_vae --output=samples.png
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(task, "noise_shape"):
       raise ConfigError(
         f"{given.model_dir!r} is a run of {type(task).__name__}, which draws no images; give a run "
-        "of Diffusion or Vae."
+        "of Gan, WassersteinGan, Diffusion or Vae."
       )
     drawn = sheet(task, rows=given.rows, columns=given.columns, seed=given.seed)
     tf.io.write_file(given.output, tf.io.encode_png(drawn))

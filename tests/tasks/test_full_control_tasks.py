@@ -23,7 +23,6 @@ from tasks.gradient_penalty import WassersteinGan
 from tasks.image_classification import ImageData, cnn, mlp
 from tasks.maml import SinusoidMaml
 from tasks.sam import SharpClassification
-from tasks.samples import sheet
 from tasks.vae import Vae, negative_log_likelihood
 
 EXAMPLES, CLASSES, RATE = 21, 4, 0.05
@@ -834,12 +833,3 @@ def test_the_likelihoods_of_all_values_sum_to_one():
     edges = (values[:-1] + 1 / 255 - mean) / np.exp(log_scale)
     below = np.concatenate([[0], 1 / (1 + np.exp(-edges)), [1]])
     np.testing.assert_allclose(np.exp(-nats), np.diff(below), rtol=1e-2, atol=1e-6)
-
-
-def test_a_sheet_has_the_images_of_its_noise_in_rows():
-  task = untrained("vae")
-  drawn = sheet(task, rows=2, columns=3, seed=4)
-  noise = tf.random.stateless_normal([6, 3], seed=[4, 0])
-  images_of = task.export_signature()(noise)["image"].numpy() * 255
-  assert (drawn.dtype, drawn.shape) == (tf.uint8, (56, 84, 1))
-  np.testing.assert_allclose(drawn[28:, 28:56], images_of[4], atol=0.51)
