@@ -5,6 +5,7 @@
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -35,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
   if config.option.dist != "no" and not hasattr(config, "workerinput"):
     return  # this process hands out the tests and runs none
+  if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)
   import tensorflow as tf
 
   cpu = tf.config.list_physical_devices("CPU")[0]
