@@ -52,7 +52,7 @@ class WassersteinGan(Gan):
   def build_model(self) -> dict[str, keras.Model]:
     """Returns the two networks; a last bias of the critic would cancel, so it has none."""
     return {
-      "generator": generator(noise_size=self.noise_size, width=self._width),
+      "generator": generator(noise_size=self.noise_shape[0], width=self._width),
       "discriminator": discriminator(width=self._width, dropout=0.0, bias=False),
     }
 
