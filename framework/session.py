@@ -500,9 +500,10 @@ class Session:
       raise
 
   def _stop_if_asked(self) -> None:
-    """Ends the run, with its state saved, if a worker was asked to."""
+    """Ends the run, with its state saved, if a worker was asked to; raises a save's error."""
     if self._owner is not None:
       self._owner.require()
+    self._manager.check()
     if not self.cluster.any(self._signals.number is not None):
       return
     self._save()

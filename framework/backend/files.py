@@ -174,6 +174,10 @@ class Background:
     if self._thread is not None:
       self._thread.join()
     self._thread = None
+    self.check()
+
+  def check(self) -> None:
+    """Raises what the last job has raised, once, without waiting for it."""
     error, self._error = self._error, None
     if error is not None:
       raise error

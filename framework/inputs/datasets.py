@@ -508,7 +508,8 @@ def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
   ):
     iterator: Any = iter(batches)
   # Attributes end in the order in which they were set: this one after the iterator's own.
-  iterator._datasets = tuple(read)
+  if read:
+    iterator._datasets = tuple(read)
   return iterator
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -49,8 +51,9 @@ class CheckpointManager(tf.train.CheckpointManager):
   checkpoint is written in its own folder and moved, the index file last, and the file names say
   which checkpoints exist. The state file is written for other readers.
 
-  `save` returns when the values are written. They reach the disk, are moved and replace older ones
-  in a thread, while training continues; `wait` returns when they have.
+  `save` returns when the values are read; training continues while a thread writes them, moves them
+  and removes older ones. `wait` returns when it has, and `check` raises what it raised. No value is
+  copied to read it: an update of a variable whose value is still being written goes to new memory.
   """
 
   def __init__(
@@ -112,7 +115,8 @@ class CheckpointManager(tf.train.CheckpointManager):
 
     Returns:
       The path, complete after `wait`; None if the step is that of the last save or restore or, with
-      `check_interval`, fewer than `every_steps` steps after it.
+      `check_interval`, fewer than `every_steps` steps after it. Under parameter servers, which have
+      the values in other processes, it is written on return.
 
     Raises:
       OSError, tf.errors.OpError: the disk has failed or is full, now or in the last save.
@@ -129,8 +133,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         self._before_first = None
         tf.io.gfile.makedirs(self._directory)
         files.sync(*_parents(self._directory))
-      self._write(options)
-      self._background.start(lambda: self._complete(step))
+      self._start(step, options)
     else:
       write_with_the_chief(self._checkpoint, options)
     self._saved_step = step
@@ -150,6 +153,10 @@ class CheckpointManager(tf.train.CheckpointManager):
       OSError, tf.errors.OpError: the disk has failed or is full.
     """
     self._background.wait()
+
+  def check(self) -> None:
+    """Raises what the last save has raised so far, as `wait` does, but does not wait (host)."""
+    self._background.check()
 
   def restore_or_initialize(self) -> str | None:
     """Restores the newest complete checkpoint; reports and skips damaged ones (host).
@@ -263,7 +270,22 @@ class CheckpointManager(tf.train.CheckpointManager):
     for path in [*sorted(paths), *([unfinished] if tf.io.gfile.exists(unfinished) else [])]:
       logging.warning("checkpoint %s is incomplete, as after a kill; ignoring it", path)
 
-  def _write(self, options: tf.train.CheckpointOptions | None) -> None:
+  def _start(self, step: int, options: tf.train.CheckpointOptions | None) -> None:
+    """Starts to write in a thread; returns when the values are read."""
+    options = copy.copy(options or tf.train.CheckpointOptions())
+    reading = options.experimental_sharding_callback = _Reading()
+
+    def save() -> None:
+      try:
+        self._write(options)
+      finally:
+        reading.ended.set()
+      self._complete(step)
+
+    self._background.start(save)
+    reading.ended.wait()
+
+  def _write(self, options: tf.train.CheckpointOptions) -> None:
     """Writes to a separate folder, under one name: TensorFlow keeps 1 kB for each new name."""
     files.remove(self._path(UNFINISHED))
     self._checkpoint.write(os.path.join(self._path(UNFINISHED), PREFIX), options)
@@ -354,6 +376,23 @@ class CheckpointManager(tf.train.CheckpointManager):
 
   def _path(self, name: str) -> str:
     return os.path.join(self._directory, name)
+
+
+class _Reading(tf.train.experimental.ShardByTaskPolicy):
+  """Reads all values that TensorFlow is about to write, into host memory; then sets `ended`."""
+
+  def __init__(self) -> None:
+    self.ended = threading.Event()
+
+  def __call__(self, shardable_tensors: Sequence[Any]) -> Any:
+    """Returns what TensorFlow's own policy does, which is called with all values of a process."""
+    shards = super().__call__(shardable_tensors)
+    if not tf.executing_eagerly():  # the values of several processes are read when they are written
+      return shards
+    with tf.device("CPU"):  # a value may be a variable still
+      shards = [tf.nest.map_structure(tf.identity, shard) for shard in shards]
+    self.ended.set()
+    return shards
 
 
 def write_state(directory: str, names: list[str]) -> None:

@@ -16,9 +16,10 @@ from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.saving import export
 from framework.trainer import Trainer
-from tasks import gan, samples
+from tasks import gan
 from tasks.gan import Gan
 from tasks.image_classification import ImageData
+from tasks.samples import main, sheet
 
 EXAMPLES, NOISE, WIDTH, RATE = 22, 4, 2, 0.05
 RNG = np.random.default_rng(2)
@@ -316,13 +317,13 @@ def test_the_export_draws_images_of_0_to_1(trained, tmp_path):
 
 
 def test_a_sheet_shows_what_the_generator_draws(trained):
-  sheet = samples.sheet(trained, rows=2, columns=3, seed=4)
+  images = sheet(trained, rows=2, columns=3, seed=4)
   noise = tf.random.stateless_normal([6, NOISE], seed=[4, 0])
   drawn = (trained.model["generator"](noise).numpy()[..., 0] + 1) * 127.5
-  assert (sheet.shape, sheet.dtype) == ((2 * 28, 3 * 28, 1), tf.uint8)
+  assert (images.shape, images.dtype) == ((2 * 28, 3 * 28, 1), tf.uint8)
   for number, image in enumerate(drawn):
     row, column = divmod(number, 3)
-    part = sheet[row * 28 : row * 28 + 28, column * 28 : column * 28 + 28, 0].numpy()
+    part = images[row * 28 : row * 28 + 28, column * 28 : column * 28 + 28, 0].numpy()
     assert np.abs(part.astype(float) - image).max() <= 0.501
 
 
@@ -342,13 +343,13 @@ def test_the_command_writes_the_sheet_of_a_run(tmp_path, monkeypatch, capsys):
   [run] = Witness.runs
   given = ["--rows=2", "--columns=2", "--seed=3"]
   try:
-    assert samples.main([model_dir, f"--output={output}", *given]) == 0
+    assert main([model_dir, f"--output={output}", *given]) == 0
     picture = tf.io.decode_png(tf.io.read_file(output))
-    expected = samples.sheet(run.trainer.task, rows=2, columns=2, seed=3)
+    expected = sheet(run.trainer.task, rows=2, columns=2, seed=3)
     np.testing.assert_array_equal(picture, expected)
-    assert samples.main([str(tmp_path / "none"), f"--output={output}"]) == 2
+    assert main([str(tmp_path / "none"), f"--output={output}"]) == 2
     assert "there is no gin file" in capsys.readouterr().err
-    assert samples.main([model_dir, f"--output={output}/inside.png", *given]) == 2
+    assert main([model_dir, f"--output={output}/inside.png", *given]) == 2
     assert "inside.png" in capsys.readouterr().err
   finally:
     gin.clear_config()

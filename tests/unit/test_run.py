@@ -1,11 +1,14 @@
 """One run in each mode: what it trains, writes, returns and prints, against NumPy."""
 
+import errno
 import json
 import os
 import re
 import shutil
 import signal
 import sys
+import threading
+import time
 import typing
 from pathlib import Path
 
@@ -21,11 +24,13 @@ import framework
 from framework import configurables
 from framework.actions.base import Action, StopTraining
 from framework.actions.best import BestCheckpoint
+from framework.backend.files import StorageError
 from framework.errors import ConfigError, Preempted
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource, StreamSource
 from framework.metrics import REPORTED, Loss, weighted_sum
 from framework.run import run
+from framework.saving.checkpoints import CheckpointManager
 from framework.strategies import factories
 from framework.task import Task
 
@@ -522,6 +527,24 @@ def test_a_signal_in_an_evaluation_of_averages_saves_the_weights(tmp_path):
     configured(tmp_path, "train_and_evaluate", *options)
   reference = Reference(decay=0.5).train(2)
   np.testing.assert_allclose(saved_kernel(tmp_path / "run", 2), reference.kernel, rtol=1e-5)
+
+
+def test_a_save_that_fails_beside_training_ends_it_after_the_loop(tmp_path, monkeypatch):
+  def complete(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "checkpoints"))
+
+  class AfterTheSave(Action):
+    on = "train"
+
+    def __call__(self, output):
+      while any(thread.name == "loopwright-files" for thread in threading.enumerate()):
+        time.sleep(0.001)
+
+  monkeypatch.setattr(CheckpointManager, "_complete", complete)
+  options = {"train_steps": 50, "steps_per_loop": 1, "checkpoint_every_steps": 2}
+  with pytest.raises(StorageError, match="No space left on device; there is no complete check"):
+    start(tmp_path, actions=[AfterTheSave()], **options)
+  assert [step for _, step, _ in log_of(tmp_path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("mode", ["evaluate", "evaluate_continuously", "export"])

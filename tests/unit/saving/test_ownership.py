@@ -36,10 +36,14 @@ def record(folder):
 
 
 def write(folder, **changes):
-  """Writes the record of an owner on another machine."""
+  """Writes the record of an owner on another machine; as it does, never a part of it."""
   values = {"host": "far", "boot": "b", "process": 7, "started": "then", "command": "c",
             "token": "t", "beat": "000000000001"}  # fmt: skip
-  Path(folder, "owner.json").write_text(json.dumps({**values, **changes}))
+  path = Path(folder, "owner.json")
+  path.touch()
+  with path.open("r+b") as file:
+    file.write(json.dumps({**values, **changes}).encode())
+    file.truncate()
 
 
 @pytest.fixture(params=["locks", "no locks"])
