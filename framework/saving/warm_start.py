@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from framework.backend import bounded, models
 from framework.errors import ConfigError, suggest, unknown
-from framework.saving import checkpoints, weight_files
+from framework.saving import checkpoints, h5, weight_files
 from framework.saving.weight_files import Match, Stored
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class Names:
       for key, variable in checkpoints._variables(root).items()
     }
     weights = models.weights(model)
-    named = [weight_files._plain(models.name(weight)) for weight in weights]
+    named = [h5.plain(models.name(weight)) for weight in weights]
     counts = collections.Counter(named)
     self.known: dict[str, tf.Variable] = {}
     self._index: dict[str, list[str]] = {}
@@ -279,7 +279,7 @@ class Names:
       by_id[id(models.raw(weight))] = chosen
       self.known[chosen] = models.raw(weight)
       # TensorFlow's own name is in its checkpoints; for some layers it lacks parts of the path.
-      for each in {chosen, path, weight_files._plain(models.raw(weight).name)}:
+      for each in {chosen, path, h5.plain(models.raw(weight).name)}:
         self._index.setdefault(each, []).append(chosen)
     for alias, variable in weight_files._numbered(model):
       if id(variable) in by_id:

@@ -7,14 +7,11 @@ import contextlib
 import dataclasses
 import functools
 import io
-import math
 import os
-import re
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import h5py
 import keras
 import numpy as np
 import tensorflow as tf
@@ -23,12 +20,11 @@ from tensorflow.python.trackable import trackable_utils
 
 from framework.backend import bounded, models
 from framework.errors import ConfigError
-from framework.saving import checkpoints
+from framework.saving import checkpoints, h5
 
 Match = Literal["name", "path"]
 _KERAS = (".keras", ".h5", ".hdf5")
 _NO_WEIGHTS = {"optimizer", "optimizers", "save_counter", "global_step"}
-_MOST_NAMES_BYTES = 2**17
 _RANDOM = "seed_generator"
 """Part of the name of the state of Keras 3's random layers."""
 
@@ -79,8 +75,7 @@ def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
       # Keras does not compress, so nothing is larger than its archive, except in a small file.
       bounded.require_bytes(source, member.file_size, max(bounded.MAX_BYTES, len(content)))
       content = archive.read(member)
-  with h5py.File(io.BytesIO(content), "r") as file:
-    yield _of_h5(file, source)
+  yield _of_h5(content, source)
 
 
 def _content(source: str) -> bytes:
@@ -123,81 +118,25 @@ def _saved(reader: Any) -> Iterator[tuple[str, str, str]]:
       queue.append((f"{child_path}/", child.node_id))
       for attribute in graph.nodes[child.node_id].attributes:
         if attribute.checkpoint_key.endswith(checkpoints._VALUE):
-          yield _plain(attribute.full_name), _path(child_path), attribute.checkpoint_key
+          yield h5.plain(attribute.full_name), _path(child_path), attribute.checkpoint_key
 
 
-def _of_h5(file: h5py.File, source: str) -> dict[str, Stored]:
-  """Names: "<layer>/<number>" in a file of Keras 3, the variables' own names in one of tf_keras."""
-  root = file.get("model_weights", file)
-  if "layer_names" in root.attrs:
-    return {
-      _plain(_text(name)): _dataset(root[_text(layer)][_text(name)])
-      for layer in _attribute(root, "layer_names")
-      for name in _texts(root[_text(layer)], "weight_names")
-    }
-  groups: list[h5py.Group] = []
-  file.visititems(lambda name, each: groups.append(each) if _is_layer(name, each) else None)
-  if any("name" not in group.attrs for group in groups) or not groups:
+def _of_h5(content: bytes, source: str) -> dict[str, Stored]:
+  found = h5.checked(content)
+  if not found:
     raise ConfigError(
       f"WarmStart.path {source!r} does not name its layers, as is usual for tf_keras or an older "
       "Keras; load it there and save the weights again: model.save_weights('x.weights.h5') with a "
       "newer Keras 3, 'x.h5' with tf_keras."
     )
-  counts = collections.Counter(_text(_attribute(group, "name")) for group in groups)
   return {
-    f"{name if counts[name] == 1 else group.name.strip('/').removesuffix('/vars')}/{number}":
-      _dataset(group[number])
-    for group in groups
-    for name in [_text(_attribute(group, "name"))]
-    for number in group
-    if not name.startswith("seed_generator")
-  }  # fmt: skip
-
-
-def _is_layer(name: str, each: Any) -> bool:
-  of_optimizer = name.startswith("optimizer/")
-  return isinstance(each, h5py.Group) and name.endswith("vars") and bool(each) and not of_optimizer
-
-
-def _dataset(dataset: h5py.Dataset) -> Stored:
-  """Refuses what Keras never writes: a chunk can expand a thousandfold, a link leads anywhere.
-
-  Raises:
-    TypeError: it is not a plain array of numbers.
-  """
-  if not isinstance(dataset, h5py.Dataset) or dataset.chunks or dataset.external:
-    raise TypeError(f"{dataset.name} is not stored as Keras stores weights")
-  dtype = tf.as_dtype(dataset.dtype.name).name
-  return Stored(dtype=dtype, shape=tuple(dataset.shape), read=lambda: np.asarray(dataset))
-
-
-def _texts(group: h5py.Group, attribute: str) -> list[Any]:
-  """Returns an attribute of a tf_keras file, which splits a long one into numbered parts."""
-  if attribute in group.attrs:
-    return list(_attribute(group, attribute))
-  parts = [name for name in group.attrs if re.fullmatch(rf"{attribute}\d+", name)]
-  parts.sort(key=lambda name: int(name.removeprefix(attribute)))
-  return [text for part in parts for text in _attribute(group, part)]
-
-
-def _attribute(group: h5py.Group, name: str) -> Any:
-  """Reads a text or texts; HDF5 would take hours for a damaged attribute of 2**40 texts.
-
-  Raises:
-    TypeError: it is larger than Keras writes it; it splits names into parts of 64 KB.
-  """
-  found = group.attrs.get_id(name)
-  if math.prod(found.shape or ()) * found.dtype.itemsize > _MOST_NAMES_BYTES:
-    raise TypeError(f"the attribute {name!r} is not stored as Keras stores names")
-  return group.attrs[name]
-
-
-def _text(value: Any) -> str:
-  return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _plain(name: str) -> str:
-  return name.partition(":")[0]
+    name: Stored(
+      dtype=tf.as_dtype(dataset.dtype.name).name,
+      shape=tuple(dataset.shape),
+      read=functools.partial(np.asarray, dataset),
+    )
+    for name, dataset in found.items()
+  }
 
 
 def _path(key: str) -> str:

@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import resource
+import signal
 import struct
 import zipfile
 
@@ -19,6 +20,7 @@ from framework.backend import bounded
 from framework.inputs import image_headers
 from framework.inputs.datasets import eval_dataset
 from framework.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
+from framework.saving import h5
 from framework.saving.warm_start import WarmStart
 from tasks.language_model import TextFiles
 from tasks.text_classification import text_files
@@ -312,6 +314,15 @@ def weights_of(folder, write):
 def test_weights_are_stored_as_keras_stores_them(tmp_path, write):
   with one_line_error("x.weights.h5' cannot be read .*; it is damaged or not a file of weights"):
     weights_of(tmp_path, write).load(None)
+
+
+def test_a_file_that_crashes_the_library_is_one_line(tmp_path, monkeypatch):
+  script = tmp_path / "crash.py"
+  script.write_text("import os, sys; os.kill(os.getpid(), len(sys.stdin.buffer.read()))")
+  monkeypatch.setattr(h5, "SCRIPT", str(script))
+  (tmp_path / "x.weights.h5").write_bytes(bytes(signal.SIGSEGV))
+  with one_line_error(r"x.weights.h5' cannot be read \(the HDF5 library crashed with SIGSEGV\); "):
+    WarmStart(path=str(tmp_path / "x.weights.h5")).load(None)
 
 
 @pytest.mark.parametrize(
