@@ -18,7 +18,7 @@ import tensorflow as tf
 import tf_keras
 from absl import logging
 
-from framework.backend import models, replica_state, timing
+from framework.backend import models, recomputation, replica_state, timing
 from framework.backend.autograph import compiled
 from framework.backend.timing import timed
 from framework.errors import ConfigError, require_integer
@@ -68,6 +68,7 @@ class Trainer(orbit.AbstractTrainer):
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
     fuse_updates: bool = True,
+    recompute: Sequence[str] = (),
     jit_compile: bool = False,
     eager: bool = False,
     seed: int = 0,
@@ -91,6 +92,8 @@ class Trainer(orbit.AbstractTrainer):
       fuse_updates: where the optimizer's rule allows it, use fused kernels and update small
         variables together: faster, equal up to rounding; changes the optimizer's layout in
         checkpoints.
+      recompute: patterns for the names of Keras layers whose activations the backward pass computes
+        again, to save memory, such as "block_.*"; see `framework.recompute`.
       jit_compile: compile each replica's forward and backward pass with XLA.
       eager: use no tf.function: print and breakpoints in a task see every step.
       seed: for dropout and other random layers, combined with step and replica.
@@ -124,6 +127,7 @@ class Trainer(orbit.AbstractTrainer):
       if task.model is None:
         task.model = task.build_model()
       models.require_in_scope(task.model, strategy)
+      recomputation.recompute_layers(task.model, recompute)
       self._make_counters()
       built = adapters.build(optimizer, task.variables_of, self.global_step, fuse=fuse_updates)
       ema = None if ema_decay is None else Ema.of_model(task.model, decay=ema_decay)

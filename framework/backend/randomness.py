@@ -16,7 +16,8 @@ With `hash(k) = tf.random.stateless_uniform([2], seed=k, minval=0, maxval=2**30,
     i-th draw       step_key + [0, i], where i counts from 0 in the order of the Python calls
     in a loop       each enclosing traced tf.while_loop, from the outermost to the innermost,
                     replaces step_key by hash(step_key + [1 + iteration, 0])
-    in a function   each call of a nested tf.function draws one seed, its step_key
+    in a function   each call of a nested tf.function draws one seed, whose hash is its step_key; a
+                    function that is recomputed likewise
 
 docs/randomness.md lists the limits.
 """
@@ -217,6 +218,10 @@ class RandomStream:
     self._draws += 1
     return key + [0, self._draws - 1]
 
+  def next_key(self) -> tf.Tensor:
+    """Returns the key, int32 [2], of a stream whose draws differ from all of this one's."""
+    return _hash(self.next_seed())
+
   def is_in_reach(self) -> bool:
     """Whether the current graph is the stream's graph or lies inside it."""
     graph = current_graph()
@@ -295,9 +300,9 @@ def _patched_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _seed_of_call() -> tf.Tensor:
-  """Returns the seed for one call of a tf.function traced inside a stream."""
+  """Returns the key for one call of a tf.function traced inside a stream."""
   stream = _entered.stream()
-  return stream.next_seed() if stream else keras.random.randint([2], 0, _HASH_BOUND)
+  return stream.next_key() if stream else keras.random.randint([2], 0, _HASH_BOUND)
 
 
 def current_graph() -> Any:

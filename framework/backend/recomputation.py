@@ -12,6 +12,7 @@ calls the function again when gradients are taken; then dropout draws other mask
 """
 
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,10 +21,10 @@ import keras
 import tensorflow as tf
 from tf_keras.src.layers.normalization.batch_normalization import BatchNormalizationBase
 
-from framework.backend import batch_norm, randomness
+from framework.backend import batch_norm, models, randomness
 from framework.backend.autograph import as_written, converted
 from framework.backend.randomness import RandomStream
-from framework.errors import ConfigError
+from framework.errors import ConfigError, suggest
 
 
 @as_written
@@ -49,12 +50,58 @@ def recompute(function: Callable[..., Any]) -> Callable[..., Any]:
     if stream is None:
       return converted(function)(*args, **kwargs)
     body = functools.partial(_seeded, converted(functools.partial(function, **kwargs)))
-    key = stream.next_seed()
+    key = stream.next_key()
     if tf.executing_eagerly():
       return body(key, args)
     return _recomputed(body, key, args)
 
   return call
+
+
+def recompute_layers(model: Any, patterns: Sequence[str]) -> list[str]:
+  """Makes the Keras layers of these names recompute from now on; returns their names (host).
+
+  Of a layer inside another that matches, only the outer one does.
+
+  Args:
+    model: the task's model, with its variables built.
+    patterns: regular expressions for whole names.
+
+  Raises:
+    ConfigError: a pattern matches no layer, or is no regular expression.
+  """
+  parts = [part for part in models.parts(model) if models.is_keras(part)]
+  names = {layer.name for part in parts for layer in part._flatten_layers()}
+  matched = {name for pattern in patterns for name in _matched(pattern, names)}
+  outer = [layer for part in parts for layer in _outermost(part, matched)]
+  for layer in outer:
+    if not hasattr(layer.call, "recomputes"):  # another trainer may have the same model
+      layer.call = recompute(layer.call)
+      layer.call.recomputes = True
+  return [layer.name for layer in outer]
+
+
+def _matched(pattern: str, names: set[str]) -> set[str]:
+  try:
+    found = {name for name in names if re.fullmatch(pattern, name)}
+  except re.error as error:
+    raise ConfigError(
+      f"Trainer.recompute has {pattern!r}, which is no regular expression ({error}); correct it."
+    ) from error
+  if not found:
+    raise ConfigError(
+      f"Trainer.recompute has {pattern!r}, which matches the whole name of no Keras layer; names "
+      f"are {', '.join(sorted(names)[:20])}.{suggest(pattern, names)}"
+    )
+  return found
+
+
+def _outermost(layer: Any, names: set[str]) -> Iterator[Any]:
+  if layer.name in names:
+    yield layer
+    return
+  for inner in layer._flatten_layers(recursive=False, include_self=False):
+    yield from _outermost(inner, names)
 
 
 def stream() -> RandomStream | None:

@@ -90,7 +90,7 @@ def not_recomputed(function):
   """Draws as `recompute` does: one seed for the function, and from it those of its layers."""
 
   def call(*args, **kwargs):
-    key = randomness.entered_stream().next_seed()
+    key = randomness.entered_stream().next_key()
     return recomputation._seeded(lambda *a: function(*a, **kwargs), key, args)
 
   return call
@@ -112,6 +112,62 @@ def test_the_step_is_that_without_recomputation(library, replicas, options, mirr
   assert saving[0] == pytest.approx(plain[0], rel=1e-6)
   for one, other in zip(plain[1], saving[1], strict=True):
     np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
+
+class Named(Blocks):
+  """Two blocks, one in a model of its own, and a layer; `wrap` is around each block, or None."""
+
+  def build_model(self):
+    keras.utils.set_random_seed(1)
+    tf_keras.utils.set_random_seed(1)
+    layers, blocks = self._keras.layers, {}
+    for name in ("block_1", "block_2"):
+      inner = [layers.Dense(6, activation="tanh"), layers.BatchNormalization(), layers.Dropout(0.5)]
+      blocks[name] = self._keras.Sequential([self._keras.Input([6]), *inner], name=name)
+    outer = self._keras.Sequential([self._keras.Input([6]), blocks["block_2"]], name="outer")
+    return {"first": blocks["block_1"], "outer": outer, "last": layers.Dense(1, name="last")}
+
+  def train_step(self, step, batch):
+    def loss_fn(batch):
+      x = batch["x"]
+      if self.wrap is None:
+        x = self.model["outer"](self.model["first"](x, training=True), training=True)
+      else:
+        for block in (self.model["first"], self.model["outer"].layers[-1]):
+          x = self.wrap(block)(x, training=True)
+      step.log({"seen": (tf.constant(1.0), tf.constant(1.0))})
+      return Loss.from_examples(
+        tf.square(self.model["last"](x)[:, 0] - batch["y"]), batch["weight"]
+      )
+
+    step.update(loss_fn, batch)
+
+
+@pytest.mark.parametrize(
+  ("library", "replicas"), [("keras", 2), pytest.param("tf_keras", 2, marks=pytest.mark.whole)]
+)
+def test_layers_recompute_by_name(library, replicas, mirrored):
+  by_name = trained(
+    Named(None, library=library), mirrored(replicas), recompute=["block_[12]", "block_1"]
+  )
+  by_hand = trained(Named(framework.recompute, library=library), mirrored(replicas))
+  without = trained(Named(None, library=library), mirrored(replicas))
+  assert by_name[0] == pytest.approx(by_hand[0], rel=1e-6)
+  assert by_name[0]["loss"] != pytest.approx(without[0]["loss"], rel=1e-3)  # it draws other masks
+  for one, other in zip(by_hand[1], by_name[1], strict=True):
+    np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("pattern", "line"),
+  [
+    ("block", r"has 'block', which matches the whole name of no Keras layer; names are .*block_1"),
+    ("block_(", "has 'block_\\(', which is no regular expression"),
+  ],
+)
+def test_a_name_of_no_layer_is_refused(pattern, line, mirrored):
+  with pytest.raises(ConfigError, match=f"Trainer.recompute {line}"):
+    trained(Named(None), mirrored(1), recompute=[pattern])
 
 
 @pytest.mark.parametrize("wrap", [framework.recompute, lambda function: function])
