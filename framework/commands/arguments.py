@@ -4,6 +4,7 @@ loopwright train digits_cnn run.seed=3
 python launch.py --mode=train_and_evaluate --gin_file=configs/digits_cnn.gin --gin_param=run.seed=3
 """
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -25,7 +26,8 @@ class Command(NamedTuple):
   Attributes:
     summary: one line for the help.
     arguments: as the help shows them.
-    module: in framework.commands, with a function `run(parsed)` that returns the exit status.
+    module: in framework.commands, with a function `run(parsed)` that returns the exit status, and,
+      without `modes`, a function `define(values)` that adds its flags.
     modes: for a command that runs a config, its values of --mode; the first is the default.
   """
 
@@ -47,6 +49,7 @@ COMMANDS: Mapping[str, Command] = {
   "verify": Command("Checks the task, in about a minute.", modes=("verify",)),
   "tune": Command("Finds the fastest settings, in a few minutes.", modes=("tune",)),
   "check": Command("Checks the config alone, without a device.", modes=("check_config",)),
+  "new": Command("Makes a project: a task, its config, a test.", "NAME", "new"),
 }
 
 FLAGS_ALONE = Command("Does what --mode says.", arguments="", modes=LAUNCH_MODES)
@@ -94,9 +97,12 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
 
 def flags_of(command: str) -> flags.FlagValues:
   """Returns the flags that a command takes; "" is for a command line of flags alone."""
-  values = flags.FlagValues()
-  _define_config_flags(values)
-  _define_run_flags(values, COMMANDS.get(command, FLAGS_ALONE).modes)
+  values, known = flags.FlagValues(), COMMANDS.get(command, FLAGS_ALONE)
+  if known.modes:
+    define_config_flags(values)
+    _define_run_flags(values, known.modes)
+  else:
+    importlib.import_module(f"framework.commands.{known.module}").define(values)
   flags.DEFINE_boolean("help", False, "Print this help.", values)
   return values
 
@@ -140,7 +146,8 @@ def _as_flags(command: str, values: flags.FlagValues, arguments: Sequence[str]) 
   return []
 
 
-def _define_config_flags(values: flags.FlagValues) -> None:
+def define_config_flags(values: flags.FlagValues) -> None:
+  """Adds the flags that name a config."""
   flags.DEFINE_multi_string(
     "gin_file", [], "A gin file; repeatable, later files override earlier ones.", values
   )
