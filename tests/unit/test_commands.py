@@ -84,6 +84,7 @@ RUN = (
   r"loopwright new waves$",
   r"cd waves$",
   r"loopwright ls$",
+  r"loopwright options digits_cnn ",
   r"loopwright (\w+ )?--help$",
   r"loopwright train( auto\.cpu_replicas=2 --model_dir=/tmp/two)?$",
   r"launch\.py --gin_file=(configs/digits_cnn|digits)\.gin (?!.*(--local_|=verify))",
