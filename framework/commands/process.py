@@ -25,7 +25,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
   sys.stdout, sys.stderr = output.Lasting(sys.stdout), output.Lasting(sys.stderr)
   for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) is not signal.SIG_IGN:
-      signal.signal(number, _end_at_once)
+      signal.signal(number, end_at_once)
   signals.owns_process = True
   status = main(argv)
   # Python's own way out waits for its lock in destructors, such as a data iterator's: without
@@ -39,7 +39,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
   os._exit(status)
 
 
-def _end_at_once(number: int, _: object) -> None:
+def end_at_once(number: int, _: object) -> None:
   """Handles a signal while there is nothing to save; during training, Session handles it."""
   with contextlib.suppress(OSError):
     os.write(2, f"{signal.Signals(number).name}: exited, nothing to save\n".encode())

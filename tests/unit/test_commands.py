@@ -42,7 +42,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Python and gin hold commands only.
 PROGRAM = (
   r"(?:loopwright|uvx?|pip3?|python3?|tensorboard|pytest|ruff|mypy|bash|sh|sudo|apt|apt-get|docker|kubectl|ray"
-  r"|sbatch|srun|git|curl|wget|make|cd|export|source|\$|[A-Z_]+=\S*) +"
+  r"|sbatch|srun|git|curl|wget|make|cd|eval|export|source|\$|[A-Z_]+=\S*) +"
 )
 CODE = re.compile(r"^```(?:python|gin)\n.*?^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(
@@ -120,17 +120,22 @@ def commands(page):
   return [line.removeprefix("'$' ") for line in typed if line and line not in MENTIONED]
 
 
+def extras():
+  config = configparser.ConfigParser()
+  config.read(ROOT / "setup.cfg")
+  return {*config["options.extras_require"]}
+
+
 def without_uv(command):
   """Returns what `uv run` would run in this environment; its extras must be setup.cfg's."""
   words = shlex.split(command)
   if words[:2] != ["uv", "run"]:
     return command
-  words, config = words[2:], configparser.ConfigParser()
-  config.read(ROOT / "setup.cfg")
+  words = words[2:]
   while words[0].startswith("-"):
     option, value, *words = words
     assert option in ("--extra", "--with"), f"{command}: give `uv run {option}` a place here"
-    assert option != "--extra" or value in config["options.extras_require"], command
+    assert option != "--extra" or value in extras(), command
   return shlex.join(words)
 
 
@@ -263,9 +268,12 @@ def check(command):
       assert (ROOT / script).exists(), command
       check_module(script.removesuffix(".py").replace("/", "."), arguments)
     case ["pip", "install", *what]:
-      assert {*what} <= {"uv", "pip", "-U", "-e", "."}, command
+      ours = {f".[{extra}]" for extra in extras()}
+      assert {*what} <= {"uv", "pip", "-U", "-e", ".", *ours}, command
     case ["uv", "add", "--editable", "../loopwright"]:  # from a project beside the clone
       assert (ROOT / "pyproject.toml").exists(), command
+    case ["eval", "$(register-python-argcomplete loopwright)"]:
+      assert (Path(sys.executable).parent / "register-python-argcomplete").exists(), command
     case ["tensorboard", "--logdir", folder]:
       assert Path(folder).is_dir(), command
     case ["pytest", *options]:
