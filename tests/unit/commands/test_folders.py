@@ -53,12 +53,14 @@ def test_ls_lists_runs_by_name_with_their_best(capsys):
   make("runs/b", *log, line(30, "eval", loss=0.4, accuracy=0.2), ago_s=7300, checkpoints=[20])
   make("runs/a/trial-1", *log[:1], line(12, "train", loss=1.0), ago_s=90)
   make("runs/a/.hidden/c", *log)
-  Path("runs/link").symlink_to(inside)
+  Path("runs/link").symlink_to(inside.resolve())
+  Path("runs/a/trial-1/link").symlink_to(ROOT / "LICENSE")
   config = len("run.train_steps = 30\n")
   third = len(line(30, "eval", loss=0.4, accuracy=0.2)) + 1
   size = 2 * (len(log[0]) + 1 + len(log[1]) + 1 + config) + third
   row = ["runs/b", "30/30", "done", "accuracy 0.25 @10", "2 h", f"{size} B"]
   small = len(log[0]) + 1 + len(line(12, "train", loss=1.0)) + 1 + config
+  small += len(str(ROOT / "LICENSE"))  # the link alone
   assert listed(capsys) == [
     ["runs/a/trial-1", "12/30", "stopped", "2 min", f"{small} B"],
     row,
