@@ -111,13 +111,13 @@ def test_a_project_trains_and_its_test_passes():
   test.write_text(some)
   short = ["run.train_steps=20", "run.eval_every_steps=20"]
   trained = subprocess.run(
-    [*launch, "train", *short], cwd="ripples", capture_output=True, text=True, timeout=60
+    [*launch, "train", *short], cwd="ripples", capture_output=True, text=True, timeout=200
   )
   assert trained.returncode == 0, trained.stderr
   assert trained.stdout.startswith("done: step 20 | eval loss ")
   tested = subprocess.run(
     [sys.executable, "-m", "pytest", "-q"], cwd="ripples", capture_output=True, text=True,
-    timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)},
   )  # fmt: skip
   assert tested.returncode == 0, tested.stdout
   assert "1 passed" in tested.stdout
