@@ -47,6 +47,7 @@ import launch
 from benchmarks.comparison import different_tensors
 from benchmarks.fault_trials import CONFIG, reached
 from benchmarks.network import Network, available, enter
+from framework.commands import process
 from framework.strategies.local_cluster import free_ports
 
 STEPS, HEARTBEAT_S, START_S = 400, 10.0, 30.0
@@ -93,7 +94,7 @@ class Workers:
     task = {"type": "worker", "index": index}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": self.addresses}, "task": task})
     enter(network.name(index))
-    signal.signal(signal.SIGTERM, launch._end_at_once)
+    signal.signal(signal.SIGTERM, process.end_at_once)
     params = [f"--gin_param={param}" for param in PARAMS]
     status = launch.main(["launch.py", f"--gin_file={CONFIG}", f"--model_dir={folder}/m", *params])
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from typing import Any
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _NOT_THE_USERS = (
   str(Path(__file__).parent),
-  *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+  *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")),
 )
 
 INT64_MAX = 2**63 - 1

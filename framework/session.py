@@ -521,12 +521,14 @@ def _replay_command(model_dir: str, trainer: Trainer) -> str:
   folder = file.rsplit(os.sep, module.count(".") + 1)[0]  # must be importable in the new process
   found = folder in (os.getcwd(), str(configurables.REPOSITORY)) or folder.startswith(sys.prefix)
   path = "" if found else f"PYTHONPATH={shlex.quote(folder)} "
-  launch = os.path.relpath(configurables.REPOSITORY / "launch.py")
+  launch = ["python", os.path.relpath(configurables.REPOSITORY / "launch.py")]
+  if configurables.SHIPPED != configurables.REPOSITORY:  # installed as a package
+    launch = ["loopwright"]
   config = os.path.join(model_dir, "operative_config.gin")
   flags = [f"--gin_file={config}", f"--model_dir={model_dir}", "--mode=replay"]
   if trainer.cluster.is_local:
     flags.append(f"--local_workers={trainer.cluster.size}")
-  return f"{path}python {shlex.join([launch, *flags])}"
+  return f"{path}{shlex.join([*launch, *flags])}"
 
 
 def _optimizer_names(trainer: Trainer) -> str:

@@ -15,6 +15,7 @@ docs/configuration.md shows how to register your own class.
     graph.py        what a config reaches
     checks.py       the mistakes
     examination.py  all mistakes of a config
+    documentation.py  what a config can set
 """
 
 import copy
@@ -27,13 +28,14 @@ from framework.configurables import table
 from framework.configurables.checks import check_all, in_force, resolved
 from framework.configurables.examination import Examination, examine, examined
 from framework.configurables.graph import Graph
-from framework.configurables.imports import REPOSITORY
+from framework.configurables.imports import REPOSITORY, SHIPPED
 from framework.configurables.reading import MACRO, Binding, Config, Reference, is_writable
 from framework.configurables.table import configured, options, register, register_all
 from framework.configurables.values import map_references
 
 __all__ = [
   "REPOSITORY",
+  "SHIPPED",
   "bindings",
   "bound",
   "check",

@@ -10,7 +10,10 @@ from pathlib import Path
 from framework.errors import ConfigError, suggest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-"""The folder of framework/, tasks/ and configs/."""
+"""The folder of framework/ and tasks/: a clone, or where packages are installed."""
+
+SHIPPED = REPOSITORY if (REPOSITORY / "setup.cfg").exists() else REPOSITORY / "framework"
+"""The folder of configs/; a package has it inside of framework/."""
 
 
 def make_importable(gin_files: Iterable[str]) -> None:

@@ -213,8 +213,8 @@ def _included(name: str, including: tuple[str, ...]) -> str:
 
 
 def _gin_file(name: str, folders: Sequence[str]) -> str:
-  """Returns the path of a gin file, searched in `folders` and then in the repository."""
-  tops = [*folders, str(imports.REPOSITORY)]
+  """Returns the path of a gin file, searched in `folders` and then among the shipped."""
+  tops = [*folders, str(imports.SHIPPED)]
   paths = list(dict.fromkeys(os.path.normpath(os.path.join(top, name)) for top in tops))
   for path in paths:
     if os.path.isfile(path):

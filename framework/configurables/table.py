@@ -155,6 +155,11 @@ def entry(selector: str) -> Any:
   return registry().get_match(selector)
 
 
+def selectors() -> list[str]:
+  """Returns the shortest unambiguous selector of everything that is registered."""
+  return [_selector(complete) for complete, _ in registry().items()]
+
+
 def roots() -> list[str]:
   """Returns the selectors of those `ROOTS` that are registered."""
   names = [f"{module}.{name}" for module, names in TABLE for name in names.split() if name in ROOTS]

@@ -4,12 +4,12 @@ python -m tests.support.option_tables > docs/options.md
 """
 
 import inspect
-import re
 import sys
 import types
 
 from framework import run, trainer
 from framework.actions import best, nonfinite, profiling, show, time_budget
+from framework.configurables import documentation
 from framework.configurables.table import GIVEN
 from framework.inputs import sources
 from framework.optimizers import adapters, loss_scale, schedules
@@ -55,38 +55,20 @@ def render() -> str:
 
 
 def rows_of(name: str, target: type | types.FunctionType) -> list[str]:
-  documented = target.__init__ if inspect.isclass(target) else target
-  meanings = described_arguments(inspect.getdoc(documented) or "")
-  summary = inspect.getdoc(target).splitlines()[0]
+  told, summary = documentation.meanings(target), documentation.summary(target)
   parameters = {
     n: p for n, p in inspect.signature(target).parameters.items() if n not in GIVEN.get(name, {})
   }
   rows = [
-    f"| `{name}.{n}` | {default(p)} | {meanings.get(n) or summary} |" for n, p in parameters.items()
+    f"| `{name}.{n}` | {default(p)} | {(told.get(n) or summary).replace('|', 'or')} |"
+    for n, p in parameters.items()
   ]
   return rows or [f"| `@{name}` | | {summary} |"]
 
 
-def described_arguments(doc: str) -> dict[str, str]:
-  block = re.search(r"Args:\n(.*?)(\n\n|\Z)", doc, re.DOTALL)
-  lines = block[1].splitlines() if block else []
-  found: dict[str, str] = {}
-  for line in lines:
-    if start := re.match(r"  (\w+): (.*)", line):
-      name, found[start[1]] = start.groups()
-    else:
-      found[name] += " " + line.strip()
-  return {name: text.replace("|", "or") for name, text in found.items()}
-
-
 def default(parameter: inspect.Parameter) -> str:
-  value = parameter.default
-  if value is parameter.empty:
-    return "required"
-  if inspect.isclass(value) or inspect.isfunction(value):
-    prefix = "keras." if value.__module__.startswith("keras") else ""
-    return f"`@{prefix}{value.__name__}`"
-  return f"`{value!r}`"
+  text = documentation.default(parameter)
+  return text if text == "required" else f"`{text}`"
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ import configparser
 import contextlib
 import importlib
 import json
+import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -29,6 +31,8 @@ from absl import flags
 from config_data import forget_garden
 
 import launch
+from framework.commands import new
+from framework.commands.arguments import COMMANDS, parse
 from framework.modes import LAUNCH_MODES
 
 ROOT = Path(launch.__file__).parent
@@ -37,8 +41,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What begins a command, in an indented line or in inline code. Other fenced blocks than those of
 # Python and gin hold commands only.
 PROGRAM = (
-  r"(?:uvx?|pip3?|python3?|tensorboard|pytest|ruff|mypy|bash|sh|sudo|apt|apt-get|docker|kubectl|ray"
-  r"|sbatch|srun|git|curl|wget|make|cd|export|source|\$|[A-Z_]+=\S*) +"
+  r"(?:loopwright|uvx?|pip3?|python3?|tensorboard|pytest|ruff|mypy|bash|sh|sudo|apt|apt-get|docker|kubectl|ray"
+  r"|sbatch|srun|git|curl|wget|make|cd|eval|export|source|\$|[A-Z_]+=\S*) +"
 )
 CODE = re.compile(r"^```(?:python|gin)\n.*?^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(
@@ -47,7 +51,9 @@ PRINTED = re.compile(
   rf"|`(?P<span>{PROGRAM}[^`]*)`",
   re.DOTALL | re.MULTILINE,
 )
-UNSEEN = re.compile(r"uv run \S|uvx \S|pip install \S|python3? (?:-m |\S+\.py)|launch\.py --")
+UNSEEN = re.compile(
+  r"uv run \S|loopwright [a-z]+ |uvx \S|pip install \S|python3? (?:-m |\S+\.py)|launch\.py --"
+)
 SAVED = re.compile(
   r"`(\w+\.(?:py|gin))`[^`]*\n\n```(?:python|gin)\n(.*?)^```", re.DOTALL | re.MULTILINE
 )
@@ -72,11 +78,17 @@ MADE = {
 }
 
 # What takes seconds, without `uv run` and its options; and how it comes to take no more.
-FIRST = r"launch\.py --gin_file=configs/digits_cnn\.gin$"
+FIRST = r"loopwright train digits_cnn$"
 RUN = (
   FIRST,
-  r"launch\.py --gin_file=(configs/digits_cnn|waves|digits)\.gin (?!.*(--local_|=verify))",
-  r"launch\.py --gin_file=(waves|digits)\.gin$",
+  r"loopwright new waves$",
+  r"cd waves$",
+  r"loopwright ls$",
+  r"loopwright options digits_cnn ",
+  r"loopwright (\w+ )?--help$",
+  r"loopwright train( auto\.cpu_replicas=2 --model_dir=/tmp/two)?$",
+  r"launch\.py --gin_file=(configs/digits_cnn|digits)\.gin (?!.*(--local_|=verify))",
+  r"launch\.py --gin_file=digits\.gin$",
   r"python -m [\w.]+\.curves runs/digits_cnn ",
   r"python -m [\w.]+\.ledger runs/ledger$",
   r"python -m tests\.support\.option_tables$",
@@ -84,7 +96,7 @@ RUN = (
 STEPS = 4
 SHORTER = (
   (
-    r"(launch\.py .*)",
+    r"((?:launch\.py|loopwright train)\b.*)",
     rf'\1 --gin_param="run.train_steps = {STEPS}" --gin_param="run.steps_per_loop = 2"',
   ),
   (r"/ckpt-\d+", f"/ckpt-{STEPS}"),
@@ -108,17 +120,22 @@ def commands(page):
   return [line.removeprefix("'$' ") for line in typed if line and line not in MENTIONED]
 
 
+def extras():
+  config = configparser.ConfigParser()
+  config.read(ROOT / "setup.cfg")
+  return {*config["options.extras_require"]}
+
+
 def without_uv(command):
   """Returns what `uv run` would run in this environment; its extras must be setup.cfg's."""
   words = shlex.split(command)
   if words[:2] != ["uv", "run"]:
     return command
-  words, config = words[2:], configparser.ConfigParser()
-  config.read(ROOT / "setup.cfg")
+  words = words[2:]
   while words[0].startswith("-"):
     option, value, *words = words
     assert option in ("--extra", "--with"), f"{command}: give `uv run {option}` a place here"
-    assert option != "--extra" or value in config["options.extras_require"], command
+    assert option != "--extra" or value in extras(), command
   return shlex.join(words)
 
 
@@ -143,12 +160,17 @@ def place(tmp_path_factory):
   for name in ("launch.py", "configs", "benchmarks", "deploy"):
     (folder / name).symlink_to(ROOT / name)
   saved = [each for page in PAGES for each in SAVED.findall(page.read_text())]
-  for name, text in [*saved, *MADE.items()]:
+  made_by_new = {path.name for path in new.TEMPLATE.iterdir()}
+  for name, text in [*(x for x in saved if x[0] not in made_by_new), *MADE.items()]:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
-  command = shorter(without_uv(commands(PAGES[0])[1]))
+  _, *arguments = shlex.split(shorter(without_uv(commands(PAGES[0])[1])))
   done = subprocess.run(
-    [sys.executable, *shlex.split(command)], cwd=folder, capture_output=True, text=True, timeout=300
+    [sys.executable, "launch.py", *arguments],
+    cwd=folder,
+    capture_output=True,
+    text=True,
+    timeout=300,
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith(f"done: step {STEPS} | eval loss "), done.stdout
@@ -163,6 +185,7 @@ def at_the_place(place, monkeypatch):
     yield
   gin.clear_config()
   forget_garden()
+  shutil.rmtree(place / "waves", ignore_errors=True)  # several pages make it
   for name, module in list(sys.modules.items()):
     if str(place) in (getattr(module, "__file__", None) or ""):
       del sys.modules[name]
@@ -214,7 +237,10 @@ def run_module(name, arguments):
 def run(command):
   """Runs a command in this process; it must end with status 0."""
   words = shlex.split(shorter(command))
-  if words[0] == "launch.py":
+  if words[0] == "cd":
+    os.chdir(words[1])
+    return
+  if words[0] in ("launch.py", "loopwright"):
     assert launch.main(words) == 0, command
     return
   status = 0
@@ -228,6 +254,12 @@ def run(command):
 def check(command):
   """Checks what can be checked of a command without its work."""
   match shlex.split(command):
+    case ["loopwright", *name] if len(name) < 2:
+      assert {*name} <= {*COMMANDS}, command
+    case ["loopwright", *_]:
+      parsed = parse(shlex.split(command))
+      if parsed.known.modes:
+        check_config(parsed.values.gin_file, parsed.values.gin_param)
     case ["launch.py", *arguments] | ["python", "launch.py", *arguments]:
       check_launch(arguments)
     case ["python", "-m", name, *arguments]:
@@ -236,7 +268,12 @@ def check(command):
       assert (ROOT / script).exists(), command
       check_module(script.removesuffix(".py").replace("/", "."), arguments)
     case ["pip", "install", *what]:
-      assert {*what} <= {"uv", "pip", "-U", "-e", "."}, command
+      ours = {f".[{extra}]" for extra in extras()}
+      assert {*what} <= {"uv", "pip", "-U", "-e", ".", *ours}, command
+    case ["uv", "add", "--editable", "../loopwright"]:  # from a project beside the clone
+      assert (ROOT / "pyproject.toml").exists(), command
+    case ["eval", "$(register-python-argcomplete loopwright)"]:
+      assert (Path(sys.executable).parent / "register-python-argcomplete").exists(), command
     case ["tensorboard", "--logdir", folder]:
       assert Path(folder).is_dir(), command
     case ["pytest", *options]:

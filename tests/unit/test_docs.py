@@ -13,6 +13,7 @@ import pytest
 
 import launch
 from framework import configurables
+from framework.commands import new
 from framework.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def scratch(tmp_path, monkeypatch):
 def module_of(page, code):
   """Writes a block to the file that the text before it names, or to a name of its own."""
   before = page.read_text().split(code)[0]
-  named = re.findall(r"[Ss]ave \S+ as `(\w+)\.py`", before)
+  named = re.findall(r"(?:[Ss]ave \S+ as|with this task,) `(\w+)\.py`", before)
   name = named[-1] if named and before.count("```python") == 1 else f"{page.stem}_block"
   Path(f"{name}.py").write_text(code)
   return name.replace("-", "_"), Path(f"{name}.py")
@@ -112,6 +113,11 @@ def test_the_complete_task_trains(page, tmp_path):
   assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.parametrize(("language", "file"), [("python", "waves.py"), ("gin", "waves.gin")])
+def test_the_task_is_the_one_that_new_makes(language, file):
+  assert blocks(ROOT / "README.md", language)[0] == (new.TEMPLATE / file).read_text()
+
+
 def test_a_task_is_short():
   task, control = blocks(ROOT / "README.md", "python")
   assert len([line for line in task.splitlines() if line.strip()]) < 30
@@ -151,13 +157,13 @@ def pictured():
 
 
 def test_the_picture_is_the_folder():
-  """Except configurables/ and verify's two folders, which have their own lists."""
+  """Except configurables/ and verify's two folders, which have their own lists, and template/."""
   found = {
     str(path.relative_to(ROOT / "framework")).removesuffix("/__init__.py")
     for path in (ROOT / "framework").rglob("*.py")
   } - {"__init__.py"}
-  listed_elsewhere = ("configurables/", "verify/checks/", "verify/bench/")
-  found = {path for path in found if not path.startswith(listed_elsewhere)}
+  listed_elsewhere = ("configurables/", "verify/checks/", "verify/bench/", "template/")
+  found = {path for path in found if not path.startswith(listed_elsewhere)} | {"template"}
   assert sorted(pictured()) == sorted(found)
   for path in pictured():
     assert (ROOT / "framework" / path).exists(), path

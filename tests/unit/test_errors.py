@@ -3,6 +3,9 @@
 Its ConfigErrors are tested where they are raised, in test_sources.py and test_inputs.py.
 """
 
+import os
+import sysconfig
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -88,3 +91,8 @@ def test_a_mistake_is_one_printable_line():
   printed = "'caf\xe9' \\r is\\x1b[1m\\u2028\\ud800\\x00 x"
   assert errors.mistake(ConfigError(f"{line}\nmore")) == printed
   assert len(printed.splitlines()) == 1
+
+
+def test_the_console_script_is_not_the_users():
+  assert errors.is_the_users("/home/me/mine.py")
+  assert not errors.is_the_users(os.path.join(sysconfig.get_path("scripts"), "loopwright"))

@@ -302,6 +302,9 @@ def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
     "PYTHONPATH='/else where' python launch.py --gin_file=runs/x/operative_config.gin "
     "--model_dir=runs/x --mode=replay"
   )
+  monkeypatch.setattr(session.configurables, "SHIPPED", Path("/elsewhere/framework"))
+  command = session._replay_command("runs/x", trainer)
+  assert command.startswith("PYTHONPATH='/else where' loopwright --gin_file=runs/x/")
   monkeypatch.setattr(session.configurables, "bindings", dict)
   command = session._replay_command("runs/x", trainer)
   assert command == "run(mode='replay', model_dir='runs/x', ...) with the same arguments"

@@ -71,7 +71,20 @@ def status_and_line(capsys, *arguments):
       ("--gin_file=x.gin", "--model_dir="),
       "--model_dir is empty; give a folder, or leave the flag out",
     ),
-    (("x.gin",), "unexpected argument 'x.gin'; write a gin file as --gin_file=x.gin"),
+    (
+      ("x.gin",),
+      "unexpected argument 'x.gin'; write a command before it, such as `train x.gin`, or a gin "
+      "file as --gin_file=x.gin",
+    ),
+    (
+      ("--mode=train", "x.gin"),
+      "unexpected argument 'x.gin'; a command such as `train` comes before the flags, a gin file "
+      "is written as --gin_file=x.gin",
+    ),
+    (
+      ("train", "x.gin", "--mode=tune"),
+      "flag --mode=tune: value should be one of <train_and_evaluate|train>",
+    ),
   ],
 )
 def test_a_mistake_in_the_flags(capsys, arguments, line):

@@ -187,6 +187,7 @@ def toys(monkeypatch, tmp_path):
   repository = str(imports.REPOSITORY)
   monkeypatch.setattr(sys, "path", [p for p in sys.path if p and not is_under(p, repository)])
   monkeypatch.setattr(imports, "REPOSITORY", tmp_path / "repository")
+  monkeypatch.setattr(imports, "SHIPPED", tmp_path / "repository")
   before = set(sys.modules)
   monkeypatch.chdir(tmp_path)
   importlib.invalidate_caches()

@@ -1,0 +1,64 @@
+"""`loopwright diff runs/a runs/b`: what differs. Imports no task and no TensorFlow."""
+
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from framework.commands import folders, ls
+from framework.commands.arguments import Parsed
+from framework.errors import ConfigError, shown
+
+_WIDTH = 60
+
+
+def define(values: flags.FlagValues) -> None:
+  """Adds the command's flags: none."""
+
+
+def run(parsed: Parsed) -> int:
+  """Prints the differences of two runs; returns 0, also if there are some (host)."""
+  if len(parsed.arguments) != 2:
+    raise ConfigError("`loopwright diff` takes two run folders, as in `diff runs/a runs/b`.")
+  sides = [sections(folders.Run(path)) for path in parsed.arguments]
+  rows: list[Sequence[str]] = [["", *parsed.arguments]]
+  for title in sides[0]:
+    found = differences(sides[0][title], sides[1][title])
+    rows += [[title if found else f"{title}: no difference", "", ""], *found]
+  print("\n".join(ls.table(rows)))
+  return 0
+
+
+def sections(run: folders.Run) -> dict[str, Mapping[str, str]]:
+  """Returns what is compared: title -> name -> value."""
+  start = run.start
+  commit = {"commit of the task": start["commit"]} if start.get("commit") else {}
+  return {
+    "bindings": run.bindings,
+    "data": folders.texts(start.get("data")),
+    "versions": folders.texts({**folders.texts(start.get("versions")), **commit}),
+    "results": results(run),
+  }
+
+
+def results(run: folders.Run) -> dict[str, str]:
+  """Returns the step, the values of the last evaluation, and the best one."""
+  last = list(run.evaluations.values())[-1:]
+  values = {f"eval {name}": _text(value) for each in last for name, value in each.items()}
+  return {"step": str(run.step), "status": run.status(), **values, "best": str(run.best() or "")}
+
+
+def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[Sequence[str]]:
+  """Returns name and both values, where they differ; a missing one is "-"."""
+  return [
+    [f"  {name}", _short(one.get(name, "-")), _short(other.get(name, "-"))]
+    for name in sorted({*one, *other})
+    if one.get(name) != other.get(name)
+  ]
+
+
+def _short(value: str) -> str:
+  return value if len(value) <= _WIDTH else f"{value[: _WIDTH // 2]}...{value[-_WIDTH // 2 :]}"
+
+
+def _text(value: object) -> str:
+  return f"{value:.6g}" if isinstance(value, float) else shown(value)

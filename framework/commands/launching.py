@@ -1,0 +1,104 @@
+"""Trains, evaluates, exports, replays, verifies, tunes or checks: flags -> gin -> framework.run."""
+
+import os
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from framework.commands.arguments import LOCAL_FLAGS, Parsed
+from framework.commands.process import say
+
+
+def run(parsed: Parsed) -> int:
+  """Runs the command and returns the exit status (host)."""
+  return launch(parsed.values)
+
+
+def launch(values: flags.FlagValues) -> int:
+  """Checks the config before using any device, then calls `run`; returns the exit status."""
+  if values.mode == "check_config":
+    from framework.verify.checks import configuration
+
+    return configuration.check_config(values.gin_file, values.gin_param)
+  default = os.path.join("runs", Path(values.gin_file[0]).stem)
+  model_dir = default if values.model_dir is None else values.model_dir
+  if values.local_workers:
+    return launch_local(values, model_dir)
+  if values.mode == "tune":
+    from framework.tune import tune
+
+    tune(
+      values.gin_file,
+      values.gin_param,
+      model_dir=model_dir,
+      show=lambda line: print(line, flush=True),
+    )
+    return 0
+  from framework import configurables
+  from framework.errors import Preempted, first_line
+
+  configurables.parse(values.gin_file, values.gin_param)
+  if values.mode == "verify":
+    return verify(values.json)
+  from framework.actions.nonfinite import NonFiniteLoss
+  from framework.backend.files import StorageError
+  from framework.run import run
+  from framework.strategies.cluster import ClusterError
+
+  try:
+    configurables.configured(run)(
+      mode=values.mode, model_dir=model_dir, accept_changes=values.accept_changes
+    )
+  except Preempted as stop:
+    return say(first_line(stop), 75)
+  except (NonFiniteLoss, ClusterError, StorageError) as failure:
+    return say(f"failed: {first_line(failure)}", 1)
+  return 0
+
+
+def verify(json_file: str | None) -> int:
+  """Prints the results of all checks of the config in force; returns 1 if any check failed."""
+  from framework import verify as checks
+
+  if json_file:
+    _require_writable(json_file)
+  report = checks.verify(
+    checks.subject_of_config(), show=lambda text: print(f"{text}\n", flush=True)
+  )
+  print(report.count())
+  if json_file:
+    Path(json_file).write_text(report.json())
+  return 1 if report.failures else 0
+
+
+def _require_writable(path: str) -> None:
+  """Makes an empty file, or leaves one that is there; so a mistake shows before the checks run."""
+  try:
+    Path(path).open("a").close()
+  except (OSError, ValueError) as error:  # ValueError: a null character
+    reason = getattr(error, "strerror", None) or error
+    raise flags.Error(
+      f"--json={path!r} cannot be written ({reason}); give a file in a folder that exists"
+    ) from error
+
+
+def launch_local(values: flags.FlagValues, model_dir: str) -> int:
+  """Runs this command line without LOCAL_FLAGS in each process of a cluster on this machine."""
+  from framework.configurables import REPOSITORY
+  from framework.strategies.local_cluster import run_local
+
+  given = {name: values[name].value for name in values if values[name].present or name == "mode"}
+  arguments = [
+    f"--{name}={item}"
+    for name, value in given.items()
+    if name not in LOCAL_FLAGS
+    for item in (value if isinstance(value, list) else [value])
+  ]
+  return run_local(
+    command=[sys.executable, str(REPOSITORY / "launch.py"), *arguments],
+    model_dir=model_dir,
+    workers=values.local_workers,
+    ps=values.local_ps,
+    max_restarts=values.max_restarts,
+  )

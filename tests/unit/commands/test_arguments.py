@@ -1,0 +1,136 @@
+"""Commands become flags; a config is found by its name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+from framework import commands
+from framework.commands import arguments, launching, shipped
+from framework.errors import ConfigError
+from framework.strategies import local_cluster
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+  """An empty folder, as a user's project."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.delenv("TF_CONFIG", raising=False)
+
+
+def parsed(*given):
+  values = arguments.parse_flags(["loopwright", *given])
+  return values.mode, values.gin_file, values.gin_param
+
+
+@pytest.mark.parametrize(
+  ("command", "mode"),
+  [
+    *(("train", "train_and_evaluate"), ("evaluate", "evaluate"), ("export", "export")),
+    *(("replay", "replay"), ("verify", "verify"), ("tune", "tune"), ("check", "check_config")),
+  ],
+)
+def test_a_command_is_a_mode(command, mode):
+  assert parsed(command, "a.gin") == (mode, ["a.gin"], [])
+  assert parsed("--gin_file=a.gin", f"--mode={mode}") == (mode, ["a.gin"], [])
+
+
+def test_a_command_may_have_a_mode_that_is_its_own():
+  assert parsed("train", "a.gin", "--mode=train")[0] == "train"
+  assert parsed("evaluate", "a.gin", "--mode=evaluate_continuously")[0] == "evaluate_continuously"
+  with pytest.raises(flags.Error, match=r"should be one of <evaluate\|evaluate_continuously>"):
+    parsed("evaluate", "a.gin", "--mode=train")
+
+
+def test_arguments_follow_flags_of_the_same_kind():
+  given = ["train", "b.gin", "run.seed=3", "--gin_file=a.gin", "lr = 1", "--gin_param=x.y=2"]
+  assert parsed(*given)[1:] == (["a.gin", "b.gin"], ["x.y=2", "run.seed=3", "lr = 1"])
+
+
+def test_a_config_by_its_name_is_the_users_before_the_shipped():
+  assert parsed("train", "digits_cnn")[1] == ["configs/digits_cnn.gin"]
+  Path("configs").mkdir()
+  Path("configs/mine.gin").touch()
+  assert parsed("train", "mine")[1] == ["configs/mine.gin"]
+  Path("digits_cnn.gin").touch()
+  assert parsed("train", "digits_cnn")[1] == ["digits_cnn.gin"]
+  assert parsed("train", "sub/digits_cnn")[1] == ["sub/digits_cnn"]
+
+
+def test_a_shipped_config_parses_in_any_folder(capsys):
+  assert commands.main(["loopwright", "check", "imdb_lstm", "run.train_steps=1"]) == 0
+  assert capsys.readouterr().out.startswith("ok: imdb_lstm.gin, imdb.gin: ")
+
+
+def test_the_only_config_of_a_folder_needs_no_name():
+  with pytest.raises(ConfigError, match="no config: name a gin file, or a shipped config such as"):
+    parsed("verify")
+  Path("waves.gin").touch()
+  assert parsed("verify", "run.seed=1") == ("verify", ["waves.gin"], ["run.seed=1"])
+  Path("other.gin").touch()
+  with pytest.raises(ConfigError, match=r"several configs; name one of other, waves\."):
+    parsed("verify")
+  assert parsed("verify", "--gin_file=x.gin")[1] == ["x.gin"]
+
+
+@pytest.mark.parametrize(
+  ("given", "line"),
+  [
+    (("trian", "x"), "Did you mean 'train'?"),
+    (("digits_cnn",), "write a command before it, such as `train digits_cnn`, or a gin file as"),
+    (("train", "digits_cn"), "there is no config 'digits_cn'. Did you mean 'digits_cnn'?"),
+    (("train", "qqq"), "there is no config 'qqq'. It must be a gin file, or one of digits_cnn, "),
+    (("train", "digits_cnn", "--model_dri=x"), "Did you mean: model_dir ?"),
+  ],
+)
+def test_a_mistake_is_one_line(capsys, given, line):
+  assert commands.main(["loopwright", *given]) == 2
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert err.count("\n") == 1
+  assert line in err
+
+
+@pytest.mark.parametrize(
+  ("command", "mode"), [("train", "train_and_evaluate"), ("replay", "replay")]
+)
+def test_a_local_cluster_gets_flags_alone(monkeypatch, command, mode):
+  given = {}
+  monkeypatch.setattr(local_cluster, "run_local", lambda **options: given.update(options) or 0)
+  line = ["loopwright", command, "digits_cnn", "a.b=1", "--local_workers=2", "--model_dir=m"]
+  assert launching.run(arguments.parse(line)) == 0
+  python, launch, *rest = given["command"]
+  assert (python, launch) == (sys.executable, str(ROOT / "launch.py"))
+  assert sorted(rest) == [
+    *("--gin_file=configs/digits_cnn.gin", "--gin_param=a.b=1", f"--mode={mode}", "--model_dir=m"),
+  ]
+
+
+def test_help_is_fast_and_names_everything():
+  code = """if True:
+    import sys
+    from framework import commands
+    assert commands.main(["loopwright", "--help"]) == 0
+    assert commands.main(["loopwright", "train", "--help"]) == 0
+    heavy = {"tensorflow", "numpy", "keras"} & set(sys.modules)
+    assert not heavy, heavy
+  """
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=dict(os.environ)
+  )
+  assert done.returncode == 0, done.stderr
+  assert all(f"\n  {name} " in done.stdout for name in arguments.COMMANDS)
+  every, one = done.stdout.split("usage: loopwright train [CONFIG] [NAME=VALUE ...]")
+  assert "Exit status" in every
+  assert "--local_workers" in one
+
+
+def test_the_shipped_configs_are_those_of_the_repository():
+  """In a clone; framework/configs, which a package has instead, is a link to them."""
+  assert [f"{name}.gin" for name in shipped.names()] == sorted(os.listdir(ROOT / "configs"))
+  assert (ROOT / "framework" / "configs").resolve() == ROOT / "configs"

@@ -1,0 +1,123 @@
+"""`loopwright new`: a project that trains and whose test passes."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from framework import commands
+from framework.commands import new
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+
+
+def test_a_project_has_its_name_everywhere(capsys):
+  Path("sub").mkdir()
+  assert commands.main(["loopwright", "new", "sub/bird_song"]) == 0
+  assert "cd sub/bird_song && uv run loopwright train" in capsys.readouterr().out
+  made = {path.name: path.read_text() for path in Path("sub/bird_song").iterdir()}
+  assert sorted(made) == [
+    *(".gitignore", "README.md", "bird_song.gin", "bird_song.py"),
+    *("pyproject.toml", "test_bird_song.py"),
+  ]
+  assert not any("waves" in text.lower() for text in made.values())
+  assert "class BirdSong(Task):" in made["bird_song.py"]
+  assert "import bird_song\n\nrun.task = @BirdSong()" in made["bird_song.gin"]
+  assert "from bird_song import BirdSong\n" in made["test_bird_song.py"]
+
+
+@pytest.mark.parametrize(
+  ("given", "line"),
+  [
+    (("there",), "'there' exists; choose another name, or remove it."),
+    (("a-b",), "'a-b' cannot be the name of a module; write small letters"),
+    (("Waves",), "'Waves' cannot be the name of a module"),
+    (("class",), "'class' cannot be the name of a module"),
+    (("numpy",), "'numpy' is the name of an installed module; choose another."),
+    (("trainer",), "'trainer' is the name of an installed module"),
+    (("nowhere/x",), "'nowhere/x' cannot be made (No such file or directory); give a folder in"),
+    (("a", "b"), "`loopwright new` takes one name, as in `loopwright new waves`."),
+    ((), "`loopwright new` takes one name"),
+  ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(capsys, given, line):
+  Path("there").touch()
+  assert commands.main(["loopwright", "new", *given]) == 2
+  out, err = capsys.readouterr()
+  assert (out, err.count("\n")) == ("", 1)
+  assert err.startswith(f"error: {line}")
+  assert os.listdir() == ["there"]
+
+
+def table(text, name):
+  """Returns a [[tool.uv.dependency-metadata]] of a pyproject.toml, as its lines."""
+  return re.search(rf'^name = "{name}"\n(?:.+\n)+', text, re.MULTILINE)[0]
+
+
+def test_the_project_asks_for_no_more_packages_than_the_clone():
+  """What Orbit never imports: uv takes such metadata only from the project itself."""
+  ours, made = (ROOT / "pyproject.toml").read_text(), dict(new.files("x"))["pyproject.toml"]
+  assert table(made, "tf-models-official") == table(ours, "tf-models-official")
+
+
+@pytest.mark.parametrize(
+  ("direct", "source"),
+  [
+    (None, None),
+    ('{"url": "file:///a%20b/lw", "dir_info": {}}', '{ path = "/a b/lw" }'),
+    (
+      '{"url": "https://host/lw.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}}',
+      '{ git = "https://host/lw.git", rev = "12ab" }',
+    ),
+    ('{"url": "https://host/lw.whl"}', '{ url = "https://host/lw.whl" }'),
+  ],
+)
+def test_uv_finds_loopwright_where_it_was_installed_from(monkeypatch, direct, source):
+  assert (
+    f'loopwright = {{ path = "{ROOT}", editable = true }}' in dict(new.files("x"))["pyproject.toml"]
+  )
+
+  class Installed:
+    def read_text(self, name):
+      assert name == "direct_url.json"
+      return direct
+
+  monkeypatch.setattr(new, "SHIPPED", ROOT / "framework")  # as in a package
+  monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+  text = dict(new.files("x"))["pyproject.toml"]
+  found = re.findall(r"^\[tool\.uv\.sources\]\nloopwright = (.*)$", text, re.MULTILINE)
+  assert found == ([source] if source else [])
+  assert "SOURCE" not in text
+
+
+@pytest.mark.whole
+def test_a_project_trains_and_its_test_passes():
+  """With fewer checks than the project has, which take 20 s."""
+  launch = [sys.executable, str(ROOT / "launch.py")]
+  subprocess.run([*launch, "new", "ripples"], check=True)
+  test = Path("ripples/test_ripples.py")
+  some = test.read_text().replace(
+    "assert_right(Ripples, ", "assert_right(Ripples, groups=['order'], "
+  )
+  test.write_text(some)
+  short = ["run.train_steps=20", "run.eval_every_steps=20"]
+  trained = subprocess.run(
+    [*launch, "train", *short], cwd="ripples", capture_output=True, text=True, timeout=200
+  )
+  assert trained.returncode == 0, trained.stderr
+  assert trained.stdout.startswith("done: step 20 | eval loss ")
+  tested = subprocess.run(
+    [sys.executable, "-m", "pytest", "-q"], cwd="ripples", capture_output=True, text=True,
+    timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)},
+  )  # fmt: skip
+  assert tested.returncode == 0, tested.stdout
+  assert "1 passed" in tested.stdout
