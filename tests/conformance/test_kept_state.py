@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from places import PLACES, strategy_of
 
 from framework.errors import ConfigError
 from framework.inputs import datasets
@@ -95,21 +96,6 @@ def padded_batches(multiple):
     ArraySource(features={"x": X}), global_batch_size=ROWS, pad_multiple=multiple
   )
   return [(b["x"].astype(np.float64), b["weight"]) for b in data.take(STEPS).as_numpy_iterator()]
-
-
-def central_storage():
-  return tf.distribute.experimental.CentralStorageStrategy(
-    compute_devices=["CPU:0", "CPU:1"], parameter_device="CPU:0"
-  )
-
-
-PLACES = ["one_device", "mirrored x2", "mirrored x3", "central_storage x2"]
-
-
-def strategy_of(place, mirrored):
-  if place.startswith("mirrored"):
-    return mirrored(int(place[-1]))
-  return tf.distribute.OneDeviceStrategy("CPU:0") if "one" in place else central_storage()
 
 
 @pytest.mark.parametrize("place", PLACES)

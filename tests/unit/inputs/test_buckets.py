@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from input_cases import arrays, numbered, one_line_error
+from places import PLACES, strategy_of
 
 from framework import ArraySource, Buckets, Evaluator, Loss, StreamSource, Task
 from framework.actions.nonfinite import NonFiniteLoss, StopOnNonFinite
@@ -224,16 +225,14 @@ def expected(steps):
   return kernel
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.fast(replicas=[2])
-def test_training_is_that_of_numpy_with_a_trace_for_each_shape(
-  replicas, mirrored, tmp_path, capsys
-):
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.fast(place=["mirrored x2"])
+def test_training_is_that_of_numpy_with_a_trace_for_each_shape(place, mirrored, tmp_path, capsys):
   """On 2 replicas of 2 micro-batches, batches of 12, 6 and 3 have padding of 0, 2 and 1 rows."""
-  strategy = mirrored(replicas)
+  strategy = strategy_of(place, mirrored)
   recipe = Recipe(
     optimizer=lambda: keras.optimizers.SGD(RATE), global_batch_size=3,
-    options={"accumulation_steps": 2} if replicas == 2 else {},
+    options={"accumulation_steps": 2} if place.endswith("x2") else {},
   )  # fmt: skip
   trainer = recipe.trainer(
     Sums(), strategy, recorder=Recorder(model_dir=str(tmp_path), strategy=strategy)

@@ -11,6 +11,7 @@ from input_cases import (
   reference_hash,
   stream,
 )
+from places import PLACES, strategy_of
 
 from framework import ArraySource, Loss, Part, Sources, Task, part, with_part
 from framework.builder import Recipe
@@ -167,11 +168,11 @@ def expected(steps, batch):
   return kernel
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.fast(replicas=[3])
-def test_training_is_that_of_numpy_and_the_ledger_proves_it(replicas, mirrored, tmp_path, capsys):
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.fast(place=["mirrored x3"])
+def test_training_is_that_of_numpy_and_the_ledger_proves_it(place, mirrored, tmp_path, capsys):
   """A batch of 4 has 2 rows of padding on 3 replicas of 2 micro-batches."""
-  strategy = mirrored(replicas)
+  strategy = strategy_of(place, mirrored)
   recipe = Recipe(
     optimizer=lambda: keras.optimizers.SGD(RATE), global_batch_size=BATCH, shuffle=False,
     options={"accumulation_steps": 2},
