@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from places import central_storage
 
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
@@ -350,10 +351,7 @@ def test_sam_updates_are_those_of_a_plain_loop():
 
 def test_sam_on_central_storage_trains_as_one():
   """Whose replicas share the variables that are perturbed."""
-  strategy = tf.distribute.experimental.CentralStorageStrategy(
-    compute_devices=["CPU:0", "CPU:1"], parameter_device="CPU:0"
-  )
-  trainer = make_trainer(sam(), strategy=strategy)
+  trainer = make_trainer(sam(), strategy=central_storage())
   train(trainer, STEPS)
   np.testing.assert_allclose(trained(trainer)[0], reference("sam")[1], rtol=0, atol=1e-5)
 

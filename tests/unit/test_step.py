@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from places import central_storage
 
 from framework.backend import models
 from framework.errors import ConfigError
@@ -344,12 +345,6 @@ def test_clip_norm_lets_zero_gradients_pass():
 
 
 # ---- all_gather ----
-
-
-def central_storage():
-  return tf.distribute.experimental.CentralStorageStrategy(
-    compute_devices=["CPU:0", "CPU:1"], parameter_device="CPU:0"
-  )
 
 
 @pytest.fixture(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from places import PLACES, strategy_of
 from scipy import stats
 
 from framework.backend import randomness
@@ -14,8 +15,7 @@ FEATURES = {"x": tf.TensorSpec([2]), "k": tf.TensorSpec([], tf.int64)}
 
 
 def strategies(mirrored):
-  central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
-  return [tf.distribute.OneDeviceStrategy("CPU:0"), mirrored(2), mirrored(3), central]
+  return [strategy_of(place, mirrored) for place in PLACES]
 
 
 def rows(first, count):
