@@ -216,6 +216,8 @@ def process_restored(monkeypatch):
   monkeypatch.setattr(sys, "path", [*sys.path])
   yield
   gin.clear_config()
+  keras.config.set_dtype_policy("float32")
+  tf_keras.mixed_precision.set_global_policy("float32")
   reviews.forget_package()
   forget_garden()
   Witness.runs.clear()
