@@ -216,14 +216,17 @@ class Session:
     return results
 
   def _print_result(self, mode: str, results: Mapping[str, float]) -> None:
+    split = "train" if mode == "train" else "eval"
+    logged = [record["step"] for record in self.metrics_log.records(split)[-1:]] if results else []
     print(
       summary.result_line(
         step=self.step,
+        of_step=logged[0] if logged else None,
         seconds=time.monotonic() - self._started,
         model_dir=self.model_dir,
         evaluation=results,
         choice=self._choice,
-        split="train" if mode == "train" else "eval",
+        split=split,
         status=self._status,
       )
     )

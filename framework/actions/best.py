@@ -43,15 +43,19 @@ class Goal:
     if self.mode not in ("max", "min"):
       raise unknown("mode", self.mode, ("max", "min"))
 
-  def value(self, output: Output) -> float:
+  def value(self, output: Output, who: str) -> float:
     """Returns the metric's value; nested names are joined by "/".
+
+    Args:
+      output: of an evaluation.
+      who: the action that an error names.
 
     Raises:
       ConfigError: `output` has no such metric, or it is an array.
     """
     values = scalars(flatten(output))
     if self.metric not in values:
-      raise unknown("metric", self.metric, values)
+      raise unknown(f"{who}.metric", self.metric, values)
     return float(values[self.metric])
 
   def better(self, value: float, best: float | None, *, by: float = 0.0) -> bool:
@@ -98,7 +102,7 @@ class MetricHistory(Action):
     Raises:
       ConfigError: the evaluation has no such metric.
     """
-    value = self._goal.value(output)
+    value = self._goal.value(output, type(self).__name__)
     earlier = self.recall(before_step=self.run.step) if self._values is None else self._values
     self._values = [*earlier, value]
     return value, earlier

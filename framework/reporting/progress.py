@@ -41,7 +41,8 @@ class Choice:
     """Sets what to show.
 
     Args:
-      shown: names, or patterns of `fnmatch`, in order; None shows all that are not hidden.
+      shown: names, or patterns of `fnmatch`, in order; None shows all that are not hidden. One
+        without a slash also means the metric of this name in each evaluation set.
       hidden: names to leave out if `shown` is None.
       who: what an error calls `shown`.
 
@@ -63,20 +64,29 @@ class Choice:
       visible = [name for name in names if name not in self._hidden]
       return sorted(visible, key=lambda name: name != "loss")
     known = [name for name in names if name not in self.PACE]
-    return list(
-      dict.fromkeys(n for one in self._shown for n in known if fnmatch.fnmatchcase(n, one))
-    )
+    return list(dict.fromkeys(name for one in self._shown for name in known if _means(one, name)))
 
   def unknown(self, names: Iterable[str]) -> str:
     """Returns a line about the first name in `shown` that is none of `names`; "" if there is none.
 
     A pattern may match nothing.
     """
-    known = set(names)
+    known = {part for name in names for part in (name, _last(name))}
     for one in self._shown or ():
       if one not in known and not set("*?[") & set(one):
         return f"{self._who} has {one!r}, but no metric has this name.{suggest(one, known)}"
     return ""
+
+
+def _means(shown: str, name: str) -> bool:
+  """Whether a name or pattern means a metric."""
+  names = [name] if "/" in shown else [name, _last(name)]
+  return any(fnmatch.fnmatchcase(each, shown) for each in names)
+
+
+def _last(name: str) -> str:
+  """Returns the name of a metric without that of its evaluation set."""
+  return name.rpartition("/")[2]
 
 
 class Progress:

@@ -127,17 +127,21 @@ def result_line(
   split: str = "eval",
   status: str = "done",
   choice: Choice | None = None,
+  of_step: int | None = None,
 ) -> str:
   """Returns the last line: `done: step 1000 | eval loss 0.0571 accuracy 0.9833 | 23.4 s | runs/x`.
 
   Args:
+    step: the run's.
     evaluation: the last values of `split`, if any.
     split: "eval" or "train".
     status: such as "done" or "stopped".
     choice: which values to show; None shows all but those of the pace.
+    of_step: the step of `evaluation`, which the line names if it is not `step`.
   """
   found = scalars(flatten(evaluation or {}))
   names = (choice or Choice()).of(found)
   values = " ".join(f"{name} {format_number(found[name])}" for name in names)
-  parts = [f"step {step}", values and f"{split} {values}", f"{seconds:.1f} s", model_dir]
+  at = "" if of_step in (None, step) else f" at step {of_step}"
+  parts = [f"step {step}", values and f"{split}{at} {values}", f"{seconds:.1f} s", model_dir]
   return f"{status}: " + " | ".join(part for part in parts if part)

@@ -100,10 +100,15 @@ RIGHT = {
   "Teacher": "gradients randomness",
   "Exploring": "replicas order",
   "SometimesUpdated": "randomness",
+  "FrozenAdapter": "gradients",
   "ReducedStatistics": "replicas order",
 }
 """Name -> groups, in which nothing may fail."""
-SEVERAL = {"ActorCritic": ("actor", "critic", "entropy"), "GradientPenalty": ("first", "second")}
+SEVERAL = {
+  "ActorCritic": ("actor", "critic", "entropy"),
+  "GradientPenalty": ("first", "second"),
+  "FrozenAdapter": ("head", "adapter"),
+}
 
 
 def subject_of(name):

@@ -98,7 +98,7 @@ def check(subject: Subject) -> list[Result]:
 def look(subject: Subject) -> tuple[GradientNotes, Any]:
   """Runs one step eagerly; returns notes on its gradients, and the task."""
   rows = 4 * subject.accumulation_steps
-  compiled = Bench(subject, rows=rows)
+  compiled = Bench(subject, rows=rows, always=True)
   # With equal weights, losses such as |x| can have a gradient of exactly 0.
   batch = bench.weighted(subject.rows(compiled.task, rows))
   for _ in range(STEPS_BEFORE):

@@ -574,6 +574,31 @@ class SometimesUpdated(Small):
     step.update(lambda part: self.training_loss(step, part), batch, when=due)
 
 
+class FrozenAdapter(Small):
+  """A head learns first; later an adapter of low rank does, whose second matrix begins at 0."""
+
+  def build_model(self):
+    adapter = [
+      keras.layers.Dense(2, use_bias=False),
+      keras.layers.Dense(FEATURES, use_bias=False, kernel_initializer="zeros"),
+    ]
+    return {
+      "head": network("head"),
+      "adapter": keras.Sequential([keras.Input([FEATURES]), *adapter]),
+    }
+
+  def variables_of(self, optimizer):
+    return self.model[optimizer].trainable_variables
+
+  def forward(self, batch, training):
+    return self.model["head"](batch["x"] + self.model["adapter"](batch["x"]))[:, 0]
+
+  def train_step(self, step, batch):
+    frozen = step.number < 30
+    step.update(lambda part: self.training_loss(step, part), batch, "head", when=frozen)
+    step.update(lambda part: self.training_loss(step, part), batch, "adapter", when=~frozen)
+
+
 class ReducedStatistics(Small):
   """step.all_reduce() sums a statistic of all replicas, which centres the targets."""
 

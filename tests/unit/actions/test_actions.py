@@ -102,9 +102,10 @@ def checkpoints_in(model_dir):
 
 def test_an_unknown_metric_lists_those_there_are():
   with pytest.raises(ConfigError) as raised:
-    Goal("acuracy", "max").value({"accuracy": 0.5, "loss": 1.0, "a": {"b": 0.5}})
+    Goal("acuracy", "max").value({"accuracy": 0.5, "loss": 1.0, "a": {"b": 0.5}}, "Export")
   assert str(raised.value) == (
-    "unknown metric 'acuracy'; it must be one of a/b, accuracy, loss. Did you mean 'accuracy'?"
+    "unknown Export.metric 'acuracy'; it must be one of a/b, accuracy, loss. Did you mean "
+    "'accuracy'?"
   )
 
 

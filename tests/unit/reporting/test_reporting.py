@@ -392,7 +392,9 @@ LOGGED = {"loss": 1.0, "a/accuracy": 0.5, "learning_rate": 0.1, "accuracy": 0.25
   [
     (None, "loss 1.0000 a/accuracy 0.5000 accuracy 0.2500 b 2"),
     (["b", "*accuracy", "a/*"], "b 2 a/accuracy 0.5000 accuracy 0.2500"),
-    (["learning_rate", "accuracy"], "learning_rate 0.1000 accuracy 0.2500"),
+    (["learning_rate", "b"], "learning_rate 0.1000 b 2"),
+    (["accuracy"], "a/accuracy 0.5000 accuracy 0.2500"),  # that of the set "a" too
+    (["a/accuracy", "loss"], "a/accuracy 0.5000 loss 1.0000"),
   ],
 )
 def test_a_task_chooses_what_the_lines_show(shown, line):
@@ -673,6 +675,11 @@ def test_result_line():
     evaluation={"accuracy": 0.98333, "loss": tf.constant(0.0571), "steps_per_second": 3.0},
   )
   assert line == "done: step 1000 | eval loss 0.0571 accuracy 0.9833 | 23.4 s | runs/digits_cnn"
+
+
+def test_the_result_of_another_step_names_it():
+  line = result_line(step=7, seconds=0.1, evaluation={"loss": 0.5}, of_step=4, status="stopped")
+  assert line == "stopped: step 7 | eval at step 4 loss 0.5000 | 0.1 s"
 
 
 def test_result_line_without_an_evaluation():
