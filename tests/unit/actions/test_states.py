@@ -201,7 +201,7 @@ def test_a_derived_metric_is_looked_for_at_the_first_evaluation(tmp_path):
 def test_the_documented_action_goes_on_where_it_was(tmp_path):
   page = (Path(__file__).resolve().parents[3] / "docs" / "actions.md").read_text()
   code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
-  names = {"__name__": "documented"}
+  names = {"__name__": "actions_block"}  # as test_docs.py calls it, for gin
   exec(code, names)
   stop = names["StopOnDivergence"]
 
