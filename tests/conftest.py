@@ -63,6 +63,14 @@ def pytest_collection_finish() -> None:
   gc.freeze()  # what is there for good need not be looked through each time
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_bindings_left():
+  """Clears gin after each file: what it left would stand for the arguments of `run` in the next."""
+  yield
+  if gin := sys.modules.get("gin"):
+    gin.clear_config()
+
+
 @pytest.fixture
 def mirrored():
   """Makes a MirroredStrategy of N logical CPUs, reduced without collectives."""

@@ -41,16 +41,18 @@ def held_writes(monkeypatch):
 
   @contextlib.contextmanager
   def hold():
-    go, ended = threading.Event(), []
+    began, go = threading.Event(), threading.Event()
+
+    def late(*args):
+      began.set()
+      go.wait(60)
+      return write(*args)
+
     with monkeypatch.context() as patched:
-      patched.setattr(
-        functional_saver,
-        "_single_shard_save",
-        lambda *args: ended.append(go.wait()) or write(*args),
-      )
+      patched.setattr(functional_saver, "_single_shard_save", late)
       try:
         yield
-        assert not ended  # a save has waited in vain
+        assert began.wait(60)  # something was held
       finally:
         go.set()
 

@@ -5,7 +5,6 @@ import json
 import subprocess
 from pathlib import Path
 
-import gin
 import keras
 import numpy as np
 import pytest
@@ -19,12 +18,6 @@ from framework.metrics import Loss
 from framework.run import run
 from framework.saving import history
 from framework.strategies import factories
-
-
-@pytest.fixture(autouse=True)
-def no_config():
-  """Bindings that another test left would stand for the arguments of `run`."""
-  gin.clear_config()
 
 
 class Slope(Task):
