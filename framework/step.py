@@ -636,8 +636,7 @@ class _Assignment(NamedTuple):
 
 def _nothing(fusion: Fusion) -> tuple[Gradients, Loss]:
   """Returns zero gradients and an empty loss."""
-  raw = [models.raw(v) for v in fusion.variables]
-  pieces = [tf.zeros(v.shape, v.dtype) for v in raw]
+  pieces = [tf.zeros(*piece) for piece in fusion.pieces]
   missing = [False] * len(fusion.originals)
   return Gradients(fusion, pieces, missing), Loss(tf.constant(0.0), tf.constant(0.0))
 

@@ -68,6 +68,7 @@ class Trainer(orbit.AbstractTrainer):
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
     fuse_updates: bool = True,
+    shard_optimizer_state: bool = False,
     recompute: Sequence[str] = (),
     jit_compile: bool = False,
     eager: bool = False,
@@ -92,6 +93,10 @@ class Trainer(orbit.AbstractTrainer):
       fuse_updates: where the optimizer's rule allows it, use fused kernels and update small
         variables together: faster, equal up to rounding; changes the optimizer's layout in
         checkpoints.
+      shard_optimizer_state: each replica keeps and updates 1/N of the optimizers' state, then
+        gathers the weights; equal up to rounding, with checkpoints that fit any number of replicas.
+        For optimizers whose rule treats every element alike, under mirrored strategies; on a single
+        replica it changes nothing.
       recompute: patterns for the names of Keras layers whose activations the backward pass computes
         again, to save memory, such as "block_.*"; see `framework.recompute`.
       jit_compile: compile each replica's forward and backward pass with XLA.
@@ -129,7 +134,13 @@ class Trainer(orbit.AbstractTrainer):
       models.require_in_scope(task.model, strategy)
       recomputation.recompute_layers(task.model, recompute)
       self._make_counters()
-      built = adapters.build(optimizer, task.variables_of, self.global_step, fuse=fuse_updates)
+      built = adapters.build(
+        optimizer,
+        task.variables_of,
+        self.global_step,
+        fuse=fuse_updates,
+        shard=shard_optimizer_state,
+      )
       ema = None if ema_decay is None else Ema.of_model(task.model, decay=ema_decay)
       self._metrics = self._make_sums()
       parts = StepParts(

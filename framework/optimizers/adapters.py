@@ -18,8 +18,9 @@ import tf_keras
 from framework.backend import models
 from framework.backend.replica_state import assign_result
 from framework.errors import ConfigError
-from framework.optimizers import kernels, schedules
+from framework.optimizers import kernels, schedules, sharding
 from framework.optimizers.fusion import Fusion, Gradients
+from framework.optimizers.sharding import ShardedFusion
 
 OptimizerFactory = Callable[[], keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer]
 DEFAULT = "default"
@@ -34,7 +35,13 @@ class Optimizer:
   """A Keras 3 or tf_keras optimizer and the variables that it updates."""
 
   def __init__(
-    self, *, optimizer: Any, variables: Sequence[Any], step: tf.Variable, fuse: bool = False
+    self,
+    *,
+    optimizer: Any,
+    variables: Sequence[Any],
+    step: tf.Variable,
+    fuse: bool = False,
+    shard: tf.distribute.Strategy | None = None,
   ) -> None:
     """Builds the optimizer's slots; call it in `strategy.scope()`.
 
@@ -44,12 +51,20 @@ class Optimizer:
       step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
       fuse: where the update rule allows it, use TensorFlow's fused kernels and fuse small
         variables; see framework/optimizers/kernels.py and framework/optimizers/fusion.py.
+      shard: the strategy over whose replicas the slots are sharded, None for whole ones; see
+        framework/optimizers/sharding.py.
     """
     self.optimizer = optimizer
     self.variables = list(variables)
-    self.fusion = Fusion(self.variables, enabled=fuse and is_elementwise(optimizer))
+    fused = fuse and is_elementwise(optimizer)
+    self.fusion = (
+      ShardedFusion(self.variables, enabled=fused, strategy=shard)
+      if shard
+      else Fusion(self.variables, enabled=fused)
+    )
     schedules.bind(optimizer, step)
     self._build()
+    self.fusion.save_whole(optimizer)
     if fuse:
       kernels.use(optimizer)
 
@@ -64,27 +79,34 @@ class Optimizer:
       gradients: per-replica tensors, equal on every replica.
     """
     self.fusion.load(strategy)
-    kept = self._untouched(gradients)
+    kept = self._untouched(strategy, gradients)
     present = [piece is not None for piece in gradients.pieces]
 
     def update(*tensors: tf.Tensor) -> None:
       remaining = iter(tensors)
-      self._apply([next(remaining) if there else None for there in present])
+      pieces = [next(remaining) if there else None for there in present]
+      self._apply(self.fusion.own(pieces))
 
     strategy.extended.call_for_each_replica(update, args=tuple(gradients.tensors))
     for slot, mask, value in kept:
       assign_result(strategy, slot, _kept_where_not, (mask, value))
     self.fusion.store(strategy, gradients.missing)
 
-  def _untouched(self, gradients: Gradients) -> list[tuple[tf.Variable, tf.Tensor, tf.Tensor]]:
+  def _untouched(
+    self, strategy: tf.distribute.Strategy, gradients: Gradients
+  ) -> list[tuple[tf.Variable, Any, Any]]:
     """Returns (slot, mask, value) of flat slots of which elements without gradient must stay."""
+    if not any(gradients.missing):
+      return []
+    in_each_replica = strategy.extended.call_for_each_replica
+    masks = in_each_replica(lambda: self.fusion.own(self.fusion.masks(gradients.missing)))
     kept = []
-    for flat, mask in zip(self.fusion.flats, self.fusion.masks(gradients.missing), strict=False):
+    for flat, mask in zip(self.fusion.flats, masks, strict=False):
       if mask is None:
         continue
       for slot in map(models.raw, self.optimizer.variables):
         if slot.shape == flat.shape and slot.dtype == flat.dtype:
-          kept.append((slot, mask, slot.read_value()))
+          kept.append((slot, mask, in_each_replica(slot.read_value)))
     return kept
 
   def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
@@ -106,6 +128,8 @@ class Keras3Optimizer(Optimizer):
     # Keras has no public switch; a test in tests/unit/optimizers/test_optimizers.py watches this.
     self.optimizer._all_reduce_sum_gradients = list
     self.optimizer.build(self.fusion.variables)
+    # Else a checkpoint holds the weights twice: as variables of Keras and as TensorFlow's.
+    self.optimizer._delete_tracking("_trainable_variables")
 
   def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
     with warnings.catch_warnings():  # the framework already reports variables without gradient
@@ -199,6 +223,7 @@ def build(
   step: tf.Variable,
   *,
   fuse: bool = False,
+  shard: bool = False,
 ) -> dict[str, Optimizer]:
   """Makes every optimizer of a task; call it in `strategy.scope()`.
 
@@ -207,6 +232,7 @@ def build(
     variables_of: name -> the variables of that optimizer.
     step: int64 scalar, the framework's step counter.
     fuse: see `Optimizer`.
+    shard: whether to shard the slots over the replicas of the scope's strategy.
 
   Returns:
     name -> optimizer; a single factory gets the name "default".
@@ -216,11 +242,18 @@ def build(
       an optimizer without variables.
   """
   named = factories if isinstance(factories, Mapping) else {DEFAULT: factories}
-  return {n: _build_one(n, f, variables_of(n), step, fuse) for n, f in named.items()}
+  strategy = tf.distribute.get_strategy()
+  over = strategy if shard and sharding.applies(strategy) else None
+  return {n: _build_one(n, f, variables_of(n), step, fuse, over) for n, f in named.items()}
 
 
 def _build_one(
-  name: str, factory: Any, variables: Sequence[Any], step: tf.Variable, fuse: bool
+  name: str,
+  factory: Any,
+  variables: Sequence[Any],
+  step: tf.Variable,
+  fuse: bool,
+  shard: tf.distribute.Strategy | None,
 ) -> Optimizer:
   if _generation(factory) is not None or not callable(factory):
     raise ConfigError(
@@ -241,7 +274,13 @@ def _build_one(
       "build_model() (call it once, or give it an Input), or override Task.variables_of()."
     )
   _require_matches(name, optimizer, variables)
-  return adapter(optimizer=optimizer, variables=variables, step=step, fuse=fuse)
+  if shard and not is_elementwise(optimizer):
+    raise ConfigError(
+      f"received Trainer.shard_optimizer_state=True, but optimizer {name!r}, a "
+      f"{type(optimizer).__name__}, is not known to treat every element alike; use "
+      f"{', '.join(_ELEMENTWISE)} without clipnorm and without_decay, or keep the state whole."
+    )
+  return adapter(optimizer=optimizer, variables=variables, step=step, fuse=fuse, shard=shard)
 
 
 def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> None:

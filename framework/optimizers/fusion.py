@@ -8,7 +8,7 @@ gradients changes only the number of operations, not the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -19,11 +19,19 @@ SMALL = 2**14
 """Variables with fewer elements are fused; copying a larger one costs more than fusion saves."""
 
 
+class Piece(NamedTuple):
+  """What `Fusion.pack` makes of one group, or of one variable that is not fused."""
+
+  shape: tf.TensorShape
+  dtype: tf.DType
+
+
 class Fusion:
   """Groups small variables into flat ones; the optimizer is built with `variables`.
 
   Attributes:
     originals: the optimizer's variables, in order.
+    pieces: the layout of `pack`: one for each of `variables`.
     flats: one flat variable per group.
     variables: `flats`, then the originals that are not fused.
   """
@@ -41,16 +49,11 @@ class Fusion:
     self.groups = self._grouped() if enabled else []
     fused = {index for group in self.groups for index in group}
     self.singles = [i for i in range(len(variables)) if i not in fused]
-    self.flats = [
-      tf.Variable(
-        tf.zeros([sum(self._sizes[i] for i in group)], self._raw[group[0]].dtype),
-        trainable=False,
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        name=f"fused_{number}",
-      )
-      for number, group in enumerate(self.groups)
-    ]
-    self.variables = [*self.flats, *(self.originals[i] for i in self.singles)]
+    flat = [Piece(self._flat_shape(g), self._raw[g[0]].dtype) for g in self.groups]
+    self.pieces = [*flat, *(Piece(self._raw[i].shape, self._raw[i].dtype) for i in self.singles)]
+    self.flats: list[tf.Variable] = []
+    self.variables: list[Any] = []
+    self._make_variables()
 
   def pack(self, gradients: Sequence[Any]) -> list[Any]:
     """Converts gradients of `originals` to those of `variables`; None in a group becomes zeros."""
@@ -94,6 +97,13 @@ class Fusion:
       if not missing[index]:
         assign(strategy, self._raw[index], part)
 
+  def own(self, pieces: Sequence[tf.Tensor | None]) -> list[tf.Tensor | None]:
+    """Returns what this replica updates of tensors in `pack`'s layout: all (replica context)."""
+    return list(pieces)
+
+  def save_whole(self, optimizer: Any) -> None:
+    """Prepares the slots of `optimizer`, once it is built, for checkpoints (host)."""
+
   def masks(self, missing: Sequence[bool]) -> list[tf.Tensor | None]:
     """Returns for each of `variables` None, or bool [size]: False where a gradient is missing."""
     masks: list[tf.Tensor | None] = []
@@ -101,6 +111,22 @@ class Fusion:
       parts = [tf.fill([self._sizes[i]], not missing[i]) for i in group]
       masks.append(tf.concat(parts, axis=0) if any(missing[i] for i in group) else None)
     return masks + [None] * len(self.singles)
+
+  def _make_variables(self) -> None:
+    """Sets `flats` and `variables`."""
+    self.flats = [
+      tf.Variable(
+        tf.zeros(piece.shape, piece.dtype),
+        trainable=False,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        name=f"fused_{number}",
+      )
+      for number, piece in enumerate(self.pieces[: len(self.groups)])
+    ]
+    self.variables = [*self.flats, *(self.originals[i] for i in self.singles)]
+
+  def _flat_shape(self, group: Sequence[int]) -> tf.TensorShape:
+    return tf.TensorShape([sum(self._sizes[i] for i in group)])
 
   def _grouped(self) -> list[list[int]]:
     groups: dict[tf.DType, list[int]] = {}

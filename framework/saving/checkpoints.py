@@ -20,6 +20,7 @@ from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 from framework.backend import files, models
 from framework.backend.timing import timed
 from framework.errors import ConfigError, first_line
+from framework.optimizers.sharding import saved_shape
 from framework.trainer import Trainer
 
 PREFIX = "ckpt"
@@ -30,6 +31,8 @@ UNFINISHED = "unfinished"
 _STATE = "checkpoint"
 _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+_COPIES = "/_trainable_variables/"
+"""In the key of a copy of the weights, which checkpoints of earlier versions have."""
 _ACTIONS = "actions/.ATTRIBUTES/py_state"
 _NO_DAMAGE = (
   tf.errors.AbortedError,
@@ -363,12 +366,12 @@ class CheckpointManager(tf.train.CheckpointManager):
     found: list[tuple[int, str]] = []
     for key, variable in here.items():
       raw = models.raw(variable)
-      wanted, got = f"{raw.dtype.name} {raw.shape.as_list()}", there.get(key, "missing")
+      wanted, got = f"{raw.dtype.name} {saved_shape(raw).as_list()}", there.get(key, "missing")
       if wanted != got:
         rank = 0 if id(raw) in of_model else 2
         found.append((rank, f"{models.name(variable)!r} is {got} in it and {wanted} here"))
     for key in sorted(there.keys() - here.keys()):
-      if key.startswith(("model/", "optimizers/")):
+      if key.startswith(("model/", "optimizers/")) and _COPIES not in key:
         name = key.removesuffix(_VALUE)
         rank = 1 if key.startswith("model/") else 3
         found.append((rank, f"{name!r} is {there[key]} in it and missing here"))

@@ -175,7 +175,10 @@ def test_an_infinite_loss_is_traced_to_its_worker_and_example(trained, tmp_path)
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
   """Batch normalisation: state of each replica's own, which all workers must help to save."""
-  return run(tmp_path_factory.mktemp("unbroken"), 2, "Clustered.batch_norm = True")
+  return run(tmp_path_factory.mktemp("unbroken"), 2, *STATEFUL)
+
+
+STATEFUL = ("Clustered.batch_norm = True", "keras.SGD.momentum = 0.5")
 
 
 SIGNALS = {
@@ -187,9 +190,13 @@ SIGNALS = {
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-  """The same, stopped by SIGTERM and started again; then each worker is killed, and all restart."""
+  """The same, stopped by SIGTERM and started again; then each worker is killed, and all restart.
+
+  Each worker keeps half of the momenta.
+  """
   folder = tmp_path_factory.mktemp("broken")
-  params = ("Clustered.batch_norm = True", "run.ledger = True", f"Keeper.signals = {SIGNALS}")
+  params = (*STATEFUL, "run.ledger = True", f"Keeper.signals = {SIGNALS}")
+  params += ("Trainer.shard_optimizer_state = True",)
   first = run(folder, 2, *params)
   saved = sorted(path.name for path in (folder / "m" / "checkpoints").glob("*.index"))
   return first, saved, run(folder, 2, *params, flags=["--max_restarts=2"])

@@ -53,6 +53,7 @@ class Scenario:
   wire_dtype: str | None = None
   fuse_updates: bool = True
   fused_below: int | None = None
+  shard: bool = False
   eager: bool = False
   jit_compile: bool = False
   evaluated: bool = False
@@ -218,6 +219,15 @@ def _optimizers():
       place = {"strategy": strategy, "replicas": replicas, "model": model}
       yield Case(scenario=_variant("unfused", fuse_updates=False), **place)
       yield Case(scenario=_variant("partly_fused", optimizer="adamw", fused_below=20), **place)
+  for replicas, op, model, options in (
+    (2, "reduction_to_one_device", "tf_keras", {"optimizer": "momentum"}),
+    (3, "collective", "keras", {"optimizer": "adamw", "fused_below": 20}),
+    (3, "reduction_to_one_device", "tf_keras", {"optimizer": "two"}),
+    (4, "hierarchical_copy", "keras", {"fuse_updates": False}),
+    (4, "reduction_to_one_device", "module_tf_keras", {"optimizer": "adamw"}),
+  ):
+    sharded = _variant("sharded", shard=True, **options)
+    yield Case(scenario=sharded, replicas=replicas, op=op, model=model)
   for model in ("module", "module_tf_keras"):
     for fuse in (True, False):
       scenario = _variant(f"untouched_{fuse}", optimizer="adamw", fuse_updates=fuse)

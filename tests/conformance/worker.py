@@ -105,6 +105,7 @@ def make_trainer(case):
     accumulation_steps=scenario.accumulation_steps,
     ema_decay=scenario.ema_decay,
     fuse_updates=scenario.fuse_updates,
+    shard_optimizer_state=scenario.shard,
     jit_compile=scenario.jit_compile,
     eager=scenario.eager,
   )

@@ -1,0 +1,177 @@
+"""Sharded optimizer state: its size, its checkpoints under any number of replicas, its refusals.
+
+That updates are right is shown in tests/conformance, against float64.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from framework.backend import models
+from framework.errors import ConfigError
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss
+from framework.optimizers import sharding
+from framework.saving.checkpoints import CheckpointManager
+from framework.task import Task
+from framework.trainer import Trainer
+
+KERAS = {"keras": keras, "tf_keras": tf_keras}
+UNITS, INPUTS, ROWS = (130, 130, 1), 150, 12
+LARGE = INPUTS * 130 + 130 * 130
+SMALL = 130 + 130 + 130 + 1  # two biases, the last kernel and its bias: one flat variable
+
+
+class Network(Task):
+  def __init__(self, library="keras", constraint=None, bad_step=-1):
+    self.library, self.constraint, self.bad_step = library, constraint, bad_step
+
+  def build_model(self):
+    layers = KERAS[self.library].layers
+    made = [
+      layers.Dense(u, "tanh", kernel_initializer=KERAS[self.library].initializers.RandomNormal(
+        stddev=0.1, seed=i), kernel_constraint=self.constraint)
+      for i, u in enumerate(UNITS)
+    ]  # fmt: skip
+    return KERAS[self.library].Sequential([layers.Input([INPUTS]), *made])
+
+  def source(self, split):
+    rng = np.random.default_rng(5)
+    return ArraySource(features={"x": rng.normal(size=[48, INPUTS]).astype(np.float32)})
+
+  def forward(self, batch, training):
+    bad = tf.where(tf.cast(batch["step"], tf.int32) == self.bad_step, np.inf, 1.0)
+    return self.model(batch["x"])[:, 0] * bad
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs - batch["x"][:, 0]), batch["weight"])
+
+
+def trainer_of(strategy, library="keras", *, task=None, optimizer=None, **options):
+  task = task or Network(library)
+  source = task.source("train")
+  adam = optimizer or (lambda: KERAS[library].optimizers.Adam(0.01, epsilon=1e-3))
+  trainer = Trainer(
+    task=task, strategy=strategy, optimizer=adam, global_batch_size=ROWS,
+    dataset_fn=lambda position: datasets.train_dataset(
+      source, global_batch_size=ROWS, pad_multiple=12, position=position, seed=3
+    ), **options,
+  )  # fmt: skip
+  return trainer
+
+
+def whole_state(trainer):
+  """Weights, and slots as a checkpoint has them."""
+  weights = [models.raw(v).numpy() for v in models.trainable_variables(trainer.task.model)]
+  slots = [models.raw(v) for v in trainer.parts.optimizers["default"].optimizer.variables]
+  return weights, [
+    v._serialize_to_tensors()["VARIABLE_VALUE"].tensor.numpy() if hasattr(v, "saved_shape")
+    else v.numpy() for v in slots
+  ]  # fmt: skip
+
+
+def equal(one, other, atol):
+  for some, others in zip(one, other, strict=True):
+    for a, b in zip(some, others, strict=True):
+      np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("library", KERAS)
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.fast(replicas=[3])
+def test_each_replica_keeps_its_part_of_the_state(library, replicas, mirrored):
+  trainer = trainer_of(mirrored(replicas), library, shard_optimizer_state=True)
+  sizes = []
+  for replica in range(replicas):
+    slots = [models.raw(v) for v in trainer.parts.optimizers["default"].optimizer.variables]
+    copies = [trainer.strategy.experimental_local_results(v)[replica] for v in slots]
+    assert {c.device[-5:] for c in copies} == {f"CPU:{replica}"}
+    sizes.append(sum(c.shape.num_elements() for c in copies if c.shape.rank))
+  assert max(sizes) == min(sizes)
+  assert 0 <= sizes[0] - 2 * (LARGE + SMALL) / replicas <= 2 * 3 * 2  # 3 pieces, rounded up
+
+
+@pytest.mark.parametrize("library", KERAS)
+@pytest.mark.parametrize(
+  ("first", "then"),
+  [
+    ((3, True), (2, True)),
+    ((2, True), (3, False)),
+    ((2, False), (4, True)),
+    ((3, True), (1, True)),
+  ],
+)
+@pytest.mark.fast(library=["tf_keras"])
+def test_a_checkpoint_fits_other_replicas_sharded_or_not(first, then, library, mirrored, tmp_path):
+  def made(place, folder):
+    replicas, shard = place
+    trainer = trainer_of(mirrored(replicas), library, shard_optimizer_state=shard)
+    options = {"directory": str(tmp_path / folder), "experiment": {"task": "t"}}
+    return trainer, CheckpointManager(trainer=trainer, **options)
+
+  trainer, manager = made(first, "one")
+  trainer.train(tf.constant(3))
+  manager.save()
+  manager.wait()
+  other, reader = made(then, "one")
+  assert reader.restore_or_initialize().endswith("ckpt-3")
+  equal(whole_state(trainer), whole_state(other), atol=0)
+  assert any(np.abs(slot).max() > 0 for slot in whole_state(other)[1] if slot.ndim == 2)
+  trainer.train(tf.constant(3))
+  other.train(tf.constant(3))
+  equal(whole_state(trainer), whole_state(other), atol=3e-6)
+
+
+def test_the_same_as_a_loop_of_keras_on_one_device(mirrored):
+  trainer = trainer_of(mirrored(3), shard_optimizer_state=True)
+  trainer.train(tf.constant(4))
+  task, adam = Network(), keras.optimizers.Adam(0.01, epsilon=1e-3)
+  model = task.build_model()
+  for batch in datasets.train_dataset(
+    task.source("train"), global_batch_size=ROWS, pad_multiple=12, seed=3
+  ).take(4):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(tf.square(model(batch["x"])[:, 0] - batch["x"][:, 0]))
+    adam.apply_gradients(
+      zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+    )
+  for copy in range(3):
+    for own, wanted in zip(trainer.task.model.trainable_variables, model.trainable_variables,
+                           strict=True):  # fmt: skip
+      got = trainer.strategy.experimental_local_results(models.raw(own))[copy]
+      np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6)
+
+
+def test_a_gathering_that_gives_wrong_values_is_refused(mirrored, monkeypatch):
+  wrong = sharding._all_gather
+  monkeypatch.setattr(sharding, "_all_gather", lambda own: wrong(own)[::-1])
+  with pytest.raises(ConfigError, match=r"gathering over 2 replicas is wrong: expected \[0.0, 1.0"):
+    trainer_of(mirrored(2), shard_optimizer_state=True)
+
+
+def central(mirrored):
+  return tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
+
+
+@pytest.mark.parametrize(
+  ("options", "line"),
+  [
+    ({"optimizer": keras.optimizers.Adafactor}, "optimizer 'default', a Adafactor, is not known"),
+    ({"optimizer": lambda: keras.optimizers.Adam(clipnorm=1.0)}, "use SGD, Adam, .* clipnorm"),
+    ({"task": Network(constraint=keras.constraints.NonNeg())}, "'sequential.*kernel' has a constr"),
+    ({"strategy": central}, "with CentralStorageStrategy; it needs mirrored or multi_worker_mirr"),
+  ],
+)
+def test_what_cannot_be_sharded_is_one_line(options, line, mirrored):
+  strategy = options.pop("strategy", lambda make: make(2))(mirrored)
+  with pytest.raises(ConfigError, match=line) as error:
+    trainer_of(strategy, shard_optimizer_state=True, **options)
+  assert "Trainer.shard_optimizer_state=True" in str(error.value)
+
+
+def test_a_single_replica_keeps_everything(mirrored):
+  trainer = trainer_of(mirrored(1), shard_optimizer_state=True)
+  assert not isinstance(trainer.parts.optimizers["default"].fusion, sharding.ShardedFusion)
