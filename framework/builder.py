@@ -25,9 +25,11 @@ from framework.inputs.buckets import Buckets
 from framework.inputs.parts import Sources, of_one_shape
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.ledger.recorder import Recorder
+from framework.model_parallel import ModelParallelTrainer
 from framework.optimizers.adapters import OptimizerFactory
 from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
 from framework.strategies import servers, traits
+from framework.strategies.model_parallel import is_model_parallel
 from framework.task import Task, preprocess_of
 from framework.trainer import DatasetFn, Trainer
 
@@ -82,7 +84,7 @@ class Recipe:
     def dataset(position: int, shard: datasets.Shard | None = None) -> tf.data.Dataset:
       return self._dataset(trainer, source(), recorder, position, shard)
 
-    make = ParameterServerTrainer if traits.is_asynchronous(strategy) else Trainer
+    make = trainer_class(strategy)
     given = {
       "task": task, "strategy": strategy, "dataset_fn": dataset_fn or dataset,
       "optimizer": self.optimizer, "global_batch_size": self.global_batch_size,
@@ -96,12 +98,12 @@ class Recipe:
   def evaluator(self, trainer: Trainer) -> Evaluator:
     """Returns an evaluator of the trainer's model on the task's evaluation data (host)."""
     task, strategy = trainer.task, trainer.strategy
-    replicas, batch_size = strategy.num_replicas_in_sync, self.eval_batch_size
+    shares, batch_size = traits.row_shares(strategy), self.eval_batch_size
     batch_size = batch_size or self.global_batch_size
-    rows = trainer.cluster.rows(datasets.padded_batch_size(batch_size, replicas))
+    rows = trainer.cluster.rows(datasets.padded_batch_size(batch_size, shares))
     sources = eval_sets(task.source("eval"))
     options: dict[str, Any] = {
-      "global_batch_size": batch_size, "pad_multiple": replicas, "rows": rows,
+      "global_batch_size": batch_size, "pad_multiple": shares, "rows": rows,
       "preprocess": preprocess_of(task), "steps": self.eval_steps,
     }  # fmt: skip
     made = {
@@ -132,7 +134,7 @@ class Recipe:
       "global_batch_size": self.global_batch_size,
     }  # fmt: skip
     if recorder is not None:
-      sizes = {
+      sizes: dict[str, Any] = {
         "padded_batch_size": trainer.padded_batch_size, "pad_multiple": trainer.batch_multiple
       }  # fmt: skip
       recorder.reads(source, **sizes, **read)
@@ -142,6 +144,13 @@ class Recipe:
       source, pad_multiple=trainer.batch_multiple, preprocess=preprocess_of(task), shard=shard,
       first_step=first_step, **read,
     )  # fmt: skip
+
+
+def trainer_class(strategy: tf.distribute.Strategy) -> type[Trainer]:
+  """Returns the trainer that runs under this strategy."""
+  if traits.is_asynchronous(strategy):
+    return ParameterServerTrainer
+  return ModelParallelTrainer if is_model_parallel(strategy) else Trainer
 
 
 def batch_size_on(

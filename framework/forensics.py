@@ -124,10 +124,10 @@ def watch(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> None:
 
 
 def _rollback_of(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> Rollback:
-  if traits.is_asynchronous(trainer.strategy):
+  if not traits.replays(trainer.strategy):
     raise ConfigError(
-      "a step cannot be replayed under parameter_server: other workers change the weights while it "
-      "runs; use another run.strategy."
+      "a step cannot be replayed under parameter_server, where other workers change the weights "
+      "meanwhile, or model_parallel, where it runs compiled only; use another run.strategy."
     )
   return Rollback(
     strategy=trainer.strategy, model=trainer.task.model, loss_scale=trainer.parts.loss_scale,

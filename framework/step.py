@@ -37,6 +37,7 @@ from framework.optimizers.ema import Ema
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.loss_scale import LossScale
 from framework.strategies import traits
+from framework.strategies.model_parallel import split_rows, update_if
 from framework.strategies.reduction import Reduction
 
 Gradient: TypeAlias = Any
@@ -406,7 +407,7 @@ class Step(EvalStep):
 
       for observer in self._observers:
         observer.before_update(target)
-      tf.cond(strategy.experimental_local_results(finite)[0], update, lambda: None)
+      update_if(strategy, strategy.experimental_local_results(finite)[0], update)
 
     context = tf.distribute.get_replica_context()
     context.merge_call(apply_if_finite, args=(finite, packed.tensors))
@@ -484,7 +485,7 @@ class Step(EvalStep):
           for index in group:
             replica_state.assign(strategy, targets[index], values[index])
 
-        tf.cond(strategy.experimental_local_results(flag)[0], assign_group, lambda: None)
+        update_if(strategy, strategy.experimental_local_results(flag)[0], assign_group)
 
     due = [stands & flag.deref() for flag in flags]
     values = [one.value for one in self._assignments]
@@ -542,7 +543,7 @@ class Step(EvalStep):
     count = self._parts.accumulation_steps
     if count == 1:
       return [batch]
-    parts = {name: tf.split(value, count) for name, value in batch.items()}
+    parts = {name: split_rows(value, count) for name, value in batch.items()}
     return [{name: parts[name][index] for name in batch} for index in range(count)]
 
   def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:

@@ -118,7 +118,9 @@ class Trainer(orbit.AbstractTrainer):
         f"global_batch_size is {global_batch_size} for {replicas} replicas; it must be at least "
         f"{replicas}."
       )
-    self.batch_multiple = replicas * accumulation_steps  # padded batch sizes are multiples of it
+    self.batch_multiple = (
+      traits.row_shares(strategy) * accumulation_steps
+    )  # padded batch sizes are multiples of it
     self.padded_batch_size = datasets.padded_batch_size(global_batch_size, self.batch_multiple)
     self.task, self.strategy, self.eager = task, strategy, eager
     self.cluster = traits.cluster_of(strategy)
@@ -130,7 +132,8 @@ class Trainer(orbit.AbstractTrainer):
     self._assigned: dict[str, tf.Variable] = {}  # what Step.assign sets, by name
     with strategy.scope():
       if task.model is None:
-        task.model = task.build_model()
+        with traits.building(strategy):
+          task.model = task.build_model()
       models.require_in_scope(task.model, strategy)
       recomputation.recompute_layers(task.model, recompute)
       self._make_counters()
@@ -271,7 +274,7 @@ class Trainer(orbit.AbstractTrainer):
     """Returns name -> object: all state that an exact restart needs (host)."""
     items = {
       "model": self.task.model,
-      "optimizers": {name: o.optimizer for name, o in self.parts.optimizers.items()},
+      "optimizers": {name: o.saved for name, o in self.parts.optimizers.items()},
       "loss_scale": self.parts.loss_scale,
       "global_step": self.global_step,
       "position": self.position,

@@ -205,7 +205,10 @@ class Attention(keras.layers.Layer):
     """
     n, length, width = keras.ops.shape(x)
     shape = [n, length, 3, self._heads, width // self._heads]
-    query, key, value = keras.ops.unstack(keras.ops.reshape(self.project(x), shape), axis=2)
+    query, key, value = (
+      keras.ops.squeeze(part, axis=2)
+      for part in keras.ops.split(keras.ops.reshape(self.project(x), shape), 3, axis=2)
+    )
     query, key = rotated(query, rotation), rotated(key, rotation)
     mixed = keras.ops.dot_product_attention(query, key, value, mask=mask)
     return self.output_layer(keras.ops.reshape(mixed, [n, length, width]))
@@ -305,7 +308,7 @@ def transformer(
       f"number, because rotary positions need pairs: such as {2 * max(1, heads) * 16}."
     )
   model = Transformer(layers=layers, width=width, heads=heads, dropout=dropout)
-  model({name: np.zeros([1, 2], np.int32) for name in INPUTS})  # creates the variables
+  model({name: keras.Input([None], dtype="int32") for name in INPUTS})  # creates the variables
   return model
 
 
@@ -317,7 +320,8 @@ def attention_mask(position: tf.Tensor) -> tf.Tensor:
   piece = keras.ops.cumsum(keras.ops.cast(keras.ops.equal(position, 0), "int32"), axis=1)
   order = keras.ops.arange(keras.ops.shape(position)[1])
   same = keras.ops.equal(piece[:, :, None], piece[:, None, :])
-  return keras.ops.logical_and(same, order[:, None] >= order[None, :])[:, None]
+  seen = keras.ops.logical_and(same, order[:, None] >= order[None, :])
+  return keras.ops.expand_dims(seen, axis=1)
 
 
 def rotary_angles(position: tf.Tensor, size: int, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:

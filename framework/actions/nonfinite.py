@@ -33,7 +33,7 @@ class StopOnNonFinite(Action):
 
     Args:
       forensics: False stops after the loop that has the bad step, and reports only the step. This
-        is always so under parameter servers.
+        is always so under parameter servers and model parallelism.
     """
     self._forensics = forensics
 
@@ -43,10 +43,11 @@ class StopOnNonFinite(Action):
     trainer = run.trainer
     if not self._forensics or not isinstance(trainer, Trainer):
       return
-    if not traits.is_asynchronous(run.strategy):
+    if traits.replays(run.strategy):
       forensics.watch(trainer, lambda: self._examine(trainer))
     else:
-      logging.warning("StopOnNonFinite reports only the step under parameter_server")
+      name = traits.describe(run.strategy)[0]
+      logging.warning("StopOnNonFinite reports only the step under %s", name)
 
   def _examine(self, trainer: Trainer) -> None:
     """Saves the state before the bad step, reports on the step, and fails the run."""

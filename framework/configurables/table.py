@@ -25,7 +25,8 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.strategies.reduction", "Reduction"),
   (
     "framework.strategies.factories",
-    "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
+    "auto default one_device mirrored central_storage model_parallel multi_worker_mirrored "
+    "parameter_server tpu",
   ),
   ("framework.strategies.resolvers", "tf_config slurm"),
   ("framework.strategies.cloud", "kubernetes gce"),

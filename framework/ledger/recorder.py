@@ -35,12 +35,17 @@ class Recorder(Observer):
       strategy: the strategy of the training.
 
     Raises:
-      ConfigError: training is asynchronous.
+      ConfigError: training is asynchronous, or on a mesh.
     """
     if traits.is_asynchronous(strategy):
       raise ConfigError(
         "run.ledger is True, but under parameter_server the steps that a worker's batches become "
         "are not known, and a killed worker loses a batch; remove run.ledger."
+      )
+    if traits.is_on_mesh(strategy):
+      raise ConfigError(
+        "run.ledger is True, but under model_parallel TensorFlow cannot compile the recording of "
+        "examples; remove run.ledger."
       )
     self._strategy, self._cluster = strategy, traits.cluster_of(strategy)
     self._path = os.path.join(model_dir, file_name(self._cluster.index))

@@ -18,9 +18,11 @@ import tf_keras
 from framework.backend import models
 from framework.backend.replica_state import assign_result
 from framework.errors import ConfigError
-from framework.optimizers import kernels, schedules, sharding
+from framework.optimizers import functional, kernels, schedules, sharding
 from framework.optimizers.fusion import Fusion, Gradients
+from framework.optimizers.saved_layout import SavedOptimizer
 from framework.optimizers.sharding import ShardedFusion
+from framework.strategies.model_parallel import is_model_parallel
 
 OptimizerFactory = Callable[[], keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer]
 DEFAULT = "default"
@@ -32,7 +34,13 @@ def prefix(name: str) -> str:
 
 
 class Optimizer:
-  """A Keras 3 or tf_keras optimizer and the variables that it updates."""
+  """A Keras 3 or tf_keras optimizer and the variables that it updates.
+
+  Attributes:
+    optimizer: of either Keras.
+    variables: what it updates.
+    saved: what a checkpoint has of it.
+  """
 
   def __init__(
     self,
@@ -57,12 +65,20 @@ class Optimizer:
     self.optimizer = optimizer
     self.variables = list(variables)
     fused = fuse and is_elementwise(optimizer)
+    on_mesh = is_model_parallel(tf.distribute.get_strategy())
     self.fusion = (
       ShardedFusion(self.variables, enabled=fused, strategy=shard)
       if shard
-      else Fusion(self.variables, enabled=fused)
+      else Fusion(self.variables, enabled=fused and not on_mesh)
     )
     schedules.bind(optimizer, step)
+    self.saved: Any = optimizer
+    if on_mesh:
+      slots = functional.prepare(optimizer, self.variables)
+      self._build()
+      functional.use(optimizer)
+      self.saved = SavedOptimizer(optimizer, slots, self.variables, fused=fused)
+      return
     self._build()
     self.fusion.save_whole(optimizer)
     if fuse:

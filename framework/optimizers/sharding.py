@@ -169,7 +169,7 @@ class _SavedWhole(NamedTuple):
 
 def saved_shape(variable: tf.Variable) -> tf.TensorShape:
   """Returns the shape that a variable has in a checkpoint."""
-  return getattr(variable, "saved_shape", variable.shape)
+  return variable.saved_shape if hasattr(variable, "saved_shape") else variable.shape
 
 
 def _part(whole: tf.Tensor, size: int, replica: int) -> tf.Tensor:

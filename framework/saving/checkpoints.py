@@ -20,6 +20,7 @@ from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 from framework.backend import files, models
 from framework.backend.timing import timed
 from framework.errors import ConfigError, first_line
+from framework.optimizers.saved_layout import JoinedSlots
 from framework.optimizers.sharding import saved_shape
 from framework.trainer import Trainer
 
@@ -469,7 +470,7 @@ def _parents(folder: str) -> list[str]:
 def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:
   """Returns every variable under `root` by its checkpoint key: the shortest path to it."""
   nodes, paths = tf.train.TrackableView(root)._descendants_with_paths()
-  kinds = (tf.Variable, keras.Variable)
+  kinds = (tf.Variable, keras.Variable, JoinedSlots)
   found = [node for node in nodes if isinstance(node, kinds)]
   return {f"{trackable_utils.object_path_to_string(paths[v])}{_VALUE}": v for v in found}
 

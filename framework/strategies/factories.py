@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import tensorflow as tf
@@ -13,6 +15,7 @@ from tensorflow.python.framework import kernels
 from framework.errors import ConfigError, require_integer, require_positive, unknown
 from framework.strategies import rendezvous, resolvers, servers
 from framework.strategies.cluster import Cluster, workers
+from framework.strategies.model_parallel import ModelParallelStrategy, make_mesh
 
 CrossDeviceOps = Literal[
   "auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "collective"
@@ -219,6 +222,44 @@ def parameter_server(
     min_shard_bytes=min_shard_bytes,
     max_shards=max_shards,
   )
+
+
+def model_parallel(
+  *,
+  mesh: Mapping[str, int],
+  layouts: Mapping[str, Sequence[str | None]] = types.MappingProxyType({}),
+  devices: Sequence[str] | None = None,
+) -> tf.distribute.Strategy:
+  """One model, split over several devices by TensorFlow's DTensor; experimental there.
+
+  Args:
+    mesh: name -> number of devices along it, such as {"batch": 2, "model": 2}. The rows of a batch
+      are split over "batch"; other names are yours, for `layouts`.
+    layouts: pattern -> for each axis of a variable the mesh dimension that splits it, or None,
+      such as {"up/kernel": (None, "model")}. A pattern is a regular expression for the end of a
+      variable's name, from a "/" on. Other variables are on every device. Slots of optimizers are
+      split as their variables are.
+    devices: as many as the mesh has, such as ("GPU:0", "GPU:1"); None uses the GPUs, or logical
+      CPUs if there are not enough.
+
+  Raises:
+    ConfigError: a size or device that does not exist, or a layout with an unknown dimension.
+  """
+  if not isinstance(mesh, Mapping) or not mesh:
+    raise ConfigError(f"model_parallel.mesh is {mesh!r}; give sizes, such as {{'batch': 2}}.")
+  for name, size in mesh.items():
+    require_integer(f"model_parallel.mesh[{name!r}]", size, at_least=1)
+  count = math.prod(mesh.values())
+  if devices is None:
+    gpus = _logical("GPU") if tf.config.list_physical_devices("GPU") else []
+    devices = gpus[:count] if len(gpus) >= count else split_cpu(count)
+  elif len(devices) != count:
+    raise ConfigError(
+      f"model_parallel.mesh has {count} devices, but model_parallel.devices names {len(devices)}."
+    )
+  else:
+    devices = _replica_devices(devices, None)
+  return ModelParallelStrategy(make_mesh(mesh, devices), layouts)
 
 
 def auto(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
 from framework.errors import ConfigError
-from framework.strategies import resolvers, servers
+from framework.strategies import model_parallel, resolvers, servers
 from framework.strategies.cluster import Cluster, workers
 
 
@@ -34,6 +35,34 @@ def shares_variables(strategy: tf.distribute.Strategy) -> bool:
   """Whether several replicas share one copy of each variable (central storage)."""
   central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
   return central and strategy.num_replicas_in_sync > 1
+
+
+def is_on_mesh(strategy: tf.distribute.Strategy) -> bool:
+  """Whether the model is split over a mesh of devices."""
+  return model_parallel.is_model_parallel(strategy)
+
+
+def replays(strategy: tf.distribute.Strategy) -> bool:
+  """Whether a step can be undone and replayed eagerly."""
+  return not is_on_mesh(strategy) and not is_asynchronous(strategy)
+
+
+def row_shares(strategy: tf.distribute.Strategy) -> int:
+  """Returns into how many parts of equal size the rows of a global batch are split."""
+  if isinstance(strategy, model_parallel.ModelParallelStrategy):
+    return strategy.row_shares
+  return strategy.num_replicas_in_sync
+
+
+@contextlib.contextmanager
+def building(strategy: tf.distribute.Strategy) -> Iterator[None]:
+  """Explains errors of a model that is built in the scope of this strategy (host)."""
+  if not isinstance(strategy, model_parallel.ModelParallelStrategy):
+    yield
+    return
+  with model_parallel.building():
+    yield
+  strategy.require_all_match()
 
 
 def describe(strategy: tf.distribute.Strategy) -> tuple[str, list[str]]:

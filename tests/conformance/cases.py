@@ -65,7 +65,7 @@ class Case:
   """One scenario at one place.
 
   `model`: "keras" (3), "tf_keras", or a tf.Module that one or the other optimizes, "module" and
-  "module_tf_keras".
+  "module_tf_keras". `op`: under "model_parallel" the mesh, such as "2x4" for batch and model.
   """
 
   scenario: Scenario
@@ -76,12 +76,22 @@ class Case:
 
   @property
   def id(self):
-    place = f"{self.strategy}_{self.op}" if self.strategy == "mirrored" else self.strategy
+    place = f"{self.strategy}_{self.op}" if self.op else self.strategy
     return f"{self.scenario.name}-{place}-x{self.replicas}-{self.model}"
 
   @property
+  def mesh(self):
+    """Devices along "batch" and "model"; elsewhere each replica is one along "batch"."""
+    on_mesh = self.strategy == "model_parallel"
+    return tuple(map(int, self.op.split("x"))) if on_mesh else (self.replicas, 1)
+
+  @property
+  def devices(self):
+    return self.mesh[0] * self.mesh[1]
+
+  @property
   def padded_batch_size(self):
-    multiple = self.replicas * self.scenario.accumulation_steps
+    multiple = self.mesh[0] * self.scenario.accumulation_steps
     return -(-self.scenario.batch_size // multiple) * multiple
 
   def rows_of_replica(self, replica):
@@ -256,6 +266,23 @@ def _reductions():
   yield Case(scenario=WIRE_OVERFLOW, op="collective")
 
 
+def _meshes():
+  place = {"strategy": "model_parallel", "replicas": 1}
+  for op, model in (
+    *(("1x1", "keras"), ("2x1", "tf_keras"), ("1x2", "keras"), ("1x4", "tf_keras")),
+    *(("4x1", "keras"), ("2x2", "tf_keras"), ("2x2", "keras"), ("2x2", "module_tf_keras")),
+  ):
+    scenario = EVERYTHING if (op, model) == ("2x2", "keras") else COMBINED
+    yield Case(scenario=scenario, op=op, model=model, **place)
+  for scenario, model in (
+    *((_variant("momentum", optimizer="momentum"), "keras"),),
+    *((_variant("adamw", optimizer="adamw"), each) for each in ("keras", "tf_keras")),
+    *((_variant("two", optimizer="two"), "keras"), (_variant("schedule", schedule=True), "keras")),
+    (_variant("inputs", framework_inputs=True), "tf_keras"),
+  ):
+    yield Case(scenario=scenario, op="2x2", model=model, **place)
+
+
 def _wire(dtype):
   """A single plain step: its update *is* the gradient, so a bound on the one bounds the other."""
   return Scenario(
@@ -272,5 +299,5 @@ WIRE_OVERFLOW = Scenario(
   rate=0.02,
 )
 
-_GROUPS = (_matrix, _alone, _optimizers, _modes, _reductions)
+_GROUPS = (_matrix, _alone, _optimizers, _modes, _reductions, _meshes)
 CASES = {case.id: case for group in _GROUPS for case in group()}

@@ -10,6 +10,12 @@ from framework import metrics
 from framework import task as tasks
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
+LAYOUTS = {
+  "hidden/kernel": (None, "model"),
+  "hidden/bias": ("model",),
+  "output/kernel": ("model", None),
+}
+"""Each half of the hidden units on devices of its own."""
 UNTOUCHED = [1.0, -2.0, 3.0]
 
 
@@ -34,8 +40,8 @@ class Mlp(tasks.Task):
   def layers(self):
     dense = self.keras.layers.Dense
     penalty = self.keras.regularizers.L2(self.l2) if self.l2 else None
-    hidden = dense(reference.HIDDEN, activation="tanh", kernel_regularizer=penalty)
-    return {"hidden": hidden, "output": dense(1)}
+    hidden = dense(reference.HIDDEN, activation="tanh", kernel_regularizer=penalty, name="hidden")
+    return {"hidden": hidden, "output": dense(1, name="output")}
 
   def forward(self, batch, training):
     return self.model(batch["x"], training=training)
@@ -78,7 +84,8 @@ class Module(tf.Module):
 
   def __init__(self):
     super().__init__()
-    self.layers = [tf.Variable(value) for value in reference.initial_weights()]
+    named = zip(reference.NAMES, reference.initial_weights(), strict=True)
+    self.layers = [tf.Variable(value, name=name) for name, value in named]
     self.untouched = tf.Variable(UNTOUCHED)
 
   def __call__(self, x):

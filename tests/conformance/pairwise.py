@@ -14,7 +14,8 @@ def claims(case):
 
   A narrow wire rounds: its cases show nothing of the place.
   """
-  place = {"place": (case.strategy, case.op), "replicas": case.replicas, "model": case.model}
+  op = case.op if case.strategy == "mirrored" else ""
+  place = {"place": (case.strategy, op), "replicas": case.replicas, "model": case.model}
   pairs = itertools.combinations(place.items(), 2) if case.scenario.wire_dtype is None else ()
   return {*pairs, *options(case.scenario)}
 

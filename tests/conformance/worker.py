@@ -25,7 +25,7 @@ import reference
 import tensorflow as tf
 import tf_keras
 
-from framework import evaluator, trainer
+from framework import builder, evaluator
 from framework.backend import models
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
@@ -40,6 +40,9 @@ def make_strategy(name, replicas, op, num_packs):
     return factories.mirrored(cpu_replicas=replicas, cross_device_ops=op, num_packs=num_packs)
   if name == "central_storage":
     return factories.central_storage(cpu_replicas=replicas)
+  if name == "model_parallel":
+    mesh = dict(zip(("batch", "model"), map(int, op.split("x")), strict=True))
+    return factories.model_parallel(mesh=mesh, layouts=mlp.LAYOUTS)
   return {"default": factories.default, "one_device": factories.one_device}[name]()
 
 
@@ -78,7 +81,7 @@ def make_dataset(case, position=0):
     return datasets.train_dataset(
       ArraySource(features=joined(cases.global_batches(case))),
       global_batch_size=case.scenario.batch_size,
-      pad_multiple=case.replicas,
+      pad_multiple=case.mesh[0],
       position=position,
       shuffle=False,
     )
@@ -92,9 +95,10 @@ def joined(batches):
 
 def make_trainer(case):
   scenario = case.scenario
-  return trainer.Trainer(
+  strategy = make_strategy(case.strategy, case.replicas, case.op, scenario.num_packs)
+  return builder.trainer_class(strategy)(
     task=mlp.make(model=case.model, l2=scenario.l2, two_optimizers=scenario.optimizer == "two"),
-    strategy=make_strategy(case.strategy, case.replicas, case.op, scenario.num_packs),
+    strategy=strategy,
     dataset_fn=lambda position: make_dataset(case, position),
     global_batch_size=scenario.batch_size,
     optimizer=make_optimizers(scenario, case.model),
@@ -174,7 +178,7 @@ def main(folder, ids):
   """Runs the cases, those of as many replicas in one process; returns the worst exit status."""
   groups = collections.defaultdict(list)
   for case_id in ids:
-    groups[cases.CASES[case_id].replicas].append(case_id)
+    groups[cases.CASES[case_id].devices].append(case_id)
   statuses = []
   for started, replicas in enumerate(sorted(groups, key=lambda n: -n * len(groups[n]))):
     if started >= AT_ONCE:

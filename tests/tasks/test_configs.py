@@ -61,6 +61,15 @@ CLASSIFIER = {**ONE, "metrics": {"loss", "accuracy"}}
 TOKENS = {"tokens": ("int32", (500,))}
 FLOAT = ("float32", ())
 DIGITS = {"image": ("float32", (8, 8, 1))}
+LANGUAGE_MODEL = {
+  **ONE,
+  "features": dict.fromkeys(("token", "position", "target"), ("int32", (256,))),
+  "parameters": {"default": transformer_parameters(4, 128)},
+  "optimizer": keras.optimizers.AdamW,
+  "metrics": {"loss", "bits_per_byte", "perplexity"},
+  "rates": {0: 0.0, 100: 0.0015, 200: 0.003, 2100: 0.00165, 4000: 0.0003},
+  "loss": math.log(256),
+}
 EXPECTED = {
   "digits_cnn.gin": {
     **CLASSIFIER,
@@ -162,15 +171,8 @@ EXPECTED = {
     "parameters": {"default": 4_137_409},
     "rates": {0: 0.001, 400: 0.001},
   },
-  "language_model.gin": {
-    **ONE,
-    "features": dict.fromkeys(("token", "position", "target"), ("int32", (256,))),
-    "parameters": {"default": transformer_parameters(4, 128)},
-    "optimizer": keras.optimizers.AdamW,
-    "metrics": {"loss", "bits_per_byte", "perplexity"},
-    "rates": {0: 0.0, 100: 0.0015, 200: 0.003, 2100: 0.00165, 4000: 0.0003},
-    "loss": math.log(256),
-  },
+  "language_model.gin": LANGUAGE_MODEL,
+  "language_model_parallel.gin": LANGUAGE_MODEL,
   "model_garden.gin": {
     **ONE,
     "needs": "tensorflow_datasets",

@@ -1,0 +1,97 @@
+"""Training a model that is split over a mesh; see framework/strategies/model_parallel.py.
+
+The host runs the loop, one compiled step after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import tensorflow as tf
+
+from framework.backend.autograph import compiled
+from framework.errors import ConfigError
+from framework.inputs.buckets import Scheduled
+from framework.inputs.datasets import Batch
+from framework.optimizers import functional
+from framework.strategies.model_parallel import ModelParallelStrategy
+from framework.trainer import Trainer
+
+
+class ModelParallelTrainer(Trainer):
+  """`Trainer` under `ModelParallelStrategy`; its options and methods are those of `Trainer`."""
+
+  def __init__(
+    self,
+    *,
+    strategy: ModelParallelStrategy,
+    jit_compile: bool = False,
+    shard_optimizer_state: bool = False,
+    eager: bool = False,
+    **options: Any,
+  ) -> None:
+    """Makes model, optimizers and counters on the mesh (host).
+
+    Args:
+      strategy: the mesh and the layouts.
+      jit_compile: must be False.
+      shard_optimizer_state: must be False: slots are split as their variables are.
+      eager: must be False: most operations need a compiled step to mix with tensors of one device.
+      **options: see `Trainer`.
+
+    Raises:
+      ConfigError: an option that model parallelism does not have, or a layout that fits no
+        variable.
+    """
+    refused = {
+      "Trainer.jit_compile": jit_compile,
+      "Trainer.shard_optimizer_state": shard_optimizer_state,
+      "eager": eager,
+    }
+    for name, value in refused.items():
+      if value:
+        raise ConfigError(
+          f"received {name}=True, which model_parallel does not have; set it to False."
+        )
+    super().__init__(strategy=strategy, **options)
+    for name, optimizer in self.parts.optimizers.items():
+      functional.prove(name, optimizer.optimizer, optimizer.variables)
+
+  def make_iterator(self) -> Iterator[Batch]:
+    """See `Trainer.make_iterator`.
+
+    Raises:
+      ConfigError: the source has batches of several lengths.
+    """
+    dataset = self._dataset_fn(int(self.position.numpy()))
+    if isinstance(dataset, Scheduled):
+      raise ConfigError(
+        "the source is a Buckets, but model_parallel takes batches of one shape; give one length."
+      )
+    return iter(self.cluster.distribute(dataset))
+
+  def next_batch(self, iterator: Iterator[Any]) -> tuple[Batch, tf.Tensor]:
+    """Returns the batch that the host has read, and how long it took (cross-replica)."""
+    batch, input_wait_s = next(iterator)
+    return batch, input_wait_s
+
+  def _run_loop(self, num_steps: tf.Tensor) -> None:
+    iterator = cast(Iterator[Batch], self._iterator)
+    for observer in self.parts.observers:
+      observer.loop_starts()
+    for _ in range(int(num_steps)):
+      started = time.perf_counter()
+      batch = next(iterator)
+      waited_s = tf.constant(time.perf_counter() - started, tf.float32)
+      stands = self._compiled_loop(batch, waited_s)
+      if self.parts.observers and not bool(stands):
+        return  # an observer has undone the step
+
+  def _compiled(self) -> Any:
+    def step(batch: Batch, input_wait_s: tf.Tensor) -> tf.Tensor:
+      read: Iterator[Any] = iter([(batch, input_wait_s)])
+      return self.train_step(read)
+
+    return compiled(step)

@@ -1,0 +1,221 @@
+"""A model that is split over a mesh: its parts, checkpoints, draws, and one line for mistakes.
+
+That updates are right is shown in tests/conformance, against float64.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from framework.backend import models
+from framework.builder import trainer_class
+from framework.errors import ConfigError
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.ledger.recorder import Recorder
+from framework.metrics import Loss
+from framework.optimizers import functional
+from framework.saving.checkpoints import CheckpointManager
+from framework.strategies import factories, model_parallel
+from framework.task import Task
+from tasks import language_model
+
+LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
+
+
+def mesh(batch=2, model=2, layouts=LAYOUTS):
+  return factories.model_parallel(mesh={"batch": batch, "model": model}, layouts=layouts)
+
+
+class Images(Task):
+  """A convolution, dropout, and a network of two layers."""
+
+  def __init__(self, library=keras):
+    self.library = library
+
+  def build_model(self):
+    layers, normal = self.library.layers, self.library.initializers.RandomNormal
+    return self.library.Sequential([
+      layers.Input([6, 6, 1]),
+      layers.Conv2D(4, 3, activation="relu", kernel_initializer=normal(seed=1), name="conv"),
+      layers.Flatten(),
+      layers.Dense(16, "tanh", kernel_initializer=normal(seed=2), name="up"),
+      layers.Dropout(0.5),
+      layers.Dense(3, kernel_initializer=normal(seed=3), name="down"),
+    ])  # fmt: skip
+
+  def source(self, split):
+    rng = np.random.default_rng(0)
+    return ArraySource(features={"x": rng.normal(size=[40, 6, 6, 1]).astype(np.float32)})
+
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=training)
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.reduce_sum(tf.square(outputs - 1.0), axis=1), batch["weight"])
+
+
+class Bytes:
+  """The documents of a split."""
+
+  def documents(self, split):
+    return [bytes(np.random.default_rng(1).integers(0, 256, 400, dtype=np.uint8))]
+
+
+def text():
+  keras.utils.set_random_seed(5)
+  return language_model.LanguageModel(
+    corpus=Bytes(), context=8,
+    network=lambda: language_model.transformer(layers=1, width=16, heads=2, dropout=0.3),
+  )  # fmt: skip
+
+
+def trainer_of(task, strategy, *, optimizer=None, **options):
+  source = task.source("train")
+  adam = optimizer or (lambda: keras.optimizers.AdamW(0.01, epsilon=1e-3, weight_decay=0.1))
+  preprocess = getattr(task, "preprocess", None)
+  return trainer_class(strategy)(
+    task=task, strategy=strategy, optimizer=adam, global_batch_size=10,
+    dataset_fn=lambda position: datasets.train_dataset(
+      source, global_batch_size=10, pad_multiple=12, position=position, preprocess=preprocess
+    ), **options,
+  )  # fmt: skip
+
+
+def weights(trainer):
+  return [models.raw(v).numpy() for v in models.trainable_variables(trainer.task.model)]
+
+
+def assert_equal(one, other, atol):
+  for a, b in zip(weights(one), weights(other), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+ATTENTION = {
+  "gate/kernel": (None, "model"), "up/kernel": (None, "model"), "down/kernel": ("model", None),
+  "output/kernel": ("model", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("make", "layouts"), [(Images, LAYOUTS), (text, ATTENTION)], ids=["cnn", "transformer"]
+)
+def test_the_same_as_one_device_with_dropout_and_padding(make, layouts):
+  alone = trainer_of(make(), tf.distribute.OneDeviceStrategy("CPU:0"), clip_norm=1.0)
+  split = trainer_of(make(), mesh(layouts=layouts), clip_norm=1.0)
+  assert_equal(alone, split, atol=0)
+  for steps in (2, 4):
+    one, other = (t.train(tf.constant(steps)) for t in (alone, split))
+    assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+  assert_equal(alone, split, atol=1e-5)
+  assert split.traces == 1
+
+
+@pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
+def test_each_device_has_its_part_of_weights_and_slots(library):
+  trainer = trainer_of(Images(library), mesh(), optimizer=lambda: library.optimizers.Adam(0.01))
+  [adam] = trainer.parts.optimizers.values()
+  kept = [models.raw(v) for v in [*adam.variables, *adam.optimizer.variables]]
+  whole = {(64, 16): (64, 8), (16,): (8,), (16, 3): (8, 3)}  # "up" and its bias, "down"
+  seen = []
+  for variable in kept:
+    parts = [part.shape for part in model_parallel.dtensor.unpack(variable.read_value())]
+    shape = tuple(variable.shape)
+    assert parts == [whole.get(shape, shape)] * 4
+    seen.append(shape)
+  assert [seen.count(shape) for shape in whole] == [3, 3, 3]  # the weight, mean and square
+
+
+@pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
+def test_a_checkpoint_moves_between_meshes_and_replicas(library, mirrored, tmp_path):
+  def made(strategy):
+    trainer = trainer_of(
+      Images(library), strategy, optimizer=lambda: library.optimizers.Adam(0.01, epsilon=1e-3)
+    )
+    manager = CheckpointManager(
+      trainer=trainer, directory=str(tmp_path), experiment={"task": "images"}
+    )
+    return trainer, manager
+
+  def passed_on(giver, taker):
+    giver[1].save()
+    giver[1].wait()
+    assert taker[1].restore_or_initialize()
+    assert_equal(giver[0], taker[0], atol=0)
+    taker[0].train(tf.constant(2))
+
+  first = made(mesh())
+  first[0].train(tf.constant(2))
+  second, third = made(mirrored(1)), made(mesh(4, 1))
+  passed_on(first, second)
+  passed_on(second, third)
+  unbroken, _ = made(mesh(1, 2))
+  unbroken.train(tf.constant(6))
+  assert_equal(unbroken, third[0], atol=3e-6)
+
+
+def test_a_trial_update_that_goes_wrong_is_refused(monkeypatch):
+  usual = functional._adam
+
+  def stuck(optimizer, index, *args):
+    return usual(optimizer, index, *args)[: 2 if index == 2 else 3]
+
+  monkeypatch.setattr(functional, "_adam", stuck)
+  with pytest.raises(ConfigError, match=r"wrong values of variable 'sequential.*/up/kernel', off"):
+    trainer_of(Images(), mesh())
+
+
+class Called(Images):
+  def build_model(self):
+    model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(16, name="up")])
+    model(np.zeros([2, 6, 6, 1], np.float32))
+    return model
+
+
+@pytest.mark.parametrize(
+  ("layouts", "line"),
+  [
+    ({"up/kernel": (None, "modle")}, r"unknown dimension .*'modle'; .*Did you mean 'model'"),
+    ({"up/kernal": (None, "model")}, r"unknown variable .*'up/kernal'; .*Did you mean 'up/kernel'"),
+    ({"up/kernel": ("model",)}, r"has shape \(64, 16\); give one entry for each of its 2 axes"),
+    ({"down/kernel": (None, "model")}, "splits axis 1 .* into 2 parts; the size must be a multi"),
+    ({"up/kernel": (None, None), "u./kernel": (None, None)}, "which both match variable"),
+    ({"up/(kernel": (None, None)}, "which is no regular expression"),
+  ],
+)
+def test_a_wrong_layout_is_one_line(layouts, line):
+  with pytest.raises(ConfigError, match=line):
+    trainer_of(Images(), mesh(layouts=layouts))
+
+
+@pytest.mark.parametrize(
+  ("options", "line"),
+  [
+    (
+      {"optimizer": keras.optimizers.Lion},
+      "is a Lion, but model_parallel can update only with SGD",
+    ),
+    ({"optimizer": lambda: keras.optimizers.Adam(amsgrad=True)}, "without amsgrad"),
+    ({"eager": True}, "received eager=True, which model_parallel does not have"),
+    ({"jit_compile": True}, "received Trainer.jit_compile=True"),
+    ({"shard_optimizer_state": True}, "received Trainer.shard_optimizer_state=True"),
+    ({"task": Called()}, "give the model keras.Input tensors instead of arrays"),
+  ],
+)
+def test_what_a_mesh_does_not_have_is_one_line(options, line):
+  with pytest.raises(ConfigError, match=line):
+    trainer_of(options.pop("task", None) or Images(), mesh(layouts={}), **options)
+
+
+def test_the_ledger_is_refused_in_one_line(tmp_path):
+  with pytest.raises(ConfigError, match=r"under model_parallel .* remove run.ledger"):
+    Recorder(model_dir=str(tmp_path), strategy=mesh())
+
+
+def test_a_mesh_needs_its_devices():
+  with pytest.raises(ConfigError, match=r"has 4 devices, but model_parallel\.devices names 1"):
+    factories.model_parallel(mesh={"batch": 2, "model": 2}, devices=["CPU:0"])
+  with pytest.raises(ConfigError, match=r"mesh\['model'\] is 0; it must be"):
+    factories.model_parallel(mesh={"model": 0})
