@@ -52,6 +52,7 @@ COMMANDS: Mapping[str, Command] = {
   "sweep": Command("Searches for the best bindings, in many runs.", module="sweep"),
   "options": Command("Lists all that a config can set.", module="options"),
   "ls": Command("Lists the runs in folders, by default in runs/.", "[FOLDER ...]", "ls"),
+  "report": Command("Writes an HTML page about runs.", "RUN [RUN ...]", "report"),
   "diff": Command("Compares two runs: bindings, data, versions, results.", "RUN RUN", "diff"),
   "new": Command("Makes a project: a task, its config, a test.", "NAME", "new"),
 }

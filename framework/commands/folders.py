@@ -156,6 +156,17 @@ def log(path: str) -> Iterator[Record]:
       yield record
 
 
+def starts(path: str) -> Iterator[Record]:
+  """Yields how each process that trained here was started; skips unreadable lines (host).
+
+  Raises:
+    ConfigError: the history is no file, or cannot be read.
+  """
+  for line in _content(os.path.join(path, HISTORY)).splitlines():
+    if record := _parsed(line):
+      yield record
+
+
 def texts(values: object) -> dict[str, str]:
   """Returns the pairs of texts in what JSON gave; {} if that is no object."""
   pairs = values.items() if isinstance(values, Mapping) else ()

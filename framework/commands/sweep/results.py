@@ -23,6 +23,7 @@ from framework.errors import ConfigError, is_finite
 BEST, PLOTS = "best.gin", "plots.html"
 _STRATEGY = re.compile(r"^strategy +(\w+?)(?:Strategy)?, (\d+) replicas?(?: on (.*))?$", re.M)
 _MAX_OUTPUT = 2**16
+_CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["sendChartToCloud"]}  # none uploads
 _TIMED = ("batch", "devices", "precision", "time", "examples/s")
 
 
@@ -146,7 +147,7 @@ def write_plots(study: Study) -> None:
     with contextlib.suppress(ValueError, RuntimeError, ImportError), warnings.catch_warnings():
       warnings.simplefilter("ignore")
       figure = plot(study.known).update_layout(title=title)
-      parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
+      parts.append(figure.to_html(config=_CONFIG, full_html=False, include_plotlyjs=not parts))
   name = os.path.basename(os.path.abspath(study.folder))
   head = f"<!doctype html><html><head><meta charset='utf-8'><title>{_escaped(name)}</title></head>"
   _replace(os.path.join(study.folder, PLOTS), f"{head}<body>{''.join(parts)}</body></html>")
