@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GOALS = ("BestCheckpoint", "EarlyStopping", "Export")
 """Actions with a metric and a mode."""
-_VARY = re.compile(r"\s*([^\s=]+)\s*=\s*(\S.*?)\s*", re.DOTALL)
+_VARY = re.compile(r"\s*([^\s=,]+(?:\s*,\s*[^\s=,]+)*)\s*=\s*(\S.*?)\s*", re.DOTALL)
 _RANGE = re.compile(r"(uniform|log|int|log_int)\(([^()]*)\)")
 _FORMS = "a list such as [1, 2], or uniform(low, high), log(low, high), int(low, high) or "
 _FORMS += "log_int(low, high)"
@@ -40,7 +40,7 @@ class Dimension(NamedTuple):
   """A binding that varies.
 
   Attributes:
-    name: what the config writes before "=".
+    name: what the config writes before "="; of several that vary together "a, b".
     values: as the config writes them; empty for a range.
     low, high: the ends of a range, both included; ints for whole numbers.
     log: whether the logarithm is uniform.
@@ -59,6 +59,11 @@ class Dimension(NamedTuple):
     whole = isinstance(self.low, int)
     kind = ("log_int" if self.log else "int") if whole else ("log" if self.log else "uniform")
     return f"{kind}({self.low!r}, {self.high!r})"
+
+  @property
+  def names(self) -> list[str]:
+    """Its bindings: one, or those that vary together."""
+    return self.name.split(", ")
 
   def chosen(self, trial: optuna.Trial) -> str:
     """Returns the value of a trial as the config writes it; a new trial gets one."""
@@ -105,18 +110,25 @@ def read(vary: Sequence[str], file: str | None, *, listed: bool) -> list[Dimensi
     lines += [line for line in stripped if line and not line.startswith("#")]
   if not lines:
     raise ConfigError(f"nothing varies; add --vary='NAME = ...' with {_FORMS}.")
-  found: dict[str, Dimension] = {}
+  found, names = dict[str, Dimension](), set[str]()
   for line in lines:
     dimension = _dimension(line, listed=listed)
-    if dimension.name in found:
-      raise ConfigError(f"--vary has {dimension.name} twice; remove one.")
+    for name in dimension.names:
+      if name in names:
+        raise ConfigError(f"--vary has {name} twice; remove one.")
+      names.add(name)
     found[dimension.name] = dimension
   return sorted(found.values(), key=lambda each: any("@" in value for value in each.values))
 
 
 def bindings(values: Mapping[str, str]) -> list[str]:
-  """Returns the bindings of a trial, as after --gin_param."""
-  return [f"{name} = {value}" for name, value in values.items()]
+  """Returns the bindings of a trial, as after --gin_param; "a, b" gets the parts of "(1, 2)"."""
+  found: list[str] = []
+  for name, value in values.items():
+    names = name.split(", ")
+    parts = [value] if len(names) == 1 else map(repr, _value(f"{name} = {value}", value))
+    found += [f"{each} = {part}" for each, part in zip(names, parts, strict=True)]
+  return found
 
 
 def in_another_process(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -140,7 +152,8 @@ def checked(files: Sequence[str], params: Sequence[str], dimensions: Sequence[Di
     for value in dimension.probes()[1:]:
       _right(files, params, bindings(first | {dimension.name: value}))
   kept = {str(each): repr(each.value) for each in examination.config.bindings}
-  return Facts({name: kept[name] for name in kept if name not in first}, _goal(examination))
+  varied = {name for each in dimensions for name in each.names}
+  return Facts({name: kept[name] for name in kept if name not in varied}, _goal(examination))
 
 
 def _right(files: Sequence[str], params: Sequence[str], varied: Sequence[str]) -> Examination:
@@ -171,23 +184,35 @@ def _dimension(line: str, *, listed: bool) -> Dimension:
   found = _VARY.fullmatch(line)
   if not found:
     raise ConfigError(f"--vary {line!r} is not NAME = ...; write {_FORMS} after the '='.")
-  name, text = found.groups()
+  names, text = re.split(r"\s*,\s*", found[1]), found[2]
+  name = ", ".join(names)
   if text[0] in "[(":
-    return Dimension(name, tuple(_values(line)))
+    return Dimension(name, tuple(_values(line, text, len(names))))
+  if len(names) > 1:
+    raise ConfigError(f"--vary {line!r}: what varies together needs a list: [(1, 2), (3, 4)].")
   kind = _RANGE.fullmatch(text)
   if not kind:
     raise ConfigError(f"--vary {line!r}: {text} is neither a list nor a range; write {_FORMS}.")
   return _range(line, name, kind[1], kind[2], listed=listed)
 
 
-def _values(line: str) -> Iterator[str]:
-  try:
-    [binding] = reading.read([], [line]).bindings
-  except ConfigError as error:
-    raise ConfigError(str(error).replace("--gin_param", "--vary", 1)) from None
-  if not isinstance(binding.value, list | tuple) or not binding.value:
+def _values(line: str, text: str, count: int) -> Iterator[str]:
+  values = _value(line, text)
+  if not isinstance(values, list | tuple) or not values:
     raise ConfigError(f"--vary {line!r} has no values; write {_FORMS}.")
-  yield from dict.fromkeys(map(repr, binding.value))
+  for value in values if count > 1 else ():
+    if not isinstance(value, list | tuple) or len(value) != count:
+      raise ConfigError(f"--vary {line!r}: {value!r} must be {count} values: (1, 2).")
+  yield from dict.fromkeys(map(repr, values))
+
+
+def _value(line: str, text: str) -> Any:
+  """Returns a value as gin reads it; an error names the line."""
+  try:
+    return reading.read([], [f"values = {text}"]).bindings[0].value
+  except ConfigError as error:
+    told = str(error).replace(f"--gin_param {shown(f'values = {text}')}", f"--vary {shown(line)}")
+    raise ConfigError(told) from None
 
 
 def _range(line: str, name: str, kind: str, text: str, *, listed: bool) -> Dimension:

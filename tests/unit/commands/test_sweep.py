@@ -100,6 +100,16 @@ def test_a_third_number_makes_a_list_and_a_grid_takes_each_whole_number():
   assert read("i = int(3, 6)", listed=True)["i"].values == ("3", "4", "5", "6")
 
 
+def test_several_vary_together():
+  found = read("a.b ,c= [(1, @keras.SGD()), (2, (3, 'x'))]")
+  assert found["a.b, c"].values == ("(1, @keras.SGD())", "(2, (3, 'x'))")
+  bindings = [space.bindings({"d": "4", "a.b, c": value}) for value in found["a.b, c"].values]
+  assert bindings == [
+    ["d = 4", "a.b = 1", "c = @keras.SGD()"],
+    ["d = 4", "a.b = 2", "c = (3, 'x')"],
+  ]
+
+
 def test_a_file_has_a_line_for_each():
   Path("space").write_text("# which\n\n x = [1]\ny = [2]\n")
   assert [each.name for each in space.read(["z = [3]"], "space", listed=False)] == ["z", "x", "y"]
@@ -117,7 +127,9 @@ def test_a_file_has_a_line_for_each():
     (["x = int(1, 2.5)"], "'2.5' is not a whole number"),
     (["x = uniform(0, inf)"], "'inf' is not a number"),
     (["x = uniform(0, 1, 2.5)"], "the third number is 2.5; it is the number of values"),
-    (["x = [1]", "x = [2]"], "--vary has x twice; remove one."),
+    (["x = [1]", "y, x = [(2, 3)]"], "--vary has x twice; remove one."),
+    (["x, y = [(1, 2), 3]"], "--vary 'x, y = [(1, 2), 3]': 3 must be 2 values: (1, 2)."),
+    (["x, y = int(1, 2)"], "what varies together needs a list: [(1, 2), (3, 4)]."),
     ([], "nothing varies; add --vary='NAME = ...' with a list"),
   ],
 )
@@ -149,14 +161,15 @@ def test_each_value_gets_the_check_of_the_config(vary, text):
 
 
 def test_the_goal_is_that_of_the_actions():
-  varied = space.read(["run.optimizer = [@keras.SGD, @keras.Adam]"], None, listed=False)
+  both = "run.optimizer, run.global_batch_size = [(@keras.SGD, 8), (@keras.Adam, 16)]"
+  varied = space.read([both], None, listed=False)
 
   def facts(*params):
     return CHECKED(["c.gin"], params, varied)
 
   assert facts().goal is None
   assert facts().bindings["run.train_steps"] == "10"
-  assert "run.optimizer" not in facts().bindings
+  assert not {"run.optimizer", "run.global_batch_size"} & {*facts().bindings}
   stop = ("run.actions = [@EarlyStopping()]", "EarlyStopping.patience = 3")
   assert facts(*stop).goal == ("loss", False)
   both = "run.actions = [@EarlyStopping(), @BestCheckpoint()]"
