@@ -16,7 +16,7 @@ function draw(element, plot) {
            dash: curve.split === "eval" ? "solid" : "dot"},
     hoverlabel: {namelength: -1},
   }));
-  const axis = {gridcolor: "#eceff2", zeroline: false, automargin: true};
+  const axis = {gridcolor: "#eceff2", zeroline: false, automargin: true, exponentformat: "e"};
   Plotly.react(element, traces, {
     title: {text: escaped(plot.name), font: {size: 14}, x: 0.02, xanchor: "left"}, margin: {l: 45, r: 10, t: 35, b: 40},
     xaxis: {...axis, title: {text: over.value, font: {size: 12}}},

@@ -130,7 +130,7 @@ def _plots(runs: Sequence[Shown]) -> Iterator[str]:
     '<option value="minutes">minutes</option></select></label> '
     '<label><input type="checkbox" id="log"> logarithmic</label></p>'
   )
-  yield "<p class=about>Line: training, the mean of each loop. Dots: evaluation.</p>"
+  yield "<p class=about>Dotted: training, the mean of each loop. Solid: evaluation.</p>"
   yield '<div id="plots"></div>'
   if len(names) > _MOST_PLOTS:
     rest = sorted(names, key=_place)[_MOST_PLOTS:]

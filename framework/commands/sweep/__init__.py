@@ -91,7 +91,7 @@ def _require_optuna() -> None:
   except ImportError as error:
     raise ConfigError(
       f"a sweep needs optuna and plotly ({error}); install the extra: `pip install "
-      "'loopwright[sweep]'`, in a clone `uv run --extra sweep loopwright sweep`."
+      "'loopwright[sweep]'`, with uv `uv run --extra sweep loopwright sweep`."
     ) from error
 
 
