@@ -53,8 +53,8 @@ def plotly() -> str:
     from plotly.offline import get_plotlyjs
   except ImportError as error:
     raise ConfigError(
-      f"a report needs plotly ({error}); install the extra: `pip install 'loopwright[report]'`, with "
-      "uv `uv run --extra report loopwright report`."
+      f"a report needs plotly ({error}); install the extra: `pip install 'loopwright[report]'`, "
+      "with uv `uv run --extra report loopwright report`."
     ) from error
   return get_plotlyjs()
 

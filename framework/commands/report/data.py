@@ -122,7 +122,7 @@ def logged(log: Iterable[folders.Record]) -> Logged:
     values = {name: value for name, value in record.items() if name not in _ABOUT}
     now = float(at) if isinstance(at, int | float) and is_finite(at) else began or 0.0
     began = now if began is None else began
-    minute = (now - began) / 60
+    minute = (now - began) / 60 if is_finite(now - began) else 0.0
     if split == "time":
       budget = {name: float(value) for name, value in values.items() if is_finite(value)}
     elif split in ("train", "eval"):

@@ -254,6 +254,29 @@ def test_a_damaged_run_is_a_line_on_the_page(monkeypatch):
   assert [row[0] for row in rows(found, "run")[1:]] == ["good", "half", "odd"]
 
 
+HOSTILE = {
+  "nested": b'{"step": 1, "split": "eval", "results": ' + b"[" * 100_000 + b"\n",
+  "numbers": b'{"step": 1, "split": "time", "wall_time": -1e308, "a_s": 1e308, "b_s": 1e308}\n'
+  b'{"step": 9223372036854775808, "split": "eval"}\n'
+  b'{"step": 2, "split": "eval", "wall_time": 1e308, "loss": ' + b"9" * 4000 + b"}\n",
+  "other types": b'{"step": 1, "split": [], "loss": {}}\n["eval"]\n{"versions": 7, "data": [1]}\n',
+  "results": b'{"results": [{"check": [], "status": {"a": null}, "detail": 7}, 8]}',
+  "not text": bytes(range(256)) * 50,
+  "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_content_of_a_file_ends_the_report(name, monkeypatch):
+  without_plotly(monkeypatch)
+  files = ("metrics.jsonl", "operative_config.gin", "history.jsonl", "verify.json", "owner.json")
+  for file in (*files, "media/a-1.png", "media/b-1.txt"):
+    folder = make(f"runs/of-{file.replace('/', '-')}", line(5, "eval", loss=1.0), start=START)
+    Path(folder, file).write_bytes(HOSTILE[name])
+  make("runs/good", line(5, "eval", loss=1.0))
+  assert "good" in [row[0] for row in rows(Parsed(report("runs")), "run")]
+
+
 @pytest.mark.parametrize(
   ("given", "text"),
   [
