@@ -258,7 +258,7 @@ HOSTILE = {
   "nested": b'{"step": 1, "split": "eval", "results": ' + b"[" * 100_000 + b"\n",
   "numbers": b'{"step": 1, "split": "time", "wall_time": -1e308, "a_s": 1e308, "b_s": 1e308}\n'
   b'{"step": 9223372036854775808, "split": "eval"}\n'
-  b'{"step": 2, "split": "eval", "wall_time": 1e308, "loss": ' + b"9" * 4000 + b"}\n",
+  b'{"step": 2, "split": "eval", "wall_time": 1e308, "x": 1, "loss": ' + b"9" * 4000 + b"}\n",
   "other types": b'{"step": 1, "split": [], "loss": {}}\n["eval"]\n{"versions": 7, "data": [1]}\n',
   "results": b'{"results": [{"check": [], "status": {"a": null}, "detail": 7}, 8]}',
   "not text": bytes(range(256)) * 50,
