@@ -155,9 +155,10 @@ class Study:
     return next(each.state for each in self.trials() if each.number == number)
 
   def _is_ours(self, frozen: FrozenTrial) -> bool:
-    owner = frozen.user_attrs.get(OWN)
-    if owner is not None or not self._is_shared:
-      return owner in (None, self._identity)
+    if not self._is_shared:
+      return True
+    if owner := frozen.user_attrs.get(OWN):
+      return owner == self._identity
     began = frozen.datetime_start or datetime.datetime.min
     return (datetime.datetime.now() - began).total_seconds() > _UNCLAIMED_S
 

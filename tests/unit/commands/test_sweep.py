@@ -3,9 +3,11 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import optuna
@@ -328,6 +330,38 @@ def test_time_by_batch_size_and_device():
   log = [record(10, 5.0, 50.0), {"step": 10, "split": "eval"}, record(30, 4.0, 100.0)]
   assert results.pace(iter(log)) == (2 * 50 + 5 * 100, 7.0)
   assert results.pace(iter([record(10, 0.0, math.inf)])) == (0, 0)
+
+
+def test_the_best_trial_of_each_batch_size_device_and_precision():
+  def trial(number, value, batch, devices, precision):
+    folder = Path(str(number))
+    folder.mkdir()
+    pace = {"steps_per_second": 4.0, "examples_per_second": 4.0 * batch}
+    log = [{"step": step, "split": "train", "wall_time": 1.0, **pace} for step in (10, 20)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in log))
+    (folder / "operative_config.gin").write_text(f"run.precision = '{precision}'\n")
+    start = {"config": {"global batch size": str(batch)}}
+    (folder / "history.jsonl").write_text(f"{json.dumps(start)}\n")
+    (folder / "output.txt").write_text(f"task  T\nstrategy    {devices}\nbatch  1\n")
+    return types.SimpleNamespace(number=number, value=value)
+
+  mirrored = "MirroredStrategy, 2 replicas on GPU:0, GPU:1"
+  complete = [
+    trial(3, 0.9, 512, mirrored, "float32"),
+    trial(1, 0.8, 512, "OneDeviceStrategy, 1 replica on CPU:0", "float32"),
+    trial(0, 0.7, 512, mirrored, "float32"),  # worse than trial 3
+    trial(4, 0.6, 64, mirrored, "mixed_bfloat16"),
+    trial(2, 0.5, 64, mirrored, "float32"),
+  ]
+  study = types.SimpleNamespace(goal=space.Goal("f1", maximize=True), folder_of=str)
+  cells = [re.split("  +", each) for each in results.by_device(study, complete)]
+  assert cells == [
+    ["batch", "devices", "precision", "time", "examples/s", "f1", "trial"],
+    ["512", "1 CPU, OneDevice", "float32", "5.0 s", "2,048", "0.8", "1"],
+    ["64", "2 GPU, Mirrored", "float32", "5.0 s", "256", "0.5", "2"],
+    ["512", "2 GPU, Mirrored", "float32", "5.0 s", "2,048", "0.9", "3"],
+    ["64", "2 GPU, Mirrored", "mixed_bfloat16", "5.0 s", "256", "0.6", "4"],
+  ]
 
 
 def started(*given):
