@@ -76,7 +76,8 @@ class Study:
     self._sampling, self._is_shared = sampling, url is not None
     self._identity = _identity(folder)
     name = os.path.basename(os.path.abspath(folder))
-    self.known = _opened(name, url or f"sqlite:///{os.path.join(folder, FILE)}", goal, sampling)
+    self._url = url or f"sqlite:///{os.path.join(folder, FILE)}"
+    self.known = _opened(name, self._url, goal, sampling)
     self._require_same(
       {
         "--vary": {each.name: str(each) for each in space},
@@ -148,7 +149,7 @@ class Study:
     if self.goal.metric in names:
       return
     if not any(each.state.is_finished() for each in self.trials()):
-      optuna.delete_study(study_name=self.known.study_name, storage=self.known._storage)
+      optuna.delete_study(study_name=self.known.study_name, storage=self._url)
     raise unknown("metric", self.goal.metric, names)
 
   def _state(self, number: int) -> TrialState:
