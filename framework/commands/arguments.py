@@ -49,8 +49,10 @@ COMMANDS: Mapping[str, Command] = {
   "verify": Command("Checks the task, in about a minute.", modes=("verify",)),
   "tune": Command("Finds the fastest settings, in a few minutes.", modes=("tune",)),
   "check": Command("Checks the config alone, without a device.", modes=("check_config",)),
+  "sweep": Command("Searches for the best bindings, in many runs.", module="sweep"),
   "options": Command("Lists all that a config can set.", module="options"),
   "ls": Command("Lists the runs in folders, by default in runs/.", "[FOLDER ...]", "ls"),
+  "report": Command("Writes an HTML page about runs.", "RUN [RUN ...]", "report"),
   "diff": Command("Compares two runs: bindings, data, versions, results.", "RUN RUN", "diff"),
   "new": Command("Makes a project: a task, its config, a test.", "NAME", "new"),
 }

@@ -144,6 +144,29 @@ def find(top: str, depth: int = DEPTH) -> Iterator[str]:
       yield from find(folder, depth - 1)
 
 
+def log(path: str) -> Iterator[Record]:
+  """Yields the records of a run's log in its order; skips unreadable lines (host).
+
+  Raises:
+    ConfigError: the log is no file, or cannot be read.
+  """
+  for line in _lines(os.path.join(path, METRICS)):
+    record = _parsed(line)
+    if record is not None and _is_step(record.get("step")):
+      yield record
+
+
+def starts(path: str) -> Iterator[Record]:
+  """Yields how each process that trained here was started; skips unreadable lines (host).
+
+  Raises:
+    ConfigError: the history is no file, or cannot be read.
+  """
+  for line in _content(os.path.join(path, HISTORY)).splitlines():
+    if record := _parsed(line):
+      yield record
+
+
 def texts(values: object) -> dict[str, str]:
   """Returns the pairs of texts in what JSON gave; {} if that is no object."""
   pairs = values.items() if isinstance(values, Mapping) else ()
@@ -184,15 +207,15 @@ def _bindings(path: str) -> dict[str, str]:
 
 def _logged(path: str) -> tuple[int, dict[int, Record]]:
   """Returns the last step of a log, and its evaluations; skips unreadable lines."""
-  step, evaluations = 0, {}
+  last, evaluations = b"", dict[int, Record]()
   for line in _lines(path):
-    record = _parsed(line)
-    if record is None or not _is_step(record.get("step")):
-      continue
-    step = record["step"]
-    if record.get("split") == "eval":
+    last = line if line.endswith(b"\n") else last
+    record = _parsed(line) if b'"eval"' in line else None
+    if record is not None and _is_step(record.get("step")) and record.get("split") == "eval":
       values = {name: value for name, value in record.items() if name not in _ABOUT}
-      evaluations[step] = values
+      evaluations[record["step"]] = values
+  found: Any = (_parsed(last) or {}).get("step")
+  step = int(found) if _is_step(found) else max(evaluations, default=0)
   return step, dict(sorted(evaluations.items()))
 
 
@@ -201,17 +224,12 @@ def _is_step(value: object) -> bool:
 
 
 def _lines(path: str) -> Iterator[bytes]:
-  """Yields the lines about evaluations, and the last one."""
+  """Yields the lines of a log, none longer than it may be."""
   if not os.path.lexists(path):
     return
   bounded.require_file(path, "a log")
-  last = b""
   with bounded.reading(path, "move it away"), open(path, "rb") as file:
-    for line in iter(lambda: file.readline(_MAX_LINE), b""):
-      if b'"eval"' in line:
-        yield line
-      last = line if line.endswith(b"\n") else last
-  yield last
+    yield from iter(lambda: file.readline(_MAX_LINE), b"")
 
 
 def _parsed(line: str | bytes) -> Record | None:

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, progress, summaries, curves."""
+"""What a run reports: metrics, progress, summaries."""

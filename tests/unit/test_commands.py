@@ -32,7 +32,8 @@ from config_data import forget_garden
 
 import launch
 from framework.commands import new
-from framework.commands.arguments import COMMANDS, parse
+from framework.commands.arguments import COMMANDS, config_of, parse
+from framework.commands.sweep import space
 from framework.modes import LAUNCH_MODES
 
 ROOT = Path(launch.__file__).parent
@@ -74,6 +75,7 @@ MENTIONED = ("uv run", "pip install")  # without saying what
 MADE = {
   "mine.gin": "include 'configs/digits_cnn.gin'\n",
   "runs/mine/tuned.gin": "Trainer.jit_compile = False\n",
+  "runs/digits_cnn-sweep/best.gin": "include 'configs/digits_cnn.gin'\n",
   "runs/planted/operative_config.gin": "include 'configs/digits_cnn.gin'\n",
 }
 
@@ -89,7 +91,7 @@ RUN = (
   r"loopwright train( auto\.cpu_replicas=2 --model_dir=/tmp/two)?$",
   r"launch\.py --gin_file=(configs/digits_cnn|digits)\.gin (?!.*(--local_|=verify))",
   r"launch\.py --gin_file=digits\.gin$",
-  r"python -m [\w.]+\.curves runs/digits_cnn ",
+  r"loopwright report runs/digits_cnn( --output=report\.html)?$",
   r"python -m [\w.]+\.ledger runs/ledger$",
   r"python -m tests\.support\.option_tables$",
 )
@@ -260,6 +262,10 @@ def check(command):
       parsed = parse(shlex.split(command))
       if parsed.known.modes:
         check_config(parsed.values.gin_file, parsed.values.gin_param)
+      if parsed.command == "sweep":
+        files, params = config_of(parsed.arguments, needed=True)
+        varied = space.read(parsed.values.vary, None, listed=parsed.values.sampler == "grid")
+        space.checked(files, params, varied)
     case ["launch.py", *arguments] | ["python", "launch.py", *arguments]:
       check_launch(arguments)
     case ["python", "-m", name, *arguments]:
