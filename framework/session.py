@@ -87,6 +87,7 @@ class Session:
     assets: str = "",
     owner: Owner | None = None,
     record: Callable[..., None] | None = None,
+    config: Mapping[str, str] | None = None,
   ) -> None:
     """Assembles the run; restores nothing (host).
 
@@ -100,11 +101,12 @@ class Session:
       owner: the ownership of `model_dir` on the chief, in training modes.
       record: called on the chief with the restored `step`, before the first save: a process that
         fails before has changed nothing. See framework/saving/history.py.
+      config: name -> value of everything that the run can reach, for actions.
     """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
     self.cluster = trainer.cluster
-    self._cadence = cadence
+    self._cadence, self._config = cadence, dict(config or {})
     task = trainer.task
     self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
     ledgers = [os.path.join(model_dir, file_name(index)) for index in range(self.cluster.size)]
@@ -472,6 +474,7 @@ class Session:
       global_step=self.trainer.global_step,
       model_dir=self.model_dir,
       replay_command=_replay_command(self.model_dir, self.trainer),
+      config=self._config,
       is_chief=self.cluster.is_chief,
       actions=actions,
       message=self._progress.message,

@@ -23,7 +23,8 @@ from framework.saving.export import export, mend, require_replaceable
 
 Mode = Literal["max", "min"]
 _OTHER_FOLDERS = (
-  *("assets", "checkpoints", "eval", "export", "logs", "media", "nonfinite", "profile", "train"),
+  *("assets", "checkpoints", "eval", "export", "logs", "media", "nonfinite", "profile"),
+  *("trackers", "train", "wandb"),
 )
 
 

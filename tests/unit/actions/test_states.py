@@ -19,6 +19,7 @@ from framework import (
   StopTraining,
   Task,
 )
+from framework.actions.trackers.csv_file import CSVFile
 from framework.run import run
 from framework.strategies import factories
 
@@ -82,6 +83,16 @@ def start(folder, *actions, task=Steady, **options):
 def records(folder):
   lines = (folder / "metrics.jsonl").read_text().splitlines()
   return [(r["split"], r["step"]) for r in map(json.loads, lines)]
+
+
+def test_a_tracker_has_the_config_and_every_line(tmp_path):
+  tracker = CSVFile()
+  with pytest.raises(Killed):
+    start(tmp_path, tracker, Diary(dies=("train", 5)))
+  start(tmp_path, tracker := CSVFile(), Diary())
+  assert tracker.run.config["train_steps"] == "6"
+  rows = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
+  assert [(row.split(",")[1], int(row.split(",")[0])) for row in rows] == records(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,318 @@
+"""Trials of the trackers: runs that are killed, servers that are killed, and what tracking costs.
+
+  uv run --with mlflow-skinny,alembic,sqlalchemy,trackio,wandb,pillow \\
+    python -m benchmarks.trackers kill server cost
+
+kill: a run is killed by SIGKILL several times and started again; each tracker is then read back:
+every value of metrics.jsonl is there once, in one run. server: the same for an MLflow server that
+is killed in the middle (`--mlflow` names the command of a full MLflow). cost: two runs side by
+side, one with trackers and one without, each on a core of its own, which they then exchange.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import json
+import math
+import os
+import random
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from benchmarks import forks
+
+Curves = dict[str, list[tuple[int, float]]]
+"""split/name -> (step, value), in the order of the tracker."""
+CONFIG = "benchmarks/trackers.gin"
+LIMIT_S = 300.0
+ALL = "[@CSVFile(), @MLflow(), @Trackio(), @WandB(), @Export()]"
+
+
+def arguments(folder: Path, actions: str, **options: str) -> list[str]:
+  if "Trackio" in actions:
+    options |= {"WandB__mode": "'offline'", "Trackio__project": repr(folder.name)}
+  params = [f"run.actions = {actions}"]
+  params += [f"{name.replace('__', '.')} = {value}" for name, value in options.items()]
+  return [f"--gin_file={CONFIG}", f"--model_dir={folder}", *(f"--gin_param={p}" for p in params)]
+
+
+def logged(folder: Path) -> Curves:
+  """Returns what metrics.jsonl has."""
+  curves: Curves = {}
+  for line in (folder / "metrics.jsonl").read_text().splitlines():
+    record = json.loads(line)
+    step, split = record.pop("step"), record.pop("split")
+    record.pop("wall_time")
+    for name, value in record.items():
+      curves.setdefault(f"{split}/{name}", []).append((step, float(value)))
+  return curves
+
+
+def kept(folder: Path, tracker: str) -> str:
+  return json.loads((folder / "trackers" / f"{tracker}.json").read_text())["run"]
+
+
+def sent(folder: Path) -> int:
+  """Returns the last training step that MLflow got, as the run notes it."""
+  path = folder / "trackers" / "MLflow.json"
+  return json.loads(path.read_text())["sent"].get("train", 0) if path.exists() else 0
+
+
+def of_csv(folder: Path) -> Curves:
+  curves: Curves = {}
+  with (folder / "metrics.csv").open() as file:
+    for row in csv.DictReader(file):
+      for name in set(row) - {"step", "split", "wall_time"}:
+        if row[name]:
+          curves.setdefault(f"{row['split']}/{name}", []).append(
+            (int(row["step"]), float(row[name]))
+          )
+  return curves
+
+
+def of_mlflow(folder: Path, uri: str) -> Curves:
+  """Also checks that the folder has one run, with parameters and an export."""
+  from mlflow import MlflowClient
+
+  client, run_id = MlflowClient(tracking_uri=uri), kept(folder, "MLflow")
+  experiment = client.get_experiment_by_name("loopwright").experiment_id
+  model_dir = f"tags.model_dir = '{folder}'"
+  runs = client.search_runs([experiment], filter_string=model_dir)
+  assert [run.info.run_id for run in runs] == [run_id], runs
+  assert runs[0].info.status == "FINISHED"
+  assert "run.optimizer" in runs[0].data.params
+  assert "export" in [file.path for file in client.list_artifacts(run_id)]
+  keys = runs[0].data.metrics
+  return {k: [(m.step, m.value) for m in client.get_metric_history(run_id, k)] for k in keys}
+
+
+def of_trackio(folder: Path) -> Curves:
+  from trackio import Api
+  from trackio.sqlite_storage import SQLiteStorage
+
+  run = kept(folder, "Trackio")
+  assert [one.name for one in Api().runs(folder.name)] == [run]
+  curves = {}
+  for name in SQLiteStorage.get_all_metrics_for_run(folder.name, run):
+    rows = SQLiteStorage.get_metric_values(folder.name, run, name)
+    curves[name] = [(row["step"], float(row["value"])) for row in rows]
+  return curves
+
+
+def of_wandb(folder: Path) -> Curves:
+  """Reads the transaction logs of all processes, which `wandb sync` sends."""
+  from framework.actions.trackers import wandb
+
+  curves: Curves = {}
+  for row in wandb.offline_history(str(folder), kept(folder, "WandB")):
+    for name, value in row.items():
+      split, _, metric = name.partition("/")
+      if metric and metric != "step":
+        curves.setdefault(name, []).append((row[f"{split}/step"], float(value)))
+  return curves
+
+
+def differences(found: Curves, expected: Curves) -> list[str]:
+  """Returns what a tracker lacks, has twice, or has with another value."""
+  wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
+  wrong += [f"{name} is not in the log" for name in found.keys() - expected.keys()]
+  for name in expected.keys() & found.keys():
+    steps, wanted = ([step for step, _ in sorted(c[name])] for c in (found, expected))
+    if steps != wanted:
+      wrong.append(
+        f"{name}: {len(steps)} steps, {len(set(steps))} of them different, not {len(wanted)}"
+      )
+    elif name.rpartition("/")[2] in ("loss", "accuracy") and any(
+      not math.isclose(a, b, rel_tol=1e-9)
+      for (_, a), (_, b) in zip(sorted(found[name]), sorted(expected[name]), strict=True)
+    ):
+      wrong.append(f"{name}: another value")
+  return wrong
+
+
+def lines(folder: Path) -> int:
+  log = folder / "metrics.jsonl"
+  return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def ended(run: forks.Fork) -> None:
+  if (status := run.wait(LIMIT_S)) != 0:
+    run.kill()
+    raise SystemExit(f"status {status}: {run.log and run.log.read_text()[-3000:]}")
+
+
+def killed(folder: Path, start: Callable[[], forks.Fork], rng: random.Random) -> None:
+  """Kills a run at a random moment after its next line; all its processes but W&B's."""
+  before, run = lines(folder), start()
+  while lines(folder) <= before and run.poll() is None:
+    time.sleep(0.02)
+  run.wait(rng.uniform(0, 4))
+  run.send(signal.SIGKILL)
+  run.wait(LIMIT_S)
+
+
+def kill_trials(base: Path, trials: int, rng: random.Random) -> int:
+  missed = 0
+  for number in range(trials):
+    folder, log = base / f"killed{number}", base / f"killed{number}.txt"
+    uri = f"file:{base}/mlruns{number}"
+
+    def start(folder=folder, log=log, uri=uri) -> forks.Fork:
+      given = arguments(folder, ALL, MLflow__tracking_uri=repr(uri))
+      return forks.Fork(given, log)
+
+    kills = rng.randint(1, 4)
+    for _ in range(kills):
+      killed(folder, start, rng)
+    ended(start())
+    missed += report(f"killed {kills} times", logged(folder), {
+      "CSVFile": of_csv(folder),
+      "MLflow": of_mlflow(folder, uri),
+      "Trackio": of_trackio(folder),
+      "WandB": of_wandb(folder),
+    })  # fmt: skip
+  return missed
+
+
+def report(what: str, expected: Curves, found: Mapping[str, Curves]) -> int:
+  wrong = {name: differences(curves, expected) for name, curves in found.items()}
+  count = sum(len(curve) for curve in expected.values())
+  told = "; ".join(f"{name}: {', '.join(w[:3])}" for name, w in wrong.items() if w)
+  print(f"{what}: {count} values in {', '.join(found)}: {told or 'each once'}", flush=True)
+  return bool(told)
+
+
+class Server:
+  """An MLflow server on a port of its own."""
+
+  def __init__(self, command: str, base: Path) -> None:
+    with socket.socket() as free:
+      free.bind(("127.0.0.1", 0))
+      self.port = free.getsockname()[1]
+    self._log = (base / "server.txt").open("ab")
+    self._command = [
+      *shlex.split(command), "server", "--port", str(self.port), "--workers", "1",
+      "--backend-store-uri", f"sqlite:///{base}/server.db",
+      "--artifacts-destination", f"{base}/artifacts",
+    ]  # fmt: skip
+    self.url = f"http://127.0.0.1:{self.port}"
+
+  def start(self) -> None:
+    self._process = subprocess.Popen(
+      self._command, stdout=self._log, stderr=self._log, start_new_session=True
+    )
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+      with socket.socket() as client:
+        if client.connect_ex(("127.0.0.1", self.port)) == 0:
+          return
+      time.sleep(0.2)
+    raise SystemExit("the MLflow server does not start")
+
+  def kill(self) -> None:
+    os.killpg(self._process.pid, signal.SIGKILL)
+    self._process.wait()
+
+
+def server_trials(base: Path, command: str) -> int:
+  """Kills the server twice: it comes back during the run, and only after it."""
+  server = Server(command, base)
+  folder, log = base / "served", base / "served.txt"
+  options = {"MLflow__tracking_uri": repr(server.url), "MLflow__wait_s": "30.0"}
+  options |= {"run__train_steps": "30000", "run__eval_every_steps": "10000"}
+  given = arguments(folder, "[@MLflow(), @Export()]", **options)
+  server.start()
+  run = forks.Fork(given, log)
+  wait_for(lambda: sent(folder) >= 200, run)
+  server.kill()
+  wait_for(lambda: "MLflow fails" in log.read_text(), run)
+  server.start()
+  wait_for(lambda: "has caught up" in log.read_text(), run)
+  server.kill()
+  ended(run)
+  print("".join(f"  {line}\n" for line in log.read_text().splitlines() if "MLflow" in line), end="")
+  server.start()
+  ended(forks.Fork(given, log))
+  missed = report("server killed twice", logged(folder), {"MLflow": of_mlflow(folder, server.url)})
+  server.kill()
+  return missed
+
+
+def wait_for(condition: Callable[[], bool], run: forks.Fork) -> None:
+  while not condition() and run.poll() is None:
+    time.sleep(0.05)
+
+
+def cost(base: Path, rounds: int, steps: int) -> None:
+  """Prints speed with trackers over speed without; "none" is the noise."""
+  hanging = socket.socket()
+  hanging.bind(("127.0.0.1", 0))
+  hanging.listen(64)
+  urls = {"down": "http://127.0.0.1:9", "hanging": f"http://127.0.0.1:{hanging.getsockname()[1]}"}
+  kinds = {"none": ("[@Export()]", None), "all four": (ALL, f"file:{base}/mlruns")}
+  kinds |= {name: ("[@MLflow(), @Export()]", url) for name, url in urls.items()}
+  for name, (actions, uri) in kinds.items():
+    ratios = [beside(base / f"cost-{name[:4]}-{n}", actions, uri, steps, n) for n in range(rounds)]
+    told = " ".join(f"{ratio:.3f}" for ratio in ratios)
+    print(f"{name:9} {statistics.median(ratios):.3f} times as fast as without ({told})", flush=True)
+
+
+def beside(base: Path, actions: str, uri: str | None, steps: int, number: int) -> float:
+  """Returns the speed with these actions over the speed without, of two runs side by side."""
+  given = {"run__train_steps": str(steps)}
+  options = {"MLflow__tracking_uri": repr(uri), "MLflow__wait_s": "1.0"} if uri else {}
+  sides = {f"{base}-with": (actions, given | options), f"{base}-without": ("[@Export()]", given)}
+  cores = sorted(os.sched_getaffinity(0))[:2][:: 1 if number % 2 else -1]
+  runs = []
+  for (folder, (chosen, values)), core in zip(sides.items(), cores, strict=True):
+    pin = functools.partial(os.sched_setaffinity, 0, [core])
+    args = arguments(Path(folder), chosen, **values)
+    runs.append(forks.Fork(args, Path(f"{folder}.txt"), before=pin))
+  for run in runs:
+    ended(run)
+  with_trackers, without = (duration(Path(folder)) for folder in sides)
+  return without / with_trackers
+
+
+def duration(folder: Path) -> float:
+  """Returns the seconds of the last three quarters of a run."""
+  times = [json.loads(line)["wall_time"] for line in (folder / "metrics.jsonl").open()]
+  return times[-1] - times[len(times) // 4]
+
+
+def main(given: Iterable[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("parts", nargs="+", choices=("kill", "server", "cost"))
+  parser.add_argument("--trials", type=int, default=5, help="of kill")
+  parser.add_argument("--rounds", type=int, default=4, help="of cost")
+  parser.add_argument("--steps", type=int, default=4000, help="of each run of cost")
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--mlflow", default="uvx mlflow", help="the command of a full MLflow")
+  options = parser.parse_args(given)
+  base = Path(tempfile.mkdtemp(prefix="trackers_"))
+  os.environ["TRACKIO_DIR"] = str(base / "trackio")
+  os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+  forks.warm_up()
+  print(f"in {base}", flush=True)
+  missed = 0
+  if "kill" in options.parts:
+    missed += kill_trials(base, options.trials, random.Random(options.seed))
+  if "server" in options.parts:
+    missed += server_trials(base, options.mlflow)
+  if "cost" in options.parts:
+    cost(base, options.rounds, options.steps)
+  return 1 if missed else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
