@@ -12,6 +12,7 @@ side, one with trackers and one without, each on a core of its own, which they t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import functools
 import json
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -208,14 +210,16 @@ class Server:
     self.url = f"http://127.0.0.1:{self.port}"
 
   def start(self) -> None:
+    quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no processes outside of its session
     self._process = subprocess.Popen(
-      self._command, stdout=self._log, stderr=self._log, start_new_session=True
-    )
+      self._command, stdout=self._log, stderr=self._log, start_new_session=True,
+      env=os.environ | quiet,
+    )  # fmt: skip
     end = time.monotonic() + 120
     while time.monotonic() < end:
-      with socket.socket() as client:
-        if client.connect_ex(("127.0.0.1", self.port)) == 0:
-          return
+      with contextlib.suppress(OSError):
+        urllib.request.urlopen(f"{self.url}/health", timeout=5)
+        return
       time.sleep(0.2)
     raise SystemExit("the MLflow server does not start")
 
@@ -228,7 +232,7 @@ def server_trials(base: Path, command: str) -> int:
   """Kills the server twice: it comes back during the run, and only after it."""
   server = Server(command, base)
   folder, log = base / "served", base / "served.txt"
-  options = {"MLflow__tracking_uri": repr(server.url), "MLflow__wait_s": "30.0"}
+  options = {"MLflow__tracking_uri": repr(server.url), "MLflow__wait_s": "120.0"}
   options |= {"run__train_steps": "30000", "run__eval_every_steps": "10000"}
   given = arguments(folder, "[@MLflow(), @Export()]", **options)
   server.start()

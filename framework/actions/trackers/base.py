@@ -38,6 +38,8 @@ POLL_S = 1.0
 """How often the thread looks for new lines."""
 PICTURES_S = 10.0
 """How often the thread looks for new pictures: it lists a folder."""
+_AT_ONCE = 2**16
+"""About how many bytes of metrics.jsonl one call of `log` gets."""
 _LONGEST_PAUSE_S = 60.0
 _PREEMPTED_WAIT_S = 5.0
 _RESERVED = ("step", "split", "wall_time")
@@ -226,9 +228,10 @@ class Sender:
       self._keep()
       self._sent, self._offset, self._connected = dict(tracker.held()), 0, True
     while True:
-      records, self._offset = self._run.metrics_log.read_from(self._offset)
-      if not records:
+      records, offset = self._run.metrics_log.read_from(self._offset, most=_AT_ONCE)
+      if offset == self._offset:
         break
+      self._offset = offset
       if new := [record for record in records if self._take(record)]:
         tracker.log(new)
         self._keep(sent=dict(self._sent))

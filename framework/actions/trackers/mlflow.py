@@ -135,7 +135,7 @@ class MLflow(Tracker):
 
 def _settings(uri: str) -> dict[str, str]:
   """Returns MLflow's settings that the user has not made: quiet, quick to fail, files allowed."""
-  quick = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+  quick = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
   is_folder = uri.startswith("file:") or "://" not in uri
   folder = {"MLFLOW_ALLOW_FILE_STORE": "true"} if uri and is_folder else {}
   return {"MLFLOW_LOGGING_LEVEL": "WARNING", **quick, **folder}
