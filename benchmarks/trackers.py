@@ -6,7 +6,8 @@
 kill: a run is killed by SIGKILL several times and started again; each tracker is then read back:
 every value of metrics.jsonl is there once, in one run. server: the same for an MLflow server that
 is killed in the middle (`--mlflow` names the command of a full MLflow). cost: two runs side by
-side, one with trackers and one without, each on a core of its own, which they then exchange.
+side, one with trackers and one without, each on a core of its own, which they then exchange; the
+steps of both in the time that both train are compared.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks import forks
 
@@ -284,14 +287,18 @@ def beside(base: Path, actions: str, uri: str | None, steps: int, number: int) -
     runs.append(forks.Fork(args, Path(f"{folder}.txt"), before=pin))
   for run in runs:
     ended(run)
-  with_trackers, without = (duration(Path(folder)) for folder in sides)
-  return without / with_trackers
+  curves = [progress(Path(folder)) for folder in sides]
+  begin = max(times[len(times) // 4] for times, _ in curves)  # both have started their trackers
+  end = min(times[-1] for times, _ in curves)
+  with_trackers, without = (np.interp(end, *curve) - np.interp(begin, *curve) for curve in curves)
+  return float(with_trackers / without)
 
 
-def duration(folder: Path) -> float:
-  """Returns the seconds of the last three quarters of a run."""
-  times = [json.loads(line)["wall_time"] for line in (folder / "metrics.jsonl").open()]
-  return times[-1] - times[len(times) // 4]
+def progress(folder: Path) -> tuple[list[float], list[int]]:
+  """Returns the times, in seconds, and steps of the training loops of a run."""
+  records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+  loops = [record for record in records if record["split"] == "train"]
+  return [record["wall_time"] for record in loops], [record["step"] for record in loops]
 
 
 def main(given: Iterable[str] | None = None) -> int:

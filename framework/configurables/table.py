@@ -42,6 +42,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.actions.time_budget", "TimeBudget"),
   ("framework.actions.profiling", "Profile"),
   ("framework.actions.show", "Show"),
+  ("framework.actions.tensorboard", "TensorBoard"),
   ("framework.actions.trackers.csv_file", "CSVFile"),
   ("framework.actions.trackers.mlflow", "MLflow"),
   ("framework.actions.trackers.wandb", "WandB"),

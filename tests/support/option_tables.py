@@ -8,7 +8,7 @@ import sys
 import types
 
 from framework import run, trainer
-from framework.actions import best, nonfinite, profiling, show, time_budget
+from framework.actions import best, nonfinite, profiling, show, tensorboard, time_budget
 from framework.actions.trackers import csv_file, mlflow, trackio, wandb
 from framework.configurables import documentation
 from framework.configurables.table import GIVEN
@@ -43,6 +43,7 @@ SECTIONS = (
   ("Time", time_budget, "TimeBudget"),
   ("Traces", profiling, "Profile"),
   ("Pictures", show, "Show"),
+  ("TensorBoard", tensorboard, "TensorBoard"),
   ("A table of the metrics", csv_file, "CSVFile"),
   ("MLflow", mlflow, "MLflow"),
   ("Weights & Biases", wandb, "WandB"),
