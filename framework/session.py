@@ -24,7 +24,7 @@ from framework.ledger.proof import file_name
 from framework.modes import Mode
 from framework.reporting import metrics_log, orbit_reporter, progress, summary
 from framework.reporting.board import Board
-from framework.saving import checkpoints
+from framework.saving import checkpoints, formats
 from framework.saving.export import export
 from framework.saving.ownership import Owner
 from framework.saving.warm_start import REPORT, WarmStart
@@ -264,19 +264,20 @@ class Session:
     return self._last_record("eval")
 
   def export(self) -> dict[str, float]:
-    """Writes the restored model to <model_dir>/export as a SavedModel.
+    """Writes the restored model to <model_dir>/export, in the formats of the action Export.
 
     Raises:
-      ConfigError: there is no checkpoint.
+      ConfigError: there is no checkpoint, or a format differs or cannot be made.
     """
     self._require_checkpoint("export")
+    task, directory = self.trainer.task, os.path.join(self.model_dir, "export")
+    wanted = configurables.bound("Export", "formats", ())
+    formats.require(task, wanted, directory)
     ema = self.trainer.parts.ema
     with ema.in_place() if ema else contextlib.nullcontext():
-      export(
-        self.trainer.task,
-        os.path.join(self.model_dir, "export"),
-        is_chief=self.cluster.is_chief,
-      )
+      export(task, directory, is_chief=self.cluster.is_chief, formats=wanted)
+    if wanted and self.cluster.is_chief:
+      self._progress.message(formats.told(directory, formats.prove(task, directory, wanted)))
     return {}
 
   def replay(self) -> dict[str, float]:
@@ -312,8 +313,9 @@ class Session:
           loops()
         self._save()
       finally:
-        for action in self._actions:
-          action.end()
+        with contextlib.ExitStack() as ends:  # calls each, whatever the others raise
+          for action in reversed(self._actions):
+            ends.callback(action.end)
         self._manager.wait()
 
   def _require_metrics(self) -> None:

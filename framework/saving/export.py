@@ -1,4 +1,4 @@
-"""Exports a SavedModel: a complete one or none."""
+"""Exports a SavedModel, and other formats of it: each complete, or absent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -15,12 +15,19 @@ from tensorflow.python.ops import lookup_ops
 
 from framework.backend import files, models
 from framework.errors import ConfigError
+from framework.saving import formats as proofs
 
 if TYPE_CHECKING:
   from framework.task import Task
 
-_FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets"}
-"""What a SavedModel consists of."""
+_FILES = {
+  "saved_model.pb",
+  "fingerprint.pb",
+  "variables",
+  "assets",
+  *filter(None, proofs.FILES.values()),
+}
+"""What a SavedModel and the other formats consist of."""
 _EXTRA = "assets.extra"
 MARK = f"{_EXTRA}/loopwright"
 """File in an export that says who wrote it; TensorFlow leaves that folder to others."""
@@ -28,7 +35,9 @@ _ABANDONED_S = 300.0
 """Without locks: an unfinished export that has not changed for so long is a killed process's."""
 
 
-def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
+def export(
+  task: Task, directory: str, *, is_chief: bool = True, formats: Sequence[str] = ()
+) -> None:
   """Writes what `task.export_signature()` serves as a SavedModel (host).
 
   Signatures may use lookup tables and a `tf.Module` that are attributes of the task. A reader of
@@ -39,6 +48,8 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
     task: with its model built. `export_signature` returns a `tf.function` with an input signature,
       served as "serving_default", or a dict of name -> `tf.function`.
     is_chief: False on other workers, which must call this too but keep nothing.
+    formats: what `formats.prove` is to make and compare afterwards: keeps a batch for it, and
+      writes model.keras if it is one of them.
 
   Raises:
     ConfigError: a signature is not a `tf.function` with an input signature, or the export would
@@ -62,6 +73,11 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
       tf.saved_model.save(module, new, signatures=signatures)
       if is_chief:
         _mark(new)
+        if formats:
+          with tf.io.gfile.GFile(os.path.join(new, proofs.EXAMPLES), "wb") as file:
+            file.write(proofs.examples(task, signatures))
+        if "keras" in formats:
+          proofs.save_keras(task, new)
         files.sync_tree(new)
         _swap(new, directory)
   finally:
@@ -108,7 +124,14 @@ def _is_export(path: str) -> bool:
   found = {
     f"{folder}{name}".rstrip("/") for folder in ("", f"{_EXTRA}/") for name in _names(path, folder)
   }
-  return found <= {*_FILES, _EXTRA, MARK}
+  return found <= {
+    *_FILES,
+    *(f"{name}.tmp" for name in _FILES),
+    _EXTRA,
+    MARK,
+    proofs.EXAMPLES,
+    proofs.STAGED,
+  }
 
 
 def _names(path: str, folder: str) -> list[str]:

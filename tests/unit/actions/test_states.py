@@ -95,6 +95,28 @@ def test_a_tracker_has_the_config_and_every_line(tmp_path):
   assert [(row.split(",")[1], int(row.split(",")[0])) for row in rows] == records(tmp_path)
 
 
+def test_every_action_ends_although_another_fails_to(tmp_path):
+  ended = []
+
+  class Ends(Action):
+    on = "train"
+
+    def __init__(self, name):
+      self.name = name
+
+    def __call__(self, output):
+      pass
+
+    def end(self):
+      ended.append(self.name)
+      if self.name != "c":
+        raise ConfigError(f"{self.name} fails")
+
+  with pytest.raises(ConfigError, match=r"^b fails$"):
+    start(tmp_path, Ends("a"), Ends("b"), Ends("c"), train_steps=1)
+  assert ended == ["a", "b", "c"]
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
   folder, diary = tmp_path_factory.mktemp("unbroken"), Diary()
