@@ -21,7 +21,7 @@ from framework.errors import ConfigError, unknown
 from framework.reporting.metrics_log import flatten, scalars
 from framework.saving import formats
 from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chief
-from framework.saving.export import export, mend, require_replaceable
+from framework.saving.export import export, mend, require_replaceable, signatures
 
 Mode = Literal["max", "min"]
 _OTHER_FOLDERS = (
@@ -354,10 +354,16 @@ class Export(OnBest):
     formats.require(run.task, self._formats, self._directory)
 
   def begin(self) -> None:
-    """Reads the earlier evaluations; removes what a killed export left."""
+    """Reads the earlier evaluations; removes what a killed export left.
+
+    Raises:
+      ConfigError: there is no batch to compare the formats on.
+    """
     super().begin()
     if self.run.is_chief:
       mend(str(self._directory))
+      if self._formats:
+        formats.examples(self.run.task, signatures(self.run.task))
 
   def on_best(self, value: float) -> None:
     """Exports the weights that were evaluated."""

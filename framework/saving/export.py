@@ -55,7 +55,7 @@ def export(
     ConfigError: a signature is not a `tf.function` with an input signature, or the export would
       replace something that is not an export.
   """
-  signatures = _signatures(task)
+  served = signatures(task)
   module = tf.Module()
   module.model = task.model
   # Keras 3 does not track the seeds of random layers, but an LSTM reads its own when it serves.
@@ -70,12 +70,12 @@ def export(
     new = files.IN_MEMORY
   try:
     with _in_progress(new):
-      tf.saved_model.save(module, new, signatures=signatures)
+      tf.saved_model.save(module, new, signatures=served)
       if is_chief:
         _mark(new)
         if formats:
           with tf.io.gfile.GFile(os.path.join(new, proofs.EXAMPLES), "wb") as file:
-            file.write(proofs.examples(task, signatures))
+            file.write(proofs.examples(task, served))
         if "keras" in formats:
           proofs.save_keras(task, new)
         files.sync_tree(new)
@@ -101,7 +101,8 @@ def _is_served(held: Any) -> bool:
   return isinstance(held, kinds) and not models.is_keras(held)
 
 
-def _signatures(task: Task) -> dict[str, Callable[..., Any]]:
+def signatures(task: Task) -> dict[str, Callable[..., Any]]:
+  """Returns name -> what a task serves; raises ConfigError if it is no such function (host)."""
   signature = task.export_signature()
   named = signature if isinstance(signature, Mapping) else {"serving_default": signature}
   for name, function in named.items():

@@ -104,10 +104,11 @@ def examples(task: Task, signatures: Mapping[str, Any]) -> bytes:
   Args:
     task: with its model built and holding the weights to export.
     signatures: name -> `tf.function`; an input is the raw feature of the same name of
-      `source("eval")`. A float input of another name gets normal noise.
+      `source("eval")`. A float input of another name gets normal noise, an integer input 0 and 1
+      at random, which every vocabulary has.
 
   Raises:
-    ConfigError: no input for a signature.
+    ConfigError: a text input is no feature.
   """
   raw = _raw_batch(task)
   arrays: dict[str, Any] = {"dtype": np.array(keras.config.dtype_policy().compute_dtype)}
@@ -167,10 +168,8 @@ def prove(task: Task, directory: str, formats: Sequence[str]) -> list[Outcome]:
   if any(one.format == "saved_model" and one.reason for one in outcomes):
     files.remove(f"{directory}.refused")
     tf.io.gfile.rename(directory, f"{directory}.refused")
-  if refused := [one for one in outcomes if one.reason]:
-    raise ConfigError(
-      f"the export to {directory!r} as {refused[0].format!r} is refused: {refused[0].reason}"
-    )
+  if refused := [f"as {one.format!r}: {one.reason[:300]}" for one in outcomes if one.reason]:
+    raise ConfigError(f"the export to {directory!r} is refused {'; '.join(refused)}")
   return outcomes
 
 
@@ -200,9 +199,11 @@ def _input(signature: str, spec: tf.TensorSpec, raw: Mapping[str, np.ndarray]) -
   known = raw.get(spec.name)
   if known is not None and _dtype(known) == spec.dtype:
     return known
+  shape, draw = [ROWS, *(size or ROWS for size in spec.shape[1:])], np.random.default_rng(0)
   if spec.dtype.is_floating:
-    shape = [ROWS, *(size or ROWS for size in spec.shape[1:])]
-    return np.random.default_rng(0).standard_normal(shape).astype(spec.dtype.as_numpy_dtype)
+    return draw.standard_normal(shape).astype(spec.dtype.as_numpy_dtype)
+  if spec.dtype.is_integer or spec.dtype.is_bool:
+    return draw.integers(0, 2, shape).astype(spec.dtype.as_numpy_dtype)
   raise ConfigError(
     f"Export.formats needs a batch for {spec.name!r} ({spec.dtype.name}) of the signature "
     f"{signature!r}, but the evaluation data have {', '.join(sorted(raw))}; give the "

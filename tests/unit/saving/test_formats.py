@@ -145,14 +145,20 @@ def test_a_signature_that_does_not_call_the_model_has_nothing_to_compare(tmp_pat
 
 
 def test_noise_of_no_feature_is_drawn_and_other_inputs_are_named(tmp_path):
-  @tf.function(input_signature=[tf.TensorSpec([None, 5], tf.float32, "noise")])
-  def draw(noise):
-    return {"y": noise + 1.0}
+  noise, token = (
+    tf.TensorSpec([None, 5], tf.float32, "noise"),
+    tf.TensorSpec([None, None], tf.int32, "token"),
+  )
+
+  @tf.function(input_signature=[noise, token])
+  def draw(noise, token):
+    return {"y": noise + tf.reduce_mean(tf.cast(token, tf.float32))}
 
   directory = str(tmp_path / "export")
   export(Task(dense(), draw), directory, formats=["saved_model"])
   with np.load(os.path.join(directory, formats.EXAMPLES)) as file:
     assert file["8|serving_default|in|noise"].shape == (8, 5)
+    assert set(file["8|serving_default|in|token"].ravel()) == {0, 1}
 
   @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
   def read(text):
@@ -236,14 +242,14 @@ def test_a_saved_model_that_differs_is_moved_away(tmp_path, monkeypatch):
   directory = str(tmp_path / "export")
   os.makedirs(directory)
   answers(monkeypatch, ["saved_model", 0.5, 1e-4, "it differs by 0.5"], ["keras", 0.0, 1e-4, ""])
-  with pytest.raises(ConfigError, match=r"export' as 'saved_model' is refused: it differs by 0.5$"):
+  with pytest.raises(ConfigError, match=r"export' is refused as 'saved_model': it differs by 0.5$"):
     formats.prove(Task(dense()), directory, ["saved_model", "keras"])
   assert os.listdir(tmp_path) == ["export.refused"]
 
 
 def test_a_process_that_dies_refuses_what_it_did_not_reach(tmp_path, monkeypatch):
   answers(monkeypatch, ["saved_model", 0.0, 1e-4, ""], stderr="a\nSegmentation fault\n")
-  with pytest.raises(ConfigError, match=r"as 'onnx' is refused: its process failed: Segmentation"):
+  with pytest.raises(ConfigError, match=r"refused as 'onnx': its process failed: Segmentation"):
     formats.prove(Task(dense()), str(tmp_path), ["saved_model", "onnx"])
 
 
