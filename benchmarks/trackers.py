@@ -5,9 +5,8 @@
 
 kill: a run is killed by SIGKILL several times and started again; each tracker is then read back:
 every value of metrics.jsonl is there once, in one run. server: the same for an MLflow server that
-is killed in the middle (`--mlflow` names the command of a full MLflow). cost: two runs side by
-side, one with trackers and one without, each on a core of its own, which they then exchange; the
-steps of both in the time that both train are compared.
+is killed in the middle (`--mlflow` names the command of a full MLflow). cost: two runs, one
+with a tracker and one without, take turns of a second.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import functools
 import json
 import math
 import os
@@ -32,20 +30,19 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks import forks
 
 Curves = dict[str, list[tuple[int, float]]]
 """split/name -> (step, value), in the order of the tracker."""
 CONFIG = "benchmarks/trackers.gin"
 LIMIT_S = 300.0
+PLAIN, MLFLOW = "[@Export()]", "[@MLflow(), @Export()]"
 ALL = "[@CSVFile(), @MLflow(), @Trackio(), @WandB(), @Export()]"
 
 
 def arguments(folder: Path, actions: str, **options: str) -> list[str]:
   if "Trackio" in actions:
-    options |= {"WandB__mode": "'offline'", "Trackio__project": repr(folder.name)}
+    options |= {"Trackio__project": repr(folder.name)}
   params = [f"run.actions = {actions}"]
   params += [f"{name.replace('__', '.')} = {value}" for name, value in options.items()]
   return [f"--gin_file={CONFIG}", f"--model_dir={folder}", *(f"--gin_param={p}" for p in params)]
@@ -173,7 +170,8 @@ def kill_trials(base: Path, trials: int, rng: random.Random) -> int:
     uri = f"file:{base}/mlruns{number}"
 
     def start(folder=folder, log=log, uri=uri) -> forks.Fork:
-      given = arguments(folder, ALL, MLflow__tracking_uri=repr(uri))
+      options = {"MLflow__tracking_uri": repr(uri), "WandB__mode": "'offline'"}
+      given = arguments(folder, ALL, **options)
       return forks.Fork(given, log)
 
     kills = rng.randint(1, 4)
@@ -237,7 +235,7 @@ def server_trials(base: Path, command: str) -> int:
   folder, log = base / "served", base / "served.txt"
   options = {"MLflow__tracking_uri": repr(server.url), "MLflow__wait_s": "120.0"}
   options |= {"run__train_steps": "30000", "run__eval_every_steps": "10000"}
-  given = arguments(folder, "[@MLflow(), @Export()]", **options)
+  given = arguments(folder, MLFLOW, **options)
   server.start()
   run = forks.Fork(given, log)
   wait_for(lambda: sent(folder) >= 200, run)
@@ -260,53 +258,67 @@ def wait_for(condition: Callable[[], bool], run: forks.Fork) -> None:
     time.sleep(0.05)
 
 
-def cost(base: Path, rounds: int, steps: int) -> None:
-  """Prints speed with trackers over speed without; "none" is the noise."""
+def cost(base: Path, rounds: int, seconds: float) -> None:
+  """Prints speed with a tracker over speed without; "none" is the noise."""
   hanging = socket.socket()
   hanging.bind(("127.0.0.1", 0))
   hanging.listen(64)
-  urls = {"down": "http://127.0.0.1:9", "hanging": f"http://127.0.0.1:{hanging.getsockname()[1]}"}
-  kinds = {"none": ("[@Export()]", None), "all four": (ALL, f"file:{base}/mlruns")}
-  kinds |= {name: ("[@MLflow(), @Export()]", url) for name, url in urls.items()}
-  for name, (actions, uri) in kinds.items():
-    ratios = [beside(base / f"cost-{name[:4]}-{n}", actions, uri, steps, n) for n in range(rounds)]
-    told = " ".join(f"{ratio:.3f}" for ratio in ratios)
-    print(f"{name:9} {statistics.median(ratios):.3f} times as fast as without ({told})", flush=True)
+  silent = f"http://127.0.0.1:{hanging.getsockname()[1]}"
+  kinds = {
+    "none": (PLAIN, {}),
+    "CSVFile": ("[@CSVFile(), @Export()]", {}),
+    "MLflow": (MLFLOW, {"MLflow__tracking_uri": repr(f"file:{base}/mlruns")}),
+    "Trackio": ("[@Trackio(), @Export()]", {}),
+    "WandB": ("[@WandB(), @Export()]", {"WandB__mode": "'offline'"}),
+    "MLflow, server down": (MLFLOW, {"MLflow__tracking_uri": "'http://127.0.0.1:9'"}),
+    "MLflow, silent server": (MLFLOW, {"MLflow__tracking_uri": repr(silent)}),
+  }
+  ratios: dict[str, list[float]] = {name: [] for name in kinds}
+  for number in range(rounds):
+    for kind, (name, (actions, options)) in enumerate(kinds.items()):
+      ratios[name].append(in_turns(base / f"cost{number}-{kind}", actions, options, seconds))
+      told = " ".join(f"{ratio:.3f}" for ratio in ratios[name])
+      print(
+        f"{name:22} {statistics.mean(ratios[name]):.3f} as fast as without ({told})", flush=True
+      )
 
 
-def beside(base: Path, actions: str, uri: str | None, steps: int, number: int) -> float:
-  """Returns the speed with these actions over the speed without, of two runs side by side."""
-  given = {"run__train_steps": str(steps)}
-  options = {"MLflow__tracking_uri": repr(uri), "MLflow__wait_s": "1.0"} if uri else {}
-  sides = {f"{base}-with": (actions, given | options), f"{base}-without": ("[@Export()]", given)}
-  cores = sorted(os.sched_getaffinity(0))[:2][:: 1 if number % 2 else -1]
+def in_turns(base: Path, actions: str, options: Mapping[str, str], seconds: float) -> float:
+  """Returns the speed with these actions over the speed without, of two runs that take turns.
+
+  One is stopped while the other trains, a second each, so other programs hinder both alike.
+  """
+  endless = {"run__train_steps": "1000000000", "run__eval_every_steps": "1000000000"}
+  endless |= {"run__checkpoint_every_steps": "5000"}
+  sides = [(Path(f"{base}-with"), actions, options), (Path(f"{base}-without"), PLAIN, {})]
   runs = []
-  for (folder, (chosen, values)), core in zip(sides.items(), cores, strict=True):
-    pin = functools.partial(os.sched_setaffinity, 0, [core])
-    args = arguments(Path(folder), chosen, **values)
-    runs.append(forks.Fork(args, Path(f"{folder}.txt"), before=pin))
-  for run in runs:
-    ended(run)
-  curves = [progress(Path(folder)) for folder in sides]
-  begin = max(times[len(times) // 4] for times, _ in curves)  # both have started their trackers
-  end = min(times[-1] for times, _ in curves)
-  with_trackers, without = (np.interp(end, *curve) - np.interp(begin, *curve) for curve in curves)
-  return float(with_trackers / without)
-
-
-def progress(folder: Path) -> tuple[list[float], list[int]]:
-  """Returns the times, in seconds, and steps of the training loops of a run."""
-  records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-  loops = [record for record in records if record["split"] == "train"]
-  return [record["wall_time"] for record in loops], [record["step"] for record in loops]
+  for folder, chosen, own in sides:
+    given = arguments(folder, chosen, **endless, **own)
+    runs.append((forks.Fork(given, Path(f"{folder}.txt")), folder))
+  for run, folder in runs:
+    wait_for(lambda folder=folder: lines(folder) >= 100, run)
+    time.sleep(2.0)
+    os.killpg(run.pid, signal.SIGSTOP)
+  before, end = [lines(folder) for _, folder in runs], time.monotonic() + seconds
+  turn = 0
+  while time.monotonic() < end:
+    for run, _ in runs if turn % 2 else runs[::-1]:
+      os.killpg(run.pid, signal.SIGCONT)
+      time.sleep(1.0)
+      os.killpg(run.pid, signal.SIGSTOP)
+    turn += 1
+  with_tracker, without = (lines(runs[n][1]) - before[n] for n in (0, 1))
+  for run, _ in runs:
+    run.kill()
+  return with_tracker / without
 
 
 def main(given: Iterable[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("parts", nargs="+", choices=("kill", "server", "cost"))
   parser.add_argument("--trials", type=int, default=5, help="of kill")
-  parser.add_argument("--rounds", type=int, default=4, help="of cost")
-  parser.add_argument("--steps", type=int, default=4000, help="of each run of cost")
+  parser.add_argument("--rounds", type=int, default=3, help="of cost")
+  parser.add_argument("--seconds", type=float, default=40.0, help="of each pair of runs of cost")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--mlflow", default="uvx mlflow", help="the command of a full MLflow")
   options = parser.parse_args(given)
@@ -321,7 +333,7 @@ def main(given: Iterable[str] | None = None) -> int:
   if "server" in options.parts:
     missed += server_trials(base, options.mlflow)
   if "cost" in options.parts:
-    cost(base, options.rounds, options.steps)
+    cost(base, options.rounds, options.seconds)
   return 1 if missed else 0
 
 

@@ -9,6 +9,7 @@ So after each start and each failure the thread asks the tracker what it has, wh
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -119,6 +120,9 @@ class Tracker(Action):
   def close(self, status: Status, uploads: Mapping[str, str]) -> None:
     """Sends what is left, uploads name -> path, and ends the tracker's run."""
 
+  def abandon(self) -> None:
+    """Removes what would keep this process alive until everything is sent (host)."""
+
   def bind(self, run: Run) -> None:
     """Checks that the tracker's package is there.
 
@@ -196,6 +200,8 @@ class Sender:
     self._over.set()
     self._thread.join(min(wait_s, _PREEMPTED_WAIT_S) if killed else wait_s)
     if self._thread.is_alive() or self._failing:
+      with contextlib.suppress(Exception):  # it uses what belongs to the tracker's package
+        self._tracker.abandon()
       last = max(self._tracker.kept.sent.values(), default=0)
       self._say(f"has this run up to step {last}; start the same command again to send the rest")
 

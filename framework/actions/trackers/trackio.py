@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,12 @@ class Trackio(Tracker):
     import trackio
 
     self._run.log({f"media/{name}": trackio.Image(path)}, step=step)
+
+  def abandon(self) -> None:
+    """Removes Trackio's exit hook, which waits for the server."""
+    import trackio
+
+    atexit.unregister(trackio._cleanup_current_run)
 
   def close(self, status: Status, uploads: Mapping[str, str]) -> None:
     """Writes what is in Trackio's queue."""

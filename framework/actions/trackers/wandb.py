@@ -14,6 +14,7 @@ from framework.errors import unknown
 from framework.reporting.metrics_log import Record
 
 _EXIT_CODES: Mapping[Status, int] = {"finished": 0, "failed": 1, "killed": 143}
+_INIT_TIMEOUT_S = 30.0
 _BLOCK, _HEADER, _FILE_HEADER = 32768, 7, 7
 
 
@@ -64,7 +65,9 @@ class WandB(Tracker):
     self.kept.run = self.kept.run or self.kept.id[:16]
     if self._run is not None:
       self._run.finish(exit_code=1)
-    settings = wandb.Settings(console="off", silent=True, reinit="create_new")
+    settings = wandb.Settings(
+      console="off", silent=True, reinit="create_new", init_timeout=_INIT_TIMEOUT_S
+    )
     self._run = wandb.init(
       **self._init, id=self.kept.run, resume="allow", name=self._name or self.run_name,
       dir=self.run.model_dir, settings=settings,
@@ -112,6 +115,12 @@ class WandB(Tracker):
     if checkpoint := newest_checkpoint(self.run.model_dir):
       self._run.summary["checkpoint"] = os.path.abspath(checkpoint)
     self._run.finish(exit_code=_EXIT_CODES[status])
+
+  def abandon(self) -> None:
+    """Removes W&B's exit hook, which waits for the server; the files stay for the next start."""
+    import wandb
+
+    wandb.setup().ensure_service()._cleanup()
 
 
 def offline_history(model_dir: str, run_id: str) -> Iterator[dict[str, Any]]:

@@ -42,7 +42,7 @@ class Remote:
 
   def __init__(self):
     self.rows, self.pictures, self.closed = [], [], []
-    self.down = False
+    self.down = self.abandoned = False
     self.breaks_after = None  # rows of one request, of which the rest is lost with its answer
     self.gate = threading.Event()
     self.gate.set()
@@ -83,6 +83,10 @@ class ToRemote(Tracker):
   def close(self, status, uploads):
     self._answer()
     self.remote.closed.append((status, sorted(uploads)))
+
+  def abandon(self):
+    self.remote.abandoned = True
+    raise RuntimeError("a private name has changed")
 
   def _answer(self):
     self.remote.gate.wait()
@@ -179,6 +183,7 @@ def test_each_line_arrives_once_and_in_order(model_dir):
     ("train", 30, 1 / 30), ("eval", 30, 1 / 30),
   ]  # fmt: skip
   assert remote.closed == [("finished", [])]
+  assert not remote.abandoned
   assert state(model_dir)["sent"] == {"train": 30, "eval": 30}
   assert process.said == []
 
@@ -307,6 +312,7 @@ def test_training_never_waits_for_a_tracker_that_does_not_answer(model_dir):
   began = time.monotonic()
   process.end()
   assert 0.2 <= time.monotonic() - began < 5
+  assert remote.abandoned
   assert process.said == [
     "ToRemote has this run up to step 0; start the same command again to send the rest"
   ]
