@@ -6,7 +6,7 @@
 kill: a run is killed by SIGKILL several times and started again; each tracker is then read back:
 every value of metrics.jsonl is there once, in one run. server: the same for an MLflow server that
 is killed in the middle (`--mlflow` names the command of a full MLflow). cost: two runs, one
-with a tracker and one without, take turns of a second.
+with a tracker and one without, take short turns.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ Curves = dict[str, list[tuple[int, float]]]
 """split/name -> (step, value), in the order of the tracker."""
 CONFIG = "benchmarks/trackers.gin"
 LIMIT_S = 300.0
+_TURN_S = 0.2
 PLAIN, MLFLOW = "[@Export()]", "[@MLflow(), @Export()]"
 ALL = "[@CSVFile(), @MLflow(), @Trackio(), @WandB(), @Export()]"
 
@@ -286,7 +287,7 @@ def cost(base: Path, rounds: int, seconds: float) -> None:
 def in_turns(base: Path, actions: str, options: Mapping[str, str], seconds: float) -> float:
   """Returns the speed with these actions over the speed without, of two runs that take turns.
 
-  One is stopped while the other trains, a second each, so other programs hinder both alike.
+  One is stopped while the other trains, so other programs hinder both alike.
   """
   endless = {"run__train_steps": "1000000000", "run__eval_every_steps": "1000000000"}
   endless |= {"run__checkpoint_every_steps": "5000"}
@@ -304,7 +305,7 @@ def in_turns(base: Path, actions: str, options: Mapping[str, str], seconds: floa
   while time.monotonic() < end:
     for run, _ in runs if turn % 2 else runs[::-1]:
       os.killpg(run.pid, signal.SIGCONT)
-      time.sleep(1.0)
+      time.sleep(_TURN_S)
       os.killpg(run.pid, signal.SIGSTOP)
     turn += 1
   with_tracker, without = (lines(runs[n][1]) - before[n] for n in (0, 1))
