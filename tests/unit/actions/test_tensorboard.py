@@ -101,6 +101,7 @@ def clipped(monkeypatch):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.fast(replicas=[2])
 @pytest.mark.usefixtures("clipped")
 def test_histograms_are_of_the_weights_and_gradients_of_their_step(replicas, tmp_path, mirrored):
   spy = Spy()
@@ -123,6 +124,7 @@ def test_histograms_are_of_the_weights_and_gradients_of_their_step(replicas, tmp
       np.testing.assert_allclose([low, high], np.sort(of[step - 1][:2]), rtol=1e-5)
 
 
+@pytest.mark.whole
 def test_the_run_is_the_same_with_histograms(tmp_path):
   plain = start(tmp_path / "a")
   with_histograms = start(tmp_path / "b", TensorBoard(histograms_every_steps=3))
