@@ -9,6 +9,7 @@ loop_begins            host           before a loop
       all_reduce       replica        around the all-reduce
       checked          replica        after the check of the reduced gradients
       allowed          replica        decides whether to apply the update
+      applies          replica        the gradients that an optimizer gets
         before_update  cross-replica  just before the update
       metrics          replica        the observer's metrics of the step
     step_ends          cross-replica  tells whether it has undone the step
@@ -26,6 +27,7 @@ import tensorflow as tf
 
 if TYPE_CHECKING:
   from framework.optimizers.adapters import Optimizer
+  from framework.optimizers.fusion import Gradients
 
 Tensors: TypeAlias = Sequence[tf.Tensor]
 AllReduce: TypeAlias = Callable[[Tensors, Tensors], tuple[list[tf.Tensor], list[tf.Tensor]]]
@@ -57,6 +59,14 @@ class StepObserver:
       finite: bool scalar, the decision so far.
     """
     return finite
+
+  def applies(self, optimizer: Optimizer, gradients: Gradients) -> None:
+    """Receives the gradients that an optimizer gets if the update is applied.
+
+    Args:
+      optimizer: the optimizer.
+      gradients: reduced, unscaled and clipped, equal on every replica.
+    """
 
   def before_update(self, optimizer: Optimizer) -> None:
     """Runs before an optimizer updates its variables, or skips this (cross-replica)."""

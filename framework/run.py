@@ -172,7 +172,7 @@ def run(
     **evaluation, seed=seed, shuffle=shuffle, eager=eager,
   )  # fmt: skip
   cluster = traits.cluster_of(chosen)
-  config = _what_matters(given) | {"global batch size": str(recipe.global_batch_size)}
+  config = _values(given, free=FREE) | {"global batch size": str(recipe.global_batch_size)}
   owns = training and cluster.is_chief
   with ownership.owned(model_dir) if owns else contextlib.nullcontext() as owner:
     goes_on = training and bool(list_checkpoints(os.path.join(model_dir, "checkpoints")))
@@ -193,6 +193,7 @@ def run(
       trainer=trainer, evaluator=evaluator, model_dir=model_dir, cadence=cadence,
       actions=actions if training else (), assets=learned, owner=owner,
       record=functools.partial(history.append, model_dir, task=task, config=config, data=data),
+      config=_values(given, free=()),
     )  # fmt: skip
     session.restore(checkpoint)
     session.describe(precision=precision)
@@ -239,11 +240,14 @@ def restored(model_dir: str) -> Task:
   return task
 
 
-def _what_matters(arguments: Mapping[str, Any]) -> dict[str, str]:
-  """Returns name -> value of what a run must keep when it goes on: of the config, or of a call."""
+def _values(arguments: Mapping[str, Any], *, free: Sequence[str]) -> dict[str, str]:
+  """Returns name -> value of the config, or of a call, without the arguments `free` of `run`.
+
+  Without `FREE` it is what a run must keep when it goes on.
+  """
   if configurables.bindings():
-    return configurables.values_that_matter(FREE)
-  not_compared = (*FREE, "mode", "model_dir", "accept_changes")
+    return configurables.values_that_matter(free)
+  not_compared = (*free, "mode", "model_dir", "accept_changes")
   kept = {name: value for name, value in arguments.items() if name not in not_compared}
   return history.described(kept)
 

@@ -24,7 +24,7 @@ from framework.ledger.proof import file_name
 from framework.modes import Mode
 from framework.reporting import metrics_log, orbit_reporter, progress, summary
 from framework.reporting.board import Board
-from framework.saving import checkpoints
+from framework.saving import checkpoints, formats
 from framework.saving.export import export
 from framework.saving.ownership import Owner
 from framework.saving.warm_start import REPORT, WarmStart
@@ -87,6 +87,7 @@ class Session:
     assets: str = "",
     owner: Owner | None = None,
     record: Callable[..., None] | None = None,
+    config: Mapping[str, str] | None = None,
   ) -> None:
     """Assembles the run; restores nothing (host).
 
@@ -100,11 +101,12 @@ class Session:
       owner: the ownership of `model_dir` on the chief, in training modes.
       record: called on the chief with the restored `step`, before the first save: a process that
         fails before has changed nothing. See framework/saving/history.py.
+      config: name -> value of everything that the run can reach, for actions.
     """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
     self.cluster = trainer.cluster
-    self._cadence = cadence
+    self._cadence, self._config = cadence, dict(config or {})
     task = trainer.task
     self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
     ledgers = [os.path.join(model_dir, file_name(index)) for index in range(self.cluster.size)]
@@ -262,19 +264,20 @@ class Session:
     return self._last_record("eval")
 
   def export(self) -> dict[str, float]:
-    """Writes the restored model to <model_dir>/export as a SavedModel.
+    """Writes the restored model to <model_dir>/export, in the formats of the action Export.
 
     Raises:
-      ConfigError: there is no checkpoint.
+      ConfigError: there is no checkpoint, or a format differs or cannot be made.
     """
     self._require_checkpoint("export")
+    task, directory = self.trainer.task, os.path.join(self.model_dir, "export")
+    wanted = configurables.bound("Export", "formats", ())
+    formats.require(task, wanted, directory)
     ema = self.trainer.parts.ema
     with ema.in_place() if ema else contextlib.nullcontext():
-      export(
-        self.trainer.task,
-        os.path.join(self.model_dir, "export"),
-        is_chief=self.cluster.is_chief,
-      )
+      export(task, directory, is_chief=self.cluster.is_chief, formats=wanted)
+    if wanted and self.cluster.is_chief:
+      self._progress.message(formats.told(directory, formats.prove(task, directory, wanted)))
     return {}
 
   def replay(self) -> dict[str, float]:
@@ -310,8 +313,9 @@ class Session:
           loops()
         self._save()
       finally:
-        for action in self._actions:
-          action.end()
+        with contextlib.ExitStack() as ends:  # calls each, whatever the others raise
+          for action in reversed(self._actions):
+            ends.callback(action.end)
         self._manager.wait()
 
   def _require_metrics(self) -> None:
@@ -472,6 +476,7 @@ class Session:
       global_step=self.trainer.global_step,
       model_dir=self.model_dir,
       replay_command=_replay_command(self.model_dir, self.trainer),
+      config=self._config,
       is_chief=self.cluster.is_chief,
       actions=actions,
       message=self._progress.message,

@@ -394,6 +394,7 @@ class Step(EvalStep):
     packed = Gradients.of(target.fusion, gradients)
     for observer in self._observers:
       finite = observer.allowed(finite)
+      observer.applies(target, packed)
 
     # Keras's update communicates, which a branch in replica context cannot; so branch in
     # cross-replica context and return to replica context inside the branch.

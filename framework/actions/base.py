@@ -39,6 +39,8 @@ class Run:
     metrics_log: the chief's metrics.jsonl. All workers read it, so that they decide alike; only the
       chief writes it.
     global_step: int64 scalar, training steps completed.
+    config: name -> value of everything that the run can reach, as text: gin's, or the arguments of
+      `framework.run.run`.
     replay_command: replays the step at which `StopOnNonFinite` stopped.
     is_chief: whether this process writes to the run folder.
     message: prints lines for the user, above the progress line.
@@ -59,6 +61,7 @@ class Run:
   model_dir: str
   actions: Sequence[Action] = ()
   replay_command: str = ""
+  config: Mapping[str, str] = dataclasses.field(default_factory=dict)
   is_chief: bool = True
   message: Callable[[str], None] = print
   board: Board = dataclasses.field(default_factory=Board)

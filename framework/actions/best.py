@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,12 +19,14 @@ from framework.actions.base import Action, Output, Run, StopTraining
 from framework.backend import files
 from framework.errors import ConfigError, unknown
 from framework.reporting.metrics_log import flatten, scalars
+from framework.saving import formats
 from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chief
-from framework.saving.export import export, mend, require_replaceable
+from framework.saving.export import export, mend, require_replaceable, signatures
 
 Mode = Literal["max", "min"]
 _OTHER_FOLDERS = (
-  *("assets", "checkpoints", "eval", "export", "logs", "media", "nonfinite", "profile", "train"),
+  *("assets", "checkpoints", "eval", "export", "logs", "media", "nonfinite", "profile"),
+  *("trackers", "train", "wandb"),
 )
 
 
@@ -308,10 +311,19 @@ class EarlyStopping(MetricHistory):
 
 
 class Export(OnBest):
-  """Exports a SavedModel of the best evaluation so far; see `export`."""
+  """Exports a SavedModel of the best evaluation so far; see `export`.
+
+  With `formats`, the export proves itself when training is over: each format is made, loaded again
+  in a fresh process, and compared with the model on a batch of the evaluation data.
+  """
 
   def __init__(
-    self, *, metric: str = "accuracy", mode: Mode = "max", directory: str | None = None
+    self,
+    *,
+    metric: str = "accuracy",
+    mode: Mode = "max",
+    directory: str | None = None,
+    formats: Sequence[str] = (),
   ) -> None:
     """Sets the metric to compare and where to export.
 
@@ -319,32 +331,54 @@ class Export(OnBest):
       metric: its name among the evaluation's values ("a/b" if nested).
       mode: "max" if more is better, "min" if less is.
       directory: each export replaces the one before; None for <model_dir>/export.
+      formats: of "saved_model", "keras", "onnx", "litert": what to make and compare when training
+        is over. The SavedModel is always written; named here, it is compared too.
 
     Raises:
       ConfigError: an unknown mode.
     """
     super().__init__(metric=metric, mode=mode)
-    self._directory = directory
+    self._directory, self._formats = directory, formats
 
   def bind(self, run: Run) -> None:
-    """Checks the directory before training.
+    """Checks the directory and the formats before training.
 
     Raises:
-      ConfigError: another Export has the same directory, or one would replace something that is not
-        an export.
+      ConfigError: another Export has the same directory, one would replace something that is not
+        an export, or a format cannot be made.
     """
     super().bind(run)
     _require_own_directory(self)
     self._directory = self._directory or os.path.join(run.model_dir, "export")
     require_replaceable(self._directory)
+    formats.require(run.task, self._formats, self._directory)
 
   def begin(self) -> None:
-    """Reads the earlier evaluations; removes what a killed export left."""
+    """Reads the earlier evaluations; removes what a killed export left.
+
+    Raises:
+      ConfigError: there is no batch to compare the formats on.
+    """
     super().begin()
     if self.run.is_chief:
       mend(str(self._directory))
+      if self._formats:
+        formats.examples(self.run.task, signatures(self.run.task))
 
   def on_best(self, value: float) -> None:
     """Exports the weights that were evaluated."""
     with self.run.evaluated_weights():
-      export(self.run.task, str(self._directory), is_chief=self.run.is_chief)
+      directory, is_chief = str(self._directory), self.run.is_chief
+      export(self.run.task, directory, is_chief=is_chief, formats=self._formats)
+
+  def end(self) -> None:
+    """Makes and compares the formats, unless the run failed or a signal ended it.
+
+    Raises:
+      ConfigError: one differs, or cannot be made.
+    """
+    path = os.path.join(str(self._directory), formats.EXAMPLES)
+    over = sys.exc_info()[0] is None and self.run.is_chief and self._formats
+    if over and tf.io.gfile.exists(path):
+      outcomes = formats.prove(self.run.task, str(self._directory), self._formats)
+      self.run.message(formats.told(str(self._directory), outcomes))

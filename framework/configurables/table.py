@@ -43,6 +43,11 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.actions.time_budget", "TimeBudget"),
   ("framework.actions.profiling", "Profile"),
   ("framework.actions.show", "Show"),
+  ("framework.actions.tensorboard", "TensorBoard"),
+  ("framework.actions.trackers.csv_file", "CSVFile"),
+  ("framework.actions.trackers.mlflow", "MLflow"),
+  ("framework.actions.trackers.wandb", "WandB"),
+  ("framework.actions.trackers.trackio", "Trackio"),
   ("framework.inputs.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
 )
 """Modules and names defined in them."""

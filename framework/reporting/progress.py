@@ -1,4 +1,4 @@
-"""Progress of training: one live line on a terminal, plain lines elsewhere."""
+"""Progress of training: live lines on a terminal and in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import datetime
 import fnmatch
 import io
 import math
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
-
-from tqdm import tqdm
+from typing import TextIO
 
 from framework import errors
 from framework.errors import ConfigError, suggest
+from framework.reporting.live import Line, Notebook, Terminal, is_notebook, is_terminal
 from framework.reporting.metrics_log import Clock, Number
 
-_REDRAW_SECS = 0.5
+_REDRAW_SECS = 0.1
+_REDRAW_EVALUATION_SECS = 0.5
 
 
 class Silent(io.StringIO):
@@ -90,11 +89,13 @@ def _last(name: str) -> str:
 
 
 class Progress:
-  """Progress of training: one live line on a terminal, a plain line from time to time elsewhere.
+  """Progress of training: live lines with a bar, or a plain line from time to time.
 
       step 300/1000  loss 0.2134  accuracy 0.9312  12.7 steps/s  812 examples/s  eta 0:00:55
 
-  Each evaluation gets its own line in both. Use it as a context manager, or call `close`.
+  Live on a terminal and in a notebook; a log file gets plain lines. A long evaluation has a live
+  line of its own, and each has a line with its values. Use it as a context manager, or call
+  `close`.
   """
 
   def __init__(
@@ -111,7 +112,8 @@ class Progress:
 
     Args:
       total_steps: the step at which training ends.
-      stream: where to print; None is stderr. `isatty()` tells whether it is a terminal.
+      stream: where to print; None is stderr. `isatty()` tells whether it is a terminal. In a
+        notebook, stderr's live lines are in the cell's output.
       every_secs: minimum seconds between plain lines, except the first and the last.
       clock: returns seconds, monotonic.
       choice: which values to show; None shows all but those of the pace.
@@ -120,16 +122,18 @@ class Progress:
     """
     self._total = total_steps
     self._stream = sys.stderr if stream is None else stream
-    self._live = self._stream.isatty()
+    notebook = stream is None and is_notebook()
+    self._kind = Notebook if notebook else Terminal if is_terminal(self._stream) else None
+    self._live: Terminal | Notebook | None = None
     self._every_secs = every_secs
     self._clock = clock
     self._choice = choice or Choice()
     self._awaited, self._names = set(splits), set[str]()
-    self._bar: _Bar | None = None
+    self._lines: dict[str, Line] = {}
+    self._drawn_at = -math.inf
     self._first: tuple[int, float] | None = None
     self._printed_at = -math.inf
     self._unprinted: str | None = None
-    self._trained = ""
     self._evaluating_since: float | None = None
     self._evaluating_shown = -math.inf
 
@@ -139,9 +143,8 @@ class Progress:
     now = self._clock()
     self._first = self._first or (step, now)
     line = self._line(step, now, values)
-    if self._live:
-      self._trained = line
-      self._draw(step, line)
+    if self._kind:
+      self._draw("train", Line(min(1.0, step / self._total), line))
     elif step >= self._total or now - self._printed_at >= self._every_secs:
       self._printed_at = now
       self._unprinted = None
@@ -161,38 +164,38 @@ class Progress:
     now = self._clock()
     if self._evaluating_since is None:
       self._evaluating_since = self._evaluating_shown = now
-    if now - self._evaluating_shown < (_REDRAW_SECS if self._live else self._every_secs):
+    if now - self._evaluating_shown < (_REDRAW_EVALUATION_SECS if self._kind else self._every_secs):
       return
     self._evaluating_shown = now
     of = f"/{total}" if total else ""
     batch = [f"batch {done}{of}"] if done else []
     seconds = datetime.timedelta(seconds=round(now - self._evaluating_since))
     line = "  ".join([" ".join(["evaluating", *filter(None, [name])]), *batch, str(seconds)])
-    if self._live:
-      self._draw(step, f"step {step}/{self._total}  {line}")
+    if self._kind:
+      self._draw("eval", Line(done / total if total else None, line))
     else:
       self.message(f"step {step}/{self._total}  {line}")
 
   def evaluation(self, step: int, values: Mapping[str, Number]) -> None:
     """Prints the values of one evaluation."""
-    if self._bar is not None and self._evaluating_since is not None:
-      self._bar.set_description_str(self._trained)  # in place of the batches of the evaluation
     self._evaluating_since = None
+    if self._lines.pop("eval", None) and self._live is not None:
+      self._live.show([*self._lines.values()], draw=False)
     self._notice("eval", values)
     self.message("  ".join([f"eval at step {step}", *self._shown(values)]))
 
   def message(self, text: str) -> None:
-    """Prints text, above the live line if there is one."""
-    if self._bar is not None:
-      self._bar.write(text, file=self._stream)
+    """Prints text, above the live lines of a terminal."""
+    if self._live is not None:
+      self._live.write(text)
     else:
       print(text, file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Ends the live line, or prints the last plain line if it has not been printed."""
-    if self._bar is not None:
-      self._bar.close()
-      self._bar = None
+    """Ends the live lines, or prints the last plain line if it has not been printed."""
+    if self._live is not None:
+      self._live.close()
+      self._live = None
     if self._unprinted is not None:
       self.message(self._unprinted)
       self._unprinted = None
@@ -214,16 +217,20 @@ class Progress:
     if not self._awaited and (line := self._choice.unknown(self._names)):
       self.message(f"warning: {line}")
 
-  def _draw(self, step: int, line: str) -> None:
-    if self._bar is None:
-      self._bar = _bar(self._stream, total=self._total, initial=step, desc=line)
-    self._bar.n = step
-    self._bar.set_description_str(line)
+  def _draw(self, name: str, line: Line) -> None:
+    """Replaces a live line; draws at most every `_REDRAW_SECS`, as a loop may be shorter."""
+    assert self._kind is not None
+    self._lines[name] = line
+    self._live = self._live or self._kind(self._stream)
+    now = self._clock()
+    due = now - self._drawn_at >= _REDRAW_SECS
+    self._drawn_at = now if due else self._drawn_at
+    self._live.show([*self._lines.values()], draw=due)
 
   def _line(self, step: int, now: float, values: Mapping[str, Number]) -> str:
     shown, pace = self._shown(values), self._pace(step, now, values)
     # A narrow terminal cuts the line off, so the loss and the rates come first.
-    ordered = [*shown[:1], *pace, *shown[1:]] if self._live else [*shown, *pace]
+    ordered = [*shown[:1], *pace, *shown[1:]] if self._kind else [*shown, *pace]
     return "  ".join([f"step {step}/{self._total}", *ordered])
 
   def _pace(self, step: int, now: float, values: Mapping[str, Number]) -> list[str]:
@@ -242,23 +249,6 @@ class Progress:
 
   def _shown(self, values: Mapping[str, Number]) -> list[str]:
     return [f"{name} {format_number(values[name])}" for name in self._choice.of(values)]
-
-
-class _Bar(tqdm):
-  monitor_interval = 0  # do not start tqdm's monitor thread
-
-
-def _bar(stream: TextIO, **options: Any) -> _Bar:
-  known = _columns(stream) > 0  # some pseudo-terminals report 0
-  width = {"dynamic_ncols": True} if known else {"ncols": 100}
-  return _Bar(file=stream, bar_format="|{bar:10}| {desc}", **width, **options)
-
-
-def _columns(stream: TextIO) -> int:
-  try:
-    return os.get_terminal_size(stream.fileno()).columns
-  except OSError:
-    return 0
 
 
 def _rate(per_second: Number) -> str:

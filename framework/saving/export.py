@@ -1,4 +1,4 @@
-"""Exports a SavedModel: a complete one or none."""
+"""Exports a SavedModel, and other formats of it: each complete, or absent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -15,12 +15,19 @@ from tensorflow.python.ops import lookup_ops
 
 from framework.backend import files, models
 from framework.errors import ConfigError
+from framework.saving import formats as proofs
 
 if TYPE_CHECKING:
   from framework.task import Task
 
-_FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets"}
-"""What a SavedModel consists of."""
+_FILES = {
+  "saved_model.pb",
+  "fingerprint.pb",
+  "variables",
+  "assets",
+  *filter(None, proofs.FILES.values()),
+}
+"""What a SavedModel and the other formats consist of."""
 _EXTRA = "assets.extra"
 MARK = f"{_EXTRA}/loopwright"
 """File in an export that says who wrote it; TensorFlow leaves that folder to others."""
@@ -28,7 +35,9 @@ _ABANDONED_S = 300.0
 """Without locks: an unfinished export that has not changed for so long is a killed process's."""
 
 
-def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
+def export(
+  task: Task, directory: str, *, is_chief: bool = True, formats: Sequence[str] = ()
+) -> None:
   """Writes what `task.export_signature()` serves as a SavedModel (host).
 
   Signatures may use lookup tables and a `tf.Module` that are attributes of the task. A reader of
@@ -39,12 +48,14 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
     task: with its model built. `export_signature` returns a `tf.function` with an input signature,
       served as "serving_default", or a dict of name -> `tf.function`.
     is_chief: False on other workers, which must call this too but keep nothing.
+    formats: what `formats.prove` is to make and compare afterwards: keeps a batch for it, and
+      writes model.keras if it is one of them.
 
   Raises:
     ConfigError: a signature is not a `tf.function` with an input signature, or the export would
       replace something that is not an export.
   """
-  signatures = _signatures(task)
+  served = signatures(task)
   module = tf.Module()
   module.model = task.model
   # Keras 3 does not track the seeds of random layers, but an LSTM reads its own when it serves.
@@ -59,9 +70,14 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
     new = files.IN_MEMORY
   try:
     with _in_progress(new):
-      tf.saved_model.save(module, new, signatures=signatures)
+      tf.saved_model.save(module, new, signatures=served)
       if is_chief:
         _mark(new)
+        if formats:
+          with tf.io.gfile.GFile(os.path.join(new, proofs.EXAMPLES), "wb") as file:
+            file.write(proofs.examples(task, served))
+        if "keras" in formats:
+          proofs.save_keras(task, new)
         files.sync_tree(new)
         _swap(new, directory)
   finally:
@@ -85,7 +101,8 @@ def _is_served(held: Any) -> bool:
   return isinstance(held, kinds) and not models.is_keras(held)
 
 
-def _signatures(task: Task) -> dict[str, Callable[..., Any]]:
+def signatures(task: Task) -> dict[str, Callable[..., Any]]:
+  """Returns name -> what a task serves; raises ConfigError if it is no such function (host)."""
   signature = task.export_signature()
   named = signature if isinstance(signature, Mapping) else {"serving_default": signature}
   for name, function in named.items():
@@ -108,7 +125,14 @@ def _is_export(path: str) -> bool:
   found = {
     f"{folder}{name}".rstrip("/") for folder in ("", f"{_EXTRA}/") for name in _names(path, folder)
   }
-  return found <= {*_FILES, _EXTRA, MARK}
+  return found <= {
+    *_FILES,
+    *(f"{name}.tmp" for name in _FILES),
+    _EXTRA,
+    MARK,
+    proofs.EXAMPLES,
+    proofs.STAGED,
+  }
 
 
 def _names(path: str, folder: str) -> list[str]:

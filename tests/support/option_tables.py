@@ -8,7 +8,8 @@ import sys
 import types
 
 from framework import run, trainer
-from framework.actions import best, nonfinite, profiling, show, time_budget
+from framework.actions import best, nonfinite, profiling, show, tensorboard, time_budget
+from framework.actions.trackers import csv_file, mlflow, trackio, wandb
 from framework.configurables import documentation
 from framework.configurables.table import GIVEN
 from framework.inputs import sources
@@ -42,6 +43,11 @@ SECTIONS = (
   ("Time", time_budget, "TimeBudget"),
   ("Traces", profiling, "Profile"),
   ("Pictures", show, "Show"),
+  ("TensorBoard", tensorboard, "TensorBoard"),
+  ("A table of the metrics", csv_file, "CSVFile"),
+  ("MLflow", mlflow, "MLflow"),
+  ("Weights & Biases", wandb, "WandB"),
+  ("Trackio", trackio, "Trackio"),
 )
 
 

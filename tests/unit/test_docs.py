@@ -1,15 +1,20 @@
 """README and docs: their code runs, their configs parse, their tables and links are true."""
 
 import configparser
+import http.server
 import importlib.util
+import json
 import re
 import sys
+import threading
+import urllib.request
 from pathlib import Path
 
 import gin
 import numpy as np
 import option_tables
 import pytest
+import tensorflow as tf
 
 import launch
 from framework import configurables
@@ -32,9 +37,13 @@ def blocks(page, language):
   return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
+def _marks(code):
+  return [pytest.mark.whole] if "onnxruntime" in code else []  # a fresh process makes the format
+
+
 def cases(language):
   return [
-    pytest.param(page, code, id=f"{page.stem}-{number}")
+    pytest.param(page, code, id=f"{page.stem}-{number}", marks=_marks(code))
     for page in PAGES
     for number, code in enumerate(blocks(page, language))
   ]
@@ -70,17 +79,33 @@ def load(page, code):
   return module
 
 
+def require_served(handler):
+  """Asks the page's server, and compares with the SavedModel."""
+  images = np.random.default_rng(0).integers(0, 17, [3, 8, 8, 1])
+  with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+    threading.Thread(target=server.handle_request).start()
+    asked = json.dumps({"instances": images.tolist()}).encode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}", asked) as answer:
+      found = json.load(answer)["predictions"]
+  serve = tf.saved_model.load("runs/digits_cnn/export").signatures["serving_default"]
+  expected = serve(image=tf.constant(images, tf.uint8))["probabilities"]
+  np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("page", "code"), cases("python"))
 def test_python_blocks_run(page, code, capsys):
   if "runs/digits_cnn/export" in code:
-    Path("x.gin").write_text(BASE)
+    formats = "run.actions = [@Export()]\nExport.formats = ['onnx']\n"
+    Path("x.gin").write_text(BASE + formats * ("onnx" in code))
     for mode in ("train", "export"):
       assert (
         launch.main(["x", "--gin_file=x.gin", f"--mode={mode}", "--model_dir=runs/digits_cnn"]) == 0
       )
   module = load(page, code)
   assert vars(module)
-  if "runs/digits_cnn/export" in code:
+  if "onnx" in code:
+    require_served(module.Predict)
+  elif "runs/digits_cnn/export" in code:
     np.testing.assert_allclose(np.sum(module.probabilities, axis=1), [1, 1, 1], rtol=1e-5)
   if "text_files" in code:
     assert module.probabilities[0] > 0.6
@@ -93,7 +118,8 @@ def test_python_blocks_run(page, code, capsys):
 @pytest.mark.parametrize(("page", "code"), cases("gin"))
 def test_gin_blocks_are_accepted(page, code):
   for python in blocks(page, "python")[:1]:
-    load(page, python)
+    if "runs/" not in python:  # it reads a run, and defines nothing for the config
+      load(page, python)
   text = code if "run.task" in code else BASE + code
   Path("block.gin").write_text(text)
   configurables.parse(["block.gin"])

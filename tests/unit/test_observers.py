@@ -62,6 +62,10 @@ class EverythingOfReplica(StepObserver):
     self.observer.heard.append("allowed")
     return finite & (self.observer.step != (self.observer.vetoed or -1))
 
+  def applies(self, optimizer, gradients):
+    self.observer.heard.append("applies")
+    assert len(gradients) == len(optimizer.variables)
+
   def before_update(self, optimizer):
     self.observer.heard.append("before_update")
 
@@ -79,7 +83,9 @@ def test_an_observer_hears_everything_in_order(mirrored, replicas):
   observer = Everything(strategy)
   trainer = everything.make_trainer(strategy, observers=[observer])
   results = trainer.train(tf.constant(STEPS))
-  of_replicas = [e for e in ("all_reduce", "checked", "allowed") for _ in range(replicas)]
+  of_replicas = [
+    e for e in ("all_reduce", "checked", "allowed", "applies") for _ in range(replicas)
+  ]
   cross = [e for e in observer.heard if e not in of_replicas]
   assert cross == [
     ("loop_begins", 0, STEPS), "loop_starts", "step_begins", "batch_taken", "before_update",

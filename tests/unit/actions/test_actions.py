@@ -19,9 +19,11 @@ from framework.actions.best import BestCheckpoint, EarlyStopping, Export, Goal, 
 from framework.actions.nonfinite import NonFiniteLoss, StopOnNonFinite
 from framework.backend import files
 from framework.errors import ConfigError
+from framework.inputs.sources import ArraySource
 from framework.reporting.metrics_log import MetricsLog
 from framework.reporting.orbit_reporter import Reporter, quiet_orbit
 from framework.saving import export as exports
+from framework.saving import formats
 from framework.saving.export import export
 
 
@@ -736,3 +738,53 @@ def test_an_action_must_say_what_it_does():
     Action()({})
   with pytest.raises(NotImplementedError):
     OnBest().on_best(1.0)
+
+
+# -- the formats of an export, which are compared when training is over
+
+
+class Served(Task):
+  def source(self, split):
+    return ArraySource(features={"x": INPUT})
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+  calls = []
+
+  def prove(task, directory, names):
+    calls.append((os.path.exists(os.path.join(directory, formats.EXAMPLES)), directory, names))
+    return [formats.Outcome(name, 2e-7, 1e-4) for name in names]
+
+  monkeypatch.setattr(formats, "prove", prove)
+  return calls
+
+
+def test_the_best_export_is_compared_at_the_end(model_dir, proofs, capsys):
+  action = Export(mode="min", metric="loss", formats=["saved_model"])
+  process = Process(model_dir, [action], task=Served(dense_model(keras))).begin()
+  for step, loss in ((1, 1.0), (2, 0.5), (3, 0.75)):
+    process.evaluate(step, {"loss": loss})
+  assert proofs == []
+  action.end()
+  directory = os.path.join(model_dir, "export")
+  assert proofs == [(True, directory, ["saved_model"])]
+  assert capsys.readouterr().out == (
+    f"exported {directory}: loaded again, largest difference 2.0e-07, allowed 1e-04\n"
+  )
+
+
+@pytest.mark.parametrize("names", [["saved_model"], []])
+def test_an_export_is_not_compared_after_a_failure_or_without_formats(model_dir, proofs, names):
+  action = Export(mode="min", metric="loss", formats=names)
+  process = Process(model_dir, [action], task=Served(dense_model(keras))).begin()
+  process.evaluate(1, {"loss": 1.0})
+  with contextlib.suppress(Killed):
+    try:
+      raise Killed
+    finally:
+      if names:
+        action.end()
+  if not names:
+    action.end()
+  assert proofs == []

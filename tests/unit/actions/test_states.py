@@ -19,6 +19,7 @@ from framework import (
   StopTraining,
   Task,
 )
+from framework.actions.trackers.csv_file import CSVFile
 from framework.run import run
 from framework.strategies import factories
 
@@ -82,6 +83,38 @@ def start(folder, *actions, task=Steady, **options):
 def records(folder):
   lines = (folder / "metrics.jsonl").read_text().splitlines()
   return [(r["split"], r["step"]) for r in map(json.loads, lines)]
+
+
+def test_a_tracker_has_the_config_and_every_line(tmp_path):
+  tracker = CSVFile()
+  with pytest.raises(Killed):
+    start(tmp_path, tracker, Diary(dies=("train", 5)))
+  start(tmp_path, tracker := CSVFile(), Diary())
+  assert tracker.run.config["train_steps"] == "6"
+  rows = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
+  assert [(row.split(",")[1], int(row.split(",")[0])) for row in rows] == records(tmp_path)
+
+
+def test_every_action_ends_although_another_fails_to(tmp_path):
+  ended = []
+
+  class Ends(Action):
+    on = "train"
+
+    def __init__(self, name):
+      self.name = name
+
+    def __call__(self, output):
+      pass
+
+    def end(self):
+      ended.append(self.name)
+      if self.name != "c":
+        raise ConfigError(f"{self.name} fails")
+
+  with pytest.raises(ConfigError, match=r"^b fails$"):
+    start(tmp_path, Ends("a"), Ends("b"), Ends("c"), train_steps=1)
+  assert ended == ["a", "b", "c"]
 
 
 @pytest.fixture(scope="module")

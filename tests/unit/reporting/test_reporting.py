@@ -3,7 +3,9 @@ import json
 import math
 import os
 import re
+import sys
 import threading
+import types
 
 import keras
 import numpy as np
@@ -327,8 +329,7 @@ def test_an_evaluation_has_a_line_of_its_own(stream_type):
   with Progress(total_steps=10, stream=stream, clock=Clock()) as progress:
     progress.update(5, {"loss": 1.0})
     progress.evaluation(5, {"accuracy": 0.5, "loss": 0.25})
-  lines = re.split(r"[\r\n]", stream.getvalue())
-  assert "eval at step 5  loss 0.2500  accuracy 0.5000" in lines
+  assert "eval at step 5  loss 0.2500  accuracy 0.5000" in screen(stream)
 
 
 def test_a_long_evaluation_shows_how_far_it_is():
@@ -347,34 +348,136 @@ def test_a_long_evaluation_shows_how_far_it_is():
   ]
 
 
-def test_after_an_evaluation_the_live_line_is_that_of_training():
+def screen(stream):
+  """Returns the lines that a terminal shows in the end."""
+  lines, row = [""], 0
+  for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", stream.getvalue()):
+    if part == "\n":
+      row += 1
+      lines += [""] * (row == len(lines))
+    elif part == "\x1b[1A":
+      row -= 1
+    elif part == "\x1b[2K":
+      lines[row] = ""
+    elif not part.startswith(("\x1b", "\r")):
+      lines[row] += part
+  return [line.rstrip() for line in lines]
+
+
+@pytest.fixture
+def no_colors(monkeypatch):
+  monkeypatch.setenv("NO_COLOR", "1")
+  monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.mark.usefixtures("no_colors")
+def test_a_long_evaluation_has_a_live_line_below_that_of_training():
   stream, clock = Terminal(), Clock()
   with Progress(total_steps=20, stream=stream, clock=clock) as progress:
     progress.update(10, {"loss": 3.0})
-    progress.evaluating(10, "", 1, 9)
+    progress.evaluating(10, "", 1, 8)
     clock.now = 1.0
-    progress.evaluating(10, "", 7, 9)
-    assert "step 10/20  evaluating  batch 7/9  0:00:01" in stream.getvalue()
+    progress.evaluating(10, "", 4, 8)
+    assert screen(stream) == [
+      "━━━━━      step 10/20  loss 3.0000", "━━━━━      evaluating  batch 4/8  0:00:01"
+    ]  # fmt: skip
     progress.evaluation(10, {"loss": 1.0})
-  drawn = [line.strip() for line in re.split(r"[\r\n]", stream.getvalue()) if line.strip()]
-  assert "loss 3.0000" in drawn[-1]
+  assert screen(stream) == [
+    "eval at step 10  loss 1.0000", "━━━━━      step 10/20  loss 3.0000", ""
+  ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("no_colors")
 def test_a_terminal_shows_one_live_line():
-  stream = Terminal()
-  with Progress(total_steps=1000, stream=stream, clock=Clock()) as progress:
+  stream, clock, threads = Terminal(), Clock(), threading.active_count()
+  with Progress(total_steps=1000, stream=stream, clock=clock) as progress:
     for step in (100, 200, 300):
-      progress.update(step, VALUES)
-    progress.evaluation(300, {"loss": 0.5})
+      clock.now += 1.0
+      progress.update(step, VALUES | {"long": 123})
+    assert threading.active_count() == threads
+    assert screen(stream) == [
+      "━━━        step 300/1000  loss 0.2134  12.7 steps/s  812 examples/s  eta 0:00:07  accuracy "
+      "0.9312  …"
+    ]
+    progress.update(400, VALUES)  # in the same moment: drawn by what comes next
+    progress.evaluation(400, {"loss": 0.5})
+    assert screen(stream)[1].startswith("━━━━       step 400/1000")
     progress.update(1000, VALUES)
-  assert not any("TMonitor" in type(thread).__name__ for thread in threading.enumerate())
-  assert stream.getvalue().count("\n") == 2  # the evaluation and the end
-  drawn = [line.strip() for line in re.split(r"[\r\n]", stream.getvalue()) if line.strip()]
-  assert drawn[0].startswith(
-    "|█         | step 100/1000  loss 0.2134  12.7 steps/s  812 examples/s  eta 0:01:11  accuracy"
-  )
-  assert "|███       | step 300/1000" in "".join(drawn)
-  assert drawn[-1].startswith("|██████████| step 1000/1000")
+  first, second, end = screen(stream)
+  assert (first, end) == ("eval at step 400  loss 0.5000", "")
+  assert second.startswith("━━━━━━━━━━ step 1000/1000  loss 0.2134")
+  assert "\x1b[?25l" not in stream.getvalue()  # the cursor stays, as a kill would not bring it back
+
+
+@pytest.mark.usefixtures("no_colors")
+def test_short_loops_are_drawn_ten_times_a_second():
+  stream, clock = Terminal(), Clock()
+  with Progress(total_steps=1000, stream=stream, clock=clock) as progress:
+    for step in range(1, 1001):
+      clock.now += 0.001
+      progress.update(step, {"loss": 1.0})
+  assert stream.getvalue().count("step ") == pytest.approx(11, abs=1)  # 1 s, and the end
+
+
+@pytest.mark.usefixtures("no_colors")
+def test_text_with_brackets_is_written_as_it_is():
+  stream = Terminal()
+  with Progress(total_steps=10, stream=stream, clock=Clock()) as progress:
+    progress.update(5, {"[bold]": 1.0})
+    progress.message("warning: [red]x[/] :smile: " + "long " * 40)
+  first, second, _ = screen(stream)
+  assert first == "warning: [red]x[/] :smile: " + ("long " * 40).rstrip()
+  assert "[bold] 1.0000" in second
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_a_terminal_that_cannot_draw_again_gets_plain_lines(term, monkeypatch):
+  monkeypatch.setenv("TERM", term)
+  stream = Terminal()
+  with Progress(total_steps=10, stream=stream, clock=Clock()) as progress:
+    progress.update(5, {"loss": 1.0})
+  assert stream.getvalue() == "step 5/10  loss 1.0000\n"
+
+
+@pytest.mark.usefixtures("no_colors")
+def test_a_terminal_that_is_gone_does_not_end_a_run():
+  class Gone(Terminal):
+    def write(self, text):
+      raise BrokenPipeError
+
+  with Progress(total_steps=10, stream=Gone(), clock=Clock()) as progress:
+    progress.update(5, {"loss": 1.0})
+    progress.message("text")
+
+
+def test_a_notebook_has_the_lines_in_its_cell(monkeypatch, capsys):
+  shown = []
+
+  class Handle:
+    def update(self, data, raw):
+      shown.append(data)
+
+  def display(data, *, raw, display_id):
+    shown.append(data)
+    return Handle()
+
+  python = types.ModuleType("IPython")
+  python.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+  python.display = types.ModuleType("IPython.display")
+  python.display.display = display
+  monkeypatch.setitem(sys.modules, "IPython", python)
+  monkeypatch.setitem(sys.modules, "IPython.display", python.display)
+  with Progress(total_steps=10, clock=Clock()) as progress:
+    progress.update(5, {"a<b": 1.0})
+    progress.evaluation(5, {"loss": 0.5})
+    progress.update(10, {"loss": 0.25})
+  assert shown[0] == {
+    "text/plain": "step 5/10  a<b 1.0000",
+    "text/html": '<div><progress value="0.5000"></progress> '
+    "<code>step 5/10  a&lt;b 1.0000</code></div>",
+  }
+  assert shown[-1]["text/plain"] == "step 10/10  loss 0.2500"
+  assert capsys.readouterr().err == "eval at step 5  loss 0.5000\n"
 
 
 def test_hidden_values_are_left_out():
