@@ -109,9 +109,17 @@ class Training:
     worker = parent(task)
     if kind == "kill_node":
       raylets = {process.pid: node for node in cluster.worker_nodes for process in raylets_of(node)}
-      cluster.remove_node(raylets[parent(worker)], allow_graceful=False)
+      above = next(pid for pid in ancestors(worker) if pid in raylets)
+      cluster.remove_node(raylets[above], allow_graceful=False)
     else:
       os.kill(task if kind == "kill_launch" else worker, signal.SIGKILL)
+
+
+def ancestors(pid: int) -> Iterator[int]:
+  """Yields the parent of a process, its parent, and so on."""
+  while pid > 1:
+    pid = parent(pid)
+    yield pid
 
 
 def raylets_of(node: Any) -> list[subprocess.Popen[bytes]]:

@@ -1,6 +1,7 @@
 """Finds the weights in Keras's HDF5 files; runs without TensorFlow.
 
-The HDF5 library may crash on a damaged file, so a process of its own reads each file first:
+The HDF5 library may crash on a damaged file, or read it without end. So a process of its own reads
+each file first, with a time limit:
 
     variables = h5.checked(content)  # then this process can read it too
 """
@@ -19,9 +20,10 @@ from typing import Any
 import h5py
 
 SCRIPT = __file__
-"""Runs `read_all`."""
+"""Runs `main`."""
 _MOST_NAMES_BYTES = 2**17
-_TIMEOUT_S = 600
+_LEAST_S = 30
+_BYTES_PER_S = 2**24
 
 
 def checked(content: bytes) -> dict[str, h5py.Dataset]:
@@ -38,12 +40,19 @@ def require_readable(content: bytes) -> None:
   """Reads a file's content in another process; raises ValueError if that cannot."""
   done = subprocess.run(
     [sys.executable, SCRIPT], input=content, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    timeout=_TIMEOUT_S, check=False,
+    check=False,
   )  # fmt: skip
+  if done.returncode == -signal.SIGALRM:
+    raise ValueError(f"the HDF5 library was not done with it after {limit_s(content)} s")
   if done.returncode < 0:
     raise ValueError(f"the HDF5 library crashed with {signal.Signals(-done.returncode).name}")
   if done.returncode:
     raise ValueError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+
+
+def limit_s(content: bytes) -> int:
+  """Returns how many seconds `read_all` may take: many times what a sound file needs."""
+  return _LEAST_S + len(content) // _BYTES_PER_S
 
 
 def read_all(content: bytes) -> None:
@@ -128,5 +137,11 @@ def _text(value: Any) -> str:
   return value.decode() if isinstance(value, bytes) else str(value)
 
 
+def main(content: bytes) -> None:
+  """Does what `read_all` does; ends the process by SIGALRM if that takes too long."""
+  signal.alarm(limit_s(content))
+  read_all(content)
+
+
 if __name__ == "__main__":
-  read_all(sys.stdin.buffer.read())
+  main(sys.stdin.buffer.read())

@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 import struct
+import subprocess
+import sys
 import zipfile
 
 import h5py
@@ -316,13 +318,28 @@ def test_weights_are_stored_as_keras_stores_them(tmp_path, write):
     weights_of(tmp_path, write).load(None)
 
 
-def test_a_file_that_crashes_the_library_is_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+  ("end", "line"),
+  [
+    (signal.SIGSEGV, "the HDF5 library crashed with SIGSEGV"),
+    (signal.SIGALRM, "the HDF5 library was not done with it after 30 s"),
+  ],
+)
+def test_a_file_that_crashes_the_library_is_one_line(tmp_path, monkeypatch, end, line):
   script = tmp_path / "crash.py"
   script.write_text("import os, sys; os.kill(os.getpid(), len(sys.stdin.buffer.read()))")
   monkeypatch.setattr(h5, "SCRIPT", str(script))
-  (tmp_path / "x.weights.h5").write_bytes(bytes(signal.SIGSEGV))
-  with one_line_error(r"x.weights.h5' cannot be read \(the HDF5 library crashed with SIGSEGV\); "):
+  (tmp_path / "x.weights.h5").write_bytes(bytes(end))
+  with one_line_error(rf"x.weights.h5' cannot be read \({line}\); "):
     WarmStart(path=str(tmp_path / "x.weights.h5")).load(None)
+
+
+def test_a_file_that_the_library_reads_without_end_ends_by_itself():
+  program = "import h5, time; h5._LEAST_S = 1; h5.read_all = lambda _: time.sleep(60); h5.main(b'')"
+  done = subprocess.run(
+    [sys.executable, "-c", program], env={"PYTHONPATH": os.path.dirname(h5.SCRIPT)}, timeout=30
+  )
+  assert done.returncode == -signal.SIGALRM
 
 
 @pytest.mark.parametrize(
