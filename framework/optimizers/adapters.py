@@ -89,7 +89,7 @@ class Optimizer:
     return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
 
   def apply(self, strategy: tf.distribute.Strategy, gradients: Gradients) -> None:
-    """Updates the variables, without communication (cross-replica).
+    """Updates the variables; communicates only if the slots are sharded (cross-replica).
 
     Args:
       gradients: per-replica tensors, equal on every replica.
