@@ -117,7 +117,10 @@ def test_a_checkpoint_fits_other_replicas_sharded_or_not(first, then, library, m
   manager.save()
   manager.wait()
   other, reader = made(then, "one")
-  assert reader.restore_or_initialize().endswith("ckpt-3")
+  path = reader.restore_or_initialize()
+  assert path.endswith("ckpt-3")
+  sizes = [np.prod(shape, dtype=int) for _, shape in tf.train.list_variables(path)]
+  assert sizes.count(INPUTS * 130) == 3  # a kernel, its mean and its square
   equal(whole_state(trainer), whole_state(other), atol=0)
   assert any(np.abs(slot).max() > 0 for slot in whole_state(other)[1] if slot.ndim == 2)
   trainer.train(tf.constant(3))
