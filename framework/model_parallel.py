@@ -65,7 +65,7 @@ class ModelParallelTrainer(Trainer):
     Raises:
       ConfigError: the source has batches of several lengths.
     """
-    dataset = self._dataset_fn(int(self.position.numpy()))
+    dataset = self.dataset_fn(int(self.position.numpy()))
     if isinstance(dataset, Scheduled):
       raise ConfigError(
         "the source is a Buckets, but model_parallel takes batches of one shape; give one length."

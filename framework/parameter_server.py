@@ -337,7 +337,7 @@ class ParameterServerTrainer(Trainer):
   def make_iterator(self) -> Any:
     """See `Trainer.make_iterator`; each worker makes its own batches."""
     position, workers = int(self.position.numpy()), self._dispatcher.workers
-    return iter(self._dispatcher.datasets(lambda w: self._dataset_fn(position, shard=(workers, w))))
+    return iter(self._dispatcher.datasets(lambda w: self.dataset_fn(position, shard=(workers, w))))
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
     """Runs pieces until exactly `num_steps` more steps are counted, and collects their sums.

@@ -125,7 +125,7 @@ class Trainer(orbit.AbstractTrainer):
     self.task, self.strategy, self.eager = task, strategy, eager
     self.cluster = traits.cluster_of(strategy)
     self.global_batch_size = global_batch_size
-    self._dataset_fn = dataset_fn
+    self.dataset_fn = dataset_fn
     self.source: Callable[[], Source | StreamSource | Sources | Buckets] | None = None
     self._iterator: Iterator[Batch] | None = None
     self._weight_seen = False
@@ -309,7 +309,7 @@ class Trainer(orbit.AbstractTrainer):
 
   def make_iterator(self) -> Iterator[Batch]:
     """Returns an iterator over distributed global batches, starting at `position` (host)."""
-    dataset = self._dataset_fn(int(self.position.numpy()))
+    dataset = self.dataset_fn(int(self.position.numpy()))
     if isinstance(dataset, Scheduled):
       self._traces = max(self._traces, len(dataset.datasets))  # a shape each
       return dataset.iterate(self._iterate)

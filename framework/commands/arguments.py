@@ -48,6 +48,7 @@ COMMANDS: Mapping[str, Command] = {
   "replay": Command("Repeats the step at which a run became NaN or infinite.", modes=("replay",)),
   "verify": Command("Checks the task, in about a minute.", modes=("verify",)),
   "tune": Command("Finds the fastest settings, in a few minutes.", modes=("tune",)),
+  "memory": Command("Estimates the memory of each device.", modes=("memory",)),
   "check": Command("Checks the config alone, without a device.", modes=("check_config",)),
   "sweep": Command("Searches for the best bindings, in many runs.", module="sweep"),
   "options": Command("Lists all that a config can set.", module="options"),
@@ -187,6 +188,14 @@ def _define_run_flags(values: flags.FlagValues, modes: Sequence[str]) -> None:
     "max_restarts", 0, "How often to restart that cluster after a failure.", 0, None, values
   )
   flags.DEFINE_string("json", None, "For --mode=verify: a file to write the report to.", values)
+  flags.DEFINE_float(
+    "device_gib",
+    None,
+    "For --mode=memory: GiB of one device, to show what fits.",
+    None,
+    None,
+    values,
+  )
   flags.DEFINE_boolean(
     "accept_changes", False, "Go on with a config or data that the run has not had so far.", values
   )
@@ -199,6 +208,10 @@ def _check_flags(values: flags.FlagValues) -> None:
     raise flags.Error("--model_dir is empty; give a folder, or leave the flag out")
   if values.json is not None and values.mode != "verify":
     raise flags.Error(f"--json={values.json} is for --mode=verify, not {values.mode}; remove it")
+  if values.device_gib is not None and values.mode != "memory":
+    raise flags.Error(
+      f"--device_gib={values.device_gib} is for --mode=memory, not {values.mode}; remove it"
+    )
   _check_local_flags(values)
 
 

@@ -1,5 +1,6 @@
-"""Trains, evaluates, exports, replays, verifies, tunes or checks: flags -> gin -> framework.run."""
+"""Trains, evaluates, exports, replays or examines a config: flags -> gin -> framework.run."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -25,15 +26,16 @@ def launch(values: flags.FlagValues) -> int:
   model_dir = default if values.model_dir is None else values.model_dir
   if values.local_workers:
     return launch_local(values, model_dir)
+  show = functools.partial(print, flush=True)
   if values.mode == "tune":
     from framework.tune import tune
 
-    tune(
-      values.gin_file,
-      values.gin_param,
-      model_dir=model_dir,
-      show=lambda line: print(line, flush=True),
-    )
+    tune(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
+    return 0
+  if values.mode == "memory":
+    from framework.memory import memory
+
+    memory(values.gin_file, values.gin_param, device_gib=values.device_gib, show=show)
     return 0
   from framework import configurables
   from framework.errors import Preempted, first_line

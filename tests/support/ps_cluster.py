@@ -280,7 +280,7 @@ def mapped_by_python(strategy):
 
   task = Linear()
   trainer = make(strategy, task)
-  trainer._dataset_fn = lambda position, shard: datasets.train_dataset(
+  trainer.dataset_fn = lambda position, shard: datasets.train_dataset(
     task.source("train"), global_batch_size=BATCH, preprocess=by_python, shard=shard
   )
   return trainer
@@ -291,7 +291,7 @@ def streaming(strategy):
   trainer = make(strategy, task)
   examples = {"x": np.zeros([8, 2], np.float32), "y": np.zeros([8], np.float32)}
   source = StreamSource(dataset=tf.data.Dataset.from_tensor_slices(examples))
-  trainer._dataset_fn = lambda position, shard: datasets.train_dataset(
+  trainer.dataset_fn = lambda position, shard: datasets.train_dataset(
     source, global_batch_size=BATCH, shard=shard
   )
   return trainer

@@ -277,7 +277,7 @@ def test_a_config_builds_and_trains(name, tmp_path, capsys):
     assert rates == pytest.approx(wanted, rel=1e-5, abs=1e-9)
 
   for feature, (dtype, shape) in expected.get("features", {}).items():
-    batch = next(iter(run.trainer._dataset_fn(0)))
+    batch = next(iter(run.trainer.dataset_fn(0)))
     assert (batch[feature].dtype, batch[feature].shape) == (dtype, (BATCH, *shape))
 
   [done] = capsys.readouterr().out.splitlines()

@@ -208,7 +208,7 @@ def test_retracing_is_reported_once_a_time(one, log):
   trainer = make(one)
   train(trainer, 2)
   assert (trainer.traces, log()) == (1, "")
-  trainer._dataset_fn = lambda position: datasets.train_dataset(
+  trainer.dataset_fn = lambda position: datasets.train_dataset(
     trainer.task.source("train"), global_batch_size=7, position=position
   )
   trainer.reset_input()
@@ -469,13 +469,13 @@ def test_several_optimizers(mirrored):
 def test_a_loop_that_fails_half_way_keeps_count(replicas, mirrored):
   """Three batches come, then an error: three steps were made, and the next goes on from there."""
   trainer, reference = make(mirrored(replicas)), Reference()
-  endless = trainer._dataset_fn
-  trainer._dataset_fn = lambda position: endless(position).take(3)
+  endless = trainer.dataset_fn
+  trainer.dataset_fn = lambda position: endless(position).take(3)
   with pytest.raises(tf.errors.OutOfRangeError):
     train(trainer, 5)
   assert trainer.global_step.numpy() == 3
   assert trainer.position.numpy() == 3 * BATCH
-  trainer._dataset_fn = endless
+  trainer.dataset_fn = endless
   trainer.reset_input()
   reference.loop(3)
   expected = reference.loop(2)
@@ -508,7 +508,7 @@ def test_the_whole_step_compiles_under_xla(fuse_updates, optimizer, one):
       ema_decay=0.9, loss_scale=loss_scale.dynamic, fuse_updates=fuse_updates,
     )  # fmt: skip
     step = tf.function(trainer.replica_step, jit_compile=compiled)
-    batches = iter(trainer._dataset_fn(0))
+    batches = iter(trainer.dataset_fn(0))
     for _ in range(3):
       finite, _ = step(next(batches), tf.constant(0.25))
       assert finite

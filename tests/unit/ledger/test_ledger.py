@@ -33,7 +33,7 @@ def recorded_trainer(folder, strategy, *, spoil=None, batch=BATCH, **options):
     data = everything.dataset(made, batch, trainer.batch_multiple, position)
     return spoil(data, position) if spoil else data
 
-  trainer._dataset_fn = read
+  trainer.dataset_fn = read
   return trainer
 
 
