@@ -28,7 +28,6 @@ from framework.trainer import Trainer
 MIB = 2**20
 REPLICAS = (2, 4, 8)
 SHOWN = 5
-MESH = factories.model_parallel.__name__
 
 
 class Need(NamedTuple):
@@ -149,9 +148,8 @@ class _Config:
     self._files, self._params = gin_files, gin_params
     self._assets: assets.Assets | None = None
     configurables.parse(gin_files, gin_params)
-    chosen = configurables.bindings().get("run.strategy", "")
-    # Before the first tensor, as it may split the CPU.
-    self._mesh: Any = builder.made_strategy(runs.bound("strategy")) if MESH in chosen else None
+    make_mesh, _ = runs.bound_mesh()
+    self._mesh: Any = make_mesh() if make_mesh else None  # before the first tensor: splits the CPU
     self._trainer = self._make(factories.one_device())
     self._need, self.peak = estimate(self._trainer, self._trainer.padded_batch_size)
 

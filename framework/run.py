@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -213,6 +214,23 @@ def bound_recipe(replicas: int = 1) -> Recipe:
   batch_size = batch_size_on(replicas, bound("global_batch_size"), bound("per_replica_batch_size"))
   names = ("optimizer", "eval_batch_size", "eval_steps", "seed", "shuffle")
   return Recipe(global_batch_size=batch_size, **{name: bound(name) for name in names})
+
+
+def bound_mesh() -> tuple[Callable[[], tf.distribute.Strategy] | None, int]:
+  """Returns what makes the mesh of the current config, on logical CPUs, and its size.
+
+  The maker is None if the strategy is another.
+  """
+  name = factories.model_parallel.__name__
+  if name not in configurables.bindings().get("run.strategy", ""):
+    return None, 1
+  sizes = configurables.bound(name, "mesh", {})
+  size = math.prod(sizes.values())
+
+  def make() -> tf.distribute.Strategy:
+    return made_strategy(functools.partial(bound("strategy"), devices=factories.split_cpu(size)))
+
+  return make, size
 
 
 def restored(model_dir: str) -> Task:

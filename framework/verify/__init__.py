@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from framework import errors
 from framework.builder import made_task, set_globals
-from framework.run import bound, bound_recipe
+from framework.run import bound, bound_mesh, bound_recipe
 from framework.strategies import factories
 from framework.verify import report
 from framework.verify.bench import source_lines
@@ -44,7 +44,7 @@ from framework.verify.report import Report, Result
 __all__ = ["GROUPS", "Report", "Result", "Subject", "subject_of_config", "verify"]
 
 GROUPS = (
-  *("configuration", "inputs", "replicas", "order", "gradients", "randomness", "restore"),
+  *("configuration", "inputs", "replicas", "mesh", "order", "gradients", "randomness", "restore"),
   *("compilation", "precision", "learning"),
 )
 
@@ -74,7 +74,8 @@ def verify(
   raised: dict[str, str] = {}
   for group in groups:
     found = _accepted(_checked(group, subject, raised), subject)
-    show(report.section(found))
+    if found:
+      show(report.section(found))
     results += found
   return Report(results, seconds=time.monotonic() - began)
 
@@ -85,7 +86,7 @@ def prepare(subject: Subject) -> None:
   if tf.config.get_visible_devices("GPU"):
     with contextlib.suppress(RuntimeError):  # already in use; the bench names its CPUs anyway
       tf.config.set_visible_devices([], "GPU")
-  factories.split_cpu(MOST_REPLICAS)
+  factories.split_cpu(max(MOST_REPLICAS, subject.mesh_size))
   set_globals(subject.seed, subject.precision, deterministic=False, eager=False)
 
 
@@ -95,9 +96,10 @@ def subject_of_config() -> Subject:
   def make_task() -> Any:
     return made_task(bound("task"))
 
+  mesh, size = bound_mesh()
   return Subject(
     task=make_task, precision=bound("precision"), steps_per_loop=bound("steps_per_loop"),
-    **vars(bound_recipe()),
+    mesh=mesh, mesh_size=size, **vars(bound_recipe()),
   )  # fmt: skip
 
 

@@ -21,6 +21,10 @@ GROUPS = {  # group of checks: the test of planted defects, that of right tasks
     "test_verify.py::test_a_defect_of_replicas_is_explained",
     "test_verify.py::test_what_is_right_passes",
   ),
+  "mesh": (
+    "test_verify_mesh.py::test_a_planted_defect_is_named",
+    "test_verify_mesh.py::test_what_is_right_passes",
+  ),
   "order": (
     "test_verify.py::test_a_step_out_of_order_is_shown",
     "test_verify.py::test_what_is_right_passes",

@@ -28,6 +28,8 @@ from framework.inputs.sources import eval_sets
 from framework.metrics import numbers
 from framework.saving import assets
 from framework.step import Step
+from framework.strategies import traits
+from framework.strategies.model_parallel import ModelParallelStrategy, place
 from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
 from framework.verify.bench import shared_noise
@@ -55,11 +57,15 @@ class Subject(Recipe):
     task: makes the task; called for each bench.
     precision: as for `run`.
     steps_per_loop: as for `run`.
+    mesh: makes the strategy of a model that is split over devices; None if it is not.
+    mesh_size: the number of its devices.
   """
 
   task: Callable[[], Task]
   precision: str = "float32"
   steps_per_loop: int = 100
+  mesh: Callable[[], tf.distribute.Strategy] | None = None
+  mesh_size: int = 1
 
   def fresh_task(self) -> Task:
     """Returns a new task with its assets; its model is not built yet."""
@@ -164,6 +170,7 @@ class Bench:
     always: bool = False,
     number: int | None = None,
     assigns: bool = True,
+    strategy: tf.distribute.Strategy | None = None,
     **options: Any,
   ) -> None:
     """Builds the model; the initial weights are always the same.
@@ -178,13 +185,14 @@ class Bench:
       always: True makes every update and assignment in each step, whatever its `when`.
       number: what the task sees as the number of each step; None is the real one. With `always`.
       assigns: False makes no assignment, so that state stays as it is. With `always`.
+      strategy: None makes one of `replicas`.
       options: of `Trainer`, replace the config's.
     """
     randomness.seed_everything(subject.seed)
     self.replicas, self.subject = replicas, subject
     self._kind = _always(number, assigns) if always else None
     self._around = shared_noise.alike_for_all_rows if quiet else contextlib.nullcontext
-    self.strategy = strategy_of(replicas)
+    self.strategy = strategy or strategy_of(replicas)
     self.task = subject.fresh_task()
     recipe = dataclasses.replace(
       subject, global_batch_size=rows, eager=eager, options={**subject.options, **options},
@@ -261,6 +269,11 @@ class Bench:
     self.trainer.global_step.assign(self.first_number)
     return self.step(batch)
 
+  def graph(self, batch: Rows) -> Any:
+    """Returns the graph of the compiled step on a global batch (host)."""
+    with self._around(), self._steps():
+      return self._step.get_concrete_function(self.distributed(batch)).graph
+
   def assign(self, values: Sequence[np.ndarray]) -> None:
     """Sets `variables` on every replica (host)."""
     for variable, value in zip(self.variables, values, strict=True):
@@ -312,6 +325,8 @@ def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]
     strategy: of this process.
     batch: its number of rows is a multiple of the number of replicas.
   """
+  if isinstance(strategy, ModelParallelStrategy):
+    return {name: place(value, strategy.of_rows(value.ndim)) for name, value in batch.items()}
   share = len(batch["weight"]) // strategy.num_replicas_in_sync
 
   def split(value: np.ndarray) -> Any:
@@ -323,13 +338,19 @@ def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]
   return {name: split(value) for name, value in batch.items()}
 
 
-def stepper(trainer: Trainer) -> Callable[[Any], None]:
+def stepper(trainer: Trainer) -> Any:
   """Returns a function that runs one step on a distributed batch, compiled unless eager (host)."""
 
   def step(batch: Any) -> None:
     trainer.train_step(iter([batch]))
     trainer.average_state()
 
+  def on_mesh(batch: Any) -> None:
+    read: Any = iter([(batch, tf.constant(0.0))])
+    trainer.train_step(read)
+
+  if traits.is_on_mesh(trainer.strategy):
+    return compiled(on_mesh)
   return step if trainer.eager else compiled(step)
 
 
