@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import re
 from pathlib import Path
 
 from framework.commands import bindings, help_pages, shipped
@@ -16,6 +18,9 @@ def complete() -> None:
   with contextlib.suppress(ImportError):
     import argcomplete
 
+    if os.environ.get("_ARGCOMPLETE_SHELL") != "zsh":  # in bash a word begins after a quote
+      line = os.environ.get("COMP_LINE", "")
+      os.environ["COMP_LINE"] = re.sub(r"(--\w+)=(['\"][^'\"]*)$", r"\1 \2", line)
     argcomplete.autocomplete(parser(), always_complete_options=False)
 
 

@@ -56,7 +56,7 @@ def completed(line):
       "loopwright train digits_cnn --gin_param=ImageClassification.s",
       ["ImageClassification.shift="],
     ),
-    ("loopwright sweep waves --vary=keras.SGD.m", ["keras.SGD.momentum="]),
+    ("loopwright sweep waves --vary='keras.SGD.m", ["keras.SGD.momentum="]),
   ],
 )
 def test_a_shell_gets_its_answer(line, answer):
