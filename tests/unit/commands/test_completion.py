@@ -20,7 +20,7 @@ CONSOLE = "import sys; from framework.commands import console; console()"
 @pytest.fixture(autouse=True)
 def project(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  Path("waves.gin").touch()
+  Path("waves.gin").write_text("mild/Waves.width = 3")
   Path("waves.py").write_text(
     "@framework.register\nclass Waves(Task):\n  def __init__(self, *, width=3): pass\n"
     "class Other:\n  def __init__(self, depth): pass\n"
@@ -55,6 +55,10 @@ def completed(line):
     (
       "loopwright train digits_cnn --gin_param=ImageClassification.s",
       ["ImageClassification.shift="],
+    ),
+    (
+      "loopwright train --gin_file=waves.gin --gin_file=two.gin --gin_param mild",
+      ["mild/Waves.width="],
     ),
     ("loopwright sweep waves --vary='keras.SGD.m", ["keras.SGD.momentum="]),
   ],
