@@ -98,7 +98,7 @@ class Trainer(orbit.AbstractTrainer):
         For optimizers whose rule treats every element alike, under mirrored strategies; on a single
         replica it changes nothing.
       recompute: patterns for the names of Keras layers whose activations the backward pass computes
-        again, to save memory, such as "block_.*"; see `framework.recompute`.
+        again, to save memory, such as `block_.*`; see `framework.recompute`.
       jit_compile: compile each replica's forward and backward pass with XLA.
       eager: use no tf.function: print and breakpoints in a task see every step.
       seed: for dropout and other random layers, combined with step and replica.

@@ -71,7 +71,7 @@ class TextFiles:
 
     Args:
       path: a file, or a folder with its subfolders. Hidden files and folders are left out.
-      pattern: of file names, such as "*.py".
+      pattern: of file names, such as `*.py`.
       leave_out: patterns for names of files and folders to leave out.
       eval_fraction: the share for evaluation. Of a single file, its end. Of a folder, about this
         share of the files, chosen by a hash of their names; so a new file moves no other.

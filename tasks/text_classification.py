@@ -94,8 +94,8 @@ def text_files(
 ) -> TextData:
   """Your own texts, in CSV (.csv) or TFRecord (.tfrecord).
 
-  A CSV file is in UTF-8 and begins with a line of names, among them "text" and "label". The records
-  are `tf.train.Example`s with the features "text" (bytes) and "label" (bytes or int64).
+  A CSV file is in UTF-8 and begins with a line of names, among them "text" and "label". Each
+  record is a `tf.train.Example` with the features "text" (bytes) and "label" (bytes or int64).
 
   Args:
     train: path of the training file.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
+import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from framework.commands import help_pages, shipped
+from framework.commands import bindings, help_pages, shipped
 from framework.commands.arguments import COMMANDS
-from framework.configurables.imports import REPOSITORY
-from framework.configurables.table import GIVEN, TABLE
+from framework.errors import ConfigError
 
 
 def complete() -> None:
@@ -20,6 +18,9 @@ def complete() -> None:
   with contextlib.suppress(ImportError):
     import argcomplete
 
+    if os.environ.get("_ARGCOMPLETE_SHELL") != "zsh":  # in bash a word begins after a quote
+      line = os.environ.get("COMP_LINE", "")
+      os.environ["COMP_LINE"] = re.sub(r"(--\w+)=(['\"][^'\"]*)$", r"\1 \2", line)
     argcomplete.autocomplete(parser(), always_complete_options=False)
 
 
@@ -34,42 +35,33 @@ def parser() -> argparse.ArgumentParser:
     arguments = one.add_argument("arguments", nargs="*")
     if "CONFIG" in command.arguments:
       arguments.completer = configs_and_bindings  # type: ignore[attr-defined]
+    for flag in one._actions:
+      if flag.dest in ("gin_param", "vary"):
+        flag.completer = bindings_of_config  # type: ignore[attr-defined]
   return made
 
 
-def configs_and_bindings(prefix: str, **unused: object) -> list[str]:
-  """Returns the configs, or for a prefix with a dot the bindings, that begin so."""
+def configs_and_bindings(
+  prefix: str, parsed_args: argparse.Namespace, **unused: object
+) -> list[str]:
+  """Returns the configs that begin so; also the bindings, after a dot or if no config does."""
   files = [str(path) for path in Path().glob("*.gin")]
-  found = [*bindings(), *files] if "." in prefix else [*files, *shipped.names()]
-  return sorted(each for each in found if each.startswith(prefix))
+  found = [each for each in (*files, *shipped.names()) if each.startswith(prefix)]
+  if "." in prefix or not found:
+    found += bindings_of_config(prefix, parsed_args)
+  return sorted(found)
 
 
-def bindings() -> Iterator[str]:
-  """Yields "name.parameter=" of the framework's options, and of registered names in *.py here."""
-  for module, names in TABLE:
-    yield from _parameters(REPOSITORY / f"{module.replace('.', '/')}.py", names.split())
-  for file in Path().glob("*.py"):
-    yield from _parameters(file, None)
+def bindings_of_config(prefix: str, parsed_args: argparse.Namespace, **unused: object) -> list[str]:
+  """Returns "name.parameter=" of all bindings that begin so and that the command's config takes."""
+  found = {*bindings.names(_gin_files(parsed_args)), *bindings.of_keras(prefix)}
+  return sorted(f"{each}=" for each in found if each.startswith(prefix))
 
 
-def _parameters(file: Path, names: list[str] | None) -> Iterator[str]:
-  with contextlib.suppress(OSError, SyntaxError, ValueError):
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-      if not isinstance(node, ast.ClassDef | ast.FunctionDef):
-        continue
-      if node.name in names if names is not None else _is_registered(node):
-        yield from (
-          f"{node.name}.{name}=" for name in _names(node) if name not in GIVEN.get(node.name, ())
-        )
-
-
-def _is_registered(node: ast.ClassDef | ast.FunctionDef) -> bool:
-  return any(re.search(r"\bregister\b", ast.unparse(each)) for each in node.decorator_list)
-
-
-def _names(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
-  """Returns the parameters of a function, or of what makes a class."""
-  if isinstance(node, ast.ClassDef):
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-    return [name for each in methods if each.name == "__init__" for name in _names(each)[1:]]
-  return [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
+def _gin_files(parsed: argparse.Namespace) -> list[str]:
+  """Returns the gin files that a command line names so far, or else those of this folder."""
+  files = [*(getattr(parsed, "gin_file", None) or [])]
+  for argument in getattr(parsed, "arguments", None) or []:
+    with contextlib.suppress(ConfigError):
+      files += [] if "=" in argument else [shipped.find(argument)]
+  return files or [str(path) for path in Path().glob("*.gin")]

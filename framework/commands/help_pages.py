@@ -35,5 +35,6 @@ def _add(made: argparse.ArgumentParser, flag: flags.Flag) -> None:
   if flag.boolean:
     made.add_argument(f"--{flag.name}", help=text, action="store_true")
   else:
-    added = made.add_argument(f"--{flag.name}", help=text, metavar="...")
+    action = "append" if isinstance(flag, flags.MultiFlag) else "store"
+    added = made.add_argument(f"--{flag.name}", help=text, metavar="...", action=action)
     added.choices = getattr(flag.parser, "enum_values", None)

@@ -131,7 +131,7 @@ def constant(*, learning_rate: float) -> Schedule:
 
 
 def linear_warmup(*, warmup_steps: int, after: Schedule | float, start: float = 0.0) -> Schedule:
-  """A straight line from `start`, then another schedule, whose step counts from the end of warm-up.
+  """A straight line from `start`, then another schedule whose steps count from there::
 
       step < warmup_steps:  start + (after(0) - start) * step / warmup_steps
       else:                 after(step - warmup_steps)

@@ -136,7 +136,9 @@ def without_uv(command):
   words = words[2:]
   while words[0].startswith("-"):
     option, value, *words = words
-    assert option in ("--extra", "--with"), f"{command}: give `uv run {option}` a place here"
+    assert option in ("--extra", "--with", "--group"), (
+      f"{command}: give `uv run {option}` a place here"
+    )
     assert option != "--extra" or value in extras(), command
   return shlex.join(words)
 
@@ -284,6 +286,8 @@ def check(command):
       assert Path(folder).is_dir(), command
     case ["pytest", *options]:
       assert {*options} <= {"--everything", "--rest"}, command
+    case ["sphinx-build", "-W", "--keep-going", "-c", "docs", ".", "build/site"]:
+      assert (ROOT / "docs" / "conf.py").exists(), command
     case [program] if program == "lint-imports":
       assert (Path(sys.executable).parent / program).exists(), command
     case _:
