@@ -6,6 +6,7 @@ run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -91,7 +92,8 @@ def run(
       step at which StopOnNonFinite stopped).
     model_dir: the run folder.
     strategy: a factory, such as `framework.strategies.factories.mirrored`.
-    optimizer: a factory, or name -> factory; called in the strategy's scope.
+    optimizer: a factory, or name -> factory; called in the strategy's scope. A task of
+      `framework.from_keras` brings its own instead.
     steps_per_loop: steps in one call of the compiled loop; the host gets metrics after each call.
     eval_batch_size: examples per evaluation batch; None uses the global batch size.
     eval_steps: evaluate at most so many batches of each evaluation set; None evaluates all.
@@ -168,7 +170,8 @@ def run(
     chosen.serve()
     return {}
   recipe = Recipe(
-    optimizer=optimizer, global_batch_size=batch_size_on(chosen.num_replicas_in_sync, **sizes),
+    optimizer=task.own_optimizer or optimizer,
+    global_batch_size=batch_size_on(chosen.num_replicas_in_sync, **sizes),
     **evaluation, seed=seed, shuffle=shuffle, eager=eager,
   )  # fmt: skip
   cluster = traits.cluster_of(chosen)
@@ -230,7 +233,9 @@ def restored(model_dir: str) -> Task:
   learned = assets.provide(
     task, model_dir=model_dir, cluster=traits.cluster_of(strategy), training=False, timeout_s=0.0
   )
-  trainer = bound_recipe().trainer(task, strategy)
+  recipe = bound_recipe()
+  optimizer = task.own_optimizer or recipe.optimizer
+  trainer = dataclasses.replace(recipe, optimizer=optimizer).trainer(task, strategy)
   directory = os.path.join(model_dir, "checkpoints")
   manager = CheckpointManager(trainer=trainer, directory=directory, experiment={}, assets=learned)
   if not manager.restore_newest():

@@ -277,13 +277,7 @@ def _build_one(
       "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
     )
   optimizer = _made(name, factory)
-  adapter = _generation(optimizer)
-  if adapter is None:
-    raise ConfigError(
-      f"optimizer {name!r} is a {type(optimizer).__name__}; it must be a Keras 3 optimizer or a "
-      "tf_keras optimizer that is not legacy."
-    )
-  _refuse_conflicts(name, optimizer)
+  adapter = require_usable(name, optimizer)
   if not variables:
     raise ConfigError(
       f"optimizer {name!r} has no trainable variable to update; build the model's variables in "
@@ -308,6 +302,22 @@ def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> Non
         f"optimizer {name!r}: without_decay.names has {excluded!r}, which matches no variable; the "
         f"names are {', '.join(own)}."
       )
+
+
+def require_usable(name: str, optimizer: Any) -> type[Optimizer]:
+  """Returns the interface to an optimizer.
+
+  Raises:
+    ConfigError: not an optimizer, or an option that conflicts with the framework's.
+  """
+  adapter = _generation(optimizer)
+  if adapter is None:
+    raise ConfigError(
+      f"optimizer {name!r} is a {type(optimizer).__name__}; it must be a Keras 3 optimizer or a "
+      "tf_keras optimizer that is not legacy."
+    )
+  _refuse_conflicts(name, optimizer)
+  return adapter
 
 
 def _names_without_decay(optimizer: Any) -> list[str]:
