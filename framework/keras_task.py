@@ -75,7 +75,8 @@ class KerasTask(Task):
     self._compiled = None if _makes_model(model) else CompiledModel(model)
     self.own_optimizer = self._new_optimizer
     if self._compiled is not None:
-      adapters.require_usable(adapters.DEFAULT, self._compiled.optimizer())
+      self.own_optimizer = self._compiled.optimizer()
+      adapters.require_usable(adapters.DEFAULT, self.own_optimizer())
 
   @property
   def compiled(self) -> CompiledModel:
@@ -141,7 +142,7 @@ class KerasTask(Task):
     return self.compiled.metrics.results(sums) if sums else {}
 
   def _new_optimizer(self) -> Any:
-    return self.compiled.optimizer()
+    return self.compiled.optimizer()()
 
   def _losses(self, outputs: Any, batch: Batch) -> list[OutputLoss]:
     y, weight = _structure(batch, "y"), _structure(batch, "weight")

@@ -150,6 +150,7 @@ def run(
   training = mode in TRAINING_MODES
   warm_start = warm_start if training else None
   task = made_task(task)
+  optimizer = given["optimizer"] = _optimizer(task, optimizer)
   set_globals(seed, precision, deterministic=deterministic, eager=eager)
   rendezvous.declare(
     {
@@ -170,8 +171,7 @@ def run(
     chosen.serve()
     return {}
   recipe = Recipe(
-    optimizer=task.own_optimizer or optimizer,
-    global_batch_size=batch_size_on(chosen.num_replicas_in_sync, **sizes),
+    optimizer=optimizer, global_batch_size=batch_size_on(chosen.num_replicas_in_sync, **sizes),
     **evaluation, seed=seed, shuffle=shuffle, eager=eager,
   )  # fmt: skip
   cluster = traits.cluster_of(chosen)
@@ -280,6 +280,23 @@ def _initial_weights(warm_start: WarmStart | None, model_dir: str) -> dict[str, 
   if warm_start is None or list_checkpoints(os.path.join(model_dir, "checkpoints")):
     return {}
   return {"file of the warm start": warm_start.digest()}
+
+
+def _optimizer(task: Task, optimizer: Any) -> Any:
+  """Returns the task's own optimizer if it has one, else that of `run`.
+
+  Raises:
+    ConfigError: a call of `run` gives one too.
+  """
+  if task.own_optimizer is None:
+    return optimizer
+  default = inspect.signature(run).parameters["optimizer"].default
+  if optimizer is not default and not configurables.bindings():
+    raise ConfigError(
+      f"received run.optimizer, but a {type(task).__name__} has its own, that of its compiled "
+      "model; leave run.optimizer out, or compile the model with the other one."
+    )
+  return task.own_optimizer
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

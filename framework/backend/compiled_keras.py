@@ -7,6 +7,7 @@ because a mean over a replica's rows does not add up over replicas.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -63,11 +64,12 @@ class CompiledModel:
     self._resolved: dict[str, Any] = {}
     self.metrics = CompiledMetrics(self._metrics_container(), self.package)
 
-  def optimizer(self) -> Any:
-    """Returns a new optimizer with the arguments of the compiled one (host).
+  def optimizer(self) -> functools.partial[Any]:
+    """Returns a factory of optimizers with the arguments of the compiled one (host).
 
     Raises:
-      ConfigError: the compiled one has made updates, or cannot be copied.
+      ConfigError: the compiled one has made updates; the factory raises it for one without a
+        complete `get_config`.
     """
     given = self.model.optimizer
     name, updates = type(given).__name__, int(tf.convert_to_tensor(given.iterations))
@@ -76,14 +78,7 @@ class CompiledModel:
         f"the model's {name} has already made {updates} updates, and its state cannot be taken "
         "over; call model.compile() again with a new optimizer."
       )
-    try:
-      return type(given).from_config(given.get_config())
-    except (NotImplementedError, TypeError, ValueError) as error:
-      reason = str(error).partition("\n")[0]
-      raise ConfigError(
-        f"the model's {name} cannot be copied from its get_config() ({reason}); give it a "
-        "complete get_config(), or write a framework.Task and set run.optimizer."
-      ) from error
+    return functools.partial(_optimizer, type(given), given.get_config())
 
   def losses(self, y: Any, outputs: Any, weight: Any) -> list[OutputLoss]:
     """Returns the losses of all outputs that have one (replica context).
@@ -202,6 +197,17 @@ class CompiledMetrics:
             "over batches, so the parts of N replicas cannot be added; compile without it, and "
             "compute it in Task.metrics() of a subclass."
           )
+
+
+def _optimizer(kind: Any, config: Mapping[str, Any]) -> Any:
+  try:
+    return kind.from_config({**config})  # a copy, which Keras changes
+  except (NotImplementedError, TypeError, ValueError) as error:
+    reason = str(error).partition("\n")[0]
+    raise ConfigError(
+      f"the model's {kind.__name__} cannot be copied from its get_config() ({reason}); give it a "
+      "complete get_config(), or write a framework.Task and set run.optimizer."
+    ) from error
 
 
 def unreduced(loss: Any, package: Any) -> Callable[[Any, Any], Any]:

@@ -77,6 +77,7 @@ def two_heads(k, **options):
     "weighted_metrics": {"size": [k.metrics.MeanAbsoluteError(name="error")]},
   }
   model.compile(k.optimizers.RMSprop(0.01), **{**given, **options})
+  model.set_weights([weight + 0.1 for weight in model.get_weights()])  # as if trained before
   return model
 
 
@@ -229,7 +230,8 @@ def test_repeated_rows_of_an_embedding_update_it_once(mirrored):
 
 def run_task(task, model_dir, **options):
   given = {"train_steps": 4, "steps_per_loop": 2, "global_batch_size": BATCH, "shuffle": False}
-  return run(task=task, model_dir=str(model_dir), strategy=factories.default, **given, **options)
+  given |= options
+  return run(task=task, model_dir=str(model_dir), strategy=factories.default, **given)
 
 
 def test_a_run_trains_the_model_itself_with_its_own_optimizer(tmp_path):
@@ -241,6 +243,16 @@ def test_a_run_trains_the_model_itself_with_its_own_optimizer(tmp_path):
   for mine, expected in zip(ours.get_weights(), theirs.get_weights(), strict=True):
     np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-6)
   assert result["loss"] == pytest.approx(theirs.evaluate(X, TARGET, verbose=0), abs=1e-5)
+
+
+def test_another_optimizer_does_not_go_unnoticed(tmp_path):
+  first, other = (line(keras, optimizer=keras.optimizers.SGD(rate)) for rate in (0.25, 0.5))
+  run_task(framework.from_keras(first, X, TARGET), tmp_path, mode="train")
+  task = framework.from_keras(other, X, TARGET)
+  with pytest.raises(ConfigError, match=r"would go on with optimizer = .*SGD, {.*rate: 0.5.*0.25"):
+    run_task(task, tmp_path, mode="train", train_steps=6)
+  with pytest.raises(ConfigError, match="but a KerasTask has its own, that of its compiled"):
+    run_task(task, tmp_path / "new", mode="train", optimizer=keras.optimizers.SGD)
 
 
 class Subclassed(keras.Model):
