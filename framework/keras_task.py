@@ -75,8 +75,7 @@ class KerasTask(Task):
     self._compiled = None if _makes_model(model) else CompiledModel(model)
     self.own_optimizer = self._new_optimizer
     if self._compiled is not None:
-      self.own_optimizer = self._compiled.optimizer()
-      adapters.require_usable(adapters.DEFAULT, self.own_optimizer())
+      self.own_optimizer = _optimizer_of(self._compiled)
 
   @property
   def compiled(self) -> CompiledModel:
@@ -142,7 +141,7 @@ class KerasTask(Task):
     return self.compiled.metrics.results(sums) if sums else {}
 
   def _new_optimizer(self) -> Any:
-    return self.compiled.optimizer()()
+    return _optimizer_of(self.compiled)()
 
   def _losses(self, outputs: Any, batch: Batch) -> list[OutputLoss]:
     y, weight = _structure(batch, "y"), _structure(batch, "weight")
@@ -173,6 +172,18 @@ def _makes_model(given: Any) -> bool:
   return callable(given) and not models.is_keras(given)
 
 
+def _optimizer_of(compiled: CompiledModel) -> Callable[[], Any]:
+  """Returns a factory of optimizers like the compiled one; raises ConfigError if there is none."""
+  if adapters.excludes_from_decay(compiled.model.optimizer):
+    raise ConfigError(
+      "the model's optimizer excludes variables from weight decay, which its get_config() does not "
+      "say; write a framework.Task, and set run.optimizer with without_decay."
+    )
+  factory = compiled.optimizer()
+  adapters.require_usable(adapters.DEFAULT, factory())
+  return factory
+
+
 def _is_here(model: Any) -> bool:
   """Whether the variables are of the strategy in whose scope this is called."""
   strategy = tf.distribute.get_strategy()
@@ -193,12 +204,11 @@ def _copied(model: Any, package: Any) -> Any:
       f"the model {model.name!r} was not made in strategy.scope() and cannot be copied into it; "
       "pass a function that makes and compiles it: from_keras(make_model, x, y)."
     ) from error
-  for ours, theirs in zip(copy.weights, model.weights, strict=True):
-    if ours.trainable != theirs.trainable:
-      raise ConfigError(
-        f"a copy of {model.name!r} trains other variables ({models.name(theirs)}); pass a function "
-        "that makes and compiles the model: from_keras(make_model, x, y)."
-      )
+  if (made := len(copy.trainable_variables)) != (given := len(model.trainable_variables)):
+    raise ConfigError(
+      f"a copy of {model.name!r} trains {made} variables instead of {given}; pass a function that "
+      "makes and compiles the model: from_keras(make_model, x, y)."
+    )
   return copy
 
 

@@ -228,9 +228,14 @@ def is_elementwise(optimizer: Any) -> bool:
   known = [
     getattr(package.optimizers, n, None) for n in _ELEMENTWISE for package in (keras, tf_keras)
   ]
+  whole = getattr(optimizer, "clipnorm", None) or excludes_from_decay(optimizer)
+  return type(optimizer) in known and not whole
+
+
+def excludes_from_decay(optimizer: Any) -> bool:
+  """Whether some variables have no weight decay, by Keras's `exclude_from_weight_decay`."""
   excluded = "_exclude_from_weight_decay"
-  options = ("clipnorm", excluded, f"{excluded}_names", f"{excluded}_pattern")
-  return type(optimizer) in known and not any(getattr(optimizer, o, None) for o in options)
+  return any(getattr(optimizer, f"{excluded}{end}", None) for end in ("", "_names", "_pattern"))
 
 
 def build(

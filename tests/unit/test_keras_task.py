@@ -330,6 +330,19 @@ def uncompiled():
   return keras.Sequential([keras.layers.Input([4])])
 
 
+def without_decay():
+  optimizer = keras.optimizers.AdamW()
+  optimizer.exclude_from_weight_decay(var_names=["bias"])
+  return line(keras, optimizer=optimizer)
+
+
+class Scaled(keras.optimizers.SGD):
+  """Has an argument that its get_config does not."""
+
+  def __init__(self, *, scale, **options):
+    super().__init__(**options)
+
+
 def legacy():
   return line(tf_keras, optimizer=tf_keras.optimizers.legacy.SGD())
 
@@ -349,6 +362,10 @@ REFUSED = {
   "its own compute_loss": (own_compute_loss, r"OwnLoss defines its own compute_loss\(\)"),
   "an optimizer in use": (used, "SGD has already made 2 updates"),
   "a legacy optimizer": (legacy, "must be a Keras 3 optimizer or a tf_keras optimizer that is not"),
+  "exceptions from weight decay": (without_decay, "excludes variables from weight decay"),
+  "no complete get_config": (
+    of("keras", optimizer=Scaled(scale=1.0)), r"model's Scaled cannot be copied .*'scale'",
+  ),
   "clipping by a wrong norm": (
     of("keras", optimizer=keras.optimizers.SGD(global_clipnorm=1.0)), "use Trainer.clip_norm",
   ),
@@ -420,6 +437,10 @@ def test_arguments_that_contradict_or_are_missing(tmp_path, mirrored):
   model = subclassed()
   model(X[:1])
   with pytest.raises(ConfigError, match="cannot be copied into it; pass a function"):
+    made(framework.from_keras(model, X, TARGET), mirrored(2))
+  model = line(keras)
+  model.layers[0].bias.trainable = False  # of a variable, which no config of a layer has
+  with pytest.raises(ConfigError, match="trains 4 variables instead of 3; pass a function"):
     made(framework.from_keras(model, X, TARGET), mirrored(2))
   with pytest.raises(ConfigError, match="does not exist yet"):
     framework.from_keras(subclassed, X, TARGET).compiled  # noqa: B018

@@ -5,6 +5,7 @@ they would be in the fast tier; and it does not compare what is stored.
 """
 
 import re
+from pathlib import Path
 
 import nbformat
 import notebooks
@@ -25,6 +26,15 @@ def printed(notebook):
     ]
     found.append(re.sub(r"\d[\d.e+-]*|\s+", "", "".join(outputs)))
   return found
+
+
+@each
+def test_links_lead_to_files(path):
+  text = "\n".join(
+    cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"
+  )
+  for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+    assert Path(path.parent, target).exists(), target
 
 
 def test_all_are_here():
