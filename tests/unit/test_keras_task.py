@@ -9,9 +9,9 @@ import tensorflow as tf
 import tf_keras
 
 import framework
-from framework import ArraySource, ConfigError, Evaluator, Trainer
+from framework import ArraySource, ConfigError, Evaluator, Trainer, configurables
 from framework.inputs import datasets
-from framework.run import run
+from framework.run import restored, run
 from framework.strategies import factories
 
 BATCH, ROWS, EPOCHS = 7, 35, 4  # 20 steps; two replicas do not divide a batch
@@ -253,6 +253,23 @@ def test_another_optimizer_does_not_go_unnoticed(tmp_path):
     run_task(task, tmp_path, mode="train", train_steps=6)
   with pytest.raises(ConfigError, match="but a KerasTask has its own, that of its compiled"):
     run_task(task, tmp_path / "new", mode="train", optimizer=keras.optimizers.SGD)
+
+
+@framework.register
+def compiled_line():
+  return framework.from_keras(
+    lambda: line(keras, optimizer=keras.optimizers.RMSprop(0.1)), X, TARGET
+  )
+
+
+def test_a_config_names_a_function_that_returns_the_task(tmp_path):
+  (tmp_path / "line.gin").write_text(
+    "run.task = @compiled_line()\nrun.train_steps = 4\nrun.global_batch_size = 7\n"
+  )
+  configurables.parse([str(tmp_path / "line.gin")])
+  configurables.configured(run)(model_dir=str(tmp_path / "run"), mode="train")
+  task = restored(str(tmp_path / "run"))  # fails with slots of another optimizer
+  assert isinstance(task.own_optimizer(), keras.optimizers.RMSprop)
 
 
 class Subclassed(keras.Model):
