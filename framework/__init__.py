@@ -23,6 +23,7 @@ if TYPE_CHECKING:
   from framework.inputs.parts import Part, Sources, part, with_part
   from framework.inputs.replay import Draws, ReplayBuffer
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
+  from framework.keras_task import from_keras
   from framework.metrics import Loss, PerExample, Sum, weighted_sum
   from framework.optimizers.schedules import Schedule
   from framework.reporting.board import Board
@@ -64,6 +65,7 @@ __all__ = [
   "TFRecordSource",
   "Task",
   "Trainer",
+  "from_keras",
   "part",
   "recompute",
   "register",
@@ -86,6 +88,7 @@ _HOMES = {
   "inputs.parts": ("Part", "Sources", "part", "with_part"),
   "inputs.replay": ("Draws", "ReplayBuffer"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
+  "keras_task": ("from_keras",),
   "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),
   "optimizers.schedules": ("Schedule",),
   "reporting.board": ("Board",),

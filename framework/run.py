@@ -6,6 +6,7 @@ run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -92,7 +93,8 @@ def run(
       step at which StopOnNonFinite stopped).
     model_dir: the run folder.
     strategy: a factory, such as `framework.strategies.factories.mirrored`.
-    optimizer: a factory, or name -> factory; called in the strategy's scope.
+    optimizer: a factory, or name -> factory; called in the strategy's scope. A task of
+      `framework.from_keras` brings its own instead.
     steps_per_loop: steps in one call of the compiled loop; the host gets metrics after each call.
     eval_batch_size: examples per evaluation batch; None uses the global batch size.
     eval_steps: evaluate at most so many batches of each evaluation set; None evaluates all.
@@ -149,6 +151,7 @@ def run(
   training = mode in TRAINING_MODES
   warm_start = warm_start if training else None
   task = made_task(task)
+  optimizer = given["optimizer"] = _optimizer(task, optimizer)
   set_globals(seed, precision, deterministic=deterministic, eager=eager)
   rendezvous.declare(
     {
@@ -248,7 +251,9 @@ def restored(model_dir: str) -> Task:
   learned = assets.provide(
     task, model_dir=model_dir, cluster=traits.cluster_of(strategy), training=False, timeout_s=0.0
   )
-  trainer = bound_recipe().trainer(task, strategy)
+  recipe = bound_recipe()
+  optimizer = task.own_optimizer or recipe.optimizer
+  trainer = dataclasses.replace(recipe, optimizer=optimizer).trainer(task, strategy)
   directory = os.path.join(model_dir, "checkpoints")
   manager = CheckpointManager(trainer=trainer, directory=directory, experiment={}, assets=learned)
   if not manager.restore_newest():
@@ -293,6 +298,23 @@ def _initial_weights(warm_start: WarmStart | None, model_dir: str) -> dict[str, 
   if warm_start is None or list_checkpoints(os.path.join(model_dir, "checkpoints")):
     return {}
   return {"file of the warm start": warm_start.digest()}
+
+
+def _optimizer(task: Task, optimizer: Any) -> Any:
+  """Returns the task's own optimizer if it has one, else that of `run`.
+
+  Raises:
+    ConfigError: a call of `run` gives one too.
+  """
+  if task.own_optimizer is None:
+    return optimizer
+  default = inspect.signature(run).parameters["optimizer"].default
+  if optimizer is not default and not configurables.bindings():
+    raise ConfigError(
+      f"received run.optimizer, but a {type(task).__name__} has its own, that of its compiled "
+      "model; leave run.optimizer out, or compile the model with the other one."
+    )
+  return task.own_optimizer
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -43,6 +43,9 @@ class Task:
   accepted: Mapping[str, str] = types.MappingProxyType({})
   """Intended deviations that --mode=verify accepts: cause, as named in docs/verify.md -> reason,
   such as {"batch-norm statistics": "local, as in the paper"}."""
+  own_optimizer: Callable[[], Any] | None = None
+  """A factory of the optimizer that `run` uses for this task, in place of `run.optimizer`; None for
+  most tasks. `framework.from_keras` sets it to the compiled optimizer."""
 
   def fit(self) -> Mapping[str, bytes]:
     """Learns assets other than weights from the training split, such as a vocabulary (host).

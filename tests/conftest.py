@@ -23,6 +23,7 @@ LONG = (
   *("test_language_model", "test_tune", "test_parameter_server", "test_forensics", "test_assets"),
   *("test_models_from_elsewhere", "test_inputs", "test_randomness", "test_checkpoints"),
   *("test_configs", "test_mistakes", "test_model_garden", "test_ledger", "test_verify_configs"),
+  "test_notebooks",
 )
 """Files that take long, the longest first, so that no process is left with one at the end."""
 

@@ -228,9 +228,14 @@ def is_elementwise(optimizer: Any) -> bool:
   known = [
     getattr(package.optimizers, n, None) for n in _ELEMENTWISE for package in (keras, tf_keras)
   ]
+  whole = getattr(optimizer, "clipnorm", None) or excludes_from_decay(optimizer)
+  return type(optimizer) in known and not whole
+
+
+def excludes_from_decay(optimizer: Any) -> bool:
+  """Whether some variables have no weight decay, by Keras's `exclude_from_weight_decay`."""
   excluded = "_exclude_from_weight_decay"
-  options = ("clipnorm", excluded, f"{excluded}_names", f"{excluded}_pattern")
-  return type(optimizer) in known and not any(getattr(optimizer, o, None) for o in options)
+  return any(getattr(optimizer, f"{excluded}{end}", None) for end in ("", "_names", "_pattern"))
 
 
 def build(
@@ -277,13 +282,7 @@ def _build_one(
       "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
     )
   optimizer = _made(name, factory)
-  adapter = _generation(optimizer)
-  if adapter is None:
-    raise ConfigError(
-      f"optimizer {name!r} is a {type(optimizer).__name__}; it must be a Keras 3 optimizer or a "
-      "tf_keras optimizer that is not legacy."
-    )
-  _refuse_conflicts(name, optimizer)
+  adapter = require_usable(name, optimizer)
   if not variables:
     raise ConfigError(
       f"optimizer {name!r} has no trainable variable to update; build the model's variables in "
@@ -308,6 +307,22 @@ def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> Non
         f"optimizer {name!r}: without_decay.names has {excluded!r}, which matches no variable; the "
         f"names are {', '.join(own)}."
       )
+
+
+def require_usable(name: str, optimizer: Any) -> type[Optimizer]:
+  """Returns the interface to an optimizer.
+
+  Raises:
+    ConfigError: not an optimizer, or an option that conflicts with the framework's.
+  """
+  adapter = _generation(optimizer)
+  if adapter is None:
+    raise ConfigError(
+      f"optimizer {name!r} is a {type(optimizer).__name__}; it must be a Keras 3 optimizer or a "
+      "tf_keras optimizer that is not legacy."
+    )
+  _refuse_conflicts(name, optimizer)
+  return adapter
 
 
 def _names_without_decay(optimizer: Any) -> list[str]:

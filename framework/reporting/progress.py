@@ -144,6 +144,7 @@ class Progress:
     self._first = self._first or (step, now)
     line = self._line(step, now, values)
     if self._kind:
+      self._point("train loss", step, values.get("loss"))
       self._draw("train", Line(min(1.0, step / self._total), line))
     elif step >= self._total or now - self._printed_at >= self._every_secs:
       self._printed_at = now
@@ -182,6 +183,9 @@ class Progress:
     if self._lines.pop("eval", None) and self._live is not None:
       self._live.show([*self._lines.values()], draw=False)
     self._notice("eval", values)
+    for name, value in values.items():
+      if _last(name) == "loss":
+        self._point(f"eval {name}", step, value)
     self.message("  ".join([f"eval at step {step}", *self._shown(values)]))
 
   def message(self, text: str) -> None:
@@ -216,6 +220,13 @@ class Progress:
     self._awaited.discard(split)
     if not self._awaited and (line := self._choice.unknown(self._names)):
       self.message(f"warning: {line}")
+
+  def _point(self, name: str, step: int, value: Number | None) -> None:
+    """Adds a point to the curves of a notebook."""
+    if self._kind is Notebook and value is not None:
+      self._live = self._live or Notebook(self._stream)
+      assert isinstance(self._live, Notebook)
+      self._live.point(name, step, value)
 
   def _draw(self, name: str, line: Line) -> None:
     """Replaces a live line; draws at most every `_REDRAW_SECS`, as a loop may be shorter."""

@@ -142,12 +142,12 @@ def watch(owner: Any) -> Iterator[Watched]:
 def _draw(op: tf.Operation) -> list[Draw]:
   frames = [f for f in op.traceback if f.filename != __file__]
   own = [f for f in frames if not _is_foreign(f.filename, f.name)]
-  if not own or own[-1].filename.startswith(_FRAMEWORK):
-    return []
+  keras = any(_KERAS.search(f.filename) for f in frames)
+  if not own or (own[-1].filename.startswith(_FRAMEWORK) and not keras):
+    return []  # a layer counts even if the framework calls it, as the task of from_keras does
   seeds = list(op.inputs)[1:3] if op.type.startswith("Stateless") else []
   fixed = bool(seeds) and all(map(_is_constant, seeds))
   shape = tuple(op.outputs[0].shape) if op.outputs and op.outputs[0].shape.rank else ()
-  keras = any(_KERAS.search(f.filename) for f in frames)
   return [Draw(op.type, shape, fixed, keras, own[-1].filename, own[-1].lineno, own[-1].name)]
 
 

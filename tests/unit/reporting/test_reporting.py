@@ -477,6 +477,7 @@ def test_a_notebook_has_the_lines_in_its_cell(monkeypatch, capsys):
     "<code>step 5/10  a&lt;b 1.0000</code></div>",
   }
   assert shown[-1]["text/plain"] == "step 10/10  loss 0.2500"
+  assert "svg" not in shown[-1]["text/html"]  # no curve has two points yet
   assert capsys.readouterr().err == "eval at step 5  loss 0.5000\n"
 
 

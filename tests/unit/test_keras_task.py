@@ -1,0 +1,467 @@
+"""`from_keras`: 20 steps of a compiled model beside Keras's own `fit`, on one replica and two."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import framework
+from framework import ArraySource, ConfigError, Evaluator, Trainer, configurables
+from framework.inputs import datasets
+from framework.run import restored, run
+from framework.strategies import factories
+
+BATCH, ROWS, EPOCHS = 7, 35, 4  # 20 steps; two replicas do not divide a batch
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=[ROWS, 4]).astype(np.float32)
+TARGET = np.tanh(X @ RNG.normal(size=[4, 1])).astype(np.float32)
+LABEL = RNG.integers(0, 3, size=[ROWS]).astype(np.int32)
+WEIGHT = RNG.uniform(0, 2, size=[ROWS]).astype(np.float32)
+WEIGHT[::5] = 0.0
+STEPS_OF_TIME = RNG.normal(size=[ROWS, 5, 2]).astype(np.float32)
+KERAS = {"keras": keras, "tf_keras": tf_keras}
+
+
+def dense(k, units, **options):
+  return k.layers.Dense(
+    units, kernel_initializer=k.initializers.GlorotUniform(seed=units), **options
+  )
+
+
+def line(k, *, optimizer="sgd", loss="mse", **options):
+  model = k.Sequential([k.layers.Input([4]), dense(k, 8, activation="tanh"), dense(k, 1)])
+  model.compile(optimizer, loss, **options)
+  return model
+
+
+def own_loss(y_true, y_pred):
+  return tf.reduce_mean(tf.abs(y_true - y_pred) ** 3, axis=-1)
+
+
+def classifier(k, **options):
+  model = k.Sequential([k.layers.Input([4]), dense(k, 8, activation="tanh"), dense(k, 3)])
+  loss = k.losses.SparseCategoricalCrossentropy(from_logits=True)
+  model.compile(k.optimizers.Adam(0.01), loss, **options)
+  return model
+
+
+def normalised(k):
+  """With penalties, batch normalisation, a schedule and clipping by each variable's norm."""
+  synchronized = {"synchronized": True}
+  layers = [
+    k.layers.Input([4]),
+    dense(k, 8, kernel_regularizer="l2", use_bias=False),
+    k.layers.BatchNormalization(momentum=0.9, **synchronized),
+    k.layers.Activation("tanh"),
+    dense(k, 1, kernel_regularizer=k.regularizers.L1(0.01)),
+  ]
+  model = k.Sequential(layers)
+  rate = k.optimizers.schedules.ExponentialDecay(0.05, 10, 0.5)
+  model.compile(k.optimizers.Adam(rate, clipnorm=0.5), "mse")
+  return model
+
+
+def two_heads(k, **options):
+  left, right = k.layers.Input([4], name="left"), k.layers.Input([4], name="right")
+  hidden = k.layers.Concatenate()([dense(k, 6, activation="tanh")(left), right])
+  outputs = [dense(k, 3, name="kind")(hidden), dense(k, 1, name="size")(hidden)]
+  model = k.Model([left, right], outputs)
+  entropy = k.losses.SparseCategoricalCrossentropy(from_logits=True)
+  given = {
+    "loss": {"kind": entropy, "size": "mae"},
+    "loss_weights": {"kind": 0.5, "size": 2.0},
+    "metrics": {"kind": ["accuracy"], "size": [k.metrics.RootMeanSquaredError(name="rmse")]},
+    "weighted_metrics": {"size": [k.metrics.MeanAbsoluteError(name="error")]},
+  }
+  model.compile(k.optimizers.RMSprop(0.01), **{**given, **options})
+  model.set_weights([weight + 0.1 for weight in model.get_weights()])  # as if trained before
+  return model
+
+
+def binary(k):
+  model = k.Sequential([k.layers.Input([4]), dense(k, 1, activation="sigmoid")])
+  metrics = ["accuracy", k.metrics.AUC(name="auc"), k.metrics.Precision(name="precision")]
+  model.compile(k.optimizers.AdamW(0.02), "binary_crossentropy", weighted_metrics=metrics)
+  return model
+
+
+def sequence(k):
+  model = k.Sequential([k.layers.Input([5, 2]), dense(k, 4, activation="tanh"), dense(k, 1)])
+  model.compile(k.optimizers.SGD(0.1, momentum=0.9), k.losses.Huber())
+  return model
+
+
+def of_words(k, optimizer=None):
+  model = k.Sequential(
+    [
+      k.layers.Input([5], dtype="int32"),
+      k.layers.Embedding(20, 4, embeddings_initializer=k.initializers.RandomUniform(seed=1)),
+      k.layers.Flatten(),
+      dense(k, 1),
+    ]
+  )
+  model.compile(optimizer or k.optimizers.SGD(0.1), "mse")
+  return model
+
+
+BOTH = [X, X[:, ::-1].copy()]
+POSITIVE = (TARGET > 0).astype(np.float32)
+CASES = {
+  "a loss by name": (line, X, TARGET, {}),
+  "targets without the last axis": (line, X, TARGET[:, 0], {"sample_weight": WEIGHT}),
+  "a function as loss": (
+    functools.partial(line, loss=own_loss, metrics=["mae"]), X, TARGET, {},
+  ),
+  "classes and their weights": (
+    functools.partial(classifier, metrics=["accuracy"], weighted_metrics=["accuracy"]),
+    X, LABEL, {"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}},
+  ),
+  "penalties, batch normalisation, a schedule": (normalised, X, TARGET, {}),
+  "several inputs and outputs": (two_heads, BOTH, [LABEL, TARGET], {"sample_weight": WEIGHT}),
+  "lists, and a weight for each output": (
+    functools.partial(two_heads, loss_weights=[0.5, 2.0]),
+    {"left": BOTH[0], "right": BOTH[1]},
+    [LABEL, TARGET],
+    {"sample_weight": [WEIGHT, WEIGHT[::-1]]},
+  ),
+  "an AUC and others that are not means": (binary, X, POSITIVE, {"sample_weight": WEIGHT}),
+  "a loss over time": (sequence, STEPS_OF_TIME, STEPS_OF_TIME[..., :1], {}),
+  "an embedding": (of_words, RNG.integers(0, 20, size=[ROWS, 5]), TARGET, {}),
+}  # fmt: skip
+
+
+def dataset_fn(trainer, task):
+  def make(position):
+    return datasets.train_dataset(
+      task.source("train"), global_batch_size=BATCH, position=position, shuffle=False,
+      preprocess=task.preprocess, pad_multiple=trainer().batch_multiple,
+    )  # fmt: skip
+
+  return make
+
+
+def made(task, strategy, **options):
+  trainer = Trainer(
+    task=task, strategy=strategy, global_batch_size=BATCH, optimizer=task.own_optimizer,
+    dataset_fn=dataset_fn(lambda: trainer, task), **options,
+  )  # fmt: skip
+  return trainer
+
+
+def trained(task, strategy, **options):
+  """Returns what each epoch reports, the weights, and what an evaluation reports."""
+  trainer = made(task, strategy, **options)
+  epochs = [trainer.train(tf.constant(ROWS // BATCH)) for _ in range(EPOCHS)]
+  shares = trainer.batch_multiple
+  evaluation = datasets.eval_dataset(task.source("eval"), global_batch_size=9, pad_multiple=shares)
+  evaluator = Evaluator(task=task, strategy=strategy, dataset=evaluation)
+  return epochs, [np.array(w) for w in task.model.get_weights()], evaluator.evaluate()
+
+
+def task_of(name, k):
+  make, x, y, options = CASES[name]
+  validation = (x, y, options["sample_weight"]) if "sample_weight" in options else (x, y)
+  return framework.from_keras(make(k), x, y, validation_data=validation, **options)
+
+
+@functools.cache
+def fitted(name, library):
+  """Returns what `fit` reports in each epoch, the weights, and what `evaluate` reports."""
+  make, x, y, options = CASES[name]
+  model = make(KERAS[library])
+  given = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0, **options}
+  history = model.fit(x, y, **given).history
+  given = {"batch_size": ROWS, "verbose": 0, "sample_weight": options.get("sample_weight")}
+  return history, model.get_weights(), model.evaluate(x, y, return_dict=True, **given)
+
+
+def assert_as_fitted(name, library, strategy):
+  history, expected, evaluation = fitted(name, library)
+  epochs, weights, evaluated = trained(task_of(name, KERAS[library]), strategy)
+  for ours, theirs in zip(weights, expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+  for key, values in history.items():
+    np.testing.assert_allclose([e[key] for e in epochs], values, rtol=0, atol=1e-5, err_msg=key)
+  for key, value in evaluation.items():
+    if key != "loss" or "penalties" not in name:  # Keras adds them in evaluations too
+      np.testing.assert_allclose(evaluated[key], value, rtol=0, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("library", KERAS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast(name=["several inputs and outputs"])
+@pytest.mark.fast(name=["classes and their weights"], library=["tf_keras"])
+def test_20_steps_equal_those_of_fit(name, library):
+  assert_as_fitted(name, library, factories.default())
+
+
+@pytest.mark.parametrize(
+  ("name", "library"),
+  [
+    ("several inputs and outputs", "keras"),
+    ("several inputs and outputs", "tf_keras"),
+    ("classes and their weights", "keras"),
+    ("an AUC and others that are not means", "tf_keras"),
+    ("penalties, batch normalisation, a schedule", "keras"),
+    ("a function as loss", "keras"),
+  ],
+)
+@pytest.mark.fast(name=["several inputs and outputs"], library=["keras"])
+def test_two_replicas_that_do_not_divide_the_batch_equal_fit(name, library, mirrored):
+  assert_as_fitted(name, library, mirrored(2))
+
+
+@pytest.mark.whole
+def test_repeated_rows_of_an_embedding_update_it_once(mirrored):
+  """Keras 3's Adam squares each repeat's gradient alone; tf_keras and the framework their sum."""
+  CASES["adam"] = (lambda k: of_words(k, k.optimizers.Adam(0.01)), *CASES["an embedding"][1:])
+  _, expected, _ = fitted("adam", "tf_keras")
+  _, wrong, _ = fitted("adam", "keras")
+  _, weights, _ = trained(task_of("adam", keras), factories.default())
+  np.testing.assert_allclose(weights[0], expected[0], rtol=0, atol=1e-5)
+  assert np.abs(wrong[0] - expected[0]).max() > 1e-3  # if this fails, Keras has mended it
+
+
+# ---- What a run makes of it ----
+
+
+def run_task(task, model_dir, **options):
+  given = {"train_steps": 4, "steps_per_loop": 2, "global_batch_size": BATCH, "shuffle": False}
+  given |= options
+  return run(task=task, model_dir=str(model_dir), strategy=factories.default, **given)
+
+
+def test_a_run_trains_the_model_itself_with_its_own_optimizer(tmp_path):
+  ours, theirs = line(keras, optimizer=keras.optimizers.SGD(0.3)), line(keras)
+  theirs.compile(keras.optimizers.SGD(0.3), "mse")
+  task = framework.from_keras(ours, X.astype(np.float64), TARGET, validation_data=(X, TARGET))
+  result = run_task(task, tmp_path)
+  theirs.fit(X[: 4 * BATCH], TARGET[: 4 * BATCH], batch_size=BATCH, shuffle=False, verbose=0)
+  for mine, expected in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+    np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-6)
+  assert result["loss"] == pytest.approx(theirs.evaluate(X, TARGET, verbose=0), abs=1e-5)
+
+
+def test_another_optimizer_does_not_go_unnoticed(tmp_path):
+  first, other = (line(keras, optimizer=keras.optimizers.SGD(rate)) for rate in (0.25, 0.5))
+  run_task(framework.from_keras(first, X, TARGET), tmp_path, mode="train")
+  task = framework.from_keras(other, X, TARGET)
+  with pytest.raises(ConfigError, match=r"would go on with optimizer = .*SGD, {.*rate: 0.5.*0.25"):
+    run_task(task, tmp_path, mode="train", train_steps=6)
+  with pytest.raises(ConfigError, match="but a KerasTask has its own, that of its compiled"):
+    run_task(task, tmp_path / "new", mode="train", optimizer=keras.optimizers.SGD)
+
+
+@framework.register
+def compiled_line():
+  return framework.from_keras(
+    lambda: line(keras, optimizer=keras.optimizers.RMSprop(0.1)), X, TARGET
+  )
+
+
+def test_a_config_names_a_function_that_returns_the_task(tmp_path):
+  (tmp_path / "line.gin").write_text(
+    "run.task = @compiled_line()\nrun.train_steps = 4\nrun.global_batch_size = 7\n"
+  )
+  configurables.parse([str(tmp_path / "line.gin")])
+  configurables.configured(run)(model_dir=str(tmp_path / "run"), mode="train")
+  task = restored(str(tmp_path / "run"))  # fails with slots of another optimizer
+  assert isinstance(task.own_optimizer(), keras.optimizers.RMSprop)
+
+
+class Subclassed(keras.Model):
+  """Not built before its first call, and without `training`."""
+
+  def __init__(self):
+    super().__init__()
+    self.layer = keras.layers.Dense(1, kernel_initializer="ones")
+
+  def call(self, x):
+    return self.layer(x)
+
+
+def subclassed():
+  model = Subclassed()
+  model.compile("sgd", "mse")
+  return model
+
+
+def test_a_function_makes_the_model_in_the_strategys_scope(mirrored):
+  task = framework.from_keras(subclassed, X, TARGET, validation_data=(X, TARGET))
+  _, weights, _ = trained(task, mirrored(2))
+  expected = subclassed()
+  expected.fit(X, TARGET, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+  np.testing.assert_allclose(weights[0], expected.get_weights()[0], rtol=0, atol=1e-5)
+
+
+def test_a_source_of_ones_own_names_its_features():
+  def source(split):
+    return ArraySource(features={"x": X, "y": TARGET, "weight": WEIGHT})
+
+  one = framework.from_keras(line(keras), source=source)
+  two = framework.from_keras(line(keras), X, TARGET, sample_weight=WEIGHT)
+  weights = [made(task, factories.default()).task.model.get_weights() for task in (one, two)]
+  assert all(np.array_equal(a, b) for a, b in zip(*weights, strict=True))
+  batches = [
+    next(iter(datasets.train_dataset(t.source("train"), global_batch_size=4))) for t in (one, two)
+  ]
+  assert batches[0].keys() == batches[1].keys()
+
+
+# ---- What it cannot take ----
+
+
+class OwnStep(keras.Model):
+  def train_step(self, data):
+    return super().train_step(data)
+
+
+class OwnLoss(tf_keras.Sequential):
+  def compute_loss(self, *arguments, **options):
+    return super().compute_loss(*arguments, **options)
+
+
+def own_step():
+  entry = keras.layers.Input([4])
+  model = OwnStep(entry, dense(keras, 1)(entry))
+  model.compile("sgd", "mse")
+  return model
+
+
+def own_compute_loss():
+  model = OwnLoss([tf_keras.layers.Input([4]), dense(tf_keras, 1)])
+  model.compile("sgd", "mse")
+  return model
+
+
+def used():
+  model = line(keras)
+  model.fit(X, TARGET, verbose=0)
+  return model
+
+
+def uncompiled():
+  return keras.Sequential([keras.layers.Input([4])])
+
+
+def without_decay():
+  optimizer = keras.optimizers.AdamW()
+  optimizer.exclude_from_weight_decay(var_names=["bias"])
+  return line(keras, optimizer=optimizer)
+
+
+class Scaled(keras.optimizers.SGD):
+  """Has an argument that its get_config does not."""
+
+  def __init__(self, *, scale, **options):
+    super().__init__(**options)
+
+
+def legacy():
+  return line(tf_keras, optimizer=tf_keras.optimizers.legacy.SGD())
+
+
+def of(library, **options):
+  return lambda: line(KERAS[library], **options)
+
+
+def huber(reduction, library):
+  return of(library, loss=KERAS[library].losses.Huber(reduction=reduction))
+
+
+REFUSED = {
+  "a tf.Module": (tf.Module, "got a Module; it takes a compiled keras.Model or tf_keras.Model"),
+  "not compiled": (uncompiled, "is not compiled; call model.compile"),
+  "its own train_step": (own_step, r"OwnStep defines its own train_step\(\)"),
+  "its own compute_loss": (own_compute_loss, r"OwnLoss defines its own compute_loss\(\)"),
+  "an optimizer in use": (used, "SGD has already made 2 updates"),
+  "a legacy optimizer": (legacy, "must be a Keras 3 optimizer or a tf_keras optimizer that is not"),
+  "exceptions from weight decay": (without_decay, "excludes variables from weight decay"),
+  "no complete get_config": (
+    of("keras", optimizer=Scaled(scale=1.0)), r"model's Scaled cannot be copied .*'scale'",
+  ),
+  "clipping by a wrong norm": (
+    of("keras", optimizer=keras.optimizers.SGD(global_clipnorm=1.0)), "use Trainer.clip_norm",
+  ),
+  "a loss scale": (
+    of("keras", optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
+    "use Trainer.loss_scale",
+  ),
+  "a sum as loss": (huber("sum", "keras"), "'huber_loss' has reduction='sum', but only a mean"),
+  "no reduction": (huber("none", "tf_keras"), "has reduction='none', but only a mean"),
+  "a mean by weight": (huber("mean_with_sample_weight", "keras"), "='mean_with_sample_weight'"),
+  "a loss without rows": (
+    of("keras", loss=lambda y, p: tf.reduce_mean(tf.square(y - p))), "returns a scalar, but N",
+  ),
+  "an unknown name": (of("keras", loss="nonsense"), "the loss 'nonsense', which keras.losses.get"),
+  "weights of too many outputs": (
+    of("keras", loss_weights=[1.0, 2.0]), "loss_weights has 2 entries, but the model has 1 outputs",
+  ),
+  "a loss for no output": (of("keras", loss={"other": "mse"}), "names the output 'other', but"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_line_refuses(name, tmp_path):
+  make, message = REFUSED[name]
+  with pytest.raises(ConfigError, match=message) as caught:
+    run_task(framework.from_keras(make(), X, TARGET), tmp_path, mode="train")
+  assert "\n" not in str(caught.value)
+
+
+class Largest(keras.metrics.Metric):
+  """A state that is not a sum."""
+
+  def __init__(self):
+    super().__init__(name="largest")
+    self.value = self.add_variable((), initializer="zeros")
+
+  def update_state(self, y_true, y_pred, sample_weight=None):
+    self.value.assign(tf.maximum(self.value, tf.reduce_max(y_pred)))
+
+  def result(self):
+    return self.value
+
+
+def test_a_metric_that_is_no_sum_is_refused(tmp_path):
+  task = framework.from_keras(line(keras, metrics=[Largest()]), X, TARGET)
+  with pytest.raises(ConfigError, match=r"'largest' \(Largest\) keeps a state that is not a sum"):
+    run_task(task, tmp_path, mode="train")
+
+
+def test_a_mask_is_refused(tmp_path):
+  embedding = keras.layers.Embedding(20, 4, mask_zero=True)
+  model = keras.Sequential([keras.layers.Input([5]), embedding, dense(keras, 1)])
+  model.compile("sgd", "mse")
+  task = framework.from_keras(model, CASES["an embedding"][1], STEPS_OF_TIME[..., :1])
+  with pytest.raises(ConfigError, match="output 'output_1' has a Keras mask"):
+    run_task(task, tmp_path, mode="train")
+
+
+def test_arguments_that_contradict_or_are_missing(tmp_path, mirrored):
+  with pytest.raises(ConfigError, match="either x and y, or source"):
+    framework.from_keras(line(keras))
+  with pytest.raises(ConfigError, match="got None as y; it must be an array"):
+    framework.from_keras(line(keras), X).source("train")
+  with pytest.raises(ConfigError, match="got no validation_data, so there is nothing to evaluate"):
+    run_task(framework.from_keras(line(keras), X, TARGET), tmp_path)
+  weighted = framework.from_keras(two_heads(keras), BOTH, [LABEL, TARGET], class_weight={0: 2.0})
+  with pytest.raises(ConfigError, match="class_weight is for a model with one output"):
+    weighted.preprocess(datasets_row(weighted), training=True)
+  model = subclassed()
+  model(X[:1])
+  with pytest.raises(ConfigError, match="cannot be copied into it; pass a function"):
+    made(framework.from_keras(model, X, TARGET), mirrored(2))
+  model = line(keras)
+  model.layers[0].bias.trainable = False  # of a variable, which no config of a layer has
+  with pytest.raises(ConfigError, match="trains 4 variables instead of 3; pass a function"):
+    made(framework.from_keras(model, X, TARGET), mirrored(2))
+  with pytest.raises(ConfigError, match="does not exist yet"):
+    framework.from_keras(subclassed, X, TARGET).compiled  # noqa: B018
+
+
+def datasets_row(task):
+  return task.source("train").fetch(tf.constant([0], tf.int64))
