@@ -1,0 +1,374 @@
+"""Models x precisions on the GPUs that are there, in one table; without a GPU, on the CPU.
+
+  uv run python -m benchmarks.gpu                  # about an hour on one GPU
+  uv run python -m benchmarks.gpu --small          # small models: tries the command on a CPU
+  uv run python -m benchmarks.gpu --tests          # also the fast tests, on the GPU
+
+Each row is a process of its own, in which Loopwright, a hand-written compiled loop and Keras `fit`
+take turns; the ratios are medians over rounds. Model FLOP/s count three forward passes a step, as
+usual for forward and backward; MFU is their part of the device's peak in this precision, without
+sparsity. Memory is the peak of TensorFlow's allocator.
+
+With several GPUs it also shows the cross-device op that `auto` chooses and whether NCCL is in a
+trace; with one, replicas on logical GPUs, where TensorFlow allows them (NCCL does not).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+class Precision(NamedTuple):
+  """How to compute: the dtype policy, TF32 for float32, XLA."""
+
+  policy: str
+  tf32: bool
+  xla: bool
+
+
+PRECISIONS = {
+  "float32": Precision("float32", False, False),
+  "TF32": Precision("float32", True, False),
+  "mixed_float16": Precision("mixed_float16", True, False),
+  "mixed_bfloat16": Precision("mixed_bfloat16", True, False),
+  "TF32, XLA": Precision("float32", True, True),
+  "mixed_bfloat16, XLA": Precision("mixed_bfloat16", True, True),
+}
+PEAKS = {
+  # TFLOP/s of float32, TF32, 16 bits, dense; from the vendors' data sheets.
+  "H200": (67, 494, 989), "H100": (67, 494, 989), "A100": (19.5, 156, 312), "L4": (30, 60, 121),
+  "L40S": (91.6, 183, 366), "A10": (31.2, 62.5, 125), "V100": (15.7, 15.7, 125),
+  "T4": (8.1, 8.1, 65),
+}  # fmt: skip
+
+
+MODELS = ("mlp", "cnn", "resnet50", "language_model")
+BATCHES = {"mlp": (4096, 32), "cnn": (1024, 32), "resnet50": (128, 4), "language_model": (32, 4)}
+"""Model -> examples in a batch, and with --small."""
+DISTINCT = 4
+"""Batches in memory, read over and over."""
+
+
+class Model(NamedTuple):
+  """A model and batches for it.
+
+  Attributes:
+    build: makes the Keras model, with logits in float32.
+    features: [DISTINCT * batch, ...], an array or a dict of arrays.
+    labels: int32, one for each logit vector of an example.
+    batch: examples.
+  """
+
+  build: Callable[[], Any]
+  features: Any
+  labels: Any
+  batch: int
+
+
+def model_of(name: str, *, small: bool) -> Model:
+  import keras
+  import numpy as np
+
+  from tasks import language_model
+
+  batch = BATCHES[name][small]
+  rng, rows = np.random.default_rng(0), DISTINCT * batch
+  side, classes = (32, 10) if small or name == "cnn" else (224, 1000)
+  context = 16 if small else 512
+
+  def head() -> Any:
+    return keras.layers.Dense(10 if name == "mlp" else classes, dtype="float32")
+
+  def mlp() -> Any:
+    hidden = [keras.layers.Dense(64 if small else 4096, "relu") for _ in range(4)]
+    return keras.Sequential([keras.Input([784]), *hidden, head()])
+
+  def cnn() -> Any:
+    layers: list[Any] = [keras.Input([side, side, 3])]
+    for width in (8, 16) if small else (64, 128, 256):
+      layers += [keras.layers.Conv2D(width, 3, padding="same", activation="relu")]
+      layers += [keras.layers.MaxPooling2D()]
+    return keras.Sequential([*layers, keras.layers.Flatten(), head()])
+
+  def resnet50() -> Any:
+    shape = (side, side, 3)
+    net = keras.applications.ResNet50
+    base = net(weights=None, include_top=False, input_shape=shape, pooling="avg")
+    return keras.Sequential([base, head()])
+
+  def transformer() -> Any:
+    layers, width, heads = (1, 32, 2) if small else (12, 768, 12)
+    return language_model.transformer(layers=layers, width=width, heads=heads)
+
+  if name == "language_model":
+    tokens = rng.integers(0, 256, [rows, context], np.int32)
+    positions = np.broadcast_to(np.arange(context, dtype=np.int32), tokens.shape).copy()
+    labels = rng.integers(0, 256, [rows, context], np.int32)
+    return Model(transformer, {"token": tokens, "position": positions}, labels, batch)
+  shape = [784] if name == "mlp" else [side, side, 3]
+  features = rng.random([rows, *shape], np.float32)
+  labels = rng.integers(0, 10 if name == "mlp" else classes, [rows], np.int32)
+  return Model({"mlp": mlp, "cnn": cnn, "resnet50": resnet50}[name], features, labels, batch)
+
+
+def per_example(labels: Any, logits: Any) -> Any:
+  """Returns the mean cross entropy of each example."""
+  import tensorflow as tf
+
+  losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+  return tf.reduce_mean(tf.reshape(losses, [tf.shape(losses)[0], -1]), axis=1)
+
+
+def loopwright(model: Model, precision: Precision, strategy: Any) -> Callable[[int], float]:
+  """Returns a function that trains some steps and returns their mean loss."""
+  import keras
+  import numpy as np
+  import tensorflow as tf
+
+  from framework.inputs import datasets
+  from framework.inputs.sources import ArraySource
+  from framework.metrics import Loss
+  from framework.task import Task
+  from framework.trainer import Trainer
+
+  kept = model.features if isinstance(model.features, dict) else {"x": model.features}
+  source = ArraySource(features={**kept, "label": model.labels})
+
+  class Logits(Task):
+    def build_model(self) -> Any:
+      return model.build()
+
+    def forward(self, batch: Any, training: bool) -> Any:
+      given = {name: batch[name] for name in kept}
+      return self.model(given if len(given) > 1 else batch["x"], training=training)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+      losses = per_example(batch["label"], outputs)
+      return Loss.from_examples(losses, batch["weight"])
+
+  trainer = Trainer(
+    task=Logits(), strategy=strategy, global_batch_size=model.batch,
+    optimizer=keras.optimizers.Adam, jit_compile=precision.xla,
+    dataset_fn=lambda position: datasets.train_dataset(
+      source, global_batch_size=model.batch, position=position,
+      pad_multiple=strategy.num_replicas_in_sync, shuffle=False,
+    ),
+  )  # fmt: skip
+
+  def run(steps: int) -> float:
+    return float(np.float64(trainer.train(tf.constant(steps))["loss"]))
+
+  run.trainer = trainer  # type: ignore[attr-defined]
+  return run
+
+
+def dataset(model: Model) -> Any:
+  import tensorflow as tf
+
+  data = tf.data.Dataset.from_tensor_slices((model.features, model.labels))
+  return data.batch(model.batch, drop_remainder=True).cache().repeat().prefetch(4)
+
+
+def hand_written(model: Model, precision: Precision) -> Callable[[int], float]:
+  """A loop as an expert writes it, on one device: no weights, no norm, no metrics but the loss."""
+  import keras
+  import tensorflow as tf
+
+  network, optimizer = model.build(), keras.optimizers.Adam()
+  if precision.policy == "mixed_float16":
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+  optimizer.build(network.trainable_variables)
+  iterator = iter(dataset(model))
+
+  def step(features: Any, labels: Any) -> Any:
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(per_example(labels, network(features, training=True)))
+      scaled = optimizer.scale_loss(loss)
+    variables = network.trainable_variables
+    optimizer.apply(tape.gradient(scaled, [v.value for v in variables]), variables)
+    return loss
+
+  compiled = tf.function(step, jit_compile=precision.xla)
+
+  @tf.function
+  def loop(iterator: Any, steps: Any) -> Any:
+    total = 0.0
+    for _ in tf.range(steps):
+      total += compiled(*next(iterator))
+    return total
+
+  return lambda steps: float(loop(iterator, tf.constant(steps))) / steps
+
+
+def keras_fit(model: Model, precision: Precision) -> Callable[[int], float]:
+  import keras
+
+  network = model.build()
+  loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+  network.compile(optimizer="adam", loss=loss, jit_compile=precision.xla)
+  data = dataset(model)
+
+  def run(steps: int) -> float:
+    return network.fit(data, steps_per_epoch=steps, verbose=0).history["loss"][-1]
+
+  return run
+
+
+def forward_flops(model: Model) -> float:
+  """Returns the floating-point operations of the forward pass of one batch (multiply-adds as 2)."""
+  import tensorflow as tf
+
+  network = model.build()
+  given = tf.nest.map_structure(lambda a: tf.TensorSpec([model.batch, *a.shape[1:]], a.dtype),
+                                model.features)  # fmt: skip
+  traced = tf.function(lambda x: network(x, training=False)).get_concrete_function(given)
+  options = tf.compat.v1.profiler.ProfileOptionBuilder(
+    tf.compat.v1.profiler.ProfileOptionBuilder.float_operation()
+  )
+  graph = traced.graph
+  found = tf.compat.v1.profiler.profile(
+    graph, options=options.with_empty_output().build(), cmd="scope"
+  )
+  return float(found.total_float_ops)
+
+
+def peak_flops(device: str, precision: Precision) -> float | None:
+  """Returns the FLOP/s of a device by its name; None if they are not known."""
+  found = next((PEAKS[name] for name in PEAKS if name in device), None)
+  if found is None:
+    return None
+  kind = 2 if precision.policy != "float32" else int(precision.tf32)
+  return 1e12 * found[kind]
+
+
+def row(name: str, precision_name: str, *, small: bool, rounds: int, block_s: float) -> str:
+  """Measures one row in this process."""
+  import keras
+  import tensorflow as tf
+
+  from framework.strategies import factories
+
+  precision = PRECISIONS[precision_name]
+  tf.config.experimental.enable_tensor_float_32_execution(precision.tf32)
+  keras.config.set_dtype_policy(precision.policy)
+  model = model_of(name, small=small)
+  device = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+  strategy = factories.default()
+  makers: dict[str, Callable[[], Callable[[int], float]]] = {
+    "Loopwright": lambda: loopwright(model, precision, strategy),
+    "hand-written": lambda: hand_written(model, precision),
+    "Keras fit": lambda: keras_fit(model, precision),
+  }
+  contenders = {who: make() for who, make in makers.items()}
+  own = contenders["Loopwright"]
+  own(2)
+  tf.config.experimental.reset_memory_stats(device)
+  began = time.perf_counter()
+  own(3)
+  steps = max(2, round(block_s / ((time.perf_counter() - began) / 3)))
+  memory = tf.config.experimental.get_memory_info(device)["peak"] / 2**20
+  for run in contenders.values():
+    run(2)
+  seconds: dict[str, list[float]] = {who: [] for who in contenders}
+  order = list(contenders)
+  for number in range(rounds):
+    for who in order if number % 2 else order[::-1]:
+      began = time.perf_counter()
+      contenders[who](steps)
+      seconds[who].append(time.perf_counter() - began)
+  step_s = statistics.median(seconds["Loopwright"]) / steps
+  rate = 3 * forward_flops(model) / step_s
+  details = tf.config.experimental.get_device_details
+  gpus = tf.config.list_physical_devices("GPU")
+  kind = details(gpus[0]).get("device_name", "GPU") if gpus else "CPU"
+  peak = peak_flops(kind, precision)
+  ratios = [
+    statistics.median(s / o for s, o in zip(seconds[who], seconds["Loopwright"], strict=True))
+    for who in order[1:]
+  ]
+  mfu = "-" if peak is None else f"{100 * rate / peak:.0f} %"
+  return (
+    f"| {name} | {precision_name} | {1e3 * step_s:.4g} | {model.batch / step_s:.4g} | "
+    f"{' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {rate / 1e12:.3g} | {mfu} | {memory:.0f} |"
+  )
+
+
+def replicas(*, small: bool) -> list[str]:
+  """Trains on several replicas in this process; returns what was seen, a line each."""
+  import tensorflow as tf
+
+  from framework.strategies import factories, traits
+
+  gpus, lines = tf.config.list_physical_devices("GPU"), []
+  if len(gpus) == 1:
+    half = [tf.config.LogicalDeviceConfiguration(memory_limit=8192) for _ in range(2)]
+    tf.config.set_logical_device_configuration(gpus[0], half)
+  strategy = factories.mirrored(cpu_replicas=None if gpus else 2)
+  op = type(strategy.extended._cross_device_ops).__name__
+  where = ", ".join(traits.describe(strategy)[1])
+  run = loopwright(model_of("mlp", small=small), PRECISIONS["float32"], strategy)
+  run(2)
+  with tempfile.TemporaryDirectory() as folder:
+    tf.profiler.experimental.start(folder)
+    loss = run(5)
+    tf.profiler.experimental.stop()
+    traces = [path.read_bytes() for path in Path(folder).rglob("*.xplane.pb")]
+  seen = any(b"nccl" in trace.lower() for trace in traces)
+  lines.append(f"replicas on {where}: {op}, loss {loss:.4f}")
+  lines.append(f"NCCL in {len(traces)} trace: {'yes' if seen else 'no'}")
+  return lines
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.formatter_class = argparse.RawDescriptionHelpFormatter
+  parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+  parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+  parser.add_argument("--small", action="store_true", help="small models and batches")
+  parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--block_s", type=float, default=1.0, help="seconds of each turn")
+  parser.add_argument("--tests", action="store_true", help="run the fast tests too")
+  parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+  parser.add_argument("--replicas", action="store_true", help=argparse.SUPPRESS)
+  given = parser.parse_args()
+  if given.one:
+    print(row(*given.one, small=given.small, rounds=given.rounds, block_s=given.block_s))
+    return
+  if given.replicas:
+    print("\n".join(replicas(small=given.small)))
+    return
+  passed = [f"--rounds={given.rounds}", f"--block_s={given.block_s}"]
+  passed += ["--small"] if given.small else []
+  print("| model | precision | ms a step | examples/s | over hand-written | over Keras fit | model "
+        "TFLOP/s | MFU | MiB |")  # fmt: skip
+  print("|---|---|---|---|---|---|---|---|---|", flush=True)
+  for model in given.models:
+    for precision in given.precisions:
+      _tell([*passed, "--one", model, precision], f"| {model} | {precision} | failed: ")
+  print(flush=True)
+  _tell([*passed, "--replicas"], "replicas: failed: ")
+  if given.tests:
+    sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-q"], check=False).returncode)
+
+
+def _tell(arguments: Sequence[str], otherwise: str) -> None:
+  """Prints what a process of its own says, or the last line of its error."""
+  command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  lines = done.stderr.strip().splitlines()
+  print(done.stdout.strip() if done.returncode == 0 else otherwise + lines[-1][:200], flush=True)
+
+
+if __name__ == "__main__":
+  main()
