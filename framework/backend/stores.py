@@ -23,6 +23,11 @@ from framework.errors import ConfigError, first_line, printable
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Scheme -> the extra that has its library."""
+LIMIT_S, SLOWEST = 30.0, 1e6
+"""Seconds that a call may take, and bytes that it must transfer in each further one.
+
+The libraries' own limits are not enough: aiohttp waits for "100 Continue" without end.
+"""
 _WHOLE = (*EXTRAS, "abfs", "abfss", "az", "adl", "memory")
 """Schemes whose stores show an object when it is complete; in others a file is written aside."""
 _ASIDE = ".tmp"
@@ -87,7 +92,7 @@ class Store:
     """
     with _errors():
       self._system.invalidate_cache()
-      found = self._system.find(self._path(under), detail=True)
+      found = self._call("find", self._path(under), detail=True)
     root = self._system._strip_protocol(self._root).rstrip("/") + "/"
     return {
       path.removeprefix(root): _file(about)
@@ -98,7 +103,7 @@ class Store:
   def read(self, name: str) -> bytes:
     """Returns the content of a file; raises FileNotFoundError or StoreError."""
     with _errors():
-      return self._system.cat_file(self._path(name))
+      return self._call("cat_file", self._path(name))
 
   def write(self, name: str, content: bytes, *, new: bool = False) -> None:
     """Writes a small file.
@@ -110,13 +115,14 @@ class Store:
     with _errors():
       self._make_parent(name)
       if not new or not self._created(self._path(name), content):
-        self._complete(name, lambda path: self._system.pipe_file(path, content))
+        self._complete(name, lambda path: self._call("pipe_file", path, content))
 
   def put(self, name: str, local: str) -> None:
     """Uploads a local file; a reader sees the old one, or all of the new one."""
     with _errors():
       self._make_parent(name)
-      self._complete(name, lambda path: self._system.put_file(local, path))
+      size = os.path.getsize(local)
+      self._complete(name, lambda path: self._call("put_file", local, path, size=size))
 
   def put_all(self, names: Iterable[str], folder: str) -> None:
     """Uploads files of a local folder, several at once."""
@@ -126,7 +132,8 @@ class Store:
     """Downloads a file, whole or not at all; raises FileNotFoundError or StoreError."""
     os.makedirs(os.path.dirname(local), exist_ok=True)
     with _errors():
-      self._system.get_file(self._path(name), local + _ASIDE)
+      size = self._call("info", self._path(name))["size"]
+      self._call("get_file", self._path(name), local + _ASIDE, size=size)
     os.replace(local + _ASIDE, local)
 
   def get_all(self, names: Iterable[str], folder: str) -> None:
@@ -138,19 +145,37 @@ class Store:
     paths = [self._path(name) for name in names]
     for some in [paths, *([path] for path in paths)] if paths else []:
       with contextlib.suppress(FileNotFoundError), _errors():
-        self._system.rm(some)
+        self._call("rm", some)
         if some is paths:
           return
+
+  def _call(self, name: str, *args: Any, size: int = 0, **options: Any) -> Any:
+    """Calls a method of fsspec; one that does not end in time is cancelled, and an error.
+
+    Args:
+      size: bytes to transfer.
+    """
+    if not self._system.async_impl:
+      return getattr(self._system, name)(*args, **options)
+    import asyncio
+
+    from fsspec.asyn import sync
+
+    async def bounded() -> Any:
+      method = getattr(self._system, f"_{name}")  # the same for a running event loop
+      return await asyncio.wait_for(method(*args, **options), LIMIT_S + size / SLOWEST)
+
+    return sync(self._system.loop, bounded)
 
   def _created(self, path: str, content: bytes) -> bool:
     """Writes a new file; returns False for a store that cannot do so conditionally."""
     try:
-      self._system.pipe_file(path, content, mode="create")
+      self._call("pipe_file", path, content, mode="create")
       return True
     except FileExistsError:
       raise
     except Exception:  # libraries and servers differ in what they raise
-      if self._system.exists(path):
+      if self._call("exists", path):
         raise FileExistsError(path) from None
       return False
 
@@ -160,7 +185,7 @@ class Store:
       write(path)
       return
     write(path + _ASIDE)
-    self._system.mv(path + _ASIDE, path)
+    self._system.mv(path + _ASIDE, path)  # a file system, not an object store
 
   def _make_parent(self, name: str) -> None:
     if self._scheme not in _WHOLE:  # an object store has no folders
@@ -277,7 +302,9 @@ def _errors() -> Iterator[None]:
   except (FileNotFoundError, FileExistsError, StoreError):
     raise
   except Exception as error:
-    raise StoreError(f"{type(error).__name__}: {printable(first_line(error))[:200]}") from error
+    reason = f"{type(error).__name__}: {printable(first_line(error))[:200]}"
+    late = "Timeout" in type(error).__name__
+    raise StoreError("it does not answer in time" if late else reason) from error
 
 
 def _file(about: Mapping[str, Any]) -> File:

@@ -62,6 +62,13 @@ class Server:
     os.waitpid(self.door, 0)
     self.door = 0
 
+  @contextlib.contextmanager
+  def hung(self):
+    """Answers nothing in the `with`; connections stay."""
+    os.kill(self.door, signal.SIGSTOP)
+    yield
+    os.kill(self.door, signal.SIGCONT)
+
 
 @contextlib.contextmanager
 def running():

@@ -550,6 +550,11 @@ def test_s3_creates_once_and_tells_what_is_wrong(server, monkeypatch):
   assert store.files() == {}
   with pytest.raises(ConfigError, match=r"'s3://none/run' does not exist \(The specified bucket"):
     remote.place("s3://none/run")
+  with monkeypatch.context() as patch, server.hung():
+    patch.setattr(stores, "LIMIT_S", 0.5)
+    with pytest.raises(StoreError, match="it does not answer in time"):
+      store.write("late", b"1")
+  assert store.files() == {}
   server.shut()
   with pytest.raises(ConfigError, match=r"cannot read 's3://bucket/run' .*Could not connect"):
     remote.place("s3://bucket/run")
