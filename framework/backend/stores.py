@@ -32,7 +32,7 @@ _WHOLE = (*EXTRAS, "abfs", "abfss", "az", "adl", "memory")
 """Schemes whose stores show an object when it is complete; in others a file is written aside."""
 _ASIDE = ".tmp"
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "created")
-_MODIFIED = ("LastModified", "updated", "mtime", "created")
+_MODIFIED = ("LastModified", "mtime", "created")
 _AT_ONCE = 8
 # By default a server that is down costs 6 s, one that hangs half an hour. Mirror retries itself.
 _S3 = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}}
@@ -238,7 +238,7 @@ def reading(url: str) -> Iterator[None]:
     raise ConfigError(f"{url!r} does not exist{reason}; correct the URL.") from error
   except StoreError as error:
     raise ConfigError(
-      f"cannot read {url!r} ({error}); check the URL, the network and the credentials, then start "
+      f"cannot use {url!r} ({error}); check the URL, the network and the credentials, then start "
       "the same command again."
     ) from error
 

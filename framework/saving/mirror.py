@@ -3,11 +3,13 @@
 What is uploaded is the folder at one instant, so a reader of the store finds what a kill at that
 instant would have left on disk. The order of the uploads keeps this true at every moment:
 
-    0  whatever nothing else names: data of best/, an export's variables, pictures, events
-    1  .index files, 2  best.json, manifest.json, saved_model.pb, 3  TensorFlow's state files
-    4  metrics.jsonl, which is never behind a checkpoint
-    5  checkpoints/*.data, 6  checkpoints/*.index, 7  checkpoints/checkpoint
-    8  then older files are removed, those that make others count first
+    0  an export's mark, without which nobody replaces it
+    1  whatever nothing else names: data of best/, an export's variables, pictures, events
+    2  .index files, 3  best.json, manifest.json, saved_model.pb, 4  TensorFlow's state files
+    5  metrics.jsonl, which is never behind a checkpoint
+    6  checkpoints/*.data, 7  checkpoints/*.index, 8  checkpoints/checkpoint
+
+Then older files are removed, those that make others count first.
 """
 
 from __future__ import annotations
@@ -122,8 +124,12 @@ def superseded(name: str, local: Iterable[str]) -> bool:
   )
 
 
-def scan(folder: str) -> dict[str, os.stat_result]:
-  """Returns name -> facts of the files in a local folder that belong in the store."""
+def scan(folder: str, *, torn: bool = False) -> dict[str, os.stat_result]:
+  """Returns name -> facts of the files in a local folder that belong in the store.
+
+  Args:
+    torn: whether to include parts of checkpoints and exports.
+  """
   found = {}
   for parent, _, names in os.walk(folder):
     inside = os.path.relpath(parent, folder)
@@ -132,7 +138,7 @@ def scan(folder: str) -> dict[str, os.stat_result]:
       with contextlib.suppress(FileNotFoundError):
         if is_kept(path) and not os.path.islink(os.path.join(parent, name)):
           found[path] = os.stat(os.path.join(parent, name))
-  return {name: found[name] for name in whole(found)}
+  return found if torn else {name: found[name] for name in whole(found)}
 
 
 def stat(facts: os.stat_result) -> Stat:
@@ -203,6 +209,7 @@ class Mirror:
         known.update({name: Known(local[name], "") for name in group})
       gone = [n for n in known if n not in local and n.startswith(self._only)]
       self._remove([n for n in gone if n.endswith((".index", *_LAST))])
+      self._remove([n for n in gone if n in known and not n.endswith(f"/{_MARK}")])
       self._remove([n for n in gone if n in known])
       if changed or gone:
         self._record.settle(self._store.files())
@@ -293,9 +300,9 @@ def _places(found: dict[str, os.stat_result]) -> dict[str, int]:
 
 def _rank(name: str) -> int:
   folder, _, base = name.rpartition("/")
+  if name.endswith(f"/{_MARK}"):
+    return 0
   if name == "metrics.jsonl":
-    return 4
-  rank = 1 if base.endswith(".index") else 2 if base in _LAST else 3 if base == "checkpoint" else 0
-  if folder != "checkpoints":
-    return rank
-  return {0: 5, 1: 6, 3: 7}.get(rank, 5)
+    return 5
+  rank = 2 if base.endswith(".index") else 3 if base in _LAST else 4 if base == "checkpoint" else 1
+  return rank if folder != "checkpoints" else {2: 7, 4: 8}.get(rank, 6)

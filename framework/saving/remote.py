@@ -306,7 +306,7 @@ def pull(store: Store, record: Record, *, wanted: Callable[[str], bool] = is_kep
   for _ in range(_TRIES):
     listing = store.files()
     names = set(filter(wanted, whole(listing)))
-    local = scan(record.folder)
+    local = scan(record.folder, torn=True)
     for name in local.keys() - names:
       os.remove(os.path.join(record.folder, name))
     for parent, *_ in os.walk(record.folder, topdown=False):

@@ -10,14 +10,10 @@ The server is moto's, which keeps everything in its memory, so it lives on behin
 
 import contextlib
 import dataclasses
-import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 BUCKET = "bucket"
 SECRET = "a-secret-that-nobody-may-log"
@@ -30,6 +26,27 @@ _SERVER = """if True:
   print(server.server_port, flush=True)
   server.serve_forever()
 """
+_DOOR = """if True:
+  import contextlib, select, socket, sys, threading
+
+  def copy(one, other):
+    to = {one: other, other: one}
+    with one, other, contextlib.suppress(OSError):
+      while True:
+        for readable in select.select([one, other], [], [])[0]:
+          data = readable.recv(2**16)
+          if not data:
+            return
+          to[readable].sendall(data)
+
+  port, behind = map(int, sys.argv[1:])
+  with socket.create_server(("127.0.0.1", port)) as door:
+    print(flush=True)
+    while True:
+      outer = door.accept()[0]
+      inner = socket.create_connection(("127.0.0.1", behind))
+      threading.Thread(target=copy, args=(inner, outer), daemon=True).start()
+"""
 
 
 @dataclasses.dataclass
@@ -38,7 +55,7 @@ class Server:
 
   port: int
   behind: int
-  door: int = 0
+  door: subprocess.Popen | None = None
 
   @property
   def environment(self):
@@ -51,31 +68,27 @@ class Server:
 
   def open(self):
     """Lets connections in."""
-    self.door = os.fork()
-    if self.door == 0:
-      _forward(self.port, self.behind)
-    _await(self.port)
+    self.door = _started(_DOOR, str(self.port), str(self.behind))
+    self.door.stdout.readline()
 
   def shut(self):
     """Kills what forwards connections."""
-    os.kill(self.door, signal.SIGKILL)
-    os.waitpid(self.door, 0)
-    self.door = 0
+    self.door.kill()
+    self.door.communicate()
+    self.door = None
 
   @contextlib.contextmanager
   def hung(self):
     """Answers nothing in the `with`; connections stay."""
-    os.kill(self.door, signal.SIGSTOP)
+    self.door.send_signal(signal.SIGSTOP)
     yield
-    os.kill(self.door, signal.SIGCONT)
+    self.door.send_signal(signal.SIGCONT)
 
 
 @contextlib.contextmanager
 def running():
   """Gives a server with an empty bucket, which ends with the `with`."""
-  with subprocess.Popen(
-    [sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-  ) as process:
+  with _started(_SERVER) as process:
     server = Server(_free_port(), int(process.stdout.readline()))
     try:
       server.open()
@@ -85,6 +98,13 @@ def running():
       if server.door:
         server.shut()
       process.kill()
+
+
+def _started(program, *arguments):
+  return subprocess.Popen(
+    [sys.executable, "-c", program, *arguments],
+    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+  )  # fmt: skip
 
 
 def _make_bucket(server):
@@ -99,31 +119,3 @@ def _free_port():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     return free.getsockname()[1]
-
-
-def _await(port):
-  while True:
-    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-      return
-    time.sleep(0.01)
-
-
-def _forward(port, behind):
-  try:
-    with socket.create_server(("127.0.0.1", port)) as door:
-      while True:
-        inner, outer = socket.create_connection(("127.0.0.1", behind)), door.accept()[0]
-        threading.Thread(target=_copy, args=(inner, outer), daemon=True).start()
-  finally:
-    os._exit(1)
-
-
-def _copy(one, other):
-  to = {one: other, other: one}
-  with one, other, contextlib.suppress(OSError):
-    while True:
-      for readable in select.select([one, other], [], [])[0]:
-        data = readable.recv(2**16)
-        if not data:
-          return
-        to[readable].sendall(data)

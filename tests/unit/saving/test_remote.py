@@ -24,6 +24,10 @@ from framework.saving import mirror, ownership, remote, weight_files
 from framework.saving.mirror import Mirror, Record
 
 URL = "memory://bucket/runs/digits"
+EXPORT = (
+  "assets.extra/loopwright", "saved_model.pb", "variables/variables.index",
+  "variables/variables.data-00000-of-00001",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +71,7 @@ def work(top, step):
     write(top / kind / "checkpoint", f'model_checkpoint_path: "ckpt-{step}"\n')
   write(top / "best" / "best.json", json.dumps({"checkpoint": f"ckpt-{step}"}))
   shutil.rmtree(top / "export", ignore_errors=True)
-  for name in ("variables/variables.index", "saved_model.pb", "assets.extra/loopwright"):
+  for name in EXPORT:
     write(top / "export" / name, f"{name} {step}")
   lines = [json.dumps({"step": each, "split": "train"}) for each in range(1, step + 1)]
   write(top / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
@@ -92,9 +96,12 @@ def require_whole(found):
       assert f'"step": {max(kept)}' in found["metrics.jsonl"]
   if best := found.get("best/best.json"):
     assert f"best/{json.loads(best)['checkpoint']}.index" in found
+  if any(name.startswith("export/") for name in found):  # else nobody would replace it
+    assert "export/assets.extra/loopwright" in found
   if model := found.get("export/saved_model.pb"):
     step = model.split()[1]
-    assert found["export/variables/variables.index"] == f"variables/variables.index {step}"
+    for name in EXPORT[2:]:
+      assert found[f"export/{name}"] == f"{name} {step}"
 
 
 @contextlib.contextmanager
@@ -113,13 +120,24 @@ def test_at_every_moment_a_reader_finds_what_is_whole(monkeypatch):
 
     return call
 
-  monkeypatch.setattr(stores, "_AT_ONCE", 1)
-  monkeypatch.setattr(Store, "put", watched(Store.put))
-  monkeypatch.setattr(Store, "remove", watched(Store.remove))
+  put, remove = watched(Store.put), watched(Store.remove)
+
+  def put_all(self, names, top):  # as its threads may do it, in the worst order
+    for name in sorted(names, reverse=True):
+      put(self, name, os.path.join(top, name))
+
+  def remove_all(self, names):
+    for name in sorted(names):
+      remove(self, [name])
+
+  monkeypatch.setattr(Store, "put_all", put_all)
+  monkeypatch.setattr(Store, "remove", remove_all)
   with owned():
     record = Record(str(folder()))
     for step in (1, 2, 3):
       work(folder(), step)
+      if step == 2:
+        shutil.rmtree(folder() / "export")
       Mirror(Store(URL), record).push()
       last = contents()
       assert "checkpoints/ckpt-1.index" not in last or step == 1
@@ -158,8 +176,11 @@ def test_after_a_kill_in_an_upload_another_machine_finds_a_whole_run(
       Mirror(Store(URL), Record(str(before))).push()
   assert left < 0, "it was not killed"
   another_machine()
+  for name in ("variables/variables.index", "assets.extra/loopwright"):
+    write(folder() / "export" / name, "as if a download was killed")
   with owned():
     found = {str(p.relative_to(folder())) for p in folder().rglob("*") if p.is_file()}
+    assert all(any(p.iterdir()) for p in folder().rglob("*") if p.is_dir())
     texts = {name: Path(folder(), name).read_text() for name in found}
     require_whole(texts)
     assert {"checkpoints/ckpt-1.index", "checkpoints/ckpt-2.index"} & found
@@ -169,8 +190,7 @@ def test_after_a_kill_in_an_upload_another_machine_finds_a_whole_run(
   assert contents().keys() == {
     *(f"{kind}/{name}" for kind in ("checkpoints", "best")
       for name in ("checkpoint", "ckpt-3.index", "ckpt-3.data-00000-of-00001")),
-    *(f"export/{name}" for name in ("saved_model.pb", "variables/variables.index",
-                                    "assets.extra/loopwright")),
+    *(f"export/{name}" for name in EXPORT),
     "best/best.json", "metrics.jsonl", "operative_config.gin", "mirrored.json",
   }  # fmt: skip
 
@@ -464,6 +484,13 @@ def test_ls_and_diff_read_runs_in_a_store(capsys, tmp_path):
   told = capsys.readouterr().out
   assert re.search(r"eval loss +0.5 +0.25", told)
   assert "memory://bucket/runs/a" in told
+  page = tmp_path / "report.html"
+  top = "memory://bucket/runs/a"
+  assert commands.main(["loopwright", "report", top, f"--output={page}"]) == 0
+  shown = page.read_text()
+  assert top in shown
+  assert "/loopwright-" not in shown
+  capsys.readouterr()
   assert commands.main(["loopwright", "ls", "memory://bucket/none"]) == 2
   assert "'memory://bucket/none' does not exist" in capsys.readouterr().err
 
@@ -556,11 +583,11 @@ def test_s3_creates_once_and_tells_what_is_wrong(server, monkeypatch):
       store.write("late", b"1")
   assert store.files() == {}
   server.shut()
-  with pytest.raises(ConfigError, match=r"cannot read 's3://bucket/run' .*Could not connect"):
+  with pytest.raises(ConfigError, match=r"cannot use 's3://bucket/run' .*Could not connect"):
     remote.place("s3://bucket/run")
   fsspec.get_filesystem_class("s3").clear_instance_cache()
   monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
   monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-  with pytest.raises(ConfigError, match=r"cannot read .*credentials"):
+  with pytest.raises(ConfigError, match=r"cannot use .*credentials"):
     remote.place("s3://bucket/run")
   server.open()
