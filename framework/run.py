@@ -29,7 +29,7 @@ from framework.inputs.parts import Sources
 from framework.ledger.recorder import Recorder
 from framework.modes import MODES, TRAINING_MODES, Mode
 from framework.optimizers import adapters
-from framework.saving import assets, history, ownership
+from framework.saving import assets, history, remote
 from framework.saving.checkpoints import CheckpointManager, list_checkpoints
 from framework.saving.warm_start import WarmStart
 from framework.session import Cadence, Session
@@ -91,7 +91,8 @@ def run(
     mode: "train", "evaluate" (the newest checkpoint), "train_and_evaluate",
       "evaluate_continuously" (every new checkpoint until `train_steps`), "export", or "replay" (the
       step at which StopOnNonFinite stopped).
-    model_dir: the run folder.
+    model_dir: the run folder; or the URL of one, such as s3://bucket/run, see
+      docs/remote-folders.md.
     strategy: a factory, such as `framework.strategies.factories.mirrored`.
     optimizer: a factory, or name -> factory; called in the strategy's scope. A task of
       `framework.from_keras` brings its own instead.
@@ -145,9 +146,7 @@ def run(
       f"run.checkpoint is {checkpoint!r}, but mode {mode!r} cannot use it; leave it out, or use "
       "--mode=evaluate or --mode=export."
     )
-  require_writable(model_dir)
-  if mode == "replay":
-    checkpoint = forensics.saved_state(model_dir)
+  place = _place(model_dir, mode)
   training = mode in TRAINING_MODES
   warm_start = warm_start if training else None
   task = made_task(task)
@@ -162,7 +161,7 @@ def run(
       "run.seed": seed,
       "run.precision": precision,
     }
-    | _initial_weights(warm_start, model_dir)
+    | _initial_weights(warm_start, place)
     | configurables.bindings()
   )
   chosen = made_strategy(strategy)
@@ -177,8 +176,15 @@ def run(
   )  # fmt: skip
   cluster = traits.cluster_of(chosen)
   config = _values(given, free=FREE) | {"global batch size": str(recipe.global_batch_size)}
-  owns = training and cluster.is_chief
-  with ownership.owned(model_dir) if owns else contextlib.nullcontext() as owner:
+  if isinstance(place, remote.Remote):
+    place.require_one_process(cluster.size)
+  opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
+  with opened as (folder, owner, changed):
+    shown_dir, model_dir = model_dir, folder
+    if mode == "replay":
+      checkpoint = forensics.saved_state(model_dir)
+    elif checkpoint is not None:
+      checkpoint = remote.local_copy(checkpoint)
     goes_on = training and bool(list_checkpoints(os.path.join(model_dir, "checkpoints")))
     if goes_on:
       history.require_unchanged(model_dir, "config", config, accept=accept_changes)
@@ -197,7 +203,7 @@ def run(
       trainer=trainer, evaluator=evaluator, model_dir=model_dir, cadence=cadence,
       actions=actions if training else (), assets=learned, owner=owner,
       record=functools.partial(history.append, model_dir, task=task, config=config, data=data),
-      config=_values(given, free=()),
+      changed=changed, shown_dir=shown_dir, config=_values(given, free=()),
     )  # fmt: skip
     session.restore(checkpoint)
     session.describe(precision=precision)
@@ -245,6 +251,7 @@ def restored(model_dir: str) -> Task:
   Raises:
     ConfigError: the folder has no run, or no complete checkpoint.
   """
+  model_dir = remote.copied(model_dir)
   configurables.parse([os.path.join(model_dir, "operative_config.gin")])
   task, strategy = made_task(bound("task")), factories.default()
   keras.config.set_dtype_policy(bound("precision"))
@@ -293,9 +300,26 @@ def _examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
   return found
 
 
-def _initial_weights(warm_start: WarmStart | None, model_dir: str) -> dict[str, str]:
+def _place(model_dir: str, mode: Mode) -> remote.Local | remote.Remote:
+  """Returns the run folder; raises a ConfigError if it cannot be used in this mode."""
+  place = remote.place(model_dir)
+  if isinstance(place, remote.Local):
+    require_writable(model_dir)
+    if mode == "replay":
+      forensics.saved_state(model_dir)
+  elif mode == "evaluate_continuously":
+    raise ConfigError(
+      f"mode 'evaluate_continuously' needs a folder on disk, and model_dir is {model_dir!r}: "
+      "evaluate while training (run.eval_every_steps), or later with --mode=evaluate."
+    )
+  return place
+
+
+def _initial_weights(
+  warm_start: WarmStart | None, place: remote.Local | remote.Remote
+) -> dict[str, str]:
   """Returns what processes of a new run must share; a wrong path fails before devices start."""
-  if warm_start is None or list_checkpoints(os.path.join(model_dir, "checkpoints")):
+  if warm_start is None or place.checkpoints():
     return {}
   return {"file of the warm start": warm_start.digest()}
 

@@ -87,6 +87,8 @@ class Session:
     assets: str = "",
     owner: Owner | None = None,
     record: Callable[..., None] | None = None,
+    changed: Callable[[], None] = lambda: None,
+    shown_dir: str | None = None,
     config: Mapping[str, str] | None = None,
   ) -> None:
     """Assembles the run; restores nothing (host).
@@ -101,12 +103,15 @@ class Session:
       owner: the ownership of `model_dir` on the chief, in training modes.
       record: called on the chief with the restored `step`, before the first save: a process that
         fails before has changed nothing. See framework/saving/history.py.
+      changed: called when a checkpoint is complete or an evaluation is logged; returns at once.
+      shown_dir: what the user calls `model_dir`, if that is the local copy of another folder.
       config: name -> value of everything that the run can reach, for actions.
     """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
     self.cluster = trainer.cluster
     self._cadence, self._config = cadence, dict(config or {})
+    self._changed, self._shown_dir = changed, shown_dir or model_dir
     task = trainer.task
     self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
     ledgers = [os.path.join(model_dir, file_name(index)) for index in range(self.cluster.size)]
@@ -123,6 +128,7 @@ class Session:
       keep=cadence.keep_checkpoints,
       logs=[self.metrics_log.path, *ledgers],
       before_first=lambda: record(step=self._restored_step) if record else None,
+      after_each=changed,
       actions=self._states if self._states.values else None,
     )
     self._choice = progress.Choice(task.shown, hidden=QUIET, who=f"{type(task).__name__}.shown")
@@ -172,6 +178,7 @@ class Session:
     """Prints the run's configuration (stderr)."""
     trainer, parts = self.trainer, self.trainer.parts
     name, devices = traits.describe(trainer.strategy)
+    same = self._shown_dir == self.model_dir
     text = summary.describe(
       task=type(trainer.task).__name__,
       model=trainer.task.model,
@@ -187,7 +194,7 @@ class Session:
       optimizer=_optimizer_names(trainer),
       start_step=self.step,
       train_steps=self._cadence.train_steps,
-      model_dir=self.model_dir,
+      model_dir=self._shown_dir + ("" if same else f", worked on in {self.model_dir}"),
     )
     self._progress.message(text)
 
@@ -225,7 +232,7 @@ class Session:
         step=self.step,
         of_step=logged[0] if logged else None,
         seconds=time.monotonic() - self._started,
-        model_dir=self.model_dir,
+        model_dir=self._shown_dir,
         evaluation=results,
         choice=self._choice,
         split=split,
@@ -380,6 +387,7 @@ class Session:
     reporting = self._reporting_on_stop(self._reporters["eval"])
     with reporting, contextlib.suppress(_AskedToStop):
       self._controller.evaluate()
+    self._changed()
     self._stop_if_asked()
 
   def _between_batches(self, name: str, done: int, total: int | None) -> None:

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from framework import builder, configurables, errors
 from framework import run as runs
+from framework.backend import stores
 from framework.errors import ConfigError
 from framework.saving import assets
 from framework.strategies import factories, traits
@@ -129,6 +130,7 @@ def tune(
   logging.getLogger("tensorflow").setLevel(logging.ERROR)  # no warnings about retracing
   configurables.parse(gin_files, gin_params)
   _check_config()
+  stores.require_path("model_dir", model_dir, "tuned.gin is written there")
   runs.require_writable(model_dir)
   contest = Contest(gin_files, gin_params, rounds=rounds, block_s=block_s)
   own = contest.contender({})

@@ -55,6 +55,7 @@ COMMANDS: Mapping[str, Command] = {
   "ls": Command("Lists the runs in folders, by default in runs/.", "[FOLDER ...]", "ls"),
   "report": Command("Writes an HTML page about runs.", "RUN [RUN ...]", "report"),
   "diff": Command("Compares two runs: bindings, data, versions, results.", "RUN RUN", "diff"),
+  "push": Command("Uploads a run that its store has not got whole.", "URL [URL ...]", "push"),
   "new": Command("Makes a project: a task, its config, a test.", "NAME", "new"),
 }
 
@@ -166,7 +167,10 @@ def _define_run_flags(values: flags.FlagValues, modes: Sequence[str]) -> None:
   default = "train_and_evaluate" if "train_and_evaluate" in modes else modes[0]
   flags.DEFINE_enum("mode", default, modes, "What to do.", values)
   flags.DEFINE_string(
-    "model_dir", None, "The run folder; default: runs/<name of the first gin file>.", values
+    "model_dir",
+    None,
+    "The run folder, or its URL; default: runs/<name of the first gin file>.",
+    values,
   )
   flags.DEFINE_integer(
     "local_workers",

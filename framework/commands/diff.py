@@ -19,7 +19,7 @@ def run(parsed: Parsed) -> int:
   """Prints the differences of two runs; returns 0, also if there are some (host)."""
   if len(parsed.arguments) != 2:
     raise ConfigError("`loopwright diff` takes two run folders, as in `diff runs/a runs/b`.")
-  sides = [sections(folders.Run(path)) for path in parsed.arguments]
+  sides = [sections(folders.Run(folders.local(path))) for path in parsed.arguments]
   rows: list[Sequence[str]] = [["", *parsed.arguments]]
   for title in sides[0]:
     found = differences(sides[0][title], sides[1][title])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.backend import bounded
+from framework.backend import bounded, stores
 from framework.errors import ConfigError, is_finite, suggest
 
 METRICS, HISTORY, CONFIG = "metrics.jsonl", "history.jsonl", "operative_config.gin"
@@ -119,6 +122,42 @@ class Run:
         with contextlib.suppress(OSError):
           total += os.lstat(os.path.join(folder, file)).st_size
     return total
+
+
+def local(top: str) -> str:
+  """Returns a folder itself; of a URL, a local copy for this process (host).
+
+  The copy has the texts and pictures that tell about runs. Of other files it has the size alone.
+
+  Raises:
+    ConfigError: the store cannot be reached.
+  """
+  if not stores.is_url(top):
+    return top
+  copy = tempfile.mkdtemp(prefix="loopwright-")
+  atexit.register(shutil.rmtree, copy, ignore_errors=True)
+  store, folder = stores.Store(top), os.path.join(copy, top.rstrip("/").rpartition("/")[2])
+  with stores.reading(top):
+    found = {name: file for name, file in store.files().items() if _is_safe(name)}
+    if not found:
+      raise FileNotFoundError
+    store.get_all([name for name, file in found.items() if _is_told(name, file)], folder)
+  for name, file in found.items():
+    path = Path(folder, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.truncate(path, file.size)
+    os.utime(path, (file.modified, file.modified))
+  return folder
+
+
+def _is_safe(name: str) -> bool:
+  return not {"", ".", ".."} & set(name.split("/"))
+
+
+def _is_told(name: str, file: stores.File) -> bool:
+  told = (METRICS, HISTORY, CONFIG, OWNER, REPORT, "verify.json")
+  return file.size <= _MAX_BYTES and (name.endswith(told) or "media/" in name)
 
 
 def is_run(path: str) -> bool:

@@ -20,7 +20,12 @@ def define(values: flags.FlagValues) -> None:
 
 def run(parsed: Parsed) -> int:
   """Prints the runs in the folders that are named, by default in runs/; returns 0 (host)."""
-  rows = [row(path) for top in parsed.arguments or ["runs"] for path in folders.find(top)]
+  rows = []
+  for top in parsed.arguments or ["runs"]:
+    folder = folders.local(top)
+    for path in folders.find(folder):
+      name, *told = row(path)
+      rows.append((name.replace(folder, top.rstrip("/"), 1) if folder != top else name, *told))
   print("\n".join(table([HEADS, *rows])) if rows else "no runs")
   return 0
 

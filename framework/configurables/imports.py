@@ -21,6 +21,8 @@ def make_importable(gin_files: Iterable[str]) -> None:
   if not {"", os.getcwd()} & set(sys.path):
     sys.path.insert(0, os.getcwd())
   for file in gin_files:
+    if "://" in file:
+      continue
     folder = os.path.dirname(os.path.abspath(file))
     if folder not in sys.path:
       sys.path.append(folder)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gin import config_parser
 
-from framework.backend import bounded
+from framework.backend import bounded, stores
 from framework.configurables import imports
 from framework.errors import ConfigError, first_line, printable, shown, suggest
 
@@ -128,7 +128,10 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def _read_file(config: Config, path: str, including: tuple[str, ...]) -> None:
-  data = bounded.content(path, "a gin file", max_bytes=_MAX_BYTES, remedy="make it readable")
+  if stores.is_url(path):
+    data = stores.read(path, "a gin file", max_bytes=_MAX_BYTES)
+  else:
+    data = bounded.content(path, "a gin file", max_bytes=_MAX_BYTES, remedy="make it readable")
   try:
     text = io.StringIO(data.decode(), newline=None).read()  # all kinds of line ends
   except UnicodeDecodeError:
@@ -212,12 +215,21 @@ def _included(name: str, including: tuple[str, ...]) -> str:
   return path
 
 
+def _joined(folder: str, name: str) -> str:
+  scheme, separator, path = folder.partition("://")
+  if not separator or os.path.isabs(name):
+    return os.path.normpath(os.path.join(folder, name))
+  return f"{scheme}://{os.path.normpath(os.path.join(path, name))}"
+
+
 def _gin_file(name: str, folders: Sequence[str]) -> str:
   """Returns the path of a gin file, searched in `folders` and then among the shipped."""
+  if stores.is_url(name):
+    return name
   tops = [*folders, str(imports.SHIPPED)]
-  paths = list(dict.fromkeys(os.path.normpath(os.path.join(top, name)) for top in tops))
+  paths = list(dict.fromkeys(_joined(top, name) for top in tops))
   for path in paths:
-    if os.path.isfile(path):
+    if stores.exists(path) if stores.is_url(path) else os.path.isfile(path):
       return path
   siblings: list[str] = []
   with contextlib.suppress(OSError, ValueError):  # a name that no file can have

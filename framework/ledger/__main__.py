@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from framework.backend import stores
 from framework.errors import ConfigError
 from framework.ledger.proof import Ledger, Problem, prove, read
 
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     if len(given) != 1:
       raise ConfigError("usage: python -m framework.ledger MODEL_DIR")
+    stores.require_path("MODEL_DIR", given[0], "the ledgers are read there")
     newest = _newest_checkpoint(given[0])
     parts = read(given[0])
     in_buckets = "" not in parts

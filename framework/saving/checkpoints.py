@@ -71,6 +71,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     keep: int = 3,
     logs: Sequence[str] = (),
     before_first: Callable[[], None] | None = None,
+    after_each: Callable[[], None] = lambda: None,
     actions: tf.train.experimental.PythonState | None = None,
   ) -> None:
     """Defines what is saved; reads and writes nothing yet.
@@ -82,12 +83,13 @@ class CheckpointManager(tf.train.CheckpointManager):
       keep: how many checkpoints to keep.
       logs: files that reach the disk before each checkpoint, which so never is ahead of them.
       before_first: called on the chief before this process saves for the first time.
+      after_each: called when a checkpoint is complete, in the thread that wrote it.
       actions: the state of actions, None for none; a checkpoint without it restores as "".
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
     self._directory, self._checkpoint_interval, self._keep = directory, every_steps, keep
     self._logs, self._background = list(logs), files.Background()
-    self._before_first = before_first
+    self._before_first, self._after_each = before_first, after_each
     self._saved_step = 0
     self._damaged: dict[str, int] = {}
     texts = {**experiment, ASSETS: assets} if assets else experiment
@@ -285,6 +287,7 @@ class CheckpointManager(tf.train.CheckpointManager):
       finally:
         reading.ended.set()
       self._complete(step)
+      self._after_each()
 
     self._background.start(save)
     reading.ended.wait()

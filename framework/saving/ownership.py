@@ -101,7 +101,7 @@ class Owner:
     self._thread.join()
     if self._taken_by is None:
       with contextlib.suppress(OSError, tf.errors.OpError):
-        files.remove(self._path)
+        self._remove()
     _held.discard(self)
     self._close()
 
@@ -127,14 +127,15 @@ class Owner:
 
   def _await_death(self, earlier: Mapping[str, Any], locked: bool | None) -> None:
     """Returns when the owner on another machine has ended, or has not counted up its beat."""
-    patience_s = LEASE_S if locked is False else PATIENCE_S
+    beat_s, patience_s = self._times()
+    patience_s = LEASE_S if locked is False else patience_s
     logging.warning(
       "%s belongs to %s; waiting up to %g s to see whether it still runs",
       self._model_dir, _name(earlier), patience_s,
     )  # fmt: skip
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
-      time.sleep(BEAT_S / 5)
+      time.sleep(beat_s / 5)
       if (now := self._read()) is None:
         return
       if any(now.get(key) != earlier.get(key) for key in ("token", "beat")):
@@ -145,7 +146,7 @@ class Owner:
       raise self._refusal(earlier)
 
   def _beat(self) -> None:
-    while not self._ended.wait(BEAT_S):
+    while not self._ended.wait(self._times()[0]):
       self._record["beat"] += 1
       with contextlib.suppress(OSError, tf.errors.OpError, ConfigError):
         self._require_own()
@@ -159,19 +160,32 @@ class Owner:
 
   def _write(self) -> None:
     """Writes a text of constant length, so that others never read a part of it."""
-    record = {**self._record, "beat": f"{self._record['beat']:012d}"}
-    content = f"{json.dumps(record)}\n".encode()
+    content = self._content()
     if self._descriptor is None:
       files.atomic_write(self._path, content)
     else:
       os.pwrite(self._descriptor, content, 0)
       os.ftruncate(self._descriptor, len(content))
 
+  def _content(self) -> bytes:
+    record = {**self._record, "beat": f"{self._record['beat']:012d}"}
+    return f"{json.dumps(record)}\n".encode()
+
+  def _load(self) -> bytes:
+    with contextlib.suppress(tf.errors.NotFoundError):
+      return files.read(self._path)
+    return b""
+
+  def _remove(self) -> None:
+    files.remove(self._path)
+
+  def _times(self) -> tuple[float, float]:
+    """Returns the seconds between two beats, and those after which silence means death."""
+    return BEAT_S, PATIENCE_S
+
   def _read(self) -> dict[str, Any] | None:
     """Returns the owner's record; None if there is none; {} if it cannot be read."""
-    content = b""
-    with contextlib.suppress(tf.errors.NotFoundError), tf.io.gfile.GFile(self._path, "rb") as file:
-      content = file.read()
+    content = self._load()
     if not content:
       return None
     with contextlib.suppress(ValueError):

@@ -20,7 +20,7 @@ from tensorflow.python.trackable import trackable_utils
 
 from framework.backend import bounded, models
 from framework.errors import ConfigError
-from framework.saving import checkpoints, h5
+from framework.saving import checkpoints, h5, remote
 
 Match = Literal["name", "path"]
 _KERAS = (".keras", ".h5", ".hdf5")
@@ -48,6 +48,7 @@ def located(path: str) -> str:
   Raises:
     ConfigError: there is none.
   """
+  path = remote.local_copy(path)
   if path.endswith(_KERAS) and tf.io.gfile.exists(path):
     return path
   if found := checkpoints.find(path):

@@ -33,11 +33,16 @@ def run(parsed: Parsed) -> int:
   """
   if not parsed.arguments:
     raise ConfigError("`loopwright report` takes run folders, as in `report runs/a runs/b`.")
-  paths = list(dict.fromkeys(path for top in parsed.arguments for path in _runs(top)))
+  tops = {folders.local(top): top for top in parsed.arguments}
+  paths = list(dict.fromkeys(path for folder in tops for path in _runs(folder)))
   script = plotly()
   from framework.commands.report import data, page
 
-  written = page.html(data.read_all(paths), plotly=script)
+  shown = data.read_all(paths)
+  for each in shown:
+    for folder, top in tops.items():
+      each.name = each.name.replace(folder, top)
+  written = page.html(shown, plotly=script)
   _write(parsed.values.output, written)
   print(parsed.values.output)
   return 0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
+from framework.backend import stores
 from framework.commands.arguments import Parsed, config_of, define_config_flags
 from framework.commands.process import say
 from framework.errors import ConfigError, Preempted, first_line
@@ -64,6 +65,7 @@ def run(parsed: Parsed) -> int:
   values = parsed.values
   files, params = config_of(parsed.arguments, needed=not values.gin_file)
   files, params = [*values.gin_file, *files], [*values.gin_param, *params]
+  stores.require_path("--dir", values.dir or "", "the study and the runs of a sweep are there")
   _require_optuna()
   from framework.commands.sweep import jobs, results, runner, space, study
 
