@@ -408,7 +408,10 @@ class Step(EvalStep):
 
       for observer in self._observers:
         observer.before_update(target)
-      update_if(strategy, strategy.experimental_local_results(finite)[0], update)
+      if target.masks and self._parts.ema is None and not traits.shares_variables(strategy):
+        target.apply(strategy, packed.replaced(tensors), finite)
+      else:
+        update_if(strategy, strategy.experimental_local_results(finite)[0], update)
 
     context = tf.distribute.get_replica_context()
     context.merge_call(apply_if_finite, args=(finite, packed.tensors))

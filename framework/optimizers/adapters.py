@@ -40,7 +40,10 @@ class Optimizer:
     optimizer: of either Keras.
     variables: what it updates.
     saved: what a checkpoint has of it.
+    masks: whether `apply` can be told to leave everything as it is; see `kernels.masks`.
   """
+
+  masks = False
 
   def __init__(
     self,
@@ -83,27 +86,34 @@ class Optimizer:
     self.fusion.save_whole(optimizer)
     if fuse:
       kernels.use(optimizer)
+      self.masks = not shard and kernels.masks(optimizer, self.fusion.variables)
 
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar (any context)."""
     return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
 
-  def apply(self, strategy: tf.distribute.Strategy, gradients: Gradients) -> None:
+  def apply(
+    self, strategy: tf.distribute.Strategy, gradients: Gradients, finite: Any = None
+  ) -> None:
     """Updates the variables; communicates only if the slots are sharded (cross-replica).
 
     Args:
       gradients: per-replica tensors, equal on every replica.
+      finite: with `masks`: bool scalars, per replica; where they are False nothing changes.
     """
     self.fusion.load(strategy)
     kept = self._untouched(strategy, gradients)
     present = [piece is not None for piece in gradients.pieces]
 
-    def update(*tensors: tf.Tensor) -> None:
+    def update(finite: tf.Tensor | None, *tensors: tf.Tensor) -> None:
       remaining = iter(tensors)
       pieces = [next(remaining) if there else None for there in present]
-      self._apply(self.fusion.own(pieces))
+      if finite is None:
+        self._apply(self.fusion.own(pieces))
+      else:
+        kernels.apply_masked(self.optimizer, pieces, self.fusion.variables, finite)
 
-    strategy.extended.call_for_each_replica(update, args=tuple(gradients.tensors))
+    strategy.extended.call_for_each_replica(update, args=(finite, *gradients.tensors))
     for slot, mask, value in kept:
       assign_result(strategy, slot, _kept_where_not, (mask, value))
     self.fusion.store(strategy, gradients.missing)

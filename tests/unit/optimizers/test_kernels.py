@@ -229,3 +229,79 @@ def test_other_optimizers_are_left_alone(library, kind):
   before = optimizer.update_step
   kernels.use(optimizer)
   assert optimizer.update_step == before
+
+
+# ---- Without a branch ----
+
+
+def masked_on(strategy, name, **changed):
+  """Returns weights, and the adapter of their optimizer, which updates without a branch."""
+  with strategy.scope():
+    variables = [keras.Variable(w, dtype="float32") for w in initial(np.float32)]
+    counter = tf.Variable(0, dtype=tf.int64, trainable=False)
+    [adapter] = adapters.build(
+      lambda: make("keras", name, **changed), lambda _: variables, counter, fuse=True
+    ).values()
+  assert adapter.masks
+  return variables, adapter
+
+
+def state_of(strategy, variables, adapter):
+  """Returns the bytes of all that an update may change, on each replica."""
+  kept = [*variables, *adapter.optimizer.variables]
+  copies = [c for v in kept for c in strategy.experimental_local_results(models.raw(v))]
+  return [copy.numpy().tobytes() for copy in copies]
+
+
+@pytest.mark.parametrize("small", [0, 2**14], ids=["single", "fused"])
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_an_update_without_a_branch_leaves_all_as_it_is_if_not_finite(
+  name, small, mirrored, monkeypatch
+):
+  """Good and bad steps in turns; the good ones are the reference's, as if there were no others."""
+  monkeypatch.setattr("framework.optimizers.fusion.SMALL", small)
+  strategy = mirrored(2)
+  variables, adapter = masked_on(strategy, name)
+
+  @tf.function
+  def update(gradients, finite):
+    adapter.apply(strategy, adapters.Gradients.of(adapter.fusion, gradients), finite)
+
+  for step in range(STEPS):
+    gradients = [tf.constant(g) for g in gradients_of(step, np.float32)]
+    update(gradients, tf.constant(True))
+    before = state_of(strategy, variables, adapter)
+    for bad in (np.nan, np.inf, -np.inf):
+      update([tf.where(tf.abs(g) > 0.5, bad, g) for g in gradients], tf.constant(False))
+      assert state_of(strategy, variables, adapter) == before
+  assert adapter.optimizer.iterations.numpy() == STEPS
+  for variable, expected in zip(variables, reference(name, dtype=np.float32), strict=True):
+    copies = strategy.experimental_local_results(models.raw(variable))
+    assert_close([c.numpy() for c in copies], [expected] * 2, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+  ("name", "changed"),
+  [
+    ("momentum", {}),
+    ("adamw", {}),
+    ("sgd_decay", {}),
+    ("adam", {"amsgrad": True}),
+    ("adam", {"clipnorm": 1.0}),
+    ("adam", {"global_clipnorm": 1.0}),
+    ("sgd", {"clipvalue": 1.0}),
+    ("sgd", {"use_ema": True}),
+    ("adam", {"gradient_accumulation_steps": 2}),
+  ],
+)
+def test_what_a_mask_cannot_stop_is_updated_in_a_branch(name, changed):
+  variables = [keras.Variable(w) for w in initial(np.float32)]
+  assert not kernels.masks(make("keras", name, **changed), variables)
+  assert not kernels.masks(make("tf_keras", "adam"), variables)
+  constrained = keras.Variable(np.ones(3))
+  constrained.constraint = keras.constraints.NonNeg()
+  adam = make("keras", "adam")
+  assert not kernels.masks(adam, [*variables, constrained])
+  assert not kernels.masks(adam, [keras.Variable(np.ones(3), dtype="float16")])
+  assert not kernels.masks(adam, [keras.Variable(np.ones(kernels.MASKED + 1))])
+  assert kernels.masks(adam, variables)
