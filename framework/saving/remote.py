@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -408,8 +409,9 @@ def _set_aside(record: Record, url: str) -> None:
   ]
   if not ours:
     return
-  aside = os.path.join(os.path.dirname(record.folder), "set-aside")
-  shutil.rmtree(aside, ignore_errors=True)
+  beside = os.path.join(os.path.dirname(record.folder), "set-aside")
+  numbered = (f"{beside}-{number}" for number in itertools.count(2))
+  aside = next(path for path in itertools.chain([beside], numbered) if not os.path.exists(path))
   for name in local:
     target = os.path.join(aside, name)
     os.makedirs(os.path.dirname(target), exist_ok=True)

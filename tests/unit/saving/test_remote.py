@@ -213,6 +213,14 @@ def test_the_same_machine_goes_on_from_its_disk_and_another_from_the_store(anoth
     assert folder() == first
     assert [p.name for p in folder().glob("checkpoints/*.index")] == ["ckpt-9.index"]
   assert (first.parent / "set-aside/checkpoints/ckpt-3.index").exists()
+  work(folder(), 10)
+  another_machine()
+  with owned():
+    work(folder(), 20)
+  another_machine("cache")
+  with owned():
+    assert (first.parent / "set-aside-2/checkpoints/ckpt-10.index").exists()
+  assert (first.parent / "set-aside/checkpoints/ckpt-3.index").exists()
 
 
 def test_what_a_cleaner_of_caches_removed_comes_back_from_the_store():
