@@ -32,8 +32,8 @@ def mesh(batch=2, model=2, layouts=LAYOUTS):
 class Images(Task):
   """A convolution, dropout, and a network of two layers."""
 
-  def __init__(self, library=keras):
-    self.library = library
+  def __init__(self, library=keras, dropout=0.5):
+    self.library, self.dropout = library, dropout
 
   def build_model(self):
     layers, normal = self.library.layers, self.library.initializers.RandomNormal
@@ -42,7 +42,7 @@ class Images(Task):
       layers.Conv2D(4, 3, activation="relu", kernel_initializer=normal(seed=1), name="conv"),
       layers.Flatten(),
       layers.Dense(16, "tanh", kernel_initializer=normal(seed=2), name="up"),
-      layers.Dropout(0.5),
+      layers.Dropout(self.dropout),
       layers.Dense(3, kernel_initializer=normal(seed=3), name="down"),
     ])  # fmt: skip
 
@@ -132,7 +132,9 @@ def test_each_device_has_its_part_of_weights_and_slots(library):
 def test_a_checkpoint_moves_between_meshes_and_replicas(library, mirrored, tmp_path):
   def made(strategy):
     trainer = trainer_of(
-      Images(library), strategy, optimizer=lambda: library.optimizers.Adam(0.01, epsilon=1e-3)
+      Images(library, dropout=0.0),
+      strategy,
+      optimizer=lambda: library.optimizers.Adam(0.01, epsilon=1e-3),
     )
     manager = CheckpointManager(
       trainer=trainer, directory=str(tmp_path), experiment={"task": "images"}
@@ -148,7 +150,7 @@ def test_a_checkpoint_moves_between_meshes_and_replicas(library, mirrored, tmp_p
 
   first = made(mesh())
   first[0].train(tf.constant(2))
-  second, third = made(mirrored(1)), made(mesh(4, 1))
+  second, third = made(mirrored(3)), made(mesh(4, 1))
   passed_on(first, second)
   passed_on(second, third)
   unbroken, _ = made(mesh(1, 2))
