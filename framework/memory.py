@@ -183,6 +183,7 @@ class _Config:
         trainer = self._make(factories.one_device(), f"{name} = {value!r}")
         need, _ = estimate(trainer, trainer.padded_batch_size)
         yield Row(f"{name} = {value!r}", size, need)
+    self._configure()
 
   def _with(self, rows: int) -> Need:
     multiple = self._trainer.batch_multiple
@@ -201,12 +202,16 @@ class _Config:
     sizes = " x ".join(f"{name} {mesh.dim_size(name)}" for name in mesh.dim_names)
     return Row(f"model_parallel, {sizes}", rows, on_mesh)
 
-  def _make(self, strategy: tf.distribute.Strategy, *bindings: str) -> Trainer:
+  def _configure(self, *bindings: str) -> None:
+    """Puts the config in force, and its precision."""
     configurables.parse(self._files, [*self._params, *bindings])
-    task = builder.made_task(runs.bound("task"))
-    self._assets = assets.provide_in_memory(task, self._assets)
     precision = runs.bound("precision")
     builder.set_globals(runs.bound("seed"), precision, deterministic=False, eager=False)
+
+  def _make(self, strategy: tf.distribute.Strategy, *bindings: str) -> Trainer:
+    self._configure(*bindings)
+    task = builder.made_task(runs.bound("task"))
+    self._assets = assets.provide_in_memory(task, self._assets)
     recipe = dataclasses.replace(
       runs.bound_recipe(), one_shape=True, options={"shard_optimizer_state": False}
     )

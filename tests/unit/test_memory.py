@@ -81,6 +81,10 @@ def shown(tmp_path_factory):
   return {row.name: row for row in rows}, lines
 
 
+def test_the_precision_is_the_configs_again(shown):
+  assert keras.config.dtype_policy().name == "float32"
+
+
 def test_weights_and_state_are_those_of_the_parameters(shown):
   need = shown[0]["one_device"].need
   assert need.weights == need.gradients == 4 * PARAMETERS

@@ -108,8 +108,9 @@ class OnMesh:
     assert subject.mesh is not None
     self.subject, self.strategy = subject, subject.mesh()
     self.shares = traits.row_shares(self.strategy)
-    rows = np.lcm(subject.divisible_rows, self.shares)
-    self.compared = Comparison(subject, rows=int(rows))
+    rows = int(np.lcm(subject.divisible_rows, self.shares))
+    self._here = self._bench(rows, optimizer=bench.gradient_descent)  # first: it checks the layouts
+    self.compared = Comparison(subject, rows=rows)
     self.task = self.compared.task
 
   def crash(self) -> Result | None:
@@ -130,8 +131,7 @@ class OnMesh:
 
   def results(self) -> Iterator[Result]:
     """Yields the results; after an update that differs only those that say more."""
-    here = self._bench(optimizer=bench.gradient_descent)
-    outcomes = self._outcomes(here)
+    outcomes = self._outcomes(self._here)
     yield _passed(RUNS, f"{self.strategy.mesh.size} devices, {self.shares} parts of the rows")
     compared = self.compared
     found = {
@@ -153,9 +153,9 @@ class OnMesh:
     if not noisy:
       yield self._several_steps()
 
-  def _bench(self, *, optimizer: Any = None, quiet: bool = True) -> Bench:
+  def _bench(self, rows: int, *, optimizer: Any = None, quiet: bool = True) -> Bench:
     return Bench(
-      self.subject, rows=self.compared.rows, optimizer=optimizer, quiet=quiet, always=True,
+      self.subject, rows=rows, optimizer=optimizer, quiet=quiet, always=True,
       strategy=self.strategy,
     )  # fmt: skip
 
@@ -191,7 +191,7 @@ class OnMesh:
     one = Bench(self.subject, rows=self.compared.rows, always=True, **plain)
     outcomes = [
       each.steps_from(self.compared.start, self.compared.batch)
-      for each in (self._bench(**plain), one)
+      for each in (self._bench(self.compared.rows, **plain), one)
     ]
     found = self.compared.difference(*outcomes, without=self.compared.state)
     if found.worst > self.compared.tolerance:
@@ -201,7 +201,7 @@ class OnMesh:
   def _several_steps(self) -> Result:
     """Compares steps with the config's own optimizer and options."""
     compared, ends = self.compared, []
-    for here in (self._bench(), Bench(self.subject, rows=compared.rows, always=True)):
+    for here in (self._bench(compared.rows), Bench(self.subject, rows=compared.rows, always=True)):
       here.assign(compared.start)
       outcomes = [here.step(rows) for rows in (compared.batch, *compared.cases.values())]
       ends.append(Outcome(before=compared.start, after=outcomes[-1].after, metrics={}))
