@@ -259,7 +259,7 @@ def wait_for(condition: Callable[[], bool], run: forks.Fork) -> None:
     time.sleep(0.05)
 
 
-def cost(base: Path, rounds: int, seconds: float) -> None:
+def cost(base: Path, options: argparse.Namespace) -> None:
   """Prints speed with a tracker over speed without; "none" is the noise."""
   hanging = socket.socket()
   hanging.bind(("127.0.0.1", 0))
@@ -274,33 +274,37 @@ def cost(base: Path, rounds: int, seconds: float) -> None:
     "MLflow, server down": (MLFLOW, {"MLflow__tracking_uri": "'http://127.0.0.1:9'"}),
     "MLflow, silent server": (MLFLOW, {"MLflow__tracking_uri": repr(silent)}),
   }
+  kinds = {name: kinds[name] for name in options.kinds or kinds}
   ratios: dict[str, list[float]] = {name: [] for name in kinds}
-  for number in range(rounds):
-    for kind, (name, (actions, options)) in enumerate(kinds.items()):
-      ratios[name].append(in_turns(base / f"cost{number}-{kind}", actions, options, seconds))
+  for number in range(options.rounds):
+    for kind, (name, (actions, own)) in enumerate(kinds.items()):
+      ratios[name].append(in_turns(base / f"cost{number}-{kind}", actions, own, options))
       told = " ".join(f"{ratio:.3f}" for ratio in ratios[name])
       print(
         f"{name:22} {statistics.mean(ratios[name]):.3f} as fast as without ({told})", flush=True
       )
 
 
-def in_turns(base: Path, actions: str, options: Mapping[str, str], seconds: float) -> float:
+def in_turns(
+  base: Path, actions: str, own: Mapping[str, str], options: argparse.Namespace
+) -> float:
   """Returns the speed with these actions over the speed without, of two runs that take turns.
 
   One is stopped while the other trains, so other programs hinder both alike.
   """
   endless = {"run__train_steps": "1000000000", "run__eval_every_steps": "1000000000"}
   endless |= {"run__checkpoint_every_steps": "5000"}
-  sides = [(Path(f"{base}-with"), actions, options), (Path(f"{base}-without"), PLAIN, {})]
+  endless |= {"run__steps_per_loop": str(options.steps_per_line)}
+  sides = [(Path(f"{base}-with"), actions, own), (Path(f"{base}-without"), PLAIN, {})]
   runs = []
-  for folder, chosen, own in sides:
-    given = arguments(folder, chosen, **endless, **own)
-    runs.append((forks.Fork(given, Path(f"{folder}.txt")), folder))
+  for folder, chosen, extra in sides:
+    command = arguments(folder, chosen, **endless, **extra)
+    runs.append((forks.Fork(command, Path(f"{folder}.txt")), folder))
   for run, folder in runs:
-    wait_for(lambda folder=folder: lines(folder) >= 100, run)
+    wait_for(lambda folder=folder: lines(folder) >= 20, run)
     time.sleep(2.0)
     os.killpg(run.pid, signal.SIGSTOP)
-  before, end = [lines(folder) for _, folder in runs], time.monotonic() + seconds
+  before, end = [lines(folder) for _, folder in runs], time.monotonic() + options.seconds
   turn = 0
   while time.monotonic() < end:
     for run, _ in runs if turn % 2 else runs[::-1]:
@@ -320,6 +324,8 @@ def main(given: Iterable[str] | None = None) -> int:
   parser.add_argument("--trials", type=int, default=5, help="of kill")
   parser.add_argument("--rounds", type=int, default=3, help="of cost")
   parser.add_argument("--seconds", type=float, default=40.0, help="of each pair of runs of cost")
+  parser.add_argument("--kinds", nargs="*", help="of cost: which trackers, by the printed name")
+  parser.add_argument("--steps_per_line", type=int, default=20, help="of cost")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--mlflow", default="uvx mlflow", help="the command of a full MLflow")
   options = parser.parse_args(given)
@@ -334,7 +340,7 @@ def main(given: Iterable[str] | None = None) -> int:
   if "server" in options.parts:
     missed += server_trials(base, options.mlflow)
   if "cost" in options.parts:
-    cost(base, options.rounds, options.seconds)
+    cost(base, options)
   return 1 if missed else 0
 
 
