@@ -264,9 +264,10 @@ class Trainer(orbit.AbstractTrainer):
 
   def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
     """Returns the next global batch and the input wait, float32 seconds (cross-replica)."""
+    read = next if traits.is_asynchronous(self.strategy) else datasets.next_of
     started = timing.timestamp()
     with tf.control_dependencies([started]):
-      batch = next(iterator)
+      batch = read(iterator)
     with tf.control_dependencies([self._first(batch["weight"])]):
       return batch, tf.cast(timing.timestamp() - started, tf.float32)
 

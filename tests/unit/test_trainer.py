@@ -207,7 +207,8 @@ def test_a_clock_set_back_during_a_wait_is_no_negative_wait(one, monkeypatch):
 def test_retracing_is_reported_once_a_time(one, log):
   trainer = make(one)
   train(trainer, 2)
-  assert (trainer.traces, log()) == (1, "")
+  assert trainer.traces == 1
+  assert "the training loop was traced again" not in log()
   trainer.dataset_fn = lambda position: datasets.train_dataset(
     trainer.task.source("train"), global_batch_size=7, position=position
   )

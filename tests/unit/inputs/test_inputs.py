@@ -326,6 +326,78 @@ os._exit(0)
 """
 
 
+@tf.function(autograph=False)
+def sum_of(iterator, key, count):
+  """Reads `count` batches in a compiled loop; returns a feature's sum, weighted by position."""
+  return tf.while_loop(
+    lambda i, total: i < count,
+    lambda i, total: (i + 1, total + (i + 1) * tf.reduce_sum(datasets.next_of(iterator)[key])),
+    (tf.constant(0, tf.int64), tf.constant(0, tf.int64)),
+  )[1]
+
+
+def test_a_compiled_loop_reads_in_its_own_thread_what_python_reads():
+  dataset = train_dataset(numbered(10), global_batch_size=4, seed=3)
+  expected = sum((i + 1) * batch["x"].sum() for i, batch in enumerate(arrays(dataset, 9)))
+  iterator = datasets.iterate(dataset)
+  assert sum_of(iterator, "x", 9) == expected
+  reads = {
+    op.type
+    for name, f in sum_of.get_concrete_function(iterator, "x", 9).graph._functions.items()
+    for op in f.graph.get_operations()
+    if "GetNext" in op.type
+  }
+  assert reads == {"IteratorGetNextSync"}
+  ended = iter(tf.data.Dataset.range(3).map(lambda x: {"x": x}))
+  with pytest.raises(tf.errors.OutOfRangeError):
+    sum_of(ended, "x", 4)
+  ragged = tf.data.Dataset.range(3).map(
+    lambda x: {"x": tf.RaggedTensor.from_row_splits([x], [0, 1])}
+  )
+  assert sum_of(iter(ragged), "x", 3) == 0 + 2 * 1 + 3 * 2
+
+
+@pytest.mark.whole
+def test_reading_blocks_no_thread_that_the_dataset_needs():
+  """One thread runs the step's operations, and waits for batches that take 20 ms each."""
+  done = subprocess.run(
+    [sys.executable, "-c", ONE_THREAD],
+    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    stdout=subprocess.PIPE,
+    text=True,
+    check=False,
+    timeout=60,
+  )
+  assert (done.returncode, done.stdout.split()) == (0, ["45"])
+
+
+ONE_THREAD = """
+import os
+import time
+import tensorflow as tf
+from framework.inputs import datasets
+
+tf.config.threading.set_inter_op_parallelism_threads(1)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+
+def slow(x):
+  rest = tf.numpy_function(lambda x: (time.sleep(0.02), x)[1], [x], tf.int64)
+  return {"x": tf.ensure_shape(rest, [])}
+
+data = tf.data.Dataset.range(10).map(slow, num_parallel_calls=2).prefetch(1)
+iterator = datasets.iterate(data)
+
+@tf.function(autograph=False)
+def total():
+  add = lambda i, total: (i + 1, total + datasets.next_of(iterator)["x"])
+  zero = tf.constant(0, tf.int64)
+  return tf.while_loop(lambda i, total: i < 10, add, (zero, zero))[1]
+
+print(int(total()), flush=True)
+os._exit(0)
+"""
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("batch", [7, 32])
 @pytest.mark.fast(replicas=[3])
