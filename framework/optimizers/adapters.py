@@ -101,22 +101,23 @@ class Optimizer:
       gradients: per-replica tensors, equal on every replica.
       finite: with `masks`: bool scalars, per replica; where they are False nothing changes.
     """
-    self.fusion.load(strategy)
+    in_place = finite is not None
+    if not in_place:
+      self.fusion.load(strategy)
     kept = self._untouched(strategy, gradients)
-    present = [piece is not None for piece in gradients.pieces]
 
     def update(finite: tf.Tensor | None, *tensors: tf.Tensor) -> None:
-      remaining = iter(tensors)
-      pieces = [next(remaining) if there else None for there in present]
+      own = gradients.replaced(tensors)
       if finite is None:
-        self._apply(self.fusion.own(pieces))
+        self._apply(self.fusion.own(own.pieces))
       else:
-        kernels.apply_masked(self.optimizer, pieces, self.fusion.variables, finite)
+        kernels.apply_masked(self.optimizer, own, finite)
 
     strategy.extended.call_for_each_replica(update, args=(finite, *gradients.tensors))
     for slot, mask, value in kept:
       assign_result(strategy, slot, _kept_where_not, (mask, value))
-    self.fusion.store(strategy, gradients.missing)
+    if not in_place:
+      self.fusion.store(strategy, gradients.missing)
 
   def _untouched(
     self, strategy: tf.distribute.Strategy, gradients: Gradients

@@ -63,8 +63,8 @@ class Fusion:
   def unpack(self, pieces: Sequence[Any]) -> list[Any]:
     """Converts gradients of `variables` to gradients of `originals`."""
     gradients: list[Any] = [None] * len(self.originals)
-    for group, piece in zip(self.groups, pieces, strict=False):
-      for index, part in self._split(group, piece):
+    for number, piece in enumerate(pieces[: len(self.groups)]):
+      for index, part in self.split(number, piece):
         gradients[index] = part
     for index, piece in zip(self.singles, pieces[len(self.groups) :], strict=True):
       gradients[index] = piece
@@ -85,8 +85,7 @@ class Fusion:
     """Copies flat variables to the originals (cross-replica), unless `missing` is True."""
 
     def split_all() -> list[tf.Tensor]:
-      pieces = [flat.read_value() for flat in self.flats]
-      parts = [self._split(g, p) for g, p in zip(self.groups, pieces, strict=True)]
+      parts = [self.split(number, flat.read_value()) for number, flat in enumerate(self.flats)]
       return [part for group in parts for _, part in group]
 
     if not self.groups:
@@ -162,7 +161,9 @@ class Fusion:
     ]
     return tf.concat(parts, axis=0)
 
-  def _split(self, group: Sequence[int], flat: tf.Tensor | None) -> Iterator[tuple[int, Any]]:
+  def split(self, number: int, flat: tf.Tensor | None) -> Iterator[tuple[int, Any]]:
+    """Yields (index in `originals`, its part) of a tensor of group `number`; parts of None."""
+    group = self.groups[number]
     if flat is None:
       yield from ((index, None) for index in group)
       return

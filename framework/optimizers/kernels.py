@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
 import tf_keras
 
 from framework.backend import models
+from framework.optimizers.fusion import Fusion, Gradients
 
 MASKED = 2**17
 """Up to this many elements an optimizer updates without a branch, see `masks`."""
@@ -68,57 +69,61 @@ def masks(optimizer: Any, variables: Sequence[Any]) -> bool:
   )
 
 
-def apply_masked(
-  optimizer: Any,
-  gradients: Sequence[tf.Tensor | None],
-  variables: Sequence[Any],
-  finite: tf.Tensor,
-) -> None:
+def apply_masked(optimizer: Any, gradients: Gradients, finite: tf.Tensor) -> None:
   """Updates like `optimizer.apply`; if `finite` is False, every value stays (replica context).
 
   Rates are multiplied by 0 and gradients become 0, which leaves weights and slots as they are, to
-  the bit. Only for what `masks` accepts.
+  the bit. Slots of fused variables are flat; the weights are updated where they are. Only for what
+  `masks` accepts.
 
   Args:
-    optimizer: of Keras 3, built with `variables`.
-    gradients: one for each of `variables`, or None.
-    variables: what to update.
+    optimizer: of Keras 3, built with the variables of the gradients' fusion.
+    gradients: of this replica, with a fusion.
     finite: bool scalar, equal on every replica.
   """
   mask = tf.cast(finite, tf.float32)
   rate = tf.cast(optimizer.learning_rate, tf.float32) * mask
-  for gradient, variable in zip(gradients, variables, strict=True):
-    if gradient is not None:
-      index = optimizer._get_variable_index(variable)
-      _masked_step(optimizer, index, tf.math.multiply_no_nan(gradient, mask), variable, rate, mask)
+  fusion = cast(Fusion, gradients.fusion)
+  for number, (variable, piece) in enumerate(zip(fusion.variables, gradients.pieces, strict=True)):
+    if piece is None:
+      continue
+    index = optimizer._get_variable_index(variable)
+    piece = tf.math.multiply_no_nan(piece, mask)
+    raw = models.raw(variable)
+    if number < len(fusion.groups):
+      alpha, delta = _direction(optimizer, index, piece, rate, mask)
+      for original, part in fusion.split(number, delta):
+        if not gradients.missing[original]:
+          _descend(models.raw(fusion.originals[original]), alpha, part)
+    elif hasattr(optimizer, "beta_1") and not _forks(raw):
+      _adam(optimizer, index, piece, raw.handle, rate, mask)
+    else:
+      _descend(raw, *_direction(optimizer, index, piece, rate, mask))
   count = models.raw(optimizer.iterations)
   tf.raw_ops.AssignAddVariableOp(resource=count.handle, value=tf.cast(finite, count.dtype))
 
 
-def _masked_step(
-  optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, rate: tf.Tensor, mask: tf.Tensor
-) -> None:
-  raw = models.raw(variable)
+def _direction(
+  optimizer: Any, index: int, gradient: tf.Tensor, rate: tf.Tensor, mask: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+  """Updates the slots; returns (rate, direction) of the descent, a scalar and [*shape]."""
   if not hasattr(optimizer, "beta_1"):
-    tf.raw_ops.ResourceApplyGradientDescent(var=raw.handle, alpha=rate, delta=gradient)
-    return
-  if not _forks(raw):
-    _adam(optimizer, index, gradient, raw.handle, rate, mask)
-    return
-  # Keras's own operations, with their roundings.
+    return rate, gradient
   step = tf.cast(models.raw(optimizer.iterations) + 1, tf.float32)
   powers = [
     tf.pow(tf.cast(beta, tf.float32), step) for beta in (optimizer.beta_1, optimizer.beta_2)
   ]
-  alpha = rate * tf.sqrt(1 - powers[1]) / (1 - powers[0])
   m, v = (models.raw(slots[index]) for slots in (optimizer._momentums, optimizer._velocities))
-  _add(m, (gradient - m.read_value()) * ((1 - optimizer.beta_1) * mask))
-  _add(v, (tf.square(gradient) - v.read_value()) * ((1 - optimizer.beta_2) * mask))
-  _add(raw, -(m.read_value() * alpha / (tf.sqrt(v.read_value()) + optimizer.epsilon)))
+  # Keras's own operations, with its rounding of 1 - beta, and as few as there can be.
+  _descend(m, (optimizer.beta_1 - 1) * mask, gradient - m.read_value())
+  _descend(v, (optimizer.beta_2 - 1) * mask, tf.square(gradient) - v.read_value())
+  direction = m.read_value() / (tf.sqrt(v.read_value()) + optimizer.epsilon)
+  return rate * tf.sqrt(1 - powers[1]) / (1 - powers[0]), direction
 
 
-def _add(variable: tf.Variable, value: tf.Tensor) -> None:
-  tf.raw_ops.AssignAddVariableOp(resource=variable.handle, value=value)
+def _descend(variable: tf.Variable, alpha: tf.Tensor, delta: tf.Tensor) -> None:
+  """Subtracts alpha * delta, in one operation."""
+  tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=alpha, delta=delta)
 
 
 def _keras_3_step(
