@@ -75,8 +75,13 @@ Reduce: TypeAlias = Callable[[float], float]
 
 
 def ring(size: float, workers: int, link: Link) -> float:
-  """Reduce-scatter and all-gather in a ring: 2 (n - 1) messages of size / n, one after another."""
-  return 2 * (workers - 1) * (link.latency_s + size / workers * link.s_per_byte)
+  """Reduce-scatter and all-gather in a ring: 2 (n - 1) messages of size / n, one after another.
+
+  Workers of TensorFlow ask for each message; they wait for the first request, not for the others.
+  """
+  messages = 2 * (workers - 1)
+  asks = 1 if messages else 0
+  return (messages + asks) * link.latency_s + messages * size / workers * link.s_per_byte
 
 
 def halving(size: float, workers: int, link: Link) -> float:
@@ -199,7 +204,7 @@ def fitted_link(sizes: Sequence[float], seconds: Sequence[float], workers: int) 
   if start < 0:  # noise: a message cannot take less than no time
     start, slope = 0.0, np.sum(sizes / seconds) / np.sum((sizes / seconds) ** 2)
   messages = 2 * (workers - 1)
-  return Link(start / messages, slope * workers / messages)
+  return Link(start / (messages + 1), slope * workers / messages)
 
 
 def fitted_work(

@@ -1,14 +1,16 @@
 """Compares the predictions of benchmarks/scaling.py with runs on links of several speeds.
 
-    python -m benchmarks.scaling_check          # as root, with iproute2; about 5 minutes
-    python -m benchmarks.scaling_check --buckets
+    python -m benchmarks.scaling_check speeds   # as root, with iproute2, some minutes each
+    python -m benchmarks.scaling_check delays
+    python -m benchmarks.scaling_check buckets
 
-Workers run in network namespaces of this machine, each on a veth pair to one bridge; a token bucket
-limits both directions of each pair. Compute time and link are fitted on 2 workers at one speed. The
-predictions are for 2, 3 and 4 workers at all speeds: a worker has a core for itself if there are
-enough, otherwise several share one. Exit status 1 if a prediction is off by more than 15 %.
+Workers run in network namespaces of this machine. With `speeds`, each is on a veth pair to one
+bridge, and a token bucket limits both directions of each pair; with `delays`, a switch in this
+process delays every packet. Compute time and link are fitted on 2 workers at one speed or delay.
+The predictions are for 2, 3 and 4 workers at all of them: a worker has a core for itself if there
+are enough, otherwise several share one. Exit status 1 if a prediction is off by more than 15 %.
 
-`--buckets` compares, on two workers, one flat buffer with buckets that are sent in backward order
+`buckets` compares, on two workers, one flat buffer with buckets that are sent in backward order
 while the backward pass goes on.
 """
 
@@ -23,23 +25,23 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks import scaling
-from benchmarks.network import enter, run
+from benchmarks.network import Network, enter, run
+from benchmarks.scaling import Link
 
 CONFIG = str(Path(__file__).with_suffix(".gin"))
-SPEEDS = (50, 200, 1000)  # Mbit/s
-FITTED_AT = 200
+FITTED_MBIT, FITTED_MS = 200, 5
 ALLOWED = 0.15
 HEADERS = 1514 / 1448  # bytes on the wire per byte of a TCP stream
 HALF = {"run.per_replica_batch_size": 32}
-BUCKETS_BATCH = 512
+BUCKETS_BATCH, BUCKETS_MBIT = 512, (200, 400, 1000)
 BUCKETS = {"per tensor": 0, "2 MB": 2_000_000, "1 MB": 1_000_000, "0.25 MB": 250_000}
 PACK, PER_TENSOR = "Reduction.bytes_per_pack", {"Reduction.packing": "per_tensor"}
 _BURST, _QUEUE = "128kb", "200ms"
@@ -76,6 +78,10 @@ class Bridge:
       run("ip", "netns", "delete", name)  # also deletes the pair
     run("ip", "link", "delete", self.bridge)
 
+  def name(self, index: int) -> str:
+    """Returns the name of a namespace."""
+    return self.names[index]
+
   def limit(self, mbit: int) -> None:
     """Sets the speed of both directions of every link."""
     bucket = ["root", "tbf", "rate", f"{mbit}mbit", "burst", _BURST, "latency", _QUEUE]
@@ -85,7 +91,7 @@ class Bridge:
 
 
 @contextlib.contextmanager
-def cluster(bridge: Bridge, params: Sequence[str]) -> Iterator[list[Connection]]:
+def cluster(bridge: Bridge | Network, params: Sequence[str]) -> Iterator[list[Connection]]:
   """Starts a worker in each namespace; they answer what `ask` asks."""
   pipes, processes = [], []
   fork = multiprocessing.get_context("fork")
@@ -116,10 +122,10 @@ def ask(pipes: Sequence[Connection], what: str, *arguments: Any, **bindings: Any
   return answers[0]
 
 
-def _work(pipe: Connection, bridge: Bridge, index: int, params: Sequence[str]) -> None:
+def _work(pipe: Connection, bridge: Bridge | Network, index: int, params: Sequence[str]) -> None:
   cores = sorted(os.sched_getaffinity(0))
   os.sched_setaffinity(0, [cores[index % len(cores)]])  # before TensorFlow starts its threads
-  enter(bridge.names[index])
+  enter(bridge.name(index))
   addresses = [f"{host}:{_PORT}" for host in bridge.hosts]
   task = {"type": "worker", "index": index}
   os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
@@ -143,65 +149,107 @@ def _work(pipe: Connection, bridge: Bridge, index: int, params: Sequence[str]) -
 # ---- The check ----
 
 
-def measured(workers: int, speeds: Sequence[int]) -> dict[str, Any]:
-  """Returns what the workers measure: seconds of a step at each speed; on two also of the parts."""
-  with Bridge(workers) as bridge, cluster(bridge, []) as pipes:
+class Trial(NamedTuple):
+  """Links of several values: speeds or delays.
+
+  Attributes:
+    network: number of workers -> network, a context manager.
+    set: gives all links of a network a value.
+    link: (fitted link, value, workers per core) -> the link with that value.
+    values: all of them.
+    fitted_at: the value at which two workers are measured in parts.
+    params: bindings of gin.
+  """
+
+  network: Callable[[int], Any]
+  set: Callable[[Any, float], None]
+  link: Callable[[Link, float, int], Link]
+  values: Sequence[float]
+  fitted_at: float
+  params: Sequence[str] = ()
+
+
+def measured(trial: Trial, workers: int) -> dict[str, Any]:
+  """Returns what the workers measure: seconds of a step at each value; on two also of the parts."""
+  with trial.network(workers) as network, cluster(network, trial.params) as pipes:
     size = int(ask(pipes, "bytes"))
     found: dict[str, Any] = {"bytes": size, "steps": {}}
-    for mbit in speeds:
-      bridge.limit(mbit)
-      found["steps"][str(mbit)] = ask(pipes, "step")
-      if (workers, mbit) == (2, FITTED_AT):
+    for value in trial.values:
+      trial.set(network, value)
+      found["steps"][str(value)] = ask(pipes, "step")
+      if (workers, value) == (2, trial.fitted_at):
         found["half"] = ask(pipes, "step", **HALF)
         found["reduce"] = [(s, ask(pipes, "reduce", s)) for s in scaling.sizes_up_to(size)]
   return found
 
 
-def predicted_s(pair: Mapping[str, Any], workers: int, mbit: int, *, cores: int) -> float:
-  """Returns the seconds of a step, from what two workers measured at FITTED_AT.
+def predicted_s(
+  trial: Trial, pair: Mapping[str, Any], workers: int, value: float, *, cores: int
+) -> float:
+  """Returns the seconds of a step, from what two workers measured at `fitted_at`.
 
-  The time per byte has two parts: that of the link, which follows from its speed, and the rest,
-  which is work of the hosts. As the computation does, it takes longer where workers share a core.
+  Compute takes longer where workers share a core.
   """
   sizes, seconds = zip(*pair["reduce"], strict=True)
-  link = scaling.fitted_link(sizes, seconds, 2)
-  steps = pair["steps"][str(FITTED_AT)], pair["half"]
-  size, sent = pair["bytes"], float(np.interp(pair["bytes"], sizes, seconds))
-  work = scaling.fitted_work((2, 1), steps, size=size, communication_s=sent)
+  steps = pair["steps"][str(trial.fitted_at)], pair["half"]
+  sent = float(np.interp(pair["bytes"], sizes, seconds))
+  work = scaling.fitted_work((2, 1), steps, size=pair["bytes"], communication_s=sent)
   shared = math.ceil(workers / cores)
-  hosts_s = max(0.0, link.s_per_byte - _wire_s(FITTED_AT))
   work = work._replace(fixed_s=work.fixed_s * shared, example_s=work.example_s * shared)
-  link = link._replace(s_per_byte=_wire_s(mbit) + hosts_s * shared)
+  link = trial.link(scaling.fitted_link(sizes, seconds, 2), value, shared)
   return scaling.step_s(work, lambda size: scaling.ring(size, workers, link))
 
 
-def _wire_s(mbit: int) -> float:
+def check(trial: Trial, found: Mapping[str, Any], *, cores: int) -> int:
+  """Prints predictions beside measurements; returns how many differ by more than ALLOWED."""
+  print("| workers | link | measured, ms | predicted, ms | error |\n|---|---|---|---|---|")
+  wrong = 0
+  for workers, one in found.items():
+    for value in trial.values:
+      seconds = one["steps"][str(value)]
+      predicted = predicted_s(trial, found["2"], int(workers), value, cores=cores)
+      error = predicted / seconds - 1
+      print(f"| {workers} | {value} | {1e3 * seconds:.1f} | {1e3 * predicted:.1f} | {error:+.1%} |")
+      wrong += abs(error) > ALLOWED
+  return wrong
+
+
+def _wire_s(mbit: float) -> float:
   return HEADERS * 8e-6 / mbit
 
 
-def check(found: Mapping[str, Any], *, cores: int) -> int:
-  """Prints predictions beside measurements; returns how many differ by more than ALLOWED."""
-  print("| workers | Mbit/s | measured, ms | predicted, ms | error |\n|---|---|---|---|---|")
-  wrong = 0
-  for workers, one in found.items():
-    for mbit, seconds in one["steps"].items():
-      predicted = predicted_s(found["2"], int(workers), int(mbit), cores=cores)
-      error = predicted / seconds - 1
-      print(f"| {workers} | {mbit} | {1e3 * seconds:.1f} | {1e3 * predicted:.1f} | {error:+.1%} |")
-      wrong += abs(error) > ALLOWED
-  return wrong
+def _at_speed(link: Link, mbit: float, shared: int) -> Link:
+  """Changes the part of the time per byte that follows from the speed; the rest is of the hosts."""
+  hosts_s = max(0.0, link.s_per_byte - _wire_s(FITTED_MBIT))
+  return link._replace(s_per_byte=_wire_s(mbit) + hosts_s * shared)
+
+
+def _at_delay(link: Link, delay_ms: float, shared: int) -> Link:
+  del shared
+  return link._replace(latency_s=link.latency_s + 1e-3 * (delay_ms - FITTED_MS))
+
+
+def _delay(network: Network, delay_ms: float) -> None:
+  for a, b in itertools.combinations(range(len(network.hosts)), 2):
+    network.link(a, b, delay_s=1e-3 * delay_ms)
+
+
+TRIALS = {
+  "speeds": Trial(Bridge, Bridge.limit, _at_speed, (50, 200, 1000), FITTED_MBIT),
+  "delays": Trial(Network, _delay, _at_delay, (5, 20), FITTED_MS, ["mlp.units = (16,)"]),
+}
 
 
 # ---- Buckets ----
 
 
-def buckets(speeds: Sequence[int], rounds: int) -> None:
+def buckets(rounds: int) -> None:
   """Prints the seconds of a step with buckets over that with one buffer; both take turns."""
   params = [f"run.per_replica_batch_size = {BUCKETS_BATCH}"]
   ways = {way: {**PER_TENSOR, PACK: size} for way, size in BUCKETS.items()}
   print("| Mbit/s | flat, ms | " + " | ".join(ways) + " |\n" + "|---" * (len(ways) + 2) + "|")
   with Bridge(2) as bridge, cluster(bridge, params) as pipes:
-    for mbit in speeds:
+    for mbit in BUCKETS_MBIT:
       bridge.limit(mbit)
       flat, ratios = [], {way: [] for way in ways}
       for _ in range(rounds):
@@ -215,26 +263,26 @@ def buckets(speeds: Sequence[int], rounds: int) -> None:
 def main() -> int:
   parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling_check", description=__doc__)
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
+  parser.add_argument("trial", choices=[*TRIALS, "buckets"])
   parser.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4])
-  parser.add_argument("--speeds", type=int, nargs="+", default=SPEEDS, help="Mbit/s")
+  parser.add_argument("--rounds", type=int, default=5, help="of buckets (default: %(default)s)")
   parser.add_argument("--json", help="keeps the measurements in this file, and takes those there")
-  parser.add_argument("--buckets", action="store_true", help="compares buckets instead")
-  parser.add_argument("--rounds", type=int, default=5, help="of --buckets (default: %(default)s)")
   options = parser.parse_args()
   os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
   import framework.tune  # noqa: F401  (the workers are forks of this process)
 
-  if options.buckets:
-    buckets(options.speeds, options.rounds)
+  if options.trial == "buckets":
+    buckets(options.rounds)
     return 0
+  trial = TRIALS[options.trial]
   kept = Path(options.json) if options.json else None
   found = json.loads(kept.read_text()) if kept and kept.exists() else {}
   for workers in options.workers:
     if str(workers) not in found:
-      found[str(workers)] = measured(workers, options.speeds)
+      found[str(workers)] = measured(trial, workers)
     if kept:
       kept.write_text(json.dumps(found, indent=1))
-  return 1 if check(found, cores=len(os.sched_getaffinity(0))) else 0
+  return 1 if check(trial, found, cores=len(os.sched_getaffinity(0))) else 0
 
 
 if __name__ == "__main__":

@@ -15,8 +15,11 @@ WORK = Work(fixed_s=0.004, example_s=0.0005, examples=64, size=8e6)
 
 
 def ring_by_messages(vectors, link):
-  """All-reduces in turns, in which all send to the right; returns the results and the seconds."""
-  workers, seconds = len(vectors), 0.0
+  """All-reduces in turns, in which all send to the right; returns the results and the seconds.
+
+  A worker asks its left neighbour for all messages at the start.
+  """
+  workers, seconds = len(vectors), link.latency_s
   chunks = [np.split(vector, workers) for vector in vectors]
   for turn in range(2 * (workers - 1)):
     adds = turn < workers - 1
@@ -46,9 +49,9 @@ def test_halving_and_doubling_sends_halves_of_halves():
 
 def test_the_devices_of_a_host_share_its_link():
   hosts, per_host, size = 3, 4, 12e6
-  inside = 2 * 3 * (FAST.latency_s + size / per_host * FAST.s_per_byte)
+  inside = 7 * FAST.latency_s + 6 * size / per_host * FAST.s_per_byte
   own_part = size / per_host / hosts  # bytes that one device sends to the next host in a turn
-  between = 2 * 2 * (LINK.latency_s + per_host * own_part * LINK.s_per_byte)
+  between = 5 * LINK.latency_s + 4 * per_host * own_part * LINK.s_per_byte
   found = scaling.hierarchical(size, hosts, per_host, FAST, LINK)
   assert found == pytest.approx(inside + between)
   assert scaling.hierarchical(size, 1, 4, FAST, LINK) == pytest.approx(inside)
@@ -94,7 +97,7 @@ def test_efficiency_counts_examples():
 def test_the_fit_finds_the_planted_link():
   sizes = scaling.sizes_up_to(4_000_000)
   noise = np.random.default_rng(0).uniform(0.98, 1.02, len(sizes))
-  exact = np.array([2 * 4 * (3e-4 + size / 5 * 2e-8) for size in sizes])
+  exact = np.array([9 * 3e-4 + 8 * size / 5 * 2e-8 for size in sizes])
   assert scaling.fitted_link(sizes, exact, 5) == pytest.approx(LINK)
   assert scaling.fitted_link(sizes, exact * noise, 5) == pytest.approx(LINK, rel=0.03)
 
@@ -122,10 +125,10 @@ def test_a_change_is_the_least_that_suffices_or_else_the_best():
 def test_changes_are_compared_by_examples_per_second():
   cluster = Cluster(64, LINK, per_host=8, inside=FAST)
   found = {change.what.split()[0]: change.efficiency for change in scaling.changes(WORK, cluster)}
-  two = 0.032 / 3 + 0.032 / 3 + 126 * (2 * 3e-4 + 8e6 / 64 * 2e-8)  # 4 and 8 cost more latency
+  two = 0.032 / 3 + 0.032 / 3 + 2 * 127 * 3e-4 + 126 * 8e6 / 64 * 2e-8  # 4 and 8 cost more latency
   assert found["2"] == pytest.approx(0.036 / (0.004 + two))
-  ring = 126 * (3e-4 + 8e6 / 64 * 2e-8)
-  hosts = 14 * (3e-4 + 8e6 / 8 * 2e-8) + 14 * (1e-5 + 8e6 / 8 * 1e-10)
+  ring = 127 * 3e-4 + 126 * 8e6 / 64 * 2e-8
+  hosts = 15 * (3e-4 + 1e-5) + 14 * 8e6 / 8 * (2e-8 + 1e-10)
   assert found["hierarchical"] == pytest.approx(0.036 / (0.036 + hosts))
   assert found["halving"] == pytest.approx(0.036 / (0.036 + 12 * 3e-4 + 126 / 64 * 8e6 * 2e-8))
   assert found["Reduction.wire_dtype"] == pytest.approx(0.036 / (0.036 + ring - 126 / 64 * 0.08))
