@@ -50,9 +50,9 @@ def _loopwright(jit_compile: bool = False) -> Callable[[str, int, int], Contende
     trainer = Trainer(
       task=Classification(model),
       strategy=factories.mirrored(cpu_replicas=replicas) if replicas > 1 else factories.default(),
-      dataset_fn=lambda position: models.dicts(),
-      global_batch_size=models.BATCH_SIZE,
-      optimizer=keras.optimizers.Adam,
+      dataset_fn=lambda position: models.dicts(model),
+      global_batch_size=models.MODELS[model].batch_size,
+      optimizer=lambda: models.adam(model, keras),
       jit_compile=jit_compile,
     )
     num_steps = tf.constant(steps)
@@ -72,10 +72,11 @@ class Classification(Task):
     return models.build(self._name, keras)
 
   def forward(self, batch, training):
-    return self.model(batch["image"], training=training)
+    return self.model(models.read(self._name, batch), training=training)
 
   def loss(self, outputs, batch):
-    return Loss.from_examples(per_example_loss(batch["label"], outputs), batch["weight"])
+    losses = models.per_example_loss(self._name, batch["label"], outputs)
+    return Loss.from_examples(losses, batch["weight"])
 
 
 def _hand_written(ops: str | None = None, xla: bool = False) -> Callable[..., Contender]:
@@ -87,22 +88,22 @@ def _hand_written(ops: str | None = None, xla: bool = False) -> Callable[..., Co
   def make_loop(model: str, replicas: int, steps: int) -> Contender:
     strategy = _peer_strategy(replicas, ops)
     with strategy.scope():
-      network, optimizer = models.build(model, keras), keras.optimizers.Adam()
+      network, optimizer = models.build(model, keras), models.adam(model, keras)
       optimizer.build(network.trainable_variables)
     variables = network.trainable_variables
-    iterator = iter(strategy.experimental_distribute_dataset(models.pairs()))
+    iterator = iter(strategy.experimental_distribute_dataset(models.pairs(model)))
 
-    def gradients(images, labels):
+    def gradients(features, labels):
       with tf.GradientTape() as tape:
-        per_example = per_example_loss(labels, network(images, training=True))
-        loss = tf.reduce_sum(per_example) / models.BATCH_SIZE
+        per_example = models.per_example_loss(model, labels, network(features, training=True))
+        loss = tf.reduce_sum(per_example) / models.MODELS[model].batch_size
       return tape.gradient(loss, [v.value for v in variables]), loss
 
     if xla:
       gradients = tf.function(gradients, jit_compile=True)
 
-    def replica_step(images, labels):
-      grads, loss = gradients(images, labels)
+    def replica_step(features, labels):
+      grads, loss = gradients(features, labels)
       optimizer.apply(grads, variables)  # sums over the replicas first
       return loss
 
@@ -141,12 +142,12 @@ class _OrbitTrainer(orbit.StandardTrainer):
   """orbit.StandardTrainer, as its documentation and the Model Garden use it."""
 
   def __init__(self, model: str, strategy: tf.distribute.Strategy) -> None:
-    self.strategy = strategy
+    self.strategy, self.trained = strategy, model
     self.model = models.build(model, keras)
-    self.optimizer = keras.optimizers.Adam()
+    self.optimizer = models.adam(model, keras)
     self.optimizer.build(self.model.trainable_variables)
     self.mean_loss = tf_keras.metrics.Mean()
-    super().__init__(strategy.experimental_distribute_dataset(models.pairs()))
+    super().__init__(strategy.experimental_distribute_dataset(models.pairs(model)))
 
   def train_loop_begin(self):
     self.mean_loss.reset_state()
@@ -157,11 +158,12 @@ class _OrbitTrainer(orbit.StandardTrainer):
   def train_loop_end(self):
     return {"loss": self.mean_loss.result()}
 
-  def _replica_step(self, images, labels):
+  def _replica_step(self, features, labels):
     variables = self.model.trainable_variables
     with tf.GradientTape() as tape:
-      per_example = per_example_loss(labels, self.model(images, training=True))
-      loss = tf.reduce_sum(per_example) / models.BATCH_SIZE
+      outputs = self.model(features, training=True)
+      per_example = models.per_example_loss(self.trained, labels, outputs)
+      loss = tf.reduce_sum(per_example) / models.MODELS[self.trained].batch_size
     self.optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
     self.mean_loss.update_state(per_example)
 
@@ -172,11 +174,11 @@ def _keras_fit(library: Any, steps_per_execution: int = 1) -> Callable[..., Cont
     with strategy.scope():
       network = models.build(model, library)
       network.compile(
-        optimizer=library.optimizers.Adam(),
-        loss=models.loss_fn(library),
+        optimizer=models.adam(model, library),
+        loss=models.keras_loss(model, library),
         steps_per_execution=steps_per_execution,
       )
-    epochs = _Epochs(network, library, max(steps, steps_per_execution))
+    epochs = _Epochs(network, models.pairs(model), library, max(steps, steps_per_execution))
     return Contender(
       block=epochs.next, steps_done=lambda: iterations(network.optimizer), close=epochs.stop
     )
@@ -190,8 +192,8 @@ class _Epochs:
   One `fit` per block would be unfair to Keras, as each starts a new iterator.
   """
 
-  def __init__(self, network: Any, library: Any, steps: int) -> None:
-    self._network, self._steps = network, steps
+  def __init__(self, network: Any, data: tf.data.Dataset, library: Any, steps: int) -> None:
+    self._network, self._data, self._steps = network, data, steps
     self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
     self._loss, self._error, self._stopped = 0.0, None, False
     self._callback = library.callbacks.LambdaCallback(
@@ -216,7 +218,7 @@ class _Epochs:
   def _fit(self) -> None:
     try:
       self._network.fit(
-        models.pairs(),
+        self._data,
         steps_per_epoch=self._steps,
         epochs=1_000_000,
         verbose=0,
@@ -242,10 +244,6 @@ def _peer_strategy(replicas: int, ops: str | None = None) -> tf.distribute.Strat
     return tf.distribute.get_strategy()
   cross_device_ops = tf.distribute.ReductionToOneDevice() if ops else None
   return tf.distribute.MirroredStrategy(factories.split_cpu(replicas), cross_device_ops)
-
-
-def per_example_loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-  return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
 
 
 def iterations(optimizer: Any) -> int:
@@ -277,6 +275,10 @@ TITLES = {
 }
 
 
-def names(replicas: int) -> list[str]:
-  """Returns the contenders; with one replica there is no reduction to choose."""
-  return [name for name in TITLES if replicas > 1 or name != "hand_one_device"]
+def names(model: str, replicas: int) -> list[str]:
+  """Returns who trains a model; with one replica there is no reduction to choose."""
+  of = models.MODELS[model]
+  without = {"hand_one_device"} if replicas == 1 else set()
+  without |= {"tf_keras_fit"} if of.keras_3 else set()
+  without |= set() if of.xla else {"hand_xla", "loopwright_xla"}
+  return [name for name in TITLES if name not in without]

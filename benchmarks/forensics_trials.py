@@ -171,7 +171,7 @@ class Twice(contenders.Classification):
 TASKS = {
   "mlp": lambda: contenders.Classification("mlp"),
   "cnn": lambda: contenders.Classification("cnn"),
-  "norm": lambda: Normalized("norm"),
+  "norm": lambda: Normalized("cnn"),
   "twice": lambda: Twice("mlp"),
 }
 

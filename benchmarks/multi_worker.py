@@ -202,7 +202,7 @@ def _loopwright(model: str, workers: Any) -> Loop:
   trainer = Trainer(
     task=contenders.Classification(model),
     strategy=workers.strategy,
-    dataset_fn=lambda position: models.dicts(workers.rows(models.BATCH_SIZE)),
+    dataset_fn=lambda position: models.dicts(model, workers.rows(models.BATCH_SIZE)),
     global_batch_size=models.BATCH_SIZE,
     optimizer=keras.optimizers.Adam,
   )
@@ -227,12 +227,12 @@ def _hand_written(model: str, workers: Any) -> Loop:
     network, optimizer = models.build(model, keras), keras.optimizers.Adam()
     optimizer.build(network.trainable_variables)
   variables = network.trainable_variables
-  dataset = models.pairs(workers.rows(models.BATCH_SIZE))
+  dataset = models.pairs(model, workers.rows(models.BATCH_SIZE))
   iterator = iter(strategy.distribute_datasets_from_function(lambda context: dataset))
 
   def replica_step(images, labels):
     with tf.GradientTape() as tape:
-      per_example = contenders.per_example_loss(labels, network(images, training=True))
+      per_example = models.per_example_loss(model, labels, network(images, training=True))
       loss = tf.reduce_sum(per_example) / models.BATCH_SIZE
     gradients = tape.gradient(loss, [v.value for v in variables])
     optimizer.apply(gradients, variables)  # sums over the workers first, in one collective

@@ -233,7 +233,7 @@ def _slow_batches() -> Any:
 
   options = tf.data.Options()
   options.experimental_optimization.inject_prefetch = False
-  batches = models.dicts(range(BATCH_SIZE)).apply(testing.sleep(round(BATCH_S * 1e6)))
+  batches = models.dicts(rows=range(BATCH_SIZE)).apply(testing.sleep(round(BATCH_S * 1e6)))
   return batches.with_options(options)
 
 

@@ -28,9 +28,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MODELS = ("mlp", "cnn", "many")
-BLOCK_STEPS = {"mlp": 100, "cnn": 50, "many": 100}
+MODELS = ("mlp", "cnn", "many", "embedding", "mobilenet", "language_model", "cnn_lstm", "wide")
+DEFAULT_MODELS = MODELS[:4]
+BLOCK_STEPS = {
+  "mlp": 100, "cnn": 50, "many": 100, "embedding": 20, "mobilenet": 5, "language_model": 5,
+  "cnn_lstm": 10, "wide": 50,
+}  # fmt: skip
 ROUNDS = {"mlp": 15, "cnn": 9, "many": 11}
+OTHER_ROUNDS = 7
 REFERENCES = ("hand", "hand_one_device")
 LOSS_TOLERANCE = 1e-3
 COMPARED_BLOCKS = 2  # later, differences in the last digit have grown, as training is chaotic
@@ -73,10 +78,12 @@ def _save(results: Mapping[Configuration, Any], path: str) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__)
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
-  parser.add_argument("--models", help=f"which, of {','.join(MODELS)} (default: all)")
+  parser.add_argument("--models", help=f"of {','.join(MODELS)} (default: the first 4)")
   parser.add_argument("--replicas", default="1,2", help="which numbers of replicas")
   parser.add_argument(
-    "--rounds", type=int, help=f"rounds of blocks (default: {ROUNDS}; 5 if quick)"
+    "--rounds",
+    type=int,
+    help=f"rounds of blocks (default: {ROUNDS}; others {OTHER_ROUNDS}; 5 if quick)",
   )
   parser.add_argument("--steps", type=int, help=f"steps a block (default: {BLOCK_STEPS})")
   parser.add_argument("--only", help="contenders, as a list of names (default: all)")
@@ -85,7 +92,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--json", help="write all figures to this file")
   parser.add_argument("--verbose", action="store_true", help="show TensorFlow's logs")
   options = parser.parse_args(arguments)
-  options.models = (options.models or ("mlp" if options.quick else ",".join(MODELS))).split(",")
+  chosen = "mlp" if options.quick else ",".join(DEFAULT_MODELS)
+  options.models = (options.models or chosen).split(",")
   if options.quick and not options.rounds:
     options.rounds = 5
   if unknown := set(options.models) - set(MODELS):
@@ -102,16 +110,16 @@ def _configurations(options: argparse.Namespace) -> list[Configuration]:
 
 
 def _measure(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
+  steps = options.steps or BLOCK_STEPS[configuration.model]
   # Here, not above: the parent stays small and touches no device.
-  names = _in_process(_names, configuration.replicas, options.only, verbose=options.verbose)
+  names = _in_process(_names, *configuration, steps, options.only, verbose=options.verbose)
   results: dict[str, dict[str, Any]] = {name: {} for name in names}
   if not options.skip_first_step:
     for name in names:
       _progress(f"{configuration}: first step, {name}")
       results[name] = _in_process(first_step, name, *configuration, verbose=options.verbose)
   runners = [name for name in names if "failed" not in results[name]]
-  steps = options.steps or BLOCK_STEPS[configuration.model]
-  rounds = options.rounds or ROUNDS[configuration.model]
+  rounds = options.rounds or ROUNDS.get(configuration.model, OTHER_ROUNDS)
   _progress(f"{configuration}: {rounds} rounds")
   sides = _in_process(side_by_side, runners, *configuration, steps, rounds, verbose=options.verbose)
   for name in runners:
@@ -178,10 +186,12 @@ def _time_block(block: Callable[[], float], result: dict[str, Any]) -> None:
   result["losses"].append(loss)
 
 
-def _names(replicas: int, only: str | None) -> list[str]:
+def _names(model: str, replicas: int, steps: int, only: str | None) -> list[str]:
   from benchmarks import contenders
 
-  names = contenders.names(replicas)
+  names = contenders.names(model, replicas)
+  if steps < contenders.STEPS_PER_EXECUTION:
+    names.remove("keras_fit_spe")
   return [name for name in names if name in only.split(",")] if only else names
 
 

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import launch
+from benchmarks import ecosystems, models
 
 
 @pytest.mark.whole
@@ -28,3 +31,29 @@ def test_the_table_of_gpus_in_small():
   assert float(memory) > 0
   assert "ReductionToOneDevice" in done.stdout
   assert "NCCL in 1 trace: no" in done.stdout
+
+
+def test_words_are_not_repeated_in_a_batch():
+  features, labels = models.examples("embedding")
+  batches = features["words"].reshape(models.BATCHES, -1)
+  assert batches.shape[1] == 128 * 100
+  assert all(len(np.unique(batch)) == len(batch) for batch in batches)
+  assert len(np.unique(labels)) > 1
+
+
+def test_the_loss_of_a_sequence_is_the_mean_over_its_bytes():
+  logits = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+  labels = np.array([[0, 1, 2], [3, 3, 0]], np.int32)
+  odds = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  expected = -np.log(np.take_along_axis(odds, labels[..., np.newaxis], -1))[..., 0].mean(axis=1)
+  found = models.per_example_loss("language_model", tf.constant(labels), tf.constant(logits))
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_every_ecosystem_is_compared_by_round_and_by_its_first_losses():
+  ours = {"step_s": [1.0, 2.0, 4.0], "loss": 1.0}
+  jax = {"step_s": [2.0, 2.0, 2.0], "loss": 1.0001}
+  torch = {"step_s": [1.0, 1.0, 1.0], "loss": 1.01}
+  lines = ecosystems.report({"mlp": {"loopwright": ours, "jax": jax, "torch": torch}}).splitlines()
+  assert "| JAX, Optax, jitted step | 1.00 [0.75, 1.50] |" in lines
+  assert "- NOT THE SAME WORK: mlp: torch's losses differ by 9.9e-03" in lines
