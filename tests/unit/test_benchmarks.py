@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import launch
-from benchmarks import ecosystems, models
+from benchmarks import ecosystems, models, timeline
 
 
 @pytest.mark.whole
@@ -57,3 +57,12 @@ def test_every_ecosystem_is_compared_by_round_and_by_its_first_losses():
   lines = ecosystems.report({"mlp": {"loopwright": ours, "jax": jax, "torch": torch}}).splitlines()
   assert "| JAX, Optax, jitted step | 1.00 [0.75, 1.50] |" in lines
   assert "- NOT THE SAME WORK: mlp: torch's losses differ by 9.9e-03" in lines
+
+
+def test_operations_at_a_time():
+  first, second = [("a", 0.0, 4.0), ("b", 1.0, 3.0)], [("b", 3.0, 5.0), ("a", 7.0, 8.0)]
+  events = [timeline.Event("MatMul", *when) for when in first + second]
+  assert timeline.overlaps(events) == {1: 3.0, 2: 3.0}
+  lines = timeline.summary(events, steps=2, step_us=5.0, rows=1)
+  assert lines[0].split() == ["2", "us", "in", "gaps", "(2", "threads", "run", "operations)"]
+  assert lines[-1].split() == ["4", "us", "2", "MatMul"]
