@@ -115,16 +115,19 @@ def test_the_fit_finds_the_planted_work():
   assert found == pytest.approx(WORK)
 
 
-def test_a_change_is_the_least_that_suffices_or_else_the_best():
-  low, good, better = Change("low", 0.5), Change("good", 0.91), Change("better", 0.95)
+def test_a_change_is_the_least_that_is_nearly_as_good_as_the_best():
+  low, good, better = Change("low", 0.5), Change("good", 0.91), Change("better", 1.3)
   assert scaling.first(0.3, [low, good, better]) == good
   assert scaling.first(0.3, [Change("lower", 0.4), low]) == low
+  assert scaling.first(0.3, [Change("nearly", 0.46), low]).what == "nearly"
   assert scaling.first(0.9, [good, better]) is None
+  assert scaling.first(0.5, [Change("worse", 0.2), Change("same", 0.5)]) is None
 
 
 def test_changes_are_compared_by_examples_per_second():
   cluster = Cluster(64, LINK, per_host=8, inside=FAST)
-  found = {change.what.split()[0]: change.efficiency for change in scaling.changes(WORK, cluster)}
+  changes = scaling.changes(WORK, cluster) + scaling.algorithms(WORK, cluster)
+  found = {change.what.split()[0]: change.efficiency for change in changes}
   two = 0.032 / 3 + 0.032 / 3 + 2 * 127 * 3e-4 + 126 * 8e6 / 64 * 2e-8  # 4 and 8 cost more latency
   assert found["2"] == pytest.approx(0.036 / (0.004 + two))
   ring = 127 * 3e-4 + 126 * 8e6 / 64 * 2e-8
@@ -133,6 +136,8 @@ def test_changes_are_compared_by_examples_per_second():
   assert found["halving"] == pytest.approx(0.036 / (0.036 + 12 * 3e-4 + 126 / 64 * 8e6 * 2e-8))
   assert found["Reduction.wire_dtype"] == pytest.approx(0.036 / (0.036 + ring - 126 / 64 * 0.08))
   assert found["twice"] == pytest.approx(2 * 0.036 / (0.068 + ring))
+  assert found["asynchronous,"] == pytest.approx(0.036 / (4 * 8e6 * 2e-8))  # 16 servers, 64 workers
+  assert found["local"] == pytest.approx(0.036 / (0.036 + ring / 8))
   assert found["4"] == pytest.approx(4 * 0.036 / (0.132 + ring))
 
 
