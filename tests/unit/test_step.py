@@ -284,6 +284,19 @@ def test_check_gives_the_global_norm():
   assert (finite.numpy(), norm.numpy(), norm.dtype) == (True, 85.0, tf.float32)
 
 
+@pytest.mark.parametrize(
+  "shape", [[2**16], [2**16 + 1], [3, 2**16], [2**18], [2**18 + 1], [300, 700]]
+)
+def test_the_norm_of_a_tensor_of_any_size(shape):
+  values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+  step = Bench(tf.distribute.get_strategy()).step()
+  _, norm = step.check([tf.constant(values)])
+  assert norm.numpy() == pytest.approx(np.linalg.norm(values.astype(np.float64)), rel=1e-6)
+  values.flat[-1] = np.nan
+  finite, _ = step.check([tf.constant(values)])
+  assert not finite
+
+
 @pytest.mark.parametrize("where", [(0, 1), (2, 0)])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_check_finds_one_bad_element(value, where):
