@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import launch
+from benchmarks import growth
 
 
 @pytest.mark.whole
@@ -28,3 +29,9 @@ def test_the_table_of_gpus_in_small():
   assert float(memory) > 0
   assert "ReductionToOneDevice" in done.stdout
   assert "NCCL in 1 trace: no" in done.stdout
+
+
+def test_bytes_a_step_leave_out_the_warm_part():
+  filling = [(step, 10**6 * step) for step in (0, 1000)]
+  grown = [(step, 5 * 10**6 + 3 * step) for step in range(2000, 11_000, 1000)]
+  assert growth.bytes_a_step([*filling, *grown]) == pytest.approx(3)
