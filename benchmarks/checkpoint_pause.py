@@ -17,6 +17,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(megabytes: int, rounds: int, folder: str) -> dict[str, list[float]]:
   """Returns "step", and "pause" and "lost" of each kind -> seconds, one per round."""
+  trainer, manager = made(megabytes, folder)
+  step = one()
+
+  def save() -> None:
+    manager.save(check_interval=False)
+
+  kinds = {"background": save, "at once": lambda: (save(), _written(manager))}
+
+  for _ in range(3):
+    trainer.train(step)
+    save()
+  manager.wait()
+  measured: dict[str, list[float]] = {}
+  for _ in range(rounds):
+    steps = [_seconds(lambda: trainer.train(step)) for _ in range(10)]
+    measured.setdefault("step", []).append(float(np.median(steps)))
+    for kind, call in random.sample(list(kinds.items()), len(kinds)):
+      trainer.train(step)
+      pause, steps = _seconds(call), []
+      while manager._background._thread.is_alive():
+        steps.append(_seconds(lambda: trainer.train(step)))
+      manager.wait()
+      steps += [_seconds(lambda: trainer.train(step)) for _ in range(2)]
+      lost = pause + sum(steps) - len(steps) * measured["step"][-1]
+      measured.setdefault(f"pause {kind}", []).append(pause)
+      measured.setdefault(f"lost {kind}", []).append(lost)
+  return measured
+
+
+def made(megabytes: float, folder: str) -> tuple[Any, Any]:
+  """Returns a trainer with so many MB of weights, and the manager of its checkpoints."""
   import keras
   import tensorflow as tf
 
@@ -78,32 +110,14 @@ def measure(megabytes: int, rounds: int, folder: str) -> dict[str, list[float]]:
   manager = CheckpointManager(
     trainer=trainer, directory=folder, experiment={"task": "Wide"}, keep=1
   )
-  one = tf.constant(1)
+  return trainer, manager
 
-  def save() -> None:
-    manager.save(check_interval=False)
 
-  kinds = {"background": save, "at once": lambda: (save(), _written(manager))}
+def one() -> Any:
+  """Returns the length of a loop of one step."""
+  import tensorflow as tf
 
-  for _ in range(3):
-    trainer.train(one)
-    save()
-  manager.wait()
-  measured: dict[str, list[float]] = {}
-  for _ in range(rounds):
-    steps = [_seconds(lambda: trainer.train(one)) for _ in range(10)]
-    measured.setdefault("step", []).append(float(np.median(steps)))
-    for kind, call in random.sample(list(kinds.items()), len(kinds)):
-      trainer.train(one)
-      pause, steps = _seconds(call), []
-      while manager._background._thread.is_alive():
-        steps.append(_seconds(lambda: trainer.train(one)))
-      manager.wait()
-      steps += [_seconds(lambda: trainer.train(one)) for _ in range(2)]
-      lost = pause + sum(steps) - len(steps) * measured["step"][-1]
-      measured.setdefault(f"pause {kind}", []).append(pause)
-      measured.setdefault(f"lost {kind}", []).append(lost)
-  return measured
+  return tf.constant(1)
 
 
 def _written(manager: object) -> None:

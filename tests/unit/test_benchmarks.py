@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import launch
-from benchmarks import ecosystems, models, timeline
+from benchmarks import ecosystems, growth, models, timeline
 
 
 @pytest.mark.whole
@@ -66,3 +66,9 @@ def test_operations_at_a_time():
   lines = timeline.summary(events, steps=2, step_us=5.0, rows=1)
   assert lines[0].split() == ["2", "us", "in", "gaps", "(2", "threads", "run", "operations)"]
   assert lines[-1].split() == ["4", "us", "2", "MatMul"]
+
+
+def test_bytes_a_step_leave_out_the_warm_part():
+  filling = [(step, 10**6 * step) for step in (0, 1000)]
+  grown = [(step, 5 * 10**6 + 3 * step) for step in range(2000, 11_000, 1000)]
+  assert growth.bytes_a_step([*filling, *grown]) == pytest.approx(3)
