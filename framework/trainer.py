@@ -195,7 +195,8 @@ class Trainer(orbit.AbstractTrainer):
     self._report_retracing()
     self._require_weight()
     skipped = round(results.pop("skipped") * ran)
-    self.skipped_steps.assign_add(max(0, skipped - undone))
+    if skipped > undone:
+      self.skipped_steps.assign_add(skipped - undone)
     if undone:
       self.reset_input()  # the iterator is one batch ahead of the position
     results["input_wait_s"] = clock.corrected(results.pop("input_wait") * ran)
@@ -296,8 +297,8 @@ class Trainer(orbit.AbstractTrainer):
     }
     for name, optimizer in self.parts.optimizers.items():
       state[f"{adapters.prefix(name)}learning_rate"] = float(optimizer.learning_rate())
-    if self.nonfinite_step.numpy() != _NEVER:
-      state["nonfinite_step"] = float(self.nonfinite_step.numpy())
+    if (step := int(self.nonfinite_step.numpy())) != _NEVER:
+      state["nonfinite_step"] = float(step)
     return state
 
   def replica_id(self) -> tf.Tensor:
