@@ -172,7 +172,11 @@ EXPECTED = {
     "rates": {0: 0.001, 400: 0.001},
   },
   "language_model.gin": LANGUAGE_MODEL,
-  "language_model_parallel.gin": LANGUAGE_MODEL,
+  "language_model_parallel.gin": {
+    **LANGUAGE_MODEL,
+    "smaller": ["transformer.layers = 1", "run.eval_batch_size = 4", "run.eval_steps = 1"],
+    "parameters": {"default": transformer_parameters(1, 128)},
+  },
   "model_garden.gin": {
     **ONE,
     "needs": "tensorflow_datasets",
@@ -233,6 +237,7 @@ def small(name, folder):
     "run.eval_batch_size = 100",
     "run.actions = [@Witness()]",
     *stand_ins(name, folder),
+    *EXPECTED[name].get("smaller", []),
   ]
   return [f"--gin_param={param}" for param in params]
 
