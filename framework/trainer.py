@@ -265,6 +265,7 @@ class Trainer(orbit.AbstractTrainer):
 
   def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
     """Returns the next global batch and the input wait, float32 seconds (cross-replica)."""
+    # A parameter server's workers run this elsewhere, where `next_of` has not been tried.
     read = next if traits.is_asynchronous(self.strategy) else datasets.next_of
     started = timing.timestamp()
     with tf.control_dependencies([started]):

@@ -174,8 +174,7 @@ EXPECTED = {
   "language_model.gin": LANGUAGE_MODEL,
   "language_model_parallel.gin": {
     **LANGUAGE_MODEL,
-    "smaller": ["transformer.layers = 1", "run.eval_batch_size = 4", "run.eval_steps = 1"],
-    "parameters": {"default": transformer_parameters(1, 128)},
+    "smaller": ["run.eval_batch_size = 4", "run.eval_steps = 1"],
   },
   "model_garden.gin": {
     **ONE,
