@@ -1,16 +1,20 @@
-"""How cost grows: with replicas, variables, the loop's length, steps and the size of checkpoints.
+"""How cost grows: with replicas, variables, loops, steps, checkpoints and weights.
 
-  python -m benchmarks.growth replicas variables loops memory checkpoints
+  python -m benchmarks.growth replicas variables loops memory checkpoints modes
 
-Each part runs for at most a few minutes, prints a table and draws docs/images/growth-<part>.svg.
+Each part runs for at most a few minutes (`modes` for 10), prints a table and draws
+docs/images/growth-<part>.svg.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -227,6 +231,24 @@ def _checkpoints(megabytes: int) -> dict[str, float]:
   return {"pause, ms": pause, "complete after, ms": total}
 
 
+def modes(units: Sequence[int] = (128, 4096, 65536)) -> Rows:
+  """Seconds of the command `--mode=verify` and `--mode=tune`, by the weights of the digits' CNN."""
+  return {18_826 + 267 * count: _modes(count) for count in units}
+
+
+def _modes(units: int) -> dict[str, float]:
+  found = {}
+  for mode in ("verify", "tune"):
+    with tempfile.TemporaryDirectory() as folder:
+      command = [
+        *(sys.executable, "launch.py", "--gin_file=configs/digits_cnn.gin", f"--mode={mode}"),
+        *(f"--gin_param=cnn.units={units}", f"--model_dir={folder}/run"),
+      ]
+      run = functools.partial(subprocess.run, command, stdout=subprocess.DEVNULL, check=True)
+      found[f"{mode}, s"] = _seconds(run)
+  return found
+
+
 # --- measuring --------------------------------------------------------------------------------
 
 
@@ -316,6 +338,7 @@ PARTS: Mapping[str, tuple[Callable[..., Rows], str, str]] = {
   "loops": (loops, "steps in a loop", "log"),
   "memory": (memory, "step", "linear"),
   "checkpoints": (checkpoints, "MB of a checkpoint", "log"),
+  "modes": (modes, "weights", "log"),
 }
 """Name -> what measures it, what the sizes are, the scale of its plot."""
 
