@@ -58,17 +58,18 @@ def _bare(count: int, steps: int) -> Callable[[], object]:
   import keras
   import tensorflow as tf
 
-  from benchmarks import contenders, models
+  from benchmarks import models
   from framework.strategies import factories
 
   strategy = factories.mirrored(cpu_replicas=count) if count > 1 else tf.distribute.get_strategy()
   with strategy.scope():
     network = models.build("mlp", keras)
-  images, labels = (part[: models.BATCH_SIZE // count] for part in next(iter(models.pairs())))
+  images, labels = (part[: models.BATCH_SIZE // count] for part in next(iter(models.pairs("mlp"))))
 
   def passes() -> tf.Tensor:
     with tf.GradientTape() as tape:
-      loss = tf.reduce_sum(contenders.per_example_loss(labels, network(images, training=True)))
+      losses = models.per_example_loss("mlp", labels, network(images, training=True))
+      loss = tf.reduce_sum(losses)
     gradients = tape.gradient(loss, [v.value for v in network.trainable_variables])
     # A value of the gradients, not a control dependency: TensorFlow removes what only orders.
     return loss + tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients])
