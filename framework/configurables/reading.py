@@ -236,4 +236,7 @@ def _gin_file(name: str, folders: Sequence[str]) -> str:
     siblings += [file.name for path in paths for file in Path(path).parent.glob("*.gin")]
   looked = " or ".join(os.path.dirname(path) or "." for path in paths)
   hint = suggest(os.path.basename(name), siblings)
+  shipped = os.path.join("configs", name)
+  if os.path.isfile(os.path.join(imports.SHIPPED, shipped)):
+    hint = f" Did you mean {shipped!r}, which comes with Loopwright?"
   raise ConfigError(f"there is no gin file {name!r} in {looked}.{hint}")

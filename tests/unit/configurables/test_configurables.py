@@ -797,6 +797,10 @@ def test_a_missing_include():
   assert mistake(GOOD + "include 'bse.gin'").startswith(
     "x.gin:3: there is no gin file 'bse.gin' in"
   )
+  write("repository/configs/shipped.gin", "")
+  assert mistake(GOOD + "include 'shipped.gin'").endswith(
+    ". Did you mean 'configs/shipped.gin', which comes with Loopwright?"
+  )
 
 
 def test_a_file_that_includes_itself():
