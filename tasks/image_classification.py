@@ -9,7 +9,7 @@ ImageClassification.network = @cnn
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib.metadata
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -105,10 +105,9 @@ def digits(
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
   """Returns pixels [n, 8, 8] from 0 to 16, and labels; importing scikit-learn takes a second."""
-  found = importlib.util.find_spec("sklearn")
-  assert found is not None and found.submodule_search_locations, "setup.cfg requires scikit-learn"
-  file = os.path.join(found.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-  table = np.loadtxt(file, dtype=np.int64, delimiter=",")
+  package = importlib.metadata.distribution("scikit-learn")
+  file = package.locate_file("sklearn/datasets/data/digits.csv.gz")
+  table = np.loadtxt(str(file), dtype=np.int64, delimiter=",")
   return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
