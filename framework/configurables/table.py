@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import gin
 
-from framework.configurables.imports import own_modules
+from framework.configurables.imports import own_modules, uncollected
 from framework.configurables.reading import Reference
 from framework.errors import ConfigError, suggest
 
@@ -139,9 +139,11 @@ def register_all(*, with_tf_keras: bool = True) -> None:
   Raises:
     AttributeError: a module does not have a name in `TABLE`.
   """
-  for module, names in TABLE:
+  with uncollected():
+    modules = [importlib.import_module(module) for module, _ in TABLE]
+  for module, (_, names) in zip(modules, TABLE, strict=True):
     for name in names.split():
-      _register(getattr(importlib.import_module(module), name), denylist=[*GIVEN.get(name, ())])
+      _register(getattr(module, name), denylist=[*GIVEN.get(name, ())])
   for package in OPTIMIZER_PACKAGES[: 2 if with_tf_keras else 1]:
     for optimizer in _optimizers(package):
       # Keras's optimizers accept **kwargs only to raise an error.
