@@ -14,10 +14,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-import tf_keras
+import tf_keras  # executed when something of it is used
 
 from framework import configurables
-from framework.backend import randomness
+from framework.backend import lazy_keras, randomness
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
@@ -202,7 +202,7 @@ def set_globals(seed: int, precision: str, *, deterministic: bool, eager: bool) 
   """Configures TensorFlow and both Keras versions for the whole process (host)."""
   randomness.seed_everything(seed)
   keras.config.set_dtype_policy(precision)
-  tf_keras.mixed_precision.set_global_policy(precision)
+  lazy_keras.when_tf_keras_loads(lambda: tf_keras.mixed_precision.set_global_policy(precision))
   if deterministic:
     tf.config.experimental.enable_op_determinism()
   if eager:

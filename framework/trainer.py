@@ -18,7 +18,7 @@ import tensorflow as tf
 import tf_keras
 from absl import logging
 
-from framework.backend import models, recomputation, replica_state, timing
+from framework.backend import lazy_keras, models, recomputation, replica_state, timing
 from framework.backend.autograph import compiled
 from framework.backend.timing import timed
 from framework.errors import ConfigError, require_integer
@@ -406,7 +406,9 @@ def _counter(name: str) -> tf.Variable:
 
 def _usual_loss_scale() -> Callable[[], LossScale]:
   """Dynamic for float16, whose range is too narrow for gradients; else none."""
-  policies = {keras.config.dtype_policy().name, tf_keras.mixed_precision.global_policy().name}
+  policies = {keras.config.dtype_policy().name}
+  if lazy_keras.tf_keras_loaded():
+    policies.add(tf_keras.mixed_precision.global_policy().name)
   return loss_scales.dynamic if "mixed_float16" in policies else loss_scales.none
 
 

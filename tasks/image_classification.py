@@ -9,6 +9,7 @@ ImageClassification.network = @cnn
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -87,12 +88,10 @@ def digits(
   Raises:
     ConfigError: a number is out of its range.
   """
-  from sklearn.datasets import load_digits  # a slow import that only this data set needs
-
   if not 0 < eval_fraction < 1:
     raise ConfigError(f"digits.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
-  bunch = load_digits()
-  images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., np.newaxis]
+  pixels, labels = _digits()
+  images = np.rint(pixels * (255 / 16)).astype(np.uint8)[..., np.newaxis]
   order = np.random.default_rng(seed).permutation(len(images))
   first = round(len(images) * eval_fraction)
   there = len(order) - first
@@ -101,7 +100,15 @@ def digits(
       f"digits.train_examples is {train_examples}; it must be from 1 to {there}, or None for all."
     )
   parts = {"eval": order[:first], "train": order[first:][:train_examples]}
-  return _in_memory({split: (images[rows], bunch.target[rows]) for split, rows in parts.items()})
+  return _in_memory({split: (images[rows], labels[rows]) for split, rows in parts.items()})
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+  """Returns pixels [n, 8, 8] from 0 to 16, and labels; importing scikit-learn takes a second."""
+  package = importlib.metadata.distribution("scikit-learn")
+  file = package.locate_file("sklearn/datasets/data/digits.csv.gz")
+  table = np.loadtxt(str(file), dtype=np.int64, delimiter=",")
+  return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
 @framework.register

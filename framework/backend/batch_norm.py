@@ -17,10 +17,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-import tf_keras
-from tf_keras.src.layers.normalization.batch_normalization import BatchNormalizationBase
 
-from framework.backend import randomness
+from framework.backend import lazy_keras, randomness
 from framework.errors import ConfigError
 
 
@@ -71,7 +69,13 @@ _entered = _Entered()
 def _patch() -> None:
   keras3 = keras.layers.BatchNormalization
   keras3._moments = _patched_moments(keras3._moments)
-  BatchNormalizationBase.call = _patched_call(BatchNormalizationBase.call)
+  lazy_keras.when_tf_keras_loads(_patch_tf_keras)
+
+
+def _patch_tf_keras() -> None:
+  from tf_keras.src.layers.normalization.batch_normalization import BatchNormalizationBase as Base
+
+  Base.call = _patched_call(Base.call)
 
 
 def _patched_moments(keras_moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,9 +116,7 @@ def _moments(
 
 def _patched_call(keras_call: Callable[..., Any]) -> Callable[..., Any]:
   @functools.wraps(keras_call)
-  def patched(
-    self: tf_keras.layers.BatchNormalization, inputs: Any, training: Any = None, mask: Any = None
-  ) -> Any:
+  def patched(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
     if _entered.batches and self._get_training_value(training) not in (False, 0):
       raise _refused(self, "tf_keras would count the padded rows")
     return keras_call(self, inputs, training=training, mask=mask)

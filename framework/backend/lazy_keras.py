@@ -1,16 +1,20 @@
-"""Defers the import of parts of Keras that import other libraries.
+"""Defers the import of parts of Keras that import other libraries, and of tf_keras.
 
 If scikit-learn and matplotlib are installed, `import keras` imports both in every process, for
-wrappers and plots that no step uses; docs/architecture.md gives the cost. `importlib.util`'s
-LazyLoader does not help: it executes a module at any attribute access, and AutoGraph accesses all
-modules. The modules here are executed at the first access to a name of their own.
+wrappers and plots that no step uses; docs/architecture.md gives the cost. Orbit imports tf_keras,
+and uses none of it. `importlib.util`'s LazyLoader does not help: it executes a module at any
+attribute access, and AutoGraph accesses all modules. The modules here are executed at the first
+access to a name of their own, or to a module in them.
+
+While tf_keras is not executed no object is of one of its classes, so `tf_keras_classes` has none.
 """
 
 import importlib.abc
 import importlib.machinery
+import operator
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +23,11 @@ PARTS = frozenset(
   for part in ("visualization", "wrappers")
   for name in (part, f"src.{part}", f"_tf_keras.keras.{part}")
 )
+TF_KERAS = "tf_keras"
+_waiting: list[Callable[[], None]] = []
+
+
+_ASKED = ("__all__", "__version__", "__internal__")
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -28,7 +37,9 @@ class Finder(importlib.abc.MetaPathFinder):
     self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
   ) -> importlib.machinery.ModuleSpec | None:
     """Returns the spec of a deferred module; None for others."""
-    if fullname not in PARTS:
+    if fullname.startswith(f"{TF_KERAS}."):
+      getattr(sys.modules.get(TF_KERAS), "Model", None)  # before any module in it
+    if fullname not in PARTS and fullname != TF_KERAS:
       return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
     if spec is not None and spec.loader is not None:
@@ -54,7 +65,7 @@ class Deferred(importlib.abc.Loader):
 
     def missing(name: str) -> Any:
       absent = AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-      if name.startswith("__") and name != "__all__":  # Python and AutoGraph ask any module
+      if name.startswith("__") and name not in _ASKED:  # Python and AutoGraph ask any module
         raise absent
       with self._lock:
         if not self._started:
@@ -64,12 +75,45 @@ class Deferred(importlib.abc.Loader):
           except BaseException:
             self._started = False
             raise
-          del vars(module)["__getattr__"]
+          vars(module).pop("__getattr__", None)
+          if module.__name__ == TF_KERAS:
+            _run_waiting()
       if name not in vars(module):
         raise absent
       return vars(module)[name]
 
     vars(module)["__getattr__"] = missing
+
+
+def tf_keras_loaded() -> bool:
+  """Whether tf_keras has been executed, and is not only imported."""
+  module = sys.modules.get(TF_KERAS)
+  return module is not None and "Model" in vars(module)
+
+
+def tf_keras_classes(*paths: str) -> tuple[type, ...]:
+  """Returns classes of tf_keras, such as "layers.Layer"; none if it has not been executed."""
+  if not tf_keras_loaded():
+    return ()
+  return operator.attrgetter(*paths, "Model")(sys.modules[TF_KERAS])[:-1]
+
+
+def kerases() -> list[ModuleType]:
+  """Returns Keras 3, and tf_keras if it has been executed."""
+  return [sys.modules[name] for name in ("keras", *[TF_KERAS] * tf_keras_loaded())]
+
+
+def when_tf_keras_loads(call: Callable[[], None]) -> None:
+  """Calls `call` when tf_keras has been executed: at once, or right after its execution (host)."""
+  if tf_keras_loaded():
+    call()
+  else:
+    _waiting.append(call)
+
+
+def _run_waiting() -> None:
+  while _waiting:
+    _waiting.pop(0)()
 
 
 def install() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-import tf_keras
 
+from framework.backend.lazy_keras import tf_keras_classes
 from framework.errors import ConfigError
 
 
@@ -157,7 +157,7 @@ def regularization(model: Any) -> tf.Tensor | float:
 
 def is_keras(model: Any) -> bool:
   """Whether `model` is a layer or model of either Keras generation."""
-  return isinstance(model, (keras.Layer, tf_keras.layers.Layer))
+  return isinstance(model, (keras.Layer, *tf_keras_classes("layers.Layer")))
 
 
 def serving_function(model: Any) -> Any:

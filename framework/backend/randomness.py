@@ -25,17 +25,17 @@ docs/randomness.md lists the limits.
 import functools
 import hashlib
 import math
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-import tf_keras
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
-from tf_keras.src import backend as tf_keras_backend
 
 from framework import errors
+from framework.backend import lazy_keras
 
 # Seeds are never negative: XLA computes other numbers than TensorFlow from a negative seed.
 _HASH_BOUND = 2**30
@@ -56,7 +56,14 @@ def seed_everything(seed: int) -> None:
   """
   seed = _checked_seed(seed)
   keras.utils.set_random_seed(seed)
-  tf_keras.utils.set_random_seed(seed)
+  lazy_keras.when_tf_keras_loads(functools.partial(_seed_tf_keras, seed))
+
+
+def _seed_tf_keras(seed: int) -> None:
+  """Does what its `set_random_seed` does, but for the seeds that both Kerases share."""
+  from tf_keras.src import backend
+
+  backend._SEED_GENERATOR.generator = random.Random(seed)
 
 
 def step_key(
@@ -257,18 +264,15 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
-class _StreamGenerator(tf_keras_backend.RandomGenerator):
-  """Replaces a generator of tf_keras: each draw uses a new seed of `stream`."""
-
-  def __init__(self, stream: RandomStream) -> None:
-    super().__init__(seed=0, rng_type=self.RNG_STATELESS)
-    self.make_seed_for_stateless_op = stream.next_seed
-
-
 @functools.cache
 def _patch_generators() -> None:
   keras.random.SeedGenerator.next = _patched_next(keras.random.SeedGenerator.next)
-  generator = tf_keras_backend.RandomGenerator
+  lazy_keras.when_tf_keras_loads(_patch_tf_keras)
+
+
+def _patch_tf_keras() -> None:
+  from tf_keras.src.backend import RandomGenerator as generator  # noqa: N813
+
   for draw in (
     generator.random_normal,
     generator.random_uniform,
@@ -290,13 +294,22 @@ def _patched_next(keras_next: Callable[..., tf.Tensor]) -> Callable[..., tf.Tens
 
 def _patched_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
   @functools.wraps(draw)
-  def patched(self: tf_keras_backend.RandomGenerator, *args: Any, **kwargs: Any) -> Any:
+  def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
     stream = _entered.stream()
     if stream is None or self._rng_type == self.RNG_STATELESS:  # initializers are stateless
       return draw(self, *args, **kwargs)
-    return getattr(_StreamGenerator(stream), draw.__name__)(*args, **kwargs)
+    return getattr(_stream_generator(stream), draw.__name__)(*args, **kwargs)
 
   return patched
+
+
+def _stream_generator(stream: RandomStream) -> Any:
+  """Returns a generator of tf_keras, each draw of which uses a new seed of `stream`."""
+  from tf_keras.src.backend import RandomGenerator
+
+  made = RandomGenerator(seed=0, rng_type=RandomGenerator.RNG_STATELESS)
+  made.make_seed_for_stateless_op = stream.next_seed
+  return made
 
 
 def _seed_of_call() -> tf.Tensor:

@@ -19,9 +19,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tf_keras.src.layers.normalization.batch_normalization import BatchNormalizationBase
 
-from framework.backend import batch_norm, models, randomness
+from framework.backend import batch_norm, lazy_keras, models, randomness
 from framework.backend.autograph import as_written, converted
 from framework.backend.randomness import RandomStream
 from framework.errors import ConfigError, suggest
@@ -203,8 +202,14 @@ def _traced(function: Callable[..., Any], inputs: Sequence[tf.Tensor]) -> Any:
 @functools.cache
 def _patch_statistics() -> None:
   """Keeps a recomputation from updating the statistics of tf_keras; Keras 3 has StatelessScope."""
+  lazy_keras.when_tf_keras_loads(_patch_tf_keras)
+
+
+def _patch_tf_keras() -> None:
+  from tf_keras.src.layers.normalization.batch_normalization import BatchNormalizationBase as Base
+
   for name in ("_assign_moving_average", "_assign_new_value"):
-    setattr(BatchNormalizationBase, name, _unless_repeating(getattr(BatchNormalizationBase, name)))
+    setattr(Base, name, _unless_repeating(getattr(Base, name)))
 
 
 def _unless_repeating(assign: Callable[..., Any]) -> Callable[..., Any]:

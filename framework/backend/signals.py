@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ctrl-C"}
 owns_process = False
-"""Whether a second Ctrl-C may end the process at once, as launch.py allows; a notebook does not."""
+"""Whether the process is a command's own, as launch.py's, and not a notebook's.
+
+Then a second Ctrl-C may end it at once, and imports may turn off the search for garbage.
+"""
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ class Option(NamedTuple):
 
 def options(examination: Examination) -> list[Option]:
   """Returns every option of the registered names: first of those that the config uses (host)."""
+  table.register_all()
   uses = {(use.scope, use.name) for use in examination.graph.uses}
   uses |= {(each.scope, each.name) for each in examination.history if each.name != MACRO}
   names = [name for name in table.selectors() if not name.startswith(_FOREIGN)]

@@ -15,8 +15,9 @@ from framework.configurables.checks import (
   resolved,
 )
 from framework.configurables.graph import Graph
-from framework.configurables.reading import Binding, Config, read
-from framework.configurables.table import register_all
+from framework.configurables.reading import MACRO, Binding, Config, read
+from framework.configurables.table import register_all, register_for
+from framework.configurables.values import references
 from framework.errors import ConfigError
 
 
@@ -49,8 +50,9 @@ def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examina
     unread = Mistake("reading", place[1] if place else "", error)
     return Examination(Config([], [], []), [], Graph([]), [unread])
   imports.make_importable(config.files)
-  register_all()
+  register_all(with_tf_keras=False)
   found = list(_failed_imports(config))
+  register_for({name for binding in config.bindings for name in _names(binding)})
   return examined(config, found)
 
 
@@ -68,6 +70,13 @@ def examined(config: Config, found: Sequence[Mistake] = ()) -> Examination:
   if not found:
     found += mistakes_in_use(history, graph)
   return Examination(config, history, graph, found)
+
+
+def _names(binding: Binding) -> Iterator[str]:
+  """Yields the names that a binding looks up."""
+  for name in (binding.name, *(reference.name for reference in references(binding.value))):
+    if name != MACRO:
+      yield name
 
 
 def _failed_imports(config: Config) -> Iterator[Mistake]:

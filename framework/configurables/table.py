@@ -5,12 +5,12 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import gin
 
-from framework.configurables.imports import own_modules
+from framework.configurables.imports import own_modules, uncollected
 from framework.configurables.reading import Reference
 from framework.errors import ConfigError, suggest
 
@@ -114,18 +114,37 @@ def register(target: Target) -> Target:
   return target
 
 
-def register_all() -> None:
+def register_for(names: Collection[str]) -> None:
+  """Registers tf_keras's optimizers and schedules if one of the names in a config may be of them.
+
+  Executing tf_keras takes most of a second, and most configs use none of it. Call it after
+  `register_all`, without tf_keras, and after the imports of the config.
+  """
+  of_keras = [f"tf_{complete}" for complete, _ in registry().items() if _is_of("keras", complete)]
+  for name in names:
+    known = bool(registry().matching_selectors(name))
+    if not known or any(f".{each}".endswith(f".{name}") for each in of_keras):
+      register_all()
+      return
+
+
+def register_all(*, with_tf_keras: bool = True) -> None:
   """Registers `TABLE`, and the optimizers and schedules of both Keras generations; idempotent.
 
   Imports TensorFlow; uses no device.
 
+  Args:
+    with_tf_keras: False leaves out those of tf_keras, see `register_for`.
+
   Raises:
     AttributeError: a module does not have a name in `TABLE`.
   """
-  for module, names in TABLE:
+  with uncollected():
+    modules = [importlib.import_module(module) for module, _ in TABLE]
+  for module, (_, names) in zip(modules, TABLE, strict=True):
     for name in names.split():
-      _register(getattr(importlib.import_module(module), name), denylist=[*GIVEN.get(name, ())])
-  for package in OPTIMIZER_PACKAGES:
+      _register(getattr(module, name), denylist=[*GIVEN.get(name, ())])
+  for package in OPTIMIZER_PACKAGES[: 2 if with_tf_keras else 1]:
     for optimizer in _optimizers(package):
       # Keras's optimizers accept **kwargs only to raise an error.
       _register(optimizer, module=package, allowlist=[*_named(optimizer)])
@@ -230,6 +249,10 @@ def _register(target: Callable[..., Any], module: str | None = None, **lists: li
       gin.register(target.__name__, module=module, **lists)(target)
 
 
+def _is_of(package: str, complete: str) -> bool:
+  return complete.startswith(f"{package}.")
+
+
 def _optimizers(package: str) -> list[type]:
   module = importlib.import_module(f"{package}.optimizers")
   classes = [value for value in vars(module).values() if inspect.isclass(value)]
@@ -245,6 +268,8 @@ def _schedules(package: str) -> list[type]:
 def _selector(complete: str) -> str:
   if complete.startswith("gin.") or registry()[complete].is_method:
     return complete
+  if any(_is_of(package, complete) for package in OPTIMIZER_PACKAGES):
+    return complete  # the same name, whether the other package is registered or not
   return registry().minimal_selector(complete)
 
 

@@ -6,16 +6,17 @@ finite. The optimizer only applies its update rule.
 
 from __future__ import annotations
 
+import abc
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import tensorflow as tf
 import tf_keras
 
-from framework.backend import models
+from framework.backend import lazy_keras, models
 from framework.backend.replica_state import assign_result
 from framework.errors import ConfigError
 from framework.optimizers import functional, kernels, schedules, sharding
@@ -24,7 +25,17 @@ from framework.optimizers.saved_layout import SavedOptimizer
 from framework.optimizers.sharding import ShardedFusion
 from framework.strategies.model_parallel import is_model_parallel
 
-OptimizerFactory = Callable[[], keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer]
+if TYPE_CHECKING:
+  KerasOptimizer: TypeAlias = keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer
+else:
+
+  class KerasOptimizer(abc.ABC):  # noqa: B024
+    """The optimizers of Keras 3 and tf_keras; a union of them would execute tf_keras."""
+
+  KerasOptimizer.register(keras.optimizers.Optimizer)
+  lazy_keras.when_tf_keras_loads(lambda: KerasOptimizer.register(tf_keras.optimizers.Optimizer))
+
+OptimizerFactory = Callable[[], KerasOptimizer]
 DEFAULT = "default"
 
 
@@ -197,9 +208,7 @@ _BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
 """Around a name: Keras searches the pattern in the whole path, such as block/bias/replica_1:0."""
 
 
-def without_decay(
-  *, of: OptimizerFactory, names: Sequence[str]
-) -> keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer:
+def without_decay(*, of: OptimizerFactory, names: Sequence[str]) -> KerasOptimizer:
   """Returns another factory's optimizer, without weight decay for some variables.
 
   For example biases, gains of normalisation layers, or embeddings. The updates of such an optimizer
@@ -236,9 +245,8 @@ def is_elementwise(optimizer: Any) -> bool:
   True for known classes themselves, not for subclasses, and not with options that depend on whole
   variables.
   """
-  known = [
-    getattr(package.optimizers, n, None) for n in _ELEMENTWISE for package in (keras, tf_keras)
-  ]
+  packages = lazy_keras.kerases()
+  known = [getattr(package.optimizers, n, None) for n in _ELEMENTWISE for package in packages]
   whole = getattr(optimizer, "clipnorm", None) or excludes_from_decay(optimizer)
   return type(optimizer) in known and not whole
 
@@ -354,7 +362,7 @@ def _made(name: str, factory: Callable[[], Any]) -> Any:
 
 
 def _generation(optimizer: Any) -> type[Optimizer] | None:
-  if isinstance(optimizer, tf_keras.optimizers.Optimizer):
+  if isinstance(optimizer, lazy_keras.tf_keras_classes("optimizers.Optimizer")):
     return TfKerasOptimizer
   if isinstance(optimizer, keras.optimizers.Optimizer):
     return Keras3Optimizer

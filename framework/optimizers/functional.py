@@ -13,9 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-import tf_keras
 
-from framework.backend import models
+from framework.backend import lazy_keras, models
 from framework.errors import ConfigError
 from framework.strategies import model_parallel
 
@@ -31,7 +30,8 @@ def prepare(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
   Raises:
     ConfigError: an optimizer whose rule is not written here, or one with amsgrad.
   """
-  known = [getattr(package.optimizers, kind) for kind in _KINDS for package in (keras, tf_keras)]
+  packages = lazy_keras.kerases()
+  known = [getattr(package.optimizers, kind) for kind in _KINDS for package in packages]
   if type(optimizer) not in known or getattr(optimizer, "amsgrad", False):
     raise ConfigError(
       f"the optimizer is a {type(optimizer).__name__}, but model_parallel can update only with "

@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import keras
 import tensorflow as tf
-import tf_keras
 
 from framework.backend import models
+from framework.backend.lazy_keras import tf_keras_classes
 from framework.optimizers.fusion import Fusion, Gradients
 
 MASKED = 2**17
@@ -36,11 +36,7 @@ def use(optimizer: Any) -> None:
   kind = type(optimizer)
   if kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD):
     optimizer.update_step = functools.partial(_keras_3_step, optimizer, optimizer.update_step)
-  elif kind in (
-    tf_keras.optimizers.Adam,
-    tf_keras.optimizers.AdamW,
-    tf_keras.optimizers.SGD,
-  ):
+  elif kind in tf_keras_classes("optimizers.Adam", "optimizers.AdamW", "optimizers.SGD"):
     optimizer.update_step = functools.partial(_tf_keras_step, optimizer, optimizer.update_step)
 
 

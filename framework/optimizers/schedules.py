@@ -18,20 +18,17 @@ import keras
 import tensorflow as tf
 import tf_keras
 
+from framework.backend import lazy_keras
 from framework.errors import ConfigError, is_finite, require_integer, require_positive, shown
 
 ScheduleFunction = Callable[[tf.Tensor], Any]
-_KERAS_SCHEDULES = (
-  keras.optimizers.schedules.LearningRateSchedule,
-  tf_keras.optimizers.schedules.LearningRateSchedule,
-)
 
 
-class Schedule(
-  keras.optimizers.schedules.LearningRateSchedule,
-  tf_keras.optimizers.schedules.LearningRateSchedule,
-):
-  """A function of the step that Keras 3 and tf_keras optimizers accept as learning rate."""
+class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+  """A function of the step that Keras 3 and tf_keras optimizers accept as learning rate.
+
+  It is a schedule of tf_keras too, from the moment at which tf_keras is executed.
+  """
 
   def __init__(
     self, function: ScheduleFunction, *, config: Mapping[str, Any] | None = None
@@ -96,6 +93,19 @@ class Schedule(
     return _BY_NAME[arguments.pop("schedule")](**arguments)
 
 
+def _become_tf_keras() -> None:
+  Schedule.__bases__ += (tf_keras.optimizers.schedules.LearningRateSchedule,)
+
+
+lazy_keras.when_tf_keras_loads(_become_tf_keras)
+
+
+def _is_schedule(rate: Any) -> bool:
+  """Whether it is a schedule of either Keras."""
+  of_tf_keras = lazy_keras.tf_keras_classes("optimizers.schedules.LearningRateSchedule")
+  return isinstance(rate, (keras.optimizers.schedules.LearningRateSchedule, *of_tf_keras))
+
+
 def bind(optimizer: Any, step: tf.Variable) -> None:
   """Makes an optimizer's learning rate follow `step` if it is a schedule, including Keras's own.
 
@@ -107,13 +117,13 @@ def bind(optimizer: Any, step: tf.Variable) -> None:
     ConfigError: the rate is a plain function.
   """
   rate = optimizer._learning_rate  # the public property would evaluate the schedule
-  if callable(rate) and not isinstance(rate, _KERAS_SCHEDULES):
+  if callable(rate) and not _is_schedule(rate):
     raise ConfigError(
       f"the learning rate of {type(optimizer).__name__} is a function, "
       f"{getattr(rate, '__name__', rate)}; wrap it in framework.Schedule(function), which calls it "
       "with the step."
     )
-  if isinstance(rate, _KERAS_SCHEDULES):
+  if _is_schedule(rate):
     optimizer.learning_rate = _as_schedule("learning_rate", rate).bind(step)
 
 
@@ -334,7 +344,7 @@ _BY_NAME: dict[str, Callable[..., Schedule]] = {
 def _as_schedule(name: str, value: Any) -> Schedule:
   if isinstance(value, Schedule):
     return value
-  if isinstance(value, _KERAS_SCHEDULES):
+  if _is_schedule(value):
     return Schedule(value)
   return constant(learning_rate=_rate(name, value))
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from framework.backend.autograph import as_written
 from framework.errors import ConfigError, unknown
 
 Packing = Literal["flat", "per_tensor"]
@@ -162,6 +163,7 @@ class Reduction:
     dtypes = sorted(set(dtypes), key=lambda d: d.name)
     groups = -(-replicas // _GROUP)
 
+    @as_written
     def contribute() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
       replica = tf.distribute.get_replica_context().replica_id_in_sync_group
       group, value = tf.cast(replica, tf.int32) // _GROUP, tf.cast(replica, tf.int32) % _GROUP + 1
@@ -169,7 +171,7 @@ class Reduction:
       gradients = [tf.cast(rows, dtype) for dtype in dtypes]
       return self.all_reduce(gradients, [tf.cast(value, tf.float32)])
 
-    sums = tf.function(lambda: strategy.run(contribute))()
+    sums = tf.function(lambda: strategy.run(contribute), autograph=False)()
     totals = np.zeros([groups, 1])
     for replica in range(replicas):
       totals[replica // _GROUP] += replica % _GROUP + 1

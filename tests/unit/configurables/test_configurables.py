@@ -1,10 +1,13 @@
 """The config check, tried on a small table of toys: every mistake, its one line and its place."""
 
+import contextlib
+import gc
 import importlib
 import inspect
 import re
 import sys
 import textwrap
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +16,7 @@ import gin
 import pytest
 
 from framework import configurables
+from framework.backend import signals
 from framework.configurables import checks, imports, table, values
 from framework.errors import ConfigError
 
@@ -904,6 +908,26 @@ def test_a_name_that_the_module_lacks(monkeypatch):
   monkeypatch.setattr(table, "TABLE", ((__name__, "run nothing_such"),))
   with pytest.raises(AttributeError, match="nothing_such"):
     configurables.register_all()
+
+
+@pytest.mark.parametrize(("owned", "imported"), [(True, False), (False, False), (True, True)])
+def test_the_search_for_garbage_rests_while_a_command_imports_tensorflow(
+  owned, imported, monkeypatch
+):
+  monkeypatch.setattr(signals, "owns_process", owned)
+  loaded = {"tensorflow": sys} if imported else {}
+  monkeypatch.setattr(imports, "sys", types.SimpleNamespace(modules=loaded))
+  rests = owned and not imported
+  gc.unfreeze()
+  try:
+    with contextlib.suppress(ImportError), imports.uncollected():
+      assert gc.isenabled() is not rests
+      raise ImportError
+    assert gc.isenabled()
+    assert (gc.get_freeze_count() > 0) is rests
+  finally:
+    gc.enable()
+    gc.unfreeze()
 
 
 def test_register_all_twice_keeps_what_is_registered():

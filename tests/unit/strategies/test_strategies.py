@@ -17,6 +17,18 @@ def test_one_device_takes_the_cpu_where_there_is_no_gpu():
   assert factories.one_device(device="CPU:2").extended.worker_devices[0].endswith("CPU:2")
 
 
+@pytest.mark.parametrize("device", ["CPU:0", "CPU:2"])
+def test_one_cpu_reads_the_dataset_itself(device):
+  dataset = tf.data.Dataset.range(3)
+  strategy = factories.one_device(device=device)
+  assert traits.cluster_of(strategy).distribute(dataset) is dataset
+
+
+def test_one_gpu_gets_the_batches_ahead_of_the_step():
+  dataset, strategy = tf.data.Dataset.range(3), tf.distribute.OneDeviceStrategy("GPU:0")
+  assert traits.cluster_of(strategy).distribute(dataset) is not dataset
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_mirrored_splits_the_cpu(replicas):
   strategy = factories.mirrored(cpu_replicas=replicas)
