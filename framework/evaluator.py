@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, cast
 
 import orbit
@@ -17,7 +19,7 @@ from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.datasets import Batch
 from framework.inputs.sources import Source, StreamSource
-from framework.metrics import CollectedRows, MetricSums, PerExample
+from framework.metrics import CollectedRows, MetricSums, PackedSums, PerExample
 from framework.optimizers.ema import Ema
 from framework.step import EvalStep
 from framework.strategies import traits
@@ -29,22 +31,38 @@ Batches: TypeAlias = tf.data.Dataset | Callable[..., tf.data.Dataset]
 The function may return a list, of a data set for each of several shapes."""
 
 
+_CALL_S, _CALL_BATCHES = 0.2, 100
+"""A call of the compiled loop takes about so long, and at most so many batches."""
+_AT_ONCE = 2
+"""Batches whose operations may run at the same time: more take more memory."""
+
+
 @dataclasses.dataclass
 class EvalSet:
   """One evaluation set; `name` is "" if there is only one.
 
   Attributes:
     shapes: the distributed batches of each shape.
-    total: the number of batches, if it is known.
+    lengths: the number of batches of each shape; negative if it is not known.
     sums: of the metrics.
-    step: runs one batch, or under parameter servers one shard.
+    step: runs one batch: `packed_step` if there is a loop, else `eval_step`. Under parameter
+      servers, runs one shard.
+    loop: the compiled `eval_loop`; None runs each batch from the host.
+    at_once: the number of batches in the next call of the loop.
   """
 
   name: str
   shapes: list[Any]
-  total: int | None
+  lengths: list[int]
   sums: MetricSums
   step: Callable[..., Any]
+  loop: Callable[..., Any] | None = None
+  at_once: int = 1
+
+  @property
+  def total(self) -> int | None:
+    """The number of batches, if it is known."""
+    return sum(self.lengths) if min(self.lengths) >= 0 else None
 
   @property
   def where(self) -> str:
@@ -59,10 +77,10 @@ class Evaluator(orbit.AbstractEvaluator):
 
   Attributes:
     sources: name -> source of each set, if a `Recipe` made this evaluator.
-    between_batches: called after each batch with the set's name, its batches so far and its batches
-      in all, None if unknown (host); it may raise, to end the evaluation. On every worker of a
-      cluster, it is called equally often. Parameter servers call it several times a second, with 0
-      batches.
+    between_batches: called several times a second, and not more often than after each batch, with
+      the set's name, its batches so far and its batches in all, None if unknown (host); it may
+      raise, to end the evaluation. On every worker of a cluster, it is called equally often, after
+      each batch. Parameter servers call it with 0 batches.
   """
 
   def __init__(
@@ -90,6 +108,7 @@ class Evaluator(orbit.AbstractEvaluator):
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
     self._global_step = global_step
+    self._cluster = traits.cluster_of(strategy)
     self.sources: Mapping[str, Source | StreamSource] = {}
     self.between_batches: Callable[[str, int, int | None], None] = lambda *_: None
     self._prepare(dataset if isinstance(dataset, Mapping) else {"": dataset})
@@ -120,8 +139,7 @@ class Evaluator(orbit.AbstractEvaluator):
     servers and for batches whose shapes are not static, which trace later, otherwise or never.
     """
     traced = [(one, shape.element_spec) for one in self._sets for shape in one.shapes]
-    parts = tf.nest.flatten([spec for _, spec in traced], expand_composites=True)
-    if self.eager or not all(part.shape.is_fully_defined() for part in parts):
+    if self.eager or not _is_static([spec for _, spec in traced]):
       return None
     names: set[str] = set()
     for one, spec in traced:
@@ -147,42 +165,122 @@ class Evaluator(orbit.AbstractEvaluator):
         "asynchronous; use framework.parameter_server.ParameterServerEvaluator."
       )
     # Sets of the same features share a trace, and so the names of the metrics.
-    shared: dict[str, tuple[MetricSums, Callable[..., Any]]] = {}
+    shared: dict[str, tuple[Any, ...]] = {}
     self._sets: list[EvalSet] = []
     for name, dataset in given.items():
       made = dataset() if callable(dataset) else dataset
       shapes = made if isinstance(made, list) else [made]
-      features = repr([whole.element_spec for whole in shapes])
+      looped = all(map(self._may_loop, shapes))
+      features = f"{looped} {[whole.element_spec for whole in shapes]}"
       if features not in shared:
         with self.strategy.scope():
           sums = MetricSums()
-        shared[features] = (sums, self.eval_step if self.eager else compiled(self.eval_step))
-      distributed = [traits.cluster_of(self.strategy).distribute(whole) for whole in shapes]
-      self._sets.append(EvalSet(name, distributed, _length(shapes), *shared[features]))
+        shared[features] = (sums, *self._functions(looped))
+      distributed = [self._cluster.distribute(whole) for whole in shapes]
+      lengths = [int(batches.cardinality()) for batches in shapes]
+      self._sets.append(EvalSet(name, distributed, lengths, *shared[features]))
+
+  def _may_loop(self, batches: tf.data.Dataset) -> bool:
+    """Whether a compiled loop may take several batches: their number and shape are known."""
+    tried = traits.loops_over_evaluation(self.strategy) and not self.eager
+    return tried and batches.cardinality() >= 0 and _is_static(batches.element_spec)
+
+  def _functions(self, looped: bool) -> tuple[Any, ...]:
+    """Returns `EvalSet.step`, and `EvalSet.loop` if there is one."""
+    if not looped:
+      return (self.eval_step if self.eager else compiled(self.eval_step),)
+    step = compiled(self.packed_step)
+    return step, compiled(functools.partial(self.eval_loop, step))
 
   def _run_batches(self, one: EvalSet, limit: int) -> tuple[int, CollectedRows]:
     """Evaluates the first `limit` batches, or all if negative; returns how many, and their rows."""
     done, rows = 0, CollectedRows()
     total = one.total if limit < 0 else min(limit, one.total or limit)
-    batches = itertools.chain.from_iterable(map(datasets.iterate, one.shapes))
-    for batch in itertools.islice(batches, limit if limit >= 0 else None):
-      rows.add(one.step(batch))
-      done += 1
-      self.between_batches(one.name, done, total)
+    for batches, length in zip(one.shapes, one.lengths, strict=True):
+      left = limit - done if limit >= 0 else length
+      run = _singly(one.step, batches, left)
+      if one.loop:
+        run = _in_loops(one, batches, min(left, length))
+      for number, found in run:
+        rows.add(found, number)
+        done += number
+        self.between_batches(one.name, done, total)
     return done, rows
+
+  def eval_loop(
+    self, step: Any, iterator: Any, number: tf.Tensor
+  ) -> tuple[list[tf.Tensor], dict[str, PerExample]]:
+    """Evaluates the next `number` batches, an int32 scalar (cross-replica).
+
+    The loop carries the sums: if each step added to a variable, the next one would wait for it.
+
+    Args:
+      step: the compiled `packed_step`.
+      iterator: has as many batches.
+      number: at least 1.
+
+    Returns:
+      The sums that were added, and the PerExample metrics, [number, ...] each.
+    """
+    with tf.init_scope():
+      step = step.get_concrete_function(iterator.element_spec)  # the trace of `metric_names`
+    kinds = step.structured_outputs
+    sums = [tf.zeros(spec.shape, spec.dtype) for spec in tf.nest.flatten(kinds[0])]
+    rows = [
+      tf.TensorArray(spec.dtype, number, element_shape=spec.shape)
+      for spec in tf.nest.flatten(kinds[1])
+    ]
+
+    def body(done: tf.Tensor, sums: Any, rows: Any) -> tuple[Any, ...]:
+      added, values = map(tf.nest.flatten, step(datasets.next_of(iterator)))
+      sums = [one + other for one, other in zip(sums, added, strict=True)]
+      return done + 1, sums, [a.write(done, v) for a, v in zip(rows, values, strict=True)]
+
+    _, sums, rows = tf.while_loop(
+      lambda done, *_: done < number,
+      body,
+      (tf.constant(0), sums, rows),
+      parallel_iterations=_AT_ONCE,
+    )
+    packed = self._cluster.of_replicas(tf.nest.pack_sequence_as(kinds[0], sums))
+    self.strategy.run(self._metrics.add_packed, args=(packed,))
+    return sums, tf.nest.pack_sequence_as(kinds[1], [array.stack() for array in rows])
+
+  def packed_step(self, batch: Any) -> tuple[list[dict[int, tf.Tensor]], dict[str, PerExample]]:
+    """Evaluates one global batch; adds nothing (cross-replica).
+
+    Returns:
+      For each replica what `MetricSums.add_packed` takes, and the PerExample metrics.
+    """
+
+    def run(batch: Batch) -> Any:
+      packed = PackedSums(self._metrics)
+      rows = self.replica_step(batch, packed)
+      return packed.vectors, rows
+
+    vectors, rows = self.strategy.run(run, args=(self._cluster.per_replica(batch),))
+    first = self.strategy.experimental_local_results
+    count = self.strategy.num_replicas_in_sync
+    parts = [{name: first(part)[i] for name, part in vectors.items()} for i in range(count)]
+    return parts, self._of_first(rows)
 
   def eval_step(self, batch: Any) -> dict[str, PerExample]:
     """Evaluates one global batch; returns its PerExample metrics (cross-replica)."""
-    rows = self.strategy.run(self.replica_step, args=(batch,))
+    return self._of_first(
+      self.strategy.run(self.replica_step, args=(self._cluster.per_replica(batch),))
+    )
+
+  def _of_first(self, rows: Mapping[str, Any]) -> dict[str, PerExample]:
+    """Returns the metrics that all replicas have alike."""
     first = self.strategy.experimental_local_results
     return {name: PerExample(*(first(part)[0] for part in rows[name])) for name in rows}
 
-  def replica_step(self, batch: Batch) -> dict[str, PerExample]:
-    """Runs the task's step and sums its metrics; see `EvalStep.close` (replica context)."""
+  def replica_step(self, batch: Batch, sums: Any = None) -> dict[str, PerExample]:
+    """Runs the task's step and adds its metrics; see `EvalStep.close` (replica context)."""
     number = None if self._global_step is None else self._global_step.read_value()
     step = EvalStep(number=number)
     step.run(self.task.eval_step, batch)
-    return step.close(self._metrics)
+    return step.close(sums or self._metrics)
 
   def _require_examples(self, one: EvalSet, results: Mapping[str, float], batches: int) -> None:
     if batches == 0:
@@ -196,6 +294,30 @@ class Evaluator(orbit.AbstractEvaluator):
       )
 
 
-def _length(shapes: Sequence[tf.data.Dataset]) -> int | None:
-  lengths = [int(batches.cardinality()) for batches in shapes]
-  return sum(lengths) if min(lengths) >= 0 else None
+Calls: TypeAlias = Iterator[tuple[int, Mapping[str, PerExample]]]
+"""The number of batches of each call, and their PerExample metrics."""
+
+
+def _singly(step: Callable[..., Any], batches: Any, most: int) -> Calls:
+  """Runs at most `most` batches one by one, all if negative."""
+  for batch in itertools.islice(datasets.iterate(batches), most if most >= 0 else None):
+    yield 1, step(batch)
+
+
+def _in_loops(one: EvalSet, batches: Any, left: int) -> Calls:
+  """Runs `left` batches, as many in a call as take about `_CALL_S`."""
+  loop, iterator = cast(Any, one.loop), datasets.iterate(batches)
+  while left:
+    number, started = min(one.at_once, left), time.monotonic()
+    sums, rows = loop(iterator, tf.constant(number))
+    for each in sums:
+      each.numpy()  # waits for the devices, so that the time is that of the batches
+    yield number, rows
+    left -= number
+    pace = number / max(time.monotonic() - started, 1e-6)
+    one.at_once = max(1, min(8 * number, int(_CALL_S * pace), _CALL_BATCHES))
+
+
+def _is_static(specs: Any) -> bool:
+  parts = tf.nest.flatten(specs, expand_composites=True)
+  return all(part.shape.is_fully_defined() for part in parts)

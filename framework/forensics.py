@@ -160,7 +160,7 @@ def examine(trainer: Trainer) -> NonFiniteReport:
   before = read(strategy, variables)
   rollback.step_begins()
   try:
-    strategy.run(probe, args=(next(trainer.make_iterator()),))
+    strategy.run(probe, args=(trainer.cluster.per_replica(next(trainer.make_iterator())),))
     findings = [finding for each in probes for finding in each.findings()]
   finally:
     write(strategy, variables, before)

@@ -283,13 +283,30 @@ class MetricSums:
     Raises:
       ConfigError: a value is neither a pair of scalars nor a Sum, or has another shape than before.
     """
+    self.add_packed(self.packed(metrics))
+
+  def packed(self, metrics: Mapping[str, Summed]) -> dict[int, tf.Tensor]:
+    """Returns this replica's metrics for `add_packed`; see `add` (replica context).
+
+    Returns:
+      Number of a vector -> float64 [its size]. The sum of what several steps return is theirs.
+    """
     metrics = checked(metrics)
     new = {name: value for name, value in metrics.items() if name not in self._known()}
     if new:
       # Every replica comes here before one of them changes what is known.
       tf.distribute.get_replica_context().merge_call(lambda strategy: self._extend(strategy, new))
-    for block in self._blocks:
-      block.add({name: metrics[name] for name in block.layout.places if name in metrics})
+    vectors = {}
+    for index, block in enumerate(self._blocks):
+      if of_block := {name: metrics[name] for name in block.layout.places if name in metrics}:
+        block.layout.extend(of_block)
+        vectors[index] = block.layout.packed(of_block)
+    return vectors
+
+  def add_packed(self, vectors: Mapping[int, tf.Tensor]) -> None:
+    """Adds what `packed` returned (replica context)."""
+    for index, vector in vectors.items():
+      self._blocks[index].add(vector)
 
   def result(self) -> dict[str, float]:
     """Returns name -> total / weight over all replicas, and resets the sums to zero (host).
@@ -339,6 +356,23 @@ class MetricSums:
       self._blocks.append(thread.submit(make).result())
 
 
+class PackedSums:
+  """Stands for a `MetricSums` to which a step adds later (replica context).
+
+  Attributes:
+    vectors: what `MetricSums.add_packed` takes.
+  """
+
+  def __init__(self, sums: MetricSums) -> None:
+    """Starts with nothing."""
+    self._sums = sums
+    self.vectors: dict[int, tf.Tensor] = {}
+
+  def add(self, metrics: Mapping[str, Summed]) -> None:
+    """Keeps this replica's metrics; see `MetricSums.add`."""
+    self.vectors |= self._sums.packed(metrics)
+
+
 class _Block:
   """Metrics that one trace added, and the variable that sums them."""
 
@@ -354,10 +388,8 @@ class _Block:
     )
     self._compiled_total = tf.function(self._sums.read_value, autograph=False)
 
-  def add(self, metrics: Mapping[str, Summed]) -> None:
-    if metrics:
-      self.layout.extend(metrics)
-      self._sums.assign_add(self.layout.packed(metrics))
+  def add(self, vector: tf.Tensor) -> None:
+    self._sums.assign_add(vector)
 
   def read(self) -> np.ndarray:
     # Compiled, the sum over replicas takes a fraction of the eager time.
@@ -377,15 +409,15 @@ class CollectedRows:
 
   def __init__(self) -> None:
     """Starts with none."""
-    self._waiting: list[Mapping[str, PerExample]] = []
+    self._waiting: list[tuple[int, Mapping[str, PerExample]]] = []
     self._rows: dict[str, list[np.ndarray]] = {}
 
-  def add(self, metrics: Mapping[str, PerExample]) -> None:
-    """Adds a batch: tensors or arrays, of all replicas."""
+  def add(self, metrics: Mapping[str, PerExample], batches: int = 1) -> None:
+    """Adds a batch, or several as [batches, n, ...]: tensors or arrays, of all replicas."""
     if metrics:
-      self._waiting.append(metrics)
-    if len(self._waiting) > self._LAG:
-      self._take(self._waiting.pop(0))
+      self._waiting.append((batches, metrics))
+    while sum(number for number, _ in self._waiting[1:]) >= self._LAG:
+      self._take(self._waiting.pop(0)[1])
 
   def result(self) -> dict[str, np.ndarray]:
     """Returns name -> [m, ...], the rows whose weight is not 0, in the order of the batches.
@@ -393,7 +425,7 @@ class CollectedRows:
     Raises:
       ConfigError: rows of one name have several shapes.
     """
-    for metrics in self._waiting:
+    for _, metrics in self._waiting:
       self._take(metrics)
     self._waiting = []
     for name, rows in self._rows.items():

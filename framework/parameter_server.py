@@ -387,7 +387,7 @@ class ParameterServerEvaluator(Evaluator):
         )
       batches = self._dispatcher.datasets(functools.partial(self._of_shards, dataset)).build()
       step = tf.function(self.shard_sums)
-      self._sets.append(EvalSet(name, [batches], None, ReturnedSums(), step))
+      self._sets.append(EvalSet(name, [batches], [-1], ReturnedSums(), step))
 
   def metric_names(self) -> None:
     """See `Evaluator.metric_names`."""

@@ -384,6 +384,7 @@ class Session:
   def _evaluate(self) -> None:
     # An evaluation that a signal ends reports nothing; the next process starts it again.
     self._evaluated_step = self.step  # reading it may ask a server
+    self._any_asked = self.cluster.asking(_NOTICE_S)
     reporting = self._reporting_on_stop(self._reporters["eval"])
     with reporting, contextlib.suppress(_AskedToStop):
       self._controller.evaluate()

@@ -269,7 +269,7 @@ class Trainer(orbit.AbstractTrainer):
     read = next if traits.is_asynchronous(self.strategy) else datasets.next_of
     started = timing.timestamp()
     with tf.control_dependencies([started]):
-      batch = read(iterator)
+      batch = self.cluster.per_replica(read(iterator))
     with tf.control_dependencies([self._first(batch["weight"])]):
       return batch, tf.cast(timing.timestamp() - started, tf.float32)
 

@@ -47,6 +47,15 @@ def replays(strategy: tf.distribute.Strategy) -> bool:
   return not is_on_mesh(strategy) and not is_asynchronous(strategy)
 
 
+def loops_over_evaluation(strategy: tf.distribute.Strategy) -> bool:
+  """Whether a compiled loop may evaluate several batches; the others take them from the host.
+
+  In a cluster, all workers must agree after each batch; TPU and meshes have not been tried.
+  """
+  tried = tf.distribute.MirroredStrategy | tf.distribute.OneDeviceStrategy
+  return strategy is tf.distribute.get_strategy() or isinstance(strategy, tried)
+
+
 def row_shares(strategy: tf.distribute.Strategy) -> int:
   """Returns into how many parts of equal size the rows of a global batch are split."""
   if isinstance(strategy, model_parallel.ModelParallelStrategy):
