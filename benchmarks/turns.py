@@ -12,16 +12,23 @@ Times = dict[str, list[float]]
 """Contender -> seconds of each round."""
 
 
-def seconds(blocks: Mapping[str, Callable[[], object]], rounds: int) -> Times:
+def seconds(
+  blocks: Mapping[str, Callable[[], object]],
+  rounds: int,
+  before: Callable[[str], object] = lambda name: None,
+) -> Times:
   """Returns the seconds of each block in each round; every round has another random order (host).
 
   Args:
     blocks: name -> what to time; it returns when its work is done. Call each once before.
     rounds: how often each runs.
+    before: called with a block's name before each time, untimed.
   """
-  order, times = random.Random(0), {name: [] for name in blocks}  # type: tuple[random.Random, Times]
+  order = random.Random(0)
+  times: Times = {name: [] for name in blocks}
   for _ in range(rounds):
     for name in order.sample(list(blocks), len(blocks)):
+      before(name)
       started = time.perf_counter()
       blocks[name]()
       times[name].append(time.perf_counter() - started)

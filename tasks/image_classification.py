@@ -25,6 +25,8 @@ from framework.backend import bounded
 from framework.inputs.sources import MAX_IMAGE_BYTES, read_idx
 from framework.metrics import Weighted, weighted_sum
 
+_LARGE = 2**14
+"""Numbers in an image from which one by one is faster: a gather copies pixel by pixel."""
 DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
 _IDX = {
   "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -240,12 +242,10 @@ class ImageClassification(Task):
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Scales to [0, 1]; augments when training."""
-    image = tf.cast(batch["image"], tf.float32) / 255.0
-    if training and self._shift:
-      image = _shifted(image, batch["seed"], self._shift)
-    if training and self._flip:
-      image = _flipped(image, batch["seed"])
-    return {**batch, "image": image}
+    image = batch["image"]
+    if training and (self._flip or self._shift):
+      image = moved(image, batch["seed"], flip=self._flip, shift=self._shift)
+    return {**batch, "image": tf.cast(image, tf.float32) / 255.0}
 
   def forward(self, batch: Batch, training: bool) -> tf.Tensor:
     """Returns float32 logits [n, classes]."""
@@ -309,19 +309,33 @@ def _logits(classes: int) -> keras.layers.Layer:
   return keras.layers.Dense(classes, dtype="float32", name="logits")
 
 
-def _flipped(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Mirrors each image [n, h, w, c] with probability 1/2, by its own seed [n, 2]."""
-  mirror = (seed[:, 0] & 1) == 1
-  return tf.where(mirror[:, tf.newaxis, tf.newaxis, tf.newaxis], tf.reverse(image, [2]), image)
+def moved(image: tf.Tensor, seed: tf.Tensor, *, flip: bool, shift: int = 0) -> tf.Tensor:
+  """Moves and mirrors each image by its own seed (any context).
 
+  It takes a third of the time in uint8, so convert afterwards.
 
-def _shifted(image: tf.Tensor, seed: tf.Tensor, most: int) -> tf.Tensor:
-  """Moves each image [n, h, w, c] by up to `most` pixels, by its seed [n, 2]; fills with zeros."""
-  height, width = image.shape[1], image.shape[2]
-  padded = tf.pad(image, [[0, 0], [most, most], [most, most], [0, 0]])
-  span = 2 * most + 1
-  top = tf.math.floormod(seed[:, 1], span)
-  left = tf.math.floormod(seed[:, 1] // span, span)
-  rows = top[:, tf.newaxis] + tf.range(height)
-  columns = left[:, tf.newaxis] + tf.range(width)
-  return tf.gather(tf.gather(padded, rows, batch_dims=1), columns, axis=2, batch_dims=1)
+  Args:
+    image: [n, height, width, channels], any dtype.
+    seed: int32 [n, 2].
+    flip: mirror with probability 1/2, left to right, after moving.
+    shift: move by at most so many pixels in x and in y; fills with zeros.
+  """
+  span = 2 * shift + 1
+  top, left = tf.math.floormod(seed[:, 1], span), tf.math.floormod(seed[:, 1] // span, span)
+  mirror = (seed[:, 0] & 1 == 1) & flip
+  padded = tf.pad(image, [[0, 0], [shift, shift], [shift, shift], [0, 0]])
+  height, width, channels = image.shape[1:]
+  if height * width * channels >= _LARGE:
+
+    def one(at: tuple[tf.Tensor, ...]) -> tf.Tensor:
+      row, top, left, mirror = at
+      part = tf.slice(padded, [row, top, left, 0], [1, height, width, channels])[0]
+      return tf.cond(mirror, lambda: part[:, ::-1], lambda: part)
+
+    rows = tf.range(tf.shape(seed)[0])
+    moved_one = tf.TensorSpec(image.shape[1:], image.dtype)
+    return tf.map_fn(one, (rows, top, left, mirror), fn_output_signature=moved_one)
+  columns = tf.range(width)[tf.newaxis]
+  columns = left[:, tf.newaxis] + tf.where(mirror[:, tf.newaxis], columns[:, ::-1], columns)
+  of_rows = tf.gather(padded, top[:, tf.newaxis] + tf.range(height), batch_dims=1)
+  return tf.gather(of_rows, columns, axis=2, batch_dims=1)

@@ -24,7 +24,7 @@ from framework import Batch, ConfigError, Loss, Source, Step, Task
 from framework.errors import first_line
 from framework.metrics import Weighted, weighted_sum
 from framework.saving.warm_start import WarmStart
-from tasks.image_classification import ImageData, _flipped
+from tasks.image_classification import ImageData, moved
 
 IMAGENET = "imagenet"
 _LOCAL_STATISTICS = {
@@ -179,10 +179,11 @@ class TransferLearning(Task):
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Scales to the backbone's input; augments when training."""
-    image = tf.cast(batch["image"], tf.float32)
+    image = batch["image"]
     if training and self._flip:
-      image = _flipped(image, batch["seed"])
-    return {**batch, "image": self._backbone.preprocess_input(image)}
+      image = moved(image, batch["seed"], flip=True)
+    image = self._backbone.preprocess_input(tf.cast(image, tf.float32))
+    return {**batch, "image": image}
 
   def variables_of(self, optimizer: str) -> list[Any]:
     """Returns all trainable variables; those after the backbone for the optimizer "head"."""

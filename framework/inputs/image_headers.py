@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import tensorflow as tf
+
+Image: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+"""What to decode, and int64 [2]: height and width."""
 
 _MOST_BLOCKS = 2**17
 """Blocks of a GIF's first image, of up to 255 bytes each; hostile ones are of one byte."""
 
 
-def first_image(content: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def first_image(content: tf.Tensor) -> Image:
   """Returns what to decode, and int64 [2]: height and width of the result (any context).
 
   Args:
@@ -20,8 +24,21 @@ def first_image(content: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   Raises:
     tf.errors.InvalidArgumentError: when it runs, a header that is cut off.
   """
-  kinds: dict[tuple[int, bytes], Callable[[], tuple[tf.Tensor, tf.Tensor]]] = {
-    (0, b"\xff\xd8\xff"): lambda: (content, tf.io.extract_jpeg_shape(content, tf.int64)[:2]),
+  return tf.cond(
+    tf.strings.substr(content, 0, 3) == b"\xff\xd8\xff",
+    lambda: (content, tf.io.extract_jpeg_shape(content, tf.int64)[:2]),
+    lambda: _of_other_kinds(content),
+  )
+
+
+def _apart(function: Callable[[tf.Tensor], Image]) -> Any:
+  """Decorator: TensorFlow runs the function as one operation, so that a JPEG does not pass it."""
+  return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+
+
+@_apart
+def _of_other_kinds(content: tf.Tensor) -> Image:
+  kinds: dict[tuple[int, bytes], Callable[[], Image]] = {
     (0, b"\x89PNG"): lambda: (content, _sides(content, [19, 18, 17, 16], [23, 22, 21, 20])),
     (0, b"GIF8"): lambda: _first_of_gif(content),
     (0, b"BM"): lambda: (content, _sides_of_bmp(content)),
@@ -31,7 +48,8 @@ def first_image(content: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   }
   places, magics = zip(*kinds, strict=True)
   lengths = [len(magic) for magic in magics]
-  there = tf.strings.substr(tf.fill([len(kinds)], content), places, lengths) == tf.constant(magics)
+  begin = tf.fill([len(kinds)], tf.strings.substr(content, 0, 16))
+  there = tf.strings.substr(begin, places, lengths) == tf.constant(magics)
   # An empty text stands for what is none of these, as no decoder accepts it.
   none = lambda: (tf.constant(b""), tf.constant([1, 1], tf.int64))  # noqa: E731
   which = tf.argmax(tf.concat([there, [True]], 0), output_type=tf.int32)
@@ -56,7 +74,7 @@ def _sides_of_bmp(content: tf.Tensor) -> tf.Tensor:
   return tf.minimum(sides, 2**32 - sides)
 
 
-def _of_extended_webp(content: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _of_extended_webp(content: tf.Tensor) -> Image:
   """Returns no content for an animation, whose frames the decoder would all expand."""
   flags = tf.io.decode_raw(tf.strings.substr(content, 20, 1), tf.uint8)[0]
   one = tf.where(flags & 2 > 0, b"", content)
@@ -70,7 +88,7 @@ def _sides_of_lossless_webp(content: tf.Tensor) -> tf.Tensor:
   return tf.stack([bits // 2**14 % 2**14, bits % 2**14]) + 1
 
 
-def _first_of_gif(content: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _first_of_gif(content: tf.Tensor) -> Image:
   """Returns a GIF that ends after its first image; see the format's section 18 to 23."""
   data = tf.io.decode_raw(content, tf.uint8)
   image = tf.while_loop(

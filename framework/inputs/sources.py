@@ -177,61 +177,73 @@ class ImageFolderSource(Source):
 
   def _images(self, paths: tf.Tensor) -> tf.Tensor:
     # A nested pipeline, as only `ignore_errors` lets TensorFlow continue after a file that cannot
-    # be decoded. Its row is then missing, which identifies the file.
+    # be decoded. Its row is then missing, which identifies the file. TensorFlow prepares the mapped
+    # function anew for each batch, so it is small: it makes no messages.
     count = tf.size(paths, tf.int64)
-    decoded = (
+    read = (
       tf.data.Dataset.from_tensor_slices(paths)
       .enumerate()
-      .map(as_written(lambda row, path: (row, path, *self._decode(path))), tf.data.AUTOTUNE)
+      .map(as_written(lambda row, path: (row, *self._read(path))), tf.data.AUTOTUNE)
+      .ignore_errors()
     )
-    sized = decoded.ignore_errors().map(
-      as_written(
-        lambda row, path, image, sides: (row, self._sized(self._small(image, sides, path), path))
-      ),
-      tf.data.AUTOTUNE,
-    )
-    end = tf.data.Dataset.from_tensors((count, self._blank()))
-    rows, images = sized.concatenate(end).batch(count).take(1).get_single_element()
-    first_missing = tf.reduce_sum(tf.cast(rows == tf.range(tf.size(rows, tf.int64)), tf.int64))
-    path = tf.gather(paths, tf.minimum(first_missing, count - 1))
-    message = [path, f" cannot be read as an image of {self.channels} channels; remove it, or"]
-    message.append(" replace it by a complete JPEG, PNG, GIF or BMP file.")
-    return require(rows[-1] < count, images, message)
+    nothing = tf.zeros([2], tf.int64)
+    end = tf.data.Dataset.from_tensors((count, self._blank(), nothing, nothing))
+    rows, images, sides, sizes = read.concatenate(end).batch(count).take(1).get_single_element()
+    images = self._none_missing(images, rows, paths)
+    images = self._none_large(images, sides, paths)
+    return images if self.resize else self._all_fit(images, sizes, paths)
 
   def _blank(self) -> tf.Tensor:
     return tf.zeros([*self.image_size, self.channels], tf.uint8)
 
-  def _decode(self, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the image, or a blank one if it is too large, and its sides as its header has them.
+  def _read(self, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns an image of `image_size`, its sides as its header has them, and as decoded.
 
-    tf.io.decode_image trusts the header: 50 bytes can make it take 12 GB.
+    The image is blank if it is too large, as tf.io.decode_image trusts the header: 50 bytes can
+    make it take 12 GB. It is also blank if it must be resized, but `resize` is False.
     """
     content, sides = image_headers.first_image(tf.io.read_file(path))
-    image = tf.cond(
-      self._bytes(sides) <= self.max_bytes,
-      lambda: tf.io.decode_image(content, self.channels, expand_animations=False),
-      self._blank,
-    )
-    return image, sides
+
+    def decoded() -> tuple[tf.Tensor, tf.Tensor]:
+      image = tf.io.decode_image(content, self.channels, expand_animations=False)
+      size = tf.shape(image, tf.int64)[:2]
+      if self.resize:
+        return _resized(image, self.image_size), size
+      return tf.cond(tf.reduce_all(size == self.image_size), lambda: image, self._blank), size
+
+    small = self._bytes(sides) <= self.max_bytes
+    image, size = tf.cond(small, decoded, lambda: (self._blank(), sides))
+    return image, sides, size
 
   def _bytes(self, sides: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_prod(sides) * self.channels
+    return tf.reduce_prod(sides, axis=-1) * self.channels
 
-  def _small(self, image: tf.Tensor, sides: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
-    side, limit = tf.strings.as_string(sides), f"{self.max_bytes:,}"
-    message = [path, " is ", side[0], "x", side[1], " (height x width) and would take "]
-    message += [tf.strings.as_string(self._bytes(sides)), f" bytes, but max_bytes is {limit}; "]
-    message += ["raise it if you trust the file, or make the image smaller."]
-    return require(self._bytes(sides) <= self.max_bytes, image, message)
+  def _none_missing(self, images: tf.Tensor, rows: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
+    there = rows == tf.range(tf.size(rows, tf.int64))
+    message = [_first(paths, ~there), f" cannot be read as an image of {self.channels} channels; "]
+    message.append("remove it, or replace it by a complete JPEG, PNG, GIF or BMP file.")
+    return require(tf.reduce_all(there), images, message)
 
-  def _sized(self, image: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
-    if self.resize:
-      return _resized(image, self.image_size)
-    size = tf.shape(image)[:2]
-    side = tf.strings.as_string(size)
-    message = [path, " is ", side[0], "x", side[1], " (height x width), not "]
+  def _none_large(self, images: tf.Tensor, sides: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
+    large = self._bytes(sides) > self.max_bytes
+    needed = tf.strings.as_string(_first(self._bytes(sides), large))
+    message = [_first(paths, large), " is ", _shown(_first(sides, large))]
+    message += [" (height x width) and would take ", needed, " bytes, but max_bytes is "]
+    message.append(
+      f"{self.max_bytes:,}; raise it if you trust the file, or make the image smaller."
+    )
+    return require(~tf.reduce_any(large), images, message)
+
+  def _all_fit(self, images: tf.Tensor, sizes: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
+    other = tf.reduce_any(sizes != self.image_size, axis=1)
+    message = [
+      _first(paths, other),
+      " is ",
+      _shown(_first(sizes, other)),
+      " (height x width), not ",
+    ]
     message += ["x".join(map(str, self.image_size)), "; set resize=True or correct image_size."]
-    return require(tf.reduce_all(size == self.image_size), image, message)
+    return require(~tf.reduce_any(other), images, message)
 
 
 class StreamSource:
@@ -480,11 +492,21 @@ def _image_files(folder: str, max_bytes: int) -> list[bytes]:
   return sorted(os.fsencode(entry.path) for entry in entries)
 
 
+def _first(values: tf.Tensor, where: tf.Tensor) -> tf.Tensor:
+  """Returns the first of the values [n, ...] for which `where`, bool [n], holds."""
+  return values[tf.argmax(where)]
+
+
+def _shown(sides: tf.Tensor) -> tf.Tensor:
+  return tf.strings.reduce_join(tf.strings.as_string(sides), separator="x")
+
+
 def _resized(image: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
-  shrinks = tf.reduce_all(tf.shape(image)[:2] >= size)
+  """Returns uint8 [*size, channels]; the operations of tf.image.resize without its preparations."""
+  images, sides = image[tf.newaxis], tf.constant(size, tf.int32)
   resized = tf.cond(
-    shrinks,
-    lambda: tf.image.resize(image, size, "area"),
-    lambda: tf.image.resize(image, size, "bilinear"),
+    tf.reduce_all(tf.shape(image)[:2] >= sides),
+    lambda: tf.raw_ops.ResizeArea(images=images, size=sides),
+    lambda: tf.raw_ops.ResizeBilinear(images=images, size=sides, half_pixel_centers=True),
   )
-  return tf.saturate_cast(tf.round(resized), tf.uint8)
+  return tf.saturate_cast(tf.round(resized[0]), tf.uint8)

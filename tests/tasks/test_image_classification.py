@@ -209,6 +209,19 @@ def test_augmentation_is_a_function_of_each_examples_seed():
   assert (others != whole).any()
 
 
+@pytest.mark.parametrize(
+  "given", [{"flip": True, "shift": 2}, {"flip": True}, {"flip": False, "shift": 1}]
+)
+def test_large_images_move_like_small_ones(given, monkeypatch):
+  seeds = tf.constant(real_seeds(EXAMPLES))
+  small = image_classification.moved(tf.constant(IMAGES), seeds, **given)
+  monkeypatch.setattr(image_classification, "_LARGE", 1)
+  np.testing.assert_array_equal(
+    image_classification.moved(tf.constant(IMAGES), seeds, **given), small
+  )
+  assert (small != IMAGES).numpy().any()
+
+
 # ---- Networks ----
 
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import launch
-from benchmarks import ecosystems, growth, models, timeline
+from benchmarks import ecosystems, evaluation, growth, jpeg_folders, models, timeline, turns
 
 
 @pytest.mark.whole
@@ -72,3 +72,33 @@ def test_bytes_a_step_leave_out_the_warm_part():
   filling = [(step, 10**6 * step) for step in (0, 1000)]
   grown = [(step, 5 * 10**6 + 3 * step) for step in range(2000, 11_000, 1000)]
   assert growth.bytes_a_step([*filling, *grown]) == pytest.approx(3)
+
+
+def test_contenders_are_compared_round_by_round_with_the_fastest():
+  names = [*evaluation.MAKERS]
+  hand, other = evaluation.REFERENCES
+  times = {name: [4.0, 4.0, 4.0] for name in names} | {
+    hand: [1.0, 2.0, 8.0],
+    other: [3.0, 3.0, 3.0],
+  }
+  assert turns.fastest(times, evaluation.REFERENCES) == hand
+  first, *_ = evaluation.report({"mlp x1": times}, batches=2).splitlines()[2:]
+  assert first == "| **Loopwright** | 0.50 [0.38, 1.25] |"
+
+
+def test_turns_are_as_many_as_the_rounds_and_each_is_prepared():
+  calls = []
+  blocks = {name: (lambda name=name: calls.append(name)) for name in ("a", "b")}
+  times = turns.seconds(blocks, 3, before=lambda name: calls.append(f"before {name}"))
+  assert [len(times[name]) for name in blocks] == [3, 3]
+  assert sorted(calls) == sorted(["a", "b", "before a", "before b"] * 3)
+  assert all(calls[i] == f"before {calls[i + 1]}" for i in range(0, len(calls), 2))
+
+
+def test_made_images_have_the_sizes_and_the_detail_of_photos(tmp_path):
+  jpeg_folders.make_files(tmp_path, 12)
+  files = sorted(tmp_path.glob("*/*.jpg"))
+  images = [tf.io.decode_jpeg(file.read_bytes()).numpy() for file in files]
+  assert len(images) == 12
+  assert all(256 <= i.shape[0] <= 375 and 256 <= i.shape[1] <= 500 for i in images)
+  assert all(20_000 < file.stat().st_size < 100_000 for file in files)

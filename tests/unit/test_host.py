@@ -1,0 +1,97 @@
+"""What the host does between the steps of a loop: nothing, however many steps there are."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import op_callbacks, ops
+
+from framework.evaluator import Evaluator
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss
+from framework.task import Task
+from framework.trainer import Trainer
+
+SOURCE = ArraySource(features={"x": np.ones([64, 3], np.float32)})
+
+
+class Linear(Task):
+  def build_model(self):
+    return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=training)[:, 0]
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs), batch["weight"])
+
+
+class Counted:
+  """Operations that the host starts, and tensors that it reads, within `counting`."""
+
+  def __init__(self):
+    self.counts = []
+
+  @contextlib.contextmanager
+  def counting(self, monkeypatch):
+    found, read = {"operations": 0, "reads": 0}, ops._EagerTensorBase._numpy
+
+    def started(*unused, **unused_too):
+      found["operations"] += 1
+
+    def reading(tensor):
+      found["reads"] += 1
+      return read(tensor)
+
+    with monkeypatch.context() as patch:
+      patch.setattr(ops._EagerTensorBase, "_numpy", reading)
+      op_callbacks.add_op_callback(started)
+      try:
+        yield
+      finally:
+        op_callbacks.remove_op_callback(started)
+    self.counts.append(found)
+
+
+def trainer_of(strategy, **options):
+  def dataset(position):
+    pad = strategy.num_replicas_in_sync
+    return datasets.train_dataset(SOURCE, global_batch_size=4, position=position, pad_multiple=pad)
+
+  return Trainer(
+    task=Linear(), strategy=strategy, dataset_fn=dataset, global_batch_size=4,
+    optimizer=lambda: keras.optimizers.SGD(0.1), **options,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_nothing_is_read_or_started_between_training_steps(eager, monkeypatch):
+  trainer, counted = trainer_of(tf.distribute.get_strategy(), eager=eager), Counted()
+  trainer.train(tf.constant(1))
+  for steps in (2, 12):
+    with counted.counting(monkeypatch):
+      trainer.train(tf.constant(steps))
+  few, many = counted.counts
+  assert (few == many) != eager  # each eager step starts operations of its own
+  assert few["reads"] > 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nothing_is_read_or_started_between_batches_of_an_evaluation(
+  replicas, mirrored, monkeypatch
+):
+  strategy, counted = mirrored(replicas), Counted()
+  trainer = trainer_of(strategy)
+  data = datasets.eval_dataset(SOURCE, global_batch_size=4, pad_multiple=replicas)
+  evaluator = Evaluator(task=trainer.task, strategy=strategy, dataset=data)
+  evaluator.evaluate()
+  for batches in (2, 12):
+    evaluator._sets[0].at_once = 100
+    with counted.counting(monkeypatch):
+      evaluator.evaluate(batches)
+  few, many = counted.counts
+  assert few == many
+  assert few["reads"] > 0
