@@ -9,7 +9,17 @@ import pytest
 import tensorflow as tf
 
 import launch
-from benchmarks import ecosystems, evaluation, growth, jpeg_folders, models, timeline, turns
+from benchmarks import (
+  ecosystems,
+  evaluation,
+  growth,
+  jpeg_folders,
+  models,
+  startup,
+  startup_sides,
+  timeline,
+  turns,
+)
 
 
 @pytest.mark.whole
@@ -102,3 +112,32 @@ def test_made_images_have_the_sizes_and_the_detail_of_photos(tmp_path):
   assert len(images) == 12
   assert all(256 <= i.shape[0] <= 375 and 256 <= i.shape[1] <= 500 for i in images)
   assert all(20_000 < file.stat().st_size < 100_000 for file in files)
+
+
+def test_start_up_is_compared_round_by_round():
+  def process(imports, step, cpu):
+    return {"imports": imports, "first step": step, "cpu": cpu}
+
+  def turn(ours, theirs):
+    return dict(zip(startup.WHO, (process(*ours), process(*theirs)), strict=True))
+
+  # 3 over 2, 6 over 8 and 10 over 10 seconds; the ratio of the medians would be 0.75.
+  figures = [
+    turn((2.0, 1.0, 4.0), (1.0, 1.0, 1.0)),
+    turn((2.0, 4.0, 1.0), (4.0, 4.0, 1.0)),
+    turn((2.0, 8.0, 1.0), (5.0, 5.0, 2.0)),
+  ]
+  lines = startup.report({"mlp x2": figures}).splitlines()
+  assert "| mlp x2 | 6.00 | 8.00 | 1.00 [0.88, 1.25] | 1.00 [0.75, 2.50] |" in lines
+  assert "| mlp x2 | loopwright | 2.00 | 0.00 | 0.00 | 0.00 | 0.00 | 4.00 |" in lines
+  assert "| mlp x2 | by hand | 4.00 | 0.00 | 0.00 | 0.00 | 0.00 | 4.00 |" in lines
+
+
+def test_the_parts_of_a_start_add_up_to_the_time_since_the_command(monkeypatch, tmp_path):
+  clock = iter([11.0, 11.5, 14.0])
+  monkeypatch.setattr(startup_sides.time, "perf_counter", lambda: next(clock))
+  watch = startup_sides.Watch(10.0, str(tmp_path / "seconds.json"))
+  for part in ("imports", "proof", "imports"):
+    watch.end(part)
+  assert watch.seconds == {"imports": 3.5, "proof": 0.5}
+  assert startup.total(watch.seconds) == 14.0 - 10.0
