@@ -222,8 +222,8 @@ class Evaluator(orbit.AbstractEvaluator):
     Returns:
       The sums that were added, and the PerExample metrics, [number, ...] each.
     """
-    with tf.init_scope():
-      step = step.get_concrete_function(iterator.element_spec)  # the trace of `metric_names`
+    with tf.init_scope():  # where no gradient tape works, so that it must have been traced
+      step = step.get_concrete_function(iterator.element_spec)
     kinds = step.structured_outputs
     sums = [tf.zeros(spec.shape, spec.dtype) for spec in tf.nest.flatten(kinds[0])]
     rows = [
@@ -307,6 +307,7 @@ def _singly(step: Callable[..., Any], batches: Any, most: int) -> Calls:
 def _in_loops(one: EvalSet, batches: Any, left: int) -> Calls:
   """Runs `left` batches, as many in a call as take about `_CALL_S`."""
   loop, iterator = cast(Any, one.loop), datasets.iterate(batches)
+  cast(Any, one.step).get_concrete_function(iterator.element_spec)  # `loop` cannot trace it
   while left:
     number, started = min(one.at_once, left), time.monotonic()
     sums, rows = loop(iterator, tf.constant(number))
