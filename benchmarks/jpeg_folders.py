@@ -181,7 +181,7 @@ def measure(folder: Path, batch_size: int, rounds: int, batches: int) -> turns.T
 
 def report(times: turns.Times, images: int) -> str:
   """Returns a table, of rounds of so many images."""
-  lines = ["|  | images/s | Loopwright is faster by |", "| --- | --- | --- |"]
+  lines = ["|  | images/s | Loopwright's rate over it |", "| --- | --- | --- |"]
   for name in times:
     rate = images / np.median(times[name])
     lines.append(f"| {name} | {rate:.0f} | {turns.ratio(times, LOOPWRIGHT, name)} |")
