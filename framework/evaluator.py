@@ -307,7 +307,8 @@ def _singly(step: Callable[..., Any], batches: Any, most: int) -> Calls:
 def _in_loops(one: EvalSet, batches: Any, left: int) -> Calls:
   """Runs `left` batches, as many in a call as take about `_CALL_S`."""
   loop, step, iterator = cast(Any, (one.loop, one.step, datasets.iterate(batches)))
-  step.get_concrete_function(iterator.element_spec)  # `loop` cannot trace it
+  if left:
+    step.get_concrete_function(iterator.element_spec)  # `loop` cannot trace it
   while left:
     number, started = min(one.at_once, left), time.monotonic()
     sums, rows = loop(iterator, tf.constant(number))

@@ -66,10 +66,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_bindings_left():
-  """Clears gin after each file: what it left would stand for the arguments of `run` in the next."""
+def nothing_left():
+  """Undoes after each file what `run` sets for the whole process; the next would run with it."""
   yield
-  if gin := sys.modules.get("gin"):
+  from tensorflow.python.data.ops import debug_mode
+  from tensorflow.python.framework import config
+
+  config.disable_op_determinism()  # run.deterministic
+  debug_mode.toggle_debug_mode(False)  # run.eager
+  if gin := sys.modules.get("gin"):  # what it has bound are the arguments of `run`
     gin.clear_config()
 
 
