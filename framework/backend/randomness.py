@@ -60,7 +60,7 @@ def seed_everything(seed: int) -> None:
 
 
 def _seed_tf_keras(seed: int) -> None:
-  """Does what its `set_random_seed` does, but for the seeds that both Kerases share."""
+  """Seeds tf_keras itself; what it shares with Keras 3 is seeded already."""
   from tf_keras.src import backend
 
   backend._SEED_GENERATOR.generator = random.Random(seed)

@@ -152,14 +152,14 @@ def float64_batches(case):
   return [{k: v.astype(np.float64) for k, v in b.items()} for b in global_batches(case)]
 
 
-# 47 rows and one of padding can be shared out to 1, 2, 3 and 4 replicas of 2 micro-batches each.
+# 47 rows and one of padding can be shared out to 1, 2, 3 and 4 replicas of 4 micro-batches each.
 EVERYTHING = Scenario(
   name="everything",
   batch_size=47,
   random_weights=True,
   l2=0.02,
   clip_norm=1.5,
-  accumulation_steps=2,
+  accumulation_steps=4,
   loss_scale=Dynamic(),
   ema_decay=0.8,
   overflow_step=7,
