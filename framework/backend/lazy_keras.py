@@ -24,10 +24,9 @@ PARTS = frozenset(
   for name in (part, f"src.{part}", f"_tf_keras.keras.{part}")
 )
 TF_KERAS = "tf_keras"
-_waiting: list[Callable[[], None]] = []
-
-
 _ASKED = ("__all__", "__version__", "__internal__")
+"""Names with underscores at which a module is executed."""
+_waiting: list[Callable[[], None]] = []
 
 
 class Finder(importlib.abc.MetaPathFinder):
