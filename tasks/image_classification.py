@@ -330,7 +330,7 @@ def moved(image: tf.Tensor, seed: tf.Tensor, *, flip: bool, shift: int = 0) -> t
     def one(at: tuple[tf.Tensor, ...]) -> tf.Tensor:
       row, top, left, mirror = at
       part = tf.slice(padded, [row, top, left, 0], [1, height, width, channels])[0]
-      return tf.cond(mirror, lambda: part[:, ::-1], lambda: part)
+      return tf.cond(mirror, lambda: tf.reverse(part, [1]), lambda: part)
 
     rows = tf.range(tf.shape(seed)[0])
     moved_one = tf.TensorSpec(image.shape[1:], image.dtype)

@@ -165,8 +165,27 @@ def test_a_file_that_cannot_be_decoded_is_named(folder, bad, damage):
   for path in paths:
     path.write_bytes(damage(path.read_bytes()))
   source = ImageFolderSource(directory=str(directory), image_size=(4, 6))
-  line = runtime_error(eval_dataset(source, global_batch_size=3))
-  assert line.startswith(f"{paths[0]} cannot be read as an image of 3 channels;")
+  for size in (1, 2, 3):
+    dataset = eval_dataset(source, global_batch_size=size)
+    whole = bad[0] // size  # batches before the damaged file
+    before = [image for batch in arrays(dataset, whole) for image in batch["image"]]
+    np.testing.assert_array_equal(before, list(pixels.values())[: len(before)])
+    line = runtime_error(dataset.skip(whole))
+    assert line.startswith(f"{paths[0]} cannot be read as an image of 3 channels;")
+
+
+def test_a_subclass_of_an_image_folder_may_change_what_it_fetches(folder):
+  class Inverted(ImageFolderSource):
+    def fetch(self, indices):
+      batch = super().fetch(indices)
+      return {**batch, "image": 255 - batch["image"]}
+
+  directory, pixels = folder
+  source = Inverted(directory=str(directory), image_size=(4, 6))
+  inverted = 255 - np.stack(list(pixels.values()))
+  np.testing.assert_array_equal(one_batch(source)["image"], inverted)
+  [batch] = arrays(train_dataset(source, global_batch_size=3), 1)
+  np.testing.assert_array_equal(batch["image"], inverted[batch["example_id"]])
 
 
 def test_the_users_line_is_found_in_what_a_compiled_loop_raises(folder, mirrored):
