@@ -18,8 +18,14 @@ import tensorflow as tf
 import tf_keras
 from absl import logging
 
-from framework.backend import lazy_keras, models, recomputation, replica_state, timing
-from framework.backend.autograph import compiled
+from framework.backend import (
+  lazy_keras,
+  models,
+  recomputation,
+  remapper,
+  replica_state,
+  timing,
+)
 from framework.backend.timing import timed
 from framework.errors import ConfigError, require_integer
 from framework.inputs import datasets
@@ -343,7 +349,7 @@ class Trainer(orbit.AbstractTrainer):
     self._compiled_loop: Any = self._compiled()
 
   def _compiled(self) -> Any:
-    return self.loop if self.eager else compiled(self.loop)
+    return self.loop if self.eager else remapper.Compiled(self.loop)
 
   def _make_counters(self) -> None:
     """Makes the counters, which stay exact under every strategy."""

@@ -12,7 +12,6 @@ explains each check. report.py holds the results. bench/ has the tools of the ch
     random_draws.py   which operations draw, and where
     survey.py         digests of examples
     labels.py         which feature is the label
-    graphs.py         operations of a traced step
     xla.py            operations that XLA cannot compile
     held_state.py     state of a task outside of its checkpoint
     recording.py      the verbs that a step calls, and on which gradients

@@ -32,6 +32,13 @@ _KERAS = re.compile(r"/(tf_)?keras/src/")
 
 STATEFUL = "stateful random op"
 """The cause of numbers that do not follow the run's seed."""
+STATEFUL_OPERATIONS = (
+  "RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "Multinomial",
+  "RandomShuffle", "RandomGamma", "RandomPoissonV2", "ParameterizedTruncatedNormal",
+  "StatefulUniform", "StatefulUniformFullInt", "StatefulUniformInt", "StatefulStandardNormalV2",
+  "StatefulTruncatedNormal", "StatefulRandomBinomial", "RngReadAndSkip",
+)  # fmt: skip
+"""Types of operations whose numbers depend on how often they have run."""
 
 
 def is_generator(variable: str) -> bool:

@@ -15,7 +15,8 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from framework import configurables
-from framework.verify.bench import bench, graphs, same_draws, source_lines
+from framework.backend import graphs
+from framework.verify.bench import bench, same_draws, source_lines
 from framework.verify.bench.bench import Bench, Rows, Subject
 from framework.verify.report import Result
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework.backend import models
+from framework.backend import graphs, models
 from framework.backend.autograph import compiled
 from framework.trainer import Trainer
-from framework.verify.bench import bench, graphs, harness, held_state, source_lines, xla
+from framework.verify.bench import bench, harness, held_state, source_lines, xla
 from framework.verify.bench.bench import Subject
 from framework.verify.report import Result
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from framework.backend import graphs
 from framework.errors import ConfigError, failure, place_of
 from framework.strategies import traits
-from framework.verify.bench import bench, graphs, source_lines
+from framework.verify.bench import bench, source_lines
 from framework.verify.bench.bench import Bench, Outcome, Subject
 from framework.verify.checks import replicas
 from framework.verify.checks.replicas import Comparison, Explanation

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from framework import errors
-from framework.backend import models
+from framework.backend import graphs, models
 from framework.inputs.parts import main_source
 from framework.saving import checkpoints
 from framework.saving.checkpoints import CheckpointManager
@@ -26,7 +26,6 @@ from framework.task import Task
 from framework.trainer import Trainer
 from framework.verify.bench import (
   bench,
-  graphs,
   harness,
   held_state,
   random_draws,
@@ -182,7 +181,7 @@ class Resumption:
         group=GROUP, check=SAME_STEP, status="failed", detail=seen, cause=cause, remedy=remedy,
         place=place,
       )  # fmt: skip
-    random = [op for op in whole.operations() if op.type in graphs.RANDOM]
+    random = [op for op in whole.operations() if op.type in random_draws.STATEFUL_OPERATIONS]
     if whole.drew or random:
       of_python = "np.random", "random.", "numpy_function", "py_function"
       return Result(

@@ -1,4 +1,4 @@
-"""The operations of a traced step, with those of all functions inside it."""
+"""The operations of a traced function, with those of all functions inside it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-
-RANDOM = (
-  "RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "Multinomial",
-  "RandomShuffle", "RandomGamma", "RandomPoissonV2", "ParameterizedTruncatedNormal",
-  "StatefulUniform", "StatefulUniformFullInt", "StatefulUniformInt", "StatefulStandardNormalV2",
-  "StatefulTruncatedNormal", "StatefulRandomBinomial", "RngReadAndSkip",
-)  # fmt: skip
-"""Operations whose numbers depend on how often they have run."""
 
 
 def operations(graph: Any) -> Iterator[tf.Operation]:
