@@ -7,6 +7,7 @@ descent in a compiled loop. The two contenders take turns. framework/backend/rem
 the conclusion.
 """
 
+import argparse
 import itertools
 import os
 import time
@@ -35,6 +36,7 @@ ROUNDS, BLOCK_S = 15, 0.15
 
 
 def main():
+  argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
   remapper.SMALL = 2**40  # so that every size is tried
   print(
     "| rows | widths | activation | largest result | fused, us a step | times as fast when not |"
