@@ -3,7 +3,7 @@
     python -m benchmarks.fused_products
 
 Each row is a network of dense layers with a bias and an activation, trained by plain gradient
-descent in a compiled loop. The two contenders take turns. framework/backend/remapper.py states
+descent in a compiled loop. The two contenders take turns. framework/backend/grappler.py states
 the conclusion.
 """
 
@@ -18,7 +18,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 import tensorflow as tf
 
 from benchmarks import turns
-from framework.backend import autograph, remapper
+from framework.backend import autograph, grappler
 
 NETWORKS = [
   (64, [64, 64, 64, 10]),
@@ -37,7 +37,7 @@ ROUNDS, BLOCK_S = 15, 0.15
 
 def main():
   argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-  remapper.SMALL = 2**40  # so that every size is tried
+  grappler.SMALL = 2**40  # so that every size is tried
   print(
     "| rows | widths | activation | largest result | fused, us a step | times as fast when not |"
   )
@@ -54,7 +54,7 @@ def main():
 def compared(rows, widths, activation):
   """Returns the microseconds of a fused step, and the ratio to one without fused products."""
   loops = {"fused": autograph.compiled(made(rows, widths, activation))}
-  loops["apart"] = remapper.Compiled(made(rows, widths, activation))
+  loops["apart"] = grappler.Compiled(made(rows, widths, activation))
   for loop in loops.values():
     loop(tf.constant(3))
   started = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 import orbit
 import tensorflow as tf
 
-from framework.backend import remapper
+from framework.backend import grappler
 from framework.backend.autograph import compiled
 from framework.backend.timing import timed
 from framework.errors import ConfigError
@@ -191,7 +191,7 @@ class Evaluator(orbit.AbstractEvaluator):
     if not looped:
       return (self.eval_step if self.eager else compiled(self.eval_step),)
     step = compiled(self.packed_step)
-    return step, remapper.Compiled(functools.partial(self.eval_loop, step))
+    return step, grappler.Compiled(functools.partial(self.eval_loop, step))
 
   def _run_batches(self, one: EvalSet, limit: int) -> tuple[int, CollectedRows]:
     """Evaluates the first `limit` batches, or all if negative; returns how many, and their rows."""

@@ -19,10 +19,10 @@ import tf_keras
 from absl import logging
 
 from framework.backend import (
+  grappler,
   lazy_keras,
   models,
   recomputation,
-  remapper,
   replica_state,
   timing,
 )
@@ -349,7 +349,7 @@ class Trainer(orbit.AbstractTrainer):
     self._compiled_loop: Any = self._compiled()
 
   def _compiled(self) -> Any:
-    return self.loop if self.eager else remapper.Compiled(self.loop)
+    return self.loop if self.eager else grappler.Compiled(self.loop)
 
   def _make_counters(self) -> None:
     """Makes the counters, which stay exact under every strategy."""

@@ -97,7 +97,10 @@ class Optimizer:
     self.fusion.save_whole(optimizer)
     if fuse:
       kernels.use(optimizer)
-      self.masks = not shard and kernels.masks(optimizer, self.fusion.variables)
+      originals = len(self.fusion.originals)
+      self.masks = not shard and kernels.masks(
+        optimizer, self.fusion.variables, originals=originals
+      )
 
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar (any context)."""

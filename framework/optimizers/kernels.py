@@ -24,6 +24,8 @@ from framework.optimizers.fusion import Fusion, Gradients
 
 MASKED = 2**17
 """Up to this many elements an optimizer updates without a branch, see `masks`."""
+MASKED_EACH = 2**10
+"""So it does with more, up to this many for each of the model's variables on average."""
 FORKED = range(2**9, 2**15)
 """Sizes in elements for which, on a CPU, Adam's kernel is slower than Keras's operations."""
 
@@ -40,12 +42,18 @@ def use(optimizer: Any) -> None:
     optimizer.update_step = functools.partial(_tf_keras_step, optimizer, optimizer.update_step)
 
 
-def masks(optimizer: Any, variables: Sequence[Any]) -> bool:
+def masks(optimizer: Any, variables: Sequence[Any], *, originals: int) -> bool:
   """Whether `apply_masked` can update these variables, and is faster than a branch.
 
   Operations in a branch wait until it is known which one is taken: 40 to 90 us of a step of 0.5 to
-  1 ms. Without a branch, all that needs no gradient runs beside the backward pass. The price is one
-  more pass over the gradients, so it is for small models only.
+  1 ms, and each variable used in it is handed in by an operation of its own. Without a branch, all
+  that needs no gradient runs beside the backward pass. The price is one more pass over the
+  gradients, so it is for small models and small variables only.
+
+  Args:
+    optimizer: of either Keras.
+    variables: those with which it is built: small ones are fused.
+    originals: how many variables of the model these are.
   """
   sgd, adam = keras.optimizers.SGD, keras.optimizers.Adam
   plain = (type(optimizer) is sgd and not optimizer.momentum) or (
@@ -61,7 +69,7 @@ def masks(optimizer: Any, variables: Sequence[Any]) -> bool:
     and not any(getattr(optimizer, option) for option in options)
     and all(getattr(v, "constraint", None) is None for v in variables)
     and all(v.dtype == tf.float32 for v in raw)
-    and sum(v.shape.num_elements() for v in raw) <= MASKED
+    and sum(v.shape.num_elements() for v in raw) <= max(MASKED, MASKED_EACH * originals)
   )
 
 

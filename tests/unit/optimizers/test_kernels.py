@@ -295,13 +295,33 @@ def test_an_update_without_a_branch_leaves_all_as_it_is_if_not_finite(
   ],
 )
 def test_what_a_mask_cannot_stop_is_updated_in_a_branch(name, changed):
+  def masks(optimizer, variables):
+    return kernels.masks(optimizer, variables, originals=len(variables))
+
   variables = [keras.Variable(w) for w in initial(np.float32)]
-  assert not kernels.masks(make("keras", name, **changed), variables)
-  assert not kernels.masks(make("tf_keras", "adam"), variables)
+  assert not masks(make("keras", name, **changed), variables)
+  assert not masks(make("tf_keras", "adam"), variables)
   constrained = keras.Variable(np.ones(3))
   constrained.constraint = keras.constraints.NonNeg()
   adam = make("keras", "adam")
-  assert not kernels.masks(adam, [*variables, constrained])
-  assert not kernels.masks(adam, [keras.Variable(np.ones(3), dtype="float16")])
-  assert not kernels.masks(adam, [keras.Variable(np.ones(kernels.MASKED + 1))])
-  assert kernels.masks(adam, variables)
+  assert not masks(adam, [*variables, constrained])
+  assert not masks(adam, [keras.Variable(np.ones(3), dtype="float16")])
+  assert masks(adam, variables)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "expected"),
+  [
+    ([kernels.MASKED], True),
+    ([kernels.MASKED + 1], False),
+    ([kernels.MASKED_EACH] * 200, True),  # more than that, but in small variables
+    ([kernels.MASKED_EACH] * 199 + [kernels.MASKED_EACH + 1], False),
+  ],
+)
+def test_small_models_and_small_variables_are_updated_without_a_branch(sizes, expected):
+  variables = [tf.Variable(tf.zeros([size])) for size in sizes]
+  counter = tf.Variable(0, dtype=tf.int64, trainable=False)
+  [adapter] = adapters.build(
+    lambda: make("keras", "adam"), lambda _: variables, counter, fuse=True
+  ).values()
+  assert adapter.masks == expected

@@ -1,4 +1,4 @@
-"""Which products TensorFlow fuses in the compiled loops, seen in the graphs that it runs."""
+"""What TensorFlow rewrites in the compiled loops, seen in the graphs and options of their calls."""
 
 import keras
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from framework.backend import remapper
+from framework.backend import grappler
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
@@ -20,7 +20,7 @@ RNG = np.random.default_rng(3)
 X = RNG.normal(size=[ROWS, 4, 4, 1]).astype(np.float32)
 KERNEL = RNG.normal(size=[16, 5]).astype(np.float32)
 BIAS = RNG.normal(size=5).astype(np.float32)
-LARGE = remapper.SMALL // ROWS + 1  # units
+LARGE = grappler.SMALL // ROWS + 1  # units
 
 
 class Dense(Task):
@@ -89,6 +89,20 @@ def options():
   context.context()._thread_local_data.function_call_options = None
 
 
+@pytest.fixture
+def rewritings(monkeypatch):
+  """The options for rewriting graphs of all calls of functions so far, the last one at the end."""
+  given, usual = [], context.FunctionCallOptions.as_attrs
+
+  def noting(options):
+    config = tf.compat.v1.ConfigProto.FromString(options.config_proto_serialized)
+    given.append(config.graph_options.rewrite_options)
+    return usual(options)
+
+  monkeypatch.setattr(context.FunctionCallOptions, "as_attrs", noting)
+  return given
+
+
 def trains(trainer):
   return lambda: trainer.train(tf.constant(STEPS))
 
@@ -127,6 +141,17 @@ def test_other_functions_keep_tensorflows_own(kinds_run):
   x, kernel = tf.constant(X.reshape(ROWS, 16)), tf.Variable(KERNEL)
   other = tf.function(lambda: tf.nn.relu(tf.nn.bias_add(x @ kernel, BIAS)))
   assert "_FusedMatMul" in kinds_run(other)
+
+
+@pytest.mark.parametrize("units", [5, LARGE])
+def test_only_the_loops_leave_out_the_inference_of_shapes(rewritings, units):
+  trainer = made(Dense(units))
+  for _ in range(2):  # a call that traces, and one that does not
+    rewritings.clear()
+    trainer.train(tf.constant(1))
+    assert rewritings[-1].disable_tfg_optimizer
+  tf.function(lambda: tf.zeros([]))()
+  assert not rewritings[-1].disable_tfg_optimizer
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

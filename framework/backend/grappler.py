@@ -1,9 +1,14 @@
-"""Turns off one rewriting of TensorFlow's where it makes a step slower: small fused products.
+"""Calls compiled loops without two of TensorFlow's graph rewritings that cost more than they give.
 
-TensorFlow's remapper replaces a product, the addition of a bias and an activation by a single
-operation. On a CPU this saves passes over the result, but oneDNN's operation costs about 4 us more
-than the two or three of TensorFlow's: worth it for convolutions and large results, a loss for small
-ones (benchmarks/fused_products.py). Results differ by rounding at most.
+Grappler, TensorFlow's graph optimizer, has options that belong to a call. These calls run without:
+
+- the inference of shapes of its MLIR part ("tfg"). It changes no operation, and its time grows with
+  the square of the inputs of one operation: 14 of the 34 s to the first step of 2,000 variables.
+- the remapper, where it makes a step slower. It replaces a product, the addition of a bias and an
+  activation by a single operation. On a CPU this saves passes over the result, but oneDNN's
+  operation costs about 4 us more than the two or three of TensorFlow's: worth it for convolutions
+  and large results, a loss for small ones (benchmarks/fused_products.py). Results differ by
+  rounding at most.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ _OPTION = "remapping"
 
 
 class Compiled:
-  """A `tf.function` of `function`, whose calls fuse products where that is faster.
+  """A `tf.function` of `function`, whose calls leave out the rewritings described above.
 
   Without fused products if all that could be fused are small. They stay if there is a device that
   is no CPU, and if `tf.config.optimizer.set_experimental_options` sets "remapping". Each trace
@@ -68,12 +73,19 @@ class Compiled:
 
   def _choose(self) -> None:
     """Sets the options of the call that runs."""
-    if self._fuses:
-      return
-    config = tf.compat.v1.ConfigProto.FromString(self._options.config_proto_serialized)
-    rewriting = config.graph_options.rewrite_options
+    usual = self._options.config_proto_serialized
+    self._options.config_proto_serialized = _without(usual, remapper=not self._fuses)
+
+
+@functools.cache
+def _without(config_proto: bytes, *, remapper: bool) -> Any:
+  """Returns a ConfigProto that leaves out what no call needs, and the remapper if asked for."""
+  config = tf.compat.v1.ConfigProto.FromString(config_proto)
+  rewriting = config.graph_options.rewrite_options
+  rewriting.disable_tfg_optimizer = True
+  if remapper:
     rewriting.remapping = rewriting.OFF
-    self._options.config_proto_serialized = config
+  return config
 
 
 def _fuses(graph: Any) -> bool:
