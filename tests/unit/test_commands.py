@@ -131,8 +131,10 @@ def extras():
 def without_uv(command):
   """Returns what `uv run` would run in this environment; its extras must be setup.cfg's."""
   words = shlex.split(command)
+  while len(words) > 1 and re.match(r"[A-Z_]+=", words[0]):  # variables of the environment
+    words = words[1:]
   if words[:2] != ["uv", "run"]:
-    return command
+    return shlex.join(words)
   words = words[2:]
   while words[0].startswith("-"):
     option, value, *words = words
