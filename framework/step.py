@@ -15,7 +15,14 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import batch_norm, models, randomness, recomputation, replica_state
+from framework.backend import (
+  batch_norm,
+  convolutions,
+  models,
+  randomness,
+  recomputation,
+  replica_state,
+)
 from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, unknown
 from framework.inputs.datasets import Batch
@@ -626,6 +633,7 @@ class Step(EvalStep):
         loss = Loss.checked(converted(loss_fn)(batch))
         scaled = self._scaled(loss.total)
       gradients = [_dense(g) for g in tape.gradient(scaled, raw)]
+      convolutions.input_first(gradients)
       missing[:] = [g is None for g in gradients]
       return fusion.pack(gradients), loss, self._logged
 

@@ -90,9 +90,13 @@ def _without(config_proto: bytes, *, remapper: bool) -> Any:
 
 def _fuses(graph: Any) -> bool:
   """Whether to call a function of this graph with fused products."""
-  kinds = {device.device_type for device in tf.config.list_logical_devices()}
   chosen = _OPTION in tf.config.optimizer.get_experimental_options()
-  return chosen or kinds != {"CPU"} or not fuses_small_only(graph)
+  return chosen or not only_cpus() or not fuses_small_only(graph)
+
+
+def only_cpus() -> bool:
+  """Returns whether TensorFlow sees no other device (host)."""
+  return {device.device_type for device in tf.config.list_logical_devices()} == {"CPU"}
 
 
 def fuses_small_only(graph: Any) -> bool:
