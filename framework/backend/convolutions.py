@@ -36,7 +36,7 @@ def input_first(gradients: Sequence[tf.Tensor | None]) -> None:
   """
   if tf.executing_eagerly() or not grappler.only_cpus():
     return
-  wanted = {gradient.op for gradient in gradients if tf.is_symbolic_tensor(gradient)}
+  wanted = {g.op for g in gradients if g is not None and tf.is_symbolic_tensor(g)}
   for of_filter in _operations(wanted):
     _, _, of_result = of_filter.inputs
     pixels = of_result.shape[:3].num_elements()
