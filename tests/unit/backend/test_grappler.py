@@ -165,3 +165,11 @@ def test_the_weights_are_those_of_gradient_descent(replicas):
     kernel, bias = kernel - RATE * x.T @ slope, bias - RATE * slope.sum(axis=0)
   np.testing.assert_allclose(task.model.get_weights()[0], kernel, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(task.model.get_weights()[1], bias, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_can_be_asked_for_before_the_first_call():
+  compiled = grappler.Compiled(lambda x: x + 1.0)
+  graph = compiled.get_concrete_function(tf.TensorSpec([], tf.float32)).graph
+  assert "AddV2" in {operation.type for operation in graph.get_operations()}
+  assert compiled(tf.constant(2.0)).numpy() == 3.0
+  assert compiled.experimental_get_tracing_count() == 1
