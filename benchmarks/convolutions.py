@@ -11,14 +11,13 @@ framework/backend/convolutions.py states the conclusion.
 import argparse
 import itertools
 import os
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 import tensorflow as tf
 
-from benchmarks import turns
+from benchmarks import stacks
 from framework.backend import autograph, convolutions
 
 NETWORKS = [
@@ -36,7 +35,6 @@ NETWORKS = [
   (32, 4, 1, [3, 64, 384, 64, 384]),
 ]
 """Images of a batch, pixels of a side, of the filter's side, and channels of the layers."""
-ROUNDS, BLOCK_S = 15, 0.3
 
 
 def main():
@@ -58,47 +56,17 @@ def main():
 
 def compared(images, side, width, channels):
   """Returns the milliseconds of a step as TensorFlow orders it, and the ratio to one in order."""
-  orders = {"together": lambda gradients: None, "in order": convolutions.input_first}
-  loops = {
-    name: autograph.compiled(made(images, side, width, channels, order))
-    for name, order in orders.items()
-  }
-  for loop in loops.values():
-    loop(tf.constant(3))
-  started = time.perf_counter()
-  loops["together"](tf.constant(5)).numpy()
-  steps = tf.constant(max(1, int(BLOCK_S * 5 / (time.perf_counter() - started))))
-  blocks = {name: (lambda loop=loop: loop(steps).numpy()) for name, loop in loops.items()}
-  times = turns.seconds(blocks, ROUNDS)
-  ms = sorted(times["together"])[ROUNDS // 2] / int(steps) * 1e3
-  return ms, turns.ratio(times, "in order", "together")
-
-
-def made(images, side, width, channels, order):
-  """Returns a loop, to be compiled, that trains a number of steps and returns the last loss."""
-  shapes = [[width, width, *pair] for pair in itertools.pairwise(channels)]
-  filters = [tf.Variable(tf.random.normal(shape) * 0.1) for shape in shapes]
-  biases = [tf.Variable(tf.zeros([number])) for number in channels[1:]]
   inputs = tf.random.normal([images, side, side, channels[0]])
+  shapes = [[width, width, *pair] for pair in itertools.pairwise(channels)]
+  together = autograph.compiled(stacks.made(inputs, shapes, layer))
+  ordered = autograph.compiled(stacks.made(inputs, shapes, layer, convolutions.input_first))
+  seconds, ratio = stacks.compared({"together": together, "in order": ordered}, block_s=0.3)
+  return seconds * 1e3, ratio
 
-  def step(done, loss):
-    del loss
-    with tf.GradientTape() as tape:
-      x = inputs
-      for of_layer, bias in zip(filters, biases, strict=True):
-        x = tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(x, of_layer, 1, "SAME"), bias))
-      loss = tf.reduce_mean(x * x)
-    gradients = tape.gradient(loss, filters + biases)
-    order(gradients)
-    for variable, gradient in zip(filters + biases, gradients, strict=True):
-      variable.assign_sub(1e-6 * gradient)
-    return done + 1, loss
 
-  def loop(number):
-    start = tf.constant(0), tf.constant(0.0)
-    return tf.while_loop(lambda done, loss: done < number, step, start)[1]
-
-  return loop
+def layer(x, weight, bias, last):
+  del last
+  return tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(x, weight, 1, "SAME"), bias))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ the conclusion.
 import argparse
 import itertools
 import os
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 import tensorflow as tf
 
-from benchmarks import turns
+from benchmarks import stacks
 from framework.backend import autograph, grappler
 
 NETWORKS = [
@@ -32,7 +31,6 @@ NETWORKS = [
 ]
 """Rows of a batch, and the widths of the layers."""
 ACTIVATIONS = {"relu": tf.nn.relu, "tanh": tf.tanh, "gelu": tf.nn.gelu}
-ROUNDS, BLOCK_S = 15, 0.15
 
 
 def main():
@@ -53,44 +51,16 @@ def main():
 
 def compared(rows, widths, activation):
   """Returns the microseconds of a fused step, and the ratio to one without fused products."""
-  loops = {"fused": autograph.compiled(made(rows, widths, activation))}
-  loops["apart"] = grappler.Compiled(made(rows, widths, activation))
-  for loop in loops.values():
-    loop(tf.constant(3))
-  started = time.perf_counter()
-  loops["fused"](tf.constant(10)).numpy()
-  steps = tf.constant(max(1, int(BLOCK_S * 10 / (time.perf_counter() - started))))
-  blocks = {name: (lambda loop=loop: loop(steps).numpy()) for name, loop in loops.items()}
-  times = turns.seconds(blocks, ROUNDS)
-  us = sorted(times["fused"])[ROUNDS // 2] / int(steps) * 1e6
-  return us, turns.ratio(times, "apart", "fused")
 
+  def layer(x, weight, bias, last):
+    x = tf.nn.bias_add(tf.matmul(x, weight), bias)
+    return x if last else activation(x)
 
-def made(rows, widths, activation):
-  """Returns a loop, to be compiled, that trains a number of steps and returns the last loss."""
-  weights = [tf.Variable(tf.random.normal(pair) * 0.1) for pair in itertools.pairwise(widths)]
-  biases = [tf.Variable(tf.zeros([width])) for width in widths[1:]]
-  inputs = tf.random.normal([rows, widths[0]])
-
-  def step(done, loss):
-    del loss
-    with tf.GradientTape() as tape:
-      x = inputs
-      for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        x = tf.nn.bias_add(tf.matmul(x, weight), bias)
-        x = activation(x) if layer < len(weights) - 1 else x
-      loss = tf.reduce_mean(x * x)
-    for variable, gradient in zip(
-      weights + biases, tape.gradient(loss, weights + biases), strict=True
-    ):
-      variable.assign_sub(1e-6 * gradient)
-    return done + 1, loss
-
-  def loop(number):
-    start = tf.constant(0), tf.constant(0.0)
-    return tf.while_loop(lambda done, loss: done < number, step, start)[1]
-
-  return loop
+  inputs, shapes = tf.random.normal([rows, widths[0]]), list(itertools.pairwise(widths))
+  fused = autograph.compiled(stacks.made(inputs, shapes, layer))
+  apart = grappler.Compiled(stacks.made(inputs, shapes, layer))
+  seconds, ratio = stacks.compared({"fused": fused, "apart": apart}, block_s=0.15)
+  return seconds * 1e6, ratio
 
 
 if __name__ == "__main__":
