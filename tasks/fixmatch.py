@@ -9,6 +9,7 @@ with the distribution alignment of its section 2.5 (Berthelot et al., "ReMixMatc
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,7 @@ class FixMatch(ImageClassification):
       )
     self._labels, self._ratio, self._seed = labels, ratio, seed
     self._threshold, self._second = threshold, unlabelled_weight
-    self._rotation, self._zoom, self._move = rotation, zoom, move
-    self._contrast, self._cutout, self._memory = contrast, cutout, memory
+    self._changes, self._memory = Changes(rotation, zoom, move, contrast, cutout), memory
 
   def build_model(self) -> dict[str, Any]:
     """Returns the network, and the mean of its answers so far, float32 [classes]."""
@@ -91,7 +91,7 @@ class FixMatch(ImageClassification):
     if not training:
       return batch
     more = super().preprocess(part(batch, "unlabelled"), training)
-    strong = self._changed(more["image"], more["seed"])
+    _, strong = self._changes(more["image"], more["seed"])
     return with_part(batch, "unlabelled", {"image": more["image"], "strong": strong})
 
   def train_step(self, step: Step, batch: Batch) -> None:
@@ -144,15 +144,36 @@ class FixMatch(ImageClassification):
     """Returns float32 [n, classes]."""
     return tf.cast(self.model["network"](image, training=training), tf.float32)
 
-  def _changed(self, image: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+  """Strong changes of images; see the arguments of `FixMatch`."""
+
+  rotation: float
+  zoom: float
+  move: float
+  contrast: float
+  cutout: int
+
+  def __call__(self, image: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Changes each image by its own seed (any context).
+
+    Args:
+      image: float32 [n, h, w, c].
+      seeds: int32 [n, 2].
+
+    Returns:
+      The images rotated, scaled and moved; and these with other contrast and a black square.
+    """
     numbers = uniform_each(seeds, [7])
     signed = 2.0 * numbers - 1.0
     moved = turned(
-      image, angle=self._rotation * signed[:, 0], scale=tf.pow(self._zoom, signed[:, 1]),
-      shift=self._move * signed[:, 2:4],
+      image, angle=self.rotation * signed[:, 0], scale=tf.pow(self.zoom, signed[:, 1]),
+      shift=self.move * signed[:, 2:4],
     )  # fmt: skip
-    factor = 1.0 + self._contrast * signed[:, 4]
-    return without_square(moved, self._cutout, numbers[:, 5:]) * factor[:, None, None, None]
+    factor = 1.0 + self.contrast * signed[:, 4]
+    changed = without_square(moved, self.cutout, numbers[:, 5:]) * factor[:, None, None, None]
+    return moved, changed
 
 
 class Subset(Source):

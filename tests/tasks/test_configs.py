@@ -70,6 +70,15 @@ LANGUAGE_MODEL = {
   "rates": {0: 0.0, 100: 0.0015, 200: 0.003, 2100: 0.00165, 4000: 0.0003},
   "loss": math.log(256),
 }
+FIXMATCH = {
+  **CLASSIFIER,
+  "features": {
+    "image": ("float32", (28, 28, 1)),
+    "unlabelled/strong": ("float32", (7, 28, 28, 1)),
+  },
+  "parameters": {"default": cnn_parameters(28, (32, 64), 128)},
+  "rates": {0: 0.003, 2500: 0.0015, 5000: 0.0},
+}
 EXPECTED = {
   "digits_cnn.gin": {
     **CLASSIFIER,
@@ -122,21 +131,22 @@ EXPECTED = {
     "metrics": {"loss", "bits_per_dimension"},
     "rates": {0: 0.0, 50: 0.001, 100: 0.002, 3050: 0.0011, 6000: 0.0002},
   },
-  "fashion_mnist_fixmatch.gin": {
-    **CLASSIFIER,
-    "features": {
-      "image": ("float32", (28, 28, 1)),
-      "unlabelled/strong": ("float32", (7, 28, 28, 1)),
-    },
-    "parameters": {"default": cnn_parameters(28, (32, 64), 128)},
-    "rates": {0: 0.003, 2500: 0.0015, 5000: 0.0},
-  },
+  "fashion_mnist_fixmatch.gin": FIXMATCH,
+  "fashion_mnist_fixmatch_pretrained.gin": FIXMATCH,
   "fashion_mnist_gan.gin": {
     "features": {"image": ("float32", (28, 28, 1))},
     "parameters": {"generator": 237_153, "discriminator": 36_513},
     "updates": {"generator": 1, "discriminator": 2},
     "metrics": {"loss", "real_accuracy", "fake_accuracy"},
     "rates": {step: {"generator": 0.001, "discriminator": 0.0004} for step in (0, 4000)},
+  },
+  "fashion_mnist_histograms.gin": {
+    **ONE,
+    "features": {"image": ("float32", (28, 28, 1)), "histograms": ("float32", (1040,))},
+    # 1040 histograms instead of 10 logits.
+    "parameters": {"default": cnn_parameters(28, (32, 64), 128, classes=1040)},
+    "metrics": {"loss"},
+    "rates": {0: 0.002, 750: 0.001, 1500: 0.0},
   },
   "fashion_mnist_vae.gin": {
     **ONE,
