@@ -9,7 +9,6 @@ with the distribution alignment of its section 2.5 (Berthelot et al., "ReMixMatc
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,55 @@ from tasks.contrastive import turned
 from tasks.image_classification import ImageClassification
 
 
+class StronglyChanged(ImageClassification):
+  """A task on images that are strongly changed in training."""
+
+  def __init__(
+    self,
+    *,
+    rotation: float = 0.2,
+    zoom: float = 1.2,
+    move: float = 3.0,
+    contrast: float = 0.5,
+    cutout: int = 10,
+    **options: Any,
+  ) -> None:
+    """Keeps its arguments.
+
+    Args:
+      rotation: strongest rotation, in radians.
+      zoom: strong scaling is by a factor in [1 / zoom, zoom].
+      move: strongest move in x and in y, in pixels.
+      contrast: strong scaling of the values is by a factor in [1 - contrast, 1 + contrast].
+      cutout: side of the square that is blackened in a strongly changed image, in pixels.
+      **options: see `ImageClassification`.
+    """
+    super().__init__(**options)
+    self._rotation, self._zoom, self._move = rotation, zoom, move
+    self._contrast, self._cutout = contrast, cutout
+
+  def changed(self, image: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Changes each image by its own seed (any context).
+
+    Args:
+      image: float32 [n, h, w, c].
+      seeds: int32 [n, 2].
+
+    Returns:
+      The images rotated, scaled and moved; and these with other contrast and a black square.
+    """
+    numbers = uniform_each(seeds, [7])
+    signed = 2.0 * numbers - 1.0
+    moved = turned(
+      image, angle=self._rotation * signed[:, 0], scale=tf.pow(self._zoom, signed[:, 1]),
+      shift=self._move * signed[:, 2:4],
+    )  # fmt: skip
+    factor = 1.0 + self._contrast * signed[:, 4]
+    return moved, without_square(moved, self._cutout, numbers[:, 5:]) * factor[:, None, None, None]
+
+
 @framework.register
-class FixMatch(ImageClassification):
+class FixMatch(StronglyChanged):
   """Classifies images, most of which have no label in training."""
 
   def __init__(
@@ -34,11 +80,6 @@ class FixMatch(ImageClassification):
     ratio: int = 7,
     threshold: float = 0.9,
     unlabelled_weight: float = 1.0,
-    rotation: float = 0.2,
-    zoom: float = 1.2,
-    move: float = 3.0,
-    contrast: float = 0.5,
-    cutout: int = 10,
     memory: float = 0.99,
     seed: int = 0,
     **options: Any,
@@ -50,14 +91,9 @@ class FixMatch(ImageClassification):
       ratio: unlabelled images with each labelled one.
       threshold: an answer for an unlabelled image counts if its probability is at least this.
       unlabelled_weight: of the second term of the loss; 0 learns from the labelled images alone.
-      rotation: strongest rotation, in radians.
-      zoom: strong scaling is by a factor in [1 / zoom, zoom].
-      move: strongest move in x and in y, in pixels.
-      contrast: strong scaling of the values is by a factor in [1 - contrast, 1 + contrast].
-      cutout: side of the square that is blackened in a strongly changed image, in pixels.
       memory: mean of the answers = memory * mean + (1 - memory) * those of a step.
       seed: chooses the labelled images.
-      **options: see `ImageClassification`; `flip` and `shift` are the slight changes.
+      **options: see `StronglyChanged`; `flip` and `shift` are the slight changes.
 
     Raises:
       ConfigError: `labels` is not a multiple of the number of classes.
@@ -69,7 +105,7 @@ class FixMatch(ImageClassification):
       )
     self._labels, self._ratio, self._seed = labels, ratio, seed
     self._threshold, self._second = threshold, unlabelled_weight
-    self._changes, self._memory = Changes(rotation, zoom, move, contrast, cutout), memory
+    self._memory = memory
 
   def build_model(self) -> dict[str, Any]:
     """Returns the network, and the mean of its answers so far, float32 [classes]."""
@@ -91,7 +127,7 @@ class FixMatch(ImageClassification):
     if not training:
       return batch
     more = super().preprocess(part(batch, "unlabelled"), training)
-    _, strong = self._changes(more["image"], more["seed"])
+    _, strong = self.changed(more["image"], more["seed"])
     return with_part(batch, "unlabelled", {"image": more["image"], "strong": strong})
 
   def train_step(self, step: Step, batch: Batch) -> None:
@@ -143,37 +179,6 @@ class FixMatch(ImageClassification):
   def logits(self, image: tf.Tensor, training: bool) -> tf.Tensor:
     """Returns float32 [n, classes]."""
     return tf.cast(self.model["network"](image, training=training), tf.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Changes:
-  """Strong changes of images; see the arguments of `FixMatch`."""
-
-  rotation: float
-  zoom: float
-  move: float
-  contrast: float
-  cutout: int
-
-  def __call__(self, image: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Changes each image by its own seed (any context).
-
-    Args:
-      image: float32 [n, h, w, c].
-      seeds: int32 [n, 2].
-
-    Returns:
-      The images rotated, scaled and moved; and these with other contrast and a black square.
-    """
-    numbers = uniform_each(seeds, [7])
-    signed = 2.0 * numbers - 1.0
-    moved = turned(
-      image, angle=self.rotation * signed[:, 0], scale=tf.pow(self.zoom, signed[:, 1]),
-      shift=self.move * signed[:, 2:4],
-    )  # fmt: skip
-    factor = 1.0 + self.contrast * signed[:, 4]
-    changed = without_square(moved, self.cutout, numbers[:, 5:]) * factor[:, None, None, None]
-    return moved, changed
 
 
 class Subset(Source):

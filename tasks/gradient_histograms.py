@@ -19,8 +19,7 @@ import framework
 from framework import Batch, Loss
 from framework.backend.randomness import example_seeds
 from framework.metrics import Weighted
-from tasks.fixmatch import Changes
-from tasks.image_classification import ImageClassification
+from tasks.fixmatch import StronglyChanged
 
 CELLS = (4, 7)
 """Sides of the cells, in pixels."""
@@ -28,31 +27,12 @@ DIRECTIONS = 8
 
 
 @framework.register
-class GradientHistograms(ImageClassification):
+class GradientHistograms(StronglyChanged):
   """Predicts the histograms of an image from a strongly changed copy; reads no label."""
 
-  def __init__(
-    self,
-    *,
-    rotation: float = 0.2,
-    zoom: float = 1.2,
-    move: float = 3.0,
-    contrast: float = 0.5,
-    cutout: int = 10,
-    **options: Any,
-  ) -> None:
-    """Keeps its arguments.
-
-    Args:
-      rotation: strongest rotation, in radians.
-      zoom: scaling is by a factor in [1 / zoom, zoom].
-      move: strongest move in x and in y, in pixels.
-      contrast: scaling of the values is by a factor in [1 - contrast, 1 + contrast].
-      cutout: side of the square that is blackened, in pixels.
-      **options: see `ImageClassification`.
-    """
+  def __init__(self, **options: Any) -> None:
+    """Keeps its arguments; see `StronglyChanged`."""
     super().__init__(**options)
-    self._changes = Changes(rotation, zoom, move, contrast, cutout)
     self.chance_loss = None
 
   def build_model(self) -> dict[str, Any]:
@@ -65,7 +45,7 @@ class GradientHistograms(ImageClassification):
   def preprocess(self, batch: Batch, training: bool) -> Batch:
     """Returns strongly changed images and "histograms", those of the images before the square."""
     image = super().preprocess(batch, training)["image"]
-    moved, changed = self._changes(image, example_seeds(batch, training))
+    moved, changed = self.changed(image, example_seeds(batch, training))
     return {**batch, "image": changed, "histograms": histograms(moved)}
 
   def forward(self, batch: Batch, training: bool) -> tf.Tensor:

@@ -99,7 +99,14 @@ def test_bindings_of_keras_are_those_that_gin_takes(package):
   [
     ("digits_cnn", [image_classification.ImageClassification]),
     ("digits_sam", [sam.SharpClassification]),
-    ("fashion_mnist_fixmatch", [fixmatch.FixMatch, image_classification.ImageClassification]),
+    (
+      "fashion_mnist_fixmatch",
+      [
+        fixmatch.FixMatch,
+        fixmatch.StronglyChanged,
+        image_classification.ImageClassification,
+      ],
+    ),
   ],
 )
 def test_bindings_of_a_shipped_task(config, signatures):
