@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import gin
@@ -110,8 +110,13 @@ def _check_parameter(name: str, parameter: str) -> None:
   if parameter in (entry.denylist or ()):
     instead = table.GIVEN.get(entry.name, {}).get(parameter, "its caller passes it")
     raise ConfigError(f"{name}.{parameter} cannot be set in a config; {instead}.")
-  known = table.parameters(name)
-  if parameter not in known and not table.takes_any(name):
+  known: Collection[str] = table.parameters(name)
+  if parameter not in known and table.takes_any(name):
+    inherited = table.inherited(name)
+    if inherited is None:
+      return
+    known = sorted(inherited)
+  if parameter not in known:
     hint = suggest(parameter, known) or f" It must be one of {', '.join(known) or 'none'}."
     raise ConfigError(f"{name} has no parameter {parameter!r}.{hint}")
 

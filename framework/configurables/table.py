@@ -1,10 +1,12 @@
 """The names that a gin file may use without an import, and their parameters."""
 
+import ast
 import functools
 import importlib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -215,8 +217,20 @@ def parameters(selector: str) -> dict[str, inspect.Parameter]:
 
 def takes_any(selector: str) -> bool:
   """Whether it has **kwargs, so any name is a parameter."""
-  kinds = [p.kind for p in _signature(entry(selector).wrapped).parameters.values()]
-  return inspect.Parameter.VAR_KEYWORD in kinds and not entry(selector).allowlist
+  return _has_kwargs(entry(selector).wrapped) and not entry(selector).allowlist
+
+
+def inherited(selector: str) -> set[str] | None:
+  """Returns the parameters that a class takes as **kwargs for its bases; None if it takes any."""
+  target, names = entry(selector).wrapped, set[str]()
+  for base in target.__mro__ if inspect.isclass(target) else ():
+    if init := vars(base).get("__init__"):
+      names |= _named(init).keys() - {"self"}
+      if base is object or not _has_kwargs(init):
+        return names
+      if not _only_for_bases(init):
+        return None
+  return None
 
 
 def result(selector: str) -> Any:
@@ -293,6 +307,25 @@ def _where_it_may_be(name: str) -> str:
 def _named(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
   kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
   return {p.name: p for p in _signature(target).parameters.values() if p.kind in kinds}
+
+
+def _has_kwargs(target: Callable[..., Any]) -> bool:
+  kinds = [p.kind for p in _signature(target).parameters.values()]
+  return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _only_for_bases(init: Callable[..., Any]) -> bool:
+  """Whether its **kwargs are used once, in `super().__init__(..., **kwargs)`."""
+  try:
+    [made] = ast.parse(textwrap.dedent(inspect.getsource(init))).body
+  except (OSError, TypeError, SyntaxError, ValueError):
+    return False  # the source is not there
+  [name] = [n for n, p in _signature(init).parameters.items() if p.kind is p.VAR_KEYWORD]
+  uses = [x for x in ast.walk(made) if isinstance(x, ast.Name) and x.id == name]
+  calls = [x for x in ast.walk(made) if isinstance(x, ast.Call)]
+  above = [x for x in calls if ast.unparse(x.func) == "super().__init__"]
+  given = [k.value for x in above for k in x.keywords if k.arg is None]
+  return len(uses) == 1 and uses == given
 
 
 @functools.cache

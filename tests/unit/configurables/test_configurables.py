@@ -321,6 +321,41 @@ def test_a_double_star_parameter_takes_any_name():
   assert result()["trainer"].options == {"whatever": 3}
 
 
+CHILD = """
+import framework.configurables as c
+class Base:
+  def __init__(self, *, width=1, depth=2): self.got = width, depth
+class Middle(Base):
+  def __init__(self, *, height=3, **options):
+    super().__init__(**options)
+@c.register
+class Child(Middle):
+  def __init__(self, *, age=4, **options):
+    super().__init__(**options)
+@c.register
+class Reader(Base):
+  def __init__(self, **options):
+    super().__init__(width=options.pop("breadth"))
+"""
+
+
+def test_a_name_for_a_base_class_is_checked():
+  write("family.py", CHILD)
+  text = f"{GOOD}import family\nTrainer.anything = @Child()\n"
+  assert (
+    mistake(f"{text}Child.widht = 3") == "x.gin:5: Child has no parameter 'widht'. "
+    "Did you mean 'width'?"
+  )
+  parse(f"{text}Child.width = 3\nChild.height = 1\nChild.age = 5")
+  assert result()["trainer"].anything.got == (3, 2)
+
+
+def test_a_class_that_reads_its_double_star_parameter_takes_any_name():
+  write("family.py", CHILD)
+  parse(f"{GOOD}import family\nTrainer.anything = @Reader()\nReader.breadth = 7")
+  assert result()["trainer"].anything.got == (7, 2)
+
+
 def test_an_ambiguous_name_lists_the_full_names():
   write("mine.py", "import framework.configurables as c\n@c.register\ndef auto(): pass\n")
   assert (
