@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     return  # this process hands out the tests and runs none
   if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
+  if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
   import tensorflow as tf
 
   cpu = tf.config.list_physical_devices("CPU")[0]
