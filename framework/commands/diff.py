@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from framework.commands import folders, ls
+from framework.commands import damage, folders, ls
 from framework.commands.arguments import Parsed
-from framework.errors import ConfigError, shown
+from framework.errors import ConfigError, printable, shown
 
 _WIDTH = 60
 
@@ -19,12 +19,15 @@ def run(parsed: Parsed) -> int:
   """Prints the differences of two runs; returns 0, also if there are some (host)."""
   if len(parsed.arguments) != 2:
     raise ConfigError("`loopwright diff` takes two run folders, as in `diff runs/a runs/b`.")
-  sides = [sections(folders.Run(folders.local(path))) for path in parsed.arguments]
+  runs = [folders.Run(folders.local(path)) for path in parsed.arguments]
+  sides = [sections(run) for run in runs]
   rows: list[Sequence[str]] = [["", *parsed.arguments]]
   for title in sides[0]:
     found = differences(sides[0][title], sides[1][title])
     rows += [[title if found else f"{title}: no difference", "", ""], *found]
   print("\n".join(ls.table(rows)))
+  for fault in [fault for run in runs for fault in damage.faults(run)]:
+    print(printable(f"{ls.DAMAGED}: {fault}"))
   return 0
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
-from framework.backend import bounded, stores
+from framework.backend import bounded, json_lines, stores
+from framework.backend.json_lines import Record
 from framework.errors import ConfigError, is_finite, suggest
 
 METRICS, HISTORY, CONFIG = "metrics.jsonl", "history.jsonl", "operative_config.gin"
@@ -30,50 +30,86 @@ _STRING = re.compile(r"(['\"])(.*)\1")
 _GOALS = ("BestCheckpoint", "EarlyStopping", "Export")
 _ABOUT = ("step", "split", "wall_time")
 
-Record = dict[str, Any]
+Result = TypeVar("Result")
 
 
 class Best(NamedTuple):
-  """The best evaluation: its metric, value and step."""
+  """The best evaluation: its metric, value and step, and what is best: "max" or "min"."""
 
   metric: str
   value: float
   step: int
+  mode: str
+
+  def place(self) -> tuple[str, float]:
+    """Returns what orders several of them, the best first; by metric if these differ."""
+    return self.metric, -self.value if self.mode == "max" else self.value
 
   def __str__(self) -> str:
     """Returns it as `ls` shows it."""
     return f"{self.metric} {self.value:.4g} @{self.step}"
 
 
+class Lines(NamedTuple):
+  """The lines of a file: how many, the last step, and the numbers of those that are damaged.
+
+  A last line that a kill has cut off is none of them.
+  """
+
+  total: int = 0
+  last: int = 0
+  damaged: tuple[int, ...] = ()
+
+
 class Run:
-  """A run folder, read once.
+  """A run folder, read once. What of it is damaged is left out; `damage.faults` tells it.
 
   Attributes:
     path: the folder.
     step: of the newest checkpoint or line of the log; 0 if there is none.
     evaluations: the last evaluation of each step, by step, oldest first.
+    config: the text of the config.
     bindings: name -> value as gin writes it.
-    start: the last line of history.jsonl; {} if there is none.
+    start: the last line of history.jsonl that can be read; {} if there is none.
+    log, history: the lines of the two files.
+    unreadable: a line for each file that is none, or cannot be read.
   """
 
   def __init__(self, path: str) -> None:
     """Reads the folder.
 
     Raises:
-      ConfigError: it is no run folder, or a file in it is damaged.
+      ConfigError: it is no run folder.
     """
     if not is_run(path):
       raise _no_run(path)
     self.path = path
-    self.start = _last_start(path)
-    self.bindings = _bindings(path) or texts(self.start.get("config"))
-    last, self.evaluations = _logged(os.path.join(path, METRICS))
-    self.step = max(last, _newest_checkpoint(path))
+    self.unreadable: list[str] = []
+    nothing: list[Record] = []
+    self.start = next(reversed(self._read(lambda: [*starts(path)], nothing)), {})
+    self.history = self._read(lambda: _history(path), Lines())
+    self.config = self._read(lambda: _content(os.path.join(path, CONFIG)), "")
+    bindings = {found[1]: found[2] for found in _BINDING.finditer(self.config)}
+    self.bindings = bindings or texts(self.start.get("config"))
+    no_log: tuple[Lines, dict[int, Record]] = Lines(), {}
+    self.log, self.evaluations = self._read(lambda: _logged(os.path.join(path, METRICS)), no_log)
+    self.step = max(self.log.last, *checkpoint_steps(path), 0)
+
+  def _read(self, reader: Callable[[], Result], otherwise: Result) -> Result:
+    try:
+      return reader()
+    except ConfigError as error:
+      self.unreadable += [str(error)] if str(error) not in self.unreadable else []
+      return otherwise
 
   @property
   def train_steps(self) -> int | None:
     """The steps that the run is to have."""
-    value = self.bindings.get("run.train_steps", "")
+    return self.whole_number("run.train_steps")
+
+  def whole_number(self, name: str) -> int | None:
+    """Returns the value of a binding, if it is a whole number."""
+    value = self.bindings.get(name, "")
     return int(value) if value.isdecimal() and len(value) < 20 else None
 
   def status(self) -> str:
@@ -81,30 +117,41 @@ class Run:
 
     A run that ends removes owner.json: one that is there and silent was killed.
     """
-    owner = os.path.join(self.path, OWNER)
-    with contextlib.suppress(OSError):
-      silent_s = time.time() - os.stat(owner).st_mtime
+    if (silent_s := self._silent_s()) is not None:
       return "running" if silent_s < BEAT_S else "failed"
-    if self.train_steps is not None and self.step >= self.train_steps:
+    if self.is_at_end():
       return "done"
     return "failed" if os.path.exists(os.path.join(self.path, REPORT)) else "stopped"
 
+  def is_running(self) -> bool:
+    """Whether a process trains in it, as far as the folder tells."""
+    return self.status() == "running"
+
+  def is_at_end(self) -> bool:
+    """Whether it has all its steps."""
+    return self.train_steps is not None and self.step >= self.train_steps
+
+  def _silent_s(self) -> float | None:
+    with contextlib.suppress(OSError):
+      return time.time() - os.stat(os.path.join(self.path, OWNER)).st_mtime
+    return None
+
   def best(self) -> Best | None:
     """Returns the best evaluation: by the config's actions, else by accuracy, else by loss."""
-    metric, sign = self._goal()
+    metric, mode = self._goal()
     found = [
-      Best(metric, float(values[metric]), step)
+      Best(metric, float(values[metric]), step, mode)
       for step, values in self.evaluations.items()
       if is_finite(values.get(metric))
     ]
-    return max(found, key=lambda each: sign * each.value, default=None)
+    return min(found, key=Best.place, default=None)
 
-  def _goal(self) -> tuple[str, int]:
+  def _goal(self) -> tuple[str, str]:
     for action in _GOALS:
       if metric := _STRING.fullmatch(self.bindings.get(f"{action}.metric", "")):
-        return metric[2], -1 if "min" in self.bindings.get(f"{action}.mode", "") else 1
+        return metric[2], "min" if "min" in self.bindings.get(f"{action}.mode", "") else "max"
     known = {name for values in self.evaluations.values() for name in values}
-    return ("accuracy", 1) if "accuracy" in known else ("loss", -1)
+    return ("accuracy", "max") if "accuracy" in known else ("loss", "min")
 
   def changed(self) -> float:
     """Returns when the newest of its files was written, in seconds since the epoch."""
@@ -156,7 +203,7 @@ def _is_safe(name: str) -> bool:
 
 
 def _is_told(name: str, file: stores.File) -> bool:
-  told = (METRICS, HISTORY, CONFIG, OWNER, REPORT, "verify.json")
+  told = (METRICS, HISTORY, CONFIG, OWNER, REPORT, "verify.json", ".index")
   return file.size <= _MAX_BYTES and (name.endswith(told) or "media/" in name)
 
 
@@ -178,9 +225,17 @@ def find(top: str, depth: int = DEPTH) -> Iterator[str]:
     inside = [each for each in os.scandir(top) if each.is_dir(follow_symlinks=False)]
   except (OSError, ValueError) as error:
     raise bounded.unreadable(top, error, "give a folder of runs") from error
-  for folder in sorted(each.path for each in inside if not each.name.startswith(".")):
+  for folder in sorted(
+    (each.path for each in inside if not each.name.startswith(".")), key=natural
+  ):
     if depth:
       yield from find(folder, depth - 1)
+
+
+def natural(name: str) -> list[str | int]:
+  """Returns what orders names as people do: r2 before r10."""
+  parts = re.split(r"(\d{1,18})", name)
+  return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
 def log(path: str) -> Iterator[Record]:
@@ -190,8 +245,7 @@ def log(path: str) -> Iterator[Record]:
     ConfigError: the log is no file, or cannot be read.
   """
   for line in _lines(os.path.join(path, METRICS)):
-    record = _parsed(line)
-    if record is not None and _is_step(record.get("step")):
+    if record := json_lines.of_a_step(line):
       yield record
 
 
@@ -202,7 +256,7 @@ def starts(path: str) -> Iterator[Record]:
     ConfigError: the history is no file, or cannot be read.
   """
   for line in _content(os.path.join(path, HISTORY)).splitlines():
-    if record := _parsed(line):
+    if record := json_lines.parsed(line):
       yield record
 
 
@@ -232,34 +286,26 @@ def _content(path: str) -> str:
   )
 
 
-def _last_start(path: str) -> Record:
+def _history(path: str) -> Lines:
   lines = _content(os.path.join(path, HISTORY)).splitlines()
-  record = _parsed(lines[-1]) if lines else {}
-  if record is None:
-    raise ConfigError(f"{os.path.join(path, HISTORY)!r} is damaged; restore it, or move it away.")
-  return record
+  wrong = (number for number, line in enumerate(lines, 1) if json_lines.parsed(line) is None)
+  return Lines(len(lines), damaged=tuple(wrong))
 
 
-def _bindings(path: str) -> dict[str, str]:
-  return {found[1]: found[2] for found in _BINDING.finditer(_content(os.path.join(path, CONFIG)))}
-
-
-def _logged(path: str) -> tuple[int, dict[int, Record]]:
-  """Returns the last step of a log, and its evaluations; skips unreadable lines."""
-  last, evaluations = b"", dict[int, Record]()
-  for line in _lines(path):
-    last = line if line.endswith(b"\n") else last
-    record = _parsed(line) if b'"eval"' in line else None
-    if record is not None and _is_step(record.get("step")) and record.get("split") == "eval":
-      values = {name: value for name, value in record.items() if name not in _ABOUT}
-      evaluations[record["step"]] = values
-  found: Any = (_parsed(last) or {}).get("step")
-  step = int(found) if _is_step(found) else max(evaluations, default=0)
-  return step, dict(sorted(evaluations.items()))
-
-
-def _is_step(value: object) -> bool:
-  return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+def _logged(path: str) -> tuple[Lines, dict[int, Record]]:
+  """Returns the lines of a log, and its evaluations."""
+  evaluations = dict[int, Record]()
+  count, last, wrong = 0, 0, list[int]()
+  for count, line in enumerate(_lines(path), 1):
+    record = json_lines.of_a_step(line)
+    if record is None:
+      cut_off = line.startswith(b"{") and not line.endswith(b"\n") and len(line) < _MAX_LINE
+      wrong += [] if cut_off else [count]
+      continue
+    last = record["step"]
+    if record.get("split") == "eval":
+      evaluations[last] = {name: value for name, value in record.items() if name not in _ABOUT}
+  return Lines(count, last, tuple(wrong)), dict(sorted(evaluations.items()))
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -271,15 +317,9 @@ def _lines(path: str) -> Iterator[bytes]:
     yield from iter(lambda: file.readline(_MAX_LINE), b"")
 
 
-def _parsed(line: str | bytes) -> Record | None:
-  with contextlib.suppress(ValueError, RecursionError):
-    record = json.loads(line)
-    return record if isinstance(record, dict) else None
-  return None
-
-
-def _newest_checkpoint(path: str) -> int:
+def checkpoint_steps(path: str) -> list[int]:
+  """Returns the steps of a run's checkpoints, in any order."""
   with contextlib.suppress(OSError):
     names = os.listdir(os.path.join(path, CHECKPOINTS))
-    return max((int(found[1]) for found in map(_CHECKPOINT.fullmatch, names) if found), default=0)
-  return 0
+    return [int(found[1]) for found in map(_CHECKPOINT.fullmatch, names) if found]
+  return []

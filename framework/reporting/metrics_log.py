@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from framework.backend import files
+from framework.backend import files, json_lines
+from framework.backend.json_lines import Record
 from framework.errors import ConfigError
 
 Number = int | float
 Value = int | float | list[Any]
 """A number, or an array as nested lists of numbers."""
-Record = dict[str, Any]
 Clock = Callable[[], float]
 
 _RESERVED = ("step", "split", "wall_time")
@@ -192,13 +192,8 @@ def _encode(value: Value) -> Any:
 
 
 def _parse(line: bytes) -> Record | None:
-  try:
-    record = json.loads(line)
-  except ValueError:
-    return None
-  if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-    return None
-  return {name: _decode(value) for name, value in record.items()}
+  record = json_lines.of_a_step(line)
+  return record and {name: _decode(value) for name, value in record.items()}
 
 
 def _decode(value: Any) -> Any:

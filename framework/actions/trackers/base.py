@@ -28,8 +28,9 @@ import tensorflow as tf
 
 from framework.actions.base import Action, Output, Run
 from framework.backend import files
+from framework.backend.json_lines import Record
 from framework.errors import ConfigError, Preempted, first_line, require_positive
-from framework.reporting.metrics_log import Number, Record, scalars
+from framework.reporting.metrics_log import Number, scalars
 from framework.saving.checkpoints import list_checkpoints
 
 Status = Literal["finished", "failed", "killed"]

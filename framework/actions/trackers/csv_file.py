@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from framework.actions.trackers.base import Tracker
 from framework.backend import files
+from framework.backend.json_lines import Record
 from framework.errors import ConfigError
-from framework.reporting.metrics_log import Record, scalars
+from framework.reporting.metrics_log import scalars
 
 
 class CSVFile(Tracker):

@@ -14,7 +14,7 @@ from framework.actions.trackers.base import (
   require_no_password,
   values,
 )
-from framework.reporting.metrics_log import Record
+from framework.backend.json_lines import Record
 
 _OUR_ID = "loopwright.id"
 _STATUS: Mapping[Status, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from framework.actions.trackers.base import Status, Tracker, require_no_password, values
-from framework.reporting.metrics_log import Record
+from framework.backend.json_lines import Record
 
 
 class Trackio(Tracker):

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from framework.actions.trackers.base import Status, Tracker, newest_checkpoint, values
+from framework.backend.json_lines import Record
 from framework.errors import unknown
-from framework.reporting.metrics_log import Record
 
 _EXIT_CODES: Mapping[Status, int] = {"finished": 0, "failed": 1, "killed": 143}
 _INIT_TIMEOUT_S = 30.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from framework.backend import bounded
-from framework.commands import folders
+from framework.commands import damage, folders
 from framework.errors import ConfigError, is_finite
 
 VERIFY, MEDIA = "verify.json", "media"
@@ -97,11 +97,12 @@ def read(path: str, name: str) -> Shown:
     try:
       return reader()
     except (ConfigError, OSError, ValueError, RecursionError) as error:
-      shown.faults.append(str(error))
+      shown.faults += [str(error)] if str(error) not in shown.faults else []
       return otherwise
 
   nothing: Logged = ({}, {})
   shown.run = part(lambda: folders.Run(path), None)
+  shown.faults += damage.faults(shown.run) if shown.run else []
   shown.curves, shown.budget = part(lambda: logged(folders.log(path)), nothing)
   shown.verify = part(lambda: _verified(os.path.join(path, VERIFY)), {})
   shown.media = part(lambda: _media(os.path.join(path, MEDIA), shown.faults), {})

@@ -253,7 +253,7 @@ def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 SECTIONS: Mapping[str, Callable[[Sequence[Shown]], Iterator[str]]] = {
-  "Not readable": _faults,
+  "Damaged": _faults,
   "Results": _results,
   "Curves": _plots,
   "Configs": _configs,

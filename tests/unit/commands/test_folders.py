@@ -1,16 +1,19 @@
 """`ls` and `diff` on run folders made by hand."""
 
+import functools
 import json
 import os
+import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from framework import commands
-from framework.commands import folders, ls
+from framework.commands import damage, folders, ls
 
 ROOT = Path(__file__).resolve().parents[3]
 NOW = 1_800_000_000.0
@@ -26,15 +29,30 @@ def line(step, split, **values):
   return json.dumps({"step": step, "split": split, "wall_time": 1.0, **values})
 
 
+@functools.cache
+def checkpoint():
+  """Returns the files of a real checkpoint of 1,000 variables: ending -> content."""
+  import tensorflow as tf
+
+  with tempfile.TemporaryDirectory() as folder:
+    names, values = [f"v{n:04d}" for n in range(1000)], [tf.fill([n % 7], 1.0) for n in range(1000)]
+    tf.raw_ops.SaveV2(
+      prefix=f"{folder}/x", tensor_names=names, shape_and_slices=[""] * 1000, tensors=values
+    )
+    return {path.name[1:]: path.read_bytes() for path in Path(folder).iterdir()}
+
+
 def make(path, *log, config="run.train_steps = 30\n", start=None, ago_s=0.0, checkpoints=()):
   folder = Path(path)
-  (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+  folder.mkdir(parents=True, exist_ok=True)
   (folder / "metrics.jsonl").write_text("".join(f"{each}\n" for each in log))
   (folder / "operative_config.gin").write_text(config)
   if start is not None:
     (folder / "history.jsonl").write_text(f"{json.dumps({'step': 0})}\n{json.dumps(start)}\n")
   for step in checkpoints:
-    (folder / "checkpoints" / f"ckpt-{step}.index").touch()
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    for end, content in checkpoint().items():
+      (folder / "checkpoints" / f"ckpt-{step}{end}").write_bytes(content)
   for each in [*folder.rglob("*"), folder]:
     os.utime(each, (NOW - ago_s, NOW - ago_s))
   return folder
@@ -44,21 +62,30 @@ def listed(capsys, *arguments):
   assert commands.main(["loopwright", "ls", *arguments]) == 0
   head, *rows = capsys.readouterr().out.splitlines()
   assert head.split() == ["name", "step", "status", "best", "age", "size"]
+  rows = [row for row in rows if not row.startswith("damaged: ")]
   return [[cell.strip() for cell in row.split("  ") if cell.strip()] for row in rows]
 
 
 def test_ls_lists_runs_by_name_with_their_best(capsys):
   log = [line(10, "train", loss=2.0), line(10, "eval", loss=0.5, accuracy=0.25)]
   inside = make("runs/b/inside", *log, ago_s=7300)
-  make("runs/b", *log, line(30, "eval", loss=0.4, accuracy=0.2), ago_s=7300, checkpoints=[20])
+  make("runs/b", *log, line(30, "eval", loss=0.4, accuracy=0.2), ago_s=7300, checkpoints=[30])
   make("runs/a/trial-1", *log[:1], line(12, "train", loss=1.0), ago_s=90)
   make("runs/a/.hidden/c", *log)
   Path("runs/link").symlink_to(inside.resolve())
   Path("runs/a/trial-1/link").symlink_to(ROOT / "LICENSE")
   config = len("run.train_steps = 30\n")
+  checkpointed = sum(map(len, checkpoint().values()))
   third = len(line(30, "eval", loss=0.4, accuracy=0.2)) + 1
   size = 2 * (len(log[0]) + 1 + len(log[1]) + 1 + config) + third
-  row = ["runs/b", "30/30", "done", "accuracy 0.25 @10", "2 h", f"{size} B"]
+  row = [
+    "runs/b",
+    "30/30",
+    "done",
+    "accuracy 0.25 @10",
+    "2 h",
+    f"{round((size + checkpointed) / 1000)} kB",
+  ]
   small = len(log[0]) + 1 + len(line(12, "train", loss=1.0)) + 1 + config
   small += len(str(ROOT / "LICENSE"))  # the link alone
   assert listed(capsys) == [
@@ -150,12 +177,11 @@ def test_diff_shows_what_differs_and_only_that(capsys):
     (("diff", "good", "nowhere/x"), "'nowhere/x' is no run folder. It must have metrics.jsonl or"),
     (("ls", "nowhere"), "'nowhere' cannot be read (No such file or directory); give a folder of"),
     (("ls", "a\0b"), "cannot be read (embedded null byte)"),
-    (("diff", "good", "damaged"), "'damaged/history.jsonl' is damaged; restore it, or move it"),
+    (("ls", "good", "--status=dead"), "--status=dead: it must be one or more of running, done"),
   ],
 )
 def test_a_mistake_is_one_line(capsys, given, text):
   make("good")
-  make("damaged", start=[])
   assert commands.main(["loopwright", *given]) == 2
   out, err = capsys.readouterr()
   assert (out, err.count("\n")) == ("", 1)
@@ -182,21 +208,133 @@ def test_a_damaged_file_ends_nothing(capsys, name, file):
   assert commands.main(["loopwright", "diff", "runs/r", "runs/s"]) == 0
 
 
-def test_a_damaged_run_is_a_line_among_the_others(capsys):
-  folder = make("runs/r")
-  (folder / "history.jsonl").write_text("{")
-  pipe = make("runs/s")
-  (pipe / "metrics.jsonl").unlink()
-  os.mkfifo(pipe / "metrics.jsonl")
-  make("runs/t\x1b[2J")
-  rows = listed(capsys)
-  assert rows[0][:3] == [
-    *("runs/r", "damaged"),
-    "'runs/r/history.jsonl' is damaged; restore it, or move it away.",
+def faults(name, capsys, *, status="stopped"):
+  """Returns what `ls`, and `diff`, say is damaged in a run."""
+  capsys.readouterr()
+  [row] = listed(capsys, name)
+  assert commands.main(["loopwright", "ls", name]) == 0
+  told = [each for each in capsys.readouterr().out.splitlines() if each.startswith("damaged: ")]
+  assert row[2] == (f"{status}, damaged" if told else status)
+  make("sound", line(5, "eval", loss=1.0))
+  assert commands.main(["loopwright", "diff", "sound", name]) == 0
+  assert [each for each in capsys.readouterr().out.splitlines() if "damaged: " in each] == told
+  return [each.removeprefix(f"damaged: '{name}/").removeprefix("damaged: ") for each in told]
+
+
+def test_damaged_lines_are_counted_and_the_others_are_read(capsys):
+  good = [line(step, "eval", loss=float(step)) for step in (3, 2, 4)]
+  folder = make("r", *good, start={"step": 0})
+  (folder / "metrics.jsonl").write_text(f'{good[0]}\n{{"step": 7, "lo\n{good[1]}\n{{"step": 8, "sp')
+  assert faults("r", capsys) == [
+    "metrics.jsonl': 1 of 4 lines cannot be read, the first is line 2."
   ]
-  assert rows[1][:2] == ["runs/s", "damaged"]
-  assert "is a pipe, not a file" in rows[1][2]
-  assert rows[2][0] == r"runs/t\x1b[2J"
+  assert str(folders.Run("r").best()) == "loss 2 @2"
+  (folder / "history.jsonl").write_text('{"step": 0, "config": {"run.train_steps": "9"}}\n{')
+  (folder / "operative_config.gin").unlink()
+  (folder / "metrics.jsonl").write_bytes(bytes(range(200, 256)) * 10)
+  assert faults("r", capsys) == [
+    "metrics.jsonl': 1 of 1 lines cannot be read.",
+    "history.jsonl': 1 of 2 lines cannot be read, the first is line 2.",
+    "operative_config.gin' is missing.",
+  ]
+  assert folders.Run("r").train_steps == 9
+
+
+def test_an_empty_or_binary_config_and_a_pipe_are_told(capsys):
+  folder = make("r", line(5, "eval", loss=1.0), config="", start={})
+  (folder / "history.jsonl").write_text("")
+  assert faults("r", capsys) == ["operative_config.gin' is empty.", "history.jsonl' is empty."]
+  (folder / "operative_config.gin").write_bytes(bytes(range(256)))
+  (folder / "history.jsonl").unlink()
+  os.mkfifo(folder / "history.jsonl")
+  assert faults("r", capsys) == [
+    "history.jsonl' is a pipe, not a file; give the path of a file.",
+    "operative_config.gin' is not text.",
+  ]
+
+
+def test_checkpoints_that_are_cut_off_or_gone_are_told(capsys):
+  sizes = {end: len(content) for end, content in checkpoint().items()}
+  [data] = [end for end in sizes if end != ".index"]
+  folder = make("r", line(30, "eval", loss=1.0), checkpoints=[9, 10, 20, 30])
+  made = folder / "checkpoints"
+  assert faults("r", capsys, status="done") == []
+  os.truncate(made / f"ckpt-9{data}", sizes[data] - 1)
+  os.truncate(made / f"ckpt-10{data}", 100)
+  os.truncate(made / "ckpt-20.index", 100)
+  (made / f"ckpt-30{data}").unlink()
+  assert sorted(faults("r", capsys, status="done")) == [
+    f"checkpoints/ckpt-10{data}' is cut off: it has 100 bytes of {sizes[data]:,}.",
+    "checkpoints/ckpt-20.index' is damaged.",
+    f"checkpoints/ckpt-30{data}' is missing.",
+    f"checkpoints/ckpt-9{data}' is cut off: it has {sizes[data] - 1:,} bytes of {sizes[data]:,}.",
+  ]
+  for each in made.iterdir():
+    each.unlink() if "ckpt-9" not in each.name else each.write_bytes(checkpoint()[each.name[6:]])
+  gone = "checkpoints' has no checkpoint of the last step, 30; the newest is of 9."
+  assert faults("r", capsys, status="done") == [gone]
+  (folder / "metrics.jsonl").write_text("")
+  assert faults("r", capsys) == [
+    "there is a checkpoint of step 9, but no line of a log that can be read."
+  ]
+
+
+@pytest.mark.parametrize(
+  ("config", "logged", "start", "told"),
+  [
+    ("run.checkpoint_every_steps = 20\n", 19, {"step": 0}, False),
+    ("run.checkpoint_every_steps = 20\n", 20, {"step": 0}, True),
+    ("run.checkpoint_every_steps = 20\n", 19, {"step": 7}, True),  # it began from a checkpoint
+    ("run.checkpoint_every_steps = 200\nrun.train_steps = 19\n", 19, {"step": 0}, True),
+  ],
+)
+def test_a_run_that_must_have_saved_and_has_no_checkpoint_is_told(
+  capsys, config, logged, start, told
+):
+  make("r", line(logged, "train", loss=1.0), config=config, start=start)
+  status = "done" if "train_steps" in config else "stopped"
+  found = faults("r", capsys, status=status)
+  text = f"checkpoints' has no checkpoint, but the log goes to step {logged}."
+  assert found == ([text] if told else [])
+
+
+def test_no_damage_of_an_index_ends_it():
+  index = checkpoint()[".index"]
+  folder = make("r", line(30, "eval", loss=1.0), checkpoints=[30])
+  path = folder / "checkpoints" / "ckpt-30.index"
+  draws = random.Random(7)
+  for _ in range(200):
+    content = bytearray(index)
+    for _ in range(8):
+      content[draws.randrange(len(content))] = draws.randrange(256)
+    path.write_bytes(bytes(content))
+    damage.faults(folders.Run("r"))
+
+
+def test_runs_are_in_the_order_of_their_numbers_and_can_be_chosen(capsys):
+  for number, (step, loss) in {1: (5, 0.5), 2: (30, 0.25), 10: (7, 0.75), 100: (6, 0.125)}.items():
+    made = make(f"runs/r{number}", line(step, "eval", loss=loss), ago_s=number * 10)
+  (made / "operative_config.gin").write_text("")
+
+  def names(*given):
+    return [row[0].removeprefix("runs/r") for row in listed(capsys, *given)]
+
+  assert names() == ["1", "2", "10", "100"]
+  assert names("--sort=best") == ["100", "2", "1", "10"]
+  assert names("--sort=step") == ["2", "10", "100", "1"]
+  assert names("--sort=age", "runs/r10", "runs/r2") == ["2", "10"]
+  assert names("--status=done,damaged") == ["2", "100"]
+  assert names("--name=*r1*", "--status=stopped") == ["1", "10", "100"]
+  capsys.readouterr()
+  assert commands.main(["loopwright", "ls", "--json", "--name=*r2"]) == 0
+  [found] = json.loads(capsys.readouterr().out)
+  found.pop("bytes")
+  assert found == {
+    "name": "runs/r2", "step": 30, "train_steps": 30, "status": "done",
+    "best": {"metric": "loss", "value": 0.25, "step": 30, "mode": "min"},
+    "evaluation": {"loss": 0.25}, "age_s": 20.0,
+    "faults": ["'runs/r2/checkpoints' has no checkpoint, but the log goes to step 30."],
+  }  # fmt: skip
 
 
 def test_neither_imports_a_task_or_tensorflow():
