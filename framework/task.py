@@ -142,7 +142,8 @@ class Task:
     so that the pictures of two steps are comparable.
 
     Args:
-      board: `board.image(name, array)`, `board.histogram(name, values)`, `board.text(name, text)`.
+      board: `board.image(name, array)`, `board.histogram(name, values)`, `board.text(name, text)`;
+        `board.metrics` has the values of the evaluation, or loop, before it.
     """
     del board
 

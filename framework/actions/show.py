@@ -7,6 +7,7 @@ from typing import Literal
 
 from framework.actions.base import Action, Output, Run
 from framework.errors import ConfigError, require_integer
+from framework.reporting.metrics_log import flatten
 from framework.task import Task
 
 
@@ -46,5 +47,6 @@ class Show(Action):
   def __call__(self, output: Output) -> None:
     """Shows, if this is the step for it."""
     if self._every is None or self.run.step % self._every == 0:
+      self.run.board.metrics = flatten(output)
       with self.run.evaluated_weights():
         self.run.task.show(self.run.board)

@@ -30,8 +30,7 @@ SUGGESTIONS: Mapping[str, str] = {
   "memory-map (docs/inputs.md).",
   "communication": "send less, or less often: Reduction.wire_dtype = 'bfloat16', or a larger "
   "run.global_batch_size; if one replica is slower than the others, they wait for it here.",
-  "compute": "nothing else holds it up; try Trainer.jit_compile = True, or look at a trace: "
-  "run.actions = [@Profile()].",
+  "compute": "try Trainer.jit_compile = True, or look at a trace: run.actions = [@Profile()].",
   "compute and communication": "look at a trace: run.actions = [@Profile()].",
   "start": "paid once per process, so it matters less in a longer run; if it repeats, the log says "
   "that the loop was traced again.",
@@ -42,6 +41,8 @@ SUGGESTIONS: Mapping[str, str] = {
   "host": "return to the host less often: a larger run.steps_per_loop.",
 }
 """Part -> what to do if it is the largest."""
+_NOTABLE = 0.1
+"""The share of the time from which a part that is not the largest gets its suggestion too."""
 _OTHERWISE = "make it cheaper, or call it less often: run.steps_per_loop, run.eval_every_steps."
 
 
@@ -162,11 +163,14 @@ class TimeBudget(Action):
 
 
 def table(parts: Mapping[str, float]) -> str:
-  """Returns the lines to print: part, seconds and share, largest first; then a suggestion."""
+  """Returns the lines to print: part, seconds and share, largest first; then suggestions."""
   total = sum(parts.values())
   rows = sorted(parts.items(), key=lambda item: -item[1])
   width = max(len(name) for name in parts)
-  largest = rows[0][0]
+  notable = [(name, s / total) for name, s in rows if s >= _NOTABLE * total] or [(rows[0][0], 1.0)]
   lines = [f"time budget of {total:.1f} s:"]
   lines += [f"  {name:{width}} {s:9.2f} s {100 * s / total:5.1f} %" for name, s in rows]
-  return "\n".join([*lines, f"largest: {largest}; {SUGGESTIONS.get(largest, _OTHERWISE)}"])
+  for rank, (name, share) in enumerate(notable):
+    what = f"largest: {name}" if rank == 0 else f"also {100 * share:.0f} %: {name}"
+    lines.append(f"{what}; {SUGGESTIONS.get(name, _OTHERWISE)}")
+  return "\n".join(lines)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ from framework.errors import ConfigError, kind, require_integer
 from framework.inputs.checks import Batch
 from framework.inputs.ordering import hashed
 from framework.inputs.sources import Source
+
+Axes = Mapping[str, Sequence[int]]
+"""Feature -> its axes that are as long as the example; axis 0 is that of the examples."""
 
 
 class Bucket(Source):
@@ -41,7 +44,7 @@ class Bucket(Source):
   """
 
   def __init__(
-    self, source: Source, ids: np.ndarray, *, length: int, trim: Sequence[str], first: int
+    self, source: Source, ids: np.ndarray, *, length: int, trim: Axes, first: int
   ) -> None:
     """Keeps the arguments; `ids` are the examples of the bucket, int64 [num_examples]."""
     self.num_examples, self.length, self.first = len(ids), length, first
@@ -51,14 +54,18 @@ class Bucket(Source):
   def fetch(self, indices: tf.Tensor) -> Batch:
     """See `Source.fetch`."""
     batch = dict(self._source.fetch(self.example_ids(indices)))
-    for name in self._trim:
-      if name not in batch or batch[name].shape.rank < 2 or batch[name].shape[1] < self.length:
+    for name, axes in self._trim.items():
+      shape = list(batch[name].shape) if name in batch else []
+      if any(axis >= len(shape) or shape[axis] < self.length for axis in axes):
         found = batch[name].shape if name in batch else "missing"
+        places = f"axis {axes[0]}" if len(axes) == 1 else f"axes {', '.join(map(str, axes))}"
         raise ConfigError(
-          f"Buckets trims {name!r}, which is {found} in a batch of {kind(self._source)}; it must "
-          f"be [n, length, ...], padded to at least {self.length}."
+          f"Buckets trims {name!r}, which is {found} in a batch of {kind(self._source)}; its "
+          f"{places} must be there, and padded to at least {self.length}."
         )
-      batch[name] = batch[name][:, : self.length]
+      batch[name] = batch[name][
+        tuple(slice(self.length if axis in axes else None) for axis in range(len(shape)))
+      ]
     return batch
 
   def example_ids(self, indices: tf.Tensor) -> tf.Tensor:
@@ -87,7 +94,7 @@ class Buckets:
     *,
     lengths: Sequence[int] | np.ndarray,
     boundaries: Sequence[int],
-    trim: Sequence[str],
+    trim: Sequence[str] | Axes,
     equal_tokens: bool = False,
     in_a_row: int = 1,
   ) -> None:
@@ -97,7 +104,8 @@ class Buckets:
       source: yields features that are padded to one length, at least the last boundary.
       lengths: the length of each example, int [num_examples].
       boundaries: the lengths of the buckets, ascending; the last is at least the longest example.
-      trim: the features to cut to a bucket's length, on their second axis.
+      trim: the features to cut to a bucket's length, on axis 1; or feature -> axes, such as
+        {"nodes": (1,), "adjacency": (1, 2)}.
       equal_tokens: a batch of a shorter bucket has more examples, so that rows x length is about
         that of the longest bucket, whose batches have the global batch size. False gives all
         batches the global batch size.
@@ -123,8 +131,7 @@ class Buckets:
         f"example {sizes.argmax()} has length {sizes.max()}, above the last boundary, {ends[-1]}; "
         "raise it, or cut the example."
       )
-    if isinstance(trim, str) or not trim:
-      raise ConfigError(f"trim is {trim!r}; it must be the names of features, such as ('tokens',).")
+    axes = _axes(trim)
     self.source, self.num_examples = source, source.num_examples
     self.equal_tokens = equal_tokens
     self.in_a_row = require_integer("in_a_row", in_a_row, at_least=1)
@@ -133,7 +140,7 @@ class Buckets:
     for place, length in enumerate(ends):
       ids = np.flatnonzero(places == place)
       if len(ids):
-        self.buckets.append(Bucket(source, ids, length=length, trim=trim, first=first))
+        self.buckets.append(Bucket(source, ids, length=length, trim=axes, first=first))
       first += len(ids)
 
   @property
@@ -165,6 +172,22 @@ class Buckets:
       shuffle=shuffle,
       in_a_row=self.in_a_row,
     )
+
+
+def _axes(trim: Sequence[str] | Axes) -> Axes:
+  """Returns the axes to cut of each feature; raises ConfigError for anything else."""
+  if isinstance(trim, str) or not trim:
+    raise ConfigError(f"trim is {trim!r}; it must be the names of features, such as ('tokens',).")
+  if not isinstance(trim, Mapping):
+    return dict.fromkeys(trim, (1,))
+  for name, axes in trim.items():
+    if (
+      not isinstance(axes, Sequence) or not axes or not all(type(a) is int and a > 0 for a in axes)
+    ):
+      raise ConfigError(
+        f"trim[{name!r}] is {axes!r}; it must be the axes to cut, from 1 on, such as (1, 2)."
+      )
+  return trim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

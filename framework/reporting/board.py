@@ -6,7 +6,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ class Board:
   TensorBoard gets each under its name; <model_dir>/media gets the file <name>-<step>.png, .npz or
   .txt, written whole or not at all. A step that is repeated, as after a restart, replaces it.
   Every worker of a cluster may call it; only the chief writes.
+
+  Attributes:
+    metrics: those of the evaluation or training loop after which `Show` acts: name -> number, or
+      an array as nested lists; the same on all workers.
   """
 
   def __init__(
@@ -47,6 +51,7 @@ class Board:
     self._model_dir, self._step, self._message = model_dir, step, message
     self._writer = writer or tf.summary.create_noop_writer
     self._warned: set[str] = set()
+    self.metrics: Mapping[str, Any] = {}
 
   def image(self, name: str, image: Any) -> None:
     """Shows one image, or several in a grid that is about as wide as high, in row order.

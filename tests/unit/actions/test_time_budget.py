@@ -287,8 +287,17 @@ def test_the_table():
     "  input wait       7.25 s  72.5 %\n"
     "  checkpoints      2.25 s  22.5 %\n"
     "  host             0.50 s   5.0 %\n"
-    f"largest: input wait; {SUGGESTIONS['input wait']}"
+    f"largest: input wait; {SUGGESTIONS['input wait']}\n"
+    f"also 22 %: checkpoints; {SUGGESTIONS['checkpoints']}"
   )
+
+
+def test_a_large_wait_for_input_is_named_beside_the_compute():
+  text = table({"compute": 7.0, "input wait": 2.4, "host": 0.6})
+  assert text.splitlines()[-2:] == [
+    f"largest: compute; {SUGGESTIONS['compute']}",
+    f"also 24 %: input wait; {SUGGESTIONS['input wait']}",
+  ]
 
 
 def test_every_part_has_a_suggestion_that_names_options_that_exist():

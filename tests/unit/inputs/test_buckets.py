@@ -163,12 +163,28 @@ def test_the_largest_bucket_alone_has_ids_of_its_own():
     ({"boundaries": ()}, r"boundaries is \(\); it must be ascending"),
     ({"boundaries": (0, 8)}, "boundaries is 0; it must be a whole number of at least 1"),
     ({"trim": "x"}, "trim is 'x'; it must be the names of features"),
+    ({"trim": {"x": 1}}, r"trim\['x'\] is 1; it must be the axes to cut, from 1 on"),
+    ({"trim": {"x": (0, 1)}}, r"trim\['x'\] is \(0, 1\); it must be the axes"),
     ({"in_a_row": 0}, "in_a_row is 0"),
   ],
 )
 def test_mistakes(change, message):
   with one_line_error(message):
     source(**change)
+
+
+def test_several_axes_are_cut():
+  edges = RNG.normal(size=[N, LONGEST, 3, LONGEST]).astype(np.float32)
+  given = ArraySource(features={"x": X, "edges": edges})
+  made = Buckets(given, lengths=LENGTHS, boundaries=ENDS, trim={"x": (1,), "edges": (1, 3)})
+  for place, (bucket, end) in enumerate(zip(made.buckets, ENDS, strict=True)):
+    batch = bucket.fetch(tf.range(bucket.num_examples, dtype=tf.int64))
+    np.testing.assert_array_equal(batch["edges"], edges[place == OF][:, :end, :, :end])
+    np.testing.assert_array_equal(batch["x"], X[place == OF][:, :end])
+  narrow = ArraySource(features={"edges": edges[..., :4]})
+  made = Buckets(narrow, lengths=LENGTHS, boundaries=ENDS, trim={"edges": (1, 3)})
+  with one_line_error("its axes 1, 3 must be there, and padded to at least 8"):
+    made.buckets[-1].fetch(tf.constant([0], tf.int64))
 
 
 def test_mistakes_in_use():

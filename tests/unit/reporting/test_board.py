@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import Action, ArraySource, Board, ConfigError, Loss, Show, Task
+from framework import Action, ArraySource, Board, ConfigError, Loss, Show, Sum, Task
 from framework.run import run
 from framework.strategies import factories
 
@@ -213,6 +213,27 @@ def test_show_ends_loops_at_its_cadence(tmp_path):
 def test_show_after_evaluations_shows_what_they_evaluate(tmp_path):
   start(tmp_path, actions=[Show()])
   assert shown(tmp_path) == {"weight-5.txt": "5", "weight-7.txt": "7"}
+
+
+def test_show_gets_the_metrics_of_the_evaluation_or_loop_before_it(tmp_path, mirrored):
+  seen = []
+
+  class Looks(Line):
+    def metrics(self, outputs, batch):
+      rows = tf.reduce_sum(batch["weight"])
+      return {"counts": Sum(tf.stack([rows, 2 * rows]))}
+
+    def derived(self, values):
+      return {"counts": values["counts"]}
+
+    def show(self, board):
+      seen.append((board.metrics["loss"], board.metrics["counts"]))
+
+  start(tmp_path / "eval", task=Looks, strategy=lambda: mirrored(2), actions=[Show()])
+  assert seen == [(-5.0, [4.0, 8.0]), (-7.0, [4.0, 8.0])]
+  seen.clear()
+  start(tmp_path / "loop", task=Looks, actions=[Show(every_steps=3)])
+  assert seen == [(-1.0, [12.0, 24.0]), (-5.0, [4.0, 8.0])]  # of steps 1 to 3, and of step 6
 
 
 def test_show_has_the_weights_that_evaluations_use():
