@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from framework.errors import ConfigError, unknown
 from framework.reporting.metrics_log import flatten, scalars
 from framework.saving import formats
 from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chief
-from framework.saving.export import export, mend, require_replaceable, signatures
+from framework.saving.export import export, mend, require_replaceable
 
 Mode = Literal["max", "min"]
 _OTHER_FOLDERS = (
@@ -313,8 +314,9 @@ class EarlyStopping(MetricHistory):
 class Export(OnBest):
   """Exports a SavedModel of the best evaluation so far; see `export`.
 
-  With `formats`, the export proves itself when training is over: each format is made, loaded again
-  in a fresh process, and compared with the model on a batch of the evaluation data.
+  With `formats`, the export proves itself before the first step, in a folder that is then removed,
+  and when training is over: each format is made, loaded again in a fresh process, and compared with
+  the model on a batch of the evaluation data.
   """
 
   def __init__(
@@ -357,19 +359,38 @@ class Export(OnBest):
     """Reads the earlier evaluations; removes what a killed export left.
 
     Raises:
-      ConfigError: there is no batch to compare the formats on.
+      ConfigError: there is no batch to compare the formats on; or, before the first step, one of
+        them cannot be made.
     """
     super().begin()
     if self.run.is_chief:
       mend(str(self._directory))
-      if self._formats:
-        formats.examples(self.run.task, signatures(self.run.task))
+    if self._formats and self.run.step == 0:
+      self._try_formats()
+
+  def _try_formats(self) -> None:
+    """Exports the initial weights, so that what cannot be converted fails before training."""
+    with tempfile.TemporaryDirectory() as folder:
+      trial = os.path.join(folder, "export")
+      self._export(trial)
+      if self.run.is_chief:
+        try:
+          formats.prove(self.run.task, trial, self._formats)
+        except ConfigError as error:
+          what = str(error).partition(" is refused ")[2] or str(error)
+          raise ConfigError(
+            f"Export.formats, tried on the initial weights, is refused {what}; take the format "
+            "out, or change the model or its export_signature()."
+          ) from error
+
+  def _export(self, directory: str) -> None:
+    is_chief = self.run.is_chief
+    export(self.run.task, directory, is_chief=is_chief, formats=self._formats)
 
   def on_best(self, value: float) -> None:
     """Exports the weights that were evaluated."""
     with self.run.evaluated_weights():
-      directory, is_chief = str(self._directory), self.run.is_chief
-      export(self.run.task, directory, is_chief=is_chief, formats=self._formats)
+      self._export(str(self._directory))
 
   def end(self) -> None:
     """Makes and compares the formats, unless the run failed or a signal ended it.

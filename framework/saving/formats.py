@@ -113,8 +113,8 @@ def examples(task: Task, signatures: Mapping[str, Any]) -> bytes:
   raw = _raw_batch(task)
   arrays: dict[str, Any] = {"dtype": np.array(keras.config.dtype_policy().compute_dtype)}
   for signature, function in signatures.items():
-    inputs = [_input(signature, spec, raw) for spec in tf.nest.flatten(function.input_signature)]
-    names = _input_names(function)
+    specs = _named_specs(function)
+    inputs, names = [_input(signature, s, raw) for s in specs], [s.name for s in specs]
     for rows in (ROWS, 1):
       cut = [value[:rows] for value in inputs]
       with _calls(task.model) as calls:
@@ -215,10 +215,9 @@ def _dtype(array: np.ndarray) -> tf.DType:
   return tf.string if array.dtype.kind in "OS" else tf.as_dtype(array.dtype)
 
 
-def _input_names(function: Any) -> list[str]:
-  _, named = function.get_concrete_function().structured_input_signature
-  specs = tf.nest.flatten(function.input_signature)
-  return [spec.name for spec in specs] if all(spec.name for spec in specs) else list(named)
+def _named_specs(function: Any) -> list[tf.TensorSpec]:
+  """Returns the inputs; one without a name in the signature has that of its parameter."""
+  return tf.nest.flatten(function.get_concrete_function().structured_input_signature)
 
 
 def _named(outputs: Any) -> dict[str, Any]:

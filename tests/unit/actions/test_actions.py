@@ -763,6 +763,11 @@ def proofs(monkeypatch):
 def test_the_best_export_is_compared_at_the_end(model_dir, proofs, capsys):
   action = Export(mode="min", metric="loss", formats=["saved_model"])
   process = Process(model_dir, [action], task=Served(dense_model(keras))).begin()
+  [(complete, trial, names)] = proofs
+  assert complete
+  assert names == ["saved_model"]
+  assert not os.path.exists(os.path.dirname(trial))
+  proofs.clear()
   for step, loss in ((1, 1.0), (2, 0.5), (3, 0.75)):
     process.evaluate(step, {"loss": loss})
   assert proofs == []
@@ -774,10 +779,25 @@ def test_the_best_export_is_compared_at_the_end(model_dir, proofs, capsys):
   )
 
 
+def test_a_format_that_cannot_be_made_ends_the_run_before_it_trains(model_dir, monkeypatch):
+  def prove(task, directory, names):
+    raise ConfigError(f"the export to {directory!r} is refused as 'onnx': ComplexAbs expected 2")
+
+  monkeypatch.setattr(formats, "prove", prove)
+  process = Process(model_dir, [Export(formats=["onnx"])], task=Served(dense_model(keras)))
+  with pytest.raises(ConfigError) as caught:
+    process.begin()
+  assert str(caught.value) == (
+    "Export.formats, tried on the initial weights, is refused as 'onnx': ComplexAbs expected 2; "
+    "take the format out, or change the model or its export_signature()."
+  )
+
+
 @pytest.mark.parametrize("names", [["saved_model"], []])
 def test_an_export_is_not_compared_after_a_failure_or_without_formats(model_dir, proofs, names):
   action = Export(mode="min", metric="loss", formats=names)
   process = Process(model_dir, [action], task=Served(dense_model(keras))).begin()
+  proofs.clear()  # of the trial before the first step
   process.evaluate(1, {"loss": 1.0})
   with contextlib.suppress(Killed):
     try:

@@ -160,7 +160,7 @@ def test_noise_of_no_feature_is_drawn_and_other_inputs_are_named(tmp_path):
     assert file["8|serving_default|in|noise"].shape == (8, 5)
     assert set(file["8|serving_default|in|token"].ravel()) == {0, 1}
 
-  @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
+  @tf.function(input_signature=[tf.TensorSpec([None], tf.string)])  # named by its parameter
   def read(text):
     return {"y": tf.strings.length(text)}
 
