@@ -3,9 +3,12 @@
     python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
 
 checks/ has one module per group of `GROUPS`, with `check(subject) -> results`; docs/verify.md
-explains each check. report.py holds the results. bench/ has the tools of the checks:
+explains each check; padding.py and own_optimizer.py are parts of the group "replicas". report.py
+holds the results. bench/ has the tools of the checks:
 
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
+    comparison.py     the step on one replica, and how others differ from it
+    explanations.py   known mistakes, and the update that each predicts
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   the same noise for every row, so that random tasks can be compared
     same_draws.py     the same random numbers under XLA and in every dtype

@@ -11,6 +11,8 @@ from defects import newcomers
 from defects.small import place, subject
 
 from framework import verify
+from framework.verify.bench.comparison import Comparison
+from framework.verify.bench.explanations import PADDING
 from framework.verify.checks import (
   compilation,
   gradients,
@@ -21,18 +23,21 @@ from framework.verify.checks import (
   replicas,
   restore,
 )
+from framework.verify.checks.own_optimizer import OwnOptimizer
+from framework.verify.checks.padding import Rowwise
 
 
 def on_two(subject):
-  compared = replicas.Comparison(subject, rows=subject.divisible_rows)
-  found = [compared.repeatable(), *compared.padding()]
-  known = found[-1].cause == replicas.PADDING
-  return [*found, compared.weights(known=known), *compared.same_update(2)]
+  compared = Comparison(subject, rows=subject.divisible_rows)
+  rowwise = Rowwise(compared)
+  found = [rowwise.repeatable(), *rowwise.padding()]
+  known = found[-1].cause == PADDING
+  return [*found, rowwise.weights(known=known), *replicas.Several(compared).same_update(2)]
 
 
 def skipped(subject):
-  compared = replicas.Comparison(subject, rows=subject.divisible_rows)
-  return [compared._run_options({})["overflow"]]
+  compared = Comparison(subject, rows=subject.divisible_rows)
+  return [OwnOptimizer(compared).run({})["overflow"]]
 
 
 CHECKS = {

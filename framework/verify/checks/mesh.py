@@ -19,8 +19,15 @@ from framework.errors import ConfigError, failure, place_of
 from framework.strategies import traits
 from framework.verify.bench import bench, source_lines
 from framework.verify.bench.bench import Bench, Outcome, Subject
-from framework.verify.checks import replicas
-from framework.verify.checks.replicas import Comparison, Explanation
+from framework.verify.bench.comparison import AFTER_STEPS, Comparison
+from framework.verify.bench.explanations import (
+  PREDICTIONS,
+  REGULARISATION,
+  Explanation,
+  Part,
+  fits,
+  weighted_mean,
+)
 from framework.verify.report import Result
 
 GROUP = "mesh"
@@ -63,7 +70,7 @@ PENALTY = Explanation(
   cause="regularisation counted for each device",
   remedy="return the penalty from Task.regularization(), or use loss.plus_regularization(penalty), "
   "once",
-  containing=replicas.REGULARISATION.containing,
+  containing=REGULARISATION.containing,
 )
 NUMBERS = Explanation(
   cause="random numbers that depend on the mesh",
@@ -166,9 +173,7 @@ class OnMesh:
     return {case: here.steps_from(start, rows) for case, rows in self.compared.cases.items()}
 
   def _find(self, explanation: Explanation) -> str:
-    return source_lines.find(
-      self.task, *replicas.METHODS, containing=explanation.containing, anywhere=True
-    )
+    return self.compared.find(explanation)
 
   def _state(self, outcomes: Mapping[str, Outcome]) -> Iterator[Result]:
     compared = self.compared
@@ -207,7 +212,7 @@ class OnMesh:
       outcomes = [here.step(rows) for rows in (compared.batch, *compared.cases.values())]
       ends.append(Outcome(before=compared.start, after=outcomes[-1].after, metrics={}))
     found = compared.difference(ends[0], ends[1], without=compared.noisy | compared.state)
-    wrong = found.detail if found.worst > replicas.AFTER_STEPS else ""
+    wrong = found.detail if found.worst > AFTER_STEPS else ""
     return _verdict(OWN, wrong, UNKNOWN, "", f"relative difference {found.worst:.1e}")
 
   def _explain(self, outcomes: Mapping[str, Outcome]) -> Explanation:
@@ -215,28 +220,28 @@ class OnMesh:
     compared, used = self.compared, self.compared.trained
     seen = {case: compared.flat(outcome, used) for case, outcome in outcomes.items()}
     whole = {case: compared.flat(compared.reference[case], used) for case in seen}
-    parts = {case: compared._parts(compared.cases[case], self.shares, used) for case in seen}
+    parts = {case: compared.parts(compared.cases[case], self.shares, used) for case in seen}
     factor = _factor(seen["full batch"], whole["full batch"])
-    if all(replicas._fits(seen[case], factor * whole[case]) for case in seen):
+    if all(fits(seen[case], factor * whole[case]) for case in seen):
       return FACTOR
     if self._lost(outcomes):
       return LOST
     if all(_of_one_part(seen[case], parts[case]) for case in seen):
       return ONE_PART
-    for _, predict in replicas.PREDICTIONS:
-      if all(replicas._fits(seen[case], predict(whole[case], parts[case])) for case in seen):
+    for _, predict in PREDICTIONS:
+      if all(fits(seen[case], predict(whole[case], parts[case])) for case in seen):
         return OF_PARTS
     excess = [seen[case] - whole[case] for case in seen]
     weights = [float(compared.cases[case]["weight"].sum()) for case in seen]
     for scales in ([1.0] * len(excess), weights):
       scaled = [scale * each for scale, each in zip(scales, excess, strict=True)]
-      if all(replicas._fits(each, scaled[0]) for each in scaled[1:]):
+      if all(fits(each, scaled[0]) for each in scaled[1:]):
         return PENALTY
-    if replicas._fits(seen["full batch"], replicas._weighted_mean(self._alone())):
+    if fits(seen["full batch"], weighted_mean(self._alone())):
       return OF_PARTS
     return UNKNOWN
 
-  def _alone(self) -> list[replicas.Part]:
+  def _alone(self) -> list[Part]:
     """Returns the update of each part's rows, without the other rows being there at all."""
     compared, found = self.compared, []
     for rows in np.split(np.arange(compared.rows), self.shares):
@@ -263,8 +268,8 @@ def _factor(seen: np.ndarray, whole: np.ndarray) -> float:
   return float(seen @ whole) / size if size else 1.0
 
 
-def _of_one_part(seen: np.ndarray, parts: Sequence[replicas.Part]) -> bool:
-  return any(replicas._fits(seen, _factor(seen, part) * part) for part, _ in parts)
+def _of_one_part(seen: np.ndarray, parts: Sequence[Part]) -> bool:
+  return any(fits(seen, _factor(seen, part) * part) for part, _ in parts)
 
 
 def _crashes(operation: tf.Operation) -> bool:
