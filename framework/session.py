@@ -21,7 +21,7 @@ from framework.backend.timing import timed
 from framework.errors import ConfigError, Preempted, unknown
 from framework.evaluator import Evaluator
 from framework.ledger.proof import file_name
-from framework.modes import Mode
+from framework.modes import TRAINING_MODES, Mode
 from framework.reporting import metrics_log, orbit_reporter, progress, summary
 from framework.reporting.board import Board
 from framework.saving import checkpoints, formats
@@ -237,6 +237,7 @@ class Session:
         choice=self._choice,
         split=split,
         status=self._status,
+        more=[action.result() for action in self._actions] if mode in TRAINING_MODES else (),
       )
     )
 

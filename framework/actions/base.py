@@ -154,6 +154,10 @@ class Action:
     """Returns steps at which a loop must end, whatever `run.steps_per_loop` (host)."""
     return ()
 
+  def result(self) -> str:
+    """Returns what the last line of the run says of this action, or "" (host; after `end`)."""
+    return ""
+
   def end(self) -> None:
     """Called once when training in this process is over and saved, or has failed (host).
 

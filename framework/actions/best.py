@@ -20,6 +20,7 @@ from framework.actions.base import Action, Output, Run, StopTraining
 from framework.backend import files
 from framework.errors import ConfigError, unknown
 from framework.reporting.metrics_log import flatten, scalars
+from framework.reporting.progress import format_number
 from framework.saving import formats
 from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chief
 from framework.saving.export import export, mend, require_replaceable
@@ -96,9 +97,22 @@ class MetricHistory(Action):
 
   def recall(self, *, before_step: int) -> list[float]:
     """Returns the values in metrics.jsonl before a step, one per evaluated step, oldest first."""
+    return [value for step, value in self._logged().items() if step < before_step]
+
+  def result(self) -> str:
+    """Returns the best evaluation, if it is not the last."""
+    logged = self._logged()
+    best = self._goal.best(list(logged.values()))
+    step = next((step for step, value in logged.items() if value == best), None)
+    if best is None or step == max(logged):
+      return ""
+    return f"best {self._goal.metric} {format_number(best)} at step {step}"
+
+  def _logged(self) -> dict[int, float]:
+    """Returns step -> value in metrics.jsonl, in the order of steps."""
     records = self.run.metrics_log.records("eval")
     by_step = {r["step"]: r[self._goal.metric] for r in records if self._goal.metric in r}
-    return [float(by_step[step]) for step in sorted(by_step) if step < before_step]
+    return {step: float(by_step[step]) for step in sorted(by_step)}
 
   def observe(self, output: Output) -> tuple[float, list[float]]:
     """Returns this evaluation's value, and those of all evaluations before it, oldest first.

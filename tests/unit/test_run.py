@@ -23,12 +23,13 @@ from tensorflow.python.data.ops import debug_mode
 import framework
 from framework import configurables
 from framework.actions.base import Action, StopTraining
-from framework.actions.best import BestCheckpoint
+from framework.actions.best import BestCheckpoint, EarlyStopping
 from framework.backend.files import StorageError
 from framework.errors import ConfigError, Preempted
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource, StreamSource
 from framework.metrics import REPORTED, Loss, weighted_sum
+from framework.reporting.progress import format_number
 from framework.run import run
 from framework.saving.checkpoints import CheckpointManager
 from framework.strategies import factories
@@ -437,6 +438,17 @@ def test_an_action_stops_the_run_in_good_order(mode, on, tmp_path, capsys):
     assert the_values(results) == expected[-1][2]
     err = check_result_line(capsys, tmp_path, f"stopped: step 2 | {on} {printed(results)}")
   assert "stopped at step 2: enough" in err
+
+
+def test_after_early_stopping_the_last_line_names_the_best_evaluation(tmp_path, capsys):
+  actions = [EarlyStopping(patience=1), BestCheckpoint(metric="loss", mode="min")]
+  options = {"optimizer": lambda: keras.optimizers.SGD(5.0), "eval_every_steps": 1}  # it diverges
+  start(tmp_path, "train_and_evaluate", actions=actions, steps_per_loop=1, **options)
+  first, second = (values["loss"] for split, _, values in log_of(tmp_path) if split == "eval")
+  assert first < second
+  line = capsys.readouterr().out.splitlines()[-1]
+  assert line.startswith("stopped: step 2 | eval loss ")
+  assert line.count(f" | best loss {format_number(first)} at step 1 | ") == 1
 
 
 def test_a_stopped_run_goes_on_without_the_action(tmp_path):

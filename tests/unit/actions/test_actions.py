@@ -348,6 +348,17 @@ def test_early_stopping_says_why_and_hands_over_what_is_not_yet_written(model_di
   assert [r["step"] for r in process.log.records("eval")] == [10, 20]
 
 
+def test_the_last_line_names_the_best_evaluation_unless_it_is_the_last(model_dir):
+  best = BestCheckpoint()
+  process = Process(model_dir, [best]).begin()
+  assert best.result() == ""
+  found = []
+  for step, accuracy in ((10, 0.5), (20, 0.875), (30, math.nan), (40, 0.75), (50, 0.9)):
+    process.evaluate(step, {"accuracy": accuracy})
+    found.append(best.result())
+  assert found == ["", "", *["best accuracy 0.8750 at step 20"] * 2, ""]
+
+
 def test_early_stopping_when_nothing_was_ever_finite(model_dir):
   process = Process(model_dir, [EarlyStopping(patience=1)]).begin()
   with pytest.raises(StopTraining, match="has not been finite for 1 evaluation "):
