@@ -465,6 +465,8 @@ class Session:
       call = timed(f"action {type(action).__name__}")(action)
 
       def act(output: Output) -> None:
+        if split == "train" and action.every_steps and self.step % action.every_steps:
+          return  # the loop ended for something else
         self._split = split
         if split == "eval":
           self._states.evaluated = self.step

@@ -20,6 +20,7 @@ import tensorflow as tf
 import framework
 from framework import Action, ArraySource, Batch, ConfigError, EvalStep, Loss, Source, Step, Task
 from framework.backend.randomness import normal_each
+from framework.errors import require_integer
 from framework.inputs.replay import Draws, ReplayBuffer
 from framework.metrics import weighted_sum
 
@@ -238,13 +239,19 @@ class SoftActorCritic(Task):
 
 @framework.register
 class Collect(Action):
-  """Plays `episodes` with the current weights after each training loop, into the replay buffer."""
+  """Plays with the current weights at a cadence of training steps, into the replay buffer."""
 
   on = "train"
 
-  def __init__(self, *, episodes: int = 1) -> None:
-    """Keeps its argument."""
+  def __init__(self, *, episodes: int = 1, every_steps: int = 200) -> None:
+    """Keeps its arguments.
+
+    Args:
+      episodes: to play each time.
+      every_steps: training steps between two times; an episode of Pendulum-v1 has 200.
+    """
     self._episodes = episodes
+    self.every_steps = require_integer("Collect.every_steps", every_steps, at_least=1)
 
   def __call__(self, output: Mapping[str, Any]) -> None:
     """Collects (host)."""

@@ -100,10 +100,13 @@ class Action:
 
   Attributes:
     on: "train", "eval" or "both".
+    every_steps: with a number, a training loop ends at each multiple of it, and the action is
+      called after these loops alone, whatever `run.steps_per_loop`; None calls it after each.
     run: set by `bind`.
   """
 
   on: Literal["train", "eval", "both"]
+  every_steps: int | None = None
   run: Run
 
   def splits(self) -> tuple[str, ...]:
@@ -151,8 +154,12 @@ class Action:
     """
 
   def loop_ends(self) -> Sequence[int]:
-    """Returns steps at which a loop must end, whatever `run.steps_per_loop` (host)."""
-    return ()
+    """Returns steps at which a loop must end, whatever `run.steps_per_loop` (host).
+
+    The default is the next multiple of `every_steps`.
+    """
+    every = self.every_steps
+    return (self.run.step // every * every + every,) if every else ()
 
   def result(self) -> str:
     """Returns what the last line of the run says of this action, or "" (host; after `end`)."""

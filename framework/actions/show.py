@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from framework.actions.base import Action, Output, Run
@@ -27,7 +26,7 @@ class Show(Action):
     if every_steps is not None:
       require_integer("Show.every_steps", every_steps, at_least=1)
     self.on: Literal["train", "eval"] = "eval" if every_steps is None else "train"
-    self._every = every_steps
+    self.every_steps = every_steps
 
   def bind(self, run: Run) -> None:
     """Checks the task.
@@ -40,13 +39,8 @@ class Show(Action):
       name = type(run.task).__name__
       raise ConfigError(f"run.actions has @Show(), but {name} does not define show(board).")
 
-  def loop_ends(self) -> Sequence[int]:
-    """Returns the next multiple of `every_steps`."""
-    return (self.run.step // self._every * self._every + self._every,) if self._every else ()
-
   def __call__(self, output: Output) -> None:
-    """Shows, if this is the step for it."""
-    if self._every is None or self.run.step % self._every == 0:
-      self.run.board.metrics = flatten(output)
-      with self.run.evaluated_weights():
-        self.run.task.show(self.run.board)
+    """Shows."""
+    self.run.board.metrics = flatten(output)
+    with self.run.evaluated_weights():
+      self.run.task.show(self.run.board)

@@ -54,7 +54,7 @@ class TensorBoard(Action):
     if histograms_every_steps is not None:
       name = "TensorBoard.histograms_every_steps"
       require_integer(name, histograms_every_steps, at_least=1)
-    self._every = histograms_every_steps
+    self.every_steps = histograms_every_steps
     self._gradients: GradientKeeper | None = None
     self._writer: Any = None
     self._listed = False
@@ -66,7 +66,7 @@ class TensorBoard(Action):
       ConfigError: histograms, but training is asynchronous.
     """
     super().bind(run)
-    if self._every is None:
+    if self.every_steps is None:
       return
     if traits.is_asynchronous(run.strategy):
       raise ConfigError(
@@ -74,12 +74,8 @@ class TensorBoard(Action):
         "independently of each other; leave it out."
       )
     trainer = cast("Trainer", run.trainer)
-    self._gradients = GradientKeeper(trainer, self._every)
+    self._gradients = GradientKeeper(trainer, self.every_steps)
     trainer.observe(self._gradients)
-
-  def loop_ends(self) -> Sequence[int]:
-    """Returns the next multiple of `histograms_every_steps`."""
-    return (self.run.step // self._every * self._every + self._every,) if self._every else ()
 
   def begin(self) -> None:
     """Writes the config."""
@@ -97,7 +93,7 @@ class TensorBoard(Action):
       return
     if self.run.split == "eval":
       self._write_hparams("eval", list(scalars(flatten(output))))
-    elif self._every and self.run.step % self._every == 0:
+    elif self.every_steps:
       self._write_histograms()
 
   def end(self) -> None:

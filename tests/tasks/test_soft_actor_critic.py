@@ -141,18 +141,18 @@ class Failing(Action):
 
 
 @pytest.mark.whole
-def test_a_resumed_run_goes_on_with_the_same_experience(tmp_path):
-  def go(folder, *actions):
+def test_a_resumed_run_goes_on_with_the_same_experience_whatever_its_loops(tmp_path):
+  def go(folder, *actions, steps_per_loop=20):
     runs.run(
       task=task(), train_steps=80, global_batch_size=ROWS, model_dir=str(tmp_path / folder),
-      mode="train", optimizer=OPTIMIZERS, steps_per_loop=20, checkpoint_every_steps=40,
-      actions=[Collect(), *actions],
+      mode="train", optimizer=OPTIMIZERS, steps_per_loop=steps_per_loop, checkpoint_every_steps=40,
+      actions=[Collect(every_steps=20), *actions],
     )  # fmt: skip
 
   go("whole")
   with pytest.raises(RuntimeError, match="planted"):
     go("broken", Failing())
-  go("broken", Failing())
+  go("broken", Failing(), steps_per_loop=15)
   paths = [str(tmp_path / name / "checkpoints" / "ckpt-80") for name in ("whole", "broken")]
   first, second = map(tf.train.load_checkpoint, paths)
   names = first.get_variable_to_shape_map()
