@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_LAUNCH = str(REPOSITORY / "launch.py")
+_PROGRAM = str(REPOSITORY / "framework" / "__main__.py")
 WARM = ("framework.run", "orbit", "tensorflow", "keras", "tf_keras", "benchmarks.trials_task")
 
 
@@ -83,7 +83,7 @@ def fork_workers() -> None:
   from framework.strategies import local_cluster
 
   def spawn(process: local_cluster.Process) -> Popen:
-    arguments = process.command[[str(c) for c in process.command].index(_LAUNCH) + 1 :]
+    arguments = process.command[[str(c) for c in process.command].index(_PROGRAM) + 1 :]
     return Popen(arguments, process.environment, not process.leads)
 
   local_cluster.Process._spawn = spawn  # type: ignore[method-assign,assignment]

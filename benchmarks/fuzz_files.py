@@ -42,7 +42,7 @@ from framework.errors import ConfigError
 from framework.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
 from framework.saving import h5
 from framework.saving.warm_start import WarmStart
-from tasks import language_model, text_classification
+from framework.tasks import language_model, text_classification
 
 EDGES = (
   *(b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b"\x80\0\0\0"),

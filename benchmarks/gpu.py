@@ -80,7 +80,7 @@ def model_of(name: str, *, small: bool) -> Model:
   import keras
   import numpy as np
 
-  from tasks import language_model
+  from framework.tasks import language_model
 
   batch = BATCHES[name][small]
   rng, rows = np.random.default_rng(0), DISTINCT * batch

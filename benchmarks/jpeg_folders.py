@@ -29,7 +29,7 @@ import tensorflow as tf
 from benchmarks import turns
 from framework.inputs.datasets import train_dataset
 from framework.inputs.sources import ImageFolderSource
-from tasks.image_classification import ImageClassification, ImageData
+from framework.tasks.image_classification import ImageClassification, ImageData
 
 SIDE, SHIFT, CLASSES = 160, 8, 10
 LOOPWRIGHT = "**Loopwright**"

@@ -30,7 +30,7 @@ from framework.metrics import Loss
 from framework.optimizers import loss_scale
 from framework.strategies import factories
 from framework.task import Task
-from tasks import language_model
+from framework.tasks import language_model
 
 MESHES = ({"batch": 1, "model": 1}, {"batch": 2}, {"model": 2}, {"batch": 2, "model": 2},
           {"batch": 4}, {"model": 4})  # fmt: skip

@@ -24,7 +24,7 @@ from absl import app, flags
 from framework import Task, Trainer
 from framework.inputs import datasets
 from framework.strategies import factories
-from tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
+from framework.tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
 
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "logical CPUs to train on.")
 _STEPS = flags.DEFINE_integer("steps", 50, "training steps.")

@@ -22,8 +22,8 @@ import tensorflow as tf
 from framework.backend import models
 from framework.inputs import datasets
 from framework.strategies import factories
+from framework.tasks import language_model
 from framework.trainer import Trainer
-from tasks import language_model
 
 CONTEXT, BATCH = 64, 12
 

@@ -7,7 +7,7 @@ from typing import Any
 import framework
 from benchmarks import startup_sides
 from framework import ArraySource
-from tasks.image_classification import ImageData
+from framework.tasks.image_classification import ImageData
 
 
 @framework.register

@@ -208,7 +208,7 @@ def _digits() -> Trained:
   import keras
   import tensorflow as tf
 
-  from tasks import image_classification
+  from framework.tasks import image_classification
 
   found = image_classification.digits().sources["train"]
   schedule = keras.optimizers.schedules.CosineDecay(0.002, 1500)
@@ -241,7 +241,7 @@ def _language_model() -> Trained:
   import keras
   import tensorflow as tf
 
-  from tasks import language_model
+  from framework.tasks import language_model
 
   corpus = language_model.python_library()
   found, _ = (language_model.packed(corpus.documents(s), 256) for s in ("train", "eval"))

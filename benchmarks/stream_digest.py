@@ -12,7 +12,7 @@ import tensorflow as tf
 import framework
 from framework import Batch
 from framework.step import Step
-from tasks.image_classification import ImageClassification
+from framework.tasks.image_classification import ImageClassification
 
 FACTOR = 6364136223846793005  # odd, and so a bijection modulo 2**64; Knuth, MMIX
 _WORD = 2**64

@@ -29,8 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import framework  # noqa: E402
-import tasks  # noqa: E402
-from framework import testing  # noqa: E402
+from framework import tasks, testing  # noqa: E402
 from framework.configurables import table  # noqa: E402
 
 project = "Loopwright"
@@ -59,7 +58,7 @@ autodoc_preserve_defaults = True
 napoleon_custom_sections = [("Attributes", "params_style")]
 
 _DESCRIBED = ("module", "class", "exception", "function", "method", "property")
-_OWN = (*(f"{module}." for module, _ in table.TABLE), "framework.testing.", "tasks.")
+_OWN = (*(f"{module}." for module, _ in table.TABLE), "framework.testing.", "framework.tasks.")
 _log = logging.getLogger(__name__)
 
 
@@ -166,7 +165,7 @@ def public_names() -> Iterator[str]:
   """Returns what a user imports, or names in a gin file."""
   exported = {name: getattr(framework, name) for name in framework.__all__}
   yield from (f"framework.{name}" for name in exported)
-  for module in pkgutil.iter_modules(tasks.__path__, "tasks."):
+  for module in pkgutil.iter_modules(tasks.__path__, "framework.tasks."):
     importlib.import_module(module.name)
   table.register_all()
   registered = [entry.wrapped for _, entry in table.registry().items()]

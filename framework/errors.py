@@ -3,6 +3,7 @@
 import difflib
 import math
 import numbers
+import os
 import re
 import sysconfig
 import traceback
@@ -11,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_NOT_THE_USERS = (
-  str(Path(__file__).parent),
-  *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")),
-)
+_INSTALLED = tuple(sysconfig.get_path(x) for x in ("stdlib", "purelib", "platlib", "scripts"))
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+_TASKS = os.path.join(_PACKAGE, "tasks", "")
 
 INT64_MAX = 2**63 - 1
 
@@ -124,7 +124,14 @@ def place_of(error: BaseException) -> str:
 def is_the_users(file: str) -> bool:
   """Whether a file in a traceback belongs neither to the framework nor to an installed package."""
   names = ("launch.py", "<", "__autograph_generated_file")
-  return not file.startswith(_NOT_THE_USERS) and not Path(file).name.startswith(names)
+  if is_the_frameworks(file) or file.startswith(_INSTALLED):
+    return False
+  return not os.path.basename(file).startswith(names)
+
+
+def is_the_frameworks(file: str) -> bool:
+  """Whether a file in a traceback belongs to the framework, without its tasks."""
+  return file.startswith(_PACKAGE) and not file.startswith(_TASKS)
 
 
 def mistake(error: Exception) -> str | None:

@@ -246,7 +246,7 @@ def restored(model_dir: str) -> Task:
   """Returns the task of a run folder, with the weights of its newest checkpoint (host).
 
   Uses moving averages if the run has them. For a task's own commands, such as
-  `python -m tasks.samples`; runs on the default device.
+  `python -m framework.tasks.samples`; runs on the default device.
 
   Raises:
     ConfigError: the folder has no run, or no complete checkpoint.

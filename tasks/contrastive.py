@@ -20,7 +20,7 @@ from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
 from framework.backend.randomness import draw_each, example_seeds
 from framework.metrics import weighted_sum
 from framework.step import replica_id
-from tasks.image_classification import ImageData
+from framework.tasks.image_classification import ImageData
 
 VIEWS = ("first", "second")
 _NONE = -1e9

@@ -4,7 +4,7 @@ A network learns to tell image and noise apart in a mixture of both. The mixture
 are drawn in `preprocess` from each example's seed, so N replicas train like one. Evaluation and
 samples use the moving average of the weights (`Trainer.ema_decay`).
 
-    python -m tasks.samples runs/fashion_mnist_diffusion --output=samples.png
+    python -m framework.tasks.samples runs/fashion_mnist_diffusion --output=samples.png
 
 Ho et al., "Denoising Diffusion Probabilistic Models" (2020), with the cosine schedule of Nichol and
 Dhariwal (2021), the prediction of the velocity of Salimans and Ho (2022), the sampler DDIM of Song
@@ -23,7 +23,7 @@ import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Source, Task
 from framework.backend.randomness import draw_each, example_seeds
 from framework.metrics import weighted_sum
-from tasks.image_classification import ImageData
+from framework.tasks.image_classification import ImageData
 
 CLEAREST, NOISIEST = -13.3, 5.0
 """The range of levels, log(variance of the noise / variance of the image), as in VDM."""

@@ -20,7 +20,7 @@ from framework import Batch, ConfigError, EvalStep, Loss
 from framework.backend import bounded
 from framework.metrics import weighted_sum
 from framework.saving import checkpoints
-from tasks.image_classification import ImageClassification, ImageData, cnn, mlp
+from framework.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
 _FILE = "teacher.npz"
 _KERAS_FILES = (".keras", ".weights.h5")

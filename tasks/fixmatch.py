@@ -18,8 +18,8 @@ import framework
 from framework import Batch, ConfigError, Loss, Part, Source, Sources, Step, part, with_part
 from framework.backend.randomness import uniform_each
 from framework.metrics import Weighted, weighted_sum
-from tasks.contrastive import turned
-from tasks.image_classification import ImageClassification
+from framework.tasks.contrastive import turned
+from framework.tasks.image_classification import ImageClassification
 
 
 class StronglyChanged(ImageClassification):

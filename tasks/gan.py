@@ -3,7 +3,7 @@
 The alternating updates are a few lines of `train_step`. The noise of an example depends on its
 place in the data stream, so N replicas train like one.
 
-    python -m tasks.samples runs/fashion_mnist_gan --output=samples.png
+    python -m framework.tasks.samples runs/fashion_mnist_gan --output=samples.png
 
 draws a sheet of samples from the newest checkpoint of a run.
 
@@ -22,7 +22,7 @@ import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
 from framework.backend.randomness import draw_each, example_seeds
 from framework.metrics import weighted_sum
-from tasks.image_classification import ImageData
+from framework.tasks.image_classification import ImageData
 
 
 @framework.register

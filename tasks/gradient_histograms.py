@@ -19,7 +19,7 @@ import framework
 from framework import Batch, Loss
 from framework.backend.randomness import example_seeds
 from framework.metrics import Weighted
-from tasks.fixmatch import StronglyChanged
+from framework.tasks.fixmatch import StronglyChanged
 
 CELLS = (4, 7)
 """Sides of the cells, in pixels."""

@@ -15,8 +15,8 @@ import framework
 from framework import Batch, ConfigError, EvalStep, Loss
 from framework.backend.randomness import draw_each, example_seeds
 from framework.metrics import weighted_sum
-from tasks.gan import Gan, discriminator, generator
-from tasks.image_classification import ImageData
+from framework.tasks.gan import Gan, discriminator, generator
+from framework.tasks.image_classification import ImageData
 
 
 @framework.register

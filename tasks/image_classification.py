@@ -1,6 +1,6 @@
 """Image classification by an MLP or a CNN: scikit-learn's digits, Fashion-MNIST, image folders.
 
-import tasks.image_classification
+import framework.tasks.image_classification
 run.task = @ImageClassification()
 ImageClassification.data = @digits()
 ImageClassification.network = @cnn

@@ -1,11 +1,11 @@
 """A language model over bytes: a small decoder-only transformer, trained on any text.
 
-    import tasks.language_model
+    import framework.tasks.language_model
     run.task = @LanguageModel()
     LanguageModel.corpus = @TextFiles()
     TextFiles.path = 'my_texts/'
 
-    python -m tasks.language_model runs/language_model --prompt "def " --bytes 400 --seed 1
+    python -m framework.tasks.language_model runs/language_model --prompt "def " --bytes 400
 
 Documents are packed into sequences of one length. Attention never crosses document boundaries, and
 each byte is a target once per epoch. The loss is a mean over bytes: each replica returns the sum
@@ -34,7 +34,7 @@ from framework.backend import bounded
 from framework.metrics import Weighted, weighted_sum
 
 if __name__ == "__main__":  # gin would import this module a second time, under its real name
-  from tasks import language_model
+  from framework.tasks import language_model
 
   sys.exit(language_model.main())
 
@@ -491,7 +491,7 @@ def restored(model_dir: str) -> LanguageModel:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints text drawn from a run's newest checkpoint; returns the exit status."""
-  parser = argparse.ArgumentParser(prog="python -m tasks.language_model")
+  parser = argparse.ArgumentParser(prog="python -m framework.tasks.language_model")
   parser.add_argument("model_dir", help="the folder of a run")
   parser.add_argument("--prompt", default="", help="start of the text")
   parser.add_argument("--bytes", type=int, default=400, help="bytes to draw")

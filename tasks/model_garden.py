@@ -1,6 +1,6 @@
 """Runs a task of the TensorFlow Model Garden unchanged: its model, data, loss and metrics.
 
-    import tasks.model_garden
+    import framework.tasks.model_garden
     run.task = @ModelGarden()
     ModelGarden.experiment = @garden_experiment()
     garden_experiment.name = 'resnet_imagenet'
@@ -25,6 +25,7 @@ from absl import logging
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task
+from framework.backend import modules as names
 from framework.backend.autograph import as_written, converted
 from framework.errors import kind
 from framework.metrics import Weighted
@@ -342,7 +343,7 @@ class _Applied:
 
 def _official(module: str) -> Any:
   try:
-    return importlib.import_module(module)
+    return importlib.import_module(names.current(module))
   except ImportError as error:
     raise ConfigError(
       f"{module} of the Model Garden cannot be imported ({error}); start with "

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, Loss, Step
-from tasks.contrastive import Contrastive
+from framework.tasks.contrastive import Contrastive
 
 SLOW = {"slow_encoder": "encoder", "slow_head": "head"}
 """The slow networks -> those that they follow."""

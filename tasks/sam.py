@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, Loss, Step, Task
-from tasks.image_classification import ImageClassification, ImageData, cnn
+from framework.tasks.image_classification import ImageClassification, ImageData, cnn
 
 
 class SharpnessAware(Task):

@@ -1,6 +1,6 @@
 """A sheet of images drawn by a generative task: `Gan`, `WassersteinGan`, `Diffusion`, `Vae`.
 
-    python -m tasks.samples runs/fashion_mnist_vae --output=samples.png
+    python -m framework.tasks.samples runs/fashion_mnist_vae --output=samples.png
 
 The task has `noise_shape`, and its `export_signature` maps "noise" [n, *noise_shape] to "image"
 [n, height, width, 1] in [0, 1].
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Writes a sheet of samples from a run's newest checkpoint; returns the exit status."""
   from framework import run
 
-  parser = argparse.ArgumentParser(prog="python -m tasks.samples")
+  parser = argparse.ArgumentParser(prog="python -m framework.tasks.samples")
   parser.add_argument("model_dir", help="the folder of a run")
   parser.add_argument("--output", required=True, help="a .png file")
   parser.add_argument("--rows", type=int, default=5, help="rows of images")

@@ -1,6 +1,6 @@
 """Classification of texts into two classes, such as reviews: by n-grams or by an LSTM.
 
-import tasks.text_classification
+import framework.tasks.text_classification
 run.task = @TextClassification()
 TextClassification.data = @imdb_reviews()
 TextClassification.network = @bag_of_ngrams

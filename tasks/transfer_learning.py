@@ -1,6 +1,6 @@
 """Transfer learning: a backbone of keras.applications under a new head, frozen or fine-tuned.
 
-import tasks.transfer_learning
+import framework.tasks.transfer_learning
 run.task = @TransferLearning()
 TransferLearning.data = @image_folder()
 TransferLearning.backbone = @mobilenet_v2()
@@ -24,7 +24,7 @@ from framework import Batch, ConfigError, Loss, Source, Step, Task
 from framework.errors import first_line
 from framework.metrics import Weighted, weighted_sum
 from framework.saving.warm_start import WarmStart
-from tasks.image_classification import ImageData, moved
+from framework.tasks.image_classification import ImageData, moved
 
 IMAGENET = "imagenet"
 _LOCAL_STATISTICS = {

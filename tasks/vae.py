@@ -4,7 +4,7 @@ In the first `annealing_steps` the weight of the divergence rises from 0 to 1: `
 the number of the step. The noise of an example depends on its place in the data stream, so N
 replicas train like one.
 
-    python -m tasks.samples runs/fashion_mnist_vae --output=samples.png
+    python -m framework.tasks.samples runs/fashion_mnist_vae --output=samples.png
 
 Kingma and Welling, "Auto-Encoding Variational Bayes" (2014); the annealing is that of Bowman et al.
 (2016), section 3.1.
@@ -22,7 +22,7 @@ import framework
 from framework import Batch, ConfigError, Loss, Source, Task
 from framework.backend.randomness import draw_each, example_seeds
 from framework.metrics import Weighted, weighted_sum
-from tasks.image_classification import ImageData
+from framework.tasks.image_classification import ImageData
 
 SHAPE = (28, 28, 1)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from framework.configurables import reading
 from framework.configurables.imports import REPOSITORY
 from framework.configurables.table import GIVEN, OPTIMIZER_PACKAGES, TABLE
-from framework.errors import ConfigError
+from framework.errors import ConfigError, is_the_frameworks
 
 Definition = ast.ClassDef | ast.FunctionDef
 
@@ -80,7 +80,7 @@ def _trees(config: reading.Config) -> Iterator[ast.Module]:
   seen = set()
   while waiting:
     file = waiting.pop()
-    if file not in seen and not file.resolve().is_relative_to(REPOSITORY / "framework"):
+    if file not in seen and not is_the_frameworks(str(file.absolute())):
       seen.add(file)
       tree = _tree(file)
       waiting += _imported(file, tree, folders)

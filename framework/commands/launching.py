@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from pathlib import Path
 
 from absl import flags
@@ -87,7 +86,7 @@ def _require_writable(path: str) -> None:
 
 def launch_local(values: flags.FlagValues, model_dir: str) -> int:
   """Runs this command line without LOCAL_FLAGS in each process of a cluster on this machine."""
-  from framework.configurables import REPOSITORY
+  from framework.configurables import PROGRAM
   from framework.strategies.local_cluster import run_local
 
   given = {name: values[name].value for name in values if values[name].present or name == "mode"}
@@ -98,7 +97,7 @@ def launch_local(values: flags.FlagValues, model_dir: str) -> int:
     for item in (value if isinstance(value, list) else [value])
   ]
   return run_local(
-    command=[sys.executable, str(REPOSITORY / "launch.py"), *arguments],
+    command=[*PROGRAM, *arguments],
     model_dir=model_dir,
     workers=values.local_workers,
     ps=values.local_ps,

@@ -28,12 +28,13 @@ from framework.configurables import table
 from framework.configurables.checks import check_all, in_force, resolved
 from framework.configurables.examination import Examination, examine, examined
 from framework.configurables.graph import Graph
-from framework.configurables.imports import REPOSITORY, SHIPPED
+from framework.configurables.imports import PROGRAM, REPOSITORY, SHIPPED
 from framework.configurables.reading import MACRO, Binding, Config, Reference, is_writable
 from framework.configurables.table import configured, options, register, register_all
 from framework.configurables.values import map_references
 
 __all__ = [
+  "PROGRAM",
   "REPOSITORY",
   "SHIPPED",
   "bindings",

@@ -23,7 +23,9 @@ from framework.configurables.values import (
 from framework.errors import ConfigError, require_integer, shown, suggest
 
 EXAMPLES = {
-  "run.task": "`import tasks.image_classification` and `run.task = @ImageClassification()`"
+  "run.task": (
+    "`import framework.tasks.image_classification` and `run.task = @ImageClassification()`"
+  )
 }
 """What to add for a required parameter if `... = ...` would not help."""
 

@@ -3,8 +3,9 @@
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from framework.backend import modules
 from framework.configurables import imports
 from framework.configurables.checks import (
   Mistake,
@@ -50,6 +51,7 @@ def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examina
     unread = Mistake("reading", place[1] if place else "", error)
     return Examination(Config([], [], []), [], Graph([]), [unread])
   imports.make_importable(config.files)
+  config = config._replace(imports=[_current(each) for each in config.imports])
   register_all(with_tf_keras=False)
   found = list(_failed_imports(config))
   register_for({name for binding in config.bindings for name in _names(binding)})
@@ -70,6 +72,12 @@ def examined(config: Config, found: Sequence[Mistake] = ()) -> Examination:
   if not found:
     found += mistakes_in_use(history, graph)
   return Examination(config, history, graph, found)
+
+
+def _current(line: tuple[str, Any]) -> tuple[str, Any]:
+  """Returns an import with the name that a shipped task has now."""
+  where, statement = line
+  return where, statement._replace(module=modules.current(statement.module))
 
 
 def _names(binding: Binding) -> Iterator[str]:

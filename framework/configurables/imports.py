@@ -9,11 +9,14 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from framework.backend import signals
+from framework.backend import modules, signals
 from framework.errors import ConfigError, suggest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-"""The folder of framework/ and tasks/: a clone, or where packages are installed."""
+"""The folder of framework/: a clone, or where packages are installed."""
+
+PROGRAM = (sys.executable, str(REPOSITORY / "framework" / "__main__.py"))
+"""What starts a command in another process."""
 
 SHIPPED = REPOSITORY if (REPOSITORY / "setup.cfg").exists() else REPOSITORY / "framework"
 """The folder of configs/; a package has it inside of framework/."""
@@ -68,14 +71,17 @@ def import_module(module: str) -> None:
 
 
 def own_modules() -> dict[str, Path]:
-  """Returns name -> file of the modules, two levels deep, in the user's folders and in tasks/."""
+  """Returns name -> file of the modules: the user's, two levels deep, and the shipped tasks."""
   foreign = (sys.prefix, sys.base_prefix)
   folders = [Path(folder) for folder in sys.path if not folder.startswith(foreign)]
   files = [(top, file) for top in folders for file in (*top.glob("*.py"), *top.glob("*/*.py"))]
-  files += [(REPOSITORY, file) for file in REPOSITORY.glob("tasks/*.py")]
   names = {".".join(file.relative_to(top).with_suffix("").parts): file for top, file in files}
   hidden = ("framework.", "tests.", "benchmarks.")
-  return {n: f for n, f in names.items() if not n.startswith(hidden) and f.stem != "__init__"}
+  names = {modules.current(n): f for n, f in names.items() if not n.startswith(hidden)}
+  shipped = {
+    f"{modules.TASKS}.{file.stem}": file for file in REPOSITORY.glob("framework/tasks/*.py")
+  }
+  return {n: f for n, f in (names | shipped).items() if f.stem != "__init__"}
 
 
 def _failure(module: str, error: Exception) -> str:

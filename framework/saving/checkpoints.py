@@ -17,7 +17,7 @@ from google.protobuf import text_format
 from tensorflow.python.trackable import trackable_utils
 from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 
-from framework.backend import files, models
+from framework.backend import files, models, modules
 from framework.backend.timing import timed
 from framework.errors import ConfigError, first_line
 from framework.optimizers.saved_layout import JoinedSlots
@@ -334,7 +334,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         raise ConfigError(
           f"checkpoint {path} was not written by this framework; choose another --model_dir."
         )
-      if saved != value:
+      if value not in (saved, modules.current(saved)):
         raise ConfigError(
           f"checkpoint {path} belongs to another experiment: its {name} is {saved!r}, but this "
           f"run's is {value!r}; choose another --model_dir."

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework.backend import files
+from framework.backend import files, modules
 from framework.errors import ConfigError
 
 FILE = "history.jsonl"
@@ -43,6 +43,8 @@ def changes(model_dir: str, part: str, values: Values) -> list[str]:
   before = (records(model_dir) or [{}])[-1].get(part)
   if not isinstance(before, Mapping):
     return []  # the folder is new, or from a version without a history
+  before = {name: modules.current(value) for name, value in before.items()}
+  values = {name: modules.current(value) for name, value in values.items()}
   names = [name for name in {*values, *before} if values.get(name) != before.get(name)]
   in_both = values.keys() & before.keys()
   names = [name for name in names if name in in_both or part == "config"]

@@ -12,7 +12,7 @@ import tensorflow as tf
 import framework
 import launch
 from framework.actions.base import Action
-from tasks.image_classification import cnn
+from framework.tasks.image_classification import cnn
 
 FOLDER = Path(launch.__file__).parent / "configs"
 EXAMPLES = 12

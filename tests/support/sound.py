@@ -10,9 +10,9 @@ import tf_keras
 
 from framework import ArraySource, Loss, Task, weighted_sum
 from framework.optimizers import schedules
+from framework.tasks import image_classification, text_classification
+from framework.tasks.gan import Gan
 from framework.verify.bench.bench import Subject
-from tasks import image_classification, text_classification
-from tasks.gan import Gan
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(0)

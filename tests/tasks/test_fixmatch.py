@@ -12,9 +12,9 @@ from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
-from tasks import fixmatch
-from tasks.fixmatch import FixMatch
-from tasks.image_classification import ImageData, cnn
+from framework.tasks import fixmatch
+from framework.tasks.fixmatch import FixMatch
+from framework.tasks.image_classification import ImageData, cnn
 
 BATCH, STEPS, RATIO, THRESHOLD = 5, 10, 3, 0.268
 

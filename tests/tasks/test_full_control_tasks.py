@@ -15,16 +15,16 @@ from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.saving import assets
 from framework.step import EvalStep
+from framework.tasks import contrastive, maml
+from framework.tasks.contrastive import Contrastive
+from framework.tasks.diffusion import CLEAREST, NOISIEST, Diffusion, cosine_level
+from framework.tasks.distillation import Distillation
+from framework.tasks.gradient_penalty import WassersteinGan
+from framework.tasks.image_classification import ImageData, cnn, mlp
+from framework.tasks.maml import SinusoidMaml
+from framework.tasks.sam import SharpClassification
+from framework.tasks.vae import Vae, negative_log_likelihood
 from framework.trainer import Trainer
-from tasks import contrastive, maml
-from tasks.contrastive import Contrastive
-from tasks.diffusion import CLEAREST, NOISIEST, Diffusion, cosine_level
-from tasks.distillation import Distillation
-from tasks.gradient_penalty import WassersteinGan
-from tasks.image_classification import ImageData, cnn, mlp
-from tasks.maml import SinusoidMaml
-from tasks.sam import SharpClassification
-from tasks.vae import Vae, negative_log_likelihood
 
 EXAMPLES, CLASSES, RATE = 21, 4, 0.05
 # Their losses are large: of a larger rate, ten steps amplify rounding.

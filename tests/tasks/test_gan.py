@@ -15,11 +15,11 @@ from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.saving import export
+from framework.tasks import gan
+from framework.tasks.gan import Gan
+from framework.tasks.image_classification import ImageData
+from framework.tasks.samples import main, sheet
 from framework.trainer import Trainer
-from tasks import gan
-from tasks.gan import Gan
-from tasks.image_classification import ImageData
-from tasks.samples import main, sheet
 
 EXAMPLES, NOISE, WIDTH, RATE = 22, 4, 2, 0.05
 RNG = np.random.default_rng(2)

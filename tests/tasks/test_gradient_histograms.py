@@ -14,8 +14,8 @@ from test_fixmatch import task as fixmatch_task
 from framework.builder import Recipe
 from framework.inputs import datasets
 from framework.saving.warm_start import DIFFERS, MATCHED, WarmStart
-from tasks.gradient_histograms import GradientHistograms, gradients_in_cells, histograms
-from tasks.image_classification import cnn
+from framework.tasks.gradient_histograms import GradientHistograms, gradients_in_cells, histograms
+from framework.tasks.image_classification import cnn
 
 BATCH, STEPS = 5, 10
 SIZE = 2 * 8 * (2 * 2 + 1)

@@ -14,9 +14,9 @@ from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.saving import export
+from framework.tasks import image_classification
+from framework.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 from framework.trainer import Trainer
-from tasks import image_classification
-from tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
 RNG = np.random.default_rng(8)
 SHAPE, CLASSES, EXAMPLES = (3, 2, 1), 4, 10

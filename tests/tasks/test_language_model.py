@@ -22,9 +22,16 @@ from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.optimizers import adapters
 from framework.saving import export
+from framework.tasks import language_model
+from framework.tasks.language_model import (
+  NO_TARGET,
+  START,
+  LanguageModel,
+  TextFiles,
+  packed,
+  transformer,
+)
 from framework.trainer import Trainer
-from tasks import language_model
-from tasks.language_model import NO_TARGET, START, LanguageModel, TextFiles, packed, transformer
 
 ROOT = Path(launch.__file__).parent
 CONTEXT, LAYERS, WIDTH, HEADS = 12, 2, 16, 2
@@ -527,7 +534,7 @@ def test_a_negative_temperature_is_refused():
 
 
 SMALL = """
-import tasks.language_model
+import framework.tasks.language_model
 run.task = @LanguageModel()
 LanguageModel.corpus = @TextFiles()
 LanguageModel.context = 16
@@ -588,7 +595,7 @@ def test_the_command_draws_the_same_text_for_the_same_seed(run_folder, capsys):
   expected = language_model.sample(language_model.restored(run_folder), b"this ", 9, seed=7)
   assert language_model.main([*arguments, "--seed", "7"]) == 0
   assert capsys.readouterr().out == f"{expected.decode(errors='replace')}\n"
-  command = [sys.executable, "-m", "tasks.language_model", *arguments, "--seed", "7"]
+  command = [sys.executable, "-m", "framework.tasks.language_model", *arguments, "--seed", "7"]
   made = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
   assert made.stdout.decode() == f"{expected.decode(errors='replace')}\n"
 

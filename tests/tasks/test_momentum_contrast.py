@@ -12,8 +12,8 @@ from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
-from tasks.image_classification import ImageData
-from tasks.momentum_contrast import MomentumContrast
+from framework.tasks.image_classification import ImageData
+from framework.tasks.momentum_contrast import MomentumContrast
 
 BATCH, STEPS, QUEUE = 7, 10, 16
 

@@ -15,7 +15,7 @@ from framework.builder import Recipe
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.replay import Draws
-from tasks.soft_actor_critic import Collect, SoftActorCritic
+from framework.tasks.soft_actor_critic import Collect, SoftActorCritic
 
 pytest.importorskip("gymnasium")
 ROWS, STEPS = 12, 10

@@ -21,9 +21,8 @@ from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.run import run
-from framework.trainer import Trainer
-from tasks import text_classification
-from tasks.text_classification import (
+from framework.tasks import text_classification
+from framework.tasks.text_classification import (
   TextClassification,
   TextData,
   bag_of_ngrams,
@@ -32,6 +31,7 @@ from tasks.text_classification import (
   split_words,
   text_files,
 )
+from framework.trainer import Trainer
 
 RNG = np.random.default_rng(4)
 TRAIN = (

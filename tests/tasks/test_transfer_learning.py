@@ -12,16 +12,16 @@ from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.saving import export
-from framework.trainer import Trainer
-from tasks import transfer_learning
-from tasks.image_classification import ImageData
-from tasks.transfer_learning import (
+from framework.tasks import transfer_learning
+from framework.tasks.image_classification import ImageData
+from framework.tasks.transfer_learning import (
   Backbone,
   TransferLearning,
   efficientnet_v2_s,
   mobilenet_v2,
   resnet50,
 )
+from framework.trainer import Trainer
 
 EXAMPLES, SIDE, RATE = 8, 32, 0.25
 RNG = np.random.default_rng(3)

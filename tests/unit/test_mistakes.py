@@ -32,7 +32,7 @@ run.steps_per_loop = 2
 run.global_batch_size = 4
 run.strategy = @default
 """
-CLASSIFY = ("import tasks.image_classification", "run.task = @ImageClassification()")
+CLASSIFY = ("import framework.tasks.image_classification", "run.task = @ImageClassification()")
 TWO_CPUS = "devices = ('CPU:0', 'CPU:1')"
 
 
@@ -142,7 +142,8 @@ MISTAKES = {
   "unknown name": Mistake(config=["run.task = @Toi()"], says=["'Toi'", "Did you mean 'Toy'?"]),
   "wrong type": Mistake(config=["run.train_steps = '9'"], says=["'9'", "int", "without quotes"]),
   "missing module": Mistake(
-    config=["import tasks.gann"], says=["'tasks.gann'", "Did you mean 'tasks.gan'?"]
+    config=["import framework.tasks.gann"],
+    says=["'framework.tasks.gann'", "Did you mean 'framework.tasks.gan'?"],
   ),
   "missing task import": Mistake(
     config=["run.task = @Lonely()"],

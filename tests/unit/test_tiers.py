@@ -7,8 +7,7 @@ import pytest
 import tiers
 from config_data import FOLDER
 
-import tasks
-from framework import verify
+from framework import tasks, verify
 
 TESTS = Path(__file__).parents[1]
 GROUPS = {  # group of checks: the test of planted defects, that of right tasks

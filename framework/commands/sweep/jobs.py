@@ -17,7 +17,7 @@ from typing import NamedTuple
 from absl import flags
 
 from framework.commands.sweep import space
-from framework.configurables.imports import REPOSITORY
+from framework.configurables.imports import PROGRAM
 
 OUTPUT, LOCK = "output.txt", "sweep.lock"
 GRACE_S = 120.0
@@ -48,8 +48,7 @@ class Command(NamedTuple):
     """Returns the command that trains one trial."""
     files = [f"--gin_file={each}" for each in self.files]
     params = [f"--gin_param={each}" for each in (*self.params, *space.bindings(values))]
-    program = [sys.executable, str(REPOSITORY / "launch.py"), "train"]
-    return [*program, *files, *params, f"--model_dir={model_dir}"]
+    return [*PROGRAM, "train", *files, *params, f"--model_dir={model_dir}"]
 
 
 def slots(jobs: int) -> list[Slot]:

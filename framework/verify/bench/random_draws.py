@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import func_graph
 
+from framework.errors import is_the_frameworks
 from framework.verify.bench import source_lines
 
 _RANDOM = re.compile(
@@ -25,7 +26,6 @@ _RANDOM = re.compile(
 )
 _NONE = re.compile(r"RandomIndexShuffle|Dataset|Generate|GetKey|GetAlg|GetCounter")
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_FRAMEWORK = str(Path(__file__).parents[2])
 _MADE = re.compile(r"^<|__autograph_generated_file")
 _KERAS = re.compile(r"/(tf_)?keras/src/")
 
@@ -150,7 +150,7 @@ def _draw(op: tf.Operation) -> list[Draw]:
   frames = [f for f in op.traceback if f.filename != __file__]
   own = [f for f in frames if not _is_foreign(f.filename, f.name)]
   keras = any(_KERAS.search(f.filename) for f in frames)
-  if not own or (own[-1].filename.startswith(_FRAMEWORK) and not keras):
+  if not own or (is_the_frameworks(own[-1].filename) and not keras):
     return []  # a layer counts even if the framework calls it, as the task of from_keras does
   seeds = list(op.inputs)[1:3] if op.type.startswith("Stateless") else []
   fixed = bool(seeds) and all(map(_is_constant, seeds))
@@ -160,7 +160,7 @@ def _draw(op: tf.Operation) -> list[Draw]:
 
 def _is_foreign(file: str, function: str) -> bool:
   """Whether a frame belongs to a library, to generated code, or to a patched random op."""
-  patched = file.startswith(_FRAMEWORK) and function == "patched"
+  patched = is_the_frameworks(file) and function == "patched"
   return patched or file.startswith(_LIBRARIES) or bool(_MADE.search(file))
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 RIGHT = """
-import tasks.image_classification
+import framework.tasks.image_classification
 run.task = @ImageClassification()
 ImageClassification.data = @digits()
 run.global_batch_size = 64
@@ -57,10 +57,13 @@ DEFECTS = {
     says="unknown configurable 'Lonely'. Add `import my_lonely_task`, which defines it.",
   ),
   "a misspelt module": Defect(
-    lines=["import tasks.image_clasification"],
+    lines=["import framework.tasks.image_clasification"],
     check="imports",
     cause="a module that cannot be imported",
-    says="no module named 'tasks.image_clasification'. Did you mean 'tasks.image_classification'?",
+    says=(
+      "no module named 'framework.tasks.image_clasification'. Did you mean "
+      "'framework.tasks.image_classification'?"
+    ),
   ),
   "a bracket that is never closed": Defect(
     lines=["mlp.units = (64, 32"],

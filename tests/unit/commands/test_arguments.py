@@ -104,8 +104,8 @@ def test_a_local_cluster_gets_flags_alone(monkeypatch, command, mode):
   monkeypatch.setattr(local_cluster, "run_local", lambda **options: given.update(options) or 0)
   line = ["loopwright", command, "digits_cnn", "a.b=1", "--local_workers=2", "--model_dir=m"]
   assert launching.run(arguments.parse(line)) == 0
-  python, launch, *rest = given["command"]
-  assert (python, launch) == (sys.executable, str(ROOT / "launch.py"))
+  python, program, *rest = given["command"]
+  assert (python, program) == (sys.executable, str(ROOT / "framework" / "__main__.py"))
   assert sorted(rest) == [
     *("--gin_file=configs/digits_cnn.gin", "--gin_param=a.b=1", f"--mode={mode}", "--model_dir=m"),
   ]
@@ -131,6 +131,7 @@ def test_help_is_fast_and_names_everything():
 
 
 def test_the_shipped_configs_are_those_of_the_repository():
-  """In a clone; framework/configs, which a package has instead, is a link to them."""
+  """In a clone; framework/configs, which a package has instead, is a link, as is that of tasks."""
   assert [f"{name}.gin" for name in shipped.names()] == sorted(os.listdir(ROOT / "configs"))
-  assert (ROOT / "framework" / "configs").resolve() == ROOT / "configs"
+  for name in ("configs", "tasks"):
+    assert (ROOT / "framework" / name).resolve() == ROOT / name

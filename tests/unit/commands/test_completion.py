@@ -11,7 +11,7 @@ import pytest
 
 from framework.commands import bindings, completion
 from framework.configurables import table
-from tasks import fixmatch, image_classification, sam
+from framework.tasks import fixmatch, image_classification, sam
 
 ROOT = Path(__file__).resolve().parents[3]
 CONSOLE = "import sys; from framework.commands import console; console()"

@@ -22,7 +22,7 @@ from framework.errors import ConfigError
 CHECKED, WRITE_PLOTS, OF = space.checked, results.write_plots, jobs.Command.of
 STUB = Path(__file__).resolve().parents[2] / "support" / "trial_stub.py"
 CONFIG = """
-import tasks.image_classification
+import framework.tasks.image_classification
 run.task = @ImageClassification()
 ImageClassification.data = @digits()
 ImageClassification.input_shape = (8, 8, 1)

@@ -24,8 +24,8 @@ from framework.inputs.datasets import eval_dataset
 from framework.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
 from framework.saving import h5
 from framework.saving.warm_start import WarmStart
-from tasks.language_model import TextFiles
-from tasks.text_classification import text_files
+from framework.tasks.language_model import TextFiles
+from framework.tasks.text_classification import text_files
 
 
 def megabytes():

@@ -20,7 +20,7 @@ from framework.optimizers import functional
 from framework.saving.checkpoints import CheckpointManager
 from framework.strategies import factories, model_parallel
 from framework.task import Task
-from tasks import language_model
+from framework.tasks import language_model
 
 LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
 

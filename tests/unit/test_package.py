@@ -1,0 +1,106 @@
+"""What is installed: one package, `framework`, which no module of a user's can replace."""
+
+import importlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import launch
+from framework import tasks
+from framework.backend import modules
+from framework.saving import history
+
+ROOT = Path(launch.__file__).parent
+BUILD = "from setuptools import build_meta; build_meta.build_wheel('.')"
+GIN = """
+import tasks.image_classification
+run.task = @ImageClassification()
+ImageClassification.data = @digits()
+run.global_batch_size = 64
+run.train_steps = 2
+run.optimizer = @keras.Adam
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+  """The wheel of this clone, built in a copy of it."""
+  folder = tmp_path_factory.mktemp("clone")
+  for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "launch.py"):
+    (folder / name).write_bytes((ROOT / name).read_bytes())
+  for name in ("framework", "tasks", "configs"):
+    subprocess.run(["cp", "-r", ROOT / name, folder], check=True)
+  subprocess.run([sys.executable, "-c", BUILD], cwd=folder, check=True, capture_output=True)
+  [file] = folder.glob("*.whl")
+  return file
+
+
+def test_a_wheel_holds_one_package_with_the_tasks_and_the_configs(wheel):
+  names = zipfile.ZipFile(wheel).namelist()
+  tops = {name.partition("/")[0] for name in names}
+  assert {top for top in tops if not top.endswith(".dist-info")} == {"framework"}
+  for folder, end in (("tasks", "*.py"), ("configs", "*.gin")):
+    there = {name for name in names if name.startswith(f"framework/{folder}/")}
+    assert there == {f"framework/{folder}/{file.name}" for file in (ROOT / folder).glob(end)}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_users_own_tasks_package_is_no_hindrance(wheel, tmp_path, installed):
+  """For a shipped config, for one of an old run folder, and for the user's own task."""
+  if installed:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+  folder = tmp_path / "mine"
+  for package in ("tasks", "launch", "configs"):
+    (folder / package).mkdir(parents=True)
+    (folder / package / "__init__.py").write_text("mine = True")
+  (folder / "tasks" / "gan.py").write_text("import tasks\nassert tasks.mine\n")
+  (folder / "old.gin").write_text(GIN)
+  (folder / "mine.gin").write_text(f"import tasks.gan\n{GIN}")
+  program = (tmp_path / "site" if installed else ROOT) / "framework" / "__main__.py"
+  files = ("digits_cnn", "old.gin", "mine.gin")
+  for file in files:
+    done = subprocess.run(
+      [sys.executable, program, "check", file], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_names_of_before_mean_the_shipped_tasks(tmp_path, monkeypatch):
+  text = "['tasks.gan', @tasks.gan.Gan(), 'tasks.mine', official.tasks.gan, my_tasks.gan]"
+  now = text.replace("'tasks.gan", "'framework.tasks.gan").replace("@tasks", "@framework.tasks")
+  installed = [place for place in sys.path if place not in ("", str(ROOT))]
+  for places in ([str(ROOT), *installed], [str(tmp_path), *installed]):
+    monkeypatch.setattr(sys, "path", places)
+    assert modules.current(text) == now
+  (tmp_path / "tasks").mkdir()
+  (tmp_path / "tasks" / "gan.py").touch()
+  importlib.invalidate_caches()
+  assert modules.current(text) == text
+  assert modules.current("tasks.vae") == "framework.tasks.vae"
+
+
+def test_no_task_exists_twice():
+  """In a clone, where the folder tasks/ is importable, too."""
+  code = "import sys; sys.path.insert(0, sys.argv[1]); import tasks.gan"
+  done = subprocess.run(
+    [sys.executable, "-c", code, ROOT], capture_output=True, text=True, cwd=os.path.dirname(ROOT)
+  )
+  line = done.stderr.splitlines()[-1]
+  assert line == "ImportError: Loopwright's tasks are framework.tasks; import that, not tasks."
+
+
+def test_history_sees_no_change_of_the_name(monkeypatch):
+  before = {"task": "tasks.gan.Gan", "garden_experiment.modules": "['tasks.garden_digits']"}
+  now = {name: value.replace("tasks.", "framework.tasks.") for name, value in before.items()}
+  monkeypatch.setattr(history, "records", lambda folder: [{"config": before}])
+  assert history.changes("m", "config", now) == []
+  other = {**now, "task": "framework.tasks.vae.Vae"}
+  assert history.changes("m", "config", other) == [
+    "task = framework.tasks.vae.Vae, which was framework.tasks.gan.Gan"
+  ]
+  assert Path(tasks.__path__[0]).samefile(ROOT / "tasks")
