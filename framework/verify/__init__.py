@@ -9,8 +9,11 @@ holds the results. bench/ has the tools of the checks:
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
     comparison.py     the step on one replica, and how others differ from it
     explanations.py   known mistakes, and the update that each predicts
+    evaluated.py      a task's evaluation on 1 to N logical CPUs
+    row_mixing.py     the line where the rows of a batch meet
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   the same noise for every row, so that random tasks can be compared
+    dtype_policy.py   that of both Keras generations
     same_draws.py     the same random numbers under XLA and in every dtype
     random_draws.py   which operations draw, and where
     survey.py         digests of examples
@@ -46,8 +49,8 @@ from framework.verify.report import Report, Result
 __all__ = ["GROUPS", "Report", "Result", "Subject", "subject_of_config", "verify"]
 
 GROUPS = (
-  *("configuration", "inputs", "replicas", "mesh", "order", "gradients", "randomness", "restore"),
-  *("compilation", "precision", "learning"),
+  *("configuration", "inputs", "replicas", "mesh", "order", "evaluation", "gradients"),
+  *("randomness", "restore", "compilation", "precision", "learning"),
 )
 
 

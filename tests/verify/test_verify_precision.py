@@ -11,6 +11,7 @@ import tf_keras
 from defects import precision as defects
 
 from framework.optimizers import loss_scale
+from framework.verify.bench.dtype_policy import under
 from framework.verify.checks import precision
 
 F16, BF16 = "gradient in float16", "gradient in bfloat16"
@@ -120,7 +121,7 @@ def test_nothing_is_found_in_a_sound_task(name):
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_the_policies_are_put_back(policy):
-  with precision.under(policy):
+  with under(policy):
     check(defects.Mixed)
     assert keras.config.dtype_policy().name == policy
     assert tf_keras.mixed_precision.global_policy().name == policy

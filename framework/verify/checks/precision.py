@@ -6,7 +6,6 @@ exactly what was applied, while the change of a weight would be rounded.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -17,7 +16,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-import tf_keras
 from tensorflow.python.framework import op_callbacks
 
 from framework import errors
@@ -27,6 +25,7 @@ from framework.optimizers.adapters import prefix
 from framework.task import Task
 from framework.verify.bench import bench, same_draws, source_lines
 from framework.verify.bench.bench import Bench, Rows, Subject
+from framework.verify.bench.dtype_policy import under
 from framework.verify.report import Result
 
 GROUP = "precision"
@@ -57,19 +56,6 @@ def check(subject: Subject) -> list[Result]:
     with under(policy):
       results += list(HalfGradient(reference, policy).results())
   return results
-
-
-@contextlib.contextmanager
-def under(policy: str) -> Iterator[None]:
-  """Sets the dtype policy of both Keras generations inside the context (host)."""
-  ours, theirs = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
-  keras.config.set_dtype_policy(policy)
-  tf_keras.mixed_precision.set_global_policy(policy)
-  try:
-    yield
-  finally:
-    keras.config.set_dtype_policy(ours)
-    tf_keras.mixed_precision.set_global_policy(theirs)
 
 
 class Float32Gradient:

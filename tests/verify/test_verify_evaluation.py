@@ -1,0 +1,58 @@
+"""Group "evaluation" of --mode=verify: mistakes are named with their line, right tasks pass."""
+
+import pytest
+import sound
+from defects import evaluation as defects
+from defects import kinds, right
+from defects.small import found, place, subject
+
+from framework.verify.checks import evaluation
+
+CHECKS = (defects.MODE, defects.PADDING, defects.ORDER, defects.SMALLER, *defects.ON_N)
+
+
+@pytest.mark.parametrize("name", defects.DEFECTS)
+@pytest.mark.fast(name=["LocalRecall", "NormalisesInEvaluation"])
+def test_a_defect(name):
+  checks, cause, says, words = defects.DEFECTS[name]
+  task = getattr(defects, name)
+  results = evaluation.check(subject(task))
+  assert tuple(each.check for each in results) == CHECKS
+  failed = [each for each in results if each.status == "failed"]
+  assert {each.check for each in failed} == set(checks)
+  assert {each.cause for each in failed} == {cause}
+  assert says in failed[0].detail
+  assert {each.place for each in failed} == {place(task, words)}
+  assert all(each.remedy for each in failed)
+
+
+RIGHT = [
+  *(defects.Towers, defects.Normalises, defects.GatheredRecall, defects.Confusion),
+  *(defects.FewOfOneClass, defects.TopTen, defects.TwoSets),
+  *(task for task in right.RIGHT if task is not right.TrainOnly), *kinds.RIGHT,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("task", RIGHT)
+@pytest.mark.fast(task=[defects.GatheredRecall])
+def test_a_right_task(task):
+  results = evaluation.check(subject(task))
+  assert [(each.check, each.detail) for each in results if each.status != "passed"] == []
+
+
+@pytest.mark.parametrize("name", sound.SUBJECTS)
+@pytest.mark.whole
+def test_a_sound_subject(name):
+  results = evaluation.check(sound.SUBJECTS[name]())
+  assert [(each.check, each.detail) for each in results if each.status != "passed"] == []
+
+
+def test_there_may_be_nothing_to_evaluate_on():
+  results = evaluation.check(subject(right.TrainOnly))
+  assert {each.status for each in results} == {"not applicable"}
+  assert {each.detail for each in results} == {"source('eval') fails with KeyError"}
+
+
+def test_what_step_all_gather_collects_depends_on_the_batch():
+  results = evaluation.check(subject(defects.GatheredRecall))
+  assert "keep run.eval_batch_size as it is" in found(results, defects.SMALLER).detail
