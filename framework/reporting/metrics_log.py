@@ -70,10 +70,10 @@ class MetricsLog:
   Several processes may append at the same time, such as an evaluation beside training: on a file
   system with locks (a local disk, NFS) no line is lost.
 
-  A line holds "step" (int), "split" ("train", "eval" or "time"), "wall_time" (float, seconds since
-  the epoch), then the values by name. JSON has no NaN or infinities, so the file has the strings
-  "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `records` returns them as floats. Arrays
-  are nested lists.
+  A line holds "step" (int), "split" ("train", "eval", "time" or an action's own), "wall_time"
+  (float, seconds since the epoch), then the values by name. JSON has no NaN or infinities, so the
+  file has the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `records` returns
+  them as floats. Arrays are nested lists.
   """
 
   def __init__(self, path: str | os.PathLike[str], *, clock: Clock = time.time) -> None:
