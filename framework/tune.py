@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from framework import builder, configurables, errors
 from framework import run as runs
-from framework.backend import stores
+from framework.backend import redaction, stores
 from framework.errors import ConfigError
 from framework.saving import assets
 from framework.strategies import factories, traits
@@ -143,7 +143,7 @@ def tune(
   path = os.path.join(model_dir, FILE)
   command = " ".join(
     [f"--gin_file={file}" for file in (*gin_files, path)]
-    + [f"--gin_param={shlex.quote(param)}" for param in gin_params]
+    + [f"--gin_param={shlex.quote(redaction.line(param))}" for param in gin_params]
   )
   with tf.io.gfile.GFile(path, "w") as file:
     file.write(_gin(best, ratio, own, command))

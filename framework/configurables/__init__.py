@@ -24,6 +24,7 @@ from typing import Any
 
 import gin
 
+from framework.backend import redaction
 from framework.configurables import table
 from framework.configurables.checks import check_all, in_force, resolved
 from framework.configurables.examination import Examination, examine, examined
@@ -31,7 +32,7 @@ from framework.configurables.graph import Graph
 from framework.configurables.imports import PROGRAM, REPOSITORY, SHIPPED
 from framework.configurables.reading import MACRO, Binding, Config, Reference, is_writable
 from framework.configurables.table import configured, options, register, register_all
-from framework.configurables.values import map_references
+from framework.configurables.values import map_references, references
 
 __all__ = [
   "PROGRAM",
@@ -46,6 +47,7 @@ __all__ = [
   "operative_config",
   "options",
   "parse",
+  "recorded",
   "register",
   "register_all",
   "values_that_matter",
@@ -99,23 +101,24 @@ def operative_config() -> str:
 
   gin's own operative config has only what was already called, so before the first step it is
   incomplete. This one follows references, so it is complete at any time, and `parse` reads it as
-  the same config. It omits defaults that gin cannot write, such as objects.
+  the same config, but that secrets are digests. It omits defaults that gin cannot write, such as
+  objects.
   """
   config = _from_gin()
   if not config.bindings:
     return "# Nothing was configured by gin.\n"
-  return _written(config, _values(config.bindings))
+  return _written(config, recorded(_values(config.bindings)))
 
 
 def values_that_matter(free: Collection[str]) -> dict[str, str]:
   """Returns everything that a run can reach, with all defaults: name -> value as gin writes it.
 
-  Without the parameters `free` of `run`, and what only they reach.
+  Without the parameters `free` of `run`, and what only they reach. Secrets are digests.
   """
   names = {f"run.{parameter}" for parameter in free}
   kept = [binding for binding in _from_gin().bindings if str(binding) not in names]
   nothing = [Binding("", "", "", "run", parameter, None) for parameter in free]
-  values = _values([*kept, *nothing])
+  values = recorded(_values([*kept, *nothing]))
   return {name: repr(value) for name, value in values.items() if name not in names}
 
 
@@ -131,8 +134,35 @@ def _values(bindings: Sequence[Binding]) -> dict[str, Any]:
 
 
 def bindings() -> dict[str, str]:
-  """Returns the bindings of the config in force, name -> value as gin writes it."""
-  return {str(binding): repr(binding.value) for binding in _from_gin().bindings}
+  """Returns the bindings of the config in force, name -> value as gin writes it.
+
+  Secrets are digests.
+  """
+  found = recorded({str(binding): binding.value for binding in _from_gin().bindings})
+  return {name: repr(value) for name, value in found.items()}
+
+
+def recorded(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns bindings, name -> value, as files and logs may have them: secrets are digests.
+
+  A macro is one if a secret is bound to it.
+  """
+  hidden: set[str] = set()
+  while (
+    more := {
+      reference.scope
+      for name, value in values.items()
+      if name in hidden or redaction.is_secret(name)
+      for reference in references(value)
+      if reference.is_macro
+    }
+    - hidden
+  ):
+    hidden |= more
+  return {
+    name: redaction.shown("secret" if name in hidden else name, value)
+    for name, value in values.items()
+  }
 
 
 def bound(name: str, parameter: str, default: Any) -> Any:
@@ -153,7 +183,13 @@ def _written(config: Config, values: Mapping[str, Any]) -> str:
 
 
 def _put_in_force(config: Config, bindings: Iterable[Binding]) -> None:
-  lines = [*config.import_lines(), *(f"{binding} = {binding.value!r}" for binding in bindings)]
+  """Gives gin the bindings; in place of "env:NAME" a call that reads the variable when it is used.
+
+  gin's name for it is a call in a scope of the variable's name.
+  """
+  table.register_environment()
+  values = ((each, map_references(each.value, _from_environment, str)) for each in bindings)
+  lines = [*config.import_lines(), *(f"{binding} = {value!r}" for binding, value in values)]
   gin.clear_config()
   gin.parse_config("\n".join(lines))
 
@@ -174,7 +210,14 @@ def _own_references(value: Any) -> Any:
   return map_references(value, _own_reference, gin.config.ConfigurableReference)
 
 
-def _own_reference(reference: Any) -> Reference:
+def _from_environment(value: str) -> str | Reference:
+  found = redaction.ENVIRONMENT.fullmatch(value)
+  return Reference(found[1], table.ENVIRONMENT, called=True) if found else value
+
+
+def _own_reference(reference: Any) -> Reference | str:
+  if reference.selector == table.ENVIRONMENT:
+    return f"env:{reference.scopes[-1]}"
   name = MACRO if reference.selector == "gin.constant" else reference.selector
   return Reference("/".join(reference.scopes), name, reference.evaluate)
 

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import gin
 
+from framework.backend import redaction
 from framework.configurables import table
 from framework.configurables.graph import Graph, Use
 from framework.configurables.reading import MACRO, Binding, at, scoped
@@ -129,7 +131,7 @@ def _contradictions(history: Iterable[Binding]) -> Iterator[Mistake]:
     other = first.setdefault((binding.file, binding.key), binding)
     if repr(other.value) != repr(binding.value):
       error = ConfigError(
-        f"{binding.where}: {binding} is {shown(binding.value)}, but {shown(other.value)} at "
+        f"{binding.where}: {binding} is {binding.told}, but {other.told} at "
         f"{other.where}. Remove one of the two lines."
       )
       yield Mistake("one value each", binding.where, error)
@@ -144,17 +146,38 @@ def _check_value(binding: Binding, graph: Graph) -> None:
   if value is gin.REQUIRED:
     raise ConfigError(f"{binding} is {binding.value}; a later line or --gin_param must set it.")
   _check_circle(binding, value, graph)
+  _check_secret(binding)
   parameter = table.parameters(binding.name).get(binding.parameter)
   if binding.name == MACRO or parameter is None or repr(value) == repr(parameter.default):
     return
   if not fits(value, parameter.annotation):
-    said = shown(binding.value)
-    said = said if value == binding.value else f"{said}, or {shown(value)}"
-    must = requirement(value, parameter.annotation)
+    told = redaction.shown(str(binding), value)
+    said = binding.told if value == binding.value else f"{binding.told}, or {shown(told)}"
+    must = requirement(told, parameter.annotation)
     raise ConfigError(f"{binding} is {said}; it must be {must}")
   if binding.name in table.ROOTS and isinstance(value, int) and _is_count(parameter.annotation):
     bounds = {"at_least": 0, "at_most": 2**31 - 1} if binding.parameter in table.SEEDS else {}
     require_integer(str(binding), value, **{"at_least": 1, **bounds})
+
+
+def _check_secret(binding: Binding) -> None:
+  """Refuses a variable that the environment does not have, and a digest in place of a secret."""
+
+  def check(value: str) -> str:
+    variable = redaction.ENVIRONMENT.fullmatch(value)
+    if variable and variable[1] not in os.environ:
+      raise ConfigError(
+        f"{binding} is {value!r}, but the environment has no variable {variable[1]}; set it, as in "
+        f"`export {variable[1]}=...`."
+      )
+    if redaction.is_digest(value) and redaction.is_secret(str(binding)):
+      raise ConfigError(
+        f"{binding} is the digest of a secret, which run folders do not keep; write 'env:NAME' "
+        f"there, or add --gin_param=\"{binding} = 'env:NAME'\"."
+      )
+    return value
+
+  map_references(binding.value, check, str)
 
 
 def _is_count(annotation: Any) -> bool:

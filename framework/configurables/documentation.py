@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
+from framework.backend import redaction
 from framework.configurables import table
 from framework.configurables.examination import Examination
 from framework.configurables.reading import MACRO, scoped
@@ -69,7 +70,7 @@ def _options_of(scope: str, name: str, examination: Examination) -> Iterator[Opt
       name=f"{scoped(scope, name)}.{parameter.name}",
       parameter=parameter,
       meaning=told.get(parameter.name) or summary(target),
-      value=parameter.default if value is _NOTHING else value,
+      value=redaction.shown(parameter.name, parameter.default if value is _NOTHING else value),
       is_set=value is not _NOTHING and parameter.name not in table.default_references(name),
     )
 
@@ -111,7 +112,7 @@ def default(parameter: inspect.Parameter) -> str:
   if inspect.isclass(value) or inspect.isfunction(value):
     prefix = "keras." if value.__module__.startswith("keras") else ""
     return f"@{prefix}{value.__name__}"
-  return repr(value)
+  return repr(redaction.shown(parameter.name, value))
 
 
 def json_schema(found: list[Option]) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def json_schema(found: list[Option]) -> dict[str, Any]:
 def _property(option: Option) -> dict[str, Any]:
   schema = schema_of(option.parameter.annotation)
   either = schema if schema in ({}, REFERENCE) else {"anyOf": [schema, REFERENCE]}
-  value = option.parameter.default
+  value = redaction.shown(option.parameter.name, option.parameter.default)
   plain = value is None or isinstance(value, bool | str) or is_finite(value)
   return {"description": option.meaning, **either, **({"default": value} if plain else {})}
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gin import config_parser
 
-from framework.backend import bounded, stores
+from framework.backend import bounded, redaction, stores
 from framework.configurables import imports
 from framework.errors import ConfigError, first_line, printable, shown, suggest
 
@@ -58,6 +58,11 @@ class Binding:
     """Scope, name and parameter."""
     return self.scope, self.name, self.parameter
 
+  @property
+  def told(self) -> str:
+    """The value as messages show it: short, and a secret as its digest."""
+    return shown(redaction.shown(str(self), self.value))
+
   def __str__(self) -> str:
     """Returns the left-hand side in gin's syntax."""
     if self.name == MACRO:
@@ -101,7 +106,7 @@ def read(gin_files: Iterable[str], gin_params: Iterable[str]) -> Config:
   for name in gin_files:
     _read_file(config, _gin_file(name, [""]), ())
   for param in gin_params:
-    _read_text(config, param, f"--gin_param {shown(param)}", ())
+    _read_text(config, param, f"--gin_param {shown(redaction.line(param))}", ())
   return config
 
 
@@ -160,7 +165,7 @@ def _binding(statement: config_parser.BindingStatement, where: str, source: str)
   binding = Binding(where, source, scope, name, parameter, value)
   if not is_writable(value):
     raise ConfigError(
-      f"{where}: {binding} is {shown(value)}; it must be finite. Use None for no limit."
+      f"{where}: {binding} is {binding.told}; it must be finite. Use None for no limit."
     )
   return binding
 
@@ -186,10 +191,14 @@ def _syntax_error(source: str, line: int, message: str, text: str) -> ConfigErro
   lines = text.rstrip("\n").split("\n")
   line = min(line, len(lines))
   where = _place(source, line)
+  read = lines[line - 1].strip()
+  if (told := redaction.line(read)) != read:
+    return ConfigError(
+      f"{where}: cannot read {told!r}, a secret; write it in quotes, or write 'env:NAME'."
+    )
   token = re.search(r"Failed to parse token '(.*)'", message)
   if token:
     return ConfigError(f"{where}: {token[1]!r} is not a value.{_value_hint(token[1])}")
-  read = lines[line - 1].strip()
   reason = " ".join(message.split()).rstrip(".")
   return ConfigError(f"{where}: cannot read {read!r}: {reason[:1].lower()}{reason[1:]}.")
 

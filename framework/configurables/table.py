@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import inspect
+import os
 import re
 import sys
 import textwrap
@@ -102,6 +103,9 @@ INSTEAD: Mapping[str, str] = {
 YIELDING = ("gin.", "official.")
 """Names that yield to others: gin's, and the TF Model Garden's, which has its own `Trainer`."""
 
+ENVIRONMENT = "gin.environment"
+"""What stands in gin for "env:NAME", see `register_environment`."""
+
 UNKNOWN = inspect.Parameter.empty
 """Marks a missing annotation or default."""
 
@@ -114,6 +118,20 @@ def register(target: Target) -> Target:
   """
   _register(target)
   return target
+
+
+def register_environment() -> None:
+  """Registers what reads a variable of the environment, whose name is the scope of the call."""
+  gin.register("environment", module="gin")(_environment) if ENVIRONMENT not in registry() else None
+
+
+def _environment() -> str:
+  name = gin.current_scope()[-1]
+  if name not in os.environ:
+    raise ConfigError(
+      f"the environment has no variable {name!r}, which 'env:{name}' reads; set it."
+    )
+  return os.environ[name]
 
 
 def register_for(names: Collection[str]) -> None:

@@ -13,7 +13,6 @@ import inspect
 import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework.backend import files, modules
+from framework.backend import files, modules, redaction
 from framework.errors import ConfigError
 
 FILE = "history.jsonl"
@@ -45,7 +44,7 @@ def changes(model_dir: str, part: str, values: Values) -> list[str]:
     return []  # the folder is new, or from a version without a history
   before = {name: modules.current(value) for name, value in before.items()}
   values = {name: modules.current(value) for name, value in values.items()}
-  names = [name for name in {*values, *before} if values.get(name) != before.get(name)]
+  names = [n for n in {*values, *before} if not redaction.same(before.get(n), values.get(n))]
   in_both = values.keys() & before.keys()
   names = [name for name in names if name in in_both or part == "config"]
   names.sort(key=lambda name: (name not in in_both, name not in values, name))
@@ -72,7 +71,7 @@ def append(model_dir: str, *, step: int, task: object, config: Values, data: Val
   record = {
     "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     "step": step,
-    "command": shlex.join(sys.orig_argv),
+    "command": redaction.command(),
     "commit": _commit(task),
     "versions": {"python": platform.python_version(), **_versions()},
     "config": dict(config),
@@ -102,17 +101,21 @@ def records(model_dir: str) -> list[dict[str, Any]]:
 
 def described(arguments: Mapping[str, Any]) -> dict[str, str]:
   """Returns arguments of a Python call as text that is the same in the next process."""
-  return {name: _text(value) for name, value in arguments.items()}
+  return {name: _named(name, value) for name, value in arguments.items()}
+
+
+def _named(name: object, value: Any) -> str:
+  return _text(redaction.shown(str(name), value))
 
 
 def _text(value: Any) -> str:
   if value is None or isinstance(value, bool | int | float | str):
     return repr(value)
   if isinstance(value, functools.partial):
-    given = [*map(_text, value.args), *(f"{k}={_text(v)}" for k, v in value.keywords.items())]
+    given = [*map(_text, value.args), *(f"{k}={_named(k, v)}" for k, v in value.keywords.items())]
     return f"{_text(value.func)}({', '.join(given)})"
   if isinstance(value, Mapping):
-    return f"{{{', '.join(f'{key}: {_text(value[key])}' for key in value)}}}"
+    return f"{{{', '.join(f'{key}: {_named(key, each)}' for key, each in value.items())}}}"
   target = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
   return f"{target.__module__}.{target.__qualname__}"
 

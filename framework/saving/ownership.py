@@ -18,8 +18,6 @@ import contextlib
 import json
 import os
 import platform
-import shlex
-import sys
 import threading
 import time
 import uuid
@@ -30,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import files
+from framework.backend import files, redaction
 from framework.errors import ConfigError
 
 FILE = "owner.json"
@@ -55,7 +53,7 @@ class Owner:
       "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",
       "process": os.getpid(),
       "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-      "command": shlex.join(sys.orig_argv)[:300],
+      "command": redaction.command()[:300],
       "token": uuid.uuid4().hex,
       "beat": 0,
     }

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import IO, TextIO
 
+from framework.backend import redaction
 from framework.backend.output import outlasting
 from framework.backend.signals import handled
 from framework.errors import ConfigError
@@ -455,7 +456,7 @@ class Process:
   def _header(self) -> str:
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     config = shlex.quote(self.environment["TF_CONFIG"])
-    return f"=== {now} {self.name}: TF_CONFIG={config} {shlex.join(self.command)}\n"
+    return f"=== {now} {self.name}: TF_CONFIG={config} {redaction.command(self.command)}\n"
 
   def _read(self, output: _Output) -> None:
     if output.pipe.closed:

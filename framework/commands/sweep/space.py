@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from framework.backend import bounded
+from framework.backend import bounded, redaction
 from framework.configurables import reading
 from framework.errors import ConfigError, shown
 
@@ -151,7 +151,10 @@ def checked(files: Sequence[str], params: Sequence[str], dimensions: Sequence[Di
   for dimension in dimensions:
     for value in dimension.probes()[1:]:
       _right(files, params, bindings(first | {dimension.name: value}))
-  kept = {str(each): repr(each.value) for each in examination.config.bindings}
+  from framework.configurables import recorded
+
+  found = recorded({str(each): each.value for each in examination.config.bindings})
+  kept = {name: repr(value) for name, value in found.items()}
   varied = {name for each in dimensions for name in each.names}
   return Facts({name: kept[name] for name in kept if name not in varied}, _goal(examination))
 
@@ -185,6 +188,8 @@ def _dimension(line: str, *, listed: bool) -> Dimension:
   if not found:
     raise ConfigError(f"--vary {line!r} is not NAME = ...; write {_FORMS} after the '='.")
   names, text = re.split(r"\s*,\s*", found[1]), found[2]
+  if secret := next(filter(redaction.is_secret, names), ""):
+    raise ConfigError(f"--vary has {secret}, a secret, which a study would show; bind it instead.")
   name = ", ".join(names)
   if text[0] in "[(":
     return Dimension(name, tuple(_values(line, text, len(names))))
