@@ -46,7 +46,7 @@ class Recipe:
     eval_batch_size: examples per evaluation batch; None uses `global_batch_size`.
     eval_steps: the most batches of each evaluation set; None takes all.
     shuffle: False reads the training examples in source order.
-    one_shape: of `Buckets`, read only the largest bucket.
+    one_shape: of `Buckets`, read only the longest bucket.
     options: other options of `Trainer`; they override the config's bindings.
   """
 

@@ -68,6 +68,17 @@ class Bucket(Source):
       ]
     return batch
 
+  def cut_to(self, length: int) -> Bucket:
+    """Returns a source of the same examples whose features are trimmed to another length."""
+    other = copy.copy(self)
+    other.length = length
+    return other
+
+  @property
+  def axes(self) -> Axes:
+    """The features that are trimmed, and their axes."""
+    return self._trim
+
   def example_ids(self, indices: tf.Tensor) -> tf.Tensor:
     """Returns the indices in the source of this bucket's examples, int64 [n]."""
     return tf.gather(self._tensor, indices)
@@ -85,6 +96,7 @@ class Buckets:
     source: with the examples of all lengths.
     buckets: those that have examples, the shortest first.
     num_examples: of all buckets.
+    lengths: of each example.
   """
 
   def __init__(
@@ -132,7 +144,7 @@ class Buckets:
         "raise it, or cut the example."
       )
     axes = _axes(trim)
-    self.source, self.num_examples = source, source.num_examples
+    self.source, self.num_examples, self.lengths = source, source.num_examples, sizes
     self.equal_tokens = equal_tokens
     self.in_a_row = require_integer("in_a_row", in_a_row, at_least=1)
     self.buckets: list[Bucket] = []
@@ -144,9 +156,9 @@ class Buckets:
       first += len(ids)
 
   @property
-  def largest(self) -> Bucket:
-    """The bucket with the most examples, as a source of its own with ids from 0."""
-    alone = copy.copy(max(self.buckets, key=lambda bucket: bucket.num_examples))
+  def longest(self) -> Bucket:
+    """The bucket of the longest examples, as a source of its own with ids from 0."""
+    alone = copy.copy(self.buckets[-1])
     alone.is_alone = True
     return alone
 

@@ -68,15 +68,15 @@ class Sources:
 
 
 def main_source(source: Source | StreamSource | Sources | Buckets) -> Source | StreamSource:
-  """Returns the source whose examples have plain names; of buckets the largest."""
+  """Returns the source whose examples have plain names; of buckets the longest."""
   if isinstance(source, Buckets):
-    return source.largest
+    return source.longest
   return source.main if isinstance(source, Sources) else source
 
 
 def of_one_shape(source: Any) -> Any:
-  """Returns the largest of several buckets, or the source itself."""
-  return source.largest if isinstance(source, Buckets) else source
+  """Returns the longest of several buckets, or the source itself."""
+  return source.longest if isinstance(source, Buckets) else source
 
 
 def prefixes(batch: Mapping[str, object]) -> list[str]:

@@ -10,6 +10,7 @@ holds the results. bench/ has the tools of the checks:
     comparison.py     the step on one replica, and how others differ from it
     explanations.py   known mistakes, and the update that each predicts
     evaluated.py      a task's evaluation on 1 to N logical CPUs
+    longer_rows.py    the same examples, padded further
     row_mixing.py     the line where the rows of a batch meet
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   the same noise for every row, so that random tasks can be compared
@@ -49,8 +50,8 @@ from framework.verify.report import Report, Result
 __all__ = ["GROUPS", "Report", "Result", "Subject", "subject_of_config", "verify"]
 
 GROUPS = (
-  *("configuration", "inputs", "replicas", "mesh", "order", "evaluation", "gradients"),
-  *("randomness", "restore", "compilation", "precision", "learning"),
+  *("configuration", "inputs", "replicas", "mesh", "order", "evaluation", "lengths"),
+  *("gradients", "randomness", "restore", "compilation", "precision", "learning"),
 )
 
 

@@ -23,6 +23,8 @@ from framework.verify.bench.dtype_policy import under
 
 Values = dict[str, np.ndarray]
 """Name -> metric: a number, or an array of sorted numbers."""
+TOLERANCE = 1e-3
+"""A smaller relative difference of a metric is rounding."""
 MOVED = 0.05
 """Noise on the weights, as a part of their standard deviation, or of 0.1 if they are all equal."""
 
@@ -126,3 +128,17 @@ class Evaluated:
     for name, before, after in zip(names, self.values, self._read(), strict=True):
       if not survey.same(np.asarray(before), after) and name not in self.changed:
         self.changed.append(name)
+
+
+def different(one: Values, other: Values) -> tuple[str, str] | None:
+  """Returns the first metric that differs, and both values as a text; None if none does."""
+  for name, value in other.items():
+    mine = one.get(name)
+    if mine is None:
+      continue
+    if mine.shape != value.shape:
+      return name, f"{name} has {len(mine)} numbers, and {len(value)}"
+    if not np.allclose(mine, value, rtol=TOLERANCE, atol=1e-5, equal_nan=True):
+      first = int(np.argmax(~np.isclose(mine, value, rtol=TOLERANCE, atol=1e-5, equal_nan=True)))
+      return name, f"{name} is {mine[first]:.6g}, and {value[first]:.6g}"
+  return None

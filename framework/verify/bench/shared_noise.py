@@ -49,6 +49,36 @@ def alike_for_all_rows() -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def still() -> Iterator[None]:
+  """Makes random ops inside the context draw one number alone, whatever their shape (host)."""
+  with replaced(lambda name, draw: _even(draw) if "uniform" in name else _mean):
+    yield
+
+
+def _even(usual: Draw) -> Draw:
+  """Returns what is three quarters of the way to the end: dropout keeps all up to that rate."""
+
+  def draw(
+    shape: Any, seed: Any, minval: Any = 0, maxval: Any = None, dtype: Any = tf.float32,
+    name: str | None = None, alg: str = "auto_select",
+  ) -> tf.Tensor:  # fmt: skip
+    if not tf.as_dtype(dtype).is_floating:
+      return usual(shape, seed, minval, maxval, dtype, name, alg)
+    low, high = tf.cast(minval, dtype), tf.cast(1 if maxval is None else maxval, dtype)
+    return tf.fill(tf.convert_to_tensor(shape, tf.int32), low + (high - low) * 0.75)
+
+  return draw
+
+
+def _mean(
+  shape: Any, seed: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = tf.float32,
+  name: str | None = None, alg: str = "auto_select",
+) -> tf.Tensor:  # fmt: skip
+  del seed, stddev, name, alg
+  return tf.fill(tf.convert_to_tensor(shape, tf.int32), tf.cast(mean, dtype))
+
+
 def _of_one_row(draw: Draw) -> Draw:
   def alike(shape: Any, seed: Any, *args: Any, **options: Any) -> tf.Tensor:
     wanted = tf.convert_to_tensor(shape, tf.int32)

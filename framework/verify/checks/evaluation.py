@@ -17,7 +17,7 @@ import tensorflow as tf
 from framework.errors import ConfigError
 from framework.verify.bench import bench, row_mixing, source_lines, survey
 from framework.verify.bench.bench import Rows, Subject
-from framework.verify.bench.evaluated import Evaluated, Values
+from framework.verify.bench.evaluated import Evaluated, Values, different
 from framework.verify.report import Result
 
 GROUP = "evaluation"
@@ -25,8 +25,6 @@ SMALL = 6
 """Rows of the small batches; divisible by 2 and 3."""
 LARGER = 5
 """How much larger the batches are if the task cannot evaluate so few rows."""
-TOLERANCE = 1e-3
-"""A smaller relative difference of a metric is rounding."""
 REPLICAS = (2, 3)
 STATISTICS = ("moving_mean", "moving_variance")
 """Variables of batch normalisation."""
@@ -207,20 +205,6 @@ class Comparison:
     """Returns the line in which rows meet."""
     rows = row_mixing.resized(self.rows)
     return row_mixing.place(self.alone.graph(rows), len(rows["weight"]), self.alone.task)
-
-
-def different(one: Values, other: Values) -> tuple[str, str] | None:
-  """Returns the first metric that differs, and both values as a text; None if none does."""
-  for name, value in other.items():
-    mine = one.get(name)
-    if mine is None:
-      continue
-    if mine.shape != value.shape:
-      return name, f"{name} has {len(mine)} numbers, and {len(value)}"
-    if not np.allclose(mine, value, rtol=TOLERANCE, atol=1e-5, equal_nan=True):
-      first = int(np.argmax(~np.isclose(mine, value, rtol=TOLERANCE, atol=1e-5, equal_nan=True)))
-      return name, f"{name} is {mine[first]:.6g}, and {value[first]:.6g}"
-  return None
 
 
 def _examples(subject: Subject, alone: Evaluated, count: int) -> Rows:
