@@ -44,9 +44,11 @@ def main(argv: Sequence[str]) -> int:
 
     return process.say(f"failed: your code ended the process: {failure(stop)}", 1)
   except Exception as error:
-    if line := mistake(error):
-      return process.say(f"error: {line}", 2)
+    from framework.backend import modules
     from framework.errors import failure
+
+    if line := mistake(error) or modules.namesake_in(error):
+      return process.say(f"error: {line}", 2)
 
     traceback.print_exc()
     return process.say(f"failed: {failure(error)}", 1)

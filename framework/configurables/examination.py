@@ -50,9 +50,9 @@ def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examina
     place = re.match(r"(.+?:\d+): ", str(error))
     unread = Mistake("reading", place[1] if place else "", error)
     return Examination(Config([], [], []), [], Graph([]), [unread])
+  register_all(with_tf_keras=False)  # before a module of the user's can be in the way
   imports.make_importable(config.files)
   config = config._replace(imports=[_current(each) for each in config.imports])
-  register_all(with_tf_keras=False)
   found = list(_failed_imports(config))
   register_for({name for binding in config.bindings for name in _names(binding)})
   return examined(config, found)

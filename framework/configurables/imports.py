@@ -60,20 +60,24 @@ def import_module(module: str) -> None:
   """
   if module.startswith("__gin__"):
     raise ConfigError(f"{module} is not supported. Import modules; they register their own names.")
+  before = set(sys.modules)
   try:
     importlib.import_module(module)
   except ConfigError:
     raise
   except Exception as error:
+    if line := modules.namesake_in(error):
+      raise ConfigError(f"import {module} failed: {line}") from error
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
       raise ConfigError(f"no module named {module!r}.{suggest(module, own_modules())}") from error
     raise ConfigError(_failure(module, error)) from error
+  if line := modules.mistaken(module, sys.modules.keys() - before):
+    raise ConfigError(line)
 
 
 def own_modules() -> dict[str, Path]:
   """Returns name -> file of the modules: the user's, two levels deep, and the shipped tasks."""
-  foreign = (sys.prefix, sys.base_prefix)
-  folders = [Path(folder) for folder in sys.path if not folder.startswith(foreign)]
+  folders = map(Path, modules.users_folders())
   files = [(top, file) for top in folders for file in (*top.glob("*.py"), *top.glob("*/*.py"))]
   names = {".".join(file.relative_to(top).with_suffix("").parts): file for top, file in files}
   hidden = ("framework.", "tests.", "benchmarks.")

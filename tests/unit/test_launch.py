@@ -176,7 +176,7 @@ def test_a_local_cluster_runs_the_same_command_line_in_each_process(monkeypatch,
   arguments = ["--gin_file=a.gin", "--local_workers", "2", "--gin_param", "c.d=1, 2", "-local_ps=1"]
   arguments += ["--gin_file", "b.gin", "--max_restarts=3", f"--mode={mode}"]
   assert launch.main(["launch.py", *arguments]) == 75
-  command = [sys.executable, str(REPOSITORY / "launch.py")]
+  command = [*configurables.PROGRAM]
   flags = ["--gin_file=a.gin", "--gin_file=b.gin", "--gin_param=c.d=1, 2", f"--mode={mode}"]
   assert given["command"][:2] == command
   assert sorted(given.pop("command")[2:]) == flags
