@@ -12,6 +12,7 @@ holds the results. bench/ has the tools of the checks:
     evaluated.py      a task's evaluation on 1 to N logical CPUs
     longer_rows.py    the same examples, padded further
     row_mixing.py     the line where the rows of a batch meet
+    loss_graph.py     where the loss stops, replaces and passes gradients
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   the same noise for every row, so that random tasks can be compared
     dtype_policy.py   that of both Keras generations

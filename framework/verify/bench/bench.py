@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from framework.inputs import datasets
 from framework.inputs.parts import of_one_shape, prefixes
 from framework.inputs.sources import eval_sets
 from framework.metrics import numbers
+from framework.optimizers.adapters import prefix
 from framework.saving import assets
 from framework.step import Step
 from framework.strategies import traits
@@ -247,6 +249,12 @@ class Bench:
     sizes = zip(self.variables, self.trainable, strict=True)
     return sum(int(v.shape.num_elements()) for v, trained in sizes if trained)
 
+  def loss_in(self, metrics: Mapping[str, float]) -> float:
+    """Returns the sum of the optimizers' losses that a step has logged; NaN if it logged none."""
+    names = [f"{prefix(name)}loss" for name in self.trainer.parts.optimizers]
+    logged = [metrics[name] for name in names if name in metrics]
+    return float(np.sum(logged)) if logged else math.nan
+
   def step(self, batch: Rows) -> Outcome:
     """Runs one training step on one global batch (host)."""
     before = [self.copies(v)[0] for v in self.variables]
@@ -390,11 +398,11 @@ def padded(batch: Rows, real: int) -> Rows:
 def masked(batch: Rows, kept: np.ndarray) -> Rows:
   """Returns the batch with weight 0 and id -1 where not `kept`, bool [rows]."""
   made = dict(batch)
-  for prefix in prefixes(batch):
-    weight, ids = batch[f"{prefix}weight"], batch[f"{prefix}example_id"]
+  for part in prefixes(batch):
+    weight, ids = batch[f"{part}weight"], batch[f"{part}example_id"]
     rows = kept if weight.ndim == 1 else kept[:, np.newaxis]
-    made[f"{prefix}weight"] = np.where(rows, weight, 0).astype(np.float32)
-    made[f"{prefix}example_id"] = np.where(rows, ids, -1)
+    made[f"{part}weight"] = np.where(rows, weight, 0).astype(np.float32)
+    made[f"{part}example_id"] = np.where(rows, ids, -1)
   return made
 
 

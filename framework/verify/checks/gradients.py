@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,7 @@ from framework.metrics import Loss
 from framework.step import Step
 from framework.verify.bench import bench, source_lines
 from framework.verify.bench.bench import Bench, Rows, Subject
+from framework.verify.bench.loss_graph import LossGraph
 from framework.verify.report import Result
 
 GROUP = "gradients"
@@ -54,6 +55,12 @@ class GradientNotes:
   compared: int = 0
   precision: str = "float32"
   stops: bool = False
+  on_purpose: str = ""
+  """The first line with a custom gradient that is meant to differ from the function's."""
+  replaced: str = ""
+  """The first line with any other custom gradient."""
+  calls: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+  """(part of the model, how a loss uses it)."""
 
   @property
   def complete(self) -> bool:
@@ -63,12 +70,14 @@ class GradientNotes:
 
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
-  seen, task = look(subject)
+  seen, here = look(subject)
+  task = here.task
   missing = [name for name, norm in seen.norms.items() if norm < 0]
   zero = [n for n, norm in seen.norms.items() if norm == 0 and n not in seen.not_finite]
   count = _variables(len(seen.norms))
   layers = [f'"{part}"' for name in missing for part in name.split("/")[:-1]]
   results = [
+    _owned(here),
     _result(
       task, "every variable has a gradient", missing, count, "variable without gradient",
       "use it in the loss, or set trainable=False for its layer; argmax, round, casts to integers "
@@ -88,6 +97,7 @@ def check(subject: Subject) -> list[Result]:
     ),
   ]  # fmt: skip
   results.append(_differences(task, seen))
+  results += _calls(seen)
   if seen.sparse:
     most = max(seen.sparse, key=lambda name: seen.sparse[name])
     detail = f"{sum(seen.sparse.values()):,} bytes made dense and reduced each step; largest {most}"
@@ -95,8 +105,8 @@ def check(subject: Subject) -> list[Result]:
   return results
 
 
-def look(subject: Subject) -> tuple[GradientNotes, Any]:
-  """Runs one step eagerly; returns notes on its gradients, and the task."""
+def look(subject: Subject) -> tuple[GradientNotes, Bench]:
+  """Runs one step eagerly; returns notes on its gradients, and the bench of the steps before it."""
   rows = 4 * subject.accumulation_steps
   compiled = Bench(subject, rows=rows, always=True)
   # With equal weights, losses such as |x| can have a gradient of exactly 0.
@@ -113,7 +123,7 @@ def look(subject: Subject) -> tuple[GradientNotes, Any]:
       here.assign(values)
       here.trainer.global_step.assign(number)
       with (
-        mock.patch("framework.trainer.Step", _looking(seen, differences)),
+        mock.patch("framework.trainer.Step", _looking(seen, here.task, differences)),
         mock.patch.object(steps, "_dense", _noting(seen)),
       ):
         here.step(batch)
@@ -129,7 +139,7 @@ def look(subject: Subject) -> tuple[GradientNotes, Any]:
   if exact.compared:
     found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
     seen = dataclasses.replace(seen, **found)
-  return seen, compiled.task
+  return seen, compiled
 
 
 @contextlib.contextmanager
@@ -168,7 +178,7 @@ def _noting(seen: GradientNotes) -> Callable[[Any], Any]:
   return noting
 
 
-def _looking(seen: GradientNotes, differences: str | None) -> type[Step]:
+def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[Step]:
   class Looking(Step):
     def gradients(
       self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
@@ -191,13 +201,16 @@ def _looking(seen: GradientNotes, differences: str | None) -> type[Step]:
 
       try:
         _note(seen, list(gradients), variables)
-        graph = _graph(loss_fn, batch)
+        graph = LossGraph(loss_fn, batch)
         self._logged = {}  # its tensors belong to the graph
         alone = differences is not None and self._parts.accumulation_steps == 1
-        if alone and (differences != "float64" or _is_exact(graph)):
+        if alone and (differences != "float64" or graph.is_exact):
           seen.precision = str(differences)
           _note_differences(seen, total, list(gradients), variables, factor)
-        seen.stops = seen.stops or _stops(graph)
+        seen.stops = seen.stops or graph.stops
+        seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
+        seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
+        seen.calls += [(name, str(calls)) for name, calls in graph.calls(task.model).items()]
       finally:
         self._logged = kept
       return gradients, loss
@@ -276,30 +289,11 @@ def _compare(
   return (told, told) if agrees else (told, fine)
 
 
-def _graph(loss_fn: Any, batch: Any) -> tf.Graph | None:
-  try:
-    traced = tf.function(lambda b: loss_fn(b).total, autograph=False)
-    return traced.get_concrete_function(batch).graph
-  except Exception:
-    return None
-
-
-def _stops(graph: tf.Graph | None) -> bool:
-  """Whether the loss contains a StopGradient, or cannot be traced."""
-  return graph is None or any(op.type == "StopGradient" for op in graph.get_operations())
-
-
-def _is_exact(graph: tf.Graph | None) -> bool:
-  """Whether the loss computes only in float64; constants may be float32, as in `tf.nn.silu`."""
-  narrow = (tf.float32, tf.float16, tf.bfloat16)
-  computed = (op for op in graph.get_operations() if op.type != "Const") if graph else ()
-  return graph is not None and not any(o.dtype in narrow for op in computed for o in op.outputs)
-
-
 def _differences(task: Any, seen: GradientNotes) -> Result:
   name = "finite differences"
-  if seen.wrong and seen.stops:
-    why = f"{next(iter(seen.wrong))} differs, and the loss stops gradients on purpose"
+  if seen.wrong and (seen.stops or seen.on_purpose):
+    how = "stops gradients" if seen.stops else f"replaces a gradient ({seen.on_purpose})"
+    why = f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose"
     return Result(group=GROUP, check=name, status="not applicable", detail=why)
   if seen.wrong:
     variable, (told, true) = next(iter(seen.wrong.items()))
@@ -310,7 +304,8 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
       cause="wrong gradient",
       remedy="correct the function under tf.custom_gradient, or the operation that passes another "
       "gradient than its own",
-      place=source_lines.find(
+      place=seen.replaced
+      or source_lines.find(
         task, *METHODS, containing=("custom_gradient", "py_function"), anywhere=True,
       ),
     )  # fmt: skip
@@ -322,18 +317,52 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
   return Result(group=GROUP, check=name, status="passed", detail=detail)
 
 
+def _owned(here: Bench) -> Result:
+  """Checks that each trainable variable has an optimizer, or is set by `step.assign`."""
+  owned = {id(models.raw(v)) for o in here.trainer.parts.optimizers.values() for v in o.variables}
+  owned |= {id(variable) for variable in here.trainer._assigned.values()}
+  trainable = models.trainable_variables(here.task.model)
+  names = [models.name(v) for v in trainable if id(models.raw(v)) not in owned]
+  parts = here.task.model.items() if isinstance(here.task.model, Mapping) else ()
+  without = [
+    f'"{key}"' for key, part in parts
+    if any(models.name(v) in names for v in models.trainable_variables(part))
+  ]  # fmt: skip
+  layers = [f'"{part}"' for name in names for part in name.split("/")[:-1]]
+  return _result(
+    here.task, "every variable has an optimizer", names, _variables(len(trainable)),
+    "variable that no optimizer updates",
+    "return it from variables_of() of one of the optimizers; if it must stay as it is, say so: "
+    "trainable=False of its layer or model",
+    (*without, *layers), ("variables_of", "build_model"),
+  )  # fmt: skip
+
+
+def _calls(seen: GradientNotes) -> list[Result]:
+  """Returns a note of what the losses depend on; it cannot fail."""
+  if not seen.calls:
+    return []
+  parts: dict[str, list[str]] = {}
+  for name, calls in dict.fromkeys(seen.calls):
+    parts.setdefault(calls, []).append(name)
+  several = any(calls.endswith("through 2") for calls in parts)
+  hint = "; a target needs tf.stop_gradient, if one of the calls computes one" if several else ""
+  detail = "; ".join(f"{', '.join(names)}: {calls}" for calls, names in parts.items()) + hint
+  return [Result(group=GROUP, check="what the loss depends on", status="passed", detail=detail)]
+
+
 def _variables(count: int) -> str:
   return f"{count} variable" if count == 1 else f"{count} variables"
 
 
 def _result(
   task: Any, name: str, wrong: Sequence[str], detail: str, cause: str, remedy: str,
-  containing: tuple[str, ...],
+  containing: tuple[str, ...], methods: tuple[str, ...] = METHODS,
 ) -> Result:  # fmt: skip
   if not wrong:
     return Result(group=GROUP, check=name, status="passed", detail=detail)
   more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
   return Result(
     group=GROUP, check=name, status="failed", detail=f"{', '.join(wrong[:3])}{more}", cause=cause,
-    remedy=remedy, place=source_lines.find(task, *METHODS, containing=containing, anywhere=True),
+    remedy=remedy, place=source_lines.find(task, *methods, containing=containing, anywhere=True),
   )  # fmt: skip

@@ -57,7 +57,7 @@ def check(subject: Subject) -> list[Result]:
 
 
 def _losses(here: Bench, batch: Rows, steps: int) -> list[float]:
-  return [here.step(batch).metrics.get("loss", math.nan) for _ in range(steps)]
+  return [here.loss_in(here.step(batch).metrics) for _ in range(steps)]
 
 
 def _grows(losses: Sequence[float]) -> bool:
@@ -118,7 +118,7 @@ def _by_heart(subject: Subject, batch: Rows, others: Sequence[Rows]) -> Result:
     options: dict[str, Any] = {"optimizer": adam, "always": True, "number": number}
     options["rows"] = len(batch["weight"])
     here = _made(subject, others, **options)
-    start = here.step(batch).metrics.get("loss", math.nan)
+    start = here.loss_in(here.step(batch).metrics)
     if not math.isfinite(start):
       break
     if number is None:
@@ -127,7 +127,7 @@ def _by_heart(subject: Subject, batch: Rows, others: Sequence[Rows]) -> Result:
       continue
     end = start
     for _ in range(STEPS):
-      end = here.step(batch).metrics["loss"]
+      end = here.loss_in(here.step(batch).metrics)
       start = start or end  # the first steps may compute no loss
       if end < start - share * abs(start):
         detail = f"{start:.4g} > {end:.4g} on {len(batch['weight'])} examples, Adam({rate:g})"

@@ -21,7 +21,6 @@ from tensorflow.python.framework import op_callbacks
 from framework import errors
 from framework.backend import models
 from framework.optimizers import loss_scale
-from framework.optimizers.adapters import prefix
 from framework.task import Task
 from framework.verify.bench import bench, same_draws, source_lines
 from framework.verify.bench.bench import Bench, Rows, Subject
@@ -321,9 +320,8 @@ def gradient(here: Bench, start: Sequence[np.ndarray], batch: Rows) -> GradientS
     for optimizer in optimizers
     for value in optimizer.fusion.unpack([models.raw(m) for m in optimizer.optimizer.momentums])
   ]
-  losses = [metrics[f"{prefix(name)}loss"] for name in here.trainer.parts.optimizers]
   return GradientStep(
-    gradients=kept, skipped=metrics["skipped"] > 0, loss=float(np.sum(losses)), scale=scale
+    gradients=kept, skipped=metrics["skipped"] > 0, loss=here.loss_in(metrics), scale=scale
   )
 
 
