@@ -4,7 +4,8 @@
 
 checks/ has one module per group of `GROUPS`, with `check(subject) -> results`; docs/verify.md
 explains each check; padding.py and own_optimizer.py are parts of the group "replicas". report.py
-holds the results. bench/ has the tools of the checks:
+holds the results, consequences.py says which failures follow from others. bench/ has the tools of
+the checks:
 
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
     comparison.py     the step on one replica, and how others differ from it
@@ -13,6 +14,7 @@ holds the results. bench/ has the tools of the checks:
     longer_rows.py    the same examples, padded further
     row_mixing.py     the line where the rows of a batch meet
     loss_graph.py     where the loss stops, replaces and passes gradients
+    made_variables.py variables that the model does not have
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   the same noise for every row, so that random tasks can be compared
     dtype_policy.py   that of both Keras generations
@@ -43,7 +45,7 @@ from framework import errors
 from framework.builder import made_task, set_globals
 from framework.run import bound, bound_mesh, bound_recipe
 from framework.strategies import factories
-from framework.verify import report
+from framework.verify import consequences, report
 from framework.verify.bench import source_lines
 from framework.verify.bench.bench import MOST_REPLICAS, Subject
 from framework.verify.report import Report, Result
@@ -77,10 +79,12 @@ def verify(
     if group not in GROUPS:
       raise errors.unknown("group of checks", group, GROUPS)
   prepare(subject)
-  began, results = time.monotonic(), []
+  began = time.monotonic()
+  results: list[Result] = []
   raised: dict[str, str] = {}
   for group in groups:
     found = _accepted(_checked(group, subject, raised), subject)
+    found = consequences.marked(found, results)
     if found:
       show(report.section(found))
     results += found
@@ -159,6 +163,16 @@ _RETURNED = {
 """How a refusal of what a method has returned begins -> the methods, and words of their lines."""
 
 
+def _made_in_step(group: str, place: str) -> Result:
+  return Result(
+    group=group, check="runs at all", status="failed", place=place,
+    cause="variable outside the model",
+    detail="this line makes new variables in each call: no optimizer has them, no checkpoint saves "
+    "them",
+    remedy="make layers and variables in build_model(), and return them with the model",
+  )  # fmt: skip
+
+
 def _raised(group: str, subject: Subject, error: Exception) -> Result:
   """Returns the finding for an exception, with the line of the user's code."""
   refusal = errors.mistake(error)
@@ -170,6 +184,8 @@ def _raised(group: str, subject: Subject, error: Exception) -> Result:
     place = source_lines.qualified(place, task)
     if detail.startswith("the loss depends on none"):
       place = source_lines.mention(task, "stop_gradient", "argmax", "round(", "def loss") or place
+    if "only supports singleton tf.Variables" in detail:
+      return _made_in_step(group, place)
     for beginning, (methods, words) in _RETURNED.items():
       if detail.startswith(beginning):
         place = source_lines.find(task, *methods, containing=words, anywhere=True) or place

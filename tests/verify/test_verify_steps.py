@@ -5,9 +5,13 @@ import pytest
 from defects import steps
 from defects.small import found, place, subject
 
+from framework import verify
+from framework.verify import consequences
 from framework.verify.checks import gradients, precision
+from framework.verify.report import Result
 
 SEVERAL = {"LogsOne": ("slow", "fast"), "Forgotten": ("first", "last")}
+IN_MODEL = "every variable is in the model"
 OWNED, READS = "every variable has an optimizer", "what the loss depends on"
 
 
@@ -28,6 +32,33 @@ def test_a_network_that_no_optimizer_updates_is_named():
   where = place(steps.Forgotten, '"between": network')
   assert failures(results) == [(OWNED, "variable that no optimizer updates", where)]
   assert found(results, OWNED).detail.startswith("between/")
+
+
+@pytest.mark.parametrize(
+  ("task", "words"),
+  [
+    (steps.Positions, "positions(tf.range"),
+    (steps.OfTheTask, "self.scale.build"),
+    (steps.MadeByForward, "self.scale(batch"),
+  ],
+)
+@pytest.mark.fast(task=[steps.Positions])
+def test_a_variable_outside_the_model_is_named(task, words):
+  results = gradients.check(subject_of(task))
+  where = place(task, words)
+  assert failures(results) == [(IN_MODEL, "variable outside the model", where)]
+
+
+def test_a_model_may_be_a_part_of_a_larger_one():
+  results = gradients.check(subject_of(steps.PartOfLarger))
+  assert failures(results) == []
+  assert found(results, IN_MODEL).status == "passed"
+
+
+def test_a_layer_that_each_call_makes_anew_is_named():
+  report = verify.verify(subject_of(steps.MadeInForward), groups=("order", "gradients"))
+  where = place(steps.MadeInForward, "keras.layers.Dense(FEATURES)(")
+  assert failures(report.results) == [("runs at all", "variable outside the model", where)]
 
 
 @pytest.mark.parametrize(
@@ -60,3 +91,29 @@ def test_a_step_may_log_one_of_its_two_optimizers():
   results = precision.check(subject_of(steps.LogsOne))
   assert [each.check for each in results] == ["gradient in float16", "gradient in bfloat16"]
   assert {each.status for each in results} == {"passed"}
+
+
+# ---- One mistake, several checks
+
+
+def failed(check, cause, place="mine.py:1, in Mine.loss"):
+  return Result(group="some", check=check, status="failed", detail="0.1", cause=cause, place=place)
+
+
+def test_what_follows_from_a_failure_is_no_second_one():
+  first = [failed("on 2", "mean of means"), failed("on 3", "mean of means")]
+  before = consequences.marked(first, [])
+  assert [each.status for each in before] == ["failed", "not applicable"]
+  assert before[1].detail == "follows from 'on 2' above; 0.1"
+  others = [
+    failed("on 2 again", "mean of means", place="mine.py:9, in Mine.metrics"),
+    failed("wrong", "wrong gradient"),
+    failed("learns", "cannot learn one batch", place=""),
+  ]
+  after = consequences.marked(others, before)
+  assert [each.status for each in after] == ["failed", "failed", "not applicable"]
+
+
+def test_failures_without_a_cause_are_each_shown():
+  unknown = [failed("one", "unknown", place=""), failed("other", "unknown", place="")]
+  assert consequences.marked(unknown, []) == unknown

@@ -25,9 +25,9 @@ from framework.backend import models, randomness
 from framework.errors import ConfigError
 from framework.metrics import Loss
 from framework.step import Step
-from framework.verify.bench import bench, source_lines
+from framework.verify.bench import bench, made_variables, source_lines
 from framework.verify.bench.bench import Bench, Rows, Subject
-from framework.verify.bench.loss_graph import LossGraph
+from framework.verify.bench.loss_graph import Calls, LossGraph
 from framework.verify.report import Result
 
 GROUP = "gradients"
@@ -39,6 +39,7 @@ TOLERANCE = {"float64": 1e-3, "float32": 0.1}
 ROUNDING = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2}
 """Relative rounding error of the loss."""
 METHODS = ("loss", "forward", "train_step", "build_model")
+OUTSIDE = "variable outside the model"
 
 
 @dataclasses.dataclass
@@ -59,8 +60,10 @@ class GradientNotes:
   """The first line with a custom gradient that is meant to differ from the function's."""
   replaced: str = ""
   """The first line with any other custom gradient."""
-  calls: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-  """(part of the model, how a loss uses it)."""
+  outside: dict[str, str] = dataclasses.field(default_factory=dict)
+  """Trainable variables that the step reads and the model does not have -> the line."""
+  calls: dict[str, dict[str, Calls]] = dataclasses.field(default_factory=dict)
+  """Optimizer -> part of the model -> how the optimizer's loss uses it."""
 
   @property
   def complete(self) -> bool:
@@ -77,6 +80,7 @@ def check(subject: Subject) -> list[Result]:
   count = _variables(len(seen.norms))
   layers = [f'"{part}"' for name in missing for part in name.split("/")[:-1]]
   results = [
+    _in_model(task, seen.outside),
     _owned(here),
     _result(
       task, "every variable has a gradient", missing, count, "variable without gradient",
@@ -108,11 +112,16 @@ def check(subject: Subject) -> list[Result]:
 def look(subject: Subject) -> tuple[GradientNotes, Bench]:
   """Runs one step eagerly; returns notes on its gradients, and the bench of the steps before it."""
   rows = 4 * subject.accumulation_steps
-  compiled = Bench(subject, rows=rows, always=True)
-  # With equal weights, losses such as |x| can have a gradient of exactly 0.
-  batch = bench.weighted(subject.rows(compiled.task, rows))
-  for _ in range(STEPS_BEFORE):
-    compiled.step(batch)
+  with made_variables.noted() as made:
+    compiled = Bench(subject, rows=rows, always=True)
+    built = len(made)
+    # With equal weights, losses such as |x| can have a gradient of exactly 0.
+    batch = bench.weighted(subject.rows(compiled.task, rows))
+    for _ in range(STEPS_BEFORE):
+      compiled.step(batch)
+  outside = made_variables.outside(made, compiled)
+  if outside and outside[-1] < built and not made_variables.read_by_step(subject, outside, rows):
+    outside = []  # made for something else, such as a larger model that this one is a part of
   values = compiled.read()
 
   def step(
@@ -139,6 +148,7 @@ def look(subject: Subject) -> tuple[GradientNotes, Bench]:
   if exact.compared:
     found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
     seen = dataclasses.replace(seen, **found)
+  seen.outside = {models.name(made[number].variable): made[number].place for number in outside}
   return seen, compiled
 
 
@@ -194,6 +204,11 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
         return steps._nothing(self._fusion(variables))
       factor = float(self._scaled(tf.constant(1.0)))
       kept, self._logged = self._logged, {}
+      wanted = {id(models.raw(v)) for v in variables}
+      owner = next(
+        (name for name, one in self._parts.optimizers.items()
+         if wanted & {id(models.raw(v)) for v in one.variables}), "default",
+      )  # fmt: skip
 
       def total() -> float:
         with randomness.random_streams(tf.constant([3, 5])):
@@ -210,7 +225,7 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
         seen.stops = seen.stops or graph.stops
         seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
         seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
-        seen.calls += [(name, str(calls)) for name, calls in graph.calls(task.model).items()]
+        seen.calls.setdefault(owner, graph.calls(task.model))
       finally:
         self._logged = kept
       return gradients, loss
@@ -317,6 +332,20 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
   return Result(group=GROUP, check=name, status="passed", detail=detail)
 
 
+def _in_model(task: Any, outside: Mapping[str, str]) -> Result:
+  """Checks that the step reads no trainable variable that the model does not have."""
+  name = "every variable is in the model"
+  if not outside:
+    return Result(group=GROUP, check=name, status="passed", detail="no other is made")
+  place = source_lines.qualified(next(iter(outside.values())), task)
+  return Result(
+    group=GROUP, check=name, status="failed", cause=OUTSIDE, place=place,
+    detail=f"{_named(list(outside))}: read by the step, not trained and not saved",
+    remedy="make the layer in build_model() and return it with the model, such as in a dict; a "
+    "layer that is called on a constant is no part of a Keras model: call it in a layer's call()",
+  )  # fmt: skip
+
+
 def _owned(here: Bench) -> Result:
   """Checks that each trainable variable has an optimizer, or is set by `step.assign`."""
   owned = {id(models.raw(v)) for o in here.trainer.parts.optimizers.values() for v in o.variables}
@@ -342,17 +371,26 @@ def _calls(seen: GradientNotes) -> list[Result]:
   """Returns a note of what the losses depend on; it cannot fail."""
   if not seen.calls:
     return []
-  parts: dict[str, list[str]] = {}
-  for name, calls in dict.fromkeys(seen.calls):
-    parts.setdefault(calls, []).append(name)
-  several = any(calls.endswith("through 2") for calls in parts)
-  hint = "; a target needs tf.stop_gradient, if one of the calls computes one" if several else ""
-  detail = "; ".join(f"{', '.join(names)}: {calls}" for calls, names in parts.items()) + hint
+  told = []
+  for optimizer, parts in seen.calls.items():
+    by_calls: dict[Calls, list[str]] = {}
+    for name, calls in parts.items():
+      by_calls.setdefault(calls, []).append(name)
+    each = "; ".join(f"{', '.join(names)}: {calls}" for calls, names in by_calls.items())
+    told.append(f"loss of {optimizer!r}: {each}" if len(seen.calls) > 1 else each)
+  twice = any(calls.passing > 1 for parts in seen.calls.values() for calls in parts.values())
+  hint = "; a target needs tf.stop_gradient, if one of the calls computes one" if twice else ""
+  detail = "; ".join(told) + hint
   return [Result(group=GROUP, check="what the loss depends on", status="passed", detail=detail)]
 
 
 def _variables(count: int) -> str:
   return f"{count} variable" if count == 1 else f"{count} variables"
+
+
+def _named(names: Sequence[str]) -> str:
+  more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+  return f"{', '.join(names[:3])}{more}"
 
 
 def _result(
@@ -361,8 +399,7 @@ def _result(
 ) -> Result:  # fmt: skip
   if not wrong:
     return Result(group=GROUP, check=name, status="passed", detail=detail)
-  more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
   return Result(
-    group=GROUP, check=name, status="failed", detail=f"{', '.join(wrong[:3])}{more}", cause=cause,
+    group=GROUP, check=name, status="failed", detail=_named(wrong), cause=cause,
     remedy=remedy, place=source_lines.find(task, *methods, containing=containing, anywhere=True),
   )  # fmt: skip

@@ -63,6 +63,16 @@ class OfTheTask(Small):
     return super().forward({**batch, "x": self.scale(batch["x"])}, training)
 
 
+class PartOfLarger(Small):
+  """Right: a part of a larger model, whose other layers are not used."""
+
+  def build_model(self):
+    whole = super().build_model()
+    keras.layers.Dense(7).build([None, 2])
+    larger = keras.Model(whole.inputs, [*whole.outputs, keras.layers.Dense(2)(whole.inputs[0])])
+    return keras.Model(larger.inputs, larger.outputs[0])
+
+
 class MadeByForward(Small):
   """A layer that the first call of forward() builds."""
 
