@@ -51,6 +51,7 @@ COMMANDS: Mapping[str, Command] = {
   "memory": Command("Estimates the memory of each device.", modes=("memory",)),
   "check": Command("Checks the config alone, without a device.", modes=("check_config",)),
   "sweep": Command("Searches for the best bindings, in many runs.", module="sweep"),
+  "repeat": Command("Trains with several seeds: mean and spread of every metric.", module="repeat"),
   "options": Command("Lists all that a config can set.", module="options"),
   "ls": Command("Lists the runs in folders, by default in runs/.", "[FOLDER ...]", "ls"),
   "report": Command("Writes an HTML page about runs.", "RUN [RUN ...]", "report"),

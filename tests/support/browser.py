@@ -31,7 +31,13 @@ def opened(url, width=1200, height=900):
   ):  # fmt: skip
     try:
       address = next(x.split()[-1] for x in process.stderr if x.startswith("DevTools listening"))
-      with contextlib.closing(websocket.create_connection(address, timeout=30)) as connection:
+      with contextlib.closing(
+        websocket.create_connection(
+          address,
+          timeout=30,
+          suppress_origin=True,  # newer versions refuse an origin
+        )
+      ) as connection:
         yield Page(connection, url)
     finally:
       process.kill()

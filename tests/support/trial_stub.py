@@ -4,7 +4,8 @@ python trial_stub.py train --gin_param="x = 0.5" ... --model_dir=FOLDER
 
 An evaluation a step, to metrics.jsonl; goes on after the last one; SIGTERM ends it with status 75.
 The log "starts" in the folder has a line for each start. The metrics: `score` is x * step,
-`loss` is x / step. With `fails = 1` it fails, with `at = 'nan'` the score is NaN.
+`loss` is x / step. Without x it is the seed. With `fails = 1` it fails, with
+`at = 'nan'` the score is NaN.
 """
 
 import json
@@ -39,7 +40,7 @@ def main(arguments):
     if values.get("fails") == "1":
       sys.exit("error: it fails")
     time.sleep(float(values.get("pace", "0.01")))
-    x = float(values["x"])
+    x = float(values["x"] if "x" in values else values["run.seed"])
     score = "NaN" if values.get("at") == "'nan'" else x * step
     with open(log, "a") as file:
       record = {"step": step, "split": "eval", "wall_time": 1.0, "score": score, "loss": x / step}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.commands import diff
+from framework.commands import diff, repetitions
 from framework.commands.folders import texts
 from framework.commands.report.data import VERIFY, Curve, Shown
 from framework.errors import printable
@@ -21,7 +21,8 @@ _LAST = (
   *("gradient_norm", "learning_rate", "loss_scale", "skipped_steps", "staleness", "input_wait_s"),
   *("communication_s", "start_s", "examples_per_second", "steps_per_second"),
 )
-_MOST_PLOTS, _MOST_COLUMNS = 60, 4
+_MOST_PLOTS, _MOST_COLUMNS, _TALL = 60, 4, 20
+"""Plots; runs beside one another in a table; rows that are shown without scrolling."""
 _NOT_VERIFIED = (
   f"No run folder has {VERIFY}; <code>loopwright verify --json=FOLDER/{VERIFY}</code> writes it."
 )
@@ -73,13 +74,27 @@ def inert(value: object) -> str:
 
 def drawn(runs: Sequence[Shown]) -> dict[str, Any]:
   """Returns what page.js draws: the names of the runs, and the plots with their curves."""
-  names = sorted({name for run in runs for name in run.curves}, key=_place)
+  names = plotted(runs)
   return {
     "runs": [printable(run.name) for run in runs],
     "plots": [
       {"name": printable(name), "curves": list(_curves(runs, name))} for name in names[:_MOST_PLOTS]
     ],
   }
+
+
+def plotted(runs: Sequence[Shown]) -> list[str]:
+  """Returns the metrics that have a plot, in its order: those that are not constant."""
+  names = {name for run in runs for name in run.curves}
+  return sorted((name for name in names if not is_constant(runs, name)), key=_place)
+
+
+def is_constant(runs: Sequence[Shown], name: str) -> bool:
+  """Whether a metric, but a loss or an accuracy, never changes within a run that has two values."""
+  curves = [list(run.curves.get(name, {}).values()) for run in runs]
+  values = [[value for curve in of_run for value in curve.values] for of_run in curves]
+  same = all(len({*each}) < 2 for each in values)
+  return same and max(map(len, values)) > 1 and _place(name)[0] > 0
 
 
 def _curves(runs: Sequence[Shown], name: str) -> Iterator[dict[str, Any]]:
@@ -107,9 +122,10 @@ def _section(name: str, lines: Sequence[str]) -> str:
 
 
 def _faults(runs: Sequence[Shown]) -> Iterator[str]:
-  for run in runs:
-    for fault in run.faults:
-      yield f"<p class=bad>{safe(run.name)}: {safe(fault)}</p>"
+  faults = [f"{run.name}: {fault}" for run in runs for fault in run.faults]
+  paragraphs = "".join(f"<p class=bad>{safe(each)}</p>" for each in faults)
+  if faults:
+    yield f"<div class=tall tabindex=0>{paragraphs}</div>" if len(faults) > _TALL else paragraphs
 
 
 def _results(runs: Sequence[Shown]) -> Iterator[str]:
@@ -120,8 +136,20 @@ def _results(runs: Sequence[Shown]) -> Iterator[str]:
     yield table(["run", *heads], body)
 
 
+def _repetitions(runs: Sequence[Shown]) -> Iterator[str]:
+  names = {run.run.path: run.name for run in runs if run.run}
+  rows: list[Sequence[str]] = []
+  for group in repetitions.alike([run.run for run in runs if run.run]):
+    more = [f"and {len(group) - 10} more"] if len(group) > 10 else []
+    told = ", ".join([*(names[run.path] for run in group[:10]), *more])
+    rows += [(told, *row) for row in repetitions.rows(repetitions.spreads(group))]
+  if rows:
+    yield table(["runs that differ in the seed alone", *repetitions.HEADS], rows)
+
+
 def _plots(runs: Sequence[Shown]) -> Iterator[str]:
-  names = {name for run in runs for name in run.curves}
+  names = plotted(runs)
+  yield from _constants(runs)
   if not names:
     return
   yield '<p id="choose-runs" class=choose></p>'
@@ -133,8 +161,7 @@ def _plots(runs: Sequence[Shown]) -> Iterator[str]:
   yield "<p class=about>Dotted: training, the mean of each loop. Solid: evaluation.</p>"
   yield '<div id="plots"></div>'
   if len(names) > _MOST_PLOTS:
-    rest = sorted(names, key=_place)[_MOST_PLOTS:]
-    yield f"<p class=about>Not drawn: {safe(', '.join(rest))}</p>"
+    yield f"<p class=about>Not drawn: {safe(', '.join(names[_MOST_PLOTS:]))}</p>"
   thinned = {
     name
     for run in runs
@@ -143,6 +170,21 @@ def _plots(runs: Sequence[Shown]) -> Iterator[str]:
   }
   if thinned:
     yield f"<p class=about>Not every point is drawn of: {safe(', '.join(sorted(thinned)))}</p>"
+
+
+def _constants(runs: Sequence[Shown]) -> Iterator[str]:
+  names = {name for run in runs for name in run.curves if is_constant(runs, name)}
+  told = []
+  for name in sorted(names, key=_place):
+    values = [
+      next(iter(run.curves[name].values())).values[:1] for run in runs if name in run.curves
+    ]
+    texts_ = dict.fromkeys(
+      "not finite" if v is None else f"{v:.6g}" for each in values for v in each
+    )
+    told.append(f"{name} = {' or '.join([*texts_][:_MOST_COLUMNS])}{', ...' * (len(texts_) > 4)}")
+  if told:
+    yield f"<p class=about>The same at every step: {safe('; '.join(told))}</p>"
 
 
 def _configs(runs: Sequence[Shown]) -> Iterator[str]:
@@ -243,18 +285,23 @@ def by_run(head: str, runs: Sequence[Shown], rows: Sequence[Sequence[str]]) -> s
 
 
 def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-  """Returns an HTML table; the first cell of each row is its name."""
+  """Returns an HTML table; the first cell of each row is its name. A long one scrolls."""
+  rows = list(rows)
   head = "".join(f"<th>{safe(each)}</th>" for each in heads)
   body = "".join(
     f"<tr><th>{safe(first)}</th>{''.join(f'<td>{safe(each)}</td>' for each in rest)}</tr>"
     for first, *rest in rows
   )
-  return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+  kind = '"wide tall" tabindex=0' if len(rows) > _TALL else "wide"
+  return (
+    f"<div class={kind}><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+  )
 
 
 SECTIONS: Mapping[str, Callable[[Sequence[Shown]], Iterator[str]]] = {
   "Damaged": _faults,
   "Results": _results,
+  "Repetitions": _repetitions,
   "Curves": _plots,
   "Configs": _configs,
   "Time budget": _budget,

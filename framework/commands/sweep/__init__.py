@@ -12,6 +12,7 @@ docs/sweeps.md describes it. This module imports nothing heavy.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ from framework.commands.process import say
 from framework.errors import ConfigError, Preempted, first_line
 
 if TYPE_CHECKING:
-  from framework.commands.sweep.space import Goal
+  from framework.commands.sweep.space import Dimension, Goal
+  from framework.commands.sweep.study import Sampling
 
 SAMPLERS = ("tpe", "random", "grid")
 KNOWN_GOALS = {"loss": False, "accuracy": True}
@@ -66,33 +68,70 @@ def run(parsed: Parsed) -> int:
   files, params = config_of(parsed.arguments, needed=not values.gin_file)
   files, params = [*values.gin_file, *files], [*values.gin_param, *params]
   stores.require_path("--dir", values.dir or "", "the study and the runs of a sweep are there")
-  _require_optuna()
-  from framework.commands.sweep import jobs, results, runner, space, study
+  require_optuna("a sweep")
+  from framework.commands.sweep import space, study
 
-  dimensions = space.read(values.vary, values.space, listed=values.sampler == "grid")
-  slots = jobs.slots(values.jobs)
-  facts = space.in_another_process(space.checked, files, params, dimensions)
-  goal = _goal(values, facts.goal)
-  folder = values.dir or os.path.join("runs", f"{Path(files[0]).stem}-sweep")
-  opened = study.Study(
-    folder, values.storage, dimensions, goal, bindings=facts.bindings,
+  return run_trials(
+    files, params, space.read(values.vary, values.space, listed=values.sampler == "grid"),
+    folder=values.dir or os.path.join("runs", f"{Path(files[0]).stem}-sweep"),
     sampling=study.Sampling(values.sampler, values.seed, prune=values.prune),
+    trials=values.trials, jobs=values.jobs, storage=values.storage,
+    goal=lambda of_config: _goal(values, of_config),
   )  # fmt: skip
-  sweep = runner.Runner(opened, jobs.Command(files, params), slots, trials=values.trials)
+
+
+def run_trials(
+  files: Sequence[str],
+  params: Sequence[str],
+  dimensions: Sequence[Dimension],
+  *,
+  folder: str,
+  sampling: Sampling,
+  trials: int | None,
+  jobs: int,
+  storage: str | None = None,
+  goal: Callable[[Goal | None], Goal] | None = None,
+) -> int:
+  """Runs or continues trials and prints their table; returns the exit status (host).
+
+  Args:
+    files: gin files, with the bindings `params`.
+    params: see `files`.
+    dimensions: what varies.
+    folder: of the study and the trials.
+    sampling: how values are chosen.
+    trials: how many; None for the default.
+    jobs: how many at once.
+    storage: an Optuna storage; None for a file in the folder.
+    goal: the metric, given that of the config; by default that one, else the loss.
+
+  Raises:
+    ConfigError: a mistake in the config, or the folder has something else.
+  """
+  from framework.commands.sweep import results, runner, space, study
+  from framework.commands.sweep.jobs import Command, slots
+
+  free = slots(jobs)
+  facts = space.in_another_process(space.checked, files, params, dimensions)
+  wanted = goal(facts.goal) if goal else facts.goal or space.Goal("loss", maximize=False)
+  opened = study.Study(
+    folder, storage, dimensions, wanted, bindings=facts.bindings, sampling=sampling
+  )
   try:
-    sweep.run()
+    runner.Runner(opened, Command(files, params), free, trials=trials).run()
   except Preempted as stop:
     return say(first_line(stop), 75)
   return results.finish(opened)
 
 
-def _require_optuna() -> None:
+def require_optuna(what: str) -> None:
+  """Raises a ConfigError that names what needs Optuna, if it is missing."""
   try:
     import optuna  # noqa: F401
     import plotly  # noqa: F401
   except ImportError as error:
     raise ConfigError(
-      f"a sweep needs optuna and plotly ({error}); install the extra: `pip install "
+      f"{what} needs optuna and plotly ({error}); install the extra: `pip install "
       "'loopwright[sweep]'`, with uv `uv run --extra sweep loopwright sweep`."
     ) from error
 

@@ -15,7 +15,8 @@ import optuna
 from optuna import visualization
 from optuna.trial import FrozenTrial, TrialState
 
-from framework.commands import folders, ls
+from framework.commands import folders, ls, repetitions
+from framework.commands.repetitions import SEED
 from framework.commands.sweep.jobs import OUTPUT
 from framework.commands.sweep.study import FAILURE, Study
 from framework.errors import ConfigError, is_finite
@@ -47,6 +48,8 @@ class Cost(NamedTuple):
 
 def finish(study: Study) -> int:
   """Prints the tables and writes the files; returns 0, or 1 if no trial is complete (host)."""
+  if [each.name for each in study.space] == [SEED]:
+    return _finish_repetitions(study)
   ordered = sorted(study.trials(), key=lambda trial: _place(trial, study))
   print("\n".join(table(study, ordered)))
   complete = [trial for trial in ordered if trial.state == TrialState.COMPLETE]
@@ -60,6 +63,22 @@ def finish(study: Study) -> int:
   print(f"wrote {os.path.join(study.folder, PLOTS)}")
   if path := write_best(study, complete[0]):
     print(f"wrote {path}: `loopwright train {path}` trains it again")
+  return 0
+
+
+def _finish_repetitions(study: Study) -> int:
+  """Prints the trials by number and how they differ; none of them is the best."""
+  trials = study.trials()
+  print("\n".join(table(study, trials)))
+  numbers = [each.number for each in trials if each.state == TrialState.COMPLETE]
+  paths = [study.folder_of(number) for number in numbers]
+  found = repetitions.spreads([folders.Run(path) for path in paths if folders.is_run(path)])
+  if not found:
+    print(f"fewer than two are complete; each has its output in {study.folder}/trial-*/{OUTPUT}")
+    return 1
+  print("\nonly the seed differs, so none is the best; the last evaluations have")
+  print("\n".join(ls.table([repetitions.HEADS, *repetitions.rows(found)])))
+  print(f"\n`loopwright report {study.folder}` shows the curves; `loopwright repeat` is for this")
   return 0
 
 

@@ -31,7 +31,7 @@ Direction = Literal["minimize", "maximize"]
 
 
 class Sampling(NamedTuple):
-  """How values are chosen: "tpe", "random" or "grid", and whether trials are pruned."""
+  """How values are chosen: "tpe", "random", "grid" or "in order", and whether trials are pruned."""
 
   kind: str
   seed: int
@@ -167,6 +167,8 @@ class Study:
     seed = (self._sampling.seed * 1_000_003 + number) % 2**32
     if self._sampling.kind == "random":
       return optuna.samplers.RandomSampler(seed=seed)
+    if self._sampling.kind == "in order":
+      return _InOrder()
     if self._sampling.kind == "tpe":
       return optuna.samplers.TPESampler(seed=seed)
     values = {each.name: each.values for each in self.space}
@@ -186,6 +188,17 @@ class Study:
             f"the sweep in {self.folder!r} has {name} = {before.get(name, '(unset)')}, now "
             f"{values.get(name, '(unset)')}; give a new sweep another --dir, or go on as before."
           )
+
+
+class _InOrder(optuna.samplers.RandomSampler):
+  """The trial's number is its value."""
+
+  def sample_independent(
+    self, study: object, trial: FrozenTrial, param_name: str, param_distribution: object
+  ) -> int:
+    """Returns the number."""
+    del study, param_name, param_distribution
+    return trial.number
 
 
 class _Grid(optuna.samplers.GridSampler):

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import browser
 import pytest
 
 from framework import commands
-from framework.commands.report import data
+from framework.commands.report import data, page
 
 ROOT = Path(__file__).resolve().parents[3]
 PNG = bytes.fromhex(
@@ -179,6 +180,33 @@ def test_the_page_shows_results_configs_budget_verify_samples_and_environment(mo
   assert "a: 'runs/a/media/no-1.png' is no PNG file." in found.texts("p")
 
 
+def test_runs_that_differ_in_the_seed_have_their_mean_and_spread(monkeypatch):
+  without_plotly(monkeypatch)
+  for seed in range(3):
+    log = line(2, "eval", loss=float(seed), accuracy=0.5)
+    make(f"runs/{seed}", log, config=f"run.train_steps = 2\nrun.seed = {seed}\n")
+  make(
+    "runs/other", line(2, "eval", loss=9.0), config="run.train_steps = 2\nrun.seed = 9\nx.y = 1\n"
+  )
+  found = Parsed(report("runs"))
+  assert rows(found, "runs that differ in the seed alone")[1:] == [
+    ["0, 1, 2", "loss", "1", "1", "-1.4841 to 3.4841", "3"],  # t of 2 degrees is 4.3027
+    ["0, 1, 2", "accuracy", "0.5", "0", "0.5 to 0.5", "3"],
+  ]
+
+
+def test_what_never_changes_has_no_plot(monkeypatch):
+  without_plotly(monkeypatch)
+  for run, rate in (("a", 0.5), ("b", 0.25)):
+    logs = [line(n, "train", loss=1.0, rate=rate, scale=4.0, norm=float(n)) for n in (1, 2)]
+    make(f"runs/{run}", *logs, line(2, "eval", loss=1.0, once=7.0))
+  found = Parsed(report("runs"))
+  scripts = [(attributes, text) for tag, attributes, text in found.found if tag == "script"]
+  plots = [plot["name"] for plot in json.loads(scripts[0][1])["plots"]]
+  assert plots == ["loss", "norm", "once"]
+  assert "The same at every step: rate = 0.5 or 0.25; scale = 4" in found.texts("p")
+
+
 def test_the_newest_picture_and_earlier_ones_at_even_distances(monkeypatch):
   without_plotly(monkeypatch)
   make("a", line(1, "eval", loss=1.0), media={f"x/faces-{n}.png": PNG for n in range(1, 22)})
@@ -322,6 +350,50 @@ def test_it_imports_no_task_and_no_tensorflow():
   """
   environment = {**os.environ, "PYTHONPATH": f"{ROOT}:."}
   subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def contrast(one, other):
+  """Returns the contrast of two colours, by WCAG 2.1."""
+
+  def luminance(color):
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+  low, high = sorted(map(luminance, (one, other)))
+  return (high + 0.05) / (low + 0.05)
+
+
+def test_texts_and_curves_have_contrast_in_light_and_dark():
+  folder = Path(page.__file__).parent
+  style, script = (folder / "page.css").read_text(), (folder / "page.js").read_text()
+  light, dark = (
+    dict(re.findall(r"--(\w+): (#\w+)", part))
+    for part in re.findall(r":root \{([^}]*)\}", style.replace("#fff;", "#ffffff;"))
+  )
+  for colors, name in ((light, "onLight"), (dark, "onDark")):
+    for text in ("text", "soft", "bad"):
+      assert contrast(colors[text], colors["page"]) >= 4.5, (name, text)
+    drawn = re.findall(r"#\w+", re.search(rf"{name} = \[(.*?)\]", script, re.DOTALL)[1])
+    assert len(drawn) == 10
+    for color in drawn:
+      assert contrast(color, colors["page"]) >= 3, (name, color)
+
+
+@pytest.mark.whole
+def test_201_runs_are_a_page_of_a_few_screens():
+  for number in range(201):
+    logs = [line(step, "train", loss=1.0 / step, x=float(step)) for step in (1, 2)]
+    config = f"run.train_steps = 9\nx.y = {number}\n"
+    make(f"runs/r{number}", *logs, line(2, "eval", loss=0.5), config=config, start=START)
+  report("runs")
+  with browser.opened(Path("r.html").resolve().as_uri()) as opened:
+    opened.wait("document.querySelectorAll('#plot-0 .scatterlayer .trace').length === 402")
+    assert opened.value("document.documentElement.scrollHeight") < 5 * 900
+    assert opened.value("document.querySelectorAll('.choose input').length") == 202
+    label = opened.value("document.getElementById('plot-1').getAttribute('aria-label')")
+    assert label.startswith("x over steps, 201 curves. r0, train: 2 at step 2; r1, train: 2 at")
+    assert label.endswith("; and 191 more")
 
 
 @pytest.mark.whole

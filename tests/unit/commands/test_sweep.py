@@ -10,12 +10,15 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
 from absl import flags
+from scipy import stats
 
 import framework
 from framework import commands
+from framework.commands import folders, repetitions
 from framework.commands.sweep import jobs, results, runner, space
 from framework.errors import ConfigError
 
@@ -421,3 +424,68 @@ def test_a_killed_sweep_goes_on_with_the_same_command(number, status):
     assert [json.loads(line)["step"] for line in log] == [*range(1, 11)]
     assert len({each["values"]["x"] for each in starts(trial)}) == 1
     assert len(starts(trial)) <= (1 if trial in complete or trial not in begun else 2)
+
+
+def repeat(*given):
+  return commands.main(["loopwright", "repeat", "c.gin", "--dir=s", *given])
+
+
+def test_repetitions_tell_mean_deviation_and_interval_and_rank_nothing(capsys):
+  assert repeat("--seeds=2") == 0
+  capsys.readouterr()
+  assert repeat("--seeds=4") == 0  # two more
+  assert [starts(n)[0]["values"]["run.seed"] for n in range(4)] == ["0", "1", "2", "3"]
+  assert [len(starts(n)) for n in range(4)] == [1] * 4
+  out = capsys.readouterr().out
+  assert [row[0] for row in rows(out)] == ["trial", "0", "1", "2", "3"]
+  table = [re.split("  +", line) for line in out.splitlines() if line.startswith(("sc", "lo"))]
+  scores = np.arange(4) * 10.0
+  for name, values in {"score": scores, "loss": scores / 100}.items():
+    mean, deviation = values.mean(), values.std(ddof=1)
+    low, high = stats.t.interval(0.95, 3, loc=mean, scale=stats.sem(values))
+    assert [name, f"{mean:.5g}", f"{deviation:.2g}", f"{low:.5g} to {high:.5g}", "4"] in table
+  assert "best" not in out.replace("none is the best", "")
+  assert not Path("s/best.gin").exists()
+
+
+def test_a_sweep_over_the_seed_alone_is_a_repetition(capsys):
+  assert sweep("--vary=run.seed = [3, 1]", "--sampler=grid") == 0
+  out = capsys.readouterr().out
+  assert "only the seed differs, so none is the best" in out
+  assert "`loopwright repeat` is for this" in out
+  assert not Path("s/best.gin").exists()
+  assert not Path("s/plots.html").exists()
+
+
+def test_one_complete_repetition_has_no_spread(capsys):
+  assert repeat("--seeds=2", "fails=1") == 1
+  assert "fewer than two are complete; each has its output in s/trial-*/output.txt" in (
+    capsys.readouterr().out
+  )
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 100, 9999])
+def test_students_quantile(freedom):
+  assert repetitions.quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-12)
+
+
+def test_runs_that_differ_in_the_seed_alone_are_found():
+  def run(name, config, step=10):
+    folder = Path("runs", name)
+    folder.mkdir(parents=True)
+    (folder / "operative_config.gin").write_text(f"run.train_steps = 10\n{config}")
+    record = {"step": step, "split": "eval", "loss": 1.0, "odd": "NaN"}
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(record)}\n")
+    return folders.Run(str(folder))
+
+  found = [
+    run("a", "run.seed = 1\nx.y = 2\n"), run("b", "run.seed = 2\nx.y = 3\n"),
+    run("c", "run.seed = 3\nx.y = 2\n"), run("d", "x.y = 2\n"),
+    run("e", "run.seed = 3\nx.y = 3\n"),
+  ]  # fmt: skip
+  groups = repetitions.alike(found)
+  assert [[each.path for each in group] for group in groups] == [
+    ["runs/a", "runs/c"],
+    ["runs/b", "runs/e"],
+  ]
+  assert repetitions.spreads(groups[0]) == {"loss": repetitions.Spread(2, 1.0, 0.0, 0.0)}
