@@ -11,6 +11,7 @@ the checks:
     comparison.py     the step on one replica, and how others differ from it
     explanations.py   known mistakes, and the update that each predicts
     evaluated.py      a task's evaluation on 1 to N logical CPUs
+    row_influence.py  the line where one row changes what is computed for another
     longer_rows.py    the same examples, padded further
     row_mixing.py     the line where the rows of a batch meet
     loss_graph.py     where the loss stops, replaces and passes gradients

@@ -4,6 +4,7 @@ import keras
 import pytest
 from defects import steps
 from defects.small import found, place, subject
+from test_verify_newcomers import on_two
 
 from framework import verify
 from framework.verify import consequences
@@ -91,6 +92,37 @@ def test_a_step_may_log_one_of_its_two_optimizers():
   results = precision.check(subject_of(steps.LogsOne))
   assert [each.check for each in results] == ["gradient in float16", "gradient in bfloat16"]
   assert {each.status for each in results} == {"passed"}
+
+
+# ---- Rows that depend on one another
+
+MIXED, PADDED = "examples that depend on one another", "padded rows among the others"
+
+
+@pytest.mark.parametrize(
+  ("task", "cause", "words"),
+  [
+    (steps.Crowded, MIXED, (steps.Router, "tf.cumsum")),
+    (steps.Towers, MIXED, (steps.Towers, "tf.matmul(queries")),
+    (steps.PaddedCandidates, PADDED, (steps.Towers, "tf.matmul(queries")),
+    (steps.InForward, MIXED, (steps.InForward, "tf.reduce_mean(x")),
+  ],
+)
+@pytest.mark.fast(task=[steps.Crowded])
+def test_the_line_where_rows_meet_is_named(task, cause, words):
+  found = [each for each in on_two(subject_of(task)) if each.status == "failed"]
+  assert {each.cause for each in found} == {cause}
+  assert {each.place.partition(", in ")[0] for each in found} == {
+    place(*words).partition(", in ")[0]
+  }
+  assert all("all_gather" in each.remedy for each in found)
+  assert ("weight == 0" in found[0].remedy) == (cause == PADDED)
+
+
+@pytest.mark.parametrize("task", [steps.Mixture, steps.Candidates, steps.Graphs])
+@pytest.mark.whole
+def test_rows_that_do_not_depend_on_one_another_pass(task):
+  assert failures(on_two(subject_of(task))) == []
 
 
 # ---- One mistake, several checks

@@ -51,6 +51,10 @@ def gradient_descent() -> keras.optimizers.Optimizer:
   return keras.optimizers.SGD(RATE)
 
 
+PLAIN: dict[str, Any] = {"optimizer": gradient_descent, "always": True}
+"""Options of a bench whose update is the gradient."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject(Recipe):
   """What is verified, and how to make it: the options of `run` and a factory of the task.

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from framework.backend import models
-from framework.verify.bench import bench, recording, source_lines
-from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
+from framework.verify.bench import bench, recording, row_influence, source_lines
+from framework.verify.bench.bench import PLAIN, Bench, Outcome, Rows, Subject
 from framework.verify.bench.explanations import FITS, Explanation, fits, weighted_mean
 
 LEAST = 5e-5
@@ -24,8 +24,6 @@ MOST = 1e-3
 AFTER_STEPS = 2e-2
 """Tolerance after several steps, relative to the change: Adam at first amplifies roundings."""
 METHODS = ("train_step", "loss", "training_loss", "forward", "build_model")
-PLAIN: dict[str, Any] = {"optimizer": bench.gradient_descent, "always": True}
-"""Options of a bench whose update is the gradient."""
 
 
 class Comparison:
@@ -38,7 +36,7 @@ class Comparison:
   def __init__(self, subject: Subject, *, rows: int) -> None:
     """Runs the reference steps."""
     self.subject, self.rows = subject, rows
-    self.alone = Bench(subject, rows=rows, optimizer=bench.gradient_descent, always=True)
+    self.alone = Bench(subject, rows=rows, **PLAIN)
     self.task = self.alone.task
     self.batch = subject.rows(self.task, rows)
     self.real = rows * 7 // 12
@@ -88,9 +86,16 @@ class Comparison:
     return self.alone.steps_from(self.start, batch)
 
   def find(self, explanation: Explanation) -> str:
-    """Returns the line of the task that has the words of an explanation."""
+    """Returns the line of the mistake: where rows meet, or one with the explanation's words."""
+    if explanation.mixes_rows and self.meeting:
+      return self.meeting
     texts = explanation.containing
     return source_lines.find(self.task, *METHODS, containing=texts, anywhere=True)
+
+  @functools.cached_property
+  def meeting(self) -> str:
+    """The line where one row changes what is computed for another; "" if none does."""
+    return row_influence.place(self.subject)
 
   @functools.cached_property
   def calls(self) -> Sequence[recording.Call]:

@@ -17,11 +17,19 @@ SUMS = ("reduce_mean", "from_examples(", "weighted_sum(", "Loss(")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-  """A known mistake: name, remedy, and what its line of code may contain."""
+  """A known mistake.
+
+  Attributes:
+    cause: its name.
+    remedy: what to do.
+    containing: what its line of code may contain.
+    mixes_rows: whether its line is where the rows of a batch meet.
+  """
 
   cause: str
   remedy: str
   containing: tuple[str, ...] = ()
+  mixes_rows: bool = False
 
 
 STATEFUL = Explanation(
@@ -93,12 +101,20 @@ PYTHON_VALUE = Explanation(
 )
 COUPLED = Explanation(
   cause="examples that depend on one another",
+  mixes_rows=True,
   remedy="code that compares the examples of a batch (negatives, statistics, ranks) sees only "
   "those of its own replica: collect the others with step.all_gather, in train_step",
   containing=(
     *("reduce_mean", "reduce_std", "matmul", "transpose", "top_k", "moments", "[None, :]"),
     "bincount",
   ),
+)
+PADDED = Explanation(
+  cause="padded rows among the others",
+  mixes_rows=True,
+  remedy="rows of weight 0 are no examples: collect the weights as well, by "
+  "step.all_gather(batch['weight']), and leave these rows out: logits - 1e9 * (weight == 0)",
+  containing=COUPLED.containing,
 )
 UNKNOWN = Explanation(
   cause="unknown",

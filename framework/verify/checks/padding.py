@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from framework.errors import ConfigError
 from framework.verify.bench import bench, source_lines
-from framework.verify.bench.bench import Bench, Rows
-from framework.verify.bench.comparison import LEAST, PLAIN, Comparison, Difference, normalisations
-from framework.verify.bench.explanations import COUNTS, COUPLED, PADDING, STATEFUL, SUMS
+from framework.verify.bench.bench import PLAIN, Bench, Rows
+from framework.verify.bench.comparison import LEAST, Comparison, Difference, normalisations
+from framework.verify.bench.explanations import COUNTS, COUPLED, PADDED, PADDING, STATEFUL, SUMS
 from framework.verify.report import Result
 
 GROUP = "replicas"
@@ -49,11 +49,13 @@ class Rowwise:
         group=GROUP, check="padding changes nothing", status="not applicable", detail=why
       )
     elif found.worst > self.compared.tolerance and what == OTHER_CONTENTS and self._mixes():
+      gathers = any(call.verb == "all_gather" for call in self.compared.calls)
+      explanation = PADDED if gathers else COUPLED
       self.compared.known = COUPLED
       yield Result(
         group=GROUP, check="padding changes nothing", status="failed",
-        detail=f"with {what}: {found.detail}", cause=COUPLED.cause, remedy=COUPLED.remedy,
-        place=self.compared.find(COUPLED),
+        detail=f"with {what}: {found.detail}", cause=explanation.cause,
+        remedy=explanation.remedy, place=self.compared.find(explanation),
       )  # fmt: skip
     else:
       yield self._padding_counts(found, what)

@@ -19,11 +19,10 @@ import numpy as np
 
 from framework.backend import models
 from framework.verify.bench import held_state, source_lines
-from framework.verify.bench.bench import Bench, Outcome, Subject
+from framework.verify.bench.bench import PLAIN, Bench, Outcome, Subject
 from framework.verify.bench.comparison import (
   LEAST,
   METHODS,
-  PLAIN,
   Comparison,
   Difference,
   normalisations,
@@ -241,7 +240,7 @@ class Several:
     additive = all(fits(whole[case], weighted_mean(parts[case])) for case in whole)
     if self.compared.known is not None:
       return self.compared.known, ""
-    if not additive:
+    if not additive or self.compared.meeting:
       return COUPLED, ""
     if self.counted:
       return PYTHON_VALUE, source_lines.change(self.task, self.counted)
