@@ -51,7 +51,7 @@ def test_a_defect(name, monkeypatch):
   assert found[0].remedy
 
 
-@pytest.mark.parametrize("task", [*RIGHT, NoiseOfExamples])
+@pytest.mark.parametrize("task", [*RIGHT, NoiseOfExamples, defects.Episodes])
 @pytest.mark.fast(task=RIGHT[:1])
 def test_a_right_task(task):
   results = inputs.check(subject(task))
@@ -71,6 +71,29 @@ def test_there_may_be_nothing_to_evaluate_on():
   for check in ("train and eval apart", "evaluation repeats"):
     assert found[check].status == "not applicable"
     assert found[check].detail == "source('eval') fails with KeyError"
+
+
+@pytest.mark.whole
+def test_examples_that_are_only_numbers_are_no_data():
+  found = {each.check: each for each in inputs.check(subject(defects.Episodes))}
+  assert found["train and eval apart"].status == "not applicable"
+  assert "examples are only numbers (number)" in found["train and eval apart"].detail
+
+
+def digests_of(contents):
+  by_id = {i: bytes([content]) for i, content in enumerate(contents)}
+  return survey.Digests(by_id, True, len(by_id), set())
+
+
+def test_the_chance_of_equal_examples():
+  """Good and Turing, unless training examples were repeated: each twice, or more than by chance."""
+  rare = digests_of([0, 1, 2, 3, 4, 5, 6, 6])
+  assert survey.chance(rare, digests_of([0, 9])) == pytest.approx(2 / 8)
+  twice = digests_of([*range(40)] * 2)
+  assert survey.chance(twice, digests_of(range(40))) == 0
+  some = digests_of([*range(40), *[*range(20)] * 3])
+  assert survey.chance(some, digests_of(range(40))) == 0
+  assert survey.chance(some, digests_of([*range(4)] * 10)) == pytest.approx(80 / 100)
 
 
 def test_a_sample_says_so(monkeypatch):

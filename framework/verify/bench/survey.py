@@ -11,14 +11,15 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from framework.backend.autograph import as_written, converted
 from framework.inputs import datasets
+from framework.inputs.buckets import Buckets
 from framework.inputs.parts import of_one_shape, prefixes
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.task import Task
@@ -33,7 +34,7 @@ class Digests(NamedTuple):
   """A source's examples, or as many as could be read in time.
 
   Attributes:
-    by_id: example id -> hash of all features except the weight, in reading order.
+    by_id: example id -> hash of all features but some, in reading order.
     complete: whether these are all.
     total: number of examples; None if unknown.
     varying: the features in which examples differ.
@@ -50,8 +51,31 @@ class Digests(NamedTuple):
     return len(self.by_id) / self.total if self.total else 1.0
 
 
-def digests(source: Source | StreamSource, *, seconds: float) -> Digests:
-  """Reads a source for some seconds (host): a stream from its start, others in random order."""
+NO_DIGESTS = Digests({}, True, 0, set())
+
+
+def numbering(source: Source | StreamSource) -> set[str]:
+  """Returns the features that only number the examples: whole numbers at one distance of the id."""
+  batch = next(iter(_batches(source)))
+  ids = batch.pop("example_id")
+  return {
+    name
+    for name, value in batch.items()
+    if value.dtype.kind in "iu" and value.size == len(ids) > 1
+    and len(set((value.ravel().astype(np.int64) - ids).tolist())) == 1
+  }  # fmt: skip
+
+
+def digests(
+  source: Source | StreamSource, *, seconds: float, without: Collection[str] = ()
+) -> Digests:
+  """Reads a source for some seconds (host): a stream from its start, others in random order.
+
+  Args:
+    source: what to read.
+    seconds: the time to do so.
+    without: features to leave out, as the weight always is.
+  """
   by_id: dict[int, bytes] = {}
   varying: set[str] = set()
   first: Rows = {}
@@ -61,6 +85,9 @@ def digests(source: Source | StreamSource, *, seconds: float) -> Digests:
     batch.pop("weight", None)
     first = first or {name: value[:1] for name, value in batch.items()}
     varying |= {name for name, value in batch.items() if not same(value, first[name])}
+    batch = {name: value for name, value in batch.items() if name not in without}
+    if not batch:
+      return NO_DIGESTS
     by_id.update((int(i), digest(batch, row)) for row, i in enumerate(ids) if int(i) not in by_id)
     if len(by_id) == total:
       return Digests(by_id, True, total, varying)
@@ -68,11 +95,44 @@ def digests(source: Source | StreamSource, *, seconds: float) -> Digests:
   return Digests(by_id, complete, len(by_id) if complete else total, varying)
 
 
-def evaluation_sources(task: Task) -> tuple[dict[str, Source | StreamSource], str]:
-  """Returns name -> source of each evaluation set, or none and why: a task may only train."""
+def chance(train: Digests, evaluation: Digests) -> float:
+  """Returns the share of evaluation examples to expect in training by chance alone.
+
+  Of independent examples, it is the share of training examples whose content occurs again
+  (Good and Turing). Training examples that somebody repeated say nothing: then equal examples are
+  as frequent as within the evaluation set.
+  """
+  counts = collections.Counter(train.by_id.values())
+  pairs = _pairs(len(evaluation.by_id))
+  equal = sum(map(_pairs, collections.Counter(evaluation.by_id.values()).values()))
+  expected = pairs * sum(map(_pairs, counts.values())) / max(1, _pairs(len(train.by_id)))
+  repeated = len(counts) >= 8 and len(set(counts.values())) == 1 and min(counts.values()) > 1
+  if repeated or (expected >= 3 and equal < expected / 3):
+    return float(1 - (1 - equal / max(1, pairs)) ** len(counts))
+  return 1 - sum(count == 1 for count in counts.values()) / max(1, len(train.by_id))
+
+
+def _pairs(count: int) -> int:
+  return count * (count - 1) // 2
+
+
+def of_all_lengths(source: Any) -> Any:
+  """Returns the source of all examples of several buckets, or the source itself."""
+  return source.source if isinstance(source, Buckets) else source
+
+
+def evaluation_sources(
+  task: Task, choose: Callable[[Any], Any] = of_one_shape
+) -> tuple[dict[str, Source | StreamSource], str]:
+  """Returns name -> source of each evaluation set, or none and why: a task may only train.
+
+  Args:
+    task: the task.
+    choose: what to take of several buckets.
+  """
   try:
     sets = eval_sets(task.source("eval"))
-    return {name: of_one_shape(source) for name, source in sets.items()}, ""
+    return {name: choose(source) for name, source in sets.items()}, ""
   except Exception as error:
     return {}, f"source('eval') fails with {type(error).__name__}"
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from framework.backend import randomness
 from framework.inputs import datasets
+from framework.inputs.buckets import Buckets
 from framework.inputs.datasets import padded_batch_size
 from framework.inputs.parts import main_source, of_one_shape
 from framework.inputs.sources import Source, StreamSource
@@ -71,13 +72,15 @@ class Reading:
     self.task = self.bench.task
     randomness.seed_everything(subject.seed)
     self.eval_sources, self.no_eval = survey.evaluation_sources(self.task)
-    self.sources_read = of_one_shape(self.task.source("train"))
+    given = self.task.source("train")
+    self.sources_read = of_one_shape(given)
     self.source = main_source(self.sources_read)
     self.preprocess = preprocess_of(self.task)
     self.train = survey.digests(self.source, seconds=READ_S)
     self.evals = {
       name: survey.digests(source, seconds=READ_S) for name, source in self.eval_sources.items()
     }
+    self._read_contents(given)
     self._use("")
     self.batch_size = min(subject.global_batch_size, self.train.total or survey.AT_ONCE)
 
@@ -101,7 +104,19 @@ class Reading:
 
   def _use(self, set_name: str) -> None:
     self.eval_source = self.eval_sources.get(set_name)
-    self.eval = self.evals.get(set_name, survey.Digests({}, True, 0, set()))
+    self.eval = self.evals.get(set_name, survey.NO_DIGESTS)
+    self.held_out = self.eval_data.get(set_name, survey.NO_DIGESTS)
+
+  def _read_contents(self, given: Any) -> None:
+    """Reads examples of all lengths, without what only numbers them; often, that is done."""
+    train = survey.of_all_lengths(given) if isinstance(given, Buckets) else self.source
+    sets, _ = survey.evaluation_sources(self.task, survey.of_all_lengths)
+    self.numbers = survey.numbering(train).union(*map(survey.numbering, sets.values()))
+    self.train_data, self.eval_data = self.train, self.evals
+    if self.numbers or isinstance(given, Buckets):
+      reads: dict[str, Any] = {"seconds": READ_S, "without": self.numbers}
+      self.train_data = survey.digests(train, **reads)
+      self.eval_data = {name: survey.digests(each, **reads) for name, each in sets.items()}
 
   # ---- Sources ----
 
@@ -147,28 +162,31 @@ class Reading:
   def overlap(self) -> Result:
     """Finds evaluation examples that are also in training, by content."""
     name = "train and eval apart"
+    train, held_out = self.train_data, self.held_out
     if not self.eval.by_id:
       return _skipped(name, self.no_eval or "source('eval') has no examples")
-    train_ids = {content: i for i, content in reversed(self.train.by_id.items())}
+    if not held_out.by_id:
+      only = ", ".join(sorted(self.numbers))
+      return _skipped(name, f"examples are only numbers ({only}); what they stand for is unknown")
+    train_ids = {content: i for i, content in reversed(train.by_id.items())}
     shared = [
-      (train_ids[content], i) for i, content in self.eval.by_id.items() if content in train_ids
+      (train_ids[content], i) for i, content in held_out.by_id.items() if content in train_ids
     ]
-    repeated = len(self.train.by_id) - len(train_ids)
-    told = f"{len(self.eval.by_id)} eval in {len(self.train.by_id)} train examples"
-    told += "" if self.train.complete and self.eval.complete else " (a sample)"
+    repeated = len(train.by_id) - len(train_ids)
+    told = f"{len(held_out.by_id)} eval in {len(train.by_id)} train examples"
+    told += "" if train.complete and held_out.complete else " (a sample)"
     if repeated:
       told += f"; {repeated} repeated inside train"
     values = {"shared": len(shared), "repeated": repeated}
     if not shared:
       return _passed(name, f"none of {told}", values)
     first = f"eval {shared[0][1]} is train {shared[0][0]}"
-    part = len(shared) / (len(self.eval.by_id) * self.train.share)
-    natural = repeated / len(self.train.by_id)
-    if len(shared) < 2 or part < LEAKED or part <= 3 * natural:
+    part = min(1.0, len(shared) / (len(held_out.by_id) * train.share))
+    if not _leaked(len(shared), part, survey.chance(train, held_out)):
       return _passed(
         name, f"{len(shared)} of {told}, too few to be more than chance: {first}", values
       )
-    ignored = "split" if len(shared) > 0.95 * len(self.eval.by_id) * self.train.share else ""
+    ignored = part > 0.95
     return _failed(
       name, f"{len(shared)} of {told}; {first}",
       "source() ignores the split" if ignored else "train and eval overlap",
@@ -531,6 +549,21 @@ class Reading:
       f"{step_s / input_s:.2g}"
     )
     return step_s / input_s, told, {"input_s": input_s, "step_s": step_s}
+
+
+def _leaked(shared: int, part: float, chance: float) -> bool:
+  """Whether more evaluation examples are in training than equal ones by chance.
+
+  Args:
+    shared: how many.
+    part: the share of all that were read.
+    chance: the share to expect.
+  """
+  if shared < 2 or part < LEAKED:
+    return False
+  expected = chance * shared / part
+  surely = shared - expected > 3 * math.sqrt(expected * (1 - chance) + 1)
+  return part > 3 * chance or (surely and part - chance > 0.5 * (1 - chance))
 
 
 def _padded_to(rows: Rows, count: int) -> Rows:

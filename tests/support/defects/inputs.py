@@ -49,6 +49,31 @@ class SplitAtRandom(Right):
     return ArraySource(features={name: value[rows] for name, value in features.items()})
 
 
+@defect(
+  "train and eval apart", "source() ignores the split", "48 of 48 eval in 192 train", "np.tile("
+)
+class Repeated(Right):
+  """Training examples twice, evaluation examples among them."""
+
+  def source(self, split):
+    features = points("train")
+    rows = np.tile(np.arange(96), 2) if split == "train" else np.arange(48, 96)
+    return ArraySource(features={name: value[rows] for name, value in features.items()})
+
+
+@defect(
+  "train and eval apart", "source() ignores the split", "32 of 32 eval in 96 train", "count ="
+)
+class Numbered(Right):
+  """A number of its own for each example."""
+
+  def source(self, split):
+    features = points("train")
+    count = 96 if split == "train" else 32
+    features = {name: value[:count] for name, value in features.items()}
+    return ArraySource(features={**features, "index": np.arange(count) + 10 * len(split)})
+
+
 class Sorting(Source):
   """A format that wants its indices sorted, as h5py does."""
 
@@ -274,3 +299,19 @@ class Slow(Right):
 
     x = tf.ensure_shape(tf.numpy_function(decode, [batch["x"]], tf.float32), batch["x"].shape)
     return {**batch, "x": x}
+
+
+# ---- Right ----
+
+
+class Episodes(Right):
+  """Places of a buffer that the run fills, and seeds of episodes to evaluate."""
+
+  def source(self, split):
+    count = 64 if split == "train" else 10
+    return ArraySource(features={"number": np.arange(count)})
+
+  def preprocess(self, batch, training):
+    sign = 1.0 if training else -1.0
+    x = sign * tf.math.sin(tf.cast(batch["number"], tf.float32)[:, None] * np.arange(1.0, 7.0))
+    return {**batch, "x": x, "label": tf.cast(x[:, 0] > 0, tf.int32)}
