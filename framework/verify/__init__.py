@@ -3,9 +3,9 @@
     python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
 
 checks/ has one module per group of `GROUPS`, with `check(subject) -> results`; docs/verify.md
-explains each check; padding.py and own_optimizer.py are parts of the group "replicas". report.py
-holds the results, consequences.py says which failures follow from others. bench/ has the tools of
-the checks:
+explains each check; padding.py and own_optimizer.py are parts of the group "replicas",
+augmentation.py of "randomness". report.py holds the results, consequences.py says which failures
+follow from others. bench/ has the tools of the checks:
 
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
     comparison.py     the step on one replica, and how others differ from it
@@ -20,6 +20,8 @@ the checks:
     shared_noise.py   the same noise for every row, so that random tasks can be compared
     dtype_policy.py   that of both Keras generations
     same_draws.py     the same random numbers under XLA and in every dtype
+    seeded_rows.py    rows as preprocess() gets them, and on what of others they depend
+    layer_calls.py    which models a step calls in training mode
     random_draws.py   which operations draw, and where
     survey.py         digests of examples
     labels.py         which feature is the label

@@ -14,10 +14,13 @@ from framework.verify.checks import inputs, randomness
 WITHOUT = "no preprocess()"
 NO_LABEL = "no integer feature picks one of 10 outputs in the loss"
 NO_CLASSES = "forward() returns no float tensor [n, classes]"
+NO_NORM = "the model has no batch normalisation to train"
 NOTHING_RANDOM = [
   *3 * ["the step draws no random numbers"],
+  "the step draws nothing",
   "the model has no random layer",
-  *2 * ["preprocess() adds nothing random when training"],
+  NO_NORM,
+  *3 * ["preprocess() adds nothing random when training"],
 ]
 
 
@@ -50,12 +53,12 @@ def subject_of(name, folder):
 @pytest.mark.parametrize(
   ("name", "without"),
   [
-    ("digits_cnn.gin", []),
-    ("digits_contrastive.gin", ["Contrastive has no forward() and loss()", *NOTHING_RANDOM[:4]]),
+    ("digits_cnn.gin", [NO_NORM]),
+    ("digits_contrastive.gin", ["Contrastive has no forward() and loss()", *NOTHING_RANDOM[:6]]),
     ("digits_distillation.gin", NOTHING_RANDOM),
-    ("sinusoid_maml.gin", [WITHOUT, NO_LABEL, *NOTHING_RANDOM[:4], *3 * [WITHOUT]]),
-    ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()"]),
-    ("imdb.gin", [WITHOUT, NO_CLASSES, *[WITHOUT] * 3]),
+    ("sinusoid_maml.gin", [WITHOUT, NO_LABEL, *NOTHING_RANDOM[:6], *4 * [WITHOUT]]),
+    ("fashion_mnist_gan.gin", ["Gan has no forward() and loss()", NO_NORM]),
+    ("imdb.gin", [WITHOUT, NO_CLASSES, NO_NORM, *[WITHOUT] * 4]),
     ("language_model.gin", NOTHING_RANDOM),
   ],
 )

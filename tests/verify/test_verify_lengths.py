@@ -1,25 +1,15 @@
 """Group "lengths" of --mode=verify: padding inside a row, in buckets and by the task's own hand."""
 
-import contextlib
-
 import numpy as np
 import pytest
 from defects import lengths as defects
 from defects.kinds import Small
-from defects.small import found, place, subject
+from defects.small import found, line_of, subject
 
 from framework.verify.bench import longer_rows
 from framework.verify.checks import lengths
 
 CHECKS = (defects.EVALUATION, defects.STEP, defects.CONTENTS)
-
-
-def line_of(task, words):
-  """Where words are in a task, in its class or in the nearest one that it derives from."""
-  for kind in task.__mro__:
-    with contextlib.suppress(AssertionError):
-      return place(kind, words)
-  raise AssertionError(words)
 
 
 @pytest.mark.parametrize("name", defects.DEFECTS)

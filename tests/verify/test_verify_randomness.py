@@ -4,7 +4,7 @@ import keras
 import pytest
 from defects import randomness as defects
 from defects import right
-from defects.small import place
+from defects.small import line_of
 
 from framework.verify.bench.bench import Subject
 from framework.verify.checks import randomness
@@ -13,9 +13,11 @@ STEP = ("repeats with the seed", "differs between steps", "differs between repli
 AUGMENTATION = (
   "augmentation repeats with the seed",
   "augmentation differs between epochs",
+  "augmentation differs between examples",
   "no augmentation in evaluation",
 )
-CHECKS = (*STEP, "dropout is active", "evaluation draws nothing", *AUGMENTATION)
+MIXES, NORMALISES = "random numbers mix no rows", "batch norm is active"
+CHECKS = (*STEP, MIXES, "dropout is active", NORMALISES, "evaluation draws nothing", *AUGMENTATION)
 
 
 def results(task, **options):
@@ -34,14 +36,17 @@ def test_a_defect(name):
   failed = [each for each in results(task).values() if each.status == "failed"]
   assert {each.check: each.cause for each in failed} == causes
   assert says in failed[0].detail
-  assert {each.place for each in failed} == {place(task, words)}
+  assert {each.place for each in failed} == {line_of(task, words)}
   assert all(each.remedy for each in failed)
 
 
-DRAWS_NOTHING = dict.fromkeys((*STEP, "dropout is active"), "not applicable")
+DRAWS_NOTHING = dict.fromkeys((*STEP, MIXES, "dropout is active", NORMALISES), "not applicable")
 NO_PREPROCESS = dict.fromkeys(AUGMENTATION, "not applicable")
 EVALUATED = {"evaluation draws nothing": "passed"}
-DROPS = {**dict.fromkeys((*STEP, "dropout is active"), "passed"), **EVALUATED}
+DROPS = {
+  **dict.fromkeys((*STEP, MIXES, "dropout is active"), "passed"), NORMALISES: "not applicable",
+  **EVALUATED,
+}  # fmt: skip
 NOISY = {**DROPS, "dropout is active": "not applicable"}
 SAME_EVERY_EPOCH = {**NO_PREPROCESS, "no augmentation in evaluation": "passed"}
 EXPECTED = {
@@ -53,17 +58,21 @@ EXPECTED = {
   right.Weighted: {**DRAWS_NOTHING, **EVALUATED, **NO_PREPROCESS},
   right.TrainOnly: {
     **DROPS, **dict.fromkeys(AUGMENTATION, "passed"),
-    **dict.fromkeys(("evaluation draws nothing", AUGMENTATION[2]), "not applicable"),
+    **dict.fromkeys(("evaluation draws nothing", AUGMENTATION[3]), "not applicable"),
   },
   right.Streamed: {**DRAWS_NOTHING, **EVALUATED, **SAME_EVERY_EPOCH},
   defects.RandomFeatures: {
-    **DRAWS_NOTHING, "repeats with the seed": "passed", **EVALUATED, **SAME_EVERY_EPOCH,
+    **DRAWS_NOTHING, "repeats with the seed": "passed", MIXES: "passed", **EVALUATED,
+    **SAME_EVERY_EPOCH,
   },
-  defects.NoiseOfExamples: {**NOISY, **SAME_EVERY_EPOCH},
+  defects.NoiseOfExamples: {**NOISY, **SAME_EVERY_EPOCH, AUGMENTATION[2]: "passed"},
   defects.SeededNumPyFunction: {
     **DRAWS_NOTHING, **EVALUATED, **dict.fromkeys(AUGMENTATION, "passed"),
   },
   defects.Teacher: {**DROPS, **NO_PREPROCESS},
+  defects.Normalises: {**DRAWS_NOTHING, NORMALISES: "passed", **EVALUATED, **NO_PREPROCESS},
+  defects.FineTuned: {**DRAWS_NOTHING, NORMALISES: "passed", **EVALUATED, **NO_PREPROCESS},
+  defects.MixesAllRows: {**NOISY, STEP[2]: "not applicable", **NO_PREPROCESS},
   defects.NoDropout: {**DRAWS_NOTHING, **EVALUATED, **NO_PREPROCESS},
 }  # fmt: skip
 

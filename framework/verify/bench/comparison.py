@@ -209,13 +209,14 @@ def _backwards(batch: Rows) -> Rows:
   return {name: value[::-1] for name, value in batch.items()}
 
 
-def normalisations(model: Any) -> list[Any]:
-  """Returns the layers of a model that normalise over the batch."""
+def normalisations(model: Any, *, trainable: bool = False) -> list[Any]:
+  """Returns the layers of a model that normalise over the batch; `trainable`: none is frozen."""
   layers = [
     layer
     for part in models.parts(model)
-    if models.is_keras(part)
+    if models.is_keras(part) and (part.trainable or not trainable)
     for layer in part._flatten_layers()
+    if layer.trainable or not trainable
   ]
   return [layer for layer in layers if "BatchNormalization" in type(layer).__name__]
 

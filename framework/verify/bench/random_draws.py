@@ -8,7 +8,7 @@ import pickle
 import random
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +32,12 @@ _KERAS = re.compile(r"/(tf_)?keras/src/")
 
 STATEFUL = "stateful random op"
 """The cause of numbers that do not follow the run's seed."""
+FROZEN = "np.random while tracing"
+FIXED = "a fixed seed"
+ONCE = (
+  "Python and NumPy run only once, while TensorFlow traces, and their numbers become constants of "
+  "the graph; "
+)
 STATEFUL_OPERATIONS = (
   "RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "Multinomial",
   "RandomShuffle", "RandomGamma", "RandomPoissonV2", "ParameterizedTruncatedNormal",
@@ -144,6 +150,16 @@ def watch(owner: Any) -> Iterator[Watched]:
   ):
     yield watched
   watched.in_python |= _states(owner) != before
+
+
+def place(owner: Any, found: list[Draw], methods: Sequence[str], words: Sequence[str]) -> str:
+  """Returns the line of the first draw, or if there is none, one with some words."""
+  return found[0].place(owner) if found else source_lines.find(owner, *methods, containing=words)
+
+
+def listed(found: list[Draw]) -> str:
+  """Returns the types of the operations in brackets, or ""."""
+  return f" ({', '.join(dict.fromkeys(draw.op for draw in found))})" if found else ""
 
 
 def _draw(op: tf.Operation) -> list[Draw]:

@@ -23,10 +23,11 @@ from framework.inputs.datasets import padded_batch_size
 from framework.inputs.parts import main_source, of_one_shape
 from framework.inputs.sources import Source, StreamSource
 from framework.task import preprocess_of
-from framework.verify.bench import source_lines, survey
+from framework.verify.bench import random_draws, seeded_rows, source_lines, survey
 from framework.verify.bench.bench import Bench, Rows, Subject
 from framework.verify.bench.labels import Labels, Probe
 from framework.verify.bench.survey import Column, Survey
+from framework.verify.checks import augmentation
 from framework.verify.report import Result, Status
 
 GROUP = "inputs"
@@ -46,6 +47,11 @@ NOTICED_S = 0.005
 """An input that takes less time per batch is always accepted."""
 SOURCE = ("source",)
 PREPROCESS = ("preprocess", "source")
+MIXING = (
+  *("shuffle", "tf.gather(", "roll", "reverse", "[::-1]", "moments", "unique", "bincount", "sort"),
+  *("reduce_", "tf.size", "[None, :]"),
+)
+SEEDS = ('["seed"][0]', "['seed'][0]", '["seed"][:1]', '["seed"], axis=0')
 
 
 def check(subject: Subject) -> list[Result]:
@@ -258,11 +264,36 @@ class Reading:
       mixed = mixed or survey.apart(joined, whole, tolerance=1e-5)
     if not mixed:
       return _passed(name, "each example once, the same as on one")
-    remedy = f"{mixed!r} depends on the other rows of a worker, or is random"
     if isinstance(self.source, StreamSource):
-      remedy = "each worker reads the stream in another order: before using several, give "
-      remedy += "dataset.shuffle a seed"
-    return _passed(name, f"each example id once; {remedy}")
+      told = f"{mixed!r} depends on the other rows of a worker: each reads the stream in another "
+      return _passed(name, f"{told}order. Before using several, give dataset.shuffle a seed")
+    return self._not_apart(name, mixed)
+
+  def _not_apart(self, name: str, mixed: str) -> Result:
+    """Says why a worker makes other rows than the whole batch has."""
+    rows, _ = seeded_rows.of_training(self.subject, self.task)
+    with random_draws.watch(self.task) as watched:
+      found = seeded_rows.dependence(self.task, seeded_rows.seeded(rows, self.subject))
+    if watched.stateful or watched.in_python:
+      return _passed(name, f"each example id once; {mixed!r} is random")
+    if found and found[1] == "contents":
+      return _failed(
+        name, f"{found[0]!r} of an example depends on the other examples of its worker's rows",
+        "preprocess() mixes rows",
+        "treat each row separately: to mix examples, read the others as a further part, "
+        "Sources(main, other=Part(source=...)); count and average once, over the training set",
+        source_lines.find(self.task, "preprocess", containing=MIXING),
+      )  # fmt: skip
+    if found or watched.draws:
+      of = "the seed of another example" if found else "its place among its worker's rows"
+      return _failed(
+        name, f"{found[0] if found else mixed!r} of an example depends on {of}",
+        augmentation.ONE_SEED, augmentation.EACH,
+        source_lines.mention(self.task, *SEEDS) or random_draws.place(
+          self.task, watched.draws, PREPROCESS, ("seed",)
+        ),
+      )  # fmt: skip
+    return _passed(name, f"each example id once; {mixed!r} depends on the other rows of a worker")
 
   def _made_by(self, share: range, rows: int) -> Rows:
     """Returns the rows of the first batch, padded to `rows`, that a worker of this share makes."""

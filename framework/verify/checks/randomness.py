@@ -4,13 +4,12 @@ Two replicas on logical CPUs take steps on the same rows from the same weights. 
 must be equal; the next step must differ, and so must a step in which both replicas draw the same.
 Only the update and the logged values are compared, so any train_step() will do.
 
-preprocess() runs on the same rows with the seeds of two epochs, and in evaluation without seeds.
+augmentation.py has the checks of preprocess().
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,31 +19,28 @@ import tensorflow as tf
 from framework import configurables
 from framework.backend import models
 from framework.evaluator import Evaluator
-from framework.inputs import datasets, ordering
-from framework.inputs.parts import main_source, of_one_shape, prefixes
 from framework.metrics import numbers
-from framework.task import Task
-from framework.verify.bench import bench, random_draws, source_lines, survey
+from framework.verify.bench import bench, layer_calls, random_draws, source_lines, survey
 from framework.verify.bench.bench import Bench, Outcome, Rows, Subject
-from framework.verify.bench.random_draws import STATEFUL, Draw, Watched
+from framework.verify.bench.comparison import normalisations
+from framework.verify.bench.random_draws import FIXED, FROZEN, ONCE, STATEFUL, Draw
+from framework.verify.checks.augmentation import Augmentation
 from framework.verify.report import Result, Status
 
 GROUP = "randomness"
 ROUNDING = 1e-5
 """A relative difference below this is rounding, not other random numbers."""
 METHODS = ("train_step", "training_loss", "forward", "loss", "build_model")
+MIXED = "examples that depend on one another"
+TRAINING = (
+  "pass training on: self.model(x, training=training); without it, Keras layers behave as in "
+  "evaluation"
+)
 LAYERS = ("Dropout", "GaussianNoise", "Random")
 """Parts of the names of layers that draw in training."""
-FROZEN = "np.random while tracing"
-FIXED = "a fixed seed"
 STATELESS = (
   "use Keras layers, or tf.random.stateless_* with step.seed(): ops with their own state give "
   "other numbers after a restart"
-)
-BY_SEED = "use tf.random.stateless_* and tf.image.stateless_* with batch['seed']"
-ONCE = (
-  "Python and NumPy run only once, while TensorFlow traces, and their numbers become constants of "
-  "the graph; "
 )
 
 
@@ -53,13 +49,12 @@ def check(subject: Subject) -> list[Result]:
   steps = Steps(subject)
   return [
     *steps.training(),
+    steps.apart(),
     steps.active(),
+    steps.normalises(),
     steps.evaluation(),
     *Augmentation(subject, steps.bench.task).results(),
   ]
-
-
-# ---- Steps ----
 
 
 class Steps:
@@ -78,8 +73,9 @@ class Steps:
     half = subject.rows(self.task, self.rows)
     self._batch = {name: np.concatenate([value, value]) for name, value in half.items()}
     self._start = self.bench.read()
-    with random_draws.watch(self.task) as self.watched:
+    with random_draws.watch(self.task) as self.watched, layer_calls.watch() as self._calls:
       first = self._step(0)
+    self._normalised = self._still_statistics(first)
     self._random_layers = random_layers(self.task.model)
     self._outside = self._layers_drew(first)
     self.repeats = self._same(first, self._step(0))
@@ -127,7 +123,7 @@ class Steps:
 
   def _stateful(self, name: str) -> Result:
     return _failed(
-      name, f"the same step again gives another update{_listed(self.watched.stateful)}",
+      name, f"the same step again gives another update{random_draws.listed(self.watched.stateful)}",
       STATEFUL, STATELESS,
       self._place(self.watched.stateful, ("tf.random.", "tf.nn.dropout", "np.random", "random.")),
     )  # fmt: skip
@@ -142,7 +138,7 @@ class Steps:
     fixed = self.watched.fixed(self.rows)
     if fixed and (not self.by_step or self.watched.all_fixed):
       return _failed(
-        name, f"steps draw the same numbers{_listed(fixed)}", FIXED,
+        name, f"steps draw the same numbers{random_draws.listed(fixed)}", FIXED,
         "use Keras layers, or step.seed(), which is new in each step",
         self._place(fixed, ("seed=", "stateless_")),
       )  # fmt: skip
@@ -174,6 +170,63 @@ class Steps:
       if not draw.fixed
     )
 
+  def apart(self) -> Result:
+    """Checks that random numbers mix no rows: then what rows of weight 0 hold counts."""
+    name = "random numbers mix no rows"
+    if self._nothing_random or not self.repeats:
+      return _skipped(name, f"{'the step draws nothing' if self.repeats else 'it does not repeat'}")
+    if normalisations(self.task.model):
+      return _skipped(name, "batch normalisation mixes all rows")
+    own, other = self._with_other_padding()
+    if self._same(self._step(0, batch=own), self._step(0, batch=other)):
+      return _passed(name, "what rows of weight 0 hold changes nothing, whatever is drawn")
+    quiet = Bench(self.bench.subject, 2, rows=2 * self.rows, optimizer=bench.gradient_descent)
+    if not self._same(*(quiet.steps_from(self._start, each) for each in (own, other))):
+      return _skipped(name, "nor do rows without random numbers: see the group 'replicas'")
+    drawn = [draw for draw in self.watched.draws if not draw.by_keras]
+    return _failed(
+      name, f"rows of weight 0 change the step{random_draws.listed(drawn)}", MIXED,
+      "a random order of a replica's own rows mixes in other examples on N replicas, and padding; "
+      "mix with a further part, Sources(main, other=Part(source=...)), or with step.all_gather and "
+      "an order that is equal on all replicas",
+      source_lines.mention(self.task, "shuffle", "tf.gather(", "permutation", "roll")
+      or self._place(drawn, ("stateless_", "argsort")),
+    )  # fmt: skip
+
+  def _with_other_padding(self) -> tuple[Rows, Rows]:
+    """Returns a batch with rows of weight 0 on each replica, and with other contents in them."""
+    rows = np.arange(2 * self.rows)
+    kept = rows % self.rows < self.rows * 2 // 3
+    own = bench.masked(self._batch, kept)
+    return own, {**own, **{
+      name: value[np.where(kept, rows, 0)] for name, value in own.items()
+      if name.rpartition("/")[2] not in ("weight", "example_id")
+    }}  # fmt: skip
+
+  def _still_statistics(self, step: Outcome) -> str:
+    """Returns a trainable batch normalisation whose statistics a step does not move; or ""."""
+    pairs = zip(self.bench.variables, step.before, step.after, strict=True)
+    moved = {id(v) for v, before, after in pairs if not np.array_equal(before, after[0])}
+    still = [
+      layer.name
+      for layer in normalisations(self.task.model, trainable=True)
+      if not any(id(models.raw(v)) in moved for v in layer.non_trainable_variables)
+    ]
+    return still[0] if still and self._calls.none_in_training(self.task.model) else ""
+
+  def normalises(self) -> Result:
+    """Checks that batch normalisation uses the batch in a training step."""
+    name = "batch norm is active"
+    layers = normalisations(self.task.model, trainable=True)
+    if not layers:
+      return _skipped(name, "the model has no batch normalisation to train")
+    if not self._normalised:
+      return _passed(name, ", ".join(layer.name for layer in layers))
+    return _failed(
+      name, f"a training step does not move the statistics of {self._normalised}",
+      "layer called without training", TRAINING, self._called_at(),
+    )  # fmt: skip
+
   def active(self) -> Result:
     """Checks that the random layers draw in a training step."""
     name, layers = "dropout is active", self._random_layers
@@ -183,13 +236,12 @@ class Steps:
       return _passed(name, ", ".join(layers))
     return _failed(
       name, f"no layer draws in a training step, although the model has {', '.join(layers)}",
-      "layer called without training",
-      "pass training on: self.model(x, training=training); without it, Keras layers behave as in "
-      "evaluation",
-      source_lines.find(
-        self.task, *METHODS, containing=("self.model(", "self.model[", "training=False"),
-      ),
+      "layer called without training", TRAINING, self._called_at(),
     )  # fmt: skip
+
+  def _called_at(self) -> str:
+    texts = ("self.model(", "self.model[", "training=False")
+    return source_lines.find(self.task, *METHODS, containing=texts)
 
   def evaluation(self) -> Result:
     """Checks that the same batch gives the same metrics when evaluated twice."""
@@ -225,17 +277,19 @@ class Steps:
           "pass training on, which is False in eval_step(): self.model(x, training=training)",
         )
       ),
-      _place(
+      random_draws.place(
         self.task, stateful or watched.draws, ("forward", "eval_step"), ("training=True", "dropout")
       ),
     )  # fmt: skip
 
-  def _step(self, step: int, *, apart: bool = True, first_id: int = 0) -> Outcome:
+  def _step(
+    self, step: int, *, apart: bool = True, first_id: int = 0, batch: Rows | None = None
+  ) -> Outcome:
     self.bench.assign(self._start)
     self.bench.trainer.global_step.assign(step)
     self._apart.assign(int(apart))
-    ids = self._batch["example_id"] + first_id
-    return self.bench.step({**self._batch, "example_id": ids})
+    batch = batch or self._batch
+    return self.bench.step({**batch, "example_id": batch["example_id"] + first_id})
 
   def _same(self, one: Outcome, other: Outcome) -> bool:
     """Whether updates and logged values of two steps are equal except for rounding."""
@@ -247,7 +301,7 @@ class Steps:
     return all(_close(value, other.metrics[key]) for key, value in one.metrics.items())
 
   def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:
-    return _place(self.task, found, METHODS, words)
+    return random_draws.place(self.task, found, METHODS, words)
 
 
 def random_layers(model: Any) -> list[str]:
@@ -266,160 +320,6 @@ def random_layers(model: Any) -> list[str]:
       if any(isinstance(amount, (int, float)) and amount > 0 for amount in amounts):
         found.append(layer.name)
   return found
-
-
-# ---- preprocess() ----
-
-
-class Augmentation:
-  """preprocess() on the same rows, with the seeds of two epochs and without seeds."""
-
-  def __init__(self, subject: Subject, task: Task) -> None:
-    """Keeps its arguments."""
-    self.subject, self.task = subject, task
-
-  def results(self) -> Iterator[Result]:
-    """Checks that augmentation repeats with its seed, differs between epochs, not in evaluation."""
-    names = (
-      "augmentation repeats with the seed",
-      "augmentation differs between epochs",
-      "no augmentation in evaluation",
-    )
-    if type(self.task).preprocess is Task.preprocess:
-      for name in names:
-        yield _skipped(name, "no preprocess()")
-      return
-    yield from self._training(names)
-    yield self._evaluation(names[2])
-
-  def _training(self, names: tuple[str, ...]) -> Iterator[Result]:
-    first, second = self._rows()
-    renumbered = {**first, "example_id": first["example_id"] + 1}
-    with random_draws.watch(self.task) as watched:
-      once, again, later, others = self._preprocessed([first, first, second, renumbered], True)
-    [afresh] = self._preprocessed([first], True)
-    stateful, frozen = survey.apart(once, again), survey.apart(once, afresh)
-    changed = survey.apart(once, later)
-    if stateful:
-      yield self._stateful(names[0], stateful, watched)
-      yield _skipped(names[1], f"{names[0]!r} fails")
-    elif frozen or (watched.in_python and not changed):
-      yield _skipped(names[0], f"{names[1]!r} fails")
-      yield self._frozen(names[1], watched)
-    elif changed:
-      yield _passed(names[0], "bit for bit, also when traced again")
-      yield _passed(names[1], f"{changed!r} of the same examples differs")
-    elif watched.draws and not survey.apart(once, others) and watched.fixed(len(first["weight"])):
-      yield _skipped(names[0], f"{names[1]!r} fails")
-      yield self._fixed(names[1], watched.fixed(len(first["weight"])))
-    else:
-      why = "preprocess() adds nothing random when training"
-      if watched.draws:
-        why = "what preprocess() draws is the same for an example in all epochs"
-      yield _skipped(names[0], why)
-      yield _skipped(names[1], why)
-
-  def _stateful(self, name: str, feature: str, watched: Watched) -> Result:
-    return _failed(
-      name,
-      f"{feature!r} differs for the same examples with the same seeds{_listed(watched.stateful)}",
-      STATEFUL,
-      f"{BY_SEED}: ops with their own state give other numbers after a restart",
-      self._place(
-        watched.stateful or watched.draws, ("tf.random.", "random_", "np.random", "random.")
-      ),
-    )
-
-  def _frozen(self, name: str, watched: Watched) -> Result:
-    return _failed(
-      name, "numbers are drawn in Python while preprocess() is traced: all examples get the same "
-      "ones, in all epochs", FROZEN, ONCE + BY_SEED,
-      self._place([], ("np.random", "default_rng", "random.")),
-    )  # fmt: skip
-
-  def _fixed(self, name: str, fixed: list[Draw]) -> Result:
-    return _failed(
-      name, f"the same numbers are drawn in all batches{_listed(fixed)}", FIXED, BY_SEED,
-      self._place(fixed, ("seed=", "stateless_")),
-    )  # fmt: skip
-
-  def _evaluation(self, name: str) -> Result:
-    source, why = survey.eval_source(self.task)
-    if source is None:
-      return _skipped(name, why)
-    count = min(16, source.num_examples or 16)
-    batches = datasets.eval_dataset(source, global_batch_size=count, steps=self.subject.eval_steps)
-    rows = next(batches.as_numpy_iterator())
-    backwards = {key: value[::-1] for key, value in rows.items()}
-    place = ("random", "augment", "flip", "noise", "seed")
-    try:
-      with random_draws.watch(self.task) as watched:
-        once, again, turned = self._preprocessed([rows, rows, backwards], False)
-      [afresh] = self._preprocessed([rows], False)
-    except Exception as error:
-      if not (feature := survey.of_training(error)):
-        raise
-      return _failed(
-        name,
-        f"preprocess(batch, training=False) reads batch['{feature}'], which only training has",
-        "augmentation in evaluation", f"augment, and use batch['{feature}'], only `if training:`",
-        self._place([], (f'"{feature}"', f"'{feature}'")),
-      )  # fmt: skip
-    turned = {key: value[::-1] for key, value in turned.items()}
-    by_place = survey.apart(once, turned) if watched.fixed(count) else ""
-    different = survey.apart(once, again) or survey.apart(once, afresh) or by_place
-    if not different:
-      return _passed(name, f"{count} examples, bit for bit")
-    how = "depends on its place in the batch" if by_place else "differs each time"
-    return _failed(
-      name, f"{different!r} of the same example {how}{_listed(watched.draws)}",
-      "augmentation in evaluation", "augment only `if training:`",
-      self._place(watched.draws, place),
-    )  # fmt: skip
-
-  def _rows(self) -> tuple[Rows, Rows]:
-    """Returns the same rows as two epochs have them, before preprocess()."""
-    source = of_one_shape(self.task.source("train"))
-    examples = main_source(source).num_examples
-    count = min(16, examples or 16)
-    batches = datasets.train_dataset(source, global_batch_size=count, seed=self.subject.seed)
-    rows = next(batches.as_numpy_iterator())
-    rows = {**rows, "step": np.zeros(count, np.int64)}
-    return rows | self._seeds(rows, 0), rows | self._seeds(rows, examples or 1_000_000)
-
-  def _seeds(self, rows: Rows, start: int) -> Rows:
-    """Returns the seeds of these rows if their position is `start`."""
-    made: Rows = {}
-    for prefix in prefixes(rows):
-      shape, seed = rows[f"{prefix}example_id"].shape, self.subject.seed
-      if prefix:
-        seed = ordering.seed_of_part(seed, prefix[:-1])
-      first = start * math.prod(shape[1:])
-      seeds = ordering.seeds_at(first + tf.range(math.prod(shape), dtype=tf.int64), seed=seed)
-      made[f"{prefix}seed"] = seeds.numpy().reshape([*shape, 2])
-    return made
-
-  def _preprocessed(self, batches: list[Rows], training: bool) -> list[Rows]:
-    made = survey.preprocessed(self.task.preprocess, batches, training)
-    return [
-      {
-        key: value
-        for key, value in rows.items()
-        if key.rpartition("/")[2] not in ("seed", "step", "example_id")
-      }
-      for rows in made
-    ]
-
-  def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:
-    return _place(self.task, found, ("preprocess",), words)
-
-
-def _place(task: Task, found: list[Draw], methods: tuple[str, ...], words: tuple[str, ...]) -> str:
-  return found[0].place(task) if found else source_lines.find(task, *methods, containing=words)
-
-
-def _listed(found: list[Draw]) -> str:
-  return f" ({', '.join(dict.fromkeys(draw.op for draw in found))})" if found else ""
 
 
 def _close(one: float, other: float) -> bool:

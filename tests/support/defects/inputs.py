@@ -49,31 +49,6 @@ class SplitAtRandom(Right):
     return ArraySource(features={name: value[rows] for name, value in features.items()})
 
 
-@defect(
-  "train and eval apart", "source() ignores the split", "48 of 48 eval in 192 train", "np.tile("
-)
-class Repeated(Right):
-  """Training examples twice, evaluation examples among them."""
-
-  def source(self, split):
-    features = points("train")
-    rows = np.tile(np.arange(96), 2) if split == "train" else np.arange(48, 96)
-    return ArraySource(features={name: value[rows] for name, value in features.items()})
-
-
-@defect(
-  "train and eval apart", "source() ignores the split", "32 of 32 eval in 96 train", "count ="
-)
-class Numbered(Right):
-  """A number of its own for each example."""
-
-  def source(self, split):
-    features = points("train")
-    count = 96 if split == "train" else 32
-    features = {name: value[:count] for name, value in features.items()}
-    return ArraySource(features={**features, "index": np.arange(count) + 10 * len(split)})
-
-
 class Sorting(Source):
   """A format that wants its indices sorted, as h5py does."""
 
@@ -299,6 +274,77 @@ class Slow(Right):
 
     x = tf.ensure_shape(tf.numpy_function(decode, [batch["x"]], tf.float32), batch["x"].shape)
     return {**batch, "x": x}
+
+
+@defect(
+  "train and eval apart", "source() ignores the split", "48 of 48 eval in 192 train", "np.tile("
+)
+class Repeated(Right):
+  """Training examples twice, evaluation examples among them."""
+
+  def source(self, split):
+    features = points("train")
+    rows = np.tile(np.arange(96), 2) if split == "train" else np.arange(48, 96)
+    return ArraySource(features={name: value[rows] for name, value in features.items()})
+
+
+@defect(
+  "train and eval apart", "source() ignores the split", "32 of 32 eval in 96 train", "count ="
+)
+class Numbered(Right):
+  """A number of its own for each example."""
+
+  def source(self, split):
+    features = points("train")
+    count = 96 if split == "train" else 32
+    features = {name: value[:count] for name, value in features.items()}
+    return ArraySource(features={**features, "index": np.arange(count) + 10 * len(split)})
+
+
+WORKERS = "shared out to 2 and 3 workers"
+
+
+@defect(WORKERS, "preprocess() mixes rows", "'x' of an example depends on the other", "tf.roll")
+class MixesNeighbours(Right):
+  def preprocess(self, batch, training):
+    if not training:
+      return batch
+    return {**batch, "x": 0.8 * batch["x"] + 0.2 * tf.roll(batch["x"], 1, axis=0)}
+
+
+@defect(WORKERS, "preprocess() mixes rows", "'weight' of an example depends on", "bincount")
+class BalancedInTheBatch(Right):
+  """Rare classes get more weight, by their number in the batch."""
+
+  def preprocess(self, batch, training):
+    if not training:
+      return batch
+    counts = tf.math.bincount(batch["label"], minlength=CLASSES, dtype=tf.float32)
+    return {**batch, "weight": batch["weight"] / tf.gather(counts, batch["label"])}
+
+
+@defect(
+  WORKERS, "one seed for the whole batch", "'x' of an example depends on the seed of another",
+  'batch["seed"][0]',
+)  # fmt: skip
+class FirstSeed(Right):
+  def preprocess(self, batch, training):
+    if not training:
+      return batch
+    noise = tf.random.stateless_normal(batch["x"].shape, seed=batch["seed"][0])
+    return {**batch, "x": batch["x"] + 0.1 * noise}
+
+
+@defect(
+  WORKERS, "one seed for the whole batch", "'x' of an example depends on its place",
+  "stateless_normal",
+)  # fmt: skip
+class SeedOfTheStep(Right):
+  def preprocess(self, batch, training):
+    if not training:
+      return batch
+    seed = tf.stack([5, tf.cast(batch["step"][0], tf.int32)])
+    return {**batch, "x": batch["x"] + tf.random.stateless_normal(batch["x"].shape, seed=seed)}
 
 
 # ---- Right ----

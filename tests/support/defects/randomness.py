@@ -249,7 +249,97 @@ class FixedEverywhere(Right):
     return {**batch, "x": batch["x"] + noise}
 
 
+@defect(
+  {"augmentation differs between examples": "one seed for the whole batch"},
+  "equal examples of a batch come out equal (StatelessRandomUniformV2), and different in another",
+  "stateless_uniform",
+)
+class OneBrightness(Right):
+  def preprocess(self, batch, training):
+    if training:
+      brightness = tf.random.stateless_uniform([], batch["seed"][0], 0.8, 1.2)
+      batch["x"] = batch["x"] * brightness
+    return batch
+
+
+@defect(
+  {"augmentation differs between examples": "one seed for the whole batch"},
+  "equal examples of a batch come out equal (StatelessRandomUniformV2), and different in another",
+  "stateless_uniform",
+)
+class BrightnessOfTheStep(Right):
+  def preprocess(self, batch, training):
+    if training:
+      seed = tf.stack([5, tf.cast(batch["step"][0], tf.int32)])
+      batch["x"] = batch["x"] * tf.random.stateless_uniform([], seed, 0.8, 1.2)
+    return batch
+
+
+@defect(
+  {"random numbers mix no rows": "examples that depend on one another"},
+  "rows of weight 0 change the step (StatelessRandomUniformV2)",
+  "tf.gather(",
+)
+class MixesOwnRows(Right):
+  """Mixup: with equal noise for all rows, the order is the identity."""
+
+  def train_step(self, step, batch):
+    order = tf.argsort(tf.random.stateless_uniform(batch["x"].shape[:1], step.seed()))
+    mixed = 0.7 * batch["x"] + 0.3 * tf.gather(batch["x"], order)
+    step.update(lambda b: self.training_loss(step, b), {**batch, "x": mixed})
+
+
+@defect(
+  {"batch norm is active": "layer called without training"},
+  "a training step does not move the statistics of batch_normalization",
+  "self.model(",
+)
+class NormalisesWithMovingAverages(Right):
+  def build_model(self):
+    layers = keras.layers
+    hidden = [layers.Dense(4), layers.BatchNormalization(synchronized=True)]
+    return keras.Sequential([keras.Input([6]), *hidden, layers.Dense(CLASSES)])
+
+  def forward(self, batch, training):
+    return self.model(batch["x"])
+
+
 # ---- Right ----
+
+
+class Normalises(NormalisesWithMovingAverages):
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=training)
+
+
+class FineTuned(Right):
+  """Fine-tunes a body whose batch normalisation stays in evaluation mode, on purpose."""
+
+  def build_model(self):
+    layers = keras.layers
+    body = keras.Sequential([keras.Input([6]), layers.Dense(4), layers.BatchNormalization()])
+    return {"body": body, "head": keras.Sequential([keras.Input([4]), layers.Dense(CLASSES)])}
+
+  def variables_of(self, optimizer):
+    return [v for part in self.model.values() for v in part.trainable_variables]
+
+  def forward(self, batch, training):
+    return self.model["head"](self.model["body"](batch["x"], training=False), training=training)
+
+
+class MixesAllRows(Right):
+  """Mixup over all replicas, in an order equal on all of them, without padding."""
+
+  def train_step(self, step, batch):
+    x, weight = step.all_gather(batch["x"]), step.all_gather(batch["weight"])
+    seed = tf.stack([3, tf.cast(step.number, tf.int32)])
+    order = tf.argsort(tf.random.stateless_uniform(weight.shape, seed))
+    rows = batch["x"].shape[0]
+    first = tf.distribute.get_replica_context().replica_id_in_sync_group * rows
+    other = order[first : first + rows]
+    share = 0.3 * tf.sign(tf.gather(weight, other))[:, None]
+    mixed = (1 - share) * batch["x"] + share * tf.gather(x, other)
+    step.update(lambda b: self.training_loss(step, b), {**batch, "x": mixed})
 
 
 class RandomFeatures(Right):
