@@ -47,7 +47,7 @@ def replicas(counts: Sequence[int] = (1, 2, 4, 8)) -> Rows:
 def _replicas(count: int) -> dict[str, float]:
   from benchmarks import contenders
 
-  names = {"Loopwright": "loopwright", "by hand": "hand"}
+  names = {"Loopwright, µs a step": "loopwright", "by hand, µs a step": "hand"}
   blocks = {title: contenders.make(name, "mlp", count, 50).block for title, name in names.items()}
   blocks["bare"] = _bare(count, 50)
   return _in_turns({title: (block, 50) for title, block in blocks.items()})
@@ -97,10 +97,10 @@ def _variables(count: int) -> dict[str, float]:
     contenders["by hand"] = _matrices_by_hand(count)
   found: dict[str, float] = {}
   for name, block in contenders.items():
-    found[f"{name}, tracing s"] = _seconds(lambda block=block: block(1))
+    found[f"{name}, s to the first step"] = _seconds(lambda block=block: block(1))
   steps = max(2, 20_000 // (count + 20))
   blocks = {name: (lambda block=block: block(steps), steps) for name, block in contenders.items()}
-  return found | {f"{name}, us": us for name, us in _in_turns(blocks).items()}
+  return found | {f"{name}, µs a step": us for name, us in _in_turns(blocks).items()}
 
 
 def _matrices(count: int) -> Any:
@@ -186,7 +186,7 @@ def _loops(lengths: Sequence[int]) -> Rows:
 
   rows: Rows = {}
   for steps in lengths:
-    names = {"Loopwright": "loopwright", "by hand": "hand"}
+    names = {"Loopwright, µs a step": "loopwright", "by hand, µs a step": "hand"}
     made = {t: (contenders.make(n, "mlp", 1, steps).block, steps) for t, n in names.items()}
     rows[steps] = _in_turns(made)
   return rows
@@ -196,7 +196,7 @@ def memory(steps: int = 100_000) -> Rows:
   """MiB that the process alone holds, by the step; prints bytes a step."""
   rows = _apart(_memory, steps)
   print(f"{bytes_a_step(rows):.2f} bytes a step over {steps} steps, after the first fifth")
-  return {step: {"MiB": held / 2**20} for step, held in rows}
+  return {step: {"of the process, MiB": held / 2**20} for step, held in rows}
 
 
 def _memory(steps: int) -> list[tuple[int, int]]:
@@ -314,22 +314,29 @@ def table(rows: Rows, size: str) -> str:
 
 
 def draw(rows: Rows, size: str, path: Path, *, scale: str) -> None:
-  """Writes a plot of each column of figures as SVG."""
+  """Writes the columns of figures as SVG, those of each unit in a plot of their own."""
   import matplotlib
 
   matplotlib.use("svg")
   matplotlib.rcParams["svg.hashsalt"] = "growth"
   from matplotlib import pyplot
 
-  figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
-  for name in dict.fromkeys(name for row in rows.values() for name in row):
-    points = [(at, row[name]) for at, row in rows.items() if name in row]
-    axes.plot(*zip(*points, strict=True), marker="." if len(rows) < 20 else "", label=name)
-  axes.set(xscale=scale, yscale=scale, xlabel=size)
-  if scale == "linear":
-    axes.set_ylim(bottom=0)
-  axes.grid(alpha=0.3)
-  axes.legend()
+  names = list(dict.fromkeys(name for row in rows.values() for name in row))
+  units = list(dict.fromkeys(name.rpartition(", ")[2] for name in names))
+  figure, plots = pyplot.subplots(
+    1, len(units), figsize=(1 + 4 * len(units), 3), layout="constrained", squeeze=False
+  )
+  for unit, axes in zip(units, plots[0], strict=True):
+    for name in names:
+      label, _, of = name.rpartition(", ")
+      if of == unit:
+        points = [(at, row[name]) for at, row in rows.items() if name in row]
+        axes.plot(*zip(*points, strict=True), marker="." if len(rows) < 20 else "", label=label)
+    axes.set(xscale=scale, yscale=scale, xlabel=size, ylabel=unit)
+    if scale == "linear":
+      axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
   figure.savefig(path, metadata={"Date": None})
 
 

@@ -5,6 +5,7 @@ same here as on a code host.
 """
 
 import importlib
+import importlib.metadata
 import inspect
 import os
 import pkgutil
@@ -33,17 +34,18 @@ from framework import tasks, testing  # noqa: E402
 from framework.configurables import table  # noqa: E402
 
 project = "Loopwright"
+release = importlib.metadata.version("loopwright")
 root_doc = "README"
 include_patterns = ["README.md", "SECURITY.md", "docs/**"]
 exclude_patterns = [".*", "**.ipynb_checkpoints", "build", "runs"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 
 html_theme = "furo"
-html_title = "Loopwright"
+html_title = f"Loopwright {release}"
 html_show_copyright = html_show_sphinx = False
 html_use_index = False
 html_static_path = ["_static"]
-html_css_files = ["phone.css"]
+html_css_files = ["site.css"]
 default_role = "py:obj"  # of `backticks` in docstrings
 highlight_language = "text"
 maximum_signature_line_length = 96
@@ -57,6 +59,8 @@ autoclass_content = "both"
 autodoc_preserve_defaults = True
 napoleon_custom_sections = [("Attributes", "params_style")]
 
+_SAMPLES = ("diffusion", "gan", "vae", "wgan-gp")
+"""Pictures that are no plots."""
 _DESCRIBED = ("module", "class", "exception", "function", "method", "property")
 _OWN = (*(f"{module}." for module, _ in table.TABLE), "framework.testing.", "framework.tasks.")
 _log = logging.getLogger(__name__)
@@ -67,6 +71,7 @@ def setup(app: Sphinx) -> None:
   app.add_lexer("gin", PythonLexer)
   app.connect("source-read", add_navigation)
   app.connect("doctree-read", link_to_code, priority=400)  # before Sphinx copies the files
+  app.connect("doctree-resolved", mark_plots)
   app.connect("autodoc-skip-member", skip_fields)
   app.connect("autodoc-process-docstring", require_docstring)
   app.connect("env-check-consistency", require_all_public_names)
@@ -106,6 +111,14 @@ def link_to_code(app: Sphinx, tree: nodes.document) -> None:
       app.env.code_pages |= {path, *_files(path)}
       target = app.builder.get_relative_uri(name, f"code/{path}")
       link.replace_self(nodes.reference("", "", *link.children, refuri=target, internal=True))
+
+
+def mark_plots(app: Sphinx, tree: nodes.document, name: str) -> None:
+  """Marks what is drawn on white, for _static/site.css; samples of images stay as they are."""
+  del app, name
+  for image in tree.findall(nodes.image):
+    if Path(image["uri"]).stem not in _SAMPLES:
+      image["classes"].append("plot")
 
 
 def _files(path: str) -> list[str]:

@@ -18,6 +18,7 @@ Set TF_CPP_MIN_LOG_LEVEL=0 in the environment to see TensorFlow's own messages.
 
 # `python launch.py` is the same command. This module imports nothing heavy.
 
+import contextlib
 import importlib
 import logging
 import os
@@ -35,8 +36,14 @@ def main(argv: Sequence[str]) -> int:
   """Runs the command line `argv`, the program first, and returns the exit status (host)."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before anything imports TensorFlow.
   logging.getLogger("tensorflow").addFilter(_is_news)
+  with contextlib.ExitStack() as stamps:
+    return _status(argv, stamps)
+
+
+def _status(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
+  """Runs a command line; enters into `stamps` what gives its lines their time."""
   try:
-    return _run(argv)
+    return _run(argv, stamps)
   except KeyboardInterrupt as interrupt:
     return process.say(str(interrupt) or "interrupted", 130)
   except SystemExit as stop:
@@ -68,13 +75,17 @@ def console() -> NoReturn:
   run_process(sys.argv if sys.argv[1:] else [*sys.argv, "--help"])
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
   parsed = arguments.parse(argv)
   if parsed.values.help:
     from framework.commands import help_pages
 
     print(help_pages.page(parsed.command, __doc__ or ""))
     return 0
+  if parsed.known.modes and parsed.values.log_format != "plain":
+    from framework.backend import output
+
+    stamps.enter_context(output.stamped(parsed.values.log_format))
   module = importlib.import_module(f"framework.commands.{parsed.known.module}")
   return module.run(parsed)
 

@@ -201,6 +201,10 @@ def _define_run_flags(values: flags.FlagValues, modes: Sequence[str]) -> None:
     None,
     values,
   )
+  flags.DEFINE_enum(
+    "log_format", "plain", ["plain", "time", "json"], "What the lines of the log are: as they "
+    "come, after their time, or objects of JSON with time, stream and text.", values,
+  )  # fmt: skip
   flags.DEFINE_boolean(
     "accept_changes", False, "Go on with a config or data that the run has not had so far.", values
   )

@@ -141,3 +141,12 @@ def test_the_parts_of_a_start_add_up_to_the_time_since_the_command(monkeypatch, 
     watch.end(part)
   assert watch.seconds == {"imports": 3.5, "proof": 0.5}
   assert startup.total(watch.seconds) == 14.0 - 10.0
+
+
+def test_a_plot_has_an_axis_for_each_unit(tmp_path):
+  rows = {n: {"ours, s": n / 2, "by hand, s": n, "ours, µs a step": 1000.0 * n} for n in (1, 2)}
+  growth.draw(rows, "variables", tmp_path / "x.svg", scale="log")
+  text = (tmp_path / "x.svg").read_text()
+  assert text.count('id="axes_') == 2
+  assert text.count("<!-- ours -->") == 2
+  assert text.count("<!-- µs a step -->") == 1
