@@ -28,12 +28,13 @@ from framework.inputs.parts import prefixes
 from framework.metrics import Loss
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.rollback import Rollback, changed_by, read, write
+from framework.run_folder import layout
 from framework.saving.checkpoints import write_with_the_chief
 from framework.step import Gradient, LossFn, Step, StepParts
 from framework.strategies import traits
 from framework.trainer import Trainer
 
-FOLDER = "nonfinite"
+FOLDER = layout.NONFINITE
 """Folder in the run folder that holds the state before the bad step, and the report."""
 MOST_EXAMPLES = 16
 """How many offending examples to look for; each costs about 2 log2(rows) passes of one replica."""

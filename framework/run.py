@@ -11,12 +11,14 @@ import functools
 import inspect
 import math
 import os
+import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from framework import configurables, forensics
 from framework.actions.base import Action
@@ -29,6 +31,7 @@ from framework.inputs.parts import Sources
 from framework.ledger.recorder import Recorder
 from framework.modes import MODES, TRAINING_MODES, Mode
 from framework.optimizers import adapters
+from framework.run_folder import layout
 from framework.saving import assets, history, remote
 from framework.saving.checkpoints import CheckpointManager, list_checkpoints
 from framework.saving.warm_start import WarmStart
@@ -179,13 +182,15 @@ def run(
   if isinstance(place, remote.Remote):
     place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
-  with opened as (folder, owner, changed):
+  with opened as (folder, holder, changed):
     shown_dir, model_dir = model_dir, folder
     if mode == "replay":
       checkpoint = forensics.saved_state(model_dir)
     elif checkpoint is not None:
       checkpoint = remote.local_copy(checkpoint)
-    goes_on = training and bool(list_checkpoints(os.path.join(model_dir, "checkpoints")))
+    goes_on = training and bool(list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS)))
+    if cluster.is_chief and (versions := history.changed_versions(model_dir)):
+      logging.warning("the run in %s was made with other versions: %s", shown_dir, versions)
     if goes_on:
       history.require_unchanged(model_dir, "config", config, accept=accept_changes)
     learned = assets.provide(
@@ -199,10 +204,14 @@ def run(
     data = _examples(trainer, evaluator) if training else {}
     if goes_on:
       history.require_unchanged(model_dir, "data", data, accept=accept_changes)
+    start = uuid.uuid4().hex if training else ""
     session = Session(
       trainer=trainer, evaluator=evaluator, model_dir=model_dir, cadence=cadence,
-      actions=actions if training else (), assets=learned, owner=owner,
-      record=functools.partial(history.append, model_dir, task=task, config=config, data=data),
+      actions=actions if training else (), assets=learned, holder=holder, start=start,
+      starts=history.starts(model_dir) if goes_on and not accept_changes else None,
+      record=functools.partial(
+        history.append, model_dir, start=start, task=task, config=config, data=data
+      ),
       changed=changed, shown_dir=shown_dir, config=_values(given, free=()),
     )  # fmt: skip
     session.restore(checkpoint)
@@ -252,7 +261,7 @@ def restored(model_dir: str) -> Task:
     ConfigError: the folder has no run, or no complete checkpoint.
   """
   model_dir = remote.copied(model_dir)
-  configurables.parse([os.path.join(model_dir, "operative_config.gin")])
+  configurables.parse([os.path.join(model_dir, layout.CONFIG)])
   task, strategy = made_task(bound("task")), factories.default()
   keras.config.set_dtype_policy(bound("precision"))
   learned = assets.provide(
@@ -261,7 +270,7 @@ def restored(model_dir: str) -> Task:
   recipe = bound_recipe()
   optimizer = task.own_optimizer or recipe.optimizer
   trainer = dataclasses.replace(recipe, optimizer=optimizer).trainer(task, strategy)
-  directory = os.path.join(model_dir, "checkpoints")
+  directory = os.path.join(model_dir, layout.CHECKPOINTS)
   manager = CheckpointManager(trainer=trainer, directory=directory, experiment={}, assets=learned)
   if not manager.restore_newest():
     raise ConfigError(f"there is no complete checkpoint in {directory!r}; train first.")
@@ -359,7 +368,8 @@ def require_writable(model_dir: str) -> None:
       f"model_dir is {model_dir!r}; TensorFlow reads *, ?, [ and ] as wildcards and does not find "
       "the files again: choose a name without them."
     )
-  probe = os.path.join(model_dir, ".writable")
+  layout.require_no_links(model_dir)
+  probe = os.path.join(model_dir, layout.PROBE)
   try:
     tf.io.gfile.makedirs(model_dir)
     with tf.io.gfile.GFile(probe, "w") as file:

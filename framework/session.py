@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import orbit
 import tensorflow as tf
@@ -24,10 +24,11 @@ from framework.ledger.proof import file_name
 from framework.modes import TRAINING_MODES, Mode
 from framework.reporting import metrics_log, orbit_reporter, progress, summary
 from framework.reporting.board import Board
+from framework.run_folder import layout
 from framework.saving import checkpoints, formats
 from framework.saving.export import export
-from framework.saving.ownership import Owner
-from framework.saving.warm_start import REPORT, WarmStart
+from framework.saving.ownership import Guest, Owner
+from framework.saving.warm_start import WarmStart
 from framework.strategies import traits
 from framework.task import Task
 from framework.trainer import Trainer
@@ -85,7 +86,9 @@ class Session:
     evaluator: Evaluator | None = None,
     actions: Sequence[Action] = (),
     assets: str = "",
-    owner: Owner | None = None,
+    holder: Owner | Guest | None = None,
+    start: str = "",
+    starts: Collection[str] | None = None,
     record: Callable[..., None] | None = None,
     changed: Callable[[], None] = lambda: None,
     shown_dir: str | None = None,
@@ -100,7 +103,8 @@ class Session:
       evaluator: None evaluates nothing.
       actions: called after loops and evaluations.
       assets: the digest of the task's assets.
-      owner: the ownership of `model_dir` on the chief, in training modes.
+      holder: how this process holds `model_dir`, which is required before each write.
+      start, starts: see `CheckpointManager`.
       record: called on the chief with the restored `step`, before the first save: a process that
         fails before has changed nothing. See framework/saving/history.py.
       changed: called when a checkpoint is complete or an evaluation is logged; returns at once.
@@ -112,13 +116,14 @@ class Session:
     self.cluster = trainer.cluster
     self._cadence, self._config = cadence, dict(config or {})
     self._changed, self._shown_dir = changed, shown_dir or model_dir
-    task = trainer.task
-    self.metrics_log = metrics_log.MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
+    task, self._require = trainer.task, holder.require if holder else lambda: None
+    log = os.path.join(model_dir, layout.METRICS)
+    self.metrics_log = metrics_log.MetricsLog(log, require=self._require)
     ledgers = [os.path.join(model_dir, file_name(index)) for index in range(self.cluster.size)]
     self._states = ActionStates(actions)
     self._manager = checkpoints.CheckpointManager(
       trainer=trainer,
-      directory=os.path.join(model_dir, "checkpoints"),
+      directory=os.path.join(model_dir, layout.CHECKPOINTS),
       experiment={
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
         "optimizer": _optimizer_names(trainer),
@@ -130,6 +135,9 @@ class Session:
       before_first=lambda: record(step=self._restored_step) if record else None,
       after_each=changed,
       actions=self._states if self._states.values else None,
+      start=start,
+      starts=starts,
+      require=self._require,
     )
     self._choice = progress.Choice(task.shown, hidden=QUIET, who=f"{type(task).__name__}.shown")
     self._progress = progress.Progress(
@@ -138,7 +146,7 @@ class Session:
       splits={"train"} if evaluator is None else {"train", "eval"},
       stream=None if self.cluster.is_chief else progress.Silent(),
     )
-    self._signals, self._owner = signals.StopSignals(), owner
+    self._signals = signals.StopSignals()
     self._restored_step = 0
     if evaluator is not None:
       evaluator.between_batches = self._between_batches
@@ -204,7 +212,7 @@ class Session:
       return
     report = warm_start.apply(self.trainer)
     if self.cluster.is_chief:
-      files.atomic_write(os.path.join(self.model_dir, REPORT), report.table())
+      files.atomic_write(os.path.join(self.model_dir, layout.WARM_START), report.table())
     self._progress.message(report.summary())
 
   def go(self, mode: Mode) -> dict[str, float]:
@@ -278,7 +286,7 @@ class Session:
       ConfigError: there is no checkpoint, or a format differs or cannot be made.
     """
     self._require_checkpoint("export")
-    task, directory = self.trainer.task, os.path.join(self.model_dir, "export")
+    task, directory = self.trainer.task, os.path.join(self.model_dir, layout.EXPORT)
     wanted = configurables.bound("Export", "formats", ())
     formats.require(task, wanted, directory)
     ema = self.trainer.parts.ema
@@ -302,6 +310,7 @@ class Session:
   def _train(self, loops: Callable[[], None]) -> None:
     """Runs `loops` with all setup and cleanup, until they end or an action stops them."""
     self._require_metrics()
+    self._require()
     with files.storage_errors(self.model_dir, self._newest_saved):
       self._manager.tidy()
       if self.step >= self._cadence.train_steps:
@@ -345,7 +354,7 @@ class Session:
     again = self.evaluator is not None and self._states.missed(self.step)
     self.metrics_log.trim(self.step, evaluation=again)
     files.atomic_write(
-      os.path.join(self.model_dir, "operative_config.gin"), configurables.operative_config()
+      os.path.join(self.model_dir, layout.CONFIG), configurables.operative_config()
     )
 
   def _save(self) -> None:
@@ -450,8 +459,8 @@ class Session:
       train_actions=self._actions_on("train"),
       eval_actions=self._actions_on("eval"),
       steps_per_loop=self._cadence.steps_per_loop,
-      summary_dir=os.path.join(self.model_dir, "train"),
-      eval_summary_dir=os.path.join(self.model_dir, "eval"),
+      summary_dir=os.path.join(self.model_dir, layout.TRAIN),
+      eval_summary_dir=os.path.join(self.model_dir, layout.EVAL),
       summary_manager=self._reporters["train"],
       eval_summary_manager=self._reporters["eval"],
     )
@@ -459,7 +468,11 @@ class Session:
     return controller
 
   def _actions_on(self, split: str) -> list[Callable[[Output], None]]:
-    """Returns the calls of the actions of a split, in order."""
+    """Returns the calls of the actions of a split, in order; before all, the folder is required.
+
+    So nothing is written to a folder that is not the run's, also not by TensorBoard: Orbit calls
+    actions first.
+    """
 
     def called(action: Action) -> Callable[[Output], None]:
       call = timed(f"action {type(action).__name__}")(action)
@@ -470,11 +483,13 @@ class Session:
         self._split = split
         if split == "eval":
           self._states.evaluated = self.step
+        self._require()
         call(output)
 
       return act
 
-    return [called(action) for action in self._actions if split in action.splits()]
+    wanted = [called(action) for action in self._actions if split in action.splits()]
+    return [lambda _: self._require(), *wanted]
 
   def _bound(self, actions: Sequence[Action]) -> list[Action]:
     ema = self.trainer.parts.ema
@@ -491,6 +506,7 @@ class Session:
       config=self._config,
       is_chief=self.cluster.is_chief,
       actions=actions,
+      require=self._require,
       message=self._progress.message,
       board=self._board,
       current_split=lambda: self._split,
@@ -521,8 +537,7 @@ class Session:
 
   def _stop_if_asked(self) -> None:
     """Ends the run, with its state saved, if a worker was asked to; raises a save's error."""
-    if self._owner is not None:
-      self._owner.require()
+    self._require()
     self._manager.check()
     if not self.cluster.any(self._signals.number is not None):
       return
@@ -544,7 +559,7 @@ def _replay_command(model_dir: str, trainer: Trainer) -> str:
   launch = ["python", os.path.relpath(configurables.REPOSITORY / "launch.py")]
   if configurables.SHIPPED != configurables.REPOSITORY:  # installed as a package
     launch = ["loopwright"]
-  config = os.path.join(model_dir, "operative_config.gin")
+  config = os.path.join(model_dir, layout.CONFIG)
   flags = [f"--gin_file={config}", f"--model_dir={model_dir}", "--mode=replay"]
   if trainer.cluster.is_local:
     flags.append(f"--local_workers={trainer.cluster.size}")

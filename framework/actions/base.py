@@ -43,6 +43,8 @@ class Run:
       `framework.run.run`.
     replay_command: replays the step at which `StopOnNonFinite` stopped.
     is_chief: whether this process writes to the run folder.
+    require: raises unless the run folder is still there, and this run's; called before each action.
+      An action that takes long calls it again before it writes.
     message: prints lines for the user, above the progress line.
     board: shows pictures, distributions and texts; see framework/reporting/board.py.
     current_split: returns "train" or "eval": what the actions are now called for.
@@ -63,6 +65,7 @@ class Run:
   replay_command: str = ""
   config: Mapping[str, str] = dataclasses.field(default_factory=dict)
   is_chief: bool = True
+  require: Callable[[], None] = lambda: None
   message: Callable[[str], None] = print
   board: Board = dataclasses.field(default_factory=Board)
   current_split: Callable[[], str] = lambda: "train"

@@ -21,15 +21,12 @@ from framework.backend import files
 from framework.errors import ConfigError, unknown
 from framework.reporting.metrics_log import flatten, scalars
 from framework.reporting.progress import format_number
+from framework.run_folder import layout
 from framework.saving import formats
 from framework.saving.checkpoints import PREFIX, write_state, write_with_the_chief
 from framework.saving.export import export, mend, require_replaceable
 
 Mode = Literal["max", "min"]
-_OTHER_FOLDERS = (
-  *("assets", "checkpoints", "eval", "export", "logs", "media", "nonfinite", "profile"),
-  *("trackers", "train", "wandb"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +163,7 @@ class BestCheckpoint(OnBest):
   """
 
   def __init__(
-    self, *, metric: str = "accuracy", mode: Mode = "max", directory: str = "best"
+    self, *, metric: str = "accuracy", mode: Mode = "max", directory: str = layout.BEST
   ) -> None:
     """Sets the metric to compare and where to keep the checkpoint.
 
@@ -179,10 +176,10 @@ class BestCheckpoint(OnBest):
       ConfigError: another `mode`, or `directory` is not a plain name.
     """
     super().__init__(metric=metric, mode=mode)
-    if not re.fullmatch(r"\w[\w.-]*", directory) or directory in _OTHER_FOLDERS:
+    if not re.fullmatch(r"\w[\w.-]*", directory) or directory in layout.FOLDERS:
       raise ConfigError(
         f"BestCheckpoint.directory is {directory!r}; it must be one name, such as 'best_loss', and "
-        f"not one of {', '.join(_OTHER_FOLDERS)}."
+        f"not one of {', '.join(layout.FOLDERS)}."
       )
     self._directory = directory
 
@@ -190,10 +187,12 @@ class BestCheckpoint(OnBest):
     """Checks the folder before training.
 
     Raises:
-      ConfigError: another BestCheckpoint has the same folder, or best.json is not from one.
+      ConfigError: another BestCheckpoint has the same folder, it is a link, or best.json is not
+        from one.
     """
     super().bind(run)
     _require_own_directory(self)
+    layout.require_no_link(os.path.join(run.model_dir, self._directory))
     self._read()
 
   def begin(self) -> None:
@@ -218,6 +217,7 @@ class BestCheckpoint(OnBest):
       return
     name = self._new_name()
     self.run.checkpoint.write(self._path(name))  # unlike `save`, it does not change save_counter
+    self.run.require()
     files.sync_tree(self._path(""))
     record = {"step": self.run.step, **dataclasses.asdict(self._goal), "value": value}
     files.atomic_write(self._path("best.json"), json.dumps({**record, "checkpoint": name}) + "\n")
@@ -365,7 +365,7 @@ class Export(OnBest):
     """
     super().bind(run)
     _require_own_directory(self)
-    self._directory = self._directory or os.path.join(run.model_dir, "export")
+    self._directory = self._directory or os.path.join(run.model_dir, layout.EXPORT)
     require_replaceable(self._directory)
     formats.require(run.task, self._formats, self._directory)
 

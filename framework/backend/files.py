@@ -123,9 +123,24 @@ def lock(descriptor: int, *, wait: bool = True) -> bool:
 def is_still(path: str, descriptor: int) -> bool:
   """Whether an open file is the one at `path`, which may have been replaced since."""
   opened = os.fstat(descriptor)
-  with contextlib.suppress(FileNotFoundError):
+  with contextlib.suppress(FileNotFoundError, NotADirectoryError):
     return os.path.samestat(opened, os.stat(path))
   return False
+
+
+def path_of(descriptor: int) -> str | None:
+  """Returns where an open file is now; None if it was removed, or the system does not tell."""
+  with contextlib.suppress(OSError):
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    return path if is_still(path, descriptor) else None
+  return None
+
+
+def make_folder(path: str) -> None:
+  """Makes a folder in one that exists: a run folder that was removed is not made again (host)."""
+  if not tf.io.gfile.isdir(path):
+    with contextlib.suppress(tf.errors.AlreadyExistsError):
+      tf.io.gfile.mkdir(path)
 
 
 IN_MEMORY = "ram://loopwright"

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import posixpath
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,10 @@ LIMIT_S, SLOWEST = 30.0, 1e6
 
 The libraries' own limits are not enough: aiohttp waits for "100 Continue" without end.
 """
+_TORN = re.compile(
+  rf"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?!/)|(?P<known>{'|'.join(EXTRAS)})(:|/?//)(?!//)"
+)
+"""How a path begins that is a URL but for its "://"."""
 _WHOLE = (*EXTRAS, "abfs", "abfss", "az", "adl", "memory")
 """Schemes whose stores show an object when it is complete; in others a file is written aside."""
 _ASIDE = ".tmp"
@@ -58,8 +63,21 @@ class File(NamedTuple):
 
 
 def is_url(path: str) -> bool:
-  """Whether a path is a URL, not a path of the operating system."""
-  return "://" in path
+  """Whether a path is a URL, not a path of the operating system.
+
+  Raises:
+    ConfigError: it is neither, such as "s3:/bucket/run", which would be a folder named "s3:".
+  """
+  if "://" in path:
+    return True
+  if found := _TORN.match(path):
+    scheme, rest = found["scheme"] or found["known"], path[found.end() :].lstrip("/")
+    url, folder = f"{scheme}://{'/' * (scheme == 'file')}{rest}", f"./{path}"
+    raise ConfigError(
+      f"{path!r} has no '://' and begins like a URL; write {url!r} for a URL, or {folder!r} for a "
+      "folder on disk."
+    )
+  return False
 
 
 def require_path(what: str, path: str, why: str) -> None:
@@ -256,7 +274,12 @@ def cache_folder(url: str, use: str) -> str:
 
 
 def _refuse(url: str) -> None:
-  place = url.partition("://")[2].partition("/")[0]
+  scheme, _, path = url.partition("://")
+  place = path.partition("/")[0]
+  if not scheme or (scheme in EXTRAS and not place):
+    raise ConfigError(
+      f"{url!r} has no {'bucket' if scheme else 'scheme'}; write 's3://bucket/run'."
+    )
   if ":" in place.rpartition("@")[0]:
     raise ConfigError(
       f"the URL of {url.rpartition('@')[2]!r} has a password before '@', which would appear in "
@@ -283,6 +306,9 @@ def _opened(scheme: str, url: str) -> tuple[Any, str]:
       f"{url!r} has the scheme {scheme!r}, which fsspec does not know; use s3://, gs:// or a local "
       "folder."
     ) from None
+  except Exception as error:  # libraries differ in what they raise
+    reason = printable(first_line(error))[:200]
+    raise ConfigError(f"cannot use {url!r} ({type(error).__name__}: {reason}).") from error
   if "config_kwargs" in options:
     system.retries = _S3_RETRIES
   return system, root

@@ -17,6 +17,7 @@ from framework.backend import bounded
 from framework.commands import folders
 from framework.commands.folders import CHECKPOINTS, CONFIG, HISTORY, METRICS, Lines, Run
 from framework.errors import ConfigError
+from framework.run_folder import layout
 
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 _MAX_INDEX, _MOST_SHARDS = 2**26, 100_000
@@ -58,7 +59,7 @@ def _lines(run: Run, name: str, found: Lines) -> Iterator[str]:
 
 def _of_checkpoints(run: Run) -> Iterator[str]:
   top = os.path.join(run.path, CHECKPOINTS)
-  steps = folders.checkpoint_steps(run.path)
+  steps = layout.checkpoint_steps(run.path)
   for step in steps:
     with contextlib.suppress(FileNotFoundError):  # removed just now, by a run that goes on
       if fault := _of_checkpoint(os.path.join(top, f"ckpt-{step}")):

@@ -33,12 +33,12 @@ def run(parsed: Parsed) -> int:
 
 def sections(run: folders.Run) -> dict[str, Mapping[str, str]]:
   """Returns what is compared: title -> name -> value."""
-  start = run.start
-  commit = {"commit of the task": start["commit"]} if start.get("commit") else {}
+  config = {name: told for name, told in run.values("config").items() if "; from step " in told}
+  commit = {"commit of the task": told for told in run.values("commit").values() if told}
   return {
-    "bindings": run.bindings,
-    "data": folders.texts(start.get("data")),
-    "versions": folders.texts({**folders.texts(start.get("versions")), **commit}),
+    "bindings": {**run.bindings, **config},
+    "data": run.values("data"),
+    "versions": {**run.values("versions"), **commit},
     "results": results(run),
   }
 

@@ -16,15 +16,15 @@ from typing import NamedTuple, TypeVar
 from framework.backend import bounded, json_lines, stores
 from framework.backend.json_lines import Record
 from framework.errors import ConfigError, is_finite, suggest
+from framework.run_folder import layout
 
-METRICS, HISTORY, CONFIG = "metrics.jsonl", "history.jsonl", "operative_config.gin"
-OWNER, REPORT, CHECKPOINTS = "owner.json", "nonfinite/report.txt", "checkpoints"
+METRICS, HISTORY, CONFIG = layout.METRICS, layout.HISTORY, layout.CONFIG
+OWNER, REPORT, CHECKPOINTS = layout.OWNER, f"{layout.NONFINITE}/report.txt", layout.CHECKPOINTS
 BEAT_S = 20.0
 """A run touches owner.json every 5 s; one that has not for so long does not run."""
 DEPTH = 4
 """How many levels below a folder run folders are looked for."""
 _MAX_BYTES, _MAX_LINE = 2**26, 2**20
-_CHECKPOINT = re.compile(r"ckpt-(\d+)\.index")
 _BINDING = re.compile(r"^(\S+) = (.*)$", re.MULTILINE)
 _STRING = re.compile(r"(['\"])(.*)\1")
 _GOALS = ("BestCheckpoint", "EarlyStopping", "Export")
@@ -70,7 +70,8 @@ class Run:
     evaluations: the last evaluation of each step, by step, oldest first.
     config: the text of the config.
     bindings: name -> value as gin writes it.
-    start: the last line of history.jsonl that can be read; {} if there is none.
+    starts: the lines of history.jsonl that can be read, oldest first.
+    start: the last of them; {} if there is none.
     log, history: the lines of the two files.
     unreadable: a line for each file that is none, or cannot be read.
   """
@@ -86,14 +87,15 @@ class Run:
     self.path = path
     self.unreadable: list[str] = []
     nothing: list[Record] = []
-    self.start = next(reversed(self._read(lambda: [*starts(path)], nothing)), {})
+    self.starts = self._read(lambda: [*starts(path)], nothing)
+    self.start = self.starts[-1] if self.starts else {}
     self.history = self._read(lambda: _history(path), Lines())
     self.config = self._read(lambda: _content(os.path.join(path, CONFIG)), "")
     bindings = {found[1]: found[2] for found in _BINDING.finditer(self.config)}
     self.bindings = bindings or texts(self.start.get("config"))
     no_log: tuple[Lines, dict[int, Record]] = Lines(), {}
     self.log, self.evaluations = self._read(lambda: _logged(os.path.join(path, METRICS)), no_log)
-    self.step = max(self.log.last, *checkpoint_steps(path), 0)
+    self.step = max(self.log.last, *layout.checkpoint_steps(path), 0)
 
   def _read(self, reader: Callable[[], Result], otherwise: Result) -> Result:
     try:
@@ -101,6 +103,32 @@ class Run:
     except ConfigError as error:
       self.unreadable += [str(error)] if str(error) not in self.unreadable else []
       return otherwise
+
+  def values(self, part: str) -> dict[str, str]:
+    """Returns name -> value of a part of the history: "config", "data", "versions" or "commit".
+
+    One that has changed in the middle is told whole, such as "3.1; from step 40: 3.2".
+    """
+    told: dict[str, str] = {}
+    before: dict[str, str] = {}
+    for start in self._in_force():
+      now = texts(start.get(part)) or texts({part: start.get(part)})
+      if part == "data":  # a start that only trains reads no evaluation examples
+        now = {**before, **now}
+      at = f"; from step {_step(start)}: "
+      changed = {n for n in {*now, *before} if now.get(n) != before.get(n)} if before else set(now)
+      for name in changed:
+        value = now.get(name, "-")
+        told[name] = f"{told.get(name, '-')}{at}{value}" if before else value
+      before = now
+    return told
+
+  def _in_force(self) -> list[Record]:
+    """Returns the starts whose steps count: a later one that began before them made them anew."""
+    kept: list[Record] = []
+    for start in self.starts:
+      kept = [*(each for each in kept if _step(each) < _step(start)), start]
+    return kept
 
   @property
   def train_steps(self) -> int | None:
@@ -260,6 +288,11 @@ def starts(path: str) -> Iterator[Record]:
       yield record
 
 
+def _step(start: Record) -> int:
+  step = start.get("step")
+  return step if isinstance(step, int) else 0
+
+
 def texts(values: object) -> dict[str, str]:
   """Returns the pairs of texts in what JSON gave; {} if that is no object."""
   pairs = values.items() if isinstance(values, Mapping) else ()
@@ -315,11 +348,3 @@ def _lines(path: str) -> Iterator[bytes]:
   bounded.require_file(path, "a log")
   with bounded.reading(path, "move it away"), open(path, "rb") as file:
     yield from iter(lambda: file.readline(_MAX_LINE), b"")
-
-
-def checkpoint_steps(path: str) -> list[int]:
-  """Returns the steps of a run's checkpoints, in any order."""
-  with contextlib.suppress(OSError):
-    names = os.listdir(os.path.join(path, CHECKPOINTS))
-    return [int(found[1]) for found in map(_CHECKPOINT.fullmatch, names) if found]
-  return []

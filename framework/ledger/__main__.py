@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 
 from framework.backend import stores
 from framework.errors import ConfigError
 from framework.ledger.proof import Ledger, Problem, prove, read
-
-_CHECKPOINT = re.compile(r"ckpt-(\d+)\.index")
+from framework.run_folder import layout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(given) != 1:
       raise ConfigError("usage: python -m framework.ledger MODEL_DIR")
     stores.require_path("MODEL_DIR", given[0], "the ledgers are read there")
-    newest = _newest_checkpoint(given[0])
+    newest = max(layout.checkpoint_steps(given[0]), default=None)
     parts = read(given[0])
     in_buckets = "" not in parts
     for part, ledgers in parts.items():
@@ -49,15 +47,6 @@ def _proven(part: str, ledgers: Sequence[Ledger], newest: int | None) -> str:
     return f"part {part!r}:\n{prove(ledgers, checkpoint_step=newest)}"
   except Problem as problem:
     raise Problem(f"part {part!r}, {problem}") from problem
-
-
-def _newest_checkpoint(model_dir: str) -> int | None:
-  import tensorflow as tf
-
-  folder = os.path.join(model_dir, "checkpoints")
-  names = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
-  steps = [int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match]
-  return max(steps, default=None)
 
 
 if __name__ == "__main__":

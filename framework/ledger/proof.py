@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from framework.errors import ConfigError
+from framework.run_folder import layout
 
 PURPOSE = "ledger"
 """The key of the examples' hashes."""
@@ -80,7 +81,7 @@ class Problem(Exception):  # noqa: N818 (it is not an error of the program)
 
 def file_name(worker: int) -> str:
   """Returns the name of a worker's ledger in the run folder."""
-  return f"ledger-{worker}.jsonl"
+  return layout.ledger(worker)
 
 
 def start_line(after_step: int, start: Start, part: str = "") -> str:

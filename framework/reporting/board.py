@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from framework.backend import files
 from framework.errors import ConfigError, kind, shown
+from framework.run_folder import layout
 
 MOST_PIXELS = 2**26
 """Of one picture, after its images are put side by side."""
@@ -121,7 +122,7 @@ class Board:
   def _write(self, name: str, suffix: str, content: bytes) -> None:
     if self._model_dir is None:
       return
-    path = os.path.join(self._model_dir, "media", f"{name}-{self._step()}.{suffix}")
+    path = os.path.join(self._model_dir, layout.MEDIA, f"{name}-{self._step()}.{suffix}")
     tf.io.gfile.makedirs(os.path.dirname(path))
     files.atomic_write(path, content)
 

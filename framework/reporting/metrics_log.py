@@ -76,10 +76,20 @@ class MetricsLog:
   them as floats. Arrays are nested lists.
   """
 
-  def __init__(self, path: str | os.PathLike[str], *, clock: Clock = time.time) -> None:
-    """Writes nothing yet; the first `append` creates the folder."""
+  def __init__(
+    self,
+    path: str | os.PathLike[str],
+    *,
+    clock: Clock = time.time,
+    require: Callable[[], None] = lambda: None,
+  ) -> None:
+    """Writes nothing yet; the folder must exist.
+
+    Args:
+      require: called before each write; raises if the folder is no longer the run's.
+    """
     self.path = os.fspath(path)
-    self._clock = clock
+    self._clock, self._require = clock, require
 
   def append(self, step: int, split: str, values: Mapping[str, Any]) -> None:
     """Appends one line, which a kill of this process then leaves; see `flatten` (host).
@@ -96,7 +106,6 @@ class MetricsLog:
         raise ConfigError(f"a metric is named {name!r}, which metrics.jsonl reserves; rename it.")
     record = {"step": int(step), "split": split, "wall_time": self._clock()}
     line = json.dumps({**record, **{k: _encode(v) for k, v in flat.items()}}, allow_nan=False)
-    tf.io.gfile.makedirs(os.path.dirname(self.path) or ".")
     with self._opened() as append:
       append(f"{line}\n".encode())
 
@@ -153,6 +162,7 @@ class MetricsLog:
   @contextlib.contextmanager
   def _opened(self) -> Iterator[Callable[[bytes], object]]:
     """Locks the file and gives a function that appends to it, after its last whole line."""
+    self._require()
     if not files.is_local(self.path):
       yield self._append_remotely
       return

@@ -20,12 +20,13 @@ import tensorflow as tf
 
 from framework.backend import files
 from framework.errors import ConfigError, kind
+from framework.run_folder import layout
 from framework.strategies.cluster import Cluster
 from framework.task import Task
 
 Assets = Mapping[str, bytes]
 """File name -> content."""
-FOLDER = "assets"
+FOLDER = layout.ASSETS
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"\w[\w.-]*")
 _POLL_S = 1.0
@@ -123,7 +124,7 @@ def is_whole(folder: str) -> bool:
 
 def save(folder: str, assets: Assets) -> None:
   """Writes the assets, each file atomically and the manifest last (host)."""
-  tf.io.gfile.makedirs(folder)
+  files.make_folder(folder)
   for name, content in assets.items():
     files.atomic_write(os.path.join(folder, name), content)
   files.atomic_write(os.path.join(folder, MANIFEST), _manifest(assets))

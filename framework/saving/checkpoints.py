@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,9 +23,10 @@ from framework.backend.timing import timed
 from framework.errors import ConfigError, first_line
 from framework.optimizers.saved_layout import JoinedSlots
 from framework.optimizers.sharding import saved_shape
+from framework.run_folder import layout
 from framework.trainer import Trainer
 
-PREFIX = "ckpt"
+PREFIX = layout.PREFIX
 ASSETS = "assets"
 """Label of the assets' digest in a checkpoint; absent if the task has no assets."""
 UNFINISHED = "unfinished"
@@ -34,7 +36,9 @@ _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _COPIES = "/_trainable_variables/"
 """In the key of a copy of the weights, which checkpoints of earlier versions have."""
-_ACTIONS = "actions/.ATTRIBUTES/py_state"
+START = "start"
+"""What a checkpoint calls the line of history.jsonl that tells how it was trained."""
+_STATE_OF = "{}/.ATTRIBUTES/py_state"
 _NO_DAMAGE = (
   tf.errors.AbortedError,
   tf.errors.CancelledError,
@@ -73,6 +77,9 @@ class CheckpointManager(tf.train.CheckpointManager):
     before_first: Callable[[], None] | None = None,
     after_each: Callable[[], None] = lambda: None,
     actions: tf.train.experimental.PythonState | None = None,
+    start: str = "",
+    starts: Collection[str] | None = None,
+    require: Callable[[], None] = lambda: None,
   ) -> None:
     """Defines what is saved; reads and writes nothing yet.
 
@@ -85,6 +92,10 @@ class CheckpointManager(tf.train.CheckpointManager):
       before_first: called on the chief before this process saves for the first time.
       after_each: called when a checkpoint is complete, in the thread that wrote it.
       actions: the state of actions, None for none; a checkpoint without it restores as "".
+      start: id of this process in history.jsonl; "" keeps none in checkpoints.
+      starts: the ids that history.jsonl has: a checkpoint of another start is refused. None accepts
+        each, as do checkpoints of versions that kept none.
+      require: called before a write; raises if the folder is no longer the run's.
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
     self._directory, self._checkpoint_interval, self._keep = directory, every_steps, keep
@@ -95,8 +106,10 @@ class CheckpointManager(tf.train.CheckpointManager):
     texts = {**experiment, ASSETS: assets} if assets else experiment
     labels = {k: tf.Variable(v, trainable=False) for k, v in texts.items()}
     self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
-    self._actions = actions
-    self._track_actions(actions)
+    self._known = None if starts is None else {*starts, start}
+    self._require = require
+    self._states = {"actions": actions, START: _Text(start) if start else None}
+    self._track(self._states)
     _ = self._checkpoint.save_counter  # created on first use; must exist before the first restore
 
   @property
@@ -133,11 +146,12 @@ class CheckpointManager(tf.train.CheckpointManager):
     if step == self._saved_step or step < due:
       return None
     self.wait()
+    self._require()
     if self._trainer.cluster.is_chief:
       if self._before_first is not None:
         self._before_first()
         self._before_first = None
-        tf.io.gfile.makedirs(self._directory)
+        files.make_folder(self._directory)
         files.sync(*_parents(self._directory))
       self._start(step, options)
     else:
@@ -232,7 +246,7 @@ class CheckpointManager(tf.train.CheckpointManager):
   def _restore(self, path: str, reader: Any) -> None:
     self._refuse_foreign(path, reader)
     try:
-      self._track_actions(self._actions if reader.has_tensor(_ACTIONS) else None)
+      self._track({name: self._state_in(reader, name) for name in self._states})
       with self._trainer.strategy.scope():
         status = self._checkpoint.restore(path)
         status.assert_existing_objects_matched().expect_partial()  # see `_refuse_larger`
@@ -241,16 +255,23 @@ class CheckpointManager(tf.train.CheckpointManager):
       self._explain(path, reader, error)
       raise
     finally:
-      self._track_actions(self._actions)
+      self._track(self._states)
 
-  def _track_actions(self, actions: tf.train.experimental.PythonState | None) -> None:
-    """Makes the actions' state a part of the checkpoint, or for None no part."""
-    if hasattr(self._checkpoint, "actions"):
-      del self._checkpoint.actions
-    if actions is not None:
-      self._checkpoint.actions = actions
-    elif self._actions is not None:
-      self._actions.deserialize("")
+  def _state_in(self, reader: Any, name: str) -> tf.train.experimental.PythonState | None:
+    """Returns a state that the checkpoint has too; one that it has not restores as ""."""
+    state = self._states[name]
+    if state is None or reader.has_tensor(_STATE_OF.format(name)):
+      return state
+    state.deserialize("")
+    return None
+
+  def _track(self, states: Mapping[str, tf.train.experimental.PythonState | None]) -> None:
+    """Makes states a part of the checkpoint, or for None no part."""
+    for name, state in states.items():
+      if hasattr(self._checkpoint, name):
+        delattr(self._checkpoint, name)
+      if state is not None:
+        setattr(self._checkpoint, name, state)
 
   def _restored(self, path: str) -> bool:
     written = _written_at(path)
@@ -286,6 +307,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         self._write(options)
       finally:
         reading.ended.set()
+      self._require_still()
       self._complete(step)
       self._after_each()
 
@@ -296,6 +318,19 @@ class CheckpointManager(tf.train.CheckpointManager):
     """Writes to a separate folder, under one name: TensorFlow keeps 1 kB for each new name."""
     files.remove(self._path(UNFINISHED))
     self._checkpoint.write(os.path.join(self._path(UNFINISHED), PREFIX), options)
+
+  def _require_still(self) -> None:
+    """Raises if the folder is no longer the run's; then removes what TensorFlow has made again."""
+    try:
+      self._require()
+    except ConfigError:
+      model_dir = os.path.dirname(self._directory)
+      if not os.path.exists(os.path.join(model_dir, layout.OWNER)):  # nor another run's
+        files.remove(self._path(UNFINISHED))
+        for made in (self._directory, model_dir):
+          with contextlib.suppress(OSError):  # it has something else in it
+            os.rmdir(made)
+      raise
 
   def _complete(self, step: int) -> None:
     """Moves the files from there; the index file last: it makes them count."""
@@ -340,12 +375,25 @@ class CheckpointManager(tf.train.CheckpointManager):
           f"run's is {value!r}; choose another --model_dir."
         )
 
+    self._refuse_unknown(path, reader)
     saved = _label(reader, ASSETS)
     if saved != self._assets:
       raise ConfigError(
         f"checkpoint {path} was trained with {_named(saved)}, but this run has "
         f"{_named(self._assets)}; restore the assets folder of the checkpoint, or choose another "
         "--model_dir."
+      )
+
+  def _refuse_unknown(self, path: str, reader: Any) -> None:
+    """Raises a ConfigError for a checkpoint of a start that history.jsonl does not have."""
+    key = _STATE_OF.format(START)
+    start = reader.get_tensor(key).decode() if reader.has_tensor(key) else ""
+    if start and self._known is not None and start not in self._known:
+      raise ConfigError(
+        f"checkpoint {path} was written by a start that {layout.HISTORY} does not have: the file "
+        "was removed, shortened or is another run's, so it is not known what the checkpoint was "
+        f"trained with; restore {layout.HISTORY}, or choose another --model_dir, or add "
+        "--accept_changes to go on with this config and data."
       )
 
   def _refuse_larger(self, path: str, reader: Any, status: Any) -> None:
@@ -385,6 +433,19 @@ class CheckpointManager(tf.train.CheckpointManager):
     return os.path.join(self._directory, name)
 
 
+class _Text(tf.train.experimental.PythonState):
+  """A text in each checkpoint that this process writes, whatever it has restored."""
+
+  def __init__(self, text: str) -> None:
+    self._text = text
+
+  def serialize(self) -> str:
+    return self._text
+
+  def deserialize(self, _: str) -> None:
+    pass
+
+
 class _Reading(tf.train.experimental.ShardByTaskPolicy):
   """Reads all values that TensorFlow is about to write, into host memory; then sets `ended`."""
 
@@ -422,7 +483,7 @@ def find(path: str) -> str | None:
     path: a checkpoint without suffix, or a run folder or a folder of checkpoints, which mean their
       newest one.
   """
-  for folder in (os.path.join(path, "checkpoints"), path):
+  for folder in (os.path.join(path, layout.CHECKPOINTS), path):
     newest = tf.train.latest_checkpoint(folder) or next(reversed(list_checkpoints(folder)), None)
     if newest is not None:
       return newest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import time
@@ -69,9 +70,10 @@ def export(
   else:
     new = files.IN_MEMORY
   try:
-    with _in_progress(new):
+    with _in_progress(new) as require_still:
       tf.saved_model.save(module, new, signatures=served)
       if is_chief:
+        require_still()
         _mark(new)
         if formats:
           with tf.io.gfile.GFile(os.path.join(new, proofs.EXAMPLES), "wb") as file:
@@ -166,16 +168,24 @@ def mend(directory: str) -> None:
 
 
 @contextlib.contextmanager
-def _in_progress(folder: str) -> Iterator[None]:
-  """Locks a new folder, if it is local, so that others can tell whether its process lives."""
+def _in_progress(folder: str) -> Iterator[Callable[[], None]]:
+  """Locks a new folder, if it is local, so that others can tell whether its process lives.
+
+  Gives what raises a FileNotFoundError if the folder was removed since: TensorFlow makes it again.
+  """
   tf.io.gfile.makedirs(folder)
   if not files.is_local(folder):
-    yield
+    yield lambda: None
     return
   descriptor = os.open(folder, os.O_RDONLY)
+
+  def require_still() -> None:
+    if not files.is_still(folder, descriptor):
+      raise FileNotFoundError(errno.ENOENT, "removed while an export was written to it", folder)
+
   try:
     files.lock(descriptor)
-    yield
+    yield require_still
   finally:
     os.close(descriptor)
 

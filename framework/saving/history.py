@@ -1,13 +1,15 @@
 """history.jsonl: how each process that trained in a run folder was started.
 
-One JSON object per line: time, step, command, commit of the task's code, versions, config, data. A
-run that goes on must have the config and the data of the last line, because a checkpoint does not
-say what it was trained with.
+One JSON object per line: start, time, step, command, commit of the task's code, versions, config,
+data. A run that goes on must have the config and the data of the last line, because a checkpoint
+does not say what it was trained with. It names its line by the id `start`, so that a checkpoint
+without its history is noticed.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import inspect
 import json
@@ -17,14 +19,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from framework.backend import files, modules, redaction
 from framework.errors import ConfigError
+from framework.run_folder import layout
 
-FILE = "history.jsonl"
 _PACKAGES = ("loopwright", "tensorflow", "keras", "tf_keras", "numpy")
 _SHOWN = 3
 
@@ -65,15 +68,31 @@ def require_unchanged(model_dir: str, part: str, values: Values, *, accept: bool
     )
 
 
-def append(model_dir: str, *, step: int, task: object, config: Values, data: Values) -> None:
+def starts(model_dir: str) -> set[str]:
+  """Returns the ids of all starts; lines of earlier versions have none (host)."""
+  return {str(record["start"]) for record in records(model_dir) if "start" in record}
+
+
+def changed_versions(model_dir: str) -> str:
+  """Returns how the versions differ from those of the last start, in words; "" if not (host)."""
+  before = (records(model_dir) or [{}])[-1].get("versions")
+  now = versions()
+  names = [n for n in now if isinstance(before, Mapping) and before.get(n, now[n]) != now[n]]
+  return ", ".join(f"{name} {before[name]}, now {now[name]}" for name in names)
+
+
+def append(
+  model_dir: str, *, start: str, step: int, task: object, config: Values, data: Values
+) -> None:
   """Appends one start; the file is replaced, and on disk, on return (host)."""
-  path = os.path.join(model_dir, FILE)
+  path = os.path.join(model_dir, layout.HISTORY)
   record = {
+    "start": start,
     "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     "step": step,
     "command": redaction.command(),
     "commit": _commit(task),
-    "versions": {"python": platform.python_version(), **_versions()},
+    "versions": versions(),
     "config": dict(config),
     "data": dict(data),
   }
@@ -87,7 +106,7 @@ def records(model_dir: str) -> list[dict[str, Any]]:
   Raises:
     ConfigError: the file is damaged.
   """
-  path = os.path.join(model_dir, FILE)
+  path = os.path.join(model_dir, layout.HISTORY)
   if not tf.io.gfile.exists(path):
     return []
   try:
@@ -120,14 +139,24 @@ def _text(value: Any) -> str:
   return f"{target.__module__}.{target.__qualname__}"
 
 
-def _versions() -> dict[str, str]:
-  found = {}
+def versions() -> dict[str, str]:
+  """Returns the versions of what computes: Python, packages, and a digest of this framework."""
+  found = {"python": platform.python_version()}
   for name in _PACKAGES:
     try:
       found[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:  # run from a clone that is not installed
       found[name] = "not installed"
-  return found
+  return {**found, "framework's files": _digest(Path(__file__).parents[1])}
+
+
+@functools.cache
+def _digest(folder: Path) -> str:
+  """Returns a digest of the Python files in a folder: a clone changes and keeps its version."""
+  digest = hashlib.sha256()
+  for path in sorted(folder.rglob("*.py")):
+    digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+  return digest.hexdigest()[:12]
 
 
 def _commit(task: object) -> str:

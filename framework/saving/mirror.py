@@ -32,9 +32,9 @@ from absl import logging
 from framework.backend import files, signals
 from framework.backend.stores import File, Store, StoreError
 from framework.errors import ConfigError
-from framework.saving import ownership
+from framework.run_folder import layout
 
-RECORD = ".mirror.json"
+RECORD = layout.MIRROR
 """File in the local folder that says what of it is in the store."""
 LINEAGE = "mirrored.json"
 """Object in the store that says which local folder it is the mirror of."""
@@ -42,7 +42,7 @@ RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 GIVE_UP_S = 30.0
 """How long the end of a run waits for a store that fails."""
 _TRIES = 100
-_OURS = (ownership.FILE, RECORD, LINEAGE, ".writable")
+_OURS = (layout.OWNER, RECORD, LINEAGE, layout.PROBE)
 _UNFINISHED = re.compile(r"(^|/)(checkpoints/unfinished/|[^/]+\.(new|old)-[0-9a-f]{32}/)")
 _CHECKPOINT = re.compile(r"(?P<path>(?:.*/)?ckpt-(?P<step>\d+)(?:\.\d+)?)\.(?:index|data-.*)")
 _MARK, _MODEL = "assets.extra/loopwright", "saved_model.pb"
@@ -302,7 +302,7 @@ def _rank(name: str) -> int:
   folder, _, base = name.rpartition("/")
   if name.endswith(f"/{_MARK}"):
     return 0
-  if name == "metrics.jsonl":
+  if name == layout.METRICS:
     return 5
   rank = 2 if base.endswith(".index") else 3 if base in _LAST else 4 if base == "checkpoint" else 1
-  return rank if folder != "checkpoints" else {2: 7, 4: 8}.get(rank, 6)
+  return rank if folder != layout.CHECKPOINTS else {2: 7, 4: 8}.get(rank, 6)

@@ -10,6 +10,10 @@ tell:
 
 Clocks of machines are not compared. Processes that only read a run, or append an evaluation to its
 log, are guests and own nothing.
+
+Before each write a process looks whether the folder at its path is still the run's: an owner,
+whether the file there is the one that it has locked, or holds what it wrote last. A folder that was
+removed, moved or replaced in the middle ends the run.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ from absl import logging
 
 from framework.backend import files, redaction
 from framework.errors import ConfigError
+from framework.run_folder import layout
 
-FILE = "owner.json"
+FILE = layout.OWNER
 BEAT_S = 5.0
 """Seconds between two beats."""
 PATIENCE_S = 20.0
@@ -58,9 +63,10 @@ class Owner:
       "beat": 0,
     }
     self._descriptor: int | None = None
+    self._locked, self._written = False, 0
     self._ended = threading.Event()
     self._thread = threading.Thread(target=self._beat, name="loopwright-owner", daemon=True)
-    self._taken_by: dict[str, Any] | None = None
+    self._lost: ConfigError | None = None
 
   def claim(self) -> None:
     """Returns when the folder is this process's.
@@ -89,17 +95,21 @@ class Owner:
     self._thread.start()
 
   def require(self) -> None:
-    """Raises a ConfigError if another process took the folder over, while this one was stopped."""
-    if self._taken_by is not None:
-      raise self._refusal(self._taken_by)
+    """Raises a ConfigError unless the folder is still there, and this process's (host, any thread).
+
+    Cheap enough to come before each write: with a lock, 5 us on a local disk.
+    """
+    if self._lost is None and not (self._locked and self._is_still()):
+      self._require_own()
+    if self._lost is not None:
+      raise self._lost
 
   def release(self) -> None:
-    """Gives the folder back; does nothing if it is another's."""
+    """Gives the folder back, wherever it is now; does nothing if it is another's."""
     self._ended.set()
     self._thread.join()
-    if self._taken_by is None:
-      with contextlib.suppress(OSError, tf.errors.OpError):
-        self._remove()
+    with contextlib.suppress(OSError, tf.errors.OpError):
+      self._remove()
     _held.discard(self)
     self._close()
 
@@ -115,6 +125,7 @@ class Owner:
       except BlockingIOError:
         return False
       if files.is_still(self._path, self._descriptor):
+        self._locked = locked
         return locked or None
       self._close()  # the owner before has removed it just now
 
@@ -152,9 +163,20 @@ class Owner:
 
   def _require_own(self) -> None:
     now = self._read()
-    if now is not None and now.get("token") != self._record["token"]:
-      self._taken_by = now
-      raise self._refusal(now)
+    if now is None:  # some stores have no file for a moment while it is written
+      time.sleep(BEAT_S / 10)
+      now = self._read()
+    if now is None:
+      self._lost = self._vanished()
+    elif now.get("token") != self._record["token"]:
+      self._lost = self._refusal(now)
+    elif int(now.get("beat", 0)) < self._written:  # a copy
+      self._lost = self._replaced()
+    if self._lost is not None:
+      raise self._lost
+
+  def _is_still(self) -> bool:
+    return self._descriptor is not None and files.is_still(self._path, self._descriptor)
 
   def _write(self) -> None:
     """Writes a text of constant length, so that others never read a part of it."""
@@ -164,6 +186,7 @@ class Owner:
     else:
       os.pwrite(self._descriptor, content, 0)
       os.ftruncate(self._descriptor, len(content))
+    self._written = self._record["beat"]
 
   def _content(self) -> bytes:
     record = {**self._record, "beat": f"{self._record['beat']:012d}"}
@@ -175,7 +198,18 @@ class Owner:
     return b""
 
   def _remove(self) -> None:
-    files.remove(self._path)
+    path = self._now_at()
+    if path is not None and self._is_own(files.read(path)):
+      files.remove(path)
+
+  def _is_own(self, content: bytes) -> bool:
+    return str(self._record["token"]).encode() in content
+
+  def _now_at(self) -> str | None:
+    """Returns where the file is that this process has open; None if it was removed."""
+    if self._descriptor is None or self._is_still():
+      return self._path
+    return files.path_of(self._descriptor)
 
   def _times(self) -> tuple[float, float]:
     """Returns the seconds between two beats, and those after which silence means death."""
@@ -197,20 +231,72 @@ class Owner:
       "choose another --model_dir."
     )
 
+  def _vanished(self) -> ConfigError:
+    now_at = None if self._descriptor is None else self._now_at()
+    folder, name = os.path.split(now_at or "")
+    if name == FILE:
+      return ConfigError(
+        f"the run folder {self._model_dir!r} was moved to {folder!r} while the run trained in it, "
+        "so the run has ended; start the same command with the new --model_dir to go on from its "
+        "newest checkpoint."
+      )
+    return self._replaced() if os.path.isdir(self._model_dir) else vanished(self._model_dir)
+
+  def _replaced(self) -> ConfigError:
+    return ConfigError(
+      f"what was in the run folder {self._model_dir!r}, at least {FILE}, was removed or replaced "
+      "while the run trained in it, so the run has ended; start the same command again to go on "
+      "from the newest checkpoint that is still there."
+    )
+
+
+def vanished(model_dir: str) -> ConfigError:
+  """Returns the error for a run folder that is no longer there."""
+  return ConfigError(
+    f"the run folder {model_dir!r} was removed while the run used it, so the run has ended; put "
+    "the folder back and start the same command again to go on from its newest checkpoint, or "
+    "start it without the folder to train from the beginning."
+  )
+
+
+class Guest:
+  """A process that uses a run folder and does not own it: it evaluates, or is a further worker."""
+
+  def __init__(self, model_dir: str) -> None:
+    """Keeps the path."""
+    self._model_dir = model_dir
+
+  def require(self) -> None:
+    """Raises a ConfigError if the folder is no longer there (host, any thread)."""
+    if not os.path.isdir(self._model_dir):
+      raise vanished(self._model_dir)
+
 
 @contextlib.contextmanager
 def owned(model_dir: str) -> Iterator[Owner]:
   """Owns a run folder in the `with` (host); other processes cannot train in it.
 
   Raises:
-    ConfigError: another process owns it.
+    ConfigError: another process owns it; or it was removed or moved in the middle, whatever error
+      that has led to.
   """
   owner = Owner(model_dir)
   owner.claim()
   try:
-    yield owner
+    with explained(owner):
+      yield owner
   finally:
     owner.release()
+
+
+@contextlib.contextmanager
+def explained(holder: Owner | Guest) -> Iterator[None]:
+  """Replaces an error of files by the line about the run folder, if that is no longer the run's."""
+  try:
+    yield
+  except (OSError, tf.errors.OpError):
+    holder.require()
+    raise
 
 
 def _name(owner: Mapping[str, Any]) -> str:

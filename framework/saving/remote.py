@@ -24,6 +24,7 @@ from absl import logging
 from framework.backend import files, stores
 from framework.backend.stores import File, Store, StoreError
 from framework.errors import ConfigError
+from framework.run_folder import layout
 from framework.saving import ownership
 from framework.saving.checkpoints import list_checkpoints
 from framework.saving.mirror import LINEAGE, Known, Mirror, Record, is_kept, scan, superseded, whole
@@ -43,12 +44,12 @@ class Opened(NamedTuple):
 
   Attributes:
     folder: local.
-    owner: of the run folder, in training modes.
+    holder: the run folder's owner in training modes, else a guest; `require` it before each write.
     changed: to be called when there is something new to mirror; returns at once.
   """
 
   folder: str
-  owner: ownership.Owner | None
+  holder: ownership.Owner | ownership.Guest
   changed: Callable[[], None]
 
 
@@ -61,14 +62,19 @@ class Local:
 
   def checkpoints(self) -> bool:
     """Whether the run has a complete checkpoint."""
-    return bool(list_checkpoints(os.path.join(self.folder, "checkpoints")))
+    return bool(list_checkpoints(os.path.join(self.folder, layout.CHECKPOINTS)))
 
   @contextlib.contextmanager
   def opened(self, *, training: bool, export: bool) -> Iterator[Opened]:
     """Gives the folder, owned while training; see `ownership.owned`."""
     del export
-    with ownership.owned(self.folder) if training else contextlib.nullcontext() as owner:
-      yield Opened(self.folder, owner, lambda: None)
+    if training:
+      with ownership.owned(self.folder) as owner:
+        yield Opened(self.folder, owner, lambda: None)
+      return
+    guest = ownership.Guest(self.folder)
+    with ownership.explained(guest):
+      yield Opened(self.folder, guest, lambda: None)
 
 
 class Remote:
@@ -110,13 +116,14 @@ class Remote:
     """
     if not training:
       with self._borrowed(export=export) as folder:
-        yield Opened(folder, None, lambda: None)
+        yield Opened(folder, ownership.Guest(folder), lambda: None)
       return
     with self._owned() as (owner, record):
       mirror = Mirror(self.store, record, require=owner.ask)
       mirror.start()
       try:
-        yield Opened(self.folder, owner, mirror.changed)
+        with ownership.explained(owner):
+          yield Opened(self.folder, owner, mirror.changed)
       except BaseException:
         failed = mirror.finish()
         if failed and not isinstance(failed, ConfigError):
@@ -246,9 +253,10 @@ class RemoteOwner(ownership.Owner):
     self._thread.start()
 
   def require(self) -> None:
-    """Raises a ConfigError if another process took one of them over, as far as a beat has told."""
+    """As of a folder on disk; about the one in the store, as far as a beat has told."""
     self._here.require()
-    super().require()
+    if self._lost is not None:
+      raise self._lost
 
   def ask(self) -> None:
     """As `require`, but asks the store; raises StoreError if it fails."""
@@ -287,8 +295,15 @@ class RemoteOwner(ownership.Owner):
     return b""
 
   def _remove(self) -> None:
-    if (self._read() or {}).get("token") == self._record["token"]:
+    if self._is_own(self._load()):
       self._store.remove([ownership.FILE])
+
+  def _vanished(self) -> ConfigError:
+    return ConfigError(
+      f"the run in {self._store.url!r} was removed, at least {ownership.FILE}, while the run "
+      f"trained there, so the run has ended and uploads nothing more; it is whole in "
+      f"{self._folder!r}: copy that to another place to go on from it."
+    )
 
 
 def place(model_dir: str) -> Local | Remote:

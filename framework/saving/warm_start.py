@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MATCHED, DIFFERS, EXCLUDED = "matched", "shape differs", "excluded"
 ONLY_MODEL, ONLY_FILE = "only in the model", "only in the file"
-REPORT = "warm_start.txt"
 """Name of the table's file in the run folder."""
 
 

@@ -31,10 +31,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import IO, TextIO
 
-from framework.backend import redaction
+from framework.backend import redaction, stores
 from framework.backend.output import outlasting
 from framework.backend.signals import handled
 from framework.errors import ConfigError
+from framework.run_folder import layout
 from framework.strategies import private_network, wire
 
 SAVED = 75
@@ -516,11 +517,9 @@ def _write(stream: TextIO, line: bytes) -> None:
 
 
 def _made_log_dir(model_dir: str) -> str:
-  log_dir = os.path.join(model_dir, "logs")
-  if "://" in model_dir:
-    raise ConfigError(
-      f"model_dir is {model_dir!r}; a local cluster writes its logs there: use a local folder."
-    )
+  stores.require_path("model_dir", model_dir, "a local cluster writes its logs there")
+  layout.require_no_links(model_dir)
+  log_dir = os.path.join(model_dir, layout.LOGS)
   try:
     os.makedirs(log_dir, exist_ok=True)
   except OSError as error:

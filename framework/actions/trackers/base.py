@@ -31,11 +31,11 @@ from framework.backend import files
 from framework.backend.json_lines import Record
 from framework.errors import ConfigError, Preempted, first_line, require_positive
 from framework.reporting.metrics_log import Number, scalars
+from framework.run_folder import layout
 from framework.saving.checkpoints import list_checkpoints
 
 Status = Literal["finished", "failed", "killed"]
 
-FOLDER = "trackers"
 POLL_S = 1.0
 """How often the thread looks for new lines."""
 PICTURES_S = 10.0
@@ -174,7 +174,7 @@ class Sender:
   def __init__(self, tracker: Tracker) -> None:
     """Starts nothing yet."""
     self._tracker, self._run = tracker, tracker.run
-    self._path = os.path.join(self._run.model_dir, FOLDER, f"{tracker.label}.json")
+    self._path = os.path.join(self._run.model_dir, layout.TRACKERS, f"{tracker.label}.json")
     self._offset, self._connected, self._failing = 0, False, False
     self._sent: dict[str, int] = {}
     self._looked = -PICTURES_S
@@ -259,7 +259,7 @@ class Sender:
       return
     self._looked = now
     step, names = self._tracker.kept.pictures
-    for at, name, path in sorted(pictures(os.path.join(self._run.model_dir, "media"))):
+    for at, name, path in sorted(pictures(os.path.join(self._run.model_dir, layout.MEDIA))):
       if at > step or (at == step and name not in names):
         self._tracker.show(name, at, path)
         step, names = at, [name] if at > step else [*names, name]
@@ -296,7 +296,7 @@ class Sender:
   def _keep(self, **changes: Any) -> None:
     kept = dataclasses.replace(self._tracker.kept, **changes)
     self._tracker.kept = kept
-    tf.io.gfile.makedirs(os.path.dirname(self._path))
+    files.make_folder(os.path.dirname(self._path))
     files.atomic_write(self._path, json.dumps(dataclasses.asdict(kept)) + "\n")
 
 
@@ -320,7 +320,7 @@ def pictures(folder: str) -> Iterator[tuple[int, str, str]]:
 
 def newest_checkpoint(model_dir: str) -> str:
   """Returns the path of the newest complete checkpoint, or ""."""
-  return next(reversed(list_checkpoints(os.path.join(model_dir, "checkpoints"))), "")
+  return next(reversed(list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS))), "")
 
 
 def require_no_password(what: str, url: str | None) -> None:

@@ -41,6 +41,7 @@ class Process:
       self.global_step = tf.Variable(
         step, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
       )
+    os.makedirs(model_dir, exist_ok=True)
     self.log = MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
     self.log.trim(step)
     self.actions = made_actions
@@ -281,7 +282,7 @@ def test_a_worker_that_is_not_chief_takes_part_and_writes_nothing(model_dir, mon
   process.evaluate(10, {"accuracy": 0.5})
   process.evaluate(20, {"accuracy": 0.4})
   assert len(writes) == 1
-  assert not os.path.exists(model_dir)
+  assert os.listdir(model_dir) == []
   assert not tf.io.gfile.exists(f"{writes[0]}.index")
 
 

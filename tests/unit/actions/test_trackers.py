@@ -34,6 +34,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def model_dir(tmp_path):
+  (tmp_path / "run").mkdir()
   return str(tmp_path / "run")
 
 

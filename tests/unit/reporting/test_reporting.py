@@ -37,6 +37,7 @@ class Clock:
 
 @pytest.fixture
 def path(tmp_path):
+  (tmp_path / "run").mkdir()
   return str(tmp_path / "run" / "metrics.jsonl")
 
 

@@ -271,9 +271,9 @@ def test_a_second_run_is_refused_while_the_first_lives(another_machine):
 
 
 def test_two_that_start_at_once_do_not_both_own(monkeypatch):
-  monkeypatch.setattr(ownership.Owner, "_read", lambda self: None)
   with owned():
     place = remote.RemoteOwner(Store(URL), str(folder().parent / "second"))
+    monkeypatch.setattr(place, "_read", lambda: None)
     (folder().parent / "second").mkdir()
     with pytest.raises(ConfigError, match="is in use by another process"):
       place.claim()

@@ -281,7 +281,7 @@ def test_a_run_begins_there_and_does_not_go_back(tmp_path):
 
   whole = train("whole", 4)
   train("parts", 2)
-  assert (tmp_path / "parts" / warm_start.REPORT).read_text().splitlines() == [
+  assert (tmp_path / "parts" / "warm_start.txt").read_text().splitlines() == [
     f"warm start from {folder}/checkpoints/ckpt-7: 2 of 2 variables, 4 of 4 parameters",
     "",
     "matched            line/head/kernel  float32 [3, 1]",
