@@ -21,6 +21,8 @@ import time
 import numpy as np
 import tensorflow as tf
 
+from framework.saving.checkpoints import START
+
 ROOT = pathlib.Path(__file__).parents[1]
 TIMES = ("wall_time", "input_wait_s", "start_s", "communication_s")
 RATES = ("examples_per_second", "steps_per_second")
@@ -99,8 +101,9 @@ def differences(whole: pathlib.Path, broken: pathlib.Path, step: int) -> list[st
   ]
   paths = [str(folder / "checkpoints" / f"ckpt-{step}") for folder in (whole, broken)]
   first, second = map(tf.train.load_checkpoint, paths)
-  names = set(first.get_variable_to_shape_map()) - {"_CHECKPOINTABLE_OBJECT_GRAPH"}
-  if names ^ set(second.get_variable_to_shape_map()) - {"_CHECKPOINTABLE_OBJECT_GRAPH"}:
+  apart = {"_CHECKPOINTABLE_OBJECT_GRAPH", START}  # the second is each process's own
+  names = set(first.get_variable_to_shape_map()) - apart
+  if names ^ set(second.get_variable_to_shape_map()) - apart:
     found.append("the checkpoints have different tensors")
   same = (np.array_equal(first.get_tensor(name), second.get_tensor(name)) for name in sorted(names))
   return found + [f"{n} differs" for n, equal in zip(sorted(names), same, strict=True) if not equal]

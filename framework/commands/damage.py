@@ -14,7 +14,6 @@ import struct
 from collections.abc import Iterator, Mapping
 
 from framework.backend import bounded
-from framework.commands import folders
 from framework.commands.folders import CHECKPOINTS, CONFIG, HISTORY, METRICS, Lines, Run
 from framework.errors import ConfigError
 from framework.run_folder import layout

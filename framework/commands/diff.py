@@ -34,11 +34,11 @@ def run(parsed: Parsed) -> int:
 def sections(run: folders.Run) -> dict[str, Mapping[str, str]]:
   """Returns what is compared: title -> name -> value."""
   config = {name: told for name, told in run.values("config").items() if "; from step " in told}
-  commit = {"commit of the task": told for told in run.values("commit").values() if told}
+  commit = run.values("commit").get("commit")
   return {
     "bindings": {**run.bindings, **config},
     "data": run.values("data"),
-    "versions": {**run.values("versions"), **commit},
+    "versions": {**run.values("versions"), **({"commit of the task": commit} if commit else {})},
     "results": results(run),
   }
 

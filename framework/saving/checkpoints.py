@@ -36,9 +36,9 @@ _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _COPIES = "/_trainable_variables/"
 """In the key of a copy of the weights, which checkpoints of earlier versions have."""
-START = "start"
-"""What a checkpoint calls the line of history.jsonl that tells how it was trained."""
 _STATE_OF = "{}/.ATTRIBUTES/py_state"
+START = _STATE_OF.format("start")
+"""Key of the id of the line in history.jsonl that tells how a checkpoint was trained."""
 _NO_DAMAGE = (
   tf.errors.AbortedError,
   tf.errors.CancelledError,
@@ -108,7 +108,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
     self._known = None if starts is None else {*starts, start}
     self._require = require
-    self._states = {"actions": actions, START: _Text(start) if start else None}
+    self._states = {"actions": actions, "start": _Text(start) if start else None}
     self._track(self._states)
     _ = self._checkpoint.save_counter  # created on first use; must exist before the first restore
 
@@ -386,8 +386,7 @@ class CheckpointManager(tf.train.CheckpointManager):
 
   def _refuse_unknown(self, path: str, reader: Any) -> None:
     """Raises a ConfigError for a checkpoint of a start that history.jsonl does not have."""
-    key = _STATE_OF.format(START)
-    start = reader.get_tensor(key).decode() if reader.has_tensor(key) else ""
+    start = reader.get_tensor(START).decode() if reader.has_tensor(START) else ""
     if start and self._known is not None and start not in self._known:
       raise ConfigError(
         f"checkpoint {path} was written by a start that {layout.HISTORY} does not have: the file "

@@ -75,9 +75,9 @@ def starts(model_dir: str) -> set[str]:
 
 def changed_versions(model_dir: str) -> str:
   """Returns how the versions differ from those of the last start, in words; "" if not (host)."""
-  before = (records(model_dir) or [{}])[-1].get("versions")
-  now = versions()
-  names = [n for n in now if isinstance(before, Mapping) and before.get(n, now[n]) != now[n]]
+  last, now = (records(model_dir) or [{}])[-1].get("versions"), versions()
+  before = last if isinstance(last, Mapping) else {}
+  names = [name for name in now if before.get(name, now[name]) != now[name]]
   return ", ".join(f"{name} {before[name]}, now {now[name]}" for name in names)
 
 

@@ -740,7 +740,8 @@ def test_a_folder_that_cannot_hold_logs():
   with pytest.raises(ConfigError) as caught:
     run_local(command=["true"], model_dir="gs://bucket/x", workers=1)
   assert str(caught.value) == (
-    "model_dir is 'gs://bucket/x', but a local cluster writes its logs there: give a folder on disk."
+    "model_dir is 'gs://bucket/x', but a local cluster writes its logs there: give a folder on "
+    "disk."
   )
   Path("file").touch()
   with pytest.raises(ConfigError) as caught:

@@ -270,7 +270,8 @@ def _environment(runs: Sequence[Shown]) -> Iterator[str]:
   for run in known:
     last = run.starts[-1]
     about = {name: str(last[name]) for name in ("time", "command", "commit") if last.get(name)}
-    columns.append({"starts": str(len(run.starts)), **about, **texts(last.get("versions"))})
+    versions = run.run.values("versions") if run.run else texts(last.get("versions"))
+    columns.append({"starts": str(len(run.starts)), **about, **versions})
   names = list(dict.fromkeys(name for column in columns for name in column))
   if known:
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]

@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import s3_server
+import tensorflow as tf
 
 import framework
 from benchmarks import comparison, trials_task
@@ -18,9 +19,10 @@ from framework import commands, configurables
 from framework.backend import stores
 from framework.backend.files import StorageError
 from framework.backend.stores import Store, StoreError
+from framework.commands import folders
 from framework.errors import ConfigError
 from framework.run import restored, run
-from framework.saving import mirror, ownership, remote, weight_files
+from framework.saving import mirror, remote, weight_files
 from framework.saving.mirror import Mirror, Record
 
 URL = "memory://bucket/runs/digits"
@@ -258,6 +260,55 @@ def test_names_that_leave_the_folder_are_not_downloaded(tmp_path):
   assert mirror.whole(listing) == {"metrics.jsonl"}
 
 
+@pytest.mark.parametrize("gone", ["store", "local"])
+def test_a_run_that_is_removed_in_the_middle_is_not_uploaded_again(gone):
+  """Nor is what the store has removed because the local folder is gone."""
+  line = "was removed, at least owner.json" if gone == "store" else "was removed while the run used"
+
+  def remove():
+    if gone == "store":
+      fsspec.filesystem("memory").rm("/bucket/runs/digits", recursive=True)
+    else:
+      shutil.rmtree(folder())
+
+  opened = remote.place(URL).opened(training=True, export=False)
+  with pytest.raises(ConfigError, match=line), opened as (_, holder, changed):  # noqa: PT012
+    work(folder(), 1)
+    changed()
+    while "checkpoints/checkpoint" not in Record(str(folder())).files:  # the last of an upload
+      time.sleep(0.02)
+    remove()
+    changed()
+    for _ in range(500):
+      holder.require()
+      time.sleep(0.02)
+  assert ("checkpoints/ckpt-1.index" in contents()) == (gone == "local")
+  assert (folder() / "checkpoints/ckpt-1.index").exists() == (gone == "store")
+  assert "owner.json" not in contents()
+
+
+@pytest.mark.parametrize(
+  ("path", "url"),
+  [
+    ("s3:/b/x", "s3://b/x"), ("gs:/b", "gs://b"), ("s3:b/x", "s3://b/x"), ("s3//b/x", "s3://b/x"),
+    ("file:/x", "file:///x"), ("http:/x", "http://x"), ("mine:/x", "mine://x"),
+  ],
+)  # fmt: skip
+def test_a_url_with_a_slash_too_few_is_no_folder(path, url, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  remedy = rf"'{path}' has no '://' and begins like a URL; write '{url}' for a URL, or './{path}' f"
+  for use in (remote.place, remote.local_copy, folders.local):
+    with pytest.raises(ConfigError, match=remedy):
+      use(path)
+  assert os.listdir(tmp_path) == []
+  assert isinstance(remote.place(f"./{path}"), remote.Local)
+
+
+@pytest.mark.parametrize("path", ["c:/x", "runs/s3:/x", "gs", "gs/x", "s3runs/x", "a:b"])
+def test_other_paths_with_a_colon_are_folders(path):
+  assert remote.place(path).folder == path
+
+
 def test_a_second_run_is_refused_while_the_first_lives(another_machine):
   with owned():
     assert contents()["owner.json"]
@@ -433,6 +484,10 @@ def test_several_processes_are_refused():
     ("foo://b/run", "has the scheme 'foo', which fsspec does not know; use s3://, gs://"),
     ("sftp://me:word@host/run", "'host/run' has a password before '@', which would appear in logs"),
     ("memory://b/run*", "is a wildcard"),
+    ("s3:///x", "'s3:///x' has no bucket"),
+    ("gs://", "'gs://' has no bucket"),
+    ("://x", "'://x' has no scheme"),
+    ("github://a/b", "cannot use 'github://a/b' (TypeError"),
   ],
 )
 def test_a_url_that_cannot_be_used_is_one_line(url, told):
@@ -475,13 +530,14 @@ def test_gin_files_are_read_from_a_store():
 
 
 def test_ls_and_diff_read_runs_in_a_store(capsys, tmp_path):
+  tf.train.Checkpoint(v=tf.Variable(tf.zeros([749_000]))).write(str(tmp_path / "ckpt-9"))
   for name, loss in (("a", 0.5), ("b", 0.25)):
     line = {"step": 9, "split": "eval", "wall_time": 1.0, "loss": loss}
     store = Store(f"memory://bucket/runs/{name}")
     store.write("metrics.jsonl", f"{json.dumps(line)}\n".encode())
     store.write("operative_config.gin", b"run.train_steps = 9\n")
-    store.write("checkpoints/ckpt-9.index", b"i" * 10)
-    store.write("checkpoints/ckpt-9.data-00000-of-00001", b"d" * 2_999_900)
+    for path in tmp_path.glob("ckpt-9.*"):
+      store.put(f"checkpoints/{path.name}", str(path))
   assert commands.main(["loopwright", "ls", "memory://bucket/runs/"]) == 0
   rows = [re.split(r"  +", row) for row in capsys.readouterr().out.splitlines()[1:]]
   assert [(row[0], *row[1:4], row[5]) for row in rows] == [
