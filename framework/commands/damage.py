@@ -61,7 +61,8 @@ def _of_checkpoints(run: Run) -> Iterator[str]:
   steps = layout.checkpoint_steps(run.path)
   for step in steps:
     with contextlib.suppress(FileNotFoundError):  # removed just now, by a run that goes on
-      if fault := _of_checkpoint(os.path.join(top, f"ckpt-{step}")):
+      path = os.path.join(top, f"ckpt-{step}")
+      if (fault := _of_checkpoint(path)) and os.path.lexists(f"{path}.index"):
         yield fault
   if run.is_running():
     return
@@ -81,7 +82,7 @@ def _of_checkpoint(path: str) -> str:
   try:
     index = bounded.content(f"{path}.index", "an index", max_bytes=_MAX_INDEX, remedy="restore it")
   except ConfigError:
-    return "" if not os.path.lexists(f"{path}.index") else f"'{path}.index' cannot be read."
+    return f"'{path}.index' cannot be read."
   try:
     needed = _needed(index)
   except (ValueError, LookupError, struct.error):

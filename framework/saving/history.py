@@ -24,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework.backend import files, modules, redaction
+from framework.backend import files, json_lines, modules, redaction
 from framework.errors import ConfigError
 from framework.run_folder import layout
 
@@ -109,13 +109,11 @@ def records(model_dir: str) -> list[dict[str, Any]]:
   path = os.path.join(model_dir, layout.HISTORY)
   if not tf.io.gfile.exists(path):
     return []
-  try:
-    found = [json.loads(line) for line in files.read(path).splitlines()]
-    if all(isinstance(record, dict) for record in found):
-      return found
-  except ValueError:
-    pass
-  raise ConfigError(f"{path!r} is damaged; restore it, or move it away to go on without it.")
+  lines = files.read(path).splitlines()
+  found = [record for line in lines if (record := json_lines.parsed(line)) is not None]
+  if len(found) < len(lines):
+    raise ConfigError(f"{path!r} is damaged; restore it, or move it away to go on without it.")
+  return found
 
 
 def described(arguments: Mapping[str, Any]) -> dict[str, str]:
