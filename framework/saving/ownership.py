@@ -97,7 +97,7 @@ class Owner:
   def require(self) -> None:
     """Raises a ConfigError unless the folder is still there, and this process's (host, any thread).
 
-    Cheap enough to come before each write: with a lock, 5 us on a local disk.
+    Cheap enough to come before each write: with a lock, about 20 us on a local disk.
     """
     if self._lost is None and not (self._locked and self._is_still()):
       self._require_own()
