@@ -9,6 +9,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from framework.backend import output
+
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ctrl-C"}
 owns_process = False
 """Whether the process is a command's own, as launch.py's, and not a notebook's.
@@ -27,7 +29,12 @@ def handled(handler: Callable[[int, object], None], *, wakes: socket.socket) -> 
   """
   wakeup = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
   heard = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
-  before = {number: signal.signal(number, handler) for number in heard}
+
+  def hurried(number: int, frame: object) -> None:
+    output.hurry()
+    handler(number, frame)
+
+  before = {number: signal.signal(number, hurried) for number in heard}
   try:
     yield
   finally:
@@ -46,6 +53,7 @@ class StopSignals:
   def __init__(self) -> None:
     """Notices nothing yet."""
     self.number: signal.Signals | None = None
+    self._presses = 0
 
   @property
   def name(self) -> str:
@@ -56,7 +64,8 @@ class StopSignals:
   def noticed(self, say: Callable[[str], None]) -> Iterator[None]:
     """Notices signals in the `with`, if this is the main thread (host).
 
-    A second Ctrl-C raises KeyboardInterrupt, or ends the process. Signals that are ignored, as with
+    A second Ctrl-C raises KeyboardInterrupt, or ends the process; after SIGTERM, too, it takes two.
+    Signals that are ignored, as with
     nohup, stay ignored.
 
     Args:
@@ -78,21 +87,24 @@ class StopSignals:
       watcher.join()
 
   def _handle(self, number: int, _: object) -> None:
-    again = self.number is not None
     self.number = self.number or signal.Signals(number)
-    if again and number == signal.SIGINT:
+    self._presses += number == signal.SIGINT
+    if number == signal.SIGINT and self._presses > 1:
       raise KeyboardInterrupt
 
   def _watch(self, ours: socket.socket, say: Callable[[str], None]) -> None:
     interrupts = 0
     with ours:
       while received := ours.recv(1):
-        interrupts += received[0] == signal.SIGINT
-        if received[0] == signal.SIGINT and interrupts == 1:
+        output.hurry()
+        if received[0] != signal.SIGINT:
+          continue
+        interrupts += 1
+        if interrupts == 1:
           say(
             "Ctrl-C: saving after this loop of steps or evaluation batch; press it again to end at "
             "once"
           )
-        elif interrupts > 1 and owns_process:
-          os.write(2, b"interrupted\n")
+        elif owns_process:
+          output.put_now(2, b"interrupted\n")
           os._exit(130)

@@ -1,7 +1,6 @@
 """The process of a command: its signals and its end."""
 
 import atexit
-import contextlib
 import logging
 import os
 import signal
@@ -22,7 +21,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
     _leave_process_1()
   from framework.backend import output, signals
 
-  sys.stdout, sys.stderr = output.Lasting(sys.stdout), output.Lasting(sys.stderr)
+  output.open_standard_streams()
   for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) is not signal.SIG_IGN:
       signal.signal(number, end_at_once)
@@ -41,8 +40,9 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
 
 def end_at_once(number: int, _: object) -> None:
   """Handles a signal while there is nothing to save; during training, Session handles it."""
-  with contextlib.suppress(OSError):
-    os.write(2, f"{signal.Signals(number).name}: exited, nothing to save\n".encode())
+  from framework.backend import output
+
+  output.put_now(2, f"{signal.Signals(number).name}: exited, nothing to save\n".encode())
   os._exit(75)
 
 

@@ -32,7 +32,7 @@ from functools import partial
 from typing import IO, TextIO
 
 from framework.backend import redaction, stores
-from framework.backend.output import outlasting
+from framework.backend.output import Lasting, outlasting
 from framework.backend.signals import handled
 from framework.errors import ConfigError
 from framework.run_folder import layout
@@ -152,7 +152,7 @@ class LocalCluster:
 
   def __post_init__(self) -> None:
     """Starts nothing yet."""
-    self._restarts = self._clashes = 0
+    self._restarts = self._clashes = self._presses = 0
     self._selector = selectors.DefaultSelector()
     self._processes: list[Process] = []
     self._ends: collections.deque[Process] = collections.deque()
@@ -297,12 +297,15 @@ class LocalCluster:
       _say(f"[{process.name}] {line}")
 
   def _pass_on(self, number: int) -> None:
-    """Handles a signal to this process; Ctrl-C after another signal kills at once."""
-    again = self._stopping is not None
-    if number == signal.SIGINT or not again:
-      self._stopping = number
-    self._limit(0 if again and number == signal.SIGINT else self.grace_s)
+    """Handles a signal to this process; a second Ctrl-C kills at once."""
+    again, self._stopping = self._stopping is not None, self._stopping or number
+    self._presses += number == signal.SIGINT
+    if self._presses > 1:
+      self._stopping = signal.SIGINT
+    self._limit(0 if self._presses > 1 else self.grace_s)
     if again:
+      if number == signal.SIGINT and self._presses == 1:
+        _say("Ctrl-C: the processes are saving; press it again to end at once")
       return
     # The chief saves the variables of the parameter servers, so servers and workers end after it.
     for process in self._processes[:1] if self.ps else self._processes:
@@ -510,6 +513,9 @@ def _say(line: str) -> None:
 
 
 def _write(stream: TextIO, line: bytes) -> None:
+  if isinstance(stream, Lasting):
+    stream.put(line + b"\n")
+    return
   with outlasting(stream):
     stream.flush()
     stream.buffer.write(line + b"\n")

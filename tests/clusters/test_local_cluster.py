@@ -549,14 +549,22 @@ def test_a_second_interrupt_does_not_wait_at_all(parent):
   assert all_end(pids)
 
 
-def test_an_interrupt_after_sigterm_does_not_wait_for_the_grace(parent):
+def test_two_interrupts_after_sigterm_do_not_wait_for_the_grace(parent):
+  """One alone must not end it: the processes are saving."""
   one = parent("on(signal.SIGTERM, lambda: mark(f'heard.{me}')); here(); forever()", grace_s=1000)
   pids = one.pids("worker-0", "worker-1")
   one.send(signal.SIGTERM)
   one.wait_for("heard.worker-0", "heard.worker-1")
   one.send(signal.SIGINT)
+  time.sleep(0.5)
+  assert one.popen.poll() is None
+  one.send(signal.SIGINT)
   status, _, err = one.end()
-  assert (status, err.splitlines()[-1]) == (130, "interrupted")
+  assert status == 130
+  assert err.splitlines()[-2:] == [
+    "Ctrl-C: the processes are saving; press it again to end at once",
+    "interrupted",
+  ]
   assert all_end(pids)
 
 

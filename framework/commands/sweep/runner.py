@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from optuna.trial import TrialState
 
+from framework.backend import output
 from framework.commands import folders
 from framework.commands.sweep.jobs import Command, Job, Slot
 from framework.commands.sweep.results import told
@@ -139,19 +140,28 @@ class Runner:
 
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-  """Raises Preempted at SIGTERM or SIGHUP, once; further ones do not disturb the saving."""
+  """Raises Preempted at SIGTERM or SIGHUP, once; neither further ones nor one Ctrl-C then disturb.
+
+  A second Ctrl-C does: the trials end without saving.
+  """
   if threading.current_thread() is not threading.main_thread():
     yield
     return
 
+  def pressed(*_: object) -> None:
+    signal.signal(signal.SIGINT, before[signal.SIGINT])
+    _say("Ctrl-C: the trials are saving; press it again to end at once")
+
   def stop(number: int, _: object) -> None:
-    for each in before:
+    output.hurry()
+    for each in heard:
       signal.signal(each, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, pressed)
     name = signal.Signals(number).name
     raise Preempted(f"{name}: stopped, the trials are saved; the same command goes on")
 
   heard = (signal.SIGTERM, signal.SIGHUP)
-  before = {each: signal.getsignal(each) for each in heard}
+  before = {each: signal.getsignal(each) for each in (*heard, signal.SIGINT)}
   try:
     for each in heard:
       if before[each] is not signal.SIG_IGN:

@@ -4,18 +4,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from framework.backend import signals
+from framework.backend import output, signals
 
 REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def a_shells_foreground():
+def a_shells_foreground(monkeypatch):
+  monkeypatch.setattr(output, "_hurried", threading.Event())  # only this test's process ends
   before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
   yield
   signal.signal(signal.SIGINT, before)
@@ -32,6 +34,19 @@ def test_a_second_ctrl_c_interrupts_and_the_first_is_explained_once():
     "Ctrl-C: saving after this loop of steps or evaluation batch; press it again to end at once"
   ]
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_after_another_signal_it_takes_two_presses_too():
+  """One may come by mistake, 0.1 s later; the run is saving."""
+  said, stop = [], signals.StopSignals()
+  with stop.noticed(said.append):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert (stop.number, stop.name) == (signal.SIGTERM, "SIGTERM")
+    with pytest.raises(KeyboardInterrupt):
+      os.kill(os.getpid(), signal.SIGINT)
+  assert len(said) == 1
 
 
 def test_ignored_signals_stay_ignored():
