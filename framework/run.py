@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import os
+import re
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +23,9 @@ from absl import logging
 
 from framework import configurables, forensics
 from framework.actions.base import Action
-from framework.backend import randomness
+from framework.backend import bounded, randomness
 from framework.builder import Recipe, batch_size_on, made_strategy, made_task, set_globals
-from framework.errors import ConfigError, require_integer, unknown
+from framework.errors import ConfigError, printable, require_integer, unknown
 from framework.evaluator import Evaluator
 from framework.inputs.fingerprint import fingerprint
 from framework.inputs.parts import Sources
@@ -368,6 +369,15 @@ def require_writable(model_dir: str) -> None:
       f"model_dir is {model_dir!r}; TensorFlow reads *, ?, [ and ] as wildcards and does not find "
       "the files again: choose a name without them."
     )
+  if printable(model_dir) != model_dir:
+    raise ConfigError(f"model_dir is {model_dir!r}; it must be printable text in UTF-8.")
+  up = re.match(rf"(.*{os.sep})?\.\.(?={os.sep}|$)", model_dir, re.DOTALL)
+  if up and not _is_plain(up[0]):
+    raise ConfigError(  # TensorFlow takes a/../b for b, the system does not
+      f"model_dir is {model_dir!r}, in which '..' follows a link, or no folder; write "
+      f"{os.path.normpath(model_dir)!r}."
+    )
+  bounded.require_plain(model_dir)
   layout.require_no_links(model_dir)
   probe = os.path.join(model_dir, layout.PROBE)
   try:
@@ -381,3 +391,9 @@ def require_writable(model_dir: str) -> None:
       f"cannot write to model_dir {model_dir!r} ({type(error).__name__}); "
       "set --model_dir to a writable folder."
     ) from error
+
+
+def _is_plain(folder: str) -> bool:
+  """Whether a folder with ".." in its path is there, and is what the path says without links."""
+  plain = os.path.normpath(folder)
+  return os.path.isdir(folder) and os.path.isdir(plain) and os.path.samefile(folder, plain)

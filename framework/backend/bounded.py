@@ -67,6 +67,21 @@ def require_file(path: str, what: str) -> int:
   return found.st_size
 
 
+def require_plain(folder: str) -> None:
+  """Raises a ConfigError if something in a folder is a pipe, a socket or a device (any context).
+
+  A reader or a writer of it could wait without end.
+  """
+  with contextlib.suppress(OSError):  # it is not there yet
+    for entry in os.scandir(folder):
+      with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        kind = stat.S_IFMT(os.stat(entry.path).st_mode)
+        if kind not in (stat.S_IFREG, stat.S_IFDIR):
+          raise ConfigError(
+            f"{entry.path!r} is {_KINDS.get(kind, 'a device')}, not a file; remove it."
+          )
+
+
 def require_bytes(path: str, needed: int, max_bytes: int) -> None:
   """Raises a ConfigError if reading a file would take more than `max_bytes` of memory."""
   if needed > max_bytes:

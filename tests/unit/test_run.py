@@ -30,7 +30,7 @@ from framework.inputs import datasets
 from framework.inputs.sources import ArraySource, StreamSource
 from framework.metrics import REPORTED, Loss, weighted_sum
 from framework.reporting.progress import format_number
-from framework.run import run
+from framework.run import require_writable, run
 from framework.saving.checkpoints import CheckpointManager
 from framework.strategies import factories
 from framework.task import Task
@@ -657,3 +657,30 @@ def test_a_wrong_argument_is_refused_before_anything_is_written(options, message
   with pytest.raises(ConfigError, match=message):
     start(tmp_path / "run", **options)
   assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".writable", "history.jsonl"])
+def test_a_pipe_in_the_run_folder_is_refused(tmp_path, name):
+  """A reader of it would wait without end."""
+  os.mkfifo(tmp_path / name)
+  with pytest.raises(ConfigError) as caught:
+    require_writable(str(tmp_path))
+  assert str(caught.value) == f"'{tmp_path / name}' is a pipe, not a file; remove it."
+
+
+def test_a_folder_that_tensorflow_and_the_system_do_not_find_alike(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  Path("x/deep").mkdir(parents=True)
+  Path("link").symlink_to("x/deep")
+  for wrong, plain in {"x/no/../y": "x/y", "link/../y": "y", "no/../y": "y"}.items():
+    with pytest.raises(ConfigError) as caught:
+      require_writable(wrong)
+    assert str(caught.value) == (
+      f"model_dir is {wrong!r}, in which '..' follows a link, or no folder; write {plain!r}."
+    )
+    assert sorted(os.listdir()) == ["link", "x"]
+  require_writable("x/deep/../y")
+  require_writable("a..b")
+  assert (sorted(os.listdir("x")), os.path.isdir("a..b")) == (["deep", "y"], True)
+  with pytest.raises(ConfigError, match=r"^model_dir is 'a\\udcff'; it must be printable text"):
+    require_writable("a\udcff")
