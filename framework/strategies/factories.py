@@ -13,8 +13,8 @@ from absl import logging
 from tensorflow.python.framework import kernels
 
 from framework.errors import ConfigError, require_integer, require_positive, unknown
-from framework.strategies import rendezvous, resolvers, servers
-from framework.strategies.cluster import Cluster, workers
+from framework.strategies import proxies, rendezvous, resolvers, servers
+from framework.strategies.cluster import Cluster, ClusterError, workers
 from framework.strategies.model_parallel import ModelParallelStrategy, make_mesh
 
 CrossDeviceOps = Literal[
@@ -141,11 +141,17 @@ def multi_worker_mirrored(
   )
   peers, index = workers(found)
   cluster = Cluster(strategy=tf.distribute.get_strategy(), index=index, peers=tuple(peers))
+  options = tf.distribute.experimental.CommunicationOptions(implementation=choices[communication])
   # TensorFlow's own limit is start_timeout_s, and its error names the worker.
   with cluster.blaming(lambda: 0), rendezvous.ending_after(start_timeout_s + _GRACE_S):
-    return tf.distribute.MultiWorkerMirroredStrategy(
-      found, tf.distribute.experimental.CommunicationOptions(implementation=choices[communication])
-    )
+    try:
+      return tf.distribute.MultiWorkerMirroredStrategy(found, options)
+    except tf.errors.DeadlineExceededError as error:
+      raise ClusterError(
+        f"TensorFlow did not connect {peers[index]} with the other workers within "
+        f"{start_timeout_s:g} s, although they answer: look for a proxy in the environment, or a "
+        "firewall, between them"
+      ) from error
 
 
 def tpu(
@@ -169,6 +175,7 @@ def tpu(
   """
   remedy = "give 'local' on a TPU VM, a TPU's name with zone and project, or 'grpc://host:port'"
   if address.startswith("grpc://"):
+    proxies.avoid([address.removeprefix("grpc://")])
     rendezvous.require_answer(address.removeprefix("grpc://"), timeout_s=start_timeout_s)
   try:
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(

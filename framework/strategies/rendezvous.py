@@ -25,7 +25,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
 from framework.errors import ConfigError, is_the_users
-from framework.strategies import meeting, wire
+from framework.strategies import meeting, proxies, wire
 from framework.strategies.cluster import ClusterError, ClusterResolver, workers
 
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy")
@@ -86,6 +86,7 @@ def preflight(resolver: ClusterResolver, *, timeout_s: float) -> None:
     ConfigError: the facts or the cluster's secrets differ.
   """
   peers, index = workers(resolver)
+  proxies.avoid(peer.address for peer in peers)
   if len(peers) > 1:
     meeting.meet(peers, index, facts(), secret=wire.secret(), timeout_s=timeout_s)
 

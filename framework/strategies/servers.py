@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import logging
 
 from framework.errors import ConfigError, Preempted, require_integer, require_positive
-from framework.strategies import heartbeat, rendezvous
+from framework.strategies import heartbeat, proxies, rendezvous
 from framework.strategies.cluster import Cluster, ClusterError, ClusterResolver, Peer
 
 JOBS = ("chief", "worker", "ps")
@@ -234,6 +234,7 @@ def join(
       "partitioned; set both, for example min_shard_bytes = 262144."
     )
   _check_jobs(resolver)
+  proxies.avoid(peer.address for job in JOBS for peer in _peers(resolver, job))
   if resolver.task_type != "chief":
     return Server(resolver, start_timeout_s=start_timeout_s)
   workers, servers = _peers(resolver, "worker"), _peers(resolver, "ps")
