@@ -25,7 +25,7 @@ from framework import configurables, forensics
 from framework.actions.base import Action
 from framework.backend import bounded, randomness
 from framework.builder import Recipe, batch_size_on, made_strategy, made_task, set_globals
-from framework.errors import ConfigError, printable, require_integer, unknown
+from framework.errors import ConfigError, require_integer, unknown
 from framework.evaluator import Evaluator
 from framework.inputs.fingerprint import fingerprint
 from framework.inputs.parts import Sources
@@ -369,8 +369,8 @@ def require_writable(model_dir: str) -> None:
       f"model_dir is {model_dir!r}; TensorFlow reads *, ?, [ and ] as wildcards and does not find "
       "the files again: choose a name without them."
     )
-  if printable(model_dir) != model_dir:
-    raise ConfigError(f"model_dir is {model_dir!r}; it must be printable text in UTF-8.")
+  if any("\ud800" <= character <= "\udfff" for character in model_dir):  # bytes, for Python
+    raise ConfigError(f"model_dir is {model_dir!r}; its name must be text in UTF-8.")
   up = re.match(rf"(.*{os.sep})?\.\.(?={os.sep}|$)", model_dir, re.DOTALL)
   if up and not _is_plain(up[0]):
     raise ConfigError(  # TensorFlow takes a/../b for b, the system does not

@@ -682,5 +682,5 @@ def test_a_folder_that_tensorflow_and_the_system_do_not_find_alike(tmp_path, mon
   require_writable("x/deep/../y")
   require_writable("a..b")
   assert (sorted(os.listdir("x")), os.path.isdir("a..b")) == (["deep", "y"], True)
-  with pytest.raises(ConfigError, match=r"^model_dir is 'a\\udcff'; it must be printable text"):
+  with pytest.raises(ConfigError, match=r"^model_dir is 'a\\udcff'; its name must be text"):
     require_writable("a\udcff")
