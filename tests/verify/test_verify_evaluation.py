@@ -6,6 +6,7 @@ from defects import evaluation as defects
 from defects import kinds, right
 from defects.small import found, place, subject
 
+from framework import verify
 from framework.verify.checks import evaluation
 
 CHECKS = (defects.MODE, defects.PADDING, defects.ORDER, defects.SMALLER, *defects.ON_N)
@@ -45,6 +46,14 @@ def test_a_right_task(task):
 def test_a_sound_subject(name):
   results = evaluation.check(sound.SUBJECTS[name]())
   assert [(each.check, each.detail) for each in results if each.status != "passed"] == []
+
+
+@pytest.mark.whole
+def test_one_metric_is_one_failure():
+  """The training metric is found first; its cause and line are those of the evaluation."""
+  [failed] = verify.verify(subject(defects.LocalRecall), groups=("replicas", "evaluation")).failures
+  assert (failed.check, failed.cause) == ("same metrics on 2 replicas", defects.MIXED)
+  assert failed.place == place(defects.LocalRecall, "tf.matmul")
 
 
 def test_there_may_be_nothing_to_evaluate_on():

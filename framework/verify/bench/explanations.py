@@ -109,6 +109,12 @@ COUPLED = Explanation(
     "bincount",
   ),
 )
+RANKED = Explanation(
+  cause=COUPLED.cause,
+  remedy="ranks, recall at k and negatives see only the examples of their own replica and batch: "
+  "return PerExample(values, weight) and compare all examples in derived(), or collect the others "
+  "with step.all_gather in eval_step()",
+)
 PADDED = Explanation(
   cause="padded rows among the others",
   mixes_rows=True,

@@ -18,6 +18,7 @@ from framework.errors import ConfigError
 from framework.verify.bench import bench, row_mixing, source_lines, survey
 from framework.verify.bench.bench import Rows, Subject
 from framework.verify.bench.evaluated import Evaluated, Values, different
+from framework.verify.bench.explanations import RANKED
 from framework.verify.report import Result
 
 GROUP = "evaluation"
@@ -29,14 +30,12 @@ REPLICAS = (2, 3)
 STATISTICS = ("moving_mean", "moving_variance")
 """Variables of batch normalisation."""
 IN_TRAINING_MODE = "evaluation in training mode"
-MIXED = "examples that depend on one another"
+MIXED = RANKED.cause
 MEANS = "metric read in replica context"
 PADDING = "padding counts"
 ORDER = "metric depends on the order"
 REMEDIES = {
-  MIXED: "ranks, recall at k and negatives see only the examples of their own replica and batch: "
-  "return PerExample(values, weight) and compare all examples in derived(), or collect the others "
-  "with step.all_gather in eval_step()",
+  MIXED: RANKED.remedy,
   MEANS: "return sums over this replica's examples, (total, weight), as weighted_sum does: the "
   "framework divides once, by the weight of all batches and replicas",
   PADDING: "give rows of batch['weight'] 0 no part in it: weighted_sum(values, batch['weight']), "

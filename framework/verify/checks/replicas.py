@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from framework.backend import models
-from framework.verify.bench import held_state, source_lines
+from framework.verify.bench import held_state, row_mixing, source_lines
 from framework.verify.bench.bench import PLAIN, Bench, Outcome, Subject
 from framework.verify.bench.comparison import (
   LEAST,
@@ -37,6 +37,7 @@ from framework.verify.bench.explanations import (
   PADDING,
   PREDICTIONS,
   PYTHON_VALUE,
+  RANKED,
   REGULARISATION,
   REPLICA_FACTOR,
   STATEFUL,
@@ -154,6 +155,11 @@ class Several:
       logged = ", ".join(sorted(self.compared.reference["full batch"].metrics))
       return Result(group=GROUP, check=name, status="passed", detail=logged)
     case, detail = next(iter(wrong.items()))
+    if place := self._ranked(wrong):
+      return Result(
+        group=GROUP, check=name, status="failed", detail=f"{case}: {detail}", cause=RANKED.cause,
+        remedy=RANKED.remedy, place=place,
+      )  # fmt: skip
     return Result(
       group=GROUP, check=name, status="failed", detail=f"{case}: {detail}",
       cause="metric read in replica context",
@@ -161,6 +167,17 @@ class Several:
       "framework computes results and means over all replicas",
       place=source_lines.find(self.task, "metrics", "train_step", containing=RESULTS),
     )  # fmt: skip
+
+  def _ranked(self, wrong: Mapping[str, str]) -> str:
+    """Returns the line where a metric compares rows; "" if it is a mean of means, or read there.
+
+    A mean of the means of equal parts is right.
+    """
+    weights = set(self.compared.batch["weight"].tolist())
+    if "full batch" not in wrong or len(weights) > 1 or source_lines.mention(self.task, "result("):
+      return ""
+    rows = row_mixing.resized(self.compared.batch)
+    return row_mixing.place(self.compared.alone.graph(rows), len(rows["weight"]), self.task)
 
   def _diverged(
     self, name: str, replicas: int, outcomes: Mapping[str, Outcome],
