@@ -13,7 +13,12 @@ from framework.verify.bench.bench import Subject
 from framework.verify.checks import inputs
 
 CHECKS = [
-  *("source() repeats", "train and eval apart", "each example once"),
+  *(
+    "source() repeats",
+    "train and eval apart",
+    "statistics of training alone",
+    "each example once",
+  ),
   *("shared out to 2 and 3 workers", "evaluation repeats", "evaluation in batches of any size"),
   *("features", "weights", "finite features", "features vary", "label range"),
   *("labels in mixed order", "scale of features", "input keeps up with the step"),
@@ -51,7 +56,9 @@ def test_a_defect(name, monkeypatch):
   assert found[0].remedy
 
 
-@pytest.mark.parametrize("task", [*RIGHT, NoiseOfExamples, defects.Episodes])
+@pytest.mark.parametrize(
+  "task", [*RIGHT, NoiseOfExamples, defects.Episodes, defects.StandardisedByTraining]
+)
 @pytest.mark.fast(task=RIGHT[:1])
 def test_a_right_task(task):
   results = inputs.check(subject(task))

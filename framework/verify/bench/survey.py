@@ -56,7 +56,7 @@ NO_DIGESTS = Digests({}, True, 0, set())
 
 def numbering(source: Source | StreamSource) -> set[str]:
   """Returns the features that only number the examples: whole numbers at one distance of the id."""
-  batch = next(iter(_batches(source)))
+  batch = next(iter(batches(source)))
   ids = batch.pop("example_id")
   return {
     name
@@ -79,7 +79,7 @@ def digests(
   by_id: dict[int, bytes] = {}
   varying: set[str] = set()
   first: Rows = {}
-  total, timed = source.num_examples, Timed(_batches(source), seconds)
+  total, timed = source.num_examples, Timed(batches(source), seconds)
   for batch in timed:
     ids = batch.pop("example_id")
     batch.pop("weight", None)
@@ -143,7 +143,11 @@ def eval_source(task: Task) -> tuple[Source | StreamSource | None, str]:
   return next(iter(sources.values()), None), why
 
 
-def _batches(source: Source | StreamSource) -> Iterator[Rows]:
+def batches(source: Source | StreamSource) -> Iterator[Rows]:
+  """Yields the examples in batches, before preprocess(): a stream's once, others in random order.
+
+  The last batches may repeat examples.
+  """
   if isinstance(source, StreamSource):
     numbered = source.dataset.enumerate()
     named = numbered.map(as_written(lambda i, features: {**features, "example_id": i}))

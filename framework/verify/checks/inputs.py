@@ -7,6 +7,7 @@ out of range if the loss cannot use it, a feature is not scaled if the first los
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -23,7 +24,7 @@ from framework.inputs.datasets import padded_batch_size
 from framework.inputs.parts import main_source, of_one_shape
 from framework.inputs.sources import Source, StreamSource
 from framework.task import preprocess_of
-from framework.verify.bench import random_draws, seeded_rows, source_lines, survey
+from framework.verify.bench import fitted, random_draws, seeded_rows, source_lines, survey
 from framework.verify.bench.bench import Bench, Rows, Subject
 from framework.verify.bench.labels import Labels, Probe
 from framework.verify.bench.survey import Column, Survey
@@ -47,6 +48,7 @@ NOTICED_S = 0.005
 """An input that takes less time per batch is always accepted."""
 SOURCE = ("source",)
 PREPROCESS = ("preprocess", "source")
+FITTED = "statistics of the evaluation set"
 MIXING = (
   *("shuffle", "tf.gather(", "roll", "reverse", "[::-1]", "moments", "unique", "bincount", "sort"),
   *("reduce_", "tf.size", "[None, :]"),
@@ -59,7 +61,7 @@ def check(subject: Subject) -> list[Result]:
   reading = Reading(subject)
   return [
     *reading.sources(),
-    *reading.each_set(lambda: [reading.overlap()]),
+    *reading.each_set(lambda: [reading.overlap(), reading.statistics()]),
     *reading.pipeline(),
     *reading.each_set(reading.evaluation),
     *reading.contents(),
@@ -203,6 +205,22 @@ class Reading:
       ),
       values,
     )  # fmt: skip
+
+  def statistics(self) -> Result:
+    """Finds means and deviations of evaluation examples where those of training belong."""
+    name = "statistics of training alone"
+    if self.eval_source is None:
+      return _skipped(name, self.no_eval)
+    remedy = "compute them of source('train') alone; evaluation then uses the same numbers"
+    if place := fitted.reads_evaluation(self.task):
+      told = "what is fitted before training reads source('eval')"
+      return _failed(name, told, FITTED, remedy, place)
+    found = None
+    with contextlib.suppress(Exception):  # preprocess() may fail in evaluation: see below
+      found = fitted.find(self.task, self.source, self.eval_source, seconds=READ_S / 3)
+    if found:
+      return _failed(name, f"the task uses {found[0]}", FITTED, remedy, found[1])
+    return _passed(name, "no constant of the task is a mean or deviation of evaluation examples")
 
   # ---- Pipelines ----
 
