@@ -2,13 +2,15 @@
 
 import keras
 import pytest
-from defects import steps
+from defects import small, steps
 from defects.small import found, place, subject
 from test_verify_newcomers import on_two
 
 from framework import verify
 from framework.verify import consequences
-from framework.verify.checks import gradients, precision
+from framework.verify.bench.comparison import Comparison
+from framework.verify.checks import gradients, later_steps, precision
+from framework.verify.checks.own_optimizer import OwnOptimizer
 from framework.verify.report import Result
 
 SEVERAL = {"LogsOne": ("slow", "fast"), "Forgotten": ("first", "last")}
@@ -92,6 +94,37 @@ def test_a_step_may_log_one_of_its_two_optimizers():
   results = precision.check(subject_of(steps.LogsOne))
   assert [each.check for each in results] == ["gradient in float16", "gradient in bfloat16"]
   assert {each.status for each in results} == {"passed"}
+
+
+# ---- Rates
+
+EPOCHS = "epochs counted in local batches"
+
+
+def later(task, **options):
+  """The results of several steps with the own optimizer, without the search for what differs."""
+  chosen = subject(task, **options)
+  return list(
+    OwnOptimizer(Comparison(chosen, rows=chosen.divisible_rows)).same_with_options(alike=True)
+  )
+
+
+def test_a_rate_by_epochs_of_one_replica_is_named():
+  """400 // 12 steps on one replica, 400 // 6 on two: ten epochs end at step 330, and at 660."""
+  results = later(small.Small, optimizer=steps.sgd_by_local_epochs)
+  where = place(steps, "num_replicas_in_sync").replace("defects.steps.", "")
+  assert failures(results) == [("same rates and updates later on", EPOCHS, where)]
+  first = next(n for n in later_steps.RATE_NUMBERS if n > 330)
+  told = f"at step {first} the learning rate of 'default' is 0.001 on one replica and 0.01 on 2"
+  assert found(results, "same rates and updates later on").detail == told
+
+
+def test_a_loss_by_epochs_of_one_replica_is_named():
+  """An epoch is 4000 // 12 = 333 steps on one replica and 666 on two: at 512 they differ."""
+  results = later(steps.LocalEpochs)
+  where = place(steps.LocalEpochs, 'batch["x"].shape[0]')
+  assert failures(results) == [("same rates and updates later on", EPOCHS, where)]
+  assert found(results, "same rates and updates later on").detail.startswith("at step 512 on 2")
 
 
 # ---- Rows that depend on one another

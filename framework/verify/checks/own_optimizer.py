@@ -22,6 +22,7 @@ from framework.verify.bench.comparison import (
   normalisations,
 )
 from framework.verify.bench.explanations import BY_OPTION, KEPT_STATE, OPTIMIZER
+from framework.verify.checks.later_steps import LaterSteps
 from framework.verify.checks.order import LOCAL_CONDITION
 from framework.verify.report import Result
 
@@ -34,6 +35,7 @@ class OwnOptimizer:
   def __init__(self, compared: Comparison) -> None:
     """Takes the reference steps."""
     self.compared, self.task = compared, compared.task
+    self._later = LaterSteps(compared)
 
   def same_with_options(self, *, alike: bool) -> Iterator[Result]:
     """Checks several steps with all options on; if they differ, each option alone.
@@ -62,6 +64,7 @@ class OwnOptimizer:
         detail=f"{told}: relative difference {worst.worst:.1e}",
         values={str(replicas): each.worst for replicas, each in steps.items()},
       )  # fmt: skip
+      yield self._later.result()
     elif condition := self._local_condition():
       cause, remedy = LOCAL_CONDITION
       yield Result(
@@ -106,6 +109,8 @@ class OwnOptimizer:
       here.assign(self.compared.start)
       outcomes = [here.step(rows) for rows in order]
       ends[replicas] = dataclasses.replace(outcomes[-1], before=self.compared.start)
+      if replicas < 3:
+        self._later.take(replicas, here)
       if planted is not None:
         skips[replicas] = (here.step(planted), here.trainable)
     found: dict[Any, Any] = {
