@@ -61,12 +61,14 @@ def launch(values: flags.FlagValues) -> int:
 def verify(json_file: str | None) -> int:
   """Prints the results of all checks of the config in force; returns 1 if any check failed."""
   from framework import verify as checks
+  from framework.backend.native_log import without_remarks
 
   if json_file:
     _require_writable(json_file)
-  report = checks.verify(
-    checks.subject_of_config(), show=lambda text: print(f"{text}\n", flush=True)
-  )
+  with without_remarks():
+    report = checks.verify(
+      checks.subject_of_config(), show=lambda text: print(f"{text}\n", flush=True)
+    )
   print(report.count())
   if json_file:
     Path(json_file).write_text(report.json())
