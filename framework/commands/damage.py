@@ -25,9 +25,15 @@ _SHARDS, _SHARD, _OFFSET, _SIZE = 1, 3, 4, 5
 _WIDTHS = {1: 8, 5: 4}
 
 
-def faults(run: Run) -> list[str]:
-  """Returns a line for each thing that is damaged or missing; [] for a sound run (host)."""
-  return [*run.unreadable, *_of_files(run), *_of_checkpoints(run)]
+def faults(run: Run, name: str) -> list[str]:
+  """Returns a line for each thing that is damaged or missing; [] for a sound run (host).
+
+  Args:
+    run: see there.
+    name: what the user calls its folder, which may be the local copy of a URL.
+  """
+  found = [*run.unreadable, *_of_files(run), *_of_checkpoints(run)]
+  return [fault.replace(run.path, name) for fault in found]
 
 
 def _of_files(run: Run) -> Iterator[str]:

@@ -26,8 +26,9 @@ def run(parsed: Parsed) -> int:
     found = differences(sides[0][title], sides[1][title])
     rows += [[title if found else f"{title}: no difference", "", ""], *found]
   print("\n".join(ls.table(rows)))
-  for fault in [fault for run in runs for fault in damage.faults(run)]:
-    print(printable(f"{ls.DAMAGED}: {fault}"))
+  for run, name in zip(runs, parsed.arguments, strict=True):
+    for fault in damage.faults(run, name):
+      print(printable(f"{ls.DAMAGED}: {fault}"))
   return 0
 
 

@@ -44,7 +44,7 @@ class Row:
     last = [*run.evaluations.values()][-1:]
     return cls(
       name, run.step, run.train_steps, run.status(), run.best(), dict(*last),
-      time.time() - run.changed(), run.size(), damage.faults(run),
+      time.time() - run.changed(), run.size(), damage.faults(run, name),
     )  # fmt: skip
 
   def cells(self) -> Sequence[str]:

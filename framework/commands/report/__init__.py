@@ -42,6 +42,7 @@ def run(parsed: Parsed) -> int:
   for each in shown:
     for folder, top in tops.items():
       each.name = each.name.replace(folder, top)
+      each.faults = [fault.replace(folder, top) for fault in each.faults]
   written = page.html(shown, plotly=script)
   _write(parsed.values.output, written)
   print(parsed.values.output)

@@ -102,7 +102,7 @@ def read(path: str, name: str) -> Shown:
 
   nothing: Logged = ({}, {})
   shown.run = part(lambda: folders.Run(path), None)
-  shown.faults += damage.faults(shown.run) if shown.run else []
+  shown.faults += damage.faults(shown.run, path) if shown.run else []
   shown.curves, shown.budget = part(lambda: logged(folders.log(path)), nothing)
   shown.verify = part(lambda: _verified(os.path.join(path, VERIFY)), {})
   shown.media = part(lambda: _media(os.path.join(path, MEDIA), shown.faults), {})

@@ -308,7 +308,7 @@ def test_no_damage_of_an_index_ends_it():
     for _ in range(8):
       content[draws.randrange(len(content))] = draws.randrange(256)
     path.write_bytes(bytes(content))
-    damage.faults(folders.Run("r"))
+    damage.faults(folders.Run("r"), "r")
 
 
 def test_runs_are_in_the_order_of_their_numbers_and_can_be_chosen(capsys):
