@@ -9,7 +9,7 @@ from test_verify_newcomers import on_two
 from framework import verify
 from framework.verify import consequences
 from framework.verify.bench.comparison import Comparison
-from framework.verify.checks import gradients, later_steps, precision
+from framework.verify.checks import gradients, later_steps, order, precision
 from framework.verify.checks.own_optimizer import OwnOptimizer
 from framework.verify.report import Result
 
@@ -94,6 +94,25 @@ def test_a_step_may_log_one_of_its_two_optimizers():
   results = precision.check(subject_of(steps.LogsOne))
   assert [each.check for each in results] == ["gradient in float16", "gradient in bfloat16"]
   assert {each.status for each in results} == {"passed"}
+
+
+# ---- Averages
+
+FOLLOWS = "what assignments follow"
+
+
+def test_an_average_of_weights_before_their_update_is_noted():
+  results = order.check(subject_of(steps.Averaged))
+  assert failures(results) == []
+  told = found(results, FOLLOWS).detail
+  assert place(steps.Averaged, "step.assign(slow") in told
+  assert "follows fast/" in told
+  assert "before the update" in told
+
+
+def test_an_average_of_weights_after_their_update_is_noted():
+  told = found(order.check(subject_of(steps.AveragedAfter)), FOLLOWS).detail
+  assert told == "2 variables, none follows weights that the step updates afterwards"
 
 
 # ---- Rates

@@ -45,6 +45,7 @@ class Call:
     reduced: whether it gets gradients that are reduced.
     clipped: whether raw gradients are limited before it gets them.
     local: whether a condition (`when`), or the value of an assignment, is local.
+    early: the first trained variable whose value before the update an assignment follows; or "".
   """
 
   verb: str
@@ -55,6 +56,7 @@ class Call:
   reduced: bool = False
   clipped: bool = False
   local: bool = False
+  early: str = ""
 
   def __str__(self) -> str:
     """Returns the text for the pipeline."""
@@ -71,6 +73,8 @@ class Recording:
     self.task = task
     self._owner: Step | None = None
     self._known: dict[int, tuple[str, Any]] = {}
+    self._reads: list[tuple[Call, list[tf.Operation]]] = []
+    self._applies: list[tuple[tf.Operation, list[Any]]] = []
 
   def begins(
     self, step: Step, call: Call, tensors: Iterable[Any] = (), equal: Iterable[Any] = ()
@@ -92,6 +96,28 @@ class Recording:
     self._owner = self._owner or step
     if step is self._owner:
       self._known |= {id(t): (kind, t) for t in _tensors(values)}
+
+  def updates(self, step: Step, variables: Sequence[Any]) -> None:
+    """Notes that the first step updates some variables from here on."""
+    if step is self._owner:
+      self._applies.append((tf.no_op(), [(models.name(v), models.raw(v)) for v in variables]))
+
+  def follows(self, step: Step, call: Call, value: Any) -> None:
+    """Keeps the reads of variables from which the first step computes what it assigns."""
+    if step is self._owner:
+      _, operations = self._behind(_tensors([value]))
+      self._reads.append((call, [op for op in operations if op.type == "ReadVariableOp"]))
+
+  def find_early(self) -> None:
+    """Fills in `Call.early`, once the step is traced."""
+    for call, reads in self._reads:
+      for applied, variables in self._applies:
+        names = {id(_handle(variable)): name for name, variable in variables}
+        order = {op.name: number for number, op in enumerate(applied.graph.get_operations())}
+        outer = {id(inner): id(handle) for handle, inner in applied.graph.captures}
+        early = [op for op in reads if order.get(op.name, 0) < order[applied.name]]
+        found = (names.get(outer.get(id(op.inputs[0]), 0)) for op in early)
+        call.early = call.early or next(filter(None, found), "")
 
   def communicates(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> None:
     """Records a communication as part of the latest call."""
@@ -117,18 +143,21 @@ class Recording:
 
   def _origins(self, tensors: Sequence[tf.Tensor]) -> set[str]:
     """Returns the kinds of known tensors that some tensors are computed from, and operations."""
+    found, operations = self._behind(tensors)
+    return found | {operation.type for operation in operations}
+
+  def _behind(self, tensors: Sequence[tf.Tensor]) -> tuple[set[str], list[tf.Operation]]:
     found: set[str] = set()
-    seen: set[int] = set()
+    seen: dict[int, tf.Operation] = {}
     waiting = list(tensors)
     while waiting:
       tensor = waiting.pop()
       if id(tensor) in self._known:
         found.add(self._known[id(tensor)][0])
       elif id(tensor.op) not in seen:
-        seen.add(id(tensor.op))
-        found.add(tensor.op.type)
+        seen[id(tensor.op)] = tensor.op
         waiting += list(tensor.op.inputs)
-    return found
+    return found, list(seen.values())
 
   def step_class(self) -> type[Step]:
     """Returns a Step that reports to this recording."""
@@ -149,7 +178,9 @@ class Recording:
         return gradients, loss
 
       def assign(self, variable: Any, value: Any, *, when: Any = None) -> None:
-        recording.begins(self, Call("assign", models.name(variable)), equal=[value, when])
+        call = Call("assign", models.name(variable))
+        recording.begins(self, call, equal=[value, when])
+        recording.follows(self, call, value)
         super().assign(variable, value, when=when)
 
       def seed(self) -> tf.Tensor:
@@ -193,6 +224,7 @@ class Recording:
       ) -> None:
         what = "" if optimizer == "default" else optimizer
         recording.begins(self, Call("apply", what), gradients, equal=[finite])
+        recording.updates(self, self.variables(optimizer))
         super().apply(gradients, finite, optimizer)
 
     return Recorded
@@ -216,7 +248,13 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
     mock.patch.object(distribute_lib.ReplicaContextBase, "all_reduce", counted),
   ):
     here.step(subject.rows(here.task, rows))
+  recording.find_early()
   return recording, here
+
+
+def _handle(variable: Any) -> Any:
+  """Returns the handle of a variable's copy on the first replica."""
+  return getattr(variable, "values", [variable])[0].handle
 
 
 def communicated(counted: Sequence[int]) -> str:

@@ -69,7 +69,23 @@ def check(subject: Subject) -> list[Result]:
     f"({here.trainer.parts.reduction.describe()})",
     values={"bytes": counted},
   )  # fmt: skip
-  return [shown, total]
+  return [shown, total, *_followed(recorded.calls)]
+
+
+def _followed(calls: Sequence[Call]) -> list[Result]:
+  """Returns a note of what assignments follow, weights before or after their update."""
+  assigned = [call for call in calls if call.verb == "assign"]
+  if not assigned:
+    return []
+  early = [call for call in assigned if call.early]
+  detail = f"{len(assigned)} variables, none follows weights that the step updates afterwards"
+  if early:
+    first = early[0]
+    detail = (
+      f"{first.what} ({first.place}) follows {first.early} as it is before the update; if it must "
+      "follow the new value, assign after step.update()"
+    )
+  return [Result(group=GROUP, check="what assignments follow", status="passed", detail=detail)]
 
 
 def first_mistake(calls: Sequence[Call]) -> tuple[str, str, Call] | None:
