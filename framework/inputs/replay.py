@@ -90,14 +90,27 @@ class ReplayBuffer(tf.Module):
     """Returns a row for each draw, uniformly, with replacement (replica context).
 
     Args:
-      draws: int64 [n], the "draw" of `Draws`.
+      draws: int64 [n], the "draw" of `Draws`, or places in the buffer.
 
     Returns:
-      name -> [n, ...]; zeros while the buffer is empty.
+      name -> [n, ...]
+
+    Raises:
+      ConfigError: the buffer is empty while the step is traced, so the step would learn from zeros.
     """
+    with tf.init_scope():
+      self._require_rows()
     size = tf.minimum(tf.convert_to_tensor(self.added), self.capacity)
     places = draws % tf.maximum(size, 1)
     return {name: tf.gather(value, places) for name, value in self._rows.items()}
+
+  def _require_rows(self) -> None:
+    if self.size == 0:
+      raise ConfigError(
+        "ReplayBuffer.rows() found no row: the step would learn from zeros. Add the first rows in "
+        "build_model(), such as random ones, or in the begin() of an action; verify and tune call "
+        "no action."
+      )
 
   def _empty(self, name: str, spec: tf.TensorSpec) -> tf.Variable:
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():

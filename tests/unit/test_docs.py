@@ -11,15 +11,17 @@ import urllib.request
 from pathlib import Path
 
 import gin
+import keras
 import numpy as np
 import option_tables
 import pytest
 import tensorflow as tf
 
 import launch
-from framework import configurables
+from framework import ArraySource, configurables
 from framework.commands import new
 from framework.run import run
+from framework.saving import export, formats
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -203,3 +205,42 @@ def test_the_rows_of_the_picture_are_those_of_the_contract():
   text = (ROOT / "docs" / "architecture.md").read_text().partition("there are no cycles:\n\n")[2]
   pictured_rows = text.partition("\n\n")[0].splitlines()
   assert [sorted(row.strip().split(", ")) for row in pictured_rows] == rows
+
+
+def block_of(name, mark):
+  """Loads the first block of a page that has `mark`."""
+  page = next(one for one in PAGES if one.stem == name)
+  return load(page, next(code for code in blocks(page, "python") if mark in code))
+
+
+@pytest.mark.whole
+def test_the_sounds_of_serving_are_those_of_stft_and_exported_in_all_formats(tmp_path):
+  found = block_of("serving", "class Spectra")
+  task, sounds = found.Spectra(), np.random.default_rng(0).normal(size=[5, found.LENGTH])
+  sounds = sounds.astype("float32")
+  expected = np.abs(tf.signal.stft(sounds, found.FRAME, found.STEP).numpy()) ** 2
+  spectra = task.spectrogram(sounds)
+  np.testing.assert_allclose(np.exp(spectra) - 1e-6, expected, rtol=1e-3, atol=1e-3)
+  start, layer = keras.Input(spectra.shape[1:]), keras.layers.Dense(3)
+  model = keras.Sequential([start, layer, keras.layers.GlobalAveragePooling1D()])
+  task.model, task.source = model, lambda split: ArraySource(features={"sound": sounds})
+  names = ["saved_model", "onnx", "litert"]
+  export.export(task, str(tmp_path / "export"), formats=names)
+  outcomes = formats.prove(task, str(tmp_path / "export"), names)
+  assert [one.format for one in outcomes] == names
+  assert all(one.largest < 1e-5 for one in outcomes)
+
+
+def test_the_on_policy_task_of_inputs_learns_from_what_it_collects(tmp_path, capsys):
+  page = next(one for one in PAGES if one.stem == "inputs")
+  name, _ = module_of(page, next(code for code in blocks(page, "python") if "class Reach" in code))
+  Path("x.gin").write_text(
+    f"import {name}\nrun.task = @Reach()\nrun.actions = [@Collect()]\nrun.train_steps = 480\n"
+    "run.global_batch_size = 64\nrun.optimizer = @keras.Adam\nkeras.Adam.learning_rate = 0.02\n"
+  )
+  assert launch.main(["x", "--gin_file=x.gin", "--mode=train", "--model_dir=runs/x"]) == 0
+  lines = [json.loads(line) for line in Path("runs/x/metrics.jsonl").read_text().splitlines()]
+  returns = {line["step"]: line["return"] for line in lines if line["split"] == "episodes"}
+  assert list(returns) == list(range(0, 481, 32))
+  assert returns[0] < -2.5
+  assert -1.2 < returns[480] < -0.8  # -1 is the noise of the actions
