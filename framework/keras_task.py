@@ -9,8 +9,7 @@ docs/models-from-elsewhere.md compares it with `fit`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,12 +17,14 @@ import numpy as np
 import tensorflow as tf
 
 from framework.backend import models
+from framework.backend.autograph import as_written
 from framework.backend.compiled_keras import CompiledModel, OutputLoss
 from framework.errors import ConfigError, kind
 from framework.inputs.datasets import Batch
 from framework.inputs.sources import ArraySource
-from framework.metrics import Loss, Metric, Sum, weighted_sum
+from framework.metrics import Loss, Metric, Sum
 from framework.optimizers import adapters
+from framework.step import EvalStep
 from framework.strategies import traits
 from framework.task import Task
 
@@ -40,15 +41,16 @@ def from_keras(
 ) -> KerasTask:
   """Returns a task that trains a compiled model of Keras 3 or tf_keras as its `fit` does (host).
 
-  `run` uses the compiled optimizer; give it to a `Trainer` of your own as `task.own_optimizer`. On
-  one replica the model itself is trained; on several a copy, `task.model`, with the same weights,
-  unless the model was made in the strategy's scope.
+  `run` uses the compiled optimizer; give it to a `Trainer` of your own as `task.own_optimizer`. The
+  model itself is trained, never a copy.
 
   Args:
-    model: compiled, or a function that returns a compiled model, called in the strategy's scope.
+    model: compiled, or a function that returns a compiled model, called in the strategy's scope. On
+      several replicas a tf_keras model must come from a function.
     x, y: arrays [examples, ...], or lists or dicts of them for several inputs and outputs.
     sample_weight: float [examples], or a list or dict of them by output.
-    class_weight: class -> factor of the training examples of this class; for one output.
+    class_weight: class -> factor of the training examples of this class; for one output. Labels
+      that are no integers are rounded.
     validation_data: (x, y) or (x, y, sample_weight), what evaluations read.
     source: instead of x and y, split -> what `Task.source` returns. Its features are "x" and "y";
       "x/<name>" or "x/0" for several inputs, "y/..." for several outputs; "weight", or "weight/..."
@@ -72,6 +74,8 @@ class KerasTask(Task):
   ) -> None:
     """Checks a model that exists; see `from_keras`."""
     self._given, self._source, self._class_weight = model, source, class_weight
+    self._is_weighted = bool(class_weight) or getattr(source, "is_weighted", True)
+    self._known: tuple[Any, ...] = (None, None, [])
     self._compiled = None if _makes_model(model) else CompiledModel(model)
     self.own_optimizer = self._new_optimizer
     if self._compiled is not None:
@@ -95,7 +99,12 @@ class KerasTask(Task):
     model = self.compiled.model
     if not model.built:
       model(_structure(self.source("train").fetch(tf.constant([0], tf.int64)), "x"))
-    return model if _is_here(model) else _copied(model, self.compiled.package)
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync > 1:
+      self.compiled.require_separate_rows()
+    if strategy.num_replicas_in_sync > 1 or traits.is_on_mesh(strategy):
+      _bring_here(model, strategy)
+    return model
 
   def source(self, split: str) -> Any:
     """See `Task.source`."""
@@ -107,33 +116,52 @@ class KerasTask(Task):
       return batch
     if "y" not in batch:
       raise ConfigError("class_weight is for a model with one output; use sample_weight.")
-    return {**batch, "weight": batch["weight"] * _class_weights(batch["y"], self._class_weight)}
+    factors = _class_weights(batch["y"], self._class_weight)
+    if factors.shape.rank != 1:
+      raise ConfigError(
+        f"class_weight is for one class of each example, but y has shape {batch['y'].shape}; use "
+        "sample_weight."
+      )
+    return {**batch, "weight": batch["weight"] * factors}
 
   def forward(self, batch: Batch, training: bool) -> Any:
     """See `Task.forward`."""
     return self.model(_structure(batch, "x"), training=training)
 
   def loss(self, outputs: Any, batch: Batch) -> Loss:
-    """Returns the weighted sum of the losses; its weight is the number of examples, as in Keras."""
-    real = _real(batch)
-    total = tf.constant(0.0)
-    for one in self._losses(outputs, batch):
-      total += one.factor * weighted_sum(one.per_example, one.weight * real)[0]
-    return Loss(total, tf.reduce_sum(real))
+    """Returns the sum of the losses; its weight is the number of examples, or of valid elements."""
+    losses, real = self._losses(outputs, batch), _real(batch)
+    if len(losses) == 1:
+      total, weight = losses[0].sums(real)
+      return Loss(losses[0].factor * total, weight)
+    totals = [each.factor * each.sums(real)[0] for each in losses]
+    return Loss(tf.add_n([tf.cast(t, tf.float32) for t in totals]), tf.reduce_sum(real))
+
+  def eval_step(self, step: EvalStep, batch: Batch) -> None:
+    """Logs what `evaluate` reports: a loss with the layers' penalties, and the metrics."""
+    outputs = self.forward(batch, training=False)
+    if self.compiled.adds_losses_of_rows():  # which must not see padding
+      batch = _rows(batch, _real(batch) > 0)
+      outputs = self.forward(batch, training=False)
+    loss = Loss.checked(self.loss(outputs, batch)).plus_regularization(self.regularization())
+    step.log({"loss": (loss.total, loss.weight), **self.metrics(outputs, batch)})
 
   def metrics(self, outputs: Any, batch: Batch) -> dict[str, Metric]:
     """Returns the loss of each of several outputs, and the state of the compiled metrics."""
     real, losses = _real(batch), self._losses(outputs, batch)
     found: dict[str, Metric] = {
-      f"{each.name}_loss": Loss(
-        weighted_sum(each.per_example, each.weight * real)[0], tf.reduce_sum(real)
-      )
-      for each in losses
-      if len(losses) > 1
+      f"{each.name}_loss": Loss(*each.sums(real)) for each in losses if len(losses) > 1
     }
-    given = _structure(batch, "y"), outputs, _structure(batch, "weight")
-    sums = self.compiled.metrics.added(*_rows(given, real > 0))
+    weight = _structure(batch, "weight") if self._is_weighted else None
+    given = _rows((_structure(batch, "y"), outputs, weight), real > 0)
+    sums = self.compiled.metrics.added(*given)
     return found | {_variable(number): Sum(value) for number, value in enumerate(sums)}
+
+  def regularization(self) -> Any:
+    """See `Task.regularization`."""
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+      self.compiled.require_no_losses_of_rows()
+    return super().regularization()
 
   def derived(self, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the compiled metrics under the names that `fit` gives them."""
@@ -144,8 +172,13 @@ class KerasTask(Task):
     return _optimizer_of(self.compiled)()
 
   def _losses(self, outputs: Any, batch: Batch) -> list[OutputLoss]:
-    y, weight = _structure(batch, "y"), _structure(batch, "weight")
-    return self.compiled.losses(y, outputs, weight)
+    """Returns the losses; `loss` and `metrics` of the same outputs share them."""
+    known_outputs, known_batch, losses = self._known
+    if known_outputs is not outputs or known_batch is not batch:
+      y, weight = _structure(batch, "y"), _structure(batch, "weight")
+      losses = self.compiled.losses(y, outputs, weight)
+      self._known = outputs, batch, losses
+    return losses
 
 
 class _Arrays:
@@ -153,6 +186,8 @@ class _Arrays:
 
   def __init__(self, *, train: Sequence[Any], evaluation: Sequence[Any] | None) -> None:
     self._splits = {"train": train, "eval": evaluation}
+    given = [*train[2:], *(evaluation or ())[2:]]
+    self.is_weighted = any(weight is not None for weight in given)
 
   def __call__(self, split: str) -> ArraySource:
     data = self._splits[split]
@@ -184,42 +219,22 @@ def _optimizer_of(compiled: CompiledModel) -> Callable[[], Any]:
   return factory
 
 
-def _is_here(model: Any) -> bool:
-  """Whether the variables are of the strategy in whose scope this is called."""
-  strategy = tf.distribute.get_strategy()
-  if strategy.num_replicas_in_sync == 1 and not traits.is_on_mesh(strategy):
-    return True
-  created_here = strategy.extended.variable_created_in_scope
-  return all(created_here(models.raw(variable)) for variable in models.weights(model))
+def _bring_here(model: Any, strategy: tf.distribute.Strategy) -> None:
+  """Makes each variable that is not of the strategy anew, in its scope (host).
 
-
-def _copied(model: Any, package: Any) -> Any:
-  """Returns a copy whose variables are made in the scope of the current strategy."""
-  try:
-    with _uncompiled(model):
-      copy = package.models.clone_model(model)
-    copy.set_weights(model.get_weights())
-  except (NotImplementedError, TypeError, ValueError) as error:
-    raise ConfigError(
-      f"the model {model.name!r} was not made in strategy.scope() and cannot be copied into it; "
-      "pass a function that makes and compiles it: from_keras(make_model, x, y)."
-    ) from error
-  if (made := len(copy.trainable_variables)) != (given := len(model.trainable_variables)):
-    raise ConfigError(
-      f"a copy of {model.name!r} trains {made} variables instead of {given}; pass a function that "
-      "makes and compiles the model: from_keras(make_model, x, y)."
-    )
-  return copy
-
-
-@contextlib.contextmanager
-def _uncompiled(model: Any) -> Iterator[None]:
-  """In it a clone is not compiled, for which Keras 3 would need registered losses and metrics."""
-  compiled, model.compiled = getattr(model, "compiled", None), False
-  try:
-    yield
-  finally:
-    model.compiled = compiled
+  Raises:
+    ConfigError: a variable of tf_keras or TensorFlow itself, to which layers refer directly.
+  """
+  for variable in models.all_variables(model):
+    if strategy.extended.variable_created_in_scope(models.raw(variable)):
+      continue
+    if not isinstance(variable, keras.Variable):
+      raise ConfigError(
+        f"the model {model.name!r} was made outside of strategy.scope(), and its variable "
+        f"{models.name(variable)!r} cannot be moved into it; pass a function that makes and "
+        "compiles the model: from_keras(make_model, x, y)."
+      )
+    variable._initialize(tf.constant(variable.numpy()))
 
 
 def _named(name: str, structure: Any) -> dict[str, np.ndarray]:
@@ -237,8 +252,10 @@ def _named(name: str, structure: Any) -> dict[str, np.ndarray]:
 
 
 def _array(value: Any) -> np.ndarray:
-  """Returns an array; floats in Keras's precision, as `fit` casts them."""
+  """Returns an array; floats in Keras's precision, as `fit` casts them, and texts as texts."""
   array = np.asarray(value)
+  if array.dtype == object and all(isinstance(each, (str, bytes)) for each in array.flat):
+    array = np.array(array.tolist())
   return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
 
 
@@ -257,9 +274,29 @@ def _real(batch: Batch) -> tf.Tensor:
   return tf.cast(batch["example_id"] >= 0, tf.float32)
 
 
+@as_written
 def _rows(structure: Any, chosen: tf.Tensor) -> Any:
-  masked = [tf.boolean_mask(tensor, chosen) for tensor in tf.nest.flatten(structure)]
-  return tf.nest.pack_sequence_as(structure, masked)
+  """Returns the chosen rows of each tensor, and of the mask and logits that Keras gave it."""
+
+  def rows_of(tensor: tf.Tensor | None) -> tf.Tensor | None:
+    if tensor is None:
+      return None
+    found = _activated(tensor, chosen)
+    for name in ("_keras_mask", "_keras_logits"):
+      if (kept := getattr(tensor, name, None)) is not None:
+        setattr(found, name, tf.boolean_mask(kept, chosen))
+    return found
+
+  return tf.nest.map_structure(rows_of, structure)
+
+
+def _activated(tensor: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:
+  """Returns the chosen rows; a softmax stays one, whose logits Keras's crossentropies look for."""
+  kind_of = None if tf.executing_eagerly() else tensor.op.type
+  for name, activation in (("Softmax", tf.nn.softmax), ("Sigmoid", tf.sigmoid)):
+    if kind_of == name:
+      return activation(tf.boolean_mask(tensor.op.inputs[0], chosen))
+  return tf.boolean_mask(tensor, chosen)
 
 
 def _variable(number: int) -> str:
@@ -270,7 +307,7 @@ def _class_weights(y: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
   """Returns each row's weight, float32 [n]; 1 for classes without one."""
   if y.shape.rank > 1:
     y = tf.argmax(y, axis=-1) if y.shape[-1] > 1 else y[..., 0]
-  classes = tf.cast(y, tf.int32)
+  classes = tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int32)
   table = [weights.get(each, 1.0) for each in range(max(weights) + 1)]
   known = tf.gather(tf.constant(table, tf.float32), tf.clip_by_value(classes, 0, len(table) - 1))
   return tf.where((classes >= 0) & (classes < len(table)), known, 1.0)

@@ -1,26 +1,25 @@
-"""What a compiled Keras model trains with, of Keras 3 or tf_keras: losses, metrics, optimizer.
+"""What a compiled Keras model trains with, of Keras 3 or tf_keras: losses and optimizer.
 
-Keras's own containers choose and update the metrics. The losses are called one by one, unreduced,
-because a mean over a replica's rows does not add up over replicas.
+The losses are called one by one, unreduced, because a mean over a replica's rows does not add up
+over replicas.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 import tf_keras
 
-from framework.backend.autograph import as_written
+from framework.backend.compiled_losses import ElementLoss
+from framework.backend.compiled_metrics import CompiledMetrics
 from framework.errors import ConfigError, kind
 
 _REPLACED = ("train_step", "test_step", "compute_loss", "compute_metrics", "make_train_function")
-_MEANS = ("sum_over_batch_size", "mean", "auto")
+_MIXES = ("MixUp", "CutMix")
 
 
 class OutputLoss(NamedTuple):
@@ -29,14 +28,21 @@ class OutputLoss(NamedTuple):
   Attributes:
     name: of the output.
     factor: its `loss_weights`.
-    per_example: float [n], means over all axes but the first.
+    per_example: float [n]; of masked elements 0.
+    count: float [n]; 1, or the number of elements that a mask leaves.
     weight: float [n], the sample weights.
   """
 
   name: str
   factor: float
   per_example: tf.Tensor
+  count: tf.Tensor
   weight: tf.Tensor
+
+  def sums(self, real: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns this replica's part of Keras's mean: (total, what to divide by); `real` [n]."""
+    total = tf.reduce_sum(tf.math.multiply_no_nan(self.per_example, self.weight * real))
+    return total, tf.reduce_sum(self.count * real)
 
 
 class CompiledModel:
@@ -60,6 +66,8 @@ class CompiledModel:
           f"{type(model).__name__} defines its own {method}(), which from_keras() cannot take; "
           "write a framework.Task with this training step instead (docs/full-control.md)."
         )
+    for loss in tf.nest.flatten(model.loss):
+      _ = None if loss is None else ElementLoss(model.name, loss, self.package)  # raises
     self._loss_weights = model.get_compile_config()["loss_weights"]
     self._resolved: dict[str, Any] = {}
     self.metrics = CompiledMetrics(self._metrics_container(), self.package)
@@ -96,107 +104,59 @@ class CompiledModel:
     factors = _spread("loss_weights", self._loss_weights, predicted)
     targets, weights = _spread("y", y, predicted), _spread("sample_weight", weight, predicted)
     found = []
-    for name in losses:
-      if losses[name] is not None:
-        each = self._per_example(name, losses[name], targets[name], predicted[name])
-        factor = 1.0 if factors[name] is None else float(factors[name])
-        rows = tf.ones_like(each) if weights[name] is None else weights[name]
-        found.append(OutputLoss(name, factor, each, rows))
+    for name, loss in losses.items():
+      if loss is None:
+        continue
+      if name not in self._resolved:
+        self._resolved[name] = ElementLoss(name, loss, self.package)
+      each, count, masked = self._resolved[name](targets[name], predicted[name])
+      if masked and len(losses) > 1:
+        raise ConfigError(
+          f"the loss of output {name!r} has a mask, so it is a mean over other elements than those "
+          "of the other outputs, and their sum has no single weight; write a framework.Task."
+        )
+      factor = 1.0 if factors[name] is None else float(factors[name])
+      rows = tf.ones_like(each) if weights[name] is None else tf.cast(weights[name], each.dtype)
+      found.append(OutputLoss(name, factor, each, count, rows))
     return found
 
-  def _per_example(self, name: str, loss: Any, y_true: Any, y_pred: Any) -> tf.Tensor:
-    if name not in self._resolved:
-      self._resolved[name] = unreduced(loss, self.package)
-    if getattr(y_pred, "_keras_mask", None) is not None:
-      raise ConfigError(
-        f"output {name!r} has a Keras mask, so its loss is a mean over steps, not over examples; "
-        "write a framework.Task whose Loss has the sum of the mask as its weight."
-      )
-    losses = tf.convert_to_tensor(self._resolved[name](y_true, y_pred))
-    if not losses.shape.rank:
-      raise ConfigError(
-        f"the loss of output {name!r} returns a scalar, but N replicas need one value for each "
-        "example; return a tensor [n], without the mean over the batch."
-      )
-    return tf.reduce_mean(losses, axis=[*range(1, losses.shape.rank)])
+  def require_separate_rows(self) -> None:
+    """Checks that N replicas, each with its own rows, compute what one would (host).
+
+    Raises:
+      ConfigError: a layer mixes the rows of a batch.
+    """
+    for layer in self.model._flatten_layers():
+      if layer.activity_regularizer is not None:
+        raise self._of_own_rows(layer, "an activity regulariser")
+      if type(layer).__name__ in _MIXES:
+        raise self._of_own_rows(layer, f"{type(layer).__name__}, which mixes examples")
+      if isinstance(layer, self.package.layers.BatchNormalization) and _is_local(layer):
+        raise ConfigError(
+          f"the batch normalisation {layer.name!r} averages over each replica's own rows, unlike "
+          "fit on one device; set synchronized=True or trainable = False."
+        )
+
+  def require_no_losses_of_rows(self) -> None:
+    """Raises a ConfigError if a layer called add_loss() in this trace (replica context)."""
+    for layer in self.model._flatten_layers():
+      if _added(layer):
+        raise self._of_own_rows(layer, "add_loss()")
+
+  def adds_losses_of_rows(self) -> bool:
+    """Whether the last call added losses of its rows, by regularisers or add_loss (any context)."""
+    return any(map(_added, self.model._flatten_layers()))
+
+  def _of_own_rows(self, layer: Any, what: str) -> ConfigError:
+    return ConfigError(
+      f"the layer {layer.name!r} has {what}, and each of N replicas sees its own rows only, so the "
+      "sum would be another; train on one replica, or write a framework.Task."
+    )
 
   def _metrics_container(self) -> Any:
     if self.package is tf_keras:
       return self.model.compiled_metrics
     return next((m for m in self.model.metrics if m.name == "compile_metrics"), None)
-
-
-class CompiledMetrics:
-  """The compiled metrics as sums: what one batch adds to each of their variables."""
-
-  def __init__(self, container: Any, package: Any) -> None:
-    """Takes the container of Keras's own metrics, or None without any."""
-    self._container, self._package = container, package
-    self._built = False
-
-  def added(self, y: Any, outputs: Any, weight: Any) -> list[tf.Tensor]:
-    """Returns what a batch adds to each metric variable (replica context).
-
-    Args:
-      y, outputs: as for `CompiledModel.losses`, rows without padding.
-      weight: float [n], or a list or dict of them, for `weighted_metrics`.
-
-    Raises:
-      ConfigError: a metric's state is not a sum over batches.
-    """
-    if self._container is None:
-      return []
-    if not self._built:
-      self._build_outside(y, outputs)
-      self._built = True
-    return self._from_zero(y, outputs, weight)
-
-  def results(self, sums: Sequence[Any]) -> dict[str, Any]:
-    """Returns name -> value, as `fit` names and computes them, of summed variables (host)."""
-    values = [tf.cast(v, each.dtype) for v, each in zip(sums, self._variables(), strict=True)]
-    if self._package is keras:
-      return dict(self._container.stateless_result(values))
-    for variable, value in zip(self._variables(), values, strict=True):
-      variable.assign(value)
-    return {metric.name: metric.result() for metric in self._container.metrics}
-
-  def _variables(self) -> list[Any]:
-    return [variable for metric in self._container.metrics for variable in metric.variables]
-
-  def _from_zero(self, y: Any, outputs: Any, weight: Any) -> list[tf.Tensor]:
-    zeros = [tf.zeros(v.shape, v.dtype) for v in self._variables()]
-    return self._updated(zeros, y, outputs, weight)
-
-  def _updated(self, state: Sequence[tf.Tensor], y: Any, outputs: Any, weight: Any) -> list[Any]:
-    if self._package is keras:
-      return list(self._container.stateless_update_state(state, y, outputs, weight))
-    for variable, value in zip(self._variables(), state, strict=True):
-      variable.assign(value)
-    self._container.update_state(y, outputs, weight)
-    return [tf.identity(variable) for variable in self._variables()]
-
-  @as_written
-  def _build_outside(self, y: Any, outputs: Any) -> None:
-    """Makes the metrics' variables in a thread, outside of the step's graph and strategy."""
-    with ThreadPoolExecutor(1) as thread:
-      thread.submit(self._build, y, outputs).result()
-
-  def _build(self, y: Any, outputs: Any) -> None:
-    """Makes the metrics from one row, and checks that a second update adds what the first did."""
-    y, outputs = _row(y, 0.0), _row(outputs, 0.25)
-    self._container.update_state(y, outputs)
-    self._container.reset_state()
-    once = self._from_zero(y, outputs, None)
-    twice = self._updated(once, y, outputs, None)
-    added = iter(zip(once, twice, strict=True))
-    for metric in self._container.metrics:
-      for _, (first, second) in zip(metric.variables, added, strict=False):
-        if not bool(tf.reduce_all(tf.cast(second, tf.float64) == 2 * tf.cast(first, tf.float64))):
-          raise ConfigError(
-            f"the metric {metric.name!r} ({type(metric).__name__}) keeps a state that is not a sum "
-            "over batches, so the parts of N replicas cannot be added; compile without it, and "
-            "compute it in Task.metrics() of a subclass."
-          )
 
 
 def _optimizer(kind: Any, config: Mapping[str, Any]) -> Any:
@@ -210,51 +170,15 @@ def _optimizer(kind: Any, config: Mapping[str, Any]) -> Any:
     ) from error
 
 
-def unreduced(loss: Any, package: Any) -> Callable[[Any, Any], Any]:
-  """Returns (y_true, y_pred) -> losses [n, ...] of a loss as `compile` takes it.
-
-  Raises:
-    ConfigError: an unknown name, or a reduction that is not a mean over the batch.
-  """
-  try:
-    found = package.losses.get(loss)
-  except (TypeError, ValueError) as error:
-    raise ConfigError(
-      f"compile() got the loss {loss!r}, which {package.__name__}.losses.get() does not know; name "
-      "one of its losses, such as 'mse', or pass a function or Loss."
-    ) from error
-  if isinstance(found, package.losses.Loss):
-    reduction = found.reduction
-    if reduction not in _MEANS:
-      raise ConfigError(
-        f"the loss {found.name!r} has reduction={reduction!r}, but only a mean over the batch is "
-        "the same on N replicas here; leave the reduction out, or write a framework.Task."
-      )
-    found = copy.copy(found)
-    found.reduction = "none"
-  else:
-    found = _of_function(found, package)
-  if package is keras:
-    return found
-
-  def of_rank(y_true: Any, y_pred: Any) -> Any:
-    return found(_of_rank(y_true, y_pred), y_pred)
-
-  return of_rank
+def _is_local(layer: Any) -> bool:
+  """Whether batch normalisation uses statistics of a replica's rows."""
+  synchronized = getattr(layer, "synchronized", False) or type(layer).__name__.startswith("Sync")
+  return bool(layer.trainable) and not synchronized
 
 
-def _of_function(function: Callable[..., Any], package: Any) -> Any:
-  class Function(package.losses.Loss):
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-      return function(_of_rank(y_true, y_pred), y_pred)
-
-  return Function(reduction="none")
-
-
-def _of_rank(y_true: Any, y_pred: Any) -> Any:
-  """Returns targets [n] as [n, 1] for outputs [n, k], as both Kerases do."""
-  y_true, y_pred = tf.convert_to_tensor(y_true), tf.convert_to_tensor(y_pred)
-  return y_true[:, tf.newaxis] if (y_true.shape.rank, y_pred.shape.rank) == (1, 2) else y_true
+def _added(layer: Any) -> bool:
+  """Whether the last call of a layer added a loss that is no penalty of weights."""
+  return bool(layer._losses or getattr(layer, "_eager_losses", None))
 
 
 def _package(model: Any) -> Any:
@@ -293,13 +217,3 @@ def _spread(what: str, value: Any, outputs: Mapping[str, Any]) -> dict[str, Any]
       "each, or a dict by output name."
     )
   return dict(zip(outputs, value, strict=True))
-
-
-def _row(structure: Any, filler: float) -> Any:
-  """Returns one row of the same structure and dtypes."""
-
-  def filled(tensor: Any) -> tf.Tensor:
-    shape = [1, *(size or 1 for size in tensor.shape[1:])]
-    return tf.cast(tf.fill(shape, filler), tensor.dtype)
-
-  return tf.nest.map_structure(filled, structure)
