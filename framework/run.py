@@ -12,8 +12,6 @@ import inspect
 import math
 import os
 import re
-import uuid
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -26,9 +24,7 @@ from framework.actions.base import Action
 from framework.backend import bounded, randomness
 from framework.builder import Recipe, batch_size_on, made_strategy, made_task, set_globals
 from framework.errors import ConfigError, require_integer, unknown
-from framework.evaluator import Evaluator
-from framework.inputs.fingerprint import fingerprint
-from framework.inputs.parts import Sources
+from framework.going_on import Start, examples, values
 from framework.ledger.recorder import Recorder
 from framework.modes import MODES, TRAINING_MODES, Mode
 from framework.optimizers import adapters
@@ -39,16 +35,9 @@ from framework.saving.warm_start import WarmStart
 from framework.session import Cadence, Session
 from framework.strategies import factories, rendezvous, servers, traits
 from framework.task import Task
-from framework.trainer import Trainer
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 PRECISIONS = get_args(Precision)
-FREE = (
-  "train_steps", "steps_per_loop", "eval_every_steps", "eval_timeout_s", "eval_batch_size",
-  "eval_steps", "checkpoint_every_steps", "keep_checkpoints", "actions", "strategy", "ledger",
-  "eager", "deterministic", "checkpoint", "warm_start",
-)  # fmt: skip
-"""Arguments of `run` that may change when a run goes on: they do not change what it learns."""
 
 
 def run(
@@ -179,7 +168,6 @@ def run(
     **evaluation, seed=seed, shuffle=shuffle, eager=eager,
   )  # fmt: skip
   cluster = traits.cluster_of(chosen)
-  config = _values(given, free=FREE) | {"global batch size": str(recipe.global_batch_size)}
   if isinstance(place, remote.Remote):
     place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
@@ -192,31 +180,32 @@ def run(
     goes_on = training and bool(list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS)))
     if cluster.is_chief and (versions := history.changed_versions(model_dir)):
       logging.warning("the run in %s was made with other versions: %s", shown_dir, versions)
-    if goes_on:
-      history.require_unchanged(model_dir, "config", config, accept=accept_changes)
+    start = Start(
+      task=task, arguments=given, global_batch_size=recipe.global_batch_size, model_dir=model_dir,
+      goes_on=goes_on, accept=accept_changes,
+    )  # fmt: skip
+    start.require_config()
     learned = assets.provide(
-      task, model_dir=model_dir, cluster=traits.cluster_of(chosen), training=training,
+      task, model_dir=model_dir, cluster=cluster, training=training, changed=start.changes_task,
       timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
     )  # fmt: skip
     randomness.seed_everything(seed)  # again: fit() may have drawn random numbers in this process
     recorder = Recorder(model_dir=model_dir, strategy=chosen) if ledger else None
     trainer = recipe.trainer(task, chosen, recorder=recorder)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
-    data = _examples(trainer, evaluator) if training else {}
-    if goes_on:
-      history.require_unchanged(model_dir, "data", data, accept=accept_changes)
-    start = uuid.uuid4().hex if training else ""
+    if training:
+      start.require_data(examples(trainer, evaluator))
+      start.compare(trainer)
     session = Session(
       trainer=trainer, evaluator=evaluator, model_dir=model_dir, cadence=cadence,
-      actions=actions if training else (), assets=learned, holder=holder, start=start,
+      actions=actions if training else (), assets=learned, holder=holder,
+      start=start.name if training else "",
       starts=history.starts(model_dir) if goes_on and not accept_changes else None,
-      record=functools.partial(
-        history.append, model_dir, start=start, task=task, config=config, data=data
-      ),
-      changed=changed, shown_dir=shown_dir, config=_values(given, free=()),
+      record=start.record, changed=changed, shown_dir=shown_dir, config=values(given, free=()),
+      new_config=history.listed(start.accepted),
     )  # fmt: skip
     session.restore(checkpoint)
-    session.describe(precision=precision)
+    session.describe(precision=precision, notes=start.read_back(trainer) if training else ())
     if warm_start is not None:
       session.start_from(warm_start)
     return session.go(mode)
@@ -278,36 +267,6 @@ def restored(model_dir: str) -> Task:
   if trainer.parts.ema is not None:
     trainer.parts.ema.swap()
   return task
-
-
-def _values(arguments: Mapping[str, Any], *, free: Sequence[str]) -> dict[str, str]:
-  """Returns name -> value of the config, or of a call, without the arguments `free` of `run`.
-
-  Without `FREE` it is what a run must keep when it goes on.
-  """
-  if configurables.bindings():
-    return configurables.values_that_matter(free)
-  not_compared = (*free, "mode", "model_dir", "accept_changes")
-  kept = {name: value for name, value in arguments.items() if name not in not_compared}
-  return history.described(kept)
-
-
-def _examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
-  """Returns number and digest of the examples of each split, the same on all workers."""
-  source = trainer.source() if trainer.source else None
-  found = {}
-  if source is not None:
-    found["training"] = fingerprint(source.main if isinstance(source, Sources) else source)
-  if isinstance(source, Sources):
-    for name, part in source.parts.items():
-      found[f"training {name}"] = f"{fingerprint(part.source)}, ratio {part.ratio}"
-  for name, source in (evaluator.sources if evaluator else {}).items():
-    found[f"evaluation {name}".rstrip()] = fingerprint(source)
-  for split, text in found.items():
-    trainer.cluster.require_same(
-      f"{split} examples ({text})", zlib.crc32(text.encode()), "give all workers the same data."
-    )
-  return found
 
 
 def _place(model_dir: str, mode: Mode) -> remote.Local | remote.Remote:

@@ -93,6 +93,7 @@ class Session:
     changed: Callable[[], None] = lambda: None,
     shown_dir: str | None = None,
     config: Mapping[str, str] | None = None,
+    new_config: str = "",
   ) -> None:
     """Assembles the run; restores nothing (host).
 
@@ -110,6 +111,7 @@ class Session:
       changed: called when a checkpoint is complete or an evaluation is logged; returns at once.
       shown_dir: what the user calls `model_dir`, if that is the local copy of another folder.
       config: name -> value of everything that the run can reach, for actions.
+      new_config: in which values the config differs from that of the checkpoints; "" if in none.
     """
     self._started = time.monotonic()
     self.trainer, self.evaluator, self.model_dir = trainer, evaluator, model_dir
@@ -138,6 +140,7 @@ class Session:
       start=start,
       starts=starts,
       require=self._require,
+      changed=new_config,
     )
     self._choice = progress.Choice(task.shown, hidden=QUIET, who=f"{type(task).__name__}.shown")
     self._progress = progress.Progress(
@@ -182,8 +185,8 @@ class Session:
     with self.cluster.blaming(lambda: self.step):
       self.cluster.require_same("restored step", self.step)
 
-  def describe(self, *, precision: str) -> None:
-    """Prints the run's configuration (stderr)."""
+  def describe(self, *, precision: str, notes: Sequence[str] = ()) -> None:
+    """Prints the run's configuration, and some lines below it (stderr)."""
     trainer, parts = self.trainer, self.trainer.parts
     name, devices = traits.describe(trainer.strategy)
     same = self._shown_dir == self.model_dir
@@ -204,7 +207,7 @@ class Session:
       train_steps=self._cadence.train_steps,
       model_dir=self._shown_dir + ("" if same else f", worked on in {self.model_dir}"),
     )
-    self._progress.message(text)
+    self._progress.message("\n".join([text, *notes]))
 
   def start_from(self, warm_start: WarmStart) -> None:
     """Applies a warm start, unless the run has resumed from a checkpoint (host)."""

@@ -241,7 +241,7 @@ class SoftActorCritic(Task):
 class Collect(Action):
   """Plays with the current weights at a cadence of training steps, into the replay buffer."""
 
-  on = "train"
+  on, changes_training = "train", True
 
   def __init__(self, *, episodes: int = 1, every_steps: int = 200) -> None:
     """Keeps its arguments.

@@ -105,11 +105,14 @@ class Action:
     on: "train", "eval" or "both".
     every_steps: with a number, a training loop ends at each multiple of it, and the action is
       called after these loops alone, whatever `run.steps_per_loop`; None calls it after each.
+    changes_training: whether it changes what the run learns, such as a rate. If True, its options
+      and where loops end may change only with --accept_changes.
     run: set by `bind`.
   """
 
   on: Literal["train", "eval", "both"]
   every_steps: int | None = None
+  changes_training = False
   run: Run
 
   def splits(self) -> tuple[str, ...]:

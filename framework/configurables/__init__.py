@@ -14,12 +14,13 @@ docs/configuration.md shows how to register your own class.
     values.py       whether a value fits an annotation
     graph.py        what a config reaches
     checks.py       the mistakes
+    changes.py      what may change when a run goes on
     examination.py  all mistakes of a config
     documentation.py  what a config can set
 """
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -110,16 +111,31 @@ def operative_config() -> str:
   return _written(config, recorded(_values(config.bindings)))
 
 
-def values_that_matter(free: Collection[str]) -> dict[str, str]:
+def values_that_matter(
+  free: Collection[str], counts: Callable[[Any], bool] = lambda target: False
+) -> dict[str, str]:
   """Returns everything that a run can reach, with all defaults: name -> value as gin writes it.
 
-  Without the parameters `free` of `run`, and what only they reach. Secrets are digests.
+  Secrets are digests.
+
+  Args:
+    free: parameters of `run` to leave out, with what only they reach.
+    counts: whether a class or function that such a parameter names matters all the same.
   """
-  names = {f"run.{parameter}" for parameter in free}
-  kept = [binding for binding in _from_gin().bindings if str(binding) not in names]
-  nothing = [Binding("", "", "", "run", parameter, None) for parameter in free]
-  values = recorded(_values([*kept, *nothing]))
-  return {name: repr(value) for name, value in values.items() if name not in names}
+  bindings = _from_gin().bindings
+  graph = Graph(bindings)
+  given = {f"run.{parameter}": graph.values("", "run").get(parameter) for parameter in free}
+  named = {
+    name: [each for each in references(value) if counts(table.entry(each.name).wrapped)]
+    for name, value in given.items()
+  }
+  kept = [binding for binding in bindings if str(binding) not in given]
+  kept += [
+    Binding("", "", "", "run", name.partition(".")[2], found or None)
+    for name, found in named.items()
+  ]
+  values = recorded(_values(kept))
+  return {name: repr(value) for name, value in values.items() if named.get(name, True)}
 
 
 def _values(bindings: Sequence[Binding]) -> dict[str, Any]:

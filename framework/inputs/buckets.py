@@ -169,6 +169,12 @@ class Buckets:
     tokens = global_batch_size * self.buckets[-1].length
     return [tokens // bucket.length for bucket in self.buckets]
 
+  def describe(self, global_batch_size: int) -> str:
+    """Returns what its schedule is made of: a run that goes on must have the same."""
+    sizes = zip(self.buckets, self.batch_sizes(global_batch_size), strict=True)
+    shares = [f"{one.num_examples} of length {one.length}, {size} a batch" for one, size in sizes]
+    return f"{'; '.join(shares)}; {self.in_a_row} in a row"
+
   def places(self) -> np.ndarray:
     """Returns each example's place in the list of all buckets' examples, int64 [num_examples]."""
     places = np.empty(self.num_examples, np.int64)

@@ -7,6 +7,8 @@ finite. The optimizer only applies its update rule.
 from __future__ import annotations
 
 import abc
+import inspect
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,7 @@ from framework.backend.replica_state import assign_result
 from framework.errors import ConfigError
 from framework.optimizers import functional, kernels, schedules, sharding
 from framework.optimizers.fusion import Fusion, Gradients
-from framework.optimizers.saved_layout import SavedOptimizer
+from framework.optimizers.saved_layout import SavedOptimizer, joined_variables
 from framework.optimizers.sharding import ShardedFusion
 from framework.strategies.model_parallel import is_model_parallel
 
@@ -86,14 +88,15 @@ class Optimizer:
       else Fusion(self.variables, enabled=fused and not on_mesh)
     )
     schedules.bind(optimizer, step)
-    self.saved: Any = optimizer
     if on_mesh:
       slots = functional.prepare(optimizer, self.variables)
       self._build()
       functional.use(optimizer)
-      self.saved = SavedOptimizer(optimizer, slots, self.variables, fused=fused)
+      joined = joined_variables(optimizer, slots, self.variables, fused=fused)
+      self.saved = SavedOptimizer(optimizer, self.learning_rate, joined)
       return
     self._build()
+    self.saved = SavedOptimizer(optimizer, self.learning_rate)
     self.fusion.save_whole(optimizer)
     if fuse:
       kernels.use(optimizer)
@@ -105,6 +108,28 @@ class Optimizer:
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar (any context)."""
     return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
+
+  def settings(self) -> dict[str, str]:
+    """Returns name -> value of what the update uses now, read from the optimizer (host).
+
+    Options that are None or False are left out; of a schedule it has the rate of the next update.
+    """
+    read = {"learning_rate": float(self.learning_rate())}
+    for name in inspect.signature(type(self.optimizer).__init__).parameters:
+      value = getattr(self.optimizer, name, None)
+      if name not in read and isinstance(value, bool | int | float) and value:
+        read[name] = value
+    return {name: repr(value) for name, value in read.items()}
+
+  def moved_rate(self) -> str:
+    """Returns a line if a rate that is a number is not the config's; else "" (host)."""
+    given, rate = self.saved.configured, float(self.learning_rate())
+    if math.isnan(given) or rate == given:
+      return ""
+    return (
+      f"the learning rate of {type(self.optimizer).__name__} is {rate:g}, as the run has set it; "
+      f"the config's {given:g} is where it began"
+    )
 
   def apply(
     self, strategy: tf.distribute.Strategy, gradients: Gradients, finite: Any = None
@@ -169,8 +194,6 @@ class Keras3Optimizer(Optimizer):
     # Keras has no public switch; a test in tests/unit/optimizers/test_optimizers.py watches this.
     self.optimizer._all_reduce_sum_gradients = list
     self.optimizer.build(self.fusion.variables)
-    # Else a checkpoint holds the weights twice: as variables of Keras and as TensorFlow's.
-    self.optimizer._delete_tracking("_trainable_variables")
 
   def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
     with warnings.catch_warnings():  # the framework already reports variables without gradient

@@ -13,7 +13,12 @@ from framework.errors import ConfigError
 
 
 class Ema:
-  """An exponential moving average of the trainable variables, for evaluation and export."""
+  """An exponential moving average of the trainable variables, for evaluation and export.
+
+  Attributes:
+    decay: see `__init__`.
+    averages: a variable for each trainable one.
+  """
 
   def __init__(self, *, decay: float, variables: Sequence[Any]) -> None:
     """Makes one average per variable, initialised to its value; call it in `strategy.scope()`.
@@ -26,7 +31,7 @@ class Ema:
     """
     if not 0 < decay < 1:
       raise ConfigError(f"Trainer.ema_decay is {decay}; it must be between 0 and 1, such as 0.999.")
-    self._decay = decay
+    self.decay = decay
     self._variables = [models.raw(v) for v in variables]
     self.averages = [
       tf.Variable(v.read_value(), trainable=False, name=f"ema_{i}")
@@ -43,7 +48,7 @@ class Ema:
     chosen = {id(models.raw(v)) for v in variables}
 
     def move(average: tf.Variable, variable: tf.Tensor) -> None:
-      average.assign_sub((1.0 - self._decay) * (average - tf.cast(variable, average.dtype)))
+      average.assign_sub((1.0 - self.decay) * (average - tf.cast(variable, average.dtype)))
 
     for average, variable in zip(self.averages, self._variables, strict=True):
       if id(variable) in chosen:

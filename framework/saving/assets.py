@@ -33,7 +33,13 @@ _POLL_S = 1.0
 
 
 def provide(
-  task: Task, *, model_dir: str, cluster: Cluster, training: bool, timeout_s: float | None = 0.0
+  task: Task,
+  *,
+  model_dir: str,
+  cluster: Cluster,
+  training: bool,
+  timeout_s: float | None = 0.0,
+  changed: bool = False,
 ) -> str:
   """Gives the task the assets of a run; fits them first if the run is new (host).
 
@@ -44,13 +50,14 @@ def provide(
     training: False never fits.
     timeout_s: if not training, seconds to wait for another process to write the assets; None waits
       without limit.
+    changed: whether the run goes on with another config of the task, which must learn the same.
 
   Returns:
     The digest of the assets; "" for a task without any.
 
   Raises:
     ConfigError: `fit` returned something other than files, there are no assets and this process may
-      not fit them, or a file has changed.
+      not fit them, a file has changed, or the changed config would make other files.
     ClusterError: the chief is lost, or the workers read different files.
   """
   if not fits(task):
@@ -65,6 +72,12 @@ def provide(
     assets = load(folder)
     name = digest(assets)
     cluster.require_same(f"digest of {folder}", int(name[:8], 16))
+  if changed and digest(fitted(task)) != name:
+    raise ConfigError(
+      f"with the changed config, {type(task).__name__}.fit() makes other files than those in "
+      f"{folder}, with which the run has trained: set it back, or choose another --model_dir for "
+      "another run."
+    )
   task.use(assets)
   return name
 

@@ -21,7 +21,7 @@ from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 from framework.backend import files, models, modules
 from framework.backend.timing import timed
 from framework.errors import ConfigError, first_line
-from framework.optimizers.saved_layout import JoinedSlots
+from framework.optimizers.saved_layout import JoinedSlots, SavedRate
 from framework.optimizers.sharding import saved_shape
 from framework.run_folder import layout
 from framework.trainer import Trainer
@@ -34,8 +34,10 @@ UNFINISHED = "unfinished"
 _STATE = "checkpoint"
 _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
-_COPIES = "/_trainable_variables/"
-"""In the key of a copy of the weights, which checkpoints of earlier versions have."""
+_COPIES = ("/_trainable_variables/", "/_current_learning_rate/")
+"""In the keys of values that only checkpoints of earlier versions have, and nothing needs."""
+_NEW = ("ema", "loss_scale")
+"""What a changed config may add: it begins where the run goes on."""
 _STATE_OF = "{}/.ATTRIBUTES/py_state"
 START = _STATE_OF.format("start")
 """Key of the id of the line in history.jsonl that tells how a checkpoint was trained."""
@@ -80,6 +82,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     start: str = "",
     starts: Collection[str] | None = None,
     require: Callable[[], None] = lambda: None,
+    changed: str = "",
   ) -> None:
     """Defines what is saved; reads and writes nothing yet.
 
@@ -96,6 +99,7 @@ class CheckpointManager(tf.train.CheckpointManager):
       starts: the ids that history.jsonl has: a checkpoint of another start is refused. None accepts
         each, as do checkpoints of versions that kept none.
       require: called before a write; raises if the folder is no longer the run's.
+      changed: in which values the config differs from that of the checkpoints; "" if in none.
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
     self._directory, self._checkpoint_interval, self._keep = directory, every_steps, keep
@@ -109,7 +113,10 @@ class CheckpointManager(tf.train.CheckpointManager):
     self._known = None if starts is None else {*starts, start}
     self._require = require
     self._states = {"actions": actions, "start": _Text(start) if start else None}
-    self._track(self._states)
+    for name, state in self._states.items():
+      if state is not None:
+        setattr(self._checkpoint, name, state)
+    self._changed = changed
     _ = self._checkpoint.save_counter  # created on first use; must exist before the first restore
 
   @property
@@ -246,32 +253,42 @@ class CheckpointManager(tf.train.CheckpointManager):
   def _restore(self, path: str, reader: Any) -> None:
     self._refuse_foreign(path, reader)
     try:
-      self._track({name: self._state_in(reader, name) for name in self._states})
-      with self._trainer.strategy.scope():
+      with self._fitted(reader), self._trainer.strategy.scope():
         status = self._checkpoint.restore(path)
         status.assert_existing_objects_matched().expect_partial()  # see `_refuse_larger`
-      self._refuse_larger(path, reader, status)
+        self._refuse_larger(path, reader, status)
     except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
       self._explain(path, reader, error)
       raise
+
+  @contextlib.contextmanager
+  def _fitted(self, reader: Any) -> Iterator[None]:
+    """Gives what is restored the parts that a checkpoint has; what it has not begins here."""
+    keys = reader.get_variable_to_shape_map()
+    absent = {
+      name: getattr(self._checkpoint, name)
+      for name in (*self._states, *(_NEW if self._changed else ()))
+      if hasattr(self._checkpoint, name) and not any(key.startswith(f"{name}/") for key in keys)
+    }
+    optimizers = self._trainer.parts.optimizers
+    for name in absent:
+      delattr(self._checkpoint, name)
+    for name, optimizer in optimizers.items():
+      own = f"optimizers/{trackable_utils.escape_local_name(name)}/"
+      parts = {key.removeprefix(own).removesuffix(_VALUE) for key in keys if key.startswith(own)}
+      optimizer.saved.fit(parts)
+    try:
+      yield
     finally:
-      self._track(self._states)
-
-  def _state_in(self, reader: Any, name: str) -> tf.train.experimental.PythonState | None:
-    """Returns a state that the checkpoint has too; one that it has not restores as ""."""
-    state = self._states[name]
-    if state is None or reader.has_tensor(_STATE_OF.format(name)):
-      return state
-    state.deserialize("")
-    return None
-
-  def _track(self, states: Mapping[str, tf.train.experimental.PythonState | None]) -> None:
-    """Makes states a part of the checkpoint, or for None no part."""
-    for name, state in states.items():
-      if hasattr(self._checkpoint, name):
-        delattr(self._checkpoint, name)
+      for name, item in absent.items():
+        setattr(self._checkpoint, name, item)
+      for optimizer in optimizers.values():
+        optimizer.saved.settle(changed=bool(self._changed))
+    if "ema" in absent and self._trainer.parts.ema is not None:
+      self._trainer.parts.ema.restart()
+    for state in map(absent.get, self._states):
       if state is not None:
-        setattr(self._checkpoint, name, state)
+        state.deserialize("")
 
   def _restored(self, path: str) -> bool:
     written = _written_at(path)
@@ -401,18 +418,18 @@ class CheckpointManager(tf.train.CheckpointManager):
       status.assert_consumed()
     except AssertionError as error:
       if differences := self._differences(reader):
-        raise _misfit(path, differences) from error
+        raise self._misfit(path, differences) from error
 
   def _explain(self, path: str, reader: Any, error: Exception) -> None:
     if isinstance(error, ConfigError):
       return
     differences = self._differences(reader)
     if differences or not isinstance(error, tf.errors.InvalidArgumentError):
-      raise _misfit(path, differences or [first_line(error)[:300]]) from error
+      raise self._misfit(path, differences or [first_line(error)[:300]]) from error
 
   def _differences(self, reader: Any) -> list[str]:
     """Returns where model and optimizers differ from a checkpoint's; the model's lines first."""
-    here, there = _variables(self._checkpoint), _kinds(reader)
+    here, there = variables_of(self._checkpoint), _kinds(reader)
     of_model = {id(models.raw(v)) for v in models.all_variables(self._trainer.task.model)}
     found: list[tuple[int, str]] = []
     for key, variable in here.items():
@@ -422,11 +439,20 @@ class CheckpointManager(tf.train.CheckpointManager):
         rank = 0 if id(raw) in of_model else 2
         found.append((rank, f"{models.name(variable)!r} is {got} in it and {wanted} here"))
     for key in sorted(there.keys() - here.keys()):
-      if key.startswith(("model/", "optimizers/")) and _COPIES not in key:
+      if key.startswith(("model/", "optimizers/")) and not any(each in key for each in _COPIES):
         name = key.removesuffix(_VALUE)
         rank = 1 if key.startswith("model/") else 3
         found.append((rank, f"{name!r} is {there[key]} in it and missing here"))
     return [text for _, text in sorted(found, key=lambda item: item[0])]
+
+  def _misfit(self, path: str, differences: list[str]) -> ConfigError:
+    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+    changed = f" with {self._changed}" if self._changed else ""
+    remedy = "set it back" if self._changed else "use the config that it was trained with"
+    return ConfigError(
+      f"checkpoint {path} does not fit this run{changed}: {differences[0]}{more}; {remedy}, or "
+      "choose another --model_dir."
+    )
 
   def _path(self, name: str) -> str:
     return os.path.join(self._directory, name)
@@ -530,10 +556,10 @@ def _parents(folder: str) -> list[str]:
   return [model_dir, os.path.dirname(model_dir)] if model_dir else []
 
 
-def _variables(root: tf.train.Checkpoint) -> dict[str, Any]:
+def variables_of(root: tf.train.Checkpoint) -> dict[str, Any]:
   """Returns every variable under `root` by its checkpoint key: the shortest path to it."""
   nodes, paths = tf.train.TrackableView(root)._descendants_with_paths()
-  kinds = (tf.Variable, keras.Variable, JoinedSlots)
+  kinds = (tf.Variable, keras.Variable, JoinedSlots, SavedRate)
   found = [node for node in nodes if isinstance(node, kinds)]
   return {f"{trackable_utils.object_path_to_string(paths[v])}{_VALUE}": v for v in found}
 
@@ -550,11 +576,3 @@ def _label(reader: Any, name: str) -> str:
 
 def _named(assets: str) -> str:
   return f"the assets {assets[:12]}..." if assets else "no assets"
-
-
-def _misfit(path: str, differences: list[str]) -> ConfigError:
-  more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-  return ConfigError(
-    f"checkpoint {path} does not fit this run: {differences[0]}{more}; choose another --model_dir, "
-    "or use the config that it was trained with."
-  )

@@ -264,7 +264,7 @@ class Names:
     root = tf.train.Checkpoint(model=model, untracked=models.untracked(model))
     paths = {
       id(models.raw(variable)): weight_files._path(key)
-      for key, variable in checkpoints._variables(root).items()
+      for key, variable in checkpoints.variables_of(root).items()
     }
     weights = models.weights(model)
     named = [h5.plain(models.name(weight)) for weight in weights]

@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from pathlib import Path
 
+import change_tables
 import gin
 import keras
 import numpy as np
@@ -155,6 +156,12 @@ def test_a_task_is_short():
 def test_the_option_tables_are_those_of_the_code():
   assert (ROOT / "docs" / "options.md").read_text() == option_tables.render(), (
     "run: python -m tests.support.option_tables > docs/options.md"
+  )
+
+
+def test_the_table_of_changes_is_that_of_the_code():
+  assert (ROOT / "docs" / "changing-a-run.md").read_text() == change_tables.render(), (
+    "run: python -m tests.support.change_tables > docs/changing-a-run.md"
   )
 
 

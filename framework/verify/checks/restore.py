@@ -308,7 +308,7 @@ class TrainerUnderTest:
 
   def variables(self) -> dict[str, Any]:
     """Returns everything that a checkpoint holds, by key; the model's variables first."""
-    found = checkpoints._variables(self.manager.checkpoint)
+    found = checkpoints.variables_of(self.manager.checkpoint)
     keys = sorted(found, key=lambda key: not key.startswith("model/"))
     return {key: found[key] for key in keys if not key.startswith(_IGNORED)}
 

@@ -189,7 +189,7 @@ def test_other_numbers_of_replicas_go_on_alike(strategies, tmp_path, library):
 
 
 def assert_copies_agree(trainer, manager):
-  for variable in checkpoints._variables(manager.checkpoint).values():
+  for variable in checkpoints.variables_of(manager.checkpoint).values():
     copies = trainer.strategy.experimental_local_results(models.raw(variable))
     assert all(np.array_equal(copy.numpy(), copies[0].numpy()) for copy in copies)
 
@@ -282,7 +282,7 @@ def test_everything_is_saved(manager):
   }  # fmt: skip
   assert {"loss_scale/_scale", "loss_scale/_good_steps", "model/stream/ids"} <= keys
   assert {f"ema/{i}" for i in range(4)} <= keys
-  assert keys == {k.removesuffix(VALUE) for k in checkpoints._variables(manager.checkpoint)}
+  assert keys == {k.removesuffix(VALUE) for k in checkpoints.variables_of(manager.checkpoint)}
 
 
 def test_the_keys_are_tensorflows(mirrored, tmp_path):
@@ -295,7 +295,7 @@ def test_the_keys_are_tensorflows(mirrored, tmp_path):
     }
     root = tf.train.Checkpoint(model=made)
   saved = everything.read(root.write(str(tmp_path / "x"))).keys()
-  assert checkpoints._variables(root).keys() == saved
+  assert checkpoints.variables_of(root).keys() == saved
 
 
 def test_nothing_is_saved_twice_or_too_early(trainer, manager):
@@ -597,7 +597,7 @@ def refusal(manager, path):
   return str(caught.value)
 
 
-REMEDY = "choose another --model_dir, or use the config that it was trained with."
+REMEDY = "use the config that it was trained with, or choose another --model_dir."
 
 
 def other_trainer(**options):

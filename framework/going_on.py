@@ -1,0 +1,214 @@
+"""What a run that goes on may change, and the record of how each process began.
+
+start = Start(task=task, arguments=arguments, model_dir=folder, goes_on=True, accept=False)
+start.require_config()       before the model is built
+start.require_data(examples(trainer, evaluator))
+start.compare(trainer)       before a checkpoint is restored
+start.read_back(trainer)     after it
+start.record(step=600)       before the first save
+"""
+
+from __future__ import annotations
+
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from framework import configurables
+from framework.actions.base import Action
+from framework.backend import models
+from framework.configurables import changes
+from framework.errors import ConfigError
+from framework.evaluator import Evaluator
+from framework.inputs.buckets import Buckets
+from framework.inputs.fingerprint import fingerprint
+from framework.inputs.parts import Sources
+from framework.inputs.replay import ReplayBuffer
+from framework.optimizers import adapters
+from framework.saving import history, initial_values
+from framework.saving.history import Change
+from framework.task import Task
+from framework.trainer import Trainer
+
+SIZE, BUCKETS, RATIO = "global batch size", "training buckets", " ratio"
+_LOOPS = ("steps_per_loop", "eval_every_steps")
+"""Where loops end, which matters to an action that changes what is learned."""
+
+
+class Start:
+  """How this process goes on with a run, or begins one.
+
+  Attributes:
+    name: its id in history.jsonl.
+    accepted: what differs from the process before, with the user's consent.
+  """
+
+  def __init__(
+    self,
+    *,
+    task: Task,
+    arguments: Mapping[str, Any],
+    global_batch_size: int,
+    model_dir: str,
+    goes_on: bool,
+    accept: bool,
+  ) -> None:
+    """Describes the config (host).
+
+    Args:
+      arguments: those of `run`, for a run without gin.
+      goes_on: whether a checkpoint will be restored and trained on.
+      accept: whether the user accepts changes.
+    """
+    self._task, self._model_dir, self._goes_on, self._accept = task, model_dir, goes_on, accept
+    self._arguments, self.name = arguments, uuid.uuid4().hex
+    self.config = {**values(arguments, changes.free("run")), SIZE: str(global_batch_size)}
+    self.accepted: list[Change] = []
+    self._data: Mapping[str, str] = {}
+    self._in_use: Mapping[str, str] = {}
+    self._began: initial_values.Values | None = None
+
+  @property
+  def changes_task(self) -> bool:
+    """Whether the config of the task, or of what only it uses, differs from the process before."""
+    return any(changes.rule(each.name) is None for each in self.accepted) or any(
+      each.name in ("task", "run.task") for each in self.accepted
+    )
+
+  def require_config(self) -> None:
+    """Raises a ConfigError if the config differs in what must not change, or is not accepted."""
+    self._require("config", self.config, changes.rule)
+
+  def require_data(self, data: Mapping[str, str]) -> None:
+    """Raises a ConfigError if the data differ, unless they may and that is accepted (host).
+
+    Args:
+      data: of `examples`.
+    """
+    self._data = data = {**data, **of_actions(self._arguments, self._task)}
+    if BUCKETS in data and (found := [each for each in self.accepted if each.name == SIZE]):
+      raise history.refusal(self._model_dir, found[0], _WHY_BUCKETS)
+    self._require("data", data, _rule_of_data)
+
+  def compare(self, trainer: Trainer) -> None:
+    """Raises a ConfigError if an accepted change is of a value that a restore overrides (host)."""
+    if not self._goes_on:
+      self._began = initial_values.measured(trainer)
+      return
+    began = history.began(self._model_dir) if self.accepted else {}
+    other_seed = any(each.name in ("seed", "run.seed") for each in self.accepted)
+    if names := initial_values.differences(trainer, began, other_seed=other_seed):
+      more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+      raise ConfigError(
+        f"the run in {self._model_dir!r} would go on with {history.listed(self.accepted)}, but "
+        f"that changes the first value of {names[0]!r}{more}, and the checkpoint has the value "
+        "in force: set it back, or choose another --model_dir, with run.warm_start if it is to "
+        "begin with the weights of this run."
+      )
+
+  def read_back(self, trainer: Trainer) -> list[str]:
+    """Reads what is in force, for the record; returns lines for the user (host)."""
+    self._in_use = in_use(trainer)
+    lines = [f"goes on with {each}" for each in self.accepted]
+    optimizers = trainer.parts.optimizers.values()
+    return [*lines, *(line for each in optimizers if (line := each.moved_rate()))]
+
+  def record(self, *, step: int) -> None:
+    """Appends this start to history.jsonl (host)."""
+    history.append(
+      self._model_dir, start=self.name, step=step, task=self._task, config=self.config,
+      data=self._data, in_use=self._in_use, began=self._began,
+    )  # fmt: skip
+
+  def _require(self, part: str, now: Mapping[str, str], rule: Any) -> None:
+    if self._goes_on:
+      self.accepted += history.require_unchanged(
+        self._model_dir, part, now, accept=self._accept, rule=rule
+      )
+
+
+_WHY_BUCKETS = "the position in `Buckets` is counted in its batches"
+
+
+def _rule_of_data(name: str) -> changes.Rule | None:
+  if name == BUCKETS:
+    return changes.Rule("no", _WHY_BUCKETS)
+  if name.endswith(RATIO):
+    return changes.Rule("no", "the position in that part is counted with it")
+  return None
+
+
+def values(arguments: Mapping[str, Any], free: Sequence[str]) -> dict[str, str]:
+  """Returns name -> value of the config, or of a call of `run`, without its arguments `free`."""
+  if configurables.bindings():
+    return configurables.values_that_matter(free)
+  not_compared = {*free, "mode", "model_dir", "accept_changes"}
+  return history.described({k: v for k, v in arguments.items() if k not in not_compared})
+
+
+def of_actions(arguments: Mapping[str, Any], task: Task) -> dict[str, str]:
+  """Returns name -> value of what matters because an action changes what the run learns (host).
+
+  These are its options and, unless it has `every_steps`, where loops end, after which it acts.
+  Under a model with a `ReplayBuffer`, each action after training loops counts that is not the
+  framework's.
+  """
+  collects = any(isinstance(part, ReplayBuffer) for part in models.parts(task.model))
+  acting = [
+    action
+    for action in arguments["actions"]
+    if action.changes_training or (collects and "train" in action.splits() and not _is_ours(action))
+  ]
+  loops = _LOOPS if any(action.every_steps is None for action in acting) else ()
+  if not acting or not configurables.bindings():
+    return history.described({name: arguments[name] for name in loops})
+  free, kinds = changes.free("run"), set(map(type, acting))
+  kept = [name for name in free if name not in loops]
+  found = configurables.values_that_matter(kept, lambda target: target in kinds)
+  return {name: value for name, value in found.items() if name not in values(arguments, free)}
+
+
+def _is_ours(action: Action) -> bool:
+  return type(action).__module__.startswith("framework.actions.")
+
+
+def examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
+  """Returns number and digest of the examples of each split, the same on all workers."""
+  source = trainer.source() if trainer.source else None
+  found = {}
+  if source is not None:
+    found["training"] = fingerprint(source.main if isinstance(source, Sources) else source)
+  if isinstance(source, Buckets):
+    found[BUCKETS] = source.describe(trainer.global_batch_size)
+  if isinstance(source, Sources):
+    for name, part in source.parts.items():
+      found[f"training {name}"] = f"{fingerprint(part.source)}, ratio {part.ratio}"
+      found[f"training {name}{RATIO}"] = str(part.ratio)
+  for name, each in (evaluator.sources if evaluator else {}).items():
+    found[f"evaluation {name}".rstrip()] = fingerprint(each)
+  for split, text in found.items():
+    trainer.cluster.require_same(
+      f"{split} examples ({text})", zlib.crc32(text.encode()), "give all workers the same data."
+    )
+  return found
+
+
+def in_use(trainer: Trainer) -> dict[str, str]:
+  """Returns name -> value of what an update uses, read from what uses it (host)."""
+  parts = trainer.parts
+  found = {
+    f"{adapters.prefix(name)}{setting}": value
+    for name, optimizer in parts.optimizers.items()
+    for setting, value in optimizer.settings().items()
+  }
+  own: Sequence[tuple[str, Any]] = (
+    ("global batch size", parts.global_batch_size),
+    ("clip_norm", parts.clip_norm),
+    ("clip_value", parts.clip_value),
+    ("ema_decay", parts.ema.decay if parts.ema else None),
+    ("accumulation_steps", parts.accumulation_steps),
+    ("seed", parts.seed),
+  )
+  found |= {name: repr(value) for name, value in own if value is not None}
+  return {**found, "loss scale": parts.loss_scale.describe()}
