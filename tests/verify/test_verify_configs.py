@@ -1,4 +1,4 @@
-"""Groups "inputs" and "randomness" of --mode=verify report nothing of the configs in configs/."""
+"""Four groups of --mode=verify report nothing of the configs in configs/."""
 
 import sys
 
@@ -9,7 +9,7 @@ from config_data import FOLDER, stand_ins
 
 from framework import configurables
 from framework.verify.bench.bench import Subject
-from framework.verify.checks import inputs, randomness
+from framework.verify.checks import evaluation, inputs, lengths, randomness
 
 WITHOUT = "no preprocess()"
 NO_LABEL = "no integer feature picks one of 10 outputs in the loss"
@@ -69,3 +69,5 @@ def test_a_config(name, without, tmp_path):
   assert not [each for each in results if each.status == "failed"]
   skipped = [each.detail for each in results if each.status == "not applicable"]
   assert skipped == without
+  evaluated = [*evaluation.check(subject), *lengths.check(subject)]
+  assert not [each for each in evaluated if each.status == "failed"]

@@ -34,7 +34,7 @@ from framework.verify.report import Result, Status
 GROUP = "inputs"
 READ_S = 3.0
 """Seconds to read each source, and the pipeline."""
-MEASURE_S = 0.5
+MEASURE_S = 0.25
 """Seconds to time the pipeline and the step."""
 TRIALS = 3
 """How often in a row the input must be too slow; the machine may be busy with something else."""
