@@ -95,7 +95,8 @@ def run(
     eval_every_steps: steps between evaluations; None evaluates once, at the end.
     eval_timeout_s: seconds that "evaluate_continuously" waits for a new checkpoint, or for the
       run's assets before the first one; None waits without limit.
-    checkpoint_every_steps: steps between checkpoints; the last step always gets one.
+    checkpoint_every_steps: steps between checkpoints, each after the loop in which they are over;
+      the last step always gets one.
     keep_checkpoints: the number of checkpoints to keep.
     seed: for initial weights, example order, dropout and augmentation.
     shuffle: False reads the training examples in source order.

@@ -248,6 +248,7 @@ class Session:
         choice=self._choice,
         split=split,
         status=self._status,
+        skipped=int(self.trainer.skipped_steps.numpy()) if mode in TRAINING_MODES else 0,
         more=[action.result() for action in self._actions] if mode in TRAINING_MODES else (),
       )
     )

@@ -128,6 +128,7 @@ def result_line(
   status: str = "done",
   choice: Choice | None = None,
   of_step: int | None = None,
+  skipped: int = 0,
   more: Sequence[str] = (),
 ) -> str:
   """Returns the last line: `done: step 1000 | eval loss 0.0571 accuracy 0.9833 | 23.4 s | runs/x`.
@@ -139,12 +140,15 @@ def result_line(
     status: such as "done" or "stopped".
     choice: which values to show; None shows all but those of the pace.
     of_step: the step of `evaluation`, which the line names if it is not `step`.
+    skipped: steps without an update, as gradients were not finite; told if they are more than a
+      hundredth, as a dynamic loss scale skips some of each thousand.
     more: what actions add, such as the best evaluation; the same text only once.
   """
   found = scalars(flatten(evaluation or {}))
   names = (choice or Choice()).of(found)
   values = " ".join(f"{name} {format_number(found[name])}" for name in names)
   at = "" if of_step in (None, step) else f" at step {of_step}"
-  told = [values and f"{split}{at} {values}", *dict.fromkeys(more)]
+  lost = f"skipped {skipped} of {step} steps, not finite" if 100 * skipped > step else ""
+  told = [values and f"{split}{at} {values}", lost, *dict.fromkeys(more)]
   parts = [f"step {step}", *told, f"{seconds:.1f} s", model_dir]
   return f"{status}: " + " | ".join(part for part in parts if part)

@@ -167,6 +167,12 @@ def check_result_line(capsys, folder, text):
 # ---- The modes ----
 
 
+def test_the_last_line_tells_that_nothing_was_learned(tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(Y, "train", Y["train"] * np.float32("nan"))
+  start(tmp_path, "train_and_evaluate")
+  assert f" | skipped {STEPS} of {STEPS} steps, not finite | " in capsys.readouterr().out
+
+
 def test_train(tmp_path, capsys):
   results = start(tmp_path, "train", steps_per_loop=2)
   reference = Reference().train(STEPS)

@@ -787,5 +787,12 @@ def test_the_result_of_another_step_names_it():
   assert line == "stopped: step 7 | eval at step 4 loss 0.5000 | 0.1 s"
 
 
+def test_result_line_tells_many_skipped_steps():
+  line = result_line(step=200, seconds=0.1, evaluation={"loss": 0.5}, skipped=3, more=["best"])
+  expected = "done: step 200 | eval loss 0.5000 | skipped 3 of 200 steps, not finite | best | 0.1 s"
+  assert line == expected
+  assert "skipped" not in result_line(step=200, seconds=0.1, skipped=2)  # as a loss scale does
+
+
 def test_result_line_without_an_evaluation():
   assert result_line(step=7, seconds=0.06, status="stopped") == "stopped: step 7 | 0.1 s"
