@@ -31,6 +31,9 @@ EXAMPLES = {
 }
 """What to add for a required parameter if `... = ...` would not help."""
 
+_MOST_UNUSED = 100
+"""Bindings that nothing uses, of which each gets a line with a remedy."""
+
 
 Kind = Literal["reading", "imports", "names", "one value each", "values", "used", "complete"]
 """The kinds of mistakes, in the order of the checks."""
@@ -90,8 +93,12 @@ def mistakes(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:
 
 def mistakes_in_use(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:
   """Yields unused bindings and missing ones; meaningful only if there are no `mistakes`."""
-  for binding in _unused(history, graph):
+  unused = _unused(history, graph)
+  for binding in unused[:_MOST_UNUSED]:
     yield Mistake("used", binding.where, _unused_error(binding, graph))
+  for binding in unused[_MOST_UNUSED : _MOST_UNUSED + 1]:
+    line = f"{binding.where}: nothing uses this and {len(unused) - _MOST_UNUSED - 1:,} more."
+    yield Mistake("used", binding.where, ConfigError(line))
   for use in sorted(graph.uses):
     if use.called:
       yield from _missing(use, graph)
@@ -231,8 +238,10 @@ def _unused(history: Sequence[Binding], graph: Graph) -> list[Binding]:
   file's `mirrored.num_packs` may stay when --gin_param sets `run.strategy = @default`.
   """
   unused = [index for index, binding in enumerate(history) if not graph.is_used(binding)]
-  keys = [binding.key for binding in history]
-  for stop in (index for index, key in enumerate(keys) if key in keys[:index]):
+  first = {binding.key: index for index, binding in reversed([*enumerate(history)])}
+  for stop in (index for index, each in enumerate(history) if first[each.key] < index):
+    if not unused:
+      break
     earlier = Graph(in_force(history[:stop]))
     unused = [index for index in unused if index >= stop or not earlier.is_used(history[index])]
   return [history[index] for index in unused]

@@ -138,7 +138,7 @@ def _read_file(config: Config, path: str, including: tuple[str, ...]) -> None:
   else:
     data = bounded.content(path, "a gin file", max_bytes=_MAX_BYTES, remedy="make it readable")
   try:
-    text = io.StringIO(data.decode(), newline=None).read()  # all kinds of line ends
+    text = io.StringIO(data.decode("utf-8-sig"), newline=None).read()  # all kinds of line ends
   except UnicodeDecodeError:
     raise ConfigError(f"{path} is not text; a gin file must be UTF-8.") from None
   config.files.append(path)
@@ -240,6 +240,9 @@ def _gin_file(name: str, folders: Sequence[str]) -> str:
   for path in paths:
     if stores.exists(path) if stores.is_url(path) else os.path.isfile(path):
       return path
+  for path in paths:
+    if not stores.is_url(path) and os.path.exists(path):
+      return path  # a folder or a pipe: the reader says which
   siblings: list[str] = []
   with contextlib.suppress(OSError, ValueError):  # a name that no file can have
     siblings += [file.name for path in paths for file in Path(path).parent.glob("*.gin")]

@@ -4,9 +4,11 @@ import contextlib
 import gc
 import importlib
 import inspect
+import os
 import re
 import sys
 import textwrap
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -1182,3 +1184,32 @@ def test_the_whole_table_is_there(monkeypatch):
   imported, used = re.findall(r"`(.*?)`", checks.EXAMPLES["run.task"])
   importlib.import_module(imported.split()[1])
   table.find(used.partition("@")[2].removesuffix("()"))
+
+
+def test_a_gin_file_with_a_byte_order_mark(tmp_path):
+  write("x.gin", "\ufeff" + textwrap.dedent(GOOD))
+  configurables.parse(["x.gin"])
+  assert result()
+
+
+@pytest.mark.parametrize(
+  ("make", "kind"), [(os.mkdir, "a folder"), (os.mkfifo, "a pipe")], ids=["folder", "pipe"]
+)
+def test_a_gin_file_that_is_no_file(make, kind):
+  """A pipe, as of `<(...)`, can be read once, and each process of a run reads the config."""
+  make("y.gin")
+  with pytest.raises(ConfigError) as caught:
+    configurables.parse(["y.gin"])
+  assert str(caught.value) == f"'y.gin' is {kind}, not a file; give the path of a gin file."
+
+
+def test_very_many_bindings():
+  """None takes time that grows with the number of the others."""
+  lines = [f"m{i} = {i}" for i in range(3000)]
+  write("x.gin", "\n".join([GOOD, *lines]))
+  began = time.monotonic()
+  mistakes = configurables.examine(["x.gin"]).mistakes
+  assert time.monotonic() - began < 20
+  assert len(mistakes) == 101
+  assert "nothing uses the macro 'm0'" in str(mistakes[0].error)
+  assert str(mistakes[-1].error).endswith(": nothing uses this and 2,899 more.")
