@@ -199,7 +199,17 @@ def made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
 
 
 def set_globals(seed: int, precision: str, *, deterministic: bool, eager: bool) -> None:
-  """Configures TensorFlow and both Keras versions for the whole process (host)."""
+  """Configures TensorFlow and both Keras versions for the whole process (host).
+
+  Raises:
+    ConfigError: Keras has another backend.
+  """
+  if keras.backend.backend() != "tensorflow":
+    raise ConfigError(
+      f"Keras's backend is {keras.backend.backend()!r}; it must be 'tensorflow': set KERAS_BACKEND "
+      "to it, or backend in ~/.keras/keras.json."
+    )
+  keras.config.set_floatx("float32")  # a keras.json may have another; run.precision sets the rest
   randomness.seed_everything(seed)
   keras.config.set_dtype_policy(precision)
   lazy_keras.when_tf_keras_loads(lambda: tf_keras.mixed_precision.set_global_policy(precision))

@@ -151,7 +151,9 @@ class StorageError(RuntimeError):
   """The disk of the run folder is full or has failed; the message is one line."""
 
 
-_FAULTS = [os.strerror(n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)]
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+_OF_LIMITS = (errno.EFBIG, errno.EPERM, errno.EACCES)  # ulimit -f; a folder made immutable
+_FAULTS = [os.strerror(number) for number in (*_OF_THE_DISK, *_OF_LIMITS)]
 
 
 @contextlib.contextmanager
@@ -165,8 +167,8 @@ def storage_errors(folder: str, what_is_saved: Callable[[], str]) -> Iterator[No
     if fault is None or folder not in text:
       raise
     raise StorageError(
-      f"cannot write to {folder!r}: {fault}; {what_is_saved()}; mend the disk or free space on it, "
-      "then start the same command again."
+      f"cannot write to {folder!r}: {fault}; {what_is_saved()}; free space, or mend the disk, "
+      "its permissions or the limit, then start the same command again."
     ) from error
 
 

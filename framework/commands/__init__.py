@@ -35,6 +35,11 @@ from framework.commands import arguments, process
 def main(argv: Sequence[str]) -> int:
   """Runs the command line `argv`, the program first, and returns the exit status (host)."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before anything imports TensorFlow.
+  backend = os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # before keras.json
+  if backend != "tensorflow":
+    return process.say(
+      f"error: KERAS_BACKEND is {backend!r}; set it to tensorflow, or unset it.", 2
+    )
   logging.getLogger("tensorflow").addFilter(_is_news)
   with contextlib.ExitStack() as stamps:
     return _status(argv, stamps)

@@ -361,3 +361,15 @@ def test_a_signal_before_the_first_step_ends_at_once(number, first):
   name = signal.Signals(number).name
   assert process.communicate(timeout=30) == ("", f"{name}: exited, nothing to save\n")
   assert process.returncode == 75
+
+
+def test_another_backend_of_keras(capsys, monkeypatch, tmp_path):
+  monkeypatch.setenv("KERAS_BACKEND", "jax")
+  line = "error: KERAS_BACKEND is 'jax'; set it to tensorflow, or unset it."
+  assert status_and_line(capsys, "--gin_file=x.gin") == (2, line)
+  monkeypatch.delenv("KERAS_BACKEND")
+  (tmp_path / "keras.json").write_text('{"backend": "jax", "floatx": "float16"}')
+  Path("x.gin").write_text("run.seed = 1e3\n")
+  monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+  done = command(str(REPOSITORY / "launch.py"), "--gin_file=x.gin")
+  assert done.stderr == "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"

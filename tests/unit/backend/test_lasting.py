@@ -1,5 +1,6 @@
 """Output whose reader is closed, gone or stalled; or whose encoding lacks a character."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.backend import output
+from framework.backend import files, output
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -77,7 +78,7 @@ def test_lines_are_whole_and_what_the_encoding_lacks_is_escaped(pipe):
 
 CLOSED = """
 import os, sys
-from framework.backend import output
+from framework.backend import files, output
 output.open_standard_streams()
 print("out"); print("err", file=sys.stderr); sys.stdin.read()
 os.open("/", os.O_RDONLY)  # gets none of the three
@@ -109,3 +110,16 @@ def test_a_command_without_a_stream_does_its_work(tmp_path, closed):
   )  # fmt: skip
   assert done.returncode == 0
   assert done.stdout + done.stderr == ("" if closed == ">&-" else "no runs\n")
+
+
+@pytest.mark.parametrize("number", [errno.EFBIG, errno.EPERM, errno.EACCES, errno.ENOSPC])
+def test_a_folder_that_cannot_be_written_is_one_line(number):
+  """As by `ulimit -f`, `chattr +i`, `chmod` in the middle of a run, or a full disk."""
+  with (
+    pytest.raises(files.StorageError) as caught,
+    files.storage_errors("m", lambda: "the newest is m/ckpt-2"),
+  ):
+    raise OSError(number, os.strerror(number), "m/checkpoints/ckpt-4.index")
+  assert str(caught.value).startswith(
+    f"cannot write to 'm': {os.strerror(number)}; the newest is m/ckpt-2; free space, or mend "
+  )
