@@ -243,7 +243,8 @@ def test_the_on_policy_task_of_inputs_learns_from_what_it_collects(tmp_path, cap
   name, _ = module_of(page, next(code for code in blocks(page, "python") if "class Reach" in code))
   Path("x.gin").write_text(
     f"import {name}\nrun.task = @Reach()\nrun.actions = [@CollectRollout()]\n"
-    "run.train_steps = 480\nrun.global_batch_size = 64\nrun.optimizer = @keras.Adam\nkeras.Adam.learning_rate = 0.02\n"
+    "run.train_steps = 480\nrun.global_batch_size = 64\n"
+    "run.optimizer = @keras.Adam\nkeras.Adam.learning_rate = 0.02\n"
   )
   assert launch.main(["x", "--gin_file=x.gin", "--mode=train", "--model_dir=runs/x"]) == 0
   lines = [json.loads(line) for line in Path("runs/x/metrics.jsonl").read_text().splitlines()]
