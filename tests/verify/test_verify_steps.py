@@ -9,7 +9,7 @@ from test_verify_newcomers import on_two
 from framework import verify
 from framework.verify import consequences
 from framework.verify.bench.comparison import Comparison
-from framework.verify.checks import gradients, later_steps, order, precision
+from framework.verify.checks import gradients, later_steps, order, precision, replicas
 from framework.verify.checks.own_optimizer import OwnOptimizer
 from framework.verify.report import Result
 
@@ -175,6 +175,14 @@ def test_the_line_where_rows_meet_is_named(task, cause, words):
 @pytest.mark.whole
 def test_rows_that_do_not_depend_on_one_another_pass(task):
   assert failures(on_two(subject_of(task))) == []
+
+
+@pytest.mark.whole
+def test_experts_that_see_few_rows_and_are_balanced_over_all_replicas_pass():
+  subject = subject_of(steps.Balanced)
+  results = [*gradients.check(subject), *replicas.check(subject)]
+  assert failures(results) == []
+  assert {r.check: r.status for r in results}["no gradient is zero"] == "passed"
 
 
 # ---- One mistake, several checks

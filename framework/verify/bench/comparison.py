@@ -104,8 +104,8 @@ class Comparison:
 
   def coupled(self) -> bool:
     """Whether the update of an example depends on others, so that micro-batches change it."""
-    if normalisations(self.task.model):
-      return True
+    if normalisations(self.task.model) or any(c.verb == "all_gather" for c in self.calls):
+      return True  # also where it shows too little in one update
     parts = self.parts(self.batch, 2, self.trained)
     whole = self.flat(self.reference["full batch"], self.trained)
     return not fits(whole, weighted_mean(parts))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -32,6 +33,8 @@ from framework.verify.report import Result
 
 GROUP = "gradients"
 STEPS_BEFORE = 3
+MORE = 16
+"""Times as many rows are in a batch of another step: a few may miss an expert of a mixture."""
 MOST_VARIABLES = 12
 """At most this many variables, the largest first, are compared with finite differences."""
 TOLERANCE = {"float64": 1e-3, "float32": 0.1}
@@ -123,6 +126,7 @@ def look(subject: Subject) -> tuple[GradientNotes, Bench]:
   if outside and outside[-1] < built and not made_variables.read_by_step(subject, outside, rows):
     outside = []  # made for something else, such as a larger model that this one is a part of
   values = compiled.read()
+  more = functools.cache(lambda: bench.weighted(subject.rows(compiled.task, MORE * rows)))
 
   def step(
     seen: GradientNotes, batch: Rows, differences: str | None, others: Sequence[int] = ()
@@ -135,7 +139,7 @@ def look(subject: Subject) -> tuple[GradientNotes, Bench]:
         mock.patch("framework.trainer.Step", _looking(seen, here.task, differences)),
         mock.patch.object(steps, "_dense", _noting(seen)),
       ):
-        here.step(batch)
+        here.step(more() if number else batch)
       if seen.complete:
         break
       differences = None

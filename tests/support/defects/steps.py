@@ -159,6 +159,38 @@ class Mixture(Crowded):
   capacity = None
 
 
+class Balanced(Small):
+  """Right: each row has one of six networks, and a small loss balances them over all replicas."""
+
+  names = tuple(f"expert{number}" for number in range(6))
+
+  def build_model(self):
+    gate = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(6)], name="gate")
+    return {"gate": gate, **{name: network(name) for name in self.names}}
+
+  def variables_of(self, optimizer):
+    return [v for part in self.model.values() for v in part.trainable_variables]
+
+  def routed(self, batch):
+    shares = tf.nn.softmax(self.model["gate"](batch["x"]))
+    chosen = tf.one_hot(tf.argmax(shares, axis=1), 6)
+    answers = tf.stack([self.model[name](batch["x"])[:, 0] for name in self.names], axis=1)
+    return tf.reduce_sum(chosen * shares * answers, axis=1), shares, chosen
+
+  def forward(self, batch, training):
+    return self.routed(batch)[0]
+
+  def training_loss(self, step, batch):
+    outputs, shares, chosen = self.routed(batch)
+    weight = step.all_gather(batch["weight"])
+    load, share = (
+      tf.linalg.matvec(step.all_gather(each), weight, transpose_a=True) / tf.reduce_sum(weight)
+      for each in (chosen, shares)
+    )
+    losses = tf.square(outputs - batch["y"]) + 0.05 * 6 * tf.reduce_sum(load * share)
+    return Loss.from_examples(losses, batch["weight"])
+
+
 class Towers(Small):
   """Two towers, and the items of the other rows of this replica as negatives."""
 
