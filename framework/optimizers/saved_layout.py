@@ -109,10 +109,15 @@ class SavedRate(base.Trackable):
   def __init__(self, rate: Callable[[], tf.Tensor], beside: tf.Variable) -> None:
     """Keeps the function, and a variable on whose device it is saved."""
     self._rate = rate
-    self._device = getattr(beside, "values", [beside])[0].device
+    device = tf.DeviceSpec.from_string(getattr(beside, "values", [beside])[0].device)
+    self._device = device.replace(device_type="CPU", device_index=0).to_string()  # not the mesh
 
   def _serialize_to_tensors(self) -> dict[str, SaveSpec]:
-    return {_VALUE: SaveSpec(self._rate, "", _VALUE, dtype=self.dtype, device=self._device)}
+    return {_VALUE: SaveSpec(self._read, "", _VALUE, dtype=self.dtype, device=self._device)}
+
+  def _read(self) -> tf.Tensor:
+    rate = self._rate()  # on a mesh, a tensor of the mesh
+    return tf.constant(float(rate), self.dtype) if tf.executing_eagerly() else rate
 
   def _restore_from_tensors(self, tensors: Mapping[str, tf.Tensor]) -> None:
     """Leaves the schedule as it is."""

@@ -147,6 +147,8 @@ def multi_worker_mirrored(
     try:
       return tf.distribute.MultiWorkerMirroredStrategy(found, options)
     except tf.errors.DeadlineExceededError as error:
+      if cluster.named(str(error)):
+        raise  # one of them is lost
       raise ClusterError(
         f"TensorFlow did not connect {peers[index]} with the other workers within "
         f"{start_timeout_s:g} s, although they answer: look for a proxy in the environment, or a "

@@ -315,6 +315,7 @@ MISTAKES = {
   ),
   "gradient_accumulation_steps": Mistake(
     config=["run.optimizer = @keras.Adam", "keras.Adam.gradient_accumulation_steps = 2"],
+    fresh=True,
     says=["gradient_accumulation_steps=2", "use Trainer.accumulation_steps"],
   ),
   "learning rate in words": Mistake(

@@ -100,7 +100,8 @@ def test_history_sees_no_change_of_the_name(monkeypatch):
   monkeypatch.setattr(history, "records", lambda folder: [{"config": before}])
   assert history.changes("m", "config", now) == []
   other = {**now, "task": "framework.tasks.vae.Vae"}
-  assert history.changes("m", "config", other) == [
-    "task = framework.tasks.vae.Vae, which was framework.tasks.gan.Gan"
-  ]
+  [change] = history.changes("m", "config", other)
+  assert (change.name, change.now, change.before) == (
+    "task", "framework.tasks.vae.Vae", "framework.tasks.gan.Gan"
+  )  # fmt: skip
   assert Path(tasks.__path__[0]).samefile(ROOT / "tasks")

@@ -345,7 +345,7 @@ def _in_model(task: Any, outside: Mapping[str, str]) -> Result:
   return Result(
     group=GROUP, check=name, status="failed", cause=OUTSIDE, place=place,
     detail=f"{_named(list(outside))}: read by the step, not trained and not saved",
-    remedy="make the layer in build_model() and return it with the model, such as in a dict; a "
+    remedy="build the layer in build_model() and return it with the model, such as in a dict; a "
     "layer that is called on a constant is no part of a Keras model: call it in a layer's call()",
   )  # fmt: skip
 

@@ -23,7 +23,7 @@ from framework.saving import history
 
 
 @framework.register
-class Line(Task):
+class Straight(Task):
   """Regression with dropout, whose initial weights, dropout and loss a config sets."""
 
   def __init__(self, *, scale=0.5, dropout=0.25, power=2.0, temperature=1.0, examples=24):
@@ -50,7 +50,7 @@ class Line(Task):
 
 
 BASE = (
-  "run.task = @Line()", "run.train_steps = 4", "run.steps_per_loop = 2", "run.seed = 3",
+  "run.task = @Straight()", "run.train_steps = 4", "run.steps_per_loop = 2", "run.seed = 3",
   "run.global_batch_size = 8", "run.checkpoint_every_steps = 2",
   "run.optimizer = @keras.SGD", "keras.SGD.learning_rate = 0.03125",
 )  # fmt: skip
@@ -107,7 +107,7 @@ FIXED = ("Trainer.loss_scale = @fixed", "fixed.scale = 64.0")
 PER_REPLICA = ("run.global_batch_size = ", "run.per_replica_batch_size = 8")
 
 OPTIONS = [  # option, before, what is bound beside it, after, what happens
-  ("run.task", "@Line()", (), "@Other()", "another experiment: its task"),
+  ("run.task", "@Straight()", (), "@Other()", "another experiment: its task"),
   ("run.train_steps", "4", (), "8", "same"),
   ("run.global_batch_size", "8", (), "4", "numbers"),
   ("run.per_replica_batch_size", "8", PER_REPLICA, "4", "numbers"),
@@ -135,12 +135,12 @@ OPTIONS = [  # option, before, what is bound beside it, after, what happens
   ("Trainer.reduction", "@Reduction", (), "@Reduction()", "same"),
   ("Trainer.clip_norm", "None", (), "0.01", "numbers"),
   ("Trainer.clip_value", "None", (), "0.01", "numbers"),
-  ("Trainer.accumulation_steps", "1", ("Line.dropout = 0.0",), "2", "same"),
+  ("Trainer.accumulation_steps", "1", ("Straight.dropout = 0.0",), "2", "same"),
   ("Trainer.ema_decay", "None", (), "0.5", "same"),
   ("Trainer.fuse_updates", "True", ("keras.SGD.momentum = 0.5",), "False", "does not fit this run"),
   ("Trainer.shard_optimizer_state", "False", (), "True", "same"),
-  ("Trainer.recompute", "()", ("Line.dropout = 0.0",), "['dense.*']", "same"),
-  ("Trainer.jit_compile", "False", ("Line.dropout = 0.0",), "True", "same"),
+  ("Trainer.recompute", "()", ("Straight.dropout = 0.0",), "['dense.*']", "same"),
+  ("Trainer.jit_compile", "False", ("Straight.dropout = 0.0",), "True", "same"),
   ("fixed.scale", "64.0", FIXED, "32.0", "same"),
   ("Reduction.packing", "'flat'", TWO, "'per_tensor'", "same"),
   ("Reduction.wire_dtype", "None", TWO, "'bfloat16'", "numbers"),
@@ -151,7 +151,7 @@ FAST = ("Trainer.clip_norm", "run.warm_start")
 
 
 @framework.register
-class Other(Line):
+class Other(Straight):
   """Another class of the same model."""
 
 
@@ -259,15 +259,18 @@ def _layers(folder):
 @pytest.mark.parametrize(
   ("binding", "what"),
   [
-    pytest.param("Line.dropout = 0.0", "numbers", marks=pytest.mark.whole),
-    pytest.param("Line.power = 1.0", "numbers", marks=pytest.mark.whole),
-    pytest.param("Line.examples = 20", "numbers", marks=pytest.mark.whole),
+    pytest.param("Straight.dropout = 0.0", "numbers", marks=pytest.mark.whole),
+    pytest.param("Straight.power = 1.0", "numbers", marks=pytest.mark.whole),
+    pytest.param("Straight.examples = 20", "numbers", marks=pytest.mark.whole),
     pytest.param(
-      "Line.scale = 0.05",
+      "Straight.scale = 0.05",
       "changes the first value of '.*kernel', and the checkpoint has",
       marks=pytest.mark.whole,
     ),
-    ("Line.temperature = 2.0", "changes the first value of 'temperature:0', and the checkpoint"),
+    (
+      "Straight.temperature = 2.0",
+      "changes the first value of 'temperature:0', and the checkpoint",
+    ),
   ],
 )
 def test_an_option_of_a_task_counts_or_is_refused(binding, what, begun, tmp_path):
@@ -293,7 +296,7 @@ def test_an_option_of_a_task_counts_or_is_refused(binding, what, begun, tmp_path
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_a_changed_learning_rate_is_used_and_recorded(to, replicas, tmp_path, mirrored):
   del mirrored
-  two = [f"auto.cpu_replicas = {replicas}", "Line.dropout = 0.0"]
+  two = [f"auto.cpu_replicas = {replicas}", "Straight.dropout = 0.0"]
   start(tmp_path, *two)
   new = [f"keras.SGD.learning_rate = {to}", "run.train_steps = 5", "run.steps_per_loop = 1"]
   new += ["schedules.constant.learning_rate = 0.003"] if "constant" in to else []
@@ -355,7 +358,7 @@ def test_the_first_scale_is_refused_later(begun, tmp_path):
 
 
 @framework.register
-class Bucketed(Line):
+class Bucketed(Straight):
   """The same examples in two buckets."""
 
   def source(self, split):
@@ -368,7 +371,7 @@ class Bucketed(Line):
 
 
 @framework.register
-class Mixed(Line):
+class Mixed(Straight):
   """The same examples beside others."""
 
   def __init__(self, *, ratio=2):
@@ -409,11 +412,12 @@ def test_a_position_that_would_be_another_is_refused(task, binding, why, begun, 
 
 
 @framework.register
-class Collecting(Line):
+class Collecting(Straight):
   """Keeps rows that an action adds; trains as before."""
 
   def build_model(self):
     replay = ReplayBuffer(capacity=8, features={"x": tf.TensorSpec([2])})
+    replay.add({"x": np.ones([1, 2], "float32")})
     return {**super().build_model(), "replay": replay}
 
   def source(self, split):
