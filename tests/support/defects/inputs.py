@@ -36,6 +36,18 @@ class SameSplit(Right):
 
 
 @defect(
+  "train and eval apart", "train and eval overlap", "repeated inside train; eval", "default_rng(0)"
+)
+class OversampledBeforeSplit(Right):
+  def source(self, split):
+    features, rng = points("train"), np.random.default_rng(0)
+    rare, common = np.arange(12), np.arange(12, 96)
+    rows = rng.permutation(np.concatenate([common, rng.choice(rare, size=84)]))
+    rows = rows[:120] if split == "train" else rows[120:]
+    return ArraySource(features={name: value[rows] for name, value in features.items()})
+
+
+@defect(
   ("train and eval apart", "source() repeats"),
   ("train and eval overlap", "source() is random"),
   "a second call of source('train') gives other examples",
