@@ -1,6 +1,8 @@
-"""The matrix of docs/keras-matrix.md: complete, true to its page, and, in parts, run again."""
+"""The matrix of docs/keras-matrix.md: complete, true to its page, and, in parts, run again.
 
-import functools
+The whole is run by hand, `python -m benchmarks.keras_matrix --check`: one of its groups took over
+ten minutes.
+"""
 
 import pytest
 
@@ -75,16 +77,3 @@ def test_another_number_is_noticed(monkeypatch):
   monkeypatch.setattr(keras_matrix, "trained", wrong)
   lines = keras_matrix.disagreements("keras", "losses", named("keras", "losses", "LogCosh"), [1])
   assert any("on 1: training loss: " in line for line in lines)
-
-
-@functools.cache
-def groups(library, kind):
-  return list(keras_matrix.together(kind, keras_entries.entries(kind, library)))
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_matrix(kind, library):
-  found = [keras_matrix.disagreements(library, kind, group) for group in groups(library, kind)]
-  assert [line for lines in found for line in lines] == []
