@@ -24,8 +24,10 @@ def test_a_wrong_task_fails_with_the_table_of_what_failed():
 @pytest.mark.whole
 def test_a_single_check_can_be_asserted():
   results = testing.check(MeanOfMeans, groups=("replicas",))
-  result = testing.found(results, "same update on 3 replicas")
+  result = testing.found(results, "same update on 2 replicas")
   assert (result.status, result.cause) == ("failed", "mean of means")
+  again = testing.found(results, "same update on 3 replicas")
+  assert again.detail.startswith("follows from 'same update on 2 replicas' above; ")
   with pytest.raises(KeyError, match="no check 'same'"):
     testing.found(results, "same")
 
