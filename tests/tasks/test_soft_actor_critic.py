@@ -133,7 +133,7 @@ def test_an_evaluation_is_the_mean_return_of_its_episodes(mirrored):
 class Failing(Action):
   """Fails once, in a loop after a checkpoint."""
 
-  on, failed = "train", False
+  on, every_steps, failed = "train", 20, False
 
   def __call__(self, output):
     if self.run.step == 60 and not Failing.failed:

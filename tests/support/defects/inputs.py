@@ -146,8 +146,8 @@ class SeedInEvaluation(Right):
 
 
 @defect(
-  "evaluation in batches of any size",
-  "preprocess() mixes rows",
+  ("evaluation in batches of any size", "shared out to 2 and 3 workers"),
+  ("preprocess() mixes rows", "preprocess() mixes rows"),
   "'x' of the same examples differs in batches of 8 and of 16",
   "tf.nn.moments",
 )
