@@ -162,6 +162,7 @@ class Owner:
         self._write()
 
   def _require_own(self) -> None:
+    written = self._written  # the beat may write while this reads
     now = self._read()
     if now is None:  # some stores have no file for a moment while it is written
       time.sleep(BEAT_S / 10)
@@ -170,7 +171,7 @@ class Owner:
       self._lost = self._vanished()
     elif now.get("token") != self._record["token"]:
       self._lost = self._refusal(now)
-    elif int(now.get("beat", 0)) < self._written:  # a copy
+    elif int(now.get("beat", 0)) < written:  # a copy
       self._lost = self._replaced()
     if self._lost is not None:
       raise self._lost

@@ -67,10 +67,10 @@ class LaterSteps:
       self._outcomes[replicas].append(here.step(self.compared.batch))
 
   def result(self) -> Result:
-    """Compares two replicas with one."""
+    """Compares two and three replicas with one."""
     told = self._rate() or self._update()
     if not told:
-      detail = f"{len(NUMBERS)} steps up to number {NUMBERS[-1]:,}, on one replica and on 2"
+      detail = f"{len(NUMBERS)} steps up to number {NUMBERS[-1]:,}, on 1, 2 and 3 replicas"
       return Result(group=GROUP, check=NAME, status="passed", detail=detail)
     return Result(
       group=GROUP, check=NAME, status="failed", detail=told, cause=CAUSE, remedy=REMEDY,
@@ -78,20 +78,26 @@ class LaterSteps:
     )  # fmt: skip
 
   def _rate(self) -> str:
-    for name, rates in self._rates[1].items():
-      for number, one, two in zip(RATE_NUMBERS, rates, self._rates[2][name], strict=True):
-        if abs(one - two) > 1e-5 * abs(one):
-          return (
-            f"at step {number:,} the learning rate of {name!r} is {one:.4g} on one replica and "
-            f"{two:.4g} on 2"
-          )
+    for replicas in (2, 3):
+      for name, rates in self._rates[1].items():
+        for number, one, more in zip(RATE_NUMBERS, rates, self._rates[replicas][name], strict=True):
+          if abs(one - more) > 1e-5 * abs(one):
+            return (
+              f"at step {number:,} the learning rate of {name!r} is {one:.4g} on one replica and "
+              f"{more:.4g} on {replicas}"
+            )
     return ""
 
   def _update(self) -> str:
-    for number, one, two in zip(NUMBERS, self._outcomes[1], self._outcomes[2], strict=True):
-      found = self.compared.difference(two, one, without=self.compared.noisy)
-      if found.worst > AFTER_STEPS:
-        return f"at step {number:,} on 2 replicas {found.detail}, in the first steps it does not"
+    for replicas in (2, 3):
+      pairs = zip(NUMBERS, self._outcomes[1], self._outcomes[replicas], strict=True)
+      for number, one, more in pairs:
+        found = self.compared.difference(more, one, without=self.compared.noisy)
+        if found.worst > AFTER_STEPS:
+          return (
+            f"at step {number:,} on {replicas} replicas {found.detail}, in the first steps it does "
+            "not"
+          )
     return ""
 
   def _place(self) -> str:

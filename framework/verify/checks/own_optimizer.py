@@ -109,8 +109,7 @@ class OwnOptimizer:
       here.assign(self.compared.start)
       outcomes = [here.step(rows) for rows in order]
       ends[replicas] = dataclasses.replace(outcomes[-1], before=self.compared.start)
-      if replicas < 3:
-        self._later.take(replicas, here)
+      self._later.take(replicas, here)
       if planted is not None:
         skips[replicas] = (here.step(planted), here.trainable)
     found: dict[Any, Any] = {

@@ -20,6 +20,7 @@ import tensorflow as tf
 from framework import errors
 from framework.backend import graphs, models
 from framework.inputs.parts import main_source
+from framework.optimizers.saved_layout import SavedRate
 from framework.saving import checkpoints
 from framework.saving.checkpoints import CheckpointManager
 from framework.task import Task
@@ -307,8 +308,9 @@ class TrainerUnderTest:
     )
 
   def variables(self) -> dict[str, Any]:
-    """Returns everything that a checkpoint holds, by key; the model's variables first."""
+    """Returns all variables that a checkpoint holds, by key; the model's first."""
     found = checkpoints.variables_of(self.manager.checkpoint)
+    found = {key: v for key, v in found.items() if not isinstance(v, SavedRate)}
     keys = sorted(found, key=lambda key: not key.startswith("model/"))
     return {key: found[key] for key in keys if not key.startswith(_IGNORED)}
 

@@ -81,6 +81,29 @@ def test_a_folder_that_is_moved_ends_the_run_and_goes_on_there(folder, locks, mo
   assert steps_of(there) == [2, 4, 6, 8]
 
 
+def test_a_beat_while_the_owner_reads_is_no_copy(folder, monkeypatch):
+  folder.mkdir(exist_ok=True)
+  owner = ownership.Owner(str(folder))
+  owner.claim()
+  read = owner._read
+
+  def meanwhile():
+    found = read()
+    owner._record["beat"] += 1
+    owner._write()
+    return found
+
+  monkeypatch.setattr(owner, "_read", meanwhile)
+  try:
+    for _ in range(2):
+      owner._require_own()  # raises for a file whose beat is older than the last one written
+    monkeypatch.setattr(owner, "_read", lambda: {**read(), "beat": "0"})
+    with pytest.raises(ConfigError, match="removed or replaced while the run trained"):
+      owner._require_own()
+  finally:
+    owner.release()
+
+
 @pytest.mark.whole
 def test_a_folder_that_is_emptied_ends_the_run(folder):
   def empty():
