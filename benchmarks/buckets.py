@@ -86,8 +86,8 @@ def trained(options: argparse.Namespace, how: dict):
   import tensorflow as tf
 
   from framework import ArraySource, Buckets, Loss, Task
-  from framework.backend import randomness
   from framework.builder import Recipe
+  from framework.graphs import randomness
 
   tokens, lengths = data(options.examples)
   mask = (np.arange(LONGEST) < lengths[:, np.newaxis] - 1).astype(np.float32)

@@ -81,7 +81,7 @@ def made(megabytes: float, folder: str) -> tuple[Any, Any]:
 
   from framework import ArraySource, Loss, Task
   from framework.inputs.datasets import train_dataset
-  from framework.saving.checkpoints import CheckpointManager
+  from framework.run_folder.checkpoints import CheckpointManager
   from framework.trainer import Trainer
 
   width = int((megabytes * 1e6 / 4 / 4) ** 0.5)

@@ -16,8 +16,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tensorflow as tf
 
-from framework.ledger.proof import Ledger, Problem
-from framework.saving import checkpoints
+from framework.run_folder import checkpoints
+from framework.tools.ledger.proof import Ledger, Problem
 
 TIMES = ("wall_time", "input_wait_s", "examples_per_second", "steps_per_second", "start_s",
          "communication_s")  # fmt: skip

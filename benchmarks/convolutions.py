@@ -5,7 +5,7 @@
 Each row is a network of convolutions with a bias and an activation, trained by plain gradient
 descent in a compiled loop. The contenders take turns: the gradients of a convolution's input and of
 its filter together, and one after the other whatever their size.
-framework/backend/convolutions.py states the conclusion.
+framework/cpu/convolutions.py states the conclusion.
 """
 
 import argparse
@@ -18,7 +18,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 import tensorflow as tf
 
 from benchmarks import stacks
-from framework.backend import autograph, convolutions
+from framework.cpu import convolutions
+from framework.graphs import autograph
 
 NETWORKS = [
   (128, 28, 3, [1, 32, 64]),

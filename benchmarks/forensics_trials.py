@@ -33,8 +33,9 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import contenders, models
-from framework import Trainer, builder, configurables, forensics
+from framework import Trainer, builder, configurables
 from framework import run as runs
+from framework.tools.forensics import examine
 from tests.support import planted
 
 LONGEST = 12
@@ -84,10 +85,10 @@ def trial(number: int, rng: random.Random) -> bool:
   replica, example = _random_example(rng, replicas, step)
   task = planted.Planted(example=example, where=where)
   trainer = planted.make_trainer(_strategy(replicas), task)
-  forensics.watch(trainer)
+  examine.watch(trainer)
   trainer.train(tf.constant(LONGEST))
   started = time.perf_counter()
-  report = forensics.examine(trainer)
+  report = examine.examine(trainer)
   seconds = time.perf_counter() - started
   what = "loss" if where in planted.LOSSES else f"gradient of {where}"
   found = [(f.replica, f.what, f.examples) for f in report.findings]
@@ -124,7 +125,7 @@ def cost(model: str, replicas: int, rounds: int, steps: int) -> None:
   """Prints the median times of a step, and the ratios to the first contender's."""
   names = ("unwatched", "watched", "unwatched again")
   trainers = [_trainer(model, replicas) for _ in names]
-  forensics.watch(trainers[1])
+  examine.watch(trainers[1])
   times: list[list[tuple[float, float]]] = [[] for _ in names]
   order = random.Random(0)
   for number in range(rounds + 1):

@@ -80,7 +80,7 @@ class Popen:
 
 def fork_workers() -> None:
   """Makes `--local_workers` fork its processes (in a fork, before launch.py)."""
-  from framework.strategies import local_cluster
+  from framework.tools import local_cluster
 
   def spawn(process: local_cluster.Process) -> Popen:
     arguments = process.command[[str(c) for c in process.command].index(_PROGRAM) + 1 :]

@@ -3,7 +3,7 @@
     python -m benchmarks.fused_products
 
 Each row is a network of dense layers with a bias and an activation, trained by plain gradient
-descent in a compiled loop. The two contenders take turns. framework/backend/grappler.py states
+descent in a compiled loop. The two contenders take turns. framework/cpu/grappler.py states
 the conclusion.
 """
 
@@ -17,7 +17,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 import tensorflow as tf
 
 from benchmarks import stacks
-from framework.backend import autograph, grappler
+from framework.cpu import grappler
+from framework.graphs import autograph
 
 NETWORKS = [
   (64, [64, 64, 64, 10]),

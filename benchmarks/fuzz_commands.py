@@ -36,7 +36,7 @@ import launch
 from benchmarks import fuzzing
 from framework.configurables.table import TABLE, register_all
 from framework.session import Session
-from framework.strategies import local_cluster
+from framework.tools import local_cluster
 
 BASE = """
 import tests.support.mistaken

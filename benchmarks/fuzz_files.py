@@ -40,8 +40,8 @@ from framework import configurables, errors
 from framework.configurables.table import register_all
 from framework.errors import ConfigError
 from framework.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
-from framework.saving import h5
-from framework.saving.warm_start import WarmStart
+from framework.run_folder import h5
+from framework.run_folder.warm_start import WarmStart
 from framework.tasks import language_model, text_classification
 
 EDGES = (

@@ -31,11 +31,11 @@ import tf_keras
 
 from benchmarks import keras_entries
 from benchmarks.keras_entries import Entry
-from framework.backend.compiled_losses import ElementLoss
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.keras_task import from_keras
+from framework.models.compiled_losses import ElementLoss
 from framework.strategies import factories
 from framework.trainer import Trainer
 

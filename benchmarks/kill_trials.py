@@ -36,12 +36,12 @@ from pathlib import Path
 from benchmarks import comparison, forks
 
 CONFIG = "benchmarks/trials.gin"
-CHECKPOINTS = "framework.saving.checkpoints:CheckpointManager"
+CHECKPOINTS = "framework.run_folder.checkpoints:CheckpointManager"
 PARTS = {
   "imports": "",
   "config": "framework.configurables:parse",
-  "fit": "framework.saving.assets:fitted",
-  "assets": "framework.saving.assets:save",
+  "fit": "framework.run_folder.assets:fitted",
+  "assets": "framework.run_folder.assets:save",
   "proof": "framework.strategies.reduction:Reduction.prove",
   "restore": f"{CHECKPOINTS}.restore_or_initialize",
   "trace": "framework.trainer:Trainer.loop",

@@ -78,8 +78,8 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
   from benchmarks import contenders, models
   from framework.inputs import datasets
   from framework.inputs.sources import ArraySource
-  from framework.ledger.recorder import Recorder
   from framework.strategies import factories
+  from framework.tools.ledger.recorder import Recorder
   from framework.trainer import Trainer
 
   rng = np.random.default_rng(0)

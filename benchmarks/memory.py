@@ -29,10 +29,11 @@ def compare(config: str, replicas: int, bindings: list[str]) -> None:
 
   import tensorflow as tf
 
-  from framework import builder, configurables, memory
+  from framework import builder, configurables
   from framework import run as runs
-  from framework.saving import assets
+  from framework.run_folder import assets
   from framework.strategies import factories
+  from framework.tools import memory
 
   configurables.parse([f"configs/{config}.gin"], bindings)
   builder.set_globals(0, runs.bound("precision"), deterministic=False, eager=False)

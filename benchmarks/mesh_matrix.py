@@ -22,11 +22,11 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework.backend import models
 from framework.builder import trainer_class
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
+from framework.models import models
 from framework.optimizers import loss_scale
 from framework.strategies import factories
 from framework.task import Task

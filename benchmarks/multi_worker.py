@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.throughput import LOSS_TOLERANCE, TARGET, Configuration
-from framework.strategies import local_cluster
+from framework.tools import local_cluster
 
 MODELS = ("mlp", "cnn", "many")
 NAMES = ("hand", "control", "loopwright")

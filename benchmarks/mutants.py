@@ -59,7 +59,7 @@ QUOTAS = {
   "framework/optimizers/ema.py": 16,
   "framework/optimizers/fusion.py": 32,
   "framework/optimizers/loss_scale.py": 28,
-  "framework/saving/checkpoints.py": 40,
+  "framework/run_folder/checkpoints.py": 40,
   "framework/strategies/reduction.py": 28,
 }
 EQUIVALENT = ROOT / "benchmarks" / "mutants_equivalent.txt"

@@ -48,7 +48,7 @@ from benchmarks.comparison import different_tensors
 from benchmarks.fault_trials import CONFIG, reached
 from benchmarks.network import Network, available, enter
 from framework.commands import process
-from framework.strategies.local_cluster import free_ports
+from framework.tools.local_cluster import free_ports
 
 STEPS, HEARTBEAT_S, START_S = 400, 10.0, 30.0
 LIMIT_S = 2 * HEARTBEAT_S + 15.0

@@ -19,8 +19,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework.backend import models
 from framework.inputs import datasets
+from framework.models import models
 from framework.strategies import factories
 from framework.tasks import language_model
 from framework.trainer import Trainer

@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from framework.strategies import local_cluster
+from framework.tools import local_cluster
 
 PHASES = ("full", "control", "slowed", "busy")
 KINDS = {"servers": 1, "in_step": 0}  # parameter servers of each

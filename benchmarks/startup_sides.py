@@ -190,13 +190,13 @@ def _without_framework() -> None:
         raise AttributeError(name)
       return object
 
-  for name in ("", ".backend", ".backend.bounded", ".metrics", ".inputs", ".inputs.sources"):
+  for name in ("", ".host", ".host.bounded", ".metrics", ".inputs", ".inputs.sources"):
     sys.modules[f"framework{name}"] = Standin(f"framework{name}")
-  framework, bounded = sys.modules["framework"], sys.modules["framework.backend.bounded"]
+  framework, bounded = sys.modules["framework"], sys.modules["framework.host.bounded"]
   framework.register = lambda made: made
   framework.ArraySource = lambda features: features
-  framework.backend, bounded.content = sys.modules["framework.backend"], _content
-  framework.backend.bounded, bounded.require_bytes = bounded, lambda *args: None
+  framework.host, bounded.content = sys.modules["framework.host"], _content
+  framework.host.bounded, bounded.require_bytes = bounded, lambda *args: None
 
 
 def _content(path: str, *unused: Any, **also_unused: Any) -> bytes:

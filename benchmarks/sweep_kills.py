@@ -27,7 +27,7 @@ SWEEP = f"""if True:
   import sys
   from framework import commands
   from framework.commands import process
-  from framework.commands.sweep import jobs, runner, space
+  from framework.tools.sweep import jobs, runner, space
   runner.POLL_S = 0.02
   jobs.Command.of = lambda self, values, model_dir: [
     sys.executable, {trial_stub.__file__!r}, "train", "--gin_param=pace = 0.05",

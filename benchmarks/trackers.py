@@ -114,7 +114,7 @@ def of_trackio(folder: Path) -> Curves:
 
 def of_wandb(folder: Path) -> Curves:
   """Reads the transaction logs of all processes, which `wandb sync` sends."""
-  from framework.actions.trackers import wandb
+  from framework.tools.trackers import wandb
 
   curves: Curves = {}
   for row in wandb.offline_history(str(folder), kept(folder, "WandB")):

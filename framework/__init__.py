@@ -6,14 +6,12 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from framework.backend import lazy_keras
+from framework.host import lazy_keras
 
 if TYPE_CHECKING:
   from framework.actions.base import Action, Run, StopTraining
-  from framework.actions.best import BestCheckpoint, EarlyStopping, Export
-  from framework.actions.nonfinite import StopOnNonFinite
+  from framework.actions.best import BestCheckpoint, EarlyStopping
   from framework.actions.show import Show
-  from framework.backend.recomputation import recompute
   from framework.configurables import register
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
@@ -25,11 +23,14 @@ if TYPE_CHECKING:
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
   from framework.keras_task import from_keras
   from framework.metrics import Loss, PerExample, Sum, weighted_sum
+  from framework.models.recomputation import recompute
   from framework.optimizers.schedules import Schedule
   from framework.reporting.board import Board
   from framework.step import EvalStep, Step
   from framework.strategies.reduction import Reduction
   from framework.task import Task
+  from framework.tools.exports.action import Export
+  from framework.tools.forensics.action import StopOnNonFinite
   from framework.trainer import Trainer
 
 __all__ = [
@@ -75,10 +76,11 @@ __all__ = [
 
 _HOMES = {
   "actions.base": ("Action", "Run", "StopTraining"),
-  "actions.best": ("BestCheckpoint", "EarlyStopping", "Export"),
-  "actions.nonfinite": ("StopOnNonFinite",),
+  "actions.best": ("BestCheckpoint", "EarlyStopping"),
+  "tools.exports.action": ("Export",),
+  "tools.forensics.action": ("StopOnNonFinite",),
   "actions.show": ("Show",),
-  "backend.recomputation": ("recompute",),
+  "models.recomputation": ("recompute",),
   "configurables": ("register",),
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,15 +17,16 @@ import tensorflow as tf
 import tf_keras  # executed when something of it is used
 
 from framework import configurables
-from framework.backend import lazy_keras, randomness
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
+from framework.graphs import randomness
+from framework.host import lazy_keras
 from framework.inputs import datasets
 from framework.inputs.buckets import Buckets
 from framework.inputs.parts import Sources, of_one_shape
 from framework.inputs.sources import Source, StreamSource, eval_sets
-from framework.ledger.recorder import Recorder
 from framework.model_parallel import ModelParallelTrainer
+from framework.observers import Observer
 from framework.optimizers.adapters import OptimizerFactory
 from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
 from framework.strategies import servers, traits
@@ -66,7 +67,7 @@ class Recipe:
     strategy: tf.distribute.Strategy,
     *,
     dataset_fn: DatasetFn | None = None,
-    recorder: Recorder | None = None,
+    observers: Sequence[Observer] = (),
   ) -> Trainer:
     """Returns a new trainer (host).
 
@@ -74,7 +75,7 @@ class Recipe:
       task: the task; its model is built here if it has none.
       strategy: any `tf.distribute.Strategy`.
       dataset_fn: see `Trainer`; None reads the task's training data.
-      recorder: records the examples of each step.
+      observers: see `Trainer`; each is told what is read.
     """
 
     source = functools.cache(
@@ -82,13 +83,13 @@ class Recipe:
     )
 
     def dataset(position: int, shard: datasets.Shard | None = None) -> tf.data.Dataset:
-      return self._dataset(trainer, source(), recorder, position, shard)
+      return self._dataset(trainer, source(), observers, position, shard)
 
     make = trainer_class(strategy)
     given = {
       "task": task, "strategy": strategy, "dataset_fn": dataset_fn or dataset,
       "optimizer": self.optimizer, "global_batch_size": self.global_batch_size,
-      "eager": self.eager, "seed": self.seed, "observers": [recorder] if recorder else (),
+      "eager": self.eager, "seed": self.seed, "observers": observers,
     }  # fmt: skip
     with traits.cluster_of(strategy).blaming(lambda: 0):  # variables are broadcast
       trainer: Trainer = make(**{**configurables.options(Trainer), **given, **self.options})
@@ -123,7 +124,7 @@ class Recipe:
     self,
     trainer: Trainer,
     source: Source | StreamSource | Sources | Buckets,
-    recorder: Recorder | None,
+    observers: Sequence[Observer],
     position: int,
     shard: datasets.Shard | None,
   ) -> tf.data.Dataset:
@@ -133,11 +134,11 @@ class Recipe:
       "position": position, "seed": self.seed, "shuffle": self.shuffle, "rows": rows,
       "global_batch_size": self.global_batch_size,
     }  # fmt: skip
-    if recorder is not None:
-      sizes: dict[str, Any] = {
-        "padded_batch_size": trainer.padded_batch_size, "pad_multiple": trainer.batch_multiple
-      }  # fmt: skip
-      recorder.reads(source, **sizes, **read)
+    for observer in observers:
+      observer.reads(
+        source, padded_batch_size=trainer.padded_batch_size, pad_multiple=trainer.batch_multiple,
+        **read,
+      )  # fmt: skip
     with tf.init_scope():  # parameter servers make the dataset in a trace
       first_step = int(trainer.global_step.numpy())
     return datasets.train_dataset(

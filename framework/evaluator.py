@@ -13,10 +13,10 @@ from typing import Any, TypeAlias, cast
 import orbit
 import tensorflow as tf
 
-from framework.backend import grappler
-from framework.backend.autograph import compiled
-from framework.backend.timing import timed
+from framework.cpu import grappler
 from framework.errors import ConfigError
+from framework.graphs.autograph import compiled
+from framework.host.timing import timed
 from framework.inputs import datasets
 from framework.inputs.datasets import Batch
 from framework.inputs.sources import Source, StreamSource

@@ -17,7 +17,6 @@ from typing import Any
 
 from framework import configurables
 from framework.actions.base import Action
-from framework.backend import models
 from framework.configurables import changes
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
@@ -25,9 +24,10 @@ from framework.inputs.buckets import Buckets
 from framework.inputs.fingerprint import fingerprint
 from framework.inputs.parts import Sources
 from framework.inputs.replay import ReplayBuffer
+from framework.models import models
 from framework.optimizers import adapters
-from framework.saving import history, initial_values
-from framework.saving.history import Change
+from framework.run_folder import history, initial_values
+from framework.run_folder.history import Change
 from framework.task import Task
 from framework.trainer import Trainer
 

@@ -16,13 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework.backend import models
-from framework.backend.autograph import as_written
-from framework.backend.compiled_keras import CompiledModel, OutputLoss
 from framework.errors import ConfigError, kind
+from framework.graphs.autograph import as_written
 from framework.inputs.datasets import Batch
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss, Metric, Sum
+from framework.models import models
+from framework.models.compiled_keras import CompiledModel, OutputLoss
 from framework.optimizers import adapters
 from framework.step import EvalStep
 from framework.strategies import traits

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from framework.backend.autograph import as_written
 from framework.errors import ConfigError, kind
+from framework.graphs.autograph import as_written
 
 Weighted = tuple[tf.Tensor, tf.Tensor]
 """(total, weight): a sum over this replica's examples and the sum of their weights."""

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from framework.backend.autograph import compiled
 from framework.errors import ConfigError
+from framework.graphs.autograph import compiled
 from framework.inputs.buckets import Scheduled
 from framework.inputs.datasets import Batch
 from framework.optimizers import functional

@@ -83,6 +83,27 @@ class Observer:
     """Returns a new observer of one replica's step; called once per trace (replica context)."""
     return StepObserver()
 
+  def reads(
+    self,
+    source: Any,
+    *,
+    position: int,
+    seed: int,
+    shuffle: bool,
+    global_batch_size: int,
+    padded_batch_size: int,
+    rows: range | None,
+    pad_multiple: int = 1,
+  ) -> None:
+    """Receives what the trainer reads from now on, each time that its input is made (host).
+
+    Args:
+      source: the task's training source.
+      position, seed, shuffle, global_batch_size, rows, pad_multiple: see
+        `framework.inputs.datasets.train_dataset`.
+      padded_batch_size: rows of a global batch, padding included.
+    """
+
   def loop_begins(self, *, after_step: int, steps: int) -> None:
     """Runs before a loop (host).
 

@@ -27,10 +27,9 @@ import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 from tensorflow.python.framework import config as tf_config
 
-from framework.backend import models
-from framework.backend.autograph import as_written, compiled
 from framework.errors import ConfigError
 from framework.evaluator import Batches, EvalSet, Evaluator
+from framework.graphs.autograph import as_written, compiled
 from framework.inputs.datasets import Batch
 from framework.metrics import (
   CollectedRows,
@@ -40,10 +39,11 @@ from framework.metrics import (
   Summed,
   checked,
 )
+from framework.models import models
 from framework.observers import Observer
 from framework.optimizers.loss_scale import DynamicLossScale
 from framework.strategies import servers, traits
-from framework.strategies.cluster import ClusterError
+from framework.strategies.cluster.identity import ClusterError
 from framework.trainer import Trainer
 
 PIECES_PER_WORKER = 4

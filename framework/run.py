@@ -19,21 +19,21 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from framework import configurables, forensics
+from framework import configurables
 from framework.actions.base import Action
-from framework.backend import bounded, randomness
 from framework.builder import Recipe, batch_size_on, made_strategy, made_task, set_globals
 from framework.errors import ConfigError, require_integer, unknown
 from framework.going_on import Start, examples, values
-from framework.ledger.recorder import Recorder
-from framework.modes import MODES, TRAINING_MODES, Mode
+from framework.graphs import randomness
+from framework.host import bounded
+from framework.modes import MODES, TRAINING_MODES, Mode, tool
 from framework.optimizers import adapters
-from framework.run_folder import layout
-from framework.saving import assets, history, remote
-from framework.saving.checkpoints import CheckpointManager, list_checkpoints
-from framework.saving.warm_start import WarmStart
+from framework.run_folder import assets, history, layout, nonfinite, remote
+from framework.run_folder.checkpoints import CheckpointManager, list_checkpoints
+from framework.run_folder.warm_start import WarmStart
 from framework.session import Cadence, Session
-from framework.strategies import factories, rendezvous, servers, traits
+from framework.strategies import factories, servers, traits
+from framework.strategies.cluster import rendezvous
 from framework.task import Task
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
@@ -105,7 +105,7 @@ def run(
     eager: use no tf.function, for debugging.
     actions: called after training loops and evaluations, in training modes; see
       framework/actions/base.py.
-    ledger: record the examples of each step, in training modes; `python -m framework.ledger
+    ledger: record the examples of each step, in training modes; `python -m framework.tools.ledger
       <model_dir>` then proves that none was skipped or repeated.
     checkpoint: "evaluate" or "export" this one, not the newest: a path without suffix, or a folder
       such as <model_dir>/best.
@@ -175,7 +175,7 @@ def run(
   with opened as (folder, holder, changed):
     shown_dir, model_dir = model_dir, folder
     if mode == "replay":
-      checkpoint = forensics.saved_state(model_dir)
+      checkpoint = nonfinite.saved_state(model_dir)
     elif checkpoint is not None:
       checkpoint = remote.local_copy(checkpoint)
     goes_on = training and bool(list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS)))
@@ -191,8 +191,8 @@ def run(
       timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
     )  # fmt: skip
     randomness.seed_everything(seed)  # again: fit() may have drawn random numbers in this process
-    recorder = Recorder(model_dir=model_dir, strategy=chosen) if ledger else None
-    trainer = recipe.trainer(task, chosen, recorder=recorder)
+    observers = [tool("ledger").Recorder(model_dir=model_dir, strategy=chosen)] if ledger else []
+    trainer = recipe.trainer(task, chosen, observers=observers)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     if training:
       start.require_data(examples(trainer, evaluator))
@@ -276,7 +276,7 @@ def _place(model_dir: str, mode: Mode) -> remote.Local | remote.Remote:
   if isinstance(place, remote.Local):
     require_writable(model_dir)
     if mode == "replay":
-      forensics.saved_state(model_dir)
+      nonfinite.saved_state(model_dir)
   elif mode == "evaluate_continuously":
     raise ConfigError(
       f"mode 'evaluate_continuously' needs a folder on disk, and model_dir is {model_dir!r}: "

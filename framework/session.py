@@ -13,22 +13,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import orbit
 import tensorflow as tf
 
-from framework import configurables, forensics
+from framework import configurables
 from framework.actions.base import Action, Output, Run, StopTraining
 from framework.actions.state import ActionStates
-from framework.backend import files, signals
-from framework.backend.timing import timed
 from framework.errors import ConfigError, Preempted, unknown
 from framework.evaluator import Evaluator
-from framework.ledger.proof import file_name
-from framework.modes import TRAINING_MODES, Mode
-from framework.reporting import metrics_log, orbit_reporter, progress, summary
+from framework.host import files, signals
+from framework.host.timing import timed
+from framework.modes import TRAINING_MODES, Mode, tool
+from framework.reporting import orbit_reporter, progress, summary
 from framework.reporting.board import Board
-from framework.run_folder import layout
-from framework.saving import checkpoints, formats
-from framework.saving.export import export
-from framework.saving.ownership import Guest, Owner
-from framework.saving.warm_start import WarmStart
+from framework.run_folder import checkpoints, layout, metrics_log
+from framework.run_folder.ownership import Guest, Owner
+from framework.run_folder.warm_start import WarmStart
 from framework.strategies import traits
 from framework.task import Task
 from framework.trainer import Trainer
@@ -107,7 +104,7 @@ class Session:
       holder: how this process holds `model_dir`, which is required before each write.
       start, starts: see `CheckpointManager`.
       record: called on the chief with the restored `step`, before the first save: a process that
-        fails before has changed nothing. See framework/saving/history.py.
+        fails before has changed nothing. See framework/run_folder/history.py.
       changed: called when a checkpoint is complete or an evaluation is logged; returns at once.
       shown_dir: what the user calls `model_dir`, if that is the local copy of another folder.
       config: name -> value of everything that the run can reach, for actions.
@@ -121,7 +118,7 @@ class Session:
     task, self._require = trainer.task, holder.require if holder else lambda: None
     log = os.path.join(model_dir, layout.METRICS)
     self.metrics_log = metrics_log.MetricsLog(log, require=self._require)
-    ledgers = [os.path.join(model_dir, file_name(index)) for index in range(self.cluster.size)]
+    ledgers = [os.path.join(model_dir, layout.ledger(index)) for index in range(self.cluster.size)]
     self._states = ActionStates(actions)
     self._manager = checkpoints.CheckpointManager(
       trainer=trainer,
@@ -292,12 +289,12 @@ class Session:
     self._require_checkpoint("export")
     task, directory = self.trainer.task, os.path.join(self.model_dir, layout.EXPORT)
     wanted = configurables.bound("Export", "formats", ())
-    formats.require(task, wanted, directory)
     ema = self.trainer.parts.ema
     with ema.in_place() if ema else contextlib.nullcontext():
-      export(task, directory, is_chief=self.cluster.is_chief, formats=wanted)
-    if wanted and self.cluster.is_chief:
-      self._progress.message(formats.told(directory, formats.prove(task, directory, wanted)))
+      tool("export").write(
+        task, directory, wanted=wanted, is_chief=self.cluster.is_chief,
+        message=self._progress.message,
+      )  # fmt: skip
     return {}
 
   def replay(self) -> dict[str, float]:
@@ -306,7 +303,7 @@ class Session:
     Raises:
       ConfigError: under parameter servers.
     """
-    report = forensics.examine(self.trainer)
+    report = tool("replay").examine(self.trainer)
     self._progress.message(str(report))
     self._status = "reproduced" if report.findings else "not reproduced"
     return {}

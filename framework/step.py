@@ -15,16 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import (
-  batch_norm,
-  convolutions,
-  models,
-  randomness,
-  recomputation,
-  replica_state,
-)
-from framework.backend.autograph import converted, methods_as_written
+from framework.cpu import convolutions
 from framework.errors import ConfigError, unknown
+from framework.graphs import randomness
+from framework.graphs.autograph import converted, methods_as_written
 from framework.inputs.datasets import Batch
 from framework.metrics import (
   REPORTED,
@@ -37,6 +31,7 @@ from framework.metrics import (
   Weighted,
   checked,
 )
+from framework.models import batch_norm, models, recomputation, replica_state
 from framework.observers import Observer
 from framework.optimizers import adapters
 from framework.optimizers.adapters import DEFAULT, Optimizer

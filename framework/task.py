@@ -13,10 +13,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import models
-from framework.backend.autograph import converted, methods_as_written
 from framework.errors import ConfigError, kind, shown
+from framework.graphs.autograph import converted, methods_as_written
 from framework.inputs.datasets import Batch, Preprocess
+from framework.models import models
 
 if TYPE_CHECKING:
   from framework.reporting.board import Board
@@ -57,6 +57,11 @@ class Task:
       File name -> content; the same training data must give the same bytes.
     """
     return {}
+
+  @property
+  def has_fit(self) -> bool:
+    """Whether the task defines `fit`, and so has assets."""
+    return type(self).fit is not Task.fit
 
   def use(self, assets: Mapping[str, bytes]) -> None:
     """Receives the assets of `fit`, from this or an earlier process (host).

@@ -11,10 +11,10 @@ from typing import Any
 
 import keras
 
-from framework import verify
 from framework.optimizers import adapters
 from framework.task import Task
-from framework.verify import Report, Result, Subject
+from framework.tools import verify
+from framework.tools.verify import Report, Result, Subject
 
 __all__ = ["Report", "Result", "assert_right", "check", "found"]
 

@@ -18,22 +18,17 @@ import tensorflow as tf
 import tf_keras
 from absl import logging
 
-from framework.backend import (
-  grappler,
-  lazy_keras,
-  models,
-  recomputation,
-  replica_state,
-  timing,
-)
-from framework.backend.timing import timed
+from framework.cpu import grappler
 from framework.errors import ConfigError, require_integer
+from framework.host import lazy_keras, timing
+from framework.host.timing import timed
 from framework.inputs import datasets
 from framework.inputs.buckets import Buckets, Scheduled, ScheduledIterator
 from framework.inputs.datasets import Batch
 from framework.inputs.parts import Sources
 from framework.inputs.sources import Source, StreamSource
 from framework.metrics import MetricSums
+from framework.models import models, recomputation, replica_state
 from framework.observers import Observer
 from framework.optimizers import adapters
 from framework.optimizers import loss_scale as loss_scales

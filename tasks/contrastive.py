@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
-from framework.backend.randomness import draw_each, example_seeds
+from framework.graphs.randomness import draw_each, example_seeds
 from framework.metrics import weighted_sum
 from framework.step import replica_id
 from framework.tasks.image_classification import ImageData

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss
-from framework.backend import bounded
+from framework.host import bounded
 from framework.metrics import weighted_sum
-from framework.saving import checkpoints
+from framework.run_folder import checkpoints
 from framework.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
 _FILE = "teacher.npz"

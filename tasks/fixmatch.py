@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, Loss, Part, Source, Sources, Step, part, with_part
-from framework.backend.randomness import uniform_each
+from framework.graphs.randomness import uniform_each
 from framework.metrics import Weighted, weighted_sum
 from framework.tasks.contrastive import turned
 from framework.tasks.image_classification import ImageClassification

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, Loss
-from framework.backend.randomness import example_seeds
+from framework.graphs.randomness import example_seeds
 from framework.metrics import Weighted
 from framework.tasks.fixmatch import StronglyChanged
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss
-from framework.backend.randomness import draw_each, example_seeds
+from framework.graphs.randomness import draw_each, example_seeds
 from framework.metrics import weighted_sum
 from framework.tasks.gan import Gan, discriminator, generator
 from framework.tasks.image_classification import ImageData

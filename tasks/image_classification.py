@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import framework
 from framework import ArraySource, Batch, ConfigError, ImageFolderSource, Loss, Source, Task
-from framework.backend import bounded
+from framework.host import bounded
 from framework.inputs.sources import MAX_IMAGE_BYTES, read_idx
 from framework.metrics import Weighted, weighted_sum
 

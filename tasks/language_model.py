@@ -30,7 +30,7 @@ import tensorflow as tf
 
 import framework
 from framework import ArraySource, Batch, ConfigError, Loss, Source, Task
-from framework.backend import bounded
+from framework.host import bounded
 from framework.metrics import Weighted, weighted_sum
 
 if __name__ == "__main__":  # gin would import this module a second time, under its real name

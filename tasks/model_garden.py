@@ -25,9 +25,9 @@ from absl import logging
 
 import framework
 from framework import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task
-from framework.backend import modules as names
-from framework.backend.autograph import as_written, converted
 from framework.errors import kind
+from framework.graphs.autograph import as_written, converted
+from framework.host import modules as names
 from framework.metrics import Weighted
 from framework.strategies import traits
 

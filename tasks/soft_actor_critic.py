@@ -19,8 +19,8 @@ import tensorflow as tf
 
 import framework
 from framework import Action, ArraySource, Batch, ConfigError, EvalStep, Loss, Source, Step, Task
-from framework.backend.randomness import normal_each
 from framework.errors import require_integer
+from framework.graphs.randomness import normal_each
 from framework.inputs.replay import Draws, ReplayBuffer
 from framework.metrics import weighted_sum
 

@@ -32,8 +32,8 @@ import tensorflow as tf
 
 import framework
 from framework import ArraySource, Batch, Buckets, ConfigError, Loss, Task
-from framework.backend import bounded
 from framework.errors import first_line, printable
+from framework.host import bounded
 from framework.metrics import Weighted, weighted_sum
 
 PADDING, UNKNOWN = 0, 1

@@ -23,7 +23,7 @@ import framework
 from framework import Batch, ConfigError, Loss, Source, Step, Task
 from framework.errors import first_line
 from framework.metrics import Weighted, weighted_sum
-from framework.saving.warm_start import WarmStart
+from framework.run_folder.warm_start import WarmStart
 from framework.tasks.image_classification import ImageData, moved
 
 IMAGENET = "imagenet"

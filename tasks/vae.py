@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import framework
 from framework import Batch, ConfigError, Loss, Source, Task
-from framework.backend.randomness import draw_each, example_seeds
+from framework.graphs.randomness import draw_each, example_seeds
 from framework.metrics import Weighted, weighted_sum
 from framework.tasks.image_classification import ImageData
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from framework.errors import ConfigError
 from framework.reporting.board import Board
-from framework.reporting.metrics_log import MetricsLog
+from framework.run_folder.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
   from framework.task import Task

@@ -6,7 +6,7 @@ from typing import Literal
 
 from framework.actions.base import Action, Output, Run
 from framework.errors import ConfigError, require_integer
-from framework.reporting.metrics_log import flatten
+from framework.run_folder.metrics_log import flatten
 from framework.task import Task
 
 

@@ -16,12 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from framework.actions.base import Action, Output, Run
-from framework.backend import models
 from framework.errors import ConfigError, require_integer
+from framework.models import models
 from framework.observers import Observer, StepObserver
 from framework.optimizers.adapters import Optimizer
 from framework.optimizers.fusion import Gradients
-from framework.reporting.metrics_log import flatten, scalars
+from framework.run_folder.metrics_log import flatten, scalars
 from framework.strategies import traits
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import tensorflow as tf
 
 from framework.actions.base import Action, Output, Run
-from framework.backend import timing
-from framework.backend.timing import Stopwatch
 from framework.errors import ConfigError
+from framework.host import timing
+from framework.host.timing import Stopwatch
 from framework.observers import AllReduce, Observer, StepObserver, Tensors
 from framework.strategies import traits
 

@@ -56,8 +56,8 @@ def _status(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
 
     return process.say(f"failed: your code ended the process: {failure(stop)}", 1)
   except Exception as error:
-    from framework.backend import modules
     from framework.errors import failure
+    from framework.host import modules
 
     if line := mistake(error) or modules.namesake_in(error):
       return process.say(f"error: {line}", 2)
@@ -88,10 +88,10 @@ def _run(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
     print(help_pages.page(parsed.command, __doc__ or ""))
     return 0
   if parsed.known.modes and parsed.values.log_format != "plain":
-    from framework.backend import output
+    from framework.host import output
 
     stamps.enter_context(output.stamped(parsed.values.log_format))
-  module = importlib.import_module(f"framework.commands.{parsed.known.module}")
+  module = importlib.import_module(f"framework.{parsed.known.module}")
   return module.run(parsed)
 
 

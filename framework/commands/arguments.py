@@ -26,14 +26,14 @@ class Command(NamedTuple):
   Attributes:
     summary: one line for the help.
     arguments: as the help shows them.
-    module: in framework.commands, with a function `run(parsed)` that returns the exit status, and,
+    module: below `framework`, with a function `run(parsed)` that returns the exit status, and,
       without `modes`, a function `define(values)` that adds its flags.
     modes: for a command that runs a config, its values of --mode; the first is the default.
   """
 
   summary: str
   arguments: str = _CONFIG
-  module: str = "launching"
+  module: str = "commands.launching"
   modes: tuple[str, ...] = ()
 
 
@@ -50,14 +50,20 @@ COMMANDS: Mapping[str, Command] = {
   "tune": Command("Finds the fastest settings, in a few minutes.", modes=("tune",)),
   "memory": Command("Estimates the memory of each device.", modes=("memory",)),
   "check": Command("Checks the config alone, without a device.", modes=("check_config",)),
-  "sweep": Command("Searches for the best bindings, in many runs.", module="sweep"),
-  "repeat": Command("Trains with several seeds: mean and spread of every metric.", module="repeat"),
-  "options": Command("Lists all that a config can set.", module="options"),
-  "ls": Command("Lists the runs in folders, by default in runs/.", "[FOLDER ...]", "ls"),
-  "report": Command("Writes an HTML page about runs.", "RUN [RUN ...]", "report"),
-  "diff": Command("Compares two runs: bindings, data, versions, results.", "RUN RUN", "diff"),
-  "push": Command("Uploads a run that its store has not got whole.", "URL [URL ...]", "push"),
-  "new": Command("Makes a project: a task, its config, a test.", "NAME", "new"),
+  "sweep": Command("Searches for the best bindings, in many runs.", module="commands.sweep"),
+  "repeat": Command(
+    "Trains with several seeds: mean and spread of every metric.", module="commands.repeat"
+  ),
+  "options": Command("Lists all that a config can set.", module="commands.options"),
+  "ls": Command("Lists the runs in folders, by default in runs/.", "[FOLDER ...]", "tools.runs.ls"),
+  "report": Command("Writes an HTML page about runs.", "RUN [RUN ...]", "tools.report"),
+  "diff": Command(
+    "Compares two runs: bindings, data, versions, results.", "RUN RUN", "tools.runs.diff"
+  ),
+  "push": Command(
+    "Uploads a run that its store has not got whole.", "URL [URL ...]", "commands.push"
+  ),
+  "new": Command("Makes a project: a task, its config, a test.", "NAME", "commands.new"),
 }
 
 FLAGS_ALONE = Command("Does what --mode says.", arguments="", modes=LAUNCH_MODES)
@@ -110,7 +116,7 @@ def flags_of(command: str) -> flags.FlagValues:
     define_config_flags(values)
     _define_run_flags(values, known.modes)
   else:
-    importlib.import_module(f"framework.commands.{known.module}").define(values)
+    importlib.import_module(f"framework.{known.module}").define(values)
   flags.DEFINE_boolean("help", False, "Print this help.", values)
   return values
 

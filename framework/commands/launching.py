@@ -18,7 +18,7 @@ def run(parsed: Parsed) -> int:
 def launch(values: flags.FlagValues) -> int:
   """Checks the config before using any device, then calls `run`; returns the exit status."""
   if values.mode == "check_config":
-    from framework.verify.checks import configuration
+    from framework.tools.verify.checks import configuration
 
     return configuration.check_config(values.gin_file, values.gin_param)
   default = os.path.join("runs", Path(values.gin_file[0]).stem)
@@ -27,12 +27,12 @@ def launch(values: flags.FlagValues) -> int:
     return launch_local(values, model_dir)
   show = functools.partial(print, flush=True)
   if values.mode == "tune":
-    from framework.tune import tune
+    from framework.tools.tune import tune
 
     tune(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
     return 0
   if values.mode == "memory":
-    from framework.memory import memory
+    from framework.tools.memory import memory
 
     memory(values.gin_file, values.gin_param, device_gib=values.device_gib, show=show)
     return 0
@@ -42,10 +42,10 @@ def launch(values: flags.FlagValues) -> int:
   configurables.parse(values.gin_file, values.gin_param)
   if values.mode == "verify":
     return verify(values.json)
-  from framework.actions.nonfinite import NonFiniteLoss
-  from framework.backend.files import StorageError
+  from framework.host.files import StorageError
   from framework.run import run
-  from framework.strategies.cluster import ClusterError
+  from framework.strategies.cluster.identity import ClusterError
+  from framework.tools.forensics.action import NonFiniteLoss
 
   try:
     configurables.configured(run)(
@@ -60,8 +60,8 @@ def launch(values: flags.FlagValues) -> int:
 
 def verify(json_file: str | None) -> int:
   """Prints the results of all checks of the config in force; returns 1 if any check failed."""
-  from framework import verify as checks
-  from framework.backend.native_log import without_remarks
+  from framework.host.native_log import without_remarks
+  from framework.tools import verify as checks
 
   if json_file:
     _require_writable(json_file)
@@ -89,7 +89,7 @@ def _require_writable(path: str) -> None:
 def launch_local(values: flags.FlagValues, model_dir: str) -> int:
   """Runs this command line without LOCAL_FLAGS in each process of a cluster on this machine."""
   from framework.configurables import PROGRAM
-  from framework.strategies.local_cluster import run_local
+  from framework.tools.local_cluster import run_local
 
   given = {name: values[name].value for name in values if values[name].present or name == "mode"}
   arguments = [

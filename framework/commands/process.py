@@ -19,7 +19,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
   """Runs `main` on a command line as a process of its own; ends it whatever its threads do."""
   if os.getpid() == 1:
     _leave_process_1()
-  from framework.backend import output, signals
+  from framework.host import output, signals
 
   output.open_standard_streams()
   for number in (signal.SIGTERM, signal.SIGHUP):
@@ -40,7 +40,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
 
 def end_at_once(number: int, _: object) -> None:
   """Handles a signal while there is nothing to save; during training, Session handles it."""
-  from framework.backend import output
+  from framework.host import output
 
   output.put_now(2, f"{signal.Signals(number).name}: exited, nothing to save\n".encode())
   os._exit(75)

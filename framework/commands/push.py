@@ -2,10 +2,10 @@
 
 from absl import flags
 
-from framework.backend import stores
 from framework.commands.arguments import Parsed
 from framework.commands.process import say
 from framework.errors import ConfigError
+from framework.host import stores
 
 
 def define(values: flags.FlagValues) -> None:
@@ -16,8 +16,8 @@ def run(parsed: Parsed) -> int:
   """Uploads the local folders of the URLs; returns the exit status (host)."""
   if not parsed.arguments or not all(map(stores.is_url, parsed.arguments)):
     raise ConfigError("`loopwright push` takes URLs of runs, as in `push s3://bucket/run`.")
-  from framework.backend.files import StorageError
-  from framework.saving.remote import Remote
+  from framework.host.files import StorageError
+  from framework.run_folder.remote import Remote
 
   for url in parsed.arguments:
     try:

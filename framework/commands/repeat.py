@@ -1,6 +1,6 @@
 """`loopwright repeat my.gin --seeds=5`: the same run with several seeds; how its results differ.
 
-Its trials are those of a sweep (framework/commands/sweep), and a trial's number is its seed.
+Its trials are those of a sweep (framework/tools/sweep), and a trial's number is its seed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from absl import flags
 
-from framework.backend import stores
-from framework.commands import sweep
 from framework.commands.arguments import Parsed, config_of, define_config_flags
-from framework.commands.repetitions import SEED
+from framework.host import stores
+from framework.tools import sweep
+from framework.tools.runs.repetitions import SEED
 
 
 def define(values: flags.FlagValues) -> None:
@@ -38,7 +38,7 @@ def run(parsed: Parsed) -> int:
   files, params = [*values.gin_file, *files], [*values.gin_param, *params]
   stores.require_path("--dir", values.dir or "", "the study and the runs are there")
   sweep.require_optuna("a repetition")
-  from framework.commands.sweep import space, study
+  from framework.tools.sweep import space, study
 
   return sweep.run_trials(
     files, params, [space.Dimension(SEED, (), 0, 2**31 - 1)],

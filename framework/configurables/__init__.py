@@ -25,7 +25,6 @@ from typing import Any
 
 import gin
 
-from framework.backend import redaction
 from framework.configurables import table
 from framework.configurables.checks import check_all, in_force, resolved
 from framework.configurables.examination import Examination, examine, examined
@@ -34,6 +33,7 @@ from framework.configurables.imports import PROGRAM, REPOSITORY, SHIPPED
 from framework.configurables.reading import MACRO, Binding, Config, Reference, is_writable
 from framework.configurables.table import configured, options, register, register_all
 from framework.configurables.values import map_references, references
+from framework.host import redaction
 
 __all__ = [
   "PROGRAM",

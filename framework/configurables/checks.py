@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import gin
 
-from framework.backend import redaction
 from framework.configurables import table
 from framework.configurables.graph import Graph, Use
 from framework.configurables.reading import MACRO, Binding, at, scoped
@@ -23,6 +22,7 @@ from framework.configurables.values import (
   wanted,
 )
 from framework.errors import ConfigError, require_integer, shown, suggest
+from framework.host import redaction
 
 EXAMPLES = {
   "run.task": (

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from framework.backend import redaction
 from framework.configurables import table
 from framework.configurables.examination import Examination
 from framework.configurables.reading import MACRO, scoped
 from framework.configurables.values import SEQUENCES, UNIONS, spelled
 from framework.errors import is_finite
+from framework.host import redaction
 
 REFERENCE = {"$ref": "#/$defs/reference"}
 _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from framework.backend import modules
 from framework.configurables import imports
 from framework.configurables.checks import (
   Mistake,
@@ -20,6 +19,7 @@ from framework.configurables.reading import MACRO, Binding, Config, read
 from framework.configurables.table import register_all, register_for
 from framework.configurables.values import references
 from framework.errors import ConfigError
+from framework.host import modules
 
 
 class Examination(NamedTuple):

@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from framework.backend import modules, signals
 from framework.errors import ConfigError, suggest
+from framework.host import modules, signals
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 """The folder of framework/: a clone, or where packages are installed."""

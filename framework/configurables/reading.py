@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from gin import config_parser
 
-from framework.backend import bounded, redaction, stores
 from framework.configurables import imports
 from framework.errors import ConfigError, first_line, printable, shown, suggest
+from framework.host import bounded, redaction, stores
 
 MACRO = "gin.macro"
 _MAX_BYTES = 2**24

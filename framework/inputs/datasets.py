@@ -36,8 +36,8 @@ from absl import logging
 from tensorflow.python.data.ops import multi_device_iterator_ops as ops
 from tensorflow.python.ops import gen_dataset_ops
 
-from framework.backend.autograph import as_written, converted
 from framework.errors import ConfigError, require_integer
+from framework.graphs.autograph import as_written, converted
 from framework.inputs.buckets import Bucket, Buckets, Scheduled
 from framework.inputs.checks import (
   Batch,

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from framework.backend import bounded
-from framework.backend import files as file_tools
 from framework.errors import ConfigError, failure, first_line, kind, require_integer
+from framework.host import bounded
+from framework.host import files as file_tools
 from framework.inputs.checks import Batch, check_array, check_text, check_weights, refuse_reserved
 from framework.inputs.sources import Source
 

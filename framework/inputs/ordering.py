@@ -11,7 +11,7 @@ import hashlib
 
 import tensorflow as tf
 
-from framework.backend.randomness import hashed
+from framework.graphs.randomness import hashed
 
 _SORT_UP_TO = 4096
 """Up to here positions are sorted by hash. TensorFlow's index shuffle steps through a 16-bit cycle

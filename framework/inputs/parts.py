@@ -17,8 +17,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework.backend.autograph import as_written
 from framework.errors import ConfigError, kind, require_integer, unknown
+from framework.graphs.autograph import as_written
 from framework.inputs.buckets import Buckets
 from framework.inputs.checks import Batch
 from framework.inputs.sources import Source, StreamSource, check_source

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from framework.backend.randomness import hashed
 from framework.errors import ConfigError, require_integer
+from framework.graphs.randomness import hashed
 from framework.inputs.checks import Batch
 from framework.inputs.sources import Source
 

@@ -21,9 +21,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from framework.backend import bounded
-from framework.backend.autograph import as_written
 from framework.errors import ConfigError, is_integer, kind, require_integer
+from framework.graphs.autograph import as_written
+from framework.host import bounded
 from framework.inputs import image_headers
 from framework.inputs.checks import (
   Batch,

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework.backend import models
 from framework.errors import ConfigError
+from framework.models import models
 
 
 class Ema:

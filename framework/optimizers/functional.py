@@ -14,8 +14,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework.backend import lazy_keras, models
 from framework.errors import ConfigError
+from framework.host import lazy_keras
+from framework.models import models
 from framework.strategies import model_parallel
 
 _KINDS = ("SGD", "Adam", "AdamW")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from framework.backend import models
-from framework.backend.replica_state import assign, assign_result
+from framework.models import models
+from framework.models.replica_state import assign, assign_result
 
 SMALL = 2**14
 """Variables with fewer elements are fused; copying a larger one costs more than fusion saves."""

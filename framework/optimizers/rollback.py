@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework.backend import models
-from framework.backend.replica_state import assign
+from framework.models import models
+from framework.models.replica_state import assign
 from framework.observers import AllReduce, Observer, StepObserver, Tensors
 from framework.optimizers.adapters import Optimizer
 from framework.optimizers.ema import Ema

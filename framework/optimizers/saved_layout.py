@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.trackable import base
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 
-from framework.backend import models
+from framework.models import models
 from framework.optimizers.fusion import Fusion
 
 _VALUE = "VARIABLE_VALUE"

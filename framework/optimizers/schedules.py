@@ -18,8 +18,8 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework.backend import lazy_keras
 from framework.errors import ConfigError, is_finite, require_integer, require_positive, shown
+from framework.host import lazy_keras
 
 ScheduleFunction = Callable[[tf.Tensor], Any]
 

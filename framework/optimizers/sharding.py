@@ -18,10 +18,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 
-from framework.backend import models
-from framework.backend.autograph import as_written
-from framework.backend.replica_state import assign
 from framework.errors import ConfigError
+from framework.graphs.autograph import as_written
+from framework.models import models
+from framework.models.replica_state import assign
 from framework.optimizers.fusion import Fusion
 
 _VALUE = "VARIABLE_VALUE"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from framework.backend import files
 from framework.errors import ConfigError, kind, shown
+from framework.host import files
 from framework.run_folder import layout
 
 MOST_PIXELS = 2**26

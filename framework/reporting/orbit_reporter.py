@@ -12,9 +12,9 @@ import orbit
 import tensorflow as tf
 from absl import logging
 
-from framework.backend.timing import timed
-from framework.reporting.metrics_log import MetricsLog, flatten, scalars
+from framework.host.timing import timed
 from framework.reporting.progress import Progress
+from framework.run_folder.metrics_log import MetricsLog, flatten, scalars
 
 
 class Reporter(orbit.utils.SummaryManagerInterface):

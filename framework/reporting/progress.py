@@ -14,7 +14,7 @@ from typing import TextIO
 from framework import errors
 from framework.errors import ConfigError, suggest
 from framework.reporting.live import Line, Notebook, Terminal, is_notebook, is_terminal
-from framework.reporting.metrics_log import Clock, Number
+from framework.run_folder.metrics_log import Clock, Number
 
 _REDRAW_SECS = 0.1
 _REDRAW_EVALUATION_SECS = 0.5

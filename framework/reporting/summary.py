@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from framework.backend import models
-from framework.reporting.metrics_log import flatten, scalars
+from framework.models import models
 from framework.reporting.progress import Choice, format_number
+from framework.run_folder.metrics_log import flatten, scalars
 
 
 class ParameterCount(NamedTuple):

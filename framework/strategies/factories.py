@@ -13,8 +13,9 @@ from absl import logging
 from tensorflow.python.framework import kernels
 
 from framework.errors import ConfigError, require_integer, require_positive, unknown
-from framework.strategies import proxies, rendezvous, resolvers, servers
-from framework.strategies.cluster import Cluster, ClusterError, workers
+from framework.strategies import servers
+from framework.strategies.cluster import proxies, rendezvous, resolvers
+from framework.strategies.cluster.identity import Cluster, ClusterError, workers
 from framework.strategies.model_parallel import ModelParallelStrategy, make_mesh
 
 CrossDeviceOps = Literal[

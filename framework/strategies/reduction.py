@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from framework.backend.autograph import as_written
 from framework.errors import ConfigError, unknown
+from framework.graphs.autograph import as_written
 
 Packing = Literal["flat", "per_tensor"]
 WIRE_DTYPES = ("float32", "bfloat16", "float16")

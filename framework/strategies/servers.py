@@ -23,8 +23,8 @@ import tensorflow as tf
 from absl import logging
 
 from framework.errors import ConfigError, Preempted, require_integer, require_positive
-from framework.strategies import heartbeat, proxies, rendezvous
-from framework.strategies.cluster import Cluster, ClusterError, ClusterResolver, Peer
+from framework.strategies.cluster import heartbeat, proxies, rendezvous
+from framework.strategies.cluster.identity import Cluster, ClusterError, ClusterResolver, Peer
 
 JOBS = ("chief", "worker", "ps")
 _HEARTBEAT = heartbeat.__file__
@@ -79,7 +79,7 @@ class Pulse:
   """Detects a process that accepts connections but does not answer (host).
 
   TensorFlow has no time limit here: while the connection is open, a closure sent over it counts as
-  running. A separate process sends the probes; see framework/strategies/heartbeat.py.
+  running. A separate process sends the probes; see framework/strategies/cluster/heartbeat.py.
   """
 
   def __init__(self, peers: Sequence[Peer], *, timeout_s: float, grace_s: float = 10.0) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 import tensorflow as tf
 
 from framework.errors import ConfigError
-from framework.strategies import model_parallel, resolvers, servers
-from framework.strategies.cluster import Cluster, workers
+from framework.strategies import model_parallel, servers
+from framework.strategies.cluster import resolvers
+from framework.strategies.cluster.identity import Cluster, workers
 
 
 def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:

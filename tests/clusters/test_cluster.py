@@ -17,9 +17,11 @@ import tensorflow as tf
 
 from framework import builder
 from framework.errors import ConfigError
-from framework.strategies import cluster, factories, rendezvous, resolvers, traits
-from framework.strategies.cluster import Cluster, ClusterError, Peer
-from framework.strategies.local_cluster import free_ports
+from framework.strategies import factories, traits
+from framework.strategies.cluster import identity as cluster
+from framework.strategies.cluster import rendezvous, resolvers
+from framework.strategies.cluster.identity import Cluster, ClusterError, Peer
+from framework.tools.local_cluster import free_ports
 
 
 def resolver(addresses, index, job="worker"):

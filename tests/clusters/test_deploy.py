@@ -21,8 +21,10 @@ import yaml
 
 import launch
 from framework import configurables
-from framework.strategies import cluster, factories, resolvers, servers, wire
-from framework.strategies.local_cluster import GRACE_S, MISTAKE, SAVED
+from framework.strategies import factories, servers
+from framework.strategies.cluster import identity as cluster
+from framework.strategies.cluster import resolvers, wire
+from framework.tools.local_cluster import GRACE_S, MISTAKE, SAVED
 
 ROOT = Path(launch.__file__).parent
 DEPLOY = ROOT / "deploy"

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from framework.strategies import servers
-from framework.strategies.cluster import ClusterError, Peer
+from framework.strategies.cluster.identity import ClusterError, Peer
 
 TIMEOUT_S = 0.6
 
@@ -140,7 +140,7 @@ def test_a_parent_that_waits_for_a_silent_peer_is_ended_with_its_name(peer):
 
 FIRST_PROCESS = """
 import ctypes, subprocess, sys
-from framework.strategies import heartbeat
+from framework.strategies.cluster import heartbeat
 
 if sys.argv.pop(1) == "endable":
   heartbeat.endable()

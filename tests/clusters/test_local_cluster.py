@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from framework.errors import ConfigError
-from framework.strategies import local_cluster, private_network, wire
-from framework.strategies.local_cluster import free_ports, run_local
+from framework.strategies.cluster import wire
+from framework.tools import local_cluster, private_network
+from framework.tools.local_cluster import free_ports, run_local
 
 ROOT = Path(local_cluster.__file__).parents[2]
 PRELUDE = """
@@ -769,5 +770,5 @@ def test_not_on_linux(monkeypatch):
 
 
 def test_the_parent_does_not_import_tensorflow():
-  code = "import sys, framework.strategies.local_cluster; sys.exit('tensorflow' in sys.modules)"
+  code = "import sys, framework.tools.local_cluster; sys.exit('tensorflow' in sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -16,7 +16,7 @@ import pytest
 from input_cases import ledger_digest
 
 import launch
-from framework.ledger import __main__
+from framework.tools.ledger import __main__
 
 ROOT = Path(launch.__file__).parent
 SUPPORT = ROOT / "tests" / "support"
@@ -240,7 +240,7 @@ def test_the_ledger_proves_that_nothing_was_skipped_or_repeated(broken, unbroken
 @pytest.mark.whole
 def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   """Each in its own words: `run.train_steps` differs."""
-  from framework.strategies.local_cluster import make_cluster
+  from framework.tools.local_cluster import make_cluster
 
   tmp_path.joinpath("config.gin").write_text(
     CONFIG.format(folder=tmp_path, rate=RATE, batch=BATCH, steps=STEPS)

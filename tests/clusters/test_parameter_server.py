@@ -19,7 +19,9 @@ import tiers
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource, Source, StreamSource
-from framework.strategies import cluster, factories, local_cluster, servers
+from framework.strategies import factories, servers
+from framework.strategies.cluster import identity as cluster
+from framework.tools import local_cluster
 
 HERE = Path(__file__).parents[1] / "support"
 EXAMPLES, REPEATS = 203, 100

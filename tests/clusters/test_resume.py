@@ -18,7 +18,7 @@ from framework.actions.base import Action, StopTraining
 from framework.actions.best import EarlyStopping
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
-from framework.saving import checkpoints
+from framework.run_folder import checkpoints
 from framework.session import Cadence, Session
 
 REPOSITORY = Path(launch.__file__).parent

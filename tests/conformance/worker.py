@@ -26,9 +26,9 @@ import tensorflow as tf
 import tf_keras
 
 from framework import builder, evaluator
-from framework.backend import models
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
+from framework.models import models
 from framework.optimizers import fusion, loss_scale, schedules
 from framework.strategies import factories, reduction
 

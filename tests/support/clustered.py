@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import framework
 from framework import Action, ArraySource, Loss, Task
-from framework.backend import models
 from framework.metrics import PerExample, Sum, weighted_sum
+from framework.models import models
 
 EXAMPLES = 30
 RNG = np.random.default_rng(3)

@@ -13,7 +13,7 @@ from framework import metrics, task
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.optimizers import loss_scale
-from framework.saving.checkpoints import CheckpointManager
+from framework.run_folder.checkpoints import CheckpointManager
 from framework.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}

@@ -9,13 +9,14 @@ import types
 
 from framework import run, trainer
 from framework.actions import best, nonfinite, profiling, show, tensorboard, time_budget
-from framework.actions.trackers import csv_file, mlflow, trackio, wandb
 from framework.configurables import documentation
 from framework.configurables.table import GIVEN
 from framework.inputs import sources
 from framework.optimizers import adapters, loss_scale, schedules
-from framework.saving import warm_start
-from framework.strategies import cloud, factories, reduction, resolvers
+from framework.run_folder import warm_start
+from framework.strategies import factories, reduction
+from framework.strategies.cluster import cloud, resolvers
+from framework.tools.trackers import csv_file, mlflow, trackio, wandb
 
 SECTIONS = (
   ("run", run, "run"),

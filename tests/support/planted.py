@@ -7,7 +7,7 @@ import tf_keras
 
 import framework
 from framework import ArraySource, Loss, StreamSource, Task, Trainer
-from framework.backend import randomness
+from framework.graphs import randomness
 from framework.inputs import datasets
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}

@@ -28,17 +28,19 @@ import tensorflow as tf
 import tf_keras
 
 from framework import run as runs
-from framework.backend import models
 from framework.errors import mistake
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource, StreamSource
 from framework.metrics import Loss, PerExample, Sum, weighted_sum
+from framework.models import models
 from framework.observers import Observer
 from framework.optimizers import loss_scale
 from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
-from framework.strategies import cluster, factories, local_cluster, servers, traits
+from framework.strategies import factories, servers, traits
+from framework.strategies.cluster import identity as cluster
 from framework.task import Task
+from framework.tools import local_cluster
 from framework.trainer import Trainer
 
 WORKERS, SERVERS = 3, 2

@@ -12,7 +12,7 @@ from framework import ArraySource, Loss, Task, weighted_sum
 from framework.optimizers import schedules
 from framework.tasks import image_classification, text_classification
 from framework.tasks.gan import Gan
-from framework.verify.bench.bench import Subject
+from framework.tools.verify.bench.bench import Subject
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(0)

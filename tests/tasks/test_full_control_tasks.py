@@ -13,7 +13,7 @@ from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
-from framework.saving import assets
+from framework.run_folder import assets
 from framework.step import EvalStep
 from framework.tasks import contrastive, maml
 from framework.tasks.contrastive import Contrastive

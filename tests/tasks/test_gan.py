@@ -14,11 +14,11 @@ from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
-from framework.saving import export
 from framework.tasks import gan
 from framework.tasks.gan import Gan
 from framework.tasks.image_classification import ImageData
 from framework.tasks.samples import main, sheet
+from framework.tools.exports import export
 from framework.trainer import Trainer
 
 EXAMPLES, NOISE, WIDTH, RATE = 22, 4, 2, 0.05

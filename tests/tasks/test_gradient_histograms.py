@@ -13,7 +13,7 @@ from test_fixmatch import task as fixmatch_task
 
 from framework.builder import Recipe
 from framework.inputs import datasets
-from framework.saving.warm_start import DIFFERS, MATCHED, WarmStart
+from framework.run_folder.warm_start import DIFFERS, MATCHED, WarmStart
 from framework.tasks.gradient_histograms import GradientHistograms, gradients_in_cells, histograms
 from framework.tasks.image_classification import cnn
 

@@ -13,9 +13,9 @@ from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
-from framework.saving import export
 from framework.tasks import image_classification
 from framework.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
+from framework.tools.exports import export
 from framework.trainer import Trainer
 
 RNG = np.random.default_rng(8)

@@ -16,12 +16,11 @@ import tensorflow as tf
 
 import launch
 from framework import configurables
-from framework.backend import models
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
+from framework.models import models
 from framework.optimizers import adapters
-from framework.saving import export
 from framework.tasks import language_model
 from framework.tasks.language_model import (
   NO_TARGET,
@@ -31,6 +30,7 @@ from framework.tasks.language_model import (
   packed,
   transformer,
 )
+from framework.tools.exports import export
 from framework.trainer import Trainer
 
 ROOT = Path(launch.__file__).parent

@@ -10,11 +10,11 @@ import tensorflow as tf
 import tf_keras
 
 from framework import ArraySource, ConfigError, Loss, Task, Trainer
-from framework.backend import models
 from framework.inputs import datasets
+from framework.models import models
 from framework.run import run
-from framework.verify.bench.bench import Subject
-from framework.verify.checks import replicas
+from framework.tools.verify.bench.bench import Subject
+from framework.tools.verify.checks import replicas
 
 STEPS, BATCH, EXAMPLES = 10, 6, 15
 RNG = np.random.default_rng(0)

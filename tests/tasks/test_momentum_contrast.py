@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.backend import models
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
+from framework.models import models
 from framework.tasks.image_classification import ImageData
 from framework.tasks.momentum_contrast import MomentumContrast
 

@@ -10,12 +10,13 @@ import tensorflow as tf
 
 from framework import run as runs
 from framework.actions.base import Action
-from framework.backend import models, randomness
 from framework.builder import Recipe
 from framework.evaluator import Evaluator
+from framework.graphs import randomness
 from framework.inputs import datasets
 from framework.inputs.replay import Draws
-from framework.saving.checkpoints import START
+from framework.models import models
+from framework.run_folder.checkpoints import START
 from framework.tasks.soft_actor_critic import Collect, SoftActorCritic
 
 pytest.importorskip("gymnasium")

@@ -15,7 +15,7 @@ import sound
 import tensorflow as tf
 from tensorflow.python.data.ops import debug_mode
 
-from framework import testing, verify
+from framework import testing
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.evaluator import Evaluator
@@ -31,6 +31,7 @@ from framework.tasks.text_classification import (
   split_words,
   text_files,
 )
+from framework.tools import verify
 from framework.trainer import Trainer
 
 RNG = np.random.default_rng(4)

@@ -11,7 +11,6 @@ from keras.src.utils import file_utils
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
-from framework.saving import export
 from framework.tasks import transfer_learning
 from framework.tasks.image_classification import ImageData
 from framework.tasks.transfer_learning import (
@@ -21,6 +20,7 @@ from framework.tasks.transfer_learning import (
   mobilenet_v2,
   resnet50,
 )
+from framework.tools.exports import export
 from framework.trainer import Trainer
 
 EXAMPLES, SIDE, RATE = 8, 32, 0.25

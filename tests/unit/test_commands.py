@@ -33,8 +33,8 @@ from config_data import forget_garden
 import launch
 from framework.commands import new
 from framework.commands.arguments import COMMANDS, config_of, parse
-from framework.commands.sweep import space
 from framework.modes import LAUNCH_MODES
+from framework.tools.sweep import space
 
 ROOT = Path(launch.__file__).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

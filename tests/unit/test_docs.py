@@ -22,7 +22,7 @@ import launch
 from framework import ArraySource, configurables
 from framework.commands import new
 from framework.run import run
-from framework.saving import export, formats
+from framework.tools.exports import export, formats
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -197,7 +197,13 @@ def test_the_picture_is_the_folder():
     str(path.relative_to(ROOT / "framework")).removesuffix("/__init__.py")
     for path in (ROOT / "framework").rglob("*.py")
   } - {"__init__.py"}
-  listed_elsewhere = ("configurables/", "tasks/", "verify/checks/", "verify/bench/", "template/")
+  listed_elsewhere = (
+    "configurables/",
+    "tasks/",
+    "tools/verify/checks/",
+    "tools/verify/bench/",
+    "template/",
+  )
   found = {path for path in found if not path.startswith(listed_elsewhere)} | {"template"}
   assert sorted(pictured()) == sorted(found)
   for path in pictured():

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.backend import models
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
+from framework.models import models
 from framework.task import Task
 from framework.trainer import Trainer
 

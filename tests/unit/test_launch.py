@@ -11,12 +11,12 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import configurables, verify
+from framework import configurables
 from framework import run as RUN  # noqa: N812
-from framework.backend import output
 from framework.errors import ConfigError, Preempted
+from framework.host import output
 from framework.modes import LAUNCH_MODES
-from framework.strategies import local_cluster
+from framework.tools import local_cluster, verify
 
 REPOSITORY = Path(launch.__file__).parent
 

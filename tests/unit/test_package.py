@@ -11,8 +11,8 @@ import pytest
 
 import launch
 from framework import tasks
-from framework.backend import modules
-from framework.saving import history
+from framework.host import modules
+from framework.run_folder import history
 
 ROOT = Path(launch.__file__).parent
 BUILD = "from setuptools import build_meta; build_meta.build_wheel('.')"

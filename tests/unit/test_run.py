@@ -24,14 +24,14 @@ import framework
 from framework import configurables
 from framework.actions.base import Action, StopTraining
 from framework.actions.best import BestCheckpoint, EarlyStopping
-from framework.backend.files import StorageError
 from framework.errors import ConfigError, Preempted
+from framework.host.files import StorageError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource, StreamSource
 from framework.metrics import REPORTED, Loss, weighted_sum
 from framework.reporting.progress import format_number
 from framework.run import require_writable, run
-from framework.saving.checkpoints import CheckpointManager
+from framework.run_folder.checkpoints import CheckpointManager
 from framework.strategies import factories
 from framework.task import Task
 

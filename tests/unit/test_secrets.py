@@ -13,15 +13,15 @@ import pytest
 
 import framework
 from framework import commands, configurables
-from framework.backend import redaction
-from framework.commands.report import data, page
-from framework.commands.sweep import space
 from framework.errors import ConfigError
+from framework.host import redaction
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
 from framework.run import run
-from framework.saving import history
+from framework.run_folder import history
 from framework.task import Task
+from framework.tools.report import data, page
+from framework.tools.sweep import space
 
 SECRET, OTHER = "hunter2-PLAIN", "swordfish-PLAIN"
 SEEN = []

@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 from places import central_storage
 
-from framework.backend import models
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss, MetricSums, weighted_sum
+from framework.models import models
 from framework.optimizers import adapters, loss_scale
 from framework.optimizers.ema import Ema
 from framework.step import EvalStep, Step, StepParts

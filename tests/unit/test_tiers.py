@@ -7,7 +7,8 @@ import pytest
 import tiers
 from config_data import FOLDER
 
-from framework import tasks, verify
+from framework import tasks
+from framework.tools import verify
 
 TESTS = Path(__file__).parents[1]
 GROUPS = {  # group of checks: the test of planted defects, that of right tasks

@@ -11,10 +11,11 @@ import tensorflow as tf
 import tf_keras
 from absl import logging as absl_logging
 
-from framework.backend import models, timing
+from framework.host import timing
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss, weighted_sum
+from framework.models import models
 from framework.optimizers import loss_scale
 from framework.task import Task
 from framework.trainer import Trainer

@@ -8,8 +8,8 @@ import reviews
 from config_data import FOLDER, stand_ins
 
 from framework import configurables
-from framework.verify.bench.bench import Subject
-from framework.verify.checks import evaluation, inputs, lengths, randomness
+from framework.tools.verify.bench.bench import Subject
+from framework.tools.verify.checks import evaluation, inputs, lengths, randomness
 
 WITHOUT = "no preprocess()"
 NO_LABEL = "no integer feature picks one of 10 outputs in the loss"

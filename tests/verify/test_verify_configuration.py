@@ -11,8 +11,8 @@ from defects.configuration import DEFECTS, LONELY, RIGHT
 
 import launch
 from framework import configurables
-from framework.verify.bench.bench import Subject
-from framework.verify.checks import configuration
+from framework.tools.verify.bench.bench import Subject
+from framework.tools.verify.checks import configuration
 
 REPOSITORY = Path(launch.__file__).parent
 CHECKS = ["reading", "imports", "names", "one value each", "values", "used", "complete"]

@@ -8,7 +8,7 @@ from defects.small import Small, place, subject
 
 from framework.errors import ConfigError
 from framework.strategies import factories
-from framework.verify.checks import mesh
+from framework.tools.verify.checks import mesh
 
 LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
 SIZES = {"batch": 2, "model": 2}

@@ -11,8 +11,8 @@ import tf_keras
 from defects import precision as defects
 
 from framework.optimizers import loss_scale
-from framework.verify.bench.dtype_policy import under
-from framework.verify.checks import precision
+from framework.tools.verify.bench.dtype_policy import under
+from framework.tools.verify.checks import precision
 
 F16, BF16 = "gradient in float16", "gradient in bfloat16"
 

@@ -7,7 +7,7 @@ import pytest
 import sound
 from defects import restore as defects
 
-from framework.verify.checks import restore
+from framework.tools.verify.checks import restore
 
 
 def line_of(kind, text):

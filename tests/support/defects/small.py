@@ -11,7 +11,7 @@ import tensorflow as tf
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss, weighted_sum
 from framework.task import Task
-from framework.verify.bench.bench import Subject
+from framework.tools.verify.bench.bench import Subject
 
 EXAMPLES, FEATURES, SEED = 40, 3, 4
 

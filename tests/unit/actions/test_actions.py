@@ -15,16 +15,17 @@ import tf_keras
 
 from framework.actions import best
 from framework.actions.base import Action, Run, StopTraining
-from framework.actions.best import BestCheckpoint, EarlyStopping, Export, Goal, OnBest
-from framework.actions.nonfinite import NonFiniteLoss, StopOnNonFinite
-from framework.backend import files
+from framework.actions.best import BestCheckpoint, EarlyStopping, Goal, OnBest
 from framework.errors import ConfigError
+from framework.host import files
 from framework.inputs.sources import ArraySource
-from framework.reporting.metrics_log import MetricsLog
 from framework.reporting.orbit_reporter import Reporter, quiet_orbit
-from framework.saving import export as exports
-from framework.saving import formats
-from framework.saving.export import export
+from framework.run_folder.metrics_log import MetricsLog
+from framework.tools.exports import export as exports
+from framework.tools.exports import formats
+from framework.tools.exports.action import Export
+from framework.tools.exports.export import export
+from framework.tools.forensics.action import NonFiniteLoss, StopOnNonFinite
 
 
 class Killed(BaseException):

@@ -19,9 +19,9 @@ from framework import (
   StopTraining,
   Task,
 )
-from framework.actions.trackers.csv_file import CSVFile
 from framework.run import run
 from framework.strategies import factories
+from framework.tools.trackers.csv_file import CSVFile
 
 
 class Steady(Task):

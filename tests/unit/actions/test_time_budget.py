@@ -16,7 +16,7 @@ from framework.actions.time_budget import SUGGESTIONS, TimeBudget, table
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
 from framework.run import run
-from framework.saving import checkpoints
+from framework.run_folder import checkpoints
 from framework.strategies import factories, reduction
 from framework.task import Task
 

@@ -13,7 +13,7 @@ from framework.configurables import changes, table
 from framework.errors import ConfigError
 from framework.optimizers import adapters, schedules
 from framework.optimizers.fusion import Gradients
-from framework.saving.checkpoints import CheckpointManager
+from framework.run_folder.checkpoints import CheckpointManager
 
 LIBRARIES = {"keras": keras, "tf_keras": tf_keras}
 

@@ -19,7 +19,7 @@ from framework.inputs.parts import Part, Sources
 from framework.inputs.replay import Draws, ReplayBuffer
 from framework.optimizers.loss_scale import DynamicLossScale
 from framework.run import run
-from framework.saving import history
+from framework.run_folder import history
 
 
 @framework.register

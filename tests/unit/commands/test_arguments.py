@@ -11,7 +11,7 @@ from absl import flags
 from framework import commands
 from framework.commands import arguments, launching, shipped
 from framework.errors import ConfigError
-from framework.strategies import local_cluster
+from framework.tools import local_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 

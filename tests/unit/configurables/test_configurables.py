@@ -18,9 +18,9 @@ import gin
 import pytest
 
 from framework import configurables
-from framework.backend import signals
 from framework.configurables import checks, imports, table, values
 from framework.errors import ConfigError
+from framework.host import signals
 
 
 class Task:

@@ -11,15 +11,15 @@ from input_cases import arrays, numbered, one_line_error
 from places import PLACES, strategy_of
 
 from framework import ArraySource, Buckets, Evaluator, Loss, StreamSource, Task
-from framework.actions.nonfinite import NonFiniteLoss, StopOnNonFinite
 from framework.builder import Recipe
 from framework.inputs.buckets import Schedule
 from framework.inputs.datasets import eval_dataset, train_dataset
 from framework.inputs.parts import of_one_shape
-from framework.ledger import __main__
-from framework.ledger.recorder import Recorder
 from framework.run import run
 from framework.strategies import factories
+from framework.tools.forensics.action import NonFiniteLoss, StopOnNonFinite
+from framework.tools.ledger import __main__
+from framework.tools.ledger.recorder import Recorder
 
 ENDS, LONGEST = (2, 4, 8), 8
 RNG = np.random.default_rng(6)
@@ -254,7 +254,7 @@ def test_training_is_that_of_numpy_with_a_trace_for_each_shape(place, mirrored, 
     options={"accumulation_steps": 2} if place.endswith("x2") else {},
   )  # fmt: skip
   trainer = recipe.trainer(
-    Sums(), strategy, recorder=Recorder(model_dir=str(tmp_path), strategy=strategy)
+    Sums(), strategy, observers=[Recorder(model_dir=str(tmp_path), strategy=strategy)]
   )
   for number, steps in enumerate((1, 6, 4, 9)):
     if number == 2:

@@ -18,12 +18,12 @@ from input_cases import arrays, one_line_error, runtime_error
 from PIL import Image
 
 from benchmarks import fuzz_files, fuzzing
-from framework.backend import bounded
+from framework.host import bounded
 from framework.inputs import image_headers
 from framework.inputs.datasets import eval_dataset
 from framework.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
-from framework.saving import h5
-from framework.saving.warm_start import WarmStart
+from framework.run_folder import h5
+from framework.run_folder.warm_start import WarmStart
 from framework.tasks.language_model import TextFiles
 from framework.tasks.text_classification import text_files
 

@@ -17,8 +17,8 @@ from framework import ArraySource, Loss, Part, Sources, Task, part, with_part
 from framework.builder import Recipe
 from framework.inputs.datasets import eval_dataset, train_dataset
 from framework.inputs.ordering import seed_of_part
-from framework.ledger import __main__
-from framework.ledger.recorder import Recorder
+from framework.tools.ledger import __main__
+from framework.tools.ledger.recorder import Recorder
 
 RATIO, BATCH = 3, 4
 
@@ -178,7 +178,7 @@ def test_training_is_that_of_numpy_and_the_ledger_proves_it(place, mirrored, tmp
     options={"accumulation_steps": 2},
   )  # fmt: skip
   trainer = recipe.trainer(
-    Both(), strategy, recorder=Recorder(model_dir=str(tmp_path), strategy=strategy)
+    Both(), strategy, observers=[Recorder(model_dir=str(tmp_path), strategy=strategy)]
   )
   trainer.train(tf.constant(3))
   trainer.reset_input()  # as after a restart

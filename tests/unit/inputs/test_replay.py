@@ -6,8 +6,8 @@ import tensorflow as tf
 from places import PLACES, strategy_of
 from scipy import stats
 
-from framework.backend import randomness
 from framework.errors import ConfigError
+from framework.graphs import randomness
 from framework.inputs import datasets
 from framework.inputs.replay import Draws, ReplayBuffer
 

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.backend import models
 from framework.errors import ConfigError
+from framework.models import models
 from framework.optimizers import adapters, schedules
 from framework.optimizers.ema import Ema
 

@@ -9,13 +9,13 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.backend import models
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
+from framework.models import models
 from framework.optimizers import sharding
-from framework.saving.checkpoints import CheckpointManager
+from framework.run_folder.checkpoints import CheckpointManager
 from framework.task import Task
 from framework.trainer import Trainer
 

@@ -14,9 +14,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.backend import files
 from framework.errors import ConfigError
-from framework.reporting.metrics_log import MetricsLog, flatten
+from framework.host import files
 from framework.reporting.orbit_reporter import Reporter, quiet_orbit
 from framework.reporting.progress import Choice, Progress, format_number
 from framework.reporting.summary import (
@@ -25,6 +24,7 @@ from framework.reporting.summary import (
   describe,
   result_line,
 )
+from framework.run_folder.metrics_log import MetricsLog, flatten
 
 
 class Clock:

@@ -20,8 +20,9 @@ from googleapiclient import discovery
 from kubernetes.config import incluster_config, kube_config
 
 from framework.errors import ConfigError
-from framework.strategies import cloud, cluster
-from framework.strategies.cluster import ClusterError
+from framework.strategies.cluster import cloud
+from framework.strategies.cluster import identity as cluster
+from framework.strategies.cluster.identity import ClusterError
 
 TWO = {"worker": ("app=digits", 2)}
 GROUP = {"worker": ("digits", 2)}

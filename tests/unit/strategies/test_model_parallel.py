@@ -9,18 +9,18 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.backend import models
 from framework.builder import trainer_class
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
-from framework.ledger.recorder import Recorder
 from framework.metrics import Loss
+from framework.models import models
 from framework.optimizers import functional
-from framework.saving.checkpoints import CheckpointManager
+from framework.run_folder.checkpoints import CheckpointManager
 from framework.strategies import factories, model_parallel
 from framework.task import Task
 from framework.tasks import language_model
+from framework.tools.ledger.recorder import Recorder
 
 LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
 

@@ -1,1 +1,0 @@
-"""Adapts TensorFlow and both Keras generations to the framework."""

@@ -1,0 +1,1 @@
+"""What makes steps faster on CPUs; nothing here is used on another device."""

@@ -1,0 +1,1 @@
+"""What tracing leaves to the framework: AutoGraph, random numbers, state of replicas."""

@@ -1,0 +1,1 @@
+"""Processes, files, signals and output of a host."""

@@ -1,0 +1,1 @@
+"""What both Kerases leave to the framework."""

@@ -1,0 +1,1 @@
+"""Which process this is, among which, and how they meet."""

@@ -1,0 +1,1 @@
+"""Programs and instruments around the loop; a run needs none of them."""

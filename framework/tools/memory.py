@@ -1,0 +1,259 @@
+"""`--mode=memory`: what a training step needs on each device, without running it.
+
+Weights and the optimizer's state are counted; gradients and activations are estimated from one
+traced step, see framework/tools/liveness.py. docs/large-models.md says how near that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from framework import builder, configurables, errors
+from framework import run as runs
+from framework.graphs.autograph import compiled
+from framework.inputs.datasets import Batch
+from framework.models import models
+from framework.run_folder import assets
+from framework.strategies import factories, traits
+from framework.tools import liveness
+from framework.trainer import Trainer
+
+MIB = 2**20
+REPLICAS = (2, 4, 8)
+SHOWN = 5
+
+
+class Need(NamedTuple):
+  """Bytes on one device.
+
+  Attributes:
+    weights: all variables of the model.
+    state: slots of the optimizers, moving averages, counters.
+    gradients: one for each trainable variable.
+    activations: what else is alive at the moment that needs most.
+  """
+
+  weights: float
+  state: float
+  gradients: float
+  activations: float
+
+  @property
+  def total(self) -> float:
+    """The sum."""
+    return sum(self)
+
+
+class Row(NamedTuple):
+  """One line of the table.
+
+  Attributes:
+    name: the strategy, or the bindings that are added to the config.
+    examples: the rows of a batch on one device.
+    need: what one device needs.
+  """
+
+  name: str
+  examples: int
+  need: Need
+
+
+def memory(
+  gin_files: Sequence[str],
+  gin_params: Sequence[str] = (),
+  *,
+  device_gib: float | None = None,
+  show: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+  """Estimates and shows what a config needs on each device (host).
+
+  Args:
+    gin_files: as for `configurables.parse`, like `gin_params`.
+    device_gib: the memory of one device, in GiB, to show what fits.
+    show: gets each line.
+
+  Returns:
+    The lines of the table: first the strategies, then changes of the config on one device.
+
+  Raises:
+    ConfigError: a mistake in the config.
+  """
+  if device_gib is not None:
+    errors.require_positive("--device_gib", device_gib, unit="GiB")
+  logging.getLogger("tensorflow").setLevel(logging.ERROR)  # no warnings about retracing
+  config = _Config(gin_files, gin_params)
+  rows: list[Row] = []
+
+  def add(found: Iterator[Row]) -> None:
+    for row in found:
+      rows.append(row)
+      show(_line(row, device_gib))
+
+  show(f"{'MiB on one device':47} rows  weights    state gradients activations    total")
+  add(config.strategies())
+  show("one_device, with a change of the config:")
+  add(config.changes())
+  largest = ", ".join(f"{name} {size / MIB:.1f}" for name, size in config.peak.largest[:SHOWN])
+  show(f"largest tensors on one_device, in MiB: {largest}")
+  if unknown := config.peak.unknown:
+    show(f"not counted: what {len(unknown)} loops and unknown shapes keep, such as {unknown[0]}")
+  return rows
+
+
+def estimate(trainer: Trainer, rows: int) -> tuple[Need, liveness.Peak]:
+  """Returns what one step needs on the only device of a trainer, and its peak (host).
+
+  Args:
+    trainer: on one device.
+    rows: examples of the batch, padding included.
+  """
+
+  def step(batch: Batch) -> Any:
+    return trainer.strategy.run(trainer.replica_step, args=(batch, tf.constant(0.0)))
+
+  given = trainer.dataset_fn(0).element_spec
+  batch = tf.nest.map_structure(functools.partial(_of_rows, trainer, rows), given)
+  traced = compiled(step).get_concrete_function(batch)
+  peak = liveness.peak(traced)
+  weights = _bytes(models.all_variables(trainer.task.model))
+  gradients = _bytes(models.trainable_variables(trainer.task.model))
+  state = liveness.variables_size(traced) - weights
+  need = Need(weights, max(0, state), gradients, max(0, peak.size - gradients))
+  return need, peak
+
+
+def reduced(need: Need) -> Need:
+  """Returns what a replica needs if it sums its gradients with others.
+
+  The sum is beside its own gradients, when the activations are gone.
+  """
+  return need._replace(activations=max(need.activations, need.gradients))
+
+
+class _Config:
+  """A config, traced on one device with several batch sizes.
+
+  Attributes:
+    peak: of the step with the config's batch.
+  """
+
+  def __init__(self, gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
+    self._files, self._params = gin_files, gin_params
+    self._assets: assets.Assets | None = None
+    configurables.parse(gin_files, gin_params)
+    make_mesh, _ = runs.bound_mesh()
+    self._mesh: Any = make_mesh() if make_mesh else None  # before the first tensor: splits the CPU
+    self._trainer = self._make(factories.one_device())
+    self._need, self.peak = estimate(self._trainer, self._trainer.padded_batch_size)
+
+  def strategies(self) -> Iterator[Row]:
+    """Yields what each strategy needs, with the config's batch divided among its devices."""
+    whole, size = self._need, self._trainer.global_batch_size
+    yield Row("one_device", size, whole)
+    yield Row("parameter_server, a worker", size, whole._replace(state=0))
+    for replicas in REPLICAS:
+      rows = size if runs.bound("per_replica_batch_size") else math.ceil(size / replicas)
+      if size < replicas:
+        break
+      need = self._with(rows)
+      yield Row(f"mirrored, multi_worker_mirrored, tpu x {replicas}", rows, need)
+      sharded = need._replace(state=need.state - _slots(self._trainer) * (1 - 1 / replicas))
+      yield Row(f"  with Trainer.shard_optimizer_state x {replicas}", rows, sharded)
+      yield Row(f"central_storage x {replicas}", rows, need._replace(state=0))
+    if self._mesh:
+      yield self._on_mesh()
+
+  def changes(self) -> Iterator[Row]:
+    """Yields what one device needs with one binding more."""
+    size, steps = self._trainer.global_batch_size, 2 * self._trainer.parts.accumulation_steps
+    found = {
+      "Trainer.accumulation_steps": steps if steps <= size else None,
+      "Trainer.recompute": _blocks(self._trainer.task.model),
+      "run.precision": "mixed_bfloat16" if runs.bound("precision") == "float32" else None,
+    }
+    for name, value in found.items():
+      if value:
+        trainer = self._make(factories.one_device(), f"{name} = {value!r}")
+        need, _ = estimate(trainer, trainer.padded_batch_size)
+        yield Row(f"{name} = {value!r}", size, need)
+    self._configure()
+
+  def _with(self, rows: int) -> Need:
+    multiple = self._trainer.batch_multiple
+    need, _ = estimate(self._trainer, math.ceil(rows / multiple) * multiple)
+    return reduced(need)
+
+  def _on_mesh(self) -> Row:
+    """Returns what the config's mesh needs: of activations at most, as layers may split them."""
+    rows = math.ceil(self._trainer.global_batch_size / traits.row_shares(self._mesh))
+    need = self._with(rows)
+    trainer = self._make(self._mesh)
+    weights = _bytes(models.all_variables(trainer.task.model))
+    gradients = _bytes(models.trainable_variables(trainer.task.model))
+    on_mesh = Need(weights, _slots(trainer), gradients, need.activations)
+    mesh = self._mesh.mesh
+    sizes = " x ".join(f"{name} {mesh.dim_size(name)}" for name in mesh.dim_names)
+    return Row(f"model_parallel, {sizes}", rows, on_mesh)
+
+  def _configure(self, *bindings: str) -> None:
+    """Puts the config in force, and its precision."""
+    configurables.parse(self._files, [*self._params, *bindings])
+    precision = runs.bound("precision")
+    builder.set_globals(runs.bound("seed"), precision, deterministic=False, eager=False)
+
+  def _make(self, strategy: tf.distribute.Strategy, *bindings: str) -> Trainer:
+    self._configure(*bindings)
+    task = builder.made_task(runs.bound("task"))
+    self._assets = assets.provide_in_memory(task, self._assets)
+    recipe = dataclasses.replace(
+      runs.bound_recipe(), one_shape=True, options={"shard_optimizer_state": False}
+    )
+    return recipe.trainer(task, strategy)
+
+
+def _of_rows(trainer: Trainer, rows: int, spec: tf.TensorSpec) -> tf.TensorSpec:
+  """Returns a feature's spec with as many rows as a batch of `rows` has."""
+  count = spec.shape[0] * rows // trainer.padded_batch_size
+  return tf.TensorSpec([count, *spec.shape[1:]], spec.dtype)
+
+
+def _slots(trainer: Trainer) -> int:
+  return _bytes(v for o in trainer.parts.optimizers.values() for v in o.optimizer.variables)
+
+
+def _bytes(variables: Iterable[Any]) -> int:
+  """Returns the bytes of variables on one device."""
+  found = (models.raw(variable) for variable in variables)
+  return sum(math.prod(v.shape) * v.dtype.size // _parts(v) for v in found)
+
+
+def _parts(variable: Any) -> int:
+  """Returns the number of devices that a variable is split over."""
+  layout = getattr(variable, "layout", None)
+  return math.prod(map(layout.num_shards, range(layout.rank))) if layout else 1
+
+
+def _blocks(model: Any) -> list[str]:
+  """Returns patterns for the layers that hold others, alike but for a number: "block_.*"."""
+  layers = [layer for part in models.parts(model) for layer in getattr(part, "layers", ())]
+  holders = [layer.name for layer in layers if len(list(layer._flatten_layers())) > 1]
+  patterns = [re.sub(r"\d+$", ".*", name) for name in holders]
+  return sorted({pattern for pattern in patterns if patterns.count(pattern) > 1})
+
+
+def _line(row: Row, device_gib: float | None) -> str:
+  sizes = (*row.need, row.need.total)
+  widths = (8, 8, 9, 11, 8)
+  cells = [f"{size / MIB:{width}.1f}" for size, width in zip(sizes, widths, strict=True)]
+  line = f"{row.name:46} {row.examples:5} {' '.join(cells)}"
+  if device_gib is None:
+    return line
+  return f"{line}  {'fits' if row.need.total <= device_gib * 2**30 else 'too large'}"

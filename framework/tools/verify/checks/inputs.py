@@ -1,0 +1,674 @@
+"""What the step reads: each example once, none in both splits, valid numbers, fast enough.
+
+Sources and the training pipeline are read for a few seconds each; larger ones are sampled, and the
+result says so. Where possible, the task itself decides whether a number is a mistake: a label is
+out of range if the loss cannot use it, a feature is not scaled if the first loss shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from framework.graphs import randomness
+from framework.inputs import datasets
+from framework.inputs.buckets import Buckets
+from framework.inputs.datasets import padded_batch_size
+from framework.inputs.parts import main_source, of_one_shape
+from framework.inputs.sources import Source, StreamSource
+from framework.task import preprocess_of
+from framework.tools.verify.bench import fitted, random_draws, seeded_rows, source_lines, survey
+from framework.tools.verify.bench.bench import Bench, Rows, Subject
+from framework.tools.verify.bench.labels import Labels, Probe
+from framework.tools.verify.bench.survey import Column, Survey
+from framework.tools.verify.checks import augmentation
+from framework.tools.verify.report import Result, Status
+
+GROUP = "inputs"
+READ_S = 3.0
+"""Seconds to read each source, and the pipeline."""
+MEASURE_S = 0.25
+"""Seconds to time the pipeline and the step."""
+TRIALS = 3
+"""How often in a row the input must be too slow; the machine may be busy with something else."""
+LEAKED = 0.01
+"""A smaller share of evaluation examples that are also in training counts as chance."""
+COPIED = 0.2
+"""So many equal examples are no chance if their numbers are measured; some data have copies."""
+FAR = 30.0
+"""Initial weights do not expect a feature with a larger mean or standard deviation."""
+TOO_SLOW = 0.5
+"""Smallest accepted speed of the input, relative to the step."""
+NOTICED_S = 0.005
+"""An input that takes less time per batch is always accepted."""
+SOURCE = ("source",)
+PREPROCESS = ("preprocess", "source")
+FITTED = "statistics of the evaluation set"
+MIXING = (
+  *("shuffle", "tf.gather(", "roll", "reverse", "[::-1]", "moments", "unique", "bincount", "sort"),
+  *("reduce_", "tf.size", "[None, :]"),
+)
+SEEDS = ('["seed"][0]', "['seed'][0]", '["seed"][:1]', '["seed"], axis=0')
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  reading = Reading(subject)
+  return [
+    *reading.sources(),
+    *reading.each_set(lambda: [reading.overlap(), reading.statistics()]),
+    *reading.pipeline(),
+    *reading.each_set(reading.evaluation),
+    *reading.contents(),
+    reading.throughput(),
+  ]
+
+
+class Reading:
+  """A task's sources and pipelines, and what was read from them."""
+
+  def __init__(self, subject: Subject) -> None:
+    """Makes the task and both sources, in the same order as a run."""
+    self.subject = subject
+    rows = padded_batch_size(subject.global_batch_size, subject.accumulation_steps)
+    self.bench = Bench(subject, rows=rows, quiet=False)
+    self.task = self.bench.task
+    randomness.seed_everything(subject.seed)
+    self.eval_sources, self.no_eval = survey.evaluation_sources(self.task)
+    given = self.task.source("train")
+    self.sources_read = of_one_shape(given)
+    self.source = main_source(self.sources_read)
+    self.preprocess = preprocess_of(self.task)
+    self.train = survey.digests(self.source, seconds=READ_S)
+    self.evals = {
+      name: survey.digests(source, seconds=READ_S) for name, source in self.eval_sources.items()
+    }
+    self._read_contents(given)
+    self._use("")
+    self.batch_size = min(subject.global_batch_size, self.train.total or survey.AT_ONCE)
+
+  def batches(self, *, afresh: bool = False, **options: Any) -> tf.data.Dataset:
+    """Returns training batches as the run reads them, except `options`; `afresh`: a new source."""
+    arguments = {
+      "global_batch_size": self.batch_size, "seed": self.subject.seed,
+      "preprocess": self.preprocess, "shuffle": self.subject.shuffle, **options,
+    }  # fmt: skip
+    stream = afresh and isinstance(self.source, StreamSource)
+    source = of_one_shape(self.task.source("train")) if stream else self.sources_read
+    return datasets.train_dataset(source, **arguments)
+
+  def each_set(self, check: Callable[[], Iterable[Result]]) -> Iterator[Result]:
+    """Yields the results of a check of each evaluation set, named by the set if it has a name."""
+    for set_name in self.eval_sources or [""]:
+      self._use(set_name)
+      for result in check():
+        suffix = f" ({set_name})" if set_name else ""
+        yield dataclasses.replace(result, check=f"{result.check}{suffix}")
+
+  def _use(self, set_name: str) -> None:
+    self.eval_source = self.eval_sources.get(set_name)
+    self.eval = self.evals.get(set_name, survey.NO_DIGESTS)
+    self.held_out = self.eval_data.get(set_name, survey.NO_DIGESTS)
+
+  def _read_contents(self, given: Any) -> None:
+    """Reads examples of all lengths, without what only numbers them; often, that is done."""
+    train = survey.of_all_lengths(given) if isinstance(given, Buckets) else self.source
+    sets, _ = survey.evaluation_sources(self.task, survey.of_all_lengths)
+    self.numbers = survey.numbering(train).union(*map(survey.numbering, sets.values()))
+    self.train_data, self.eval_data = self.train, self.evals
+    if self.numbers or isinstance(given, Buckets):
+      reads: dict[str, Any] = {"seconds": READ_S, "without": self.numbers}
+      self.train_data = survey.digests(train, **reads)
+      self.eval_data = {name: survey.digests(each, **reads) for name, each in sets.items()}
+
+  # ---- Sources ----
+
+  def sources(self) -> Iterator[Result]:
+    """Checks that each call of source() and of fetch() gives the same examples."""
+    name = "source() repeats"
+    again = main_source(self.task.source("train"))
+    if isinstance(self.source, StreamSource) or isinstance(again, StreamSource):
+      yield _skipped(name, "a stream has its own order")
+      return
+    ids = list(self.train.by_id)[:16]
+    fetched = survey.fetched_alone(again, ids)
+    wrong = [i for i in ids if fetched[i] != self.train.by_id[i]]
+    if not wrong and again.num_examples == self.source.num_examples:
+      yield _passed(name, f"{self.source.num_examples} examples, the same when asked again")
+      return
+    alone = survey.fetched_alone(self.source, ids)
+    if [i for i in ids if alone[i] != self.train.by_id[i]]:
+      yield self._fetch_is_wrong(name, self.source, ids[0], alone)
+      return
+    yield _failed(
+      name,
+      f"a second call of source('train') gives other examples: {len(wrong)} of {len(ids)} differ",
+      "source() is random",
+      "use np.random.default_rng(seed) with a fixed seed: each worker, each restart and the other "
+      "split call source() again, and must get the same order",
+      source_lines.find(self.task, *SOURCE, containing=("random", "shuffle", "_split(")),
+    )
+
+  def _fetch_is_wrong(
+    self, name: str, source: Source, example: int, alone: Mapping[int, bytes]
+  ) -> Result:
+    repeated = survey.fetched_alone(source, alone) == alone
+    told = f"{type(source).__name__}.fetch gives another example {example}"
+    return _failed(
+      name, f"{told} alone than among others" if repeated else f"{told} each time",
+      "fetch() mixes up its rows" if repeated else "fetch() is random",
+      "row i of what fetch(indices) returns must be example indices[i], in any order of indices: "
+      "if the format needs them sorted, sort back; augment in preprocess(), with batch['seed']",
+      source_lines.find(source, "fetch", containing=("sort", "random", "unique")),
+    )  # fmt: skip
+
+  def overlap(self) -> Result:
+    """Finds evaluation examples that are also in training, by content."""
+    name = "train and eval apart"
+    train, held_out = self.train_data, self.held_out
+    if not self.eval.by_id:
+      return _skipped(name, self.no_eval or "source('eval') has no examples")
+    if not held_out.by_id:
+      only = ", ".join(sorted(self.numbers))
+      return _skipped(name, f"examples are only numbers ({only}); what they stand for is unknown")
+    train_ids = {content: i for i, content in reversed(train.by_id.items())}
+    shared = [
+      (train_ids[content], i) for i, content in held_out.by_id.items() if content in train_ids
+    ]
+    repeated = len(train.by_id) - len(train_ids)
+    told = f"{len(held_out.by_id)} eval in {len(train.by_id)} train examples"
+    told += "" if train.complete and held_out.complete else " (a sample)"
+    if repeated:
+      told += f"; {repeated} repeated inside train"
+    values = {"shared": len(shared), "repeated": repeated}
+    if not shared:
+      return _passed(name, f"none of {told}", values)
+    first = f"eval {shared[0][1]} is train {shared[0][0]}"
+    part = min(1.0, len(shared) / (len(held_out.by_id) * train.share))
+    copied = train.measured and part > COPIED
+    if not copied and not _leaked(len(shared), part, survey.chance(train, held_out)):
+      return _passed(
+        name, f"{len(shared)} of {told}, too few to be more than chance: {first}", values
+      )
+    ignored = part > 0.95
+    return _failed(
+      name, f"{len(shared)} of {told}; {first}",
+      "source() ignores the split" if ignored else "train and eval overlap",
+      "return other examples for source('eval') than for source('train'): split once, with a fixed "
+      "seed, before shuffling or repeating anything",
+      source_lines.find(
+        self.task, *SOURCE, containing=("split ==", "_split(", "random", "shuffle"),
+      ),
+      values,
+    )  # fmt: skip
+
+  def statistics(self) -> Result:
+    """Finds means and deviations of evaluation examples where those of training belong."""
+    name = "statistics of training alone"
+    if self.eval_source is None:
+      return _skipped(name, self.no_eval)
+    remedy = "compute them of source('train') alone; evaluation then uses the same numbers"
+    if place := fitted.reads_evaluation(self.task):
+      told = "what is fitted before training reads source('eval')"
+      return _failed(name, told, FITTED, remedy, place)
+    found = None
+    with contextlib.suppress(Exception):  # preprocess() may fail in evaluation: see below
+      found = fitted.find(self.task, self.source, self.eval_source, seconds=READ_S / 3)
+    if found:
+      return _failed(name, f"the task uses {found[0]}", FITTED, remedy, found[1])
+    return _passed(name, "no constant of the task is a mean or deviation of evaluation examples")
+
+  # ---- Pipelines ----
+
+  def pipeline(self) -> Iterator[Result]:
+    """Checks that an epoch has each example once, also on several workers."""
+    total = self.train.total
+    batches: Any = self.batches()
+    if total:
+      batches = batches.take(-(-total // self.batch_size))
+    self.survey = Survey().read(batches.as_numpy_iterator(), seconds=READ_S)
+    once = self._once(total)
+    yield once
+    if once.status == "passed":
+      yield self._workers()
+
+  def _once(self, total: int | None) -> Result:
+    name, survey = "each example once", self.survey
+    epoch = bool(total) and survey.examples >= (total or 0)
+    spare = survey.examples - (total or 0) if epoch else 0
+    often = {i: n for i, n in survey.counts.items() if n > 1}
+    missing = [i for i in range(total or 0) if i not in survey.counts] if epoch else []
+    if not missing and sum(often.values()) - len(often) <= spare:
+      what = "an epoch of" if epoch else "no example twice in the first"
+      return _passed(name, f"{what} {survey.examples - spare} examples")
+    worst = max(often, key=often.__getitem__, default=None)
+    told = [f"example {worst} comes {often[worst]} times"] if worst is not None else []
+    told += [f"{len(missing)} of {total} never come, such as {missing[0]}"] if missing else []
+    before = next(self.batches(preprocess=None).as_numpy_iterator())["example_id"]
+    others = set(survey.first["example_id"].tolist()) - set(before.tolist())
+    return _failed(
+      name, f"in an epoch, {', '.join(told)}" if epoch else ", ".join(told),
+      f"preprocess() {'numbers examples itself' if others else 'repeats or drops examples'}",
+      "return every row of the batch once, with its own example_id; to draw examples more often, "
+      "give them a larger weight, or list them several times in the source",
+      source_lines.find(
+        self.task, *PREPROCESS, containing=("gather", "shuffle", "range(", "choice"),
+      ),
+    )  # fmt: skip
+
+  def _workers(self) -> Result:
+    name = "shared out to 2 and 3 workers"
+    rows = padded_batch_size(self.batch_size, 6)
+    whole = self._made_by(range(rows), rows)
+    mixed = ""
+    for workers in (2, 3):
+      share = rows // workers
+      parts = [self._made_by(range(i, i + share), rows) for i in range(0, rows, share)]
+      ids = [part["example_id"] for part in parts]
+      if not np.array_equal(np.concatenate(ids), whole["example_id"]):
+        return _failed(
+          name,
+          f"of a batch of examples {_some(whole['example_id'])}, {workers} workers make "
+          f"{' and '.join(_some(each) for each in ids)}",
+          "preprocess() numbers examples itself",
+          "keep batch['example_id'] and the rows as they are: each worker makes only its own rows",
+          source_lines.find(self.task, *PREPROCESS, containing=("example_id", "range(", "gather")),
+        )  # fmt: skip
+      joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
+      mixed = mixed or survey.apart(joined, whole, tolerance=1e-5)
+    if not mixed:
+      return _passed(name, "each example once, the same as on one")
+    if isinstance(self.source, StreamSource):
+      told = f"{mixed!r} depends on the other rows of a worker: each reads the stream in another "
+      return _passed(name, f"{told}order. Before using several, give dataset.shuffle a seed")
+    return self._not_apart(name, mixed)
+
+  def _not_apart(self, name: str, mixed: str) -> Result:
+    """Says why a worker makes other rows than the whole batch has."""
+    rows, _ = seeded_rows.of_training(self.subject, self.task)
+    with random_draws.watch(self.task) as watched:
+      found = seeded_rows.dependence(self.task, seeded_rows.seeded(rows, self.subject))
+    if watched.stateful or watched.in_python:
+      return _passed(name, f"each example id once; {mixed!r} is random")
+    if found and found[1] == "contents":
+      return _failed(
+        name, f"{found[0]!r} of an example depends on the other examples of its worker's rows",
+        "preprocess() mixes rows",
+        "treat each row separately: to mix examples, read the others as a further part, "
+        "Sources(main, other=Part(source=...)); count and average once, over the training set",
+        source_lines.find(self.task, "preprocess", containing=MIXING),
+      )  # fmt: skip
+    if found or watched.draws:
+      of = "the seed of another example" if found else "its place among its worker's rows"
+      return _failed(
+        name, f"{found[0] if found else mixed!r} of an example depends on {of}",
+        augmentation.ONE_SEED, augmentation.EACH,
+        source_lines.mention(self.task, *SEEDS) or random_draws.place(
+          self.task, watched.draws, PREPROCESS, ("seed",)
+        ),
+      )  # fmt: skip
+    return _passed(name, f"each example id once; {mixed!r} depends on the other rows of a worker")
+
+  def _made_by(self, share: range, rows: int) -> Rows:
+    """Returns the rows of the first batch, padded to `rows`, that a worker of this share makes."""
+    made = self.batches(afresh=True, pad_multiple=rows, rows=share)
+    return next(made.as_numpy_iterator())
+
+  def evaluation(self) -> Iterator[Result]:
+    """Checks that preprocess(batch, False) gives the same rows each time, in any batch size."""
+    name = "evaluation repeats"
+    if self.preprocess is None or self.eval_source is None:
+      yield _skipped(name, self.no_eval or "no preprocess()")
+      return
+    size = min(self.subject.eval_batch_size or self.batch_size, len(self.eval.by_id))
+    batches = datasets.eval_dataset(
+      self.eval_source, global_batch_size=size, steps=self.subject.eval_steps
+    )
+    rows = next(batches.as_numpy_iterator())
+    try:
+      once, twice = survey.preprocessed(self.preprocess, [rows, rows], False)
+      [later] = survey.preprocessed(self.preprocess, [rows], False)
+    except Exception as error:
+      if not (feature := survey.of_training(error)):
+        raise
+      yield _failed(
+        name,
+        f"preprocess(batch, training=False) reads batch['{feature}'], which only training has",
+        "augmentation in evaluation", f"augment, and use batch['{feature}'], only `if training:`",
+        source_lines.find(self.task, "preprocess", containing=(f'"{feature}"', f"'{feature}'")),
+      )  # fmt: skip
+      return
+    if different := survey.apart(once, twice) or survey.apart(once, later):
+      yield _failed(
+        name, f"{different!r} differs when the same {size} examples are read again",
+        "augmentation in evaluation",
+        "augment only `if training:`; what is random must come from batch['seed']",
+        source_lines.find(
+          self.task, "preprocess", containing=("random", "augment", "flip", "noise"),
+        ),
+      )  # fmt: skip
+      return
+    yield _passed(name, f"{size} examples, bit for bit")
+    yield self._any_batch_size(self.preprocess, rows, once)
+
+  def _any_batch_size(self, preprocess: datasets.Preprocess, rows: Rows, once: Rows) -> Result:
+    name, size = "evaluation in batches of any size", len(rows["weight"])
+    half = size // 2
+    if not half:
+      return _skipped(name, "only one example")
+    few = {key: value[:half] for key, value in rows.items()}
+    [smaller] = survey.preprocessed(preprocess, [few], False)
+    first = {key: value[:half] for key, value in once.items()}
+    different = survey.apart(smaller, first, tolerance=1e-4)
+    if not different:
+      return _passed(name, f"the same in batches of {half} and {size}")
+    return _failed(
+      name, f"{different!r} of the same examples differs in batches of {half} and of {size}",
+      "preprocess() mixes rows",
+      "treat each row separately: statistics of the batch depend on its size and on its other "
+      "examples; compute those of the training set once, in the constructor or source()",
+      source_lines.find(
+        self.task, "preprocess", containing=("reduce_", "moments", "norm", "shuffle"),
+      ),
+    )  # fmt: skip
+
+  # ---- Contents ----
+
+  def contents(self) -> Iterator[Result]:
+    """Checks the values of features, labels and weights."""
+    columns = self.survey.columns
+    wide = [name for name, column in columns.items() if column.dtype == np.float64]
+    told = "; ".join(f"{name} {_described(column)}" for name, column in columns.items())
+    told += f". float64 takes twice the memory: {', '.join(wide)}" if wide else ""
+    yield _passed("features", told)
+    yield self._weights()
+    yield self._finite()
+    yield self._varying()
+    probe = Probe(self.bench, self.survey.first)
+    labels = Labels(self.survey, probe)
+    yield self._label_range(labels)
+    yield self._label_order(labels)
+    yield self._scale(labels)
+
+  def _weights(self) -> Result:
+    name, (low, high) = "weights", self.survey.weights
+    place = source_lines.find(self.task, *PREPROCESS, containing=("weight",))
+    if self.survey.bad_weight is not None:
+      return _failed(
+        name, f"{low:.6g} at the lowest, first at example {self.survey.bad_weight}",
+        "negative weights", "weights must be finite and not negative; 0 leaves an example out",
+        place,
+      )  # fmt: skip
+    if high <= 0:
+      return _failed(
+        name, f"all of {self.survey.examples} examples have weight 0: nothing is learned",
+        "all weights are zero", "set batch['weight'] above 0 for examples to learn from",
+        place,
+      )  # fmt: skip
+    return _passed(name, "all 1" if low == high == 1 else f"{low:.6g} to {high:.6g}")
+
+  def _finite(self) -> Result:
+    name = "finite features"
+    bad = {key: column for key, column in self.survey.columns.items() if column.not_finite}
+    if not bad:
+      return _passed(name, f"{self.survey.examples} examples")
+    first, column = next(iter(bad.items()))
+    told = (
+      f"{first!r} has {column.not_finite} numbers that are not finite, "
+      f"first in example {column.bad_example}"
+    )
+    rows = self._rows_of(column.bad_example)
+    if rows is None or self._copes_with(rows):
+      return _passed(name, f"{told}; the step stays finite")
+    return _failed(
+      name, told, "non-finite features",
+      "fill in missing values, or give such examples the weight 0, in source() or preprocess()",
+      source_lines.find(
+        self.task, *PREPROCESS, containing=(f'"{first}"', f"'{first}'", "read", "load"),
+      ),
+    )  # fmt: skip
+
+  def _rows_of(self, example: int | None) -> Rows | None:
+    for rows in self.batches().take(self.survey.batches).as_numpy_iterator():
+      if example in rows["example_id"]:
+        return rows
+    return None
+
+  def _copes_with(self, rows: Rows) -> bool:
+    start = self.bench.read()
+    try:
+      outcome = self.bench.step(_padded_to(rows, self.bench_rows))
+    except tf.errors.InvalidArgumentError:
+      return False
+    self.bench.assign(start)
+    skipped = outcome.metrics.get("skipped", 0.0) > 0
+    return not skipped and all(np.isfinite(value) for value in outcome.metrics.values())
+
+  @property
+  def bench_rows(self) -> int:
+    """Rows of a batch on the bench."""
+    return padded_batch_size(self.subject.global_batch_size, self.subject.accumulation_steps)
+
+  def _varying(self) -> Result:
+    name, survey = "features vary", self.survey
+    constant = [key for key, column in survey.columns.items() if column.constant]
+    enough = survey.examples >= 20 and (self._whole_epoch or self.subject.shuffle)
+    destroyed = [key for key in constant if key in self.train.varying and enough]
+    if not destroyed:
+      told = f"all {len(survey.columns)}" if not constant else f"all but {', '.join(constant)}"
+      return _passed(name, told)
+    column = survey.columns[destroyed[0]]
+    return _failed(
+      name,
+      f"{destroyed[0]!r} is {_value(column)} for all of {survey.examples} examples, but differs in "
+      "the source",
+      "preprocess() makes a feature constant",
+      "cast to float before dividing: integer division by 255, or a cast to int after it, gives 0",
+      source_lines.find(self.task, "preprocess", containing=("//", "cast(", "int", destroyed[0])),
+    )
+
+  @property
+  def _whole_epoch(self) -> bool:
+    return self.train.total is not None and self.survey.examples >= self.train.total
+
+  def _label_range(self, labels: Labels) -> Result:
+    name = "label range"
+    if labels.unknown:
+      return _skipped(name, labels.unknown)
+    if labels.wrong:
+      key, seen = labels.wrong
+      column = self.survey.columns[key]
+      from_one = column.low == 1 and column.high == labels.classes
+      return _failed(
+        name,
+        f"{key!r} is {column.low:.0f} to {column.high:.0f}, but forward() returns "
+        f"{labels.classes} classes, 0 to {labels.classes - 1}: {seen}",
+        "labels start at 1" if from_one else "labels out of range",
+        "subtract 1 from the labels" if from_one else "give the model as many outputs as there are "
+        "classes, or number the classes from 0 without gaps",
+        source_lines.find(
+          self.task, "build_model", "loss", containing=("Dense(", "classes", "one_hot"),
+        ),
+      )  # fmt: skip
+    if labels.name is None:
+      return _skipped(name, f"no integer feature picks one of {labels.classes} outputs in the loss")
+    column = self.survey.columns[labels.name]
+    count, classes = self.survey.examples, f"{labels.classes} classes"
+    if column.constant and self._whole_epoch and count >= 20:
+      return _failed(
+        name, f"{labels.name!r} is {column.low:.0f} for all of {count} examples, of {classes}",
+        "all labels are the same", "check what source() reads as the label",
+        source_lines.find(self.task, *SOURCE, containing=(f'"{labels.name}"', f"'{labels.name}'")),
+      )  # fmt: skip
+    return _passed(name, f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}")
+
+  def _label_order(self, labels: Labels) -> Result:
+    name = "labels in mixed order"
+    stream = isinstance(self.source, StreamSource)
+    if self.subject.shuffle and not stream:
+      return _passed(name, "run.shuffle is on")
+    column = self.survey.columns.get(labels.name or "")
+    if column is None:
+      return _skipped(name, "no class label is known")
+    alone, batches = column.alone, self.survey.batches
+    if batches < 4 or len(column.values) < 2 or alone <= 0.8 * batches:
+      return _passed(name, f"{batches - alone} of {batches} batches hold several classes")
+    how = "a stream is never shuffled" if stream else "run.shuffle is False"
+    return _failed(
+      name,
+      f"{alone} of {batches} batches of {self.batch_size} hold only one class of {labels.name!r}, "
+      f"and {how}",
+      "examples sorted by label",
+      "mix the files of the stream, or call dataset.shuffle(..., seed=...) in source()"
+      if stream
+      else "set run.shuffle = True",
+      source_lines.find(
+        self.task, *SOURCE, containing=("sort", "concatenate", "StreamSource", "return")
+      ),
+    )
+
+  def _scale(self, labels: Labels) -> Result:
+    name = "scale of features"
+    far = {
+      key: column for key, column in self.survey.columns.items()
+      if column.numeric and column.shape and max(abs(column.mean), column.std) > FAR
+    }  # fmt: skip
+    if not far:
+      return _passed(name, f"means and standard deviations within {FAR:.0f}")
+    told = "; ".join(f"{key} {_described(column)}" for key, column in far.items())
+    if labels.name is None:
+      return _passed(name, f"{told}; without class labels, whether it matters is unknown")
+    chance = math.log(labels.classes)
+    for key, column in far.items():
+      size = math.hypot(column.mean, column.std)
+      as_is, scaled = labels.probe.losses_if_divided(key, size)
+      if as_is > 3 * chance and scaled < as_is / 2:
+        return _failed(
+          name,
+          f"{key!r} has mean {column.mean:.3g} and standard deviation {column.std:.3g}: the first "
+          f"loss is {as_is:.3g}, divided by {size:.3g} it is {scaled:.3g} (chance: {chance:.3g})",
+          "inputs are not scaled",
+          "scale it to about mean 0 and standard deviation 1 in preprocess(): pixels / 255, or "
+          "(x - mean) / std of the training set",
+          source_lines.find(
+            self.task, "preprocess", "forward", containing=(f'"{key}"', f"'{key}'")
+          ),
+          {"loss": as_is, "loss_scaled": scaled},
+        )
+    return _passed(name, f"{told}; the first loss does not suffer")
+
+  # ---- Speed ----
+
+  def throughput(self) -> Result:
+    """Compares examples/s of the pipeline alone with those of the step, on this machine."""
+    name = "input keeps up with the step"
+    batch = _padded_to(self.survey.first, self.bench_rows)
+    try:
+      self.bench.step(batch)
+    except tf.errors.InvalidArgumentError:
+      return _skipped(name, "the step fails")
+    for _ in range(TRIALS):
+      ratio, told, values = self._ratio(batch)
+      if ratio >= TOO_SLOW or values["input_s"] <= NOTICED_S:
+        return _passed(name, told, values)
+    slow = ("numpy_function", "py_function", "map_fn", "for ")
+    fetches = isinstance(self.source, Source) and type(self.source).__module__ != Source.__module__
+    return _failed(
+      name, told, "input slower than the step",
+      "process whole batches in TensorFlow operations instead of rows in Python; do once, before "
+      "training, what is the same each epoch",
+      (source_lines.find(self.source, "fetch", containing=slow) if fetches else "")
+      or source_lines.find(self.task, *PREPROCESS, containing=slow),
+      values,
+    )  # fmt: skip
+
+  def _ratio(self, batch: Rows) -> tuple[float, str, dict[str, Any]]:
+    batches = self.batches(global_batch_size=self.subject.global_batch_size)
+    iterator = batches.as_numpy_iterator()
+    placed = self.bench.distributed(batch)
+    input_s = _seconds_each(lambda: next(iterator))
+    step_s = _seconds_each(lambda: self.bench._step(placed))
+    size = self.subject.global_batch_size
+    told = (
+      f"{size / input_s:,.0f} examples/s alone, the step takes {size / step_s:,.0f} here: ratio "
+      f"{step_s / input_s:.2g}"
+    )
+    return step_s / input_s, told, {"input_s": input_s, "step_s": step_s}
+
+
+def _leaked(shared: int, part: float, chance: float) -> bool:
+  """Whether more evaluation examples are in training than equal ones by chance.
+
+  Args:
+    shared: how many.
+    part: the share of all that were read.
+    chance: the share to expect.
+  """
+  if shared < 2 or part < LEAKED:
+    return False
+  expected = chance * shared / part
+  surely = shared - expected > 3 * math.sqrt(expected * (1 - chance) + 1)
+  return part > 3 * chance or (surely and part - chance > 0.5 * (1 - chance))
+
+
+def _padded_to(rows: Rows, count: int) -> Rows:
+  """Returns `count` rows: the first ones, or all and then the last repeated with weight 0."""
+  taken = np.minimum(np.arange(count), len(rows["weight"]) - 1)
+  real = np.arange(count) < len(rows["weight"])
+  made = {name: value[taken] for name, value in rows.items()}
+  return {**made, "weight": np.where(real, made["weight"], 0).astype(np.float32)}
+
+
+def _seconds_each(advance: Callable[[], Any]) -> float:
+  """Returns the mean seconds per call, after a first call, over `MEASURE_S` and at least two."""
+  advance()
+  calls, started = 0, time.perf_counter()
+  while calls < 2 or time.perf_counter() - started < MEASURE_S:
+    advance()
+    calls += 1
+  return (time.perf_counter() - started) / calls
+
+
+def _described(column: Column) -> str:
+  shape = f" {list(column.shape)}" if column.shape else ""
+  if not column.numeric or not column.count:
+    return f"{column.dtype}{shape}"
+  if column.integer:
+    return f"{column.dtype}{shape} {column.low:.0f} to {column.high:.0f}"
+  return f"{column.dtype}{shape} mean {column.mean:.3g} std {column.std:.3g}"
+
+
+def _value(column: Column) -> str:
+  return f"{column.low:.3g}" if column.low == column.high else "the same"
+
+
+def _some(ids: np.ndarray) -> str:
+  listed = ", ".join(map(str, ids[:3].tolist()))
+  return f"[{listed}, ...]" if len(ids) > 3 else f"[{listed}]"
+
+
+def _passed(check: str, detail: str, values: dict[str, Any] | None = None) -> Result:
+  return _result(check, "passed", detail, values=values or {})
+
+
+def _skipped(check: str, why: str) -> Result:
+  return _result(check, "not applicable", why)
+
+
+def _failed(
+  check: str, detail: str, cause: str, remedy: str, place: str, values: dict[str, Any] | None = None
+) -> Result:
+  return _result(
+    check, "failed", detail, cause=cause, remedy=remedy, place=place, values=values or {}
+  )
+
+
+def _result(check: str, status: Status, detail: str, **more: Any) -> Result:
+  return Result(group=GROUP, check=check, status=status, detail=detail, **more)

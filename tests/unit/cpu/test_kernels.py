@@ -1,0 +1,328 @@
+"""The fused update kernels: Keras's own update rules, as NumPy computes them in float64."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from framework.cpu import kernels
+from framework.models import models
+from framework.optimizers import adapters
+
+KERAS = {"keras": keras, "tf_keras": tf_keras}
+STEPS = 20
+SHAPES = ((3, 2), (5,), (), (kernels.FORKED.start,))
+RULES = {
+  "adam": ("Adam", {"beta_1": 0.5, "beta_2": 0.75, "epsilon": 2.0**-20}),
+  "adamw": ("AdamW", {"beta_1": 0.5, "beta_2": 0.75, "epsilon": 2.0**-20, "weight_decay": 0.25}),
+  "sgd": ("SGD", {}),
+  "sgd_decay": ("SGD", {"weight_decay": 0.25}),
+  "momentum": ("SGD", {"momentum": 0.75}),
+  "nesterov": ("SGD", {"momentum": 0.75, "nesterov": True}),
+}
+RATE = 2.0**-6
+"""Like every number above a sum of a few powers of two: exact in float32, which Keras keeps."""
+
+
+def initial(dtype):
+  rng = np.random.default_rng(0)
+  return [rng.normal(size=shape).astype(dtype) for shape in SHAPES]
+
+
+def gradients_of(step, dtype):
+  rng = np.random.default_rng([1, step])
+  return [
+    (scale * rng.normal(size=s)).astype(dtype)
+    for scale, s in zip((1, 10, 100, 1), SHAPES, strict=True)
+  ]
+
+
+def reference(name, *, amsgrad=False, rate=lambda step: RATE, dtype=np.float64, **changed):
+  """Returns the weights after STEPS steps, by the formulas of the papers, in float64."""
+  options = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False, **RULES[name][1], **changed}
+  weights = [np.asarray(w, np.float64) for w in initial(dtype)]
+  m, v, largest = ([np.zeros_like(w) for w in weights] for _ in range(3))
+  for step in range(STEPS):
+    gradients, lr = [g.astype(np.float64) for g in gradients_of(step, dtype)], rate(step)
+    for i, g in enumerate(gradients):
+      weights[i] = weights[i] - lr * options["weight_decay"] * weights[i]
+      if "beta_1" in options:
+        beta_1, beta_2 = options["beta_1"], options["beta_2"]
+        m[i] = beta_1 * m[i] + (1 - beta_1) * g
+        v[i] = beta_2 * v[i] + (1 - beta_2) * g**2
+        largest[i] = np.maximum(largest[i], v[i])
+        correction = np.sqrt(1 - beta_2 ** (step + 1)) / (1 - beta_1 ** (step + 1))
+        second = largest[i] if amsgrad else v[i]
+        weights[i] = weights[i] - lr * correction * m[i] / (np.sqrt(second) + options["epsilon"])
+      else:
+        m[i] = options["momentum"] * m[i] - lr * g
+        ahead = options["momentum"] * m[i] - lr * g
+        weights[i] = weights[i] + (ahead if options["nesterov"] else m[i])
+  return weights
+
+
+def make(library, name, *, learning_rate=RATE, **changed):
+  kind, options = RULES[name]
+  return getattr(KERAS[library].optimizers, kind)(learning_rate, **{**options, **changed})
+
+
+def trained(library, optimizer, *, with_kernels, dtype=np.float64):
+  """Returns the weights after STEPS updates by the optimizer alone, without any of the loop."""
+  make_variable = keras.Variable if library == "keras" else tf.Variable
+  variables = [make_variable(w, dtype=np.dtype(dtype).name) for w in initial(dtype)]
+  optimizer.build(variables)
+  if with_kernels:
+    kernels.use(optimizer)
+  for step in range(STEPS):
+    optimizer.apply_gradients(
+      zip(map(tf.constant, gradients_of(step, dtype)), variables, strict=True)
+    )
+  return [models.raw(v).numpy() for v in variables]
+
+
+class Ops:
+  """Names of the operations that a traced update consists of."""
+
+  def __init__(self, library, optimizer, size=2):
+    variable = tf.Variable(tf.ones([size]))
+    optimizer.build([variable])
+    kernels.use(optimizer)
+    update = tf.function(lambda: optimizer.apply_gradients([(tf.ones([size]), variable)]))
+    self.names = {op.type for op in update.get_concrete_function().graph.get_operations()}
+
+
+def assert_close(got, expected, **tolerance):
+  for one, other in zip(got, expected, strict=True):
+    np.testing.assert_allclose(one, other, **tolerance)
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.fast(library=["keras"])
+def test_kernels_follow_the_formula_in_float64(library, name):
+  """All hyperparameters are exact, so the only tolerance is that of float64: 1e-12, not 1e-6."""
+  expected = reference(name)
+  usual = trained(library, make(library, name), with_kernels=False)
+  fast = trained(library, make(library, name), with_kernels=True)
+  assert_close(usual, expected, rtol=1e-12, atol=1e-12)
+  assert_close(fast, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.fast(library=["tf_keras"])
+def test_kernels_equal_keras_but_for_rounding_in_float32(library, name):
+  """With the default betas, whose complements float32 rounds most.
+
+  Adam: 1 - 0.999 has a relative error of up to 2**-25 / 0.001 = 3e-5 in the first step, falling
+  as 1 / step; each step moves a weight by about the rate, 0.016, so all of it is within
+  0.016 * 3e-5 * (1 + 1/2 + ... + 1/20) = 1.7e-6, and the 20 roundings of a weight below 4 within
+  20 * 2**-23 = 2.4e-6. SGD: weights grow to 100, which the relative tolerance covers.
+  """
+  betas = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7} if "adam" in name else {}
+  expected = reference(name, dtype=np.float32, **betas)
+  made = [make(library, name, **betas) for _ in range(2)]
+  usual = trained(library, made[0], with_kernels=False, dtype=np.float32)
+  fast = trained(library, made[1], with_kernels=True, dtype=np.float32)
+  assert_close(fast, usual, rtol=2e-6, atol=4e-6)
+  assert_close(fast, expected, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.parametrize("name", ["adam", "nesterov"])
+def test_learning_rate_schedules_are_followed(library, name):
+  schedule = KERAS[library].optimizers.schedules.PiecewiseConstantDecay(
+    [4, 11], [RATE, RATE / 2, RATE / 8]
+  )
+  fast = trained(library, make(library, name, learning_rate=schedule), with_kernels=True)
+  rates = [RATE] * 5 + [RATE / 2] * 7 + [RATE / 8] * 8
+  assert_close(fast, reference(name, rate=lambda step: rates[step]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+  ("library", "name"), [("keras", "adamw"), ("keras", "nesterov"), ("tf_keras", "adamw")]
+)
+def test_every_replica_makes_the_update(library, name, mirrored):
+  strategy = mirrored(2)
+  with strategy.scope():
+    make_variable = keras.Variable if library == "keras" else tf.Variable
+    variables = [make_variable(w, dtype="float64") for w in initial(np.float64)]
+    counter = tf.Variable(0, dtype=tf.int64, trainable=False)
+    [adapter] = adapters.build(
+      lambda: make(library, name), lambda _: variables, counter, fuse=False
+    ).values()
+    kernels.use(adapter.optimizer)
+  packed = adapter.fusion
+  for step in range(STEPS):
+    gradients = [tf.constant(g) for g in gradients_of(step, np.float64)]
+    adapter.apply(strategy, adapters.Gradients.of(packed, gradients))
+  for variable, expected in zip(variables, reference(name), strict=True):
+    copies = strategy.experimental_local_results(models.raw(variable))
+    assert len(copies) == 2
+    assert_close([c.numpy() for c in copies], [expected] * 2, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.parametrize(
+  ("name", "kernel"),
+  [
+    ("adamw", "ResourceApplyAdam"),
+    ("sgd", "ResourceApplyGradientDescent"),
+    ("momentum", "ResourceApplyKerasMomentum"),
+  ],
+)
+def test_an_update_is_one_operation(library, name, kernel):
+  found = Ops(library, make(library, name)).names
+  assert kernel in found
+  assert not {"Sqrt", "Square", "Rsqrt"} & found
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.parametrize(
+  ("name", "size", "kernel"),
+  [
+    ("adam", kernels.FORKED.start - 1, True),
+    ("adam", kernels.FORKED.start, False),
+    ("adam", kernels.FORKED.stop - 1, False),
+    ("adam", kernels.FORKED.stop, True),
+    ("momentum", kernels.FORKED.start, True),
+  ],
+)
+def test_adam_on_a_cpu_leaves_middle_sizes_to_keras(library, name, size, kernel):
+  found = Ops(library, make(library, name), size).names
+  assert kernel == bool({"ResourceApplyAdam", "ResourceApplyKerasMomentum"} & found)
+  assert kernel != bool({"Sqrt", "Rsqrt"} & found)
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+def test_amsgrad_falls_back_to_keras(library):
+  made = [make(library, "adam", amsgrad=True) for _ in range(2)]
+  usual = trained(library, made[0], with_kernels=False)
+  fast = trained(library, made[1], with_kernels=True)
+  assert_close(fast, usual, rtol=0, atol=0)
+  assert_close(fast, reference("adam", amsgrad=True), rtol=1e-12, atol=1e-12)
+
+
+def test_amsgrad_would_be_noticed():
+  plain, largest = reference("adam"), reference("adam", amsgrad=True)
+  assert max(np.max(np.abs(a - b)) for a, b in zip(plain, largest, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+def test_a_subclass_keeps_its_own_rule(library):
+  class Uphill(KERAS[library].optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate=None):
+      variable.assign_add(tf.cast(self.learning_rate, gradient.dtype) * gradient)
+
+  fast = trained(library, Uphill(RATE), with_kernels=True)
+  moved = [
+    sum(RATE * gradients_of(s, np.float64)[i] for s in range(STEPS)) for i in range(len(SHAPES))
+  ]
+  expected = [w + m for w, m in zip(initial(np.float64), moved, strict=True)]
+  assert_close(fast, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.parametrize("kind", ["RMSprop", "Adagrad", "Nadam", "Adafactor"])
+def test_other_optimizers_are_left_alone(library, kind):
+  optimizer = getattr(KERAS[library].optimizers, kind)(RATE)
+  before = optimizer.update_step
+  kernels.use(optimizer)
+  assert optimizer.update_step == before
+
+
+# ---- Without a branch ----
+
+
+def masked_on(strategy, name, **changed):
+  """Returns weights, and the adapter of their optimizer, which updates without a branch."""
+  with strategy.scope():
+    variables = [keras.Variable(w, dtype="float32") for w in initial(np.float32)]
+    counter = tf.Variable(0, dtype=tf.int64, trainable=False)
+    [adapter] = adapters.build(
+      lambda: make("keras", name, **changed), lambda _: variables, counter, fuse=True
+    ).values()
+  assert adapter.masks
+  return variables, adapter
+
+
+def state_of(strategy, variables, adapter):
+  """Returns the bytes of all that an update may change, on each replica."""
+  kept = [*variables, *adapter.optimizer.variables]
+  copies = [c for v in kept for c in strategy.experimental_local_results(models.raw(v))]
+  return [copy.numpy().tobytes() for copy in copies]
+
+
+@pytest.mark.parametrize("small", [0, 2**14], ids=["single", "fused"])
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_an_update_without_a_branch_leaves_all_as_it_is_if_not_finite(
+  name, small, mirrored, monkeypatch
+):
+  """Good and bad steps in turns; the good ones are the reference's, as if there were no others."""
+  monkeypatch.setattr("framework.optimizers.fusion.SMALL", small)
+  strategy = mirrored(2)
+  variables, adapter = masked_on(strategy, name)
+
+  @tf.function
+  def update(gradients, finite):
+    adapter.apply(strategy, adapters.Gradients.of(adapter.fusion, gradients), finite)
+
+  for step in range(STEPS):
+    gradients = [tf.constant(g) for g in gradients_of(step, np.float32)]
+    update(gradients, tf.constant(True))
+    before = state_of(strategy, variables, adapter)
+    for bad in (np.nan, np.inf, -np.inf):
+      update([tf.where(tf.abs(g) > 0.5, bad, g) for g in gradients], tf.constant(False))
+      assert state_of(strategy, variables, adapter) == before
+  assert adapter.optimizer.iterations.numpy() == STEPS
+  for variable, expected in zip(variables, reference(name, dtype=np.float32), strict=True):
+    copies = strategy.experimental_local_results(models.raw(variable))
+    assert_close([c.numpy() for c in copies], [expected] * 2, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+  ("name", "changed"),
+  [
+    ("momentum", {}),
+    ("adamw", {}),
+    ("sgd_decay", {}),
+    ("adam", {"amsgrad": True}),
+    ("adam", {"clipnorm": 1.0}),
+    ("adam", {"global_clipnorm": 1.0}),
+    ("sgd", {"clipvalue": 1.0}),
+    ("sgd", {"use_ema": True}),
+    ("adam", {"gradient_accumulation_steps": 2}),
+  ],
+)
+def test_what_a_mask_cannot_stop_is_updated_in_a_branch(name, changed):
+  def masks(optimizer, variables):
+    return kernels.masks(optimizer, variables, originals=len(variables))
+
+  variables = [keras.Variable(w) for w in initial(np.float32)]
+  assert not masks(make("keras", name, **changed), variables)
+  assert not masks(make("tf_keras", "adam"), variables)
+  constrained = keras.Variable(np.ones(3))
+  constrained.constraint = keras.constraints.NonNeg()
+  adam = make("keras", "adam")
+  assert not masks(adam, [*variables, constrained])
+  assert not masks(adam, [keras.Variable(np.ones(3), dtype="float16")])
+  assert masks(adam, variables)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "expected"),
+  [
+    ([kernels.MASKED], True),
+    ([kernels.MASKED + 1], False),
+    ([kernels.MASKED_EACH] * 200, True),  # more than that, but in small variables
+    ([kernels.MASKED_EACH] * 199 + [kernels.MASKED_EACH + 1], False),
+  ],
+)
+def test_small_models_and_small_variables_are_updated_without_a_branch(sizes, expected):
+  variables = [tf.Variable(tf.zeros([size])) for size in sizes]
+  counter = tf.Variable(0, dtype=tf.int64, trainable=False)
+  [adapter] = adapters.build(
+    lambda: make("keras", "adam"), lambda _: variables, counter, fuse=True
+  ).values()
+  assert adapter.masks == expected

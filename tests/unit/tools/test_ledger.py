@@ -1,0 +1,437 @@
+"""The ledger against ids that the model itself recorded, and against planted defects."""
+
+import json
+
+import everything
+import numpy as np
+import pytest
+import tensorflow as tf
+from input_cases import ledger_digest, one_line_error, stream
+
+from framework.inputs.sources import ArraySource
+from framework.session import Cadence, Session
+from framework.strategies import traits
+from framework.tools.ledger import __main__
+from framework.tools.ledger import proof as proofs
+from framework.tools.ledger.proof import Ledger, Problem, prove
+from framework.tools.ledger.recorder import Recorder
+
+N, BATCH = everything.EXAMPLES, everything.BATCH
+
+
+def recorded_trainer(folder, strategy, *, spoil=None, batch=BATCH, **options):
+  """A trainer with a ledger; `spoil(dataset, position)` plants a defect in what it reads."""
+  recorder = Recorder(model_dir=str(folder), strategy=strategy)
+  trainer = everything.make_trainer(strategy, observers=[recorder], batch=batch, **options)
+  made = trainer.task
+
+  def read(position):
+    recorder.reads(
+      made.source("train"), position=position, seed=everything.SEED, shuffle=True,
+      global_batch_size=batch, rows=None, padded_batch_size=trainer.padded_batch_size,
+    )  # fmt: skip
+    data = everything.dataset(made, batch, trainer.batch_multiple, position)
+    return spoil(data, position) if spoil else data
+
+  trainer.dataset_fn = read
+  return trainer
+
+
+def entries(folder, worker=0):
+  lines = (folder / f"ledger-{worker}.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines if line]
+
+
+def check(folder, capsys):
+  """Runs the command; returns its status and what it printed."""
+  capsys.readouterr()
+  status = __main__.main([str(folder)])
+  return status, capsys.readouterr().out.strip()
+
+
+# ---- What is recorded ----
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("batch", [12, 7])
+@pytest.mark.fast(replicas=[2], batch=[7])
+def test_each_step_has_the_hash_of_the_ids_it_trained_on(
+  replicas, batch, tmp_path, mirrored, capsys
+):
+  """7 examples on 2 and 3 replicas are padded to 8 and 9 rows."""
+  strategy = tf.distribute.get_strategy() if replicas == 1 else mirrored(replicas)
+  trainer = recorded_trainer(tmp_path, strategy, batch=batch)
+  loops = (1, 4, 2, 3)
+  for steps in loops:
+    everything.train(trainer, steps)
+  assert trainer.traces == 1
+  seen = np.reshape(trainer.task.model["stream"].seen(), [sum(loops), batch])
+  start, *lines = entries(tmp_path)
+  assert start == {
+    "after_step": 0, "worker": 0, "workers": 1, "position": 0, "global_batch_size": batch,
+    "rows": [0, batch], "num_examples": N, "seed": everything.SEED, "shuffle": True,
+  }  # fmt: skip
+  assert [line["first_step"] for line in lines] == [1, 2, 6, 8]
+  assert [count for line in lines for count in line["counts"]] == [batch] * 10
+  hashes = [value for line in lines for value in line["hashes"]]
+  assert hashes == [f"{ledger_digest(ids):016x}" for ids in seen]
+  status, text = check(tmp_path, capsys)
+  examples = 10 * batch
+  assert status == 0
+  assert text == (
+    "steps 1 to 10: each consumed exactly once (1 worker, 1 start, 0 steps rerun with the "
+    f"same examples)\nepochs: {examples // N} complete, {N} distinct examples in each; "
+    f"{examples % N} examples of the next"
+  )
+
+
+@pytest.mark.whole
+def test_recording_changes_no_weight(tmp_path, mirrored):
+  weights = []
+  for make in (everything.make_trainer, lambda s: recorded_trainer(tmp_path, s)):
+    trainer = make(mirrored(2))
+    everything.train(trainer, 5)
+    weights.append([v.numpy() for v in trainer.task.model["network"].weights])
+  for one, other in zip(*weights, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.whole
+def test_there_is_one_record_a_replica_and_none_without_a_ledger(tmp_path, mirrored):
+  def records(trainer):
+    everything.train(trainer, 1)
+    [function] = trainer._compiled_loop.function._list_all_concrete_functions_for_serialization()
+    definitions = function.graph.as_graph_def().library.function
+    return sum(node.op == "ResourceScatterUpdate" for f in definitions for node in f.node_def)
+
+  assert records(everything.make_trainer(mirrored(2))) == 0
+  assert records(recorded_trainer(tmp_path, mirrored(2))) == 2  # one a replica
+
+
+@pytest.fixture
+def one_device():
+  return tf.distribute.OneDeviceStrategy("CPU:0")
+
+
+def test_parameter_servers_are_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(traits, "is_asynchronous", lambda _: True)
+  with one_line_error("run.ledger is True, but under parameter_server"):
+    Recorder(model_dir=str(tmp_path), strategy=tf.distribute.get_strategy())
+
+
+# ---- Stopped and gone on ----
+
+
+def session(trainer, folder, steps):
+  cadence = Cadence(
+    train_steps=steps, steps_per_loop=2, checkpoint_every_steps=4, keep_checkpoints=10
+  )
+  made = Session(trainer=trainer, model_dir=str(folder), cadence=cadence)
+  made.restore()
+  return made
+
+
+def forget(folder, *, after_step):
+  for path in (folder / "checkpoints").glob("ckpt-*"):
+    if int(path.name.split("-")[1].split(".")[0]) > after_step:
+      path.unlink()
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.fast(torn=[True])
+def test_what_is_done_again_after_a_kill_supersedes(torn, tmp_path, one_device, capsys):
+  """Killed after step 10 and again after 8, when checkpoints of step 4 and then none were whole."""
+  session(recorded_trainer(tmp_path, one_device), tmp_path, 10).go("train")
+  for kept, end in ((4, 8), (0, 14)):
+    forget(tmp_path, after_step=kept)
+    if torn:
+      with (tmp_path / "ledger-0.jsonl").open("a") as file:
+        file.write('{"first_step": 11, "counts": [12')
+    session(recorded_trainer(tmp_path, one_device), tmp_path, end).go("train")
+  status, text = check(tmp_path, capsys)
+  assert status == 0
+  assert text == (
+    "steps 1 to 14: each consumed exactly once (1 worker, 3 starts, 14 steps rerun with "
+    f"the same examples)\nepochs: {14 * BATCH // N} complete, {N} distinct examples in each; "
+    f"{14 * BATCH % N} examples of the next"
+  )
+
+
+@pytest.mark.whole
+def test_a_restart_on_other_replicas_goes_on_with_the_same_path(tmp_path, mirrored, capsys):
+  session(recorded_trainer(tmp_path, mirrored(3)), tmp_path, 6).go("train")
+  forget(tmp_path, after_step=4)
+  session(recorded_trainer(tmp_path, mirrored(2)), tmp_path, 8).go("train")
+  assert check(tmp_path, capsys)[0] == 0
+  rows = [entry["hashes"] for entry in entries(tmp_path) if "hashes" in entry]
+  assert rows[2] == rows[3]  # steps 5 and 6, on three replicas and on two
+
+
+@pytest.mark.whole
+def test_a_restart_that_does_other_examples_is_told(tmp_path, one_device, capsys):
+  """The position that was restored is one example off."""
+  session(recorded_trainer(tmp_path, one_device), tmp_path, 6).go("train")
+  forget(tmp_path, after_step=4)
+  trainer = recorded_trainer(
+    tmp_path, one_device, spoil=lambda _, at: everything.dataset(made, BATCH, 1, at + 1)
+  )
+  made = trainer.task
+  session(trainer, tmp_path, 8).go("train")
+  assert check(tmp_path, capsys) == (
+    1, "step 5, worker 0: rerun after a restart, with other examples than the first time",
+  )  # fmt: skip
+
+
+def test_a_restart_that_skips_steps_is_told(tmp_path, one_device, capsys):
+  """The same, where nothing was done again: the run ended at its checkpoint."""
+  session(recorded_trainer(tmp_path, one_device), tmp_path, 4).go("train")
+  trainer = recorded_trainer(
+    tmp_path, one_device, spoil=lambda _, at: everything.dataset(made, BATCH, 1, at + 1)
+  )
+  made = trainer.task
+  session(trainer, tmp_path, 8).go("train")
+  assert check(tmp_path, capsys) == (1, "step 5, worker 0: skips 1 example")
+
+
+# ---- Planted defects ----
+
+
+def repeated_batch(data, position):
+  """The fourth batch is the third once more; then it goes on with the fourth."""
+  return data.take(3).concatenate(data.skip(2))
+
+
+def replayed_batch(data, position):
+  """The fourth batch is the third once more, and the fourth is lost."""
+  return data.take(3).concatenate(data.skip(2).take(1)).concatenate(data.skip(4))
+
+
+def lost_batch(data, position):
+  return data.take(3).concatenate(data.skip(4))
+
+
+def changed(change):
+  """In the fourth batch."""
+
+  def spoil(data, position):
+    fourth = data.skip(3).take(1).map(lambda b: {**b, "example_id": change(b["example_id"])})
+    return data.take(3).concatenate(fourth).concatenate(data.skip(4))
+
+  return spoil
+
+
+def one_wrong(ids):
+  return tf.concat([ids[:5], (ids[5:6] + 1) % N, ids[6:]], 0)
+
+
+def one_lost(ids):
+  return tf.concat([ids[:5], [-1], ids[6:]], 0)
+
+
+def two_wrong(ids):
+  return tf.concat([[29, 29], ids[2:]], 0)
+
+
+def expected_ids(step):
+  return everything_order()[(step - 1) * BATCH : step * BATCH]
+
+
+def everything_order():
+  made = everything.Everything()
+  data = everything.dataset(made, BATCH, 1, 0).take(8).as_numpy_iterator()
+  return np.concatenate([batch["example_id"] for batch in data])
+
+
+@pytest.mark.parametrize(
+  ("spoil", "text"),
+  [
+    (repeated_batch, "repeats the examples of step 3"),
+    (replayed_batch, "repeats the examples of step 3"),
+    (lost_batch, "skips to the examples of step 5"),
+    (changed(one_wrong), "differs: it consumed example {wrong} in place of {right}"),
+    (changed(one_lost), "skips example {right}"),
+    (changed(two_wrong), "differs: its 12 examples are not the 12 of its positions"),
+  ],
+)
+@pytest.mark.fast(spoil=[repeated_batch, lost_batch])
+def test_a_planted_defect_is_named(spoil, text, tmp_path, mirrored, capsys):
+  trainer = recorded_trainer(tmp_path, mirrored(2), spoil=spoil)
+  everything.train(trainer, 3)
+  everything.train(trainer, 4)
+  right = int(expected_ids(4)[5])
+  line = text.format(right=right, wrong=(right + 1) % N)
+  assert check(tmp_path, capsys) == (1, f"step 4, worker 0: {line}")
+
+
+# ---- Two workers, written by hand ----
+
+
+ORDER = np.concatenate([np.arange(N)] * 10)  # unshuffled
+START = {
+  "workers": 2, "position": 0, "global_batch_size": 7, "num_examples": N, "seed": 0,
+  "shuffle": False,
+}  # fmt: skip
+ROWS = {0: [0, 4], 1: [4, 8]}  # the last row is padding
+
+
+def lines_of(worker, first, last, *, after=None, ids=ORDER, **changes):
+  """A start and one line a step, with the ids that NumPy says."""
+  start = {"worker": worker, "rows": ROWS[worker], **START, **changes}
+  at = first - 1 if after is None else after
+  start["position"] = start["global_batch_size"] * at
+  lines = [json.dumps({"after_step": at, **start})]
+  for step in range(first, last + 1):
+    begin, end = (
+      (step - 1) * start["global_batch_size"] + min(row, start["global_batch_size"])
+      for row in start["rows"]
+    )
+    lines.append(proofs.steps_line(step, [end - begin], [ledger_digest(ids[begin:end])]))
+  return lines
+
+
+def proof(*lines, **options):
+  return prove([Ledger(part) for part in lines], **options)
+
+
+def problem(*lines, **options):
+  with pytest.raises(Problem) as caught:
+    proof(*lines, **options)
+  return str(caught.value)
+
+
+def both(first, last, **changes):
+  return [lines_of(worker, first, last, **changes) for worker in (0, 1)]
+
+
+def test_two_workers_together_read_everything_once():
+  found = proof(*both(1, 13))
+  assert (found.epochs, found.left_over, found.workers) == (3, 1, 2)
+  assert str(found).startswith("steps 1 to 13: each consumed exactly once (2 workers, 1 start, ")
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_the_worker_that_lacks_a_step_is_named(worker):
+  lines = both(1, 6)
+  del lines[worker][3]
+  assert problem(*lines) == f"step 3, worker {worker}: skipped, no line records it"
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_the_worker_that_differs_is_named(worker):
+  lines, wrong = both(1, 6), ORDER.copy()
+  first = 4 * 7 + 4 * worker
+  wrong[first] = 11
+  lines[worker] = lines_of(worker, 1, 6, ids=wrong)
+  assert problem(*lines) == (
+    f"step 5, worker {worker}: differs: it consumed example 11 in place of {ORDER[first]}"
+  )
+
+
+def test_a_worker_that_goes_back_is_named():
+  lines = both(1, 6)
+  lines[1] = lines_of(1, 1, 3) + lines_of(1, 4, 6, ids=np.roll(ORDER, 2))[1:]
+  assert problem(*lines) == "step 4, worker 1: starts 2 examples too early, and repeats them"
+
+
+def test_a_missing_file_is_a_worker_that_recorded_nothing():
+  assert problem(lines_of(0, 1, 2)) == "step 1, worker 1: skipped, no line records it"
+
+
+def test_workers_killed_at_different_steps_and_a_smaller_cluster_later():
+  """Worker 0 got to step 9, worker 1 to step 8; on from 4; then worker 0 alone, from 6."""
+  lines = [lines_of(0, 1, 9) + lines_of(0, 5, 8), lines_of(1, 1, 8) + lines_of(1, 5, 8)]
+  assert proof(*lines).reruns == 4
+  lines[0] += lines_of(0, 7, 12, workers=1, rows=[0, 7])
+  assert (proof(*lines).last_step, proof(*lines).workers) == (12, 1)
+  lines[0] += lines_of(0, 11, 14)
+  lines[1] += lines_of(1, 11, 14)
+  assert (proof(*lines).last_step, proof(*lines).workers) == (14, 2)
+
+
+def test_steps_without_a_ledger_are_a_gap():
+  lines = both(1, 4)
+  for worker in (0, 1):
+    lines[worker] += lines_of(worker, 7, 8)
+  assert problem(*lines) == "step 5, worker 0: skipped, no line records it"
+
+
+def test_a_ledger_begun_later_says_so():
+  found = proof(*both(6, 20))  # positions 35 to 140: the third and fourth epoch
+  assert (found.first_step, found.epochs, found.left_over) == (6, 2, 20)
+  assert "steps 1 to 5: unknown, the ledger was switched on later" in str(found)
+
+
+def test_a_checkpoint_beyond_the_ledger_is_told():
+  assert proof(*both(1, 4), checkpoint_step=4).last_step == 4
+  assert problem(*both(1, 4), checkpoint_step=6) == (
+    "step 5: the newest checkpoint is of step 6, but worker 0 recorded no step after 4"
+  )
+
+
+def test_two_runs_in_one_folder_are_told():
+  lines = both(1, 4)
+  lines[0].append(lines[0][-1])
+  assert problem(*lines) == (
+    "step 4, worker 0: recorded twice without a restart in between; do two runs share this folder?"
+  )
+
+
+def test_another_order_within_an_epoch_is_told():
+  whole = {"workers": 1, "rows": [0, 7]}
+  lines = lines_of(0, 1, 4, **whole) + lines_of(0, 5, 8, num_examples=N - 1, **whole)
+  ids = np.concatenate([ORDER[:28], np.arange(28, 70) % (N - 1)])
+  lines = lines_of(0, 1, 4, **whole) + lines_of(0, 5, 8, num_examples=N - 1, ids=ids, **whole)
+  assert problem(lines) == (
+    "step 5: a restart changed the order of the examples (num_examples, seed) from (30, None) to "
+    "(29, None) within an epoch"
+  )
+
+
+def test_a_stream_of_unknown_length_has_its_steps_counted():
+  found = proof(*both(1, 4, num_examples=None))
+  assert "examples: not compared, the length of the stream is unknown" in str(found)
+
+
+def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
+  strategy = mirrored(2)
+  recorder = Recorder(model_dir=str(tmp_path), strategy=strategy)
+  options = {"position": 0, "seed": 3, "global_batch_size": 7, "rows": None, "shuffle": True}
+  options["padded_batch_size"] = 8
+  recorder.reads(stream(N), **options)
+  recorder.loop_begins(after_step=0, steps=5)
+  for step in range(5):
+    ids = tf.constant(ORDER[step * 7 : step * 7 + 7])
+    parts = [ids[:4], tf.concat([ids[4:], [-1]], 0)]
+    batch = strategy.experimental_distribute_values_from_function(
+      lambda context, parts=parts: parts[context.replica_id_in_sync_group]
+    )
+    recorder.batch_taken({"example_id": batch}, tf.constant(step, tf.int64))
+  recorder.loop_ends({}, done=5, ran=5)
+  [found] = proofs.read(str(tmp_path))[""]
+  assert prove([found]).epochs == 1
+
+
+def test_an_order_of_many_examples_is_compared_in_parts(monkeypatch):
+  """Against the permutation that the input gives, 3 steps at a time."""
+  monkeypatch.setattr(proofs, "_AT_ONCE", 21)
+  source = ArraySource(features={"x": np.zeros(5000, np.int8)})
+  from framework.inputs.datasets import train_dataset
+
+  data = train_dataset(source, global_batch_size=7, seed=4).take(30).as_numpy_iterator()
+  ids = np.concatenate([batch["example_id"] for batch in data])
+  options = {"num_examples": 5000, "seed": 4, "shuffle": True}
+  assert proof(*both(1, 30, ids=ids, **options)).left_over == 210
+  ids[100] = 4999
+  assert problem(*both(1, 30, ids=ids, **options)).startswith("step 15, worker 0: differs: it con")
+
+
+# ---- The command; after kills in a cluster: tests/clusters/test_multi_worker.py ----
+
+
+def test_without_a_ledger_the_command_says_what_to_do(tmp_path, capsys):
+  assert __main__.main([str(tmp_path)]) == 2
+  out, err = capsys.readouterr()
+  assert (out, err.count("\n")) == ("", 1)
+  assert "train with `run.ledger = True`" in err
+  assert __main__.main([]) == 2
+  assert "usage: python -m framework.tools.ledger MODEL_DIR" in capsys.readouterr().err
