@@ -8,7 +8,7 @@ import sys
 import types
 
 from framework import run, trainer
-from framework.actions import best, nonfinite, profiling, show, tensorboard, time_budget
+from framework.actions import best, profiling, show, tensorboard, time_budget
 from framework.configurables import documentation
 from framework.configurables.table import GIVEN
 from framework.inputs import sources
@@ -16,6 +16,8 @@ from framework.optimizers import adapters, loss_scale, schedules
 from framework.run_folder import warm_start
 from framework.strategies import factories, reduction
 from framework.strategies.cluster import cloud, resolvers
+from framework.tools.exports import action as export
+from framework.tools.forensics import action as nonfinite
 from framework.tools.trackers import csv_file, mlflow, trackio, wandb
 
 SECTIONS = (
@@ -39,7 +41,8 @@ SECTIONS = (
     "constant linear_warmup cosine_decay exponential_decay piecewise_constant by_epoch "
     "scale_by_replicas times_replicas",
   ),
-  ("Actions", best, "BestCheckpoint EarlyStopping Export"),
+  ("Actions", best, "BestCheckpoint EarlyStopping"),
+  ("Exports", export, "Export"),
   ("At NaN and infinity", nonfinite, "StopOnNonFinite"),
   ("Time", time_budget, "TimeBudget"),
   ("Traces", profiling, "Profile"),
