@@ -87,7 +87,7 @@ class Parent:
     code = (
       "import json, signal, sys\n"
       "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & ignores it
-      f"from framework.strategies import local_cluster\n{constants}\n"
+      f"from framework.tools import local_cluster\n{constants}\n"
       "sys.exit(local_cluster.run_local(**json.loads(sys.argv[1])))"
     )
     self.popen = subprocess.Popen(
