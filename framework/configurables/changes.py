@@ -91,7 +91,7 @@ _WHOLE: Mapping[str, Rule] = {
     (
       *("auto", "default", "one_device", "mirrored", "central_storage", "model_parallel"),
       *("multi_worker_mirrored", "parameter_server", "tpu"),
-      *("tf_config", "slurm", "kubernetes", "gce"),
+      *("tf_config", "slurm"),
     ),
     Rule("yes", "computes there"),
   ),

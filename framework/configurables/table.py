@@ -32,7 +32,6 @@ TABLE: Sequence[tuple[str, str]] = (
     "parameter_server tpu",
   ),
   ("framework.strategies.cluster.resolvers", "tf_config slurm"),
-  ("framework.strategies.cluster.cloud", "kubernetes gce"),
   ("framework.optimizers.loss_scale", "none fixed dynamic"),
   ("framework.run_folder.warm_start", "WarmStart"),
   ("framework.optimizers.adapters", "without_decay"),

@@ -114,7 +114,7 @@ def multi_worker_mirrored(
   The processes compare versions, code and config before TensorFlow connects them.
 
   Args:
-    resolver: the source of the addresses: @tf_config, @slurm, @kubernetes, @gce, or your own
+    resolver: the source of the addresses: @tf_config, @slurm, or your own
       factory of a `tf.distribute.cluster_resolver.ClusterResolver`.
     communication: "ring" over gRPC, "nccl" between GPUs, or "auto", TensorFlow's choice.
     start_timeout_s: seconds to wait for the other workers to connect.

@@ -349,6 +349,21 @@ def test_workers_and_servers_of_a_tfjob_find_the_chief(monkeypatch):
       assert joined.chief.address == "digits-parameter-server-chief-0.default.svc:2222"
 
 
+def test_the_command_of_an_indexed_job_sets_tf_config(tmp_path, monkeypatch):
+  """The recipe of docs/multi-process.md, run by sh with a `python` of our own."""
+  text = (ROOT / "docs" / "multi-process.md").read_text()
+  recipe = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+  (tmp_path / "python").write_text('#!/bin/sh\nprintf %s "$TF_CONFIG"\n')
+  (tmp_path / "python").chmod(0o755)
+  environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"}
+  sh = [*recipe["command"][2:], *recipe["args"]]
+  done = subprocess.run(sh, env=environ, capture_output=True, text=True, check=True)
+  monkeypatch.setenv("TF_CONFIG", done.stdout)
+  peers, place = cluster.workers(resolvers.tf_config())
+  assert place == 1
+  assert [peer.address for peer in peers] == ["digits-0.digits:2222", "digits-1.digits:2222"]
+
+
 # ---- The image ----
 
 

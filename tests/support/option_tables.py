@@ -15,7 +15,7 @@ from framework.inputs import sources
 from framework.optimizers import adapters, loss_scale, schedules
 from framework.run_folder import warm_start
 from framework.strategies import factories, reduction
-from framework.strategies.cluster import cloud, resolvers
+from framework.strategies.cluster import resolvers
 from framework.tools.exports import action as export
 from framework.tools.forensics import action as nonfinite
 from framework.tools.trackers import csv_file, mlflow, trackio, wandb
@@ -30,7 +30,6 @@ SECTIONS = (
     "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
   ),
   ("Clusters", resolvers, "tf_config slurm"),
-  ("Clusters whose addresses an API knows", cloud, "kubernetes gce"),
   ("Loss scale", loss_scale, "none fixed dynamic"),
   ("Warm start", warm_start, "WarmStart"),
   ("Inputs", sources, "ImageFolderSource load_arrays"),

@@ -1,4 +1,4 @@
-"""Cluster resolvers for TF_CONFIG and Slurm; those for Kubernetes and GCE are in cloud.py."""
+"""Cluster resolvers for TF_CONFIG and Slurm."""
 
 from __future__ import annotations
 
