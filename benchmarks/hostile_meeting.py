@@ -51,7 +51,7 @@ def says(*parts: bytes, pause_s: float = 0.0) -> Stranger:
 
 
 def head(
-  index: int = 1, *, size: int = 0, magic: bytes = b"LW-MEET1", keyed: bool = False
+  index: int = 1, *, size: int = 0, magic: bytes = b"LW-MEET2", keyed: bool = False
 ) -> bytes:
   return struct.pack("!8s?I32s32sI", magic, keyed, index, os.urandom(32), os.urandom(32), size)
 
@@ -67,8 +67,7 @@ def claims(
     hello = wire.receive(connection, deadline=deadline)
     seal = wire.Seal(secret, b"to the chief", hello.nonce + nonce + index.to_bytes(4, "big"))
     text = json.dumps(content).encode() if body is None else body
-    masked = seal._masked(text)
-    claim = wire.Message(secret is not None, index, nonce, seal._mac(masked), masked)
+    claim = wire.Message(secret is not None, index, nonce, seal._mac(text), text)
     wire.send(connection, claim, deadline=deadline)
     connection.recv(1)
 

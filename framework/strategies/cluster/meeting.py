@@ -5,9 +5,10 @@
     worker 0        connects back to the worker's own address, where only that worker knows the
                     answer; compares the facts, and sends one verdict to all workers
 
-With a secret, facts and verdict are sealed with it (wire.py). Without one the facts are sent as
-salted digests, and the verdict names the fact without its values. Anyone may connect: a stranger
-gets a thread, `_ANSWER_S` seconds and `wire.LARGEST_BODY` bytes, and changes nothing.
+A worker sends the names of its facts and salted digests of their values. The verdict names the fact
+that differs, and each worker adds its own value. A secret keys digests and messages (wire.py).
+Anyone may connect: a stranger gets a thread, `_ANSWER_S` seconds and `wire.LARGEST_BODY` bytes, and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -59,9 +60,8 @@ def meet(
       worker = _Worker(peers, index, facts, secret)
       verdict = worker.meet(listener, deadline, verdict_s=timeout_s + _ANSWER_S)
   if fact := verdict.get("fact"):
-    here = "" if secret else f", which is {_short(facts.get(fact, 'missing'))} here"
-    remedy = "start all workers with the same command."
-    raise ConfigError(f"{verdict['line']}{here}{verdict['more']}; {remedy}")
+    here = f", which is {_short(facts.get(fact, 'missing'))} here{verdict['more']}"
+    raise ConfigError(f"{verdict['line']}{here}; start all workers with the same command.")
   if differs := verdict.get("secret"):
     raise ConfigError(f"{differs}; {_SAME}")
   if missing := verdict.get("missing"):
@@ -181,11 +181,11 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 class _Arrival(NamedTuple):
-  """A worker that connected: its connection, how to answer, and (fact, there, here) that differ."""
+  """A worker that connected: its connection, how to answer, and the facts that differ."""
 
   connection: socket.socket
   seal: wire.Seal
-  differing: Sequence[tuple[str, str, str]] = ()
+  differing: Sequence[str] = ()
   other_secret: str = ""
 
 
@@ -235,8 +235,7 @@ class _Chief:
     claim = wire.receive(connection, deadline=deadline)
     if not 0 < claim.worker < len(self._peers):
       return 0, None
-    nonces = _context(nonce, claim.nonce, claim.worker)
-    seal = wire.Seal(self._secret, _TO_CHIEF, nonces)
+    seal = wire.Seal(self._secret, _TO_CHIEF, _context(nonce, claim.nonce, claim.worker))
     back = seal._replace(direction=_TO_WORKER)
     fits = seal.fits(claim)
     if not self._is_at_its_address(claim, deadline):
@@ -246,7 +245,7 @@ class _Chief:
     if not fits:
       who = (self._peers[claim.worker], claim.keyed), (self._peers[0], keyed)
       return claim.worker, _Arrival(connection, back, other_secret=_other_secret(*who))
-    return claim.worker, _Arrival(connection, back, self._differing(seal.open(claim), nonces))
+    return claim.worker, _Arrival(connection, back, self._differing(seal, claim))
 
   def _is_at_its_address(self, claim: wire.Message, deadline: float) -> bool:
     address = self._peers[claim.worker].address
@@ -258,12 +257,11 @@ class _Chief:
       return False
     return hmac.compare_digest(answer, _proof(claim.nonce))
 
-  def _differing(self, content: Mapping[str, Any], nonces: bytes) -> list[tuple[str, str, str]]:
-    here, there = _shown(self._facts, self._secret, nonces), content["facts"]
-    if not all(isinstance(text, str) for pair in there.items() for text in pair):
+  def _differing(self, seal: wire.Seal, claim: wire.Message) -> list[str]:
+    here, there = _digests(self._facts, seal), seal.open(claim)["facts"]
+    if not all(isinstance(text, str) for text in there.values()):
       raise ValueError("not facts")
-    pairs = [(name, there.get(name), here.get(name)) for name in sorted({**here, **there})]
-    return [(n, a or "missing", b or "missing") for n, a, b in pairs if a != b]
+    return [name for name in sorted({**here, **there}) if here.get(name) != there.get(name)]
 
   def _verdict(self) -> dict[str, str]:
     for _, arrival in sorted(self._arrived.items(), key=lambda item: item[0]):
@@ -278,17 +276,13 @@ class _Chief:
       return {"missing": ", ".join(missing)}
     for index, (_, _, differing, _) in sorted(self._arrived.items(), key=lambda item: item[0]):
       if differing:
-        return self._differs(index, differing)
+        fact, more = differing[0], len(differing) - 1
+        return {
+          "fact": fact,
+          "line": f"{self._peers[index]} differs from {self._peers[0]} in its {fact}",
+          "more": f" (and {more} more)" if more else "",
+        }
     return {}
-
-  def _differs(self, index: int, differing: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    fact, there, here = differing[0]
-    values = f": {there}, not {here}" if self._secret else ""
-    return {
-      "fact": fact,
-      "line": f"{self._peers[index]} differs from {self._peers[0]} in its {fact}{values}",
-      "more": f" (and {len(differing) - 1} more)" if len(differing) > 1 else "",
-    }
 
   def _send(self, connection: socket.socket, seal: wire.Seal, verdict: Facts) -> None:
     mac, body = seal.close(verdict)
@@ -337,9 +331,8 @@ class _Worker:
     soon = time.monotonic() + _ANSWER_S
     self._reason = "did not answer as a worker"
     chief = wire.receive(connection, deadline=soon)
-    nonces = _context(chief.nonce, self._nonce, self._index)
-    seal = wire.Seal(self._secret, _TO_CHIEF, nonces)
-    mac, body = seal.close({"facts": _shown(self._facts, self._secret, nonces)})
+    seal = wire.Seal(self._secret, _TO_CHIEF, _context(chief.nonce, self._nonce, self._index))
+    mac, body = seal.close({"facts": _digests(self._facts, seal)})
     keyed = self._secret is not None
     claim = wire.Message(keyed, self._index, self._nonce, mac, body)
     wire.send(connection, claim, deadline=soon)
@@ -372,14 +365,8 @@ def _proof(nonce: bytes) -> bytes:
   return hashlib.sha256(b"at its own address" + nonce).digest()
 
 
-def _shown(facts: Facts, secret: bytes | None, salt: bytes) -> dict[str, str]:
-  """Returns what is sent of the facts: values if sealed, else digests with a salt."""
-  if secret is not None:
-    return {name: _short(value) for name, value in facts.items()}
-  return {
-    name: hashlib.sha256(b"\0".join([salt, name.encode(), value.encode()])).hexdigest()[:16]
-    for name, value in facts.items()
-  }
+def _digests(facts: Facts, seal: wire.Seal) -> dict[str, str]:
+  return {name: seal.digest(name, value) for name, value in facts.items()}
 
 
 def _short(value: str) -> str:

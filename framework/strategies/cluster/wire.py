@@ -1,17 +1,17 @@
 """Messages between processes of a cluster: limited in size and time, sealed with a shared secret.
 
-A message is a head of fixed size and a body. With a secret, the body is encrypted and authenticated
-for one direction of one connection: its keys derive from the secret and from a random nonce of each
-side. So a stranger learns only its length, and cannot change, repeat or return it.
+A message is a head of fixed size and a body of JSON, which anyone can read. With a secret,
+HMAC-SHA256 authenticates the body for one direction of one connection, with a random nonce of each
+side: a stranger cannot write, change, repeat or return it. A value that nobody else must read is
+sent as a digest (`Seal.digest`).
 
 The standard library's `multiprocessing.connection` does not fit: it authenticates a connection, not
-the messages, does not encrypt, and waits without limit for a client that is silent.
+the messages, and waits without limit for a client that is silent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import json
 import os
@@ -30,7 +30,7 @@ NONCE_BYTES = 32
 LARGEST_BODY = 2**20
 _SHORTEST_SECRET = 16
 _HEAD = struct.Struct(f"!8s?I{NONCE_BYTES}s32sI")
-_MAGIC = b"LW-MEET1"
+_MAGIC = b"LW-MEET2"
 _RETRY_S = 0.2
 _PROBE_S = 1.0
 
@@ -104,10 +104,7 @@ def exactly(connection: socket.socket, count: int, *, deadline: float) -> bytes:
 
 
 class Seal(NamedTuple):
-  """Seals and opens the messages of one direction of one connection.
-
-  Encrypts with SHAKE-256 of a key as the key stream, then authenticates with HMAC-SHA256. Without a
-  secret the key is empty: this hides nothing.
+  """Seals and opens the messages of one direction of one connection; without a secret anyone can.
 
   Attributes:
     secret: the cluster's secret, or None.
@@ -129,10 +126,9 @@ class Seal(NamedTuple):
     if len(text) > LARGEST_BODY:
       raise ConfigError(
         f"the config and the code have {len(text)} bytes of facts to compare between workers; the "
-        f"limit is {LARGEST_BODY}: bind fewer or shorter values."
+        f"limit is {LARGEST_BODY}: bind fewer options, or import fewer modules."
       )
-    body = self._masked(text)
-    return self._mac(body), body
+    return self._mac(text), text
 
   def fits(self, message: Message) -> bool:
     """Whether the message was closed by a process with this secret, for this direction."""
@@ -142,21 +138,23 @@ class Seal(NamedTuple):
     """Returns the content; raises ValueError or RecursionError if it is not one."""
     if not self.fits(message):
       raise ValueError("not sealed for this connection")
-    content = json.loads(self._masked(message.body))
+    content = json.loads(message.body)
     if not isinstance(content, dict):
       raise ValueError("not a message")
     return content
 
-  def _key(self, purpose: bytes) -> bytes:
-    context = b"\0".join([purpose, self.direction, self.nonces])
-    return hmac.digest(self.secret or b"", context, "sha256")
+  def digest(self, name: str, value: str) -> str:
+    """Returns 16 characters to compare a value by; without the secret they tell nothing of it.
+
+    Both directions of a connection give the same, another connection gives others.
+    """
+    return self._hmac(b"a value", name.encode(), value.encode()).hex()[:16]
 
   def _mac(self, body: bytes) -> bytes:
-    return hmac.digest(self._key(b"authenticate"), body, "sha256")
+    return self._hmac(self.direction, body)
 
-  def _masked(self, text: bytes) -> bytes:
-    stream = hashlib.shake_256(self._key(b"encrypt")).digest(len(text))
-    return (int.from_bytes(text, "big") ^ int.from_bytes(stream, "big")).to_bytes(len(text), "big")
+  def _hmac(self, purpose: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(self.secret or b"", b"\0".join([purpose, self.nonces, *parts]), "sha256")
 
 
 # ---- Addresses ----
