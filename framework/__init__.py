@@ -16,7 +16,6 @@ if TYPE_CHECKING:
   from framework.errors import ConfigError
   from framework.evaluator import Evaluator
   from framework.inputs.buckets import Buckets
-  from framework.inputs.datasets import Batch
   from framework.inputs.indexed import IndexedSource, TFRecordSource
   from framework.inputs.parts import Part, Sources, part, with_part
   from framework.inputs.replay import Draws, ReplayBuffer
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
   from framework.tools.exports.action import Export
   from framework.tools.forensics.action import StopOnNonFinite
   from framework.trainer import Trainer
+  from framework.types import Batch
 
 __all__ = [
   "Action",
@@ -85,7 +85,6 @@ _HOMES = {
   "errors": ("ConfigError",),
   "evaluator": ("Evaluator",),
   "inputs.buckets": ("Buckets",),
-  "inputs.datasets": ("Batch",),
   "inputs.indexed": ("IndexedSource", "TFRecordSource"),
   "inputs.parts": ("Part", "Sources", "part", "with_part"),
   "inputs.replay": ("Draws", "ReplayBuffer"),
@@ -98,6 +97,7 @@ _HOMES = {
   "strategies.reduction": ("Reduction",),
   "task": ("Task",),
   "trainer": ("Trainer",),
+  "types": ("Batch",),
 }
 
 lazy_keras.install()

@@ -18,13 +18,13 @@ from framework.errors import ConfigError
 from framework.graphs.autograph import compiled
 from framework.host.timing import timed
 from framework.inputs import datasets
-from framework.inputs.datasets import Batch
 from framework.inputs.sources import Source, StreamSource
 from framework.metrics import CollectedRows, MetricSums, PackedSums, PerExample
 from framework.optimizers.ema import Ema
 from framework.step import EvalStep
 from framework.strategies import traits
 from framework.task import Task, derived_metrics
+from framework.types import Batch, PerReplica
 
 Batches: TypeAlias = tf.data.Dataset | Callable[..., tf.data.Dataset]
 """The padded global batches of one evaluation set, or a function that returns them.
@@ -247,7 +247,9 @@ class Evaluator(orbit.AbstractEvaluator):
     self.strategy.run(self._metrics.add_packed, args=(packed,))
     return sums, tf.nest.pack_sequence_as(kinds[1], [array.stack() for array in rows])
 
-  def packed_step(self, batch: Any) -> tuple[list[dict[int, tf.Tensor]], dict[str, PerExample]]:
+  def packed_step(
+    self, batch: Mapping[str, PerReplica]
+  ) -> tuple[list[dict[int, tf.Tensor]], dict[str, PerExample]]:
     """Evaluates one global batch; adds nothing (cross-replica).
 
     Returns:
@@ -265,13 +267,13 @@ class Evaluator(orbit.AbstractEvaluator):
     parts = [{name: first(part)[i] for name, part in vectors.items()} for i in range(count)]
     return parts, self._of_first(rows)
 
-  def eval_step(self, batch: Any) -> dict[str, PerExample]:
+  def eval_step(self, batch: Mapping[str, PerReplica]) -> dict[str, PerExample]:
     """Evaluates one global batch; returns its PerExample metrics (cross-replica)."""
     return self._of_first(
       self.strategy.run(self.replica_step, args=(self._cluster.per_replica(batch),))
     )
 
-  def _of_first(self, rows: Mapping[str, Any]) -> dict[str, PerExample]:
+  def _of_first(self, rows: Mapping[str, PerReplica]) -> dict[str, PerExample]:
     """Returns the metrics that all replicas have alike."""
     first = self.strategy.experimental_local_results
     return {name: PerExample(*(first(part)[0] for part in rows[name])) for name in rows}

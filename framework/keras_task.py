@@ -18,26 +18,27 @@ import tensorflow as tf
 
 from framework.errors import ConfigError, kind
 from framework.graphs.autograph import as_written
-from framework.inputs.datasets import Batch
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss, Metric, Sum
 from framework.models import models
 from framework.models.compiled_keras import CompiledModel, OutputLoss
 from framework.optimizers import adapters
+from framework.optimizers.adapters import KerasOptimizer
 from framework.step import EvalStep
 from framework.strategies import traits
 from framework.task import Task
+from framework.types import AnySource, Batch, Model, Structure, TensorLike
 
 
 def from_keras(
-  model: Any,
-  x: Any = None,
-  y: Any = None,
+  model: Model,
+  x: Structure = None,
+  y: Structure = None,
   *,
-  sample_weight: Any = None,
+  sample_weight: Structure = None,
   class_weight: Mapping[int, float] | None = None,
-  validation_data: Sequence[Any] | None = None,
-  source: Callable[[str], Any] | None = None,
+  validation_data: Sequence[Structure] | None = None,
+  source: Callable[[str], AnySource] | None = None,
 ) -> KerasTask:
   """Returns a task that trains a compiled model of Keras 3 or tf_keras as its `fit` does (host).
 
@@ -70,7 +71,11 @@ class KerasTask(Task):
   """A compiled Keras model as a task; `from_keras` makes it."""
 
   def __init__(
-    self, *, model: Any, source: Callable[[str], Any], class_weight: Mapping[int, float] | None
+    self,
+    *,
+    model: Model,
+    source: Callable[[str], AnySource],
+    class_weight: Mapping[int, float] | None,
   ) -> None:
     """Checks a model that exists; see `from_keras`."""
     self._given, self._source, self._class_weight = model, source, class_weight
@@ -92,7 +97,7 @@ class KerasTask(Task):
       raise ConfigError("the compiled model does not exist yet; build_model() makes it.")
     return self._compiled
 
-  def build_model(self) -> Any:
+  def build_model(self) -> Model:
     """See `Task.build_model`."""
     if _makes_model(self._given):
       self._compiled = CompiledModel(self._given())
@@ -106,7 +111,7 @@ class KerasTask(Task):
       _bring_here(model, strategy)
     return model
 
-  def source(self, split: str) -> Any:
+  def source(self, split: str) -> AnySource:
     """See `Task.source`."""
     return self._source(split)
 
@@ -124,11 +129,11 @@ class KerasTask(Task):
       )
     return {**batch, "weight": batch["weight"] * factors}
 
-  def forward(self, batch: Batch, training: bool) -> Any:
+  def forward(self, batch: Batch, training: bool) -> Structure:
     """See `Task.forward`."""
     return self.model(_structure(batch, "x"), training=training)
 
-  def loss(self, outputs: Any, batch: Batch) -> Loss:
+  def loss(self, outputs: Structure, batch: Batch) -> Loss:
     """Returns the sum of the losses; its weight is the number of examples, or of valid elements."""
     losses, real = self._losses(outputs, batch), _real(batch)
     if len(losses) == 1:
@@ -146,7 +151,7 @@ class KerasTask(Task):
     loss = Loss.checked(self.loss(outputs, batch)).plus_regularization(self.regularization())
     step.log({"loss": (loss.total, loss.weight), **self.metrics(outputs, batch)})
 
-  def metrics(self, outputs: Any, batch: Batch) -> dict[str, Metric]:
+  def metrics(self, outputs: Structure, batch: Batch) -> dict[str, Metric]:
     """Returns the loss of each of several outputs, and the state of the compiled metrics."""
     real, losses = _real(batch), self._losses(outputs, batch)
     found: dict[str, Metric] = {
@@ -157,7 +162,7 @@ class KerasTask(Task):
     sums = self.compiled.metrics.added(*given)
     return found | {_variable(number): Sum(value) for number, value in enumerate(sums)}
 
-  def regularization(self) -> Any:
+  def regularization(self) -> tf.Tensor | float:
     """See `Task.regularization`."""
     if tf.distribute.get_strategy().num_replicas_in_sync > 1:
       self.compiled.require_no_losses_of_rows()
@@ -168,10 +173,10 @@ class KerasTask(Task):
     sums = [values[_variable(n)] for n in range(len(values)) if _variable(n) in values]
     return self.compiled.metrics.results(sums) if sums else {}
 
-  def _new_optimizer(self) -> Any:
+  def _new_optimizer(self) -> KerasOptimizer:
     return _optimizer_of(self.compiled)()
 
-  def _losses(self, outputs: Any, batch: Batch) -> list[OutputLoss]:
+  def _losses(self, outputs: Structure, batch: Batch) -> list[OutputLoss]:
     """Returns the losses; `loss` and `metrics` of the same outputs share them."""
     known_outputs, known_batch, losses = self._known
     if known_outputs is not outputs or known_batch is not batch:
@@ -184,7 +189,7 @@ class KerasTask(Task):
 class _Arrays:
   """The arrays of `fit` as sources."""
 
-  def __init__(self, *, train: Sequence[Any], evaluation: Sequence[Any] | None) -> None:
+  def __init__(self, *, train: Sequence[Structure], evaluation: Sequence[Structure] | None) -> None:
     self._splits = {"train": train, "eval": evaluation}
     given = [*train[2:], *(evaluation or ())[2:]]
     self.is_weighted = any(weight is not None for weight in given)
@@ -203,11 +208,11 @@ class _Arrays:
     return ArraySource(features=features)
 
 
-def _makes_model(given: Any) -> bool:
+def _makes_model(given: Model | Callable[[], Model]) -> bool:
   return callable(given) and not models.is_keras(given)
 
 
-def _optimizer_of(compiled: CompiledModel) -> Callable[[], Any]:
+def _optimizer_of(compiled: CompiledModel) -> Callable[[], KerasOptimizer]:
   """Returns a factory of optimizers like the compiled one; raises ConfigError if there is none."""
   if adapters.excludes_from_decay(compiled.model.optimizer):
     raise ConfigError(
@@ -219,7 +224,7 @@ def _optimizer_of(compiled: CompiledModel) -> Callable[[], Any]:
   return factory
 
 
-def _bring_here(model: Any, strategy: tf.distribute.Strategy) -> None:
+def _bring_here(model: Model, strategy: tf.distribute.Strategy) -> None:
   """Makes each variable that is not of the strategy anew, in its scope (host).
 
   Raises:
@@ -237,7 +242,7 @@ def _bring_here(model: Any, strategy: tf.distribute.Strategy) -> None:
     variable._initialize(tf.constant(variable.numpy()))
 
 
-def _named(name: str, structure: Any) -> dict[str, np.ndarray]:
+def _named(name: str, structure: Structure) -> dict[str, np.ndarray]:
   """Returns "x" -> array; of several, "x/<key>" or "x/<index>" -> array."""
   if isinstance(structure, Mapping):
     return {f"{name}/{key}": _array(each) for key, each in structure.items()}
@@ -251,7 +256,7 @@ def _named(name: str, structure: Any) -> dict[str, np.ndarray]:
   return {name: _array(structure)}
 
 
-def _array(value: Any) -> np.ndarray:
+def _array(value: TensorLike) -> np.ndarray:
   """Returns an array; floats in Keras's precision, as `fit` casts them, and texts as texts."""
   array = np.asarray(value)
   if array.dtype == object and all(isinstance(each, (str, bytes)) for each in array.flat):
@@ -259,7 +264,7 @@ def _array(value: Any) -> np.ndarray:
   return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
 
 
-def _structure(batch: Batch, name: str) -> Any:
+def _structure(batch: Batch, name: str) -> Structure:
   """Returns what `_named` took apart: a tensor, a list or a dict."""
   parts = {key.partition("/")[2]: batch[key] for key in batch if key.startswith(f"{name}/")}
   if not parts:
@@ -275,7 +280,7 @@ def _real(batch: Batch) -> tf.Tensor:
 
 
 @as_written
-def _rows(structure: Any, chosen: tf.Tensor) -> Any:
+def _rows(structure: Structure, chosen: tf.Tensor) -> Structure:
   """Returns the chosen rows of each tensor, and of the mask and logits that Keras gave it."""
 
   def rows_of(tensor: tf.Tensor | None) -> tf.Tensor | None:

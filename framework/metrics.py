@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from framework.errors import ConfigError, kind
 from framework.graphs.autograph import as_written
+from framework.types import TensorLike
 
 Weighted = tuple[tf.Tensor, tf.Tensor]
 """(total, weight): a sum over this replica's examples and the sum of their weights."""
@@ -63,7 +64,7 @@ def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Wei
   return tf.reduce_sum(tf.math.multiply_no_nan(values, weight)), tf.reduce_sum(weight)
 
 
-def _float(value: Any) -> tf.Tensor:
+def _float(value: TensorLike) -> tf.Tensor:
   tensor = tf.convert_to_tensor(value)
   return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float32)
 
@@ -143,7 +144,7 @@ class Loss(NamedTuple):
     return cls(*weighted_sum(per_example, weight))
 
   @classmethod
-  def checked(cls, loss: Any) -> Loss:
+  def checked(cls, loss: object) -> Loss:
     """Returns `loss` as two float tensors if it is a `Loss` of two scalars, such as Python's.
 
     Raises:
@@ -215,7 +216,7 @@ class Layout:
   def packed(self, metrics: Mapping[str, Summed]) -> tf.Tensor:
     """Returns a float64 vector [size]; metrics that are missing are 0."""
     parts: list[tf.Tensor] = []
-    pairs: list[Any] = []
+    pairs: list[TensorLike] = []
     for name, place in self.places.items():
       if place.shape is None:
         pairs += metrics.get(name, (0.0, 0.0))
@@ -250,7 +251,7 @@ class Totals(NamedTuple):
   """
 
   means: dict[str, float]
-  sums: dict[str, Any]
+  sums: dict[str, float | np.ndarray]
   weightless: frozenset[str]
 
   def plus(self, other: Totals) -> Totals:
@@ -326,7 +327,7 @@ class MetricSums:
       block.reset()
 
   @property
-  def sums(self) -> Mapping[str, Any]:
+  def sums(self) -> Mapping[str, float | np.ndarray]:
     """Name -> float64 array, or float for a scalar: the Sums of the last `result`."""
     return self._totals.sums
 
@@ -442,7 +443,7 @@ class CollectedRows:
       self._rows.setdefault(name, []).append(np.asarray(values)[np.asarray(weight) != 0])
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def numbers(values: Mapping[str, TensorLike]) -> dict[str, float]:
   """Returns floats as they are, and for an array its elements as "name[i, j]" (host).
 
   Of more than 16 elements, which nobody would read, only the sum and the sum of squares.
@@ -463,7 +464,7 @@ def _described(shape: tuple[int, ...] | None) -> str:
   return "a pair (total, weight)" if shape is None else f"a Sum of shape {shape}"
 
 
-def _stacked(scalars: Sequence[Any]) -> list[tf.Tensor]:
+def _stacked(scalars: Sequence[TensorLike]) -> list[tf.Tensor]:
   """Returns one float64 vector of the scalars, or nothing."""
   if not scalars:
     return []
@@ -482,7 +483,7 @@ def _is_distributed(variable: tf.Variable) -> bool:
   return isinstance(variable, tf.distribute.DistributedValues)
 
 
-def checked(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def checked(metrics: object) -> dict[str, Metric]:
   """Returns `metrics` if they are name -> (total, weight), Sum or PerExample, with tensors inside.
 
   Raises:
@@ -496,7 +497,7 @@ def checked(metrics: Mapping[str, Any]) -> dict[str, Any]:
   return {name: _checked(name, value) for name, value in metrics.items()}
 
 
-def _checked(name: str, value: Any) -> Metric:
+def _checked(name: str, value: object) -> Metric:
   if isinstance(value, Sum):
     return Sum(_numeric(name, "Sum", value.tensor))
   if isinstance(value, PerExample):
@@ -529,7 +530,7 @@ def _checked_rows(name: str, value: PerExample) -> PerExample:
   return PerExample(values, weight)
 
 
-def _numeric(name: str, what: str, value: Any) -> tf.Tensor:
+def _numeric(name: str, what: str, value: TensorLike) -> tf.Tensor:
   """Returns a tensor of static shape and a real dtype."""
   tensor = tf.convert_to_tensor(value)
   if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):

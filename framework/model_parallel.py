@@ -14,10 +14,10 @@ import tensorflow as tf
 from framework.errors import ConfigError
 from framework.graphs.autograph import compiled
 from framework.inputs.buckets import Scheduled
-from framework.inputs.datasets import Batch
 from framework.optimizers import functional
 from framework.strategies.model_parallel import ModelParallelStrategy
 from framework.trainer import Trainer
+from framework.types import Batch
 
 
 class ModelParallelTrainer(Trainer):

@@ -21,9 +21,11 @@ All calls between `loop_begins` and `loop_ends` are traced into the compiled loo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import tensorflow as tf
+
+from framework.types import AnySource, PerReplica, TensorLike
 
 if TYPE_CHECKING:
   from framework.optimizers.adapters import Optimizer
@@ -71,7 +73,7 @@ class StepObserver:
   def before_update(self, optimizer: Optimizer) -> None:
     """Runs before an optimizer updates its variables, or skips this (cross-replica)."""
 
-  def metrics(self) -> Mapping[str, tuple[Any, Any]]:
+  def metrics(self) -> Mapping[str, tuple[TensorLike, TensorLike]]:
     """Returns name -> (total, weight), this replica's sums in the step."""
     return {}
 
@@ -85,7 +87,7 @@ class Observer:
 
   def reads(
     self,
-    source: Any,
+    source: AnySource,
     *,
     position: int,
     seed: int,
@@ -118,7 +120,7 @@ class Observer:
   def step_begins(self) -> None:
     """Runs before the step takes its batch (cross-replica)."""
 
-  def batch_taken(self, batch: Any, step: tf.Tensor) -> None:
+  def batch_taken(self, batch: Mapping[str, PerReplica], step: tf.Tensor) -> None:
     """Receives the batch of the step (cross-replica).
 
     Args:

@@ -30,7 +30,6 @@ from tensorflow.python.framework import config as tf_config
 from framework.errors import ConfigError
 from framework.evaluator import Batches, EvalSet, Evaluator
 from framework.graphs.autograph import as_written, compiled
-from framework.inputs.datasets import Batch
 from framework.metrics import (
   CollectedRows,
   Layout,
@@ -45,6 +44,7 @@ from framework.optimizers.loss_scale import DynamicLossScale
 from framework.strategies import servers, traits
 from framework.strategies.cluster.identity import ClusterError
 from framework.trainer import Trainer
+from framework.types import Batch
 
 PIECES_PER_WORKER = 4
 """Pieces per loop: more lose less work with a worker; fewer cost less overhead."""

@@ -15,10 +15,12 @@ from absl import logging
 
 from framework.errors import ConfigError, kind, shown
 from framework.graphs.autograph import converted, methods_as_written
-from framework.inputs.datasets import Batch, Preprocess
+from framework.inputs.datasets import Preprocess
 from framework.models import models
+from framework.types import AnySource, Batch, Model, Structure, Variable
 
 if TYPE_CHECKING:
+  from framework.optimizers.adapters import KerasOptimizer
   from framework.reporting.board import Board
   from framework.step import EvalStep, Step
 
@@ -33,7 +35,7 @@ class Task:
   TensorFlow uses a device, so it should only store its arguments.
   """
 
-  model: Any = None
+  model: Model = None
   chance_loss: float | None = None
   """The loss of guessing, such as log(10) for 10 classes, or None; --mode=verify compares the
   first loss with it."""
@@ -43,7 +45,7 @@ class Task:
   accepted: Mapping[str, str] = types.MappingProxyType({})
   """Intended deviations that --mode=verify accepts: cause, as named in docs/verify.md -> reason,
   such as {"batch-norm statistics": "local, as in the paper"}."""
-  own_optimizer: Callable[[], Any] | None = None
+  own_optimizer: Callable[[], KerasOptimizer] | None = None
   """A factory of the optimizer that `run` uses for this task, in place of `run.optimizer`; None for
   most tasks. `framework.from_keras` sets it to the compiled optimizer."""
 
@@ -69,7 +71,7 @@ class Task:
     Called in every mode and process before `source` and `build_model`, if the task defines `fit`.
     """
 
-  def build_model(self) -> Any:
+  def build_model(self) -> Model:
     """Returns the model, with its variables built.
 
     Called once, in `strategy.scope()`. A Keras 3 or tf_keras model, any `tf.Module`, or a dict
@@ -78,7 +80,7 @@ class Task:
     """
     raise _missing(self, "build_model()")
 
-  def source(self, split: str) -> Any:
+  def source(self, split: str) -> AnySource:
     """Returns the source of `split`, "train" or "eval", not batched, shuffled or sharded (host).
 
     Returns:
@@ -98,7 +100,7 @@ class Task:
     del training
     return batch
 
-  def forward(self, batch: Batch, training: bool) -> Any:
+  def forward(self, batch: Batch, training: bool) -> Structure:
     """Returns the model's outputs for this replica's examples (replica context).
 
     Args:
@@ -108,11 +110,11 @@ class Task:
     """
     raise _missing(self, "forward(batch, training)")
 
-  def loss(self, outputs: Any, batch: Batch) -> Loss:
+  def loss(self, outputs: Structure, batch: Batch) -> Loss:
     """Returns this replica's loss, usually from `Loss.from_examples` (replica context)."""
     raise _missing(self, "loss(outputs, batch)")
 
-  def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Metric]:
+  def metrics(self, outputs: Structure, batch: Batch) -> Mapping[str, Metric]:
     """Returns name -> metric of this replica's examples (replica context).
 
     A metric is a pair (total, weight) for a mean, a `Sum`, or `PerExample` values. `derived`
@@ -159,7 +161,7 @@ class Task:
     """
     return models.regularization(self.model)
 
-  def variables_of(self, optimizer: str) -> list[Any]:
+  def variables_of(self, optimizer: str) -> list[Variable]:
     """Returns the trainable variables of the named optimizer.
 
     The default returns those of `self.model[optimizer]` if the model is a dict with that key,
@@ -193,7 +195,7 @@ class Task:
     step.log({"loss": (loss.total, loss.weight)})
     step.log(_metrics(self, outputs, batch))
 
-  def export_signature(self) -> Callable[..., Any]:
+  def export_signature(self) -> Callable[..., Structure]:
     """Returns the `tf.function`, with an input signature, that a SavedModel serves (host).
 
     The default supports a Keras model with one input; override it for other models.
@@ -291,7 +293,7 @@ def _warn_unused(task: Task, names: Iterable[str]) -> None:
   )
 
 
-def _metrics(task: Task, outputs: Any, batch: Batch) -> Mapping[str, Metric]:
+def _metrics(task: Task, outputs: Structure, batch: Batch) -> Mapping[str, Metric]:
   """Returns `task.metrics(...)`; raises ConfigError if the framework reports one of its names."""
   metrics = converted(task.metrics)(outputs, batch)
   for name in REPORTED if isinstance(metrics, Mapping) else ():

@@ -69,7 +69,7 @@ class Run:
   message: Callable[[str], None] = print
   board: Board = dataclasses.field(default_factory=Board)
   current_split: Callable[[], str] = lambda: "train"
-  evaluated_weights: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+  evaluated_weights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
   @property
   def step(self) -> int:

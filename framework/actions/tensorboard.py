@@ -23,6 +23,7 @@ from framework.optimizers.adapters import Optimizer
 from framework.optimizers.fusion import Gradients
 from framework.run_folder.metrics_log import flatten, scalars
 from framework.strategies import traits
+from framework.types import Variable
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
@@ -172,7 +173,7 @@ class GradientKeeper(Observer):
         found[f"gradients/{models.name(variable)}"] = gradient.numpy()
     return found
 
-  def _variable(self, like: Any) -> tf.Variable:
+  def _variable(self, like: Variable) -> tf.Variable:
     raw = models.raw(like)
     return tf.Variable(
       tf.zeros(raw.shape, raw.dtype), trainable=False,

@@ -10,7 +10,7 @@ operations a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import tensorflow as tf
 
@@ -20,6 +20,7 @@ from framework.host import timing
 from framework.host.timing import Stopwatch
 from framework.observers import AllReduce, Observer, StepObserver, Tensors
 from framework.strategies import traits
+from framework.types import TensorLike
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
@@ -98,7 +99,7 @@ class _ReductionTimes(StepObserver):
       self._seconds.append(tf.cast(timing.timestamp() - began, tf.float32))
     return sums, scalar_sums
 
-  def metrics(self) -> Mapping[str, tuple[Any, Any]]:
+  def metrics(self) -> Mapping[str, tuple[TensorLike, TensorLike]]:
     return {"communication": (tf.add_n([tf.constant(0.0), *self._seconds]), 1.0)}
 
 

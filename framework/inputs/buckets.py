@@ -25,9 +25,9 @@ import numpy as np
 import tensorflow as tf
 
 from framework.errors import ConfigError, kind, require_integer
-from framework.inputs.checks import Batch
 from framework.inputs.ordering import hashed
 from framework.inputs.sources import Source
+from framework.types import Batch
 
 Axes = Mapping[str, Sequence[int]]
 """Feature -> its axes that are as long as the example; axis 0 is that of the examples."""

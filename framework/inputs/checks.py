@@ -4,19 +4,20 @@ Most raise a ConfigError while a dataset is made. A mistake that only the data s
 `user_error` of the running pipeline.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from framework.errors import USER_ERROR, ConfigError, kind
+from framework.types import Batch, Structure
 
-Batch = dict[str, tf.Tensor]
 """Feature name -> tensor; all tensors share their first axis, the rows. See `inputs.datasets`."""
 
 
-def require(condition: tf.Tensor, value: Any, message: Sequence[tf.Tensor | str]) -> Any:
+def require(
+  condition: tf.Tensor, value: Structure, message: Sequence[tf.Tensor | str]
+) -> Structure:
   """Returns `value` if a bool scalar holds when the pipeline runs; else raises a `user_error`."""
   line = tf.strings.join([USER_ERROR, *message])
   with tf.control_dependencies([tf.debugging.Assert(condition, [line])]):
@@ -33,7 +34,7 @@ def require_rows(rows: object, padded_rows: int) -> None:
     )
 
 
-def refuse_reserved(who: str, names: Mapping[str, Any]) -> None:
+def refuse_reserved(who: str, names: Iterable[str]) -> None:
   """Raises a ConfigError if a feature of `who` has a name that the framework adds itself."""
   for name in ("example_id", "seed", "step"):
     if name in names:

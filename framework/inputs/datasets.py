@@ -40,7 +40,6 @@ from framework.errors import ConfigError, require_integer
 from framework.graphs.autograph import as_written, converted
 from framework.inputs.buckets import Bucket, Buckets, Scheduled
 from framework.inputs.checks import (
-  Batch,
   checked_batch,
   refuse_reserved,
   require,
@@ -51,6 +50,7 @@ from framework.inputs.ordering import examples_at, seed_of_part, seeds_at
 from framework.inputs.parts import Part, Sources, main_source
 from framework.inputs.replay import Draws
 from framework.inputs.sources import Source, StreamSource, check_source
+from framework.types import Batch
 
 Preprocess = Callable[[Batch, bool], Batch]
 Shard = tuple[int, Any]

@@ -28,8 +28,9 @@ import tensorflow as tf
 from framework.errors import ConfigError, failure, first_line, kind, require_integer
 from framework.host import bounded
 from framework.host import files as file_tools
-from framework.inputs.checks import Batch, check_array, check_text, check_weights, refuse_reserved
+from framework.inputs.checks import check_array, check_text, check_weights, refuse_reserved
 from framework.inputs.sources import Source
+from framework.types import Batch, TensorLike
 
 Decode = Callable[[Any], Mapping[str, Any]]
 
@@ -125,7 +126,7 @@ class IndexedSource(Source):
     # In the order of the first example, whatever the order here.
     return {name: self._value(index, name, item[name]) for name in self._first or item}
 
-  def _value(self, index: int, name: str, value: Any) -> np.ndarray:
+  def _value(self, index: int, name: str, value: TensorLike) -> np.ndarray:
     first = self._first.get(name)
     array = _array(value, None if first is None else first.dtype)
     if name == "weight":
@@ -153,7 +154,7 @@ class _NoLock:
 _NO_LOCK = _NoLock()
 
 
-def _array(value: Any, dtype: np.dtype | None) -> np.ndarray:
+def _array(value: TensorLike, dtype: np.dtype | None) -> np.ndarray:
   """Returns a value as an array; texts as objects of bytes, as TensorFlow takes them."""
   array = np.asarray(value)
   if array.dtype.kind in "US":
@@ -168,7 +169,7 @@ def _array(value: Any, dtype: np.dtype | None) -> np.ndarray:
   return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def _bytes(value: Any, array: np.ndarray) -> np.ndarray:
+def _bytes(value: TensorLike, array: np.ndarray) -> np.ndarray:
   """Returns Python's texts as objects; NumPy cuts zeros from the end of bytes."""
   made = np.empty(array.shape, object)
   flat = [value] if not array.shape else _leaves(value, array.ndim)

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 
 from framework.errors import ConfigError, kind, require_integer, unknown
 from framework.graphs.autograph import as_written
 from framework.inputs.buckets import Buckets
-from framework.inputs.checks import Batch
 from framework.inputs.sources import Source, StreamSource, check_source
+from framework.types import AnySource, Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,7 @@ def main_source(source: Source | StreamSource | Sources | Buckets) -> Source | S
   return source.main if isinstance(source, Sources) else source
 
 
-def of_one_shape(source: Any) -> Any:
+def of_one_shape(source: AnySource) -> AnySource:
   """Returns the longest of several buckets, or the source itself."""
   return source.longest if isinstance(source, Buckets) else source
 

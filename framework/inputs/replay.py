@@ -18,15 +18,14 @@ depends only on its draw, so N replicas train on the same rows as one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from framework.errors import ConfigError, require_integer
 from framework.graphs.randomness import hashed
-from framework.inputs.checks import Batch
 from framework.inputs.sources import Source
+from framework.types import Batch, TensorLike
 
 
 class Draws(Source):
@@ -67,7 +66,7 @@ class ReplayBuffer(tf.Module):
     """The number of rows in the buffer (host)."""
     return min(int(self.added.numpy()), self.capacity)
 
-  def add(self, rows: Mapping[str, Any]) -> None:
+  def add(self, rows: Mapping[str, TensorLike]) -> None:
     """Adds rows in order; the oldest ones make place (host).
 
     With several workers each must add the same rows.
@@ -127,7 +126,7 @@ class ReplayBuffer(tf.Module):
   def _write(self, variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> None:
     self._strategy.extended.update(variable, _scatter, args=(places, values))
 
-  def _checked(self, rows: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  def _checked(self, rows: Mapping[str, TensorLike]) -> dict[str, np.ndarray]:
     if rows.keys() != self._rows.keys():
       raise ConfigError(f"ReplayBuffer.add() got {sorted(rows)}; it must get {sorted(self._rows)}.")
     arrays = {name: np.asarray(value) for name, value in rows.items()}
@@ -144,7 +143,7 @@ class ReplayBuffer(tf.Module):
     return arrays
 
 
-def _assign(variable: tf.Variable, value: Any) -> None:
+def _assign(variable: tf.Variable, value: TensorLike) -> None:
   variable.assign(value, read_value=False)
 
 

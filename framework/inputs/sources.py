@@ -26,7 +26,6 @@ from framework.graphs.autograph import as_written
 from framework.host import bounded
 from framework.inputs import image_headers
 from framework.inputs.checks import (
-  Batch,
   check_array,
   check_elements,
   check_text,
@@ -35,6 +34,7 @@ from framework.inputs.checks import (
   refuse_reserved,
   require,
 )
+from framework.types import Batch
 
 MAX_IMAGE_BYTES = 2**28
 """Default of `max_bytes` for one image: 89 million pixels of three channels."""

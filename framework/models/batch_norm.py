@@ -21,6 +21,7 @@ import tensorflow as tf
 from framework.errors import ConfigError
 from framework.graphs import randomness
 from framework.host import lazy_keras
+from framework.types import Layer
 
 
 @contextlib.contextmanager
@@ -125,7 +126,7 @@ def _patched_call(keras_call: Callable[..., Any]) -> Callable[..., Any]:
   return patched
 
 
-def _is_example(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
+def _is_example(layer: Layer, inputs: tf.Tensor) -> tf.Tensor:
   """Returns bool [n], False for padding."""
   ids, graph, _ = _entered.batches[-1]
   if ids is None:
@@ -137,7 +138,7 @@ def _is_example(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
   return ids >= 0
 
 
-def _refused(layer: Any, reason: str) -> ConfigError:
+def _refused(layer: Layer, reason: str) -> ConfigError:
   error = ConfigError(
     f"{_entered.batches[-1][2]}, so rows are padded, and batch normalisation {layer.name!r} cannot "
     f"leave them out: {reason}; choose a batch size that divides."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -17,6 +17,10 @@ import tf_keras
 from framework.errors import ConfigError, kind
 from framework.models.compiled_losses import ElementLoss
 from framework.models.compiled_metrics import CompiledMetrics
+from framework.types import Layer, Model, Structure
+
+if TYPE_CHECKING:
+  from framework.optimizers.adapters import KerasOptimizer
 
 _REPLACED = ("train_step", "test_step", "compute_loss", "compute_metrics", "make_train_function")
 _MIXES = ("MixUp", "CutMix")
@@ -48,7 +52,7 @@ class OutputLoss(NamedTuple):
 class CompiledModel:
   """A Keras model and what `compile` gave it."""
 
-  def __init__(self, model: Any) -> None:
+  def __init__(self, model: Model) -> None:
     """Checks the model (host).
 
     Raises:
@@ -72,7 +76,7 @@ class CompiledModel:
     self._resolved: dict[str, Any] = {}
     self.metrics = CompiledMetrics(self._metrics_container(), self.package)
 
-  def optimizer(self) -> functools.partial[Any]:
+  def optimizer(self) -> functools.partial[KerasOptimizer]:
     """Returns a factory of optimizers with the arguments of the compiled one (host).
 
     Raises:
@@ -88,7 +92,7 @@ class CompiledModel:
       )
     return functools.partial(_optimizer, type(given), given.get_config())
 
-  def losses(self, y: Any, outputs: Any, weight: Any) -> list[OutputLoss]:
+  def losses(self, y: Structure, outputs: Structure, weight: Structure) -> list[OutputLoss]:
     """Returns the losses of all outputs that have one (replica context).
 
     Args:
@@ -147,7 +151,7 @@ class CompiledModel:
     """Whether the last call added losses of its rows, by regularisers or add_loss (any context)."""
     return any(map(_added, self.model._flatten_layers()))
 
-  def _of_own_rows(self, layer: Any, what: str) -> ConfigError:
+  def _of_own_rows(self, layer: Layer, what: str) -> ConfigError:
     return ConfigError(
       f"the layer {layer.name!r} has {what}, and each of N replicas sees its own rows only, so the "
       "sum would be another; train on one replica, or write a framework.Task."
@@ -170,18 +174,18 @@ def _optimizer(kind: Any, config: Mapping[str, Any]) -> Any:
     ) from error
 
 
-def _is_local(layer: Any) -> bool:
+def _is_local(layer: Layer) -> bool:
   """Whether batch normalisation uses statistics of a replica's rows."""
   synchronized = getattr(layer, "synchronized", False) or type(layer).__name__.startswith("Sync")
   return bool(layer.trainable) and not synchronized
 
 
-def _added(layer: Any) -> bool:
+def _added(layer: Layer) -> bool:
   """Whether the last call of a layer added a loss that is no penalty of weights."""
   return bool(layer._losses or getattr(layer, "_eager_losses", None))
 
 
-def _package(model: Any) -> Any:
+def _package(model: Model) -> Any:
   for package in (keras, tf_keras):
     if isinstance(model, package.Model):
       return package
@@ -191,7 +195,7 @@ def _package(model: Any) -> Any:
   )
 
 
-def _by_name(outputs: Any, model: Any) -> dict[str, Any]:
+def _by_name(outputs: Structure, model: Model) -> dict[str, Any]:
   if isinstance(outputs, Mapping):
     return dict(outputs)
   listed = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]

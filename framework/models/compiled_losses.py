@@ -16,6 +16,7 @@ import tf_keras
 from framework.errors import ConfigError
 from framework.graphs.autograph import as_written
 from framework.models import synthetic_rows
+from framework.types import Structure
 
 _MEANS = ("sum_over_batch_size", "mean", "auto")
 
@@ -33,7 +34,7 @@ class ElementLoss:
     self._output, self._package, self._checked = output, package, False
     self._loss = _found(loss, package)
 
-  def __call__(self, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, tf.Tensor, bool]:
+  def __call__(self, y_true: Structure, y_pred: Structure) -> tuple[tf.Tensor, tf.Tensor, bool]:
     """Returns float32 [n], float32 [n] and whether there is a mask (replica context).
 
     Keras's loss of a batch is sum(first x sample weight) / sum(second).
@@ -47,7 +48,7 @@ class ElementLoss:
     values, count, masked = self._of_rows(y_true, y_pred)
     return tf.cast(values, tf.float32), tf.cast(count, tf.float32), masked
 
-  def _of_rows(self, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, tf.Tensor, bool]:
+  def _of_rows(self, y_true: Structure, y_pred: Structure) -> tuple[tf.Tensor, tf.Tensor, bool]:
     values, mask = self._elements(y_true, y_pred)
     if not values.shape.rank or not values.shape[:1].is_compatible_with(y_pred.shape[:1]):
       of = f"a tensor of shape {values.shape}" if values.shape.rank else "a scalar"
@@ -75,7 +76,7 @@ class ElementLoss:
       "they must have the same axes: write a framework.Task."
     )
 
-  def _elements(self, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, Any]:
+  def _elements(self, y_true: Structure, y_pred: Structure) -> tuple[tf.Tensor, Any]:
     """Returns the values of `Loss.call`, [n, ...], and the mask that Keras applies to them."""
     before = getattr(y_pred, "_keras_mask", None)
     y_true, y_pred = tf.convert_to_tensor(y_true), tf.convert_to_tensor(y_pred)
@@ -93,7 +94,7 @@ class ElementLoss:
     return values, _both(before, after)
 
   @as_written
-  def _require_single_rows(self, y_true: Any, y_pred: Any) -> None:
+  def _require_single_rows(self, y_true: Structure, y_pred: Structure) -> None:
     """Checks on made-up rows, outside of the graph, that each row's loss is its own."""
 
     def compute() -> tuple[Any, list[Any]]:

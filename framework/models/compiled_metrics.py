@@ -15,6 +15,7 @@ import tensorflow as tf
 from framework.errors import ConfigError, first_line
 from framework.graphs.autograph import as_written
 from framework.models import synthetic_rows
+from framework.types import Structure
 
 
 class CompiledMetrics:
@@ -25,7 +26,7 @@ class CompiledMetrics:
     self._container, self._package = container, package
     self._built = False
 
-  def added(self, y: Any, outputs: Any, weight: Any) -> list[tf.Tensor]:
+  def added(self, y: Structure, outputs: Structure, weight: Structure) -> list[tf.Tensor]:
     """Returns what a batch adds to each metric variable (replica context).
 
     Args:
@@ -58,11 +59,13 @@ class CompiledMetrics:
   def _variables(self) -> list[Any]:
     return [variable for metric in self._container.metrics for variable in metric.variables]
 
-  def _from_zero(self, y: Any, outputs: Any, weight: Any) -> list[tf.Tensor]:
+  def _from_zero(self, y: Structure, outputs: Structure, weight: Structure) -> list[tf.Tensor]:
     zeros = [tf.zeros(v.shape, v.dtype) for v in self._variables()]
     return self._updated(zeros, y, outputs, weight)
 
-  def _updated(self, state: Sequence[tf.Tensor], y: Any, outputs: Any, weight: Any) -> list[Any]:
+  def _updated(
+    self, state: Sequence[tf.Tensor], y: Structure, outputs: Structure, weight: Structure
+  ) -> list[Any]:
     if self._package is keras:
       return list(self._container.stateless_update_state(state, y, outputs, weight))
     for variable, value in zip(self._variables(), state, strict=True):
@@ -71,7 +74,7 @@ class CompiledMetrics:
     return [tf.identity(variable) for variable in self._variables()]
 
   @as_written
-  def _build(self, y: Any, outputs: Any, weight: Any) -> None:
+  def _build(self, y: Structure, outputs: Structure, weight: Structure) -> None:
     """Makes the metrics' variables, and checks that they are sums, outside of the step's graph."""
     strategy = tf.distribute.get_strategy()
 
@@ -90,7 +93,7 @@ class CompiledMetrics:
 
     synthetic_rows.outside(check)
 
-  def _run(self, strategy: Any, function: Callable[[], Any]) -> Any:
+  def _run(self, strategy: tf.distribute.Strategy, function: Callable[[], Any]) -> Any:
     """Returns what a function returns that updates the metrics eagerly.
 
     Variables that tf_keras made in a strategy's scope change in its replica context only.
@@ -112,7 +115,7 @@ class CompiledMetrics:
     variables = [variable for metric in found for variable in metric.variables]
     return any(isinstance(each, tf.distribute.DistributedValues) for each in variables)
 
-  def _require_sums(self, strategy: Any, rows: Any) -> None:
+  def _require_sums(self, strategy: tf.distribute.Strategy, rows: Any) -> None:
     """Checks on made-up rows that parts of them, and one after the other, add up to the whole."""
     begin = [np.asarray(tf.convert_to_tensor(variable)) for variable in self._variables()]
     one, other = synthetic_rows.split(rows)

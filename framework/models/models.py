@@ -8,9 +8,10 @@ import tensorflow as tf
 
 from framework.errors import ConfigError
 from framework.host.lazy_keras import tf_keras_classes
+from framework.types import Model, Variable
 
 
-def parts(model: Any) -> Iterator[Any]:
+def parts(model: Model) -> Iterator[Any]:
   """Yields the single models inside a model, a dict or a list.
 
   A `tf.Module` does not track Keras 3 variables, so the Keras models among its attributes follow
@@ -36,12 +37,12 @@ def _keras_inside(holder: Any, seen: set[int]) -> Iterator[Any]:
       yield from [child] if is_keras(child) else _keras_inside(child, seen)
 
 
-def raw(variable: Any) -> tf.Variable:
+def raw(variable: Variable) -> tf.Variable:
   """Returns the `tf.Variable` inside a Keras 3 variable, or the variable itself."""
   return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def trainable_variables(model: Any) -> list[Any]:
+def trainable_variables(model: Model) -> list[Variable]:
   """Returns the trainable variables of a model, each once, in the model's order.
 
   Each is a `keras.Variable` or `tf.Variable`, as in the model, which keeps constraints and names.
@@ -50,7 +51,7 @@ def trainable_variables(model: Any) -> list[Any]:
   return _variables(model, "trainable_variables")
 
 
-def all_variables(model: Any) -> list[Any]:
+def all_variables(model: Model) -> list[Variable]:
   """Returns all variables of a model, trainable or not, each once; see `trainable_variables`."""
   return _variables(model, "variables")
 
@@ -61,7 +62,7 @@ def is_variable(part: Any) -> bool:
   return isinstance(part, kinds)
 
 
-def weights(model: Any) -> list[Any]:
+def weights(model: Model) -> list[Variable]:
   """Returns `all_variables` except those that Keras does not save: the state of random layers."""
   found = {
     id(raw(weight)): weight
@@ -71,8 +72,8 @@ def weights(model: Any) -> list[Any]:
   return list(found.values())
 
 
-def _variables(model: Any, attribute: str) -> list[Any]:
-  found: dict[int, Any] = {}
+def _variables(model: Model, attribute: str) -> list[Variable]:
+  found: dict[int, Variable] = {}
   for part in parts(model):
     for variable in _of(part, attribute):
       found.setdefault(id(raw(variable)), variable)
@@ -91,7 +92,7 @@ def _of(part: Any, attribute: str) -> Iterable[Any]:
   return getattr(part, attribute)
 
 
-def require_in_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
+def require_in_scope(model: Model, strategy: tf.distribute.Strategy) -> None:
   """Raises a ConfigError if a trainable variable is on one device, not on each replica (host)."""
   if strategy.num_replicas_in_sync == 1:
     return
@@ -105,7 +106,7 @@ def require_in_scope(model: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 def require_state(
-  model: Any, assigned: Mapping[str, tf.Variable], strategy: tf.distribute.Strategy
+  model: Model, assigned: Mapping[str, tf.Variable], strategy: tf.distribute.Strategy
 ) -> None:
   """Raises a ConfigError for a variable that a checkpoint would not have, or not each replica.
 
@@ -129,7 +130,7 @@ def require_state(
       )
 
 
-def untracked(model: Any) -> dict[str, Any]:
+def untracked(model: Model) -> dict[str, Any]:
   """Returns the weights that `tf.train.Checkpoint` does not find in a model, by number.
 
   For example those of layers in a list that is an attribute of a Keras 3 subclassed model. The
@@ -144,23 +145,23 @@ def untracked(model: Any) -> dict[str, Any]:
   }
 
 
-def name(variable: Any) -> str:
+def name(variable: Variable) -> str:
   """Returns the name of a variable as users know it, such as `dense/kernel`."""
   return getattr(variable, "path", None) or variable.name
 
 
-def regularization(model: Any) -> tf.Tensor | float:
+def regularization(model: Model) -> tf.Tensor | float:
   """Returns the sum of the penalties of all Keras layers, a float32 scalar; 0.0 without any."""
   penalties = [p for part in parts(model) if is_keras(part) for p in part.losses]
   return tf.add_n([tf.cast(p, tf.float32) for p in penalties]) if penalties else 0.0
 
 
-def is_keras(model: Any) -> bool:
+def is_keras(model: Model) -> bool:
   """Whether `model` is a layer or model of either Keras generation."""
   return isinstance(model, (keras.Layer, *tf_keras_classes("layers.Layer")))
 
 
-def serving_function(model: Any) -> Any:
+def serving_function(model: Model) -> Any:
   """Returns a `tf.function` that calls a Keras model with one input: float [n, ...] -> outputs.
 
   Raises:

@@ -26,6 +26,7 @@ from framework.graphs.autograph import as_written, converted
 from framework.graphs.randomness import RandomStream
 from framework.host import lazy_keras
 from framework.models import batch_norm, models
+from framework.types import Layer, Model
 
 
 @as_written
@@ -59,7 +60,7 @@ def recompute(function: Callable[..., Any]) -> Callable[..., Any]:
   return call
 
 
-def recompute_layers(model: Any, patterns: Sequence[str]) -> list[str]:
+def recompute_layers(model: Model, patterns: Sequence[str]) -> list[str]:
   """Makes the Keras layers of these names recompute from now on; returns their names (host).
 
   Of a layer inside another that matches, only the outer one does.
@@ -97,7 +98,7 @@ def _matched(pattern: str, names: set[str]) -> set[str]:
   return found
 
 
-def _outermost(layer: Any, names: set[str]) -> Iterator[Any]:
+def _outermost(layer: Layer, names: set[str]) -> Iterator[Any]:
   if layer.name in names:
     yield layer
     return

@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from framework.graphs.autograph import as_written
 from framework.models import models
+from framework.types import Model, PerReplica
 
 
 @as_written
 def average(
-  strategy: tf.distribute.Strategy, model: Any, *, equal: Mapping[str, tf.Variable] | None = None
+  strategy: tf.distribute.Strategy, model: Model, *, equal: Mapping[str, tf.Variable] | None = None
 ) -> None:
   """Assigns to every replica the mean of all copies (cross-replica).
 
@@ -37,7 +38,7 @@ def average(
     assign(strategy, variable, mean)
 
 
-def assign(strategy: tf.distribute.Strategy, variable: tf.Variable, value: Any) -> None:
+def assign(strategy: tf.distribute.Strategy, variable: tf.Variable, value: PerReplica) -> None:
   """Assigns `value`, a tensor or one per replica, to a variable's copies (cross-replica)."""
   assign_result(strategy, variable, lambda copy, new: new, (value,))
 
@@ -63,7 +64,7 @@ def assign_result(
   strategy.extended.update(variable, assign_copy, args=args, group=False)
 
 
-def _local_variables(strategy: tf.distribute.Strategy, model: Any) -> list[tf.Variable]:
+def _local_variables(strategy: tf.distribute.Strategy, model: Model) -> list[tf.Variable]:
   if strategy.num_replicas_in_sync == 1:
     return []
   trainable = {id(models.raw(v)) for v in models.trainable_variables(model)}

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from framework.types import Structure
+
 COUNT = 5
 _FIRST = 3
 _SIZE = 3  # of an axis whose length is not known
@@ -17,7 +19,7 @@ _SIZE = 3  # of an axis whose length is not known
 Value = TypeVar("Value")
 
 
-def like(structure: Any) -> Any:
+def like(structure: Structure) -> Structure:
   """Returns rows of the same structure, dtypes and shapes but the first axis (any context).
 
   Integers and half of the floats are 0 or 1, which are labels too; the other floats are between.
@@ -27,7 +29,7 @@ def like(structure: Any) -> Any:
   return _each(lambda tensor: _made(tensor, generator), structure)
 
 
-def split(structure: Any) -> list[Any]:
+def split(structure: Structure) -> list[Any]:
   """Returns the rows in two parts of different sizes."""
   parts = (slice(None, _FIRST), slice(_FIRST, None))
   return [_each(operator.itemgetter(part), structure) for part in parts]
@@ -39,13 +41,13 @@ def outside(function: Callable[[], Value]) -> Value:
     return thread.submit(function).result()
 
 
-def are_close(one: Any, other: Any) -> bool:
+def are_close(one: Structure, other: Structure) -> bool:
   """Whether two eager tensors are equal up to the rounding of float32 sums."""
   one, other = (np.asarray(tensor).astype(np.float64) for tensor in (one, other))
   return one.shape == other.shape and np.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def _each(function: Callable[[Any], Any], structure: Any) -> Any:
+def _each(function: Callable[[Any], Any], structure: Structure) -> Structure:
   return tf.nest.map_structure(lambda t: None if t is None else function(t), structure)
 
 

@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -28,6 +28,7 @@ from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.saved_layout import SavedOptimizer, joined_variables
 from framework.optimizers.sharding import ShardedFusion
 from framework.strategies.model_parallel import is_model_parallel
+from framework.types import Gradient, Variable
 
 if TYPE_CHECKING:
   KerasOptimizer: TypeAlias = keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer
@@ -63,8 +64,8 @@ class Optimizer:
   def __init__(
     self,
     *,
-    optimizer: Any,
-    variables: Sequence[Any],
+    optimizer: KerasOptimizer,
+    variables: Sequence[Variable],
     step: tf.Variable,
     fuse: bool = False,
     shard: tf.distribute.Strategy | None = None,
@@ -134,7 +135,10 @@ class Optimizer:
     )
 
   def apply(
-    self, strategy: tf.distribute.Strategy, gradients: Gradients, finite: Any = None
+    self,
+    strategy: tf.distribute.Strategy,
+    gradients: Gradients,
+    finite: tf.Tensor | bool | None = None,
   ) -> None:
     """Updates the variables; communicates only if the slots are sharded (cross-replica).
 
@@ -162,7 +166,7 @@ class Optimizer:
 
   def _untouched(
     self, strategy: tf.distribute.Strategy, gradients: Gradients
-  ) -> list[tuple[tf.Variable, Any, Any]]:
+  ) -> list[tuple[tf.Variable, Gradient, Variable]]:
     """Returns (slot, mask, value) of flat slots of which elements without gradient must stay."""
     if not any(gradients.missing):
       return []
@@ -267,7 +271,7 @@ def without_decay(*, of: OptimizerFactory, names: Sequence[str]) -> KerasOptimiz
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Lion")
 
 
-def is_elementwise(optimizer: Any) -> bool:
+def is_elementwise(optimizer: KerasOptimizer) -> bool:
   """Whether an update treats every element alike, whatever its variable.
 
   True for known classes themselves, not for subclasses, and not with options that depend on whole
@@ -279,7 +283,7 @@ def is_elementwise(optimizer: Any) -> bool:
   return type(optimizer) in known and not whole
 
 
-def excludes_from_decay(optimizer: Any) -> bool:
+def excludes_from_decay(optimizer: KerasOptimizer) -> bool:
   """Whether some variables have no weight decay, by Keras's `exclude_from_weight_decay`."""
   excluded = "_exclude_from_weight_decay"
   return any(getattr(optimizer, f"{excluded}{end}", None) for end in ("", "_names", "_pattern"))
@@ -287,7 +291,7 @@ def excludes_from_decay(optimizer: Any) -> bool:
 
 def build(
   factories: OptimizerFactory | Mapping[str, OptimizerFactory],
-  variables_of: Callable[[str], Sequence[Any]],
+  variables_of: Callable[[str], Sequence[Variable]],
   step: tf.Variable,
   *,
   fuse: bool = False,
@@ -317,8 +321,8 @@ def build(
 
 def _build_one(
   name: str,
-  factory: Any,
-  variables: Sequence[Any],
+  factory: OptimizerFactory,
+  variables: Sequence[Variable],
   step: tf.Variable,
   fuse: bool,
   shard: tf.distribute.Strategy | None,
@@ -345,7 +349,7 @@ def _build_one(
   return adapter(optimizer=optimizer, variables=variables, step=step, fuse=fuse, shard=shard)
 
 
-def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> None:
+def _require_matches(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
   known = [models.raw(v).name for v in variables]
   for excluded in _names_without_decay(optimizer):
     if not any(re.search(_BEFORE + excluded + _AFTER, each) for each in known):
@@ -356,7 +360,7 @@ def _require_matches(name: str, optimizer: Any, variables: Sequence[Any]) -> Non
       )
 
 
-def require_usable(name: str, optimizer: Any) -> type[Optimizer]:
+def require_usable(name: str, optimizer: KerasOptimizer) -> type[Optimizer]:
   """Returns the interface to an optimizer.
 
   Raises:
@@ -372,14 +376,14 @@ def require_usable(name: str, optimizer: Any) -> type[Optimizer]:
   return adapter
 
 
-def _names_without_decay(optimizer: Any) -> list[str]:
+def _names_without_decay(optimizer: KerasOptimizer) -> list[str]:
   pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)  # of Keras 3
   names = getattr(optimizer, "_exclude_from_weight_decay_names", None) or []  # of tf_keras
   text = pattern.pattern if pattern else "|".join(names)
   return sorted(re.findall(f"{re.escape(_BEFORE)}(.*?){re.escape(_AFTER)}", text))
 
 
-def _made(name: str, factory: Callable[[], Any]) -> Any:
+def _made(name: str, factory: OptimizerFactory) -> KerasOptimizer:
   try:
     return factory()
   except ConfigError:
@@ -389,7 +393,7 @@ def _made(name: str, factory: Callable[[], Any]) -> Any:
     raise ConfigError(f"optimizer {name!r} cannot be made: {reason}") from error
 
 
-def _generation(optimizer: Any) -> type[Optimizer] | None:
+def _generation(optimizer: KerasOptimizer) -> type[Optimizer] | None:
   if isinstance(optimizer, lazy_keras.tf_keras_classes("optimizers.Optimizer")):
     return TfKerasOptimizer
   if isinstance(optimizer, keras.optimizers.Optimizer):
@@ -406,7 +410,7 @@ _CONFLICTS = {
 }
 
 
-def _refuse_conflicts(name: str, optimizer: Any) -> None:
+def _refuse_conflicts(name: str, optimizer: KerasOptimizer) -> None:
   if "LossScale" in type(optimizer).__name__:
     raise ConfigError(
       f"optimizer {name!r} is a {type(optimizer).__name__}, which checks only replica 0; "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from framework.errors import ConfigError
 from framework.models import models
+from framework.types import Model, Variable
 
 
 class Ema:
@@ -20,7 +20,7 @@ class Ema:
     averages: a variable for each trainable one.
   """
 
-  def __init__(self, *, decay: float, variables: Sequence[Any]) -> None:
+  def __init__(self, *, decay: float, variables: Sequence[Variable]) -> None:
     """Makes one average per variable, initialised to its value; call it in `strategy.scope()`.
 
     Args:
@@ -39,11 +39,11 @@ class Ema:
     ]
 
   @classmethod
-  def of_model(cls, model: Any, *, decay: float) -> Ema:
+  def of_model(cls, model: Model, *, decay: float) -> Ema:
     """Makes the averages of a model's trainable variables, in `strategy.scope()`."""
     return cls(decay=decay, variables=models.trainable_variables(model))
 
-  def update(self, strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+  def update(self, strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
     """Updates the averages of `variables` (cross-replica)."""
     chosen = {id(models.raw(v)) for v in variables}
 
@@ -54,7 +54,7 @@ class Ema:
       if id(variable) in chosen:
         strategy.extended.update(average, move, args=(variable,), group=False)
 
-  def averages_of(self, variables: Sequence[Any]) -> list[tf.Variable]:
+  def averages_of(self, variables: Sequence[Variable]) -> list[tf.Variable]:
     """Returns the averages of `variables`; variables without one are ignored."""
     chosen = {id(models.raw(v)) for v in variables}
     pairs = zip(self.averages, self._variables, strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -18,11 +18,15 @@ from framework.errors import ConfigError
 from framework.host import lazy_keras
 from framework.models import models
 from framework.strategies import model_parallel
+from framework.types import TensorLike, Variable
+
+if TYPE_CHECKING:
+  from framework.optimizers.adapters import KerasOptimizer
 
 _KINDS = ("SGD", "Adam", "AdamW")
 
 
-def prepare(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
+def prepare(optimizer: KerasOptimizer, variables: Sequence[Variable]) -> dict[int, list[Variable]]:
   """Makes the slots of `optimizer`, which is not built yet, be split as their variables are.
 
   Returns:
@@ -39,7 +43,7 @@ def prepare(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
       f"{', '.join(_KINDS)} of keras or tf_keras, without amsgrad."
     )
   usual = optimizer.add_variable_from_reference
-  slots: dict[int, list[Any]] = {}
+  slots: dict[int, list[Variable]] = {}
   places = {id(models.raw(variable)): index for index, variable in enumerate(variables)}
 
   @functools.wraps(usual)
@@ -55,14 +59,14 @@ def prepare(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
   return slots
 
 
-def use(optimizer: Any) -> None:
+def use(optimizer: KerasOptimizer) -> None:
   """Replaces the update rule of a built optimizer, weight decay included."""
   of_keras_3 = isinstance(optimizer, keras.optimizers.Optimizer)
   optimizer.update_step = functools.partial(_keras_3 if of_keras_3 else _tf_keras, optimizer)
   optimizer._apply_weight_decay = lambda variables: None
 
 
-def prove(name: str, optimizer: Any, variables: Sequence[Any]) -> None:
+def prove(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
   """Makes an update whose result is known, in a trace that differentiates, and undoes it (host).
 
   Raises:
@@ -102,7 +106,9 @@ _RATE = 0.125
 _EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
-def _known_move(optimizer: Any, variable: Any, value: np.ndarray, count: float) -> np.ndarray:
+def _known_move(
+  optimizer: KerasOptimizer, variable: Variable, value: np.ndarray, count: float
+) -> np.ndarray:
   """Returns the first update from empty slots, for a gradient of 0.5."""
   if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
     value = value * (1 - optimizer.weight_decay * _RATE)
@@ -113,22 +119,26 @@ def _known_move(optimizer: Any, variable: Any, value: np.ndarray, count: float) 
   return value - corrected * mean / (np.sqrt(square) + optimizer.epsilon)
 
 
-def _keras_3(optimizer: Any, gradient: tf.Tensor, variable: Any, learning_rate: Any) -> None:
+def _keras_3(
+  optimizer: KerasOptimizer, gradient: tf.Tensor, variable: Variable, learning_rate: TensorLike
+) -> None:
   _update(optimizer, optimizer._get_variable_index(variable), gradient, variable, learning_rate)
 
 
-def _tf_keras(optimizer: Any, gradient: tf.Tensor, variable: tf.Variable) -> None:
+def _tf_keras(optimizer: KerasOptimizer, gradient: tf.Tensor, variable: tf.Variable) -> None:
   index = optimizer._index_dict[optimizer._var_key(variable)]
   _update(optimizer, index, gradient, variable, optimizer.learning_rate)
 
 
-def _update(optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, rate: Any) -> None:
+def _update(
+  optimizer: KerasOptimizer, index: int, gradient: tf.Tensor, variable: Variable, rate: TensorLike
+) -> None:
   raw = models.raw(variable)
   rate = tf.cast(rate, raw.dtype)
   gradient, value = tf.cast(gradient, raw.dtype), raw.read_value()
   if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
     value -= value * tf.cast(optimizer.weight_decay, raw.dtype) * rate
-  rule: Callable[..., list[tuple[Any, tf.Tensor]]] = (
+  rule: Callable[..., list[tuple[Variable, tf.Tensor]]] = (
     _adam if hasattr(optimizer, "beta_1") else _gradient_descent
   )
   for target, new in rule(optimizer, index, gradient, raw, value, rate):
@@ -136,8 +146,13 @@ def _update(optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, rate
 
 
 def _gradient_descent(
-  optimizer: Any, index: int, gradient: tf.Tensor, raw: Any, value: tf.Tensor, rate: tf.Tensor
-) -> list[tuple[Any, tf.Tensor]]:
+  optimizer: KerasOptimizer,
+  index: int,
+  gradient: tf.Tensor,
+  raw: Variable,
+  value: tf.Tensor,
+  rate: tf.Tensor,
+) -> list[tuple[Variable, tf.Tensor]]:
   """Sutskever et al., "On the importance of initialization and momentum" (2013), section 2."""
   move = -rate * gradient
   if not optimizer.momentum:
@@ -148,8 +163,13 @@ def _gradient_descent(
 
 
 def _adam(
-  optimizer: Any, index: int, gradient: tf.Tensor, raw: Any, value: tf.Tensor, rate: tf.Tensor
-) -> list[tuple[Any, tf.Tensor]]:
+  optimizer: KerasOptimizer,
+  index: int,
+  gradient: tf.Tensor,
+  raw: Variable,
+  value: tf.Tensor,
+  rate: tf.Tensor,
+) -> list[tuple[Variable, tf.Tensor]]:
   """Kingma & Ba, "Adam" (2015), the form that ends section 2: epsilon outside the correction."""
   dtype = raw.dtype
   step = tf.cast(models.raw(optimizer.iterations).read_value() + 1, dtype)

@@ -8,12 +8,16 @@ gradients changes only the number of operations, not the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
 from framework.models import models
 from framework.models.replica_state import assign, assign_result
+from framework.types import Gradient, Variable
+
+if TYPE_CHECKING:
+  from framework.optimizers.adapters import KerasOptimizer
 
 SMALL = 2**14
 """Variables with fewer elements are fused; copying a larger one costs more than fusion saves."""
@@ -36,7 +40,7 @@ class Fusion:
     variables: `flats`, then the originals that are not fused.
   """
 
-  def __init__(self, variables: Sequence[Any], *, enabled: bool) -> None:
+  def __init__(self, variables: Sequence[Variable], *, enabled: bool) -> None:
     """Makes the flat variables; call it in `strategy.scope()`.
 
     Args:
@@ -52,17 +56,17 @@ class Fusion:
     flat = [Piece(self._flat_shape(g), self._raw[g[0]].dtype) for g in self.groups]
     self.pieces = [*flat, *(Piece(self._raw[i].shape, self._raw[i].dtype) for i in self.singles)]
     self.flats: list[tf.Variable] = []
-    self.variables: list[Any] = []
+    self.variables: list[Variable] = []
     self._make_variables()
 
-  def pack(self, gradients: Sequence[Any]) -> list[Any]:
+  def pack(self, gradients: Sequence[Gradient]) -> list[Gradient]:
     """Converts gradients of `originals` to those of `variables`; None in a group becomes zeros."""
     flat = [self._concatenated(group, gradients) for group in self.groups]
     return [*flat, *(gradients[i] for i in self.singles)]
 
-  def unpack(self, pieces: Sequence[Any]) -> list[Any]:
+  def unpack(self, pieces: Sequence[Gradient]) -> list[Gradient]:
     """Converts gradients of `variables` to gradients of `originals`."""
-    gradients: list[Any] = [None] * len(self.originals)
+    gradients: list[Gradient] = [None] * len(self.originals)
     for number, piece in enumerate(pieces[: len(self.groups)]):
       for index, part in self.split(number, piece):
         gradients[index] = part
@@ -100,7 +104,7 @@ class Fusion:
     """Returns what this replica updates of tensors in `pack`'s layout: all (replica context)."""
     return list(pieces)
 
-  def save_whole(self, optimizer: Any) -> None:
+  def save_whole(self, optimizer: KerasOptimizer) -> None:
     """Prepares the slots of `optimizer`, once it is built, for checkpoints (host)."""
 
   def masks(self, missing: Sequence[bool]) -> list[tf.Tensor | None]:
@@ -150,7 +154,7 @@ class Fusion:
     shape, dtype = [sum(self._sizes[i] for i in group)], self._raw[group[0]].dtype
     return len(group) > 1 and any(v.dtype == dtype and v.shape == shape for v in others)
 
-  def _concatenated(self, group: Sequence[int], gradients: Sequence[Any]) -> tf.Tensor:
+  def _concatenated(self, group: Sequence[int], gradients: Sequence[Gradient]) -> tf.Tensor:
     if all(gradients[i] is None for i in group):
       return None
     parts = [
@@ -161,7 +165,7 @@ class Fusion:
     ]
     return tf.concat(parts, axis=0)
 
-  def split(self, number: int, flat: tf.Tensor | None) -> Iterator[tuple[int, Any]]:
+  def split(self, number: int, flat: tf.Tensor | None) -> Iterator[tuple[int, Gradient]]:
     """Yields (index in `originals`, its part) of a tensor of group `number`; parts of None."""
     group = self.groups[number]
     if flat is None:
@@ -172,7 +176,7 @@ class Fusion:
       yield index, tf.reshape(part, self._raw[index].shape)
 
 
-class Gradients(Sequence[Any]):
+class Gradients(Sequence[Gradient]):
   """A sequence of gradients, one per variable; None if the loss does not depend on it.
 
   The gradients of fused variables share a buffer, on which the verbs of framework/step.py work. A
@@ -184,13 +188,15 @@ class Gradients(Sequence[Any]):
     missing: one bool per variable, True for None.
   """
 
-  def __init__(self, fusion: Fusion | None, pieces: Sequence[Any], missing: Sequence[bool]) -> None:
+  def __init__(
+    self, fusion: Fusion | None, pieces: Sequence[Gradient], missing: Sequence[bool]
+  ) -> None:
     """Stores the arguments; see the attributes."""
     self.fusion, self.pieces, self.missing = fusion, list(pieces), list(missing)
-    self._unpacked: list[Any] | None = None
+    self._unpacked: list[Gradient] | None = None
 
   @classmethod
-  def of(cls, fusion: Fusion, gradients: Sequence[Any]) -> Gradients:
+  def of(cls, fusion: Fusion, gradients: Sequence[Gradient]) -> Gradients:
     """Packs gradients, one per variable, for the optimizer of `fusion`."""
     if isinstance(gradients, Gradients) and gradients.fusion is fusion:
       return gradients

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -13,8 +12,9 @@ from framework.observers import AllReduce, Observer, StepObserver, Tensors
 from framework.optimizers.adapters import Optimizer
 from framework.optimizers.ema import Ema
 from framework.optimizers.loss_scale import LossScale
+from framework.types import Model, PerReplica
 
-Saved = tuple[Sequence[tf.Variable], Sequence[Any]]
+Saved = tuple[Sequence[tf.Variable], Sequence[PerReplica]]
 """Variables, and what `read` returned for them."""
 
 
@@ -36,7 +36,7 @@ class Rollback(Observer):
     self,
     *,
     strategy: tf.distribute.Strategy,
-    model: Any,
+    model: Model,
     loss_scale: LossScale,
     counters: Sequence[tf.Variable] = (),
     ema: Ema | None = None,
@@ -141,7 +141,7 @@ def changed_by(optimizer: Optimizer, ema: Ema | None) -> list[tf.Variable]:
   return list(distinct.values())
 
 
-def read(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> list[Any]:
+def read(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> list[PerReplica]:
   """Returns the values of variables, per replica (cross-replica)."""
   if not variables:
     return []
@@ -149,7 +149,7 @@ def read(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> 
 
 
 def write(
-  strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable], values: Sequence[Any]
+  strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable], values: Sequence[PerReplica]
 ) -> None:
   """Assigns the values that `read` returned, per replica (cross-replica)."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,10 @@ from tensorflow.python.training.saving.saveable_object import SaveSpec
 
 from framework.models import models
 from framework.optimizers.fusion import Fusion
+from framework.types import Variable
+
+if TYPE_CHECKING:
+  from framework.optimizers.adapters import KerasOptimizer
 
 _VALUE = "VARIABLE_VALUE"
 _CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -33,7 +37,10 @@ class SavedOptimizer(base.Trackable):
   """
 
   def __init__(
-    self, optimizer: Any, rate: Callable[[], tf.Tensor], variables: Sequence[Any] | None = None
+    self,
+    optimizer: KerasOptimizer,
+    rate: Callable[[], tf.Tensor],
+    variables: Sequence[Variable] | None = None,
   ) -> None:
     """Arranges what is saved; call it in `strategy.scope()`.
 
@@ -130,7 +137,7 @@ class JoinedSlots(base.Trackable):
     name, dtype, saved_shape: those of the flat tensor.
   """
 
-  def __init__(self, slots: Sequence[Any]) -> None:
+  def __init__(self, slots: Sequence[Variable]) -> None:
     """Keeps the slots."""
     self._slots = [models.raw(slot) for slot in slots]
     self._sizes = [slot.shape.num_elements() for slot in self._slots]
@@ -157,7 +164,11 @@ class _Layout(Fusion):
 
 
 def joined_variables(
-  optimizer: Any, slots: Mapping[int, Sequence[Any]], variables: Sequence[Any], *, fused: bool
+  optimizer: KerasOptimizer,
+  slots: Mapping[int, Sequence[Variable]],
+  variables: Sequence[Variable],
+  *,
+  fused: bool,
 ) -> list[Any]:
   """Returns the variables of an optimizer whose slots are not fused, as if they were.
 
@@ -174,7 +185,9 @@ def joined_variables(
   return [*others, *_arranged(slots, groups)]
 
 
-def _arranged(slots: Mapping[int, Sequence[Any]], groups: Sequence[Sequence[int]]) -> Iterator[Any]:
+def _arranged(
+  slots: Mapping[int, Sequence[Variable]], groups: Sequence[Sequence[int]]
+) -> Iterator[Any]:
   for group in groups:
     for kind in zip(*(slots.get(index, ()) for index in group), strict=True):
       yield kind[0] if len(kind) == 1 else JoinedSlots(kind)

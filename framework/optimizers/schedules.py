@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -20,8 +20,12 @@ import tf_keras
 
 from framework.errors import ConfigError, is_finite, require_integer, require_positive, shown
 from framework.host import lazy_keras
+from framework.types import TensorLike
 
-ScheduleFunction = Callable[[tf.Tensor], Any]
+if TYPE_CHECKING:
+  from framework.optimizers.adapters import KerasOptimizer
+
+ScheduleFunction = Callable[[tf.Tensor], TensorLike]
 
 
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):
@@ -44,7 +48,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     self._config = config
     self._step: tf.Variable | None = None
 
-  def at(self, step: Any) -> tf.Tensor:
+  def at(self, step: TensorLike) -> tf.Tensor:
     """Returns the learning rate at `step`, a float32 scalar (any context).
 
     Args:
@@ -52,7 +56,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     """
     return tf.cast(self._function(_float64(step)), tf.float32)
 
-  def __call__(self, iterations: Any) -> tf.Tensor:
+  def __call__(self, iterations: TensorLike) -> tf.Tensor:
     """Returns the learning rate, a float32 scalar; called by optimizers (any context).
 
     Args:
@@ -100,13 +104,13 @@ def _become_tf_keras() -> None:
 lazy_keras.when_tf_keras_loads(_become_tf_keras)
 
 
-def _is_schedule(rate: Any) -> bool:
+def _is_schedule(rate: object) -> bool:
   """Whether it is a schedule of either Keras."""
   of_tf_keras = lazy_keras.tf_keras_classes("optimizers.schedules.LearningRateSchedule")
   return isinstance(rate, (keras.optimizers.schedules.LearningRateSchedule, *of_tf_keras))
 
 
-def bind(optimizer: Any, step: tf.Variable) -> None:
+def bind(optimizer: KerasOptimizer, step: tf.Variable) -> None:
   """Makes an optimizer's learning rate follow `step` if it is a schedule, including Keras's own.
 
   Args:
@@ -349,7 +353,7 @@ def _as_schedule(name: str, value: Any) -> Schedule:
   return constant(learning_rate=_rate(name, value))
 
 
-def _float64(value: Any) -> tf.Tensor:
+def _float64(value: TensorLike) -> tf.Tensor:
   if isinstance(value, (int, float)):  # tf.cast would convert them to int32 or float32 first
     return tf.constant(value, tf.float64)
   return tf.cast(value, tf.float64)

@@ -12,7 +12,7 @@ of replicas, sharded or not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,10 @@ from framework.graphs.autograph import as_written
 from framework.models import models
 from framework.models.replica_state import assign
 from framework.optimizers.fusion import Fusion
+from framework.types import Gradient, Variable
+
+if TYPE_CHECKING:
+  from framework.optimizers.adapters import KerasOptimizer
 
 _VALUE = "VARIABLE_VALUE"
 
@@ -50,7 +54,7 @@ class ShardedFusion(Fusion):
   """
 
   def __init__(
-    self, variables: Sequence[Any], *, enabled: bool, strategy: tf.distribute.Strategy
+    self, variables: Sequence[Variable], *, enabled: bool, strategy: tf.distribute.Strategy
   ) -> None:
     """Makes the parts; call it in `strategy.scope()`.
 
@@ -88,7 +92,7 @@ class ShardedFusion(Fusion):
       if not absent:
         assign(strategy, raw, value)
 
-  def save_whole(self, optimizer: Any) -> None:
+  def save_whole(self, optimizer: KerasOptimizer) -> None:
     """Makes checkpoints hold the whole slots of `optimizer`, once it is built (host)."""
     layout = {
       (v.shape[0], v.dtype): shape
@@ -119,7 +123,7 @@ class ShardedFusion(Fusion):
 
   def _gathered(self) -> list[tf.Tensor]:
     """Returns the new values of the originals, with one communication for each dtype."""
-    whole: list[Any] = [None] * len(self.variables)
+    whole: list[Gradient] = [None] * len(self.variables)
     for dtype in sorted({v.dtype for v in self.variables}, key=lambda each: each.name):
       group = [i for i, v in enumerate(self.variables) if v.dtype == dtype]
       joined = tf.concat([self.variables[i].read_value() for i in group], axis=0)
@@ -133,7 +137,7 @@ class ShardedFusion(Fusion):
 class _SavedWhole(NamedTuple):
   """Saves and restores a variable of which each replica has a part."""
 
-  variable: Any
+  variable: Variable
   shape: tf.TensorShape
   strategy: tf.distribute.Strategy
 

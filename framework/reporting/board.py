@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +14,7 @@ import tensorflow as tf
 from framework.errors import ConfigError, kind, shown
 from framework.host import files
 from framework.run_folder import layout
+from framework.types import TensorLike
 
 MOST_PIXELS = 2**26
 """Of one picture, after its images are put side by side."""
@@ -52,9 +52,9 @@ class Board:
     self._model_dir, self._step, self._message = model_dir, step, message
     self._writer = writer or tf.summary.create_noop_writer
     self._warned: set[str] = set()
-    self.metrics: Mapping[str, Any] = {}
+    self.metrics: Mapping[str, object] = {}
 
-  def image(self, name: str, image: Any) -> None:
+  def image(self, name: str, image: TensorLike) -> None:
     """Shows one image, or several in a grid that is about as wide as high, in row order.
 
     Args:
@@ -71,7 +71,7 @@ class Board:
     with self._writer().as_default(step=np.int64(self._step())):
       tf.summary.image(name, pixels[np.newaxis])
 
-  def histogram(self, name: str, values: Any, *, bins: int = 30) -> None:
+  def histogram(self, name: str, values: TensorLike, *, bins: int = 30) -> None:
     """Shows how values are distributed.
 
     The file has counts [bins], edges [bins + 1], mean, deviation, min, max, and how many values
@@ -180,13 +180,13 @@ class Board:
       self._message(f"warning: {name!r} at step {self._step()} {fault}")
 
 
-def _array(values: Any) -> np.ndarray:
+def _array(values: TensorLike) -> np.ndarray:
   """Returns a NumPy array; bfloat16, which NumPy does not compute with, as float32."""
   array = np.asarray(values.numpy() if hasattr(values, "numpy") else values)
   return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
   if not isinstance(name, str) or not _NAME.fullmatch(name):
     raise ConfigError(
       f"{shown(name)} is not a name for the board; use letters, digits, '_', '-', '.' and '/', "

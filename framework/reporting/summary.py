@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from framework.models import models
 from framework.reporting.progress import Choice, format_number
 from framework.run_folder.metrics_log import flatten, scalars
+from framework.types import Model, Variable
 
 
 class ParameterCount(NamedTuple):
@@ -18,7 +19,7 @@ class ParameterCount(NamedTuple):
   total: int
 
 
-def count_parameters(model: Any) -> ParameterCount | None:
+def count_parameters(model: Model) -> ParameterCount | None:
   """Counts the weights of a Keras 3 model, a tf_keras model, a `tf.Module`, or a dict/list of them.
 
   A shared variable counts once. The state of Keras's random generators and metrics does not count.
@@ -31,14 +32,14 @@ def count_parameters(model: Any) -> ParameterCount | None:
   return ParameterCount(_count(models.trainable_variables(model)), _count(models.weights(model)))
 
 
-def _count(variables: Sequence[Any]) -> int:
+def _count(variables: Sequence[Variable]) -> int:
   return sum(math.prod(variable.shape) for variable in variables)
 
 
 def describe(
   *,
   task: str,
-  model: Any = None,
+  model: Model = None,
   strategy: str | None = None,
   replicas: int = 1,
   devices: Sequence[str] = (),
@@ -78,7 +79,7 @@ def describe(
   return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
 
 
-def _model_rows(model: Any) -> list[tuple[str, str]]:
+def _model_rows(model: Model) -> list[tuple[str, str]]:
   if model is None:
     return []
   if isinstance(model, Mapping):
@@ -87,11 +88,11 @@ def _model_rows(model: Any) -> list[tuple[str, str]]:
   return [("model", _model_text(model))]
 
 
-def _model_text(model: Any) -> str:
+def _model_text(model: Model) -> str:
   return f"{getattr(model, 'name', None) or type(model).__name__}, {_parameters_text(model)}"
 
 
-def _parameters_text(model: Any) -> str:
+def _parameters_text(model: Model) -> str:
   count = count_parameters(model)
   if count is None:
     return "not built yet"

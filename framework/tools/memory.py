@@ -19,12 +19,12 @@ import tensorflow as tf
 from framework import builder, configurables, errors
 from framework import run as runs
 from framework.graphs.autograph import compiled
-from framework.inputs.datasets import Batch
 from framework.models import models
 from framework.run_folder import assets
 from framework.strategies import factories, traits
 from framework.tools import liveness
 from framework.trainer import Trainer
+from framework.types import Batch
 
 MIB = 2**20
 REPLICAS = (2, 4, 8)

@@ -22,7 +22,6 @@ import tf_keras
 
 from framework.errors import ConfigError, is_the_users
 from framework.graphs.autograph import as_written
-from framework.inputs.datasets import Batch
 from framework.inputs.parts import prefixes
 from framework.metrics import Loss
 from framework.models import models
@@ -31,6 +30,7 @@ from framework.optimizers.rollback import Rollback, changed_by, read, write
 from framework.step import Gradient, LossFn, Step, StepParts
 from framework.strategies import traits
 from framework.trainer import Trainer
+from framework.types import Batch
 
 MOST_EXAMPLES = 16
 """How many offending examples to look for; each costs about 2 log2(rows) passes of one replica."""
