@@ -93,6 +93,7 @@ class Evaluator(orbit.AbstractEvaluator):
     ema: Ema | None = None,
     global_step: tf.Variable | None = None,
     eager: bool = False,
+    step: Callable[..., EvalStep] = EvalStep,
   ) -> None:
     """Prepares dataset and metrics (host); raises ConfigError for an asynchronous strategy.
 
@@ -105,10 +106,11 @@ class Evaluator(orbit.AbstractEvaluator):
       ema: evaluate with these averages instead of the variables.
       global_step: int64 scalar, what `EvalStep.number` reads; None is 0.
       eager: use no tf.function.
+      step: makes each replica's step, with the arguments of `EvalStep`.
     """
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
-    self._global_step = global_step
+    self._global_step, self._make_step = global_step, step
     self._cluster = traits.cluster_of(strategy)
     self.sources: Mapping[str, Source | StreamSource] = {}
     self.between_batches: Callable[[str, int, int | None], None] = lambda *_: None
@@ -281,7 +283,7 @@ class Evaluator(orbit.AbstractEvaluator):
   def replica_step(self, batch: Batch, sums: Any = None) -> dict[str, PerExample]:
     """Runs the task's step and adds its metrics; see `EvalStep.close` (replica context)."""
     number = None if self._global_step is None else self._global_step.read_value()
-    step = EvalStep(number=number)
+    step = self._make_step(number=number)
     step.run(self.task.eval_step, batch)
     return step.close(sums or self._metrics)
 

@@ -222,7 +222,7 @@ class ParameterServerTrainer(Trainer):
   """The trainer under `tf.distribute.ParameterServerStrategy`."""
 
   cluster: servers.ParameterServers
-  _metrics: ReturnedSums
+  metrics: ReturnedSums
 
   def __init__(
     self,
@@ -277,9 +277,9 @@ class ParameterServerTrainer(Trainer):
       with tf.control_dependencies([self._applied_step]):
         claim = tf.cond(done + 1 < most_steps, self._claim, lambda: tf.constant(_NEVER))
       bad_step = tf.minimum(bad_step, self._bad_step)
-      return done + 1, claim, sums + self._metrics.taken(), bad_step
+      return done + 1, claim, sums + self.metrics.taken(), bad_step
 
-    start = (tf.constant(0, tf.int64), self._claim(), self._metrics.empty(), tf.constant(_NEVER))
+    start = (tf.constant(0, tf.int64), self._claim(), self.metrics.empty(), tf.constant(_NEVER))
     *_, sums, bad_step = tf.while_loop(
       lambda done, claim, *_: claim < end, one, start, parallel_iterations=1
     )
@@ -297,7 +297,7 @@ class ParameterServerTrainer(Trainer):
     with tf.control_dependencies([finite]):
       before = _fetch_and_add(self.global_step)
     staleness = tf.cast(before - self._began_step, tf.float32)
-    self._metrics.add({"staleness": (staleness, 1.0)})
+    self.metrics.add({"staleness": (staleness, 1.0)})
     self._applied_step = before + 1
     self._bad_step = tf.where(loss_finite, _NEVER, self._applied_step)
     return tf.constant(True)
@@ -355,14 +355,14 @@ class ParameterServerTrainer(Trainer):
         count += self._dispatcher.workers - 1
       piece = (self._iterator, tf.constant(most, tf.int64), tf.constant(end, tf.int64))
       run = functools.partial(self._dispatcher.run, self._compiled_loop, [piece] * count)
-      results = until_it_fits(self._metrics, run)
+      results = until_it_fits(self.metrics, run)
       for result in results:
         if result is not None:
           self._collect(*result)
       step = int(self.global_step.numpy())
 
   def _collect(self, sums: np.ndarray, bad_step: np.ndarray) -> None:
-    self._metrics.collect(sums)
+    self.metrics.collect(sums)
     if bad_step < self.nonfinite_step.numpy():
       self.nonfinite_step.assign(bad_step)
 

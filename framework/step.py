@@ -45,6 +45,7 @@ from framework.strategies.reduction import Reduction
 Gradient: TypeAlias = Any
 """A tensor, or None for a variable on which the loss does not depend."""
 LossFn: TypeAlias = Callable[[Batch], Loss]
+StepFactory: TypeAlias = "Callable[[StepParts], Step]"
 
 
 def replica_id() -> tf.Tensor:
@@ -82,6 +83,13 @@ class StepParts:
     return sorted(found, key=lambda dtype: dtype.name)
 
 
+class Drawn(NamedTuple):
+  """How many forward passes and seeds a step has had: its random numbers follow from them."""
+
+  passes: int = 0
+  seeds: int = 0
+
+
 @methods_as_written
 class EvalStep:
   """One evaluation step on one replica: collects the task's metrics (replica context)."""
@@ -111,7 +119,7 @@ class EvalStep:
   def run(self, task_step: Callable[[Any, Batch], None], batch: Batch) -> None:
     """Calls `Task.train_step` or `Task.eval_step` with the batch and its "step", int64 [n]."""
     rows = tf.shape(batch["weight"])[:1] if "weight" in batch else [1]
-    converted(task_step)(self, {**batch, "step": tf.fill(rows, self._number)})
+    converted(task_step)(self, {**batch, "step": tf.fill(rows, self.number)})
 
   def log(self, metrics: Mapping[str, Metric]) -> None:
     """Adds this replica's metrics: name -> (total, weight), float scalars, `Sum` or `PerExample`.
@@ -122,6 +130,15 @@ class EvalStep:
       ConfigError: not a dict of such metrics.
     """
     self._add(checked(metrics))
+
+  @contextlib.contextmanager
+  def collected(self) -> Iterator[dict[str, Metric]]:
+    """Yields what is logged inside `with`; it does not count, unless it is logged again."""
+    outside, self._logged = self._logged, {}
+    try:
+      yield self._logged
+    finally:
+      self._logged = outside
 
   def _add(self, metrics: Mapping[str, Metric]) -> None:
     if recomputation.is_repeating():
@@ -173,17 +190,23 @@ class EvalStep:
 
 @methods_as_written
 class Step(EvalStep):
-  """One training step on one replica. All methods run in replica context."""
+  """One training step on one replica. All methods run in replica context.
+
+  A subclass may replace a verb: give it to `Trainer(step=...)`.
+
+  Attributes:
+    parts: what the verbs work with.
+    drawn: see `Drawn`; a pass that is repeated sets it back first.
+  """
 
   def __init__(self, parts: StepParts) -> None:
     """Starts a step; the Trainer makes one per trace of the step."""
     super().__init__(parts.reduction, number=parts.global_step.read_value())
-    self._parts = parts
+    self.parts = parts
     self._graph = _graph()
     self._assignments: list[_Assignment] = []
     self._conditional = False
-    self._forward_passes = 0
-    self._seeds = 0
+    self.drawn = Drawn()
     self._finite: list[tf.Tensor] = []
     self._loss_finite: list[tf.Tensor] = []
     self._only_evaluated: set[str] = set()
@@ -195,7 +218,7 @@ class Step(EvalStep):
     Raises:
       ConfigError: not a dict of metrics, or the framework reports the name.
     """
-    prefixes = ["", *map(adapters.prefix, self._parts.optimizers)]
+    prefixes = ["", *map(adapters.prefix, self.parts.optimizers)]
     reported = {f"{p}{n}" for p in prefixes for n in REPORTED_BY_UPDATES} | set(REPORTED)
     metrics = checked(metrics)
     for name in metrics:
@@ -210,7 +233,7 @@ class Step(EvalStep):
 
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
     """See `EvalStep.all_gather`."""
-    if self._parts.jit_compile and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+    if self.parts.jit_compile and tf.distribute.get_strategy().num_replicas_in_sync > 1:
       raise ConfigError(
         "received Trainer.jit_compile=True, but step.all_gather() communicates inside the forward "
         "pass, which XLA compiles for a single replica; use jit_compile=False."
@@ -291,17 +314,50 @@ class Step(EvalStep):
 
   def _accumulated(self, loss_fn: LossFn, batch: Batch, fusion: Fusion) -> tuple[Gradients, Loss]:
     first, *others = self._micro_batches(batch)
-    gradients, loss = self._forward_backward(loss_fn, first, fusion)
+    gradients, loss = self.forward_backward(loss_fn, first, fusion)
     for part in others:
       # Run micro-batches one after another: this saves memory.
       with tf.control_dependencies(gradients.tensors):
         part = {name: tf.identity(value) for name, value in part.items()}
-      more, more_loss = self._forward_backward(loss_fn, part, fusion)
+      more, more_loss = self.forward_backward(loss_fn, part, fusion)
       gradients = gradients.replaced(
         [a + b for a, b in zip(gradients.tensors, more.tensors, strict=True)]
       )
       loss = Loss(loss.total + more_loss.total, loss.weight + more_loss.weight)
     return gradients, loss
+
+  def forward_backward(
+    self, loss_fn: LossFn, batch: Batch, fusion: Fusion
+  ) -> tuple[Gradients, Loss]:
+    """Makes one forward and one backward pass, over one micro-batch; see `gradients`.
+
+    Args:
+      loss_fn: micro-batch -> `Loss`.
+      batch: the micro-batch.
+      fusion: the variables, and the layout of their gradients.
+
+    Returns:
+      The scaled gradients, which may all be None, and the unscaled sums.
+    """
+    key = self._key(self.drawn.passes)
+    self.drawn = self.drawn._replace(passes=self.drawn.passes + 1)
+    raw = [models.raw(v) for v in fusion.originals]
+    missing: list[bool] = []
+
+    def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Metric]]:
+      with self.collected() as logged:
+        with randomness.random_streams(key), self._examples_of(batch), tf.GradientTape() as tape:
+          loss = Loss.checked(converted(loss_fn)(batch))
+          scaled = self._scaled(loss.total)
+        gradients = [_dense(g) for g in tape.gradient(scaled, raw)]
+      convolutions.input_first(gradients)
+      missing[:] = [g is None for g in gradients]
+      return fusion.pack(gradients), loss, logged
+
+    xla = tf.function(compute, jit_compile=True, autograph=False)
+    pieces, loss, logged = (xla if self.parts.jit_compile else compute)(batch)
+    self.log(logged)
+    return Gradients(fusion, pieces, missing), loss
 
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
     """Sums gradients and local loss over all replicas, in one communication.
@@ -312,7 +368,7 @@ class Step(EvalStep):
     self._require_outermost("step.all_reduce()")
     packed = _packed(gradients)
     scalars = [loss.total, loss.weight]
-    reduce = self._parts.reduction.all_reduce
+    reduce = self.parts.reduction.all_reduce
     for observer in self._observers:
       reduce = functools.partial(observer.all_reduce, reduce)
     sums, scalars = reduce(packed.tensors, scalars)
@@ -345,11 +401,11 @@ class Step(EvalStep):
     Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section 3.2.
     """
     packed = _packed(gradients)
-    if self._parts.clip_value is not None:
-      bound = self._parts.clip_value
+    if self.parts.clip_value is not None:
+      bound = self.parts.clip_value
       return packed.map(lambda g: tf.clip_by_value(g, -bound, bound))
-    if self._parts.clip_norm is not None:
-      factor = self._parts.clip_norm / tf.maximum(norm, self._parts.clip_norm)
+    if self.parts.clip_norm is not None:
+      factor = self.parts.clip_norm / tf.maximum(norm, self.parts.clip_norm)
       return packed.map(lambda g: g * tf.cast(factor, g.dtype))
     return packed
 
@@ -409,12 +465,12 @@ class Step(EvalStep):
     ) -> None:
       def update() -> None:
         target.apply(strategy, packed.replaced(tensors))
-        if self._parts.ema is not None:
-          self._parts.ema.update(strategy, target.variables)
+        if self.parts.ema is not None:
+          self.parts.ema.update(strategy, target.variables)
 
       for observer in self._observers:
         observer.before_update(target)
-      if target.masks and self._parts.ema is None and not traits.shares_variables(strategy):
+      if target.masks and self.parts.ema is None and not traits.shares_variables(strategy):
         target.apply(strategy, packed.replaced(tensors), finite)
       else:
         update_if(strategy, strategy.experimental_local_results(finite)[0], update)
@@ -513,8 +569,8 @@ class Step(EvalStep):
     """
     if (stream := recomputation.stream()) is not None:
       return stream.next_seed()
-    self._seeds += 1
-    return self._key(-self._seeds)
+    self.drawn = self.drawn._replace(seeds=self.drawn.seeds + 1)
+    return self._key(-self.drawn.seeds)
 
   def outcome(self) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (gradients finite, losses finite), bool scalars over all updates of this step.
@@ -538,19 +594,19 @@ class Step(EvalStep):
     return super().close(sums, own)
 
   def _optimizer(self, name: str) -> Optimizer:
-    if name not in self._parts.optimizers:
-      raise unknown("optimizer", name, self._parts.optimizers)
-    return self._parts.optimizers[name]
+    if name not in self.parts.optimizers:
+      raise unknown("optimizer", name, self.parts.optimizers)
+    return self.parts.optimizers[name]
 
   def _scaled(self, total: tf.Tensor) -> tf.Tensor:
-    return self._parts.loss_scale.scaled(total, self._parts.global_batch_size)
+    return self.parts.loss_scale.scaled(total, self.parts.global_batch_size)
 
   def _key(self, index: int) -> tf.Tensor:
-    parts = self._parts
+    parts = self.parts
     return randomness.step_key(parts.seed, parts.global_step, parts.replica_id(), index)
 
   def _micro_batches(self, batch: Batch) -> list[Batch]:
-    count = self._parts.accumulation_steps
+    count = self.parts.accumulation_steps
     if count == 1:
       return [batch]
     parts = {name: split_rows(value, count) for name, value in batch.items()}
@@ -558,7 +614,7 @@ class Step(EvalStep):
 
   def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which statistics over the batch leave out padded rows."""
-    parts, replicas = self._parts, tf.distribute.get_strategy().num_replicas_in_sync
+    parts, replicas = self.parts, tf.distribute.get_strategy().num_replicas_in_sync
     if not parts.padded:
       return contextlib.nullcontext()
     why = f"global_batch_size is {parts.global_batch_size} for {replicas} replicas"
@@ -569,7 +625,7 @@ class Step(EvalStep):
   def _fusion(self, variables: Sequence[Any]) -> Fusion:
     """Returns the layout of the optimizer that owns these variables, else one without fusion."""
     wanted = [id(models.raw(v)) for v in variables]
-    for optimizer in self._parts.optimizers.values():
+    for optimizer in self.parts.optimizers.values():
       if wanted == [id(models.raw(v)) for v in optimizer.variables]:
         return optimizer.fusion
     return Fusion(variables, enabled=False)
@@ -592,13 +648,14 @@ class Step(EvalStep):
     when = _condition(when)
     if tf.executing_eagerly():
       return compute() if when else _nothing(fusion)
-    outside, begun = self._logged, (self._forward_passes, self._seeds)
+    begun = self.drawn
     made: list[Any] = []
 
     def flat() -> list[tf.Tensor]:
-      self._logged, (self._forward_passes, self._seeds) = {}, begun
-      gradients, loss = compute()
-      made[:] = [gradients, (list(gradients.tensors), loss, self._logged)]
+      self.drawn = begun
+      with self.collected() as logged:
+        gradients, loss = compute()
+      made[:] = [gradients, (list(gradients.tensors), loss, logged)]
       return [tf.convert_to_tensor(t) for t in tf.nest.flatten(made[1])]
 
     def zeros() -> list[tf.Tensor]:
@@ -609,34 +666,8 @@ class Step(EvalStep):
     if values is None:
       values = [tf.where(when, t, tf.zeros_like(t)) for t in flat()]
     tensors, loss, logged = tf.nest.pack_sequence_as(made[1], values)
-    self._logged = outside
     self._add(logged)
     return made[0].replaced(tensors), loss
-
-  def _forward_backward(
-    self, loss_fn: LossFn, batch: Batch, fusion: Fusion
-  ) -> tuple[Gradients, Loss]:
-    key = self._key(self._forward_passes)
-    self._forward_passes += 1
-    outside, self._logged = self._logged, {}
-    raw = [models.raw(v) for v in fusion.originals]
-    missing: list[bool] = []
-
-    def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Metric]]:
-      self._logged = {}
-      with randomness.random_streams(key), self._examples_of(batch), tf.GradientTape() as tape:
-        loss = Loss.checked(converted(loss_fn)(batch))
-        scaled = self._scaled(loss.total)
-      gradients = [_dense(g) for g in tape.gradient(scaled, raw)]
-      convolutions.input_first(gradients)
-      missing[:] = [g is None for g in gradients]
-      return fusion.pack(gradients), loss, self._logged
-
-    xla = tf.function(compute, jit_compile=True, autograph=False)
-    pieces, loss, logged = (xla if self._parts.jit_compile else compute)(batch)
-    self._logged = outside
-    self.log(logged)
-    return Gradients(fusion, pieces, missing), loss
 
 
 class _Assignment(NamedTuple):

@@ -34,7 +34,7 @@ from framework.optimizers import adapters
 from framework.optimizers import loss_scale as loss_scales
 from framework.optimizers.ema import Ema
 from framework.optimizers.loss_scale import LossScale
-from framework.step import Step, StepParts, replica_id
+from framework.step import Step, StepFactory, StepParts, replica_id
 from framework.strategies import traits
 from framework.strategies.reduction import Reduction
 from framework.task import Task, derived_metrics
@@ -52,6 +52,11 @@ class Trainer(orbit.AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller` or your own loop calls `train`.
 
   For parameter servers, use `framework.parameter_server.ParameterServerTrainer`.
+
+  Attributes:
+    parts: what each replica's step works with; `use` replaces them.
+    metrics: the sums of the loop that runs.
+    assigned: the variables that `Step.assign` sets, by name, once the step has been traced.
   """
 
   def __init__(
@@ -75,6 +80,7 @@ class Trainer(orbit.AbstractTrainer):
     eager: bool = False,
     seed: int = 0,
     observers: Sequence[Observer] = (),
+    step: StepFactory = Step,
   ) -> None:
     """Makes the model (unless `task.model` is set), the optimizers and the counters (host).
 
@@ -104,6 +110,7 @@ class Trainer(orbit.AbstractTrainer):
       eager: use no tf.function: print and breakpoints in a task see every step.
       seed: for dropout and other random layers, combined with step and replica.
       observers: see framework/observers.py.
+      step: makes each replica's step, such as a subclass of `Step` with a verb of its own.
 
     Raises:
       ConfigError: a value is out of range, or two options contradict.
@@ -130,7 +137,7 @@ class Trainer(orbit.AbstractTrainer):
     self.source: Callable[[], Source | StreamSource | Sources | Buckets] | None = None
     self._iterator: Iterator[Batch] | None = None
     self._weight_seen = False
-    self._assigned: dict[str, tf.Variable] = {}  # what Step.assign sets, by name
+    self.assigned: dict[str, tf.Variable] = {}
     with strategy.scope():
       if task.model is None:
         with traits.building(strategy):
@@ -146,7 +153,7 @@ class Trainer(orbit.AbstractTrainer):
         shard=shard_optimizer_state,
       )
       ema = None if ema_decay is None else Ema.of_model(task.model, decay=ema_decay)
-      self._metrics = self._make_sums()
+      self.metrics = self._make_sums()
       parts = StepParts(
         optimizers=built, ema=ema, loss_scale=(loss_scale or _usual_loss_scale())(),
         reduction=reduction() if callable(reduction) else reduction,
@@ -155,7 +162,7 @@ class Trainer(orbit.AbstractTrainer):
         jit_compile=jit_compile, replica_id=self.replica_id, observers=tuple(observers),
         padded=self.padded_batch_size != global_batch_size,
       )  # fmt: skip
-    self._use(parts)
+    self._set(parts, step)
     self._traces = 1
     parts.reduction.prove(strategy, parts.dtypes)
 
@@ -180,7 +187,7 @@ class Trainer(orbit.AbstractTrainer):
       return self.state_metrics()
     if self._iterator is None:
       self._iterator = self.make_iterator()
-    self._metrics.reset()  # an earlier loop may have failed midway
+    self.metrics.reset()  # an earlier loop may have failed midway
     before, clock = int(self.global_step.numpy()), timing.LoopClock()
     for observer in self.parts.observers:
       observer.loop_begins(after_step=before, steps=steps)
@@ -191,7 +198,7 @@ class Trainer(orbit.AbstractTrainer):
       self.position.assign_add(done * self.global_batch_size)
     undone = done < steps  # true if an observer undid the last step; only the metrics include it
     ran = done + undone
-    results = self._metrics.result()  # waits for the device
+    results = self.metrics.result()  # waits for the device
     seconds = clock.seconds()
     self._report_retracing()
     self._require_weight()
@@ -204,7 +211,7 @@ class Trainer(orbit.AbstractTrainer):
     for observer in self.parts.observers:
       observer.loop_ends(results, done=done, ran=ran)
     results |= derived_metrics(
-      self.task, results, self._metrics.sums, only_evaluated=self._metrics.only_evaluated
+      self.task, results, self.metrics.sums, only_evaluated=self.metrics.only_evaluated
     )
     results["examples_per_second"] = ran * self.global_batch_size / seconds
     return {**self.state_metrics(), **results}
@@ -225,7 +232,7 @@ class Trainer(orbit.AbstractTrainer):
 
   def average_state(self) -> None:
     """Averages state that differs between replicas, at the end of a loop (cross-replica)."""
-    replica_state.average(self.strategy, self.task.model, equal=self._assigned)
+    replica_state.average(self.strategy, self.task.model, equal=self.assigned)
 
   def train_step(self, iterator: Iterator[Batch]) -> tf.Tensor:
     """Runs one step on one global batch; returns a bool scalar, False if undone (cross-replica)."""
@@ -239,13 +246,13 @@ class Trainer(orbit.AbstractTrainer):
 
   def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Runs the task's step and sums its metrics; returns `Step.outcome` (replica context)."""
-    step = Step(self.parts)
+    step = self._make_step(self.parts)
     step.run(self.task.train_step, batch)
     finite, loss_finite = step.outcome()
     self._note_state(step)
     step.commit(finite & loss_finite)
     own = {"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)}
-    step.close(self._metrics, own)
+    step.close(self.metrics, own)
     return finite, loss_finite
 
   def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
@@ -309,7 +316,16 @@ class Trainer(orbit.AbstractTrainer):
 
   def observe(self, observer: Observer) -> None:
     """Adds an observer; the next `train` traces the loop again (host)."""
-    self._use(dataclasses.replace(self.parts, observers=(*self.parts.observers, observer)))
+    self.use(observers=(*self.parts.observers, observer))
+
+  def use(self, *, step: StepFactory | None = None, **parts: Any) -> None:
+    """Replaces the step, or some of its parts; the next `train` traces the loop again (host).
+
+    Args:
+      step: see `Trainer`; None keeps it.
+      **parts: fields of `StepParts`.
+    """
+    self._set(dataclasses.replace(self.parts, **parts), step or self._make_step)
 
   def make_iterator(self) -> Iterator[Batch]:
     """Returns an iterator over distributed global batches, starting at `position` (host)."""
@@ -331,6 +347,13 @@ class Trainer(orbit.AbstractTrainer):
     """The number of traces of the loop; 0 in eager mode."""
     return 0 if self.eager else self._compiled_loop.experimental_get_tracing_count()
 
+  def graph(self) -> tf.Graph:
+    """Returns the graph of the compiled loop, once `train` has run it (host).
+
+    Not under model_parallel and parameter_server, whose loops are no single graph.
+    """
+    return self._compiled_loop.get_concrete_function(self._iterator, tf.constant(1)).graph
+
   def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
     if traits.is_asynchronous(strategy):
       raise ConfigError(
@@ -338,9 +361,8 @@ class Trainer(orbit.AbstractTrainer):
         "asynchronous; use framework.parameter_server.ParameterServerTrainer."
       )
 
-  def _use(self, parts: StepParts) -> None:
-    """Sets the parts; the next loop is traced again."""
-    self.parts = parts
+  def _set(self, parts: StepParts, step: StepFactory) -> None:
+    self.parts, self._make_step = parts, step
     self._compiled_loop: Any = self._compiled()
 
   def _compiled(self) -> Any:
@@ -377,13 +399,13 @@ class Trainer(orbit.AbstractTrainer):
   def _note_state(self, step: Step) -> None:
     """Checks what a traced step assigns; a step with conditional updates may have no weight."""
     models.require_state(self.task.model, step.assigned, self.strategy)
-    self._assigned |= step.assigned
+    self.assigned |= step.assigned
     self._weight_seen = self._weight_seen or step.is_conditional
 
   def _require_weight(self) -> None:
     """Raises if all weights so far are 0; single batches may have weight 0."""
     losses = {f"{adapters.prefix(name)}loss" for name in self.parts.optimizers}
-    self._weight_seen = self._weight_seen or not losses <= self._metrics.weightless
+    self._weight_seen = self._weight_seen or not losses <= self.metrics.weightless
     if not self._weight_seen:
       raise ConfigError(
         f"all examples up to step {int(self.global_step.numpy())} have weight 0, so nothing was "

@@ -73,6 +73,7 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
     "eager": "set run.eager",
     "seed": "set run.seed",
     "observers": "set run.ledger or run.actions",
+    "step": "override train_step() of the task, which calls the step's verbs",
   },
   "Evaluator": {
     "task": "set run.task",
@@ -81,6 +82,7 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
     "global_step": "it is the trainer's",
     "ema": "set Trainer.ema_decay",
     "eager": "set run.eager",
+    "step": "override eval_step() of the task",
   },
 }
 """Parameters that the caller passes itself, ignoring bindings, and what to do instead."""

@@ -36,7 +36,7 @@ UNFINISHED = "unfinished"
 """Folder in which a checkpoint is written before its files are moved."""
 _STATE = "checkpoint"
 _FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
-_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _COPIES = ("/_trainable_variables/", "/_current_learning_rate/")
 """In the keys of values that only checkpoints of earlier versions have, and nothing needs."""
 _NEW = ("ema", "loss_scale")
@@ -278,7 +278,7 @@ class CheckpointManager(tf.train.CheckpointManager):
       delattr(self._checkpoint, name)
     for name, optimizer in optimizers.items():
       own = f"optimizers/{trackable_utils.escape_local_name(name)}/"
-      parts = {key.removeprefix(own).removesuffix(_VALUE) for key in keys if key.startswith(own)}
+      parts = {key.removeprefix(own).removesuffix(VALUE) for key in keys if key.startswith(own)}
       optimizer.saved.fit(parts)
     try:
       yield
@@ -443,7 +443,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         found.append((rank, f"{models.name(variable)!r} is {got} in it and {wanted} here"))
     for key in sorted(there.keys() - here.keys()):
       if key.startswith(("model/", "optimizers/")) and not any(each in key for each in _COPIES):
-        name = key.removesuffix(_VALUE)
+        name = key.removesuffix(VALUE)
         rank = 1 if key.startswith("model/") else 3
         found.append((rank, f"{name!r} is {there[key]} in it and missing here"))
     return [text for _, text in sorted(found, key=lambda item: item[0])]
@@ -564,16 +564,16 @@ def variables_of(root: tf.train.Checkpoint) -> dict[str, Any]:
   nodes, paths = tf.train.TrackableView(root)._descendants_with_paths()
   kinds = (tf.Variable, keras.Variable, JoinedSlots, SavedRate)
   found = [node for node in nodes if isinstance(node, kinds)]
-  return {f"{trackable_utils.object_path_to_string(paths[v])}{_VALUE}": v for v in found}
+  return {f"{trackable_utils.object_path_to_string(paths[v])}{VALUE}": v for v in found}
 
 
 def _kinds(reader: Any) -> dict[str, str]:
   dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
-  return {k: f"{dtypes[k].name} {list(shapes[k])}" for k in shapes if k.endswith(_VALUE)}
+  return {k: f"{dtypes[k].name} {list(shapes[k])}" for k in shapes if k.endswith(VALUE)}
 
 
 def _label(reader: Any, name: str) -> str:
-  key = f"experiment/{name}{_VALUE}"
+  key = f"experiment/{name}{VALUE}"
   return reader.get_tensor(key).decode() if reader.has_tensor(key) else ""
 
 

@@ -119,7 +119,7 @@ def _saved(reader: Any) -> Iterator[tuple[str, str, str]]:
       child_path = f"{path}{trackable_utils.escape_local_name(child.local_name)}"
       queue.append((f"{child_path}/", child.node_id))
       for attribute in graph.nodes[child.node_id].attributes:
-        if attribute.checkpoint_key.endswith(checkpoints._VALUE):
+        if attribute.checkpoint_key.endswith(checkpoints.VALUE):
           yield h5.plain(attribute.full_name), _path(child_path), attribute.checkpoint_key
 
 
@@ -142,7 +142,7 @@ def _of_h5(content: bytes, source: str) -> dict[str, Stored]:
 
 
 def _path(key: str) -> str:
-  return key.removeprefix("model/").removesuffix(checkpoints._VALUE)
+  return key.removeprefix("model/").removesuffix(checkpoints.VALUE)
 
 
 def _numbered(model: Any) -> Iterator[tuple[str, tf.Variable]]:

@@ -519,7 +519,7 @@ def test_the_whole_step_compiles_under_xla(fuse_updates, optimizer, one):
       finite, _ = step(next(batches), tf.constant(0.25))
       assert finite
     [kernel] = kernels(trainer)
-    results = trainer._metrics.result()
+    results = trainer.metrics.result()
     assert results["input_wait"] == 0.25
     finals.append((kernel, trainer.parts.ema.averages[0].numpy(), results["loss"]))
   for plain, compiled in zip(*finals, strict=True):

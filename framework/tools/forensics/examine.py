@@ -216,18 +216,18 @@ class _Probe(Step):
     self._names = [models.name(v) for v in variables]
     return super().gradients(loss_fn, batch, variables, when=when)
 
-  def _forward_backward(
+  def forward_backward(
     self, loss_fn: LossFn, batch: Batch, fusion: Fusion
   ) -> tuple[Gradients, Loss]:
-    begun = self._forward_passes, self._seeds
+    begun = self.drawn
     number, names = self._number, self._names
 
     def not_finite(rows: Sequence[int]) -> dict[str, str]:
-      self._forward_passes, self._seeds = begun
+      self.drawn = begun
       part = _only(batch, rows)
-      return self._not_finite(names, *super(_Probe, self)._forward_backward(loss_fn, part, fusion))
+      return self._not_finite(names, *super(_Probe, self).forward_backward(loss_fn, part, fusion))
 
-    gradients, loss = super()._forward_backward(loss_fn, batch, fusion)
+    gradients, loss = super().forward_backward(loss_fn, batch, fusion)
     bad = self._not_finite(names, gradients, loss)
     if bad and not self._locate:
       self._locate = lambda: _located(bad, batch, not_finite, number, self._replica)

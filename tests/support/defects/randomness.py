@@ -104,7 +104,7 @@ class FixedSeed(Right):
 )
 class SeedOfTheStep(Right):
   def train_step(self, step, batch):
-    seed = tf.stack([5, tf.cast(step._parts.global_step, tf.int32)])
+    seed = tf.stack([5, tf.cast(step.parts.global_step, tf.int32)])
     noise = tf.random.stateless_normal(batch["x"].shape, seed=seed)
     step.update(lambda b: self.training_loss(step, b), {**batch, "x": batch["x"] + noise})
 
@@ -361,7 +361,7 @@ class NoiseOfExamples(Right):
     return {**batch, "x": batch["x"] + self._noise(batch["example_id"], 0)}
 
   def train_step(self, step, batch):
-    noise = self._noise(batch["example_id"], step._parts.global_step)
+    noise = self._noise(batch["example_id"], step.parts.global_step)
     step.update(lambda b: self.training_loss(step, b), {**batch, "x": batch["x"] + noise})
 
   def _noise(self, ids, step):

@@ -100,8 +100,7 @@ def test_recording_changes_no_weight(tmp_path, mirrored):
 def test_there_is_one_record_a_replica_and_none_without_a_ledger(tmp_path, mirrored):
   def records(trainer):
     everything.train(trainer, 1)
-    [function] = trainer._compiled_loop.function._list_all_concrete_functions_for_serialization()
-    definitions = function.graph.as_graph_def().library.function
+    definitions = trainer.graph().as_graph_def().library.function
     return sum(node.op == "ResourceScatterUpdate" for f in definitions for node in f.node_def)
 
   assert records(everything.make_trainer(mirrored(2))) == 0

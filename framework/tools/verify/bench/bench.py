@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -161,6 +160,8 @@ class Bench:
 
   Attributes:
     first_number: the number of the step that `steps_from` runs.
+    around: makes the context in which `step` and `graph` run; see shared_noise.py.
+    run: runs one step on what `distributed` returns, compiled unless eager.
   """
 
   first_number = 0
@@ -197,19 +198,19 @@ class Bench:
     """
     randomness.seed_everything(subject.seed)
     self.replicas, self.subject = replicas, subject
-    self._kind = _always(number, assigns) if always else None
-    self._around = shared_noise.alike_for_all_rows if quiet else contextlib.nullcontext
+    self.around = shared_noise.alike_for_all_rows if quiet else contextlib.nullcontext
     self.strategy = strategy or strategy_of(replicas)
     self.task = subject.fresh_task()
+    if always:
+      options["step"] = _always(number, assigns)
     recipe = dataclasses.replace(
       subject, global_batch_size=rows, eager=eager, options={**subject.options, **options},
       optimizer=subject.optimizer_like(optimizer) if optimizer else subject.optimizer,
     )  # fmt: skip
     self.trainer = recipe.trainer(self.task, self.strategy, dataset_fn=_no_dataset)
     if quiet:
-      alike = dataclasses.replace(self.trainer.parts, replica_id=lambda: tf.constant(0))
-      self.trainer.parts = alike
-    self._step = stepper(self.trainer)
+      self.trainer.use(replica_id=lambda: tf.constant(0))
+    self.run = stepper(self.trainer)
 
   @property
   def variables(self) -> list[tf.Variable]:
@@ -246,7 +247,7 @@ class Bench:
   @property
   def keeps_state(self) -> bool:
     """Whether a step has assigned to variables by `step.assign`."""
-    return bool(self.trainer._assigned)
+    return bool(self.trainer.assigned)
 
   @property
   def parameters(self) -> int:
@@ -263,18 +264,13 @@ class Bench:
   def step(self, batch: Rows) -> Outcome:
     """Runs one training step on one global batch (host)."""
     before = [self.copies(v)[0] for v in self.variables]
-    self.trainer._metrics.reset()
-    with self._around(), self._steps():
-      self._step(self.distributed(batch))
-    metrics = self.trainer._metrics.result() | numbers(self.trainer._metrics.sums)
+    self.trainer.metrics.reset()
+    with self.around():
+      self.run(self.distributed(batch))
+    metrics = self.trainer.metrics.result() | numbers(self.trainer.metrics.sums)
     metrics.pop("input_wait", None)
     after = [self.copies(v) for v in self.variables]
     return Outcome(before=before, after=after, metrics=metrics)
-
-  def _steps(self) -> contextlib.AbstractContextManager[Any]:
-    if self._kind is None:
-      return contextlib.nullcontext()
-    return mock.patch("framework.trainer.Step", self._kind)
 
   def steps_from(self, values: Sequence[np.ndarray], batch: Rows) -> Outcome:
     """Sets the variables and runs step `first_number`; the optimizer's state stays (host)."""
@@ -284,8 +280,8 @@ class Bench:
 
   def graph(self, batch: Rows) -> Any:
     """Returns the graph of the compiled step on a global batch (host)."""
-    with self._around(), self._steps():
-      return self._step.get_concrete_function(self.distributed(batch)).graph
+    with self.around():
+      return self.run.get_concrete_function(self.distributed(batch)).graph
 
   def assign(self, values: Sequence[np.ndarray]) -> None:
     """Sets `variables` on every replica (host)."""
@@ -312,10 +308,9 @@ def _always(number: int | None, assigns: bool) -> type[Step]:
   """Returns a Step that makes every update, and every assignment if `assigns`."""
 
   class Always(Step):
-    def __init__(self, *args: Any) -> None:
-      super().__init__(*args)
-      if number is not None:
-        self._number = tf.constant(number, tf.int64)
+    @property
+    def number(self) -> tf.Tensor:
+      return super().number if number is None else tf.constant(number, tf.int64)
 
     def gradients(
       self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None

@@ -5,10 +5,8 @@ The weights are always the same, and not quite the initial ones: these often mak
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -63,7 +61,7 @@ class Evaluated:
     for variable, value in zip(self.variables, self.values, strict=True):
       variable.assign(value)
     self.evaluator = self._evaluator(sets)
-    with self._traced():
+    with shared_noise.alike_for_all_rows():
       found = self.evaluator.evaluate()
     self._note_changes()
     results: dict[str, Values] = {name: {} for name in sets}
@@ -75,7 +73,7 @@ class Evaluated:
   def graph(self, rows: Rows) -> Any:
     """Returns the graph of the evaluation of one global batch (host)."""
     evaluator = self._evaluator({"rows": [rows]})
-    with self._traced():
+    with shared_noise.alike_for_all_rows():
       evaluator.metric_names()
       batch = bench.distributed(self.strategy, rows)
       return compiled(evaluator.packed_step).get_concrete_function(batch).graph
@@ -87,10 +85,9 @@ class Evaluated:
       )
       for name, batches in sets.items()
     }
-    return Evaluator(task=self.task, strategy=self.strategy, dataset=datasets)
+    return Evaluator(task=self.task, strategy=self.strategy, dataset=datasets, step=self._watched())
 
-  @contextlib.contextmanager
-  def _traced(self) -> Any:
+  def _watched(self) -> type[EvalStep]:
     outer = self
 
     class Watched(EvalStep):
@@ -98,8 +95,7 @@ class Evaluated:
         outer.gathers = True
         return super().all_gather(tensor)
 
-    with shared_noise.alike_for_all_rows(), mock.patch("framework.evaluator.EvalStep", Watched):
-      yield
+    return Watched
 
   def _derive(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """As the task's; nothing if it cannot be computed from few examples, such as of one class."""

@@ -216,7 +216,7 @@ class Recording:
         return super().check(gradients)
 
       def clip(self, gradients: Sequence[Any], norm: tf.Tensor) -> Gradients:
-        recording.begins(self, Call("clip", _clipping(self._parts)), gradients)
+        recording.begins(self, Call("clip", _clipping(self.parts)), gradients)
         return super().clip(gradients, norm)
 
       def apply(
@@ -241,12 +241,12 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
     return result
 
   rows = subject.divisible_rows
-  here = Bench(subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent, quiet=False)
+  here = Bench(
+    subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent, quiet=False,
+    step=recording.step_class(),
+  )  # fmt: skip
   recording.task = here.task
-  with (
-    mock.patch("framework.trainer.Step", recording.step_class()),
-    mock.patch.object(distribute_lib.ReplicaContextBase, "all_reduce", counted),
-  ):
+  with mock.patch.object(distribute_lib.ReplicaContextBase, "all_reduce", counted):
     here.step(subject.rows(here.task, rows))
   recording.find_early()
   return recording, here

@@ -125,9 +125,7 @@ def _apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
 
 
 def _operations(here: Bench, batch: Rows) -> list[tf.Operation]:
-  step: Any = here._step
-  graph = step.get_concrete_function(here.distributed(batch)).graph
-  return [op for inner in _compiled_graphs(graph) for op in graphs.operations(inner)]
+  return [op for inner in _compiled_graphs(here.graph(batch)) for op in graphs.operations(inner)]
 
 
 def _compiled_graphs(graph: Any) -> Iterator[Any]:

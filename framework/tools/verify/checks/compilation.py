@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 from framework.graphs import operations as graphs
-from framework.graphs.autograph import compiled
 from framework.models import models
 from framework.tools.verify.bench import bench, harness, held_state, source_lines, xla
 from framework.tools.verify.bench.bench import Subject
@@ -68,10 +67,7 @@ class Loop:
     for steps in LOOPS:
       harness.train(trainer, steps)
     self.late = [v for v in _variables(trainer) if id(v) not in built]
-    self.graph = self._graph(trainer._compiled_loop)
-
-  def _graph(self, function: Any) -> Any:
-    return function.get_concrete_function(self.trainer._iterator, tf.constant(1)).graph
+    self.graph = trainer.graph()
 
   def traced_once(self) -> Result:
     """Checks that loops of several lengths, over several batches, use one trace."""
@@ -100,7 +96,8 @@ class Loop:
     """Traces the loop again and compares operations and constants."""
     before, generators = held_state.held(self.task), held_state.numpy_and_python()
     try:
-      again = self._graph(compiled(self.trainer.loop))
+      self.trainer.use()
+      again = self.trainer.graph()
     except (TypeError, ValueError, tf.errors.OpError):
       if not self._kept():
         raise

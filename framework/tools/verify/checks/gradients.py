@@ -21,7 +21,6 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework import step as steps
 from framework.errors import ConfigError
 from framework.graphs import randomness
 from framework.metrics import Loss
@@ -136,11 +135,8 @@ def look(subject: Subject) -> tuple[GradientNotes, Bench]:
     for number in (0, *others):
       here.assign(values)
       here.trainer.global_step.assign(number)
-      with (
-        mock.patch("framework.trainer.Step", _looking(seen, here.task, differences)),
-        mock.patch.object(steps, "_dense", _noting(seen)),
-      ):
-        here.step(more() if number else batch)
+      here.trainer.use(step=_looking(seen, here.task, differences))
+      here.step(more() if number else batch)
       if seen.complete:
         break
       differences = None
@@ -181,18 +177,6 @@ def _widened(value: np.ndarray) -> np.ndarray:
   return value.astype(np.float64) if np.issubdtype(value.dtype, np.floating) else value
 
 
-def _noting(seen: GradientNotes) -> Callable[[Any], Any]:
-  dense = steps._dense
-
-  def noting(gradient: Any) -> Any:
-    made = dense(gradient)
-    if isinstance(gradient, tf.IndexedSlices):
-      seen.sparse[f"{tuple(made.shape)}"] = int(tf.size(made)) * made.dtype.size
-    return made
-
-  return noting
-
-
 def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[Step]:
   class Looking(Step):
     def gradients(
@@ -206,33 +190,32 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
           raise
         for variable in variables:  # the other branch of a tf.cond, perhaps
           seen.norms.setdefault(models.name(variable), -1.0)
-        return steps._nothing(self._fusion(variables))
-      factor = float(self._scaled(tf.constant(1.0)))
-      kept, self._logged = self._logged, {}
+        zeros = [tf.zeros_like(models.raw(variable)) for variable in variables]
+        return zeros, Loss(tf.constant(0.0), tf.constant(0.0))
+      scaled = self.parts.loss_scale.scaled
+      factor = float(scaled(tf.constant(1.0), self.parts.global_batch_size))
       wanted = {id(models.raw(v)) for v in variables}
       owner = next(
-        (name for name, one in self._parts.optimizers.items()
+        (name for name, one in self.parts.optimizers.items()
          if wanted & {id(models.raw(v)) for v in one.variables}), "default",
       )  # fmt: skip
 
-      def total() -> float:
-        with randomness.random_streams(tf.constant([3, 5])):
-          return float(Loss.checked(loss_fn(batch)).total)
+      def total() -> tf.Tensor:
+        with self.collected(), randomness.random_streams(tf.constant([3, 5])):
+          return Loss.checked(loss_fn(batch)).total
 
-      try:
-        _note(seen, list(gradients), variables)
+      with self.collected():  # tensors of the graph among them
         graph = LossGraph(loss_fn, batch)
-        self._logged = {}  # its tensors belong to the graph
-        alone = differences is not None and self._parts.accumulation_steps == 1
-        if alone and (differences != "float64" or graph.is_exact):
-          seen.precision = str(differences)
-          _note_differences(seen, total, list(gradients), variables, factor)
-        seen.stops = seen.stops or graph.stops
-        seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
-        seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
-        seen.calls.setdefault(owner, graph.calls(task.model))
-      finally:
-        self._logged = kept
+      _note(seen, list(gradients), variables)
+      _note_sparse(seen, total, variables)
+      alone = differences is not None and self.parts.accumulation_steps == 1
+      if alone and (differences != "float64" or graph.is_exact):
+        seen.precision = str(differences)
+        _note_differences(seen, total, list(gradients), variables, factor)
+      seen.stops = seen.stops or graph.stops
+      seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
+      seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
+      seen.calls.setdefault(owner, graph.calls(task.model))
       return gradients, loss
 
   return Looking
@@ -251,8 +234,20 @@ def _note(seen: GradientNotes, gradients: Sequence[Any], variables: Sequence[Any
     seen.norms[name] = max(norm, seen.norms.get(name, 0.0))
 
 
+def _note_sparse(
+  seen: GradientNotes, total: Callable[[], tf.Tensor], variables: Sequence[Any]
+) -> None:
+  raw = [models.raw(variable) for variable in variables]
+  with tf.GradientTape() as tape:
+    loss = total()
+  for gradient in tape.gradient(loss, raw):
+    if isinstance(gradient, tf.IndexedSlices):
+      dense = tf.convert_to_tensor(gradient)
+      seen.sparse[f"{tuple(dense.shape)}"] = int(tf.size(dense)) * dense.dtype.size
+
+
 def _note_differences(
-  seen: GradientNotes, total: Callable[[], float], gradients: Sequence[Any],
+  seen: GradientNotes, total: Callable[[], tf.Tensor], gradients: Sequence[Any],
   variables: Sequence[Any], factor: float,
 ) -> None:  # fmt: skip
   there = [
@@ -271,7 +266,7 @@ def _note_differences(
 
 
 def _compare(
-  total: Callable[[], float], gradient: np.ndarray, variable: Any, rng: np.random.Generator,
+  total: Callable[[], tf.Tensor], gradient: np.ndarray, variable: Any, rng: np.random.Generator,
   precision: str,
 ) -> tuple[float, float] | None:  # fmt: skip
   """Returns (gradient, difference) along a direction; two equal numbers if they agree.
@@ -283,7 +278,7 @@ def _compare(
   random = rng.normal(size=gradient.shape)
   direction = gradient / np.linalg.norm(gradient) + 0.5 * random / np.linalg.norm(random)
   told = float((gradient * direction).sum())
-  here = total()
+  here = float(total())
   precise = ROUNDING["float16" if raw.dtype.size < 4 else precision]
   moves = 1e-5 if precision == "float64" else 3e-3  # relative change of the loss
   length = moves * (abs(here) + 1e-3) / abs(told)
@@ -293,7 +288,7 @@ def _compare(
     ends = []
     for sign in (1, -1):
       raw.assign((start + sign * length * direction).astype(start.dtype))
-      ends.append(total())
+      ends.append(float(total()))
     return (ends[0] - ends[1]) / (2 * length)
 
   try:
@@ -354,7 +349,7 @@ def _in_model(task: Any, outside: Mapping[str, str]) -> Result:
 def _owned(here: Bench) -> Result:
   """Checks that each trainable variable has an optimizer, or is set by `step.assign`."""
   owned = {id(models.raw(v)) for o in here.trainer.parts.optimizers.values() for v in o.variables}
-  owned |= {id(variable) for variable in here.trainer._assigned.values()}
+  owned |= {id(variable) for variable in here.trainer.assigned.values()}
   trainable = models.trainable_variables(here.task.model)
   names = [models.name(v) for v in trainable if id(models.raw(v)) not in owned]
   parts = here.task.model.items() if isinstance(here.task.model, Mapping) else ()

@@ -594,7 +594,7 @@ class Reading:
     iterator = batches.as_numpy_iterator()
     placed = self.bench.distributed(batch)
     input_s = _seconds_each(lambda: next(iterator))
-    step_s = _seconds_each(lambda: self.bench._step(placed))
+    step_s = _seconds_each(lambda: self.bench.run(placed))
     size = self.subject.global_batch_size
     told = (
       f"{size / input_s:,.0f} examples/s alone, the step takes {size / step_s:,.0f} here: ratio "

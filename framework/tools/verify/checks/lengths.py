@@ -106,7 +106,7 @@ class Lengths:
     here = Bench(
       self.subject, rows=len(rows["weight"]), optimizer=bench.gradient_descent, always=True
     )
-    here._around = shared_noise.still
+    here.around = shared_noise.still
     outcome = here.step(rows)
     update = np.concatenate([np.ravel(each) for each in outcome.update()])
     return outcome.metrics.get("loss", np.nan), update

@@ -346,8 +346,7 @@ class TrainerUnderTest:
     """Returns the operations of the traced loop; none if the trainer is eager."""
     if self.trainer.eager:
       return []
-    loop = self.trainer._compiled_loop.get_concrete_function(self.trainer._iterator, tf.constant(1))
-    return list(graphs.operations(loop.graph))
+    return list(graphs.operations(self.trainer.graph()))
 
 
 REMEDIES = {
@@ -406,7 +405,7 @@ def _short(value: Any) -> str:
 
 def _read(path: str) -> dict[str, np.ndarray]:
   reader = tf.train.load_checkpoint(path)
-  keys = [k for k in reader.get_variable_to_shape_map() if k.endswith(checkpoints._VALUE)]
+  keys = [k for k in reader.get_variable_to_shape_map() if k.endswith(checkpoints.VALUE)]
   return {k: np.asarray(reader.get_tensor(k)) for k in keys if not k.startswith(_IGNORED)}
 
 
