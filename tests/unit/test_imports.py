@@ -1,5 +1,6 @@
 """Who may import whom: the contracts in setup.cfg hold, and a planted import breaks its own."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -42,3 +43,42 @@ def test_a_planted_import_breaks_its_contract(contract, tmp_path):
   path.write_text(f"{path.read_text()}\n{line}\n")
   names, _ = broken(tmp_path)
   assert contract in names  # an upward import closes a cycle, too
+
+
+PATCHES = ("mock.patch", "mock.patch.object", "mock.patch.dict", "patch", "patch.object")
+
+
+def patched(source):
+  """Yields what each patch in a file replaces, as a name with dots."""
+  names = {}
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.ImportFrom):
+      names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in PATCHES:
+      target = node.args[0]
+      named = target.value if isinstance(target, ast.Constant) else ast.unparse(target)
+      first, _, rest = named.partition(".")
+      yield f"{names.get(first, first)}.{rest}"
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    'mock.patch("framework.trainer.Step", None)',
+    "mock.patch.object(trainer, 'Step', None)",
+    "mock.patch.object(trainer.Trainer, 'loop', None)",
+  ],
+)
+def test_a_patch_of_ours_is_found(line):
+  [name] = patched(f"from framework import trainer\n{line}")
+  assert name.startswith("framework.trainer")
+
+
+def test_the_framework_patches_no_module_of_its_own():
+  found = [
+    f"{path}: {name}"
+    for path in sorted((ROOT / "framework").rglob("*.py"))
+    for name in patched(path.read_text())
+    if name.startswith(("framework.", "tasks."))
+  ]
+  assert not found

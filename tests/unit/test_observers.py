@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from framework.evaluator import Evaluator
+from framework.inputs import datasets
 from framework.observers import Observer, StepObserver
+from framework.step import EvalStep, Step
 
 STEPS = 8
 
@@ -140,3 +143,33 @@ def test_a_new_observer_has_the_loop_traced_once_more(mirrored):
     trainer.train(tf.constant(2))
   assert trainer.traces == 1  # of the new loop
   assert observer.heard.count("step_begins") == 1
+
+
+class Still(Step):
+  """A step whose gradients are clipped to nothing."""
+
+  def clip(self, gradients, norm):
+    return super().clip(gradients, norm).map(tf.zeros_like)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_of_ones_own_replaces_a_verb_until_another_is_used(mirrored, replicas):
+  trainer = everything.make_trainer(mirrored(replicas), step=Still)
+  assert not any(moves(trainer))
+  trainer.use(step=Step)
+  assert any(moves(trainer))
+  assert trainer.traces == 1  # of the new loop
+
+
+def test_an_evaluation_step_of_ones_own(mirrored):
+  class Counting(EvalStep):
+    def log(self, metrics):
+      super().log({**metrics, "ones": (tf.constant(2.0), tf.constant(2.0))})
+
+  trainer = everything.make_trainer(mirrored(2))
+  source = trainer.task.source("eval")
+  evaluator = Evaluator(
+    task=trainer.task, strategy=trainer.strategy, step=Counting,
+    dataset=datasets.eval_dataset(source, global_batch_size=10),
+  )  # fmt: skip
+  assert evaluator.evaluate()["ones"] == 1.0
