@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import framework  # noqa: E402
-from framework import tasks, testing  # noqa: E402
+from framework import tasks, testing, types  # noqa: E402
 from framework.configurables import table  # noqa: E402
 
 project = "Loopwright"
@@ -57,6 +57,8 @@ nb_execution_mode = "off"
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
 autoclass_content = "both"
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {name: f"framework.types.{name}" for name in types.__all__}
+"""Signatures show these names, not what stands behind them, which is mostly `Any`."""
 napoleon_custom_sections = [("Attributes", "params_style")]
 
 _SAMPLES = ("diffusion", "gan", "vae", "wgan-gp")
@@ -73,6 +75,7 @@ def setup(app: Sphinx) -> None:
   app.connect("doctree-read", link_to_code, priority=400)  # before Sphinx copies the files
   app.connect("doctree-resolved", mark_plots)
   app.connect("autodoc-skip-member", skip_fields)
+  app.connect("autodoc-process-signature", name_types)
   app.connect("autodoc-process-docstring", require_docstring)
   app.connect("env-check-consistency", require_all_public_names)
   app.connect("html-collect-pages", code_pages)
@@ -155,6 +158,15 @@ def skip_fields(
   del app, what, options
   is_method = inspect.isroutine(value) and value.__name__ == name
   return None if skip or is_method or isinstance(value, property) else True
+
+
+def name_types(
+  app: Sphinx, what: str, name: str, value: Any, options: Any, *signature: str | None
+) -> tuple[str | None, ...]:
+  """Replaces what autodoc makes of `autodoc_type_aliases` inside other types by their names."""
+  del app, what, name, value, options
+  alias = r"TypeAliasForwardRef\('([\w.]+)'\)"
+  return tuple(part and re.sub(alias, r"\1", part) for part in signature)
 
 
 def require_docstring(

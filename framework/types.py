@@ -16,9 +16,24 @@ else:
   Tensor = Any
   """A `tf.Tensor`."""
 
+__all__ = [
+  "AnySource",
+  "Batch",
+  "Gradient",
+  "Layer",
+  "Model",
+  "PerReplica",
+  "Structure",
+  "Tensor",
+  "TensorLike",
+  "Variable",
+]
+
 Batch: TypeAlias = dict[str, Tensor]
-"""Name -> tensor of shape [rows, ...]: the features of a source, "weight" and "example_id"; see
-`inputs/datasets.py`. In replica context the rows are those of this replica, on the host all."""
+"""Feature name -> tensor [rows, ...]. Besides the features of the source a task gets "weight"
+(float32 [rows], 0 for padding), "example_id" (int64 [rows], -1 for padding) and "step" (int64
+[rows], the number of the training step); see `framework.inputs.datasets`. In replica context the
+rows are those of this replica, on the host all."""
 TensorLike: TypeAlias = Any
 """What TensorFlow takes for a tensor: a tensor, a variable, a NumPy array, a number."""
 Structure: TypeAlias = Any
