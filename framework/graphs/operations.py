@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 
-def operations(graph: Any) -> Iterator[tf.Operation]:
+def operations(graph: tf.Graph) -> Iterator[tf.Operation]:
   """Yields the operations of a graph and of all functions, loops and branches in it.
 
   Args:
@@ -17,7 +17,7 @@ def operations(graph: Any) -> Iterator[tf.Operation]:
   yield from _walk(graph, set())
 
 
-def _walk(graph: Any, seen: set[str]) -> Iterator[tf.Operation]:
+def _walk(graph: tf.Graph, seen: set[str]) -> Iterator[tf.Operation]:
   for operation in graph.get_operations():
     yield operation
     for name in function_names(operation):
@@ -39,7 +39,7 @@ def function_names(operation: tf.Operation) -> list[str]:
   return [name for name in names if name]
 
 
-def function_of(graph: Any, name: str) -> Any:
+def function_of(graph: tf.Graph, name: str) -> Any:
   """Returns the graph of a function called in `graph`; None if unknown."""
   while graph is not None:
     function = graph._functions.get(name) if hasattr(graph, "_functions") else None

@@ -25,6 +25,7 @@ from framework.models import models
 from framework.optimizers.saved_layout import JoinedSlots, SavedRate
 from framework.optimizers.sharding import saved_shape
 from framework.run_folder import layout
+from framework.types import Variable
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
@@ -253,7 +254,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     self._trainer.reset_input()
     self._saved_step = int(self._trainer.global_step.numpy())
 
-  def _restore(self, path: str, reader: Any) -> None:
+  def _restore(self, path: str, reader: tf.train.CheckpointReader) -> None:
     self._refuse_foreign(path, reader)
     try:
       with self._fitted(reader), self._trainer.strategy.scope():
@@ -265,7 +266,7 @@ class CheckpointManager(tf.train.CheckpointManager):
       raise
 
   @contextlib.contextmanager
-  def _fitted(self, reader: Any) -> Iterator[None]:
+  def _fitted(self, reader: tf.train.CheckpointReader) -> Iterator[None]:
     """Gives what is restored the parts that a checkpoint has; what it has not begins here."""
     keys = reader.get_variable_to_shape_map()
     absent = {
@@ -382,7 +383,7 @@ class CheckpointManager(tf.train.CheckpointManager):
       if other not in indexed:
         files.remove(self._path(name))
 
-  def _refuse_foreign(self, path: str, reader: Any) -> None:
+  def _refuse_foreign(self, path: str, reader: tf.train.CheckpointReader) -> None:
     for name, value in self._experiment.items():
       saved = _label(reader, name)
       if not saved:
@@ -404,7 +405,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         "--model_dir."
       )
 
-  def _refuse_unknown(self, path: str, reader: Any) -> None:
+  def _refuse_unknown(self, path: str, reader: tf.train.CheckpointReader) -> None:
     """Raises a ConfigError for a checkpoint of a start that history.jsonl does not have."""
     start = reader.get_tensor(START).decode() if reader.has_tensor(START) else ""
     if start and self._known is not None and start not in self._known:
@@ -415,7 +416,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         "--accept_changes to go on with this config and data."
       )
 
-  def _refuse_larger(self, path: str, reader: Any, status: Any) -> None:
+  def _refuse_larger(self, path: str, reader: tf.train.CheckpointReader, status: Any) -> None:
     """Raises if the checkpoint has more variables than this run, which TensorFlow would ignore."""
     try:
       status.assert_consumed()
@@ -423,14 +424,14 @@ class CheckpointManager(tf.train.CheckpointManager):
       if differences := self._differences(reader):
         raise self._misfit(path, differences) from error
 
-  def _explain(self, path: str, reader: Any, error: Exception) -> None:
+  def _explain(self, path: str, reader: tf.train.CheckpointReader, error: Exception) -> None:
     if isinstance(error, ConfigError):
       return
     differences = self._differences(reader)
     if differences or not isinstance(error, tf.errors.InvalidArgumentError):
       raise self._misfit(path, differences or [first_line(error)[:300]]) from error
 
-  def _differences(self, reader: Any) -> list[str]:
+  def _differences(self, reader: tf.train.CheckpointReader) -> list[str]:
     """Returns where model and optimizers differ from a checkpoint's; the model's lines first."""
     here, there = variables_of(self._checkpoint), _kinds(reader)
     of_model = {id(models.raw(v)) for v in models.all_variables(self._trainer.task.model)}
@@ -559,7 +560,7 @@ def _parents(folder: str) -> list[str]:
   return [model_dir, os.path.dirname(model_dir)] if model_dir else []
 
 
-def variables_of(root: tf.train.Checkpoint) -> dict[str, Any]:
+def variables_of(root: tf.train.Checkpoint) -> dict[str, Variable]:
   """Returns every variable under `root` by its checkpoint key: the shortest path to it."""
   nodes, paths = tf.train.TrackableView(root)._descendants_with_paths()
   kinds = (tf.Variable, keras.Variable, JoinedSlots, SavedRate)
@@ -567,12 +568,12 @@ def variables_of(root: tf.train.Checkpoint) -> dict[str, Any]:
   return {f"{trackable_utils.object_path_to_string(paths[v])}{VALUE}": v for v in found}
 
 
-def _kinds(reader: Any) -> dict[str, str]:
+def _kinds(reader: tf.train.CheckpointReader) -> dict[str, str]:
   dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
   return {k: f"{dtypes[k].name} {list(shapes[k])}" for k in shapes if k.endswith(VALUE)}
 
 
-def _label(reader: Any, name: str) -> str:
+def _label(reader: tf.train.CheckpointReader, name: str) -> str:
   key = f"experiment/{name}{VALUE}"
   return reader.get_tensor(key).decode() if reader.has_tensor(key) else ""
 

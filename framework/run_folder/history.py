@@ -176,7 +176,7 @@ def append(
   files.atomic_write(path, f"{earlier}{json.dumps(record)}\n")
 
 
-def records(model_dir: str) -> list[dict[str, Any]]:
+def records(model_dir: str) -> list[json_lines.Record]:
   """Returns all starts, oldest first.
 
   Raises:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from framework.models import models
 from framework.run_folder.checkpoints import variables_of
+from framework.types import Variable
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
@@ -62,7 +63,7 @@ def _floats(trainer: Trainer) -> Iterator[tuple[str, Any]]:
       yield f"{zlib.crc32(path.encode()):08x}", variable
 
 
-def _moments(variable: Any) -> tuple[float, float, float]:
+def _moments(variable: Variable) -> tuple[float, float, float]:
   value = tf.cast(tf.convert_to_tensor(models.raw(variable)), tf.float32)
   mean, deviation = tf.reduce_mean(value), tf.math.reduce_std(value)
   count = float(value.shape.num_elements())

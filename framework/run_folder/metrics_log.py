@@ -91,7 +91,7 @@ class MetricsLog:
     self.path = os.fspath(path)
     self._clock, self._require = clock, require
 
-  def append(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+  def append(self, step: int, split: str, values: Mapping[str, object]) -> None:
     """Appends one line, which a kill of this process then leaves; see `flatten` (host).
 
     The next checkpoint puts it on disk.

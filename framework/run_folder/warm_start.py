@@ -21,6 +21,7 @@ from framework.host import bounded
 from framework.models import models
 from framework.run_folder import checkpoints, h5, weight_files
 from framework.run_folder.weight_files import Match, Stored
+from framework.types import Model, Variable
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
@@ -160,7 +161,7 @@ class WarmStart:
       trainer.parts.ema.restart()
     return report
 
-  def load(self, model: Any) -> WarmStartReport:
+  def load(self, model: Model) -> WarmStartReport:
     """Loads the file into a model, on every replica; changes nothing if it raises (host).
 
     Call it in the `strategy.scope()` in which the model was built, for example in
@@ -238,7 +239,7 @@ class WarmStart:
           )
 
   def _require(
-    self, report: WarmStartReport, known: Mapping[str, Any], stored: Mapping[str, Stored]
+    self, report: WarmStartReport, known: Mapping[str, Variable], stored: Mapping[str, Stored]
   ) -> None:
     if not report.count(MATCHED):
       raise ConfigError(
@@ -260,7 +261,7 @@ class WarmStart:
 class Names:
   """The weights of a model by name, and by the other names that a file may use for them."""
 
-  def __init__(self, model: Any) -> None:
+  def __init__(self, model: Model) -> None:
     """Indexes a model; `known` has each weight by the name that reports use."""
     root = tf.train.Checkpoint(model=model, untracked=models.untracked(model))
     paths = {

@@ -22,6 +22,7 @@ from framework.errors import ConfigError
 from framework.host import bounded
 from framework.models import models
 from framework.run_folder import checkpoints, h5, remote
+from framework.types import Model
 
 Match = Literal["name", "path"]
 _KERAS = (".keras", ".h5", ".hdf5")
@@ -87,7 +88,7 @@ def _content(source: str) -> bytes:
     return file.read()
 
 
-def _of_checkpoint(reader: Any, match: Match) -> dict[str, Stored]:
+def _of_checkpoint(reader: tf.train.CheckpointReader, match: Match) -> dict[str, Stored]:
   """Returns the model's variables by the names in the checkpoint's object graph."""
   shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
   found = [each for each in _saved(reader) if each[2] in shapes]
@@ -103,7 +104,7 @@ def _of_checkpoint(reader: Any, match: Match) -> dict[str, Stored]:
   }
 
 
-def _saved(reader: Any) -> Iterator[tuple[str, str, str]]:
+def _saved(reader: tf.train.CheckpointReader) -> Iterator[tuple[str, str, str]]:
   """Yields (name, path, key) of the model's variables; a key may go through an optimizer."""
   graph = trackable_object_graph_pb2.TrackableObjectGraph()
   graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
@@ -145,7 +146,7 @@ def _path(key: str) -> str:
   return key.removeprefix("model/").removesuffix(checkpoints.VALUE)
 
 
-def _numbered(model: Any) -> Iterator[tuple[str, tf.Variable]]:
+def _numbered(model: Model) -> Iterator[tuple[str, tf.Variable]]:
   """Yields ("<layer>/<number>", variable): the names of weights in files of Keras 3."""
   for part in models.parts(model):
     for layer in part._flatten_layers() if isinstance(part, keras.Layer) else ():

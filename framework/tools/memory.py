@@ -24,7 +24,7 @@ from framework.run_folder import assets
 from framework.strategies import factories, traits
 from framework.tools import liveness
 from framework.trainer import Trainer
-from framework.types import Batch
+from framework.types import Batch, Model, Variable
 
 MIB = 2**20
 REPLICAS = (2, 4, 8)
@@ -229,19 +229,19 @@ def _slots(trainer: Trainer) -> int:
   return _bytes(v for o in trainer.parts.optimizers.values() for v in o.optimizer.variables)
 
 
-def _bytes(variables: Iterable[Any]) -> int:
+def _bytes(variables: Iterable[Variable]) -> int:
   """Returns the bytes of variables on one device."""
   found = (models.raw(variable) for variable in variables)
   return sum(math.prod(v.shape) * v.dtype.size // _parts(v) for v in found)
 
 
-def _parts(variable: Any) -> int:
+def _parts(variable: Variable) -> int:
   """Returns the number of devices that a variable is split over."""
   layout = getattr(variable, "layout", None)
   return math.prod(map(layout.num_shards, range(layout.rank))) if layout else 1
 
 
-def _blocks(model: Any) -> list[str]:
+def _blocks(model: Model) -> list[str]:
   """Returns patterns for the layers that hold others, alike but for a number: "block_.*"."""
   layers = [layer for part in models.parts(model) for layer in getattr(part, "layers", ())]
   holders = [layer.name for layer in layers if len(list(layer._flatten_layers())) > 1]

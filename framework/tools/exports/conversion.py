@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from framework.types import Structure
+
 Arrays = Mapping[str, np.ndarray]
 Serve = Callable[[dict[str, np.ndarray]], Arrays]
 DEFAULT = "serving_default"
@@ -174,7 +176,7 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
   return float(largest / scale) if scale else float(largest)
 
 
-def _flat(outputs: Any) -> list[Any]:
+def _flat(outputs: Structure) -> list[Any]:
   import tensorflow as tf
 
   return tf.nest.flatten(outputs)

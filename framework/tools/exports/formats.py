@@ -28,6 +28,7 @@ from framework.host import files
 from framework.inputs import datasets
 from framework.inputs.sources import eval_sets
 from framework.models import models
+from framework.types import Model, Structure
 
 if TYPE_CHECKING:
   from framework.task import Task
@@ -183,7 +184,7 @@ def told(directory: str, outcomes: Sequence[Outcome]) -> str:
   )
 
 
-def _library(model: Any) -> str:
+def _library(model: Model) -> str:
   return "tf_keras" if isinstance(model, tf_keras.Model) else "keras"
 
 
@@ -221,7 +222,7 @@ def _named_specs(function: Any) -> list[tf.TensorSpec]:
   return tf.nest.flatten(function.get_concrete_function().structured_input_signature)
 
 
-def _named(outputs: Any) -> dict[str, Any]:
+def _named(outputs: Structure) -> dict[str, Any]:
   """Returns outputs by name, as a SavedModel names them."""
   if isinstance(outputs, Mapping):
     return dict(outputs)
@@ -237,7 +238,7 @@ def _array(value: Any) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _calls(model: Any) -> Iterator[list[tuple[Any, Any]]]:
+def _calls(model: Model) -> Iterator[list[tuple[Any, Any]]]:
   """Gives the (inputs, outputs) of the calls of a Keras model within the `with`."""
   calls: list[tuple[Any, Any]] = []
   if not models.is_keras(model):
@@ -262,7 +263,7 @@ def _calls(model: Any) -> Iterator[list[tuple[Any, Any]]]:
       del kind.__call__
 
 
-def _call(inputs: Any, outputs: Any) -> dict[str, Any]:
+def _call(inputs: Any, outputs: Structure) -> dict[str, Any]:
   """Returns inputs, which are a tensor or a list or dict of tensors, and outputs by name."""
   if isinstance(inputs, Mapping):
     named = {f"in|dict|{name}": value for name, value in inputs.items()}

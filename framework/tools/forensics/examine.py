@@ -30,7 +30,7 @@ from framework.optimizers.rollback import Rollback, changed_by, read, write
 from framework.step import Gradient, LossFn, Step, StepParts
 from framework.strategies import traits
 from framework.trainer import Trainer
-from framework.types import Batch
+from framework.types import Batch, Variable
 
 MOST_EXAMPLES = 16
 """How many offending examples to look for; each costs about 2 log2(rows) passes of one replica."""
@@ -208,7 +208,7 @@ class _Probe(Step):
     self,
     loss_fn: LossFn,
     batch: Batch,
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     *,
     when: tf.Tensor | bool | None = None,
   ) -> tuple[Gradients, Loss]:

@@ -35,6 +35,7 @@ from framework.strategies.model_parallel import ModelParallelStrategy, place
 from framework.task import Task, preprocess_of
 from framework.tools.verify.bench import shared_noise
 from framework.trainer import Trainer
+from framework.types import Variable
 
 Rows = dict[str, np.ndarray]
 """A batch on the host: name -> array, rows on the first axis."""
@@ -313,12 +314,12 @@ def _always(number: int | None, assigns: bool) -> type[Step]:
       return super().number if number is None else tf.constant(number, tf.int64)
 
     def gradients(
-      self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
+      self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None
     ) -> Any:
       del when
       return super().gradients(loss_fn, batch, variables)
 
-    def assign(self, variable: Any, value: Any, *, when: Any = None) -> None:
+    def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
       del when
       if assigns:
         super().assign(variable, value)

@@ -16,6 +16,7 @@ from framework.models import models
 from framework.tools.verify.bench import bench, recording, row_influence, source_lines
 from framework.tools.verify.bench.bench import PLAIN, Bench, Outcome, Rows, Subject
 from framework.tools.verify.bench.explanations import FITS, Explanation, fits, weighted_mean
+from framework.types import Layer, Model
 
 LEAST = 5e-5
 """A smaller relative difference is always rounding."""
@@ -209,7 +210,7 @@ def _backwards(batch: Rows) -> Rows:
   return {name: value[::-1] for name, value in batch.items()}
 
 
-def normalisations(model: Any, *, trainable: bool = False) -> list[Any]:
+def normalisations(model: Model, *, trainable: bool = False) -> list[Any]:
   """Returns the layers of a model that normalise over the batch; `trainable`: none is frozen."""
   layers = [
     layer
@@ -221,6 +222,6 @@ def normalisations(model: Any, *, trainable: bool = False) -> list[Any]:
   return [layer for layer in layers if "BatchNormalization" in type(layer).__name__]
 
 
-def synchronised(layer: Any) -> bool:
+def synchronised(layer: Layer) -> bool:
   """Whether a batch normalisation computes its statistics over all replicas."""
   return bool(getattr(layer, "synchronized", False)) or "Sync" in type(layer).__name__

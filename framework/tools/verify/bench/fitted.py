@@ -21,6 +21,7 @@ from framework.models import models
 from framework.task import Task, preprocess_of
 from framework.tools.verify.bench import source_lines, survey
 from framework.tools.verify.bench.bench import Rows
+from framework.types import AnySource, Model
 
 LARGEST = 2**20
 """Elements of a constant to compare."""
@@ -79,7 +80,7 @@ def find(task: Task, train: Any, held_out: Any, *, seconds: float) -> tuple[str,
   return None
 
 
-def _moments(source: Any, seconds: float) -> dict[str, Moments]:
+def _moments(source: AnySource, seconds: float) -> dict[str, Moments]:
   """Returns the moments of each numeric feature; none if there is no time to read all."""
   timed, began = survey.Timed(survey.batches(source), seconds), time.perf_counter()
   found: dict[str, Moments] = {}
@@ -129,7 +130,7 @@ def _equal(one: np.ndarray, other: np.ndarray) -> bool:
   return np.allclose(one, other, rtol=1e-4 if one.size >= FEW else 5e-6, atol=1e-6)
 
 
-def _constants(task: Task, source: Any) -> Iterator[Constant]:
+def _constants(task: Task, source: AnySource) -> Iterator[Constant]:
   for name, value in vars(task).items():
     for held in tf.nest.flatten(value) if isinstance(value, (list, tuple, dict)) else [value]:
       yield from _kept(held, source_lines.mention(task, f"self.{name} =", f"self.{name}"))
@@ -151,7 +152,7 @@ def _constants(task: Task, source: Any) -> Iterator[Constant]:
           yield from _kept(value, source_lines.of_operation(operation, task))
 
 
-def _untrained(model: Any) -> Iterator[Any]:
+def _untrained(model: Model) -> Iterator[Any]:
   trained = {id(models.raw(v)) for v in models.trainable_variables(model)}
   for variable in models.all_variables(model):
     raw = models.raw(variable)

@@ -20,6 +20,7 @@ import tf_keras
 from framework.models import models
 from framework.task import Task
 from framework.tools.verify.bench import source_lines
+from framework.types import Model, Variable
 
 Kind = Literal["variable", "random generator", "metric", "Python value"]
 _METRICS = (keras.metrics.Metric, tf_keras.metrics.Metric)
@@ -50,7 +51,7 @@ class Held:
   owner: Any
   attribute: str
   value: Any
-  variable: Any = None
+  variable: Variable = None
 
 
 def held(task: Task) -> dict[str, Held]:
@@ -71,7 +72,7 @@ def held(task: Task) -> dict[str, Held]:
   return found
 
 
-def own_parts(model: Any) -> list[tuple[Any, set[str]]]:
+def own_parts(model: Model) -> list[tuple[Any, set[str]]]:
   """Returns a model's parts of the user's own classes, each with Keras's own attributes."""
   bare = {*vars(keras.Model()), *vars(tf_keras.Model())}
   found = []
@@ -124,7 +125,7 @@ def _variables(value: Any) -> list[Any]:
   return list(variables() if callable(variables) else variables)
 
 
-def _content(variable: Any) -> Any:
+def _content(variable: Variable) -> Any:
   return np.array(tf.convert_to_tensor(variable)).tobytes()
 
 

@@ -11,6 +11,7 @@ import keras
 import tf_keras
 
 from framework.models import models
+from framework.types import Layer, Model
 
 
 class Calls:
@@ -20,11 +21,11 @@ class Calls:
     """Begins with none."""
     self._in_training: set[int] = set()
 
-  def none_in_training(self, model: Any) -> bool:
+  def none_in_training(self, model: Model) -> bool:
     """Whether no part of a model was itself called with `training=True`."""
     return not any(id(part) in self._in_training for part in models.parts(model))
 
-  def note(self, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+  def note(self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Adds a call."""
     if options.get("training") is True or any(value is True for value in args[1:]):
       self._in_training.add(id(layer))

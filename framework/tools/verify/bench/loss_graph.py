@@ -14,6 +14,7 @@ import tensorflow as tf
 from framework.graphs import operations as graphs
 from framework.models import models
 from framework.tools.verify.bench import source_lines
+from framework.types import Model
 
 STEPWISE = frozenset(
   ("Round", "Rint", "Floor", "Ceil", "Sign", "ArgMax", "ArgMin", "OneHot", "FloorDiv", "Bucketize",
@@ -41,7 +42,7 @@ class LossGraph:
 
   def __init__(self, loss_fn: Callable[[Any], Any], batch: Any) -> None:
     """Traces `loss_fn(batch).total` (replica context)."""
-    self.graph: Any = None
+    self.graph: tf.Graph = None
     try:
       traced = tf.function(lambda b: loss_fn(b).total, autograph=False)
       self.graph = traced.get_concrete_function(batch).graph
@@ -76,7 +77,7 @@ class LossGraph:
         return place
     return ""
 
-  def calls(self, model: Any) -> dict[str, Calls]:
+  def calls(self, model: Model) -> dict[str, Calls]:
     """Returns how the loss uses each part of a model: its name -> calls, except parts not used.
 
     A part is called as often as the least of its variables is read: penalties read kernels alone.
@@ -102,7 +103,7 @@ class LossGraph:
     return graphs.operations(self.graph) if self.graph is not None else iter(())
 
 
-def _parts(model: Any) -> list[tuple[str, Any]]:
+def _parts(model: Model) -> list[tuple[str, Any]]:
   if isinstance(model, Mapping):
     return [(str(name), part) for name, part in model.items() if not models.is_variable(part)]
   return [(getattr(model, "name", type(model).__name__), model)]

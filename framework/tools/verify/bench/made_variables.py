@@ -18,13 +18,14 @@ from tensorflow.python.util import tf_stack
 from framework.models import models
 from framework.tools.verify.bench import bench, source_lines
 from framework.tools.verify.bench.bench import Bench, Subject
+from framework.types import Variable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Made:
   """One variable, and the user's line."""
 
-  variable: Any
+  variable: Variable
   place: str
 
 

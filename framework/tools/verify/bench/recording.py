@@ -23,6 +23,7 @@ from framework.optimizers.fusion import Gradients
 from framework.step import Step
 from framework.tools.verify.bench import bench, source_lines
 from framework.tools.verify.bench.bench import Bench, Subject
+from framework.types import Gradient, Variable
 
 REPLICAS = 2
 OWN = "own communication"
@@ -97,7 +98,7 @@ class Recording:
     if step is self._owner:
       self._known |= {id(t): (kind, t) for t in _tensors(values)}
 
-  def updates(self, step: Step, variables: Sequence[Any]) -> None:
+  def updates(self, step: Step, variables: Sequence[Variable]) -> None:
     """Notes that the first step updates some variables from here on."""
     if step is self._owner:
       self._applies.append((tf.no_op(), [(models.name(v), models.raw(v)) for v in variables]))
@@ -169,7 +170,7 @@ class Recording:
         super().run(task_step, batch)
 
       def gradients(
-        self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
+        self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None
       ) -> Any:
         what = f"{len(variables)} variables"
         recording.begins(self, Call("gradients", what), equal=[when])
@@ -177,7 +178,7 @@ class Recording:
         recording.knows(self, "raw", gradients)
         return gradients, loss
 
-      def assign(self, variable: Any, value: Any, *, when: Any = None) -> None:
+      def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
         call = Call("assign", models.name(variable))
         recording.begins(self, call, equal=[value, when])
         recording.follows(self, call, value)
@@ -188,7 +189,7 @@ class Recording:
         recording.knows(self, "rows", [made])
         return made
 
-      def all_reduce(self, gradients: Sequence[Any], loss: Loss) -> tuple[Gradients, Loss]:
+      def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
         there = [g for g in gradients if g is not None]
         what = f"{len(there)} gradients, loss and weight"
         recording.begins(self, Call("all_reduce", what), gradients)
@@ -202,25 +203,25 @@ class Recording:
         return made
 
       @contextlib.contextmanager
-      def perturbed(self, variables: Sequence[Any], offsets: Sequence[Any]) -> Iterator[None]:
+      def perturbed(self, variables: Sequence[Variable], offsets: Sequence[Any]) -> Iterator[None]:
         recording.begins(self, Call("perturbed"), offsets)
         with super().perturbed(variables, offsets):
           yield
 
-      def unscale(self, gradients: Sequence[Any], loss: Loss) -> Gradients:
+      def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
         recording.begins(self, Call("unscale"), gradients)
         return super().unscale(gradients, loss)
 
-      def check(self, gradients: Sequence[Any]) -> tuple[tf.Tensor, tf.Tensor]:
+      def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
         recording.begins(self, Call("check finite"), gradients)
         return super().check(gradients)
 
-      def clip(self, gradients: Sequence[Any], norm: tf.Tensor) -> Gradients:
+      def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
         recording.begins(self, Call("clip", _clipping(self.parts)), gradients)
         return super().clip(gradients, norm)
 
       def apply(
-        self, gradients: Sequence[Any], finite: tf.Tensor, optimizer: str = "default"
+        self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = "default"
       ) -> None:
         what = "" if optimizer == "default" else optimizer
         recording.begins(self, Call("apply", what), gradients, equal=[finite])
@@ -252,7 +253,7 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
   return recording, here
 
 
-def _handle(variable: Any) -> Any:
+def _handle(variable: Variable) -> Any:
   """Returns the handle of a variable's copy on the first replica."""
   return getattr(variable, "values", [variable])[0].handle
 

@@ -70,7 +70,7 @@ def _watched(task: Any) -> Iterator[list[_Operation]]:
 
   def watch(
     op_type: str, inputs: Sequence[Any], attrs: Any, outputs: Sequence[Any],
-    op_name: Any = None, graph: Any = None,
+    op_name: Any = None, graph: tf.Graph = None,
   ) -> None:  # fmt: skip
     del attrs, op_name
     if graph is not None:

@@ -30,7 +30,7 @@ def resized(rows: Rows) -> Rows:
   return {name: value[np.arange(count) % len(value)] for name, value in rows.items()}
 
 
-def place(graph: Any, count: int, owner: Any) -> str:
+def place(graph: tf.Graph, count: int, owner: Any) -> str:
   """Returns the line where `count` rows first meet, or "".
 
   Rows that are compared with one another come first, then sorted or chosen ones, then means.

@@ -24,6 +24,7 @@ from framework.inputs.parts import of_one_shape, prefixes
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.task import Task
 from framework.tools.verify.bench.bench import Rows
+from framework.types import AnySource
 
 RESERVED = ("weight", "example_id", "seed")
 AT_ONCE = 256
@@ -130,7 +131,7 @@ def _pairs(count: int) -> int:
   return count * (count - 1) // 2
 
 
-def of_all_lengths(source: Any) -> Any:
+def of_all_lengths(source: AnySource) -> Any:
   """Returns the source of all examples of several buckets, or the source itself."""
   return source.source if isinstance(source, Buckets) else source
 

@@ -128,7 +128,7 @@ def _operations(here: Bench, batch: Rows) -> list[tf.Operation]:
   return [op for inner in _compiled_graphs(here.graph(batch)) for op in graphs.operations(inner)]
 
 
-def _compiled_graphs(graph: Any) -> Iterator[Any]:
+def _compiled_graphs(graph: tf.Graph) -> Iterator[Any]:
   for operation in graphs.operations(graph):
     with contextlib.suppress(ValueError):  # the attribute is missing
       if operation.get_attr("_XlaMustCompile"):

@@ -186,7 +186,7 @@ class Loop:
 _ALL = (TRACED_ONCE, SAME_TRACE, NO_HOST, xla.NAME)
 
 
-def _ingredients(graph: Any) -> dict[Any, list[tf.Operation]]:
+def _ingredients(graph: tf.Graph) -> dict[Any, list[tf.Operation]]:
   """Groups operations by type, dtypes, shapes, and value if constant.
 
   Names and order do not count, as they may differ between two traces of the same step.

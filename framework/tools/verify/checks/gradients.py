@@ -30,6 +30,7 @@ from framework.tools.verify.bench import bench, made_variables, source_lines
 from framework.tools.verify.bench.bench import Bench, Rows, Subject
 from framework.tools.verify.bench.loss_graph import Calls, LossGraph
 from framework.tools.verify.report import Result
+from framework.types import Gradient, Variable
 
 GROUP = "gradients"
 STEPS_BEFORE = 3
@@ -180,7 +181,7 @@ def _widened(value: np.ndarray) -> np.ndarray:
 def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[Step]:
   class Looking(Step):
     def gradients(
-      self, loss_fn: Any, batch: Any, variables: Sequence[Any], *, when: Any = None
+      self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None
     ) -> Any:
       del when  # look at the update as if it were due
       try:
@@ -221,7 +222,9 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
   return Looking
 
 
-def _note(seen: GradientNotes, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+def _note(
+  seen: GradientNotes, gradients: Sequence[Gradient], variables: Sequence[Variable]
+) -> None:
   for gradient, variable in zip(gradients, variables, strict=True):
     name = models.name(variable)
     if gradient is None:
@@ -235,7 +238,7 @@ def _note(seen: GradientNotes, gradients: Sequence[Any], variables: Sequence[Any
 
 
 def _note_sparse(
-  seen: GradientNotes, total: Callable[[], tf.Tensor], variables: Sequence[Any]
+  seen: GradientNotes, total: Callable[[], tf.Tensor], variables: Sequence[Variable]
 ) -> None:
   raw = [models.raw(variable) for variable in variables]
   with tf.GradientTape() as tape:
@@ -247,8 +250,8 @@ def _note_sparse(
 
 
 def _note_differences(
-  seen: GradientNotes, total: Callable[[], tf.Tensor], gradients: Sequence[Any],
-  variables: Sequence[Any], factor: float,
+  seen: GradientNotes, total: Callable[[], tf.Tensor], gradients: Sequence[Gradient],
+  variables: Sequence[Variable], factor: float,
 ) -> None:  # fmt: skip
   there = [
     (g, v) for g, v in zip(gradients, variables, strict=True)
@@ -266,9 +269,12 @@ def _note_differences(
 
 
 def _compare(
-  total: Callable[[], tf.Tensor], gradient: np.ndarray, variable: Any, rng: np.random.Generator,
+  total: Callable[[], tf.Tensor],
+  gradient: np.ndarray,
+  variable: Variable,
+  rng: np.random.Generator,
   precision: str,
-) -> tuple[float, float] | None:  # fmt: skip
+) -> tuple[float, float] | None:
   """Returns (gradient, difference) along a direction; two equal numbers if they agree.
 
   None if the loss changes too little, or is too curved, to tell.

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from framework.errors import ConfigError, failure, place_of
 from framework.graphs import operations as graphs
+from framework.optimizers.adapters import KerasOptimizer
 from framework.strategies import traits
 from framework.tools.verify.bench import bench, source_lines
 from framework.tools.verify.bench.bench import Bench, Outcome, Subject
@@ -161,7 +162,7 @@ class OnMesh:
     if not noisy:
       yield self._several_steps()
 
-  def _bench(self, rows: int, *, optimizer: Any = None, quiet: bool = True) -> Bench:
+  def _bench(self, rows: int, *, optimizer: KerasOptimizer = None, quiet: bool = True) -> Bench:
     return Bench(
       self.subject, rows=rows, optimizer=optimizer, quiet=quiet, always=True,
       strategy=self.strategy,

@@ -272,7 +272,7 @@ class HalfOperation:
 
 def _watch(
   seen: list[HalfOperation], task: Task, dtype: tf.DType, op_type: str, inputs: Sequence[Any],
-  attrs: Any, outputs: Sequence[Any], op_name: str | None = None, graph: Any = None,
+  attrs: Any, outputs: Sequence[Any], op_name: str | None = None, graph: tf.Graph = None,
 ) -> None:  # fmt: skip
   """Records an operation, as an op callback; it must not run operations itself."""
   del attrs, op_name

@@ -26,6 +26,7 @@ from framework.tools.verify.bench.comparison import normalisations
 from framework.tools.verify.bench.random_draws import FIXED, FROZEN, ONCE, STATEFUL, Draw
 from framework.tools.verify.checks.augmentation import Augmentation
 from framework.tools.verify.report import Result, Status
+from framework.types import Model
 
 GROUP = "randomness"
 ROUNDING = 1e-5
@@ -304,7 +305,7 @@ class Steps:
     return random_draws.place(self.task, found, METHODS, words)
 
 
-def random_layers(model: Any) -> list[str]:
+def random_layers(model: Model) -> list[str]:
   """Returns the names of a model's layers that draw random numbers in training.
 
   A frozen model, such as a teacher, must behave as in evaluation, so its layers do not count.

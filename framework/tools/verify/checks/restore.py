@@ -30,6 +30,7 @@ from framework.tools.verify.bench.bench import Rows, Subject
 from framework.tools.verify.bench.held_state import Held
 from framework.tools.verify.report import Result
 from framework.trainer import Trainer
+from framework.types import Variable
 
 GROUP = "restore"
 LOOPS = (1, 2)
@@ -322,7 +323,7 @@ class TrainerUnderTest:
     """Returns the values of `variables` on the first replica."""
     return {key: self.copies(variable)[0] for key, variable in self.variables().items()}
 
-  def copies(self, variable: Any) -> list[np.ndarray]:
+  def copies(self, variable: Variable) -> list[np.ndarray]:
     """Returns a variable's value on each replica."""
     local = self.trainer.strategy.experimental_local_results(models.raw(variable))
     return [np.array(each) for each in local]
