@@ -308,7 +308,7 @@ def replicas(*, small: bool) -> list[str]:
   """Trains on several replicas in this process; returns what was seen, a line each."""
   import tensorflow as tf
 
-  from framework.strategies import factories, traits
+  from framework.strategies import factories, placement
 
   gpus, lines = tf.config.list_physical_devices("GPU"), []
   if len(gpus) == 1:
@@ -316,7 +316,7 @@ def replicas(*, small: bool) -> list[str]:
     tf.config.set_logical_device_configuration(gpus[0], half)
   strategy = factories.mirrored(cpu_replicas=None if gpus else 2)
   op = type(strategy.extended._cross_device_ops).__name__
-  where = ", ".join(traits.describe(strategy)[1])
+  where = ", ".join(placement.of(strategy).devices)
   run = loopwright(model_of("mlp", small=small), PRECISIONS["float32"], strategy)
   run(2)
   with tempfile.TemporaryDirectory() as folder:

@@ -22,13 +22,12 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework.builder import trainer_class
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
 from framework.models import models
 from framework.optimizers import loss_scale
-from framework.strategies import factories
+from framework.strategies import factories, placement
 from framework.task import Task
 from framework.tasks import language_model
 
@@ -127,7 +126,7 @@ def trainer_of(kind: str, feature: str, strategy: tf.distribute.Strategy) -> Any
     infinite = tf.where(last, np.inf, batch["weight"])
     return {**batch, "weight": tf.where(step == 7, infinite, batch["weight"])}
 
-  return trainer_class(strategy)(
+  return placement.of(strategy).trainer_class()(
     task=task, strategy=strategy, global_batch_size=rows, dataset_fn=dataset_fn,
     optimizer=lambda: keras.optimizers.Adam(0.01, epsilon=1e-3), **options,
   )  # fmt: skip

@@ -144,11 +144,11 @@ def work(options: argparse.Namespace) -> int:
   if not options.verbose:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
   warnings.simplefilter("ignore")
-  from framework.strategies import factories, traits
+  from framework.strategies import factories, placement
 
   strategy = factories.multi_worker_mirrored(start_timeout_s=_START_TIMEOUT_S)
   faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True)  # no signal ends a hanging collective
-  workers = traits.cluster_of(strategy)
+  workers = placement.of(strategy).cluster
   loops = {name: _MAKERS[name](options.models[0], workers) for name in NAMES}
   results = _take_turns(loops, workers, options.rounds, options.block_s)
   Path(options.folder, f"worker-{workers.index}.json").write_text(json.dumps(results))

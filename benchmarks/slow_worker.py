@@ -186,13 +186,13 @@ def _in_step(options: argparse.Namespace, folder: Path, core: int) -> int:
   import tensorflow as tf
 
   from benchmarks import contenders
-  from framework.strategies import factories, traits
+  from framework.strategies import factories, placement
   from framework.trainer import Trainer
 
   strategy = factories.multi_worker_mirrored(
     start_timeout_s=_PATIENCE_S, heartbeat_timeout_s=_PATIENCE_S
   )
-  workers = traits.cluster_of(strategy)
+  workers = placement.of(strategy).cluster
   trainer = Trainer(
     task=contenders.Classification("cnn"),
     strategy=strategy,

@@ -25,12 +25,9 @@ from framework.inputs import datasets
 from framework.inputs.buckets import Buckets
 from framework.inputs.parts import Sources, of_one_shape
 from framework.inputs.sources import Source, StreamSource, eval_sets
-from framework.model_parallel import ModelParallelTrainer
 from framework.observers import Observer
 from framework.optimizers.adapters import OptimizerFactory
-from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
-from framework.strategies import servers, traits
-from framework.strategies.model_parallel import is_model_parallel
+from framework.strategies import placement
 from framework.task import Task, preprocess_of
 from framework.trainer import DatasetFn, Trainer
 
@@ -85,21 +82,23 @@ class Recipe:
     def dataset(position: int, shard: datasets.Shard | None = None) -> tf.data.Dataset:
       return self._dataset(trainer, source(), observers, position, shard)
 
-    make = trainer_class(strategy)
+    place = placement.of(strategy)
     given = {
       "task": task, "strategy": strategy, "dataset_fn": dataset_fn or dataset,
       "optimizer": self.optimizer, "global_batch_size": self.global_batch_size,
       "eager": self.eager, "seed": self.seed, "observers": observers,
     }  # fmt: skip
-    with traits.cluster_of(strategy).blaming(lambda: 0):  # variables are broadcast
-      trainer: Trainer = make(**{**configurables.options(Trainer), **given, **self.options})
+    with place.cluster.blaming(lambda: 0):  # variables are broadcast
+      trainer: Trainer = place.trainer_class()(
+        **{**configurables.options(Trainer), **given, **self.options}
+      )
     trainer.source = None if dataset_fn else source
     return trainer
 
   def evaluator(self, trainer: Trainer) -> Evaluator:
     """Returns an evaluator of the trainer's model on the task's evaluation data (host)."""
     task, strategy = trainer.task, trainer.strategy
-    shares, batch_size = traits.row_shares(strategy), self.eval_batch_size
+    shares, batch_size = trainer.placement.row_shares, self.eval_batch_size
     batch_size = batch_size or self.global_batch_size
     rows = trainer.cluster.rows(datasets.padded_batch_size(batch_size, shares))
     sources = eval_sets(task.source("eval"))
@@ -111,7 +110,7 @@ class Recipe:
       name: functools.partial(datasets.eval_dataset, source, **options)
       for name, source in sources.items()
     }
-    make = ParameterServerEvaluator if traits.is_asynchronous(strategy) else Evaluator
+    make = trainer.placement.evaluator_class()
     given = {
       "task": task, "strategy": strategy, "dataset": made, "ema": trainer.parts.ema,
       "global_step": trainer.global_step, "eager": trainer.eager,
@@ -147,13 +146,6 @@ class Recipe:
     )  # fmt: skip
 
 
-def trainer_class(strategy: tf.distribute.Strategy) -> type[Trainer]:
-  """Returns the trainer that runs under this strategy."""
-  if traits.is_asynchronous(strategy):
-    return ParameterServerTrainer
-  return ModelParallelTrainer if is_model_parallel(strategy) else Trainer
-
-
 def batch_size_on(
   replicas: int, global_batch_size: int | None, per_replica_batch_size: int | None
 ) -> int:
@@ -184,17 +176,6 @@ def made_task(task: Task | Callable[[], Task]) -> Task:
     raise ConfigError(
       f"run.task is a {type(made).__name__}; it must be a framework.Task: subclass Task, and write "
       "run.task = @YourTask()."
-    )
-  return made
-
-
-def made_strategy(strategy: Any) -> tf.distribute.Strategy | servers.Server:
-  """Returns the strategy, or what its factory returns; raises ConfigError if it is not one."""
-  made = strategy() if callable(strategy) else strategy
-  if not isinstance(made, tf.distribute.Strategy | servers.Server):
-    raise ConfigError(
-      f"run.strategy makes a {type(made).__name__}; it must be a factory of a tf.distribute "
-      "strategy, such as @auto, @one_device, @mirrored or @central_storage."
     )
   return made
 

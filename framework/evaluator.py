@@ -22,7 +22,7 @@ from framework.inputs.sources import Source, StreamSource
 from framework.metrics import CollectedRows, MetricSums, PackedSums, PerExample
 from framework.optimizers.ema import Ema
 from framework.step import EvalStep
-from framework.strategies import traits
+from framework.strategies import placement
 from framework.task import Task, derived_metrics
 from framework.types import Batch, PerReplica
 
@@ -111,7 +111,7 @@ class Evaluator(orbit.AbstractEvaluator):
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
     self._global_step, self._make_step = global_step, step
-    self._cluster = traits.cluster_of(strategy)
+    self.placement = placement.of(strategy)
     self.sources: Mapping[str, Source | StreamSource] = {}
     self.between_batches: Callable[[str, int, int | None], None] = lambda *_: None
     self._prepare(dataset if isinstance(dataset, Mapping) else {"": dataset})
@@ -162,11 +162,7 @@ class Evaluator(orbit.AbstractEvaluator):
     return results | derived_metrics(self.task, results, arrays)
 
   def _prepare(self, given: Mapping[str, Batches]) -> None:
-    if traits.is_asynchronous(self.strategy):
-      raise ConfigError(
-        f"{type(self).__name__} needs a synchronous strategy, but parameter_server is "
-        "asynchronous; use framework.parameter_server.ParameterServerEvaluator."
-      )
+    self.placement.require("Evaluator")
     # Sets of the same features share a trace, and so the names of the metrics.
     shared: dict[str, tuple[Any, ...]] = {}
     self._sets: list[EvalSet] = []
@@ -179,13 +175,13 @@ class Evaluator(orbit.AbstractEvaluator):
         with self.strategy.scope():
           sums = MetricSums()
         shared[features] = (sums, *self._functions(looped))
-      distributed = [self._cluster.distribute(whole) for whole in shapes]
+      distributed = [self.placement.distribute(whole) for whole in shapes]
       lengths = [int(batches.cardinality()) for batches in shapes]
       self._sets.append(EvalSet(name, distributed, lengths, *shared[features]))
 
   def _may_loop(self, batches: tf.data.Dataset) -> bool:
     """Whether a compiled loop may take several batches: their number and shape are known."""
-    tried = traits.loops_over_evaluation(self.strategy) and not self.eager
+    tried = self.placement.loops_evaluation and not self.eager
     return tried and batches.cardinality() >= 0 and _is_static(batches.element_spec)
 
   def _functions(self, looped: bool) -> tuple[Any, ...]:
@@ -235,7 +231,7 @@ class Evaluator(orbit.AbstractEvaluator):
     ]
 
     def body(done: tf.Tensor, sums: Any, rows: Any) -> tuple[Any, ...]:
-      added, values = map(tf.nest.flatten, step(datasets.next_of(iterator)))
+      added, values = map(tf.nest.flatten, step(self.placement.read(iterator)))
       sums = [one + other for one, other in zip(sums, added, strict=True)]
       return done + 1, sums, [a.write(done, v) for a, v in zip(rows, values, strict=True)]
 
@@ -245,7 +241,7 @@ class Evaluator(orbit.AbstractEvaluator):
       (tf.constant(0), sums, rows),
       parallel_iterations=_AT_ONCE,
     )
-    packed = self._cluster.of_replicas(tf.nest.pack_sequence_as(kinds[0], sums))
+    packed = self.placement.of_replicas(tf.nest.pack_sequence_as(kinds[0], sums))
     self.strategy.run(self._metrics.add_packed, args=(packed,))
     return sums, tf.nest.pack_sequence_as(kinds[1], [array.stack() for array in rows])
 
@@ -263,7 +259,7 @@ class Evaluator(orbit.AbstractEvaluator):
       rows = self.replica_step(batch, packed)
       return packed.vectors, rows
 
-    vectors, rows = self.strategy.run(run, args=(self._cluster.per_replica(batch),))
+    vectors, rows = self.strategy.run(run, args=(self.placement.per_replica(batch),))
     first = self.strategy.experimental_local_results
     count = self.strategy.num_replicas_in_sync
     parts = [{name: first(part)[i] for name, part in vectors.items()} for i in range(count)]
@@ -272,7 +268,7 @@ class Evaluator(orbit.AbstractEvaluator):
   def eval_step(self, batch: Mapping[str, PerReplica]) -> dict[str, PerExample]:
     """Evaluates one global batch; returns its PerExample metrics (cross-replica)."""
     return self._of_first(
-      self.strategy.run(self.replica_step, args=(self._cluster.per_replica(batch),))
+      self.strategy.run(self.replica_step, args=(self.placement.per_replica(batch),))
     )
 
   def _of_first(self, rows: Mapping[str, PerReplica]) -> dict[str, PerExample]:

@@ -25,7 +25,7 @@ from framework.models.compiled_keras import CompiledModel, OutputLoss
 from framework.optimizers import adapters
 from framework.optimizers.adapters import KerasOptimizer
 from framework.step import EvalStep
-from framework.strategies import traits
+from framework.strategies import placement
 from framework.task import Task
 from framework.types import AnySource, Batch, Model, Structure, TensorLike
 
@@ -107,7 +107,7 @@ class KerasTask(Task):
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
       self.compiled.require_separate_rows()
-    if strategy.num_replicas_in_sync > 1 or traits.is_on_mesh(strategy):
+    if placement.of(strategy).makes_variables:
       _bring_here(model, strategy)
     return model
 

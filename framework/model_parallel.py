@@ -23,6 +23,8 @@ from framework.types import Batch
 class ModelParallelTrainer(Trainer):
   """`Trainer` under `ModelParallelStrategy`; its options and methods are those of `Trainer`."""
 
+  _input_wait_s: tf.Tensor | None = None
+
   def __init__(
     self,
     *,
@@ -70,12 +72,12 @@ class ModelParallelTrainer(Trainer):
       raise ConfigError(
         "the source is a Buckets, but model_parallel takes batches of one shape; give one length."
       )
-    return iter(self.cluster.distribute(dataset))
+    return iter(self.placement.distribute(dataset))
 
-  def next_batch(self, iterator: Iterator[Any]) -> tuple[Batch, tf.Tensor]:
+  def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
     """Returns the batch that the host has read, and how long it took (cross-replica)."""
-    batch, input_wait_s = next(iterator)
-    return batch, input_wait_s
+    waited_s = self._input_wait_s
+    return next(iterator), tf.constant(0.0) if waited_s is None else waited_s
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
     iterator = cast(Iterator[Batch], self._iterator)
@@ -91,7 +93,9 @@ class ModelParallelTrainer(Trainer):
 
   def _compiled(self) -> Any:
     def step(batch: Batch, input_wait_s: tf.Tensor) -> tf.Tensor:
-      read: Iterator[Any] = iter([(batch, input_wait_s)])
-      return self.train_step(read)
+      self._input_wait_s = input_wait_s
+      stands = self.train_step(iter([batch]))
+      self._input_wait_s = None
+      return stands
 
     return compiled(step)

@@ -41,7 +41,7 @@ from framework.metrics import (
 from framework.models import models
 from framework.observers import Observer
 from framework.optimizers.loss_scale import DynamicLossScale
-from framework.strategies import servers, traits
+from framework.strategies import servers
 from framework.strategies.cluster.identity import ClusterError
 from framework.trainer import Trainer
 from framework.types import Batch
@@ -315,7 +315,7 @@ class ParameterServerTrainer(Trainer):
     )
 
   def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
-    if not traits.is_asynchronous(strategy):
+    if not issubclass(self.placement.trainer_class(), ParameterServerTrainer):
       raise ConfigError(
         f"{type(self).__name__} is for parameter_server, but the strategy is a "
         f"{type(strategy).__name__}; use framework.Trainer."

@@ -21,7 +21,7 @@ from absl import logging
 
 from framework import configurables
 from framework.actions.base import Action
-from framework.builder import Recipe, batch_size_on, made_strategy, made_task, set_globals
+from framework.builder import Recipe, batch_size_on, made_task, set_globals
 from framework.errors import ConfigError, require_integer, unknown
 from framework.going_on import Start, examples, values
 from framework.graphs import randomness
@@ -32,7 +32,7 @@ from framework.run_folder import assets, history, layout, nonfinite, remote
 from framework.run_folder.checkpoints import CheckpointManager, list_checkpoints
 from framework.run_folder.warm_start import WarmStart
 from framework.session import Cadence, Session
-from framework.strategies import factories, servers, traits
+from framework.strategies import factories, placement, servers
 from framework.strategies.cluster import rendezvous
 from framework.task import Task
 
@@ -158,17 +158,18 @@ def run(
     | _initial_weights(warm_start, place)
     | configurables.bindings()
   )
-  chosen = made_strategy(strategy)
-  if training:
-    traits.require_alone(chosen)
+  chosen = placement.made(strategy)
   if isinstance(chosen, servers.Server):
     chosen.serve()
     return {}
+  where = placement.of(chosen)
+  if training:
+    where.require_alone()
   recipe = Recipe(
     optimizer=optimizer, global_batch_size=batch_size_on(chosen.num_replicas_in_sync, **sizes),
     **evaluation, seed=seed, shuffle=shuffle, eager=eager,
   )  # fmt: skip
-  cluster = traits.cluster_of(chosen)
+  cluster = where.cluster
   if isinstance(place, remote.Remote):
     place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
@@ -237,7 +238,7 @@ def bound_mesh() -> tuple[Callable[[], tf.distribute.Strategy] | None, int]:
   size = math.prod(sizes.values())
 
   def make() -> tf.distribute.Strategy:
-    return made_strategy(functools.partial(bound("strategy"), devices=factories.split_cpu(size)))
+    return placement.made(functools.partial(bound("strategy"), devices=factories.split_cpu(size)))
 
   return make, size
 
@@ -256,7 +257,7 @@ def restored(model_dir: str) -> Task:
   task, strategy = made_task(bound("task")), factories.default()
   keras.config.set_dtype_policy(bound("precision"))
   learned = assets.provide(
-    task, model_dir=model_dir, cluster=traits.cluster_of(strategy), training=False, timeout_s=0.0
+    task, model_dir=model_dir, cluster=placement.of(strategy).cluster, training=False, timeout_s=0.0
   )
   recipe = bound_recipe()
   optimizer = task.own_optimizer or recipe.optimizer

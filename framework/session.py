@@ -26,7 +26,6 @@ from framework.reporting.board import Board
 from framework.run_folder import checkpoints, layout, metrics_log
 from framework.run_folder.ownership import Guest, Owner
 from framework.run_folder.warm_start import WarmStart
-from framework.strategies import traits
 from framework.task import Task
 from framework.trainer import Trainer
 
@@ -185,13 +184,12 @@ class Session:
   def describe(self, *, precision: str, notes: Sequence[str] = ()) -> None:
     """Prints the run's configuration, and some lines below it (stderr)."""
     trainer, parts = self.trainer, self.trainer.parts
-    name, devices = traits.describe(trainer.strategy)
     same = self._shown_dir == self.model_dir
     text = summary.describe(
       task=type(trainer.task).__name__,
       model=trainer.task.model,
-      strategy=name,
-      devices=devices,
+      strategy=trainer.placement.name,
+      devices=trainer.placement.devices,
       replicas=trainer.strategy.num_replicas_in_sync,
       global_batch_size=trainer.global_batch_size,
       per_replica_batch_size=trainer.padded_batch_size // trainer.strategy.num_replicas_in_sync,

@@ -38,8 +38,7 @@ from framework.optimizers.adapters import DEFAULT, Optimizer
 from framework.optimizers.ema import Ema
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.loss_scale import LossScale
-from framework.strategies import traits
-from framework.strategies.model_parallel import is_model_parallel, split_rows, update_if
+from framework.strategies import placement
 from framework.strategies.reduction import Reduction
 
 Gradient: TypeAlias = Any
@@ -424,11 +423,7 @@ class Step(EvalStep):
     Raises:
       ConfigError: under parameter servers, where other workers read the same variables.
     """
-    if traits.is_asynchronous(tf.distribute.get_strategy()):
-      raise ConfigError(
-        "step.perturbed() needs a synchronous strategy, but parameter_server is asynchronous; use "
-        "mirrored or multi_worker_mirrored."
-      )
+    placement.here().require("step.perturbed")
     moved = [models.raw(v) for v, o in zip(variables, offsets, strict=True) if o is not None]
     offsets = [o for o in offsets if o is not None]
     held = [variable.read_value() for variable in moved]
@@ -470,10 +465,11 @@ class Step(EvalStep):
 
       for observer in self._observers:
         observer.before_update(target)
-      if target.masks and self.parts.ema is None and not traits.shares_variables(strategy):
+      place = placement.of(strategy)
+      if target.masks and self.parts.ema is None and not place.shares_variables:
         target.apply(strategy, packed.replaced(tensors), finite)
       else:
-        update_if(strategy, strategy.experimental_local_results(finite)[0], update)
+        place.update_if(strategy.experimental_local_results(finite)[0], update)
 
     context = tf.distribute.get_replica_context()
     context.merge_call(apply_if_finite, args=(finite, packed.tensors))
@@ -545,13 +541,14 @@ class Step(EvalStep):
       flags.setdefault(one.when.ref(), []).append(index)
 
     def assign_all(strategy: tf.distribute.Strategy, due: Any, values: Sequence[Any]) -> None:
+      place = placement.of(strategy)
       for flag, group in zip(due, flags.values(), strict=True):
 
         def assign_group(group: list[int] = group) -> None:
           for index in group:
             replica_state.assign(strategy, targets[index], values[index])
 
-        update_if(strategy, strategy.experimental_local_results(flag)[0], assign_group)
+        place.update_if(strategy.experimental_local_results(flag)[0], assign_group)
 
     due = [stands & flag.deref() for flag in flags]
     values = [one.value for one in self._assignments]
@@ -609,7 +606,7 @@ class Step(EvalStep):
     count = self.parts.accumulation_steps
     if count == 1:
       return [batch]
-    parts = {name: split_rows(value, count) for name, value in batch.items()}
+    parts = {name: placement.here().split_rows(value, count) for name, value in batch.items()}
     return [{name: parts[name][index] for name in batch} for index in range(count)]
 
   def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
@@ -771,8 +768,8 @@ def _half_square(tensor: tf.Tensor) -> tf.Tensor:
   which most is waiting for the threads (60 within a step), where two parts take 9 us.
   """
   size = tensor.shape.num_elements()
-  on_mesh = is_model_parallel(tf.distribute.get_strategy())
-  if on_mesh or size is None or not _PART < size <= 4 * _PART:
+  cuts = placement.here().cuts_tensors
+  if not cuts or size is None or not _PART < size <= 4 * _PART:
     return tf.nn.l2_loss(tensor)
   sizes = [min(_PART, size - start) for start in range(0, size, _PART)]
   return tf.add_n([tf.nn.l2_loss(part) for part in tf.split(tf.reshape(tensor, [-1]), sizes)])

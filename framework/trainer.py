@@ -35,7 +35,7 @@ from framework.optimizers import loss_scale as loss_scales
 from framework.optimizers.ema import Ema
 from framework.optimizers.loss_scale import LossScale
 from framework.step import Step, StepFactory, StepParts, replica_id
-from framework.strategies import traits
+from framework.strategies import placement
 from framework.strategies.reduction import Reduction
 from framework.task import Task, derived_metrics
 
@@ -116,9 +116,10 @@ class Trainer(orbit.AbstractTrainer):
       ConfigError: a value is out of range, or two options contradict.
     """
     super().__init__()
+    self.placement = placement.of(strategy)
     self._check_strategy(strategy)
     if jit_compile:
-      traits.check_xla(strategy)
+      self.placement.require("Trainer.jit_compile")
     _check_options(clip_norm, clip_value, accumulation_steps, eager, jit_compile)
     replicas = strategy.num_replicas_in_sync
     if global_batch_size < replicas:
@@ -127,11 +128,11 @@ class Trainer(orbit.AbstractTrainer):
         f"{replicas}."
       )
     self.batch_multiple = (
-      traits.row_shares(strategy) * accumulation_steps
+      self.placement.row_shares * accumulation_steps
     )  # padded batch sizes are multiples of it
     self.padded_batch_size = datasets.padded_batch_size(global_batch_size, self.batch_multiple)
     self.task, self.strategy, self.eager = task, strategy, eager
-    self.cluster = traits.cluster_of(strategy)
+    self.cluster = self.placement.cluster
     self.global_batch_size = global_batch_size
     self.dataset_fn = dataset_fn
     self.source: Callable[[], Source | StreamSource | Sources | Buckets] | None = None
@@ -140,7 +141,7 @@ class Trainer(orbit.AbstractTrainer):
     self.assigned: dict[str, tf.Variable] = {}
     with strategy.scope():
       if task.model is None:
-        with traits.building(strategy):
+        with self.placement.building():
           task.model = task.build_model()
       models.require_in_scope(task.model, strategy)
       recomputation.recompute_layers(task.model, recompute)
@@ -273,11 +274,9 @@ class Trainer(orbit.AbstractTrainer):
 
   def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
     """Returns the next global batch and the input wait, float32 seconds (cross-replica)."""
-    # A parameter server's workers run this elsewhere, where `next_of` has not been tried.
-    read = next if traits.is_asynchronous(self.strategy) else datasets.next_of
     started = timing.timestamp()
     with tf.control_dependencies([started]):
-      batch = self.cluster.per_replica(read(iterator))
+      batch = self.placement.per_replica(self.placement.read(iterator))
     with tf.control_dependencies([self._first(batch["weight"])]):
       return batch, tf.cast(timing.timestamp() - started, tf.float32)
 
@@ -336,7 +335,7 @@ class Trainer(orbit.AbstractTrainer):
     return self._iterate(dataset)
 
   def _iterate(self, dataset: tf.data.Dataset) -> Iterator[Batch]:
-    return datasets.iterate(self.cluster.distribute(dataset))
+    return datasets.iterate(self.placement.distribute(dataset))
 
   def reset_input(self) -> None:
     """Drops the iterator, as after a restore; the next `train` starts at `position` (host)."""
@@ -355,11 +354,7 @@ class Trainer(orbit.AbstractTrainer):
     return self._compiled_loop.get_concrete_function(self._iterator, tf.constant(1)).graph
 
   def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
-    if traits.is_asynchronous(strategy):
-      raise ConfigError(
-        f"{type(self).__name__} needs a synchronous strategy, but parameter_server is "
-        "asynchronous; use framework.parameter_server.ParameterServerTrainer."
-      )
+    self.placement.require("Trainer")
 
   def _set(self, parts: StepParts, step: StepFactory) -> None:
     self.parts, self._make_step = parts, step

@@ -29,7 +29,7 @@ from framework.errors import kind
 from framework.graphs.autograph import as_written, converted
 from framework.host import modules as names
 from framework.metrics import Weighted
-from framework.strategies import traits
+from framework.strategies import placement
 
 
 @framework.register
@@ -176,7 +176,7 @@ class ModelGarden(Task):
         "run.precision is 'mixed_float16', but a Model Garden task takes its gradients itself, "
         "without the Trainer's loss scale; use 'mixed_bfloat16' or 'float32'."
       )
-    if traits.shares_variables(tf.distribute.get_strategy()):
+    if placement.here().shares_variables:
       raise ConfigError(
         "run.strategy is @central_storage, whose replicas share their variables, but the metrics "
         "of a Model Garden task are kept per replica; use mirrored."

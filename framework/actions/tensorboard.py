@@ -16,13 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from framework.actions.base import Action, Output, Run
-from framework.errors import ConfigError, require_integer
+from framework.errors import require_integer
 from framework.models import models
 from framework.observers import Observer, StepObserver
 from framework.optimizers.adapters import Optimizer
 from framework.optimizers.fusion import Gradients
 from framework.run_folder.metrics_log import flatten, scalars
-from framework.strategies import traits
+from framework.strategies import placement
 from framework.types import Variable
 
 if TYPE_CHECKING:
@@ -69,11 +69,7 @@ class TensorBoard(Action):
     super().bind(run)
     if self.every_steps is None:
       return
-    if traits.is_asynchronous(run.strategy):
-      raise ConfigError(
-        "TensorBoard.histograms_every_steps is set, but under parameter_server workers update "
-        "independently of each other; leave it out."
-      )
+    placement.of(run.strategy).require("TensorBoard.histograms_every_steps")
     trainer = cast("Trainer", run.trainer)
     self._gradients = GradientKeeper(trainer, self.every_steps)
     trainer.observe(self._gradients)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, cast
 import tensorflow as tf
 
 from framework.actions.base import Action, Output, Run
-from framework.errors import ConfigError
 from framework.host import timing
 from framework.host.timing import Stopwatch
 from framework.observers import AllReduce, Observer, StepObserver, Tensors
-from framework.strategies import traits
+from framework.strategies import placement
 from framework.types import TensorLike
 
 if TYPE_CHECKING:
@@ -123,13 +122,9 @@ class TimeBudget(Action):
       ConfigError: training is asynchronous.
     """
     super().bind(run)
-    if traits.is_asynchronous(run.strategy):
-      raise ConfigError(
-        "run.actions has @TimeBudget(), but under parameter_server the workers wait for input and "
-        "servers independently of each other; remove it."
-      )
-    devices = traits.describe(run.strategy)[1]
-    self._separable = not any("GPU" in device or "TPU" in device for device in devices)
+    place = placement.of(run.strategy)
+    place.require("TimeBudget")
+    self._separable = not any("GPU" in name or "TPU" in name for name in place.devices)
     several = run.strategy.num_replicas_in_sync > 1
     cast("Trainer", run.trainer).observe(StepTimes(reductions=self._separable and several))
 

@@ -513,26 +513,6 @@ def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
   return iterator
 
 
-def next_of(iterator: Iterator[Batch]) -> Batch:
-  """Returns `next(iterator)`, in a graph of this process without a change of threads (any context).
-
-  TensorFlow hands the read of a dataset that is not distributed to another thread and back, which
-  takes 20 to 40 us although the batch is there. This read stays in its thread. It waits there if
-  the batch is not there; the dataset's stages have other threads, also where operations have one.
-  """
-  if tf.executing_eagerly() or not isinstance(iterator, tf.data.Iterator):
-    return next(iterator)
-  specs = tf.nest.flatten(iterator.element_spec)
-  if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
-    return next(iterator)
-  tensors = tf.raw_ops.IteratorGetNextSync(
-    iterator=iterator._iterator_resource,
-    output_types=[spec.dtype for spec in specs],
-    output_shapes=[spec.shape for spec in specs],
-  )
-  return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
-
-
 # ---- Streams ----
 
 

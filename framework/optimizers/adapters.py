@@ -27,7 +27,7 @@ from framework.optimizers import functional, schedules, sharding
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.saved_layout import SavedOptimizer, joined_variables
 from framework.optimizers.sharding import ShardedFusion
-from framework.strategies.model_parallel import is_model_parallel
+from framework.strategies import placement
 from framework.types import Gradient, Variable
 
 if TYPE_CHECKING:
@@ -84,14 +84,14 @@ class Optimizer:
     self.optimizer = optimizer
     self.variables = list(variables)
     fused = fuse and is_elementwise(optimizer)
-    on_mesh = is_model_parallel(tf.distribute.get_strategy())
+    in_place = placement.here().updates_in_place
     self.fusion = (
       ShardedFusion(self.variables, enabled=fused, strategy=shard)
       if shard
-      else Fusion(self.variables, enabled=fused and not on_mesh)
+      else Fusion(self.variables, enabled=fused and in_place)
     )
     schedules.bind(optimizer, step)
-    if on_mesh:
+    if not in_place:
       slots = functional.prepare(optimizer, self.variables)
       self._build()
       functional.use(optimizer)

@@ -23,6 +23,7 @@ from framework.graphs.autograph import as_written
 from framework.models import models
 from framework.models.replica_state import assign
 from framework.optimizers.fusion import Fusion
+from framework.strategies import placement
 from framework.types import Gradient, Variable
 
 if TYPE_CHECKING:
@@ -37,12 +38,7 @@ def applies(strategy: tf.distribute.Strategy) -> bool:
   Raises:
     ConfigError: a strategy whose replicas do not keep variables of their own.
   """
-  mirrored = tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy
-  if strategy.num_replicas_in_sync > 1 and not isinstance(strategy, mirrored):
-    raise ConfigError(
-      "received Trainer.shard_optimizer_state=True with "
-      f"{type(strategy).__name__.removesuffix('V1')}; it needs mirrored or multi_worker_mirrored."
-    )
+  placement.of(strategy).require("Trainer.shard_optimizer_state")
   return strategy.num_replicas_in_sync > 1
 
 
@@ -153,7 +149,7 @@ class _SavedWhole(NamedTuple):
 
   def _whole(self) -> tf.Tensor:
     with tf.device("CPU:0"):
-      if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+      if not placement.of(self.strategy).reads_all_copies:
         parts = self.strategy.run(lambda: _all_gather(self.variable.read_value()))
         parts = self.strategy.experimental_local_results(parts)[0]
       else:

@@ -281,23 +281,6 @@ def whole(tensor: tf.Tensor) -> np.ndarray:
   return value
 
 
-def is_model_parallel(strategy: Any) -> bool:
-  """Whether variables are split over a mesh."""
-  return isinstance(strategy, ModelParallelStrategy)
-
-
-def split_rows(value: tf.Tensor, count: int) -> list[tf.Tensor]:
-  """Splits a feature [n, ...] into `count` of n / count rows, under any strategy (replica)."""
-  strategy = tf.distribute.get_strategy()
-  if not isinstance(strategy, ModelParallelStrategy):
-    return tf.split(value, count)
-  rank, rows = value.shape.rank, value.shape[0] // count
-  # DTensor cannot split along an axis that is split over devices.
-  unsplit = dtensor.relayout(value, strategy.replicated(rank))
-  parts = [unsplit[rows * number : rows * (number + 1)] for number in range(count)]
-  return [dtensor.relayout(part, strategy.of_rows(rank)) for part in parts]
-
-
 @contextlib.contextmanager
 def made_like(variable: Any) -> Iterator[None]:
   """Gives variables of this one's shape its layout, and others none, inside `with` (host)."""
@@ -326,19 +309,12 @@ def building() -> Iterator[None]:
     ) from error
 
 
-def update_if(
-  strategy: tf.distribute.Strategy, condition: tf.Tensor, update: Callable[[], None]
-) -> None:
-  """Makes the assignments of `update` if a bool scalar is True, under any strategy.
-
-  On a mesh they are made in any case, of the old values if it is False (cross-replica).
-  """
-  if not isinstance(strategy, ModelParallelStrategy):
-    tf.cond(condition, update, lambda: None)
-    return
+@contextlib.contextmanager
+def assigning_if(condition: tf.Tensor) -> Iterator[None]:
+  """Makes assignments in any case inside `with`: of the old value if a bool scalar is False."""
   before, _entered.condition = _entered.condition, condition
   try:
-    update()
+    yield
   finally:
     _entered.condition = before
 

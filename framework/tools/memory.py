@@ -21,7 +21,7 @@ from framework import run as runs
 from framework.graphs.autograph import compiled
 from framework.models import models
 from framework.run_folder import assets
-from framework.strategies import factories, traits
+from framework.strategies import factories, placement
 from framework.tools import liveness
 from framework.trainer import Trainer
 from framework.types import Batch, Model, Variable
@@ -193,7 +193,7 @@ class _Config:
 
   def _on_mesh(self) -> Row:
     """Returns what the config's mesh needs: of activations at most, as layers may split them."""
-    rows = math.ceil(self._trainer.global_batch_size / traits.row_shares(self._mesh))
+    rows = math.ceil(self._trainer.global_batch_size / placement.of(self._mesh).row_shares)
     need = self._with(rows)
     trainer = self._make(self._mesh)
     weights = _bytes(models.all_variables(trainer.task.model))

@@ -24,7 +24,7 @@ from framework import run as runs
 from framework.errors import ConfigError
 from framework.host import redaction, stores
 from framework.run_folder import assets
-from framework.strategies import factories, traits
+from framework.strategies import factories, placement
 from framework.trainer import Trainer
 
 Bindings: TypeAlias = dict[str, Any]
@@ -197,12 +197,13 @@ def _ways(trainer: Trainer) -> list[Option]:
   packing = trainer.parts.reduction.packing
   packings: list[Bindings] = [{}, {"Reduction.packing": _other(packing)}]
   ops: list[Bindings] = [{}]
-  if isinstance(trainer.strategy, tf.distribute.MirroredStrategy):
+  own = trainer.placement.cross_device_op
+  if own is not None:
     name = f"{_strategy_name()}.cross_device_ops"
-    own = type(trainer.strategy.extended._cross_device_ops)
     in_use = next((op for op, kind in OPS.items() if kind is own), "collective")
-    devices = traits.describe(trainer.strategy)[1]
-    ops += [{name: op} for op in OPS if op != in_use and factories.works(op, devices)]
+    ops += [
+      {name: op} for op in OPS if op != in_use and factories.works(op, trainer.placement.devices)
+    ]
   return [Option({**op, **way}) for op in ops for way in packings if op or way]
 
 
@@ -326,7 +327,7 @@ class Contest:
     """Returns one per cross-device op: a TPU, for example, can be initialized only once."""
     key = str([value for name, value in bindings.items() if name.endswith("cross_device_ops")])
     if key not in self._strategies:
-      self._strategies[key] = builder.made_strategy(runs.bound("strategy"))
+      self._strategies[key] = placement.made(runs.bound("strategy"))
     return self._strategies[key]
 
 
@@ -368,7 +369,7 @@ def _strategy_name() -> str:
 
 
 def _described(own: Contender) -> str:
-  strategy, devices = traits.describe(own.trainer.strategy)
+  strategy, devices = own.trainer.placement.name, own.trainer.placement.devices
   where = f"{strategy} on {', '.join(devices)}" if devices else strategy
   return (
     f"original config: {1e3 * own.step_s:.3g} ms a step, with {1e3 * own.input_s:.3g} ms of "
@@ -378,7 +379,7 @@ def _described(own: Contender) -> str:
 
 
 def _gin(best: Mapping[str, Any], ratio: Ratio, own: Contender, command: str) -> str:
-  strategy, devices = traits.describe(own.trainer.strategy)
+  strategy, devices = own.trainer.placement.name, own.trainer.placement.devices
   lines = [f"# Written by --mode=tune, for {strategy} on {', '.join(devices) or 'its devices'}."]
   if best:
     lines += [f"# {ratio} times as fast as without these lines. Use: {command}"]

@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import threading
+import types
 
 import keras
 import numpy as np
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from framework import builder
 from framework.errors import ConfigError
-from framework.strategies import factories, traits
+from framework.strategies import factories, placement
 from framework.strategies.cluster import identity as cluster
 from framework.strategies.cluster import rendezvous, resolvers
 from framework.strategies.cluster.identity import Cluster, ClusterError, Peer
@@ -210,7 +211,7 @@ def test_workers_that_ask_seldom_get_the_same_answer_at_each_call(stopped, monke
 
 
 def test_without_a_cluster_there_is_one_worker(mirrored):
-  alone = traits.cluster_of(mirrored(2))
+  alone = placement.of(mirrored(2)).cluster
   assert (alone.size, alone.index, alone.is_chief, alone.rows(8)) == (1, 0, True, None)
   assert (alone.sum(7), alone.any(True), alone.any(False)) == (7, True, False)
   ask = alone.asking(1.0)
@@ -225,9 +226,9 @@ def test_a_single_worker_gets_whole_batches(rows, mirrored):
   """Replicas on CPUs split them; of a number of rows that does not divide, TensorFlow does."""
   dataset = tf.data.Dataset.from_tensors({"x": np.arange(rows)}).repeat(2)
   strategy = mirrored(2)
-  cluster, seen = traits.cluster_of(strategy), []
-  for batch in cluster.distribute(dataset):
-    parts = strategy.experimental_local_results(cluster.per_replica(batch)["x"])
+  where, seen = placement.of(strategy), []
+  for batch in where.distribute(dataset):
+    parts = strategy.experimental_local_results(where.per_replica(batch)["x"])
     seen.append([part.numpy().tolist() for part in parts])
   assert seen == [[[0, 1], [2, 3][: rows - 2]]] * 2
 
@@ -257,9 +258,9 @@ def test_a_worker_lost_while_variables_are_made_is_blamed(monkeypatch):
   def lost(**_):
     raise tf.errors.UnavailableError(None, None, LOST[0][0])
 
-  monkeypatch.setattr(builder.traits, "cluster_of", lambda _: make_cluster(3))
+  where = types.SimpleNamespace(cluster=make_cluster(3), trainer_class=lambda: lost)
+  monkeypatch.setattr(builder.placement, "of", lambda _: where)
   monkeypatch.setattr(builder.configurables, "options", lambda _: {})
-  monkeypatch.setattr(builder, "Trainer", lost)
   recipe = builder.Recipe(optimizer=keras.optimizers.SGD, global_batch_size=6)
   with pytest.raises(ClusterError, match=r"lost worker-1 .* which exited, after step 0"):
     recipe.trainer(None, tf.distribute.get_strategy())
@@ -368,12 +369,12 @@ def test_a_strategy_of_one_process_is_not_one_task_of_several(mirrored):
     r"TF_CONFIG names 2 processes, but run.strategy makes MirroredStrategy, which trains in one"
   )
   with pytest.raises(ConfigError, match=line):
-    traits.require_alone(mirrored(2), several)
+    placement.of(mirrored(2)).require_alone(several)
   single = {
     "TF_CONFIG": json.dumps({"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}})
   }
   for environ in ({}, single, {"TF_CONFIG": "{"}):
-    traits.require_alone(mirrored(2), environ)
+    placement.of(mirrored(2)).require_alone(environ)
 
 
 SLURM = {

@@ -25,12 +25,12 @@ import reference
 import tensorflow as tf
 import tf_keras
 
-from framework import builder, evaluator
+from framework import evaluator
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.models import models
 from framework.optimizers import fusion, loss_scale, schedules
-from framework.strategies import factories, reduction
+from framework.strategies import factories, placement, reduction
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def joined(batches):
 def make_trainer(case):
   scenario = case.scenario
   strategy = make_strategy(case.strategy, case.replicas, case.op, scenario.num_packs)
-  return builder.trainer_class(strategy)(
+  return placement.of(strategy).trainer_class()(
     task=mlp.make(model=case.model, l2=scenario.l2, two_optimizers=scenario.optimizer == "two"),
     strategy=strategy,
     dataset_fn=lambda position: make_dataset(case, position),

@@ -37,7 +37,7 @@ from framework.models import models
 from framework.observers import Observer
 from framework.optimizers import loss_scale
 from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
-from framework.strategies import factories, servers, traits
+from framework.strategies import factories, placement, servers
 from framework.strategies.cluster import identity as cluster
 from framework.task import Task
 from framework.tools import local_cluster
@@ -439,7 +439,7 @@ def killed_server(place):
       steps(trainer, 10**6)
 
   try:
-    with traits.cluster_of(place.strategy).blaming(lambda: 0):
+    with placement.of(place.strategy).cluster.blaming(lambda: 0):
       killing_one()
   except cluster.ClusterError as error:
     return str(error)

@@ -8,7 +8,7 @@ import functools
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -83,56 +83,6 @@ class Cluster:
       return None
     share = padded_rows // self.size
     return range(self.index * share, (self.index + 1) * share)
-
-  def distribute(self, dataset: tf.data.Dataset) -> Any:
-    """Returns the distributed dataset; `strategy.run` takes `per_replica` of its elements (host).
-
-    Raises:
-      ConfigError: in a cluster, the rows do not divide by this worker's replicas.
-    """
-    if _is_one_cpu(self.strategy):
-      return dataset  # reading through TensorFlow's iterator of devices costs 90 us a step
-    if self.size == 1:
-      whole = self._is_on_cpus and self._divides(dataset.element_spec)
-      return dataset if whole else self.strategy.experimental_distribute_dataset(dataset)
-    replicas = self.strategy.num_replicas_in_sync // self.size
-    if replicas > 1:
-      rows = tf.nest.flatten(dataset.element_spec)[0].shape[0]
-      dataset = dataset.rebatch(rows // replicas, drop_remainder=True)
-    return self.strategy.distribute_datasets_from_function(lambda _: dataset)
-
-  def per_replica(self, batch: Any) -> Any:
-    """Returns a batch of `distribute` as `strategy.run` takes it (host, cross-replica).
-
-    On CPUs the step splits the rows of a whole batch: TensorFlow's iterator for several devices
-    takes 100 ms to make and 0.2 ms a batch.
-    """
-    if not self._is_on_cpus or not all(tf.is_tensor(each) for each in tf.nest.flatten(batch)):
-      return batch
-    count = self.strategy.num_replicas_in_sync
-    parts = {name: tf.split(value, count) for name, value in batch.items()}
-    return self.of_replicas([{name: parts[name][i] for name in parts} for i in range(count)])
-
-  def of_replicas(self, values: Sequence[Any]) -> Any:
-    """Returns the values of all replicas of one process as `strategy.run` takes them."""
-    return self.strategy.experimental_distribute_values_from_function(
-      lambda context: values[context.replica_id_in_sync_group]
-    )
-
-  @functools.cached_property
-  def _is_on_cpus(self) -> bool:
-    """Whether several replicas are CPUs of this process."""
-    strategy = self.strategy
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
-      return False
-    devices = strategy.extended.worker_devices
-    return len(devices) > 1 and all("CPU" in name for name in devices)
-
-  def _divides(self, specs: Any) -> bool:
-    """Whether all replicas get as many rows of a batch."""
-    replicas = self.strategy.num_replicas_in_sync
-    rows = [spec.shape[:1].as_list() for spec in tf.nest.flatten(specs)]
-    return isinstance(specs, dict) and all(r and r[0] and r[0] % replicas == 0 for r in rows)
 
   def sum(self, value: int) -> int:
     """Returns the sum of one int64 per worker; a collective: every worker must call it (host)."""
@@ -213,12 +163,6 @@ class Cluster:
     stopped = "unhealthy" in message or "Heartbeat" in message
     how = "stopped answering" if stopped else "exited"
     return f"lost {' or '.join(map(str, named or others))}, which {how}"
-
-
-def _is_one_cpu(strategy: tf.distribute.Strategy) -> bool:
-  if not isinstance(strategy, tf.distribute.OneDeviceStrategy):
-    return False
-  return tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type == "CPU"
 
 
 class _Asking:

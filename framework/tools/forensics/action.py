@@ -10,7 +10,7 @@ from absl import logging
 
 from framework.actions.base import Action, Output, Run
 from framework.run_folder import nonfinite
-from framework.strategies import traits
+from framework.strategies import placement
 from framework.tools.forensics import examine
 from framework.trainer import Trainer
 
@@ -44,11 +44,11 @@ class StopOnNonFinite(Action):
     trainer = run.trainer
     if not self._forensics or not isinstance(trainer, Trainer):
       return
-    if traits.replays(run.strategy):
+    place = placement.of(run.strategy)
+    if place.replays:
       examine.watch(trainer, lambda: self._examine(trainer))
     else:
-      name = traits.describe(run.strategy)[0]
-      logging.warning("StopOnNonFinite reports only the step under %s", name)
+      logging.warning("StopOnNonFinite reports only the step under %s", place.name)
 
   def _examine(self, trainer: Trainer) -> None:
     """Saves the state before the bad step, reports on the step, and fails the run."""

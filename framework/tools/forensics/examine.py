@@ -28,7 +28,6 @@ from framework.models import models
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.rollback import Rollback, changed_by, read, write
 from framework.step import Gradient, LossFn, Step, StepParts
-from framework.strategies import traits
 from framework.trainer import Trainer
 from framework.types import Batch, Variable
 
@@ -120,7 +119,7 @@ def watch(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> None:
 
 
 def _rollback_of(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> Rollback:
-  if not traits.replays(trainer.strategy):
+  if not trainer.placement.replays:
     raise ConfigError(
       "a step cannot be replayed under parameter_server, where other workers change the weights "
       "meanwhile, or model_parallel, where it runs compiled only; use another run.strategy."
@@ -156,7 +155,7 @@ def examine(trainer: Trainer) -> NonFiniteReport:
   before = read(strategy, variables)
   rollback.step_begins()
   try:
-    strategy.run(probe, args=(trainer.cluster.per_replica(next(trainer.make_iterator())),))
+    strategy.run(probe, args=(trainer.placement.per_replica(next(trainer.make_iterator())),))
     findings = [finding for each in probes for finding in each.findings()]
   finally:
     write(strategy, variables, before)

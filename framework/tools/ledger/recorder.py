@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from framework.errors import ConfigError
 from framework.inputs.buckets import Buckets, Schedule
 from framework.inputs.datasets import padded_batch_size as padded_batch_size_of
 from framework.inputs.datasets import rows_of
@@ -20,7 +19,7 @@ from framework.inputs.ordering import hashed, seed_of_part
 from framework.inputs.parts import Part, Sources, main_source
 from framework.inputs.sources import Source, StreamSource
 from framework.observers import Observer
-from framework.strategies import traits
+from framework.strategies import placement
 from framework.tools.ledger.proof import PURPOSE, Start, file_name, start_line, steps_line
 
 
@@ -37,17 +36,9 @@ class Recorder(Observer):
     Raises:
       ConfigError: training is asynchronous, or on a mesh.
     """
-    if traits.is_asynchronous(strategy):
-      raise ConfigError(
-        "run.ledger is True, but under parameter_server the steps that a worker's batches become "
-        "are not known, and a killed worker loses a batch; remove run.ledger."
-      )
-    if traits.is_on_mesh(strategy):
-      raise ConfigError(
-        "run.ledger is True, but under model_parallel TensorFlow cannot compile the recording of "
-        "examples; remove run.ledger."
-      )
-    self._strategy, self._cluster = strategy, traits.cluster_of(strategy)
+    place = placement.of(strategy)
+    place.require("run.ledger")
+    self._strategy, self._cluster = strategy, place.cluster
     self._path = os.path.join(model_dir, file_name(self._cluster.index))
     self._began = 0
     self._read: dict[str, _Part] = {}

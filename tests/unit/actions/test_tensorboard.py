@@ -15,7 +15,7 @@ from framework.actions import tensorboard
 from framework.actions.base import Action
 from framework.actions.tensorboard import TensorBoard, hyperparameters
 from framework.run import run
-from framework.strategies import factories
+from framework.strategies import factories, placement
 
 RATE, BATCH, CLIP = 0.125, 6, 0.75
 RNG = np.random.default_rng(3)
@@ -236,7 +236,7 @@ def test_a_cadence_that_is_no_number_is_refused():
 
 
 def test_asynchronous_training_is_refused(tmp_path, monkeypatch):
-  monkeypatch.setattr(tensorboard.traits, "is_asynchronous", lambda strategy: True)
+  monkeypatch.setattr(tensorboard.placement, "of", lambda _: placement.ParameterServer(None))
   action = TensorBoard(histograms_every_steps=5)
   with pytest.raises(ConfigError, match=r"^TensorBoard\.histograms_every_steps is set, but under"):
     action.bind(type("Run", (), {"strategy": None}))

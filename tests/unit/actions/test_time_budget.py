@@ -17,7 +17,7 @@ from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
 from framework.run import run
 from framework.run_folder import checkpoints
-from framework.strategies import factories, reduction
+from framework.strategies import factories, placement, reduction
 from framework.task import Task
 
 STEPS, LOOP = 12, 4
@@ -285,7 +285,7 @@ def test_a_gpu_has_one_part_for_what_cannot_be_told_apart():
 
 
 def test_parameter_servers_are_refused(monkeypatch):
-  monkeypatch.setattr(time_budget.traits, "is_asynchronous", lambda _: True)
+  monkeypatch.setattr(time_budget.placement, "of", lambda _: placement.ParameterServer(None))
   run_of = type("Run", (), {"strategy": None})()
   with pytest.raises(
     ValueError, match=r"\Arun.actions has @TimeBudget\(\), but under param[^\n]*\Z"

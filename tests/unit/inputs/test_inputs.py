@@ -34,6 +34,7 @@ from framework.inputs.sources import (
   StreamSource,
   load_arrays,
 )
+from framework.strategies import placement
 
 # ---- Training batches ----
 
@@ -331,7 +332,7 @@ def sum_of(iterator, key, count):
   """Reads `count` batches in a compiled loop; returns a feature's sum, weighted by position."""
   return tf.while_loop(
     lambda i, total: i < count,
-    lambda i, total: (i + 1, total + (i + 1) * tf.reduce_sum(datasets.next_of(iterator)[key])),
+    lambda i, total: (i + 1, total + (i + 1) * tf.reduce_sum(placement.here().read(iterator)[key])),
     (tf.constant(0, tf.int64), tf.constant(0, tf.int64)),
   )[1]
 
@@ -389,7 +390,7 @@ iterator = datasets.iterate(data)
 
 @tf.function(autograph=False)
 def total():
-  add = lambda i, total: (i + 1, total + datasets.next_of(iterator)["x"])
+  add = lambda i, total: (i + 1, total + placement.here().read(iterator)["x"])
   zero = tf.constant(0, tf.int64)
   return tf.while_loop(lambda i, total: i < 10, add, (zero, zero))[1]
 

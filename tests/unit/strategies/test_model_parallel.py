@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.builder import trainer_class
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
@@ -17,7 +16,7 @@ from framework.metrics import Loss
 from framework.models import models
 from framework.optimizers import functional
 from framework.run_folder.checkpoints import CheckpointManager
-from framework.strategies import factories, model_parallel
+from framework.strategies import factories, model_parallel, placement
 from framework.task import Task
 from framework.tasks import language_model
 from framework.tools.ledger.recorder import Recorder
@@ -76,7 +75,7 @@ def trainer_of(task, strategy, *, optimizer=None, **options):
   source = task.source("train")
   adam = optimizer or (lambda: keras.optimizers.AdamW(0.01, epsilon=1e-3, weight_decay=0.1))
   preprocess = getattr(task, "preprocess", None)
-  return trainer_class(strategy)(
+  return placement.of(strategy).trainer_class()(
     task=task, strategy=strategy, optimizer=adam, global_batch_size=10,
     dataset_fn=lambda position: datasets.train_dataset(
       source, global_batch_size=10, pad_multiple=12, position=position, preprocess=preprocess

@@ -4,12 +4,13 @@ import pytest
 import tensorflow as tf
 
 from framework.errors import ConfigError
-from framework.strategies import factories, traits
+from framework.strategies import factories, placement
 
 
 def test_default_is_no_distribution():
   assert factories.default() is tf.distribute.get_strategy()
-  assert traits.describe(factories.default()) == ("default", [])
+  where = placement.of(factories.default())
+  assert (where.name, where.devices) == ("default", [])
 
 
 def test_one_device_takes_the_cpu_where_there_is_no_gpu():
@@ -21,12 +22,12 @@ def test_one_device_takes_the_cpu_where_there_is_no_gpu():
 def test_one_cpu_reads_the_dataset_itself(device):
   dataset = tf.data.Dataset.range(3)
   strategy = factories.one_device(device=device)
-  assert traits.cluster_of(strategy).distribute(dataset) is dataset
+  assert placement.of(strategy).distribute(dataset) is dataset
 
 
 def test_one_gpu_gets_the_batches_ahead_of_the_step():
   dataset, strategy = tf.data.Dataset.range(3), tf.distribute.OneDeviceStrategy("GPU:0")
-  assert traits.cluster_of(strategy).distribute(dataset) is not dataset
+  assert placement.of(strategy).distribute(dataset) is not dataset
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
@@ -38,7 +39,8 @@ def test_mirrored_splits_the_cpu(replicas):
 
 def test_mirrored_takes_named_devices_in_either_spelling():
   strategy = factories.mirrored(devices=["CPU:1", "/device:CPU:3"])
-  assert traits.describe(strategy) == ("MirroredStrategy", ["CPU:1", "CPU:3"])
+  where = placement.of(strategy)
+  assert (where.name, where.devices) == ("MirroredStrategy", ["CPU:1", "CPU:3"])
 
 
 def test_mirrored_without_arguments_is_one_replica_on_the_cpu():
@@ -151,9 +153,9 @@ def test_hierarchical_copy_is_let_in_where_it_is_right(replicas):
 
 def test_xla_is_refused_under_central_storage_with_several_replicas_only(mirrored):
   with pytest.raises(ConfigError, match=r"received both Trainer.jit_compile=True and .*central"):
-    traits.check_xla(factories.central_storage(cpu_replicas=2))
+    placement.of(factories.central_storage(cpu_replicas=2)).require("Trainer.jit_compile")
   for strategy in (factories.central_storage(cpu_replicas=1), mirrored(2), factories.default()):
-    traits.check_xla(strategy)
+    placement.of(strategy).require("Trainer.jit_compile")
 
 
 def test_splitting_the_cpu_again_for_fewer_is_fine():

@@ -19,6 +19,7 @@ from framework import session
 from framework.errors import ConfigError
 from framework.metrics import Loss
 from framework.optimizers import loss_scale
+from framework.strategies import placement
 from framework.strategies.reduction import Reduction
 from framework.tools.forensics import examine
 from framework.tools.forensics.action import StopOnNonFinite
@@ -314,10 +315,9 @@ def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
 # ---- Where it does not go ----
 
 
-def test_parameter_servers_are_refused(monkeypatch):
-  monkeypatch.setattr(examine.traits, "is_asynchronous", lambda _: True)
+def test_parameter_servers_are_refused():
   with pytest.raises(ConfigError, match="cannot be replayed under parameter_server"):
-    examine.examine(types.SimpleNamespace(strategy=None))
+    examine.examine(types.SimpleNamespace(placement=placement.ParameterServer(None)))
 
 
 @pytest.mark.whole

@@ -10,7 +10,7 @@ from input_cases import ledger_digest, one_line_error, stream
 
 from framework.inputs.sources import ArraySource
 from framework.session import Cadence, Session
-from framework.strategies import traits
+from framework.strategies import placement
 from framework.tools.ledger import __main__
 from framework.tools.ledger import proof as proofs
 from framework.tools.ledger.proof import Ledger, Problem, prove
@@ -113,7 +113,7 @@ def one_device():
 
 
 def test_parameter_servers_are_refused(tmp_path, monkeypatch):
-  monkeypatch.setattr(traits, "is_asynchronous", lambda _: True)
+  monkeypatch.setattr(placement, "of", lambda _: placement.ParameterServer(None))
   with one_line_error("run.ledger is True, but under parameter_server"):
     Recorder(model_dir=str(tmp_path), strategy=tf.distribute.get_strategy())
 

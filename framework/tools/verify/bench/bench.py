@@ -30,8 +30,7 @@ from framework.models import models
 from framework.optimizers.adapters import prefix
 from framework.run_folder import assets
 from framework.step import Step
-from framework.strategies import traits
-from framework.strategies.model_parallel import ModelParallelStrategy, place
+from framework.strategies import placement
 from framework.task import Task, preprocess_of
 from framework.tools.verify.bench import shared_noise
 from framework.trainer import Trainer
@@ -302,7 +301,7 @@ class Bench:
 
   def distributed(self, batch: Rows) -> Any:
     """Returns a global batch as `strategy.run` takes it, its rows split in order (host)."""
-    return distributed(self.strategy, batch)
+    return placement.of(self.strategy).split(batch)
 
 
 def _always(number: int | None, assigns: bool) -> type[Step]:
@@ -327,26 +326,6 @@ def _always(number: int | None, assigns: bool) -> type[Step]:
   return Always
 
 
-def distributed(strategy: tf.distribute.Strategy, batch: Rows) -> dict[str, Any]:
-  """Returns a global batch as `strategy.run` takes it, with its rows split in order (host).
-
-  Args:
-    strategy: of this process.
-    batch: its number of rows is a multiple of the number of replicas.
-  """
-  if isinstance(strategy, ModelParallelStrategy):
-    return {name: place(value, strategy.of_rows(value.ndim)) for name, value in batch.items()}
-  share = len(batch["weight"]) // strategy.num_replicas_in_sync
-
-  def split(value: np.ndarray) -> Any:
-    def part(context: Any) -> tf.Tensor:
-      return tf.constant(value[context.replica_id_in_sync_group * share :][:share])
-
-    return strategy.experimental_distribute_values_from_function(part)
-
-  return {name: split(value) for name, value in batch.items()}
-
-
 def stepper(trainer: Trainer) -> Any:
   """Returns a function that runs one step on a distributed batch, compiled unless eager (host)."""
 
@@ -354,12 +333,6 @@ def stepper(trainer: Trainer) -> Any:
     trainer.train_step(iter([batch]))
     trainer.average_state()
 
-  def on_mesh(batch: Any) -> None:
-    read: Any = iter([(batch, tf.constant(0.0))])
-    trainer.train_step(read)
-
-  if traits.is_on_mesh(trainer.strategy):
-    return compiled(on_mesh)
   return step if trainer.eager else compiled(step)
 
 

@@ -16,6 +16,7 @@ from framework.graphs import randomness
 from framework.graphs.autograph import compiled
 from framework.models import models
 from framework.step import EvalStep
+from framework.strategies import placement
 from framework.tools.verify.bench import bench, shared_noise, survey
 from framework.tools.verify.bench.bench import Rows, Subject
 from framework.tools.verify.bench.dtype_policy import under
@@ -75,7 +76,7 @@ class Evaluated:
     evaluator = self._evaluator({"rows": [rows]})
     with shared_noise.alike_for_all_rows():
       evaluator.metric_names()
-      batch = bench.distributed(self.strategy, rows)
+      batch = placement.of(self.strategy).split(rows)
       return compiled(evaluator.packed_step).get_concrete_function(batch).graph
 
   def _evaluator(self, sets: Mapping[str, Sequence[Rows]]) -> Evaluator:

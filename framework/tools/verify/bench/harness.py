@@ -60,7 +60,7 @@ def step(trainer: Trainer, batch: Rows) -> None:
     trainer: under any strategy of this process.
     batch: its number of rows is a multiple of the number of replicas.
   """
-  bench.stepper(trainer)(bench.distributed(trainer.strategy, batch))
+  bench.stepper(trainer)(trainer.placement.split(batch))
 
 
 def batches(subject: Subject, task: Task, *, rows: int, position: int) -> Iterator[Rows]:

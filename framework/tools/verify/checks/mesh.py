@@ -17,7 +17,7 @@ import tensorflow as tf
 from framework.errors import ConfigError, failure, place_of
 from framework.graphs import operations as graphs
 from framework.optimizers.adapters import KerasOptimizer
-from framework.strategies import traits
+from framework.strategies import placement
 from framework.tools.verify.bench import bench, source_lines
 from framework.tools.verify.bench.bench import Bench, Outcome, Subject
 from framework.tools.verify.bench.comparison import AFTER_STEPS, Comparison
@@ -116,7 +116,7 @@ class OnMesh:
     """Runs the reference steps."""
     assert subject.mesh is not None
     self.subject, self.strategy = subject, subject.mesh()
-    self.shares = traits.row_shares(self.strategy)
+    self.shares = placement.of(self.strategy).row_shares
     rows = int(np.lcm(subject.divisible_rows, self.shares))
     self._here = self._bench(rows, optimizer=bench.gradient_descent)  # first: it checks the layouts
     self.compared = Comparison(subject, rows=rows)
