@@ -106,6 +106,14 @@ def test_python_blocks_run(page, code, capsys):
       )
   module = load(page, code)
   assert vars(module)
+  if "folders.Run" in code:
+    Path("mine").mkdir()
+    Path("mine/metrics.jsonl").write_text(
+      '{"step": 5, "split": "train", "loss": 2.0}\n{"step": 5, "split": "eval", "accuracy": 0.5}\n'
+    )
+    [(path, state, step, best)] = module.table(".")
+    assert (path, state, step, str(best)) == ("./mine", "stopped", 5, "accuracy 0.5 @5")
+    assert module.losses("mine") == [(5, 2.0)]
   if "onnx" in code:
     require_served(module.Predict)
   elif "runs/digits_cnn/export" in code:
