@@ -79,7 +79,7 @@ def fewer(monkeypatch):
 @pytest.fixture
 def on_one_device(monkeypatch):
   """No other strategy."""
-  passed = restore._passed(restore.ACROSS, "")
+  passed = restore.GROUP.passed(restore.ACROSS)
   monkeypatch.setattr(restore.Resumption, "across_strategies", lambda self: passed)
 
 

@@ -39,6 +39,30 @@ class Result:
   values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """Makes the results of one group of docs/verify.md; the arguments are `Result`'s."""
+
+  name: str
+
+  def passed(self, check: str, detail: str = "", **values: Any) -> Result:
+    """Returns what is right."""
+    return Result(group=self.name, check=check, status="passed", detail=detail, **values)
+
+  def skipped(self, check: str, detail: str, **values: Any) -> Result:
+    """Returns what does not apply; `detail` says why."""
+    return Result(group=self.name, check=check, status="not applicable", detail=detail, **values)
+
+  def failed(
+    self, check: str, detail: str, cause: str, remedy: str = "", place: str = "", **values: Any
+  ) -> Result:
+    """Returns what is wrong."""
+    return Result(
+      group=self.name, check=check, status="failed", detail=detail, cause=cause, remedy=remedy,
+      place=place, **values,
+    )  # fmt: skip
+
+
 class Report:
   """All results of one verification."""
 

@@ -7,7 +7,6 @@ seeds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -24,9 +23,9 @@ from framework.tools.verify.bench.random_draws import (
   Watched,
   listed,
 )
-from framework.tools.verify.report import Result, Status
+from framework.tools.verify.report import Group, Result
 
-GROUP = "randomness"
+GROUP = Group("randomness")
 BY_SEED = "use tf.random.stateless_* and tf.image.stateless_* with batch['seed']"
 BATCHES = 8
 """Batches of equal examples: an augmentation may leave most examples as they are."""
@@ -54,7 +53,7 @@ class Augmentation:
     )
     if type(self.task).preprocess is Task.preprocess:
       for name in names:
-        yield _skipped(name, "no preprocess()")
+        yield GROUP.skipped(name, "no preprocess()")
       return
     yield from self._training(names)
     yield self._evaluation(names[3])
@@ -74,28 +73,30 @@ class Augmentation:
       yield self._stateful(names[0], stateful, watched)
       yield from self._skipped(names[1:3], names[0])
     elif frozen or (watched.in_python and not changed):
-      yield _skipped(names[0], f"{names[1]!r} fails")
+      yield GROUP.skipped(names[0], f"{names[1]!r} fails")
       yield self._frozen(names[1], watched)
-      yield _skipped(names[2], f"{names[1]!r} fails")
+      yield GROUP.skipped(names[2], f"{names[1]!r} fails")
     elif changed:
-      yield _passed(names[0], "bit for bit, also when traced again")
-      yield _passed(names[1], f"{changed!r} of the same examples differs")
+      yield GROUP.passed(names[0], "bit for bit, also when traced again")
+      yield GROUP.passed(names[1], f"{changed!r} of the same examples differs")
       yield self._of_each(names[2], first, watched)
     elif watched.draws and not survey.apart(once, others) and watched.fixed(len(first["weight"])):
-      yield _skipped(names[0], f"{names[1]!r} fails")
+      yield GROUP.skipped(names[0], f"{names[1]!r} fails")
       yield self._fixed(names[1], watched.fixed(len(first["weight"])))
-      yield _skipped(names[2], f"{names[1]!r} fails")
+      yield GROUP.skipped(names[2], f"{names[1]!r} fails")
     else:
       why = "preprocess() adds nothing random when training"
       if watched.draws:
         why = "what preprocess() draws is the same for an example in all epochs"
-      yield _skipped(names[0], why)
-      yield _skipped(names[1], why)
-      yield self._of_each(names[2], first, watched) if watched.draws else _skipped(names[2], why)
+      yield GROUP.skipped(names[0], why)
+      yield GROUP.skipped(names[1], why)
+      yield (
+        self._of_each(names[2], first, watched) if watched.draws else GROUP.skipped(names[2], why)
+      )
 
   def _skipped(self, names: Sequence[str], failed: str) -> Iterator[Result]:
     for name in names:
-      yield _skipped(name, f"{failed!r} fails")
+      yield GROUP.skipped(name, f"{failed!r} fails")
 
   def _of_each(self, name: str, rows: Rows, watched: Watched) -> Result:
     """Checks that equal examples of a batch come out different, if those of other batches do."""
@@ -110,17 +111,17 @@ class Augmentation:
     made = self._preprocessed(batches)
     alike = [not survey.apart(_turned(each), each) for each in made]
     if not all(alike) or len(rows["weight"]) < 2:
-      return _passed(name, "equal examples of a batch come out different")
+      return GROUP.passed(name, "equal examples of a batch come out different")
     if not any(survey.apart(each, made[0]) for each in made[1:]):
-      return _skipped(name, "equal examples come out the same in all batches")
-    return _failed(
+      return GROUP.skipped(name, "equal examples come out the same in all batches")
+    return GROUP.failed(
       name, f"equal examples of a batch come out equal{listed(watched.draws)}, and "
       "different in another batch", ONE_SEED, EACH,
       self._place(watched.draws, ('"seed"][0]', "'seed'][0]", "seed", "step")),
     )  # fmt: skip
 
   def _stateful(self, name: str, feature: str, watched: Watched) -> Result:
-    return _failed(
+    return GROUP.failed(
       name,
       f"{feature!r} differs for the same examples with the same seeds{listed(watched.stateful)}",
       STATEFUL,
@@ -131,14 +132,14 @@ class Augmentation:
     )
 
   def _frozen(self, name: str, watched: Watched) -> Result:
-    return _failed(
+    return GROUP.failed(
       name, "numbers are drawn in Python while preprocess() is traced: all examples get the same "
       "ones, in all epochs", FROZEN, ONCE + BY_SEED,
       self._place([], ("np.random", "default_rng", "random.")),
     )  # fmt: skip
 
   def _fixed(self, name: str, fixed: list[Draw]) -> Result:
-    return _failed(
+    return GROUP.failed(
       name, f"the same numbers are drawn in all batches{listed(fixed)}", FIXED, BY_SEED,
       self._place(fixed, ("seed=", "stateless_")),
     )  # fmt: skip
@@ -146,7 +147,7 @@ class Augmentation:
   def _evaluation(self, name: str) -> Result:
     source, why = survey.eval_source(self.task)
     if source is None:
-      return _skipped(name, why)
+      return GROUP.skipped(name, why)
     count = min(16, source.num_examples or 16)
     batches = datasets.eval_dataset(source, global_batch_size=count, steps=self.subject.eval_steps)
     rows = next(batches.as_numpy_iterator())
@@ -159,7 +160,7 @@ class Augmentation:
     except Exception as error:
       if not (feature := survey.of_training(error)):
         raise
-      return _failed(
+      return GROUP.failed(
         name,
         f"preprocess(batch, training=False) reads batch['{feature}'], which only training has",
         "augmentation in evaluation", f"augment, and use batch['{feature}'], only `if training:`",
@@ -169,9 +170,9 @@ class Augmentation:
     by_place = survey.apart(once, turned) if watched.fixed(count) else ""
     different = survey.apart(once, again) or survey.apart(once, afresh) or by_place
     if not different:
-      return _passed(name, f"{count} examples, bit for bit")
+      return GROUP.passed(name, f"{count} examples, bit for bit")
     how = "depends on its place in the batch" if by_place else "differs each time"
-    return _failed(
+    return GROUP.failed(
       name, f"{different!r} of the same example {how}{listed(watched.draws)}",
       "augmentation in evaluation", "augment only `if training:`",
       self._place(watched.draws, place),
@@ -187,19 +188,3 @@ class Augmentation:
 def _turned(rows: Rows) -> Rows:
   """Returns the rows, each in the place of the next."""
   return {name: np.roll(value, 1, axis=0) for name, value in rows.items()}
-
-
-def _passed(check: str, detail: str) -> Result:
-  return _result(check, "passed", detail)
-
-
-def _skipped(check: str, why: str) -> Result:
-  return _result(check, "not applicable", why)
-
-
-def _failed(check: str, detail: str, cause: str, remedy: str, place: str) -> Result:
-  return _result(check, "failed", detail, cause=cause, remedy=remedy, place=place)
-
-
-def _result(check: str, status: Status, detail: str, **more: Any) -> Result:
-  return Result(group=GROUP, check=check, status=status, detail=detail, **more)

@@ -17,10 +17,10 @@ from framework.graphs import operations as graphs
 from framework.models import models
 from framework.tools.verify.bench import bench, harness, held_state, source_lines, xla
 from framework.tools.verify.bench.bench import Subject
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 from framework.trainer import Trainer
 
-GROUP = "compilation"
+GROUP = Group("compilation")
 LOOPS = (1, 3, 2)
 """Steps of the loops to run; after the first, none may trace the loop again."""
 TRACED_ONCE, SAME_TRACE, NO_HOST = (
@@ -52,9 +52,14 @@ def check(subject: Subject) -> list[Result]:
     subject, bench.strategy_of(1), rows=subject.divisible_rows, jit_compile=False
   )
   if trainer.eager:
-    return [_not_applicable(name, "run.eager: nothing is compiled") for name in _ALL]
+    return [GROUP.skipped(name, "run.eager: nothing is compiled") for name in _ALL]
   loop = Loop(trainer)
-  return [loop.traced_once(), loop.same_trace(), loop.no_host_call(), xla.check(subject, GROUP)]
+  return [
+    loop.traced_once(),
+    loop.same_trace(),
+    loop.no_host_call(),
+    xla.check(subject, GROUP.name),
+  ]
 
 
 class Loop:
@@ -74,17 +79,17 @@ class Loop:
     traces = self.trainer.traces
     told = f"loops of {', '.join(map(str, LOOPS))} steps: {traces} trace" + "s" * (traces > 1)
     if traces == 1:
-      return _passed(TRACED_ONCE, told)
+      return GROUP.passed(TRACED_ONCE, told)
     if self.late:
       names = ", ".join(v.name for v in self.late[:3])
-      return Result(
-        group=GROUP, check=TRACED_ONCE, status="failed", detail=f"{told}; the step made {names}",
+      return GROUP.failed(
+        TRACED_ONCE, detail=f"{told}; the step made {names}",
         cause="variables created in the step",
         remedy="create all variables in build_model()",
         place=source_lines.mention(self.task, "tf.Variable", "def build_model"),
       )  # fmt: skip
-    return Result(
-      group=GROUP, check=TRACED_ONCE, status="failed", detail=told,
+    return GROUP.failed(
+      TRACED_ONCE, detail=told,
       cause="changing shape or Python value",
       remedy="keep the shapes of a source static, and keep Python state out of train_step",
       place=source_lines.mention(self.task, "def train_step", "def source"),
@@ -105,7 +110,7 @@ class Loop:
     mine, yours = _ingredients(self.graph), _ingredients(again)
     differing = [key for key in {**mine, **yours} if len(mine[key]) != len(yours[key])]
     if not differing:
-      return _passed(SAME_TRACE, f"{sum(map(len, mine.values()))} operations")
+      return GROUP.passed(SAME_TRACE, f"{sum(map(len, mine.values()))} operations")
     if kept := self._kept():
       return self._keeps(kept[0])
     after = held_state.held(self.task)
@@ -120,8 +125,8 @@ class Loop:
   def _differs(self, what: str, changed: list[str], drew: bool, place: str) -> Result:
     if changed:
       held = held_state.held(self.task)[changed[0]]
-      return Result(
-        group=GROUP, check=SAME_TRACE, status="failed",
+      return GROUP.failed(
+        SAME_TRACE,
         detail=f"{', '.join(changed)} changes when the step is traced, and changes the step "
         f"(a {what}); in the loop it keeps the value of the first trace",
         cause="Python value that changes",
@@ -130,16 +135,16 @@ class Loop:
         place=source_lines.change(held.owner, held.attribute) or place,
       )  # fmt: skip
     if drew:
-      return Result(
-        group=GROUP, check=SAME_TRACE, status="failed",
+      return GROUP.failed(
+        SAME_TRACE,
         detail=f"the step draws from NumPy or Python when it is traced (a {what}); in the loop, "
         "every step gets the same numbers",
         cause="random numbers of NumPy or Python",
         remedy="draw with tf.random.stateless_* and step.seed()",
         place=source_lines.mention(self.task, "np.random", "random.") or place,
       )  # fmt: skip
-    return Result(
-      group=GROUP, check=SAME_TRACE, status="failed",
+    return GROUP.failed(
+      SAME_TRACE,
       detail=f"another {what} each time the step is traced; in the loop it keeps the value of the "
       "first trace",
       cause="Python value that changes",
@@ -153,8 +158,8 @@ class Loop:
 
   def _keeps(self, name: str) -> Result:
     held = held_state.held(self.task)[name]
-    return Result(
-      group=GROUP, check=SAME_TRACE, status="failed",
+    return GROUP.failed(
+      SAME_TRACE,
       detail=f"{name} holds a tensor of the first trace: the next step cannot use it, and it never "
       "gets a new value",
       cause="tensor kept in Python",
@@ -172,11 +177,10 @@ class Loop:
       if place:  # otherwise it belongs to a library or the framework
         found.setdefault(place, (operation.type, _CAUSE_OF[operation.type]))
     if not found:
-      return _passed(NO_HOST, "no Python, printing, summary or file operation")
+      return GROUP.passed(NO_HOST, "no Python, printing, summary or file operation")
     place, (_, cause) = next(iter(found.items()))
-    return Result(
-      group=GROUP, check=NO_HOST, status="failed",
-      detail="; ".join(f"{kind} at {where}" for where, (kind, _) in found.items())
+    return GROUP.failed(
+      NO_HOST, detail="; ".join(f"{kind} at {where}" for where, (kind, _) in found.items())
       + ": each step waits for the host",
       cause=cause, remedy=_REMEDIES[cause], place=place,
       values={"operations": [{"type": kind, "place": where} for where, (kind, _) in found.items()]},
@@ -208,11 +212,3 @@ def _variables(trainer: Trainer) -> Iterator[Any]:
   for held in held_state.held(trainer.task).values():
     if held.variable is not None:
       yield held.variable
-
-
-def _passed(check: str, detail: str) -> Result:
-  return Result(group=GROUP, check=check, status="passed", detail=detail)
-
-
-def _not_applicable(check: str, why: str) -> Result:
-  return Result(group=GROUP, check=check, status="not applicable", detail=why)

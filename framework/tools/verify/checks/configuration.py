@@ -20,9 +20,9 @@ from framework.configurables.examination import Examination
 from framework.configurables.reading import MACRO
 from framework.errors import first_line, printable
 from framework.tools.verify.bench.bench import Subject
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "configuration"
+GROUP = Group("configuration")
 CAUSES: dict[Kind, str] = {
   "reading": "a file that cannot be read",
   "imports": "a module that cannot be imported",
@@ -49,7 +49,7 @@ def check(subject: Subject) -> list[Result]:
   examination = configurables.examined_in_force()
   if not examination.history:
     why = "gin configured nothing"
-    return [Result(group=GROUP, check="config", status="not applicable", detail=why)]
+    return [GROUP.skipped("config", why)]
   return results(examination)
 
 
@@ -89,18 +89,16 @@ def results(examination: Examination) -> list[Result]:
       found += failures
     elif first:
       why = f"is checked when {first!r} is right"
-      found.append(Result(group=GROUP, check=kind, status="not applicable", detail=why))
+      found.append(GROUP.skipped(kind, why))
     else:
-      found.append(Result(group=GROUP, check=kind, status="passed", detail=told[kind]))
+      found.append(GROUP.passed(kind, told[kind]))
   return found
 
 
 def _failure(mistake: Mistake, cause: str) -> Result:
   where = mistake.where
-  return Result(
-    group=GROUP,
-    check=mistake.kind,
-    status="failed",
+  return GROUP.failed(
+    mistake.kind,
     detail=_line(mistake).removeprefix(f"{where}: "),
     cause=cause,
     place=where if where.startswith("--") else Path(where).name if where else "",

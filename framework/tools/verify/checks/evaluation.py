@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,9 +18,9 @@ from framework.tools.verify.bench import bench, row_mixing, source_lines, survey
 from framework.tools.verify.bench.bench import Rows, Subject
 from framework.tools.verify.bench.evaluated import Evaluated, Values, different
 from framework.tools.verify.bench.explanations import RANKED
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "evaluation"
+GROUP = Group("evaluation")
 SMALL = 6
 """Rows of the small batches; divisible by 2 and 3."""
 LARGER = 5
@@ -58,7 +57,7 @@ def check(subject: Subject) -> list[Result]:
   ]  # fmt: skip
   source, why = survey.eval_source(subject.fresh_task())
   if source is None:
-    return [_skipped(name, why) for name in names]
+    return [GROUP.skipped(name, why) for name in names]
   try:
     return list(Comparison(subject, SMALL).results(names))
   except (ConfigError, ValueError, tf.errors.InvalidArgumentError):
@@ -119,7 +118,7 @@ class Comparison:
     yield mode
     if mode.status == "failed":
       for name in names[1:]:
-        yield _skipped(name, f"{names[0]!r} fails")
+        yield GROUP.skipped(name, f"{names[0]!r} fails")
       return
     padding = self._padding(names[1])
     yield padding
@@ -132,12 +131,12 @@ class Comparison:
     statistics = [each for each in self.alone.changed if each.endswith(STATISTICS)]
     if not statistics:
       others = ", ".join(self.alone.changed)
-      return _passed(name, f"evaluation changes {others}" if others else "no variable changes")
-    return _failed(
+      return GROUP.passed(name, f"evaluation changes {others}" if others else "no variable changes")
+    return GROUP.failed(
       name, f"an evaluation changes {statistics[0]}, as only training should", IN_TRAINING_MODE,
-      source_lines.mention(self.alone.task, "training=True")
+      place=source_lines.mention(self.alone.task, "training=True")
       or source_lines.find(self.alone.task, "forward", "eval_step", containing=("self.model",)),
-      "pass training on, which is False in eval_step(): self.model(x, training=training)",
+      remedy="pass training on, which is False in eval_step(): self.model(x, training=training)",
     )  # fmt: skip
 
   def _padding(self, name: str) -> Result:
@@ -148,7 +147,7 @@ class Comparison:
     ):
       if wrong := different(values, alone):
         return self._failed(name, f"{told}: {wrong[1]} without padding", PADDING, wrong[0])
-    return _passed(name, ", ".join(alone) or "no metric")
+    return GROUP.passed(name, ", ".join(alone) or "no metric")
 
   def _order(self, name: str) -> Result:
     if wrong := different(self.in_large["turned"], self.in_large["all"]):
@@ -156,27 +155,29 @@ class Comparison:
       return self._failed(name, f"rows of each batch reversed: {wrong[1]} before", cause, wrong[0])
     if wrong := different(self.in_small["mixed"], self.in_small["all"]):
       return self._in_other_batches(name, f"in other batches: {wrong[1]} before", wrong[0])
-    return _passed(name, f"{3 * self.small} examples in batches of other examples, and reversed")
+    return GROUP.passed(
+      name, f"{3 * self.small} examples in batches of other examples, and reversed"
+    )
 
   def _sizes(self, name: str) -> Result:
     wrong = self._apart(self.in_small, self.in_large)
     sizes = f"batches of {self.small} and of {2 * self.small}"
     if not wrong:
-      return _passed(name, f"{sizes} are the same")
+      return GROUP.passed(name, f"{sizes} are the same")
     return self._in_other_batches(name, f"in {sizes}: {wrong[1]}", wrong[0])
 
   def _in_other_batches(self, name: str, told: str, metric: str) -> Result:
     """Rows that are compared with the others of the batch of all replicas may depend on it."""
     if self.alone.gathers:
       told += "; step.all_gather collects a whole batch, so keep run.eval_batch_size as it is"
-      return _passed(name, told)
+      return GROUP.passed(name, told)
     return self._failed(name, told, self._cause(self.in_small), metric)
 
   def _replicas(self, replicas: int, name: str) -> Result:
     there = Evaluated(self.subject, replicas, values=self.alone.values)(self._same())
     wrong = self._apart(there, self.in_large)
     if not wrong:
-      return _passed(name, ", ".join(there["all"]) or "no metric")
+      return GROUP.passed(name, ", ".join(there["all"]) or "no metric")
     return self._failed(name, f"{wrong[1]} on one", self._cause(there), wrong[0])
 
   def _apart(self, one: Sets, other: Sets) -> tuple[str, str] | None:
@@ -192,11 +193,10 @@ class Comparison:
     place = self._meeting if cause == MIXED else ""
     task = self.alone.task
     named = (f'"{metric}"', f"'{metric}'")
-    return _failed(
-      name, detail, cause,
+    return GROUP.failed(
+      name, detail, cause, REMEDIES[cause],
       place or source_lines.mention(task, *named)
       or source_lines.find(task, *METHODS, containing=WORDS),
-      REMEDIES[cause],
     )  # fmt: skip
 
   @functools.cached_property
@@ -211,18 +211,3 @@ def _examples(subject: Subject, alone: Evaluated, count: int) -> Rows:
   rows = subject.rows(alone.task, count, training=False)
   real = np.flatnonzero(rows["example_id"] >= 0)
   return {name: value[np.resize(real, count)] for name, value in rows.items()}
-
-
-def _passed(check: str, detail: str) -> Result:
-  return Result(group=GROUP, check=check, status="passed", detail=detail)
-
-
-def _skipped(check: str, why: str) -> Result:
-  return Result(group=GROUP, check=check, status="not applicable", detail=why)
-
-
-def _failed(check: str, detail: str, cause: str, place: str, remedy: str, **more: Any) -> Result:
-  return Result(
-    group=GROUP, check=check, status="failed", detail=detail, cause=cause, place=place,
-    remedy=remedy, **more,
-  )  # fmt: skip

@@ -29,9 +29,9 @@ from framework.tools.verify.bench.bench import Bench, Rows, Subject
 from framework.tools.verify.bench.labels import Labels, Probe
 from framework.tools.verify.bench.survey import Column, Survey
 from framework.tools.verify.checks import augmentation
-from framework.tools.verify.report import Result, Status
+from framework.tools.verify.report import Group, Result
 
-GROUP = "inputs"
+GROUP = Group("inputs")
 READ_S = 3.0
 """Seconds to read each source, and the pipeline."""
 MEASURE_S = 0.25
@@ -135,19 +135,19 @@ class Reading:
     name = "source() repeats"
     again = main_source(self.task.source("train"))
     if isinstance(self.source, StreamSource) or isinstance(again, StreamSource):
-      yield _skipped(name, "a stream has its own order")
+      yield GROUP.skipped(name, "a stream has its own order")
       return
     ids = list(self.train.by_id)[:16]
     fetched = survey.fetched_alone(again, ids)
     wrong = [i for i in ids if fetched[i] != self.train.by_id[i]]
     if not wrong and again.num_examples == self.source.num_examples:
-      yield _passed(name, f"{self.source.num_examples} examples, the same when asked again")
+      yield GROUP.passed(name, f"{self.source.num_examples} examples, the same when asked again")
       return
     alone = survey.fetched_alone(self.source, ids)
     if [i for i in ids if alone[i] != self.train.by_id[i]]:
       yield self._fetch_is_wrong(name, self.source, ids[0], alone)
       return
-    yield _failed(
+    yield GROUP.failed(
       name,
       f"a second call of source('train') gives other examples: {len(wrong)} of {len(ids)} differ",
       "source() is random",
@@ -161,7 +161,7 @@ class Reading:
   ) -> Result:
     repeated = survey.fetched_alone(source, alone) == alone
     told = f"{type(source).__name__}.fetch gives another example {example}"
-    return _failed(
+    return GROUP.failed(
       name, f"{told} alone than among others" if repeated else f"{told} each time",
       "fetch() mixes up its rows" if repeated else "fetch() is random",
       "row i of what fetch(indices) returns must be example indices[i], in any order of indices: "
@@ -174,10 +174,12 @@ class Reading:
     name = "train and eval apart"
     train, held_out = self.train_data, self.held_out
     if not self.eval.by_id:
-      return _skipped(name, self.no_eval or "source('eval') has no examples")
+      return GROUP.skipped(name, self.no_eval or "source('eval') has no examples")
     if not held_out.by_id:
       only = ", ".join(sorted(self.numbers))
-      return _skipped(name, f"examples are only numbers ({only}); what they stand for is unknown")
+      return GROUP.skipped(
+        name, f"examples are only numbers ({only}); what they stand for is unknown"
+      )
     train_ids = {content: i for i, content in reversed(train.by_id.items())}
     shared = [
       (train_ids[content], i) for i, content in held_out.by_id.items() if content in train_ids
@@ -189,16 +191,16 @@ class Reading:
       told += f"; {repeated} repeated inside train"
     values = {"shared": len(shared), "repeated": repeated}
     if not shared:
-      return _passed(name, f"none of {told}", values)
+      return GROUP.passed(name, f"none of {told}", values=values)
     first = f"eval {shared[0][1]} is train {shared[0][0]}"
     part = min(1.0, len(shared) / (len(held_out.by_id) * train.share))
     copied = train.measured and part > COPIED
     if not copied and not _leaked(len(shared), part, survey.chance(train, held_out)):
-      return _passed(
-        name, f"{len(shared)} of {told}, too few to be more than chance: {first}", values
+      return GROUP.passed(
+        name, f"{len(shared)} of {told}, too few to be more than chance: {first}", values=values
       )
     ignored = part > 0.95
-    return _failed(
+    return GROUP.failed(
       name, f"{len(shared)} of {told}; {first}",
       "source() ignores the split" if ignored else "train and eval overlap",
       "return other examples for source('eval') than for source('train'): split once, with a fixed "
@@ -206,24 +208,26 @@ class Reading:
       source_lines.find(
         self.task, *SOURCE, containing=("split ==", "_split(", "random", "shuffle"),
       ),
-      values,
+      values=values,
     )  # fmt: skip
 
   def statistics(self) -> Result:
     """Finds means and deviations of evaluation examples where those of training belong."""
     name = "statistics of training alone"
     if self.eval_source is None:
-      return _skipped(name, self.no_eval)
+      return GROUP.skipped(name, self.no_eval)
     remedy = "compute them of source('train') alone; evaluation then uses the same numbers"
     if place := fitted.reads_evaluation(self.task):
       told = "what is fitted before training reads source('eval')"
-      return _failed(name, told, FITTED, remedy, place)
+      return GROUP.failed(name, told, FITTED, remedy, place)
     found = None
     with contextlib.suppress(Exception):  # preprocess() may fail in evaluation: see below
       found = fitted.find(self.task, self.source, self.eval_source, seconds=READ_S / 3)
     if found:
-      return _failed(name, f"the task uses {found[0]}", FITTED, remedy, found[1])
-    return _passed(name, "no constant of the task is a mean or deviation of evaluation examples")
+      return GROUP.failed(name, f"the task uses {found[0]}", FITTED, remedy, found[1])
+    return GROUP.passed(
+      name, "no constant of the task is a mean or deviation of evaluation examples"
+    )
 
   # ---- Pipelines ----
 
@@ -247,13 +251,13 @@ class Reading:
     missing = [i for i in range(total or 0) if i not in survey.counts] if epoch else []
     if not missing and sum(often.values()) - len(often) <= spare:
       what = "an epoch of" if epoch else "no example twice in the first"
-      return _passed(name, f"{what} {survey.examples - spare} examples")
+      return GROUP.passed(name, f"{what} {survey.examples - spare} examples")
     worst = max(often, key=often.__getitem__, default=None)
     told = [f"example {worst} comes {often[worst]} times"] if worst is not None else []
     told += [f"{len(missing)} of {total} never come, such as {missing[0]}"] if missing else []
     before = next(self.batches(preprocess=None).as_numpy_iterator())["example_id"]
     others = set(survey.first["example_id"].tolist()) - set(before.tolist())
-    return _failed(
+    return GROUP.failed(
       name, f"in an epoch, {', '.join(told)}" if epoch else ", ".join(told),
       f"preprocess() {'numbers examples itself' if others else 'repeats or drops examples'}",
       "return every row of the batch once, with its own example_id; to draw examples more often, "
@@ -273,7 +277,7 @@ class Reading:
       parts = [self._made_by(range(i, i + share), rows) for i in range(0, rows, share)]
       ids = [part["example_id"] for part in parts]
       if not np.array_equal(np.concatenate(ids), whole["example_id"]):
-        return _failed(
+        return GROUP.failed(
           name,
           f"of a batch of examples {_some(whole['example_id'])}, {workers} workers make "
           f"{' and '.join(_some(each) for each in ids)}",
@@ -284,10 +288,10 @@ class Reading:
       joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
       mixed = mixed or survey.apart(joined, whole, tolerance=1e-5)
     if not mixed:
-      return _passed(name, "each example once, the same as on one")
+      return GROUP.passed(name, "each example once, the same as on one")
     if isinstance(self.source, StreamSource):
       told = f"{mixed!r} depends on the other rows of a worker: each reads the stream in another "
-      return _passed(name, f"{told}order. Before using several, give dataset.shuffle a seed")
+      return GROUP.passed(name, f"{told}order. Before using several, give dataset.shuffle a seed")
     return self._not_apart(name, mixed)
 
   def _not_apart(self, name: str, mixed: str) -> Result:
@@ -296,9 +300,9 @@ class Reading:
     with random_draws.watch(self.task) as watched:
       found = seeded_rows.dependence(self.task, seeded_rows.seeded(rows, self.subject))
     if watched.stateful or watched.in_python:
-      return _passed(name, f"each example id once; {mixed!r} is random")
+      return GROUP.passed(name, f"each example id once; {mixed!r} is random")
     if found and found[1] == "contents":
-      return _failed(
+      return GROUP.failed(
         name, f"{found[0]!r} of an example depends on the other examples of its worker's rows",
         "preprocess() mixes rows",
         "treat each row separately: to mix examples, read the others as a further part, "
@@ -307,14 +311,16 @@ class Reading:
       )  # fmt: skip
     if found or watched.draws:
       of = "the seed of another example" if found else "its place among its worker's rows"
-      return _failed(
+      return GROUP.failed(
         name, f"{found[0] if found else mixed!r} of an example depends on {of}",
         augmentation.ONE_SEED, augmentation.EACH,
         source_lines.mention(self.task, *SEEDS) or random_draws.place(
           self.task, watched.draws, PREPROCESS, ("seed",)
         ),
       )  # fmt: skip
-    return _passed(name, f"each example id once; {mixed!r} depends on the other rows of a worker")
+    return GROUP.passed(
+      name, f"each example id once; {mixed!r} depends on the other rows of a worker"
+    )
 
   def _made_by(self, share: range, rows: int) -> Rows:
     """Returns the rows of the first batch, padded to `rows`, that a worker of this share makes."""
@@ -325,7 +331,7 @@ class Reading:
     """Checks that preprocess(batch, False) gives the same rows each time, in any batch size."""
     name = "evaluation repeats"
     if self.preprocess is None or self.eval_source is None:
-      yield _skipped(name, self.no_eval or "no preprocess()")
+      yield GROUP.skipped(name, self.no_eval or "no preprocess()")
       return
     size = min(self.subject.eval_batch_size or self.batch_size, len(self.eval.by_id))
     batches = datasets.eval_dataset(
@@ -338,7 +344,7 @@ class Reading:
     except Exception as error:
       if not (feature := survey.of_training(error)):
         raise
-      yield _failed(
+      yield GROUP.failed(
         name,
         f"preprocess(batch, training=False) reads batch['{feature}'], which only training has",
         "augmentation in evaluation", f"augment, and use batch['{feature}'], only `if training:`",
@@ -346,7 +352,7 @@ class Reading:
       )  # fmt: skip
       return
     if different := survey.apart(once, twice) or survey.apart(once, later):
-      yield _failed(
+      yield GROUP.failed(
         name, f"{different!r} differs when the same {size} examples are read again",
         "augmentation in evaluation",
         "augment only `if training:`; what is random must come from batch['seed']",
@@ -355,21 +361,21 @@ class Reading:
         ),
       )  # fmt: skip
       return
-    yield _passed(name, f"{size} examples, bit for bit")
+    yield GROUP.passed(name, f"{size} examples, bit for bit")
     yield self._any_batch_size(self.preprocess, rows, once)
 
   def _any_batch_size(self, preprocess: datasets.Preprocess, rows: Rows, once: Rows) -> Result:
     name, size = "evaluation in batches of any size", len(rows["weight"])
     half = size // 2
     if not half:
-      return _skipped(name, "only one example")
+      return GROUP.skipped(name, "only one example")
     few = {key: value[:half] for key, value in rows.items()}
     [smaller] = survey.preprocessed(preprocess, [few], False)
     first = {key: value[:half] for key, value in once.items()}
     different = survey.apart(smaller, first, tolerance=1e-4)
     if not different:
-      return _passed(name, f"the same in batches of {half} and {size}")
-    return _failed(
+      return GROUP.passed(name, f"the same in batches of {half} and {size}")
+    return GROUP.failed(
       name, f"{different!r} of the same examples differs in batches of {half} and of {size}",
       "preprocess() mixes rows",
       "treat each row separately: statistics of the batch depend on its size and on its other "
@@ -387,7 +393,7 @@ class Reading:
     wide = [name for name, column in columns.items() if column.dtype == np.float64]
     told = "; ".join(f"{name} {_described(column)}" for name, column in columns.items())
     told += f". float64 takes twice the memory: {', '.join(wide)}" if wide else ""
-    yield _passed("features", told)
+    yield GROUP.passed("features", told)
     yield self._weights()
     yield self._finite()
     yield self._varying()
@@ -401,24 +407,24 @@ class Reading:
     name, (low, high) = "weights", self.survey.weights
     place = source_lines.find(self.task, *PREPROCESS, containing=("weight",))
     if self.survey.bad_weight is not None:
-      return _failed(
+      return GROUP.failed(
         name, f"{low:.6g} at the lowest, first at example {self.survey.bad_weight}",
         "negative weights", "weights must be finite and not negative; 0 leaves an example out",
         place,
       )  # fmt: skip
     if high <= 0:
-      return _failed(
+      return GROUP.failed(
         name, f"all of {self.survey.examples} examples have weight 0: nothing is learned",
         "all weights are zero", "set batch['weight'] above 0 for examples to learn from",
         place,
       )  # fmt: skip
-    return _passed(name, "all 1" if low == high == 1 else f"{low:.6g} to {high:.6g}")
+    return GROUP.passed(name, "all 1" if low == high == 1 else f"{low:.6g} to {high:.6g}")
 
   def _finite(self) -> Result:
     name = "finite features"
     bad = {key: column for key, column in self.survey.columns.items() if column.not_finite}
     if not bad:
-      return _passed(name, f"{self.survey.examples} examples")
+      return GROUP.passed(name, f"{self.survey.examples} examples")
     first, column = next(iter(bad.items()))
     told = (
       f"{first!r} has {column.not_finite} numbers that are not finite, "
@@ -426,8 +432,8 @@ class Reading:
     )
     rows = self._rows_of(column.bad_example)
     if rows is None or self._copes_with(rows):
-      return _passed(name, f"{told}; the step stays finite")
-    return _failed(
+      return GROUP.passed(name, f"{told}; the step stays finite")
+    return GROUP.failed(
       name, told, "non-finite features",
       "fill in missing values, or give such examples the weight 0, in source() or preprocess()",
       source_lines.find(
@@ -463,9 +469,9 @@ class Reading:
     destroyed = [key for key in constant if key in self.train.varying and enough]
     if not destroyed:
       told = f"all {len(survey.columns)}" if not constant else f"all but {', '.join(constant)}"
-      return _passed(name, told)
+      return GROUP.passed(name, told)
     column = survey.columns[destroyed[0]]
-    return _failed(
+    return GROUP.failed(
       name,
       f"{destroyed[0]!r} is {_value(column)} for all of {survey.examples} examples, but differs in "
       "the source",
@@ -481,12 +487,12 @@ class Reading:
   def _label_range(self, labels: Labels) -> Result:
     name = "label range"
     if labels.unknown:
-      return _skipped(name, labels.unknown)
+      return GROUP.skipped(name, labels.unknown)
     if labels.wrong:
       key, seen = labels.wrong
       column = self.survey.columns[key]
       from_one = column.low == 1 and column.high == labels.classes
-      return _failed(
+      return GROUP.failed(
         name,
         f"{key!r} is {column.low:.0f} to {column.high:.0f}, but forward() returns "
         f"{labels.classes} classes, 0 to {labels.classes - 1}: {seen}",
@@ -498,30 +504,34 @@ class Reading:
         ),
       )  # fmt: skip
     if labels.name is None:
-      return _skipped(name, f"no integer feature picks one of {labels.classes} outputs in the loss")
+      return GROUP.skipped(
+        name, f"no integer feature picks one of {labels.classes} outputs in the loss"
+      )
     column = self.survey.columns[labels.name]
     count, classes = self.survey.examples, f"{labels.classes} classes"
     if column.constant and self._whole_epoch and count >= 20:
-      return _failed(
+      return GROUP.failed(
         name, f"{labels.name!r} is {column.low:.0f} for all of {count} examples, of {classes}",
         "all labels are the same", "check what source() reads as the label",
         source_lines.find(self.task, *SOURCE, containing=(f'"{labels.name}"', f"'{labels.name}'")),
       )  # fmt: skip
-    return _passed(name, f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}")
+    return GROUP.passed(
+      name, f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}"
+    )
 
   def _label_order(self, labels: Labels) -> Result:
     name = "labels in mixed order"
     stream = isinstance(self.source, StreamSource)
     if self.subject.shuffle and not stream:
-      return _passed(name, "run.shuffle is on")
+      return GROUP.passed(name, "run.shuffle is on")
     column = self.survey.columns.get(labels.name or "")
     if column is None:
-      return _skipped(name, "no class label is known")
+      return GROUP.skipped(name, "no class label is known")
     alone, batches = column.alone, self.survey.batches
     if batches < 4 or len(column.values) < 2 or alone <= 0.8 * batches:
-      return _passed(name, f"{batches - alone} of {batches} batches hold several classes")
+      return GROUP.passed(name, f"{batches - alone} of {batches} batches hold several classes")
     how = "a stream is never shuffled" if stream else "run.shuffle is False"
-    return _failed(
+    return GROUP.failed(
       name,
       f"{alone} of {batches} batches of {self.batch_size} hold only one class of {labels.name!r}, "
       f"and {how}",
@@ -541,16 +551,16 @@ class Reading:
       if column.numeric and column.shape and max(abs(column.mean), column.std) > FAR
     }  # fmt: skip
     if not far:
-      return _passed(name, f"means and standard deviations within {FAR:.0f}")
+      return GROUP.passed(name, f"means and standard deviations within {FAR:.0f}")
     told = "; ".join(f"{key} {_described(column)}" for key, column in far.items())
     if labels.name is None:
-      return _passed(name, f"{told}; without class labels, whether it matters is unknown")
+      return GROUP.passed(name, f"{told}; without class labels, whether it matters is unknown")
     chance = math.log(labels.classes)
     for key, column in far.items():
       size = math.hypot(column.mean, column.std)
       as_is, scaled = labels.probe.losses_if_divided(key, size)
       if as_is > 3 * chance and scaled < as_is / 2:
-        return _failed(
+        return GROUP.failed(
           name,
           f"{key!r} has mean {column.mean:.3g} and standard deviation {column.std:.3g}: the first "
           f"loss is {as_is:.3g}, divided by {size:.3g} it is {scaled:.3g} (chance: {chance:.3g})",
@@ -560,9 +570,9 @@ class Reading:
           source_lines.find(
             self.task, "preprocess", "forward", containing=(f'"{key}"', f"'{key}'")
           ),
-          {"loss": as_is, "loss_scaled": scaled},
+          values={"loss": as_is, "loss_scaled": scaled},
         )
-    return _passed(name, f"{told}; the first loss does not suffer")
+    return GROUP.passed(name, f"{told}; the first loss does not suffer")
 
   # ---- Speed ----
 
@@ -573,20 +583,20 @@ class Reading:
     try:
       self.bench.step(batch)
     except tf.errors.InvalidArgumentError:
-      return _skipped(name, "the step fails")
+      return GROUP.skipped(name, "the step fails")
     for _ in range(TRIALS):
       ratio, told, values = self._ratio(batch)
       if ratio >= TOO_SLOW or values["input_s"] <= NOTICED_S:
-        return _passed(name, told, values)
+        return GROUP.passed(name, told, values=values)
     slow = ("numpy_function", "py_function", "map_fn", "for ")
     fetches = isinstance(self.source, Source) and type(self.source).__module__ != Source.__module__
-    return _failed(
+    return GROUP.failed(
       name, told, "input slower than the step",
       "process whole batches in TensorFlow operations instead of rows in Python; do once, before "
       "training, what is the same each epoch",
       (source_lines.find(self.source, "fetch", containing=slow) if fetches else "")
       or source_lines.find(self.task, *PREPROCESS, containing=slow),
-      values,
+      values=values,
     )  # fmt: skip
 
   def _ratio(self, batch: Rows) -> tuple[float, str, dict[str, Any]]:
@@ -652,23 +662,3 @@ def _value(column: Column) -> str:
 def _some(ids: np.ndarray) -> str:
   listed = ", ".join(map(str, ids[:3].tolist()))
   return f"[{listed}, ...]" if len(ids) > 3 else f"[{listed}]"
-
-
-def _passed(check: str, detail: str, values: dict[str, Any] | None = None) -> Result:
-  return _result(check, "passed", detail, values=values or {})
-
-
-def _skipped(check: str, why: str) -> Result:
-  return _result(check, "not applicable", why)
-
-
-def _failed(
-  check: str, detail: str, cause: str, remedy: str, place: str, values: dict[str, Any] | None = None
-) -> Result:
-  return _result(
-    check, "failed", detail, cause=cause, remedy=remedy, place=place, values=values or {}
-  )
-
-
-def _result(check: str, status: Status, detail: str, **more: Any) -> Result:
-  return Result(group=GROUP, check=check, status=status, detail=detail, **more)

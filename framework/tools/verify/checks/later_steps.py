@@ -19,9 +19,9 @@ from framework import errors
 from framework.tools.verify.bench import source_lines
 from framework.tools.verify.bench.bench import Bench, Outcome
 from framework.tools.verify.bench.comparison import AFTER_STEPS, METHODS, Comparison
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP, NAME = "replicas", "same rates and updates later on"
+GROUP, NAME = Group("replicas"), "same rates and updates later on"
 NUMBERS = (5, 6, 7, *(2**k for k in range(3, 20)))
 """Numbers of the steps that run."""
 RATE_NUMBERS = tuple(sorted({round(1.25**k) for k in range(62)}))
@@ -71,9 +71,9 @@ class LaterSteps:
     told = self._rate() or self._update()
     if not told:
       detail = f"{len(NUMBERS)} steps up to number {NUMBERS[-1]:,}, on 1, 2 and 3 replicas"
-      return Result(group=GROUP, check=NAME, status="passed", detail=detail)
-    return Result(
-      group=GROUP, check=NAME, status="failed", detail=told, cause=CAUSE, remedy=REMEDY,
+      return GROUP.passed(NAME, detail)
+    return GROUP.failed(
+      NAME, detail=told, cause=CAUSE, remedy=REMEDY,
       place=self._place(),
     )  # fmt: skip
 

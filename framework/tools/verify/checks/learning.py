@@ -13,9 +13,9 @@ import keras
 from framework.task import Task
 from framework.tools.verify.bench import source_lines
 from framework.tools.verify.bench.bench import Bench, Rows, Subject
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "learning"
+GROUP = Group("learning")
 START_ROWS, ROWS = 64, 8
 STEPS = 150
 RATES = (0.003, 0.02)
@@ -37,7 +37,7 @@ def check(subject: Subject) -> list[Result]:
   if isinstance(subject.optimizer, Mapping) and len(subject.optimizer) > 1:
     why = f"{len(subject.optimizer)} optimizers have no common loss that must fall"
     names = ("loss at the start", "own optimizer", "learns one batch by heart")
-    return [Result(group=GROUP, check=n, status="not applicable", detail=why) for n in names]
+    return [GROUP.skipped(n, why) for n in names]
   micro = subject.accumulation_steps
   here = Bench(subject, rows=START_ROWS * micro, always=True)
   batch = subject.rows(here.task, START_ROWS * micro)
@@ -69,13 +69,13 @@ def _chance(task: Task, loss: float) -> Result:
   name, chance = "loss at the start", task.chance_loss
   if chance is None:
     why = f"{loss:.4g}; Task.chance_loss, the loss of guessing, is not set"
-    return Result(group=GROUP, check=name, status="not applicable", detail=why)
+    return GROUP.skipped(name, why)
   detail = f"{loss:.4g}, guessing gives {chance:.4g}"
   low, high = (factor * chance for factor in NEAR_CHANCE)
   if low <= loss <= high:
-    return Result(group=GROUP, check=name, status="passed", detail=detail)
-  return Result(
-    group=GROUP, check=name, status="failed", detail=detail,
+    return GROUP.passed(name, detail)
+  return GROUP.failed(
+    name, detail=detail,
     cause="far from chance at the start",
     remedy="too high: scale the inputs, or make the first outputs small; too low: the label may be "
     "among the inputs, or the loss is not a sum over examples",
@@ -88,9 +88,9 @@ def _own_optimizer(losses: Sequence[float]) -> Result:
   losses = losses[-OWN_STEPS:]
   name, detail = "own optimizer", f"{losses[0]:.4g} > {losses[-1]:.4g} in {OWN_STEPS} steps"
   if not _grows(losses):
-    return Result(group=GROUP, check=name, status="passed", detail=detail)
-  return Result(
-    group=GROUP, check=name, status="failed", detail=detail, cause="learning rate too high",
+    return GROUP.passed(name, detail)
+  return GROUP.failed(
+    name, detail=detail, cause="learning rate too high",
     remedy="lower the optimizer's learning rate, warm it up, or set Trainer.clip_norm",
   )  # fmt: skip
 
@@ -131,11 +131,10 @@ def _by_heart(subject: Subject, batch: Rows, others: Sequence[Rows]) -> Result:
       start = start or end  # the first steps may compute no loss
       if end < start - share * abs(start):
         detail = f"{start:.4g} > {end:.4g} on {len(batch['weight'])} examples, Adam({rate:g})"
-        return Result(group=GROUP, check=name, status="passed", detail=detail)
+        return GROUP.passed(name, detail)
     seen.append(f"{start:.4g} > {end:.4g}")
-  return Result(
-    group=GROUP, check=name, status="failed",
-    detail=f"{len(batch['weight'])} examples, {STEPS} steps of Adam: "
+  return GROUP.failed(
+    name, detail=f"{len(batch['weight'])} examples, {STEPS} steps of Adam: "
     f"{' and '.join(seen) or 'a loss that is not finite'}",
     cause="cannot learn one batch",
     remedy="look for a loss with the wrong sign, outputs that do not reach the loss, activations "

@@ -20,9 +20,9 @@ from framework.tools.verify.bench.bench import Bench, Rows, Subject
 from framework.tools.verify.bench.comparison import normalisations
 from framework.tools.verify.bench.evaluated import Evaluated, Values, different
 from framework.tools.verify.bench.longer_rows import Padded
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "lengths"
+GROUP = Group("lengths")
 NAMES = ("same evaluation if padded further", "same step if padded further", "contents of padding")
 CAUSE = "padding counts inside a row"
 REMEDY = (
@@ -44,7 +44,7 @@ def check(subject: Subject) -> list[Result]:
   padded = longer_rows.find(task)
   if padded is None:
     why = "no Buckets, and no feature that says how long an example is"
-    return [_skipped(NAMES[0], why)]
+    return [GROUP.skipped(NAMES[0], why)]
   return list(Lengths(subject, padded).results())
 
 
@@ -65,7 +65,7 @@ class Lengths:
       short, long = (self._evaluated(rows) for rows in (self.short, self.long))
     except REFUSED as error:
       for name in NAMES:
-        yield _skipped(name, f"the task takes no longer rows: {type(error).__name__}")
+        yield GROUP.skipped(name, f"the task takes no longer rows: {type(error).__name__}")
       return
     evaluation = self._evaluation(short, long)
     yield evaluation
@@ -81,25 +81,27 @@ class Lengths:
   def _evaluation(self, short: Values, long: Values) -> Result:
     if wrong := different(long, short):
       return self._failed(NAMES[0], f"{self.told}: {wrong[1]} in short rows")
-    return _passed(NAMES[0], f"{self.told}: the same {', '.join(short)}")
+    return GROUP.passed(NAMES[0], f"{self.told}: the same {', '.join(short)}")
 
   def _training(self, *, known: bool) -> Result:
     """Compares a step of gradient descent, in which nothing is random."""
     name = NAMES[1]
     if known:
-      return _skipped(name, f"{NAMES[0]!r} fails")
+      return GROUP.skipped(name, f"{NAMES[0]!r} fails")
     if normalised := normalisations(self.task.model):
-      return _skipped(name, f"{normalised[0].name} normalises over all positions, padding included")
+      return GROUP.skipped(
+        name, f"{normalised[0].name} normalises over all positions, padding included"
+      )
     try:
       short, long = (self._step(rows) for rows in (self.short, self.long))
     except REFUSED as error:
-      return _skipped(name, f"the step does not take these rows: {type(error).__name__}")
+      return GROUP.skipped(name, f"the step does not take these rows: {type(error).__name__}")
     if wrong := different(*({"loss": np.array([each[0]])} for each in (long, short))):
       return self._failed(name, f"{self.told}: {wrong[1]} in short rows")
     apart = np.linalg.norm(long[1] - short[1]) / max(np.linalg.norm(short[1]), 1e-12)
     if apart > TOLERANCE:
       return self._failed(name, f"{self.told}: the update differs by {apart:.2g} of its size")
-    return _passed(name, f"{self.told}: relative difference {apart:.1e}")
+    return GROUP.passed(name, f"{self.told}: relative difference {apart:.1e}")
 
   def _step(self, rows: Rows) -> tuple[float, np.ndarray]:
     """Returns the loss of a step and the update."""
@@ -115,16 +117,16 @@ class Lengths:
     name = NAMES[2]
     if known or self.padded.others is None:
       why = f"{NAMES[0]!r} fails" if known else "no float feature is padded"
-      return _skipped(name, why)
+      return GROUP.skipped(name, why)
     wrong = different(self._evaluated(self._rows(self.padded.others)), long)
     if not wrong:
-      return _passed(name, "other numbers in the padding change nothing")
+      return GROUP.passed(name, "other numbers in the padding change nothing")
     if self.padded.changing:
       told = (
         f"{', '.join(self.padded.changing)} have other numbers in the padding: {wrong[1]} before"
       )
       return self._failed(name, told)
-    return _passed(name, f"they count ({wrong[1]} before), but are one constant: keep it so")
+    return GROUP.passed(name, f"they count ({wrong[1]} before), but are one constant: keep it so")
 
   def _failed(self, name: str, detail: str) -> Result:
     place = ""
@@ -132,8 +134,8 @@ class Lengths:
       place = source_lines.find(self.task, "train_step", "training_loss", containing=STEP_WORDS)
     with contextlib.suppress(Exception):
       place = place or self._place()
-    return Result(
-      group=GROUP, check=name, status="failed", detail=detail, cause=CAUSE, remedy=REMEDY,
+    return GROUP.failed(
+      name, detail=detail, cause=CAUSE, remedy=REMEDY,
       place=place or source_lines.find(self.task, *METHODS, containing=WORDS),
     )  # fmt: skip
 
@@ -166,11 +168,3 @@ def _kind(one: tf.Operation, other: tf.Operation) -> int | None:
 
 def _shapes(tensors: Any) -> list[Any]:
   return [tensor.shape.as_list() if tensor.shape.rank is not None else None for tensor in tensors]
-
-
-def _passed(check: str, detail: str) -> Result:
-  return Result(group=GROUP, check=check, status="passed", detail=detail)
-
-
-def _skipped(check: str, why: str) -> Result:
-  return Result(group=GROUP, check=check, status="not applicable", detail=why)

@@ -29,9 +29,9 @@ from framework.tools.verify.bench.explanations import (
   fits,
   weighted_mean,
 )
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "mesh"
+GROUP = Group("mesh")
 RUNS, UPDATE, STATE, METRICS, NOISE, OWN = (
   "runs on the mesh", "same update on the mesh", "same state on the mesh",
   "same metrics on the mesh", "same random numbers on the mesh", "same weights after 4 steps",
@@ -141,7 +141,7 @@ class OnMesh:
   def results(self) -> Iterator[Result]:
     """Yields the results; after an update that differs only those that say more."""
     outcomes = self._outcomes(self._here)
-    yield _passed(RUNS, f"{self.strategy.mesh.size} devices, {self.shares} parts of the rows")
+    yield GROUP.passed(RUNS, f"{self.strategy.mesh.size} devices, {self.shares} parts of the rows")
     compared = self.compared
     found = {
       case: compared.difference(outcome, compared.reference[case], without=compared.state)
@@ -152,7 +152,7 @@ class OnMesh:
       explanation = self._explain(outcomes)
       yield _failed(UPDATE, worst.detail, explanation, self._find(explanation))
       return
-    yield _passed(UPDATE, f"relative difference {worst.worst:.1e}")
+    yield GROUP.passed(UPDATE, f"relative difference {worst.worst:.1e}")
     yield from self._state(outcomes)
     wrong = next((each.metrics for each in found.values() if each.metrics), "")
     place = source_lines.find(self.task, "metrics", containing=PART_METRIC.containing)
@@ -281,18 +281,11 @@ def _crashes(operation: tf.Operation) -> bool:
   return False
 
 
-def _passed(name: str, detail: str = "") -> Result:
-  return Result(group=GROUP, check=name, status="passed", detail=detail)
-
-
 def _failed(name: str, detail: str, explanation: Explanation, place: str) -> Result:
-  return Result(
-    group=GROUP, check=name, status="failed", detail=detail, cause=explanation.cause,
-    remedy=explanation.remedy, place=place,
-  )  # fmt: skip
+  return GROUP.failed(name, detail, explanation.cause, explanation.remedy, place)
 
 
 def _verdict(
   name: str, wrong: str, explanation: Explanation, place: str, detail: str = ""
 ) -> Result:
-  return _failed(name, wrong, explanation, place) if wrong else _passed(name, detail)
+  return _failed(name, wrong, explanation, place) if wrong else GROUP.passed(name, detail)

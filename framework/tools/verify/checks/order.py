@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from framework.tools.verify.bench import recording
 from framework.tools.verify.bench.bench import Subject
 from framework.tools.verify.bench.recording import OWN, REPLICAS, Call
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "order"
+GROUP = Group("order")
 NEVER_REDUCED = (
   "never reduced",
   "call step.all_reduce(gradients, loss) before step.unscale and step.apply",
@@ -51,8 +51,8 @@ def check(subject: Subject) -> list[Result]:
   recorded, here = recording.record(subject)
   pipeline = " > ".join(map(str, recorded.calls))
   counted = [b for call in recorded.calls for b in call.communications]
-  shown = Result(
-    group=GROUP, check="pipeline of the step", status="passed", detail=pipeline,
+  shown = GROUP.passed(
+    "pipeline of the step", detail=pipeline,
     values={"calls": [str(call) for call in recorded.calls]},
   )  # fmt: skip
   if (mistake := first_mistake(recorded.calls)) is not None:
@@ -62,8 +62,8 @@ def check(subject: Subject) -> list[Result]:
       detail=f"{call} depends on the rows of one replica; {pipeline}" if call.local else pipeline,
     )  # fmt: skip
   gradients = sum(here.trainable)
-  total = Result(
-    group=GROUP, check="communication", status="passed",
+  total = GROUP.passed(
+    "communication",
     detail=f"{recording.communicated(counted) or 'none'} a step on {REPLICAS} replicas, for "
     f"{gradients} variables of {here.parameters:,} numbers "
     f"({here.trainer.parts.reduction.describe()})",
@@ -85,7 +85,7 @@ def _followed(calls: Sequence[Call]) -> list[Result]:
       f"{first.what} ({first.place}) follows {first.early} as it is before the update; if it must "
       "follow the new value, assign after step.update()"
     )
-  return [Result(group=GROUP, check="what assignments follow", status="passed", detail=detail)]
+  return [GROUP.passed("what assignments follow", detail)]
 
 
 def first_mistake(calls: Sequence[Call]) -> tuple[str, str, Call] | None:

@@ -24,9 +24,9 @@ from framework.tools.verify.bench.comparison import (
 from framework.tools.verify.bench.explanations import BY_OPTION, KEPT_STATE, OPTIMIZER
 from framework.tools.verify.checks.later_steps import LaterSteps
 from framework.tools.verify.checks.order import LOCAL_CONDITION
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "replicas"
+GROUP = Group("replicas")
 
 
 class OwnOptimizer:
@@ -57,18 +57,17 @@ class OwnOptimizer:
     worst = max(steps.values(), key=lambda each: each.worst)
     if not alike:
       why = "a single step differs; fix that first"
-      yield Result(group=GROUP, check=name, status="not applicable", detail=why)
+      yield GROUP.skipped(name, why)
     elif worst.worst <= AFTER_STEPS:
-      yield Result(
-        group=GROUP, check=name, status="passed",
-        detail=f"{told}: relative difference {worst.worst:.1e}",
+      yield GROUP.passed(
+        name, detail=f"{told}: relative difference {worst.worst:.1e}",
         values={str(replicas): each.worst for replicas, each in steps.items()},
       )  # fmt: skip
       yield self._later.result()
     elif condition := self._local_condition():
       cause, remedy = LOCAL_CONDITION
-      yield Result(
-        group=GROUP, check=name, status="failed", detail=worst.detail, cause=cause, remedy=remedy,
+      yield GROUP.failed(
+        name, detail=worst.detail, cause=cause, remedy=remedy,
         place=condition.place,
       )  # fmt: skip
       return
@@ -122,12 +121,12 @@ class OwnOptimizer:
     name = "overflow on one replica"
     if not skips:
       why = "there is no float feature to set to infinity"
-      return Result(group=GROUP, check=name, status="not applicable", detail=why)
+      return GROUP.skipped(name, why)
     moved = {n: _moved(outcome, trainable) for n, (outcome, trainable) in skips.items()}
     outcomes = {n: outcome for n, (outcome, _) in skips.items()}
     if moved[1] and not np.isfinite(self.compared.flat(outcomes[1], self.compared.trained)).all():
       why = "the task applies non-finite gradients, on one replica too"
-      return Result(group=GROUP, check=name, status="not applicable", detail=why)
+      return GROUP.skipped(name, why)
     if moved[1]:  # it skipped only some of its updates, or none
       apart = {n: self._apart(outcomes[n], outcomes[1]) for n in (2, 3)}
       wrong = [str(n) for n, difference in apart.items() if not difference <= AFTER_STEPS]
@@ -139,15 +138,14 @@ class OwnOptimizer:
       right = "the step is skipped on every replica, no weight moves"
       bad = "weights move although one replica overflows"
     if not wrong and not moved[1] and (spoiled := self._spoiled(outcomes)):
-      return Result(
-        group=GROUP, check=name, status="failed",
-        detail=f"the step is skipped, but {spoiled} is not finite after it",
+      return GROUP.failed(
+        name, detail=f"the step is skipped, but {spoiled} is not finite after it",
         cause=KEPT_STATE.cause, remedy=KEPT_STATE.remedy, place=self.compared.find(KEPT_STATE),
       )  # fmt: skip
     if not wrong:
-      return Result(group=GROUP, check=name, status="passed", detail=right)
-    return Result(
-      group=GROUP, check=name, status="failed", detail=f"on {' and '.join(wrong)} replicas, {bad}",
+      return GROUP.passed(name, right)
+    return GROUP.failed(
+      name, detail=f"on {' and '.join(wrong)} replicas, {bad}",
       cause="finite check before the reduction",
       remedy="decide by step.check of the reduced gradients, which is the same on every replica",
       place=source_lines.find(self.task, *METHODS, containing=("is_finite", "check(", "apply(")),
@@ -180,8 +178,8 @@ class OwnOptimizer:
         culprit = option
         break
     explanation = BY_OPTION.get(culprit, OPTIMIZER)
-    return Result(
-      group=GROUP, check=name, status="failed", detail=worst.detail,
+    return GROUP.failed(
+      name, detail=worst.detail,
       cause=explanation.cause, remedy=explanation.remedy,
       place=self.compared.find(explanation),
     )  # fmt: skip

@@ -19,9 +19,9 @@ from framework.tools.verify.bench.explanations import (
   STATEFUL,
   SUMS,
 )
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "replicas"
+GROUP = Group("replicas")
 OTHER_CONTENTS = "other contents of the padded rows"
 
 
@@ -36,9 +36,9 @@ class Rowwise:
     """Checks that the same step repeats; if not, it draws random numbers without a seed."""
     found = self.compared.difference(self.compared.again, self.compared.reference["full batch"])
     if found.worst <= LEAST:
-      return Result(group=GROUP, check="same step twice", status="passed", detail=found.detail)
-    return Result(
-      group=GROUP, check="same step twice", status="failed", detail=found.detail,
+      return GROUP.passed("same step twice", found.detail)
+    return GROUP.failed(
+      "same step twice", detail=found.detail,
       cause=STATEFUL.cause, remedy=STATEFUL.remedy,
       place=self.compared.find(STATEFUL),
     )  # fmt: skip
@@ -47,21 +47,16 @@ class Rowwise:
     """Checks that the contents and the number of rows of weight 0 change nothing."""
     found, what = self._padded()
     if found.worst <= self.compared.tolerance and not found.metrics:
-      yield Result(
-        group=GROUP, check="padding changes nothing", status="passed", detail=found.detail
-      )
+      yield GROUP.passed("padding changes nothing", found.detail)
     elif normalised := [layer.name for layer in normalisations(self.task.model)]:
       why = f"{normalised[0]} normalises over all rows of a batch, padding included"
-      yield Result(
-        group=GROUP, check="padding changes nothing", status="not applicable", detail=why
-      )
+      yield GROUP.skipped("padding changes nothing", why)
     elif found.worst > self.compared.tolerance and what == OTHER_CONTENTS and self._mixes():
       gathers = any(call.verb == "all_gather" for call in self.compared.calls)
       explanation = PADDED if gathers else COUPLED
       self.compared.known = COUPLED
-      yield Result(
-        group=GROUP, check="padding changes nothing", status="failed",
-        detail=f"with {what}: {found.detail}", cause=explanation.cause,
+      yield GROUP.failed(
+        "padding changes nothing", detail=f"with {what}: {found.detail}", cause=explanation.cause,
         remedy=explanation.remedy, place=self.compared.find(explanation),
       )  # fmt: skip
     else:
@@ -137,9 +132,8 @@ class Rowwise:
     in_update = found.worst > self.compared.tolerance
     methods = ("loss", "train_step", "training_loss") if in_update else ("metrics",)
     self.compared.known = COUNTS if in_update else None
-    return Result(
-      group=GROUP, check="padding changes nothing", status="failed",
-      detail=f"with {what}: {found.detail}",
+    return GROUP.failed(
+      "padding changes nothing", detail=f"with {what}: {found.detail}",
       cause=PADDING, remedy=COUNTS.remedy,
       place=source_lines.find(self.task, *methods, containing=SUMS),
     )  # fmt: skip
@@ -152,9 +146,8 @@ class Rowwise:
     """
     name = "weights count"
     if found := self._weights_count():
-      return Result(
-        group=GROUP, check=name, status="passed",
-        detail=f"other weights change the update, by {min(found.worst, 9.99):.2g}",
+      return GROUP.passed(
+        name, f"other weights change the update, by {min(found.worst, 9.99):.2g}",
       )  # fmt: skip
     half = self.compared.rows // 2
     alone = [
@@ -168,10 +161,9 @@ class Rowwise:
     )
     if same or known:
       why = "all rows of the batch give the same update" if same else "padding counts, see above"
-      return Result(group=GROUP, check=name, status="not applicable", detail=why)
-    return Result(
-      group=GROUP, check=name, status="failed",
-      detail="the update stays the same when the rows exchange their weights",
+      return GROUP.skipped(name, why)
+    return GROUP.failed(
+      name, detail="the update stays the same when the rows exchange their weights",
       cause="weights are ignored",
       remedy="weight each example, as Loss.from_examples(per_example, batch['weight']) does: "
       "padded rows have weight 0",

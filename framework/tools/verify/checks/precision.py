@@ -25,9 +25,9 @@ from framework.task import Task
 from framework.tools.verify.bench import bench, same_draws, source_lines
 from framework.tools.verify.bench.bench import Bench, Rows, Subject
 from framework.tools.verify.bench.dtype_policy import under
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "precision"
+GROUP = Group("precision")
 LIMITS = {"mixed_float16": 0.1, "mixed_bfloat16": 0.2}
 """Limits of the relative error. Rounding alone gives about 2**-11 and 2**-8 per layer, in sum
 mostly below 0.01 and 0.05. A gradient with a larger error than these limits is wrong."""
@@ -242,7 +242,7 @@ class HalfGradient:
     return self._row("not applicable", why, values=values or {})
 
   def _row(self, status: Any, detail: str, **others: Any) -> Result:
-    return Result(group=GROUP, check=self.check, status=status, detail=detail, **others)
+    return Result(group=GROUP.name, check=self.check, status=status, detail=detail, **others)
 
 
 OVERFLOW, SMALL = "overflow in the forward pass", "underflow in the forward pass"

@@ -25,10 +25,10 @@ from framework.tools.verify.bench.bench import Bench, Outcome, Rows, Subject
 from framework.tools.verify.bench.comparison import normalisations
 from framework.tools.verify.bench.random_draws import FIXED, FROZEN, ONCE, STATEFUL, Draw
 from framework.tools.verify.checks.augmentation import Augmentation
-from framework.tools.verify.report import Result, Status
+from framework.tools.verify.report import Group, Result
 from framework.types import Model
 
-GROUP = "randomness"
+GROUP = Group("randomness")
 ROUNDING = 1e-5
 """A relative difference below this is rounding, not other random numbers."""
 METHODS = ("train_step", "training_loss", "forward", "loss", "build_model")
@@ -89,20 +89,20 @@ class Steps:
     names = ("repeats with the seed", "differs between steps", "differs between replicas")
     if self._nothing_random:
       for name in names:
-        yield _skipped(name, "the step draws no random numbers")
+        yield GROUP.skipped(name, "the step draws no random numbers")
       return
     if not self.repeats:
       yield self._stateful(names[0])
-      yield _skipped(names[1], f"{names[0]!r} fails")
-      yield _skipped(names[2], f"{names[0]!r} fails")
+      yield GROUP.skipped(names[1], f"{names[0]!r} fails")
+      yield GROUP.skipped(names[2], f"{names[0]!r} fails")
       return
     if self._outside:
-      yield _failed(
+      yield GROUP.failed(
         names[0], f"{self._outside} changes in a step, so a layer drew without the step's seed",
         *random_draws.outside(self.task),
       )  # fmt: skip
     else:
-      yield _passed(names[0], "the same step again gives the same update")
+      yield GROUP.passed(names[0], "the same step again gives the same update")
     yield self._between_steps(names[1])
     yield self._between_replicas(names[2])
 
@@ -123,7 +123,7 @@ class Steps:
     return self.repeats and not (self.watched.in_python or self.watched.draws)
 
   def _stateful(self, name: str) -> Result:
-    return _failed(
+    return GROUP.failed(
       name, f"the same step again gives another update{random_draws.listed(self.watched.stateful)}",
       STATEFUL, STATELESS,
       self._place(self.watched.stateful, ("tf.random.", "tf.nn.dropout", "np.random", "random.")),
@@ -131,32 +131,34 @@ class Steps:
 
   def _between_steps(self, name: str) -> Result:
     if self.watched.in_python:
-      return _failed(
+      return GROUP.failed(
         name, "numbers were drawn in Python while the step was traced: they never change again",
         FROZEN, ONCE + "use tf.random.stateless_* with step.seed()",
         self._place([], ("np.random", "default_rng", "random.")),
       )  # fmt: skip
     fixed = self.watched.fixed(self.rows)
     if fixed and (not self.by_step or self.watched.all_fixed):
-      return _failed(
+      return GROUP.failed(
         name, f"steps draw the same numbers{random_draws.listed(fixed)}", FIXED,
         "use Keras layers, or step.seed(), which is new in each step",
         self._place(fixed, ("seed=", "stateless_")),
       )  # fmt: skip
     if not self.by_step:
-      return _skipped(name, "the random numbers do not change the update")
-    return _passed(name, "the next step, from the same weights on the same rows, gives another")
+      return GROUP.skipped(name, "the random numbers do not change the update")
+    return GROUP.passed(
+      name, "the next step, from the same weights on the same rows, gives another"
+    )
 
   def _between_replicas(self, name: str) -> Result:
     if not self.by_step or self.watched.all_fixed:
-      return _skipped(name, "steps draw no other numbers")
+      return GROUP.skipped(name, "steps draw no other numbers")
     if self.by_replica:
-      return _passed(name, "two replicas draw different numbers for the same rows")
+      return GROUP.passed(name, "two replicas draw different numbers for the same rows")
     if self.by_example:
-      return _passed(name, "random numbers depend on the example's id, not on the replica")
+      return GROUP.passed(name, "random numbers depend on the example's id, not on the replica")
     if not self._for_rows():
-      return _skipped(name, "no numbers are drawn for each row")
-    return _failed(
+      return GROUP.skipped(name, "no numbers are drawn for each row")
+    return GROUP.failed(
       name, "two replicas draw the same numbers on their rows", "a seed without the replica",
       "use Keras layers, or step.seed(), which also depends on the replica",
       self._place([d for d in self.watched.draws if not d.by_keras], ("seed", "stateless_")),
@@ -175,17 +177,19 @@ class Steps:
     """Checks that random numbers mix no rows: then what rows of weight 0 hold counts."""
     name = "random numbers mix no rows"
     if self._nothing_random or not self.repeats:
-      return _skipped(name, f"{'the step draws nothing' if self.repeats else 'it does not repeat'}")
+      return GROUP.skipped(
+        name, f"{'the step draws nothing' if self.repeats else 'it does not repeat'}"
+      )
     if normalisations(self.task.model):
-      return _skipped(name, "batch normalisation mixes all rows")
+      return GROUP.skipped(name, "batch normalisation mixes all rows")
     own, other = self._with_other_padding()
     if self._same(self._step(0, batch=own), self._step(0, batch=other)):
-      return _passed(name, "what rows of weight 0 hold changes nothing, whatever is drawn")
+      return GROUP.passed(name, "what rows of weight 0 hold changes nothing, whatever is drawn")
     quiet = Bench(self.bench.subject, 2, rows=2 * self.rows, optimizer=bench.gradient_descent)
     if not self._same(*(quiet.steps_from(self._start, each) for each in (own, other))):
-      return _skipped(name, "nor do rows without random numbers: see the group 'replicas'")
+      return GROUP.skipped(name, "nor do rows without random numbers: see the group 'replicas'")
     drawn = [draw for draw in self.watched.draws if not draw.by_keras]
-    return _failed(
+    return GROUP.failed(
       name, f"rows of weight 0 change the step{random_draws.listed(drawn)}", MIXED,
       "a random order of a replica's own rows mixes in other examples on N replicas, and padding; "
       "mix with a further part, Sources(main, other=Part(source=...)), or with step.all_gather and "
@@ -220,10 +224,10 @@ class Steps:
     name = "batch norm is active"
     layers = normalisations(self.task.model, trainable=True)
     if not layers:
-      return _skipped(name, "the model has no batch normalisation to train")
+      return GROUP.skipped(name, "the model has no batch normalisation to train")
     if not self._normalised:
-      return _passed(name, ", ".join(layer.name for layer in layers))
-    return _failed(
+      return GROUP.passed(name, ", ".join(layer.name for layer in layers))
+    return GROUP.failed(
       name, f"a training step does not move the statistics of {self._normalised}",
       "layer called without training", TRAINING, self._called_at(),
     )  # fmt: skip
@@ -232,10 +236,10 @@ class Steps:
     """Checks that the random layers draw in a training step."""
     name, layers = "dropout is active", self._random_layers
     if not layers:
-      return _skipped(name, "the model has no random layer")
+      return GROUP.skipped(name, "the model has no random layer")
     if any(draw.by_keras for draw in self.watched.draws):
-      return _passed(name, ", ".join(layers))
-    return _failed(
+      return GROUP.passed(name, ", ".join(layers))
+    return GROUP.failed(
       name, f"no layer draws in a training step, although the model has {', '.join(layers)}",
       "layer called without training", TRAINING, self._called_at(),
     )  # fmt: skip
@@ -249,13 +253,13 @@ class Steps:
     name = "evaluation draws nothing"
     source, why = survey.eval_source(self.task)
     if source is None:
-      return _skipped(name, why)
+      return GROUP.skipped(name, why)
     try:
       rows = self.bench.subject.rows(self.task, 2 * self.rows, training=False)
     except Exception as error:
       if not survey.of_training(error):
         raise
-      return _skipped(name, "preprocess() fails in evaluation")
+      return GROUP.skipped(name, "preprocess() fails in evaluation")
     self.bench.assign(self._start)
     evaluator = configurables.configured(Evaluator)(
       task=self.task, strategy=self.bench.strategy, dataset=tf.data.Dataset.from_tensors(rows)
@@ -265,10 +269,10 @@ class Steps:
     twice = numbers(evaluator.evaluate())
     different = [key for key in once if not _close(once[key], twice[key])]
     if not different:
-      return _passed(name, f"the same {', '.join(once)} again")
+      return GROUP.passed(name, f"the same {', '.join(once)} again")
     key = different[0]
     stateful = [draw for draw in watched.stateful if not draw.by_keras]
-    return _failed(
+    return GROUP.failed(
       name, f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again",
       *(
         (STATEFUL, STATELESS)
@@ -325,19 +329,3 @@ def random_layers(model: Model) -> list[str]:
 
 def _close(one: float, other: float) -> bool:
   return bool(np.isclose(one, other, rtol=ROUNDING, atol=0.0, equal_nan=True))
-
-
-def _passed(check: str, detail: str) -> Result:
-  return _result(check, "passed", detail)
-
-
-def _skipped(check: str, why: str) -> Result:
-  return _result(check, "not applicable", why)
-
-
-def _failed(check: str, detail: str, cause: str, remedy: str, place: str) -> Result:
-  return _result(check, "failed", detail, cause=cause, remedy=remedy, place=place)
-
-
-def _result(check: str, status: Status, detail: str, **more: Any) -> Result:
-  return Result(group=GROUP, check=check, status=status, detail=detail, **more)

@@ -52,9 +52,9 @@ from framework.tools.verify.checks import order
 from framework.tools.verify.checks.order import LOCAL_STATE
 from framework.tools.verify.checks.own_optimizer import OwnOptimizer
 from framework.tools.verify.checks.padding import Rowwise
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
-GROUP = "replicas"
+GROUP = Group("replicas")
 RESULTS = ("result(", "reduce_mean", "log(")
 
 
@@ -104,8 +104,8 @@ class Several:
     if found[worst].worst > self.compared.tolerance or drift > 0:
       yield self._diverged(name, replicas, outcomes, found, drift, values)
       return
-    yield Result(
-      group=GROUP, check=name, status="passed", values=values,
+    yield GROUP.passed(
+      name, values=values,
       detail=f"full, uneven and weighted batch: relative difference {found[worst].worst:.1e} "
       f"(rounding: up to {self.compared.tolerance:.0e})",
     )  # fmt: skip
@@ -129,7 +129,7 @@ class Several:
     case, worst = max(found, key=lambda pair: pair[1].worst)
     if worst.worst <= self.compared.tolerance:
       told = f"{len(self.compared.state)} variables that no optimizer updates"
-      return Result(group=GROUP, check=name, status="passed", detail=told)
+      return GROUP.passed(name, told)
     variable = self.compared.alone.variables[worst.first]
     local = [v for layer in normalisations(self.task.model) for v in layer.variables]
     if id(variable) in {id(models.raw(v)) for v in local}:
@@ -137,8 +137,8 @@ class Several:
     else:
       cause, remedy = LOCAL_STATE
       place = self._assigned(self.compared.alone.names[worst.first])
-    return Result(
-      group=GROUP, check=name, status="failed", detail=f"{case}: {worst.detail}",
+    return GROUP.failed(
+      name, detail=f"{case}: {worst.detail}",
       cause=cause, remedy=remedy, place=place,
     )  # fmt: skip
 
@@ -153,15 +153,15 @@ class Several:
   def _metrics(self, name: str, wrong: Mapping[str, str]) -> Result:
     if not wrong:
       logged = ", ".join(sorted(self.compared.reference["full batch"].metrics))
-      return Result(group=GROUP, check=name, status="passed", detail=logged)
+      return GROUP.passed(name, logged)
     case, detail = next(iter(wrong.items()))
     if place := self._ranked(wrong):
-      return Result(
-        group=GROUP, check=name, status="failed", detail=f"{case}: {detail}", cause=RANKED.cause,
+      return GROUP.failed(
+        name, detail=f"{case}: {detail}", cause=RANKED.cause,
         remedy=RANKED.remedy, place=place,
       )  # fmt: skip
-    return Result(
-      group=GROUP, check=name, status="failed", detail=f"{case}: {detail}",
+    return GROUP.failed(
+      name, detail=f"{case}: {detail}",
       cause="metric read in replica context",
       remedy="return sums over this replica's examples, (total, weight), as weighted_sum does; the "
       "framework computes results and means over all replicas",
@@ -190,8 +190,8 @@ class Several:
       o for o, w in zip(self.compared.alone.by_optimizer, wrong, strict=True) if w
     )
     several = len(self.compared.alone.trainer.parts.optimizers) > 1
-    return Result(
-      group=GROUP, check=name, status="failed", values=values,
+    return GROUP.failed(
+      name, values=values,
       detail=f"{case}: {found[case].detail}"
       + (f"; replicas differ by {drift:.1e}" if drift else "")
       + (f"; optimizer: {', '.join(owners)}" if several else ""),

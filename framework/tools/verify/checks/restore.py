@@ -28,11 +28,11 @@ from framework.task import Task
 from framework.tools.verify.bench import bench, harness, held_state, random_draws, source_lines
 from framework.tools.verify.bench.bench import Rows, Subject
 from framework.tools.verify.bench.held_state import Held
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 from framework.trainer import Trainer
 from framework.types import Variable
 
-GROUP = "restore"
+GROUP = Group("restore")
 LOOPS = (1, 2)
 """Steps per loop before the checkpoint; the first loop traces the step."""
 ROUNDING = 1e-5
@@ -72,7 +72,7 @@ class Resumption:
     batch = self.same_next_batch()
     yield batch
     if batch.status == "failed":
-      yield _not_applicable(SAME_STEP, "the resumed run reads another batch, see above")
+      yield GROUP.skipped(SAME_STEP, "the resumed run reads another batch, see above")
     else:
       yield self.same_step()
     yield self.across_strategies()
@@ -88,7 +88,9 @@ class Resumption:
     resumed = harness.batches(self.subject, other, rows=self.rows, position=steps * self.rows)
     differing = _differing_features(expected, next(resumed))
     if not differing:
-      return _passed(NEXT_BATCH, f"at example {steps * self.rows}: {', '.join(sorted(expected))}")
+      return GROUP.passed(
+        NEXT_BATCH, f"at example {steps * self.rows}: {', '.join(sorted(expected))}"
+      )
     told = (
       f"at example {steps * self.rows}, {', '.join(differing)} of the resumed run differ from "
       "those of the uninterrupted one"
@@ -96,8 +98,8 @@ class Resumption:
     if unlike:
       return self._made_otherwise(NEXT_BATCH, *unlike, told)
     ids = "example_id" in differing
-    return Result(
-      group=GROUP, check=NEXT_BATCH, status="failed", detail=told,
+    return GROUP.failed(
+      NEXT_BATCH, detail=told,
       cause="position of the data" if ids else "random numbers outside the checkpoint",
       remedy="a source is read by index: fetch(indices) must return examples that depend only on "
       "their index; augment with batch['seed'] and tf.random.stateless_* or "
@@ -149,17 +151,18 @@ class Resumption:
     if lost:
       return self._lost(lost, seen)
     if not differing:
-      return _passed(SAME_STEP, f"{len(whole.keys())} variables and the metrics, to the bit")
+      return GROUP.passed(SAME_STEP, f"{len(whole.keys())} variables and the metrics, to the bit")
     if apart < ROUNDING and not _repeats(resumed, path):
-      return _passed(SAME_STEP, f"except rounding, {apart:.1e}, which differs each time anyway")
+      return GROUP.passed(
+        SAME_STEP, f"except rounding, {apart:.1e}, which differs each time anyway"
+      )
     return self._differs(whole, resumed, seen)
 
   def _lost(self, lost: Mapping[str, Held], seen: str) -> Result:
     name, first = next(iter(lost.items()))
     others = f" (and {', '.join(list(lost)[1:4])})" if len(lost) > 1 else ""
-    return Result(
-      group=GROUP, check=SAME_STEP, status="failed",
-      detail=f"{name}{others} has another value, and is in no checkpoint"
+    return GROUP.failed(
+      SAME_STEP, detail=f"{name}{others} has another value, and is in no checkpoint"
       + (f"; {seen}" if seen else ""),
       cause=f"{first.kind} outside the checkpoint",
       remedy=REMEDIES[first.kind].format(first.attribute),
@@ -174,32 +177,31 @@ class Resumption:
       return self._made_otherwise(SAME_STEP, *unlike, seen)
     if whole.layers_drew():
       cause, remedy, place = random_draws.outside(task)
-      return Result(
-        group=GROUP, check=SAME_STEP, status="failed", detail=seen, cause=cause, remedy=remedy,
+      return GROUP.failed(
+        SAME_STEP, detail=seen, cause=cause, remedy=remedy,
         place=place,
       )  # fmt: skip
     random = [op for op in whole.operations() if op.type in random_draws.STATEFUL_OPERATIONS]
     if whole.drew or random:
       of_python = "np.random", "random.", "numpy_function", "py_function"
-      return Result(
-        group=GROUP, check=SAME_STEP, status="failed", detail=seen,
+      return GROUP.failed(
+        SAME_STEP, detail=seen,
         cause=random_draws.STATEFUL if random else "random generator outside the checkpoint",
         remedy=REMEDIES["random generator"].format("generator"),
         place=source_lines.of_operation(random[0], task)
         if random
         else source_lines.mention(task, *of_python),
       )  # fmt: skip
-    return Result(
-      group=GROUP, check=SAME_STEP, status="failed", detail=seen, cause="unknown",
+    return GROUP.failed(
+      SAME_STEP, detail=seen, cause="unknown",
       remedy="the step reads something that is neither in the checkpoint nor in the task, such as "
       "a global variable or a file",
       place=source_lines.mention(task, "def train_step", "def loss", "def forward"),
     )  # fmt: skip
 
   def _made_otherwise(self, check: str, name: str, held: Held, seen: str) -> Result:
-    return Result(
-      group=GROUP, check=check, status="failed",
-      detail=f"{name} differs each time that the task is made; {seen}",
+    return GROUP.failed(
+      check, detail=f"{name} differs each time that the task is made; {seen}",
       cause="task differs between builds",
       remedy="make it from constants or by a generator with a fixed seed, or keep it in a variable "
       "of the model",
@@ -208,8 +210,8 @@ class Resumption:
 
   def _late(self, whole: TrainerUnderTest, late: list[str]) -> Result:
     names = [whole.name_of(key) for key in late]
-    return Result(
-      group=GROUP, check=SAME_STEP, status="failed",
+    return GROUP.failed(
+      SAME_STEP,
       detail=f"the first step creates {_told(names)}: it is not trained, and a new process cannot "
       "restore it",
       cause="variables created late",
@@ -218,9 +220,8 @@ class Resumption:
     )  # fmt: skip
 
   def _built_otherwise(self, found: str) -> Result:
-    return Result(
-      group=GROUP, check=SAME_STEP, status="failed",
-      detail=f"a second build makes another model: {found}",
+    return GROUP.failed(
+      SAME_STEP, detail=f"a second build makes another model: {found}",
       cause="model differs between builds",
       remedy="take what decides shapes (a vocabulary, a width) from the config or a file, in a "
       "fixed order: sort sets, seed random numbers",
@@ -244,7 +245,7 @@ class Resumption:
         made.pop(name, None)
         refused[name] = errors.mistake(error) or errors.failure(error)
     if len(made) < 2:
-      return _not_applicable(ACROSS, "; ".join(f"{n}: {why}" for n, why in refused.items()))
+      return GROUP.skipped(ACROSS, "; ".join(f"{n}: {why}" for n, why in refused.items()))
     saved = {name: run.save(name.replace(" ", "_")) for name, run in made.items()}
     for one, path in saved.items():
       for other, run in made.items():
@@ -252,14 +253,13 @@ class Resumption:
           return self._across_failed(run.task, one, other, found)
     told = f"{', '.join(made)}: the checkpoint of each under all others"
     left_out = "".join(f"; not under {name} ({why})" for name, why in refused.items())
-    return _passed(ACROSS, told + left_out)
+    return GROUP.passed(ACROSS, told + left_out)
 
   def _across_failed(self, task: Task, one: str, other: str, found: str) -> Result:
     owners = [task, *(part for part, _ in held_state.own_parts(task.model))]
     mentions = [source_lines.mention(owner, "ON_READ", "aggregation") for owner in owners]
-    return Result(
-      group=GROUP, check=ACROSS, status="failed",
-      detail=f"saved under {one} and restored under {other}: {found}",
+    return GROUP.failed(
+      ACROSS, detail=f"saved under {one} and restored under {other}: {found}",
       cause="per-replica value",
       remedy="what all replicas share needs aggregation=ONLY_FIRST_REPLICA or SUM and no "
       "synchronization=ON_READ; of an ON_READ variable a checkpoint holds only the sum, which "
@@ -498,11 +498,3 @@ def _is_mutable(value: Any) -> bool:
 
 def _told(names: list[str]) -> str:
   return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
-def _passed(check: str, detail: str) -> Result:
-  return Result(group=GROUP, check=check, status="passed", detail=detail)
-
-
-def _not_applicable(check: str, why: str) -> Result:
-  return Result(group=GROUP, check=check, status="not applicable", detail=why)
