@@ -19,7 +19,7 @@ from framework.errors import ConfigError, unknown
 from framework.host import files
 from framework.reporting.progress import format_number
 from framework.run_folder import layout
-from framework.run_folder.checkpoints import PREFIX, write_state, write_with_the_chief
+from framework.run_folder.checkpoint_files import PREFIX, write_state, write_with_the_chief
 from framework.run_folder.metrics_log import flatten, scalars
 
 Mode = Literal["max", "min"]

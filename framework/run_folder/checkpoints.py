@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 from absl import logging
-from google.protobuf import text_format
 from tensorflow.python.trackable import trackable_utils
-from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 
 from framework.errors import ConfigError, first_line
 from framework.host import files, modules
@@ -25,18 +22,26 @@ from framework.models import models
 from framework.optimizers.saved_layout import JoinedSlots, SavedRate
 from framework.optimizers.sharding import saved_shape
 from framework.run_folder import layout
+from framework.run_folder.checkpoint_files import (
+  PREFIX,
+  STATE,
+  files_in,
+  list_checkpoints,
+  parents,
+  step_of,
+  write_state,
+  write_with_the_chief,
+  written_at,
+)
 from framework.types import Variable
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
 
-PREFIX = layout.PREFIX
 ASSETS = "assets"
 """Label of the assets' digest in a checkpoint; absent if the task has no assets."""
 UNFINISHED = "unfinished"
 """Folder in which a checkpoint is written before its files are moved."""
-_STATE = "checkpoint"
-_FILE = re.compile(rf"{PREFIX}-(\d+)[._](.*)")
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _COPIES = ("/_trainable_variables/", "/_current_learning_rate/")
 """In the keys of values that only checkpoints of earlier versions have, and nothing needs."""
@@ -163,7 +168,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         self._before_first()
         self._before_first = None
         files.make_folder(self._directory)
-        files.sync(*_parents(self._directory))
+        files.sync(*parents(self._directory))
       self._start(step, options)
     else:
       write_with_the_chief(self._checkpoint, options)
@@ -173,7 +178,7 @@ class CheckpointManager(tf.train.CheckpointManager):
   def tidy(self) -> None:
     """Removes what a killed save left, and checkpoints beyond `keep`, before training (host)."""
     if self._trainer.cluster.is_chief:
-      for remains in (UNFINISHED, f"{_STATE}.tmp"):
+      for remains in (UNFINISHED, f"{STATE}.tmp"):
         files.remove(self._path(remains))
       self._sweep(self._saved_step)
 
@@ -217,7 +222,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     A damaged one is reported once, and tried again only after it was written again.
     """
     for path in reversed(self.checkpoints):
-      if _step(path) > after_step and self._restored(path):
+      if step_of(path) > after_step and self._restored(path):
         return path
     return None
 
@@ -233,7 +238,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     last, since = -1, time.monotonic()
     while timeout_s is None or time.monotonic() - since <= timeout_s:
       if path := self.restore_newest(after_step=last):
-        last = _step(path)
+        last = step_of(path)
         yield path
         since = time.monotonic()
       else:
@@ -295,7 +300,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         state.deserialize("")
 
   def _restored(self, path: str) -> bool:
-    written = _written_at(path)
+    written = written_at(path)
     if written is None or self._damaged.get(path) == written:
       return False
     try:
@@ -303,16 +308,16 @@ class CheckpointManager(tf.train.CheckpointManager):
     except _NO_DAMAGE:
       raise
     except tf.errors.OpError as error:
-      if _written_at(path) is not None:  # else a trainer has removed it in the meantime
+      if written_at(path) is not None:  # else a trainer has removed it in the meantime
         self._damaged[path] = written
         logging.error("checkpoint %s is damaged (%s); skipping it", path, first_line(error)[:300])
       return False
     return True
 
   def _report_unfinished(self) -> None:
-    newest = max(map(_step, self.checkpoints), default=-1)
+    newest = max(map(step_of, self.checkpoints), default=-1)
     paths = {
-      self._path(f"{PREFIX}-{step}") for step, _, _ in _files(self._directory) if step > newest
+      self._path(f"{PREFIX}-{step}") for step, _, _ in files_in(self._directory) if step > newest
     }
     unfinished = self._path(UNFINISHED)
     for path in [*sorted(paths), *([unfinished] if tf.io.gfile.exists(unfinished) else [])]:
@@ -371,15 +376,15 @@ class CheckpointManager(tf.train.CheckpointManager):
     Checkpoints after `step` stay and do not count: since they were not restored, they are damaged,
     or the user went back on purpose.
     """
-    past = [path for path in list_checkpoints(self._directory) if _step(path) <= step]
+    past = [path for path in list_checkpoints(self._directory) if step_of(path) <= step]
     kept = [path for path in past if path not in self._damaged][-self._keep :]
     if kept:
       write_state(self._directory, [os.path.basename(path) for path in kept])
     for path in past:
       if path not in kept:
         files.remove(f"{path}.index")
-    indexed = set(map(_step, list_checkpoints(self._directory)))
-    for other, _, name in _files(self._directory):
+    indexed = set(map(step_of, list_checkpoints(self._directory)))
+    for other, _, name in files_in(self._directory):
       if other not in indexed:
         files.remove(self._path(name))
 
@@ -492,19 +497,6 @@ class _Reading(tf.train.experimental.ShardByTaskPolicy):
     return shards
 
 
-def write_state(directory: str, names: list[str]) -> None:
-  """Writes TensorFlow's state file, "checkpoint"; the last name is the newest.
-
-  On return the folder's names are on disk, so what the file no longer names may be removed.
-  """
-  state = CheckpointState(model_checkpoint_path=names[-1], all_model_checkpoint_paths=names)
-  path, text = os.path.join(directory, _STATE), text_format.MessageToString(state)
-  if not tf.io.gfile.exists(path) or files.read(path) != text.encode():
-    files.atomic_write(path, text)
-  else:
-    files.sync(directory)
-
-
 def find(path: str) -> str | None:
   """Returns the checkpoint, without suffix, that a path means; None if there is none (host).
 
@@ -517,47 +509,6 @@ def find(path: str) -> str | None:
     if newest is not None:
       return newest
   return path if tf.io.gfile.exists(f"{path}.index") else None
-
-
-def list_checkpoints(directory: str) -> list[str]:
-  """Returns the paths, without suffix, of all complete checkpoints, oldest first."""
-  steps = sorted(step for step, suffix, _ in _files(directory) if suffix == "index")
-  return [os.path.join(directory, f"{PREFIX}-{step}") for step in steps]
-
-
-def _files(directory: str) -> list[tuple[int, str, str]]:
-  """Returns (step, suffix, name) of every file in `directory` that belongs to a checkpoint."""
-  names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
-  matches = [_FILE.fullmatch(name) for name in names]
-  return [(int(match[1]), match[2], match[0]) for match in matches if match]
-
-
-def _step(path: str) -> int:
-  return int(path.rpartition("-")[2])
-
-
-def _written_at(path: str) -> int | None:
-  """Returns when a checkpoint was written, in ns, to the second; None if it does not exist."""
-  try:
-    return tf.io.gfile.stat(f"{path}.index").mtime_nsec
-  except tf.errors.NotFoundError:
-    return None
-
-
-def write_with_the_chief(
-  checkpoint: tf.train.Checkpoint, options: tf.train.CheckpointOptions | None = None
-) -> None:
-  """Does what the chief's `write` needs of every other worker, and keeps nothing (host)."""
-  try:
-    checkpoint.write(f"{files.IN_MEMORY}/{PREFIX}", options)
-  finally:
-    files.remove(files.IN_MEMORY)
-
-
-def _parents(folder: str) -> list[str]:
-  """Returns the folders that hold the name of a folder that may be new."""
-  model_dir = os.path.dirname(os.path.abspath(folder)) if files.is_local(folder) else ""
-  return [model_dir, os.path.dirname(model_dir)] if model_dir else []
 
 
 def variables_of(root: tf.train.Checkpoint) -> dict[str, Variable]:

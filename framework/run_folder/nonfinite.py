@@ -9,7 +9,7 @@ import tensorflow as tf
 from framework.errors import ConfigError
 from framework.host import files
 from framework.run_folder import layout
-from framework.run_folder.checkpoints import write_with_the_chief
+from framework.run_folder.checkpoint_files import write_with_the_chief
 
 FOLDER = layout.NONFINITE
 _STATE, _REPORT = "before", "report.txt"

@@ -25,7 +25,7 @@ from framework.errors import ConfigError
 from framework.host import files, stores
 from framework.host.stores import File, Store, StoreError
 from framework.run_folder import layout, ownership
-from framework.run_folder.checkpoints import list_checkpoints
+from framework.run_folder.checkpoint_files import list_checkpoints
 from framework.run_folder.mirror import (
   LINEAGE,
   Known,

@@ -31,7 +31,7 @@ from framework.errors import ConfigError, Preempted, first_line, require_positiv
 from framework.host import files
 from framework.host.json_lines import Record
 from framework.run_folder import layout
-from framework.run_folder.checkpoints import list_checkpoints
+from framework.run_folder.checkpoint_files import list_checkpoints
 from framework.run_folder.metrics_log import Number, scalars
 
 Status = Literal["finished", "failed", "killed"]

@@ -21,7 +21,7 @@ from framework.models import models
 from framework.optimizers import loss_scale
 from framework.run import run
 from framework.run_folder import checkpoints
-from framework.run_folder.checkpoints import list_checkpoints
+from framework.run_folder.checkpoint_files import list_checkpoints
 
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 
