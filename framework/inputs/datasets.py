@@ -18,55 +18,39 @@ A batch is a dict of tensors that share their first axis, the rows. Four names a
     "step"        int64 [rows]: the number of the training step, from 0. In `preprocess` only in
                   training; the trainer and the evaluator add it to the batch of the task.
 
-A batch is made in this order: its rows (`_Plan`), positions and examples (`ordering`), `fetch`
+A batch is made in this order: its rows (`Plan`), positions and examples (`ordering`), `fetch`
 (`sources`), weights and ids, `preprocess`.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 from tensorflow.python.data.ops import multi_device_iterator_ops as ops
 from tensorflow.python.ops import gen_dataset_ops
 
 from framework.errors import ConfigError, require_integer
-from framework.graphs.autograph import as_written, converted
+from framework.graphs.autograph import as_written
+from framework.inputs import streams
 from framework.inputs.buckets import Bucket, Buckets, Scheduled
-from framework.inputs.checks import (
-  checked_batch,
-  refuse_reserved,
-  require,
-  require_kept,
-  require_rows,
-)
 from framework.inputs.ordering import examples_at, seed_of_part, seeds_at
-from framework.inputs.parts import Part, Sources, main_source
+from framework.inputs.parts import Sources, main_source
+from framework.inputs.plan import MOST_ROWS, Element, Plan, Preprocess, padded_batch_size
 from framework.inputs.replay import Draws
-from framework.inputs.sources import Source, StreamSource, check_source
+from framework.inputs.sources import Source, StreamSource
 from framework.types import Batch
 
-Preprocess = Callable[[Batch, bool], Batch]
 Shard = tuple[int, Any]
 """(n, i): only the batches k = 0, 1, ... with k % n == i; i is an int or an int64 scalar."""
-
-MOST_ROWS = 2**27
-"""Rows of a batch; more would take gigabytes for their ids and weights alone."""
 
 _POSITIONS_AT_ONCE = 4096
 """Indices are computed this many at a time. A batch of 128 at a time would cost 170 us of CPU time
 per batch instead of 110, mostly to start about forty small ops."""
-
-
-def padded_batch_size(global_batch_size: int, multiple: int) -> int:
-  """Returns the smallest multiple of `multiple` that is at least `global_batch_size`."""
-  return -(-global_batch_size // multiple) * multiple
 
 
 def train_dataset(
@@ -118,9 +102,7 @@ def train_dataset(
     _refuse_shard(shard)
     options = {"pad_multiple": pad_multiple, "preprocess": preprocess, "shuffle": shuffle}
     return _train_buckets(source, global_batch_size, position, seed, rows, first_step, options)
-  plan = _Plan(
-    main_source(source), global_batch_size, pad_multiple, preprocess, rows, training=True
-  )
+  plan = Plan(main_source(source), global_batch_size, pad_multiple, preprocess, rows, training=True)
   require_integer("position", position, at_least=0)
   require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
   if first_step is None:
@@ -165,9 +147,10 @@ def eval_dataset(
       "source('eval') is a Draws, which has no end; return a source with the examples to evaluate, "
       "or set run.eval_steps."
     )
-  plan = _Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
+  plan = Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
   if isinstance(source, StreamSource):
-    return _eval_stream(source, plan, shard, most)
+    batches, complete = streams.evaluation(source, plan, most)
+    return _batches(_sharded(batches, shard), complete, rewrite=True)
   end = source.num_examples
 
   def make(start: tf.Tensor) -> Batch:
@@ -179,107 +162,6 @@ def eval_dataset(
 
   starts = tf.data.Dataset.range(0, end, global_batch_size).take(most)
   return _batches(_sharded(starts, shard), make, rewrite=False)
-
-
-class _Plan:
-  def __init__(
-    self,
-    source: object,
-    global_batch_size: int,
-    pad_multiple: int,
-    preprocess: Preprocess | None,
-    rows: range | None,
-    *,
-    training: bool,
-  ) -> None:
-    check_source(source)
-    require_integer("global_batch_size", global_batch_size, at_least=1, at_most=MOST_ROWS)
-    require_integer("pad_multiple", pad_multiple, at_least=1, at_most=MOST_ROWS)
-    padded_rows = padded_batch_size(global_batch_size, pad_multiple)
-    self.rows = range(padded_rows) if rows is None else rows
-    require_rows(self.rows, padded_rows)
-    self.global_batch_size, self.training = global_batch_size, training
-    self.pad_multiple = pad_multiple
-    self.preprocess = converted(preprocess) if preprocess else None
-    self.name_of_preprocess = getattr(preprocess, "__qualname__", "preprocess")
-
-  def row_numbers(self) -> np.ndarray:
-    """Returns int64 [rows]: the rows of the padded global batch to make."""
-    return np.arange(self.rows.start, self.rows.stop, dtype=np.int64)
-
-  def real_rows(self) -> tf.Tensor:
-    """Returns bool [rows]: whether a row of a full batch holds an example."""
-    return tf.constant(self.row_numbers() < self.global_batch_size)
-
-  def example_rows(self) -> np.ndarray:
-    """Returns int64 [rows]: the row of a full batch that each row copies; padding copies row 0."""
-    rows = self.row_numbers()
-    return np.where(rows < self.global_batch_size, rows, 0)
-
-  def step(self, start: tf.Tensor, position: int, first_step: int) -> tf.Tensor:
-    """Returns the number of the step whose batch begins at `start`; the first is at `position`."""
-    return first_step + (start - position) // self.global_batch_size
-
-  def checked_features(self, batch: object, who: str) -> Batch:
-    checked = checked_batch(batch, len(self.rows), who)
-    refuse_reserved(who, checked)
-    return checked
-
-  def of_part(self, part: Part) -> _Plan:
-    """Returns the plan of a part, whose rows come `ratio` to a row of this plan."""
-    ratio = part.ratio
-    rows = range(self.rows.start * ratio, self.rows.stop * ratio)
-    sizes = self.global_batch_size * ratio, self.pad_multiple * ratio
-    return _Plan(part.source, *sizes, None, rows, training=True)
-
-  def numbered(self, features: Batch, ids: tf.Tensor) -> Batch:
-    """Adds ids, -1 for padding, and weights."""
-    weight = features.get("weight", tf.ones([len(self.rows)]))
-    return {**features, "example_id": ids, "weight": _masked(weight, ids)}
-
-  def completed(
-    self,
-    features: Batch,
-    ids: tf.Tensor,
-    seeds: tf.Tensor | None = None,
-    step: tf.Tensor | None = None,
-    parts: Mapping[str, Batch] | None = None,
-  ) -> Batch:
-    """Adds the reserved features and applies `preprocess`; `ids` is -1 for padding.
-
-    `parts` is name -> features of further parts, each [rows, ratio, ...].
-    """
-    batch = self.numbered(features, ids)
-    for name, part in (parts or {}).items():
-      batch |= _prefixed(name, part, batch)
-    if self.preprocess is None:
-      return batch
-    if seeds is not None and step is not None:
-      batch |= {"seed": seeds, "step": tf.fill([len(self.rows)], step)}
-    batch = self.preprocess(batch, self.training)
-    batch = checked_batch(batch, len(self.rows), self.name_of_preprocess)
-    prefixes = ["", *(f"{name}/" for name in parts or {})]
-    dropped = {"step", *(f"{prefix}seed" for prefix in prefixes)}
-    batch = {name: value for name, value in batch.items() if name not in dropped}
-    for prefix in prefixes:
-      require_kept(batch, self.name_of_preprocess, prefix)
-      # Again, as a preprocess may compute new weights or, with its ids, reorder rows.
-      weight, ids = batch[f"{prefix}weight"], batch[f"{prefix}example_id"]
-      batch[f"{prefix}weight"] = _masked(weight, ids)
-    return batch
-
-
-def _masked(weight: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-  return tf.where(ids >= 0, weight, 0.0)
-
-
-def _prefixed(name: str, features: Batch, batch: Batch) -> Batch:
-  named = {f"{name}/{key}": value for key, value in features.items()}
-  for key in named.keys() & batch.keys():
-    raise ConfigError(
-      f"the main source has a feature named {key!r}, like one of the part {name!r}; rename it."
-    )
-  return named
 
 
 def _sharded(batches: tf.data.Dataset, shard: Shard | None) -> tf.data.Dataset:
@@ -303,11 +185,7 @@ def _batches(
   return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
-_Element = tuple[Batch, tf.Tensor, tf.Tensor, tf.Tensor]
-"""Features, ids, seeds and step of a batch."""
-
-
-def _completing(plan: _Plan, read: Callable[..., _Element]) -> Callable[..., Batch]:
+def _completing(plan: Plan, read: Callable[..., Element]) -> Callable[..., Batch]:
   def make(*element: Any) -> Batch:
     return plan.completed(*read(*element))
 
@@ -316,17 +194,17 @@ def _completing(plan: _Plan, read: Callable[..., _Element]) -> Callable[..., Bat
 
 def _reading(
   source: Source | StreamSource,
-  plan: _Plan,
+  plan: Plan,
   seed: int,
   position: int,
   shuffle: bool,
   first_step: int,
-) -> tuple[tf.data.Dataset, Callable[..., _Element]]:
+) -> tuple[tf.data.Dataset, Callable[..., Element]]:
   """Returns what to read for each batch, and the function that reads it."""
   if isinstance(source, StreamSource):
-    return _stream_reading(source, plan, seed, position, first_step)
+    return streams.reading(source, plan, seed, position, first_step)
 
-  def read(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> _Element:
+  def read(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> Element:
     features = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
     return features, tf.where(plan.real_rows(), _ids(source, indices), -1), seeds, step
 
@@ -335,7 +213,7 @@ def _reading(
 
 def _train_parts(
   sources: Sources,
-  plan: _Plan,
+  plan: Plan,
   seed: int,
   position: int,
   shuffle: bool,
@@ -413,7 +291,7 @@ def _train_buckets(
     size = schedule.sizes[place]
     numbers = functools.partial(schedule.steps_of, place, batch, shift)
     given = rows_of(rows, size, global_batch_size, multiple)
-    plan = _Plan(bucket, size, multiple, options["preprocess"], given, training=True)
+    plan = Plan(bucket, size, multiple, options["preprocess"], given, training=True)
     elements, read = _reading(
       bucket, plan, seed_of_part(seed, bucket.name), before[place] * size, options["shuffle"], 0
     )
@@ -456,7 +334,7 @@ def _eval_buckets(
 
 
 def _ordered(
-  num_examples: int, plan: _Plan, seed: int, position: int, shuffle: bool, first_step: int
+  num_examples: int, plan: Plan, seed: int, position: int, shuffle: bool, first_step: int
 ) -> tf.data.Dataset:
   """Yields (indices int64 [rows], seeds int32 [rows, 2], step int64) for each batch."""
   batches = max(1, _POSITIONS_AT_ONCE // plan.global_batch_size)
@@ -511,83 +389,3 @@ def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
   if read:
     iterator._datasets = tuple(read)
   return iterator
-
-
-# ---- Streams ----
-
-
-def _stream_reading(
-  source: StreamSource, plan: _Plan, seed: int, position: int, first_step: int
-) -> tuple[tf.data.Dataset, Callable[..., _Element]]:
-  examples = source.dataset.enumerate().repeat()
-  examples = examples.concatenate(_failing(examples.element_spec)).skip(position)
-  batches = examples.batch(plan.global_batch_size, drop_remainder=True)
-
-  def clock(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    return start, _now_once(start == position) if position else tf.constant(0.0, tf.float64)
-
-  def read(clocked: tuple[tf.Tensor, tf.Tensor], batch: tuple[tf.Tensor, Batch]) -> _Element:
-    start, began_s = clocked
-    if position:
-      _log_once(start == position, position, began_s)
-    seeds = seeds_at(start + plan.example_rows(), seed=seed)
-    step = plan.step(start, position, first_step)
-    return *_padded(*batch, plan), seeds, step
-
-  if position:
-    logging.info("skipping %d examples of a stream, to continue where training stopped", position)
-  # zip reads its parts in order, so the clock is read before the first batch, which skips.
-  clocked = tf.data.Dataset.counter(position, plan.global_batch_size).map(as_written(clock))
-  return tf.data.Dataset.zip((clocked, batches)), read
-
-
-def _eval_stream(
-  source: StreamSource, plan: _Plan, shard: Shard | None, most: int
-) -> tf.data.Dataset:
-  if most < 0 and source.endless:
-    raise ConfigError(
-      "the stream to evaluate is endless; set num_examples of its StreamSource to the length of "
-      "one pass, or run.eval_steps to the number of batches."
-    )
-
-  def make(ids: tf.Tensor, features: Batch) -> Batch:
-    return plan.completed(*_padded(ids, features, plan))
-
-  batches = source.dataset.enumerate().batch(plan.global_batch_size).take(most)
-  return _batches(_sharded(batches, shard), make, rewrite=True)
-
-
-def _padded(ids: tf.Tensor, features: Batch, plan: _Plan) -> tuple[Batch, tf.Tensor]:
-  if ids.shape[0] is not None and plan.rows == range(ids.shape[0]):
-    return features, ids
-  rows = plan.row_numbers()
-  real = rows < tf.size(ids, tf.int64)
-  taken = tf.where(real, rows, 0)
-  features = {name: tf.gather(value, taken) for name, value in features.items()}
-  return features, tf.where(real, tf.gather(ids, taken), -1)
-
-
-def _failing(element_spec: Any) -> tf.data.Dataset:
-  """Returns one element that raises: `repeat` of an empty dataset ends, and this follows it."""
-
-  def fail(unused: tf.Tensor) -> Any:
-    element = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), element_spec)
-    message = ["the stream has no examples; it must yield at least one in each pass."]
-    return require(tf.constant(False), element, message)
-
-  return tf.data.Dataset.range(1).map(as_written(fail))
-
-
-def _now_once(now: tf.Tensor) -> tf.Tensor:
-  """Returns Python's monotonic clock, in seconds, if `now`; else 0."""
-  read = functools.partial(tf.numpy_function, time.monotonic, [], tf.float64)
-  return tf.ensure_shape(tf.cond(now, read, lambda: tf.constant(0.0, tf.float64)), [])
-
-
-def _log_once(now: tf.Tensor, count: int, began_s: tf.Tensor) -> None:
-  def log(began_s: np.ndarray) -> np.bool_:
-    seconds = time.monotonic() - float(began_s)
-    logging.info("skipped %d examples of the stream in %.3f s", count, seconds)
-    return np.bool_(True)
-
-  tf.cond(now, lambda: tf.numpy_function(log, [began_s], tf.bool), lambda: False)
