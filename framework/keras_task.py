@@ -168,7 +168,7 @@ class KerasTask(Task):
       self.compiled.require_no_losses_of_rows()
     return super().regularization()
 
-  def derived(self, values: Mapping[str, Any]) -> dict[str, Any]:
+  def derived(self, values: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
     """Returns the compiled metrics under the names that `fit` gives them."""
     sums = [values[_variable(n)] for n in range(len(values)) if _variable(n) in values]
     return self.compiled.metrics.results(sums) if sums else {}

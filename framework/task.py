@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -17,7 +17,7 @@ from framework.errors import ConfigError, kind, shown
 from framework.graphs.autograph import converted, methods_as_written
 from framework.inputs.datasets import Preprocess
 from framework.models import models
-from framework.types import AnySource, Batch, Model, Structure, Variable
+from framework.types import AnySource, Batch, Model, Structure, TensorLike, Variable
 
 if TYPE_CHECKING:
   from framework.optimizers.adapters import KerasOptimizer
@@ -123,7 +123,7 @@ class Task:
     del outputs, batch
     return {}
 
-  def derived(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+  def derived(self, values: Mapping[str, TensorLike]) -> Mapping[str, TensorLike]:
     """Returns further metrics, computed from what is logged over all replicas (host).
 
     For metrics that are not means: a perplexity (exp of the mean loss), an F1, an exact AUC. Called
@@ -221,10 +221,10 @@ MOST_NUMBERS = 100_000
 def derived_metrics(
   task: Task,
   means: Mapping[str, float],
-  others: Mapping[str, Any] = types.MappingProxyType({}),
+  others: Mapping[str, TensorLike] = types.MappingProxyType({}),
   *,
   only_evaluated: Collection[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, TensorLike]:
   """Returns what `task.derived` makes of the metrics, as floats and arrays (host).
 
   Args:
@@ -263,7 +263,7 @@ def derived_metrics(
   return {name: _finished(who, name, value) for name, value in values.items()}
 
 
-def _finished(who: str, name: str, value: Any) -> float | np.ndarray:
+def _finished(who: str, name: str, value: TensorLike) -> float | np.ndarray:
   """Returns a derived value as a float or an array; raises ConfigError if it is no such thing."""
   try:
     array = np.asarray(value)

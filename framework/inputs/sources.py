@@ -15,7 +15,6 @@ import mmap
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -34,7 +33,7 @@ from framework.inputs.checks import (
   refuse_reserved,
   require,
 )
-from framework.types import Batch
+from framework.types import AnySource, Batch
 
 MAX_IMAGE_BYTES = 2**28
 """Default of `max_bytes` for one image: 89 million pixels of three channels."""
@@ -298,7 +297,7 @@ def check_source(source: object) -> None:
     require_integer(f"{type(source).__name__}.num_examples", count, at_least=1)
 
 
-def eval_sets(given: Source | StreamSource | Mapping[str, Any]) -> dict[str, Any]:
+def eval_sets(given: AnySource) -> dict[str, AnySource]:
   """Returns name -> source of what `Task.source("eval")` returned; a single source is named "".
 
   Raises:

@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from framework.errors import ConfigError
 from framework.host.lazy_keras import tf_keras_classes
-from framework.types import Model, Variable
+from framework.types import Layer, Model, Variable
 
 
-def parts(model: Model) -> Iterator[Any]:
+def parts(model: Model) -> Iterator[Model]:
   """Yields the single models inside a model, a dict or a list.
 
   A `tf.Module` does not track Keras 3 variables, so the Keras models among its attributes follow
@@ -29,7 +29,7 @@ def parts(model: Model) -> Iterator[Any]:
       yield from _keras_inside(model, set())
 
 
-def _keras_inside(holder: Any, seen: set[int]) -> Iterator[Any]:
+def _keras_inside(holder: Model, seen: set[int]) -> Iterator[Layer]:
   """Yields each outermost Keras layer that TensorFlow tracks below a `tf.Module`, once."""
   for child in tf.train.TrackableView.children(holder).values():
     if id(child) not in seen:
@@ -56,7 +56,7 @@ def all_variables(model: Model) -> list[Variable]:
   return _variables(model, "variables")
 
 
-def is_variable(part: Any) -> bool:
+def is_variable(part: Model | Variable) -> bool:
   """Whether `part` is a single variable, of TensorFlow (distributed or not) or of Keras 3."""
   kinds = (tf.Variable, tf.distribute.DistributedValues, keras.Variable)
   return isinstance(part, kinds)
@@ -80,7 +80,7 @@ def _variables(model: Model, attribute: str) -> list[Variable]:
   return list(found.values())
 
 
-def _of(part: Any, attribute: str) -> Iterable[Any]:
+def _of(part: Model, attribute: str) -> Iterable[Any]:
   """Returns `part.variables` or `part.trainable_variables`; a variable has itself."""
   if is_variable(part):
     return [part] if attribute == "variables" or part.trainable else []
