@@ -52,7 +52,7 @@ PARTS = {
   "evaluation": "framework.evaluator:Evaluator.evaluate",
   "best": "framework.actions.best:BestCheckpoint.on_best",
   "export": "framework.actions.best:Export.on_best",
-  "teardown": "framework.session:Session._print_result",
+  "teardown": "framework.reporting.reports:Reports.result",
 }
 IMPORTS_S = 5.0
 LIMIT_S = 30.0

@@ -1,6 +1,6 @@
-"""What a run that goes on may change, and the record of how each process began.
+"""What a run that goes on may change, the record of how each process began, the command to replay.
 
-start = Start(task=task, arguments=arguments, model_dir=folder, goes_on=True, accept=False)
+start = Start(task=task, arguments=arguments, model_dir=folder, training=True, accept=False)
 start.require_config()       before the model is built
 start.require_data(examples(trainer, evaluator))
 start.compare(trainer)       before a checkpoint is restored
@@ -10,6 +10,9 @@ start.record(step=600)       before the first save
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,13 +29,13 @@ from framework.inputs.parts import Sources
 from framework.inputs.replay import ReplayBuffer
 from framework.models import models
 from framework.optimizers import adapters
-from framework.run_folder import history, initial_values
+from framework.run_folder import checkpoints, history, initial_values, layout
 from framework.run_folder.history import Change
 from framework.task import Task
 from framework.trainer import Trainer
 
 SIZE, BUCKETS, RATIO = "global batch size", "training buckets", " ratio"
-_LOOPS = ("steps_per_loop", "eval_every_steps")
+_LOOPS = ("steps_per_loop", "eval_every_steps", "checkpoint_every_steps")
 """Where loops end, which matters to an action that changes what is learned."""
 
 
@@ -51,23 +54,40 @@ class Start:
     arguments: Mapping[str, Any],
     global_batch_size: int,
     model_dir: str,
-    goes_on: bool,
+    training: bool,
     accept: bool,
   ) -> None:
     """Describes the config (host).
 
     Args:
       arguments: those of `run`, for a run without gin.
-      goes_on: whether a checkpoint will be restored and trained on.
+      training: whether a checkpoint in `model_dir` will be trained on.
       accept: whether the user accepts changes.
     """
-    self._task, self._model_dir, self._goes_on, self._accept = task, model_dir, goes_on, accept
+    self._task, self._model_dir, self._accept = task, model_dir, accept
+    self._goes_on = training and bool(
+      checkpoints.list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS))
+    )
     self._arguments, self.name = arguments, uuid.uuid4().hex
     self.config = {**values(arguments, changes.free("run")), SIZE: str(global_batch_size)}
     self.accepted: list[Change] = []
     self._data: Mapping[str, str] = {}
     self._in_use: Mapping[str, str] = {}
     self._began: initial_values.Values | None = None
+
+  @property
+  def everything(self) -> Mapping[str, str]:
+    """Name -> value of everything that the run can reach."""
+    return values(self._arguments, free=())
+
+  def labels(self) -> Mapping[str, Any]:
+    """Returns the arguments of `CheckpointManager` that tell checkpoints of other starts (host)."""
+    strict = self._goes_on and not self._accept
+    return {
+      "start": self.name,
+      "starts": history.starts(self._model_dir) if strict else None,
+      "changed": history.listed(self.accepted),
+    }
 
   @property
   def changes_task(self) -> bool:
@@ -212,3 +232,22 @@ def in_use(trainer: Trainer) -> dict[str, str]:
   )
   found |= {name: repr(value) for name, value in own if value is not None}
   return {**found, "loss scale": parts.loss_scale.describe()}
+
+
+def replay_command(model_dir: str, trainer: Trainer) -> str:
+  """Returns a shell line for this working directory, or a Python call if no gin was used."""
+  if not configurables.bindings():
+    return f"run(mode='replay', model_dir={model_dir!r}, ...) with the same arguments"
+  module = type(trainer.task).__module__
+  file = os.path.abspath(sys.modules[module].__file__ or "")
+  folder = file.rsplit(os.sep, module.count(".") + 1)[0]  # must be importable in the new process
+  found = folder in (os.getcwd(), str(configurables.REPOSITORY)) or folder.startswith(sys.prefix)
+  path = "" if found else f"PYTHONPATH={shlex.quote(folder)} "
+  launch = ["python", os.path.relpath(configurables.REPOSITORY / "launch.py")]
+  if configurables.SHIPPED != configurables.REPOSITORY:  # installed as a package
+    launch = ["loopwright"]
+  config = os.path.join(model_dir, layout.CONFIG)
+  flags = [f"--gin_file={config}", f"--model_dir={model_dir}", "--mode=replay"]
+  if trainer.cluster.is_local:
+    flags.append(f"--local_workers={trainer.cluster.size}")
+  return f"{path}{shlex.join([*launch, *flags])}"

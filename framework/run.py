@@ -23,15 +23,16 @@ from framework import configurables
 from framework.actions.base import Action
 from framework.builder import Recipe, batch_size_on, made_task, set_globals
 from framework.errors import ConfigError, require_integer, unknown
-from framework.going_on import Start, examples, values
+from framework.going_on import Start, examples
 from framework.graphs import randomness
 from framework.host import bounded
 from framework.modes import MODES, TRAINING_MODES, Mode, tool
 from framework.optimizers import adapters
+from framework.options import Cadence
 from framework.run_folder import assets, history, layout, nonfinite, remote
-from framework.run_folder.checkpoints import CheckpointManager, list_checkpoints
+from framework.run_folder.checkpoints import CheckpointManager
 from framework.run_folder.warm_start import WarmStart
-from framework.session import Cadence, Session
+from framework.session import Session
 from framework.strategies import factories, placement, servers
 from framework.strategies.cluster import rendezvous
 from framework.task import Task
@@ -95,8 +96,8 @@ def run(
     eval_every_steps: steps between evaluations; None evaluates once, at the end.
     eval_timeout_s: seconds that "evaluate_continuously" waits for a new checkpoint, or for the
       run's assets before the first one; None waits without limit.
-    checkpoint_every_steps: steps between checkpoints, each after the loop in which they are over;
-      the last step always gets one.
+    checkpoint_every_steps: a checkpoint is saved at each multiple of it, where a loop then ends,
+      and at the last step.
     keep_checkpoints: the number of checkpoints to keep.
     seed: for initial weights, example order, dropout and augmentation.
     shuffle: False reads the training examples in source order.
@@ -173,38 +174,32 @@ def run(
   if isinstance(place, remote.Remote):
     place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
-  with opened as (folder, holder, changed):
-    shown_dir, model_dir = model_dir, folder
+  with opened as at:
     if mode == "replay":
-      checkpoint = nonfinite.saved_state(model_dir)
+      checkpoint = nonfinite.saved_state(at.folder)
     elif checkpoint is not None:
       checkpoint = remote.local_copy(checkpoint)
-    goes_on = training and bool(list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS)))
-    if cluster.is_chief and (versions := history.changed_versions(model_dir)):
-      logging.warning("the run in %s was made with other versions: %s", shown_dir, versions)
+    if cluster.is_chief and (versions := history.changed_versions(at.folder)):
+      logging.warning("the run in %s was made with other versions: %s", at.shown, versions)
     start = Start(
-      task=task, arguments=given, global_batch_size=recipe.global_batch_size, model_dir=model_dir,
-      goes_on=goes_on, accept=accept_changes,
+      task=task, arguments=given, global_batch_size=recipe.global_batch_size, model_dir=at.folder,
+      training=training, accept=accept_changes,
     )  # fmt: skip
     start.require_config()
     learned = assets.provide(
-      task, model_dir=model_dir, cluster=cluster, training=training, changed=start.changes_task,
+      task, model_dir=at.folder, cluster=cluster, training=training, changed=start.changes_task,
       timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
     )  # fmt: skip
     randomness.seed_everything(seed)  # again: fit() may have drawn random numbers in this process
-    observers = [tool("ledger").Recorder(model_dir=model_dir, strategy=chosen)] if ledger else []
+    observers = [tool("ledger").Recorder(model_dir=at.folder, strategy=chosen)] if ledger else []
     trainer = recipe.trainer(task, chosen, observers=observers)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     if training:
       start.require_data(examples(trainer, evaluator))
       start.compare(trainer)
     session = Session(
-      trainer=trainer, evaluator=evaluator, model_dir=model_dir, cadence=cadence,
-      actions=actions if training else (), assets=learned, holder=holder,
-      start=start.name if training else "",
-      starts=history.starts(model_dir) if goes_on and not accept_changes else None,
-      record=start.record, changed=changed, shown_dir=shown_dir, config=values(given, free=()),
-      new_config=history.listed(start.accepted),
+      trainer=trainer, evaluator=evaluator, place=at, cadence=cadence, assets=learned,
+      actions=actions if training else (), start=start if training else None,
     )  # fmt: skip
     session.restore(checkpoint)
     session.describe(precision=precision, notes=start.read_back(trainer) if training else ())

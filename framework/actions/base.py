@@ -1,7 +1,7 @@
 """The base class of actions: what a run does after a training loop or an evaluation.
 
-Orbit's Controller calls an action with the values of a loop (`on = "train"`), of an evaluation
-(`on = "eval"`) or of both, before they are written to metrics.jsonl. See docs/actions.md.
+A run calls an action with the values of a loop (`on = "train"`), of an evaluation (`on = "eval"`) or
+of both, before they are written to metrics.jsonl. See docs/actions.md.
 
 The actions of `orbit.actions` do not fit: NewBestMetric keeps its own file, which a restart from an
 earlier checkpoint does not correct, and ExportSavedModel can leave half an export.
@@ -87,8 +87,8 @@ class StopTraining(Exception):  # noqa: N818 (it is not an error)
 
   Attributes:
     reason: one line for the user.
-    output: the values the action was called with. Orbit writes them only after its actions, so
-      whoever catches this must write them.
+    output: the values the action was called with, for a loop of your own that catches this before
+      it has written them, as around Orbit's Controller; a run reports them in any case.
   """
 
   def __init__(self, reason: str, output: Output | None = None) -> None:

@@ -43,7 +43,7 @@ _OPTIONS: Mapping[May, Mapping[str, str]] = {
     "run.eval_batch_size": "evaluates with it",
     "run.eval_steps": "evaluates so many batches",
     "run.eval_timeout_s": "waits so long",
-    "run.checkpoint_every_steps": "saves there",
+    "run.checkpoint_every_steps": "saves there; asked as `run.steps_per_loop` is",
     "run.keep_checkpoints": "keeps so many from the next save on",
     "run.deterministic": _COMPUTES,
     "run.eager": _COMPUTES,

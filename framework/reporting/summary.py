@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from framework.models import models
 from framework.reporting.progress import Choice, format_number
 from framework.run_folder.metrics_log import flatten, scalars
 from framework.types import Model, Variable
+
+if TYPE_CHECKING:
+  from framework.trainer import Trainer
 
 
 class ParameterCount(NamedTuple):
@@ -77,6 +80,31 @@ def describe(
   rows = [(name, value) for name, value in known if value]
   width = max(len(name) for name, _ in rows)
   return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def describe_run(trainer: Trainer, **more: Any) -> str:
+  """Returns the lines of `describe` about a trainer, with `more` of its arguments (host)."""
+  parts, replicas = trainer.parts, trainer.strategy.num_replicas_in_sync
+  return describe(
+    task=type(trainer.task).__name__,
+    model=trainer.task.model,
+    strategy=trainer.placement.name,
+    devices=trainer.placement.devices,
+    replicas=replicas,
+    global_batch_size=trainer.global_batch_size,
+    per_replica_batch_size=trainer.padded_batch_size // replicas,
+    accumulation_steps=parts.accumulation_steps,
+    reduction=parts.reduction.describe(),
+    loss_scale=parts.loss_scale.describe(),
+    optimizer=optimizer_names(trainer),
+    **more,
+  )
+
+
+def optimizer_names(trainer: Trainer) -> str:
+  """Returns each optimizer of a trainer as "name: class", joined with commas."""
+  named = trainer.parts.optimizers.items()
+  return ", ".join(f"{name}: {type(one.optimizer).__name__}" for name, one in named)
 
 
 def _model_rows(model: Model) -> list[tuple[str, str]]:

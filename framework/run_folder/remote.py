@@ -52,13 +52,15 @@ class Opened(NamedTuple):
 
   Attributes:
     folder: local.
-    holder: the run folder's owner in training modes, else a guest; `require` it before each write.
+    shown: what the user calls it: the folder, or the URL of which it is a copy.
+    require: called before each write; raises if the folder is gone, or no longer the run's.
     changed: to be called when there is something new to mirror; returns at once.
   """
 
   folder: str
-  holder: ownership.Owner | ownership.Guest
-  changed: Callable[[], None]
+  shown: str
+  require: Callable[[], None] = lambda: None
+  changed: Callable[[], None] = lambda: None
 
 
 class Local:
@@ -78,11 +80,11 @@ class Local:
     del export
     if training:
       with ownership.owned(self.folder) as owner:
-        yield Opened(self.folder, owner, lambda: None)
+        yield Opened(self.folder, self.folder, owner.require)
       return
     guest = ownership.Guest(self.folder)
     with ownership.explained(guest):
-      yield Opened(self.folder, guest, lambda: None)
+      yield Opened(self.folder, self.folder, guest.require)
 
 
 class Remote:
@@ -94,7 +96,7 @@ class Remote:
     Raises:
       ConfigError: there is no such bucket, no access, or no library for it.
     """
-    self.store, self.folder = Store(url), stores.cache_folder(url, "run")
+    self.url, self.store, self.folder = url, Store(url), stores.cache_folder(url, "run")
     with stores.reading(url):
       self._names = whole(self.store.files())
 
@@ -124,14 +126,14 @@ class Remote:
     """
     if not training:
       with self._borrowed(export=export) as folder:
-        yield Opened(folder, ownership.Guest(folder), lambda: None)
+        yield Opened(folder, self.url, ownership.Guest(folder).require)
       return
     with self._owned() as (owner, record):
       mirror = Mirror(self.store, record, require=owner.ask)
       mirror.start()
       try:
         with ownership.explained(owner):
-          yield Opened(self.folder, owner, mirror.changed)
+          yield Opened(self.folder, self.url, owner.require, mirror.changed)
       except BaseException:
         failed = mirror.finish()
         if failed and not isinstance(failed, ConfigError):

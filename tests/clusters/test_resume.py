@@ -18,8 +18,10 @@ from framework.actions.base import Action, StopTraining
 from framework.actions.best import EarlyStopping
 from framework.evaluator import Evaluator
 from framework.inputs import datasets
+from framework.options import Cadence
 from framework.run_folder import checkpoints
-from framework.session import Cadence, Session
+from framework.run_folder.remote import Opened
+from framework.session import Session
 
 REPOSITORY = Path(launch.__file__).parent
 STEPS, EVAL_EVERY, CHECKPOINT_EVERY, LOOP = 12, 6, 4, 2
@@ -79,7 +81,7 @@ class Scene:
       **{
         "trainer": self.trainer,
         "evaluator": self.evaluator,
-        "model_dir": str(folder),
+        "place": Opened(str(folder), str(folder)),
         "cadence": cadence,
         **options,
       }

@@ -253,6 +253,18 @@ def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path):
   assert steps_saved(tmp_path) == [4, 5]
 
 
+def test_a_loop_ends_where_a_checkpoint_is_due(tmp_path):
+  start(tmp_path, "train", checkpoint_every_steps=2, steps_per_loop=3)
+  assert steps_saved(tmp_path) == [2, 4, 5]
+  assert [step for _, step, _ in log_of(tmp_path)] == [2, 3, 4, 5]
+
+
+def test_a_run_that_goes_on_saves_at_the_same_steps(tmp_path):
+  start(tmp_path, "train", train_steps=3, checkpoint_every_steps=2)
+  start(tmp_path, "train", checkpoint_every_steps=2, keep_checkpoints=9)
+  assert steps_saved(tmp_path) == [2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("mode", ["evaluate", "evaluate_continuously"])
 @pytest.mark.parametrize(("replicas", "eval_batch_size"), [(1, None), (2, 5)])
 @pytest.mark.fast(replicas=[2], mode=["evaluate_continuously"])

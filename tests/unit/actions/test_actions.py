@@ -19,8 +19,7 @@ from framework.actions.best import BestCheckpoint, EarlyStopping, Goal, OnBest
 from framework.errors import ConfigError
 from framework.host import files
 from framework.inputs.sources import ArraySource
-from framework.reporting.orbit_reporter import Reporter, quiet_orbit
-from framework.run_folder.metrics_log import MetricsLog
+from framework.run_folder.metrics_log import MetricsLog, flatten
 from framework.tools.exports import export as exports
 from framework.tools.exports import formats
 from framework.tools.exports.action import Export
@@ -723,24 +722,22 @@ def test_actions_under_orbits_controller(model_dir):
     model_dir, [BestCheckpoint(), steps, EarlyStopping(metric="accuracy", mode="max", patience=2)]
   ).begin()
   values = {2: 0.25, 4: 0.5, 6: 0.375, 8: 0.5, 10: 0.75}
-  reporter = Reporter(
-    split="eval", global_step=process.global_step, model_dir=model_dir, metrics_log=process.log
+
+  def log(output):
+    process.log.append(int(process.global_step), "eval", flatten(output))
+
+  controller = orbit.Controller(
+    global_step=process.global_step,
+    trainer=Trainer(process),
+    evaluator=Evaluator(process, values),
+    steps_per_loop=2,
+    eval_actions=[*process.actions, log],
   )
-  with quiet_orbit():
-    controller = orbit.Controller(
-      global_step=process.global_step,
-      trainer=Trainer(process),
-      evaluator=Evaluator(process, values),
-      steps_per_loop=2,
-      eval_actions=process.actions,
-      eval_summary_dir=os.path.join(model_dir, "eval"),
-      eval_summary_manager=reporter,
-    )
-    with pytest.raises(StopTraining) as stopped:
-      controller.train_and_evaluate(train_steps=10, eval_interval=2)
+  with pytest.raises(StopTraining) as stopped:
+    controller.train_and_evaluate(train_steps=10, eval_interval=2)
   assert int(process.global_step) == 8
   assert [r["step"] for r in process.log.records("eval")] == [2, 4, 6]
-  reporter.write_summaries(stopped.value.output)
+  log(stopped.value.output)
   assert [r["accuracy"] for r in process.log.records("eval")] == [0.25, 0.5, 0.375, 0.5]
   assert best_of(model_dir) == (4, 0.5, 4.0)
   assert steps.steps == [(2, 0.25), (4, 0.5)]

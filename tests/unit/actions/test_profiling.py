@@ -12,7 +12,9 @@ from input_cases import one_line_error
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from framework.actions.profiling import Profile
-from framework.session import Cadence, Session
+from framework.options import Cadence
+from framework.run_folder.remote import Opened
+from framework.session import Session
 
 STEPS, LOOP = 12, 5
 
@@ -22,7 +24,9 @@ def train(folder, strategy, *actions, steps=STEPS):
   cadence = Cadence(
     train_steps=steps, steps_per_loop=LOOP, checkpoint_every_steps=100, keep_checkpoints=10
   )
-  made = Session(trainer=trainer, model_dir=str(folder), cadence=cadence, actions=list(actions))
+  made = Session(
+    trainer=trainer, place=Opened(str(folder), str(folder)), cadence=cadence, actions=list(actions)
+  )
   made.restore()
   made.go("train")
   return trainer

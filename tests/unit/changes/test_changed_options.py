@@ -469,6 +469,10 @@ LOWER = ("run.actions = [@Lower()]",)
       marks=pytest.mark.whole,
     ),
     pytest.param(
+      LOWER, "run.checkpoint_every_steps = 1", "run.checkpoint_every_steps = 1, which was 4",
+      marks=pytest.mark.whole,
+    ),
+    pytest.param(
       LOWER, "Lower.by = 0.25", "Lower.by = 0.25, which was 0.5", marks=pytest.mark.whole
     ),
   ],
@@ -480,7 +484,7 @@ def test_what_an_action_that_changes_training_follows_is_asked(
   begun(folder, *given)
   with pytest.raises(ConfigError, match=f"would go on with {name}: .* --accept_changes"):
     start(folder, *given, binding, "run.train_steps = 8")
-  start(folder, *given, "run.checkpoint_every_steps = 1", "run.train_steps = 6")
+  start(folder, *given, "run.keep_checkpoints = 1", "run.train_steps = 6")
   start(folder, *given, binding, "run.train_steps = 8", accept_changes=True)
 
 

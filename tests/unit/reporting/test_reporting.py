@@ -9,15 +9,14 @@ import types
 
 import keras
 import numpy as np
-import orbit
 import pytest
 import tensorflow as tf
 import tf_keras
 
 from framework.errors import ConfigError
 from framework.host import files
-from framework.reporting.orbit_reporter import Reporter, quiet_orbit
 from framework.reporting.progress import Choice, Progress, format_number
+from framework.reporting.reporter import Reporter
 from framework.reporting.summary import (
   ParameterCount,
   count_parameters,
@@ -241,7 +240,7 @@ def test_no_python_number_becomes_a_tensor(tmp_path, monkeypatch, value):
   given = []
   monkeypatch.setattr(tf.summary, "scalar", lambda name, data, step: given.append((name, data)))
   reporter = Reporter(split="train", global_step=tf.Variable(1), model_dir=str(tmp_path))
-  reporter.write_summaries({"x": value, "nested": {"y": value}})
+  reporter.report({"x": value, "nested": {"y": value}})
   assert [(name, float(data), type(data)) for name, data in given] == [
     ("x", float(value), np.ndarray), ("nested/y", float(value), np.ndarray),
   ]  # fmt: skip
@@ -547,39 +546,7 @@ def test_format_number(value, text):
   assert format_number(value) == text
 
 
-# -- Reporter, under Orbit's own Controller
-
-
-class Trainer(orbit.AbstractTrainer):
-  def __init__(self, global_step):
-    self.global_step = global_step
-
-  def train(self, num_steps):
-    self.global_step.assign_add(tf.cast(num_steps, tf.int64))
-    return {"loss": tf.constant(1.0) / tf.cast(self.global_step, tf.float32), "a": {"b": 2}}
-
-
-class Evaluator(orbit.AbstractEvaluator):
-  def evaluate(self, num_steps):
-    return {"accuracy": tf.constant(0.75), "table": np.eye(2)}
-
-
-def make_controller(model_dir, stream):
-  global_step = tf.Variable(0, dtype=tf.int64)
-  log = MetricsLog(os.path.join(model_dir, "metrics.jsonl"))
-  progress = Progress(total_steps=4, stream=stream, clock=Clock())
-  common = {"global_step": global_step, "model_dir": model_dir}
-  controller = orbit.Controller(
-    global_step=global_step,
-    trainer=Trainer(global_step),
-    evaluator=Evaluator(),
-    steps_per_loop=2,
-    summary_dir=os.path.join(model_dir, "train"),
-    eval_summary_dir=os.path.join(model_dir, "eval"),
-    summary_manager=Reporter(split="train", metrics_log=log, progress=progress, **common),
-    eval_summary_manager=Reporter(split="eval", metrics_log=log, progress=progress, **common),
-  )
-  return controller, log
+# -- Reporter
 
 
 def scalars(directory):
@@ -591,31 +558,38 @@ def scalars(directory):
   return found
 
 
-def test_reporters_get_what_the_controller_writes(tmp_path, capsys):
-  stream = io.StringIO()
-  with quiet_orbit():
-    controller, log = make_controller(str(tmp_path), stream)
-    controller.train_and_evaluate(train_steps=4, eval_steps=-1)
-  train, evaluation = log.records("train"), log.records("eval")
-  assert [(r["step"], r["loss"], r["a/b"]) for r in train] == [(2, 0.5, 2), (4, 0.25, 2)]
-  assert all(r["steps_per_second"] > 0 for r in train)
-  assert [(r["step"], r["accuracy"], r["table"]) for r in evaluation] == [
+def test_each_reporter_writes_its_split_to_all_places(tmp_path, capsys):
+  stream, step = io.StringIO(), tf.Variable(0, dtype=tf.int64)
+  log = MetricsLog(str(tmp_path / "metrics.jsonl"))
+  common = {
+    "global_step": step, "model_dir": str(tmp_path), "metrics_log": log,
+    "progress": Progress(total_steps=4, stream=stream, clock=Clock()),
+  }  # fmt: skip
+  train, evaluation = (Reporter(split=split, **common) for split in ("train", "eval"))
+  for now in (2, 4):
+    step.assign(now)
+    train.report({"loss": tf.constant(1.0) / now, "a": {"b": 2}})
+  evaluation.report({"accuracy": tf.constant(0.75), "table": np.eye(2)})
+  assert [(r["step"], r["loss"], r["a/b"]) for r in log.records("train")] == [
+    (2, 0.5, 2), (4, 0.25, 2),
+  ]  # fmt: skip
+  assert [(r["step"], r["accuracy"], r["table"]) for r in log.records("eval")] == [
     (4, 0.75, [[1.0, 0.0], [0.0, 1.0]])
   ]
   assert "eval at step 4  accuracy 0.7500\n" in stream.getvalue()
   assert stream.getvalue().startswith("step 2/4  loss 0.5000  a/b 2")
   assert capsys.readouterr().out == ""
-  written = [s for s in scalars(tmp_path / "train") if s[1] != "steps_per_second"]
-  assert written == [(2, "loss", 0.5), (2, "a/b", 2.0), (4, "loss", 0.25), (4, "a/b", 2.0)]
+  assert scalars(tmp_path / "train") == [
+    (2, "loss", 0.5), (2, "a/b", 2.0), (4, "loss", 0.25), (4, "a/b", 2.0),
+  ]  # fmt: skip
   assert scalars(tmp_path / "eval") == [(4, "accuracy", 0.75)]
 
 
 def test_both_rates_are_the_loops(tmp_path):
-  """Orbit's steps_per_second also counts what came between two loops."""
   log = MetricsLog(str(tmp_path / "metrics.jsonl"))
   step = tf.Variable(1, dtype=tf.int64)
   reporter = Reporter(split="train", global_step=step, metrics_log=log, global_batch_size=32)
-  reporter.write_summaries({"examples_per_second": 80.0, "steps_per_second": 0.5})
+  reporter.report({"examples_per_second": 80.0})
   [record] = log.records("train")
   assert (record["examples_per_second"], record["steps_per_second"]) == (80.0, 2.5)
 
@@ -623,50 +597,8 @@ def test_both_rates_are_the_loops(tmp_path):
 def test_a_reporter_without_places_writes_nothing(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   reporter = Reporter(split="train", global_step=tf.Variable(1, dtype=tf.int64))
-  with reporter.summary_writer().as_default():
-    reporter.write_summaries({"loss": 1.0})
-  reporter.flush()
+  reporter.report({"loss": 1.0})
   assert os.listdir(tmp_path) == []
-
-
-def test_orbit_sends_evaluations_to_the_training_manager_if_the_folders_are_equal():
-  """Why Reporter's docstring asks for both folders; if this fails, that line can go."""
-  step = tf.Variable(0, dtype=tf.int64)
-  train, evaluation = (Reporter(split=s, global_step=step) for s in ("train", "eval"))
-  with quiet_orbit():
-    controller = orbit.Controller(
-      global_step=step,
-      trainer=Trainer(step),
-      evaluator=Evaluator(),
-      steps_per_loop=1,
-      summary_manager=train,
-      eval_summary_manager=evaluation,
-    )
-  assert controller.eval_summary_manager is train
-
-
-# -- quiet_orbit
-
-
-def test_orbit_still_has_the_function_that_quiet_orbit_replaces(capsys):
-  """A canary: if Orbit renames it, quiet_orbit does nothing."""
-  assert callable(orbit.controller._log)
-  orbit.controller._log("loud")
-  assert capsys.readouterr().out == "loud\n"
-
-
-def test_quiet_orbit_is_quiet_and_then_undone(capsys):
-  loud = orbit.controller._log
-
-  def log_and_fail():
-    with quiet_orbit():
-      orbit.controller._log("quiet")
-      raise ZeroDivisionError
-
-  with pytest.raises(ZeroDivisionError):
-    log_and_fail()
-  assert capsys.readouterr().out == ""
-  assert orbit.controller._log is loud
 
 
 # -- parameters and the texts

@@ -15,7 +15,7 @@ import tensorflow as tf
 from planted import Planted, example_at, make_trainer
 
 import launch
-from framework import session
+from framework import going_on
 from framework.errors import ConfigError
 from framework.metrics import Loss
 from framework.optimizers import loss_scale
@@ -296,19 +296,19 @@ def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
   """Beside a gin file elsewhere; the folder has a blank to quote."""
   module = types.SimpleNamespace(__file__="/else where/mine/planted.py")
   monkeypatch.setitem(sys.modules, "mine.planted", module)
-  monkeypatch.setattr(session.configurables, "bindings", lambda: {"run.seed": "3"})
+  monkeypatch.setattr(going_on.configurables, "bindings", lambda: {"run.seed": "3"})
   task = type("Mine", (), {"__module__": "mine.planted"})()
   trainer = types.SimpleNamespace(task=task, cluster=types.SimpleNamespace(is_local=False))
-  command = session._replay_command("runs/x", trainer)
+  command = going_on.replay_command("runs/x", trainer)
   assert command == (
     "PYTHONPATH='/else where' python launch.py --gin_file=runs/x/operative_config.gin "
     "--model_dir=runs/x --mode=replay"
   )
-  monkeypatch.setattr(session.configurables, "SHIPPED", Path("/elsewhere/framework"))
-  command = session._replay_command("runs/x", trainer)
+  monkeypatch.setattr(going_on.configurables, "SHIPPED", Path("/elsewhere/framework"))
+  command = going_on.replay_command("runs/x", trainer)
   assert command.startswith("PYTHONPATH='/else where' loopwright --gin_file=runs/x/")
-  monkeypatch.setattr(session.configurables, "bindings", dict)
-  command = session._replay_command("runs/x", trainer)
+  monkeypatch.setattr(going_on.configurables, "bindings", dict)
+  command = going_on.replay_command("runs/x", trainer)
   assert command == "run(mode='replay', model_dir='runs/x', ...) with the same arguments"
 
 

@@ -9,7 +9,9 @@ import tensorflow as tf
 from input_cases import ledger_digest, one_line_error, stream
 
 from framework.inputs.sources import ArraySource
-from framework.session import Cadence, Session
+from framework.options import Cadence
+from framework.run_folder.remote import Opened
+from framework.session import Session
 from framework.strategies import placement
 from framework.tools.ledger import __main__
 from framework.tools.ledger import proof as proofs
@@ -125,7 +127,7 @@ def session(trainer, folder, steps):
   cadence = Cadence(
     train_steps=steps, steps_per_loop=2, checkpoint_every_steps=4, keep_checkpoints=10
   )
-  made = Session(trainer=trainer, model_dir=str(folder), cadence=cadence)
+  made = Session(trainer=trainer, place=Opened(str(folder), str(folder)), cadence=cadence)
   made.restore()
   return made
 
