@@ -1,7 +1,7 @@
 """The base class of actions: what a run does after a training loop or an evaluation.
 
-A run calls an action with the values of a loop (`on = "train"`), of an evaluation (`on = "eval"`) or
-of both, before they are written to metrics.jsonl. See docs/actions.md.
+A run calls an action with the values of a loop (`on = "train"`), of an evaluation (`on = "eval"`)
+or of both, before they are written to metrics.jsonl. See docs/actions.md.
 
 The actions of `orbit.actions` do not fit: NewBestMetric keeps its own file, which a restart from an
 earlier checkpoint does not correct, and ExportSavedModel can leave half an export.
