@@ -271,15 +271,15 @@ def test_a_run_that_is_removed_in_the_middle_is_not_uploaded_again(gone):
       shutil.rmtree(folder())
 
   opened = remote.place(URL).opened(training=True, export=False)
-  with pytest.raises(ConfigError, match=line), opened as (_, holder, changed):  # noqa: PT012
+  with pytest.raises(ConfigError, match=line), opened as at:  # noqa: PT012
     work(folder(), 1)
-    changed()
+    at.changed()
     while "checkpoints/checkpoint" not in Record(str(folder())).files:  # the last of an upload
       time.sleep(0.02)
     remove()
-    changed()
+    at.changed()
     for _ in range(500):
-      holder.require()
+      at.require()
       time.sleep(0.02)
   assert ("checkpoints/ckpt-1.index" in contents()) == (gone == "local")
   assert (folder() / "checkpoints/ckpt-1.index").exists() == (gone == "store")
