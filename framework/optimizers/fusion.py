@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
+from absl import logging
 
+from framework.cpu import convolutions
+from framework.cpu.sums import half_square
+from framework.errors import ConfigError
 from framework.models import models
 from framework.models.replica_state import assign, assign_result
 from framework.types import Gradient, Variable
@@ -63,6 +67,13 @@ class Fusion:
     """Converts gradients of `originals` to those of `variables`; None in a group becomes zeros."""
     flat = [self._concatenated(group, gradients) for group in self.groups]
     return [*flat, *(gradients[i] for i in self.singles)]
+
+  def differentiated(self, tape: tf.GradientTape, total: tf.Tensor) -> list[Gradient]:
+    """Returns a dense gradient of `total` for each of `originals` (replica context)."""
+    found = tape.gradient(total, self._raw)
+    gradients = [None if g is None else tf.convert_to_tensor(g) for g in found]
+    convolutions.input_first(gradients)
+    return gradients
 
   def unpack(self, pieces: Sequence[Gradient]) -> list[Gradient]:
     """Converts gradients of `variables` to gradients of `originals`."""
@@ -202,6 +213,36 @@ class Gradients(Sequence[Gradient]):
       return gradients
     return cls(fusion, fusion.pack(list(gradients)), [g is None for g in gradients])
 
+  @classmethod
+  def as_given(cls, gradients: Sequence[Gradient]) -> Gradients:
+    """Returns gradients as they are; does not fuse a plain list."""
+    if isinstance(gradients, Gradients):
+      return gradients
+    return cls(None, gradients, [g is None for g in gradients])
+
+  @classmethod
+  def zeros(cls, fusion: Fusion) -> Gradients:
+    """Returns a zero gradient for each variable."""
+    pieces = [tf.zeros(*piece) for piece in fusion.pieces]
+    return cls(fusion, pieces, [False] * len(fusion.originals))
+
+  def require_some(self, variables: Sequence[Variable]) -> None:
+    """Warns of variables without a gradient; raises ConfigError if no variable has one."""
+    names = [models.name(v) for m, v in zip(self.missing, variables, strict=True) if m]
+    if len(names) == len(variables):
+      raise ConfigError(
+        f"the loss depends on none of {len(variables)} trainable variables "
+        f"({', '.join(names[:3])}, ...); compute it from the outputs of forward(), with TensorFlow "
+        "or Keras operations only."
+      )
+    if names:
+      logging.log_first_n(logging.WARNING, "no gradient reaches %s", 1, ", ".join(names))
+
+  def square(self) -> tf.Tensor:
+    """Returns the square of the global L2 norm, a float32 scalar."""
+    halves = [tf.cast(half_square(_wide(g)), tf.float32) for g in self.tensors]
+    return 2.0 * tf.add_n(halves)
+
   def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> Gradients:
     """Returns the results of an elementwise function of each buffer."""
     pieces = [None if piece is None else function(piece) for piece in self.pieces]
@@ -228,3 +269,8 @@ class Gradients(Sequence[Gradient]):
   def __len__(self) -> int:
     """Returns the number of variables."""
     return len(self.missing)
+
+
+def _wide(gradient: tf.Tensor) -> tf.Tensor:
+  """Casts to float32 or wider: float16 squares overflow above 65504, bfloat16 sums lose digits."""
+  return tf.cast(gradient, tf.float32) if gradient.dtype.size < 4 else gradient

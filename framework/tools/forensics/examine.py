@@ -218,11 +218,11 @@ class _Probe(Step):
   def forward_backward(
     self, loss_fn: LossFn, batch: Batch, fusion: Fusion
   ) -> tuple[Gradients, Loss]:
-    begun = self.drawn
+    begun = self.draws.before
     number, names = self._number, self._names
 
     def not_finite(rows: Sequence[int]) -> dict[str, str]:
-      self.drawn = begun
+      self.draws.before = begun
       part = _only(batch, rows)
       return self._not_finite(names, *super(_Probe, self).forward_backward(loss_fn, part, fusion))
 

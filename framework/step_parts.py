@@ -1,0 +1,113 @@
+"""What the verbs of a step work with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import tensorflow as tf
+
+from framework.graphs import randomness
+from framework.models import batch_norm, models, recomputation
+from framework.observers import Observer
+from framework.optimizers.adapters import Optimizer
+from framework.optimizers.ema import Ema
+from framework.optimizers.fusion import Fusion
+from framework.optimizers.loss_scale import LossScale
+from framework.strategies import placement
+from framework.strategies.reduction import Reduction
+from framework.types import Batch, Variable
+
+
+def replica_id() -> tf.Tensor:
+  """Returns this replica's index in its process or cluster, an int32 scalar (replica context)."""
+  return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepParts:
+  """What the verbs work with; the Trainer makes it once."""
+
+  optimizers: Mapping[str, Optimizer]
+  reduction: Reduction
+  loss_scale: LossScale
+  global_step: tf.Variable
+  seed: int
+  global_batch_size: int = 1
+  clip_norm: float | None = None
+  clip_value: float | None = None
+  accumulation_steps: int = 1
+  jit_compile: bool = False
+  padded: bool = False  # whether training batches have rows without an example
+  ema: Ema | None = None
+  replica_id: Callable[[], tf.Tensor] = replica_id
+  observers: tuple[Observer, ...] = ()
+
+  @property
+  def dtypes(self) -> list[tf.DType]:
+    """The dtypes of all updated variables, sorted by name."""
+    found = {models.raw(v).dtype for one in self.optimizers.values() for v in one.variables}
+    return sorted(found, key=lambda dtype: dtype.name)
+
+  def key(self, draw: int) -> tf.Tensor:
+    """Returns the random key of a draw of this step and replica, see `randomness.step_key`."""
+    return randomness.step_key(self.seed, self.global_step, self.replica_id(), draw)
+
+  def fusion_of(self, variables: Sequence[Variable]) -> Fusion:
+    """Returns the layout of the optimizer that owns these variables, else one without fusion."""
+    wanted = [id(models.raw(v)) for v in variables]
+    for optimizer in self.optimizers.values():
+      if wanted == [id(models.raw(v)) for v in optimizer.variables]:
+        return optimizer.fusion
+    return Fusion(variables, enabled=False)
+
+  def micro_batches(self, batch: Batch) -> list[Batch]:
+    """Splits this replica's part of a batch (replica context)."""
+    count = self.accumulation_steps
+    if count == 1:
+      return [batch]
+    parts = {name: placement.here().split_rows(value, count) for name, value in batch.items()}
+    return [{name: parts[name][index] for name in batch} for index in range(count)]
+
+  @contextlib.contextmanager
+  def forward_pass(self, key: tf.Tensor, batch: Batch) -> Iterator[None]:
+    """Random layers draw from `key` inside `with`; statistics leave out padded rows."""
+    with randomness.random_streams(key), self._examples_of(batch):
+      yield
+
+  def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    if not self.padded:
+      return contextlib.nullcontext()
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    why = f"global_batch_size is {self.global_batch_size} for {replicas} replicas"
+    if self.accumulation_steps > 1:
+      why += f" x {self.accumulation_steps} accumulation_steps"
+    return batch_norm.only_examples(batch, why=why)
+
+
+class Draws:
+  """The random numbers of one replica's step: they follow from how many were drawn before.
+
+  Attributes:
+    before: the forward passes and the seeds so far; a pass that is repeated sets it back first.
+  """
+
+  def __init__(self, key: Callable[[int], tf.Tensor]) -> None:
+    """Starts a step with the keys of its draws."""
+    self.before = (0, 0)
+    self._key = key
+
+  def next_pass(self) -> tf.Tensor:
+    """Returns the key of the next forward pass."""
+    passes, seeds = self.before
+    self.before = passes + 1, seeds
+    return self._key(passes)
+
+  def next_seed(self) -> tf.Tensor:
+    """Returns the seed of the next call of `Step.seed`; a recomputation gets its own again."""
+    if (stream := recomputation.stream()) is not None:
+      return stream.next_seed()
+    passes, seeds = self.before
+    self.before = passes, seeds + 1
+    return self._key(-(seeds + 1))
