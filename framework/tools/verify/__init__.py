@@ -4,8 +4,8 @@
 
 checks/ has one module per group of `GROUPS`, with `check(subject) -> results`; docs/verify.md
 explains each check. padding.py, own_optimizer.py and later_steps.py are parts of the group
-"replicas", augmentation.py of "randomness". report.py holds the results, consequences.py says which
-failures follow from others. bench/ has the tools of the checks:
+"replicas", augmentation.py of "randomness", contents.py of "inputs". report.py holds the results,
+consequences.py says which failures follow from others. bench/ has the tools of the checks:
 
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
     comparison.py     the step on one replica, and how others differ from it

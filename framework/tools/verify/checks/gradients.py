@@ -29,10 +29,10 @@ from framework.step import Step
 from framework.tools.verify.bench import bench, made_variables, source_lines
 from framework.tools.verify.bench.bench import Bench, Rows, Subject
 from framework.tools.verify.bench.loss_graph import Calls, LossGraph
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 from framework.types import Gradient, Variable
 
-GROUP = "gradients"
+GROUP = Group("gradients")
 STEPS_BEFORE = 3
 MORE = 16
 """Times as many rows are in a batch of another step: a few may miss an expert of a mixture."""
@@ -109,7 +109,7 @@ def check(subject: Subject) -> list[Result]:
   if seen.sparse:
     most = max(seen.sparse, key=lambda name: seen.sparse[name])
     detail = f"{sum(seen.sparse.values()):,} bytes made dense and reduced each step; largest {most}"
-    results.append(Result(group=GROUP, check="sparse gradients", status="passed", detail=detail))
+    results.append(GROUP.passed("sparse gradients", detail))
   return results
 
 
@@ -315,11 +315,11 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
   if seen.wrong and (seen.stops or seen.on_purpose):
     how = "stops gradients" if seen.stops else f"replaces a gradient ({seen.on_purpose})"
     why = f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose"
-    return Result(group=GROUP, check=name, status="not applicable", detail=why)
+    return GROUP.skipped(name, why)
   if seen.wrong:
     variable, (told, true) = next(iter(seen.wrong.items()))
-    return Result(
-      group=GROUP, check=name, status="failed",
+    return GROUP.failed(
+      name,
       detail=f"along one direction in {variable} the gradient is {told:.4g}, but the loss changes "
       f"by {true:.4g}",
       cause="wrong gradient",
@@ -332,20 +332,20 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
     )  # fmt: skip
   if not seen.compared:
     why = "the loss changes too little, or not smoothly enough, to measure"
-    return Result(group=GROUP, check=name, status="not applicable", detail=why)
+    return GROUP.skipped(name, why)
   within = f"{TOLERANCE[seen.precision]:.1%} in {seen.precision}".replace(".0%", "%")
   detail = f"agree within {within} in {_variables(seen.compared)}"
-  return Result(group=GROUP, check=name, status="passed", detail=detail)
+  return GROUP.passed(name, detail)
 
 
 def _in_model(task: Any, outside: Mapping[str, str]) -> Result:
   """Checks that the step reads no trainable variable that the model does not have."""
   name = "every variable is in the model"
   if not outside:
-    return Result(group=GROUP, check=name, status="passed", detail="no other is made")
+    return GROUP.passed(name, "no other is made")
   place = source_lines.qualified(next(iter(outside.values())), task)
-  return Result(
-    group=GROUP, check=name, status="failed", cause=OUTSIDE, place=place,
+  return GROUP.failed(
+    name, cause=OUTSIDE, place=place,
     detail=f"{_named(list(outside))}: read by the step, not trained and not saved",
     remedy="build the layer in build_model() and return it with the model, such as in a dict; a "
     "layer that is called on a constant is no part of a Keras model: call it in a layer's call()",
@@ -387,7 +387,7 @@ def _calls(seen: GradientNotes) -> list[Result]:
   twice = any(calls.passing > 1 for parts in seen.calls.values() for calls in parts.values())
   hint = "; a target needs tf.stop_gradient, if one of the calls computes one" if twice else ""
   detail = "; ".join(told) + hint
-  return [Result(group=GROUP, check="what the loss depends on", status="passed", detail=detail)]
+  return [GROUP.passed("what the loss depends on", detail)]
 
 
 def _variables(count: int) -> str:
@@ -404,8 +404,8 @@ def _result(
   containing: tuple[str, ...], methods: tuple[str, ...] = METHODS,
 ) -> Result:  # fmt: skip
   if not wrong:
-    return Result(group=GROUP, check=name, status="passed", detail=detail)
-  return Result(
-    group=GROUP, check=name, status="failed", detail=_named(wrong), cause=cause,
+    return GROUP.passed(name, detail)
+  return GROUP.failed(
+    name, detail=_named(wrong), cause=cause,
     remedy=remedy, place=source_lines.find(task, *methods, containing=containing, anywhere=True),
   )  # fmt: skip
