@@ -162,73 +162,76 @@ class Recording:
 
   def step_class(self) -> type[Step]:
     """Returns a Step that reports to this recording."""
-    recording = self
+    return type("Recorded", (_Recorded,), {"recording": self})
 
-    class Recorded(Step):
-      def run(self, task_step: Any, batch: Any) -> None:
-        recording.knows(self, "rows", batch.values())
-        super().run(task_step, batch)
 
-      def gradients(
-        self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None
-      ) -> Any:
-        what = f"{len(variables)} variables"
-        recording.begins(self, Call("gradients", what), equal=[when])
-        gradients, loss = super().gradients(loss_fn, batch, variables, when=when)
-        recording.knows(self, "raw", gradients)
-        return gradients, loss
+class _Recorded(Step):
+  """Reports its verbs to a recording, which `Recording.step_class` sets."""
 
-      def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
-        call = Call("assign", models.name(variable))
-        recording.begins(self, call, equal=[value, when])
-        recording.follows(self, call, value)
-        super().assign(variable, value, when=when)
+  recording: Recording
 
-      def seed(self) -> tf.Tensor:
-        made = super().seed()
-        recording.knows(self, "rows", [made])
-        return made
+  def run(self, task_step: Any, batch: Any) -> None:
+    self.recording.knows(self, "rows", batch.values())
+    super().run(task_step, batch)
 
-      def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
-        there = [g for g in gradients if g is not None]
-        what = f"{len(there)} gradients, loss and weight"
-        recording.begins(self, Call("all_reduce", what), gradients)
-        return super().all_reduce(gradients, loss)
+  def gradients(
+    self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None
+  ) -> Any:
+    what = f"{len(variables)} variables"
+    self.recording.begins(self, Call("gradients", what), equal=[when])
+    gradients, loss = super().gradients(loss_fn, batch, variables, when=when)
+    self.recording.knows(self, "raw", gradients)
+    return gradients, loss
 
-      def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        what = f"{tuple(tf.convert_to_tensor(tensor).shape)}"
-        recording.begins(self, Call("all_gather", what))
-        made = super().all_gather(tensor)
-        recording.knows(self, "shared", [made])
-        return made
+  def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
+    call = Call("assign", models.name(variable))
+    self.recording.begins(self, call, equal=[value, when])
+    self.recording.follows(self, call, value)
+    super().assign(variable, value, when=when)
 
-      @contextlib.contextmanager
-      def perturbed(self, variables: Sequence[Variable], offsets: Sequence[Any]) -> Iterator[None]:
-        recording.begins(self, Call("perturbed"), offsets)
-        with super().perturbed(variables, offsets):
-          yield
+  def seed(self) -> tf.Tensor:
+    made = super().seed()
+    self.recording.knows(self, "rows", [made])
+    return made
 
-      def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
-        recording.begins(self, Call("unscale"), gradients)
-        return super().unscale(gradients, loss)
+  def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
+    there = [g for g in gradients if g is not None]
+    what = f"{len(there)} gradients, loss and weight"
+    self.recording.begins(self, Call("all_reduce", what), gradients)
+    return super().all_reduce(gradients, loss)
 
-      def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
-        recording.begins(self, Call("check finite"), gradients)
-        return super().check(gradients)
+  def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+    what = f"{tuple(tf.convert_to_tensor(tensor).shape)}"
+    self.recording.begins(self, Call("all_gather", what))
+    made = super().all_gather(tensor)
+    self.recording.knows(self, "shared", [made])
+    return made
 
-      def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
-        recording.begins(self, Call("clip", _clipping(self.parts)), gradients)
-        return super().clip(gradients, norm)
+  @contextlib.contextmanager
+  def perturbed(self, variables: Sequence[Variable], offsets: Sequence[Any]) -> Iterator[None]:
+    self.recording.begins(self, Call("perturbed"), offsets)
+    with super().perturbed(variables, offsets):
+      yield
 
-      def apply(
-        self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = "default"
-      ) -> None:
-        what = "" if optimizer == "default" else optimizer
-        recording.begins(self, Call("apply", what), gradients, equal=[finite])
-        recording.updates(self, self.variables(optimizer))
-        super().apply(gradients, finite, optimizer)
+  def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
+    self.recording.begins(self, Call("unscale"), gradients)
+    return super().unscale(gradients, loss)
 
-    return Recorded
+  def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
+    self.recording.begins(self, Call("check finite"), gradients)
+    return super().check(gradients)
+
+  def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
+    self.recording.begins(self, Call("clip", _clipping(self.parts)), gradients)
+    return super().clip(gradients, norm)
+
+  def apply(
+    self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = "default"
+  ) -> None:
+    what = "" if optimizer == "default" else optimizer
+    self.recording.begins(self, Call("apply", what), gradients, equal=[finite])
+    self.recording.updates(self, self.variables(optimizer))
+    super().apply(gradients, finite, optimizer)
 
 
 def record(subject: Subject) -> tuple[Recording, Bench]:
