@@ -158,17 +158,15 @@ class Placement:
       lambda context: values[context.replica_id_in_sync_group]
     )
 
-  def split(self, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns a global batch as `strategy.run` takes it, with its rows split in order (host).
+  def shares(self, value: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the rows of each replica of a feature [n, ...]; n divides by `row_shares`."""
+    return tf.split(value, self.strategy.num_replicas_in_sync)
 
-    Args:
-      batch: its number of rows is a multiple of `row_shares`.
-    """
+  def split(self, batch: Mapping[str, tf.Tensor | np.ndarray]) -> Any:
+    """Returns a whole global batch as `strategy.run` takes it (host, cross-replica)."""
+    parts = {name: self.shares(value) for name, value in batch.items()}
     count = self.strategy.num_replicas_in_sync
-    return {
-      name: self.of_replicas([tf.constant(part) for part in np.split(value, count)])
-      for name, value in batch.items()
-    }
+    return self.of_replicas([{name: parts[name][i] for name in parts} for i in range(count)])
 
   def split_rows(self, value: tf.Tensor, count: int) -> list[tf.Tensor]:
     """Splits a feature [n, ...] into `count` micro-batches of n / count rows (replica)."""
@@ -217,11 +215,16 @@ def register(kind: type[tf.distribute.Strategy]) -> Callable[[Kind], Kind]:
   return add
 
 
+def kinds() -> list[type[Placement]]:
+  """Returns the classes that are registered, and the one for all other strategies."""
+  return [Placement, *_kinds.values()]
+
+
 def of(strategy: tf.distribute.Strategy) -> Placement:
   """Returns the placement of a strategy, always the same object (any context)."""
   if _KEPT not in vars(strategy):
-    kinds = (_kinds[kind] for kind in type(strategy).__mro__ if kind in _kinds)
-    setattr(strategy, _KEPT, next(kinds, Placement)(strategy))  # lives as long as the strategy
+    known = (_kinds[kind] for kind in type(strategy).__mro__ if kind in _kinds)
+    setattr(strategy, _KEPT, next(known, Placement)(strategy))  # lives as long as the strategy
   return cast(Placement, vars(strategy)[_KEPT])
 
 
@@ -283,7 +286,7 @@ class Mirrored(Placement):
 
   def distribute(self, dataset: tf.data.Dataset) -> Any:
     """See `Placement`; on CPUs the step splits the rows of whole batches, see `per_replica`."""
-    whole = self._is_on_cpus and self._divides(dataset.element_spec)
+    whole = self.splits_batches and self._divides(dataset.element_spec)
     return dataset if whole else super().distribute(dataset)
 
   def per_replica(self, batch: Any) -> Any:
@@ -291,18 +294,12 @@ class Mirrored(Placement):
 
     TensorFlow's iterator for several devices takes 100 ms to make and 0.2 ms a batch.
     """
-    if not self._is_on_cpus or not all(tf.is_tensor(each) for each in tf.nest.flatten(batch)):
-      return batch
-    count = self.strategy.num_replicas_in_sync
-    parts = {name: self.parts(value, count) for name, value in batch.items()}
-    return self.of_replicas([{name: parts[name][i] for name in parts} for i in range(count)])
-
-  def parts(self, value: tf.Tensor, count: int) -> list[tf.Tensor]:
-    """Splits a feature [n, ...] into the rows of each of `count` replicas (host, cross-replica)."""
-    return tf.split(value, count)
+    whole = self.splits_batches and all(map(tf.is_tensor, tf.nest.flatten(batch)))
+    return self.split(batch) if whole else batch
 
   @functools.cached_property
-  def _is_on_cpus(self) -> bool:
+  def splits_batches(self) -> bool:
+    """Whether the step splits whole batches by `shares`; else TensorFlow's iterator splits them."""
     return len(self.devices) > 1 and all("CPU" in name for name in self.devices)
 
   def _divides(self, specs: Any) -> bool:
@@ -371,7 +368,7 @@ class Mesh(Placement):
       yield
     self.strategy.require_all_match()
 
-  def split(self, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
+  def split(self, batch: Mapping[str, tf.Tensor | np.ndarray]) -> Any:
     """See `Placement`."""
     of_rows, place = self.strategy.of_rows, model_parallel.place
     return {name: place(value, of_rows(value.ndim)) for name, value in batch.items()}

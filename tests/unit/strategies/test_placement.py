@@ -1,0 +1,156 @@
+"""One class a kind of strategy; no other code asks which kind it is."""
+
+import ast
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from framework.metrics import Loss
+from framework.step import replica_id
+from framework.strategies import factories, placement
+from framework.task import Task
+from framework.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+# ---- A strategy of one's own ----
+
+
+X = [1.0, 2.0, 3.0, 6.0]
+
+
+class ByReplica(Task):
+  """SGD with a rate of 1 moves the weight to minus a mean of x.
+
+  Rows on the second replica weigh twice as much, so the weight tells which they are.
+  """
+
+  def build_model(self):
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    return keras.Sequential([keras.Input([1]), dense])
+
+  def forward(self, batch, training):
+    return self.model(batch["x"][:, None])[:, 0]
+
+  def loss(self, outputs, batch):
+    on_replica = tf.cast(1 + replica_id(), tf.float32)
+    return Loss.from_examples(outputs, batch["weight"] * on_replica)
+
+
+def weight_after(strategy, steps):
+  batch = {"x": tf.constant(X), "weight": tf.ones(4)}
+  trainer = Trainer(
+    task=ByReplica(),
+    strategy=strategy,
+    dataset_fn=lambda position: tf.data.Dataset.from_tensors(batch).repeat(),
+    global_batch_size=4,
+    optimizer=lambda: keras.optimizers.SGD(1.0),
+  )
+  trainer.train(tf.constant(steps))
+  return trainer.task.model.get_weights()[0].item()
+
+
+def contributed():
+  """Returns the names that the example of CONTRIBUTING.md defines."""
+  [code] = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+  names = {"__name__": "striped_example"}
+  exec(code, names)
+  return names
+
+
+def test_the_strategy_of_the_example_splits_rows_in_its_own_way():
+  strategy = contributed()["striped"]()
+  assert type(placement.of(strategy)).__name__ == "StripedPlacement"
+  expected = -3 * np.average(X, weights=[1, 2, 1, 2])
+  assert weight_after(strategy, steps=3) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_usual_strategy_splits_them_in_order(mirrored):
+  expected = -3 * np.average(X, weights=[1, 1, 2, 2])
+  assert weight_after(mirrored(2), steps=3) == pytest.approx(expected, rel=1e-6)
+
+
+# ---- Which placement ----
+
+
+def test_a_placement_is_made_once_and_ends_with_its_strategy(mirrored):
+  strategy = mirrored(2)
+  assert placement.of(strategy) is placement.of(strategy)
+  assert placement.of(strategy) is not placement.of(mirrored(2))
+  with strategy.scope():
+    assert placement.here() is placement.of(strategy)
+
+
+class Unknown(tf.distribute.Strategy):
+  """Of a kind that nobody has registered."""
+
+  def __init__(self):
+    super().__init__(tf.distribute.OneDeviceStrategy("CPU:0").extended)
+
+
+def test_an_unknown_kind_gets_answers_that_assume_little():
+  assert type(placement.of(Unknown())) is placement.Placement
+  assert not placement.of(Unknown()).loops_evaluation
+
+
+@pytest.mark.parametrize("kind", placement.kinds(), ids=lambda kind: kind.__name__)
+def test_the_classes_that_run_a_kind_exist(kind):
+  assert issubclass(kind(None).trainer_class(), Trainer)
+  assert kind(None).evaluator_class().__name__.endswith("Evaluator")
+
+
+def test_within_its_own_scope_a_strategy_keeps_its_name():
+  strategy = factories.one_device(device="CPU:0")
+  with strategy.scope():
+    assert placement.of(strategy).name == "OneDeviceStrategy"
+
+
+# ---- Nobody else asks ----
+
+
+def asked(source):
+  """Yields each question of a file about the kind of a strategy."""
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Call):
+      name = ast.unparse(node.func)
+      about = " ".join(ast.unparse(argument) for argument in node.args)
+      if name in ("isinstance", "issubclass") and re.search(r"Strategy(V\d)?\b", about):
+        yield ast.unparse(node)
+      if re.fullmatch(r"is_\w+", name.rpartition(".")[2]) and "strategy" in about.lower():
+        yield ast.unparse(node)
+      if name == "type" and "strategy" in about.lower():
+        yield ast.unparse(node)
+    if isinstance(node, ast.ImportFrom | ast.Import):
+      names = [each.name for each in node.names] + [getattr(node, "module", None) or ""]
+      if any(re.search(r"\btraits\b|ModelParallelStrategy", each) for each in names):
+        yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "isinstance(trainer.strategy, tf.distribute.MirroredStrategy)",
+    "issubclass(type(s), ParameterServerStrategyV2 | int)",
+    "servers.is_asynchronous(strategy)",
+    "from framework.strategies import traits",
+    "from framework.strategies.model_parallel import ModelParallelStrategy",
+    "type(strategy).__name__ == 'MirroredStrategy'",
+  ],
+)
+def test_a_question_is_found(line):
+  assert len(list(asked(line))) >= 1
+
+
+def test_no_code_outside_the_strategies_asks_for_the_kind_of_a_strategy():
+  found = {}
+  for folder in ("framework", "tasks", "benchmarks"):
+    for path in (ROOT / folder).rglob("*.py"):
+      name = str(path.relative_to(ROOT))
+      if not name.startswith("framework/strategies/") and (lines := list(asked(path.read_text()))):
+        found[name] = lines
+  assert not found
