@@ -315,7 +315,7 @@ def replicas(*, small: bool) -> list[str]:
     half = [tf.config.LogicalDeviceConfiguration(memory_limit=8192) for _ in range(2)]
     tf.config.set_logical_device_configuration(gpus[0], half)
   strategy = factories.mirrored(cpu_replicas=None if gpus else 2)
-  op = type(strategy.extended._cross_device_ops).__name__
+  op = placement.of(strategy).cross_device_op.__name__
   where = ", ".join(placement.of(strategy).devices)
   run = loopwright(model_of("mlp", small=small), PRECISIONS["float32"], strategy)
   run(2)

@@ -15,7 +15,6 @@ from framework.errors import ConfigError
 from framework.graphs.autograph import compiled
 from framework.inputs.buckets import Scheduled
 from framework.optimizers import functional
-from framework.strategies.model_parallel import ModelParallelStrategy
 from framework.trainer import Trainer
 from framework.types import Batch
 
@@ -25,39 +24,14 @@ class ModelParallelTrainer(Trainer):
 
   _input_wait_s: tf.Tensor | None = None
 
-  def __init__(
-    self,
-    *,
-    strategy: ModelParallelStrategy,
-    jit_compile: bool = False,
-    shard_optimizer_state: bool = False,
-    eager: bool = False,
-    **options: Any,
-  ) -> None:
-    """Makes model, optimizers and counters on the mesh (host).
-
-    Args:
-      strategy: the mesh and the layouts.
-      jit_compile: must be False.
-      shard_optimizer_state: must be False: slots are split as their variables are.
-      eager: must be False: most operations need a compiled step to mix with tensors of one device.
-      **options: see `Trainer`.
+  def __init__(self, **options: Any) -> None:
+    """Makes model, optimizers and counters on the mesh (host); see `Trainer`.
 
     Raises:
       ConfigError: an option that model parallelism does not have, or a layout that fits no
         variable.
     """
-    refused = {
-      "Trainer.jit_compile": jit_compile,
-      "Trainer.shard_optimizer_state": shard_optimizer_state,
-      "eager": eager,
-    }
-    for name, value in refused.items():
-      if value:
-        raise ConfigError(
-          f"received {name}=True, which model_parallel does not have; set it to False."
-        )
-    super().__init__(strategy=strategy, **options)
+    super().__init__(**options)
     for name, optimizer in self.parts.optimizers.items():
       functional.prove(name, optimizer.optimizer, optimizer.variables)
 

@@ -41,7 +41,7 @@ from framework.metrics import (
 from framework.models import models
 from framework.observers import Observer
 from framework.optimizers.loss_scale import DynamicLossScale
-from framework.strategies import servers
+from framework.strategies import placement, servers
 from framework.strategies.cluster.identity import ClusterError
 from framework.trainer import Trainer
 from framework.types import Batch
@@ -228,8 +228,6 @@ class ParameterServerTrainer(Trainer):
     self,
     *,
     fuse_updates: bool = True,
-    eager: bool = False,
-    jit_compile: bool = False,
     **options: Any,
   ) -> None:
     """See `Trainer`; never fuses updates: fused copies would overwrite other workers' updates.
@@ -239,8 +237,11 @@ class ParameterServerTrainer(Trainer):
     """
     del fuse_updates
     strategy = options["strategy"]
-    _refuse_options(strategy, eager=eager, jit_compile=jit_compile)
-    self._dispatcher = Dispatcher(strategy)
+    if not issubclass(placement.of(strategy).trainer_class(), ParameterServerTrainer):
+      raise ConfigError(
+        f"{type(self).__name__} is for parameter_server, but the strategy is a "
+        f"{placement.of(strategy).name}; use framework.Trainer."
+      )
     self._worker: tf.Tensor | None = None
     partitioner = servers.parameter_servers_of(strategy).partitioner
     with partitioner or contextlib.nullcontext():
@@ -315,11 +316,8 @@ class ParameterServerTrainer(Trainer):
     )
 
   def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
-    if not issubclass(self.placement.trainer_class(), ParameterServerTrainer):
-      raise ConfigError(
-        f"{type(self).__name__} is for parameter_server, but the strategy is a "
-        f"{type(strategy).__name__}; use framework.Trainer."
-      )
+    _refuse_runtime(strategy)
+    self._dispatcher = Dispatcher(strategy)
 
   def _compiled(self) -> Any:
     return compiled(self.piece)
@@ -478,13 +476,7 @@ def _count_atomically(optimizer: Any) -> None:
     optimizer.iterations.assign_add = lambda value: count.assign_add(value, read_value=False)
 
 
-def _refuse_options(strategy: tf.distribute.Strategy, *, eager: bool, jit_compile: bool) -> None:
-  for name, value in (("run.eager", eager), ("Trainer.jit_compile", jit_compile)):
-    if value:
-      raise ConfigError(
-        f"received both {name}=True and run.strategy=@parameter_server, whose workers run compiled "
-        "functions on remote variables; leave one out."
-      )
+def _refuse_runtime(strategy: tf.distribute.Strategy) -> None:
   if tf_config.is_op_determinism_enabled():
     raise ConfigError(
       "received both run.deterministic=True and run.strategy=@parameter_server, whose workers "

@@ -117,9 +117,10 @@ class Trainer(orbit.AbstractTrainer):
     """
     super().__init__()
     self.placement = placement.of(strategy)
+    self.placement.require_options(
+      jit_compile=jit_compile, shard_optimizer_state=shard_optimizer_state, eager=eager
+    )
     self._check_strategy(strategy)
-    if jit_compile:
-      self.placement.require("Trainer.jit_compile")
     _check_options(clip_norm, clip_value, accumulation_steps, eager, jit_compile)
     replicas = strategy.num_replicas_in_sync
     if global_batch_size < replicas:

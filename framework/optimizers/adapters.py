@@ -23,7 +23,7 @@ from framework.errors import ConfigError
 from framework.host import lazy_keras
 from framework.models import models
 from framework.models.replica_state import assign_result
-from framework.optimizers import functional, schedules, sharding
+from framework.optimizers import functional, schedules
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.saved_layout import SavedOptimizer, joined_variables
 from framework.optimizers.sharding import ShardedFusion
@@ -315,7 +315,7 @@ def build(
   """
   named = factories if isinstance(factories, Mapping) else {DEFAULT: factories}
   strategy = tf.distribute.get_strategy()
-  over = strategy if shard and sharding.applies(strategy) else None
+  over = strategy if shard and strategy.num_replicas_in_sync > 1 else None
   return {n: _build_one(n, f, variables_of(n), step, fuse, over) for n, f in named.items()}
 
 

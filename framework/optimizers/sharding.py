@@ -32,16 +32,6 @@ if TYPE_CHECKING:
 _VALUE = "VARIABLE_VALUE"
 
 
-def applies(strategy: tf.distribute.Strategy) -> bool:
-  """Whether a strategy has several replicas whose optimizer state can be sharded (host).
-
-  Raises:
-    ConfigError: a strategy whose replicas do not keep variables of their own.
-  """
-  placement.of(strategy).require("Trainer.shard_optimizer_state")
-  return strategy.num_replicas_in_sync > 1
-
-
 class ShardedFusion(Fusion):
   """A `Fusion` whose `variables` are this replica's parts: [ceil(size / replicas)], or a few more.
 

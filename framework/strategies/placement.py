@@ -95,7 +95,7 @@ class Placement:
     if self.strategy.num_replicas_in_sync == 1:
       return {}
     return {
-      "Trainer.shard_optimizer_state": "received Trainer.shard_optimizer_state=True with "
+      "shard_optimizer_state": "received Trainer.shard_optimizer_state=True with "
       f"{self.name}; it needs mirrored or multi_worker_mirrored."
     }
 
@@ -107,6 +107,11 @@ class Placement:
     """
     if name in self.refused:
       raise ConfigError(self.refused[name])
+
+  def require_options(self, **used: bool) -> None:
+    """Checks that each option of a `Trainer` that is used is not `refused` (ConfigError)."""
+    for name in (name for name, value in used.items() if value):
+      self.require(name)
 
   def trainer_class(self) -> type[Any]:
     """Returns the class that trains under this strategy, a `Trainer`."""
@@ -328,7 +333,7 @@ class CentralStorage(Placement):
       return {}
     return {
       **super().refused,
-      "Trainer.jit_compile": "received both Trainer.jit_compile=True and "
+      "jit_compile": "received both Trainer.jit_compile=True and "
       "run.strategy=@central_storage; XLA cannot access variables on another device: use mirrored, "
       "or jit_compile=False.",
     }
@@ -339,6 +344,9 @@ class Tpu(Placement):
   """One replica per core of a TPU."""
 
   joins_processes = True
+
+
+_NOT_ON_A_MESH = "=True, which model_parallel does not have; set it to False."
 
 
 @register(model_parallel.ModelParallelStrategy)
@@ -353,7 +361,10 @@ class Mesh(Placement):
   makes_variables = True
   refused = {  # noqa: RUF012
     "run.ledger": "run.ledger is True, but under model_parallel TensorFlow cannot compile the "
-    "recording of examples; remove run.ledger."
+    "recording of examples; remove run.ledger.",
+    "jit_compile": f"received Trainer.jit_compile{_NOT_ON_A_MESH}",
+    "shard_optimizer_state": f"received Trainer.shard_optimizer_state{_NOT_ON_A_MESH}",
+    "eager": f"received eager{_NOT_ON_A_MESH}",
   }
 
   @property
@@ -418,6 +429,11 @@ class Workers(Placement):
 
 _ASYNCHRONOUS = "needs a synchronous strategy, but parameter_server is asynchronous; use "
 
+_COMPILED = (
+  "=True and run.strategy=@parameter_server, whose workers run compiled functions on remote "
+  "variables; leave one out."
+)
+
 
 @register(tf.distribute.ParameterServerStrategy)
 class ParameterServer(Placement):
@@ -431,6 +447,8 @@ class ParameterServer(Placement):
   refused = {  # noqa: RUF012
     "Trainer": f"Trainer {_ASYNCHRONOUS}framework.parameter_server.ParameterServerTrainer.",
     "Evaluator": f"Evaluator {_ASYNCHRONOUS}framework.parameter_server.ParameterServerEvaluator.",
+    "eager": f"received both run.eager{_COMPILED}",
+    "jit_compile": f"received both Trainer.jit_compile{_COMPILED}",
     "step.perturbed": f"step.perturbed() {_ASYNCHRONOUS}mirrored or multi_worker_mirrored.",
     "run.ledger": "run.ledger is True, but under parameter_server the steps that a worker's "
     "batches become are not known, and a killed worker loses a batch; remove run.ledger.",

@@ -25,7 +25,7 @@ from framework.run import run
 from framework.tools.exports import export, formats
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BASE = """
 import framework.tasks.image_classification
 run.task = @ImageClassification()

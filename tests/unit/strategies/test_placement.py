@@ -2,6 +2,7 @@
 
 import ast
 import re
+import types
 from pathlib import Path
 
 import keras
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from framework.errors import ConfigError
 from framework.metrics import Loss
+from framework.parameter_server import ParameterServerTrainer
 from framework.step import replica_id
 from framework.strategies import factories, placement
 from framework.task import Task
@@ -102,6 +105,24 @@ def test_an_unknown_kind_gets_answers_that_assume_little():
 def test_the_classes_that_run_a_kind_exist(kind):
   assert issubclass(kind(None).trainer_class(), Trainer)
   assert kind(None).evaluator_class().__name__.endswith("Evaluator")
+
+
+def test_the_trainer_of_another_kind_is_refused(mirrored):
+  line = r"^ParameterServerTrainer is for parameter_server, but the strategy is a MirroredStrategy"
+  with pytest.raises(ConfigError, match=line):
+    ParameterServerTrainer(strategy=mirrored(2))
+
+
+@pytest.mark.parametrize("kind", placement.kinds(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("option", ["jit_compile", "shard_optimizer_state", "eager"])
+def test_what_is_refused_is_told_in_one_line(option, kind):
+  place = kind(types.SimpleNamespace(num_replicas_in_sync=2))
+  place.require_options(**{option: False})
+  if option not in place.refused:
+    place.require_options(**{option: True})
+    return
+  with pytest.raises(ConfigError, match=rf"\Areceived [^\n]*{option}=True[^\n]*\.\Z"):
+    place.require_options(**{option: True})
 
 
 def test_within_its_own_scope_a_strategy_keeps_its_name():
