@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -42,7 +41,7 @@ class EvalStep:
     """
     return self._number
 
-  def run(self, task_step: Callable[[Any, Batch], None], batch: Batch) -> None:
+  def run(self, task_step: Callable[..., None], batch: Batch) -> None:
     """Calls `Task.train_step` or `Task.eval_step` with the batch and its "step", int64 [n]."""
     rows = tf.shape(batch["weight"])[:1] if "weight" in batch else [1]
     converted(task_step)(self, {**batch, "step": tf.fill(rows, self.number)})

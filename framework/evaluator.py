@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, cast
 
 import orbit
@@ -207,7 +207,10 @@ class Evaluator(orbit.AbstractEvaluator):
     return done, rows
 
   def eval_loop(
-    self, step: Any, iterator: Any, number: tf.Tensor
+    self,
+    step: tf.types.experimental.PolymorphicFunction,
+    iterator: tf.data.Iterator,
+    number: tf.Tensor,
   ) -> tuple[list[tf.Tensor], dict[str, PerExample]]:
     """Evaluates the next `number` batches, an int32 scalar (cross-replica).
 
@@ -256,7 +259,7 @@ class Evaluator(orbit.AbstractEvaluator):
 
     def run(batch: Batch) -> Any:
       packed = PackedSums(self._metrics)
-      rows = self.replica_step(batch, packed)
+      rows = self.replica_step(batch, cast(MetricSums, packed))
       return packed.vectors, rows
 
     vectors, rows = self.strategy.run(run, args=(self.placement.per_replica(batch),))
@@ -276,7 +279,7 @@ class Evaluator(orbit.AbstractEvaluator):
     first = self.strategy.experimental_local_results
     return {name: PerExample(*(first(part)[0] for part in rows[name])) for name in rows}
 
-  def replica_step(self, batch: Batch, sums: Any = None) -> dict[str, PerExample]:
+  def replica_step(self, batch: Batch, sums: MetricSums | None = None) -> dict[str, PerExample]:
     """Runs the task's step and adds its metrics; see `EvalStep.close` (replica context)."""
     number = None if self._global_step is None else self._global_step.read_value()
     step = self._make_step(number=number)
@@ -299,13 +302,13 @@ Calls: TypeAlias = Iterator[tuple[int, Mapping[str, PerExample]]]
 """The number of batches of each call, and their PerExample metrics."""
 
 
-def _singly(step: Callable[..., Any], batches: Any, most: int) -> Calls:
+def _singly(step: Callable[..., Any], batches: Iterable[PerReplica], most: int) -> Calls:
   """Runs at most `most` batches one by one, all if negative."""
   for batch in itertools.islice(datasets.iterate(batches), most if most >= 0 else None):
     yield 1, step(batch)
 
 
-def _in_loops(one: EvalSet, batches: Any, left: int) -> Calls:
+def _in_loops(one: EvalSet, batches: Iterable[PerReplica], left: int) -> Calls:
   """Runs `left` batches, as many in a call as take about `_CALL_S`."""
   loop, step, iterator = cast(Any, (one.loop, one.step, datasets.iterate(batches)))
   if left:

@@ -16,7 +16,7 @@ from framework.graphs.autograph import compiled
 from framework.inputs.buckets import Scheduled
 from framework.optimizers import functional
 from framework.trainer import Trainer
-from framework.types import Batch
+from framework.types import Batch, PerReplica
 
 
 class ModelParallelTrainer(Trainer):
@@ -35,7 +35,7 @@ class ModelParallelTrainer(Trainer):
     for name, optimizer in self.parts.optimizers.items():
       functional.prove(name, optimizer.optimizer, optimizer.variables)
 
-  def make_iterator(self) -> Iterator[Batch]:
+  def make_iterator(self) -> Iterator[PerReplica]:
     """See `Trainer.make_iterator`.
 
     Raises:
@@ -48,13 +48,13 @@ class ModelParallelTrainer(Trainer):
       )
     return iter(self.placement.distribute(dataset))
 
-  def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
+  def next_batch(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
     """Returns the batch that the host has read, and how long it took (cross-replica)."""
     waited_s = self._input_wait_s
     return next(iterator), tf.constant(0.0) if waited_s is None else waited_s
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
-    iterator = cast(Iterator[Batch], self._iterator)
+    iterator = cast(Iterator[PerReplica], self._iterator)
     for observer in self.parts.observers:
       observer.loop_starts()
     for _ in range(int(num_steps)):

@@ -44,7 +44,7 @@ from framework.optimizers.loss_scale import DynamicLossScale
 from framework.strategies import placement, servers
 from framework.strategies.cluster.identity import ClusterError
 from framework.trainer import Trainer
-from framework.types import Batch
+from framework.types import Batch, Model, PerReplica
 
 PIECES_PER_WORKER = 4
 """Pieces per loop: more lose less work with a worker; fewer cost less overhead."""
@@ -255,7 +255,7 @@ class ParameterServerTrainer(Trainer):
       _count_atomically(optimizer.optimizer)
 
   def piece(
-    self, iterator: Iterator[Batch], most_steps: tf.Tensor, end: tf.Tensor
+    self, iterator: Iterator[PerReplica], most_steps: tf.Tensor, end: tf.Tensor
   ) -> tuple[tf.Tensor, tf.Tensor]:
     """Claims and runs up to `most_steps` steps before `end` (worker).
 
@@ -332,7 +332,7 @@ class ParameterServerTrainer(Trainer):
     super()._make_counters()
     self._claims = tf.Variable(0, dtype=tf.int64, trainable=False, name="claimed_steps")
 
-  def make_iterator(self) -> Any:
+  def make_iterator(self) -> Iterator[PerReplica]:
     """See `Trainer.make_iterator`; each worker makes its own batches."""
     position, workers = int(self.position.numpy()), self._dispatcher.workers
     return iter(self._dispatcher.datasets(lambda w: self.dataset_fn(position, shard=(workers, w))))
@@ -489,7 +489,7 @@ def _refuse_runtime(strategy: tf.distribute.Strategy) -> None:
     )
 
 
-def _refuse_partitioned(model: Any) -> None:
+def _refuse_partitioned(model: Model) -> None:
   """Raises ConfigError: Keras 3 does not support `ShardedVariable`, which has no `handle`."""
   for variable in models.all_variables(model):
     if isinstance(models.raw(variable), sharded_variable.ShardedVariable):

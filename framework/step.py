@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -32,7 +32,7 @@ from framework.optimizers.adapters import DEFAULT, Optimizer, prefix
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.step_parts import Draws, StepParts
 from framework.step_parts import replica_id as replica_id
-from framework.types import Batch, Gradient, TensorLike, Variable
+from framework.types import Batch, Gradient, PerReplica, TensorLike, Variable
 
 LossFn: TypeAlias = Callable[[Batch], Loss]
 StepFactory: TypeAlias = "Callable[[StepParts], Step]"
@@ -294,7 +294,7 @@ class Step(EvalStep):
       observer.applies(target, packed)
 
     def apply_if_finite(
-      strategy: tf.distribute.Strategy, finite: Any, tensors: Sequence[Any]
+      strategy: tf.distribute.Strategy, finite: PerReplica, tensors: Sequence[PerReplica]
     ) -> None:
       for observer in self._observers:
         observer.before_update(target)

@@ -38,6 +38,7 @@ from framework.step import Step, StepFactory, StepParts, replica_id
 from framework.strategies import placement
 from framework.strategies.reduction import Reduction
 from framework.task import Task, derived_metrics
+from framework.types import PerReplica
 
 DatasetFn = Callable[..., tf.data.Dataset]
 """position (examples consumed so far) -> infinite dataset of padded global batches.
@@ -137,7 +138,7 @@ class Trainer(orbit.AbstractTrainer):
     self.global_batch_size = global_batch_size
     self.dataset_fn = dataset_fn
     self.source: Callable[[], Source | StreamSource | Sources | Buckets] | None = None
-    self._iterator: Iterator[Batch] | None = None
+    self._iterator: Iterator[PerReplica] | None = None
     self._weight_seen = False
     self.assigned: dict[str, tf.Variable] = {}
     with strategy.scope():
@@ -218,7 +219,7 @@ class Trainer(orbit.AbstractTrainer):
     results["examples_per_second"] = ran * self.global_batch_size / seconds
     return {**self.state_metrics(), **results}
 
-  def loop(self, iterator: Iterator[Batch], num_steps: tf.Tensor) -> None:
+  def loop(self, iterator: Iterator[PerReplica], num_steps: tf.Tensor) -> None:
     """Runs `num_steps` steps, or until an observer undoes one (cross-replica)."""
     for observer in self.parts.observers:
       observer.loop_starts()
@@ -236,7 +237,7 @@ class Trainer(orbit.AbstractTrainer):
     """Averages state that differs between replicas, at the end of a loop (cross-replica)."""
     replica_state.average(self.strategy, self.task.model, equal=self.assigned)
 
-  def train_step(self, iterator: Iterator[Batch]) -> tf.Tensor:
+  def train_step(self, iterator: Iterator[PerReplica]) -> tf.Tensor:
     """Runs one step on one global batch; returns a bool scalar, False if undone (cross-replica)."""
     for observer in self.parts.observers:
       observer.step_begins()
@@ -273,7 +274,7 @@ class Trainer(orbit.AbstractTrainer):
       stands &= observer.step_ends(finite, loss_finite)
     return stands
 
-  def next_batch(self, iterator: Iterator[Batch]) -> tuple[Batch, tf.Tensor]:
+  def next_batch(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
     """Returns the next global batch and the input wait, float32 seconds (cross-replica)."""
     started = timing.timestamp()
     with tf.control_dependencies([started]):
@@ -327,7 +328,7 @@ class Trainer(orbit.AbstractTrainer):
     """
     self._set(dataclasses.replace(self.parts, **parts), step or self._make_step)
 
-  def make_iterator(self) -> Iterator[Batch]:
+  def make_iterator(self) -> Iterator[PerReplica]:
     """Returns an iterator over distributed global batches, starting at `position` (host)."""
     dataset = self.dataset_fn(int(self.position.numpy()))
     if isinstance(dataset, Scheduled):
@@ -335,7 +336,7 @@ class Trainer(orbit.AbstractTrainer):
       return dataset.iterate(self._iterate)
     return self._iterate(dataset)
 
-  def _iterate(self, dataset: tf.data.Dataset) -> Iterator[Batch]:
+  def _iterate(self, dataset: tf.data.Dataset) -> Iterator[PerReplica]:
     return datasets.iterate(self.placement.distribute(dataset))
 
   def reset_input(self) -> None:
@@ -386,10 +387,10 @@ class Trainer(orbit.AbstractTrainer):
       if self.parts.observers and int(self.global_step.numpy()) < end:
         return  # an observer has undone a step
 
-  def _local(self, per_replica: Any) -> tuple[tf.Tensor, ...]:
+  def _local(self, per_replica: PerReplica) -> tuple[tf.Tensor, ...]:
     return self.strategy.experimental_local_results(per_replica)
 
-  def _first(self, per_replica: Any) -> tf.Tensor:
+  def _first(self, per_replica: PerReplica) -> tf.Tensor:
     return self._local(per_replica)[0]
 
   def _note_state(self, step: Step) -> None:

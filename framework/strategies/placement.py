@@ -22,6 +22,7 @@ from framework.errors import ConfigError
 from framework.strategies import model_parallel, servers
 from framework.strategies.cluster import resolvers
 from framework.strategies.cluster.identity import Cluster, workers
+from framework.types import PerReplica, Structure
 
 _KEPT = "_loopwright_placement"
 
@@ -126,7 +127,7 @@ class Placement:
     """Explains errors of a model that is built in the strategy's scope (host)."""
     yield
 
-  def distribute(self, dataset: tf.data.Dataset) -> Any:
+  def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """Returns the distributed dataset; `strategy.run` takes `per_replica` of its elements (host).
 
     Raises:
@@ -134,7 +135,7 @@ class Placement:
     """
     return self.strategy.experimental_distribute_dataset(dataset)
 
-  def read(self, iterator: Iterator[Any]) -> Any:
+  def read(self, iterator: Iterator[PerReplica]) -> PerReplica:
     """Returns the next batch of `distribute`, in a graph without a change of threads (any context).
 
     TensorFlow hands the read of a dataset that is not distributed to another thread and back, which
@@ -153,11 +154,11 @@ class Placement:
     )
     return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
 
-  def per_replica(self, batch: Any) -> Any:
+  def per_replica(self, batch: Mapping[str, PerReplica]) -> Mapping[str, PerReplica]:
     """Returns a batch of `distribute` as `strategy.run` takes it (host, cross-replica)."""
     return batch
 
-  def of_replicas(self, values: Sequence[Any]) -> Any:
+  def of_replicas(self, values: Sequence[Structure]) -> PerReplica:
     """Returns the values of all replicas of one process as `strategy.run` takes them."""
     return self.strategy.experimental_distribute_values_from_function(
       lambda context: values[context.replica_id_in_sync_group]
@@ -167,7 +168,7 @@ class Placement:
     """Returns the rows of each replica of a feature [n, ...]; n divides by `row_shares`."""
     return tf.split(value, self.strategy.num_replicas_in_sync)
 
-  def split(self, batch: Mapping[str, tf.Tensor | np.ndarray]) -> Any:
+  def split(self, batch: Mapping[str, tf.Tensor | np.ndarray]) -> Mapping[str, PerReplica]:
     """Returns a whole global batch as `strategy.run` takes it (host, cross-replica)."""
     parts = {name: self.shares(value) for name, value in batch.items()}
     count = self.strategy.num_replicas_in_sync
@@ -271,7 +272,7 @@ class OneDevice(Placement):
 
   loops_evaluation = True
 
-  def distribute(self, dataset: tf.data.Dataset) -> Any:
+  def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """See `Placement`; TensorFlow's iterator of devices would cost 90 us a step on a CPU."""
     return dataset if self.devices[0].startswith("CPU") else super().distribute(dataset)
 
@@ -289,12 +290,12 @@ class Mirrored(Placement):
     """See `Placement`."""
     return type(self.strategy.extended._cross_device_ops)
 
-  def distribute(self, dataset: tf.data.Dataset) -> Any:
+  def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """See `Placement`; on CPUs the step splits the rows of whole batches, see `per_replica`."""
     whole = self.splits_batches and self._divides(dataset.element_spec)
     return dataset if whole else super().distribute(dataset)
 
-  def per_replica(self, batch: Any) -> Any:
+  def per_replica(self, batch: Mapping[str, PerReplica]) -> Mapping[str, PerReplica]:
     """See `Placement`.
 
     TensorFlow's iterator for several devices takes 100 ms to make and 0.2 ms a batch.
@@ -379,7 +380,7 @@ class Mesh(Placement):
       yield
     self.strategy.require_all_match()
 
-  def split(self, batch: Mapping[str, tf.Tensor | np.ndarray]) -> Any:
+  def split(self, batch: Mapping[str, tf.Tensor | np.ndarray]) -> Mapping[str, PerReplica]:
     """See `Placement`."""
     of_rows, place = self.strategy.of_rows, model_parallel.place
     return {name: place(value, of_rows(value.ndim)) for name, value in batch.items()}
@@ -416,7 +417,7 @@ class Workers(Placement):
     peers, index = workers(resolver)
     return Cluster(strategy=self.strategy, index=index, peers=tuple(peers))
 
-  def distribute(self, dataset: tf.data.Dataset) -> Any:
+  def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """See `Placement`; of a dataset with this worker's rows alone."""
     if self.cluster.size == 1:
       return super().distribute(dataset)
@@ -463,7 +464,7 @@ class ParameterServer(Placement):
     """Counts of workers and servers."""
     return self.cluster.devices
 
-  def read(self, iterator: Iterator[Any]) -> Any:
+  def read(self, iterator: Iterator[PerReplica]) -> PerReplica:
     """See `Placement`; on other machines a read without a change of threads has not been tried."""
     return next(iterator)
 

@@ -1,0 +1,61 @@
+"""Public signatures say what they take: names of framework.types, and no bare Any."""
+
+import inspect
+import pydoc
+import re
+import subprocess
+import sys
+
+import pytest
+
+import framework
+from framework import observers, types
+
+CLASSES = [
+  framework.Task,
+  framework.Trainer,
+  framework.Step,
+  framework.EvalStep,
+  framework.Evaluator,
+  observers.Observer,
+  observers.StepObserver,
+]
+SAID_ELSEWHERE = {"Trainer.checkpoint_items", "Trainer.use"}
+"""Their docstrings list what the objects can be."""
+
+
+def methods(kind):
+  for name, function in vars(kind).items():
+    if inspect.isfunction(function) and (not name.startswith("_") or name == "__init__"):
+      yield f"{kind.__name__}.{name}", function
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_signatures_say_what_they_take(kind):
+  vague = {
+    f"{name}: {what}"
+    for name, function in methods(kind)
+    if name not in SAID_ELSEWHERE
+    for what, annotation in function.__annotations__.items()
+    if re.search(r"\bAny\b", annotation)
+  }
+  assert not vague
+
+
+def test_help_shows_the_names():
+  text = pydoc.plain(pydoc.render_doc(framework.Task))
+  assert re.search(r"loss\(self, outputs: 'Structure', batch: 'Batch'\) -> 'Loss'", text)
+  assert re.search(r"build_model\(self\) -> 'Model'", text)
+  assert "'Batch'" in pydoc.plain(pydoc.render_doc(framework.Trainer))
+  assert "'Sequence[Variable]'" in pydoc.plain(pydoc.render_doc(framework.Step))
+
+
+def test_each_name_is_described():
+  source = inspect.getsource(types)
+  for name in types.__all__:
+    assert re.search(rf"^ *{name}(: TypeAlias)? = [^\n]*\n *\"\"\"", source, re.MULTILINE), name
+
+
+def test_the_names_load_no_tensorflow():
+  code = "import sys, framework; framework.Batch; sys.exit('tensorflow' in sys.modules)"
+  assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
