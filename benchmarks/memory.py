@@ -31,12 +31,13 @@ def compare(config: str, replicas: int, bindings: list[str]) -> None:
 
   from framework import builder, configurables
   from framework import run as runs
+  from framework.options import Numerics
   from framework.run_folder import assets
   from framework.strategies import factories
   from framework.tools import memory
 
   configurables.parse([f"configs/{config}.gin"], bindings)
-  builder.set_globals(0, runs.bound("precision"), deterministic=False, eager=False)
+  builder.set_globals(Numerics(precision=runs.bound("precision")))
   one, several = factories.one_device, factories.mirrored
   strategy = one() if replicas == 1 else several(cpu_replicas=replicas)
   task, learned = builder.made_task(runs.bound("task")), None

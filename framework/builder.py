@@ -27,6 +27,7 @@ from framework.inputs.parts import Sources, of_one_shape
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.observers import Observer
 from framework.optimizers.adapters import OptimizerFactory
+from framework.options import Evaluation, Numerics
 from framework.strategies import placement
 from framework.task import Task, preprocess_of
 from framework.trainer import DatasetFn, Trainer
@@ -36,13 +37,11 @@ Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Evaluation):
   """The arguments of a trainer and an evaluator, except task and strategy.
 
   Attributes:
     optimizer, global_batch_size, seed, eager: see `Trainer`; `seed` also orders the examples.
-    eval_batch_size: examples per evaluation batch; None uses `global_batch_size`.
-    eval_steps: the most batches of each evaluation set; None takes all.
     shuffle: False reads the training examples in source order.
     one_shape: of `Buckets`, read only the longest bucket.
     options: other options of `Trainer`; they override the config's bindings.
@@ -50,8 +49,6 @@ class Recipe:
 
   optimizer: Optimizers
   global_batch_size: int
-  eval_batch_size: int | None = None
-  eval_steps: int | None = None
   seed: int = 0
   shuffle: bool = True
   eager: bool = False
@@ -146,29 +143,6 @@ class Recipe:
     )  # fmt: skip
 
 
-def batch_size_on(
-  replicas: int, global_batch_size: int | None, per_replica_batch_size: int | None
-) -> int:
-  """Returns the global batch size on this number of replicas.
-
-  Raises:
-    ConfigError: both sizes are set, or none.
-  """
-  if global_batch_size is not None and per_replica_batch_size is not None:
-    raise ConfigError(
-      f"received both run.global_batch_size={global_batch_size} and "
-      f"run.per_replica_batch_size={per_replica_batch_size}; choose one."
-    )
-  if global_batch_size is not None:
-    return global_batch_size
-  if per_replica_batch_size is not None:
-    return replicas * per_replica_batch_size
-  raise ConfigError(
-    "run has neither global_batch_size nor per_replica_batch_size; set one, for example "
-    "run.global_batch_size = 128."
-  )
-
-
 def made_task(task: Task | Callable[[], Task]) -> Task:
   """Returns the task, or what its factory returns; raises ConfigError if it is not a `Task`."""
   made = task if isinstance(task, Task) else task() if callable(task) else task
@@ -180,7 +154,7 @@ def made_task(task: Task | Callable[[], Task]) -> Task:
   return made
 
 
-def set_globals(seed: int, precision: str, *, deterministic: bool, eager: bool) -> None:
+def set_globals(numerics: Numerics) -> None:
   """Configures TensorFlow and both Keras versions for the whole process (host).
 
   Raises:
@@ -192,10 +166,12 @@ def set_globals(seed: int, precision: str, *, deterministic: bool, eager: bool) 
       "to it, or backend in ~/.keras/keras.json."
     )
   keras.config.set_floatx("float32")  # a keras.json may have another; run.precision sets the rest
-  randomness.seed_everything(seed)
-  keras.config.set_dtype_policy(precision)
-  lazy_keras.when_tf_keras_loads(lambda: tf_keras.mixed_precision.set_global_policy(precision))
-  if deterministic:
+  randomness.seed_everything(numerics.seed)
+  keras.config.set_dtype_policy(numerics.precision)
+  lazy_keras.when_tf_keras_loads(
+    lambda: tf_keras.mixed_precision.set_global_policy(numerics.precision)
+  )
+  if numerics.deterministic:
     tf.config.experimental.enable_op_determinism()
-  if eager:
+  if numerics.eager:
     tf.data.experimental.enable_debug_mode()  # so that preprocess() runs eagerly too

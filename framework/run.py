@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,14 +21,24 @@ from absl import logging
 
 from framework import configurables
 from framework.actions.base import Action
-from framework.builder import Recipe, batch_size_on, made_task, set_globals
-from framework.errors import ConfigError, require_integer, unknown
+from framework.builder import Recipe, made_task, set_globals
+from framework.errors import ConfigError, unknown
 from framework.going_on import Start, examples
 from framework.graphs import randomness
 from framework.host import bounded
 from framework.modes import MODES, TRAINING_MODES, Mode, tool
 from framework.optimizers import adapters
-from framework.options import Cadence
+from framework.options import (
+  BatchSize,
+  Cadence,
+  Evaluation,
+  Group,
+  Numerics,
+  Precision,
+  facts,
+  names_of,
+  taken,
+)
 from framework.run_folder import assets, history, layout, nonfinite, remote
 from framework.run_folder.checkpoints import CheckpointManager
 from framework.run_folder.warm_start import WarmStart
@@ -36,9 +46,6 @@ from framework.session import Session
 from framework.strategies import factories, placement, servers
 from framework.strategies.cluster import rendezvous
 from framework.task import Task
-
-Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
-PRECISIONS = get_args(Precision)
 
 
 def run(
@@ -125,37 +132,17 @@ def run(
     StorageError: the disk of `model_dir` is full or has failed.
   """
   given = dict(locals())
-  _check_choice("mode", mode, MODES)
-  _check_choice("precision", precision, PRECISIONS)
-  sizes = {"global_batch_size": global_batch_size, "per_replica_batch_size": per_replica_batch_size}
-  batch_size_on(1, **sizes)  # raises unless exactly one is set
-  cadence = Cadence(
-    train_steps=train_steps, steps_per_loop=steps_per_loop, eval_every_steps=eval_every_steps,
-    eval_timeout_s=eval_timeout_s, checkpoint_every_steps=checkpoint_every_steps,
-    keep_checkpoints=keep_checkpoints,
-  )  # fmt: skip
-  evaluation: dict[str, Any] = {"eval_batch_size": eval_batch_size, "eval_steps": eval_steps}
-  _check_counts({**sizes, **evaluation, **cadence.counts()})
-  if checkpoint is not None and mode not in ("evaluate", "export"):
-    raise ConfigError(
-      f"run.checkpoint is {checkpoint!r}, but mode {mode!r} cannot use it; leave it out, or use "
-      "--mode=evaluate or --mode=export."
-    )
-  place = _place(model_dir, mode)
-  training = mode in TRAINING_MODES
+  _require_mode(mode, checkpoint)
+  batch_size, cadence = taken(BatchSize, given), taken(Cadence, given)
+  evaluation, numerics = taken(Evaluation, given), taken(Numerics, given)
+  place, training = _place(model_dir, mode), mode in TRAINING_MODES
   warm_start = warm_start if training else None
   task = made_task(task)
-  optimizer = given["optimizer"] = _optimizer(task, optimizer)
-  set_globals(seed, precision, deterministic=deterministic, eager=eager)
+  given["optimizer"] = _optimizer(task, optimizer)
+  set_globals(numerics)
   rendezvous.declare(
-    {
-      "task": f"{type(task).__module__}.{type(task).__qualname__}",
-      "run.train_steps": train_steps,
-      **{f"run.{name}": size for name, size in sizes.items()},
-      "run.steps_per_loop": steps_per_loop,
-      "run.seed": seed,
-      "run.precision": precision,
-    }
+    {"task": f"{type(task).__module__}.{type(task).__qualname__}"}
+    | facts(batch_size, cadence, evaluation, numerics)
     | _initial_weights(warm_start, place)
     | configurables.bindings()
   )
@@ -166,19 +153,13 @@ def run(
   where = placement.of(chosen)
   if training:
     where.require_alone()
-  recipe = Recipe(
-    optimizer=optimizer, global_batch_size=batch_size_on(chosen.num_replicas_in_sync, **sizes),
-    **evaluation, seed=seed, shuffle=shuffle, eager=eager,
-  )  # fmt: skip
+  recipe = taken(Recipe, given, global_batch_size=batch_size.on(chosen.num_replicas_in_sync))
   cluster = where.cluster
   if isinstance(place, remote.Remote):
     place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
   with opened as at:
-    if mode == "replay":
-      checkpoint = nonfinite.saved_state(at.folder)
-    elif checkpoint is not None:
-      checkpoint = remote.local_copy(checkpoint)
+    checkpoint = _checkpoint(checkpoint, at.folder, mode)
     if cluster.is_chief and (versions := history.changed_versions(at.folder)):
       logging.warning("the run in %s was made with other versions: %s", at.shown, versions)
     start = Start(
@@ -214,11 +195,18 @@ def bound(parameter: str) -> Any:
   return configurables.bound("run", parameter, default)
 
 
+def bound_group(group: type[Group], **more: Any) -> Group:
+  """Returns a group of `run`'s options as the current config binds them, except for `more`."""
+  names = inspect.signature(run).parameters.keys() - more.keys()
+  return taken(group, {name: bound(name) for name in names_of(group) if name in names}, **more)
+
+
 def bound_recipe(replicas: int = 1) -> Recipe:
-  """Returns the recipe that the current config binds to `run`, on this number of replicas."""
-  batch_size = batch_size_on(replicas, bound("global_batch_size"), bound("per_replica_batch_size"))
-  names = ("optimizer", "eval_batch_size", "eval_steps", "seed", "shuffle")
-  return Recipe(global_batch_size=batch_size, **{name: bound(name) for name in names})
+  """Returns the recipe that the current config binds to `run`, on this number of replicas.
+
+  It is never eager.
+  """
+  return bound_group(Recipe, global_batch_size=bound_group(BatchSize).on(replicas), eager=False)
 
 
 def bound_mesh() -> tuple[Callable[[], tf.distribute.Strategy] | None, int]:
@@ -266,6 +254,24 @@ def restored(model_dir: str) -> Task:
   return task
 
 
+def _require_mode(mode: Mode, checkpoint: str | None) -> None:
+  """Raises a ConfigError for an unknown mode, or one that has no use for the checkpoint."""
+  if mode not in MODES:
+    raise unknown("run.mode", mode, MODES)
+  if checkpoint is not None and mode not in ("evaluate", "export"):
+    raise ConfigError(
+      f"run.checkpoint is {checkpoint!r}, but mode {mode!r} cannot use it; leave it out, or use "
+      "--mode=evaluate or --mode=export."
+    )
+
+
+def _checkpoint(checkpoint: str | None, folder: str, mode: Mode) -> str | None:
+  """Returns the local path of what to restore; None for the newest of the run."""
+  if mode == "replay":
+    return nonfinite.saved_state(folder)
+  return None if checkpoint is None else remote.local_copy(checkpoint)
+
+
 def _place(model_dir: str, mode: Mode) -> remote.Local | remote.Remote:
   """Returns the run folder; raises a ConfigError if it cannot be used in this mode."""
   place = remote.place(model_dir)
@@ -305,17 +311,6 @@ def _optimizer(task: Task, optimizer: Any) -> Any:
       "model; leave run.optimizer out, or compile the model with the other one."
     )
   return task.own_optimizer
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-  if value not in choices:
-    raise unknown(f"run.{name}", value, choices)
-
-
-def _check_counts(values: Mapping[str, int | None]) -> None:
-  for name, value in values.items():
-    if value is not None:
-      require_integer(f"run.{name}", value, at_least=1)
 
 
 def require_writable(model_dir: str) -> None:

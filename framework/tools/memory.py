@@ -20,6 +20,7 @@ from framework import builder, configurables, errors
 from framework import run as runs
 from framework.graphs.autograph import compiled
 from framework.models import models
+from framework.options import Numerics
 from framework.run_folder import assets
 from framework.strategies import factories, placement
 from framework.tools import liveness
@@ -206,8 +207,7 @@ class _Config:
   def _configure(self, *bindings: str) -> None:
     """Puts the config in force, and its precision."""
     configurables.parse(self._files, [*self._params, *bindings])
-    precision = runs.bound("precision")
-    builder.set_globals(runs.bound("seed"), precision, deterministic=False, eager=False)
+    builder.set_globals(runs.bound_group(Numerics, deterministic=False, eager=False))
 
   def _make(self, strategy: tf.distribute.Strategy, *bindings: str) -> Trainer:
     self._configure(*bindings)

@@ -47,6 +47,7 @@ import tensorflow as tf
 
 from framework import errors
 from framework.builder import made_task, set_globals
+from framework.options import Numerics
 from framework.run import bound, bound_mesh, bound_recipe
 from framework.strategies import factories
 from framework.tools.verify import consequences, report
@@ -102,7 +103,7 @@ def prepare(subject: Subject) -> None:
     with contextlib.suppress(RuntimeError):  # already in use; the bench names its CPUs anyway
       tf.config.set_visible_devices([], "GPU")
   factories.split_cpu(max(MOST_REPLICAS, subject.mesh_size))
-  set_globals(subject.seed, subject.precision, deterministic=False, eager=False)
+  set_globals(Numerics(seed=subject.seed, precision=subject.precision))
 
 
 def subject_of_config() -> Subject:

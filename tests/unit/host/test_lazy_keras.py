@@ -31,11 +31,12 @@ from framework.models import batch_norm, recomputation
 from framework.graphs import randomness
 from framework.configurables import table
 from framework.optimizers import adapters, schedules
+from framework.options import Numerics
 
 import tf_keras
 
 rate = schedules.constant(learning_rate=0.5)
-builder.set_globals(7, "mixed_bfloat16", deterministic=False, eager=False)
+builder.set_globals(Numerics(seed=7, precision="mixed_bfloat16"))
 for patch in (randomness._patch_generators, batch_norm._patch, recomputation._patch_statistics):
   patch()
 config = ["configs/digits_cnn.gin"]
