@@ -89,33 +89,35 @@ def test_what_xla_does_not_compile_is_named(name):
   op, text, method = XLA[name]
   kind = getattr(defects, name)
   place = f"{line_of(kind, text)}, in {name}.{method}"
-  asked = xla.check(sound.subject(kind, options={"jit_compile": True}), "compilation")
+  asked = xla.check(sound.subject(kind, options={"jit_compile": True}), compilation.GROUP)
   assert (asked.status, asked.cause) == ("failed", "operations without an XLA kernel")
   assert f"{op} ({place})" in asked.detail
   assert asked.place == place
   if name == "Strings":
     assert "StringToHashBucketFast (" in asked.detail
-  unasked = xla.check(sound.subject(kind), "compilation")
+  unasked = xla.check(sound.subject(kind), compilation.GROUP)
   assert unasked.status == "not applicable"
   assert unasked.detail == (f"Trainer.jit_compile is not set; would not compile: {asked.detail}")
 
 
 def test_another_result_under_xla():
   subject = sound.subject(defects.Negative, options={"jit_compile": True})
-  result = xla.check(subject, "compilation")
+  result = xla.check(subject, compilation.GROUP)
   assert (result.status, result.cause) == ("failed", "different result under XLA")
   assert result.place == f"{line_of(defects.Negative, '[-3, -5]')}, in Negative.forward"
 
 
 def test_shapes_that_depend_on_values_are_told():
-  result = xla.check(sound.subject(defects.Selecting), "compilation")
+  result = xla.check(sound.subject(defects.Selecting), compilation.GROUP)
   assert result.status == "passed"
   place = f"{line_of(defects.Selecting, 'boolean_mask')}, in Selecting.loss"
   assert f"with shapes that depend on values: Where ({place})" in result.detail
 
 
 def test_random_numbers_with_a_state_cannot_be_compared():
-  result = xla.check(sound.subject(defects.Unseeded, options={"jit_compile": True}), "compilation")
+  result = xla.check(
+    sound.subject(defects.Unseeded, options={"jit_compile": True}), compilation.GROUP
+  )
   assert result.status == "not applicable"
   assert "follow no seed" in result.detail
 

@@ -18,7 +18,7 @@ from framework import configurables
 from framework.graphs import operations as graphs
 from framework.tools.verify.bench import bench, same_draws, source_lines
 from framework.tools.verify.bench.bench import Bench, Rows, Subject
-from framework.tools.verify.report import Result
+from framework.tools.verify.report import Group, Result
 
 NAME = "XLA-clean"
 TOLERANCE = {"float32": 1e-3}
@@ -31,7 +31,7 @@ _UNSUPPORTED = re.compile(r"(\w+) \(No registered '\w+' OpKernel")
 _NODE = re.compile(r"\{\{node ([\w/.]+)\}\}")
 
 
-def check(subject: Subject, group: str) -> Result:
+def check(subject: Subject, group: Group) -> Result:
   """Compiles one step with XLA and compares it with the same step without XLA.
 
   Returns:
@@ -56,7 +56,7 @@ def check(subject: Subject, group: str) -> Result:
 
 
 def _compared(
-  subject: Subject, group: str, asked: bool, compiled: Bench, seen: list[np.ndarray],
+  subject: Subject, group: Group, asked: bool, compiled: Bench, seen: list[np.ndarray],
   start: Sequence[np.ndarray], batch: Rows,
 ) -> Result:  # fmt: skip
   plain = _bench(subject, len(batch["weight"]), jit_compile=False)
@@ -65,7 +65,7 @@ def _compared(
   apart, tolerance = _apart(seen, expected), TOLERANCE.get(subject.precision, _HALF)
   if apart > tolerance and _apart(again, expected) > tolerance / 10:
     why = "compiles, but its random numbers follow no seed, so updates cannot be compared"
-    return Result(group=group, check=NAME, status="not applicable", detail=why)
+    return group.skipped(NAME, why)
   if apart > tolerance:
     told = f"compiles, but the update differs by {apart:.2g}"
     return _not_clean(
@@ -78,8 +78,8 @@ def _compared(
      and (place := source_lines.of_operation(op, compiled.task))}
   )  # fmt: skip
   note = f"; with shapes that depend on values: {', '.join(dynamic)}" if dynamic else ""
-  return Result(
-    group=group, check=NAME, status="passed", values={"difference": apart},
+  return group.passed(
+    NAME, values={"difference": apart},
     detail=f"forward and backward compile on the CPU; relative difference {apart:.1e}{note}",
   )  # fmt: skip
 
@@ -96,11 +96,11 @@ def _asked(subject: Subject) -> bool:
   return bool(compiled) or "tpu" in bound.get("run.strategy", "")
 
 
-def _not_clean(group: str, asked: bool, told: str, detail: str, **explained: str) -> Result:
+def _not_clean(group: Group, asked: bool, told: str, detail: str, **explained: str) -> Result:
   if asked:
-    return Result(group=group, check=NAME, status="failed", detail=detail, **explained)  # type: ignore[arg-type]
+    return group.failed(NAME, detail, **explained)
   why = f"Trainer.jit_compile is not set; {told}"
-  return Result(group=group, check=NAME, status="not applicable", detail=why)
+  return group.skipped(NAME, why)
 
 
 def _bench(subject: Subject, rows: int, *, jit_compile: bool) -> Bench:

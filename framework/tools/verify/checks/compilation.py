@@ -58,7 +58,7 @@ def check(subject: Subject) -> list[Result]:
     loop.traced_once(),
     loop.same_trace(),
     loop.no_host_call(),
-    xla.check(subject, GROUP.name),
+    xla.check(subject, GROUP),
   ]
 
 

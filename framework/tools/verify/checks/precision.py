@@ -127,13 +127,13 @@ class HalfGradient:
     told = self._told(taken, apart, lost)
     wrong = taken.skipped or apart > LIMITS[self.policy] or lost > UNDERFLOW
     if not wrong:
-      yield self._row("passed", told, values=values)
+      yield GROUP.passed(self.check, told, values=values)
     elif not self.asked:
       precision = self.subject.precision
       yield self._not_applicable(f"run.precision is {precision}; it would fail: {told}", values)
     else:
       cause, remedy, place = self._explained(here.task, taken)
-      yield self._row("failed", told, values=values, cause=cause, remedy=remedy, place=place)
+      yield GROUP.failed(self.check, told, cause, remedy, place, values=values)
 
   def _settled(self, here: Bench) -> GradientStep:
     """Returns the first step that a dynamic scale does not skip; otherwise the last one tried."""
@@ -232,17 +232,14 @@ class HalfGradient:
       precision = self.subject.precision
       return self._not_applicable(f"run.precision is {precision}; it would fail: {line}")
     place = found[1] if (found := _PLACE.search(line)) else ""
-    return self._row(
-      "failed", line, cause="float32 and half precision mixed", place=place,
+    return GROUP.failed(
+      self.check, line, cause="float32 and half precision mixed", place=place,
       remedy="cast where they meet: tf.cast(outputs, tf.float32) before the loss, "
       "tf.cast(x, layer.compute_dtype) before a layer's own arithmetic",
     )  # fmt: skip
 
   def _not_applicable(self, why: str, values: dict[str, Any] | None = None) -> Result:
-    return self._row("not applicable", why, values=values or {})
-
-  def _row(self, status: Any, detail: str, **others: Any) -> Result:
-    return Result(group=GROUP.name, check=self.check, status=status, detail=detail, **others)
+    return GROUP.skipped(self.check, why, values=values or {})
 
 
 OVERFLOW, SMALL = "overflow in the forward pass", "underflow in the forward pass"
