@@ -228,6 +228,17 @@ def test_the_rows_of_the_picture_are_those_of_the_contract():
   assert [sorted(row.strip().split(", ")) for row in pictured_rows] == rows
 
 
+def test_the_walks_pass_what_there_is():
+  text = (ROOT / "docs" / "architecture.md").read_text()
+  walks = text.partition("## Three walks\n")[2].partition("\n## ")[0]
+  rows = re.findall(r"\(\.\./framework/([\w/]+\.py)\) \| ([^|]+) \|$", walks, re.MULTILINE)
+  assert len(rows) == sum(map(int, re.findall(r"(\d+) modules", walks)))
+  for path, names in rows:
+    code = (ROOT / "framework" / path).read_text()
+    for name in re.findall(r"`(\w+)`", names):
+      assert re.search(rf"^ *(def|class) {name}\b", code, re.MULTILINE), (path, name)
+
+
 def block_of(name, mark):
   """Loads the first block of a page that has `mark`."""
   page = next(one for one in PAGES if one.stem == name)
