@@ -30,7 +30,8 @@ from framework.optimizers.adapters import OptimizerFactory
 from framework.options import Evaluation, Numerics
 from framework.strategies import placement
 from framework.task import Task, preprocess_of
-from framework.trainer import DatasetFn, Trainer
+from framework.trainer import Trainer
+from framework.types import DatasetFn
 
 Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
 """A factory, or name -> factory for a task with several optimizers."""

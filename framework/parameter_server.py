@@ -27,6 +27,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 from tensorflow.python.framework import config as tf_config
 
+from framework.counters import NEVER
 from framework.errors import ConfigError
 from framework.evaluator import Batches, EvalSet, Evaluator
 from framework.graphs.autograph import as_written, compiled
@@ -48,7 +49,6 @@ from framework.types import Batch, Model, PerReplica
 
 PIECES_PER_WORKER = 4
 """Pieces per loop: more lose less work with a worker; fewer cost less overhead."""
-_NEVER = tf.int64.max
 _POLL_S = 0.002
 _PROBE_EVERY_S = 5.0
 
@@ -223,6 +223,7 @@ class ParameterServerTrainer(Trainer):
 
   cluster: servers.ParameterServers
   metrics: ReturnedSums
+  _sums = ReturnedSums
 
   def __init__(
     self,
@@ -276,11 +277,11 @@ class ParameterServerTrainer(Trainer):
       with tf.control_dependencies([claim]):
         self.train_step(iterator)
       with tf.control_dependencies([self._applied_step]):
-        claim = tf.cond(done + 1 < most_steps, self._claim, lambda: tf.constant(_NEVER))
+        claim = tf.cond(done + 1 < most_steps, self._claim, lambda: tf.constant(NEVER))
       bad_step = tf.minimum(bad_step, self._bad_step)
       return done + 1, claim, sums + self.metrics.taken(), bad_step
 
-    start = (tf.constant(0, tf.int64), self._claim(), self.metrics.empty(), tf.constant(_NEVER))
+    start = (tf.constant(0, tf.int64), self._claim(), self.metrics.empty(), tf.constant(NEVER))
     *_, sums, bad_step = tf.while_loop(
       lambda done, claim, *_: claim < end, one, start, parallel_iterations=1
     )
@@ -300,7 +301,7 @@ class ParameterServerTrainer(Trainer):
     staleness = tf.cast(before - self._began_step, tf.float32)
     self.metrics.add({"staleness": (staleness, 1.0)})
     self._applied_step = before + 1
-    self._bad_step = tf.where(loss_finite, _NEVER, self._applied_step)
+    self._bad_step = tf.where(loss_finite, NEVER, self._applied_step)
     return tf.constant(True)
 
   def replica_id(self) -> tf.Tensor:
@@ -321,9 +322,6 @@ class ParameterServerTrainer(Trainer):
 
   def _compiled(self) -> Any:
     return compiled(self.piece)
-
-  def _make_sums(self) -> ReturnedSums:
-    return ReturnedSums()
 
   def _make_counters(self) -> None:
     _refuse_partitioned(self.task.model)
@@ -466,7 +464,7 @@ def _row(rows: Mapping[str, PerExample], index: int) -> dict[str, PerExample]:
 
 def _fetch_and_add(counter: tf.Variable) -> tf.Tensor:
   """Adds 1 to an int64 counter and returns its old value, atomically on its server."""
-  return tf.raw_ops.ResourceCountUpTo(resource=counter.handle, limit=_NEVER, T=tf.int64)
+  return tf.raw_ops.ResourceCountUpTo(resource=counter.handle, limit=NEVER, T=tf.int64)
 
 
 def _count_atomically(optimizer: Any) -> None:

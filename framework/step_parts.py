@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -49,6 +50,14 @@ class StepParts:
     """The dtypes of all updated variables, sorted by name."""
     found = {models.raw(v).dtype for one in self.optimizers.values() for v in one.variables}
     return sorted(found, key=lambda dtype: dtype.name)
+
+  def saved(self) -> dict[str, Any]:
+    """Returns name -> object: what a checkpoint has of them (host)."""
+    items = {
+      "optimizers": {name: one.saved for name, one in self.optimizers.items()},
+      "loss_scale": self.loss_scale,
+    }
+    return items if self.ema is None else {**items, "ema": self.ema.averages}
 
   def key(self, draw: int) -> tf.Tensor:
     """Returns the random key of a draw of this step and replica, see `randomness.step_key`."""

@@ -12,41 +12,27 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import orbit
 import tensorflow as tf
-import tf_keras
-from absl import logging
 
+from framework import trainer_checks
+from framework.counters import Counters
 from framework.cpu import grappler
-from framework.errors import ConfigError, require_integer
-from framework.host import lazy_keras, timing
-from framework.host.timing import timed
+from framework.host import timing
 from framework.inputs import datasets
-from framework.inputs.buckets import Buckets, Scheduled, ScheduledIterator
-from framework.inputs.datasets import Batch
-from framework.inputs.parts import Sources
-from framework.inputs.sources import Source, StreamSource
+from framework.inputs.buckets import Scheduled, ScheduledIterator
 from framework.metrics import MetricSums
 from framework.models import models, recomputation, replica_state
 from framework.observers import Observer
 from framework.optimizers import adapters
-from framework.optimizers import loss_scale as loss_scales
 from framework.optimizers.ema import Ema
-from framework.optimizers.loss_scale import LossScale
-from framework.step import Step, StepFactory, StepParts, replica_id
+from framework.optimizers.loss_scale import LossScale, usual_loss_scale
+from framework.step import Step, StepFactory
+from framework.step_parts import StepParts, replica_id
 from framework.strategies import placement
 from framework.strategies.reduction import Reduction
 from framework.task import Task, derived_metrics
-from framework.types import PerReplica
-
-DatasetFn = Callable[..., tf.data.Dataset]
-"""position (examples consumed so far) -> infinite dataset of padded global batches.
-
-In a cluster: this worker's rows of each batch (`Cluster.rows`). Parameter servers also pass
-`shard=`: every n-th whole batch."""
-
-_NEVER = tf.int64.max
+from framework.types import AnySource, Batch, DatasetFn, PerReplica
 
 
 class Trainer(orbit.AbstractTrainer):
@@ -56,9 +42,12 @@ class Trainer(orbit.AbstractTrainer):
 
   Attributes:
     parts: what each replica's step works with; `use` replaces them.
+    batch_multiple: padded batch sizes are multiples of it.
     metrics: the sums of the loop that runs.
     assigned: the variables that `Step.assign` sets, by name, once the step has been traced.
   """
+
+  _sums: type[MetricSums] = MetricSums
 
   def __init__(
     self,
@@ -122,24 +111,17 @@ class Trainer(orbit.AbstractTrainer):
       jit_compile=jit_compile, shard_optimizer_state=shard_optimizer_state, eager=eager
     )
     self._check_strategy(strategy)
-    _check_options(clip_norm, clip_value, accumulation_steps, eager, jit_compile)
-    replicas = strategy.num_replicas_in_sync
-    if global_batch_size < replicas:
-      raise ConfigError(
-        f"global_batch_size is {global_batch_size} for {replicas} replicas; it must be at least "
-        f"{replicas}."
-      )
-    self.batch_multiple = (
-      self.placement.row_shares * accumulation_steps
-    )  # padded batch sizes are multiples of it
+    trainer_checks.check_options(clip_norm, clip_value, accumulation_steps, eager, jit_compile)
+    trainer_checks.check_batch_size(global_batch_size, strategy.num_replicas_in_sync)
+    self.batch_multiple = self.placement.row_shares * accumulation_steps
     self.padded_batch_size = datasets.padded_batch_size(global_batch_size, self.batch_multiple)
     self.task, self.strategy, self.eager = task, strategy, eager
     self.cluster = self.placement.cluster
     self.global_batch_size = global_batch_size
     self.dataset_fn = dataset_fn
-    self.source: Callable[[], Source | StreamSource | Sources | Buckets] | None = None
+    self.source: Callable[[], AnySource] | None = None
     self._iterator: Iterator[PerReplica] | None = None
-    self._weight_seen = False
+    self._checks = trainer_checks.LoopChecks()
     self.assigned: dict[str, tf.Variable] = {}
     with strategy.scope():
       if task.model is None:
@@ -156,9 +138,9 @@ class Trainer(orbit.AbstractTrainer):
         shard=shard_optimizer_state,
       )
       ema = None if ema_decay is None else Ema.of_model(task.model, decay=ema_decay)
-      self.metrics = self._make_sums()
+      self.metrics = self._sums()
       parts = StepParts(
-        optimizers=built, ema=ema, loss_scale=(loss_scale or _usual_loss_scale())(),
+        optimizers=built, ema=ema, loss_scale=(loss_scale or usual_loss_scale())(),
         reduction=reduction() if callable(reduction) else reduction,
         global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
         clip_norm=clip_norm, clip_value=clip_value, accumulation_steps=accumulation_steps,
@@ -166,10 +148,9 @@ class Trainer(orbit.AbstractTrainer):
         padded=self.padded_batch_size != global_batch_size,
       )  # fmt: skip
     self._set(parts, step)
-    self._traces = 1
     parts.reduction.prove(strategy, parts.dtypes)
 
-  @timed("training")
+  @timing.timed("training")
   def train(self, num_steps: tf.Tensor) -> dict[str, float]:
     """Runs `num_steps` steps and returns their metrics (host).
 
@@ -203,8 +184,8 @@ class Trainer(orbit.AbstractTrainer):
     ran = done + undone
     results = self.metrics.result()  # waits for the device
     seconds = clock.seconds()
-    self._report_retracing()
-    self._require_weight()
+    self._checks.warn_of_retracing(self.traces)
+    self._checks.require_weight(self.metrics, self.parts.optimizers, before + done)
     skipped = round(results.pop("skipped") * ran)
     if skipped > undone:
       self.skipped_steps.assign_add(skipped - undone)
@@ -252,7 +233,9 @@ class Trainer(orbit.AbstractTrainer):
     step = self._make_step(self.parts)
     step.run(self.task.train_step, batch)
     finite, loss_finite = step.outcome()
-    self._note_state(step)
+    models.require_state(self.task.model, step.assigned, self.strategy)
+    self.assigned |= step.assigned
+    self._checks.weight_seen |= step.is_conditional
     step.commit(finite & loss_finite)
     own = {"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)}
     step.close(self.metrics, own)
@@ -265,10 +248,7 @@ class Trainer(orbit.AbstractTrainer):
       A bool scalar, False only if an observer undid the step.
     """
     self.parts.loss_scale.update(finite)
-    with tf.control_dependencies([finite]):  # do not count a step whose input fails
-      step = self.global_step.assign_add(1, read_value=True)
-    bad_step = tf.maximum(step, _NEVER * tf.cast(loss_finite, tf.int64))  # a tf.where costs 28 us
-    self.nonfinite_step.assign(tf.minimum(self.nonfinite_step, bad_step), read_value=False)
+    self.counters.count(finite, loss_finite)
     stands = tf.constant(True)
     for observer in self.parts.observers:
       stands &= observer.step_ends(finite, loss_finite)
@@ -284,17 +264,7 @@ class Trainer(orbit.AbstractTrainer):
 
   def checkpoint_items(self) -> dict[str, Any]:
     """Returns name -> object: all state that an exact restart needs (host)."""
-    items = {
-      "model": self.task.model,
-      "optimizers": {name: o.saved for name, o in self.parts.optimizers.items()},
-      "loss_scale": self.parts.loss_scale,
-      "global_step": self.global_step,
-      "position": self.position,
-      "skipped_steps": self.skipped_steps,
-      "nonfinite_step": self.nonfinite_step,
-    }
-    if self.parts.ema is not None:
-      items["ema"] = self.parts.ema.averages
+    items = {"model": self.task.model, **self.parts.saved(), **vars(self.counters)}
     if untracked := models.untracked(self.task.model):
       items["untracked"] = untracked
     return items
@@ -307,9 +277,7 @@ class Trainer(orbit.AbstractTrainer):
     }
     for name, optimizer in self.parts.optimizers.items():
       state[f"{adapters.prefix(name)}learning_rate"] = float(optimizer.learning_rate())
-    if (step := int(self.nonfinite_step.numpy())) != _NEVER:
-      state["nonfinite_step"] = float(step)
-    return state
+    return state | self.counters.first_nonfinite()
 
   def replica_id(self) -> tf.Tensor:
     """Returns this replica's index among all that train, an int32 scalar (replica context)."""
@@ -332,7 +300,7 @@ class Trainer(orbit.AbstractTrainer):
     """Returns an iterator over distributed global batches, starting at `position` (host)."""
     dataset = self.dataset_fn(int(self.position.numpy()))
     if isinstance(dataset, Scheduled):
-      self._traces = max(self._traces, len(dataset.datasets))  # a shape each
+      self._checks.traces = max(self._checks.traces, len(dataset.datasets))  # a shape each
       return dataset.iterate(self._iterate)
     return self._iterate(dataset)
 
@@ -349,10 +317,7 @@ class Trainer(orbit.AbstractTrainer):
     return 0 if self.eager else self._compiled_loop.experimental_get_tracing_count()
 
   def graph(self) -> tf.Graph:
-    """Returns the graph of the compiled loop, once `train` has run it (host).
-
-    Not under model_parallel and parameter_server, whose loops are no single graph.
-    """
+    """Returns the graph of the loop once `train` has run, if one graph is all of it (host)."""
     return self._compiled_loop.get_concrete_function(self._iterator, tf.constant(1)).graph
 
   def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
@@ -366,15 +331,9 @@ class Trainer(orbit.AbstractTrainer):
     return self.loop if self.eager else grappler.Compiled(self.loop)
 
   def _make_counters(self) -> None:
-    """Makes the counters, which stay exact under every strategy."""
-    self.global_step = _counter("global_step")
-    self.skipped_steps = _counter("skipped_steps")
-    self.nonfinite_step = _counter("nonfinite_step")
-    self.nonfinite_step.assign(_NEVER)
-    self.position = tf.Variable(0, dtype=tf.int64, trainable=False, name="position")
-
-  def _make_sums(self) -> MetricSums:
-    return MetricSums()
+    self.counters = made = Counters()
+    self.global_step, self.position = made.global_step, made.position
+    self.skipped_steps, self.nonfinite_step = made.skipped_steps, made.nonfinite_step
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
     if not isinstance(self._iterator, ScheduledIterator):
@@ -387,66 +346,5 @@ class Trainer(orbit.AbstractTrainer):
       if self.parts.observers and int(self.global_step.numpy()) < end:
         return  # an observer has undone a step
 
-  def _local(self, per_replica: PerReplica) -> tuple[tf.Tensor, ...]:
-    return self.strategy.experimental_local_results(per_replica)
-
   def _first(self, per_replica: PerReplica) -> tf.Tensor:
-    return self._local(per_replica)[0]
-
-  def _note_state(self, step: Step) -> None:
-    """Checks what a traced step assigns; a step with conditional updates may have no weight."""
-    models.require_state(self.task.model, step.assigned, self.strategy)
-    self.assigned |= step.assigned
-    self._weight_seen = self._weight_seen or step.is_conditional
-
-  def _require_weight(self) -> None:
-    """Raises if all weights so far are 0; single batches may have weight 0."""
-    losses = {f"{adapters.prefix(name)}loss" for name in self.parts.optimizers}
-    self._weight_seen = self._weight_seen or not losses <= self.metrics.weightless
-    if not self._weight_seen:
-      raise ConfigError(
-        f"all examples up to step {int(self.global_step.numpy())} have weight 0, so nothing was "
-        "trained; batch['weight'], from the source or preprocess(), must be above 0 for some."
-      )
-
-  def _report_retracing(self) -> None:
-    if self.traces > self._traces:
-      self._traces = self.traces
-      logging.warning(
-        "the training loop was traced again (%d times so far): a batch shape or a Python value in "
-        "the step changed; keep batch shapes static and Python state out of train_step.",
-        self.traces,
-      )
-
-
-def _counter(name: str) -> tf.Variable:
-  first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-  return tf.Variable(0, dtype=tf.int64, trainable=False, aggregation=first, name=name)
-
-
-def _usual_loss_scale() -> Callable[[], LossScale]:
-  """Dynamic for float16, whose range is too narrow for gradients; else none."""
-  policies = {keras.config.dtype_policy().name}
-  if lazy_keras.tf_keras_loaded():
-    policies.add(tf_keras.mixed_precision.global_policy().name)
-  return loss_scales.dynamic if "mixed_float16" in policies else loss_scales.none
-
-
-def _check_options(
-  clip_norm: float | None,
-  clip_value: float | None,
-  accumulation_steps: int,
-  eager: bool,
-  jit_compile: bool,
-) -> None:
-  if clip_norm is not None and clip_value is not None:
-    raise ConfigError(
-      f"received both Trainer.clip_norm={clip_norm} and Trainer.clip_value={clip_value}; "
-      "choose one."
-    )
-  for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-    if value is not None and not value > 0:
-      raise ConfigError(f"Trainer.{name} is {value}; it must be above 0, or None for no clipping.")
-  require_integer("Trainer.accumulation_steps", accumulation_steps, at_least=1)
-  if eager and jit_compile:
-    raise ConfigError("received both eager=True and Trainer.jit_compile=True; choose one.")
+    return self.strategy.experimental_local_results(per_replica)[0]

@@ -6,6 +6,7 @@ for a type checker. They tell a reader what to pass and what comes back. No Tens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -56,3 +57,8 @@ Layer: TypeAlias = Any
 AnySource: TypeAlias = Any
 """What `Task.source` returns: a `Source`, `StreamSource` or `Buckets`. For training also `Sources`,
 for evaluation also name -> source."""
+DatasetFn: TypeAlias = Callable[..., Any]
+"""Position (examples consumed so far) -> infinite dataset of padded global batches.
+
+In a cluster: this worker's rows of each batch (`Cluster.rows`). Parameter servers also pass
+`shard=`: every n-th whole batch."""

@@ -4,9 +4,14 @@ Multiply the loss by the scale before the backward pass, and divide the *reduced
 The finite check for `update` uses reduced gradients, so all replicas decide alike.
 """
 
+from collections.abc import Callable
+
+import keras
 import tensorflow as tf
+import tf_keras  # executed when something of it is used
 
 from framework.errors import ConfigError, require_integer, require_positive
+from framework.host import lazy_keras
 
 LARGEST_SCALE = 2.0**127
 """The largest power of two in float32; the scale does not grow further."""
@@ -146,3 +151,11 @@ def dynamic(
 ) -> LossScale:
   """A loss scale that adapts itself; see `DynamicLossScale`."""
   return DynamicLossScale(initial=initial, growth_steps=growth_steps, factor=factor, floor=floor)
+
+
+def usual_loss_scale() -> Callable[[], LossScale]:
+  """Returns `dynamic` for float16, whose range is too narrow for gradients; else `none`."""
+  policies = {keras.config.dtype_policy().name}
+  if lazy_keras.tf_keras_loaded():
+    policies.add(tf_keras.mixed_precision.global_policy().name)
+  return dynamic if "mixed_float16" in policies else none

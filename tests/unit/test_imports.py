@@ -82,3 +82,22 @@ def test_the_framework_patches_no_module_of_its_own():
     if name.startswith(("framework.", "tasks."))
   ]
   assert not found
+
+
+def imported(path):
+  """Returns the modules of ours that a module names in its imports."""
+  found = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module.startswith("framework"):
+      inside = ROOT / node.module.replace(".", "/")
+      modules = {each.name for each in node.names if (inside / f"{each.name}.py").exists()}
+      found |= {f"{node.module}.{name}" for name in modules} or {node.module}
+  return found
+
+
+def test_the_step_and_the_trainer_stay_small():
+  step, trainer = ROOT / "framework" / "step.py", ROOT / "framework" / "trainer.py"
+  assert len(step.read_text().splitlines()) <= 550
+  assert len(imported(step)) <= 10
+  assert not [name for name in imported(step) if name.startswith("framework.cpu")]
+  assert len(trainer.read_text().splitlines()) <= 350
