@@ -245,13 +245,13 @@ def made(strategy: Any) -> tf.distribute.Strategy | servers.Server:
   Raises:
     ConfigError: it is not a strategy.
   """
-  made = strategy() if callable(strategy) else strategy
-  if not isinstance(made, tf.distribute.Strategy | servers.Server):
+  found = strategy() if callable(strategy) else strategy
+  if not isinstance(found, tf.distribute.Strategy | servers.Server):
     raise ConfigError(
-      f"run.strategy makes a {type(made).__name__}; it must be a factory of a tf.distribute "
+      f"run.strategy makes a {type(found).__name__}; it must be a factory of a tf.distribute "
       "strategy, such as @auto, @one_device, @mirrored or @central_storage."
     )
-  return made
+  return found
 
 
 # ---- One process, with a copy of each variable per replica ----

@@ -146,6 +146,8 @@ def asked(source):
         yield ast.unparse(node)
       if name == "type" and "strategy" in about.lower():
         yield ast.unparse(node)
+    if isinstance(node, ast.Compare) and ast.unparse(node).endswith("get_strategy()"):
+      yield ast.unparse(node)
     if isinstance(node, ast.ImportFrom | ast.Import):
       names = [each.name for each in node.names] + [getattr(node, "module", None) or ""]
       if any(re.search(r"\btraits\b|ModelParallelStrategy", each) for each in names):
@@ -160,6 +162,7 @@ def asked(source):
     "servers.is_asynchronous(strategy)",
     "from framework.strategies import traits",
     "from framework.strategies.model_parallel import ModelParallelStrategy",
+    "strategy is tf.distribute.get_strategy()",
     "type(strategy).__name__ == 'MirroredStrategy'",
   ],
 )
