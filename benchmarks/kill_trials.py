@@ -51,7 +51,7 @@ PARTS = {
   "sweep": f"{CHECKPOINTS}._sweep",
   "evaluation": "framework.evaluator:Evaluator.evaluate",
   "best": "framework.actions.best:BestCheckpoint.on_best",
-  "export": "framework.actions.best:Export.on_best",
+  "export": "framework.tools.exports.action:Export.on_best",
   "teardown": "framework.reporting.reports:Reports.result",
 }
 IMPORTS_S = 5.0
