@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
-import orbit
 import tensorflow as tf
 
 from framework.errors import ConfigError
@@ -23,7 +22,9 @@ from framework.reporting.board import Board
 from framework.run_folder.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
+  from framework.evaluator import Evaluator
   from framework.task import Task
+  from framework.trainer import Trainer
 
 
 Output = Mapping[str, Any]
@@ -55,8 +56,8 @@ class Run:
 
   task: Task
   strategy: tf.distribute.Strategy
-  trainer: orbit.AbstractTrainer | None
-  evaluator: orbit.AbstractEvaluator | None
+  trainer: Trainer | None
+  evaluator: Evaluator | None
   checkpoint: tf.train.Checkpoint
   metrics_log: MetricsLog
   global_step: tf.Variable
