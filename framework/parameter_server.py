@@ -225,12 +225,7 @@ class ParameterServerTrainer(Trainer):
   metrics: ReturnedSums
   _sums = ReturnedSums
 
-  def __init__(
-    self,
-    *,
-    fuse_updates: bool = True,
-    **options: Any,
-  ) -> None:
+  def __init__(self, *, fuse_updates: bool = True, **options: Any) -> None:
     """See `Trainer`; never fuses updates: fused copies would overwrite other workers' updates.
 
     Raises:
