@@ -469,7 +469,7 @@ LOWER = ("run.actions = [@Lower()]",)
       marks=pytest.mark.whole,
     ),
     pytest.param(
-      LOWER, "run.checkpoint_every_steps = 1", "run.checkpoint_every_steps = 1, which was 4",
+      LOWER, "run.checkpoint_every_steps = 1", "run.checkpoint_every_steps = 1, which was 2",
       marks=pytest.mark.whole,
     ),
     pytest.param(
