@@ -44,7 +44,7 @@ def check_cold() -> None:
   """Raises RuntimeError if this process has used TensorFlow's runtime: its forks would hang."""
   from tensorflow.python.eager import context
 
-  if context.context()._initialized:
+  if context.context()._initialized:  # noqa: SLF001
     raise RuntimeError("TensorFlow's runtime was used before a fork; use it in a fork only")
 
 
@@ -86,7 +86,7 @@ def fork_workers() -> None:
     arguments = process.command[[str(c) for c in process.command].index(_PROGRAM) + 1 :]
     return Popen(arguments, process.environment, not process.leads)
 
-  local_cluster.Process._spawn = spawn  # type: ignore[method-assign,assignment]
+  local_cluster.Process.spawn = spawn  # type: ignore[method-assign,assignment]
 
 
 def _die_with(parent: int) -> None:

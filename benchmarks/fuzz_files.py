@@ -430,8 +430,8 @@ def texts_csv(rng: random.Random, folder: Path) -> str:
 
 def texts(path: str) -> None:
   """Reads texts."""
-  text_classification._read.cache_clear()
-  text_classification._read(path, text_classification._stamp(path), 2**30)
+  text_classification.read_examples.cache_clear()
+  text_classification.read_examples(path, text_classification.stamp_of(path), 2**30)
 
 
 def corpus(rng: random.Random, folder: Path) -> str:
@@ -456,10 +456,8 @@ def decoded(folder: Path) -> None:
   """Reads the images of a folder, by a function that is traced once."""
   source = ImageFolderSource(directory=str(folder), image_size=(4, 4))
   if "images" not in _fetches:
-    _fetches["images"] = tf.function(
-      source._images, input_signature=[tf.TensorSpec([1], tf.string)]
-    )
-  _fetches["images"](source._files.fetch(tf.constant([0], tf.int64))["path"])
+    _fetches["images"] = tf.function(source.images, input_signature=[tf.TensorSpec([1], tf.string)])
+  _fetches["images"](source.files.fetch(tf.constant([0], tf.int64))["path"])
 
 
 def gin(rng: random.Random, folder: Path) -> str:

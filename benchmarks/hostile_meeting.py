@@ -67,7 +67,7 @@ def claims(
     hello = wire.receive(connection, deadline=deadline)
     seal = wire.Seal(secret, b"to the chief", hello.nonce + nonce + index.to_bytes(4, "big"))
     text = json.dumps(content).encode() if body is None else body
-    claim = wire.Message(secret is not None, index, nonce, seal._mac(text), text)
+    claim = wire.Message(secret is not None, index, nonce, seal.mac(text), text)
     wire.send(connection, claim, deadline=deadline)
     connection.recv(1)
 

@@ -239,7 +239,7 @@ def _bring_here(model: Model, strategy: tf.distribute.Strategy) -> None:
         f"{models.name(variable)!r} cannot be moved into it; pass a function that makes and "
         "compiles the model: from_keras(make_model, x, y)."
       )
-    variable._initialize(tf.constant(variable.numpy()))
+    variable._initialize(tf.constant(variable.numpy()))  # noqa: SLF001
 
 
 def _named(name: str, structure: Structure) -> dict[str, np.ndarray]:

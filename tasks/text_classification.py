@@ -109,9 +109,9 @@ def text_files(
   """
   if not 0 < eval_fraction < 1:
     raise ConfigError(f"text_files.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
-  examples = _read(train, _stamp(train), max_bytes)
+  examples = read_examples(train, stamp_of(train), max_bytes)
   if eval is not None:
-    return _pair(examples, _read(eval, _stamp(eval), max_bytes))
+    return _pair(examples, read_examples(eval, stamp_of(eval), max_bytes))
   return _divided(examples, round(eval_fraction * len(examples[0])), seed)
 
 
@@ -153,14 +153,15 @@ def _divided(examples: Examples, eval_examples: int, seed: int) -> TextData:
   )
 
 
-def _stamp(path: str) -> tuple[int, int]:
+def stamp_of(path: str) -> tuple[int, int]:
   """Returns a key that changes with the file, so that each version is read only once."""
   size = bounded.require_file(path, "a file")
   return os.stat(path).st_mtime_ns, size
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: str, stamp: tuple[int, int], max_bytes: int) -> Examples:
+def read_examples(path: str, stamp: tuple[int, int], max_bytes: int) -> Examples:
+  """Returns the examples of a file; `stamp` is that of `stamp_of`."""
   if path.endswith(_CSV):
     with open(path, "rb") as file:
       return _within(path, _texts_of_csv(file, path), max_bytes)

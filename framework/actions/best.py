@@ -177,7 +177,7 @@ class BestCheckpoint(OnBest):
         f"BestCheckpoint.directory is {directory!r}; it must be one name, such as 'best_loss', and "
         f"not one of {', '.join(layout.FOLDERS)}."
       )
-    self._directory = directory
+    self.directory = directory
 
   def bind(self, run: Run) -> None:
     """Checks the folder before training.
@@ -188,7 +188,7 @@ class BestCheckpoint(OnBest):
     """
     super().bind(run)
     require_own_directory(self)
-    layout.require_no_link(os.path.join(run.model_dir, self._directory))
+    layout.require_no_link(os.path.join(run.model_dir, self.directory))
     self._read()
 
   def begin(self) -> None:
@@ -248,16 +248,16 @@ class BestCheckpoint(OnBest):
     raise ConfigError(f"{path!r} is damaged, or not from a BestCheckpoint; move its folder away.")
 
   def _path(self, name: str) -> str:
-    return os.path.join(self.run.model_dir, self._directory, name)
+    return os.path.join(self.run.model_dir, self.directory, name)
 
 
 def require_own_directory(action: Any) -> None:
   """Raises a ConfigError if another action of the same kind has the same directory."""
   kind = type(action)
   for other in action.run.actions:
-    if isinstance(other, kind) and other is not action and other._directory == action._directory:
+    if isinstance(other, kind) and other is not action and other.directory == action.directory:
       raise ConfigError(
-        f"two {kind.__name__} actions have the directory {action._directory!r}, and would remove "
+        f"two {kind.__name__} actions have the directory {action.directory!r}, and would remove "
         f"what the other keeps; bind another one in a scope: second/{kind.__name__}.directory."
       )
 

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     arguments = one.add_argument("arguments", nargs="*")
     if "CONFIG" in command.arguments:
       arguments.completer = configs_and_bindings  # type: ignore[attr-defined]
-    for flag in one._actions:
+    for flag in one._actions:  # noqa: SLF001
       if flag.dest in ("gin_param", "vary"):
         flag.completer = bindings_of_config  # type: ignore[attr-defined]
   return made

@@ -31,7 +31,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
   # end, while a tf.numpy_function runs. Here everything is written, so nothing is left to wait for.
   for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
-  atexit._run_exitfuncs()
+  atexit._run_exitfuncs()  # noqa: SLF001
   logging.shutdown()
   sys.stdout.flush()
   sys.stderr.flush()

@@ -214,10 +214,10 @@ def _from_gin() -> Config:
   """Returns the config in force. gin's public `config_str` would sort the keys of dicts."""
   bindings = [
     Binding("the config in force", "", scope, name, parameter, _own_references(value))
-    for (scope, name), values in gin.config._CONFIG.items()
+    for (scope, name), values in gin.config._CONFIG.items()  # noqa: SLF001
     for parameter, value in values.items()
   ]
-  statements = sorted(gin.config._IMPORTS, key=lambda statement: statement.module)
+  statements = sorted(gin.config._IMPORTS, key=lambda statement: statement.module)  # noqa: SLF001
   imports = [("", statement) for statement in statements]
   return Config([], imports, [resolved(b) for b in bindings if is_writable(b.value)])
 

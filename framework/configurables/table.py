@@ -194,7 +194,7 @@ def options(target: Callable[..., Any]) -> dict[str, Any]:
 
 def registry() -> Any:
   """Returns gin's registry: private, but setup.cfg pins gin 0.5 and a test checks it."""
-  return gin.config._REGISTRY
+  return gin.config._REGISTRY  # noqa: SLF001
 
 
 def entry(selector: str) -> Any:

@@ -111,7 +111,7 @@ class Store:
     with _errors():
       self._system.invalidate_cache()
       found = self._call("find", self._path(under), detail=True)
-    root = self._system._strip_protocol(self._root).rstrip("/") + "/"
+    root = self._system._strip_protocol(self._root).rstrip("/") + "/"  # noqa: SLF001
     return {
       path.removeprefix(root): _file(about)
       for path, about in found.items()

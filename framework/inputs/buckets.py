@@ -49,7 +49,7 @@ class Bucket(Source):
     """Keeps the arguments; `ids` are the examples of the bucket, int64 [num_examples]."""
     self.num_examples, self.length, self.first = len(ids), length, first
     self.name, self.is_alone = f"bucket {length}", False
-    self._source, self._ids, self._trim = source, ids, trim
+    self._source, self.ids, self._trim = source, ids, trim
 
   def fetch(self, indices: tf.Tensor) -> Batch:
     """See `Source.fetch`."""
@@ -86,7 +86,7 @@ class Bucket(Source):
   @functools.cached_property
   def _tensor(self) -> tf.Tensor:
     with tf.init_scope(), tf.device("CPU:0"):
-      return tf.constant(self._ids)
+      return tf.constant(self.ids)
 
 
 class Buckets:
@@ -178,7 +178,7 @@ class Buckets:
   def places(self) -> np.ndarray:
     """Returns each example's place in the list of all buckets' examples, int64 [num_examples]."""
     places = np.empty(self.num_examples, np.int64)
-    places[np.concatenate([bucket._ids for bucket in self.buckets])] = np.arange(self.num_examples)
+    places[np.concatenate([bucket.ids for bucket in self.buckets])] = np.arange(self.num_examples)
     return places
 
   def schedule(self, global_batch_size: int, *, seed: int, shuffle: bool) -> Schedule:
@@ -236,13 +236,13 @@ class Schedule:
   def batches_before(self, step: int) -> list[int]:
     """Returns the number of batches of each bucket in the steps before `step`."""
     epoch = self._epoch(step)
-    before = self._before(epoch)
+    before = self.before(epoch)
     since = np.bincount(self._order(epoch)[: step - sum(before)], minlength=len(before))
     return [count + int(more) for count, more in zip(before, since, strict=True)]
 
   def steps_before(self, epoch: int) -> int:
     """Returns the number of steps in the epochs before `epoch`."""
-    return sum(self._before(epoch))
+    return sum(self.before(epoch))
 
   def steps_of(self, bucket: int, first: int, shift: int) -> Iterator[int]:
     """Yields the steps from `first` on that train on a bucket, each plus `shift`, without end."""
@@ -251,7 +251,8 @@ class Schedule:
       yield from (np.flatnonzero(self.buckets(first, steps) == bucket) + first + shift).tolist()
       first += steps
 
-  def _before(self, epoch: int) -> list[int]:
+  def before(self, epoch: int) -> list[int]:
+    """Returns the steps of each bucket before an epoch."""
     return [epoch * n // size for n, size in zip(self.counts, self.sizes, strict=True)]
 
   def _epoch(self, step: int) -> int:
@@ -271,7 +272,7 @@ class Schedule:
 
 @functools.lru_cache(maxsize=4)
 def _order(schedule: Schedule, epoch: int) -> np.ndarray:
-  before, after = schedule._before(epoch), schedule._before(epoch + 1)
+  before, after = schedule.before(epoch), schedule.before(epoch + 1)
   counts = [end - begin for begin, end in zip(before, after, strict=True)]
   in_order = np.repeat(np.arange(len(counts)), counts)
   if not schedule.shuffle:

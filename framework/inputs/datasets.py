@@ -368,7 +368,7 @@ def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
     but the dataset's last reference is dropped before: a segmentation fault, where a batch was
     being made. `iter` of plain datasets keeps that reference, and so does what is returned here.
   """
-  make, begin = ops._create_device_dataset, gen_dataset_ops.multi_device_iterator_init
+  make, begin = ops._create_device_dataset, gen_dataset_ops.multi_device_iterator_init  # noqa: SLF001
   read = []
 
   def untuned(*args: Any) -> tf.data.Dataset:
@@ -387,5 +387,5 @@ def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
     iterator: Any = iter(batches)
   # Attributes end in the order in which they were set: this one after the iterator's own.
   if read:
-    iterator._datasets = tuple(read)
+    iterator._datasets = tuple(read)  # noqa: SLF001
   return iterator

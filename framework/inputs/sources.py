@@ -163,18 +163,19 @@ class ImageFolderSource(Source):
     self.class_names = _class_folders(directory)
     paths, labels = _labelled_files(directory, self.class_names, max_bytes)
     self.num_examples = len(paths)
-    self._files = ArraySource(
+    self.files = ArraySource(
       features={"path": np.array(paths, np.bytes_), "label": np.array(labels, np.int32)}
     )
 
   def fetch(self, indices: tf.Tensor) -> Batch:
     """See `Source.fetch`."""
-    batch = self._files.fetch(indices)
-    images = self._images(batch.pop("path"))
+    batch = self.files.fetch(indices)
+    images = self.images(batch.pop("path"))
     shape = [*indices.shape, *self.image_size, self.channels]
     return {"image": tf.ensure_shape(images, shape), **batch}
 
-  def _images(self, paths: tf.Tensor) -> tf.Tensor:
+  def images(self, paths: tf.Tensor) -> tf.Tensor:
+    """Reads and decodes the files of some paths, string [n]."""
     # A nested pipeline, as only `ignore_errors` lets TensorFlow continue after a file that cannot
     # be decoded. Its row is then missing, which identifies the file. TensorFlow prepares the mapped
     # function anew for each batch, so it is small: it makes no messages.
@@ -321,7 +322,7 @@ def _is_endless(dataset: tf.data.Dataset) -> bool:
   known = int(dataset.cardinality())
   if known != tf.data.UNKNOWN_CARDINALITY:
     return known == tf.data.INFINITE_CARDINALITY
-  kind_of_step, parts = type(dataset).__name__, dataset._inputs()
+  kind_of_step, parts = type(dataset).__name__, dataset._inputs()  # noqa: SLF001
   if "Take" in kind_of_step or not parts:
     return False
   ends_early = "Zip" in kind_of_step or "DirectedInterleave" in kind_of_step

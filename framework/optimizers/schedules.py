@@ -44,7 +44,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         into the training loop. float64 because float32 cannot distinguish steps above 2**24.
       config: the arguments for `from_config`; only the functions of this module set it.
     """
-    self._function = function
+    self.function = function
     self._config = config
     self._step: tf.Variable | None = None
 
@@ -54,7 +54,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     Args:
       step: a scalar of any integer or float type: number, tensor or variable.
     """
-    return tf.cast(self._function(_float64(step)), tf.float32)
+    return tf.cast(self.function(_float64(step)), tf.float32)
 
   def __call__(self, iterations: TensorLike) -> tf.Tensor:
     """Returns the learning rate, a float32 scalar; called by optimizers (any context).
@@ -168,7 +168,7 @@ def linear_warmup(*, warmup_steps: int, after: Schedule | float, start: float = 
 
   def rate(step: tf.Tensor) -> tf.Tensor:
     elapsed = tf.minimum(step / max(warmup_steps, 1), 1.0)
-    later = _float64(then._function(tf.maximum(step - warmup_steps, 0.0)))
+    later = _float64(then.function(tf.maximum(step - warmup_steps, 0.0)))
     return tf.where(step < warmup_steps, first + (later - first) * elapsed, later)
 
   config = {"schedule": "linear_warmup", "warmup_steps": warmup_steps}
@@ -291,7 +291,7 @@ def by_epoch(*, of: Schedule | float, steps_per_epoch: int, staircase: bool = Tr
 
   def rate(step: tf.Tensor) -> tf.Tensor:
     stair = _float64(tf.cast(step, tf.int64) // length)  # as in exponential_decay
-    return _float64(base._function(stair if staircase else step / length))
+    return _float64(base.function(stair if staircase else step / length))
 
   config = {"schedule": "by_epoch", "steps_per_epoch": length, "of": base}
   return Schedule(rate, config={**config, "staircase": staircase})
@@ -306,7 +306,7 @@ def scaled(*, of: Schedule | float, factor: float) -> Schedule:
   times = _rate("scaled.factor", factor)
   base = _as_schedule("scaled.of", of)
   return Schedule(
-    lambda step: times * _float64(base._function(step)),
+    lambda step: times * _float64(base.function(step)),
     config={"schedule": "scaled", "factor": times, "of": base},
   )
 

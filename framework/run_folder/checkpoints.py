@@ -513,7 +513,7 @@ def find(path: str) -> str | None:
 
 def variables_of(root: tf.train.Checkpoint) -> dict[str, Variable]:
   """Returns every variable under `root` by its checkpoint key: the shortest path to it."""
-  nodes, paths = tf.train.TrackableView(root)._descendants_with_paths()
+  nodes, paths = tf.train.TrackableView(root)._descendants_with_paths()  # noqa: SLF001
   kinds = (tf.Variable, keras.Variable, JoinedSlots, SavedRate)
   found = [node for node in nodes if isinstance(node, kinds)]
   return {f"{trackable_utils.object_path_to_string(paths[v])}{VALUE}": v for v in found}

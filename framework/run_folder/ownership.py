@@ -89,7 +89,7 @@ class Owner:
         time.sleep(BEAT_S)
         self._require_own()
     except BaseException:
-      self._close()
+      self.close()
       raise
     _held.add(self)
     self._thread.start()
@@ -111,11 +111,11 @@ class Owner:
     with contextlib.suppress(OSError, tf.errors.OpError):
       self._remove()
     _held.discard(self)
-    self._close()
+    self.close()
 
   def _lock(self) -> bool | None:
     """Returns whether this process has the lock now; None if the file system has no locks."""
-    self._close()
+    self.close()
     if not files.is_local(self._path):
       return None
     while True:
@@ -127,9 +127,10 @@ class Owner:
       if files.is_still(self._path, self._descriptor):
         self._locked = locked
         return locked or None
-      self._close()  # the owner before has removed it just now
+      self.close()  # the owner before has removed it just now
 
-  def _close(self) -> None:
+  def close(self) -> None:
+    """Lets go of the lock; the file stays (host)."""
     if self._descriptor is not None:
       os.close(self._descriptor)  # ends the lock
     self._descriptor = None
@@ -310,7 +311,7 @@ def _name(owner: Mapping[str, Any]) -> str:
 def _leave() -> None:
   """In a forked child: lets go of the lock, which otherwise would outlive a killed owner."""
   for owner in _held:
-    owner._close()
+    owner.close()
   _held.clear()
 
 

@@ -143,7 +143,7 @@ class WarmStart:
     """
     source = weight_files.located(self.path)
     # The index of a checkpoint has checksums of the data.
-    file = source if source.endswith(weight_files._KERAS) else f"{source}.index"
+    file = source if source.endswith(weight_files.KERAS) else f"{source}.index"
     content = hashlib.sha256()
     with tf.io.gfile.GFile(file, "rb") as opened:
       while block := opened.read(2**20):
@@ -265,7 +265,7 @@ class Names:
     """Indexes a model; `known` has each weight by the name that reports use."""
     root = tf.train.Checkpoint(model=model, untracked=models.untracked(model))
     paths = {
-      id(models.raw(variable)): weight_files._path(key)
+      id(models.raw(variable)): weight_files.path_of(key)
       for key, variable in checkpoints.variables_of(root).items()
     }
     weights = models.weights(model)
@@ -282,7 +282,7 @@ class Names:
       # TensorFlow's own name is in its checkpoints; for some layers it lacks parts of the path.
       for each in {chosen, path, h5.plain(models.raw(weight).name)}:
         self._index.setdefault(each, []).append(chosen)
-    for alias, variable in weight_files._numbered(model):
+    for alias, variable in weight_files.numbered(model):
       if id(variable) in by_id:
         self._index.setdefault(alias, []).append(by_id[id(variable)])
 

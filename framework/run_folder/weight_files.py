@@ -25,7 +25,7 @@ from framework.run_folder import checkpoints, h5, remote
 from framework.types import Model
 
 Match = Literal["name", "path"]
-_KERAS = (".keras", ".h5", ".hdf5")
+KERAS = (".keras", ".h5", ".hdf5")
 _NO_WEIGHTS = {"optimizer", "optimizers", "save_counter", "global_step"}
 _RANDOM = "seed_generator"
 """Part of the name of the state of Keras 3's random layers."""
@@ -51,7 +51,7 @@ def located(path: str) -> str:
     ConfigError: there is none.
   """
   path = remote.local_copy(path)
-  if path.endswith(_KERAS) and tf.io.gfile.exists(path):
+  if path.endswith(KERAS) and tf.io.gfile.exists(path):
     return path
   if found := checkpoints.find(path):
     return found
@@ -64,7 +64,7 @@ def located(path: str) -> str:
 @contextlib.contextmanager
 def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
   """Yields name -> variable of a path from `located`; they can be read inside the context."""
-  if not source.endswith(_KERAS):
+  if not source.endswith(KERAS):
     yield _of_checkpoint(tf.train.load_checkpoint(source), match)
     return
   if match == "path":
@@ -121,7 +121,7 @@ def _saved(reader: tf.train.CheckpointReader) -> Iterator[tuple[str, str, str]]:
       queue.append((f"{child_path}/", child.node_id))
       for attribute in graph.nodes[child.node_id].attributes:
         if attribute.checkpoint_key.endswith(checkpoints.VALUE):
-          yield h5.plain(attribute.full_name), _path(child_path), attribute.checkpoint_key
+          yield h5.plain(attribute.full_name), path_of(child_path), attribute.checkpoint_key
 
 
 def _of_h5(content: bytes, source: str) -> dict[str, Stored]:
@@ -142,14 +142,15 @@ def _of_h5(content: bytes, source: str) -> dict[str, Stored]:
   }
 
 
-def _path(key: str) -> str:
+def path_of(key: str) -> str:
+  """Returns the path of a variable in the model from its key in a checkpoint."""
   return key.removeprefix("model/").removesuffix(checkpoints.VALUE)
 
 
-def _numbered(model: Model) -> Iterator[tuple[str, tf.Variable]]:
+def numbered(model: Model) -> Iterator[tuple[str, tf.Variable]]:
   """Yields ("<layer>/<number>", variable): the names of weights in files of Keras 3."""
   for part in models.parts(model):
-    for layer in part._flatten_layers() if isinstance(part, keras.Layer) else ():
+    for layer in part._flatten_layers() if isinstance(part, keras.Layer) else ():  # noqa: SLF001
       own: dict[str, Any] = {}
       layer.save_own_variables(own)
       for number, variable in own.items():

@@ -195,12 +195,12 @@ class Variable(dtensor.DVariable):
     self.assign(tensors[_VALUE], read_value=False)
 
 
-class _Extended(distribute_lib._DefaultDistributionExtended):
+class _Extended(distribute_lib._DefaultDistributionExtended):  # noqa: SLF001
   """One replica; variables and batches are tensors of the mesh."""
 
   def _scope(self, strategy: ModelParallelStrategy) -> Any:
     _name_variables()
-    return distribute_lib.StrategyExtendedV2._scope(self, strategy)
+    return distribute_lib.StrategyExtendedV2._scope(self, strategy)  # noqa: SLF001
 
   def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     strategy = self._container_strategy()
@@ -366,7 +366,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 @functools.cache
 def _name_variables() -> None:
   """Notes the path of each Keras 3 variable that is made: TensorFlow gets only its last part."""
-  usual = keras.Variable._initialize
+  usual = keras.Variable._initialize  # noqa: SLF001
 
   @functools.wraps(usual)
   def named(self: keras.Variable, value: Any) -> None:
@@ -376,7 +376,7 @@ def _name_variables() -> None:
     finally:
       _entered.name = before
 
-  keras.Variable._initialize = named
+  keras.Variable._initialize = named  # noqa: SLF001
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ class Placement:
     if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
       return next(iterator)
     tensors = tf.raw_ops.IteratorGetNextSync(
-      iterator=iterator._iterator_resource,
+      iterator=iterator._iterator_resource,  # noqa: SLF001
       output_types=[spec.dtype for spec in specs],
       output_shapes=[spec.shape for spec in specs],
     )
@@ -257,7 +257,7 @@ def made(strategy: Any) -> tf.distribute.Strategy | servers.Server:
 # ---- One process, with a copy of each variable per replica ----
 
 
-@register(distribute_lib._DefaultDistributionStrategy)
+@register(distribute_lib._DefaultDistributionStrategy)  # noqa: SLF001
 class Default(Placement):
   """TensorFlow's default strategy: the first device, without distribution."""
 
@@ -288,7 +288,7 @@ class Mirrored(Placement):
   @property
   def cross_device_op(self) -> type:
     """See `Placement`."""
-    return type(self.strategy.extended._cross_device_ops)
+    return type(self.strategy.extended._cross_device_ops)  # noqa: SLF001
 
   def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """See `Placement`; on CPUs the step splits the rows of whole batches, see `per_replica`."""

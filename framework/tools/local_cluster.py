@@ -392,7 +392,7 @@ class Process:
     self._log = open(self.log_path, "ab", buffering=0)  # noqa: SIM115 (closed by reap)
     self._log.write(self._header().encode())
     self._started = time.monotonic()
-    self._popen = self._spawn()
+    self._popen = self.spawn()
     self._pidfd = os.pidfd_open(self._popen.pid)
     self.selector.register(self._pidfd, selectors.EVENT_READ, self.reap)
     self._outputs = [
@@ -445,7 +445,8 @@ class Process:
     )
     return f"{self.name} {self._killed_as or by_itself} after {self.seconds:.1f} s"
 
-  def _spawn(self) -> subprocess.Popen[bytes]:
+  def spawn(self) -> subprocess.Popen[bytes]:
+    """Starts the process."""
     wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
     return subprocess.Popen(
       [*wrapper, ",".join(map(str, self.namespaces)), *self.command],

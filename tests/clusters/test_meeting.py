@@ -115,7 +115,7 @@ def false_verdict(body):
     wire.send(connection, wire.Message(False, 0, bytes(32)), deadline=time.monotonic() + 1)
     claim = wire.receive(connection, deadline=time.monotonic() + 1)
     seal = wire.Seal(None, b"to the worker", meeting._context(bytes(32), claim.nonce, 1))
-    answer = wire.Message(False, 0, bytes(32), seal._mac(body), body)
+    answer = wire.Message(False, 0, bytes(32), seal.mac(body), body)
     wire.send(connection, answer, deadline=time.monotonic() + 1)
 
   return serve

@@ -35,7 +35,7 @@ def endable() -> None:
   if os.getpid() == 1:
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    libc.signal(_END, ctypes.cast(libc._exit, ctypes.c_void_p))
+    libc.signal(_END, ctypes.cast(libc._exit, ctypes.c_void_p))  # noqa: SLF001
 
 
 def watch(addresses: dict[str, str], timeout_s: float, grace_s: float) -> None:

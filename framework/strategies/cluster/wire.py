@@ -128,11 +128,11 @@ class Seal(NamedTuple):
         f"the config and the code have {len(text)} bytes of facts to compare between workers; the "
         f"limit is {LARGEST_BODY}: bind fewer options, or import fewer modules."
       )
-    return self._mac(text), text
+    return self.mac(text), text
 
   def fits(self, message: Message) -> bool:
     """Whether the message was closed by a process with this secret, for this direction."""
-    return hmac.compare_digest(self._mac(message.body), message.mac)
+    return hmac.compare_digest(self.mac(message.body), message.mac)
 
   def open(self, message: Message) -> dict[str, Any]:
     """Returns the content; raises ValueError or RecursionError if it is not one."""
@@ -150,7 +150,8 @@ class Seal(NamedTuple):
     """
     return self._hmac(b"a value", name.encode(), value.encode()).hex()[:16]
 
-  def _mac(self, body: bytes) -> bytes:
+  def mac(self, body: bytes) -> bytes:
+    """Returns what proves that a message comes from who knows the secret."""
     return self._hmac(self.direction, body)
 
   def _hmac(self, purpose: bytes, *parts: bytes) -> bytes:

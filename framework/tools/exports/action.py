@@ -46,7 +46,7 @@ class Export(OnBest):
       ConfigError: an unknown mode.
     """
     super().__init__(metric=metric, mode=mode)
-    self._directory, self._formats = directory, formats
+    self.directory, self._formats = directory, formats
 
   def bind(self, run: Run) -> None:
     """Checks the directory and the formats before training.
@@ -57,9 +57,9 @@ class Export(OnBest):
     """
     super().bind(run)
     require_own_directory(self)
-    self._directory = self._directory or os.path.join(run.model_dir, layout.EXPORT)
-    require_replaceable(self._directory)
-    formats.require(run.task, self._formats, self._directory)
+    self.directory = self.directory or os.path.join(run.model_dir, layout.EXPORT)
+    require_replaceable(self.directory)
+    formats.require(run.task, self._formats, self.directory)
 
   def begin(self) -> None:
     """Reads the earlier evaluations; removes what a killed export left.
@@ -70,7 +70,7 @@ class Export(OnBest):
     """
     super().begin()
     if self.run.is_chief:
-      mend(str(self._directory))
+      mend(str(self.directory))
     if self._formats and self.run.step == 0:
       self._try_formats()
 
@@ -96,7 +96,7 @@ class Export(OnBest):
   def on_best(self, value: float) -> None:
     """Exports the weights that were evaluated."""
     with self.run.evaluated_weights():
-      self._export(str(self._directory))
+      self._export(str(self.directory))
 
   def end(self) -> None:
     """Makes and compares the formats, unless the run failed or a signal ended it.
@@ -104,8 +104,8 @@ class Export(OnBest):
     Raises:
       ConfigError: one differs, or cannot be made.
     """
-    path = os.path.join(str(self._directory), formats.EXAMPLES)
+    path = os.path.join(str(self.directory), formats.EXAMPLES)
     over = sys.exc_info()[0] is None and self.run.is_chief and self._formats
     if over and tf.io.gfile.exists(path):
-      outcomes = formats.prove(self.run.task, str(self._directory), self._formats)
-      self.run.message(formats.told(str(self._directory), outcomes))
+      outcomes = formats.prove(self.run.task, str(self.directory), self._formats)
+      self.run.message(formats.told(str(self.directory), outcomes))

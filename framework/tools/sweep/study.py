@@ -131,7 +131,7 @@ class Study:
       lock = Lock(self.folder_of(frozen.number))
       if lock.take() and self._state(frozen.number) == TrialState.RUNNING:
         self.known.sampler = self._sampler(frozen.number)
-        yield Trial(self, optuna.Trial(self.known, frozen._trial_id), lock)
+        yield Trial(self, optuna.Trial(self.known, frozen._trial_id), lock)  # noqa: SLF001
       else:
         lock.close()
 

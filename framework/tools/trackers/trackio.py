@@ -62,7 +62,7 @@ class Trackio(Tracker):
     """Returns the last steps in the local database; of a server, those that were sent."""
     from trackio.sqlite_storage import SQLiteStorage
 
-    if not self._run._is_local:
+    if not self._run._is_local:  # noqa: SLF001
       return self.kept.sent
     last: dict[str, int] = {}
     for row in SQLiteStorage.get_logs(self._project, self.kept.run):
@@ -85,7 +85,7 @@ class Trackio(Tracker):
     """Removes Trackio's exit hook, which waits for the server."""
     import trackio
 
-    atexit.unregister(trackio._cleanup_current_run)
+    atexit.unregister(trackio._cleanup_current_run)  # noqa: SLF001
 
   def close(self, status: Status, uploads: Mapping[str, str]) -> None:
     """Writes what is in Trackio's queue."""

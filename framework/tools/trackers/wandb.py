@@ -120,7 +120,7 @@ class WandB(Tracker):
     """Removes W&B's exit hook, which waits for the server; the files stay for the next start."""
     import wandb
 
-    wandb.setup().ensure_service()._cleanup()
+    wandb.setup().ensure_service()._cleanup()  # noqa: SLF001
 
 
 def offline_history(model_dir: str, run_id: str) -> Iterator[dict[str, Any]]:

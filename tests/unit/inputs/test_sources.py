@@ -422,7 +422,7 @@ def test_image_folder_errors(tmp_path, files, kwargs, message):
 def test_sources_are_made_without_touching_tensorflow(tmp_path):
   save_image(tmp_path / "a" / "x.png", np.zeros((4, 4, 3), np.uint8))
   images = ImageFolderSource(directory=str(tmp_path), image_size=(4, 4))
-  assert images._files._tensors is None
+  assert images.files._tensors is None
   assert numbered(3)._tensors is None
 
 

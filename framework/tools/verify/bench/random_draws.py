@@ -131,7 +131,7 @@ def watch(owner: Any) -> Iterator[Watched]:
     owner: its NumPy and Python generators are watched too, with the global ones.
   """
   watched, before = Watched(), _states(owner)
-  create = func_graph.FuncGraph._create_op_internal
+  create = func_graph.FuncGraph._create_op_internal  # noqa: SLF001
   default_rng = np.random.default_rng
 
   def recorded(self: Any, op_type: str, *args: Any, **options: Any) -> tf.Operation:
