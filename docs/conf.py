@@ -36,7 +36,7 @@ from framework.configurables import table  # noqa: E402
 project = "Loopwright"
 release = importlib.metadata.version("loopwright")
 root_doc = "README"
-include_patterns = ["README.md", "SECURITY.md", "docs/**"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**"]
 exclude_patterns = [".*", "**.ipynb_checkpoints", "build", "runs"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 
@@ -97,7 +97,7 @@ def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
   source[0] += "".join(
     _contents(title, [f"docs/{page}" for page in pages]) for title, pages in found.items() if pages
   )
-  source[0] += _contents("About", ["docs/README", "SECURITY"])
+  source[0] += _contents("About", ["docs/README", "CONTRIBUTING", "CHANGELOG", "SECURITY"])
 
 
 def _contents(caption: str, pages: Iterable[str]) -> str:

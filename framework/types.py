@@ -20,6 +20,7 @@ else:
 __all__ = [
   "AnySource",
   "Batch",
+  "DatasetFn",
   "Gradient",
   "Layer",
   "Model",
