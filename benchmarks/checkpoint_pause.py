@@ -50,7 +50,7 @@ def measure(megabytes: int, rounds: int, folder: str) -> dict[str, list[float]]:
   step = one()
 
   def save() -> None:
-    manager.save(check_interval=False)
+    manager.save()
 
   kinds = {"background": save, "at once": lambda: (save(), _written(manager))}
 

@@ -224,7 +224,7 @@ def _checkpoints(megabytes: int) -> dict[str, float]:
     for _ in range(6):
       trainer.train(checkpoint_pause.one())
       began = time.perf_counter()
-      manager.save(check_interval=False)
+      manager.save()
       pauses.append(time.perf_counter() - began)
       manager.wait()
       totals.append(time.perf_counter() - began)

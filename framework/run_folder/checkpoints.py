@@ -65,8 +65,8 @@ _NO_DAMAGE = (
 class CheckpointManager(tf.train.CheckpointManager):
   """Saves checkpoints that are complete or absent; restores the newest one that is not damaged.
 
-  It keeps only the interface of TensorFlow's manager, for Orbit. That one writes an index file in
-  place and trusts its state file; a kill can leave half of the one and make the other wrong. Here a
+  It keeps only the interface of TensorFlow's manager. That one writes an index file in place and
+  trusts its state file; a kill can leave half of the one and make the other wrong. Here a
   checkpoint is written in its own folder and moved, the index file last, and the file names say
   which checkpoints exist. The state file is written for other readers.
 
@@ -82,7 +82,6 @@ class CheckpointManager(tf.train.CheckpointManager):
     directory: str,
     experiment: Mapping[str, str],
     assets: str = "",
-    every_steps: int | None = None,
     keep: int = 3,
     logs: Sequence[str] = (),
     before_first: Callable[[], None] | None = None,
@@ -98,7 +97,6 @@ class CheckpointManager(tf.train.CheckpointManager):
     Args:
       experiment: labels that must be the same on restore, such as the task's name.
       assets: digest of the task's assets, the same on restore; "" for none.
-      every_steps: interval of periodic saves.
       keep: how many checkpoints to keep.
       logs: files that reach the disk before each checkpoint, which so never is ahead of them.
       before_first: called on the chief before this process saves for the first time.
@@ -111,7 +109,7 @@ class CheckpointManager(tf.train.CheckpointManager):
       changed: in which values the config differs from that of the checkpoints; "" if in none.
     """
     self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
-    self._directory, self._checkpoint_interval, self._keep = directory, every_steps, keep
+    self._directory, self._keep, self._checkpoint_interval = directory, keep, None
     self._logs, self._background = list(logs), files.Background()
     self._before_first, self._after_each = before_first, after_each
     self._saved_step = 0
@@ -148,18 +146,18 @@ class CheckpointManager(tf.train.CheckpointManager):
   ) -> str | None:
     """Saves `ckpt-<global step>` and removes the oldest ones beyond `keep` (host).
 
+    When that is due, loop.py says; the arguments are those of TensorFlow's manager.
+
     Returns:
-      The path, complete after `wait`; None if the step is that of the last save or restore or, with
-      `check_interval`, fewer than `every_steps` steps after it. Under parameter servers, which have
-      the values in other processes, it is written on return.
+      The path, complete after `wait`; None if the step is that of the last save or restore. Under
+      parameter servers, which have the values in other processes, it is written on return.
 
     Raises:
       OSError, tf.errors.OpError: the disk has failed or is full, now or in the last save.
     """
-    del checkpoint_number
+    del checkpoint_number, check_interval
     step = int(self._trainer.global_step.numpy())
-    due = self._saved_step + (self._checkpoint_interval or 0) if check_interval else 0
-    if step == self._saved_step or step < due:
+    if step == self._saved_step:
       return None
     self.wait()
     self._require()

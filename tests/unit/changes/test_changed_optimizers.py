@@ -134,7 +134,7 @@ class One:
 
   def save(self, folder):
     manager = self.manager(folder)
-    path = manager.save(check_interval=False)
+    path = manager.save()
     manager.wait()
     return path
 

@@ -167,7 +167,7 @@ def saved(trainer, folder):
   manager = CheckpointManager(
     trainer=trainer, directory=str(folder / "checkpoints"), experiment={"task": "any"}
   )
-  manager.save(check_interval=False)
+  manager.save()
   manager.wait()
   return str(folder)
 

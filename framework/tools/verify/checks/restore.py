@@ -291,7 +291,7 @@ class TrainerUnderTest:
   def save(self, name: str) -> str:
     """Saves into a folder of that name; returns the path."""
     manager = self._manager(name)
-    path = manager.save(check_interval=False)
+    path = manager.save()
     manager.wait()
     assert path is not None
     return path
