@@ -40,12 +40,12 @@ ROOT = Path(launch.__file__).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What begins a command, in an indented line or in inline code. Other fenced blocks than those of
-# Python and gin hold commands only.
+# Python, gin and YAML hold commands only.
 PROGRAM = (
   r"(?:loopwright|uvx?|pip3?|python3?|tensorboard|pytest|ruff|mypy|bash|sh|sudo|apt|apt-get|docker|kubectl|ray"
   r"|sbatch|srun|git|curl|wget|make|cd|eval|export|source|\$|[A-Z_]+=\S*) +"
 )
-CODE = re.compile(r"^```(?:python|gin)\n.*?^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```(?:python|gin|yaml)\n.*?^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(
   r"^```\w*\n(?P<block>.*?)^```"
   rf"|^ {{4,}}(?:[^\n`]*: )?(?P<line>{PROGRAM}(?:\\\n|[^\n]|\n {{20,}}\[)*)"
@@ -66,7 +66,6 @@ PUT_IN = {
   "[--mode=MODE]": "--mode=train",
   "[--model_dir=FOLDER]": "--model_dir=runs/folder",
   "[--local_workers=N [--max_restarts=K]]": "--local_workers=2 --max_restarts=1",
-  "launch.py ...": "launch.py --gin_file=configs/digits_cnn.gin",
   "--gin_file=...": "--gin_file=configs/digits_cnn.gin",
   "--model_dir=...": "--model_dir=runs/digits_cnn",
   "<model_dir>": "runs/digits_cnn",
