@@ -377,6 +377,7 @@ import os
 import time
 import tensorflow as tf
 from framework.inputs import datasets
+from framework.strategies import placement
 
 tf.config.threading.set_inter_op_parallelism_threads(1)
 tf.config.threading.set_intra_op_parallelism_threads(1)

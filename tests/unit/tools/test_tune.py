@@ -271,7 +271,9 @@ tune.tune(["line.gin"], model_dir="run", show=print, rounds=2, block_s=0.02)
 def test_every_op_is_tried(tmp_path):
   """In a process of its own, since collectives fix their size for a whole process."""
   (tmp_path / "line.gin").write_text(f"{CONFIG}{TWO}\nrun.steps_per_loop = 1000\n")
-  code = EVERY_OP.format(tests=str(REPOSITORY / "tests" / "unit"), repository=str(REPOSITORY))
+  code = EVERY_OP.format(
+    tests=str(REPOSITORY / "tests" / "unit" / "tools"), repository=str(REPOSITORY)
+  )
   done = subprocess.run(
     [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
   )
