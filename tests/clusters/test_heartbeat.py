@@ -192,7 +192,7 @@ def test_a_process_1_that_cannot_be_ended_is_named_once(peer, monkeypatch, tmp_p
 ENDING = """
 import sys, time
 from framework.strategies import servers
-from framework.strategies.cluster import Peer
+from framework.strategies.cluster.identity import Peer
 
 class Remote:
   def __del__(self):
