@@ -13,8 +13,8 @@ from typing import Any, TypeAlias, cast
 import orbit
 import tensorflow as tf
 
-from framework.cpu import grappler
 from framework.errors import ConfigError
+from framework.graphs import grappler
 from framework.graphs.autograph import compiled
 from framework.host.timing import timed
 from framework.inputs import datasets

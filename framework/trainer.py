@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from framework import trainer_checks
 from framework.counters import Counters
-from framework.cpu import grappler
+from framework.graphs import grappler
 from framework.host import timing
 from framework.inputs import datasets
 from framework.inputs.buckets import Scheduled, ScheduledIterator

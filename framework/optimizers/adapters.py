@@ -18,12 +18,11 @@ import keras
 import tensorflow as tf
 import tf_keras
 
-from framework.cpu import kernels
 from framework.errors import ConfigError
 from framework.host import lazy_keras
 from framework.models import models
 from framework.models.replica_state import assign_result
-from framework.optimizers import functional, schedules
+from framework.optimizers import functional, kernels, schedules
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.saved_layout import SavedOptimizer, joined_variables
 from framework.optimizers.sharding import ShardedFusion
@@ -77,7 +76,7 @@ class Optimizer:
       variables: what it updates; see `models.trainable_variables`.
       step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
       fuse: where the update rule allows it, use TensorFlow's fused kernels and fuse small
-        variables; see framework/cpu/kernels.py and framework/optimizers/fusion.py.
+        variables; see framework/optimizers/kernels.py and framework/optimizers/fusion.py.
       shard: the strategy over whose replicas the slots are sharded, None for whole ones; see
         framework/optimizers/sharding.py.
     """

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 from absl import logging
 
-from framework.cpu import convolutions
-from framework.cpu.sums import half_square
 from framework.errors import ConfigError
 from framework.models import models
 from framework.models.replica_state import assign, assign_result
@@ -71,9 +69,7 @@ class Fusion:
   def differentiated(self, tape: tf.GradientTape, total: tf.Tensor) -> list[Gradient]:
     """Returns a dense gradient of `total` for each of `originals` (replica context)."""
     found = tape.gradient(total, self._raw)
-    gradients = [None if g is None else tf.convert_to_tensor(g) for g in found]
-    convolutions.input_first(gradients)
-    return gradients
+    return [None if g is None else tf.convert_to_tensor(g) for g in found]
 
   def unpack(self, pieces: Sequence[Gradient]) -> list[Gradient]:
     """Converts gradients of `variables` to gradients of `originals`."""
@@ -240,7 +236,7 @@ class Gradients(Sequence[Gradient]):
 
   def square(self) -> tf.Tensor:
     """Returns the square of the global L2 norm, a float32 scalar."""
-    halves = [tf.cast(half_square(_wide(g)), tf.float32) for g in self.tensors]
+    halves = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in self.tensors]
     return 2.0 * tf.add_n(halves)
 
   def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> Gradients:

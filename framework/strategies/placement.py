@@ -39,7 +39,6 @@ class Placement:
     replays: whether a step can be undone and run again eagerly.
     reads_all_copies: whether this process can read the copies of a variable on all replicas.
     updates_in_place: whether an optimizer may change parts of variables in place.
-    cuts_tensors: whether a replica may cut any tensor into parts, without communication.
   """
 
   trainer = "framework.trainer:Trainer"
@@ -49,7 +48,6 @@ class Placement:
   replays = True
   reads_all_copies = True
   updates_in_place = True
-  cuts_tensors = True
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     """Stores the strategy; `of` makes a placement once per strategy."""
@@ -358,7 +356,6 @@ class Mesh(Placement):
   trainer = "framework.model_parallel:ModelParallelTrainer"
   replays = False
   updates_in_place = False
-  cuts_tensors = False
   makes_variables = True
   refused = {  # noqa: RUF012
     "run.ledger": "run.ledger is True, but under model_parallel TensorFlow cannot compile the "

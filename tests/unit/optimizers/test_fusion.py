@@ -8,12 +8,11 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.cpu import kernels
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
 from framework.models import models
-from framework.optimizers import adapters, fusion, loss_scale
+from framework.optimizers import adapters, fusion, kernels, loss_scale
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.step import Step, StepParts
 from framework.strategies.reduction import Reduction

@@ -6,9 +6,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.cpu import kernels
 from framework.models import models
-from framework.optimizers import adapters
+from framework.optimizers import adapters, kernels
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 STEPS = 20
