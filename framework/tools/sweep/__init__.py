@@ -4,7 +4,7 @@
     study.py    Optuna's study: which trial is next, what each gave; survives a kill
     jobs.py     trials as processes of `loopwright train`, on a part of the cores or GPUs each
     runner.py   starts, watches, prunes and ends trials
-    results.py  the table, best.gin, plots.html
+    results.py  the table, best.gin
 
 docs/sweeps.md describes it. This module imports nothing heavy.
 """
@@ -71,9 +71,8 @@ def require_optuna(what: str) -> None:
   """Raises a ConfigError that names what needs Optuna, if it is missing."""
   try:
     import optuna  # noqa: F401
-    import plotly  # noqa: F401
   except ImportError as error:
     raise ConfigError(
-      f"{what} needs optuna and plotly ({error}); install the extra: `pip install "
+      f"{what} needs optuna ({error}); install the extra: `pip install "
       "'loopwright[sweep]'`, with uv `uv run --extra sweep loopwright sweep`."
     ) from error

@@ -1,4 +1,4 @@
-"""What a sweep gives: its table, best.gin, plots.html, and the time by batch size and device."""
+"""What a sweep gives: its table, best.gin, and the time by batch size and device."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import contextlib
 import math
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import optuna
-from optuna import visualization
 from optuna.trial import FrozenTrial, TrialState
 
 from framework.errors import ConfigError, is_finite
@@ -22,10 +19,9 @@ from framework.tools.runs.repetitions import SEED
 from framework.tools.sweep.jobs import OUTPUT
 from framework.tools.sweep.study import FAILURE, Study
 
-BEST, PLOTS = "best.gin", "plots.html"
+BEST = "best.gin"
 _STRATEGY = re.compile(r"^strategy +(\w+?)(?:Strategy)?, (\d+) replicas?(?: on (.*))?$", re.M)
 _MAX_OUTPUT = 2**16
-_CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["sendChartToCloud"]}  # none uploads
 _TIMED = ("batch", "devices", "precision", "time", "examples/s")
 
 
@@ -60,8 +56,6 @@ def finish(study: Study) -> int:
   if len(lines := list(by_device(study, complete))) > 2:
     print("\n".join(["", f"the best {study.goal.metric} by batch size and device:", *lines]))
   print()
-  write_plots(study)
-  print(f"wrote {os.path.join(study.folder, PLOTS)}")
   if path := write_best(study, complete[0]):
     print(f"wrote {path}: `loopwright train {path}` trains it again")
   return 0
@@ -73,13 +67,14 @@ def _finish_repetitions(study: Study) -> int:
   print("\n".join(table(study, trials)))
   numbers = [each.number for each in trials if each.state == TrialState.COMPLETE]
   paths = [study.folder_of(number) for number in numbers]
-  found = repetitions.spreads([folders.Run(path) for path in paths if folders.is_run(path)])
+  runs = [folders.Run(path) for path in paths if folders.is_run(path)]
+  found = [*repetitions.rows(runs)]
   if not found:
     print(f"fewer than two are complete; each has its output in {study.folder}/trial-*/{OUTPUT}")
     return 1
   print("\nonly the seed differs, so none is the best; the last evaluations have")
-  print("\n".join(ls.table([repetitions.HEADS, *repetitions.rows(found)])))
-  print(f"\n`loopwright report {study.folder}` shows the curves; `loopwright repeat` is for this")
+  print("\n".join(ls.table([repetitions.HEADS, *found])))
+  print("\n`loopwright repeat` is for this")
   return 0
 
 
@@ -160,28 +155,6 @@ def write_best(study: Study, best: FrozenTrial) -> str | None:
   return None
 
 
-def write_plots(study: Study) -> None:
-  """Writes Optuna's own plots as one page, which needs no network."""
-  parts: list[str] = []
-  for title, plot in _plots(study):
-    with contextlib.suppress(ValueError, RuntimeError, ImportError), warnings.catch_warnings():
-      warnings.simplefilter("ignore")
-      figure = plot(study.known).update_layout(title=title)
-      parts.append(figure.to_html(config=_CONFIG, full_html=False, include_plotlyjs=not parts))
-  name = os.path.basename(os.path.abspath(study.folder))
-  head = f"<!doctype html><html><head><meta charset='utf-8'><title>{_escaped(name)}</title></head>"
-  _replace(os.path.join(study.folder, PLOTS), f"{head}<body>{''.join(parts)}</body></html>")
-
-
-def _plots(study: Study) -> Iterator[tuple[str, Callable[[optuna.Study], Any]]]:
-  yield f"{study.goal.metric} by trial", visualization.plot_optimization_history
-  yield "importance", visualization.plot_param_importances
-  yield "each binding", visualization.plot_slice
-  yield "all bindings", visualization.plot_parallel_coordinate
-  yield f"{study.goal.metric} by step", visualization.plot_intermediate_values
-  yield "trials by time", visualization.plot_timeline
-
-
 def value_of(trial: FrozenTrial) -> float | None:
   """Returns a trial's value; of one that is not complete that of its last evaluation."""
   if trial.state == TrialState.COMPLETE:
@@ -222,10 +195,6 @@ def _shown(trial: FrozenTrial, name: str) -> str:
 def _devices(strategy: str, replicas: str, names: str | None) -> str:
   kind = re.sub(r":.*", "", names or "") or "device"
   return f"{replicas} {kind}, {strategy}"
-
-
-def _escaped(text: str) -> str:
-  return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _replace(path: str, text: str) -> None:

@@ -19,11 +19,9 @@ from scipy import stats
 import framework
 from framework import commands
 from framework.errors import ConfigError
-from framework.run_folder import folders
-from framework.tools.runs import repetitions
 from framework.tools.sweep import jobs, results, runner, space
 
-CHECKED, WRITE_PLOTS, OF = space.checked, results.write_plots, jobs.Command.of
+CHECKED, OF = space.checked, jobs.Command.of
 STUB = Path(__file__).resolve().parents[2] / "support" / "trial_stub.py"
 CONFIG = """
 import framework.tasks.image_classification
@@ -54,7 +52,6 @@ def elsewhere(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(runner, "POLL_S", 0.01)
   monkeypatch.setattr(space, "checked", lambda *_: space.Facts({"run.seed": "0"}, None))
-  monkeypatch.setattr(results, "write_plots", lambda *_: None)
   Path("c.gin").write_text(CONFIG)
 
   def command(self, values, model_dir):
@@ -182,8 +179,7 @@ def test_the_goal_is_that_of_the_actions():
   assert facts(*stop, both, "BestCheckpoint.metric = 'f1'").goal == ("f1", True)
 
 
-def test_trials_run_at_once_and_the_table_has_the_best_first(capsys, monkeypatch):
-  monkeypatch.setattr(results, "write_plots", WRITE_PLOTS)
+def test_trials_run_at_once_and_the_table_has_the_best_first(capsys):
   given = ["--vary=x = [1, 3, 2]", "--sampler=grid", "--metric=score", "--maximize"]
   assert sweep(*given, "--jobs=2") == 0
   out = capsys.readouterr().out
@@ -201,8 +197,6 @@ def test_trials_run_at_once_and_the_table_has_the_best_first(capsys, monkeypatch
     "",
     "x = 3",
   ]
-  page = Path("s/plots.html").read_text()
-  assert page.count("Plotly.newPlot(") == 6
   assert sorted(each["values"]["x"] for n in range(3) for each in starts(n)) == ["1", "2", "3"]
   cores = sorted(os.sched_getaffinity(0))
   used = {tuple(starts(n)[0]["cores"]) for n in range(3)}
@@ -210,7 +204,6 @@ def test_trials_run_at_once_and_the_table_has_the_best_first(capsys, monkeypatch
     tuple(cores[: len(cores) // 2]),
     tuple(cores[len(cores) // 2 :][: len(cores) // 2]),
   }
-  monkeypatch.setattr(results, "write_plots", lambda *_: None)
   # The same command again trains nothing.
   assert sweep(*given) == 0
   assert rows(capsys.readouterr().out) == table
@@ -455,7 +448,6 @@ def test_a_sweep_over_the_seed_alone_is_a_repetition(capsys):
   assert "only the seed differs, so none is the best" in out
   assert "`loopwright repeat` is for this" in out
   assert not Path("s/best.gin").exists()
-  assert not Path("s/plots.html").exists()
 
 
 def test_one_complete_repetition_has_no_spread(capsys):
@@ -463,30 +455,3 @@ def test_one_complete_repetition_has_no_spread(capsys):
   assert "fewer than two are complete; each has its output in s/trial-*/output.txt" in (
     capsys.readouterr().out
   )
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 100, 9999])
-def test_students_quantile(freedom):
-  assert repetitions.quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-12)
-
-
-def test_runs_that_differ_in_the_seed_alone_are_found():
-  def run(name, config, step=10):
-    folder = Path("runs", name)
-    folder.mkdir(parents=True)
-    (folder / "operative_config.gin").write_text(f"run.train_steps = 10\n{config}")
-    record = {"step": step, "split": "eval", "loss": 1.0, "odd": "NaN"}
-    (folder / "metrics.jsonl").write_text(f"{json.dumps(record)}\n")
-    return folders.Run(str(folder))
-
-  found = [
-    run("a", "run.seed = 1\nx.y = 2\n"), run("b", "run.seed = 2\nx.y = 3\n"),
-    run("c", "run.seed = 3\nx.y = 2\n"), run("d", "x.y = 2\n"),
-    run("e", "run.seed = 3\nx.y = 3\n"),
-  ]  # fmt: skip
-  groups = repetitions.alike(found)
-  assert [[each.path for each in group] for group in groups] == [
-    ["runs/a", "runs/c"],
-    ["runs/b", "runs/e"],
-  ]
-  assert repetitions.spreads(groups[0]) == {"loss": repetitions.Spread(2, 1.0, 0.0, 0.0)}
