@@ -15,7 +15,7 @@ LAUNCH_MODES = (*MODES, "verify", "check_config", "tune", "memory")
 """The values of launch.py's --mode: those of `run`, and four that only examine a config."""
 
 TOOLS: Mapping[str, str] = {
-  "export": "framework.tools.exports",
+  "export": "framework.tools.exports.export",
   "replay": "framework.tools.forensics.examine",
   "ledger": "framework.tools.ledger.recorder",
 }

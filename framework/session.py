@@ -199,18 +199,16 @@ class Session:
     return self._last_record("eval")
 
   def export(self) -> dict[str, float]:
-    """Writes the restored model to <model_dir>/export, in the formats of the action Export.
+    """Writes the restored model to <model_dir>/export.
 
     Raises:
-      ConfigError: there is no checkpoint, or a format differs or cannot be made.
+      ConfigError: there is no checkpoint.
     """
     self._require_checkpoint("export")
-    wanted, ema = configurables.bound("Export", "formats", ()), self.trainer.parts.ema
+    ema = self.trainer.parts.ema
     with ema.in_place() if ema else contextlib.nullcontext():
-      tool("export").write(
-        self.trainer.task, self._in(layout.EXPORT), wanted=wanted, is_chief=self.cluster.is_chief,
-        message=self._say,
-      )  # fmt: skip
+      folder, is_chief = self._in(layout.EXPORT), self.cluster.is_chief
+      tool("export").export(self.trainer.task, folder, is_chief=is_chief)
     return {}
 
   def replay(self) -> dict[str, float]:

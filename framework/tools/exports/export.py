@@ -1,4 +1,4 @@
-"""Exports a SavedModel, and other formats of it: each complete, or absent."""
+"""Exports a SavedModel: complete, or absent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -17,19 +17,14 @@ from tensorflow.python.ops import lookup_ops
 from framework.errors import ConfigError
 from framework.host import files
 from framework.models import models
-from framework.tools.exports import formats as proofs
 
 if TYPE_CHECKING:
   from framework.task import Task
 
-_FILES = {
-  "saved_model.pb",
-  "fingerprint.pb",
-  "variables",
-  "assets",
-  *filter(None, proofs.FILES.values()),
-}
-"""What a SavedModel and the other formats consist of."""
+_FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets"}
+"""What a SavedModel consists of."""
+_EARLIER = {"model.keras", "model.onnx", "model.tflite"}
+"""What exports of earlier versions have too."""
 _EXTRA = "assets.extra"
 MARK = f"{_EXTRA}/loopwright"
 """File in an export that says who wrote it; TensorFlow leaves that folder to others."""
@@ -37,9 +32,7 @@ _ABANDONED_S = 300.0
 """Without locks: an unfinished export that has not changed for so long is a killed process's."""
 
 
-def export(
-  task: Task, directory: str, *, is_chief: bool = True, formats: Sequence[str] = ()
-) -> None:
+def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   """Writes what `task.export_signature()` serves as a SavedModel (host).
 
   Signatures may use lookup tables and a `tf.Module` that are attributes of the task. A reader of
@@ -50,8 +43,6 @@ def export(
     task: with its model built. `export_signature` returns a `tf.function` with an input signature,
       served as "serving_default", or a dict of name -> `tf.function`.
     is_chief: False on other workers, which must call this too but keep nothing.
-    formats: what `formats.prove` is to make and compare afterwards: keeps a batch for it, and
-      writes model.keras if it is one of them.
 
   Raises:
     ConfigError: a signature is not a `tf.function` with an input signature, or the export would
@@ -76,11 +67,6 @@ def export(
       if is_chief:
         require_still()
         _mark(new)
-        if formats:
-          with tf.io.gfile.GFile(os.path.join(new, proofs.EXAMPLES), "wb") as file:
-            file.write(proofs.examples(task, served))
-        if "keras" in formats:
-          proofs.save_keras(task, new)
         files.sync_tree(new)
         _swap(new, directory)
   finally:
@@ -128,14 +114,9 @@ def _is_export(path: str) -> bool:
   found = {
     f"{folder}{name}".rstrip("/") for folder in ("", f"{_EXTRA}/") for name in _names(path, folder)
   }
-  return found <= {
-    *_FILES,
-    *(f"{name}.tmp" for name in _FILES),
-    _EXTRA,
-    MARK,
-    proofs.EXAMPLES,
-    proofs.STAGED,
-  }
+  earlier = {*_EARLIER, *(f"{name}.tmp" for name in _EARLIER)}
+  earlier |= {f"{_EXTRA}/{name}" for name in ("examples.npz", "model.keras")}
+  return found <= {*_FILES, _EXTRA, MARK, *earlier}
 
 
 def _names(path: str, folder: str) -> list[str]:

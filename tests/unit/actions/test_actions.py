@@ -18,10 +18,8 @@ from framework.actions.base import Action, Run, StopTraining
 from framework.actions.best import BestCheckpoint, EarlyStopping, Goal, OnBest
 from framework.errors import ConfigError
 from framework.host import files
-from framework.inputs.sources import ArraySource
 from framework.run_folder.metrics_log import MetricsLog, flatten
 from framework.tools.exports import export as exports
-from framework.tools.exports import formats
 from framework.tools.exports.action import Export
 from framework.tools.exports.export import export
 from framework.tools.forensics.action import NonFiniteLoss, StopOnNonFinite
@@ -748,73 +746,3 @@ def test_an_action_must_say_what_it_does():
     Action()({})
   with pytest.raises(NotImplementedError):
     OnBest().on_best(1.0)
-
-
-# -- the formats of an export, which are compared when training is over
-
-
-class Served(Task):
-  def source(self, split):
-    return ArraySource(features={"x": INPUT})
-
-
-@pytest.fixture
-def proofs(monkeypatch):
-  calls = []
-
-  def prove(task, directory, names):
-    calls.append((os.path.exists(os.path.join(directory, formats.EXAMPLES)), directory, names))
-    return [formats.Outcome(name, 2e-7, 1e-4) for name in names]
-
-  monkeypatch.setattr(formats, "prove", prove)
-  return calls
-
-
-def test_the_best_export_is_compared_at_the_end(model_dir, proofs, capsys):
-  action = Export(mode="min", metric="loss", formats=["saved_model"])
-  process = Process(model_dir, [action], task=Served(dense_model(keras))).begin()
-  [(complete, trial, names)] = proofs
-  assert complete
-  assert names == ["saved_model"]
-  assert not os.path.exists(os.path.dirname(trial))
-  proofs.clear()
-  for step, loss in ((1, 1.0), (2, 0.5), (3, 0.75)):
-    process.evaluate(step, {"loss": loss})
-  assert proofs == []
-  action.end()
-  directory = os.path.join(model_dir, "export")
-  assert proofs == [(True, directory, ["saved_model"])]
-  assert capsys.readouterr().out == (
-    f"exported {directory}: loaded again, largest difference 2.0e-07, allowed 1e-04\n"
-  )
-
-
-def test_a_format_that_cannot_be_made_ends_the_run_before_it_trains(model_dir, monkeypatch):
-  def prove(task, directory, names):
-    raise ConfigError(f"the export to {directory!r} is refused as 'onnx': ComplexAbs expected 2")
-
-  monkeypatch.setattr(formats, "prove", prove)
-  process = Process(model_dir, [Export(formats=["onnx"])], task=Served(dense_model(keras)))
-  with pytest.raises(ConfigError) as caught:
-    process.begin()
-  assert str(caught.value) == (
-    "Export.formats, tried on the initial weights, is refused as 'onnx': ComplexAbs expected 2; "
-    "take the format out, or change the model or its export_signature()."
-  )
-
-
-@pytest.mark.parametrize("names", [["saved_model"], []])
-def test_an_export_is_not_compared_after_a_failure_or_without_formats(model_dir, proofs, names):
-  action = Export(mode="min", metric="loss", formats=names)
-  process = Process(model_dir, [action], task=Served(dense_model(keras))).begin()
-  proofs.clear()  # of the trial before the first step
-  process.evaluate(1, {"loss": 1.0})
-  with contextlib.suppress(Killed):
-    try:
-      raise Killed
-    finally:
-      if names:
-        action.end()
-  if not names:
-    action.end()
-  assert proofs == []
