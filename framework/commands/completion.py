@@ -1,4 +1,4 @@
-"""Completes commands, flags, configs and bindings in a shell, with argcomplete. No TensorFlow."""
+"""Completes commands, flags, configs and their bindings in a shell, with argcomplete."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import re
 from pathlib import Path
 
-from framework.commands import bindings, help_pages, shipped
+from framework.commands import help_pages, shipped
 from framework.commands.arguments import COMMANDS
+from framework.configurables import reading
 from framework.errors import ConfigError
 
 
@@ -53,9 +54,12 @@ def configs_and_bindings(
 
 
 def bindings_of_config(prefix: str, parsed_args: argparse.Namespace, **unused: object) -> list[str]:
-  """Returns "name.parameter=" of all bindings that begin so and that the command's config takes."""
-  found = {*bindings.names(_gin_files(parsed_args)), *bindings.of_keras(prefix)}
-  return sorted(f"{each}=" for each in found if each.startswith(prefix))
+  """Returns "name.parameter=" of all bindings that begin so and that the command's configs have."""
+  found: set[str] = set()
+  for file in _gin_files(parsed_args):
+    with contextlib.suppress(ConfigError):
+      found |= {f"{each}=" for each in reading.read([file], []).bindings}
+  return sorted(each for each in found if each.startswith(prefix))
 
 
 def _gin_files(parsed: argparse.Namespace) -> list[str]:

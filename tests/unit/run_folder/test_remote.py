@@ -548,10 +548,10 @@ def test_ls_and_diff_read_runs_in_a_store(capsys, tmp_path):
   assert re.search(r"eval loss +0.5 +0.25", told)
   assert "memory://bucket/runs/a" in told
   top = "memory://bucket/runs/a"
-  data = "checkpoints/ckpt-9.data-00000-of-00001"
-  Store(top).write(data, b"cut off")
+  index = "checkpoints/ckpt-9.index"
+  Store(top).write(index, b"cut off")
   assert commands.main(["loopwright", "ls", top]) == 0
-  fault = f"damaged: '{top}/{data}' is cut off: it has 7 bytes of "
+  fault = f"damaged: '{top}/{index}' cannot be read."
   assert fault in capsys.readouterr().out
   capsys.readouterr()
   assert commands.main(["loopwright", "ls", "memory://bucket/none"]) == 2
