@@ -56,6 +56,7 @@ COMMANDS: Mapping[str, Command] = {
   ),
   "options": Command("Lists all that a config can set.", module="commands.options"),
   "ls": Command("Lists the runs in folders, by default in runs/.", "[FOLDER ...]", "tools.runs.ls"),
+  "report": Command("Writes an HTML page about runs.", "RUN [RUN ...]", "tools.report"),
   "diff": Command(
     "Compares two runs: bindings, data, versions, results.", "RUN RUN", "tools.runs.diff"
   ),

@@ -90,6 +90,7 @@ RUN = (
   r"loopwright train( auto\.cpu_replicas=2 --model_dir=/tmp/two)?$",
   r"launch\.py --gin_file=(configs/digits_cnn|digits)\.gin (?!.*(--local_|=verify))",
   r"launch\.py --gin_file=digits\.gin$",
+  r"loopwright report runs/digits_cnn( --output=report\.html)?$",
   r"python -m [\w.]+\.ledger runs/ledger$",
   r"python -m tests\.support\.option_tables$",
 )

@@ -20,6 +20,7 @@ from framework.metrics import Loss
 from framework.run import run
 from framework.run_folder import history
 from framework.task import Task
+from framework.tools.report import data, page
 from framework.tools.sweep import space
 
 SECRET, OTHER = "hunter2-PLAIN", "swordfish-PLAIN"
@@ -162,6 +163,7 @@ def test_nothing_that_a_run_writes_has_a_secret(monkeypatch, capfd):
   [start] = map(json.loads, Path("runs/r/history.jsonl").read_text().splitlines())
   assert start["config"]["Uploading.headers"] == repr({"Authorization": digest(SECRET)})
   assert digest(SECRET) in start["command"]
+  assert SECRET not in page.html([data.read("runs/r", "r")], plotly="")
   assert SECRET not in "".join(capfd.readouterr())
 
 

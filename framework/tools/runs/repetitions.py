@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from scipy import stats
-
 from framework.errors import is_finite
 from framework.run_folder.folders import Run
 
@@ -29,3 +27,13 @@ def rows(runs: Sequence[Run]) -> Iterator[Sequence[str]]:
       margin = stats.t.interval(_CONFIDENCE, len(numbers) - 1)[1] * deviation / len(numbers) ** 0.5
       interval = f"{mean - margin:.5g} to {mean + margin:.5g}"
       yield name, f"{mean:.5g}", f"{deviation:.2g}", interval, str(len(numbers))
+
+
+def alike(runs: Sequence[Run]) -> list[list[Run]]:
+  """Returns the groups of runs that differ in the seed alone and have ended, in the runs' order."""
+  groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+  for run in runs:
+    config = tuple(sorted((n, value) for n, value in run.bindings.items() if n != SEED))
+    if config and SEED in run.bindings and run.status() in ("done", "stopped"):
+      groups.setdefault(config, []).append(run)
+  return [group for group in groups.values() if len({run.bindings[SEED] for run in group}) > 1]

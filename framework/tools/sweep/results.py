@@ -74,7 +74,7 @@ def _finish_repetitions(study: Study) -> int:
     return 1
   print("\nonly the seed differs, so none is the best; the last evaluations have")
   print("\n".join(ls.table([repetitions.HEADS, *found])))
-  print("\n`loopwright repeat` is for this")
+  print(f"\n`loopwright report {study.folder}` shows the curves; `loopwright repeat` is for this")
   return 0
 
 

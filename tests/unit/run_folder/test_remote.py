@@ -547,12 +547,17 @@ def test_ls_and_diff_read_runs_in_a_store(capsys, tmp_path):
   told = capsys.readouterr().out
   assert re.search(r"eval loss +0.5 +0.25", told)
   assert "memory://bucket/runs/a" in told
+  page = tmp_path / "report.html"
   top = "memory://bucket/runs/a"
   index = "checkpoints/ckpt-9.index"
   Store(top).write(index, b"cut off")
   assert commands.main(["loopwright", "ls", top]) == 0
   fault = f"damaged: '{top}/{index}' cannot be read."
   assert fault in capsys.readouterr().out
+  assert commands.main(["loopwright", "report", top, f"--output={page}"]) == 0
+  shown = page.read_text()
+  assert top in shown
+  assert "/loopwright-" not in shown
   capsys.readouterr()
   assert commands.main(["loopwright", "ls", "memory://bucket/none"]) == 2
   assert "'memory://bucket/none' does not exist" in capsys.readouterr().err

@@ -19,6 +19,8 @@ from scipy import stats
 import framework
 from framework import commands
 from framework.errors import ConfigError
+from framework.run_folder import folders
+from framework.tools.runs import repetitions
 from framework.tools.sweep import jobs, results, runner, space
 
 CHECKED, OF = space.checked, jobs.Command.of
@@ -455,3 +457,25 @@ def test_one_complete_repetition_has_no_spread(capsys):
   assert "fewer than two are complete; each has its output in s/trial-*/output.txt" in (
     capsys.readouterr().out
   )
+
+
+def test_runs_that_differ_in_the_seed_alone_are_found():
+  def run(name, config, step=10):
+    folder = Path("runs", name)
+    folder.mkdir(parents=True)
+    (folder / "operative_config.gin").write_text(f"run.train_steps = 10\n{config}")
+    record = {"step": step, "split": "eval", "loss": 1.0, "odd": "NaN"}
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(record)}\n")
+    return folders.Run(str(folder))
+
+  found = [
+    run("a", "run.seed = 1\nx.y = 2\n"), run("b", "run.seed = 2\nx.y = 3\n"),
+    run("c", "run.seed = 3\nx.y = 2\n"), run("d", "x.y = 2\n"),
+    run("e", "run.seed = 3\nx.y = 3\n"),
+  ]  # fmt: skip
+  groups = repetitions.alike(found)
+  assert [[each.path for each in group] for group in groups] == [
+    ["runs/a", "runs/c"],
+    ["runs/b", "runs/e"],
+  ]
+  assert [*repetitions.rows(groups[0])] == [("loss", "1", "0", "1 to 1", "2")]

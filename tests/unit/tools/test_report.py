@@ -1,0 +1,433 @@
+"""The report: what it reads, what it shows, hostile and damaged folders; a real browser's view."""
+
+import html.parser
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import browser
+import pytest
+
+from framework import commands
+from framework.tools.report import data, page
+
+ROOT = Path(__file__).resolve().parents[3]
+PNG = bytes.fromhex(
+  "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
+  "0000000a49444154789c6360000000020001e221bc330000000049454e44ae426082"
+)
+EVIL = "<img src=x onerror=hacked=1>"
+BREAKS_OUT = "</script><script>hacked = 2</script><!--"
+METRIC = f"<b>bold</b>{BREAKS_OUT}"
+START = {
+  "time": "2026-01-02T03:04:05+0000",
+  "command": f"train {BREAKS_OUT}",
+  "commit": "12ab+changes",
+  "versions": {"tensorflow": "2.20.0", "keras": EVIL},
+  "config": {},
+  "data": {"training": "10 examples"},
+}
+VERIFY = {
+  "seconds": 3.0,
+  "failed": 1,
+  "results": [
+    {"group": "loss", "check": "a mean", "status": "passed", "detail": "", "cause": ""},
+    {"group": "loss", "check": EVIL, "status": "failed", "detail": "1 is not 2", "cause": "a sum"},
+  ],
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+
+
+def line(step, split, wall_time=0.0, **values):
+  return json.dumps({"step": step, "split": split, "wall_time": wall_time, **values})
+
+
+def make(path, *log, config="run.train_steps = 2\n", start=None, verify=None, media=None):
+  folder = Path(path)
+  (folder / "media").mkdir(parents=True)
+  (folder / "metrics.jsonl").write_text("".join(f"{each}\n" for each in log))
+  (folder / "operative_config.gin").write_text(config)
+  if start:
+    (folder / "history.jsonl").write_text(f"{json.dumps(start)}\n")
+  if verify:
+    (folder / "verify.json").write_text(json.dumps(verify))
+  for name, content in (media or {}).items():
+    (folder / "media" / name).parent.mkdir(exist_ok=True)
+    (folder / "media" / name).write_bytes(content)
+  return path
+
+
+def hostile():
+  """Returns two runs: one whose every text is markup, and a plain one."""
+  return [
+    make(
+      f"runs/{EVIL}",
+      line(1, "train", 60.0, **{"loss": 2.0, METRIC: 1.0}),
+      line(2, "train", 120.0, loss="NaN"),
+      line(2, "eval", 120.0, loss=1.5),
+      line(2, "time", compute_s=3.0, input_wait_s=1.0),
+      config=f"run.train_steps = 2\nt.name = '{BREAKS_OUT}'\n",
+      start=START, verify=VERIFY,
+      media={f"{EVIL}-2.png": PNG, "a/note-1.txt": BREAKS_OUT.encode()},
+    ),
+    make("runs/plain", line(1, "train", 7.0, loss=3.0), line(2, "eval", 8.0, loss=0.5)),
+  ]  # fmt: skip
+
+
+def report(*given):
+  assert commands.main(["loopwright", "report", *given, "--output=r.html"]) == 0
+  return Path("r.html").read_text()
+
+
+class Parsed(html.parser.HTMLParser):
+  """The elements of a page, each with its attributes and the text directly in it."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.found, self._open = [], []
+    self.feed(text)
+
+  def handle_starttag(self, tag, attrs):
+    self.found.append([tag, dict(attrs), ""])
+    self._open.append(self.found[-1])
+
+  def handle_endtag(self, tag):
+    while self._open and self._open.pop()[0] != tag:
+      pass
+
+  def handle_data(self, data):
+    if self._open:
+      self._open[-1][2] += data
+
+  def texts(self, *tags):
+    return [text for tag, _, text in self.found if tag in tags]
+
+
+def without_plotly(monkeypatch):
+  monkeypatch.setattr("framework.tools.report.plotly", lambda: "/* plotly.js */")
+
+
+def rows(parsed_page, head):
+  """Returns the cells of the table whose first head this is."""
+  after = [x for x in parsed_page.found if x[0] in ("table", "tr", "th", "td")]
+  start = next(i for i, x in enumerate(after) if x[0] == "th" and x[2] == head) - 1
+  end = next((i for i, x in enumerate(after) if i > start and x[0] == "table"), len(after))
+  found = []
+  for tag, _, text in after[start:end]:
+    found.append([]) if tag == "tr" else found[-1].append(text)
+  return found
+
+
+def test_curves_are_the_lines_of_the_two_splits():
+  log = [
+    {"step": 10, "split": "train", "wall_time": 600.0, "loss": 2.5, "counts": [1, 2]},
+    {"step": 20, "split": "train", "wall_time": 660.0, "loss": "NaN", "other": True},
+    {"step": 20, "split": "eval", "wall_time": 690.0, "loss": 1.5},
+    {"step": 30, "split": "time", "wall_time": 700.0, "host_s": 4.0, "compute_s": "NaN"},
+  ]
+  curves, budget = data.logged(log)
+  assert {*curves} == {"loss"}
+  train, evaluation = curves["loss"]["train"], curves["loss"]["eval"]
+  assert (train.steps, train.minutes, train.values) == ([10, 20], [0.0, 1.0], [2.5, None])
+  assert (evaluation.steps, evaluation.minutes, evaluation.values) == ([20], [1.5], [1.5])
+  assert budget == {"host_s": 4.0}
+
+
+def test_a_long_curve_keeps_evenly_spaced_points():
+  curve = data.Curve()
+  for step in range(10_000):
+    curve.add(step, 0.0, float(step))
+  assert curve.every == 8
+  assert curve.steps == [*range(0, 10_000, 8)]
+  assert curve.values == curve.steps
+  assert len(curve.steps) <= data.MOST_POINTS
+
+
+def test_the_page_shows_results_configs_budget_verify_samples_and_environment(monkeypatch):
+  without_plotly(monkeypatch)
+  one = make(
+    "runs/a", line(2, "eval", loss=0.5), line(2, "time", compute_s=3.0, input_wait_s=1.0),
+    config="x.y = 1\nx.same = 'z'\n", start={**START, "command": "train"}, verify=VERIFY,
+    media={"no-1.png": b"GIF89a"},
+  )  # fmt: skip
+  two = make("runs/b", line(2, "eval", loss=0.25), config="x.y = 2\nx.same = 'z'\n")
+  found = Parsed(report(one, two))
+  assert rows(found, "run")[1:] == [
+    ["a", "2", "stopped", "0.5", "loss 0.5 @2"],
+    ["b", "2", "stopped", "0.25", "loss 0.25 @2"],
+  ]
+  assert rows(found, "bindings")[1:] == [["x.y", "1", "2"]]
+  assert rows(found, "part")[1:] == [
+    ["compute", "3.00 s, 75.0 %"],
+    ["input wait", "1.00 s, 25.0 %"],
+    ["total", "4.00 s"],
+  ]
+  assert rows(found, "group")[1:] == [
+    ["loss", "a mean", "passed", ""],
+    ["loss", EVIL, "failed", "1 is not 2"],
+  ]
+  assert "1 passed, 1 failed" in found.texts("p")
+  assert f"{EVIL}: 1 is not 2; a sum" in found.texts("p")
+  assert ["tensorflow", "2.20.0"] in rows(found, "of the last start")
+  assert ["command", "train"] in rows(found, "of the last start")
+  assert "a: 'runs/a/media/no-1.png' is no PNG file." in found.texts("p")
+
+
+def test_runs_that_differ_in_the_seed_have_their_mean_and_spread(monkeypatch):
+  without_plotly(monkeypatch)
+  for seed in range(3):
+    log = line(2, "eval", loss=float(seed), accuracy=0.5)
+    make(f"runs/{seed}", log, config=f"run.train_steps = 2\nrun.seed = {seed}\n")
+  make(
+    "runs/other", line(2, "eval", loss=9.0), config="run.train_steps = 2\nrun.seed = 9\nx.y = 1\n"
+  )
+  found = Parsed(report("runs"))
+  assert rows(found, "runs that differ in the seed alone")[1:] == [
+    ["0, 1, 2", "loss", "1", "1", "-1.4841 to 3.4841", "3"],  # t of 2 degrees is 4.3027
+    ["0, 1, 2", "accuracy", "0.5", "0", "0.5 to 0.5", "3"],
+  ]
+
+
+def test_what_never_changes_has_no_plot(monkeypatch):
+  without_plotly(monkeypatch)
+  for run, rate in (("a", 0.5), ("b", 0.25)):
+    logs = [line(n, "train", loss=1.0, rate=rate, scale=4.0, norm=float(n)) for n in (1, 2)]
+    make(f"runs/{run}", *logs, line(2, "eval", loss=1.0, once=7.0))
+  found = Parsed(report("runs"))
+  scripts = [(attributes, text) for tag, attributes, text in found.found if tag == "script"]
+  plots = [plot["name"] for plot in json.loads(scripts[0][1])["plots"]]
+  assert plots == ["loss", "norm", "once"]
+  assert "The same at every step: rate = 0.5 or 0.25; scale = 4" in found.texts("p")
+
+
+def test_the_newest_picture_and_earlier_ones_at_even_distances(monkeypatch):
+  without_plotly(monkeypatch)
+  make("a", line(1, "eval", loss=1.0), media={f"x/faces-{n}.png": PNG for n in range(1, 22)})
+  found = Parsed(report("a"))
+  assert found.texts("figcaption") == [f"step {step}" for step in (1, 5, 9, 13, 17, 21)]
+  assert found.texts("h3")[-1] == "x/faces"
+
+
+def test_of_many_runs_each_has_a_row(monkeypatch):
+  without_plotly(monkeypatch)
+  for number in range(5):
+    make(f"runs/{number}", line(1, "eval", loss=1.0), config=f"x.y = {number}\nx.z = 7\n")
+  found = Parsed(report("runs"))
+  assert rows(found, "bindings") == [["bindings", "x.y"], *([str(n)] * 2 for n in range(5))]
+
+
+def test_no_text_of_a_run_becomes_markup(monkeypatch):
+  without_plotly(monkeypatch)
+  found = Parsed(report(*hostile()))
+  ours = {
+    *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "section", "div"),
+    *("table", "thead", "tbody", "tr", "th", "td", "label", "select", "option", "input", "script"),
+    *("details", "summary", "figure", "figcaption", "pre", "img", "code"),
+  }
+  assert {tag for tag, _, _ in found.found} <= ours
+  names = {name for _, attributes, _ in found.found for name in attributes}
+  assert not [name for name in names if name.startswith("on")]
+  images = [attributes for tag, attributes, _ in found.found if tag == "img"]
+  assert [each["src"][:22] for each in images] == ["data:image/png;base64,"]
+  assert images[0]["alt"] == f"{EVIL}.png"
+  scripts = [(attributes, text) for tag, attributes, text in found.found if tag == "script"]
+  nonces = {attributes["nonce"] for attributes, _ in scripts}
+  assert (len(scripts), len(nonces)) == (3, 1)
+  assert not any("src" in attributes for attributes, _ in scripts)
+  policy = next(a["content"] for t, a, _ in found.found if t == "meta" and "content" in a)
+  assert policy.startswith(f"default-src 'none'; script-src 'nonce-{nonces.pop()}';")
+  drawn = json.loads(scripts[0][1])
+  assert drawn["runs"] == [EVIL, "plain"]
+  assert [plot["name"] for plot in drawn["plots"]] == ["loss", METRIC]
+  assert drawn["plots"][0]["curves"][0] == {
+    "run": 0, "split": "train", "steps": [1, 2], "minutes": [0.0, 1.0], "values": [2.0, None]
+  }  # fmt: skip
+  assert f"'{BREAKS_OUT}'" in found.texts("td")
+  assert found.texts("pre") == [BREAKS_OUT]
+
+
+def test_a_name_that_is_no_text_is_written_so_that_it_can_be_read(monkeypatch):
+  without_plotly(monkeypatch)
+  make("a\x1b[2J\udcff", line(1, "eval", loss=1.0))
+  assert r"a\x1b[2J\udcff" in Parsed(report("a\x1b[2J\udcff")).texts("h1")
+
+
+def test_a_damaged_run_is_a_line_on_the_page(monkeypatch):
+  without_plotly(monkeypatch)
+  make("runs/good", line(1, "eval", loss=1.0))
+  make("runs/history", line(1, "eval", loss=2.0), start=START)
+  Path("runs/history/history.jsonl").write_text("{")
+  make("runs/pipe")
+  Path("runs/pipe/metrics.jsonl").unlink()
+  os.mkfifo("runs/pipe/metrics.jsonl")
+  make("runs/half", '{"step": 1, "split": "ev')
+  Path("runs/half/verify.json").write_text('{"results": [{"che')
+  Path("runs/half/operative_config.gin").write_bytes(bytes(range(256)))
+  make("runs/odd", line(1, "eval", loss=10**400), line(2, "train", wall_time="x", loss=1e308))
+  Path("runs/odd/verify.json").write_text('{"results": 7}')
+  found = Parsed(report("runs"))
+  told = [attributes.get("class") == "bad" and text for _, attributes, text in found.found]
+  told = [text for text in told if text]
+  assert [text.partition(" cannot be read (")[0] for text in told] == [
+    "half: 'runs/half/metrics.jsonl': 1 of 1 lines cannot be read.",
+    "half: 'runs/half/operative_config.gin' is not text.",
+    "half: 'runs/half/verify.json'",
+    "history: 'runs/history/history.jsonl': 1 of 1 lines cannot be read.",
+    "odd: 'runs/odd/checkpoints' has no checkpoint, but the log goes to step 2.",
+    "odd: 'runs/odd/verify.json'",
+    "pipe: 'runs/pipe/metrics.jsonl' is a pipe, not a file; give the path of a log.",
+  ]
+  assert [row[0] for row in rows(found, "run")[1:]] == ["good", "half", "history", "odd", "pipe"]
+
+
+HOSTILE = {
+  "nested": b'{"step": 1, "split": "eval", "results": ' + b"[" * 100_000 + b"\n",
+  "numbers": b'{"step": 1, "split": "time", "wall_time": -1e308, "a_s": 1e308, "b_s": 1e308}\n'
+  b'{"step": 9223372036854775808, "split": "eval"}\n'
+  b'{"step": 2, "split": "eval", "wall_time": 1e308, "x": 1, "loss": ' + b"9" * 4000 + b"}\n",
+  "other types": b'{"step": 1, "split": [], "loss": {}}\n["eval"]\n{"versions": 7, "data": [1]}\n',
+  "results": b'{"results": [{"check": [], "status": {"a": null}, "detail": 7}, 8]}',
+  "not text": bytes(range(256)) * 50,
+  "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_content_of_a_file_ends_the_report(name, monkeypatch):
+  without_plotly(monkeypatch)
+  files = ("metrics.jsonl", "operative_config.gin", "history.jsonl", "verify.json", "owner.json")
+  for file in (*files, "media/a-1.png", "media/b-1.txt"):
+    folder = make(f"runs/of-{file.replace('/', '-')}", line(5, "eval", loss=1.0), start=START)
+    Path(folder, file).write_bytes(HOSTILE[name])
+  make("runs/good", line(5, "eval", loss=1.0))
+  assert "good" in [row[0] for row in rows(Parsed(report("runs")), "run")]
+
+
+@pytest.mark.parametrize(
+  ("given", "text"),
+  [
+    ([], "`loopwright report` takes run folders, as in `report runs/a runs/b`."),
+    (["nowhere"], "'nowhere' cannot be read (No such file or directory); give a folder of runs"),
+    (["empty"], "there is no run in 'empty'; give a run folder, or a folder of runs."),
+    (["a", "--output=no/r.html"], "--output='no/r.html' cannot be written (No such file"),
+    (["a", "--output=empty"], "--output='empty' cannot be written (Is a directory"),
+  ],
+)
+def test_a_mistake_is_one_line(given, text, capsys, monkeypatch):
+  without_plotly(monkeypatch)
+  Path("empty").mkdir()
+  make("a", line(1, "eval", loss=1.0))
+  assert commands.main(["loopwright", "report", *given]) == 2
+  error = capsys.readouterr().err
+  assert text in error
+  assert error.count("\n") == 1
+  assert sorted(path.name for path in Path().iterdir()) == ["a", "empty"]
+
+
+def test_without_plotly_the_line_says_how_to_get_it(monkeypatch, capsys):
+  make("a", line(1, "eval", loss=1.0))
+  monkeypatch.setitem(sys.modules, "plotly.offline", None)
+  assert commands.main(["loopwright", "report", "a"]) == 2
+  assert "install the extra: `pip install 'loopwright[report]'`" in capsys.readouterr().err
+
+
+def test_it_imports_no_task_and_no_tensorflow():
+  make("r", line(1, "eval", loss=1.0), config="import evil\n\nrun.train_steps = @evil()\n")
+  Path("evil.py").write_text("raise SystemExit('imported')\n")
+  code = """if True:
+    import sys
+    from framework import commands
+    assert commands.main(["loopwright", "report", "r"]) == 0
+    heavy = {"tensorflow", "numpy", "keras", "evil"} & set(sys.modules)
+    assert not heavy, heavy
+  """
+  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:."}
+  subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def contrast(one, other):
+  """Returns the contrast of two colours, by WCAG 2.1."""
+
+  def luminance(color):
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+  low, high = sorted(map(luminance, (one, other)))
+  return (high + 0.05) / (low + 0.05)
+
+
+def test_texts_and_curves_have_contrast_in_light_and_dark():
+  folder = Path(page.__file__).parent
+  style, script = (folder / "page.css").read_text(), (folder / "page.js").read_text()
+  light, dark = (
+    dict(re.findall(r"--(\w+): (#\w+)", part))
+    for part in re.findall(r":root \{([^}]*)\}", style.replace("#fff;", "#ffffff;"))
+  )
+  for colors, name in ((light, "onLight"), (dark, "onDark")):
+    for text in ("text", "soft", "bad"):
+      assert contrast(colors[text], colors["page"]) >= 4.5, (name, text)
+    drawn = re.findall(r"#\w+", re.search(rf"{name} = \[(.*?)\]", script, re.DOTALL)[1])
+    assert len(drawn) == 10
+    for color in drawn:
+      assert contrast(color, colors["page"]) >= 3, (name, color)
+
+
+@pytest.mark.whole
+def test_201_runs_are_a_page_of_a_few_screens():
+  for number in range(201):
+    logs = [line(step, "train", loss=1.0 / step, x=float(step)) for step in (1, 2)]
+    config = f"run.train_steps = 9\nx.y = {number}\n"
+    make(f"runs/r{number}", *logs, line(2, "eval", loss=0.5), config=config, start=START)
+  report("runs")
+  with browser.opened(Path("r.html").resolve().as_uri()) as opened:
+    opened.wait("document.querySelectorAll('#plot-0 .scatterlayer .trace').length === 402")
+    assert opened.value("document.documentElement.scrollHeight") < 5 * 900
+    assert opened.value("document.querySelectorAll('.choose input').length") == 202
+    label = opened.value("document.getElementById('plot-1').getAttribute('aria-label')")
+    assert label.startswith("x over steps, 201 curves. r0, train: 2 at step 2; r1, train: 2 at")
+    assert label.endswith("; and 191 more")
+
+
+@pytest.mark.whole
+def test_in_a_browser_it_draws_and_answers_clicks():
+  report(*hostile())
+  address = Path("r.html").resolve().as_uri()
+  drawn = "document.querySelectorAll('#plot-0 .scatterlayer .trace').length"
+  with browser.opened(address) as opened:
+    opened.wait(f"{drawn} === 4")
+    assert opened.value("[...document.querySelectorAll('.plot')].length") == 2
+    assert opened.value("document.getElementById('plot-0').data.map(each => each.y)") == [
+      [2.0, None],
+      [1.5],
+      [3.0],
+      [0.5],
+    ]
+    assert opened.value("document.querySelector('#plot-1 .gtitle').textContent") == METRIC
+    buttons = "[...document.querySelectorAll('.modebar-btn')].map(each => each.dataset.title)"
+    assert not [each for each in opened.value(buttons) if "Share" in each]
+    opened.click("#run-0")
+    opened.wait(f"{drawn} === 2")
+    assert opened.value("document.getElementById('plot-0').data[0].y") == [3.0]
+    opened.click("#run-0")
+    opened.wait(f"{drawn} === 4")
+    opened.click("#log")
+    opened.wait("document.getElementById('plot-0').layout.yaxis.type === 'log'")
+    opened.value("over.value = 'minutes'; over.dispatchEvent(new Event('change'))")
+    assert opened.value("document.getElementById('plot-0').data[0].x") == [0, 1]
+    opened.click("summary")
+    opened.wait("document.querySelector('details').open")
+    opened.wait("document.querySelector('img').naturalWidth === 1")
+    assert opened.value("typeof hacked") == "undefined"
+    assert opened.value("document.documentElement.scrollWidth <= window.innerWidth")
+    assert [each for each in opened.requests if not each.startswith(("data:", "blob:"))] == [
+      address
+    ]
+    assert opened.problems == []
