@@ -19,6 +19,8 @@ def rows(runs: Sequence[Run]) -> Iterator[Sequence[str]]:
   The deviation is that of a sample. The interval is by Student's t: right if the values are about
   normally distributed.
   """
+  from scipy import stats  # a report, which imports this module, needs neither it nor NumPy
+
   last = [values for run in runs for values in [*run.evaluations.values()][-1:]]
   for name in dict.fromkeys(name for values in last for name in values):
     numbers = [float(values[name]) for values in last if is_finite(values.get(name))]
