@@ -1,0 +1,34 @@
+# Common chores, one word each; all need uv alone.
+RUN = uv run
+
+.PHONY: lint format types tests everything changed site benchmarks constraints sbom
+lint:  ## linter, formatter and import contracts, without changes
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+	$(RUN) lint-imports
+
+format:
+	$(RUN) ruff check --fix
+	$(RUN) ruff format
+
+types:
+	$(RUN) mypy
+
+tests:
+	$(RUN) pytest
+
+everything:
+	$(RUN) pytest --everything
+
+changed:  ## the tests that the changes since main can break
+	$(RUN) pytest --changed
+
+site:
+	$(RUN) --group docs sphinx-build -W --keep-going -q -c docs . build/site
+
+benchmarks:  ## Loopwright beside its peers, about 20 minutes
+	$(RUN) python -m benchmarks.throughput
+
+constraints:  ## the versions of today's green build, for `pip install -c constraints.txt`
+	uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --universal --python-version 3.10 \
+	  --group dev --group docs pyproject.toml --output-file constraints.txt
