@@ -98,6 +98,8 @@ def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
     _contents(title, [f"docs/{page}" for page in pages]) for title, pages in found.items() if pages
   )
   source[0] += _contents("About", ["docs/README", "CONTRIBUTING", "CHANGELOG", "SECURITY"])
+  decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+  source[0] += _contents("Decisions", [f"docs/decisions/{file.stem}" for file in decisions])
 
 
 def _contents(caption: str, pages: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from framework.commands import new
 from framework.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BASE = """
 import framework.tasks.image_classification
 run.task = @ImageClassification()
