@@ -18,6 +18,7 @@ import tensorflow as tf
 from framework.actions.base import Output, StopTraining
 from framework.actions.calls import Actions
 from framework.evaluator import Evaluator
+from framework.flight import Flight
 from framework.options import Cadence
 from framework.reporting.reports import Reports
 from framework.run_folder.checkpoints import CheckpointManager
@@ -38,6 +39,7 @@ class Loop:
   manager: CheckpointManager
   place: Opened
   stopping: Stopping
+  flight: Flight
 
   @property
   def step(self) -> int:
@@ -51,6 +53,7 @@ class Loop:
       StopTraining: an action ends training; its loop or evaluation is reported.
       Preempted, KeyboardInterrupt: a worker got a signal; the state is saved.
     """
+    self.flight.begins(self.step)
     if evaluating and self._is_unevaluated():
       self.evaluate()  # the process may have died between a checkpoint and its evaluation
     end = self.cadence.train_steps
@@ -68,15 +71,17 @@ class Loop:
         self._train_steps(end - now)
       self._end_if_asked()
     if step >= self.cadence.train_steps:
-      self.manager.save()  # no training is lost if the last evaluation fails
+      self._save()  # no training is lost if the last evaluation fails
 
   def _train_steps(self, steps: int) -> None:
     """Runs one compiled loop, with what follows it."""
+    self.flight.loop_begins(self.step)
     with tf.summary.record_if(False):  # as under Orbit's Controller: not in each step
       output = self.trainer.train(tf.constant(steps, tf.int32))
+    self.flight.loop_ends(self.step, output, self.trainer.traces)
     self._act_and_report("train", output)
     if self.step % self.cadence.checkpoint_every_steps == 0:
-      self.manager.save()
+      self._save()
 
   def evaluate(self) -> None:
     """Evaluates, with what follows; if a signal ends it, the next process does it again (host)."""
@@ -118,5 +123,9 @@ class Loop:
 
   def save(self) -> None:
     """Saves a checkpoint, which is complete on return."""
-    self.manager.save()
+    self._save()
     self.manager.wait()
+
+  def _save(self) -> None:
+    if self.manager.save() is not None:
+      self.flight.saved()

@@ -23,6 +23,7 @@ from framework import configurables
 from framework.actions.base import Action
 from framework.builder import Recipe, made_task, set_globals
 from framework.errors import ConfigError, unknown
+from framework.flight import Flight
 from framework.going_on import Start, examples
 from framework.graphs import randomness
 from framework.host import bounded
@@ -131,7 +132,7 @@ def run(
     KeyboardInterrupt: Ctrl-C; the state is saved, unless it came twice.
     StorageError: the disk of `model_dir` is full or has failed.
   """
-  given = dict(locals())
+  given, flight = dict(locals()), Flight()
   _require_mode(mode, checkpoint)
   batch_size, cadence = taken(BatchSize, given), taken(Cadence, given)
   evaluation, numerics = taken(Evaluation, given), taken(Numerics, given)
@@ -146,7 +147,9 @@ def run(
     | _initial_weights(warm_start, place)
     | configurables.bindings()
   )
+  flight.note("setup")
   chosen = placement.made(strategy)
+  flight.note("connecting")
   if isinstance(chosen, servers.Server):
     chosen.serve()
     return {}
@@ -158,7 +161,7 @@ def run(
   if isinstance(place, remote.Remote):
     place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
-  with opened as at:
+  with opened as at, flight.recorded(at.folder, cluster.index if training else None):
     checkpoint = _checkpoint(checkpoint, at.folder, mode)
     if cluster.is_chief and (versions := history.changed_versions(at.folder)):
       logging.warning("the run in %s was made with other versions: %s", at.shown, versions)
@@ -180,7 +183,7 @@ def run(
       start.compare(trainer)
     session = Session(
       trainer=trainer, evaluator=evaluator, place=at, cadence=cadence, assets=learned,
-      actions=actions if training else (), start=start if training else None,
+      actions=actions if training else (), start=start if training else None, flight=flight,
     )  # fmt: skip
     session.restore(checkpoint)
     session.describe(precision=precision, notes=start.read_back(trainer) if training else ())

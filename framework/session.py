@@ -13,6 +13,7 @@ from framework.actions.base import Action, StopTraining
 from framework.actions.calls import Actions
 from framework.errors import ConfigError, Preempted
 from framework.evaluator import Evaluator
+from framework.flight import Flight
 from framework.going_on import Start, replay_command
 from framework.host import files
 from framework.loop import Loop
@@ -40,6 +41,7 @@ class Session:
     actions: Sequence[Action] = (),
     assets: str = "",
     start: Start | None = None,
+    flight: Flight | None = None,
   ) -> None:
     """Assembles the run; restores nothing (host).
 
@@ -51,6 +53,7 @@ class Session:
       actions: called after loops and evaluations.
       assets: the digest of the task's assets.
       start: recorded before the first save: a process that fails before has changed nothing.
+      flight: where the time goes.
     """
     self.trainer, self.evaluator, self.cluster = trainer, evaluator, trainer.cluster
     self._place, self._cadence, self._status = place, cadence, "done"
@@ -61,11 +64,13 @@ class Session:
       split=lambda: self._actions.split,
     )  # fmt: skip
     self._say = self._reports.progress.message
-    self._stopping = Stopping(self.cluster, self._reports.progress)
+    flight = flight or Flight()
+    self._stopping = Stopping(self.cluster, self._reports.progress, flight)
     self._manager = self._make_manager(start, assets)
     self._loop = Loop(
       trainer=trainer, evaluator=evaluator, cadence=cadence, actions=self._actions,
       reports=self._reports, manager=self._manager, place=place, stopping=self._stopping,
+      flight=flight,
     )  # fmt: skip
     self._actions.bind(
       trainer, evaluator, model_dir=place.folder, metrics_log=self._reports.log,

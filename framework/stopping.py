@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 from framework.errors import Preempted
 from framework.evaluator import Evaluator
+from framework.flight import Flight
 from framework.host import signals
 from framework.reporting.progress import Progress
 from framework.strategies.cluster.identity import Cluster
@@ -22,9 +23,9 @@ class _AskedToStop(Exception):  # noqa: N818 (it is not an error)
 class Stopping:
   """Notices signals on any worker, between loops and between the batches of an evaluation."""
 
-  def __init__(self, cluster: Cluster, progress: Progress) -> None:
+  def __init__(self, cluster: Cluster, progress: Progress, flight: Flight) -> None:
     """Notices nothing yet; see `noticed`."""
-    self._cluster, self._progress = cluster, progress
+    self._cluster, self._progress, self._flight = cluster, progress, flight
     self._signals = signals.StopSignals()
     self._step = 0
 
@@ -49,6 +50,7 @@ class Stopping:
     return contextlib.suppress(_AskedToStop)
 
   def _between_batches(self, name: str, done: int, total: int | None) -> None:
+    self._flight.goes_on()
     self._progress.evaluating(self._step, name, done, total)
     if done <= 1:  # another set may have slower batches
       self._any_asked = self._cluster.asking(_NOTICE_S)

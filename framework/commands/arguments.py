@@ -60,6 +60,7 @@ COMMANDS: Mapping[str, Command] = {
   "diff": Command(
     "Compares two runs: bindings, data, versions, results.", "RUN RUN", "tools.runs.diff"
   ),
+  "goodput": Command("Tells where the wall time of a run went.", "RUN", "tools.goodput"),
   "push": Command(
     "Uploads a run that its store has not got whole.", "URL [URL ...]", "commands.push"
   ),

@@ -1,7 +1,7 @@
 """Measures wall time by named parts that exclude each other.
 
-An inner part pauses the outer one, so the parts always add up to the total. Without a running
-stopwatch, `timed` costs one variable lookup.
+An inner part pauses the outer one, so the parts always add up to the total. Several stopwatches may
+run at a time: that of the run, and an action's. Without one, `timed` costs one variable lookup.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ HOST = "host"
 _NO_JUMP_S = 0.01
 """Below it two clocks differ because they are not read at the same time."""
 
-_running: contextvars.ContextVar[Stopwatch | None] = contextvars.ContextVar("running", default=None)
+_running: contextvars.ContextVar[tuple[Stopwatch, ...]] = contextvars.ContextVar(
+  "running", default=()
+)
 
 
 class Stopwatch:
@@ -43,16 +45,37 @@ class Stopwatch:
     self._parts: list[str] = []
     self._since = 0.0
 
-  def start(self) -> None:
-    """Starts with the part `HOST`; from now on `timed` functions count for this watch."""
-    self._parts, self._since = [HOST], self._clock()
-    _running.set(self)
+  def start(self, part: str = HOST) -> None:
+    """Starts with a part; from now on `timed` functions count for this watch."""
+    self._parts, self._since = [part], self._clock()
+    _running.set((*_running.get(), self))
 
   def stop(self) -> None:
     """Stops; `timed` functions no longer count."""
     self._turn()
     self._parts = []
-    _running.set(None)
+    _running.set(tuple(watch for watch in _running.get() if watch is not self))
+
+  def goes_on(self, part: str | None = None) -> None:
+    """Counts the time so far, and what is in no other part for `part` from now on."""
+    self._turn()
+    self._parts[0] = part or self._parts[0]
+
+  def move(self, seconds: float, part: str, to: str) -> None:
+    """Counts some seconds of a part for another one."""
+    self.seconds[part] -= seconds
+    self.seconds[to] += seconds
+
+  def now(self) -> tuple[tuple[str, ...], float, dict[str, float]]:
+    """Returns the part that runs, after those that it pauses; its seconds without a change; all.
+
+    Another thread may call it.
+    """
+    parts, since, seconds = tuple(self._parts), self._since, dict(self.seconds)
+    unchanged_s = self._clock() - since
+    if parts:
+      seconds[parts[-1]] = seconds.get(parts[-1], 0.0) + unchanged_s
+    return parts, unchanged_s, seconds
 
   @property
   def is_running(self) -> bool:
@@ -82,10 +105,9 @@ def timed(name: str) -> Callable[[Function], Function]:
   def decorate(function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-      watch = _running.get()
-      if watch is None:
-        return function(*args, **kwargs)
-      with watch.part(name):
+      with contextlib.ExitStack() as parts:
+        for watch in _running.get():
+          parts.enter_context(watch.part(name))
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

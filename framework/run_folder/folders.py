@@ -232,7 +232,7 @@ def _is_safe(name: str) -> bool:
 
 def _is_told(name: str, file: stores.File) -> bool:
   told = (METRICS, HISTORY, CONFIG, OWNER, REPORT, "verify.json", ".index")
-  return file.size <= _MAX_BYTES and (name.endswith(told) or "media/" in name)
+  return file.size <= _MAX_BYTES and (name.endswith(told) or "media/" in name or "flight/" in name)
 
 
 def is_run(path: str) -> bool:

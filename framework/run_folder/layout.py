@@ -20,9 +20,9 @@ FILES = (METRICS, HISTORY, CONFIG, OWNER, MIRROR, PROBE, UNDONE, WARM_START, TUN
 
 CHECKPOINTS, BEST, EXPORT, ASSETS = "checkpoints", "best", "export", "assets"
 TRAIN, EVAL, MEDIA, PROFILE = "train", "eval", "media", "profile"
-NONFINITE, TRACKERS, WANDB, LOGS = "nonfinite", "trackers", "wandb", "logs"
+NONFINITE, TRACKERS, WANDB, LOGS, FLIGHT = "nonfinite", "trackers", "wandb", "logs", "flight"
 FOLDERS = (
-  *(ASSETS, CHECKPOINTS, EVAL, EXPORT, LOGS, MEDIA, NONFINITE, PROFILE),
+  *(ASSETS, CHECKPOINTS, EVAL, EXPORT, FLIGHT, LOGS, MEDIA, NONFINITE, PROFILE),
   *(TRACKERS, TRAIN, WANDB),
 )
 """All folders with a fixed name; `BEST` is the default of an option."""
@@ -36,6 +36,16 @@ _LEDGER = re.compile(r"ledger-\d+\.jsonl")
 def ledger(worker: int) -> str:
   """Returns the name of a worker's ledger."""
   return f"ledger-{worker}.jsonl"
+
+
+def flight(worker: int) -> str:
+  """Returns the name of a worker's flight record."""
+  return f"{FLIGHT}/{worker}.jsonl"
+
+
+def stacks(worker: int) -> str:
+  """Returns the name of the file of a worker's stacks."""
+  return f"{FLIGHT}/stacks-{worker}.txt"
 
 
 def checkpoint_steps(model_dir: str) -> list[int]:

@@ -85,6 +85,7 @@ RUN = (
   r"loopwright new waves$",
   r"cd waves$",
   r"loopwright ls$",
+  r"loopwright goodput runs/digits_cnn$",
   r"loopwright options digits_cnn ",
   r"loopwright (\w+ )?--help$",
   r"loopwright train( auto\.cpu_replicas=2 --model_dir=/tmp/two)?$",

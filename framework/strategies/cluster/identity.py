@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from framework.errors import ConfigError
+from framework.host.timing import timed
 
 ClusterResolver: TypeAlias = Any
 """A `tf.distribute.cluster_resolver.ClusterResolver`."""
@@ -89,8 +90,8 @@ class Cluster:
     if self.size == 1:
       return value
     local = tf.constant(value, tf.int64)
-    summed = _summed(self.strategy)(local)
-    return int(summed) * self.size // self.strategy.num_replicas_in_sync
+    summed = timed("waiting for workers")(lambda: int(_summed(self.strategy)(local)))()
+    return summed * self.size // self.strategy.num_replicas_in_sync
 
   def any(self, flag: bool) -> bool:
     """Whether the flag is set on any worker; a collective: every worker must call it (host)."""

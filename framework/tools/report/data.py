@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from framework.errors import ConfigError, is_finite
 from framework.host import bounded
 from framework.run_folder import damage, folders
+from framework.tools import goodput
 
 VERIFY, MEDIA = "verify.json", "media"
 MOST_POINTS, MOST_SHOWN = 2000, 6
@@ -65,6 +66,7 @@ class Shown:
     run: what `ls` and `diff` know of it; None if it is damaged.
     curves: metric -> split ("train" or "eval") -> curve.
     budget: part -> seconds, of the action TimeBudget.
+    goodput: where the wall time of all its starts went; None if it has no flight record.
     verify: the report of `verify --json`; {} if there is none.
     media: name -> the newest, and earlier ones at even distances.
     starts: the lines of the run's history.
@@ -75,6 +77,7 @@ class Shown:
   run: folders.Run | None = None
   curves: dict[str, dict[str, Curve]] = dataclasses.field(default_factory=dict)
   budget: dict[str, float] = dataclasses.field(default_factory=dict)
+  goodput: goodput.Goodput | None = None
   verify: dict[str, Any] = dataclasses.field(default_factory=dict)
   media: dict[str, list[Medium]] = dataclasses.field(default_factory=dict)
   starts: list[folders.Record] = dataclasses.field(default_factory=list)
@@ -104,6 +107,7 @@ def read(path: str, name: str) -> Shown:
   shown.run = part(lambda: folders.Run(path), None)
   shown.faults += damage.faults(shown.run, path) if shown.run else []
   shown.curves, shown.budget = part(lambda: logged(folders.log(path)), nothing)
+  shown.goodput = part(lambda: goodput.read(path), None)
   shown.verify = part(lambda: _verified(os.path.join(path, VERIFY)), {})
   shown.media = part(lambda: _media(os.path.join(path, MEDIA), shown.faults), {})
   shown.starts = part(lambda: list(folders.starts(path)), [])

@@ -13,6 +13,7 @@ from typing import Any
 
 from framework.errors import printable
 from framework.run_folder.folders import texts
+from framework.tools import goodput
 from framework.tools.report.data import VERIFY, Curve, Shown
 from framework.tools.runs import diff, repetitions
 
@@ -205,19 +206,32 @@ def differing(columns: Sequence[Mapping[str, str]]) -> list[Sequence[str]]:
   return [row for row in rows if len(columns) == 1 or len({*row[1:]}) > 1]
 
 
+def _goodput(runs: Sequence[Shown]) -> Iterator[str]:
+  found = {run.name: run.goodput for run in runs if run.goodput}
+  if found:
+    known = [run for run in runs if run.goodput]
+    yield by_run("part", known, _shares([each.parts for each in found.values()]))
+  for name, each in found.items():
+    yield f"<p>{safe(name)}: {safe(goodput.largest(each))}</p>"
+
+
 def _budget(runs: Sequence[Shown]) -> Iterator[str]:
   known = [run for run in runs if run.budget]
   if known:
-    totals = {name: 0.0 for run in known for name in run.budget}
-    totals |= {name: sum(run.budget.get(name, 0.0) for run in known) for name in totals}
-    rows = [
-      [name.removesuffix("_s").replace("_", " "), *(_share(run.budget, name) for run in known)]
-      for name in sorted(totals, key=lambda name: -totals[name])
-    ]
-    rows.append(["total", *(f"{sum(run.budget.values()):.2f} s" for run in known)])
-    yield by_run("part", known, rows)
+    yield by_run("part", known, _shares([run.budget for run in known]))
   elif runs:
     yield "<p class=about>No run has the action TimeBudget, which measures it.</p>"
+
+
+def _shares(budgets: Sequence[Mapping[str, float]]) -> list[Sequence[str]]:
+  """Returns a row for each part, the largest first, and one for the total."""
+  names = {name: 0.0 for budget in budgets for name in budget}
+  totals = {name: sum(budget.get(name, 0.0) for budget in budgets) for name in names}
+  rows = [
+    [name.removesuffix("_s").replace("_", " "), *(_share(budget, name) for budget in budgets)]
+    for name in sorted(totals, key=lambda name: -totals[name])
+  ]
+  return [*rows, ["total", *(f"{sum(budget.values()):.2f} s" for budget in budgets)]]
 
 
 def _share(budget: Mapping[str, float], name: str) -> str:
@@ -305,6 +319,7 @@ SECTIONS: Mapping[str, Callable[[Sequence[Shown]], Iterator[str]]] = {
   "Repetitions": _repetitions,
   "Curves": _plots,
   "Configs": _configs,
+  "Goodput": _goodput,
   "Time budget": _budget,
   "Verify": _verify,
   "Samples": _samples,

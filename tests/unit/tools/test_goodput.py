@@ -1,0 +1,220 @@
+"""Goodput against time lines written by hand, and against a stopwatch outside of killed runs."""
+
+import json
+import math
+import os
+import time
+
+import keras
+import numpy as np
+import pytest
+from input_cases import one_line_error
+
+from benchmarks import goodput_trials
+from framework import Action, ArraySource, Loss, Task, commands
+from framework.run import run
+from framework.run_folder import layout, legs
+from framework.run_folder.legs import Leg
+from framework.strategies import factories
+from framework.tools import goodput
+
+NOW = 10_000.0
+
+
+def leg(began, steps, parts, **more):
+  return Leg(began=began, parts=parts, from_step=steps[0], step=steps[1], **more)
+
+
+def killed_and_gone_on():
+  """20 steps count, 4 of 24 were in vain; a step takes 0.2 s, also in loops that were traced."""
+  return [
+    leg(100, (0, 10), {"imports": 8, "setup": 2, "tracing": 5}, first=True, traced=10, saved=True),
+    leg(115, (10, 20), {"training": 1.6, "input wait": 0.4, "checkpoints": 0.5}, saved=True),
+    leg(117.5, (20, 24), {"training": 0.8, "host": 0.25}),
+    leg(124.55, (20, 30), {"imports": 8, "tracing": 3}, first=True, traced=10, saved=True),
+    leg(135.55, (30, 30), {"evaluation": 2}, ended="done"),
+  ]
+
+
+def test_the_parts_of_a_killed_run_that_went_on():
+  found = goodput.of(killed_and_gone_on(), NOW)
+  assert found.parts == pytest.approx({
+    "productive steps": 2 + 1.6 + 2, "steps repeated": 0.8, "input wait": 0.4,
+    "start: imports": 8, "start: setup": 2, "start: tracing": 3, "checkpoints": 0.5,
+    "recovery: imports": 8, "recovery: tracing": 1, "evaluation": 2, "host": 0.25, "down": 6,
+  })  # fmt: skip
+  assert found.seconds == pytest.approx(137.55 - 100)
+  assert sum(map(found.share, found.parts)) == pytest.approx(1)
+  assert (found.steps, found.repeated, found.starts, found.broken) == (30, 4, 2, 1)
+  up_s = 137.55 - 100 - 6
+  assert found.best_every() == round(math.sqrt(2 * (0.5 / 3) * up_s / 1) / 0.2)
+
+
+def test_saved_steps_are_repeated_too_if_the_run_goes_on_before_them():
+  """The newest checkpoint was damaged, or was not complete yet."""
+  found = goodput.of(
+    [
+      leg(0, (0, 5), {"training": 5}, first=True, saved=True),
+      leg(5, (5, 9), {"training": 4}, saved=True),
+      leg(9, (9, 9), {"host": 1}, ended="failed"),
+      leg(12, (5, 9), {"training": 4}, first=True, saved=True, ended="preempted"),
+    ],
+    NOW,
+  )
+  assert found.parts == {"productive steps": 9, "steps repeated": 4, "host": 1, "down": 2}
+  assert (found.repeated, found.broken) == (4, 1)
+
+
+@pytest.mark.parametrize(("ago_s", "part"), [(1, "productive steps"), (60, "steps repeated")])
+def test_what_is_not_saved_counts_while_the_process_lives(ago_s, part):
+  found = goodput.of([leg(NOW - ago_s - 3, (0, 2), {"training": 3}, first=True)], NOW)
+  assert (found.parts, found.broken) == ({part: 3}, int(ago_s == 60))
+
+
+def test_a_first_loop_that_never_ended_was_no_step():
+  found = goodput.of([leg(0, (0, 0), {"imports": 1, "training": 3}, first=True)], NOW)
+  assert found.parts == {"start: imports": 1, "start: tracing": 3}
+
+
+@pytest.mark.parametrize(
+  ("seconds", "line"),
+  [
+    ({"training": 1, "input wait": 2}, "input wait; make preprocess()"),
+    ({"training": 1, "imports": 2}, "start: imports; paid once per process"),
+    ({"training": 1, "action Show": 2}, "action Show; make it cheaper, or call it less often"),
+  ],
+)
+def test_the_largest_loss_is_named_with_what_to_change(seconds, line):
+  found = goodput.of([leg(0, (0, 1), seconds, first=True, saved=True, ended="done")], NOW)
+  assert goodput.table(found).splitlines()[-1].startswith(f"largest loss: {line}")
+
+
+def test_too_few_saves_are_told_with_a_better_number():
+  found = goodput.of(
+    [
+      leg(0, (0, 10), {"training": 10, "checkpoints": 0.5}, first=True, saved=True),
+      leg(10.5, (10, 30), {"training": 20}),
+      leg(30.5, (10, 20), {"training": 10, "checkpoints": 0.5}, first=True, saved=True),
+      leg(41, (20, 20), {}, ended="done"),
+    ],
+    NOW,
+  )
+  every = round(math.sqrt(2 * 0.5 * 41) / 1.0)
+  said = f"says every {every} steps, now 10."
+  assert goodput.table(found, every=10).endswith(said)
+
+
+# ---- The record ----
+
+
+class Line(Task):
+  """y = 2 x."""
+
+  def build_model(self):
+    return keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+
+  def source(self, split):
+    x = np.linspace(0, 1, 32, dtype=np.float32)[:, None]
+    return ArraySource(features={"x": x, "y": 2 * x})
+
+  def forward(self, batch, training):
+    return self.model(batch["x"])
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples((outputs - batch["y"])[:, 0] ** 2, batch["weight"])
+
+
+class Slow(Action):
+  """Takes 50 ms after each loop."""
+
+  on = "train"
+
+  def __call__(self, output):
+    time.sleep(0.05)
+
+
+def train(folder, **more):
+  began = time.monotonic()
+  run(
+    task=Line, model_dir=str(folder), global_batch_size=8, strategy=factories.default,
+    steps_per_loop=5, checkpoint_every_steps=10, actions=[Slow()], **{"train_steps": 30, **more},
+  )  # fmt: skip
+  return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A run that has gone on once; and the seconds of its two starts."""
+  made = tmp_path_factory.mktemp("run")
+  return made, [train(made), train(made, train_steps=50)]
+
+
+def test_a_run_records_where_its_time_goes(folder):
+  made, seconds = folder
+  worker = legs.read(str(made))[0]
+  assert [(each.from_step, each.step, each.saved) for each in worker] == [
+    (0, 10, True), (10, 20, True), (20, 30, True), (30, 30, False),
+    (30, 40, True), (40, 50, True), (50, 50, False),
+  ]  # fmt: skip
+  assert [each.first for each in worker] == [True, *[False] * 3, True, *[False] * 2]
+  assert [each.ended for each in worker] == ["", "", "", "done", "", "", "done"]
+  assert [each.traced for each in worker] == [5, 0, 0, 0, 5, 0, 0]
+  for of_start, outside_s in zip((worker[:4], worker[4:]), seconds, strict=True):
+    assert sum(each.seconds for each in of_start) == pytest.approx(outside_s, rel=0.02)
+    for one, following in zip(of_start, of_start[1:], strict=False):
+      assert following.began == pytest.approx(one.end, abs=1e-4)
+  slept_s = sum(each.parts.get("action Slow", 0) for each in worker)
+  assert 10 * 0.05 <= slept_s < 10 * 0.05 + 0.5
+
+
+def test_the_command_prints_it(folder, capsys):
+  made, seconds = folder
+  assert commands.main(["loopwright", "goodput", str(made)]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert "50 steps, 0 repeated; starts: 2, broken: 0" in lines[0]
+  shares = [float(line.split()[-2]) for line in lines[1:-2]]
+  assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+  assert commands.main(["loopwright", "goodput", "--json", str(made)]) == 0
+  found = json.loads(capsys.readouterr().out)
+  up_s = found["seconds"] - found["parts"]["down"]
+  assert up_s == pytest.approx(sum(seconds), rel=0.02)
+
+
+def test_a_run_without_a_record_is_told_so(tmp_path, capsys):
+  (tmp_path / layout.METRICS).write_text("")
+  assert commands.main(["loopwright", "goodput", str(tmp_path)]) == 2
+  assert "has no flight record, flight/0.jsonl" in capsys.readouterr().err
+
+
+def test_a_torn_line_is_left_out_and_the_next_process_writes_behind_it(tmp_path):
+  path = tmp_path / layout.flight(0)
+  path.parent.mkdir()
+  path.write_text('{"began": 1, "parts": {"host": 2}, "first": true}\n{"began": 5, "par')
+  writer = legs.Writer(str(tmp_path), 0)
+  writer.write(Leg(began=7, parts={"a long name": 1.0}, phase=["x" * 50]))
+  writer.write(Leg(began=7, parts={"a": 1.5}))
+  writer.next()
+  writer.write(Leg(began=9))
+  writer.close()
+  found = legs.read(str(tmp_path))[0]
+  assert [(each.began, each.parts) for each in found] == [
+    (1, {"host": 2}), (7, {"a": 1.5}), (9, {}),
+  ]  # fmt: skip
+
+
+def test_a_record_that_is_no_file_is_one_line(tmp_path):
+  os.makedirs(tmp_path / layout.flight(0))
+  with one_line_error("flight record"):
+    legs.read(str(tmp_path))
+
+
+@pytest.mark.whole
+def test_a_stopwatch_outside_says_the_same_of_a_killed_run(tmp_path):
+  outside = goodput_trials.trial(str(tmp_path), kills=2, steps=2000, seed=1)
+  found = goodput.read(str(tmp_path))
+  assert found.seconds == pytest.approx(outside.wall_s, rel=0.02)
+  assert (
+    0 < outside.repeated <= found.repeated <= outside.repeated + 2 * 20
+  )  # a loop's line is late
+  assert (found.starts, found.broken) == (3, 2)
+  assert sum(map(found.share, found.parts)) == pytest.approx(1)
