@@ -2,7 +2,7 @@
 
     flight = Flight()                      when the process has its imports
     flight.note("connecting")              what it did until now
-    with flight.recorded("runs/x", worker=0):
+    with flight.recorded("runs/x", 0):     when nothing refuses the run any more
       flight.begins(step=0)
       flight.loop_begins(step=0)
       flight.loop_ends(step=100, output=..., traces=1)
@@ -64,17 +64,14 @@ class Flight:
 
   @contextlib.contextmanager
   def recorded(
-    self, model_dir: str, worker: int | None, *, beat: Callable[[], None] = lambda: None
+    self, model_dir: str, worker: int, *, beat: Callable[[], None] = lambda: None
   ) -> Iterator[None]:
     """Writes the record in the `with` (host).
 
     Args:
-      worker: the number of this process; None writes nothing.
+      worker: the number of this process.
       beat: called in the thread after each write.
     """
-    if worker is None:
-      yield
-      return
     self.note(SETUP)
     self.leg.began = self._began
     self._writer = legs.Writer(model_dir, worker)

@@ -161,7 +161,7 @@ def run(
   if isinstance(place, remote.Remote):
     place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
-  with opened as at, flight.recorded(at.folder, cluster.index if training else None):
+  with opened as at:
     checkpoint = _checkpoint(checkpoint, at.folder, mode)
     if cluster.is_chief and (versions := history.changed_versions(at.folder)):
       logging.warning("the run in %s was made with other versions: %s", at.shown, versions)

@@ -64,13 +64,13 @@ class Session:
       split=lambda: self._actions.split,
     )  # fmt: skip
     self._say = self._reports.progress.message
-    flight = flight or Flight()
-    self._stopping = Stopping(self.cluster, self._reports.progress, flight)
+    self._flight = flight or Flight()
+    self._stopping = Stopping(self.cluster, self._reports.progress, self._flight)
     self._manager = self._make_manager(start, assets)
     self._loop = Loop(
       trainer=trainer, evaluator=evaluator, cadence=cadence, actions=self._actions,
       reports=self._reports, manager=self._manager, place=place, stopping=self._stopping,
-      flight=flight,
+      flight=self._flight,
     )  # fmt: skip
     self._actions.bind(
       trainer, evaluator, model_dir=place.folder, metrics_log=self._reports.log,
@@ -113,11 +113,13 @@ class Session:
       ConfigError: the checkpoint is missing, damaged, or from another experiment.
       ClusterError: the workers restored different steps.
     """
+    self._flight.note("setup")
     if checkpoint is None:
       self._manager.restore_or_initialize()
     else:
       self._restore(checkpoint)
     self._restored_step = self.step
+    self._flight.note("restoring")
     with self.cluster.blaming(lambda: self.step):
       self.cluster.require_same("restored step", self.step)
 
@@ -234,7 +236,12 @@ class Session:
     if self.evaluator is not None:
       self._actions.require_metrics(self.evaluator)
     self._place.require()
-    with files.storage_errors(self._place.folder, self._newest_saved):
+    recorded = (
+      self._flight.recorded(self._place.folder, self.cluster.index)
+      if self.step < self._cadence.train_steps
+      else contextlib.nullcontext()
+    )
+    with files.storage_errors(self._place.folder, self._newest_saved), recorded:
       self._prepare()
       try:
         with self._stopping.noticed(), self._until_stopped():

@@ -192,7 +192,6 @@ class CheckpointManager(tf.train.CheckpointManager):
     """Raises what the last save has raised so far, as `wait` does, but does not wait (host)."""
     self._background.check()
 
-  @timed("restoring")
   def restore_or_initialize(self) -> str | None:
     """Restores the newest complete checkpoint; reports and skips damaged ones (host).
 

@@ -81,7 +81,8 @@ class Writer:
   def __init__(self, model_dir: str, worker: int) -> None:
     """Opens the file, behind what earlier processes have written."""
     path = os.path.join(model_dir, layout.flight(worker))
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+      os.mkdir(os.path.dirname(path))  # not the run folder: if that is gone, it must stay so
     self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     self._at, self._width = os.fstat(self._descriptor).st_size, 0
     if self._at and os.pread(self._descriptor, 1, self._at - 1) != b"\n":

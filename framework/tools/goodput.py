@@ -39,7 +39,7 @@ ADVICE: Mapping[str, str] = {
   "run.eval_batch_size",
   "waiting for workers": "one worker is slower than the others, or starts later: compare "
   "flight/*.jsonl and their logs",
-  DOWN: "no process of the run lived, or none owned the folder yet: let what starts it restart it "
+  DOWN: "no process of the run lived, or none came to train: let what starts it restart it "
   "at once, as --max_restarts does, or a scheduler's requeue",
   "start": "paid once per process, so it matters less in a longer run",
   "recovery": "paid at each restart: make imports, the source's setup and tracing cheaper, or the "

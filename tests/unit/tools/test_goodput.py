@@ -1,5 +1,6 @@
 """Goodput against time lines written by hand, and against a stopwatch outside of killed runs."""
 
+import itertools
 import json
 import math
 import os
@@ -161,7 +162,7 @@ def test_a_run_records_where_its_time_goes(folder):
   assert [each.traced for each in worker] == [5, 0, 0, 0, 5, 0, 0]
   for of_start, outside_s in zip((worker[:4], worker[4:]), seconds, strict=True):
     assert sum(each.seconds for each in of_start) == pytest.approx(outside_s, rel=0.02)
-    for one, following in zip(of_start, of_start[1:], strict=False):
+    for one, following in itertools.pairwise(of_start):
       assert following.began == pytest.approx(one.end, abs=1e-4)
   slept_s = sum(each.parts.get("action Slow", 0) for each in worker)
   assert 10 * 0.05 <= slept_s < 10 * 0.05 + 0.5
