@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
@@ -18,9 +19,7 @@ def run(parsed: Parsed) -> int:
 def launch(values: flags.FlagValues) -> int:
   """Checks the config before using any device, then calls `run`; returns the exit status."""
   if values.mode == "check_config":
-    from framework.tools.verify.checks import configuration
-
-    return configuration.check_config(values.gin_file, values.gin_param)
+    return check_config(values.gin_file, values.gin_param)
   default = os.path.join("runs", Path(values.gin_file[0]).stem)
   model_dir = default if values.model_dir is None else values.model_dir
   if values.local_workers:
@@ -55,6 +54,23 @@ def launch(values: flags.FlagValues) -> int:
     return say(first_line(stop), 75)
   except (NonFiniteLoss, ClusterError, StorageError) as failure:
     return say(f"failed: {first_line(failure)}", 1)
+  return 0
+
+
+def check_config(gin_files: Sequence[str], gin_params: Sequence[str]) -> int:
+  """Prints a line for each mistake of a config, or that there is none; returns 2 or 0 (host)."""
+  from framework.configurables import examine
+  from framework.configurables.checks import in_force
+  from framework.errors import first_line, printable
+
+  examination = examine(gin_files, gin_params)
+  for mistake in examination.mistakes:
+    say(f"error: {printable(first_line(mistake.error))}", 2)
+  if examination.mistakes:
+    return 2
+  files = printable(", ".join(Path(file).name for file in examination.config.files)) or "memory"
+  count = len(in_force(examination.history))
+  print(f"ok: {files}: {count} binding{'' if count == 1 else 's'}, all used")
   return 0
 
 

@@ -27,7 +27,7 @@ import gin
 
 from framework.configurables import table
 from framework.configurables.checks import check_all, in_force, resolved
-from framework.configurables.examination import Examination, examine, examined
+from framework.configurables.examination import examine
 from framework.configurables.graph import Graph
 from framework.configurables.imports import PROGRAM, REPOSITORY, SHIPPED
 from framework.configurables.reading import MACRO, Binding, Config, Reference, is_writable
@@ -44,7 +44,6 @@ __all__ = [
   "check",
   "configured",
   "examine",
-  "examined_in_force",
   "operative_config",
   "options",
   "parse",
@@ -53,9 +52,6 @@ __all__ = [
   "register_all",
   "values_that_matter",
 ]
-
-_latest: tuple[Examination, dict[str, str]] | None = None
-"""The last result of `parse`, and of `bindings` at that time."""
 
 
 def parse(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> None:
@@ -72,20 +68,11 @@ def parse(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> None:
   Raises:
     ConfigError: a mistake in the config, in one line, with file and line if known.
   """
-  global _latest
   examination = examine(gin_files, gin_params)
   for mistake in examination.mistakes:
     raise mistake.error
   history, graph = examination.history, examination.graph
   _put_in_force(examination.config, [*in_force(history), *_defaults_in_use(graph)])
-  _latest = examination, bindings()
-
-
-def examined_in_force() -> Examination:
-  """Returns the examination of the config in force, from `parse` or else from gin."""
-  if _latest is not None and _latest[1] == bindings():
-    return _latest[0]
-  return examined(_from_gin())
 
 
 def check() -> None:

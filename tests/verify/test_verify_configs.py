@@ -27,7 +27,6 @@ NOTHING_RANDOM = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
   monkeypatch.setattr(sys, "path", [*sys.path])
-  monkeypatch.setattr(inputs, "MEASURE_S", 0.02)
   yield
   gin.clear_config()
   reviews.forget_package()

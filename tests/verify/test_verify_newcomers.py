@@ -127,7 +127,6 @@ def subject_of(name):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
   monkeypatch.setattr(inputs, "READ_S", 0.1)
-  monkeypatch.setattr(inputs, "MEASURE_S", 0.02)
 
 
 def line_of(name, words):

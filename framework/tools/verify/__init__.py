@@ -1,4 +1,4 @@
-"""Verifies a task on the CPU: checks of its step, its inputs and its config.
+"""Verifies a task on the CPU: checks of its step and its inputs.
 
     python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
 
@@ -24,7 +24,6 @@ consequences.py says which failures follow from others. bench/ has the tools of 
     layer_calls.py    which models a step calls in training mode
     random_draws.py   which operations draw, and where
     survey.py         digests of examples
-    fitted.py         statistics of the evaluation set among a task's constants
     labels.py         which feature is the label
     xla.py            operations that XLA cannot compile
     held_state.py     state of a task outside of its checkpoint
@@ -58,7 +57,7 @@ from framework.tools.verify.report import Report, Result
 __all__ = ["GROUPS", "Report", "Result", "Subject", "subject_of_config", "verify"]
 
 GROUPS = (
-  *("configuration", "inputs", "replicas", "mesh", "order", "evaluation", "lengths"),
+  *("inputs", "replicas", "mesh", "order", "evaluation", "lengths"),
   *("gradients", "randomness", "restore", "compilation", "precision", "learning"),
 )
 

@@ -1,4 +1,4 @@
-"""What the step reads: each example once, none in both splits, valid numbers, fast enough.
+"""What the step reads: each example once, none in both splits, valid numbers.
 
 Sources and the training pipeline are read for a few seconds each; larger ones are sampled, and the
 result says so. Where possible, the task itself decides whether a number is a mistake: a label is
@@ -7,10 +7,8 @@ out of range if the loss cannot use it, a feature is not scaled if the first los
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,28 +22,19 @@ from framework.inputs.datasets import padded_batch_size
 from framework.inputs.parts import main_source, of_one_shape
 from framework.inputs.sources import Source, StreamSource
 from framework.task import preprocess_of
-from framework.tools.verify.bench import fitted, random_draws, seeded_rows, source_lines, survey
+from framework.tools.verify.bench import random_draws, seeded_rows, source_lines, survey
 from framework.tools.verify.bench.bench import Bench, Rows, Subject
 from framework.tools.verify.bench.survey import Survey
 from framework.tools.verify.checks import augmentation
-from framework.tools.verify.checks.contents import GROUP, PREPROCESS, SOURCE, Contents, padded_to
+from framework.tools.verify.checks.contents import GROUP, PREPROCESS, SOURCE, Contents
 from framework.tools.verify.report import Result
 
 READ_S = 3.0
 """Seconds to read each source, and the pipeline."""
-MEASURE_S = 0.25
-"""Seconds to time the pipeline and the step."""
-TRIALS = 3
-"""How often in a row the input must be too slow; the machine may be busy with something else."""
 LEAKED = 0.01
 """A smaller share of evaluation examples that are also in training counts as chance."""
 COPIED = 0.2
 """So many equal examples are no chance if their numbers are measured; some data have copies."""
-TOO_SLOW = 0.5
-"""Smallest accepted speed of the input, relative to the step."""
-NOTICED_S = 0.005
-"""An input that takes less time per batch is always accepted."""
-FITTED = "statistics of the evaluation set"
 MIXING = (
   *("shuffle", "tf.gather(", "roll", "reverse", "[::-1]", "moments", "unique", "bincount", "sort"),
   *("reduce_", "tf.size", "[None, :]"),
@@ -58,11 +47,10 @@ def check(subject: Subject) -> list[Result]:
   reading = Reading(subject)
   return [
     *reading.sources(),
-    *reading.each_set(lambda: [reading.overlap(), reading.statistics()]),
+    *reading.each_set(lambda: [reading.overlap()]),
     *reading.pipeline(),
     *reading.each_set(reading.evaluation),
     *Contents(reading).results(),
-    reading.throughput(),
   ]
 
 
@@ -205,24 +193,6 @@ class Reading:
       ),
       values=values,
     )  # fmt: skip
-
-  def statistics(self) -> Result:
-    """Finds means and deviations of evaluation examples where those of training belong."""
-    name = "statistics of training alone"
-    if self.eval_source is None:
-      return GROUP.skipped(name, self.no_eval)
-    remedy = "compute them of source('train') alone; evaluation then uses the same numbers"
-    if place := fitted.reads_evaluation(self.task):
-      told = "what is fitted before training reads source('eval')"
-      return GROUP.failed(name, told, FITTED, remedy, place)
-    found = None
-    with contextlib.suppress(Exception):  # preprocess() may fail in evaluation: see below
-      found = fitted.find(self.task, self.source, self.eval_source, seconds=READ_S / 3)
-    if found:
-      return GROUP.failed(name, f"the task uses {found[0]}", FITTED, remedy, found[1])
-    return GROUP.passed(
-      name, "no constant of the task is a mean or deviation of evaluation examples"
-    )
 
   # ---- Pipelines ----
 
@@ -380,48 +350,10 @@ class Reading:
       ),
     )  # fmt: skip
 
-  # ---- Speed ----
-
   @property
   def bench_rows(self) -> int:
     """Rows of a batch on the bench."""
     return padded_batch_size(self.subject.global_batch_size, self.subject.accumulation_steps)
-
-  def throughput(self) -> Result:
-    """Compares examples/s of the pipeline alone with those of the step, on this machine."""
-    name = "input keeps up with the step"
-    batch = padded_to(self.survey.first, self.bench_rows)
-    try:
-      self.bench.step(batch)
-    except tf.errors.InvalidArgumentError:
-      return GROUP.skipped(name, "the step fails")
-    for _ in range(TRIALS):
-      ratio, told, values = self._ratio(batch)
-      if ratio >= TOO_SLOW or values["input_s"] <= NOTICED_S:
-        return GROUP.passed(name, told, values=values)
-    slow = ("numpy_function", "py_function", "map_fn", "for ")
-    fetches = isinstance(self.source, Source) and type(self.source).__module__ != Source.__module__
-    return GROUP.failed(
-      name, told, "input slower than the step",
-      "process whole batches in TensorFlow operations instead of rows in Python; do once, before "
-      "training, what is the same each epoch",
-      (source_lines.find(self.source, "fetch", containing=slow) if fetches else "")
-      or source_lines.find(self.task, *PREPROCESS, containing=slow),
-      values=values,
-    )  # fmt: skip
-
-  def _ratio(self, batch: Rows) -> tuple[float, str, dict[str, Any]]:
-    batches = self.batches(global_batch_size=self.subject.global_batch_size)
-    iterator = batches.as_numpy_iterator()
-    placed = self.bench.distributed(batch)
-    input_s = _seconds_each(lambda: next(iterator))
-    step_s = _seconds_each(lambda: self.bench.run(placed))
-    size = self.subject.global_batch_size
-    told = (
-      f"{size / input_s:,.0f} examples/s alone, the step takes {size / step_s:,.0f} here: ratio "
-      f"{step_s / input_s:.2g}"
-    )
-    return step_s / input_s, told, {"input_s": input_s, "step_s": step_s}
 
 
 def _leaked(shared: int, part: float, chance: float) -> bool:
@@ -437,16 +369,6 @@ def _leaked(shared: int, part: float, chance: float) -> bool:
   expected = chance * shared / part
   surely = shared - expected > 3 * math.sqrt(expected * (1 - chance) + 1)
   return part > 3 * chance or (surely and part - chance > 0.5 * (1 - chance))
-
-
-def _seconds_each(advance: Callable[[], Any]) -> float:
-  """Returns the mean seconds per call, after a first call, over `MEASURE_S` and at least two."""
-  advance()
-  calls, started = 0, time.perf_counter()
-  while calls < 2 or time.perf_counter() - started < MEASURE_S:
-    advance()
-    calls += 1
-  return (time.perf_counter() - started) / calls
 
 
 def _some(ids: np.ndarray) -> str:

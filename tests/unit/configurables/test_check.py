@@ -1,4 +1,4 @@
-"""Group "configuration" of --mode=verify, and --mode=check_config: mistakes, named and placed."""
+"""--mode=check_config: the mistakes of a config, named and placed, without a device."""
 
 import os
 import subprocess
@@ -7,15 +7,12 @@ from pathlib import Path
 
 import gin
 import pytest
-from defects.configuration import DEFECTS, LONELY, RIGHT
+from wrong_configs import DEFECTS, LONELY, RIGHT
 
 import launch
 from framework import configurables
-from framework.tools.verify.bench.bench import Subject
-from framework.tools.verify.checks import configuration
 
 REPOSITORY = Path(launch.__file__).parent
-CHECKS = ["reading", "imports", "names", "one value each", "values", "used", "complete"]
 IN_A_PROCESS = """
 import sys, time
 import tensorflow as tf
@@ -43,23 +40,17 @@ def written(lines, without="", name="mine.gin"):
   return os.path.abspath(name)
 
 
-def statuses(results):
-  return {result.check: result.status for result in results}
-
-
-def failures(results):
-  return [result for result in results if result.status == "failed"]
+def mistakes(files, params=()):
+  return configurables.examine(files, params).mistakes
 
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect(name, folder):
   defect = DEFECTS[name]
-  found = failures(configuration.examine([written(defect.lines, defect.without)]))
-  assert {(each.group, each.check, each.cause) for each in found} == {
-    ("configuration", defect.check, defect.cause)
-  }
-  assert found[0].place == defect.place
-  assert defect.says.replace("FOLDER", str(folder)) in found[0].detail
+  found = mistakes([written(defect.lines, defect.without)])
+  assert {each.kind for each in found} == {defect.kind}
+  assert found[0].where.rpartition("/")[2] == defect.place
+  assert defect.says.replace("FOLDER", str(folder)) in str(found[0].error)
 
 
 @pytest.mark.parametrize("name", DEFECTS)
@@ -76,8 +67,6 @@ def test_a_run_ends_with_the_first_of_them(name, capsys):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in REPOSITORY.glob("configs/*.gin")))
 def test_the_configs_are_right(name, capsys):
-  found = configuration.examine([f"configs/{name}"])
-  assert statuses(found) == dict.fromkeys(CHECKS, "passed")
   assert launch.main(["launch.py", f"--gin_file=configs/{name}", "--mode=check_config"]) == 0
   out, err = capsys.readouterr()
   assert out.startswith(f"ok: {name}")
@@ -85,22 +74,14 @@ def test_the_configs_are_right(name, capsys):
   assert err == ""
 
 
-def test_what_is_counted():
+def test_what_is_counted(capsys):
   Path("base.gin").write_text(RIGHT)
   Path("more.gin").write_text(
     "include 'base.gin'\nrun.seed = %seed\nseed = 3\nrun.train_steps = 9\n"
   )
-  found = configuration.examine(["more.gin"], ["run.train_steps = 5", "run.seed = 4"])
-  assert {each.check: each.detail for each in found} == {
-    "reading": "9 bindings in more.gin, base.gin",
-    "imports": "1 module",
-    "names": "2 names, all known, and 1 macro",
-    "one value each": "2 bindings overridden by a later file or flag: run.train_steps, run.seed",
-    "values": "5 values, all of the annotated type",
-    "used": "6 bindings, all used",
-    "complete": "every required parameter of what gin calls is bound",
-  }
-  assert statuses(found) == dict.fromkeys(CHECKS, "passed")
+  params = ["--gin_param=run.train_steps = 5", "--gin_param=run.seed = 4"]
+  assert launch.main(["x", "--gin_file=more.gin", *params, "--mode=check_config"]) == 0
+  assert capsys.readouterr().out == "ok: more.gin, base.gin: 6 bindings, all used\n"
 
 
 def test_all_mistakes_at_once(capsys):
@@ -112,59 +93,22 @@ def test_all_mistakes_at_once(capsys):
   starts = ("6: run has no", "8: cnn has no", "9: run.train_steps is 7, but 100", "7: run.eager is")
   for line, start in zip(err.splitlines(), starts, strict=True):
     assert line.startswith(f"error: {path}:{start}")
-  found = configuration.examine([path])
-  wrong = dict.fromkeys(("names", "one value each", "values"), "failed")
-  unknown = dict.fromkeys(("used", "complete"), "not applicable")
-  assert statuses(found) == {"reading": "passed", "imports": "passed", **wrong, **unknown}
-  [used] = [each for each in found if each.check == "used"]
-  assert used.detail == "is checked when 'names' is right"
 
 
 def test_names_are_not_blamed_for_a_failed_import():
-  found = configuration.examine([written(["import no_such_module"])])
-  assert [each.check for each in failures(found)] == ["imports"]
-  assert statuses(found)["names"] == "not applicable"
+  assert [each.kind for each in mistakes([written(["import no_such_module"])])] == ["imports"]
 
 
 def test_a_mistake_in_a_flag():
-  [found] = failures(configuration.examine([written([])], ["run.seed = None"]))
-  assert (found.check, found.place) == ("values", "--gin_param 'run.seed = None'")
-  assert found.detail == "run.seed is None; it must be int."
+  [found] = mistakes([written([])], ["run.seed = None"])
+  assert (found.kind, found.where) == ("values", "--gin_param 'run.seed = None'")
+  assert str(found.error) == "--gin_param 'run.seed = None': run.seed is None; it must be int."
 
 
 def test_nothing_is_put_in_force():
   configurables.parse([written([])], ["run.seed = 8"])
-  configuration.examine([written(["run.seed = 9"], name="other.gin")])
+  mistakes([written(["run.seed = 9"], name="other.gin")])
   assert gin.query_parameter("run.seed") == 8
-
-
-SUBJECT = Subject(task=lambda: None, optimizer=None, global_batch_size=4)
-
-
-def test_the_config_in_force():
-  configurables.parse([written([])], ["run.train_steps = 5"])
-  found = configuration.check(SUBJECT)
-  assert statuses(found) == dict.fromkeys(CHECKS, "passed")
-  details = {each.check: each.detail for each in found}
-  assert details["used"] == "4 bindings, all used"
-  assert (
-    details["one value each"] == "1 binding overridden by a later file or flag: run.train_steps"
-  )
-
-
-def test_a_config_made_through_gin():
-  configurables.parse([written([])])
-  gin.bind_parameter("keras.SGD.momentum", 0.9)
-  [found] = failures(configuration.check(SUBJECT))
-  assert (found.check, found.cause, found.place) == (
-    *("used", "unused binding"), "the config in force",
-  )  # fmt: skip
-
-
-def test_no_config():
-  gin.clear_config()
-  [found] = configuration.check(SUBJECT)
-  assert (found.status, found.detail) == ("not applicable", "gin configured nothing")
 
 
 @pytest.mark.whole
