@@ -12,8 +12,8 @@ three times as long if other processes use the cores (benchmarks/adam_kernel.py)
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import keras
 import tensorflow as tf
@@ -28,18 +28,33 @@ MASKED = 2**17
 """Up to this many elements an optimizer updates without a branch, see `masks`."""
 MASKED_EACH = 2**10
 """So it does with more, up to this many for each of the model's variables on average."""
+Kernel: TypeAlias = "Callable[[Any, int, tf.Tensor, Any, tf.Tensor], bool]"
+"""(optimizer, index of the variable's slots, gradient, variable, learning rate) -> whether it has
+updated the variable on its device; False if it does not support the options, or Keras is faster."""
 FORKED = range(2**9, 2**15)
 """Sizes in elements for which, on a CPU, Adam's kernel is slower than Keras's operations."""
+
+
+def register(kind: type) -> Callable[[Kernel], Kernel]:
+  """Uses a kernel for the updates of Keras 3 optimizers of exactly this class (a decorator)."""
+
+  def keep(kernel: Kernel) -> Kernel:
+    _KERNELS[kind] = kernel
+    return kernel
+
+  return keep
 
 
 def use(optimizer: Any) -> None:
   """Replaces the update rule of `optimizer` by a kernel of the same formula, if there is one.
 
-  For Adam and AdamW (without amsgrad) and SGD of both Keras generations, but not for subclasses.
+  For Adam and AdamW (without amsgrad) and SGD of both Keras generations, and for what is
+  registered, but not for subclasses.
   """
   kind = type(optimizer)
-  if kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD):
-    optimizer.update_step = functools.partial(_keras_3_step, optimizer, optimizer.update_step)
+  if kind in _KERNELS:
+    kernel, usual = _KERNELS[kind], optimizer.update_step
+    optimizer.update_step = functools.partial(_keras_3_step, optimizer, kernel, usual)
   elif kind in tf_keras_classes("optimizers.Adam", "optimizers.AdamW", "optimizers.SGD"):
     optimizer.update_step = functools.partial(_tf_keras_step, optimizer, optimizer.update_step)
 
@@ -133,10 +148,15 @@ def _descend(variable: tf.Variable, alpha: tf.Tensor, delta: tf.Tensor) -> None:
 
 
 def _keras_3_step(
-  optimizer: Any, usual: Any, gradient: tf.Tensor, variable: Any, learning_rate: Any
+  optimizer: Any,
+  kernel: Kernel,
+  usual: Any,
+  gradient: tf.Tensor,
+  variable: Any,
+  learning_rate: Any,
 ) -> None:
   index = optimizer._get_variable_index(variable)
-  if not _apply(optimizer, index, gradient, variable, learning_rate):
+  if not kernel(optimizer, index, gradient, variable, learning_rate):
     usual(gradient, variable, learning_rate)
 
 
@@ -149,7 +169,7 @@ def _tf_keras_step(optimizer: Any, usual: Any, gradient: tf.Tensor, variable: tf
 def _apply(
   optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, learning_rate: Any
 ) -> bool:
-  """Updates one variable on its device; False if no kernel supports the options or is faster."""
+  """A `Kernel` of Adam, AdamW and SGD."""
   dtype = variable.dtype
   gradient, rate = tf.cast(gradient, dtype), tf.cast(learning_rate, dtype)
   raw = models.raw(variable)
@@ -209,3 +229,8 @@ def _adam(
 
 def _decay(beta: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
   return beta if mask is None else tf.maximum(beta, 1 - mask)
+
+
+_KERNELS: dict[type, Kernel] = dict.fromkeys(
+  (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD), _apply
+)

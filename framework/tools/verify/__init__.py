@@ -40,7 +40,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -54,12 +54,21 @@ from framework.tools.verify.bench import source_lines
 from framework.tools.verify.bench.bench import MOST_REPLICAS, Subject
 from framework.tools.verify.report import Report, Result
 
-__all__ = ["GROUPS", "Report", "Result", "Subject", "subject_of_config", "verify"]
+__all__ = ["GROUPS", "Report", "Result", "Subject", "register", "subject_of_config", "verify"]
 
 GROUPS = (
   *("inputs", "replicas", "mesh", "order", "evaluation", "lengths"),
   *("gradients", "randomness", "restore", "compilation", "precision", "learning"),
 )
+
+Check: TypeAlias = Callable[[Subject], Sequence[Result]]
+_OWN: dict[str, Check] = {}
+
+
+def register(check: Check) -> Check:
+  """Adds a group of checks, named like the function; it runs after those of `GROUPS`."""
+  _OWN[check.__name__] = check
+  return check
 
 
 def verify(
@@ -72,16 +81,17 @@ def verify(
 
   Args:
     subject: what to verify.
-    groups: names out of `GROUPS`; None runs all.
+    groups: names out of `GROUPS` and of registered ones; None runs all.
     show: called with the text of each group when it is done.
 
   Raises:
     ConfigError: an unknown group, or TensorFlow has started with too few logical CPUs.
   """
-  groups = GROUPS if groups is None else groups
+  known = (*GROUPS, *_OWN)
+  groups = known if groups is None else groups
   for group in groups:
-    if group not in GROUPS:
-      raise errors.unknown("group of checks", group, GROUPS)
+    if group not in known:
+      raise errors.unknown("group of checks", group, known)
   prepare(subject)
   began = time.monotonic()
   results: list[Result] = []
@@ -145,6 +155,8 @@ def _checked(group: str, subject: Subject, raised: dict[str, str]) -> list[Resul
     raised: place or text of each exception so far -> the group that reports it.
   """
   try:
+    if group in _OWN:
+      return list(_OWN[group](subject))
     module = importlib.import_module(f"framework.tools.verify.checks.{group}")
     return module.check(subject)
   except Exception as error:

@@ -5,77 +5,15 @@ import re
 import types
 from pathlib import Path
 
-import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 from framework.errors import ConfigError
-from framework.metrics import Loss
 from framework.parameter_server import ParameterServerTrainer
-from framework.step import replica_id
 from framework.strategies import factories, placement
-from framework.task import Task
 from framework.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-# ---- A strategy of one's own ----
-
-
-X = [1.0, 2.0, 3.0, 6.0]
-
-
-class ByReplica(Task):
-  """SGD with a rate of 1 moves the weight to minus a mean of x.
-
-  Rows on the second replica weigh twice as much, so the weight tells which they are.
-  """
-
-  def build_model(self):
-    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    return keras.Sequential([keras.Input([1]), dense])
-
-  def forward(self, batch, training):
-    return self.model(batch["x"][:, None])[:, 0]
-
-  def loss(self, outputs, batch):
-    on_replica = tf.cast(1 + replica_id(), tf.float32)
-    return Loss.from_examples(outputs, batch["weight"] * on_replica)
-
-
-def weight_after(strategy, steps):
-  batch = {"x": tf.constant(X), "weight": tf.ones(4)}
-  trainer = Trainer(
-    task=ByReplica(),
-    strategy=strategy,
-    dataset_fn=lambda position: tf.data.Dataset.from_tensors(batch).repeat(),
-    global_batch_size=4,
-    optimizer=lambda: keras.optimizers.SGD(1.0),
-  )
-  trainer.train(tf.constant(steps))
-  return trainer.task.model.get_weights()[0].item()
-
-
-def contributed():
-  """Returns the names that the example of CONTRIBUTING.md defines."""
-  [code] = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-  names = {"__name__": "striped_example"}
-  exec(code, names)
-  return names
-
-
-def test_the_strategy_of_the_example_splits_rows_in_its_own_way():
-  strategy = contributed()["striped"]()
-  assert type(placement.of(strategy)).__name__ == "StripedPlacement"
-  expected = -3 * np.average(X, weights=[1, 2, 1, 2])
-  assert weight_after(strategy, steps=3) == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_usual_strategy_splits_them_in_order(mirrored):
-  expected = -3 * np.average(X, weights=[1, 1, 2, 2])
-  assert weight_after(mirrored(2), steps=3) == pytest.approx(expected, rel=1e-6)
 
 
 # ---- Which placement ----
