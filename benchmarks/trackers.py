@@ -1,6 +1,6 @@
 """Trials of the trackers: runs that are killed, servers that are killed, and what tracking costs.
 
-  uv run --with mlflow-skinny,alembic,sqlalchemy,trackio,wandb,pillow \\
+  uv run --with mlflow-skinny,alembic,sqlalchemy,wandb,pillow \\
     python -m benchmarks.trackers kill server cost
 
 kill: a run is killed by SIGKILL several times and started again; each tracker is then read back:
@@ -38,12 +38,10 @@ CONFIG = "benchmarks/trackers.gin"
 LIMIT_S = 300.0
 _TURN_S = 0.2
 PLAIN, MLFLOW = "[@Export()]", "[@MLflow(), @Export()]"
-ALL = "[@CSVFile(), @MLflow(), @Trackio(), @WandB(), @Export()]"
+ALL = "[@CSVFile(), @MLflow(), @WandB(), @Export()]"
 
 
 def arguments(folder: Path, actions: str, **options: str) -> list[str]:
-  if "Trackio" in actions:
-    options |= {"Trackio__project": repr(folder.name)}
   params = [f"run.actions = {actions}"]
   params += [f"{name.replace('__', '.')} = {value}" for name, value in options.items()]
   return [f"--gin_file={CONFIG}", f"--model_dir={folder}", *(f"--gin_param={p}" for p in params)]
@@ -97,19 +95,6 @@ def of_mlflow(folder: Path, uri: str) -> Curves:
   assert "export" in [file.path for file in client.list_artifacts(run_id)]
   keys = runs[0].data.metrics
   return {k: [(m.step, m.value) for m in client.get_metric_history(run_id, k)] for k in keys}
-
-
-def of_trackio(folder: Path) -> Curves:
-  from trackio import Api
-  from trackio.sqlite_storage import SQLiteStorage
-
-  run = kept(folder, "Trackio")
-  assert [one.name for one in Api().runs(folder.name)] == [run]
-  curves = {}
-  for name in SQLiteStorage.get_all_metrics_for_run(folder.name, run):
-    rows = SQLiteStorage.get_metric_values(folder.name, run, name)
-    curves[name] = [(row["step"], float(row["value"])) for row in rows]
-  return curves
 
 
 def of_wandb(folder: Path) -> Curves:
@@ -182,7 +167,6 @@ def kill_trials(base: Path, trials: int, rng: random.Random) -> int:
     missed += report(f"killed {kills} times", logged(folder), {
       "CSVFile": of_csv(folder),
       "MLflow": of_mlflow(folder, uri),
-      "Trackio": of_trackio(folder),
       "WandB": of_wandb(folder),
     })  # fmt: skip
   return missed
@@ -269,7 +253,6 @@ def cost(base: Path, options: argparse.Namespace) -> None:
     "none": (PLAIN, {}),
     "CSVFile": ("[@CSVFile(), @Export()]", {}),
     "MLflow": (MLFLOW, {"MLflow__tracking_uri": repr(f"file:{base}/mlruns")}),
-    "Trackio": ("[@Trackio(), @Export()]", {}),
     "WandB": ("[@WandB(), @Export()]", {"WandB__mode": "'offline'"}),
     "MLflow, server down": (MLFLOW, {"MLflow__tracking_uri": "'http://127.0.0.1:9'"}),
     "MLflow, silent server": (MLFLOW, {"MLflow__tracking_uri": repr(silent)}),
@@ -330,7 +313,6 @@ def main(given: Iterable[str] | None = None) -> int:
   parser.add_argument("--mlflow", default="uvx mlflow", help="the command of a full MLflow")
   options = parser.parse_args(given)
   base = Path(tempfile.mkdtemp(prefix="trackers_"))
-  os.environ["TRACKIO_DIR"] = str(base / "trackio")
   os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
   forks.warm_up()
   print(f"in {base}", flush=True)

@@ -98,7 +98,7 @@ _WHOLE: Mapping[str, Rule] = {
   **dict.fromkeys(
     (
       *("BestCheckpoint", "EarlyStopping", "Export", "StopOnNonFinite", "TimeBudget", "Profile"),
-      *("Show", "TensorBoard", "CSVFile", "MLflow", "WandB", "Trackio"),
+      *("Show", "TensorBoard", "CSVFile", "MLflow", "WandB"),
     ),
     Rule("yes", "counts from there on, over all evaluations in metrics.jsonl"),
   ),

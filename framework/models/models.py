@@ -37,6 +37,15 @@ def _keras_inside(holder: Model, seen: set[int]) -> Iterator[Layer]:
       yield from [child] if is_keras(child) else _keras_inside(child, seen)
 
 
+def layers(model: Model) -> Iterator[Layer]:
+  """Yields the layers of a model's Keras parts, with those inside others and the parts themselves.
+
+  Keras has no public call for it: `Model.layers` has the direct ones alone.
+  """
+  for part in parts(model):
+    yield from part._flatten_layers() if is_keras(part) else ()
+
+
 def raw(variable: Variable) -> tf.Variable:
   """Returns the `tf.Variable` inside a Keras 3 variable, or the variable itself."""
   return variable.value if isinstance(variable, keras.Variable) else variable

@@ -73,7 +73,7 @@ def recompute_layers(model: Model, patterns: Sequence[str]) -> list[str]:
     ConfigError: a pattern matches no layer, or is no regular expression.
   """
   parts = [part for part in models.parts(model) if models.is_keras(part)]
-  names = {layer.name for part in parts for layer in part._flatten_layers()}
+  names = {layer.name for layer in models.layers(model)}
   matched = {name for pattern in patterns for name in _matched(pattern, names)}
   outer = [layer for part in parts for layer in _outermost(part, matched)]
   for layer in outer:

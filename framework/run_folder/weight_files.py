@@ -149,9 +149,9 @@ def path_of(key: str) -> str:
 
 def numbered(model: Model) -> Iterator[tuple[str, tf.Variable]]:
   """Yields ("<layer>/<number>", variable): the names of weights in files of Keras 3."""
-  for part in models.parts(model):
-    for layer in part._flatten_layers() if isinstance(part, keras.Layer) else ():  # noqa: SLF001
-      own: dict[str, Any] = {}
+  for layer in models.layers(model):
+    own: dict[str, Any] = {}
+    if isinstance(layer, keras.Layer):
       layer.save_own_variables(own)
-      for number, variable in own.items():
-        yield f"{layer.name}/{number}", models.raw(variable)
+    for number, variable in own.items():
+      yield f"{layer.name}/{number}", models.raw(variable)

@@ -244,7 +244,7 @@ def _parts(variable: Variable) -> int:
 def _blocks(model: Model) -> list[str]:
   """Returns patterns for the layers that hold others, alike but for a number: "block_.*"."""
   layers = [layer for part in models.parts(model) for layer in getattr(part, "layers", ())]
-  holders = [layer.name for layer in layers if len(list(layer._flatten_layers())) > 1]  # noqa: SLF001
+  holders = [layer.name for layer in layers if len(list(models.layers(layer))) > 1]
   patterns = [re.sub(r"\d+$", ".*", name) for name in holders]
   return sorted({pattern for pattern in patterns if patterns.count(pattern) > 1})
 

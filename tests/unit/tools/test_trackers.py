@@ -21,7 +21,6 @@ from framework.tools.trackers import base, wandb
 from framework.tools.trackers.base import Tracker, without_secrets
 from framework.tools.trackers.csv_file import CSVFile
 from framework.tools.trackers.mlflow import MLflow
-from framework.tools.trackers.trackio import Trackio
 from framework.tools.trackers.wandb import WandB
 
 
@@ -396,8 +395,8 @@ def test_workers_other_than_the_chief_write_nothing(model_dir):
     ),
     (lambda: MLflow(tracking_uri="http://me:pw@host"), "MLflow.tracking_uri contains a password"),
     (
-      lambda: Trackio(server_url="http://h?write_token=x"),
-      "Trackio.server_url contains a password",
+      lambda: MLflow(tracking_uri="http://h?write_token=x"),
+      "MLflow.tracking_uri contains a password",
     ),
   ],
 )

@@ -216,7 +216,7 @@ def normalisations(model: Model, *, trainable: bool = False) -> list[Any]:
     layer
     for part in models.parts(model)
     if models.is_keras(part) and (part.trainable or not trainable)
-    for layer in part._flatten_layers()  # noqa: SLF001
+    for layer in models.layers(part)
     if layer.trainable or not trainable
   ]
   return [layer for layer in layers if "BatchNormalization" in type(layer).__name__]

@@ -78,7 +78,7 @@ def own_parts(model: Model) -> list[tuple[Any, set[str]]]:
   found = []
   for part in models.parts(model):
     if models.is_keras(part):
-      inside = list(part._flatten_layers())  # noqa: SLF001
+      inside = list(models.layers(part))
     else:
       inside = [part, *getattr(part, "submodules", ())]
     found += [(each, bare) for each in inside if source_lines.is_the_users(type(each))]

@@ -317,7 +317,7 @@ def random_layers(model: Model) -> list[str]:
   for part in models.parts(model):
     if not models.is_keras(part) or not part.trainable:
       continue
-    for layer in part._flatten_layers():  # noqa: SLF001
+    for layer in models.layers(part):
       named = any(word in type(layer).__name__ for word in LAYERS)
       rates = ("rate", "stddev") if named else ("dropout", "recurrent_dropout")
       amounts = [getattr(layer, name, None) for name in rates]
