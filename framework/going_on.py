@@ -31,6 +31,7 @@ from framework.models import models
 from framework.optimizers import adapters
 from framework.run_folder import checkpoints, history, initial_values, layout
 from framework.run_folder.history import Change
+from framework.strategies.cluster import elastic
 from framework.task import Task
 from framework.trainer import Trainer
 
@@ -231,7 +232,28 @@ def in_use(trainer: Trainer) -> dict[str, str]:
     ("seed", parts.seed),
   )
   found |= {name: repr(value) for name, value in own if value is not None}
+  if trainer.cluster.peers:
+    found["workers"] = str(trainer.cluster.size)
   return {**found, "loss scale": parts.loss_scale.describe()}
+
+
+def require_any_size(trainer: Trainer, *, per_replica_batch_size: int | None) -> None:
+  """Raises a ConfigError if the number of workers may vary (`elastic.WORKERS`), but matters (host)."""
+  if (workers := os.environ.get(elastic.WORKERS)) is None:
+    return
+  if per_replica_batch_size is not None:
+    what = f"run.per_replica_batch_size = {per_replica_batch_size} is part of the update"
+    raise _varies(workers, what, "set run.global_batch_size instead")
+  for layer in models.locally_normalised(trainer.task.model):
+    what = f"the batch normalisation {layer.name!r} averages over each replica's own rows"
+    raise _varies(workers, what, "set its synchronized=True")
+
+
+def _varies(workers: str, what: str, remedy: str) -> ConfigError:
+  return ConfigError(
+    f"--local_workers={workers} lets the number of workers vary, but {what}, which would change "
+    f"with it: {remedy}, or give one number of workers."
+  )
 
 
 def replay_command(model_dir: str, trainer: Trainer) -> str:

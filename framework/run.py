@@ -24,7 +24,7 @@ from framework.actions.base import Action
 from framework.builder import Recipe, made_task, set_globals
 from framework.errors import ConfigError, unknown
 from framework.flight import Flight
-from framework.going_on import Start, examples
+from framework.going_on import Start, examples, require_any_size
 from framework.graphs import randomness
 from framework.host import bounded
 from framework.modes import MODES, TRAINING_MODES, Mode, tool
@@ -179,6 +179,7 @@ def run(
     trainer = recipe.trainer(task, chosen, observers=observers)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     if training:
+      require_any_size(trainer, per_replica_batch_size=per_replica_batch_size)
       start.require_data(examples(trainer, evaluator))
       start.compare(trainer)
     session = Session(

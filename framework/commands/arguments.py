@@ -6,6 +6,7 @@ python launch.py --mode=train_and_evaluate --gin_file=configs/digits_cnn.gin --g
 
 import importlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,33 @@ from framework.modes import LAUNCH_MODES, TRAINING_MODES
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
 LOCAL_MODES = (*TRAINING_MODES, "replay")
 _CONFIG = "[CONFIG] [NAME=VALUE ...]"
+
+
+class Workers(int):
+  """The number of workers that a local cluster begins with; it goes on with `least`."""
+
+  least: int
+
+  def __str__(self) -> str:
+    """Returns it as a flag has it."""
+    return f"{self.least}:{int(self)}" if self.least < self else f"{int(self)}"
+
+
+class _WorkersParser(flags.ArgumentParser):
+  syntactic_help = "N or LEAST:MOST"
+
+  def parse(self, argument: str | int) -> Workers:
+    found = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", str(argument), re.ASCII)
+    workers = Workers(found[2] if found else -1)
+    workers.least = int(found[1]) if found and found[1] else workers
+    if workers < 0 or not bool(workers) <= workers.least <= workers:
+      raise ValueError(
+        f"{argument} is no number of workers, such as 4, nor the least and most, such as 2:4"
+      )
+    return workers
+
+  def flag_type(self) -> str:
+    return "workers"
 
 
 class Command(NamedTuple):
@@ -180,14 +208,10 @@ def _define_run_flags(values: flags.FlagValues, modes: Sequence[str]) -> None:
     "The run folder, or its URL; default: runs/<name of the first gin file>.",
     values,
   )
-  flags.DEFINE_integer(
-    "local_workers",
-    0,
-    "Number of workers of a cluster on this machine; 0 for no cluster.",
-    0,
-    None,
-    values,
-  )
+  flags.DEFINE(
+    _WorkersParser(), "local_workers", 0, "Number of workers of a cluster on this machine; 0 for "
+    "no cluster. LEAST:MOST, such as 2:4, goes on without lost workers.", values,
+  )  # fmt: skip
   flags.DEFINE_integer(
     "local_ps",
     0,
@@ -239,6 +263,11 @@ def _check_local_flags(values: flags.FlagValues) -> None:
     raise flags.Error(
       f"received both --mode={values.mode} and --local_workers={values.local_workers}; "
       f"a local cluster supports {', '.join(LOCAL_MODES)}: remove --local_workers"
+    )
+  if values.local_ps and values.local_workers.least < values.local_workers:
+    raise flags.Error(
+      f"received both --local_workers={values.local_workers} and --local_ps={values.local_ps}; "
+      "workers beside parameter servers come and go anyway: give one number of workers"
     )
   if values.local_workers and "TF_CONFIG" in os.environ:
     raise flags.Error(

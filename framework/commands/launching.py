@@ -117,7 +117,8 @@ def launch_local(values: flags.FlagValues, model_dir: str) -> int:
   return run_local(
     command=[*PROGRAM, *arguments],
     model_dir=model_dir,
-    workers=values.local_workers,
+    workers=int(values.local_workers),
+    least=values.local_workers.least,
     ps=values.local_ps,
     max_restarts=values.max_restarts,
   )

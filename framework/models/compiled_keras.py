@@ -15,6 +15,7 @@ import tensorflow as tf
 import tf_keras
 
 from framework.errors import ConfigError, kind
+from framework.models import models
 from framework.models.compiled_losses import ElementLoss
 from framework.models.compiled_metrics import CompiledMetrics
 from framework.types import Layer, Model, Structure
@@ -135,7 +136,7 @@ class CompiledModel:
         raise self._of_own_rows(layer, "an activity regulariser")
       if type(layer).__name__ in _MIXES:
         raise self._of_own_rows(layer, f"{type(layer).__name__}, which mixes examples")
-      if isinstance(layer, self.package.layers.BatchNormalization) and _is_local(layer):
+      if isinstance(layer, self.package.layers.BatchNormalization) and models.is_local(layer):
         raise ConfigError(
           f"the batch normalisation {layer.name!r} averages over each replica's own rows, unlike "
           "fit on one device; set synchronized=True or trainable = False."
@@ -172,12 +173,6 @@ def _optimizer(kind: Any, config: Mapping[str, Any]) -> Any:
       f"the model's {kind.__name__} cannot be copied from its get_config() ({reason}); give it a "
       "complete get_config(), or write a framework.Task and set run.optimizer."
     ) from error
-
-
-def _is_local(layer: Layer) -> bool:
-  """Whether batch normalisation uses statistics of a replica's rows."""
-  synchronized = getattr(layer, "synchronized", False) or type(layer).__name__.startswith("Sync")
-  return bool(layer.trainable) and not synchronized
 
 
 def _added(layer: Layer) -> bool:

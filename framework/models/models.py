@@ -189,3 +189,17 @@ def serving_function(model: Model) -> Any:
     return model(inputs, training=False)
 
   return serve
+
+
+def is_local(layer: Layer) -> bool:
+  """Whether a layer of batch normalisation uses statistics of a replica's rows."""
+  synchronized = getattr(layer, "synchronized", False) or type(layer).__name__.startswith("Sync")
+  return bool(layer.trainable) and not synchronized
+
+
+def locally_normalised(model: Model) -> Iterator[Layer]:
+  """Yields the layers of batch normalisation that use statistics of a replica's rows."""
+  for part in parts(model):
+    for layer in part._flatten_layers() if is_keras(part) else ():
+      if "BatchNormalization" in type(layer).__name__ and is_local(layer):
+        yield layer

@@ -14,30 +14,23 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
-import re
 import secrets
-import select
 import selectors
-import shlex
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import IO, TextIO
 
 from framework.errors import ConfigError
-from framework.host import redaction, stores
-from framework.host.output import Lasting, outlasting
+from framework.host import stores
 from framework.host.signals import handled
 from framework.run_folder import layout
-from framework.strategies.cluster import wire
+from framework.strategies.cluster import elastic, wire
 from framework.tools import private_network
+from framework.tools.local_process import Environment, Process, say
 
 SAVED = 75
 """The exit status of a process that saved its state on SIGTERM; launch.py lists all of them."""
@@ -45,31 +38,14 @@ MISTAKE = 2
 INTERRUPTED = 130
 GRACE_S = 60.0
 """Seconds from SIGTERM to SIGKILL, in which processes save."""
-SHOWN_LINES = 20
+REST_S = 30.0
+"""Seconds until the place of a lost worker is used again; see `elastic.Places`."""
+_POLL_S = 0.2
+_LOST = "failed: lost worker-"
+"""How the line of a process begins that has lost another (strategies/cluster/identity.py)."""
 PORT_CLASHES = 3
 """How often a cluster restarts, beyond `max_restarts`, because a port was in use."""
 
-_LOUD = re.compile(
-  r"(WARNING|ERROR|CRITICAL|FATAL)\b(?!: All log messages before absl)"  # logging
-  r"|[WEF]\d{4} \d\d:\d\d:"  # absl
-  r"|\d{4}-\d\d-\d\d [\d:.]+: [WEF] "  # TensorFlow
-  r"|\S+:\d+: \w*Warning: "  # Python's warnings
-)
-_PORT_TAKEN = ("another process uses the port", "Could not start gRPC server")
-"""The messages of strategies/cluster/rendezvous.py and of TensorFlow about a port in use."""
-_DIE_WITH_PARENT = """
-import ctypes, os, sys
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
-libc = ctypes.CDLL(None, use_errno=True)
-for descriptor in map(int, filter(None, sys.argv[2].split(","))):  # before prctl, as it resets it
-  if libc.setns(descriptor, 0):
-    sys.exit(f"cannot enter the private network: {os.strerror(ctypes.get_errno())}")
-libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
-  os.execvp(sys.argv[3], sys.argv[3:])
-"""
-
-Environment = Mapping[str, str]
 Cluster = Mapping[str, Sequence[str]]
 
 
@@ -78,9 +54,11 @@ def run_local(
   command: Sequence[str],
   model_dir: str,
   workers: int,
+  least: int | None = None,
   ps: int = 0,
   max_restarts: int = 0,
   grace_s: float = GRACE_S,
+  rest_s: float = REST_S,
 ) -> int:
   """Runs `command` once for each task of a cluster and supervises the processes (main thread).
 
@@ -89,9 +67,11 @@ def run_local(
 
   Args:
     model_dir: a local folder; output goes to <model_dir>/logs/<name>.log.
+    least: go on after the loss of workers while so many are left; None for as many as `workers`.
     ps: the number of parameter servers; they and the workers end with the chief.
-    max_restarts: how often to restart after a failure.
+    max_restarts: how often to restart after a failure that `least` does not cover.
     grace_s: seconds from SIGTERM, which is forwarded to the processes, to SIGKILL.
+    rest_s: seconds until the place of a lost worker is used again.
 
   Returns:
     The exit status, as launch.py documents it.
@@ -102,11 +82,11 @@ def run_local(
   if not hasattr(os, "pidfd_open"):
     raise ConfigError("a local cluster needs Linux; leave out --local_workers.")
   log_dir = _made_log_dir(model_dir)
-  with private_network.opened(os.environ, say=_say) as namespaces:
+  with private_network.opened(os.environ, say=say) as namespaces:
     cluster = LocalCluster(
       command=command,
       log_dir=log_dir,
-      workers=workers,
+      places=elastic.Places(least=workers if least is None else least, most=workers, rest_s=rest_s),
       ps=ps,
       max_restarts=max_restarts,
       grace_s=grace_s,
@@ -145,7 +125,7 @@ class LocalCluster:
 
   command: Sequence[str]
   log_dir: str
-  workers: int
+  places: elastic.Places
   ps: int
   max_restarts: int
   grace_s: float
@@ -161,6 +141,7 @@ class LocalCluster:
     self._signals: collections.deque[int] = collections.deque()
     self._stopping: int | None = None
     self._deadline: float | None = None
+    self._growing = False
 
   def run(self) -> int:
     """Runs until the cluster ends and returns the exit status; stops all processes in any case."""
@@ -174,8 +155,8 @@ class LocalCluster:
     return self._report()
 
   def _attempt(self) -> None:
-    self._ended, self._deadline = [], None
-    self._processes = self._make_processes(make_cluster(workers=self.workers, ps=self.ps))
+    self._ended, self._deadline, self._growing = [], None, False
+    self._processes = self._make_processes(make_cluster(workers=self.places.free, ps=self.ps))
     for process in self._processes:
       process.start()
     while any(process.running for process in self._processes):
@@ -183,12 +164,13 @@ class LocalCluster:
 
   def _make_processes(self, cluster: Cluster) -> list[Process]:
     first, secret = next(iter(cluster)), secrets.token_hex(32)
+    varies = {elastic.WORKERS: str(self.places)} if self._is_elastic else {}
     return [
       Process(
         kind=kind,
         index=index,
         command=self.command,
-        environment=_environment(cluster, kind, index, secret),
+        environment={**_environment(cluster, kind, index, secret), **varies},
         log_dir=self.log_dir,
         leads=kind == first and index == 0,
         selector=self._selector,
@@ -200,10 +182,13 @@ class LocalCluster:
     ]
 
   def _supervise(self) -> None:
-    left_s = None if self._deadline is None else self._deadline - time.monotonic()
-    if left_s is not None and left_s <= 0:
-      self._kill()
-      left_s = 0
+    left_s = _POLL_S if self.places.missing else None
+    if self._deadline is not None:
+      left_s = max(0, self._deadline - time.monotonic())
+      if not left_s:
+        self._kill()
+    elif not self._growing and not self._stopping:
+      self._grow_if_due()
     for key, _ in self._selector.select(left_s):
       key.data()
     while self._signals:
@@ -214,11 +199,11 @@ class LocalCluster:
   def _answer(self, process: Process) -> None:
     if self._restarts_alone(process):
       self._restarts += 1
-      _say(f"{process.how_it_ended()}; restarting it, {self._attempt_number()}")
+      say(f"{process.how_it_ended()}; restarting it, {self._attempt_number()}")
       process.start()
       return
     if self._is_dispensable(process):
-      _say(f"{process.how_it_ended()}; continuing without it")
+      say(f"{process.how_it_ended()}; continuing without it")
       return
     self._ended.append(process)
     if process.status == SAVED:
@@ -246,17 +231,56 @@ class LocalCluster:
 
   def _starts_again(self) -> bool:
     culprit = self._culprit()
+    if self._growing and not self._stopping and self._verdict() == SAVED:
+      return True
     if culprit is None or self._stopping or self._verdict() != 1:
       return False
     if culprit.port_was_taken and self._clashes < PORT_CLASHES:
       self._clashes += 1
-      _say(f"{culprit.name} found its port in use; restarting all processes on other ports")
+      say(f"{culprit.name} found its port in use; restarting all processes on other ports")
       return True
+    if self._is_elastic and (lost := self._lost(culprit)):
+      self.places.lose(lost, now_s=time.monotonic(), step=self._newest_step())
+      if self.places.free >= self.places.least:
+        say(f"{culprit.how_it_ended()}; going on with {_workers(self.places.free)}")
+        return True
     if self._restarts >= self.max_restarts:
       return False
     self._restarts += 1
-    _say(f"{culprit.how_it_ended()}; restarting all processes, {self._attempt_number()}")
-    return True
+    say(f"{culprit.how_it_ended()}; restarting all processes, {self._attempt_number()}")
+    self._wait_for_places()
+    return not self._stopping
+
+  # ---- If the number of workers varies ----
+
+  @property
+  def _is_elastic(self) -> bool:
+    return self.places.least < self.places.most
+
+  def _lost(self, culprit: Process) -> int:
+    """Returns how many workers are lost; 0 for a program that failed, such as with an exception."""
+    killed = sum(process.was_killed for process in self._ended)
+    return killed or any(_LOST in line for line in culprit.last_lines)
+
+  def _newest_step(self) -> int:
+    return max(layout.checkpoint_steps(os.path.dirname(self.log_dir)), default=0)
+
+  def _grow_if_due(self) -> None:
+    """Asks all processes to save and end, if more of them can start."""
+    if not (self.places.missing and any(process.running for process in self._processes)):
+      return
+    if self.places.returned(now_s=time.monotonic(), step=self._newest_step()):
+      self._growing = True
+      say(f"growing to {_workers(self.places.free)}: all save at the end of this loop")
+      for process in self._processes:
+        process.send(signal.SIGTERM)
+
+  def _wait_for_places(self) -> None:
+    if self.places.free < self.places.least:
+      say(f"waiting for {_workers(self.places.least)}")
+    while self.places.free < self.places.least and not self._stopping:
+      self._supervise()
+      self.places.returned(now_s=time.monotonic())
 
   def _attempt_number(self) -> str:
     return f"attempt {self._restarts} of {self.max_restarts}"
@@ -282,20 +306,22 @@ class LocalCluster:
     """Prints what the chief's own output does not contain; returns the exit status."""
     status, culprit = self._verdict(), self._culprit()
     if status == INTERRUPTED and self._processes[0].status != INTERRUPTED:
-      _say("interrupted")
+      say("interrupted")
     elif status == MISTAKE:
       self._report_mistake(next(p for p in self._ended if p.status == MISTAKE))
     elif status == 1 and culprit:
       lines = [] if culprit.leads else culprit.last_lines
       for line in lines:
-        _say(f"[{culprit.name}] {line}")
-      _say(f"failed: {culprit.how_it_ended()}; its log is {culprit.log_path}")
+        say(f"[{culprit.name}] {line}")
+      left, least = self.places.free, self.places.least
+      short = f", and {_workers(left)} can start, of at least {least}" if left < least else ""
+      say(f"failed: {culprit.how_it_ended()}{short}; its log is {culprit.log_path}")
     return status
 
   def _report_mistake(self, process: Process) -> None:
     line = process.last_lines[-1] if process.last_lines else process.how_it_ended()
     if line not in self._processes[0].last_lines:
-      _say(f"[{process.name}] {line}")
+      say(f"[{process.name}] {line}")
 
   def _pass_on(self, number: int) -> None:
     """Handles a signal to this process; a second Ctrl-C kills at once."""
@@ -306,7 +332,7 @@ class LocalCluster:
     self._limit(0 if self._presses > 1 else self.grace_s)
     if again:
       if number == signal.SIGINT and self._presses == 1:
-        _say("Ctrl-C: the processes are saving; press it again to end at once")
+        say("Ctrl-C: the processes are saving; press it again to end at once")
       return
     # The chief saves the variables of the parameter servers, so servers and workers end after it.
     for process in self._processes[:1] if self.ps else self._processes:
@@ -339,189 +365,8 @@ class LocalCluster:
       theirs.close()
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Process:
-  """One task of the cluster; it can be restarted after it has ended.
-
-  It leads its own session: a terminal's Ctrl-C does not reach it, and its children are killed with
-  it.
-
-  The output of the chief, which `leads`, is shown; of others only warnings and errors are.
-  """
-
-  kind: str
-  index: int
-  command: Sequence[str]
-  environment: Environment
-  log_dir: str
-  leads: bool
-  selector: selectors.BaseSelector
-  on_end: Callable[[Process], object]
-  namespaces: Sequence[int] = ()
-  status: int | None = None
-  seconds: float = 0.0
-
-  def __post_init__(self) -> None:
-    """Starts nothing yet."""
-    self.name = self.kind if self.kind == "chief" else f"{self.kind}-{self.index}"
-    self.log_path = os.path.join(self.log_dir, f"{self.name}.log")
-    self._popen: subprocess.Popen[bytes] | None = None
-    self._killed_as: str | None = None
-    self._outputs: list[_Output] = []
-    self._tail: collections.deque[str] = collections.deque(maxlen=SHOWN_LINES)
-
-  @property
-  def running(self) -> bool:
-    """Whether it was started and `reap` has not seen its end."""
-    return self._popen is not None
-
-  @property
-  def last_lines(self) -> list[str]:
-    """The last lines of output since it was started."""
-    return list(self._tail)
-
-  @property
-  def port_was_taken(self) -> bool:
-    """Whether the process could not listen on its address because the port was in use."""
-    return self.status == 1 and any(sign in line for sign in _PORT_TAKEN for line in self._tail)
-
-  def start(self) -> None:
-    """Starts it; call from the main thread: the process dies with the thread that starts it."""
-    self.status, self._killed_as = None, None
-    self._tail.clear()
-    self._log = open(self.log_path, "ab", buffering=0)  # noqa: SIM115 (closed by reap)
-    self._log.write(self._header().encode())
-    self._started = time.monotonic()
-    self._popen = self.spawn()
-    self._pidfd = os.pidfd_open(self._popen.pid)
-    self.selector.register(self._pidfd, selectors.EVENT_READ, self.reap)
-    self._outputs = [
-      _Output(pipe, stream if self.leads else None)
-      for pipe, stream in ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr))
-      if pipe
-    ]
-    for output in self._outputs:
-      os.set_blocking(output.pipe.fileno(), False)
-      self.selector.register(output.pipe, selectors.EVENT_READ, partial(self._read, output))
-
-  def send(self, number: int) -> None:
-    """Sends a signal if the process runs."""
-    if self._popen is not None:
-      signal.pidfd_send_signal(self._pidfd, number)
-
-  def kill(self, why: str | None = None) -> None:
-    """Sends SIGKILL to the process and its children, if it runs; `reap` waits for the end.
-
-    Args:
-      why: the reason that `how_it_ended` gives; None for "was killed".
-    """
-    if self._popen is not None:
-      self._killed_as = why
-      os.killpg(self._popen.pid, signal.SIGKILL)
-
-  def reap(self) -> None:
-    """Waits for its end, if it runs, and reads the rest of its output."""
-    if self._popen is None:
-      return
-    os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
-    os.killpg(self._popen.pid, signal.SIGKILL)  # its children; the pid stays reserved until `wait`
-    self.status = self._popen.wait()
-    self.seconds = time.monotonic() - self._started
-    self._popen = None
-    self.selector.unregister(self._pidfd)
-    os.close(self._pidfd)
-    for output in self._outputs:
-      self._drain(output)
-    self._log.close()
-    self.on_end(self)
-
-  def how_it_ended(self) -> str:
-    """Returns one phrase, such as "worker-1 was killed by SIGKILL after 12.3 s"."""
-    status = self.status or 0
-    by_itself = (
-      f"was killed by {signal.Signals(-status).name}"
-      if status < 0
-      else f"ended with status {status}"
-    )
-    return f"{self.name} {self._killed_as or by_itself} after {self.seconds:.1f} s"
-
-  def spawn(self) -> subprocess.Popen[bytes]:
-    """Starts the process."""
-    wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-    return subprocess.Popen(
-      [*wrapper, ",".join(map(str, self.namespaces)), *self.command],
-      bufsize=0,
-      env=self.environment,
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE if self.leads else subprocess.STDOUT,
-      start_new_session=True,
-      pass_fds=self.namespaces,
-    )
-
-  def _header(self) -> str:
-    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    config = shlex.quote(self.environment["TF_CONFIG"])
-    return f"=== {now} {self.name}: TF_CONFIG={config} {redaction.command(self.command)}\n"
-
-  def _read(self, output: _Output) -> None:
-    if output.pipe.closed:
-      return  # by an event of the same round
-    data = output.pipe.read(65536)
-    if data:
-      *lines, output.rest = (output.rest + data).split(b"\n")
-      self._keep(lines, output.stream)
-    elif data is not None:  # None: nothing is there yet
-      self._close(output)
-
-  def _keep(self, lines: Sequence[bytes], stream: TextIO | None) -> None:
-    for line in lines:
-      self._log.write(line + b"\n")
-      text = line.decode(errors="replace")
-      self._tail.append(text)
-      if stream is not None:
-        _write(stream, line)
-      elif _LOUD.match(text):
-        _say(f"[{self.name}] {text}")
-
-  def _drain(self, output: _Output) -> None:
-    """Reads to the end, for at most 0.5 s: a daemon of the process may keep the pipe open."""
-    until = time.monotonic() + 0.5
-    pipe = output.pipe
-    while not pipe.closed and select.select([pipe], [], [], max(0, until - time.monotonic()))[0]:
-      self._read(output)
-    self._close(output)
-
-  def _close(self, output: _Output) -> None:
-    if output.pipe.closed:
-      return
-    if output.rest:
-      self._keep([output.rest], output.stream)
-    self.selector.unregister(output.pipe)
-    output.pipe.close()
-
-
-@dataclasses.dataclass
-class _Output:
-  """A pipe that a process writes to; its lines are copied to `stream`; `rest` is incomplete."""
-
-  pipe: IO[bytes]
-  stream: TextIO | None
-  rest: bytes = b""
-
-
-def _say(line: str) -> None:
-  _write(sys.stderr, line.encode())
-
-
-def _write(stream: TextIO, line: bytes) -> None:
-  if isinstance(stream, Lasting):
-    stream.put(line + b"\n")
-    return
-  with outlasting(stream):
-    stream.flush()
-    stream.buffer.write(line + b"\n")
-    stream.buffer.flush()
+def _workers(count: int) -> str:
+  return f"{count} worker{'' if count == 1 else 's'}"
 
 
 def _made_log_dir(model_dir: str) -> str:
@@ -542,5 +387,6 @@ def _environment(cluster: Cluster, kind: str, index: int, secret: str) -> Enviro
   config = {"cluster": cluster, "task": {"type": kind, "index": index}}
   unbuffered = {"PYTHONUNBUFFERED": "1"}  # keeps the last lines of a killed process
   own = {wire.SECRET: secret, "TF_CONFIG": json.dumps(config)}
-  inherited = {name: text for name, text in os.environ.items() if name != wire.SECRET_FILE}
+  foreign = (wire.SECRET_FILE, elastic.WORKERS)
+  inherited = {name: text for name, text in os.environ.items() if name not in foreign}
   return {**unbuffered, **inherited, **own}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from framework.errors import ConfigError
-from framework.strategies.cluster import wire
-from framework.tools import local_cluster, private_network
+from framework.strategies.cluster import elastic, wire
+from framework.tools import local_cluster, local_process, private_network
 from framework.tools.local_cluster import free_ports, run_local
 
 ROOT = Path(local_cluster.__file__).parents[2]
@@ -578,7 +578,7 @@ def test_no_child_survives_kill_9_of_the_parent(parent):
 
 
 def test_no_child_starts_under_a_parent_that_is_dead():
-  wrapper = [sys.executable, "-I", "-S", "-c", local_cluster._DIE_WITH_PARENT]
+  wrapper = [sys.executable, "-I", "-S", "-c", local_process.DIE_WITH_PARENT]
   done = subprocess.run([*wrapper, "1", "", "touch", "started"])
   assert (done.returncode, Path("started").exists()) == (0, False)
   done = subprocess.run([*wrapper, str(os.getpid()), "", "touch", "started"])
@@ -772,3 +772,124 @@ def test_not_on_linux(monkeypatch):
 def test_the_parent_does_not_import_tensorflow():
   code = "import sys, framework.tools.local_cluster; sys.exit('tensorflow' in sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# ---- If the number of workers varies ----
+
+SIZES = """
+hosts = config["cluster"]["worker"]
+size, attempt = len(hosts), hosts[0].rpartition(":")[2]
+if me == "worker-0":
+  with open("sizes", "a") as file: file.write(f"{size} ")
+
+def saved(step):
+  os.makedirs("m/checkpoints", exist_ok=True)
+  mark(f"m/checkpoints/ckpt-{step}.index")
+
+on(signal.SIGTERM, lambda: die(75))
+mark(f"here.{attempt}.{me}")
+await_mark(*[f"here.{attempt}.worker-{i}" for i in range(size)])
+starts = len(Path("sizes").read_text().split())
+"""
+KILLED = "worker-1 was killed by SIGKILL after N s"
+GROWS = "growing to 3 workers: all save at the end of this loop\n"
+
+
+def test_a_lost_worker_does_not_end_the_run_and_comes_back(run):
+  body = f"""{SIZES}
+if starts == 1 and me == "worker-1": die(-9)
+if starts == 2 and me == "worker-0": saved(1)
+if starts < 3: forever()
+"""
+  status, out, err = run(body, workers=3, least=2, rest_s=0.0)
+  assert (status, out, err) == (0, "", f"{KILLED}; going on with 2 workers\n{GROWS}")
+  assert Path("sizes").read_text() == "3 2 3 "
+
+
+def test_two_are_lost_at_once(parent):
+  one = parent(
+    f"{SIZES}mark(f'pid.{{size}}.{{me}}', os.getpid())\nif size == 4: forever()",
+    workers=4, least=2, rest_s=99.0,
+  )  # fmt: skip
+  one.wait_for(*[f"pid.4.worker-{i}" for i in range(4)])
+  one.send(signal.SIGSTOP)
+  for index in (1, 3):
+    pid = int(Path(f"pid.4.worker-{index}").read_text())
+    os.kill(pid, signal.SIGKILL)
+    all_end([pid])
+  one.send(signal.SIGCONT)
+  assert one.end() == (0, "", f"{KILLED}; going on with 2 workers\n")
+  assert Path("sizes").read_text() == "4 2 "
+
+
+def test_fewer_than_the_least_are_a_failure(run):
+  body = f"{SIZES}\nif me == 'worker-1': die(-9)\nforever()"
+  status, out, err = run(body, workers=3, least=2, rest_s=0.0)  # no checkpoint: nobody comes back
+  assert (status, out) == (1, "")
+  assert err == (
+    f"{KILLED}; going on with 2 workers\nfailed: {KILLED}, and 1 worker can start, of at least 2; "
+    "its log is m/logs/worker-1.log\n"
+  )
+
+
+def test_with_restarts_the_run_waits_for_the_least(run):
+  body = f"{SIZES}\nif times(f'n.{{me}}') > 1: sys.exit()\nif me == 'worker-1': die(-9)\nforever()"
+  began = time.monotonic()
+  status, out, err = run(body, workers=2, least=1, rest_s=99.0, max_restarts=1)
+  assert (status, out, err) == (0, "", f"{KILLED}; going on with 1 worker\n")
+  body = f"{SIZES}\nif times(f'm.{{me}}') > 2: sys.exit()\nif me == 'worker-0': die(-9)\nforever()"
+  status, out, err = run(body, workers=2, least=1, rest_s=0.4, max_restarts=1)
+  killed = KILLED.replace("-1", "-0")
+  assert (status, out) == (0, "")
+  assert err == (
+    f"{killed}; going on with 1 worker\n"
+    f"{killed}; restarting all processes, attempt 1 of 1\nwaiting for 1 worker\n"
+  )
+  assert time.monotonic() - began > 0.4
+  assert Path("sizes").read_text() == "2 1 2 1 1 "
+
+
+def test_a_program_that_fails_loses_no_worker(run):
+  body = f"{SIZES}\nif me == 'worker-1': sys.exit('Boom')\nforever()"
+  status, _, err = run(body, workers=3, least=1)
+  assert (status, err.splitlines()[-1] + "\n") == (1, FAILED.format("ended with status 1"))
+  assert Path("sizes").read_text() == "3 "
+
+
+def test_a_worker_that_others_miss_is_lost(run):
+  lost = "failed: lost worker-1 (127.0.0.1:1), which stopped answering, after step 3"
+  body = f"{SIZES}\nif size == 2 and me == 'worker-0': sys.exit({lost!r})\nif size == 2: forever()"
+  status, out, err = run(body, least=1, rest_s=99.0)
+  assert (status, out) == (0, "")
+  assert err == f"{lost}\nworker-0 ended with status 1 after N s; going on with 1 worker\n"
+
+
+def test_a_signal_while_the_run_grows_ends_it(parent):
+  one = parent(
+    f"""{SIZES}
+on(signal.SIGTERM, lambda: (mark("asked"), await_mark("go"), die(75)))
+if size == 3 and me == "worker-1": die(-9)
+if size == 2 and me == "worker-0": saved(1)
+forever()
+""",
+    workers=3, least=2, rest_s=0.0,
+  )  # fmt: skip
+  one.wait_for("asked")
+  one.send(signal.SIGTERM)
+  time.sleep(0.3)
+  Path("go").touch()
+  assert one.end() == (75, "", f"{KILLED}; going on with 2 workers\n{GROWS}")
+  assert Path("sizes").read_text() == "3 2 "
+
+
+def test_places_rest_longer_after_each_loss_and_until_there_is_a_newer_checkpoint():
+  places = elastic.Places(least=1, most=4, rest_s=10.0)
+  places.lose(1, now_s=0.0, step=7)
+  places.lose(2, now_s=1.0, step=7)
+  assert (places.free, str(places)) == (1, "1:4")
+  assert [places.returned(now_s=now, step=8) for now in (9.9, 10.0, 20.9, 21.0)] == [0, 1, 0, 2]
+  assert (places.free, places.missing) == (4, False)
+  places.lose(1, now_s=100.0, step=8)
+  assert [places.returned(now_s=now, step=9) for now in (139.9, 140.0)] == [0, 1]
+  places.lose(1, now_s=200.0, step=9)
+  assert (places.returned(now_s=9e9, step=9), places.returned(now_s=9e9)) == (0, 1)

@@ -137,7 +137,19 @@ def test_the_flags_reach_gin_and_run(stand_in, capsys):
 @pytest.mark.parametrize(
   ("arguments", "line"),
   [
-    (("--local_workers=-1",), "flag --local_workers=-1: -1 is not a non-negative integer"),
+    *(
+      (
+        (f"--local_workers={given}",),
+        f"flag --local_workers={given}: {given} is no number of workers, such as 4, nor the least "
+        "and most, such as 2:4",
+      )
+      for given in ("-1", "two", "3:2", "0:2", "2:", "1:2:3")
+    ),
+    (
+      ("--local_workers=1:2", "--local_ps=1"),
+      "received both --local_workers=1:2 and --local_ps=1; workers beside parameter servers come "
+      "and go anyway: give one number of workers",
+    ),
     (
       ("--local_workers=1", "--local_ps=-2"),
       "flag --local_ps=-2: -2 is not a non-negative integer",
@@ -180,7 +192,7 @@ def test_a_local_cluster_runs_the_same_command_line_in_each_process(monkeypatch,
   flags = ["--gin_file=a.gin", "--gin_file=b.gin", "--gin_param=c.d=1, 2", f"--mode={mode}"]
   assert given["command"][:2] == command
   assert sorted(given.pop("command")[2:]) == flags
-  assert given == {"model_dir": "runs/a", "workers": 2, "ps": 1, "max_restarts": 3}
+  assert given == {"model_dir": "runs/a", "workers": 2, "least": 2, "ps": 1, "max_restarts": 3}
 
 
 @pytest.mark.parametrize(
