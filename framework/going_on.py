@@ -75,6 +75,7 @@ class Start:
     self._data: Mapping[str, str] = {}
     self._in_use: Mapping[str, str] = {}
     self._began: initial_values.Values | None = None
+    self._recorded = False
 
   @property
   def everything(self) -> Mapping[str, str]:
@@ -136,7 +137,10 @@ class Start:
     return [*lines, *(line for each in optimizers if (line := each.moved_rate()))]
 
   def record(self, *, step: int) -> None:
-    """Appends this start to history.jsonl (host)."""
+    """Appends this start to history.jsonl, once (host)."""
+    if self._recorded:
+      return
+    self._recorded = True
     history.append(
       self._model_dir, start=self.name, step=step, task=self._task, config=self.config,
       data=self._data, in_use=self._in_use, began=self._began,
@@ -238,7 +242,7 @@ def in_use(trainer: Trainer) -> dict[str, str]:
 
 
 def require_any_size(trainer: Trainer, *, per_replica_batch_size: int | None) -> None:
-  """Raises a ConfigError if the number of workers may vary (`elastic.WORKERS`), but matters (host)."""
+  """Raises a ConfigError if the number of workers may vary, but matters (host)."""
   if (workers := os.environ.get(elastic.WORKERS)) is None:
     return
   if per_replica_batch_size is not None:

@@ -23,6 +23,7 @@ from framework.options import Cadence
 from framework.reporting.reports import Reports
 from framework.run_folder.checkpoints import CheckpointManager
 from framework.run_folder.remote import Opened
+from framework.run_folder.snapshots import Snapshots
 from framework.stopping import Stopping
 from framework.trainer import Trainer
 
@@ -37,6 +38,7 @@ class Loop:
   actions: Actions
   reports: Reports
   manager: CheckpointManager
+  snapshots: Snapshots | None
   place: Opened
   stopping: Stopping
   flight: Flight
@@ -82,6 +84,8 @@ class Loop:
     self._act_and_report("train", output)
     if self.step % self.cadence.checkpoint_every_steps == 0:
       self._save()
+    elif self.snapshots is not None:
+      self.snapshots.take()
 
   def evaluate(self) -> None:
     """Evaluates, with what follows; if a signal ends it, the next process does it again (host)."""

@@ -21,8 +21,9 @@ from framework.modes import TRAINING_MODES, Mode, tool
 from framework.options import Cadence
 from framework.reporting.reports import Reports
 from framework.reporting.summary import optimizer_names
-from framework.run_folder import checkpoints, layout
+from framework.run_folder import checkpoints, layout, snapshots
 from framework.run_folder.remote import Opened
+from framework.run_folder.snapshots import Snapshots
 from framework.run_folder.warm_start import WarmStart
 from framework.stopping import Stopping
 from framework.trainer import Trainer
@@ -66,11 +67,12 @@ class Session:
     self._say = self._reports.progress.message
     self._flight = flight or Flight()
     self._stopping = Stopping(self.cluster, self._reports.progress, self._flight)
-    self._manager = self._make_manager(start, assets)
+    self._manager = self._make_manager(start, assets, self._in(layout.CHECKPOINTS))
+    self._snapshots = self._make_snapshots(start, assets)
     self._loop = Loop(
       trainer=trainer, evaluator=evaluator, cadence=cadence, actions=self._actions,
       reports=self._reports, manager=self._manager, place=place, stopping=self._stopping,
-      flight=self._flight,
+      flight=self._flight, snapshots=self._snapshots,
     )  # fmt: skip
     self._actions.bind(
       trainer, evaluator, model_dir=place.folder, metrics_log=self._reports.log,
@@ -82,17 +84,26 @@ class Session:
   def _in(self, name: str) -> str:
     return os.path.join(self._place.folder, name)
 
-  def _make_manager(self, start: Start | None, assets: str) -> checkpoints.CheckpointManager:
+  def _make_snapshots(self, start: Start | None, assets: str) -> Snapshots | None:
+    folder = snapshots.directory() if start else None
+    if folder is None:
+      return None
+    manager = self._make_manager(start, assets, folder, keep=snapshots.KEPT)
+    return Snapshots(manager, self.cluster)
+
+  def _make_manager(
+    self, start: Start | None, assets: str, directory: str, keep: int | None = None
+  ) -> checkpoints.CheckpointManager:
     task, ledgers = self.trainer.task, map(layout.ledger, range(self.cluster.size))
     return checkpoints.CheckpointManager(
       trainer=self.trainer,
-      directory=self._in(layout.CHECKPOINTS),
+      directory=directory,
       experiment={
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
         "optimizer": optimizer_names(self.trainer),
       },
       assets=assets,
-      keep=self._cadence.keep_checkpoints,
+      keep=keep or self._cadence.keep_checkpoints,
       logs=[self._reports.log.path, *map(self._in, ledgers)],
       before_first=(lambda: start.record(step=self._restored_step)) if start else None,
       after_each=self._place.changed,
@@ -115,7 +126,9 @@ class Session:
     """
     self._flight.note("setup")
     if checkpoint is None:
-      self._manager.restore_or_initialize()
+      newest = max(layout.checkpoint_steps(self._place.folder), default=0)
+      if self._snapshots is None or not self._snapshots.restored(after_step=newest):
+        self._manager.restore_or_initialize()
     else:
       self._restore(checkpoint)
     self._restored_step = self.step

@@ -29,7 +29,7 @@ from framework.host import stores
 from framework.host.signals import handled
 from framework.run_folder import layout
 from framework.strategies.cluster import elastic, wire
-from framework.tools import private_network
+from framework.tools import private_network, shared_memory
 from framework.tools.local_process import Environment, Process, say
 
 SAVED = 75
@@ -82,10 +82,12 @@ def run_local(
   if not hasattr(os, "pidfd_open"):
     raise ConfigError("a local cluster needs Linux; leave out --local_workers.")
   log_dir = _made_log_dir(model_dir)
-  with private_network.opened(os.environ, say=say) as namespaces:
+  memory = shared_memory.folder() if least not in (None, workers) else contextlib.nullcontext()
+  with private_network.opened(os.environ, say=say) as namespaces, memory as copies:
     cluster = LocalCluster(
       command=command,
       log_dir=log_dir,
+      copies=copies,
       places=elastic.Places(least=workers if least is None else least, most=workers, rest_s=rest_s),
       ps=ps,
       max_restarts=max_restarts,
@@ -130,6 +132,7 @@ class LocalCluster:
   max_restarts: int
   grace_s: float
   namespaces: Sequence[int] = ()
+  copies: str | None = None
 
   def __post_init__(self) -> None:
     """Starts nothing yet."""
@@ -165,6 +168,8 @@ class LocalCluster:
   def _make_processes(self, cluster: Cluster) -> list[Process]:
     first, secret = next(iter(cluster)), secrets.token_hex(32)
     varies = {elastic.WORKERS: str(self.places)} if self._is_elastic else {}
+    if self.copies is not None:
+      varies[elastic.SNAPSHOTS] = self.copies
     return [
       Process(
         kind=kind,
@@ -263,7 +268,8 @@ class LocalCluster:
     return killed or any(_LOST in line for line in culprit.last_lines)
 
   def _newest_step(self) -> int:
-    return max(layout.checkpoint_steps(os.path.dirname(self.log_dir)), default=0)
+    folders = [os.path.dirname(self.log_dir), *([self.copies] if self.copies else [])]
+    return max((step for each in folders for step in layout.checkpoint_steps(each)), default=0)
 
   def _grow_if_due(self) -> None:
     """Asks all processes to save and end, if more of them can start."""
@@ -387,6 +393,6 @@ def _environment(cluster: Cluster, kind: str, index: int, secret: str) -> Enviro
   config = {"cluster": cluster, "task": {"type": kind, "index": index}}
   unbuffered = {"PYTHONUNBUFFERED": "1"}  # keeps the last lines of a killed process
   own = {wire.SECRET: secret, "TF_CONFIG": json.dumps(config)}
-  foreign = (wire.SECRET_FILE, elastic.WORKERS)
+  foreign = (wire.SECRET_FILE, elastic.WORKERS, elastic.SNAPSHOTS)
   inherited = {name: text for name, text in os.environ.items() if name not in foreign}
   return {**unbuffered, **inherited, **own}

@@ -6,6 +6,8 @@ import math
 
 WORKERS = "LOOPWRIGHT_WORKERS"
 """The variable that tells processes the least and most workers of their run, such as "2:4"."""
+SNAPSHOTS = "LOOPWRIGHT_SNAPSHOTS"
+"""The variable with a folder in memory that outlives the processes; see run_folder/snapshots.py."""
 _LONGEST_REST_S = 3600.0
 
 
