@@ -882,6 +882,24 @@ forever()
   assert Path("sizes").read_text() == "3 2 "
 
 
+def test_the_copies_in_memory_go_with_the_cluster(run, parent):
+  body = f"{SIZES}\nmark(f'at.{{me}}', os.environ['LOOPWRIGHT_SNAPSHOTS'])\n"
+  assert run(body, least=1) == (0, "", "")
+  folder = Path("at.worker-0").read_text()
+  assert re.fullmatch(r"/dev/shm/loopwright-\w+", folder)
+  assert (Path("at.worker-1").read_text(), os.path.exists(folder)) == (folder, False)
+  os.remove("at.worker-0")
+  one = parent(f"{body}Path(os.environ['LOOPWRIGHT_SNAPSHOTS'], 'x').touch(); forever()", least=1)
+  one.wait_for("at.worker-0")
+  folder = Path("at.worker-0").read_text()
+  assert os.path.isdir(folder)
+  one.send(signal.SIGKILL)
+  until = time.monotonic() + 10
+  while os.path.exists(folder):
+    assert time.monotonic() < until
+    time.sleep(0.005)
+
+
 def test_places_rest_longer_after_each_loss_and_until_there_is_a_newer_checkpoint():
   places = elastic.Places(least=1, most=4, rest_s=10.0)
   places.lose(1, now_s=0.0, step=7)

@@ -58,11 +58,11 @@ class Outcome:
     return np.array([list(map(int, line.split())) for line in lines])
 
 
-def run(folder, workers, *params, flags=(), env=None):
+def run(folder, workers, *params, flags=(), env=None, program=(str(ROOT / "launch.py"),)):
   folder.mkdir(exist_ok=True)
   config = folder / "config.gin"
   config.write_text(CONFIG.format(folder=folder, rate=RATE, batch=BATCH, steps=STEPS))
-  command = [sys.executable, str(ROOT / "launch.py"), f"--gin_file={config}"]
+  command = [sys.executable, *program, f"--gin_file={config}"]
   command += [f"--gin_param={param}" for param in params]
   command += [f"--local_workers={workers}", f"--model_dir={folder / 'm'}", *flags]
   environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **(env or {})}
@@ -235,6 +235,69 @@ def test_the_ledger_proves_that_nothing_was_skipped_or_repeated(broken, unbroken
       ids = seen[entry["first_step"] - 1]
       assert entry["hashes"] == [f"{ledger_digest(ids[ids >= 0]):016x}"]
     assert {entry["first_step"] for entry in entries} == set(range(1, STEPS + 1))
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory):
+  """Three workers, or two after a loss: worker 1 is killed after step 4, worker 0 after step 12."""
+  folder = tmp_path_factory.mktemp("resized")
+  signals = {"worker 1 step 4": signal.SIGKILL.value, "worker 0 step 12": signal.SIGKILL.value}
+  params = [f"Keeper.signals = {signals}", "Keeper.pause_s = 0.3", "run.ledger = True",
+            "run.train_steps = 20", "run.checkpoint_every_steps = 50"]  # fmt: skip
+  program = (
+    "import functools, sys; from framework.commands import main; "
+    "from framework.tools import local_cluster as cluster; "
+    "cluster.run_local = functools.partial(cluster.run_local, rest_s=0.5); sys.exit(main(sys.argv))"
+  )
+  return run(folder, "2:3", *params, program=["-c", program])
+
+
+@pytest.mark.whole
+def test_a_run_goes_on_with_the_workers_that_are_left_and_grows_back(resized):
+  assert resized.status == 0, resized.err
+  told = re.findall(r"going on with 2 workers|growing to 3 workers", resized.err)
+  assert told[:3] == ["going on with 2 workers", "growing to 3 workers", "going on with 2 workers"]
+  history = (resized.folder / "m" / "history.jsonl").read_text().splitlines()
+  sizes = [json.loads(line)["in_use"]["workers"] for line in history]
+  assert sizes[:4] == ["3", "2", "3", "2"]
+
+
+@pytest.mark.whole
+def test_a_run_of_several_sizes_is_the_same_run(resized, tmp_path, capsys):
+  assert __main__.main([str(resized.folder / "m")]) == 0
+  assert "steps 1 to 20: each consumed exactly once" in capsys.readouterr().out
+  whole = run(tmp_path / "whole", 2, "run.train_steps = 20")
+  learned, losses = reference(order(whole, 2))
+  for got, wanted in zip(resized.variables(0), learned, strict=True):
+    np.testing.assert_allclose(got.reshape(-1), wanted, rtol=1e-5, atol=1e-6)
+  assert [r["step"] for r in resized.records("train")] == list(range(1, 21))
+  np.testing.assert_allclose([r["loss"] for r in resized.records("train")], losses, rtol=1e-5)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+  ("params", "line"),
+  [
+    (
+      ["run.global_batch_size = None", "run.per_replica_batch_size = 4"],
+      "but run.per_replica_batch_size = 4 is part of the update, which would change with it: set "
+      "run.global_batch_size instead",
+    ),
+    (
+      ["Clustered.batch_norm = True"],
+      "but the batch normalisation 'batch_normalization' averages over each replica's own rows, "
+      "which would change with it: set its synchronized=True",
+    ),
+  ],
+)
+def test_what_depends_on_the_number_of_workers_is_refused_if_it_varies(tmp_path, params, line):
+  outcome = run(tmp_path / "refused", "1:2", *params)
+  assert outcome.status == 2
+  assert outcome.err.splitlines()[-1] == (
+    f"error: --local_workers=1:2 lets the number of workers vary, {line}, or give one number of "
+    "workers."
+  )
+  assert outcome.records("train") == []
 
 
 @pytest.mark.whole

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -93,15 +94,19 @@ class Clustered(Task):
 class Keeper(Action):
   """Keeps each worker's variables after every loop, and sends signals to its own process.
 
-  `signals` maps such as "worker 1 step 5" to the number of a signal; each is sent once.
+  `signals` maps such as "worker 1 step 5" to the number of a signal; each is sent once. A loop
+  takes `pause_s` longer.
   """
 
   on = "train"
 
-  def __init__(self, *, folder: str, signals: Mapping[str, int] | None = None) -> None:
-    self._folder, self._signals = Path(folder), signals or {}
+  def __init__(
+    self, *, folder: str, signals: Mapping[str, int] | None = None, pause_s: float = 0.0
+  ) -> None:
+    self._folder, self._signals, self._pause_s = Path(folder), signals or {}, pause_s
 
   def __call__(self, output):
+    time.sleep(self._pause_s)
     values = [models.raw(v).numpy() for v in models.all_variables(self.run.task.model)]
     np.savez(self._folder / f"variables-{WORKER}.npz", *values)
     now = f"worker {WORKER} step {self.run.step}"

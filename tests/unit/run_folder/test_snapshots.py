@@ -1,0 +1,63 @@
+"""Copies in memory: when one is taken, and what a full memory costs."""
+
+import errno
+
+import pytest
+
+from framework.run_folder import snapshots
+
+
+class Cluster:
+  """One worker, which need not ask others."""
+
+  is_chief = True
+
+  def asking(self, every_s):
+    return lambda flag: flag
+
+
+class Manager:
+  """Counts saves; the third finds that the memory was full in the one before."""
+
+  def __init__(self):
+    self.saves = 0
+
+  def save(self):
+    self.saves += 1
+    if self.saves == 3:
+      raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  now = [100.0]
+  monkeypatch.setattr(snapshots.time, "monotonic", lambda: now[0])
+  return now
+
+
+def test_a_copy_is_taken_about_once_a_second_until_the_memory_is_full(clock, caplog):
+  manager = Manager()
+  kept = snapshots.Snapshots(manager, Cluster())
+  saves = []
+  for now in (100.0, 100.9, 101.0, 101.5, 102.1, 103.2, 999.0):
+    clock[0] = now
+    kept.take()
+    saves.append(manager.saves)
+  assert saves == [1, 1, 2, 2, 3, 3, 3]
+  assert "no more copies in memory, only checkpoints: " in caplog.text
+  assert "No space left on device" in caplog.text
+
+
+def test_another_worker_takes_one_when_the_chief_asks(clock):
+  asked, manager = [], Manager()
+  cluster = Cluster()
+  cluster.is_chief, cluster.asking = False, lambda every_s: lambda flag: asked.append(flag) or True
+  snapshots.Snapshots(manager, cluster).take()
+  assert (asked, manager.saves) == ([False], 1)
+
+
+def test_the_folder_is_that_of_the_supervisor(monkeypatch):
+  monkeypatch.delenv("LOOPWRIGHT_SNAPSHOTS", raising=False)
+  assert snapshots.directory() is None
+  monkeypatch.setenv("LOOPWRIGHT_SNAPSHOTS", "/dev/shm/x")
+  assert snapshots.directory() == "/dev/shm/x/checkpoints"
