@@ -16,6 +16,7 @@ CHECKS = [
   *(
     "source() repeats",
     "train and eval apart",
+    "statistics of training alone",
     "each example once",
   ),
   *("shared out to 2 and 3 workers", "evaluation repeats", "evaluation in batches of any size"),
@@ -52,7 +53,9 @@ def test_a_defect(name, monkeypatch):
   assert found[0].remedy
 
 
-@pytest.mark.parametrize("task", [*RIGHT, NoiseOfExamples, defects.Episodes])
+@pytest.mark.parametrize(
+  "task", [*RIGHT, NoiseOfExamples, defects.Episodes, defects.StandardisedByTraining]
+)
 @pytest.mark.fast(task=RIGHT[:1])
 def test_a_right_task(task):
   results = inputs.check(subject(task))

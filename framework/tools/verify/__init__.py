@@ -24,6 +24,7 @@ consequences.py says which failures follow from others. bench/ has the tools of 
     layer_calls.py    which models a step calls in training mode
     random_draws.py   which operations draw, and where
     survey.py         digests of examples
+    fitted.py         statistics of the evaluation set among a task's constants
     labels.py         which feature is the label
     xla.py            operations that XLA cannot compile
     held_state.py     state of a task outside of its checkpoint

@@ -340,7 +340,44 @@ class SeedOfTheStep(Right):
     return {**batch, "x": batch["x"] + tf.random.stateless_normal(batch["x"].shape, seed=seed)}
 
 
+STATISTICS, FITTED = "statistics of training alone", "statistics of the evaluation set"
+
+
+@defect(STATISTICS, FITTED, "mean and deviation of 'x' over the evaluation set", '(batch["x"] - ')
+class StandardisedByEvaluation(Right):
+  def __init__(self):
+    x = points("eval")["x"]
+    self.statistics = {"mean": x.mean(axis=0), "std": x.std(axis=0)}
+
+  def preprocess(self, batch, training):
+    mean, std = (tf.constant(self.statistics[name]) for name in ("mean", "std"))
+    return {**batch, "x": (batch["x"] - mean) / std}
+
+
+@defect(STATISTICS, FITTED, "of 'x' over both sets", "adapt(")
+class AdaptedToBoth(Right):
+  def build_model(self):
+    import keras
+
+    scale = keras.layers.Normalization(axis=-1)
+    scale.adapt(np.concatenate([points("train")["x"], points("eval")["x"]]))
+    return keras.Sequential([keras.Input([6]), scale, keras.layers.Dense(CLASSES)])
+
+
+@defect(STATISTICS, FITTED, "before training reads source('eval')", 'source("eval")')
+class FitsOnEvaluation(Right):
+  def fit(self):
+    first = self.source("eval").fetch(tf.range(4, dtype=tf.int64))
+    return {"mean": np.mean(first["x"], axis=0).tobytes()}
+
+
 # ---- Right ----
+
+
+class StandardisedByTraining(StandardisedByEvaluation):
+  def __init__(self):
+    x = points("train")["x"]
+    self.statistics = {"mean": x.mean(axis=0), "std": x.std(axis=0)}
 
 
 class Episodes(Right):

@@ -7,6 +7,7 @@ out of range if the loss cannot use it, a feature is not scaled if the first los
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from framework.inputs.datasets import padded_batch_size
 from framework.inputs.parts import main_source, of_one_shape
 from framework.inputs.sources import Source, StreamSource
 from framework.task import preprocess_of
-from framework.tools.verify.bench import random_draws, seeded_rows, source_lines, survey
+from framework.tools.verify.bench import fitted, random_draws, seeded_rows, source_lines, survey
 from framework.tools.verify.bench.bench import Bench, Rows, Subject
 from framework.tools.verify.bench.survey import Survey
 from framework.tools.verify.checks import augmentation
@@ -35,6 +36,7 @@ LEAKED = 0.01
 """A smaller share of evaluation examples that are also in training counts as chance."""
 COPIED = 0.2
 """So many equal examples are no chance if their numbers are measured; some data have copies."""
+FITTED = "statistics of the evaluation set"
 MIXING = (
   *("shuffle", "tf.gather(", "roll", "reverse", "[::-1]", "moments", "unique", "bincount", "sort"),
   *("reduce_", "tf.size", "[None, :]"),
@@ -47,7 +49,7 @@ def check(subject: Subject) -> list[Result]:
   reading = Reading(subject)
   return [
     *reading.sources(),
-    *reading.each_set(lambda: [reading.overlap()]),
+    *reading.each_set(lambda: [reading.overlap(), reading.statistics()]),
     *reading.pipeline(),
     *reading.each_set(reading.evaluation),
     *Contents(reading).results(),
@@ -193,6 +195,24 @@ class Reading:
       ),
       values=values,
     )  # fmt: skip
+
+  def statistics(self) -> Result:
+    """Finds means and deviations of evaluation examples where those of training belong."""
+    name = "statistics of training alone"
+    if self.eval_source is None:
+      return GROUP.skipped(name, self.no_eval)
+    remedy = "compute them of source('train') alone; evaluation then uses the same numbers"
+    if place := fitted.reads_evaluation(self.task):
+      told = "what is fitted before training reads source('eval')"
+      return GROUP.failed(name, told, FITTED, remedy, place)
+    found = None
+    with contextlib.suppress(Exception):  # preprocess() may fail in evaluation: see below
+      found = fitted.find(self.task, self.source, self.eval_source, seconds=READ_S / 3)
+    if found:
+      return GROUP.failed(name, f"the task uses {found[0]}", FITTED, remedy, found[1])
+    return GROUP.passed(
+      name, "no constant of the task is a mean or deviation of evaluation examples"
+    )
 
   # ---- Pipelines ----
 
