@@ -17,6 +17,7 @@ if TYPE_CHECKING:
   from framework.evaluator import Evaluator
   from framework.inputs.buckets import Buckets
   from framework.inputs.indexed import IndexedSource, TFRecordSource
+  from framework.inputs.mixture import Mixture
   from framework.inputs.parts import Part, Sources, part, with_part
   from framework.inputs.replay import Draws, ReplayBuffer
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
@@ -49,6 +50,7 @@ __all__ = [
   "ImageFolderSource",
   "IndexedSource",
   "Loss",
+  "Mixture",
   "Part",
   "PerExample",
   "Reduction",
@@ -86,6 +88,7 @@ _HOMES = {
   "evaluator": ("Evaluator",),
   "inputs.buckets": ("Buckets",),
   "inputs.indexed": ("IndexedSource", "TFRecordSource"),
+  "inputs.mixture": ("Mixture",),
   "inputs.parts": ("Part", "Sources", "part", "with_part"),
   "inputs.replay": ("Draws", "ReplayBuffer"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),

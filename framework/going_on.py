@@ -25,6 +25,7 @@ from framework.errors import ConfigError
 from framework.evaluator import Evaluator
 from framework.inputs.buckets import Buckets
 from framework.inputs.fingerprint import fingerprint
+from framework.inputs.mixture import Mixture
 from framework.inputs.parts import Sources
 from framework.inputs.replay import ReplayBuffer
 from framework.models import models
@@ -34,8 +35,11 @@ from framework.run_folder.history import Change
 from framework.strategies.cluster import elastic
 from framework.task import Task
 from framework.trainer import Trainer
+from framework.types import AnySource
 
 SIZE, BUCKETS, RATIO = "global batch size", "training buckets", " ratio"
+WEIGHTS = "training weights"
+"""Of a `Mixture`; of one that is a part, with its name."""
 _LOOPS = ("steps_per_loop", "eval_every_steps", "checkpoint_every_steps")
 """Where loops end, which matters to an action that changes what is learned."""
 
@@ -130,11 +134,26 @@ class Start:
       )
 
   def read_back(self, trainer: Trainer) -> list[str]:
-    """Reads what is in force, for the record; returns lines for the user (host)."""
+    """Reads what is in force, for the record; returns lines for the user (host).
+
+    Raises:
+      ConfigError: a `Mixture` shares out otherwise what is consumed, or has too little of a part.
+    """
+    self._require_shares(trainer)
     self._in_use = in_use(trainer)
     lines = [f"goes on with {each}" for each in self.accepted]
     optimizers = trainer.parts.optimizers.values()
     return [*lines, *(line for each in optimizers if (line := each.moved_rate()))]
+
+  def _require_shares(self, trainer: Trainer) -> None:
+    mixtures = _mixtures(trainer.source() if trainer.source else None)
+    position, step = int(trainer.position.numpy()), int(trainer.global_step.numpy())
+    steps = max(0, self._arguments["train_steps"] - step)
+    before = {change.name: change.before for change in self.accepted}
+    for name, (mixture, ratio) in mixtures.items():
+      if name in before and before[name].startswith("["):
+        mixture.shares.require_same_before(position * ratio, before[name])
+      mixture.require_enough((position + steps * trainer.global_batch_size) * ratio)
 
   def record(self, *, step: int) -> None:
     """Appends this start to history.jsonl, once (host)."""
@@ -198,6 +217,15 @@ def _is_ours(action: Action) -> bool:
   return type(action).__module__.startswith("framework.actions.")
 
 
+def _mixtures(source: AnySource) -> dict[str, tuple[Mixture, int]]:
+  """Returns name -> mixture and ratio of each source of training that is one."""
+  given = {WEIGHTS: (source, 1)}
+  if isinstance(source, Sources):
+    parts = {f"{WEIGHTS} {name}": (part.source, part.ratio) for name, part in source.parts.items()}
+    given = {WEIGHTS: (source.main, 1), **parts}
+  return {name: each for name, each in given.items() if isinstance(each[0], Mixture)}
+
+
 def examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
   """Returns number and digest of the examples of each split, the same on all workers."""
   source = trainer.source() if trainer.source else None
@@ -210,6 +238,7 @@ def examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
     for name, part in source.parts.items():
       found[f"training {name}"] = f"{fingerprint(part.source)}, ratio {part.ratio}"
       found[f"training {name}{RATIO}"] = str(part.ratio)
+  found |= {name: each.shares.described() for name, (each, _) in _mixtures(source).items()}
   for name, each in (evaluator.sources if evaluator else {}).items():
     found[f"evaluation {name}".rstrip()] = fingerprint(each)
   for split, text in found.items():

@@ -102,6 +102,10 @@ _WHOLE: Mapping[str, Rule] = {
     ),
     Rule("yes", "counts from there on, over all evaluations in metrics.jsonl"),
   ),
+  "Mixture": Rule(
+    "asked",
+    "reads that from there on, if the weights up to there stay; a part goes on where it is",
+  ),
   "Reduction": Rule("asked", "sums with it from there on"),
   "WarmStart": Rule("no", _AT_THE_START),
   **dict.fromkeys(

@@ -50,6 +50,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.tools.trackers.csv_file", "CSVFile"),
   ("framework.tools.trackers.mlflow", "MLflow"),
   ("framework.tools.trackers.wandb", "WandB"),
+  ("framework.inputs.mixture", "Mixture"),
   ("framework.inputs.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
 )
 """Modules and names defined in them."""

@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from framework.errors import ConfigError, kind, require_integer
+from framework.inputs.mixture import Mixture
 from framework.inputs.ordering import hashed
 from framework.inputs.sources import Source
 from framework.types import Batch
@@ -129,6 +130,11 @@ class Buckets:
     """
     if not isinstance(source, Source):
       raise ConfigError(f"Buckets got {kind(source)}; it must be a Source, which has an index.")
+    if isinstance(source, Mixture):
+      raise ConfigError(
+        "Buckets got a Mixture, but each bucket reads all its examples once an epoch, so weights "
+        "would not count; give the parts one length, or use Packed sources as the parts."
+      )
     sizes = np.asarray(lengths)
     if sizes.shape != (source.num_examples,) or sizes.dtype.kind not in "iu":
       raise ConfigError(

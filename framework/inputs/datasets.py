@@ -7,7 +7,8 @@
     assert np.array_equal(next(resumed.as_numpy_iterator())["x"], batches[2]["x"])
 
 With n examples, position p of the endless training sequence reads example
-`permutation(seed, epoch)[p % n]` of epoch `p // n`; docs/inputs.md describes what follows from it.
+`permutation(seed, epoch)[p % n]` of epoch `p // n`, and of a `Mixture` what its weights say;
+docs/inputs.md describes what follows from it.
 
 A batch is a dict of tensors that share their first axis, the rows. Four names are reserved:
 
@@ -38,6 +39,7 @@ from framework.errors import ConfigError, require_integer
 from framework.graphs.autograph import as_written
 from framework.inputs import streams
 from framework.inputs.buckets import Bucket, Buckets, Scheduled
+from framework.inputs.mixture import Mixture
 from framework.inputs.ordering import examples_at, seed_of_part, seeds_at
 from framework.inputs.parts import Sources, main_source
 from framework.inputs.plan import MOST_ROWS, Element, Plan, Preprocess, padded_batch_size
@@ -208,7 +210,7 @@ def _reading(
     features = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
     return features, tf.where(plan.real_rows(), _ids(source, indices), -1), seeds, step
 
-  return _ordered(source.num_examples, plan, seed, position, shuffle, first_step), read
+  return _ordered(source, plan, seed, position, shuffle, first_step), read
 
 
 def _train_parts(
@@ -333,8 +335,17 @@ def _eval_buckets(
   ]  # fmt: skip
 
 
+def _examples(source: Source, positions: tf.Tensor, seed: int, *, shuffle: bool) -> tf.Tensor:
+  """Returns the example of each position, int64 [m]."""
+  if isinstance(source, Mixture):
+    return source.shares.ids(positions, seed=seed, shuffle=shuffle)
+  if not shuffle:
+    return positions % source.num_examples
+  return examples_at(positions, num_examples=source.num_examples, seed=seed)
+
+
 def _ordered(
-  num_examples: int, plan: Plan, seed: int, position: int, shuffle: bool, first_step: int
+  source: Source, plan: Plan, seed: int, position: int, shuffle: bool, first_step: int
 ) -> tf.data.Dataset:
   """Yields (indices int64 [rows], seeds int32 [rows, 2], step int64) for each batch."""
   batches = max(1, _POSITIONS_AT_ONCE // plan.global_batch_size)
@@ -342,9 +353,7 @@ def _ordered(
 
   def make(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     positions = start + tf.range(size, dtype=tf.int64)
-    indices = positions % num_examples
-    if shuffle:
-      indices = examples_at(positions, num_examples=num_examples, seed=seed)
+    indices = _examples(source, positions, seed, shuffle=shuffle)
     of_batches = tf.reshape(tf.stack([indices, positions]), [2, batches, -1])
     indices, positions = tf.unstack(tf.gather(of_batches, plan.example_rows(), axis=2))
     seeds = seeds_at(tf.reshape(positions, [-1]), seed=seed)

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from framework.inputs.buckets import Buckets
+from framework.inputs.mixture import Mixture
 from framework.inputs.sources import ArraySource, Source, StreamSource
 
 _ROWS_OF_ARRAYS = 4096
@@ -25,6 +26,8 @@ def fingerprint(source: Source | StreamSource | Buckets) -> str:
   if isinstance(source, Buckets):
     shares = (f"{bucket.num_examples} of length {bucket.length}" for bucket in source.buckets)
     return f"{fingerprint(source.source)}, {' and '.join(shares)}"
+  if isinstance(source, Mixture):
+    return ", ".join(f"{name!r}: {fingerprint(part)}" for name, part in source.parts.items())
   digest = hashlib.sha256()
   if isinstance(source, StreamSource):
     number = source.num_examples or "unknown number of"

@@ -64,6 +64,7 @@ def others() -> str:
     row("actions, except those that change what is learned", "EarlyStopping.patience"),
     row("`WarmStart`", "WarmStart.path"),
     row("`ImageFolderSource`, `load_arrays`", "load_arrays.path"),
+    row("`Mixture`", "Mixture.weights"),
   ]
   return section("All options of", lines).replace("| option |", "| of |")
 

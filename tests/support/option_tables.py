@@ -11,7 +11,7 @@ from framework import run, trainer
 from framework.actions import best, profiling, show, tensorboard, time_budget
 from framework.configurables import documentation
 from framework.configurables.table import GIVEN
-from framework.inputs import sources
+from framework.inputs import mixture, sources
 from framework.optimizers import adapters, loss_scale, schedules
 from framework.run_folder import warm_start
 from framework.strategies import factories, reduction
@@ -33,6 +33,7 @@ SECTIONS = (
   ("Loss scale", loss_scale, "none fixed dynamic"),
   ("Warm start", warm_start, "WarmStart"),
   ("Inputs", sources, "ImageFolderSource load_arrays"),
+  ("Mixtures", mixture, "Mixture"),
   ("Optimizers", adapters, "without_decay"),
   (
     "Schedules",

@@ -24,12 +24,15 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from framework.errors import ConfigError
 from framework.run_folder import layout
+
+if TYPE_CHECKING:
+  from framework.inputs.mixture import Shares
 
 PURPOSE = "ledger"
 """The key of the examples' hashes."""
@@ -49,6 +52,7 @@ class Start(NamedTuple):
     shuffle: False for the source's own order.
     first: of a bucket, the number of examples in the shorter ones: its examples are numbered from
       there.
+    shares: of a mixture, the arguments of `framework.inputs.mixture.Shares`.
   """
 
   worker: int
@@ -60,6 +64,7 @@ class Start(NamedTuple):
   seed: int
   shuffle: bool
   first: int = 0
+  shares: dict[str, Any] | None = None
 
   @property
   def order(self) -> tuple[int | None, int | None]:
@@ -87,8 +92,9 @@ def file_name(worker: int) -> str:
 def start_line(after_step: int, start: Start, part: str = "") -> str:
   """Returns the line of a start; `part` names a further source."""
   fields = start._asdict()
-  if not start.first:
-    del fields["first"]
+  for name in ("first", "shares"):
+    if not fields[name]:
+      del fields[name]
   return json.dumps({"after_step": after_step, **fields, **_of(part)})
 
 
@@ -225,6 +231,9 @@ class Order:
     count = self._start.num_examples
     assert count is not None
     positions = np.arange(first, last)
+    if (shares := shares_of(self._start)) and len(positions):
+      of_run: dict[str, Any] = {"seed": self._start.seed, "shuffle": self._start.shuffle}
+      return shares.ids(tf.constant(positions), **of_run).numpy()
     if not self._start.shuffle or not len(positions):
       return self._start.first + positions % count
     ids = examples_at(tf.constant(positions), num_examples=count, seed=self._start.seed)
@@ -234,6 +243,13 @@ class Order:
     """Returns uint64 [last - first + 1]: cumulative sums of hashes modulo 2**64, beginning at 0."""
     hashes = hashes_of(self.ids(first, last))
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(hashes, dtype=np.uint64)])
+
+
+def shares_of(start: Start) -> Shares | None:
+  """Returns which part each position reads, of a mixture."""
+  from framework.inputs.mixture import Shares
+
+  return Shares(**start.shares) if start.shares else None
 
 
 def hashes_of(ids: np.ndarray) -> np.ndarray:
@@ -265,6 +281,7 @@ class Proof:
     epochs: complete epochs, each with every example once.
     num_examples: examples in an epoch; None if unknown, then the order was not compared.
     left_over: examples of the epoch that has begun.
+    parts: of a mixture, a line about each part.
   """
 
   first_step: int
@@ -275,6 +292,7 @@ class Proof:
   epochs: int = 0
   num_examples: int | None = None
   left_over: int = 0
+  parts: Sequence[str] = ()
 
   def __str__(self) -> str:
     """Returns the lines to print."""
@@ -286,7 +304,9 @@ class Proof:
     ]
     if self.first_step > 1:
       lines.append(f"steps 1 to {self.first_step - 1}: unknown, the ledger was switched on later")
-    if self.num_examples is None:
+    if self.parts:
+      lines += self.parts
+    elif self.num_examples is None:
       lines.append("examples: not compared, the length of the stream is unknown")
     else:
       lines.append(
@@ -326,7 +346,7 @@ def prove(ledgers: Sequence[Ledger], *, checkpoint_step: int | None = None) -> P
       _compare(ledgers, steps, position, tally)
     position += len(steps) * start.global_batch_size
   proof.num_examples = chief.path[last].start.num_examples
-  proof.epochs, proof.left_over = tally.epochs, tally.left_over
+  proof.epochs, proof.left_over, proof.parts = tally.epochs, tally.left_over, tally.of_parts()
   return proof
 
 
@@ -353,11 +373,40 @@ def _runs(chief: Ledger, first: int, last: int) -> Iterator[list[int]]:
 
 
 class _Tally:
-  def __init__(self) -> None:
-    self.epochs, self.left_over = 0, 0
-    self._seen = np.zeros(0, bool)
+  def __init__(self, ends: int = 0) -> None:
+    self.epochs, self.left_over, self.ends = 0, 0, ends
+    self.seen = np.zeros(0, bool)
     self._order: tuple[int | None, int | None] | None = None
     self._whole = False
+    self.count = 0
+    self.parts: dict[str, _Tally] = {}
+
+  def of_parts(self) -> list[str]:
+    """Returns a line for each part of a mixture."""
+    every = sum(part.count for part in self.parts.values())
+    return [
+      f"{name!r}: {part.count} examples, {100 * part.count / every:.2f} %; epochs: {part.epochs} "
+      f"complete, {len(part.seen)} distinct examples in each; {part.left_over} of the next"
+      for name, part in self.parts.items()
+    ]
+
+  def add_mixture(self, ids: np.ndarray, position: int, start: Start, step: int) -> None:
+    """Counts the examples of a mixture, each part's by themselves."""
+    from framework.inputs.ordering import seed_of_part
+
+    shares = shares_of(start)
+    assert shares is not None
+    own = zip(shares.counts.items(), shares.firsts, shares.before(position).values(), strict=True)
+    for (name, count), first, before in own:
+      part = self.parts.setdefault(name, _Tally(before))
+      if part.ends != before:
+        raise Problem(
+          f"step {step}: a restart changed the weights of what was consumed: part {name!r} would "
+          f"go on at its example {before}, but {part.ends} were read"
+        )
+      here = ids[(ids >= first) & (ids < first + count)]
+      of_part = start._replace(num_examples=count, first=first, seed=seed_of_part(start.seed, name))
+      part.add(here, before, of_part, step)
 
   def add(self, ids: np.ndarray, position: int, start: Start, step: int) -> None:
     """Counts the examples at the positions from `position` on; `step` reads the first of them."""
@@ -369,15 +418,16 @@ class _Tally:
           f"step {step}: a restart changed the order of the examples (num_examples, seed) from "
           f"{self._order} to {start.order} within an epoch"
         )
-      self._order, self._seen, self._whole = start.order, np.zeros(count, bool), False
+      self._order, self.seen, self._whole = start.order, np.zeros(count, bool), False
+    self.count, self.ends = self.count + len(ids), position + len(ids)
     while len(ids):
       within = position % count
       if within == 0:
-        self._seen[:], self._whole = False, True
+        self.seen[:], self._whole = False, True
       part, ids = ids[: count - within] - start.first, ids[count - within :]
-      if self._seen[part].any() or len(np.unique(part)) < len(part):
+      if self.seen[part].any() or len(np.unique(part)) < len(part):
         raise Problem(f"step {step}: an example occurs twice in the epoch of position {position}")
-      self._seen[part] = True
+      self.seen[part] = True
       position += len(part)
       self.left_over = position % count
       self.epochs += self._whole and self.left_over == 0
@@ -402,7 +452,8 @@ def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tal
     step = steps[index]
     row, at = ledgers[worker].path[step], position + index * batch
     raise Problem(f"step {step}, worker {worker}: {_diagnosis(row, step, at, order)}")
-  tally.add(ids, position, start, steps[0])
+  add = tally.add_mixture if start.shares else tally.add
+  add(ids, position, start, steps[0])
 
 
 def _diagnosis(row: StepRecord, step: int, position: int, order: Order) -> str:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from framework.inputs.buckets import Buckets, Schedule
 from framework.inputs.datasets import padded_batch_size as padded_batch_size_of
 from framework.inputs.datasets import rows_of
+from framework.inputs.mixture import Mixture
 from framework.inputs.ordering import hashed, seed_of_part
 from framework.inputs.parts import Part, Sources, main_source
 from framework.inputs.sources import Source, StreamSource
@@ -87,6 +88,7 @@ class Recorder(Observer):
         num_examples=part.source.num_examples,
         seed=seed_of_part(seed, name) if name else seed,
         shuffle=shuffle and isinstance(part.source, Source),
+        shares=_shares(part.source),
       )
 
   def _reads_buckets(
@@ -174,6 +176,12 @@ class Recorder(Observer):
         lines.append(steps_line(before[bucket] + 1, *sums, name))
     self._batch, self._starts = self._batch + len(counts), []
     return lines
+
+
+def _shares(source: object) -> dict[str, Any] | None:
+  if not isinstance(source, Mixture):
+    return None
+  return {"counts": dict(source.shares.counts), "segments": list(source.shares.segments)}
 
 
 class _Part:

@@ -7,6 +7,7 @@ out of range if the loss cannot use it, a feature is not scaled if the first los
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -20,6 +21,7 @@ from framework.graphs import randomness
 from framework.inputs import datasets
 from framework.inputs.buckets import Buckets
 from framework.inputs.datasets import padded_batch_size
+from framework.inputs.mixture import Mixture
 from framework.inputs.parts import main_source, of_one_shape
 from framework.inputs.sources import Source, StreamSource
 from framework.task import preprocess_of
@@ -230,6 +232,8 @@ class Reading:
 
   def _once(self, total: int | None) -> Result:
     name, survey = "each example once", self.survey
+    if isinstance(self.source, Mixture) and (result := self._as_shared_out(name, self.source)):
+      return result
     epoch = bool(total) and survey.examples >= (total or 0)
     spare = survey.examples - (total or 0) if epoch else 0
     often = {i: n for i, n in survey.counts.items() if n > 1}
@@ -251,6 +255,16 @@ class Reading:
         self.task, *PREPROCESS, containing=("gather", "shuffle", "range(", "choice"),
       ),
     )  # fmt: skip
+
+  def _as_shared_out(self, name: str, mixture: Mixture) -> Result | None:
+    """Returns that a mixture's examples are those of the first positions; None if they are not."""
+    read: dict[str, Any] = {"seed": self.subject.seed, "shuffle": self.subject.shuffle}
+    ids = mixture.shares.ids(tf.range(self.survey.examples, dtype=tf.int64), **read).numpy()
+    if collections.Counter(ids.tolist()) != self.survey.counts:
+      return None
+    before = mixture.shares.before(len(ids))
+    told = ", ".join(f"{count} of {part!r}" for part, count in before.items())
+    return GROUP.passed(name, f"the first {len(ids)} examples are {told}, as the weights say")
 
   def _workers(self) -> Result:
     name = "shared out to 2 and 3 workers"
