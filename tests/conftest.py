@@ -1,6 +1,7 @@
 """One process, four logical CPUs: what every in-process test of N replicas runs on.
 
-`pytest` runs the fast tier, `pytest --everything` all tests; see tests/support/tiers.py.
+`pytest` runs the fast tier, `--ci` those of `.ci/run`, `--everything` all tests, see
+tests/support/tiers.py; `--changed` what a change can break, see tests/support/changed.py.
 """
 
 import gc
@@ -8,6 +9,7 @@ import os
 import signal
 import sys
 
+import changed
 import pytest
 import tiers
 
@@ -32,12 +34,18 @@ LONG = (
 def pytest_addoption(parser: pytest.Parser) -> None:
   group = parser.getgroup("tiers")
   group.addoption("--everything", action="store_true", help="run all tests")
-  group.addoption("--rest", action="store_true", help="run what the fast tier leaves out")
+  group.addoption("--ci", action="store_true", help="run the fast tier and CI's")
+  group.addoption("--changed", action="store_true", help="run what can be broken since main")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  if config.option.dist != "no" and not hasattr(config, "workerinput"):
-    return  # this process hands out the tests and runs none
+  if not hasattr(config, "workerinput"):
+    if config.option.changed:
+      config.args[:] = changed.files(config)
+    if hasattr(config, "cache"):
+      config.pluginmanager.register(changed.Seconds(config))
+    if config.option.dist != "no":
+      return  # this process hands out the tests and runs none
   if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
   if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
@@ -57,7 +65,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   options, named = config.option, any("::" in argument for argument in config.args)
-  items[:], left = tiers.split(items, everything=options.everything or named, rest=options.rest)
+  items[:], left = tiers.split(items, everything=options.everything or named, ci=options.ci)
   if left:
     config.hook.pytest_deselected(items=left)
   items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))

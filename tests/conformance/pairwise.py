@@ -1,4 +1,7 @@
-"""Which cases the fast tier runs: as few as show every pair of places, and every option, once."""
+"""As few cases as show every strategy, op, number of replicas, model and option (the fast tier).
+
+CI adds as few as show every two of them together.
+"""
 
 import dataclasses
 import itertools
@@ -9,15 +12,15 @@ PLAIN = cases.Scenario(name="")
 SIZES = ("name", "batch_size", "steps", "first_loop", "rate")
 
 
-def claims(case):
-  """What a case shows: each pair of (strategy and op, replicas, model), each option it sets.
+def claims(case, together):
+  """What a case shows: each (strategy and op), replicas, model, or each two, each option it sets.
 
   A narrow wire rounds: its cases show nothing of the place.
   """
   op = case.op if case.strategy == "mirrored" else ""
   place = {"place": (case.strategy, op), "replicas": case.replicas, "model": case.model}
-  pairs = itertools.combinations(place.items(), 2) if case.scenario.wire_dtype is None else ()
-  return {*pairs, *options(case.scenario)}
+  shown = itertools.combinations(place.items(), together)
+  return {*(shown if case.scenario.wire_dtype is None else ()), *options(case.scenario)}
 
 
 def options(scenario):
@@ -27,14 +30,15 @@ def options(scenario):
       yield name, value if isinstance(value, str) else type(value)
 
 
-def selection():
+def selection(together):
   """Takes the case with the most new claims a replica, again and again until nothing is new."""
-  missing, chosen = set().union(*map(claims, cases.CASES.values())), []
+  each = {case: claims(case, together) for case in cases.CASES.values()}
+  missing, chosen = set().union(*each.values()), []
   while missing:
-    best = max(cases.CASES.values(), key=lambda case: len(claims(case) & missing) / case.replicas)
+    best = max(each, key=lambda case: len(each[case] & missing) / case.replicas)
     chosen.append(best)
-    missing -= claims(best)
+    missing -= each[best]
   return chosen
 
 
-SELECTED = frozenset(selection())
+FAST, CI = frozenset(selection(1)), frozenset(selection(2))

@@ -16,9 +16,13 @@ OVERFLOWING = [c for c in EXACT if c.scenario.overflow_step is not None]
 
 
 def each(chosen):
-  """Parametrizes over cases; those that `pairwise` did not select are the whole's."""
-  marks = {True: (), False: pytest.mark.whole}
-  found = [pytest.param(c, id=c.id, marks=marks[c in pairwise.SELECTED]) for c in chosen]
+  """Parametrizes over cases, in the tiers for which `pairwise` has selected them."""
+
+  def marks(case):
+    left = pytest.mark.ci if case in pairwise.CI else pytest.mark.whole
+    return () if case in pairwise.FAST else left
+
+  found = [pytest.param(c, id=c.id, marks=marks(c)) for c in chosen]
   return pytest.mark.parametrize("case", found)
 
 

@@ -8,6 +8,7 @@ import tiers
 from config_data import FOLDER
 
 from framework import tasks
+from framework.configurables import table
 from framework.tools import verify
 
 TESTS = Path(__file__).parents[1]
@@ -85,6 +86,44 @@ RUNS = {
 }
 
 
+PIECES = {  # of each strategy, action and source that a config can name
+  "auto": "test_strategies.py::test_auto_says_what_it_took",
+  "default": "test_update.py::test_weights_equal_the_reference",
+  "one_device": "test_update.py::test_weights_equal_the_reference",
+  "mirrored": "test_update.py::test_weights_equal_the_reference",
+  "central_storage": "test_update.py::test_weights_equal_the_reference",
+  "model_parallel": "test_update.py::test_weights_equal_the_reference",
+  "multi_worker_mirrored": RUNS["two workers"],
+  "parameter_server": RUNS["parameter servers"],
+  "tpu": "test_cluster.py::test_a_tpu",
+  "BestCheckpoint": "test_actions.py::test_best_checkpoint_keeps_the_best",
+  "EarlyStopping": "test_actions.py::test_early_stopping_is_the_brute_force_whatever_the_restarts",
+  "Export": "test_actions.py::test_export_serves_what_the_model_computes",
+  "StopOnNonFinite": FAULTS["an example that is not finite"],
+  "TimeBudget": "test_time_budget.py::test_a_slow_input_is_found",
+  "Profile": "test_profiling.py::test_steps_at_the_ends_of_loops_and_of_the_run",
+  "Show": "test_board.py::test_show_gets_the_metrics_of_the_evaluation_or_loop_before_it",
+  "TensorBoard": (
+    "test_tensorboard.py::test_histograms_are_of_the_weights_and_gradients_of_their_step"
+  ),
+  "CSVFile": "test_trackers.py::test_the_csv_file_has_the_lines_of_the_log",
+  "MLflow": "test_trackers.py::test_mlflow_gets_one_run_however_often_it_is_killed",
+  "WandB": "test_trackers.py::test_each_line_arrives_once_and_in_order",
+  "Trackio": "test_trackers.py::test_each_line_arrives_once_and_in_order",
+  "ArraySource": "test_inputs.py::test_replicas_split_the_same_batches_contiguously",
+  "ImageFolderSource": "test_sources.py::test_image_folder_trains",
+  "StreamSource": "test_evaluator.py::test_every_example_arrives_exactly_once",
+  "load_arrays": "test_sources.py::test_load_arrays_of_an_npz",
+  "IndexedSource": "test_indexed.py::test_a_global_shuffle_over_getitem_that_starts_anywhere",
+  "TFRecordSource": "test_indexed.py::test_records_are_read_by_index",
+  "Buckets": "test_buckets.py::test_training_is_that_of_numpy_with_a_trace_for_each_shape",
+  "Sources": "test_parts.py::test_training_is_that_of_numpy_and_the_ledger_proves_it",
+  "ReplayBuffer": "test_replay.py::",
+}
+ROOMS = ("strategies.factories", "actions", "inputs", "tools.exports", "tools.forensics")
+"""Where strategies, actions and sources are, beside trackers."""
+
+
 class Collector:
   """Keeps what pytest has collected."""
 
@@ -103,7 +142,13 @@ def everything():
 
 @pytest.fixture(scope="module")
 def fast(everything):
-  return [item for item in everything if tiers.is_fast(item)]
+  return [item for item in everything if tiers.tier(item) == "fast"]
+
+
+@pytest.fixture(scope="module")
+def ci(everything):
+  """What CI runs: the fast tier and what it adds."""
+  return [item for item in everything if tiers.tier(item) != "everything"]
 
 
 def of(items, test):
@@ -115,28 +160,47 @@ def values(items, test, parameter):
   return {item.callspec.params[parameter] for item in of(items, test) if hasattr(item, "callspec")}
 
 
-def test_a_part_of_the_tests_is_fast(everything, fast):
-  assert 0.5 * len(everything) < len(fast) < 0.9 * len(everything)
+def test_each_line_of_the_list_names_a_test(everything):
+  found = set().union(*map(tiers.names, everything))
+  assert [line for line in tiers.LISTED if line not in found] == []
+  assert len(tiers.LISTED) == len(tiers.LINES)
 
 
-def test_each_mark_of_values_selects_some(everything, fast):
+def test_the_list_moves_a_file_a_test_and_one_of_its_ids(everything, monkeypatch):
+  def tier(test, *lines):
+    monkeypatch.setattr(tiers, "LISTED", {line.lstrip("!+"): line[0] for line in lines})
+    [item, *_] = of(everything, test)
+    return tiers.tier(item)
+
+  fast, id_of_it = "test_strategies.py::test_mirrored_splits_the_cpu", "[1]"
+  line = f"unit/strategies/{fast}"
+  assert tier(fast) == "fast"
+  assert tier(fast, "unit/strategies/test_strategies.py") == tier(fast, line) == "ci"
+  assert tier(fast + id_of_it, line + id_of_it) == "ci"
+  assert tier(fast + id_of_it, line, f"!{line}{id_of_it}") == "fast"
+  assert tier("test_slurm.py") == tier("test_slurm.py", "clusters/test_slurm.py") == "everything"
+  assert tier("test_slurm.py", "+clusters/test_slurm.py") == "ci"
+
+
+def test_each_mark_of_values_selects_some(everything, ci):
   names = {item.nodeid.partition("[")[0] for item in everything if item.get_closest_marker("fast")}
-  assert names <= {item.nodeid.partition("[")[0] for item in fast}
+  assert names <= {item.nodeid.partition("[")[0] for item in ci}
 
 
 @pytest.mark.parametrize(
   "test",
   ["test_weights_equal_the_reference", "test_counters_and_loss_scale_equal_the_reference"],
 )
-def test_the_conformance_cases_are_pairwise(everything, fast, test):
-  """Every pair of (strategy and op, replicas, generation of Keras), every option, every plant."""
+@pytest.mark.parametrize(("tier", "together"), [("fast", 1), ("ci", 2)])
+def test_the_conformance_cases_are_all_there(everything, request, test, tier, together):
+  """Every strategy, op, model, option; in CI every pair of (strategy and op, replicas, model)."""
   import pairwise
 
   def claims(items):
     found = values(items, f"test_update.py::{test}", "case")
-    return set().union(*map(pairwise.claims, found))
+    return set().union(*(pairwise.claims(case, together) for case in found))
 
-  assert claims(fast) == claims(everything)
+  assert claims(request.getfixturevalue(tier)) == claims(everything)
 
 
 def test_each_group_of_checks_has_a_defect_and_a_right_task(fast):
@@ -145,14 +209,23 @@ def test_each_group_of_checks_has_a_defect_and_a_right_task(fast):
   assert missing == []
 
 
-@pytest.mark.parametrize("kind", [*FAULTS, *RUNS])
-def test_each_fault_and_each_kind_of_run_is_there(fast, kind):
-  assert of(fast, {**FAULTS, **RUNS}[kind])
+def test_each_name_of_a_config_is_known_here():
+  rooms = [f"framework.{room}" for room in ROOMS]
+  named = [n for home, n in table.TABLE if home.startswith((*rooms, "framework.tools.trackers"))]
+  assert set(" ".join(named).split()) <= PIECES.keys()
 
 
-def test_each_config_is_there(fast):
+@pytest.mark.parametrize("kind", [*FAULTS, *RUNS, *PIECES])
+def test_each_kind_has_a_piece(fast, kind):
+  assert of(fast, {**FAULTS, **RUNS, **PIECES}[kind])
+
+
+def test_each_config_is_there(fast, ci):
+  """Its schedule in the fast tier, two of its steps in CI."""
   configs = {path.name for path in FOLDER.glob("*.gin")}
-  assert values(fast, "test_configs.py::test_a_config_builds_and_trains", "name") == configs
+  schedule = "test_configs.py::test_a_config_ends_its_schedule_with_its_training"
+  assert values(fast, schedule, "name") == configs
+  assert values(ci, "test_configs.py::test_a_config_builds_and_trains", "name") == configs
 
 
 def test_each_task_is_there(fast):
