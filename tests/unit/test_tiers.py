@@ -13,10 +13,6 @@ from framework.tools import verify
 
 TESTS = Path(__file__).parents[1]
 GROUPS = {  # group of checks: the test of planted defects, that of right tasks
-  "configuration": (
-    "test_verify_configuration.py::test_a_defect",
-    "test_verify_configuration.py::test_the_configs_are_right",
-  ),
   "inputs": ("test_verify_inputs.py::test_a_defect", "test_verify_inputs.py::test_a_right_task"),
   "replicas": (
     "test_verify.py::test_a_defect_of_replicas_is_explained",
