@@ -112,11 +112,11 @@ def choose(far, seconds, most=MOST_S):
   tests = [f for f in far if re.fullmatch(r"tests/.*\btest_\w+\.py", f)]
   own = {f"test_{Path(file).stem}" for file, distance in far.items() if distance == 0}
   tests.sort(key=lambda f: (Path(f).stem not in own, far[f], seconds.get(f, GUESS_S), f))
-  total, chosen = 0.0, []
+  left, chosen = most, []
   for file in tests:
-    total += seconds.get(file, GUESS_S)
-    if total <= most or not chosen:
+    if (took := seconds.get(file, GUESS_S)) <= left or not chosen:
       chosen.append(file)
+      left -= took
   return chosen, [file for file in tests if file not in chosen]
 
 
