@@ -29,7 +29,8 @@ def tier(item):
   """Returns "fast", "ci" or "everything"."""
   line = next((LISTED[name] for name in names(item) if name in LISTED), "!")
   marked = tier_of_marks(item)
-  return "ci" if line == "+" or (line != "!" and marked == "fast") else marked
+  moved = {"!": None, "+": "everything"}.get(line, "fast")
+  return "ci" if marked == moved else marked
 
 
 def tier_of_marks(item):

@@ -176,6 +176,7 @@ def test_the_list_moves_a_file_a_test_and_one_of_its_ids(everything, monkeypatch
   assert tier(fast + id_of_it, line, f"!{line}{id_of_it}") == "fast"
   assert tier("test_slurm.py") == tier("test_slurm.py", "clusters/test_slurm.py") == "everything"
   assert tier("test_slurm.py", "+clusters/test_slurm.py") == "ci"
+  assert tier(fast, "+unit/strategies/test_strategies.py") == "fast"
 
 
 def test_each_mark_of_values_selects_some(everything, ci):
