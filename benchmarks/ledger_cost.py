@@ -78,6 +78,7 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
   from benchmarks import contenders, models
   from framework.inputs import datasets
   from framework.inputs.sources import ArraySource
+  from framework.observers import Reading
   from framework.strategies import factories
   from framework.tools.ledger.recorder import Recorder
   from framework.trainer import Trainer
@@ -94,7 +95,8 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
 
   def read(position: int):
     if recorder:
-      recorder.reads(source, position=position, padded_batch_size=models.BATCH_SIZE, **order)
+      size = models.BATCH_SIZE
+      recorder.reads(Reading(source=source, position=position, padded_batch_size=size, **order))
     return datasets.train_dataset(source, position=position, pad_multiple=replicas, **order)
 
   return Trainer(

@@ -25,7 +25,7 @@ from framework.inputs import datasets
 from framework.inputs.buckets import Buckets
 from framework.inputs.parts import Sources, of_one_shape
 from framework.inputs.sources import Source, StreamSource, eval_sets
-from framework.observers import Observer
+from framework.observers import Observer, Reading
 from framework.optimizers.adapters import OptimizerFactory
 from framework.options import Evaluation, Numerics
 from framework.strategies import placement
@@ -132,10 +132,10 @@ class Recipe(Evaluation):
       "global_batch_size": self.global_batch_size,
     }  # fmt: skip
     for observer in observers:
+      padded, multiple = trainer.padded_batch_size, trainer.batch_multiple
       observer.reads(
-        source, padded_batch_size=trainer.padded_batch_size, pad_multiple=trainer.batch_multiple,
-        **read,
-      )  # fmt: skip
+        Reading(source=source, padded_batch_size=padded, pad_multiple=multiple, **read)
+      )
     with tf.init_scope():  # parameter servers make the dataset in a trace
       first_step = int(trainer.global_step.numpy())
     return datasets.train_dataset(

@@ -20,6 +20,7 @@ All calls between `loop_begins` and `loop_ends` are traced into the compiled loo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -34,6 +35,25 @@ if TYPE_CHECKING:
 Tensors: TypeAlias = Sequence[tf.Tensor]
 AllReduce: TypeAlias = Callable[[Tensors, Tensors], tuple[list[tf.Tensor], list[tf.Tensor]]]
 """(gradients, scalars) of this replica -> their sums over all replicas."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+  """What a trainer reads; for the other attributes, see `inputs.datasets.train_dataset`.
+
+  Attributes:
+    source: the task's training source.
+    padded_batch_size: rows of a global batch, padding included.
+  """
+
+  source: AnySource
+  position: int
+  seed: int
+  shuffle: bool
+  global_batch_size: int
+  padded_batch_size: int
+  rows: range | None
+  pad_multiple: int = 1
 
 
 class StepObserver:
@@ -85,26 +105,8 @@ class Observer:
     """Returns a new observer of one replica's step; called once per trace (replica context)."""
     return StepObserver()
 
-  def reads(
-    self,
-    source: AnySource,
-    *,
-    position: int,
-    seed: int,
-    shuffle: bool,
-    global_batch_size: int,
-    padded_batch_size: int,
-    rows: range | None,
-    pad_multiple: int = 1,
-  ) -> None:
-    """Receives what the trainer reads from now on, each time that its input is made (host).
-
-    Args:
-      source: the task's training source.
-      position, seed, shuffle, global_batch_size, rows, pad_multiple: see
-        `framework.inputs.datasets.train_dataset`.
-      padded_batch_size: rows of a global batch, padding included.
-    """
+  def reads(self, what: Reading) -> None:
+    """Receives what the trainer reads from now on, each time that its input is made (host)."""
 
   def loop_begins(self, *, after_step: int, steps: int) -> None:
     """Runs before a loop (host).

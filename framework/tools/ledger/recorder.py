@@ -13,13 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from framework.inputs.buckets import Buckets, Schedule
-from framework.inputs.datasets import padded_batch_size as padded_batch_size_of
-from framework.inputs.datasets import rows_of
+from framework.inputs.datasets import padded_batch_size, rows_of
 from framework.inputs.mixture import Mixture
 from framework.inputs.ordering import hashed, seed_of_part
 from framework.inputs.parts import Part, Sources, main_source
-from framework.inputs.sources import Source, StreamSource
-from framework.observers import Observer
+from framework.inputs.sources import Source
+from framework.observers import Observer, Reading
 from framework.strategies import placement
 from framework.tools.ledger.proof import PURPOSE, Start, file_name, start_line, steps_line
 
@@ -48,29 +47,13 @@ class Recorder(Observer):
     with tf.device("CPU:0"):
       self._before = tf.Variable(0, dtype=tf.int64, trainable=False)
 
-  def reads(
-    self,
-    source: Source | StreamSource | Sources | Buckets,
-    *,
-    position: int,
-    seed: int,
-    shuffle: bool,
-    global_batch_size: int,
-    padded_batch_size: int,
-    rows: range | None,
-    pad_multiple: int = 1,
-  ) -> None:
-    """Notes what is read from now on, as a new start in the ledger (host).
-
-    Args:
-      source: what is read.
-      padded_batch_size: rows of a global batch, padding included; for the others see
-        `train_dataset`.
-    """
+  def reads(self, what: Reading) -> None:
+    """Notes what is read from now on, as a new start in the ledger (host)."""
+    source = what.source
     if isinstance(source, Buckets):
-      self._reads_buckets(source, position, seed, shuffle, global_batch_size, rows, pad_multiple)
+      self._reads_buckets(source, what)
       return
-    rows = rows or range(global_batch_size)
+    rows = what.rows or range(what.global_batch_size)
     given = {"": Part(source=main_source(source))}
     if isinstance(source, Sources):
       given |= source.parts
@@ -78,46 +61,37 @@ class Recorder(Observer):
     for name, part in given.items():
       if name not in self._read:
         self._read[name] = _Part(replicas // self._cluster.size)
-      self._read[name].ids_of_replica = part.ratio * padded_batch_size // replicas
+      self._read[name].ids_of_replica = part.ratio * what.padded_batch_size // replicas
       self._read[name].start = Start(
         worker=self._cluster.index,
         workers=self._cluster.size,
-        position=position * part.ratio,
-        global_batch_size=global_batch_size * part.ratio,
+        position=what.position * part.ratio,
+        global_batch_size=what.global_batch_size * part.ratio,
         rows=(rows.start * part.ratio, rows.stop * part.ratio),
         num_examples=part.source.num_examples,
-        seed=seed_of_part(seed, name) if name else seed,
-        shuffle=shuffle and isinstance(part.source, Source),
+        seed=seed_of_part(what.seed, name) if name else what.seed,
+        shuffle=what.shuffle and isinstance(part.source, Source),
         shares=_shares(part.source),
       )
 
-  def _reads_buckets(
-    self,
-    source: Buckets,
-    position: int,
-    seed: int,
-    shuffle: bool,
-    global_batch_size: int,
-    rows: range | None,
-    multiple: int,
-  ) -> None:
+  def _reads_buckets(self, source: Buckets, what: Reading) -> None:
     """Notes a start of each bucket, whose steps and positions are those of its own batches."""
     replicas = self._strategy.num_replicas_in_sync
     if "" not in self._read:
       self._read[""] = _Part(replicas // self._cluster.size, source.places())
-    self._schedule = source.schedule(global_batch_size, seed=seed, shuffle=shuffle)
-    self._batch = position // global_batch_size
+    self._schedule = source.schedule(what.global_batch_size, seed=what.seed, shuffle=what.shuffle)
+    self._batch = what.position // what.global_batch_size
     self._starts = []
     before = self._schedule.batches_before(self._batch)
     for bucket, size, count in zip(source.buckets, self._schedule.sizes, before, strict=True):
-      share = rows_of(rows, size, global_batch_size, multiple) or range(size)
+      share = rows_of(what.rows, size, what.global_batch_size, what.pad_multiple) or range(size)
       start = Start(
         worker=self._cluster.index, workers=self._cluster.size, position=count * size,
         global_batch_size=size, rows=(share.start, share.stop), num_examples=bucket.num_examples,
-        seed=seed_of_part(seed, bucket.name), shuffle=shuffle, first=bucket.first,
+        seed=seed_of_part(what.seed, bucket.name), shuffle=what.shuffle, first=bucket.first,
       )  # fmt: skip
       self._starts.append((bucket.name, count, start))
-    widest = max(padded_batch_size_of(size, multiple) for size in self._schedule.sizes)
+    widest = max(padded_batch_size(size, what.pad_multiple) for size in self._schedule.sizes)
     self._read[""].ids_of_replica = widest // replicas
 
   def loop_begins(self, *, after_step: int, steps: int) -> None:

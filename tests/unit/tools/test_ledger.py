@@ -9,6 +9,7 @@ import tensorflow as tf
 from input_cases import ledger_digest, one_line_error, stream
 
 from framework.inputs.sources import ArraySource
+from framework.observers import Reading
 from framework.options import Cadence
 from framework.run_folder.remote import Opened
 from framework.session import Session
@@ -28,10 +29,10 @@ def recorded_trainer(folder, strategy, *, spoil=None, batch=BATCH, **options):
   made = trainer.task
 
   def read(position):
-    recorder.reads(
-      made.source("train"), position=position, seed=everything.SEED, shuffle=True,
+    recorder.reads(Reading(
+      source=made.source("train"), position=position, seed=everything.SEED, shuffle=True,
       global_batch_size=batch, rows=None, padded_batch_size=trainer.padded_batch_size,
-    )  # fmt: skip
+    ))  # fmt: skip
     data = everything.dataset(made, batch, trainer.batch_multiple, position)
     return spoil(data, position) if spoil else data
 
@@ -398,7 +399,7 @@ def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
   recorder = Recorder(model_dir=str(tmp_path), strategy=strategy)
   options = {"position": 0, "seed": 3, "global_batch_size": 7, "rows": None, "shuffle": True}
   options["padded_batch_size"] = 8
-  recorder.reads(stream(N), **options)
+  recorder.reads(Reading(source=stream(N), **options))
   recorder.loop_begins(after_step=0, steps=5)
   for step in range(5):
     ids = tf.constant(ORDER[step * 7 : step * 7 + 7])
