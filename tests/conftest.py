@@ -73,6 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
   gc.freeze()  # what is there for good need not be looked through each time
+  gc.set_threshold(50_000, 20, 50)  # traces make many objects that last
 
 
 @pytest.fixture(scope="module", autouse=True)

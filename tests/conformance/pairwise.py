@@ -1,6 +1,6 @@
-"""As few cases as show every strategy, op, number of replicas, model and option (the fast tier).
+"""As few cases as show every strategy, op, number of replicas, model and most options (fast tier).
 
-CI adds as few as show every two of them together.
+CI adds as few as show every two of them together, and all options.
 """
 
 import dataclasses
@@ -10,17 +10,24 @@ import cases
 
 PLAIN = cases.Scenario(name="")
 SIZES = ("name", "batch_size", "steps", "first_loop", "rate")
+ELSEWHERE = (
+  *("optimizer", "schedule", "packing", "num_packs", "wire_dtype", "fuse_updates", "fused_below"),
+  *("shard", "eager", "jit_compile", "framework_inputs"),
+)
+"""Of these options fast tests of their own show that they change no number."""
 
 
 def claims(case, together):
-  """What a case shows: each (strategy and op), replicas, model, or each two, each option it sets.
+  """What a case shows: each option, and each (strategy and op), replicas, model, or each two.
 
   A narrow wire rounds: its cases show nothing of the place.
   """
   op = case.op if case.strategy == "mirrored" else ""
   place = {"place": (case.strategy, op), "replicas": case.replicas, "model": case.model}
   shown = itertools.combinations(place.items(), together)
-  return {*(shown if case.scenario.wire_dtype is None else ()), *options(case.scenario)}
+  left = ELSEWHERE if together == 1 else ()
+  set_ = {(name, value) for name, value in options(case.scenario) if name not in left}
+  return {*(shown if case.scenario.wire_dtype is None else ()), *set_}
 
 
 def options(scenario):
