@@ -114,6 +114,7 @@ PIECES = {  # of each strategy, action and source that a config can name
   "TFRecordSource": "test_indexed.py::test_records_are_read_by_index",
   "Buckets": "test_buckets.py::test_training_is_that_of_numpy_with_a_trace_for_each_shape",
   "Sources": "test_parts.py::test_training_is_that_of_numpy_and_the_ledger_proves_it",
+  "Mixture": "test_mixture.py::test_training_is_that_of_numpy_and_the_ledger_proves_each_part",
   "ReplayBuffer": "test_replay.py::",
 }
 ROOMS = ("strategies.factories", "actions", "inputs", "tools.exports", "tools.forensics")
