@@ -92,7 +92,7 @@ def run(folder: str, least: str, most: str, *params: str) -> int:
   arguments = [f"--gin_file={CONFIG}", f"--model_dir={folder}", "--mode=train_and_evaluate"]
   return run_local(
     command=[*PROGRAM, *arguments, *(f"--gin_param={each}" for each in params)],
-    model_dir=folder, least=int(least), workers=int(most), max_restarts=2, rest_s=3.0,
+    model_dir=folder, least=int(least), workers=int(most), max_restarts=2, rest_s=3.0, imports=True,
   )  # fmt: skip
 
 

@@ -119,6 +119,7 @@ def launch_local(values: flags.FlagValues, model_dir: str) -> int:
     model_dir=model_dir,
     workers=int(values.local_workers),
     least=values.local_workers.least,
+    imports=values.local_workers.least < values.local_workers,
     ps=values.local_ps,
     max_restarts=values.max_restarts,
   )

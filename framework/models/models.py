@@ -199,7 +199,6 @@ def is_local(layer: Layer) -> bool:
 
 def locally_normalised(model: Model) -> Iterator[Layer]:
   """Yields the layers of batch normalisation that use statistics of a replica's rows."""
-  for part in parts(model):
-    for layer in part._flatten_layers() if is_keras(part) else ():
-      if "BatchNormalization" in type(layer).__name__ and is_local(layer):
-        yield layer
+  for layer in layers(model):
+    if "BatchNormalization" in type(layer).__name__ and is_local(layer):
+      yield layer

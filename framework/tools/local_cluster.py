@@ -29,8 +29,8 @@ from framework.host import stores
 from framework.host.signals import handled
 from framework.run_folder import layout
 from framework.strategies.cluster import elastic, wire
-from framework.tools import private_network, shared_memory
-from framework.tools.local_process import Environment, Process, say
+from framework.tools import private_network, shared_memory, standby
+from framework.tools.local_process import Environment, Process, Started, say
 
 SAVED = 75
 """The exit status of a process that saved its state on SIGTERM; launch.py lists all of them."""
@@ -59,6 +59,7 @@ def run_local(
   max_restarts: int = 0,
   grace_s: float = GRACE_S,
   rest_s: float = REST_S,
+  imports: bool = False,
 ) -> int:
   """Runs `command` once for each task of a cluster and supervises the processes (main thread).
 
@@ -72,6 +73,8 @@ def run_local(
     max_restarts: how often to restart after a failure that `least` does not cover.
     grace_s: seconds from SIGTERM, which is forwarded to the processes, to SIGKILL.
     rest_s: seconds until the place of a lost worker is used again.
+    imports: whether one process imports the framework for all, which are forks of it (standby.py);
+      `command` is a Python file.
 
   Returns:
     The exit status, as launch.py documents it.
@@ -88,6 +91,7 @@ def run_local(
       command=command,
       log_dir=log_dir,
       copies=copies,
+      imports=imports,
       places=elastic.Places(least=workers if least is None else least, most=workers, rest_s=rest_s),
       ps=ps,
       max_restarts=max_restarts,
@@ -133,6 +137,7 @@ class LocalCluster:
   grace_s: float
   namespaces: Sequence[int] = ()
   copies: str | None = None
+  imports: bool = False
 
   def __post_init__(self) -> None:
     """Starts nothing yet."""
@@ -145,10 +150,14 @@ class LocalCluster:
     self._stopping: int | None = None
     self._deadline: float | None = None
     self._growing = False
+    self._standby: standby.Standby | None = None
 
   def run(self) -> int:
     """Runs until the cluster ends and returns the exit status; stops all processes in any case."""
-    with self._noticing_signals(), self._selector:
+    with self._noticing_signals(), self._selector, contextlib.ExitStack() as stack:
+      if self.imports:
+        self._standby = standby.Standby(namespaces=self.namespaces)
+        self._wait_for_standby(stack.enter_context(contextlib.closing(self._standby)))
       try:
         self._attempt()
         while self._starts_again():
@@ -181,6 +190,7 @@ class LocalCluster:
         selector=self._selector,
         on_end=self._ends.append,
         namespaces=self.namespaces,
+        fork=self._forked,
       )
       for kind, hosts in cluster.items()
       for index in range(len(hosts))
@@ -255,6 +265,19 @@ class LocalCluster:
     say(f"{culprit.how_it_ended()}; restarting all processes, {self._attempt_number()}")
     self._wait_for_places()
     return not self._stopping
+
+  def _wait_for_standby(self, one: standby.Standby) -> None:
+    self._selector.register(one.socket, selectors.EVENT_READ, one.noted)
+    while one.waiting and not self._stopping:
+      self._supervise()
+    self._selector.unregister(one.socket)
+
+  def _forked(
+    self, command: Sequence[str], environment: Environment, *, merged: bool
+  ) -> Started | None:
+    if self._standby is None:
+      return None
+    return self._standby.spawn(command, environment, merged=merged)
 
   # ---- If the number of workers varies ----
 

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import IO, TextIO
+from typing import IO, Protocol, TextIO
 
 from framework.host import redaction
 from framework.host.output import Lasting, outlasting
@@ -49,6 +49,17 @@ if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
 Environment = Mapping[str, str]
 
 
+class Started(Protocol):
+  """What is used of a `subprocess.Popen`."""
+
+  pid: int
+  stdout: IO[bytes] | None
+  stderr: IO[bytes] | None
+
+  def wait(self) -> int:
+    """Waits for the end; returns the status."""
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Process:
   """One task of the cluster; it can be restarted after it has ended.
@@ -68,6 +79,7 @@ class Process:
   selector: selectors.BaseSelector
   on_end: Callable[[Process], object]
   namespaces: Sequence[int] = ()
+  fork: Callable[..., Started | None] = lambda *_, **__: None
   status: int | None = None
   seconds: float = 0.0
 
@@ -75,7 +87,7 @@ class Process:
     """Starts nothing yet."""
     self.name = self.kind if self.kind == "chief" else f"{self.kind}-{self.index}"
     self.log_path = os.path.join(self.log_dir, f"{self.name}.log")
-    self._popen: subprocess.Popen[bytes] | None = None
+    self._popen: Started | None = None
     self._killed_as: str | None = None
     self._killed_here = False
     self._outputs: list[_Output] = []
@@ -162,8 +174,11 @@ class Process:
     )
     return f"{self.name} {self._killed_as or by_itself} after {self.seconds:.1f} s"
 
-  def spawn(self) -> subprocess.Popen[bytes]:
+  def spawn(self) -> Started:
     """Starts the process."""
+    forked = self.fork(self.command, self.environment, merged=not self.leads)
+    if forked is not None:
+      return forked
     wrapper = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
     return subprocess.Popen(
       [*wrapper, ",".join(map(str, self.namespaces)), *self.command],

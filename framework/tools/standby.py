@@ -42,7 +42,7 @@ serve(socket.socket(fileno=int(descriptor)), int(supervisor))
 class Forked:
   """What `subprocess.Popen` has of a process, of one that was forked."""
 
-  def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes] | None) -> None:
+  def __init__(self, pid: int, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
     """Takes its id, and the pipes that it writes to."""
     self.pid, self.stdout, self.stderr = pid, stdout, stderr
 

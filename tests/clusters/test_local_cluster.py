@@ -833,11 +833,11 @@ def test_fewer_than_the_least_are_a_failure(run):
 
 
 def test_with_restarts_the_run_waits_for_the_least(run):
-  body = f"{SIZES}\nif times(f'n.{{me}}') > 1: sys.exit()\nif me == 'worker-1': die(-9)\nforever()"
+  body = f"{SIZES}\nif starts == 2: sys.exit()\nif me == 'worker-1': die(-9)\nforever()"
   began = time.monotonic()
   status, out, err = run(body, workers=2, least=1, rest_s=99.0, max_restarts=1)
   assert (status, out, err) == (0, "", f"{KILLED}; going on with 1 worker\n")
-  body = f"{SIZES}\nif times(f'm.{{me}}') > 2: sys.exit()\nif me == 'worker-0': die(-9)\nforever()"
+  body = f"{SIZES}\nif starts == 5: sys.exit()\nif me == 'worker-0': die(-9)\nforever()"
   status, out, err = run(body, workers=2, least=1, rest_s=0.4, max_restarts=1)
   killed = KILLED.replace("-1", "-0")
   assert (status, out) == (0, "")

@@ -192,7 +192,9 @@ def test_a_local_cluster_runs_the_same_command_line_in_each_process(monkeypatch,
   flags = ["--gin_file=a.gin", "--gin_file=b.gin", "--gin_param=c.d=1, 2", f"--mode={mode}"]
   assert given["command"][:2] == command
   assert sorted(given.pop("command")[2:]) == flags
-  assert given == {"model_dir": "runs/a", "workers": 2, "least": 2, "ps": 1, "max_restarts": 3}
+  assert given == {
+    "model_dir": "runs/a", "workers": 2, "least": 2, "ps": 1, "max_restarts": 3, "imports": False,
+  }  # fmt: skip
 
 
 @pytest.mark.parametrize(
