@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import json
 import os
 import random
 import re
@@ -75,6 +76,11 @@ class Elastic(Training):
         [*command, str(least), str(most), *params], cwd=REPOSITORY, env=environment(),
         stdout=log, stderr=log,
       )  # fmt: skip
+
+  def pid(self, job: str, index: int) -> int | None:
+    """Returns that of the flight record: a fork has the environment of another process."""
+    lines = (self.folder / "flight" / f"{index}.jsonl").read_text().splitlines()
+    return int(json.loads(lines[-1])["process"]) if job == "worker" else None
 
   def wait_for_step(self, step: int) -> None:
     self.wait_until(lambda: reached(self.folder) >= step)

@@ -62,17 +62,17 @@ def scratch(tmp_path, monkeypatch):
   monkeypatch.setenv(private_network.NETWORK, "shared")
 
 
-def child(body):
+def child(body, python=(sys.executable, "-S")):
   Path("child.py").write_text(PRELUDE + body)
-  return [sys.executable, "-S", "child.py"]
+  return [*python, "child.py"]
 
 
 @pytest.fixture
 def run(capsys):
   """Runs children in a cluster; returns the status and what was shown, seconds as "N"."""
 
-  def run(body, *, workers=2, **options):
-    status = run_local(command=child(body), model_dir="m", workers=workers, **options)
+  def run(body, *, workers=2, python=(sys.executable, "-S"), **options):
+    status = run_local(command=child(body, python), model_dir="m", workers=workers, **options)
     out, err = capsys.readouterr()
     return status, out, re.sub(SECONDS, "after N s", err)
 
@@ -911,3 +911,36 @@ def test_places_rest_longer_after_each_loss_and_until_there_is_a_newer_checkpoin
   assert [places.returned(now_s=now, step=9) for now in (139.9, 140.0)] == [0, 1]
   places.lose(1, now_s=200.0, step=9)
   assert (places.returned(now_s=9e9, step=9), places.returned(now_s=9e9)) == (0, 1)
+
+
+FORKED = """
+told = [sys.argv, "framework.run" in sys.modules, os.getppid(), os.getsid(0) == os.getpid()]
+mark(f"told.{me}.{size}", json.dumps(told + [dict(os.environ)["TF_CONFIG"] == json.dumps(config)]))
+print("out", me)
+print("err", me, file=sys.stderr)
+mark(f"pid.{me}", os.getpid())
+"""
+
+
+@pytest.mark.whole
+def test_workers_that_are_forked_are_like_those_that_are_started(run):
+  body = f"{SIZES}{FORKED}if starts == 1:\n  die(-9) if me == 'worker-1' else forever()"
+  status, out, err = run(
+    body, workers=3, least=2, rest_s=99.0, imports=True, python=[sys.executable]
+  )
+  assert (status, out) == (0, "out worker-0\nout worker-0\n")
+  assert err == f"err worker-0\n{KILLED}; going on with 2 workers\nerr worker-0\n"
+  for name in ("worker-0.3", "worker-2.3", "worker-0.2", "worker-1.2"):
+    assert told(name) == [["child.py"], True, os.getpid(), True, True]
+  assert "out worker-1\nerr worker-1\n" in Path("m/logs/worker-1.log").read_text()
+
+
+@pytest.mark.whole
+def test_no_fork_survives_kill_9_of_the_parent(parent):
+  one = parent(
+    f"{SIZES}{FORKED}forever()", least=1, imports=True, command=[sys.executable, "child.py"]
+  )
+  pids = one.pids("worker-0", "worker-1")
+  one.send(signal.SIGKILL)
+  assert one.popen.wait(10) == -signal.SIGKILL
+  assert all_end(pids)
