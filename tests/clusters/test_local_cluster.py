@@ -806,6 +806,7 @@ if starts < 3: forever()
   assert Path("sizes").read_text() == "3 2 3 "
 
 
+@pytest.mark.ci
 def test_two_are_lost_at_once(parent):
   one = parent(
     f"{SIZES}mark(f'pid.{{size}}.{{me}}', os.getpid())\nif size == 4: forever()",
@@ -822,6 +823,7 @@ def test_two_are_lost_at_once(parent):
   assert Path("sizes").read_text() == "4 2 "
 
 
+@pytest.mark.ci
 def test_fewer_than_the_least_are_a_failure(run):
   body = f"{SIZES}\nif me == 'worker-1': die(-9)\nforever()"
   status, out, err = run(body, workers=3, least=2, rest_s=0.0)  # no checkpoint: nobody comes back
@@ -832,6 +834,7 @@ def test_fewer_than_the_least_are_a_failure(run):
   )
 
 
+@pytest.mark.ci
 def test_with_restarts_the_run_waits_for_the_least(run):
   body = f"{SIZES}\nif starts == 2: sys.exit()\nif me == 'worker-1': die(-9)\nforever()"
   began = time.monotonic()
@@ -849,6 +852,7 @@ def test_with_restarts_the_run_waits_for_the_least(run):
   assert Path("sizes").read_text() == "2 1 2 1 1 "
 
 
+@pytest.mark.ci
 def test_a_program_that_fails_loses_no_worker(run):
   body = f"{SIZES}\nif me == 'worker-1': sys.exit('Boom')\nforever()"
   status, _, err = run(body, workers=3, least=1)
@@ -856,6 +860,7 @@ def test_a_program_that_fails_loses_no_worker(run):
   assert Path("sizes").read_text() == "3 "
 
 
+@pytest.mark.ci
 def test_a_worker_that_others_miss_is_lost(run):
   lost = "failed: lost worker-1 (127.0.0.1:1), which stopped answering, after step 3"
   body = f"{SIZES}\nif size == 2 and me == 'worker-0': sys.exit({lost!r})\nif size == 2: forever()"
@@ -864,6 +869,7 @@ def test_a_worker_that_others_miss_is_lost(run):
   assert err == f"{lost}\nworker-0 ended with status 1 after N s; going on with 1 worker\n"
 
 
+@pytest.mark.ci
 def test_a_signal_while_the_run_grows_ends_it(parent):
   one = parent(
     f"""{SIZES}
@@ -882,6 +888,7 @@ forever()
   assert Path("sizes").read_text() == "3 2 "
 
 
+@pytest.mark.ci
 def test_the_copies_in_memory_go_with_the_cluster(run, parent):
   body = f"{SIZES}\nmark(f'at.{{me}}', os.environ['LOOPWRIGHT_SNAPSHOTS'])\n"
   assert run(body, least=1) == (0, "", "")
