@@ -39,7 +39,7 @@ class Snapshots:
       manager: of `directory`, keeping `KEPT`.
     """
     self._manager, self._cluster = manager, cluster
-    self._due = cluster.asking(_EVERY_S / 2)
+    self._due = cluster.asking(_EVERY_S / 4)
     self._next_s, self._failed = 0.0, False
 
   def take(self) -> None:
