@@ -39,12 +39,11 @@ class Snapshots:
       manager: of `directory`, keeping `KEPT`.
     """
     self._manager, self._cluster = manager, cluster
-    self._due = cluster.asking(_EVERY_S / 4)
     self._next_s, self._failed = 0.0, False
 
   def take(self) -> None:
     """Takes one if it is due, while training goes on; every worker must call it (host)."""
-    if not self._due(self._cluster.is_chief and not self._failed and self._is_time()):
+    if not self._cluster.any(self._cluster.is_chief and not self._failed and self._is_time()):
       return
     try:
       self._manager.save()

@@ -12,8 +12,8 @@ class Cluster:
 
   is_chief = True
 
-  def asking(self, every_s):
-    return lambda flag: flag
+  def any(self, flag):
+    return flag
 
 
 class Manager:
@@ -51,7 +51,7 @@ def test_a_copy_is_taken_about_once_a_second_until_the_memory_is_full(clock, cap
 def test_another_worker_takes_one_when_the_chief_asks(clock):
   asked, manager = [], Manager()
   cluster = Cluster()
-  cluster.is_chief, cluster.asking = False, lambda every_s: lambda flag: asked.append(flag) or True
+  cluster.is_chief, cluster.any = False, lambda flag: asked.append(flag) or True
   snapshots.Snapshots(manager, cluster).take()
   assert (asked, manager.saves) == ([False], 1)
 
