@@ -3,7 +3,8 @@
     python -m benchmarks.buckets
 
 Trainers take turns, an epoch each: batches padded to the longest text, buckets with the same batch
-size, and buckets whose batches have about equal numbers of tokens. Prints the examples per second
+size, buckets whose batches have about equal numbers of tokens, and packed rows, as many as have
+the tokens of a padded batch. Prints the examples per second
 of CPU time (all threads), which varies less than wall time on a shared machine, the ratio to
 padding, and the loss per token after the last epoch. Exit status 1 if the loss of one network
 differs between padded and bucketed evaluation.
@@ -37,6 +38,7 @@ def main() -> int:
     },
   }  # fmt: skip
   made = {name: trained(options, how) for name, how in kinds.items()}
+  made["packed"] = trained(options, None)
   for trainer, source in made.values():
     train(trainer, source, 0)  # every shape is traced
   seconds = dict.fromkeys(made, 0.0)
@@ -49,7 +51,8 @@ def main() -> int:
   differ = False
   for name, (trainer, source) in made.items():
     rate, base = examples / seconds[name], examples / seconds["padded"]
-    loss, same = evaluated(trainer, source), evaluated(trainer, padded)
+    loss = evaluated(trainer, source)
+    same = evaluated(trainer, padded) if name != "packed" else loss
     differ |= abs(loss - same) > 1e-4 * same
     print(f"{name:26} {rate:8.0f} examples/s  {rate / base:5.2f}  loss {loss:.4f} ({same:.4f})")
   return int(differ)
@@ -58,6 +61,10 @@ def main() -> int:
 def train(trainer, source, epoch: int) -> None:
   import tensorflow as tf
 
+  if not hasattr(source, "schedule"):
+    before = [number * source.num_examples // BATCH for number in (epoch, epoch + 1)]
+    trainer.train(tf.constant(before[1] - before[0]))
+    return
   schedule = source.schedule(BATCH, seed=0, shuffle=True)
   trainer.train(tf.constant(schedule.steps_before(epoch + 1) - schedule.steps_before(epoch)))
 
@@ -80,8 +87,32 @@ def data(count: int):
   return tokens.astype(np.int32), lengths
 
 
-def trained(options: argparse.Namespace, how: dict):
-  """Returns a trainer and its source."""
+def packed_task(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, kind: type) -> object:
+  """Returns the task with several texts to a row."""
+  import keras
+
+  from framework import ArraySource, Packed, attention_mask
+
+  real = np.arange(LONGEST) < lengths[:, np.newaxis]
+
+  class PackedNext(kind):
+    def build_model(self):
+      return super().build_model(keras.Input([None, None], dtype="bool"))
+
+    def source(self, split):
+      del split
+      flat = ArraySource(features={"tokens": tokens[real], "mask": mask[real]})
+      return Packed(flat, lengths=lengths, length=LONGEST)
+
+    def forward(self, batch, training):
+      seen = attention_mask(batch["segment"])
+      return self.model([batch["tokens"], seen], training=training)
+
+  return PackedNext()
+
+
+def trained(options: argparse.Namespace, how: dict | None):
+  """Returns a trainer and its source; `how` makes buckets, None packs."""
   import keras
   import tensorflow as tf
 
@@ -93,13 +124,14 @@ def trained(options: argparse.Namespace, how: dict):
   mask = (np.arange(LONGEST) < lengths[:, np.newaxis] - 1).astype(np.float32)
 
   class Next(Task):
-    def build_model(self):
+    def build_model(self, mask=None):
       ids = keras.Input([None], dtype="int32")
       x = keras.layers.Embedding(VOCABULARY, WIDTH)(ids)
-      x = x + keras.layers.MultiHeadAttention(2, WIDTH // 2)(x, x, use_causal_mask=True)
+      seen = {"use_causal_mask": True} if mask is None else {"attention_mask": mask}
+      x = x + keras.layers.MultiHeadAttention(2, WIDTH // 2)(x, x, **seen)
       x = keras.layers.LayerNormalization()(x)
       x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(4 * WIDTH, activation="gelu")(x))
-      return keras.Model(ids, keras.layers.Dense(VOCABULARY)(x))
+      return keras.Model(ids if mask is None else [ids, mask], keras.layers.Dense(VOCABULARY)(x))
 
     def source(self, split):
       del split
@@ -117,7 +149,7 @@ def trained(options: argparse.Namespace, how: dict):
 
   randomness.seed_everything(1)
   recipe = Recipe(optimizer=lambda: keras.optimizers.Adam(1e-3), global_batch_size=BATCH)
-  task = Next()
+  task = packed_task(tokens, mask, lengths, Next) if how is None else Next()
   return recipe.trainer(task, tf.distribute.get_strategy()), task.source("train")
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
   from framework.inputs.buckets import Buckets
   from framework.inputs.indexed import IndexedSource, TFRecordSource
   from framework.inputs.mixture import Mixture
+  from framework.inputs.packed import Packed, attention_mask
   from framework.inputs.parts import Part, Sources, part, with_part
   from framework.inputs.replay import Draws, ReplayBuffer
   from framework.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
@@ -51,6 +52,7 @@ __all__ = [
   "IndexedSource",
   "Loss",
   "Mixture",
+  "Packed",
   "Part",
   "PerExample",
   "Reduction",
@@ -68,6 +70,7 @@ __all__ = [
   "TFRecordSource",
   "Task",
   "Trainer",
+  "attention_mask",
   "from_keras",
   "part",
   "recompute",
@@ -89,6 +92,7 @@ _HOMES = {
   "inputs.buckets": ("Buckets",),
   "inputs.indexed": ("IndexedSource", "TFRecordSource"),
   "inputs.mixture": ("Mixture",),
+  "inputs.packed": ("Packed", "attention_mask"),
   "inputs.parts": ("Part", "Sources", "part", "with_part"),
   "inputs.replay": ("Draws", "ReplayBuffer"),
   "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),

@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 import framework
-from framework import ArraySource, Batch, ConfigError, Loss, Source, Task
+from framework import ArraySource, Batch, ConfigError, Loss, Mixture, Packed, Source, Task
 from framework.host import bounded
 from framework.metrics import Weighted, weighted_sum
 
@@ -148,6 +148,15 @@ def _share(name: str) -> float:
   return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
+def shifted(documents: Sequence[bytes]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+  """Returns the bytes of all documents as "target", what is before each as "token"; the lengths."""
+  lengths = np.array([len(document) for document in documents])
+  target = np.frombuffer(b"".join(documents), np.uint8).astype(np.int16)
+  token = np.concatenate([[START], target[:-1]]).astype(np.uint16)
+  token[np.cumsum(lengths) - lengths] = START
+  return {"token": token, "target": target}, lengths
+
+
 def packed(documents: Sequence[bytes], context: int) -> dict[str, np.ndarray]:
   """Packs documents one after the other into sequences, and cuts where one is full (host, NumPy).
 
@@ -163,15 +172,13 @@ def packed(documents: Sequence[bytes], context: int) -> dict[str, np.ndarray]:
     each piece of a document; "target", int16, the byte to predict, or NO_TARGET in the padding of
     the last sequence, where each token is its own piece.
   """
-  lengths = np.array([len(document) for document in documents])
+  tokens, lengths = shifted(documents)
   total = int(lengths.sum())
   padded = -(-total // context) * context
   starts = np.cumsum(lengths) - lengths
   target = np.full(padded, NO_TARGET, np.int16)
-  target[:total] = np.frombuffer(b"".join(documents), np.uint8)
   token = np.full(padded, START, np.uint16)
-  token[1:total] = target[: total - 1]
-  token[starts] = START
+  target[:total], token[:total] = tokens["target"], tokens["token"]
   index = np.arange(padded)
   first = np.where(index < total, index // context * context, index)  # a piece begins here or later
   first[:total] = np.maximum(first[:total], np.repeat(starts, lengths))
@@ -355,36 +362,62 @@ class LanguageModel(Task):
   def __init__(
     self,
     *,
-    corpus: TextFiles,
+    corpus: TextFiles | Mapping[str, TextFiles],
     network: Callable[[], keras.Model] = transformer,
     context: int = 256,
+    packing: str = "cut",
+    weights: Mapping[Any, Any] | None = None,
+    examples_per_step: int = 1,
   ) -> None:
     """Keeps its arguments.
 
     Args:
-      corpus: the documents of each split.
+      corpus: the documents of each split; or name -> such, to train on a mixture of them and to
+        evaluate each.
       network: makes the model.
       context: bytes in a sequence, and so how far back a prediction can see.
+      packing: "cut" cuts documents wherever a sequence is full; "best_fit" only those that are
+        longer than a sequence, see `framework.Packed`.
+      weights: of several corpora, see `framework.Mixture`; by steps of `examples_per_step`.
+      examples_per_step: the batch size that these steps have.
 
     Raises:
-      ConfigError: `context` is below 1.
+      ConfigError: `context` is below 1, or `packing` is another.
     """
     if context < 1:
       raise ConfigError(f"LanguageModel.context is {context}; it must be 1 byte or more.")
+    if packing not in ("cut", "best_fit"):
+      raise ConfigError(f"LanguageModel.packing is {packing!r}; it must be 'cut' or 'best_fit'.")
     self._corpus, self._network, self.context = corpus, network, context
+    self._packing, self._weights, self._each = packing, weights, examples_per_step
 
   def build_model(self) -> keras.Model:
     """Returns the network."""
     return self._network()
 
-  def source(self, split: str) -> Source:
-    """Returns the packed documents of a split."""
-    return ArraySource(features=packed(self._corpus.documents(split), self.context))
+  def source(self, split: str) -> Source | dict[str, Source]:
+    """Returns the packed documents of a split; of several corpora a mixture, or each."""
+    if not isinstance(self._corpus, Mapping):
+      return self._rows(self._corpus.documents(split))
+    parts = {name: self._rows(corpus.documents(split)) for name, corpus in self._corpus.items()}
+    if split == "eval":
+      return parts
+    weights = self._weights or dict.fromkeys(parts, 1)
+    return Mixture(parts=parts, weights=weights, examples_per_step=self._each)
+
+  def _rows(self, documents: Sequence[bytes]) -> Source:
+    if self._packing == "cut":
+      return ArraySource(features=packed(documents, self.context))
+    tokens, lengths = shifted(documents)
+    return Packed(ArraySource(features=tokens), lengths=lengths, length=self.context, cut=True)
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
-    """Casts the integers, which are stored small, to int32."""
+    """Casts the integers, which are stored small, to int32; marks the padding."""
     del training
-    return {**batch, **{n: tf.cast(batch[n], tf.int32) for n in (*INPUTS, "target")}}
+    batch = {**batch, **{n: tf.cast(batch[n], tf.int32) for n in (*INPUTS, "target")}}
+    if "segment" in batch:
+      batch["target"] = tf.where(batch.pop("segment") > 0, batch["target"], NO_TARGET)
+    return batch
 
   def forward(self, batch: Batch, training: bool) -> tf.Tensor:
     """Returns float32 logits [n, context, 256] of each target."""

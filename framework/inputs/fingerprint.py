@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from framework.inputs.buckets import Buckets
 from framework.inputs.mixture import Mixture
+from framework.inputs.packed import Packed
 from framework.inputs.sources import ArraySource, Source, StreamSource
 
 _ROWS_OF_ARRAYS = 4096
@@ -41,7 +42,8 @@ def fingerprint(source: Source | StreamSource | Buckets) -> str:
     for name, value in sorted(_fetched(source, spread).items()):
       digest.update(f"{name} {value.dtype} {value.shape}".encode())
       digest.update(repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes())
-  return f"{number} examples, {digest.hexdigest()[:12]}"
+  packed = f", packed {source.digest()}" if isinstance(source, Packed) else ""
+  return f"{number} examples, {digest.hexdigest()[:12]}{packed}"
 
 
 def _fetched(source: Source, rows: np.ndarray) -> dict[str, np.ndarray]:

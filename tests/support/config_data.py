@@ -104,8 +104,11 @@ def stand_ins(name, folder):
   if name.startswith("imdb"):
     reviews.install_package(folder, count=EXAMPLES * 2)
     return [f"imdb_reviews.eval_examples = {EXAMPLES}"]
-  if name == "language_model.gin":
+  if name in ("language_model.gin", "language_model_packed.gin"):
     return text_parameters(folder)
+  if name == "language_model_mixture.gin":
+    several = "LanguageModel.corpus = {'code': @TextFiles(), 'prose': @TextFiles()}"
+    return [several, *text_parameters(folder)[1:]]
   if name == "transfer_learning.gin":
     return image_folder_parameters(folder)
   return []

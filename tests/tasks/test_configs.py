@@ -182,6 +182,14 @@ EXPECTED = {
     "rates": {0: 0.001, 400: 0.001},
   },
   "language_model.gin": LANGUAGE_MODEL,
+  "language_model_mixture.gin": {
+    **LANGUAGE_MODEL,
+    "features": dict.fromkeys(("token", "position", "target"), ("int32", (128,))),
+    "parameters": {"default": transformer_parameters(2, 64)},
+    "optimizer": keras.optimizers.Adam,
+    "rates": {0: 0.003, 200: 0.003},
+  },
+  "language_model_packed.gin": LANGUAGE_MODEL,
   "language_model_parallel.gin": {
     **LANGUAGE_MODEL,
     "smaller": ["run.eval_batch_size = 4", "run.eval_steps = 1"],
