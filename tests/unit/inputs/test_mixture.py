@@ -106,6 +106,17 @@ def test_shares_of_any_weights_are_within_one_at_every_position(seed):
     assert list(shares.before(int(n)).values()) == np.bincount(parts[:n], minlength=count).tolist()
 
 
+def test_any_stretch_of_positions_has_the_same_examples():
+  """No more of a part's order is computed than a stretch can need, and no less."""
+  shares = Shares({"a": 5, "b": 6000, "c": 3}, [(0, [5, 4, 3]), (24, [1, 50, 5])])
+  whole = shares.ids(tf.range(140, dtype=tf.int64), seed=1, shuffle=True).numpy()
+  for size in (1, 2, 3, 7, 12):
+    for begin in range(100):
+      positions = tf.range(begin, begin + size, dtype=tf.int64)
+      ids = shares.ids(positions, seed=1, shuffle=True).numpy()
+      np.testing.assert_array_equal(ids, whole[begin : begin + size])
+
+
 def test_the_rule_of_the_largest_deficit_is_further_off():
   weights = [1, 1, 5, 50, 5]
   sums = cumulative([(0, weights)], 124)
