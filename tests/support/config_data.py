@@ -108,7 +108,7 @@ def stand_ins(name, folder):
     return text_parameters(folder)
   if name == "language_model_mixture.gin":
     several = "LanguageModel.corpus = {'code': @TextFiles(), 'prose': @TextFiles()}"
-    return [several, *text_parameters(folder)[1:]]
+    return [several, "TextFiles.pattern = '*.py'", *text_parameters(folder)[1:]]
   if name == "transfer_learning.gin":
     return image_folder_parameters(folder)
   return []
