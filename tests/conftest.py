@@ -68,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   items[:], left = tiers.split(items, everything=options.everything or named, ci=options.ci)
   if left:
     config.hook.pytest_deselected(items=left)
+  if options.changed:
+    return  # the nearest first
   items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
