@@ -116,7 +116,8 @@ def multi_worker_mirrored(
   Args:
     resolver: the source of the addresses: @tf_config, @slurm, or your own
       factory of a `tf.distribute.cluster_resolver.ClusterResolver`.
-    communication: "ring" over gRPC, "nccl" between GPUs, or "auto", TensorFlow's choice.
+    communication: "ring" over gRPC, "nccl" between GPUs, or "auto": "nccl" if the workers have
+      GPUs, else "ring".
     start_timeout_s: seconds to wait for the other workers to connect.
     heartbeat_timeout_s: seconds that a worker may not answer before the others fail.
 
@@ -125,9 +126,9 @@ def multi_worker_mirrored(
     ClusterError: a worker does not connect, or this worker's port is in use.
   """
   kinds = tf.distribute.experimental.CommunicationImplementation
-  choices = {"auto": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}
-  if communication not in choices:
-    raise unknown("multi_worker_mirrored.communication", communication, choices)
+  choices = {"ring": kinds.RING, "nccl": kinds.NCCL}
+  if communication not in ("auto", *choices):
+    raise unknown("multi_worker_mirrored.communication", communication, ["auto", *choices])
   if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
     raise ConfigError(
       "multi_worker_mirrored.communication is 'nccl', but this worker has no GPU; set it to 'ring' "
@@ -140,6 +141,9 @@ def multi_worker_mirrored(
   rendezvous.configure_runtime(
     found, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
   )
+  if communication == "auto":
+    communication, reason = _automatic_communication()
+    logging.info("communication of workers auto: %s, %s", communication, reason)
   peers, index = workers(found)
   cluster = Cluster(strategy=tf.distribute.get_strategy(), index=index, peers=tuple(peers))
   options = tf.distribute.experimental.CommunicationOptions(implementation=choices[communication])
@@ -392,14 +396,21 @@ def _checked_op(
   return makers[name]()
 
 
+def _automatic_communication() -> tuple[Literal["ring", "nccl"], str]:
+  """TensorFlow's own AUTO uses the ring, through the host, between GPUs too."""
+  if gpus := tf.config.list_physical_devices("GPU"):
+    return "nccl", f"each worker has {len(gpus)} GPU(s)"  # `preflight` compares devices
+  return "ring", "no worker has a GPU that TensorFlow sees"
+
+
 def _automatic_op(devices: Sequence[str]) -> tuple[str, str]:
   if len(devices) == 1:
     return "reduction_to_one_device", "a single replica has nothing to reduce"
-  if all("GPU" in device for device in devices) and _has_nccl():
-    return "nccl", f"all {len(devices)} replicas are GPUs and TensorFlow has NCCL's kernel"
   if all("CPU" in device for device in devices):
     return "reduction_to_one_device", "measured fastest on logical CPUs, which share memory"
-  return "collective", "TensorFlow's own default for these devices"
+  # The same calls of NCCL on GPUs as "nccl" makes, which has no bfloat16. TensorFlow takes its own
+  # ring for logical GPUs, which NCCL refuses.
+  return "collective", "NCCL between GPUs, TensorFlow's ring between other devices"
 
 
 def _has_nccl() -> bool:
