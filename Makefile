@@ -1,7 +1,7 @@
 # Common chores, one word each; all need uv alone.
 RUN = uv run
 
-.PHONY: lint format types tests everything changed site benchmarks constraints sbom
+.PHONY: lint format types tests ci everything changed site benchmarks constraints sbom
 lint:  ## linter, formatter and import contracts, without changes
 	$(RUN) ruff check
 	$(RUN) ruff format --check
@@ -16,6 +16,9 @@ types:
 
 tests:
 	$(RUN) pytest
+
+ci:  ## what .ci/run tests: these and more
+	$(RUN) pytest --ci
 
 everything:
 	$(RUN) pytest --everything
