@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, cast
 
-import orbit
 import tensorflow as tf
 
 from framework.errors import ConfigError
@@ -20,6 +19,7 @@ from framework.host.timing import timed
 from framework.inputs import datasets
 from framework.inputs.sources import Source, StreamSource
 from framework.metrics import CollectedRows, MetricSums, PackedSums, PerExample
+from framework.models.orbit import AbstractEvaluator
 from framework.optimizers.ema import Ema
 from framework.step import EvalStep
 from framework.strategies import placement
@@ -71,7 +71,7 @@ class EvalSet:
     return f"source('eval')[{self.name!r}]" if self.name else "source('eval')"
 
 
-class Evaluator(orbit.AbstractEvaluator):
+class Evaluator(AbstractEvaluator):
   """Evaluates a task on finite data sets; `orbit.Controller` or your own loop calls `evaluate`.
 
   For parameter servers, use `framework.parameter_server.ParameterServerEvaluator`.

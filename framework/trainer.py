@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import orbit
 import tensorflow as tf
 
 from framework import trainer_checks
@@ -23,6 +22,7 @@ from framework.inputs import datasets
 from framework.inputs.buckets import Scheduled, ScheduledIterator
 from framework.metrics import MetricSums
 from framework.models import models, recomputation, replica_state
+from framework.models.orbit import AbstractTrainer
 from framework.observers import Observer
 from framework.optimizers import adapters
 from framework.optimizers.ema import Ema
@@ -35,7 +35,7 @@ from framework.task import Task, derived_metrics
 from framework.types import AnySource, Batch, DatasetFn, PerReplica
 
 
-class Trainer(orbit.AbstractTrainer):
+class Trainer(AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller` or your own loop calls `train`.
 
   For parameter servers, use `framework.parameter_server.ParameterServerTrainer`.
