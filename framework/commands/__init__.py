@@ -30,11 +30,13 @@ from typing import NoReturn
 from absl import flags
 
 from framework.commands import arguments, process
+from framework.host import native_log
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command line `argv`, the program first, and returns the exit status (host)."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before anything imports TensorFlow.
+  native_log.import_without_remarks("tensorflow")
   backend = os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # before keras.json
   if backend != "tensorflow":
     return process.say(

@@ -6,10 +6,13 @@ They write past Python, to descriptor 2, wherever they are in the middle of a ta
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.machinery
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 _FILTER = """
 import re, sys
@@ -53,3 +56,30 @@ def without_remarks() -> Iterator[None]:
     os.close(shown)
     with contextlib.suppress(subprocess.TimeoutExpired):  # another process holds the pipe open
       child.wait(timeout=5)
+
+
+def import_without_remarks(name: str) -> None:
+  """From now on the first `import name` leaves C++'s log lines out of stderr (host).
+
+  TensorFlow 2.21 writes some while its libraries load, before it reads TF_CPP_MIN_LOG_LEVEL.
+  """
+  if name not in sys.modules:
+    sys.meta_path.insert(0, _Finder(name))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+  """Finds one module as Python does, once, with a loader that executes it without remarks."""
+
+  def __init__(self, name: str) -> None:
+    self._name = name
+
+  def find_spec(
+    self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+  ) -> importlib.machinery.ModuleSpec | None:
+    if fullname != self._name:
+      return None
+    sys.meta_path.remove(self)
+    spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+    if spec is not None and spec.loader is not None:
+      spec.loader.exec_module = without_remarks()(spec.loader.exec_module)  # type: ignore[method-assign]
+    return spec

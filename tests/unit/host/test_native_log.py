@@ -44,3 +44,22 @@ def test_what_is_written_while_the_process_dies_is_shown():
   assert done.returncode == -signal.SIGABRT
   assert done.stderr.endswith(FATAL)
   assert b"Compiled cluster" not in done.stderr
+
+
+def test_a_module_that_remarks_while_it_is_imported(tmp_path):
+  (tmp_path / "talker.py").write_text(f"import os\nos.write(2, {REMARKS + FATAL!r})\n")
+  code = (
+    "import os, sys\n"
+    "from framework.host.native_log import import_without_remarks\n"
+    "before = len(sys.meta_path)\n"
+    "import_without_remarks('talker')\n"
+    "import talker, json.tool\n"
+    "assert len(sys.meta_path) == before\n"
+    f"os.write(2, {REMARKS!r})\n"
+  )
+  places = os.pathsep.join([str(tmp_path), *sys.path])
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, check=True,
+    env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": places},
+  )  # fmt: skip
+  assert done.stderr == FATAL + REMARKS
