@@ -51,7 +51,7 @@ def make(folder: str) -> None:
     raise ConfigError(f"{folder!r} exists; choose another name, or remove it.")
   try:
     os.mkdir(folder)
-    for file, text in files(name):
+    for file, text in files(folder):
       Path(folder, file).write_text(text)
   except OSError as error:
     raise ConfigError(
@@ -59,12 +59,13 @@ def make(folder: str) -> None:
     ) from error
 
 
-def files(name: str) -> Iterator[tuple[str, str]]:
-  """Yields the files of a project: name, content."""
+def files(folder: str) -> Iterator[tuple[str, str]]:
+  """Yields the files of a project in `folder`: name, content."""
+  name = os.path.basename(os.path.normpath(folder))
   words = {"waves": name, "Waves": _class(name)}
   for file in sorted(TEMPLATE.iterdir()):
     if file.is_file():
-      text = file.read_text().replace(_SOURCE, _source())
+      text = file.read_text().replace(_SOURCE, _source(folder))
       renamed = _RENAMED.get(file.name, file.name).replace("waves", name)
       yield renamed, re.sub(r"waves|Waves", lambda found: words[found[0]], text)
 
@@ -84,16 +85,23 @@ def _require_name(name: str) -> None:
     raise ConfigError(f"{name!r} is the name of an installed module; choose another.")
 
 
-def _source() -> str:
-  """Returns the part of pyproject.toml that says where uv finds this Loopwright."""
+def _source(folder: str) -> str:
+  """Returns the part of pyproject.toml that says where uv finds this Loopwright.
+
+  A place on this machine is relative to the project, which holds on others that have both.
+  """
+
+  def path(of: str | Path) -> str:
+    return os.path.relpath(os.path.realpath(of), os.path.realpath(folder))
+
   if SHIPPED == REPOSITORY:
-    return _part(path=str(REPOSITORY), editable=True)
+    return _part(path=path(REPOSITORY), editable=True)
   direct = _direct_url()
   url = direct.get("url", "")
   if commit := direct.get("vcs_info", {}).get("commit_id"):
     return _part(git=url, rev=commit)
   if url.startswith("file://"):
-    return _part(path=urllib.request.url2pathname(url.removeprefix("file://")))
+    return _part(path=path(urllib.request.url2pathname(url.removeprefix("file://"))))
   return _part(url=url) if url else ""  # from an index, which uv asks anyway
 
 
