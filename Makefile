@@ -35,3 +35,6 @@ benchmarks:  ## Loopwright beside its peers, about 20 minutes
 constraints:  ## the versions of today's green build, for `pip install -c constraints.txt`
 	uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --universal --python-version 3.10 \
 	  --group dev --group docs pyproject.toml --output-file constraints.txt
+
+sbom:  ## what a plain install brings, in CycloneDX's format
+	mkdir -p build && uv export -q --format cyclonedx1.5 --no-dev --output-file build/sbom.json
