@@ -33,7 +33,7 @@ benchmarks:  ## Loopwright beside its peers, about 20 minutes
 	$(RUN) python -m benchmarks.throughput
 
 constraints:  ## the versions of today's green build, for `pip install -c constraints.txt`
-	uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --universal --python-version 3.10 \
+	uv pip compile --upgrade --quiet --no-header --no-annotate --no-emit-index-url --universal --python-version 3.10 \
 	  --group dev --group docs pyproject.toml --output-file constraints.txt
 
 sbom:  ## what a plain install brings, in CycloneDX's format

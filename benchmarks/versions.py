@@ -25,7 +25,9 @@ EXTRA = {"2.20": ["setuptools<82"]}
 """What else a version of TensorFlow needs: tensorboard 2.20 imports pkg_resources."""
 NEW = '[project]\nname = "mine"\nversion = "0.1.0"\nrequires-python = ">={}"\n'
 ENVIRONMENT = {
-  name: value for name, value in os.environ.items() if not name.startswith(("TF_", "VIRTUAL_ENV"))
+  name: value
+  for name, value in os.environ.items()
+  if not name.startswith(("TF_", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"))
 }
 
 
@@ -63,7 +65,7 @@ def test(python: str, tensorflow: str, arguments: Sequence[str], folder: Path) -
   run([*command, "-e", ".", *asked], ROOT)
   started = time.monotonic()
   done = subprocess.run(
-    [str(program), "-m", "pytest", "-q", *arguments], cwd=ROOT, capture_output=True, text=True,
+    [str(program), "-m", "pytest", "-q", *[given for given in arguments if given != "--"]], cwd=ROOT, capture_output=True, text=True,
     env={**ENVIRONMENT, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"},
   )  # fmt: skip
   lines = done.stdout.splitlines() or [done.stderr]

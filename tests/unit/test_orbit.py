@@ -1,7 +1,12 @@
-"""Trainer and Evaluator in a script of one's own, under Orbit's Controller."""
+"""Trainer and Evaluator in a script of one's own: under Orbit's Controller, and without Orbit."""
+
+import json
+import subprocess
+import sys
 
 import everything
 import orbit
+import pytest
 import tensorflow as tf
 
 from framework.evaluator import Evaluator
@@ -31,3 +36,27 @@ def test_orbits_controller_drives_both(tmp_path):
   for steps in (2, 1, 2):
     by_hand.train(tf.constant(steps))
   assert found == its_evaluator.evaluate(tf.constant(-1))
+
+
+WITHOUT = f"""
+import json, sys, types
+sys.modules["orbit"] = types.ModuleType("orbit")  # as a satellite tracker has it
+sys.path[:0] = {sys.path}
+import everything, tensorflow as tf
+from framework import evaluator, trainer
+bases = trainer.Trainer.__mro__ + evaluator.Evaluator.__mro__
+assert not any(base.__module__.startswith("orbit.") for base in bases)
+made = everything.make_trainer(tf.distribute.OneDeviceStrategy("CPU:0"))
+made.train(tf.constant(3))
+print(json.dumps([float(tf.norm(variable)) for variable in made.task.model['network'].weights]))
+"""
+
+
+def test_training_needs_no_orbit():
+  done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  trainer = everything.make_trainer(tf.distribute.OneDeviceStrategy("CPU:0"))
+  assert isinstance(trainer, orbit.AbstractTrainer)
+  trainer.train(tf.constant(3))
+  norms = [float(tf.norm(variable)) for variable in trainer.task.model["network"].weights]
+  assert json.loads(done.stdout) == pytest.approx(norms, rel=1e-5)
