@@ -65,7 +65,8 @@ def test(python: str, tensorflow: str, arguments: Sequence[str], folder: Path) -
   run([*command, "-e", ".", *asked], ROOT)
   started = time.monotonic()
   done = subprocess.run(
-    [str(program), "-m", "pytest", "-q", *[given for given in arguments if given != "--"]], cwd=ROOT, capture_output=True, text=True,
+    [str(program), "-m", "pytest", "-q", *filter("--".__ne__, arguments)],
+    cwd=ROOT, capture_output=True, text=True,
     env={**ENVIRONMENT, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"},
   )  # fmt: skip
   lines = done.stdout.splitlines() or [done.stderr]
