@@ -112,11 +112,17 @@ RESOURCES = {"cpu": str, "memory": str}
 POD = {
   "terminationGracePeriodSeconds": int,
   "automountServiceAccountToken": bool,
-  "securityContext": {"runAsNonRoot": bool, "runAsUser": int, "fsGroup": int},
+  "securityContext": {
+    "runAsNonRoot": bool,
+    "seccompProfile": {"type": {"RuntimeDefault", "Unconfined", "Localhost"}},
+    "runAsUser": int,
+    "fsGroup": int,
+  },
   "containers": [
     {
       "name": str,
       "image": str,
+      "securityContext": {"allowPrivilegeEscalation": bool, "capabilities": {"drop": [str]}},
       "args": [str],
       "env": [{"name": str, "value": str}],
       "ports": [{"name": str, "containerPort": int}],
@@ -388,7 +394,7 @@ def test_the_image_gets_what_it_installs_and_runs():
     *(package for package in packages if not package.endswith(".*")),
     *(link.resolve().name for link in (ROOT / "framework").iterdir() if link.is_symlink()),
   }
-  assert {"README.md", "framework", "tasks", "configs"} < needed
+  assert {"PACKAGE.md", "framework", "tasks", "configs"} < needed
   assert needed <= {str(source) for source in copied}
   for name in JOBS:
     for pod in pods(name).values():
@@ -413,6 +419,18 @@ def test_the_image_is_the_one_of_the_jobs():
       assert f"docker build -f deploy/Dockerfile -t {image} ." in (
         (DEPLOY / "Dockerfile").read_text()
       )
+
+
+def test_a_restricted_namespace_takes_the_pods():
+  """The Pod Security Standard: kubernetes.io/docs/concepts/security/pod-security-standards."""
+  for name in JOBS:
+    for pod in pods(name).values():
+      whole, own = pod["spec"]["securityContext"], container_of(pod)["securityContext"]
+      assert (whole["runAsNonRoot"], whole["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+      assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+      assert {kind for volume in pod["spec"]["volumes"] for kind in volume} <= {
+        *("name", "persistentVolumeClaim", "secret")
+      }
 
 
 # ---- TLS ----

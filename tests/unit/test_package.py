@@ -1,7 +1,9 @@
 """What is installed: one package, `framework`, which no module of a user's can replace."""
 
+import email
 import importlib
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -30,7 +32,7 @@ run.optimizer = @keras.Adam
 def wheel(tmp_path_factory):
   """The wheel of this clone, built in a copy of it."""
   folder = tmp_path_factory.mktemp("clone")
-  for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "launch.py"):
+  for name in ("setup.cfg", "pyproject.toml", "PACKAGE.md", "LICENSE", "launch.py"):
     (folder / name).write_bytes((ROOT / name).read_bytes())
   for name in ("framework", "tasks", "configs"):
     subprocess.run(["cp", "-r", ROOT / name, folder], check=True)
@@ -46,6 +48,19 @@ def test_a_wheel_holds_one_package_with_the_tasks_and_the_configs(wheel):
   for folder, end in (("tasks", "*.py"), ("configs", "*.gin")):
     there = {name for name in names if name.startswith(f"framework/{folder}/")}
     assert there == {f"framework/{folder}/{file.name}" for file in (ROOT / folder).glob(end)}
+
+
+def test_the_page_of_an_index_has_no_link_into_the_repository(wheel):
+  """It lists all extras; what Orbit brings is only in one."""
+  [name] = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".dist-info/METADATA")]
+  page = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
+  assert page["Author"] == "The maintainers of Loopwright"
+  assert page["Requires-Python"] in (">=3.10,<3.14", "<3.14,>=3.10")
+  text = page.get_payload()
+  assert re.findall(r"\]\((?!https?://)", text) == []
+  assert set(page.get_all("Provides-Extra")) <= set(re.findall(r"`([a-z0-9]+)`", text))
+  required = [line for line in page.get_all("Requires-Dist") if "extra ==" not in line]
+  assert not any(line.startswith("tf-models") for line in required)
 
 
 @pytest.mark.whole
