@@ -277,11 +277,10 @@ def check(command):
     case ["python", script, *arguments] if script.endswith(".py"):
       assert (ROOT / script).exists(), command
       check_module(script.removesuffix(".py").replace("/", "."), arguments)
-    case ["pip", "install", *what]:
-      ours = {f".[{extra}]" for extra in extras()}
-      assert {*what} <= {"uv", "pip", "-U", "-e", ".", *ours}, command
     case ["uv", "add", "--editable", "../loopwright"]:  # from a project beside the clone
       assert (ROOT / "pyproject.toml").exists(), command
+    case ["pip", "install", *what] | ["uv", "add", *what]:
+      check_installed(command, what)
     case ["eval", "$(register-python-argcomplete loopwright)"]:
       assert (Path(sys.executable).parent / "register-python-argcomplete").exists(), command
     case ["tensorboard", "--logdir", folder]:
@@ -294,6 +293,25 @@ def check(command):
       assert (Path(sys.executable).parent / program).exists(), command
     case _:
       pytest.fail(f"a command of a kind that this test does not know: {command}")
+
+
+def check_installed(command, what):
+  """That a command installs this project, its wheel, or what setup.cfg names."""
+  setup = (ROOT / "setup.cfg").read_text()
+  version = re.search(r"^version = (.+)", setup, re.MULTILINE)[1]
+  wheel = f"./loopwright-{version}-py3-none-any.whl"
+  ends = ("", *(f"[{extra}]" for extra in extras()))
+  ours = {
+    "uv",
+    "pip",
+    "-U",
+    "-e",
+    "--no-deps",
+    *(f"{of}{end}" for of in (".", wheel) for end in ends),
+  }
+  named = {re.split(r"[^\w-]", line.strip(" #"))[0] for line in setup.splitlines()} | {"setuptools"}
+  for each in what:
+    assert each in ours or re.split(r"[^\w-]", each)[0] in named - {""}, command
 
 
 def check_launch(arguments):
