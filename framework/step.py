@@ -51,7 +51,7 @@ class Step(EvalStep):
 
   def __init__(self, parts: StepParts) -> None:
     """Starts a step; the Trainer makes one per trace of the step."""
-    super().__init__(parts.reduction, number=parts.global_step.read_value())
+    super().__init__(parts.reduction, number=parts.step_number())
     self.parts = parts
     self._graph = branches.current()
     self._assignments = updates.Assignments()

@@ -44,6 +44,7 @@ class StepParts:
   ema: Ema | None = None
   replica_id: Callable[[], tf.Tensor] = replica_id
   observers: tuple[Observer, ...] = ()
+  known_step: tf.Tensor | None = None  # the value of `global_step`, where the host counts steps
 
   @property
   def dtypes(self) -> list[tf.DType]:
@@ -61,7 +62,12 @@ class StepParts:
 
   def key(self, draw: int) -> tf.Tensor:
     """Returns the random key of a draw of this step and replica, see `randomness.step_key`."""
-    return randomness.step_key(self.seed, self.global_step, self.replica_id(), draw)
+    with placement.here().on_host():
+      return randomness.step_key(self.seed, self.step_number(), self.replica_id(), draw)
+
+  def step_number(self) -> tf.Tensor:
+    """Returns the number of training steps before this one, an int64 scalar (any context)."""
+    return self.global_step.read_value() if self.known_step is None else self.known_step
 
   def fusion_of(self, variables: Sequence[Variable]) -> Fusion:
     """Returns the layout of the optimizer that owns these variables, else one without fusion."""

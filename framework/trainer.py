@@ -8,6 +8,7 @@ train          host           steps_per_loop steps in one call
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -205,14 +206,41 @@ class Trainer(AbstractTrainer):
     for observer in self.parts.observers:
       observer.loop_starts()
 
-    def step(done: tf.Tensor, stands: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-      del stands
-      with tf.name_scope(""):  # keeps the loop's prefix out of operation names
-        return done + 1, self.train_step(iterator)
+    with self.placement.on_host():
+      before = tf.identity(self.global_step.read_value())
 
-    start = tf.constant(0), tf.constant(True)
-    tf.while_loop(lambda done, stands: (done < num_steps) & stands, step, start)
+    def goes_on(done: tf.Tensor, *stands: tf.Tensor) -> tf.Tensor:
+      if not stands:
+        return done < num_steps
+      with self.placement.on_host():
+        return (done < num_steps) & stands[0]
+
+    def step(done: tf.Tensor, *stands: tf.Tensor) -> tuple[tf.Tensor, ...]:
+      with tf.name_scope(""), self._counting(before, done):  # no prefix of names from the loop
+        latest = self.train_step(iterator)
+      return (done + 1, latest) if stands else (done + 1,)
+
+    undoes = [tf.constant(True)] if self.parts.observers else []  # without one no step is undone
+    tf.while_loop(goes_on, step, (tf.constant(0), *undoes))
     self.average_state()
+
+  @contextlib.contextmanager
+  def _counting(self, before: tf.Tensor, done: tf.Tensor) -> Iterator[None]:
+    """On GPUs, what depends on the step's number is computed by the host, once (under trace)."""
+    if not self.placement.on_gpus:
+      yield
+      return
+    usual = self.parts
+    with contextlib.ExitStack() as stack:
+      with self.placement.on_host():
+        number = before + tf.cast(done, tf.int64)
+        for optimizer in usual.optimizers.values():
+          stack.enter_context(optimizer.at_step(number))
+      self.parts = dataclasses.replace(usual, known_step=number)
+      try:
+        yield
+      finally:
+        self.parts = usual
 
   def average_state(self) -> None:
     """Averages state that differs between replicas, at the end of a loop (cross-replica)."""
@@ -259,7 +287,7 @@ class Trainer(AbstractTrainer):
     started = timing.timestamp()
     with tf.control_dependencies([started]):
       batch = self.placement.per_replica(self.placement.read(iterator))
-    with tf.control_dependencies([self._first(batch["weight"])]):
+    with tf.control_dependencies([self._first(batch["weight"])]), self.placement.on_host():
       return batch, tf.cast(timing.timestamp() - started, tf.float32)
 
   def checkpoint_items(self) -> dict[str, Any]:

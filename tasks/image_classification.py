@@ -258,7 +258,8 @@ class ImageClassification(Task):
 
   def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
     """Accuracy."""
-    hits = tf.equal(tf.argmax(outputs, axis=-1, output_type=tf.int32), batch["label"])
+    # The host compares int32, also where the outputs are on a GPU.
+    hits = tf.equal(tf.argmax(outputs, axis=-1), tf.cast(batch["label"], tf.int64))
     return {"accuracy": weighted_sum(hits, batch["weight"])}
 
   def export_signature(self) -> Any:

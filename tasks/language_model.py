@@ -324,8 +324,10 @@ def attention_mask(position: tf.Tensor) -> tf.Tensor:
 
   A token sees itself and the tokens before it in the same piece. A piece begins at position 0.
   """
-  piece = keras.ops.cumsum(keras.ops.cast(keras.ops.equal(position, 0), "int32"), axis=1)
-  order = keras.ops.arange(keras.ops.shape(position)[1])
+  # In float32, exact below 2**24: the host computes with int32, also where the model is on a GPU.
+  position = keras.ops.cast(position, "float32")
+  piece = keras.ops.cumsum(keras.ops.cast(keras.ops.equal(position, 0), "float32"), axis=1)
+  order = keras.ops.arange(keras.ops.shape(position)[1], dtype="float32")
   same = keras.ops.equal(piece[:, :, None], piece[:, None, :])
   seen = keras.ops.logical_and(same, order[:, None] >= order[None, :])
   return keras.ops.expand_dims(seen, axis=1)
@@ -454,7 +456,7 @@ class LanguageModel(Task):
 
 def _cross_entropy(logits: tf.Tensor, batch: Batch) -> Weighted:
   """Returns (sum, number) of this replica's targets, each weighted by its sequence."""
-  target = batch["target"]
+  target = tf.cast(batch["target"], tf.int64)  # the host compares int32
   losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.maximum(target, 0), logits)
   counted = tf.cast(target >= 0, tf.float32) * batch["weight"][:, tf.newaxis]
   return weighted_sum(tf.reshape(losses, [-1]), tf.reshape(counted, [-1]))

@@ -7,6 +7,7 @@ finite. The optimizer only applies its update rule.
 from __future__ import annotations
 
 import abc
+import contextlib
 import inspect
 import math
 import re
@@ -104,8 +105,17 @@ class Optimizer:
       kernels.use(optimizer)
       originals = len(self.fusion.originals)
       self.masks = not shard and kernels.masks(
-        optimizer, self.fusion.variables, originals=originals
+        optimizer,
+        self.fusion.variables,
+        originals=originals,
+        on_gpus=placement.here().on_gpus,
       )
+
+  def at_step(self, step: tf.Tensor) -> contextlib.AbstractContextManager[None]:
+    """A scheduled learning rate is computed once for all updates inside, at int64 `step`."""
+    rate = self.optimizer._learning_rate
+    ours = isinstance(rate, schedules.Schedule)
+    return rate.computed_once(step) if ours else contextlib.nullcontext()
 
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar (any context)."""

@@ -59,34 +59,43 @@ def use(optimizer: Any) -> None:
     optimizer.update_step = functools.partial(_tf_keras_step, optimizer, optimizer.update_step)
 
 
-def masks(optimizer: Any, variables: Sequence[Any], *, originals: int) -> bool:
+def masks(
+  optimizer: Any, variables: Sequence[Any], *, originals: int, on_gpus: bool = False
+) -> bool:
   """Whether `apply_masked` can update these variables, and is faster than a branch.
 
   Operations in a branch wait until it is known which one is taken: 40 to 90 us of a step of 0.5 to
   1 ms, and each variable used in it is handed in by an operation of its own. Without a branch, all
   that needs no gradient runs beside the backward pass. The price is one more pass over the
-  gradients, so it is for small models and small variables only.
+  gradients, so on CPUs it is for small models and small variables only. On GPUs the host waits at a
+  branch until the backward pass has ended, so models of every size do without one, also with
+  momentum and weight decay.
 
   Args:
     optimizer: of either Keras.
     variables: those with which it is built: small ones are fused.
     originals: how many variables of the model these are.
+    on_gpus: whether they are on GPUs.
   """
   sgd, adam = keras.optimizers.SGD, keras.optimizers.Adam
-  plain = (type(optimizer) is sgd and not optimizer.momentum) or (
-    type(optimizer) is adam and not optimizer.amsgrad
+  adams = (adam, keras.optimizers.AdamW) if on_gpus else (adam,)
+  plain = (type(optimizer) is sgd and (on_gpus or not optimizer.momentum)) or (
+    type(optimizer) in adams and not optimizer.amsgrad
   )
-  options = (
-    *("clipnorm", "clipvalue", "global_clipnorm", "weight_decay", "use_ema"),
+  options = [
+    *("clipnorm", "clipvalue", "global_clipnorm", "use_ema"),
     *("gradient_accumulation_steps", "loss_scale_factor"),
-  )
+  ]
+  options += [] if on_gpus else ["weight_decay"]
   raw = [models.raw(v) for v in variables]
   return (
     plain
     and not any(getattr(optimizer, option) for option in options)
     and all(getattr(v, "constraint", None) is None for v in variables)
     and all(v.dtype == tf.float32 for v in raw)
-    and sum(v.shape.num_elements() for v in raw) <= max(MASKED, MASKED_EACH * originals)
+    and (
+      on_gpus or sum(v.shape.num_elements() for v in raw) <= max(MASKED, MASKED_EACH * originals)
+    )
   )
 
 
@@ -104,7 +113,9 @@ def apply_masked(optimizer: Any, gradients: Gradients, finite: tf.Tensor) -> Non
   """
   mask = tf.cast(finite, tf.float32)
   rate = tf.cast(optimizer.learning_rate, tf.float32) * mask
+  powers = _powers(optimizer, tf.float32) if hasattr(optimizer, "beta_1") else None
   fusion = cast("Fusion", gradients.fusion)
+  _decay_weights(optimizer, gradients, rate)
   for number, (variable, piece) in enumerate(zip(fusion.variables, gradients.pieces, strict=True)):
     if piece is None:
       continue
@@ -112,34 +123,67 @@ def apply_masked(optimizer: Any, gradients: Gradients, finite: tf.Tensor) -> Non
     piece = tf.math.multiply_no_nan(piece, mask)
     raw = models.raw(variable)
     if number < len(fusion.groups):
-      alpha, delta = _direction(optimizer, index, piece, rate, mask)
+      alpha, delta = _direction(optimizer, index, piece, rate, mask, powers)
       for original, part in fusion.split(number, delta):
         if not gradients.missing[original]:
           _descend(models.raw(fusion.originals[original]), alpha, part)
-    elif hasattr(optimizer, "beta_1") and not _forks(raw):
-      _adam(optimizer, index, piece, raw.handle, rate, mask)
+    elif powers and not _forks(raw):
+      _adam(optimizer, index, piece, raw.handle, rate, powers, mask)
     else:
-      _descend(raw, *_direction(optimizer, index, piece, rate, mask))
+      _descend(raw, *_direction(optimizer, index, piece, rate, mask, powers))
   count = models.raw(optimizer.iterations)
   tf.raw_ops.AssignAddVariableOp(resource=count.handle, value=tf.cast(finite, count.dtype))
 
 
+def _decay_weights(optimizer: Any, gradients: Gradients, rate: tf.Tensor) -> None:
+  """Subtracts rate * weight_decay of the weights from them, before the update, as Keras does."""
+  if not optimizer.weight_decay:
+    return
+  fusion = cast("Fusion", gradients.fusion)
+  for variable, missing in zip(fusion.originals, gradients.missing, strict=True):
+    if not missing and optimizer._use_weight_decay(variable):
+      raw = models.raw(variable)
+      _descend(raw, rate * optimizer.weight_decay, raw.read_value())
+
+
+def _powers(optimizer: Any, dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
+  """Returns both betas to the power of the update's number, from 1."""
+  step = tf.cast(models.raw(optimizer.iterations) + 1, dtype)
+  beta_1, beta_2 = (tf.cast(beta, dtype) for beta in (optimizer.beta_1, optimizer.beta_2))
+  return tf.pow(beta_1, step), tf.pow(beta_2, step)
+
+
 def _direction(
-  optimizer: Any, index: int, gradient: tf.Tensor, rate: tf.Tensor, mask: tf.Tensor
+  optimizer: Any,
+  index: int,
+  gradient: tf.Tensor,
+  rate: tf.Tensor,
+  mask: tf.Tensor,
+  powers: tuple[tf.Tensor, tf.Tensor] | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
   """Updates the slots; returns (rate, direction) of the descent, a scalar and [*shape]."""
-  if not hasattr(optimizer, "beta_1"):
-    return rate, gradient
-  step = tf.cast(models.raw(optimizer.iterations) + 1, tf.float32)
-  powers = [
-    tf.pow(tf.cast(beta, tf.float32), step) for beta in (optimizer.beta_1, optimizer.beta_2)
-  ]
+  if powers is None:
+    return _momentum(optimizer, index, gradient, rate, mask)
   m, v = (models.raw(slots[index]) for slots in (optimizer._momentums, optimizer._velocities))
   # Keras's own operations, with its rounding of 1 - beta, and as few as there can be.
   _descend(m, (optimizer.beta_1 - 1) * mask, gradient - m.read_value())
   _descend(v, (optimizer.beta_2 - 1) * mask, tf.square(gradient) - v.read_value())
   direction = m.read_value() / (tf.sqrt(v.read_value()) + optimizer.epsilon)
   return rate * tf.sqrt(1 - powers[1]) / (1 - powers[0]), direction
+
+
+def _momentum(
+  optimizer: Any, index: int, gradient: tf.Tensor, rate: tf.Tensor, mask: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+  """Returns (rate, direction) of SGD; the kernel with momentum moves weights at rate 0 too."""
+  if not optimizer.momentum:
+    return rate, gradient
+  velocity = models.raw(optimizer.momentums[index])
+  _descend(velocity, mask, (1 - optimizer.momentum) * velocity.read_value() + rate * gradient)
+  moves = velocity.read_value()
+  if optimizer.nesterov:
+    moves = optimizer.momentum * moves - rate * gradient
+  return -mask, moves
 
 
 def _descend(variable: tf.Variable, alpha: tf.Tensor, delta: tf.Tensor) -> None:
@@ -177,7 +221,7 @@ def _apply(
   if hasattr(optimizer, "beta_1"):
     if optimizer.amsgrad or _forks(raw):
       return False
-    _adam(optimizer, index, gradient, handle, rate)
+    _adam(optimizer, index, gradient, handle, rate, _powers(optimizer, dtype))
     return True
   if not optimizer.momentum:
     tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=rate, delta=gradient)
@@ -204,6 +248,7 @@ def _adam(
   gradient: tf.Tensor,
   handle: tf.Tensor,
   rate: tf.Tensor,
+  powers: tuple[tf.Tensor, tf.Tensor],
   mask: tf.Tensor | None = None,
 ) -> None:
   """Kingma & Ba, "Adam" (2015), the form that ends section 2: epsilon outside the correction.
@@ -211,14 +256,13 @@ def _adam(
   With a `mask` of 0 the slots stay: their decays become 1.
   """
   dtype = gradient.dtype
-  step = tf.cast(models.raw(optimizer.iterations) + 1, dtype)
   beta_1, beta_2 = tf.cast(optimizer.beta_1, dtype), tf.cast(optimizer.beta_2, dtype)
   tf.raw_ops.ResourceApplyAdam(
     var=handle,
     m=models.raw(optimizer._momentums[index]).handle,
     v=models.raw(optimizer._velocities[index]).handle,
-    beta1_power=tf.pow(beta_1, step),
-    beta2_power=tf.pow(beta_2, step),
+    beta1_power=powers[0],
+    beta2_power=powers[1],
     lr=rate,
     beta1=_decay(beta_1, mask),
     beta2=_decay(beta_2, mask),

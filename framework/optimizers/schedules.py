@@ -10,8 +10,9 @@ A step is the number of training steps completed before the update, so the first
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -47,6 +48,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     self.function = function
     self._config = config
     self._step: tf.Variable | None = None
+    self._rate: tf.Tensor | None = None
 
   def at(self, step: TensorLike) -> tf.Tensor:
     """Returns the learning rate at `step`, a float32 scalar (any context).
@@ -62,7 +64,18 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     Args:
       iterations: the optimizer's own counter; ignored after `bind`.
     """
+    if self._rate is not None:
+      return self._rate
     return self.at(iterations if self._step is None else self._step)
+
+  @contextlib.contextmanager
+  def computed_once(self, step: tf.Tensor) -> Iterator[None]:
+    """Optimizers use the rate at `step` inside, computed here, not once for each variable."""
+    self._rate = self.at(step)
+    try:
+      yield
+    finally:
+      self._rate = None
 
   def bind(self, step: tf.Variable) -> Schedule:
     """Makes optimizers follow `step` instead of their own counter; returns self.

@@ -69,6 +69,15 @@ class Placement:
     return Cluster(strategy=self.strategy)
 
   @property
+  def on_gpus(self) -> bool:
+    """Whether replicas are on GPUs, whose queue stops when the host waits for a value."""
+    return any("GPU" in name for name in self.devices)
+
+  def on_host(self) -> contextlib.AbstractContextManager[None]:
+    """What is made inside is on the host if replicas are on GPUs, else where it would be."""
+    return tf.device("CPU:0") if self.on_gpus else contextlib.nullcontext()
+
+  @property
   def cross_device_op(self) -> type | None:
     """The class of what sums gradients, if its factory lets the user choose it."""
     return None
@@ -263,6 +272,11 @@ class Default(Placement):
   devices: list[str] = []  # noqa: RUF012
   loops_evaluation = True
 
+  @property
+  def on_gpus(self) -> bool:
+    """See `Placement`; its first device is a GPU where TensorFlow has one."""
+    return bool(tf.config.list_logical_devices("GPU"))
+
 
 @register(tf.distribute.OneDeviceStrategy)
 class OneDevice(Placement):
@@ -271,8 +285,12 @@ class OneDevice(Placement):
   loops_evaluation = True
 
   def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
-    """See `Placement`; TensorFlow's iterator of devices would cost 90 us a step on a CPU."""
-    return dataset if self.devices[0].startswith("CPU") else super().distribute(dataset)
+    """See `Placement`; the step copies what it uses to a GPU.
+
+    TensorFlow's iterator of devices would cost 90 us a step on a CPU. To a GPU it copies every
+    feature, and integers of 32 bits back again, because a function returns them to the host.
+    """
+    return dataset
 
 
 @register(tf.distribute.MirroredStrategy)
@@ -356,6 +374,7 @@ class Mesh(Placement):
   trainer = "framework.model_parallel:ModelParallelTrainer"
   replays = False
   updates_in_place = False
+  on_gpus = False  # DTensor places every operation
   makes_variables = True
   refused = {  # noqa: RUF012
     "run.ledger": "run.ledger is True, but under model_parallel TensorFlow cannot compile the "
@@ -441,6 +460,7 @@ class ParameterServer(Placement):
   evaluator = "framework.parameter_server:ParameterServerEvaluator"
   joins_processes = True
   replays = False
+  on_gpus = False  # the chief, which asks, does not train
   name = "ParameterServerStrategy"
   refused = {  # noqa: RUF012
     "Trainer": f"Trainer {_ASYNCHRONOUS}framework.parameter_server.ParameterServerTrainer.",
