@@ -8,8 +8,8 @@ train          host           steps_per_loop steps in one call
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from framework import trainer_checks
 from framework.counters import Counters
+from framework.counting import counted
 from framework.graphs import grappler
 from framework.host import timing
 from framework.inputs import datasets
@@ -209,38 +210,17 @@ class Trainer(AbstractTrainer):
     with self.placement.on_host():
       before = tf.identity(self.global_step.read_value())
 
-    def goes_on(done: tf.Tensor, *stands: tf.Tensor) -> tf.Tensor:
-      if not stands:
-        return done < num_steps
-      with self.placement.on_host():
-        return (done < num_steps) & stands[0]
-
     def step(done: tf.Tensor, *stands: tf.Tensor) -> tuple[tf.Tensor, ...]:
-      with tf.name_scope(""), self._counting(before, done):  # no prefix of names from the loop
+      with tf.name_scope(""), counted(self, before, done):  # no prefix of names from the loop
         latest = self.train_step(iterator)
-      return (done + 1, latest) if stands else (done + 1,)
+      return (done + 1, latest)[: 1 + len(stands)]
 
     undoes = [tf.constant(True)] if self.parts.observers else []  # without one no step is undone
-    tf.while_loop(goes_on, step, (tf.constant(0), *undoes))
+    start = (tf.constant(0), *undoes)
+    tf.while_loop(
+      lambda done, *s: functools.reduce(tf.logical_and, s, done < num_steps), step, start
+    )
     self.average_state()
-
-  @contextlib.contextmanager
-  def _counting(self, before: tf.Tensor, done: tf.Tensor) -> Iterator[None]:
-    """On GPUs, what depends on the step's number is computed by the host, once (under trace)."""
-    if not self.placement.on_gpus:
-      yield
-      return
-    usual = self.parts
-    with contextlib.ExitStack() as stack:
-      with self.placement.on_host():
-        number = before + tf.cast(done, tf.int64)
-        for optimizer in usual.optimizers.values():
-          stack.enter_context(optimizer.at_step(number))
-      self.parts = dataclasses.replace(usual, known_step=number)
-      try:
-        yield
-      finally:
-        self.parts = usual
 
   def average_state(self) -> None:
     """Averages state that differs between replicas, at the end of a loop (cross-replica)."""

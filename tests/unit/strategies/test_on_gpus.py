@@ -1,8 +1,105 @@
-"""What a strategy chooses on GPUs."""
+"""What is different on GPUs: the same numbers, with the host's part of a step on the host.
 
+Two logical CPUs stand for two GPUs.
+"""
+
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
-from framework.strategies import factories
+from framework.graphs import operations
+from framework.inputs import datasets
+from framework.inputs.sources import ArraySource
+from framework.metrics import Loss
+from framework.models import models
+from framework.optimizers import schedules
+from framework.strategies import factories, placement
+from framework.task import Task
+from framework.trainer import Trainer
+
+STEPS_PER_LOOP = 3
+
+
+class AsOnGpus(factories.MirroredStrategy):
+  """Trains as if its devices were GPUs."""
+
+
+@placement.register(AsOnGpus)
+class AsOnGpusPlacement(placement.Mirrored):
+  on_gpus = True
+
+
+class Noisy(Task):
+  """A regression with dropout, whose masks depend on the number of the step."""
+
+  def build_model(self):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input([2]), *layers])
+
+  def source(self, split):
+    x = np.random.default_rng(0).normal(size=[12, 2]).astype(np.float32)
+    return ArraySource(features={"x": x})
+
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=training)[:, 0]
+
+  def loss(self, outputs, batch):
+    return Loss.from_examples(tf.square(outputs - batch["x"][:, 0]), batch["weight"])
+
+
+def trained(strategy):
+  """Returns a trainer after two loops."""
+  task = Noisy()
+  trainer = Trainer(
+    task=task,
+    strategy=strategy,
+    dataset_fn=lambda position: datasets.train_dataset(
+      task.source("train"), global_batch_size=4, position=position, shuffle=False
+    ),
+    global_batch_size=4,
+    optimizer=lambda: keras.optimizers.Adam(schedules.cosine_decay(initial=0.125, decay_steps=10)),
+  )
+  for _ in range(2):
+    trainer.train(tf.constant(STEPS_PER_LOOP))
+  return trainer
+
+
+def weights(trainer):
+  """The weights on every replica."""
+  copies = [
+    trainer.strategy.experimental_local_results(models.raw(v))
+    for v in models.trainable_variables(trainer.task.model)
+  ]
+  return [copy.numpy() for one in copies for copy in one]
+
+
+@pytest.fixture(scope="module")
+def pair():
+  names = factories.split_cpu(2)
+  one_device = tf.distribute.ReductionToOneDevice
+  return [
+    trained(kind(names, cross_device_ops=one_device()))
+    for kind in (AsOnGpus, factories.MirroredStrategy)
+  ]
+
+
+def test_the_host_counts_steps_as_the_device_does(pair):
+  """Masks and rates of six steps in two loops: another number in one changes the weights."""
+  on_gpus, usual = pair
+  for ours, theirs in zip(weights(on_gpus), weights(usual), strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_rate_is_computed_once_a_step_and_keys_on_the_host(pair):
+  on_gpus, usual = ([*operations.operations(one.graph())] for one in pair)
+  assert sum(op.type == "Cos" for op in on_gpus) == 1
+  assert sum(op.type == "Cos" for op in usual) > 1
+  keys = [op for op in on_gpus if op.type == "StatelessRandomUniformIntV2"]
+  assert len(keys) == 4  # two for each replica
+  assert {tf.DeviceSpec.from_string(op.device).device_index for op in keys} == {0}
+  assert not any(op.type in ("If", "StatelessIf") for op in on_gpus)
 
 
 @pytest.mark.parametrize("count", [2, 8])
