@@ -101,6 +101,35 @@ class StepParts:
     return batch_norm.only_examples(batch, why=why)
 
 
+class StepNumbers:
+  """On GPUs, what depends on the number of a step is computed by the host, once a step."""
+
+  def __init__(self, trainer: Any) -> None:
+    """Reads the number of the first step of a `Trainer`'s loop (cross-replica)."""
+    self._trainer = trainer
+    with trainer.placement.on_host():
+      self._first = tf.identity(trainer.global_step.read_value())
+
+  @contextlib.contextmanager
+  def known(self, done: tf.Tensor) -> Iterator[None]:
+    """The step after `done` steps of the loop is traced inside (cross-replica)."""
+    trainer = self._trainer
+    if not trainer.placement.on_gpus:
+      yield
+      return
+    usual = trainer.parts
+    with contextlib.ExitStack() as stack:
+      with trainer.placement.on_host():
+        number = self._first + tf.cast(done, tf.int64)
+        for optimizer in usual.optimizers.values():
+          stack.enter_context(optimizer.at_step(number))
+      trainer.parts = dataclasses.replace(usual, known_step=number)
+      try:
+        yield
+      finally:
+        trainer.parts = usual
+
+
 class Draws:
   """The random numbers of one replica's step: they follow from how many were drawn before.
 

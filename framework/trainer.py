@@ -9,7 +9,6 @@ train          host           steps_per_loop steps in one call
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ import tensorflow as tf
 
 from framework import trainer_checks
 from framework.counters import Counters
-from framework.counting import counted
 from framework.graphs import grappler
 from framework.host import timing
 from framework.inputs import datasets
@@ -30,7 +28,7 @@ from framework.optimizers import adapters
 from framework.optimizers.ema import Ema
 from framework.optimizers.loss_scale import LossScale, usual_loss_scale
 from framework.step import Step, StepFactory
-from framework.step_parts import StepParts, replica_id
+from framework.step_parts import StepNumbers, StepParts, replica_id
 from framework.strategies import placement
 from framework.strategies.reduction import Reduction
 from framework.task import Task, derived_metrics
@@ -206,20 +204,14 @@ class Trainer(AbstractTrainer):
     """Runs `num_steps` steps, or until an observer undoes one (cross-replica)."""
     for observer in self.parts.observers:
       observer.loop_starts()
-
-    with self.placement.on_host():
-      before = tf.identity(self.global_step.read_value())
+    numbers = StepNumbers(self)
 
     def step(done: tf.Tensor, *stands: tf.Tensor) -> tuple[tf.Tensor, ...]:
-      with tf.name_scope(""), counted(self, before, done):  # no prefix of names from the loop
-        latest = self.train_step(iterator)
-      return (done + 1, latest)[: 1 + len(stands)]
+      with tf.name_scope(""), numbers.known(done):  # keeps the loop's prefix out of operation names
+        return (done + 1, self.train_step(iterator))[: 1 + len(stands)]
 
-    undoes = [tf.constant(True)] if self.parts.observers else []  # without one no step is undone
-    start = (tf.constant(0), *undoes)
-    tf.while_loop(
-      lambda done, *s: functools.reduce(tf.logical_and, s, done < num_steps), step, start
-    )
+    start = (tf.constant(0), *([tf.constant(True)] if self.parts.observers else []))  # may undo one
+    tf.while_loop(lambda n, *s: (n < num_steps) & s[0] if s else n < num_steps, step, start)
     self.average_state()
 
   def average_state(self) -> None:
