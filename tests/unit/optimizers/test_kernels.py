@@ -8,6 +8,7 @@ import tf_keras
 
 from framework.models import models
 from framework.optimizers import adapters, kernels
+from framework.optimizers.fusion import Gradients
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 STEPS = 20
@@ -325,3 +326,62 @@ def test_small_models_and_small_variables_are_updated_without_a_branch(sizes, ex
     lambda: make("keras", "adam"), lambda _: variables, counter, fuse=True
   ).values()
   assert adapter.masks == expected
+
+
+class Masked:
+  """Updates without a branch, as on GPUs, on two replicas: one update of `gradients` a call."""
+
+  def __init__(self, name, strategy, *, fuse):
+    with strategy.scope():
+      self.variables = [keras.Variable(w, dtype="float32") for w in initial(np.float32)]
+      self.optimizer = adapters.Keras3Optimizer(
+        optimizer=make("keras", name),
+        variables=self.variables,
+        step=tf.Variable(0, dtype=tf.int64),
+        fuse=fuse,
+      )
+    self.strategy, self.update = strategy, tf.function(self._update)
+
+  def _update(self, finite, *gradients):
+    def in_replica(finite, *gradients):
+      packed = Gradients.of(self.optimizer.fusion, gradients)
+      tf.distribute.get_replica_context().merge_call(
+        lambda strategy, finite, tensors: self.optimizer.apply(
+          strategy, packed.replaced(tensors), finite
+        ),
+        args=(finite, packed.tensors),
+      )
+
+    self.strategy.run(in_replica, args=(finite, *gradients))
+
+  def state(self):
+    """Every replica's weights and slots."""
+    every = [*self.variables, *self.optimizer.optimizer.variables]
+    copies = [self.strategy.experimental_local_results(models.raw(v)) for v in every]
+    return [copy.numpy() for one in copies for copy in one]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.fast(fuse=[True])
+def test_updates_without_a_branch_follow_the_formula_and_skip_to_the_bit(name, fuse, mirrored):
+  one = Masked(name, mirrored(2), fuse=fuse)
+  infinite = [tf.fill(shape, np.inf) for shape in SHAPES]
+  for step in range(STEPS):
+    one.update(tf.constant(True), *map(tf.constant, gradients_of(step, np.float32)))
+    before = one.state()
+    one.update(tf.constant(False), *infinite)
+    for was, now in zip(before, one.state(), strict=True):
+      np.testing.assert_array_equal(now, was)
+  weights = one.state()[: 2 * len(SHAPES)]
+  for first in (0, 1):
+    assert_close(weights[first::2], reference(name, dtype=np.float32), rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_on_gpus_every_rule_and_size_goes_without_a_branch(name):
+  optimizer = make("keras", name)
+  large = [tf.Variable(tf.zeros([2 * kernels.MASKED]))]
+  optimizer.build(large)
+  assert kernels.masks(optimizer, large, originals=1, on_gpus=True)
+  assert not kernels.masks(optimizer, large, originals=1)
