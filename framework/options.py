@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args
 
-from framework.errors import ConfigError, require_integer, unknown
+from framework.errors import ConfigError, require_integer, require_positive, unknown
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 PRECISIONS = get_args(Precision)
@@ -93,10 +93,15 @@ class Cadence:
   keep_checkpoints: int
   eval_every_steps: int | None = None
   eval_timeout_s: float | None = None
+  hang_timeout_s: float | None = None
+  end_if_hung: bool = False
 
   def __post_init__(self) -> None:
-    """Raises a ConfigError for what is not a count."""
-    _require_counts(self, *(name for name in names_of(Cadence) if name != "eval_timeout_s"))
+    """Raises a ConfigError for what is not a count, or no time."""
+    others = ("eval_timeout_s", "hang_timeout_s", "end_if_hung")
+    _require_counts(self, *(name for name in names_of(Cadence) if name not in others))
+    if self.hang_timeout_s is not None:
+      require_positive("run.hang_timeout_s", self.hang_timeout_s, unit="seconds")
 
   def next_evaluation(self, step: int) -> int:
     """Returns the step of the first evaluation after `step`."""

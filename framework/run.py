@@ -67,6 +67,8 @@ def run(
   eval_timeout_s: float | None = None,
   checkpoint_every_steps: int = 1000,
   keep_checkpoints: int = 3,
+  hang_timeout_s: float | None = None,
+  end_if_hung: bool = False,
   seed: int = 0,
   shuffle: bool = True,
   precision: Precision = "float32",
@@ -107,6 +109,9 @@ def run(
     checkpoint_every_steps: a checkpoint is saved at each multiple of it, where a loop then ends,
       and at the last step.
     keep_checkpoints: the number of checkpoints to keep.
+    hang_timeout_s: seconds without progress after which a line says which worker is behind, and in
+      what; None takes ten times the usual time of what it does, and at least a minute.
+    end_if_hung: after that line, the processes of the command line end with status 1.
     seed: for initial weights, example order, dropout and augmentation.
     shuffle: False reads the training examples in source order.
     precision: the dtype policy of Keras 3 and tf_keras.

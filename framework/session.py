@@ -15,6 +15,7 @@ from framework.errors import ConfigError, Preempted
 from framework.evaluator import Evaluator
 from framework.flight import Flight
 from framework.going_on import Start, replay_command
+from framework.hangs import Watchdog
 from framework.host import files
 from framework.loop import Loop
 from framework.modes import TRAINING_MODES, Mode, tool
@@ -249,12 +250,7 @@ class Session:
     if self.evaluator is not None:
       self._actions.require_metrics(self.evaluator)
     self._place.require()
-    recorded = (
-      self._flight.recorded(self._place.folder, self.cluster.index)
-      if self.step < self._cadence.train_steps
-      else contextlib.nullcontext()
-    )
-    with files.storage_errors(self._place.folder, self._newest_saved), recorded:
+    with files.storage_errors(self._place.folder, self._newest_saved), self._recorded():
       self._prepare()
       try:
         with self._stopping.noticed(), self._until_stopped():
@@ -264,6 +260,20 @@ class Session:
       finally:
         self._actions.end()
         self._manager.wait()
+
+  @contextlib.contextmanager
+  def _recorded(self) -> Iterator[None]:
+    """Keeps the flight record and watches for hangs, if there is something to train."""
+    if self.step >= self._cadence.train_steps:
+      yield
+      return
+    folder, cadence = self._place.folder, self._cadence
+    watchdog = Watchdog(
+      self._flight, self.trainer, folder, timeout_s=cadence.hang_timeout_s, ends=cadence.end_if_hung
+    )
+    recorded = self._flight.recorded(folder, self.cluster.index, beat=watchdog.beat)
+    with recorded, watchdog.watching():
+      yield
 
   @contextlib.contextmanager
   def _until_stopped(self) -> Iterator[None]:

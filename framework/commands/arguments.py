@@ -89,6 +89,7 @@ COMMANDS: Mapping[str, Command] = {
     "Compares two runs: bindings, data, versions, results.", "RUN RUN", "tools.runs.diff"
   ),
   "goodput": Command("Tells where the wall time of a run went.", "RUN", "tools.goodput"),
+  "stacks": Command("Tells what the processes of a run do now.", "RUN", "tools.stacks"),
   "push": Command(
     "Uploads a run that its store has not got whole.", "URL [URL ...]", "commands.push"
   ),

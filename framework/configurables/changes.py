@@ -44,6 +44,8 @@ _OPTIONS: Mapping[May, Mapping[str, str]] = {
     "run.eval_steps": "evaluates so many batches",
     "run.eval_timeout_s": "waits so long",
     "run.checkpoint_every_steps": "saves there; asked as `run.steps_per_loop` is",
+    "run.hang_timeout_s": "says it after so long",
+    "run.end_if_hung": "ends then, or goes on waiting",
     "run.keep_checkpoints": "keeps so many from the next save on",
     "run.deterministic": _COMPUTES,
     "run.eager": _COMPUTES,

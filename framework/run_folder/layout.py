@@ -21,6 +21,8 @@ FILES = (METRICS, HISTORY, CONFIG, OWNER, MIRROR, PROBE, UNDONE, WARM_START, TUN
 CHECKPOINTS, BEST, EXPORT, ASSETS = "checkpoints", "best", "export", "assets"
 TRAIN, EVAL, MEDIA, PROFILE = "train", "eval", "media", "profile"
 NONFINITE, TRACKERS, WANDB, LOGS, FLIGHT = "nonfinite", "trackers", "wandb", "logs", "flight"
+ASKED = "asked"
+"""The file in `FLIGHT` that asks the processes of the run for their stacks."""
 FOLDERS = (
   *(ASSETS, CHECKPOINTS, EVAL, EXPORT, FLIGHT, LOGS, MEDIA, NONFINITE, PROFILE),
   *(TRACKERS, TRAIN, WANDB),

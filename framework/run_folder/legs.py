@@ -14,6 +14,7 @@ import json
 import os
 import re
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from framework.errors import is_finite
 from framework.host import bounded, json_lines
 from framework.run_folder import layout
 
+HANG, STACKS = "hang", "stacks"
+"""Why a process asks all for their stacks."""
 _MAX_BYTES = 2**26
 _FILE = re.compile(r"(\d{1,6})\.jsonl")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -73,6 +76,11 @@ class Leg:
   def end(self) -> float:
     """When it ended, in seconds since the epoch."""
     return self.began + self.seconds
+
+  @property
+  def path(self) -> str:
+    """The phase in one text, without what is below all others."""
+    return " > ".join(self.phase[1:] or self.phase)
 
 
 class Writer:
@@ -159,6 +167,21 @@ def of_lines(lines: Iterable[str]) -> list[Leg]:
 def last(model_dir: str) -> dict[int, Leg]:
   """Returns worker -> its last leg (host)."""
   return {worker: legs[-1] for worker, legs in read(model_dir).items()}
+
+
+def ask(model_dir: str, why: str) -> None:
+  """Asks all processes of a run for their stacks (host)."""
+  path = Path(model_dir, layout.FLIGHT, layout.ASKED)
+  new = path.with_name(f"{layout.ASKED}.{uuid.uuid4().hex}.tmp")
+  new.write_text(f"{why} {uuid.uuid4().hex}")
+  new.replace(path)
+
+
+def asked(model_dir: str) -> str:
+  """Returns what was last asked, and an id of it; "" if nothing was (host)."""
+  with contextlib.suppress(OSError, ValueError):
+    return Path(model_dir, layout.FLIGHT, layout.ASKED).read_text()[:100]
+  return ""
 
 
 _FIELDS = dataclasses.fields(Leg)

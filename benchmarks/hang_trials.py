@@ -1,0 +1,70 @@
+"""Does a hang name itself? Plants one in a run of two workers, and reads the one line.
+
+    python -m benchmarks.hang_trials
+    python -m benchmarks.hang_trials "host function" disk
+
+Each run must end by itself, with a line that names the worker and what it hangs in. The disk that
+blocks is a pipe that nobody reads, in place of the checkpoint's file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+EXPECTED = {
+  "input": r"worker 1 is behind, at step 4\d, .*training: input \(deadlock, hang_task.py",
+  "file": r"worker 1 is behind, at step 4\d, .*training: input \(open of .*fifo",
+  "host function": r"worker 1 is behind, at step 4\d, .*training: host function \(sleep, hang_task",
+  "action": r"worker 1 is behind, at step 40, .*action Hangs \(deadlock, hang_task.py",
+  "skipped collective": r"worker 0 is behind, at step 40, .*action Hangs > waiting for workers",
+  "stopped 0": r"worker 0 is behind, at step 40, .*action Hangs; it does not answer",
+  "stopped 1": r"worker 1 is behind, at step 40, .*action Hangs; it does not answer",
+  "disk": r"worker 0 is behind, at step 50, .*checkpoints \(.*open of .*fifo",
+  "evaluation": r"worker 1 is behind, at step 50, .*evaluation: .* \(sleep, hang_task.py",
+  "lock held": r"worker 1 is behind, at step 4\d, .*training; it does not answer",
+}
+"""Kind -> what the line must match."""
+
+
+def trial(kind: str, folder: str) -> tuple[int, str]:
+  """Runs it; returns the exit status and the line, "" if there is none."""
+  fifo = os.path.join(folder, "fifo")
+  os.mkfifo(fifo)
+  command = [
+    sys.executable,
+    "launch.py",
+    "train",
+    "benchmarks/hang_trials.gin",
+    "--local_workers=2",
+  ]
+  done = subprocess.run(
+    [*command, f"--model_dir={folder}/run"], cwd=REPOSITORY, capture_output=True, text=True,
+    env={**os.environ, "HANG": kind, "HANG_FIFO": fifo}, timeout=300, check=False,
+  )  # fmt: skip
+  lines = [line for line in done.stderr.splitlines() if "WARNING: hang: worker" in line]
+  return done.returncode, lines[0] if lines else done.stderr[-2000:]
+
+
+def main() -> None:
+  """Prints each line, and exits with 1 if one is not as expected."""
+  wrong = 0
+  for kind in sys.argv[1:] or EXPECTED:
+    with tempfile.TemporaryDirectory() as folder:
+      status, line = trial(kind, folder)
+      names = bool(re.search(EXPECTED[kind], line)) and status == 1
+      wrong += not names
+      print(f"{'named' if names else f'NOT NAMED (status {status})'}: {kind}: {line}", flush=True)
+      if not names:
+        for path in sorted(Path(folder, "run").glob("flight/*")):
+          print(path.name, path.read_text()[-1500:])
+  sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+  main()

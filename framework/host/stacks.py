@@ -1,0 +1,165 @@
+"""What the threads of this process do: Python's stacks, TensorFlow's host functions, blocked files.
+
+For a process that hangs. Nothing here waits for Python's main thread, or for TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+SIGNAL = signal.SIGUSR2
+"""Writes the stacks, also while a thread keeps Python's lock; see `Signalled`."""
+_MOST_BYTES = 2**22
+_OF_FILES = {
+  0: "read",
+  1: "write",
+  2: "open",
+  17: "pread",
+  18: "pwrite",
+  74: "fsync",
+  257: "openat",
+}
+"""System calls of x86-64 whose first argument is a descriptor, or of "open" a path."""
+_PATH = {2: 1, 257: 2}
+"""The argument with the path."""
+_LIBRARY = os.path.dirname(os.__file__)
+
+
+def write(path: str, why: str) -> None:
+  """Appends the stacks of all Python threads to a file, below a line of `why`; from any thread."""
+  with contextlib.suppress(OSError), _opened(path) as file:
+    file.write(f"\n=== {time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n".encode())
+    faulthandler.dump_traceback(file, all_threads=True)
+
+
+class Signalled:
+  """Lets `SIGNAL`, and a clock that is not wound up, write the stacks without Python's lock."""
+
+  def __init__(self, path: str, *, after_s: float, ends: bool) -> None:
+    """Registers the signal, unless something else has it.
+
+    Args:
+      after_s: seconds without `wind` after which the stacks are written.
+      ends: whether the process then ends, with status 1.
+    """
+    self._file, self._after_s, self._ends = _opened(path), after_s, ends
+    self._registered = signal.getsignal(SIGNAL) == signal.SIG_DFL
+    if self._registered:
+      faulthandler.register(SIGNAL, file=self._file, all_threads=True)
+
+  def wind(self) -> None:
+    """Tells that Python runs; called again and again."""
+    faulthandler.dump_traceback_later(self._after_s, file=self._file, exit=self._ends)
+
+  def close(self) -> None:
+    """Takes both back."""
+    faulthandler.cancel_dump_traceback_later()
+    if self._registered:
+      faulthandler.unregister(SIGNAL)
+    self._file.close()
+
+
+def _opened(path: str) -> IO[bytes]:
+  flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+  file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
+  if file.tell() > _MOST_BYTES:
+    file.truncate(0)
+  return file
+
+
+def takes_signal(process: int) -> bool:
+  """Whether a process of this machine has a handler for `SIGNAL`, which else would end it."""
+  with contextlib.suppress(OSError, StopIteration, ValueError):
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    caught = next(line for line in lines if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (SIGNAL - 1) & 1)
+  return False
+
+
+def host_functions() -> Iterator[tuple[str, str]]:
+  """Yields (token, place) of each `tf.numpy_function` or `tf.py_function` that runs now.
+
+  The token is the attribute of its operation; the place is such as "preprocess, task.py:12".
+  """
+  for frame in sys._current_frames().values():  # noqa: SLF001 (documented)
+    for each in _outwards(frame):
+      in_registry = each.f_code.co_filename.endswith("script_ops.py")
+      token = each.f_locals.get("token") if in_registry else None
+      if token and each.f_code.co_name == "__call__":
+        yield token.decode() if isinstance(token, bytes) else str(token), place(frame)
+        break
+
+
+def main_place() -> str:
+  """Returns where the main thread is."""
+  frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+  return place(frame) if frame else ""
+
+
+def place(frame: FrameType) -> str:
+  """Returns the innermost function of a stack that is neither TensorFlow's nor Python's own."""
+  stack = list(_outwards(frame))
+  own = next((each for each in stack if not _is_foreign(each.f_code.co_filename)), stack[0])
+  code = own.f_code
+  return f"{code.co_name}, {os.path.basename(code.co_filename)}:{own.f_lineno}"
+
+
+def _is_foreign(file: str) -> bool:
+  packages = ("tensorflow", "keras", "tf_keras")
+  if any(f"{os.sep}{package}{os.sep}" in file for package in packages):
+    return True
+  return file.startswith((_LIBRARY, "<")) and "site-packages" not in file
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+  while frame is not None:
+    yield frame
+    frame = frame.f_back
+
+
+def blocked_files() -> list[str]:
+  """Returns phrases such as "read of /data/x" for the threads that wait for a file (Linux, x86-64).
+
+  Those that wait now and a tenth of a second later.
+  """
+  if platform.machine() != "x86_64":
+    return []
+  first = dict(_calls())
+  time.sleep(0.1)
+  return [said for each, said in _calls() if first.get(each) == said]
+
+
+def _calls() -> Iterator[tuple[str, str]]:
+  own = str(threading.get_native_id())
+  for thread in os.listdir("/proc/self/task"):
+    with contextlib.suppress(OSError, ValueError, IndexError):
+      words = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
+      number = int(words[0]) if words[0].isdecimal() else -1
+      if thread != own and number in _OF_FILES:
+        path = _text(words[_PATH[number]]) if number in _PATH else _file(words[1])
+        if path.startswith("/") and not path.startswith(("/dev/null", "/proc/")):
+          yield thread, f"{_OF_FILES[number]} of {path}"
+
+
+def _file(descriptor: str) -> str:
+  return os.readlink(f"/proc/self/fd/{int(descriptor, 16)}")
+
+
+def _text(address: str) -> str:
+  """Returns the text at an address of this process."""
+  memory = os.open("/proc/self/mem", os.O_RDONLY)
+  try:
+    return os.pread(memory, 1024, int(address, 16)).split(b"\0")[0].decode(errors="replace")
+  finally:
+    os.close(memory)
