@@ -17,17 +17,18 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
+_SILENT = r"and does not answer: .*; last seen in"
 EXPECTED = {
   "input": r"worker 1 is behind, at step 4\d, .*training: input \(deadlock, hang_task.py",
-  "file": r"worker 1 is behind, at step 4\d, .*training: input \(open of .*fifo",
+  "file": r"worker 1 is behind, at step 4\d, .*training: input \(openat of .*fifo",
   "host function": r"worker 1 is behind, at step 4\d, .*training: host function \(sleep, hang_task",
   "action": r"worker 1 is behind, at step 40, .*action Hangs \(deadlock, hang_task.py",
-  "skipped collective": r"worker 0 is behind, at step 40, .*action Hangs > waiting for workers",
-  "stopped 0": r"worker 0 is behind, at step 40, .*action Hangs; it does not answer",
-  "stopped 1": r"worker 1 is behind, at step 40, .*action Hangs; it does not answer",
-  "disk": r"worker 0 is behind, at step 50, .*checkpoints \(.*open of .*fifo",
-  "evaluation": r"worker 1 is behind, at step 50, .*evaluation: .* \(sleep, hang_task.py",
-  "lock held": r"worker 1 is behind, at step 4\d, .*training; it does not answer",
+  "skipped rendezvous": r"worker 0 is behind, at step 40, .*(action Hangs|host)",
+  "stopped 0": rf"worker 0 is behind, at step 40, {_SILENT} (host|action Hangs)",
+  "stopped 1": rf"worker 1 is behind, at step 40, {_SILENT} (host|action Hangs)",
+  "disk": r"worker 0 is behind, at step 50, .*checkpoints \(.*openat of .*fifo",
+  "evaluation": r"worker 1 is behind, at step \d+, .*evaluation: .* \(sleep, hang_task.py",
+  "lock held": rf"worker 1 is behind, at step \d+, {_SILENT} training",
 }
 """Kind -> what the line must match."""
 

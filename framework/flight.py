@@ -111,6 +111,7 @@ class Flight:
     """A loop is called after so many steps."""
     self.leg.step, self.leg.loops = step, self.leg.loops + 1
     self._training_s = self.watch.seconds[TRAINING]
+    self._write(TRAINING)  # for the other workers, if this one stops in it at once
 
   def loop_ends(self, step: int, output: Mapping[str, Any], traces: int) -> None:
     """It has returned, after so many steps.
@@ -150,11 +151,11 @@ class Flight:
       self._write()
       beat()
 
-  def _write(self) -> dict[str, float]:
-    """Writes the leg; returns the seconds of all parts since the start."""
+  def _write(self, *follows: str) -> dict[str, float]:
+    """Writes the leg, and what `follows` at once; returns the seconds of all parts so far."""
     with self._lock:
       phase, self.leg.unchanged_s, seconds = self.watch.now()
-      self.leg.phase = list(phase)
+      self.leg.phase = [*phase, *follows]
       self.leg.parts = {
         name: round(value - self._before.get(name, 0.0), 6)
         for name, value in seconds.items()

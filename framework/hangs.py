@@ -14,6 +14,7 @@ import contextlib
 import os
 import statistics
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,10 @@ FACTOR, FLOOR_S = 10.0, 60.0
 """Without a timeout: a phase of ten times its usual time, and at least a minute, hangs."""
 _ANSWERS_S = 3.0
 """Time for the workers to answer, before their records are compared."""
+_LATER_S = 20.0
+"""So much later a process whose threads do not get Python's lock writes its stacks, or ends."""
 _READ_S = 2.0
-_WAITING = "step or collective"
+_WAITING, _WORKERS = "step or collective", "waiting for workers"
 _HOST_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _BATCHES = (TRAINING, "evaluation")
 
@@ -67,7 +70,7 @@ class Watchdog:
     """Registers what works without Python's lock, in a process of the command line (host)."""
     if signals.owns_process and threading.current_thread() is threading.main_thread():
       after_s = self._timeout_s or FLOOR_S
-      self._clock = stacks.Signalled(self._stacks, after_s=after_s + 5, ends=self._ends)
+      self._clock = stacks.Signalled(self._stacks, after_s=after_s + _LATER_S, ends=self._ends)
     try:
       yield
     finally:
@@ -131,7 +134,7 @@ class Watchdog:
     """Returns what this process does, as far as it can be had."""
     phase = leg.path
     files = stacks.blocked_files()
-    if leg.phase[-1:] == ["waiting for workers"]:
+    if leg.phase[-1:] == [_WORKERS]:
       return phase
     if leg.phase[-1:] not in ([each] for each in _BATCHES):
       return f"{phase} ({'; '.join([stacks.main_place(), *files])})"
@@ -159,11 +162,13 @@ class Watchdog:
     """Says who is behind, if this is the lowest worker that answers; ends the process if asked."""
     found = {**self._others(), self._worker: self._flight.leg}
     silent = {w for w, leg in found.items() if leg.beat == self._beats.get(w) and w != self._worker}
-    self._told = True
+    self._told, ends = True, self._ends and signals.owns_process
     if self._worker == min(found.keys() - silent):
-      then = "it ends" if self._ends and signals.owns_process else "it goes on waiting"
+      then = "it ends" if ends else "it goes on waiting"
       _say(f"{verdict(found, silent)}; {then}; stacks: {self._model_dir}/{layout.FLIGHT}/")
-    if self._ends and signals.owns_process:
+    elif ends:
+      time.sleep(_ANSWERS_S)  # what supervises the workers ends all of them after the first
+    if ends:
       os._exit(1)
 
 
@@ -177,20 +182,20 @@ def verdict(found: Mapping[int, Leg], silent: set[int]) -> str:
 
   def order(worker: int) -> tuple[bool, int, bool, int, int, int]:
     leg = found[worker]
-    in_loop, waits = TRAINING in leg.phase, _WAITING in leg.doing or "waiting for" in leg.doing
+    in_loop, waits = TRAINING in leg.phase, leg.doing.endswith(_WAITING) or _WORKERS in leg.phase
     return worker not in silent, leg.loops, not in_loop, leg.step, int(waits), worker
 
   behind = min(found, key=order)
   leg = found[behind]
-  what = leg.doing or leg.path
+  what = f"for {leg.unchanged_s:.0f} s in {leg.doing or leg.path}"
   if behind in silent:
-    what = f"{leg.path}; it does not answer: it is stopped, or a thread keeps its lock"
+    what = f"and does not answer: stopped, or a thread keeps Python's lock; last seen in {leg.path}"
   others = [
-    f"worker {worker} is in {each.doing or ' > '.join(each.phase)}"
+    f"worker {worker} is in {each.doing or each.path}"
     for worker, each in found.items()
     if worker != behind
   ]
-  said = f"worker {behind} is behind, at step {leg.step}, for {leg.unchanged_s:.0f} s in {what}"
+  said = f"worker {behind} is behind, at step {leg.step}, {what}"
   return "; ".join([said, *others[:3], *([f"and {len(others) - 3} more"] * (len(others) > 3))])
 
 

@@ -48,6 +48,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.actions.show", "Show"),
   ("framework.actions.tensorboard", "TensorBoard"),
   ("framework.tools.trackers.csv_file", "CSVFile"),
+  ("framework.tools.trackers.prometheus", "Prometheus"),
   ("framework.tools.trackers.mlflow", "MLflow"),
   ("framework.tools.trackers.wandb", "WandB"),
   ("framework.inputs.mixture", "Mixture"),

@@ -42,8 +42,7 @@ ADVICE: Mapping[str, str] = {
   DOWN: "no process of the run lived, or none came to train: let what starts it restart it "
   "at once, as --max_restarts does, or a scheduler's requeue",
   "start": "paid once per process, so it matters less in a longer run",
-  "recovery": "paid at each restart: make imports, the source's setup and tracing cheaper, or the "
-  "restarts fewer",
+  "recovery": "paid at each restart: make imports, setup and tracing cheaper, or restarts fewer",
   "reporting": "report less often: a larger run.steps_per_loop",
   "host": "return to the host less often: a larger run.steps_per_loop",
 }

@@ -18,7 +18,7 @@ from framework.strategies import factories, reduction
 from framework.strategies.cluster import resolvers
 from framework.tools.exports import action as export
 from framework.tools.forensics import action as nonfinite
-from framework.tools.trackers import csv_file, mlflow, wandb
+from framework.tools.trackers import csv_file, mlflow, prometheus, wandb
 
 SECTIONS = (
   ("run", run, "run"),
@@ -51,6 +51,7 @@ SECTIONS = (
   ("A table of the metrics", csv_file, "CSVFile"),
   ("MLflow", mlflow, "MLflow"),
   ("Weights & Biases", wandb, "WandB"),
+  ("Prometheus", prometheus, "Prometheus"),
 )
 
 

@@ -119,6 +119,8 @@ OPTIONS = [  # option, before, what is bound beside it, after, what happens
   ("run.eval_steps", "None", (), "1", "same"),
   ("run.eval_every_steps", "None", (), "2", "same"),
   ("run.eval_timeout_s", "None", (), "9.0", "same"),
+  ("run.hang_timeout_s", "None", (), "99.0", "same"),
+  ("run.end_if_hung", "False", (), "True", "same"),
   ("run.checkpoint_every_steps", "4", (), "2", "same"),
   ("run.keep_checkpoints", "3", (), "1", "same"),
   ("run.seed", "3", (), "4", "numbers"),

@@ -1,0 +1,137 @@
+"""A process that hangs says so, and in what; of several workers it names the one that is behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hang_trials
+from framework import commands
+from framework.hangs import verdict
+from framework.host import stacks
+from framework.run_folder import layout, legs
+from framework.run_folder.legs import Leg
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INPUT, COLLECTIVE = "training: input (read, task.py:3)", "training: step or collective"
+
+
+def leg(loops, step, phase, doing="", unchanged_s=30.0):
+  return Leg(loops=loops, step=step, phase=["host", *phase], doing=doing, unchanged_s=unchanged_s)
+
+
+@pytest.mark.parametrize(
+  ("found", "silent", "said"),
+  [
+    (  # both wait in the same loop, one for its input
+      {0: leg(4, 33, ["training"], COLLECTIVE), 1: leg(4, 33, ["training"], INPUT)},
+      set(),
+      r"worker 1 is behind, at step 33, for 30 s in training: input \(read.*worker 0 is in .*step",
+    ),
+    (  # one has not done the step that the others have
+      {0: leg(4, 33, ["training"], COLLECTIVE), 1: leg(4, 32, ["training"], COLLECTIVE)},
+      set(),
+      "worker 1 is behind, at step 32, for 30 s in training: step or collective; worker 0 is in",
+    ),
+    (  # one is still behind the loop before
+      {0: leg(5, 40, ["training"], COLLECTIVE), 1: leg(4, 40, ["action Slow"], "action Slow (f)")},
+      set(),
+      r"worker 1 is behind, at step 40, for 30 s in action Slow \(f\); worker 0",
+    ),
+    (  # one waits for the other, after the same loop
+      {0: leg(4, 40, ["waiting for workers"]), 1: leg(4, 40, ["checkpoints"])},
+      set(),
+      "worker 1 is behind, at step 40, for 30 s in checkpoints; worker 0 is in waiting for workers",
+    ),
+    (  # who does not answer is behind, whatever else
+      {0: leg(4, 40, ["training"], COLLECTIVE), 1: leg(4, 33, ["training"], INPUT)},
+      {0},
+      "worker 0 is behind, at step 40, and does not answer: stopped, or a thread keeps Python's",
+    ),
+    ({0: leg(4, 40, ["checkpoints"])}, set(), "worker 0 is behind, at step 40, for 30 s in check"),
+  ],
+)
+def test_the_worker_that_is_behind_is_named(found, silent, said):
+  assert re.match(said, verdict(found, silent))
+
+
+def test_a_thread_that_waits_for_a_file_is_found(tmp_path):
+  """Also one that opens a pipe which has no other end."""
+  fifo = str(tmp_path / "fifo")
+  os.mkfifo(fifo)
+  thread = threading.Thread(target=lambda: open(fifo, "rb").close())
+  thread.start()
+  try:
+    time.sleep(0.2)
+    assert f"openat of {fifo}" in stacks.blocked_files()
+  finally:
+    os.close(os.open(fifo, os.O_WRONLY))
+    thread.join()
+  assert not any(fifo in each for each in stacks.blocked_files())
+
+
+def test_a_process_without_a_handler_is_not_signalled():
+  with subprocess.Popen(["sleep", "60"]) as process:
+    assert not stacks.takes_signal(process.pid)
+    process.kill()
+  signal.signal(stacks.SIGNAL, lambda *_: None)
+  try:
+    assert stacks.takes_signal(os.getpid())
+  finally:
+    signal.signal(stacks.SIGNAL, signal.SIG_DFL)
+
+
+def test_stacks_of_a_run_that_has_ended_are_one_line(tmp_path, capsys):
+  os.mkdir(tmp_path / layout.FLIGHT)
+  legs.Writer(str(tmp_path), 0).write(Leg(began=1, first=True, ended="done"))
+  assert commands.main(["loopwright", "stacks", str(tmp_path)]) == 2
+  assert "no process trains in" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hung(tmp_path):
+  """A run of one process that hangs in its input, and goes on waiting; its folder."""
+  command = [sys.executable, "launch.py", "train", "benchmarks/hang_trials.gin"]
+  bindings = ["run.strategy = @default", "run.end_if_hung = False", "run.hang_timeout_s = 2.0"]
+  process = subprocess.Popen(
+    [*command, *bindings, f"--model_dir={tmp_path}/run"], cwd=REPOSITORY, text=True,
+    stderr=subprocess.PIPE, env={**os.environ, "HANG": "input", "HANG_WORKER": "0"},
+  )  # fmt: skip
+  yield process, tmp_path / "run"
+  process.kill()
+  process.wait()
+
+
+def test_a_hang_is_told_and_stacks_are_printed_on_demand(hung, capsys):
+  process, folder = hung
+  line = next(line for line in process.stderr if "hang:" in line)
+  assert re.search(
+    r"worker 0 is behind, at step 4\d, for \d+ s in training: input \(deadlock, hang_task.py:\d+\)"
+    r"; it goes on waiting; stacks: .*/run/flight/",
+    line,
+  )
+  written = (folder / layout.stacks(0)).read_text()
+  assert "in deadlock" in written
+  assert commands.main(["loopwright", "stacks", str(folder)]) == 0
+  told = capsys.readouterr().out
+  assert told.startswith(f"worker 0, process {process.pid} on ")
+  assert "training: input (deadlock, hang_task.py" in told.splitlines()[0]
+  assert "in deadlock" in told
+  assert process.poll() is None
+  process.send_signal(signal.SIGSTOP)
+  assert commands.main(["loopwright", "stacks", str(folder), "--wait_s=0.5"]) == 1
+  assert "no answer: it is stopped" in capsys.readouterr().out
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", hang_trials.EXPECTED)
+def test_each_planted_hang_names_worker_and_phase(kind, tmp_path):
+  status, line = hang_trials.trial(kind, str(tmp_path))
+  assert re.search(hang_trials.EXPECTED[kind], line)
+  assert status == 1
