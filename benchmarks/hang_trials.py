@@ -9,6 +9,7 @@ blocks is a pipe that nobody reads, in place of the checkpoint's file.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -54,8 +55,10 @@ def trial(kind: str, folder: str) -> tuple[int, str]:
 
 def main() -> None:
   """Prints each line, and exits with 1 if one is not as expected."""
+  parser = argparse.ArgumentParser()
+  parser.add_argument("kinds", nargs="*", default=[*EXPECTED])
   wrong = 0
-  for kind in sys.argv[1:] or EXPECTED:
+  for kind in parser.parse_args().kinds:
     with tempfile.TemporaryDirectory() as folder:
       status, line = trial(kind, folder)
       names = bool(re.search(EXPECTED[kind], line)) and status == 1
@@ -64,7 +67,7 @@ def main() -> None:
       if not names:
         for path in sorted(Path(folder, "run").glob("flight/*")):
           print(path.name, path.read_text()[-1500:])
-  sys.exit(wrong > 0)
+  sys.exit(int(wrong > 0))
 
 
 if __name__ == "__main__":
