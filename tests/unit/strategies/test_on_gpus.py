@@ -106,6 +106,6 @@ def test_the_rate_is_computed_once_a_step_and_keys_on_the_host(pair):
 def test_auto_is_collective_on_gpus(count, caplog):
   """NcclAllReduce has no bfloat16; TensorFlow's collectives call NCCL between GPUs."""
   names = [f"GPU:{index}" for index in range(count)]
-  with caplog.at_level("INFO"):
+  with caplog.at_level("INFO", logger="absl"):
     assert factories.works("auto", names)
   assert "cross-device ops auto: collective, NCCL between GPUs" in caplog.text
