@@ -189,6 +189,17 @@ def test_links_and_named_files_exist(page):
     assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
 
 
+def test_the_decisions_are_listed_once_by_number_and_title():
+  text = (ROOT / "docs" / "architecture.md").read_text()
+  listed = re.findall(r"^\| \[(\d+)\]\(decisions/([\w-]+)\.md\) \| (.*) \|$", text, re.MULTILINE)
+  pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+  titles = [page.read_text().partition("\n")[0] for page in pages]
+  assert [(name, f"# {number}. {title}") for number, name, title in listed] == [
+    (page.stem, title) for page, title in zip(pages, titles, strict=True)
+  ]
+  assert [page.stem[:4] for page in pages] == [f"{n:04}" for n in range(1, len(pages) + 1)]
+
+
 def pictured():
   """Returns the paths that the picture in docs/architecture.md names below framework/."""
   text = (ROOT / "docs" / "architecture.md").read_text()

@@ -1,5 +1,7 @@
 """What is installed: one package, `framework`, which no module of a user's can replace."""
 
+import ast
+import configparser
 import email
 import importlib
 import os
@@ -10,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import launch
 from framework import tasks
@@ -17,6 +22,7 @@ from framework.host import modules
 from framework.run_folder import history
 
 ROOT = Path(launch.__file__).parent
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
 BUILD = "from setuptools import build_meta; build_meta.build_wheel('.')"
 GIN = """
 import tasks.image_classification
@@ -120,3 +126,38 @@ def test_history_sees_no_change_of_the_name(monkeypatch):
     "task", "framework.tasks.vae.Vae", "framework.tasks.gan.Gan"
   )  # fmt: skip
   assert Path(tasks.__path__[0]).samefile(ROOT / "tasks")
+
+
+def requirements(lines):
+  """Returns the requirements of some lines, by the names that an index has."""
+  found = [Requirement(line) for line in lines if line.strip()]
+  for each in found:
+    each.name = canonicalize_name(each.name)
+  return found
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_the_constraints_are_versions_that_are_asked_for(python):
+  """What is installed and the groups have a version each; an extra may have none."""
+  here = {"python_version": python, "python_full_version": f"{python}.9", "sys_platform": "linux"}
+  pins = requirements((ROOT / "constraints.txt").read_text().splitlines())
+  pins = {pin.name: pin for pin in pins if pin.marker is None or pin.marker.evaluate(here)}
+  config = configparser.ConfigParser()
+  config.read(ROOT / "setup.cfg")
+  groups = re.findall(r"^(?:dev|docs) = (\[.*?\])$", PYPROJECT, re.DOTALL | re.MULTILINE)
+  needed = requirements(config["options"]["install_requires"].splitlines())
+  needed += requirements(one for group in groups for one in ast.literal_eval(group))
+  extras = requirements("\n".join(config["options.extras_require"].values()).splitlines())
+  assert {one.name for one in needed} - pins.keys() == set()
+  for one in [*needed, *(extra for extra in extras if extra.name in pins)]:
+    [version] = pins[one.name].specifier
+    assert version.operator == "=="
+    assert one.specifier.contains(version.version, prereleases=True), (str(one), version.version)
+
+
+def test_a_citation_names_this_version():
+  citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+  config = configparser.ConfigParser()
+  config.read(ROOT / "setup.cfg")
+  for name in ("version", "license"):
+    assert str(citation[name]) == config["metadata"][name]
