@@ -158,7 +158,7 @@ def skip_fields(
 ) -> bool | None:
   """Skips fields and constants, which their class's docstring describes."""
   del app, what, options
-  is_method = inspect.isroutine(value) and value.__name__ == name
+  is_method = inspect.isroutine(value) and getattr(value, "__name__", "") == name
   return None if skip or is_method or isinstance(value, property) else True
 
 
