@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   group = parser.getgroup("tiers")
   group.addoption("--everything", action="store_true", help="run all tests")
   group.addoption("--ci", action="store_true", help="run the fast tier and CI's")
+  group.addoption("--rest", action="store_true", help="of these, leave out the fast tier")
   group.addoption("--changed", action="store_true", help="run what can be broken since main")
 
 
@@ -65,7 +66,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   options, named = config.option, any("::" in argument for argument in config.args)
-  items[:], left = tiers.split(items, everything=options.everything or named, ci=options.ci)
+  items[:], left = tiers.split(
+    items, everything=options.everything or named, ci=options.ci, rest=options.rest and not named
+  )
   if left:
     config.hook.pytest_deselected(items=left)
   if options.changed:

@@ -1,5 +1,7 @@
 """Which tests a command runs: `pytest` the fast tier, `--ci` that and CI's, `--everything` all.
 
+With `--rest`, `--ci` and `--everything` leave out the fast tier.
+
 A test without a mark is fast. `@pytest.mark.whole`, on a test or on one `pytest.param`, leaves it
 to `--everything`, `@pytest.mark.ci` to `--ci`. `@pytest.mark.fast(replicas=[2], library=["keras"])`
 leaves to `--everything` all parameters but those with these values; several such marks add up.
@@ -47,10 +49,12 @@ def matches(parameters, values):
   return all(any(parameters[name] == each for each in of) for name, of in values.items())
 
 
-def split(items, *, everything=False, ci=False):
-  """Returns (the tests to run, the tests to leave out)."""
-  tiers = {"fast"} | ({"ci"} if ci else set())
+def split(items, *, everything=False, ci=False, rest=False):
+  """Returns (the tests to run, the tests to leave out); with `rest` the fast tier is left out."""
+  tiers = {"fast", "ci", "everything"} if everything else {"fast", "ci"} if ci else {"fast"}
+  if rest:
+    tiers.remove("fast")
   run, left = [], []
   for item in items:
-    (run if everything or tier(item) in tiers else left).append(item)
+    (run if tier(item) in tiers else left).append(item)
   return run, left

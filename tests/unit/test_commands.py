@@ -105,7 +105,7 @@ SHORTER = (
   (r"=/tmp/", "=tmp/"),
 )
 # Programs without a parser of flags, and how many arguments they take.
-NO_FLAGS = {"ledger": 1, "option_tables": 0, "change_tables": 0}
+NO_FLAGS = {"ledger": 1, "option_tables": 0, "change_tables": 0, "mixture": 0}
 SPLITS = ("train", "eval")
 
 

@@ -78,6 +78,8 @@ def test_lines_are_whole_and_what_the_encoding_lacks_is_escaped(pipe):
 
 CLOSED = """
 import os, sys
+from framework.host import native_log
+native_log.import_without_remarks("tensorflow")
 from framework.host import files, output
 output.open_standard_streams()
 print("out"); print("err", file=sys.stderr); sys.stdin.read()
