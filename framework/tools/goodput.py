@@ -112,10 +112,11 @@ def of(worker: Sequence[Leg], now: float) -> Goodput:
     parts[DOWN] += max(0.0, of_start[0].began - end)
     end = of_start[-1].end
     for leg in of_start:
-      counts = id(leg) in kept
-      repeated += 0 if counts or leg.from_step is None else leg.step - leg.from_step
+      counts = kept[id(leg)]
+      repeated += round((1 - counts) * _steps(leg))
       for name, seconds in _divided(leg, usual_s).items():
-        parts[_called(name, counts=counts, recovers=number > 0)] += seconds
+        parts[_called(name, counts=True, recovers=number > 0)] += counts * seconds
+        parts[_called(name, counts=False, recovers=number > 0)] += (1 - counts) * seconds
   alive = _is_alive(worker[-1], now)
   broken = sum(each[-1].ended in ("", "failed") for each in starts) - alive
   saves = sum(leg.saved for leg in worker)
@@ -124,7 +125,12 @@ def of(worker: Sequence[Leg], now: float) -> Goodput:
     parts={name: seconds for name, seconds in parts.items() if seconds > 0},
     starts=len(starts),
     broken=broken,
-    steps=max((leg.step for leg in worker if id(leg) in kept), default=0),
+    steps=max(
+      (
+        (leg.from_step or 0) + round(kept[id(leg)] * _steps(leg)) for leg in worker if kept[id(leg)]
+      ),
+      default=0,
+    ),
     repeated=repeated,
     save_s=parts["checkpoints"] / saves if saves else 0.0,
     step_s=usual_s,
@@ -141,16 +147,30 @@ def _starts(worker: Sequence[Leg]) -> list[list[Leg]]:
   return starts
 
 
-def _kept(starts: Sequence[Sequence[Leg]], now: float) -> set[int]:
-  """Returns the ids of the legs whose steps count: saved, and behind no later restore."""
-  kept = set[int]()
+def _steps(leg: Leg) -> int:
+  return 0 if leg.from_step is None else leg.step - leg.from_step
+
+
+def _kept(starts: Sequence[Sequence[Leg]], now: float) -> dict[int, float]:
+  """Returns the id of each leg -> the share of its steps that count, from 0 to 1.
+
+  Those count that no later process repeats; of the last process, those that are saved, or that it
+  may still save. So what was restored from a copy in memory counts, without a save of its own.
+  """
+  kept: dict[int, float] = {}
   restored = math.inf
   for of_start in reversed(starts):
-    kept |= {id(leg) for leg in of_start if leg.saved and leg.step <= restored}
+    for leg in of_start:
+      if restored == math.inf:
+        last = leg is starts[-1][-1] and _is_alive(leg, now)
+        kept[id(leg)] = float(leg.saved or last)
+      elif not _steps(leg):
+        kept[id(leg)] = float(leg.saved and leg.step <= restored)
+      else:
+        kept[id(leg)] = max(0, min(leg.step, restored) - (leg.from_step or 0)) / _steps(leg)
     if of_start[0].from_step is not None:
       restored = min(restored, of_start[0].from_step)
-  last = starts[-1][-1]
-  return kept | ({id(last)} if _is_alive(last, now) else set())
+  return kept
 
 
 def _is_alive(leg: Leg, now: float) -> bool:

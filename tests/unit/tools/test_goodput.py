@@ -66,6 +66,20 @@ def test_saved_steps_are_repeated_too_if_the_run_goes_on_before_them():
   assert (found.repeated, found.broken) == (4, 1)
 
 
+def test_steps_that_are_restored_from_memory_count_without_a_save():
+  """Killed at step 24 with a checkpoint of step 10 and a copy in memory of step 20."""
+  found = goodput.of(
+    [
+      leg(0, (0, 10), {"training": 10}, first=True, saved=True),
+      leg(10, (10, 24), {"training": 14}),
+      leg(30, (20, 30), {"training": 10}, first=True, saved=True, ended="done"),
+    ],
+    NOW,
+  )
+  assert found.parts == pytest.approx({"productive steps": 30, "steps repeated": 4, "down": 6})
+  assert (found.steps, found.repeated) == (30, 4)
+
+
 @pytest.mark.parametrize(("ago_s", "part"), [(1, "productive steps"), (60, "steps repeated")])
 def test_what_is_not_saved_counts_while_the_process_lives(ago_s, part):
   found = goodput.of([leg(NOW - ago_s - 3, (0, 2), {"training": 3}, first=True)], NOW)
