@@ -325,12 +325,8 @@ def attention_mask(position: tf.Tensor) -> tf.Tensor:
   A token sees itself and the tokens before it in the same piece. A piece begins at position 0.
   """
   # In float32, exact below 2**24: the host computes with int32, also where the model is on a GPU.
-  position = keras.ops.cast(position, "float32")
-  piece = keras.ops.cumsum(keras.ops.cast(keras.ops.equal(position, 0), "float32"), axis=1)
-  order = keras.ops.arange(keras.ops.shape(position)[1], dtype="float32")
-  same = keras.ops.equal(piece[:, :, None], piece[:, None, :])
-  seen = keras.ops.logical_and(same, order[:, None] >= order[None, :])
-  return keras.ops.expand_dims(seen, axis=1)
+  begins = tf.cast(tf.equal(tf.cast(position, tf.float32), 0.0), tf.float32)
+  return framework.attention_mask(tf.cumsum(begins, axis=1))[:, tf.newaxis]
 
 
 def rotary_angles(position: tf.Tensor, size: int, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
