@@ -260,6 +260,10 @@ def test_a_run_goes_on_with_the_workers_that_are_left_and_grows_back(resized):
   history = (resized.folder / "m" / "history.jsonl").read_text().splitlines()
   sizes = [json.loads(line)["in_use"]["workers"] for line in history]
   assert sizes[:4] == ["3", "2", "3", "2"]
+  legs = (resized.folder / "m" / "flight" / "0.jsonl").read_text().splitlines()
+  begins = [leg["from_step"] for leg in map(json.loads, legs) if leg["first"]]
+  assert begins[0] == 0
+  assert 1 <= begins[1] <= 4  # from a copy in memory: no checkpoint was due
 
 
 @pytest.mark.whole
