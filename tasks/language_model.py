@@ -326,7 +326,7 @@ def attention_mask(position: tf.Tensor) -> tf.Tensor:
   """
   # In float32, exact below 2**24: the host computes with int32, also where the model is on a GPU.
   begins = tf.cast(tf.equal(tf.cast(position, tf.float32), 0.0), tf.float32)
-  return framework.attention_mask(tf.cumsum(begins, axis=1))[:, tf.newaxis]
+  return tf.expand_dims(framework.attention_mask(tf.cumsum(begins, axis=1)), 1)
 
 
 def rotary_angles(position: tf.Tensor, size: int, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:

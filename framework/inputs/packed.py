@@ -147,8 +147,13 @@ def attention_mask(segment: tf.Tensor, *, causal: bool = True) -> tf.Tensor:
   as `keras.layers.MultiHeadAttention(...)(x, x, attention_mask=mask)`. Padding sees padding, so no
   row is empty, and no document sees it.
   """
-  same = segment[:, :, tf.newaxis] == segment[:, tf.newaxis, :]
-  return tf.linalg.band_part(same, -1, 0) if causal else same
+  # Of operations that DTensor can lay out over a mesh, unlike band_part and `[:, tf.newaxis]`.
+  same = tf.equal(tf.expand_dims(segment, 2), tf.expand_dims(segment, 1))
+  if not causal:
+    return same
+  # In float32: the host computes with int32, also where the model is on a GPU.
+  order = tf.cast(tf.range(tf.shape(segment)[1]), tf.float32)
+  return tf.logical_and(same, tf.expand_dims(order, 1) >= tf.expand_dims(order, 0))
 
 
 def _cut(ends: np.ndarray, sizes: np.ndarray, length: int, *, everywhere: bool) -> np.ndarray:
