@@ -49,6 +49,8 @@ NOT_EVERYWHERE = (
   *("test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"),
 )
 """What differs between installations of Python, or may be missing in one."""
+ALIKE = ("encodings",)
+"""Generated tables that repeat one another, so that most of one for evaluation is in training."""
 
 
 # ---- The corpus ----
@@ -129,11 +131,11 @@ class TextFiles:
 
 @framework.register
 def python_library(*, eval_fraction: float = 0.05) -> TextFiles:
-  """The source of Python's standard library, without what some installations lack."""
+  """Python's standard library, without what some installations lack and tables that are alike."""
   return TextFiles(
     path=sysconfig.get_path("stdlib"),
     pattern="*.py",
-    leave_out=NOT_EVERYWHERE,
+    leave_out=(*NOT_EVERYWHERE, *ALIKE),
     eval_fraction=eval_fraction,
   )
 

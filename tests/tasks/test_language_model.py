@@ -469,6 +469,17 @@ def test_the_python_library_is_there_and_apart():
   assert b"site-packages/keras" not in b"".join(evaluated)
 
 
+def test_hardly_any_text_of_the_python_library_is_in_both_splits():
+  """In blocks of 64 bytes of training; with `encodings`, whose tables are alike, it is 10 %."""
+  train, evaluated = both_splits(language_model.python_library())
+  blocks = {text[at : at + 64] for text in train for at in range(0, len(text), 64)}
+  again = 0
+  for text in evaluated:
+    starts = [at for at in range(len(text) - 63) if text[at : at + 64] in blocks]
+    again += len({place for at in starts for place in range(at, at + 64)})
+  assert again < 0.02 * sum(map(len, evaluated))
+
+
 @pytest.mark.parametrize(
   ("options", "line"),
   [
