@@ -32,6 +32,7 @@ if TYPE_CHECKING:
   from framework.task import Task
   from framework.tools.exports.action import Export
   from framework.tools.forensics.action import StopOnNonFinite
+  from framework.tools.forensics.spikes import Spikes
   from framework.trainer import Trainer
   from framework.types import Batch
 
@@ -62,6 +63,7 @@ __all__ = [
   "Show",
   "Source",
   "Sources",
+  "Spikes",
   "Step",
   "StopOnNonFinite",
   "StopTraining",
@@ -84,6 +86,7 @@ _HOMES = {
   "actions.best": ("BestCheckpoint", "EarlyStopping"),
   "tools.exports.action": ("Export",),
   "tools.forensics.action": ("StopOnNonFinite",),
+  "tools.forensics.spikes": ("Spikes",),
   "actions.show": ("Show",),
   "models.recomputation": ("recompute",),
   "configurables": ("register",),

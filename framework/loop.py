@@ -76,11 +76,14 @@ class Loop:
       self._save()  # no training is lost if the last evaluation fails
 
   def _train_steps(self, steps: int) -> None:
-    """Runs one compiled loop, with what follows it."""
-    self.flight.loop_begins(self.step)
+    """Runs one compiled loop, with what follows it, unless an observer has undone all of it."""
+    before = self.step
+    self.flight.loop_begins(before)
     with tf.summary.record_if(False):  # as under Orbit's Controller: not in each step
       output = self.trainer.train(tf.constant(steps, tf.int32))
     self.flight.loop_ends(self.step, output, self.trainer.traces)
+    if self.step == before:
+      return
     self._act_and_report("train", output)
     if self.step % self.cadence.checkpoint_every_steps == 0:
       self._save()

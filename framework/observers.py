@@ -44,6 +44,7 @@ class Reading:
   Attributes:
     source: the task's training source.
     padded_batch_size: rows of a global batch, padding included.
+    left_out: the ids of examples that are read as padding.
   """
 
   source: AnySource
@@ -54,6 +55,7 @@ class Reading:
   padded_batch_size: int
   rows: range | None
   pad_multiple: int = 1
+  left_out: tuple[int, ...] = ()
 
 
 class StepObserver:

@@ -40,7 +40,7 @@ class StepParts:
   clip_value: float | None = None
   accumulation_steps: int = 1
   jit_compile: bool = False
-  padded: bool = False  # whether training batches have rows without an example
+  padded: tuple[str, str] | None = None  # if batches have rows without an example: why, a remedy
   ema: Ema | None = None
   replica_id: Callable[[], tf.Tensor] = replica_id
   observers: tuple[Observer, ...] = ()
@@ -92,13 +92,9 @@ class StepParts:
       yield
 
   def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
-    if not self.padded:
+    if self.padded is None:
       return contextlib.nullcontext()
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    why = f"global_batch_size is {self.global_batch_size} for {replicas} replicas"
-    if self.accumulation_steps > 1:
-      why += f" x {self.accumulation_steps} accumulation_steps"
-    return batch_norm.only_examples(batch, why=why)
+    return batch_norm.only_examples(batch, why=self.padded)
 
 
 class StepNumbers:

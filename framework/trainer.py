@@ -45,6 +45,7 @@ class Trainer(AbstractTrainer):
     batch_multiple: padded batch sizes are multiples of it.
     metrics: the sums of the loop that runs.
     assigned: the variables that `Step.assign` sets, by name, once the step has been traced.
+    left_out: ids of examples that `Recipe`'s input reads as padding, once it is made again.
   """
 
   _sums: type[MetricSums] = MetricSums
@@ -120,6 +121,7 @@ class Trainer(AbstractTrainer):
     self.global_batch_size = global_batch_size
     self.dataset_fn = dataset_fn
     self.source: Callable[[], AnySource] | None = None
+    self.left_out: frozenset[int] = frozenset()
     self._iterator: Iterator[PerReplica] | None = None
     self._checks = trainer_checks.LoopChecks()
     self.assigned: dict[str, tf.Variable] = {}
@@ -145,7 +147,10 @@ class Trainer(AbstractTrainer):
         global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
         clip_norm=clip_norm, clip_value=clip_value, accumulation_steps=accumulation_steps,
         jit_compile=jit_compile, replica_id=self.replica_id, observers=tuple(observers),
-        padded=self.padded_batch_size != global_batch_size,
+        padded=trainer_checks.why_padded(
+          global_batch_size, self.padded_batch_size, strategy.num_replicas_in_sync,
+          accumulation_steps,
+        ),
       )  # fmt: skip
     self._set(parts, step)
     parts.reduction.prove(strategy, parts.dtypes)

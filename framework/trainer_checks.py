@@ -41,6 +41,17 @@ def check_batch_size(global_batch_size: int, replicas: int) -> None:
     )
 
 
+def why_padded(
+  global_batch_size: int, padded_batch_size: int, replicas: int, accumulation_steps: int
+) -> tuple[str, str] | None:
+  """Returns why batches have rows without an example, and a remedy; None if they have none."""
+  if global_batch_size == padded_batch_size:
+    return None
+  steps = f" x {accumulation_steps} accumulation_steps" if accumulation_steps > 1 else ""
+  why = f"global_batch_size is {global_batch_size} for {replicas} replicas{steps}"
+  return why, "choose a batch size that divides"
+
+
 class LoopChecks:
   """What is checked after each loop (host).
 

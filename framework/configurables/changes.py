@@ -100,7 +100,7 @@ _WHOLE: Mapping[str, Rule] = {
   **dict.fromkeys(
     (
       *("BestCheckpoint", "EarlyStopping", "Export", "StopOnNonFinite", "TimeBudget", "Profile"),
-      *("Show", "TensorBoard", "CSVFile", "Prometheus", "MLflow", "WandB"),
+      *("Show", "Spikes", "TensorBoard", "CSVFile", "Prometheus", "MLflow", "WandB"),
     ),
     Rule("yes", "counts from there on, over all evaluations in metrics.jsonl"),
   ),

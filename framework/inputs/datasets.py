@@ -26,7 +26,7 @@ A batch is made in this order: its rows (`Plan`), positions and examples (`order
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -67,6 +67,7 @@ def train_dataset(
   rows: range | None = None,
   shard: Shard | None = None,
   first_step: int | None = None,
+  left_out: Collection[int] = (),
 ) -> Any:
   """Returns endless batches; batch k starts at position + k * global_batch_size.
 
@@ -92,6 +93,7 @@ def train_dataset(
     shard: the batches to make, for workers that take turns; None makes all. With an indexed source,
       other batches are not fetched.
     first_step: the number of the step that gets batch 0; None is position / global_batch_size.
+    left_out: ids of examples of the main source that become padding wherever they occur.
 
   Returns:
     Dicts of the features, "weight" and "example_id", each of static shape [rows, ...]. Of
@@ -102,9 +104,15 @@ def train_dataset(
   """
   if isinstance(source, Buckets):
     _refuse_shard(shard)
-    options = {"pad_multiple": pad_multiple, "preprocess": preprocess, "shuffle": shuffle}
+    options = {
+      "pad_multiple": pad_multiple, "preprocess": preprocess, "shuffle": shuffle,
+      "left_out": left_out,
+    }  # fmt: skip
     return _train_buckets(source, global_batch_size, position, seed, rows, first_step, options)
-  plan = Plan(main_source(source), global_batch_size, pad_multiple, preprocess, rows, training=True)
+  plan = Plan(
+    main_source(source), global_batch_size, pad_multiple, preprocess, rows, training=True,
+    left_out=left_out,
+  )  # fmt: skip
   require_integer("position", position, at_least=0)
   require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
   if first_step is None:
@@ -293,7 +301,10 @@ def _train_buckets(
     size = schedule.sizes[place]
     numbers = functools.partial(schedule.steps_of, place, batch, shift)
     given = rows_of(rows, size, global_batch_size, multiple)
-    plan = Plan(bucket, size, multiple, options["preprocess"], given, training=True)
+    plan = Plan(
+      bucket, size, multiple, options["preprocess"], given, training=True,
+      left_out=options["left_out"],
+    )  # fmt: skip
     elements, read = _reading(
       bucket, plan, seed_of_part(seed, bucket.name), before[place] * size, options["shuffle"], 0
     )

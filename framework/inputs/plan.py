@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -46,8 +46,10 @@ class Plan:
     rows: range | None,
     *,
     training: bool,
+    left_out: Collection[int] = (),
   ) -> None:
     """Checks the arguments."""
+    self._left_out = np.array(sorted(left_out), np.int64)
     check_source(source)
     require_integer("global_batch_size", global_batch_size, at_least=1, at_most=MOST_ROWS)
     require_integer("pad_multiple", pad_multiple, at_least=1, at_most=MOST_ROWS)
@@ -90,9 +92,18 @@ class Plan:
     return Plan(part.source, *sizes, None, rows, training=True)
 
   def numbered(self, features: Batch, ids: tf.Tensor) -> Batch:
-    """Adds ids, -1 for padding, and weights."""
+    """Adds ids, -1 for padding and for what is left out, and weights."""
+    if self._left_out.size:
+      features, ids = self._without(features, ids)
     weight = features.get("weight", tf.ones([len(self.rows)]))
     return {**features, "example_id": ids, "weight": _masked(weight, ids)}
+
+  def _without(self, features: Batch, ids: tf.Tensor) -> tuple[Batch, tf.Tensor]:
+    """Replaces what is left out by padding: copies of the first row that stays."""
+    out = tf.reduce_any(ids[:, tf.newaxis] == self._left_out, axis=1)
+    taken = tf.where(out, tf.argmax(~out & (ids >= 0)), self.row_numbers() - self.rows.start)
+    features = {name: tf.gather(value, taken) for name, value in features.items()}
+    return features, tf.where(~out, ids, -1)
 
   def completed(
     self,

@@ -25,14 +25,15 @@ from framework.types import Layer
 
 
 @contextlib.contextmanager
-def only_examples(batch: Mapping[str, tf.Tensor], *, why: str) -> Iterator[None]:
+def only_examples(batch: Mapping[str, tf.Tensor], *, why: tuple[str, str]) -> Iterator[None]:
   """Inside `with`, batch normalisation in training mode leaves out padded rows (replica context).
 
   Enter it in the tf.function that calls the model.
 
   Args:
     batch: padded; "example_id" is int64 [n], -1 for padding.
-    why: for errors, why it is padded, such as "global_batch_size is 7 for 2 replicas".
+    why: for errors, why it is padded, such as "global_batch_size is 7 for 2 replicas", and what to
+      do if that is not possible.
   """
   _patch()
   _entered.batches.append((batch.get("example_id"), randomness.current_graph(), why))
@@ -61,7 +62,7 @@ class _Entered(threading.local):
   """The (example ids, graph, why) that a thread has entered, innermost last."""
 
   def __init__(self) -> None:
-    self.batches: list[tuple[tf.Tensor | None, Any, str]] = []
+    self.batches: list[tuple[tf.Tensor | None, Any, tuple[str, str]]] = []
 
 
 _entered = _Entered()
@@ -139,9 +140,10 @@ def _is_example(layer: Layer, inputs: tf.Tensor) -> tf.Tensor:
 
 
 def _refused(layer: Layer, reason: str) -> ConfigError:
+  why, remedy = _entered.batches[-1][2]
   error = ConfigError(
-    f"{_entered.batches[-1][2]}, so rows are padded, and batch normalisation {layer.name!r} cannot "
-    f"leave them out: {reason}; choose a batch size that divides."
+    f"{why}, so rows are padded, and batch normalisation {layer.name!r} cannot leave them out: "
+    f"{reason}; {remedy}."
   )
   error._keras_call_info_injected = True  # type: ignore[attr-defined]  # Keras adds nothing to it
   return error

@@ -18,6 +18,7 @@ from framework.strategies import factories, reduction
 from framework.strategies.cluster import resolvers
 from framework.tools.exports import action as export
 from framework.tools.forensics import action as nonfinite
+from framework.tools.forensics import spikes
 from framework.tools.trackers import csv_file, mlflow, prometheus, wandb
 
 SECTIONS = (
@@ -44,6 +45,7 @@ SECTIONS = (
   ("Actions", best, "BestCheckpoint EarlyStopping"),
   ("Exports", export, "Export"),
   ("At NaN and infinity", nonfinite, "StopOnNonFinite"),
+  ("Spikes", spikes, "Spikes"),
   ("Time", time_budget, "TimeBudget"),
   ("Traces", profiling, "Profile"),
   ("Pictures", show, "Show"),

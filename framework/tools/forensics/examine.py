@@ -13,7 +13,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -28,11 +28,13 @@ from framework.models import models
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.rollback import Rollback, changed_by, read, write
 from framework.step import Gradient, LossFn, Step, StepParts
+from framework.strategies.placement import Placement
 from framework.trainer import Trainer
 from framework.types import Batch, Variable
 
 MOST_EXAMPLES = 16
 """How many offending examples to look for; each costs about 2 log2(rows) passes of one replica."""
+Probe = TypeVar("Probe", bound=Step)
 _LOSS, _SUM_OF_LOSSES = "loss", "sum of the losses"
 
 
@@ -118,12 +120,17 @@ def watch(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> None:
   trainer.observe(_rollback_of(trainer, on_stop))
 
 
-def _rollback_of(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> Rollback:
-  if not trainer.placement.replays:
+def require_replays(place: Placement) -> None:
+  """Raises ConfigError where a step cannot be replayed."""
+  if not place.replays:
     raise ConfigError(
       "a step cannot be replayed under parameter_server, where other workers change the weights "
       "meanwhile, or model_parallel, where it runs compiled only; use another run.strategy."
     )
+
+
+def _rollback_of(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> Rollback:
+  require_replays(trainer.placement)
   return Rollback(
     strategy=trainer.strategy, model=trainer.task.model, loss_scale=trainer.parts.loss_scale,
     counters=[trainer.global_step, trainer.nonfinite_step], ema=trainer.parts.ema, on_stop=on_stop,
@@ -142,28 +149,41 @@ def examine(trainer: Trainer) -> NonFiniteReport:
       changed the weights since.
   """
   rollback = _rollback_of(trainer)
-  strategy = trainer.strategy
   parts = dataclasses.replace(trainer.parts, observers=(rollback,))
-  probes: list[_Probe] = []
-
-  @as_written
-  def probe(batch: Batch) -> None:
-    probes.append(_Probe(parts, rollback))
-    probes[-1].run(trainer.task.train_step, batch)
-
-  variables = _all_variables(trainer)
-  before = read(strategy, variables)
   rollback.step_begins()
-  try:
-    strategy.run(probe, args=(trainer.placement.per_replica(next(trainer.make_iterator())),))
+  with replayed(trainer, lambda: _Probe(parts, rollback)) as probes:
     findings = [finding for each in probes for finding in each.findings()]
-  finally:
-    write(strategy, variables, before)
   return NonFiniteReport(
     step=int(trainer.global_step.numpy()) + 1,
     findings=_first_pass(findings),
     is_partial=trainer.cluster.size > 1,
   )
+
+
+@contextlib.contextmanager
+def replayed(trainer: Trainer, make: Callable[[], Probe]) -> Iterator[list[Probe]]:
+  """Runs the step after `trainer.global_step` eagerly; restores all that it changed (host).
+
+  Args:
+    make: makes the step of a replica (replica context).
+
+  Yields:
+    The step of each replica of this process, while what it changed is there.
+  """
+  strategy, probes = trainer.strategy, list[Probe]()
+
+  @as_written
+  def probe(batch: Batch) -> None:
+    probes.append(made := make())
+    made.run(trainer.task.train_step, batch)
+
+  variables = _all_variables(trainer)
+  before = read(strategy, variables)
+  try:
+    strategy.run(probe, args=(trainer.placement.per_replica(next(trainer.make_iterator())),))
+    yield probes
+  finally:
+    write(strategy, variables, before)
 
 
 def _all_variables(trainer: Trainer) -> list[tf.Variable]:

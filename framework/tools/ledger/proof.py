@@ -53,6 +53,7 @@ class Start(NamedTuple):
     first: of a bucket, the number of examples in the shorter ones: its examples are numbered from
       there.
     shares: of a mixture, the arguments of `framework.inputs.mixture.Shares`.
+    left_out: the examples that are read as padding, by their recorded numbers.
   """
 
   worker: int
@@ -65,6 +66,7 @@ class Start(NamedTuple):
   shuffle: bool
   first: int = 0
   shares: dict[str, Any] | None = None
+  left_out: tuple[int, ...] = ()
 
   @property
   def order(self) -> tuple[int | None, int | None]:
@@ -92,7 +94,7 @@ def file_name(worker: int) -> str:
 def start_line(after_step: int, start: Start, part: str = "") -> str:
   """Returns the line of a start; `part` names a further source."""
   fields = start._asdict()
-  for name in ("first", "shares"):
+  for name in ("first", "shares", "left_out"):
     if not fields[name]:
       del fields[name]
   return json.dumps({"after_step": after_step, **fields, **_of(part)})
@@ -136,7 +138,8 @@ class Ledger:
       if entry.pop("part", "") != part:
         continue
       if "after_step" in entry:
-        self._begin(entry.pop("after_step"), Start(**{**entry, "rows": tuple(entry["rows"])}))
+        lists = {name: tuple(entry.get(name, ())) for name in ("rows", "left_out")}
+        self._begin(entry.pop("after_step"), Start(**{**entry, **lists}))
       elif "first_step" in entry and self._start is not None:
         for step, row in _rows(entry, self._start):
           self._add(step, row)
@@ -164,7 +167,10 @@ class Ledger:
     if before is None:
       return
     self.reruns += 1
-    split = [(r.start.rows, r.start.global_batch_size, r.start.order) for r in (before, row)]
+    split = [
+      (r.start.rows, r.start.global_batch_size, r.start.order, r.start.left_out)
+      for r in (before, row)
+    ]
     if split[0] == split[1] and before[:2] != row[:2]:
       raise Problem(f"{where}: rerun after a restart, with other examples than the first time")
 
@@ -282,6 +288,7 @@ class Proof:
     num_examples: examples in an epoch; None if unknown, then the order was not compared.
     left_over: examples of the epoch that has begun.
     parts: of a mixture, a line about each part.
+    left_out: how often an example was left out, as each start says.
   """
 
   first_step: int
@@ -293,6 +300,7 @@ class Proof:
   num_examples: int | None = None
   left_over: int = 0
   parts: Sequence[str] = ()
+  left_out: int = 0
 
   def __str__(self) -> str:
     """Returns the lines to print."""
@@ -313,6 +321,8 @@ class Proof:
         f"epochs: {self.epochs} complete, {self.num_examples} distinct examples in each; "
         f"{self.left_over} examples of the next"
       )
+    if self.left_out:
+      lines.append(f"left out: {self.left_out} of the examples in these steps were padding instead")
     return "\n".join(lines)
 
 
@@ -347,6 +357,7 @@ def prove(ledgers: Sequence[Ledger], *, checkpoint_step: int | None = None) -> P
     position += len(steps) * start.global_batch_size
   proof.num_examples = chief.path[last].start.num_examples
   proof.epochs, proof.left_over, proof.parts = tally.epochs, tally.left_over, tally.of_parts()
+  proof.left_out = tally.left_out
   return proof
 
 
@@ -374,7 +385,7 @@ def _runs(chief: Ledger, first: int, last: int) -> Iterator[list[int]]:
 
 class _Tally:
   def __init__(self, ends: int = 0) -> None:
-    self.epochs, self.left_over, self.ends = 0, 0, ends
+    self.epochs, self.left_over, self.ends, self.left_out = 0, 0, ends, 0
     self.seen = np.zeros(0, bool)
     self._order: tuple[int | None, int | None] | None = None
     self._whole = False
@@ -437,7 +448,9 @@ def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tal
   start = ledgers[0].path[steps[0]].start
   batch, order = start.global_batch_size, Order(start)
   ids = order.ids(position, position + len(steps) * batch)
-  hashes = hashes_of(ids).reshape(len(steps), batch)
+  stay = ~np.isin(ids, start.left_out).reshape(len(steps), batch)
+  hashes = hashes_of(ids).reshape(len(steps), batch) * stay
+  tally.left_out += int((~stay).sum())
   wrong: list[tuple[int, int]] = []
   for worker in range(start.workers):
     rows = [ledgers[worker].path[step] for step in steps]
@@ -445,7 +458,7 @@ def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tal
     expected = hashes[:, first:last].sum(axis=1, dtype=np.uint64)
     got = np.array([row.digest for row in rows], np.uint64)
     counts = np.array([row.examples for row in rows])
-    differ = np.flatnonzero((got != expected) | (counts != last - first))
+    differ = np.flatnonzero((got != expected) | (counts != stay[:, first:last].sum(axis=1)))
     wrong += [(int(index), worker) for index in differ[:1]]
   if wrong:
     index, worker = min(wrong)
@@ -459,6 +472,7 @@ def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tal
 def _diagnosis(row: StepRecord, step: int, position: int, order: Order) -> str:
   first, last = _share(row.start)
   right = order.ids(position + first, position + last)
+  right = right[~np.isin(right, row.start.left_out)]
   return (
     _moved(row, step, position, order)
     or _one_example(row, right)
