@@ -1,0 +1,96 @@
+"""What a training step asks of the GPUs, counted on the stand-in of tests/support/fake_gpu.
+
+  python tests/gpu/steps.py digits_cnn/float32/1 fashion_mnist_gan/mixed_float16/1
+
+A case is a config, a precision and the number of GPUs. Prints a line of JSON for each: what a step
+asks for, and where variables lie.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
+
+import fake_gpu  # noqa: E402
+
+FEW, MANY = 12, 52  # loops of both lengths; the difference is that of steps, whatever a loop costs
+
+
+def main(cases):
+  gpus = max(int(case.split("/")[2]) for case in cases)
+  if "FAKE_GPU_COUNT" not in os.environ:
+    environment = fake_gpu.environment(fake_gpu.library(), count=gpus)
+    os.execve(sys.executable, [sys.executable, __file__, *cases], environment)
+  for case in cases:
+    print(json.dumps({"case": case, **measured(*case.split("/"))}), flush=True)
+  os._exit(0)  # the driver's thread never ends
+
+
+def measured(config, precision, gpus):
+  """Returns what a step asks for, name -> number, and where its variables lie."""
+  trainer = made(config, precision, int(gpus))
+  trainer._iterator = trainer.make_iterator()
+  return {"step": counted(trainer._run_loop), "places": places(trainer)}
+
+
+def counted(run):
+  """Returns what a step of `run(number of steps)` asks for."""
+  import tensorflow as tf
+
+  def asked(steps):
+    run(tf.constant(steps))  # traced, with its constants on the device
+    time.sleep(0.2)
+    fake_gpu.reset()
+    run(tf.constant(steps))
+    time.sleep(0.2)  # what the device finishes later
+    return fake_gpu.counts()
+
+  few, many = asked(FEW), asked(MANY)
+  each = {name: (many[name] - few[name]) / (MANY - FEW) for name in few | many}
+  return {name: number for name, number in sorted(each.items()) if number}
+
+
+def made(config, precision, gpus):
+  """Returns a trainer of a shipped config, with small data, on so many GPUs."""
+  import config_data
+
+  from framework import builder, configurables
+  from framework import run as runs
+  from framework.options import Numerics
+  from framework.strategies import factories
+  from framework.strategies.reduction import Reduction
+
+  class Unproven(Reduction):
+    """The stand-in computes no sum that could be right."""
+
+    def prove(self, strategy, dtypes):
+      pass
+
+  folder = Path(tempfile.mkdtemp())
+  name = f"{config}.gin"
+  configurables.parse([str(config_data.FOLDER / name)], config_data.stand_ins(name, folder))
+  builder.set_globals(Numerics(precision=precision))
+  devices = [f"GPU:{number}" for number in range(gpus)]
+  strategy = factories.mirrored(devices=devices) if gpus > 1 else factories.one_device()
+  recipe = dataclasses.replace(runs.bound_recipe(gpus), options={"reduction": Unproven})
+  return recipe.trainer(builder.made_task(runs.bound("task")), strategy)
+
+
+def places(trainer):
+  """Returns the devices of all variables of the model and the optimizers, each once."""
+  from framework.models import models
+
+  kept = [models.raw(v) for v in models.all_variables(trainer.task.model)]
+  for optimizer in trainer.parts.optimizers.values():
+    kept += [models.raw(v) for v in optimizer.optimizer.variables]
+  copies = [c for v in kept for c in trainer.strategy.experimental_local_results(v)]
+  return sorted({copy.device.rpartition("device:")[2] for copy in copies})
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])
