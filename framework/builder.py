@@ -27,8 +27,9 @@ from framework.inputs.parts import Sources, of_one_shape
 from framework.inputs.sources import Source, StreamSource, eval_sets
 from framework.observers import Observer, Reading
 from framework.optimizers.adapters import OptimizerFactory
-from framework.options import Evaluation, Numerics
+from framework.options import Evaluation, Gpus, Numerics
 from framework.strategies import placement
+from framework.strategies.gpus import configure
 from framework.task import Task, preprocess_of
 from framework.trainer import Trainer
 from framework.types import DatasetFn
@@ -155,17 +156,20 @@ def made_task(task: Task | Callable[[], Task]) -> Task:
   return made
 
 
-def set_globals(numerics: Numerics) -> None:
+def set_globals(numerics: Numerics, gpus: Gpus = Gpus()) -> None:  # noqa: B008 (frozen)
   """Configures TensorFlow and both Keras versions for the whole process (host).
 
   Raises:
-    ConfigError: Keras has another backend.
+    ConfigError: Keras has another backend, or the GPUs cannot be used like that.
   """
   if keras.backend.backend() != "tensorflow":
     raise ConfigError(
       f"Keras's backend is {keras.backend.backend()!r}; it must be 'tensorflow': set KERAS_BACKEND "
       "to it, or backend in ~/.keras/keras.json."
     )
+  configure(gpus)
+  if numerics.tf32 is not None:
+    tf.config.experimental.enable_tensor_float_32_execution(numerics.tf32)
   keras.config.set_floatx("float32")  # a keras.json may have another; run.precision sets the rest
   randomness.seed_everything(numerics.seed)
   keras.config.set_dtype_policy(numerics.precision)

@@ -27,7 +27,7 @@ REPORTED = (
   *REPORTED_BY_UPDATES,
   *("loss_scale", "skipped", "skipped_steps"),
   *("nonfinite_step", "input_wait", "input_wait_s", "examples_per_second", "steps_per_second"),
-  *("staleness", "communication", "communication_s", "start_s"),
+  *("staleness", "communication", "communication_s", "start_s", "gpu_memory_mib"),
   *("step", "split", "wall_time"),
 )
 """Metrics that the framework reports: `Task.metrics` must not use these names."""

@@ -8,12 +8,13 @@ Each is checked when it is made. The names of the attributes are those of run's 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 from framework.errors import ConfigError, require_integer, require_positive, unknown
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
+GpuMemory = int | Literal["all", "grow"]
 PRECISIONS = get_args(Precision)
 Group = TypeVar("Group")
 
@@ -124,6 +125,7 @@ class Numerics:
 
   seed: int = 0
   precision: str = "float32"
+  tf32: bool | None = None
   deterministic: bool = False
   eager: bool = False
 
@@ -131,3 +133,22 @@ class Numerics:
     """Raises a ConfigError for an unknown precision."""
     if self.precision not in PRECISIONS:
       raise unknown("run.precision", self.precision, PRECISIONS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpus:
+  """Which GPUs this process uses, and how much of the memory of each."""
+
+  gpus: Sequence[int] | None = None
+  gpu_memory: GpuMemory = "all"
+
+  def __post_init__(self) -> None:
+    """Raises a ConfigError for what is not a number of a GPU, or no amount of memory."""
+    for index in self.gpus or ():
+      require_integer("each of run.gpus", index, at_least=0)
+    if len(set(self.gpus or ())) != len(self.gpus or ()):
+      raise ConfigError(f"run.gpus is {[*(self.gpus or ())]}; list each GPU once.")
+    if isinstance(self.gpu_memory, str) and self.gpu_memory not in ("all", "grow"):
+      raise unknown("run.gpu_memory", self.gpu_memory, ["all", "grow", "a number of MiB"])
+    if not isinstance(self.gpu_memory, str):
+      require_integer("run.gpu_memory", self.gpu_memory, at_least=1)

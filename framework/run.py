@@ -33,6 +33,8 @@ from framework.options import (
   BatchSize,
   Cadence,
   Evaluation,
+  GpuMemory,
+  Gpus,
   Group,
   Numerics,
   Precision,
@@ -46,6 +48,7 @@ from framework.run_folder.warm_start import WarmStart
 from framework.session import Session
 from framework.strategies import factories, placement, servers
 from framework.strategies.cluster import rendezvous
+from framework.strategies.gpus import warn_of_unseen
 from framework.task import Task
 
 
@@ -72,8 +75,11 @@ def run(
   seed: int = 0,
   shuffle: bool = True,
   precision: Precision = "float32",
+  tf32: bool | None = None,
   deterministic: bool = False,
   eager: bool = False,
+  gpus: Sequence[int] | None = None,
+  gpu_memory: GpuMemory = "all",
   actions: Sequence[Action] = (),
   ledger: bool = False,
   checkpoint: str | None = None,
@@ -115,8 +121,14 @@ def run(
     seed: for initial weights, example order, dropout and augmentation.
     shuffle: False reads the training examples in source order.
     precision: the dtype policy of Keras 3 and tf_keras.
+    tf32: whether GPUs of Ampere and later compute products and convolutions of float32 in TF32,
+      with 10 bits of mantissa; None keeps TensorFlow's choice, which is to do so.
     deterministic: bit-identical repeats (slower), by TensorFlow's op determinism.
     eager: use no tf.function, for debugging.
+    gpus: which GPUs this process uses, by their numbers among those that TensorFlow sees; None uses
+      all, () none.
+    gpu_memory: what TensorFlow takes of the memory of each GPU: "all" at once, "grow" as it needs
+      it, or at most so many MiB.
     actions: called after training loops and evaluations, in training modes; see
       framework/actions/base.py.
     ledger: record the examples of each step, in training modes; `python -m framework.tools.ledger
@@ -145,7 +157,7 @@ def run(
   warm_start = warm_start if training else None
   task = made_task(task)
   given["optimizer"] = _optimizer(task, optimizer)
-  set_globals(numerics)
+  set_globals(numerics, taken(Gpus, given))
   rendezvous.declare(
     {"task": f"{type(task).__module__}.{type(task).__qualname__}"}
     | facts(batch_size, cadence, evaluation, numerics)
@@ -154,6 +166,7 @@ def run(
   )
   flight.note("setup")
   chosen = placement.made(strategy)
+  warn_of_unseen()
   flight.note("connecting")
   if isinstance(chosen, servers.Server):
     chosen.serve()

@@ -279,6 +279,7 @@ class Trainer(AbstractTrainer):
     state = {
       "loss_scale": float(tf.convert_to_tensor(self.parts.loss_scale.value())),
       "skipped_steps": float(self.skipped_steps.numpy()),
+      **self.placement.memory,
     }
     for name, optimizer in self.parts.optimizers.items():
       state[f"{adapters.prefix(name)}learning_rate"] = float(optimizer.learning_rate())

@@ -49,6 +49,8 @@ _OPTIONS: Mapping[May, Mapping[str, str]] = {
     "run.keep_checkpoints": "keeps so many from the next save on",
     "run.deterministic": _COMPUTES,
     "run.eager": _COMPUTES,
+    "run.gpus": "computes there",
+    "run.gpu_memory": "takes so much",
     "run.actions": "they begin there; asked are the options of one that changes what is learned",
     "run.ledger": "records from there on",
   },
@@ -63,6 +65,7 @@ _OPTIONS: Mapping[May, Mapping[str, str]] = {
     "run.shuffle": "another order from there on; the epoch that has begun reads some examples "
     "twice and leaves others out",
     "run.precision": "computes with it from there on",
+    "run.tf32": "computes with it from there on",
     "Trainer.loss_scale": "counts from there on; a dynamic one begins at its first scale",
     "Trainer.reduction": "sums with it from there on",
     "Trainer.clip_norm": "counts from there on",

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from framework.models import models
 from framework.reporting.progress import Choice, format_number
 from framework.run_folder.metrics_log import flatten, scalars
+from framework.strategies import gpus
 from framework.types import Model, Variable
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
+
+
+TF32 = "; products of float32 in TF32, with 10 bits of mantissa (run.tf32)"
 
 
 class ParameterCount(NamedTuple):
@@ -51,6 +55,7 @@ def describe(
   accumulation_steps: int = 1,
   reduction: str | None = None,
   precision: str | None = None,
+  gpus: Sequence[str] = (),
   loss_scale: str | None = None,
   optimizer: str | None = None,
   start_step: int = 0,
@@ -63,12 +68,14 @@ def describe(
     model: what `build_model` returned: a model, or a dict or list of them.
     per_replica_batch_size: rows per replica, padding included.
     accumulation_steps: micro-batches per step.
+    gpus: a text for each kind of GPU.
     start_step: the step at which training continues.
   """
   known = [
     ("task", task),
     *_model_rows(model),
     ("strategy", _strategy_text(strategy, replicas, devices)),
+    ("GPUs", "; ".join(gpus)),
     ("batch", _batch_text(global_batch_size, per_replica_batch_size, accumulation_steps)),
     ("reduction", reduction),
     ("precision", precision),
@@ -82,14 +89,17 @@ def describe(
   return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
 
 
-def describe_run(trainer: Trainer, **more: Any) -> str:
+def describe_run(trainer: Trainer, *, precision: str, **more: Any) -> str:
   """Returns the lines of `describe` about a trainer, with `more` of its arguments (host)."""
   parts, replicas = trainer.parts, trainer.strategy.num_replicas_in_sync
+  devices = trainer.placement.devices
   return describe(
     task=type(trainer.task).__name__,
     model=trainer.task.model,
     strategy=trainer.placement.name,
-    devices=trainer.placement.devices,
+    devices=devices,
+    gpus=gpus.described(devices),
+    precision=precision + (TF32 if gpus.in_tf32(devices) else ""),
     replicas=replicas,
     global_batch_size=trainer.global_batch_size,
     per_replica_batch_size=trainer.padded_batch_size // replicas,

@@ -129,7 +129,7 @@ def multi_worker_mirrored(
   choices = {"ring": kinds.RING, "nccl": kinds.NCCL}
   if communication not in ("auto", *choices):
     raise unknown("multi_worker_mirrored.communication", communication, ["auto", *choices])
-  if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
+  if communication == "nccl" and not tf.config.get_visible_devices("GPU"):
     raise ConfigError(
       "multi_worker_mirrored.communication is 'nccl', but this worker has no GPU; set it to 'ring' "
       "or 'auto'."
@@ -398,7 +398,7 @@ def _checked_op(
 
 def _automatic_communication() -> tuple[Literal["ring", "nccl"], str]:
   """TensorFlow's own AUTO uses the ring, through the host, between GPUs too."""
-  if gpus := tf.config.list_physical_devices("GPU"):
+  if gpus := tf.config.get_visible_devices("GPU"):
     return "nccl", f"each worker has {len(gpus)} GPU(s)"  # `preflight` compares devices
   return "ring", "no worker has a GPU that TensorFlow sees"
 

@@ -19,7 +19,7 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.distribute import distribute_lib
 
 from framework.errors import ConfigError
-from framework.strategies import model_parallel, servers
+from framework.strategies import gpus, model_parallel, servers
 from framework.strategies.cluster import resolvers
 from framework.strategies.cluster.identity import Cluster, workers
 from framework.types import PerReplica, Structure
@@ -72,6 +72,12 @@ class Placement:
   def on_gpus(self) -> bool:
     """Whether replicas are on GPUs, whose queue stops when the host waits for a value."""
     return any("GPU" in name for name in self.devices)
+
+  @property
+  def memory(self) -> dict[str, float]:
+    """Returns "gpu_memory_mib": the most that a GPU of this process has used so far; else {}."""
+    peak_mib = gpus.peak_mib(self.devices)
+    return {} if peak_mib is None else {"gpu_memory_mib": peak_mib}
 
   def on_host(self) -> contextlib.AbstractContextManager[None]:
     """What is made inside is on the host if replicas are on GPUs, else where it would be."""
@@ -269,13 +275,12 @@ class Default(Placement):
   """TensorFlow's default strategy: the first device, without distribution."""
 
   name = "default"
-  devices: list[str] = []  # noqa: RUF012
   loops_evaluation = True
 
   @property
-  def on_gpus(self) -> bool:
-    """See `Placement`; its first device is a GPU where TensorFlow has one."""
-    return bool(tf.config.list_logical_devices("GPU"))
+  def devices(self) -> list[str]:
+    """See `Placement`; the first GPU, where TensorFlow has one."""
+    return ["GPU:0"] if tf.config.list_logical_devices("GPU") else []
 
 
 @register(tf.distribute.OneDeviceStrategy)

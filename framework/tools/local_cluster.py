@@ -3,7 +3,7 @@
 status = run_local(command=["python", "launch.py", "--gin_file=x.gin"], model_dir="m", workers=2)
 
 No process outlives the call. Linux only: children die with their parent (prctl), and pidfds show
-which process ended first. This module does not import TensorFlow. Every process sees all GPUs.
+which process ended first. This module does not import TensorFlow. Workers divide the GPUs.
 
 TensorFlow's servers listen on all interfaces and run what anyone sends. So the processes get a
 network of their own that has only loopback (private_network.py), where the system allows it.
@@ -21,11 +21,11 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from framework.errors import ConfigError
-from framework.host import stores
+from framework.host import nvidia, stores
 from framework.host.signals import handled
 from framework.run_folder import layout
 from framework.strategies.cluster import elastic, wire
@@ -176,6 +176,7 @@ class LocalCluster:
 
   def _make_processes(self, cluster: Cluster) -> list[Process]:
     first, secret = next(iter(cluster)), secrets.token_hex(32)
+    gpus = _gpus(workers=len(cluster["worker"]))
     varies = {elastic.WORKERS: str(self.places)} if self._is_elastic else {}
     if self.copies is not None:
       varies[elastic.SNAPSHOTS] = self.copies
@@ -184,7 +185,7 @@ class LocalCluster:
         kind=kind,
         index=index,
         command=self.command,
-        environment={**_environment(cluster, kind, index, secret), **varies},
+        environment={**_environment(cluster, kind, index, secret), **varies, **gpus(kind, index)},
         log_dir=self.log_dir,
         leads=kind == first and index == 0,
         selector=self._selector,
@@ -410,6 +411,24 @@ def _made_log_dir(model_dir: str) -> str:
       "set --model_dir to a folder that you can write to."
     ) from error
   return log_dir
+
+
+def _gpus(*, workers: int) -> Callable[[str, int], Environment]:
+  """Returns what says which GPUs a process has: each worker its part, others none.
+
+  Raises:
+    ConfigError: more workers than GPUs.
+  """
+  gpus = nvidia.visible()
+  if not gpus:
+    return lambda kind, index: {}
+  if workers > len(gpus):
+    raise ConfigError(
+      f"--local_workers={workers} is above the {len(gpus)} GPUs here; give at most {len(gpus)}, or "
+      f"set {nvidia.VISIBLE}=-1 in the environment for workers on the CPU."
+    )
+  parts = nvidia.divided(gpus, workers)
+  return lambda kind, index: {nvidia.VISIBLE: ",".join(parts[index]) if kind == "worker" else "-1"}
 
 
 def _environment(cluster: Cluster, kind: str, index: int, secret: str) -> Environment:

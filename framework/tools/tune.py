@@ -23,7 +23,7 @@ from framework import builder, configurables, errors
 from framework import run as runs
 from framework.errors import ConfigError
 from framework.host import redaction, stores
-from framework.options import Numerics
+from framework.options import Gpus, Numerics
 from framework.run_folder import assets
 from framework.strategies import factories, placement
 from framework.trainer import Trainer
@@ -315,7 +315,7 @@ class Contest:
   def _trainer(self, bindings: Bindings) -> Trainer:
     task = builder.made_task(runs.bound("task"))
     self._assets = assets.provide_in_memory(task, self._assets)
-    builder.set_globals(runs.bound_group(Numerics, eager=False))
+    builder.set_globals(runs.bound_group(Numerics, eager=False), runs.bound_group(Gpus))
     strategy = self._strategy(bindings)
     return runs.bound_recipe(strategy.num_replicas_in_sync).trainer(task, strategy)
 

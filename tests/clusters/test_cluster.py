@@ -386,16 +386,14 @@ SLURM = {
 }
 
 
-@pytest.mark.parametrize(("gpus", "visible"), [("0", ""), ("4", "2,3")])
-def test_slurm_is_read(gpus, visible, monkeypatch):
-  for name, value in {**SLURM, "SLURM_GPUS_ON_NODE": gpus}.items():
+def test_slurm_is_read(monkeypatch):
+  for name, value in SLURM.items():
     monkeypatch.setenv(name, value)
   resolver = resolvers.slurm(port_base=9000)
   peers, place = cluster.workers(resolver)
   nodes = [f"node{node}:{port}" for node in (1, 2) for port in (9000, 9001)]
   assert ([peer.address for peer in peers], place) == (nodes, 3)
-  assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
-  assert resolver.num_accelerators() == {"GPU": len(visible.split(",")) if visible else 0}
+  assert resolver.num_accelerators() == {"GPU": 0}
 
 
 def test_no_slurm_step(monkeypatch):

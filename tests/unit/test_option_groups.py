@@ -5,7 +5,7 @@ import inspect
 import pytest
 from input_cases import one_line_error
 
-from framework.options import BatchSize, Cadence, Evaluation, Numerics, facts, names_of, taken
+from framework.options import BatchSize, Cadence, Evaluation, Gpus, Numerics, facts, names_of, taken
 from framework.run import run
 from framework.strategies.cluster import rendezvous
 from framework.task import Task
@@ -16,7 +16,7 @@ GIVEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("group", [BatchSize, Cadence, Evaluation, Numerics])
+@pytest.mark.parametrize("group", [BatchSize, Cadence, Evaluation, Numerics, Gpus])
 def test_each_option_of_a_group_is_an_argument_of_run(group):
   defaults = {name: each.default for name, each in inspect.signature(run).parameters.items()}
   made = taken(group, GIVEN)
@@ -29,7 +29,8 @@ def test_what_workers_compare_has_each_option_once():
   found = facts(taken(BatchSize, GIVEN), taken(Numerics, GIVEN, precision="mixed_float16"))
   assert found == {
     "run.global_batch_size": 8, "run.per_replica_batch_size": None, "run.seed": 7,
-    "run.precision": "mixed_float16", "run.deterministic": False, "run.eager": False,
+    "run.precision": "mixed_float16", "run.tf32": None, "run.deterministic": False,
+    "run.eager": False,
   }  # fmt: skip
 
 

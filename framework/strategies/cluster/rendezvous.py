@@ -43,7 +43,7 @@ def facts() -> dict[str, str]:
 
   Each loaded module of the user's own is a fact, so that a difference names it.
   """
-  devices = collections.Counter(d.device_type for d in tf.config.list_physical_devices())
+  devices = collections.Counter(d.device_type for d in tf.config.get_visible_devices())
   versions = {f"version of {name}": importlib.metadata.version(name) for name in _PACKAGES}
   return {
     **versions,

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from framework.errors import ConfigError, is_integer
+from framework.host import nvidia
 from framework.strategies.cluster.identity import ClusterResolver
 
 ResolverFactory = Callable[[], ClusterResolver]
@@ -98,14 +99,18 @@ def _wrong(place: str, value: object, expected: str) -> ConfigError:
   return ConfigError(f"{name}{short}; it must be {expected}.")
 
 
-class _SlurmWithoutGpus(tf.distribute.cluster_resolver.SlurmClusterResolver):
-  """TensorFlow's resolver fails for 0 GPUs; a made-up number works, as it sets no devices."""
+class _Slurm(tf.distribute.cluster_resolver.SlurmClusterResolver):
+  """TensorFlow's resolver, without its division of GPUs: it writes numbers that count from 0.
+
+  The job may have others, and each task may have its own already. It fails for 0 GPUs; a made-up
+  number works, as it sets no devices.
+  """
 
   def __init__(self, port_base: int) -> None:
     super().__init__(port_base=port_base, gpus_per_node=_MANY, gpus_per_task=1, auto_set_gpu=False)
 
   def num_accelerators(self, *unused: Any, **named: Any) -> dict[str, int]:
-    return {"GPU": 0}
+    return {"GPU": len(tf.config.get_visible_devices("GPU"))}
 
 
 def slurm(*, port_base: int = 8888, gpus_per_node: int | None = None) -> ClusterResolver:
@@ -113,8 +118,8 @@ def slurm(*, port_base: int = 8888, gpus_per_node: int | None = None) -> Cluster
 
   Args:
     port_base: the first port; tasks on one node use consecutive ports.
-    gpus_per_node: GPUs of a node, divided among its tasks by CUDA_VISIBLE_DEVICES. None uses
-      SLURM_GPUS_ON_NODE; 0 uses no GPU.
+    gpus_per_node: GPUs of a node, divided among its tasks, unless Slurm has done so: then a task
+      sees fewer. None uses SLURM_GPUS_ON_NODE; 0 uses no GPU.
 
   Raises:
     ConfigError: this process is not in a Slurm step.
@@ -122,17 +127,23 @@ def slurm(*, port_base: int = 8888, gpus_per_node: int | None = None) -> Cluster
   if gpus_per_node is None:
     gpus_per_node = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
   try:
-    if gpus_per_node:
-      resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
-        port_base=port_base, gpus_per_node=gpus_per_node, auto_set_gpu=True
-      )
-    else:
-      resolver = _SlurmWithoutGpus(port_base)
-    resolver.cluster_spec()  # sets task_type and task_id
+    resolver = _Slurm(port_base)
+    tasks = resolver.cluster_spec().as_dict()[resolver.task_type]  # which this sets
   except (KeyError, RuntimeError, ValueError) as error:
     reason = str(error).strip("'")
     raise ConfigError(
       f"this process is not in a Slurm step ({reason}); start it with srun, as deploy/slurm.sh "
       "does."
     ) from error
+  _take_gpus([address.rpartition(":")[0] for address in tasks], resolver.task_id, gpus_per_node)
   return resolver
+
+
+def _take_gpus(hosts: Sequence[str], index: int, gpus_per_node: int) -> None:
+  """Hides the GPUs of the other tasks on the host of task `index`."""
+  seen = tf.config.get_visible_devices("GPU")
+  if gpus_per_node and len(seen) < gpus_per_node:
+    return  # Slurm has given this task its own
+  here = hosts[index]
+  parts = nvidia.divided(seen[:gpus_per_node], max(Counter(hosts).values()))
+  tf.config.set_visible_devices([*parts[hosts[:index].count(here)]], "GPU")

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from absl import flags
 
 from framework.configurables.imports import PROGRAM
+from framework.host import nvidia
 from framework.tools.sweep import space
 
 OUTPUT, LOCK = "output.txt", "sweep.lock"
@@ -57,14 +56,15 @@ def slots(jobs: int) -> list[Slot]:
   Raises:
     flags.Error: more jobs than GPUs, or than cores.
   """
-  gpus, cores = _gpus(), _cores()
+  gpus, cores = nvidia.visible(), _cores()
   if gpus:
     _require(jobs, len(gpus), "GPUs", "; CUDA_VISIBLE_DEVICES=-1 in the environment uses the cores")
-    parts = _parts(gpus, jobs)
-    return [Slot(frozenset(), {"CUDA_VISIBLE_DEVICES": ",".join(part)}) for part in parts]
+    parts = nvidia.divided(gpus, jobs)
+    return [Slot(frozenset(), {nvidia.VISIBLE: ",".join(part)}) for part in parts]
   if cores:
     _require(jobs, len(cores), "cores", "")
-  return [Slot(frozenset(part), {}) for part in _parts(cores, jobs)]
+  size = len(cores) // jobs
+  return [Slot(frozenset(cores[size * job : size * (job + 1)]), {}) for job in range(jobs)]
 
 
 def _require(jobs: int, most: int, what: str, more: str) -> None:
@@ -72,20 +72,8 @@ def _require(jobs: int, most: int, what: str, more: str) -> None:
     raise flags.Error(f"--jobs={jobs} is above the {most} {what} here; give at most {most}{more}")
 
 
-def _parts(items: Sequence, count: int) -> list[Sequence]:
-  size = len(items) // count
-  return [items[size * index : size * (index + 1)] for index in range(count)]
-
-
 def _cores() -> list[int]:
   return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-def _gpus() -> list[str]:
-  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-  if visible is None:
-    return sorted(x.name[6:] for x in Path("/dev").glob("nvidia*") if re.search(r"a\d+$", x.name))
-  return [each for each in visible.split(",") if each.strip() not in ("", "-1")]
 
 
 class Lock:

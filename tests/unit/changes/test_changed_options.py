@@ -126,8 +126,11 @@ OPTIONS = [  # option, before, what is bound beside it, after, what happens
   ("run.seed", "3", (), "4", "numbers"),
   ("run.shuffle", "True", (), "False", "numbers"),
   ("run.precision", "'float32'", (), "'mixed_bfloat16'", "numbers"),
+  ("run.tf32", "None", (), "False", "same"),
   ("run.deterministic", "False", (), "True", "same"),
   ("run.eager", "False", (), "True", "same"),
+  ("run.gpus", "None", (), "()", "same"),
+  ("run.gpu_memory", "'all'", (), "'grow'", "same"),
   ("run.actions", "()", (), "[@StopOnNonFinite()]", "same"),
   ("run.ledger", "False", (), "True", "same"),
   ("run.checkpoint", "None", (), "'x'", "mode 'train' cannot use it"),
@@ -166,6 +169,7 @@ class Other(Straight):
 )
 def test_an_option_that_changes(option, before, beside, after, what, begun, tmp_path, monkeypatch):
   for module, name in ((tf.config.experimental, "enable_op_determinism"),
+                       (tf.config.experimental, "enable_tensor_float_32_execution"),
                        (tf.data.experimental, "enable_debug_mode")):  # fmt: skip
     monkeypatch.setattr(module, name, lambda: None)  # for the whole process, without a way back
   folder = tmp_path / "run"
