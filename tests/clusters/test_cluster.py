@@ -4,7 +4,6 @@ import concurrent.futures
 import importlib
 import itertools
 import json
-import os
 import re
 import socket
 import sys

@@ -43,7 +43,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Python, gin and YAML hold commands only.
 PROGRAM = (
   r"(?:loopwright|uvx?|pip3?|python3?|tensorboard|pytest|ruff|mypy|bash|sh|sudo|apt|apt-get|docker|kubectl|ray"
-  r"|sbatch|srun|git|curl|wget|make|cd|eval|export|source|\$|[A-Z_]+=\S*) +"
+  r"|sbatch|srun|git|curl|wget|make|cd|eval|export|source|\$|[A-Z_]+=[^\s`]*) +"
 )
 CODE = re.compile(r"^```(?:python|gin|yaml)\n.*?^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(
@@ -105,7 +105,7 @@ SHORTER = (
   (r"=/tmp/", "=tmp/"),
 )
 # Programs without a parser of flags, and how many arguments they take.
-NO_FLAGS = {"ledger": 1, "option_tables": 0, "change_tables": 0, "mixture": 0}
+NO_FLAGS = {"ledger": 1, "steps": 1, "option_tables": 0, "change_tables": 0, "mixture": 0}
 SPLITS = ("train", "eval")
 
 

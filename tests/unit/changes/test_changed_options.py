@@ -171,7 +171,7 @@ def test_an_option_that_changes(option, before, beside, after, what, begun, tmp_
   for module, name in ((tf.config.experimental, "enable_op_determinism"),
                        (tf.config.experimental, "enable_tensor_float_32_execution"),
                        (tf.data.experimental, "enable_debug_mode")):  # fmt: skip
-    monkeypatch.setattr(module, name, lambda: None)  # for the whole process, without a way back
+    monkeypatch.setattr(module, name, lambda *_: None)  # for the whole process, without a way back
   folder = tmp_path / "run"
   given = [*(each for each in beside if not each.startswith("WarmStart")), f"{option} = {before}"]
   given = [each for each in given if not (option == "Trainer.loss_scale" and "fixed." in each)]

@@ -212,7 +212,7 @@ def test_slurm_tasks_divide_the_gpus_that_they_see(rank, sees, on_node, left, mo
     ({"gpus": [0, -1]}, "each of run.gpus is -1; it must be a whole number of at least 0"),
     ({"gpus": [1, 1]}, "run.gpus is [1, 1]; list each GPU once"),
     ({"gpu_memory": 0}, "run.gpu_memory is 0; it must be a whole number of at least 1"),
-    ({"gpu_memory": "groww"}, "unknown run.gpu_memory 'groww'; it must be one of a number of MiB, "),
+    ({"gpu_memory": "groww"}, "unknown run.gpu_memory 'groww'; it must be one of a number"),
     ({"gpus": [2]}, "run.gpus is [2], but TensorFlow sees 0 GPUs"),
   ],
 )
