@@ -34,6 +34,10 @@ GROUPS = {  # group of checks: the test of planted defects, that of right tasks
     "test_verify_lengths.py::test_a_defect",
     "test_verify_lengths.py::test_a_right_task",
   ),
+  "sequences": (
+    "test_verify_sequences.py::test_a_defect",
+    "test_verify_sequences.py::test_a_right_task",
+  ),
   "gradients": (
     "test_verify.py::test_a_defect_of_gradients_is_explained",
     "test_verify.py::test_what_is_right_passes",

@@ -13,6 +13,8 @@ consequences.py says which failures follow from others. bench/ has the tools of 
     evaluated.py      a task's evaluation on 1 to N logical CPUs
     row_influence.py  the line where one row changes what is computed for another
     longer_rows.py    the same examples, padded further
+    documents.py      rows of a source with one document, or the padding, changed
+    per_token.py      what a task computes for each token, and where tokens meet
     row_mixing.py     the line where the rows of a batch meet
     loss_graph.py     where the loss stops, replaces and passes gradients
     made_variables.py variables that the model does not have
@@ -58,7 +60,7 @@ from framework.tools.verify.report import Report, Result
 __all__ = ["GROUPS", "Report", "Result", "Subject", "register", "subject_of_config", "verify"]
 
 GROUPS = (
-  *("inputs", "replicas", "mesh", "order", "evaluation", "lengths"),
+  *("inputs", "replicas", "mesh", "order", "evaluation", "lengths", "sequences"),
   *("gradients", "randomness", "restore", "compilation", "precision", "learning"),
 )
 

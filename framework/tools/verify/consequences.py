@@ -21,6 +21,10 @@ _RESTORE = (
   "position of the data", "random numbers outside the checkpoint", "task differs between builds",
   "random generator outside the checkpoint",
 )  # fmt: skip
+_SUMS = (
+  "loss divided by the local count of tokens", "metric divided by the local count of tokens",
+  "padding enters the mean",
+)  # fmt: skip
 FOLLOWS: dict[str, Sequence[str]] = {
   "source() is random": _RESTORE,
   "stateful random op": _RESTORE,
@@ -38,6 +42,10 @@ FOLLOWS: dict[str, Sequence[str]] = {
   "zero gradient": ("cannot learn one batch",),
   "non-finite gradient": (*_HALF, *_LEARNING),
   "wrong gradient": ("cannot learn one batch",),
+  "documents see one another": ("a token sees later ones", "padding is seen"),
+  "a token sees later ones": ("padding is seen",),
+  "padding counts inside a row": ("padding enters the mean", "padding is seen"),
+  **dict.fromkeys(("mean of means", "loss divided by the local batch", "padding counts"), _SUMS),
   "far from chance at the start": ("learning rate too high", "cannot learn one batch"),
 }
 """A cause -> causes of later checks that it explains."""

@@ -97,7 +97,7 @@ def _of_buckets(source: Buckets) -> Padded:
 
 
 def _of_features(rows: Rows) -> Padded | None:
-  known = _known_lengths(rows)
+  known = known_lengths(rows)
   if known is None:
     return None
   name, lengths, size = known
@@ -115,7 +115,7 @@ def _of_features(rows: Rows) -> Padded | None:
   )  # fmt: skip
 
 
-def _known_lengths(rows: Rows) -> tuple[str, np.ndarray, int] | None:
+def known_lengths(rows: Rows) -> tuple[str, np.ndarray, int] | None:
   """Returns the feature that says how long each example is, the lengths, and the padded length."""
   for name, value in rows.items():
     if value.ndim == 2 and value.dtype.kind in "biuf" and np.isin(value, (0, 1)).all():

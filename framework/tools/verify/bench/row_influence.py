@@ -26,7 +26,9 @@ _CHANGE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Operation:
+class Operation:
+  """What an eager operation did, and the user's line that made it."""
+
   kind: str
   inputs: list[int]
   outputs: list[int]
@@ -43,8 +45,8 @@ def place(subject: Subject) -> str:
     start, count = here.read(), len(rows["weight"])
     here.steps_from(start, rows)  # the first step makes constants that the others have
 
-    def run(batch: Rows) -> list[_Operation]:
-      with _watched(here.task) as seen:
+    def run(batch: Rows) -> list[Operation]:
+      with watched(here.task) as seen:
         here.steps_from(start, batch)
       return seen
 
@@ -64,8 +66,9 @@ def _replaced(rows: Rows, row: int, offset: int) -> Rows:
 
 
 @contextlib.contextmanager
-def _watched(task: Any) -> Iterator[list[_Operation]]:
-  seen: list[_Operation] = []
+def watched(task: Any) -> Iterator[list[Operation]]:
+  """Yields a list of the eager operations inside the context, as they come."""
+  seen: list[Operation] = []
   alive: list[Any] = []  # so that no two tensors have the same id
 
   def watch(
@@ -79,7 +82,7 @@ def _watched(task: Any) -> Iterator[list[_Operation]]:
     frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()[:-1]]
     values = [out.numpy() for out in outputs if _is_number(out)]
     seen.append(
-      _Operation(
+      Operation(
         kind=op_type, inputs=[id(each) for each in inputs], outputs=[id(each) for each in outputs],
         values=values, place=source_lines.of_frames(frames, task),
       )
@@ -97,7 +100,7 @@ def _is_number(tensor: Any) -> bool:
   return dtype.is_floating or dtype.is_integer or dtype.is_bool
 
 
-def _first(one: list[_Operation], other: list[_Operation], count: int, row: int) -> str:
+def _first(one: list[Operation], other: list[Operation], count: int, row: int) -> str:
   others = np.arange(count) != row
   for index, (mine, yours) in enumerate(zip(one, other, strict=False)):
     if mine.kind != yours.kind or len(mine.values) != len(yours.values):
@@ -112,7 +115,7 @@ def _first(one: list[_Operation], other: list[_Operation], count: int, row: int)
   return ""
 
 
-def _reduction(one: list[_Operation], other: list[_Operation], last: int, count: int) -> str:
+def _reduction(one: list[Operation], other: list[Operation], last: int, count: int) -> str:
   """Returns the line of the sum, mean or the like by which the rows met, if there is one."""
   makers = {output: number for number in range(last) for output in one[number].outputs}
   waiting, seen = [last], {last}
@@ -127,6 +130,19 @@ def _reduction(one: list[_Operation], other: list[_Operation], last: int, count:
         waiting.append(maker)
       seen.add(maker)
   return ""
+
+
+def sources(operations: Sequence[Operation], last: int) -> set[int]:
+  """Returns the places of the operations from which one is computed."""
+  makers = {output: number for number in range(last) for output in operations[number].outputs}
+  found: set[int] = set()
+  waiting = [last]
+  while waiting:
+    for each in operations[waiting.pop()].inputs:
+      if each in makers and makers[each] not in found:
+        found.add(makers[each])
+        waiting.append(makers[each])
+  return found
 
 
 def _has_rows(value: np.ndarray, count: int) -> bool:
