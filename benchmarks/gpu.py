@@ -2,7 +2,7 @@
 
   uv run python -m benchmarks.gpu                  # about an hour on one GPU
   uv run python -m benchmarks.gpu --small          # small models: tries the command on a CPU
-  uv run python -m benchmarks.gpu --tests          # also the fast tests, on the GPU
+  uv run python -m benchmarks.gpu --tests          # also tests/conformance, on the GPU
 
 Each row is a process of its own, in which Loopwright, a hand-written compiled loop and Keras `fit`
 take turns; the ratios are medians over rounds. Model FLOP/s count three forward passes a step, as
@@ -338,7 +338,7 @@ def main() -> None:
   parser.add_argument("--small", action="store_true", help="small models and batches")
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--block_s", type=float, default=1.0, help="seconds of each turn")
-  parser.add_argument("--tests", action="store_true", help="run the fast tests too")
+  parser.add_argument("--tests", action="store_true", help="run tests/conformance too")
   parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
   parser.add_argument("--replicas", action="store_true", help=argparse.SUPPRESS)
   given = parser.parse_args()
@@ -359,7 +359,9 @@ def main() -> None:
   print(flush=True)
   _tell([*passed, "--replicas"], "replicas: failed: ")
   if given.tests:
-    sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-q"], check=False).returncode)
+    command = [sys.executable, "-m", "pytest", "-q", "tests/conformance"]
+    environment = {**os.environ, "TESTS_ON_GPUS": "1"}
+    sys.exit(subprocess.run(command, check=False, env=environment).returncode)
 
 
 def _tell(arguments: Sequence[str], otherwise: str) -> None:

@@ -1,7 +1,8 @@
 """One process, four logical CPUs: what every in-process test of N replicas runs on.
 
 `pytest` runs the fast tier, `--ci` those of `.ci/run`, `--everything` all tests, see
-tests/support/tiers.py; `--changed` what a change can break, see tests/support/changed.py.
+tests/support/tiers.py; `--changed` what a change can break, see tests/support/changed.py. With
+TESTS_ON_GPUS=1 in the environment TensorFlow sees the GPUs; see docs/gpu.md for what then runs.
 """
 
 import gc
@@ -14,7 +15,10 @@ import pytest
 import tiers
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+if "TESTS_ON_GPUS" in os.environ:  # processes share one, and compare in float32
+  os.environ.update(TF_FORCE_GPU_ALLOW_GROWTH="true", NVIDIA_TF32_OVERRIDE="0")
+else:
+  os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 # Without bytecode each of the many processes takes three times as long to import TensorFlow.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -2,6 +2,7 @@
 
     python worker.py OUTPUT_FOLDER CASE_ID...
 
+With TESTS_ON_GPUS=1 in the environment replicas are parts of the first GPU, else logical CPUs.
 One process imports TensorFlow and, before it touches a device, forks one for each number of
 replicas, because TensorFlow can hold one size of collective group only.
 """
@@ -15,7 +16,7 @@ import sys
 import traceback
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+os.environ.update({} if "TESTS_ON_GPUS" in os.environ else {"CUDA_VISIBLE_DEVICES": "-1"})
 
 import cases
 import keras
@@ -32,18 +33,29 @@ from framework.models import models
 from framework.optimizers import fusion, loss_scale, schedules
 from framework.strategies import factories, placement, reduction
 
+ON_GPUS = "TESTS_ON_GPUS" in os.environ
+
 
 @functools.cache
 def make_strategy(name, replicas, op, num_packs):
   """One object a place: two would number their collectives alike, and TensorFlow mix them up."""
+  devices = [f"GPU:{number}" for number in range(replicas)] if ON_GPUS else None
+  where = {"devices": devices, "cpu_replicas": None if ON_GPUS else replicas}
   if name == "mirrored":
-    return factories.mirrored(cpu_replicas=replicas, cross_device_ops=op, num_packs=num_packs)
+    return factories.mirrored(**where, cross_device_ops=op, num_packs=num_packs)
   if name == "central_storage":
-    return factories.central_storage(cpu_replicas=replicas)
+    return factories.central_storage(**where)
   if name == "model_parallel":
     mesh = dict(zip(("batch", "model"), map(int, op.split("x")), strict=True))
     return factories.model_parallel(mesh=mesh, layouts=mlp.LAYOUTS)
   return {"default": factories.default, "one_device": factories.one_device}[name]()
+
+
+def split_gpu(parts):
+  """Makes logical devices of the first GPU, on which NCCL does not work: TensorFlow's ring does."""
+  gpu = tf.config.list_physical_devices("GPU")[0]
+  each = tf.config.LogicalDeviceConfiguration(memory_limit=1024)
+  tf.config.set_logical_device_configuration(gpu, [each] * parts)
 
 
 def make_optimizers(scenario, library):
@@ -192,6 +204,8 @@ def main(folder, ids):
 def run_group(folder, ids):
   """Runs cases of one number of replicas, and ends the process."""
   faulthandler.dump_traceback_later(DUMP_AFTER_S)
+  if ON_GPUS:
+    split_gpu(cases.CASES[ids[0]].devices)
   for case_id in ids:
     path = os.path.join(folder, case_id)
     try:
