@@ -25,7 +25,7 @@ from framework.models import models, recomputation, replica_state
 from framework.models.orbit import AbstractTrainer
 from framework.observers import Observer
 from framework.optimizers import adapters
-from framework.optimizers.ema import Ema
+from framework.optimizers.ema import averages
 from framework.optimizers.loss_scale import LossScale, usual_loss_scale
 from framework.step import Step, StepFactory
 from framework.step_parts import StepNumbers, StepParts, replica_id
@@ -139,7 +139,7 @@ class Trainer(AbstractTrainer):
         fuse=fuse_updates,
         shard=shard_optimizer_state,
       )
-      ema = None if ema_decay is None else Ema.of_model(task.model, decay=ema_decay)
+      ema = averages(task.model, built, decay=ema_decay)
       self.metrics = self._sums()
       parts = StepParts(
         optimizers=built, ema=ema, loss_scale=(loss_scale or usual_loss_scale())(),

@@ -23,7 +23,7 @@ from framework.errors import ConfigError
 from framework.host import lazy_keras
 from framework.models import models
 from framework.models.replica_state import assign_result
-from framework.optimizers import functional, kernels, schedules
+from framework.optimizers import functional, kernels, schedule_free, schedules
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.saved_layout import SavedOptimizer, joined_variables
 from framework.optimizers.sharding import ShardedFusion
@@ -67,6 +67,7 @@ class Optimizer:
     optimizer: KerasOptimizer,
     variables: Sequence[Variable],
     step: tf.Variable,
+    factory: OptimizerFactory,
     fuse: bool = False,
     shard: tf.distribute.Strategy | None = None,
   ) -> None:
@@ -74,6 +75,7 @@ class Optimizer:
 
     Args:
       optimizer: a new Keras 3 or tf_keras optimizer, not built.
+      factory: makes another such optimizer.
       variables: what it updates; see `models.trainable_variables`.
       step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
       fuse: where the update rule allows it, use TensorFlow's fused kernels and fuse small
@@ -81,7 +83,7 @@ class Optimizer:
       shard: the strategy over whose replicas the slots are sharded, None for whole ones; see
         framework/optimizers/sharding.py.
     """
-    self.optimizer = optimizer
+    self.optimizer, self._factory = optimizer, factory
     self.variables = list(variables)
     fused = fuse and is_elementwise(optimizer)
     in_place = placement.here().updates_in_place
@@ -120,6 +122,19 @@ class Optimizer:
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar (any context)."""
     return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
+
+  def restart(self) -> None:
+    """Begins again at the present weights (host, in `strategy.scope()`).
+
+    Some rules have copies of the weights in their state: those of the weights with which they were
+    built. So the state becomes that of another optimizer, which is built now.
+    """
+    if is_elementwise(self.optimizer):
+      return  # its slots are constants at first
+    new = self._factory()
+    new.build([v if isinstance(v, keras.Variable) else models.raw(v) for v in self.variables])
+    for old, value in zip(self.optimizer.variables, new.variables, strict=True):
+      models.raw(old).assign(models.raw(value).read_value())
 
   def settings(self) -> dict[str, str]:
     """Returns name -> value of what the update uses now, read from the optimizer (host).
@@ -209,6 +224,8 @@ class Keras3Optimizer(Optimizer):
     # Keras has no public switch; a test in tests/unit/optimizers/test_optimizers.py watches this.
     self.optimizer._all_reduce_sum_gradients = list
     self.optimizer.build(self.fusion.variables)
+    if schedule_free.is_free(self.optimizer):
+      schedule_free.use(self.optimizer)
 
   def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
     with warnings.catch_warnings():  # the framework already reports variables without gradient
@@ -355,7 +372,9 @@ def _build_one(
       f"{type(optimizer).__name__}, is not known to treat every element alike; use "
       f"{', '.join(_ELEMENTWISE)} without clipnorm and without_decay, or keep the state whole."
     )
-  return adapter(optimizer=optimizer, variables=variables, step=step, fuse=fuse, shard=shard)
+  return adapter(
+    optimizer=optimizer, variables=variables, step=step, factory=factory, fuse=fuse, shard=shard
+  )
 
 
 def _require_matches(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
@@ -424,6 +443,16 @@ def _refuse_conflicts(name: str, optimizer: KerasOptimizer) -> None:
     raise ConfigError(
       f"optimizer {name!r} is a {type(optimizer).__name__}, which checks only replica 0; "
       "use Trainer.loss_scale = @dynamic instead."
+    )
+  if type(optimizer).__name__ == "MultiOptimizer":
+    raise ConfigError(
+      f"optimizer {name!r} is a MultiOptimizer, whose optimizers sum gradients a second time over "
+      "the replicas; set run.optimizer to name -> optimizer, with Task.variables_of()."
+    )
+  if isinstance(optimizer, lazy_keras.tf_keras_classes("optimizers.Nadam")):
+    raise ConfigError(
+      f"optimizer {name!r} is tf_keras's Nadam, which in a compiled step takes a step of its "
+      "momentum's schedule once a variable, not once an update; use @keras.Nadam."
     )
   for option, ours in _CONFLICTS.items():
     if getattr(optimizer, option, None):

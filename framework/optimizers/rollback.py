@@ -153,6 +153,8 @@ class _ReplicaRollback(StepObserver):
 def changed_by(optimizer: Optimizer, ema: Ema | None) -> list[tf.Variable]:
   """Returns the variables that an update changes: weights, optimizer state, averages of weights."""
   changed = [*optimizer.variables, *optimizer.optimizer.variables]
+  if (product := getattr(optimizer.optimizer, "_u_product", None)) is not None:
+    changed.append(product)  # Nadam's `variables` leave it out
   averages = ema.averages_of(optimizer.variables) if ema else []
   distinct = {id(models.raw(v)): models.raw(v) for v in [*changed, *averages]}
   return list(distinct.values())

@@ -271,10 +271,12 @@ class CheckpointManager(tf.train.CheckpointManager):
   @contextlib.contextmanager
   def _fitted(self, reader: tf.train.CheckpointReader) -> Iterator[None]:
     """Gives what is restored the parts that a checkpoint has; what it has not begins here."""
-    keys = reader.get_variable_to_shape_map()
+    keys, ema = reader.get_variable_to_shape_map(), self._trainer.parts.ema
+    follows = ema is not None and ema.decay is None  # from the rest
+    new = _NEW if self._changed else ("ema",) if follows else ()
     absent = {
       name: getattr(self._checkpoint, name)
-      for name in (*self._states, *(_NEW if self._changed else ()))
+      for name in (*self._states, *new)
       if hasattr(self._checkpoint, name) and not any(key.startswith(f"{name}/") for key in keys)
     }
     optimizers = self._trainer.parts.optimizers
@@ -291,8 +293,8 @@ class CheckpointManager(tf.train.CheckpointManager):
         setattr(self._checkpoint, name, item)
       for optimizer in optimizers.values():
         optimizer.saved.settle(changed=bool(self._changed))
-    if "ema" in absent and self._trainer.parts.ema is not None:
-      self._trainer.parts.ema.restart()
+    if "ema" in absent and ema is not None:
+      ema.restart()
     for state in map(absent.get, self._states):
       if state is not None:
         state.deserialize("")

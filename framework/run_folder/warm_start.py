@@ -151,12 +151,14 @@ class WarmStart:
     return content.hexdigest()[:12]
 
   def apply(self, trainer: Trainer) -> WarmStartReport:
-    """Loads the file into a trainer's model and restarts its moving averages there (host).
+    """Loads the file into a trainer's model; optimizers and averages begin there (host).
 
     Call it before the first step, outside of any scope. Raises what `load` raises.
     """
     with trainer.strategy.scope():
       report = self.load(trainer.task.model)
+      for optimizer in trainer.parts.optimizers.values():
+        optimizer.restart()
     if trainer.parts.ema is not None:
       trainer.parts.ema.restart()
     return report

@@ -75,6 +75,7 @@ def options(library, name):
 
 
 EVERY = [(lib, name) for lib in ("keras", "tf_keras") for name in classes(lib)]
+EVERY.remove(("tf_keras", "Nadam"))  # which is refused
 CHANGES = [
   pytest.param(
     lib, name, option, marks=() if name in ("SGD", "AdamW") else pytest.mark.whole,
@@ -99,13 +100,11 @@ class One:
     self.step = tf.Variable(0, dtype=tf.int64)
     made = adapters.build(lambda: make(**arguments), lambda name: self.variables, self.step)
     self.optimizer = made["default"]
-    self.traced = (library, name) == ("tf_keras", "Nadam")  # eagerly it counts in Python
-    self.update = tf.function(self.apply, autograph=False) if self.traced else self.apply
 
   def train(self, steps):
     for _ in range(steps):
       random = np.random.default_rng(int(self.step.numpy()) + 7)
-      self.update(*(tf.constant(random.normal(size=v.shape), tf.float32) for v in self.variables))
+      self.apply(*(tf.constant(random.normal(size=v.shape), tf.float32) for v in self.variables))
       self.step.assign_add(1)
     return [np.array(v) for v in self.variables]
 
@@ -117,7 +116,7 @@ class One:
     zero = tf.Variable(0, dtype=tf.int64)
     trainer = SimpleNamespace(
       task=SimpleNamespace(model=self.variables),
-      parts=SimpleNamespace(optimizers={"default": self.optimizer}),
+      parts=SimpleNamespace(optimizers={"default": self.optimizer}, ema=None),
       strategy=tf.distribute.get_strategy(),
       global_step=self.step,
       position=zero,
@@ -146,7 +145,6 @@ class One:
       *zip(slots(mine.optimizer), slots(theirs.optimizer), strict=True),
       (mine.optimizer.iterations, theirs.optimizer.iterations),
       (self.step, other.step),
-      *([(mine.optimizer._u_product, theirs.optimizer._u_product)] if self.traced else ()),
     ]
     for variable, value in pairs:
       variable.assign(value)
@@ -219,8 +217,10 @@ def keys(path):
   return {k: reader.get_tensor(k) for k in reader.get_variable_to_shape_map() if k[:1] != "_"}
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Nadam"])
+@pytest.mark.parametrize(
+  ("name", "library"),
+  [*((name, each) for name in ("SGD", "Adam") for each in LIBRARIES), ("Nadam", "keras")],
+)
 def test_a_number_and_a_constant_schedule_are_one_run_and_one_checkpoint(library, name, tmp_path):
   runs = {kind: One(library, name, learning_rate=make(library)) for kind, make in RATES.items()}
   results = {kind: run.train(3) for kind, run in runs.items()}

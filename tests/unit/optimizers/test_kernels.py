@@ -338,6 +338,7 @@ class Masked:
         optimizer=make("keras", name),
         variables=self.variables,
         step=tf.Variable(0, dtype=tf.int64),
+        factory=lambda: make("keras", name),
         fuse=fuse,
       )
     self.strategy, self.update = strategy, tf.function(self._update)

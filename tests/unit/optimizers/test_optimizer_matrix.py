@@ -1,0 +1,53 @@
+"""The matrix of optimizers: its page, what it refuses, and those with odd state in each way."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from benchmarks import optimizer_matrix as matrix
+from framework.models import models
+from framework.optimizers import adapters, rollback
+from framework.optimizers.adapters import Optimizer
+
+ODD = {"ScheduleFreeAdamW", "Muon", "Lamb", "Adafactor", "Nadam", "Lion"}
+
+
+def test_every_optimizer_of_keras_is_in_the_matrix():
+  assert matrix.missing() == []
+
+
+def test_the_page_has_what_the_command_checks():
+  assert matrix.PAGE.read_text() == matrix.page()
+
+
+@pytest.mark.parametrize("way", ["one", "sharded", "ema"])
+@pytest.mark.fast(way=["sharded"])
+def test_what_is_refused_is_refused_in_one_line(way):
+  refused = [e for e in matrix.ENTRIES if e.refused or way in e.refuses]
+  assert len(refused) > 10
+  assert [line for entry in refused for line in matrix._unrefused(entry, way)] == []
+
+
+@pytest.mark.parametrize("way", matrix.WAYS)
+@pytest.mark.fast(way=["warm"])
+def test_those_with_odd_state_are_equal_to_a_plain_loop(way):
+  entries = [
+    e for e in matrix.ENTRIES
+    if e.name in ODD and e.library == "keras" and way not in e.refuses
+  ]  # fmt: skip
+  assert matrix.TRIALS[way](entries) == []
+
+
+def test_a_warm_start_is_lost_where_the_state_keeps_the_first_weights(monkeypatch):
+  """What Keras does by itself: the matrix must see it."""
+  monkeypatch.setattr(Optimizer, "restart", lambda self: None)
+  [free] = [e for e in matrix.ENTRIES if str(e) == "keras.ScheduleFreeAdamW()"]
+  [line] = matrix.TRIALS["warm"]([free])
+  assert line.startswith("keras.ScheduleFreeAdamW(): ")
+
+
+def test_undoing_an_update_of_nadam_knows_its_schedule():
+  weights, step = [tf.Variable([1.0])], tf.Variable(0, dtype=tf.int64)
+  made = adapters.build(lambda: keras.optimizers.Nadam(0.1), lambda _: weights, step)["default"]
+  product = models.raw(made.optimizer._u_product)
+  assert any(v is product for v in rollback.changed_by(made, None))
