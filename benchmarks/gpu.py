@@ -4,10 +4,12 @@
   uv run python -m benchmarks.gpu --small          # small models: tries the command on a CPU
   uv run python -m benchmarks.gpu --tests          # also tests/conformance, on the GPU
 
-Each row is a process of its own, in which Loopwright, a hand-written compiled loop and Keras `fit`
-take turns; the ratios are medians over rounds. Model FLOP/s count three forward passes a step, as
-usual for forward and backward; MFU is their part of the device's peak in this precision, without
-sparsity. Memory is the peak of TensorFlow's allocator.
+Each row is a process of its own, which ends after --limit_s. In it Loopwright, on the strategy that
+`train` takes, a hand-written compiled loop and what Keras's `fit` calls for each step take turns;
+the ratios are medians over rounds. Model FLOP/s count three forward passes a step, as usual for
+forward and backward; MFU is their part of the device's peak in this precision, without sparsity.
+MiB are the peak of TensorFlow's allocator in the first steps of each of the three, above what the
+others had before.
 
 With several GPUs it also shows the cross-device op that `auto` chooses and whether NCCL is in a
 trace; with one, replicas on logical GPUs, where TensorFlow allows them (NCCL does not).
@@ -16,7 +18,9 @@ trace; with one, replicas on logical GPUs, where TensorFlow allows them (NCCL do
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -46,10 +50,12 @@ PRECISIONS = {
   "mixed_bfloat16, XLA": Precision("mixed_bfloat16", True, True),
 }
 PEAKS = {
-  # TFLOP/s of float32, TF32, 16 bits, dense; from the vendors' data sheets.
+  # Words of the device's name, the first that fits -> TFLOP/s of float32, TF32, 16 bits, dense;
+  # from the vendor's data sheets. H100 and H200 alone are those with HBM3 on SXM.
+  "H100 PCIe": (51, 378, 756), "H100 NVL": (60, 418, 835), "H200 NVL": (60, 418, 835),
   "H200": (67, 494, 989), "H100": (67, 494, 989), "A100": (19.5, 156, 312), "L4": (30, 60, 121),
-  "L40S": (91.6, 183, 366), "A10": (31.2, 62.5, 125), "V100": (15.7, 15.7, 125),
-  "T4": (8.1, 8.1, 65),
+  "L40": (90.5, 90.5, 181), "L40S": (91.6, 183, 362), "A10": (31.2, 62.5, 125),
+  "V100": (15.7, 15.7, 125), "T4": (8.1, 8.1, 65),
 }  # fmt: skip
 
 
@@ -218,9 +224,13 @@ def keras_fit(model: Model, precision: Precision) -> Callable[[int], float]:
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
   network.compile(optimizer="adam", loss=loss, jit_compile=precision.xla)
   data = dataset(model)
+  network.fit(data, steps_per_epoch=1, verbose=0)  # builds all; each `fit` makes an iterator anew
+  iterator = iter(data)
 
   def run(steps: int) -> float:
-    return network.fit(data, steps_per_epoch=steps, verbose=0).history["loss"][-1]
+    for _ in range(steps):
+      logs = network.train_function(iterator)
+    return float(logs["loss"])
 
   return run
 
@@ -228,6 +238,8 @@ def keras_fit(model: Model, precision: Precision) -> Callable[[int], float]:
 def forward_flops(model: Model) -> float:
   """Returns the floating-point operations of the forward pass of one batch (multiply-adds as 2)."""
   import tensorflow as tf
+
+  from framework.graphs import operations
 
   network = model.build()
   given = tf.nest.map_structure(lambda a: tf.TensorSpec([model.batch, *a.shape[1:]], a.dtype),
@@ -240,12 +252,22 @@ def forward_flops(model: Model) -> float:
   found = tf.compat.v1.profiler.profile(
     graph, options=options.with_empty_output().build(), cmd="scope"
   )
-  return float(found.total_float_ops)
+  einsums = (op for op in operations.operations(graph) if op.type == "Einsum")
+  return float(found.total_float_ops + sum(map(einsum_flops, einsums)))
+
+
+def einsum_flops(operation: Any) -> int:
+  """Returns the floating-point operations of an Einsum, of which TensorFlow counts none."""
+  terms = operation.get_attr("equation").decode().partition("->")[0].split(",")
+  sizes: dict[str, int] = {}
+  for term, operand in zip(terms, operation.inputs, strict=True):
+    sizes |= zip(term, operand.shape.as_list(), strict=True)
+  return 2 * math.prod(sizes.values())
 
 
 def peak_flops(device: str, precision: Precision) -> float | None:
   """Returns the FLOP/s of a device by its name; None if they are not known."""
-  found = next((PEAKS[name] for name in PEAKS if name in device), None)
+  found = next((PEAKS[name] for name in PEAKS if re.search(rf"\b{name}\b", device)), None)
   if found is None:
     return None
   kind = 2 if precision.policy != "float32" else int(precision.tf32)
@@ -264,22 +286,24 @@ def row(name: str, precision_name: str, *, small: bool, rounds: int, block_s: fl
   keras.config.set_dtype_policy(precision.policy)
   model = model_of(name, small=small)
   device = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
-  strategy = factories.default()
+  strategy = factories.auto()
   makers: dict[str, Callable[[], Callable[[int], float]]] = {
     "Loopwright": lambda: loopwright(model, precision, strategy),
     "hand-written": lambda: hand_written(model, precision),
-    "Keras fit": lambda: keras_fit(model, precision),
+    "Keras": lambda: keras_fit(model, precision),
   }
-  contenders = {who: make() for who, make in makers.items()}
-  own = contenders["Loopwright"]
-  own(2)
-  tf.config.experimental.reset_memory_stats(device)
+  contenders: dict[str, Callable[[int], float]] = {}
+  memory = []
+  for who, make in makers.items():
+    tf.config.experimental.reset_memory_stats(device)
+    before = tf.config.experimental.get_memory_info(device)["current"]
+    contenders[who] = make()
+    contenders[who](2)
+    peak = tf.config.experimental.get_memory_info(device)["peak"]
+    memory.append(f"{(peak - before) / 2**20:.0f}")
   began = time.perf_counter()
-  own(3)
+  contenders["Loopwright"](3)
   steps = max(2, round(block_s / ((time.perf_counter() - began) / 3)))
-  memory = tf.config.experimental.get_memory_info(device)["peak"] / 2**20
-  for run in contenders.values():
-    run(2)
   seconds: dict[str, list[float]] = {who: [] for who in contenders}
   order = list(contenders)
   for number in range(rounds):
@@ -298,10 +322,9 @@ def row(name: str, precision_name: str, *, small: bool, rounds: int, block_s: fl
     for who in order[1:]
   ]
   mfu = "-" if peak is None else f"{100 * rate / peak:.0f} %"
-  return (
-    f"| {name} | {precision_name} | {1e3 * step_s:.4g} | {model.batch / step_s:.4g} | "
-    f"{' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {rate / 1e12:.3g} | {mfu} | {memory:.0f} |"
-  )
+  cells = [name, precision_name, f"{1e3 * step_s:.4g}", f"{model.batch / step_s:.4g}"]
+  cells += [f"{ratio:.2f}" for ratio in ratios] + [f"{rate / 1e12:.3g}", mfu, " / ".join(memory)]
+  return f"| {' | '.join(cells)} |"
 
 
 def replicas(*, small: bool) -> list[str]:
@@ -339,36 +362,61 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--block_s", type=float, default=1.0, help="seconds of each turn")
   parser.add_argument("--tests", action="store_true", help="run tests/conformance too")
+  parser.add_argument("--limit_s", type=float, default=300.0, help="seconds of each row")
   parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
   parser.add_argument("--replicas", action="store_true", help=argparse.SUPPRESS)
   given = parser.parse_args()
   if given.one:
-    print(row(*given.one, small=given.small, rounds=given.rounds, block_s=given.block_s))
+    _print_or_say(
+      lambda: row(*given.one, small=given.small, rounds=given.rounds, block_s=given.block_s)
+    )
     return
   if given.replicas:
-    print("\n".join(replicas(small=given.small)))
+    _print_or_say(lambda: "\n".join(replicas(small=given.small)))
     return
   passed = [f"--rounds={given.rounds}", f"--block_s={given.block_s}"]
   passed += ["--small"] if given.small else []
-  print("| model | precision | ms a step | examples/s | over hand-written | over Keras fit | model "
+  print("| model | precision | ms a step | examples/s | over hand-written | over Keras | model "
         "TFLOP/s | MFU | MiB |")  # fmt: skip
   print("|---|---|---|---|---|---|---|---|---|", flush=True)
   for model in given.models:
     for precision in given.precisions:
-      _tell([*passed, "--one", model, precision], f"| {model} | {precision} | failed: ")
+      asked = [*passed, "--one", model, precision]
+      _tell(asked, f"| {model} | {precision} | failed: ", limit_s=given.limit_s)
   print(flush=True)
-  _tell([*passed, "--replicas"], "replicas: failed: ")
+  _tell([*passed, "--replicas"], "replicas: failed: ", limit_s=given.limit_s)
   if given.tests:
     command = [sys.executable, "-m", "pytest", "-q", "tests/conformance"]
     environment = {**os.environ, "TESTS_ON_GPUS": "1"}
     sys.exit(subprocess.run(command, check=False, env=environment).returncode)
 
 
-def _tell(arguments: Sequence[str], otherwise: str) -> None:
+def _print_or_say(make: Callable[[], str]) -> None:
+  """Prints a text, or ends the process with the one line of its error."""
+  try:
+    print(make(), flush=True)
+  except Exception as error:
+    sys.exit(f"{type(error).__name__}: {cause(str(error))}")
+
+
+def cause(text: str) -> str:
+  """Returns the line of TensorFlow's error that has the cause, else the first.
+
+  It begins with "Graph execution error:" and ends with "0 derived errors ignored".
+  """
+  lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+  return next((line for line in lines if re.search(r"\bOOM\b|^\(0\) ", line)), lines[0])
+
+
+def _tell(arguments: Sequence[str], otherwise: str, *, limit_s: float) -> None:
   """Prints what a process of its own says, or the last line of its error."""
   command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-  done = subprocess.run(command, capture_output=True, text=True, check=False)
-  lines = done.stderr.strip().splitlines()
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+  except subprocess.TimeoutExpired:
+    print(f"{otherwise}no result within {limit_s:g} s", flush=True)
+    return
+  lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
   print(done.stdout.strip() if done.returncode == 0 else otherwise + lines[-1][:200], flush=True)
 
 

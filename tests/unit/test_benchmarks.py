@@ -12,6 +12,7 @@ import launch
 from benchmarks import (
   ecosystems,
   evaluation,
+  gpu,
   growth,
   jpeg_folders,
   models,
@@ -30,7 +31,7 @@ def test_the_table_of_gpus_in_small():
     command, capture_output=True, text=True, check=True, cwd=Path(launch.__file__).parent
   )
   [row] = [line for line in done.stdout.splitlines() if line.startswith("| cnn")]
-  _, _, precision, step_ms, rate, *ratios, flops, _, memory, _ = row.split("|")
+  _, _, precision, step_ms, rate, *ratios, flops, _, memories, _ = row.split("|")
   assert precision.strip() == "mixed_float16"
   assert float(rate) == pytest.approx(32 / float(step_ms) * 1e3, rel=1e-2)
   # Two convolutions 3x3, to 8 and 16 channels, and the dense layer: multiply-adds count as 2.
@@ -38,9 +39,50 @@ def test_the_table_of_gpus_in_small():
   adds = 32 * (32 * 32 * 9 * 3 * 8 + 16 * 16 * 9 * 8 * 16 + dense)
   assert float(flops) * 1e12 == pytest.approx(3 * 2 * adds / float(step_ms) * 1e3, rel=0.05)
   assert [float(ratio) > 0 for ratio in ratios] == [True, True]
-  assert float(memory) > 0
+  assert [float(memory) > 0 for memory in memories.split("/")] == [True] * 3
   assert "ReductionToOneDevice" in done.stdout
   assert "NCCL in 1 trace: no" in done.stdout
+
+
+@pytest.mark.whole
+def test_a_row_that_takes_too_long_ends():
+  command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--limit_s=0.5"]
+  command += ["--models", "cnn", "--precisions", "TF32"]
+  done = subprocess.run(
+    command, capture_output=True, text=True, check=True, cwd=Path(launch.__file__).parent
+  )
+  assert "| cnn | TF32 | failed: no result within 0.5 s\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+  ("device", "tera"),
+  [
+    ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA L40S", 362),
+    ("NVIDIA L4", 121), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10G", None), ("CPU", None),
+  ],
+)  # fmt: skip
+def test_the_peak_of_a_gpu_is_that_of_its_whole_name(device, tera):
+  found = gpu.peak_flops(device, gpu.PRECISIONS["mixed_bfloat16"])
+  assert found == (tera and tera * 1e12)
+
+
+def test_the_products_of_attention_are_counted():
+  """In TensorFlow's count they are missing, as Keras writes them as Einsum."""
+  rows, context, width = 4, 16, 32
+  projections = 4 * rows * context * width * width
+  attention = 2 * rows * context * context * width
+  dense = 2 * rows * context * width * 4 * width + rows * context * width * 256
+  found = gpu.forward_flops(gpu.model_of("language_model", small=True))
+  assert found == pytest.approx(2 * (projections + attention + dense), rel=0.08)
+
+
+def test_the_cause_of_an_error_of_tensorflow_is_found():
+  out = "OOM when allocating tensor with shape[9] on GPU:0"
+  ends = "0 successful operations.\n0 derived errors ignored. [Op:f]"
+  assert gpu.cause(f"Graph execution error:\n\nDetected at node x\n{out}\n\t[[x]]") == out
+  several = f"2 root error(s) found.\n  (0) RESOURCE_EXHAUSTED:  {out}\n  (1) y\n{ends}"
+  assert gpu.cause(several) == f"(0) RESOURCE_EXHAUSTED:  {out}"
+  assert gpu.cause("run.seed is 'x'") == "run.seed is 'x'"
 
 
 def test_words_are_not_repeated_in_a_batch():
