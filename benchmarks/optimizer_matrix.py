@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import functools
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
 from framework.models import models
-from framework.optimizers import loss_scale
+from framework.optimizers import groups, loss_scale
 from framework.run_folder.checkpoints import CheckpointManager
 from framework.run_folder.warm_start import WarmStart
 from framework.strategies import factories
@@ -75,6 +76,7 @@ class Entry:
     arguments: of the constructor; the learning rate is RATE where they have none.
     refused: in every way, with these words; "" if it trains.
     refuses: the ways in which alone it is refused.
+    groups: of `grouped`; the plain loop has an optimizer for each variable instead.
   """
 
   library: str
@@ -82,9 +84,23 @@ class Entry:
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   refused: str = ""
   refuses: tuple[str, ...] = ()
+  groups: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
   def make(self) -> Any:
     """Returns a new optimizer."""
+    return groups.grouped(of=self.single, groups=self.groups) if self.groups else self.single()
+
+  def of_variable(self, name: str) -> Any:
+    """Returns a new optimizer for one variable, with the options of its group."""
+    found = [options for pattern, options in self.groups.items() if re.fullmatch(pattern, name)]
+    own = dict(found[0]) if found else {}
+    rate = self.arguments.get("learning_rate", RATE) * own.pop("learning_rate_scale", 1.0)
+    return dataclasses.replace(
+      self, arguments={**self.arguments, **own, "learning_rate": rate}
+    ).single()
+
+  def single(self) -> Any:
+    """Returns a new optimizer without groups."""
     if self.name == "LossScaleOptimizer":
       return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE))
     if self.name == "MultiOptimizer":
@@ -98,7 +114,27 @@ class Entry:
   def __str__(self) -> str:
     """Returns the call."""
     given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-    return f"{self.library}.{self.name}({given})"
+    made = f"{self.library}.{self.name}({given})"
+    return f"grouped({made}, {dict(self.groups)})" if self.groups else made
+
+
+_BIAS = {".*/bias.*": {"weight_decay": 0.0, "learning_rate_scale": 0.5}}
+GROUPED: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+  *(
+    (library, "AdamW", {"weight_decay": 0.1},
+     {**_BIAS, "(.*/)?embedding/.*": {"beta_2": 0.9, "learning_rate_scale": 0.25}}, ())
+    for library in KERAS
+  ),
+  *(
+    (library, "SGD", {"momentum": 0.9},
+     {"(.*/)?last/.*": {"weight_decay": 0.1, "momentum": 0.5}}, ())
+    for library in KERAS
+  ),
+  *((library, "Adafactor", {"weight_decay": 0.1}, _BIAS, ("sharded",)) for library in KERAS),
+  ("keras", "Muon", {}, {"(.*/)?first/kernel": {"weight_decay": 0.2, "momentum": 0.8},
+                         "(.*/)?embedding/.*": {"adam_weight_decay": 0.0}}, ("sharded",)),
+  ("keras", "Lamb", {"weight_decay": 0.1}, _BIAS, ("sharded",)),
+]  # fmt: skip
 
 
 def _entries() -> list[Entry]:
@@ -136,6 +172,10 @@ def _entries() -> list[Entry]:
                             "adam_lr_ratio": 0.1, "weight_decay": None}, refuses=whole),
     Entry("keras", "ScheduleFreeAdamW", refuses=free),
     Entry("keras", "ScheduleFreeAdamW", {"warmup_steps": 4, "weight_decay": 0.1}, refuses=free),
+    *(
+      Entry(library, name, arguments, refuses=refuses, groups=own)
+      for library, name, arguments, own, refuses in GROUPED
+    ),
     Entry("keras", "LossScaleOptimizer", refused="use Trainer.loss_scale"),
     Entry("keras", "MultiOptimizer", refused="sum gradients a second time"),
     Entry("tf_keras", "Nadam", refused="once a variable"),
@@ -272,8 +312,9 @@ def plain(entry: Entry, *, seed: int = 0, bad: int = -1, parts: int = 1) -> list
   """
   model, data = network(KERAS[entry.library], seed), rows()
   free = entry.name == "ScheduleFreeAdamW"
-  optimizer = ScheduleFree(entry.arguments) if free else entry.make()
   variables = model.trainable_variables
+  optimizer = ScheduleFree(entry.arguments) if free else entry.single()
+  each = [entry.of_variable(models.name(v)) for v in variables] if entry.groups else []
   found = [[np.array(v) for v in variables]]
   for step in range(STEPS):
     indices = [(step * BATCH + row) % ROWS for row in range(BATCH)]
@@ -291,7 +332,11 @@ def plain(entry: Entry, *, seed: int = 0, bad: int = -1, parts: int = 1) -> list
       weight += float(count)
     if step != bad:
       means = [tf.constant(s / np.float32(weight)) for s in sums]
-      optimizer.apply_gradients(zip(means, variables, strict=True))
+      pairs = list(zip(means, variables, strict=True))
+      for own, pair in zip(each, pairs, strict=bool(each)):
+        own.apply_gradients([pair])
+      if not each:
+        optimizer.apply_gradients(pairs)
     found.append([np.array(v) for v in variables])
   return [*found, optimizer.averages if free else []]
 

@@ -82,6 +82,8 @@ _OPTIONS: Mapping[May, Mapping[str, str]] = {
     "dynamic.floor": "counts from there on",
     "without_decay.of": "counts from there on",
     "without_decay.names": "counts from there on",
+    "grouped.of": "counts from there on",
+    "grouped.groups": "counts from there on",
     "global batch size": "as `run.global_batch_size`",
   },
   "no": {

@@ -35,6 +35,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.optimizers.loss_scale", "none fixed dynamic"),
   ("framework.run_folder.warm_start", "WarmStart"),
   ("framework.optimizers.adapters", "without_decay"),
+  ("framework.optimizers.groups", "grouped"),
   ("framework.optimizers.schedules", "constant linear_warmup cosine_decay exponential_decay"),
   (
     "framework.optimizers.schedules",

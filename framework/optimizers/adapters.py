@@ -23,7 +23,7 @@ from framework.errors import ConfigError
 from framework.host import lazy_keras
 from framework.models import models
 from framework.models.replica_state import assign_result
-from framework.optimizers import functional, kernels, schedule_free, schedules
+from framework.optimizers import functional, groups, kernels, schedule_free, schedules
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.saved_layout import SavedOptimizer, joined_variables
 from framework.optimizers.sharding import ShardedFusion
@@ -68,6 +68,7 @@ class Optimizer:
     variables: Sequence[Variable],
     step: tf.Variable,
     factory: OptimizerFactory,
+    options: Sequence[groups.Options] = (),
     fuse: bool = False,
     shard: tf.distribute.Strategy | None = None,
   ) -> None:
@@ -76,6 +77,7 @@ class Optimizer:
     Args:
       optimizer: a new Keras 3 or tf_keras optimizer, not built.
       factory: makes another such optimizer.
+      options: of each variable, for an optimizer of `groups.grouped`.
       variables: what it updates; see `models.trainable_variables`.
       step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
       fuse: where the update rule allows it, use TensorFlow's fused kernels and fuse small
@@ -85,7 +87,8 @@ class Optimizer:
     """
     self.optimizer, self._factory = optimizer, factory
     self.variables = list(variables)
-    fused = fuse and is_elementwise(optimizer)
+    own = groups.of(optimizer)
+    fused = fuse and not own and is_elementwise(optimizer)
     in_place = placement.here().updates_in_place
     self.fusion = (
       ShardedFusion(self.variables, enabled=fused, strategy=shard)
@@ -103,7 +106,9 @@ class Optimizer:
     self._build()
     self.saved = SavedOptimizer(optimizer, self.learning_rate)
     self.fusion.save_whole(optimizer)
-    if fuse:
+    if own:
+      groups.use(optimizer, options, self.fusion.variables)
+    elif fuse:
       kernels.use(optimizer)
       originals = len(self.fusion.originals)
       self.masks = not shard and kernels.masks(
@@ -146,7 +151,9 @@ class Optimizer:
       value = getattr(self.optimizer, name, None)
       if name not in read and isinstance(value, bool | int | float) and value:
         read[name] = value
-    return {name: repr(value) for name, value in read.items()}
+    own = groups.of(self.optimizer)
+    shown = {name: repr(value) for name, value in read.items()}
+    return {**shown, "groups": repr(own)} if own else shown
 
   def moved_rate(self) -> str:
     """Returns a line if a rate that is a number is not the config's; else "" (host)."""
@@ -373,8 +380,9 @@ def _build_one(
       f"{', '.join(_ELEMENTWISE)} without clipnorm and without_decay, or keep the state whole."
     )
   return adapter(
-    optimizer=optimizer, variables=variables, step=step, factory=factory, fuse=fuse, shard=shard
-  )
+    optimizer=optimizer, variables=variables, step=step, factory=factory,
+    options=groups.matched(name, optimizer, variables), fuse=fuse, shard=shard,
+  )  # fmt: skip
 
 
 def _require_matches(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
@@ -447,7 +455,7 @@ def _refuse_conflicts(name: str, optimizer: KerasOptimizer) -> None:
   if type(optimizer).__name__ == "MultiOptimizer":
     raise ConfigError(
       f"optimizer {name!r} is a MultiOptimizer, whose optimizers sum gradients a second time over "
-      "the replicas; set run.optimizer to name -> optimizer, with Task.variables_of()."
+      "the replicas; use @grouped, or name -> optimizer and Task.variables_of()."
     )
   if isinstance(optimizer, lazy_keras.tf_keras_classes("optimizers.Nadam")):
     raise ConfigError(

@@ -17,6 +17,7 @@ import tensorflow as tf
 from framework.errors import ConfigError
 from framework.host import lazy_keras
 from framework.models import models
+from framework.optimizers import groups
 from framework.strategies import model_parallel
 from framework.types import TensorLike, Variable
 
@@ -42,6 +43,8 @@ def prepare(optimizer: KerasOptimizer, variables: Sequence[Variable]) -> dict[in
       f"the optimizer is a {type(optimizer).__name__}, but model_parallel can update only with "
       f"{', '.join(_KINDS)} of keras or tf_keras, without amsgrad."
     )
+  if groups.of(optimizer):
+    raise ConfigError("model_parallel has one update for all variables; use no grouped optimizer.")
   usual = optimizer.add_variable_from_reference
   slots: dict[int, list[Variable]] = {}
   places = {id(models.raw(variable)): index for index, variable in enumerate(variables)}

@@ -45,6 +45,7 @@ def rows() -> dict[str, list[tuple[str, ...]]]:
   ]
   found["Schedules"] = [
     row("`without_decay.of`, `.names`", "without_decay.of"),
+    row("`grouped.of`, `.groups`", "grouped.of"),
     row("all options, ours and Keras's", "schedules.constant.learning_rate"),
   ]
   return found

@@ -29,11 +29,18 @@ def test_what_is_refused_is_refused_in_one_line(way):
 
 
 @pytest.mark.parametrize("way", matrix.WAYS)
+@pytest.mark.whole
+def test_groups_are_equal_to_an_optimizer_for_each_variable(way):
+  entries = [e for e in matrix.ENTRIES if e.groups and way not in e.refuses]
+  assert matrix.TRIALS[way](entries) == []
+
+
+@pytest.mark.parametrize("way", matrix.WAYS)
 @pytest.mark.fast(way=["warm"])
 def test_those_with_odd_state_are_equal_to_a_plain_loop(way):
   entries = [
     e for e in matrix.ENTRIES
-    if e.name in ODD and e.library == "keras" and way not in e.refuses
+    if e.name in ODD and e.library == "keras" and not (e.groups or way in e.refuses)
   ]  # fmt: skip
   assert matrix.TRIALS[way](entries) == []
 
