@@ -12,6 +12,14 @@ from pathlib import Path
 from typing import Any
 
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_FULL = re.compile(
+  r"OOM when allocating tensor with shape\S+ and type \w+ on \S+"
+  r"|Out of memory while trying to allocate \S+"
+)
+_WHEN_FULL = (
+  "a device has too little memory; lower run.global_batch_size or raise Trainer.accumulation_steps "
+  "(--mode=memory shows what a step needs)"
+)
 _INSTALLED = tuple(sysconfig.get_path(x) for x in ("stdlib", "purelib", "platlib", "scripts"))
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _TASKS = os.path.join(_PACKAGE, "tasks", "")
@@ -104,7 +112,9 @@ def failure(error: BaseException) -> str:
   if several := re.search(r"^\s*\(0\) [A-Z_]+: +(.+)$", str(error), re.MULTILINE):
     reason = re.sub(r"(?<=\S)\{\{node \S+\}\}$", "", several[1])  # the node, a second time
     reason = re.sub(r"\{\{node (\S+)\}\}", r"\1", reason)
-  if not re.match(r"\w+(Error|Exception): ", reason):
+  if full := _FULL.search(str(error)):
+    reason = f"{full[0].rstrip('.')}: {_WHEN_FULL}"
+  elif not re.match(r"\w+(Error|Exception): ", reason):
     reason = f"{type(error).__name__}: {reason}"
   place = place_of(error)
   return f"{reason} ({place})" if place else reason

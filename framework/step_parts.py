@@ -10,6 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from framework.graphs import randomness
+from framework.host import timing
+from framework.metrics import Weighted
 from framework.models import batch_norm, models, recomputation
 from framework.observers import Observer
 from framework.optimizers.adapters import Optimizer
@@ -18,7 +20,7 @@ from framework.optimizers.fusion import Fusion
 from framework.optimizers.loss_scale import LossScale
 from framework.strategies import placement
 from framework.strategies.reduction import Reduction
-from framework.types import Batch, Variable
+from framework.types import Batch, PerReplica, Variable
 
 
 def replica_id() -> tf.Tensor:
@@ -98,13 +100,18 @@ class StepParts:
 
 
 class StepNumbers:
-  """On GPUs, what depends on the number of a step is computed by the host, once a step."""
+  """On GPUs, what depends on the number of a step is computed by the host, once."""
 
-  def __init__(self, trainer: Any) -> None:
-    """Reads the number of the first step of a `Trainer`'s loop (cross-replica)."""
+  def __init__(self, trainer: Any, num_steps: tf.Tensor) -> None:
+    """Computes number and rates of the steps of a `Trainer`'s loop (cross-replica)."""
     self._trainer = trainer
+    if not trainer.placement.on_gpus:
+      return
+    schedules = [one.schedule for one in trainer.parts.optimizers.values() if one.schedule]
     with trainer.placement.on_host():
       self._first = tf.identity(trainer.global_step.read_value())
+      ahead = [one.ahead(self._first, num_steps) for one in schedules]
+    self._rates = [(one, tf.identity(rates)) for one, rates in zip(schedules, ahead, strict=True)]
 
   @contextlib.contextmanager
   def known(self, done: tf.Tensor) -> Iterator[None]:
@@ -117,13 +124,53 @@ class StepNumbers:
     with contextlib.ExitStack() as stack:
       with trainer.placement.on_host():
         number = self._first + tf.cast(done, tf.int64)
-        for optimizer in usual.optimizers.values():
-          stack.enter_context(optimizer.at_step(number))
+      for schedule, rates in self._rates:
+        stack.enter_context(schedule.given(rates, done))
       trainer.parts = dataclasses.replace(usual, known_step=number)
       try:
         yield
       finally:
         trainer.parts = usual
+
+
+class InputWait:
+  """How long the steps of a loop waited for their batches.
+
+  On GPUs the host adds it up, for its own replicas, so that no step copies it to them.
+  """
+
+  def __init__(self, place: placement.Placement) -> None:
+    """Starts at 0; call it outside of the strategy's scope (host)."""
+    self._place = place
+    self._sum: tf.Variable | None = None
+    if place.on_gpus:
+      with tf.device("CPU:0"):
+        self._sum = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="input_wait")
+
+  def timed(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
+    """Returns the next global batch and the wait for it, float32 seconds (cross-replica)."""
+    started = timing.timestamp()
+    with tf.control_dependencies([started]):
+      batch = self._place.read(iterator)
+    arrived = self._place.strategy.experimental_local_results(batch["weight"])[0]
+    with tf.control_dependencies([arrived]), self._place.on_host():
+      waited_s = tf.cast(timing.timestamp() - started, tf.float32)
+      if self._sum is not None:
+        self._sum.assign_add(tf.cast(waited_s, tf.float64), read_value=False)
+    return self._place.per_replica(batch), waited_s
+
+  def metrics(self, waited_s: tf.Tensor) -> dict[str, Weighted]:
+    """Returns what a step's metrics must sum up of it (replica context)."""
+    return {"input_wait": (waited_s, 1.0)} if self._sum is None else {}
+
+  def seconds(self, results: dict[str, float], steps: int) -> float:
+    """Returns the sum over the loop's steps; takes it out of the loop's metrics (host)."""
+    return results.pop("input_wait") * steps if self._sum is None else float(self._sum.numpy())
+
+  def reset(self) -> None:
+    """Starts again at 0 (host)."""
+    if self._sum is not None:
+      self._sum.assign(0.0)
 
 
 class Draws:

@@ -28,7 +28,7 @@ from framework.optimizers import adapters
 from framework.optimizers.ema import averages
 from framework.optimizers.loss_scale import LossScale, usual_loss_scale
 from framework.step import Step, StepFactory
-from framework.step_parts import StepNumbers, StepParts, replica_id
+from framework.step_parts import InputWait, StepNumbers, StepParts, replica_id
 from framework.strategies import placement
 from framework.strategies.reduction import Reduction
 from framework.task import Task, derived_metrics
@@ -125,6 +125,7 @@ class Trainer(AbstractTrainer):
     self._iterator: Iterator[PerReplica] | None = None
     self._checks = trainer_checks.LoopChecks()
     self.assigned: dict[str, tf.Variable] = {}
+    self._input_wait = InputWait(self.placement)
     with strategy.scope():
       if task.model is None:
         with self.placement.building():
@@ -177,6 +178,7 @@ class Trainer(AbstractTrainer):
     if self._iterator is None:
       self._iterator = self.make_iterator()
     self.metrics.reset()  # an earlier loop may have failed midway
+    self._input_wait.reset()
     before, clock = int(self.global_step.numpy()), timing.LoopClock()
     for observer in self.parts.observers:
       observer.loop_begins(after_step=before, steps=steps)
@@ -196,7 +198,7 @@ class Trainer(AbstractTrainer):
       self.skipped_steps.assign_add(skipped - undone)
     if undone:
       self.reset_input()  # the iterator is one batch ahead of the position
-    results["input_wait_s"] = clock.corrected(results.pop("input_wait") * ran)
+    results["input_wait_s"] = clock.corrected(self._input_wait.seconds(results, ran))
     for observer in self.parts.observers:
       observer.loop_ends(results, done=done, ran=ran)
     results |= derived_metrics(
@@ -209,7 +211,7 @@ class Trainer(AbstractTrainer):
     """Runs `num_steps` steps, or until an observer undoes one (cross-replica)."""
     for observer in self.parts.observers:
       observer.loop_starts()
-    numbers = StepNumbers(self)
+    numbers = StepNumbers(self, num_steps)
 
     def step(done: tf.Tensor, *stands: tf.Tensor) -> tuple[tf.Tensor, ...]:
       with tf.name_scope(""), numbers.known(done):  # keeps the loop's prefix out of operation names
@@ -242,8 +244,8 @@ class Trainer(AbstractTrainer):
     self.assigned |= step.assigned
     self._checks.weight_seen |= step.is_conditional
     step.commit(finite & loss_finite)
-    own = {"skipped": (tf.cast(~finite, tf.float32), 1.0), "input_wait": (input_wait_s, 1.0)}
-    step.close(self.metrics, own)
+    own = {"skipped": (tf.cast(~finite, tf.float32), 1.0)}
+    step.close(self.metrics, own | self._input_wait.metrics(input_wait_s))
     return finite, loss_finite
 
   def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
@@ -261,11 +263,7 @@ class Trainer(AbstractTrainer):
 
   def next_batch(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
     """Returns the next global batch and the input wait, float32 seconds (cross-replica)."""
-    started = timing.timestamp()
-    with tf.control_dependencies([started]):
-      batch = self.placement.per_replica(self.placement.read(iterator))
-    with tf.control_dependencies([self._first(batch["weight"])]), self.placement.on_host():
-      return batch, tf.cast(timing.timestamp() - started, tf.float32)
+    return self._input_wait.timed(iterator)
 
   def checkpoint_items(self) -> dict[str, Any]:
     """Returns name -> object: all state that an exact restart needs (host)."""

@@ -7,7 +7,6 @@ finite. The optimizer only applies its update rule.
 from __future__ import annotations
 
 import abc
-import contextlib
 import inspect
 import math
 import re
@@ -118,11 +117,11 @@ class Optimizer:
         on_gpus=placement.here().on_gpus,
       )
 
-  def at_step(self, step: tf.Tensor) -> contextlib.AbstractContextManager[None]:
-    """A scheduled learning rate is computed once for all updates inside, at int64 `step`."""
+  @property
+  def schedule(self) -> schedules.Schedule | None:
+    """What its learning rate follows, if that is not a number."""
     rate = self.optimizer._learning_rate
-    ours = isinstance(rate, schedules.Schedule)
-    return rate.computed_once(step) if ours else contextlib.nullcontext()
+    return rate if isinstance(rate, schedules.Schedule) else None
 
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar (any context)."""

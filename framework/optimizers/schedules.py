@@ -48,7 +48,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     self.function = function
     self._config = config
     self._step: tf.Variable | None = None
-    self._rate: tf.Tensor | None = None
+    self._given: Callable[[], tf.Tensor] | None = None
 
   def at(self, step: TensorLike) -> tf.Tensor:
     """Returns the learning rate at `step`, a float32 scalar (any context).
@@ -64,18 +64,23 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     Args:
       iterations: the optimizer's own counter; ignored after `bind`.
     """
-    if self._rate is not None:
-      return self._rate
+    if self._given is not None:
+      return self._given()
     return self.at(iterations if self._step is None else self._step)
 
+  def ahead(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+    """Returns the rates of `count` steps from `first` on, float32 [count] (any context)."""
+    steps = first + tf.range(tf.cast(count, tf.int64))
+    return tf.map_fn(self.at, steps, fn_output_signature=tf.float32)
+
   @contextlib.contextmanager
-  def computed_once(self, step: tf.Tensor) -> Iterator[None]:
-    """Optimizers use the rate at `step` inside, computed here, not once for each variable."""
-    self._rate = self.at(step)
+  def given(self, rates: tf.Tensor, index: tf.Tensor) -> Iterator[None]:
+    """Optimizers use `rates[index]` inside; an index on the host costs a GPU no copy."""
+    self._given = lambda: tf.reshape(tf.slice(rates, [index], [1]), [])
     try:
       yield
     finally:
-      self._rate = None
+      self._given = None
 
   def bind(self, step: tf.Variable) -> Schedule:
     """Makes optimizers follow `step` instead of their own counter; returns self.

@@ -408,8 +408,8 @@ def _automatic_op(devices: Sequence[str]) -> tuple[str, str]:
     return "reduction_to_one_device", "a single replica has nothing to reduce"
   if all("CPU" in device for device in devices):
     return "reduction_to_one_device", "measured fastest on logical CPUs, which share memory"
-  # The same calls of NCCL on GPUs as "nccl" makes, which has no bfloat16. TensorFlow takes its own
-  # ring for logical GPUs, which NCCL refuses.
+  # The same calls of NCCL on GPUs as "nccl" makes. TensorFlow takes its own ring for logical GPUs,
+  # which NCCL refuses.
   return "collective", "NCCL between GPUs, TensorFlow's ring between other devices"
 
 

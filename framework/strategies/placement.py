@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
-from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.distribute import cross_device_ops, distribute_lib
 
 from framework.errors import ConfigError
 from framework.strategies import gpus, model_parallel, servers
@@ -87,6 +87,13 @@ class Placement:
   def cross_device_op(self) -> type | None:
     """The class of what sums gradients, if its factory lets the user choose it."""
     return None
+
+  @property
+  def sends_bfloat16(self) -> bool:
+    """Whether replicas can sum bfloat16; TensorFlow's collectives cannot between GPUs."""
+    op = getattr(self.strategy.extended, "_cross_device_ops", None)
+    collective = cross_device_ops.CollectiveAllReduce | cross_device_ops.NcclAllReduce
+    return not (self.on_gpus and isinstance(op, collective))
 
   @property
   def shares_variables(self) -> bool:
@@ -168,8 +175,22 @@ class Placement:
     return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
 
   def per_replica(self, batch: Mapping[str, PerReplica]) -> Mapping[str, PerReplica]:
-    """Returns a batch of `distribute` as `strategy.run` takes it (host, cross-replica)."""
-    return batch
+    """Returns a batch of `distribute` as `strategy.run` takes it (host, cross-replica).
+
+    Of a batch that the host has read for a GPU, weights that are all 1, as they mostly are, are
+    made there and not copied.
+    """
+    weight = batch["weight"]
+    if tf.executing_eagerly() or not (self.on_gpus and isinstance(weight, tf.Tensor)):
+      return batch
+    # A tf.cond would copy its condition to the GPU.
+    with self.on_host():
+      are_ones = tf.reduce_all(weight == 1)
+      kept = tf.raw_ops.Switch(data=weight, pred=are_ones).output_false
+    ones = tf.ones(weight.shape, weight.dtype)
+    made = tf.raw_ops.Switch(data=ones, pred=are_ones).output_true
+    merged = tf.raw_ops.Merge(inputs=[kept, made]).output
+    return {**batch, "weight": tf.ensure_shape(merged, weight.shape)}
 
   def of_replicas(self, values: Sequence[Structure]) -> PerReplica:
     """Returns the values of all replicas of one process as `strategy.run` takes them."""

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from framework.errors import ConfigError, unknown
 from framework.graphs.autograph import as_written
+from framework.strategies import placement
 
 Packing = Literal["flat", "per_tensor"]
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
@@ -155,11 +156,12 @@ class Reduction:
     an odd number.
 
     Raises:
-      ConfigError: a replica received a wrong sum.
+      ConfigError: a replica received a wrong sum, or the replicas cannot send the dtype.
     """
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
       return
+    self._require_sendable(strategy, dtypes)
     dtypes = sorted(set(dtypes), key=lambda d: d.name)
     groups = -(-replicas // _GROUP)
 
@@ -178,6 +180,16 @@ class Reduction:
     for dtype, got in zip([*dtypes, tf.float32], tf.nest.flatten(sums), strict=True):
       for local in strategy.experimental_local_results(got):
         self._check_sum(local, totals, dtype, replicas)
+
+  def _require_sendable(self, strategy: tf.distribute.Strategy, dtypes: Sequence[tf.DType]) -> None:
+    sent = {self.wire_dtype or dtype for dtype in dtypes}
+    if tf.bfloat16 in sent and not placement.of(strategy).sends_bfloat16:
+      raise ConfigError(
+        "gradients would be summed in bfloat16 (Reduction.wire_dtype, or the weights' own dtype), "
+        "which TensorFlow's collectives do not have between GPUs; set Reduction.wire_dtype to "
+        "'float16' or 'float32', or on one machine mirrored.cross_device_ops to "
+        "'hierarchical_copy'."
+      )
 
   def _check_sum(self, got: tf.Tensor, totals: np.ndarray, dtype: tf.DType, replicas: int) -> None:
     expected = np.asarray(totals * _PATTERN if got.shape.rank else totals.sum())

@@ -3,7 +3,8 @@
   python tests/gpu/steps.py digits_cnn/float32/1 fashion_mnist_gan/mixed_float16/1
 
 A case is a config, a precision and the number of GPUs. Prints a line of JSON for each: what a step
-asks for, and where variables lie.
+asks for, where variables lie, and the memory of each GPU in bytes. With TF_CONFIG in the
+environment it is one of several workers.
 """
 
 import dataclasses
@@ -32,10 +33,14 @@ def main(cases):
 
 
 def measured(config, precision, gpus):
-  """Returns what a step asks for, name -> number, and where its variables lie."""
+  """Returns name -> what is measured of a case."""
+  import tensorflow as tf
+
   trainer = made(config, precision, int(gpus))
+  names = [f"GPU:{number}" for number in range(int(gpus))]
+  held = [tf.config.experimental.get_memory_info(name)["current"] for name in names]
   trainer._iterator = trainer.make_iterator()
-  return {"step": counted(trainer._run_loop), "places": places(trainer)}
+  return {"step": counted(trainer._run_loop), "places": places(trainer), "bytes": held}
 
 
 def counted(run):
@@ -75,9 +80,14 @@ def made(config, precision, gpus):
   name = f"{config}.gin"
   configurables.parse([str(config_data.FOLDER / name)], config_data.stand_ins(name, folder))
   builder.set_globals(Numerics(precision=precision))
-  devices = [f"GPU:{number}" for number in range(gpus)]
-  strategy = factories.mirrored(devices=devices) if gpus > 1 else factories.one_device()
-  recipe = dataclasses.replace(runs.bound_recipe(gpus), options={"reduction": Unproven})
+  if "TF_CONFIG" in os.environ:
+    strategy = factories.multi_worker_mirrored()
+  elif gpus > 1:
+    strategy = factories.mirrored(devices=[f"GPU:{number}" for number in range(gpus)])
+  else:
+    strategy = factories.one_device()
+  recipe = runs.bound_recipe(strategy.num_replicas_in_sync)
+  recipe = dataclasses.replace(recipe, options={"reduction": Unproven})
   return recipe.trainer(builder.made_task(runs.bound("task")), strategy)
 
 

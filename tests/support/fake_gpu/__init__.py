@@ -40,6 +40,7 @@ LIBRARIES = {
   "nvml": "libnvidia-ml.so.1",
 }
 """What TensorFlow loads, by the name of its list of functions."""
+OF_THE_DRIVER = ("cuda", "nvml")
 MAKES = re.compile(r"(cublas|cublasLt|cudnn|cusolver|cusparse)\w*Create\w*$")
 LAUNCHES = re.compile(
   r"cublas[SDHCZGL]\w*(gemm|gemv|Gemm|axpy|scal|dot|trsm|copy)|cublasGemm|cublasLtMatmul$"
@@ -66,8 +67,11 @@ def library() -> Path:
   headers = f"-I{TENSORFLOW / 'include/third_party/gpus/cuda/include'}"
   options = ["-O1", "-fPIC", "-shared", "-std=c++17", "-w", headers, SOURCE, "others.cpp"]
   subprocess.run(["g++", *options, "-o", "fake.so", "-lpthread"], cwd=made, check=True)
-  for name in LIBRARIES.values():
+  (made / "driver").mkdir()
+  for part, name in LIBRARIES.items():
     (made / name).symlink_to("fake.so")
+    if part in OF_THE_DRIVER:
+      (made / "driver" / name).symlink_to("../fake.so")
   try:
     made.rename(folder)  # whole or not at all
   except OSError:  # another process has made it meanwhile
@@ -76,12 +80,25 @@ def library() -> Path:
 
 
 def environment(
-  folder: Path, *, count: int = 1, memory_mib: int = 8192, busy_mib: int = 0
+  folder: Path,
+  *,
+  count: int = 1,
+  memory_mib: int = 8192,
+  busy_mib: int = 0,
+  only_driver: bool = False,
 ) -> dict[str, str]:
-  """Returns the environment of a process with so many GPUs."""
+  """Returns the environment of a process with so many GPUs.
+
+  Args:
+    folder: what `library` returns.
+    count: of GPUs.
+    memory_mib: of each; an allocation beyond it is refused.
+    busy_mib: how much of it other processes have.
+    only_driver: CUDA's libraries are missing.
+  """
   here = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
   return here | {
-    "LD_LIBRARY_PATH": str(folder),
+    "LD_LIBRARY_PATH": str(folder / "driver" if only_driver else folder),
     "FAKE_GPU_COUNT": str(count),
     "FAKE_GPU_MEMORY_MIB": str(memory_mib),
     "FAKE_GPU_BUSY_MIB": str(busy_mib),

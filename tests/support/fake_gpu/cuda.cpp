@@ -268,6 +268,7 @@ static void copy(void* to, const void* from, size_t bytes) {
                      : here < 0 ? "to the device" : here == there ? "within" : "between";
   count(std::string("copies ") + kind);
   count(std::string("bytes ") + kind, bytes);
+  count(std::string("copies ") + kind + " of " + std::to_string(bytes) + " bytes");
   memmove(to, from, bytes);
   if (there < 0 && here >= 0 && bytes == 1) *static_cast<char*>(to) = 1;  // a bool
 }

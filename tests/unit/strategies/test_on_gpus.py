@@ -3,6 +3,8 @@
 Two logical CPUs stand for two GPUs.
 """
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -27,6 +29,15 @@ class AsOnGpus(factories.MirroredStrategy):
 
 @placement.register(AsOnGpus)
 class AsOnGpusPlacement(placement.Mirrored):
+  on_gpus = True
+
+
+class AsOnOneGpu(tf.distribute.OneDeviceStrategy):
+  """Trains as if its device was a GPU."""
+
+
+@placement.register(AsOnOneGpu)
+class AsOnOneGpuPlacement(placement.OneDevice):
   on_gpus = True
 
 
@@ -100,6 +111,44 @@ def test_the_rate_is_computed_once_a_step_and_keys_on_the_host(pair):
   assert len(keys) == 4  # two for each replica
   assert {tf.DeviceSpec.from_string(op.device).device_index for op in keys} == {0}
   assert not any(op.type in ("If", "StatelessIf") for op in on_gpus)
+
+
+@pytest.mark.parametrize("weight", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 2.0, np.nan]])
+def test_weights_are_those_that_the_host_has_read(weight):
+  """Those that are all 1 are not copied: tests/gpu counts it."""
+  place = placement.of(AsOnOneGpu("CPU:0"))
+  read = tf.function(lambda weight: place.per_replica({"weight": weight})["weight"])
+  np.testing.assert_array_equal(read(tf.constant(weight)), np.float32(weight))
+
+
+@pytest.mark.parametrize("kind", [AsOnOneGpu, AsOnGpus, tf.distribute.OneDeviceStrategy])
+def test_the_wait_for_input_is_that_of_the_loop(kind):
+  """Each batch takes 50 ms, and some are read ahead by TensorFlow."""
+
+  def pause():
+    time.sleep(0.05)
+    return np.float32(0)
+
+  def slow(batch, training):
+    del training
+    with tf.control_dependencies([tf.numpy_function(pause, [], tf.float32)]):
+      return {**batch, "x": tf.identity(batch["x"])}
+
+  names = factories.split_cpu(2)
+  task = Noisy()
+  trainer = Trainer(
+    task=task,
+    strategy=kind(names) if kind is AsOnGpus else kind("CPU:0"),
+    dataset_fn=lambda position: datasets.train_dataset(
+      task.source("train"), global_batch_size=4, position=position, preprocess=slow
+    ),
+    global_batch_size=4,
+    optimizer=lambda: keras.optimizers.SGD(0.1),
+  )
+  trainer.train(tf.constant(1))  # traced
+  started = time.perf_counter()
+  waited_s = trainer.train(tf.constant(6))["input_wait_s"]
+  assert 0.1 < waited_s <= time.perf_counter() - started
 
 
 @pytest.mark.parametrize("count", [2, 8])
