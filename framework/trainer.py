@@ -118,8 +118,7 @@ class Trainer(AbstractTrainer):
     self.padded_batch_size = datasets.padded_batch_size(global_batch_size, self.batch_multiple)
     self.task, self.strategy, self.eager = task, strategy, eager
     self.cluster = self.placement.cluster
-    self.global_batch_size = global_batch_size
-    self.dataset_fn = dataset_fn
+    self.global_batch_size, self.dataset_fn = global_batch_size, dataset_fn
     self.source: Callable[[], AnySource] | None = None
     self.left_out: frozenset[int] = frozenset()
     self._iterator: Iterator[PerReplica] | None = None
@@ -148,10 +147,8 @@ class Trainer(AbstractTrainer):
         global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
         clip_norm=clip_norm, clip_value=clip_value, accumulation_steps=accumulation_steps,
         jit_compile=jit_compile, replica_id=self.replica_id, observers=tuple(observers),
-        padded=trainer_checks.why_padded(
-          global_batch_size, self.padded_batch_size, strategy.num_replicas_in_sync,
-          accumulation_steps,
-        ),
+        padded=trainer_checks.why_padded(global_batch_size, self.padded_batch_size,
+          strategy.num_replicas_in_sync, accumulation_steps),
       )  # fmt: skip
     self._set(parts, step)
     parts.reduction.prove(strategy, parts.dtypes)
@@ -172,8 +169,7 @@ class Trainer(AbstractTrainer):
     Raises:
       ConfigError: all examples so far have weight 0.
     """
-    steps = int(num_steps)
-    if steps == 0:
+    if not (steps := int(num_steps)):
       return self.state_metrics()
     if self._iterator is None:
       self._iterator = self.make_iterator()
