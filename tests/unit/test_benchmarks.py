@@ -1,5 +1,6 @@
 """Benchmarks that no machine here can run in full do run in small."""
 
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from benchmarks import (
   ecosystems,
   evaluation,
   gpu,
+  gpu_carry,
+  gpu_lease,
   growth,
   jpeg_folders,
   models,
@@ -83,6 +86,35 @@ def test_the_cause_of_an_error_of_tensorflow_is_found():
   several = f"2 root error(s) found.\n  (0) RESOURCE_EXHAUSTED:  {out}\n  (1) y\n{ends}"
   assert gpu.cause(several) == f"(0) RESOURCE_EXHAUSTED:  {out}"
   assert gpu.cause("run.seed is 'x'") == "run.seed is 'x'"
+
+
+def test_a_part_of_a_lease_that_hangs_or_fails_loses_nothing(tmp_path):
+  lease = gpu_lease.Lease(tmp_path, minutes=1, small=True)
+  lease.write("before")
+  with pytest.raises(RuntimeError, match=r"no end within 1 s, see .*hangs.txt"):
+    lease.run("hangs", ["sh", "-c", "echo said; sleep 60"], limit_s=1)
+  assert (tmp_path / "hangs.txt").read_text() == "said\n"
+  with pytest.raises(RuntimeError, match="status 3: why"):
+    lease.run("fails", ["sh", "-c", "echo why; exit 3"], limit_s=9)
+  lease.write("after")
+  lines = (tmp_path / "lease.txt").read_text().splitlines()
+  assert [line.split(" s  ")[1] for line in lines] == ["before", "after"]
+
+
+def test_the_code_for_other_chips_is_found():
+  """Two groups: PTX for 90 and code for 80, then code for 90 and for 70."""
+
+  def entry(kind, chip, code):
+    head = struct.pack("<HHIQ", kind, 1, 64, len(code))
+    return head + bytes(12) + struct.pack("<I", chip) + bytes(32) + code
+
+  def group(*entries):
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, sum(map(len, entries))) + b"".join(entries)
+
+  data = bytes(8) + group(entry(1, 90, b"ptx_"), entry(2, 80, b"eighty__"))
+  data += bytes(16) + group(entry(2, 90, b"ninety__"), entry(2, 70, b"seventy_"))
+  found = gpu_carry.code_of_others(data, 0, len(data), 90)
+  assert [data[at : at + size] for at, size in found] == [b"eighty__", b"seventy_"]
 
 
 def test_words_are_not_repeated_in_a_batch():
