@@ -41,6 +41,7 @@ from framework.run_folder.checkpoints import CheckpointManager
 from framework.run_folder.warm_start import WarmStart
 from framework.strategies import factories
 from framework.task import Task
+from framework.tasks import optimizers
 from framework.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
@@ -103,6 +104,8 @@ class Entry:
     """Returns a new optimizer without groups."""
     if self.name == "LossScaleOptimizer":
       return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE))
+    if self.name in ("AdEMAMix", "ADOPT"):
+      return getattr(optimizers, self.name)(**{"learning_rate": RATE, **self.arguments})
     if self.name == "MultiOptimizer":
       usual = keras.optimizers.OptimizerMap(keras.optimizers.SGD(RATE))
       return keras.optimizers.MultiOptimizer(usual)
@@ -114,7 +117,8 @@ class Entry:
   def __str__(self) -> str:
     """Returns the call."""
     given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-    made = f"{self.library}.{self.name}({given})"
+    home = "" if self.name in ("AdEMAMix", "ADOPT") else f"{self.library}."
+    made = f"{home}{self.name}({given})"
     return f"grouped({made}, {dict(self.groups)})" if self.groups else made
 
 
@@ -176,6 +180,8 @@ def _entries() -> list[Entry]:
       Entry(library, name, arguments, refuses=refuses, groups=own)
       for library, name, arguments, own, refuses in GROUPED
     ),
+    Entry("keras", "AdEMAMix", {"beta_3": 0.99, "weight_decay": 0.1}, refuses=whole),
+    Entry("keras", "ADOPT", {"beta_2": 0.9}, refuses=whole),
     Entry("keras", "LossScaleOptimizer", refused="use Trainer.loss_scale"),
     Entry("keras", "MultiOptimizer", refused="sum gradients a second time"),
     Entry("tf_keras", "Nadam", refused="once a variable"),
