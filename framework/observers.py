@@ -73,8 +73,8 @@ class StepObserver:
     """
     return reduce(gradients, scalars)
 
-  def checked(self, finite: tf.Tensor) -> None:
-    """Receives whether the reduced gradients are finite, a bool scalar."""
+  def checked(self, finite: tf.Tensor, norm: tf.Tensor) -> None:
+    """Receives what `Step.check` returns of the reduced gradients, a bool and a float32 scalar."""
 
   def allowed(self, finite: tf.Tensor) -> tf.Tensor:
     """Returns whether to apply an update, a bool scalar equal on every replica.

@@ -236,10 +236,10 @@ class Step(EvalStep):
     The norm is the global L2 norm. A norm above 1.8e19 counts as not finite: its square overflows.
     """
     square = Gradients.as_given(gradients).square()
-    finite = tf.math.is_finite(square)
+    finite, norm = tf.math.is_finite(square), tf.sqrt(square)
     for observer in self._observers:
-      observer.checked(finite)
-    return finite, tf.sqrt(square)
+      observer.checked(finite, norm)
+    return finite, norm
 
   def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
     """Clips reduced gradients by global norm or by value, as configured.

@@ -105,7 +105,7 @@ _WHOLE: Mapping[str, Rule] = {
   **dict.fromkeys(
     (
       *("BestCheckpoint", "EarlyStopping", "Export", "StopOnNonFinite", "TimeBudget", "Profile"),
-      *("Show", "Spikes", "TensorBoard", "CSVFile", "Prometheus", "MLflow", "WandB"),
+      *("Show", "Spikes", "NoiseScale", "TensorBoard", "CSVFile", "Prometheus", "MLflow", "WandB"),
     ),
     Rule("yes", "counts from there on, over all evaluations in metrics.jsonl"),
   ),

@@ -43,6 +43,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ),
   ("framework.actions.best", "BestCheckpoint EarlyStopping"),
   ("framework.tools.exports.action", "Export"),
+  ("framework.actions.noise_scale", "NoiseScale"),
   ("framework.tools.forensics.action", "StopOnNonFinite"),
   ("framework.tools.forensics.spikes", "Spikes"),
   ("framework.actions.time_budget", "TimeBudget"),

@@ -78,6 +78,11 @@ class Rollback(Observer):
     del update, weight
     return tf.math.is_finite(total)
 
+  def accepts_norm(self, update: int, norm: tf.Tensor) -> tf.Tensor | None:
+    """Returns the same given the norm of its reduced gradients; None for True (replica context)."""
+    del update, norm
+    return None
+
   def is_good(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
     """Returns whether the step stands, a bool scalar (cross-replica); see `step_ends`."""
     return loss_finite & finite if self.counts_gradients else loss_finite
@@ -136,8 +141,10 @@ class _ReplicaRollback(StepObserver):
     self._updates += 1
     return sums, scalar_sums
 
-  def checked(self, finite: tf.Tensor) -> None:
+  def checked(self, finite: tf.Tensor, norm: tf.Tensor) -> None:
     self._checked.append(finite)
+    accepted = self._rollback.accepts_norm(self._updates - 1, norm)
+    self._required += [] if accepted is None else [accepted]
 
   def allowed(self, finite: tf.Tensor) -> tf.Tensor:
     for required in self._required:

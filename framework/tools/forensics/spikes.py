@@ -1,15 +1,17 @@
-"""`Spikes`: finds a loss far outside its recent distribution, and the examples that cause it.
+"""`Spikes`: finds a loss or gradient far above its recent distribution, and the examples.
 
-A step whose loss is outside is undone, as it is for `StopOnNonFinite`, and replayed eagerly to find
+A step that is outside is undone, as it is for `StopOnNonFinite`, and replayed eagerly to find
 its examples. Then it is repeated: as it was ('report'), without its update ('skip'), or without
 these examples, which are padding from there on ('rewind').
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -22,6 +24,7 @@ from framework.models import models
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.rollback import Rollback
 from framework.step import Gradient, LossFn, Step
+from framework.step_parts import StepParts
 from framework.strategies import placement
 from framework.tools.forensics import examine
 from framework.tools.forensics.action import NonFiniteLoss
@@ -42,13 +45,14 @@ class Diverged(NonFiniteLoss):
 
 
 class Spikes(Action):
-  """Finds steps whose loss is far above its recent distribution, and the examples that cause it.
+  """Finds steps whose loss or gradient is far above its recent distribution, and their examples.
 
   The distribution is that of the last `window` losses: their median, and a spread of 1.4826 times
   their median absolute deviation, but at least 1 % of the median. A loss above the median by more
-  than `deviations` spreads is a spike; so is one that is not finite. The loss is that of the
-  step's first update, over all replicas, before the update. The first `window` steps are not
-  judged. The same steps are found on any number of replicas, up to rounding, and after a restart.
+  than `deviations` spreads is a spike; so is one that is not finite. So it is with the norm of the
+  reduced gradient, before clipping. Both are those of the step's first update, over all replicas,
+  before the update. The first `window` steps are not judged. The same steps are found on any
+  number of replicas, up to rounding, and after a restart.
   """
 
   on = "train"
@@ -128,21 +132,21 @@ class Spikes(Action):
     """Returns how many spikes there were."""
     return f"{self._count} spike{'' if self._count == 1 else 's'} of the loss" * bool(self._count)
 
-  def _found(self, seen: Judged) -> None:
+  def _found(self, seen: Mapping[str, Judged]) -> None:
     """Examines the step that the trainer has undone, and decides how it is repeated (host)."""
     trainer, step = self._trainer, self.run.step + 1
     self._count_step(step)
     batch = _examined(trainer)
-    rows, few = batch.culprits(seen.usual + _USUAL_DEVIATIONS * seen.spread)
+    rows, without = _culprits(trainer, batch, seen)
     ids = {int(each) for each in batch.ids[rows]}
-    grown = _growth(trainer, batch, ids) if few else {}
-    said = _described(batch, rows, few=few, grown=grown)
-    self.run.message(f"step {step}: {seen}; {said}{self._doing(few)}")
+    high = " and ".join(f"{name} is {each}" for name, each in seen.items() if each.is_high)
+    said = _described(batch, rows, without)
+    self.run.message(f"step {step}: the {high}; {said}{self._doing(few=without is not None)}")
     if self.run.is_chief:
       self.run.metrics_log.append(
         step, "spike",
-        {"loss": seen.loss, "usual": seen.usual, "most": seen.most, "examples": sorted(ids),
-         "replicas": sorted({int(each) for each in batch.replicas[rows]})},
+        {"examples": sorted(ids), "replicas": sorted({int(each) for each in batch.replicas[rows]})}
+        | {f"{n.replace(' ', '_')}{k}": v for n, each in seen.items() for k, v in each.record()},
       )  # fmt: skip
     if self._on_spike == "rewind":
       trainer.left_out |= ids
@@ -158,27 +162,30 @@ class Spikes(Action):
     self._newest = step
     if self._in_a_row > self._patience and self.changes_training:
       raise Diverged(
-        f"the loss is far above its usual values in {self._in_a_row} steps in a row, up to step "
-        f"{step}, so it is not single examples. Try a lower learning rate or a warm-up, or "
-        "Trainer.clip_norm, from an earlier checkpoint; Spikes.patience allows more steps."
+        f"the loss or the gradient is far above its usual values in {self._in_a_row} steps in a "
+        f"row, up to step {step}, so it is not single examples. Try a lower learning rate or a "
+        "warm-up, or Trainer.clip_norm, from an earlier checkpoint; Spikes.patience allows more "
+        "steps."
       )
 
-  def _doing(self, few: bool) -> str:
+  def _doing(self, *, few: bool) -> str:
     if self._on_spike == "rewind":
       return "; left out from here on" if few else "; all of them are left out from here on"
     return "; no update" if self._on_spike == "skip" else ""
 
 
-def _described(batch: Examined, rows: np.ndarray, *, few: bool, grown: Mapping[str, float]) -> str:
-  """Returns which replicas and examples have a spike, and which gradients it raises."""
-  if not few:
-    return f"not a few examples: without half of the {len(rows)} it is still high"
+def _described(batch: Examined, rows: np.ndarray, without: Examined | None) -> str:
+  """Returns which replicas and examples have a spike, and which gradients they raise."""
+  if without is None:
+    return f"not a few examples: it is still high without half of the {len(rows)}"
   parts = []
   for replica in sorted(set(batch.replicas[rows])):
     here = [row for row in rows if batch.replicas[row] == replica]
     named = [f"{batch.ids[row]} (loss {batch.losses[row]:.3g})" for row in here[:_SHOWN]]
     more = f" and {len(here) - _SHOWN} more" if len(here) > _SHOWN else ""
     parts.append(f"replica {replica}: example{'s' * (len(here) > 1)} {', '.join(named)}{more}")
+  grown = {name: norm / without.norms[name] for name, norm in batch.norms.items()
+           if without.norms.get(name)}  # fmt: skip
   most = sorted(grown.items(), key=lambda item: -item[1])[:3]
   gradients = ", ".join(f"{name} x {factor:.3g}" for name, factor in most)
   return "; ".join(parts) + (f"; gradients with them: {gradients}" if gradients else "")
@@ -188,20 +195,35 @@ def _described(batch: Examined, rows: np.ndarray, *, few: bool, grown: Mapping[s
 
 
 class Judged(NamedTuple):
-  """The loss of a step, and what it is compared with; `most` is the largest usual loss."""
+  """A loss or norm, and what it is compared with; `most` is the largest usual value."""
 
-  loss: float
+  value: float
   usual: float
   spread: float
   most: float
 
+  @property
+  def is_high(self) -> bool:
+    """Whether it is a spike, as it is if it is not finite."""
+    return not self.value <= min(self.most, sys.float_info.max)
+
+  def allows(self, value: float) -> bool:
+    """Whether another value is a usual one."""
+    return value <= self.usual + _USUAL_DEVIATIONS * self.spread or math.isinf(self.most)
+
+  def record(self) -> Iterable[tuple[str, float]]:
+    """Returns what the log has of it: (ending of a name, value)."""
+    return ("", self.value), ("_usual", self.usual), ("_most", self.most)
+
   def __str__(self) -> str:
-    """Returns both as text."""
-    return f"the loss is {self.loss:.4g}, usually {self.usual:.4g} and at most {self.most:.4g}"
+    """Returns "884.1, usually 5.251 and at most 31.13"."""
+    return f"{self.value:.4g}, usually {self.usual:.4g} and at most {self.most:.4g}"
 
 
 class Guard(Rollback):
-  """Undoes a step whose loss is a spike, which ends the loop; judges nothing else."""
+  """Undoes a step whose loss or norm is a spike, which ends the loop; judges nothing else."""
+
+  JUDGED = ("loss", "gradient norm")
 
   def __init__(
     self,
@@ -210,7 +232,7 @@ class Guard(Rollback):
     window: int,
     deviations: float,
     updates: bool,
-    on_spike: Callable[[Judged], None],
+    on_spike: Callable[[Mapping[str, Judged]], None],
   ) -> None:
     """Makes its variables in host memory.
 
@@ -226,10 +248,11 @@ class Guard(Rollback):
     self._step, self._window, self._deviations = trainer.global_step, window, deviations
     self._updates, self._on_spike = updates, on_spike
     with tf.device("CPU:0"):
-      self._losses = tf.Variable(np.zeros([window]), trainable=False)
+      self._values = tf.Variable(np.zeros([window, len(self.JUDGED)]), trainable=False)
       self._seen = tf.Variable(np.int64(0), trainable=False)
       self._repeated = tf.Variable(np.int64(-1), trainable=False)
-      self._judged = tf.Variable(np.zeros([len(Judged._fields)]), trainable=False)
+      judged = np.zeros([len(Judged._fields), len(self.JUDGED)])
+      self._judged = tf.Variable(judged, trainable=False)
 
   def repeat(self, step: int) -> None:
     """Lets the step after `step` steps pass, whatever its loss (host)."""
@@ -237,25 +260,24 @@ class Guard(Rollback):
 
   def state(self) -> dict[str, Any]:
     """Returns the values of its variables (host)."""
-    return {"losses": self._losses.numpy().tolist(), "seen": int(self._seen.numpy())}
+    return {"values": self._values.numpy().tolist(), "seen": int(self._seen.numpy())}
 
   def restore(self, state: Mapping[str, Any]) -> None:
     """Sets its variables; another window begins anew (host)."""
-    if len(state["losses"]) == self._window:
-      self._losses.assign(np.array(state["losses"]))
+    if len(state["values"]) == self._window:
+      self._values.assign(np.array(state["values"]))
       self._seen.assign(np.int64(state["seen"]))
 
   def step_begins(self) -> None:
     """See `Observer`; also computes what is usual."""
     super().step_begins()
-    self._loss: tf.Tensor | None = None
+    self._now: list[tf.Tensor] = []
     with tf.device("CPU:0"):
-      usual = _median(self._losses)
-      spread = _NORMAL * _median(tf.abs(self._losses - usual))
-      spread = tf.maximum(spread, _LEAST * tf.abs(usual))
-      infinity = tf.constant(np.inf, tf.float64)
-      most = tf.where(self._seen < self._window, infinity, usual + self._deviations * spread)
-      self._usual = [usual, spread, most]
+      values = self._values.read_value()
+      usual = _median(values)
+      spread = tf.maximum(_NORMAL * _median(tf.abs(values - usual)), _LEAST * tf.abs(usual))
+      most = tf.where(self._seen < self._window, _INFINITY, usual + self._deviations * spread)
+      self._usual = usual, spread, most
       self._again = self._step.read_value() == self._repeated
 
   def accepts(self, update: int, total: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
@@ -263,36 +285,61 @@ class Guard(Rollback):
     if update:
       return tf.constant(True)
     with tf.device("CPU:0"):
+      self._weighs = weight > 0
       loss = tf.math.divide_no_nan(tf.cast(total, tf.float64), tf.cast(weight, tf.float64))
-      self._loss, self._weighs = loss, weight > 0
-      self._inside = (loss <= self._usual[-1]) & tf.math.is_finite(loss) | ~self._weighs
-      return self._inside | self._again if self._updates else self._inside
+      # A loss has no norm yet, and a task may never check one.
+      self._now, self._inside = [loss, tf.zeros([], tf.float64)], self._is_inside(0, loss)
+      return self._allowed()
+
+  def accepts_norm(self, update: int, norm: tf.Tensor) -> tf.Tensor | None:
+    """See `Rollback`; a norm that is not finite is the business of `Step.check`."""
+    if update:
+      return None
+    with tf.device("CPU:0"):
+      norm = tf.cast(norm, tf.float64)
+      norm = tf.where(tf.math.is_finite(norm), norm, tf.zeros_like(norm))
+      self._now[1] = norm
+      self._inside &= self._is_inside(1, norm)
+      return self._allowed()
+
+  def _is_inside(self, index: int, value: tf.Tensor) -> tf.Tensor:
+    return (value <= self._usual[-1][index]) & tf.math.is_finite(value) | ~self._weighs
+
+  def _allowed(self) -> tf.Tensor:
+    return self._inside | self._again if self._updates else self._inside
 
   def is_good(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
-    """See `Rollback`; also adds the loss of a step that stands to the distribution."""
+    """See `Rollback`; also adds the values of a step that stands to the distribution."""
     del finite, loss_finite
-    if self._loss is None:
+    if not self._now:
       return tf.constant(True)
     with tf.device("CPU:0"):
-      good = self._inside | self._again
+      good, now = self._inside | self._again, tf.stack(self._now)
       added, place = good & self._weighs, self._seen % self._window
-      finite_loss = tf.where(tf.math.is_finite(self._loss), self._loss, np.inf)
-      value = tf.where(added, finite_loss, self._losses[place])
-      tf.raw_ops.ResourceScatterUpdate(resource=self._losses.handle, indices=place, updates=value)
+      finite_now = tf.where(tf.math.is_finite(now), now, _INFINITY)
+      value = tf.where(added, finite_now, self._values[place])
+      tf.raw_ops.ResourceScatterUpdate(resource=self._values.handle, indices=place, updates=value)
       self._seen.assign_add(tf.cast(added, tf.int64), read_value=False)
-      self._judged.assign(tf.stack([self._loss, *self._usual]), read_value=False)
+      self._judged.assign(tf.stack([now, *self._usual]), read_value=False)
       return good
 
   def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
     """Reports a spike, unless something else has undone the last step (host)."""
-    judged = Judged(*self._judged.numpy().tolist())
-    if ran > done and not judged.loss <= min(judged.most, math.inf):
+    if ran == done:
+      return
+    columns = self._judged.numpy().T.tolist()
+    judged = {name: Judged(*each) for name, each in zip(self.JUDGED, columns, strict=True)}
+    if any(each.is_high for each in judged.values()):
       self._on_spike(judged)
 
 
-def _median(values: tf.Tensor | tf.Variable) -> tf.Tensor:
+_INFINITY = np.float64(np.inf)
+
+
+def _median(values: tf.Tensor) -> tf.Tensor:
+  """Returns the median of each column."""
   count = values.shape[0]
-  ordered = tf.sort(values)
+  ordered = tf.sort(values, axis=0)
   return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
 
 
@@ -301,79 +348,106 @@ def _median(values: tf.Tensor | tf.Variable) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examined:
-  """The examples of a step, over all replicas, and its gradients.
+  """A step: its loss and gradients, and its examples over all replicas.
 
   Attributes:
-    ids: int64 [n].
-    losses: [n], NaN if the task's loss does not say them.
-    weights: [n].
-    replicas: [n], of which each is an example.
+    values: the loss and the norm of the gradient.
     norms: variable -> the norm of its gradient.
+    known: whether the task's loss says what is each example's.
+    ids: int64 [n].
+    losses: [n], what each adds to the summed loss.
+    slopes: [n], what each adds to half the square of the gradient's norm on its replica; the
+      losses if an operation has no second derivative.
+    replicas: [n], of which each is an example.
   """
 
+  values: tuple[float, float]
+  norms: Mapping[str, float]
+  known: bool
   ids: np.ndarray
   losses: np.ndarray
-  weights: np.ndarray
+  slopes: np.ndarray
   replicas: np.ndarray
-  norms: Mapping[str, float]
-
-  def culprits(self, usual: float) -> tuple[np.ndarray, bool]:
-    """Returns the fewest rows without which the mean loss is at most `usual`, largest first.
-
-    And whether they are at most half; if not, all rows are returned.
-    """
-    losses = self.weights * self.losses
-    order = np.argsort(-np.where(np.isfinite(losses), losses, np.inf), kind="stable")
-    for count in range(1, len(order) // 2 + 1):
-      rest = order[count:]
-      if losses[rest].sum() <= usual * self.weights[rest].sum():  # False for NaN
-        return order[:count], True
-    return order, False
 
 
-def _examined(trainer: Trainer) -> Examined:
-  """Replays the step after `trainer.global_step` (host; every worker must call it)."""
-  parts = dataclasses.replace(trainer.parts, observers=())
-  with examine.replayed(trainer, lambda: _Rows(parts)) as [step, *_]:
-    rows = {name: value.numpy() for name, value in step.rows.items()}
-    norms = {name: float(tf.norm(gradient)) for name, gradient in step.summed.items()}
-  real = (rows["ids"] >= 0) & (rows["weights"] > 0)
-  return Examined(norms=norms, **{name: value[real] for name, value in rows.items()})
+def _culprits(
+  trainer: Trainer, batch: Examined, seen: Mapping[str, Judged]
+) -> tuple[np.ndarray, Examined | None]:
+  """Returns the fewest rows without which the step is usual, and the step without them (host).
+
+  All rows, and None, if half of them are not enough.
+  """
+  whole = np.arange(len(batch.ids))
+  if not batch.known:
+    return whole, None
+  parts = batch.losses if seen["loss"].is_high else batch.slopes
+  order = np.argsort(-np.where(np.isfinite(parts), parts, np.inf), kind="stable")
+  low, high, found = 0, len(order) // 2, None
+  while high > low:  # without `low` rows it is not usual
+    count = high if found is None else (low + high) // 2
+    if count == low:
+      break
+    without = _examined(trainer, without=batch.ids[order[:count]])
+    if all(each.allows(v) for each, v in zip(seen.values(), without.values, strict=True)):
+      high, found = count, without
+    elif found is None:
+      return whole, None
+    else:
+      low = count
+  return (whole, None) if found is None else (order[:high], found)
 
 
-def _growth(trainer: Trainer, batch: Examined, ids: Collection[int]) -> dict[str, float]:
-  """Returns variable -> by which factor its gradient is larger with these examples (host)."""
-  left_out = trainer.left_out
-  trainer.left_out = left_out | set(ids)
+def _examined(trainer: Trainer, *, without: Iterable[int] = ()) -> Examined:
+  """Replays the step after `trainer.global_step` (host; every worker must call it).
+
+  Args:
+    without: ids of examples that are padding in it.
+  """
+  parts, left_out = dataclasses.replace(trainer.parts, observers=()), trainer.left_out
+  trainer.left_out = left_out | {int(each) for each in without}
   try:
-    without = _examined(trainer).norms
+    with examine.replayed(trainer, lambda: _Rows(parts)) as [step, *_]:
+      rows = {name: value.numpy() for name, value in step.rows.items()}
+      norms = {name: float(tf.norm(gradient)) for name, gradient in step.summed.items()}
+      values = float(step.values[0]), float(step.values[1])
   finally:
     trainer.left_out = left_out
-  return {name: norm / without[name] for name, norm in batch.norms.items() if without[name]}
+  real = rows["ids"] >= 0
+  rows = {name: value[real] for name, value in rows.items()}
+  return Examined(values=values, norms=norms, known=step.known, **rows)
 
 
 class _Rows(Step):
-  """A step, run eagerly, that keeps each example's loss: the slope of the sum in its weight."""
+  """A step, run eagerly, that keeps each example's part in the loss and in the gradient's norm.
 
-  def __init__(self, parts: Any) -> None:
+  They are slopes in its weight: of the sum of losses, and of half the square of the norm.
+  """
+
+  def __init__(self, parts: StepParts) -> None:
     replica = int(parts.replica_id())
     super().__init__(dataclasses.replace(parts, replica_id=lambda: tf.constant(replica)))
     self._replica, self._updates = replica, 0
-    self._losses: list[tf.Tensor | None] = []
     self._names: list[str] = []
+    self._parts: list[tuple[tf.Tensor | None, tf.Tensor | None]] = []
+    self.known = True
     self.rows: dict[str, tf.Tensor] = {}
     self.summed: dict[str, tf.Tensor] = {}
+    self.values = [tf.constant(0.0), tf.constant(0.0)]
 
   def run(self, task_step: Callable[..., None], batch: Batch) -> None:
     super().run(task_step, batch)
-    weights, count = tf.cast(batch["weight"], tf.float32), batch["weight"].shape[0]
-    kept = [each for each in self._losses if each is not None]
-    losses = tf.concat(kept, 0) if kept and len(kept) == len(self._losses) else tf.zeros([0])
-    if losses.shape[0] != count:  # the task's loss is of other rows than the batch's
-      losses = tf.fill([count], np.nan)
+    count = batch["weight"].shape[0]
+    parts = [
+      [each for each in parts if each is not None] for parts in zip(*self._parts, strict=True)
+    ]
+    found = [tf.concat(each, 0) if each else tf.zeros([0]) for each in parts]
+    losses, slopes = [*found, tf.zeros([0]), tf.zeros([0])][:2]
+    self.known = losses.shape[0] == count  # not if the loss is of other rows than the batch's
+    losses = losses if self.known else tf.zeros([count])
+    slopes = slopes if slopes.shape[0] == count else losses
     rows = {
-      "ids": batch["example_id"], "weights": weights, "losses": tf.cast(losses, tf.float32),
-      "replicas": tf.fill([count], self._replica),
+      "ids": batch["example_id"], "losses": batch["weight"] * losses,
+      "slopes": batch["weight"] * slopes, "replicas": tf.fill([count], self._replica),
     }  # fmt: skip
     gather = self.parts.reduction.all_gather
     self.rows = {name: gather(value) for name, value in rows.items()}
@@ -394,15 +468,28 @@ class _Rows(Step):
   ) -> tuple[Gradients, Loss]:
     if self._updates or "weight" not in batch:
       return super().forward_backward(loss_fn, batch, fusion)
-    with tf.GradientTape() as tape:
-      tape.watch(batch["weight"])
+    weight = batch["weight"]
+    with tf.GradientTape(persistent=True) as tape:
+      tape.watch(weight)
       gradients, loss = super().forward_backward(loss_fn, batch, fusion)
-    self._losses.append(tape.gradient(loss.total, batch["weight"]))
+      half = tf.add_n([tf.nn.l2_loss(tf.cast(each, tf.float32)) for each in gradients.tensors])
+    slope = None
+    with contextlib.suppress(LookupError):  # an operation without a second derivative
+      slope = tape.gradient(half, weight)
+    self._parts.append((tape.gradient(loss.total, weight), slope))
     return gradients, loss
 
-  def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
+  def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
+    summed, total = super().all_reduce(gradients, loss)
     if not self._updates:
+      self.values[0] = tf.math.divide_no_nan(total.total, total.weight)
+    self._updates += 1
+    return summed, total
+
+  def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
+    finite, norm = super().check(gradients)
+    if self._updates == 1 and not self.summed:
       named = zip(self._names, gradients, strict=True)
       self.summed = {name: each for name, each in named if each is not None}
-    self._updates += 1
-    return super().check(gradients)
+      self.values[1] = tf.where(finite, norm, 0.0)
+    return finite, norm
