@@ -27,11 +27,7 @@ REPORTED = (
   *REPORTED_BY_UPDATES,
   *("loss_scale", "skipped", "skipped_steps"),
   *("nonfinite_step", "input_wait", "input_wait_s", "examples_per_second", "steps_per_second"),
-<<<<<<< HEAD
-  *("staleness", "communication", "communication_s", "start_s", "gpu_memory_mib"),
-=======
-  *("noise_scale", "staleness", "communication", "communication_s", "start_s"),
->>>>>>> 2fc4f8b (Spikes judge the norm of the gradient too; NoiseScale logs the gradient noise scale)
+  *("staleness", "communication", "communication_s", "start_s", "gpu_memory_mib", "noise_scale"),
   *("step", "split", "wall_time"),
 )
 """Metrics that the framework reports: `Task.metrics` must not use these names."""

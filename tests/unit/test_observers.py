@@ -58,7 +58,7 @@ class EverythingOfReplica(StepObserver):
     self.observer.heard.append("all_reduce")
     return reduce(gradients, scalars)
 
-  def checked(self, finite):
+  def checked(self, finite, norm):
     self.observer.heard.append("checked")
 
   def allowed(self, finite):
