@@ -127,7 +127,7 @@ def machine(lease: Lease) -> str:
     "names = [d.name.removeprefix('/device:') for d in tf.config.list_logical_devices('GPU')]\n"
     "print(tf.__version__, *gpus.described(names), gpus.unseen() or '', sep='; ')"
   )
-  return lease.run("machine", [sys.executable, "-c", program], limit_s=60).splitlines()[-1]
+  return lease.run("machine", [sys.executable, "-c", program], limit_s=120).splitlines()[-1]
 
 
 def conformance(lease: Lease) -> str:
@@ -135,7 +135,7 @@ def conformance(lease: Lease) -> str:
   command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "tests/conformance/test_update.py"]
   variables = {} if lease.small else {"TESTS_ON_GPUS": "1"}
   few = ["-k", "one_device"] if lease.small else []
-  said = lease.run("conformance", [*command, *few], limit_s=150, **variables)
+  said = lease.run("conformance", [*command, *few], limit_s=240, **variables)
   return said.strip().splitlines()[-1]
 
 
@@ -208,7 +208,7 @@ def profile(lease: Lease) -> str:
 def memory(lease: Lease) -> str:
   """The most that a run of the shipped language model takes, beside the estimate."""
   command = [sys.executable, "launch.py", "memory", "language_model"]
-  estimate = lease.run("memory", command, limit_s=60, CUDA_VISIBLE_DEVICES="-1")
+  estimate = lease.run("memory", command, limit_s=120, CUDA_VISIBLE_DEVICES="-1")
   folder = lease.out / "language_model"
   train = [sys.executable, "launch.py", "train", "language_model", "run.train_steps=20"]
   train += ["run.steps_per_loop=10", "run.eval_steps=1", f"--model_dir={folder}"]
