@@ -104,7 +104,7 @@ def stand_ins(name, folder):
   if name.startswith("imdb"):
     reviews.install_package(folder, count=EXAMPLES * 2)
     return [f"imdb_reviews.eval_examples = {EXAMPLES}"]
-  if name in ("language_model.gin", "language_model_packed.gin"):
+  if name in tuple(f"language_model{each}.gin" for each in ("", "_decoder", "_packed")):
     return text_parameters(folder)
   if name == "language_model_mixture.gin":
     several = "LanguageModel.corpus = {'code': @TextFiles(), 'prose': @TextFiles()}"

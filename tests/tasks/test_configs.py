@@ -182,6 +182,12 @@ EXPECTED = {
     "rates": {0: 0.001, 400: 0.001},
   },
   "language_model.gin": LANGUAGE_MODEL,
+  "language_model_decoder.gin": {
+    **LANGUAGE_MODEL,
+    "parameters": {"default": transformer_parameters(4, 128) + 4 * (2 * 32 - 128 * 128)},
+    "optimizer": keras.optimizers.Muon,
+    "rates": {0: 0.0, 100: 0.005, 200: 0.01, 2100: 0.0055, 4000: 0.001},
+  },
   "language_model_mixture.gin": {
     **LANGUAGE_MODEL,
     "features": dict.fromkeys(("token", "position", "target"), ("int32", (128,))),

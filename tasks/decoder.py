@@ -1,0 +1,126 @@
+"""A decoder-only network as they are built today, for `LanguageModel`; see docs/language-model.md.
+
+    import framework.tasks.decoder
+    LanguageModel.network = @decoder
+
+Beside rotary positions, RMSNorm and SwiGLU of `transformer` it has grouped queries: several heads
+of queries share one head of keys and values (Ainslie et al., "GQA", 2023); queries and keys are
+normalised (Henry et al., "Query-Key Normalization", 2020); and each projection is a matrix of its
+own, as an optimizer of matrices, such as Muon, wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import keras
+import tensorflow as tf
+
+import framework
+from framework.errors import ConfigError
+from framework.tasks.language_model import BYTES, START, attention_mask, rotary_angles, rotated
+
+
+def matrix(units: int, name: str) -> keras.layers.Layer:
+  """Returns a projection without a bias."""
+  return keras.layers.Dense(units, use_bias=False, name=name)
+
+
+class GroupedAttention(keras.layers.Layer):
+  """Causal self-attention whose heads of queries share fewer heads of keys and values."""
+
+  def __init__(self, *, width: int, heads: int, groups: int) -> None:
+    """Makes the four projections and the norms of queries and keys."""
+    super().__init__(name="attention")
+    self._size, self._heads, self._groups = width // heads, heads, groups
+    self.query, self.to_output = matrix(width, "query"), matrix(width, "output")
+    self.key = matrix(groups * self._size, "key")
+    self.value = matrix(groups * self._size, "value")
+    self.query_norm, self.key_norm = (keras.layers.RMSNormalization() for _ in range(2))
+
+  def call(self, x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor], mask: tf.Tensor) -> tf.Tensor:
+    """Returns [n, length, width]; the arguments are those of `language_model.Attention`."""
+    n, length, width = keras.ops.shape(x)
+    split = [n, length, -1, self._size]
+    query, key, value = (
+      keras.ops.reshape(project(x), split) for project in (self.query, self.key, self.value)
+    )
+    query = rotated(self.query_norm(query), rotation)
+    key = rotated(self.key_norm(key), rotation)
+    key, value = (keras.ops.repeat(y, self._heads // self._groups, axis=2) for y in (key, value))
+    mixed = keras.ops.dot_product_attention(query, key, value, mask=mask)
+    return self.to_output(keras.ops.reshape(mixed, [n, length, width]))
+
+
+class DecoderBlock(keras.layers.Layer):
+  """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+  def __init__(self, *, name: str, width: int, heads: int, groups: int) -> None:
+    """Makes the layers; the MLP has about as many weights as one four times as wide."""
+    super().__init__(name=name)
+    self.attention_norm, self.mlp_norm = (keras.layers.RMSNormalization() for _ in range(2))
+    self.attention = GroupedAttention(width=width, heads=heads, groups=groups)
+    hidden = -(-8 * width // 24) * 8
+    self.gate, self.up, self.down = (
+      matrix(units, name) for units, name in ((hidden, "gate"), (hidden, "up"), (width, "down"))
+    )
+
+  def call(self, x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor], mask: tf.Tensor) -> tf.Tensor:
+    """Returns [n, length, width]."""
+    x = x + self.attention(self.attention_norm(x), rotation, mask)
+    y = self.mlp_norm(x)
+    return x + self.down(keras.ops.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(keras.Model):
+  """Tokens and positions -> float32 logits of the next byte; the embedding is also the output."""
+
+  def __init__(self, *, layers: int, width: int, heads: int, groups: int) -> None:
+    """Makes the layers; see `decoder`."""
+    super().__init__(name="decoder")
+    self._size = width // heads
+    self.embedding = keras.layers.ReversibleEmbedding(
+      START + 1, width, name="embedding",
+      embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),
+      dtype=keras.config.dtype_policy().variable_dtype,
+    )  # fmt: skip
+    self._names = [f"block_{number}" for number in range(layers)]
+    for name in self._names:  # attributes: tf.train.Checkpoint does not track a list
+      setattr(self, name, DecoderBlock(name=name, width=width, heads=heads, groups=groups))
+    self.norm = keras.layers.RMSNormalization()
+
+  def call(self, inputs: Mapping[str, tf.Tensor], training: bool = False) -> tf.Tensor:
+    """Returns logits [n, length, 256] for "token" and "position", both int32 [n, length]."""
+    del training
+    rotation = rotary_angles(inputs["position"], self._size, self.variable_dtype)
+    mask, x = attention_mask(inputs["position"]), self.embedding(inputs["token"])
+    for name in self._names:
+      x = getattr(self, name)(x, rotation, mask)
+    return self.embedding(self.norm(x), reverse=True)[..., :BYTES]
+
+
+@framework.register
+def decoder(*, layers: int = 4, width: int = 128, heads: int = 4, groups: int = 2) -> keras.Model:
+  """A decoder-only transformer over bytes with grouped queries.
+
+  Args:
+    layers: number of blocks.
+    width: of the residual stream.
+    heads: of queries; width / heads must be an even number.
+    groups: heads of keys and values; must divide `heads`.
+
+  Raises:
+    ConfigError: numbers that do not divide one another.
+  """
+  if heads < 1 or width % (2 * heads):
+    raise ConfigError(
+      f"decoder.width is {width} and decoder.heads {heads}; width / heads must be an even number, "
+      f"because rotary positions need pairs: such as {2 * max(1, heads) * 16}."
+    )
+  if groups < 1 or heads % groups:
+    raise ConfigError(
+      f"decoder.groups is {groups} and decoder.heads {heads}; groups must divide heads, such as 1."
+    )
+  model = Decoder(layers=layers, width=width, heads=heads, groups=groups)
+  model({name: keras.Input([None], dtype="int32") for name in ("token", "position")})
+  return model
