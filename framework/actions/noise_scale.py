@@ -21,13 +21,13 @@ _DECAY = 0.99
 class NoiseScale(Action):
   """Logs the gradient noise scale: about the largest batch that makes steps better in proportion.
 
-  It is tr(S) / |G|^2: G is the gradient over all examples, S the covariance of those of single ones
-  (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A). A batch of
-  this size needs about twice as many examples as the smallest one, and twice as many steps as the
-  largest. With g_i the summed gradient of replica i, w_i the sum of its weights, and A the sum of
-  |g_i|^2, |G|^2 is estimated by (|sum g_i|^2 - A) / ((sum w_i)^2 - sum w_i^2), and tr(S) by
-  (A - |G|^2 sum w_i^2) / sum w_i, without bias for weights of 1. Both have running means over about
-  100 steps. The sums travel with the all-reduce of the step's first update.
+  It is ``tr(S) / |G|^2``: G is the gradient over all examples, S the covariance of those of single
+  ones (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A). A batch
+  of this size needs about twice as many examples as the smallest one, and twice as many steps as
+  the largest. With g_i the summed gradient of replica i, w_i the sum of its weights, and A the sum
+  of ``|g_i|^2``, ``|G|^2`` is estimated by ``(|sum g_i|^2 - A) / ((sum w_i)^2 - sum w_i^2)``, and
+  tr(S) by ``(A - |G|^2 sum w_i^2) / sum w_i``, without bias for weights of 1. Both have running
+  means over about 100 steps. The sums travel with the all-reduce of the step's first update.
   """
 
   on = "train"

@@ -456,6 +456,11 @@ def _refuse_conflicts(name: str, optimizer: KerasOptimizer) -> None:
       f"optimizer {name!r} is a MultiOptimizer, whose optimizers sum gradients a second time over "
       "the replicas; use @grouped, or name -> optimizer and Task.variables_of()."
     )
+  if type(optimizer).__name__ == "Muon" and placement.here().shares_variables:
+    raise ConfigError(
+      f"optimizer {name!r} is a Muon, whose weight decay cannot be applied to variables that "
+      "replicas share (central storage); use @mirrored or another optimizer."
+    )
   if isinstance(optimizer, lazy_keras.tf_keras_classes("optimizers.Nadam")):
     raise ConfigError(
       f"optimizer {name!r} is tf_keras's Nadam, which in a compiled step takes a step of its "

@@ -5,9 +5,11 @@ import pytest
 import tensorflow as tf
 
 from benchmarks import optimizer_matrix as matrix
+from framework.errors import ConfigError
 from framework.models import models
 from framework.optimizers import adapters, rollback
 from framework.optimizers.adapters import Optimizer
+from tests.support import places
 
 ODD = {"ScheduleFreeAdamW", "Muon", "Lamb", "Adafactor", "Nadam", "Lion"}
 
@@ -51,6 +53,15 @@ def test_a_warm_start_is_lost_where_the_state_keeps_the_first_weights(monkeypatc
   [free] = [e for e in matrix.ENTRIES if str(e) == "keras.ScheduleFreeAdamW()"]
   [line] = matrix.TRIALS["warm"]([free])
   assert line.startswith("keras.ScheduleFreeAdamW(): ")
+
+
+def test_muon_is_refused_where_replicas_share_variables():
+  """Its weight decay assigns outside of the strategy's update, which fails there."""
+  with places.central_storage().scope():
+    weights, step = [tf.Variable([[1.0]])], tf.Variable(0, dtype=tf.int64)
+    with pytest.raises(ConfigError, match="optimizer 'default' is a Muon, whose weight decay"):
+      adapters.build(keras.optimizers.Muon, lambda _: weights, step)
+    adapters.build(keras.optimizers.AdamW, lambda _: weights, step)
 
 
 def test_undoing_an_update_of_nadam_knows_its_schedule():
