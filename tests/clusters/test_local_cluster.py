@@ -873,14 +873,15 @@ def test_a_worker_that_others_miss_is_lost(run):
 def test_a_signal_while_the_run_grows_ends_it(parent):
   one = parent(
     f"""{SIZES}
-on(signal.SIGTERM, lambda: (mark("asked"), await_mark("go"), die(75)))
+on(signal.SIGTERM, lambda: (mark(f"asked.{{me}}"), await_mark("go"), die(75)))
 if size == 3 and me == "worker-1": die(-9)
 if size == 2 and me == "worker-0": saved(1)
 forever()
 """,
     workers=3, least=2, rest_s=0.0,
   )  # fmt: skip
-  one.wait_for("asked")
+  for worker in range(2):
+    one.wait_for(f"asked.worker-{worker}")
   one.send(signal.SIGTERM)
   time.sleep(0.3)
   Path("go").touch()

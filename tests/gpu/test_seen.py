@@ -80,6 +80,7 @@ def test_a_run_says_what_it_is_on(tmp_path):
   assert "this machine has" not in said
 
 
+@pytest.mark.whole
 def test_a_run_uses_the_gpus_and_the_memory_that_it_may(tmp_path):
   options = {"gpus": [1], "gpu_memory": 512, "tf32": False}
   found, said = on_two_gpus(RUN, tmp_path, json.dumps(options))
