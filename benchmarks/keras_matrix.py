@@ -90,7 +90,7 @@ def trained(trial: Trial, replicas: int) -> Outcome:
   Raises:
     ConfigError: the model is refused.
   """
-  strategy = _strategy(replicas)
+  strategy = strategy_of(replicas)
   # tf_keras needs a function on several replicas; a Keras 3 model moves into the scope.
   model = trial.make()
   given = trial.make if replicas > 1 and isinstance(model, tf_keras.Model) else model
@@ -128,7 +128,8 @@ def _weights(model: Any) -> Outcome:
 
 
 @functools.cache
-def _strategy(replicas: int) -> tf.distribute.Strategy:
+def strategy_of(replicas: int) -> tf.distribute.Strategy:
+  """Returns one strategy for each number of replicas on CPUs."""
   if replicas == 1:
     return factories.default()
   return tf.distribute.MirroredStrategy(

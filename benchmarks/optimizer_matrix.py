@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import os
 import re
 import sys
@@ -31,6 +30,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
+from benchmarks.keras_matrix import strategy_of
 from framework.errors import ConfigError
 from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
@@ -279,22 +279,12 @@ def trainer_of(task: Networks, replicas: int, **options: Any) -> Trainer:
   """Returns a trainer on so many logical CPUs."""
   shares = replicas * options.get("accumulation_steps", 1)
   return Trainer(
-    task=task, strategy=_strategy(replicas), global_batch_size=BATCH, optimizer=task.optimizers(),
+    task=task, strategy=strategy_of(replicas), global_batch_size=BATCH, optimizer=task.optimizers(),
     dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=BATCH, position=position, shuffle=False,
       pad_multiple=shares,
     ), **options,
   )  # fmt: skip
-
-
-@functools.cache
-def _strategy(replicas: int) -> tf.distribute.Strategy:
-  if replicas == 1:
-    return factories.default()
-  return tf.distribute.MirroredStrategy(
-    [f"CPU:{number}" for number in range(replicas)],
-    cross_device_ops=tf.distribute.ReductionToOneDevice(),
-  )
 
 
 def weights_of(task: Networks, copy: int = 0) -> list[list[np.ndarray]]:

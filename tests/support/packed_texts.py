@@ -29,9 +29,22 @@ def network():
   return keras.Model([token, position, mask], keras.layers.Dense(KINDS)(x))
 
 
-@framework.register
-class PackedTexts(Task):
+class NextToken(Task):
   """The mean over tokens of the cross-entropy of the next one in its document."""
+
+  def forward(self, batch, training):
+    mask = attention_mask(batch["segment"])
+    return self.model([batch["token"], batch["position"], mask], training=training)
+
+  def loss(self, outputs, batch):
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["target"], outputs)
+    real = tf.cast(batch["segment"] > 0, tf.float32) * batch["weight"][:, tf.newaxis]
+    return Loss(tf.reduce_sum(losses * real), tf.reduce_sum(real))
+
+
+@framework.register
+class PackedTexts(NextToken):
+  """Of the mixture."""
 
   def build_model(self):
     return network()
@@ -52,12 +65,3 @@ class PackedTexts(Task):
     return Packed(
       ArraySource(features=features), lengths=lengths, length=LENGTH, packing="in_order"
     )
-
-  def forward(self, batch, training):
-    mask = attention_mask(batch["segment"])
-    return self.model([batch["token"], batch["position"], mask], training=training)
-
-  def loss(self, outputs, batch):
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["target"], outputs)
-    real = tf.cast(batch["segment"] > 0, tf.float32) * batch["weight"][:, tf.newaxis]
-    return Loss(tf.reduce_sum(losses * real), tf.reduce_sum(real))

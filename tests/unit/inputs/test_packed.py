@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from input_cases import arrays, numbered, one_line_error, train_ids
+from packed_texts import NextToken
 from places import PLACES, strategy_of
 
-from framework import ArraySource, Loss, Mixture, Packed, Task, attention_mask
+from framework import ArraySource, Mixture, Packed, attention_mask
 from framework.builder import Recipe
 from framework.inputs.datasets import eval_dataset, train_dataset
 from framework.inputs.fingerprint import fingerprint
@@ -147,8 +148,8 @@ def network():
   return keras.Model([token, position, mask], keras.layers.Dense(KINDS)(x)[..., :])
 
 
-class NextToken(Task):
-  """Cross-entropy of each token given those before it in its document."""
+class Numbered(NextToken):
+  """Tokens numbered over all documents, each to be told from those before it."""
 
   def build_model(self):
     return network()
@@ -158,20 +159,11 @@ class NextToken(Task):
     features = {"token": tokens.astype("int32"), "target": np.roll(tokens, -1).astype("int32")}
     return Packed(ArraySource(features=features), lengths=LENGTHS, length=LENGTH)
 
-  def forward(self, batch, training):
-    mask = attention_mask(batch["segment"])
-    return self.model([batch["token"], batch["position"], mask], training=training)
-
-  def loss(self, outputs, batch):
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["target"], outputs)
-    real = tf.cast(batch["segment"] > 0, tf.float32) * batch["weight"][:, tf.newaxis]
-    return Loss(tf.reduce_sum(losses * real), tf.reduce_sum(real))
-
 
 def unpacked_training():
   """A plain loop over batches of the same documents, each in a row of its own."""
   model, optimizer = network(), keras.optimizers.SGD(0.3, momentum=0.9)
-  source = NextToken().source("train")
+  source = Numbered().source("train")
   batches = arrays(train_dataset(source, global_batch_size=BATCH, seed=3), STEPS)
   losses = []
   for batch in batches:
@@ -206,7 +198,7 @@ def test_packed_training_equals_unpacked_training(place, mirrored, tmp_path):
     optimizer=lambda: keras.optimizers.SGD(0.3, momentum=0.9), global_batch_size=BATCH, seed=3
   )
   recorder = Recorder(model_dir=str(tmp_path), strategy=strategy)
-  trainer = recipe.trainer(NextToken(), strategy, observers=[recorder])
+  trainer = recipe.trainer(Numbered(), strategy, observers=[recorder])
   losses = [trainer.train(tf.constant(1))["loss"] for _ in range(STEPS)]
   expected_losses, expected = unpacked_training()
   assert trainer.traces == 1
