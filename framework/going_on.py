@@ -260,7 +260,7 @@ def in_use(trainer: Trainer) -> dict[str, str]:
     ("global batch size", parts.global_batch_size),
     ("clip_norm", parts.clip_norm),
     ("clip_value", parts.clip_value),
-    ("ema_decay", parts.ema.decay if parts.ema else None),
+    ("ema_decay", parts.ema.settings() if parts.ema else None),
     ("accumulation_steps", parts.accumulation_steps),
     ("seed", parts.seed),
   )

@@ -27,6 +27,7 @@ from framework.observers import Observer
 from framework.optimizers import adapters
 from framework.optimizers.ema import averages
 from framework.optimizers.loss_scale import LossScale, usual_loss_scale
+from framework.optimizers.schedules import Schedule
 from framework.step import Step, StepFactory
 from framework.step_parts import InputWait, StepNumbers, StepParts, replica_id
 from framework.strategies import placement
@@ -63,7 +64,7 @@ class Trainer(AbstractTrainer):
     clip_norm: float | None = None,
     clip_value: float | None = None,
     accumulation_steps: int = 1,
-    ema_decay: float | None = None,
+    ema_decay: float | Schedule | None = None,
     fuse_updates: bool = True,
     shard_optimizer_state: bool = False,
     recompute: Sequence[str] = (),
@@ -87,7 +88,8 @@ class Trainer(AbstractTrainer):
       clip_norm: clip reduced gradients to this global norm.
       clip_value: clip each reduced gradient element to [-clip_value, clip_value].
       accumulation_steps: the number of micro-batches in each replica's part of the batch.
-      ema_decay: keep a moving average of the trainable variables with this decay.
+      ema_decay: keep a moving average of the trainable variables with this decay, a number or
+        `ema_warmup`; or `weight_averaging`, their mean from a step on.
       fuse_updates: where the optimizer's rule allows it, use fused kernels and update small
         variables together: faster, equal up to rounding; changes the optimizer's layout in
         checkpoints.
@@ -139,7 +141,7 @@ class Trainer(AbstractTrainer):
         fuse=fuse_updates,
         shard=shard_optimizer_state,
       )
-      ema = averages(task.model, built, decay=ema_decay)
+      ema = averages(task.model, built, decay=ema_decay, step=self.global_step)
       self.metrics = self._sums()
       parts = StepParts(
         optimizers=built, ema=ema, loss_scale=(loss_scale or usual_loss_scale())(),

@@ -36,6 +36,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.run_folder.warm_start", "WarmStart"),
   ("framework.optimizers.adapters", "without_decay"),
   ("framework.optimizers.groups", "grouped"),
+  ("framework.optimizers.ema", "ema_warmup weight_averaging"),
   ("framework.optimizers.schedules", "constant linear_warmup cosine_decay exponential_decay"),
   (
     "framework.optimizers.schedules",

@@ -46,6 +46,8 @@ def rows() -> dict[str, list[tuple[str, ...]]]:
   found["Schedules"] = [
     row("`without_decay.of`, `.names`", "without_decay.of"),
     row("`grouped.of`, `.groups`", "grouped.of"),
+    row("`ema_warmup.decay`", "ema_warmup.decay"),
+    row("`weight_averaging.start_step`, `.every_steps`", "weight_averaging.start_step"),
     row("all options, ours and Keras's", "schedules.constant.learning_rate"),
   ]
   return found

@@ -12,7 +12,7 @@ from framework.actions import best, profiling, show, tensorboard, time_budget
 from framework.configurables import documentation
 from framework.configurables.table import GIVEN
 from framework.inputs import mixture, sources
-from framework.optimizers import adapters, groups, loss_scale, schedules
+from framework.optimizers import adapters, ema, groups, loss_scale, schedules
 from framework.run_folder import warm_start
 from framework.strategies import factories, reduction
 from framework.strategies.cluster import resolvers
@@ -37,6 +37,7 @@ SECTIONS = (
   ("Mixtures", mixture, "Mixture"),
   ("Optimizers", adapters, "without_decay"),
   ("Groups of variables", groups, "grouped"),
+  ("Averages of weights", ema, "ema_warmup weight_averaging"),
   (
     "Schedules",
     schedules,

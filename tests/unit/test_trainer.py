@@ -16,7 +16,7 @@ from framework.inputs import datasets
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss, weighted_sum
 from framework.models import models
-from framework.optimizers import loss_scale
+from framework.optimizers import ema, loss_scale
 from framework.task import Task
 from framework.trainer import Trainer
 
@@ -365,6 +365,47 @@ def test_the_moving_average_is_that_of_the_weights(mirrored):
   with trainer.parts.ema.in_place():
     np.testing.assert_allclose(kernels(trainer)[1][:, 0], average, rtol=1e-6)
   np.testing.assert_allclose(kernels(trainer)[1][:, 0], reference.kernel, rtol=1e-6)
+
+
+AVERAGED = {  # what it must be of the weights before the first step and after each
+  "warm-up": (lambda: ema.ema_warmup(decay=0.4), lambda w: warmed_up(w, 0.4)),
+  "all from step 3": (lambda: ema.weight_averaging(start_step=3), lambda w: np.mean(w[3:], axis=0)),
+  "every other from step 4": (
+    lambda: ema.weight_averaging(start_step=4, every_steps=2),
+    lambda w: np.mean([w[4], w[6], w[8]], axis=0),
+  ),
+  "not yet": (lambda: ema.weight_averaging(start_step=20), lambda w: w[-1]),
+}
+
+
+def warmed_up(weights, most):
+  """Returns what TensorFlow's own moving average makes of weights, with its `num_updates`."""
+  number, weight = tf.Variable(0), tf.Variable(weights[0])
+  of_tensorflow = tf.train.ExponentialMovingAverage(most, num_updates=number)
+  of_tensorflow.apply([weight])
+  weight.assign(weights[0])
+  of_tensorflow.average(weight).assign(weights[0])
+  for step, each in enumerate(weights[1:]):
+    number.assign(step)
+    weight.assign(each)
+    of_tensorflow.apply([weight])
+  return of_tensorflow.average(weight).numpy()
+
+
+@pytest.mark.parametrize("kind", AVERAGED)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_averages_that_follow_the_step(kind, replicas, mirrored):
+  decay, of_weights = AVERAGED[kind]
+  trainer, reference = make(mirrored(replicas), ema_decay=decay()), Reference()
+  weights = [reference.kernel.copy()]
+  for _ in range(9):
+    reference.step()
+    weights.append(reference.kernel.copy())
+  train(trainer, 4)
+  train(trainer, 5)
+  wanted = of_weights(np.array(weights))
+  for copy in trainer.strategy.experimental_local_results(trainer.parts.ema.averages[0]):
+    np.testing.assert_allclose(copy.numpy()[:, 0], wanted, rtol=1e-6)
 
 
 @pytest.fixture
