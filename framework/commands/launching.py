@@ -27,8 +27,10 @@ def launch(values: flags.FlagValues) -> int:
   show = functools.partial(print, flush=True)
   if values.mode == "tune":
     from framework.tools.tune import tune
+    from framework.tools.tune_rate import range_test
 
-    tune(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
+    chosen = range_test if values.learning_rate else tune
+    chosen(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
     return 0
   if values.mode == "memory":
     from framework.tools.memory import memory

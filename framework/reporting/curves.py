@@ -1,4 +1,4 @@
-"""The loss over the steps as a small SVG picture, for a notebook."""
+"""Curves over the steps as a small SVG picture, for a notebook."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 MOST_POINTS = 400
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 480, 160, 64, 20
+_XMLNS = 'xmlns="http://www.w3.org/2000/svg"'
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756")
 
 Point = tuple[int, float]
@@ -35,17 +36,22 @@ class Curves:
       del points[1::2]
       self._every[name] *= 2
 
-  def svg(self) -> str:
-    """Returns the picture; "" if no curve has two steps."""
+  def svg(self, ends: tuple[str, str] | None = None) -> str:
+    """Returns the picture; "" if no curve has two steps.
+
+    Args:
+      ends: what is below its left and right end; None for the steps.
+    """
     if not any(points[0][0] < points[-1][0] for points in self._points.values()):
       return ""
-    return _svg(self._points)
+    return _svg(self._points, ends)
 
 
-def _svg(curves: Mapping[str, Sequence[Point]]) -> str:
+def _svg(curves: Mapping[str, Sequence[Point]], ends: tuple[str, str] | None) -> str:
   steps = [step for points in curves.values() for step, _ in points]
   values = [value for points in curves.values() for _, value in points]
   (left, right), (low, high) = _range(steps), _range(values)
+  first, last = ends or (f"step {left}", f"{right}")
 
   def place(point: Point) -> str:
     x = _LEFT + (point[0] - left) / (right - left) * (_WIDTH - _LEFT - 8)
@@ -55,8 +61,8 @@ def _svg(curves: Mapping[str, Sequence[Point]]) -> str:
   drawn = [
     _text(_LEFT - 6, 14, f"{high:.4g}", "end"),
     _text(_LEFT - 6, _HEIGHT - _BOTTOM - 6, f"{low:.4g}", "end"),
-    _text(_LEFT, _HEIGHT - 6, f"step {left}", "start"),
-    _text(_WIDTH - 8, _HEIGHT - 6, f"{right}", "end"),
+    _text(_LEFT, _HEIGHT - 6, first, "start"),
+    _text(_WIDTH - 8, _HEIGHT - 6, last, "end"),
   ]
   for number, (name, points) in enumerate(curves.items()):
     color = _COLORS[number % len(_COLORS)]
@@ -65,7 +71,7 @@ def _svg(curves: Mapping[str, Sequence[Point]]) -> str:
     if len(points) < 20:
       drawn += [_dot(place(point), color) for point in points]
     drawn.append(_text(_WIDTH - 12, 16 + 14 * number, name, "end", color))
-  size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+  size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" {_XMLNS}'
   names = html.escape(", ".join(curves))
   return f'<svg {size} role="img" aria-label="{names}">{"".join(drawn)}</svg>'
 

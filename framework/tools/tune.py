@@ -130,7 +130,7 @@ def tune(
   """
   logging.getLogger("tensorflow").setLevel(logging.ERROR)  # no warnings about retracing
   configurables.parse(gin_files, gin_params)
-  _check_config()
+  require_tunable()
   stores.require_path("model_dir", model_dir, "tuned.gin is written there")
   runs.require_writable(model_dir)
   contest = Contest(gin_files, gin_params, rounds=rounds, block_s=block_s)
@@ -348,7 +348,8 @@ def _sizes(steps: int, loop: int) -> Iterator[int]:
     yield min(loop, steps - start)
 
 
-def _check_config() -> None:
+def require_tunable() -> None:
+  """Raises a ConfigError if the config in force is eager or for several processes."""
   if runs.bound("eager"):
     raise ConfigError("run.eager is True, but tuning needs compiled loops; remove run.eager.")
   name = _strategy_name().rpartition("/")[2]
