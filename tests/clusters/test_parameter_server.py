@@ -210,7 +210,7 @@ def test_a_worker_that_stays_stopped_is_named_in_time(case):
   result = case("stopped")
   assert result["line"].startswith("lost worker-2 (127.0.0.1:")
   assert "has not answered for 1 s" in result["line"]
-  assert 0.5 < result["seconds"] < 5
+  assert 0.5 < result["seconds"] < 30
 
 
 def test_a_worker_killed_in_training_changes_no_count(case):

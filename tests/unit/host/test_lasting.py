@@ -58,7 +58,7 @@ def test_a_stalled_reader_does_not_hold_up_an_end(pipe):
   for _ in range(20):
     print("lost", file=stream)
   output.put_now(stream.fileno(), b"lost")
-  assert 0.9 < time.monotonic() - began < 5
+  assert 0.9 < time.monotonic() - began < 15  # a second each would be 21
   assert set(os.read(reader, 2**20)) == {ord("x")}  # all of it
   print("read", file=stream)
   assert os.read(reader, 100) == b"read\n"

@@ -123,10 +123,11 @@ def test_weights_are_those_that_the_host_has_read(weight):
 
 @pytest.mark.parametrize("kind", [AsOnOneGpu, AsOnGpus, tf.distribute.OneDeviceStrategy])
 def test_the_wait_for_input_is_that_of_the_loop(kind):
-  """Each batch takes 50 ms, and some are read ahead by TensorFlow."""
+  """One batch of this loop takes a second; fewer than the loop has steps are read ahead."""
+  pauses_s = []
 
   def pause():
-    time.sleep(0.05)
+    time.sleep(pauses_s.pop() if pauses_s else 0)
     return np.float32(0)
 
   def slow(batch, training):
@@ -146,8 +147,9 @@ def test_the_wait_for_input_is_that_of_the_loop(kind):
     optimizer=lambda: keras.optimizers.SGD(0.1),
   )
   trainer.train(tf.constant(1))  # traced
+  pauses_s.append(1.0)
   started = time.perf_counter()
-  waited_s = trainer.train(tf.constant(6))["input_wait_s"]
+  waited_s = trainer.train(tf.constant(64))["input_wait_s"]
   assert 0.1 < waited_s <= time.perf_counter() - started
 
 
