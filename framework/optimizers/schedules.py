@@ -152,8 +152,8 @@ def bind(optimizer: KerasOptimizer, step: tf.Variable) -> None:
 def follow(optimizer: Any, schedule: Schedule) -> None:
   """Gives an optimizer of either Keras, not built, this rate in place of its own (host)."""
   optimizer.learning_rate = schedule
-  if isinstance(optimizer, lazy_keras.tf_keras_classes("optimizers.Optimizer")):
-    optimizer._build_learning_rate(schedule)  # makes the variable with the last rate
+  if build := getattr(optimizer, "_build_learning_rate", None):  # of tf_keras
+    build(schedule)  # makes the variable with the last rate
 
 
 def constant(*, learning_rate: float) -> Schedule:

@@ -202,26 +202,18 @@ def _first_pass(findings: Sequence[Finding]) -> list[Finding]:
   return sorted(local, key=lambda f: f.replica or 0) or found[:1]
 
 
-class _Probe(Step):
-  """A step, run eagerly, that checks each replica's values before they are summed.
+class Replayed(Step):
+  """A step that is run eagerly and looked at when it is over, outside of the strategy.
 
-  It must not communicate more than the step itself: replicas without a finding would not take part,
-  and the others would wait for them forever. So `findings` looks for the examples after the step,
-  outside of the strategy.
+  Attributes:
+    replica: which one.
+    names: of each backward pass, the names of its variables.
   """
 
-  def __init__(self, parts: StepParts, rollback: Rollback) -> None:
-    self._replica = int(parts.replica_id())
-    super().__init__(dataclasses.replace(parts, replica_id=lambda: tf.constant(self._replica)))
-    self._counts_gradients = rollback.counts_gradients
-    self._number = 0
-    self._names: list[str] = []
-    self._sums: list[Finding] = []
-    self._locate: Callable[[], list[Finding]] | None = None
-
-  def findings(self) -> list[Finding]:
-    """Returns what is not finite and its examples; call it outside of any strategy (host)."""
-    return [*(self._locate() if self._locate else []), *self._sums]
+  def __init__(self, parts: StepParts) -> None:
+    """Starts a step, in replica context."""
+    self.replica, self.names = int(parts.replica_id()), list[list[str]]()
+    super().__init__(dataclasses.replace(parts, replica_id=lambda: tf.constant(self.replica)))
 
   def gradients(
     self,
@@ -231,15 +223,34 @@ class _Probe(Step):
     *,
     when: tf.Tensor | bool | None = None,
   ) -> tuple[Gradients, Loss]:
-    self._number += 1
-    self._names = [models.name(v) for v in variables]
+    """See `Step`."""
+    self.names.append([models.name(variable) for variable in variables])
     return super().gradients(loss_fn, batch, variables, when=when)
+
+
+class _Probe(Replayed):
+  """A step, run eagerly, that checks each replica's values before they are summed.
+
+  It must not communicate more than the step itself: replicas without a finding would not take part,
+  and the others would wait for them forever. So `findings` looks for the examples after the step,
+  outside of the strategy.
+  """
+
+  def __init__(self, parts: StepParts, rollback: Rollback) -> None:
+    super().__init__(parts)
+    self._counts_gradients = rollback.counts_gradients
+    self._sums: list[Finding] = []
+    self._locate: Callable[[], list[Finding]] | None = None
+
+  def findings(self) -> list[Finding]:
+    """Returns what is not finite and its examples; call it outside of any strategy (host)."""
+    return [*(self._locate() if self._locate else []), *self._sums]
 
   def forward_backward(
     self, loss_fn: LossFn, batch: Batch, fusion: Fusion
   ) -> tuple[Gradients, Loss]:
     begun = self.draws.before
-    number, names = self._number, self._names
+    number, names = len(self.names), self.names[-1]
 
     def not_finite(rows: Sequence[int]) -> dict[str, str]:
       self.draws.before = begun
@@ -249,7 +260,7 @@ class _Probe(Step):
     gradients, loss = super().forward_backward(loss_fn, batch, fusion)
     bad = self._not_finite(names, gradients, loss)
     if bad and not self._locate:
-      self._locate = lambda: _located(bad, batch, not_finite, number, self._replica)
+      self._locate = lambda: _located(bad, batch, not_finite, number, self.replica)
     return gradients, loss
 
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
@@ -263,13 +274,13 @@ class _Probe(Step):
     if not finite and self._counts_gradients:
       bad = [i for i, g in enumerate(gradients) if g is not None and _values(g)]
       for i in bad:
-        self._add_sum(f"summed gradient of {self._names[i]}", _values(gradients[i]))
+        self._add_sum(f"summed gradient of {self.names[-1][i]}", _values(gradients[i]))
       if not bad:
         self._add_sum("norm of the gradients, which overflows float32", _values(norm))
     return finite, norm
 
   def _add_sum(self, what: str, value: str) -> None:
-    self._sums.append(Finding(number=self._number, replica=None, what=what, value=value))
+    self._sums.append(Finding(number=len(self.names), replica=None, what=what, value=value))
 
   def _not_finite(self, names: Sequence[str], gradients: Gradients, loss: Loss) -> dict[str, str]:
     """Returns what is not finite -> its values; if the loss is bad, only the loss."""

@@ -20,16 +20,15 @@ import tensorflow as tf
 from framework.actions.base import Action, Output, Run
 from framework.errors import require_integer, require_positive, unknown
 from framework.metrics import Loss
-from framework.models import models
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.optimizers.rollback import Rollback
-from framework.step import Gradient, LossFn, Step
+from framework.step import Gradient, LossFn
 from framework.step_parts import StepParts
 from framework.strategies import placement
 from framework.tools.forensics import examine
 from framework.tools.forensics.action import NonFiniteLoss
 from framework.trainer import Trainer
-from framework.types import Batch, Variable
+from framework.types import Batch
 
 OnSpike = Literal["report", "skip", "rewind"]
 _SHOWN = 8
@@ -417,17 +416,15 @@ def _examined(trainer: Trainer, *, without: Iterable[int] = ()) -> Examined:
   return Examined(values=values, norms=norms, known=step.known, **rows)
 
 
-class _Rows(Step):
+class _Rows(examine.Replayed):
   """A step, run eagerly, that keeps each example's part in the loss and in the gradient's norm.
 
   They are slopes in its weight: of the sum of losses, and of half the square of the norm.
   """
 
   def __init__(self, parts: StepParts) -> None:
-    replica = int(parts.replica_id())
-    super().__init__(dataclasses.replace(parts, replica_id=lambda: tf.constant(replica)))
-    self._replica, self._updates = replica, 0
-    self._names: list[str] = []
+    super().__init__(parts)
+    self._updates = 0
     self._parts: list[tuple[tf.Tensor | None, tf.Tensor | None]] = []
     self.known = True
     self.rows: dict[str, tf.Tensor] = {}
@@ -447,21 +444,10 @@ class _Rows(Step):
     slopes = slopes if slopes.shape[0] == count else losses
     rows = {
       "ids": batch["example_id"], "losses": batch["weight"] * losses,
-      "slopes": batch["weight"] * slopes, "replicas": tf.fill([count], self._replica),
+      "slopes": batch["weight"] * slopes, "replicas": tf.fill([count], self.replica),
     }  # fmt: skip
     gather = self.parts.reduction.all_gather
     self.rows = {name: gather(value) for name, value in rows.items()}
-
-  def gradients(
-    self,
-    loss_fn: LossFn,
-    batch: Batch,
-    variables: Sequence[Variable],
-    *,
-    when: tf.Tensor | bool | None = None,
-  ) -> tuple[Gradients, Loss]:
-    self._names = self._names or [models.name(variable) for variable in variables]
-    return super().gradients(loss_fn, batch, variables, when=when)
 
   def forward_backward(
     self, loss_fn: LossFn, batch: Batch, fusion: Fusion
@@ -489,7 +475,7 @@ class _Rows(Step):
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
     finite, norm = super().check(gradients)
     if self._updates == 1 and not self.summed:
-      named = zip(self._names, gradients, strict=True)
+      named = zip(self.names[0], gradients, strict=True)
       self.summed = {name: each for name, each in named if each is not None}
       self.values[1] = tf.where(finite, norm, 0.0)
     return finite, norm
