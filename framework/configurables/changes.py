@@ -108,7 +108,8 @@ _WHOLE: Mapping[str, Rule] = {
   **dict.fromkeys(
     (
       *("BestCheckpoint", "EarlyStopping", "Export", "StopOnNonFinite", "TimeBudget", "Profile"),
-      *("Show", "Spikes", "NoiseScale", "TensorBoard", "CSVFile", "Prometheus", "MLflow", "WandB"),
+      *("Show", "Spikes", "NoiseScale", "LayerStatistics"),
+      *("TensorBoard", "CSVFile", "Prometheus", "MLflow", "WandB"),
     ),
     Rule("yes", "counts from there on, over all evaluations in metrics.jsonl"),
   ),

@@ -47,6 +47,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.actions.noise_scale", "NoiseScale"),
   ("framework.tools.forensics.action", "StopOnNonFinite"),
   ("framework.tools.forensics.spikes", "Spikes"),
+  ("framework.tools.forensics.layers", "LayerStatistics"),
   ("framework.actions.time_budget", "TimeBudget"),
   ("framework.actions.profiling", "Profile"),
   ("framework.actions.show", "Show"),

@@ -18,7 +18,7 @@ from framework.strategies import factories, reduction
 from framework.strategies.cluster import resolvers
 from framework.tools.exports import action as export
 from framework.tools.forensics import action as nonfinite
-from framework.tools.forensics import spikes
+from framework.tools.forensics import layers, spikes
 from framework.tools.trackers import csv_file, mlflow, prometheus, wandb
 
 SECTIONS = (
@@ -48,6 +48,7 @@ SECTIONS = (
   ("Exports", export, "Export"),
   ("At NaN and infinity", nonfinite, "StopOnNonFinite"),
   ("Spikes", spikes, "Spikes"),
+  ("Statistics of layers", layers, "LayerStatistics"),
   ("Time", time_budget, "TimeBudget"),
   ("Traces", profiling, "Profile"),
   ("Pictures", show, "Show"),
