@@ -1,10 +1,13 @@
-"""Measures the cost per step of `run.ledger = True`: one trainer with and one without, in turns.
+"""Measures the cost per step of an observer: one trainer with and one without, in turns.
+
+The observer is that of `run.ledger = True`, or the one that tells slow workers.
 
     python -m benchmarks.ledger_cost                       # the MLP, one replica
     python -m benchmarks.ledger_cost --model cnn --replicas 2 --rounds 60
+    python -m benchmarks.ledger_cost --what communication --replicas 2
 
 Blocks of both run in one process, in a new random order each round, so other programs on a shared
-machine affect both alike. "control" is a second trainer without a ledger: its difference to the
+machine affect both alike. "control" is a second trainer without it: its difference to the
 first is noise.
 """
 
@@ -27,17 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger_cost", description=__doc__)
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   parser.add_argument("--model", default="mlp", choices=STEPS)
+  parser.add_argument("--what", default="ledger", choices=["ledger", "communication"])
   parser.add_argument("--replicas", type=int, default=1)
   parser.add_argument("--rounds", type=int, default=100)
   options = parser.parse_args(arguments)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-  seconds, cpu_seconds = measure(options.model, options.replicas, options.rounds)
+  seconds, cpu_seconds = measure(options.what, options.model, options.replicas, options.rounds)
   print(f"{options.model} x{options.replicas}, {options.rounds} rounds of {STEPS[options.model]}")
   for name in seconds:
     ratios = np.array(seconds[name]) / seconds["without"]
     low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     print(
-      f"{name:8} {np.median(seconds[name]) / STEPS[options.model] * 1e6:6.0f} us a step, ratio of "
+      f"{name:13} {np.median(seconds[name]) / STEPS[options.model] * 1e6:6.0f} us a step, ratio of "
       f"medians {np.median(seconds[name]) / np.median(seconds['without']):.3f}, median ratio "
       f"{middle:.3f} [{low:.3f}, {high:.3f}], of CPU time "
       f"{np.median(cpu_seconds[name]) / np.median(cpu_seconds['without']):.3f}"
@@ -45,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(
-  model: str, replicas: int, rounds: int
+  what: str, model: str, replicas: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
   """Returns contender -> seconds of each block, one per round; and the same for CPU time."""
   import tensorflow as tf
@@ -55,8 +59,7 @@ def measure(
   factories.split_cpu(replicas)
   steps = tf.constant(STEPS[model])
   trainers = {
-    name: make_trainer(model, replicas, ledger=name == "ledger")
-    for name in ("without", "ledger", "control")
+    name: make_trainer(model, replicas, what=name) for name in ("without", what, "control")
   }
   for trainer in trainers.values():
     trainer.train(steps)
@@ -72,10 +75,11 @@ def measure(
   return seconds, cpu_seconds
 
 
-def make_trainer(model: str, replicas: int, *, ledger: bool):
+def make_trainer(model: str, replicas: int, *, what: str):
   import keras
 
   from benchmarks import contenders, models
+  from framework.actions.time_budget import Communication
   from framework.inputs import datasets
   from framework.inputs.sources import ArraySource
   from framework.observers import Reading
@@ -90,7 +94,7 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
   }
   source = ArraySource(features=features)
   strategy = factories.mirrored(cpu_replicas=replicas) if replicas > 1 else factories.default()
-  recorder = Recorder(model_dir=tempfile.mkdtemp(), strategy=strategy) if ledger else None
+  recorder = Recorder(model_dir=tempfile.mkdtemp(), strategy=strategy) if what == "ledger" else None
   order = {"global_batch_size": models.BATCH_SIZE, "seed": 0, "rows": None, "shuffle": True}
 
   def read(position: int):
@@ -105,7 +109,7 @@ def make_trainer(model: str, replicas: int, *, ledger: bool):
     dataset_fn=read,
     global_batch_size=models.BATCH_SIZE,
     optimizer=keras.optimizers.Adam,
-    observers=[recorder] if recorder else (),
+    observers=[recorder] if recorder else Communication.of(strategy) * (what == "communication"),
   )
 
 

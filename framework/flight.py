@@ -25,6 +25,7 @@ from framework.errors import Preempted
 from framework.host import signals
 from framework.host.timing import HOST, Stopwatch
 from framework.run_folder import legs
+from framework.run_folder.paces import Pace
 
 BEAT_S = 0.5
 """Seconds between two writes of the record."""
@@ -47,7 +48,7 @@ class Flight:
     self.watch, self.leg, self._clock = Stopwatch(clock=clock), legs.here(), clock
     self._noted, self._began = clock(), time.time()
     self._before: dict[str, float] = {}
-    self._traces = 0
+    self._traces, self._pace = 0, Pace()
     self._writer: legs.Writer | None = None
     self._lock = threading.RLock()
     self._over = threading.Event()
@@ -128,8 +129,12 @@ class Flight:
       self._traces, self.leg.traced = traces, self.leg.traced + steps
       self.watch.move(seconds, TRAINING, TRACING)
     else:
-      waited_s = float(output.get("input_wait_s", 0.0))
-      self.watch.move(min(waited_s, seconds), TRAINING, INPUT)
+      input_s = min(float(output.get("input_wait_s", 0.0)), seconds)
+      self.watch.move(input_s, TRAINING, INPUT)
+      if steps > 0:
+        wait_s = output.get("communication_s")  # None unless it is measured
+        with self._lock:
+          self._pace.add(self.leg, steps, seconds, input_s, wait_s)
     self._write()  # so that a kill leaves the number of steps
 
   def saved(self) -> None:
@@ -141,8 +146,8 @@ class Flight:
       self._before = self._write()
       self._writer.next()
       self.leg = dataclasses.replace(
-        self.leg, began=self.leg.end, parts={}, first=False, from_step=self.leg.step, traced=0,
-        saved=False,
+        self.leg, began=self.leg.end, parts={}, times={}, first=False, from_step=self.leg.step,
+        traced=0, saved=False,
       )  # fmt: skip
 
   def _keep(self, beat: Callable[[], None]) -> None:

@@ -1,4 +1,6 @@
-"""How the ledger, the time budget and rollback observe training; an ordinary run has no observer.
+"""How the ledger, the time budget and rollback observe training.
+
+An ordinary run has no observer; that of several workers has one, which times their all-reduce.
 
 A trainer calls an `Observer` in its loops and steps, and a `StepObserver` in one replica's verbs:
 
@@ -152,3 +154,8 @@ class Observer:
       done: the number of steps, without an undone one.
       ran: the number of steps that ran: `done` + 1 if the last one was undone.
     """
+
+
+def may_undo(observers: Sequence[Observer]) -> bool:
+  """Whether one of them can undo a step: it has a `step_ends` of its own."""
+  return any(type(each).step_ends is not Observer.step_ends for each in observers)

@@ -21,6 +21,7 @@ from absl import logging
 
 from framework import configurables
 from framework.actions.base import Action
+from framework.actions.time_budget import Communication
 from framework.builder import Recipe, made_task, set_globals
 from framework.errors import ConfigError, unknown
 from framework.flight import Flight
@@ -28,6 +29,7 @@ from framework.going_on import Start, examples, require_any_size
 from framework.graphs import randomness
 from framework.host import bounded
 from framework.modes import MODES, TRAINING_MODES, Mode, tool
+from framework.observers import Observer
 from framework.optimizers import adapters
 from framework.options import (
   BatchSize,
@@ -193,7 +195,7 @@ def run(
       timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
     )  # fmt: skip
     randomness.seed_everything(seed)  # again: fit() may have drawn random numbers in this process
-    observers = [tool("ledger").Recorder(model_dir=at.folder, strategy=chosen)] if ledger else []
+    observers = _observers(chosen, at.folder, ledger=ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     if training:
@@ -292,6 +294,15 @@ def _checkpoint(checkpoint: str | None, folder: str, mode: Mode) -> str | None:
   if mode == "replay":
     return nonfinite.saved_state(folder)
   return None if checkpoint is None else remote.local_copy(checkpoint)
+
+
+def _observers(
+  strategy: tf.distribute.Strategy, folder: str, *, ledger: bool, training: bool
+) -> list[Observer]:
+  """Returns what watches the steps: the ledger if asked for, and whom several workers wait for."""
+  recorder = [tool("ledger").Recorder(model_dir=folder, strategy=strategy)] if ledger else []
+  several = training and placement.of(strategy).cluster.size > 1
+  return [*recorder, *(Communication.of(strategy) if several else [])]
 
 
 def _place(model_dir: str, mode: Mode) -> remote.Local | remote.Remote:

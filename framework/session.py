@@ -27,6 +27,7 @@ from framework.run_folder.remote import Opened
 from framework.run_folder.snapshots import Snapshots
 from framework.run_folder.warm_start import WarmStart
 from framework.stopping import Stopping
+from framework.stragglers import Stragglers
 from framework.trainer import Trainer
 
 
@@ -271,9 +272,16 @@ class Session:
     watchdog = Watchdog(
       self._flight, self.trainer, folder, timeout_s=cadence.hang_timeout_s, ends=cadence.end_if_hung
     )
-    recorded = self._flight.recorded(folder, self.cluster.index, beat=watchdog.beat)
-    with recorded, watchdog.watching():
+    stragglers = Stragglers(folder, self.cluster.size if self.cluster.is_chief else 1)
+
+    def beat() -> None:
+      watchdog.beat()
+      stragglers.beat()
+
+    with self._flight.recorded(folder, self.cluster.index, beat=beat), watchdog.watching():
       yield
+    if said := stragglers.table():
+      self._say(said)
 
   @contextlib.contextmanager
   def _until_stopped(self) -> Iterator[None]:

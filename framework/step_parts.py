@@ -136,14 +136,15 @@ class StepNumbers:
 class InputWait:
   """How long the steps of a loop waited for their batches.
 
-  On GPUs the host adds it up, for its own replicas, so that no step copies it to them.
+  The host adds it up, for its own replicas, on GPUs, so that no step copies it to them, and in a
+  cluster, where each worker must know its own.
   """
 
   def __init__(self, place: placement.Placement) -> None:
     """Starts at 0; call it outside of the strategy's scope (host)."""
     self._place = place
     self._sum: tf.Variable | None = None
-    if place.on_gpus:
+    if place.on_gpus or place.cluster.size > 1:
       with tf.device("CPU:0"):
         self._sum = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="input_wait")
 

@@ -23,7 +23,7 @@ from framework.inputs.buckets import Scheduled, ScheduledIterator
 from framework.metrics import MetricSums
 from framework.models import models, recomputation, replica_state
 from framework.models.orbit import AbstractTrainer
-from framework.observers import Observer
+from framework.observers import Observer, may_undo
 from framework.optimizers import adapters
 from framework.optimizers.ema import averages
 from framework.optimizers.loss_scale import LossScale, usual_loss_scale
@@ -215,7 +215,7 @@ class Trainer(AbstractTrainer):
       with tf.name_scope(""), numbers.known(done):  # keeps the loop's prefix out of operation names
         return (done + 1, self.train_step(iterator))[: 1 + len(stands)]
 
-    start = (tf.constant(0), *([tf.constant(True)] if self.parts.observers else []))  # may undo one
+    start = (tf.constant(0), *([tf.constant(True)] if may_undo(self.parts.observers) else []))
     tf.while_loop(lambda n, *s: (n < num_steps) & s[0] if s else n < num_steps, step, start)
     self.average_state()
 
@@ -341,11 +341,11 @@ class Trainer(AbstractTrainer):
     if not isinstance(self._iterator, ScheduledIterator):
       self._compiled_loop(self._iterator, num_steps)
       return
-    end = int(self.global_step.numpy()) if self.parts.observers else 0
+    end = int(self.global_step.numpy()) if may_undo(self.parts.observers) else 0
     for iterator, steps in self._iterator.runs(int(num_steps)):
       self._compiled_loop(iterator, tf.constant(steps))
       end += steps
-      if self.parts.observers and int(self.global_step.numpy()) < end:
+      if may_undo(self.parts.observers) and int(self.global_step.numpy()) < end:
         return  # an observer has undone a step
 
   def _first(self, per_replica: PerReplica) -> tf.Tensor:

@@ -3,8 +3,7 @@
     run.actions = [@TimeBudget()]
 
 docs/time-budget.md defines the parts. The compiled step takes two timestamps for the input, and two
-for communication if this action is used on several replicas; the latter cost about ten small
-operations a step.
+for communication, on several workers always, on several replicas with this action.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from framework.host import timing
 from framework.host.timing import Stopwatch
 from framework.observers import AllReduce, Observer, StepObserver, Tensors
 from framework.strategies import placement
-from framework.types import TensorLike
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
@@ -46,22 +44,13 @@ _NOTABLE = 0.1
 _OTHERWISE = "make it cheaper, or call it less often: run.steps_per_loop, run.eval_every_steps."
 
 
-class StepTimes(Observer):
-  """Adds "start_s" to a loop's results, and "communication_s" where reductions are timed."""
+class LoopStart(Observer):
+  """Adds "start_s" to a loop's results: until its first operation runs."""
 
-  def __init__(self, *, reductions: bool) -> None:
-    """Makes a variable for the time at which a loop starts.
-
-    Args:
-      reductions: time each all-reduce; the mean over replicas is reported.
-    """
-    self._reductions = reductions
+  def __init__(self) -> None:
+    """Makes a variable for the time at which a loop starts."""
     self._started = tf.Variable(0.0, dtype=tf.float64, trainable=False)
     self._clock = timing.LoopClock()
-
-  def of_replica(self) -> StepObserver:
-    """See `Observer`."""
-    return _ReductionTimes() if self._reductions else StepObserver()
 
   def loop_begins(self, *, after_step: int, steps: int) -> None:
     """See `Observer`."""
@@ -76,30 +65,64 @@ class StepTimes(Observer):
     """See `Observer`."""
     start_s = float(self._started.numpy()) - self._clock.began_s
     results["start_s"] = self._clock.corrected(start_s)
-    if "communication" in results:
-      results["communication_s"] = self._clock.corrected(results.pop("communication") * ran)
 
 
-class _ReductionTimes(StepObserver):
-  """Times from a replica's own sums being ready to the sums over all replicas being there."""
+class Communication(Observer):
+  """Adds "communication_s" to a loop's results: how long its steps waited in the all-reduce.
 
-  def __init__(self) -> None:
-    self._seconds: list[tf.Tensor] = []
+  From a replica's own sums being ready to the sums over all replicas being there; the mean over the
+  replicas of this process. Where gradients are sent in several buckets, from the last gradient on.
+  It holds nothing up, and changes no number.
+  """
+
+  def __init__(self, replicas: int) -> None:
+    """Makes the variable that adds up; call it outside of a strategy's scope.
+
+    Args:
+      replicas: how many of them this process has.
+    """
+    self._replicas, self._clock = replicas, timing.LoopClock()
+    with tf.device("CPU:0"):
+      self.sum = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="communication")
+
+  @classmethod
+  def of(cls, strategy: tf.distribute.Strategy) -> list[Communication]:
+    """Returns one for a strategy; none on GPUs and TPUs, which the host does not wait for."""
+    devices = placement.of(strategy).devices
+    several = strategy.num_replicas_in_sync > 1
+    apart = several and not any("GPU" in name or "TPU" in name for name in devices)
+    return [cls(len(devices))] if apart else []
+
+  def of_replica(self) -> StepObserver:
+    """See `Observer`."""
+    return _Timed(self.sum)
+
+  def loop_begins(self, *, after_step: int, steps: int) -> None:
+    """See `Observer`."""
+    del after_step, steps
+    self.sum.assign(0.0)
+    self._clock = timing.LoopClock()
+
+  def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
+    """See `Observer`."""
+    seconds = float(self.sum.numpy()) / self._replicas
+    results["communication_s"] = self._clock.corrected(seconds)
+
+
+class _Timed(StepObserver):
+  def __init__(self, total: tf.Variable) -> None:
+    self._sum = total
 
   def all_reduce(
     self, reduce: AllReduce, gradients: Tensors, scalars: Tensors
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    with tf.control_dependencies([*gradients, *scalars]):
+    with tf.control_dependencies([*gradients, *scalars]), tf.device("CPU:0"):
       began = timing.timestamp()
-    with tf.control_dependencies([began]):
-      gradients, scalars = [tf.identity(g) for g in gradients], [tf.identity(s) for s in scalars]
     sums, scalar_sums = reduce(gradients, scalars)
-    with tf.control_dependencies([*sums, *scalar_sums]):
-      self._seconds.append(tf.cast(timing.timestamp() - began, tf.float32))
+    with tf.control_dependencies([*sums, *scalar_sums, began]), tf.device("CPU:0"):
+      waited_s = tf.maximum(timing.timestamp() - began, 0.0)
+      self._sum.assign_add(waited_s, read_value=False)
     return sums, scalar_sums
-
-  def metrics(self) -> Mapping[str, tuple[TensorLike, TensorLike]]:
-    return {"communication": (tf.add_n([tf.constant(0.0), *self._seconds]), 1.0)}
 
 
 class TimeBudget(Action):
@@ -125,8 +148,11 @@ class TimeBudget(Action):
     place = placement.of(run.strategy)
     place.require("TimeBudget")
     self._separable = not any("GPU" in name or "TPU" in name for name in place.devices)
-    several = run.strategy.num_replicas_in_sync > 1
-    cast("Trainer", run.trainer).observe(StepTimes(reductions=self._separable and several))
+    trainer = cast("Trainer", run.trainer)
+    trainer.observe(LoopStart())
+    if not any(isinstance(each, Communication) for each in trainer.parts.observers):
+      for each in Communication.of(run.strategy):
+        trainer.observe(each)
 
   def begin(self) -> None:
     """Starts the clock."""

@@ -24,8 +24,10 @@ from framework.run_folder import layout
 
 HANG, STACKS = "hang", "stacks"
 """Why a process asks all for their stacks."""
-_MAX_BYTES = 2**26
+_MAX_BYTES, _LAST_BYTES = 2**26, 2**16
+_REMEDY = "move it away to go on without it"
 _FILE = re.compile(r"(\d{1,6})\.jsonl")
+_BUCKET = re.compile(r"-?\d{1,3}")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -42,6 +44,8 @@ class Leg:
     loops: the loops that the process has begun.
     traced: steps of loops that were traced; their time is the part "tracing".
     saved: whether it ended with a save of `step`.
+    times: phase of a step -> bucket of seconds -> steps; see paces.py.
+    pace: phase -> seconds of a step, the median of the last loops.
     phase: what the process did when the line was written, the innermost last.
     unchanged_s: since when, or since its last sign of progress.
     beat: counts up while the process lives.
@@ -61,6 +65,8 @@ class Leg:
   loops: int = 0
   traced: int = 0
   saved: bool = False
+  times: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+  pace: dict[str, float] = dataclasses.field(default_factory=dict)
   phase: list[str] = dataclasses.field(default_factory=list)
   unchanged_s: float = 0.0
   beat: int = 0
@@ -140,8 +146,11 @@ def age_s() -> float:
   return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
 
 
-def read(model_dir: str) -> dict[int, list[Leg]]:
+def read(model_dir: str, *, last_bytes: int | None = None) -> dict[int, list[Leg]]:
   """Returns worker -> its legs, oldest first; {} of a run that has no record (host).
+
+  Args:
+    last_bytes: read only so many of each file, its last ones.
 
   Raises:
     ConfigError: a file cannot be read.
@@ -150,10 +159,11 @@ def read(model_dir: str) -> dict[int, list[Leg]]:
   folder = Path(model_dir, layout.FLIGHT)
   names = (_FILE.fullmatch(each) for each in os.listdir(folder)) if folder.is_dir() else ()
   for name in filter(None, names):
-    remedy = "move it away to go on without it"
-    text = bounded.content(
-      str(folder / name[0]), "a flight record", max_bytes=_MAX_BYTES, remedy=remedy
-    )
+    with bounded.Reader(str(folder / name[0]), "a flight record", _REMEDY) as file:
+      if last_bytes is None:
+        bounded.require_bytes(file.path, file.size or 0, _MAX_BYTES)
+      file.seek(max(0, (file.size or 0) - (last_bytes or _MAX_BYTES)))
+      text = file.read(_MAX_BYTES)
     if legs := of_lines(text.decode(errors="replace").splitlines()):
       found[int(name[1])] = legs
   return dict(sorted(found.items()))
@@ -165,8 +175,22 @@ def of_lines(lines: Iterable[str]) -> list[Leg]:
 
 
 def last(model_dir: str) -> dict[int, Leg]:
-  """Returns worker -> its last leg (host)."""
-  return {worker: legs[-1] for worker, legs in read(model_dir).items()}
+  """Returns worker -> its last leg, from the end of each file (host).
+
+  Raises:
+    ConfigError: a file cannot be read.
+  """
+  return {worker: legs[-1] for worker, legs in read(model_dir, last_bytes=_LAST_BYTES).items()}
+
+
+def starts(worker: Iterable[Leg]) -> list[list[Leg]]:
+  """Returns the legs of each process, of those of one worker."""
+  starts: list[list[Leg]] = []
+  for leg in worker:
+    if leg.first or not starts:
+      starts.append([])
+    starts[-1].append(leg)
+  return starts
 
 
 def ask(model_dir: str, why: str) -> None:
@@ -199,4 +223,15 @@ def _leg(record: Mapping[str, object] | None) -> Leg | None:
       return None
   leg = Leg(**known)  # type: ignore[arg-type]
   leg.parts = {name: float(each) for name, each in leg.parts.items() if is_finite(each)}
+  leg.pace = {name: float(each) for name, each in leg.pace.items() if is_finite(each)}
+  leg.times = {name: _counts(each) for name, each in leg.times.items() if isinstance(each, dict)}
   return leg
+
+
+def _counts(record: Mapping[str, object]) -> dict[str, int]:
+  """Returns bucket -> steps, without what is none."""
+  return {
+    name: count
+    for name, count in record.items()
+    if _BUCKET.fullmatch(name) and isinstance(count, int) and count > 0
+  }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from absl import flags
 
 from framework.errors import ConfigError, printable
-from framework.run_folder import folders, legs
+from framework.run_folder import folders, legs, paces
 from framework.run_folder.legs import Leg
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def of(worker: Sequence[Leg], now: float) -> Goodput:
   Args:
     now: seconds since the epoch, which tells whether the last process still runs.
   """
-  starts = _starts(worker)
+  starts = legs.starts(worker)
   kept = _kept(starts, now)
   usual_s = _step_s(worker)
   parts: dict[str, float] = collections.defaultdict(float)
@@ -135,16 +135,6 @@ def of(worker: Sequence[Leg], now: float) -> Goodput:
     save_s=parts["checkpoints"] / saves if saves else 0.0,
     step_s=usual_s,
   )
-
-
-def _starts(worker: Sequence[Leg]) -> list[list[Leg]]:
-  """Returns the legs of each process."""
-  starts: list[list[Leg]] = []
-  for leg in worker:
-    if leg.first or not starts:
-      starts.append([])
-    starts[-1].append(leg)
-  return starts
 
 
 def _steps(leg: Leg) -> int:
@@ -265,7 +255,8 @@ def run(parsed: Parsed) -> int:
     print(json.dumps({**found._asdict(), "seconds": found.seconds}, indent=2))
     return 0
   every = told.whole_number("run.checkpoint_every_steps")
-  print("\n".join(map(printable, table(found, every=every).split("\n"))))
+  lines = [table(found, every=every), paces.table(legs.read(told.path))]
+  print("\n".join(map(printable, "\n".join(filter(None, lines)).split("\n"))))
   return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hang_trials
+from benchmarks import hang_trials, straggler_trials
 from framework import commands
 from framework.hangs import verdict
 from framework.host import stacks
@@ -135,3 +135,13 @@ def test_each_planted_hang_names_worker_and_phase(kind, tmp_path):
   status, line = hang_trials.trial(kind, str(tmp_path))
   assert re.search(hang_trials.EXPECTED[kind], line)
   assert status == 1
+
+
+@pytest.mark.whole
+def test_the_slow_one_of_two_workers_is_known_by_its_own_times(tmp_path):
+  """It sleeps 0.4 s more in each step; the other one waits for it, in the all-reduce."""
+  slowed = {"compute": [0.0, 0.4], "input": [0.0, 0.0]}
+  told = straggler_trials.trial(str(tmp_path / "run"), slowed, steps=40)
+  assert (told.slow.worker, told.slow.phase) == (1, "compute")
+  assert told.times[1]["compute"].p50 >= 0.39
+  assert told.times[0]["collective"].p50 >= 0.2

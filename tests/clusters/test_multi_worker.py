@@ -16,6 +16,7 @@ import pytest
 from input_cases import ledger_digest
 
 import launch
+from framework.run_folder import legs, paces
 from framework.tools.ledger import __main__
 
 ROOT = Path(launch.__file__).parent
@@ -146,6 +147,17 @@ def test_only_the_chief_writes(trained):
   assert names == ["checkpoint", *(f"{ckpt}.{kind}" for ckpt in saved for kind in kinds)]
   assert trained(2).out.count("done: step 10") == 1
   assert len(list((model_dir / "train").iterdir())) == 1
+
+
+def test_each_worker_records_its_own_times(trained):
+  """Of all loops but the first, which is traced; the chief prints them at the end."""
+  found = legs.read(str(trained(2).folder / "m"))
+  assert found.keys() == {0, 1}
+  for worker in found.values():
+    counts = [leg.times for leg in worker if leg.times]
+    for phase in ("input", "compute", "collective"):
+      assert sum(sum(each[phase].values()) for each in counts) == STEPS - 1
+  assert paces.table(found) in trained(2).err
 
 
 @pytest.mark.whole

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from framework.errors import ConfigError, is_finite
 from framework.host import bounded
-from framework.run_folder import damage, folders
+from framework.run_folder import damage, folders, legs, paces
 from framework.tools import goodput
 
 VERIFY, MEDIA = "verify.json", "media"
@@ -67,6 +67,7 @@ class Shown:
     curves: metric -> split ("train" or "eval") -> curve.
     budget: part -> seconds, of the action TimeBudget.
     goodput: where the wall time of all its starts went; None if it has no flight record.
+    workers: the rows of `paces.HEADS`.
     verify: the report of `verify --json`; {} if there is none.
     media: name -> the newest, and earlier ones at even distances.
     starts: the lines of the run's history.
@@ -78,6 +79,7 @@ class Shown:
   curves: dict[str, dict[str, Curve]] = dataclasses.field(default_factory=dict)
   budget: dict[str, float] = dataclasses.field(default_factory=dict)
   goodput: goodput.Goodput | None = None
+  workers: list[list[str]] = dataclasses.field(default_factory=list)
   verify: dict[str, Any] = dataclasses.field(default_factory=dict)
   media: dict[str, list[Medium]] = dataclasses.field(default_factory=dict)
   starts: list[folders.Record] = dataclasses.field(default_factory=list)
@@ -108,6 +110,7 @@ def read(path: str, name: str) -> Shown:
   shown.faults += damage.faults(shown.run, path) if shown.run else []
   shown.curves, shown.budget = part(lambda: logged(folders.log(path)), nothing)
   shown.goodput = part(lambda: goodput.read(path), None)
+  shown.workers = part(lambda: paces.rows(legs.read(path)), [])
   shown.verify = part(lambda: _verified(os.path.join(path, VERIFY)), {})
   shown.media = part(lambda: _media(os.path.join(path, MEDIA), shown.faults), {})
   shown.starts = part(lambda: list(folders.starts(path)), [])

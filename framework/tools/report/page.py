@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import printable
+from framework.run_folder import paces
 from framework.run_folder.folders import texts
 from framework.tools import goodput
 from framework.tools.report.data import VERIFY, Curve, Shown
@@ -213,6 +214,10 @@ def _goodput(runs: Sequence[Shown]) -> Iterator[str]:
     yield by_run("part", known, _shares([each.parts for each in found.values()]))
   for name, each in found.items():
     yield f"<p>{safe(name)}: {safe(goodput.largest(each))}</p>"
+  for run in runs:
+    if run.workers:
+      yield f"<p>{safe(run.name)}: a step of each worker</p>"
+      yield table(paces.HEADS, run.workers)
 
 
 def _budget(runs: Sequence[Shown]) -> Iterator[str]:

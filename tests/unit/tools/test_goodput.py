@@ -188,8 +188,10 @@ def test_a_run_records_where_its_time_goes(folder):
 def test_the_command_prints_it(folder, capsys):
   made, seconds = folder
   assert commands.main(["loopwright", "goodput", str(made)]) == 0
-  lines = capsys.readouterr().out.splitlines()
+  printed, _, workers = capsys.readouterr().out.partition("a step of each worker:\n")
+  lines = printed.splitlines()
   assert "50 steps, 0 repeated; starts: 2, broken: 0" in lines[0]
+  assert [row.split()[:2] for row in workers.splitlines()[1:]] == [["0", "input"], ["0", "compute"]]
   shares = [float(line.split()[-2]) for line in lines[1:-2]]
   assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
   assert commands.main(["loopwright", "goodput", "--json", str(made)]) == 0
