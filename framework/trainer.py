@@ -90,13 +90,11 @@ class Trainer(AbstractTrainer):
       accumulation_steps: the number of micro-batches in each replica's part of the batch.
       ema_decay: keep a moving average of the trainable variables with this decay, a number or
         `ema_warmup`; or `weight_averaging`, their mean from a step on.
-      fuse_updates: where the optimizer's rule allows it, use fused kernels and update small
-        variables together: faster, equal up to rounding; changes the optimizer's layout in
-        checkpoints.
+      fuse_updates: if the optimizer's rule allows it, update by fused kernels, small variables
+        together: faster, equal up to rounding; another layout of the optimizer in checkpoints.
       shard_optimizer_state: each replica keeps and updates 1/N of the optimizers' state, then
         gathers the weights; equal up to rounding, with checkpoints that fit any number of replicas.
-        For optimizers whose rule treats every element alike, under mirrored strategies; on a single
-        replica it changes nothing.
+        For optimizers that treat all elements alike, on several replicas of a mirrored strategy.
       recompute: patterns for the names of Keras layers whose activations the backward pass computes
         again, to save memory, such as `block_.*`; see `framework.recompute`.
       jit_compile: compile each replica's forward and backward pass with XLA.
