@@ -2,6 +2,7 @@
 
     python -m benchmarks.spike_trials                        # 20 random poisonings
     python -m benchmarks.spike_trials --trials=5 --seed=7
+    python -m benchmarks.spike_trials --first=18             # the last three of the 20
     python -m benchmarks.spike_trials --false_alarms         # the losses of clean runs
     python -m benchmarks.spike_trials --cost --rounds=60     # judged and unjudged loops
 
@@ -97,14 +98,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
   rng = random.Random(options.seed)
   names = ("trial", "", "poison", "replicas", "examples", "found")
   print(COLUMNS.format(*names, "never had", "rewind", "report", "differs"))
-  good = sum(trial(number, rng, options.deviations) for number in range(1, options.trials + 1))
-  print(f"{good} of {options.trials} found, named and within 1 %")
-  return 0 if good == options.trials else 1
+  drawn = [(number, *poisoning(rng)) for number in range(1, options.trials + 1)]
+  run_here = drawn[options.first - 1 :]
+  good = sum(trial(*each, options.deviations) for each in run_here)
+  print(f"{good} of {len(run_here)} found, named and within 1 %")
+  return 0 if good == len(run_here) else 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(prog="python -m benchmarks.spike_trials")
   parser.add_argument("--trials", type=int, default=20)
+  parser.add_argument("--first", type=int, default=1, help="the number of the first trial to run")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--deviations", type=float, default=10.0)
   parser.add_argument("--false_alarms", action="store_true", help="clean runs instead")
@@ -114,12 +118,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   return parser.parse_args(arguments)
 
 
-def trial(number: int, rng: random.Random, deviations: float) -> bool:
-  """Runs one poisoning three times; prints a line; returns whether all is well."""
+def poisoning(rng: random.Random) -> tuple[str, int, int, float, list[int]]:
+  """Draws one: kind, replicas, seed, factor and the poisoned examples."""
   kind, replicas = rng.choice(("labels", "garbage")), rng.choice((1, 2, 3))
   seed, factor = rng.randrange(10**6), rng.uniform(20, 200)
   late = _first_read_late(seed)
-  ids = sorted(rng.sample(late, rng.randint(1, 6)))
+  return kind, replicas, seed, factor, sorted(rng.sample(late, rng.randint(1, 6)))
+
+
+def trial(
+  number: int, kind: str, replicas: int, seed: int, factor: float, ids: list[int], deviations: float
+) -> bool:
+  """Runs one poisoning three times; prints a line; returns whether all is well."""
   task = {kind: ids, "factor": factor}
   clean, _ = _trained(Poisoned(seed, **task), NeverHad(ids), seed, replicas)
   action = Spikes(on_spike="rewind", deviations=deviations)

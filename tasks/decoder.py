@@ -11,7 +11,8 @@ own, as an optimizer of matrices, such as Muon, wants them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -19,6 +20,15 @@ import tensorflow as tf
 import framework
 from framework.errors import ConfigError
 from framework.tasks.language_model import BYTES, START, attention_mask, rotary_angles, rotated
+
+Pair: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+Cache: TypeAlias = list[Pair]
+"""Of each block the keys and values so far, [n, length, groups, size] each."""
+
+
+def as_they_are(key: tf.Tensor, value: tf.Tensor) -> Pair:
+  """Returns what attention looks up where there is no cache."""
+  return key, value
 
 
 def matrix(units: int, name: str) -> keras.layers.Layer:
@@ -38,15 +48,28 @@ class GroupedAttention(keras.layers.Layer):
     self.value = matrix(groups * self._size, "value")
     self.query_norm, self.key_norm = (keras.layers.RMSNormalization() for _ in range(2))
 
-  def call(self, x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor], mask: tf.Tensor) -> tf.Tensor:
-    """Returns [n, length, width]; the arguments are those of `language_model.Attention`."""
+  def call(
+    self,
+    x: tf.Tensor,
+    rotation: Pair,
+    mask: tf.Tensor,
+    looked_up: Callable[..., Pair] = as_they_are,
+  ) -> tf.Tensor:
+    """Returns [n, length, width].
+
+    Args:
+      x: as `rotation` and `mask`, of `language_model.Attention`.
+      rotation: of these tokens.
+      mask: bool [n, 1, to, from].
+      looked_up: keys and values of these tokens, before the heads share them, -> those to look up.
+    """
     n, length, width = keras.ops.shape(x)
     split = [n, length, -1, self._size]
     query, key, value = (
       keras.ops.reshape(project(x), split) for project in (self.query, self.key, self.value)
     )
     query = rotated(self.query_norm(query), rotation)
-    key = rotated(self.key_norm(key), rotation)
+    key, value = looked_up(rotated(self.key_norm(key), rotation), value)
     key, value = (keras.ops.repeat(y, self._heads // self._groups, axis=2) for y in (key, value))
     mixed = keras.ops.dot_product_attention(query, key, value, mask=mask)
     return self.to_output(keras.ops.reshape(mixed, [n, length, width]))
@@ -65,9 +88,15 @@ class DecoderBlock(keras.layers.Layer):
       matrix(units, name) for units, name in ((hidden, "gate"), (hidden, "up"), (width, "down"))
     )
 
-  def call(self, x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor], mask: tf.Tensor) -> tf.Tensor:
-    """Returns [n, length, width]."""
-    x = x + self.attention(self.attention_norm(x), rotation, mask)
+  def call(
+    self,
+    x: tf.Tensor,
+    rotation: Pair,
+    mask: tf.Tensor,
+    looked_up: Callable[..., Pair] = as_they_are,
+  ) -> tf.Tensor:
+    """Returns [n, length, width]; the arguments are those of its attention."""
+    x = x + self.attention(self.attention_norm(x), rotation, mask, looked_up=looked_up)
     y = self.mlp_norm(x)
     return x + self.down(keras.ops.silu(self.gate(y)) * self.up(y))
 
@@ -78,7 +107,7 @@ class Decoder(keras.Model):
   def __init__(self, *, layers: int, width: int, heads: int, groups: int) -> None:
     """Makes the layers; see `decoder`."""
     super().__init__(name="decoder")
-    self._size = width // heads
+    self._size, self._groups = width // heads, groups
     self.embedding = keras.layers.ReversibleEmbedding(
       START + 1, width, name="embedding",
       embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),
@@ -92,10 +121,46 @@ class Decoder(keras.Model):
   def call(self, inputs: Mapping[str, tf.Tensor], training: bool = False) -> tf.Tensor:
     """Returns logits [n, length, 256] for "token" and "position", both int32 [n, length]."""
     del training
+    mask = attention_mask(inputs["position"])
+    return self._logits(inputs, mask, [as_they_are for _ in self._names])
+
+  def read_on(self, inputs: Mapping[str, tf.Tensor], cache: Cache) -> tuple[tf.Tensor, Cache]:
+    """Returns the logits of further tokens, which see those in the cache, and a cache with them.
+
+    Args:
+      inputs: as for `call`, of one document a row; its position is also the place in the cache.
+      cache: from `empty_cache` or `read_on`. A token sees the places up to its own.
+    """
+    place = inputs["position"]
+    rows = tf.broadcast_to(tf.range(tf.shape(place)[0])[:, tf.newaxis], tf.shape(place))
+    at, new = tf.stack([rows, place], axis=-1), list(cache)
+    before = tf.range(tf.shape(cache[0][0])[1]) <= place[:, tf.newaxis, :, tf.newaxis]
+
+    def add_to(block: int) -> Callable[..., Pair]:
+      def looked_up(key: tf.Tensor, value: tf.Tensor) -> Pair:
+        old_key, old_value = cache[block]
+        new[block] = (
+          tf.tensor_scatter_nd_update(old_key, at, key),
+          tf.tensor_scatter_nd_update(old_value, at, value),
+        )
+        return new[block]
+
+      return looked_up
+
+    return self._logits(inputs, before, [add_to(block) for block in range(len(cache))]), new
+
+  def empty_cache(self, rows: int | tf.Tensor, length: int) -> Cache:
+    """Returns a cache for so many rows and tokens, all zeros."""
+    zeros = tf.zeros([rows, length, self._groups, self._size], self.compute_dtype)
+    return [(zeros, zeros) for _ in self._names]
+
+  def _logits(
+    self, inputs: Mapping[str, tf.Tensor], mask: tf.Tensor, looked_up: list[Callable[..., Pair]]
+  ) -> tf.Tensor:
     rotation = rotary_angles(inputs["position"], self._size, self.variable_dtype)
-    mask, x = attention_mask(inputs["position"]), self.embedding(inputs["token"])
-    for name in self._names:
-      x = getattr(self, name)(x, rotation, mask)
+    x = self.embedding(inputs["token"])
+    for name, each in zip(self._names, looked_up, strict=True):
+      x = getattr(self, name)(x, rotation, mask, looked_up=each)
     return self.embedding(self.norm(x), reverse=True)[..., :BYTES]
 
 

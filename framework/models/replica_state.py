@@ -33,9 +33,15 @@ def average(
   for variable in _local_variables(strategy, model):
     if id(variable) in same:
       continue
-    copies = strategy.extended.call_for_each_replica(variable.read_value)
+    copies = strategy.extended.call_for_each_replica(_wide, args=(variable,))
     mean = strategy.reduce(tf.distribute.ReduceOp.MEAN, copies, axis=None)
-    assign(strategy, variable, mean)
+    assign(strategy, variable, tf.cast(mean, variable.dtype))
+
+
+@as_written
+def _wide(variable: tf.Variable) -> tf.Tensor:
+  """Returns this replica's copy: in float32 the mean of 3 equal numbers is not always theirs."""
+  return tf.cast(variable.read_value(), tf.float64)
 
 
 def assign(strategy: tf.distribute.Strategy, variable: tf.Variable, value: PerReplica) -> None:

@@ -1,6 +1,7 @@
 """Packed rows in a mixture are those of a plain loop: on replicas, on workers, after kill -9."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from places import PLACES, strategy_of
 
 import launch
 from framework.builder import Recipe
+from framework.tasks import decoder
 from framework.tools.ledger import __main__
 from framework.tools.ledger.recorder import Recorder
 
@@ -114,11 +116,11 @@ run.seed = 3
 """
 
 
-def run(folder, *arguments):
+def run(folder, *arguments, config=CONFIG):
   """Runs the command until it ends; returns its status."""
   folder.mkdir(exist_ok=True)
-  config = folder / "config.gin"
-  config.write_text(CONFIG.format(folder=folder))
+  text, config = config.format(folder=folder), folder / "config.gin"
+  config.write_text(text)
   command = [
     sys.executable,
     str(ROOT / "launch.py"),
@@ -158,6 +160,54 @@ def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(step, whole, tmp_path
     np.testing.assert_array_equal(one, other)
   assert __main__.main([str(tmp_path / "m")]) == 0
   assert "2 starts" in capsys.readouterr().out
+
+
+PREFERENCE = f"""
+import clustered
+import framework.tasks.preference
+
+run.task = @Preferred()
+Preferred.corpus = @TextFiles()
+Preferred.start = '{{folder}}/start'
+Preferred.prompt_bytes = 16
+Preferred.continued_bytes = 8
+TextFiles.path = '{ROOT / "configs"}'
+decoder.layers = 1
+decoder.width = 16
+run.actions = [@Keeper()]
+Keeper.folder = '{{folder}}'
+run.strategy = @mirrored
+mirrored.cpu_replicas = 2
+run.optimizer = @keras.Adam
+run.global_batch_size = 5
+run.train_steps = 12
+run.steps_per_loop = 1
+run.checkpoint_every_steps = 4
+run.ledger = True
+"""
+
+
+@pytest.mark.whole
+def test_a_killed_preference_run_ends_bit_for_bit_and_needs_its_start_once(tmp_path):
+  """The frozen reference too: both networks are kept."""
+  names = ("whole", "killed")
+  for name in names:
+    model = decoder.decoder(layers=1, width=16)
+    model.set_weights([np.random.default_rng(1).normal(size=w.shape) for w in model.get_weights()])
+    path = tmp_path / name / "start" / "checkpoints" / "ckpt-1"
+    tf.train.Checkpoint(model=model).write(str(path))
+  whole, killed = (tmp_path / name for name in names)
+  signals = "--gin_param=Keeper.signals = {'worker 0 step 6': 9}"
+  assert run(whole, config=PREFERENCE) == 0
+  assert run(killed, signals, config=PREFERENCE) == -signal.SIGKILL
+  shutil.rmtree(killed / "start")
+  assert run(killed, signals, config=PREFERENCE) == 0
+  before = [w.tolist() for w in model.get_weights()]
+  arrays = kept(whole)
+  assert sum(one.tolist() in before for one in arrays) == len(before)
+  for one, other in zip(kept(killed), arrays, strict=True):
+    np.testing.assert_array_equal(one, other)
+  assert __main__.main([str(killed / "m")]) == 0
 
 
 @pytest.mark.ci

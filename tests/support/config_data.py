@@ -12,6 +12,7 @@ import tensorflow as tf
 import framework
 import launch
 from framework.actions.base import Action
+from framework.tasks.decoder import decoder
 from framework.tasks.image_classification import cnn
 
 FOLDER = Path(launch.__file__).parent / "configs"
@@ -49,14 +50,16 @@ def fashion_mnist_files(folder):
       (folder / f"{split}-{name}-ubyte").write_bytes(head + array.astype(np.uint8).tobytes())
 
 
-def text_parameters(folder):
+def text_parameters(folder, task="LanguageModel"):
   """Stand-ins for the standard library: parameters that read a few files."""
   rng = np.random.default_rng(0)
   (folder / "texts").mkdir()
   for number in range(EXAMPLES):
-    (folder / "texts" / f"{number}.py").write_bytes(rng.integers(32, 127, 600).astype(np.uint8))
+    text = rng.integers(32, 127, 600).astype(np.uint8)
+    text[::20] = ord("\n")
+    (folder / "texts" / f"{number}.py").write_bytes(text)
   return [
-    "LanguageModel.corpus = @TextFiles()",
+    f"{task}.corpus = @TextFiles()",
     f"TextFiles.path = '{folder / 'texts'}'",
     "TextFiles.eval_fraction = 0.3",
   ]
@@ -67,6 +70,12 @@ def teacher(folder):
   network = cnn(input_shape=(8, 8, 1), classes=10)
   tf.train.Checkpoint(model=network).write(str(folder / "teacher" / "checkpoints" / "ckpt-1"))
   return [f"Distillation.teacher = '{folder / 'teacher'}'"]
+
+
+def decoder_run(folder):
+  """Stands in for the run of language_model_decoder.gin: its network, not trained."""
+  tf.train.Checkpoint(model=decoder()).write(str(folder / "decoder" / "checkpoints" / "ckpt-1"))
+  return [f"Preferred.start = '{folder / 'decoder'}'"]
 
 
 def pretrained(folder):
@@ -106,6 +115,10 @@ def stand_ins(name, folder):
     return [f"imdb_reviews.eval_examples = {EXAMPLES}"]
   if name in tuple(f"language_model{each}.gin" for each in ("", "_decoder", "_packed")):
     return text_parameters(folder)
+  if name == "language_model_generation.gin":
+    return text_parameters(folder, "Continued")
+  if name == "language_model_preference.gin":
+    return [*text_parameters(folder, "Preferred"), *decoder_run(folder)]
   if name == "language_model_mixture.gin":
     several = "LanguageModel.corpus = {'code': @TextFiles(), 'prose': @TextFiles()}"
     return [several, "TextFiles.pattern = '*.py'", *text_parameters(folder)[1:]]

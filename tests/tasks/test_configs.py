@@ -70,6 +70,12 @@ LANGUAGE_MODEL = {
   "rates": {0: 0.0, 100: 0.0015, 200: 0.003, 2100: 0.00165, 4000: 0.0003},
   "loss": math.log(256),
 }
+DECODER = {
+  **LANGUAGE_MODEL,
+  "parameters": {"default": transformer_parameters(4, 128) + 4 * (2 * 32 - 128 * 128)},
+  "optimizer": keras.optimizers.Muon,
+  "rates": {0: 0.0, 100: 0.005, 200: 0.01, 2100: 0.0055, 4000: 0.001},
+}
 FIXMATCH = {
   **CLASSIFIER,
   "features": {
@@ -182,11 +188,18 @@ EXPECTED = {
     "rates": {0: 0.001, 400: 0.001},
   },
   "language_model.gin": LANGUAGE_MODEL,
-  "language_model_decoder.gin": {
-    **LANGUAGE_MODEL,
-    "parameters": {"default": transformer_parameters(4, 128) + 4 * (2 * 32 - 128 * 128)},
-    "optimizer": keras.optimizers.Muon,
-    "rates": {0: 0.0, 100: 0.005, 200: 0.01, 2100: 0.0055, 4000: 0.001},
+  "language_model_decoder.gin": DECODER,
+  "language_model_generation.gin": {
+    **DECODER,
+    "metrics": {*LANGUAGE_MODEL["metrics"], "byte_accuracy", "exact"},
+  },
+  "language_model_preference.gin": {
+    **ONE,
+    "features": dict.fromkeys(("chosen", "rejected"), ("uint8", (96,))),
+    "parameters": DECODER["parameters"],
+    "metrics": {*("loss", "margin", "accuracy", "chosen_ratio", "rejected_ratio", "underscores")},
+    "rates": {0: 0.0, 10: 5e-5, 20: 1e-4, 300: 1e-4},
+    "loss": math.log(2),
   },
   "language_model_mixture.gin": {
     **LANGUAGE_MODEL,

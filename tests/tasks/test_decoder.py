@@ -4,15 +4,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from decoder_by_hand import by_hand, with_noise, written_by_hand
 from places import PLACES, strategy_of
 
 from framework.builder import Recipe
 from framework.errors import ConfigError
 from framework.inputs.datasets import train_dataset
-from framework.tasks import decoder
+from framework.tasks import decoder, generation
 from framework.tasks.language_model import LanguageModel
 
-LAYERS, WIDTH, HEADS, GROUPS, SIZE = 2, 16, 4, 2, 4
+LAYERS, WIDTH, HEADS, GROUPS = 2, 16, 4, 2
 
 
 @pytest.fixture(scope="module")
@@ -20,54 +21,8 @@ def model():
   """With noise on all weights, gains among them."""
   keras.utils.set_random_seed(3)
   made = decoder.decoder(layers=LAYERS, width=WIDTH, heads=HEADS, groups=GROUPS)
-  for number, variable in enumerate(made.trainable_variables):
-    noise = np.random.default_rng(number).normal(size=variable.shape) * 0.3
-    variable.assign(variable + noise)
+  with_noise(made)
   return made
-
-
-def norm(x, gain):
-  return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * gain
-
-
-def by_hand(model, tokens):
-  """Float64 logits of one document: each head of queries looks up its group's key and value."""
-  length = len(tokens)
-  [embedding] = [v.numpy().astype(np.float64) for v in model.variables if "embedding" in v.path]
-  angle = np.arange(length)[:, None] * 10_000.0 ** -(np.arange(SIZE // 2) / (SIZE // 2))
-
-  def turned(x):
-    pairs = (x[:, : SIZE // 2] + 1j * x[:, SIZE // 2 :]) * np.exp(1j * angle)
-    return np.concatenate([pairs.real, pairs.imag], axis=1)
-
-  x = embedding[tokens]
-  for layer in range(LAYERS):
-    block = getattr(model, f"block_{layer}")
-    weight = {
-      name: getattr(block.attention, name).kernel.numpy().astype(np.float64)
-      for name in ("query", "key", "value", "to_output")
-    }
-    y = norm(x, block.attention_norm.scale.numpy())
-    heads = []
-    for head in range(HEADS):
-      group = head // (HEADS // GROUPS)
-      query, key, mixed = (
-        y @ weight[name][:, at * SIZE : (at + 1) * SIZE]
-        for name, at in (("query", head), ("key", group), ("value", group))
-      )
-      query = turned(norm(query, block.attention.query_norm.scale.numpy()))
-      key = turned(norm(key, block.attention.key_norm.scale.numpy()))
-      scores = np.where(np.tri(length, dtype=bool), query @ key.T / np.sqrt(SIZE), -np.inf)
-      odds = np.exp(scores - scores.max(axis=1, keepdims=True))
-      heads.append(odds / odds.sum(axis=1, keepdims=True) @ mixed)
-    x = x + np.concatenate(heads, axis=1) @ weight["to_output"]
-    y = norm(x, block.mlp_norm.scale.numpy())
-    gate, up, down = (
-      getattr(block, name).kernel.numpy().astype(np.float64) for name in ("gate", "up", "down")
-    )
-    gated = y @ gate
-    x = x + (gated / (1 + np.exp(-gated)) * (y @ up)) @ down
-  return norm(x, model.norm.scale.numpy()) @ embedding.T[:, :256]
 
 
 def test_the_network_is_that_by_hand_and_a_packed_document_is_the_document_alone(model):
@@ -81,6 +36,63 @@ def test_the_network_is_that_by_hand_and_a_packed_document_is_the_document_alone
   expected = np.concatenate([by_hand(model, each) for each in documents])
   assert expected.std() > 0.5
   np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_what_is_written_with_a_cache_and_without_is_that_by_hand(size, model):
+  prompts = np.random.default_rng(2).integers(0, 257, [3, size])
+  expected, logits = written_by_hand(model, prompts, 6)
+  tolerance = 1e-4 * np.abs(logits).max()
+  given = tf.constant(prompts, tf.int32)
+  (cached, by_cache), (anew, without) = (
+    generation.continued(model, given, 6, cached=each) for each in (True, False)
+  )
+  np.testing.assert_array_equal(cached, expected)
+  np.testing.assert_array_equal(anew, expected)
+  np.testing.assert_allclose(by_cache, logits, rtol=0, atol=tolerance)
+  np.testing.assert_allclose(by_cache, without, rtol=0, atol=1e-5 * np.abs(logits).max())
+
+
+class TwoLetters:
+  """Documents of "a" and "b"; rows of 12 bytes begin at 0, 12, ... of all of them together."""
+
+  sizes = (30, 5, 21, 12, 40)
+
+  def documents(self, split):
+    del split
+    random = np.random.default_rng(5)
+    return [bytes(random.integers(97, 99, size).tolist()) for size in self.sizes]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.fast(place=["mirrored x2"])
+def test_each_replica_continues_its_part(place, mirrored):
+  """Rows that several documents share are left out: 6 of 9 stay, in batches of 4 and padding."""
+  keras.utils.set_random_seed(3)
+  task = generation.Continued(
+    corpus=TwoLetters(), context=12, continued_bytes=2,
+    network=lambda: decoder.decoder(layers=1, width=WIDTH, heads=HEADS, groups=GROUPS),
+  )  # fmt: skip
+  recipe = Recipe(optimizer=keras.optimizers.SGD, global_batch_size=3, eval_batch_size=4)
+  trainer = recipe.trainer(task, strategy_of(place, mirrored))
+  with_noise(task.model)
+  [embedding] = [v for v in task.model.variables if "embedding" in v.path]
+  rows = embedding.numpy()
+  rows[98] = -5 * rows[97]
+  rows[97] *= 5  # so that the likeliest byte is "a" or "b"
+  embedding.assign(rows)
+  found = recipe.evaluator(trainer).evaluate()
+
+  text = np.frombuffer(b"".join(TwoLetters().documents("eval")), np.uint8)
+  begins = {0, *np.cumsum(TwoLetters.sizes).tolist()}
+  whole = [at for at in range(0, 108, 12) if not begins & set(range(at + 1, at + 12))]
+  assert len(whole) == 6
+  prompts = [[decoder.START if at in begins else text[at - 1], *text[at : at + 10]] for at in whole]
+  written, _ = written_by_hand(task.model, prompts, 2)
+  right = written == [text[at + 10 : at + 12] for at in whole]
+  assert 0 < right.all(axis=1).mean() < right.mean() < 1
+  assert found["byte_accuracy"] == pytest.approx(right.mean(), rel=1e-6)
+  assert found["exact"] == pytest.approx(right.all(axis=1).mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -147,3 +159,11 @@ def test_muon_on_replicas_is_that_of_a_plain_loop(place, mirrored):
   trainer.train(tf.constant(5))
   for one, other in zip(trainer.task.model.get_weights(), plain_loop(5), strict=True):
     assert np.abs(one - other).max() <= 1e-4 * np.abs(other).max()
+
+
+@pytest.mark.parametrize("count", [0, 12])
+def test_something_must_be_left_to_read_and_to_write(count):
+  with pytest.raises(
+    ConfigError, match=f"^Continued.continued_bytes is {count}; it must be from 1"
+  ):
+    generation.Continued(corpus=TwoLetters(), context=12, continued_bytes=count)
