@@ -192,6 +192,7 @@ EXPECTED = {
   "language_model_generation.gin": {
     **DECODER,
     "metrics": {*LANGUAGE_MODEL["metrics"], "byte_accuracy", "exact"},
+    "smaller": ["run.eval_batch_size = 4", "run.eval_steps = 1"],
   },
   "language_model_preference.gin": {
     **ONE,
