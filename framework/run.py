@@ -52,6 +52,7 @@ from framework.strategies import factories, placement, servers
 from framework.strategies.cluster import rendezvous
 from framework.strategies.gpus import warn_of_unseen
 from framework.task import Task
+from framework.trainer import Trainer
 
 
 def run(
@@ -259,6 +260,15 @@ def restored(model_dir: str) -> Task:
   Raises:
     ConfigError: the folder has no run, or no complete checkpoint.
   """
+  return restored_trainer(model_dir)[0].task
+
+
+def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
+  """Returns the trainer of a run folder, as `restored` does its task, and the digest of its assets.
+
+  Raises:
+    ConfigError: the folder has no run, or no complete checkpoint.
+  """
   model_dir = remote.copied(model_dir)
   configurables.parse([os.path.join(model_dir, layout.CONFIG)])
   task, strategy = made_task(bound("task")), factories.default()
@@ -275,7 +285,7 @@ def restored(model_dir: str) -> Task:
     raise ConfigError(f"there is no complete checkpoint in {directory!r}; train first.")
   if trainer.parts.ema is not None:
     trainer.parts.ema.swap()
-  return task
+  return trainer, learned
 
 
 def _require_mode(mode: Mode, checkpoint: str | None) -> None:

@@ -96,14 +96,11 @@ class Session:
   def _make_manager(
     self, start: Start | None, assets: str, directory: str, keep: int | None = None
   ) -> checkpoints.CheckpointManager:
-    task, ledgers = self.trainer.task, map(layout.ledger, range(self.cluster.size))
+    ledgers = map(layout.ledger, range(self.cluster.size))
     return checkpoints.CheckpointManager(
       trainer=self.trainer,
       directory=directory,
-      experiment={
-        "task": f"{type(task).__module__}.{type(task).__qualname__}",
-        "optimizer": optimizer_names(self.trainer),
-      },
+      experiment=experiment(self.trainer),
       assets=assets,
       keep=keep or self._cadence.keep_checkpoints,
       logs=[self._reports.log.path, *map(self._in, ledgers)],
@@ -321,3 +318,12 @@ class Session:
   def _last_record(self, split: str) -> dict[str, float]:
     self.cluster.barrier()  # the chief writes the last line
     return self._reports.last(split)
+
+
+def experiment(trainer: Trainer) -> dict[str, str]:
+  """Returns the labels of a trainer's checkpoints: restoring one needs the same."""
+  task = type(trainer.task)
+  return {
+    "task": f"{task.__module__}.{task.__qualname__}",
+    "optimizer": optimizer_names(trainer),
+  }
