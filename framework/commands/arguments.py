@@ -91,7 +91,7 @@ COMMANDS: Mapping[str, Command] = {
   "goodput": Command("Tells where the wall time of a run went.", "RUN", "tools.goodput"),
   "stacks": Command("Tells what the processes of a run do now.", "RUN", "tools.stacks"),
   "average": Command(
-    "Averages the weights of runs: a model soup.", "RUN [RUN ...] --to=FOLDER", "tools.runs.average"
+    "Averages the weights of runs: a model soup.", "RUN [RUN ...] --to=FOLDER", "commands.average"
   ),
   "push": Command(
     "Uploads a run that its store has not got whole.", "URL [URL ...]", "commands.push"

@@ -10,11 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
-from absl import flags
 
 from framework import run as runs
 from framework import session
@@ -26,26 +24,6 @@ from framework.run_folder.checkpoints import CheckpointManager
 from framework.task import Task
 from framework.trainer import Trainer
 from framework.types import Layer
-
-if TYPE_CHECKING:
-  from framework.commands.arguments import Parsed
-
-
-def define(values: flags.FlagValues) -> None:
-  """Adds the command's flags."""
-  flags.DEFINE_string("to", None, "The new run folder.", values)
-  flags.DEFINE_integer(
-    "batches", 100, "Batches for the statistics of batch normalisation.", 1, None, values
-  )
-
-
-def run(parsed: Parsed) -> int:
-  """Averages runs; returns the exit status (host)."""
-  if not parsed.arguments or not parsed.values.to:
-    raise ConfigError("`loopwright average` takes run folders and a new one, as in "
-                      "`average runs/a runs/b --to=runs/soup`.")  # fmt: skip
-  print(average(parsed.arguments, parsed.values.to, batches=parsed.values.batches))
-  return 0
 
 
 def average(folders: Sequence[str], to: str, *, batches: int = 100) -> str:
