@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from framework.errors import ConfigError, require_integer, require_positive, unknown
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
-GpuMemory = int | Literal["all", "grow"]
+GpuMemory = Annotated[int, "a number of MiB"] | Literal["all", "grow"]
 PRECISIONS = get_args(Precision)
 Group = TypeVar("Group")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from framework.configurables import table
 from framework.configurables.examination import Examination
@@ -143,6 +143,8 @@ def schema_of(annotation: Any) -> dict[str, Any]:
     return {}
   if origin in UNIONS or origin is Union:
     return {"anyOf": [schema_of(each) for each in arguments]}
+  if origin is Annotated:
+    return schema_of(arguments[0])
   if origin is Literal:
     return {"enum": list(arguments)}
   kind = type(None) if annotation is None else origin or annotation

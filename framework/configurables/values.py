@@ -69,12 +69,20 @@ def requirement(value: Any, annotation: Any) -> str:
   """Returns what a value that does not fit must be, with a suggestion if there is one."""
   choices = _choices(annotation)
   if choices and isinstance(value, str):
-    return f"one of {', '.join(map(repr, choices))}.{suggest(value, map(str, choices))}"
+    listed = [*map(repr, choices)]
+    listed += [spelled(each) for each in _members(annotation) if not _choices(each)]
+    if len(listed) > len(choices):
+      listed[-1] = f"or {listed[-1]}"
+    return f"one of {', '.join(listed)}.{suggest(value, map(str, choices))}"
   return f"{spelled(annotation)}.{_remedy(value, annotation)}"
 
 
 def spelled(annotation: Any) -> str:
-  """Returns an annotation as source code, without module names."""
+  """Returns an annotation as source code, without module names; what `Annotated` says, if it is."""
+  if typing.get_origin(annotation) is typing.Annotated:
+    return str(annotation.__metadata__[0])
+  if annotation is type(None):
+    return "None"
   return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=\w)", "", inspect.formatannotation(annotation))
 
 
@@ -163,12 +171,15 @@ def _kind(annotation: Any) -> Any:
 
 
 def _choices(annotation: Any) -> list[Any]:
-  arguments = typing.get_args(annotation)
   if typing.get_origin(annotation) is Literal:
-    return list(arguments)
-  if typing.get_origin(annotation) in UNIONS:
-    return [choice for argument in arguments for choice in _choices(argument)]
-  return []
+    return list(typing.get_args(annotation))
+  members = _members(annotation)
+  return [choice for each in members if each is not annotation for choice in _choices(each)]
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+  is_union = typing.get_origin(annotation) in UNIONS
+  return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def _remedy(value: Any, annotation: Any) -> str:

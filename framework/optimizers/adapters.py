@@ -169,12 +169,15 @@ class Optimizer:
     strategy: tf.distribute.Strategy,
     gradients: Gradients,
     finite: tf.Tensor | bool | None = None,
+    *,
+    jit_compile: bool = False,
   ) -> None:
     """Updates the variables; communicates only if the slots are sharded (cross-replica).
 
     Args:
       gradients: per-replica tensors, equal on every replica.
       finite: with `masks`: bool scalars, per replica; where they are False nothing changes.
+      jit_compile: with `finite`: compile each replica's update with XLA.
     """
     in_place = finite is not None
     if not in_place:
@@ -185,8 +188,12 @@ class Optimizer:
       own = gradients.replaced(tensors)
       if finite is None:
         self._apply(self.fusion.own(own.pieces))
-      else:
+        return
+
+      def masked() -> None:
         kernels.apply_masked(self.optimizer, own, finite)
+
+      (tf.function(masked, jit_compile=True, autograph=False) if jit_compile else masked)()
 
     strategy.extended.call_for_each_replica(update, args=(finite, *gradients.tensors))
     for slot, mask, value in kept:

@@ -24,6 +24,8 @@ def apply_if(
   optimizer: Optimizer,
   gradients: Gradients,
   ema: Ema | None,
+  *,
+  jit_compile: bool = False,
 ) -> None:
   """Updates an optimizer's variables and their moving averages if `finite` (cross-replica).
 
@@ -38,7 +40,7 @@ def apply_if(
 
   place = placement.of(strategy)
   if optimizer.masks and ema is None and not place.shares_variables:
-    optimizer.apply(strategy, gradients, finite)
+    optimizer.apply(strategy, gradients, finite, jit_compile=jit_compile)
   else:
     place.update_if(strategy.experimental_local_results(finite)[0], update)
 

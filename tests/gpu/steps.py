@@ -2,7 +2,8 @@
 
   python tests/gpu/steps.py digits_cnn/float32/1 fashion_mnist_gan/mixed_float16/1
 
-A case is a config, a precision and the number of GPUs. Prints a line of JSON for each: what a step
+A case is a config, a precision and the number of GPUs, with /xla behind it for
+`Trainer.jit_compile`. Prints a line of JSON for each: what a step
 asks for, where variables lie, and the memory of each GPU in bytes. With TF_CONFIG in the
 environment it is one of several workers.
 """
@@ -32,11 +33,11 @@ def main(cases):
   os._exit(0)  # the driver's thread never ends
 
 
-def measured(config, precision, gpus):
+def measured(config, precision, gpus, xla=None):
   """Returns name -> what is measured of a case."""
   import tensorflow as tf
 
-  trainer = made(config, precision, int(gpus))
+  trainer = made(config, precision, int(gpus), jit_compile=xla is not None)
   names = [f"GPU:{number}" for number in range(int(gpus))]
   held = [tf.config.experimental.get_memory_info(name)["current"] for name in names]
   trainer._iterator = trainer.make_iterator()
@@ -60,7 +61,7 @@ def counted(run):
   return {name: number for name, number in sorted(each.items()) if number}
 
 
-def made(config, precision, gpus):
+def made(config, precision, gpus, *, jit_compile=False):
   """Returns a trainer of a shipped config, with small data, on so many GPUs."""
   import config_data
 
@@ -87,7 +88,8 @@ def made(config, precision, gpus):
   else:
     strategy = factories.one_device()
   recipe = runs.bound_recipe(strategy.num_replicas_in_sync)
-  recipe = dataclasses.replace(recipe, options={"reduction": Unproven})
+  options = {"reduction": Unproven, "jit_compile": jit_compile}
+  recipe = dataclasses.replace(recipe, options=options)
   return recipe.trainer(builder.made_task(runs.bound("task")), strategy)
 
 

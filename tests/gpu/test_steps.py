@@ -26,6 +26,7 @@ STEPS = Path(__file__).with_name("steps.py")
 BUDGETS = {
   "pendulum_sac/float32/1": (441, 5, 5, 0, {}),
   "digits_cnn/float32/1": (124, 4, 0, 0, {}),
+  "digits_cnn/float32/1/xla": (77, 5, 0, 0, {}),
   "digits_cnn/mixed_float16/1": (157, 4, 0, 0, {}),
   "language_model/float32/1": (846, 6, 1, 0, {}),
   "fashion_mnist_gan/float32/1": (437, 13, 0, 0, {}),
@@ -47,6 +48,7 @@ PROCESSES = [
   [case for case in BUDGETS if case.endswith("float32/2")],
   ["digits_cnn/float32/8"],
   [case for case in BUDGETS if case.endswith("/1")],
+  [case for case in BUDGETS if case.endswith("/xla")],
   ["digits_cnn/mixed_float16/2"],
 ]
 """The cases of a process each, the longest first. What kernels should have written is never there,

@@ -502,8 +502,9 @@ API CUresult cuModuleGetFunction(CUfunction* to, CUmodule, const char* name) {
   return finds(to, name);
 }
 API CUresult cuModuleGetGlobal_v2(CUdeviceptr* to, size_t* bytes, CUmodule, const char*) {
-  if (bytes) *bytes = 1024;
-  if (to) *to = reinterpret_cast<CUdeviceptr>(handle());
+  size_t large = 64 << 20;  // a constant of a compiled function; its size is not said here
+  if (bytes) *bytes = large;
+  if (to) *to = reinterpret_cast<CUdeviceptr>(allocate(large));
   return OK;
 }
 API CUresult cuLibraryLoadData(CUlibrary* to, const void*, CUjit_option*, void**, unsigned,

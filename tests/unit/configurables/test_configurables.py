@@ -21,6 +21,7 @@ from framework import configurables
 from framework.configurables import checks, imports, table, values
 from framework.errors import ConfigError
 from framework.host import signals
+from framework.options import GpuMemory
 
 
 class Task:
@@ -144,10 +145,12 @@ def run(
   eager: bool = False,
   image_size: tuple[int, int] = (28, 28),
   rates: Sequence[float] = (),
+  gpu_memory: GpuMemory = "all",
+  wire: Literal["float16"] | None = None,
   names: Sequence[str] = (),
   actions: Sequence[Action] = (),
 ):
-  del seed, eager, image_size, rates, names
+  del seed, eager, image_size, rates, names, gpu_memory, wire
   trainer = configurables.configured(Trainer)(task=task)
   makers = optimizer if isinstance(optimizer, dict) else {"default": optimizer}
   optimizers = {name: make() for name, make in makers.items()}
@@ -452,8 +455,16 @@ def test_line_ends_of_any_system():
     ("n = 'x'\nrun.seed = %n", "run.seed is %n, or 'x'; it must be int."),
     (
       "run.strategy = @mirrored\nmirrored.cross_device_ops = 'ncl'",
-      "mirrored.cross_device_ops is 'ncl'; it must be one of 'nccl', 'collective'. "
+      "mirrored.cross_device_ops is 'ncl'; it must be one of 'nccl', 'collective', or None. "
       "Did you mean 'nccl'?",
+    ),
+    (
+      "run.gpu_memory = 'half'",
+      "run.gpu_memory is 'half'; it must be one of 'all', 'grow', or a number of MiB.",
+    ),
+    (
+      "run.wire = 'float8'",
+      "run.wire is 'float8'; it must be one of 'float16', or None. Did you mean 'float16'?",
     ),
     (
       "run.strategy = 'mirrored'",

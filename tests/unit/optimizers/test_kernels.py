@@ -331,7 +331,8 @@ def test_small_models_and_small_variables_are_updated_without_a_branch(sizes, ex
 class Masked:
   """Updates without a branch, as on GPUs, on two replicas: one update of `gradients` a call."""
 
-  def __init__(self, name, strategy, *, fuse):
+  def __init__(self, name, strategy, *, fuse, jit_compile):
+    self.jit_compile = jit_compile
     with strategy.scope():
       self.variables = [keras.Variable(w, dtype="float32") for w in initial(np.float32)]
       self.optimizer = adapters.Keras3Optimizer(
@@ -348,7 +349,7 @@ class Masked:
       packed = Gradients.of(self.optimizer.fusion, gradients)
       tf.distribute.get_replica_context().merge_call(
         lambda strategy, finite, tensors: self.optimizer.apply(
-          strategy, packed.replaced(tensors), finite
+          strategy, packed.replaced(tensors), finite, jit_compile=self.jit_compile
         ),
         args=(finite, packed.tensors),
       )
@@ -362,11 +363,14 @@ class Masked:
     return [copy.numpy() for one in copies for copy in one]
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.fast(fuse=[True])
-def test_updates_without_a_branch_follow_the_formula_and_skip_to_the_bit(name, fuse, mirrored):
-  one = Masked(name, mirrored(2), fuse=fuse)
+def test_updates_without_a_branch_follow_the_formula_and_skip_to_the_bit(
+  name, fuse, jit_compile, mirrored
+):
+  one = Masked(name, mirrored(2), fuse=fuse, jit_compile=jit_compile)
   infinite = [tf.fill(shape, np.inf) for shape in SHAPES]
   for step in range(STEPS):
     one.update(tf.constant(True), *map(tf.constant, gradients_of(step, np.float32)))
