@@ -12,14 +12,18 @@ own, as an optimizer of matrices, such as Muon, wants them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import keras
 import tensorflow as tf
 
 import framework
 from framework.errors import ConfigError
+from framework.optimizers.groups import grouped
 from framework.tasks.language_model import BYTES, START, attention_mask, rotary_angles, rotated
+
+if TYPE_CHECKING:
+  from framework.optimizers.adapters import KerasOptimizer
 
 Pair: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 Cache: TypeAlias = list[Pair]
@@ -104,10 +108,13 @@ class DecoderBlock(keras.layers.Layer):
 class Decoder(keras.Model):
   """Tokens and positions -> float32 logits of the next byte; the embedding is also the output."""
 
-  def __init__(self, *, layers: int, width: int, heads: int, groups: int) -> None:
+  def __init__(
+    self, *, layers: int, width: int, heads: int, groups: int, base_width: int | None = None
+  ) -> None:
     """Makes the layers; see `decoder`."""
     super().__init__(name="decoder")
     self._size, self._groups = width // heads, groups
+    self._output_scale = 1.0 if base_width is None else base_width / width
     self.embedding = keras.layers.ReversibleEmbedding(
       START + 1, width, name="embedding",
       embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),
@@ -161,11 +168,16 @@ class Decoder(keras.Model):
     x = self.embedding(inputs["token"])
     for name, each in zip(self._names, looked_up, strict=True):
       x = getattr(self, name)(x, rotation, mask, looked_up=each)
-    return self.embedding(self.norm(x), reverse=True)[..., :BYTES]
+    x = self.norm(x)
+    x = x if self._output_scale == 1.0 else x * self._output_scale
+    return self.embedding(x, reverse=True)[..., :BYTES]
 
 
 @framework.register
-def decoder(*, layers: int = 4, width: int = 128, heads: int = 4, groups: int = 2) -> keras.Model:
+def decoder(
+  *, layers: int = 4, width: int = 128, heads: int = 4, groups: int = 2,
+  base_width: int | None = None,
+) -> keras.Model:  # fmt: skip
   """A decoder-only transformer over bytes with grouped queries.
 
   Args:
@@ -173,6 +185,8 @@ def decoder(*, layers: int = 4, width: int = 128, heads: int = 4, groups: int = 
     width: of the residual stream.
     heads: of queries; width / heads must be an even number.
     groups: heads of keys and values; must divide `heads`.
+    base_width: divides the logits by width / base_width, as the width of a network needs whose
+      rates were chosen at another one; see `by_width`. None for none.
 
   Raises:
     ConfigError: numbers that do not divide one another.
@@ -186,6 +200,37 @@ def decoder(*, layers: int = 4, width: int = 128, heads: int = 4, groups: int = 
     raise ConfigError(
       f"decoder.groups is {groups} and decoder.heads {heads}; groups must divide heads, such as 1."
     )
-  model = Decoder(layers=layers, width=width, heads=heads, groups=groups)
+  if base_width is not None and base_width < 1:
+    raise ConfigError(f"decoder.base_width is {base_width}; it must be at least 1, or None.")
+  model = Decoder(layers=layers, width=width, heads=heads, groups=groups, base_width=base_width)
   model({name: keras.Input([None], dtype="int32") for name in ("token", "position")})
   return model
+
+
+@framework.register
+def by_width(
+  *,
+  of: Callable[[], KerasOptimizer],
+  width: int,
+  base_width: int,
+  matrices: str = r".*/(query|key|value|output|gate|up|down)/kernel",
+) -> KerasOptimizer:
+  """An optimizer like Adam whose rate is right for every width if it is for `base_width`.
+
+  Rates of matrices between hidden layers are in proportion to 1 / width; those of embedding and
+  gains stay. Yang et al., "Tensor Programs V" (2022), table 8. The initial weights of `decoder`
+  are in proportion already; give it the same `base_width`, and heads of one size at all widths.
+
+  Args:
+    of: a factory of the optimizer: `keras.Adam` or one with such updates, whatever the gradient's
+      size. Not `keras.Muon`, whose rule has another width in it.
+    width: of the network.
+    base_width: at which the rate was chosen.
+    matrices: a regular expression for the names of these matrices.
+  """
+  if base_width < 1 or width < 1:
+    raise ConfigError(
+      f"by_width.width is {width} and by_width.base_width {base_width}; both must be at least 1."
+    )
+  scale = {"learning_rate_scale": base_width / width}
+  return grouped(of=of, groups={matrices: scale})

@@ -113,7 +113,7 @@ def stand_ins(name, folder):
   if name.startswith("imdb"):
     reviews.install_package(folder, count=EXAMPLES * 2)
     return [f"imdb_reviews.eval_examples = {EXAMPLES}"]
-  if name in tuple(f"language_model{each}.gin" for each in ("", "_decoder", "_packed")):
+  if name in tuple(f"language_model{each}.gin" for each in ("", "_decoder", "_packed", "_widths")):
     return text_parameters(folder)
   if name == "language_model_generation.gin":
     return text_parameters(folder, "Continued")

@@ -214,6 +214,10 @@ EXPECTED = {
     **LANGUAGE_MODEL,
     "smaller": ["run.eval_batch_size = 4", "run.eval_steps = 1"],
   },
+  "language_model_widths.gin": {
+    **LANGUAGE_MODEL,
+    "parameters": {"default": transformer_parameters(4, 64) + 4 * (2 * 32 - 64 * 64)},
+  },
   "model_garden.gin": {
     **ONE,
     "needs": "tensorflow_datasets",
