@@ -1,31 +1,36 @@
-"""Breaks workers of runs whose number of workers varies, and checks that each run is the same run.
+"""Breaks workers of runs whose number of workers varies, and checks that each is the same run.
 
-  python -m benchmarks.elastic_trials --trials 10
+  python -m benchmarks.elastic_trials --trials 40 --results faults.jsonl     (the same goes on)
 
-Each trial trains on LEAST:MOST workers, breaks one or two of them at random loops, and waits for
-the end; the place of a lost worker is used again after 3 s. A run is lost
+Each run begins with 2 to 6 workers, may go on with one, and meets eight faults at random moments;
+the place of a lost worker is used again after a second. One run in five has a fixed number of
+workers, so that it goes back to checkpoints on disk. A run is lost
 
-- if it does not end with status 0 at the last step;
+- if it hangs, or does not end with status 0 at the last step (after a SIGTERM: 75, and it is
+  started again);
 - if its ledger does not prove that each example was read once;
 - if a loss or a weight differs from an uninterrupted run's by more than 1e-5, relative (of a
   tensor: to its largest value); the model has no kinks, which would make more of a rounding;
-- if a loss differs in any bit before the copy from which the first restart goes on, where both
-  runs have three workers until then.
+- if a loss, or with one number of workers throughout a weight, differs in any bit from an
+  uninterrupted run of that number, before another number of workers has trained;
+- if a process of it lives 30 s after its end.
 
-It prints for each fault the seconds from the fault to the first loop beyond the step already
-reached, and the steps repeated. Exit status 1 if any run is lost.
+  faults   kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), network (all packets from and to one
+           worker are lost; as root, with iproute2 and /dev/net/tun)
+  phases   import, meeting, trace: of a start, so of a recovery if it is not the first fault; step,
+           save, evaluation
+  whom     worker 0, another one, or two at once
 
-  kill_chief, kill_worker   SIGKILL of worker 0, of another
-  kill_two                  SIGKILL of two at once, of 2:4 workers
-  kill_twice                SIGKILL of one, and of another when the run has gone on
-  sigstop                   a worker that runs but does not answer
+Exit status 1 if any run is lost. Its folder is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import io
+import itertools
 import json
 import os
 import random
@@ -36,122 +41,363 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.fault_trials import REPOSITORY, Training, environment, reached, records
+from benchmarks.comparison import different_tensors
+from benchmarks.fault_trials import REPOSITORY, children, environment, reached, records
 from framework.configurables import PROGRAM
+from framework.run_folder import checkpoints, layout, legs
 from framework.tools.ledger import __main__ as ledger
 from framework.tools.local_cluster import run_local
 
 CONFIG = "benchmarks/elastic_trials.gin"
-STEPS, TOLERANCE = 1500, 1e-5  # as in the config
+STEPS, EVERY, TOLERANCE = 400, 40, 1e-5  # as in the config
 UNBROKEN = 3  # workers of the uninterrupted run
-SIZES = {"kill_two": (2, 4)}
-FAULTS = ("kill_chief", "kill_worker", "kill_two", "kill_twice", "sigstop")
+FAULTS_A_RUN = 8
+LIMIT_S = 150.0  # to recover, or to end
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+KINDS = (*SIGNALS, "network")
+STARTING = ("import", "meeting", "trace")
+PHASES = (*STARTING, "step", "save", "evaluation")
+MARK = "ELASTIC_TRIAL"
+"""The variable that all processes of a run have."""
+
+
+@dataclasses.dataclass
+class Fault:
+  """What was done to whom; `recovery_s` until a loop beyond the step already reached."""
+
+  kind: str
+  phase: str
+  of: int
+  whom: list[int]
+  recovery_s: float | None = None
 
 
 @dataclasses.dataclass
 class Trial:
   """What came of one run."""
 
-  recovery_s: list[float] = dataclasses.field(default_factory=list)
-  repeated: int = 0
+  number: str
   sizes: list[int] = dataclasses.field(default_factory=list)
-  first_fault: int = 0
+  faults: list[Fault] = dataclasses.field(default_factory=list)
+  repeated: int = 0
+  seconds: float = 0.0
   misses: list[str] = dataclasses.field(default_factory=list)
 
 
-class Elastic(Training):
+class HangError(Exception):
+  """What did not happen in time."""
+
+
+class Elastic:
   """A run on `least` to `most` workers, observed from outside."""
 
-  def __init__(self, folder: Path, least: int, most: int, *params: str) -> None:
-    self.folder = folder
+  def __init__(self, folder: Path, least: int, most: int) -> None:
+    self.folder, self._sizes = folder, (str(least), str(most))
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "benchmarks.elastic_trials", "--run", str(folder)]
-    with (folder / "log.txt").open("a") as log:
+    self.start()
+
+  def start(self) -> None:
+    command = [sys.executable, "-m", "benchmarks.elastic_trials", "--run", str(self.folder)]
+    with (self.folder / "log.txt").open("a") as log:
       self.process = subprocess.Popen(
-        [*command, str(least), str(most), *params], cwd=REPOSITORY, env=environment(),
-        stdout=log, stderr=log,
+        [*command, *self._sizes], cwd=REPOSITORY, stdout=log, stderr=log,
+        env={**environment(), MARK: str(self.folder)},
       )  # fmt: skip
 
-  def pid(self, job: str, index: int) -> int | None:
-    """Returns that of the flight record: a fork has the environment of another process."""
-    lines = (self.folder / "flight" / f"{index}.jsonl").read_text().splitlines()
-    return int(json.loads(lines[-1])["process"]) if job == "worker" else None
+  def wait(self, happened: Callable[[], Any], what: str, poll_s: float = 0.01) -> Any:
+    """Returns the first true value, or None if the run ends before."""
+    end = time.monotonic() + LIMIT_S
+    while not (found := happened()):
+      if self.process.poll() is not None:
+        return happened() or None
+      if time.monotonic() > end:
+        raise HangError(f"no {what} within {LIMIT_S:.0f} s")
+      time.sleep(poll_s)
+    return found
 
-  def wait_for_step(self, step: int) -> None:
-    self.wait_until(lambda: reached(self.folder) >= step)
+  def workers(self) -> list[int]:
+    """Returns the living workers, in order; they are forks of the oldest of such processes."""
+    found = []
+    for pid in children(self.process.pid):
+      with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        if state != "Z" and b"standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
+          found.append((int(fields[18]), pid))
+    return [pid for _, pid in sorted(found)]
 
-  @property
+  def all_workers(self) -> list[int] | None:
+    """Returns the workers of a start if none has ended."""
+    _, *found = self.workers() or [0]
+    return found if found and len(found) == self.sizes()[-1] else None
+
+  def addresses(self, header: str) -> list[str]:
+    found = re.search(r"TF_CONFIG='(.*?)'", header)
+    assert found
+    return json.loads(found[1])["cluster"]["worker"]
+
   def sizes(self) -> list[int]:
-    return [int(size) for size in re.findall(r"(?:going on with|growing to) (\d)", self.log)]
+    return [len(self.addresses(header)) for header in headers(self.folder)] or [99]
 
-  @property
-  def restarts(self) -> int:
-    return len(re.findall(r"; (?:going on with|restarting) |^growing to ", self.log, re.M))
+  def leg(self, worker: int, pid: int) -> legs.Leg | None:
+    with suppress(Exception):  # it is being written
+      found = legs.last(str(self.folder))[worker]
+      return found if found.process == pid else None
 
-  @property
-  def log(self) -> str:
-    return (self.folder / "log.txt").read_text()
+  def alive(self) -> list[int]:
+    """Returns the processes of this run."""
+    found, mark = [], f"{MARK}={self.folder}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+      with suppress(OSError):
+        if mark in path.read_bytes().split(b"\0"):
+          found.append(int(path.parent.name))
+    return found
+
+  def end(self) -> None:
+    for pid in {self.process.pid, *self.alive()}:
+      with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    self.process.wait()
 
 
-def run(folder: str, least: str, most: str, *params: str) -> int:
+def run(folder: str, least: str, most: str) -> int:
   arguments = [f"--gin_file={CONFIG}", f"--model_dir={folder}", "--mode=train_and_evaluate"]
   return run_local(
-    command=[*PROGRAM, *arguments, *(f"--gin_param={each}" for each in params)],
-    model_dir=folder, least=int(least), workers=int(most), max_restarts=2, rest_s=3.0, imports=True,
+    command=[*PROGRAM, *arguments], model_dir=folder, least=int(least), workers=int(most),
+    max_restarts=20, rest_s=1.0, stopped_s=10.0, imports=True,
   )  # fmt: skip
 
 
-def break_one(training: Elastic, indices: list[int], number: int, trial: Trial) -> None:
-  """Sends a signal to workers, and waits until the run is beyond where it was."""
-  pids = [training.pid("worker", index) for index in indices]
-  before, restarts, at = reached(training.folder), training.restarts, time.time()
-  for pid in pids:
-    if pid is None:
-      raise RuntimeError("the process to break is not there")
-    os.kill(pid, number)
-
-  def later() -> list[float]:
-    found = [r for r in records(training.folder) if r["wall_time"] > ended and r["step"] > before]
-    return [record["wall_time"] for record in found]
-
-  trial.first_fault = trial.first_fault or before
-  training.wait_until(lambda: training.restarts > restarts)
-  ended = time.time()  # a loop that had begun may still be reported before
-  training.wait_until(lambda: bool(later()))
-  trial.recovery_s.append(min(later()) - at)
+# ---- The network of a worker ----
 
 
-def broken(folder: Path, kind: str, most: int, rng: random.Random) -> Trial:
-  least, most = SIZES.get(kind, (most - 1 - (kind == "kill_twice" and most > 2), most))
-  training, trial = Elastic(folder, least, most), Trial()
-  training.wait_for_step(rng.randrange(10, STEPS // 3))
-  time.sleep(rng.random() * 0.3)  # not only at the end of a loop
-  others = list(range(1, most))
-  indices = {"kill_chief": [0], "kill_two": rng.sample(range(most), 2)}.get(
-    kind, [rng.choice(others)]
-  )
-  number = signal.SIGSTOP if kind == "sigstop" else signal.SIGKILL
-  break_one(training, indices, number, trial)
-  if kind == "kill_twice":
-    training.wait_for_step(reached(folder) + rng.randrange(10, 50))
-    break_one(training, [0], number, trial)
-  if status := training.end():
-    trial.misses.append(f"status {status} at the end, see {folder}/log.txt")
-  trial.sizes = [most, *training.sizes]
+def cut(inside: int, pids: Sequence[int], ports: Sequence[int], healed: threading.Event) -> None:
+  """Sends all packets from and to processes into a hole, until `healed` is set.
+
+  Args:
+    inside: a process of the network namespace.
+    ports: that the processes will listen at.
+  """
+
+  def inside_run(command: str, words: str = "") -> None:
+    enter = ["nsenter", f"--net=/proc/{inside}/ns/net", *command.split()]
+    subprocess.run(enter, input=words, text=True, capture_output=True, check=not words)
+
+  with suppress(subprocess.CalledProcessError):  # it has them from an earlier fault
+    inside_run("ip tuntap add dev hole mode tun")
+    inside_run("ip link set hole up")
+    inside_run("tc qdisc add dev lo clsact")
+  known: set[int] = set()
+  while not healed.is_set():
+    new = {*ports, *(port for pid in pids for port in open_ports(pid))} - known
+    rules = [
+      f"filter add dev lo egress protocol ip u32 match ip {end} {port} 0xffff "
+      "action mirred egress redirect dev hole"
+      for port, end in itertools.product(new, ("dport", "sport"))
+    ]
+    if rules:
+      inside_run("tc -force -batch -", "\n".join(rules))
+    known |= new
+    healed.wait(0.05)
+  inside_run("tc filter del dev lo egress")
+
+
+def open_ports(pid: int) -> Iterator[int]:
+  """Yields the ports of this machine that a process has open."""
+  with suppress(OSError):
+    links = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+      fields = line.split()
+      if fields[9] in inodes:
+        yield int(fields[1].partition(":")[2], 16)
+
+
+@contextmanager
+def without_network(inside: int, pids: Sequence[int], ports: Sequence[int]) -> Iterator[None]:
+  healed = threading.Event()
+  thread = threading.Thread(target=cut, args=(inside, pids, ports, healed))
+  thread.start()
+  try:
+    yield
+  finally:
+    healed.set()
+    thread.join()
+
+
+def can_cut() -> bool:
+  tools = all(map(shutil.which, ("ip", "tc", "nsenter")))
+  return os.geteuid() == 0 and tools and Path("/dev/net/tun").exists()
+
+
+# ---- A run ----
+
+
+class Breaking:
+  """Injects the faults of one run, one after another."""
+
+  def __init__(self, run: Elastic, trial: Trial, rng: random.Random, kinds: Sequence[str]) -> None:
+    self._run, self._trial, self._rng, self._kinds = run, trial, rng, kinds
+    self._broken: set[int] = set()
+
+  def go(self) -> int:
+    """Returns the exit status in the end."""
+    cells = list(itertools.product(self._kinds, PHASES))
+    self._rng.shuffle(cells)
+    cells = cells[:FAULTS_A_RUN]
+    for (kind, phase), (_, after) in itertools.zip_longest(cells, cells[1:], fillvalue=("", "")):
+      if not self._break(kind, phase, recovers=after not in STARTING):
+        break
+    while (status := self._ended()) == 75:
+      self._run.start()
+    return status
+
+  def _ended(self) -> int:
+    self._run.wait(lambda: self._run.process.poll() is not None, "end")
+    return self._run.process.returncode
+
+  def _break(self, kind: str, phase: str, *, recovers: bool) -> bool:
+    """Breaks something, and waits until the run has started again, or goes on; False at its end."""
+    while workers := self._run.wait(
+      self._new if phase in STARTING else self._run.all_workers, phase
+    ):
+      of, rng = len(workers), self._rng
+      whom = rng.choice([[0], [rng.randrange(of)], rng.sample(range(of), min(2, of))])
+      if not self._wait_for(phase, whom[0], workers):
+        return False
+      if self._run.all_workers() == workers or phase in STARTING:
+        break
+    else:
+      return False
+    kind = "kill" if kind == "network" and of == 1 else kind
+    fault, before = Fault(kind, phase, of, whom), reached(self._run.folder)
+    self._trial.faults.append(fault)
+    self._broken, at = set(workers), time.time()
+    with self._breaking(kind, [workers[each] for each in whom], whom):
+      if not self._run.wait(self._new, "start after a fault", 0.002):
+        if self._run.process.returncode != 75:
+          if before < STEPS - EVERY and not self._run.process.returncode:
+            self._trial.misses.append(f"{kind} at {phase} changed nothing")
+          return False
+        self._run.start()
+      began = time.time()
+    if recovers:
+      later = self._run.wait(lambda: self._later(began, before), "loop after a fault")
+      fault.recovery_s = later and later - at
+    return True
+
+  def _new(self) -> list[int] | None:
+    """Returns the workers of a start after that of the last fault."""
+    found = self._run.all_workers()
+    return found if found and not self._broken & set(found) else None
+
+  def _later(self, began: float, step: int) -> float | None:
+    found = [r for r in records(self._run.folder) if r["wall_time"] > began and r["step"] > step]
+    return min((record["wall_time"] for record in found), default=None)
+
+  def _wait_for(self, phase: str, worker: int, workers: Sequence[int]) -> bool:
+    """Waits for a moment in a phase; returns whether there still is one."""
+    folder, uniform, pid = self._run.folder, self._rng.uniform, workers[worker]
+    now = reached(folder)
+    end = now + self._rng.randrange(5, 30) if phase == "step" else now // EVERY * EVERY + EVERY
+    if phase not in STARTING and end >= STEPS:
+      return False
+
+    def begun() -> bool:
+      if phase not in STARTING:
+        writes = phase == "save" and (folder / "checkpoints" / checkpoints.UNFINISHED).is_dir()
+        saved = end in layout.checkpoint_steps(str(folder)) if phase != "step" else False
+        return writes or saved or (phase == "step" and reached(folder) >= end)
+      if pid not in self._run.workers() or phase == "import":
+        return True
+      if phase == "meeting":
+        return next(open_ports(pid), None) is not None
+      return bool((leg := self._run.leg(worker, pid)) and leg.loops)
+
+    if not self._run.wait(begun, phase, 0.001):
+      return False
+    most = {
+      "import": 0.3,
+      "meeting": 0.6,
+      "trace": 1.0,
+      "step": 0.3,
+      "save": 0.0,
+      "evaluation": 0.2,
+    }
+    time.sleep(uniform(0, most[phase]))
+    return True
+
+  @contextmanager
+  def _breaking(self, kind: str, pids: Sequence[int], whom: Sequence[int]) -> Iterator[None]:
+    if kind == "network":
+      own = self._run.addresses(headers(self._run.folder)[-1])
+      ports = [int(own[each].rpartition(":")[2]) for each in whom]
+      with without_network(self._run.workers()[0], pids, ports):
+        yield
+      return
+    for pid in pids:
+      with suppress(ProcessLookupError):
+        os.kill(pid, SIGNALS[kind])
+    yield
+
+
+def headers(folder: Path) -> list[str]:
+  """Returns a line for each start."""
+  path = folder / "logs" / "worker-0.log"
+  lines = path.read_text().splitlines() if path.exists() else []
+  return [line for line in lines if line.startswith("=== ")]
+
+
+def trial_of(number: int, seed: int, base: Path, kinds: Sequence[str]) -> Trial:
+  """Runs one, and judges it."""
+  rng, trial, began = random.Random(f"{seed}/{number}"), Trial(f"{seed}/{number}"), time.monotonic()
+  most = rng.choices([2, 3, 4, 5, 6], [12, 5, 1, 1, 1])[0]
+  run = Elastic(base / f"run-{seed}-{number}", most if rng.random() < 0.2 else 1, most)
+  try:
+    if status := Breaking(run, trial, rng, kinds).go():
+      trial.misses.append(f"status {status} at the end")
+    until = time.monotonic() + 30.0
+    while (alive := run.alive()) and time.monotonic() < until:
+      time.sleep(0.1)
+    if alive:
+      trial.misses.append(f"{len(alive)} processes live 30 s after the end")
+  except Exception as error:
+    trial.misses.append(f"{type(error).__name__}: {error}")
+  finally:
+    run.end()
+  trial.sizes = run.sizes()
+  if not trial.misses:
+    check(run.folder, base, trial)
+  trial.seconds = round(time.monotonic() - began, 1)
+  if not trial.misses:
+    shutil.rmtree(run.folder)
   return trial
 
 
-def check(folder: Path, reference: Path, trial: Trial) -> None:
-  """Compares with the uninterrupted run."""
+def unbroken(base: Path, size: int) -> Path:
+  """Returns the folder of an uninterrupted run of so many workers."""
+  folder = base / f"unbroken-{size}"
+  if not (folder / "log.txt").exists():
+    run = Elastic(folder, size, size)
+    if status := run.process.wait():
+      raise SystemExit(f"the unbroken run ended with {status}; see {folder}/log.txt")
+  return folder
+
+
+def check(folder: Path, base: Path, trial: Trial) -> None:
+  """Compares with uninterrupted runs."""
   if reached(folder) != STEPS:
     trial.misses.append(f"it ended at step {reached(folder)}, not {STEPS}")
     return
@@ -160,13 +406,24 @@ def check(folder: Path, reference: Path, trial: Trial) -> None:
     if ledger.main([str(folder)]):
       trial.misses.append(f"the ledger: {said.getvalue().strip()}")
   trial.repeated = int((re.findall(r"(\d+) steps rerun", said.getvalue()) or [0])[0])
-  trial.misses += different(folder, reference)
-  if trial.sizes[0] == UNBROKEN:
-    kept = trial.first_fault - trial.repeated  # a step that is repeated is reported again
-    early = [r for r in records(folder) if r["step"] <= kept]
-    exact = {r["step"]: r["loss"] for r in records(reference)}
-    if any(r["loss"] != exact[r["step"]] for r in early):
-      trial.misses.append("a loss before the fault differs in its bits")
+  trial.misses += different(folder, unbroken(base, UNBROKEN))
+  same = unbroken(base, trial.sizes[0])
+  kept, exact = exact_until(folder, trial.sizes), {r["step"]: r["loss"] for r in records(same)}
+  if any(r["loss"] != exact[r["step"]] for r in records(folder) if r["step"] <= kept):
+    trial.misses.append(f"a loss until step {kept} differs in its bits")
+  if kept == STEPS:
+    name = f"checkpoints/ckpt-{STEPS}"
+    trial.misses += different_tensors(folder / name, same / name)
+
+
+def exact_until(folder: Path, sizes: Sequence[int]) -> int:
+  """Returns the step until which only the first number of workers can have trained."""
+  other = [line for line, size in zip(headers(folder), sizes, strict=True) if size != sizes[0]]
+  if not other:
+    return STEPS
+  at = datetime.fromisoformat(other[0].split()[1]).timestamp()
+  after = [leg for leg in legs.read(str(folder))[0] if leg.first and leg.began >= at - 1]
+  return min((leg.from_step or 0 for leg in after), default=0)
 
 
 def different(folder: Path, reference: Path) -> list[str]:
@@ -191,42 +448,67 @@ def different(folder: Path, reference: Path) -> list[str]:
   return found
 
 
+def table(trials: Sequence[Trial]) -> str:
+  """Returns the table, by fault and by phase."""
+  rows: dict[str, list[tuple[Fault, bool]]] = collections.defaultdict(list)
+  for trial in trials:
+    for fault in trial.faults:
+      several = ["two at once"] if len(fault.whom) > 1 else []
+      for name in (fault.kind, fault.phase, *several, *["worker 0"][: 0 in fault.whom], "all"):
+        rows[name].append((fault, bool(trial.misses)))
+  lines = [
+    "| faults | number | in a lost run | seconds to recover: median (most), of |",
+    "|---|---|---|---|",
+  ]
+  for name in (*KINDS, *PHASES, "worker 0", "two at once", "all"):
+    times = [fault.recovery_s for fault, _ in rows[name] if fault.recovery_s]
+    spent = f"{statistics.median(times):.1f} ({max(times):.1f}), {len(times)}" if times else ""
+    lines.append(
+      f"| {name} | {len(rows[name])} | {sum(lost for _, lost in rows[name])} | {spent} |"
+    )
+  lost, most = sum(bool(t.misses) for t in trials), max((t.repeated for t in trials), default=0)
+  seconds = sum(trial.seconds for trial in trials)
+  lines.append(f"{len(trials)} runs, {lost} lost; {most} steps repeated at most; {seconds:.0f} s")
+  return "\n".join(lines)
+
+
+def read(path: Path) -> list[Trial]:
+  lines = path.read_text().splitlines() if path.exists() else []
+  return [
+    Trial(**{**each, "faults": [Fault(**fault) for fault in each["faults"]]})
+    for each in map(json.loads, lines)
+  ]
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--trials", type=int, default=10, help="of each kind")
+  parser.add_argument("--trials", type=int, default=10, help="runs, of up to 8 faults each")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=FAULTS)
+  parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+  parser.add_argument("--results", type=Path, help="a file to append to; what it has is not done")
+  parser.add_argument("--folder", type=Path, help="of the runs; default: a new one")
   options = parser.parse_args()
-  base = Path(tempfile.mkdtemp(prefix="elastic_trials_"))
-  if status := Elastic(base / "unbroken", UNBROKEN, UNBROKEN).end():
-    raise SystemExit(f"the unbroken run ended with {status}; see {base}/unbroken/log.txt")
-  done: dict[str, list[Trial]] = {kind: [] for kind in options.kinds}
+  base = options.folder or Path(tempfile.mkdtemp(prefix="elastic_trials_"))
+  results = options.results or base / "results.jsonl"
+  kinds = [kind for kind in options.kinds if kind != "network" or can_cut()]
+  if len(kinds) < len(options.kinds):
+    print("no `network`: it needs root, iproute2 and /dev/net/tun")
+  done = {trial.number for trial in read(results)}
+  unbroken(base, UNBROKEN)
   for number in range(options.trials):
-    for kind in options.kinds:
-      rng, folder = random.Random(f"{options.seed}/{kind}/{number}"), base / f"{kind}-{number}"
-      trial = broken(folder, kind, rng.choice([2, 3, 4]), rng)
-      check(folder, base / "unbroken", trial)
-      done[kind].append(trial)
-      times = ", ".join(f"{each:.1f} s" for each in trial.recovery_s)
-      outcome = "; ".join(trial.misses[:3]) or "the same run"
-      print(
-        f"{kind} {number + 1}: workers {trial.sizes}, recovered in {times}, {trial.repeated} steps "
-        f"repeated: {outcome}", flush=True,
-      )  # fmt: skip
-      if not trial.misses:
-        shutil.rmtree(folder)
-  print("| fault | trials | lost | seconds to recover: median (most) | steps repeated: most |")
-  print("|---|---|---|---|---|")
-  for kind, trials in done.items():
-    times = [each for trial in trials for each in trial.recovery_s]
-    spent = f"{statistics.median(times):.1f} ({max(times):.1f})"
-    repeated = max(trial.repeated for trial in trials)
-    lost = sum(bool(trial.misses) for trial in trials)
-    print(f"| {kind} | {len(trials)} | {lost} | {spent} | {repeated} |")
-  lost = any(trial.misses for trials in done.values() for trial in trials)
-  if not lost:
-    shutil.rmtree(base)
-  return 1 if lost else 0
+    if f"{options.seed}/{number}" in done:
+      continue
+    trial = trial_of(number, options.seed, base, kinds)
+    with results.open("a") as file:
+      file.write(json.dumps(dataclasses.asdict(trial)) + "\n")
+    faults = ", ".join(f"{f.kind} {f.whom} of {f.of} at {f.phase}" for f in trial.faults)
+    outcome = "; ".join(trial.misses[:3]) or "the same run"
+    print(
+      f"{trial.number}: {trial.seconds:.0f} s, workers {trial.sizes}: {faults}: {trial.repeated} "
+      f"steps repeated: {outcome}", flush=True,
+    )  # fmt: skip
+  print(table(read(results)))
+  return int(any(trial.misses for trial in read(results)))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,24 @@ def handled(handler: Callable[[int, object], None], *, wakes: socket.socket) -> 
     signal.set_wakeup_fd(wakeup)
 
 
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+  """Keeps the handler of SIGTERM in the `with` (host).
+
+  TensorFlow's own handler, set when it connects workers, would drop the signal. One that comes
+  meanwhile is handled at the end, unless a thread that is older than the `with` takes it.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class StopSignals:
   """Notices SIGTERM, SIGHUP (the terminal is lost) and Ctrl-C.
 

@@ -22,6 +22,8 @@ from framework.errors import is_finite
 from framework.host import bounded, json_lines
 from framework.run_folder import layout
 
+BEGAN = "LOOPWRIGHT_BEGAN"
+"""The variable that tells the first processes of a local cluster when its own process began."""
 HANG, STACKS = "hang", "stacks"
 """Why a process asks all for their stacks."""
 _MAX_BYTES, _LAST_BYTES = 2**26, 2**16
@@ -139,7 +141,12 @@ def ticks(process: int) -> int:
 
 
 def age_s() -> float:
-  """Returns for how long this process has been running; 0 if the system does not say."""
+  """Returns for how long this process has been running; 0 if the system does not say.
+
+  Of the first processes of a local cluster, for how long what started them has.
+  """
+  if told := os.environ.get(BEGAN):
+    return time.time() - float(told)
   began = ticks(os.getpid())
   if not began:
     return 0.0

@@ -13,6 +13,7 @@ from absl import logging
 from tensorflow.python.framework import kernels
 
 from framework.errors import ConfigError, require_integer, require_positive, unknown
+from framework.host import signals
 from framework.strategies import servers
 from framework.strategies.cluster import proxies, rendezvous, resolvers
 from framework.strategies.cluster.identity import Cluster, ClusterError, workers
@@ -148,7 +149,8 @@ def multi_worker_mirrored(
   cluster = Cluster(strategy=tf.distribute.get_strategy(), index=index, peers=tuple(peers))
   options = tf.distribute.experimental.CommunicationOptions(implementation=choices[communication])
   # TensorFlow's own limit is start_timeout_s, and its error names the worker.
-  with cluster.blaming(lambda: 0), rendezvous.ending_after(start_timeout_s + _GRACE_S):
+  ends = rendezvous.ending_after(start_timeout_s + _GRACE_S)
+  with cluster.blaming(lambda: 0), signals.kept(), ends:
     try:
       return tf.distribute.MultiWorkerMirroredStrategy(found, options)
     except tf.errors.DeadlineExceededError as error:

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import secrets
 import selectors
 import signal
@@ -27,7 +28,7 @@ from functools import partial
 from framework.errors import ConfigError
 from framework.host import nvidia, stores
 from framework.host.signals import handled
-from framework.run_folder import layout
+from framework.run_folder import layout, legs
 from framework.strategies.cluster import elastic, wire
 from framework.tools import private_network, shared_memory, standby
 from framework.tools.local_process import Environment, Process, Started, say
@@ -40,9 +41,12 @@ GRACE_S = 60.0
 """Seconds from SIGTERM to SIGKILL, in which processes save."""
 REST_S = 30.0
 """Seconds until the place of a lost worker is used again; see `elastic.Places`."""
-_POLL_S = 0.2
-_LOST = "failed: lost worker-"
-"""How the line of a process begins that has lost another (strategies/cluster/identity.py)."""
+STOPPED_S = 30.0
+"""Seconds after which processes that are all stopped, so that none misses another, are killed."""
+_POLL_S, _LOOK_S = 0.2, 1.0
+_LOST = re.compile(r"failed: (lost )?worker-\d")
+"""How the line of a process begins that has lost another (strategies/cluster/identity.py), or that
+has not met it (meeting.py)."""
 PORT_CLASHES = 3
 """How often a cluster restarts, beyond `max_restarts`, because a port was in use."""
 
@@ -59,6 +63,7 @@ def run_local(
   max_restarts: int = 0,
   grace_s: float = GRACE_S,
   rest_s: float = REST_S,
+  stopped_s: float = STOPPED_S,
   imports: bool = False,
 ) -> int:
   """Runs `command` once for each task of a cluster and supervises the processes (main thread).
@@ -73,6 +78,7 @@ def run_local(
     max_restarts: how often to restart after a failure that `least` does not cover.
     grace_s: seconds from SIGTERM, which is forwarded to the processes, to SIGKILL.
     rest_s: seconds until the place of a lost worker is used again.
+    stopped_s: seconds until processes are killed that are all stopped.
     imports: whether one process imports the framework for all, which are forks of it (standby.py);
       `command` is a Python file.
 
@@ -96,6 +102,7 @@ def run_local(
       ps=ps,
       max_restarts=max_restarts,
       grace_s=grace_s,
+      stopped_s=stopped_s,
       namespaces=namespaces,
     )
     return cluster.run()
@@ -135,6 +142,7 @@ class LocalCluster:
   ps: int
   max_restarts: int
   grace_s: float
+  stopped_s: float = STOPPED_S
   namespaces: Sequence[int] = ()
   copies: str | None = None
   imports: bool = False
@@ -149,6 +157,7 @@ class LocalCluster:
     self._signals: collections.deque[int] = collections.deque()
     self._stopping: int | None = None
     self._deadline: float | None = None
+    self._stopped_since: float | None = None
     self._growing = False
     self._standby: standby.Standby | None = None
 
@@ -180,6 +189,8 @@ class LocalCluster:
     varies = {elastic.WORKERS: str(self.places)} if self._is_elastic else {}
     if self.copies is not None:
       varies[elastic.SNAPSHOTS] = self.copies
+    if not self._processes:
+      varies[legs.BEGAN] = str(time.time() - legs.age_s())
     return [
       Process(
         kind=kind,
@@ -198,19 +209,31 @@ class LocalCluster:
     ]
 
   def _supervise(self) -> None:
-    left_s = _POLL_S if self.places.missing else None
+    left_s = _POLL_S if self.places.missing else _LOOK_S
     if self._deadline is not None:
       left_s = max(0, self._deadline - time.monotonic())
       if not left_s:
         self._kill()
     elif not self._growing and not self._stopping:
       self._grow_if_due()
+    self._kill_if_stopped()
     for key, _ in self._selector.select(left_s):
       key.data()
     while self._signals:
       self._pass_on(self._signals.popleft())
     while self._ends:
       self._answer(self._ends.popleft())
+
+  def _kill_if_stopped(self) -> None:
+    """Kills the processes if all have been stopped for too long: none is left to miss another."""
+    running, now = [process for process in self._processes if process.running], time.monotonic()
+    if not (running and all(process.is_stopped for process in running)):
+      self._stopped_since = None
+    elif self._stopped_since is None:
+      self._stopped_since = now
+    elif now - self._stopped_since > self.stopped_s:
+      for process in running:
+        process.kill(f"had been stopped for {self.stopped_s:g} s, with all others, and was killed")
 
   def _answer(self, process: Process) -> None:
     if self._restarts_alone(process):
@@ -289,7 +312,8 @@ class LocalCluster:
   def _lost(self, culprit: Process) -> int:
     """Returns how many workers are lost; 0 for a program that failed, such as with an exception."""
     killed = sum(process.was_killed for process in self._ended)
-    return killed or any(_LOST in line for line in culprit.last_lines)
+    overdue = self._growing and (culprit.status or 0) < 0
+    return killed or overdue or any(_LOST.match(line) for line in culprit.last_lines)
 
   def _newest_step(self) -> int:
     folders = [os.path.dirname(self.log_dir), *([self.copies] if self.copies else [])]
@@ -302,6 +326,7 @@ class LocalCluster:
     if self.places.returned(now_s=time.monotonic(), step=self._newest_step()):
       self._growing = True
       say(f"growing to {_workers(self.places.free)}: all save at the end of this loop")
+      self._limit(self.grace_s)
       for process in self._processes:
         process.send(signal.SIGTERM)
 
@@ -374,7 +399,8 @@ class LocalCluster:
     self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
   def _kill(self) -> None:
-    overdue = self._stopping is not None or any(p.status == SAVED for p in self._ended)
+    saving = self._stopping is not None or self._growing
+    overdue = saving or any(p.status == SAVED for p in self._ended)
     for process in self._processes:
       process.kill(f"did not end within {self.grace_s:g} s of SIGTERM" if overdue else None)
     for process in self._processes:
@@ -435,6 +461,6 @@ def _environment(cluster: Cluster, kind: str, index: int, secret: str) -> Enviro
   config = {"cluster": cluster, "task": {"type": kind, "index": index}}
   unbuffered = {"PYTHONUNBUFFERED": "1"}  # keeps the last lines of a killed process
   own = {wire.SECRET: secret, "TF_CONFIG": json.dumps(config)}
-  foreign = (wire.SECRET_FILE, elastic.WORKERS, elastic.SNAPSHOTS)
+  foreign = (wire.SECRET_FILE, elastic.WORKERS, elastic.SNAPSHOTS, legs.BEGAN)
   inherited = {name: text for name, text in os.environ.items() if name not in foreign}
   return {**unbuffered, **inherited, **own}

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import IO, Protocol, TextIO
 
 from framework.host import redaction
@@ -97,6 +98,14 @@ class Process:
   def running(self) -> bool:
     """Whether it was started and `reap` has not seen its end."""
     return self._popen is not None
+
+  @property
+  def is_stopped(self) -> bool:
+    """Whether it runs and a signal has stopped it."""
+    if self._popen is None:
+      return False
+    stat = Path(f"/proc/{self._popen.pid}/stat").read_text()  # there until `reap`
+    return stat.rpartition(") ")[2].startswith("T")
 
   @property
   def last_lines(self) -> list[str]:

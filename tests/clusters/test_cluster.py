@@ -280,6 +280,20 @@ def test_a_worker_lost_while_tensorflow_connects_is_blamed(monkeypatch, addresse
 # ---- Where the addresses come from ----
 
 
+def test_leaving_a_chief_that_is_stopped_comes_to_an_end(monkeypatch):
+  """Its process accepts the call and never answers."""
+  stopped = threading.Event()
+  runtime = types.SimpleNamespace(
+    set_config_key_value=lambda *_: stopped.wait(), get_config_key_value=lambda *_, **__: ""
+  )
+  monkeypatch.setattr(cluster.context, "context", lambda: runtime)
+  monkeypatch.setattr(cluster, "_LEAVE_S", 0.1)
+  peers = (Peer("worker", 0, "a:1"), Peer("worker", 1, "b:2"))
+  Cluster(strategy=tf.distribute.get_strategy(), index=1, peers=peers).leave()
+  assert not stopped.is_set()
+  stopped.set()
+
+
 def test_tf_config_is_read(monkeypatch):
   config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
   monkeypatch.setenv("TF_CONFIG", json.dumps(config))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from framework.errors import ConfigError
+from framework.run_folder import legs
 from framework.strategies.cluster import elastic, wire
 from framework.tools import local_cluster, local_process, private_network
 from framework.tools.local_cluster import free_ports, run_local
@@ -861,12 +862,62 @@ def test_a_program_that_fails_loses_no_worker(run):
 
 
 @pytest.mark.ci
-def test_a_worker_that_others_miss_is_lost(run):
-  lost = "failed: lost worker-1 (127.0.0.1:1), which stopped answering, after step 3"
+@pytest.mark.parametrize(
+  "line",
+  [
+    "lost worker-1 (127.0.0.1:1), which stopped answering, after step 3",
+    "worker-1 (127.0.0.1:1) did not connect within 20 s",
+  ],
+)
+def test_a_worker_that_others_miss_is_lost(run, line):
+  lost = f"failed: {line}"
   body = f"{SIZES}\nif size == 2 and me == 'worker-0': sys.exit({lost!r})\nif size == 2: forever()"
   status, out, err = run(body, least=1, rest_s=99.0)
   assert (status, out) == (0, "")
   assert err == f"{lost}\nworker-0 ended with status 1 after N s; going on with 1 worker\n"
+
+
+@pytest.mark.ci
+def test_workers_that_are_all_stopped_are_killed(run):
+  """None is left to miss another; a single one is for the others to judge."""
+  body = """
+first = not os.path.exists("pid.worker-1")
+here()
+if not first: sys.exit()
+pid = int(Path("pid.worker-1").read_text())
+if me == "worker-1": os.kill(pid, signal.SIGSTOP)
+time.sleep(2.5)
+mark("waited")
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+  status, out, err = run(body, max_restarts=1, stopped_s=0.1)
+  stopped = "worker-0 had been stopped for 0.1 s, with all others, and was killed after N s"
+  assert (status, out) == (0, "")
+  assert err == f"{stopped}; restarting all processes, attempt 1 of 1\n"
+  assert os.path.exists("waited")
+
+
+@pytest.mark.ci
+def test_a_worker_that_does_not_save_for_growth_is_lost(run):
+  body = f"""{SIZES}
+if starts == 1 and me == "worker-1": die(-9)
+if starts == 2 and me == "worker-0": signal.signal(signal.SIGTERM, signal.SIG_IGN); saved(1)
+if starts < 3: forever()
+"""
+  status, out, err = run(body, workers=3, least=1, rest_s=0.0, grace_s=0.5)
+  late = "worker-0 did not end within 0.5 s of SIGTERM after N s"
+  assert (status, out) == (0, "")
+  assert err == f"{KILLED}; going on with 2 workers\n{GROWS}{late}; going on with 2 workers\n"
+  assert Path("sizes").read_text() == "3 2 2 "
+
+
+@pytest.mark.ci
+def test_the_first_processes_know_when_the_cluster_began(run):
+  body = "\nmark(f'{me}.' + str(times('starts')), os.environ.get('LOOPWRIGHT_BEGAN', ''))\n"
+  before = time.time() - legs.age_s()
+  run(f"{body}sys.exit(1)", workers=1, max_restarts=1)
+  assert abs(float(Path("worker-0.1").read_text()) - before) < 0.1
+  assert Path("worker-0.2").read_text() == ""
 
 
 @pytest.mark.ci

@@ -222,6 +222,14 @@ def test_sigterm_on_one_worker_saves_and_ends_all(broken):
 
 
 @pytest.mark.whole
+def test_sigterm_after_the_workers_have_connected_is_not_lost(tmp_path):
+  """TensorFlow sets a handler of its own as it connects."""
+  run(tmp_path, 2, "Clustered.terminates = 1")
+  log = (tmp_path / "m" / "logs" / "worker-1.log").read_text()
+  assert "SIGTERM: exited, nothing to save" in log
+
+
+@pytest.mark.whole
 def test_a_killed_worker_is_named_and_costs_nothing(broken, unbroken):
   *_, outcome = broken
   assert outcome.status == 0, outcome.err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,15 +29,25 @@ WORKER = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task
 class Clustered(Task):
   """Linear regression; every worker appends the ids of its rows to ids-<worker>.
 
-  The target of example `infinite` is infinite. "rare" is updated in every third step, "slow"
+  The target of example `infinite` is infinite. Worker `terminates` gets SIGTERM while it builds its
+  model. "rare" is updated in every third step, "slow"
   follows the kernel in every second one.
   """
 
-  def __init__(self, *, folder: str, batch_norm: bool = False, infinite: int | None = None) -> None:
-    self._folder, self._batch_norm = Path(folder), batch_norm
+  def __init__(
+    self,
+    *,
+    folder: str,
+    batch_norm: bool = False,
+    infinite: int | None = None,
+    terminates: int | None = None,
+  ) -> None:
+    self._folder, self._batch_norm, self._terminates = Path(folder), batch_norm, terminates
     self._targets = np.where(np.arange(EXAMPLES) == infinite, np.float32(np.inf), Y)
 
   def build_model(self):
+    if self._terminates == WORKER:
+      os.kill(os.getpid(), signal.SIGTERM)
     layers = [keras.layers.BatchNormalization()] if self._batch_norm else []
     dense = keras.layers.Dense(1, use_bias=False)
     model = keras.Sequential([keras.Input([3]), *layers, dense])

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -136,7 +137,13 @@ class Cluster:
     """
     if self.size == 1:
       return
-    runtime, call = context.context(), next(_calls)
+    # A thread, as a call to a chief that is stopped never returns.
+    left = threading.Thread(target=self._leave, args=(next(_calls),), daemon=True)
+    left.start()
+    left.join(_LEAVE_S)
+
+  def _leave(self, call: int) -> None:
+    runtime = context.context()
     with contextlib.suppress(tf.errors.OpError):  # gone already, or not coming
       # The chief may read this and exit before its answer to this call arrives.
       runtime.set_config_key_value(f"loopwright/{call}/{self.index}", "left")

@@ -84,3 +84,20 @@ def test_a_second_ctrl_c_ends_a_process_in_compiled_code():
   assert process.communicate(timeout=30)[1] == "interrupted\n"
   assert process.returncode == 130
   assert time.monotonic() - began < 20  # the loop takes minutes
+
+
+def test_a_handler_of_sigterm_outlasts_c_code_that_takes_the_signal():
+  code = """
+import ctypes, os, signal
+from framework.host import signals
+came, nothing = [], ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+with signals.kept():
+  ctypes.CDLL(None).signal(signal.SIGTERM, nothing)
+  os.kill(os.getpid(), signal.SIGTERM)
+  assert came == []
+assert came == [1]
+os.kill(os.getpid(), signal.SIGTERM)
+assert came == [1, 1]
+"""
+  subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
