@@ -120,6 +120,11 @@ def failure(error: BaseException) -> str:
   return f"{reason} ({place})" if place else reason
 
 
+def is_full(error: BaseException) -> bool:
+  """Whether a device had too little memory."""
+  return bool(_FULL.search(str(error)))
+
+
 def place_of(error: BaseException) -> str:
   """Returns the innermost line of the user's code in an error, "mine.py:3, in loss"; else ""."""
   frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]

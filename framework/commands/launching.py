@@ -1,7 +1,9 @@
 """Trains, evaluates, exports, replays or examines a config: flags -> gin -> framework.run."""
 
+import contextlib
 import functools
 import os
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,7 +58,25 @@ def launch(values: flags.FlagValues) -> int:
     return say(first_line(stop), 75)
   except (NonFiniteLoss, ClusterError, StorageError) as failure:
     return say(f"failed: {first_line(failure)}", 1)
+  except Exception as error:
+    if line := when_full(error, values):
+      traceback.print_exc()
+      return say(f"failed: {line}", 1)
+    raise
   return 0
+
+
+def when_full(error: Exception, values: flags.FlagValues) -> str:
+  """Returns a line about a device with too little memory; "" for another error, or if unknown."""
+  from framework.errors import is_full
+
+  if not is_full(error) or "TF_CONFIG" in os.environ:  # other processes wait in a strategy
+    return ""
+  with contextlib.suppress(Exception):
+    from framework.tools.memory import advice
+
+    return advice(values.gin_file, values.gin_param)
+  return ""
 
 
 def check_config(gin_files: Sequence[str], gin_params: Sequence[str]) -> int:

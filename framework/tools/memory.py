@@ -11,7 +11,8 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -30,6 +31,8 @@ from framework.types import Batch, Model, Variable
 MIB = 2**20
 REPLICAS = (2, 4, 8)
 SHOWN = 5
+MOST_ROWS = 2**20
+"""The largest micro-batch that is looked for."""
 
 
 class Need(NamedTuple):
@@ -102,11 +105,41 @@ def memory(
   add(config.strategies())
   show("one_device, with a change of the config:")
   add(config.changes())
-  largest = ", ".join(f"{name} {size / MIB:.1f}" for name, size in config.peak.largest[:SHOWN])
-  show(f"largest tensors on one_device, in MiB: {largest}")
+  show(f"largest tensors on one_device, in MiB: {_largest(config.peak)}")
+  if device_gib is not None:
+    show(config.fitting(device_gib))
   if unknown := config.peak.unknown:
     show(f"not counted: what {len(unknown)} loops and unknown shapes keep, such as {unknown[0]}")
   return rows
+
+
+def advice(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> str:
+  """Returns a line for a run that found too little memory: what a step needs, and a remedy (host).
+
+  It traces the config's step on the CPU, with the examples of one of its replicas.
+
+  Args:
+    gin_files: as for `configurables.parse`, like `gin_params`.
+
+  Raises:
+    ConfigError: a mistake in the config.
+  """
+  config = _Config(gin_files, gin_params, device="CPU:0")
+  replicas = placement.of(placement.made(runs.bound("strategy"))).row_shares
+  need, peak, rows = config.share(replicas, {})
+  parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in need._asdict().items())
+  line = (
+    f"a device has too little memory: a step of {rows} examples needs about "
+    f"{need.total / MIB:.1f} MiB on it ({parts}; largest tensors {_largest(peak)})"
+  )
+  steps = 2 * config.accumulation_steps
+  if steps > rows:
+    return f"{line}; see docs/large-models.md"
+  less, *_ = config.share(replicas, {"Trainer.accumulation_steps": steps})
+  return (
+    f"{line}; with Trainer.accumulation_steps = {steps} about {less.total / MIB:.1f}. "
+    "`loopwright memory CONFIG --device_gib=N` finds the largest micro-batch that fits."
+  )
 
 
 def estimate(trainer: Trainer, rows: int) -> tuple[Need, liveness.Peak]:
@@ -146,13 +179,15 @@ class _Config:
     peak: of the step with the config's batch.
   """
 
-  def __init__(self, gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
-    self._files, self._params = gin_files, gin_params
+  def __init__(
+    self, gin_files: Sequence[str], gin_params: Sequence[str], device: str | None = None
+  ) -> None:
+    self._files, self._params, self._device = gin_files, gin_params, device
     self._assets: assets.Assets | None = None
     configurables.parse(gin_files, gin_params)
     make_mesh, _ = runs.bound_mesh()
     self._mesh: Any = make_mesh() if make_mesh else None  # before the first tensor: splits the CPU
-    self._trainer = self._make(factories.one_device())
+    self._trainer = self._alone()
     self._need, self.peak = estimate(self._trainer, self._trainer.padded_batch_size)
 
   def strategies(self) -> Iterator[Row]:
@@ -182,10 +217,48 @@ class _Config:
     }
     for name, value in found.items():
       if value:
-        trainer = self._make(factories.one_device(), f"{name} = {value!r}")
+        trainer = self._alone({name: value})
         need, _ = estimate(trainer, trainer.padded_batch_size)
         yield Row(f"{name} = {value!r}", size, need)
     self._configure()
+
+  @property
+  def accumulation_steps(self) -> int:
+    """Those of the config."""
+    return self._trainer.parts.accumulation_steps
+
+  def fitting(self, device_gib: float) -> str:
+    """Returns a line about the largest micro-batch that fits on a device.
+
+    The shapes are the same on all replicas, so one number holds for all: with devices of several
+    sizes, that of the smallest. It is searched to 3 %.
+    """
+    limit, trainer = device_gib * 2**30, self._alone({"Trainer.accumulation_steps": 1})
+    rows, fits, over = trainer.global_batch_size, 0, MOST_ROWS
+    while over - fits > max(1, fits // 32):
+      need = reduced(estimate(trainer, rows)[0])
+      fits, over = (rows, over) if need.total <= limit else (fits, rows)
+      rows = min(2 * rows, MOST_ROWS) if over == MOST_ROWS else (fits + over) // 2
+    line = f"largest micro-batch that fits in {device_gib:g} GiB: {fits} examples on each replica"
+    steps = math.ceil(trainer.global_batch_size / max(fits, 1))
+    if fits and steps > 1:
+      need, *_ = self.share(1, {"Trainer.accumulation_steps": steps})
+      line += f"; on one_device Trainer.accumulation_steps = {steps}: {need.total / MIB:.1f} MiB"
+    self._configure()
+    return line
+
+  def share(self, replicas: int, bindings: Mapping[str, Any]) -> tuple[Need, liveness.Peak, int]:
+    """Returns what one of some replicas needs with some bindings, its peak, and its examples."""
+    trainer = self._alone(bindings) if bindings else self._trainer
+    rows = math.ceil(trainer.global_batch_size / replicas)
+    padded = math.ceil(rows / trainer.batch_multiple) * trainer.batch_multiple
+    need, peak = estimate(trainer, padded)
+    return (reduced(need) if replicas > 1 else need), peak, rows
+
+  def _alone(self, bindings: Mapping[str, Any] = MappingProxyType({})) -> Trainer:
+    """Returns a trainer on one device, of the config and some bindings."""
+    added = [f"{name} = {value!r}" for name, value in bindings.items()]
+    return self._make(factories.one_device(device=self._device), *added)
 
   def _with(self, rows: int) -> Need:
     multiple = self._trainer.batch_multiple
@@ -247,6 +320,10 @@ def _blocks(model: Model) -> list[str]:
   holders = [layer.name for layer in layers if len(list(models.layers(layer))) > 1]
   patterns = [re.sub(r"\d+$", ".*", name) for name in holders]
   return sorted({pattern for pattern in patterns if patterns.count(pattern) > 1})
+
+
+def _largest(peak: liveness.Peak) -> str:
+  return ", ".join(f"{name} {size / MIB:.1f}" for name, size in peak.largest[:SHOWN])
 
 
 def _line(row: Row, device_gib: float | None) -> str:

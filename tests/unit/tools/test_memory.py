@@ -1,5 +1,7 @@
 """`--mode=memory`: the lines of its table, against counts by hand and TensorFlow's allocator."""
 
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import tensorflow as tf
 
 import framework
 import launch
+from framework import commands
 from framework.errors import ConfigError
 from framework.inputs.sources import ArraySource
 from framework.metrics import Loss
@@ -53,9 +56,18 @@ class Block(keras.layers.Layer):
     return x
 
 
+def full(x):
+  raise tf.errors.ResourceExhaustedError(
+    None, None, "OOM when allocating tensor with shape[9,9] and type float on CPU:0"
+  )
+
+
 @framework.register
 class Tower(Task):
-  """Blocks of layers."""
+  """Blocks of layers; one that fails does so as on a device that is full."""
+
+  def __init__(self, *, fails: bool = False):
+    self.fails = fails
 
   def build_model(self):
     blocks = [Block(name=f"block_{number}") for number in range(LAYERS // DEPTH)]
@@ -65,7 +77,10 @@ class Tower(Task):
     return ArraySource(features={"x": np.ones([BATCH, WIDTH], np.float32)})
 
   def forward(self, batch, training):
-    return self.model(batch["x"], training=training)
+    x = batch["x"]
+    if self.fails:
+      x = tf.ensure_shape(tf.numpy_function(full, [x], tf.float32), x.shape)
+    return self.model(x, training=training)
 
   def loss(self, outputs, batch):
     return Loss.from_examples(tf.reduce_mean(tf.square(outputs), axis=1), batch["weight"])
@@ -153,3 +168,35 @@ def test_the_table_says_what_fits(shown):
 def test_a_device_without_memory_is_refused(size):
   with pytest.raises(ConfigError, match=r"--device_gib is .*; it must be above 0 GiB"):
     memory.memory([], device_gib=size)
+
+
+# ---- The largest micro-batch ----
+
+
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(shown):
+  """Weights, Adam's two slots, and LAYERS + 1 to + 4 activations of each example, as above."""
+  [line] = [line for line in shown[1] if line.startswith("largest micro-batch")]
+  found = re.search(r"GiB: (\d+) examples.*accumulation_steps = (\d+): ([\d.]+) MiB", line)
+  rows, steps, need = int(found[1]), int(found[2]), float(found[3])
+  left = FITS_GIB * 2**30 - 3 * 4 * PARAMETERS
+  assert left / ((LAYERS + 4) * WIDTH * 4) * 0.96 <= rows <= left / ((LAYERS + 1) * WIDTH * 4)
+  assert steps == math.ceil(BATCH / rows)
+  assert need < 1.3 * FITS_GIB * 1024
+
+
+def test_a_run_without_memory_names_tensors_and_a_remedy(tmp_path, capsys):
+  (tmp_path / "tower.gin").write_text(CONFIG + "Tower.fails = True\n")
+  command = ["loopwright", "train", str(tmp_path / "tower.gin"), f"--model_dir={tmp_path / 'run'}"]
+  assert commands.main([*command, "auto.cpu_replicas = 2"]) == 1
+  line = capsys.readouterr().err.splitlines()[-1]
+  assert line.startswith("failed: a device has too little memory: a step of 1024 examples needs")
+  found = re.search(
+    r"about ([\d.]+) MiB on it \(weights ([\d.]+), state ([\d.]+), gradients ([\d.]+), "
+    r"activations ([\d.]+); largest tensors \S+ ([\d.]+).*accumulation_steps = 2 about ([\d.]+)\.",
+    line,
+  )
+  total, weights, state, gradients, activations, largest, less = map(float, found.groups())
+  assert total == pytest.approx(weights + state + gradients + activations, abs=0.3)
+  assert weights == pytest.approx(4 * PARAMETERS / MIB, abs=0.1)
+  assert largest == pytest.approx(ACTIVATION / 2 / MIB, abs=0.1)
+  assert total - less > 0.3 * LAYERS * ACTIVATION / 2 / MIB
