@@ -93,7 +93,11 @@ class Training:
           return pid
       except OSError:
         continue
-    return None
+    record = self.folder / "flight" / f"{index}.jsonl"  # a fork has another process's environment
+    if job != "worker" or not record.exists():
+      return None
+    process = int(json.loads(record.read_text().splitlines()[-1])["process"])
+    return process if process in children(self.process.pid) else None
 
   def wait_until(self, happened: Callable[[], bool], poll_s: float = 0.01) -> None:
     end = time.time() + TIMEOUT_S

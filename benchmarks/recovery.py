@@ -2,17 +2,21 @@
 
     python -m benchmarks.recovery                                  # 15 minutes
     python -m benchmarks.recovery --workers 2 --megabytes 1 --kills 5
-    python -m benchmarks.recovery --beside ../other                # a second checkout, in turns
+    python -m benchmarks.recovery --kinds forks "new processes"    # in turns
 
 A cluster of N workers trains a network with so many megabytes of weights; now and then SIGKILL ends
 worker 1, and all restart from the newest checkpoint. The parts are those of worker 0's flight
-record (docs/goodput.md), medians over the restarts; "until seen" is from the signal to the start of
-the new process, and "all" from the signal to the end of the first loop.
+record (docs/goodput.md), medians over the restarts, and the most; "until seen" is from the signal
+to the start of the new process, and "all" from the signal to the end of the first loop. The new
+processes are forks of one that has imported everything, as in a local cluster that may restart, or
+import by themselves. "cpu" is the processor time of worker 0 until its first loop has ended, to 0.1
+s; on a busy machine it tells more than the seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -27,7 +31,8 @@ from pathlib import Path
 from framework.run_folder import legs
 
 REPOSITORY = Path(__file__).parents[1]
-PARTS = ("until seen", "imports", "setup", "connecting", "restoring", "tracing", "all")
+KINDS = ("forks", "new processes")
+PARTS = ("until seen", "imports", "setup", "connecting", "restoring", "tracing", "all", "cpu")
 _BYTES_A_UNIT = 4 * (64 + 1 + 10)
 """Of one hidden layer between 64 pixels and 10 classes."""
 PARAMS = (
@@ -39,9 +44,9 @@ _RUN = """
 import sys
 from framework.configurables import PROGRAM
 from framework.tools.local_cluster import run_local
-folder, workers, restarts, *params = sys.argv[1:]
+folder, workers, restarts, kind, *params = sys.argv[1:]
 sys.exit(run_local(command=[*PROGRAM, "--mode=train", *params], model_dir=folder,
-                   workers=int(workers), max_restarts=int(restarts), imports=True))
+                   workers=int(workers), max_restarts=int(restarts), imports=kind == "forks"))
 """
 
 Seconds = dict[str, float]
@@ -55,21 +60,20 @@ def main() -> None:
   parser.add_argument("--kills", type=int, default=3, help="restarts of each run")
   parser.add_argument("--rounds", type=int, default=1, help="runs of each size")
   parser.add_argument("--config", help="this config, not the network of so many megabytes")
-  parser.add_argument("--beside", type=Path, help="another checkout, measured in turns")
+  parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["forks"])
   asked = parser.parse_args()
-  code = {"": REPOSITORY, **({" beside": asked.beside} if asked.beside else {})}
-  print(f"| workers | weights | {' | '.join(f'{each}, s' for each in PARTS)} |")
-  print(f"|{'---|' * (2 + len(PARTS))}")
+  print(f"| workers | processes | weights | {' | '.join(f'{each}, s' for each in PARTS)} |")
+  print(f"|{'---|' * (3 + len(PARTS))}")
   for workers in asked.workers:
     for megabytes in asked.megabytes[: 1 if asked.config else None]:
-      found: dict[str, list[Seconds]] = {name: [] for name in code}
+      found: dict[str, list[Seconds]] = {kind: [] for kind in asked.kinds}
       for number in range(asked.rounds):
-        for name in list(code)[:: 1 if number % 2 else -1]:
+        for kind in asked.kinds[:: 1 if number % 2 else -1]:
           params = [f"--gin_file={asked.config}"] if asked.config else sized(megabytes)
-          found[name] += restarts(code[name], workers, params, kills=asked.kills)
-      for name, each in found.items():
+          found[kind] += restarts(kind, workers, params, kills=asked.kills)
+      for kind, each in found.items():
         what = asked.config or f"{megabytes:g} MB"
-        print(f"| {workers}{name} | {what} | {' | '.join(medians(each))} |", flush=True)
+        print(f"| {workers} | {kind} | {what} | {' | '.join(medians(each))} |", flush=True)
 
 
 def sized(megabytes: float) -> list[str]:
@@ -84,8 +88,8 @@ def medians(found: Sequence[Seconds]) -> list[str]:
   return [f"{statistics.median(column):.2f} ({max(column):.2f})" for column in columns]
 
 
-def restarts(code: Path, workers: int, params: Sequence[str], *, kills: int) -> list[Seconds]:
-  """Trains with the code of a checkout, kills worker 1 so often; returns part -> seconds of each.
+def restarts(kind: str, workers: int, params: Sequence[str], *, kills: int) -> list[Seconds]:
+  """Trains, kills worker 1 so often; returns part -> seconds of each restart.
 
   Raises:
     RuntimeError: the run ended, or made no progress.
@@ -93,33 +97,44 @@ def restarts(code: Path, workers: int, params: Sequence[str], *, kills: int) -> 
   draws = random.Random(workers)
   with tempfile.TemporaryDirectory() as folder:
     params = [*params, *(f"--gin_param={each}" for each in PARAMS), f"--model_dir={folder}"]
-    command = [sys.executable, "-c", _RUN, folder, str(workers), str(kills), *params]
+    command = [sys.executable, "-c", _RUN, folder, str(workers), str(kills), kind, *params]
     with open(f"{folder}.log", "w") as log:
       process = subprocess.Popen(
-        command, cwd=code, stdout=log, stderr=log, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        command,
+        cwd=REPOSITORY,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
       )
     try:
-      killed_at = []
+      killed_at, cpu_s = [], []
       for number in range(kills):
-        wait_for_loops(folder, process, start=number)
+        cpu_s.append(wait_for_loops(folder, process, start=number))
         time.sleep(draws.uniform(0, 0.5))
         killed_at.append(time.time())
         os.kill(legs.last(folder)[1].process, signal.SIGKILL)
-      wait_for_loops(folder, process, start=kills)
-      return [parts(folder, number + 1, at) for number, at in enumerate(killed_at)]
+      cpu_s.append(wait_for_loops(folder, process, start=kills))
+      return [
+        {**parts(folder, number + 1, at), "cpu": cpu_s[number + 1]}
+        for number, at in enumerate(killed_at)
+      ]
     finally:
       process.send_signal(signal.SIGTERM)
       process.wait()
       os.remove(f"{folder}.log")
 
 
-def wait_for_loops(folder: str, process: subprocess.Popen[bytes], *, start: int) -> None:
-  """Waits until all workers have done loops in this start of the run, and saved."""
-  end = time.monotonic() + _TIMEOUT_S
+def wait_for_loops(folder: str, process: subprocess.Popen[bytes], *, start: int) -> float:
+  """Waits until two saves in this start of the run; returns the processor time up to a loop."""
+  end, cpu_s = time.monotonic() + _TIMEOUT_S, 0.0
   while True:
     first = legs.starts(legs.read(folder).get(0, []))
+    if len(first) > start and first[start][0].traced and not cpu_s:
+      with contextlib.suppress(OSError):
+        ticks = Path(f"/proc/{first[start][0].process}/stat").read_text().rpartition(")")[2].split()
+        cpu_s = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
     if len(first) > start and len(first[start]) > 2:
-      return
+      return cpu_s
     if process.poll() is not None or time.monotonic() > end:
       raise RuntimeError(f"the run ended or stands still: {Path(f'{folder}.log').read_text()}")
     time.sleep(0.05)
@@ -128,7 +143,7 @@ def wait_for_loops(folder: str, process: subprocess.Popen[bytes], *, start: int)
 def parts(folder: str, start: int, killed_at: float) -> Seconds:
   """Returns part -> seconds of worker 0's start of this number, after a kill at that time."""
   first = legs.starts(legs.read(folder)[0])[start][0]
-  found = {part: first.parts.get(part, 0.0) for part in PARTS[1:-1]}
+  found = {part: first.parts.get(part, 0.0) for part in PARTS[1:-2]}
   found["until seen"] = first.began - killed_at
   return {**found, "all": sum(found.values())}
 

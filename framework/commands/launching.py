@@ -136,12 +136,13 @@ def launch_local(values: flags.FlagValues, model_dir: str) -> int:
     if name not in LOCAL_FLAGS
     for item in (value if isinstance(value, list) else [value])
   ]
+  restarts = values.local_workers.least < values.local_workers or values.max_restarts > 0
   return run_local(
     command=[*PROGRAM, *arguments],
     model_dir=model_dir,
     workers=int(values.local_workers),
     least=values.local_workers.least,
-    imports=values.local_workers.least < values.local_workers,
+    imports=restarts and not values.local_ps,
     ps=values.local_ps,
     max_restarts=values.max_restarts,
   )

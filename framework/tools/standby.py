@@ -25,9 +25,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from framework.configurables.table import TABLE
 from framework.tools.local_process import DIE_WITH_PARENT, Environment
 
-_IMPORTED = ("framework.run", "framework.tools.forensics.action")
+_IMPORTED = ("framework.run", *(module for module, _ in TABLE), "tensorboard.summary.v2")
+"""Also what a config imports, and what the first report does."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_BYTES = 1 << 20
 _ROOT = str(Path(__file__).parents[2])

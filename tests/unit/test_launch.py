@@ -198,6 +198,22 @@ def test_a_local_cluster_runs_the_same_command_line_in_each_process(monkeypatch,
 
 
 @pytest.mark.parametrize(
+  ("flags", "imports"),
+  [
+    (["--local_workers=2"], False),
+    (["--local_workers=1:2"], True),
+    (["--local_workers=2", "--max_restarts=1"], True),
+    (["--local_workers=2", "--max_restarts=1", "--local_ps=1"], False),
+  ],
+)
+def test_processes_that_may_restart_are_forks_of_one_that_has_imported(monkeypatch, flags, imports):
+  given = {}
+  monkeypatch.setattr(local_cluster, "run_local", lambda **options: given.update(options) or 0)
+  assert launch.main(["launch.py", "--gin_file=a.gin", *flags]) == 0
+  assert given["imports"] == imports
+
+
+@pytest.mark.parametrize(
   ("path", "reason"),
   [("nowhere/r.json", "No such file or directory"), ("x.gin/r.json", "Not a directory")],
 )
