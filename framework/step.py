@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -32,11 +32,9 @@ from framework.optimizers.adapters import DEFAULT, Optimizer, prefix
 from framework.optimizers.fusion import Fusion, Gradients
 from framework.step_parts import Draws, StepParts
 from framework.step_parts import replica_id as replica_id
-from framework.strategies import placement
 from framework.types import Batch, Gradient, PerReplica, TensorLike, Variable
 
 LossFn: TypeAlias = Callable[[Batch], Loss]
-T = TypeVar("T")
 StepFactory: TypeAlias = "Callable[[StepParts], Step]"
 
 
@@ -235,14 +233,14 @@ class Step(EvalStep):
       factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
       return [g * tf.cast(factor, g.dtype) for g in packed.tensors]
 
-    return packed.replaced(self._compiled(unscaled)())
+    return packed.replaced(self.parts.compiled(unscaled)())
 
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (finite, norm) of reduced gradients, bool and float32 scalars, equal on all replicas.
 
     The norm is the global L2 norm. A norm above 1.8e19 counts as not finite: its square overflows.
     """
-    square = self._compiled(Gradients.as_given(gradients).square)()
+    square = self.parts.compiled(Gradients.as_given(gradients).square)()
     finite, norm = tf.math.is_finite(square), tf.sqrt(square)
     for observer in self._observers:
       observer.checked(finite, norm)
@@ -307,7 +305,7 @@ class Step(EvalStep):
         observer.before_update(target)
       updates.apply_if(
         strategy, finite, target, packed.replaced(tensors), self.parts.ema,
-        jit_compile=self._compiles,
+        jit_compile=self.parts.compiles_updates,
       )  # fmt: skip
 
     context = tf.distribute.get_replica_context()
@@ -403,14 +401,6 @@ class Step(EvalStep):
 
   def _scaled(self, total: tf.Tensor) -> tf.Tensor:
     return self.parts.loss_scale.scaled(total, self.parts.global_batch_size)
-
-  @property
-  def _compiles(self) -> bool:
-    """Whether XLA compiles what follows the backward pass: on GPUs it saves launches."""
-    return self.parts.jit_compile and placement.here().on_gpus
-
-  def _compiled(self, function: Callable[[], T]) -> Callable[[], T]:
-    return tf.function(function, jit_compile=True, autograph=False) if self._compiles else function
 
   def _require_outermost(self, verb: str) -> None:
     """Raises ConfigError in a graph other than the step's: replicas cannot communicate there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -21,6 +21,8 @@ from framework.optimizers.loss_scale import LossScale
 from framework.strategies import placement
 from framework.strategies.reduction import Reduction
 from framework.types import Batch, PerReplica, Variable
+
+T = TypeVar("T")
 
 
 def replica_id() -> tf.Tensor:
@@ -53,6 +55,17 @@ class StepParts:
     """The dtypes of all updated variables, sorted by name."""
     found = {models.raw(v).dtype for one in self.optimizers.values() for v in one.variables}
     return sorted(found, key=lambda dtype: dtype.name)
+
+  @property
+  def compiles_updates(self) -> bool:
+    """Whether XLA compiles what follows the reduction too: on GPUs that saves launches."""
+    return self.jit_compile and placement.here().on_gpus
+
+  def compiled(self, function: Callable[[], T]) -> Callable[[], T]:
+    """Returns a part of what follows the reduction, compiled where `compiles_updates`."""
+    if not self.compiles_updates:
+      return function
+    return tf.function(function, jit_compile=True, autograph=False)
 
   def saved(self) -> dict[str, Any]:
     """Returns name -> object: what a checkpoint has of them (host)."""

@@ -97,8 +97,7 @@ class Trainer(AbstractTrainer):
         For optimizers that treat all elements alike, on several replicas of a mirrored strategy.
       recompute: patterns for the names of Keras layers whose activations the backward pass computes
         again, to save memory, such as `block_.*`; see `framework.recompute`.
-      jit_compile: compile each replica's forward and backward pass with XLA; on GPUs also what
-        follows the reduction: mean, check, update.
+      jit_compile: XLA compiles each replica's passes; on GPUs mean, check and update besides.
       eager: use no tf.function: print and breakpoints in a task see every step.
       seed: for dropout and other random layers, combined with step and replica.
       observers: see framework/observers.py.
