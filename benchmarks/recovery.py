@@ -2,7 +2,7 @@
 
     python -m benchmarks.recovery                                  # 15 minutes
     python -m benchmarks.recovery --workers 2 --megabytes 1 --kills 5
-    python -m benchmarks.recovery --kinds forks "new processes"    # in turns
+    python -m benchmarks.recovery --kinds forks new    # in turns
 
 A cluster of N workers trains a network with so many megabytes of weights; now and then SIGKILL ends
 worker 1, and all restart from the newest checkpoint. The parts are those of worker 0's flight
@@ -31,7 +31,7 @@ from pathlib import Path
 from framework.run_folder import legs
 
 REPOSITORY = Path(__file__).parents[1]
-KINDS = ("forks", "new processes")
+KINDS = ("forks", "new")
 PARTS = ("until seen", "imports", "setup", "connecting", "restoring", "tracing", "all", "cpu")
 _BYTES_A_UNIT = 4 * (64 + 1 + 10)
 """Of one hidden layer between 64 pixels and 10 classes."""

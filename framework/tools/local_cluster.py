@@ -286,9 +286,9 @@ class LocalCluster:
     if self._restarts >= self.max_restarts:
       return False
     self._restarts += 1
+    self.places.use_all()
     say(f"{culprit.how_it_ended()}; restarting all processes, {self._attempt_number()}")
-    self._wait_for_places()
-    return not self._stopping
+    return True
 
   def _wait_for_standby(self, one: standby.Standby) -> None:
     self._selector.register(one.socket, selectors.EVENT_READ, one.noted)
@@ -329,13 +329,6 @@ class LocalCluster:
       self._limit(self.grace_s)
       for process in self._processes:
         process.send(signal.SIGTERM)
-
-  def _wait_for_places(self) -> None:
-    if self.places.free < self.places.least:
-      say(f"waiting for {_workers(self.places.least)}")
-    while self.places.free < self.places.least and not self._stopping:
-      self._supervise()
-      self.places.returned(now_s=time.monotonic())
 
   def _attempt_number(self) -> str:
     return f"attempt {self._restarts} of {self.max_restarts}"

@@ -56,7 +56,7 @@ so the values that one case leaves in memory can mislead another: soft actor-cri
 seed back, comes first."""
 
 IN_CI = {case for case in BUDGETS if case.endswith("/1")} | {"digits_cnn/float32/2"}
-IN_CI -= {"fashion_mnist_gan/mixed_float16/1"}
+IN_CI -= {"fashion_mnist_gan/mixed_float16/1", "pendulum_sac/float32/1"}
 
 
 def each(cases):

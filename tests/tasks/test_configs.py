@@ -191,8 +191,9 @@ EXPECTED = {
   "language_model_decoder.gin": DECODER,
   "language_model_generation.gin": {
     **DECODER,
+    "parameters": {"default": transformer_parameters(1, 128) + 2 * 32 - 128 * 128},
     "metrics": {*LANGUAGE_MODEL["metrics"], "byte_accuracy", "exact"},
-    "smaller": ["run.eval_batch_size = 4", "run.eval_steps = 1"],
+    "smaller": ["run.eval_batch_size = 4", "run.eval_steps = 1", "decoder.layers = 1"],
   },
   "language_model_preference.gin": {
     **ONE,
@@ -328,7 +329,9 @@ def test_a_config_builds_and_trains(name, tmp_path, capsys):
 
   [done] = capsys.readouterr().out.splitlines()
   assert done.startswith(f"done: step {STEPS} | eval ")
-  values = dict(re.findall(r"(\w+) (-?[\d.]+)(?= |$)", done.split(" | ")[1].removeprefix("eval ")))
+  values = dict(
+    re.findall(r"(\w+) (-?[\d.]+(?:e-\d+)?)(?= |$)", done.split(" | ")[1].removeprefix("eval "))
+  )
   assert values.keys() == expected["metrics"]
   if "loss" not in values:
     return

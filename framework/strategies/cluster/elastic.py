@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 WORKERS = "LOOPWRIGHT_WORKERS"
 """The variable that tells processes the least and most workers of their run, such as "2:4"."""
 SNAPSHOTS = "LOOPWRIGHT_SNAPSHOTS"
@@ -16,7 +14,7 @@ class Places:
 
   It rests for `rest_s`, and twice as long after each further loss, since a return costs a restart.
   And it rests until there is a newer checkpoint than at the loss: a run that fails at the same step
-  again and again comes to an end.
+  again and again comes to an end. If all processes must restart, all places are used again.
   """
 
   def __init__(self, *, least: int, most: int, rest_s: float) -> None:
@@ -45,7 +43,11 @@ class Places:
     self._losses += 1
     self._resting += [(now_s + rest_s, step)] * count
 
-  def returned(self, *, now_s: float, step: float = math.inf) -> int:
+  def use_all(self) -> None:
+    """Ends all rests: the run starts anew."""
+    self._resting = []
+
+  def returned(self, *, now_s: float, step: int) -> int:
     """Takes the places that have rested back into use; returns how many there were."""
     resting = [place for place in self._resting if place[0] > now_s or place[1] >= step]
     count = len(self._resting) - len(resting)
