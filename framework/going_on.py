@@ -30,7 +30,9 @@ from framework.inputs.parts import Sources
 from framework.inputs.replay import ReplayBuffer
 from framework.models import models
 from framework.optimizers import adapters
-from framework.run_folder import checkpoints, history, initial_values, layout
+from framework.reporting.summary import optimizer_names
+from framework.run_folder import history, initial_values, layout
+from framework.run_folder.checkpoint_files import list_checkpoints
 from framework.run_folder.history import Change
 from framework.strategies.cluster import elastic
 from framework.task import Task
@@ -70,9 +72,7 @@ class Start:
       accept: whether the user accepts changes.
     """
     self._task, self._model_dir, self._accept = task, model_dir, accept
-    self._goes_on = training and bool(
-      checkpoints.list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS))
-    )
+    self._goes_on = training and bool(list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS)))
     self._arguments, self.name = arguments, uuid.uuid4().hex
     self.config = {**values(arguments, changes.free("run")), SIZE: str(global_batch_size)}
     self.accepted: list[Change] = []
@@ -306,3 +306,12 @@ def replay_command(model_dir: str, trainer: Trainer) -> str:
   if trainer.cluster.is_local:
     flags.append(f"--local_workers={trainer.cluster.size}")
   return f"{path}{shlex.join([*launch, *flags])}"
+
+
+def experiment(trainer: Trainer) -> dict[str, str]:
+  """Returns the labels of a trainer's checkpoints: restoring one needs the same."""
+  task = type(trainer.task)
+  return {
+    "task": f"{task.__module__}.{task.__qualname__}",
+    "optimizer": optimizer_names(trainer),
+  }

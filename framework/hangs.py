@@ -15,14 +15,16 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from framework.flight import BEAT_S, TRAINING, Flight
 from framework.graphs.operations import operations
 from framework.host import output, signals, stacks
+from framework.options import Cadence
 from framework.run_folder import layout, legs
 from framework.run_folder.legs import Leg
+from framework.stragglers import Stragglers
 
 if TYPE_CHECKING:
   from framework.trainer import Trainer
@@ -170,6 +172,32 @@ class Watchdog:
       time.sleep(_ANSWERS_S)  # what supervises the workers ends all of them after the first
     if ends:
       os._exit(1)
+
+
+@contextlib.contextmanager
+def watched(
+  flight: Flight, trainer: Trainer, folder: str, cadence: Cadence, *, say: Callable[[str], object]
+) -> Iterator[None]:
+  """Keeps the flight record and watches for hangs and slow workers while it runs (host).
+
+  Args:
+    folder: of the run.
+    say: gets the table of the workers' times in the end, if there are several workers.
+  """
+  cluster = trainer.cluster
+  watchdog = Watchdog(
+    flight, trainer, folder, timeout_s=cadence.hang_timeout_s, ends=cadence.end_if_hung
+  )
+  stragglers = Stragglers(folder, cluster.size if cluster.is_chief else 1)
+
+  def beat() -> None:
+    watchdog.beat()
+    stragglers.beat()
+
+  with flight.recorded(folder, cluster.index, beat=beat), watchdog.watching():
+    yield
+  if said := stragglers.table():
+    say(said)
 
 
 def verdict(found: Mapping[int, Leg], silent: set[int]) -> str:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from framework import configurables
+from framework import configurables, hangs
 from framework.actions.base import Action, StopTraining
 from framework.actions.calls import Actions
 from framework.errors import ConfigError, Preempted
 from framework.evaluator import Evaluator
 from framework.flight import Flight
-from framework.going_on import Start, replay_command
-from framework.hangs import Watchdog
+from framework.going_on import Start, experiment, replay_command
 from framework.host import files
 from framework.loop import Loop
 from framework.modes import TRAINING_MODES, Mode, tool
 from framework.options import Cadence
 from framework.reporting.reports import Reports
-from framework.reporting.summary import optimizer_names
-from framework.run_folder import checkpoints, layout, snapshots
+from framework.run_folder import layout, snapshots
+from framework.run_folder.checkpoint_files import newest_line
+from framework.run_folder.checkpoints import CheckpointManager
 from framework.run_folder.remote import Opened
 from framework.run_folder.snapshots import Snapshots
 from framework.run_folder.warm_start import WarmStart
 from framework.stopping import Stopping
-from framework.stragglers import Stragglers
 from framework.trainer import Trainer
 
 
@@ -95,9 +95,9 @@ class Session:
 
   def _make_manager(
     self, start: Start | None, assets: str, directory: str, keep: int | None = None
-  ) -> checkpoints.CheckpointManager:
+  ) -> CheckpointManager:
     ledgers = map(layout.ledger, range(self.cluster.size))
-    return checkpoints.CheckpointManager(
+    return CheckpointManager(
       trainer=self.trainer,
       directory=directory,
       experiment=experiment(self.trainer),
@@ -129,25 +129,11 @@ class Session:
       if self._snapshots is None or not self._snapshots.restored(after_step=newest):
         self._manager.restore_or_initialize()
     else:
-      self._restore(checkpoint)
+      self._manager.restore_from(checkpoint)
     self._restored_step = self.step
     self._flight.note("restoring")
     with self.cluster.blaming(lambda: self.step):
       self.cluster.require_same("restored step", self.step)
-
-  def _restore(self, checkpoint: str) -> None:
-    path = checkpoints.find(checkpoint)
-    if path is None:
-      raise ConfigError(
-        f"run.checkpoint is {checkpoint!r}, where there is no checkpoint; give one without its "
-        f"suffix, such as {self._place.folder}/checkpoints/ckpt-100, or a folder that contains one."
-      )
-    try:
-      self._manager.restore(path)
-    except tf.errors.OpError as error:
-      raise ConfigError(
-        f"run.checkpoint {path!r} is damaged ({type(error).__name__}); choose another."
-      ) from error
 
   def describe(self, *, precision: str, notes: Sequence[str] = ()) -> None:
     """Prints the run's configuration, and some lines below it (stderr)."""
@@ -248,7 +234,14 @@ class Session:
     if self.evaluator is not None:
       self._actions.require_metrics(self.evaluator)
     self._place.require()
-    with files.storage_errors(self._place.folder, self._newest_saved), self._recorded():
+    newest = functools.partial(newest_line, self._manager.directory)
+    with files.storage_errors(self._place.folder, newest), contextlib.ExitStack() as watched:
+      if self.step < self._cadence.train_steps:
+        watched.enter_context(
+          hangs.watched(
+            self._flight, self.trainer, self._place.folder, self._cadence, say=self._say
+          )
+        )
       self._prepare()
       try:
         with self._stopping.noticed(), self._until_stopped():
@@ -258,27 +251,6 @@ class Session:
       finally:
         self._actions.end()
         self._manager.wait()
-
-  @contextlib.contextmanager
-  def _recorded(self) -> Iterator[None]:
-    """Keeps the flight record and watches for hangs, if there is something to train."""
-    if self.step >= self._cadence.train_steps:
-      yield
-      return
-    folder, cadence = self._place.folder, self._cadence
-    watchdog = Watchdog(
-      self._flight, self.trainer, folder, timeout_s=cadence.hang_timeout_s, ends=cadence.end_if_hung
-    )
-    stragglers = Stragglers(folder, self.cluster.size if self.cluster.is_chief else 1)
-
-    def beat() -> None:
-      watchdog.beat()
-      stragglers.beat()
-
-    with self._flight.recorded(folder, self.cluster.index, beat=beat), watchdog.watching():
-      yield
-    if said := stragglers.table():
-      self._say(said)
 
   @contextlib.contextmanager
   def _until_stopped(self) -> Iterator[None]:
@@ -303,11 +275,6 @@ class Session:
       files.atomic_write(self._in(layout.CONFIG), configurables.operative_config())
     self.cluster.barrier()  # actions on all workers read the chief's log
 
-  def _newest_saved(self) -> str:
-    newest = checkpoints.list_checkpoints(self._manager.directory)[-1:]
-    saved = "".join(f"the newest complete checkpoint is {path}" for path in newest)
-    return saved or "there is no complete checkpoint yet"
-
   def _require_checkpoint(self, mode: str) -> None:
     if self.step == 0:
       raise ConfigError(
@@ -318,12 +285,3 @@ class Session:
   def _last_record(self, split: str) -> dict[str, float]:
     self.cluster.barrier()  # the chief writes the last line
     return self._reports.last(split)
-
-
-def experiment(trainer: Trainer) -> dict[str, str]:
-  """Returns the labels of a trainer's checkpoints: restoring one needs the same."""
-  task = type(trainer.task)
-  return {
-    "task": f"{task.__module__}.{task.__qualname__}",
-    "optimizer": optimizer_names(trainer),
-  }

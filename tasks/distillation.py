@@ -19,7 +19,7 @@ import framework
 from framework import Batch, ConfigError, EvalStep, Loss
 from framework.host import bounded
 from framework.metrics import weighted_sum
-from framework.run_folder import checkpoints
+from framework.run_folder import checkpoint_files
 from framework.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
 _FILE = "teacher.npz"
@@ -159,7 +159,7 @@ def trained_weights(network: keras.Model, path: str) -> list[np.ndarray]:
 
 
 def _checkpoint(path: str) -> str:
-  found = checkpoints.find(path)
+  found = checkpoint_files.find(path)
   if found is None:
     raise ConfigError(
       f"Distillation.teacher is {path!r}, where no checkpoint is; train the teacher first, for "

@@ -37,6 +37,27 @@ def list_checkpoints(directory: str) -> list[str]:
   return [os.path.join(directory, f"{PREFIX}-{step}") for step in steps]
 
 
+def find(path: str) -> str | None:
+  """Returns the checkpoint, without suffix, that a path means; None if there is none (host).
+
+  Args:
+    path: a checkpoint without suffix, or a run folder or a folder of checkpoints, which mean their
+      newest one.
+  """
+  for folder in (os.path.join(path, layout.CHECKPOINTS), path):
+    newest = tf.train.latest_checkpoint(folder) or next(reversed(list_checkpoints(folder)), None)
+    if newest is not None:
+      return newest
+  return path if tf.io.gfile.exists(f"{path}.index") else None
+
+
+def newest_line(directory: str) -> str:
+  """Returns what the last line of a run that cannot write says of its newest checkpoint."""
+  newest = list_checkpoints(directory)[-1:]
+  saved = "".join(f"the newest complete checkpoint is {path}" for path in newest)
+  return saved or "there is no complete checkpoint yet"
+
+
 def files_in(directory: str) -> list[tuple[int, str, str]]:
   """Returns (step, suffix, name) of every file in `directory` that belongs to a checkpoint."""
   names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []

@@ -26,6 +26,7 @@ from framework.run_folder.checkpoint_files import (
   PREFIX,
   STATE,
   files_in,
+  find,
   list_checkpoints,
   parents,
   step_of,
@@ -241,6 +242,25 @@ class CheckpointManager(tf.train.CheckpointManager):
         since = time.monotonic()
       else:
         time.sleep(poll_s)
+
+  def restore_from(self, given: str) -> None:
+    """Restores the checkpoint that `run.checkpoint` means (host).
+
+    Raises:
+      ConfigError: it is missing, damaged, or belongs to another task or model.
+    """
+    path = find(given)
+    if path is None:
+      raise ConfigError(
+        f"run.checkpoint is {given!r}, where there is no checkpoint; give one without its "
+        f"suffix, such as {self._path(f'{PREFIX}-100')}, or a folder that contains one."
+      )
+    try:
+      self.restore(path)
+    except tf.errors.OpError as error:
+      raise ConfigError(
+        f"run.checkpoint {path!r} is damaged ({type(error).__name__}); choose another."
+      ) from error
 
   def restore(self, path: str) -> None:
     """Restores one checkpoint into the trainer, with the input's position (host).
@@ -495,20 +515,6 @@ class _Reading(tf.train.experimental.ShardByTaskPolicy):
       shards = [tf.nest.map_structure(tf.identity, shard) for shard in shards]
     self.ended.set()
     return shards
-
-
-def find(path: str) -> str | None:
-  """Returns the checkpoint, without suffix, that a path means; None if there is none (host).
-
-  Args:
-    path: a checkpoint without suffix, or a run folder or a folder of checkpoints, which mean their
-      newest one.
-  """
-  for folder in (os.path.join(path, layout.CHECKPOINTS), path):
-    newest = tf.train.latest_checkpoint(folder) or next(reversed(list_checkpoints(folder)), None)
-    if newest is not None:
-      return newest
-  return path if tf.io.gfile.exists(f"{path}.index") else None
 
 
 def variables_of(root: tf.train.Checkpoint) -> dict[str, Variable]:

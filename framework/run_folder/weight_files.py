@@ -21,7 +21,7 @@ from tensorflow.python.trackable import trackable_utils
 from framework.errors import ConfigError
 from framework.host import bounded
 from framework.models import models
-from framework.run_folder import checkpoints, h5, remote
+from framework.run_folder import checkpoint_files, checkpoints, h5, remote
 from framework.types import Model
 
 Match = Literal["name", "path"]
@@ -53,7 +53,7 @@ def located(path: str) -> str:
   path = remote.local_copy(path)
   if path.endswith(KERAS) and tf.io.gfile.exists(path):
     return path
-  if found := checkpoints.find(path):
+  if found := checkpoint_files.find(path):
     return found
   raise ConfigError(
     f"WarmStart.path is {path!r}, where no weights are; give a run folder, its checkpoints or best "

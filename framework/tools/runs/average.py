@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from framework import going_on
 from framework import run as runs
-from framework import session
 from framework.errors import ConfigError
 from framework.models import models
 from framework.optimizers.ema import Ema
@@ -108,7 +108,7 @@ def _write(trainer: Trainer, learned: str, one: str, to: str) -> None:
   if os.path.isdir(own := os.path.join(one, layout.ASSETS)):
     shutil.copytree(own, os.path.join(to, layout.ASSETS))
   directory = os.path.join(to, layout.CHECKPOINTS)
-  labels = session.experiment(trainer)
+  labels = going_on.experiment(trainer)
   manager = CheckpointManager(
     trainer=trainer, directory=directory, experiment=labels, assets=learned
   )
