@@ -18,7 +18,6 @@ trace; with one, replicas on logical GPUs, where TensorFlow allows them (NCCL do
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import statistics
@@ -49,16 +48,6 @@ PRECISIONS = {
   "TF32, XLA": Precision("float32", True, True),
   "mixed_bfloat16, XLA": Precision("mixed_bfloat16", True, True),
 }
-PEAKS = {
-  # Words of the device's name, the first that fits -> TFLOP/s of float32, TF32, 16 bits, dense;
-  # from the vendor's data sheets. H100 and H200 alone are those with HBM3 on SXM.
-  "H100 PCIe": (51, 378, 756), "H100 NVL": (60, 418, 835), "H200 NVL": (60, 418, 835),
-  "H200": (67, 494, 989), "H100": (67, 494, 989), "A100": (19.5, 156, 312), "L4": (30, 60, 121),
-  "L40": (90.5, 90.5, 181), "L40S": (91.6, 183, 362), "A10": (31.2, 62.5, 125),
-  "V100": (15.7, 15.7, 125), "T4": (8.1, 8.1, 65),
-}  # fmt: skip
-
-
 MODELS = ("mlp", "cnn", "resnet50", "language_model")
 BATCHES = {"mlp": (4096, 32), "cnn": (1024, 32), "resnet50": (128, 4), "language_model": (32, 4)}
 """Model -> examples in a batch, and with --small."""
@@ -235,48 +224,17 @@ def keras_fit(model: Model, precision: Precision) -> Callable[[int], float]:
   return run
 
 
-def forward_flops(model: Model) -> float:
+def forward_flops(model: Model) -> int:
   """Returns the floating-point operations of the forward pass of one batch (multiply-adds as 2)."""
   import tensorflow as tf
 
-  from framework.graphs import operations
+  from framework.graphs import flops
 
   network = model.build()
   given = tf.nest.map_structure(lambda a: tf.TensorSpec([model.batch, *a.shape[1:]], a.dtype),
                                 model.features)  # fmt: skip
   traced = tf.function(lambda x: network(x, training=False)).get_concrete_function(given)
-  options = tf.compat.v1.profiler.ProfileOptionBuilder(
-    tf.compat.v1.profiler.ProfileOptionBuilder.float_operation()
-  )
-  graph = traced.graph
-  found = tf.compat.v1.profiler.profile(
-    graph, options=options.with_empty_output().build(), cmd="op"
-  )
-  kinds = [found]
-  for kind in kinds:
-    kinds += kind.children
-  # TensorFlow counts no Einsum, unless a library has told it how.
-  counted = sum(kind.float_ops for kind in kinds if kind.name != "Einsum")
-  einsums = (op for op in operations.operations(graph) if op.type == "Einsum")
-  return float(counted + sum(map(einsum_flops, einsums)))
-
-
-def einsum_flops(operation: Any) -> int:
-  """Returns the floating-point operations of an Einsum, of which TensorFlow counts none."""
-  terms = operation.get_attr("equation").decode().partition("->")[0].split(",")
-  sizes: dict[str, int] = {}
-  for term, operand in zip(terms, operation.inputs, strict=True):
-    sizes |= zip(term, operand.shape.as_list(), strict=True)
-  return 2 * math.prod(sizes.values())
-
-
-def peak_flops(device: str, precision: Precision) -> float | None:
-  """Returns the FLOP/s of a device by its name; None if they are not known."""
-  found = next((PEAKS[name] for name in PEAKS if re.search(rf"\b{name}\b", device)), None)
-  if found is None:
-    return None
-  kind = 2 if precision.policy != "float32" else int(precision.tf32)
-  return 1e12 * found[kind]
+  return flops.Count(traced.graph.outputs).flops
 
 
 def row(name: str, precision_name: str, *, small: bool, rounds: int, block_s: float) -> str:
@@ -284,7 +242,7 @@ def row(name: str, precision_name: str, *, small: bool, rounds: int, block_s: fl
   import keras
   import tensorflow as tf
 
-  from framework.strategies import factories
+  from framework.strategies import factories, gpus
 
   precision = PRECISIONS[precision_name]
   tf.config.experimental.enable_tensor_float_32_execution(precision.tf32)
@@ -319,9 +277,10 @@ def row(name: str, precision_name: str, *, small: bool, rounds: int, block_s: fl
   step_s = statistics.median(seconds["Loopwright"]) / steps
   rate = 3 * forward_flops(model) / step_s
   details = tf.config.experimental.get_device_details
-  gpus = tf.config.list_physical_devices("GPU")
-  kind = details(gpus[0]).get("device_name", "GPU") if gpus else "CPU"
-  peak = peak_flops(kind, precision)
+  found = tf.config.list_physical_devices("GPU")
+  kind = details(found[0]).get("device_name", "GPU") if found else "CPU"
+  dtype = precision.policy.removeprefix("mixed_")
+  peak = gpus.peak_flops_of(kind, dtype, tf32=precision.tf32)
   ratios = [
     statistics.median(s / o for s, o in zip(seconds[who], seconds["Loopwright"], strict=True))
     for who in order[1:]

@@ -1,7 +1,7 @@
 """Is a slow worker named, and does it cost what the cost model says? Slows one of two workers.
 
     python -m benchmarks.straggler_trials
-    python -m benchmarks.straggler_trials --factors 1 1.5 4 --steps 2000
+    python -m benchmarks.straggler_trials --phases input --factors 1 2 4
 
 The forward pass of each worker sleeps for 20 ms, that of worker 1 so many times longer; or its
 input does, which the pipeline makes ahead. A step must take what an even step takes, and what
@@ -124,17 +124,18 @@ def main() -> None:
   """Prints a row for each factor, and exits with 1 if a line is missing or wrong."""
   parser = argparse.ArgumentParser()
   parser.add_argument("--factors", type=float, nargs="+", default=[1, 1.2, 1.5, 2, 4])
+  parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
   parser.add_argument("--seconds", type=float, default=WHILE_S + 15, help="of each run")
   asked = parser.parse_args()
   print("| slowed | factor | step, ms | predicted, ms | error | worker 1 to 0 | the line |")
   print(f"|{'---|' * 7}")
   wrong, even_s = 0, 0.0
-  for phase in PHASES:
+  for phase in asked.phases:
     for factor in asked.factors:
       other = {each: [0.0, 0.0] for each in PHASES}
       slowed = {**other, "compute": [BASE_S, BASE_S]}
       slowed[phase][1] = factor * BASE_S
-      if factor == 1 and phase != next(iter(PHASES)):
+      if factor == 1 and phase != asked.phases[0]:
         continue
       with tempfile.TemporaryDirectory() as folder:
         steps = 10 * round(asked.seconds / (BASE_S * factor) / 10)

@@ -28,6 +28,7 @@ REPORTED = (
   *("loss_scale", "skipped", "skipped_steps"),
   *("nonfinite_step", "input_wait", "input_wait_s", "examples_per_second", "steps_per_second"),
   *("staleness", "communication", "communication_s", "start_s", "gpu_memory_mib", "noise_scale"),
+  *("model_flops_per_s", "mfu"),
   *("step", "split", "wall_time"),
 )
 """Metrics that the framework reports: `Task.metrics` must not use these names."""

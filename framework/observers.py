@@ -8,6 +8,7 @@ loop_begins            host           before a loop
   loop_starts          cross-replica  the loop's first operation
     step_begins        cross-replica  before the step takes its batch
     batch_taken        cross-replica
+      forward          replica        around a forward pass
       all_reduce       replica        around the all-reduce
       checked          replica        after the check of the reduced gradients
       allowed          replica        decides whether to apply the update
@@ -28,15 +29,20 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import tensorflow as tf
 
-from framework.types import AnySource, PerReplica, TensorLike
+from framework.types import AnySource, Batch, PerReplica, TensorLike
 
 if TYPE_CHECKING:
+  from framework.metrics import Loss
   from framework.optimizers.adapters import Optimizer
   from framework.optimizers.fusion import Gradients
 
 Tensors: TypeAlias = Sequence[tf.Tensor]
 AllReduce: TypeAlias = Callable[[Tensors, Tensors], tuple[list[tf.Tensor], list[tf.Tensor]]]
 """(gradients, scalars) of this replica -> their sums over all replicas."""
+Forward: TypeAlias = "Callable[[Batch], Loss]"
+"""Micro-batch -> this replica's sums."""
+Metrics: TypeAlias = Mapping[str, tuple[TensorLike, TensorLike]]
+"""Name -> (total, weight)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,16 @@ class Reading:
 
 class StepObserver:
   """Observes one replica's step (replica context); the base class changes nothing."""
+
+  def forward(self, loss_fn: Forward, log: Callable[[Metrics], None]) -> Forward:
+    """Returns the forward pass of a micro-batch: `loss_fn`, or what calls it.
+
+    Args:
+      loss_fn: the pass.
+      log: takes metrics of the pass, like `metrics`; they are zeros where it is not run.
+    """
+    del log
+    return loss_fn
 
   def all_reduce(
     self, reduce: AllReduce, gradients: Tensors, scalars: Tensors
@@ -97,7 +113,7 @@ class StepObserver:
   def before_update(self, optimizer: Optimizer) -> None:
     """Runs before an optimizer updates its variables, or skips this (cross-replica)."""
 
-  def metrics(self) -> Mapping[str, tuple[TensorLike, TensorLike]]:
+  def metrics(self) -> Metrics:
     """Returns name -> (total, weight), this replica's sums in the step."""
     return {}
 

@@ -192,10 +192,17 @@ class Step(EvalStep):
     key = self.draws.next_pass()
     missing: list[bool] = []
 
+    def checked_loss(batch: Batch) -> Loss:
+      return Loss.checked(converted(loss_fn)(batch))
+
+    forward: LossFn = checked_loss
+    for observer in self._observers:
+      forward = observer.forward(forward, self._add)
+
     def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Metric]]:
       with self.collected() as logged:
         with self.parts.forward_pass(key, batch), tf.GradientTape() as tape:
-          loss = Loss.checked(converted(loss_fn)(batch))
+          loss = forward(batch)
           scaled = self._scaled(loss.total)
         gradients = fusion.differentiated(tape, scaled)
       missing[:] = [g is None for g in gradients]

@@ -195,12 +195,12 @@ class Trainer(AbstractTrainer):
     if undone:
       self.reset_input()  # the iterator is one batch ahead of the position
     results["input_wait_s"] = clock.corrected(self._input_wait.seconds(results, ran))
+    results["examples_per_second"] = ran * self.global_batch_size / seconds
     for observer in self.parts.observers:
       observer.loop_ends(results, done=done, ran=ran)
     results |= derived_metrics(
       self.task, results, self.metrics.sums, only_evaluated=self.metrics.only_evaluated
     )
-    results["examples_per_second"] = ran * self.global_batch_size / seconds
     return {**self.state_metrics(), **results}
 
   def loop(self, iterator: Iterator[PerReplica], num_steps: tf.Tensor) -> None:

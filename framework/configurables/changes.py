@@ -108,7 +108,7 @@ _WHOLE: Mapping[str, Rule] = {
   **dict.fromkeys(
     (
       *("BestCheckpoint", "EarlyStopping", "Export", "StopOnNonFinite", "TimeBudget", "Profile"),
-      *("Show", "Spikes", "NoiseScale", "LayerStatistics"),
+      *("Show", "Spikes", "NoiseScale", "ModelFlops", "LayerStatistics"),
       *("TensorBoard", "CSVFile", "Prometheus", "MLflow", "WandB"),
     ),
     Rule("yes", "counts from there on, over all evaluations in metrics.jsonl"),

@@ -45,6 +45,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("framework.actions.best", "BestCheckpoint EarlyStopping"),
   ("framework.tools.exports.action", "Export"),
   ("framework.actions.noise_scale", "NoiseScale"),
+  ("framework.actions.model_flops", "ModelFlops"),
   ("framework.tools.forensics.action", "StopOnNonFinite"),
   ("framework.tools.forensics.spikes", "Spikes"),
   ("framework.tools.forensics.layers", "LayerStatistics"),

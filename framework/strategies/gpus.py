@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -16,6 +17,15 @@ from framework.options import Gpus
 _AMPERE = (8, 0)
 _INSTALL = "install CUDA's libraries with the extra gpu: pip install 'loopwright[gpu]'"
 _HIDE = f"{nvidia.VISIBLE}=-1 in the environment says that the CPU is meant"
+
+PEAKS = {
+  # Words of a GPU's model, the first that fits -> TFLOP/s of float32, TF32, 16 bits, dense; from
+  # the vendor's data sheets. H100 and H200 alone are those with HBM3 on SXM.
+  "H100 PCIe": (51, 378, 756), "H100 NVL": (60, 418, 835), "H200 NVL": (60, 418, 835),
+  "H200": (67, 494, 989), "H100": (67, 494, 989), "A100": (19.5, 156, 312), "L4": (30, 60, 121),
+  "L40": (90.5, 90.5, 181), "L40S": (91.6, 183, 362), "A10": (31.2, 62.5, 125),
+  "V100": (15.7, 15.7, 125), "T4": (8.1, 8.1, 65),
+}  # fmt: skip
 
 
 def configure(options: Gpus) -> None:
@@ -101,6 +111,31 @@ def in_tf32(names: Sequence[str]) -> bool:
   details = tf.config.experimental.get_device_details
   gpus = [gpu for gpu, _ in map(_of, names) if gpu is not None]
   return any(details(gpu).get("compute_capability", (0, 0)) >= _AMPERE for gpu in gpus)
+
+
+def peak_flops_of(model: str, dtype: str, *, tf32: bool) -> float | None:
+  """Returns the peak FLOP/s of a GPU's model, dense; None if it is not known.
+
+  Args:
+    model: such as "NVIDIA H100 PCIe"; a part of a GPU (MIG) is not known.
+    dtype: of products, such as "float32".
+    tf32: whether TensorFlow computes float32 in TF32.
+  """
+  columns = {"float32": int(tf32), "float16": 2, "bfloat16": 2}
+  found = next((PEAKS[name] for name in PEAKS if re.search(rf"\b{name}\b", model)), None)
+  if found is None or dtype not in columns or "MIG" in model:
+    return None
+  return 1e12 * found[columns[dtype]]
+
+
+def peak_flops(names: Sequence[str], dtype: str) -> float | None:
+  """Returns the same of the slowest of some devices; None if that of one is not known (host)."""
+  details = tf.config.experimental.get_device_details
+  peaks = [
+    gpu and peak_flops_of(details(gpu).get("device_name", ""), dtype, tf32=in_tf32([name]))
+    for name, (gpu, _) in zip(names, map(_of, names), strict=True)
+  ]
+  return min((peak for peak in peaks if peak), default=None) if all(peaks) else None
 
 
 def peak_mib(names: Sequence[str]) -> float | None:

@@ -74,7 +74,9 @@ def teacher(folder):
 
 def decoder_run(folder):
   """Stands in for the run of language_model_decoder.gin: its network, not trained."""
-  tf.train.Checkpoint(model=decoder()).write(str(folder / "decoder" / "checkpoints" / "ckpt-1"))
+  tf.train.Checkpoint(model=decoder(layers=1)).write(
+    str(folder / "decoder" / "checkpoints" / "ckpt-1")
+  )
   return [f"Preferred.start = '{folder / 'decoder'}'"]
 
 

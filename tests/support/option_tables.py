@@ -8,7 +8,7 @@ import sys
 import types
 
 from framework import run, trainer
-from framework.actions import best, profiling, show, tensorboard, time_budget
+from framework.actions import best, model_flops, profiling, show, tensorboard, time_budget
 from framework.configurables import documentation
 from framework.configurables.table import GIVEN
 from framework.inputs import mixture, sources
@@ -50,6 +50,7 @@ SECTIONS = (
   ("Spikes", spikes, "Spikes"),
   ("Statistics of layers", layers, "LayerStatistics"),
   ("Time", time_budget, "TimeBudget"),
+  ("Model FLOP/s and MFU", model_flops, "ModelFlops"),
   ("Traces", profiling, "Profile"),
   ("Pictures", show, "Show"),
   ("TensorBoard", tensorboard, "TensorBoard"),

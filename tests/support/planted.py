@@ -97,7 +97,7 @@ def example_at(*, step, replica, row, replicas, micro_batches=1):
 
 def make_trainer(strategy, task, **options):
   """Returns a trainer, from the same initial weights each time."""
-  keras.backend.clear_session()  # or names would count up
+  keras.backend.clear_session(free_memory=False)  # or names would count up
   randomness.seed_everything(1)
   trainer = Trainer(
     task=task,

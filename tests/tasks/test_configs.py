@@ -64,16 +64,18 @@ DIGITS = {"image": ("float32", (8, 8, 1))}
 LANGUAGE_MODEL = {
   **ONE,
   "features": dict.fromkeys(("token", "position", "target"), ("int32", (256,))),
-  "parameters": {"default": transformer_parameters(4, 128)},
+  "parameters": {"default": transformer_parameters(1, 128)},
   "optimizer": keras.optimizers.AdamW,
+  "smaller": ["transformer.layers = 1"],
   "metrics": {"loss", "bits_per_byte", "perplexity"},
   "rates": {0: 0.0, 100: 0.0015, 200: 0.003, 2100: 0.00165, 4000: 0.0003},
   "loss": math.log(256),
 }
 DECODER = {
   **LANGUAGE_MODEL,
-  "parameters": {"default": transformer_parameters(4, 128) + 4 * (2 * 32 - 128 * 128)},
+  "parameters": {"default": transformer_parameters(1, 128) + 2 * 32 - 128 * 128},
   "optimizer": keras.optimizers.Muon,
+  "smaller": ["decoder.layers = 1"],
   "rates": {0: 0.0, 100: 0.005, 200: 0.01, 2100: 0.0055, 4000: 0.001},
 }
 FIXMATCH = {
@@ -191,14 +193,14 @@ EXPECTED = {
   "language_model_decoder.gin": DECODER,
   "language_model_generation.gin": {
     **DECODER,
-    "parameters": {"default": transformer_parameters(1, 128) + 2 * 32 - 128 * 128},
     "metrics": {*LANGUAGE_MODEL["metrics"], "byte_accuracy", "exact"},
-    "smaller": ["run.eval_batch_size = 4", "run.eval_steps = 1", "decoder.layers = 1"],
+    "smaller": [*DECODER["smaller"], "run.eval_batch_size = 4", "run.eval_steps = 1"],
   },
   "language_model_preference.gin": {
     **ONE,
     "features": dict.fromkeys(("chosen", "rejected"), ("uint8", (96,))),
     "parameters": DECODER["parameters"],
+    "smaller": DECODER["smaller"],
     "metrics": {*("loss", "margin", "accuracy", "chosen_ratio", "rejected_ratio", "underscores")},
     "rates": {0: 0.0, 10: 5e-5, 20: 1e-4, 300: 1e-4},
     "loss": math.log(2),
@@ -206,18 +208,19 @@ EXPECTED = {
   "language_model_mixture.gin": {
     **LANGUAGE_MODEL,
     "features": dict.fromkeys(("token", "position", "target"), ("int32", (128,))),
-    "parameters": {"default": transformer_parameters(2, 64)},
+    "parameters": {"default": transformer_parameters(1, 64)},
     "optimizer": keras.optimizers.Adam,
     "rates": {0: 0.003, 200: 0.003},
   },
   "language_model_packed.gin": LANGUAGE_MODEL,
   "language_model_parallel.gin": {
     **LANGUAGE_MODEL,
-    "smaller": ["run.eval_batch_size = 4", "run.eval_steps = 1"],
+    "smaller": [*LANGUAGE_MODEL["smaller"], "run.eval_batch_size = 4", "run.eval_steps = 1"],
   },
   "language_model_widths.gin": {
     **LANGUAGE_MODEL,
-    "parameters": {"default": transformer_parameters(4, 64) + 4 * (2 * 32 - 64 * 64)},
+    "parameters": {"default": transformer_parameters(1, 64) + 2 * 32 - 64 * 64},
+    "smaller": DECODER["smaller"],
   },
   "model_garden.gin": {
     **ONE,

@@ -132,11 +132,11 @@ def test_the_histograms_are_of_the_image_before_the_square():
 
 
 def test_fixmatch_starts_from_all_of_it_but_the_logits(mirrored, tmp_path):
-  keras.backend.clear_session()  # layers are named as in a process of their own
+  keras.backend.clear_session(free_memory=False)  # layers are named as in a process of their own
   trainer, _ = trained(mirrored(2))
   learned = trainer.task.model
   path = tf.train.Checkpoint(model=learned).write(str(tmp_path / "checkpoints" / "ckpt-1"))
-  keras.backend.clear_session()
+  keras.backend.clear_session(free_memory=False)
   with mirrored(2).scope():
     model = fixmatch_task().build_model()
     report = WarmStart(path=path).load(model)

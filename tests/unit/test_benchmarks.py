@@ -1,6 +1,5 @@
 """Benchmarks that no machine here can run in full do run in small."""
 
-import importlib
 import struct
 import subprocess
 import sys
@@ -56,30 +55,6 @@ def test_a_row_that_takes_too_long_ends():
     command, capture_output=True, text=True, check=True, cwd=Path(launch.__file__).parent
   )
   assert "| cnn | TF32 | failed: no result within 0.5 s\n" in done.stdout
-
-
-@pytest.mark.parametrize(
-  ("device", "tera"),
-  [
-    ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA L40S", 362),
-    ("NVIDIA L4", 121), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10G", None), ("CPU", None),
-  ],
-)  # fmt: skip
-def test_the_peak_of_a_gpu_is_that_of_its_whole_name(device, tera):
-  found = gpu.peak_flops(device, gpu.PRECISIONS["mixed_bfloat16"])
-  assert found == (tera and tera * 1e12)
-
-
-def test_the_products_of_attention_are_counted_once():
-  """In TensorFlow's count they are missing, unless the Model Garden has been imported."""
-  rows, context, width = 4, 16, 32
-  projections = 4 * rows * context * width * width
-  attention = 2 * rows * context * context * width
-  dense = 2 * rows * context * width * 4 * width + rows * context * width * 256
-  found = gpu.forward_flops(gpu.model_of("language_model", small=True))
-  assert found == pytest.approx(2 * (projections + attention + dense), rel=0.08)
-  importlib.import_module("official.core.train_utils")  # it tells TensorFlow how to count them
-  assert gpu.forward_flops(gpu.model_of("language_model", small=True)) == found
 
 
 def test_the_cause_of_an_error_of_tensorflow_is_found():

@@ -227,3 +227,36 @@ def test_devices_that_are_in_use_cannot_be_chosen(monkeypatch):
   monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: found)
   with one_line_error("run.gpus and run.gpu_memory cannot be set"):
     gpus.configure(Gpus(gpu_memory="grow"))
+
+
+@pytest.mark.parametrize(
+  ("model", "tera"),
+  [
+    ("NVIDIA H100 PCIe", [51, 378, 756]), ("NVIDIA H100 80GB HBM3", [67, 494, 989]),
+    ("NVIDIA L40S", [91.6, 183, 362]), ("NVIDIA L4", [30, 60, 121]),
+    ("NVIDIA A100-SXM4-80GB", [19.5, 156, 312]), ("NVIDIA A10G", [None] * 3),
+    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", [None] * 3), ("", [None] * 3),
+  ],
+)  # fmt: skip
+def test_the_peak_of_a_gpu_is_that_of_its_whole_name(model, tera):
+  found = [
+    gpus.peak_flops_of(model, dtype, tf32=tf32)
+    for dtype, tf32 in [("float32", False), ("float32", True), ("bfloat16", True)]
+  ]
+  assert found == [each and 1e12 * each for each in tera]
+  assert gpus.peak_flops_of(model, "float64", tf32=True) is None
+
+
+def test_the_peak_of_several_gpus_is_that_of_the_slowest(monkeypatch):
+  found, _ = seen(monkeypatch, 3)
+  models = dict(zip(found, ["NVIDIA H100 PCIe", "NVIDIA L4", "another"], strict=True))
+  monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: None)
+  monkeypatch.setattr(
+    tf.config.experimental,
+    "get_device_details",
+    lambda gpu: {"device_name": models[gpu], "compute_capability": (9, 0)},
+  )
+  assert gpus.peak_flops(["GPU:0", "GPU:1"], "float16") == 121e12
+  assert gpus.peak_flops(["GPU:0", "GPU:2"], "float16") is None
+  assert gpus.peak_flops(["CPU:0"], "float32") is None
+  assert gpus.peak_flops([], "float32") is None

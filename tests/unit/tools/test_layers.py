@@ -91,7 +91,7 @@ def plain(found):
 @pytest.mark.fast(replicas=[2], options=[{}])
 def test_they_are_those_of_numpy(replicas, library, options, mirrored):
   """7 examples a step, so that rows are padded on 2 replicas and more."""
-  keras.backend.clear_session()
+  keras.backend.clear_session(free_memory=False)
   trainer = made(mirrored(replicas), library, **options)
   weights = [W1, B1, W2]
   trainer.train(tf.constant(1))
