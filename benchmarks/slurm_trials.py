@@ -237,6 +237,10 @@ class Job:
     """Returns the files that slurm.sh has made for the job's secret."""
     return list(REPOSITORY.glob(f"runs/.secret-loopwright{os.getpid()}-{self.number}-*"))
 
+  def records(self) -> list[Path]:
+    """Returns the files with the job's nodes that slurm.sh has made."""
+    return list(REPOSITORY.glob(f"runs/.nodes-loopwright{os.getpid()}-{self.number}"))
+
   def processes(self, program: str) -> dict[int, dict[str, str]]:
     """Returns process id -> environment of the job's processes that run a program."""
     found, parents = {}, {}
@@ -258,15 +262,18 @@ class Job:
     names = self.slurm.command("scontrol", "show", "hostnames", self.field("NodeList"))
     return [int(name.removeprefix("n")) for name in names.split()]
 
-  def wait(self) -> str:
-    """Returns the state in which the job ends; lets it start at once after a requeue."""
+  def wait(self, happened: Callable[[], bool] = lambda: False) -> str:
+    """Returns the job's state at its end, or when something happened; a requeue starts at once."""
 
-    def ended() -> bool:
-      if self.field("Reason") == "BeginTime":
-        self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-      return self.ended()
+    hurried = set()
 
-    wait_until(ended, poll_s=0.5)
+    def over() -> bool:
+      if self.field("Reason") == "BeginTime" and (start := self.field("Restarts")) not in hurried:
+        hurried.add(start)  # two seconds, as nodes refuse a job in the second in which it ended
+        self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
+      return happened() or self.ended()
+
+    wait_until(over, poll_s=0.5)
     return self.field("JobState")
 
 

@@ -8,6 +8,10 @@ the repository. All nodes need, under the same paths, the repository, its enviro
 `ray[train]`, and model_dir. When a worker fails, Ray restarts all, and they continue from the
 newest checkpoint.
 
+With --workers=2:4 each start takes as many workers, of 2 to 4, as the nodes have room for. Once in
+--look_s seconds Ray looks whether there is room for more: then it ends all, without a signal, and
+they continue from the newest checkpoint.
+
 Exit status: 0 done, 1 a failure, 2 a mistake in these flags. Linux only.
 """
 
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
   trainer = TensorflowTrainer(
     work,
-    train_loop_config={"root": str(ROOT), "arguments": arguments},
+    train_loop_config={"root": str(ROOT), "arguments": arguments, "workers": options.workers},
     **configs(options),
   )
   try:
@@ -51,7 +56,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,  # would also expand flags of launch.py
   )
-  parser.add_argument("--workers", type=_positive, required=True, help="Number of workers.")
+  sizes = "Number of workers, or LEAST:MOST."
+  parser.add_argument("--workers", type=_workers, required=True, help=sizes)
+  parser.add_argument("--look_s", type=float, default=60, help="Seconds between looks for room.")
   parser.add_argument("--cpus", type=_positive, default=1, help="CPUs per worker.")
   parser.add_argument("--gpus", type=int, default=0, help="GPUs per worker.")
   parser.add_argument("--max_restarts", type=int, default=0, help="How often to restart.")
@@ -68,14 +75,24 @@ def _positive(text: str) -> int:
   return int(text)
 
 
+def _workers(text: str) -> tuple[int, int]:
+  found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+  least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+  if least > most:
+    raise argparse.ArgumentTypeError(f"{text} is no number from 1, and no LEAST:MOST such as 2:4")
+  return least, most
+
+
 def configs(options: argparse.Namespace) -> dict[str, Any]:
   """Returns Ray's configs: the workers, and what to do when one fails."""
   from ray.train import FailureConfig, RunConfig, ScalingConfig
 
+  least, most = options.workers
   resources = {"CPU": options.cpus, "GPU": options.gpus}
   return {
     "scaling_config": ScalingConfig(
-      num_workers=options.workers,
+      num_workers=most if least == most else (least, most),
+      elastic_resize_monitor_interval_s=options.look_s,
       use_gpu=options.gpus > 0,
       resources_per_worker={kind: count for kind, count in resources.items() if count},
     ),
@@ -94,7 +111,7 @@ def work(config: dict[str, Any]) -> None:
   attempt.
 
   Args:
-    config: "root", the repository, and "arguments", those of launch.py.
+    config: "root", the repository, "arguments", those of launch.py, and "workers", least and most.
 
   Raises:
     RuntimeError: launch.py failed; Ray restarts all workers, or gives up.
@@ -102,6 +119,9 @@ def work(config: dict[str, Any]) -> None:
   launch = [sys.executable, os.path.join(config["root"], "launch.py"), *config["arguments"]]
   # Ray sets tf.keras to Keras 2; here it must be Keras 3, as everywhere else.
   environment = {name: value for name, value in os.environ.items() if name != "TF_USE_LEGACY_KERAS"}
+  least, most = config["workers"]
+  if least < most:
+    environment["LOOPWRIGHT_WORKERS"] = f"{least}:{most}"  # refuses what depends on their number
   status = subprocess.call(
     ["setpriv", "--pdeathsig", "KILL", *launch], cwd=config["root"], env=environment
   )

@@ -284,8 +284,8 @@ def require_any_size(trainer: Trainer, *, per_replica_batch_size: int | None) ->
 
 def _varies(workers: str, what: str, remedy: str) -> ConfigError:
   return ConfigError(
-    f"--local_workers={workers} lets the number of workers vary, but {what}, which would change "
-    f"with it: {remedy}, or give one number of workers."
+    f"the number of workers may vary ({workers}), but {what}, which would change with it: "
+    f"{remedy}, or give one number of workers."
   )
 
 

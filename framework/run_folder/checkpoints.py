@@ -34,6 +34,7 @@ from framework.run_folder.checkpoint_files import (
   write_with_the_chief,
   written_at,
 )
+from framework.run_folder.layout import UNFINISHED
 from framework.types import Variable
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 ASSETS = "assets"
 """Label of the assets' digest in a checkpoint; absent if the task has no assets."""
-UNFINISHED = "unfinished"
-"""Folder in which a checkpoint is written before its files are moved."""
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _COPIES = ("/_trainable_variables/", "/_current_learning_rate/")
 """In the keys of values that only checkpoints of earlier versions have, and nothing needs."""

@@ -105,7 +105,10 @@ def run_local(
       stopped_s=stopped_s,
       namespaces=namespaces,
     )
-    return cluster.run()
+    status = cluster.run()
+    if status and copies is not None:
+      shared_memory.keep_on_disk(copies, model_dir)
+    return status
 
 
 def free_ports(count: int) -> list[int]:

@@ -16,8 +16,10 @@ import time
 from pathlib import Path, PurePosixPath
 
 import gin
+import pydantic
 import pytest
 import yaml
+from kubeflow_trainer_api import models as schemas
 
 import launch
 from framework import configurables
@@ -30,33 +32,44 @@ ROOT = Path(launch.__file__).parent
 DEPLOY = ROOT / "deploy"
 SCRIPT = DEPLOY / "slurm.sh"
 JOBS = {
-  "tfjob-multi-worker.yaml": {"strategy": "multi_worker_mirrored", "replicas": {"Worker"}},
-  "tfjob-parameter-server.yaml": {
-    "strategy": "parameter_server",
-    "replicas": {"Chief", "Worker", "PS"},
-  },
+  "job-multi-worker.yaml": "multi_worker_mirrored",
+  "trainjob-multi-worker.yaml": "multi_worker_mirrored",
+  "tfjob-multi-worker.yaml": "multi_worker_mirrored",
+  "tfjob-parameter-server.yaml": "parameter_server",
 }
-LONGEST_BACKOFF_S = 300
+TFJOBS = {
+  "tfjob-multi-worker.yaml": {"Worker"},
+  "tfjob-parameter-server.yaml": {"Chief", "Worker", "PS"},
+}
+INDEXED = {"job-multi-worker.yaml": "Job", "trainjob-multi-worker.yaml": "TrainJob"}
+LONGEST_BACKOFF_S = {True: 600, False: 300}  # of an Indexed Job's new pods, of a container
 KILLED = 128 + signal.SIGKILL
 
 
 @pytest.fixture
-def slurm(tmp_path):
+def script(tmp_path):
+  """Runs the script with programs of our own, in bash, in place of Slurm's; returns the status."""
+
+  def run(programs, **variables):
+    for name, body in programs.items():
+      (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+      (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4321", **variables}
+    command = ["bash", str(SCRIPT), "--gin_file=my config.gin"]
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+  return run
+
+
+@pytest.fixture
+def slurm(script, tmp_path):
   """Runs the script where each srun ends with the next of the given statuses."""
 
   def run(*statuses, restarts=3):
-    for name, body in (
-      ("srun", 'echo "$@" >> srun.txt; status=$(head -1 next); sed -i 1d next; exit "$status"'),
-      ("scontrol", 'echo "$@" >> scontrol.txt'),
-    ):
-      (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-      (tmp_path / name).chmod(0o755)
     (tmp_path / "next").write_text("".join(f"{status}\n" for status in statuses))
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4321"}
-    done = subprocess.run(
-      ["bash", str(SCRIPT), "--gin_file=my config.gin"],
-      cwd=tmp_path, env={**env, "MAX_RESTARTS": str(restarts)}, capture_output=True, text=True,
-    )  # fmt: skip
+    train = 'echo "$@" >> srun.txt; status=$(head -1 next); sed -i 1d next; exit "$status"'
+    programs = {"srun": train, "scontrol": 'echo "$@" >> scontrol.txt'}
+    done = script(programs, MAX_RESTARTS=str(restarts))
     requeued = tmp_path / "scontrol.txt"
     calls = (tmp_path / "srun.txt").read_text().splitlines()
     return done.returncode, calls, requeued.read_text() if requeued.exists() else ""
@@ -91,6 +104,61 @@ def test_but_not_for_ever(slurm):
   assert (status, len(calls)) == (1, 3)
 
 
+LOOKS = {
+  "srun": """
+until [[ -e term ]] || (($(wc -l <looks.txt) > 7)); do sleep 0.02; done
+[[ ! -e term ]] || exit 75
+""",
+  "sinfo": """
+echo "$@" >>looks.txt
+nodes=$(printf '%s\\n' "$@" | sed -n 's/^--nodes=//p')
+if [[ $nodes == "$SLURM_JOB_NODELIST" ]]; then printf '%s\\n' $OWN; else printf '%s\\n' $HAD; fi
+""",
+  "scancel": '[[ $* == "--signal=TERM 4321" ]] && touch term',
+  "scontrol": "",
+}
+
+
+@pytest.mark.parametrize(
+  ("sizes", "tasks", "own", "had", "asked"),
+  [
+    ("2:4", 1, "mixed allocated draining", "", True),
+    ("2:4", 1, "allocated draining* drained", "", False),  # fewer than the least would be left
+    ("4:8", 2, "mixed allocated draining", "", True),
+    ("5:8", 2, "mixed allocated draining", "", False),
+    ("2:4", 1, "mixed mixed mixed", "mixed mixed mixed idle", True),
+    ("2:4", 1, "mixed mixed mixed", "mixed mixed mixed idle* down drained", False),
+    ("2:3", 1, "mixed mixed mixed", "mixed mixed mixed idle", False),
+    ("4:8", 2, "mixed mixed mixed", "mixed mixed mixed idle", True),
+    ("4:6", 2, "mixed mixed mixed", "mixed mixed mixed idle", False),
+  ],
+)
+def test_it_asks_for_other_nodes(script, tmp_path, sizes, tasks, own, had, asked):
+  variables = {
+    "LOOPWRIGHT_WORKERS": sizes, "LOOK_S": "0.01", "OWN": own, "HAD": had or own,
+    "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_PARTITION": "all",
+    "SLURM_NTASKS_PER_NODE": str(tasks),
+  }  # fmt: skip
+  (tmp_path / "looks.txt").touch()
+  (tmp_path / "runs").mkdir()
+  nodes = tmp_path / "runs" / ".nodes--4321"
+  nodes.write_text("n[2-5]\n")  # of the start before
+  done = script(LOOKS, **variables)
+  assert (done.returncode, (tmp_path / "term").exists()) == (75 if asked else 0, asked)
+  looks = (tmp_path / "looks.txt").read_text().splitlines()
+  asked_for = {word for look in looks for word in look.split() if word.startswith("--nodes=")}
+  assert asked_for <= {"--nodes=n[1-3]", "--nodes=n[2-5],n[1-3]"}
+  assert all("--partition=all" in look for look in looks)
+  assert (nodes.read_text() if nodes.exists() else "") == ("n[2-5]\nn[1-3]\n" if asked else "")
+
+
+def test_a_wrong_number_of_workers_is_one_line(script, tmp_path):
+  done = script({"srun": "touch trained"}, LOOPWRIGHT_WORKERS="2-4")
+  line = "LOOPWRIGHT_WORKERS is 2-4; it must be LEAST:MOST, such as 2:4\n"
+  assert (done.returncode, done.stderr) == (MISTAKE, line)
+  assert not (tmp_path / "trained").exists()
+
+
 def test_shellcheck_finds_nothing():
   shellcheck = shutil.which(
     "shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -103,41 +171,23 @@ def test_shellcheck_finds_nothing():
 # ---- Kubernetes ----
 
 
-# Field -> its fields; a set where they are not read further. "*" stands for names of one's own,
-# [...] for a list. kubeflow.org/v1 and Kubernetes have more; a field that is not here is a typo or
-# wants a line here.
-METADATA = {"name": str, "labels": {"*": str}, "annotations": {"*": str}}
-SELECTOR = {"matchLabels": {"*": str}}
-RESOURCES = {"cpu": str, "memory": str}
-POD = {
-  "terminationGracePeriodSeconds": int,
-  "automountServiceAccountToken": bool,
-  "securityContext": {
-    "runAsNonRoot": bool,
-    "seccompProfile": {"type": {"RuntimeDefault", "Unconfined", "Localhost"}},
-    "runAsUser": int,
-    "fsGroup": int,
-  },
-  "containers": [
-    {
-      "name": str,
-      "image": str,
-      "securityContext": {"allowPrivilegeEscalation": bool, "capabilities": {"drop": [str]}},
-      "args": [str],
-      "env": [{"name": str, "value": str}],
-      "ports": [{"name": str, "containerPort": int}],
-      "resources": {"requests": RESOURCES, "limits": RESOURCES},
-      "volumeMounts": [{"name": str, "mountPath": str}],
-    }
-  ],
-  "volumes": [
-    {"name": str, "persistentVolumeClaim": {"claimName": str}, "secret": {"secretName": str}}
-  ],
+# Published models: fields that they do not know are lost, other types raise an error.
+MODELS = {
+  ("v1", "PersistentVolumeClaim"): schemas.IoK8sApiCoreV1PersistentVolumeClaim,
+  ("v1", "Service"): schemas.IoK8sApiCoreV1Service,
+  ("batch/v1", "Job"): schemas.IoK8sApiBatchV1Job,
+  ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): schemas.TrainerV1alpha1TrainingRuntime,
+  ("trainer.kubeflow.org/v1alpha1", "TrainJob"): schemas.TrainerV1alpha1TrainJob,
 }
+# The others. Field -> its fields; a set where they are not read further, a model where there is
+# one, [...] for a list. kubeflow.org/v1 and Kubernetes have more; a field that is not here is a
+# typo or wants a line here.
+METADATA = schemas.IoK8sApimachineryPkgApisMetaV1ObjectMeta
+SELECTOR = schemas.IoK8sApimachineryPkgApisMetaV1LabelSelector
 REPLICA = {
   "replicas": int,
   "restartPolicy": {"Always", "OnFailure", "ExitCode", "Never"},
-  "template": {"metadata": METADATA, "spec": POD},
+  "template": schemas.IoK8sApiCoreV1PodTemplateSpec,
 }
 KINDS = {
   ("kubeflow.org/v1", "TFJob"): {
@@ -150,25 +200,37 @@ KINDS = {
     "policyTypes": [{"Ingress", "Egress"}],
     "ingress": [{"from": [{"podSelector": SELECTOR}]}],
   },
-  ("v1", "PersistentVolumeClaim"): {
-    "accessModes": [{"ReadWriteOnce", "ReadWriteMany"}],
-    "resources": {"requests": {"storage": str}},
-  },
 }
 
 
 def misfits(value, shape, place=""):
   """Lists the places of a document that its shape does not have."""
+  if hasattr(shape, "from_dict"):
+    try:
+      return lost(value, shape.from_dict(value).to_dict(), place)
+    except pydantic.ValidationError as error:
+      return [".".join([place, *map(str, each["loc"])]) for each in error.errors()]
   if isinstance(shape, dict) and isinstance(value, dict):
     found = []
     for name, inner in value.items():
-      known = shape.get(name, shape.get("*"))
+      known = shape.get(name)
       found += misfits(inner, known, f"{place}.{name}") if known else [f"{place}.{name}"]
     return found
   if isinstance(shape, list) and isinstance(value, list):
     return [m for i, item in enumerate(value) for m in misfits(item, shape[0], f"{place}[{i}]")]
   fits = value in shape if isinstance(shape, set) else type(value) is shape
   return [] if fits else [f"{place} = {value!r}"]
+
+
+def lost(value, kept, place):
+  """Lists the fields of a document that a model has not kept."""
+  if isinstance(value, dict):
+    inner = [(f"{place}.{name}", each, kept.get(name)) for name, each in value.items()]
+  elif isinstance(value, list):
+    inner = [(f"{place}[{i}]", *both) for i, both in enumerate(zip(value, kept, strict=True))]
+  else:
+    return [] if value == kept else [f"{place} = {value!r}"]
+  return [m for name, *both in inner for m in ([name] if both[1] is None else lost(*both, name))]
 
 
 def documents(name):
@@ -184,8 +246,32 @@ def replica_specs(name):
   return of_kind(name, "TFJob")["spec"]["tfReplicaSpecs"]
 
 
+def job_spec(name):
+  """The spec of the Indexed Job that a manifest has, or that Kubeflow Trainer makes of it."""
+  if INDEXED[name] == "Job":
+    return of_kind(name, "Job")["spec"]
+  runtime, job = of_kind(name, "TrainingRuntime"), of_kind(name, "TrainJob")
+  assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+  [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+  ancestor = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+  assert (replicated["replicas"], replicated["template"]["metadata"]["labels"]) == (1, ancestor)
+  spec, trainer = replicated["template"]["spec"], dict(job["spec"]["trainer"])
+  workers = trainer.pop("numNodes")
+  container = container_of(spec["template"])
+  assert replicated["name"] == container["name"] == "node"  # where Trainer puts the rest
+  container.update(trainer)
+  return {**spec, "completions": workers, "parallelism": workers}
+
+
+def job_name(name):
+  kind = INDEXED.get(name, "TFJob")
+  return of_kind(name, kind)["metadata"]["name"]
+
+
 def pods(name):
   """The pod template of each kind of replica."""
+  if name in INDEXED:
+    return {"Worker": job_spec(name)["template"]}
   return {kind: spec["template"] for kind, spec in replica_specs(name).items()}
 
 
@@ -194,8 +280,23 @@ def container_of(pod):
   return container
 
 
-def flags_of(pod):
-  return launch.parse_flags(["launch.py", *container_of(pod)["args"]])
+def ran(pod, folder, index=0):
+  """What `python` gets from the command of pod `index`: its arguments and TF_CONFIG."""
+  container = container_of(pod)
+  if "command" not in container:
+    return ["launch.py", *container["args"]], None
+  (folder / "python").write_text('#!/bin/sh\nprintf "%s\\0" "$TF_CONFIG" "$@"\n')
+  (folder / "python").chmod(0o755)
+  assert container["command"][:2] == ["tini", "--"]
+  environ = {"PATH": f"{folder}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
+  sh = [*container["command"][2:], *container["args"]]
+  done = subprocess.run(sh, env=environ, capture_output=True, text=True, check=True)
+  config, *arguments = done.stdout.split("\0")[:-1]
+  return arguments, config
+
+
+def flags_of(pod, folder):
+  return launch.parse_flags(ran(pod, folder)[0])
 
 
 def starts_again(policy, status):
@@ -230,9 +331,9 @@ def tf_configs(name):
 @pytest.mark.parametrize("name", sorted(path.name for path in DEPLOY.glob("*.yaml")))
 def test_a_manifest_has_the_shape_of_its_kind(name):
   for document in documents(name):
-    spec = KINDS[document["apiVersion"], document["kind"]]
-    envelope = {"apiVersion": str, "kind": str, "metadata": METADATA, "spec": spec}
-    assert misfits(document, envelope) == []
+    kind = document["apiVersion"], document["kind"]
+    envelope = {"apiVersion": str, "kind": str, "metadata": METADATA, "spec": KINDS.get(kind)}
+    assert misfits(document, MODELS.get(kind, envelope)) == []
     assert set(document) == set(envelope)
 
 
@@ -242,45 +343,37 @@ def test_a_typo_does_not_fit():
   container_of(job["tfReplicaSpecs"]["Worker"]["template"])["ports"][0]["containerPort"] = "2222"
   assert misfits(job, KINDS["kubeflow.org/v1", "TFJob"]) == [
     ".tfReplicaSpecs.Worker.restartPolicy = 'OnFailures'",
-    ".tfReplicaSpecs.Worker.template.spec.containers[0].ports[0].containerPort = '2222'",
+    ".tfReplicaSpecs.Worker.template.containerPort",
     ".tfReplicaSpecs.Worker.replica",
+  ]
+  job = of_kind("job-multi-worker.yaml", "Job")
+  job["spec"]["podFailurePolicy"]["rules"][1]["onExitCode"] = {}
+  container_of(job["spec"]["template"])["volumeMounts"][1]["mountpath"] = "/runs"
+  assert misfits(job, MODELS["batch/v1", "Job"]) == [
+    ".spec.podFailurePolicy.rules[1].onExitCode",
+    ".spec.template.spec.containers[0].volumeMounts[1].mountpath",
   ]
 
 
 @pytest.mark.parametrize("name", JOBS)
-class TestTFJob:
+class TestJob:
   @pytest.fixture(autouse=True)
   def _clean(self):
     yield
     gin.clear_config()
 
-  def test_it_has_the_replicas_of_its_strategy(self, name):
-    assert replica_specs(name).keys() == JOBS[name]["replicas"]
-
-  def test_the_operator_finds_container_and_port(self, name):
-    for pod in pods(name).values():
-      container = container_of(pod)
-      assert container["name"] == "tensorflow"
-      assert [port["name"] for port in container["ports"]] == ["tfjob-port"]
-
-  def test_launch_takes_its_command(self, name, monkeypatch):
+  def test_launch_takes_its_command(self, name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # the image's WORKDIR is the repository, see below
     for pod in pods(name).values():
-      values = flags_of(pod)
+      values = flags_of(pod, tmp_path)
       assert values.mode in ("train", "train_and_evaluate")
       configurables.parse(values.gin_file, values.gin_param)
       strategy = gin.query_parameter("run.strategy")
-      assert strategy.configurable.wrapped.__name__ == JOBS[name]["strategy"]
+      assert strategy.configurable.wrapped.__name__ == JOBS[name]
+      timeout_s = gin.query_parameter(f"{JOBS[name]}.start_timeout_s")
+      assert timeout_s > LONGEST_BACKOFF_S[name in INDEXED]
 
-  def test_a_restart_is_waited_for(self, name, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for pod in pods(name).values():
-      values = flags_of(pod)
-      configurables.parse(values.gin_file, values.gin_param)
-      timeout_s = gin.query_parameter(f"{JOBS[name]['strategy']}.start_timeout_s")
-      assert timeout_s > LONGEST_BACKOFF_S
-
-  def test_the_run_folder_is_on_the_shared_volume(self, name):
+  def test_the_run_folder_is_on_the_shared_volume(self, name, tmp_path):
     claim = of_kind("runs-volume.yaml", "PersistentVolumeClaim")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     folders = set()
@@ -288,10 +381,35 @@ class TestTFJob:
       volume, mount = pod["spec"]["volumes"][0], container_of(pod)["volumeMounts"][0]
       assert mount["name"] == volume["name"]
       assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-      folder = flags_of(pod).model_dir
+      folder = flags_of(pod, tmp_path).model_dir
       assert PurePosixPath(mount["mountPath"]) in PurePosixPath(folder).parents
       folders.add(folder)
     assert len(folders) == 1
+
+  def test_there_is_time_to_save(self, name):
+    for pod in pods(name).values():
+      assert pod["spec"]["terminationGracePeriodSeconds"] >= GRACE_S
+
+  def test_only_its_own_pods_reach_its_ports(self, name):
+    labels = of_kind(name, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
+    assert labels == {"loopwright-job": job_name(name)}
+    for pod in pods(name).values():
+      assert labels.items() <= pod["metadata"]["labels"].items()
+    spec = of_kind(name, "NetworkPolicy")["spec"]
+    assert spec["policyTypes"] == ["Ingress"]
+    assert spec["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
+
+
+@pytest.mark.parametrize("name", TFJOBS)
+class TestTFJob:
+  def test_it_has_the_replicas_of_its_strategy(self, name):
+    assert replica_specs(name).keys() == TFJOBS[name]
+
+  def test_the_operator_finds_container_and_port(self, name):
+    for pod in pods(name).values():
+      container = container_of(pod)
+      assert container["name"] == "tensorflow"
+      assert [port["name"] for port in container["ports"]] == ["tfjob-port"]
 
   def test_what_can_go_on_starts_again(self, name):
     for kind, spec in replica_specs(name).items():
@@ -307,28 +425,53 @@ class TestTFJob:
     limit = of_kind(name, "TFJob")["spec"]["runPolicy"]["backoffLimit"]
     assert limit == 4 * sum(spec["replicas"] for spec in specs)
 
-  def test_there_is_time_to_save(self, name):
-    for pod in pods(name).values():
-      assert pod["spec"]["terminationGracePeriodSeconds"] >= GRACE_S
 
-  def test_only_its_own_pods_reach_its_ports(self, name):
-    labels = of_kind(name, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
-    assert labels == {"loopwright-job": of_kind(name, "TFJob")["metadata"]["name"]}
-    for pod in pods(name).values():
-      assert labels.items() <= pod["metadata"]["labels"].items()
-    spec = of_kind(name, "NetworkPolicy")["spec"]
-    assert spec["policyTypes"] == ["Ingress"]
-    assert spec["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
+@pytest.mark.parametrize("name", INDEXED)
+class TestIndexedJob:
+  def test_what_can_go_on_starts_again_and_a_mistake_does_not(self, name):
+    spec = job_spec(name)
+    assert (spec["completionMode"], spec["template"]["spec"]["restartPolicy"]) == (
+      "Indexed",
+      "Never",
+    )
+    mistake, saved, disrupted = spec["podFailurePolicy"]["rules"]
+    assert mistake == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [MISTAKE]}}
+    assert saved == {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [SAVED]}}
+    condition = {"type": "DisruptionTarget", "status": "True"}
+    assert disrupted == {"action": "Ignore", "onPodConditions": [condition]}
+    assert spec["backoffLimit"] == 4 * spec["completions"]
+    assert spec["completions"] == spec["parallelism"]
+
+  def test_the_workers_find_each_other(self, name, tmp_path, monkeypatch):
+    spec, found = job_spec(name), []
+    for index in range(spec["completions"]):
+      monkeypatch.setenv("TF_CONFIG", ran(spec["template"], tmp_path, index)[1])
+      peers, place = cluster.workers(resolvers.tf_config())
+      assert place == index
+      found.append([peer.address for peer in peers])
+    assert found == 2 * [[f"{host}:2222" for host in self.hosts(name)]]
+
+  def hosts(self, name):
+    """The pods' names as Kubernetes and JobSet document them."""
+    job = job_name(name)
+    if INDEXED[name] == "TrainJob":
+      return [f"{job}-node-0-{index}.{job}" for index in range(2)]
+    service, pod = of_kind(name, "Service"), job_spec(name)["template"]
+    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert service["spec"]["clusterIP"] == "None"
+    return [f"{job}-{index}.{service['metadata']['name']}" for index in range(2)]
 
 
-def test_workers_of_a_tfjob_read_the_secret_that_the_first_line_makes():
-  [pod] = pods("tfjob-multi-worker.yaml").values()
+@pytest.mark.parametrize("name", sorted(JOBS.keys() - {"tfjob-parameter-server.yaml"}))
+def test_workers_read_the_secret_that_the_first_line_makes(name):
+  [pod] = pods(name).values()
   container, volume = container_of(pod), pod["spec"]["volumes"][1]
   mount = container["volumeMounts"][1]
   assert mount["name"] == volume["name"]
-  name = volume["secret"]["secretName"]
-  made = f"kubectl create secret generic {name} --from-literal=secret="
-  assert made in (DEPLOY / "tfjob-multi-worker.yaml").read_text()
+  secret = volume["secret"]["secretName"]
+  made = f"kubectl create secret generic {secret} --from-literal=secret="
+  assert made in (DEPLOY / name).read_text()
   assert container["env"] == [{"name": wire.SECRET_FILE, "value": f"{mount['mountPath']}/secret"}]
 
 
@@ -355,21 +498,6 @@ def test_workers_and_servers_of_a_tfjob_find_the_chief(monkeypatch):
       assert joined.chief.address == "digits-parameter-server-chief-0.default.svc:2222"
 
 
-def test_the_command_of_an_indexed_job_sets_tf_config(tmp_path, monkeypatch):
-  """The recipe of docs/multi-process.md, run by sh with a `python` of our own."""
-  text = (ROOT / "docs" / "multi-process.md").read_text()
-  recipe = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
-  (tmp_path / "python").write_text('#!/bin/sh\nprintf %s "$TF_CONFIG"\n')
-  (tmp_path / "python").chmod(0o755)
-  environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"}
-  sh = [*recipe["command"][2:], *recipe["args"]]
-  done = subprocess.run(sh, env=environ, capture_output=True, text=True, check=True)
-  monkeypatch.setenv("TF_CONFIG", done.stdout)
-  peers, place = cluster.workers(resolvers.tf_config())
-  assert place == 1
-  assert [peer.address for peer in peers] == ["digits-0.digits:2222", "digits-1.digits:2222"]
-
-
 # ---- The image ----
 
 
@@ -380,7 +508,7 @@ def instructions(name):
   return [words for word, *words in lines if word == name]
 
 
-def test_the_image_gets_what_it_installs_and_runs():
+def test_the_image_gets_what_it_installs_and_runs(tmp_path):
   copied = {PurePosixPath(source) for *sources, _ in instructions("COPY") for source in sources}
   assert all((ROOT / source).exists() for source in copied)
   setup = configparser.ConfigParser()
@@ -398,7 +526,7 @@ def test_the_image_gets_what_it_installs_and_runs():
   assert needed <= {str(source) for source in copied}
   for name in JOBS:
     for pod in pods(name).values():
-      for file in flags_of(pod).gin_file:
+      for file in flags_of(pod, tmp_path).gin_file:
         assert copied & {PurePosixPath(file), *PurePosixPath(file).parents}
 
 
@@ -496,7 +624,8 @@ def test_ray_gets_its_flags_and_launch_the_others(ray_train):
   own = ["ray_train.py", "--workers=3", "--gpus=1", "--max_restarts=2", "--model_dir=/shared/m"]
   options, arguments = ray_train.parse([*own, "--mode=train", "--gin_file=configs/digits_cnn.gin"])
   assert vars(options) == {
-    "workers": 3, "cpus": 1, "gpus": 1, "max_restarts": 2, "model_dir": "/shared/m",
+    "workers": (3, 3), "look_s": 60, "cpus": 1, "gpus": 1, "max_restarts": 2,
+    "model_dir": "/shared/m",
   }  # fmt: skip
   values = launch.parse_flags(["launch.py", *arguments])
   assert (values.mode, values.model_dir) == ("train", "/shared/m")
@@ -512,7 +641,9 @@ def test_a_binding_of_ones_own_comes_later(ray_train):
   assert arguments[-1] == f"--model_dir={ROOT / 'm'}"
 
 
-@pytest.mark.parametrize("wrong", [[], ["--workers=0"], ["--workers=two"]])
+@pytest.mark.parametrize(
+  "wrong", [[], *([f"--workers={text}"] for text in ("0", "two", "3:2", "2:"))]
+)
 def test_a_wrong_flag_ends_before_ray_starts(ray_train, wrong, capsys):
   with pytest.raises(SystemExit) as ended:
     ray_train.main(["ray_train.py", "--model_dir=m", *wrong])
@@ -525,16 +656,19 @@ def test_a_ray_worker_runs_launch(ray_train, tmp_path, monkeypatch):
     "import json, os, sys\n"
     "legacy = 'TF_USE_LEGACY_KERAS' in os.environ\n"
     "seen = [sys.argv[1:], os.getcwd(), os.environ['TF_CONFIG'], legacy]\n"
+    "seen.append(os.environ.get('LOOPWRIGHT_WORKERS'))\n"
     "open('seen', 'w').write(json.dumps(seen))\n"
     "sys.exit('--fail' in sys.argv and 75)\n"
   )
   monkeypatch.setenv("TF_CONFIG", "{}")
   monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
-  ray_train.work({"root": str(tmp_path), "arguments": ["--gin_param=a.b = 1"]})
-  seen = json.loads((tmp_path / "seen").read_text())
-  assert seen == [["--gin_param=a.b = 1"], str(tmp_path), "{}", False]
+  config = {"root": str(tmp_path), "arguments": ["--gin_param=a.b = 1"], "workers": (2, 2)}
+  for workers, varies in (((2, 2), None), ((2, 4), "2:4")):
+    ray_train.work({**config, "workers": workers})
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen == [["--gin_param=a.b = 1"], str(tmp_path), "{}", False, varies]
   with pytest.raises(RuntimeError, match="ended with status 75"):
-    ray_train.work({"root": str(tmp_path), "arguments": ["--fail"]})
+    ray_train.work({**config, "arguments": ["--fail"]})
 
 
 def test_launch_dies_with_its_ray_worker(ray_train, tmp_path):
@@ -544,7 +678,8 @@ def test_launch_dies_with_its_ray_worker(ray_train, tmp_path):
     "os.rename('new', 'pid')\n"
     "time.sleep(60)\n"
   )
-  code = f"import ray_train; ray_train.work({{'root': {str(tmp_path)!r}, 'arguments': []}})"
+  rest = "rest = {'arguments': [], 'workers': (1, 1)}"
+  code = f"{rest}; import ray_train; ray_train.work({{'root': {str(tmp_path)!r}, **rest}})"
   worker = subprocess.Popen([sys.executable, "-c", code], cwd=DEPLOY)
   try:
     wait_until((tmp_path / "pid").exists)

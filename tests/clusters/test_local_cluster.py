@@ -955,6 +955,30 @@ def test_the_copies_in_memory_go_with_the_cluster(run, parent):
     time.sleep(0.005)
 
 
+@pytest.mark.ci
+def test_a_newer_copy_in_memory_outlives_a_run_that_fails(run):
+  """As after a SIGTERM that comes before the processes can save."""
+  body = f"""{SIZES}
+folder = Path(os.environ["LOOPWRIGHT_SNAPSHOTS"], "checkpoints")
+folder.mkdir(exist_ok=True)
+for name in ("ckpt-7.data-00000-of-00001", "ckpt-7.index", "ckpt-8.data-00000-of-00001"):
+  mark(folder / name, name)
+saved(6)
+die(1)
+"""
+  status, _, err = run(body, workers=2, least=1)
+  assert (status, err.splitlines()[-1]) == (
+    1,
+    "saved the copy in memory of step 7 to m/checkpoints",
+  )
+  files = {path.name: path.read_text() for path in Path("m/checkpoints").iterdir()}
+  kept = {name: name for name in ("ckpt-7.data-00000-of-00001", "ckpt-7.index")}
+  assert files == {"ckpt-6.index": "", **kept}
+  Path("m/checkpoints/ckpt-7.index").write_text("as new")
+  run(body, workers=2, least=1)
+  assert Path("m/checkpoints/ckpt-7.index").read_text() == "as new"
+
+
 def test_places_rest_longer_after_each_loss_and_until_there_is_a_newer_checkpoint():
   places = elastic.Places(least=1, most=4, rest_s=10.0)
   places.lose(1, now_s=0.0, step=7)

@@ -318,8 +318,7 @@ def test_what_depends_on_the_number_of_workers_is_refused_if_it_varies(tmp_path,
   outcome = run(tmp_path / "refused", "1:2", *params)
   assert outcome.status == 2
   assert outcome.err.splitlines()[-1].removeprefix("[worker-1] ") == (
-    f"error: --local_workers=1:2 lets the number of workers vary, {line}, or give one number of "
-    "workers."
+    f"error: the number of workers may vary (1:2), {line}, or give one number of workers."
   )
   assert not (outcome.folder / "m" / "metrics.jsonl").exists()
 

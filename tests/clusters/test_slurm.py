@@ -11,22 +11,29 @@ import pytest
 import tensorflow as tf
 from test_multi_worker import BATCH, CONFIG, RATE, SUPPORT, reference
 
-from benchmarks import slurm_trials
+from benchmarks import slurm_elastic, slurm_trials
 from framework import ArraySource
 from framework.inputs import datasets
 
-STEPS = 14
-PACED = """
+STEPS, GATES = 24, (8, 16)
+GATED = """
+import pathlib
 import time
 import framework
 
 @framework.register
-class Slowly(framework.Action):
+class Gated(framework.Action):
   on = "train"
 
   def __call__(self, output):
     time.sleep(0.3)
+    for step in {gates}:
+      if self.run.step == step:
+        pathlib.Path("{folder}/at-%d" % step).touch()
+        while not pathlib.Path("{folder}/go-%d" % step).exists():
+          time.sleep(0.05)
 """
+WANTS_OTHERS = "this job wants other nodes"
 
 
 @pytest.fixture
@@ -39,11 +46,11 @@ def slurm(tmp_path, monkeypatch):
 
 
 def submit(slurm, folder):
-  (folder / "slowly.py").write_text(PACED)
+  (folder / "gated.py").write_text(GATED.format(folder=folder, gates=GATES))
   text = CONFIG.format(folder=folder, rate=RATE, batch=BATCH, steps=STEPS)
   config = folder / "config.gin"
-  config.write_text("import slowly\n" + text.replace("@Keeper()", "@Keeper(), @Slowly()"))
-  return slurm.submit(folder / "run", config=config)
+  config.write_text("import gated\n" + text.replace("@Keeper()", "@Keeper(), @Gated()"))
+  return slurm.submit(folder / "run", config=config, options=slurm_elastic.nodes(1, 2))
 
 
 def expected():
@@ -53,18 +60,29 @@ def expected():
 
 
 @pytest.mark.whole
-def test_a_killed_task_and_a_requeue_cost_nothing(slurm, tmp_path):
+def test_a_killed_task_and_a_node_that_is_drained_and_returns_cost_nothing(slurm, tmp_path):
   job = submit(slurm, tmp_path)
+
+  def change(step, *words):
+    """Changes a node while training waits after a step, until the job has noticed."""
+    job.wait((tmp_path / f"at-{step}").exists)
+    workers, noticed = len(job.nodes()), job.log().count(WANTS_OTHERS)
+    slurm.command("scontrol", "update", *words)
+    job.wait(lambda: job.log().count(WANTS_OTHERS) > noticed)
+    (tmp_path / f"go-{step}").touch()
+    return workers
+
   job.wait_for_step(3)
   [secret] = job.secrets()
   assert (secret.stat().st_mode & 0o777, len(secret.read_text())) == (0o600, 64)
   os.kill(job.task(1), signal.SIGKILL)
   slurm_trials.wait_until(lambda: "restarting all workers, attempt 1" in job.log() or job.ended())
-  job.wait_for_step(max(7, slurm_trials.reached(job.folder / "m") + 1))
-  slurm.command("scontrol", "requeue", job.number)
-  assert (job.wait(), job.field("Restarts")) == ("COMPLETED", "1"), job.log()
+  assert change(8, "NodeName=n2", "State=DRAIN", "Reason=test") == 2
+  assert change(16, "NodeName=n2", "State=RESUME") == 1
+  assert (job.wait(), job.field("Restarts")) == ("COMPLETED", "2"), job.log()
+  assert job.nodes() == [1, 2]
   assert "is in use by" not in job.log()
-  assert job.secrets() == []
+  assert job.secrets() == job.records() == []
 
   [kernel, *_], losses = expected()
   lines = map(json.loads, (job.folder / "m" / "metrics.jsonl").read_text().splitlines())
