@@ -147,10 +147,8 @@ def whole(tmp_path_factory):
   return folder
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-  "step", [pytest.param(3, marks=pytest.mark.whole), 6, pytest.param(11, marks=pytest.mark.whole)]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("step", [3, 6, 11])
 def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(step, whole, tmp_path, capsys):
   """Before the first checkpoint, and after the weights have changed."""
   signals = f"--gin_param=Keeper.signals = {{'worker 0 step {step}': 9}}"

@@ -49,17 +49,20 @@ def test_too_little_memory_is_one_line(tmp_path, machine):
   assert "Trainer.accumulation_steps = 2 about" in last
 
 
-@pytest.mark.parametrize("op", ["auto", "nccl", "hierarchical_copy"])
-def test_bfloat16_is_refused_where_tensorflow_cannot_sum_it(op):
+def test_bfloat16_is_refused_where_tensorflow_cannot_sum_it():
   """TensorFlow's error comes in the first sum, and ends all collectives of the process."""
-  program = f"""
+  program = """
 import tensorflow as tf
 from framework.strategies import factories
 from framework.strategies.reduction import Reduction
-Reduction(wire_dtype="bfloat16").prove(factories.mirrored(cross_device_ops="{op}"), [tf.float32])
+for op in ("auto", "nccl", "hierarchical_copy"):
+  try:
+    Reduction(wire_dtype="bfloat16").prove(factories.mirrored(cross_device_ops=op), [tf.float32])
+  except Exception as error:
+    print(*str(error).split())
 """
   done = ran(["-c", program], count=2)
-  last = done.stderr.strip().splitlines()[-1]
-  refused = "summed in bfloat16 (Reduction.wire_dtype" in last
-  assert refused is (op != "hierarchical_copy"), done.stderr[-2000:]
-  assert refused or "the all-reduce of float32 over 2 replicas is wrong" in last  # it was tried
+  [*refused, tried] = done.stdout.splitlines()
+  assert len(refused) == 2, done.stderr[-2000:]
+  assert all("summed in bfloat16 (Reduction.wire_dtype" in line for line in refused), refused
+  assert "the all-reduce of float32 over 2 replicas is wrong" in tried  # with hierarchical_copy

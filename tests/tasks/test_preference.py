@@ -32,10 +32,16 @@ def network():
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def given():
+  """The network that training starts from; no test changes it."""
+  return network()
+
+
+@pytest.fixture(scope="module")
+def start(given, tmp_path_factory):
   """A checkpoint as a run of the decoder leaves it."""
   path = tmp_path_factory.mktemp("start") / "checkpoints" / "ckpt-1"
-  tf.train.Checkpoint(model=network()).write(str(path))
+  tf.train.Checkpoint(model=given).write(str(path))
   return str(path.parent.parent)
 
 
@@ -74,12 +80,12 @@ def log_probability(model, row):
   return normalised[np.arange(COUNT), row[-COUNT:]].sum()
 
 
-def test_two_replicas_evaluate_the_loss_of_the_paper(start, mirrored):
+def test_two_replicas_evaluate_the_loss_of_the_paper(start, given, mirrored):
   """In batches of 4, the last of which has padding."""
   recipe = Recipe(optimizer=keras.optimizers.SGD, global_batch_size=2, eval_batch_size=4)
   trainer = recipe.trainer(make_task(start), mirrored(2))
   policy, reference = (trainer.task.model[name] for name in ("policy", "reference"))
-  for one, other in zip(reference.get_weights(), network().get_weights(), strict=True):
+  for one, other in zip(reference.get_weights(), given.get_weights(), strict=True):
     np.testing.assert_array_equal(one, other)
   for number, variable in enumerate(policy.trainable_variables):
     noise = np.random.default_rng([9, number]).normal(size=variable.shape) * 0.1
@@ -110,6 +116,7 @@ def plain_loop(start, steps):
   """Adam of Keras on whole batches; the references' log-probabilities are computed beforehand."""
   task, model, optimizer = make_task(start), network(), adam()
 
+  @tf.function
   def of(model, text):
     text = tf.cast(text, tf.int32)
     position = tf.tile(tf.range(PROMPT + COUNT - 1)[tf.newaxis], [len(text), 1])
@@ -131,12 +138,12 @@ def plain_loop(start, steps):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.fast(place=["mirrored x2"])
-def test_training_is_that_of_a_plain_loop_and_the_reference_stays(place, start, mirrored):
+def test_training_is_that_of_a_plain_loop_and_the_reference_stays(place, start, given, mirrored):
   recipe = Recipe(optimizer=adam, global_batch_size=5, seed=1)
   trainer = recipe.trainer(make_task(start), strategy_of(place, mirrored))
   trainer.train(tf.constant(5))
   model = trainer.task.model
-  for one, other in zip(model["reference"].get_weights(), network().get_weights(), strict=True):
+  for one, other in zip(model["reference"].get_weights(), given.get_weights(), strict=True):
     np.testing.assert_array_equal(one, other)
   for one, other in zip(model["policy"].get_weights(), plain_loop(start, 5), strict=True):
     assert np.abs(one - other).max() <= 1e-4 * np.abs(other).max()

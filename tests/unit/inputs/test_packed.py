@@ -133,7 +133,7 @@ def test_mistakes():
 
 # ---- Training: attention of Keras, packed against each document in a row of its own ----
 
-BATCH, STEPS, KINDS = 5, 20, 11
+BATCH, STEPS, KINDS = 5, 10, 11
 
 
 def network():
