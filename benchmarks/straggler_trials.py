@@ -5,8 +5,8 @@
 
 The forward pass of each worker sleeps for 20 ms, that of worker 1 so many times longer; or its
 input does, which the pipeline makes ahead. A step must take what an even step takes, and what
-worker 1 sleeps more (docs/scaling.md), or as long as its input; and from a factor of 1.3 on one line
-must name worker 1 and the phase.
+worker 1 sleeps more (docs/scaling.md), or as long as its input; and from a factor of 1.3 on one
+line must name worker 1 and the phase.
 """
 
 from __future__ import annotations
