@@ -1,16 +1,18 @@
 """Makes what a machine with a GPU and without a network needs for `benchmarks.gpu_lease`.
 
-  python -m benchmarks.gpu_carry OUT                   # an H100 or H200: --chip 90
-  python -m benchmarks.gpu_carry OUT --chip 80 --cuda  # an A100, with CUDA's libraries
+  python -m benchmarks.gpu_carry OUT --cuda             # an H100 or H200: --chip 90
+  python -m benchmarks.gpu_carry OUT --chip 80          # an A100 that has CUDA's libraries
+  python -m benchmarks.gpu_carry OUT --python 3.12      # for another Python than this one
 
-OUT gets parts of one archive under zstd, and there, with a Python of this version:
+OUT gets parts of one archive under zstd, and there, with a Python of that version:
 
   cat part-* | zstd -d | tar -x && cd project
   PYTHONPATH=../packages python -m benchmarks.gpu_lease ../seen
 
-The archive has the project as git knows it, and the packages that it and its tests need. Of
-TensorFlow's libraries the code for other chips is zeros, and its headers are left out, except those
-that the stand-in of tests/support/fake_gpu is built with.
+The archive has the project as git knows it, and the packages that it and its tests need, in the
+versions that are installed here, from the network. The code for other chips in the libraries is
+zeros, and TensorFlow's headers are left out, except those that the stand-in of
+tests/support/fake_gpu is built with.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import configparser
 import importlib.metadata
+import platform
 import re
 import shutil
 import struct
@@ -43,8 +46,8 @@ def requirements() -> list[Requirement]:
   return [*map(Requirement, (*asked, *TESTS))]
 
 
-def closure(asked: Sequence[Requirement]) -> list[importlib.metadata.Distribution]:
-  """Returns what they need, as it is installed here."""
+def closure(asked: Sequence[Requirement]) -> list[str]:
+  """Returns what they need, "name==version" as it is installed here."""
   found: dict[str, importlib.metadata.Distribution] = {}
   todo = [*asked]
   while todo:
@@ -54,7 +57,7 @@ def closure(asked: Sequence[Requirement]) -> list[importlib.metadata.Distributio
     found[name] = made = importlib.metadata.distribution(name)
     needed = map(Requirement, made.requires or ())
     todo += [one for one in needed if not one.marker or one.marker.evaluate({"extra": ""})]
-  return [*found.values()]
+  return [f"{name}=={one.version}" for name, one in found.items()]
 
 
 def cuda_packages() -> list[str]:
@@ -63,14 +66,14 @@ def cuda_packages() -> list[str]:
   return [f"{n.name}{n.specifier}" for n in needed if n.marker and "and-cuda" in str(n.marker)]
 
 
-def copied(distribution: importlib.metadata.Distribution, folder: Path) -> None:
-  """Copies the files of a package."""
-  for file in distribution.files or ():
-    target = folder / str(file)
-    if ".." in file.parts or LEFT_OUT.search(str(file)) or not file.locate().is_file():
-      continue
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(str(file.locate()), target)
+def install(packages: Sequence[str], python: str, folder: Path) -> None:
+  """Installs packages, without what they ask for, for a Python of Linux on x86_64."""
+  command = ["uv", "pip", "install", "--quiet", "--no-deps", "--target", folder]
+  command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
+  subprocess.run([*command, *packages], check=True)
+  for file in folder.rglob("*"):
+    if file.is_file() and LEFT_OUT.search(str(file)):
+      file.unlink()
 
 
 def trim(library: Path, chip: int) -> int:
@@ -127,20 +130,22 @@ def main() -> None:
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   parser.add_argument("out", type=Path)
   parser.add_argument("--chip", type=int, default=90, help="90 for sm_90")
-  parser.add_argument("--cuda", action="store_true", help="with CUDA's libraries, from the network")
+  parser.add_argument("--cuda", action="store_true", help="with CUDA's libraries")
+  parser.add_argument("--python", default=".".join(platform.python_version_tuple()[:2]))
   parser.add_argument("--part_mib", type=int, default=60)
   given = parser.parse_args()
   given.out.mkdir(parents=True, exist_ok=True)
   folder = given.out / "unpacked"
   packages, project = folder / "packages", folder / "project"
-  for one in closure(requirements()):
-    copied(one, packages)
-  for name in ("libtensorflow_cc.so.2", "libtensorflow_framework.so.2"):
-    zeroed = trim(packages / "tensorflow" / name, given.chip)
-    print(f"{name}: {zeroed / 2**20:.0f} MiB are for other chips than sm_{given.chip}", flush=True)
-  if given.cuda:
-    install = ["uv", "pip", "install", "--no-deps", "--target", packages, *cuda_packages()]
-    subprocess.run(install, check=True)
+  cuda = cuda_packages() if given.cuda else []
+  install([*closure(requirements()), *cuda], given.python, packages)
+  libraries = [*packages.glob("tensorflow/*.so.2"), *packages.glob("nvidia/*/lib/*.so*")]
+  for library in libraries:
+    if zeroed := trim(library, given.chip):
+      mib = library.stat().st_size / 2**20
+      print(
+        f"{library.name}: {zeroed / 2**20:.0f} of {mib:.0f} MiB are for other chips", flush=True
+      )
   listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
   for name in filter(None, listed.stdout.decode().split("\0")):
     (project / name).parent.mkdir(parents=True, exist_ok=True)

@@ -215,8 +215,10 @@ def memory(lease: Lease) -> str:
   lease.run("language_model", train, limit_s=120)
   last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-2])
   measured = f"{last['gpu_memory_mib']:.0f} MiB" if "gpu_memory_mib" in last else "no GPU"
-  total = next((line for line in estimate.splitlines() if "total" in line), "see memory.txt")
-  return f"measured {measured}; estimated: {' '.join(total.split())}"
+  total = next(
+    (row.split()[-1] for row in estimate.splitlines() if row.startswith("one_device ")), "-"
+  )
+  return f"measured {measured}; estimated {total} MiB"
 
 
 PARTS: dict[str, Callable[[Lease], str]] = {

@@ -27,14 +27,16 @@ def uncollected() -> Iterator[None]:
   """Inside `with`, Python searches no garbage, if the process is a command's own (host).
 
   The import of TensorFlow and Keras makes a million objects and no garbage, and the search takes a
-  fifth of its time. What there is at the end is never searched again.
+  fifth of its time. What there is at the end is never searched again. Threads that begin in the
+  import, as those of OpenBLAS, leave SIGTERM to the main thread; see `signals.kept`.
   """
   if not signals.owns_process or not gc.isenabled() or "tensorflow" in sys.modules:
     yield
     return
   gc.disable()
   try:
-    yield
+    with signals.kept():
+      yield
   finally:
     gc.freeze()
     gc.enable()

@@ -6,7 +6,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import tensorflow as tf
 from absl import logging
@@ -126,10 +126,8 @@ def multi_worker_mirrored(
     ConfigError: no cluster, an unknown communication, or workers with different facts.
     ClusterError: a worker does not connect, or this worker's port is in use.
   """
-  kinds = tf.distribute.experimental.CommunicationImplementation
-  choices = {"ring": kinds.RING, "nccl": kinds.NCCL}
-  if communication not in ("auto", *choices):
-    raise unknown("multi_worker_mirrored.communication", communication, ["auto", *choices])
+  if communication not in (choices := get_args(Communication)):
+    raise unknown("multi_worker_mirrored.communication", communication, choices)
   if communication == "nccl" and not tf.config.get_visible_devices("GPU"):
     raise ConfigError(
       "multi_worker_mirrored.communication is 'nccl', but this worker has no GPU; set it to 'ring' "
@@ -139,6 +137,22 @@ def multi_worker_mirrored(
     require_positive(f"multi_worker_mirrored.{name}_timeout_s", seconds, unit="seconds")
   found = resolver()
   rendezvous.preflight(found, timeout_s=start_timeout_s)
+  # Threads that TensorFlow starts in it leave SIGTERM to this one.
+  with signals.kept():
+    return _connected(
+      found, communication, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
+    )
+
+
+def _connected(
+  found: tf.distribute.cluster_resolver.ClusterResolver,
+  communication: Communication,
+  *,
+  start_timeout_s: float,
+  heartbeat_timeout_s: float,
+) -> tf.distribute.Strategy:
+  """Returns the strategy once TensorFlow has connected the workers."""
+  kinds = tf.distribute.experimental.CommunicationImplementation
   rendezvous.configure_runtime(
     found, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
   )
@@ -147,10 +161,12 @@ def multi_worker_mirrored(
     logging.info("communication of workers auto: %s, %s", communication, reason)
   peers, index = workers(found)
   cluster = Cluster(strategy=tf.distribute.get_strategy(), index=index, peers=tuple(peers))
-  options = tf.distribute.experimental.CommunicationOptions(implementation=choices[communication])
+  options = tf.distribute.experimental.CommunicationOptions(
+    implementation=kinds[communication.upper()]
+  )
   # TensorFlow's own limit is start_timeout_s, and its error names the worker.
   ends = rendezvous.ending_after(start_timeout_s + _GRACE_S)
-  with cluster.blaming(lambda: 0), signals.kept(), ends:
+  with cluster.blaming(lambda: 0), ends:
     try:
       return tf.distribute.MultiWorkerMirroredStrategy(found, options)
     except tf.errors.DeadlineExceededError as error:

@@ -222,9 +222,10 @@ def test_sigterm_on_one_worker_saves_and_ends_all(broken):
 
 
 @pytest.mark.whole
-def test_sigterm_after_the_workers_have_connected_is_not_lost(tmp_path):
-  """TensorFlow sets a handler of its own as it connects."""
-  run(tmp_path, 2, "Clustered.terminates = 1")
+@pytest.mark.parametrize("moment", ["connecting", "terminates"])
+def test_sigterm_while_or_after_the_workers_connect_is_not_lost(tmp_path, moment):
+  """TensorFlow sets a handler of its own as it connects, which any thread may run."""
+  run(tmp_path, 2, f"Clustered.{moment} = 1")
   log = (tmp_path / "m" / "logs" / "worker-1.log").read_text()
   assert "SIGTERM: exited, nothing to save" in log
 

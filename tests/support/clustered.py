@@ -25,13 +25,25 @@ KERNEL = np.array([[1.0], [-0.5], [2.0]], np.float32)
 WORKER = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
 
 
+def _terminate_once_connected():
+  """Sends SIGTERM while the handler of TensorFlow's strategy is the process's."""
+  made = tf.distribute.MultiWorkerMirroredStrategy
+
+  def terminated(*arguments):
+    strategy = made(*arguments)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return strategy
+
+  tf.distribute.MultiWorkerMirroredStrategy = terminated
+
+
 @framework.register
 class Clustered(Task):
   """Linear regression; every worker appends the ids of its rows to ids-<worker>.
 
   The target of example `infinite` is infinite. Worker `terminates` gets SIGTERM while it builds its
-  model. "rare" is updated in every third step, "slow"
-  follows the kernel in every second one.
+  model, worker `connecting` as soon as TensorFlow has connected it. "rare" is updated in every
+  third step, "slow" follows the kernel in every second one.
   """
 
   def __init__(
@@ -41,7 +53,10 @@ class Clustered(Task):
     batch_norm: bool = False,
     infinite: int | None = None,
     terminates: int | None = None,
+    connecting: int | None = None,
   ) -> None:
+    if connecting == WORKER:
+      _terminate_once_connected()
     self._folder, self._batch_norm, self._terminates = Path(folder), batch_norm, terminates
     self._targets = np.where(np.arange(EXAMPLES) == infinite, np.float32(np.inf), Y)
 
