@@ -9,8 +9,9 @@ worker 1, and all restart from the newest checkpoint. The parts are those of wor
 record (docs/goodput.md), medians over the restarts, and the most; "until seen" is from the signal
 to the start of the new process, and "all" from the signal to the end of the first loop. The new
 processes are forks of one that has imported everything, as in a local cluster that may restart, or
-import by themselves. "cpu" is the processor time of worker 0 until its first loop has ended, to 0.1
-s; on a busy machine it tells more than the seconds.
+import by themselves. "its steps" is how long the steps of that loop take later on, so that "all"
+without it is what the restart costs. "cpu" is the processor time of worker 0 until its first loop
+has ended, to 0.1 s; on a busy machine it tells more than the seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from framework.run_folder import legs
 
 REPOSITORY = Path(__file__).parents[1]
 KINDS = ("forks", "new")
-PARTS = ("until seen", "imports", "setup", "connecting", "restoring", "tracing", "all", "cpu")
+STARTING = ("imports", "setup", "connecting", "restoring", "tracing")
+PARTS = ("until seen", *STARTING, "its steps", "all", "cpu")
 _BYTES_A_UNIT = 4 * (64 + 1 + 10)
 """Of one hidden layer between 64 pixels and 10 classes."""
 PARAMS = (
@@ -142,10 +144,12 @@ def wait_for_loops(folder: str, process: subprocess.Popen[bytes], *, start: int)
 
 def parts(folder: str, start: int, killed_at: float) -> Seconds:
   """Returns part -> seconds of worker 0's start of this number, after a kill at that time."""
-  first = legs.starts(legs.read(folder)[0])[start][0]
-  found = {part: first.parts.get(part, 0.0) for part in PARTS[1:-2]}
+  first, *later = legs.starts(legs.read(folder)[0])[start]
+  found = {part: first.parts.get(part, 0.0) for part in STARTING}
   found["until seen"] = first.began - killed_at
-  return {**found, "all": sum(found.values())}
+  took_s = sum(leg.parts.get("training", 0.0) for leg in later)
+  usual_s = took_s / max(1, sum((leg.step or 0) - (leg.from_step or 0) for leg in later))
+  return {**found, "its steps": first.traced * usual_s, "all": sum(found.values())}
 
 
 if __name__ == "__main__":
