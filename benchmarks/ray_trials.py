@@ -50,7 +50,9 @@ from benchmarks.slurm_trials import (
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KINDS = ("kill_node", "kill_launch", "kill_worker", "elastic")
+PACED = "--gin_param=Paced.wait_s = "
 FLAGS = ["--workers=2", f"--gin_file={CONFIG}", *(f"--gin_param={param}" for param in PARAMS)]
+FLAGS += [f"{PACED}0.3"]
 ELASTIC = f"--gin_file={slurm_elastic.CONFIG}"
 NODES, TIMEOUT_S, MEMORY = 3, 600.0, 100 * 2**20
 
@@ -84,7 +86,7 @@ class Training:
   def __init__(self, cluster: Any, folder: Path, *flags: str) -> None:
     folder.mkdir(parents=True)
     self.folder, self._log = folder, folder / "log.txt"
-    flags += ("--max_restarts=2", f"--model_dir={folder}/m", "--gin_param=Paced.wait_s = 0.3")
+    flags += ("--max_restarts=2", f"--model_dir={folder}/m")
     own = {"RAY_ADDRESS": cluster.address, "CUDA_VISIBLE_DEVICES": "-1"}
     with self._log.open("w") as log:
       self.process = subprocess.Popen(
@@ -147,7 +149,8 @@ def run_trial(cluster: Any, folder: Path, kind: str, reference: Path, rng: rando
 
 
 def run_elastic(cluster: Any, folder: Path, reference: Path, rng: random.Random) -> Trial:
-  training, run = Training(cluster, folder, "--workers=2:3", "--look_s=5", ELASTIC), folder / "m"
+  training = Training(cluster, folder, "--workers=2:3", "--look_s=5", ELASTIC, f"{PACED}2")
+  run = folder / "m"
 
   def wait_for(workers: int, steps: int) -> None:
     wait_until(lambda: len(training.tasks()) == workers)
@@ -178,7 +181,8 @@ def main() -> int:
   options = parser.parse_args()
   base = Path(tempfile.mkdtemp(prefix="ray_trials_"))
   with ray_cluster() as cluster:
-    for name, flags in (("uninterrupted", FLAGS), ("elastic", ["--workers=2", ELASTIC])):
+    for varies in sorted({kind == "elastic" for kind in options.kinds}):
+      name, flags = ("elastic", ["--workers=2", ELASTIC]) if varies else ("uninterrupted", FLAGS)
       if status := Training(cluster, base / name, *flags).end():
         raise SystemExit(f"the uninterrupted run ended with {status}; see {base}")
   lost = False
