@@ -41,7 +41,7 @@ class Count:
     """
     self.dtypes: collections.Counter[str] = collections.Counter()
     self.unknown: list[str] = []
-    needed = [tensor.op for tensor in tensors]
+    needed = [tensor.op for tensor in tensors if tf.is_symbolic_tensor(tensor)]
     seen = set(needed)
     for operation in needed:  # grows
       if among is None or operation in among:
@@ -56,12 +56,13 @@ class Count:
     return self.dtypes.total()
 
   def _add(self, operation: tf.Operation) -> None:
-    inner, turns = [Count(graph.outputs) for graph in _called(operation).values()], 1
+    called = _called(operation)
+    inner, turns = [Count(graph.outputs) for graph in called.values() if graph is not None], 1
     if operation.type in _BRANCHES:
       inner = [max(inner, key=lambda branch: branch.flops)]
     elif operation.type in _LOOPS:
       turns = _turns(operation)
-    unknown = not turns and any(each.flops for each in inner)
+    unknown = None in called.values() or (not turns and any(each.flops for each in inner))
     try:
       flops = _own(operation)
     except (TypeError, ValueError):  # a size is None
@@ -77,36 +78,43 @@ class Count:
 
 
 def _called(operation: tf.Operation) -> dict[str, Any]:
-  """Returns the functions that an operation calls: name -> graph."""
+  """Returns the functions that an operation calls: name -> graph, None if it cannot be had."""
   names = operations.function_names(operation)
-  graphs = {name: operations.function_of(operation.graph, name) for name in names}
-  return {name: graph for name, graph in graphs.items() if graph is not None}
+  return {name: operations.function_of(operation.graph, name) for name in names}
 
 
 def _turns(loop: tf.Operation) -> int:
   """Returns how often a loop turns at most, by what counts up to a constant in it; 0 if unknown."""
   condition, body = (_called(loop)[loop.get_attr(name).name] for name in ("cond", "body"))
+  if condition is None or body is None:
+    return 0
+  after = [_source(output) for output in body.outputs]
 
-  def value(tensor: tf.Tensor, graph: Any) -> Any:
+  def constant(tensor: tf.Tensor, graph: Any) -> Any:
     place = _place(tensor, graph)
-    return tf.get_static_value(tensor if place is None else loop.inputs[place])
+    if place is None:
+      return tf.get_static_value(tensor)
+    return tf.get_static_value(loop.inputs[place]) if after[place] is body.inputs[place] else None
 
   found, tests = [], [condition.outputs[0]]
-  for test in tests:  # grows
-    if test.op.type in ("Identity", "LogicalAnd"):
+  for test in map(_source, tests):  # grows
+    if test.op.type == "LogicalAnd":
       tests += test.op.inputs
-    elif test.op.type == "Less":
-      counter, limit = test.op.inputs
-      place = _place(counter, condition)
-      added = None if place is None else body.outputs[place].op
-      while added is not None and added.type == "Identity":
-        added = added.inputs[0].op
-      if added is None or added.type != "AddV2" or _place(added.inputs[0], body) != place:
-        continue
-      numbers = value(counter, condition), value(limit, condition), value(added.inputs[1], body)
-      if all(number is not None for number in numbers) and numbers[1] > 0 < numbers[2]:
-        found.append(max(0, math.ceil((numbers[1] - numbers[0]) / numbers[2])))
+    elif test.op.type == "Less" and (place := _place(test.op.inputs[0], condition)) is not None:
+      added = after[place].op
+      if added.type == "AddV2" and _place(added.inputs[0], body) == place:
+        first = tf.get_static_value(loop.inputs[place])
+        last, more = constant(test.op.inputs[1], condition), constant(added.inputs[1], body)
+        if None not in (first, last, more) and last > 0 < more:
+          found.append(max(0, math.ceil((last - first) / more)))
   return min(found, default=0)
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+  """Returns what copies are copies of."""
+  while tensor.op.type == "Identity":
+    [tensor] = tensor.op.inputs
+  return tensor
 
 
 def _place(tensor: tf.Tensor, graph: Any) -> int | None:

@@ -22,6 +22,7 @@ _FIRST = ("loss", "accuracy")
 _LAST = (
   *("gradient_norm", "learning_rate", "loss_scale", "skipped_steps", "staleness", "input_wait_s"),
   *("communication_s", "start_s", "examples_per_second", "steps_per_second"),
+  *("model_flops_per_s", "mfu"),
 )
 _MOST_PLOTS, _MOST_COLUMNS, _TALL = 60, 4, 20
 """Plots; runs beside one another in a table; rows that are shown without scrolling."""

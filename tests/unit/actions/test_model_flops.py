@@ -178,6 +178,21 @@ def test_a_loop_counts_each_turn():
   assert (found.flops, found.unknown) == (2 * 2 * LENGTH * 4 * HIDDEN * (IN + HIDDEN), [])
 
 
+@pytest.mark.parametrize(
+  ("more", "turns"), [(lambda limit: limit, 4), (lambda limit: limit - 1, None)]
+)
+def test_only_a_constant_limit_tells_the_length_of_a_loop(more, turns):
+  """From 1 by 2 to 8: four turns, unless the limit moves."""
+
+  def loop(x):
+    return tf.while_loop(
+      lambda n, limit, x: n < limit, lambda n, limit, x: (n + 2, more(limit), x @ x), (1, 8, x)
+    )[2]
+
+  found = count(loop, tf.TensorSpec([3, 3]))
+  assert (found.flops, len(found.unknown)) == ((turns or 0) * 54, turns is None)
+
+
 class Endless(Given):
   def forward(self, batch, training):
     outputs = self.model(batch["x"])
