@@ -54,7 +54,9 @@ try:
   kept = tf.zeros([2**28])  # 1 GiB
 except tf.errors.ResourceExhaustedError:
   pass
-print(json.dumps({"grown": place.memory["gpu_memory_mib"] - before, "devices": place.devices}))
+grown = place.memory["gpu_memory_mib"] - before
+peaks = [gpus.peak_flops(place.devices, dtype) for dtype in ("float32", "bfloat16")]
+print(json.dumps({"grown": grown, "devices": place.devices, "peaks": peaks}))
 sys.stdout.flush()
 os._exit(0)  # the driver's thread never ends
 """
@@ -71,12 +73,16 @@ def on_two_gpus(program, *arguments, **variables):
 
 
 def test_a_run_says_what_it_is_on(tmp_path):
-  """It takes all GPUs, products are in TF32, and the most of one GPU's memory is logged."""
+  """It takes all GPUs, products are in TF32, and the most of one GPU's memory is logged.
+
+  Their peaks are those of an H100, in TF32 and in 16 bits.
+  """
   found, said = on_two_gpus(RUN, tmp_path, "{}")
   assert "GPUs        GPU:0, GPU:1: Stand-in for an NVIDIA H100, 8.0 GiB\n" in said
   assert "precision   float32; products of float32 in TF32, with 10 bits of mantissa (ru" in said
   assert found["devices"] == ["GPU:0", "GPU:1"]
   assert 1023 < found["grown"] < 1025
+  assert found["peaks"] == [494e12, 989e12]
   assert "this machine has" not in said
 
 
