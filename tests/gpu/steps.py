@@ -3,9 +3,9 @@
   python tests/gpu/steps.py digits_cnn/float32/1 fashion_mnist_gan/mixed_float16/1
 
 A case is a config, a precision and the number of GPUs, with /xla behind it for
-`Trainer.jit_compile`. Prints a line of JSON for each: what a step
-asks for, where variables lie, and the memory of each GPU in bytes. With TF_CONFIG in the
-environment it is one of several workers.
+`Trainer.jit_compile`. Prints a line of JSON for each: what a step asks for, where variables and
+features lie, and the memory of each GPU in bytes. With TF_CONFIG in the environment it
+is one of several workers.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
@@ -41,7 +42,10 @@ def measured(config, precision, gpus, xla=None):
   names = [f"GPU:{number}" for number in range(int(gpus))]
   held = [tf.config.experimental.get_memory_info(name)["current"] for name in names]
   trainer._iterator = trainer.make_iterator()
-  return {"step": counted(trainer._run_loop), "places": places(trainer), "bytes": held}
+  batches = []
+  note(weakref.ref(trainer.task), batches)
+  step = counted(trainer._run_loop)
+  return {"step": step, "places": places(trainer), "batches": batches, "bytes": held}
 
 
 def counted(run):
@@ -91,6 +95,16 @@ def made(config, precision, gpus, *, jit_compile=False):
   options = {"reduction": Unproven, "jit_compile": jit_compile}
   recipe = dataclasses.replace(recipe, options=options)
   return recipe.trainer(builder.made_task(runs.bound("task")), strategy)
+
+
+def note(task, batches):
+  """Notes, for each replica's trace, the features' dtypes and the devices that they lie on."""
+
+  def noted(step, batch):
+    batches.append({n: [v.dtype.name, v.device.rpartition("device:")[2]] for n, v in batch.items()})
+    return type(task()).train_step(task(), step, batch)
+
+  task().train_step = noted
 
 
 def places(trainer):
