@@ -59,7 +59,7 @@ class Count:
     called = _called(operation)
     inner, turns = [Count(graph.outputs) for graph in called.values() if graph is not None], 1
     if operation.type in _BRANCHES:
-      inner = [max(inner, key=lambda branch: branch.flops)]
+      inner = sorted(inner, key=lambda branch: branch.flops)[-1:]
     elif operation.type in _LOOPS:
       turns = _turns(operation)
     unknown = None in called.values() or (not turns and any(each.flops for each in inner))

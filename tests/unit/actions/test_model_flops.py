@@ -10,7 +10,7 @@ import tensorflow as tf
 from framework import ArraySource, ConfigError, Loss, Task
 from framework.actions.model_flops import ModelFlops
 from framework.builder import Recipe
-from framework.graphs import flops
+from framework.graphs import flops, operations
 from framework.tasks import decoder
 
 HIDDEN, IN, OUT = 7, 5, 3
@@ -234,6 +234,12 @@ def test_functions_branches_dtypes_and_unknown_sizes():
   assert found.dtypes == {"float32": 2 * 2 * 2 * 27, "bfloat16": 2 * 36}
   [unknown] = found.unknown
   assert "matmul" in unknown.lower()
+
+
+def test_a_branch_whose_functions_cannot_be_had_is_unknown(monkeypatch):
+  monkeypatch.setattr(operations, "function_of", lambda graph, name: None)
+  found = count(lambda x: tf.cond(x[0, 0] > 0, lambda: x @ x, lambda: x), tf.TensorSpec([3, 3]))
+  assert (found.flops, len(found.unknown)) == (0, 1)
 
 
 def test_mistakes_are_one_line():
