@@ -4,7 +4,7 @@
     python -m benchmarks.adam_kernel --busy=3       # beside this many equal processes
 
 Both run a loop of updates in one tf.function, in turns. A figure is the median over turns of the
-microseconds per update. framework/optimizers/kernels.py states the conclusion.
+microseconds per update. framework/loopwright/optimizers/kernels.py states the conclusion.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework.optimizers import kernels
+from loopwright.optimizers import kernels
 
 SIZES = [64, 256, 2**9, 2**10, 2**12, 2**13, 2**14, 2**15, 2**16, 2**17, 2**19]
 UPDATES = 200

@@ -78,8 +78,8 @@ def train(trainer, source, epoch: int) -> None:
 
 
 def evaluated(trainer, source) -> float:
-  from framework import Evaluator
-  from framework.inputs.datasets import eval_dataset
+  from loopwright import Evaluator
+  from loopwright.inputs.datasets import eval_dataset
 
   batches = functools.partial(eval_dataset, source, global_batch_size=BATCH)
   evaluator = Evaluator(task=trainer.task, strategy=trainer.strategy, dataset=batches)
@@ -99,7 +99,7 @@ def packed_task(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, kind:
   """Returns the task with several texts to a row."""
   import keras
 
-  from framework import ArraySource, Packed, attention_mask
+  from loopwright import ArraySource, Packed, attention_mask
 
   real = np.arange(LONGEST) < lengths[:, np.newaxis]
 
@@ -124,9 +124,9 @@ def trained(options: argparse.Namespace, how: dict | None):
   import keras
   import tensorflow as tf
 
-  from framework import ArraySource, Buckets, Loss, Task
-  from framework.builder import Recipe
-  from framework.graphs import randomness
+  from loopwright import ArraySource, Buckets, Loss, Task
+  from loopwright.builder import Recipe
+  from loopwright.graphs import randomness
 
   tokens, lengths = data(options.examples)
   mask = (np.arange(LONGEST) < lengths[:, np.newaxis] - 1).astype(np.float32)
@@ -166,10 +166,10 @@ def of_language_model(options: argparse.Namespace, how: dict | None):
   import keras
   import tensorflow as tf
 
-  from framework import ArraySource, Buckets, Packed
-  from framework.builder import Recipe
-  from framework.graphs import randomness
-  from framework.tasks import language_model
+  from loopwright import ArraySource, Buckets, Packed
+  from loopwright.builder import Recipe
+  from loopwright.graphs import randomness
+  from loopwright.tasks import language_model
 
   library = language_model.python_library().documents("train")
   paragraphs = [each for text in library for each in text.split(b"\n\n") if 4 <= len(each) <= 256]

@@ -80,10 +80,10 @@ def made(megabytes: float, folder: str) -> tuple[Any, Any]:
   import keras
   import tensorflow as tf
 
-  from framework import ArraySource, Loss, Task
-  from framework.inputs.datasets import train_dataset
-  from framework.run_folder.checkpoints import CheckpointManager
-  from framework.trainer import Trainer
+  from loopwright import ArraySource, Loss, Task
+  from loopwright.inputs.datasets import train_dataset
+  from loopwright.run_folder.checkpoints import CheckpointManager
+  from loopwright.trainer import Trainer
 
   width = int((megabytes * 1e6 / 4 / 4) ** 0.5)
 

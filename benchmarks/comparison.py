@@ -16,8 +16,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tensorflow as tf
 
-from framework.run_folder import checkpoints
-from framework.tools.ledger.proof import Ledger, Problem
+from loopwright.run_folder import checkpoints
+from loopwright.tools.ledger.proof import Ledger, Problem
 
 TIMES = ("wall_time", "input_wait_s", "examples_per_second", "steps_per_second", "start_s",
          "communication_s", "model_flops_per_s", "mfu")  # fmt: skip

@@ -17,10 +17,10 @@ import tensorflow as tf
 import tf_keras
 
 from benchmarks import models
-from framework.metrics import Loss
-from framework.strategies import factories
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.metrics import Loss
+from loopwright.strategies import factories
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 STEPS_PER_EXECUTION = 50
 _ANSWER_TIMEOUT_S = 120.0

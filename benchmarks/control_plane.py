@@ -34,7 +34,9 @@ FACTS = 200
 STEPS = 2000
 PROCESSES = 4
 LIMIT_S = 10.0
-HEARTBEAT = Path(__file__).parents[1] / "framework" / "strategies" / "heartbeat.py"
+HEARTBEAT = (
+  Path(__file__).parents[1] / "framework" / "loopwright" / "strategies" / "cluster" / "heartbeat.py"
+)
 
 
 def ports(count: int) -> list[int]:
@@ -46,8 +48,8 @@ def ports(count: int) -> list[int]:
 
 
 def meeting(peers: int, *, secret: bytes | None) -> dict[str, Any]:
-  from framework.strategies.cluster import meeting as meetings
-  from framework.strategies.cluster.identity import Peer
+  from loopwright.strategies.cluster import meeting as meetings
+  from loopwright.strategies.cluster.identity import Peer
 
   cluster = [Peer("worker", n, f"127.0.0.1:{port}") for n, port in enumerate(ports(peers))]
   facts = {f"fact {n}": f"value {n}" for n in range(FACTS)}
@@ -71,7 +73,7 @@ def meeting(peers: int, *, secret: bytes | None) -> dict[str, Any]:
 
 
 def _workers(cluster: Any, indices: range, facts: Any, secret: bytes | None, ends: Any) -> None:
-  from framework.strategies.cluster import meeting as meetings
+  from loopwright.strategies.cluster import meeting as meetings
 
   failed: list[str] = []
 
@@ -190,8 +192,8 @@ def ledger(peers: int) -> dict[str, Any]:
   import numpy as np
   import tensorflow as tf
 
-  from framework.graphs.randomness import hashed
-  from framework.tools.ledger import proof
+  from loopwright.graphs.randomness import hashed
+  from loopwright.tools.ledger import proof
 
   examples, batch = 100_000, peers
   with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +207,7 @@ def ledger(peers: int) -> dict[str, Any]:
       digests = [int(each) for each in hashes.astype(np.uint64)]
       lines = [proof.start_line(0, start), proof.steps_line(1, [1] * STEPS, digests)]
       Path(folder, proof.file_name(worker)).write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "framework.tools.ledger", folder]
+    command = [sys.executable, "-m", "loopwright.tools.ledger", folder]
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - began

@@ -69,9 +69,9 @@ def measured(config: str, replicas: int, rounds: int) -> dict:
   import tensorflow as tf
 
   from benchmarks import turns
-  from framework import configurables, run
-  from framework.builder import made_task
-  from framework.strategies import factories
+  from loopwright import configurables, run
+  from loopwright.builder import made_task
+  from loopwright.strategies import factories
 
   tf.get_logger().setLevel("ERROR")  # on tracing often
   configurables.parse([f"configs/{config}.gin"])
@@ -99,8 +99,8 @@ def measured(config: str, replicas: int, rounds: int) -> dict:
 def shortcuts() -> dict[str, Sequence[tuple[str, object]]]:
   """Returns what each contender lacks: name -> attributes to replace, by what."""
   missing: dict[str, Sequence[tuple[str, object]]] = {
-    "small Adam by Keras": [("framework.optimizers.kernels.FORKED", range(0))],
-    "no branch": [("framework.optimizers.kernels.masks", lambda *args, **kwargs: False)],
+    "small Adam by Keras": [("loopwright.optimizers.kernels.FORKED", range(0))],
+    "no branch": [("loopwright.optimizers.kernels.masks", lambda *args, **kwargs: False)],
   }
   return {AS_IS: [], **missing, "both": [each for those in missing.values() for each in those]}
 

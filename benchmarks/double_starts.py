@@ -106,7 +106,7 @@ def altered(record: bytes, kind: str) -> bytes:
 
 def _hurry() -> None:
   """Waits less for the beat of another machine's owner; nothing else changes."""
-  from framework.run_folder import ownership
+  from loopwright.run_folder import ownership
 
   ownership.PATIENCE_S, ownership.BEAT_S = _PATIENCE_S * 4, _PATIENCE_S
 

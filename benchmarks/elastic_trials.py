@@ -56,10 +56,10 @@ import tensorflow as tf
 
 from benchmarks.comparison import different_tensors
 from benchmarks.fault_trials import REPOSITORY, children, environment, reached, records
-from framework.configurables import PROGRAM
-from framework.run_folder import checkpoints, layout, legs
-from framework.tools.ledger import __main__ as ledger
-from framework.tools.local_cluster import run_local
+from loopwright.host.children import PROGRAM
+from loopwright.run_folder import checkpoints, layout, legs
+from loopwright.tools.ledger import __main__ as ledger
+from loopwright.tools.local_cluster import run_local
 
 CONFIG = "benchmarks/elastic_trials.gin"
 STEPS, EVERY, TOLERANCE = 400, 40, 1e-5  # as in the config

@@ -29,9 +29,9 @@ import tf_keras
 
 from benchmarks import models, turns
 from benchmarks.contenders import Classification
-from framework.evaluator import Evaluator
-from framework.metrics import weighted_sum
-from framework.strategies import factories
+from loopwright.evaluator import Evaluator
+from loopwright.metrics import weighted_sum
+from loopwright.strategies import factories
 
 MODELS = ("mlp", "cnn", "embedding")
 BATCHES = 80

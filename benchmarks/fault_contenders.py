@@ -40,10 +40,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 
 from benchmarks.fault_trials import REPOSITORY, environment, records
-from framework.run_folder import legs
-from framework.tasks import image_classification
-from framework.tools import goodput
-from framework.tools.ledger import __main__ as ledger
+from loopwright.run_folder import legs
+from loopwright.tasks import image_classification
+from loopwright.tools import goodput
+from loopwright.tools.ledger import __main__ as ledger
 
 EVERY_S, SAVE_STEPS = 60.0, 1015
 BATCH = 50

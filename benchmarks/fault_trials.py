@@ -51,8 +51,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import tensorflow as tf
 
 from benchmarks.comparison import different_tensors
-from framework.run_folder import checkpoints
-from framework.tools.local_cluster import make_cluster
+from loopwright.run_folder import checkpoints
+from loopwright.tools.local_cluster import make_cluster
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "benchmarks/fault_trials.gin"

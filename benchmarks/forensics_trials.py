@@ -33,9 +33,9 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import contenders, models
-from framework import Trainer, builder, configurables
-from framework import run as runs
-from framework.tools.forensics import examine
+from loopwright import Trainer, builder, configurables
+from loopwright import running as runs
+from loopwright.tools.forensics import examine
 from tests.support import planted
 
 LONGEST = 12

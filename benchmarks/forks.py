@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_PROGRAM = str(REPOSITORY / "framework" / "__main__.py")
-WARM = ("framework.run", "orbit", "tensorflow", "keras", "tf_keras", "benchmarks.trials_task")
+_PROGRAM = str(REPOSITORY / "launch.py")
+WARM = ("loopwright.running", "orbit", "tensorflow", "keras", "tf_keras", "benchmarks.trials_task")
 
 
 def warm_up() -> None:
@@ -80,7 +80,7 @@ class Popen:
 
 def fork_workers() -> None:
   """Makes `--local_workers` fork its processes (in a fork, before launch.py)."""
-  from framework.tools import local_cluster
+  from loopwright.tools import local_cluster
 
   def spawn(process: local_cluster.Process) -> Popen:
     arguments = process.command[[str(c) for c in process.command].index(_PROGRAM) + 1 :]

@@ -34,9 +34,9 @@ from hypothesis import strategies as st
 
 import launch
 from benchmarks import fuzzing
-from framework.configurables.table import TABLE, register_all
-from framework.session import Session
-from framework.tools import local_cluster
+from loopwright.configurables.table import TABLE, register_all
+from loopwright.session import Session
+from loopwright.tools import local_cluster
 
 BASE = """
 import tests.support.mistaken

@@ -36,13 +36,13 @@ import tf_keras
 from PIL import Image
 
 from benchmarks import fuzzing
-from framework import configurables, errors
-from framework.configurables.table import register_all
-from framework.errors import ConfigError
-from framework.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
-from framework.run_folder import h5
-from framework.run_folder.warm_start import WarmStart
-from framework.tasks import language_model, text_classification
+from loopwright import configurables, errors
+from loopwright.configurables.table import register_all
+from loopwright.errors import ConfigError
+from loopwright.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
+from loopwright.run_folder import h5
+from loopwright.run_folder.warm_start import WarmStart
+from loopwright.tasks import language_model, text_classification
 
 EDGES = (
   *(b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b"\x80\0\0\0"),

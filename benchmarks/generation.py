@@ -17,8 +17,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import tensorflow as tf
 
-from framework.tasks.decoder import decoder
-from framework.tasks.generation import continued
+from loopwright.tasks.decoder import decoder
+from loopwright.tasks.generation import continued
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.run_folder import layout
-from framework.tools import goodput
+from loopwright.run_folder import layout
+from loopwright.tools import goodput
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -75,7 +75,7 @@ def model_of(name: str, *, small: bool) -> Model:
   import keras
   import numpy as np
 
-  from framework.tasks import language_model
+  from loopwright.tasks import language_model
 
   batch = BATCHES[name][small]
   rng, rows = np.random.default_rng(0), DISTINCT * batch
@@ -131,11 +131,11 @@ def loopwright(model: Model, precision: Precision, strategy: Any) -> Callable[[i
   import numpy as np
   import tensorflow as tf
 
-  from framework.inputs import datasets
-  from framework.inputs.sources import ArraySource
-  from framework.metrics import Loss
-  from framework.task import Task
-  from framework.trainer import Trainer
+  from loopwright.inputs import datasets
+  from loopwright.inputs.sources import ArraySource
+  from loopwright.metrics import Loss
+  from loopwright.task import Task
+  from loopwright.trainer import Trainer
 
   kept = model.features if isinstance(model.features, dict) else {"x": model.features}
   source = ArraySource(features={**kept, "label": model.labels})
@@ -228,7 +228,7 @@ def forward_flops(model: Model) -> int:
   """Returns the floating-point operations of the forward pass of one batch (multiply-adds as 2)."""
   import tensorflow as tf
 
-  from framework.graphs import flops
+  from loopwright.graphs import flops
 
   network = model.build()
   given = tf.nest.map_structure(lambda a: tf.TensorSpec([model.batch, *a.shape[1:]], a.dtype),
@@ -242,7 +242,7 @@ def row(name: str, precision_name: str, *, small: bool, rounds: int, block_s: fl
   import keras
   import tensorflow as tf
 
-  from framework.strategies import factories, gpus
+  from loopwright.strategies import factories, gpus
 
   precision = PRECISIONS[precision_name]
   tf.config.experimental.enable_tensor_float_32_execution(precision.tf32)
@@ -295,7 +295,7 @@ def replicas(*, small: bool) -> list[str]:
   """Trains on several replicas in this process; returns what was seen, a line each."""
   import tensorflow as tf
 
-  from framework.strategies import factories, placement
+  from loopwright.strategies import factories, placement
 
   gpus, lines = tf.config.list_physical_devices("GPU"), []
   if len(gpus) == 1:

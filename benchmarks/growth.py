@@ -59,7 +59,7 @@ def _bare(count: int, steps: int) -> Callable[[], object]:
   import tensorflow as tf
 
   from benchmarks import models
-  from framework.strategies import factories
+  from loopwright.strategies import factories
 
   strategy = factories.mirrored(cpu_replicas=count) if count > 1 else tf.distribute.get_strategy()
   with strategy.scope():
@@ -126,9 +126,9 @@ def _matrices_loop(count: int) -> Callable[[int], object]:
   import numpy as np
   import tensorflow as tf
 
-  from framework import ArraySource, Loss, Task
-  from framework.inputs.datasets import train_dataset
-  from framework.trainer import Trainer
+  from loopwright import ArraySource, Loss, Task
+  from loopwright.inputs.datasets import train_dataset
+  from loopwright.trainer import Trainer
 
   class Small(Task):
     """Squares of the outputs."""

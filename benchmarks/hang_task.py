@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-import framework
-from framework import Action, ArraySource, Batch, Loss, Task
+import loopwright
+from loopwright import Action, ArraySource, Batch, Loss, Task
 
 KIND = os.environ.get("HANG", "")
 WORKER = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
@@ -64,7 +64,7 @@ class Counted:
     return value
 
 
-@framework.register
+@loopwright.register
 class Hanging(Task):
   """A linear regression whose input, forward pass or evaluation can hang."""
 
@@ -103,7 +103,7 @@ class Hanging(Task):
     return Loss.from_examples((outputs - batch["y"]) ** 2, batch["weight"])
 
 
-@framework.register
+@loopwright.register
 class Hangs(Action):
   """Hangs after a loop, on the worker that the kind names."""
 

@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from framework.strategies.cluster import meeting, wire
-from framework.strategies.cluster.identity import Peer
-from framework.tools.local_cluster import free_ports
+from loopwright.strategies.cluster import meeting, wire
+from loopwright.strategies.cluster.identity import Peer
+from loopwright.tools.local_cluster import free_ports
 
 ALIKE = {"run.seed": "1", "version of keras": "3.15.1"}
 SECRET = b"0123456789abcdef" * 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from framework.tasks.image_classification import fashion_mnist
+from loopwright.tasks.image_classification import fashion_mnist
 
 
 def main() -> None:

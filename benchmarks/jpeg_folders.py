@@ -27,9 +27,9 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import turns
-from framework.inputs.datasets import train_dataset
-from framework.inputs.sources import ImageFolderSource
-from framework.tasks.image_classification import ImageClassification, ImageData
+from loopwright.inputs.datasets import train_dataset
+from loopwright.inputs.sources import ImageFolderSource
+from loopwright.tasks.image_classification import ImageClassification, ImageData
 
 SIDE, SHIFT, CLASSES = 160, 8, 10
 LOOPWRIGHT = "**Loopwright**"

@@ -31,13 +31,13 @@ import tf_keras
 
 from benchmarks import keras_entries
 from benchmarks.keras_entries import Entry
-from framework.errors import ConfigError
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.keras_task import from_keras
-from framework.models.compiled_losses import ElementLoss
-from framework.strategies import factories
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.keras_task import from_keras
+from loopwright.models.compiled_losses import ElementLoss
+from loopwright.strategies import factories
+from loopwright.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 REPLICAS = (1, 2, 3)

@@ -36,23 +36,23 @@ from pathlib import Path
 from benchmarks import comparison, forks
 
 CONFIG = "benchmarks/trials.gin"
-CHECKPOINTS = "framework.run_folder.checkpoints:CheckpointManager"
+CHECKPOINTS = "loopwright.run_folder.checkpoints:CheckpointManager"
 PARTS = {
   "imports": "",
-  "config": "framework.configurables:parse",
-  "fit": "framework.run_folder.assets:fitted",
-  "assets": "framework.run_folder.assets:save",
-  "proof": "framework.strategies.reduction:Reduction.prove",
+  "config": "loopwright.configurables:parse",
+  "fit": "loopwright.run_folder.assets:fitted",
+  "assets": "loopwright.run_folder.assets:save",
+  "proof": "loopwright.strategies.reduction:Reduction.prove",
   "restore": f"{CHECKPOINTS}.restore_or_initialize",
-  "trace": "framework.trainer:Trainer.loop",
-  "loop": "framework.trainer:Trainer.train",
+  "trace": "loopwright.trainer:Trainer.loop",
+  "loop": "loopwright.trainer:Trainer.train",
   "write": f"{CHECKPOINTS}._write",
   "complete": f"{CHECKPOINTS}._complete",
   "sweep": f"{CHECKPOINTS}._sweep",
-  "evaluation": "framework.evaluator:Evaluator.evaluate",
-  "best": "framework.actions.best:BestCheckpoint.on_best",
-  "export": "framework.tools.exports.action:Export.on_best",
-  "teardown": "framework.reporting.reports:Reports.result",
+  "evaluation": "loopwright.evaluator:Evaluator.evaluate",
+  "best": "loopwright.actions.best:BestCheckpoint.on_best",
+  "export": "loopwright.tools.exports.action:Export.on_best",
+  "teardown": "loopwright.reporting.reports:Reports.result",
 }
 IMPORTS_S = 5.0
 LIMIT_S = 30.0

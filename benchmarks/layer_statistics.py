@@ -11,11 +11,11 @@ import time
 
 import tensorflow as tf
 
-from framework import builder, configurables
-from framework import run as runs
-from framework.commands import shipped
-from framework.strategies import placement
-from framework.tools.forensics import layers
+from loopwright import builder, configurables
+from loopwright import running as runs
+from loopwright.commands import shipped
+from loopwright.strategies import placement
+from loopwright.tools.forensics import layers
 
 ROUNDS, STEPS = 9, 50
 

@@ -54,7 +54,7 @@ def measure(
   """Returns contender -> seconds of each block, one per round; and the same for CPU time."""
   import tensorflow as tf
 
-  from framework.strategies import factories
+  from loopwright.strategies import factories
 
   factories.split_cpu(replicas)
   steps = tf.constant(STEPS[model])
@@ -79,13 +79,13 @@ def make_trainer(model: str, replicas: int, *, what: str):
   import keras
 
   from benchmarks import contenders, models
-  from framework.actions.time_budget import Communication
-  from framework.inputs import datasets
-  from framework.inputs.sources import ArraySource
-  from framework.observers import Reading
-  from framework.strategies import factories
-  from framework.tools.ledger.recorder import Recorder
-  from framework.trainer import Trainer
+  from loopwright.actions.time_budget import Communication
+  from loopwright.inputs import datasets
+  from loopwright.inputs.sources import ArraySource
+  from loopwright.observers import Reading
+  from loopwright.strategies import factories
+  from loopwright.tools.ledger.recorder import Recorder
+  from loopwright.trainer import Trainer
 
   rng = np.random.default_rng(0)
   features = {

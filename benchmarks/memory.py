@@ -29,12 +29,12 @@ def compare(config: str, replicas: int, bindings: list[str]) -> None:
 
   import tensorflow as tf
 
-  from framework import builder, configurables
-  from framework import run as runs
-  from framework.options import Numerics
-  from framework.run_folder import assets
-  from framework.strategies import factories
-  from framework.tools import memory
+  from loopwright import builder, configurables
+  from loopwright import running as runs
+  from loopwright.options import Numerics
+  from loopwright.run_folder import assets
+  from loopwright.strategies import factories
+  from loopwright.tools import memory
 
   configurables.parse([f"configs/{config}.gin"], bindings)
   builder.set_globals(Numerics(precision=runs.bound("precision")))

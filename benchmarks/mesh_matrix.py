@@ -22,14 +22,14 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.models import models
-from framework.optimizers import loss_scale
-from framework.strategies import factories, placement
-from framework.task import Task
-from framework.tasks import language_model
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.optimizers import loss_scale
+from loopwright.strategies import factories, placement
+from loopwright.task import Task
+from loopwright.tasks import language_model
 
 MESHES = ({"batch": 1, "model": 1}, {"batch": 2}, {"model": 2}, {"batch": 2, "model": 2},
           {"batch": 4}, {"model": 4})  # fmt: skip

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import tensorflow as tf
 
-from framework import ArraySource, Mixture
-from framework.inputs.datasets import train_dataset
+from loopwright import ArraySource, Mixture
+from loopwright.inputs.datasets import train_dataset
 
 WEIGHTS = {"a": 0.7, "b": 0.2, "c": 0.1}
 BATCH, EXAMPLES, ROUNDS = 128, 60_000, 5

@@ -21,10 +21,10 @@ import tensorflow as tf
 import tf_keras
 from absl import app, flags
 
-from framework import Task, Trainer
-from framework.inputs import datasets
-from framework.strategies import factories
-from framework.tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
+from loopwright import Task, Trainer
+from loopwright.inputs import datasets
+from loopwright.strategies import factories
+from loopwright.tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
 
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "logical CPUs to train on.")
 _STEPS = flags.DEFINE_integer("steps", 50, "training steps.")

@@ -239,13 +239,13 @@ def _mobilenet(keras: Any) -> Any:
 
 
 def _language_model(keras: Any) -> Any:
-  from framework.tasks import language_model
+  from loopwright.tasks import language_model
 
   return language_model.transformer()
 
 
 def _cnn_lstm(keras: Any) -> Any:
-  from framework.tasks import text_classification
+  from loopwright.tasks import text_classification
 
   # Without dropout, so that the losses of all contenders agree.
   return text_classification.cnn_lstm(vocabulary_size=WORDS, length=LENGTH, recurrent_dropout=0.0)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.throughput import LOSS_TOLERANCE, TARGET, Configuration
-from framework.tools import local_cluster
+from loopwright.tools import local_cluster
 
 MODELS = ("mlp", "cnn", "many")
 NAMES = ("hand", "control", "loopwright")
@@ -144,7 +144,7 @@ def work(options: argparse.Namespace) -> int:
   if not options.verbose:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
   warnings.simplefilter("ignore")
-  from framework.strategies import factories, placement
+  from loopwright.strategies import factories, placement
 
   strategy = factories.multi_worker_mirrored(start_timeout_s=_START_TIMEOUT_S)
   faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True)  # no signal ends a hanging collective
@@ -197,7 +197,7 @@ def _loopwright(model: str, workers: Any) -> Loop:
   import keras
 
   from benchmarks import contenders, models
-  from framework.trainer import Trainer
+  from loopwright.trainer import Trainer
 
   trainer = Trainer(
     task=contenders.Classification(model),

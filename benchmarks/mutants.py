@@ -1,7 +1,7 @@
 """Do the tests bite? Which small mistakes in the heart of the framework no fast test notices.
 
   python -m benchmarks.mutants                                # half an hour or more on two cores
-  python -m benchmarks.mutants --files framework/metrics.py   # one file
+  python -m benchmarks.mutants --files framework/loopwright/metrics.py   # one file
   python -m benchmarks.mutants --again results.json           # but what an earlier run has killed
   python -m benchmarks.mutants --seed 1                       # other mutants
 
@@ -50,23 +50,23 @@ from benchmarks.mutations import Mutant, sample
 
 ROOT = Path(__file__).resolve().parents[1]
 QUOTAS = {
-  "framework/step.py": 18,
-  "framework/eval_step.py": 6,
-  "framework/step_parts.py": 6,
-  "framework/evaluator.py": 16,
-  "framework/metrics.py": 28,
-  "framework/inputs/datasets.py": 22,
-  "framework/inputs/plan.py": 10,
-  "framework/inputs/streams.py": 4,
-  "framework/inputs/ordering.py": 26,
-  "framework/optimizers/adapters.py": 34,
-  "framework/optimizers/ema.py": 16,
-  "framework/optimizers/fusion.py": 32,
-  "framework/optimizers/loss_scale.py": 28,
-  "framework/optimizers/updates.py": 8,
-  "framework/run_folder/checkpoint_files.py": 6,
-  "framework/run_folder/checkpoints.py": 34,
-  "framework/strategies/reduction.py": 28,
+  "framework/loopwright/step.py": 18,
+  "framework/loopwright/eval_step.py": 6,
+  "framework/loopwright/step_parts.py": 6,
+  "framework/loopwright/evaluator.py": 16,
+  "framework/loopwright/metrics.py": 28,
+  "framework/loopwright/inputs/datasets.py": 22,
+  "framework/loopwright/inputs/plan.py": 10,
+  "framework/loopwright/inputs/streams.py": 4,
+  "framework/loopwright/inputs/ordering.py": 26,
+  "framework/loopwright/optimizers/adapters.py": 34,
+  "framework/loopwright/optimizers/ema.py": 16,
+  "framework/loopwright/optimizers/fusion.py": 32,
+  "framework/loopwright/optimizers/loss_scale.py": 28,
+  "framework/loopwright/optimizers/updates.py": 8,
+  "framework/loopwright/run_folder/checkpoint_files.py": 6,
+  "framework/loopwright/run_folder/checkpoints.py": 34,
+  "framework/loopwright/strategies/reduction.py": 28,
 }
 EQUIVALENT = ROOT / "benchmarks" / "mutants_equivalent.txt"
 WARM = ("numpy", "keras", "tensorflow", "tf_keras", "orbit", "gin", "sklearn.datasets", "h5py")

@@ -31,18 +31,18 @@ import tensorflow as tf
 import tf_keras
 
 from benchmarks.keras_matrix import strategy_of
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.models import models
-from framework.optimizers import groups, loss_scale
-from framework.run_folder.checkpoints import CheckpointManager
-from framework.run_folder.warm_start import WarmStart
-from framework.strategies import factories
-from framework.task import Task
-from framework.tasks import optimizers
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.optimizers import groups, loss_scale
+from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.run_folder.warm_start import WarmStart
+from loopwright.strategies import factories
+from loopwright.task import Task
+from loopwright.tasks import optimizers
+from loopwright.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 TOLERANCE = 1e-5

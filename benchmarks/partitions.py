@@ -42,13 +42,13 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
-import framework.run  # noqa: F401  (with TensorFlow, once; each worker is a fork)
 import launch
+import loopwright.running  # noqa: F401  (with TensorFlow, once; each worker is a fork)
 from benchmarks.comparison import different_tensors
 from benchmarks.fault_trials import CONFIG, reached
 from benchmarks.network import Network, available, enter
-from framework.commands import process
-from framework.tools.local_cluster import free_ports
+from loopwright.commands import process
+from loopwright.tools.local_cluster import free_ports
 
 STEPS, HEARTBEAT_S, START_S = 400, 10.0, 30.0
 LIMIT_S = 2 * HEARTBEAT_S + 15.0

@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from framework.run_folder import legs
+from loopwright.run_folder import legs
 
 REPOSITORY = Path(__file__).parents[1]
 KINDS = ("forks", "new")
@@ -44,8 +44,8 @@ PARAMS = (
 _TIMEOUT_S = 300.0
 _RUN = """
 import sys
-from framework.configurables import PROGRAM
-from framework.tools.local_cluster import run_local
+from loopwright.host.children import PROGRAM
+from loopwright.tools.local_cluster import run_local
 folder, workers, restarts, kind, *params = sys.argv[1:]
 sys.exit(run_local(command=[*PROGRAM, "--mode=train", *params], model_dir=folder,
                    workers=int(workers), max_restarts=int(restarts), imports=kind == "forks"))

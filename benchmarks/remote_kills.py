@@ -131,7 +131,7 @@ class Trials:
     folder.mkdir()
     child = os.fork()
     if child == 0:
-      from framework.host.stores import Store
+      from loopwright.host.stores import Store
 
       os.environ.update(self._server.environment)
       store = Store(_url(name))
@@ -147,7 +147,7 @@ def _url(name: str) -> str:
 
 
 def _slow_loops() -> None:
-  from framework.trainer import Trainer
+  from loopwright.trainer import Trainer
 
   train = Trainer.train
 
@@ -159,7 +159,7 @@ def _slow_loops() -> None:
 
 
 def _short_patience() -> None:
-  from framework.run_folder import mirror, remote
+  from loopwright.run_folder import mirror, remote
 
   remote.BEAT_S, remote.PATIENCE_S, remote.SETTLE_S = 0.1, 1.0, 0.2
   mirror.GIVE_UP_S = 8.0
@@ -170,7 +170,7 @@ def _die_in_upload(rng: random.Random) -> Callable[[], None]:
   left, late = rng.randrange(1, 60), rng.random() < 0.5
 
   def plant() -> None:
-    from framework.host.stores import Store
+    from loopwright.host.stores import Store
 
     def dying(method: Callable[..., None]) -> Callable[..., None]:
       def call(self: Store, *args: object) -> None:

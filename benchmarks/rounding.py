@@ -20,11 +20,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework.builder import Recipe
-from framework.inputs import datasets
-from framework.strategies import factories
-from framework.tasks import image_classification
-from framework.trainer import Trainer
+from loopwright.builder import Recipe
+from loopwright.inputs import datasets
+from loopwright.strategies import factories
+from loopwright.tasks import image_classification
+from loopwright.trainer import Trainer
 
 SIZES = (3, 2, 4)
 BATCH = 50

@@ -252,9 +252,9 @@ def fitted(files: Sequence[str], params: Sequence[str]) -> Fitted:
   Raises:
     ConfigError: a mistake in the config.
   """
-  from framework import configurables
-  from framework import run as runs
-  from framework.tools import tune
+  from loopwright import configurables
+  from loopwright import running as runs
+  from loopwright.tools import tune
 
   configurables.parse(files, params)
   per_replica = runs.bound("per_replica_batch_size")

@@ -130,7 +130,7 @@ def _work(pipe: Connection, bridge: Bridge | Network, index: int, params: Sequen
   task = {"type": "worker", "index": index}
   os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
   os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-  from framework.tools import tune
+  from loopwright.tools import tune
 
   answers = {
     "bytes": lambda: scaling.gradient_bytes(contest.contender({}).trainer),
@@ -269,7 +269,7 @@ def main() -> int:
   parser.add_argument("--json", help="keeps the measurements in this file, and takes those there")
   options = parser.parse_args()
   os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
-  import framework.tools.tune  # noqa: F401  (the workers are forks of this process)
+  import loopwright.tools.tune  # noqa: F401  (the workers are forks of this process)
 
   if options.trial == "buckets":
     buckets(options.rounds)

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from framework.tools import verify
+from loopwright.tools import verify
 
 
 def main():

@@ -19,11 +19,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework.inputs import datasets
-from framework.models import models
-from framework.strategies import factories
-from framework.tasks import language_model
-from framework.trainer import Trainer
+from loopwright.inputs import datasets
+from loopwright.models import models
+from loopwright.strategies import factories
+from loopwright.tasks import language_model
+from loopwright.trainer import Trainer
 
 CONTEXT, BATCH = 64, 12
 

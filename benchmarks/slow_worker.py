@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from framework.tools import local_cluster
+from loopwright.tools import local_cluster
 
 PHASES = ("full", "control", "slowed", "busy")
 KINDS = {"servers": 1, "in_step": 0}  # parameter servers of each
@@ -123,7 +123,7 @@ def work(options: argparse.Namespace) -> int:
 def _beside_servers(options: argparse.Namespace, folder: Path, core: int) -> int:
   import tensorflow as tf
 
-  from framework.strategies import factories, servers
+  from loopwright.strategies import factories, servers
 
   strategy = factories.parameter_server(
     start_timeout_s=_PATIENCE_S, heartbeat_timeout_s=_PATIENCE_S
@@ -156,7 +156,7 @@ def _counting_trainer(strategy: Any) -> Any:
   import tensorflow as tf
 
   from benchmarks import contenders
-  from framework.parameter_server import ParameterServerTrainer
+  from loopwright.parameter_server import ParameterServerTrainer
 
   class CountingTrainer(ParameterServerTrainer):
     def _make_counters(self) -> None:
@@ -186,8 +186,8 @@ def _in_step(options: argparse.Namespace, folder: Path, core: int) -> int:
   import tensorflow as tf
 
   from benchmarks import contenders
-  from framework.strategies import factories, placement
-  from framework.trainer import Trainer
+  from loopwright.strategies import factories, placement
+  from loopwright.trainer import Trainer
 
   strategy = factories.multi_worker_mirrored(
     start_timeout_s=_PATIENCE_S, heartbeat_timeout_s=_PATIENCE_S

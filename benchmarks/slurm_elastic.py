@@ -34,7 +34,7 @@ from pathlib import Path
 from benchmarks import elastic_trials
 from benchmarks.fault_trials import reached
 from benchmarks.slurm_trials import Job, Slurm, all_processes, available, longest_pause
-from framework.tools.ledger import __main__ as ledger
+from loopwright.tools.ledger import __main__ as ledger
 
 CONFIG = "benchmarks/slurm_elastic.gin"
 KINDS = ("power", "hang", "drain")

@@ -41,11 +41,11 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import framework
+import loopwright
 from benchmarks import network
 from benchmarks.comparison import different_tensors, records
 from benchmarks.fault_trials import reached
-from framework import Action
+from loopwright import Action
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "benchmarks/slurm_trials.gin"
@@ -82,7 +82,7 @@ MinJobAge=3600
 """
 
 
-@framework.register
+@loopwright.register
 class Paced(Action):
   """Waits after each loop."""
 

@@ -34,13 +34,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework import ArraySource, Loss, Task
-from framework.builder import Recipe
-from framework.graphs import randomness
-from framework.inputs.ordering import examples_at
-from framework.run import run
-from framework.strategies import factories
-from framework.tools.forensics.spikes import Guard, Spikes
+from loopwright import ArraySource, Loss, Task
+from loopwright.builder import Recipe
+from loopwright.graphs import randomness
+from loopwright.inputs.ordering import examples_at
+from loopwright.running import run
+from loopwright.strategies import factories
+from loopwright.tools.forensics.spikes import Guard, Spikes
 
 EXAMPLES, HELD_OUT, BATCH, STEPS, WINDOW = 8000, 2000, 32, 600, 64
 COLUMNS = "{:>5}  {:8}  {:7}  {:>8}  {:>8}  {:>5}  {:>9}  {:>9}  {:>9}  {:>8}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import framework
+import loopwright
 from benchmarks import startup_sides
-from framework import ArraySource
-from framework.tasks.image_classification import ImageData
+from loopwright import ArraySource
+from loopwright.tasks.image_classification import ImageData
 
 
-@framework.register
+@loopwright.register
 def pictures() -> ImageData:
   """Noise."""
   images, labels = startup_sides.pictures()
@@ -20,7 +20,7 @@ def pictures() -> ImageData:
   )
 
 
-@framework.register
+@loopwright.register
 def small_mobilenet_v2(*, input_shape: Any, classes: int) -> Any:
   """The network, with 1,000 classes; its arguments are those that the task passes."""
   del input_shape, classes

@@ -52,8 +52,8 @@ def main(who: str, model: str, replicas: str, folder: str, result: str, started_
 
 def loopwright(model: str, replicas: int, folder: str, watch: Watch) -> None:
   """Runs the command line with the clock in five functions."""
-  from framework import commands
-  from framework.configurables import examination
+  from loopwright import commands
+  from loopwright.configurables import examination
 
   register_all = examination.register_all
 
@@ -70,8 +70,8 @@ def loopwright(model: str, replicas: int, folder: str, watch: Watch) -> None:
 
 def _set_clock(watch: Watch) -> None:
   """Makes the parts of a run, which are imported, tell when they begin and end."""
-  from framework import trainer
-  from framework.strategies.reduction import Reduction
+  from loopwright import trainer
+  from loopwright.strategies.reduction import Reduction
 
   made, proved = "data, model, optimizer", Reduction.prove
   make_iterator, loop = trainer.Trainer.make_iterator, trainer.Trainer.loop
@@ -191,12 +191,12 @@ def _without_framework() -> None:
       return object
 
   for name in ("", ".host", ".host.bounded", ".metrics", ".inputs", ".inputs.sources"):
-    sys.modules[f"framework{name}"] = Standin(f"framework{name}")
-  framework, bounded = sys.modules["framework"], sys.modules["framework.host.bounded"]
-  framework.register = lambda made: made
-  framework.ArraySource = lambda features: features
-  framework.host, bounded.content = sys.modules["framework.host"], _content
-  framework.host.bounded, bounded.require_bytes = bounded, lambda *args: None
+    sys.modules[f"loopwright{name}"] = Standin(f"loopwright{name}")
+  loopwright, bounded = sys.modules["loopwright"], sys.modules["loopwright.host.bounded"]
+  loopwright.register = lambda made: made
+  loopwright.ArraySource = lambda features: features
+  loopwright.host, bounded.content = sys.modules["loopwright.host"], _content
+  loopwright.host.bounded, bounded.require_bytes = bounded, lambda *args: None
 
 
 def _content(path: str, *unused: Any, **also_unused: Any) -> bytes:
@@ -208,7 +208,7 @@ def _digits() -> Trained:
   import keras
   import tensorflow as tf
 
-  from framework.tasks import image_classification
+  from loopwright.tasks import image_classification
 
   found = image_classification.digits().sources["train"]
   schedule = keras.optimizers.schedules.CosineDecay(0.002, 1500)
@@ -241,7 +241,7 @@ def _language_model() -> Trained:
   import keras
   import tensorflow as tf
 
-  from framework.tasks import language_model
+  from loopwright.tasks import language_model
 
   corpus = language_model.python_library()
   found, _ = (language_model.packed(corpus.documents(s), 256) for s in ("train", "eval"))

@@ -27,17 +27,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Batch, Loss, Task
-from framework.run_folder import layout, legs, paces
-from framework.stragglers import WHILE_S
+import loopwright
+from loopwright import ArraySource, Batch, Loss, Task
+from loopwright.run_folder import layout, legs, paces
+from loopwright.stragglers import WHILE_S
 
 REPOSITORY = Path(__file__).parents[1]
 BASE_S = 0.02
 PHASES = {"compute": paces.COMPUTE, "input": paces.INPUT}
 
 
-@framework.register
+@loopwright.register
 class Sleeping(Task):
   """A linear regression that sleeps as `SLOWED` says: {"compute": [seconds, ...], "input": ...}."""
 

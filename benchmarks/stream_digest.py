@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import Batch
-from framework.step import Step
-from framework.tasks.image_classification import ImageClassification
+import loopwright
+from loopwright import Batch
+from loopwright.step import Step
+from loopwright.tasks.image_classification import ImageClassification
 
 FACTOR = 6364136223846793005  # odd, and so a bijection modulo 2**64; Knuth, MMIX
 _WORD = 2**64
@@ -64,7 +64,7 @@ def _overflowing(value: tf.Tensor, where: tf.Tensor) -> tuple[tf.Tensor, Any]:
   return tf.identity(value), lambda upstream: (tf.where(where, np.inf, upstream), None)
 
 
-@framework.register
+@loopwright.register
 class DigestedImages(ImageClassification):
   """Image classification that also computes the digest of its stream of example ids."""
 

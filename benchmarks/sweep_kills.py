@@ -25,9 +25,9 @@ MOMENTS_S = (0.5, 6.0)
 """A sweep is killed after a time between these; alone it takes about four seconds."""
 SWEEP = f"""if True:
   import sys
-  from framework import commands
-  from framework.commands import process
-  from framework.tools.sweep import jobs, runner, space
+  from loopwright import commands
+  from loopwright.commands import process
+  from loopwright.tools.sweep import jobs, runner, space
   runner.POLL_S = 0.02
   jobs.Command.of = lambda self, values, model_dir: [
     sys.executable, {trial_stub.__file__!r}, "train", "--gin_param=pace = 0.05",

@@ -21,7 +21,7 @@ import time
 import numpy as np
 import tensorflow as tf
 
-from framework.run_folder.checkpoints import START
+from loopwright.run_folder.checkpoints import START
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIMES = ("wall_time", "input_wait_s", "start_s", "communication_s")

@@ -7,10 +7,10 @@ from typing import Any
 
 import tf_keras
 
-import framework
+import loopwright
 
 
-@framework.register
+@loopwright.register
 def tf_keras_cnn(*, input_shape: Sequence[int], classes: int) -> Any:
   """Returns the `cnn` of configs/fashion_mnist_cnn.gin as a tf_keras.Model."""
   layers = tf_keras.layers

@@ -99,7 +99,7 @@ def of_mlflow(folder: Path, uri: str) -> Curves:
 
 def of_wandb(folder: Path) -> Curves:
   """Reads the transaction logs of all processes, which `wandb sync` sends."""
-  from framework.tools.trackers import wandb
+  from loopwright.tools.trackers import wandb
 
   curves: Curves = {}
   for row in wandb.offline_history(str(folder), kept(folder, "WandB")):

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import (
+import loopwright
+from loopwright import (
   Action,
   ArraySource,
   Batch,
@@ -26,7 +26,7 @@ from framework import (
   Task,
   weighted_sum,
 )
-from framework.actions.base import Output
+from loopwright.actions.base import Output
 
 Kind = Literal["arrays", "numpy_function", "generator", "memory_mapped", "stream"]
 EXAMPLES, FEATURES = 40, 3
@@ -59,7 +59,7 @@ class Slow(Source):
     return dict(zip(self._arrays, values, strict=True))
 
 
-@framework.register
+@loopwright.register
 class Small(Task):
   """Linear regression."""
 
@@ -147,7 +147,7 @@ class Small(Task):
     return serve
 
 
-@framework.register
+@loopwright.register
 class Pace(Action):
   """Waits after each loop for LOOP_S seconds, of the environment: time passes, no processor works.
 
@@ -161,7 +161,7 @@ class Pace(Action):
     time.sleep(float(os.environ.get("LOOP_S", "0")))
 
 
-@framework.register
+@loopwright.register
 class Fail(Action):
   """Fails after the first loop that ends at a step."""
 

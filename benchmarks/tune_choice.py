@@ -22,10 +22,10 @@ from collections.abc import Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from framework import configurables
-from framework.errors import ConfigError
-from framework.tools import tune
-from framework.tools.tune import Bindings, Contest, Option
+from loopwright import configurables
+from loopwright.errors import ConfigError
+from loopwright.tools import tune
+from loopwright.tools.tune import Bindings, Contest, Option
 
 ALLOWED = 1.05
 

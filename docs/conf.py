@@ -29,9 +29,9 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import framework  # noqa: E402
-from framework import tasks, testing, types  # noqa: E402
-from framework.configurables import table  # noqa: E402
+import loopwright  # noqa: E402
+from loopwright import tasks, testing, types  # noqa: E402
+from loopwright.configurables import table  # noqa: E402
 
 project = "Loopwright"
 release = importlib.metadata.version("loopwright")
@@ -57,14 +57,14 @@ nb_execution_mode = "off"
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
 autoclass_content = "both"
 autodoc_preserve_defaults = True
-autodoc_type_aliases = {name: f"framework.types.{name}" for name in types.__all__}
+autodoc_type_aliases = {name: f"loopwright.types.{name}" for name in types.__all__}
 """Signatures show these names, not what stands behind them, which is mostly `Any`."""
 napoleon_custom_sections = [("Attributes", "params_style")]
 
 _SAMPLES = ("diffusion", "gan", "vae", "wgan-gp")
 """Pictures that are no plots."""
 _DESCRIBED = ("module", "class", "exception", "function", "method", "property")
-_OWN = (*(f"{module}." for module, _ in table.TABLE), "framework.testing.", "framework.tasks.")
+_OWN = (*(f"{module}." for module, _ in table.TABLE), "loopwright.testing.", "loopwright.tasks.")
 _log = logging.getLogger(__name__)
 
 
@@ -190,9 +190,9 @@ def require_all_public_names(app: Sphinx, env: Any) -> None:
 
 def public_names() -> Iterator[str]:
   """Returns what a user imports, or names in a gin file."""
-  exported = {name: getattr(framework, name) for name in framework.__all__}
-  yield from (f"framework.{name}" for name in exported)
-  for module in pkgutil.iter_modules(tasks.__path__, "framework.tasks."):
+  exported = {name: getattr(loopwright, name) for name in loopwright.__all__}
+  yield from (f"loopwright.{name}" for name in exported)
+  for module in pkgutil.iter_modules(tasks.__path__, "loopwright.tasks."):
     importlib.import_module(module.name)
   table.register_all()
   registered = [entry.wrapped for _, entry in table.registry().items()]

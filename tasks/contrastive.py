@@ -15,19 +15,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
-from framework.graphs.randomness import draw_each, example_seeds
-from framework.metrics import weighted_sum
-from framework.step import replica_id
-from framework.tasks.image_classification import ImageData
+import loopwright
+from loopwright import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
+from loopwright.graphs.randomness import draw_each, example_seeds
+from loopwright.metrics import weighted_sum
+from loopwright.step import replica_id
+from loopwright.tasks.image_classification import ImageData
 
 VIEWS = ("first", "second")
 _NONE = -1e9
 """Logit of columns that do not count; its exponential is 0."""
 
 
-@framework.register
+@loopwright.register
 class Contrastive(Task):
   """Learns which views in the batch show the same image; uses labels only to evaluate."""
 

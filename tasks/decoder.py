@@ -1,6 +1,6 @@
 """A decoder-only network as they are built today, for `LanguageModel`; see docs/language-model.md.
 
-    import framework.tasks.decoder
+    import loopwright.tasks.decoder
     LanguageModel.network = @decoder
 
 Beside rotary positions, RMSNorm and SwiGLU of `transformer` it has grouped queries: several heads
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import keras
 import tensorflow as tf
 
-import framework
-from framework.errors import ConfigError
-from framework.optimizers.groups import grouped
-from framework.tasks.language_model import BYTES, START, attention_mask, rotary_angles, rotated
+import loopwright
+from loopwright.errors import ConfigError
+from loopwright.optimizers.groups import grouped
+from loopwright.tasks.language_model import BYTES, START, attention_mask, rotary_angles, rotated
 
 if TYPE_CHECKING:
-  from framework.optimizers.adapters import KerasOptimizer
+  from loopwright.optimizers.adapters import KerasOptimizer
 
 Pair: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 Cache: TypeAlias = list[Pair]
@@ -173,7 +173,7 @@ class Decoder(keras.Model):
     return self.embedding(x, reverse=True)[..., :BYTES]
 
 
-@framework.register
+@loopwright.register
 def decoder(
   *, layers: int = 4, width: int = 128, heads: int = 4, groups: int = 2,
   base_width: int | None = None,
@@ -207,7 +207,7 @@ def decoder(
   return model
 
 
-@framework.register
+@loopwright.register
 def by_width(
   *,
   of: Callable[[], KerasOptimizer],

@@ -4,7 +4,7 @@ A network learns to tell image and noise apart in a mixture of both. The mixture
 are drawn in `preprocess` from each example's seed, so N replicas train like one. Evaluation and
 samples use the moving average of the weights (`Trainer.ema_decay`).
 
-    python -m framework.tasks.samples runs/fashion_mnist_diffusion --output=samples.png
+    python -m loopwright.tasks.samples runs/fashion_mnist_diffusion --output=samples.png
 
 Ho et al., "Denoising Diffusion Probabilistic Models" (2020), with the cosine schedule of Nichol and
 Dhariwal (2021), the prediction of the velocity of Salimans and Ho (2022), the sampler DDIM of Song
@@ -19,18 +19,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, EvalStep, Loss, Source, Task
-from framework.graphs.randomness import draw_each, example_seeds
-from framework.metrics import weighted_sum
-from framework.tasks.image_classification import ImageData
+import loopwright
+from loopwright import Batch, ConfigError, EvalStep, Loss, Source, Task
+from loopwright.graphs.randomness import draw_each, example_seeds
+from loopwright.metrics import weighted_sum
+from loopwright.tasks.image_classification import ImageData
 
 CLEAREST, NOISIEST = -13.3, 5.0
 """The range of levels, log(variance of the noise / variance of the image), as in VDM."""
 SHAPE = (28, 28, 1)
 
 
-@framework.register
+@loopwright.register
 class Diffusion(Task):
   """Learns to generate 28x28 grey images from noise."""
 

@@ -15,18 +15,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, EvalStep, Loss
-from framework.host import bounded
-from framework.metrics import weighted_sum
-from framework.run_folder import checkpoint_files
-from framework.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
+import loopwright
+from loopwright import Batch, ConfigError, EvalStep, Loss
+from loopwright.host import bounded
+from loopwright.metrics import weighted_sum
+from loopwright.run_folder import checkpoint_files
+from loopwright.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
 _FILE = "teacher.npz"
 _KERAS_FILES = (".keras", ".weights.h5")
 
 
-@framework.register
+@loopwright.register
 class Distillation(ImageClassification):
   """Image classification by a student that also imitates a frozen teacher."""
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, Loss, Part, Source, Sources, Step, part, with_part
-from framework.graphs.randomness import uniform_each
-from framework.metrics import Weighted, weighted_sum
-from framework.tasks.contrastive import turned
-from framework.tasks.image_classification import ImageClassification
+import loopwright
+from loopwright import Batch, ConfigError, Loss, Part, Source, Sources, Step, part, with_part
+from loopwright.graphs.randomness import uniform_each
+from loopwright.metrics import Weighted, weighted_sum
+from loopwright.tasks.contrastive import turned
+from loopwright.tasks.image_classification import ImageClassification
 
 
 class StronglyChanged(ImageClassification):
@@ -69,7 +69,7 @@ class StronglyChanged(ImageClassification):
     return moved, without_square(moved, self._cutout, numbers[:, 5:]) * factor[:, None, None, None]
 
 
-@framework.register
+@loopwright.register
 class FixMatch(StronglyChanged):
   """Classifies images, most of which have no label in training."""
 

@@ -3,7 +3,7 @@
 The alternating updates are a few lines of `train_step`. The noise of an example depends on its
 place in the data stream, so N replicas train like one.
 
-    python -m framework.tasks.samples runs/fashion_mnist_gan --output=samples.png
+    python -m loopwright.tasks.samples runs/fashion_mnist_gan --output=samples.png
 
 draws a sheet of samples from the newest checkpoint of a run.
 
@@ -18,14 +18,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
-from framework.graphs.randomness import draw_each, example_seeds
-from framework.metrics import weighted_sum
-from framework.tasks.image_classification import ImageData
+import loopwright
+from loopwright import Batch, ConfigError, EvalStep, Loss, Source, Step, Task
+from loopwright.graphs.randomness import draw_each, example_seeds
+from loopwright.metrics import weighted_sum
+from loopwright.tasks.image_classification import ImageData
 
 
-@framework.register
+@loopwright.register
 class Gan(Task):
   """Learns to generate 28x28 grey images; needs optimizers "generator" and "discriminator"."""
 

@@ -1,6 +1,6 @@
 """Evaluation by generation: a decoder continues texts, each replica its part of them.
 
-    import framework.tasks.generation
+    import loopwright.tasks.generation
     run.task = @Continued()
     Continued.corpus = @python_library()
     Continued.context = 256
@@ -19,11 +19,11 @@ from typing import Any, cast
 import keras
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Batch, ConfigError, EvalStep
-from framework.metrics import weighted_sum
-from framework.tasks.decoder import Cache, Decoder, decoder
-from framework.tasks.language_model import LanguageModel, TextFiles, packed
+import loopwright
+from loopwright import ArraySource, Batch, ConfigError, EvalStep
+from loopwright.metrics import weighted_sum
+from loopwright.tasks.decoder import Cache, Decoder, decoder
+from loopwright.tasks.language_model import LanguageModel, TextFiles, packed
 
 
 def continued(
@@ -86,7 +86,7 @@ def likeliest(logits: tf.Tensor) -> tf.Tensor:
   return tf.argmax(logits, axis=-1, output_type=tf.int32)
 
 
-@framework.register
+@loopwright.register
 class Continued(LanguageModel):
   """A language model that is also evaluated by what it writes."""
 
@@ -118,7 +118,7 @@ class Continued(LanguageModel):
       )
     self._count, self._cached = continued_bytes, cached
 
-  def source(self, split: str) -> framework.Source | dict[str, framework.Source]:
+  def source(self, split: str) -> loopwright.Source | dict[str, loopwright.Source]:
     """Returns the packed documents; for evaluation the rows that one document fills."""
     if split == "train":
       return super().source(split)

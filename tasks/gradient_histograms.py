@@ -15,18 +15,18 @@ from typing import Any
 
 import tensorflow as tf
 
-import framework
-from framework import Batch, Loss
-from framework.graphs.randomness import example_seeds
-from framework.metrics import Weighted
-from framework.tasks.fixmatch import StronglyChanged
+import loopwright
+from loopwright import Batch, Loss
+from loopwright.graphs.randomness import example_seeds
+from loopwright.metrics import Weighted
+from loopwright.tasks.fixmatch import StronglyChanged
 
 CELLS = (4, 7)
 """Sides of the cells, in pixels."""
 DIRECTIONS = 8
 
 
-@framework.register
+@loopwright.register
 class GradientHistograms(StronglyChanged):
   """Predicts the histograms of an image from a strongly changed copy; reads no label."""
 

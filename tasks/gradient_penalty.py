@@ -11,15 +11,15 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, EvalStep, Loss
-from framework.graphs.randomness import draw_each, example_seeds
-from framework.metrics import weighted_sum
-from framework.tasks.gan import Gan, discriminator, generator
-from framework.tasks.image_classification import ImageData
+import loopwright
+from loopwright import Batch, ConfigError, EvalStep, Loss
+from loopwright.graphs.randomness import draw_each, example_seeds
+from loopwright.metrics import weighted_sum
+from loopwright.tasks.gan import Gan, discriminator, generator
+from loopwright.tasks.image_classification import ImageData
 
 
-@framework.register
+@loopwright.register
 class WassersteinGan(Gan):
   """Learns to generate 28x28 grey images; needs optimizers "generator" and "discriminator"."""
 

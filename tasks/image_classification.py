@@ -1,6 +1,6 @@
 """Image classification by an MLP or a CNN: scikit-learn's digits, Fashion-MNIST, image folders.
 
-import framework.tasks.image_classification
+import loopwright.tasks.image_classification
 run.task = @ImageClassification()
 ImageClassification.data = @digits()
 ImageClassification.network = @cnn
@@ -19,11 +19,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Batch, ConfigError, ImageFolderSource, Loss, Source, Task
-from framework.host import bounded
-from framework.inputs.sources import MAX_IMAGE_BYTES, read_idx
-from framework.metrics import Weighted, weighted_sum
+import loopwright
+from loopwright import ArraySource, Batch, ConfigError, ImageFolderSource, Loss, Source, Task
+from loopwright.host import bounded
+from loopwright.inputs.sources import MAX_IMAGE_BYTES, read_idx
+from loopwright.metrics import Weighted, weighted_sum
 
 _LARGE = 2**14
 """Numbers in an image from which one by one is faster: a gather copies pixel by pixel."""
@@ -75,7 +75,7 @@ class ImageData:
     return self.sources[split]
 
 
-@framework.register
+@loopwright.register
 def digits(
   *, eval_fraction: float = 0.2, seed: int = 0, train_examples: int | None = None
 ) -> ImageData:
@@ -113,7 +113,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
   return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
-@framework.register
+@loopwright.register
 def fashion_mnist(*, directory: str | None = None, max_bytes: int = bounded.MAX_BYTES) -> ImageData:
   """The 60,000 + 10,000 28x28 images of Fashion-MNIST.
 
@@ -134,7 +134,7 @@ def fashion_mnist(*, directory: str | None = None, max_bytes: int = bounded.MAX_
   )
 
 
-@framework.register
+@loopwright.register
 def image_folder(
   *,
   train: str,
@@ -167,7 +167,7 @@ def image_folder(
   )
 
 
-@framework.register
+@loopwright.register
 def mlp(
   *, input_shape: Sequence[int], classes: int, units: Sequence[int] = (128,), dropout: float = 0.0
 ) -> keras.Model:
@@ -178,7 +178,7 @@ def mlp(
   return keras.Sequential([*layers, _logits(classes)], name="mlp")
 
 
-@framework.register
+@loopwright.register
 def cnn(
   *,
   input_shape: Sequence[int],
@@ -197,7 +197,7 @@ def cnn(
   return keras.Sequential([*layers, keras.layers.Dropout(dropout), _logits(classes)], name="cnn")
 
 
-@framework.register
+@loopwright.register
 class ImageClassification(Task):
   """Softmax classification of images scaled to [0, 1]."""
 

@@ -1,11 +1,11 @@
 """A language model over bytes: a small decoder-only transformer, trained on any text.
 
-    import framework.tasks.language_model
+    import loopwright.tasks.language_model
     run.task = @LanguageModel()
     LanguageModel.corpus = @TextFiles()
     TextFiles.path = 'my_texts/'
 
-    python -m framework.tasks.language_model runs/language_model --prompt "def " --bytes 400
+    python -m loopwright.tasks.language_model runs/language_model --prompt "def " --bytes 400
 
 Documents are packed into sequences of one length. Attention never crosses document boundaries, and
 each byte is a target once per epoch. The loss is a mean over bytes: each replica returns the sum
@@ -28,13 +28,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Batch, ConfigError, Loss, Mixture, Packed, Source, Task
-from framework.host import bounded
-from framework.metrics import Weighted, weighted_sum
+import loopwright
+from loopwright import ArraySource, Batch, ConfigError, Loss, Mixture, Packed, Source, Task
+from loopwright.host import bounded
+from loopwright.metrics import Weighted, weighted_sum
 
 if __name__ == "__main__":  # gin would import this module a second time, under its real name
-  from framework.tasks import language_model
+  from loopwright.tasks import language_model
 
   sys.exit(language_model.main())
 
@@ -56,7 +56,7 @@ ALIKE = ("encodings",)
 # ---- The corpus ----
 
 
-@framework.register
+@loopwright.register
 class TextFiles:
   """Documents: the files of a folder, or two parts of one file."""
 
@@ -129,7 +129,7 @@ class TextFiles:
     return name.startswith(".") or any(fnmatch.fnmatch(name, each) for each in self._leave_out)
 
 
-@framework.register
+@loopwright.register
 def python_library(*, eval_fraction: float = 0.05) -> TextFiles:
   """Python's standard library, without what some installations lack and tables that are alike."""
   return TextFiles(
@@ -296,7 +296,7 @@ class Transformer(keras.Model):
     return self.embedding(self.norm(x), reverse=True)[..., :BYTES]
 
 
-@framework.register
+@loopwright.register
 def transformer(
   *, layers: int = 4, width: int = 128, heads: int = 4, dropout: float = 0.0
 ) -> keras.Model:
@@ -328,7 +328,7 @@ def attention_mask(position: tf.Tensor) -> tf.Tensor:
   """
   # In float32, exact below 2**24: the host computes with int32, also where the model is on a GPU.
   begins = tf.cast(tf.equal(tf.cast(position, tf.float32), 0.0), tf.float32)
-  return tf.expand_dims(framework.attention_mask(tf.cumsum(begins, axis=1)), 1)
+  return tf.expand_dims(loopwright.attention_mask(tf.cumsum(begins, axis=1)), 1)
 
 
 def rotary_angles(position: tf.Tensor, size: int, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
@@ -353,7 +353,7 @@ def rotated(x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
 # ---- The task ----
 
 
-@framework.register
+@loopwright.register
 class LanguageModel(Task):
   """Next-byte prediction; the loss is the mean cross-entropy per byte, in nats."""
 
@@ -377,8 +377,8 @@ class LanguageModel(Task):
       network: makes the model.
       context: bytes in a sequence, and so how far back a prediction can see.
       packing: "cut" cuts documents wherever a sequence is full; "best_fit" only those that are
-        longer than a sequence, see `framework.Packed`.
-      weights: of several corpora, see `framework.Mixture`; by steps of `examples_per_step`.
+        longer than a sequence, see `loopwright.Packed`.
+      weights: of several corpora, see `loopwright.Mixture`; by steps of `examples_per_step`.
       examples_per_step: the batch size that these steps have.
 
     Raises:
@@ -514,9 +514,9 @@ def restored(model_dir: str) -> LanguageModel:
   Raises:
     ConfigError: it is not a run of a `LanguageModel`, or has no checkpoint.
   """
-  from framework import run
+  from loopwright import running
 
-  task = run.restored(model_dir)
+  task = running.restored(model_dir)
   if not isinstance(task, LanguageModel):
     raise ConfigError(f"{model_dir!r} is a run of {type(task).__name__}, not of a LanguageModel.")
   return task
@@ -524,7 +524,7 @@ def restored(model_dir: str) -> LanguageModel:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints text drawn from a run's newest checkpoint; returns the exit status."""
-  parser = argparse.ArgumentParser(prog="python -m framework.tasks.language_model")
+  parser = argparse.ArgumentParser(prog="python -m loopwright.tasks.language_model")
   parser.add_argument("model_dir", help="the folder of a run")
   parser.add_argument("--prompt", default="", help="start of the text")
   parser.add_argument("--bytes", type=int, default=400, help="bytes to draw")

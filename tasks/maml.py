@@ -16,9 +16,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, EvalStep, Loss, Source, Task
-from framework.metrics import weighted_sum
+import loopwright
+from loopwright import Batch, ConfigError, EvalStep, Loss, Source, Task
+from loopwright.metrics import weighted_sum
 
 SEEDS = {"train": 1, "eval": 2}
 """A seed per split, so that the splits share no wave."""
@@ -53,7 +53,7 @@ class Sinusoids(Source):
     return [x[:cut], y[:cut], x[cut:], y[cut:]]
 
 
-@framework.register
+@loopwright.register
 class SinusoidMaml(Task):
   """Learns initial weights of a small MLP; one example is one sine wave."""
 

@@ -1,6 +1,6 @@
 """Runs a task of the TensorFlow Model Garden unchanged: its model, data, loss and metrics.
 
-    import framework.tasks.model_garden
+    import loopwright.tasks.model_garden
     run.task = @ModelGarden()
     ModelGarden.experiment = @garden_experiment()
     garden_experiment.name = 'resnet_imagenet'
@@ -23,16 +23,16 @@ import tensorflow as tf
 import tf_keras
 from absl import logging
 
-import framework
-from framework import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task
-from framework.errors import kind
-from framework.graphs.autograph import as_written, converted
-from framework.host import modules as names
-from framework.metrics import Weighted
-from framework.strategies import placement
+import loopwright
+from loopwright import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task
+from loopwright.errors import kind
+from loopwright.graphs.autograph import as_written, converted
+from loopwright.host import modules as names
+from loopwright.metrics import Weighted
+from loopwright.strategies import placement
 
 
-@framework.register
+@loopwright.register
 def garden_experiment(
   *,
   name: str,
@@ -74,7 +74,7 @@ def garden_experiment(
   return config
 
 
-@framework.register
+@loopwright.register
 def garden_optimizer(*, experiment: Any) -> tf_keras.optimizers.Optimizer:
   """The optimizer and learning-rate schedule of an experiment of the Garden.
 
@@ -114,7 +114,7 @@ def garden_optimizer(*, experiment: Any) -> tf_keras.optimizers.Optimizer:
   return optimizer
 
 
-@framework.register
+@loopwright.register
 class ModelGarden(Task):
   """Runs an `official.core.base_task.Task`.
 
@@ -137,7 +137,7 @@ class ModelGarden(Task):
       task: alternatively a Garden task or a factory of one; its `task_config` has `train_data` and
         `validation_data`.
       eval_examples: examples per evaluation; None for all, which requires finite data.
-      accepted: see `framework.Task.accepted`.
+      accepted: see `loopwright.Task.accepted`.
 
     Raises:
       ConfigError: not exactly one of `experiment` and `task`, not a Garden task, or a package is
@@ -307,7 +307,7 @@ class _Applied:
     if self._pairs is not None:
       raise ConfigError(
         "the Model Garden task applies gradients twice in one train_step, which is not supported; "
-        "write a framework.Task, and call step.update() for each."
+        "write a loopwright.Task, and call step.update() for each."
       )
     self._pairs = [(tf.convert_to_tensor(g), v) for g, v in grads_and_vars if g is not None]
 
@@ -316,7 +316,7 @@ class _Applied:
     if self._pairs is None:
       raise ConfigError(
         "the Model Garden task's train_step did not call optimizer.apply_gradients, so it gives no "
-        "gradients; write a framework.Task for it."
+        "gradients; write a loopwright.Task for it."
       )
     # The Garden divides its loss by the number of replicas, as its optimizer sums over them.
     factor = rows * tf.distribute.get_strategy().num_replicas_in_sync
@@ -337,7 +337,7 @@ class _Applied:
   def __getattr__(self, name: str) -> Any:
     raise _AttributeError(
       f"the Model Garden task uses optimizer.{name} in its train_step; only apply_gradients is "
-      "supported: write a framework.Task for it."
+      "supported: write a loopwright.Task for it."
     )
 
 

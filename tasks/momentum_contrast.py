@@ -15,15 +15,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, Loss, Step
-from framework.tasks.contrastive import Contrastive
+import loopwright
+from loopwright import Batch, ConfigError, Loss, Step
+from loopwright.tasks.contrastive import Contrastive
 
 SLOW = {"slow_encoder": "encoder", "slow_head": "head"}
 """The slow networks -> those that they follow."""
 
 
-@framework.register
+@loopwright.register
 class MomentumContrast(Contrastive):
   """Learns which key, of the batch and a queue, is of the same image; labels only evaluate."""
 

@@ -1,6 +1,6 @@
 """Optimizers beyond Keras's, as plain Keras optimizers: AdEMAMix and ADOPT.
 
-import framework.tasks.optimizers
+import loopwright.tasks.optimizers
 run.optimizer = @AdEMAMix
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
-import framework
+import loopwright
 
 
 class _Adaptive(keras.optimizers.Optimizer):
@@ -42,7 +42,7 @@ class _Adaptive(keras.optimizers.Optimizer):
     return {name: config[name] for name in ("learning_rate", "weight_decay")} | own
 
 
-@framework.register
+@loopwright.register
 class AdEMAMix(_Adaptive):
   """Adam with a second, slow average of gradients in its direction.
 
@@ -89,7 +89,7 @@ class AdEMAMix(_Adaptive):
     self.assign_sub(variable, rate * direction / size)
 
 
-@framework.register
+@loopwright.register
 class ADOPT(_Adaptive):
   """Adam that divides a gradient by the squares before it, so it converges with any beta_2.
 

@@ -1,6 +1,6 @@
 """Preference optimisation: a language model learns which of two continuations is preferred.
 
-    import framework.tasks.preference
+    import loopwright.tasks.preference
     run.task = @Preferred()
     Preferred.corpus = @python_library()
     Preferred.start = 'runs/language_model_decoder'
@@ -22,13 +22,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Batch, ConfigError, EvalStep, Loss, Task
-from framework.metrics import Weighted, weighted_sum
-from framework.run_folder.warm_start import WarmStart
-from framework.tasks.decoder import Decoder, decoder
-from framework.tasks.generation import continued
-from framework.tasks.language_model import TextFiles
+import loopwright
+from loopwright import ArraySource, Batch, ConfigError, EvalStep, Loss, Task
+from loopwright.metrics import Weighted, weighted_sum
+from loopwright.run_folder.warm_start import WarmStart
+from loopwright.tasks.decoder import Decoder, decoder
+from loopwright.tasks.generation import continued
+from loopwright.tasks.language_model import TextFiles
 
 LIKED = ord("_")
 _FILE = "start.npz"
@@ -68,7 +68,7 @@ def pairs(
   }
 
 
-@framework.register
+@loopwright.register
 class Preferred(Task):
   """A decoder that learns a preference, beside a frozen copy of what it was."""
 

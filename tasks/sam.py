@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, Loss, Step, Task
-from framework.tasks.image_classification import ImageClassification, ImageData, cnn
+import loopwright
+from loopwright import Batch, ConfigError, Loss, Step, Task
+from loopwright.tasks.image_classification import ImageClassification, ImageData, cnn
 
 
 class SharpnessAware(Task):
@@ -57,7 +57,7 @@ class SharpnessAware(Task):
     return loss.plus_regularization(self.regularization())
 
 
-@framework.register
+@loopwright.register
 class SharpClassification(SharpnessAware, ImageClassification):
   """Image classification with sharpness-aware minimisation."""
 

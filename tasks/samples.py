@@ -1,6 +1,6 @@
 """A sheet of images drawn by a generative task: `Gan`, `WassersteinGan`, `Diffusion`, `Vae`.
 
-    python -m framework.tasks.samples runs/fashion_mnist_vae --output=samples.png
+    python -m loopwright.tasks.samples runs/fashion_mnist_vae --output=samples.png
 
 The task has `noise_shape`, and its `export_signature` maps "noise" [n, *noise_shape] to "image"
 [n, height, width, 1] in [0, 1].
@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from framework import ConfigError
+from loopwright import ConfigError
 
 
 def sheet(task: Any, *, rows: int, columns: int, seed: int = 0) -> tf.Tensor:
@@ -37,9 +37,9 @@ def sheet(task: Any, *, rows: int, columns: int, seed: int = 0) -> tf.Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Writes a sheet of samples from a run's newest checkpoint; returns the exit status."""
-  from framework import run
+  from loopwright import running
 
-  parser = argparse.ArgumentParser(prog="python -m framework.tasks.samples")
+  parser = argparse.ArgumentParser(prog="python -m loopwright.tasks.samples")
   parser.add_argument("model_dir", help="the folder of a run")
   parser.add_argument("--output", required=True, help="a .png file")
   parser.add_argument("--rows", type=int, default=5, help="rows of images")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--seed", type=int, default=0, help="seed of the noise")
   given = parser.parse_args(arguments)
   try:
-    task = run.restored(given.model_dir)
+    task = running.restored(given.model_dir)
     if not hasattr(task, "noise_shape"):
       raise ConfigError(
         f"{given.model_dir!r} is a run of {type(task).__name__}, which draws no images; give a run "

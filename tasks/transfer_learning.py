@@ -1,6 +1,6 @@
 """Transfer learning: a backbone of keras.applications under a new head, frozen or fine-tuned.
 
-import framework.tasks.transfer_learning
+import loopwright.tasks.transfer_learning
 run.task = @TransferLearning()
 TransferLearning.data = @image_folder()
 TransferLearning.backbone = @mobilenet_v2()
@@ -19,12 +19,12 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-import framework
-from framework import Batch, ConfigError, Loss, Source, Step, Task
-from framework.errors import first_line
-from framework.metrics import Weighted, weighted_sum
-from framework.run_folder.warm_start import WarmStart
-from framework.tasks.image_classification import ImageData, moved
+import loopwright
+from loopwright import Batch, ConfigError, Loss, Source, Step, Task
+from loopwright.errors import first_line
+from loopwright.metrics import Weighted, weighted_sum
+from loopwright.run_folder.warm_start import WarmStart
+from loopwright.tasks.image_classification import ImageData, moved
 
 IMAGENET = "imagenet"
 _LOCAL_STATISTICS = {
@@ -46,7 +46,7 @@ class Backbone:
   preprocess_input: Callable[[tf.Tensor], tf.Tensor]
 
 
-@framework.register
+@loopwright.register
 def mobilenet_v2(*, alpha: float = 1.0) -> Backbone:
   """MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381); its input is in [-1, 1].
 
@@ -59,7 +59,7 @@ def mobilenet_v2(*, alpha: float = 1.0) -> Backbone:
   )
 
 
-@framework.register
+@loopwright.register
 def efficientnet_v2_s() -> Backbone:
   """EfficientNetV2-S (Tan and Le 2021, arXiv:2104.00298); its input is in [0, 255]."""
   return Backbone(
@@ -68,7 +68,7 @@ def efficientnet_v2_s() -> Backbone:
   )
 
 
-@framework.register
+@loopwright.register
 def resnet50() -> Backbone:
   """ResNet-50 (He et al. 2015, arXiv:1512.03385); its input is BGR minus ImageNet's mean."""
   return Backbone(
@@ -77,7 +77,7 @@ def resnet50() -> Backbone:
   )
 
 
-@framework.register
+@loopwright.register
 class TransferLearning(Task):
   """Classification of RGB images: backbone, global average pooling, dense layers with ReLU, logits.
 

@@ -4,7 +4,7 @@ In the first `annealing_steps` the weight of the divergence rises from 0 to 1: `
 the number of the step. The noise of an example depends on its place in the data stream, so N
 replicas train like one.
 
-    python -m framework.tasks.samples runs/fashion_mnist_vae --output=samples.png
+    python -m loopwright.tasks.samples runs/fashion_mnist_vae --output=samples.png
 
 Kingma and Welling, "Auto-Encoding Variational Bayes" (2014); the annealing is that of Bowman et al.
 (2016), section 3.1.
@@ -18,16 +18,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import framework
-from framework import Batch, ConfigError, Loss, Source, Task
-from framework.graphs.randomness import draw_each, example_seeds
-from framework.metrics import Weighted, weighted_sum
-from framework.tasks.image_classification import ImageData
+import loopwright
+from loopwright import Batch, ConfigError, Loss, Source, Task
+from loopwright.graphs.randomness import draw_each, example_seeds
+from loopwright.metrics import Weighted, weighted_sum
+from loopwright.tasks.image_classification import ImageData
 
 SHAPE = (28, 28, 1)
 
 
-@framework.register
+@loopwright.register
 class Vae(Task):
   """Learns a code of normally distributed numbers for 28x28 grey images, and to draw from it."""
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import builder
-from framework.errors import ConfigError
-from framework.strategies import factories, placement
-from framework.strategies.cluster import identity as cluster
-from framework.strategies.cluster import rendezvous, resolvers
-from framework.strategies.cluster.identity import Cluster, ClusterError, Peer
-from framework.tools.local_cluster import free_ports
+from loopwright import builder
+from loopwright.errors import ConfigError
+from loopwright.strategies import factories, placement
+from loopwright.strategies.cluster import identity as cluster
+from loopwright.strategies.cluster import rendezvous, resolvers
+from loopwright.strategies.cluster.identity import Cluster, ClusterError, Peer
+from loopwright.tools.local_cluster import free_ports
 
 
 def resolver(addresses, index, job="worker"):
@@ -134,7 +134,7 @@ def test_each_loaded_module_of_the_users_own_is_a_fact(tmp_path, monkeypatch):
   assert differing == {"code of module a_helper"}
   modules = {name.rpartition(" ")[2] for name in first if name.startswith("code of module")}
   assert "test_cluster" in modules
-  assert not {"numpy", "json", "tensorflow", "framework.run", "pytest"} & modules
+  assert not {"numpy", "json", "tensorflow", "loopwright.running", "pytest"} & modules
 
 
 def test_the_digest_of_code_tells_files_apart(tmp_path):

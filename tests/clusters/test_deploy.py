@@ -22,11 +22,11 @@ import yaml
 from kubeflow_trainer_api import models as schemas
 
 import launch
-from framework import configurables
-from framework.strategies import factories, servers
-from framework.strategies.cluster import identity as cluster
-from framework.strategies.cluster import resolvers, wire
-from framework.tools.local_cluster import GRACE_S, MISTAKE, SAVED
+from loopwright import configurables
+from loopwright.strategies import factories, servers
+from loopwright.strategies.cluster import identity as cluster
+from loopwright.strategies.cluster import resolvers, wire
+from loopwright.tools.local_cluster import GRACE_S, MISTAKE, SAVED
 
 ROOT = Path(launch.__file__).parent
 DEPLOY = ROOT / "deploy"
@@ -514,13 +514,13 @@ def test_the_image_gets_what_it_installs_and_runs(tmp_path):
   setup = configparser.ConfigParser()
   setup.read(ROOT / "setup.cfg")
   metadata = setup["metadata"]
-  packages = setup["options.packages.find"]["include"].split()
+  package = ROOT / "framework" / "loopwright"
   needed = {
     *("pyproject.toml", "setup.cfg"),
     *(metadata["long_description"].removeprefix("file:").split()),
     *metadata["license_files"].split(),
-    *(package for package in packages if not package.endswith(".*")),
-    *(link.resolve().name for link in (ROOT / "framework").iterdir() if link.is_symlink()),
+    setup["options.packages.find"]["where"],
+    *(link.resolve().name for link in package.iterdir() if link.is_symlink()),
   }
   assert {"PACKAGE.md", "framework", "tasks", "configs"} < needed
   assert needed <= {str(source) for source in copied}

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import hang_trials, straggler_trials
-from framework import commands
-from framework.hangs import verdict
-from framework.host import stacks
-from framework.run_folder import layout, legs
-from framework.run_folder.legs import Leg
+from loopwright import commands
+from loopwright.hangs import verdict
+from loopwright.host import stacks
+from loopwright.run_folder import layout, legs
+from loopwright.run_folder.legs import Leg
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INPUT, COLLECTIVE = "training: input (read, task.py:3)", "training: step or collective"

@@ -12,8 +12,9 @@ import time
 import grpc
 import pytest
 
-from framework.strategies import servers
-from framework.strategies.cluster.identity import ClusterError, Peer
+from loopwright.strategies import servers
+from loopwright.strategies.cluster import heartbeat as probes
+from loopwright.strategies.cluster.identity import ClusterError, Peer
 
 TIMEOUT_S = 0.6
 
@@ -106,7 +107,7 @@ sys.stdin.read()  # it waits, and does not look
 def parent_of(peer, *, grace_s):
   """A process with a heartbeat beside it that it does not listen to, and the heartbeat's pid."""
   heartbeat = [
-    servers._HEARTBEAT,
+    *servers._HEARTBEAT[1:],
     str(TIMEOUT_S),
     str(grace_s),
     json.dumps({str(peer): peer.address}),
@@ -140,7 +141,7 @@ def test_a_parent_that_waits_for_a_silent_peer_is_ended_with_its_name(peer):
 
 FIRST_PROCESS = """
 import ctypes, subprocess, sys
-from framework.strategies.cluster import heartbeat
+from loopwright.strategies.cluster import heartbeat
 
 if sys.argv.pop(1) == "endable":
   heartbeat.endable()
@@ -157,7 +158,15 @@ def first_process(peer, kind):
   if done.returncode:
     pytest.skip(f"this system allows no namespace of processes: {done.stderr.strip()}")
   arguments = ["0.6", "0.5", json.dumps({str(peer): peer.address})]
-  command = [*NAMESPACE, sys.executable, "-c", FIRST_PROCESS, kind, servers._HEARTBEAT, *arguments]
+  command = [
+    *NAMESPACE,
+    sys.executable,
+    "-c",
+    FIRST_PROCESS,
+    kind,
+    *servers._HEARTBEAT[1:],
+    *arguments,
+  ]
   with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
     yield process
     process.kill()
@@ -177,9 +186,9 @@ def test_a_process_1_that_cannot_be_ended_is_named_once(peer, monkeypatch, tmp_p
   silent, awake = peer
   awake.clear()
   short = tmp_path / "heartbeat.py"
-  with open(servers._HEARTBEAT) as file:
+  with open(probes.__file__) as file:
     short.write_text(file.read().replace("_END_S = 10.0", "_END_S = 0.5"))
-  monkeypatch.setattr(servers, "_HEARTBEAT", str(short))
+  monkeypatch.setattr(servers, "_HEARTBEAT", [sys.executable, str(short)])
   with first_process(silent, "not") as parent:
     lines = [parent.stderr.readline() for _ in range(2)]
     assert "killing the chief" in lines[0]
@@ -191,8 +200,8 @@ def test_a_process_1_that_cannot_be_ended_is_named_once(peer, monkeypatch, tmp_p
 
 ENDING = """
 import sys, time
-from framework.strategies import servers
-from framework.strategies.cluster.identity import Peer
+from loopwright.strategies import servers
+from loopwright.strategies.cluster.identity import Peer
 
 class Remote:
   def __del__(self):
@@ -239,7 +248,7 @@ def test_it_ends_with_its_parent_however_that_ends(peer):
 
 def test_it_needs_no_tensorflow():
   """A process of 10 MB beside a chief of a thousand."""
-  command = [sys.executable, "-X", "importtime", servers._HEARTBEAT, "1", "1", json.dumps({})]
+  command = [sys.executable, "-X", "importtime", *servers._HEARTBEAT[1:], "1", "1", json.dumps({})]
   done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
   assert done.returncode == 0
   assert "grpc" in done.stderr

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import ConfigError
-from framework.run_folder import legs
-from framework.strategies.cluster import elastic, wire
-from framework.tools import local_cluster, local_process, private_network
-from framework.tools.local_cluster import free_ports, run_local
+from loopwright.errors import ConfigError
+from loopwright.run_folder import legs
+from loopwright.strategies.cluster import elastic, wire
+from loopwright.tools import local_cluster, local_process, private_network
+from loopwright.tools.local_cluster import free_ports, run_local
 
 ROOT = Path(local_cluster.__file__).parents[2]
 PRELUDE = """
@@ -88,7 +88,7 @@ class Parent:
     code = (
       "import json, signal, sys\n"
       "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & ignores it
-      f"from framework.tools import local_cluster\n{constants}\n"
+      f"from loopwright.tools import local_cluster\n{constants}\n"
       "sys.exit(local_cluster.run_local(**json.loads(sys.argv[1])))"
     )
     self.popen = subprocess.Popen(
@@ -771,7 +771,7 @@ def test_not_on_linux(monkeypatch):
 
 
 def test_the_parent_does_not_import_tensorflow():
-  code = "import sys, framework.tools.local_cluster; sys.exit('tensorflow' in sys.modules)"
+  code = "import sys, loopwright.tools.local_cluster; sys.exit('tensorflow' in sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -995,7 +995,7 @@ def test_places_rest_longer_after_each_loss_and_until_there_is_a_newer_checkpoin
 
 
 FORKED = """
-told = [sys.argv, "framework.run" in sys.modules, os.getppid(), os.getsid(0) == os.getpid()]
+told = [sys.argv, "loopwright.running" in sys.modules, os.getppid(), os.getsid(0) == os.getpid()]
 mark(f"told.{me}.{size}", json.dumps(told + [dict(os.environ)["TF_CONFIG"] == json.dumps(config)]))
 print("out", me)
 print("err", me, file=sys.stderr)

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks import hostile_meeting
 from benchmarks.hostile_meeting import ALIKE, KINDS, SECRET, meeting_of
-from framework.errors import ConfigError
-from framework.strategies.cluster import meeting, wire
-from framework.strategies.cluster.identity import ClusterError, Peer
-from framework.tools.local_cluster import free_ports
+from loopwright.errors import ConfigError
+from loopwright.strategies.cluster import meeting, wire
+from loopwright.strategies.cluster.identity import ClusterError, Peer
+from loopwright.tools.local_cluster import free_ports
 
 OTHER = {**ALIKE, "run.seed": "4711"}
 

@@ -16,8 +16,8 @@ import pytest
 from input_cases import ledger_digest
 
 import launch
-from framework.run_folder import legs, paces
-from framework.tools.ledger import __main__
+from loopwright.run_folder import legs, paces
+from loopwright.tools.ledger import __main__
 
 ROOT = Path(launch.__file__).parent
 SUPPORT = ROOT / "tests" / "support"
@@ -266,8 +266,8 @@ def resized(tmp_path_factory):
   params = [f"Keeper.signals = {signals}", "Keeper.pause_s = 0.3", "run.ledger = True",
             "run.train_steps = 20", "run.checkpoint_every_steps = 50"]  # fmt: skip
   program = (
-    "import functools, sys; from framework.commands import main; "
-    "from framework.tools import local_cluster as cluster; "
+    "import functools, sys; from loopwright.commands import main; "
+    "from loopwright.tools import local_cluster as cluster; "
     "cluster.run_local = functools.partial(cluster.run_local, rest_s=0.5); sys.exit(main(sys.argv))"
   )
   return run(folder, "2:3", *params, program=["-c", program])
@@ -327,7 +327,7 @@ def test_what_depends_on_the_number_of_workers_is_refused_if_it_varies(tmp_path,
 @pytest.mark.whole
 def test_workers_that_were_not_started_alike_end_in_one_line(tmp_path):
   """Each in its own words: `run.train_steps` differs."""
-  from framework.tools.local_cluster import make_cluster
+  from loopwright.tools.local_cluster import make_cluster
 
   tmp_path.joinpath("config.gin").write_text(
     CONFIG.format(folder=tmp_path, rate=RATE, batch=BATCH, steps=STEPS)

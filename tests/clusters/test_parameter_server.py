@@ -16,12 +16,12 @@ import pytest
 import tensorflow as tf
 import tiers
 
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource, Source, StreamSource
-from framework.strategies import factories, servers
-from framework.strategies.cluster import identity as cluster
-from framework.tools import local_cluster
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource, Source, StreamSource
+from loopwright.strategies import factories, servers
+from loopwright.strategies.cluster import identity as cluster
+from loopwright.tools import local_cluster
 
 HERE = Path(__file__).parents[1] / "support"
 EXAMPLES, REPEATS = 203, 100

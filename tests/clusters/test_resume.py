@@ -13,15 +13,15 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import errors
-from framework.actions.base import Action, StopTraining
-from framework.actions.best import EarlyStopping
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.options import Cadence
-from framework.run_folder import checkpoints
-from framework.run_folder.remote import Opened
-from framework.session import Session
+from loopwright import errors
+from loopwright.actions.base import Action, StopTraining
+from loopwright.actions.best import EarlyStopping
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.options import Cadence
+from loopwright.run_folder import checkpoints
+from loopwright.run_folder.remote import Opened
+from loopwright.session import Session
 
 REPOSITORY = Path(launch.__file__).parent
 STEPS, EVAL_EVERY, CHECKPOINT_EVERY, LOOP = 12, 6, 4, 2

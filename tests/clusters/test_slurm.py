@@ -12,17 +12,17 @@ import tensorflow as tf
 from test_multi_worker import BATCH, CONFIG, RATE, SUPPORT, reference
 
 from benchmarks import slurm_elastic, slurm_trials
-from framework import ArraySource
-from framework.inputs import datasets
+from loopwright import ArraySource
+from loopwright.inputs import datasets
 
 STEPS, GATES = 24, (8, 16)
 GATED = """
 import pathlib
 import time
-import framework
+import loopwright
 
-@framework.register
-class Gated(framework.Action):
+@loopwright.register
+class Gated(loopwright.Action):
   on = "train"
 
   def __call__(self, output):

@@ -10,7 +10,7 @@ import cases
 import numpy as np
 import pytest
 
-import framework
+import loopwright
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT_S = 540
@@ -21,7 +21,7 @@ class Results:
 
   def __init__(self, folder, selected):
     self._folder = folder
-    root = pathlib.Path(framework.__file__).parents[1]
+    root = pathlib.Path(loopwright.__file__).parents[1]
     command = [sys.executable, str(HERE / "worker.py"), str(folder), *(c.id for c in selected)]
     try:
       done = subprocess.run(

@@ -6,8 +6,8 @@ import reference
 import tensorflow as tf
 import tf_keras
 
-from framework import metrics
-from framework import task as tasks
+from loopwright import metrics
+from loopwright import task as tasks
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 LAYOUTS = {

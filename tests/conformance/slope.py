@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework import metrics, task, trainer
-from framework.optimizers import loss_scale
+from loopwright import metrics, task, trainer
+from loopwright.optimizers import loss_scale
 
 GRADIENTS = [1.0, 2.0, 3.0, 6.0]
 """Of four examples; their mean is 3. Two replicas hold 1, 2 and 3, 6."""

@@ -6,12 +6,12 @@ import pytest
 import tensorflow as tf
 from places import PLACES, strategy_of
 
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource, StreamSource
-from framework.metrics import Loss, weighted_sum
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.metrics import Loss, weighted_sum
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 ROWS, STEPS, RATE, DECAY = 10, 7, 0.125, 0.75
 X = np.random.default_rng(1).normal(size=[40, 3]).astype(np.float32)

@@ -16,10 +16,10 @@ from packed_texts import BATCH, LENGTH, RATE, STEPS
 from places import PLACES, strategy_of
 
 import launch
-from framework.builder import Recipe
-from framework.tasks import decoder
-from framework.tools.ledger import __main__
-from framework.tools.ledger.recorder import Recorder
+from loopwright.builder import Recipe
+from loopwright.tasks import decoder
+from loopwright.tools.ledger import __main__
+from loopwright.tools.ledger.recorder import Recorder
 
 ROOT = Path(launch.__file__).parent
 SUPPORT = ROOT / "tests" / "support"
@@ -162,7 +162,7 @@ def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(step, whole, tmp_path
 
 PREFERENCE = f"""
 import clustered
-import framework.tasks.preference
+import loopwright.tasks.preference
 
 run.task = @Preferred()
 Preferred.corpus = @TextFiles()

@@ -13,13 +13,13 @@ import pytest
 import slope
 import tensorflow as tf
 
-import framework
-from framework import evaluator, trainer
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.optimizers import loss_scale
-from framework.strategies import factories, reduction
+import loopwright
+from loopwright import evaluator, trainer
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.optimizers import loss_scale
+from loopwright.strategies import factories, reduction
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_nccl_has_no_kernel_for_cpus():
 IN_ONE_PROCESS = """
 import sys
 import tensorflow as tf
-from framework.strategies import factories
+from loopwright.strategies import factories
 
 factories.split_cpu(3)
 
@@ -310,7 +310,7 @@ except tf.errors.OpError as error:  # after which no collective works in this pr
 @pytest.mark.whole
 def test_collectives_of_one_strategy_do_not_meet_those_of_another(replicas, size, says):
   """Sums of replica ids from 1, over `size` numbers on each replica."""
-  root = pathlib.Path(framework.__file__).parents[1]
+  root = pathlib.Path(loopwright.__file__).parents[1]
   done = subprocess.run(
     [sys.executable, "-c", IN_ONE_PROCESS, str(replicas), str(size), says],
     cwd=root, capture_output=True, text=True, timeout=120, check=False,

@@ -26,12 +26,12 @@ import reference
 import tensorflow as tf
 import tf_keras
 
-from framework import evaluator
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.models import models
-from framework.optimizers import fusion, loss_scale, schedules
-from framework.strategies import factories, placement, reduction
+from loopwright import evaluator
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.models import models
+from loopwright.optimizers import fusion, loss_scale, schedules
+from loopwright.strategies import factories, placement, reduction
 
 ON_GPUS = "TESTS_ON_GPUS" in os.environ
 
@@ -88,7 +88,7 @@ def make_loss_scale(given):
 
 
 def make_dataset(case, position=0):
-  """The case's own batches, padded by hand, or made and padded by framework/inputs/datasets.py."""
+  """The case's own batches, padded by hand, or made and padded by inputs/datasets.py."""
   if case.scenario.framework_inputs:
     return datasets.train_dataset(
       ArraySource(features=joined(cases.global_batches(case))),

@@ -69,11 +69,11 @@ def made(config, precision, gpus, *, jit_compile=False):
   """Returns a trainer of a shipped config, with small data, on so many GPUs."""
   import config_data
 
-  from framework import builder, configurables
-  from framework import run as runs
-  from framework.options import Numerics
-  from framework.strategies import factories
-  from framework.strategies.reduction import Reduction
+  from loopwright import builder, configurables
+  from loopwright import running as runs
+  from loopwright.options import Numerics
+  from loopwright.strategies import factories
+  from loopwright.strategies.reduction import Reduction
 
   class Unproven(Reduction):
     """The stand-in computes no sum that could be right."""
@@ -109,7 +109,7 @@ def note(task, batches):
 
 def places(trainer):
   """Returns the devices of all variables of the model and the optimizers, each once."""
-  from framework.models import models
+  from loopwright.models import models
 
   kept = [models.raw(v) for v in models.all_variables(trainer.task.model)]
   for optimizer in trainer.parts.optimizers.values():

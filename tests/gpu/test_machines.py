@@ -53,8 +53,8 @@ def test_bfloat16_is_refused_where_tensorflow_cannot_sum_it():
   """TensorFlow's error comes in the first sum, and ends all collectives of the process."""
   program = """
 import tensorflow as tf
-from framework.strategies import factories
-from framework.strategies.reduction import Reduction
+from loopwright.strategies import factories
+from loopwright.strategies.reduction import Reduction
 for op in ("auto", "nccl", "hierarchical_copy"):
   try:
     Reduction(wire_dtype="bfloat16").prove(factories.mirrored(cross_device_ops=op), [tf.float32])

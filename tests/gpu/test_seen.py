@@ -19,34 +19,34 @@ ROOT = TESTS.parent
 RUN = """
 import json, os, sys
 import keras, numpy as np, tensorflow as tf
-import framework
-from framework import run
-from framework.strategies import factories, gpus, placement
-from framework.strategies.reduction import Reduction
+import loopwright
+from loopwright import running
+from loopwright.strategies import factories, gpus, placement
+from loopwright.strategies.reduction import Reduction
 
 Reduction.prove = lambda *_: None  # the stand-in computes no sum that could be right
 
 
-class Line(framework.Task):
+class Line(loopwright.Task):
   def build_model(self):
     return keras.Sequential([keras.Input([8]), keras.layers.Dense(1)])
 
   def source(self, split):
-    return framework.ArraySource(features={"x": np.ones([4, 8], np.float32)})
+    return loopwright.ArraySource(features={"x": np.ones([4, 8], np.float32)})
 
   def forward(self, batch, training):
     return self.model(batch["x"], training=training)[:, 0]
 
   def loss(self, outputs, batch):
-    return framework.Loss.from_examples(outputs**2, batch["weight"])
+    return loopwright.Loss.from_examples(outputs**2, batch["weight"])
 
 
 options = json.loads(sys.argv[2])
 try:
-  run.run(
+  running.run(
     task=Line(), train_steps=1, global_batch_size=4, model_dir=sys.argv[1], mode="train", **options
   )
-except framework.ConfigError as error:  # no weight was computed
+except loopwright.ConfigError as error:  # no weight was computed
   print(error, file=sys.stderr)
 place = placement.of(factories.auto())
 before = place.memory["gpu_memory_mib"]
@@ -101,7 +101,7 @@ import json, os, sys
 sys.path[:0] = sys.argv[1:]
 import conftest, worker, fake_gpu
 import tensorflow as tf
-from framework.strategies.reduction import Reduction
+from loopwright.strategies.reduction import Reduction
 
 Reduction.prove = lambda *_: None
 case = worker.cases.CASES["everything-mirrored_collective-x2-keras"]

@@ -1,4 +1,4 @@
-"""Writes docs/changing-a-run.md: its text, and a table from framework/configurables/changes.py.
+"""Writes docs/changing-a-run.md: its text, and a table from loopwright/configurables/changes.py.
 
 python -m tests.support.change_tables > docs/changing-a-run.md
 """
@@ -6,7 +6,7 @@ python -m tests.support.change_tables > docs/changing-a-run.md
 import sys
 from pathlib import Path
 
-from framework.configurables import changes, table
+from loopwright.configurables import changes, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "changing-a-run.md"
 MARK = "\n## Every option\n"

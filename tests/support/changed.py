@@ -1,7 +1,7 @@
 """Which test files a change can break: what `pytest --changed` runs, the nearest first.
 
 A file refers to another by an import, at the top or in a function; by a string that names its
-module ("framework.tools.tune", f"framework.tools.verify.checks.{group}") or, of a file that is no
+module ("loopwright.tools.tune", f"loopwright.tools.verify.checks.{group}") or, of a file that is no
 code, itself, its path or a folder on its path. How far a test is from a change is the number of
 references between them. Nearly all tests are at some distance from step.py, so what takes longer
 than a minute is left out at the far end.
@@ -47,11 +47,11 @@ def modules(files):
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     if parts[0] == "tests":  # its folders are on the path of their tests, support/ of all
       parts = parts[2:] if parts[1] == "support" else parts[-1:]
-    places[".".join(parts)] = file
+    places[".".join(parts[1:] if parts[0] == "framework" else parts)] = file
     if parts[0] == "tasks":
-      places["framework." + ".".join(parts)] = file  # a link
+      places["loopwright." + ".".join(parts)] = file  # a link
     if parts[0] == "framework" and len(parts) > 2:
-      places.setdefault(".".join(parts[1:]), file)  # as `framework.commands` names tools
+      places.setdefault(".".join(parts[2:]), file)  # as `loopwright.commands` names tools
   return places
 
 

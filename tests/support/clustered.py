@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import Action, ArraySource, Loss, Task
-from framework.metrics import PerExample, Sum, weighted_sum
-from framework.models import models
+import loopwright
+from loopwright import Action, ArraySource, Loss, Task
+from loopwright.metrics import PerExample, Sum, weighted_sum
+from loopwright.models import models
 
 EXAMPLES = 30
 RNG = np.random.default_rng(3)
@@ -37,7 +37,7 @@ def _terminate_once_connected():
   tf.distribute.MultiWorkerMirroredStrategy = terminated
 
 
-@framework.register
+@loopwright.register
 class Clustered(Task):
   """Linear regression; every worker appends the ids of its rows to ids-<worker>.
 
@@ -116,7 +116,7 @@ class Clustered(Task):
     return {"halves": values["halves"]}
 
 
-@framework.register
+@loopwright.register
 class Keeper(Action):
   """Keeps each worker's variables after every loop, and sends signals to its own process.
 

@@ -9,17 +9,17 @@ import numpy as np
 import reviews
 import tensorflow as tf
 
-import framework
 import launch
-from framework.actions.base import Action
-from framework.tasks.decoder import decoder
-from framework.tasks.image_classification import cnn
+import loopwright
+from loopwright.actions.base import Action
+from loopwright.tasks.decoder import decoder
+from loopwright.tasks.image_classification import cnn
 
 FOLDER = Path(launch.__file__).parent / "configs"
 EXAMPLES = 12
 
 
-@framework.register
+@loopwright.register
 class Witness(Action):
   """Keeps the run it is bound to."""
 

@@ -9,12 +9,12 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework import metrics, task
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.optimizers import loss_scale
-from framework.run_folder.checkpoints import CheckpointManager
-from framework.trainer import Trainer
+from loopwright import metrics, task
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.optimizers import loss_scale
+from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 EXAMPLES, BATCH, OVERFLOW_EVERY, SEED = 30, 12, 17, 5

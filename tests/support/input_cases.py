@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.errors import ConfigError, user_error
-from framework.inputs.datasets import train_dataset
-from framework.inputs.sources import ArraySource, StreamSource
+from loopwright.errors import ConfigError, user_error
+from loopwright.inputs.datasets import train_dataset
+from loopwright.inputs.sources import ArraySource, StreamSource
 
 
 def numbered(n, **features):

@@ -4,11 +4,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Loss, Task, weighted_sum
+import loopwright
+from loopwright import ArraySource, Loss, Task, weighted_sum
 
 
-@framework.register
+@loopwright.register
 class Sine(Task):
   """Regression with dropout and batch normalization."""
 

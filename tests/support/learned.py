@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Loss, Task
+import loopwright
+from loopwright import ArraySource, Loss, Task
 
 RNG = np.random.default_rng(12)
 EXAMPLES = 30
@@ -29,7 +29,7 @@ def scaled(split, shift=0.0):
   return (X[split] + shift - x.mean(0)) / x.std(0)
 
 
-@framework.register
+@loopwright.register
 class Scaled(Task):
   """Linear regression on standardised features; `folder` gets a line a fit, and what is used."""
 

@@ -4,14 +4,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Loss, StreamSource, Task, weighted_sum
+import loopwright
+from loopwright import ArraySource, Loss, StreamSource, Task, weighted_sum
 
 X = np.random.default_rng(0).normal(size=[10, 3]).astype(np.float32)
 Y = X.sum(axis=1)
 
 
-@framework.register
+@loopwright.register
 class Toy(Task):
   """Linear regression on ten points."""
 
@@ -46,7 +46,7 @@ class Toy(Task):
     step.update(lambda part: self.training_loss(step, part), batch, self._optimizer)
 
 
-@framework.register
+@loopwright.register
 class WithoutForward(Task):
   def build_model(self):
     return linear()
@@ -62,22 +62,22 @@ def linear():
   return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
 
 
-@framework.register
+@loopwright.register
 def wider():
   return keras.Sequential([keras.Input([3]), keras.layers.Dense(4), keras.layers.Dense(1)])
 
 
-@framework.register
+@loopwright.register
 def no_model():
   keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
 
 
-@framework.register
+@loopwright.register
 def unbuilt_model():
   return keras.Sequential([keras.layers.Dense(1)])
 
 
-@framework.register
+@loopwright.register
 def frozen_model():
   model = linear()
   model.trainable = False
@@ -91,57 +91,57 @@ def points():
   return ArraySource(features={"x": X, "y": Y})
 
 
-@framework.register
+@loopwright.register
 def unequal_features():
   return ArraySource(features={"x": X, "y": Y[:7]})
 
 
-@framework.register
+@loopwright.register
 def no_rows():
   return ArraySource(features={"x": X[:0], "y": Y[:0]})
 
 
-@framework.register
+@loopwright.register
 def no_source():
   points()
 
 
-@framework.register
+@loopwright.register
 def bare_dataset():
   return tf.data.Dataset.from_tensor_slices({"x": X, "y": Y})
 
 
-@framework.register
+@loopwright.register
 def stream_of_tuples():
   return StreamSource(dataset=tf.data.Dataset.from_tensor_slices((X, Y)))
 
 
-@framework.register
+@loopwright.register
 def stream_of_batches():
   return StreamSource(dataset=bare_dataset().batch(5))
 
 
-@framework.register
+@loopwright.register
 def stream_of_full_batches():
   return StreamSource(dataset=bare_dataset().batch(5, drop_remainder=True))
 
 
-@framework.register
+@loopwright.register
 def empty_stream():
   return StreamSource(dataset=bare_dataset().filter(lambda example: False))
 
 
-@framework.register
+@loopwright.register
 def weightless():
   return ArraySource(features={"x": X, "y": Y, "weight": np.zeros(10, np.float32)})
 
 
-@framework.register
+@loopwright.register
 def negative_weights():
   return ArraySource(features={"x": X, "y": Y, "weight": -np.ones(10, np.float32)})
 
 
-@framework.register
+@loopwright.register
 def narrow_points():
   return ArraySource(features={"x": X[:, :2], "y": Y})
 
@@ -149,28 +149,28 @@ def narrow_points():
 # Preprocessing.
 
 
-@framework.register
+@loopwright.register
 def dropping_rows(batch):
   return {name: value[:2] for name, value in batch.items()}
 
 
-@framework.register
+@loopwright.register
 def filtering_rows(batch):
   keep = batch["y"] > 0
   return {name: tf.boolean_mask(value, keep) for name, value in batch.items()}
 
 
-@framework.register
+@loopwright.register
 def dropping_weight(batch):
   return {"x": batch["x"], "y": batch["y"]}
 
 
-@framework.register
+@loopwright.register
 def returning_nothing(batch):
   batch["x"] = batch["x"] * 2
 
 
-@framework.register
+@loopwright.register
 def weighting_nothing(batch):
   return {**batch, "weight": tf.zeros_like(batch["weight"])}
 
@@ -178,12 +178,12 @@ def weighting_nothing(batch):
 # Outputs.
 
 
-@framework.register
+@loopwright.register
 def crashing(outputs):
   return outputs["logits"]
 
 
-@framework.register
+@loopwright.register
 def printing(outputs):
   print(outputs.numpy())
   return outputs
@@ -196,49 +196,49 @@ def squares(outputs, batch):
   return Loss.from_examples(tf.square(outputs[:, 0] - batch["y"]), batch["weight"])
 
 
-@framework.register
+@loopwright.register
 def mean_of_squares(outputs, batch):
   return tf.reduce_mean(tf.square(outputs[:, 0] - batch["y"]))
 
 
-@framework.register
+@loopwright.register
 def column_of_squares(outputs, batch):
   return Loss.from_examples(tf.square(outputs - batch["y"][:, None]), batch["weight"])
 
 
-@framework.register
+@loopwright.register
 def unsummed_squares(outputs, batch):
   return Loss(tf.square(outputs[:, 0] - batch["y"]), batch["weight"])
 
 
-@framework.register
+@loopwright.register
 def short_weight(outputs, batch):
   return Loss.from_examples(tf.square(outputs[:, 0] - batch["y"]), batch["weight"][:1])
 
 
-@framework.register
+@loopwright.register
 def no_loss(outputs, batch):
   squares(outputs, batch)
 
 
-@framework.register
+@loopwright.register
 def untouching(outputs, batch):
   return Loss.from_examples(tf.square(batch["y"]), batch["weight"])
 
 
-@framework.register
+@loopwright.register
 def roots(outputs, batch):
   return Loss.from_examples(tf.sqrt(outputs[:, 0] * 0.0 - 1.0), batch["weight"])
 
 
-@framework.register
+@loopwright.register
 def class_losses(outputs, batch):
   labels = tf.fill([tf.shape(outputs)[0]], 5)
   losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=outputs)
   return Loss.from_examples(losses, batch["weight"])
 
 
-@framework.register
+@loopwright.register
 def mismatched(outputs, batch):
   return Loss.from_examples(tf.reduce_sum(outputs @ tf.ones([3, 1]), axis=1), batch["weight"])
 
@@ -246,27 +246,27 @@ def mismatched(outputs, batch):
 # Metrics.
 
 
-@framework.register
+@loopwright.register
 def mean_error(outputs, batch):
   return {"error": tf.reduce_mean(tf.abs(outputs[:, 0] - batch["y"]))}
 
 
-@framework.register
+@loopwright.register
 def vector_metric(outputs, batch):
   return {"error": (tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])}
 
 
-@framework.register
+@loopwright.register
 def named_step(outputs, batch):
   return {"step": weighted_sum(tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])}
 
 
-@framework.register
+@loopwright.register
 def named_loss(outputs, batch):
   return {"loss": weighted_sum(tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])}
 
 
-@framework.register
+@loopwright.register
 def unnamed_metric(outputs, batch):
   return weighted_sum(tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])
 
@@ -274,11 +274,11 @@ def unnamed_metric(outputs, batch):
 # Optimizers.
 
 
-@framework.register
+@loopwright.register
 def scaled_adam():
   return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
 
 
-@framework.register
+@loopwright.register
 def no_optimizer():
   keras.optimizers.Adam()

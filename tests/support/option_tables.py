@@ -7,22 +7,22 @@ import inspect
 import sys
 import types
 
-from framework import run, trainer
-from framework.actions import best, model_flops, profiling, show, tensorboard, time_budget
-from framework.configurables import documentation
-from framework.configurables.table import GIVEN
-from framework.inputs import mixture, sources
-from framework.optimizers import adapters, ema, groups, loss_scale, schedules
-from framework.run_folder import warm_start
-from framework.strategies import factories, reduction
-from framework.strategies.cluster import resolvers
-from framework.tools.exports import action as export
-from framework.tools.forensics import action as nonfinite
-from framework.tools.forensics import layers, spikes
-from framework.tools.trackers import csv_file, mlflow, prometheus, wandb
+from loopwright import running, trainer
+from loopwright.actions import best, model_flops, profiling, show, tensorboard, time_budget
+from loopwright.configurables import documentation
+from loopwright.configurables.table import GIVEN
+from loopwright.inputs import mixture, sources
+from loopwright.optimizers import adapters, ema, groups, loss_scale, schedules
+from loopwright.run_folder import warm_start
+from loopwright.strategies import factories, reduction
+from loopwright.strategies.cluster import resolvers
+from loopwright.tools.exports import action as export
+from loopwright.tools.forensics import action as nonfinite
+from loopwright.tools.forensics import layers, spikes
+from loopwright.tools.trackers import csv_file, mlflow, prometheus, wandb
 
 SECTIONS = (
-  ("run", run, "run"),
+  ("run", running, "run"),
   ("Trainer", trainer, "Trainer"),
   ("Reduction", reduction, "Reduction"),
   (

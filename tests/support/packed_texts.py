@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Loss, Mixture, Packed, Task, attention_mask
+import loopwright
+from loopwright import ArraySource, Loss, Mixture, Packed, Task, attention_mask
 
 KINDS, LENGTH, BATCH, STEPS, RATE = 11, 12, 5, 12, 0.3
 WEIGHTS = {0: {"few": 1, "many": 1}, 4: {"few": 3, "many": 1}}
@@ -42,7 +42,7 @@ class NextToken(Task):
     return Loss(tf.reduce_sum(losses * real), tf.reduce_sum(real))
 
 
-@framework.register
+@loopwright.register
 class PackedTexts(NextToken):
   """Of the mixture."""
 

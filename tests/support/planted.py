@@ -5,10 +5,10 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-import framework
-from framework import ArraySource, Loss, StreamSource, Task, Trainer
-from framework.graphs import randomness
-from framework.inputs import datasets
+import loopwright
+from loopwright import ArraySource, Loss, StreamSource, Task, Trainer
+from loopwright.graphs import randomness
+from loopwright.inputs import datasets
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 EXAMPLES, BATCH, SEED = 96, 8, 3
@@ -31,7 +31,7 @@ def poisoned(variable, guilty):
   return tf.zeros([]), gradient
 
 
-@framework.register
+@loopwright.register
 class Planted(Task):
   """Regression by a small network with batch normalisation and dropout.
 

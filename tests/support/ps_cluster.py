@@ -27,21 +27,21 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework import run as runs
-from framework.errors import mistake
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource, StreamSource
-from framework.metrics import Loss, PerExample, Sum, weighted_sum
-from framework.models import models
-from framework.observers import Observer
-from framework.optimizers import loss_scale
-from framework.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
-from framework.strategies import factories, placement, servers
-from framework.strategies.cluster import identity as cluster
-from framework.task import Task
-from framework.tools import local_cluster
-from framework.trainer import Trainer
+from loopwright import running as runs
+from loopwright.errors import mistake
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.metrics import Loss, PerExample, Sum, weighted_sum
+from loopwright.models import models
+from loopwright.observers import Observer
+from loopwright.optimizers import loss_scale
+from loopwright.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
+from loopwright.strategies import factories, placement, servers
+from loopwright.strategies.cluster import identity as cluster
+from loopwright.task import Task
+from loopwright.tools import local_cluster
+from loopwright.trainer import Trainer
 
 WORKERS, SERVERS = 3, 2
 BATCH, EXAMPLES, FEATURES = 8, 203, 3

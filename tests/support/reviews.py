@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from framework.tasks import text_classification
+from loopwright.tasks import text_classification
 
 WORDS = [f"w{number}" for number in range(40)]
 

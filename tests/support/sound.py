@@ -8,11 +8,11 @@ import reviews
 import tensorflow as tf
 import tf_keras
 
-from framework import ArraySource, Loss, Task, weighted_sum
-from framework.optimizers import schedules
-from framework.tasks import image_classification, text_classification
-from framework.tasks.gan import Gan
-from framework.tools.verify.bench.bench import Subject
+from loopwright import ArraySource, Loss, Task, weighted_sum
+from loopwright.optimizers import schedules
+from loopwright.tasks import image_classification, text_classification
+from loopwright.tasks.gan import Gan
+from loopwright.tools.verify.bench.bench import Subject
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(0)

@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Sequence
 
 RIGHT = """
-import framework.tasks.image_classification
+import loopwright.tasks.image_classification
 run.task = @ImageClassification()
 ImageClassification.data = @digits()
 run.global_batch_size = 64
 run.train_steps = 100
 """.lstrip()
-LONELY = "import framework\n\nclass Lonely(framework.Task): ...\n"
+LONELY = "import loopwright\n\nclass Lonely(loopwright.Task): ...\n"
 """my_lonely_task.py, beside the gin file."""
 
 
@@ -52,11 +52,11 @@ DEFECTS = {
     says="unknown configurable 'Lonely'. Add `import my_lonely_task`, which defines it.",
   ),
   "a misspelt module": Defect(
-    lines=["import framework.tasks.image_clasification"],
+    lines=["import loopwright.tasks.image_clasification"],
     kind="imports",
     says=(
-      "no module named 'framework.tasks.image_clasification'. Did you mean "
-      "'framework.tasks.image_classification'?"
+      "no module named 'loopwright.tasks.image_clasification'. Did you mean "
+      "'loopwright.tasks.image_classification'?"
     ),
   ),
   "a bracket that is never closed": Defect(

@@ -13,7 +13,7 @@ import tf_keras
 from config_data import FOLDER, Witness, forget_garden, stand_ins
 
 import launch
-from framework import configurables
+from loopwright import configurables
 
 CONFIGS = sorted(path.name for path in FOLDER.glob("*.gin"))
 STEPS, BATCH = 2, 4

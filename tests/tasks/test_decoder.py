@@ -7,11 +7,11 @@ import tensorflow as tf
 from decoder_by_hand import by_hand, with_noise, written_by_hand
 from places import PLACES, strategy_of
 
-from framework.builder import Recipe
-from framework.errors import ConfigError
-from framework.inputs.datasets import train_dataset
-from framework.tasks import decoder, generation
-from framework.tasks.language_model import LanguageModel
+from loopwright.builder import Recipe
+from loopwright.errors import ConfigError
+from loopwright.inputs.datasets import train_dataset
+from loopwright.tasks import decoder, generation
+from loopwright.tasks.language_model import LanguageModel
 
 LAYERS, WIDTH, HEADS, GROUPS = 2, 16, 4, 2
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.builder import Recipe
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.tasks import fixmatch
-from framework.tasks.fixmatch import FixMatch
-from framework.tasks.image_classification import ImageData, cnn
+from loopwright.builder import Recipe
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.tasks import fixmatch
+from loopwright.tasks.fixmatch import FixMatch
+from loopwright.tasks.image_classification import ImageData, cnn
 
 BATCH, STEPS, RATIO, THRESHOLD = 5, 10, 3, 0.268
 

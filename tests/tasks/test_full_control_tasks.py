@@ -9,22 +9,22 @@ import pytest
 import tensorflow as tf
 from places import central_storage
 
-from framework.errors import ConfigError
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.run_folder import assets
-from framework.step import EvalStep
-from framework.tasks import contrastive, maml
-from framework.tasks.contrastive import Contrastive
-from framework.tasks.diffusion import CLEAREST, NOISIEST, Diffusion, cosine_level
-from framework.tasks.distillation import Distillation
-from framework.tasks.gradient_penalty import WassersteinGan
-from framework.tasks.image_classification import ImageData, cnn, mlp
-from framework.tasks.maml import SinusoidMaml
-from framework.tasks.sam import SharpClassification
-from framework.tasks.vae import Vae, negative_log_likelihood
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.run_folder import assets
+from loopwright.step import EvalStep
+from loopwright.tasks import contrastive, maml
+from loopwright.tasks.contrastive import Contrastive
+from loopwright.tasks.diffusion import CLEAREST, NOISIEST, Diffusion, cosine_level
+from loopwright.tasks.distillation import Distillation
+from loopwright.tasks.gradient_penalty import WassersteinGan
+from loopwright.tasks.image_classification import ImageData, cnn, mlp
+from loopwright.tasks.maml import SinusoidMaml
+from loopwright.tasks.sam import SharpClassification
+from loopwright.tasks.vae import Vae, negative_log_likelihood
+from loopwright.trainer import Trainer
 
 EXAMPLES, CLASSES, RATE = 21, 4, 0.05
 # Their losses are large: of a larger rate, ten steps amplify rounding.

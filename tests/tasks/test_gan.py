@@ -10,16 +10,16 @@ import tensorflow as tf
 from config_data import FOLDER, Witness, fashion_mnist_files
 
 import launch
-from framework.errors import ConfigError
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.tasks import gan
-from framework.tasks.gan import Gan
-from framework.tasks.image_classification import ImageData
-from framework.tasks.samples import main, sheet
-from framework.tools.exports import export
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.tasks import gan
+from loopwright.tasks.gan import Gan
+from loopwright.tasks.image_classification import ImageData
+from loopwright.tasks.samples import main, sheet
+from loopwright.tools.exports import export
+from loopwright.trainer import Trainer
 
 EXAMPLES, NOISE, WIDTH, RATE = 22, 4, 2, 0.05
 RNG = np.random.default_rng(2)

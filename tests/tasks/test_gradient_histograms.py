@@ -11,11 +11,11 @@ import tensorflow as tf
 from test_fixmatch import images
 from test_fixmatch import task as fixmatch_task
 
-from framework.builder import Recipe
-from framework.inputs import datasets
-from framework.run_folder.warm_start import DIFFERS, MATCHED, WarmStart
-from framework.tasks.gradient_histograms import GradientHistograms, gradients_in_cells, histograms
-from framework.tasks.image_classification import cnn
+from loopwright.builder import Recipe
+from loopwright.inputs import datasets
+from loopwright.run_folder.warm_start import DIFFERS, MATCHED, WarmStart
+from loopwright.tasks.gradient_histograms import GradientHistograms, gradients_in_cells, histograms
+from loopwright.tasks.image_classification import cnn
 
 BATCH, STEPS = 5, 10
 SIZE = 2 * 8 * (2 * 2 + 1)

@@ -9,14 +9,14 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.errors import ConfigError
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.tasks import image_classification
-from framework.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
-from framework.tools.exports import export
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.tasks import image_classification
+from loopwright.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
+from loopwright.tools.exports import export
+from loopwright.trainer import Trainer
 
 RNG = np.random.default_rng(8)
 SHAPE, CLASSES, EXAMPLES = (3, 2, 1), 4, 10

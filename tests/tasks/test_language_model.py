@@ -15,14 +15,14 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import configurables
-from framework.errors import ConfigError
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.models import models
-from framework.optimizers import adapters
-from framework.tasks import language_model
-from framework.tasks.language_model import (
+from loopwright import configurables
+from loopwright.errors import ConfigError
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.models import models
+from loopwright.optimizers import adapters
+from loopwright.tasks import language_model
+from loopwright.tasks.language_model import (
   NO_TARGET,
   START,
   LanguageModel,
@@ -30,8 +30,8 @@ from framework.tasks.language_model import (
   packed,
   transformer,
 )
-from framework.tools.exports import export
-from framework.trainer import Trainer
+from loopwright.tools.exports import export
+from loopwright.trainer import Trainer
 
 ROOT = Path(launch.__file__).parent
 CONTEXT, LAYERS, WIDTH, HEADS = 12, 2, 16, 2
@@ -545,7 +545,7 @@ def test_a_negative_temperature_is_refused():
 
 
 SMALL = """
-import framework.tasks.language_model
+import loopwright.tasks.language_model
 run.task = @LanguageModel()
 LanguageModel.corpus = @TextFiles()
 LanguageModel.context = 16
@@ -606,7 +606,7 @@ def test_the_command_draws_the_same_text_for_the_same_seed(run_folder, capsys):
   expected = language_model.sample(language_model.restored(run_folder), b"this ", 9, seed=7)
   assert language_model.main([*arguments, "--seed", "7"]) == 0
   assert capsys.readouterr().out == f"{expected.decode(errors='replace')}\n"
-  command = [sys.executable, "-m", "framework.tasks.language_model", *arguments, "--seed", "7"]
+  command = [sys.executable, "-m", "loopwright.tasks.language_model", *arguments, "--seed", "7"]
   made = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
   assert made.stdout.decode() == f"{expected.decode(errors='replace')}\n"
 

@@ -12,10 +12,10 @@ import tensorflow as tf
 import tf_keras
 from config_data import forget_garden
 
-from framework import ConfigError, Evaluator, Trainer, configurables
-from framework.inputs import datasets
-from framework.strategies import factories
-from framework.tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
+from loopwright import ConfigError, Evaluator, Trainer, configurables
+from loopwright.inputs import datasets
+from loopwright.strategies import factories
+from loopwright.tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
 
 pytest.importorskip("tensorflow_datasets", reason="the extra 'garden' is not installed")
 
@@ -276,13 +276,13 @@ def test_an_experiment_by_name(garden):
 
 def test_our_trainer_is_still_the_one_that_a_config_means(garden, tmp_path):
   (tmp_path / "x.gin").write_text(
-    "import framework.tasks.model_garden\nrun.task = @ModelGarden()\nrun.train_steps = 1\n"
+    "import loopwright.tasks.model_garden\nrun.task = @ModelGarden()\nrun.train_steps = 1\n"
     "ModelGarden.experiment = @garden_experiment()\ngarden_experiment.name = 'points'\n"
     "run.global_batch_size = 8\nTrainer.clip_norm = 2.0\n"
   )
   try:
     configurables.parse([str(tmp_path / "x.gin")])
-    assert configurables.bound("framework.trainer.Trainer", "clip_norm", None) == 2.0
+    assert configurables.bound("loopwright.trainer.Trainer", "clip_norm", None) == 2.0
   finally:
     gin.clear_config()
 

@@ -9,12 +9,12 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import ArraySource, ConfigError, Loss, Task, Trainer
-from framework.inputs import datasets
-from framework.models import models
-from framework.run import run
-from framework.tools.verify.bench.bench import Subject
-from framework.tools.verify.checks import replicas
+from loopwright import ArraySource, ConfigError, Loss, Task, Trainer
+from loopwright.inputs import datasets
+from loopwright.models import models
+from loopwright.running import run
+from loopwright.tools.verify.bench.bench import Subject
+from loopwright.tools.verify.checks import replicas
 
 STEPS, BATCH, EXAMPLES = 10, 6, 15
 RNG = np.random.default_rng(0)

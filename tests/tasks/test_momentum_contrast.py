@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.builder import Recipe
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.models import models
-from framework.tasks.image_classification import ImageData
-from framework.tasks.momentum_contrast import MomentumContrast
+from loopwright.builder import Recipe
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.models import models
+from loopwright.tasks.image_classification import ImageData
+from loopwright.tasks.momentum_contrast import MomentumContrast
 
 BATCH, STEPS, QUEUE = 7, 10, 16
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.optimizers import adapters
-from framework.optimizers.fusion import Gradients
-from framework.tasks.optimizers import ADOPT, AdEMAMix
+from loopwright.optimizers import adapters
+from loopwright.optimizers.fusion import Gradients
+from loopwright.tasks.optimizers import ADOPT, AdEMAMix
 
 CASES = {
   # optax.contrib.ademamix(0.02, b3=0.99, alpha=5.0, weight_decay=0.1)

@@ -7,11 +7,11 @@ import tensorflow as tf
 from decoder_by_hand import by_hand, with_noise, written_by_hand
 from places import PLACES, strategy_of
 
-from framework.builder import Recipe
-from framework.errors import ConfigError
-from framework.inputs.datasets import train_dataset
-from framework.tasks import preference
-from framework.tasks.decoder import decoder
+from loopwright.builder import Recipe
+from loopwright.errors import ConfigError
+from loopwright.inputs.datasets import train_dataset
+from loopwright.tasks import preference
+from loopwright.tasks.decoder import decoder
 
 PROMPT, COUNT, BETA = 5, 4, 0.4
 

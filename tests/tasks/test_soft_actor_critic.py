@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import run as runs
-from framework.actions.base import Action
-from framework.builder import Recipe
-from framework.evaluator import Evaluator
-from framework.graphs import randomness
-from framework.inputs import datasets
-from framework.inputs.replay import Draws
-from framework.models import models
-from framework.run_folder.checkpoints import START
-from framework.tasks.soft_actor_critic import Collect, SoftActorCritic
+from loopwright import running as runs
+from loopwright.actions.base import Action
+from loopwright.builder import Recipe
+from loopwright.evaluator import Evaluator
+from loopwright.graphs import randomness
+from loopwright.inputs import datasets
+from loopwright.inputs.replay import Draws
+from loopwright.models import models
+from loopwright.run_folder.checkpoints import START
+from loopwright.tasks.soft_actor_critic import Collect, SoftActorCritic
 
 pytest.importorskip("gymnasium")
 ROWS, STEPS = 12, 10

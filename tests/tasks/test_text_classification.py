@@ -15,14 +15,14 @@ import sound
 import tensorflow as tf
 from tensorflow.python.data.ops import debug_mode
 
-from framework import testing
-from framework.builder import Recipe
-from framework.errors import ConfigError
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.run import run
-from framework.tasks import text_classification
-from framework.tasks.text_classification import (
+from loopwright import testing
+from loopwright.builder import Recipe
+from loopwright.errors import ConfigError
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.running import run
+from loopwright.tasks import text_classification
+from loopwright.tasks.text_classification import (
   TextClassification,
   TextData,
   bag_of_ngrams,
@@ -31,8 +31,8 @@ from framework.tasks.text_classification import (
   split_words,
   text_files,
 )
-from framework.tools import verify
-from framework.trainer import Trainer
+from loopwright.tools import verify
+from loopwright.trainer import Trainer
 
 RNG = np.random.default_rng(4)
 TRAIN = (

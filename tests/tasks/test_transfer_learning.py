@@ -8,20 +8,20 @@ import pytest
 import tensorflow as tf
 from keras.src.utils import file_utils
 
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.tasks import transfer_learning
-from framework.tasks.image_classification import ImageData
-from framework.tasks.transfer_learning import (
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.tasks import transfer_learning
+from loopwright.tasks.image_classification import ImageData
+from loopwright.tasks.transfer_learning import (
   Backbone,
   TransferLearning,
   efficientnet_v2_s,
   mobilenet_v2,
   resnet50,
 )
-from framework.tools.exports import export
-from framework.trainer import Trainer
+from loopwright.tools.exports import export
+from loopwright.trainer import Trainer
 
 EXAMPLES, SIDE, RATE = 8, 32, 0.25
 RNG = np.random.default_rng(3)

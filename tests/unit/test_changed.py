@@ -7,23 +7,23 @@ import changed
 import pytest
 
 TREE = {
-  "framework/__init__.py": "",
-  "framework/leaf.py": '"""In a docstring framework.lazy is no reference."""\n',
-  "framework/lazy.py": "",
-  "framework/table.py": 'TABLE = (("framework.lazy", "Lazy"),)\n',
-  "framework/loader.py": 'load = lambda name: __import__(f"framework.checks.{name}")\n',
-  "framework/checks/__init__.py": "",
-  "framework/checks/mesh.py": "import framework.leaf\n",
-  "tasks/gan.py": "def make():\n  from framework import leaf\n",
-  "configs/gan.gin": "import framework.tasks.gan\n",
+  "framework/loopwright/__init__.py": "",
+  "framework/loopwright/leaf.py": '"""In a docstring loopwright.lazy is no reference."""\n',
+  "framework/loopwright/lazy.py": "",
+  "framework/loopwright/table.py": 'TABLE = (("loopwright.lazy", "Lazy"),)\n',
+  "framework/loopwright/loader.py": 'load = lambda name: __import__(f"loopwright.checks.{name}")\n',
+  "framework/loopwright/checks/__init__.py": "",
+  "framework/loopwright/checks/mesh.py": "import loopwright.leaf\n",
+  "tasks/gan.py": "def make():\n  from loopwright import leaf\n",
+  "configs/gan.gin": "import loopwright.tasks.gan\n",
   "docs/gan.md": "",
   "tests/conftest.py": "",
-  "tests/support/helper.py": "from framework import table\n",
-  "tests/unit/test_leaf.py": "from framework.leaf import something\n",
-  "tests/unit/test_gan.py": 'CONFIG = "import framework.tasks.gan"\n',
+  "tests/support/helper.py": "from loopwright import table\n",
+  "tests/unit/test_leaf.py": "from loopwright.leaf import something\n",
+  "tests/unit/test_gan.py": 'CONFIG = "import loopwright.tasks.gan"\n',
   "tests/unit/test_table.py": "import helper\n",
   "tests/unit/test_configs.py": 'FOLDER = ROOT / "configs"\n',
-  "tests/unit/test_loader.py": "def test():\n  import framework.loader\n",
+  "tests/unit/test_loader.py": "def test():\n  import loopwright.loader\n",
 }
 BY_CONFTEST = dict.fromkeys(("leaf", "gan", "table", "configs", "loader"), 1)
 
@@ -47,9 +47,9 @@ def root(tmp_path):
 @pytest.mark.parametrize(
   ("file", "expected"),
   [
-    ("framework/leaf.py", {"leaf": 1, "gan": 2, "loader": 3}),
-    ("framework/lazy.py", {"table": 3}),
-    ("framework/checks/mesh.py", {"loader": 2}),
+    ("framework/loopwright/leaf.py", {"leaf": 1, "gan": 2, "loader": 3}),
+    ("framework/loopwright/lazy.py", {"table": 3}),
+    ("framework/loopwright/checks/mesh.py", {"loader": 2}),
     ("tasks/gan.py", {"gan": 1}),
     ("configs/gan.gin", {"configs": 1}),
     ("docs/gan.md", {}),
@@ -65,27 +65,32 @@ def test_the_references_to_a_file_are_found(root, file, expected):
 
 
 def test_a_module_that_is_gone_still_breaks_what_imports_it(root):
-  git(root, "rm", "framework/leaf.py")
-  assert changed.distances(root, {"framework/leaf.py"})["tests/unit/test_leaf.py"] == 1
+  git(root, "rm", "framework/loopwright/leaf.py")
+  assert changed.distances(root, {"framework/loopwright/leaf.py"})["tests/unit/test_leaf.py"] == 1
 
 
 def test_all_since_main_counts_committed_or_not(root):
   git(root, "checkout", "-b", "mine")
-  (root / "framework/leaf.py").write_text("x = 1\n")
+  (root / "framework/loopwright/leaf.py").write_text("x = 1\n")
   git(root, "commit", "-am", "second")
-  (root / "framework/lazy.py").write_text("x = 1\n")
+  (root / "framework/loopwright/lazy.py").write_text("x = 1\n")
   (root / "tests/unit/test_new.py").write_text("")
   git(root, "rm", "docs/gan.md")
   git(root, "checkout", "-b", "other", "main")
   git(root, "checkout", "mine")
   _, found = changed.changes(root)
-  mine = {"framework/leaf.py", "framework/lazy.py", "tests/unit/test_new.py", "docs/gan.md"}
+  mine = {
+    "framework/loopwright/leaf.py",
+    "framework/loopwright/lazy.py",
+    "tests/unit/test_new.py",
+    "docs/gan.md",
+  }
   assert found == mine
 
 
 def test_what_main_has_got_since_does_not_count(root):
   git(root, "branch", "mine")
-  (root / "framework/leaf.py").write_text("x = 1\n")
+  (root / "framework/loopwright/leaf.py").write_text("x = 1\n")
   git(root, "commit", "-am", "second")
   git(root, "checkout", "mine")
   assert changed.changes(root)[1] == set()
@@ -93,7 +98,7 @@ def test_what_main_has_got_since_does_not_count(root):
 
 def test_the_nearest_come_first_until_the_time_is_over():
   far = {
-    "framework/step.py": 0,
+    "framework/loopwright/step.py": 0,
     "tests/unit/test_far.py": 3,
     "tests/unit/test_near.py": 1,
     "tests/unit/test_slow.py": 1,

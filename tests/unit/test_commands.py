@@ -31,10 +31,10 @@ from absl import flags
 from config_data import forget_garden
 
 import launch
-from framework.commands import new
-from framework.commands.arguments import COMMANDS, config_of, parse
-from framework.modes import LAUNCH_MODES
-from framework.tools.sweep import space
+from loopwright.commands import new
+from loopwright.commands.arguments import COMMANDS, config_of, parse
+from loopwright.modes import LAUNCH_MODES
+from loopwright.tools.sweep import space
 
 ROOT = Path(launch.__file__).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import testing
-from framework.actions.base import Run
-from framework.inputs import datasets
-from framework.metrics import Loss
-from framework.optimizers import kernels
-from framework.run_folder.metrics_log import MetricsLog
-from framework.step import replica_id
-from framework.strategies import placement
-from framework.task import Task
-from framework.tools import verify
-from framework.trainer import Trainer
+from loopwright import testing
+from loopwright.actions.base import Run
+from loopwright.inputs import datasets
+from loopwright.metrics import Loss
+from loopwright.optimizers import kernels
+from loopwright.run_folder.metrics_log import MetricsLog
+from loopwright.step import replica_id
+from loopwright.strategies import placement
+from loopwright.task import Task
+from loopwright.tools import verify
+from loopwright.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 X = [1.0, 2.0, 3.0, 6.0]

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.errors import ConfigError
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss, weighted_sum
-from framework.task import Task, derived_metrics
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss, weighted_sum
+from loopwright.task import Task, derived_metrics
+from loopwright.trainer import Trainer
 
 VALUES = np.array([0.0, 1.0, 2.0, 7.0, 3.0, 0.5, 4.0], np.float32)  # 7: an odd number of examples
 

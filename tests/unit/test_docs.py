@@ -20,14 +20,14 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import configurables
-from framework.commands import new
-from framework.run import run
+from loopwright import configurables
+from loopwright.commands import new
+from loopwright.running import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BASE = """
-import framework.tasks.image_classification
+import loopwright.tasks.image_classification
 run.task = @ImageClassification()
 ImageClassification.data = @digits()
 ImageClassification.input_shape = (8, 8, 1)
@@ -211,7 +211,7 @@ def test_the_decisions_are_listed_once_by_number_and_title():
 def pictured():
   """Returns the paths that the picture in docs/architecture.md names below framework/."""
   text = (ROOT / "docs" / "architecture.md").read_text()
-  picture = text.partition("    framework/\n")[2].partition("    tasks/<name>.py")[0]
+  picture = text.partition("    framework/loopwright/\n")[2].partition("    tasks/<name>.py")[0]
   folders, paths = [], []
   for line in picture.splitlines():
     depth, name = (len(line) - len(line.lstrip()) - 6) // 2, line.split()[0]
@@ -223,8 +223,8 @@ def pictured():
 def test_the_picture_is_the_folder():
   """Except configurables/ and verify's two folders, which have their own lists, and template/."""
   found = {
-    str(path.relative_to(ROOT / "framework")).removesuffix("/__init__.py")
-    for path in (ROOT / "framework").rglob("*.py")
+    str(path.relative_to(ROOT / "framework" / "loopwright")).removesuffix("/__init__.py")
+    for path in (ROOT / "framework" / "loopwright").rglob("*.py")
   } - {"__init__.py"}
   listed_elsewhere = (
     "configurables/",
@@ -236,7 +236,7 @@ def test_the_picture_is_the_folder():
   found = {path for path in found if not path.startswith(listed_elsewhere)} | {"template"}
   assert sorted(pictured()) == sorted(found)
   for path in pictured():
-    assert (ROOT / "framework" / path).exists(), path
+    assert (ROOT / "framework" / "loopwright" / path).exists(), path
 
 
 def test_the_rows_of_the_picture_are_those_of_the_contract():
@@ -252,10 +252,12 @@ def test_the_rows_of_the_picture_are_those_of_the_contract():
 def test_the_walks_pass_what_there_is():
   text = (ROOT / "docs" / "architecture.md").read_text()
   walks = text.partition("## Three walks\n")[2].partition("\n## ")[0]
-  rows = re.findall(r"\(\.\./framework/([\w/]+\.py)\) \| ([^|]+) \|$", walks, re.MULTILINE)
+  rows = re.findall(
+    r"\(\.\./framework/loopwright/([\w/]+\.py)\) \| ([^|]+) \|$", walks, re.MULTILINE
+  )
   assert len(rows) == sum(map(int, re.findall(r"(\d+) modules", walks)))
   for path, names in rows:
-    code = (ROOT / "framework" / path).read_text()
+    code = (ROOT / "framework" / "loopwright" / path).read_text()
     for name in re.findall(r"`(\w+)`", names):
       assert re.search(rf"^ *(def|class) {name}\b", code, re.MULTILINE), (path, name)
 

@@ -1,4 +1,4 @@
-"""Lines for the user in what a pipeline raises: `framework.errors`.
+"""Lines for the user in what a pipeline raises: `loopwright.errors`.
 
 Its ConfigErrors are tested where they are raised, in test_sources.py and test_inputs.py.
 """
@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 from input_cases import runtime_error
 
-from framework import errors
-from framework.errors import ConfigError
-from framework.inputs import checks
+from loopwright import errors
+from loopwright.errors import ConfigError
+from loopwright.inputs import checks
 
 
 def test_other_errors_have_no_user_error():

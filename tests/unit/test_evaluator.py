@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.errors import ConfigError
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource, StreamSource
-from framework.metrics import Loss, weighted_sum
-from framework.task import Task
+from loopwright.errors import ConfigError
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.metrics import Loss, weighted_sum
+from loopwright.task import Task
 
 EXAMPLES = 11
 RNG = np.random.default_rng(7)

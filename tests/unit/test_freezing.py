@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.models import models
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[4, 3]).astype(np.float32)

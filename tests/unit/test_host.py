@@ -8,12 +8,12 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks, ops
 
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 SOURCE = ArraySource(features={"x": np.ones([64, 3], np.float32)})
 

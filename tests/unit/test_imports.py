@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-import framework
+import loopwright
 
-ROOT = Path(framework.__file__).parents[1]
+ROOT = Path(loopwright.__file__).parents[2]
 PLANTED = {
-  "Layers": ("metrics.py", "from framework import trainer"),
-  "No cycles": ("inputs/ordering.py", "from framework.inputs import datasets"),
-  "Only framework.configurables imports gin": ("run.py", "from gin import config_parser"),
-  "Only the modes of a run read the config": ("metrics.py", "from framework import configurables"),
+  "Layers": ("metrics.py", "from loopwright import trainer"),
+  "No cycles": ("inputs/ordering.py", "from loopwright.inputs import datasets"),
+  "Only loopwright.configurables imports gin": ("running.py", "from gin import config_parser"),
+  "Only the modes of a run read the config": ("metrics.py", "from loopwright import configurables"),
 }
 
 
@@ -38,8 +38,8 @@ def test_every_contract_holds():
 def test_a_planted_import_breaks_its_contract(contract, tmp_path):
   file, line = PLANTED[contract]
   shutil.copy(ROOT / "setup.cfg", tmp_path)
-  shutil.copytree(ROOT / "framework", tmp_path / "framework")
-  path = tmp_path / "framework" / file
+  shutil.copytree(ROOT / "framework" / "loopwright", tmp_path / "framework" / "loopwright")
+  path = tmp_path / "framework" / "loopwright" / file
   path.write_text(f"{path.read_text()}\n{line}\n")
   names, _ = broken(tmp_path)
   assert contract in names  # an upward import closes a cycle, too
@@ -64,22 +64,22 @@ def patched(source):
 @pytest.mark.parametrize(
   "line",
   [
-    'mock.patch("framework.trainer.Step", None)',
+    'mock.patch("loopwright.trainer.Step", None)',
     "mock.patch.object(trainer, 'Step', None)",
     "mock.patch.object(trainer.Trainer, 'loop', None)",
   ],
 )
 def test_a_patch_of_ours_is_found(line):
-  [name] = patched(f"from framework import trainer\n{line}")
-  assert name.startswith("framework.trainer")
+  [name] = patched(f"from loopwright import trainer\n{line}")
+  assert name.startswith("loopwright.trainer")
 
 
 def test_the_framework_patches_no_module_of_its_own():
   found = [
     f"{path}: {name}"
-    for path in sorted((ROOT / "framework").rglob("*.py"))
+    for path in sorted((ROOT / "framework" / "loopwright").rglob("*.py"))
     for name in patched(path.read_text())
-    if name.startswith(("framework.", "tasks."))
+    if name.startswith(("loopwright.", "tasks."))
   ]
   assert not found
 
@@ -88,15 +88,18 @@ def imported(path):
   """Returns the modules of ours that a module names in its imports."""
   found = set()
   for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.ImportFrom) and node.module.startswith("framework"):
-      inside = ROOT / node.module.replace(".", "/")
+    if isinstance(node, ast.ImportFrom) and node.module.startswith("loopwright"):
+      inside = ROOT / "framework" / node.module.replace(".", "/")
       modules = {each.name for each in node.names if (inside / f"{each.name}.py").exists()}
       found |= {f"{node.module}.{name}" for name in modules} or {node.module}
   return found
 
 
 def test_the_step_and_the_trainer_stay_small():
-  step, trainer = ROOT / "framework" / "step.py", ROOT / "framework" / "trainer.py"
+  step, trainer = (
+    ROOT / "framework" / "loopwright" / "step.py",
+    ROOT / "framework" / "loopwright" / "trainer.py",
+  )
   assert len(step.read_text().splitlines()) <= 550
   assert len(imported(step)) <= 10
   assert len(trainer.read_text().splitlines()) <= 350

@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-import framework
-from framework import ArraySource, ConfigError, Evaluator, Trainer, configurables
-from framework.inputs import datasets
-from framework.run import restored, run
-from framework.strategies import factories
+import loopwright
+from loopwright import ArraySource, ConfigError, Evaluator, Trainer, configurables
+from loopwright.inputs import datasets
+from loopwright.running import restored, run
+from loopwright.strategies import factories
 
 BATCH, ROWS, EPOCHS = 7, 35, 4  # 20 steps; two replicas do not divide a batch
 RNG = np.random.default_rng(0)
@@ -199,7 +199,7 @@ def task_of(name, k):
   validation = (x, y, options["sample_weight"]) if "sample_weight" in options else (x, y)
   # Variables of tf_keras cannot be moved into a strategy's scope.
   given = make(k) if k is keras else functools.partial(make, k)
-  return framework.from_keras(given, x, y, validation_data=validation, **options)
+  return loopwright.from_keras(given, x, y, validation_data=validation, **options)
 
 
 @functools.cache
@@ -271,7 +271,7 @@ def run_task(task, model_dir, **options):
 def test_a_run_trains_the_model_itself_with_its_own_optimizer(tmp_path):
   ours, theirs = line(keras, optimizer=keras.optimizers.SGD(0.3)), line(keras)
   theirs.compile(keras.optimizers.SGD(0.3), "mse")
-  task = framework.from_keras(ours, X.astype(np.float64), TARGET, validation_data=(X, TARGET))
+  task = loopwright.from_keras(ours, X.astype(np.float64), TARGET, validation_data=(X, TARGET))
   result = run_task(task, tmp_path)
   theirs.fit(X[: 4 * BATCH], TARGET[: 4 * BATCH], batch_size=BATCH, shuffle=False, verbose=0)
   for mine, expected in zip(ours.get_weights(), theirs.get_weights(), strict=True):
@@ -281,17 +281,17 @@ def test_a_run_trains_the_model_itself_with_its_own_optimizer(tmp_path):
 
 def test_another_optimizer_does_not_go_unnoticed(tmp_path):
   first, other = (line(keras, optimizer=keras.optimizers.SGD(rate)) for rate in (0.25, 0.5))
-  run_task(framework.from_keras(first, X, TARGET), tmp_path, mode="train")
-  task = framework.from_keras(other, X, TARGET)
+  run_task(loopwright.from_keras(first, X, TARGET), tmp_path, mode="train")
+  task = loopwright.from_keras(other, X, TARGET)
   with pytest.raises(ConfigError, match=r"would go on with optimizer = .*SGD, {.*rate: 0.5.*0.25"):
     run_task(task, tmp_path, mode="train", train_steps=6)
   with pytest.raises(ConfigError, match="but a KerasTask has its own, that of its compiled"):
     run_task(task, tmp_path / "new", mode="train", optimizer=keras.optimizers.SGD)
 
 
-@framework.register
+@loopwright.register
 def compiled_line():
-  return framework.from_keras(
+  return loopwright.from_keras(
     lambda: line(keras, optimizer=keras.optimizers.RMSprop(0.1)), X, TARGET
   )
 
@@ -324,7 +324,7 @@ def subclassed():
 
 
 def test_a_function_makes_the_model_in_the_strategys_scope(mirrored):
-  task = framework.from_keras(subclassed, X, TARGET, validation_data=(X, TARGET))
+  task = loopwright.from_keras(subclassed, X, TARGET, validation_data=(X, TARGET))
   _, weights, _ = trained(task, mirrored(2))
   expected = subclassed()
   expected.fit(X, TARGET, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
@@ -335,8 +335,8 @@ def test_a_source_of_ones_own_names_its_features():
   def source(split):
     return ArraySource(features={"x": X, "y": TARGET, "weight": WEIGHT})
 
-  one = framework.from_keras(line(keras), source=source)
-  two = framework.from_keras(line(keras), X, TARGET, sample_weight=WEIGHT)
+  one = loopwright.from_keras(line(keras), source=source)
+  two = loopwright.from_keras(line(keras), X, TARGET, sample_weight=WEIGHT)
   weights = [made(task, factories.default()).task.model.get_weights() for task in (one, two)]
   assert all(np.array_equal(a, b) for a, b in zip(*weights, strict=True))
   batches = [
@@ -442,7 +442,7 @@ REFUSED = {
 def test_one_line_refuses(name, tmp_path):
   make, message = REFUSED[name]
   with pytest.raises(ConfigError, match=message) as caught:
-    run_task(framework.from_keras(make(), X, TARGET), tmp_path, mode="train")
+    run_task(loopwright.from_keras(make(), X, TARGET), tmp_path, mode="train")
   assert "\n" not in str(caught.value)
 
 
@@ -499,14 +499,14 @@ NO_SUMS = {
 @pytest.mark.fast(name=["a function with a scalar"], library=["tf_keras"])
 def test_a_metric_that_is_no_sum_is_refused(name, library, tmp_path):
   model = line(KERAS[library], metrics=[NO_SUMS[name](KERAS[library])])
-  task = framework.from_keras(model, X, np.zeros_like(TARGET))
+  task = loopwright.from_keras(model, X, np.zeros_like(TARGET))
   with pytest.raises(ConfigError, match="a state that is not a sum over rows") as caught:
     run_task(task, tmp_path, mode="train")
   assert "\n" not in str(caught.value)
 
 
 def test_a_metric_with_a_state_of_its_own_is_refused(tmp_path):
-  task = framework.from_keras(line(keras, metrics=[Hidden()]), X, TARGET)
+  task = loopwright.from_keras(line(keras, metrics=[Hidden()]), X, TARGET)
   with pytest.raises(ConfigError, match="'hidden' keeps a state that Keras does not know"):
     run_task(task, tmp_path, mode="train")
 
@@ -519,7 +519,7 @@ class Pairs(keras.losses.Loss):
 
 
 def test_a_loss_that_mixes_rows_is_refused(tmp_path):
-  task = framework.from_keras(line(keras, loss=Pairs()), X, TARGET)
+  task = loopwright.from_keras(line(keras, loss=Pairs()), X, TARGET)
   with pytest.raises(ConfigError, match="the value of an example depends on the others"):
     run_task(task, tmp_path, mode="train")
 
@@ -527,7 +527,7 @@ def test_a_loss_that_mixes_rows_is_refused(tmp_path):
 def test_masks_of_several_outputs_are_refused(tmp_path):
   entropy = keras.losses.SparseCategoricalCrossentropy(ignore_class=0, from_logits=True)
   model = two_heads(keras, loss={"kind": entropy, "size": "mae"})
-  task = framework.from_keras(model, BOTH, [LABEL, TARGET])
+  task = loopwright.from_keras(model, BOTH, [LABEL, TARGET])
   with pytest.raises(ConfigError, match="the loss of output 'kind' has a mask, so it is a mean"):
     run_task(task, tmp_path, mode="train")
 
@@ -542,7 +542,7 @@ def compared(model_of, x, y, strategy, **options):
   history = model.fit(x, y, epochs=3, shuffle=False, **given, **options).history
   expected = history, model.evaluate(x, y, return_dict=True, **given), model.get_weights()
   is_keras = isinstance(model, keras.Model)
-  task = framework.from_keras(
+  task = loopwright.from_keras(
     model_of() if is_keras else model_of, x, y, validation_data=(x, y), **options
   )
   trainer = Trainer(
@@ -613,7 +613,7 @@ class TruePositives(keras.metrics.Metric):
 
 
 def test_a_metric_that_returns_its_variable():
-  task = framework.from_keras(
+  task = loopwright.from_keras(
     line(keras, metrics=[TruePositives()]), X, POSITIVE, validation_data=(X, POSITIVE)
   )
   epochs, _, evaluated = trained(task, factories.default())
@@ -628,7 +628,7 @@ def test_metrics_of_tf_keras_made_in_a_strategys_scope(mirrored):
     return line(tf_keras, metrics=[mae], weighted_metrics=[auc])
 
   options = {"sample_weight": WEIGHT}
-  task = framework.from_keras(make, X, POSITIVE, validation_data=(X, POSITIVE, WEIGHT), **options)
+  task = loopwright.from_keras(make, X, POSITIVE, validation_data=(X, POSITIVE, WEIGHT), **options)
   _, _, evaluated = trained(task, mirrored(2))
   model = make()
   model.fit(X, POSITIVE, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, **options)
@@ -649,7 +649,7 @@ def test_a_metric_sees_the_logits_behind_a_softmax(library):
   expected = model.evaluate(X, LABEL, verbose=0, return_dict=True)
   logits = X @ model.get_weights()[0]
   exact = tf.nn.sparse_softmax_cross_entropy_with_logits(LABEL, logits)
-  task = framework.from_keras(model, X, LABEL, validation_data=(X, LABEL))
+  task = loopwright.from_keras(model, X, LABEL, validation_data=(X, LABEL))
   task.model = task.build_model()
   evaluation = datasets.eval_dataset(task.source("eval"), global_batch_size=9)
   evaluated = Evaluator(task=task, strategy=factories.default(), dataset=evaluation).evaluate()
@@ -669,23 +669,23 @@ def test_an_activity_regulariser_does_not_see_padding(library, tmp_path, mirrore
   """Its evaluation, in batches of 9 of 35 rows, is that of `evaluate` in the same batches."""
   k = KERAS[library]
   model, y = active(k), TARGET
-  task = framework.from_keras(active(k), X, y, validation_data=(X, y))
+  task = loopwright.from_keras(active(k), X, y, validation_data=(X, y))
   _, weights, evaluated = trained(task, factories.default())
   model.fit(X, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
   for ours, theirs in zip(weights, model.get_weights(), strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
   assert evaluated["loss"] == pytest.approx(model.evaluate(X, y, batch_size=9, verbose=0), abs=1e-5)
-  several = framework.from_keras(functools.partial(active, k), X, y)
+  several = loopwright.from_keras(functools.partial(active, k), X, y)
   with pytest.raises(ConfigError, match="has an activity regulariser, and each of N replicas"):
     made(several, mirrored(2))
 
 
 def test_labels_that_are_no_integers_are_rounded_for_their_classes_weight():
   labels = np.array([[0.95], [0.05], [0.5], [1.5], [-0.2]], np.float32)
-  task = framework.from_keras(line(keras), X[:5], labels, class_weight={0: 3.0, 1: 5.0, 2: 7.0})
+  task = loopwright.from_keras(line(keras), X[:5], labels, class_weight={0: 3.0, 1: 5.0, 2: 7.0})
   batch = task.preprocess({**datasets_rows(task, 5), "weight": tf.ones([5])}, training=True)
   np.testing.assert_array_equal(batch["weight"], [5.0, 3.0, 3.0, 7.0, 3.0])  # as np.round
-  wide = framework.from_keras(sequence(keras), STEPS_OF_TIME, STEPS_OF_TIME, class_weight={0: 2.0})
+  wide = loopwright.from_keras(sequence(keras), STEPS_OF_TIME, STEPS_OF_TIME, class_weight={0: 2.0})
   with pytest.raises(ConfigError, match="class_weight is for one class of each example"):
     wide.preprocess({**datasets_rows(wide, 5), "weight": tf.ones([5])}, training=True)
 
@@ -722,23 +722,23 @@ def of_add_loss():
 )
 def test_layers_that_see_a_replicas_rows_are_refused_on_several(make, message, mirrored):
   with pytest.raises(ConfigError, match=message):
-    made(framework.from_keras(make(), X, TARGET), mirrored(2)).train(tf.constant(1))
+    made(loopwright.from_keras(make(), X, TARGET), mirrored(2)).train(tf.constant(1))
 
 
 def test_arguments_that_contradict_or_are_missing(tmp_path, mirrored):
   with pytest.raises(ConfigError, match="either x and y, or source"):
-    framework.from_keras(line(keras))
+    loopwright.from_keras(line(keras))
   with pytest.raises(ConfigError, match="got None as y; it must be an array"):
-    framework.from_keras(line(keras), X).source("train")
+    loopwright.from_keras(line(keras), X).source("train")
   with pytest.raises(ConfigError, match="got no validation_data, so there is nothing to evaluate"):
-    run_task(framework.from_keras(line(keras), X, TARGET), tmp_path)
-  weighted = framework.from_keras(two_heads(keras), BOTH, [LABEL, TARGET], class_weight={0: 2.0})
+    run_task(loopwright.from_keras(line(keras), X, TARGET), tmp_path)
+  weighted = loopwright.from_keras(two_heads(keras), BOTH, [LABEL, TARGET], class_weight={0: 2.0})
   with pytest.raises(ConfigError, match="class_weight is for a model with one output"):
     weighted.preprocess(datasets_row(weighted), training=True)
   with pytest.raises(ConfigError, match=r"cannot be moved into it; pass a function that makes and"):
-    made(framework.from_keras(line(tf_keras), X, TARGET), mirrored(2))
+    made(loopwright.from_keras(line(tf_keras), X, TARGET), mirrored(2))
   with pytest.raises(ConfigError, match="does not exist yet"):
-    framework.from_keras(subclassed, X, TARGET).compiled  # noqa: B018
+    loopwright.from_keras(subclassed, X, TARGET).compiled  # noqa: B018
 
 
 def datasets_row(task):

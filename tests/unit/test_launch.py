@@ -11,12 +11,13 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import configurables
-from framework import run as RUN  # noqa: N812
-from framework.errors import ConfigError, Preempted
-from framework.host import output
-from framework.modes import LAUNCH_MODES
-from framework.tools import local_cluster, verify
+from loopwright import configurables
+from loopwright import running as RUN  # noqa: N812
+from loopwright.errors import ConfigError, Preempted
+from loopwright.host import output
+from loopwright.host.children import PROGRAM
+from loopwright.modes import LAUNCH_MODES
+from loopwright.tools import local_cluster, verify
 
 REPOSITORY = Path(launch.__file__).parent
 
@@ -112,7 +113,7 @@ def test_a_param_comes_after_the_files(capsys):
 
 
 def test_a_task_module_in_the_working_directory(capsys):
-  Path("my_task_here.py").write_text("import framework\n@framework.register\nclass Here: pass\n")
+  Path("my_task_here.py").write_text("import loopwright\n@loopwright.register\nclass Here: pass\n")
   Path("x.gin").write_text("import my_task_here\nrun.task = @Here\nrun.train_steps = 3\n")
   status, line = status_and_line(capsys, "--gin_file=x.gin")
   assert (status, line[:45]) == (2, "error: x.gin:2: run.task is @Here; it must be")
@@ -188,10 +189,10 @@ def test_a_local_cluster_runs_the_same_command_line_in_each_process(monkeypatch,
   arguments = ["--gin_file=a.gin", "--local_workers", "2", "--gin_param", "c.d=1, 2", "-local_ps=1"]
   arguments += ["--gin_file", "b.gin", "--max_restarts=3", f"--mode={mode}"]
   assert launch.main(["launch.py", *arguments]) == 75
-  command = [*configurables.PROGRAM]
+  command = [*PROGRAM]
   flags = ["--gin_file=a.gin", "--gin_file=b.gin", "--gin_param=c.d=1, 2", f"--mode={mode}"]
-  assert given["command"][:2] == command
-  assert sorted(given.pop("command")[2:]) == flags
+  assert given["command"][: len(command)] == command
+  assert sorted(given.pop("command")[len(command) :]) == flags
   assert given == {
     "model_dir": "runs/a", "workers": 2, "least": 2, "ps": 1, "max_restarts": 3, "imports": False,
   }  # fmt: skip

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import metrics
-from framework.errors import ConfigError
+from loopwright import metrics
+from loopwright.errors import ConfigError
 
 
 def pair(total, weight):

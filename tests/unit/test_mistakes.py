@@ -32,7 +32,7 @@ run.steps_per_loop = 2
 run.global_batch_size = 4
 run.strategy = @default
 """
-CLASSIFY = ("import framework.tasks.image_classification", "run.task = @ImageClassification()")
+CLASSIFY = ("import loopwright.tasks.image_classification", "run.task = @ImageClassification()")
 TWO_CPUS = "devices = ('CPU:0', 'CPU:1')"
 
 
@@ -106,11 +106,11 @@ def damaged_checkpoint(folder):
 
 
 def unimported_task(folder):
-  (folder / "my_tasks.py").write_text("class Lonely(framework.Task): ...\n")
+  (folder / "my_tasks.py").write_text("class Lonely(loopwright.Task): ...\n")
 
 
 def failing_module(folder):
-  (folder / "my_broken.py").write_text("import framework\nwidth = 1 / 0\n")
+  (folder / "my_broken.py").write_text("import loopwright\nwidth = 1 / 0\n")
 
 
 IMAGES = (
@@ -142,8 +142,8 @@ MISTAKES = {
   "unknown name": Mistake(config=["run.task = @Toi()"], says=["'Toi'", "Did you mean 'Toy'?"]),
   "wrong type": Mistake(config=["run.train_steps = '9'"], says=["'9'", "int", "without quotes"]),
   "missing module": Mistake(
-    config=["import framework.tasks.gann"],
-    says=["'framework.tasks.gann'", "Did you mean 'framework.tasks.gan'?"],
+    config=["import loopwright.tasks.gann"],
+    says=["'loopwright.tasks.gann'", "Did you mean 'loopwright.tasks.gan'?"],
   ),
   "missing task import": Mistake(
     config=["run.task = @Lonely()"],
@@ -340,7 +340,7 @@ MISTAKES = {
   "no forward()": Mistake(
     config=["run.task = @WithoutForward()"],
     fresh=True,
-    says=["WithoutForward", "forward(batch, training)", "framework/task.py"],
+    says=["WithoutForward", "forward(batch, training)", "framework/loopwright/task.py"],
   ),
   "build_model() returns None": Mistake(
     config=["Toy.model = @no_model"], says=["build_model() returned a NoneType", "a Keras model"]

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.observers import Observer, StepObserver
-from framework.step import EvalStep, Step
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.observers import Observer, StepObserver
+from loopwright.step import EvalStep, Step
 
 STEPS = 8
 

@@ -5,10 +5,19 @@ import inspect
 import pytest
 from input_cases import one_line_error
 
-from framework.options import BatchSize, Cadence, Evaluation, Gpus, Numerics, facts, names_of, taken
-from framework.run import run
-from framework.strategies.cluster import rendezvous
-from framework.task import Task
+from loopwright.options import (
+  BatchSize,
+  Cadence,
+  Evaluation,
+  Gpus,
+  Numerics,
+  facts,
+  names_of,
+  taken,
+)
+from loopwright.running import run
+from loopwright.strategies.cluster import rendezvous
+from loopwright.task import Task
 
 GIVEN = {
   "train_steps": 9, "steps_per_loop": 2, "checkpoint_every_steps": 4, "keep_checkpoints": 3,

@@ -9,8 +9,8 @@ import orbit
 import pytest
 import tensorflow as tf
 
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
 
 
 def made(strategy):
@@ -43,7 +43,7 @@ import json, sys, types
 sys.modules["orbit"] = types.ModuleType("orbit")  # as a satellite tracker has it
 sys.path[:0] = {sys.path}
 import everything, tensorflow as tf
-from framework import evaluator, trainer
+from loopwright import evaluator, trainer
 bases = trainer.Trainer.__mro__ + evaluator.Evaluator.__mro__
 assert not any(base.__module__.startswith("orbit.") for base in bases)
 made = everything.make_trainer(tf.distribute.OneDeviceStrategy("CPU:0"))

@@ -1,4 +1,4 @@
-"""What is installed: one package, `framework`, which no module of a user's can replace."""
+"""What is installed: one package, `loopwright`, which no module of a user's can replace."""
 
 import ast
 import configparser
@@ -17,9 +17,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import launch
-from framework import tasks
-from framework.host import modules
-from framework.run_folder import history
+import loopwright
+from loopwright import tasks
+from loopwright.host import children, modules
+from loopwright.run_folder import history
 
 ROOT = Path(launch.__file__).parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
@@ -50,10 +51,10 @@ def wheel(tmp_path_factory):
 def test_a_wheel_holds_one_package_with_the_tasks_and_the_configs(wheel):
   names = zipfile.ZipFile(wheel).namelist()
   tops = {name.partition("/")[0] for name in names}
-  assert {top for top in tops if not top.endswith(".dist-info")} == {"framework"}
+  assert {top for top in tops if not top.endswith(".dist-info")} == {"loopwright"}
   for folder, end in (("tasks", "*.py"), ("configs", "*.gin")):
-    there = {name for name in names if name.startswith(f"framework/{folder}/")}
-    assert there == {f"framework/{folder}/{file.name}" for file in (ROOT / folder).glob(end)}
+    there = {name for name in names if name.startswith(f"loopwright/{folder}/")}
+    assert there == {f"loopwright/{folder}/{file.name}" for file in (ROOT / folder).glob(end)}
 
 
 def test_the_page_of_an_index_has_no_link_into_the_repository(wheel):
@@ -82,27 +83,31 @@ def test_a_users_own_tasks_package_is_no_hindrance(wheel, tmp_path, installed):
   (folder / "tasks" / "gan.py").write_text("import tasks\nassert tasks.mine\n")
   (folder / "old.gin").write_text(GIN)
   (folder / "mine.gin").write_text(f"import tasks.gan\n{GIN}")
-  program = (tmp_path / "site" if installed else ROOT) / "framework" / "__main__.py"
+  source = tmp_path / "site" if installed else ROOT / "framework"
+  path = {**os.environ, "PYTHONPATH": str(source)}
   files = ("digits_cnn", "old.gin", "mine.gin")
   for file in files:
     done = subprocess.run(
-      [sys.executable, program, "check", file], cwd=folder, capture_output=True, text=True
+      [*children.PROGRAM, "check", file], cwd=folder, capture_output=True, text=True, env=path
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_names_of_before_mean_the_shipped_tasks(tmp_path, monkeypatch):
   text = "['tasks.gan', @tasks.gan.Gan(), 'tasks.mine', official.tasks.gan, my_tasks.gan]"
-  now = text.replace("'tasks.gan", "'framework.tasks.gan").replace("@tasks", "@framework.tasks")
+  now = text.replace("'tasks.gan", "'loopwright.tasks.gan").replace("@tasks", "@loopwright.tasks")
   installed = [place for place in sys.path if place not in ("", str(ROOT))]
   for places in ([str(ROOT), *installed], [str(tmp_path), *installed]):
     monkeypatch.setattr(sys, "path", places)
     assert modules.current(text) == now
+    assert modules.current(text.replace("'tasks.gan", "'framework.tasks.gan")) == now
+    assert modules.current("framework.actions.best") == "loopwright.actions.best"
+    assert modules.current("framework.mine") == "framework.mine"
   (tmp_path / "tasks").mkdir()
   (tmp_path / "tasks" / "gan.py").touch()
   importlib.invalidate_caches()
   assert modules.current(text) == text
-  assert modules.current("tasks.vae") == "framework.tasks.vae"
+  assert modules.current("tasks.vae") == "loopwright.tasks.vae"
 
 
 def test_no_task_exists_twice():
@@ -112,18 +117,18 @@ def test_no_task_exists_twice():
     [sys.executable, "-c", code, ROOT], capture_output=True, text=True, cwd=os.path.dirname(ROOT)
   )
   line = done.stderr.splitlines()[-1]
-  assert line == "ImportError: Loopwright's tasks are framework.tasks; import that, not tasks."
+  assert line == "ImportError: Loopwright's tasks are loopwright.tasks; import that, not tasks."
 
 
 def test_history_sees_no_change_of_the_name(monkeypatch):
   before = {"task": "tasks.gan.Gan", "garden_experiment.modules": "['tasks.garden_digits']"}
-  now = {name: value.replace("tasks.", "framework.tasks.") for name, value in before.items()}
+  now = {name: value.replace("tasks.", "loopwright.tasks.") for name, value in before.items()}
   monkeypatch.setattr(history, "records", lambda folder: [{"config": before}])
   assert history.changes("m", "config", now) == []
-  other = {**now, "task": "framework.tasks.vae.Vae"}
+  other = {**now, "task": "loopwright.tasks.vae.Vae"}
   [change] = history.changes("m", "config", other)
   assert (change.name, change.now, change.before) == (
-    "task", "framework.tasks.vae.Vae", "framework.tasks.gan.Gan"
+    "task", "loopwright.tasks.vae.Vae", "loopwright.tasks.gan.Gan"
   )  # fmt: skip
   assert Path(tasks.__path__[0]).samefile(ROOT / "tasks")
 
@@ -159,5 +164,5 @@ def test_a_citation_names_this_version():
   citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
   config = configparser.ConfigParser()
   config.read(ROOT / "setup.cfg")
-  for name in ("version", "license"):
-    assert str(citation[name]) == config["metadata"][name]
+  assert citation["license"] == config["metadata"]["license"]
+  assert str(citation["version"]) == loopwright.__version__

@@ -20,20 +20,20 @@ import tensorflow as tf
 import tf_keras
 from tensorflow.python.data.ops import debug_mode
 
-import framework
-from framework import configurables
-from framework.actions.base import Action, StopTraining
-from framework.actions.best import BestCheckpoint, EarlyStopping
-from framework.errors import ConfigError, Preempted
-from framework.host.files import StorageError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource, StreamSource
-from framework.metrics import REPORTED, Loss, weighted_sum
-from framework.reporting.progress import format_number
-from framework.run import require_writable, run
-from framework.run_folder.checkpoints import CheckpointManager
-from framework.strategies import factories
-from framework.task import Task
+import loopwright
+from loopwright import configurables
+from loopwright.actions.base import Action, StopTraining
+from loopwright.actions.best import BestCheckpoint, EarlyStopping
+from loopwright.errors import ConfigError, Preempted
+from loopwright.host.files import StorageError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.metrics import REPORTED, Loss, weighted_sum
+from loopwright.reporting.progress import format_number
+from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.running import require_writable, run
+from loopwright.strategies import factories
+from loopwright.task import Task
 
 EXAMPLES, BATCH, RATE, STEPS = 11, 4, 0.125, 5
 RNG = np.random.default_rng(9)
@@ -43,7 +43,7 @@ KERNEL = np.array([[0.5], [1.0]], np.float32)
 HIDDEN = ("input_wait_s", "gradient_norm", "learning_rate", "loss_scale", "skipped_steps")
 
 
-@framework.register
+@loopwright.register
 class Linear(Task):
   """x @ kernel; calls `on_step` whenever Python comes to a training step."""
 
@@ -382,7 +382,7 @@ def test_evaluations_and_the_export_have_the_moving_average(tmp_path):
   assert np.abs(reference.average - reference.kernel).max() > 1e-3
 
 
-@framework.register
+@loopwright.register
 class ReadingItsConfig(Linear):
   """Reads the operative config when its first step is traced, and then fails."""
 
@@ -479,7 +479,7 @@ def test_a_stopped_run_goes_on_without_the_action(tmp_path):
   np.testing.assert_allclose(saved_kernel(tmp_path, 5), reference.kernel, rtol=1e-5)
 
 
-@framework.register
+@loopwright.register
 class TwoSets(Linear):
   """The evaluation examples, and an endless stream of the first of them.
 
@@ -666,8 +666,8 @@ def test_precision_is_that_of_both_generations_of_keras(tmp_path, capsys):
     ({"checkpoint_every_steps": 0}, r"^run.checkpoint_every_steps is 0; it must be"),
     ({"eval_every_steps": -1}, r"^run.eval_every_steps is -1; it must be"),
     ({"keep_checkpoints": 0}, r"^run.keep_checkpoints is 0; it must be"),
-    ({"task": "Linear"}, r"^run.task is a str; it must be a framework.Task"),
-    ({"task": lambda: 3}, r"^run.task is a int; it must be a framework.Task"),
+    ({"task": "Linear"}, r"^run.task is a str; it must be a loopwright.Task"),
+    ({"task": lambda: 3}, r"^run.task is a int; it must be a loopwright.Task"),
     ({"strategy": lambda: "mirrored"}, r"^run.strategy makes a str; it must be a factory of"),
   ],
 )

@@ -11,17 +11,17 @@ import keras
 import numpy as np
 import pytest
 
-import framework
-from framework import commands, configurables
-from framework.errors import ConfigError
-from framework.host import redaction
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.run import run
-from framework.run_folder import history
-from framework.task import Task
-from framework.tools.report import data, page
-from framework.tools.sweep import space
+import loopwright
+from loopwright import commands, configurables
+from loopwright.errors import ConfigError
+from loopwright.host import redaction
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.run_folder import history
+from loopwright.running import run
+from loopwright.task import Task
+from loopwright.tools.report import data, page
+from loopwright.tools.sweep import space
 
 SECRET, OTHER = "hunter2-PLAIN", "swordfish-PLAIN"
 SEEN = []
@@ -31,7 +31,7 @@ def digest(text):
   return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-@framework.register
+@loopwright.register
 class Uploading(Task):
   def __init__(
     self, *, api_token: str = "", headers: dict[str, str] | None = None, pad_token="<p>"

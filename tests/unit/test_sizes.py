@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import framework
+import loopwright
 
-FRAMEWORK = Path(framework.__file__).parent
+FRAMEWORK = Path(loopwright.__file__).parent
 LONGEST_FILE, LONGEST_BODY = 550, 60
 
 

@@ -9,17 +9,17 @@ import pytest
 import tensorflow as tf
 from places import central_storage
 
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss, MetricSums, weighted_sum
-from framework.models import models
-from framework.optimizers import adapters, loss_scale
-from framework.optimizers.ema import Ema
-from framework.step import EvalStep, Step, StepParts
-from framework.strategies.reduction import Reduction
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss, MetricSums, weighted_sum
+from loopwright.models import models
+from loopwright.optimizers import adapters, loss_scale
+from loopwright.optimizers.ema import Ema
+from loopwright.step import EvalStep, Step, StepParts
+from loopwright.strategies.reduction import Reduction
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 
 class Bench:

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from framework.flight import Flight
-from framework.run_folder import legs, paces
-from framework.run_folder.legs import Leg
-from framework.stragglers import LOOPS, WHILE_S, Stragglers
+from loopwright.flight import Flight
+from loopwright.run_folder import legs, paces
+from loopwright.run_folder.legs import Leg
+from loopwright.stragglers import LOOPS, WHILE_S, Stragglers
 
 
 def pace(input_s, compute_s, collective_s):

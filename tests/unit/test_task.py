@@ -6,11 +6,11 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.errors import ConfigError
-from framework.inputs.sources import ArraySource
-from framework.metrics import REPORTED, Loss, MetricSums, weighted_sum
-from framework.step import EvalStep
-from framework.task import Task
+from loopwright.errors import ConfigError
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import REPORTED, Loss, MetricSums, weighted_sum
+from loopwright.step import EvalStep
+from loopwright.task import Task
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(3)
@@ -187,7 +187,7 @@ def test_a_missing_method_is_named(call, method):
   with pytest.raises(ConfigError) as caught:
     call(Lazy())
   assert str(caught.value) == (
-    f"Lazy does not define {method}, but every Task must; see framework/task.py."
+    f"Lazy does not define {method}, but every Task must; see framework/loopwright/task.py."
   )
 
 

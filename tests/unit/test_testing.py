@@ -5,7 +5,7 @@ import pytest
 from defects.replicas import MeanOfMeans, NeverReduced
 from defects.small import Small
 
-from framework import testing
+from loopwright import testing
 
 
 def test_a_right_task_passes():

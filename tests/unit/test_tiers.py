@@ -7,9 +7,9 @@ import pytest
 import tiers
 from config_data import FOLDER
 
-from framework import tasks
-from framework.configurables import table
-from framework.tools import verify
+from loopwright import tasks
+from loopwright.configurables import table
+from loopwright.tools import verify
 
 TESTS = Path(__file__).parents[1]
 GROUPS = {  # group of checks: the test of planted defects, that of right tasks
@@ -219,8 +219,8 @@ def test_each_group_of_checks_has_a_defect_and_a_right_task(fast):
 
 
 def test_each_name_of_a_config_is_known_here():
-  rooms = [f"framework.{room}" for room in ROOMS]
-  named = [n for home, n in table.TABLE if home.startswith((*rooms, "framework.tools.trackers"))]
+  rooms = [f"loopwright.{room}" for room in ROOMS]
+  named = [n for home, n in table.TABLE if home.startswith((*rooms, "loopwright.tools.trackers"))]
   assert set(" ".join(named).split()) <= PIECES.keys()
 
 

@@ -11,14 +11,14 @@ import tensorflow as tf
 import tf_keras
 from absl import logging as absl_logging
 
-from framework.host import timing
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss, weighted_sum
-from framework.models import models
-from framework.optimizers import ema, loss_scale
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.host import timing
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss, weighted_sum
+from loopwright.models import models
+from loopwright.optimizers import ema, loss_scale
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 BATCH, RATE, L2 = 5, 0.125, 0.25

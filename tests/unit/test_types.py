@@ -1,4 +1,4 @@
-"""Public signatures say what they take: names of framework.types, and no bare Any."""
+"""Public signatures say what they take: names of loopwright.types, and no bare Any."""
 
 import inspect
 import pydoc
@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-import framework
-from framework import observers, types
+import loopwright
+from loopwright import observers, types
 
 CLASSES = [
-  framework.Task,
-  framework.Trainer,
-  framework.Step,
-  framework.EvalStep,
-  framework.Evaluator,
+  loopwright.Task,
+  loopwright.Trainer,
+  loopwright.Step,
+  loopwright.EvalStep,
+  loopwright.Evaluator,
   observers.Observer,
   observers.StepObserver,
 ]
@@ -43,11 +43,11 @@ def test_signatures_say_what_they_take(kind):
 
 
 def test_help_shows_the_names():
-  text = pydoc.plain(pydoc.render_doc(framework.Task))
+  text = pydoc.plain(pydoc.render_doc(loopwright.Task))
   assert re.search(r"loss\(self, outputs: 'Structure', batch: 'Batch'\) -> 'Loss'", text)
   assert re.search(r"build_model\(self\) -> 'Model'", text)
-  assert "'Batch'" in pydoc.plain(pydoc.render_doc(framework.Trainer))
-  assert "'Sequence[Variable]'" in pydoc.plain(pydoc.render_doc(framework.Step))
+  assert "'Batch'" in pydoc.plain(pydoc.render_doc(loopwright.Trainer))
+  assert "'Sequence[Variable]'" in pydoc.plain(pydoc.render_doc(loopwright.Step))
 
 
 def test_each_name_is_described():
@@ -57,5 +57,5 @@ def test_each_name_is_described():
 
 
 def test_the_names_load_no_tensorflow():
-  code = "import sys, framework; framework.Batch; sys.exit('tensorflow' in sys.modules)"
+  code = "import sys, loopwright; loopwright.Batch; sys.exit('tensorflow' in sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

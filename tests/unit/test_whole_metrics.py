@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 from sklearn.metrics import confusion_matrix, f1_score, roc_auc_score
 
-from framework import ArraySource, ConfigError, Loss, PerExample, Sum, Task, weighted_sum
-from framework.evaluator import Evaluator
-from framework.inputs import datasets
-from framework.task import derived_metrics
-from framework.trainer import Trainer
+from loopwright import ArraySource, ConfigError, Loss, PerExample, Sum, Task, weighted_sum
+from loopwright.evaluator import Evaluator
+from loopwright.inputs import datasets
+from loopwright.task import derived_metrics
+from loopwright.trainer import Trainer
 
 EXAMPLES, CLASSES, BATCH = 23, 3, 5  # the last batch has three examples, and no replica divides it
 RNG = np.random.default_rng(5)
@@ -236,7 +236,7 @@ def test_a_sum_may_keep_its_name_but_no_reported_metric():
   ],
 )
 def test_a_name_is_one_kind_of_metric(second, line):
-  from framework.step import EvalStep
+  from loopwright.step import EvalStep
 
   step = EvalStep()
   step.log({"bins": Sum(tf.ones([2]))})

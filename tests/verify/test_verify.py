@@ -13,10 +13,10 @@ from defects import order as bad_order
 from defects import replicas as bad_replicas
 
 import launch
-from framework.errors import ConfigError
-from framework.tools import verify
-from framework.tools.verify import report
-from framework.tools.verify.checks import gradients, learning, order, replicas
+from loopwright.errors import ConfigError
+from loopwright.tools import verify
+from loopwright.tools.verify import report
+from loopwright.tools.verify.checks import gradients, learning, order, replicas
 
 ON_TWO, ON_THREE = "same update on 2 replicas", "same update on 3 replicas"
 PADDING = "padding changes nothing"

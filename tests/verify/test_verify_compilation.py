@@ -8,8 +8,8 @@ import sound
 from defects import compilation as defects
 from defects import restore as state
 
-from framework.tools.verify.bench import xla
-from framework.tools.verify.checks import compilation
+from loopwright.tools.verify.bench import xla
+from loopwright.tools.verify.checks import compilation
 
 
 def line_of(kind, text):

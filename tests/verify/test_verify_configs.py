@@ -7,9 +7,9 @@ import pytest
 import reviews
 from config_data import FOLDER, stand_ins
 
-from framework import configurables
-from framework.tools.verify.bench.bench import Subject
-from framework.tools.verify.checks import evaluation, inputs, lengths, randomness
+from loopwright import configurables
+from loopwright.tools.verify.bench.bench import Subject
+from loopwright.tools.verify.checks import evaluation, inputs, lengths, randomness
 
 WITHOUT = "no preprocess()"
 NO_LABEL = "no integer feature picks one of 10 outputs in the loss"

@@ -6,8 +6,8 @@ from defects import evaluation as defects
 from defects import kinds, right
 from defects.small import found, place, subject
 
-from framework.tools import verify
-from framework.tools.verify.checks import evaluation
+from loopwright.tools import verify
+from loopwright.tools.verify.checks import evaluation
 
 CHECKS = (defects.MODE, defects.PADDING, defects.ORDER, defects.SMALLER, *defects.ON_N)
 

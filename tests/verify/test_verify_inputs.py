@@ -8,9 +8,9 @@ from defects.randomness import NoiseOfExamples
 from defects.right import RIGHT, Dropout, Right, TrainOnly
 from defects.small import place
 
-from framework.tools.verify.bench import survey
-from framework.tools.verify.bench.bench import Subject
-from framework.tools.verify.checks import inputs
+from loopwright.tools.verify.bench import survey
+from loopwright.tools.verify.bench.bench import Subject
+from loopwright.tools.verify.checks import inputs
 
 CHECKS = [
   *(

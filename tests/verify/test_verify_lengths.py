@@ -6,8 +6,8 @@ from defects import lengths as defects
 from defects.kinds import Small
 from defects.small import found, line_of, subject
 
-from framework.tools.verify.bench import longer_rows
-from framework.tools.verify.checks import lengths
+from loopwright.tools.verify.bench import longer_rows
+from loopwright.tools.verify.checks import lengths
 
 CHECKS = (defects.EVALUATION, defects.STEP, defects.CONTENTS)
 

@@ -6,9 +6,9 @@ import pytest
 from defects import mesh as planted
 from defects.small import Small, place, subject
 
-from framework.errors import ConfigError
-from framework.strategies import factories
-from framework.tools.verify.checks import mesh
+from loopwright.errors import ConfigError
+from loopwright.strategies import factories
+from loopwright.tools.verify.checks import mesh
 
 LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
 SIZES = {"batch": 2, "model": 2}

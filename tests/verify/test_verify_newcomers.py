@@ -10,10 +10,10 @@ import pytest
 from defects import newcomers
 from defects.small import place, subject
 
-from framework.tools import verify
-from framework.tools.verify.bench.comparison import Comparison
-from framework.tools.verify.bench.explanations import PADDING
-from framework.tools.verify.checks import (
+from loopwright.tools import verify
+from loopwright.tools.verify.bench.comparison import Comparison
+from loopwright.tools.verify.bench.explanations import PADDING
+from loopwright.tools.verify.checks import (
   compilation,
   gradients,
   inputs,
@@ -23,8 +23,8 @@ from framework.tools.verify.checks import (
   replicas,
   restore,
 )
-from framework.tools.verify.checks.own_optimizer import OwnOptimizer
-from framework.tools.verify.checks.padding import Rowwise
+from loopwright.tools.verify.checks.own_optimizer import OwnOptimizer
+from loopwright.tools.verify.checks.padding import Rowwise
 
 
 def on_two(subject):

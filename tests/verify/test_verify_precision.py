@@ -10,9 +10,9 @@ import sound
 import tf_keras
 from defects import precision as defects
 
-from framework.optimizers import loss_scale
-from framework.tools.verify.bench.dtype_policy import under
-from framework.tools.verify.checks import precision
+from loopwright.optimizers import loss_scale
+from loopwright.tools.verify.bench.dtype_policy import under
+from loopwright.tools.verify.checks import precision
 
 F16, BF16 = "gradient in float16", "gradient in bfloat16"
 

@@ -6,8 +6,8 @@ from defects import randomness as defects
 from defects import right
 from defects.small import line_of
 
-from framework.tools.verify.bench.bench import Subject
-from framework.tools.verify.checks import randomness
+from loopwright.tools.verify.bench.bench import Subject
+from loopwright.tools.verify.checks import randomness
 
 STEP = ("repeats with the seed", "differs between steps", "differs between replicas")
 AUGMENTATION = (

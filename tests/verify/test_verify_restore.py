@@ -7,7 +7,7 @@ import pytest
 import sound
 from defects import restore as defects
 
-from framework.tools.verify.checks import restore
+from loopwright.tools.verify.checks import restore
 
 
 def line_of(kind, text):

@@ -9,11 +9,11 @@ from defects import sequences as defects
 from defects.kinds import Small
 from defects.small import subject
 
-from framework import ArraySource, Packed
-from framework.tools import verify
-from framework.tools.verify import consequences
-from framework.tools.verify.bench import documents
-from framework.tools.verify.checks import inputs, sequences
+from loopwright import ArraySource, Packed
+from loopwright.tools import verify
+from loopwright.tools.verify import consequences
+from loopwright.tools.verify.bench import documents
+from loopwright.tools.verify.checks import inputs, sequences
 
 OWN = [name for name, (group, _, _) in defects.DEFECTS.items() if group == "sequences"]
 OTHERS = [name for name in defects.DEFECTS if name not in (*OWN, *defects.MISSED)]

@@ -6,12 +6,12 @@ from defects import small, steps
 from defects.small import found, place, subject
 from test_verify_newcomers import on_two
 
-from framework.tools import verify
-from framework.tools.verify import consequences
-from framework.tools.verify.bench.comparison import Comparison
-from framework.tools.verify.checks import gradients, later_steps, order, precision, replicas
-from framework.tools.verify.checks.own_optimizer import OwnOptimizer
-from framework.tools.verify.report import Result
+from loopwright.tools import verify
+from loopwright.tools.verify import consequences
+from loopwright.tools.verify.bench.comparison import Comparison
+from loopwright.tools.verify.checks import gradients, later_steps, order, precision, replicas
+from loopwright.tools.verify.checks.own_optimizer import OwnOptimizer
+from loopwright.tools.verify.report import Result
 
 SEVERAL = {"LogsOne": ("slow", "fast"), "Forgotten": ("first", "last")}
 IN_MODEL = "every variable is in the model"

@@ -8,7 +8,7 @@ import numpy as np
 import sound
 import tensorflow as tf
 
-from framework import Loss
+from loopwright import Loss
 
 
 class Alternating(sound.Regression):

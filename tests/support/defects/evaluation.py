@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from defects.right import CLASSES, Dropout, Right, points
-from framework import ArraySource, Loss, PerExample, Sum, weighted_sum
+from loopwright import ArraySource, Loss, PerExample, Sum, weighted_sum
 
 DEFECTS = {}
 ON_N = ("same evaluation on 2 replicas", "same evaluation on 3 replicas")

@@ -1,15 +1,15 @@
 """A right and a wrong task that a gin file can name."""
 
-import framework
+import loopwright
 from defects.replicas import NeverReduced
 from defects.small import Small
 
 
-@framework.register
+@loopwright.register
 class RightTask(Small):
   pass
 
 
-@framework.register
+@loopwright.register
 class WrongTask(NeverReduced):
   pass

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from defects.small import FEATURES, Small
-from framework.metrics import Loss
+from loopwright.metrics import Loss
 
 
 class UnusedLayer(Small):
@@ -105,7 +105,7 @@ class Embedded(Small):
     return keras.Sequential([*layers, keras.layers.Dense(1)])
 
   def source(self, split):
-    from framework.inputs.sources import ArraySource
+    from loopwright.inputs.sources import ArraySource
 
     x = np.random.default_rng(2).integers(0, 50, [40, 2]).astype(np.int32)
     return ArraySource(features={"x": x, "y": x.sum(axis=1).astype(np.float32) / 50})

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from defects.right import CLASSES, Right, points
-from framework import ArraySource, Loss, Source, StreamSource
+from loopwright import ArraySource, Loss, Source, StreamSource
 
 DEFECTS = {}
 

@@ -6,8 +6,8 @@ import tensorflow as tf
 import tf_keras
 
 from defects.small import FEATURES, Small, data
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss, weighted_sum
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss, weighted_sum
 
 
 class Dropout(Small):

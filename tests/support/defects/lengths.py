@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework import ArraySource, Buckets, Loss, Task, weighted_sum
+from loopwright import ArraySource, Buckets, Loss, Task, weighted_sum
 
 N, LONGEST, SIZES = 60, 12, (4, 8, 12)
 EVALUATION, STEP, CONTENTS = (

@@ -4,8 +4,8 @@ import keras
 import tensorflow as tf
 
 from defects.small import Small
-from framework.metrics import Loss, weighted_sum
-from framework.models import models
+from loopwright.metrics import Loss, weighted_sum
+from loopwright.models import models
 
 
 def shares():

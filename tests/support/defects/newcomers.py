@@ -8,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from defects.small import FEATURES, Small, data
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss, weighted_sum
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss, weighted_sum
 
 CLASSES, QUEUE = 3, 24
 

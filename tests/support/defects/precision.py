@@ -4,7 +4,7 @@ import keras
 import sound
 import tensorflow as tf
 
-from framework import Loss
+from loopwright import Loss
 
 
 class Network(sound.Regression):

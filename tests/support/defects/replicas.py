@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from defects.small import Small
-from framework.metrics import Loss, Sum
+from loopwright.metrics import Loss, Sum
 
 
 class MeanOfMeans(Small):

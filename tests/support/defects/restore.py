@@ -7,7 +7,7 @@ import numpy as np
 import sound
 import tensorflow as tf
 
-from framework import ArraySource
+from loopwright import ArraySource
 
 
 class Variable(sound.Regression):

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from framework import ArraySource, Loss, StreamSource, Task, weighted_sum
+from loopwright import ArraySource, Loss, StreamSource, Task, weighted_sum
 
 CLASSES = 3
 

@@ -9,7 +9,16 @@ import numpy as np
 import tensorflow as tf
 
 from defects.small import line_of
-from framework import ArraySource, Loss, Mixture, Packed, Source, StreamSource, Task, attention_mask
+from loopwright import (
+  ArraySource,
+  Loss,
+  Mixture,
+  Packed,
+  Source,
+  StreamSource,
+  Task,
+  attention_mask,
+)
 
 KINDS, LENGTH, WIDTH, DOCUMENTS = 29, 24, 16, 160
 DEFECTS, RIGHT = {}, {}

@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss, weighted_sum
-from framework.task import Task
-from framework.tools.verify.bench.bench import Subject
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss, weighted_sum
+from loopwright.task import Task
+from loopwright.tools.verify.bench.bench import Subject
 
 EXAMPLES, FEATURES, SEED = 40, 3, 4
 

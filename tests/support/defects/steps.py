@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from defects.newcomers import Classes, network
 from defects.small import FEATURES, Small
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
 
 EXPERTS, NODES = 3, 5
 

@@ -13,16 +13,16 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.actions import best
-from framework.actions.base import Action, Run, StopTraining
-from framework.actions.best import BestCheckpoint, EarlyStopping, Goal, OnBest
-from framework.errors import ConfigError
-from framework.host import files
-from framework.run_folder.metrics_log import MetricsLog, flatten
-from framework.tools.exports import export as exports
-from framework.tools.exports.action import Export
-from framework.tools.exports.export import export
-from framework.tools.forensics.action import NonFiniteLoss, StopOnNonFinite
+from loopwright.actions import best
+from loopwright.actions.base import Action, Run, StopTraining
+from loopwright.actions.best import BestCheckpoint, EarlyStopping, Goal, OnBest
+from loopwright.errors import ConfigError
+from loopwright.host import files
+from loopwright.run_folder.metrics_log import MetricsLog, flatten
+from loopwright.tools.exports import export as exports
+from loopwright.tools.exports.action import Export
+from loopwright.tools.exports.export import export
+from loopwright.tools.forensics.action import NonFiniteLoss, StopOnNonFinite
 
 
 class Killed(BaseException):

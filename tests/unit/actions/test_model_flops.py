@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import ArraySource, ConfigError, Loss, Task
-from framework.actions.model_flops import ModelFlops
-from framework.builder import Recipe
-from framework.graphs import flops, operations
-from framework.tasks import decoder
+from loopwright import ArraySource, ConfigError, Loss, Task
+from loopwright.actions.model_flops import ModelFlops
+from loopwright.builder import Recipe
+from loopwright.graphs import flops, operations
+from loopwright.tasks import decoder
 
 HIDDEN, IN, OUT = 7, 5, 3
 SIDE, KERNEL, CHANNELS = 8, 3, 4

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import ArraySource, ConfigError, Loss, Task
-from framework.actions.noise_scale import NoiseScale
-from framework.builder import Recipe
-from framework.optimizers import loss_scale
+from loopwright import ArraySource, ConfigError, Loss, Task
+from loopwright.actions.noise_scale import NoiseScale
+from loopwright.builder import Recipe
+from loopwright.optimizers import loss_scale
 
 EXAMPLES, BATCH = 4000, 24
 RNG = np.random.default_rng(1)

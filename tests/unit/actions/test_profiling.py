@@ -11,10 +11,10 @@ import tensorflow as tf
 from input_cases import one_line_error
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from framework.actions.profiling import Profile
-from framework.options import Cadence
-from framework.run_folder.remote import Opened
-from framework.session import Session
+from loopwright.actions.profiling import Profile
+from loopwright.options import Cadence
+from loopwright.run_folder.remote import Opened
+from loopwright.session import Session
 
 STEPS, LOOP = 12, 5
 

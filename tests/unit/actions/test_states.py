@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import (
+from loopwright import (
   Action,
   ArraySource,
   BestCheckpoint,
@@ -19,9 +19,9 @@ from framework import (
   StopTraining,
   Task,
 )
-from framework.run import run
-from framework.strategies import factories
-from framework.tools.trackers.csv_file import CSVFile
+from loopwright.running import run
+from loopwright.strategies import factories
+from loopwright.tools.trackers.csv_file import CSVFile
 
 
 class Steady(Task):

@@ -10,12 +10,12 @@ import tensorflow as tf
 from tensorboard.compat.proto import event_pb2
 from tensorboard.plugins.hparams import metadata
 
-from framework import ArraySource, ConfigError, Loss, Task
-from framework.actions import tensorboard
-from framework.actions.base import Action
-from framework.actions.tensorboard import TensorBoard, hyperparameters
-from framework.run import run
-from framework.strategies import factories, placement
+from loopwright import ArraySource, ConfigError, Loss, Task
+from loopwright.actions import tensorboard
+from loopwright.actions.base import Action
+from loopwright.actions.tensorboard import TensorBoard, hyperparameters
+from loopwright.running import run
+from loopwright.strategies import factories, placement
 
 RATE, BATCH, CLIP = 0.125, 6, 0.75
 RNG = np.random.default_rng(3)
@@ -101,7 +101,7 @@ def summaries(folder):
 
 @pytest.fixture
 def clipped(monkeypatch):
-  from framework import configurables
+  from loopwright import configurables
 
   monkeypatch.setattr(
     configurables, "options", lambda c: {"clip_norm": CLIP} if c.__name__ == "Trainer" else {}

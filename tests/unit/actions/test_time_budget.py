@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.actions import time_budget
-from framework.actions.base import Action
-from framework.actions.time_budget import SUGGESTIONS, TimeBudget, table
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.run import run
-from framework.run_folder import checkpoints
-from framework.strategies import factories, placement, reduction
-from framework.task import Task
+from loopwright.actions import time_budget
+from loopwright.actions.base import Action
+from loopwright.actions.time_budget import SUGGESTIONS, TimeBudget, table
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.run_folder import checkpoints
+from loopwright.running import run
+from loopwright.strategies import factories, placement, reduction
+from loopwright.task import Task
 
 STEPS, LOOP = 12, 4
 RNG = np.random.default_rng(2)
@@ -171,7 +171,7 @@ class SlowReduction(reduction.Reduction):
 @pytest.mark.whole
 def test_a_slow_reduction_is_found(tmp_path, mirrored, monkeypatch):
   monkeypatch.setattr(
-    "framework.builder.configurables.options", lambda cls: {"reduction": SlowReduction}
+    "loopwright.builder.configurables.options", lambda cls: {"reduction": SlowReduction}
   )
   parts = measured(tmp_path, replicas=lambda: mirrored(2))
   planted = STEPS * 0.5
@@ -314,7 +314,7 @@ def test_a_large_wait_for_input_is_named_beside_the_compute():
 
 
 def test_every_part_has_a_suggestion_that_names_options_that_exist():
-  from framework.trainer import Trainer
+  from loopwright.trainer import Trainer
 
   for text in SUGGESTIONS.values():
     for owner, name in re.findall(r"\b(run|Trainer|Reduction)\.(\w+)", text):

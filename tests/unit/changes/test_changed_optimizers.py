@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.configurables import changes, table
-from framework.errors import ConfigError
-from framework.optimizers import adapters, schedules
-from framework.optimizers.fusion import Gradients
-from framework.run_folder.checkpoints import CheckpointManager
+from loopwright.configurables import changes, table
+from loopwright.errors import ConfigError
+from loopwright.optimizers import adapters, schedules
+from loopwright.optimizers.fusion import Gradients
+from loopwright.run_folder.checkpoints import CheckpointManager
 
 LIBRARIES = {"keras": keras, "tf_keras": tf_keras}
 
@@ -186,7 +186,7 @@ def test_a_changed_option_counts_or_is_refused(library, name, option, tmp_path):
 def test_every_option_has_a_rule(library, name):
   for option in options(library, name):
     rule = changes.rule(f"{library}.{name}.{option}")
-    assert rule, f"say in framework/configurables/changes.py whether {name}.{option} may change"
+    assert rule, f"say in configurables/changes.py whether {name}.{option} may change"
     assert rule.may == "no" or option in VALUES
 
 

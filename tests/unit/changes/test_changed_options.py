@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import framework
-from framework import ArraySource, Loss, Task, configurables
-from framework.actions.base import Action
-from framework.configurables import changes, documentation, table
-from framework.errors import ConfigError
-from framework.inputs.buckets import Buckets
-from framework.inputs.parts import Part, Sources
-from framework.inputs.replay import Draws, ReplayBuffer
-from framework.optimizers.loss_scale import DynamicLossScale
-from framework.run import run
-from framework.run_folder import history
+import loopwright
+from loopwright import ArraySource, Loss, Task, configurables
+from loopwright.actions.base import Action
+from loopwright.configurables import changes, documentation, table
+from loopwright.errors import ConfigError
+from loopwright.inputs.buckets import Buckets
+from loopwright.inputs.parts import Part, Sources
+from loopwright.inputs.replay import Draws, ReplayBuffer
+from loopwright.optimizers.loss_scale import DynamicLossScale
+from loopwright.run_folder import history
+from loopwright.running import run
 
 
-@framework.register
+@loopwright.register
 class Straight(Task):
   """Regression with dropout, whose initial weights, dropout and loss a config sets."""
 
@@ -155,7 +155,7 @@ OPTIONS = [  # option, before, what is bound beside it, after, what happens
 FAST = ("Trainer.clip_norm", "run.warm_start")
 
 
-@framework.register
+@loopwright.register
 class Other(Straight):
   """Another class of the same model."""
 
@@ -226,11 +226,11 @@ def test_every_option_has_a_rule_and_is_tried():
   assert not {*names} - tried, "add a case to OPTIONS"
   found = documentation.options(configurables.examine([], []))
   modules = {o.name: table.entry(o.name.rpartition(".")[0]).wrapped.__module__ for o in found}
-  of_tasks = {name for name, of in modules.items() if of.startswith("framework.tasks.")}
-  starts = ("framework.", "keras.", "tf_keras.")
+  of_tasks = {name for name, of in modules.items() if of.startswith("loopwright.tasks.")}
+  starts = ("loopwright.", "keras.", "tf_keras.")
   ours = [name for name, of in modules.items() if of.startswith(starts) and name not in of_tasks]
   missing = [name for name in ours if changes.rule(name) is None]
-  assert not missing, "say in framework/configurables/changes.py whether these may change"
+  assert not missing, "say in configurables/changes.py whether these may change"
 
 
 # ---- Evaluation and cadence ----
@@ -363,7 +363,7 @@ def test_the_first_scale_is_refused_later(begun, tmp_path):
 # ---- Sources that count in batches ----
 
 
-@framework.register
+@loopwright.register
 class Bucketed(Straight):
   """The same examples in two buckets."""
 
@@ -376,7 +376,7 @@ class Bucketed(Straight):
     return Buckets(ArraySource(features=features), lengths=lengths, boundaries=(4, 8), trim=("z",))
 
 
-@framework.register
+@loopwright.register
 class Mixed(Straight):
   """The same examples beside others."""
 
@@ -417,7 +417,7 @@ def test_a_position_that_would_be_another_is_refused(task, binding, why, begun, 
 # ---- Actions that change what is learned ----
 
 
-@framework.register
+@loopwright.register
 class Collecting(Straight):
   """Keeps rows that an action adds; trains as before."""
 
@@ -434,7 +434,7 @@ class Collecting(Straight):
     step.update(lambda part: self.training_loss(step, part), {**batch, "x": x, "y": x[:, 0]})
 
 
-@framework.register
+@loopwright.register
 class Fill(Action):
   """Adds rows after each loop."""
 
@@ -447,7 +447,7 @@ class Fill(Action):
     self.run.task.model["replay"].add({"x": np.ones([self._rows, 2], "float32")})
 
 
-@framework.register
+@loopwright.register
 class Lower(Action):
   """Halves the rate after each loop."""
 

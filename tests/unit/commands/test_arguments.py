@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from absl import flags
 
-from framework import commands
-from framework.commands import arguments, launching, shipped
-from framework.errors import ConfigError
-from framework.tools import local_cluster
+from loopwright import commands
+from loopwright.commands import arguments, launching, shipped
+from loopwright.errors import ConfigError
+from loopwright.host import children
+from loopwright.tools import local_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -104,8 +105,9 @@ def test_a_local_cluster_gets_flags_alone(monkeypatch, command, mode):
   monkeypatch.setattr(local_cluster, "run_local", lambda **options: given.update(options) or 0)
   line = ["loopwright", command, "digits_cnn", "a.b=1", "--local_workers=2", "--model_dir=m"]
   assert launching.run(arguments.parse(line)) == 0
-  python, program, *rest = given["command"]
-  assert (python, program) == (sys.executable, str(ROOT / "framework" / "__main__.py"))
+  count = len(children.PROGRAM)
+  program, rest = given["command"][:count], given["command"][count:]
+  assert (*program,) == children.PROGRAM
   assert sorted(rest) == [
     *("--gin_file=configs/digits_cnn.gin", "--gin_param=a.b=1", f"--mode={mode}", "--model_dir=m"),
   ]
@@ -114,7 +116,7 @@ def test_a_local_cluster_gets_flags_alone(monkeypatch, command, mode):
 def test_help_is_fast_and_names_everything():
   code = """if True:
     import sys
-    from framework import commands
+    from loopwright import commands
     assert commands.main(["loopwright", "--help"]) == 0
     assert commands.main(["loopwright", "train", "--help"]) == 0
     heavy = {"tensorflow", "numpy", "keras"} & set(sys.modules)
@@ -131,7 +133,7 @@ def test_help_is_fast_and_names_everything():
 
 
 def test_the_shipped_configs_are_those_of_the_repository():
-  """In a clone; framework/configs, which a package has instead, is a link, as is that of tasks."""
+  """In a clone; loopwright/configs, which a package has instead, is a link, as is that of tasks."""
   assert [f"{name}.gin" for name in shipped.names()] == sorted(os.listdir(ROOT / "configs"))
   for name in ("configs", "tasks"):
-    assert (ROOT / "framework" / name).resolve() == ROOT / name
+    assert (ROOT / "framework" / "loopwright" / name).resolve() == ROOT / name

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.commands import completion
+from loopwright.commands import completion
 
 ROOT = Path(__file__).resolve().parents[3]
-CONSOLE = "import sys; from framework.commands import console; console()"
+CONSOLE = "import sys; from loopwright.commands import console; console()"
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from framework import commands
-from framework.commands import new
+from loopwright import commands
+from loopwright.commands import new
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -87,7 +87,7 @@ def test_uv_finds_loopwright_where_it_was_installed_from(monkeypatch, tmp_path, 
       assert name == "direct_url.json"
       return direct
 
-  monkeypatch.setattr(new, "SHIPPED", ROOT / "framework")  # as in a package
+  monkeypatch.setattr(new, "SHIPPED", ROOT / "framework" / "loopwright")  # as in a package
   monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
   text = dict(new.files("near/x"))["pyproject.toml"]
   found = re.findall(r"^\[tool\.uv\.sources\]\nloopwright = (.*)$", text, re.MULTILINE)

@@ -10,19 +10,19 @@ from typing import Any, Literal
 import gin
 import pytest
 
-from framework import Task, commands
-from framework.configurables import documentation, table
+from loopwright import Task, commands
+from loopwright.configurables import documentation, table
 
 TASK = '''
-import framework
+import loopwright
 
 
 def double():
   """Doubles."""
 
 
-@framework.register
-class Birds(framework.Task):
+@loopwright.register
+class Birds(loopwright.Task):
   """Tells birds by their song."""
 
   def __init__(self, data: str, *, width: int = 64, names: tuple[str, ...] = (), better=double):

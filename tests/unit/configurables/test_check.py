@@ -10,13 +10,13 @@ import pytest
 from wrong_configs import DEFECTS, LONELY, RIGHT
 
 import launch
-from framework import configurables
+from loopwright import configurables
 
 REPOSITORY = Path(launch.__file__).parent
 IN_A_PROCESS = """
 import sys, time
 import tensorflow as tf
-import framework.run  # and Orbit
+import loopwright.running  # and Orbit
 from tensorflow.python.eager import context
 import launch
 started, cpu = time.perf_counter(), time.process_time()

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import gin
 import pytest
 
-from framework import configurables
-from framework.configurables import checks, imports, table, values
-from framework.errors import ConfigError
-from framework.host import signals
-from framework.options import GpuMemory
+from loopwright import configurables
+from loopwright.configurables import checks, imports, table, values
+from loopwright.errors import ConfigError
+from loopwright.host import signals
+from loopwright.options import GpuMemory
 
 
 class Task:
@@ -327,7 +327,7 @@ def test_a_double_star_parameter_takes_any_name():
 
 
 CHILD = """
-import framework.configurables as c
+import loopwright.configurables as c
 class Base:
   def __init__(self, *, width=1, depth=2): self.got = width, depth
 class Middle(Base):
@@ -362,7 +362,7 @@ def test_a_class_that_reads_its_double_star_parameter_takes_any_name():
 
 
 def test_an_ambiguous_name_lists_the_full_names():
-  write("mine.py", "import framework.configurables as c\n@c.register\ndef auto(): pass\n")
+  write("mine.py", "import loopwright.configurables as c\n@c.register\ndef auto(): pass\n")
   assert (
     mistake(GOOD + "import mine\nauto.cpu_replicas = 2")
     == f"x.gin:4: 'auto' is ambiguous; it must be mine.auto or {SELF}.auto."
@@ -548,7 +548,7 @@ def test_annotations_that_are_strings():
     "my_strings.py",
     """
     from __future__ import annotations
-    import framework.configurables as c
+    import loopwright.configurables as c
     @c.register
     def known(n: int = 1, m: list[str] = ()): return n
     @c.register
@@ -872,7 +872,7 @@ def test_a_file_that_is_not_text():
 # Modules of the user's own.
 
 MINE = """
-  import framework.configurables as c
+  import loopwright.configurables as c
   @c.register
   class Mine:
     def __init__(self, *, x: int = 1): self.x = x
@@ -937,7 +937,7 @@ def test_a_class_that_is_not_registered():
   write("my_shy.py", "class Shy:\n  pass\n")
   assert mistake(GOOD + "import my_shy\nTrainer.anything = @Shy()") == (
     "x.gin:4: unknown configurable 'Shy'. "
-    "my_shy defines it but does not register it: add @framework.register above it."
+    "my_shy defines it but does not register it: add @loopwright.register above it."
   )
 
 
@@ -1027,7 +1027,7 @@ def test_the_schedules_of_both_kerases(schedule, rate, monkeypatch):
   configurables.register_all()
   import tensorflow as tf
 
-  from framework.optimizers import schedules
+  from loopwright.optimizers import schedules
 
   library = schedule.partition(".")[0]
   text = f"Trainer.anything = @{library}.SGD\n{library}.SGD.learning_rate = @{schedule}()\n"
@@ -1186,7 +1186,7 @@ def test_the_operative_config_of_a_run_without_gin():
 
 
 def test_the_whole_table_is_there(monkeypatch):
-  pytest.importorskip("framework.inputs")
+  pytest.importorskip("loopwright.inputs")
   monkeypatch.undo()
   configurables.register_all()
   for _, names in table.TABLE:

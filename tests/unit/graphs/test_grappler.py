@@ -6,13 +6,13 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from framework.graphs import grappler
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.strategies import factories
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.graphs import grappler
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.strategies import factories
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 ROWS, RATE, STEPS = 8, 0.05, 3
 RNG = np.random.default_rng(3)

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import errors
-from framework.graphs.randomness import RandomStream, random_streams, seed_everything, step_key
+from loopwright import errors
+from loopwright.graphs.randomness import RandomStream, random_streams, seed_everything, step_key
 
 SHAPE = (16, 32)
 SEED = 11

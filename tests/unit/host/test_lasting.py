@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.host import files, output
+from loopwright.host import files, output
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -78,7 +78,7 @@ def test_lines_are_whole_and_what_the_encoding_lacks_is_escaped(pipe):
 
 CLOSED = """
 import os, sys
-from framework.host import files, output
+from loopwright.host import files, output
 output.open_standard_streams()
 print("out"); print("err", file=sys.stderr); sys.stdin.read()
 os.open("/", os.O_RDONLY)  # gets none of the three

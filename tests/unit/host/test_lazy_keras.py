@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import json, sys
-import framework
+import loopwright
 import keras, tensorflow as tf
 from keras import visualization
 
@@ -25,13 +25,13 @@ seen["starred"] = [SKLearnClassifier.__name__, SKLearnRegressor.__name__]
 seen["plots"] = callable(visualization.plot_image_gallery)
 seen["asked"] = here()
 
-from framework import builder, configurables
-from framework.host import lazy_keras
-from framework.models import batch_norm, recomputation
-from framework.graphs import randomness
-from framework.configurables import table
-from framework.optimizers import adapters, schedules
-from framework.options import Numerics
+from loopwright import builder, configurables
+from loopwright.host import lazy_keras
+from loopwright.models import batch_norm, recomputation
+from loopwright.graphs import randomness
+from loopwright.configurables import table
+from loopwright.optimizers import adapters, schedules
+from loopwright.options import Numerics
 
 import tf_keras
 
@@ -107,7 +107,7 @@ def test_a_config_registers_tf_keras_only_if_a_name_may_mean_it(seen):
 def test_a_run_executes_neither_tf_keras_nor_scikit_learn(tmp_path):
   program = """
 import sys
-from framework import commands
+from loopwright import commands
 options = ["run.train_steps=2", "run.eval_steps=1", f"--model_dir={sys.argv[1]}"]
 status = commands.main(["loopwright", "train", "digits_cnn", "auto.cpu_replicas=2", *options])
 print(status, "tf_keras.src" in sys.modules, "sklearn" in sys.modules)

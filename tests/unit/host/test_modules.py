@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.configurables import imports
-from framework.errors import ConfigError
-from framework.host import modules
+from loopwright.configurables import imports
+from loopwright.errors import ConfigError
+from loopwright.host import children, modules
 
 ROOT = Path(imports.REPOSITORY)
 
@@ -93,7 +93,7 @@ def test_what_the_framework_loads_itself_is_not_replaced(tmp_path):
     (tmp_path / f"{name}.py").touch()
   (tmp_path / "orbit").mkdir()
   (tmp_path / "orbit" / "__init__.py").touch()
-  program = [sys.executable, ROOT / "framework" / "__main__.py"]
+  program = [*children.PROGRAM]
   done = subprocess.run(
     [*program, "train", "digits_cnn", "run.train_steps=2"],
     cwd=tmp_path, capture_output=True, text=True,

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from framework.host.native_log import without_remarks
+from loopwright.host.native_log import without_remarks
 
 REMARKS = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
 I0000 00:00:1795542754.729421   10107 device_compiler.h:196] Compiled cluster using XLA!
@@ -34,7 +34,7 @@ def test_all_is_shown_if_asked_for(capfd, monkeypatch):
 def test_what_is_written_while_the_process_dies_is_shown():
   code = (
     "import os\n"
-    "from framework.host.native_log import without_remarks\n"
+    "from loopwright.host.native_log import without_remarks\n"
     f"with without_remarks():\n  os.write(2, {REMARKS + FATAL!r})\n  os.abort()\n"
   )
   environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -50,7 +50,7 @@ def test_a_module_that_remarks_while_it_is_imported(tmp_path):
   (tmp_path / "talker.py").write_text(f"import os\nos.write(2, {REMARKS + FATAL!r})\n")
   code = (
     "import os, sys\n"
-    "from framework.host.native_log import import_without_remarks\n"
+    "from loopwright.host.native_log import import_without_remarks\n"
     "before = len(sys.meta_path)\n"
     "import_without_remarks('talker')\n"
     "import talker, json.tool\n"

@@ -7,8 +7,8 @@ import sys
 
 from absl import logging as absl_logging
 
-from framework import commands
-from framework.host import output
+from loopwright import commands
+from loopwright.host import output
 
 
 def is_now(text):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.host import output, signals
+from loopwright.host import output, signals
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -62,7 +62,7 @@ def test_ignored_signals_stay_ignored():
 
 LONG_LOOP = """
 import hashlib, signal
-from framework.host import signals
+from loopwright.host import signals
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signals.owns_process = True
 with signals.StopSignals().noticed(lambda line: print(line, flush=True)):
@@ -89,7 +89,7 @@ def test_a_second_ctrl_c_ends_a_process_in_compiled_code():
 def test_a_handler_of_sigterm_outlasts_c_code_that_takes_the_signal():
   code = """
 import ctypes, os, signal
-from framework.host import signals
+from loopwright.host import signals
 came, nothing = [], ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
 signal.signal(signal.SIGTERM, lambda *_: came.append(1))
 with signals.kept():

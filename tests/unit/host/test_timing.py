@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.host.timing import LoopClock, Stopwatch, timed
+from loopwright.host.timing import LoopClock, Stopwatch, timed
 
 
 class Clock:

@@ -10,16 +10,16 @@ import tensorflow as tf
 from input_cases import arrays, numbered, one_line_error
 from places import PLACES, strategy_of
 
-from framework import ArraySource, Buckets, Evaluator, Loss, StreamSource, Task
-from framework.builder import Recipe
-from framework.inputs.buckets import Schedule
-from framework.inputs.datasets import eval_dataset, train_dataset
-from framework.inputs.parts import of_one_shape
-from framework.run import run
-from framework.strategies import factories
-from framework.tools.forensics.action import NonFiniteLoss, StopOnNonFinite
-from framework.tools.ledger import __main__
-from framework.tools.ledger.recorder import Recorder
+from loopwright import ArraySource, Buckets, Evaluator, Loss, StreamSource, Task
+from loopwright.builder import Recipe
+from loopwright.inputs.buckets import Schedule
+from loopwright.inputs.datasets import eval_dataset, train_dataset
+from loopwright.inputs.parts import of_one_shape
+from loopwright.running import run
+from loopwright.strategies import factories
+from loopwright.tools.forensics.action import NonFiniteLoss, StopOnNonFinite
+from loopwright.tools.ledger import __main__
+from loopwright.tools.ledger.recorder import Recorder
 
 ENDS, LONGEST = (2, 4, 8), 8
 RNG = np.random.default_rng(6)

@@ -18,14 +18,14 @@ from input_cases import arrays, one_line_error, runtime_error
 from PIL import Image
 
 from benchmarks import fuzz_files, fuzzing
-from framework.host import bounded
-from framework.inputs import image_headers
-from framework.inputs.datasets import eval_dataset
-from framework.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
-from framework.run_folder import h5
-from framework.run_folder.warm_start import WarmStart
-from framework.tasks.language_model import TextFiles
-from framework.tasks.text_classification import text_files
+from loopwright.host import bounded
+from loopwright.inputs import image_headers
+from loopwright.inputs.datasets import eval_dataset
+from loopwright.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
+from loopwright.run_folder import h5
+from loopwright.run_folder.warm_start import WarmStart
+from loopwright.tasks.language_model import TextFiles
+from loopwright.tasks.text_classification import text_files
 
 
 def megabytes():
@@ -328,7 +328,7 @@ def test_weights_are_stored_as_keras_stores_them(tmp_path, write):
 def test_a_file_that_crashes_the_library_is_one_line(tmp_path, monkeypatch, end, line):
   script = tmp_path / "crash.py"
   script.write_text("import os, sys; os.kill(os.getpid(), len(sys.stdin.buffer.read()))")
-  monkeypatch.setattr(h5, "SCRIPT", str(script))
+  monkeypatch.setattr(h5, "PROGRAM", [sys.executable, str(script)])
   (tmp_path / "x.weights.h5").write_bytes(bytes(end))
   with one_line_error(rf"x.weights.h5' cannot be read \({line}\); "):
     WarmStart(path=str(tmp_path / "x.weights.h5")).load(None)
@@ -337,7 +337,7 @@ def test_a_file_that_crashes_the_library_is_one_line(tmp_path, monkeypatch, end,
 def test_a_file_that_the_library_reads_without_end_ends_by_itself():
   program = "import h5, time; h5._LEAST_S = 1; h5.read_all = lambda _: time.sleep(60); h5.main(b'')"
   done = subprocess.run(
-    [sys.executable, "-c", program], env={"PYTHONPATH": os.path.dirname(h5.SCRIPT)}, timeout=30
+    [sys.executable, "-c", program], env={"PYTHONPATH": os.path.dirname(h5.__file__)}, timeout=30
   )
   assert done.returncode == -signal.SIGALRM
 

@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 from input_cases import arrays, one_line_error
 
-from framework.errors import ConfigError, mistake
-from framework.inputs.datasets import eval_dataset, train_dataset
-from framework.inputs.fingerprint import fingerprint
-from framework.inputs.indexed import IndexedSource, TFRecordSource
+from loopwright.errors import ConfigError, mistake
+from loopwright.inputs.datasets import eval_dataset, train_dataset
+from loopwright.inputs.fingerprint import fingerprint
+from loopwright.inputs.indexed import IndexedSource, TFRecordSource
 
 N = 10
 
@@ -210,7 +210,7 @@ def test_the_places_of_the_records_come_from_the_index_file(folder, monkeypatch)
   paths = [str(folder / f"part-{i}.tfrecord") for i in (2, 0)]
   kept = str(folder / "places.npz")
   before = TFRecordSource(files=paths, features=FEATURES, index=kept)
-  monkeypatch.setattr("framework.inputs.indexed._places", None)  # nobody looks for them
+  monkeypatch.setattr("loopwright.inputs.indexed._places", None)  # nobody looks for them
   again = TFRecordSource(files=paths, features=FEATURES, index=kept)
   np.testing.assert_array_equal(again._places, before._places)
   check_records(again.fetch(tf.constant([0, 6], tf.int64)), np.array([4, 0]))

@@ -24,17 +24,17 @@ from input_cases import (
 )
 from PIL import Image
 
-from framework.errors import ConfigError
-from framework.inputs import datasets, sources
-from framework.inputs.datasets import eval_dataset, padded_batch_size, train_dataset
-from framework.inputs.sources import (
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets, sources
+from loopwright.inputs.datasets import eval_dataset, padded_batch_size, train_dataset
+from loopwright.inputs.sources import (
   ArraySource,
   ImageFolderSource,
   Source,
   StreamSource,
   load_arrays,
 )
-from framework.strategies import placement
+from loopwright.strategies import placement
 
 # ---- Training batches ----
 
@@ -290,7 +290,7 @@ def test_an_iterator_of_two_replicas_can_end_at_any_time():
 ITERATORS = """
 import os
 import tensorflow as tf
-from framework.inputs import datasets, sources
+from loopwright.inputs import datasets, sources
 
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -376,8 +376,8 @@ ONE_THREAD = """
 import os
 import time
 import tensorflow as tf
-from framework.inputs import datasets
-from framework.strategies import placement
+from loopwright.inputs import datasets
+from loopwright.strategies import placement
 
 tf.config.threading.set_inter_op_parallelism_threads(1)
 tf.config.threading.set_intra_op_parallelism_threads(1)

@@ -15,14 +15,14 @@ import tensorflow as tf
 from input_cases import arrays, numbered, one_line_error, runtime_error, stream, train_ids
 from places import PLACES, strategy_of
 
-from framework import ArraySource, Buckets, IndexedSource, Loss, Mixture, Task
-from framework.builder import Recipe
-from framework.inputs.datasets import eval_dataset, train_dataset
-from framework.inputs.mixture import Shares
-from framework.inputs.ordering import seed_of_part
-from framework.run import run
-from framework.tools.ledger import __main__
-from framework.tools.ledger.recorder import Recorder
+from loopwright import ArraySource, Buckets, IndexedSource, Loss, Mixture, Task
+from loopwright.builder import Recipe
+from loopwright.inputs.datasets import eval_dataset, train_dataset
+from loopwright.inputs.mixture import Shares
+from loopwright.inputs.ordering import seed_of_part
+from loopwright.running import run
+from loopwright.tools.ledger import __main__
+from loopwright.tools.ledger.recorder import Recorder
 
 SIZES = {"a": 7, "b": 10, "c": 5000}
 WEIGHTS = {0: {"a": 0.7, "b": 0.2, "c": 0.1}, 40: {"b": 1, "c": 2}, 45: {"a": 1, "c": 1.5}}
@@ -345,9 +345,9 @@ def test_the_ledger_proves_a_change_in_the_middle_or_names_it(keep, tmp_path, ca
 
 SCRIPT = """
 import os, signal, sys, keras
-import framework
-from framework import Action
-from framework.run import run
+import loopwright
+from loopwright import Action
+from loopwright.running import run
 from test_mixture import Fit
 
 class Kill(Action):

@@ -1,4 +1,4 @@
-"""The order and the seeds of `framework.inputs.ordering`, against Python and NumPy."""
+"""The order and the seeds of `loopwright.inputs.ordering`, against Python and NumPy."""
 
 import itertools
 import textwrap
@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from input_cases import numbered, reference_hash, train_ids
 
-from framework.inputs import ordering
+from loopwright.inputs import ordering
 
 
 def signed(value):

@@ -8,12 +8,12 @@ from input_cases import arrays, numbered, one_line_error, train_ids
 from packed_texts import NextToken
 from places import PLACES, strategy_of
 
-from framework import ArraySource, Mixture, Packed, attention_mask
-from framework.builder import Recipe
-from framework.inputs.datasets import eval_dataset, train_dataset
-from framework.inputs.fingerprint import fingerprint
-from framework.tools.ledger import __main__
-from framework.tools.ledger.recorder import Recorder
+from loopwright import ArraySource, Mixture, Packed, attention_mask
+from loopwright.builder import Recipe
+from loopwright.inputs.datasets import eval_dataset, train_dataset
+from loopwright.inputs.fingerprint import fingerprint
+from loopwright.tools.ledger import __main__
+from loopwright.tools.ledger.recorder import Recorder
 
 LENGTH = 16
 RNG = np.random.default_rng(2)

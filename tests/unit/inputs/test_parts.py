@@ -13,12 +13,12 @@ from input_cases import (
 )
 from places import PLACES, strategy_of
 
-from framework import ArraySource, Loss, Part, Sources, Task, part, with_part
-from framework.builder import Recipe
-from framework.inputs.datasets import eval_dataset, train_dataset
-from framework.inputs.ordering import seed_of_part
-from framework.tools.ledger import __main__
-from framework.tools.ledger.recorder import Recorder
+from loopwright import ArraySource, Loss, Part, Sources, Task, part, with_part
+from loopwright.builder import Recipe
+from loopwright.inputs.datasets import eval_dataset, train_dataset
+from loopwright.inputs.ordering import seed_of_part
+from loopwright.tools.ledger import __main__
+from loopwright.tools.ledger.recorder import Recorder
 
 RATIO, BATCH = 3, 4
 

@@ -6,10 +6,10 @@ import tensorflow as tf
 from places import PLACES, strategy_of
 from scipy import stats
 
-from framework.errors import ConfigError
-from framework.graphs import randomness
-from framework.inputs import datasets
-from framework.inputs.replay import Draws, ReplayBuffer
+from loopwright.errors import ConfigError
+from loopwright.graphs import randomness
+from loopwright.inputs import datasets
+from loopwright.inputs.replay import Draws, ReplayBuffer
 
 FEATURES = {"x": tf.TensorSpec([2]), "k": tf.TensorSpec([], tf.int64)}
 

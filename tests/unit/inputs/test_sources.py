@@ -1,4 +1,4 @@
-"""Arrays, files, image folders and errors of `framework.inputs.sources`, against NumPy."""
+"""Arrays, files, image folders and errors of `loopwright.inputs.sources`, against NumPy."""
 
 import gzip
 import io
@@ -12,10 +12,10 @@ import tensorflow as tf
 from input_cases import arrays, numbered, of_elements, one_line_error, runtime_error, stream
 from PIL import Image
 
-from framework import errors
-from framework.inputs import datasets, sources
-from framework.inputs.datasets import eval_dataset, train_dataset
-from framework.inputs.sources import (
+from loopwright import errors
+from loopwright.inputs import datasets, sources
+from loopwright.inputs.datasets import eval_dataset, train_dataset
+from loopwright.inputs.sources import (
   ArraySource,
   ImageFolderSource,
   StreamSource,

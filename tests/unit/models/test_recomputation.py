@@ -8,15 +8,15 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-import framework
-from framework.errors import ConfigError
-from framework.graphs import randomness
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.models import models, recomputation
-from framework.task import Task
-from framework.trainer import Trainer
+import loopwright
+from loopwright.errors import ConfigError
+from loopwright.graphs import randomness
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.models import models, recomputation
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def not_recomputed(function):
 )
 def test_the_step_is_that_without_recomputation(library, replicas, options, mirrored):
   plain = trained(Blocks(not_recomputed, library=library), mirrored(replicas), **options)
-  saving = trained(Blocks(framework.recompute, library=library), mirrored(replicas), **options)
+  saving = trained(Blocks(loopwright.recompute, library=library), mirrored(replicas), **options)
   assert saving[0] == pytest.approx(plain[0], rel=1e-6)
   for one, other in zip(plain[1], saving[1], strict=True):
     np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
@@ -151,7 +151,7 @@ def test_layers_recompute_by_name(library, replicas, mirrored):
   by_name = trained(
     Named(None, library=library), mirrored(replicas), recompute=["block_[12]", "block_1"]
   )
-  by_hand = trained(Named(framework.recompute, library=library), mirrored(replicas))
+  by_hand = trained(Named(loopwright.recompute, library=library), mirrored(replicas))
   without = trained(Named(None, library=library), mirrored(replicas))
   assert by_name[0] == pytest.approx(by_hand[0], rel=1e-6)
   assert by_name[0]["loss"] != pytest.approx(without[0]["loss"], rel=1e-3)  # it draws other masks
@@ -171,7 +171,7 @@ def test_a_name_of_no_layer_is_refused(pattern, line, mirrored):
     trained(Named(None), mirrored(1), recompute=[pattern])
 
 
-@pytest.mark.parametrize("wrap", [framework.recompute, lambda function: function])
+@pytest.mark.parametrize("wrap", [loopwright.recompute, lambda function: function])
 def test_the_backward_pass_uses_no_activation_of_the_forward_pass(wrap):
   """The inner tanh has one reader, the next layer; without recomputation its gradient too."""
   block = keras.Sequential(
@@ -192,7 +192,7 @@ def test_the_backward_pass_uses_no_activation_of_the_forward_pass(wrap):
   graph = gradients.get_concrete_function(tf.TensorSpec([4, 3])).graph
   (tanh,) = [op for op in graph.get_operations() if op.type == "Tanh"]
   readers = {op.type for op in tanh.outputs[0].consumers()}
-  assert readers == ({"MatMul"} if wrap is framework.recompute else {"MatMul", "TanhGrad"})
+  assert readers == ({"MatMul"} if wrap is loopwright.recompute else {"MatMul", "TanhGrad"})
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_what_would_not_repeat_is_refused(function, reason):
   @tf.function(autograph=False)
   def call():
     with randomness.random_streams(tf.constant([1, 2])):
-      return framework.recompute(function)(tf.ones([2, 3]))
+      return loopwright.recompute(function)(tf.ones([2, 3]))
 
   with pytest.raises(ConfigError, match=re.escape(f"recompute() got a function that {reason}")):
     call()
@@ -221,4 +221,4 @@ def test_what_communicates_is_refused(mirrored):
 
   reason = "communicates with other replicas, as BatchNormalization"
   with pytest.raises(ConfigError, match=reason):
-    trained(Synchronised(framework.recompute), mirrored(2))
+    trained(Synchronised(loopwright.recompute), mirrored(2))

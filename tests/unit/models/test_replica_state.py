@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from framework.models import replica_state
+from loopwright.models import replica_state
 
 
 def test_the_mean_of_copies_is_rounded_once_and_equal_copies_stay(mirrored):

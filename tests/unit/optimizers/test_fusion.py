@@ -8,16 +8,16 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.models import models
-from framework.optimizers import adapters, fusion, kernels, loss_scale
-from framework.optimizers.fusion import Fusion, Gradients
-from framework.step import Step, StepParts
-from framework.strategies.reduction import Reduction
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.optimizers import adapters, fusion, kernels, loss_scale
+from loopwright.optimizers.fusion import Fusion, Gradients
+from loopwright.step import Step, StepParts
+from loopwright.strategies.reduction import Reduction
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 STEPS = 20

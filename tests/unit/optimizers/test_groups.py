@@ -11,10 +11,10 @@ import tf_keras
 from test_optimizers import apply
 
 from benchmarks import optimizer_matrix as matrix
-from framework.errors import ConfigError
-from framework.optimizers import adapters, schedules
-from framework.optimizers.groups import grouped
-from framework.run_folder.checkpoints import CheckpointManager
+from loopwright.errors import ConfigError
+from loopwright.optimizers import adapters, schedules
+from loopwright.optimizers.groups import grouped
+from loopwright.run_folder.checkpoints import CheckpointManager
 
 KERAS = {"keras": keras.optimizers, "tf_keras": tf_keras.optimizers}
 GROUPS = {

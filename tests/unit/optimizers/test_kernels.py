@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.models import models
-from framework.optimizers import adapters, kernels
-from framework.optimizers.fusion import Gradients
+from loopwright.models import models
+from loopwright.optimizers import adapters, kernels
+from loopwright.optimizers.fusion import Gradients
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 STEPS = 20
@@ -260,7 +260,7 @@ def test_an_update_without_a_branch_leaves_all_as_it_is_if_not_finite(
   name, small, mirrored, monkeypatch
 ):
   """Good and bad steps in turns; the good ones are the reference's, as if there were no others."""
-  monkeypatch.setattr("framework.optimizers.fusion.SMALL", small)
+  monkeypatch.setattr("loopwright.optimizers.fusion.SMALL", small)
   strategy = mirrored(2)
   variables, adapter = masked_on(strategy, name)
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.errors import ConfigError
-from framework.optimizers import loss_scale
+from loopwright.errors import ConfigError
+from loopwright.optimizers import loss_scale
 
 
 def rule(finite_steps, *, initial, growth_steps, factor, floor):

@@ -5,10 +5,10 @@ import pytest
 import tensorflow as tf
 
 from benchmarks import optimizer_matrix as matrix
-from framework.errors import ConfigError
-from framework.models import models
-from framework.optimizers import adapters, rollback
-from framework.optimizers.adapters import Optimizer
+from loopwright.errors import ConfigError
+from loopwright.models import models
+from loopwright.optimizers import adapters, rollback
+from loopwright.optimizers.adapters import Optimizer
 from tests.support import places
 
 ODD = {"ScheduleFreeAdamW", "Muon", "Lamb", "Adafactor", "Nadam", "Lion"}

@@ -6,10 +6,10 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.errors import ConfigError
-from framework.models import models
-from framework.optimizers import adapters, schedules
-from framework.optimizers.ema import Ema
+from loopwright.errors import ConfigError
+from loopwright.models import models
+from loopwright.optimizers import adapters, schedules
+from loopwright.optimizers.ema import Ema
 
 KERAS = {"keras": keras.optimizers, "tf_keras": tf_keras.optimizers}
 both = pytest.mark.parametrize("library", KERAS)
@@ -98,7 +98,7 @@ def test_a_plain_function_as_learning_rate_is_refused():
     return 0.1 / (1 + step)
 
   line = (
-    r"^the learning rate of SGD is a function, decay; wrap it in framework.Schedule\(function\)"
+    r"^the learning rate of SGD is a function, decay; wrap it in loopwright.Schedule\(function\)"
   )
   with pytest.raises(ConfigError, match=line):
     build(lambda: keras.optimizers.SGD(decay), [tf.Variable(1.0)])

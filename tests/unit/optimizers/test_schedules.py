@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.errors import ConfigError
-from framework.optimizers import schedules
-from framework.optimizers.schedules import Schedule
+from loopwright.errors import ConfigError
+from loopwright.optimizers import schedules
+from loopwright.optimizers.schedules import Schedule
 
 # Around every boundary used below, and far beyond 2**24, where float32 skips whole numbers.
 STEPS = [0, 1, 2, 3, 4, 5, 6, 9, 10, 11, 19, 20, 21, 30, 99, 100, 101, 110, 10**3, 10**4]

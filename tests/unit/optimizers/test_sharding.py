@@ -9,15 +9,15 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.models import models
-from framework.optimizers import sharding
-from framework.run_folder.checkpoints import CheckpointManager
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.optimizers import sharding
+from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 UNITS, INPUTS, ROWS = (130, 130, 1), 150, 12

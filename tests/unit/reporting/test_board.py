@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import Action, ArraySource, Board, ConfigError, Loss, Show, Sum, Task
-from framework.run import run
-from framework.strategies import factories
+from loopwright import Action, ArraySource, Board, ConfigError, Loss, Show, Sum, Task
+from loopwright.running import run
+from loopwright.strategies import factories
 
 
 def made(tmp_path, step=3):

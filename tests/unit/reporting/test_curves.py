@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from framework.reporting.curves import MOST_POINTS, Curves
-from framework.reporting.progress import Progress
+from loopwright.reporting.curves import MOST_POINTS, Curves
+from loopwright.reporting.progress import Progress
 
 
 def lines(svg):
@@ -69,8 +69,8 @@ def test_a_notebook_shows_the_losses_of_training_and_evaluations(monkeypatch):
 
     write = close = lambda self, *text: None
 
-  monkeypatch.setattr("framework.reporting.progress.Notebook", Cell)
-  monkeypatch.setattr("framework.reporting.progress.is_notebook", lambda: True)
+  monkeypatch.setattr("loopwright.reporting.progress.Notebook", Cell)
+  monkeypatch.setattr("loopwright.reporting.progress.is_notebook", lambda: True)
   with Progress(total_steps=2) as progress:
     progress.update(1, {"loss": 2.0, "accuracy": 0.5})
     progress.evaluation(1, {"near/loss": 3.0, "far/loss": 4.0, "far/accuracy": 0.5})

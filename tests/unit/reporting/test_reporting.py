@@ -13,17 +13,17 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.errors import ConfigError
-from framework.host import files
-from framework.reporting.progress import Choice, Progress, format_number
-from framework.reporting.reporter import Reporter
-from framework.reporting.summary import (
+from loopwright.errors import ConfigError
+from loopwright.host import files
+from loopwright.reporting.progress import Choice, Progress, format_number
+from loopwright.reporting.reporter import Reporter
+from loopwright.reporting.summary import (
   ParameterCount,
   count_parameters,
   describe,
   result_line,
 )
-from framework.run_folder.metrics_log import MetricsLog, flatten
+from loopwright.run_folder.metrics_log import MetricsLog, flatten
 
 
 class Clock:

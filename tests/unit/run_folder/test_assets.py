@@ -18,15 +18,15 @@ import tensorflow as tf
 from learned import EXAMPLES, KERNEL, Scaled, Unscaled, Y, scaled
 
 import launch
-from framework import configurables, testing
-from framework.errors import ConfigError
-from framework.host import files
-from framework.run import run
-from framework.run_folder import assets
-from framework.strategies import factories
-from framework.strategies.cluster.identity import Cluster
-from framework.tools import tune
-from framework.tools.verify.bench.bench import Subject
+from loopwright import configurables, testing
+from loopwright.errors import ConfigError
+from loopwright.host import files
+from loopwright.run_folder import assets
+from loopwright.running import run
+from loopwright.strategies import factories
+from loopwright.strategies.cluster.identity import Cluster
+from loopwright.tools import tune
+from loopwright.tools.verify.bench.bench import Subject
 
 ROOT = Path(launch.__file__).parent
 SUPPORT = ROOT / "tests" / "support"

@@ -15,13 +15,13 @@ import tf_keras
 from defects import small
 from tensorflow.python.checkpoint import functional_saver
 
-from framework import errors
-from framework.host import files
-from framework.models import models
-from framework.optimizers import loss_scale
-from framework.run import run
-from framework.run_folder import checkpoints
-from framework.run_folder.checkpoint_files import list_checkpoints
+from loopwright import errors
+from loopwright.host import files
+from loopwright.models import models
+from loopwright.optimizers import loss_scale
+from loopwright.run_folder import checkpoints
+from loopwright.run_folder.checkpoint_files import list_checkpoints
+from loopwright.running import run
 
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 

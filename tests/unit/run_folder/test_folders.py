@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from framework import commands
-from framework.run_folder import folders
-from framework.tools.runs import ls
+from loopwright import commands
+from loopwright.run_folder import folders
+from loopwright.tools.runs import ls
 
 ROOT = Path(__file__).resolve().parents[3]
 NOW = 1_800_000_000.0
@@ -327,7 +327,7 @@ def test_neither_imports_a_task_or_tensorflow():
   Path("evil.py").write_text("raise SystemExit('imported')\n")
   code = """if True:
     import sys
-    from framework import commands
+    from loopwright import commands
     assert commands.main(["loopwright", "ls", "r"]) == 0
     assert commands.main(["loopwright", "diff", "r", "r"]) == 0
     heavy = {"tensorflow", "numpy", "keras", "evil"} & set(sys.modules)

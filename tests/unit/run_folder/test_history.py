@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import Task
-from framework.errors import ConfigError
-from framework.inputs.fingerprint import fingerprint
-from framework.inputs.sources import ArraySource, Source, StreamSource
-from framework.metrics import Loss
-from framework.run import run
-from framework.run_folder import history
-from framework.strategies import factories
+from loopwright import Task
+from loopwright.errors import ConfigError
+from loopwright.inputs.fingerprint import fingerprint
+from loopwright.inputs.sources import ArraySource, Source, StreamSource
+from loopwright.metrics import Loss
+from loopwright.run_folder import history
+from loopwright.running import run
+from loopwright.strategies import factories
 
 
 class Slope(Task):

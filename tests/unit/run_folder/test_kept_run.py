@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import launch
-from framework.tools.ledger.proof import prove, read
+from loopwright.tools.ledger.proof import prove, read
 
 FOLDER = Path(kept_run.__file__).parent / "kept_run_0_1"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import ConfigError
-from framework.host import files
-from framework.run_folder import ownership
-from framework.run_folder.ownership import owned
+from loopwright.errors import ConfigError
+from loopwright.host import files
+from loopwright.run_folder import ownership
+from loopwright.run_folder.ownership import owned
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -102,7 +102,7 @@ def test_of_many_at_once_one_owns(folder):
 
 OWNER = """
 import os, sys, time
-from framework.run_folder.ownership import owned
+from loopwright.run_folder.ownership import owned
 with owned(sys.argv[1]):
   if os.fork() == 0:
     print(os.getpid(), flush=True)

@@ -13,16 +13,16 @@ import pytest
 import s3_server
 import tensorflow as tf
 
-import framework
+import loopwright
 from benchmarks import comparison, trials_task
-from framework import commands, configurables
-from framework.errors import ConfigError
-from framework.host import stores
-from framework.host.files import StorageError
-from framework.host.stores import Store, StoreError
-from framework.run import restored, run
-from framework.run_folder import folders, mirror, remote, weight_files
-from framework.run_folder.mirror import Mirror, Record
+from loopwright import commands, configurables
+from loopwright.errors import ConfigError
+from loopwright.host import stores
+from loopwright.host.files import StorageError
+from loopwright.host.stores import Store, StoreError
+from loopwright.run_folder import folders, mirror, remote, weight_files
+from loopwright.run_folder.mirror import Mirror, Record
+from loopwright.running import restored, run
 
 URL = "memory://bucket/runs/digits"
 EXPORT = (
@@ -590,14 +590,14 @@ def test_a_run_in_s3_is_that_on_disk(
     configured(actions, "Fail.as_mistake = False", "Fail.at_step = 30")(model_dir=url)
   another_machine()
   monkeypatch.setattr(mirror, "GIVE_UP_S", 0.5)
-  restore = framework.session.Session.restore
+  restore = loopwright.session.Session.restore
 
   def then_shut(session, checkpoint=None):
     restore(session, checkpoint)
     server.shut()
 
   with monkeypatch.context() as patch:
-    patch.setattr(framework.session.Session, "restore", then_shut)
+    patch.setattr(loopwright.session.Session, "restore", then_shut)
     with pytest.raises(StorageError, match="loopwright push"):
       configured()(model_dir=url)
   server.open()

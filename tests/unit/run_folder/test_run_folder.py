@@ -14,12 +14,12 @@ import pytest
 import tensorflow as tf
 from test_history import Slope, go
 
-from framework import Action
-from framework.actions.best import BestCheckpoint
-from framework.errors import ConfigError
-from framework.host import files
-from framework.run_folder import history, layout, ownership
-from framework.tools.exports.action import Export
+from loopwright import Action
+from loopwright.actions.best import BestCheckpoint
+from loopwright.errors import ConfigError
+from loopwright.host import files
+from loopwright.run_folder import history, layout, ownership
+from loopwright.tools.exports.action import Export
 
 REPOSITORY = Path(__file__).parents[3]
 REMOVED = r"the run folder '.*/run' was removed while the run used it, so the run has ended; put"
@@ -198,7 +198,7 @@ SLOW = """
 import sys, time
 sys.path += ["tests/unit/run_folder", "tests/support"]
 from test_run_folder import At, Path, train
-from framework.errors import ConfigError
+from loopwright.errors import ConfigError
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 slow = [At(step, lambda: time.sleep(0.1)) for step in range(2, 400, 2)]
 try:
@@ -309,7 +309,7 @@ def test_each_checkpoint_names_the_start_that_wrote_it(folder):
 
 def test_checkpoints_of_a_version_that_named_none_go_on(folder, monkeypatch):
   with monkeypatch.context() as patched:
-    patched.setattr("framework.going_on.uuid.uuid4", lambda: type("None", (), {"hex": ""}))
+    patched.setattr("loopwright.going_on.uuid.uuid4", lambda: type("None", (), {"hex": ""}))
     go(folder, 2)
   lose(folder)
   go(folder, 4)
@@ -356,7 +356,7 @@ def test_all_that_a_run_writes_has_a_name_that_layout_knows(folder):
 def test_other_versions_are_told_in_a_line_recorded_and_shown_by_diff(
   folder, monkeypatch, caplog, capsys
 ):
-  from framework import commands
+  from loopwright import commands
 
   go(folder, 2)
   assert "other versions" not in caplog.text

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from framework.run_folder import snapshots
+from loopwright.run_folder import snapshots
 
 
 class Cluster:

@@ -10,18 +10,18 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import run
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.models import models
-from framework.run_folder import warm_start, weight_files
-from framework.run_folder.checkpoints import CheckpointManager
-from framework.run_folder.warm_start import WarmStart
-from framework.strategies import factories
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright import running
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.run_folder import warm_start, weight_files
+from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.run_folder.warm_start import WarmStart
+from loopwright.strategies import factories
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=[12, 3]).astype(np.float32)
@@ -272,7 +272,7 @@ def test_a_run_begins_there_and_does_not_go_back(tmp_path):
 
   def train(name, steps):
     task = Fit()
-    run.run(
+    running.run(
       task=task, train_steps=steps, global_batch_size=12, model_dir=str(tmp_path / name),
       strategy=factories.default, optimizer=lambda: keras.optimizers.SGD(RATE), mode="train",
       warm_start=WarmStart(path=folder),

@@ -12,12 +12,12 @@ import pytest
 import tensorflow as tf
 from input_cases import one_line_error
 
-from framework.host import nvidia
-from framework.options import Gpus
-from framework.strategies import gpus
-from framework.strategies.cluster import resolvers
-from framework.tools import local_cluster
-from framework.tools.sweep import jobs
+from loopwright.host import nvidia
+from loopwright.options import Gpus
+from loopwright.strategies import gpus
+from loopwright.strategies.cluster import resolvers
+from loopwright.tools import local_cluster
+from loopwright.tools.sweep import jobs
 
 
 @pytest.fixture
@@ -95,22 +95,22 @@ def test_nothing_is_told_if_tensorflow_sees_them_all(machine, monkeypatch):
 
 RUN = """
 import sys
-from framework.host import nvidia
+from loopwright.host import nvidia
 nvidia.ROOT = sys.argv[1]
-import numpy as np, keras, framework
-from framework import run
+import numpy as np, keras, loopwright
+from loopwright import running
 
-class Line(framework.Task):
+class Line(loopwright.Task):
   def build_model(self):
     return keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
   def source(self, split):
-    return framework.ArraySource(features={"x": np.ones([4, 1], np.float32)})
+    return loopwright.ArraySource(features={"x": np.ones([4, 1], np.float32)})
   def forward(self, batch, training):
     return self.model(batch["x"], training=training)[:, 0]
   def loss(self, outputs, batch):
-    return framework.Loss.from_examples(outputs ** 2, batch["weight"])
+    return loopwright.Loss.from_examples(outputs ** 2, batch["weight"])
 
-run.run(task=Line(), train_steps=1, global_batch_size=4, model_dir=sys.argv[2], mode="train")
+running.run(task=Line(), train_steps=1, global_batch_size=4, model_dir=sys.argv[2], mode="train")
 """
 
 

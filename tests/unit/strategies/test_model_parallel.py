@@ -9,17 +9,17 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework.errors import ConfigError
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.models import models
-from framework.optimizers import functional
-from framework.run_folder.checkpoints import CheckpointManager
-from framework.strategies import factories, model_parallel, placement
-from framework.task import Task
-from framework.tasks import language_model
-from framework.tools.ledger.recorder import Recorder
+from loopwright.errors import ConfigError
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.optimizers import functional
+from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.strategies import factories, model_parallel, placement
+from loopwright.task import Task
+from loopwright.tasks import language_model
+from loopwright.tools.ledger.recorder import Recorder
 
 LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.graphs import operations
-from framework.inputs import datasets
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.models import models
-from framework.optimizers import schedules
-from framework.strategies import factories, placement
-from framework.task import Task
-from framework.trainer import Trainer
+from loopwright.graphs import operations
+from loopwright.inputs import datasets
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.optimizers import schedules
+from loopwright.strategies import factories, placement
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 STEPS_PER_LOOP = 3
 OneDevice = tf.distribute.OneDeviceStrategy

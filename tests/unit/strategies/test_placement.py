@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from framework.errors import ConfigError
-from framework.parameter_server import ParameterServerTrainer
-from framework.strategies import factories, placement
-from framework.trainer import Trainer
+from loopwright.errors import ConfigError
+from loopwright.parameter_server import ParameterServerTrainer
+from loopwright.strategies import factories, placement
+from loopwright.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -98,8 +98,8 @@ def asked(source):
     "isinstance(trainer.strategy, tf.distribute.MirroredStrategy)",
     "issubclass(type(s), ParameterServerStrategyV2 | int)",
     "servers.is_asynchronous(strategy)",
-    "from framework.strategies import traits",
-    "from framework.strategies.model_parallel import ModelParallelStrategy",
+    "from loopwright.strategies import traits",
+    "from loopwright.strategies.model_parallel import ModelParallelStrategy",
     "strategy is tf.distribute.get_strategy()",
     "type(strategy).__name__ == 'MirroredStrategy'",
   ],
@@ -113,6 +113,8 @@ def test_no_code_outside_the_strategies_asks_for_the_kind_of_a_strategy():
   for folder in ("framework", "tasks", "benchmarks"):
     for path in (ROOT / folder).rglob("*.py"):
       name = str(path.relative_to(ROOT))
-      if not name.startswith("framework/strategies/") and (lines := list(asked(path.read_text()))):
+      if not name.startswith("framework/loopwright/strategies/") and (
+        lines := list(asked(path.read_text()))
+      ):
         found[name] = lines
   assert not found

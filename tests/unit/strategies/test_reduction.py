@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.errors import ConfigError
-from framework.strategies import reduction
-from framework.strategies.reduction import Reduction
+from loopwright.errors import ConfigError
+from loopwright.strategies import reduction
+from loopwright.strategies.reduction import Reduction
 
 PACKINGS = ("flat", "per_tensor")
 SHAPES = {"matrix": (2, 3), "scalar": (), "vector": (4,), "empty": (0, 2)}
@@ -111,7 +111,7 @@ def test_a_right_all_reduce_proves_itself(mirrored, packing, wire_dtype):
 
 PROOF_OF_MANY = """
 import tensorflow as tf
-from framework.strategies.reduction import Reduction
+from loopwright.strategies.reduction import Reduction
 
 [cpu] = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 19)

@@ -3,8 +3,8 @@ import logging as python_logging
 import pytest
 import tensorflow as tf
 
-from framework.errors import ConfigError
-from framework.strategies import factories, placement
+from loopwright.errors import ConfigError
+from loopwright.strategies import factories, placement
 
 
 def test_default_is_no_distribution():

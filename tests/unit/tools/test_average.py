@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import framework
-from framework import configurables
-from framework.errors import ConfigError
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.run import run
-from framework.task import Task
-from framework.tools.runs import average
+import loopwright
+from loopwright import configurables
+from loopwright.errors import ConfigError
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.running import run
+from loopwright.task import Task
+from loopwright.tools.runs import average
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(2.0, 3.0, size=[24, 3]).astype(np.float32)
@@ -24,7 +24,7 @@ BASE = (
 )  # fmt: skip
 
 
-@framework.register
+@loopwright.register
 class Normalised(Task):
   """Regression by two dense layers, with batch normalisation between them."""
 

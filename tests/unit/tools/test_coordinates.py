@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 import launch
-from framework import ArraySource, Loss, Task
-from framework.builder import Recipe
-from framework.tools import coordinates
+from loopwright import ArraySource, Loss, Task
+from loopwright.builder import Recipe
+from loopwright.tools import coordinates
 
 CONFIGS = Path(launch.__file__).parent / "configs"
 TIMES, RATE, STEPS = (1, 2, 4), 0.1, 3

@@ -15,14 +15,14 @@ import tensorflow as tf
 from planted import Planted, example_at, make_trainer
 
 import launch
-from framework import going_on
-from framework.errors import ConfigError
-from framework.metrics import Loss
-from framework.optimizers import loss_scale
-from framework.strategies import placement
-from framework.strategies.reduction import Reduction
-from framework.tools.forensics import examine
-from framework.tools.forensics.action import StopOnNonFinite
+from loopwright import going_on
+from loopwright.errors import ConfigError
+from loopwright.metrics import Loss
+from loopwright.optimizers import loss_scale
+from loopwright.strategies import placement
+from loopwright.strategies.reduction import Reduction
+from loopwright.tools.forensics import examine
+from loopwright.tools.forensics.action import StopOnNonFinite
 
 STEPS = 8
 
@@ -304,7 +304,7 @@ def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
     "PYTHONPATH='/else where' python launch.py --gin_file=runs/x/operative_config.gin "
     "--model_dir=runs/x --mode=replay"
   )
-  monkeypatch.setattr(going_on.configurables, "SHIPPED", Path("/elsewhere/framework"))
+  monkeypatch.setattr(going_on.configurables, "SHIPPED", Path("/elsewhere/loopwright"))
   command = going_on.replay_command("runs/x", trainer)
   assert command.startswith("PYTHONPATH='/else where' loopwright --gin_file=runs/x/")
   monkeypatch.setattr(going_on.configurables, "bindings", dict)

@@ -12,12 +12,12 @@ import pytest
 from input_cases import one_line_error
 
 from benchmarks import goodput_trials
-from framework import Action, ArraySource, Loss, Task, commands
-from framework.run import run
-from framework.run_folder import layout, legs
-from framework.run_folder.legs import Leg
-from framework.strategies import factories
-from framework.tools import goodput
+from loopwright import Action, ArraySource, Loss, Task, commands
+from loopwright.run_folder import layout, legs
+from loopwright.run_folder.legs import Leg
+from loopwright.running import run
+from loopwright.strategies import factories
+from loopwright.tools import goodput
 
 NOW = 10_000.0
 

@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from framework import ArraySource, ConfigError, Loss, Task
-from framework.builder import Recipe
-from framework.models import models
-from framework.optimizers import loss_scale
-from framework.tools.forensics.layers import LayerStatistics, statistics
+from loopwright import ArraySource, ConfigError, Loss, Task
+from loopwright.builder import Recipe
+from loopwright.models import models
+from loopwright.optimizers import loss_scale
+from loopwright.tools.forensics.layers import LayerStatistics, statistics
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(2)

@@ -8,16 +8,16 @@ import pytest
 import tensorflow as tf
 from input_cases import ledger_digest, one_line_error, stream
 
-from framework.inputs.sources import ArraySource
-from framework.observers import Reading
-from framework.options import Cadence
-from framework.run_folder.remote import Opened
-from framework.session import Session
-from framework.strategies import placement
-from framework.tools.ledger import __main__
-from framework.tools.ledger import proof as proofs
-from framework.tools.ledger.proof import Ledger, Problem, prove
-from framework.tools.ledger.recorder import Recorder
+from loopwright.inputs.sources import ArraySource
+from loopwright.observers import Reading
+from loopwright.options import Cadence
+from loopwright.run_folder.remote import Opened
+from loopwright.session import Session
+from loopwright.strategies import placement
+from loopwright.tools.ledger import __main__
+from loopwright.tools.ledger import proof as proofs
+from loopwright.tools.ledger.proof import Ledger, Problem, prove
+from loopwright.tools.ledger.recorder import Recorder
 
 N, BATCH = everything.EXAMPLES, everything.BATCH
 
@@ -417,7 +417,7 @@ def test_an_order_of_many_examples_is_compared_in_parts(monkeypatch):
   """Against the permutation that the input gives, 3 steps at a time."""
   monkeypatch.setattr(proofs, "_AT_ONCE", 21)
   source = ArraySource(features={"x": np.zeros(5000, np.int8)})
-  from framework.inputs.datasets import train_dataset
+  from loopwright.inputs.datasets import train_dataset
 
   data = train_dataset(source, global_batch_size=7, seed=4).take(30).as_numpy_iterator()
   ids = np.concatenate([batch["example_id"] for batch in data])
@@ -436,4 +436,4 @@ def test_without_a_ledger_the_command_says_what_to_do(tmp_path, capsys):
   assert (out, err.count("\n")) == ("", 1)
   assert "train with `run.ledger = True`" in err
   assert __main__.main([]) == 2
-  assert "usage: python -m framework.tools.ledger MODEL_DIR" in capsys.readouterr().err
+  assert "usage: python -m loopwright.tools.ledger MODEL_DIR" in capsys.readouterr().err

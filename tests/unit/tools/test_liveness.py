@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework.tools import liveness
+from loopwright.tools import liveness
 
 MIB = 2**20
 SQUARE = tf.TensorSpec([512, 512])  # 1 MiB

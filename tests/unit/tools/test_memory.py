@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import framework
 import launch
-from framework import commands
-from framework.errors import ConfigError
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.task import Task
-from framework.tools import memory
+import loopwright
+from loopwright import commands
+from loopwright.errors import ConfigError
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.task import Task
+from loopwright.tools import memory
 
 REPOSITORY = Path(launch.__file__).parent
 MIB = 2**20
@@ -62,7 +62,7 @@ def full(x):
   )
 
 
-@framework.register
+@loopwright.register
 class Tower(Task):
   """Blocks of layers; one that fails does so as on a device that is full."""
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import browser
 import pytest
 
-from framework import commands
-from framework.tools.report import data, page
+from loopwright import commands
+from loopwright.tools.report import data, page
 
 ROOT = Path(__file__).resolve().parents[3]
 PNG = bytes.fromhex(
@@ -111,7 +111,7 @@ class Parsed(html.parser.HTMLParser):
 
 
 def without_plotly(monkeypatch):
-  monkeypatch.setattr("framework.tools.report.plotly", lambda: "/* plotly.js */")
+  monkeypatch.setattr("loopwright.tools.report.plotly", lambda: "/* plotly.js */")
 
 
 def rows(parsed_page, head):
@@ -343,7 +343,7 @@ def test_it_imports_no_task_and_no_tensorflow():
   Path("evil.py").write_text("raise SystemExit('imported')\n")
   code = """if True:
     import sys
-    from framework import commands
+    from loopwright import commands
     assert commands.main(["loopwright", "report", "r"]) == 0
     heavy = {"tensorflow", "numpy", "keras", "evil"} & set(sys.modules)
     assert not heavy, heavy

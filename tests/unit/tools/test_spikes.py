@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from framework import Action, ArraySource, ConfigError, Loss, Task
-from framework.inputs.ordering import examples_at
-from framework.run import run
-from framework.strategies import factories, placement
-from framework.tools.forensics import examine
-from framework.tools.forensics.spikes import Diverged, Spikes
-from framework.tools.ledger import __main__
+from loopwright import Action, ArraySource, ConfigError, Loss, Task
+from loopwright.inputs.ordering import examples_at
+from loopwright.running import run
+from loopwright.strategies import factories, placement
+from loopwright.tools.forensics import examine
+from loopwright.tools.forensics.spikes import Diverged, Spikes
+from loopwright.tools.ledger import __main__
 
 EXAMPLES, BATCH, STEPS, RATE, SEED, WINDOW = 230, 10, 60, 0.02, 5, 16
 RNG = np.random.default_rng(2)
@@ -188,7 +188,7 @@ def test_a_run_goes_on_with_another_number_of_replicas(tmp_path, capsys):
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from framework import Action
+from loopwright import Action
 from test_spikes import Fit, some_examples, trained
 
 class Die(Action):

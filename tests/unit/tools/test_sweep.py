@@ -16,17 +16,17 @@ import pytest
 from absl import flags
 from scipy import stats
 
-import framework
-from framework import commands
-from framework.errors import ConfigError
-from framework.run_folder import folders
-from framework.tools.runs import repetitions
-from framework.tools.sweep import jobs, results, runner, space
+import loopwright
+from loopwright import commands
+from loopwright.errors import ConfigError
+from loopwright.run_folder import folders
+from loopwright.tools.runs import repetitions
+from loopwright.tools.sweep import jobs, results, runner, space
 
 CHECKED, OF = space.checked, jobs.Command.of
 STUB = Path(__file__).resolve().parents[2] / "support" / "trial_stub.py"
 CONFIG = """
-import framework.tasks.image_classification
+import loopwright.tasks.image_classification
 run.task = @ImageClassification()
 ImageClassification.data = @digits()
 ImageClassification.input_shape = (8, 8, 1)
@@ -35,9 +35,9 @@ run.global_batch_size = 8
 """
 SWEEP = """if True:
   import os, signal, sys
-  from framework import commands
-  from framework.commands import process
-  from framework.tools.sweep import jobs, runner, space
+  from loopwright import commands
+  from loopwright.commands import process
+  from loopwright.tools.sweep import jobs, runner, space
   sys.path.insert(0, {support!r})
   runner.POLL_S = 0.02
   jobs.Command.of = lambda self, values, model_dir: [
@@ -368,7 +368,7 @@ def test_the_best_trial_of_each_batch_size_device_and_precision():
 
 def started(*given):
   code = SWEEP.format(support=str(STUB.parent), stub=str(STUB))
-  environment = {**os.environ, "PYTHONPATH": str(Path(framework.__file__).parents[1])}
+  environment = {**os.environ, "PYTHONPATH": str(Path(loopwright.__file__).parents[1])}
   return subprocess.Popen(
     [sys.executable, "-c", code, "c.gin", "--dir=s", *given],
     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,

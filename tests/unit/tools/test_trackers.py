@@ -14,17 +14,17 @@ import pytest
 import tensorflow as tf
 from prometheus_client.parser import text_string_to_metric_families
 
-from framework.actions.base import Run
-from framework.errors import ConfigError, Preempted
-from framework.reporting.board import Board
-from framework.run_folder import layout, legs
-from framework.run_folder.metrics_log import MetricsLog
-from framework.tools.trackers import base, wandb
-from framework.tools.trackers.base import Tracker, without_secrets
-from framework.tools.trackers.csv_file import CSVFile
-from framework.tools.trackers.mlflow import MLflow
-from framework.tools.trackers.prometheus import Prometheus
-from framework.tools.trackers.wandb import WandB
+from loopwright.actions.base import Run
+from loopwright.errors import ConfigError, Preempted
+from loopwright.reporting.board import Board
+from loopwright.run_folder import layout, legs
+from loopwright.run_folder.metrics_log import MetricsLog
+from loopwright.tools.trackers import base, wandb
+from loopwright.tools.trackers.base import Tracker, without_secrets
+from loopwright.tools.trackers.csv_file import CSVFile
+from loopwright.tools.trackers.mlflow import MLflow
+from loopwright.tools.trackers.prometheus import Prometheus
+from loopwright.tools.trackers.wandb import WandB
 
 
 @pytest.fixture(autouse=True)

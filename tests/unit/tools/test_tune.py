@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import framework
 import launch
-from framework import configurables
-from framework.errors import ConfigError
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.run import run
-from framework.strategies.reduction import Reduction
-from framework.task import Task
-from framework.tools import tune
-from framework.tools.tune import Option, Ratio
+import loopwright
+from loopwright import configurables
+from loopwright.errors import ConfigError
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.running import run
+from loopwright.strategies.reduction import Reduction
+from loopwright.task import Task
+from loopwright.tools import tune
+from loopwright.tools.tune import Option, Ratio
 
 REPOSITORY = Path(launch.__file__).parent
 SLEEP_S = 0.1
@@ -38,7 +38,7 @@ run.checkpoint_every_steps = 1000
 TWO = "auto.cpu_replicas = 2"
 
 
-@framework.register
+@loopwright.register
 class Line(Task):
   """y = 2 x; `of_python` puts an operation into it that XLA cannot compile."""
 
@@ -260,8 +260,8 @@ EVERY_OP = """
 import sys
 sys.path[:0] = [{tests!r}, {repository!r}]
 import test_tune
-from framework.tools import tune
-from framework.strategies import factories
+from loopwright.tools import tune
+from loopwright.strategies import factories
 factories.split_cpu(2)
 tune.tune(["line.gin"], model_dir="run", show=print, rounds=2, block_s=0.02)
 """

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import framework
-from framework.errors import ConfigError
-from framework.inputs.sources import ArraySource
-from framework.metrics import Loss
-from framework.task import Task
-from framework.tools import tune_rate
+import loopwright
+from loopwright.errors import ConfigError
+from loopwright.inputs.sources import ArraySource
+from loopwright.metrics import Loss
+from loopwright.task import Task
+from loopwright.tools import tune_rate
 
 TARGETS = np.random.default_rng(0).normal(size=[24, 3]).astype(np.float32)
 CONFIG = """
@@ -22,7 +22,7 @@ run.global_batch_size = 6
 """
 
 
-@framework.register
+@loopwright.register
 class Bowl(Task):
   """Half the sum of curvature * (w - target)^2 over the weights, for each example."""
 

@@ -1,0 +1,102 @@
+"""The actions of a run: bound to it, called in their order, and the loop ends they ask for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from loopwright.actions.base import Action, Output, Run
+from loopwright.actions.state import ActionStates
+from loopwright.errors import unknown
+from loopwright.evaluator import Evaluator
+from loopwright.host.timing import timed
+from loopwright.task import Task
+from loopwright.trainer import Trainer
+
+
+class Actions:
+  """Calls the actions of a run: `bind`, `begin`, `after` each loop and evaluation, `end`.
+
+  Attributes:
+    states: what the actions keep over a restart, for checkpoints.
+    split: "train" or "eval": what the last action was called for.
+  """
+
+  def __init__(self, actions: Sequence[Action], *, require: Callable[[], None]) -> None:
+    """Calls nothing yet.
+
+    Args:
+      actions: in the order in which they are called.
+      require: raises unless the run folder is still the run's; called before each action.
+    """
+    self._actions, self._require = list(actions), require
+    self.states, self.split = ActionStates(actions), "train"
+
+  def bind(self, trainer: Trainer, evaluator: Evaluator | None, **more: Any) -> None:
+    """Gives the actions the run, with `more` attributes of `Run` (host).
+
+    Raises:
+      ConfigError: an action cannot be used in this run.
+    """
+    ema = trainer.parts.ema
+    self._step = trainer.global_step
+    run = Run(
+      task=trainer.task, strategy=trainer.strategy, trainer=trainer, evaluator=evaluator,
+      global_step=trainer.global_step, is_chief=trainer.cluster.is_chief, actions=self._actions,
+      require=self._require, current_split=lambda: self.split,
+      evaluated_weights=ema.in_place if ema else contextlib.nullcontext, **more,
+    )  # fmt: skip
+    for action in self._actions:
+      action.bind(run)
+      action.splits()  # raises unless it says after what it is called
+
+  def require_metrics(self, evaluator: Evaluator) -> None:
+    """Raises ConfigError if an action reads an evaluation metric that cannot exist.
+
+    A task that overrides `derived` may make any name of it; the first evaluation tells.
+    """
+    wanted = [(a, *item) for a in self._actions for item in a.reads().items()]
+    if not wanted or type(evaluator.task).derived is not Task.derived:
+      return
+    names = evaluator.metric_names()
+    for action, option, name in wanted:
+      if names is not None and name not in names:
+        raise unknown(f"{type(action).__name__}.{option}", name, names)
+
+  def begin(self) -> None:
+    """Gives back what the checkpoint has of the actions, and begins each (host)."""
+    self.states.give_back()
+    for action in self._actions:
+      action.begin()
+    self.states.serialize()  # raises for a state that JSON does not have
+
+  def loop_end(self, step: int, end: int) -> int:
+    """Returns the first step after `step` at which an action wants a loop to end, or `end`."""
+    wanted = (one for action in self._actions for one in action.loop_ends())
+    return min([end, *(one for one in wanted if one > step)])
+
+  def after(self, split: str, output: Output) -> None:
+    """Calls the actions of a split with the values of a loop or an evaluation (host)."""
+    self._require()
+    step = int(self._step.numpy())
+    for action in self._actions:
+      if split not in action.splits():
+        continue
+      if split == "train" and action.every_steps and step % action.every_steps:
+        continue  # the loop ended for something else
+      self.split = split
+      if split == "eval":
+        self.states.evaluated = step
+      self._require()
+      timed(f"action {type(action).__name__}")(action)(output)
+
+  def end(self) -> None:
+    """Ends each action, in order, whatever the others raise (host)."""
+    with contextlib.ExitStack() as ends:
+      for action in reversed(self._actions):
+        ends.callback(action.end)
+
+  def results(self) -> list[str]:
+    """Returns what the last line of the run says of each action (host; after `end`)."""
+    return [action.result() for action in self._actions]

@@ -1,0 +1,148 @@
+"""Trains, evaluates, exports, replays or examines a config: flags -> gin -> loopwright.run."""
+
+import contextlib
+import functools
+import os
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from loopwright.commands.arguments import LOCAL_FLAGS, Parsed
+from loopwright.commands.process import say
+
+
+def run(parsed: Parsed) -> int:
+  """Runs the command and returns the exit status (host)."""
+  return launch(parsed.values)
+
+
+def launch(values: flags.FlagValues) -> int:
+  """Checks the config before using any device, then calls `run`; returns the exit status."""
+  if values.mode == "check_config":
+    return check_config(values.gin_file, values.gin_param)
+  default = os.path.join("runs", Path(values.gin_file[0]).stem)
+  model_dir = default if values.model_dir is None else values.model_dir
+  if values.local_workers:
+    return launch_local(values, model_dir)
+  show = functools.partial(print, flush=True)
+  if values.mode == "tune":
+    from loopwright.tools.tune import tune
+    from loopwright.tools.tune_rate import range_test
+
+    chosen = range_test if values.learning_rate else tune
+    chosen(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
+    return 0
+  if values.mode == "memory":
+    from loopwright.tools.memory import memory
+
+    memory(values.gin_file, values.gin_param, device_gib=values.device_gib, show=show)
+    return 0
+  from loopwright import configurables
+  from loopwright.errors import Preempted, first_line
+
+  configurables.parse(values.gin_file, values.gin_param)
+  if values.mode == "verify":
+    return verify(values.json)
+  from loopwright.host.files import StorageError
+  from loopwright.running import run
+  from loopwright.strategies.cluster.identity import ClusterError
+  from loopwright.tools.forensics.action import NonFiniteLoss
+
+  try:
+    configurables.configured(run)(
+      mode=values.mode, model_dir=model_dir, accept_changes=values.accept_changes
+    )
+  except Preempted as stop:
+    return say(first_line(stop), 75)
+  except (NonFiniteLoss, ClusterError, StorageError) as failure:
+    return say(f"failed: {first_line(failure)}", 1)
+  except Exception as error:
+    if line := when_full(error, values):
+      traceback.print_exc()
+      return say(f"failed: {line}", 1)
+    raise
+  return 0
+
+
+def when_full(error: Exception, values: flags.FlagValues) -> str:
+  """Returns a line about a device with too little memory; "" for another error, or if unknown."""
+  from loopwright.errors import is_full
+
+  if not is_full(error) or "TF_CONFIG" in os.environ:  # other processes wait in a strategy
+    return ""
+  with contextlib.suppress(Exception):
+    from loopwright.tools.memory import advice
+
+    return advice(values.gin_file, values.gin_param)
+  return ""
+
+
+def check_config(gin_files: Sequence[str], gin_params: Sequence[str]) -> int:
+  """Prints a line for each mistake of a config, or that there is none; returns 2 or 0 (host)."""
+  from loopwright.configurables import examine
+  from loopwright.configurables.checks import in_force
+  from loopwright.errors import first_line, printable
+
+  examination = examine(gin_files, gin_params)
+  for mistake in examination.mistakes:
+    say(f"error: {printable(first_line(mistake.error))}", 2)
+  if examination.mistakes:
+    return 2
+  files = printable(", ".join(Path(file).name for file in examination.config.files)) or "memory"
+  count = len(in_force(examination.history))
+  print(f"ok: {files}: {count} binding{'' if count == 1 else 's'}, all used")
+  return 0
+
+
+def verify(json_file: str | None) -> int:
+  """Prints the results of all checks of the config in force; returns 1 if any check failed."""
+  from loopwright.host.native_log import without_remarks
+  from loopwright.tools import verify as checks
+
+  if json_file:
+    _require_writable(json_file)
+  with without_remarks():
+    report = checks.verify(
+      checks.subject_of_config(), show=lambda text: print(f"{text}\n", flush=True)
+    )
+  print(report.count())
+  if json_file:
+    Path(json_file).write_text(report.json())
+  return 1 if report.failures else 0
+
+
+def _require_writable(path: str) -> None:
+  """Makes an empty file, or leaves one that is there; so a mistake shows before the checks run."""
+  try:
+    Path(path).open("a").close()
+  except (OSError, ValueError) as error:  # ValueError: a null character
+    reason = getattr(error, "strerror", None) or error
+    raise flags.Error(
+      f"--json={path!r} cannot be written ({reason}); give a file in a folder that exists"
+    ) from error
+
+
+def launch_local(values: flags.FlagValues, model_dir: str) -> int:
+  """Runs this command line without LOCAL_FLAGS in each process of a cluster on this machine."""
+  from loopwright.host.children import PROGRAM
+  from loopwright.tools.local_cluster import run_local
+
+  given = {name: values[name].value for name in values if values[name].present or name == "mode"}
+  arguments = [
+    f"--{name}={item}"
+    for name, value in given.items()
+    if name not in LOCAL_FLAGS
+    for item in (value if isinstance(value, list) else [value])
+  ]
+  restarts = values.local_workers.least < values.local_workers or values.max_restarts > 0
+  return run_local(
+    command=[*PROGRAM, *arguments],
+    model_dir=model_dir,
+    workers=int(values.local_workers),
+    least=values.local_workers.least,
+    imports=restarts and not values.local_ps,
+    ps=values.local_ps,
+    max_restarts=values.max_restarts,
+  )

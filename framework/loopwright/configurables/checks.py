@@ -1,0 +1,272 @@
+"""Finds mistakes in a config: names, values, missing, contradictory and unused bindings."""
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import gin
+
+from loopwright.configurables import table
+from loopwright.configurables.graph import Graph, Use
+from loopwright.configurables.reading import MACRO, Binding, at, scoped
+from loopwright.configurables.values import (
+  fits,
+  is_plain_class,
+  map_references,
+  references,
+  requirement,
+  spelled,
+  wanted,
+)
+from loopwright.errors import ConfigError, require_integer, shown, suggest
+from loopwright.host import redaction
+
+EXAMPLES = {
+  "run.task": (
+    "`import loopwright.tasks.image_classification` and `run.task = @ImageClassification()`"
+  )
+}
+"""What to add for a required parameter if `... = ...` would not help."""
+
+_MOST_UNUSED = 100
+"""Bindings that nothing uses, of which each gets a line with a remedy."""
+
+
+Kind = Literal["reading", "imports", "names", "one value each", "values", "used", "complete"]
+"""The kinds of mistakes, in the order of the checks."""
+
+
+class Mistake(NamedTuple):
+  """A mistake: its kind, its place ("" if none), and its line, which begins with the place."""
+
+  kind: Kind
+  where: str
+  error: ConfigError
+
+
+def caught(kind: Kind, where: str, check: Callable[[], object]) -> Iterator[Mistake]:
+  """Yields the mistake that `check` raises, if any, with its place."""
+  try:
+    with at(where):
+      check()
+  except ConfigError as error:
+    yield Mistake(kind, where, error)
+
+
+def resolved(binding: Binding) -> Binding:
+  """Returns the binding with every name in its shortest unambiguous form.
+
+  Raises:
+    ConfigError: an unknown name or parameter, or a parameter that must not be bound.
+  """
+  with at(binding.where):
+    return _resolved(binding)
+
+
+def in_force(history: Iterable[Binding]) -> list[Binding]:
+  """Returns the last binding of each parameter."""
+  return list({binding.key: binding for binding in history}.values())
+
+
+def check_all(history: Sequence[Binding]) -> Graph:
+  """Checks resolved bindings, given in the order they were read; returns what they reach.
+
+  Raises:
+    ConfigError: the first mistake.
+  """
+  graph = Graph(in_force(history))
+  for mistake in itertools.chain(mistakes(history, graph), mistakes_in_use(history, graph)):
+    raise mistake.error
+  return graph
+
+
+def mistakes(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:
+  """Yields the mistakes of single bindings, and bindings that contradict each other."""
+  yield from _contradictions(history)
+  for binding in in_force(history):
+    check = functools.partial(_check_value, binding, graph)
+    yield from caught("values", binding.where, check)
+
+
+def mistakes_in_use(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:
+  """Yields unused bindings and missing ones; meaningful only if there are no `mistakes`."""
+  unused = _unused(history, graph)
+  for binding in unused[:_MOST_UNUSED]:
+    yield Mistake("used", binding.where, _unused_error(binding, graph))
+  for binding in unused[_MOST_UNUSED : _MOST_UNUSED + 1]:
+    line = f"{binding.where}: nothing uses this and {len(unused) - _MOST_UNUSED - 1:,} more."
+    yield Mistake("used", binding.where, ConfigError(line))
+  for use in sorted(graph.uses):
+    if use.called:
+      yield from _missing(use, graph)
+      yield from _not_one(use, graph)
+
+
+def _resolved(binding: Binding) -> Binding:
+  name = table.find(binding.name)
+  if name != MACRO:
+    _check_parameter(name, binding.parameter)
+  value = map_references(
+    binding.value,
+    lambda r: r if r.is_macro else dataclasses.replace(r, name=table.find(r.name)),
+  )
+  return dataclasses.replace(binding, name=name, value=value)
+
+
+def _check_parameter(name: str, parameter: str) -> None:
+  entry = table.entry(name)
+  if parameter in (entry.denylist or ()):
+    instead = table.GIVEN.get(entry.name, {}).get(parameter, "its caller passes it")
+    raise ConfigError(f"{name}.{parameter} cannot be set in a config; {instead}.")
+  known: Collection[str] = table.parameters(name)
+  if parameter not in known and table.takes_any(name):
+    inherited = table.inherited(name)
+    if inherited is None:
+      return
+    known = sorted(inherited)
+  if parameter not in known:
+    hint = suggest(parameter, known) or f" It must be one of {', '.join(known) or 'none'}."
+    raise ConfigError(f"{name} has no parameter {parameter!r}.{hint}")
+
+
+def _contradictions(history: Iterable[Binding]) -> Iterator[Mistake]:
+  first: dict[tuple[str, tuple[str, str, str]], Binding] = {}
+  for binding in history:
+    other = first.setdefault((binding.file, binding.key), binding)
+    if repr(other.value) != repr(binding.value):
+      error = ConfigError(
+        f"{binding.where}: {binding} is {binding.told}, but {other.told} at "
+        f"{other.where}. Remove one of the two lines."
+      )
+      yield Mistake("one value each", binding.where, error)
+
+
+def _check_value(binding: Binding, graph: Graph) -> None:
+  value = graph.expand(binding.value)
+  for reference in references(value):
+    if reference.is_macro:
+      hint = suggest(reference.scope, graph.macros) or f" Add a line `{reference.scope} = ...`."
+      raise ConfigError(f"the macro {reference} is not defined.{hint}")
+  if value is gin.REQUIRED:
+    raise ConfigError(f"{binding} is {binding.value}; a later line or --gin_param must set it.")
+  _check_circle(binding, value, graph)
+  _check_secret(binding)
+  parameter = table.parameters(binding.name).get(binding.parameter)
+  if binding.name == MACRO or parameter is None or repr(value) == repr(parameter.default):
+    return
+  if not fits(value, parameter.annotation):
+    told = redaction.shown(str(binding), value)
+    said = binding.told if value == binding.value else f"{binding.told}, or {shown(told)}"
+    must = requirement(told, parameter.annotation)
+    raise ConfigError(f"{binding} is {said}; it must be {must}")
+  if binding.name in table.ROOTS and isinstance(value, int) and _is_count(parameter.annotation):
+    bounds = {"at_least": 0, "at_most": 2**31 - 1} if binding.parameter in table.SEEDS else {}
+    require_integer(str(binding), value, **{"at_least": 1, **bounds})
+
+
+def _check_secret(binding: Binding) -> None:
+  """Refuses a variable that the environment does not have, and a digest in place of a secret."""
+
+  def check(value: str) -> str:
+    variable = redaction.ENVIRONMENT.fullmatch(value)
+    if variable and variable[1] not in os.environ:
+      raise ConfigError(
+        f"{binding} is {value!r}, but the environment has no variable {variable[1]}; set it, as in "
+        f"`export {variable[1]}=...`."
+      )
+    if redaction.is_digest(value) and redaction.is_secret(str(binding)):
+      raise ConfigError(
+        f"{binding} is the digest of a secret, which run folders do not keep; write 'env:NAME' "
+        f"there, or add --gin_param=\"{binding} = 'env:NAME'\"."
+      )
+    return value
+
+  map_references(binding.value, check, str)
+
+
+def _is_count(annotation: Any) -> bool:
+  return int in (annotation, *get_args(annotation))
+
+
+def _check_circle(binding: Binding, value: Any, graph: Graph) -> None:
+  """Refuses `@a()` in a binding of `a` itself, or of what `@a()` needs: gin would call it again."""
+  for reference in references(value):
+    start = Use(reference.scope or binding.scope, reference.name, called=True)
+    circle = graph.circle(start) if reference.called and not reference.is_macro else []
+    if any(use.name == binding.name and use.is_in(binding.scope) for use in circle):
+      calls = " needs ".join(f"@{scoped(use.scope, use.name)}()" for use in circle)
+      raise ConfigError(
+        f"{binding} is {binding.value!r}, but {calls}, without end; give one of "
+        "them a value that does not need it."
+      )
+
+
+def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:
+  """Yields required parameters without a value in a call that gin makes."""
+  values = graph.values(use.scope, use.name)
+  for parameter in table.parameters(use.name).values():
+    required = parameter.default in (table.UNKNOWN, gin.REQUIRED)
+    if required and parameter.name not in values:
+      name = f"{scoped(use.scope, use.name)}.{parameter.name}"
+      known = parameter.annotation is not table.UNKNOWN
+      must = f"; it must be {spelled(parameter.annotation)}" if known else ""
+      example = EXAMPLES.get(name, f"`{name} = ...`")
+      yield Mistake("complete", "", ConfigError(f"{name} is not set{must}. Add {example}."))
+
+
+def _not_one(use: Use, graph: Graph) -> Iterator[Mistake]:
+  """Yields a mistake if none, or several, of the parameters in `EITHER` are set."""
+  names = table.EITHER.get(table.entry(use.name).name, ())
+  if not names or set(names) - set(table.parameters(use.name)):
+    return
+  values = graph.values(use.scope, use.name)
+  chosen = [name for name in names if values.get(name) is not None]
+  if len(chosen) != 1:
+    told = "neither" if not chosen else "both"
+    both = (" nor " if not chosen else " and ").join(f"{use.name}.{name}" for name in names)
+    verb = "is set; add" if not chosen else "are set; keep"
+    yield Mistake("complete", "", ConfigError(f"{told} {both} {verb} one of them."))
+
+
+def _unused(history: Sequence[Binding], graph: Graph) -> list[Binding]:
+  """Returns the bindings that nothing uses, except those whose user a later line replaced.
+
+  A binding counts as used if it was used just before a later binding was overridden. So a base
+  file's `mirrored.num_packs` may stay when --gin_param sets `run.strategy = @default`.
+  """
+  unused = [index for index, binding in enumerate(history) if not graph.is_used(binding)]
+  first = {binding.key: index for index, binding in reversed([*enumerate(history)])}
+  for stop in (index for index, each in enumerate(history) if first[each.key] < index):
+    if not unused:
+      break
+    earlier = Graph(in_force(history[:stop]))
+    unused = [index for index in unused if index >= stop or not earlier.is_used(history[index])]
+  return [history[index] for index in unused]
+
+
+def _unused_error(binding: Binding, graph: Graph) -> ConfigError:
+  if binding.name == MACRO:
+    names = {
+      f"{use.name}.{parameter}" for use in graph.uses for parameter in table.parameters(use.name)
+    }
+    same = sorted(name for name in names if name.endswith(f".{binding.scope}"))
+    meant = f" Did you mean {same[0]!r}?" if same else suggest(binding.scope, names)
+    remedy = meant or f" Write %{binding} where it belongs, or remove it."
+    return ConfigError(f"{binding.where}: nothing uses the macro {str(binding)!r}.{remedy}")
+  user = _possible_user(binding, graph)
+  return ConfigError(f"{binding.where}: nothing uses {binding}. Add {user}, or remove it.")
+
+
+def _possible_user(binding: Binding, graph: Graph) -> str:
+  """Returns a line that would use the configurable of `binding`, based on annotations."""
+  given = table.result(binding.name)
+  target = scoped(binding.scope, binding.name)
+  for use in sorted(graph.uses):
+    for parameter in table.parameters(use.name).values():
+      for want, form in wanted(parameter.annotation):
+        if is_plain_class(given) and issubclass(given, want):
+          return f"`{use.name}.{parameter.name} = {form.format(target)}`"
+  return f"a reference to it, @{target}"

@@ -1,0 +1,363 @@
+"""The names that a gin file may use without an import, and their parameters."""
+
+import ast
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import gin
+
+from loopwright.configurables.imports import own_modules, uncollected
+from loopwright.configurables.reading import Reference
+from loopwright.errors import ConfigError, suggest
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+TABLE: Sequence[tuple[str, str]] = (
+  ("loopwright.running", "run"),
+  ("loopwright.trainer", "Trainer"),
+  ("loopwright.evaluator", "Evaluator"),
+  ("loopwright.strategies.reduction", "Reduction"),
+  (
+    "loopwright.strategies.factories",
+    "auto default one_device mirrored central_storage model_parallel multi_worker_mirrored "
+    "parameter_server tpu",
+  ),
+  ("loopwright.strategies.cluster.resolvers", "tf_config slurm"),
+  ("loopwright.optimizers.loss_scale", "none fixed dynamic"),
+  ("loopwright.run_folder.warm_start", "WarmStart"),
+  ("loopwright.optimizers.adapters", "without_decay"),
+  ("loopwright.optimizers.groups", "grouped"),
+  ("loopwright.optimizers.ema", "ema_warmup weight_averaging"),
+  ("loopwright.optimizers.schedules", "constant linear_warmup cosine_decay exponential_decay"),
+  (
+    "loopwright.optimizers.schedules",
+    "piecewise_constant by_epoch scale_by_replicas times_replicas",
+  ),
+  ("loopwright.actions.best", "BestCheckpoint EarlyStopping"),
+  ("loopwright.tools.exports.action", "Export"),
+  ("loopwright.actions.noise_scale", "NoiseScale"),
+  ("loopwright.actions.model_flops", "ModelFlops"),
+  ("loopwright.tools.forensics.action", "StopOnNonFinite"),
+  ("loopwright.tools.forensics.spikes", "Spikes"),
+  ("loopwright.tools.forensics.layers", "LayerStatistics"),
+  ("loopwright.actions.time_budget", "TimeBudget"),
+  ("loopwright.actions.profiling", "Profile"),
+  ("loopwright.actions.show", "Show"),
+  ("loopwright.actions.tensorboard", "TensorBoard"),
+  ("loopwright.tools.trackers.csv_file", "CSVFile"),
+  ("loopwright.tools.trackers.prometheus", "Prometheus"),
+  ("loopwright.tools.trackers.mlflow", "MLflow"),
+  ("loopwright.tools.trackers.wandb", "WandB"),
+  ("loopwright.inputs.mixture", "Mixture"),
+  ("loopwright.inputs.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
+)
+"""Modules and names defined in them."""
+
+ROOTS = ("run", "Trainer", "Evaluator")
+"""What `run` always makes. Everything else in a config must be reachable from these."""
+
+GIVEN: Mapping[str, Mapping[str, str]] = {
+  "run": {
+    "mode": "use the flag --mode",
+    "model_dir": "use the flag --model_dir",
+    "accept_changes": "use the flag --accept_changes",
+  },
+  "Trainer": {
+    "task": "set run.task",
+    "strategy": "set run.strategy",
+    "optimizer": "set run.optimizer",
+    "dataset_fn": "set run.task, whose source() it reads",
+    "global_batch_size": "set run.global_batch_size",
+    "eager": "set run.eager",
+    "seed": "set run.seed",
+    "observers": "set run.ledger or run.actions",
+    "step": "override train_step() of the task, which calls the step's verbs",
+  },
+  "Evaluator": {
+    "task": "set run.task",
+    "strategy": "set run.strategy",
+    "dataset": "set run.task, whose source() it reads",
+    "global_step": "it is the trainer's",
+    "ema": "set Trainer.ema_decay",
+    "eager": "set run.eager",
+    "step": "override eval_step() of the task",
+  },
+}
+"""Parameters that the caller passes itself, ignoring bindings, and what to do instead."""
+
+SEEDS = ("seed",)
+"""Whole numbers of `ROOTS` from 0 to 2**31 - 1; all others are counts of at least 1."""
+
+EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica_batch_size")}
+"""Parameters of which exactly one must be set."""
+
+OPTIMIZER_PACKAGES = ("keras", "tf_keras")
+# A base class, one replaced by optimizers/loss_scale.py, one whose argument gin cannot write.
+NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+
+INSTEAD: Mapping[str, str] = {
+  "LossScaleOptimizer": "Write `Trainer.loss_scale = @dynamic`, which looks at all replicas.",
+}
+"""What to write for a name that Keras users may expect."""
+
+YIELDING = ("gin.", "official.")
+"""Names that yield to others: gin's, and the TF Model Garden's, which has its own `Trainer`."""
+
+ENVIRONMENT = "gin.environment"
+"""What stands in gin for "env:NAME", see `register_environment`."""
+
+UNKNOWN = inspect.Parameter.empty
+"""Marks a missing annotation or default."""
+
+
+def register(target: Target) -> Target:
+  """Registers a class or function with gin; also a decorator. Direct calls are unchanged.
+
+  A gin file can then write `tasks.digits.Digits` as `@Digits`, `@digits.Digits` or in full. A
+  second definition, as in a notebook cell, replaces the first.
+  """
+  _register(target)
+  return target
+
+
+def register_environment() -> None:
+  """Registers what reads a variable of the environment, whose name is the scope of the call."""
+  gin.register("environment", module="gin")(_environment) if ENVIRONMENT not in registry() else None
+
+
+def _environment() -> str:
+  name = gin.current_scope()[-1]
+  if name not in os.environ:
+    raise ConfigError(
+      f"the environment has no variable {name!r}, which 'env:{name}' reads; set it."
+    )
+  return os.environ[name]
+
+
+def register_for(names: Collection[str]) -> None:
+  """Registers tf_keras's optimizers and schedules if one of the names in a config may be of them.
+
+  Executing tf_keras takes most of a second, and most configs use none of it. Call it after
+  `register_all`, without tf_keras, and after the imports of the config.
+  """
+  of_keras = [f"tf_{complete}" for complete, _ in registry().items() if _is_of("keras", complete)]
+  for name in names:
+    known = bool(registry().matching_selectors(name))
+    if not known or any(f".{each}".endswith(f".{name}") for each in of_keras):
+      register_all()
+      return
+
+
+def register_all(*, with_tf_keras: bool = True) -> None:
+  """Registers `TABLE`, and the optimizers and schedules of both Keras generations; idempotent.
+
+  Imports TensorFlow; uses no device.
+
+  Args:
+    with_tf_keras: False leaves out those of tf_keras, see `register_for`.
+
+  Raises:
+    AttributeError: a module does not have a name in `TABLE`.
+  """
+  with uncollected():
+    modules = [importlib.import_module(module) for module, _ in TABLE]
+  for module, (_, names) in zip(modules, TABLE, strict=True):
+    for name in names.split():
+      _register(getattr(module, name), denylist=[*GIVEN.get(name, ())])
+  for package in OPTIMIZER_PACKAGES[: 2 if with_tf_keras else 1]:
+    for optimizer in _optimizers(package):
+      # Keras's optimizers accept **kwargs only to raise an error.
+      _register(optimizer, module=package, allowlist=[*_named(optimizer)])
+    for schedule in _schedules(package):
+      _register(schedule, module=f"{package}.optimizers.schedules")
+
+
+def configured(target: Callable[Parameters, Result]) -> Callable[..., Result]:
+  """Returns a version of a class or function whose parameters come from the config in force.
+
+  Returns `target` itself if it is not registered, so `run` works without gin.
+  """
+  known = any(entry.wrapped is target for _, entry in registry().items())
+  return gin.get_configurable(target) if known else target
+
+
+def options(target: Callable[..., Any]) -> dict[str, Any]:
+  """Returns what the config in force binds for a class or function: parameter -> value.
+
+  For a class that stands in for the registered one. Empty if `target` is not registered.
+  """
+  known = any(entry.wrapped is target for _, entry in registry().items())
+  return gin.get_bindings(target) if known else {}
+
+
+def registry() -> Any:
+  """Returns gin's registry: private, but setup.cfg pins gin 0.5 and a test checks it."""
+  return gin.config._REGISTRY  # noqa: SLF001
+
+
+def entry(selector: str) -> Any:
+  """Returns gin's entry for a selector: wrapped, wrapper, allowlist, denylist."""
+  return registry().get_match(selector)
+
+
+def selectors() -> list[str]:
+  """Returns the shortest unambiguous selector of everything that is registered."""
+  return [_selector(complete) for complete, _ in registry().items()]
+
+
+def roots() -> list[str]:
+  """Returns the selectors of those `ROOTS` that are registered."""
+  names = [f"{module}.{name}" for module, names in TABLE for name in names.split() if name in ROOTS]
+  return [_selector(name) for name in names if name in registry()]
+
+
+def find(name: str) -> str:
+  """Returns the shortest selector for `name`; names in `YIELDING` yield to others.
+
+  Raises:
+    ConfigError: nothing, or more than one thing, is registered under `name`.
+  """
+  matches = registry().matching_selectors(name)
+  matches = [match for match in matches if not match.startswith(YIELDING)] or matches
+  if len(matches) == 1:
+    return _selector(matches[0])
+  if matches:
+    choices = " or ".join(sorted(map(_selector, matches)))
+    raise ConfigError(f"{name!r} is ambiguous; it must be {choices}.")
+  raise ConfigError(f"unknown configurable {name!r}.{_where_it_may_be(name)}")
+
+
+def parameters(selector: str) -> dict[str, inspect.Parameter]:
+  """Returns the parameters that a config may set."""
+  denied = entry(selector).denylist or ()
+  return {n: p for n, p in _named(entry(selector).wrapped).items() if n not in denied}
+
+
+def takes_any(selector: str) -> bool:
+  """Whether it has **kwargs, so any name is a parameter."""
+  return _has_kwargs(entry(selector).wrapped) and not entry(selector).allowlist
+
+
+def inherited(selector: str) -> set[str] | None:
+  """Returns the parameters that a class takes as **kwargs for its bases; None if it takes any."""
+  target, names = entry(selector).wrapped, set[str]()
+  for base in target.__mro__ if inspect.isclass(target) else ():
+    if init := vars(base).get("__init__"):
+      names |= _named(init).keys() - {"self"}
+      if base is object or not _has_kwargs(init):
+        return names
+      if not _only_for_bases(init):
+        return None
+  return None
+
+
+def result(selector: str) -> Any:
+  """Returns the type that calling it returns: the class or the return annotation, or `UNKNOWN`."""
+  target = entry(selector).wrapped
+  return target if inspect.isclass(target) else _signature(target).return_annotation
+
+
+def default_references(selector: str) -> dict[str, Reference]:
+  """Returns the parameters whose default is registered, each with a reference to it."""
+  names = {id(entry.wrapped): complete for complete, entry in registry().items()}
+  return {
+    p.name: Reference("", _selector(names[id(p.default)]), called=False)
+    for p in parameters(selector).values()
+    if id(p.default) in names
+  }
+
+
+def calls_itself(selector: str) -> bool:
+  """Whether plain calls use bindings too (`@gin.configurable`), so its uses cannot be known."""
+  known = entry(selector)
+  module = sys.modules.get(getattr(known.wrapped, "__module__", ""))
+  return known.wrapper in (known.wrapped, getattr(module, known.name, None))
+
+
+def _register(target: Callable[..., Any], module: str | None = None, **lists: list[str]) -> None:
+  earlier = registry().get(f"{module or target.__module__}.{target.__name__}")
+  if earlier is None or earlier.wrapped is not target:
+    with gin.config.interactive_mode():  # Allows a second definition.
+      gin.register(target.__name__, module=module, **lists)(target)
+
+
+def _is_of(package: str, complete: str) -> bool:
+  return complete.startswith(f"{package}.")
+
+
+def _optimizers(package: str) -> list[type]:
+  module = importlib.import_module(f"{package}.optimizers")
+  classes = [value for value in vars(module).values() if inspect.isclass(value)]
+  optimizers = [each for each in classes if issubclass(each, module.Optimizer)]
+  return [each for each in optimizers if each.__name__ not in NOT_OPTIMIZERS]
+
+
+def _schedules(package: str) -> list[type]:
+  base = importlib.import_module(f"{package}.optimizers.schedules").LearningRateSchedule
+  return [each for each in base.__subclasses__() if each.__module__.startswith(f"{package}.")]
+
+
+def _selector(complete: str) -> str:
+  if complete.startswith("gin.") or registry()[complete].is_method:
+    return complete
+  if any(_is_of(package, complete) for package in OPTIMIZER_PACKAGES):
+    return complete  # the same name, whether the other package is registered or not
+  return registry().minimal_selector(complete)
+
+
+def _where_it_may_be(name: str) -> str:
+  last = name.rpartition(".")[2]
+  if last in INSTEAD:
+    return f" {INSTEAD[last]}"
+  definition = re.compile(rf"^(class|def) {re.escape(last)}\b", re.MULTILINE)
+  for module, path in own_modules().items():
+    if definition.search(path.read_text(encoding="utf-8", errors="replace")):
+      if module in sys.modules:
+        return f" {module} defines it but does not register it: add @loopwright.register above it."
+      return f" Add `import {module}`, which defines it."
+  known = [_selector(name) for name, _ in registry().items() if not name.startswith("gin.")]
+  same = [other for other in known if other.rpartition(".")[2].lower() == last.lower()]
+  if same:
+    return f" Did you mean {' or '.join(map(repr, sorted(same)))}?"
+  return suggest(name, known) or " If it is yours, import its module: `import my_tasks`."
+
+
+def _named(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+  kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+  return {p.name: p for p in _signature(target).parameters.values() if p.kind in kinds}
+
+
+def _has_kwargs(target: Callable[..., Any]) -> bool:
+  kinds = [p.kind for p in _signature(target).parameters.values()]
+  return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _only_for_bases(init: Callable[..., Any]) -> bool:
+  """Whether its **kwargs are used once, in `super().__init__(..., **kwargs)`."""
+  try:
+    [made] = ast.parse(textwrap.dedent(inspect.getsource(init))).body
+  except (OSError, TypeError, SyntaxError, ValueError):
+    return False  # the source is not there
+  [name] = [n for n, p in _signature(init).parameters.items() if p.kind is p.VAR_KEYWORD]
+  uses = [x for x in ast.walk(made) if isinstance(x, ast.Name) and x.id == name]
+  calls = [x for x in ast.walk(made) if isinstance(x, ast.Call)]
+  above = [x for x in calls if ast.unparse(x.func) == "super().__init__"]
+  given = [k.value for x in above for k in x.keywords if k.arg is None]
+  return len(uses) == 1 and uses == given
+
+
+@functools.cache
+def _signature(target: Callable[..., Any]) -> inspect.Signature:
+  try:
+    return inspect.signature(target, eval_str=True)
+  except Exception:  # An annotation that exists only for type checkers.
+    return inspect.signature(target)

@@ -1,0 +1,28 @@
+"""How other Python processes start, so that no file of the user's replaces a module of Python's.
+
+Python searches the working directory first, or the folder of a script. A child does neither: a
+user's `signal.py` is no concern of ours, and neither is a module of ours a concern of Python's.
+"""
+
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2]
+"""The folder that holds the package: framework/ in a clone, or where packages are installed."""
+
+_RUN_MODULE = (
+  "import sys; del sys.path[0]; import runpy; "
+  "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+"""For Python 3.10, which has no option -P; `sys` is built in."""
+
+
+def module(name: str) -> list[str]:
+  """Returns the command that runs a module in another process, without the working directory."""
+  if sys.version_info >= (3, 11):
+    return [sys.executable, "-P", "-m", name]
+  return [sys.executable, "-c", _RUN_MODULE, name]
+
+
+PROGRAM = tuple(module("loopwright"))
+"""What starts a command in another process."""

@@ -1,0 +1,338 @@
+"""Length buckets: batches of a few shapes, each example padded to the next of some lengths.
+
+    lengths = np.array([len(text) for text in texts])
+    source = Buckets(padded, lengths=lengths, boundaries=(32, 64, 128), trim=("tokens",))
+
+Each bucket has the examples whose length is at most its boundary and above the one before, in
+random order, and batches of one shape. A step trains on a batch of one bucket. Which one is a
+function of (seed, step), so a restart is exact and all replicas and workers agree:
+
+    before epoch e   floor(e * n / b) batches of a bucket of n examples, in batches of b
+    in epoch e       the batches up to epoch e + 1, of all buckets, in random order
+
+So an epoch of a bucket has each of its examples once; its last batch may end in the next epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loopwright.errors import ConfigError, kind, require_integer
+from loopwright.inputs.mixture import Mixture
+from loopwright.inputs.ordering import hashed
+from loopwright.inputs.sources import Source
+from loopwright.types import Batch
+
+Axes = Mapping[str, Sequence[int]]
+"""Feature -> its axes that are as long as the example; axis 0 is that of the examples."""
+
+
+class Bucket(Source):
+  """The examples of one bucket.
+
+  Attributes:
+    length: what the features are trimmed to.
+    name: in the ledger.
+    is_alone: whether "example_id" counts this bucket's examples alone, not the source's.
+    first: the number of examples in the shorter buckets.
+  """
+
+  def __init__(
+    self, source: Source, ids: np.ndarray, *, length: int, trim: Axes, first: int
+  ) -> None:
+    """Keeps the arguments; `ids` are the examples of the bucket, int64 [num_examples]."""
+    self.num_examples, self.length, self.first = len(ids), length, first
+    self.name, self.is_alone = f"bucket {length}", False
+    self._source, self.ids, self._trim = source, ids, trim
+
+  def fetch(self, indices: tf.Tensor) -> Batch:
+    """See `Source.fetch`."""
+    batch = dict(self._source.fetch(self.example_ids(indices)))
+    for name, axes in self._trim.items():
+      shape = list(batch[name].shape) if name in batch else []
+      if any(axis >= len(shape) or shape[axis] < self.length for axis in axes):
+        found = batch[name].shape if name in batch else "missing"
+        places = f"axis {axes[0]}" if len(axes) == 1 else f"axes {', '.join(map(str, axes))}"
+        raise ConfigError(
+          f"Buckets trims {name!r}, which is {found} in a batch of {kind(self._source)}; its "
+          f"{places} must be there, and padded to at least {self.length}."
+        )
+      batch[name] = batch[name][
+        tuple(slice(self.length if axis in axes else None) for axis in range(len(shape)))
+      ]
+    return batch
+
+  def cut_to(self, length: int) -> Bucket:
+    """Returns a source of the same examples whose features are trimmed to another length."""
+    other = copy.copy(self)
+    other.length = length
+    return other
+
+  @property
+  def axes(self) -> Axes:
+    """The features that are trimmed, and their axes."""
+    return self._trim
+
+  def example_ids(self, indices: tf.Tensor) -> tf.Tensor:
+    """Returns the indices in the source of this bucket's examples, int64 [n]."""
+    return tf.gather(self._tensor, indices)
+
+  @functools.cached_property
+  def _tensor(self) -> tf.Tensor:
+    with tf.init_scope(), tf.device("CPU:0"):
+      return tf.constant(self.ids)
+
+
+class Buckets:
+  """A source whose batches have a few shapes; `Task.source` may return it.
+
+  Attributes:
+    source: with the examples of all lengths.
+    buckets: those that have examples, the shortest first.
+    num_examples: of all buckets.
+    lengths: of each example.
+  """
+
+  def __init__(
+    self,
+    source: Source,
+    /,
+    *,
+    lengths: Sequence[int] | np.ndarray,
+    boundaries: Sequence[int],
+    trim: Sequence[str] | Axes,
+    equal_tokens: bool = False,
+    in_a_row: int = 1,
+  ) -> None:
+    """Shares out the examples (host).
+
+    Args:
+      source: yields features that are padded to one length, at least the last boundary.
+      lengths: the length of each example, int [num_examples].
+      boundaries: the lengths of the buckets, ascending; the last is at least the longest example.
+      trim: the features to cut to a bucket's length, on axis 1; or feature -> axes, such as
+        {"nodes": (1,), "adjacency": (1, 2)}.
+      equal_tokens: a batch of a shorter bucket has more examples, so that rows x length is about
+        that of the longest bucket, whose batches have the global batch size. False gives all
+        batches the global batch size.
+      in_a_row: batches of a bucket that follow one another; more than 1 saves a little time
+        between short steps.
+
+    Raises:
+      ConfigError: a wrong argument, or an example longer than the last boundary.
+    """
+    if not isinstance(source, Source):
+      raise ConfigError(f"Buckets got {kind(source)}; it must be a Source, which has an index.")
+    if isinstance(source, Mixture):
+      raise ConfigError(
+        "Buckets got a Mixture, but each bucket reads all its examples once an epoch, so weights "
+        "would not count; give the parts one length, or use Packed sources as the parts."
+      )
+    sizes = np.asarray(lengths)
+    if sizes.shape != (source.num_examples,) or sizes.dtype.kind not in "iu":
+      raise ConfigError(
+        f"lengths is {sizes.dtype} of shape {list(sizes.shape)}; it must be a whole number for "
+        f"each of the {source.num_examples} examples."
+      )
+    ends = [require_integer("boundaries", end, at_least=1) for end in boundaries]
+    if not ends or ends != sorted(set(ends)):
+      raise ConfigError(f"boundaries is {boundaries}; it must be ascending lengths.")
+    if sizes.max() > ends[-1]:
+      raise ConfigError(
+        f"example {sizes.argmax()} has length {sizes.max()}, above the last boundary, {ends[-1]}; "
+        "raise it, or cut the example."
+      )
+    axes = _axes(trim)
+    self.source, self.num_examples, self.lengths = source, source.num_examples, sizes
+    self.equal_tokens = equal_tokens
+    self.in_a_row = require_integer("in_a_row", in_a_row, at_least=1)
+    self.buckets: list[Bucket] = []
+    places, first = np.searchsorted(ends, sizes), 0
+    for place, length in enumerate(ends):
+      ids = np.flatnonzero(places == place)
+      if len(ids):
+        self.buckets.append(Bucket(source, ids, length=length, trim=axes, first=first))
+      first += len(ids)
+
+  @property
+  def longest(self) -> Bucket:
+    """The bucket of the longest examples, as a source of its own with ids from 0."""
+    alone = copy.copy(self.buckets[-1])
+    alone.is_alone = True
+    return alone
+
+  def batch_sizes(self, global_batch_size: int) -> list[int]:
+    """Returns the examples in a batch of each bucket."""
+    if not self.equal_tokens:
+      return [global_batch_size] * len(self.buckets)
+    tokens = global_batch_size * self.buckets[-1].length
+    return [tokens // bucket.length for bucket in self.buckets]
+
+  def describe(self, global_batch_size: int) -> str:
+    """Returns what its schedule is made of: a run that goes on must have the same."""
+    sizes = zip(self.buckets, self.batch_sizes(global_batch_size), strict=True)
+    shares = [f"{one.num_examples} of length {one.length}, {size} a batch" for one, size in sizes]
+    return f"{'; '.join(shares)}; {self.in_a_row} in a row"
+
+  def places(self) -> np.ndarray:
+    """Returns each example's place in the list of all buckets' examples, int64 [num_examples]."""
+    places = np.empty(self.num_examples, np.int64)
+    places[np.concatenate([bucket.ids for bucket in self.buckets])] = np.arange(self.num_examples)
+    return places
+
+  def schedule(self, global_batch_size: int, *, seed: int, shuffle: bool) -> Schedule:
+    """Returns which bucket each step trains on."""
+    return Schedule(
+      counts=tuple(bucket.num_examples for bucket in self.buckets),
+      sizes=tuple(self.batch_sizes(global_batch_size)),
+      seed=seed,
+      shuffle=shuffle,
+      in_a_row=self.in_a_row,
+    )
+
+
+def _axes(trim: Sequence[str] | Axes) -> Axes:
+  """Returns the axes to cut of each feature; raises ConfigError for anything else."""
+  if isinstance(trim, str) or not trim:
+    raise ConfigError(f"trim is {trim!r}; it must be the names of features, such as ('tokens',).")
+  if not isinstance(trim, Mapping):
+    return dict.fromkeys(trim, (1,))
+  for name, axes in trim.items():
+    if (
+      not isinstance(axes, Sequence) or not axes or not all(type(a) is int and a > 0 for a in axes)
+    ):
+      raise ConfigError(
+        f"trim[{name!r}] is {axes!r}; it must be the axes to cut, from 1 on, such as (1, 2)."
+      )
+  return trim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+  """Which bucket each step trains on, as a function of the step alone (host).
+
+  Attributes:
+    counts: examples in each bucket.
+    sizes: examples in a batch of each bucket.
+  """
+
+  counts: tuple[int, ...]
+  sizes: tuple[int, ...]
+  seed: int = 0
+  shuffle: bool = True
+  in_a_row: int = 1
+
+  def buckets(self, first: int, steps: int) -> np.ndarray:
+    """Returns the bucket of each of some steps from `first` on, int64 [steps]."""
+    found: list[np.ndarray] = []
+    while steps > 0:
+      epoch = self._epoch(first)
+      order = self._order(epoch)[first - self.steps_before(epoch) :][:steps]
+      found.append(order)
+      first, steps = first + len(order), steps - len(order)
+    return np.concatenate([np.zeros(0, np.int64), *found])
+
+  def batches_before(self, step: int) -> list[int]:
+    """Returns the number of batches of each bucket in the steps before `step`."""
+    epoch = self._epoch(step)
+    before = self.before(epoch)
+    since = np.bincount(self._order(epoch)[: step - sum(before)], minlength=len(before))
+    return [count + int(more) for count, more in zip(before, since, strict=True)]
+
+  def steps_before(self, epoch: int) -> int:
+    """Returns the number of steps in the epochs before `epoch`."""
+    return sum(self.before(epoch))
+
+  def steps_of(self, bucket: int, first: int, shift: int) -> Iterator[int]:
+    """Yields the steps from `first` on that train on a bucket, each plus `shift`, without end."""
+    while True:
+      steps = max(1, self.steps_before(self._epoch(first) + 1) - first)
+      yield from (np.flatnonzero(self.buckets(first, steps) == bucket) + first + shift).tolist()
+      first += steps
+
+  def before(self, epoch: int) -> list[int]:
+    """Returns the steps of each bucket before an epoch."""
+    return [epoch * n // size for n, size in zip(self.counts, self.sizes, strict=True)]
+
+  def _epoch(self, step: int) -> int:
+    """Returns the last epoch that begins at or before a step."""
+    low, high = 0, 1
+    while self.steps_before(high) <= step:
+      low, high = high, 2 * high
+    while high - low > 1:
+      middle = (low + high) // 2
+      low, high = (middle, high) if self.steps_before(middle) <= step else (low, middle)
+    return low
+
+  def _order(self, epoch: int) -> np.ndarray:
+    """Returns the bucket of each step of an epoch, int64 [steps of the epoch]."""
+    return _order(self, epoch)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(schedule: Schedule, epoch: int) -> np.ndarray:
+  before, after = schedule.before(epoch), schedule.before(epoch + 1)
+  counts = [end - begin for begin, end in zip(before, after, strict=True)]
+  in_order = np.repeat(np.arange(len(counts)), counts)
+  if not schedule.shuffle:
+    return in_order
+  # A run of batches moves as a whole; it has the number of its first batch.
+  within = np.concatenate([np.arange(count) for count in counts])
+  runs = np.cumsum(within % schedule.in_a_row == 0) - 1
+  numbers = sum(before) + np.flatnonzero(within % schedule.in_a_row == 0)
+  with tf.init_scope(), tf.device("CPU:0"):
+    hashes = hashed(tf.constant(numbers, tf.int64), schedule.seed, "buckets").numpy()
+  return in_order[np.argsort(hashes[runs], kind="stable")]
+
+
+@dataclasses.dataclass
+class Scheduled:
+  """The batches of all buckets, from some step on.
+
+  Attributes:
+    datasets: of each bucket, endless, from its next batch on.
+    schedule: says which one each step takes.
+    step: the next step.
+  """
+
+  datasets: list[tf.data.Dataset]
+  schedule: Schedule
+  step: int
+
+  def iterate(self, make: Callable[[tf.data.Dataset], Iterator[Batch]]) -> ScheduledIterator:
+    """Returns an iterator; `make` makes that of one bucket."""
+    return ScheduledIterator([make(each) for each in self.datasets], self.schedule, self.step)
+
+
+class ScheduledIterator:
+  """Takes the batches of several iterators as a schedule says (host)."""
+
+  def __init__(self, iterators: Sequence[Any], schedule: Schedule, step: int) -> None:
+    """Begins before `step`, where the iterators are too."""
+    self.iterators, self._schedule, self._step = iterators, schedule, step
+
+  def __iter__(self) -> ScheduledIterator:
+    """Returns itself."""
+    return self
+
+  def __next__(self) -> Batch:
+    """Returns the next batch, eagerly."""
+    [(iterator, _)] = self.runs(1)
+    return next(iterator)
+
+  def runs(self, steps: int) -> Iterator[tuple[Any, int]]:
+    """Yields (iterator, number of steps) until all steps are shared out."""
+    order = self._schedule.buckets(self._step, steps)
+    ends = [*(np.flatnonzero(np.diff(order)) + 1).tolist(), len(order)]
+    begin = 0
+    for end in ends:
+      yield self.iterators[order[begin]], end - begin
+      self._step += end - begin
+      begin = end

@@ -1,0 +1,149 @@
+"""Keeps padded rows out of the statistics of batch normalisation.
+
+A batch that does not divide by the replicas is padded with copies of one example. Their weight in
+the loss is 0, but batch normalisation would count them, and N replicas would not train like one.
+Inside `only_examples(batch)` that of Keras 3 averages over the examples only: those of the replica,
+or with synchronized=True of all replicas. Where this is not possible it raises a ConfigError.
+
+Keras's own `mask` argument does not suffice: Keras 3 then ignores `synchronized`, and the fused
+kernel of tf_keras ignores the mask.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from loopwright.errors import ConfigError
+from loopwright.graphs import randomness
+from loopwright.host import lazy_keras
+from loopwright.types import Layer
+
+
+@contextlib.contextmanager
+def only_examples(batch: Mapping[str, tf.Tensor], *, why: tuple[str, str]) -> Iterator[None]:
+  """Inside `with`, batch normalisation in training mode leaves out padded rows (replica context).
+
+  Enter it in the tf.function that calls the model.
+
+  Args:
+    batch: padded; "example_id" is int64 [n], -1 for padding.
+    why: for errors, why it is padded, such as "global_batch_size is 7 for 2 replicas", and what to
+      do if that is not possible.
+  """
+  _patch()
+  _entered.batches.append((batch.get("example_id"), randomness.current_graph(), why))
+  try:
+    yield
+  finally:
+    _entered.batches.pop()
+
+
+@contextlib.contextmanager
+def in_this_graph() -> Iterator[None]:
+  """Inside `with`, the entered `only_examples` holds in the current graph too, a nested function.
+
+  The function must be traced for this batch only.
+  """
+  entered = [(ids, randomness.current_graph(), why) for ids, _, why in _entered.batches[-1:]]
+  _entered.batches += entered
+  try:
+    yield
+  finally:
+    if entered:
+      _entered.batches.pop()
+
+
+class _Entered(threading.local):
+  """The (example ids, graph, why) that a thread has entered, innermost last."""
+
+  def __init__(self) -> None:
+    self.batches: list[tuple[tf.Tensor | None, Any, tuple[str, str]]] = []
+
+
+_entered = _Entered()
+
+
+@functools.cache
+def _patch() -> None:
+  keras3 = keras.layers.BatchNormalization
+  keras3._moments = _patched_moments(keras3._moments)
+  lazy_keras.when_tf_keras_loads(_patch_tf_keras)
+
+
+def _patch_tf_keras() -> None:
+  from tf_keras.src.layers.normalization.batch_normalization import BatchNormalizationBase as Base
+
+  Base.call = _patched_call(Base.call)
+
+
+def _patched_moments(keras_moments: Callable[..., Any]) -> Callable[..., Any]:
+  @functools.wraps(keras_moments)
+  def patched(self: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: Any) -> Any:
+    if not _entered.batches:
+      return keras_moments(self, inputs, mask)
+    weight = tf.reshape(_is_example(self, inputs), [-1] + [1] * (inputs.shape.rank - 1))
+    weight = tf.cast(weight, inputs.dtype)
+    if mask is not None:
+      weight *= tf.cast(mask[..., tf.newaxis], inputs.dtype)
+    return _moments(self, inputs, weight)
+
+  return patched
+
+
+def _moments(
+  layer: keras.layers.BatchNormalization, inputs: tf.Tensor, weight: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+  """Returns the weighted mean and variance, each [channels]; without rows, the moving ones."""
+  axes = layer._reduction_axes
+
+  def total(values: tf.Tensor) -> tf.Tensor:
+    summed = tf.reduce_sum(tf.where(weight > 0, values, 0.0), axes, keepdims=True)
+    if not layer.synchronized:
+      return summed
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, summed)
+
+  count = total(tf.ones_like(inputs))
+  mean = tf.math.divide_no_nan(total(inputs), count)
+  variance = tf.math.divide_no_nan(total(tf.square(inputs - mean)), count)
+  seen = tf.reshape(count, [-1]) > 0
+  return (
+    tf.where(seen, tf.reshape(mean, [-1]), tf.cast(layer.moving_mean, mean.dtype)),
+    tf.where(seen, tf.reshape(variance, [-1]), tf.cast(layer.moving_variance, mean.dtype)),
+  )
+
+
+def _patched_call(keras_call: Callable[..., Any]) -> Callable[..., Any]:
+  @functools.wraps(keras_call)
+  def patched(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    if _entered.batches and self._get_training_value(training) not in (False, 0):
+      raise _refused(self, "tf_keras would count the padded rows")
+    return keras_call(self, inputs, training=training, mask=mask)
+
+  return patched
+
+
+def _is_example(layer: Layer, inputs: tf.Tensor) -> tf.Tensor:
+  """Returns bool [n], False for padding."""
+  ids, graph, _ = _entered.batches[-1]
+  if ids is None:
+    raise _refused(layer, "the batch without 'example_id' does not say which rows are padding")
+  if inputs.shape[0] != ids.shape[0]:
+    raise _refused(layer, f"its input has {inputs.shape[0]} rows and the batch {ids.shape[0]}")
+  if randomness.enclosing_function(stop=graph)[0] is not graph:
+    raise _refused(layer, "it is called in another tf.function")
+  return ids >= 0
+
+
+def _refused(layer: Layer, reason: str) -> ConfigError:
+  why, remedy = _entered.batches[-1][2]
+  error = ConfigError(
+    f"{why}, so rows are padded, and batch normalisation {layer.name!r} cannot leave them out: "
+    f"{reason}; {remedy}."
+  )
+  error._keras_call_info_injected = True  # type: ignore[attr-defined]  # Keras adds nothing to it
+  return error

@@ -1,0 +1,481 @@
+"""One interface to the optimizers of Keras 3 and tf_keras, without their own gradient reduction.
+
+The framework has already summed the gradients over replicas, clipped them and checked that they are
+finite. The optimizer only applies its update rule.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import keras
+import tensorflow as tf
+import tf_keras
+
+from loopwright.errors import ConfigError
+from loopwright.host import lazy_keras
+from loopwright.models import models
+from loopwright.models.replica_state import assign_result
+from loopwright.optimizers import functional, groups, kernels, schedule_free, schedules
+from loopwright.optimizers.fusion import Fusion, Gradients
+from loopwright.optimizers.saved_layout import SavedOptimizer, joined_variables
+from loopwright.optimizers.sharding import ShardedFusion
+from loopwright.strategies import placement
+from loopwright.types import Gradient, Variable
+
+if TYPE_CHECKING:
+  KerasOptimizer: TypeAlias = keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer
+else:
+
+  class KerasOptimizer(abc.ABC):  # noqa: B024
+    """The optimizers of Keras 3 and tf_keras; a union of them would execute tf_keras."""
+
+  KerasOptimizer.register(keras.optimizers.Optimizer)
+  lazy_keras.when_tf_keras_loads(lambda: KerasOptimizer.register(tf_keras.optimizers.Optimizer))
+
+OptimizerFactory = Callable[[], KerasOptimizer]
+DEFAULT = "default"
+
+
+def prefix(name: str) -> str:
+  """Returns the prefix of this optimizer's metrics; "" for the default optimizer."""
+  return "" if name == DEFAULT else f"{name}_"
+
+
+class Optimizer:
+  """A Keras 3 or tf_keras optimizer and the variables that it updates.
+
+  Attributes:
+    optimizer: of either Keras.
+    variables: what it updates.
+    saved: what a checkpoint has of it.
+    masks: whether `apply` can be told to leave everything as it is; see `kernels.masks`.
+  """
+
+  masks = False
+
+  def __init__(
+    self,
+    *,
+    optimizer: KerasOptimizer,
+    variables: Sequence[Variable],
+    step: tf.Variable,
+    factory: OptimizerFactory,
+    options: Sequence[groups.Options] = (),
+    fuse: bool = False,
+    shard: tf.distribute.Strategy | None = None,
+  ) -> None:
+    """Builds the optimizer's slots; call it in `strategy.scope()`.
+
+    Args:
+      optimizer: a new Keras 3 or tf_keras optimizer, not built.
+      factory: makes another such optimizer.
+      options: of each variable, for an optimizer of `groups.grouped`.
+      variables: what it updates; see `models.trainable_variables`.
+      step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
+      fuse: where the update rule allows it, use TensorFlow's fused kernels and fuse small
+        variables; see loopwright/optimizers/kernels.py and loopwright/optimizers/fusion.py.
+      shard: the strategy over whose replicas the slots are sharded, None for whole ones; see
+        loopwright/optimizers/sharding.py.
+    """
+    self.optimizer, self._factory = optimizer, factory
+    self.variables = list(variables)
+    own = groups.of(optimizer)
+    fused = fuse and not own and is_elementwise(optimizer)
+    in_place = placement.here().updates_in_place
+    self.fusion = (
+      ShardedFusion(self.variables, enabled=fused, strategy=shard)
+      if shard
+      else Fusion(self.variables, enabled=fused and in_place)
+    )
+    schedules.bind(optimizer, step)
+    if not in_place:
+      slots = functional.prepare(optimizer, self.variables)
+      self._build()
+      functional.use(optimizer)
+      joined = joined_variables(optimizer, slots, self.variables, fused=fused)
+      self.saved = SavedOptimizer(optimizer, self.learning_rate, joined)
+      return
+    self._build()
+    self.saved = SavedOptimizer(optimizer, self.learning_rate)
+    self.fusion.save_whole(optimizer)
+    if own:
+      groups.use(optimizer, options, self.fusion.variables)
+    elif fuse:
+      kernels.use(optimizer)
+      originals = len(self.fusion.originals)
+      self.masks = not shard and kernels.masks(
+        optimizer,
+        self.fusion.variables,
+        originals=originals,
+        on_gpus=placement.here().on_gpus,
+      )
+
+  @property
+  def schedule(self) -> schedules.Schedule | None:
+    """What its learning rate follows, if that is not a number."""
+    rate = self.optimizer._learning_rate
+    return rate if isinstance(rate, schedules.Schedule) else None
+
+  def learning_rate(self) -> tf.Tensor:
+    """Returns the learning rate of the next update, a float32 scalar (any context)."""
+    return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
+
+  def restart(self) -> None:
+    """Begins again at the present weights (host, in `strategy.scope()`).
+
+    Some rules have copies of the weights in their state: those of the weights with which they were
+    built. So the state becomes that of another optimizer, which is built now.
+    """
+    if is_elementwise(self.optimizer):
+      return  # its slots are constants at first
+    new = self._factory()
+    new.build([v if isinstance(v, keras.Variable) else models.raw(v) for v in self.variables])
+    for old, value in zip(self.optimizer.variables, new.variables, strict=True):
+      models.raw(old).assign(models.raw(value).read_value())
+
+  def settings(self) -> dict[str, str]:
+    """Returns name -> value of what the update uses now, read from the optimizer (host).
+
+    Options that are None or False are left out; of a schedule it has the rate of the next update.
+    """
+    read = {"learning_rate": float(self.learning_rate())}
+    for name in inspect.signature(type(self.optimizer).__init__).parameters:
+      value = getattr(self.optimizer, name, None)
+      if name not in read and isinstance(value, bool | int | float) and value:
+        read[name] = value
+    own = groups.of(self.optimizer)
+    shown = {name: repr(value) for name, value in read.items()}
+    return {**shown, "groups": repr(own)} if own else shown
+
+  def moved_rate(self) -> str:
+    """Returns a line if a rate that is a number is not the config's; else "" (host)."""
+    given, rate = self.saved.configured, float(self.learning_rate())
+    if math.isnan(given) or rate == given:
+      return ""
+    return (
+      f"the learning rate of {type(self.optimizer).__name__} is {rate:g}, as the run has set it; "
+      f"the config's {given:g} is where it began"
+    )
+
+  def apply(
+    self,
+    strategy: tf.distribute.Strategy,
+    gradients: Gradients,
+    finite: tf.Tensor | bool | None = None,
+    *,
+    jit_compile: bool = False,
+  ) -> None:
+    """Updates the variables; communicates only if the slots are sharded (cross-replica).
+
+    Args:
+      gradients: per-replica tensors, equal on every replica.
+      finite: with `masks`: bool scalars, per replica; where they are False nothing changes.
+      jit_compile: with `finite`: compile each replica's update with XLA.
+    """
+    in_place = finite is not None
+    if not in_place:
+      self.fusion.load(strategy)
+    kept = self._untouched(strategy, gradients)
+
+    def update(finite: tf.Tensor | None, *tensors: tf.Tensor) -> None:
+      own = gradients.replaced(tensors)
+      if finite is None:
+        self._apply(self.fusion.own(own.pieces))
+        return
+
+      def masked() -> None:
+        kernels.apply_masked(self.optimizer, own, finite)
+
+      (tf.function(masked, jit_compile=True, autograph=False) if jit_compile else masked)()
+
+    strategy.extended.call_for_each_replica(update, args=(finite, *gradients.tensors))
+    for slot, mask, value in kept:
+      assign_result(strategy, slot, _kept_where_not, (mask, value))
+    if not in_place:
+      self.fusion.store(strategy, gradients.missing)
+
+  def _untouched(
+    self, strategy: tf.distribute.Strategy, gradients: Gradients
+  ) -> list[tuple[tf.Variable, Gradient, Variable]]:
+    """Returns (slot, mask, value) of flat slots of which elements without gradient must stay."""
+    if not any(gradients.missing):
+      return []
+    in_each_replica = strategy.extended.call_for_each_replica
+    masks = in_each_replica(lambda: self.fusion.own(self.fusion.masks(gradients.missing)))
+    kept = []
+    for flat, mask in zip(self.fusion.flats, masks, strict=False):
+      if mask is None:
+        continue
+      for slot in map(models.raw, self.optimizer.variables):
+        if slot.shape == flat.shape and slot.dtype == flat.dtype:
+          kept.append((slot, mask, in_each_replica(slot.read_value)))
+    return kept
+
+  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
+    """Calls the optimizer (replica context) with one gradient for each of `fusion.variables`."""
+    raise NotImplementedError
+
+  def _build(self) -> None:
+    raise NotImplementedError
+
+
+def _kept_where_not(slot: tf.Variable, mask: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+  return tf.where(mask, slot, value)
+
+
+class Keras3Optimizer(Optimizer):
+  """Keras 3, whose `apply` would sum the gradients over replicas a second time."""
+
+  def _build(self) -> None:
+    # Keras has no public switch; a test in tests/unit/optimizers/test_optimizers.py watches this.
+    self.optimizer._all_reduce_sum_gradients = list
+    self.optimizer.build(self.fusion.variables)
+    if schedule_free.is_free(self.optimizer):
+      schedule_free.use(self.optimizer)
+
+  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
+    with warnings.catch_warnings():  # the framework already reports variables without gradient
+      warnings.simplefilter("ignore")
+      self.optimizer.apply(list(gradients), self.fusion.variables)
+
+
+class TfKerasOptimizer(Optimizer):
+  """tf_keras, except `tf_keras.optimizers.legacy`."""
+
+  def _build(self) -> None:
+    self.optimizer.jit_compile = False  # XLA updates cannot be nested in the step's tf.cond
+    if (rate := getattr(self.optimizer, "_current_learning_rate", None)) is not None:
+      # The last value of a schedule, which every replica assigns. Central storage rejects such an
+      # assignment unless the variable has an aggregation.
+      self.optimizer._current_learning_rate = tf.Variable(
+        rate.read_value(),
+        trainable=False,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        name="current_learning_rate",
+      )
+    self._raw = [models.raw(v) for v in self.fusion.variables]
+    self.optimizer.build(self._raw)
+
+  def learning_rate(self) -> tf.Tensor:
+    """Returns the learning rate of the next update; tf_keras's property gives the last one."""
+    rate = self.optimizer._learning_rate
+    if isinstance(rate, tf_keras.optimizers.schedules.LearningRateSchedule):
+      rate = rate(self.optimizer.iterations)
+    return tf.convert_to_tensor(rate, tf.float32)
+
+  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
+    pairs = [(g, v) for g, v in zip(gradients, self._raw, strict=True) if g is not None]
+    self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+
+_BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
+"""Around a name: Keras searches the pattern in the whole path, such as block/bias/replica_1:0."""
+
+
+def without_decay(*, of: OptimizerFactory, names: Sequence[str]) -> KerasOptimizer:
+  """Returns another factory's optimizer, without weight decay for some variables.
+
+  For example biases, gains of normalisation layers, or embeddings. The updates of such an optimizer
+  are not fused; see `is_elementwise`.
+
+  Args:
+    of: a factory of an optimizer with weight decay, such as `keras.optimizers.AdamW`.
+    names: regular expressions for the names of variables without decay: "bias", not "dense/bias".
+      Each must match a variable.
+
+  Raises:
+    ConfigError: the optimizer has no weight decay, or `names` is empty or a plain string.
+  """
+  if isinstance(names, str) or not names:
+    raise ConfigError(f"without_decay.names is {names!r}; it must be a list such as ['bias'].")
+  optimizer = of()
+  if _generation(optimizer) is None:
+    return optimizer  # `build` raises the error
+  if getattr(optimizer, "weight_decay", None) is None:
+    raise ConfigError(
+      f"without_decay.of returns a {type(optimizer).__name__} without weight decay; set its "
+      "weight_decay, or remove without_decay."
+    )
+  optimizer.exclude_from_weight_decay(var_names=[_BEFORE + name + _AFTER for name in names])
+  return optimizer
+
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Lion")
+
+
+def is_elementwise(optimizer: KerasOptimizer) -> bool:
+  """Whether an update treats every element alike, whatever its variable.
+
+  True for known classes themselves, not for subclasses, and not with options that depend on whole
+  variables.
+  """
+  packages = lazy_keras.kerases()
+  known = [getattr(package.optimizers, n, None) for n in _ELEMENTWISE for package in packages]
+  whole = getattr(optimizer, "clipnorm", None) or excludes_from_decay(optimizer)
+  return type(optimizer) in known and not whole
+
+
+def excludes_from_decay(optimizer: KerasOptimizer) -> bool:
+  """Whether some variables have no weight decay, by Keras's `exclude_from_weight_decay`."""
+  excluded = "_exclude_from_weight_decay"
+  return any(getattr(optimizer, f"{excluded}{end}", None) for end in ("", "_names", "_pattern"))
+
+
+def build(
+  factories: OptimizerFactory | Mapping[str, OptimizerFactory],
+  variables_of: Callable[[str], Sequence[Variable]],
+  step: tf.Variable,
+  *,
+  fuse: bool = False,
+  shard: bool = False,
+) -> dict[str, Optimizer]:
+  """Makes every optimizer of a task; call it in `strategy.scope()`.
+
+  Args:
+    factories: one factory, or name -> factory.
+    variables_of: name -> the variables of that optimizer.
+    step: int64 scalar, the framework's step counter.
+    fuse: see `Optimizer`.
+    shard: whether to shard the slots over the replicas of the scope's strategy.
+
+  Returns:
+    name -> optimizer; a single factory gets the name "default".
+
+  Raises:
+    ConfigError: not a factory, not an optimizer, an option that conflicts with the framework's, or
+      an optimizer without variables.
+  """
+  named = factories if isinstance(factories, Mapping) else {DEFAULT: factories}
+  strategy = tf.distribute.get_strategy()
+  over = strategy if shard and strategy.num_replicas_in_sync > 1 else None
+  return {n: _build_one(n, f, variables_of(n), step, fuse, over) for n, f in named.items()}
+
+
+def _build_one(
+  name: str,
+  factory: OptimizerFactory,
+  variables: Sequence[Variable],
+  step: tf.Variable,
+  fuse: bool,
+  shard: tf.distribute.Strategy | None,
+) -> Optimizer:
+  if _generation(factory) is not None or not callable(factory):
+    raise ConfigError(
+      f"optimizer {name!r} is {type(factory).__name__}, already built; pass a factory, which the "
+      "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
+    )
+  optimizer = _made(name, factory)
+  adapter = require_usable(name, optimizer)
+  if not variables:
+    raise ConfigError(
+      f"optimizer {name!r} has no trainable variable to update; build the model's variables in "
+      "build_model() (call it once, or give it an Input), or override Task.variables_of()."
+    )
+  _require_matches(name, optimizer, variables)
+  if shard and not is_elementwise(optimizer):
+    raise ConfigError(
+      f"received Trainer.shard_optimizer_state=True, but optimizer {name!r}, a "
+      f"{type(optimizer).__name__}, is not known to treat every element alike; use "
+      f"{', '.join(_ELEMENTWISE)} without clipnorm and without_decay, or keep the state whole."
+    )
+  return adapter(
+    optimizer=optimizer, variables=variables, step=step, factory=factory,
+    options=groups.matched(name, optimizer, variables), fuse=fuse, shard=shard,
+  )  # fmt: skip
+
+
+def _require_matches(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
+  known = [models.raw(v).name for v in variables]
+  for excluded in _names_without_decay(optimizer):
+    if not any(re.search(_BEFORE + excluded + _AFTER, each) for each in known):
+      own = sorted({each.rpartition("/")[2].partition(":")[0] for each in known})
+      raise ConfigError(
+        f"optimizer {name!r}: without_decay.names has {excluded!r}, which matches no variable; the "
+        f"names are {', '.join(own)}."
+      )
+
+
+def require_usable(name: str, optimizer: KerasOptimizer) -> type[Optimizer]:
+  """Returns the interface to an optimizer.
+
+  Raises:
+    ConfigError: not an optimizer, or an option that conflicts with the framework's.
+  """
+  adapter = _generation(optimizer)
+  if adapter is None:
+    raise ConfigError(
+      f"optimizer {name!r} is a {type(optimizer).__name__}; it must be a Keras 3 optimizer or a "
+      "tf_keras optimizer that is not legacy."
+    )
+  _refuse_conflicts(name, optimizer)
+  return adapter
+
+
+def _names_without_decay(optimizer: KerasOptimizer) -> list[str]:
+  pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)  # of Keras 3
+  names = getattr(optimizer, "_exclude_from_weight_decay_names", None) or []  # of tf_keras
+  text = pattern.pattern if pattern else "|".join(names)
+  return sorted(re.findall(f"{re.escape(_BEFORE)}(.*?){re.escape(_AFTER)}", text))
+
+
+def _made(name: str, factory: OptimizerFactory) -> KerasOptimizer:
+  try:
+    return factory()
+  except ConfigError:
+    raise
+  except ValueError as error:  # how Keras refuses an argument
+    reason = str(error).partition("\n")[0]
+    raise ConfigError(f"optimizer {name!r} cannot be made: {reason}") from error
+
+
+def _generation(optimizer: KerasOptimizer) -> type[Optimizer] | None:
+  if isinstance(optimizer, lazy_keras.tf_keras_classes("optimizers.Optimizer")):
+    return TfKerasOptimizer
+  if isinstance(optimizer, keras.optimizers.Optimizer):
+    return Keras3Optimizer
+  return None
+
+
+_CONFLICTS = {
+  "gradient_accumulation_steps": "Trainer.accumulation_steps",
+  "loss_scale_factor": "Trainer.loss_scale",
+  "use_ema": "Trainer.ema_decay",
+  "global_clipnorm": "Trainer.clip_norm",
+  "clipvalue": "Trainer.clip_value",
+}
+
+
+def _refuse_conflicts(name: str, optimizer: KerasOptimizer) -> None:
+  if "LossScale" in type(optimizer).__name__:
+    raise ConfigError(
+      f"optimizer {name!r} is a {type(optimizer).__name__}, which checks only replica 0; "
+      "use Trainer.loss_scale = @dynamic instead."
+    )
+  if type(optimizer).__name__ == "MultiOptimizer":
+    raise ConfigError(
+      f"optimizer {name!r} is a MultiOptimizer, whose optimizers sum gradients a second time over "
+      "the replicas; use @grouped, or name -> optimizer and Task.variables_of()."
+    )
+  if type(optimizer).__name__ == "Muon" and placement.here().shares_variables:
+    raise ConfigError(
+      f"optimizer {name!r} is a Muon, whose weight decay cannot be applied to variables that "
+      "replicas share (central storage); use @mirrored or another optimizer."
+    )
+  if isinstance(optimizer, lazy_keras.tf_keras_classes("optimizers.Nadam")):
+    raise ConfigError(
+      f"optimizer {name!r} is tf_keras's Nadam, which in a compiled step takes a step of its "
+      "momentum's schedule once a variable, not once an update; use @keras.Nadam."
+    )
+  for option, ours in _CONFLICTS.items():
+    if getattr(optimizer, option, None):
+      raise ConfigError(
+        f"optimizer {name!r} sets {option}={getattr(optimizer, option)}; the framework does this "
+        f"itself, so that replicas agree: use {ours} instead."
+      )

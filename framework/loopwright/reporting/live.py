@@ -1,0 +1,152 @@
+"""Where progress is live: lines with a bar, drawn again in place, on a terminal or in a notebook.
+
+Both kinds have `show`, `write` and `close`; a notebook also has curves. rich and IPython are
+imported at first use.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TextIO
+
+from loopwright.reporting.curves import Curves
+
+_BAR_COLUMNS = 10
+_COLUMNS_IF_UNKNOWN = 100
+
+
+class Line(NamedTuple):
+  """One live line.
+
+  Attributes:
+    part: how much is done, from 0 to 1; None if that is not known.
+    text: what stands behind the bar.
+  """
+
+  part: float | None
+  text: str
+
+
+def is_terminal(stream: TextIO) -> bool:
+  """Whether lines can be drawn again there; False for TERM=dumb, as in an editor."""
+  return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def is_notebook() -> bool:
+  """Whether this process is the kernel of a notebook."""
+  module = sys.modules.get("IPython")
+  shell = module.get_ipython() if module is not None else None
+  return getattr(shell, "kernel", None) is not None
+
+
+class Terminal:
+  """Lines at the bottom of a terminal; what is written scrolls above them."""
+
+  def __init__(self, stream: TextIO) -> None:
+    """Draws nothing yet."""
+    from rich.live import Live
+
+    self._console = _console(stream)
+    self._live = Live(
+      console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+    )
+    self._live.start()
+
+  def show(self, lines: Sequence[Line], *, draw: bool = True) -> None:
+    """Replaces the lines; they appear now if `draw`, else with the next change."""
+    self._live.update(_drawn(lines), refresh=draw)
+
+  def write(self, text: str) -> None:
+    """Writes above the lines."""
+    self._live.refresh()  # else those that were not drawn yet would appear as they were before
+    self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+  def close(self) -> None:
+    """Leaves the lines as they are; what follows is written below."""
+    self._live.stop()
+
+
+class Notebook:
+  """Lines and curves in a cell's output, without widgets, so that a saved notebook keeps them."""
+
+  def __init__(self, stream: TextIO) -> None:
+    """Shows nothing yet."""
+    self._stream = stream
+    self._handle: Any = None
+    self._lines: Sequence[Line] = ()
+    self._curves = Curves()
+
+  def show(self, lines: Sequence[Line], *, draw: bool = True) -> None:
+    """Replaces the lines; they appear now if `draw`, else with the next change."""
+    self._lines = lines
+    if draw:
+      self._draw()
+
+  def point(self, name: str, step: int, value: float) -> None:
+    """Adds a point to a curve, which appears with the lines."""
+    self._curves.add(name, step, value)
+
+  def write(self, text: str) -> None:
+    """Writes below the lines."""
+    print(text, file=self._stream, flush=True)
+
+  def close(self) -> None:
+    """Shows the last lines."""
+    self._draw()
+
+  def _draw(self) -> None:
+    from IPython.display import display
+
+    bars = [
+      f"<div>{_html_bar(line.part)} <code>{html.escape(line.text)}</code></div>"
+      for line in self._lines
+    ]
+    text = "\n".join(line.text for line in self._lines)
+    data = {"text/plain": text, "text/html": "".join([*bars, self._curves.svg()])}
+    if self._handle is None:
+      self._handle = display(data, raw=True, display_id=True)
+    else:
+      self._handle.update(data, raw=True)
+
+
+def _html_bar(part: float | None) -> str:
+  return "<progress></progress>" if part is None else f'<progress value="{part:.4f}"></progress>'
+
+
+def _drawn(lines: Sequence[Line]) -> Any:
+  """Returns rich's text of the lines; a narrow terminal cuts them off at its edge."""
+  from rich.console import Group
+  from rich.text import Text
+
+  rows = []
+  for part, text in lines:
+    bar = ("━" * round((part or 0.0) * _BAR_COLUMNS)).ljust(_BAR_COLUMNS)
+    rows.append(Text.assemble((bar, "green"), " ", text, no_wrap=True, overflow="ellipsis"))
+  return Group(*rows)
+
+
+def _console(stream: TextIO) -> Any:
+  """Returns rich's console on a terminal."""
+  from rich.console import Console
+
+  class Steady(Console):
+    """Leaves the cursor visible, which a kill would not give back, and outlasts its reader."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+      return False
+
+    def on_broken_pipe(self) -> None:
+      self.quiet = True
+
+  width = None if _columns(stream) else _COLUMNS_IF_UNKNOWN  # some pseudo-terminals report 0
+  return Steady(file=stream, force_terminal=True, width=width)
+
+
+def _columns(stream: TextIO) -> int:
+  try:
+    return os.get_terminal_size(stream.fileno()).columns
+  except OSError:
+    return 0

@@ -1,0 +1,123 @@
+"""Everything that a run reports, made for one trainer: log, progress, TensorBoard, texts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from loopwright.reporting import progress, summary
+from loopwright.reporting.board import Board
+from loopwright.reporting.reporter import Reporter
+from loopwright.run_folder import layout
+from loopwright.run_folder.metrics_log import MetricsLog
+
+if TYPE_CHECKING:
+  from loopwright.run_folder.remote import Opened
+  from loopwright.trainer import Trainer
+
+QUIET = (
+  "loss_scale", "skipped_steps", "input_wait_s", "communication_s", "start_s", "gradient_norm",
+  "learning_rate", "gpu_memory_mib", "model_flops_per_s",
+)  # fmt: skip
+"""Metrics in metrics.jsonl and TensorBoard that the progress line hides."""
+
+
+class Reports:
+  """What a run tells its user; only the chief writes and prints.
+
+  Attributes:
+    log: metrics.jsonl.
+    progress: the lines of progress.
+    board: pictures, histograms and texts.
+  """
+
+  def __init__(
+    self,
+    trainer: Trainer,
+    *,
+    place: Opened,
+    train_steps: int,
+    evaluates: bool,
+    split: Callable[[], str],
+  ) -> None:
+    """Reports nothing yet (host).
+
+    Args:
+      trainer: what is reported on.
+      place: the run folder.
+      train_steps: the step at which the run ends.
+      evaluates: whether the run has evaluations.
+      split: returns "train" or "eval": for which of them the board is used now.
+    """
+    self._began_s, self._trainer, self._place = time.monotonic(), trainer, place
+    self._train_steps, is_chief = train_steps, trainer.cluster.is_chief
+    self.log = MetricsLog(os.path.join(place.folder, layout.METRICS), require=place.require)
+    who = f"{type(trainer.task).__name__}.shown"
+    self._choice = progress.Choice(trainer.task.shown, hidden=QUIET, who=who)
+    self.progress = progress.Progress(
+      total_steps=train_steps,
+      choice=self._choice,
+      splits={"train", "eval"} if evaluates else {"train"},
+      stream=None if is_chief else progress.Silent(),
+    )
+    common = {"global_step": trainer.global_step, "progress": self.progress}
+    if is_chief:
+      common |= {"model_dir": place.folder, "metrics_log": self.log}
+    self._of = {
+      "train": Reporter(split="train", global_batch_size=trainer.global_batch_size, **common),
+      "eval": Reporter(split="eval", **common),
+    }
+    self.board = Board(
+      place.folder if is_chief else None,
+      step=lambda: int(trainer.global_step.numpy()),
+      writer=lambda: self.writer(split()),
+      message=self.progress.message,
+    )
+
+  def writer(self, split: str) -> tf.summary.SummaryWriter:
+    """Returns TensorBoard's writer of "train" or "eval"."""
+    return self._of[split].writer()
+
+  def report(self, split: str, output: Mapping[str, float]) -> None:
+    """Reports the values of one loop or evaluation; see `Reporter` (host)."""
+    self._of[split].report(output)
+
+  def last(self, split: str) -> dict[str, float]:
+    """Returns the newest values in the log; empty without any."""
+    records = self.log.records(split)
+    hidden = {"step", "split", "wall_time"}
+    return {k: v for k, v in records[-1].items() if k not in hidden} if records else {}
+
+  def describe(self, *, precision: str, step: int, notes: Sequence[str] = ()) -> None:
+    """Prints the run's configuration, and some lines below it (stderr)."""
+    shown, folder = self._place.shown, self._place.folder
+    text = summary.describe_run(
+      self._trainer,
+      precision=precision,
+      start_step=step,
+      train_steps=self._train_steps,
+      model_dir=shown if shown == folder else f"{shown}, worked on in {folder}",
+    )
+    self.progress.message("\n".join([text, *notes]))
+
+  def result(
+    self, values: Mapping[str, float], *, split: str, step: int, status: str, **more: Any
+  ) -> None:
+    """Prints the last line (stdout); `more` are other arguments of `result_line`."""
+    logged = [record["step"] for record in self.log.records(split)[-1:]] if values else []
+    line = summary.result_line(
+      step=step,
+      of_step=logged[0] if logged else None,
+      seconds=time.monotonic() - self._began_s,
+      model_dir=self._place.shown,
+      evaluation=values,
+      choice=self._choice,
+      split=split,
+      status=status,
+      **more,
+    )
+    print(line)

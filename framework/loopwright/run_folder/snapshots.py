@@ -1,0 +1,63 @@
+"""Copies of a run's state in memory that outlives the processes, for a restart after a fault.
+
+They are checkpoints, whole or absent and with TensorFlow's checksums, in a folder in memory of the
+program that restarts the processes (tools/local_cluster.py), which removes it in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import tensorflow as tf
+from absl import logging
+
+from loopwright.errors import first_line
+from loopwright.run_folder import layout
+from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.strategies.cluster import elastic
+from loopwright.strategies.cluster.identity import Cluster
+
+KEPT = 2
+_EVERY_S = 1.0
+"""A copy costs some ms on each worker, so that it is not worth while after each short loop."""
+
+
+def directory() -> str | None:
+  """Returns the folder for the checkpoints in memory; None if nobody keeps any (host)."""
+  folder = os.environ.get(elastic.SNAPSHOTS)
+  return folder and os.path.join(folder, layout.CHECKPOINTS)
+
+
+class Snapshots:
+  """Takes a copy after a loop, about once a second, and restores the newest."""
+
+  def __init__(self, manager: CheckpointManager, cluster: Cluster) -> None:
+    """Takes none yet.
+
+    Args:
+      manager: of `directory`, keeping `KEPT`.
+    """
+    self._manager, self._cluster = manager, cluster
+    self._next_s, self._failed = 0.0, False
+
+  def take(self) -> None:
+    """Takes one if it is due, while training goes on; every worker must call it (host)."""
+    if not self._cluster.any(self._cluster.is_chief and not self._failed and self._is_time()):
+      return
+    try:
+      self._manager.save()
+    except (OSError, tf.errors.OpError) as error:  # of the one before
+      self._failed = True
+      logging.warning("no more copies in memory, only checkpoints: %s", first_line(error)[:300])
+
+  def restored(self, *, after_step: int) -> bool:
+    """Restores the newest whole one after a step, if there is one; returns whether (host)."""
+    return self._manager.restore_newest(after_step=after_step) is not None
+
+  def _is_time(self) -> bool:
+    now_s = time.monotonic()
+    if now_s < self._next_s:
+      return False
+    self._next_s = now_s + _EVERY_S
+    return True

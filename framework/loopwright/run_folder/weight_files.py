@@ -1,0 +1,157 @@
+"""Reads variables from a checkpoint or a Keras file, by name."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import trackable_object_graph_pb2
+from tensorflow.python.trackable import trackable_utils
+
+from loopwright.errors import ConfigError
+from loopwright.host import bounded
+from loopwright.models import models
+from loopwright.run_folder import checkpoint_files, checkpoints, h5, remote
+from loopwright.types import Model
+
+Match = Literal["name", "path"]
+KERAS = (".keras", ".h5", ".hdf5")
+_NO_WEIGHTS = {"optimizer", "optimizers", "save_counter", "global_step"}
+_RANDOM = "seed_generator"
+"""Part of the name of the state of Keras 3's random layers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+  """One variable in a file; `read` loads its value."""
+
+  dtype: str
+  shape: tuple[int, ...]
+  read: Callable[[], np.ndarray]
+
+  def __str__(self) -> str:
+    """Returns "float32 [3, 3]"."""
+    return f"{self.dtype} {list(self.shape)}"
+
+
+def located(path: str) -> str:
+  """Returns the Keras file, or the checkpoint without suffix, that a path means (host).
+
+  Raises:
+    ConfigError: there is none.
+  """
+  path = remote.local_copy(path)
+  if path.endswith(KERAS) and tf.io.gfile.exists(path):
+    return path
+  if found := checkpoint_files.find(path):
+    return found
+  raise ConfigError(
+    f"WarmStart.path is {path!r}, where no weights are; give a run folder, its checkpoints or best "
+    "folder, a checkpoint without its suffix, or a Keras file, .keras or .weights.h5."
+  )
+
+
+@contextlib.contextmanager
+def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
+  """Yields name -> variable of a path from `located`; they can be read inside the context."""
+  if not source.endswith(KERAS):
+    yield _of_checkpoint(tf.train.load_checkpoint(source), match)
+    return
+  if match == "path":
+    raise ConfigError(
+      f"WarmStart.match is 'path', but {source!r} is a Keras file, which has names; remove match."
+    )
+  content = _content(source)
+  if source.endswith(".keras"):
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+      member = archive.getinfo("model.weights.h5")
+      # Keras does not compress, so nothing is larger than its archive, except in a small file.
+      bounded.require_bytes(source, member.file_size, max(bounded.MAX_BYTES, len(content)))
+      content = archive.read(member)
+  yield _of_h5(content, source)
+
+
+def _content(source: str) -> bytes:
+  if os.path.exists(source):
+    bounded.require_file(source, "a Keras file")  # a pipe or a device may have no end
+  with tf.io.gfile.GFile(source, "rb") as file:
+    return file.read()
+
+
+def _of_checkpoint(reader: tf.train.CheckpointReader, match: Match) -> dict[str, Stored]:
+  """Returns the model's variables by the names in the checkpoint's object graph."""
+  shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+  found = [each for each in _saved(reader) if each[2] in shapes]
+  found = [each for each in found if _RANDOM not in f"{each[0]} {each[1]}"]
+  counts = collections.Counter(name for name, _, _ in found)
+  return {
+    name if match == "name" and name and counts[name] == 1 else path: Stored(
+      dtype=dtypes[key].name,
+      shape=tuple(shapes[key]),
+      read=functools.partial(reader.get_tensor, key),
+    )
+    for name, path, key in found
+  }
+
+
+def _saved(reader: tf.train.CheckpointReader) -> Iterator[tuple[str, str, str]]:
+  """Yields (name, path, key) of the model's variables; a key may go through an optimizer."""
+  graph = trackable_object_graph_pb2.TrackableObjectGraph()
+  graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
+  tops = {child.local_name for child in graph.nodes[0].children}
+  ours = {"model", "untracked"} if "model" in tops else tops - _NO_WEIGHTS
+  queue, seen = collections.deque([("", 0)]), {0}
+  while queue:
+    path, number = queue.popleft()
+    for child in graph.nodes[number].children:
+      if child.node_id in seen or (number == 0 and child.local_name not in ours):
+        continue
+      seen.add(child.node_id)
+      child_path = f"{path}{trackable_utils.escape_local_name(child.local_name)}"
+      queue.append((f"{child_path}/", child.node_id))
+      for attribute in graph.nodes[child.node_id].attributes:
+        if attribute.checkpoint_key.endswith(checkpoints.VALUE):
+          yield h5.plain(attribute.full_name), path_of(child_path), attribute.checkpoint_key
+
+
+def _of_h5(content: bytes, source: str) -> dict[str, Stored]:
+  found = h5.checked(content)
+  if not found:
+    raise ConfigError(
+      f"WarmStart.path {source!r} does not name its layers, as is usual for tf_keras or an older "
+      "Keras; load it there and save the weights again: model.save_weights('x.weights.h5') with a "
+      "newer Keras 3, 'x.h5' with tf_keras."
+    )
+  return {
+    name: Stored(
+      dtype=tf.as_dtype(dataset.dtype.name).name,
+      shape=tuple(dataset.shape),
+      read=functools.partial(np.asarray, dataset),
+    )
+    for name, dataset in found.items()
+  }
+
+
+def path_of(key: str) -> str:
+  """Returns the path of a variable in the model from its key in a checkpoint."""
+  return key.removeprefix("model/").removesuffix(checkpoints.VALUE)
+
+
+def numbered(model: Model) -> Iterator[tuple[str, tf.Variable]]:
+  """Yields ("<layer>/<number>", variable): the names of weights in files of Keras 3."""
+  for layer in models.layers(model):
+    own: dict[str, Any] = {}
+    if isinstance(layer, keras.Layer):
+      layer.save_own_variables(own)
+    for number, variable in own.items():
+      yield f"{layer.name}/{number}", models.raw(variable)

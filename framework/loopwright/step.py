@@ -1,0 +1,448 @@
+"""The verbs of a training step, in the order in which a task calls them.
+
+`Step.update` is one complete update. A task that needs another order, several optimizers or
+several backward passes calls the verbs itself in `Task.train_step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import tensorflow as tf
+
+from loopwright.errors import ConfigError, unknown
+from loopwright.eval_step import EvalStep
+from loopwright.graphs import branches
+from loopwright.graphs.autograph import converted, methods_as_written
+from loopwright.metrics import (
+  REPORTED,
+  REPORTED_BY_UPDATES,
+  Loss,
+  Metric,
+  MetricSums,
+  PerExample,
+  Weighted,
+  checked,
+)
+from loopwright.optimizers import updates
+from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
+from loopwright.optimizers.fusion import Fusion, Gradients
+from loopwright.step_parts import Draws, StepParts
+from loopwright.step_parts import replica_id as replica_id
+from loopwright.types import Batch, Gradient, PerReplica, TensorLike, Variable
+
+LossFn: TypeAlias = Callable[[Batch], Loss]
+StepFactory: TypeAlias = "Callable[[StepParts], Step]"
+
+
+@methods_as_written
+class Step(EvalStep):
+  """One training step on one replica. All methods run in replica context.
+
+  A subclass may replace a verb: give it to `Trainer(step=...)`.
+
+  Attributes:
+    parts: what the verbs work with.
+    draws: its random numbers.
+  """
+
+  def __init__(self, parts: StepParts) -> None:
+    """Starts a step; the Trainer makes one per trace of the step."""
+    super().__init__(parts.reduction, number=parts.step_number())
+    self.parts = parts
+    self._graph = branches.current()
+    self._assignments = updates.Assignments()
+    self._conditional = False
+    self.draws = Draws(parts.key)
+    self._finite: list[tf.Tensor] = []
+    self._loss_finite: list[tf.Tensor] = []
+    self._only_evaluated: set[str] = set()
+    self._observers = [observer.of_replica() for observer in parts.observers]
+
+  def log(self, metrics: Mapping[str, Metric]) -> None:
+    """See `EvalStep.log`; leaves out PerExample metrics, which only evaluations collect.
+
+    Raises:
+      ConfigError: not a dict of metrics, or the framework reports the name.
+    """
+    prefixes = ["", *map(prefix, self.parts.optimizers)]
+    reported = {f"{p}{n}" for p in prefixes for n in REPORTED_BY_UPDATES} | set(REPORTED)
+    metrics = checked(metrics)
+    for name in metrics:
+      if name in reported:
+        raise ConfigError(
+          f"the training step logs {name!r}, which the framework reports itself; rename it, for "
+          f"example {f'my_{name}'!r}."
+        )
+    rows = {name for name, value in metrics.items() if isinstance(value, PerExample)}
+    self._only_evaluated |= rows
+    self._add({name: value for name, value in metrics.items() if name not in rows})
+
+  def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+    """See `EvalStep.all_gather`."""
+    if self.parts.jit_compile and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+      raise ConfigError(
+        "received Trainer.jit_compile=True, but step.all_gather() communicates inside the forward "
+        "pass, which XLA compiles for a single replica; use jit_compile=False."
+      )
+    return super().all_gather(tensor)
+
+  def update(
+    self,
+    loss_fn: LossFn,
+    batch: Batch,
+    optimizer: str = DEFAULT,
+    *,
+    when: tf.Tensor | bool | None = None,
+  ) -> Loss:
+    """Updates one optimizer's variables: calls every verb, in order.
+
+    Args:
+      loss_fn: (micro-)batch -> `Loss`, this replica's sums; called once per micro-batch.
+      batch: this replica's part of the global batch.
+      optimizer: the optimizer's name.
+      when: whether this step makes the update, a bool scalar equal on every replica, such as
+        `step.number % 2 == 0`; see `gradients`. None always makes it.
+
+    Returns:
+      The global sums, the same on every replica; zeros if the update is not made.
+
+    Raises:
+      ConfigError: called inside a branch or loop on a tensor.
+    """
+    self._require_outermost("step.update()")
+    variables = self.variables(optimizer)
+    gradients, local_loss = self.gradients(loss_fn, batch, variables, when=when)
+    gradients, loss = self.all_reduce(gradients, local_loss)
+    gradients = self.unscale(gradients, loss)
+    finite, norm = self.check(gradients)
+    gradients = self.clip(gradients, norm)
+    self.apply(gradients, finite & (loss.weight > 0), optimizer)
+    self.log_update(loss, finite, norm, optimizer)
+    return loss
+
+  def variables(self, optimizer: str = DEFAULT) -> list[Variable]:
+    """Returns the variables of an optimizer."""
+    return self._optimizer(optimizer).variables
+
+  def gradients(
+    self,
+    loss_fn: LossFn,
+    batch: Batch,
+    variables: Sequence[Variable],
+    *,
+    when: tf.Tensor | bool | None = None,
+  ) -> tuple[Gradients, Loss]:
+    """Differentiates this replica's *scaled sum* of losses, over its micro-batches.
+
+    Communicates nothing. Makes sparse gradients (IndexedSlices) dense: their norm and sum would
+    be wrong where indices repeat.
+
+    Args:
+      loss_fn: micro-batch -> `Loss`.
+      batch: this replica's examples.
+      variables: what to differentiate with respect to.
+      when: bool scalar, equal on every replica. If it is False, gradients, loss, weight and what
+        `loss_fn` logs are zeros, and neither pass is run; a pass that communicates (`all_gather`,
+        synchronised batch normalization) is run and discarded.
+
+    Returns:
+      One gradient per variable, None if the loss does not depend on it, and the unscaled local
+      sums. With loss scaling, each gradient is multiplied by loss scale / global batch size.
+
+    Raises:
+      ConfigError: the loss is not a `Loss` of scalars, or depends on none of the variables.
+    """
+    fusion = self.parts.fusion_of(variables)
+    compute = functools.partial(self._accumulated, loss_fn, batch, fusion)
+    gradients, loss = compute() if when is None else self._computed_when(when, compute, fusion)
+    gradients.require_some(variables)
+    return gradients, loss
+
+  def _accumulated(self, loss_fn: LossFn, batch: Batch, fusion: Fusion) -> tuple[Gradients, Loss]:
+    first, *others = self.parts.micro_batches(batch)
+    gradients, loss = self.forward_backward(loss_fn, first, fusion)
+    for part in others:
+      # Run micro-batches one after another: this saves memory.
+      with tf.control_dependencies(gradients.tensors):
+        part = {name: tf.identity(value) for name, value in part.items()}
+      more, more_loss = self.forward_backward(loss_fn, part, fusion)
+      gradients = gradients.replaced(
+        [a + b for a, b in zip(gradients.tensors, more.tensors, strict=True)]
+      )
+      loss = Loss(loss.total + more_loss.total, loss.weight + more_loss.weight)
+    return gradients, loss
+
+  def forward_backward(
+    self, loss_fn: LossFn, batch: Batch, fusion: Fusion
+  ) -> tuple[Gradients, Loss]:
+    """Makes one forward and one backward pass, over one micro-batch; see `gradients`.
+
+    Args:
+      loss_fn: micro-batch -> `Loss`.
+      batch: the micro-batch.
+      fusion: the variables, and the layout of their gradients.
+
+    Returns:
+      The scaled gradients, which may all be None, and the unscaled sums.
+    """
+    key = self.draws.next_pass()
+    missing: list[bool] = []
+
+    def checked_loss(batch: Batch) -> Loss:
+      return Loss.checked(converted(loss_fn)(batch))
+
+    forward: LossFn = checked_loss
+    for observer in self._observers:
+      forward = observer.forward(forward, self._add)
+
+    def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Metric]]:
+      with self.collected() as logged:
+        with self.parts.forward_pass(key, batch), tf.GradientTape() as tape:
+          loss = forward(batch)
+          scaled = self._scaled(loss.total)
+        gradients = fusion.differentiated(tape, scaled)
+      missing[:] = [g is None for g in gradients]
+      return fusion.pack(gradients), loss, logged
+
+    xla = tf.function(compute, jit_compile=True, autograph=False)
+    pieces, loss, logged = (xla if self.parts.jit_compile else compute)(batch)
+    self.log(logged)
+    return Gradients(fusion, pieces, missing), loss
+
+  def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
+    """Sums gradients and local loss over all replicas, in one communication.
+
+    Raises:
+      ConfigError: called inside a branch or loop on a tensor.
+    """
+    self._require_outermost("step.all_reduce()")
+    packed = Gradients.as_given(gradients)
+    scalars = [loss.total, loss.weight]
+    reduce = self.parts.reduction.all_reduce
+    for observer in self._observers:
+      reduce = functools.partial(observer.all_reduce, reduce)
+    sums, scalars = reduce(packed.tensors, scalars)
+    return packed.replaced(sums), Loss(*scalars)
+
+  def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
+    """Divides summed gradients by their scale and by the *global* weight of `loss`.
+
+    A global weight of 0 gives zero gradients; `update` then skips the step.
+    """
+    packed = Gradients.as_given(gradients)
+
+    def unscaled() -> list[tf.Tensor]:
+      divisor = self._scaled(loss.weight)
+      factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
+      return [g * tf.cast(factor, g.dtype) for g in packed.tensors]
+
+    return packed.replaced(self.parts.compiled(unscaled)())
+
+  def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns (finite, norm) of reduced gradients, bool and float32 scalars, equal on all replicas.
+
+    The norm is the global L2 norm. A norm above 1.8e19 counts as not finite: its square overflows.
+    """
+    square = self.parts.compiled(Gradients.as_given(gradients).square)()
+    finite, norm = tf.math.is_finite(square), tf.sqrt(square)
+    for observer in self._observers:
+      observer.checked(finite, norm)
+    return finite, norm
+
+  def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
+    """Clips reduced gradients by global norm or by value, as configured.
+
+    Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section 3.2.
+    """
+    packed = Gradients.as_given(gradients)
+    if self.parts.clip_value is not None:
+      bound = self.parts.clip_value
+      return packed.map(lambda g: tf.clip_by_value(g, -bound, bound))
+    if self.parts.clip_norm is not None:
+      factor = self.parts.clip_norm / tf.maximum(norm, self.parts.clip_norm)
+      return packed.map(lambda g: g * tf.cast(factor, g.dtype))
+    return packed
+
+  @contextlib.contextmanager
+  def perturbed(self, variables: Sequence[Variable], offsets: Sequence[Gradient]) -> Iterator[None]:
+    """Adds offsets to variables inside `with`, then restores them bit for bit (replica context).
+
+    Exact even for offsets that are not finite. For a backward pass at other weights, for example
+    sharpness-aware minimisation (tasks/sam.py).
+
+    Args:
+      variables: for example `variables()`.
+      offsets: one per variable, None to leave it unchanged; equal on every replica (compute them
+        from reduced gradients), else the replicas diverge.
+
+    Raises:
+      ConfigError: under parameter servers, where other workers read the same variables.
+    """
+    with updates.moved(variables, offsets):
+      yield
+
+  def apply(
+    self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = DEFAULT
+  ) -> None:
+    """If `finite`, updates the optimizer's variables and their moving averages.
+
+    Args:
+      gradients: one per variable of the optimizer, reduced and unscaled.
+      finite: bool scalar, equal on every replica.
+      optimizer: the optimizer's name.
+
+    Raises:
+      ConfigError: called inside a branch or loop on a tensor.
+    """
+    self._require_outermost("step.apply()")
+    target = self._optimizer(optimizer)
+    packed = Gradients.of(target.fusion, gradients)
+    for observer in self._observers:
+      finite = observer.allowed(finite)
+      observer.applies(target, packed)
+
+    def apply_if_finite(
+      strategy: tf.distribute.Strategy, finite: PerReplica, tensors: Sequence[PerReplica]
+    ) -> None:
+      for observer in self._observers:
+        observer.before_update(target)
+      updates.apply_if(
+        strategy, finite, target, packed.replaced(tensors), self.parts.ema,
+        jit_compile=self.parts.compiles_updates,
+      )  # fmt: skip
+
+    context = tf.distribute.get_replica_context()
+    context.merge_call(apply_if_finite, args=(finite, packed.tensors))
+
+  def log_update(
+    self, loss: Loss, finite: tf.Tensor, norm: tf.Tensor, optimizer: str = DEFAULT
+  ) -> None:
+    """Logs the loss and gradient norm of an update, and records whether they are finite.
+
+    If any update of the step is not finite, the loss scale decreases after the step. The norm of
+    an update that is not finite, or without weight, does not count.
+    """
+    name = prefix(optimizer)
+    shown = tf.cast(finite & (loss.weight > 0), tf.float32)
+    self._add(
+      {
+        f"{name}loss": (loss.total, loss.weight),
+        f"{name}gradient_norm": (tf.math.multiply_no_nan(norm, shown), shown),
+      }
+    )
+    self._finite.append(finite)
+    self._loss_finite.append(tf.math.is_finite(loss.total))
+
+  def assign(
+    self, variable: Variable, value: TensorLike, *, when: tf.Tensor | bool | None = None
+  ) -> None:
+    """Sets a variable at the end of the step, if all updates of the step are finite.
+
+    For state that the step keeps beside the optimizers: target networks, queues, moving averages.
+    It is saved and restored with the model. All assignments of a step take effect together, after
+    its updates; until then the variable has its old value.
+
+    Args:
+      variable: a variable of the model, trainable or not.
+      value: of the variable's shape, cast to its dtype; equal on every replica: computed from
+        variables, reduced gradients or `all_gather`, not from this replica's rows alone.
+      when: whether this step assigns, a bool scalar equal on every replica. None always assigns.
+
+    Raises:
+      ConfigError: another shape, a second assignment in one step, a variable that is not part of
+        the model, or inside a branch or loop on a tensor.
+    """
+    self._require_outermost("step.assign()")
+    self._assignments.add(variable, value, when)
+
+  @property
+  def assigned(self) -> dict[str, tf.Variable]:
+    """The variables that `assign` sets in this step, by name."""
+    return self._assignments.variables
+
+  def commit(self, stands: tf.Tensor) -> None:
+    """Makes the step's assignments if `stands`, a bool scalar; the framework calls it."""
+    self._assignments.make(stands)
+
+  @property
+  def is_conditional(self) -> bool:
+    """Whether an update of this step has a `when`."""
+    return self._conditional
+
+  def seed(self) -> tf.Tensor:
+    """Returns a seed for `tf.random.stateless_*`, int32 [2].
+
+    It depends only on the run's seed, the step, the replica and how many calls came before.
+    """
+    return self.draws.next_seed()
+
+  def outcome(self) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns (gradients finite, losses finite), bool scalars over all updates of this step.
+
+    Raises:
+      ConfigError: the task logged no update.
+    """
+    if not self._finite:
+      raise ConfigError(
+        "train_step() made no update; call step.update(), or step.log_update() after step.apply()."
+      )
+    return _all(self._finite), _all(self._loss_finite)
+
+  def close(
+    self, sums: MetricSums, own: Mapping[str, Weighted] | None = None
+  ) -> dict[str, PerExample]:
+    """See `EvalStep.close`; also adds the observers' metrics."""
+    for observer in self._observers:
+      self._add(observer.metrics())
+    sums.only_evaluated |= self._only_evaluated
+    return super().close(sums, own)
+
+  def _optimizer(self, name: str) -> Optimizer:
+    if name not in self.parts.optimizers:
+      raise unknown("optimizer", name, self.parts.optimizers)
+    return self.parts.optimizers[name]
+
+  def _scaled(self, total: tf.Tensor) -> tf.Tensor:
+    return self.parts.loss_scale.scaled(total, self.parts.global_batch_size)
+
+  def _require_outermost(self, verb: str) -> None:
+    """Raises ConfigError in a graph other than the step's: replicas cannot communicate there."""
+    if branches.current() is not self._graph:
+      raise ConfigError(
+        f"{verb} is called inside a branch or loop on a tensor (if, while, for, tf.cond) or a "
+        "tf.function of its own, where the replicas cannot communicate; call it in the step itself "
+        "and give the condition as when=, such as step.update(..., when=step.number % 2 == 0), and "
+        "loop over a Python range."
+      )
+
+  def _computed_when(
+    self, when: tf.Tensor | bool, compute: Callable[[], tuple[Gradients, Loss]], fusion: Fusion
+  ) -> tuple[Gradients, Loss]:
+    """Returns `compute()` if `when`, else zeros of the same shapes; logs likewise."""
+    self._conditional = True
+    when = branches.condition(when)
+    if tf.executing_eagerly() and not when:
+      return Gradients.zeros(fusion), Loss(tf.constant(0.0), tf.constant(0.0))
+    if tf.executing_eagerly():
+      return compute()
+    begun = self.draws.before
+    layout: list[Gradients] = []
+
+    def computed() -> tuple[list[tf.Tensor], Loss, dict[str, Metric]]:
+      self.draws.before = begun
+      with self.collected() as logged:
+        gradients, loss = compute()
+      layout[:] = [gradients]
+      return list(gradients.tensors), loss, logged
+
+    tensors, loss, logged = branches.computed_if(when, computed)
+    self._add(logged)
+    return layout[0].replaced(tensors), loss
+
+
+def _all(flags: Sequence[tf.Tensor]) -> tf.Tensor:
+  return functools.reduce(tf.logical_and, flags)

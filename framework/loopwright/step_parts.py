@@ -1,0 +1,214 @@
+"""What the verbs of a step work with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from loopwright.graphs import randomness
+from loopwright.host import timing
+from loopwright.metrics import Weighted
+from loopwright.models import batch_norm, models, recomputation
+from loopwright.observers import Observer
+from loopwright.optimizers.adapters import Optimizer
+from loopwright.optimizers.ema import Ema
+from loopwright.optimizers.fusion import Fusion
+from loopwright.optimizers.loss_scale import LossScale
+from loopwright.strategies import placement
+from loopwright.strategies.reduction import Reduction
+from loopwright.types import Batch, PerReplica, Variable
+
+T = TypeVar("T")
+
+
+def replica_id() -> tf.Tensor:
+  """Returns this replica's index in its process or cluster, an int32 scalar (replica context)."""
+  return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepParts:
+  """What the verbs work with; the Trainer makes it once."""
+
+  optimizers: Mapping[str, Optimizer]
+  reduction: Reduction
+  loss_scale: LossScale
+  global_step: tf.Variable
+  seed: int
+  global_batch_size: int = 1
+  clip_norm: float | None = None
+  clip_value: float | None = None
+  accumulation_steps: int = 1
+  jit_compile: bool = False
+  padded: tuple[str, str] | None = None  # if batches have rows without an example: why, a remedy
+  ema: Ema | None = None
+  replica_id: Callable[[], tf.Tensor] = replica_id
+  observers: tuple[Observer, ...] = ()
+  known_step: tf.Tensor | None = None  # the value of `global_step`, where the host counts steps
+
+  @property
+  def dtypes(self) -> list[tf.DType]:
+    """The dtypes of all updated variables, sorted by name."""
+    found = {models.raw(v).dtype for one in self.optimizers.values() for v in one.variables}
+    return sorted(found, key=lambda dtype: dtype.name)
+
+  @property
+  def compiles_updates(self) -> bool:
+    """Whether XLA compiles what follows the reduction too: on GPUs that saves launches."""
+    return self.jit_compile and placement.here().on_gpus
+
+  def compiled(self, function: Callable[[], T]) -> Callable[[], T]:
+    """Returns a part of what follows the reduction, compiled where `compiles_updates`."""
+    if not self.compiles_updates:
+      return function
+    return tf.function(function, jit_compile=True, autograph=False)
+
+  def saved(self) -> dict[str, Any]:
+    """Returns name -> object: what a checkpoint has of them (host)."""
+    items = {
+      "optimizers": {name: one.saved for name, one in self.optimizers.items()},
+      "loss_scale": self.loss_scale,
+    }
+    return items if self.ema is None else {**items, "ema": self.ema.averages}
+
+  def key(self, draw: int) -> tf.Tensor:
+    """Returns the random key of a draw of this step and replica, see `randomness.step_key`."""
+    with placement.here().on_host():
+      return randomness.step_key(self.seed, self.step_number(), self.replica_id(), draw)
+
+  def step_number(self) -> tf.Tensor:
+    """Returns the number of training steps before this one, an int64 scalar (any context)."""
+    return self.global_step.read_value() if self.known_step is None else self.known_step
+
+  def fusion_of(self, variables: Sequence[Variable]) -> Fusion:
+    """Returns the layout of the optimizer that owns these variables, else one without fusion."""
+    wanted = [id(models.raw(v)) for v in variables]
+    for optimizer in self.optimizers.values():
+      if wanted == [id(models.raw(v)) for v in optimizer.variables]:
+        return optimizer.fusion
+    return Fusion(variables, enabled=False)
+
+  def micro_batches(self, batch: Batch) -> list[Batch]:
+    """Splits this replica's part of a batch (replica context)."""
+    count = self.accumulation_steps
+    if count == 1:
+      return [batch]
+    parts = {name: placement.here().split_rows(value, count) for name, value in batch.items()}
+    return [{name: parts[name][index] for name in batch} for index in range(count)]
+
+  @contextlib.contextmanager
+  def forward_pass(self, key: tf.Tensor, batch: Batch) -> Iterator[None]:
+    """Random layers draw from `key` inside `with`; statistics leave out padded rows."""
+    with randomness.random_streams(key), self._examples_of(batch):
+      yield
+
+  def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    if self.padded is None:
+      return contextlib.nullcontext()
+    return batch_norm.only_examples(batch, why=self.padded)
+
+
+class StepNumbers:
+  """On GPUs, what depends on the number of a step is computed by the host, once."""
+
+  def __init__(self, trainer: Any, num_steps: tf.Tensor) -> None:
+    """Computes number and rates of the steps of a `Trainer`'s loop (cross-replica)."""
+    self._trainer = trainer
+    if not trainer.placement.on_gpus:
+      return
+    schedules = [one.schedule for one in trainer.parts.optimizers.values() if one.schedule]
+    with trainer.placement.on_host():
+      self._first = tf.identity(trainer.global_step.read_value())
+      ahead = [one.ahead(self._first, num_steps) for one in schedules]
+    self._rates = [(one, tf.identity(rates)) for one, rates in zip(schedules, ahead, strict=True)]
+
+  @contextlib.contextmanager
+  def known(self, done: tf.Tensor) -> Iterator[None]:
+    """The step after `done` steps of the loop is traced inside (cross-replica)."""
+    trainer = self._trainer
+    if not trainer.placement.on_gpus:
+      yield
+      return
+    usual = trainer.parts
+    with contextlib.ExitStack() as stack:
+      with trainer.placement.on_host():
+        number = self._first + tf.cast(done, tf.int64)
+      for schedule, rates in self._rates:
+        stack.enter_context(schedule.given(rates, done))
+      trainer.parts = dataclasses.replace(usual, known_step=number)
+      try:
+        yield
+      finally:
+        trainer.parts = usual
+
+
+class InputWait:
+  """How long the steps of a loop waited for their batches.
+
+  The host adds it up, for its own replicas, on GPUs, so that no step copies it to them, and in a
+  cluster, where each worker must know its own.
+  """
+
+  def __init__(self, place: placement.Placement) -> None:
+    """Starts at 0; call it outside of the strategy's scope (host)."""
+    self._place = place
+    self._sum: tf.Variable | None = None
+    if place.on_gpus or place.cluster.size > 1:
+      with tf.device("CPU:0"):
+        self._sum = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="input_wait")
+
+  def timed(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
+    """Returns the next global batch and the wait for it, float32 seconds (cross-replica)."""
+    started = timing.timestamp()
+    with tf.control_dependencies([started]):
+      batch = self._place.read(iterator)
+    arrived = self._place.strategy.experimental_local_results(batch["weight"])[0]
+    with tf.control_dependencies([arrived]), self._place.on_host():
+      waited_s = tf.cast(timing.timestamp() - started, tf.float32)
+      if self._sum is not None:
+        self._sum.assign_add(tf.cast(waited_s, tf.float64), read_value=False)
+    return self._place.per_replica(batch), waited_s
+
+  def metrics(self, waited_s: tf.Tensor) -> dict[str, Weighted]:
+    """Returns what a step's metrics must sum up of it (replica context)."""
+    return {"input_wait": (waited_s, 1.0)} if self._sum is None else {}
+
+  def seconds(self, results: dict[str, float], steps: int) -> float:
+    """Returns the sum over the loop's steps; takes it out of the loop's metrics (host)."""
+    return results.pop("input_wait") * steps if self._sum is None else float(self._sum.numpy())
+
+  def reset(self) -> None:
+    """Starts again at 0 (host)."""
+    if self._sum is not None:
+      self._sum.assign(0.0)
+
+
+class Draws:
+  """The random numbers of one replica's step: they follow from how many were drawn before.
+
+  Attributes:
+    before: the forward passes and the seeds so far; a pass that is repeated sets it back first.
+  """
+
+  def __init__(self, key: Callable[[int], tf.Tensor]) -> None:
+    """Starts a step with the keys of its draws."""
+    self.before = (0, 0)
+    self._key = key
+
+  def next_pass(self) -> tf.Tensor:
+    """Returns the key of the next forward pass."""
+    passes, seeds = self.before
+    self.before = passes + 1, seeds
+    return self._key(passes)
+
+  def next_seed(self) -> tf.Tensor:
+    """Returns the seed of the next call of `Step.seed`; a recomputation gets its own again."""
+    if (stream := recomputation.stream()) is not None:
+      return stream.next_seed()
+    passes, seeds = self.before
+    self.before = passes, seeds + 1
+    return self._key(-(seeds + 1))

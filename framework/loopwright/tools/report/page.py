@@ -1,0 +1,333 @@
+"""The page of a report. Every text of a run is escaped; only our own script may run."""
+
+from __future__ import annotations
+
+import base64
+import html as escaping
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loopwright.errors import printable
+from loopwright.run_folder import paces
+from loopwright.run_folder.folders import texts
+from loopwright.tools import goodput
+from loopwright.tools.report.data import VERIFY, Curve, Shown
+from loopwright.tools.runs import diff, repetitions
+
+_FIRST = ("loss", "accuracy")
+_LAST = (
+  *("gradient_norm", "learning_rate", "loss_scale", "skipped_steps", "staleness", "input_wait_s"),
+  *("communication_s", "start_s", "examples_per_second", "steps_per_second"),
+  *("model_flops_per_s", "mfu"),
+)
+_MOST_PLOTS, _MOST_COLUMNS, _TALL = 60, 4, 20
+"""Plots; runs beside one another in a table; rows that are shown without scrolling."""
+_NOT_VERIFIED = (
+  f"No run folder has {VERIFY}; <code>loopwright verify --json=FOLDER/{VERIFY}</code> writes it."
+)
+_HERE = Path(__file__).parent
+
+
+def html(runs: Sequence[Shown], *, plotly: str) -> str:
+  """Returns the page.
+
+  Args:
+    runs: what it shows; see `data.read`.
+    plotly: the text of plotly.js.
+  """
+  nonce = secrets.token_urlsafe(16)
+  policy = (
+    f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'"
+  )
+  script = f'<script nonce="{nonce}"'
+  title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
+  return "\n".join(
+    [
+      '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+      f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+      '<meta name="viewport" content="width=device-width, initial-scale=1">',
+      f"<title>{safe(title)}</title>\n<style>{(_HERE / 'page.css').read_text()}</style></head>",
+      f"<body><h1>{safe(title)}</h1>",
+      f"<p class=about>Written {time.strftime('%Y-%m-%d %H:%M')}</p>",
+      *(_section(name, list(lines(runs))) for name, lines in SECTIONS.items()),
+      f'{script} type="application/json" id="data">{inert(drawn(runs))}</script>',
+      f"{script}>{plotly}</script>",
+      f"{script}>{(_HERE / 'page.js').read_text()}</script>",
+      "</body></html>\n",
+    ]
+  )
+
+
+def safe(text: object) -> str:
+  """Returns a text for HTML, in an element or a quoted attribute; control characters visible."""
+  lines = str(text).split("\n")
+  return "\n".join(escaping.escape(printable(line)) for line in lines)
+
+
+def inert(value: object) -> str:
+  """Returns JSON that cannot end a script element, whatever its texts are."""
+  text = json.dumps(value, allow_nan=False)
+  return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def drawn(runs: Sequence[Shown]) -> dict[str, Any]:
+  """Returns what page.js draws: the names of the runs, and the plots with their curves."""
+  names = plotted(runs)
+  return {
+    "runs": [printable(run.name) for run in runs],
+    "plots": [
+      {"name": printable(name), "curves": list(_curves(runs, name))} for name in names[:_MOST_PLOTS]
+    ],
+  }
+
+
+def plotted(runs: Sequence[Shown]) -> list[str]:
+  """Returns the metrics that have a plot, in its order: those that are not constant."""
+  names = {name for run in runs for name in run.curves}
+  return sorted((name for name in names if not is_constant(runs, name)), key=_place)
+
+
+def is_constant(runs: Sequence[Shown], name: str) -> bool:
+  """Whether a metric, but a loss or an accuracy, never changes within a run that has two values."""
+  curves = [list(run.curves.get(name, {}).values()) for run in runs]
+  values = [[value for curve in of_run for value in curve.values] for of_run in curves]
+  same = all(len({*each}) < 2 for each in values)
+  return same and max(map(len, values)) > 1 and _place(name)[0] > 0
+
+
+def _curves(runs: Sequence[Shown], name: str) -> Iterator[dict[str, Any]]:
+  for index, run in enumerate(runs):
+    for split, curve in run.curves.get(name, {}).items():
+      yield {"run": index, "split": split, **_points(curve)}
+
+
+def _points(curve: Curve) -> dict[str, Any]:
+  return {"steps": curve.steps, "minutes": curve.minutes, "values": curve.values}
+
+
+def _place(name: str) -> tuple[int, int | str, str]:
+  """The losses and accuracies first, also those of several evaluation sets; the pace last."""
+  own = name.rpartition("/")[2]
+  if own in _FIRST:
+    return 0, _FIRST.index(own), name
+  return (2, _LAST.index(name), name) if name in _LAST else (1, 0, name)
+
+
+def _section(name: str, lines: Sequence[str]) -> str:
+  anchor = name.lower().replace(" ", "-")
+  body = "\n".join(lines)
+  return f'<section id="{anchor}"><h2>{name}</h2>\n{body}\n</section>' if lines else ""
+
+
+def _faults(runs: Sequence[Shown]) -> Iterator[str]:
+  faults = [f"{run.name}: {fault}" for run in runs for fault in run.faults]
+  paragraphs = "".join(f"<p class=bad>{safe(each)}</p>" for each in faults)
+  if faults:
+    yield f"<div class=tall tabindex=0>{paragraphs}</div>" if len(faults) > _TALL else paragraphs
+
+
+def _results(runs: Sequence[Shown]) -> Iterator[str]:
+  rows = {run.name: diff.results(run.run) for run in runs if run.run}
+  heads = list(dict.fromkeys(name for row in rows.values() for name in row))
+  if rows:
+    body = [[path, *(row.get(name, "") for name in heads)] for path, row in rows.items()]
+    yield table(["run", *heads], body)
+
+
+def _repetitions(runs: Sequence[Shown]) -> Iterator[str]:
+  names = {run.run.path: run.name for run in runs if run.run}
+  rows: list[Sequence[str]] = []
+  for group in repetitions.alike([run.run for run in runs if run.run]):
+    more = [f"and {len(group) - 10} more"] if len(group) > 10 else []
+    told = ", ".join([*(names[run.path] for run in group[:10]), *more])
+    rows += [(told, *row) for row in repetitions.rows(group)]
+  if rows:
+    yield table(["runs that differ in the seed alone", *repetitions.HEADS], rows)
+
+
+def _plots(runs: Sequence[Shown]) -> Iterator[str]:
+  names = plotted(runs)
+  yield from _constants(runs)
+  if not names:
+    return
+  yield '<p id="choose-runs" class=choose></p>'
+  yield (
+    '<p class=choose><label>over <select id="over"><option value="steps">steps</option>'
+    '<option value="minutes">minutes</option></select></label> '
+    '<label><input type="checkbox" id="log"> logarithmic</label></p>'
+  )
+  yield "<p class=about>Dotted: training, the mean of each loop. Solid: evaluation.</p>"
+  yield '<div id="plots"></div>'
+  if len(names) > _MOST_PLOTS:
+    yield f"<p class=about>Not drawn: {safe(', '.join(names[_MOST_PLOTS:]))}</p>"
+  thinned = {
+    name
+    for run in runs
+    for name, splits in run.curves.items()
+    if any(curve.every > 1 for curve in splits.values())
+  }
+  if thinned:
+    yield f"<p class=about>Not every point is drawn of: {safe(', '.join(sorted(thinned)))}</p>"
+
+
+def _constants(runs: Sequence[Shown]) -> Iterator[str]:
+  names = {name for run in runs for name in run.curves if is_constant(runs, name)}
+  told = []
+  for name in sorted(names, key=_place):
+    values = [
+      next(iter(run.curves[name].values())).values[:1] for run in runs if name in run.curves
+    ]
+    texts_ = dict.fromkeys(
+      "not finite" if v is None else f"{v:.6g}" for each in values for v in each
+    )
+    told.append(f"{name} = {' or '.join([*texts_][:_MOST_COLUMNS])}{', ...' * (len(texts_) > 4)}")
+  if told:
+    yield f"<p class=about>The same at every step: {safe('; '.join(told))}</p>"
+
+
+def _configs(runs: Sequence[Shown]) -> Iterator[str]:
+  known = [run for run in runs if run.run]
+  for title in ("bindings", "data"):
+    columns = [diff.sections(run.run)[title] for run in known if run.run]
+    if rows := differing(columns):
+      yield f"<h3>{title} that differ</h3>" if len(known) > 1 else f"<h3>{title}</h3>"
+      yield by_run(title, known, rows)
+    elif len(known) > 1:
+      yield f"<p>{title}: no difference</p>"
+
+
+def differing(columns: Sequence[Mapping[str, str]]) -> list[Sequence[str]]:
+  """Returns rows of a name and its value in each column, where they differ; of one column all."""
+  names = sorted({name for column in columns for name in column})
+  rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
+  return [row for row in rows if len(columns) == 1 or len({*row[1:]}) > 1]
+
+
+def _goodput(runs: Sequence[Shown]) -> Iterator[str]:
+  found = {run.name: run.goodput for run in runs if run.goodput}
+  if found:
+    known = [run for run in runs if run.goodput]
+    yield by_run("part", known, _shares([each.parts for each in found.values()]))
+  for name, each in found.items():
+    yield f"<p>{safe(name)}: {safe(goodput.largest(each))}</p>"
+  for run in runs:
+    if run.workers:
+      yield f"<p>{safe(run.name)}: a step of each worker</p>"
+      yield table(paces.HEADS, run.workers)
+
+
+def _budget(runs: Sequence[Shown]) -> Iterator[str]:
+  known = [run for run in runs if run.budget]
+  if known:
+    yield by_run("part", known, _shares([run.budget for run in known]))
+  elif runs:
+    yield "<p class=about>No run has the action TimeBudget, which measures it.</p>"
+
+
+def _shares(budgets: Sequence[Mapping[str, float]]) -> list[Sequence[str]]:
+  """Returns a row for each part, the largest first, and one for the total."""
+  names = {name: 0.0 for budget in budgets for name in budget}
+  totals = {name: sum(budget.get(name, 0.0) for budget in budgets) for name in names}
+  rows = [
+    [name.removesuffix("_s").replace("_", " "), *(_share(budget, name) for budget in budgets)]
+    for name in sorted(totals, key=lambda name: -totals[name])
+  ]
+  return [*rows, ["total", *(f"{sum(budget.values()):.2f} s" for budget in budgets)]]
+
+
+def _share(budget: Mapping[str, float], name: str) -> str:
+  if name not in budget:
+    return "-"
+  total = sum(budget.values())
+  return f"{budget[name]:.2f} s, {100 * budget[name] / total:.1f} %" if total > 0 else "0 s"
+
+
+def _verify(runs: Sequence[Shown]) -> Iterator[str]:
+  known = [run for run in runs if run.verify]
+  for run in known:
+    results = run.verify["results"]
+    statuses = [str(each.get("status")) for each in results]
+    counts = ", ".join(f"{statuses.count(each)} {each}" for each in dict.fromkeys(statuses))
+    yield f"<h3>{safe(run.name)}</h3><p>{safe(counts)}</p>"
+    for each in results:
+      if each.get("status") == "failed":
+        known_parts = [each.get(part) for part in ("detail", "cause", "place", "remedy")]
+        told = "; ".join(str(part) for part in known_parts if part)
+        yield f"<p class=bad>{safe(each.get('check'))}: {safe(told)}</p>"
+    parts = ("group", "check", "status", "detail")
+    rows = [[str(each.get(part, "")) for part in parts] for each in results]
+    yield f"<details><summary>All checks</summary>{table(parts, rows)}</details>"
+  if runs and not known:
+    yield f"<p class=about>{_NOT_VERIFIED}</p>"
+
+
+def _samples(runs: Sequence[Shown]) -> Iterator[str]:
+  for name in sorted({name for run in runs for name in run.media}):
+    yield f"<h3>{safe(name.rpartition('.')[0])}</h3>"
+    for run in runs:
+      if media := run.media.get(name):
+        parts = [_medium(name, each.step, each.content) for each in media]
+        yield f"<p>{safe(run.name)}</p><div class=media>{''.join(parts)}</div>"
+
+
+def _medium(name: str, step: int, content: bytes) -> str:
+  if name.endswith(".png"):
+    data = base64.b64encode(content).decode()
+    shown = f'<img alt="{safe(name)}" src="data:image/png;base64,{data}">'
+  else:
+    shown = f"<pre>{safe(content.decode(errors='replace'))}</pre>"
+  return f"<figure>{shown}<figcaption>step {step}</figcaption></figure>"
+
+
+def _environment(runs: Sequence[Shown]) -> Iterator[str]:
+  known = [run for run in runs if run.starts]
+  columns = []
+  for run in known:
+    last = run.starts[-1]
+    about = {name: str(last[name]) for name in ("time", "command", "commit") if last.get(name)}
+    versions = run.run.values("versions") if run.run else texts(last.get("versions"))
+    columns.append({"starts": str(len(run.starts)), **about, **versions})
+  names = list(dict.fromkeys(name for column in columns for name in column))
+  if known:
+    rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
+    yield by_run("of the last start", known, rows)
+
+
+def by_run(head: str, runs: Sequence[Shown], rows: Sequence[Sequence[str]]) -> str:
+  """Returns a table of rows (name, value of each run); of many runs each has a row."""
+  whole = [[head, *(run.name for run in runs)], *rows]
+  first, *rest = whole if len(runs) <= _MOST_COLUMNS else list(zip(*whole, strict=True))
+  return table(first, rest)
+
+
+def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+  """Returns an HTML table; the first cell of each row is its name. A long one scrolls."""
+  rows = list(rows)
+  head = "".join(f"<th>{safe(each)}</th>" for each in heads)
+  body = "".join(
+    f"<tr><th>{safe(first)}</th>{''.join(f'<td>{safe(each)}</td>' for each in rest)}</tr>"
+    for first, *rest in rows
+  )
+  kind = '"wide tall" tabindex=0' if len(rows) > _TALL else "wide"
+  return (
+    f"<div class={kind}><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+  )
+
+
+SECTIONS: Mapping[str, Callable[[Sequence[Shown]], Iterator[str]]] = {
+  "Damaged": _faults,
+  "Results": _results,
+  "Repetitions": _repetitions,
+  "Curves": _plots,
+  "Configs": _configs,
+  "Goodput": _goodput,
+  "Time budget": _budget,
+  "Verify": _verify,
+  "Samples": _samples,
+  "Environment": _environment,
+}

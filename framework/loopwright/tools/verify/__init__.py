@@ -1,0 +1,215 @@
+"""Verifies a task on the CPU: checks of its step and its inputs.
+
+    python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
+
+checks/ has one module per group of `GROUPS`, with `check(subject) -> results`; docs/verify.md
+explains each check. padding.py, own_optimizer.py and later_steps.py are parts of the group
+"replicas", augmentation.py of "randomness", contents.py of "inputs". report.py holds the results,
+consequences.py says which failures follow from others. bench/ has the tools of the checks:
+
+    bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
+    comparison.py     the step on one replica, and how others differ from it
+    explanations.py   known mistakes, and the update that each predicts
+    evaluated.py      a task's evaluation on 1 to N logical CPUs
+    row_influence.py  the line where one row changes what is computed for another
+    longer_rows.py    the same examples, padded further
+    documents.py      rows of a source with one document, or the padding, changed
+    per_token.py      what a task computes for each token, and where tokens meet
+    row_mixing.py     the line where the rows of a batch meet
+    loss_graph.py     where the loss stops, replaces and passes gradients
+    made_variables.py variables that the model does not have
+    harness.py        a Trainer as `run` makes it, with its input, in loops
+    shared_noise.py   the same noise for every row, so that random tasks can be compared
+    dtype_policy.py   that of both Keras generations
+    same_draws.py     the same random numbers under XLA and in every dtype
+    seeded_rows.py    rows as preprocess() gets them, and on what of others they depend
+    layer_calls.py    which models a step calls in training mode
+    random_draws.py   which operations draw, and where
+    survey.py         digests of examples
+    fitted.py         statistics of the evaluation set among a task's constants
+    labels.py         which feature is the label
+    xla.py            operations that XLA cannot compile
+    held_state.py     state of a task outside of its checkpoint
+    recording.py      the verbs that a step calls, and on which gradients
+    source_lines.py   the line of the user's code behind a finding
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from loopwright import errors
+from loopwright.builder import made_task, set_globals
+from loopwright.options import Numerics
+from loopwright.running import bound, bound_mesh, bound_recipe
+from loopwright.strategies import factories
+from loopwright.tools.verify import consequences, report
+from loopwright.tools.verify.bench import source_lines
+from loopwright.tools.verify.bench.bench import MOST_REPLICAS, Subject
+from loopwright.tools.verify.report import Report, Result
+
+__all__ = ["GROUPS", "Report", "Result", "Subject", "register", "subject_of_config", "verify"]
+
+GROUPS = (
+  *("inputs", "replicas", "mesh", "order", "evaluation", "lengths", "sequences"),
+  *("gradients", "randomness", "restore", "compilation", "precision", "learning"),
+)
+
+Check: TypeAlias = Callable[[Subject], Sequence[Result]]
+_OWN: dict[str, Check] = {}
+
+
+def register(check: Check) -> Check:
+  """Adds a group of checks, named like the function; it runs after those of `GROUPS`."""
+  _OWN[check.__name__] = check
+  return check
+
+
+def verify(
+  subject: Subject,
+  *,
+  groups: Sequence[str] | None = None,
+  show: Callable[[str], None] = lambda text: None,
+) -> Report:
+  """Runs the checks; the process must not have used TensorFlow's devices before (host).
+
+  Args:
+    subject: what to verify.
+    groups: names out of `GROUPS` and of registered ones; None runs all.
+    show: called with the text of each group when it is done.
+
+  Raises:
+    ConfigError: an unknown group, or TensorFlow has started with too few logical CPUs.
+  """
+  known = (*GROUPS, *_OWN)
+  groups = known if groups is None else groups
+  for group in groups:
+    if group not in known:
+      raise errors.unknown("group of checks", group, known)
+  prepare(subject)
+  began = time.monotonic()
+  results: list[Result] = []
+  raised: dict[str, str] = {}
+  for group in groups:
+    found = _accepted(_checked(group, subject, raised), subject)
+    found = consequences.marked(found, results)
+    if found:
+      show(report.section(found))
+    results += found
+  return Report(results, seconds=time.monotonic() - began)
+
+
+def prepare(subject: Subject) -> None:
+  """Splits the CPU, hides accelerators, and sets seed and precision as `run` does (host)."""
+  logging.getLogger("tensorflow").setLevel(logging.ERROR)  # no warnings about retracing
+  if tf.config.get_visible_devices("GPU"):
+    with contextlib.suppress(RuntimeError):  # already in use; the bench names its CPUs anyway
+      tf.config.set_visible_devices([], "GPU")
+  factories.split_cpu(max(MOST_REPLICAS, subject.mesh_size))
+  set_globals(Numerics(seed=subject.seed, precision=subject.precision))
+
+
+def subject_of_config() -> Subject:
+  """Returns the subject that the config in force describes."""
+
+  def make_task() -> Any:
+    return made_task(bound("task"))
+
+  mesh, size = bound_mesh()
+  return Subject(
+    task=make_task, precision=bound("precision"), steps_per_loop=bound("steps_per_loop"),
+    mesh=mesh, mesh_size=size, **vars(bound_recipe()),
+  )  # fmt: skip
+
+
+def _accepted(results: Sequence[Result], subject: Subject) -> list[Result]:
+  """Marks failures as accepted whose cause is in `Task.accepted`."""
+  if all(result.status != "failed" for result in results):
+    return list(results)
+  with contextlib.suppress(Exception):  # if the task cannot be made, another check has failed
+    wanted = subject.fresh_task().accepted
+    return [
+      dataclasses.replace(
+        result, status="accepted", detail=f"{result.detail}; accepted: {wanted[result.cause]}",
+        **_NO_CAUSE,
+      )
+      if result.status == "failed" and result.cause in wanted
+      else result
+      for result in results
+    ]  # fmt: skip
+  return list(results)
+
+
+def _checked(group: str, subject: Subject, raised: dict[str, str]) -> list[Result]:
+  """Runs one group; an exception of the task or the input becomes a finding, once.
+
+  Args:
+    group: its name.
+    subject: what to verify.
+    raised: place or text of each exception so far -> the group that reports it.
+  """
+  try:
+    if group in _OWN:
+      return list(_OWN[group](subject))
+    module = importlib.import_module(f"loopwright.tools.verify.checks.{group}")
+    return module.check(subject)
+  except Exception as error:
+    found = _raised(group, subject, error)
+    first = raised.setdefault(found.place or found.detail, group)
+    if first == group:
+      return [found]
+    told = f"stops at the error that {first!r} reports"
+    return [dataclasses.replace(found, status="not applicable", detail=told, **_NO_CAUSE)]
+
+
+_NO_CAUSE: dict[str, Any] = {"cause": "", "remedy": "", "place": ""}
+_PLACE = re.compile(r" \(([^()]+:\d+, in [^()]+)\)$")
+_RETURNED = {
+  "Loss.": (("loss", "training_loss", "train_step"), ("Loss(",)),
+  "the loss is ": (("loss", "training_loss", "train_step"), ("return ",)),
+  "metric ": (("metrics", "train_step"), ("return ",)),
+  "the metrics ": (("metrics", "train_step"), ("return ",)),
+}
+"""How a refusal of what a method has returned begins -> the methods, and words of their lines."""
+
+
+def _made_in_step(group: str, place: str) -> Result:
+  return Result(
+    group=group, check="runs at all", status="failed", place=place,
+    cause="variable outside the model",
+    detail="this line makes new variables in each call: no optimizer has them, no checkpoint saves "
+    "them",
+    remedy="make layers and variables in build_model(), and return them with the model",
+  )  # fmt: skip
+
+
+def _raised(group: str, subject: Subject, error: Exception) -> Result:
+  """Returns the finding for an exception, with the line of the user's code."""
+  refusal = errors.mistake(error)
+  detail, place = refusal or errors.failure(error), errors.place_of(error)
+  if told := _PLACE.search(detail):
+    detail, place = detail[: told.start()], told[1]
+  with contextlib.suppress(Exception):  # the task itself may be what fails
+    task = subject.fresh_task()
+    place = source_lines.qualified(place, task)
+    if detail.startswith("the loss depends on none"):
+      place = source_lines.mention(task, "stop_gradient", "argmax", "round(", "def loss") or place
+    if "only supports singleton tf.Variables" in detail:
+      return _made_in_step(group, place)
+    for beginning, (methods, words) in _RETURNED.items():
+      if detail.startswith(beginning):
+        place = source_lines.find(task, *methods, containing=words, anywhere=True) or place
+  return Result(
+    group=group, check="runs at all", status="failed", detail=detail, place=place,
+    cause="refused by the framework" if refusal else "exception in the task",
+    remedy="" if refusal else "correct it first: every check that needs this step stops here",
+  )  # fmt: skip

@@ -1,0 +1,227 @@
+"""Steps of plain gradient descent on one replica, and comparisons of others with them.
+
+The reference of the groups "replicas" and "mesh". The update of gradient descent is the gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from loopwright.models import models
+from loopwright.tools.verify.bench import bench, recording, row_influence, source_lines
+from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Rows, Subject
+from loopwright.tools.verify.bench.explanations import FITS, Explanation, fits, weighted_mean
+from loopwright.types import Layer, Model
+
+LEAST = 5e-5
+"""A smaller relative difference is always rounding."""
+MOST = 1e-3
+"""A larger relative difference is never rounding."""
+AFTER_STEPS = 2e-2
+"""Tolerance after several steps, relative to the change: Adam at first amplifies roundings."""
+METHODS = ("train_step", "loss", "training_loss", "forward", "build_model")
+
+
+class Comparison:
+  """The step on one replica, and comparisons of others with it.
+
+  Attributes:
+    known: the mistake that padding has shown, if any.
+  """
+
+  def __init__(self, subject: Subject, *, rows: int) -> None:
+    """Runs the reference steps."""
+    self.subject, self.rows = subject, rows
+    self.alone = Bench(subject, rows=rows, **PLAIN)
+    self.task = self.alone.task
+    self.batch = subject.rows(self.task, rows)
+    self.real = rows * 7 // 12
+    self.start = self.alone.read()
+    self._fill_state()
+    self._choose_number()
+    self.trained = self.alone.trainable
+    self.state = frozenset(i for i, trained in enumerate(self.trained) if not trained)
+    self.updated = frozenset(range(len(self.trained))) - self.state
+    self.cases: dict[str, Rows] = {
+      "full batch": self.batch,
+      "batch that does not divide": bench.padded(self.batch, self.real),
+      "unequal weights": bench.weighted(self.batch),
+    }
+    self.reference = {name: self.on_one(case) for name, case in self.cases.items()}
+    self.again = self.on_one(self.batch)
+    backwards = {name: self.on_one(_backwards(case)) for name, case in self.cases.items()}
+    differences = [self.difference(backwards[name], self.reference[name]) for name in self.cases]
+    rounding = max(difference.worst for difference in differences)
+    self.tolerance = min(MOST, max(LEAST, 20 * rounding))
+    self.known: Explanation | None = None
+    self.noisy = _noisy(backwards["full batch"], self.reference["full batch"])
+
+  def _fill_state(self) -> None:
+    """Begins after two steps if a step keeps state: the loss of an empty queue may be constant."""
+    self.on_one(self.batch)
+    if not self.alone.keeps_state:
+      return
+    self.alone.assign(self.start)
+    for steps in (1, 2):
+      self.alone.step(self.subject.rows(self.task, self.rows, position=steps * self.rows))
+    self.start = self.alone.read()
+
+  def _choose_number(self) -> None:
+    """Compares the step of the lowest number that updates most: a loss may have parts at times."""
+    seen: dict[int, int] = {}
+    trained = self.alone.trainable
+    for self.alone.first_number in (0, *bench.OTHER_STEPS):
+      pairs = zip(self.on_one(self.batch).update(), trained, strict=True)
+      seen[self.alone.first_number] = sum(bool(update.any()) for update, used in pairs if used)
+      if seen[self.alone.first_number] == sum(trained):
+        break
+    self.alone.first_number = max(seen, key=lambda number: seen[number])
+
+  def on_one(self, batch: Rows) -> Outcome:
+    """Runs one step from the initial weights on one replica."""
+    return self.alone.steps_from(self.start, batch)
+
+  def find(self, explanation: Explanation) -> str:
+    """Returns the line of the mistake: where rows meet, or one with the explanation's words."""
+    if explanation.mixes_rows and self.meeting:
+      return self.meeting
+    texts = explanation.containing
+    return source_lines.find(self.task, *METHODS, containing=texts, anywhere=True)
+
+  @functools.cached_property
+  def meeting(self) -> str:
+    """The line where one row changes what is computed for another; "" if none does."""
+    return row_influence.place(self.subject)
+
+  @functools.cached_property
+  def calls(self) -> Sequence[recording.Call]:
+    """The verbs that a traced step calls."""
+    return recording.record(self.subject)[0].calls
+
+  def coupled(self) -> bool:
+    """Whether the update of an example depends on others, so that micro-batches change it."""
+    if normalisations(self.task.model) or any(c.verb == "all_gather" for c in self.calls):
+      return True  # also where it shows too little in one update
+    parts = self.parts(self.batch, 2, self.trained)
+    whole = self.flat(self.reference["full batch"], self.trained)
+    return not fits(whole, weighted_mean(parts))
+
+  def parts(
+    self, rows: Rows, replicas: int, used: Sequence[bool]
+  ) -> list[tuple[np.ndarray, float]]:
+    """Returns, per replica, the update of its rows alone (on one replica) and their weight."""
+    owner = np.arange(self.rows) * replicas // self.rows
+    alone = [bench.masked(rows, owner == replica) for replica in range(replicas)]
+    return [
+      (np.nan_to_num(self.flat(self.on_one(each), used)), each["weight"].sum()) for each in alone
+    ]
+
+  def flat(self, outcome: Outcome, used: Sequence[bool], replica: int = 0) -> np.ndarray:
+    """Returns the update of the variables in use, as one vector."""
+    pairs = zip(outcome.update(replica), used, strict=True)
+    return np.concatenate([update.ravel() for update, wanted in pairs if wanted])
+
+  def _apart(self, several: Outcome, one: Outcome) -> float:
+    replicas = range(len(several.after[0]))
+    found = [self.difference(several, one, without=self.noisy, replica=each) for each in replicas]
+    return max(each.worst for each in found)
+
+  def difference(
+    self,
+    one: Outcome,
+    other: Outcome,
+    *,
+    without: frozenset[int] = frozenset(),
+    replica: int = 0,
+  ) -> Difference:
+    """Compares one replica of a step with another step, per variable, except those in `without`."""
+    updates = list(zip(one.update(replica), other.update(), strict=True))
+    norms = [np.linalg.norm(u) for i, (_, u) in enumerate(updates) if i not in without]
+    scale = 0.0 if self.updated <= without else max(norms, default=0.0)
+    relative = []
+    for index, (mine, yours) in enumerate(updates):
+      if index in without:
+        relative.append(0.0)
+        continue
+      rounding = 3e-7 * np.linalg.norm(other.before[index])
+      apart = np.linalg.norm(mine - yours)
+      if not np.isfinite(apart):
+        same = np.array_equal(np.isfinite(mine), np.isfinite(yours))
+        relative.append(0.0 if same else np.inf)
+        continue
+      size = max(float(np.linalg.norm(yours)), 1e-3 * scale)
+      relative.append(max(0.0, apart - rounding) / size if size else float(apart > rounding))
+    worst = max(relative, default=0.0)
+    first = next((i for i, r in enumerate(relative) if r > LEAST), None)
+    if first is None:
+      detail = f"relative difference {worst:.1e}"
+    else:
+      detail = f"{self.alone.names[first]} differs first, by {relative[first]:.2g} of its update"
+    metrics = "; ".join(
+      f"{name} is {one.metrics.get(name, np.nan):.6g} and {value:.6g}"
+      for name, value in other.metrics.items()
+      if not np.isclose(one.metrics.get(name, np.nan), value, rtol=1e-3, atol=1e-5, equal_nan=True)
+    )
+    if worst <= LEAST and metrics:
+      detail = metrics
+    return Difference(
+      worst=float(worst), detail=detail, metrics=metrics, first=first or 0, relative=relative
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+  """How much two steps differ.
+
+  Attributes:
+    worst: the largest relative difference of a variable's update.
+    detail: its description.
+    metrics: the metrics that differ, with both values.
+    first: the index of the first variable that differs.
+    relative: the relative difference of each variable.
+  """
+
+  worst: float
+  detail: str
+  metrics: str
+  first: int
+  relative: Sequence[float]
+
+
+def _noisy(one: Outcome, other: Outcome) -> frozenset[int]:
+  """Returns the variables whose gradient is only rounding, such as a bias under batch norm.
+
+  It depends on the order of the rows. An optimizer like Adam moves them as far as all others.
+  """
+  pairs = enumerate(zip(one.update(), other.update(), strict=True))
+  return frozenset(
+    index
+    for index, (mine, yours) in pairs
+    if np.linalg.norm(mine - yours) > FITS * np.linalg.norm(yours)
+  )
+
+
+def _backwards(batch: Rows) -> Rows:
+  return {name: value[::-1] for name, value in batch.items()}
+
+
+def normalisations(model: Model, *, trainable: bool = False) -> list[Any]:
+  """Returns the layers of a model that normalise over the batch; `trainable`: none is frozen."""
+  layers = [
+    layer
+    for part in models.parts(model)
+    if models.is_keras(part) and (part.trainable or not trainable)
+    for layer in models.layers(part)
+    if layer.trainable or not trainable
+  ]
+  return [layer for layer in layers if "BatchNormalization" in type(layer).__name__]
+
+
+def synchronised(layer: Layer) -> bool:
+  """Whether a batch normalisation computes its statistics over all replicas."""
+  return bool(getattr(layer, "synchronized", False)) or "Sync" in type(layer).__name__

@@ -1,0 +1,182 @@
+"""Known mistakes of a step on N replicas: name, remedy, words of the line, predicted update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from loopwright.tools.verify.bench import random_draws
+
+FITS = 0.02
+"""The largest relative difference between an update and the one that a mistake predicts."""
+PADDING = "padding counts"
+SUMS = ("reduce_mean", "from_examples(", "weighted_sum(", "Loss(")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+  """A known mistake.
+
+  Attributes:
+    cause: its name.
+    remedy: what to do.
+    containing: what its line of code may contain.
+    mixes_rows: whether its line is where the rows of a batch meet.
+  """
+
+  cause: str
+  remedy: str
+  containing: tuple[str, ...] = ()
+  mixes_rows: bool = False
+
+
+STATEFUL = Explanation(
+  cause=random_draws.STATEFUL,
+  remedy="use Keras layers, or tf.random.stateless_* with step.seed()",
+  containing=("tf.random.", "np.random", "random."),
+)
+NEVER_REDUCED = Explanation(
+  cause="never reduced",
+  remedy="call step.all_reduce(gradients, loss) before step.unscale and step.apply",
+  containing=("apply(", "apply_gradients", "gradients("),
+)
+COUNTS = Explanation(
+  cause=PADDING,
+  remedy="weight each example, as Loss.from_examples(per_example, batch['weight']) and "
+  "weighted_sum(per_example, batch['weight']) do, and never divide by a number of rows",
+  containing=SUMS,
+)
+BATCH_NORM = Explanation(
+  cause="batch-norm statistics",
+  remedy="BatchNormalization(synchronized=True) normalises over the global batch; without it, each "
+  "replica normalises by its own rows",
+  containing=("BatchNormalization",),
+)
+MICRO_BATCH_NORM = Explanation(
+  cause="batch-norm statistics",
+  remedy="each micro-batch is normalised by its own rows, which are others on N replicas than on "
+  "one: use accumulation_steps = 1, or normalise each row by itself, as LayerNormalization does",
+  containing=("BatchNormalization",),
+)
+KEPT_STATE = Explanation(
+  cause="state changed by a skipped step",
+  remedy="use step.assign(variable, value), which assigns only if all updates are finite",
+  containing=(".assign",),
+)
+TWICE = Explanation(
+  cause="reduced twice",
+  remedy="reduce once: step.all_reduce sums gradients and weight, and step.apply does not reduce; "
+  "the apply() of your own optimizer must not either",
+  containing=("all_reduce", "apply_gradients", ".apply("),
+)
+MEAN_OF_MEANS = Explanation(
+  cause="mean of means",
+  remedy="return sums, Loss.from_examples(per_example, batch['weight']); a mean per replica gives "
+  "a replica with few examples the same weight as one with many",
+  containing=("reduce_mean", "/ tf.reduce_sum", "divide_no_nan", "Loss("),
+)
+LOCAL_BATCH = Explanation(
+  cause="loss divided by the local batch",
+  remedy="return sums, Loss.from_examples(per_example, batch['weight']); the framework divides "
+  "once, by the global weight",
+  containing=("reduce_mean", "/ ", "divide_no_nan", "Loss("),
+)
+REGULARISATION = Explanation(
+  cause="regularisation counted N times",
+  remedy="return the penalty from Task.regularization(), or use loss.plus_regularization(penalty), "
+  "which count it once",
+  containing=("l2_loss", "losses", "regular", "penalty", "+ "),
+)
+REPLICA_FACTOR = Explanation(
+  cause="loss scaled by the number of replicas",
+  remedy="return this replica's sums as they are; the framework divides by the weight of all "
+  "replicas",
+)
+PYTHON_VALUE = Explanation(
+  cause="Python value that changes",
+  remedy="compute it from step.number or the batch, or keep it in a tf.Variable of the model; each "
+  "replica traces the step, and Python runs only then",
+)
+COUPLED = Explanation(
+  cause="examples that depend on one another",
+  mixes_rows=True,
+  remedy="code that compares the examples of a batch (negatives, statistics, ranks) sees only "
+  "those of its own replica: collect the others with step.all_gather, in train_step",
+  containing=(
+    *("reduce_mean", "reduce_std", "matmul", "transpose", "top_k", "moments", "[None, :]"),
+    "bincount",
+  ),
+)
+RANKED = Explanation(
+  cause=COUPLED.cause,
+  remedy="ranks, recall at k and negatives see only the examples of their own replica and batch: "
+  "return PerExample(values, weight) and compare all examples in derived(), or collect the others "
+  "with step.all_gather in eval_step()",
+)
+PADDED = Explanation(
+  cause="padded rows among the others",
+  mixes_rows=True,
+  remedy="rows of weight 0 are no examples: collect the weights as well, by "
+  "step.all_gather(batch['weight']), and leave these rows out: logits - 1e9 * (weight == 0)",
+  containing=COUPLED.containing,
+)
+UNKNOWN = Explanation(
+  cause="unknown",
+  remedy="no known mistake predicts this update; compare the verbs of your train_step with "
+  "those of step.update",
+)
+OPTIMIZER = Explanation(
+  cause="optimizer",
+  remedy="gradient descent gives the same update and this optimizer does not: it reads something "
+  "that differs between replicas",
+)
+BY_OPTION = {
+  "clip_norm": Explanation(
+    cause="clipped before the reduction",
+    remedy="clip reduced gradients: step.clip after step.all_reduce and step.unscale",
+    containing=("clip",),
+  ),
+  "accumulation": Explanation(
+    cause="mean over micro-batches",
+    remedy="add up the sums of the micro-batches and divide once, as step.gradients does",
+    containing=("gradients(", "reduce_mean", "/ "),
+  ),
+  "loss scaling": Explanation(
+    cause="loss scale",
+    remedy="divide reduced gradients by the scale once, as step.unscale does",
+    containing=("unscale", "scale"),
+  ),
+}
+
+
+Part = tuple[np.ndarray, float]
+
+
+def _mean_of_means(whole: np.ndarray, parts: Sequence[Part]) -> np.ndarray:
+  return np.mean([part for part, _ in parts], axis=0)
+
+
+def _sum_of_means(whole: np.ndarray, parts: Sequence[Part]) -> np.ndarray:
+  return np.sum([part for part, _ in parts], axis=0)
+
+
+def weighted_mean(parts: Sequence[Part]) -> np.ndarray:
+  """Returns the update of all rows, if that of each replica does not depend on other rows."""
+  total = sum(weight for _, weight in parts)
+  return np.sum([part * (weight / total) for part, weight in parts], axis=0)
+
+
+PREDICTIONS = (
+  (TWICE, lambda whole, parts: whole * len(parts)),
+  (MEAN_OF_MEANS, _mean_of_means),
+  (LOCAL_BATCH, _sum_of_means),
+  (LOCAL_BATCH, lambda whole, parts: whole / len(parts)),
+)
+
+
+def fits(seen: np.ndarray, predicted: np.ndarray) -> bool:
+  """Whether an update is the predicted one."""
+  size = np.linalg.norm(predicted)
+  return bool(size and np.linalg.norm(seen - predicted) <= FITS * size)

@@ -1,0 +1,69 @@
+"""A Trainer as `run` makes it, with its own input, trained in loops.
+
+bench.py instead feeds prepared batches, one step at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from loopwright.graphs import randomness
+from loopwright.metrics import numbers
+from loopwright.task import Task
+from loopwright.tools.verify.bench import bench
+from loopwright.tools.verify.bench.bench import Rows, Subject
+from loopwright.trainer import Trainer
+
+TIMES = ("input_wait_s", "examples_per_second")
+"""Metrics that differ in every run."""
+
+
+def make_trainer(
+  subject: Subject,
+  strategy: tf.distribute.Strategy,
+  *,
+  rows: int,
+  task: Task | None = None,
+  **options: Any,
+) -> Trainer:
+  """Builds a trainer in the same order as `run`: the task, then the seed, then the model.
+
+  Args:
+    subject: what to verify.
+    strategy: the strategy to use.
+    rows: of the global batch.
+    task: with its model not built yet; None makes one.
+    options: of `Trainer`, replace the config's.
+  """
+  made = task or subject.fresh_task()
+  randomness.seed_everything(subject.seed)
+
+  options = {**subject.options, **options}
+  recipe = dataclasses.replace(subject, global_batch_size=rows, one_shape=True, options=options)
+  return recipe.trainer(made, strategy)
+
+
+def train(trainer: Trainer, steps: int) -> dict[str, float]:
+  """Trains one loop; returns its metrics except times (host)."""
+  metrics = trainer.train(tf.constant(steps))
+  return numbers({name: value for name, value in metrics.items() if name not in TIMES})
+
+
+def step(trainer: Trainer, batch: Rows) -> None:
+  """Runs one compiled step on a global batch, without an input pipeline (host).
+
+  Args:
+    trainer: under any strategy of this process.
+    batch: its number of rows is a multiple of the number of replicas.
+  """
+  bench.stepper(trainer)(trainer.placement.split(batch))
+
+
+def batches(subject: Subject, task: Task, *, rows: int, position: int) -> Iterator[Rows]:
+  """Yields training batches from a position on, as a process that starts there does (host)."""
+  randomness.seed_everything(subject.seed)
+  return subject.dataset(task, rows, position=position).as_numpy_iterator()

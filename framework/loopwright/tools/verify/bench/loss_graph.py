@@ -1,0 +1,153 @@
+"""What the traced loss says of its gradients: where they are stopped, replaced, or pass.
+
+The graph is that of one replica, from a batch to the total loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from loopwright.graphs import operations as graphs
+from loopwright.models import models
+from loopwright.tools.verify.bench import source_lines
+from loopwright.types import Model
+
+STEPWISE = frozenset(
+  ("Round", "Rint", "Floor", "Ceil", "Sign", "ArgMax", "ArgMin", "OneHot", "FloorDiv", "Bucketize",
+   "Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual")
+)  # fmt: skip
+"""Operations that pass no gradient: who replaces the gradient of one does so on purpose."""
+_STOPS = STEPWISE | {"StopGradient", "PreventGradient", "Shape", "Size"}
+_NARROW = (tf.float32, tf.float16, tf.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calls:
+  """How often a loss calls a part of the model, and through how many calls gradients pass."""
+
+  all: int
+  passing: int
+
+  def __str__(self) -> str:
+    """Returns the text for the table."""
+    return f"{self.all} {'call' if self.all == 1 else 'calls'}, gradient through {self.passing}"
+
+
+class LossGraph:
+  """The graph of a loss; it knows nothing if the loss cannot be traced."""
+
+  def __init__(self, loss_fn: Callable[[Any], Any], batch: Any) -> None:
+    """Traces `loss_fn(batch).total` (replica context)."""
+    self.graph: tf.Graph = None
+    try:
+      traced = tf.function(lambda b: loss_fn(b).total, autograph=False)
+      self.graph = traced.get_concrete_function(batch).graph
+    except Exception:  # the eager step says what is wrong
+      return
+
+  @property
+  def stops(self) -> bool:
+    """Whether the loss contains a StopGradient, or cannot be traced."""
+    return self.graph is None or any(op.type == "StopGradient" for op in self._operations())
+
+  @property
+  def is_exact(self) -> bool:
+    """Whether it computes only in float64; constants may be float32, as in `tf.nn.silu`."""
+    computed = (op for op in self._operations() if op.type != "Const")
+    narrow = (o.dtype in _NARROW for op in computed for o in op.outputs)
+    return self.graph is not None and not any(narrow)
+
+  def replaced(self, task: Any, *, on_purpose: bool) -> str:
+    """Returns the first line of the user's with a custom gradient; "" if there is none.
+
+    Args:
+      task: whose methods are named.
+      on_purpose: True looks for gradients that are surely meant to differ from the function's:
+        those of the identity (reversed, scaled or clipped gradients) and of rounding.
+    """
+    for operation in self._operations():
+      if operation.type != "IdentityN" or not _has_attr(operation, "_gradient_op_type"):
+        continue
+      place = source_lines.of_operation(operation, task)
+      if place and on_purpose == _is_on_purpose(operation):
+        return place
+    return ""
+
+  def calls(self, model: Model) -> dict[str, Calls]:
+    """Returns how the loss uses each part of a model: its name -> calls, except parts not used.
+
+    A part is called as often as the least of its variables is read: penalties read kernels alone.
+    """
+    if self.graph is None:
+      return {}
+    reached, passing = (_backwards(self.graph.outputs[0], stops) for stops in (frozenset(), _STOPS))
+    inside = {id(outer): inner for outer, inner in self.graph.captures}
+    found = {}
+    for name, part in _parts(model):
+      counted = []
+      for variable in models.all_variables(part):
+        handle = getattr(models.raw(variable), "handle", None)
+        reads = inside[id(handle)].consumers() if id(handle) in inside else []
+        counted.append([sum(op.name in ops for op in reads) for ops in (reached, passing)])
+      used = [both for both in counted if both[0]]
+      if used:
+        each = min(count for count, _ in used), min(count for _, count in used)
+        found[name] = Calls(all=each[0], passing=each[1])
+    return found
+
+  def _operations(self) -> Iterator[tf.Operation]:
+    return graphs.operations(self.graph) if self.graph is not None else iter(())
+
+
+def _parts(model: Model) -> list[tuple[str, Any]]:
+  if isinstance(model, Mapping):
+    return [(str(name), part) for name, part in model.items() if not models.is_variable(part)]
+  return [(getattr(model, "name", type(model).__name__), model)]
+
+
+def _backwards(output: tf.Tensor, stops: frozenset[str]) -> set[str]:
+  """Returns the names of the operations from which an output is computed, up to some types."""
+  found: set[str] = set()
+  waiting = [output.op]
+  while waiting:
+    operation = waiting.pop()
+    if operation.name not in found and operation.type not in stops:
+      found.add(operation.name)
+      waiting += [tensor.op for tensor in operation.inputs]
+  return found
+
+
+def _has_attr(operation: tf.Operation, name: str) -> bool:
+  try:
+    return bool(operation.get_attr(name))
+  except ValueError:
+    return False
+
+
+def _is_on_purpose(operation: tf.Operation) -> bool:
+  """Whether a custom gradient is that of the identity, or of a function with a stepwise part."""
+  result, *others = map(_unwrapped, operation.inputs)
+  ends = {id(each) for each in others}
+  if id(result) in ends:
+    return True
+  seen: set[str] = set()
+  waiting = [result]
+  while waiting:
+    tensor = waiting.pop()
+    if id(_unwrapped(tensor)) in ends or tensor.op.name in seen:
+      continue
+    seen.add(tensor.op.name)
+    if tensor.op.type in STEPWISE or (tensor.op.type == "Cast" and not tensor.dtype.is_floating):
+      return True
+    waiting += list(tensor.op.inputs)
+  return False
+
+
+def _unwrapped(tensor: tf.Tensor) -> tf.Tensor:
+  while tensor.op.type == "Identity":
+    tensor = tensor.op.inputs[0]
+  return tensor

@@ -1,0 +1,182 @@
+"""What a task computes for each token, and the line where tokens meet (host)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from loopwright.graphs.autograph import converted
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.strategies import placement
+from loopwright.task import Task
+from loopwright.tools.verify.bench import row_influence, source_lines
+from loopwright.tools.verify.bench.bench import Rows, Subject
+from loopwright.tools.verify.bench.evaluated import Evaluated
+from loopwright.tools.verify.bench.row_influence import Operation
+
+_ROUNDING, _INFLUENCE = 2e-6, 2e-5
+_MASK_VALUES = 3
+
+
+class Sums(NamedTuple):
+  """A task's loss and metrics: name -> (sum, weight); the loss is "loss"."""
+
+  of: dict[str, tuple[float, float]]
+
+  def mean(self, name: str) -> float:
+    """Returns one of them."""
+    total, weight = self.of[name]
+    return total / weight if weight else 0.0
+
+
+class PerToken:
+  """A task in evaluation mode, with initial weights and a little noise."""
+
+  def __init__(self, subject: Subject, length: int) -> None:
+    """Builds the model; `length` is that of the rows."""
+    self.here, self._length = Evaluated(subject), length
+    self.task = self.here.task
+    for variable, value in zip(self.here.variables, self.here.values, strict=True):
+      variable.assign(value)
+
+  def outputs(self, batch: Rows) -> Any:
+    """Returns what forward() does."""
+    placed = self._placed(batch)
+    forward = converted(self.task.forward)
+    return self.here.strategy.run(lambda: forward(placed, training=False))
+
+  def leaf(self, outputs: Any) -> int | None:
+    """Returns which of the outputs has numbers of each token, at all positions or all but one."""
+    for index, value in enumerate(tf.nest.flatten(outputs)):
+      number = isinstance(value, tf.Tensor) and value.dtype.is_floating and len(value.shape) >= 2
+      if number and value.shape[1] in (self._length, self._length - 1):
+        return index
+    return None
+
+  def numbers(self, batch: Rows) -> np.ndarray:
+    """Returns the output of each token, float64 [n, length, -1]."""
+    outputs = self.outputs(batch)
+    index = self.leaf(outputs)
+    if index is None:
+      raise ValueError("forward() returns nothing for each token")
+    value = tf.nest.flatten(outputs)[index].numpy().astype(np.float64)
+    return value.reshape([*value.shape[:2], -1])
+
+  def sums(self, outputs: Any, batch: Rows) -> Sums:
+    """Returns loss and metrics of some outputs; only metrics that are pairs."""
+    placed = self._placed(batch)
+
+    def computed() -> Any:
+      loss = Loss.checked(converted(self.task.loss)(outputs, placed))
+      metrics = {}
+      if type(self.task).metrics is not Task.metrics:
+        metrics = dict(converted(self.task.metrics)(outputs, placed))
+      return (loss.total, loss.weight), metrics
+
+    loss, metrics = self.here.strategy.run(computed)
+    pairs = {n: v for n, v in metrics.items() if isinstance(v, tuple) and len(v) == 2}
+    found = {**pairs, "loss": loss}
+    return Sums({name: (float(total), float(weight)) for name, (total, weight) in found.items()})
+
+  def pulls(self, outputs: Any, batch: Rows) -> np.ndarray:
+    """Returns the gradient of the sum of the losses by each output, [n, length, -1]."""
+    placed, flat = self._placed(batch), tf.nest.flatten(outputs)
+    index = self.leaf(outputs)
+    assert index is not None
+
+    def computed() -> Any:
+      with tf.GradientTape() as tape:
+        tape.watch(flat[index])
+        total = Loss.checked(converted(self.task.loss)(outputs, placed)).total
+      return tape.gradient(total, flat[index])
+
+    value = tf.convert_to_tensor(self.here.strategy.run(computed)).numpy()
+    return value.reshape([*value.shape[:2], -1])
+
+  def replaced(self, outputs: Any, value: np.ndarray) -> Any:
+    """Returns outputs with other numbers of each token."""
+    flat = tf.nest.flatten(outputs)
+    index = self.leaf(outputs)
+    assert index is not None
+    flat[index] = tf.constant(value.reshape(flat[index].shape), flat[index].dtype)
+    return tf.nest.pack_sequence_as(outputs, flat)
+
+  def _placed(self, batch: Rows) -> Any:
+    step = np.zeros(len(batch["weight"]), np.int64)
+    return placement.of(self.here.strategy).split({**batch, "step": step})
+
+  def line(self, one: Rows, other: Rows, kept: np.ndarray) -> str:
+    """Returns the line of the mask by which tokens that are equal in two batches differ; or "".
+
+    The mask [.., length, length] goes into the first operation whose numbers change where `kept`,
+    bool [n, length], but is not made on the line of it: Keras makes its own form of a mask where a
+    layer is called. Without such a mask it is that line.
+    """
+    runs = []
+    for batch in (one, other):
+      with row_influence.watched(self.task) as seen:
+        self.outputs(batch)
+      runs.append(seen)
+    pairs = list(zip(*runs, strict=False))
+    meeting = next((i for i, (a, b) in enumerate(pairs) if self._moved(a, b, kept)), None)
+    if meeting is None:
+      return ""
+    place = runs[0][meeting].place
+    for index in sorted(row_influence.sources(runs[0], meeting), reverse=True):
+      if self._is_mask(*pairs[index]) and runs[0][index].place not in ("", place):
+        return runs[0][index].place
+    return place
+
+  def _is_mask(self, one: Operation, other: Operation) -> bool:
+    return any(
+      a.shape == b.shape and a.shape[-2:].count(self._length) == 2
+      and np.array_equal(a, b) and len(np.unique(a)) <= _MASK_VALUES
+      for a, b in zip(one.values, other.values, strict=False)
+    )  # fmt: skip
+
+  def _moved(self, one: Operation, other: Operation, kept: np.ndarray) -> bool:
+    for a, b in zip(one.values, other.values, strict=False):
+      if a.shape != b.shape or a.dtype.kind != "f" or a.shape.count(self._length) != 1:
+        continue
+      axis = a.shape.index(self._length)
+      if axis and a.shape[0] == len(kept):
+        change = np.moveaxis(np.abs(a.astype(np.float64) - b), axis, 1)
+        if _beyond(change.reshape([*change.shape[:2], -1]).max(axis=2), kept, ~kept, a).any():
+          return True
+    return False
+
+
+def moved(one: np.ndarray, other: np.ndarray, kept: np.ndarray, changed: np.ndarray) -> np.ndarray:
+  """Returns which of the kept tokens have other numbers, bool [n, length].
+
+  Args:
+    one: [n, length, -1].
+    other: the same, of rows that were changed.
+    kept: bool [n, length], tokens whose numbers must not move.
+    changed: those whose numbers may; they say what is more than rounding.
+  """
+  change = np.abs(one - other).max(axis=2)
+  return _beyond(change, kept, changed, one)
+
+
+def _beyond(
+  change: np.ndarray, kept: np.ndarray, changed: np.ndarray, values: np.ndarray
+) -> np.ndarray:
+  size = max(
+    _INFLUENCE * float(change[changed].max(initial=0.0)),
+    _ROUNDING * float(np.abs(values).max(initial=0.0)),
+  )
+  return kept & (change > size)
+
+
+def text(task: Task, *words: str, methods: tuple[str, ...] = ()) -> str:
+  """Returns the first line with one of some words: of the task's methods, then of its layers."""
+  owners = [task, *models.layers(task.model)]
+  for word in words:
+    for owner in owners:
+      if found := source_lines.mention(owner, word):
+        return found
+  return source_lines.find(task, *methods) if methods else ""

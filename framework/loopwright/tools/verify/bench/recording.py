@@ -1,0 +1,284 @@
+"""Records which verbs a traced step calls: in which order, on which line, on which gradients.
+
+What a verb gets is read from the graph, by the operations behind its tensors. A gradient is *raw*
+if they lead to a result of `step.gradients` without a communication on the way. A value is *local*
+if they lead to the rows, the gradients or the seeds of this replica. So it does not matter in which
+order several optimizers take their turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
+
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.optimizers.fusion import Gradients
+from loopwright.step import Step
+from loopwright.tools.verify.bench import bench, source_lines
+from loopwright.tools.verify.bench.bench import Bench, Subject
+from loopwright.types import Gradient, Variable
+
+REPLICAS = 2
+OWN = "own communication"
+"""The verb of a communication that no verb of the step makes."""
+
+LIMITS = {"Minimum", "Maximum", "ClipByValue"}
+"""Operations of which clipping by norm or by value consists."""
+
+
+@dataclasses.dataclass
+class Call:
+  """One call of a verb, with a description of its input.
+
+  Attributes:
+    verb: its name, such as "apply".
+    what: the description.
+    place: the line of the user's code, as `source_lines.mention` returns it.
+    communications: the bytes of each communication.
+    raw: whether it gets gradients that are not reduced.
+    reduced: whether it gets gradients that are reduced.
+    clipped: whether raw gradients are limited before it gets them.
+    local: whether a condition (`when`), or the value of an assignment, is local.
+    early: the first trained variable whose value before the update an assignment follows; or "".
+  """
+
+  verb: str
+  what: str = ""
+  place: str = ""
+  communications: list[int] = dataclasses.field(default_factory=list)
+  raw: bool = False
+  reduced: bool = False
+  clipped: bool = False
+  local: bool = False
+  early: str = ""
+
+  def __str__(self) -> str:
+    """Returns the text for the pipeline."""
+    parts = [part for part in (self.what, communicated(self.communications)) if part]
+    return f"{self.verb} ({', '.join(parts)})" if parts else self.verb
+
+
+class Recording:
+  """Records what the first replica's step calls while it is traced."""
+
+  def __init__(self, task: Any = None) -> None:
+    """Begins with no calls; `task` names the methods in places."""
+    self.calls: list[Call] = []
+    self.task = task
+    self._owner: Step | None = None
+    self._known: dict[int, tuple[str, Any]] = {}
+    self._reads: list[tuple[Call, list[tf.Operation]]] = []
+    self._applies: list[tuple[tf.Operation, list[Any]]] = []
+
+  def begins(
+    self, step: Step, call: Call, tensors: Iterable[Any] = (), equal: Iterable[Any] = ()
+  ) -> None:
+    """Records a call of the first step made; calls within the call do not count.
+
+    Args:
+      step: the caller.
+      call: what it calls.
+      tensors: the gradients that it passes.
+      equal: what must be equal on all replicas.
+    """
+    if step is self._owner:
+      self._note(call, tensors)
+      call.local |= bool({"rows", "raw"} & self._origins(_tensors(equal)))
+
+  def knows(self, step: Step, kind: str, values: Any) -> None:
+    """Keeps tensors of the first step: "rows", "raw" gradients or what is "shared"."""
+    self._owner = self._owner or step
+    if step is self._owner:
+      self._known |= {id(t): (kind, t) for t in _tensors(values)}
+
+  def updates(self, step: Step, variables: Sequence[Variable]) -> None:
+    """Notes that the first step updates some variables from here on."""
+    if step is self._owner:
+      self._applies.append((tf.no_op(), [(models.name(v), models.raw(v)) for v in variables]))
+
+  def follows(self, step: Step, call: Call, value: Any) -> None:
+    """Keeps the reads of variables from which the first step computes what it assigns."""
+    if step is self._owner:
+      _, operations = self._behind(_tensors([value]))
+      self._reads.append((call, [op for op in operations if op.type == "ReadVariableOp"]))
+
+  def find_early(self) -> None:
+    """Fills in `Call.early`, once the step is traced."""
+    for call, reads in self._reads:
+      for applied, variables in self._applies:
+        names = {id(_handle(variable)): name for name, variable in variables}
+        order = {op.name: number for number, op in enumerate(applied.graph.get_operations())}
+        outer = {id(inner): id(handle) for handle, inner in applied.graph.captures}
+        early = [op for op in reads if order.get(op.name, 0) < order[applied.name]]
+        found = (names.get(outer.get(id(op.inputs[0]), 0)) for op in early)
+        call.early = call.early or next(filter(None, found), "")
+
+  def communicates(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> None:
+    """Records a communication as part of the latest call."""
+    context = tf.distribute.get_replica_context()
+    if tf.get_static_value(context.replica_id_in_sync_group) not in (0, None):
+      return
+    if not self.calls or self.calls[-1].verb not in ("all_reduce", "all_gather", "apply"):
+      self._note(Call(OWN), tensors)
+    call = self.calls[-1]
+    call.communications.append(sum(map(_bytes, tensors)))
+    kind = "reduced" if call.raw or call.reduced else "shared"
+    self._known |= {id(t): (kind, t) for t in results}
+
+  def _note(self, call: Call, tensors: Iterable[Any]) -> None:
+    frames = [(f.filename, f.lineno, f.name) for f in tf.no_op().traceback]
+    own = [frame for frame in frames if frame[0] != __file__]
+    call.place = source_lines.of_frames(own, self.task)
+    found = self._origins(_tensors(tensors))
+    call.raw, call.reduced = "raw" in found, "reduced" in found
+    call.clipped = call.raw and bool(LIMITS & found)
+    call.local = call.verb == "apply" and "rows" in found and not call.raw
+    self.calls.append(call)
+
+  def _origins(self, tensors: Sequence[tf.Tensor]) -> set[str]:
+    """Returns the kinds of known tensors that some tensors are computed from, and operations."""
+    found, operations = self._behind(tensors)
+    return found | {operation.type for operation in operations}
+
+  def _behind(self, tensors: Sequence[tf.Tensor]) -> tuple[set[str], list[tf.Operation]]:
+    found: set[str] = set()
+    seen: dict[int, tf.Operation] = {}
+    waiting = list(tensors)
+    while waiting:
+      tensor = waiting.pop()
+      if id(tensor) in self._known:
+        found.add(self._known[id(tensor)][0])
+      elif id(tensor.op) not in seen:
+        seen[id(tensor.op)] = tensor.op
+        waiting += list(tensor.op.inputs)
+    return found, list(seen.values())
+
+  def step_class(self) -> type[Step]:
+    """Returns a Step that reports to this recording."""
+    return type("Recorded", (_Recorded,), {"recording": self})
+
+
+class _Recorded(Step):
+  """Reports its verbs to a recording, which `Recording.step_class` sets."""
+
+  recording: Recording
+
+  def run(self, task_step: Any, batch: Any) -> None:
+    self.recording.knows(self, "rows", batch.values())
+    super().run(task_step, batch)
+
+  def gradients(
+    self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None
+  ) -> Any:
+    what = f"{len(variables)} variables"
+    self.recording.begins(self, Call("gradients", what), equal=[when])
+    gradients, loss = super().gradients(loss_fn, batch, variables, when=when)
+    self.recording.knows(self, "raw", gradients)
+    return gradients, loss
+
+  def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
+    call = Call("assign", models.name(variable))
+    self.recording.begins(self, call, equal=[value, when])
+    self.recording.follows(self, call, value)
+    super().assign(variable, value, when=when)
+
+  def seed(self) -> tf.Tensor:
+    made = super().seed()
+    self.recording.knows(self, "rows", [made])
+    return made
+
+  def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
+    there = [g for g in gradients if g is not None]
+    what = f"{len(there)} gradients, loss and weight"
+    self.recording.begins(self, Call("all_reduce", what), gradients)
+    return super().all_reduce(gradients, loss)
+
+  def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+    what = f"{tuple(tf.convert_to_tensor(tensor).shape)}"
+    self.recording.begins(self, Call("all_gather", what))
+    made = super().all_gather(tensor)
+    self.recording.knows(self, "shared", [made])
+    return made
+
+  @contextlib.contextmanager
+  def perturbed(self, variables: Sequence[Variable], offsets: Sequence[Any]) -> Iterator[None]:
+    self.recording.begins(self, Call("perturbed"), offsets)
+    with super().perturbed(variables, offsets):
+      yield
+
+  def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
+    self.recording.begins(self, Call("unscale"), gradients)
+    return super().unscale(gradients, loss)
+
+  def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
+    self.recording.begins(self, Call("check finite"), gradients)
+    return super().check(gradients)
+
+  def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
+    self.recording.begins(self, Call("clip", _clipping(self.parts)), gradients)
+    return super().clip(gradients, norm)
+
+  def apply(
+    self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = "default"
+  ) -> None:
+    what = "" if optimizer == "default" else optimizer
+    self.recording.begins(self, Call("apply", what), gradients, equal=[finite])
+    self.recording.updates(self, self.variables(optimizer))
+    super().apply(gradients, finite, optimizer)
+
+
+def record(subject: Subject) -> tuple[Recording, Bench]:
+  """Traces one step on two replicas; returns its calls and the bench."""
+  recording = Recording()
+  all_reduce = distribute_lib.ReplicaContextBase.all_reduce
+
+  def counted(self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    result = all_reduce(self, reduce_op, value, options)
+    recording.communicates(tf.nest.flatten(value), tf.nest.flatten(result))
+    return result
+
+  rows = subject.divisible_rows
+  here = Bench(
+    subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent, quiet=False,
+    step=recording.step_class(),
+  )  # fmt: skip
+  recording.task = here.task
+  with mock.patch.object(distribute_lib.ReplicaContextBase, "all_reduce", counted):
+    here.step(subject.rows(here.task, rows))
+  recording.find_early()
+  return recording, here
+
+
+def _handle(variable: Variable) -> Any:
+  """Returns the handle of a variable's copy on the first replica."""
+  return getattr(variable, "values", [variable])[0].handle
+
+
+def communicated(counted: Sequence[int]) -> str:
+  """Returns "2 communications of 96 bytes", or "" for none."""
+  if not counted:
+    return ""
+  plural = "communication" if len(counted) == 1 else "communications"
+  return f"{len(counted)} {plural} of {sum(counted):,} bytes"
+
+
+def _tensors(values: Any) -> list[tf.Tensor]:
+  values = values.tensors if isinstance(values, Gradients) else values
+  return [each for each in tf.nest.flatten(list(values)) if isinstance(each, tf.Tensor)]
+
+
+def _clipping(parts: Any) -> str:
+  if parts.clip_value is not None:
+    return f"value {parts.clip_value:g}"
+  return "off" if parts.clip_norm is None else f"norm {parts.clip_norm:g}"
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+  return (tensor.shape.num_elements() or 0) * tensor.dtype.size

@@ -1,0 +1,159 @@
+"""The line where one row of a batch first changes what is computed for another (host).
+
+A step runs eagerly several times, each time with one row replaced. The first operation whose other
+rows change is where rows meet: a product of rows with rows, a cumulative sum, a mean over the
+batch. Shapes and transpositions do not matter, and code in the user's own layers is found too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import op_callbacks
+from tensorflow.python.util import tf_stack
+
+from loopwright.tools.verify.bench import row_mixing, source_lines
+from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows, Subject
+
+_REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod", "TopKV2", "Bincount", "DenseBincount", "Cumsum")
+_CHANGE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+  """What an eager operation did, and the user's line that made it."""
+
+  kind: str
+  inputs: list[int]
+  outputs: list[int]
+  values: list[np.ndarray]
+  place: str
+
+
+def place(subject: Subject) -> str:
+  """Returns "file.py:31, in Mine.loss", or "" if no row changes another on its way to the loss."""
+  with contextlib.suppress(Exception):  # the task cannot run eagerly, or not on this many rows
+    single: dict[str, Any] = {"accumulation_steps": 1, "jit_compile": False}
+    here = Bench(subject, rows=max(row_mixing.PRIMES), eager=True, **PLAIN, **single)
+    rows = row_mixing.resized(subject.rows(here.task, subject.divisible_rows))
+    start, count = here.read(), len(rows["weight"])
+    here.steps_from(start, rows)  # the first step makes constants that the others have
+
+    def run(batch: Rows) -> list[Operation]:
+      with watched(here.task) as seen:
+        here.steps_from(start, batch)
+      return seen
+
+    whole = run(rows)
+    for row, offset in itertools.product((0, count - 1), (1, count // 3, count // 2)):
+      if found := _first(whole, run(_replaced(rows, row, offset)), count, row):
+        return found
+  return ""
+
+
+def _replaced(rows: Rows, row: int, offset: int) -> Rows:
+  """Returns the rows, of which one has the features of another."""
+  count = len(rows["weight"])
+  source = np.where(np.arange(count) == row, (row + offset) % count, np.arange(count))
+  kept = ("weight", "example_id")
+  return {n: v if n.rpartition("/")[2] in kept else v[source] for n, v in rows.items()}
+
+
+@contextlib.contextmanager
+def watched(task: Any) -> Iterator[list[Operation]]:
+  """Yields a list of the eager operations inside the context, as they come."""
+  seen: list[Operation] = []
+  alive: list[Any] = []  # so that no two tensors have the same id
+
+  def watch(
+    op_type: str, inputs: Sequence[Any], attrs: Any, outputs: Sequence[Any],
+    op_name: Any = None, graph: tf.Graph = None,
+  ) -> None:  # fmt: skip
+    del attrs, op_name
+    if graph is not None:
+      return
+    alive.extend((*inputs, *outputs))
+    frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()[:-1]]
+    values = [out.numpy() for out in outputs if _is_number(out)]
+    seen.append(
+      Operation(
+        kind=op_type, inputs=[id(each) for each in inputs], outputs=[id(each) for each in outputs],
+        values=values, place=source_lines.of_frames(frames, task),
+      )
+    )  # fmt: skip
+
+  op_callbacks.add_op_callback(watch)
+  try:
+    yield seen
+  finally:
+    op_callbacks.remove_op_callback(watch)
+
+
+def _is_number(tensor: Any) -> bool:
+  dtype = getattr(tensor, "dtype", tf.string)
+  return dtype.is_floating or dtype.is_integer or dtype.is_bool
+
+
+def _first(one: list[Operation], other: list[Operation], count: int, row: int) -> str:
+  others = np.arange(count) != row
+  for index, (mine, yours) in enumerate(zip(one, other, strict=False)):
+    if mine.kind != yours.kind or len(mine.values) != len(yours.values):
+      return ""
+    for a, b in zip(mine.values, yours.values, strict=True):
+      if (
+        a.shape == b.shape
+        and _has_rows(a, count)
+        and _differ(a.reshape([count, -1])[others], b.reshape([count, -1])[others])
+      ):
+        return _reduction(one, other, index, count) or mine.place
+  return ""
+
+
+def _reduction(one: list[Operation], other: list[Operation], last: int, count: int) -> str:
+  """Returns the line of the sum, mean or the like by which the rows met, if there is one."""
+  makers = {output: number for number in range(last) for output in one[number].outputs}
+  waiting, seen = [last], {last}
+  while waiting:
+    number = waiting.pop()
+    if one[number].kind in _REDUCTIONS:
+      return one[number].place
+    for maker in (makers[each] for each in one[number].inputs if each in makers):
+      mine, yours = one[maker].values, other[maker].values
+      of_rows = any(_has_rows(value, count) for value in mine)
+      if maker not in seen and not of_rows and any(map(_differ, mine, yours)):
+        waiting.append(maker)
+      seen.add(maker)
+  return ""
+
+
+def sources(operations: Sequence[Operation], last: int) -> set[int]:
+  """Returns the places of the operations from which one is computed."""
+  makers = {output: number for number in range(last) for output in operations[number].outputs}
+  found: set[int] = set()
+  waiting = [last]
+  while waiting:
+    for each in operations[waiting.pop()].inputs:
+      if each in makers and makers[each] not in found:
+        found.add(makers[each])
+        waiting.append(makers[each])
+  return found
+
+
+def _has_rows(value: np.ndarray, count: int) -> bool:
+  return bool(value.size and value.ndim and value.shape[0] % count == 0)
+
+
+def _differ(one: np.ndarray, other: np.ndarray) -> bool:
+  if one.shape != other.shape:
+    return True
+  if one.dtype.kind not in "fc" and one.dtype.name != "bfloat16":
+    return not np.array_equal(one, other)
+  one, other = one.astype(np.float64), other.astype(np.float64)
+  size = np.abs(one).max(initial=0.0) + 1e-12
+  return not np.allclose(one, other, rtol=0.0, atol=_CHANGE * size, equal_nan=True)

@@ -1,0 +1,145 @@
+"""Finds the line of the user's code behind a finding, by its text or an operation's traceback."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from loopwright import errors
+
+_OUTSIDE = ("verify", "trainer.py")
+"""Parts of the framework that user code does not call; frames further out do not count."""
+
+
+def is_the_users(kind: type) -> bool:
+  """Whether a class belongs to the user's code, not to a library or the framework."""
+  try:
+    return errors.is_the_users(inspect.getfile(kind))
+  except (OSError, TypeError):
+    return False
+
+
+def mention(owner: Any, *texts: str) -> str:
+  """Returns the first line of the user's methods that contains one of some texts.
+
+  Args:
+    owner: an object, such as the task.
+    texts: in order of preference; the first one found anywhere decides.
+
+  Returns:
+    "file.py:31, in Mine.loss", or "" if no line contains any.
+  """
+  return _first(own_methods(owner), texts)
+
+
+def _first(methods: Iterable[Callable[..., Any]], texts: Sequence[str]) -> str:
+  sources = [(method, *_source(method)) for method in methods]
+  for text in texts:
+    for method, lines, first in sources:
+      for number, line in enumerate(lines, first):
+        if text in _code(line):
+          return _told(method, number)
+  return ""
+
+
+def _code(line: str) -> str:
+  return line.partition("#")[0]
+
+
+def _told(method: Callable[..., Any], number: int) -> str:
+  return f"{Path(inspect.getsourcefile(method) or '').name}:{number}, in {method.__qualname__}"
+
+
+def find(owner: Any, *names: str, containing: Sequence[str] = (), anywhere: bool = False) -> str:
+  """Returns the line where a user's method begins, or one in it that contains one of some texts.
+
+  Args:
+    owner: an object with the methods.
+    names: methods, in the order to search.
+    containing: texts such as "reduce_mean". If no line has any, the result is the first line of the
+      first of `names` that is the user's.
+    anywhere: search all other methods too.
+
+  Returns:
+    As `mention`.
+  """
+  own: dict[str, Callable[..., Any]] = {}
+  for method in own_methods(owner):
+    own.setdefault(method.__name__, method)
+  named = [own[name] for name in names if name in own]
+  others = [method for method in own.values() if method not in named] if anywhere else []
+  for method in (*named, *others):
+    lines, first = _source(method)
+    for number, line in enumerate(lines, first):
+      if any(text in _code(line) for text in containing):
+        return _told(method, number)
+  return next((_told(method, _source(method)[1]) for method in named), "")
+
+
+def change(owner: Any, attribute: str) -> str:
+  """Returns the line that changes an attribute, otherwise one that uses it; see `mention`."""
+  changes = (".assign", ".append", ".extend", ".update", "[", " +=", " -=", " *=", " /=", " =", "")
+  methods = [method for method in own_methods(owner) if method.__name__ != "__init__"]
+  texts = [f"self.{attribute}{change}" for change in changes]
+  return _first(methods, texts) or mention(owner, *texts)
+
+
+def own_methods(owner: Any) -> Iterator[Callable[..., Any]]:
+  """Yields the user's functions in the body of the owner's class and of its base classes."""
+  for kind in type(owner).__mro__:
+    for value in vars(kind).values() if is_the_users(kind) else ():
+      function = inspect.unwrap(
+        getattr(value, "python_function", getattr(value, "__func__", value))
+      )
+      if inspect.isfunction(function):
+        yield function
+
+
+def _source(function: Callable[..., Any]) -> tuple[list[str], int]:
+  """Returns a function's lines and the number of the first; none if it was typed at a prompt."""
+  try:
+    return inspect.getsourcelines(function)
+  except (OSError, TypeError):
+    return [], 0
+
+
+def of_operation(operation: tf.Operation, owner: Any) -> str:
+  """Returns the innermost line of the user's code that made an operation; "" if there is none.
+
+  Args:
+    operation: of a graph traced in this process.
+    owner: the task, whose methods are named with its class.
+  """
+  frames = [(frame.filename, frame.lineno, frame.name) for frame in operation.traceback or ()]
+  return of_frames(frames, owner)
+
+
+def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
+  """As `of_operation`, for (file, line, function) from the outermost frame to the innermost."""
+  root = Path(__file__).parents[2]
+  for file, line, name in reversed(frames):
+    if any(Path(file).is_relative_to(root / outside) for outside in _OUTSIDE):
+      return ""
+    if errors.is_the_users(file):
+      return f"{Path(file).name}:{line}, in {_qualified(name, file, owner)}"
+  return ""
+
+
+def qualified(place: str, owner: Any) -> str:
+  """Returns "file.py:31, in loss" with the class of the owner's method, if it has one."""
+  file, _, name = place.rpartition(", in ")
+  for method in own_methods(owner):
+    if method.__name__ == name and Path(method.__code__.co_filename).name in file:
+      return f"{file}, in {method.__qualname__}"
+  return place
+
+
+def _qualified(name: str, file: str, owner: Any) -> str:
+  for method in own_methods(owner):
+    if method.__name__ == name and method.__code__.co_filename == file:
+      return method.__qualname__
+  return name

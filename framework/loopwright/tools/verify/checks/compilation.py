@@ -1,0 +1,214 @@
+"""The compiled loop: traced once, equal when traced again, without calls to the host.
+
+A tf.function runs Python only while it is traced: a counter that a task keeps as a Python value
+becomes a constant of the loop. So the loop is traced a second time; what differs depends on a
+Python value that changes. xla.py checks whether XLA compiles the loop.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from loopwright.graphs import operations as graphs
+from loopwright.models import models
+from loopwright.tools.verify.bench import bench, harness, held_state, source_lines, xla
+from loopwright.tools.verify.bench.bench import Subject
+from loopwright.tools.verify.report import Group, Result
+from loopwright.trainer import Trainer
+
+GROUP = Group("compilation")
+LOOPS = (1, 3, 2)
+"""Steps of the loops to run; after the first, none may trace the loop again."""
+TRACED_ONCE, SAME_TRACE, NO_HOST = (
+  "traced once", "the same when traced again", "no host call in the loop",
+)  # fmt: skip
+HOST = {
+  "Python in the loop": ("PyFunc", "EagerPyFunc", "PyFuncStateless"),
+  "printing in the loop": ("Print", "PrintV2"),
+  "summaries in the loop": (
+    "WriteSummary", "WriteScalarSummary", "WriteHistogramSummary", "WriteImageSummary",
+    "WriteAudioSummary", "WriteRawProtoSummary", "WriteGraphSummary",
+  ),
+  "files in the loop": ("ReadFile", "WriteFile", "MatchingFiles", "SaveV2", "RestoreV2"),
+}  # fmt: skip
+_CAUSE_OF = {kind: cause for cause, kinds in HOST.items() for kind in kinds}
+_REMEDIES = {
+  "Python in the loop": "write it with TensorFlow operations, or do it in preprocess(), which runs "
+  "on the host ahead of the step",
+  "printing in the loop": "log it with Task.metrics() or step.log(); to debug, run.eager = True",
+  "summaries in the loop": "log it with Task.metrics() or step.log(): TensorBoard and "
+  "metrics.jsonl get it once per loop",
+  "files in the loop": "read files in Task.source() or preprocess(), on the host",
+}
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  trainer = harness.make_trainer(
+    subject, bench.strategy_of(1), rows=subject.divisible_rows, jit_compile=False
+  )
+  if trainer.eager:
+    return [GROUP.skipped(name, "run.eager: nothing is compiled") for name in _ALL]
+  loop = Loop(trainer)
+  return [
+    loop.traced_once(),
+    loop.same_trace(),
+    loop.no_host_call(),
+    xla.check(subject, GROUP),
+  ]
+
+
+class Loop:
+  """The compiled loop of a trainer that has run."""
+
+  def __init__(self, trainer: Trainer) -> None:
+    """Runs the loops."""
+    self.trainer, self.task = trainer, trainer.task
+    built = {id(v) for v in _variables(trainer)}
+    for steps in LOOPS:
+      harness.train(trainer, steps)
+    self.late = [v for v in _variables(trainer) if id(v) not in built]
+    self.graph = trainer.graph()
+
+  def traced_once(self) -> Result:
+    """Checks that loops of several lengths, over several batches, use one trace."""
+    traces = self.trainer.traces
+    told = f"loops of {', '.join(map(str, LOOPS))} steps: {traces} trace" + "s" * (traces > 1)
+    if traces == 1:
+      return GROUP.passed(TRACED_ONCE, told)
+    if self.late:
+      names = ", ".join(v.name for v in self.late[:3])
+      return GROUP.failed(
+        TRACED_ONCE, detail=f"{told}; the step made {names}",
+        cause="variables created in the step",
+        remedy="create all variables in build_model()",
+        place=source_lines.mention(self.task, "tf.Variable", "def build_model"),
+      )  # fmt: skip
+    return GROUP.failed(
+      TRACED_ONCE, detail=told,
+      cause="changing shape or Python value",
+      remedy="keep the shapes of a source static, and keep Python state out of train_step",
+      place=source_lines.mention(self.task, "def train_step", "def source"),
+    )  # fmt: skip
+
+  # ---- Traced again ----
+
+  def same_trace(self) -> Result:
+    """Traces the loop again and compares operations and constants."""
+    before, generators = held_state.held(self.task), held_state.numpy_and_python()
+    try:
+      self.trainer.use()
+      again = self.trainer.graph()
+    except (TypeError, ValueError, tf.errors.OpError):
+      if not self._kept():
+        raise
+      return self._keeps(self._kept()[0])
+    mine, yours = _ingredients(self.graph), _ingredients(again)
+    differing = [key for key in {**mine, **yours} if len(mine[key]) != len(yours[key])]
+    if not differing:
+      return GROUP.passed(SAME_TRACE, f"{sum(map(len, mine.values()))} operations")
+    if kept := self._kept():
+      return self._keeps(kept[0])
+    after = held_state.held(self.task)
+    values = {name: held.value for name, held in before.items()}
+    changed = [name for name, held in after.items() if values.get(name) != held.value]
+    drew = held_state.numpy_and_python() != generators
+    key = differing[0]
+    operation = (yours[key] or mine[key])[-1]
+    place = source_lines.of_operation(operation, self.task)
+    return self._differs(operation.type, changed, drew, place)
+
+  def _differs(self, what: str, changed: list[str], drew: bool, place: str) -> Result:
+    if changed:
+      held = held_state.held(self.task)[changed[0]]
+      return GROUP.failed(
+        SAME_TRACE,
+        detail=f"{', '.join(changed)} changes when the step is traced, and changes the step "
+        f"(a {what}); in the loop it keeps the value of the first trace",
+        cause="Python value that changes",
+        remedy="compute it from step or batch, or keep it in a tf.Variable of the model; a "
+        "compiled loop runs Python only once",
+        place=source_lines.change(held.owner, held.attribute) or place,
+      )  # fmt: skip
+    if drew:
+      return GROUP.failed(
+        SAME_TRACE,
+        detail=f"the step draws from NumPy or Python when it is traced (a {what}); in the loop, "
+        "every step gets the same numbers",
+        cause="random numbers of NumPy or Python",
+        remedy="draw with tf.random.stateless_* and step.seed()",
+        place=source_lines.mention(self.task, "np.random", "random.") or place,
+      )  # fmt: skip
+    return GROUP.failed(
+      SAME_TRACE,
+      detail=f"another {what} each time the step is traced; in the loop it keeps the value of the "
+      "first trace",
+      cause="Python value that changes",
+      remedy="compute it from step or batch; a compiled loop runs Python only once",
+      place=place,
+    )  # fmt: skip
+
+  def _kept(self) -> list[str]:
+    found = held_state.held(self.task).items()
+    return [name for name, held in found if held.value == held_state.OF_A_GRAPH]
+
+  def _keeps(self, name: str) -> Result:
+    held = held_state.held(self.task)[name]
+    return GROUP.failed(
+      SAME_TRACE,
+      detail=f"{name} holds a tensor of the first trace: the next step cannot use it, and it never "
+      "gets a new value",
+      cause="tensor kept in Python",
+      remedy="keep it in a tf.Variable of the model, and assign to the variable",
+      place=source_lines.change(held.owner, held.attribute),
+    )  # fmt: skip
+
+  # ---- The host ----
+
+  def no_host_call(self) -> Result:
+    """Checks that no operation leaves the device for Python, the terminal or a file."""
+    found: dict[str, tuple[str, str]] = {}
+    for operation in graphs.operations(self.graph):
+      place = source_lines.of_operation(operation, self.task) if operation.type in _CAUSE_OF else ""
+      if place:  # otherwise it belongs to a library or the framework
+        found.setdefault(place, (operation.type, _CAUSE_OF[operation.type]))
+    if not found:
+      return GROUP.passed(NO_HOST, "no Python, printing, summary or file operation")
+    place, (_, cause) = next(iter(found.items()))
+    return GROUP.failed(
+      NO_HOST, detail="; ".join(f"{kind} at {where}" for where, (kind, _) in found.items())
+      + ": each step waits for the host",
+      cause=cause, remedy=_REMEDIES[cause], place=place,
+      values={"operations": [{"type": kind, "place": where} for where, (kind, _) in found.items()]},
+    )  # fmt: skip
+
+
+_ALL = (TRACED_ONCE, SAME_TRACE, NO_HOST, xla.NAME)
+
+
+def _ingredients(graph: tf.Graph) -> dict[Any, list[tf.Operation]]:
+  """Groups operations by type, dtypes, shapes, and value if constant.
+
+  Names and order do not count, as they may differ between two traces of the same step.
+  """
+  found: dict[Any, list[tf.Operation]] = collections.defaultdict(list)
+  for operation in graphs.operations(graph):
+    found[_kind(operation)].append(operation)
+  return found
+
+
+def _kind(operation: tf.Operation) -> tuple[Any, ...]:
+  outputs = tuple((t.dtype.name, str(t.shape)) for t in operation.outputs)
+  value = operation.get_attr("value").SerializeToString() if operation.type == "Const" else b""
+  return operation.type, outputs, value
+
+
+def _variables(trainer: Trainer) -> Iterator[Any]:
+  yield from map(models.raw, models.all_variables(trainer.task.model))
+  for held in held_state.held(trainer.task).values():
+    if held.variable is not None:
+      yield held.variable

@@ -1,0 +1,239 @@
+"""The values that a training batch has: features, labels and weights; a part of "inputs"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tensorflow as tf
+
+from loopwright.inputs.sources import StreamSource
+from loopwright.tools.verify.bench import source_lines
+from loopwright.tools.verify.bench.bench import Rows
+from loopwright.tools.verify.bench.labels import Labels, Probe
+from loopwright.tools.verify.bench.survey import Column
+from loopwright.tools.verify.report import Group, Result
+
+if TYPE_CHECKING:
+  from loopwright.tools.verify.checks.inputs import Reading
+
+GROUP = Group("inputs")
+FAR = 30.0
+"""Initial weights do not expect a feature with a larger mean or standard deviation."""
+SOURCE = ("source",)
+PREPROCESS = ("preprocess", "source")
+
+
+class Contents:
+  """What the training pipeline gave, after `Reading.pipeline`."""
+
+  def __init__(self, reading: Reading) -> None:
+    """Takes what was read."""
+    self.reading, self.survey, self.bench = reading, reading.survey, reading.bench
+    self.task, self.subject = reading.task, reading.subject
+    self.train, self.source, self.batch_size = reading.train, reading.source, reading.batch_size
+
+  def results(self) -> Iterator[Result]:
+    """Checks the values of features, labels and weights."""
+    columns = self.survey.columns
+    wide = [name for name, column in columns.items() if column.dtype == np.float64]
+    told = "; ".join(f"{name} {_described(column)}" for name, column in columns.items())
+    told += f". float64 takes twice the memory: {', '.join(wide)}" if wide else ""
+    yield GROUP.passed("features", told)
+    yield self._weights()
+    yield self._finite()
+    yield self._varying()
+    probe = Probe(self.bench, self.survey.first)
+    labels = Labels(self.survey, probe)
+    yield self._label_range(labels)
+    yield self._label_order(labels)
+    yield self._scale(labels)
+
+  def _weights(self) -> Result:
+    name, (low, high) = "weights", self.survey.weights
+    place = source_lines.find(self.task, *PREPROCESS, containing=("weight",))
+    if self.survey.bad_weight is not None:
+      return GROUP.failed(
+        name, f"{low:.6g} at the lowest, first at example {self.survey.bad_weight}",
+        "negative weights", "weights must be finite and not negative; 0 leaves an example out",
+        place,
+      )  # fmt: skip
+    if high <= 0:
+      return GROUP.failed(
+        name, f"all of {self.survey.examples} examples have weight 0: nothing is learned",
+        "all weights are zero", "set batch['weight'] above 0 for examples to learn from",
+        place,
+      )  # fmt: skip
+    return GROUP.passed(name, "all 1" if low == high == 1 else f"{low:.6g} to {high:.6g}")
+
+  def _finite(self) -> Result:
+    name = "finite features"
+    bad = {key: column for key, column in self.survey.columns.items() if column.not_finite}
+    if not bad:
+      return GROUP.passed(name, f"{self.survey.examples} examples")
+    first, column = next(iter(bad.items()))
+    told = (
+      f"{first!r} has {column.not_finite} numbers that are not finite, "
+      f"first in example {column.bad_example}"
+    )
+    rows = self._rows_of(column.bad_example)
+    if rows is None or self._copes_with(rows):
+      return GROUP.passed(name, f"{told}; the step stays finite")
+    return GROUP.failed(
+      name, told, "non-finite features",
+      "fill in missing values, or give such examples the weight 0, in source() or preprocess()",
+      source_lines.find(
+        self.task, *PREPROCESS, containing=(f'"{first}"', f"'{first}'", "read", "load"),
+      ),
+    )  # fmt: skip
+
+  def _rows_of(self, example: int | None) -> Rows | None:
+    for rows in self.reading.batches().take(self.survey.batches).as_numpy_iterator():
+      if example in rows["example_id"]:
+        return rows
+    return None
+
+  def _copes_with(self, rows: Rows) -> bool:
+    start = self.bench.read()
+    try:
+      outcome = self.bench.step(padded_to(rows, self.reading.bench_rows))
+    except tf.errors.InvalidArgumentError:
+      return False
+    self.bench.assign(start)
+    skipped = outcome.metrics.get("skipped", 0.0) > 0
+    return not skipped and all(np.isfinite(value) for value in outcome.metrics.values())
+
+  def _varying(self) -> Result:
+    name, survey = "features vary", self.survey
+    constant = [key for key, column in survey.columns.items() if column.constant]
+    enough = survey.examples >= 20 and (self._whole_epoch or self.subject.shuffle)
+    destroyed = [key for key in constant if key in self.train.varying and enough]
+    if not destroyed:
+      told = f"all {len(survey.columns)}" if not constant else f"all but {', '.join(constant)}"
+      return GROUP.passed(name, told)
+    column = survey.columns[destroyed[0]]
+    return GROUP.failed(
+      name,
+      f"{destroyed[0]!r} is {_value(column)} for all of {survey.examples} examples, but differs in "
+      "the source",
+      "preprocess() makes a feature constant",
+      "cast to float before dividing: integer division by 255, or a cast to int after it, gives 0",
+      source_lines.find(self.task, "preprocess", containing=("//", "cast(", "int", destroyed[0])),
+    )
+
+  @property
+  def _whole_epoch(self) -> bool:
+    return self.train.total is not None and self.survey.examples >= self.train.total
+
+  def _label_range(self, labels: Labels) -> Result:
+    name = "label range"
+    if labels.unknown:
+      return GROUP.skipped(name, labels.unknown)
+    if labels.wrong:
+      key, seen = labels.wrong
+      column = self.survey.columns[key]
+      from_one = column.low == 1 and column.high == labels.classes
+      return GROUP.failed(
+        name,
+        f"{key!r} is {column.low:.0f} to {column.high:.0f}, but forward() returns "
+        f"{labels.classes} classes, 0 to {labels.classes - 1}: {seen}",
+        "labels start at 1" if from_one else "labels out of range",
+        "subtract 1 from the labels" if from_one else "give the model as many outputs as there are "
+        "classes, or number the classes from 0 without gaps",
+        source_lines.find(
+          self.task, "build_model", "loss", containing=("Dense(", "classes", "one_hot"),
+        ),
+      )  # fmt: skip
+    if labels.name is None:
+      return GROUP.skipped(
+        name, f"no integer feature picks one of {labels.classes} outputs in the loss"
+      )
+    column = self.survey.columns[labels.name]
+    count, classes = self.survey.examples, f"{labels.classes} classes"
+    if column.constant and self._whole_epoch and count >= 20:
+      return GROUP.failed(
+        name, f"{labels.name!r} is {column.low:.0f} for all of {count} examples, of {classes}",
+        "all labels are the same", "check what source() reads as the label",
+        source_lines.find(self.task, *SOURCE, containing=(f'"{labels.name}"', f"'{labels.name}'")),
+      )  # fmt: skip
+    return GROUP.passed(
+      name, f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}"
+    )
+
+  def _label_order(self, labels: Labels) -> Result:
+    name = "labels in mixed order"
+    stream = isinstance(self.source, StreamSource)
+    if self.subject.shuffle and not stream:
+      return GROUP.passed(name, "run.shuffle is on")
+    column = self.survey.columns.get(labels.name or "")
+    if column is None:
+      return GROUP.skipped(name, "no class label is known")
+    alone, batches = column.alone, self.survey.batches
+    if batches < 4 or len(column.values) < 2 or alone <= 0.8 * batches:
+      return GROUP.passed(name, f"{batches - alone} of {batches} batches hold several classes")
+    how = "a stream is never shuffled" if stream else "run.shuffle is False"
+    return GROUP.failed(
+      name,
+      f"{alone} of {batches} batches of {self.batch_size} hold only one class of {labels.name!r}, "
+      f"and {how}",
+      "examples sorted by label",
+      "mix the files of the stream, or call dataset.shuffle(..., seed=...) in source()"
+      if stream
+      else "set run.shuffle = True",
+      source_lines.find(
+        self.task, *SOURCE, containing=("sort", "concatenate", "StreamSource", "return")
+      ),
+    )
+
+  def _scale(self, labels: Labels) -> Result:
+    name = "scale of features"
+    far = {
+      key: column for key, column in self.survey.columns.items()
+      if column.numeric and column.shape and max(abs(column.mean), column.std) > FAR
+    }  # fmt: skip
+    if not far:
+      return GROUP.passed(name, f"means and standard deviations within {FAR:.0f}")
+    told = "; ".join(f"{key} {_described(column)}" for key, column in far.items())
+    if labels.name is None:
+      return GROUP.passed(name, f"{told}; without class labels, whether it matters is unknown")
+    chance = math.log(labels.classes)
+    for key, column in far.items():
+      size = math.hypot(column.mean, column.std)
+      as_is, scaled = labels.probe.losses_if_divided(key, size)
+      if as_is > 3 * chance and scaled < as_is / 2:
+        return GROUP.failed(
+          name,
+          f"{key!r} has mean {column.mean:.3g} and standard deviation {column.std:.3g}: the first "
+          f"loss is {as_is:.3g}, divided by {size:.3g} it is {scaled:.3g} (chance: {chance:.3g})",
+          "inputs are not scaled",
+          "scale it to about mean 0 and standard deviation 1 in preprocess(): pixels / 255, or "
+          "(x - mean) / std of the training set",
+          source_lines.find(
+            self.task, "preprocess", "forward", containing=(f'"{key}"', f"'{key}'")
+          ),
+          values={"loss": as_is, "loss_scaled": scaled},
+        )
+    return GROUP.passed(name, f"{told}; the first loss does not suffer")
+
+
+def padded_to(rows: Rows, count: int) -> Rows:
+  """Returns `count` rows: the first ones, or all and then the last repeated with weight 0."""
+  taken = np.minimum(np.arange(count), len(rows["weight"]) - 1)
+  real = np.arange(count) < len(rows["weight"])
+  made = {name: value[taken] for name, value in rows.items()}
+  return {**made, "weight": np.where(real, made["weight"], 0).astype(np.float32)}
+
+
+def _described(column: Column) -> str:
+  shape = f" {list(column.shape)}" if column.shape else ""
+  if not column.numeric or not column.count:
+    return f"{column.dtype}{shape}"
+  if column.integer:
+    return f"{column.dtype}{shape} {column.low:.0f} to {column.high:.0f}"
+  return f"{column.dtype}{shape} mean {column.mean:.3g} std {column.std:.3g}"
+
+
+def _value(column: Column) -> str:
+  return f"{column.low:.3g}" if column.low == column.high else "the same"

@@ -1,0 +1,213 @@
+"""The same evaluation whatever the replicas, the batch size, the remainder and the order.
+
+Eighteen evaluation examples are evaluated with the task's eval_step(), metrics() and derived(): on
+one replica in batches of 12, where the last one is half padding, and in batches of 6; on 2 and on 3
+replicas in batches of 12; in another order. Every metric must be the same each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from loopwright.errors import ConfigError
+from loopwright.tools.verify.bench import bench, row_mixing, source_lines, survey
+from loopwright.tools.verify.bench.bench import Rows, Subject
+from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
+from loopwright.tools.verify.bench.explanations import RANKED
+from loopwright.tools.verify.report import Group, Result
+
+GROUP = Group("evaluation")
+SMALL = 6
+"""Rows of the small batches; divisible by 2 and 3."""
+LARGER = 5
+"""How much larger the batches are if the task cannot evaluate so few rows."""
+REPLICAS = (2, 3)
+STATISTICS = ("moving_mean", "moving_variance")
+"""Variables of batch normalisation."""
+IN_TRAINING_MODE = "evaluation in training mode"
+MIXED = RANKED.cause
+MEANS = "metric read in replica context"
+PADDING = "padding counts"
+ORDER = "metric depends on the order"
+REMEDIES = {
+  MIXED: RANKED.remedy,
+  MEANS: "return sums over this replica's examples, (total, weight), as weighted_sum does: the "
+  "framework divides once, by the weight of all batches and replicas",
+  PADDING: "give rows of batch['weight'] 0 no part in it: weighted_sum(values, batch['weight']), "
+  "and a mask of batch['weight'] > 0 before sorting, counting or comparing rows",
+  ORDER: "compute it of each example, or of all examples in derived(), in any order",
+}
+METHODS = ("metrics", "eval_step", "derived", "loss", "forward")
+WORDS = ("reduce_", "result(", "top_k", "argsort", "len(", "shape", "return")
+
+
+Sets = Mapping[str, Values]
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  names = [
+    "no layer in training mode", "same evaluation with padding", "same evaluation in another order",
+    "same evaluation in smaller batches",
+    *(f"same evaluation on {replicas} replicas" for replicas in REPLICAS),
+  ]  # fmt: skip
+  source, why = survey.eval_source(subject.fresh_task())
+  if source is None:
+    return [GROUP.skipped(name, why) for name in names]
+  try:
+    return list(Comparison(subject, SMALL).results(names))
+  except (ConfigError, ValueError, tf.errors.InvalidArgumentError):
+    return list(Comparison(subject, SMALL * LARGER).results(names))
+
+
+class Comparison:
+  """Evaluations of the same examples."""
+
+  def __init__(self, subject: Subject, small: int) -> None:
+    """Evaluates on one replica.
+
+    Args:
+      subject: what to verify.
+      small: the rows of a small batch; a large one has twice as many, and all are three times.
+    """
+    self.subject, self.small = subject, small
+    self.alone = Evaluated(subject)
+    self.rows = _examples(subject, self.alone, 3 * small)
+    self.in_large = self.alone(self._in_large())
+    all_rows = np.arange(3 * small)
+    self.in_small = self.alone(
+      {"all": self._cut(all_rows, small), "full": self._cut(all_rows[: 2 * small], small),
+       "rest": self._cut(all_rows[2 * small :], small),
+       "mixed": self._cut(all_rows.reshape([-1, 3]).T.ravel(), small)}
+    )  # fmt: skip
+
+  def _in_large(self) -> dict[str, list[Rows]]:
+    small, all_rows = self.small, np.arange(3 * self.small)
+    rest = all_rows[2 * small :]
+    others = self._take(np.concatenate([rest, all_rows[:small]]))
+    turned = np.concatenate([all_rows[: 2 * small][::-1], rest[::-1]])
+    return {
+      **self._same(), "rest": self._cut(rest, 2 * small),
+      "others": [bench.masked(others, np.arange(2 * small) < small)],
+      "turned": self._cut(turned, 2 * small),
+    }  # fmt: skip
+
+  def _same(self) -> dict[str, list[Rows]]:
+    """Returns all examples, and those of the full batch alone, in large batches."""
+    all_rows = range(3 * self.small)
+    large = 2 * self.small
+    return {"all": self._cut(all_rows, large), "full": self._cut(all_rows[:large], large)}
+
+  def _cut(self, order: Sequence[int] | np.ndarray, size: int) -> list[Rows]:
+    """Returns rows in this order in batches of `size`, the last one padded as the input does."""
+    parts = [np.asarray(order)[begin : begin + size] for begin in range(0, len(order), size)]
+    return [bench.padded(self._take(np.resize(part, size)), len(part)) for part in parts]
+
+  def _take(self, indices: np.ndarray) -> Rows:
+    return {name: value[indices] for name, value in self.rows.items()}
+
+  # ---- Results ----
+
+  def results(self, names: Sequence[str]) -> Iterator[Result]:
+    """Yields a result for each of the names."""
+    mode = self._mode(names[0])
+    yield mode
+    if mode.status == "failed":
+      for name in names[1:]:
+        yield GROUP.skipped(name, f"{names[0]!r} fails")
+      return
+    padding = self._padding(names[1])
+    yield padding
+    self.padding_counts = padding.status == "failed"
+    found = [self._order(names[2]), self._sizes(names[3])]
+    found += [self._replicas(n, name) for n, name in zip(REPLICAS, names[4:], strict=True)]
+    yield from found
+
+  def _mode(self, name: str) -> Result:
+    statistics = [each for each in self.alone.changed if each.endswith(STATISTICS)]
+    if not statistics:
+      others = ", ".join(self.alone.changed)
+      return GROUP.passed(name, f"evaluation changes {others}" if others else "no variable changes")
+    return GROUP.failed(
+      name, f"an evaluation changes {statistics[0]}, as only training should", IN_TRAINING_MODE,
+      place=source_lines.mention(self.alone.task, "training=True")
+      or source_lines.find(self.alone.task, "forward", "eval_step", containing=("self.model",)),
+      remedy="pass training on, which is False in eval_step(): self.model(x, training=training)",
+    )  # fmt: skip
+
+  def _padding(self, name: str) -> Result:
+    alone = self.in_small["rest"]
+    for values, told in (
+      (self.in_large["rest"], f"{self.small} examples with as many rows of padding"),
+      (self.in_large["others"], f"{self.small} examples, with other contents in padded rows"),
+    ):
+      if wrong := different(values, alone):
+        return self._failed(name, f"{told}: {wrong[1]} without padding", PADDING, wrong[0])
+    return GROUP.passed(name, ", ".join(alone) or "no metric")
+
+  def _order(self, name: str) -> Result:
+    if wrong := different(self.in_large["turned"], self.in_large["all"]):
+      cause = MIXED if different(self.in_small["full"], self.in_large["full"]) else ORDER
+      return self._failed(name, f"rows of each batch reversed: {wrong[1]} before", cause, wrong[0])
+    if wrong := different(self.in_small["mixed"], self.in_small["all"]):
+      return self._in_other_batches(name, f"in other batches: {wrong[1]} before", wrong[0])
+    return GROUP.passed(
+      name, f"{3 * self.small} examples in batches of other examples, and reversed"
+    )
+
+  def _sizes(self, name: str) -> Result:
+    wrong = self._apart(self.in_small, self.in_large)
+    sizes = f"batches of {self.small} and of {2 * self.small}"
+    if not wrong:
+      return GROUP.passed(name, f"{sizes} are the same")
+    return self._in_other_batches(name, f"in {sizes}: {wrong[1]}", wrong[0])
+
+  def _in_other_batches(self, name: str, told: str, metric: str) -> Result:
+    """Rows that are compared with the others of the batch of all replicas may depend on it."""
+    if self.alone.gathers:
+      told += "; step.all_gather collects a whole batch, so keep run.eval_batch_size as it is"
+      return GROUP.passed(name, told)
+    return self._failed(name, told, self._cause(self.in_small), metric)
+
+  def _replicas(self, replicas: int, name: str) -> Result:
+    there = Evaluated(self.subject, replicas, values=self.alone.values)(self._same())
+    wrong = self._apart(there, self.in_large)
+    if not wrong:
+      return GROUP.passed(name, ", ".join(there["all"]) or "no metric")
+    return self._failed(name, f"{wrong[1]} on one", self._cause(there), wrong[0])
+
+  def _apart(self, one: Sets, other: Sets) -> tuple[str, str] | None:
+    """Returns the metric that differs; full batches alone count if padding does anyway."""
+    sets = ("full",) if self.padding_counts else ("full", "all")
+    return next((wrong for of in sets if (wrong := different(one[of], other[of]))), None)
+
+  def _cause(self, other: Mapping[str, Values]) -> str:
+    """Means of parts of equal size are right; comparisons of rows are not."""
+    return MIXED if different(other["full"], self.in_large["full"]) else MEANS
+
+  def _failed(self, name: str, detail: str, cause: str, metric: str) -> Result:
+    place = self._meeting if cause == MIXED else ""
+    task = self.alone.task
+    named = (f'"{metric}"', f"'{metric}'")
+    return GROUP.failed(
+      name, detail, cause, REMEDIES[cause],
+      place or source_lines.mention(task, *named)
+      or source_lines.find(task, *METHODS, containing=WORDS),
+    )  # fmt: skip
+
+  @functools.cached_property
+  def _meeting(self) -> str:
+    """Returns the line in which rows meet."""
+    rows = row_mixing.resized(self.rows)
+    return row_mixing.place(self.alone.graph(rows), len(rows["weight"]), self.alone.task)
+
+
+def _examples(subject: Subject, alone: Evaluated, count: int) -> Rows:
+  """Returns the first evaluation examples; if there are fewer, some of them again."""
+  rows = subject.rows(alone.task, count, training=False)
+  real = np.flatnonzero(rows["example_id"] >= 0)
+  return {name: value[np.resize(real, count)] for name, value in rows.items()}

@@ -1,0 +1,411 @@
+"""Gradients that are missing, zero, not finite or wrong: checks each call of `step.gradients`.
+
+The step runs eagerly on one replica, after a few compiled ones, because layers that begin at zero
+give others no gradient in the first step. Finite differences are taken per variable, along its
+gradient plus a random part, so that they are large compared with rounding. Two step lengths show
+how curved the loss is. All of it runs in float64 if the task can: policy and batch are float64, and
+casts to float32 become casts to float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from loopwright.errors import ConfigError
+from loopwright.graphs import randomness
+from loopwright.metrics import Loss
+from loopwright.models import models
+from loopwright.step import Step
+from loopwright.tools.verify.bench import bench, made_variables, source_lines
+from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
+from loopwright.tools.verify.bench.loss_graph import Calls, LossGraph
+from loopwright.tools.verify.report import Group, Result
+from loopwright.types import Gradient, Variable
+
+GROUP = Group("gradients")
+STEPS_BEFORE = 3
+MORE = 16
+"""Times as many rows are in a batch of another step: a few may miss an expert of a mixture."""
+MOST_VARIABLES = 12
+"""At most this many variables, the largest first, are compared with finite differences."""
+TOLERANCE = {"float64": 1e-3, "float32": 0.1}
+"""Largest relative difference between gradient and finite difference, by precision of the loss."""
+ROUNDING = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2}
+"""Relative rounding error of the loss."""
+METHODS = ("loss", "forward", "train_step", "build_model")
+OUTSIDE = "variable outside the model"
+
+
+@dataclasses.dataclass
+class GradientNotes:
+  """What all calls of `step.gradients` in one step returned."""
+
+  norms: dict[str, float] = dataclasses.field(default_factory=dict)
+  """Largest L2 norm of each variable's gradient; -1 if it has none."""
+  not_finite: set[str] = dataclasses.field(default_factory=set)
+  sparse: dict[str, int] = dataclasses.field(default_factory=dict)
+  """Bytes of the dense gradient that each sparse one becomes."""
+  wrong: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+  """(gradient, finite difference) along the direction."""
+  compared: int = 0
+  precision: str = "float32"
+  stops: bool = False
+  on_purpose: str = ""
+  """The first line with a custom gradient that is meant to differ from the function's."""
+  replaced: str = ""
+  """The first line with any other custom gradient."""
+  outside: dict[str, str] = dataclasses.field(default_factory=dict)
+  """Trainable variables that the step reads and the model does not have -> the line."""
+  calls: dict[str, dict[str, Calls]] = dataclasses.field(default_factory=dict)
+  """Optimizer -> part of the model -> how the optimizer's loss uses it."""
+
+  @property
+  def complete(self) -> bool:
+    """Whether each variable has had a gradient, or one that is not finite."""
+    return bool(self.not_finite) or all(norm > 0 for norm in self.norms.values())
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  seen, here = look(subject)
+  task = here.task
+  missing = [name for name, norm in seen.norms.items() if norm < 0]
+  zero = [n for n, norm in seen.norms.items() if norm == 0 and n not in seen.not_finite]
+  count = _variables(len(seen.norms))
+  layers = [f'"{part}"' for name in missing for part in name.split("/")[:-1]]
+  results = [
+    _in_model(task, seen.outside),
+    _owned(here),
+    _result(
+      task, "every variable has a gradient", missing, count, "variable without gradient",
+      "use it in the loss, or set trainable=False for its layer; argmax, round, casts to integers "
+      "and NumPy pass no gradient",
+      (*layers, "argmax", "round", "numpy", "stop_gradient", "tf.cast"),
+    ),
+    _result(
+      task, "no gradient is zero", zero, f"{count}, after {STEPS_BEFORE} steps", "zero gradient",
+      "look for a ReLU that is always off, a saturated activation, or a factor of zero",
+      ("relu", "clip_by_value", "* 0", "maximum", "minimum", "round"),
+    ),
+    _result(
+      task, "gradients are finite", sorted(seen.not_finite), count, "non-finite gradient",
+      "look for log, sqrt, norm or division at 0: add a small number inside, or use "
+      "tf.math.divide_no_nan and losses from logits (tf.nn)",
+      ("tf.math.log", "tf.sqrt", "tf.norm", "/ ", "log("),
+    ),
+  ]  # fmt: skip
+  results.append(_differences(task, seen))
+  results += _calls(seen)
+  if seen.sparse:
+    most = max(seen.sparse, key=lambda name: seen.sparse[name])
+    detail = f"{sum(seen.sparse.values()):,} bytes made dense and reduced each step; largest {most}"
+    results.append(GROUP.passed("sparse gradients", detail))
+  return results
+
+
+def look(subject: Subject) -> tuple[GradientNotes, Bench]:
+  """Runs one step eagerly; returns notes on its gradients, and the bench of the steps before it."""
+  rows = 4 * subject.accumulation_steps
+  with made_variables.noted() as made:
+    compiled = Bench(subject, rows=rows, always=True)
+    built = len(made)
+    # With equal weights, losses such as |x| can have a gradient of exactly 0.
+    batch = bench.weighted(subject.rows(compiled.task, rows))
+    for _ in range(STEPS_BEFORE):
+      compiled.step(batch)
+  outside = made_variables.outside(made, compiled)
+  if outside and outside[-1] < built and not made_variables.read_by_step(subject, outside, rows):
+    outside = []  # made for something else, such as a larger model that this one is a part of
+  values = compiled.read()
+  more = functools.cache(lambda: bench.weighted(subject.rows(compiled.task, MORE * rows)))
+
+  def step(
+    seen: GradientNotes, batch: Rows, differences: str | None, others: Sequence[int] = ()
+  ) -> None:
+    here = Bench(subject, rows=rows, eager=True)
+    for number in (0, *others):
+      here.assign(values)
+      here.trainer.global_step.assign(number)
+      here.trainer.use(step=_looking(seen, here.task, differences))
+      here.step(more() if number else batch)
+      if seen.complete:
+        break
+      differences = None
+
+  exact = GradientNotes()
+  with contextlib.suppress(Exception), in_float64():  # not every task can
+    step(exact, {name: _widened(value) for name, value in batch.items()}, "float64")
+  seen = GradientNotes()
+  step(seen, batch, None if exact.compared else "float32", bench.OTHER_STEPS)
+  if exact.compared:
+    found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
+    seen = dataclasses.replace(seen, **found)
+  seen.outside = {models.name(made[number].variable): made[number].place for number in outside}
+  return seen, compiled
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+  """Makes models that are built inside of the context, and casts to float32, use float64."""
+  policies = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
+  cast = tf.cast
+
+  def wide(x: Any, dtype: Any, name: str | None = None) -> Any:
+    narrow = tf.as_dtype(dtype) in (tf.float32, tf.float16, tf.bfloat16)
+    return cast(x, tf.float64 if narrow else dtype, name)
+
+  try:
+    keras.config.set_dtype_policy("float64")
+    tf_keras.mixed_precision.set_global_policy("float64")
+    with mock.patch.object(tf, "cast", wide):
+      yield
+  finally:
+    keras.config.set_dtype_policy(policies[0])
+    tf_keras.mixed_precision.set_global_policy(policies[1])
+
+
+def _widened(value: np.ndarray) -> np.ndarray:
+  return value.astype(np.float64) if np.issubdtype(value.dtype, np.floating) else value
+
+
+def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[Step]:
+  class Looking(Step):
+    def gradients(
+      self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None
+    ) -> Any:
+      del when  # look at the update as if it were due
+      try:
+        gradients, loss = super().gradients(loss_fn, batch, variables)
+      except ConfigError as error:
+        if "depends on none" not in str(error):
+          raise
+        for variable in variables:  # the other branch of a tf.cond, perhaps
+          seen.norms.setdefault(models.name(variable), -1.0)
+        zeros = [tf.zeros_like(models.raw(variable)) for variable in variables]
+        return zeros, Loss(tf.constant(0.0), tf.constant(0.0))
+      scaled = self.parts.loss_scale.scaled
+      factor = float(scaled(tf.constant(1.0), self.parts.global_batch_size))
+      wanted = {id(models.raw(v)) for v in variables}
+      owner = next(
+        (name for name, one in self.parts.optimizers.items()
+         if wanted & {id(models.raw(v)) for v in one.variables}), "default",
+      )  # fmt: skip
+
+      def total() -> tf.Tensor:
+        with self.collected(), randomness.random_streams(tf.constant([3, 5])):
+          return Loss.checked(loss_fn(batch)).total
+
+      with self.collected():  # tensors of the graph among them
+        graph = LossGraph(loss_fn, batch)
+      _note(seen, list(gradients), variables)
+      _note_sparse(seen, total, variables)
+      alone = differences is not None and self.parts.accumulation_steps == 1
+      if alone and (differences != "float64" or graph.is_exact):
+        seen.precision = str(differences)
+        _note_differences(seen, total, list(gradients), variables, factor)
+      seen.stops = seen.stops or graph.stops
+      seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
+      seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
+      seen.calls.setdefault(owner, graph.calls(task.model))
+      return gradients, loss
+
+  return Looking
+
+
+def _note(
+  seen: GradientNotes, gradients: Sequence[Gradient], variables: Sequence[Variable]
+) -> None:
+  for gradient, variable in zip(gradients, variables, strict=True):
+    name = models.name(variable)
+    if gradient is None:
+      seen.norms.setdefault(name, -1.0)
+      continue
+    norm = float(tf.norm(tf.cast(gradient, tf.float32)))
+    if not np.isfinite(norm):
+      seen.not_finite.add(name)
+      norm = 0.0
+    seen.norms[name] = max(norm, seen.norms.get(name, 0.0))
+
+
+def _note_sparse(
+  seen: GradientNotes, total: Callable[[], tf.Tensor], variables: Sequence[Variable]
+) -> None:
+  raw = [models.raw(variable) for variable in variables]
+  with tf.GradientTape() as tape:
+    loss = total()
+  for gradient in tape.gradient(loss, raw):
+    if isinstance(gradient, tf.IndexedSlices):
+      dense = tf.convert_to_tensor(gradient)
+      seen.sparse[f"{tuple(dense.shape)}"] = int(tf.size(dense)) * dense.dtype.size
+
+
+def _note_differences(
+  seen: GradientNotes, total: Callable[[], tf.Tensor], gradients: Sequence[Gradient],
+  variables: Sequence[Variable], factor: float,
+) -> None:  # fmt: skip
+  there = [
+    (g, v) for g, v in zip(gradients, variables, strict=True)
+    if g is not None and np.isfinite(np.asarray(g, np.float64)).all() and np.any(np.asarray(g))
+  ]  # fmt: skip
+  there.sort(key=lambda pair: -np.asarray(pair[0]).size)
+  rng = np.random.default_rng(0)
+  for gradient, variable in there[:MOST_VARIABLES]:
+    told = np.asarray(gradient, np.float64) / factor
+    compared = _compare(total, told, variable, rng, seen.precision)
+    if compared is not None:
+      seen.compared += 1
+      if compared[0] != compared[1]:
+        seen.wrong[models.name(variable)] = compared
+
+
+def _compare(
+  total: Callable[[], tf.Tensor],
+  gradient: np.ndarray,
+  variable: Variable,
+  rng: np.random.Generator,
+  precision: str,
+) -> tuple[float, float] | None:
+  """Returns (gradient, difference) along a direction; two equal numbers if they agree.
+
+  None if the loss changes too little, or is too curved, to tell.
+  """
+  raw = models.raw(variable)
+  start = raw.numpy()
+  random = rng.normal(size=gradient.shape)
+  direction = gradient / np.linalg.norm(gradient) + 0.5 * random / np.linalg.norm(random)
+  told = float((gradient * direction).sum())
+  here = float(total())
+  precise = ROUNDING["float16" if raw.dtype.size < 4 else precision]
+  moves = 1e-5 if precision == "float64" else 3e-3  # relative change of the loss
+  length = moves * (abs(here) + 1e-3) / abs(told)
+  length = min(length, 0.05 * (np.linalg.norm(start) + 0.1))
+
+  def slope(length: float) -> float:
+    ends = []
+    for sign in (1, -1):
+      raw.assign((start + sign * length * direction).astype(start.dtype))
+      ends.append(float(total()))
+    return (ends[0] - ends[1]) / (2 * length)
+
+  try:
+    coarse, fine = slope(length), slope(length / 2)
+  finally:
+    raw.assign(start)
+  rounding = 8 * precise * abs(here) / length
+  bent = abs(coarse - fine)
+  if not np.isfinite(fine) or rounding + bent > 0.5 * max(abs(fine), abs(told)):
+    return None
+  allowed = TOLERANCE[precision] * max(abs(fine), abs(told)) + rounding + 2 * bent
+  agrees = abs(fine - told) <= allowed
+  return (told, told) if agrees else (told, fine)
+
+
+def _differences(task: Any, seen: GradientNotes) -> Result:
+  name = "finite differences"
+  if seen.wrong and (seen.stops or seen.on_purpose):
+    how = "stops gradients" if seen.stops else f"replaces a gradient ({seen.on_purpose})"
+    why = f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose"
+    return GROUP.skipped(name, why)
+  if seen.wrong:
+    variable, (told, true) = next(iter(seen.wrong.items()))
+    return GROUP.failed(
+      name,
+      detail=f"along one direction in {variable} the gradient is {told:.4g}, but the loss changes "
+      f"by {true:.4g}",
+      cause="wrong gradient",
+      remedy="correct the function under tf.custom_gradient, or the operation that passes another "
+      "gradient than its own",
+      place=seen.replaced
+      or source_lines.find(
+        task, *METHODS, containing=("custom_gradient", "py_function"), anywhere=True,
+      ),
+    )  # fmt: skip
+  if not seen.compared:
+    why = "the loss changes too little, or not smoothly enough, to measure"
+    return GROUP.skipped(name, why)
+  within = f"{TOLERANCE[seen.precision]:.1%} in {seen.precision}".replace(".0%", "%")
+  detail = f"agree within {within} in {_variables(seen.compared)}"
+  return GROUP.passed(name, detail)
+
+
+def _in_model(task: Any, outside: Mapping[str, str]) -> Result:
+  """Checks that the step reads no trainable variable that the model does not have."""
+  name = "every variable is in the model"
+  if not outside:
+    return GROUP.passed(name, "no other is made")
+  place = source_lines.qualified(next(iter(outside.values())), task)
+  return GROUP.failed(
+    name, cause=OUTSIDE, place=place,
+    detail=f"{_named(list(outside))}: read by the step, not trained and not saved",
+    remedy="build the layer in build_model() and return it with the model, such as in a dict; a "
+    "layer that is called on a constant is no part of a Keras model: call it in a layer's call()",
+  )  # fmt: skip
+
+
+def _owned(here: Bench) -> Result:
+  """Checks that each trainable variable has an optimizer, or is set by `step.assign`."""
+  owned = {id(models.raw(v)) for o in here.trainer.parts.optimizers.values() for v in o.variables}
+  owned |= {id(variable) for variable in here.trainer.assigned.values()}
+  trainable = models.trainable_variables(here.task.model)
+  names = [models.name(v) for v in trainable if id(models.raw(v)) not in owned]
+  parts = here.task.model.items() if isinstance(here.task.model, Mapping) else ()
+  without = [
+    f'"{key}"' for key, part in parts
+    if any(models.name(v) in names for v in models.trainable_variables(part))
+  ]  # fmt: skip
+  layers = [f'"{part}"' for name in names for part in name.split("/")[:-1]]
+  return _result(
+    here.task, "every variable has an optimizer", names, _variables(len(trainable)),
+    "variable that no optimizer updates",
+    "return it from variables_of() of one of the optimizers; if it must stay as it is, say so: "
+    "trainable=False of its layer or model",
+    (*without, *layers), ("variables_of", "build_model"),
+  )  # fmt: skip
+
+
+def _calls(seen: GradientNotes) -> list[Result]:
+  """Returns a note of what the losses depend on; it cannot fail."""
+  if not seen.calls:
+    return []
+  told = []
+  for optimizer, parts in seen.calls.items():
+    by_calls: dict[Calls, list[str]] = {}
+    for name, calls in parts.items():
+      by_calls.setdefault(calls, []).append(name)
+    each = "; ".join(f"{', '.join(names)}: {calls}" for calls, names in by_calls.items())
+    told.append(f"loss of {optimizer!r}: {each}" if len(seen.calls) > 1 else each)
+  twice = any(calls.passing > 1 for parts in seen.calls.values() for calls in parts.values())
+  hint = "; a target needs tf.stop_gradient, if one of the calls computes one" if twice else ""
+  detail = "; ".join(told) + hint
+  return [GROUP.passed("what the loss depends on", detail)]
+
+
+def _variables(count: int) -> str:
+  return f"{count} variable" if count == 1 else f"{count} variables"
+
+
+def _named(names: Sequence[str]) -> str:
+  more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+  return f"{', '.join(names[:3])}{more}"
+
+
+def _result(
+  task: Any, name: str, wrong: Sequence[str], detail: str, cause: str, remedy: str,
+  containing: tuple[str, ...], methods: tuple[str, ...] = METHODS,
+) -> Result:  # fmt: skip
+  if not wrong:
+    return GROUP.passed(name, detail)
+  return GROUP.failed(
+    name, detail=_named(wrong), cause=cause,
+    remedy=remedy, place=source_lines.find(task, *methods, containing=containing, anywhere=True),
+  )  # fmt: skip

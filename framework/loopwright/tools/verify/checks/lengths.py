@@ -1,0 +1,170 @@
+"""Padding inside a row: the same examples, padded further, give the same loss and evaluation.
+
+Graphs, texts and sounds are padded to a common length. Twelve examples are evaluated, and trained
+on for one step, as they are in their bucket and as they would be in the longest one; or, if the
+task pads by itself, with more of the same padding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loopwright.errors import ConfigError
+from loopwright.tools.verify.bench import bench, longer_rows, shared_noise, source_lines
+from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
+from loopwright.tools.verify.bench.comparison import normalisations
+from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
+from loopwright.tools.verify.bench.longer_rows import Padded
+from loopwright.tools.verify.report import Group, Result
+
+GROUP = Group("lengths")
+NAMES = ("same evaluation if padded further", "same step if padded further", "contents of padding")
+CAUSE = "padding counts inside a row"
+REMEDY = (
+  "mask what is padded wherever positions are added up, averaged, compared or attended to: "
+  "tf.sequence_mask(lengths, size), a mask among the features, or mask_zero=True"
+)
+REFUSED = (ConfigError, ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError)
+TOLERANCE = 1e-3
+METHODS = ("forward", "loss", "metrics", "build_model")
+WORDS = ("reduce_mean", "reduce_max", "Pooling", "softmax", "reduce_sum", "matmul", "self.model")
+STEP_WORDS = ("tf.size", "shape", "reduce_mean", "len(")
+_FIRST, _NEXT = ("Mean", "Max", "Min", "Prod"), ("Softmax", "Sum", "BatchMatMulV2", "Einsum")
+_NEVER = ("Shape", "Size", "Rank", "Const", "Identity")
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  task = subject.fresh_task()
+  padded = longer_rows.find(task)
+  if padded is None:
+    why = "no Buckets, and no feature that says how long an example is"
+    return [GROUP.skipped(NAMES[0], why)]
+  return list(Lengths(subject, padded).results())
+
+
+class Lengths:
+  """The same examples with less and with more padding."""
+
+  def __init__(self, subject: Subject, padded: Padded) -> None:
+    """Keeps its arguments."""
+    self.subject, self.padded = subject, padded
+    self.told = f"rows of {padded.sizes[0]} and of {padded.sizes[1]}, lengths by {padded.known_by}"
+
+  def results(self) -> Iterator[Result]:
+    """Yields a result for each of `NAMES`."""
+    self.here = Evaluated(self.subject)
+    self.task = self.here.task
+    try:
+      self.short, self.long = (self._rows(each) for each in (self.padded.short, self.padded.long))
+      short, long = (self._evaluated(rows) for rows in (self.short, self.long))
+    except REFUSED as error:
+      for name in NAMES:
+        yield GROUP.skipped(name, f"the task takes no longer rows: {type(error).__name__}")
+      return
+    evaluation = self._evaluation(short, long)
+    yield evaluation
+    yield self._training(known=evaluation.status == "failed")
+    yield self._contents(long, known=evaluation.status == "failed")
+
+  def _rows(self, features: Rows) -> Rows:
+    return longer_rows.preprocessed(self.task, features)
+
+  def _evaluated(self, rows: Rows) -> Values:
+    return self.here({"rows": [rows]})["rows"]
+
+  def _evaluation(self, short: Values, long: Values) -> Result:
+    if wrong := different(long, short):
+      return self._failed(NAMES[0], f"{self.told}: {wrong[1]} in short rows")
+    return GROUP.passed(NAMES[0], f"{self.told}: the same {', '.join(short)}")
+
+  def _training(self, *, known: bool) -> Result:
+    """Compares a step of gradient descent, in which nothing is random."""
+    name = NAMES[1]
+    if known:
+      return GROUP.skipped(name, f"{NAMES[0]!r} fails")
+    if normalised := normalisations(self.task.model):
+      return GROUP.skipped(
+        name, f"{normalised[0].name} normalises over all positions, padding included"
+      )
+    try:
+      short, long = (self._step(rows) for rows in (self.short, self.long))
+    except REFUSED as error:
+      return GROUP.skipped(name, f"the step does not take these rows: {type(error).__name__}")
+    if wrong := different(*({"loss": np.array([each[0]])} for each in (long, short))):
+      return self._failed(name, f"{self.told}: {wrong[1]} in short rows")
+    apart = np.linalg.norm(long[1] - short[1]) / max(np.linalg.norm(short[1]), 1e-12)
+    if apart > TOLERANCE:
+      return self._failed(name, f"{self.told}: the update differs by {apart:.2g} of its size")
+    return GROUP.passed(name, f"{self.told}: relative difference {apart:.1e}")
+
+  def _step(self, rows: Rows) -> tuple[float, np.ndarray]:
+    """Returns the loss of a step and the update."""
+    here = Bench(
+      self.subject, rows=len(rows["weight"]), optimizer=bench.gradient_descent, always=True
+    )
+    here.around = shared_noise.still
+    outcome = here.step(rows)
+    update = np.concatenate([np.ravel(each) for each in outcome.update()])
+    return outcome.metrics.get("loss", np.nan), update
+
+  def _contents(self, long: Values, *, known: bool) -> Result:
+    name = NAMES[2]
+    if known or self.padded.others is None:
+      why = f"{NAMES[0]!r} fails" if known else "no float feature is padded"
+      return GROUP.skipped(name, why)
+    wrong = different(self._evaluated(self._rows(self.padded.others)), long)
+    if not wrong:
+      return GROUP.passed(name, "other numbers in the padding change nothing")
+    if self.padded.changing:
+      told = (
+        f"{', '.join(self.padded.changing)} have other numbers in the padding: {wrong[1]} before"
+      )
+      return self._failed(name, told)
+    return GROUP.passed(name, f"they count ({wrong[1]} before), but are one constant: keep it so")
+
+  def _failed(self, name: str, detail: str) -> Result:
+    place = ""
+    if name == NAMES[1]:  # evaluation is right
+      place = source_lines.find(self.task, "train_step", "training_loss", containing=STEP_WORDS)
+    with contextlib.suppress(Exception):
+      place = place or self._place()
+    return GROUP.failed(
+      name, detail=detail, cause=CAUSE, remedy=REMEDY,
+      place=place or source_lines.find(self.task, *METHODS, containing=WORDS),
+    )  # fmt: skip
+
+  def _place(self) -> str:
+    """Returns the first line that makes one number of all positions, from both graphs."""
+    graphs = [self.here.graph(rows).get_operations() for rows in (self.short, self.long)]
+    lines: dict[int, str] = {}
+    for one, other in zip(*graphs, strict=False):
+      kind = _kind(one, other)
+      line = source_lines.of_operation(one, self.task) if kind not in (None, *lines) else ""
+      if kind is not None and line:
+        lines[kind] = line
+    return lines[min(lines)] if lines else ""
+
+
+def _kind(one: tf.Operation, other: tf.Operation) -> int | None:
+  """Returns how likely an operation forgets to mask; None if it does not join positions.
+
+  Its inputs depend on the length of the rows, and its outputs do not.
+  """
+  if one.type != other.type or one.type in _NEVER:
+    return None
+  longer = _shapes(one.inputs) != _shapes(other.inputs)
+  if one.type == "Softmax" and longer:
+    return 1
+  if not longer or _shapes(one.outputs) != _shapes(other.outputs):
+    return None
+  return 0 if one.type in _FIRST else 1 if one.type in _NEXT else 2
+
+
+def _shapes(tensors: Any) -> list[Any]:
+  return [tensor.shape.as_list() if tensor.shape.rank is not None else None for tensor in tensors]

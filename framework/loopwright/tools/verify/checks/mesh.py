@@ -1,0 +1,291 @@
+"""The same update on the config's mesh and on one device; if it differs, which mistake explains it.
+
+Only for `run.strategy = @model_parallel`. Layouts are the config's; the mesh is of logical CPUs. A
+step sees the whole batch there, and the numbers are those of one device whatever the layouts. What
+differs is code of the task that reckons with the parts, or an operation that DTensor gets wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loopwright.errors import ConfigError, failure, place_of
+from loopwright.graphs import operations as graphs
+from loopwright.optimizers.adapters import KerasOptimizer
+from loopwright.strategies import placement
+from loopwright.tools.verify.bench import bench, source_lines
+from loopwright.tools.verify.bench.bench import Bench, Outcome, Subject
+from loopwright.tools.verify.bench.comparison import AFTER_STEPS, Comparison
+from loopwright.tools.verify.bench.explanations import (
+  PREDICTIONS,
+  REGULARISATION,
+  Explanation,
+  Part,
+  fits,
+  weighted_mean,
+)
+from loopwright.tools.verify.report import Group, Result
+
+GROUP = Group("mesh")
+RUNS, UPDATE, STATE, METRICS, NOISE, OWN = (
+  "runs on the mesh", "same update on the mesh", "same state on the mesh",
+  "same metrics on the mesh", "same random numbers on the mesh", "same weights after 4 steps",
+)  # fmt: skip
+WHOLE = "on a mesh the step sees the whole batch, and sums are over all rows"
+CRASH = Explanation(
+  cause="operation that ends the process on a mesh",
+  remedy="write tf.expand_dims(x, 1) for x[:, None], and tf.broadcast_to around a scalar condition "
+  "of tf.where",
+)
+NO_RULE = Explanation(
+  cause="operation that cannot be split",
+  remedy="write it with other operations; docs/large-models.md lists some that cannot be split",
+)
+FACTOR = Explanation(
+  cause="scaled by the size of the mesh",
+  remedy=f"{WHOLE}: leave the number of devices out",
+  containing=("row_shares", "mesh", "num_devices", "dim_size", "shares", "devices"),
+)
+ONE_PART = Explanation(
+  cause="rows of one part only",
+  remedy=f"{WHOLE}: do not take a part of the rows",
+  containing=("[:", ": tf.shape", "tf.slice", "tf.split", "shares", "mesh"),
+)
+LOST = Explanation(
+  cause="update lost on the mesh",
+  remedy="assign a new value, by variable.assign(...) or step.apply: TensorFlow 2.20 can lose an "
+  "update in place of a split variable",
+  containing=("raw_ops", "assign_sub", "assign_add", "scatter"),
+)
+OF_PARTS = Explanation(
+  cause="computed for each part alone",
+  remedy=f"{WHOLE}: take means and other statistics over all rows",
+  containing=("tf.reshape", "tf.split", "reduce_mean", "moments", "shares", "mesh"),
+)
+PENALTY = Explanation(
+  cause="regularisation counted for each device",
+  remedy="return the penalty from Task.regularization(), or use loss.plus_regularization(penalty), "
+  "once",
+  containing=REGULARISATION.containing,
+)
+NUMBERS = Explanation(
+  cause="random numbers that depend on the mesh",
+  remedy="draw for the whole batch, with Keras layers or tf.random.stateless_* and step.seed()",
+  containing=("tf.random.", "tf.tile", "tf.repeat"),
+)
+PART_STATE = Explanation(
+  cause="state of one part only",
+  remedy=f"{WHOLE}: compute state from all rows",
+  containing=(".assign",),
+)
+PART_METRIC = Explanation(
+  cause="metric of one part only",
+  remedy=f"{WHOLE}: return sums over all rows, as weighted_sum does",
+  containing=("weighted_sum", "[:", "reduce_mean"),
+)
+UNKNOWN = Explanation(
+  cause="unknown",
+  remedy="no known mistake predicts this update; make layouts empty, then add one after the other",
+)
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group; none without a mesh."""
+  if subject.mesh is None:
+    return []
+  on_mesh = OnMesh(subject)
+  if crash := on_mesh.crash():
+    return [crash]
+  try:
+    return list(on_mesh.results())
+  except ConfigError:
+    raise  # a mistake in the layouts, told by itself
+  except (tf.errors.OpError, TypeError, ValueError) as error:
+    return [_failed(RUNS, failure(error), NO_RULE, place_of(error) or on_mesh.named_in(error))]
+
+
+class OnMesh:
+  """Steps on the mesh, beside the same steps on one device."""
+
+  def __init__(self, subject: Subject) -> None:
+    """Runs the reference steps."""
+    assert subject.mesh is not None
+    self.subject, self.strategy = subject, subject.mesh()
+    self.shares = placement.of(self.strategy).row_shares
+    rows = int(np.lcm(subject.divisible_rows, self.shares))
+    self._here = self._bench(rows, optimizer=bench.gradient_descent)  # first: it checks the layouts
+    self.compared = Comparison(subject, rows=rows)
+    self.task = self.compared.task
+
+  def crash(self) -> Result | None:
+    """Returns the finding for an operation that would end this process; None if there is none."""
+    for operation in graphs.operations(self.compared.alone.graph(self.compared.batch)):
+      if _crashes(operation):
+        place = source_lines.of_operation(operation, self.task)
+        if place:  # else it is TensorFlow's or Keras's own, which may be none on a mesh
+          return _failed(RUNS, f"{operation.type} of this kind crashes DTensor", CRASH, place)
+    return None
+
+  def named_in(self, error: Exception) -> str:
+    """Returns the user's line with the operation that a message of DTensor names, or ""."""
+    named = re.search(r"'tf\.(\w+)' op", str(error))
+    graph = self.compared.alone.graph(self.compared.batch)
+    same = [op for op in graphs.operations(graph) if named and op.type == named[1]]
+    return next(filter(None, (source_lines.of_operation(op, self.task) for op in same)), "")
+
+  def results(self) -> Iterator[Result]:
+    """Yields the results; after an update that differs only those that say more."""
+    outcomes = self._outcomes(self._here)
+    yield GROUP.passed(RUNS, f"{self.strategy.mesh.size} devices, {self.shares} parts of the rows")
+    compared = self.compared
+    found = {
+      case: compared.difference(outcome, compared.reference[case], without=compared.state)
+      for case, outcome in outcomes.items()
+    }
+    worst = max(found.values(), key=lambda each: each.worst)
+    if worst.worst > compared.tolerance:
+      explanation = self._explain(outcomes)
+      yield _failed(UPDATE, worst.detail, explanation, self._find(explanation))
+      return
+    yield GROUP.passed(UPDATE, f"relative difference {worst.worst:.1e}")
+    yield from self._state(outcomes)
+    wrong = next((each.metrics for each in found.values() if each.metrics), "")
+    place = source_lines.find(self.task, "metrics", containing=PART_METRIC.containing)
+    yield _verdict(METRICS, wrong, PART_METRIC, place)
+    noisy = self._noise(metrics=not wrong)
+    yield _verdict(NOISE, noisy, NUMBERS, self._find(NUMBERS))
+    if not noisy:
+      yield self._several_steps()
+
+  def _bench(self, rows: int, *, optimizer: KerasOptimizer = None, quiet: bool = True) -> Bench:
+    return Bench(
+      self.subject, rows=rows, optimizer=optimizer, quiet=quiet, always=True,
+      strategy=self.strategy,
+    )  # fmt: skip
+
+  def _outcomes(self, here: Bench) -> dict[str, Outcome]:
+    here.first_number = self.compared.alone.first_number
+    start = self.compared.start
+    return {case: here.steps_from(start, rows) for case, rows in self.compared.cases.items()}
+
+  def _find(self, explanation: Explanation) -> str:
+    return self.compared.find(explanation)
+
+  def _state(self, outcomes: Mapping[str, Outcome]) -> Iterator[Result]:
+    compared = self.compared
+    if not compared.state:
+      return
+    found = [
+      compared.difference(outcome, compared.reference[case], without=compared.updated)
+      for case, outcome in outcomes.items()
+    ]
+    worst = max(found, key=lambda each: each.worst)
+    wrong = worst.detail if worst.worst > compared.tolerance else ""
+    yield _verdict(STATE, wrong, PART_STATE, self._find(PART_STATE))
+
+  def _noise(self, *, metrics: bool) -> str:
+    """Compares a step with the task's own random numbers; returns how it differs, or "".
+
+    Args:
+      metrics: whether to compare metrics too.
+    """
+    plain: dict[str, Any] = {"optimizer": bench.gradient_descent, "quiet": False}
+    one = Bench(self.subject, rows=self.compared.rows, always=True, **plain)
+    outcomes = [
+      each.steps_from(self.compared.start, self.compared.batch)
+      for each in (self._bench(self.compared.rows, **plain), one)
+    ]
+    found = self.compared.difference(*outcomes, without=self.compared.state)
+    if found.worst > self.compared.tolerance:
+      return found.detail
+    return found.metrics if metrics else ""
+
+  def _several_steps(self) -> Result:
+    """Compares steps with the config's own optimizer and options."""
+    compared, ends = self.compared, []
+    for here in (self._bench(compared.rows), Bench(self.subject, rows=compared.rows, always=True)):
+      here.assign(compared.start)
+      outcomes = [here.step(rows) for rows in (compared.batch, *compared.cases.values())]
+      ends.append(Outcome(before=compared.start, after=outcomes[-1].after, metrics={}))
+    found = compared.difference(ends[0], ends[1], without=compared.noisy | compared.state)
+    wrong = found.detail if found.worst > AFTER_STEPS else ""
+    return _verdict(OWN, wrong, UNKNOWN, "", f"relative difference {found.worst:.1e}")
+
+  def _explain(self, outcomes: Mapping[str, Outcome]) -> Explanation:
+    """Returns the mistake whose prediction fits the update in every case."""
+    compared, used = self.compared, self.compared.trained
+    seen = {case: compared.flat(outcome, used) for case, outcome in outcomes.items()}
+    whole = {case: compared.flat(compared.reference[case], used) for case in seen}
+    parts = {case: compared.parts(compared.cases[case], self.shares, used) for case in seen}
+    factor = _factor(seen["full batch"], whole["full batch"])
+    if all(fits(seen[case], factor * whole[case]) for case in seen):
+      return FACTOR
+    if self._lost(outcomes):
+      return LOST
+    if all(_of_one_part(seen[case], parts[case]) for case in seen):
+      return ONE_PART
+    for _, predict in PREDICTIONS:
+      if all(fits(seen[case], predict(whole[case], parts[case])) for case in seen):
+        return OF_PARTS
+    excess = [seen[case] - whole[case] for case in seen]
+    weights = [float(compared.cases[case]["weight"].sum()) for case in seen]
+    for scales in ([1.0] * len(excess), weights):
+      scaled = [scale * each for scale, each in zip(scales, excess, strict=True)]
+      if all(fits(each, scaled[0]) for each in scaled[1:]):
+        return PENALTY
+    if fits(seen["full batch"], weighted_mean(self._alone())):
+      return OF_PARTS
+    return UNKNOWN
+
+  def _alone(self) -> list[Part]:
+    """Returns the update of each part's rows, without the other rows being there at all."""
+    compared, found = self.compared, []
+    for rows in np.split(np.arange(compared.rows), self.shares):
+      batch = {name: np.concatenate([v[rows]] * self.shares) for name, v in compared.batch.items()}
+      outcome = compared.on_one(batch)
+      found.append((compared.flat(outcome, compared.trained), batch["weight"].sum()))
+    return found
+
+  def _lost(self, outcomes: Mapping[str, Outcome]) -> bool:
+    """Whether a variable never moves that moves on one device."""
+    pairs = [
+      (outcome.update(), self.compared.reference[case].update())
+      for case, outcome in outcomes.items()
+    ]
+    return any(
+      trained and all(there[i].any() and not here[i].any() for here, there in pairs)
+      for i, trained in enumerate(self.compared.trained)
+    )
+
+
+def _factor(seen: np.ndarray, whole: np.ndarray) -> float:
+  """Returns the number by which `whole` must be multiplied to be nearest to `seen`."""
+  size = float(whole @ whole)
+  return float(seen @ whole) / size if size else 1.0
+
+
+def _of_one_part(seen: np.ndarray, parts: Sequence[Part]) -> bool:
+  return any(fits(seen, _factor(seen, part) * part) for part, _ in parts)
+
+
+def _crashes(operation: tf.Operation) -> bool:
+  if operation.type == "StridedSlice":
+    return bool(operation.get_attr("new_axis_mask")) and (operation.inputs[0].shape.rank or 0) >= 3
+  if operation.type == "SelectV2":
+    return operation.inputs[0].shape.rank == 0 and operation.outputs[0].shape.rank != 0
+  return False
+
+
+def _failed(name: str, detail: str, explanation: Explanation, place: str) -> Result:
+  return GROUP.failed(name, detail, explanation.cause, explanation.remedy, place)
+
+
+def _verdict(
+  name: str, wrong: str, explanation: Explanation, place: str, detail: str = ""
+) -> Result:
+  return _failed(name, wrong, explanation, place) if wrong else GROUP.passed(name, detail)

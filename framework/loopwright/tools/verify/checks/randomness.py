@@ -1,0 +1,330 @@
+"""Random numbers: they differ between replicas and steps, and repeat with the seed.
+
+Two replicas on logical CPUs take steps on the same rows from the same weights. The same step again
+must be equal; the next step must differ, and so must a step in which both replicas draw the same.
+Only the update and the logged values are compared, so any train_step() will do.
+
+augmentation.py has the checks of preprocess().
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from loopwright import configurables
+from loopwright.evaluator import Evaluator
+from loopwright.metrics import numbers
+from loopwright.models import models
+from loopwright.tools.verify.bench import bench, layer_calls, random_draws, source_lines, survey
+from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows, Subject
+from loopwright.tools.verify.bench.comparison import normalisations
+from loopwright.tools.verify.bench.random_draws import FIXED, FROZEN, ONCE, STATEFUL, Draw
+from loopwright.tools.verify.checks.augmentation import Augmentation
+from loopwright.tools.verify.report import Group, Result
+from loopwright.types import Model
+
+GROUP = Group("randomness")
+ROUNDING = 1e-5
+"""A relative difference below this is rounding, not other random numbers."""
+METHODS = ("train_step", "training_loss", "forward", "loss", "build_model")
+MIXED = "examples that depend on one another"
+TRAINING = (
+  "pass training on: self.model(x, training=training); without it, Keras layers behave as in "
+  "evaluation"
+)
+LAYERS = ("Dropout", "GaussianNoise", "Random")
+"""Parts of the names of layers that draw in training."""
+STATELESS = (
+  "use Keras layers, or tf.random.stateless_* with step.seed(): ops with their own state give "
+  "other numbers after a restart"
+)
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  steps = Steps(subject)
+  return [
+    *steps.training(),
+    steps.apart(),
+    steps.active(),
+    steps.normalises(),
+    steps.evaluation(),
+    *Augmentation(subject, steps.bench.task).results(),
+  ]
+
+
+class Steps:
+  """Steps on two replicas with the same rows, with the same and with different seeds."""
+
+  def __init__(self, subject: Subject) -> None:
+    """Runs the steps."""
+    rows = 24 * subject.accumulation_steps
+    self.bench = Bench(subject, 2, rows=rows, optimizer=bench.gradient_descent, quiet=False)
+    self.task, self.rows = self.bench.task, rows // 2
+    self._apart = tf.Variable(1, dtype=tf.int32, trainable=False)
+    own = self.bench.trainer.parts.replica_id
+    self.bench.trainer.parts = dataclasses.replace(
+      self.bench.trainer.parts, replica_id=lambda: tf.cast(own(), tf.int32) * self._apart
+    )
+    half = subject.rows(self.task, self.rows)
+    self._batch = {name: np.concatenate([value, value]) for name, value in half.items()}
+    self._start = self.bench.read()
+    with random_draws.watch(self.task) as self.watched, layer_calls.watch() as self._calls:
+      first = self._step(0)
+    self._normalised = self._still_statistics(first)
+    self._random_layers = random_layers(self.task.model)
+    self._outside = self._layers_drew(first)
+    self.repeats = self._same(first, self._step(0))
+    self.by_step = not self._same(first, self._step(1))
+    self.by_replica = not self._same(first, self._step(0, apart=False))
+    self.by_example = not self._same(first, self._step(0, first_id=1000))
+
+  def training(self) -> Iterator[Result]:
+    """Checks that a step repeats with its seed and differs from other steps and replicas."""
+    names = ("repeats with the seed", "differs between steps", "differs between replicas")
+    if self._nothing_random:
+      for name in names:
+        yield GROUP.skipped(name, "the step draws no random numbers")
+      return
+    if not self.repeats:
+      yield self._stateful(names[0])
+      yield GROUP.skipped(names[1], f"{names[0]!r} fails")
+      yield GROUP.skipped(names[2], f"{names[0]!r} fails")
+      return
+    if self._outside:
+      yield GROUP.failed(
+        names[0], f"{self._outside} changes in a step, so a layer drew without the step's seed",
+        *random_draws.outside(self.task),
+      )  # fmt: skip
+    else:
+      yield GROUP.passed(names[0], "the same step again gives the same update")
+    yield self._between_steps(names[1])
+    yield self._between_replicas(names[2])
+
+  def _layers_drew(self, step: Outcome) -> str:
+    """Returns the state of a layer's own generator that a step has changed; "" if none."""
+    pairs = zip(self.bench.names, step.before, step.after, strict=True)
+    return next(
+      (
+        name
+        for name, before, after in pairs
+        if random_draws.is_generator(name) and not np.array_equal(before, after[0])
+      ),
+      "",
+    )
+
+  @property
+  def _nothing_random(self) -> bool:
+    return self.repeats and not (self.watched.in_python or self.watched.draws)
+
+  def _stateful(self, name: str) -> Result:
+    return GROUP.failed(
+      name, f"the same step again gives another update{random_draws.listed(self.watched.stateful)}",
+      STATEFUL, STATELESS,
+      self._place(self.watched.stateful, ("tf.random.", "tf.nn.dropout", "np.random", "random.")),
+    )  # fmt: skip
+
+  def _between_steps(self, name: str) -> Result:
+    if self.watched.in_python:
+      return GROUP.failed(
+        name, "numbers were drawn in Python while the step was traced: they never change again",
+        FROZEN, ONCE + "use tf.random.stateless_* with step.seed()",
+        self._place([], ("np.random", "default_rng", "random.")),
+      )  # fmt: skip
+    fixed = self.watched.fixed(self.rows)
+    if fixed and (not self.by_step or self.watched.all_fixed):
+      return GROUP.failed(
+        name, f"steps draw the same numbers{random_draws.listed(fixed)}", FIXED,
+        "use Keras layers, or step.seed(), which is new in each step",
+        self._place(fixed, ("seed=", "stateless_")),
+      )  # fmt: skip
+    if not self.by_step:
+      return GROUP.skipped(name, "the random numbers do not change the update")
+    return GROUP.passed(
+      name, "the next step, from the same weights on the same rows, gives another"
+    )
+
+  def _between_replicas(self, name: str) -> Result:
+    if not self.by_step or self.watched.all_fixed:
+      return GROUP.skipped(name, "steps draw no other numbers")
+    if self.by_replica:
+      return GROUP.passed(name, "two replicas draw different numbers for the same rows")
+    if self.by_example:
+      return GROUP.passed(name, "random numbers depend on the example's id, not on the replica")
+    if not self._for_rows():
+      return GROUP.skipped(name, "no numbers are drawn for each row")
+    return GROUP.failed(
+      name, "two replicas draw the same numbers on their rows", "a seed without the replica",
+      "use Keras layers, or step.seed(), which also depends on the replica",
+      self._place([d for d in self.watched.draws if not d.by_keras], ("seed", "stateless_")),
+    )  # fmt: skip
+
+  def _for_rows(self) -> bool:
+    """Whether a draw, not from a constant seed, has numbers for each row."""
+    rows = (self.rows, self.rows // self.bench.subject.accumulation_steps, None)
+    return any(
+      draw.by_keras or (draw.shape and draw.shape[0] in rows)
+      for draw in self.watched.draws
+      if not draw.fixed
+    )
+
+  def apart(self) -> Result:
+    """Checks that random numbers mix no rows: then what rows of weight 0 hold counts."""
+    name = "random numbers mix no rows"
+    if self._nothing_random or not self.repeats:
+      return GROUP.skipped(
+        name, f"{'the step draws nothing' if self.repeats else 'it does not repeat'}"
+      )
+    if normalisations(self.task.model):
+      return GROUP.skipped(name, "batch normalisation mixes all rows")
+    own, other = self._with_other_padding()
+    if self._same(self._step(0, batch=own), self._step(0, batch=other)):
+      return GROUP.passed(name, "what rows of weight 0 hold changes nothing, whatever is drawn")
+    quiet = Bench(self.bench.subject, 2, rows=2 * self.rows, optimizer=bench.gradient_descent)
+    if not self._same(*(quiet.steps_from(self._start, each) for each in (own, other))):
+      return GROUP.skipped(name, "nor do rows without random numbers: see the group 'replicas'")
+    drawn = [draw for draw in self.watched.draws if not draw.by_keras]
+    return GROUP.failed(
+      name, f"rows of weight 0 change the step{random_draws.listed(drawn)}", MIXED,
+      "a random order of a replica's own rows mixes in other examples on N replicas, and padding; "
+      "mix with a further part, Sources(main, other=Part(source=...)), or with step.all_gather and "
+      "an order that is equal on all replicas",
+      source_lines.mention(self.task, "shuffle", "tf.gather(", "permutation", "roll")
+      or self._place(drawn, ("stateless_", "argsort")),
+    )  # fmt: skip
+
+  def _with_other_padding(self) -> tuple[Rows, Rows]:
+    """Returns a batch with rows of weight 0 on each replica, and with other contents in them."""
+    rows = np.arange(2 * self.rows)
+    kept = rows % self.rows < self.rows * 2 // 3
+    own = bench.masked(self._batch, kept)
+    return own, {**own, **{
+      name: value[np.where(kept, rows, 0)] for name, value in own.items()
+      if name.rpartition("/")[2] not in ("weight", "example_id")
+    }}  # fmt: skip
+
+  def _still_statistics(self, step: Outcome) -> str:
+    """Returns a trainable batch normalisation whose statistics a step does not move; or ""."""
+    pairs = zip(self.bench.variables, step.before, step.after, strict=True)
+    moved = {id(v) for v, before, after in pairs if not np.array_equal(before, after[0])}
+    still = [
+      layer.name
+      for layer in normalisations(self.task.model, trainable=True)
+      if not any(id(models.raw(v)) in moved for v in layer.non_trainable_variables)
+    ]
+    return still[0] if still and self._calls.none_in_training(self.task.model) else ""
+
+  def normalises(self) -> Result:
+    """Checks that batch normalisation uses the batch in a training step."""
+    name = "batch norm is active"
+    layers = normalisations(self.task.model, trainable=True)
+    if not layers:
+      return GROUP.skipped(name, "the model has no batch normalisation to train")
+    if not self._normalised:
+      return GROUP.passed(name, ", ".join(layer.name for layer in layers))
+    return GROUP.failed(
+      name, f"a training step does not move the statistics of {self._normalised}",
+      "layer called without training", TRAINING, self._called_at(),
+    )  # fmt: skip
+
+  def active(self) -> Result:
+    """Checks that the random layers draw in a training step."""
+    name, layers = "dropout is active", self._random_layers
+    if not layers:
+      return GROUP.skipped(name, "the model has no random layer")
+    if any(draw.by_keras for draw in self.watched.draws):
+      return GROUP.passed(name, ", ".join(layers))
+    return GROUP.failed(
+      name, f"no layer draws in a training step, although the model has {', '.join(layers)}",
+      "layer called without training", TRAINING, self._called_at(),
+    )  # fmt: skip
+
+  def _called_at(self) -> str:
+    texts = ("self.model(", "self.model[", "training=False")
+    return source_lines.find(self.task, *METHODS, containing=texts)
+
+  def evaluation(self) -> Result:
+    """Checks that the same batch gives the same metrics when evaluated twice."""
+    name = "evaluation draws nothing"
+    source, why = survey.eval_source(self.task)
+    if source is None:
+      return GROUP.skipped(name, why)
+    try:
+      rows = self.bench.subject.rows(self.task, 2 * self.rows, training=False)
+    except Exception as error:
+      if not survey.of_training(error):
+        raise
+      return GROUP.skipped(name, "preprocess() fails in evaluation")
+    self.bench.assign(self._start)
+    evaluator = configurables.configured(Evaluator)(
+      task=self.task, strategy=self.bench.strategy, dataset=tf.data.Dataset.from_tensors(rows)
+    )
+    with random_draws.watch(self.task) as watched:
+      once = numbers(evaluator.evaluate())
+    twice = numbers(evaluator.evaluate())
+    different = [key for key in once if not _close(once[key], twice[key])]
+    if not different:
+      return GROUP.passed(name, f"the same {', '.join(once)} again")
+    key = different[0]
+    stateful = [draw for draw in watched.stateful if not draw.by_keras]
+    return GROUP.failed(
+      name, f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again",
+      *(
+        (STATEFUL, STATELESS)
+        if stateful and not self._random_layers
+        else (
+          "dropout active in evaluation",
+          "pass training on, which is False in eval_step(): self.model(x, training=training)",
+        )
+      ),
+      random_draws.place(
+        self.task, stateful or watched.draws, ("forward", "eval_step"), ("training=True", "dropout")
+      ),
+    )  # fmt: skip
+
+  def _step(
+    self, step: int, *, apart: bool = True, first_id: int = 0, batch: Rows | None = None
+  ) -> Outcome:
+    self.bench.assign(self._start)
+    self.bench.trainer.global_step.assign(step)
+    self._apart.assign(int(apart))
+    batch = batch or self._batch
+    return self.bench.step({**batch, "example_id": batch["example_id"] + first_id})
+
+  def _same(self, one: Outcome, other: Outcome) -> bool:
+    """Whether updates and logged values of two steps are equal except for rounding."""
+    for replica in range(self.bench.replicas):
+      for mine, yours in zip(one.update(replica), other.update(replica), strict=True):
+        size = np.linalg.norm(np.nan_to_num(yours))
+        if np.linalg.norm(np.nan_to_num(mine - yours)) > ROUNDING * size:
+          return False
+    return all(_close(value, other.metrics[key]) for key, value in one.metrics.items())
+
+  def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:
+    return random_draws.place(self.task, found, METHODS, words)
+
+
+def random_layers(model: Model) -> list[str]:
+  """Returns the names of a model's layers that draw random numbers in training.
+
+  A frozen model, such as a teacher, must behave as in evaluation, so its layers do not count.
+  """
+  found = []
+  for part in models.parts(model):
+    if not models.is_keras(part) or not part.trainable:
+      continue
+    for layer in models.layers(part):
+      named = any(word in type(layer).__name__ for word in LAYERS)
+      rates = ("rate", "stddev") if named else ("dropout", "recurrent_dropout")
+      amounts = [getattr(layer, name, None) for name in rates]
+      if any(isinstance(amount, (int, float)) and amount > 0 for amount in amounts):
+        found.append(layer.name)
+  return found
+
+
+def _close(one: float, other: float) -> bool:
+  return bool(np.isclose(one, other, rtol=ROUNDING, atol=0.0, equal_nan=True))

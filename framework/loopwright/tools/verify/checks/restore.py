@@ -1,0 +1,500 @@
+"""A run that is restored from a checkpoint continues like a run that never stopped.
+
+A trainer takes three steps, saves, and takes a fourth. Another one, built from scratch, restores
+and takes the fourth too: weights, optimizer slots and metrics must be equal to the bit. And a
+checkpoint saved under one strategy must restore under each of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from loopwright import errors
+from loopwright.graphs import operations as graphs
+from loopwright.inputs.parts import main_source
+from loopwright.models import models
+from loopwright.optimizers.saved_layout import SavedRate
+from loopwright.run_folder import checkpoints
+from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.task import Task
+from loopwright.tools.verify.bench import bench, harness, held_state, random_draws, source_lines
+from loopwright.tools.verify.bench.bench import Rows, Subject
+from loopwright.tools.verify.bench.held_state import Held
+from loopwright.tools.verify.report import Group, Result
+from loopwright.trainer import Trainer
+from loopwright.types import Variable
+
+GROUP = Group("restore")
+LOOPS = (1, 2)
+"""Steps per loop before the checkpoint; the first loop traces the step."""
+ROUNDING = 1e-5
+NEXT_BATCH, SAME_STEP, ACROSS = (
+  "same next batch", "same step after a restore", "restored under other strategies",
+)  # fmt: skip
+_IGNORED = ("experiment/", "save_counter/")
+
+
+def check(subject: Subject) -> list[Result]:
+  """Returns the results of this group."""
+  with tempfile.TemporaryDirectory() as folder:
+    return list(Resumption(subject, folder).results())
+
+
+class Resumption:
+  """One uninterrupted run, and what resumes from its checkpoint."""
+
+  def __init__(self, subject: Subject, folder: str) -> None:
+    """Compares two tasks of the subject; trains nothing yet."""
+    self.subject, self.folder = subject, folder
+    self.rows = subject.divisible_rows
+    first, second = subject.fresh_task(), subject.fresh_task()
+    ours, theirs = vars(first), vars(second)
+    shared = [n for n in ours if ours[n] is theirs.get(n) and _is_mutable(ours[n])]
+    self._as_made = _copies(first) if first is second or shared else {}
+
+  def task(self) -> Task:
+    """Returns a task as a new process makes it, even if the subject always returns the same one."""
+    made = self.subject.fresh_task()
+    for name, value in self._as_made.items():
+      setattr(made, name, copy.deepcopy(value))
+    return made
+
+  def results(self) -> Iterator[Result]:
+    """Yields all results; later checks depend on earlier ones."""
+    batch = self.same_next_batch()
+    yield batch
+    if batch.status == "failed":
+      yield GROUP.skipped(SAME_STEP, "the resumed run reads another batch, see above")
+    else:
+      yield self.same_step()
+    yield self.across_strategies()
+
+  # ---- The data ----
+
+  def same_next_batch(self) -> Result:
+    """Compares the batch after the checkpoint: read on, and read by a new process."""
+    steps, task, other = sum(LOOPS), self.task(), self.task()
+    unlike = _unlike_task(task, other)
+    running = harness.batches(self.subject, task, rows=self.rows, position=0)
+    expected = [next(running) for _ in range(steps + 1)][-1]
+    resumed = harness.batches(self.subject, other, rows=self.rows, position=steps * self.rows)
+    differing = _differing_features(expected, next(resumed))
+    if not differing:
+      return GROUP.passed(
+        NEXT_BATCH, f"at example {steps * self.rows}: {', '.join(sorted(expected))}"
+      )
+    told = (
+      f"at example {steps * self.rows}, {', '.join(differing)} of the resumed run differ from "
+      "those of the uninterrupted one"
+    )
+    if unlike:
+      return self._made_otherwise(NEXT_BATCH, *unlike, told)
+    ids = "example_id" in differing
+    return GROUP.failed(
+      NEXT_BATCH, detail=told,
+      cause="position of the data" if ids else "random numbers outside the checkpoint",
+      remedy="a source is read by index: fetch(indices) must return examples that depend only on "
+      "their index; augment with batch['seed'] and tf.random.stateless_* or "
+      "tf.image.stateless_*",
+      place=self._place_of_data(task),
+    )  # fmt: skip
+
+  def _place_of_data(self, task: Task) -> str:
+    random = ("np.random", "tf.random.u", "tf.random.n", "tf.random.", "tf.image.random", "rng.")
+    return next(
+      (
+        place
+        for owner in (task, main_source(task.source("train")))
+        if (place := source_lines.mention(owner, *random))
+      ),
+      source_lines.mention(task, "def preprocess", "def source"),
+    )
+
+  # ---- One step ----
+
+  def same_step(self) -> Result:
+    """Compares the fourth step of a restored run with that of the uninterrupted one."""
+    whole = TrainerUnderTest(self, bench.strategy_of(1))
+    keys = set(whole.keys())
+    whole.train(LOOPS[0])
+    traced = held_state.held(whole.task)
+    if late := sorted(set(whole.keys()) - keys):
+      return self._late(whole, late)
+    whole.train(LOOPS[1])
+    path = whole.save("whole")
+    whole.train(1)
+
+    resumed = TrainerUnderTest(self, bench.strategy_of(1))
+    if found := _unlike(whole, resumed):
+      return self._built_otherwise(found)
+    try:
+      resumed.manager.restore(path)
+    except errors.ConfigError as error:
+      return self._built_otherwise(str(error))
+    resumed.train(1)
+    return self._compared(whole, resumed, traced, path)
+
+  def _compared(
+    self, whole: TrainerUnderTest, resumed: TrainerUnderTest, traced: Mapping[str, Held], path: str
+  ) -> Result:
+    differing, apart = _differing(whole, resumed)
+    lost = _lost(whole, resumed, traced)
+    seen = f"after one more step {_told(differing)} differ, by {apart:.2g}" if differing else ""
+    if lost:
+      return self._lost(lost, seen)
+    if not differing:
+      return GROUP.passed(SAME_STEP, f"{len(whole.keys())} variables and the metrics, to the bit")
+    if apart < ROUNDING and not _repeats(resumed, path):
+      return GROUP.passed(
+        SAME_STEP, f"except rounding, {apart:.1e}, which differs each time anyway"
+      )
+    return self._differs(whole, resumed, seen)
+
+  def _lost(self, lost: Mapping[str, Held], seen: str) -> Result:
+    name, first = next(iter(lost.items()))
+    others = f" (and {', '.join(list(lost)[1:4])})" if len(lost) > 1 else ""
+    return GROUP.failed(
+      SAME_STEP, detail=f"{name}{others} has another value, and is in no checkpoint"
+      + (f"; {seen}" if seen else ""),
+      cause=f"{first.kind} outside the checkpoint",
+      remedy=REMEDIES[first.kind].format(first.attribute),
+      place=source_lines.change(first.owner, first.attribute),
+      values={"outside": sorted(lost)},
+    )  # fmt: skip
+
+  def _differs(self, whole: TrainerUnderTest, resumed: TrainerUnderTest, seen: str) -> Result:
+    """Explains a step that differs although the checkpoint has all that the task holds."""
+    task = whole.task
+    if unlike := _unlike_task(task, resumed.task):
+      return self._made_otherwise(SAME_STEP, *unlike, seen)
+    if whole.layers_drew():
+      cause, remedy, place = random_draws.outside(task)
+      return GROUP.failed(
+        SAME_STEP, detail=seen, cause=cause, remedy=remedy,
+        place=place,
+      )  # fmt: skip
+    random = [op for op in whole.operations() if op.type in random_draws.STATEFUL_OPERATIONS]
+    if whole.drew or random:
+      of_python = "np.random", "random.", "numpy_function", "py_function"
+      return GROUP.failed(
+        SAME_STEP, detail=seen,
+        cause=random_draws.STATEFUL if random else "random generator outside the checkpoint",
+        remedy=REMEDIES["random generator"].format("generator"),
+        place=source_lines.of_operation(random[0], task)
+        if random
+        else source_lines.mention(task, *of_python),
+      )  # fmt: skip
+    return GROUP.failed(
+      SAME_STEP, detail=seen, cause="unknown",
+      remedy="the step reads something that is neither in the checkpoint nor in the task, such as "
+      "a global variable or a file",
+      place=source_lines.mention(task, "def train_step", "def loss", "def forward"),
+    )  # fmt: skip
+
+  def _made_otherwise(self, check: str, name: str, held: Held, seen: str) -> Result:
+    return GROUP.failed(
+      check, detail=f"{name} differs each time that the task is made; {seen}",
+      cause="task differs between builds",
+      remedy="make it from constants or by a generator with a fixed seed, or keep it in a variable "
+      "of the model",
+      place=source_lines.mention(held.owner, f"self.{held.attribute} =", f"self.{held.attribute}"),
+    )  # fmt: skip
+
+  def _late(self, whole: TrainerUnderTest, late: list[str]) -> Result:
+    names = [whole.name_of(key) for key in late]
+    return GROUP.failed(
+      SAME_STEP,
+      detail=f"the first step creates {_told(names)}: it is not trained, and a new process cannot "
+      "restore it",
+      cause="variables created late",
+      remedy="build them in build_model(): give the model an Input, or call it once there",
+      place=source_lines.mention(whole.task, "def build_model"),
+    )  # fmt: skip
+
+  def _built_otherwise(self, found: str) -> Result:
+    return GROUP.failed(
+      SAME_STEP, detail=f"a second build makes another model: {found}",
+      cause="model differs between builds",
+      remedy="take what decides shapes (a vocabulary, a width) from the config or a file, in a "
+      "fixed order: sort sets, seed random numbers",
+      place=source_lines.mention(
+        self.task(), "random", "set(", "hash(", "listdir", "glob", "time", "def build_model"
+      ),
+    )  # fmt: skip
+
+  # ---- Strategies ----
+
+  def across_strategies(self) -> Result:
+    """Saves after a step under each strategy, and restores under each other."""
+    made: dict[str, TrainerUnderTest] = {}
+    refused: dict[str, str] = {}
+    batch = next(harness.batches(self.subject, self.task(), rows=self.rows, position=0))
+    for name, strategy in strategies().items():
+      try:
+        made[name] = TrainerUnderTest(self, strategy)
+        harness.step(made[name].trainer, batch)
+      except Exception as error:  # the checks for that strategy say more
+        made.pop(name, None)
+        refused[name] = errors.mistake(error) or errors.failure(error)
+    if len(made) < 2:
+      return GROUP.skipped(ACROSS, "; ".join(f"{n}: {why}" for n, why in refused.items()))
+    saved = {name: run.save(name.replace(" ", "_")) for name, run in made.items()}
+    for one, path in saved.items():
+      for other, run in made.items():
+        if one != other and (found := _restored_otherwise(run, path)):
+          return self._across_failed(run.task, one, other, found)
+    told = f"{', '.join(made)}: the checkpoint of each under all others"
+    left_out = "".join(f"; not under {name} ({why})" for name, why in refused.items())
+    return GROUP.passed(ACROSS, told + left_out)
+
+  def _across_failed(self, task: Task, one: str, other: str, found: str) -> Result:
+    owners = [task, *(part for part, _ in held_state.own_parts(task.model))]
+    mentions = [source_lines.mention(owner, "ON_READ", "aggregation") for owner in owners]
+    return GROUP.failed(
+      ACROSS, detail=f"saved under {one} and restored under {other}: {found}",
+      cause="per-replica value",
+      remedy="what all replicas share needs aggregation=ONLY_FIRST_REPLICA or SUM and no "
+      "synchronization=ON_READ; of an ON_READ variable a checkpoint holds only the sum, which "
+      "integers cannot be divided from",
+      place=next(filter(None, mentions), ""),
+    )  # fmt: skip
+
+
+class TrainerUnderTest:
+  """A trainer under one strategy, with its checkpoints."""
+
+  def __init__(self, resumption: Resumption, strategy: tf.distribute.Strategy) -> None:
+    """Builds the trainer from scratch."""
+    self._folder = resumption.folder
+    self.task = resumption.task()
+    self.trainer: Trainer = harness.make_trainer(
+      resumption.subject, strategy, rows=resumption.rows, task=self.task
+    )
+    self.manager = self._manager("")
+    self.metrics: dict[str, float] = {}
+    self.drew, self._fresh = False, self._generators()
+
+  def train(self, steps: int) -> None:
+    """Trains one loop; sets `drew`: whether Python's or NumPy's global generator was used."""
+    before = held_state.numpy_and_python()
+    self.metrics = harness.train(self.trainer, steps)
+    self.drew = held_state.numpy_and_python() != before
+
+  def save(self, name: str) -> str:
+    """Saves into a folder of that name; returns the path."""
+    manager = self._manager(name)
+    path = manager.save()
+    manager.wait()
+    assert path is not None
+    return path
+
+  def _manager(self, name: str) -> CheckpointManager:
+    return CheckpointManager(
+      trainer=self.trainer,
+      directory=os.path.join(self._folder, name),
+      experiment={"task": type(self.task).__name__},
+    )
+
+  def variables(self) -> dict[str, Any]:
+    """Returns all variables that a checkpoint holds, by key; the model's first."""
+    found = checkpoints.variables_of(self.manager.checkpoint)
+    found = {key: v for key, v in found.items() if not isinstance(v, SavedRate)}
+    keys = sorted(found, key=lambda key: not key.startswith("model/"))
+    return {key: found[key] for key in keys if not key.startswith(_IGNORED)}
+
+  def keys(self) -> list[str]:
+    """Returns the keys of `variables`."""
+    return list(self.variables())
+
+  def name_of(self, key: str) -> str:
+    """Returns a variable's name, as the user knows it."""
+    variable = self.variables().get(key)
+    return key if variable is None else models.name(variable)
+
+  def values(self) -> dict[str, np.ndarray]:
+    """Returns the values of `variables` on the first replica."""
+    return {key: self.copies(variable)[0] for key, variable in self.variables().items()}
+
+  def copies(self, variable: Variable) -> list[np.ndarray]:
+    """Returns a variable's value on each replica."""
+    local = self.trainer.strategy.experimental_local_results(models.raw(variable))
+    return [np.array(each) for each in local]
+
+  def saved_values(self) -> dict[str, np.ndarray]:
+    """Returns what a checkpoint would hold now."""
+    with tempfile.TemporaryDirectory() as folder:
+      return _read(self.manager.checkpoint.write(os.path.join(folder, "now")))
+
+  def layers_drew(self) -> bool:
+    """Whether a random layer drew from Keras's own generator instead of the step's seed."""
+    fresh = self._fresh
+    return any(not np.array_equal(v, fresh[key]) for key, v in self._generators().items())
+
+  def _generators(self) -> dict[str, np.ndarray]:
+    kept = models.all_variables(self.task.model)
+    found = {models.name(v): models.raw(v) for v in kept}
+    return {n: self.copies(v)[0] for n, v in found.items() if random_draws.is_generator(n)}
+
+  def operations(self) -> list[tf.Operation]:
+    """Returns the operations of the traced loop; none if the trainer is eager."""
+    if self.trainer.eager:
+      return []
+    return list(graphs.operations(self.trainer.graph()))
+
+
+REMEDIES = {
+  "variable": "keep it in the model: return {{'network': ..., '{0}': variable}} from "
+  "build_model(); only what the model holds is saved",
+  "random generator": "draw with tf.random.stateless_* and step.seed() (in preprocess with "
+  "batch['seed']), which need no state",
+  "metric": "return sums from Task.metrics(), such as weighted_sum(hits, batch['weight']); the "
+  "framework adds them up over steps and replicas",
+  "Python value": "a checkpoint holds no Python values: keep '{0}' as a tf.Variable in the model, "
+  "or compute it from the step",
+}
+
+
+def strategies() -> dict[str, tf.distribute.Strategy]:
+  """Returns the strategies between which a checkpoint must move, on logical CPUs."""
+  devices = [device.name for device in tf.config.list_logical_devices("CPU")][:2]
+  central = tf.distribute.experimental.CentralStorageStrategy(
+    compute_devices=devices, parameter_device=devices[0]
+  )
+  return {
+    "one device": bench.strategy_of(1),
+    "mirrored on 2": bench.strategy_of(2),
+    "mirrored on 3": bench.strategy_of(3),
+    "central storage on 2": central,
+  }
+
+
+def _restored_otherwise(run: TrainerUnderTest, path: str) -> str:
+  try:
+    run.manager.restore(path)
+  except errors.ConfigError as error:
+    return str(error)
+  expected, got = _read(path), run.saved_values()
+  for key in sorted(expected):
+    if key not in got or not _alike(got[key], expected[key]):
+      return (
+        f"{run.name_of(key)} is {_short(got.get(key))}, but was saved as {_short(expected[key])}"
+      )
+  for key, variable in run.variables().items():
+    copies = run.copies(variable)
+    if not all(_alike(copy, copies[0]) for copy in copies):
+      return f"{run.name_of(key)} differs between replicas"
+  return ""
+
+
+def _alike(one: np.ndarray, other: np.ndarray) -> bool:
+  if one.dtype.kind == "f":  # sums over replicas round when divided and summed again
+    return np.allclose(one, other, rtol=1e-6, atol=1e-30, equal_nan=True)
+  return np.array_equal(one, other)
+
+
+def _short(value: Any) -> str:
+  return "missing" if value is None else np.array2string(np.ravel(value)[:3], precision=6)
+
+
+def _read(path: str) -> dict[str, np.ndarray]:
+  reader = tf.train.load_checkpoint(path)
+  keys = [k for k in reader.get_variable_to_shape_map() if k.endswith(checkpoints.VALUE)]
+  return {k: np.asarray(reader.get_tensor(k)) for k in keys if not k.startswith(_IGNORED)}
+
+
+def _differing(one: TrainerUnderTest, other: TrainerUnderTest) -> tuple[list[str], float]:
+  """Returns what differs to the bit, variables and metrics, and the largest relative difference."""
+  mine, yours = one.values(), other.values()
+  names, apart = [], [0.0]
+  for key, value in mine.items():
+    if value.tobytes() != yours[key].tobytes():
+      names.append(one.name_of(key))
+      size = np.linalg.norm(value.astype(np.float64)) or 1.0
+      distance = np.linalg.norm(value.astype(np.float64) - yours[key].astype(np.float64))
+      apart.append(float(np.nan_to_num(distance / size, nan=np.inf)))
+  for name in sorted(one.metrics.keys() | other.metrics.keys()):
+    pair = one.metrics.get(name, np.nan), other.metrics.get(name, np.nan)
+    if not np.array_equal(*pair, equal_nan=True):
+      names.append(f"metric {name}")
+      apart.append(abs(pair[0] - pair[1]) / (abs(pair[0]) or 1.0))
+  return names, max(apart)
+
+
+def _lost(
+  whole: TrainerUnderTest, resumed: TrainerUnderTest, traced: Mapping[str, Held]
+) -> dict[str, Held]:
+  """Returns state outside of the checkpoint that training changed and a restore lost."""
+  saved = {id(models.raw(v)) for v in whole.variables().values()}
+  theirs, found = held_state.held(resumed.task), {}
+  for name, mine in held_state.held(whole.task).items():
+    other = theirs.get(name)
+    if id(mine.variable) in saved or (other is not None and other.value == mine.value):
+      continue
+    before = traced.get(name)
+    if before is None or before.value != mine.value:
+      found[name] = mine
+  order = list(REMEDIES)
+  return dict(sorted(found.items(), key=lambda item: order.index(item[1].kind)))
+
+
+def _unlike_task(one: Task, other: Task) -> tuple[str, Held] | None:
+  theirs = held_state.held(other)
+  for name, mine in held_state.held(one).items():
+    if name not in theirs or theirs[name].value != mine.value:
+      return name, mine
+  return None
+
+
+def _repeats(run: TrainerUnderTest, path: str) -> bool:
+  values = []
+  for _ in range(2):
+    run.manager.restore(path)
+    run.train(1)
+    values.append(run.values())
+  return all(v.tobytes() == values[1][key].tobytes() for key, v in values[0].items())
+
+
+def _unlike(one: TrainerUnderTest, other: TrainerUnderTest) -> str:
+  mine, yours = one.variables(), other.variables()
+  for key in [*mine, *yours]:
+    shapes = [str(models.raw(v[key]).shape) if key in v else "missing" for v in (mine, yours)]
+    if shapes[0] != shapes[1]:
+      return f"{one.name_of(key)} is {shapes[0]} and then {shapes[1]}"
+  return ""
+
+
+def _differing_features(one: Rows, other: Rows) -> list[str]:
+  same_bits = {n: v.tobytes() if v.dtype != object else v.tolist() for n, v in one.items()}
+  return [
+    name
+    for name, bits in same_bits.items()
+    if name not in other
+    or bits != (other[name].tobytes() if other[name].dtype != object else other[name].tolist())
+  ]
+
+
+def _copies(task: Task) -> dict[str, Any]:
+  found = {}
+  for name, value in vars(task).items():
+    with contextlib.suppress(Exception):
+      if _is_mutable(value) or isinstance(value, (bool, int, float, str)):
+        found[name] = copy.deepcopy(value)
+  return found
+
+
+def _is_mutable(value: Any) -> bool:
+  return isinstance(
+    value, (list, dict, set, np.ndarray, np.random.Generator, np.random.RandomState)
+  )
+
+
+def _told(names: list[str]) -> str:
+  return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

@@ -1,0 +1,350 @@
+"""The path of a batch: compiled loop, step, replica. Read it top to bottom.
+
+train          host           steps_per_loop steps in one call
+  loop         compiled       a tf.while_loop over
+    train_step cross-replica  the next global batch -> strategy.run -> counters
+      replica_step  replica   Task.train_step(step, batch); its verbs: loopwright/step.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from loopwright import trainer_checks
+from loopwright.counters import Counters
+from loopwright.graphs import grappler
+from loopwright.host import timing
+from loopwright.inputs import datasets
+from loopwright.inputs.buckets import Scheduled, ScheduledIterator
+from loopwright.metrics import MetricSums
+from loopwright.models import models, recomputation, replica_state
+from loopwright.models.orbit import AbstractTrainer
+from loopwright.observers import Observer, may_undo
+from loopwright.optimizers import adapters
+from loopwright.optimizers.ema import averages
+from loopwright.optimizers.loss_scale import LossScale, usual_loss_scale
+from loopwright.optimizers.schedules import Schedule
+from loopwright.step import Step, StepFactory
+from loopwright.step_parts import InputWait, StepNumbers, StepParts, replica_id
+from loopwright.strategies import placement
+from loopwright.strategies.reduction import Reduction
+from loopwright.task import Task, derived_metrics
+from loopwright.types import AnySource, Batch, DatasetFn, PerReplica
+
+
+class Trainer(AbstractTrainer):
+  """Trains one task under one strategy; `orbit.Controller` or your own loop calls `train`.
+
+  For parameter servers, use `loopwright.parameter_server.ParameterServerTrainer`.
+
+  Attributes:
+    parts: what each replica's step works with; `use` replaces them.
+    batch_multiple: padded batch sizes are multiples of it.
+    metrics: the sums of the loop that runs.
+    assigned: the variables that `Step.assign` sets, by name, once the step has been traced.
+    left_out: ids of examples that `Recipe`'s input reads as padding, once it is made again.
+  """
+
+  _sums: type[MetricSums] = MetricSums
+
+  def __init__(
+    self,
+    *,
+    task: Task,
+    strategy: tf.distribute.Strategy,
+    dataset_fn: DatasetFn,
+    global_batch_size: int,
+    optimizer: adapters.OptimizerFactory | Mapping[str, adapters.OptimizerFactory],
+    loss_scale: Callable[[], LossScale] | None = None,
+    reduction: Callable[[], Reduction] | Reduction = Reduction,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    accumulation_steps: int = 1,
+    ema_decay: float | Schedule | None = None,
+    fuse_updates: bool = True,
+    shard_optimizer_state: bool = False,
+    recompute: Sequence[str] = (),
+    jit_compile: bool = False,
+    eager: bool = False,
+    seed: int = 0,
+    observers: Sequence[Observer] = (),
+    step: StepFactory = Step,
+  ) -> None:
+    """Makes the model (unless `task.model` is set), the optimizers and the counters (host).
+
+    Args:
+      task: what to learn.
+      strategy: any synchronous strategy.
+      dataset_fn: makes the input from a position; see `datasets.train_dataset`.
+      global_batch_size: examples per update, over all replicas and micro-batches.
+      optimizer: a factory, or name -> factory for several; called in the strategy's scope.
+      loss_scale: a factory: `loss_scale.none`, `fixed` or `dynamic`; None uses dynamic if the
+        dtype policy is mixed_float16, else none.
+      reduction: how gradients are summed over replicas: a `Reduction`, or a factory of one.
+      clip_norm: clip reduced gradients to this global norm.
+      clip_value: clip each reduced gradient element to [-clip_value, clip_value].
+      accumulation_steps: the number of micro-batches in each replica's part of the batch.
+      ema_decay: keep a moving average of the trainable variables with this decay, a number or
+        `ema_warmup`; or `weight_averaging`, their mean from a step on.
+      fuse_updates: if the optimizer's rule allows it, update by fused kernels, small variables
+        together: faster, equal up to rounding; another layout of the optimizer in checkpoints.
+      shard_optimizer_state: each replica keeps and updates 1/N of the optimizers' state, then
+        gathers the weights; equal up to rounding, with checkpoints that fit any number of replicas.
+        For optimizers that treat all elements alike, on several replicas of a mirrored strategy.
+      recompute: patterns for the names of Keras layers whose activations the backward pass computes
+        again, to save memory, such as `block_.*`; see `loopwright.recompute`.
+      jit_compile: XLA compiles each replica's passes; on GPUs mean, check and update besides.
+      eager: use no tf.function: print and breakpoints in a task see every step.
+      seed: for dropout and other random layers, combined with step and replica.
+      observers: see loopwright/observers.py.
+      step: makes each replica's step, such as a subclass of `Step` with a verb of its own.
+
+    Raises:
+      ConfigError: a value is out of range, or two options contradict.
+    """
+    super().__init__()
+    self.placement = placement.of(strategy)
+    self.placement.require_options(
+      jit_compile=jit_compile, shard_optimizer_state=shard_optimizer_state, eager=eager
+    )
+    self._check_strategy(strategy)
+    trainer_checks.check_options(clip_norm, clip_value, accumulation_steps, eager, jit_compile)
+    trainer_checks.check_batch_size(global_batch_size, strategy.num_replicas_in_sync)
+    self.batch_multiple = self.placement.row_shares * accumulation_steps
+    self.padded_batch_size = datasets.padded_batch_size(global_batch_size, self.batch_multiple)
+    self.task, self.strategy, self.eager = task, strategy, eager
+    self.cluster = self.placement.cluster
+    self.global_batch_size, self.dataset_fn = global_batch_size, dataset_fn
+    self.source: Callable[[], AnySource] | None = None
+    self.left_out: frozenset[int] = frozenset()
+    self._iterator: Iterator[PerReplica] | None = None
+    self._checks = trainer_checks.LoopChecks()
+    self.assigned: dict[str, tf.Variable] = {}
+    self._input_wait = InputWait(self.placement)
+    with strategy.scope():
+      if task.model is None:
+        with self.placement.building():
+          task.model = task.build_model()
+      models.require_in_scope(task.model, strategy)
+      recomputation.recompute_layers(task.model, recompute)
+      self._make_counters()
+      built = adapters.build(
+        optimizer,
+        task.variables_of,
+        self.global_step,
+        fuse=fuse_updates,
+        shard=shard_optimizer_state,
+      )
+      ema = averages(task.model, built, decay=ema_decay, step=self.global_step)
+      self.metrics = self._sums()
+      parts = StepParts(
+        optimizers=built, ema=ema, loss_scale=(loss_scale or usual_loss_scale())(),
+        reduction=reduction() if callable(reduction) else reduction,
+        global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
+        clip_norm=clip_norm, clip_value=clip_value, accumulation_steps=accumulation_steps,
+        jit_compile=jit_compile, replica_id=self.replica_id, observers=tuple(observers),
+        padded=trainer_checks.why_padded(global_batch_size, self.padded_batch_size,
+          strategy.num_replicas_in_sync, accumulation_steps),
+      )  # fmt: skip
+    self._set(parts, step)
+    parts.reduction.prove(strategy, parts.dtypes)
+
+  @timing.timed("training")
+  def train(self, num_steps: tf.Tensor) -> dict[str, float]:
+    """Runs `num_steps` steps and returns their metrics (host).
+
+    Args:
+      num_steps: int32 scalar.
+
+    Returns:
+      Means over the loop (loss, gradient_norm, the task's metrics), what the task derives, the
+      loop's examples/s and its seconds of input wait. At the end of the loop: learning rate, loss
+      scale and skipped steps so far.
+      `nonfinite_step`, the first step whose loss was not finite, from 1, if there was one.
+
+    Raises:
+      ConfigError: all examples so far have weight 0.
+    """
+    if not (steps := int(num_steps)):
+      return self.state_metrics()
+    if self._iterator is None:
+      self._iterator = self.make_iterator()
+    self.metrics.reset()  # an earlier loop may have failed midway
+    self._input_wait.reset()
+    before, clock = int(self.global_step.numpy()), timing.LoopClock()
+    for observer in self.parts.observers:
+      observer.loop_begins(after_step=before, steps=steps)
+    try:
+      self._run_loop(num_steps)
+    finally:
+      done = int(self.global_step.numpy()) - before
+      self.position.assign_add(done * self.global_batch_size)
+    undone = done < steps  # true if an observer undid the last step; only the metrics include it
+    ran = done + undone
+    results = self.metrics.result()  # waits for the device
+    seconds = clock.seconds()
+    self._checks.warn_of_retracing(self.traces)
+    self._checks.require_weight(self.metrics, self.parts.optimizers, before + done)
+    skipped = round(results.pop("skipped") * ran)
+    if skipped > undone:
+      self.skipped_steps.assign_add(skipped - undone)
+    if undone:
+      self.reset_input()  # the iterator is one batch ahead of the position
+    results["input_wait_s"] = clock.corrected(self._input_wait.seconds(results, ran))
+    results["examples_per_second"] = ran * self.global_batch_size / seconds
+    for observer in self.parts.observers:
+      observer.loop_ends(results, done=done, ran=ran)
+    results |= derived_metrics(
+      self.task, results, self.metrics.sums, only_evaluated=self.metrics.only_evaluated
+    )
+    return {**self.state_metrics(), **results}
+
+  def loop(self, iterator: Iterator[PerReplica], num_steps: tf.Tensor) -> None:
+    """Runs `num_steps` steps, or until an observer undoes one (cross-replica)."""
+    for observer in self.parts.observers:
+      observer.loop_starts()
+    numbers = StepNumbers(self, num_steps)
+
+    def step(done: tf.Tensor, *stands: tf.Tensor) -> tuple[tf.Tensor, ...]:
+      with tf.name_scope(""), numbers.known(done):  # keeps the loop's prefix out of operation names
+        return (done + 1, self.train_step(iterator))[: 1 + len(stands)]
+
+    start = (tf.constant(0), *([tf.constant(True)] if may_undo(self.parts.observers) else []))
+    tf.while_loop(lambda n, *s: (n < num_steps) & s[0] if s else n < num_steps, step, start)
+    self.average_state()
+
+  def average_state(self) -> None:
+    """Averages state that differs between replicas, at the end of a loop (cross-replica)."""
+    replica_state.average(self.strategy, self.task.model, equal=self.assigned)
+
+  def train_step(self, iterator: Iterator[PerReplica]) -> tf.Tensor:
+    """Runs one step on one global batch; returns a bool scalar, False if undone (cross-replica)."""
+    for observer in self.parts.observers:
+      observer.step_begins()
+    batch, input_wait_s = self.next_batch(iterator)
+    for observer in self.parts.observers:
+      observer.batch_taken(batch, self.global_step.read_value())
+    finite, loss_finite = self.strategy.run(self.replica_step, args=(batch, input_wait_s))
+    return self.finish_step(self._first(finite), self._first(loss_finite))
+
+  def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Runs the task's step and sums its metrics; returns `Step.outcome` (replica context)."""
+    step = self._make_step(self.parts)
+    step.run(self.task.train_step, batch)
+    finite, loss_finite = step.outcome()
+    models.require_state(self.task.model, step.assigned, self.strategy)
+    self.assigned |= step.assigned
+    self._checks.weight_seen |= step.is_conditional
+    step.commit(finite & loss_finite)
+    own = {"skipped": (tf.cast(~finite, tf.float32), 1.0)}
+    step.close(self.metrics, own | self._input_wait.metrics(input_wait_s))
+    return finite, loss_finite
+
+  def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
+    """Updates counters and loss scale from values equal on all replicas (cross-replica).
+
+    Returns:
+      A bool scalar, False only if an observer undid the step.
+    """
+    self.parts.loss_scale.update(finite)
+    self.counters.count(finite, loss_finite)
+    stands = tf.constant(True)
+    for observer in self.parts.observers:
+      stands &= observer.step_ends(finite, loss_finite)
+    return stands
+
+  def next_batch(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
+    """Returns the next global batch and the input wait, float32 seconds (cross-replica)."""
+    return self._input_wait.timed(iterator)
+
+  def checkpoint_items(self) -> dict[str, Any]:
+    """Returns name -> object: all state that an exact restart needs (host)."""
+    items = {"model": self.task.model, **self.parts.saved(), **vars(self.counters)}
+    if untracked := models.untracked(self.task.model):
+      items["untracked"] = untracked
+    return items
+
+  def state_metrics(self) -> dict[str, float]:
+    """Returns metrics of the trainer's state, read once at the end of a loop (host)."""
+    state = {
+      "loss_scale": float(tf.convert_to_tensor(self.parts.loss_scale.value())),
+      "skipped_steps": float(self.skipped_steps.numpy()),
+      **self.placement.memory,
+    }
+    for name, optimizer in self.parts.optimizers.items():
+      state[f"{adapters.prefix(name)}learning_rate"] = float(optimizer.learning_rate())
+    return state | self.counters.first_nonfinite()
+
+  def replica_id(self) -> tf.Tensor:
+    """Returns this replica's index among all that train, an int32 scalar (replica context)."""
+    return replica_id()
+
+  def observe(self, observer: Observer) -> None:
+    """Adds an observer; the next `train` traces the loop again (host)."""
+    self.use(observers=(*self.parts.observers, observer))
+
+  def use(self, *, step: StepFactory | None = None, **parts: Any) -> None:
+    """Replaces the step, or some of its parts; the next `train` traces the loop again (host).
+
+    Args:
+      step: see `Trainer`; None keeps it.
+      **parts: fields of `StepParts`.
+    """
+    self._set(dataclasses.replace(self.parts, **parts), step or self._make_step)
+
+  def make_iterator(self) -> Iterator[PerReplica]:
+    """Returns an iterator over distributed global batches, starting at `position` (host)."""
+    dataset = self.dataset_fn(int(self.position.numpy()))
+    if isinstance(dataset, Scheduled):
+      self._checks.traces = max(self._checks.traces, len(dataset.datasets))  # a shape each
+      return dataset.iterate(self._iterate)
+    return self._iterate(dataset)
+
+  def _iterate(self, dataset: tf.data.Dataset) -> Iterator[PerReplica]:
+    return datasets.iterate(self.placement.distribute(dataset))
+
+  def reset_input(self) -> None:
+    """Drops the iterator, as after a restore; the next `train` starts at `position` (host)."""
+    self._iterator = None
+
+  @property
+  def traces(self) -> int:
+    """The number of traces of the loop; 0 in eager mode."""
+    return 0 if self.eager else self._compiled_loop.experimental_get_tracing_count()
+
+  def graph(self) -> tf.Graph:
+    """Returns the graph of the loop once `train` has run, if one graph is all of it (host)."""
+    return self._compiled_loop.get_concrete_function(self._iterator, tf.constant(1)).graph
+
+  def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
+    self.placement.require("Trainer")
+
+  def _set(self, parts: StepParts, step: StepFactory) -> None:
+    self.parts, self._make_step = parts, step
+    self._compiled_loop: Any = self._compiled()
+
+  def _compiled(self) -> Any:
+    return self.loop if self.eager else grappler.Compiled(self.loop)
+
+  def _make_counters(self) -> None:
+    self.counters = made = Counters()
+    self.global_step, self.position = made.global_step, made.position
+    self.skipped_steps, self.nonfinite_step = made.skipped_steps, made.nonfinite_step
+
+  def _run_loop(self, num_steps: tf.Tensor) -> None:
+    if not isinstance(self._iterator, ScheduledIterator):
+      self._compiled_loop(self._iterator, num_steps)
+      return
+    end = int(self.global_step.numpy()) if may_undo(self.parts.observers) else 0
+    for iterator, steps in self._iterator.runs(int(num_steps)):
+      self._compiled_loop(iterator, tf.constant(steps))
+      end += steps
+      if may_undo(self.parts.observers) and int(self.global_step.numpy()) < end:
+        return  # an observer has undone a step
+
+  def _first(self, per_replica: PerReplica) -> tf.Tensor:
+    return self.strategy.experimental_local_results(per_replica)[0]

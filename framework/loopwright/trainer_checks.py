@@ -1,0 +1,93 @@
+"""User errors of a trainer: options that contradict, loops traced again, no weight above 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from absl import logging
+
+from loopwright.errors import ConfigError, require_integer
+from loopwright.metrics import MetricSums
+from loopwright.optimizers.adapters import prefix
+
+
+def check_options(
+  clip_norm: float | None,
+  clip_value: float | None,
+  accumulation_steps: int,
+  eager: bool,
+  jit_compile: bool,
+) -> None:
+  """Raises ConfigError: a value is out of range, or two options contradict."""
+  if clip_norm is not None and clip_value is not None:
+    raise ConfigError(
+      f"received both Trainer.clip_norm={clip_norm} and Trainer.clip_value={clip_value}; "
+      "choose one."
+    )
+  for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+    if value is not None and not value > 0:
+      raise ConfigError(f"Trainer.{name} is {value}; it must be above 0, or None for no clipping.")
+  require_integer("Trainer.accumulation_steps", accumulation_steps, at_least=1)
+  if eager and jit_compile:
+    raise ConfigError("received both eager=True and Trainer.jit_compile=True; choose one.")
+
+
+def check_batch_size(global_batch_size: int, replicas: int) -> None:
+  """Raises ConfigError: some replica would have no example."""
+  if global_batch_size < replicas:
+    raise ConfigError(
+      f"global_batch_size is {global_batch_size} for {replicas} replicas; it must be at least "
+      f"{replicas}."
+    )
+
+
+def why_padded(
+  global_batch_size: int, padded_batch_size: int, replicas: int, accumulation_steps: int
+) -> tuple[str, str] | None:
+  """Returns why batches have rows without an example, and a remedy; None if they have none."""
+  if global_batch_size == padded_batch_size:
+    return None
+  steps = f" x {accumulation_steps} accumulation_steps" if accumulation_steps > 1 else ""
+  why = f"global_batch_size is {global_batch_size} for {replicas} replicas{steps}"
+  return why, "choose a batch size that divides"
+
+
+class LoopChecks:
+  """What is checked after each loop (host).
+
+  Attributes:
+    traces: how many traces of the loop are no surprise.
+    weight_seen: whether an example so far had a weight above 0, or need not have: a step with
+      conditional updates may have none.
+  """
+
+  def __init__(self) -> None:
+    """Expects one trace."""
+    self.traces = 1
+    self.weight_seen = False
+
+  def warn_of_retracing(self, traces: int) -> None:
+    """Warns if the loop was traced again: `traces` times so far."""
+    if traces > self.traces:
+      self.traces = traces
+      logging.warning(
+        "the training loop was traced again (%d times so far): a batch shape or a Python value in "
+        "the step changed; keep batch shapes static and Python state out of train_step.",
+        traces,
+      )
+
+  def require_weight(self, metrics: MetricSums, optimizers: Iterable[str], step: int) -> None:
+    """Raises if all weights up to `step` are 0; single batches may have weight 0.
+
+    Args:
+      metrics: of the loop.
+      optimizers: their names.
+      step: the number of steps so far.
+    """
+    losses = {f"{prefix(name)}loss" for name in optimizers}
+    self.weight_seen = self.weight_seen or not losses <= metrics.weightless
+    if not self.weight_seen:
+      raise ConfigError(
+        f"all examples up to step {step} have weight 0, so nothing was trained; batch['weight'], "
+        "from the source or preprocess(), must be above 0 for some."
+      )
