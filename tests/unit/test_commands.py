@@ -31,6 +31,7 @@ from absl import flags
 from config_data import forget_garden
 
 import launch
+import loopwright
 from loopwright.commands import new
 from loopwright.commands.arguments import COMMANDS, config_of, parse
 from loopwright.modes import LAUNCH_MODES
@@ -303,7 +304,7 @@ def check(command):
 def check_installed(command, what):
   """That a command installs this project, its wheel, or what setup.cfg names."""
   setup = (ROOT / "setup.cfg").read_text()
-  version = re.search(r"^version = (.+)", setup, re.MULTILINE)[1]
+  version = loopwright.__version__
   wheel = f"./loopwright-{version}-py3-none-any.whl"
   ends = ("", *(f"[{extra}]" for extra in extras()))
   ours = {

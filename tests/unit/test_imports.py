@@ -1,6 +1,7 @@
 """Who may import whom: the contracts in setup.cfg hold, and a planted import breaks its own."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -23,7 +24,8 @@ PLANTED = {
 def broken(root):
   """Returns the names of the broken contracts, and of all."""
   command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
-  done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+  path = {**os.environ, "PYTHONPATH": str(root / "framework")}
+  done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, env=path)
   found = dict(re.findall(r"^(.+) (KEPT|BROKEN)\b", done.stdout, re.MULTILINE))
   names = [name for name, verdict in found.items() if verdict == "BROKEN"]
   assert done.returncode == bool(names), done.stdout + done.stderr

@@ -340,7 +340,7 @@ MISTAKES = {
   "no forward()": Mistake(
     config=["run.task = @WithoutForward()"],
     fresh=True,
-    says=["WithoutForward", "forward(batch, training)", "framework/loopwright/task.py"],
+    says=["WithoutForward", "forward(batch, training)", "loopwright/task.py"],
   ),
   "build_model() returns None": Mistake(
     config=["Toy.model = @no_model"], says=["build_model() returned a NoneType", "a Keras model"]

@@ -187,7 +187,7 @@ def test_a_missing_method_is_named(call, method):
   with pytest.raises(ConfigError) as caught:
     call(Lazy())
   assert str(caught.value) == (
-    f"Lazy does not define {method}, but every Task must; see framework/loopwright/task.py."
+    f"Lazy does not define {method}, but every Task must; see loopwright/task.py."
   )
 
 

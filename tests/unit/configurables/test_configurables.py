@@ -20,7 +20,7 @@ import pytest
 from loopwright import configurables
 from loopwright.configurables import checks, imports, table, values
 from loopwright.errors import ConfigError
-from loopwright.host import signals
+from loopwright.host import modules, signals
 from loopwright.options import GpuMemory
 
 
@@ -197,6 +197,7 @@ def toys(monkeypatch, tmp_path):
   monkeypatch.setattr(sys, "path", [p for p in sys.path if p and not is_under(p, repository)])
   monkeypatch.setattr(imports, "REPOSITORY", tmp_path / "repository")
   monkeypatch.setattr(imports, "SHIPPED", tmp_path / "repository")
+  monkeypatch.setattr(modules, "FOLDER", tmp_path / "repository" / "tasks")
   before = set(sys.modules)
   monkeypatch.chdir(tmp_path)
   importlib.invalidate_caches()
