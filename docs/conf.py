@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import loopwright  # noqa: E402
-from loopwright import tasks, testing, types  # noqa: E402
+from loopwright import aliases, tasks, testing  # noqa: E402
 from loopwright.configurables import table  # noqa: E402
 
 project = "Loopwright"
@@ -57,7 +57,7 @@ nb_execution_mode = "off"
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
 autoclass_content = "both"
 autodoc_preserve_defaults = True
-autodoc_type_aliases = {name: f"loopwright.types.{name}" for name in types.__all__}
+autodoc_type_aliases = {name: f"loopwright.aliases.{name}" for name in aliases.__all__}
 """Signatures show these names, not what stands behind them, which is mostly `Any`."""
 napoleon_custom_sections = [("Attributes", "params_style")]
 

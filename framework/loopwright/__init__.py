@@ -16,6 +16,7 @@ if TYPE_CHECKING:
   from loopwright.actions.base import Action, Run, StopTraining
   from loopwright.actions.best import BestCheckpoint, EarlyStopping
   from loopwright.actions.show import Show
+  from loopwright.aliases import Batch
   from loopwright.configurables import register
   from loopwright.errors import ConfigError
   from loopwright.evaluator import Evaluator
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
   from loopwright.tools.forensics.action import StopOnNonFinite
   from loopwright.tools.forensics.spikes import Spikes
   from loopwright.trainer import Trainer
-  from loopwright.types import Batch
 
 __version__ = "0.1.0"
 
@@ -90,6 +90,7 @@ __all__ = [
 ]
 
 _HOMES = {
+  "aliases": ("Batch",),
   "actions.base": ("Action", "Run", "StopTraining"),
   "actions.best": ("BestCheckpoint", "EarlyStopping"),
   "tools.exports.action": ("Export",),
@@ -116,7 +117,6 @@ _HOMES = {
   "strategies.reduction": ("Reduction",),
   "task": ("Task",),
   "trainer": ("Trainer",),
-  "types": ("Batch",),
 }
 
 lazy_keras.install()

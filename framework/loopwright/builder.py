@@ -17,6 +17,7 @@ import tensorflow as tf
 import tf_keras  # executed when something of it is used
 
 from loopwright import configurables
+from loopwright.aliases import DatasetFn
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
 from loopwright.graphs import randomness
@@ -32,7 +33,6 @@ from loopwright.strategies import placement
 from loopwright.strategies.gpus import configure
 from loopwright.task import Task, preprocess_of
 from loopwright.trainer import Trainer
-from loopwright.types import DatasetFn
 
 Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
 """A factory, or name -> factory for a task with several optimizers."""

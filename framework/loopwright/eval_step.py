@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 import tensorflow as tf
 
+from loopwright.aliases import Batch
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import converted, methods_as_written
-from loopwright.metrics import Metric, MetricSums, PerExample, Sum, Weighted, checked
+from loopwright.metrics import Metric, PerExample, Sum, Weighted
+from loopwright.metrics.checks import checked
+from loopwright.metrics.sums import MetricSums
 from loopwright.models import recomputation
 from loopwright.strategies.reduction import Reduction
-from loopwright.types import Batch
 
 
 @methods_as_written

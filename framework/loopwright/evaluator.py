@@ -12,19 +12,21 @@ from typing import Any, TypeAlias, cast
 
 import tensorflow as tf
 
+from loopwright.aliases import Batch, PerReplica
 from loopwright.errors import ConfigError
 from loopwright.graphs import grappler
 from loopwright.graphs.autograph import compiled
 from loopwright.host.timing import timed
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import Source, StreamSource
-from loopwright.metrics import CollectedRows, MetricSums, PackedSums, PerExample
+from loopwright.metrics import PerExample
+from loopwright.metrics.rows import CollectedRows
+from loopwright.metrics.sums import MetricSums, PackedSums
 from loopwright.models.orbit import AbstractEvaluator
 from loopwright.optimizers.ema import Ema
 from loopwright.step import EvalStep
 from loopwright.strategies import placement
 from loopwright.task import Task, derived_metrics
-from loopwright.types import Batch, PerReplica
 
 Batches: TypeAlias = tf.data.Dataset | Callable[..., tf.data.Dataset]
 """The padded global batches of one evaluation set, or a function that returns them.

@@ -20,6 +20,7 @@ from typing import Any
 
 from loopwright import configurables
 from loopwright.actions.base import Action
+from loopwright.aliases import AnySource
 from loopwright.configurables import changes
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
@@ -38,7 +39,6 @@ from loopwright.run_folder.history import Change
 from loopwright.strategies.cluster import elastic
 from loopwright.task import Task
 from loopwright.trainer import Trainer
-from loopwright.types import AnySource
 
 SIZE, BUCKETS, RATIO = "global batch size", "training buckets", " ratio"
 WEIGHTS = "training weights"

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import AnySource, Batch, Model, Structure, TensorLike
 from loopwright.errors import ConfigError, kind
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs.sources import ArraySource
@@ -27,7 +28,6 @@ from loopwright.optimizers.adapters import KerasOptimizer
 from loopwright.step import EvalStep
 from loopwright.strategies import placement
 from loopwright.task import Task
-from loopwright.types import AnySource, Batch, Model, Structure, TensorLike
 
 
 def from_keras(

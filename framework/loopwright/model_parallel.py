@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import tensorflow as tf
 
+from loopwright.aliases import Batch, PerReplica
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import compiled
 from loopwright.inputs.buckets import Scheduled
 from loopwright.optimizers import functional
 from loopwright.trainer import Trainer
-from loopwright.types import Batch, PerReplica
 
 
 class ModelParallelTrainer(Trainer):

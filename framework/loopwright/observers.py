@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import tensorflow as tf
 
-from loopwright.types import AnySource, Batch, PerReplica, TensorLike
+from loopwright.aliases import AnySource, Batch, PerReplica, TensorLike
 
 if TYPE_CHECKING:
   from loopwright.metrics import Loss

@@ -27,25 +27,21 @@ import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 from tensorflow.python.framework import config as tf_config
 
+from loopwright.aliases import Batch, Model, PerReplica
 from loopwright.counters import NEVER
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Batches, EvalSet, Evaluator
 from loopwright.graphs.autograph import as_written, compiled
-from loopwright.metrics import (
-  CollectedRows,
-  Layout,
-  MetricSums,
-  PerExample,
-  Summed,
-  checked,
-)
+from loopwright.metrics import PerExample, Summed
+from loopwright.metrics.checks import checked
+from loopwright.metrics.rows import CollectedRows
+from loopwright.metrics.sums import Layout, MetricSums
 from loopwright.models import models
 from loopwright.observers import Observer
 from loopwright.optimizers.loss_scale import DynamicLossScale
 from loopwright.strategies import placement, servers
 from loopwright.strategies.cluster.identity import ClusterError
 from loopwright.trainer import Trainer
-from loopwright.types import Batch, Model, PerReplica
 
 PIECES_PER_WORKER = 4
 """Pieces per loop: more lose less work with a worker; fewer cost less overhead."""

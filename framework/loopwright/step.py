@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
+from loopwright.aliases import Batch, Gradient, PerReplica, TensorLike, Variable
 from loopwright.errors import ConfigError, unknown
 from loopwright.eval_step import EvalStep
 from loopwright.graphs import branches
@@ -32,7 +33,6 @@ from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.step_parts import Draws, StepParts
 from loopwright.step_parts import replica_id as replica_id
-from loopwright.types import Batch, Gradient, PerReplica, TensorLike, Variable
 
 LossFn: TypeAlias = Callable[[Batch], Loss]
 StepFactory: TypeAlias = "Callable[[StepParts], Step]"

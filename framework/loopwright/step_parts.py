@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from loopwright.aliases import Batch, PerReplica, Variable
 from loopwright.graphs import randomness
 from loopwright.host import timing
 from loopwright.metrics import Weighted
@@ -20,7 +21,6 @@ from loopwright.optimizers.fusion import Fusion
 from loopwright.optimizers.loss_scale import LossScale
 from loopwright.strategies import placement
 from loopwright.strategies.reduction import Reduction
-from loopwright.types import Batch, PerReplica, Variable
 
 T = TypeVar("T")
 

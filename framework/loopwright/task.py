@@ -13,18 +13,19 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from loopwright.aliases import AnySource, Batch, Model, Structure, TensorLike, Variable
 from loopwright.errors import ConfigError, kind, shown
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.inputs.datasets import Preprocess
 from loopwright.models import models
-from loopwright.types import AnySource, Batch, Model, Structure, TensorLike, Variable
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import KerasOptimizer
   from loopwright.reporting.board import Board
   from loopwright.step import EvalStep, Step
 
-from loopwright.metrics import REPORTED, Loss, Metric
+from loopwright.metrics import Loss, Metric
+from loopwright.metrics.names import REPORTED
 
 
 @methods_as_written

@@ -15,12 +15,13 @@ from typing import Any
 import tensorflow as tf
 
 from loopwright import trainer_checks
+from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica
 from loopwright.counters import Counters
 from loopwright.graphs import grappler
 from loopwright.host import timing
 from loopwright.inputs import datasets
 from loopwright.inputs.buckets import Scheduled, ScheduledIterator
-from loopwright.metrics import MetricSums
+from loopwright.metrics.sums import MetricSums
 from loopwright.models import models, recomputation, replica_state
 from loopwright.models.orbit import AbstractTrainer
 from loopwright.observers import Observer, may_undo
@@ -33,7 +34,6 @@ from loopwright.step_parts import InputWait, StepNumbers, StepParts, replica_id
 from loopwright.strategies import placement
 from loopwright.strategies.reduction import Reduction
 from loopwright.task import Task, derived_metrics
-from loopwright.types import AnySource, Batch, DatasetFn, PerReplica
 
 
 class Trainer(AbstractTrainer):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from absl import logging
 
 from loopwright.errors import ConfigError, require_integer
-from loopwright.metrics import MetricSums
+from loopwright.metrics.sums import MetricSums
 from loopwright.optimizers.adapters import prefix
 
 

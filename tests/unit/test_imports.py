@@ -14,10 +14,13 @@ import loopwright
 
 ROOT = Path(loopwright.__file__).parents[2]
 PLANTED = {
-  "Layers": ("metrics.py", "from loopwright import trainer"),
+  "Layers": ("counters.py", "from loopwright import trainer"),
   "No cycles": ("inputs/ordering.py", "from loopwright.inputs import datasets"),
   "Only loopwright.configurables imports gin": ("running.py", "from gin import config_parser"),
-  "Only the modes of a run read the config": ("metrics.py", "from loopwright import configurables"),
+  "Only the modes of a run read the config": (
+    "counters.py",
+    "from loopwright import configurables",
+  ),
 }
 
 

@@ -6,6 +6,9 @@ import tensorflow as tf
 
 from loopwright import metrics
 from loopwright.errors import ConfigError
+from loopwright.metrics.rows import CollectedRows
+from loopwright.metrics.sums import MetricSums
+from loopwright.tools.verify.bench.bench import numbers
 
 
 def pair(total, weight):
@@ -14,7 +17,7 @@ def pair(total, weight):
 
 def made(strategy):
   with strategy.scope():
-    return metrics.MetricSums()
+    return MetricSums()
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -155,7 +158,7 @@ def test_a_sum_has_its_shape_and_is_not_divided(replicas, mirrored):
 
 
 def test_rows_come_in_the_order_of_the_batches():
-  rows = metrics.CollectedRows()
+  rows = CollectedRows()
   for batch in range(40):
     values, weight = np.array([[batch], [batch + 0.5]]), np.array([1, batch % 2])
     rows.add({"x": metrics.PerExample(values, weight)})
@@ -168,7 +171,7 @@ def test_rows_come_in_the_order_of_the_batches():
 
 def test_arrays_as_numbers_to_compare():
   values = {"loss": 0.5, "table": np.array([[1, 2], [3, 4]]), "bins": np.full([17], 2.0)}
-  assert metrics.numbers(values) == {
+  assert numbers(values) == {
     "loss": 0.5, "table[0, 0]": 1.0, "table[0, 1]": 2.0, "table[1, 0]": 3.0, "table[1, 1]": 4.0,
     "sum of bins": 34.0, "sum of squares of bins": 68.0,
   }  # fmt: skip

@@ -28,7 +28,8 @@ from loopwright.errors import ConfigError, Preempted
 from loopwright.host.files import StorageError
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource, StreamSource
-from loopwright.metrics import REPORTED, Loss, weighted_sum
+from loopwright.metrics import Loss, weighted_sum
+from loopwright.metrics.names import REPORTED
 from loopwright.reporting.progress import format_number
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.running import require_writable, run

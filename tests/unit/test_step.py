@@ -12,7 +12,8 @@ from places import central_storage
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss, MetricSums, weighted_sum
+from loopwright.metrics import Loss, weighted_sum
+from loopwright.metrics.sums import MetricSums
 from loopwright.models import models
 from loopwright.optimizers import adapters, loss_scale
 from loopwright.optimizers.ema import Ema

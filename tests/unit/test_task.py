@@ -8,7 +8,9 @@ import tf_keras
 
 from loopwright.errors import ConfigError
 from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import REPORTED, Loss, MetricSums, weighted_sum
+from loopwright.metrics import Loss, weighted_sum
+from loopwright.metrics.names import REPORTED
+from loopwright.metrics.sums import MetricSums
 from loopwright.step import EvalStep
 from loopwright.task import Task
 

@@ -1,4 +1,4 @@
-"""Public signatures say what they take: names of loopwright.types, and no bare Any."""
+"""Public signatures say what they take: names of loopwright.aliases, and no bare Any."""
 
 import inspect
 import pydoc
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import loopwright
-from loopwright import observers, types
+from loopwright import aliases, observers
 
 CLASSES = [
   loopwright.Task,
@@ -51,8 +51,8 @@ def test_help_shows_the_names():
 
 
 def test_each_name_is_described():
-  source = inspect.getsource(types)
-  for name in types.__all__:
+  source = inspect.getsource(aliases)
+  for name in aliases.__all__:
     assert re.search(rf"^ *{name}(: TypeAlias)? = [^\n]*\n *\"\"\"", source, re.MULTILINE), name
 
 

@@ -19,8 +19,8 @@ from loopwright.observers import Forward, Metrics, Observer, StepObserver
 from loopwright.strategies import gpus, placement
 
 if TYPE_CHECKING:
+  from loopwright.aliases import Batch
   from loopwright.metrics import Loss
-  from loopwright.types import Batch
 
 _BACKWARD = 2
 """Of the forward pass's operations; Chowdhery et al., "PaLM" (2022), appendix B."""

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
+from loopwright.aliases import Variable
 from loopwright.errors import require_integer
 from loopwright.models import models
 from loopwright.observers import Observer, StepObserver
@@ -23,7 +24,6 @@ from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.fusion import Gradients
 from loopwright.run_folder.metrics_log import flatten, scalars
 from loopwright.strategies import placement
-from loopwright.types import Variable
 
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer

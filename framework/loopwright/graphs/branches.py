@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from loopwright.aliases import Structure
 from loopwright.errors import ConfigError
-from loopwright.types import Structure
 
 
 def current() -> Any:

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, kind, require_integer
 from loopwright.inputs.mixture import Mixture
 from loopwright.inputs.ordering import hashed
 from loopwright.inputs.sources import Source
-from loopwright.types import Batch
 
 Axes = Mapping[str, Sequence[int]]
 """Feature -> its axes that are as long as the example; axis 0 is that of the examples."""

@@ -35,6 +35,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops as ops
 from tensorflow.python.ops import gen_dataset_ops
 
+from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, require_integer
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs import streams
@@ -45,7 +46,6 @@ from loopwright.inputs.parts import Sources, main_source
 from loopwright.inputs.plan import MOST_ROWS, Element, Plan, Preprocess, padded_batch_size
 from loopwright.inputs.replay import Draws
 from loopwright.inputs.sources import Source, StreamSource
-from loopwright.types import Batch
 
 Shard = tuple[int, Any]
 """(n, i): only the batches k = 0, 1, ... with k % n == i; i is an int or an int64 scalar."""

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import Batch, TensorLike
 from loopwright.errors import ConfigError, failure, first_line, kind, require_integer
 from loopwright.host import bounded
 from loopwright.host import files as file_tools
 from loopwright.inputs.checks import check_array, check_text, check_weights, refuse_reserved
 from loopwright.inputs.sources import Source
-from loopwright.types import Batch, TensorLike
 
 Decode = Callable[[Any], Mapping[str, Any]]
 

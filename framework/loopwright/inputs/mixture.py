@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, is_integer, kind, require_integer, unknown
 from loopwright.inputs.checks import require
 from loopwright.inputs.ordering import examples_at, seed_of_part
 from loopwright.inputs.sources import Source
-from loopwright.types import Batch
 
 LONGEST_PERIOD = 2**16
 Weights = Mapping[str, float]

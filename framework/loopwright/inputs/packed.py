@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, kind, require_integer, unknown
 from loopwright.inputs.sources import Source
-from loopwright.types import Batch
 
 SEGMENT, POSITION = "segment", "position"
 WINDOW = 2**16

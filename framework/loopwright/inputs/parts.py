@@ -16,11 +16,11 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
+from loopwright.aliases import AnySource, Batch
 from loopwright.errors import ConfigError, kind, require_integer, unknown
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs.buckets import Buckets
 from loopwright.inputs.sources import Source, StreamSource, check_source
-from loopwright.types import AnySource, Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, require_integer
 from loopwright.graphs.autograph import converted
 from loopwright.inputs.checks import (
@@ -17,7 +18,6 @@ from loopwright.inputs.checks import (
 )
 from loopwright.inputs.parts import Part
 from loopwright.inputs.sources import check_source
-from loopwright.types import Batch
 
 Preprocess = Callable[[Batch, bool], Batch]
 MOST_ROWS = 2**27

@@ -22,10 +22,10 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import Batch, TensorLike
 from loopwright.errors import ConfigError, require_integer
 from loopwright.graphs.randomness import hashed
 from loopwright.inputs.sources import Source
-from loopwright.types import Batch, TensorLike
 
 
 class Draws(Source):

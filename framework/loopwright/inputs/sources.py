@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from loopwright.aliases import AnySource, Batch
 from loopwright.errors import ConfigError, is_integer, kind, require_integer
 from loopwright.graphs.autograph import as_written
 from loopwright.host import bounded
@@ -33,7 +34,6 @@ from loopwright.inputs.checks import (
   refuse_reserved,
   require,
 )
-from loopwright.types import AnySource, Batch
 
 MAX_IMAGE_BYTES = 2**28
 """Default of `max_bytes` for one image: 89 million pixels of three channels."""

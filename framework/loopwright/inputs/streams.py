@@ -11,13 +11,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from loopwright.aliases import Batch
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs.checks import require
 from loopwright.inputs.ordering import seeds_at
 from loopwright.inputs.plan import Element, Plan
 from loopwright.inputs.sources import StreamSource
-from loopwright.types import Batch
 
 # ---- Streams ----
 

@@ -18,10 +18,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from loopwright.aliases import Layer
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
 from loopwright.host import lazy_keras
-from loopwright.types import Layer
 
 
 @contextlib.contextmanager

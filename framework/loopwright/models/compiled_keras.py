@@ -14,11 +14,11 @@ import keras
 import tensorflow as tf
 import tf_keras
 
+from loopwright.aliases import Layer, Model, Structure
 from loopwright.errors import ConfigError, kind
 from loopwright.models import models
 from loopwright.models.compiled_losses import ElementLoss
 from loopwright.models.compiled_metrics import CompiledMetrics
-from loopwright.types import Layer, Model, Structure
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import KerasOptimizer

@@ -13,10 +13,10 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
+from loopwright.aliases import Structure
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import as_written
 from loopwright.models import synthetic_rows
-from loopwright.types import Structure
 
 _MEANS = ("sum_over_batch_size", "mean", "auto")
 

@@ -12,10 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import Structure
 from loopwright.errors import ConfigError, first_line
 from loopwright.graphs.autograph import as_written
 from loopwright.models import synthetic_rows
-from loopwright.types import Structure
 
 
 class CompiledMetrics:

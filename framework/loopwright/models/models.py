@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from loopwright.aliases import Layer, Model, Variable
 from loopwright.errors import ConfigError
 from loopwright.host.lazy_keras import tf_keras_classes
-from loopwright.types import Layer, Model, Variable
 
 
 def parts(model: Model) -> Iterator[Model]:

@@ -20,13 +20,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from loopwright.aliases import Layer, Model
 from loopwright.errors import ConfigError, suggest
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.graphs.randomness import RandomStream
 from loopwright.host import lazy_keras
 from loopwright.models import batch_norm, models
-from loopwright.types import Layer, Model
 
 
 @as_written

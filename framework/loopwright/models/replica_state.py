@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from loopwright.aliases import Model, PerReplica
 from loopwright.graphs.autograph import as_written
 from loopwright.models import models
-from loopwright.types import Model, PerReplica
 
 
 @as_written

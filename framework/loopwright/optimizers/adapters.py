@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 import tf_keras
 
+from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
 from loopwright.models import models
@@ -27,7 +28,6 @@ from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.saved_layout import SavedOptimizer, joined_variables
 from loopwright.optimizers.sharding import ShardedFusion
 from loopwright.strategies import placement
-from loopwright.types import Gradient, Variable
 
 if TYPE_CHECKING:
   KerasOptimizer: TypeAlias = keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer

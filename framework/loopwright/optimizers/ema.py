@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
+from loopwright.aliases import Model, TensorLike, Variable
 from loopwright.errors import ConfigError, is_finite, require_integer, shown
 from loopwright.models import models
 from loopwright.optimizers import schedule_free
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.schedules import Schedule
 from loopwright.strategies import placement
-from loopwright.types import Model, TensorLike, Variable
 
 
 class Ema:

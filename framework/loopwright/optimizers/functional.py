@@ -14,12 +14,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import TensorLike, Variable
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
 from loopwright.models import models
 from loopwright.optimizers import groups
 from loopwright.strategies import model_parallel
-from loopwright.types import TensorLike, Variable
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import KerasOptimizer

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 from absl import logging
 
+from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
 from loopwright.models import models
 from loopwright.models.replica_state import assign, assign_result
-from loopwright.types import Gradient, Variable
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import KerasOptimizer

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from loopwright.aliases import TensorLike, Variable
 from loopwright.errors import ConfigError, is_finite, unknown
 from loopwright.host import lazy_keras
 from loopwright.models import models
 from loopwright.optimizers import schedule_free
-from loopwright.types import TensorLike, Variable
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import KerasOptimizer

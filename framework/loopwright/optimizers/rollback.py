@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from loopwright.aliases import Model, PerReplica
 from loopwright.models import models
 from loopwright.models.replica_state import assign
 from loopwright.observers import AllReduce, Observer, StepObserver, Tensors
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.ema import Ema
 from loopwright.optimizers.loss_scale import LossScale
-from loopwright.types import Model, PerReplica
 
 Saved = tuple[Sequence[tf.Variable], Sequence[PerReplica]]
 """Variables, and what `read` returned for them."""

@@ -16,9 +16,9 @@ import tensorflow as tf
 from tensorflow.python.trackable import base
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 
+from loopwright.aliases import Variable
 from loopwright.models import models
 from loopwright.optimizers.fusion import Fusion
-from loopwright.types import Variable
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import KerasOptimizer

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from loopwright.aliases import TensorLike, Variable
 from loopwright.models import models
-from loopwright.types import TensorLike, Variable
 
 
 def is_free(optimizer: Any) -> bool:

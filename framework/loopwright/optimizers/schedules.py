@@ -19,9 +19,9 @@ import keras
 import tensorflow as tf
 import tf_keras
 
+from loopwright.aliases import TensorLike
 from loopwright.errors import ConfigError, is_finite, require_integer, require_positive, shown
 from loopwright.host import lazy_keras
-from loopwright.types import TensorLike
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import KerasOptimizer

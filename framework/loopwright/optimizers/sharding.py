@@ -18,13 +18,13 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 
+from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import as_written
 from loopwright.models import models
 from loopwright.models.replica_state import assign
 from loopwright.optimizers.fusion import Fusion
 from loopwright.strategies import placement
-from loopwright.types import Gradient, Variable
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import KerasOptimizer

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from loopwright.aliases import Gradient, PerReplica, TensorLike, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import branches
 from loopwright.models import models, replica_state
@@ -15,7 +16,6 @@ from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.ema import Ema
 from loopwright.optimizers.fusion import Gradients
 from loopwright.strategies import placement
-from loopwright.types import Gradient, PerReplica, TensorLike, Variable
 
 
 def apply_if(

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import TensorLike
 from loopwright.errors import ConfigError, kind, shown
 from loopwright.host import files
 from loopwright.run_folder import layout
-from loopwright.types import TensorLike
 
 MOST_PIXELS = 2**26
 """Of one picture, after its images are put side by side."""

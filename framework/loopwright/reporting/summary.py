@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from loopwright.aliases import Model, Variable
 from loopwright.models import models
 from loopwright.reporting.progress import Choice, format_number
 from loopwright.run_folder.metrics_log import flatten, scalars
 from loopwright.strategies import gpus
-from loopwright.types import Model, Variable
 
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer

@@ -15,6 +15,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.trackable import trackable_utils
 
+from loopwright.aliases import Variable
 from loopwright.errors import ConfigError, first_line
 from loopwright.host import files, modules
 from loopwright.host.timing import timed
@@ -35,7 +36,6 @@ from loopwright.run_folder.checkpoint_files import (
   written_at,
 )
 from loopwright.run_folder.layout import UNFINISHED
-from loopwright.types import Variable
 
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from loopwright.aliases import Variable
 from loopwright.models import models
 from loopwright.run_folder.checkpoints import variables_of
-from loopwright.types import Variable
 
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from loopwright.aliases import Model, Variable
 from loopwright.errors import ConfigError, suggest, unknown
 from loopwright.host import bounded
 from loopwright.models import models
 from loopwright.run_folder import checkpoints, h5, weight_files
 from loopwright.run_folder.weight_files import Match, Stored
-from loopwright.types import Model, Variable
 
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer

@@ -18,11 +18,11 @@ import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python.trackable import trackable_utils
 
+from loopwright.aliases import Model
 from loopwright.errors import ConfigError
 from loopwright.host import bounded
 from loopwright.models import models
 from loopwright.run_folder import checkpoint_files, checkpoints, h5, remote
-from loopwright.types import Model
 
 Match = Literal["name", "path"]
 KERAS = (".keras", ".h5", ".hdf5")

@@ -18,11 +18,11 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 from tensorflow.python.distribute import cross_device_ops, distribute_lib
 
+from loopwright.aliases import PerReplica, Structure
 from loopwright.errors import ConfigError
 from loopwright.strategies import gpus, model_parallel, servers
 from loopwright.strategies.cluster import resolvers
 from loopwright.strategies.cluster.identity import Cluster, workers
-from loopwright.types import PerReplica, Structure
 
 _KEPT = "_loopwright_placement"
 

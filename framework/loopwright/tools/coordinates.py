@@ -23,11 +23,11 @@ import tensorflow as tf
 
 from loopwright import builder, configurables
 from loopwright import running as runs
+from loopwright.aliases import Batch
 from loopwright.errors import ConfigError
 from loopwright.options import Numerics
 from loopwright.task import Task
 from loopwright.trainer import Trainer
-from loopwright.types import Batch
 
 STEEPEST = 0.25
 """A slope beyond is not flat: of a change in proportion to the width it is 1."""

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from loopwright import builder, configurables, errors
 from loopwright import running as runs
+from loopwright.aliases import Batch, Model, Variable
 from loopwright.graphs.autograph import compiled
 from loopwright.models import models
 from loopwright.options import Numerics
@@ -26,7 +27,6 @@ from loopwright.run_folder import assets
 from loopwright.strategies import factories, placement
 from loopwright.tools import liveness
 from loopwright.trainer import Trainer
-from loopwright.types import Batch, Model, Variable
 
 MIB = 2**20
 REPLICAS = (2, 4, 8)

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
+from loopwright.aliases import Batch, Variable
 from loopwright.errors import ConfigError, is_the_users
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs.parts import prefixes
@@ -30,7 +31,6 @@ from loopwright.optimizers.rollback import Rollback, changed_by, read, write
 from loopwright.step import Gradient, LossFn, Step, StepParts
 from loopwright.strategies.placement import Placement
 from loopwright.trainer import Trainer
-from loopwright.types import Batch, Variable
 
 MOST_EXAMPLES = 16
 """How many offending examples to look for; each costs about 2 log2(rows) passes of one replica."""

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
+from loopwright.aliases import Batch, Layer, Model
 from loopwright.errors import require_integer
 from loopwright.metrics import Loss
 from loopwright.models import models
@@ -27,7 +28,6 @@ from loopwright.step_parts import StepParts
 from loopwright.strategies import placement
 from loopwright.tools.forensics import examine
 from loopwright.trainer import Trainer
-from loopwright.types import Batch, Layer, Model
 
 _SUMS = 3
 """Of a layer's outputs: their number, their sum and that of their squares."""

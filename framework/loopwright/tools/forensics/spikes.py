@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
+from loopwright.aliases import Batch
 from loopwright.errors import require_integer, require_positive, unknown
 from loopwright.metrics import Loss
 from loopwright.optimizers.fusion import Fusion, Gradients
@@ -28,7 +29,6 @@ from loopwright.strategies import placement
 from loopwright.tools.forensics import examine
 from loopwright.tools.forensics.action import NonFiniteLoss
 from loopwright.trainer import Trainer
-from loopwright.types import Batch
 
 OnSpike = Literal["report", "skip", "rewind"]
 _SHOWN = 8

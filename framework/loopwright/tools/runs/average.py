@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from loopwright import going_on
 from loopwright import running as runs
+from loopwright.aliases import Layer
 from loopwright.errors import ConfigError
 from loopwright.models import models
 from loopwright.optimizers.ema import Ema
@@ -23,7 +24,6 @@ from loopwright.run_folder import layout
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.task import Task
 from loopwright.trainer import Trainer
-from loopwright.types import Layer
 
 
 def average(folders: Sequence[str], to: str, *, batches: int = 100) -> str:

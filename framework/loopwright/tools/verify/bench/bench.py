@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright import configurables
+from loopwright.aliases import TensorLike, Variable
 from loopwright.builder import Recipe
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
@@ -25,7 +26,6 @@ from loopwright.graphs.autograph import compiled
 from loopwright.inputs import datasets
 from loopwright.inputs.parts import of_one_shape, prefixes
 from loopwright.inputs.sources import eval_sets
-from loopwright.metrics import numbers
 from loopwright.models import models
 from loopwright.optimizers.adapters import prefix
 from loopwright.run_folder import assets
@@ -34,7 +34,6 @@ from loopwright.strategies import placement
 from loopwright.task import Task, preprocess_of
 from loopwright.tools.verify.bench import shared_noise
 from loopwright.trainer import Trainer
-from loopwright.types import Variable
 
 Rows = dict[str, np.ndarray]
 """A batch on the host: name -> array, rows on the first axis."""
@@ -384,3 +383,20 @@ def weighted(batch: Rows, seed: int = 0) -> Rows:
   """Returns the batch with unequal weights."""
   factors = np.random.default_rng(seed).uniform(0.25, 2.0, len(batch["weight"]))
   return {**batch, "weight": (batch["weight"] * factors).astype(np.float32)}
+
+
+def numbers(values: Mapping[str, TensorLike]) -> dict[str, float]:
+  """Returns floats as they are, and for an array its elements as "name[i, j]" (host).
+
+  Of more than 16 elements, which nobody would read, only the sum and the sum of squares.
+  """
+  found: dict[str, float] = {}
+  for name, value in values.items():
+    array = np.asarray(value, np.float64)
+    if not array.shape:
+      found[name] = value
+    elif array.size > 16:
+      found |= {f"sum of {name}": array.sum(), f"sum of squares of {name}": np.square(array).sum()}
+    else:
+      found |= {f"{name}{[*index]}": float(each) for index, each in np.ndenumerate(array)}
+  return found

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from loopwright.aliases import Layer, Model
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, recording, row_influence, source_lines
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Rows, Subject
 from loopwright.tools.verify.bench.explanations import FITS, Explanation, fits, weighted_mean
-from loopwright.types import Layer, Model
 
 LEAST = 5e-5
 """A smaller relative difference is always rounding."""

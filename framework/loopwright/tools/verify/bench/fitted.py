@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import AnySource, Model
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.models import models
 from loopwright.task import Task, preprocess_of
 from loopwright.tools.verify.bench import source_lines, survey
 from loopwright.tools.verify.bench.bench import Rows
-from loopwright.types import AnySource, Model
 
 LARGEST = 2**20
 """Elements of a constant to compare."""

@@ -12,10 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from loopwright.graphs import randomness
-from loopwright.metrics import numbers
 from loopwright.task import Task
 from loopwright.tools.verify.bench import bench
-from loopwright.tools.verify.bench.bench import Rows, Subject
+from loopwright.tools.verify.bench.bench import Rows, Subject, numbers
 from loopwright.trainer import Trainer
 
 TIMES = ("input_wait_s", "examples_per_second")

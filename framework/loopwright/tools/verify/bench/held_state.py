@@ -17,10 +17,10 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
+from loopwright.aliases import Model, Variable
 from loopwright.models import models
 from loopwright.task import Task
 from loopwright.tools.verify.bench import source_lines
-from loopwright.types import Model, Variable
 
 Kind = Literal["variable", "random generator", "metric", "Python value"]
 _METRICS = (keras.metrics.Metric, tf_keras.metrics.Metric)

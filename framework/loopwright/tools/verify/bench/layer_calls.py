@@ -10,8 +10,8 @@ from unittest import mock
 import keras
 import tf_keras
 
+from loopwright.aliases import Layer, Model
 from loopwright.models import models
-from loopwright.types import Layer, Model
 
 
 class Calls:

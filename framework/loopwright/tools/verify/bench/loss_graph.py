@@ -11,10 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from loopwright.aliases import Model
 from loopwright.graphs import operations as graphs
 from loopwright.models import models
 from loopwright.tools.verify.bench import source_lines
-from loopwright.types import Model
 
 STEPWISE = frozenset(
   ("Round", "Rint", "Floor", "Ceil", "Sign", "ArgMax", "ArgMin", "OneHot", "FloorDiv", "Bucketize",

@@ -15,10 +15,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import tf_stack
 
+from loopwright.aliases import Variable
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Subject
-from loopwright.types import Variable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from unittest import mock
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
+from loopwright.aliases import Gradient, Variable
 from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.optimizers.fusion import Gradients
 from loopwright.step import Step
 from loopwright.tools.verify.bench import bench, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Subject
-from loopwright.types import Gradient, Variable
 
 REPLICAS = 2
 OWN = "own communication"

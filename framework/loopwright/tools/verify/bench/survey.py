@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from loopwright.aliases import AnySource
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.inputs import datasets
 from loopwright.inputs.buckets import Buckets
@@ -24,7 +25,6 @@ from loopwright.inputs.parts import of_one_shape, prefixes
 from loopwright.inputs.sources import Source, StreamSource, eval_sets
 from loopwright.task import Task
 from loopwright.tools.verify.bench.bench import Rows
-from loopwright.types import AnySource
 
 RESERVED = ("weight", "example_id", "seed")
 AT_ONCE = 256

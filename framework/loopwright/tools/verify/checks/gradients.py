@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
+from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
 from loopwright.metrics import Loss
@@ -30,7 +31,6 @@ from loopwright.tools.verify.bench import bench, made_variables, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.loss_graph import Calls, LossGraph
 from loopwright.tools.verify.report import Group, Result
-from loopwright.types import Gradient, Variable
 
 GROUP = Group("gradients")
 STEPS_BEFORE = 3

@@ -16,16 +16,15 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright import configurables
+from loopwright.aliases import Model
 from loopwright.evaluator import Evaluator
-from loopwright.metrics import numbers
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, layer_calls, random_draws, source_lines, survey
-from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows, Subject
+from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows, Subject, numbers
 from loopwright.tools.verify.bench.comparison import normalisations
 from loopwright.tools.verify.bench.random_draws import FIXED, FROZEN, ONCE, STATEFUL, Draw
 from loopwright.tools.verify.checks.augmentation import Augmentation
 from loopwright.tools.verify.report import Group, Result
-from loopwright.types import Model
 
 GROUP = Group("randomness")
 ROUNDING = 1e-5

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright import errors
+from loopwright.aliases import Variable
 from loopwright.graphs import operations as graphs
 from loopwright.inputs.parts import main_source
 from loopwright.models import models
@@ -30,7 +31,6 @@ from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.held_state import Held
 from loopwright.tools.verify.report import Group, Result
 from loopwright.trainer import Trainer
-from loopwright.types import Variable
 
 GROUP = Group("restore")
 LOOPS = (1, 2)
