@@ -2,12 +2,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import loopwright
-from loopwright import ArraySource, Loss, Task, weighted_sum
+import loopwright as lw
 
 
-@loopwright.register
-class Waves(Task):
+@lw.register
+class Waves(lw.Task):
   def __init__(self, *, width: int = 64):
     self.width = width
 
@@ -17,13 +16,13 @@ class Waves(Task):
 
   def source(self, split):
     x = np.random.default_rng(len(split)).uniform(-3, 3, [1000, 1]).astype("float32")
-    return ArraySource(features={"x": x, "y": np.sin(x[:, 0])})
+    return lw.ArraySource(features={"x": x, "y": np.sin(x[:, 0])})
 
   def forward(self, batch, training):
     return self.model(batch["x"], training=training)[:, 0]
 
   def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return lw.Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
   def metrics(self, outputs, batch):
-    return {"error": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"])}
+    return {"error": lw.weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"])}

@@ -30,7 +30,7 @@ def test_a_project_has_its_name_everywhere(capsys):
     *("pyproject.toml", "test_bird_song.py"),
   ]
   assert not any("waves" in text.lower() for text in made.values())
-  assert "class BirdSong(Task):" in made["bird_song.py"]
+  assert "class BirdSong(lw.Task):" in made["bird_song.py"]
   assert "import bird_song\n\nrun.task = @BirdSong()" in made["bird_song.gin"]
   assert "from bird_song import BirdSong\n" in made["test_bird_song.py"]
 
