@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+LISTEN = "0A"
+LIMIT_S, POLL_S = 30.0, 0.1
 COMMON = """\
 foreground = yes
 pid =
@@ -63,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
     parser.error(f"TF_CONFIG is not a cluster with a task ({error!r})")
   if not jobs <= {"chief", "worker"}:
     parser.error("TF_CONFIG must name chief and worker; parameter servers are not supported")
-  listening = start_stunnel(stunnel_conf(config, options.certificates, options.first_port))
-  if listening.poll() is not None:
-    parser.error(f"stunnel ended with status {listening.returncode}")
+  conf = stunnel_conf(config, options.certificates, options.first_port)
+  if problem := start_stunnel(conf, ports_of(conf)):
+    parser.error(problem)
   os.environ["TF_CONFIG"] = json.dumps(on_loopback(config, options.first_port))
   os.execvp(options.command[0], options.command)
 
@@ -98,15 +101,43 @@ def stunnel_conf(config: dict[str, Any], folder: str, first_port: int) -> str:
   return text
 
 
-def start_stunnel(conf: str) -> subprocess.Popen[bytes]:
-  """Starts stunnel, which ends with this process; returns after it has read its configuration."""
+def ports_of(conf: str) -> set[int]:
+  """Returns the ports at which stunnel accepts."""
+  return {int(port) for port in re.findall(r"^accept = .*:(\d+)$", conf, re.MULTILINE)}
+
+
+def start_stunnel(conf: str, ports: set[int]) -> str:
+  """Starts stunnel, which ends with this process, and waits until it listens at all ports.
+
+  Returns:
+    What is wrong, in one line; "" if it listens.
+  """
+  if taken := ports & listening():
+    named = ", ".join(map(str, sorted(taken)))
+    return f"another program listens at {named}; end it, or give another --first_port"
   with tempfile.TemporaryDirectory() as folder:
     file = Path(folder, "stunnel.conf")
     file.write_text(conf)
     started = subprocess.Popen(["stunnel4", str(file)], preexec_fn=end_with_parent)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      started.wait(1.0)
-    return started
+    for _ in range(round(LIMIT_S / POLL_S)):
+      if ports <= listening():
+        return ""
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        return f"stunnel ended with status {started.wait(POLL_S)}"
+    started.kill()
+  silent = ", ".join(map(str, sorted(ports - listening())))
+  return f"stunnel does not listen at {silent} after {LIMIT_S:g} s; training has not started"
+
+
+def listening() -> set[int]:
+  """Returns the ports at which anything on this machine accepts connections."""
+  lines = [
+    line.split()
+    for table in ("tcp", "tcp6")
+    if (file := Path("/proc/net", table)).exists()
+    for line in file.read_text().splitlines()[1:]
+  ]
+  return {int(columns[1].rpartition(":")[2], 16) for columns in lines if columns[3] == LISTEN}
 
 
 def end_with_parent() -> None:

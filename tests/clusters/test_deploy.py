@@ -8,8 +8,10 @@ import configparser
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -591,6 +593,37 @@ def test_all_workers_get_the_same_addresses_on_loopback(tls):
     everywhere = sections["all"]
     assert (everywhere["verifyChain"], everywhere["sslVersionMin"]) == ("yes", "TLSv1.3")
     assert (everywhere["cert"], everywhere["CAfile"]) == ("/tls/tls.crt", "/tls/ca.crt")
+
+
+STUNNEL = """#!{python}
+import re, socket, sys, time
+time.sleep({seconds})
+text = open(sys.argv[1]).read()
+ports = [int(port) for port in re.findall(r"accept = .*:(\\d+)", text)][: {listens}]
+sockets = [socket.create_server(("127.0.0.1", port)) for port in ports]
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+  ("seconds", "listens", "says"),
+  [(1.5, 2, ""), (0, 1, r"stunnel does not listen at \d+ after 3 s; training has not started")],
+)
+def test_training_waits_for_the_tunnel(tls, tmp_path, monkeypatch, seconds, listens, says):
+  """A stunnel that took over a second found its configuration gone, and training began all the same."""
+  program = tmp_path / "stunnel4"
+  text = STUNNEL.format(python=sys.executable, seconds=seconds, listens=listens)
+  program.write_text(text)
+  program.chmod(0o755)
+  monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+  monkeypatch.setattr(tls, "LIMIT_S", 15.0 if not says else 3.0)
+  with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
+    ports = [one.getsockname()[1], two.getsockname()[1]]
+    conf = "".join(f"accept = 127.0.0.1:{port}\n" for port in ports)
+    assert tls.start_stunnel(conf, tls.ports_of(conf)).startswith("another program listens at ")
+  begin = time.monotonic()
+  assert re.fullmatch(says, tls.start_stunnel(conf, tls.ports_of(conf)))
+  assert time.monotonic() - begin >= seconds
 
 
 def test_tls_refuses_what_it_cannot_do(tls, tmp_path, monkeypatch, capsys):
