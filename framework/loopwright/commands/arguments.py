@@ -75,7 +75,6 @@ COMMANDS: Mapping[str, Command] = {
   "export": Command("Writes a SavedModel of the newest checkpoint.", modes=("export",)),
   "replay": Command("Repeats the step at which a run became NaN or infinite.", modes=("replay",)),
   "verify": Command("Checks the task, in about a minute.", modes=("verify",)),
-  "tune": Command("Finds the fastest settings, in a few minutes.", modes=("tune",)),
   "memory": Command("Estimates the memory of each device.", modes=("memory",)),
   "check": Command("Checks the config alone, without a device.", modes=("check_config",)),
   "sweep": Command("Searches for the best bindings, in many runs.", module="commands.sweep"),
