@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from loopwright.errors import Preempted
+from loopwright.hooks import Hook
 from loopwright.host import signals
 from loopwright.host.timing import HOST, Stopwatch
 from loopwright.run_folder import legs
@@ -32,7 +33,7 @@ BEAT_S = 0.5
 SETUP, TRAINING, TRACING, INPUT = "setup", "training", "tracing", "input wait"
 
 
-class Flight:
+class Flight(Hook):
   """The record of this process; without `recorded` it keeps and writes nothing.
 
   Attributes:

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from loopwright import configurables, hangs
-from loopwright.actions.base import Action, StopTraining
+from loopwright.actions.base import Action
 from loopwright.actions.calls import Actions
 from loopwright.errors import ConfigError, Preempted
 from loopwright.evaluator import Evaluator
 from loopwright.flight import Flight
 from loopwright.going_on import Start, experiment, replay_command
+from loopwright.hooks import Hooks, StopTraining
 from loopwright.host import files
 from loopwright.loop import Loop
 from loopwright.modes import TRAINING_MODES, Mode, tool
@@ -27,6 +28,7 @@ from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.remote import Opened
 from loopwright.run_folder.snapshots import Snapshots
 from loopwright.run_folder.warm_start import WarmStart
+from loopwright.saving import Saving
 from loopwright.stopping import Stopping
 from loopwright.trainer import Trainer
 
@@ -68,14 +70,19 @@ class Session:
     )  # fmt: skip
     self._say = self._reports.progress.message
     self._flight = flight or Flight()
-    self._stopping = Stopping(self.cluster, self._reports.progress, self._flight)
     self._manager = self._make_manager(start, assets, self._in(layout.CHECKPOINTS))
     self._snapshots = self._make_snapshots(start, assets)
-    self._loop = Loop(
-      trainer=trainer, evaluator=evaluator, cadence=cadence, actions=self._actions,
-      reports=self._reports, manager=self._manager, place=place, stopping=self._stopping,
-      flight=self._flight, snapshots=self._snapshots,
+    self._saving = Saving(
+      manager=self._manager, snapshots=self._snapshots, place=place, cadence=cadence,
+      saved=self._flight.saved,
     )  # fmt: skip
+    self._stopping = Stopping(
+      self.cluster, progress=self._reports.progress, goes_on=self._flight.goes_on,
+      saving=self._saving,
+    )  # fmt: skip
+    hooks = [self._actions, self._reports, self._saving, self._stopping, self._flight]
+    self._hooks = Hooks(hooks)
+    self._loop = Loop(trainer=trainer, evaluator=evaluator, cadence=cadence, hooks=self._hooks)
     self._actions.bind(
       trainer, evaluator, model_dir=place.folder, metrics_log=self._reports.log,
       board=self._reports.board, checkpoint=self._manager.checkpoint, message=self._say,
@@ -245,12 +252,16 @@ class Session:
       self._prepare()
       try:
         with self._stopping.noticed(), self._until_stopped():
-          self._actions.begin()
+          self._hooks.begins(self.step)
+          if evaluating and self._is_unevaluated():
+            self._loop.evaluate()  # the process may have died between a checkpoint and this
           self._loop.train(evaluating=evaluating)
-        self._loop.save()
+        self._saving.completes()
       finally:
-        self._actions.end()
-        self._manager.wait()
+        self._hooks.ends()
+
+  def _is_unevaluated(self) -> bool:
+    return self._cadence.evaluates_at(self.step) and self._reports.is_unevaluated(self.step)
 
   @contextlib.contextmanager
   def _until_stopped(self) -> Iterator[None]:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
+from loopwright.hooks import Output as Output
+from loopwright.hooks import StopTraining as StopTraining
 from loopwright.reporting.board import Board
 from loopwright.run_folder.metrics_log import MetricsLog
 
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
   from loopwright.evaluator import Evaluator
   from loopwright.task import Task
   from loopwright.trainer import Trainer
-
-
-Output = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,22 +80,6 @@ class Run:
   def split(self) -> str:
     """ "train" or "eval": which values the action is called with."""
     return self.current_split()
-
-
-class StopTraining(Exception):  # noqa: N818 (it is not an error)
-  """Raised by an action to end training early; the run still succeeds.
-
-  Attributes:
-    reason: one line for the user.
-    output: the values the action was called with, for a loop of your own that catches this before
-      it has written them, as around Orbit's Controller; a run reports them in any case.
-  """
-
-  def __init__(self, reason: str, output: Output | None = None) -> None:
-    """Keeps both arguments."""
-    super().__init__(reason)
-    self.reason = reason
-    self.output = dict(output or {})
 
 
 class Action:

@@ -10,13 +10,14 @@ from loopwright.actions.base import Action, Output, Run
 from loopwright.actions.state import ActionStates
 from loopwright.errors import unknown
 from loopwright.evaluator import Evaluator
+from loopwright.hooks import Hook
 from loopwright.host.timing import timed
 from loopwright.task import Task
 from loopwright.trainer import Trainer
 
 
-class Actions:
-  """Calls the actions of a run: `bind`, `begin`, `after` each loop and evaluation, `end`.
+class Actions(Hook):
+  """Calls the actions of a run: `bind`, then as a hook of its loop.
 
   Attributes:
     states: what the actions keep over a restart, for checkpoints.
@@ -64,7 +65,7 @@ class Actions:
       if names is not None and name not in names:
         raise unknown(f"{type(action).__name__}.{option}", name, names)
 
-  def begin(self) -> None:
+  def begins(self, step: int) -> None:
     """Gives back what the checkpoint has of the actions, and begins each (host)."""
     self.states.give_back()
     for action in self._actions:
@@ -91,7 +92,7 @@ class Actions:
       self._require()
       timed(f"action {type(action).__name__}")(action)(output)
 
-  def end(self) -> None:
+  def ends(self) -> None:
     """Ends each action, in order, whatever the others raise (host)."""
     with contextlib.ExitStack() as ends:
       for action in reversed(self._actions):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from loopwright.hooks import Hook
 from loopwright.reporting import progress, summary
 from loopwright.reporting.board import Board
 from loopwright.reporting.reporter import Reporter
@@ -16,6 +18,7 @@ from loopwright.run_folder import layout
 from loopwright.run_folder.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
+  from loopwright.evaluator import Evaluator
   from loopwright.run_folder.remote import Opened
   from loopwright.trainer import Trainer
 
@@ -26,8 +29,8 @@ QUIET = (
 """Metrics in metrics.jsonl and TensorBoard that the progress line hides."""
 
 
-class Reports:
-  """What a run tells its user; only the chief writes and prints.
+class Reports(Hook):
+  """What a run tells its user, as a hook of its loop; only the chief writes and prints.
 
   Attributes:
     log: metrics.jsonl.
@@ -82,9 +85,17 @@ class Reports:
     """Returns TensorBoard's writer of "train" or "eval"."""
     return self._of[split].writer()
 
-  def report(self, split: str, output: Mapping[str, float]) -> None:
+  def evaluates(self, evaluator: Evaluator, step: int) -> AbstractContextManager[Any]:
+    """Summaries of an evaluation step go to TensorBoard."""
+    return self.writer("eval").as_default()
+
+  def after(self, split: str, output: Mapping[str, Any]) -> None:
     """Reports the values of one loop or evaluation; see `Reporter` (host)."""
     self._of[split].report(output)
+
+  def is_unevaluated(self, step: int) -> bool:
+    """Whether the log has no evaluation of a step (host)."""
+    return all(record["step"] != step for record in self.log.records("eval"))
 
   def last(self, split: str) -> dict[str, float]:
     """Returns the newest values in the log; empty without any."""

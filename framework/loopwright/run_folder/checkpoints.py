@@ -146,7 +146,7 @@ class CheckpointManager(tf.train.CheckpointManager):
   ) -> str | None:
     """Saves `ckpt-<global step>` and removes the oldest ones beyond `keep` (host).
 
-    When that is due, loop.py says; the arguments are those of TensorFlow's manager.
+    When that is due, saving.py says; the arguments are those of TensorFlow's manager.
 
     Returns:
       The path, complete after `wait`; None if the step is that of the last save or restore. Under
