@@ -610,7 +610,7 @@ time.sleep(30)
   [(1.5, 2, ""), (0, 1, r"stunnel does not listen at \d+ after 3 s; training has not started")],
 )
 def test_training_waits_for_the_tunnel(tls, tmp_path, monkeypatch, seconds, listens, says):
-  """A stunnel that took over a second found its configuration gone, and training began all the same."""
+  """A slow stunnel found its configuration gone, and training began all the same."""
   program = tmp_path / "stunnel4"
   text = STUNNEL.format(python=sys.executable, seconds=seconds, listens=listens)
   program.write_text(text)

@@ -5,7 +5,8 @@ import pytest
 from defects.replicas import MeanOfMeans, NeverReduced
 from defects.small import Small
 
-from loopwright import testing
+from loopwright import configurables, testing
+from loopwright.errors import ConfigError
 
 
 def test_a_right_task_passes():
@@ -35,3 +36,26 @@ def test_a_single_check_can_be_asserted():
 def test_options_reach_the_trainer():
   results = testing.check(Small, groups=("order",), clip_norm=0.5)
   assert "clip (norm 0.5)" in testing.found(results, "pipeline of the step").detail
+
+
+GIN = """
+import defects.small
+
+run.task = @Small()
+run.global_batch_size = 48
+run.train_steps = 5
+run.optimizer = @keras.SGD
+Trainer.clip_norm = 0.5
+"""
+
+
+def test_a_gin_file_says_all(tmp_path):
+  file = tmp_path / "small.gin"
+  file.write_text(GIN)
+  configurables.register(Small)
+  results = testing.check(file, groups=("order",), gin_params=["Trainer.clip_norm = 0.25"])
+  assert "clip (norm 0.25)" in testing.found(results, "pipeline of the step").detail
+  with pytest.raises(ConfigError, match=r"received both '.*small.gin' and clip_norm; the gin file"):
+    testing.check(file, clip_norm=0.5)
+  with pytest.raises(ConfigError, match="gin_params belong to a gin file"):
+    testing.check(Small, gin_params=["run.seed = 1"])

@@ -1,8 +1,9 @@
-"""N replicas make the update of one, and what else `loopwright verify` checks."""
+"""N replicas make the update of one, and what else `loopwright verify` checks of the config."""
+
+from pathlib import Path
 
 from loopwright import testing
-from waves import Waves
 
 
 def test_waves_is_right():
-  testing.assert_right(Waves, global_batch_size=50)
+  testing.assert_right(Path(__file__).with_name("waves.gin"))

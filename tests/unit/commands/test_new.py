@@ -32,7 +32,7 @@ def test_a_project_has_its_name_everywhere(capsys):
   assert not any("waves" in text.lower() for text in made.values())
   assert "class BirdSong(lw.Task):" in made["bird_song.py"]
   assert "import bird_song\n\nrun.task = @BirdSong()" in made["bird_song.gin"]
-  assert "from bird_song import BirdSong\n" in made["test_bird_song.py"]
+  assert 'with_name("bird_song.gin")' in made["test_bird_song.py"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_project_trains_and_its_test_passes():
   subprocess.run([*launch, "new", "ripples"], check=True)
   test = Path("ripples/test_ripples.py")
   some = test.read_text().replace(
-    "assert_right(Ripples, ", "assert_right(Ripples, groups=['order'], "
+    'with_name("ripples.gin")', "with_name(\"ripples.gin\"), groups=['order']"
   )
   test.write_text(some)
   short = ["run.train_steps=20", "run.eval_every_steps=20"]
@@ -113,7 +113,7 @@ def test_a_project_trains_and_its_test_passes():
   assert trained.stdout.startswith("done: step 20 | eval loss ")
   tested = subprocess.run(
     [sys.executable, "-m", "pytest", "-q"], cwd="ripples", capture_output=True, text=True,
-    timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT / "framework")},
   )  # fmt: skip
   assert tested.returncode == 0, tested.stdout
   assert "1 passed" in tested.stdout
