@@ -233,18 +233,21 @@ def _checkpoints(megabytes: int) -> dict[str, float]:
 
 
 def modes(units: Sequence[int] = (128, 4096, 65536)) -> Rows:
-  """Seconds of the command `--mode=verify`, by the weights of the digits' CNN."""
+  """Seconds of the command `--mode=verify` and `--mode=tune`, by the weights of the digits' CNN."""
   return {18_826 + 267 * count: _modes(count) for count in units}
 
 
 def _modes(units: int) -> dict[str, float]:
-  with tempfile.TemporaryDirectory() as folder:
-    command = [
-      *(sys.executable, "launch.py", "--gin_file=configs/digits_cnn.gin", "--mode=verify"),
-      *(f"--gin_param=cnn.units={units}", f"--model_dir={folder}/run"),
-    ]
-    run = functools.partial(subprocess.run, command, stdout=subprocess.DEVNULL, check=True)
-    return {"verify, s": _seconds(run)}
+  found = {}
+  for mode in ("verify", "tune"):
+    with tempfile.TemporaryDirectory() as folder:
+      command = [
+        *(sys.executable, "launch.py", "--gin_file=configs/digits_cnn.gin", f"--mode={mode}"),
+        *(f"--gin_param=cnn.units={units}", f"--model_dir={folder}/run"),
+      ]
+      run = functools.partial(subprocess.run, command, stdout=subprocess.DEVNULL, check=True)
+      found[f"{mode}, s"] = _seconds(run)
+  return found
 
 
 # --- measuring --------------------------------------------------------------------------------

@@ -254,13 +254,14 @@ def fitted(files: Sequence[str], params: Sequence[str]) -> Fitted:
   """
   from loopwright import configurables
   from loopwright import running as runs
+  from loopwright.tools import tune
 
   configurables.parse(files, params)
   per_replica = runs.bound("per_replica_batch_size")
   name = "per_replica_batch_size" if per_replica else "global_batch_size"
   batch = per_replica or runs.bound("global_batch_size")
-  made = trainers_of(files, params)
-  own = made()
+  contest = tune.Contest(files, params, rounds=2, block_s=0)  # 0: all workers run as many steps
+  own = contest.contender({}).trainer
   replicas, size = own.strategy.num_replicas_in_sync, gradient_bytes(own)
   link, sizes, reduced = None, [], []
   if replicas > 1:
@@ -268,7 +269,7 @@ def fitted(files: Sequence[str], params: Sequence[str]) -> Fitted:
     reduced = [reduce_s(own, s) for s in sizes]
     link = fitted_link(sizes, reduced, replicas)
   other = batch // 2 or 2
-  trainers = [own, made(**{f"run.{name}": other})]
+  trainers = [own, contest.contender({f"run.{name}": other}).trainer]
   examples = [b if per_replica else b / replicas for b in (batch, other)]
   work = fitted_work(
     examples,
@@ -277,32 +278,6 @@ def fitted(files: Sequence[str], params: Sequence[str]) -> Fitted:
     communication_s=float(np.interp(size, sizes, reduced)) if link else 0.0,
   )
   return Fitted(work, link, replicas, sizes, reduced, own.cluster)
-
-
-def trainers_of(files: Sequence[str], params: Sequence[str]) -> Callable[..., Any]:
-  """Returns what makes the trainer of a config and some bindings, each once, on one strategy."""
-  import functools
-
-  from loopwright import builder, configurables
-  from loopwright import running as runs
-  from loopwright.options import Gpus, Numerics
-  from loopwright.run_folder import assets
-  from loopwright.strategies import placement
-
-  strategies: list[Any] = []  # a cluster is connected once
-
-  @functools.cache
-  def made(**bindings: Any) -> Any:
-    configurables.parse(files, [*params, *(f"{name} = {v!r}" for name, v in bindings.items())])
-    task = builder.made_task(runs.bound("task"))
-    assets.provide_in_memory(task, None)
-    builder.set_globals(runs.bound_group(Numerics, eager=False), runs.bound_group(Gpus))
-    if not strategies:
-      strategies.append(placement.made(runs.bound("strategy")))
-    [strategy] = strategies
-    return runs.bound_recipe(strategy.num_replicas_in_sync).trainer(task, strategy)
-
-  return made
 
 
 def sizes_up_to(size: int) -> list[int]:

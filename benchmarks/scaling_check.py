@@ -130,13 +130,14 @@ def _work(pipe: Connection, bridge: Bridge | Network, index: int, params: Sequen
   task = {"type": "worker", "index": index}
   os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
   os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+  from loopwright.tools import tune
 
   answers = {
-    "bytes": lambda: scaling.gradient_bytes(made()),
-    "step": lambda **bindings: scaling.measured_step_s(made(**bindings)),
-    "reduce": lambda size: scaling.reduce_s(made(), size),
+    "bytes": lambda: scaling.gradient_bytes(contest.contender({}).trainer),
+    "step": lambda **bindings: scaling.measured_step_s(contest.contender(bindings).trainer),
+    "reduce": lambda size: scaling.reduce_s(contest.contender({}).trainer, size),
   }
-  made = scaling.trainers_of([CONFIG], params)
+  contest = tune.Contest([CONFIG], params, rounds=2, block_s=0)
   while True:
     what, arguments, bindings = pipe.recv()
     try:
@@ -268,7 +269,7 @@ def main() -> int:
   parser.add_argument("--json", help="keeps the measurements in this file, and takes those there")
   options = parser.parse_args()
   os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
-  import loopwright.running  # noqa: F401  (the workers are forks of this process)
+  import loopwright.tools.tune  # noqa: F401  (the workers are forks of this process)
 
   if options.trial == "buckets":
     buckets(options.rounds)

@@ -26,7 +26,7 @@ sys.dont_write_bytecode = False
 LOGICAL_CPUS = 4
 LONG = (
   *("test_update", "test_verify", "test_multi_worker", "test_resume", "test_verify_newcomers"),
-  *("test_slurm", "test_parameter_server", "test_verify_restore", "test_inputs"),
+  *("test_slurm", "test_parameter_server", "test_verify_restore", "test_inputs", "test_tune"),
   *("test_trials", "test_language_model", "test_verify_configs", "test_forensics"),
   *("test_notebooks", "test_verify_inputs", "test_full_control_tasks", "test_assets"),
   *("test_randomness", "test_models_from_elsewhere", "test_verify_mesh", "test_ledger"),

@@ -1,4 +1,4 @@
-"""Makes trainers and evaluators from a config, for run and verify.
+"""Makes trainers and evaluators from a config, for run, verify and tune.
 
 recipe = Recipe(optimizer=keras.optimizers.Adam, global_batch_size=128)
 trainer = recipe.trainer(task, strategy)

@@ -4,7 +4,7 @@ The thread of the flight record (flight.py) calls `Watchdog.beat` twice a second
 it shows no progress for `run.hang_timeout_s`, or without that for ten times its usual time and at
 least a minute. Then every worker writes the stacks of its Python threads, finds out more about its
 phase, and the lowest worker that answers compares their records. The request is a file in the run
-folder. docs/goodput.md has what is found.
+folder, which `loopwright stacks` writes too. docs/goodput.md has what is found.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Watchdog:
     asked = legs.asked(self._model_dir)
     if asked != self._asked:
       self._asked = asked
-      self._answer()
+      self._answer(asked.partition(" ")[0])
     elif self._judges_at == self._beat:
       self._judge()
     self._look()
@@ -112,7 +112,7 @@ class Watchdog:
     elif stalled_s > limit_s:
       self._told = True
       with contextlib.suppress(OSError):
-        legs.ask(self._model_dir)
+        legs.ask(self._model_dir, legs.HANG)
 
   def _has_stepped(self) -> bool:
     """Whether the loop has done steps since this was last asked."""
@@ -120,16 +120,17 @@ class Watchdog:
     before, self._step = self._step, self._flight.leg.step if step is None else step
     return self._step > max(before, self._flight.leg.step)
 
-  def _answer(self) -> None:
-    """Writes the stacks, and remembers the others' beats."""
+  def _answer(self, why: str) -> None:
+    """Writes the stacks; for a hang, remembers the others' beats."""
     leg = self._flight.leg
     if leg.phase[-1:] == [TRAINING]:
       leg.step = within(_READ_S, lambda: int(self._trainer.global_step.numpy())) or leg.step
     leg.doing = self._doing(leg)
     who = f"worker {self._worker}, process {leg.process}"
     stacks.write(self._stacks, f"{who}, step {leg.step}, {leg.doing}, {leg.unchanged_s:.1f} s")
-    self._beats = {worker: each.beat for worker, each in self._others().items()}
-    self._judges_at = self._beat + round(_ANSWERS_S / BEAT_S)
+    if why == legs.HANG:
+      self._beats = {worker: each.beat for worker, each in self._others().items()}
+      self._judges_at = self._beat + round(_ANSWERS_S / BEAT_S)
 
   def _doing(self, leg: Leg) -> str:
     """Returns what this process does, as far as it can be had."""

@@ -1,8 +1,8 @@
 """Which test files a change can break: what `pytest --changed` runs, the nearest first.
 
 A file refers to another by an import, at the top or in a function; by a string that names its
-module ("loopwright.tools.memory", f"loopwright.tools.verify.checks.{group}") or, of a file that is
-no code, itself, its path or a folder on its path. How far a test is from a change is the number of
+module ("loopwright.tools.tune", f"loopwright.tools.verify.checks.{group}") or, of a file that is no
+code, itself, its path or a folder on its path. How far a test is from a change is the number of
 references between them. Nearly all tests are at some distance from step.py, so what takes longer
 than a minute is left out at the far end.
 """

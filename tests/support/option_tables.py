@@ -19,7 +19,7 @@ from loopwright.strategies.cluster import resolvers
 from loopwright.tools.exports import action as export
 from loopwright.tools.forensics import action as nonfinite
 from loopwright.tools.forensics import layers, spikes
-from loopwright.tools.trackers import csv_file, mlflow, wandb
+from loopwright.tools.trackers import csv_file, mlflow, prometheus, wandb
 
 SECTIONS = (
   ("run", running, "run"),
@@ -57,6 +57,7 @@ SECTIONS = (
   ("A table of the metrics", csv_file, "CSVFile"),
   ("MLflow", mlflow, "MLflow"),
   ("Weights & Biases", wandb, "WandB"),
+  ("Prometheus", prometheus, "Prometheus"),
 )
 
 

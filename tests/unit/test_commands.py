@@ -74,6 +74,7 @@ PUT_IN = {
 MENTIONED = ("uv run", "pip install")  # without saying what
 MADE = {
   "mine.gin": "include 'configs/digits_cnn.gin'\n",
+  "runs/mine/tuned.gin": "Trainer.jit_compile = False\n",
   "runs/digits_cnn-sweep/best.gin": "include 'configs/digits_cnn.gin'\n",
   "runs/soup/operative_config.gin": "include 'configs/digits_cnn.gin'\n",
   "runs/planted/operative_config.gin": "include 'configs/digits_cnn.gin'\n",

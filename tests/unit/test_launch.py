@@ -83,8 +83,8 @@ def status_and_line(capsys, *arguments):
       "is written as --gin_file=x.gin",
     ),
     (
-      ("train", "x.gin", "--mode=memory"),
-      "flag --mode=memory: value should be one of <train_and_evaluate|train>",
+      ("train", "x.gin", "--mode=tune"),
+      "flag --mode=tune: value should be one of <train_and_evaluate|train>",
     ),
   ],
 )

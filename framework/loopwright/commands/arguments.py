@@ -75,6 +75,7 @@ COMMANDS: Mapping[str, Command] = {
   "export": Command("Writes a SavedModel of the newest checkpoint.", modes=("export",)),
   "replay": Command("Repeats the step at which a run became NaN or infinite.", modes=("replay",)),
   "verify": Command("Checks the task, in about a minute.", modes=("verify",)),
+  "tune": Command("Finds the fastest settings, in a few minutes.", modes=("tune",)),
   "memory": Command("Estimates the memory of each device.", modes=("memory",)),
   "check": Command("Checks the config alone, without a device.", modes=("check_config",)),
   "sweep": Command("Searches for the best bindings, in many runs.", module="commands.sweep"),
@@ -88,6 +89,7 @@ COMMANDS: Mapping[str, Command] = {
     "Compares two runs: bindings, data, versions, results.", "RUN RUN", "tools.runs.diff"
   ),
   "goodput": Command("Tells where the wall time of a run went.", "RUN", "tools.goodput"),
+  "stacks": Command("Tells what the processes of a run do now.", "RUN", "tools.stacks"),
   "average": Command(
     "Averages the weights of runs: a model soup.", "RUN [RUN ...] --to=FOLDER", "commands.average"
   ),
@@ -234,6 +236,9 @@ def _define_run_flags(values: flags.FlagValues, modes: Sequence[str]) -> None:
     None,
     values,
   )
+  flags.DEFINE_boolean(
+    "learning_rate", False, "For --mode=tune: a range test of the learning rate instead.", values
+  )
   flags.DEFINE_enum(
     "log_format", "plain", ["plain", "time", "json"], "What the lines of the log are: as they "
     "come, after their time, or objects of JSON with time, stream and text.", values,
@@ -254,6 +259,8 @@ def _check_flags(values: flags.FlagValues) -> None:
     raise flags.Error(
       f"--device_gib={values.device_gib} is for --mode=memory, not {values.mode}; remove it"
     )
+  if values.learning_rate and values.mode != "tune":
+    raise flags.Error(f"--learning_rate is for --mode=tune, not {values.mode}; remove it")
   _check_local_flags(values)
 
 

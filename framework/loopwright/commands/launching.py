@@ -27,6 +27,13 @@ def launch(values: flags.FlagValues) -> int:
   if values.local_workers:
     return launch_local(values, model_dir)
   show = functools.partial(print, flush=True)
+  if values.mode == "tune":
+    from loopwright.tools.tune import tune
+    from loopwright.tools.tune_rate import range_test
+
+    chosen = range_test if values.learning_rate else tune
+    chosen(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
+    return 0
   if values.mode == "memory":
     from loopwright.tools.memory import memory
 

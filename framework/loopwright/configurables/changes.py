@@ -109,7 +109,7 @@ _WHOLE: Mapping[str, Rule] = {
     (
       *("BestCheckpoint", "EarlyStopping", "Export", "StopOnNonFinite", "TimeBudget", "Profile"),
       *("Show", "Spikes", "NoiseScale", "ModelFlops", "LayerStatistics"),
-      *("TensorBoard", "CSVFile", "MLflow", "WandB"),
+      *("TensorBoard", "CSVFile", "Prometheus", "MLflow", "WandB"),
     ),
     Rule("yes", "counts from there on, over all evaluations in metrics.jsonl"),
   ),

@@ -54,6 +54,7 @@ TABLE: Sequence[tuple[str, str]] = (
   ("loopwright.actions.show", "Show"),
   ("loopwright.actions.tensorboard", "TensorBoard"),
   ("loopwright.tools.trackers.csv_file", "CSVFile"),
+  ("loopwright.tools.trackers.prometheus", "Prometheus"),
   ("loopwright.tools.trackers.mlflow", "MLflow"),
   ("loopwright.tools.trackers.wandb", "WandB"),
   ("loopwright.inputs.mixture", "Mixture"),

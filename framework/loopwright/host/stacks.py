@@ -78,6 +78,15 @@ def _opened(path: str) -> IO[bytes]:
   return file
 
 
+def takes_signal(process: int) -> bool:
+  """Whether a process of this machine has a handler for `SIGNAL`, which else would end it."""
+  with contextlib.suppress(OSError, StopIteration, ValueError):
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    caught = next(line for line in lines if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (SIGNAL - 1) & 1)
+  return False
+
+
 def host_functions() -> Iterator[tuple[str, str]]:
   """Yields (token, place) of each `tf.numpy_function` or `tf.py_function` that runs now.
 

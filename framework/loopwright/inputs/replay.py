@@ -107,7 +107,7 @@ class ReplayBuffer(tf.Module):
     if self.size == 0:
       raise ConfigError(
         "ReplayBuffer.rows() found no row: the step would learn from zeros. Add the first rows in "
-        "build_model(), such as random ones, or in the begin() of an action; verify calls "
+        "build_model(), such as random ones, or in the begin() of an action; verify and tune call "
         "no action."
       )
 

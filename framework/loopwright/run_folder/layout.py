@@ -15,8 +15,8 @@ from loopwright.errors import ConfigError
 
 METRICS, HISTORY, CONFIG = "metrics.jsonl", "history.jsonl", "operative_config.gin"
 OWNER, MIRROR, PROBE = "owner.json", ".mirror.json", ".writable"
-UNDONE, WARM_START = f"{METRICS}.undone", "warm_start.txt"
-FILES = (METRICS, HISTORY, CONFIG, OWNER, MIRROR, PROBE, UNDONE, WARM_START)
+UNDONE, WARM_START, TUNED = f"{METRICS}.undone", "warm_start.txt", "tuned.gin"
+FILES = (METRICS, HISTORY, CONFIG, OWNER, MIRROR, PROBE, UNDONE, WARM_START, TUNED)
 
 CHECKPOINTS, BEST, EXPORT, ASSETS = "checkpoints", "best", "export", "assets"
 TRAIN, EVAL, MEDIA, PROFILE = "train", "eval", "media", "profile"

@@ -24,6 +24,8 @@ from loopwright.run_folder import layout
 
 BEGAN = "LOOPWRIGHT_BEGAN"
 """The variable that tells the first processes of a local cluster when its own process began."""
+HANG, STACKS = "hang", "stacks"
+"""Why a process asks all for their stacks."""
 _MAX_BYTES, _LAST_BYTES = 2**26, 2**16
 _REMEDY = "move it away to go on without it"
 _FILE = re.compile(r"(\d{1,6})\.jsonl")
@@ -198,16 +200,16 @@ def starts(worker: Iterable[Leg]) -> list[list[Leg]]:
   return starts
 
 
-def ask(model_dir: str) -> None:
+def ask(model_dir: str, why: str) -> None:
   """Asks all processes of a run for their stacks (host)."""
   path = Path(model_dir, layout.FLIGHT, layout.ASKED)
   new = path.with_name(f"{layout.ASKED}.{uuid.uuid4().hex}.tmp")
-  new.write_text(uuid.uuid4().hex)
+  new.write_text(f"{why} {uuid.uuid4().hex}")
   new.replace(path)
 
 
 def asked(model_dir: str) -> str:
-  """Returns the id of what was last asked; "" if nothing was (host)."""
+  """Returns what was last asked, and an id of it; "" if nothing was (host)."""
   with contextlib.suppress(OSError, ValueError):
     return Path(model_dir, layout.FLIGHT, layout.ASKED).read_text()[:100]
   return ""

@@ -33,7 +33,7 @@ def parsed(*given):
   ("command", "mode"),
   [
     *(("train", "train_and_evaluate"), ("evaluate", "evaluate"), ("export", "export")),
-    *(("replay", "replay"), ("verify", "verify"), ("check", "check_config")),
+    *(("replay", "replay"), ("verify", "verify"), ("tune", "tune"), ("check", "check_config")),
   ],
 )
 def test_a_command_is_a_mode(command, mode):

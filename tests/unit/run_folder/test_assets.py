@@ -18,13 +18,14 @@ import tensorflow as tf
 from learned import EXAMPLES, KERNEL, Scaled, Unscaled, Y, scaled
 
 import launch
-from loopwright import testing
+from loopwright import configurables, testing
 from loopwright.errors import ConfigError
 from loopwright.host import files
 from loopwright.run_folder import assets
 from loopwright.running import run
 from loopwright.strategies import factories
 from loopwright.strategies.cluster.identity import Cluster
+from loopwright.tools import tune
 from loopwright.tools.verify.bench.bench import Subject
 
 ROOT = Path(launch.__file__).parent
@@ -267,6 +268,18 @@ def test_the_checks_have_nothing_against_it(tmp_path):
   testing.assert_right(
     make, groups=("restore",), optimizer=keras.optimizers.SGD, global_batch_size=BATCH
   )
+  assert fits(tmp_path) == ["worker-0"]
+
+
+def test_tuning_fits_once_in_memory(tmp_path):
+  config = tmp_path / "config.gin"
+  config.write_text(CONFIG.format(folder=tmp_path))
+  configurables.parse([str(config)], ["run.strategy = @default"])
+  bench = tune.Contest([str(config)], [], rounds=1, block_s=0.01)
+  tasks = [bench._trainer({}).task for _ in range(2)]
+  assert tasks[0] is not tasks[1]
+  for task in tasks:
+    np.testing.assert_allclose(task._mean, learned.X["train"].mean(0), rtol=1e-6)
   assert fits(tmp_path) == ["worker-0"]
 
 

@@ -12,15 +12,18 @@ import types
 
 import pytest
 import tensorflow as tf
+from prometheus_client.parser import text_string_to_metric_families
 
 from loopwright.actions.base import Run
 from loopwright.errors import ConfigError, Preempted
 from loopwright.reporting.board import Board
+from loopwright.run_folder import layout, legs
 from loopwright.run_folder.metrics_log import MetricsLog
 from loopwright.tools.trackers import base, wandb
 from loopwright.tools.trackers.base import Tracker, without_secrets
 from loopwright.tools.trackers.csv_file import CSVFile
 from loopwright.tools.trackers.mlflow import MLflow
+from loopwright.tools.trackers.prometheus import Prometheus
 from loopwright.tools.trackers.wandb import WandB
 
 
@@ -454,6 +457,30 @@ def test_the_csv_file_follows_a_run_that_goes_back(model_dir):
   process.loop(20)
   process.end()
   assert [row["step"] for row in rows(model_dir)] == ["10", "20"]
+
+
+# -- Prometheus
+
+
+def test_the_text_file_of_prometheus_has_the_newest_values_of_each_split(model_dir):
+  os.mkdir(os.path.join(model_dir, layout.FLIGHT))
+  parts = {"training": 3.0, "evaluation": 1.0}
+  writer = legs.Writer(model_dir, 0)
+  writer.write(legs.Leg(began=5, parts=parts, first=True, from_step=0, step=20, saved=True))
+  process = Process(model_dir, Prometheus())
+  process.loop(10, rate=0.5)
+  process.loop(20, rate=0.25)
+  process.loop(20, "eval", accuracy=0.75)
+  process.end()
+  with open(os.path.join(model_dir, "metrics.prom")) as file:
+    families = text_string_to_metric_families(file.read())
+    found = {(s.name, *sorted(s.labels.values())): s.value for f in families for s in f.samples}
+  assert found["loopwright_step", "run", "train"] == 20
+  assert found["loopwright_rate", "run", "train"] == 0.25
+  assert found["loopwright_accuracy", "eval", "run"] == 0.75
+  assert found["loopwright_goodput_ratio", "run"] == 0.75
+  assert found["loopwright_wall_seconds", "evaluation", "run"] == 1
+  assert (found["loopwright_starts", "run"], found["loopwright_broken", "run"]) == (1, 1)
 
 
 # -- MLflow, with a client that keeps everything in memory
