@@ -48,8 +48,8 @@ def ports(count: int) -> list[int]:
 
 
 def meeting(peers: int, *, secret: bytes | None) -> dict[str, Any]:
-  from loopwright.strategies.cluster import meeting as meetings
-  from loopwright.strategies.cluster.identity import Peer
+  from loopwright.kinds.workers import meeting as meetings
+  from loopwright.strategies.cluster import Peer
 
   cluster = [Peer("worker", n, f"127.0.0.1:{port}") for n, port in enumerate(ports(peers))]
   facts = {f"fact {n}": f"value {n}" for n in range(FACTS)}
@@ -73,7 +73,7 @@ def meeting(peers: int, *, secret: bytes | None) -> dict[str, Any]:
 
 
 def _workers(cluster: Any, indices: range, facts: Any, secret: bytes | None, ends: Any) -> None:
-  from loopwright.strategies.cluster import meeting as meetings
+  from loopwright.kinds.workers import meeting as meetings
 
   failed: list[str] = []
 

@@ -30,6 +30,7 @@ from loopwright.optimizers import loss_scale
 from loopwright.strategies import factories, placement
 from loopwright.task import Task
 from loopwright.tasks import language_model
+from loopwright.trainer import Trainer
 
 MESHES = ({"batch": 1, "model": 1}, {"batch": 2}, {"model": 2}, {"batch": 2, "model": 2},
           {"batch": 4}, {"model": 4})  # fmt: skip
@@ -126,7 +127,7 @@ def trainer_of(kind: str, feature: str, strategy: tf.distribute.Strategy) -> Any
     infinite = tf.where(last, np.inf, batch["weight"])
     return {**batch, "weight": tf.where(step == 7, infinite, batch["weight"])}
 
-  return placement.of(strategy).trainer_class()(
+  return (placement.of(strategy).trainer or Trainer)(
     task=task, strategy=strategy, global_batch_size=rows, dataset_fn=dataset_fn,
     optimizer=lambda: keras.optimizers.Adam(0.01, epsilon=1e-3), **options,
   )  # fmt: skip

@@ -123,7 +123,8 @@ def work(options: argparse.Namespace) -> int:
 def _beside_servers(options: argparse.Namespace, folder: Path, core: int) -> int:
   import tensorflow as tf
 
-  from loopwright.strategies import factories, servers
+  from loopwright.kinds.parameter_server import servers
+  from loopwright.strategies import factories
 
   strategy = factories.parameter_server(
     start_timeout_s=_PATIENCE_S, heartbeat_timeout_s=_PATIENCE_S
@@ -156,7 +157,7 @@ def _counting_trainer(strategy: Any) -> Any:
   import tensorflow as tf
 
   from benchmarks import contenders
-  from loopwright.parameter_server import ParameterServerTrainer
+  from loopwright.kinds.parameter_server.trainer import ParameterServerTrainer
 
   class CountingTrainer(ParameterServerTrainer):
     def _make_counters(self) -> None:

@@ -88,7 +88,7 @@ class Recipe(Evaluation):
       "eager": self.eager, "seed": self.seed, "observers": observers,
     }  # fmt: skip
     with place.cluster.blaming(lambda: 0):  # variables are broadcast
-      trainer: Trainer = place.trainer_class()(
+      trainer: Trainer = (place.trainer or Trainer)(
         **{**configurables.options(Trainer), **given, **self.options}
       )
     trainer.source = None if dataset_fn else source
@@ -109,7 +109,7 @@ class Recipe(Evaluation):
       name: functools.partial(datasets.eval_dataset, source, **options)
       for name, source in sources.items()
     }
-    make = trainer.placement.evaluator_class()
+    make = trainer.placement.evaluator or Evaluator
     given = {
       "task": task, "strategy": strategy, "dataset": made, "ema": trainer.parts.ema,
       "global_step": trainer.global_step, "eager": trainer.eager,

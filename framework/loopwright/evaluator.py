@@ -76,7 +76,7 @@ class EvalSet:
 class Evaluator(AbstractEvaluator):
   """Evaluates a task on finite data sets; `orbit.Controller` or your own loop calls `evaluate`.
 
-  For parameter servers, use `loopwright.parameter_server.ParameterServerEvaluator`.
+  For parameter servers, use `loopwright.kinds.parameter_server.evaluator.ParameterServerEvaluator`.
 
   Attributes:
     sources: name -> source of each set, if a `Recipe` made this evaluator.

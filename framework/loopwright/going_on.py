@@ -36,7 +36,7 @@ from loopwright.reporting.summary import optimizer_names
 from loopwright.run_folder import history, initial_values, layout
 from loopwright.run_folder.checkpoint_files import list_checkpoints
 from loopwright.run_folder.history import Change
-from loopwright.strategies.cluster import elastic
+from loopwright.strategies import cluster
 from loopwright.task import Task
 from loopwright.trainer import Trainer
 
@@ -273,7 +273,7 @@ def in_use(trainer: Trainer) -> dict[str, str]:
 
 def require_any_size(trainer: Trainer, *, per_replica_batch_size: int | None) -> None:
   """Raises a ConfigError if the number of workers may vary, but matters (host)."""
-  if (workers := os.environ.get(elastic.WORKERS)) is None:
+  if (workers := os.environ.get(cluster.WORKERS)) is None:
     return
   if per_replica_batch_size is not None:
     what = f"run.per_replica_batch_size = {per_replica_batch_size} is part of the update"

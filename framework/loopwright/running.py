@@ -48,8 +48,8 @@ from loopwright.run_folder import assets, history, layout, nonfinite, remote
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.session import Session
-from loopwright.strategies import factories, placement, servers
-from loopwright.strategies.cluster import rendezvous
+from loopwright.strategies import cluster as clusters
+from loopwright.strategies import factories, placement
 from loopwright.strategies.gpus import warn_of_unseen
 from loopwright.task import Task
 from loopwright.trainer import Trainer
@@ -161,7 +161,7 @@ def run(
   task = made_task(task)
   given["optimizer"] = _optimizer(task, optimizer)
   set_globals(numerics, taken(Gpus, given))
-  rendezvous.declare(
+  clusters.declare(
     {"task": f"{type(task).__module__}.{type(task).__qualname__}"}
     | facts(batch_size, cadence, evaluation, numerics)
     | _initial_weights(warm_start, place)
@@ -171,7 +171,7 @@ def run(
   chosen = placement.made(strategy)
   warn_of_unseen()
   flight.note("connecting")
-  if isinstance(chosen, servers.Server):
+  if isinstance(chosen, placement.Server):
     chosen.serve()
     return {}
   where = placement.of(chosen)
@@ -239,7 +239,7 @@ def bound_mesh() -> tuple[Callable[[], tf.distribute.Strategy] | None, int]:
 
   The maker is None if the strategy is another.
   """
-  name = factories.model_parallel.__name__
+  name = "model_parallel"
   if name not in configurables.bindings().get("run.strategy", ""):
     return None, 1
   sizes = configurables.bound(name, "mesh", {})

@@ -12,7 +12,7 @@ from loopwright.hooks import Hook, Interrupted
 from loopwright.host import signals
 from loopwright.reporting.progress import Progress
 from loopwright.saving import Saving
-from loopwright.strategies.cluster.identity import Cluster
+from loopwright.strategies.cluster import Cluster
 
 _NOTICE_S = 1.0
 """About how often the workers of a cluster ask each other about signals while they evaluate."""

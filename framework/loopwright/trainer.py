@@ -39,7 +39,7 @@ from loopwright.task import Task, derived_metrics
 class Trainer(AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller` or your own loop calls `train`.
 
-  For parameter servers, use `loopwright.parameter_server.ParameterServerTrainer`.
+  For parameter servers, use `loopwright.kinds.parameter_server.trainer.ParameterServerTrainer`.
 
   Attributes:
     parts: what each replica's step works with; `use` replaces them.

@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from loopwright import builder
 from loopwright.errors import ConfigError
+from loopwright.kinds.workers import identity as cluster
+from loopwright.kinds.workers import rendezvous, resolvers
 from loopwright.strategies import factories, placement
-from loopwright.strategies.cluster import identity as cluster
-from loopwright.strategies.cluster import rendezvous, resolvers
-from loopwright.strategies.cluster.identity import Cluster, ClusterError, Peer
+from loopwright.strategies.cluster import ClusterError, Peer, declare, declared
 from loopwright.tools.local_cluster import free_ports
 
 
@@ -114,8 +114,8 @@ def test_a_cluster_of_one_meets_nobody():
 
 
 def test_the_facts_are_those_of_this_process(monkeypatch):
-  monkeypatch.setattr(rendezvous, "_facts", {})
-  rendezvous.declare({"run.seed": 7})
+  monkeypatch.delitem(declared, "run.seed", raising=False)
+  declare({"run.seed": 7})
   facts = rendezvous.facts()
   assert facts["run.seed"] == "7"
   assert facts["version of tensorflow"] == tf.__version__
@@ -163,7 +163,7 @@ def test_another_kind_of_task_is_refused():
 
 def make_cluster(size, index=0):
   peers = tuple(Peer("worker", i, f"10.0.0.{i}:1") for i in range(size))
-  return Cluster(strategy=tf.distribute.get_strategy(), index=index, peers=peers)
+  return cluster.WorkerCluster(strategy=tf.distribute.get_strategy(), index=index, peers=peers)
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 12), (3, 12), (4, 8)])
@@ -197,7 +197,7 @@ def test_workers_that_ask_seldom_get_the_same_answer_at_each_call(stopped, monke
         break
     return answers
 
-  monkeypatch.setattr(Cluster, "sum", together)
+  monkeypatch.setattr(cluster.WorkerCluster, "sum", together)
   # The clock of the second worker must not count.
   monkeypatch.setattr(cluster.time, "monotonic", lambda: clock[0] if here.index == 0 else 1e9)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -257,7 +257,7 @@ def test_a_worker_lost_while_variables_are_made_is_blamed(monkeypatch):
   def lost(**_):
     raise tf.errors.UnavailableError(None, None, LOST[0][0])
 
-  where = types.SimpleNamespace(cluster=make_cluster(3), trainer_class=lambda: lost)
+  where = types.SimpleNamespace(cluster=make_cluster(3), trainer=lost)
   monkeypatch.setattr(builder.placement, "of", lambda _: where)
   monkeypatch.setattr(builder.configurables, "options", lambda _: {})
   recipe = builder.Recipe(optimizer=keras.optimizers.SGD, global_batch_size=6)
@@ -289,7 +289,7 @@ def test_leaving_a_chief_that_is_stopped_comes_to_an_end(monkeypatch):
   monkeypatch.setattr(cluster.context, "context", lambda: runtime)
   monkeypatch.setattr(cluster, "_LEAVE_S", 0.1)
   peers = (Peer("worker", 0, "a:1"), Peer("worker", 1, "b:2"))
-  Cluster(strategy=tf.distribute.get_strategy(), index=1, peers=peers).leave()
+  cluster.WorkerCluster(strategy=tf.distribute.get_strategy(), index=1, peers=peers).leave()
   assert not stopped.is_set()
   stopped.set()
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from loopwright.errors import ConfigError
+from loopwright.kinds.workers import elastic, wire
 from loopwright.run_folder import legs
-from loopwright.strategies.cluster import elastic, wire
 from loopwright.tools import local_cluster, local_process, private_network
 from loopwright.tools.local_cluster import free_ports, run_local
 

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import hostile_meeting
 from benchmarks.hostile_meeting import ALIKE, KINDS, SECRET, meeting_of
 from loopwright.errors import ConfigError
-from loopwright.strategies.cluster import meeting, wire
-from loopwright.strategies.cluster.identity import ClusterError, Peer
+from loopwright.kinds.workers import meeting, wire
+from loopwright.strategies.cluster import ClusterError, Peer
 from loopwright.tools.local_cluster import free_ports
 
 OTHER = {**ALIKE, "run.seed": "4711"}

@@ -19,8 +19,9 @@ import tiers
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource, Source, StreamSource
-from loopwright.strategies import factories, servers
-from loopwright.strategies.cluster import identity as cluster
+from loopwright.kinds.parameter_server import servers
+from loopwright.strategies import factories
+from loopwright.strategies.cluster import ClusterError
 from loopwright.tools import local_cluster
 
 HERE = Path(__file__).parents[1] / "support"
@@ -308,7 +309,7 @@ def whole_cluster(task_type):
 
 def test_workers_that_do_not_come_are_named():
   with pytest.raises(
-    cluster.ClusterError, match=r"^ps-0 .*, worker-0 .*, worker-1 .* did not answer within 0.3 s$"
+    ClusterError, match=r"^ps-0 .*, worker-0 .*, worker-1 .* did not answer within 0.3 s$"
   ):
     factories.parameter_server(resolver=lambda: whole_cluster("chief"), start_timeout_s=0.3)
 

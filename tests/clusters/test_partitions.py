@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import network
 from benchmarks.hostile_meeting import ALIKE, SECRET
-from loopwright.strategies.cluster import meeting
-from loopwright.strategies.cluster.identity import Peer
+from loopwright.kinds.workers import meeting
+from loopwright.strategies.cluster import Peer
 
 pytestmark = pytest.mark.whole
 

@@ -32,6 +32,7 @@ from loopwright.inputs.sources import ArraySource
 from loopwright.models import models
 from loopwright.optimizers import fusion, loss_scale, schedules
 from loopwright.strategies import factories, placement, reduction
+from loopwright.trainer import Trainer
 
 ON_GPUS = "TESTS_ON_GPUS" in os.environ
 
@@ -108,7 +109,7 @@ def joined(batches):
 def make_trainer(case):
   scenario = case.scenario
   strategy = make_strategy(case.strategy, case.replicas, case.op, scenario.num_packs)
-  return placement.of(strategy).trainer_class()(
+  return (placement.of(strategy).trainer or Trainer)(
     task=mlp.make(model=case.model, l2=scenario.l2, two_optimizers=scenario.optimizer == "two"),
     strategy=strategy,
     dataset_fn=lambda position: make_dataset(case, position),

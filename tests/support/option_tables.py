@@ -12,10 +12,10 @@ from loopwright.actions import best, model_flops, profiling, show, tensorboard, 
 from loopwright.configurables import documentation
 from loopwright.configurables.table import GIVEN
 from loopwright.inputs import mixture, sources
+from loopwright.kinds.workers import resolvers
 from loopwright.optimizers import adapters, ema, groups, loss_scale, schedules
 from loopwright.run_folder import warm_start
 from loopwright.strategies import factories, reduction
-from loopwright.strategies.cluster import resolvers
 from loopwright.tools.exports import action as export
 from loopwright.tools.forensics import action as nonfinite
 from loopwright.tools.forensics import layers, spikes

@@ -32,13 +32,15 @@ from loopwright.errors import mistake
 from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.kinds.parameter_server import servers
+from loopwright.kinds.parameter_server.evaluator import ParameterServerEvaluator
+from loopwright.kinds.parameter_server.trainer import ParameterServerTrainer
 from loopwright.metrics import Loss, PerExample, Sum, weighted_sum
 from loopwright.models import models
 from loopwright.observers import Observer
 from loopwright.optimizers import loss_scale
-from loopwright.parameter_server import ParameterServerEvaluator, ParameterServerTrainer
-from loopwright.strategies import factories, placement, servers
-from loopwright.strategies.cluster import identity as cluster
+from loopwright.strategies import factories, placement
+from loopwright.strategies.cluster import ClusterError
 from loopwright.task import Task
 from loopwright.tools import local_cluster
 from loopwright.trainer import Trainer
@@ -341,7 +343,7 @@ def stopped(place):
   try:
     steps(trainer, 300)
     line = "nothing was raised"
-  except cluster.ClusterError as error:
+  except ClusterError as error:
     line = str(error)
   seconds = time.monotonic() - began
   os.kill(place.pids[2], signal.SIGCONT)
@@ -441,7 +443,7 @@ def killed_server(place):
   try:
     with placement.of(place.strategy).cluster.blaming(lambda: 0):
       killing_one()
-  except cluster.ClusterError as error:
+  except ClusterError as error:
     return str(error)
   return "nothing was raised"
 

@@ -16,7 +16,7 @@ from loopwright.options import (
   taken,
 )
 from loopwright.running import run
-from loopwright.strategies.cluster import rendezvous
+from loopwright.strategies import cluster
 from loopwright.task import Task
 
 GIVEN = {
@@ -50,7 +50,7 @@ def test_run_declares_all_of_them(monkeypatch, tmp_path):
     declared.update(found)
     raise InterruptedError
 
-  monkeypatch.setattr(rendezvous, "declare", declare)
+  monkeypatch.setattr(cluster, "declare", declare)
   with pytest.raises(InterruptedError):
     run(
       task=Task(), train_steps=9, global_batch_size=8, model_dir=str(tmp_path), keep_checkpoints=2

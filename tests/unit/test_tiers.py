@@ -128,7 +128,8 @@ PIECES = {  # of each strategy, action and source that a config can name
   "Mixture": "test_mixture.py::test_training_is_that_of_numpy_and_the_ledger_proves_each_part",
   "ReplayBuffer": "test_replay.py::",
 }
-ROOMS = ("strategies.factories", "actions", "inputs", "tools.exports", "tools.forensics")
+KINDS = ("kinds.mesh", "kinds.parameter_server", "kinds.tpu", "kinds.workers.strategy")
+ROOMS = ("strategies.local", *KINDS, "actions", "inputs", "tools.exports", "tools.forensics")
 """Where strategies, actions and sources are, beside trackers."""
 
 

@@ -47,7 +47,7 @@ def launch(values: flags.FlagValues) -> int:
     return verify(values.json)
   from loopwright.host.files import StorageError
   from loopwright.running import run
-  from loopwright.strategies.cluster.identity import ClusterError
+  from loopwright.strategies.cluster import ClusterError
   from loopwright.tools.forensics.action import NonFiniteLoss
 
   try:

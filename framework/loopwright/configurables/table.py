@@ -27,11 +27,14 @@ TABLE: Sequence[tuple[str, str]] = (
   ("loopwright.evaluator", "Evaluator"),
   ("loopwright.strategies.reduction", "Reduction"),
   (
-    "loopwright.strategies.factories",
-    "auto default one_device mirrored central_storage model_parallel multi_worker_mirrored "
-    "parameter_server tpu",
+    "loopwright.strategies.local",
+    "auto default one_device mirrored central_storage",
   ),
-  ("loopwright.strategies.cluster.resolvers", "tf_config slurm"),
+  ("loopwright.kinds.mesh.strategy", "model_parallel"),
+  ("loopwright.kinds.parameter_server.strategy", "parameter_server"),
+  ("loopwright.kinds.tpu", "tpu"),
+  ("loopwright.kinds.workers.strategy", "multi_worker_mirrored"),
+  ("loopwright.kinds.workers.resolvers", "tf_config slurm"),
   ("loopwright.optimizers.loss_scale", "none fixed dynamic"),
   ("loopwright.run_folder.warm_start", "WarmStart"),
   ("loopwright.optimizers.adapters", "without_decay"),

@@ -23,7 +23,7 @@ from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
 from loopwright.models import models
 from loopwright.models.replica_state import assign_result
-from loopwright.optimizers import functional, groups, kernels, schedule_free, schedules
+from loopwright.optimizers import groups, kernels, schedule_free, schedules
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.saved_layout import SavedOptimizer, joined_variables
 from loopwright.optimizers.sharding import ShardedFusion
@@ -88,17 +88,17 @@ class Optimizer:
     self.variables = list(variables)
     own = groups.of(optimizer)
     fused = fuse and not own and is_elementwise(optimizer)
-    in_place = placement.here().updates_in_place
+    rule = placement.here().update_rule
     self.fusion = (
       ShardedFusion(self.variables, enabled=fused, strategy=shard)
       if shard
-      else Fusion(self.variables, enabled=fused and in_place)
+      else Fusion(self.variables, enabled=fused and rule is None)
     )
     schedules.bind(optimizer, step)
-    if not in_place:
-      slots = functional.prepare(optimizer, self.variables)
+    if rule is not None:
+      slots = rule.prepare(optimizer, self.variables)
       self._build()
-      functional.use(optimizer)
+      rule.use(optimizer)
       joined = joined_variables(optimizer, slots, self.variables, fused=fused)
       self.saved = SavedOptimizer(optimizer, self.learning_rate, joined)
       return

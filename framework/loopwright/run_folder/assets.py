@@ -22,7 +22,7 @@ import tensorflow as tf
 from loopwright.errors import ConfigError, kind
 from loopwright.host import files
 from loopwright.run_folder import layout
-from loopwright.strategies.cluster.identity import Cluster
+from loopwright.strategies.cluster import Cluster
 
 if TYPE_CHECKING:
   from loopwright.task import Task

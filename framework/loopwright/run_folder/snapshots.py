@@ -15,8 +15,7 @@ from absl import logging
 from loopwright.errors import first_line
 from loopwright.run_folder import layout
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.strategies.cluster import elastic
-from loopwright.strategies.cluster.identity import Cluster
+from loopwright.strategies.cluster import SNAPSHOTS, Cluster
 
 KEPT = 2
 _EVERY_S = 1.0
@@ -25,7 +24,7 @@ _EVERY_S = 1.0
 
 def directory() -> str | None:
   """Returns the folder for the checkpoints in memory; None if nobody keeps any (host)."""
-  folder = os.environ.get(elastic.SNAPSHOTS)
+  folder = os.environ.get(SNAPSHOTS)
   return folder and os.path.join(folder, layout.CHECKPOINTS)
 
 

@@ -1,1 +1,1 @@
-"""Devices, and communication between replicas and processes."""
+"""Devices, and communication between replicas."""

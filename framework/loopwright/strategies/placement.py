@@ -9,22 +9,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.experimental import dtensor
-from tensorflow.python.distribute import cross_device_ops, distribute_lib
+from tensorflow.python.distribute import cross_device_ops
 
 from loopwright.aliases import PerReplica, Structure
 from loopwright.errors import ConfigError
-from loopwright.strategies import gpus, model_parallel, servers
-from loopwright.strategies.cluster import resolvers
-from loopwright.strategies.cluster.identity import Cluster, workers
+from loopwright.strategies import gpus
+from loopwright.strategies.cluster import Cluster
 
 _KEPT = "_loopwright_placement"
+
+
+class UpdateRule(Protocol):
+  """How an optimizer of Keras updates variables that it must not change in place."""
+
+  def prepare(self, optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
+    """Has the optimizer, not built yet, make slots of its own kind; returns them by variable."""
+
+  def use(self, optimizer: Any) -> None:
+    """Replaces the rule of a built optimizer."""
 
 
 class Placement:
@@ -32,22 +41,23 @@ class Placement:
 
   Attributes:
     strategy: the strategy itself.
-    trainer, evaluator: "module:class" of what runs a task under it.
+    trainer, evaluator: the classes that run a task under it; None for the usual ones.
     joins_processes: whether its factory connects the processes that TF_CONFIG names.
     loops_evaluation: whether one compiled loop may evaluate several batches; else the host takes
       each batch.
     replays: whether a step can be undone and run again eagerly.
     reads_all_copies: whether this process can read the copies of a variable on all replicas.
-    updates_in_place: whether an optimizer may change parts of variables in place.
+    update_rule: what takes the place of an optimizer's own rule; None if it may change variables
+      in place.
   """
 
-  trainer = "loopwright.trainer:Trainer"
-  evaluator = "loopwright.evaluator:Evaluator"
+  trainer: type[Any] | None = None
+  evaluator: type[Any] | None = None
   joins_processes = False
   loops_evaluation = False
   replays = True
   reads_all_copies = True
-  updates_in_place = True
+  update_rule: UpdateRule | None = None
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     """Stores the strategy; `of` makes a placement once per strategy."""
@@ -66,7 +76,7 @@ class Placement:
   @functools.cached_property
   def cluster(self) -> Cluster:
     """The processes that train, and this process's place among them."""
-    return Cluster(strategy=self.strategy)
+    return Cluster()
 
   @property
   def on_gpus(self) -> bool:
@@ -133,14 +143,6 @@ class Placement:
     """Checks that each option of a `Trainer` that is used is not `refused` (ConfigError)."""
     for name in (name for name, value in used.items() if value):
       self.require(name)
-
-  def trainer_class(self) -> type[Any]:
-    """Returns the class that trains under this strategy, a `Trainer`."""
-    return _loaded(self.trainer)
-
-  def evaluator_class(self) -> type[Any]:
-    """Returns the class that evaluates under this strategy, an `Evaluator`."""
-    return _loaded(self.evaluator)
 
   @contextlib.contextmanager
   def building(self) -> Iterator[None]:
@@ -242,17 +244,33 @@ class Placement:
     """
     if self.joins_processes or self.cluster.size > 1:
       return
-    try:
-      tasks = sum(map(len, resolvers.addresses_in(environ).values()))
-    except ConfigError:
-      return  # of no interest here
-    if tasks > 1:
+    if (tasks := _tasks_in(environ)) > 1:
       raise ConfigError(
         f"TF_CONFIG names {tasks} processes, but run.strategy makes {self.name}, which trains in "
         "one; set run.strategy = @multi_worker_mirrored or @parameter_server, or remove TF_CONFIG "
         "(--local_workers sets it)."
       )
 
+
+class Server:
+  """What a factory returns in a process that serves another one and trains nothing itself."""
+
+  def serve(self) -> None:
+    """Serves until the other process exits (host)."""
+    raise NotImplementedError
+
+
+HOMES: Mapping[str, str] = {
+  "_DefaultDistributionStrategy": "loopwright.strategies.local",
+  "OneDeviceStrategy": "loopwright.strategies.local",
+  "MirroredStrategy": "loopwright.strategies.local",
+  "CentralStorageStrategy": "loopwright.strategies.local",
+  "CollectiveAllReduceStrategy": "loopwright.kinds.workers.strategy",
+  "ParameterServerStrategyV2": "loopwright.kinds.parameter_server.strategy",
+  "ModelParallelStrategy": "loopwright.kinds.mesh.strategy",
+  "TPUStrategyV2": "loopwright.kinds.tpu",
+}
+"""Name of a class of strategies -> the module that registers its placement, loaded when needed."""
 
 Kind = TypeVar("Kind", bound=type[Placement])
 _kinds: dict[type, type[Placement]] = {}
@@ -268,16 +286,21 @@ def register(kind: type[tf.distribute.Strategy]) -> Callable[[Kind], Kind]:
   return add
 
 
-def kinds() -> list[type[Placement]]:
-  """Returns the classes that are registered, and the one for all other strategies."""
-  return [Placement, *_kinds.values()]
+def kind_of(strategy: type[tf.distribute.Strategy]) -> type[Placement]:
+  """Returns the class of placements for a class of strategies."""
+  for kind in strategy.__mro__:
+    if kind not in _kinds and kind.__name__ in HOMES:
+      importlib.import_module(HOMES[kind.__name__])
+    if kind in _kinds:
+      return _kinds[kind]
+  return Placement
 
 
 def of(strategy: tf.distribute.Strategy) -> Placement:
   """Returns the placement of a strategy, always the same object (any context)."""
   if _KEPT not in vars(strategy):
-    known = (_kinds[kind] for kind in type(strategy).__mro__ if kind in _kinds)
-    setattr(strategy, _KEPT, next(known, Placement)(strategy))  # lives as long as the strategy
+    # It lives as long as the strategy.
+    setattr(strategy, _KEPT, kind_of(type(strategy))(strategy))
   return cast(Placement, vars(strategy)[_KEPT])
 
 
@@ -286,14 +309,14 @@ def here() -> Placement:
   return of(tf.distribute.get_strategy())
 
 
-def made(strategy: Any) -> tf.distribute.Strategy | servers.Server:
+def made(strategy: Any) -> tf.distribute.Strategy | Server:
   """Returns a strategy, or what its factory returns (host).
 
   Raises:
     ConfigError: it is not a strategy.
   """
   found = strategy() if callable(strategy) else strategy
-  if not isinstance(found, tf.distribute.Strategy | servers.Server):
+  if not isinstance(found, tf.distribute.Strategy | Server):
     raise ConfigError(
       f"run.strategy makes a {type(found).__name__}; it must be a factory of a tf.distribute "
       "strategy, such as @auto, @one_device, @mirrored or @central_storage."
@@ -301,237 +324,10 @@ def made(strategy: Any) -> tf.distribute.Strategy | servers.Server:
   return found
 
 
-# ---- One process, with a copy of each variable per replica ----
-
-
-@register(distribute_lib._DefaultDistributionStrategy)  # noqa: SLF001
-class Default(Placement):
-  """TensorFlow's default strategy: the first device, without distribution."""
-
-  name = "default"
-  loops_evaluation = True
-
-  @property
-  def devices(self) -> list[str]:
-    """See `Placement`; the first GPU, where TensorFlow has one."""
-    return ["GPU:0"] if tf.config.list_logical_devices("GPU") else []
-
-
-@register(tf.distribute.OneDeviceStrategy)
-class OneDevice(Placement):
-  """One replica on one device."""
-
-  loops_evaluation = True
-
-  def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
-    """See `Placement`; the step copies what it uses to a GPU.
-
-    TensorFlow's iterator of devices would cost 90 us a step on a CPU. To a GPU it copies every
-    feature, and integers of 32 bits back again, because a function returns them to the host.
-    """
-    return dataset
-
-
-@register(tf.distribute.MirroredStrategy)
-class Mirrored(Placement):
-  """One replica per device of this process."""
-
-  loops_evaluation = True
-
-  refused: Mapping[str, str] = {}
-
-  @property
-  def cross_device_op(self) -> type:
-    """See `Placement`."""
-    return type(self.strategy.extended._cross_device_ops)  # noqa: SLF001
-
-  def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
-    """See `Placement`; the step splits the rows of whole batches, see `per_replica`."""
-    whole = self.splits_batches and self._divides(dataset.element_spec)
-    return dataset if whole else super().distribute(dataset)
-
-  def per_replica(self, batch: Mapping[str, PerReplica]) -> Mapping[str, PerReplica]:
-    """See `Placement`.
-
-    TensorFlow's iterator for several devices takes 100 ms to make and, on CPUs, 0.2 ms a batch. To
-    GPUs it copies every feature, and integers of 32 bits back again.
-    """
-    whole = self.splits_batches and all(map(tf.is_tensor, tf.nest.flatten(batch)))
-    return self.split(batch) if whole else batch
-
-  @functools.cached_property
-  def splits_batches(self) -> bool:
-    """Whether the step splits whole batches by `shares`; else TensorFlow's iterator splits them."""
-    return len(self.devices) > 1
-
-  def _divides(self, specs: Any) -> bool:
-    """Whether all replicas get as many rows of a batch."""
-    replicas = self.strategy.num_replicas_in_sync
-    rows = [spec.shape[:1].as_list() for spec in tf.nest.flatten(specs)]
-    return isinstance(specs, dict) and all(r and r[0] and r[0] % replicas == 0 for r in rows)
-
-
-# ---- One process, others ----
-
-
-@register(tf.distribute.experimental.CentralStorageStrategy)
-class CentralStorage(Placement):
-  """One replica per device; several replicas share variables on a parameter device."""
-
-  @property
-  def shares_variables(self) -> bool:
-    """See `Placement`."""
-    return self.strategy.num_replicas_in_sync > 1
-
-  @property
-  def refused(self) -> Mapping[str, str]:
-    """See `Placement`."""
-    if not self.shares_variables:
-      return {}
-    return {
-      **super().refused,
-      "jit_compile": "received both Trainer.jit_compile=True and "
-      "run.strategy=@central_storage; XLA cannot access variables on another device: use mirrored, "
-      "or jit_compile=False.",
-    }
-
-
-@register(tf.distribute.TPUStrategy)
-class Tpu(Placement):
-  """One replica per core of a TPU."""
-
-  joins_processes = True
-
-
-_NOT_ON_A_MESH = "=True, which model_parallel does not have; set it to False."
-
-
-@register(model_parallel.ModelParallelStrategy)
-class Mesh(Placement):
-  """One replica on a mesh of devices, over which its tensors are split."""
-
-  strategy: model_parallel.ModelParallelStrategy
-  trainer = "loopwright.model_parallel:ModelParallelTrainer"
-  replays = False
-  updates_in_place = False
-  on_gpus = False  # DTensor places every operation
-  makes_variables = True
-  refused = {  # noqa: RUF012
-    "run.ledger": "run.ledger is True, but under model_parallel TensorFlow cannot compile the "
-    "recording of examples; remove run.ledger.",
-    "jit_compile": f"received Trainer.jit_compile{_NOT_ON_A_MESH}",
-    "shard_optimizer_state": f"received Trainer.shard_optimizer_state{_NOT_ON_A_MESH}",
-    "eager": f"received eager{_NOT_ON_A_MESH}",
-  }
-
-  @property
-  def row_shares(self) -> int:
-    """See `Placement`."""
-    return self.strategy.row_shares
-
-  @contextlib.contextmanager
-  def building(self) -> Iterator[None]:
-    """See `Placement`; also checks that each layout is of some variable."""
-    with model_parallel.building():
-      yield
-    self.strategy.require_all_match()
-
-  def split(self, batch: Mapping[str, tf.Tensor | np.ndarray]) -> Mapping[str, PerReplica]:
-    """See `Placement`."""
-    of_rows, place = self.strategy.of_rows, model_parallel.place
-    return {name: place(value, of_rows(value.ndim)) for name, value in batch.items()}
-
-  def split_rows(self, value: tf.Tensor, count: int) -> list[tf.Tensor]:
-    """See `Placement`; DTensor cannot split along an axis that is split over devices."""
-    rank, rows = value.shape.rank, value.shape[0] // count
-    unsplit = dtensor.relayout(value, self.strategy.replicated(rank))
-    parts = [unsplit[rows * number : rows * (number + 1)] for number in range(count)]
-    return [dtensor.relayout(part, self.strategy.of_rows(rank)) for part in parts]
-
-  def update_if(self, condition: tf.Tensor, update: Callable[[], None]) -> None:
-    """See `Placement`; makes them in any case, of the old values if the condition is False."""
-    with model_parallel.assigning_if(condition):
-      update()
-
-
-# ---- Several processes ----
-
-
-@register(tf.distribute.MultiWorkerMirroredStrategy)
-class Workers(Placement):
-  """One process per worker, and in each one replica per device."""
-
-  reads_all_copies = False
-  refused: Mapping[str, str] = {}
-
-  @functools.cached_property
-  def cluster(self) -> Cluster:
-    """See `Placement`."""
-    resolver = self.strategy.cluster_resolver
-    if resolver is None or not resolver.cluster_spec().jobs:
-      return Cluster(strategy=self.strategy)
-    peers, index = workers(resolver)
-    return Cluster(strategy=self.strategy, index=index, peers=tuple(peers))
-
-  def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
-    """See `Placement`; of a dataset with this worker's rows alone."""
-    if self.cluster.size == 1:
-      return super().distribute(dataset)
-    replicas = self.strategy.num_replicas_in_sync // self.cluster.size
-    if replicas > 1:
-      rows = tf.nest.flatten(dataset.element_spec)[0].shape[0]
-      dataset = dataset.rebatch(rows // replicas, drop_remainder=True)
-    return self.strategy.distribute_datasets_from_function(lambda _: dataset)
-
-
-_ASYNCHRONOUS = "needs a synchronous strategy, but parameter_server is asynchronous; use "
-
-_COMPILED = (
-  "=True and run.strategy=@parameter_server, whose workers run compiled functions on remote "
-  "variables; leave one out."
-)
-
-
-@register(tf.distribute.ParameterServerStrategy)
-class ParameterServer(Placement):
-  """Workers update variables on servers without waiting for each other; seen by the chief."""
-
-  trainer = "loopwright.parameter_server:ParameterServerTrainer"
-  evaluator = "loopwright.parameter_server:ParameterServerEvaluator"
-  joins_processes = True
-  replays = False
-  on_gpus = False  # the chief, which asks, does not train
-  name = "ParameterServerStrategy"
-  refused = {  # noqa: RUF012
-    "Trainer": f"Trainer {_ASYNCHRONOUS}loopwright.parameter_server.ParameterServerTrainer.",
-    "Evaluator": f"Evaluator {_ASYNCHRONOUS}loopwright.parameter_server.ParameterServerEvaluator.",
-    "eager": f"received both run.eager{_COMPILED}",
-    "jit_compile": f"received both Trainer.jit_compile{_COMPILED}",
-    "step.perturbed": f"step.perturbed() {_ASYNCHRONOUS}mirrored or multi_worker_mirrored.",
-    "run.ledger": "run.ledger is True, but under parameter_server the steps that a worker's "
-    "batches become are not known, and a killed worker loses a batch; remove run.ledger.",
-    "TensorBoard.histograms_every_steps": "TensorBoard.histograms_every_steps is set, but under "
-    "parameter_server workers update independently of each other; leave it out.",
-    "TimeBudget": "run.actions has @TimeBudget(), but under parameter_server the workers wait for "
-    "input and servers independently of each other; remove it.",
-  }
-
-  @property
-  def devices(self) -> list[str]:
-    """Counts of workers and servers."""
-    return self.cluster.devices
-
-  def read(self, iterator: Iterator[PerReplica]) -> PerReplica:
-    """See `Placement`; on other machines a read without a change of threads has not been tried."""
-    return next(iterator)
-
-  @functools.cached_property
-  def cluster(self) -> servers.ParameterServers:
-    """See `Placement`."""
-    return servers.parameter_servers_of(self.strategy)
-
-
-def _loaded(name: str) -> type[Any]:
-  """Returns a class by "module:class"; this package lies below the trainers."""
-  module, _, found = name.partition(":")
-  return cast(type[Any], getattr(importlib.import_module(module), found))
+def _tasks_in(environ: Mapping[str, str]) -> int:
+  """Returns the number of tasks of TF_CONFIG; 0 if it is missing or wrong."""
+  try:
+    config = json.loads(environ.get("TF_CONFIG", "{}"))
+    return "task" in config and sum(map(len, config["cluster"].values()))
+  except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+    return 0

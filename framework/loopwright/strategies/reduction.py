@@ -1,6 +1,6 @@
 """All communication between replicas: one explicit all-reduce of everything that an update needs.
 
-The strategy chooses the algorithm (NCCL, hierarchical copy, collectives; see factories.py). This
+The strategy chooses the algorithm (NCCL, hierarchical copy, collectives; see local.py). This
 module chooses how tensors are sent (one flat buffer or one by one, in which dtype) and verifies
 that the sum is correct.
 """

@@ -28,8 +28,9 @@ from functools import partial
 from loopwright.errors import ConfigError
 from loopwright.host import nvidia, stores
 from loopwright.host.signals import handled
+from loopwright.kinds.workers import elastic, wire
 from loopwright.run_folder import layout, legs
-from loopwright.strategies.cluster import elastic, wire
+from loopwright.strategies import cluster as clusters
 from loopwright.tools import private_network, shared_memory, standby
 from loopwright.tools.local_process import Environment, Process, Started, say
 
@@ -45,7 +46,7 @@ STOPPED_S = 30.0
 """Seconds after which processes that are all stopped, so that none misses another, are killed."""
 _POLL_S, _LOOK_S = 0.2, 1.0
 _LOST = re.compile(r"failed: (lost )?worker-\d")
-"""How the line of a process begins that has lost another (strategies/cluster/identity.py), or that
+"""How the line of a process begins that has lost another (kinds/workers/identity.py), or that
 has not met it (meeting.py)."""
 PORT_CLASHES = 3
 """How often a cluster restarts, beyond `max_restarts`, because a port was in use."""
@@ -189,9 +190,9 @@ class LocalCluster:
   def _make_processes(self, cluster: Cluster) -> list[Process]:
     first, secret = next(iter(cluster)), secrets.token_hex(32)
     gpus = _gpus(workers=len(cluster["worker"]))
-    varies = {elastic.WORKERS: str(self.places)} if self._is_elastic else {}
+    varies = {clusters.WORKERS: str(self.places)} if self._is_elastic else {}
     if self.copies is not None:
-      varies[elastic.SNAPSHOTS] = self.copies
+      varies[clusters.SNAPSHOTS] = self.copies
     if not self._processes:
       varies[legs.BEGAN] = str(time.time() - legs.age_s())
     return [
@@ -457,6 +458,6 @@ def _environment(cluster: Cluster, kind: str, index: int, secret: str) -> Enviro
   config = {"cluster": cluster, "task": {"type": kind, "index": index}}
   unbuffered = {"PYTHONUNBUFFERED": "1"}  # keeps the last lines of a killed process
   own = {wire.SECRET: secret, "TF_CONFIG": json.dumps(config)}
-  foreign = (wire.SECRET_FILE, elastic.WORKERS, elastic.SNAPSHOTS, legs.BEGAN)
+  foreign = (wire.SECRET_FILE, clusters.WORKERS, clusters.SNAPSHOTS, legs.BEGAN)
   inherited = {name: text for name, text in os.environ.items() if name not in foreign}
   return {**unbuffered, **inherited, **own}

@@ -34,7 +34,7 @@ _LOUD = re.compile(
   r"|\S+:\d+: \w*Warning: "  # Python's warnings
 )
 _PORT_TAKEN = ("another process uses the port", "Could not start gRPC server")
-"""The messages of strategies/cluster/rendezvous.py and of TensorFlow about a port in use."""
+"""The messages of kinds/workers/rendezvous.py and of TensorFlow about a port in use."""
 DIE_WITH_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9

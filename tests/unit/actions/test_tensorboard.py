@@ -14,8 +14,9 @@ from loopwright import ArraySource, ConfigError, Loss, Task
 from loopwright.actions import tensorboard
 from loopwright.actions.base import Action
 from loopwright.actions.tensorboard import TensorBoard, hyperparameters
+from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.running import run
-from loopwright.strategies import factories, placement
+from loopwright.strategies import factories
 
 RATE, BATCH, CLIP = 0.125, 6, 0.75
 RNG = np.random.default_rng(3)
@@ -236,7 +237,7 @@ def test_a_cadence_that_is_no_number_is_refused():
 
 
 def test_asynchronous_training_is_refused(tmp_path, monkeypatch):
-  monkeypatch.setattr(tensorboard.placement, "of", lambda _: placement.ParameterServer(None))
+  monkeypatch.setattr(tensorboard.placement, "of", lambda _: ParameterServer(None))
   action = TensorBoard(histograms_every_steps=5)
   with pytest.raises(ConfigError, match=r"^TensorBoard\.histograms_every_steps is set, but under"):
     action.bind(type("Run", (), {"strategy": None}))

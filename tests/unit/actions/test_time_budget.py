@@ -14,10 +14,11 @@ from loopwright.actions import time_budget
 from loopwright.actions.base import Action
 from loopwright.actions.time_budget import SUGGESTIONS, TimeBudget, table
 from loopwright.inputs.sources import ArraySource
+from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.metrics import Loss
 from loopwright.run_folder import checkpoints
 from loopwright.running import run
-from loopwright.strategies import factories, placement, reduction
+from loopwright.strategies import factories, reduction
 from loopwright.task import Task
 
 STEPS, LOOP = 12, 4
@@ -285,7 +286,7 @@ def test_a_gpu_has_one_part_for_what_cannot_be_told_apart():
 
 
 def test_parameter_servers_are_refused(monkeypatch):
-  monkeypatch.setattr(time_budget.placement, "of", lambda _: placement.ParameterServer(None))
+  monkeypatch.setattr(time_budget.placement, "of", lambda _: ParameterServer(None))
   run_of = type("Run", (), {"strategy": None})()
   with pytest.raises(
     ValueError, match=r"\Arun.actions has @TimeBudget\(\), but under param[^\n]*\Z"

@@ -23,8 +23,7 @@ from loopwright.errors import ConfigError
 from loopwright.host import files
 from loopwright.run_folder import assets
 from loopwright.running import run
-from loopwright.strategies import factories
-from loopwright.strategies.cluster.identity import Cluster
+from loopwright.strategies.cluster import Cluster
 from loopwright.tools import tune
 from loopwright.tools.verify.bench.bench import Subject
 
@@ -152,7 +151,7 @@ def test_an_evaluator_waits_for_the_assets(start, tmp_path, monkeypatch):
   task, folder = Scaled(folder=str(tmp_path)), tmp_path / "assets"
   later = threading.Timer(0.2, assets.save, [str(folder), task.fit()])
   later.start()
-  alone = Cluster(strategy=factories.default())
+  alone = Cluster()
   provide = functools.partial(
     assets.provide, task, model_dir=str(tmp_path), cluster=alone, training=False
   )

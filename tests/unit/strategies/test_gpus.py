@@ -13,9 +13,9 @@ import tensorflow as tf
 from input_cases import one_line_error
 
 from loopwright.host import nvidia
+from loopwright.kinds.workers import resolvers
 from loopwright.options import Gpus
 from loopwright.strategies import gpus
-from loopwright.strategies.cluster import resolvers
 from loopwright.tools import local_cluster
 from loopwright.tools.sweep import jobs
 

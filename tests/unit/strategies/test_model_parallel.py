@@ -12,14 +12,15 @@ import tf_keras
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
+from loopwright.kinds.mesh import updates, variables
 from loopwright.metrics import Loss
 from loopwright.models import models
-from loopwright.optimizers import functional
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.strategies import factories, model_parallel, placement
+from loopwright.strategies import factories, placement
 from loopwright.task import Task
 from loopwright.tasks import language_model
 from loopwright.tools.ledger.recorder import Recorder
+from loopwright.trainer import Trainer
 
 LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
 
@@ -75,7 +76,7 @@ def trainer_of(task, strategy, *, optimizer=None, **options):
   source = task.source("train")
   adam = optimizer or (lambda: keras.optimizers.AdamW(0.01, epsilon=1e-3, weight_decay=0.1))
   preprocess = getattr(task, "preprocess", None)
-  return placement.of(strategy).trainer_class()(
+  return (placement.of(strategy).trainer or Trainer)(
     task=task, strategy=strategy, optimizer=adam, global_batch_size=10,
     dataset_fn=lambda position: datasets.train_dataset(
       source, global_batch_size=10, pad_multiple=12, position=position, preprocess=preprocess
@@ -120,7 +121,7 @@ def test_each_device_has_its_part_of_weights_and_slots(library):
   whole = {(64, 16): (64, 8), (16,): (8,), (16, 3): (8, 3)}  # "up" and its bias, "down"
   seen = []
   for variable in kept:
-    parts = [part.shape for part in model_parallel.dtensor.unpack(variable.read_value())]
+    parts = [part.shape for part in variables.dtensor.unpack(variable.read_value())]
     shape = tuple(variable.shape)
     assert parts == [whole.get(shape, shape)] * 4
     seen.append(shape)
@@ -158,12 +159,12 @@ def test_a_checkpoint_moves_between_meshes_and_replicas(library, mirrored, tmp_p
 
 
 def test_a_trial_update_that_goes_wrong_is_refused(monkeypatch):
-  usual = functional._adam
+  usual = updates._adam
 
   def stuck(optimizer, index, *args):
     return usual(optimizer, index, *args)[: 2 if index == 2 else 3]
 
-  monkeypatch.setattr(functional, "_adam", stuck)
+  monkeypatch.setattr(updates, "_adam", stuck)
   with pytest.raises(ConfigError, match=r"wrong values of variable 'sequential.*/up/kernel', off"):
     trainer_of(Images(), mesh())
 

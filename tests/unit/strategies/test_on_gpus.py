@@ -16,7 +16,7 @@ from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.optimizers import schedules
-from loopwright.strategies import factories, placement
+from loopwright.strategies import factories, local, placement
 from loopwright.task import Task
 from loopwright.trainer import Trainer
 
@@ -29,7 +29,7 @@ class AsOnGpus(factories.MirroredStrategy):
 
 
 @placement.register(AsOnGpus)
-class AsOnGpusPlacement(placement.Mirrored):
+class AsOnGpusPlacement(local.Mirrored):
   on_gpus = True
 
 
@@ -38,7 +38,7 @@ class AsOnOneGpu(OneDevice):
 
 
 @placement.register(AsOnOneGpu)
-class AsOnOneGpuPlacement(placement.OneDevice):
+class AsOnOneGpuPlacement(local.OneDevice):
   on_gpus = True
 
 

@@ -17,9 +17,9 @@ from planted import Planted, example_at, make_trainer
 import launch
 from loopwright import going_on
 from loopwright.errors import ConfigError
+from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.metrics import Loss
 from loopwright.optimizers import loss_scale
-from loopwright.strategies import placement
 from loopwright.strategies.reduction import Reduction
 from loopwright.tools.forensics import examine
 from loopwright.tools.forensics.action import StopOnNonFinite
@@ -317,7 +317,7 @@ def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
 
 def test_parameter_servers_are_refused():
   with pytest.raises(ConfigError, match="cannot be replayed under parameter_server"):
-    examine.examine(types.SimpleNamespace(placement=placement.ParameterServer(None)))
+    examine.examine(types.SimpleNamespace(placement=ParameterServer(None)))
 
 
 @pytest.mark.whole

@@ -9,6 +9,7 @@ import tensorflow as tf
 from input_cases import ledger_digest, one_line_error, stream
 
 from loopwright.inputs.sources import ArraySource
+from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.observers import Reading
 from loopwright.options import Cadence
 from loopwright.run_folder.remote import Opened
@@ -116,7 +117,7 @@ def one_device():
 
 
 def test_parameter_servers_are_refused(tmp_path, monkeypatch):
-  monkeypatch.setattr(placement, "of", lambda _: placement.ParameterServer(None))
+  monkeypatch.setattr(placement, "of", lambda _: ParameterServer(None))
   with one_line_error("run.ledger is True, but under parameter_server"):
     Recorder(model_dir=str(tmp_path), strategy=tf.distribute.get_strategy())
 

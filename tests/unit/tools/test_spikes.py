@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from loopwright import Action, ArraySource, ConfigError, Loss, Task
 from loopwright.inputs.ordering import examples_at
+from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.running import run
-from loopwright.strategies import factories, placement
+from loopwright.strategies import factories
 from loopwright.tools.forensics import examine
 from loopwright.tools.forensics.spikes import Diverged, Spikes
 from loopwright.tools.ledger import __main__
@@ -308,4 +309,4 @@ def test_a_mistake_is_one_line(options, message):
 
 def test_parameter_servers_are_refused():
   with pytest.raises(ConfigError, match="a step cannot be replayed under parameter_server, where"):
-    examine.require_replays(placement.ParameterServer(None))
+    examine.require_replays(ParameterServer(None))

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError, is_integer
 from loopwright.host import nvidia
-from loopwright.strategies.cluster.identity import ClusterResolver
+from loopwright.kinds.workers.identity import ClusterResolver
 
 ResolverFactory = Callable[[], ClusterResolver]
 _MANY = 2**16

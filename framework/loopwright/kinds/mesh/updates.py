@@ -17,9 +17,9 @@ import tensorflow as tf
 from loopwright.aliases import TensorLike, Variable
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
+from loopwright.kinds.mesh.variables import made_like
 from loopwright.models import models
 from loopwright.optimizers import groups
-from loopwright.strategies import model_parallel
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import KerasOptimizer
@@ -53,7 +53,7 @@ def prepare(optimizer: KerasOptimizer, variables: Sequence[Variable]) -> dict[in
   def like_its_reference(*args: Any, **kwargs: Any) -> Any:
     given = args[0] if args else kwargs.get("reference_variable", kwargs.get("model_variable"))
     reference = models.raw(given)
-    with model_parallel.made_like(reference):
+    with made_like(reference):
       slot = usual(*args, **kwargs)
     slots.setdefault(places[id(reference)], []).append(slot)
     return slot

@@ -1,4 +1,4 @@
-"""Training a model that is split over a mesh; see loopwright/strategies/model_parallel.py.
+"""Training a model that is split over a mesh; see loopwright/kinds/mesh/variables.py.
 
 The host runs the loop, one compiled step after the other.
 """
@@ -15,7 +15,7 @@ from loopwright.aliases import Batch, PerReplica
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import compiled
 from loopwright.inputs.buckets import Scheduled
-from loopwright.optimizers import functional
+from loopwright.kinds.mesh import updates
 from loopwright.trainer import Trainer
 
 
@@ -33,7 +33,7 @@ class ModelParallelTrainer(Trainer):
     """
     super().__init__(**options)
     for name, optimizer in self.parts.optimizers.items():
-      functional.prove(name, optimizer.optimizer, optimizer.variables)
+      updates.prove(name, optimizer.optimizer, optimizer.variables)
 
   def make_iterator(self) -> Iterator[PerReplica]:
     """See `Trainer.make_iterator`.

@@ -23,8 +23,10 @@ from absl import logging
 
 from loopwright.errors import ConfigError, Preempted, require_integer, require_positive
 from loopwright.host.children import module
-from loopwright.strategies.cluster import heartbeat, proxies, rendezvous
-from loopwright.strategies.cluster.identity import Cluster, ClusterError, ClusterResolver, Peer
+from loopwright.kinds.workers import heartbeat, proxies, rendezvous
+from loopwright.kinds.workers.identity import ClusterResolver
+from loopwright.strategies import placement
+from loopwright.strategies.cluster import Cluster, ClusterError, Peer
 
 JOBS = ("chief", "worker", "ps")
 _HEARTBEAT = module(heartbeat.__name__)
@@ -36,11 +38,11 @@ _THREADS = 4
 """The minimum: servers block threads while they wait for each other, and deadlock on 2 cores."""
 
 
-class Server:
+class Server(placement.Server):
   """A worker or parameter server: it serves the chief until the chief exits."""
 
   def __init__(self, resolver: ClusterResolver, *, start_timeout_s: float) -> None:
-    """Starts nothing yet; see `strategies.parameter_server`."""
+    """Starts nothing yet; see `parameter_server` in strategy.py."""
     self._resolver, self._start_timeout_s = resolver, start_timeout_s
     self.chief = _peers(resolver, "chief")[0]
 
@@ -79,7 +81,7 @@ class Pulse:
   """Detects a process that accepts connections but does not answer (host).
 
   TensorFlow has no time limit here: while the connection is open, a closure sent over it counts as
-  running. A separate process sends the probes; see loopwright/strategies/cluster/heartbeat.py.
+  running. A separate process sends the probes; see loopwright/kinds/workers/heartbeat.py.
   """
 
   def __init__(self, peers: Sequence[Peer], *, timeout_s: float, grace_s: float = 10.0) -> None:
@@ -125,7 +127,7 @@ class Partitioner:
   """Partitions the variables made inside `with partitioner`, until `end`, over the servers."""
 
   def __init__(self, *, min_shard_bytes: int, max_shards: int) -> None:
-    """Starts inactive; see `strategies.parameter_server` for the arguments."""
+    """Starts inactive; see `parameter_server` in strategy.py for the arguments."""
     partitioners = tf.distribute.experimental.partitioners
     self._split = partitioners.MinSizePartitioner(min_shard_bytes, max_shards)
     self._active = False
@@ -205,7 +207,6 @@ def parameter_servers_of(strategy: tf.distribute.Strategy) -> ParameterServers:
   if strategy not in _known:
     resolver = strategy.cluster_resolver
     _known[strategy] = ParameterServers(
-      strategy=strategy,
       workers=tuple(_peers(resolver, "worker")),
       servers=tuple(_peers(resolver, "ps")),
       start_timeout_s=300.0,
@@ -222,7 +223,7 @@ def join(
   min_shard_bytes: int | None,
   max_shards: int | None,
 ) -> tf.distribute.Strategy | Server:
-  """Takes this process's place in the cluster; see `strategies.parameter_server`."""
+  """Takes this process's place in the cluster; see `parameter_server` in strategy.py."""
   for which, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
     require_positive(f"parameter_server.{which}_timeout_s", seconds, unit="seconds")
   for name, value in (("min_shard_bytes", min_shard_bytes), ("max_shards", max_shards)):
@@ -247,7 +248,6 @@ def join(
   os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # makes an exited peer an immediate error
   made = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
   _known[made] = ParameterServers(
-    strategy=made,
     workers=tuple(workers),
     servers=tuple(servers),
     start_timeout_s=start_timeout_s,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-WORKERS = "LOOPWRIGHT_WORKERS"
-"""The variable that tells processes the least and most workers of their run, such as "2:4"."""
-SNAPSHOTS = "LOOPWRIGHT_SNAPSHOTS"
-"""The variable with a folder in memory that outlives the processes; see run_folder/snapshots.py."""
 _LONGEST_REST_S = 3600.0
 
 
@@ -24,7 +20,7 @@ class Places:
     self._resting: list[tuple[float, int]] = []
 
   def __str__(self) -> str:
-    """Returns what `WORKERS` has."""
+    """Returns what `cluster.WORKERS` has."""
     return f"{self.least}:{self.most}"
 
   @property

@@ -10,118 +10,49 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 from loopwright.errors import ConfigError
 from loopwright.host.timing import timed
+from loopwright.strategies.cluster import Cluster, ClusterError, Peer
 
 ClusterResolver: TypeAlias = Any
 """A `tf.distribute.cluster_resolver.ClusterResolver`."""
 
 
-class ClusterError(RuntimeError):
-  """A failure of the cluster, not a mistake of the user: a peer missing or lost, or a port in use.
-
-  The message is one line.
-  """
-
-
-# ---- Who this process is ----
-
-
-class Peer(NamedTuple):
-  """One task of a cluster; `address` is "host:port"."""
-
-  job: str
-  task: int
-  address: str
-
-  @property
-  def device(self) -> str:
-    """The name of its device in TensorFlow's messages."""
-    return f"/job:{self.job}/replica:0/task:{self.task}"
-
-  def __str__(self) -> str:
-    """Returns name and address, such as "worker-1 (10.0.0.3:2222)"."""
-    return f"{self.job}-{self.task} ({self.address})"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
-  """The workers of a synchronous training, and this process's place among them.
+class WorkerCluster(Cluster):
+  """Several workers; those methods that are called collective wait for all of them.
 
   Attributes:
     strategy: the strategy of the training.
-    index: this worker's number; worker 0 is the chief, which writes the run folder.
-    peers: all workers, including this one; empty without a cluster.
   """
 
   strategy: tf.distribute.Strategy
-  index: int = 0
-  peers: tuple[Peer, ...] = ()
-
-  @property
-  def size(self) -> int:
-    """The number of workers; 1 without a cluster."""
-    return max(1, len(self.peers))
-
-  @property
-  def is_chief(self) -> bool:
-    """Whether this process writes to the run folder."""
-    return self.index == 0
-
-  @property
-  def is_local(self) -> bool:
-    """Whether all processes run on this machine, judged by loopback addresses."""
-    hosts = {peer.address.rpartition(":")[0] for peer in self.peers}
-    return bool(hosts) and hosts <= {"127.0.0.1", "localhost", "[::1]"}
-
-  def rows(self, padded_rows: int) -> range | None:
-    """Returns this worker's rows of a padded global batch; None, meaning all, without a cluster."""
-    if self.size == 1:
-      return None
-    share = padded_rows // self.size
-    return range(self.index * share, (self.index + 1) * share)
 
   def sum(self, value: int) -> int:
-    """Returns the sum of one int64 per worker; a collective: every worker must call it (host)."""
+    """See `Cluster.sum`."""
     if self.size == 1:
       return value
     local = tf.constant(value, tf.int64)
     summed = timed("waiting for workers")(lambda: int(_summed(self.strategy)(local)))()
     return summed * self.size // self.strategy.num_replicas_in_sync
 
-  def any(self, flag: bool) -> bool:
-    """Whether the flag is set on any worker; a collective: every worker must call it (host)."""
-    return self.sum(int(flag)) > 0
-
   def asking(self, every_s: float) -> Callable[[bool], bool]:
-    """Returns `any`, called as often as you like, that costs little: it asks the others seldom.
+    """See `Cluster.asking`.
 
-    Every worker must call it equally often (host); then all get the same answer from each call.
     The chief's clock decides how many calls from now they ask next; before that, the answer is
     False. With one worker, the answer is the flag.
-
-    Args:
-      every_s: about the seconds between two questions.
     """
     if self.size == 1:
       return lambda flag: flag
     return _Asking(self, every_s).any
 
-  def barrier(self) -> None:
-    """Waits until all workers have reached this call (host)."""
-    self.sum(0)
-
   def require_same(self, what: str, value: int, remedy: str = "") -> None:
-    """Checks that all workers have the same number; a collective: every worker must call it (host).
-
-    Raises:
-      ClusterError: the numbers differ.
-    """
+    """See `Cluster.require_same`."""
     differs = self.sum(value) != value * self.size
     if self.any(differs):
       raise ClusterError(
@@ -130,7 +61,7 @@ class Cluster:
       )
 
   def leave(self) -> None:
-    """Returns when every worker has come here, so that none exits while another still needs it.
+    """See `Cluster.leave`.
 
     After a collective a worker may have its result while others still read from it. Call it on
     every worker as the last thing (host); a worker that does not come is waited for `_LEAVE_S`.
@@ -152,7 +83,7 @@ class Cluster:
 
   @contextlib.contextmanager
   def blaming(self, step: Callable[[], int]) -> Iterator[None]:
-    """Replaces TensorFlow's error about a lost peer by a ClusterError with peer and `step`."""
+    """See `Cluster.blaming`."""
     try:
       yield
     except _PEER_LOST as error:

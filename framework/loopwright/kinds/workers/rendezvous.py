@@ -16,26 +16,20 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
 from loopwright.errors import ConfigError, is_the_users
-from loopwright.strategies.cluster import meeting, proxies, wire
-from loopwright.strategies.cluster.identity import ClusterError, ClusterResolver, workers
+from loopwright.kinds.workers import meeting, proxies, wire
+from loopwright.kinds.workers.identity import ClusterResolver, workers
+from loopwright.strategies.cluster import ClusterError, declared
 
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy")
 _INSTALLED = {"site-packages", "dist-packages"}
-_facts: dict[str, str] = {}
-
-
-def declare(facts: Mapping[str, Any]) -> None:
-  """Adds facts about this process; `preflight` checks that they are equal on all workers (host)."""
-  _facts.update({name: str(value) for name, value in facts.items()})
 
 
 def facts() -> dict[str, str]:
@@ -48,10 +42,10 @@ def facts() -> dict[str, str]:
   return {
     **versions,
     "version of python": platform.python_version(),
-    "code of the framework": _digest(sorted(Path(__file__).parents[1].rglob("*.py"))),
+    "code of the framework": _digest(sorted(Path(__file__).parents[2].rglob("*.py"))),
     "devices": ", ".join(f"{count} {kind}" for kind, count in sorted(devices.items())),
     **_modules(),
-    **_facts,
+    **declared,
   }
 
 

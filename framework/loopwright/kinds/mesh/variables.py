@@ -1,11 +1,11 @@
-"""Model parallelism: one model, split over a mesh of devices by TensorFlow's DTensor.
+"""Variables and batches on a mesh: one model, split over a mesh of devices by TensorFlow's DTensor.
 
 A mesh has named dimensions, such as 2 devices along "batch" and 2 along "model". A layout gives for
 each axis of a variable the mesh dimension that it is split over. TensorFlow inserts the
 communication. Shazeer et al., "Mesh-TensorFlow: Deep Learning for Supercomputers" (2018).
 
 To the step the mesh is one replica that sees the whole batch, so gradients are global sums already.
-Faults of DTensor in TensorFlow 2.20 that shape this module, and optimizers/functional.py:
+Faults of DTensor in TensorFlow 2.20 that shape this module, and updates.py:
 
 - An update in place (`assign_sub`, `assign_add`) of a split variable can have no effect.
 - A variable that is read before and after an assignment can have the same value both times. Here a
@@ -50,7 +50,7 @@ _DRAWS = (
 
 
 class ModelParallelStrategy(tf.distribute.Strategy):
-  """One replica on a mesh; see `factories.model_parallel`.
+  """One replica on a mesh; see `model_parallel` in strategy.py.
 
   Attributes:
     mesh: the devices.
@@ -195,12 +195,12 @@ class Variable(dtensor.DVariable):
     self.assign(tensors[_VALUE], read_value=False)
 
 
-class _Extended(distribute_lib._DefaultDistributionExtended):  # noqa: SLF001
+class _Extended(distribute_lib._DefaultDistributionExtended):
   """One replica; variables and batches are tensors of the mesh."""
 
   def _scope(self, strategy: ModelParallelStrategy) -> Any:
     _name_variables()
-    return distribute_lib.StrategyExtendedV2._scope(self, strategy)  # noqa: SLF001
+    return distribute_lib.StrategyExtendedV2._scope(self, strategy)
 
   def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     strategy = self._container_strategy()
@@ -366,7 +366,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 @functools.cache
 def _name_variables() -> None:
   """Notes the path of each Keras 3 variable that is made: TensorFlow gets only its last part."""
-  usual = keras.Variable._initialize  # noqa: SLF001
+  usual = keras.Variable._initialize
 
   @functools.wraps(usual)
   def named(self: keras.Variable, value: Any) -> None:
@@ -376,7 +376,7 @@ def _name_variables() -> None:
     finally:
       _entered.name = before
 
-  keras.Variable._initialize = named  # noqa: SLF001
+  keras.Variable._initialize = named
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from loopwright.errors import ConfigError
-from loopwright.strategies.cluster import wire
-from loopwright.strategies.cluster.identity import ClusterError, Peer
+from loopwright.kinds.workers import wire
+from loopwright.strategies.cluster import ClusterError, Peer
 
 Facts = Mapping[str, str]
 

@@ -8,7 +8,7 @@ the other end of its standard input.
 The kernel ignores SIGKILL to process 1 of a container, and every signal that it has no handler for.
 So a parent that is process 1 calls `endable` first.
 
-  python -P -m loopwright.strategies.cluster.heartbeat TIMEOUT_S GRACE_S \
+  python -P -m loopwright.kinds.workers.heartbeat TIMEOUT_S GRACE_S \
     '{"worker-1 (10.0.0.3:2222)": "10.0.0.3:2222", ...}'
 """
 

@@ -1,0 +1,1 @@
+"""Strategies beyond one process: loaded when named, never by the core."""

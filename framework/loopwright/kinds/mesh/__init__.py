@@ -1,0 +1,1 @@
+"""One model, split over a mesh of devices by TensorFlow's DTensor."""

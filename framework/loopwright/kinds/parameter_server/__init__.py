@@ -1,0 +1,1 @@
+"""Asynchronous training: workers compute, servers store the variables, one chief coordinates."""

@@ -1,1 +1,0 @@
-"""Which process this is, among which, and how they meet."""
