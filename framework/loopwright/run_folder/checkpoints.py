@@ -98,13 +98,13 @@ class CheckpointManager(tf.train.CheckpointManager):
       experiment: labels that must be the same on restore, such as the task's name.
       assets: digest of the task's assets, the same on restore; "" for none.
       keep: how many checkpoints to keep.
-      logs: files that are flushed to disk before each checkpoint, so that no checkpoint is ahead of its log.
+      logs: files that are flushed to disk before each checkpoint, so that none is ahead of its log.
       before_first: called on the chief before this process saves for the first time.
       after_each: called when a checkpoint is complete, in the thread that wrote it.
       actions: the state of actions, None for none; a checkpoint without it restores as "".
       start: id of this process in history.jsonl; "" keeps none in checkpoints.
-      starts: the ids in history.jsonl: a checkpoint of any other start is refused. None accepts all;
-        a checkpoint of a version that kept no id is always accepted.
+      starts: the ids in history.jsonl: a checkpoint of any other start is refused. None accepts
+        all; a checkpoint of a version that kept no id is always accepted.
       require: called before a write; raises if the folder no longer belongs to the run.
       changed: the values in which the config differs from that of the checkpoints; "" for none.
     """
