@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRA = {"2.20": ["setuptools<82"]}
-"""What else a version of TensorFlow needs: tensorboard 2.20 imports pkg_resources."""
 NEW = '[project]\nname = "mine"\nversion = "0.1.0"\nrequires-python = ">={}"\n'
 ENVIRONMENT = {
   name: value
@@ -60,7 +58,7 @@ def test(python: str, tensorflow: str, arguments: Sequence[str], folder: Path) -
   """Runs pytest in an environment with this Python and TensorFlow, and prints the row."""
   program = folder / "bin" / "python"
   run(["uv", "venv", "-q", "--clear", "--python", python, str(folder)], ROOT)
-  asked = [f"tensorflow~={tensorflow}.0", *EXTRA.get(tensorflow, ())]
+  asked = [f"tensorflow~={tensorflow}.0"]
   command = ["uv", "pip", "install", "-q", "--python", str(program), "--group", "dev"]
   run([*command, "-e", ".", *asked], ROOT)
   started = time.monotonic()

@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from absl import flags
 
+import loopwright
 from loopwright.commands import arguments, process
 from loopwright.host import native_log
 
@@ -83,6 +84,9 @@ def console() -> NoReturn:
 
 
 def _run(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
+  if [*argv[1:]] == ["--version"]:
+    print(f"loopwright {loopwright.__version__}")
+    return 0
   parsed = arguments.parse(argv)
   if parsed.values.help:
     from loopwright.commands import help_pages
