@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import inspect
 import io
 import os
@@ -34,7 +33,8 @@ from hypothesis import strategies as st
 
 import launch
 from benchmarks import fuzzing
-from loopwright.configurables.table import TABLE, register_all
+from loopwright import registry
+from loopwright.configurables.table import register_all
 from loopwright.session import Session
 from loopwright.tools import local_cluster
 
@@ -66,14 +66,13 @@ EXTRA = [
   "linear",
   "gin.macro",
 ]
-NAMES = st.sampled_from([name for _, names in TABLE for name in names.split()] + EXTRA)
+NAMES = st.sampled_from([*registry.names(*registry.CONFIGURABLE), *EXTRA])
 MACROS = st.sampled_from(["a", "b", "c", "run", "x/y", "A.b"])
 PLACES = st.sampled_from(
   [
-    f"{name}.{parameter}"
-    for module, names in TABLE
-    for name in names.split()
-    for parameter in inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    f"{each.name}.{parameter}"
+    for each in registry.entries(*registry.CONFIGURABLE)
+    for parameter in inspect.signature(each.load()).parameters
   ]
   + ["keras.Adam.learning_rate", "keras.SGD.momentum", "tf_keras.AdamW.weight_decay"]
 )

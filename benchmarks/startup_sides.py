@@ -55,15 +55,15 @@ def loopwright(model: str, replicas: int, folder: str, watch: Watch) -> None:
   from loopwright import commands
   from loopwright.configurables import examination
 
-  register_all = examination.register_all
+  register_roots = examination.register_roots
 
-  def imported(**options: Any) -> None:
-    register_all(**options)
+  def imported() -> None:
+    register_roots()
     if "imports" not in watch.seconds:
       watch.end("imports")
       _set_clock(watch)
 
-  examination.register_all = imported
+  examination.register_roots = imported
   params = ["run.steps_per_loop=1", f"auto.cpu_replicas={replicas}", f"--model_dir={folder}/run"]
   commands.run_process(["loopwright", "train", CONFIGS[model], *params])
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import loopwright  # noqa: E402
-from loopwright import aliases, tasks, testing  # noqa: E402
+from loopwright import aliases, registry, tasks, testing  # noqa: E402
 from loopwright.configurables import table  # noqa: E402
 
 project = "Loopwright"
@@ -64,7 +64,10 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 _SAMPLES = ("diffusion", "gan", "vae", "wgan-gp")
 """Pictures that are no plots."""
 _DESCRIBED = ("module", "class", "exception", "function", "method", "property")
-_OWN = (*(f"{module}." for module, _ in table.TABLE), "loopwright.testing.", "loopwright.tasks.")
+_OWN = (
+  *(f"{each.module}." for each in registry.entries(*registry.CONFIGURABLE)),
+  *("loopwright.testing.", "loopwright.tasks."),
+)
 _log = logging.getLogger(__name__)
 
 

@@ -7,124 +7,62 @@
 here.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from loopwright.host import lazy_keras
+from loopwright import registry
 
 if TYPE_CHECKING:
-  from loopwright.actions.base import Action, Run, StopTraining
-  from loopwright.actions.best import BestCheckpoint, EarlyStopping
-  from loopwright.actions.show import Show
-  from loopwright.aliases import Batch
-  from loopwright.configurables import register
-  from loopwright.errors import ConfigError
-  from loopwright.evaluator import Evaluator
-  from loopwright.inputs.buckets import Buckets
-  from loopwright.inputs.indexed import IndexedSource, TFRecordSource
-  from loopwright.inputs.mixture import Mixture
-  from loopwright.inputs.packed import Packed, attention_mask
-  from loopwright.inputs.parts import Part, Sources, part, with_part
-  from loopwright.inputs.replay import Draws, ReplayBuffer
-  from loopwright.inputs.sources import ArraySource, ImageFolderSource, Source, StreamSource
-  from loopwright.keras_task import from_keras
-  from loopwright.metrics import Loss, PerExample, Sum, weighted_sum
-  from loopwright.models.recomputation import recompute
-  from loopwright.optimizers.schedules import Schedule
-  from loopwright.reporting.board import Board
-  from loopwright.running import run
-  from loopwright.step import EvalStep, Step
-  from loopwright.strategies.reduction import Reduction
-  from loopwright.task import Task
-  from loopwright.tools.exports.action import Export
-  from loopwright.tools.forensics.action import StopOnNonFinite
-  from loopwright.tools.forensics.spikes import Spikes
-  from loopwright.trainer import Trainer
+  from loopwright.actions.base import Action as Action
+  from loopwright.actions.base import Run as Run
+  from loopwright.actions.base import StopTraining as StopTraining
+  from loopwright.actions.best import BestCheckpoint as BestCheckpoint
+  from loopwright.actions.best import EarlyStopping as EarlyStopping
+  from loopwright.actions.show import Show as Show
+  from loopwright.aliases import Batch as Batch
+  from loopwright.configurables import register as register
+  from loopwright.errors import ConfigError as ConfigError
+  from loopwright.evaluator import Evaluator as Evaluator
+  from loopwright.inputs.buckets import Buckets as Buckets
+  from loopwright.inputs.indexed import IndexedSource as IndexedSource
+  from loopwright.inputs.indexed import TFRecordSource as TFRecordSource
+  from loopwright.inputs.mixture import Mixture as Mixture
+  from loopwright.inputs.packed import Packed as Packed
+  from loopwright.inputs.packed import attention_mask as attention_mask
+  from loopwright.inputs.parts import Part as Part
+  from loopwright.inputs.parts import Sources as Sources
+  from loopwright.inputs.parts import part as part
+  from loopwright.inputs.parts import with_part as with_part
+  from loopwright.inputs.replay import Draws as Draws
+  from loopwright.inputs.replay import ReplayBuffer as ReplayBuffer
+  from loopwright.inputs.sources import ArraySource as ArraySource
+  from loopwright.inputs.sources import ImageFolderSource as ImageFolderSource
+  from loopwright.inputs.sources import Source as Source
+  from loopwright.inputs.sources import StreamSource as StreamSource
+  from loopwright.keras_task import from_keras as from_keras
+  from loopwright.metrics import Loss as Loss
+  from loopwright.metrics import PerExample as PerExample
+  from loopwright.metrics import Sum as Sum
+  from loopwright.metrics import weighted_sum as weighted_sum
+  from loopwright.models.recomputation import recompute as recompute
+  from loopwright.optimizers.schedules import Schedule as Schedule
+  from loopwright.reporting.board import Board as Board
+  from loopwright.running import run as run
+  from loopwright.step import EvalStep as EvalStep
+  from loopwright.step import Step as Step
+  from loopwright.strategies.reduction import Reduction as Reduction
+  from loopwright.task import Task as Task
+  from loopwright.tools.exports.action import Export as Export
+  from loopwright.tools.forensics.action import StopOnNonFinite as StopOnNonFinite
+  from loopwright.tools.forensics.spikes import Spikes as Spikes
+  from loopwright.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
-__all__ = [
-  "Action",
-  "ArraySource",
-  "Batch",
-  "BestCheckpoint",
-  "Board",
-  "Buckets",
-  "ConfigError",
-  "Draws",
-  "EarlyStopping",
-  "EvalStep",
-  "Evaluator",
-  "Export",
-  "ImageFolderSource",
-  "IndexedSource",
-  "Loss",
-  "Mixture",
-  "Packed",
-  "Part",
-  "PerExample",
-  "Reduction",
-  "ReplayBuffer",
-  "Run",
-  "Schedule",
-  "Show",
-  "Source",
-  "Sources",
-  "Spikes",
-  "Step",
-  "StopOnNonFinite",
-  "StopTraining",
-  "StreamSource",
-  "Sum",
-  "TFRecordSource",
-  "Task",
-  "Trainer",
-  "attention_mask",
-  "from_keras",
-  "part",
-  "recompute",
-  "register",
-  "run",
-  "weighted_sum",
-  "with_part",
-]
-
-_HOMES = {
-  "aliases": ("Batch",),
-  "actions.base": ("Action", "Run", "StopTraining"),
-  "actions.best": ("BestCheckpoint", "EarlyStopping"),
-  "tools.exports.action": ("Export",),
-  "tools.forensics.action": ("StopOnNonFinite",),
-  "tools.forensics.spikes": ("Spikes",),
-  "actions.show": ("Show",),
-  "models.recomputation": ("recompute",),
-  "configurables": ("register",),
-  "errors": ("ConfigError",),
-  "evaluator": ("Evaluator",),
-  "inputs.buckets": ("Buckets",),
-  "inputs.indexed": ("IndexedSource", "TFRecordSource"),
-  "inputs.mixture": ("Mixture",),
-  "inputs.packed": ("Packed", "attention_mask"),
-  "inputs.parts": ("Part", "Sources", "part", "with_part"),
-  "inputs.replay": ("Draws", "ReplayBuffer"),
-  "inputs.sources": ("ArraySource", "ImageFolderSource", "Source", "StreamSource"),
-  "keras_task": ("from_keras",),
-  "metrics": ("Loss", "PerExample", "Sum", "weighted_sum"),
-  "optimizers.schedules": ("Schedule",),
-  "reporting.board": ("Board",),
-  "running": ("run",),
-  "step": ("EvalStep", "Step"),
-  "strategies.reduction": ("Reduction",),
-  "task": ("Task",),
-  "trainer": ("Trainer",),
-}
-
-lazy_keras.install()
+__all__ = registry.names("public")
 
 
 def __getattr__(name: str) -> Any:
   """Imports a public name at its first use: a wrong flag is reported before TensorFlow loads."""
-  for home, names in _HOMES.items():
-    if name in names:
-      return getattr(importlib.import_module(f"loopwright.{home}"), name)
+  if name in __all__:
+    return registry.load("public", name)
   raise AttributeError(f"module 'loopwright' has no attribute {name!r}")

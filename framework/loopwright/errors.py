@@ -177,6 +177,10 @@ class Preempted(Exception):  # noqa: N818  (an event, not an error)
   """Raised after SIGTERM, when the state is saved; launch.py exits with status 75."""
 
 
+class Failed(RuntimeError):  # noqa: N818  (what happened)
+  """A failure, no mistake, which one line tells; launch.py prints no traceback, exits with 1."""
+
+
 USER_ERROR = "user error: "
 """Prefix of the pipeline's message, in a tf.errors.OpError, about a mistake in the user's data."""
 

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from loopwright import configurables
+from loopwright import configurables, registry
 from loopwright.actions.base import Action
 from loopwright.actions.time_budget import Communication
 from loopwright.builder import Recipe, made_task, set_globals
@@ -28,7 +28,7 @@ from loopwright.flight import Flight
 from loopwright.going_on import Start, examples, require_any_size
 from loopwright.graphs import randomness
 from loopwright.host import bounded
-from loopwright.modes import MODES, TRAINING_MODES, Mode, tool
+from loopwright.modes import MODES, TRAINING_MODES, Mode
 from loopwright.observers import Observer
 from loopwright.optimizers import adapters
 from loopwright.options import (
@@ -310,7 +310,9 @@ def _observers(
   strategy: tf.distribute.Strategy, folder: str, *, ledger: bool, training: bool
 ) -> list[Observer]:
   """Returns what watches the steps: the ledger if asked for, and whom several workers wait for."""
-  recorder = [tool("ledger").Recorder(model_dir=folder, strategy=strategy)] if ledger else []
+  recorder = (
+    [registry.load("tool", "Recorder")(model_dir=folder, strategy=strategy)] if ledger else []
+  )
   several = training and placement.of(strategy).cluster.size > 1
   return [*recorder, *(Communication.of(strategy) if several else [])]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from loopwright import configurables, hangs
+from loopwright import configurables, hangs, registry
 from loopwright.actions.base import Action
 from loopwright.actions.calls import Actions
 from loopwright.errors import ConfigError, Preempted
@@ -19,7 +19,7 @@ from loopwright.going_on import Start, experiment, replay_command
 from loopwright.hooks import Hooks, StopTraining
 from loopwright.host import files
 from loopwright.loop import Loop
-from loopwright.modes import TRAINING_MODES, Mode, tool
+from loopwright.modes import TRAINING_MODES, Mode
 from loopwright.options import Cadence
 from loopwright.reporting.reports import Reports
 from loopwright.run_folder import layout, snapshots
@@ -220,7 +220,7 @@ class Session:
     ema = self.trainer.parts.ema
     with ema.in_place() if ema else contextlib.nullcontext():
       folder, is_chief = self._in(layout.EXPORT), self.cluster.is_chief
-      tool("export").export(self.trainer.task, folder, is_chief=is_chief)
+      registry.load("tool", "export")(self.trainer.task, folder, is_chief=is_chief)
     return {}
 
   def replay(self) -> dict[str, float]:
@@ -229,7 +229,7 @@ class Session:
     Raises:
       ConfigError: under parameter servers.
     """
-    report = tool("replay").examine(self.trainer)
+    report = registry.load("tool", "examine")(self.trainer)
     self._say(str(report))
     self._status = "reproduced" if report.findings else "not reproduced"
     return {}

@@ -36,7 +36,7 @@ def check(
   Args:
     task: a gin file, checked as `loopwright verify` does; or a class, or a function without
       arguments, that returns a task.
-    groups: names from `verify.GROUPS`; None runs all.
+    groups: names of the registry's "check"; None runs all.
     gin_params: bindings after those of the gin file.
     options: without a gin file: optimizer (default Adam), global_batch_size (default 64), seed
       and precision, as `run` takes them, and options of `Trainer`, such as clip_norm=1.0.

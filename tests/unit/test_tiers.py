@@ -7,9 +7,7 @@ import pytest
 import tiers
 from config_data import FOLDER
 
-from loopwright import tasks
-from loopwright.configurables import table
-from loopwright.tools import verify
+from loopwright import registry, tasks
 
 TESTS = Path(__file__).parents[1]
 GROUPS = {  # group of checks: the test of planted defects, that of right tasks
@@ -214,15 +212,15 @@ def test_the_conformance_cases_are_all_there(everything, request, test, tier, to
 
 
 def test_each_group_of_checks_has_a_defect_and_a_right_task(fast):
-  assert tuple(GROUPS) == tuple(verify.GROUPS)
+  assert tuple(GROUPS) == registry.names("check")
   missing = [(group, t) for group, both in GROUPS.items() for t in both if not of(fast, t)]
   assert missing == []
 
 
 def test_each_name_of_a_config_is_known_here():
-  rooms = [f"loopwright.{room}" for room in ROOMS]
-  named = [n for home, n in table.TABLE if home.startswith((*rooms, "loopwright.tools.trackers"))]
-  assert set(" ".join(named).split()) <= PIECES.keys()
+  rooms = (*(f"loopwright.{room}" for room in ROOMS), "loopwright.tools.trackers")
+  named = registry.entries(*registry.CONFIGURABLE)
+  assert {each.name for each in named if each.module.startswith(rooms)} <= PIECES.keys()
 
 
 @pytest.mark.parametrize("kind", [*FAULTS, *RUNS, *PIECES])

@@ -13,6 +13,7 @@ from defects import order as bad_order
 from defects import replicas as bad_replicas
 
 import launch
+from loopwright import registry
 from loopwright.errors import ConfigError
 from loopwright.tools import verify
 from loopwright.tools.verify import report
@@ -294,7 +295,7 @@ run.train_steps = 10
 
 @pytest.mark.parametrize(("task", "status"), [("RightTask", 0), ("WrongTask", 1)])
 def test_the_exit_status_is_0_only_if_nothing_failed(tmp_path, capsys, monkeypatch, task, status):
-  monkeypatch.setattr(verify, "GROUPS", ("order",))
+  monkeypatch.setattr(registry, "names", lambda kind: ("order",))
   config, file = tmp_path / "mine.gin", tmp_path / "verify.json"
   config.write_text(CONFIG.format(task=task))
   assert (

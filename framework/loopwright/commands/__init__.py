@@ -31,12 +31,13 @@ from absl import flags
 
 import loopwright
 from loopwright.commands import arguments, process
-from loopwright.host import native_log
+from loopwright.host import lazy_keras, native_log
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command line `argv`, the program first, and returns the exit status (host)."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before anything imports TensorFlow.
+  lazy_keras.install()
   native_log.import_without_remarks("tensorflow")
   backend = os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # before keras.json
   if backend != "tensorflow":

@@ -40,15 +40,12 @@ def launch(values: flags.FlagValues) -> int:
     memory(values.gin_file, values.gin_param, device_gib=values.device_gib, show=show)
     return 0
   from loopwright import configurables
-  from loopwright.errors import Preempted, first_line
+  from loopwright.errors import Failed, Preempted, first_line
 
   configurables.parse(values.gin_file, values.gin_param)
   if values.mode == "verify":
     return verify(values.json)
-  from loopwright.host.files import StorageError
   from loopwright.running import run
-  from loopwright.strategies.cluster import ClusterError
-  from loopwright.tools.forensics.action import NonFiniteLoss
 
   try:
     configurables.configured(run)(
@@ -56,7 +53,7 @@ def launch(values: flags.FlagValues) -> int:
     )
   except Preempted as stop:
     return say(first_line(stop), 75)
-  except (NonFiniteLoss, ClusterError, StorageError) as failure:
+  except Failed as failure:
     return say(f"failed: {first_line(failure)}", 1)
   except Exception as error:
     if line := when_full(error, values):

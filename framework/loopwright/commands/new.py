@@ -13,9 +13,9 @@ from typing import Any
 
 from absl import flags
 
+from loopwright import registry
 from loopwright.commands.arguments import Parsed
 from loopwright.configurables.imports import REPOSITORY, SHIPPED
-from loopwright.configurables.table import TABLE
 from loopwright.errors import ConfigError
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "template"
@@ -80,8 +80,7 @@ def _require_name(name: str) -> None:
       f"{name!r} cannot be the name of a module; write small letters, digits and underscores, a "
       "letter first."
     )
-  taken = {known for _, names in TABLE for known in names.split()}
-  if importlib.util.find_spec(name) or _class(name) in taken:
+  if importlib.util.find_spec(name) or _class(name) in registry.names(*registry.CONFIGURABLE):
     raise ConfigError(f"{name!r} is the name of an installed module; choose another.")
 
 

@@ -1,6 +1,6 @@
 """Checks a gin config completely, and reports each mistake in one line, before using any device.
 
-The framework's classes are plain Python and do not import gin. `table.py` lists those that a gin
+The framework's classes are plain Python and do not import gin. The registry lists those that a gin
 file may name, and a config drives only the function `run`.
 
     configurables.parse(["configs/digits.gin"], ["run.seed = 3"])
@@ -8,7 +8,7 @@ file may name, and a config drives only the function `run`.
 
 docs/configuration.md shows how to register your own class.
 
-    table.py        the names that a gin file may use, and their parameters
+    table.py        the names that a gin file may use, registered when it does; their parameters
     imports.py      the modules that a gin file imports
     reading.py      gin files -> bindings with their places
     values.py       whether a value fits an annotation

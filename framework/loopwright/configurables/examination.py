@@ -15,9 +15,8 @@ from loopwright.configurables.checks import (
   resolved,
 )
 from loopwright.configurables.graph import Graph
-from loopwright.configurables.reading import MACRO, Binding, Config, read
-from loopwright.configurables.table import register_all, register_for
-from loopwright.configurables.values import references
+from loopwright.configurables.reading import Binding, Config, read
+from loopwright.configurables.table import register_roots
 from loopwright.errors import ConfigError
 from loopwright.host import modules
 
@@ -50,11 +49,10 @@ def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examina
     place = re.match(r"(.+?:\d+): ", str(error))
     unread = Mistake("reading", place[1] if place else "", error)
     return Examination(Config([], [], []), [], Graph([]), [unread])
-  register_all(with_tf_keras=False)  # before a module of the user's can be in the way
+  register_roots()  # before a module of the user's can be in the way
   imports.make_importable(config.files)
   config = config._replace(imports=[_current(each) for each in config.imports])
   found = list(_failed_imports(config))
-  register_for({name for binding in config.bindings for name in _names(binding)})
   return examined(config, found)
 
 
@@ -78,13 +76,6 @@ def _current(line: tuple[str, Any]) -> tuple[str, Any]:
   """Returns an import with the name that a shipped task has now."""
   where, statement = line
   return where, statement._replace(module=modules.current(statement.module))
-
-
-def _names(binding: Binding) -> Iterator[str]:
-  """Yields the names that a binding looks up."""
-  for name in (binding.name, *(reference.name for reference in references(binding.value))):
-    if name != MACRO:
-      yield name
 
 
 def _failed_imports(config: Config) -> Iterator[Mistake]:

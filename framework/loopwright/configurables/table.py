@@ -1,4 +1,8 @@
-"""The names that a gin file may use without an import, and their parameters."""
+"""The names that a gin file may use without an import, and their parameters.
+
+They are those of the registry, and the optimizers and schedules of both Kerases. gin gets to know
+one, and its module is imported, when a config names it.
+"""
 
 import ast
 import functools
@@ -8,62 +12,21 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import gin
+from gin.selector_map import SelectorMap
 
 from loopwright.configurables.imports import own_modules, uncollected
 from loopwright.configurables.reading import Reference
 from loopwright.errors import ConfigError, suggest
+from loopwright.host import lazy_keras
+from loopwright.registry import CONFIGURABLE, Entry, entries
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Target = TypeVar("Target", bound=Callable[..., Any])
-
-TABLE: Sequence[tuple[str, str]] = (
-  ("loopwright.running", "run"),
-  ("loopwright.trainer", "Trainer"),
-  ("loopwright.evaluator", "Evaluator"),
-  ("loopwright.strategies.reduction", "Reduction"),
-  (
-    "loopwright.strategies.local",
-    "auto default one_device mirrored central_storage",
-  ),
-  ("loopwright.kinds.mesh.strategy", "model_parallel"),
-  ("loopwright.kinds.parameter_server.strategy", "parameter_server"),
-  ("loopwright.kinds.tpu", "tpu"),
-  ("loopwright.kinds.workers.strategy", "multi_worker_mirrored"),
-  ("loopwright.kinds.workers.resolvers", "tf_config slurm"),
-  ("loopwright.optimizers.loss_scale", "none fixed dynamic"),
-  ("loopwright.run_folder.warm_start", "WarmStart"),
-  ("loopwright.optimizers.adapters", "without_decay"),
-  ("loopwright.optimizers.groups", "grouped"),
-  ("loopwright.optimizers.ema", "ema_warmup weight_averaging"),
-  ("loopwright.optimizers.schedules", "constant linear_warmup cosine_decay exponential_decay"),
-  (
-    "loopwright.optimizers.schedules",
-    "piecewise_constant by_epoch scale_by_replicas times_replicas",
-  ),
-  ("loopwright.actions.best", "BestCheckpoint EarlyStopping"),
-  ("loopwright.tools.exports.action", "Export"),
-  ("loopwright.actions.noise_scale", "NoiseScale"),
-  ("loopwright.actions.model_flops", "ModelFlops"),
-  ("loopwright.tools.forensics.action", "StopOnNonFinite"),
-  ("loopwright.tools.forensics.spikes", "Spikes"),
-  ("loopwright.tools.forensics.layers", "LayerStatistics"),
-  ("loopwright.actions.time_budget", "TimeBudget"),
-  ("loopwright.actions.profiling", "Profile"),
-  ("loopwright.actions.show", "Show"),
-  ("loopwright.actions.tensorboard", "TensorBoard"),
-  ("loopwright.tools.trackers.csv_file", "CSVFile"),
-  ("loopwright.tools.trackers.prometheus", "Prometheus"),
-  ("loopwright.tools.trackers.mlflow", "MLflow"),
-  ("loopwright.tools.trackers.wandb", "WandB"),
-  ("loopwright.inputs.mixture", "Mixture"),
-  ("loopwright.inputs.sources", "ArraySource ImageFolderSource StreamSource load_arrays"),
-)
-"""Modules and names defined in them."""
 
 ROOTS = ("run", "Trainer", "Evaluator")
 """What `run` always makes. Everything else in a config must be reachable from these."""
@@ -146,42 +109,31 @@ def _environment() -> str:
   return os.environ[name]
 
 
-def register_for(names: Collection[str]) -> None:
-  """Registers tf_keras's optimizers and schedules if one of the names in a config may be of them.
-
-  Executing tf_keras takes most of a second, and most configs use none of it. Call it after
-  `register_all`, without tf_keras, and after the imports of the config.
-  """
-  of_keras = [f"tf_{complete}" for complete, _ in registry().items() if _is_of("keras", complete)]
-  for name in names:
-    known = bool(registry().matching_selectors(name))
-    if not known or any(f".{each}".endswith(f".{name}") for each in of_keras):
-      register_all()
-      return
+def register_roots() -> None:
+  """Registers what `run` always makes. Imports TensorFlow; uses no device."""
+  with uncollected():
+    for complete, each in listed().items():
+      if each.name in ROOTS:
+        _load(complete)
 
 
-def register_all(*, with_tf_keras: bool = True) -> None:
-  """Registers `TABLE`, and the optimizers and schedules of both Keras generations; idempotent.
-
-  Imports TensorFlow; uses no device.
-
-  Args:
-    with_tf_keras: False leaves out those of tf_keras, see `register_for`.
+def register_all() -> None:
+  """Registers every name that there is, for lists of them; idempotent. Uses no device.
 
   Raises:
-    AttributeError: a module does not have a name in `TABLE`.
+    AttributeError: a module does not have a name that the registry says it has.
   """
-  with uncollected():
-    modules = [importlib.import_module(module) for module, _ in TABLE]
-  for module, (_, names) in zip(modules, TABLE, strict=True):
-    for name in names.split():
-      _register(getattr(module, name), denylist=[*GIVEN.get(name, ())])
-  for package in OPTIMIZER_PACKAGES[: 2 if with_tf_keras else 1]:
-    for optimizer in _optimizers(package):
-      # Keras's optimizers accept **kwargs only to raise an error.
-      _register(optimizer, module=package, allowlist=[*_named(optimizer)])
-    for schedule in _schedules(package):
-      _register(schedule, module=f"{package}.optimizers.schedules")
+  register_roots()
+  for package in OPTIMIZER_PACKAGES:
+    _keras_classes(package)
+  for complete in _known():
+    _load(complete)
+
+
+@functools.cache
+def listed() -> dict[str, Entry]:
+  """Returns the names of the registry for configs, each in full."""
+  return {each.complete: each for each in entries(*CONFIGURABLE)}
 
 
 def configured(target: Callable[Parameters, Result]) -> Callable[..., Result]:
@@ -209,7 +161,7 @@ def registry() -> Any:
 
 def entry(selector: str) -> Any:
   """Returns gin's entry for a selector: wrapped, wrapper, allowlist, denylist."""
-  return registry().get_match(selector)
+  return registry()[_load(*_matching(selector))]
 
 
 def selectors() -> list[str]:
@@ -219,20 +171,24 @@ def selectors() -> list[str]:
 
 def roots() -> list[str]:
   """Returns the selectors of those `ROOTS` that are registered."""
-  names = [f"{module}.{name}" for module, names in TABLE for name in names.split() if name in ROOTS]
+  names = [complete for complete, each in listed().items() if each.name in ROOTS]
   return [_selector(name) for name in names if name in registry()]
 
 
 def find(name: str) -> str:
-  """Returns the shortest selector for `name`; names in `YIELDING` yield to others.
+  """Returns the shortest selector for `name`, and registers it; others yield to `YIELDING`.
 
   Raises:
-    ConfigError: nothing, or more than one thing, is registered under `name`.
+    ConfigError: there is nothing, or more than one thing, of this name.
   """
-  matches = registry().matching_selectors(name)
+  matches = _matching(name)
+  if not matches or any(_is_of("tf_keras", match) for match in matches):
+    for package in OPTIMIZER_PACKAGES:
+      _keras_classes(package)
+    matches = _matching(name)  # without those that tf_keras was only supposed to have
   matches = [match for match in matches if not match.startswith(YIELDING)] or matches
   if len(matches) == 1:
-    return _selector(matches[0])
+    return _selector(_load(matches[0]))
   if matches:
     choices = " or ".join(sorted(map(_selector, matches)))
     raise ConfigError(f"{name!r} is ambiguous; it must be {choices}.")
@@ -270,13 +226,25 @@ def result(selector: str) -> Any:
 
 
 def default_references(selector: str) -> dict[str, Reference]:
-  """Returns the parameters whose default is registered, each with a reference to it."""
+  """Returns the parameters whose default has a name here, each with a reference to it."""
   names = {id(entry.wrapped): complete for complete, entry in registry().items()}
-  return {
-    p.name: Reference("", _selector(names[id(p.default)]), called=False)
-    for p in parameters(selector).values()
-    if id(p.default) in names
-  }
+  found: dict[str, Reference] = {}
+  for each in parameters(selector).values():
+    if complete := names.get(id(each.default)) or _complete(each.default):
+      found[each.name] = Reference("", _selector(complete), called=False)
+  return found
+
+
+def _complete(target: Any) -> str | None:
+  """Returns the name of a class or function that may not be registered yet; registers it."""
+  complete = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
+  if complete in listed():
+    return _load(complete)
+  library = complete.partition(".")[0]
+  if inspect.isclass(target) and library in OPTIMIZER_PACKAGES:
+    names = (name for name, each in _keras_classes(library).items() if each is target)
+    return next(map(_load, names), None)
+  return None
 
 
 def calls_itself(selector: str) -> bool:
@@ -293,28 +261,74 @@ def _register(target: Callable[..., Any], module: str | None = None, **lists: li
       gin.register(target.__name__, module=module, **lists)(target)
 
 
+def _load(complete: str) -> str:
+  """Registers what has a name, if it is not registered yet; returns the name."""
+  if complete in registry():
+    return complete
+  if each := listed().get(complete):
+    _register(each.load(), each.module, denylist=[*GIVEN.get(each.name, ())])
+  elif target := _keras_classes(complete.partition(".")[0])[complete]:
+    # Keras's optimizers accept **kwargs only to raise an error.
+    lists = {} if _SCHEDULES in complete else {"allowlist": [*_named(target)]}
+    _register(target, complete.rpartition(".")[0], **lists)
+  return complete
+
+
+def _known() -> Iterator[str]:
+  """Yields every name in full, registered or not; imports Keras 3, and does not execute tf_keras.
+
+  Until it is executed, tf_keras is supposed to have what Keras 3 has.
+  """
+  yield from dict(registry().items())
+  yield from listed()
+  for package in OPTIMIZER_PACKAGES:
+    if package != "tf_keras" or lazy_keras.tf_keras_loaded():
+      yield from _keras_classes(package)
+    else:
+      yield from (f"tf_{name}" for name in _keras_classes("keras"))
+
+
+def _names() -> SelectorMap:
+  return _names_of(tuple(_known()))
+
+
+@functools.lru_cache(maxsize=2)
+def _names_of(known: tuple[str, ...]) -> SelectorMap:
+  names = SelectorMap()
+  for each in known:
+    names[each] = each
+  return names
+
+
+def _matching(name: str) -> list[str]:
+  return _names().matching_selectors(name)
+
+
 def _is_of(package: str, complete: str) -> bool:
   return complete.startswith(f"{package}.")
 
 
-def _optimizers(package: str) -> list[type]:
+_SCHEDULES = ".optimizers.schedules."
+
+
+@functools.cache
+def _keras_classes(package: str) -> dict[str, type]:
+  """Returns the optimizers and schedules of Keras 3 or of tf_keras, which it executes, by name."""
   module = importlib.import_module(f"{package}.optimizers")
+  base = importlib.import_module(f"{package}.optimizers.schedules").LearningRateSchedule
   classes = [value for value in vars(module).values() if inspect.isclass(value)]
   optimizers = [each for each in classes if issubclass(each, module.Optimizer)]
-  return [each for each in optimizers if each.__name__ not in NOT_OPTIMIZERS]
-
-
-def _schedules(package: str) -> list[type]:
-  base = importlib.import_module(f"{package}.optimizers.schedules").LearningRateSchedule
-  return [each for each in base.__subclasses__() if each.__module__.startswith(f"{package}.")]
+  found = {f"{package}.{x.__name__}": x for x in optimizers if x.__name__ not in NOT_OPTIMIZERS}
+  schedules = [each for each in base.__subclasses__() if _is_of(package, each.__module__)]
+  return found | {f"{package}{_SCHEDULES}{each.__name__}": each for each in schedules}
 
 
 def _selector(complete: str) -> str:
-  if complete.startswith("gin.") or registry()[complete].is_method:
+  if complete.startswith("gin.") or getattr(registry().get(complete), "is_method", False):
     return complete
   if any(_is_of(package, complete) for package in OPTIMIZER_PACKAGES):
     return complete  # the same name, whether the other package is registered or not
-  return registry().minimal_selector(complete)
+  return _names().minimal_selector(complete)
 
 
 def _where_it_may_be(name: str) -> str:
@@ -327,7 +341,7 @@ def _where_it_may_be(name: str) -> str:
       if module in sys.modules:
         return f" {module} defines it but does not register it: add @loopwright.register above it."
       return f" Add `import {module}`, which defines it."
-  known = [_selector(name) for name, _ in registry().items() if not name.startswith("gin.")]
+  known = [_selector(name) for name in dict.fromkeys(_known()) if not name.startswith("gin.")]
   same = [other for other in known if other.rpartition(".")[2].lower() == last.lower()]
   if same:
     return f" Did you mean {' or '.join(map(repr, sorted(same)))}?"

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
+from loopwright.errors import Failed
+
 
 def is_local(path: str) -> bool:
   """Whether `path` belongs to the operating system, not to a service such as gs://."""
@@ -147,7 +149,7 @@ IN_MEMORY = "ram://loopwright"
 """A folder in this process's memory, for TensorFlow; its user removes it afterwards."""
 
 
-class StorageError(RuntimeError):
+class StorageError(Failed):
   """The disk of the run folder is full or has failed; the message is one line."""
 
 

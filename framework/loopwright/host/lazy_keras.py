@@ -9,6 +9,7 @@ access to a name of their own, or to a module in them.
 While tf_keras is not executed no object is of one of its classes, so `tf_keras_classes` has none.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import operator
@@ -106,8 +107,11 @@ def when_tf_keras_loads(call: Callable[[], None]) -> None:
   """Calls `call` when tf_keras has been executed: at once, or right after its execution (host)."""
   if tf_keras_loaded():
     call()
-  else:
+  elif _is_installed():
     _waiting.append(call)
+  else:  # its import cannot be noticed: it is now
+    importlib.import_module(TF_KERAS)
+    call()
 
 
 def _run_waiting() -> None:
@@ -117,5 +121,9 @@ def _run_waiting() -> None:
 
 def install() -> None:
   """Defers these modules in this process; no effect once Keras is imported (host)."""
-  if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+  if not _is_installed():
     sys.meta_path.insert(0, Finder())
+
+
+def _is_installed() -> bool:
+  return any(isinstance(finder, Finder) for finder in sys.meta_path)

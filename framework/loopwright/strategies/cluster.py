@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from loopwright.errors import Failed
+
 WORKERS = "LOOPWRIGHT_WORKERS"
 """The variable that tells processes the least and most workers of their run, such as "2:4"."""
 SNAPSHOTS = "LOOPWRIGHT_SNAPSHOTS"
@@ -24,7 +26,7 @@ def declare(facts: Mapping[str, Any]) -> None:
   declared.update({name: str(value) for name, value in facts.items()})
 
 
-class ClusterError(RuntimeError):
+class ClusterError(Failed):
   """A failure of the cluster, not a mistake of the user: a peer missing or lost, or a port in use.
 
   The message is one line.

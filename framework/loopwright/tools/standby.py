@@ -24,12 +24,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
-from loopwright.configurables.table import TABLE
+from loopwright.host import lazy_keras
 from loopwright.host.children import PROGRAM, SOURCE
 from loopwright.tools.local_process import DIE_WITH_PARENT, Environment
 
-_IMPORTED = ("loopwright.running", *(module for module, _ in TABLE), "tensorboard.summary.v2")
-"""Also what a config imports, and what the first report does."""
+_IMPORTED = ("loopwright.running", "tensorboard.summary.v2")
+"""What takes long: TensorFlow and Keras; also what the first report imports."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_BYTES = 1 << 20
 _SERVE = """
@@ -112,6 +112,7 @@ class Standby:
 
 def serve(requests: socket.socket, supervisor: int) -> None:
   """Imports, then forks a process for each request, until the supervisor is gone."""
+  lazy_keras.install()
   for name in _IMPORTED:
     importlib.import_module(name)
   gc.freeze()  # else the first collection of a fork copies all that was imported

@@ -17,11 +17,12 @@ from typing import Any, Literal
 import gin
 import pytest
 
-from loopwright import configurables
+from loopwright import configurables, registry
 from loopwright.configurables import checks, imports, table, values
 from loopwright.errors import ConfigError
 from loopwright.host import modules, signals
 from loopwright.options import GpuMemory
+from loopwright.registry import Entry
 
 
 class Task:
@@ -164,10 +165,13 @@ def run(
   }
 
 
-TOYS = (
-  (__name__, "run Trainer auto mirrored none dynamic constant dense Sgd Best Pair two"),
-  (__name__, "Digits Folder"),
-)
+TOYS = {
+  f"{__name__}.{name}": Entry(name, __name__, name)
+  for name in (
+    *("run", "Trainer", "auto", "mirrored", "none", "dynamic", "constant", "dense"),
+    *("Sgd", "Best", "Pair", "two", "Digits", "Folder"),
+  )
+}
 GOOD = "run.task = @Digits()\nrun.train_steps = 5\n"
 
 
@@ -185,7 +189,7 @@ def toys(monkeypatch, tmp_path):
   monkeypatch.setattr(gin.config, "_REGISTRY", fresh)
   known = {entry.wrapped: entry for entry in builtins.values()}
   monkeypatch.setattr(gin.config, "_INVERSE_REGISTRY", known)
-  monkeypatch.setattr(table, "TABLE", TOYS)
+  monkeypatch.setattr(table, "listed", lambda: TOYS)
   monkeypatch.setattr(table, "ROOTS", ("run", "Trainer"))
   monkeypatch.setattr(
     table,
@@ -954,7 +958,7 @@ def test_a_second_definition_replaces_the_first():
 
 
 def test_a_name_that_the_module_lacks(monkeypatch):
-  monkeypatch.setattr(table, "TABLE", ((__name__, "run nothing_such"),))
+  monkeypatch.setattr(table, "listed", lambda: {"x.run": Entry("run", __name__, "nothing_such")})
   with pytest.raises(AttributeError, match="nothing_such"):
     configurables.register_all()
 
@@ -1190,9 +1194,8 @@ def test_the_whole_table_is_there(monkeypatch):
   pytest.importorskip("loopwright.inputs")
   monkeypatch.undo()
   configurables.register_all()
-  for _, names in table.TABLE:
-    for name in names.split():
-      assert table.entry(table.find(name)).wrapped.__name__ == name
+  for name in registry.names(*registry.CONFIGURABLE):
+    assert table.entry(table.find(name)).wrapped.__name__ == name
   imported, used = re.findall(r"`(.*?)`", checks.EXAMPLES["run.task"])
   importlib.import_module(imported.split()[1])
   table.find(used.partition("@")[2].removesuffix("()"))

@@ -9,13 +9,14 @@ import tensorflow as tf
 from absl import logging
 
 from loopwright.actions.base import Action, Output, Run
+from loopwright.errors import Failed
 from loopwright.run_folder import nonfinite
 from loopwright.strategies import placement
 from loopwright.tools.forensics import examine
 from loopwright.trainer import Trainer
 
 
-class NonFiniteLoss(RuntimeError):  # noqa: N818 (it reads as what happened)
+class NonFiniteLoss(Failed):
   """The loss or a gradient became NaN or infinite; one line: at which step, and what to try."""
 
 

@@ -2,7 +2,7 @@
 
     python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
 
-checks/ has one module per group of `GROUPS`, with `check(subject) -> results`; docs/verify.md
+checks/ has one module per group of the registry, with `check(subject) -> results`; docs/verify.md
 explains each check. padding.py, own_optimizer.py and later_steps.py are parts of the group
 "replicas", augmentation.py of "randomness", contents.py of "inputs". report.py holds the results,
 consequences.py says which failures follow from others. bench/ has the tools of the checks:
@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import logging
 import re
 import time
@@ -47,7 +46,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from loopwright import errors
+from loopwright import errors, registry
 from loopwright.builder import made_task, set_globals
 from loopwright.options import Numerics
 from loopwright.running import bound, bound_mesh, bound_recipe
@@ -57,19 +56,14 @@ from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import MOST_REPLICAS, Subject
 from loopwright.tools.verify.report import Report, Result
 
-__all__ = ["GROUPS", "Report", "Result", "Subject", "register", "subject_of_config", "verify"]
-
-GROUPS = (
-  *("inputs", "replicas", "mesh", "order", "evaluation", "lengths", "sequences"),
-  *("gradients", "randomness", "restore", "compilation", "precision", "learning"),
-)
+__all__ = ["Report", "Result", "Subject", "register", "subject_of_config", "verify"]
 
 Check: TypeAlias = Callable[[Subject], Sequence[Result]]
 _OWN: dict[str, Check] = {}
 
 
 def register(check: Check) -> Check:
-  """Adds a group of checks, named like the function; it runs after those of `GROUPS`."""
+  """Adds a group of checks, named like the function; it runs after those of the registry."""
   _OWN[check.__name__] = check
   return check
 
@@ -84,13 +78,13 @@ def verify(
 
   Args:
     subject: what to verify.
-    groups: names out of `GROUPS` and of registered ones; None runs all.
+    groups: names of the registry and of `register`; None runs all.
     show: called with the text of each group when it is done.
 
   Raises:
     ConfigError: an unknown group, or TensorFlow has started with too few logical CPUs.
   """
-  known = (*GROUPS, *_OWN)
+  known = (*registry.names("check"), *_OWN)
   groups = known if groups is None else groups
   for group in groups:
     if group not in known:
@@ -160,8 +154,7 @@ def _checked(group: str, subject: Subject, raised: dict[str, str]) -> list[Resul
   try:
     if group in _OWN:
       return list(_OWN[group](subject))
-    module = importlib.import_module(f"loopwright.tools.verify.checks.{group}")
-    return module.check(subject)
+    return registry.load("check", group)(subject)
   except Exception as error:
     found = _raised(group, subject, error)
     first = raised.setdefault(found.place or found.detail, group)

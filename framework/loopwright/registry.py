@@ -1,0 +1,211 @@
+"""Every name that a config, a command line or a plug-in can say, and the object behind it.
+
+    load("action", "TimeBudget")    imports actions/time_budget.py now, and no other module
+    names("action")                 what there is, without an import
+    load("check", "lenghts")        ConfigError: unknown check 'lenghts'... Did you mean 'lengths'?
+
+The framework imports nothing optional: what a run may do without is loaded by its name. Packages of
+others add names by entry points: of the group "loopwright" for configs, of "loopwright.command",
+"loopwright.check" and so on for the other kinds. docs/configuration.md
+shows how.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from loopwright.errors import ConfigError, unknown
+
+Kind = Literal[
+  "public", "tool", "check", "root", "strategy", "optimizer", "source", "action", "tracker"
+]
+CONFIGURABLE: tuple[Kind, ...] = ("root", "strategy", "optimizer", "source", "action", "tracker")
+"""The kinds that a config can name."""
+
+TABLE: Mapping[Kind, Mapping[str, str]] = {
+  "public": {
+    "loopwright.actions.base": "Action Run StopTraining",
+    "loopwright.actions.best": "BestCheckpoint EarlyStopping",
+    "loopwright.actions.show": "Show",
+    "loopwright.aliases": "Batch",
+    "loopwright.configurables": "register",
+    "loopwright.errors": "ConfigError",
+    "loopwright.evaluator": "Evaluator",
+    "loopwright.inputs.buckets": "Buckets",
+    "loopwright.inputs.indexed": "IndexedSource TFRecordSource",
+    "loopwright.inputs.mixture": "Mixture",
+    "loopwright.inputs.packed": "Packed attention_mask",
+    "loopwright.inputs.parts": "Part Sources part with_part",
+    "loopwright.inputs.replay": "Draws ReplayBuffer",
+    "loopwright.inputs.sources": "ArraySource ImageFolderSource Source StreamSource",
+    "loopwright.keras_task": "from_keras",
+    "loopwright.metrics": "Loss PerExample Sum weighted_sum",
+    "loopwright.models.recomputation": "recompute",
+    "loopwright.optimizers.schedules": "Schedule",
+    "loopwright.reporting.board": "Board",
+    "loopwright.running": "run",
+    "loopwright.step": "EvalStep Step",
+    "loopwright.strategies.reduction": "Reduction",
+    "loopwright.task": "Task",
+    "loopwright.tools.exports.action": "Export",
+    "loopwright.tools.forensics.action": "StopOnNonFinite",
+    "loopwright.tools.forensics.spikes": "Spikes",
+    "loopwright.trainer": "Trainer",
+  },
+  "tool": {
+    "loopwright.tools.exports.export": "export",
+    "loopwright.tools.forensics.examine": "examine",
+    "loopwright.tools.ledger.recorder": "Recorder",
+    "loopwright.tools.memory": "advice",
+  },
+  "check": {
+    "loopwright.tools.verify.checks.inputs": "inputs=check",
+    "loopwright.tools.verify.checks.replicas": "replicas=check",
+    "loopwright.tools.verify.checks.mesh": "mesh=check",
+    "loopwright.tools.verify.checks.order": "order=check",
+    "loopwright.tools.verify.checks.evaluation": "evaluation=check",
+    "loopwright.tools.verify.checks.lengths": "lengths=check",
+    "loopwright.tools.verify.checks.sequences": "sequences=check",
+    "loopwright.tools.verify.checks.gradients": "gradients=check",
+    "loopwright.tools.verify.checks.randomness": "randomness=check",
+    "loopwright.tools.verify.checks.restore": "restore=check",
+    "loopwright.tools.verify.checks.compilation": "compilation=check",
+    "loopwright.tools.verify.checks.precision": "precision=check",
+    "loopwright.tools.verify.checks.learning": "learning=check",
+  },
+  "root": {
+    "loopwright.running": "run",
+    "loopwright.trainer": "Trainer",
+    "loopwright.evaluator": "Evaluator",
+    "loopwright.strategies.reduction": "Reduction",
+    "loopwright.run_folder.warm_start": "WarmStart",
+  },
+  "strategy": {
+    "loopwright.strategies.local": "auto default one_device mirrored central_storage",
+    "loopwright.kinds.mesh.strategy": "model_parallel",
+    "loopwright.kinds.parameter_server.strategy": "parameter_server",
+    "loopwright.kinds.tpu": "tpu",
+    "loopwright.kinds.workers.strategy": "multi_worker_mirrored",
+    "loopwright.kinds.workers.resolvers": "tf_config slurm",
+  },
+  "optimizer": {
+    "loopwright.optimizers.loss_scale": "none fixed dynamic",
+    "loopwright.optimizers.adapters": "without_decay",
+    "loopwright.optimizers.groups": "grouped",
+    "loopwright.optimizers.ema": "ema_warmup weight_averaging",
+    "loopwright.optimizers.schedules": "constant linear_warmup cosine_decay exponential_decay "
+    "piecewise_constant by_epoch scale_by_replicas times_replicas",
+  },
+  "source": {
+    "loopwright.inputs.mixture": "Mixture",
+    "loopwright.inputs.sources": "ArraySource ImageFolderSource StreamSource load_arrays",
+  },
+  "action": {
+    "loopwright.actions.best": "BestCheckpoint EarlyStopping",
+    "loopwright.actions.model_flops": "ModelFlops",
+    "loopwright.actions.noise_scale": "NoiseScale",
+    "loopwright.actions.profiling": "Profile",
+    "loopwright.actions.show": "Show",
+    "loopwright.actions.tensorboard": "TensorBoard",
+    "loopwright.actions.time_budget": "TimeBudget",
+    "loopwright.tools.exports.action": "Export",
+    "loopwright.tools.forensics.action": "StopOnNonFinite",
+    "loopwright.tools.forensics.layers": "LayerStatistics",
+    "loopwright.tools.forensics.spikes": "Spikes",
+  },
+  "tracker": {
+    "loopwright.tools.trackers.csv_file": "CSVFile",
+    "loopwright.tools.trackers.mlflow": "MLflow[mlflow]",
+    "loopwright.tools.trackers.wandb": "WandB[wandb]",
+  },
+}
+"""Kind -> module -> names of it: "name", "name=attribute" if they differ, "name[extra]"."""
+
+_CLOSED: tuple[Kind, ...] = ("public", "tool")
+"""The kinds that other packages add nothing to."""
+
+_NAME = re.compile(r"(?P<name>\w+)(?:=(?P<attribute>\w+))?(?:\[(?P<extra>\w+)\])?")
+
+
+class Entry(NamedTuple):
+  """One name.
+
+  Attributes:
+    name: what the config, the command line or a script says.
+    module: what `load` imports.
+    attribute: of the module.
+    extra: of pip, which brings the packages that it needs; "" if it needs none.
+  """
+
+  name: str
+  module: str
+  attribute: str
+  extra: str = ""
+
+  @property
+  def complete(self) -> str:
+    """The name that a config can write in full."""
+    return f"{self.module}.{self.name}"
+
+  def load(self) -> Any:
+    """Imports the module; returns the object.
+
+    Raises:
+      ConfigError: the module, or a package that it needs, is not installed.
+      AttributeError: the module lacks the name.
+    """
+    try:
+      module = importlib.import_module(self.module)
+    except ModuleNotFoundError as error:
+      remedy = f"run: pip install 'loopwright[{self.extra}]'" if self.extra else "install it"
+      raise ConfigError(
+        f"{self.name} needs the module {error.name!r}, which is not installed; {remedy}."
+      ) from error
+    return getattr(module, self.attribute)
+
+
+def entries(*kinds: Kind) -> Iterator[Entry]:
+  """Yields what the kinds have, in the order of the table; then what other packages add."""
+  for kind in kinds:
+    for module, names in TABLE.get(kind, {}).items():
+      for found in _NAME.finditer(names):
+        name, attribute, extra = found.groups()
+        yield Entry(name, module, attribute or name, extra or "")
+  groups = {kind: "loopwright" if kind in CONFIGURABLE else f"loopwright.{kind}" for kind in kinds}
+  for group in dict.fromkeys(groups[kind] for kind in kinds if kind not in _CLOSED):
+    yield from _plugged(group)
+
+
+def names(*kinds: Kind) -> tuple[str, ...]:
+  """Returns the names of kinds; imports nothing."""
+  return tuple(entry.name for entry in entries(*kinds))
+
+
+def find(kind: Kind, name: str) -> Entry:
+  """Returns what stands behind a name.
+
+  Raises:
+    ConfigError: the kind has no such name; the line suggests the nearest.
+  """
+  for entry in entries(kind):
+    if entry.name == name:
+      return entry
+  raise unknown(kind, name, names(kind))
+
+
+def load(kind: Kind, name: str) -> Any:
+  """Returns the object behind a name; see `find` and `Entry.load` for errors."""
+  return find(kind, name).load()
+
+
+@functools.cache
+def _plugged(group: str) -> tuple[Entry, ...]:
+  """Returns the names that installed packages add; reads their metadata once."""
+  from importlib import metadata  # takes a while, and most commands name nothing of others
+
+  found = metadata.entry_points(group=group)
+  return tuple(Entry(each.name, each.module, each.attr or each.name) for each in found)
