@@ -41,9 +41,11 @@ print(json.dumps([0, loaded()]))
 REST = """
 import importlib, pkgutil
 import loopwright
+left = ("loopwright.tasks.", "loopwright.template", "loopwright.__main__", "loopwright.testing")
+left += ("loopwright.commands.repeat", "loopwright.commands.sweep")
 names = [each.name for each in pkgutil.walk_packages(loopwright.__path__, "loopwright.")]
 for name in names:
-  if not name.startswith(("loopwright.tasks.", "loopwright.template", "loopwright.__main__")):
+  if not name.startswith(left):
     importlib.import_module(name)
 print(json.dumps([0, loaded()]))
 """

@@ -6,9 +6,11 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-  import tensorflow as tf
+import tensorflow as tf
 
+from loopwright.strategies.placement import Server
+
+if TYPE_CHECKING:
   from loopwright.kinds.mesh.strategy import model_parallel
   from loopwright.kinds.parameter_server.strategy import parameter_server
   from loopwright.kinds.tpu import tpu
@@ -23,9 +25,8 @@ if TYPE_CHECKING:
     split_cpu,
     works,
   )
-  from loopwright.strategies.placement import Server
 
-  StrategyFactory = Callable[[], tf.distribute.Strategy | Server]
+StrategyFactory = Callable[[], tf.distribute.Strategy | Server]
 
 __all__ = [
   "MirroredStrategy",
