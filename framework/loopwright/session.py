@@ -95,10 +95,10 @@ class Session:
 
   def _make_snapshots(self, start: Start | None, assets: str) -> Snapshots | None:
     folder = snapshots.directory() if start else None
-    if folder is None:
+    if folder is None or start is None:
       return None
     manager = self._make_manager(start, assets, folder, keep=snapshots.KEPT)
-    return Snapshots(manager, self.cluster)
+    return Snapshots(manager, self.cluster, start=start.name)
 
   def _make_manager(
     self, start: Start | None, assets: str, directory: str, keep: int | None = None

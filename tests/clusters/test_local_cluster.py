@@ -1,5 +1,6 @@
 """The local cluster: tiny children in the place of launch.py, and no TensorFlow."""
 
+import fcntl
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 from loopwright.errors import ConfigError
 from loopwright.kinds.workers import elastic, wire
 from loopwright.run_folder import legs
-from loopwright.tools import local_cluster, local_process, private_network
+from loopwright.tools import local_cluster, local_process, private_network, shared_memory
 from loopwright.tools.local_cluster import free_ports, run_local
 
 ROOT = Path(local_cluster.__file__).parents[2]
@@ -54,6 +55,7 @@ def forever():
     signal.pause()
 """
 SECONDS = r"after \d+\.\d s"
+MOVED = "it was removed, moved or replaced while the run trained in it"
 
 
 @pytest.fixture(autouse=True)
@@ -955,18 +957,22 @@ def test_the_copies_in_memory_go_with_the_cluster(run, parent):
     time.sleep(0.005)
 
 
-@pytest.mark.ci
-def test_a_newer_copy_in_memory_outlives_a_run_that_fails(run):
-  """As after a SIGTERM that comes before the processes can save."""
-  body = f"""{SIZES}
-folder = Path(os.environ["LOOPWRIGHT_SNAPSHOTS"], "checkpoints")
+COPIES = f"""{SIZES}
+memory = Path(os.environ["LOOPWRIGHT_SNAPSHOTS"])
+folder = memory / "checkpoints"
 folder.mkdir(exist_ok=True)
 for name in ("ckpt-7.data-00000-of-00001", "ckpt-7.index", "ckpt-8.data-00000-of-00001"):
   mark(folder / name, name)
+mark(memory / "starts", "first\\nmine\\n")
+mark("m/history.jsonl", json.dumps({{"start": "mine"}}) + "\\n")
 saved(6)
-die(1)
 """
-  status, _, err = run(body, workers=2, least=1)
+
+
+@pytest.mark.ci
+def test_a_newer_copy_in_memory_outlives_a_run_that_fails(run):
+  """As after a SIGTERM that comes before the processes can save."""
+  status, _, err = run(f"{COPIES}die(1)", workers=2, least=1)
   assert (status, err.splitlines()[-1]) == (
     1,
     "saved the copy in memory of step 7 to m/checkpoints",
@@ -975,8 +981,78 @@ die(1)
   kept = {name: name for name in ("ckpt-7.data-00000-of-00001", "ckpt-7.index")}
   assert files == {"ckpt-6.index": "", **kept}
   Path("m/checkpoints/ckpt-7.index").write_text("as new")
-  run(body, workers=2, least=1)
+  run(f"{COPIES}die(1)", workers=2, least=1)
   assert Path("m/checkpoints/ckpt-7.index").read_text() == "as new"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+  ("meanwhile", "left"),
+  [
+    ("shutil.rmtree('m')", []),
+    ("shutil.rmtree('m'); Path('m').mkdir()", []),
+    (
+      "Path('m/history.jsonl').write_text(json.dumps({'start': 'other'}))",
+      ["checkpoints/ckpt-6.index", "history.jsonl"],
+    ),
+  ],
+)
+def test_a_copy_in_memory_does_not_go_to_another_run(parent, meanwhile, left):
+  """Nor to a folder that was removed, which would be there again."""
+  body = f"{COPIES}import shutil\nif me == 'worker-0':\n  {meanwhile}\ndie(1)"
+  status, _, err = parent(body, workers=1, least=0).end()
+  line = f"the copy in memory of step 7 is not saved to m: {MOVED}"
+  assert (status, err.splitlines()[-1]) == (1, line)
+  files = (str(path.relative_to("m")) for path in Path("m").rglob("*") if path.is_file())
+  assert sorted(each for each in files if not each.startswith("logs")) == left
+
+
+def test_a_copy_in_memory_does_not_go_where_another_process_trains(tmp_path, capsys):
+  for name in ("copies/checkpoints/ckpt-7.index", "copies/starts", "m/owner.json"):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("mine")
+  (tmp_path / "m/history.jsonl").write_text('{"start": "mine"}\n')
+  with open(tmp_path / "m/owner.json") as owner:
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    shared_memory.keep_on_disk(str(tmp_path / "copies"), str(tmp_path / "m"))
+    assert "is not saved to" in (told := capsys.readouterr().err)
+    assert told.endswith("m: another process trains there\n")
+    assert not (tmp_path / "m/checkpoints").exists()
+  shared_memory.keep_on_disk(str(tmp_path / "copies"), str(tmp_path / "m"))
+  assert (tmp_path / "m/checkpoints/ckpt-7.index").read_text() == "mine"
+
+
+def kids(pid):
+  return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.ci
+def test_the_copies_go_although_their_remover_was_ended(parent):
+  """As by a SIGTERM to each process of a job."""
+  one = parent(f"{SIZES}\nmark(f'at.{{me}}', os.environ['LOOPWRIGHT_SNAPSHOTS'])", least=1)
+  one.wait_for("at.worker-0")
+  folder = Path("at.worker-0").read_text()
+  one.end()
+  assert not os.path.exists(folder)
+  with shared_memory.folder() as made:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+      for pid in kids(os.getpid()):
+        os.kill(pid, number)
+      assert os.path.isdir(made)
+  assert not os.path.exists(made)
+
+
+def test_copies_that_nobody_locks_are_removed_by_the_next_cluster(tmp_path, monkeypatch):
+  monkeypatch.setattr(shared_memory, "_IN_MEMORY", str(tmp_path))
+  with shared_memory.folder() as used:
+    os.mkdir(tmp_path / "loopwright-old")
+    os.mkdir(tmp_path / "another")
+    with shared_memory.folder():
+      assert (tmp_path / "loopwright-old").exists()  # it is new
+    monkeypatch.setattr(shared_memory, "_ABANDONED_S", -1.0)
+    with shared_memory.folder() as made:
+      there = {str(path) for path in tmp_path.iterdir()}
+      assert there == {used, made, str(tmp_path / "another")}
 
 
 def test_places_rest_longer_after_each_loss_and_until_there_is_a_newer_checkpoint():
@@ -1025,3 +1101,27 @@ def test_no_fork_survives_kill_9_of_the_parent(parent):
   one.send(signal.SIGKILL)
   assert one.popen.wait(10) == -signal.SIGKILL
   assert all_end(pids)
+
+
+@pytest.mark.whole
+def test_a_run_goes_on_if_the_process_that_forks_its_workers_is_stopped(parent):
+  """Its processes start themselves then, and signals still end them."""
+  one = parent(
+    f"{SIZES}{FORKED}if starts == 1:\n  die(-9) if me == 'worker-1' else forever()\n"
+    "mark(f'again.{me}', ''); on(signal.SIGTERM, lambda: die(75)); forever()",
+    least=1, rest_s=99.0, imports=True, command=[sys.executable, "child.py"],
+    constants=(
+      "import os\nfrom loopwright.tools import standby\nstandby._ANSWERS_S = 0.5\n"
+      "spawn, told = standby.Standby.spawn, []\n"
+      "def stops(self, *args, **more):\n"
+      "  told.append(self)\n"
+      "  if len(told) == 3:\n"
+      "    os.kill(self._popen.pid, signal.SIGSTOP)\n"
+      "  return spawn(self, *args, **more)\n"
+      "standby.Standby.spawn = stops"
+    ),
+  )  # fmt: skip
+  one.wait_for("again.worker-0")
+  assert told("worker-0.1")[1] is False  # not forked
+  one.send(signal.SIGTERM)
+  assert one.end()[0] == 75

@@ -31,13 +31,14 @@ def directory() -> str | None:
 class Snapshots:
   """Takes a copy after a loop, about once a second, and restores the newest."""
 
-  def __init__(self, manager: CheckpointManager, cluster: Cluster) -> None:
+  def __init__(self, manager: CheckpointManager, cluster: Cluster, *, start: str) -> None:
     """Takes none yet.
 
     Args:
       manager: of `directory`, keeping `KEPT`.
+      start: the id of this process in history.jsonl, by which the copies are known as the run's.
     """
-    self._manager, self._cluster = manager, cluster
+    self._manager, self._cluster, self._start = manager, cluster, start
     self._next_s, self._failed = 0.0, False
 
   def take(self) -> None:
@@ -45,6 +46,7 @@ class Snapshots:
     if not self._cluster.any(self._cluster.is_chief and not self._failed and self._is_time()):
       return
     try:
+      self._tell_start()
       self._manager.save()
     except (OSError, tf.errors.OpError) as error:  # of the one before
       self._failed = True
@@ -53,6 +55,12 @@ class Snapshots:
   def restored(self, *, after_step: int) -> bool:
     """Restores the newest whole one after a step, if there is one; returns whether (host)."""
     return self._manager.restore_newest(after_step=after_step) is not None
+
+  def _tell_start(self) -> None:
+    if self._start and self._cluster.is_chief:
+      with open(os.path.join(os.environ[SNAPSHOTS], layout.STARTS), "a") as file:
+        file.write(f"{self._start}\n")
+    self._start = ""
 
   def _is_time(self) -> bool:
     now_s = time.monotonic()

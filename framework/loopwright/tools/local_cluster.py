@@ -296,9 +296,12 @@ class LocalCluster:
 
   def _wait_for_standby(self, one: standby.Standby) -> None:
     self._selector.register(one.socket, selectors.EVENT_READ, one.noted)
-    while one.waiting and not self._stopping:
+    until = time.monotonic() + standby.IMPORTS_S
+    while one.waiting and not self._stopping and time.monotonic() < until:
       self._supervise()
     self._selector.unregister(one.socket)
+    if one.waiting:
+      one.close()
 
   def _forked(
     self, command: Sequence[str], environment: Environment, *, merged: bool

@@ -32,6 +32,10 @@ _IMPORTED = ("loopwright.running", "tensorboard.summary.v2")
 """What takes long: TensorFlow and Keras; also what the first report imports."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_BYTES = 1 << 20
+IMPORTS_S = 300.0
+"""Seconds after which a process that has not imported everything is not waited for."""
+_ANSWERS_S = 10.0
+"""A fork takes milliseconds: a process that has not answered for so long is stopped."""
 _SERVE = """
 import sys
 sys.path[0], descriptor, supervisor = sys.argv[1:]  # before a file named socket.py can be found
@@ -83,7 +87,7 @@ class Standby:
   def spawn(
     self, command: Sequence[str], environment: Environment, *, merged: bool
   ) -> Forked | None:
-    """Returns a new process of a command, `PROGRAM` or a Python file; None if this has ended.
+    """Returns a new process of a command, `PROGRAM` or a Python file; None if this cannot.
 
     Args:
       merged: its standard error goes to its output.
@@ -93,11 +97,13 @@ class Standby:
     request = {"arguments": command[1:], "environment": dict(environment)}
     answer = b""
     with contextlib.suppress(OSError):
+      self.socket.settimeout(_ANSWERS_S)
       socket.send_fds(self.socket, [json.dumps(request).encode()], theirs)
       answer = self.socket.recv(64)
     for each in {*theirs, *(() if answer else (out[0], err[0] if err else out[0]))}:
       os.close(each)
     if not answer:
+      self.close()
       return None
     return Forked(
       int(answer), os.fdopen(out[0], "rb", 0), os.fdopen(err[0], "rb", 0) if err else None
