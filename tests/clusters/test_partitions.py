@@ -1,4 +1,4 @@
-"""Workers' meetings over networks that lose, delay and cut: the small benchmarks/partitions.py."""
+"""Workers' meetings over networks that lose, delay and cut."""
 
 import concurrent.futures
 import re

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from test_multi_worker import BATCH, CONFIG, RATE, SUPPORT, reference
 
-from benchmarks import slurm_elastic, slurm_trials
+from benchmarks import slurm_trials
 from loopwright import ArraySource
 from loopwright.inputs import datasets
 
@@ -33,6 +33,8 @@ class Gated(loopwright.Action):
         while not pathlib.Path("{folder}/go-%d" % step).exists():
           time.sleep(0.05)
 """
+OPTIONS = ["--nodes=1-2", "--export=ALL,LOOPWRIGHT_WORKERS=1:2,LOOK_S=1"]
+"""One node or two; the job looks at them every second."""
 WANTS_OTHERS = "this job wants other nodes"
 
 
@@ -50,7 +52,7 @@ def submit(slurm, folder):
   text = CONFIG.format(folder=folder, rate=RATE, batch=BATCH, steps=STEPS)
   config = folder / "config.gin"
   config.write_text("import gated\n" + text.replace("@Keeper()", "@Keeper(), @Gated()"))
-  return slurm.submit(folder / "run", config=config, options=slurm_elastic.nodes(1, 2))
+  return slurm.submit(folder / "run", config=config, options=OPTIONS)
 
 
 def expected():

@@ -16,12 +16,10 @@ from benchmarks import (
   gpu,
   gpu_carry,
   gpu_lease,
-  growth,
   jpeg_folders,
   models,
   startup,
   startup_sides,
-  timeline,
   turns,
 )
 
@@ -121,21 +119,6 @@ def test_every_ecosystem_is_compared_by_round_and_by_its_first_losses():
   assert "- NOT THE SAME WORK: mlp: torch's losses differ by 9.9e-03" in lines
 
 
-def test_operations_at_a_time():
-  first, second = [("a", 0.0, 4.0), ("b", 1.0, 3.0)], [("b", 3.0, 5.0), ("a", 7.0, 8.0)]
-  events = [timeline.Event("MatMul", *when) for when in first + second]
-  assert timeline.overlaps(events) == {1: 3.0, 2: 3.0}
-  lines = timeline.summary(events, steps=2, step_us=5.0, rows=1)
-  assert lines[0].split() == ["2", "us", "in", "gaps", "(2", "threads", "run", "operations)"]
-  assert lines[-1].split() == ["4", "us", "2", "MatMul"]
-
-
-def test_bytes_a_step_leave_out_the_warm_part():
-  filling = [(step, 10**6 * step) for step in (0, 1000)]
-  grown = [(step, 5 * 10**6 + 3 * step) for step in range(2000, 11_000, 1000)]
-  assert growth.bytes_a_step([*filling, *grown]) == pytest.approx(3)
-
-
 def test_contenders_are_compared_round_by_round_with_the_fastest():
   names = [*evaluation.MAKERS]
   hand, other = evaluation.REFERENCES
@@ -193,12 +176,3 @@ def test_the_parts_of_a_start_add_up_to_the_time_since_the_command(monkeypatch, 
     watch.end(part)
   assert watch.seconds == {"imports": 3.5, "proof": 0.5}
   assert startup.total(watch.seconds) == 14.0 - 10.0
-
-
-def test_a_plot_has_an_axis_for_each_unit(tmp_path):
-  rows = {n: {"ours, s": n / 2, "by hand, s": n, "ours, µs a step": 1000.0 * n} for n in (1, 2)}
-  growth.draw(rows, "variables", tmp_path / "x.svg", scale="log")
-  text = (tmp_path / "x.svg").read_text()
-  assert text.count('id="axes_') == 2
-  assert text.count("<!-- ours -->") == 2
-  assert text.count("<!-- µs a step -->") == 1

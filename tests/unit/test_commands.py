@@ -53,6 +53,10 @@ PRINTED = re.compile(
   rf"|`(?P<span>{PROGRAM}[^`]*)`",
   re.DOTALL | re.MULTILINE,
 )
+# A command of an earlier commit, whose figures stay on the page.
+EARLIER = re.compile(
+  r"`[^`]*` \(?at [0-9a-f]{7}\b|^ +at [0-9a-f]{7}: (?:[^\n]*\\\n)*[^\n]*", re.MULTILINE
+)
 UNSEEN = re.compile(
   r"uv run \S|loopwright [a-z]+ |uvx \S|pip install \S|python3? (?:-m |\S+\.py)|launch\.py --"
 )
@@ -107,13 +111,17 @@ SHORTER = (
   (r"=/tmp/", "=tmp/"),
 )
 # Programs without a parser of flags, and how many arguments they take.
-NO_FLAGS = {"ledger": 1, "steps": 1, "option_tables": 0, "change_tables": 0, "mixture": 0}
+NO_FLAGS = {"ledger": 1, "steps": 1, "option_tables": 0, "change_tables": 0}
 SPLITS = ("train", "eval")
+
+
+def text_of(page):
+  return CODE.sub("", EARLIER.sub("", page.read_text()))
 
 
 def commands(page):
   """Returns what a page prints, each in one line, as the reader would type it."""
-  text = CODE.sub("", page.read_text())
+  text = text_of(page)
   lines = []
   for found in PRINTED.finditer(text):
     printed = found["line"] or found["span"] or re.sub(r"\\\n", " ", found["block"] or "")
@@ -352,7 +360,7 @@ def test_the_commands_of_a_page(page):
 
 def test_every_command_is_found_and_every_pattern_is_used():
   for page in PAGES:
-    left = PRINTED.sub("", CODE.sub("", page.read_text()))
+    left = PRINTED.sub("", text_of(page))
     assert not UNSEEN.findall(left), f"{page.name} prints a command that is not found"
     assert {*re.findall(r"--mode=(\w+)", left)} <= {*LAUNCH_MODES}
   everything = [unquoted(without_uv(each)) for page in PAGES for each in commands(page)]
