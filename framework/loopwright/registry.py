@@ -120,6 +120,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
   "tracker": {
     "loopwright.tools.trackers.csv_file": "CSVFile",
     "loopwright.tools.trackers.mlflow": "MLflow[mlflow]",
+    "loopwright.tools.trackers.prometheus": "Prometheus[prometheus]",
     "loopwright.tools.trackers.wandb": "WandB[wandb]",
   },
 }
