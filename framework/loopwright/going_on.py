@@ -1,6 +1,6 @@
 """What a run that goes on may change, the record of how each process began, the command to replay.
 
-start = Start(task=task, arguments=arguments, model_dir=folder, training=True, accept=False)
+start = Start(task=task, options=options, model_dir=folder, training=True, accept=False)
 start.require_config()       before the model is built
 start.require_data(examples(trainer, evaluator))
 start.compare(trainer)       before a checkpoint is restored
@@ -22,6 +22,7 @@ from loopwright import configurables
 from loopwright.actions.base import Action
 from loopwright.aliases import AnySource
 from loopwright.configurables import changes
+from loopwright.declaration import Rule, declared, fixed
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
 from loopwright.host.children import SOURCE
@@ -32,6 +33,7 @@ from loopwright.inputs.parts import Sources
 from loopwright.inputs.replay import ReplayBuffer
 from loopwright.models import models
 from loopwright.optimizers import adapters
+from loopwright.options import Group
 from loopwright.reporting.summary import optimizer_names
 from loopwright.run_folder import history, initial_values, layout
 from loopwright.run_folder.checkpoint_files import list_checkpoints
@@ -59,7 +61,7 @@ class Start:
     self,
     *,
     task: Task,
-    arguments: Mapping[str, Any],
+    options: Group,
     global_batch_size: int,
     model_dir: str,
     training: bool,
@@ -68,14 +70,15 @@ class Start:
     """Describes the config (host).
 
     Args:
-      arguments: those of `run`, for a run without gin.
+      options: those of `run`.
       training: whether a checkpoint in `model_dir` will be trained on.
       accept: whether the user accepts changes.
     """
     self._task, self._model_dir, self._accept = task, model_dir, accept
     self._goes_on = training and bool(list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS)))
-    self._arguments, self.name = arguments, uuid.uuid4().hex
-    self.config = {**values(arguments, changes.free("run")), SIZE: str(global_batch_size)}
+    self._options, self.name = options, uuid.uuid4().hex
+    self._declared = declared(type(options))
+    self.config = {**values(options, _free(options)), SIZE: str(global_batch_size)}
     self.accepted: list[Change] = []
     self._data: Mapping[str, str] = {}
     self._in_use: Mapping[str, str] = {}
@@ -85,7 +88,7 @@ class Start:
   @property
   def everything(self) -> Mapping[str, str]:
     """Name -> value of everything that the run can reach."""
-    return values(self._arguments, free=())
+    return values(self._options, free=())
 
   def labels(self) -> Mapping[str, Any]:
     """Returns the arguments of `CheckpointManager` that tell checkpoints of other starts (host)."""
@@ -99,13 +102,18 @@ class Start:
   @property
   def changes_task(self) -> bool:
     """Whether the config of the task, or of what only it uses, differs from the process before."""
-    return any(changes.rule(each.name) is None for each in self.accepted) or any(
-      each.name in ("task", "run.task") for each in self.accepted
+    return any(
+      self._rule(each.name) is None or each.name in ("task", "run.task") for each in self.accepted
     )
+
+  def _rule(self, name: str) -> Rule | None:
+    """Returns the rule of an option, of a config or of a call of `run`."""
+    option = self._declared.get("global_batch_size" if name == SIZE else name.removeprefix("run."))
+    return option.may_change if option else changes.rule(name)
 
   def require_config(self) -> None:
     """Raises a ConfigError if the config differs in what must not change, or is not accepted."""
-    self._require("config", self.config, changes.rule)
+    self._require("config", self.config, self._rule)
 
   def require_data(self, data: Mapping[str, str]) -> None:
     """Raises a ConfigError if the data differ, unless they may and that is accepted (host).
@@ -113,7 +121,7 @@ class Start:
     Args:
       data: of `examples`.
     """
-    self._data = data = {**data, **of_actions(self._arguments, self._task)}
+    self._data = data = {**data, **of_actions(self._options, self._task)}
     if BUCKETS in data and (found := [each for each in self.accepted if each.name == SIZE]):
       raise history.refusal(self._model_dir, found[0], _WHY_BUCKETS)
     self._require("data", data, _rule_of_data)
@@ -149,7 +157,7 @@ class Start:
   def _require_shares(self, trainer: Trainer) -> None:
     mixtures = _mixtures(trainer.source() if trainer.source else None)
     position, step = int(trainer.position.numpy()), int(trainer.global_step.numpy())
-    steps = max(0, self._arguments["train_steps"] - step)
+    steps = max(0, vars(self._options)["train_steps"] - step)
     before = {change.name: change.before for change in self.accepted}
     for name, (mixture, ratio) in mixtures.items():
       if name in before and before[name].startswith("["):
@@ -176,42 +184,48 @@ class Start:
 _WHY_BUCKETS = "the position in `Buckets` is counted in its batches"
 
 
-def _rule_of_data(name: str) -> changes.Rule | None:
+def _rule_of_data(name: str) -> Rule | None:
   if name == BUCKETS:
-    return changes.Rule("no", _WHY_BUCKETS)
+    return fixed(_WHY_BUCKETS)
   if name.endswith(RATIO):
-    return changes.Rule("no", "the position in that part is counted with it")
+    return fixed("the position in that part is counted with it")
   return None
 
 
-def values(arguments: Mapping[str, Any], free: Sequence[str]) -> dict[str, str]:
-  """Returns name -> value of the config, or of a call of `run`, without its arguments `free`."""
+def _free(options: Group) -> list[str]:
+  """Returns the options that may change without a question."""
+  found = declared(type(options)).items()
+  return [name for name, each in found if each.may_change and each.may_change.may == "yes"]
+
+
+def values(options: Group, free: Sequence[str]) -> dict[str, str]:
+  """Returns name -> value of the config, or of a call of `run`, without its options `free`."""
   if configurables.bindings():
     return configurables.values_that_matter(free)
-  not_compared = {*free, "mode", "model_dir", "accept_changes"}
-  return history.described({k: v for k, v in arguments.items() if k not in not_compared})
+  bindable = {name for name, each in declared(type(options)).items() if not each.instead}
+  return history.described({k: v for k, v in vars(options).items() if k in bindable - {*free}})
 
 
-def of_actions(arguments: Mapping[str, Any], task: Task) -> dict[str, str]:
+def of_actions(options: Group, task: Task) -> dict[str, str]:
   """Returns name -> value of what matters because an action changes what the run learns (host).
 
   These are its options and, unless it has `every_steps`, where loops end, after which it acts.
   Under a model with a `ReplayBuffer`, each action after training loops counts that is not the
   framework's.
   """
+  given, free = vars(options), _free(options)
   collects = any(isinstance(part, ReplayBuffer) for part in models.parts(task.model))
   acting = [
     action
-    for action in arguments["actions"]
+    for action in given["actions"]
     if action.changes_training or (collects and "train" in action.splits() and not _is_ours(action))
   ]
   loops = _LOOPS if any(action.every_steps is None for action in acting) else ()
   if not acting or not configurables.bindings():
-    return history.described({name: arguments[name] for name in loops})
-  free, kinds = changes.free("run"), set(map(type, acting))
-  kept = [name for name in free if name not in loops]
+    return history.described({name: given[name] for name in loops})
+  kinds, kept = set(map(type, acting)), [name for name in free if name not in loops]
   found = configurables.values_that_matter(kept, lambda target: target in kinds)
-  return {name: value for name, value in found.items() if name not in values(arguments, free)}
+  return {name: value for name, value in found.items() if name not in values(options, free)}
 
 
 def _is_ours(action: Action) -> bool:

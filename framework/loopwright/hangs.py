@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from loopwright.flight import BEAT_S, TRAINING, Flight
 from loopwright.graphs.operations import operations
 from loopwright.host import output, signals, stacks
-from loopwright.options import Cadence
+from loopwright.options import Hangs
 from loopwright.run_folder import layout, legs
 from loopwright.run_folder.legs import Leg
 from loopwright.stragglers import Stragglers
@@ -176,7 +176,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def watched(
-  flight: Flight, trainer: Trainer, folder: str, cadence: Cadence, *, say: Callable[[str], object]
+  flight: Flight, trainer: Trainer, folder: str, options: Hangs, *, say: Callable[[str], object]
 ) -> Iterator[None]:
   """Keeps the flight record and watches for hangs and slow workers while it runs (host).
 
@@ -186,7 +186,7 @@ def watched(
   """
   cluster = trainer.cluster
   watchdog = Watchdog(
-    flight, trainer, folder, timeout_s=cadence.hang_timeout_s, ends=cadence.end_if_hung
+    flight, trainer, folder, timeout_s=options.hang_timeout_s, ends=options.end_if_hung
   )
   stragglers = Stragglers(folder, cluster.size if cluster.is_chief else 1)
 

@@ -1,32 +1,46 @@
-"""Options of `loopwright.run` in groups that travel whole to what uses them.
+"""Options of `loopwright.run`, each declared once, in groups that travel whole to what uses them.
 
-    cadence = taken(Cadence, {"train_steps": 1000, "seed": 7, ...})
+    cadence = Cadence(train_steps=1000)
 
-Each is checked when it is made. The names of the attributes are those of run's arguments.
+A group is checked when it is made. `loopwright.running.Options` is all of them, and more.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
-from loopwright.errors import ConfigError, require_integer, require_positive, unknown
+from loopwright import declaration
+from loopwright.declaration import (
+  COMPUTES,
+  COMPUTES_THERE,
+  COUNT,
+  SECONDS,
+  Option,
+  asked,
+  at_least,
+  free,
+)
+from loopwright.errors import ConfigError, require_integer, unknown
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 GpuMemory = Annotated[int, "a number of MiB"] | Literal["all", "grow"]
 PRECISIONS = get_args(Precision)
-Group = TypeVar("Group")
+Made = TypeVar("Made")
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
 
 
-def names_of(group: type) -> list[str]:
+def names_of(group: Callable[..., Any]) -> Set[str]:
   """Returns the options of a group."""
-  return [field.name for field in dataclasses.fields(group)]
+  return inspect.signature(group).parameters.keys()
 
 
-def taken(group: type[Group], values: Mapping[str, Any], **more: Any) -> Group:
+def taken(group: Callable[..., Made], values: Mapping[str, Any], **more: Any) -> Made:
   """Returns a group of those of `values` that are its options, and of `more`."""
-  return group(**{name: values[name] for name in names_of(group) if name in values} | more)
+  return group(**{name: values[name] for name in names_of(group) & values.keys()} | more)
 
 
 def facts(*groups: Any) -> dict[str, Any]:
@@ -34,19 +48,65 @@ def facts(*groups: Any) -> dict[str, Any]:
   return {f"run.{name}": value for each in groups for name, value in vars(each).items()}
 
 
-def _require_counts(group: Any, *names: str) -> None:
-  """Raises a ConfigError unless the options are whole numbers of at least 1, or None."""
-  for name in names:
-    if getattr(group, name) is not None:
-      require_integer(f"run.{name}", getattr(group, name), at_least=1)
+def taking(
+  options: Callable[Parameters, Given],
+) -> Callable[[Callable[[Given], Result]], Callable[Parameters, Result]]:
+  """Decorates a function of one group of options: it is called with them as keywords.
+
+  Its signature and the "Args:" of its docstring are those of the group.
+  """
+
+  def decorate(function: Callable[[Given], Result]) -> Callable[Parameters, Result]:
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **given: Parameters.kwargs) -> Result:
+      return function(options(*args, **given))
+
+    returns = inspect.signature(function).return_annotation
+    call.__doc__ = declaration.documented(call.__doc__ or "", declaration.declared(options))
+    vars(call)["__signature__"] = declaration.signature(options).replace(return_annotation=returns)
+    vars(call)["options"] = options
+    del vars(call)["__wrapped__"]  # gin would take the parameters of that
+    vars(options)["__init__"].__qualname__ = function.__name__  # in errors of a wrong call
+    return call
+
+  return decorate
+
+
+class Group:
+  """The base class of all groups: checks what is declared of each option."""
+
+  def __post_init__(self) -> None:
+    """Raises a ConfigError for a value that its option does not allow."""
+    annotations = declaration.signature(type(self)).parameters
+    for name, option in declaration.declared(type(self)).items():
+      value, annotation = getattr(self, name), annotations[name].annotation
+      declaration.require(f"run.{name}", value, annotation, option)
+
+  def part(self, group: Callable[..., Made], **more: Any) -> Made:
+    """Returns one of the groups that these options have, with `more`."""
+    return taken(group, vars(self), **more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSize:
+class BatchSize(Group):
   """How many examples an update has: exactly one of both is set."""
 
-  global_batch_size: int | None = None
-  per_replica_batch_size: int | None = None
+  global_batch_size: Annotated[
+    int | None,
+    Option(
+      "examples per update over all replicas; or set `per_replica_batch_size`.",
+      asked("counts from there on, and the order of examples goes on; not with `Buckets`"),
+      COUNT,
+    ),
+  ] = None
+  per_replica_batch_size: Annotated[
+    int | None,
+    Option(
+      "examples per update on each replica; the global batch grows with the number of replicas.",
+      asked("as `run.global_batch_size`"),
+      COUNT,
+    ),
+  ] = None
 
   def __post_init__(self) -> None:
     """Raises a ConfigError if both sizes are set, or none."""
@@ -60,7 +120,7 @@ class BatchSize:
         "run has neither global_batch_size nor per_replica_batch_size; set one, for example "
         "run.global_batch_size = 128."
       )
-    _require_counts(self, "global_batch_size", "per_replica_batch_size")
+    super().__post_init__()
 
   def on(self, replicas: int) -> int:
     """Returns the global batch size on this number of replicas."""
@@ -68,41 +128,69 @@ class BatchSize:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluation:
-  """What an evaluation reads.
+class Evaluation(Group):
+  """What an evaluation reads."""
 
-  Attributes:
-    eval_batch_size: examples per evaluation batch; None uses the global batch size.
-    eval_steps: the most batches of each evaluation set; None takes all.
-  """
-
-  eval_batch_size: int | None = None
-  eval_steps: int | None = None
-
-  def __post_init__(self) -> None:
-    """Raises a ConfigError for what is not a count."""
-    _require_counts(self, "eval_batch_size", "eval_steps")
+  eval_batch_size: Annotated[
+    int | None,
+    Option(
+      "examples per evaluation batch; None uses the global batch size.",
+      free("evaluates with it"),
+      COUNT,
+    ),
+  ] = None
+  eval_steps: Annotated[
+    int | None,
+    Option(
+      "evaluate at most so many batches of each evaluation set; None evaluates all.",
+      free("evaluates so many batches"),
+      COUNT,
+    ),
+  ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cadence:
+class Cadence(Group):
   """When a run evaluates, saves and ends."""
 
-  train_steps: int
-  steps_per_loop: int
-  checkpoint_every_steps: int
-  keep_checkpoints: int
-  eval_every_steps: int | None = None
-  eval_timeout_s: float | None = None
-  hang_timeout_s: float | None = None
-  end_if_hung: bool = False
-
-  def __post_init__(self) -> None:
-    """Raises a ConfigError for what is not a count, or no time."""
-    others = ("eval_timeout_s", "hang_timeout_s", "end_if_hung")
-    _require_counts(self, *(name for name in names_of(Cadence) if name not in others))
-    if self.hang_timeout_s is not None:
-      require_positive("run.hang_timeout_s", self.hang_timeout_s, unit="seconds")
+  train_steps: Annotated[
+    int, Option("the step at which training ends.", free("the run ends there"), COUNT)
+  ]
+  steps_per_loop: Annotated[
+    int,
+    Option(
+      "steps in one call of the compiled loop; the host gets metrics after each call.",
+      free(
+        "loops end there; asked if an action changes what is learned: it fills a `ReplayBuffer`, "
+        "or says so (`Action.changes_training`)"
+      ),
+      COUNT,
+    ),
+  ] = 100
+  eval_every_steps: Annotated[
+    int | None,
+    Option(
+      "steps between evaluations; None evaluates once, at the end.",
+      free("evaluates there; asked as `run.steps_per_loop` is"),
+      COUNT,
+    ),
+  ] = None
+  eval_timeout_s: Annotated[
+    float | None,
+    Option(
+      'seconds that "evaluate_continuously" waits for a new checkpoint, or for the run\'s assets '
+      "before the first one; None waits without limit.",
+      free("waits so long"),
+    ),
+  ] = None
+  checkpoint_every_steps: Annotated[
+    int,
+    Option(
+      "a checkpoint is saved at each multiple of it, where a loop then ends, and at the last step.",
+      free("saves there; asked as `run.steps_per_loop` is"),
+      COUNT,
+    ),
+  ] = 1000
 
   def next_evaluation(self, step: int) -> int:
     """Returns the step of the first evaluation after `step`."""
@@ -120,35 +208,97 @@ class Cadence:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Numerics:
-  """What is set for the whole process."""
+class Hangs(Group):
+  """What happens if a run makes no progress."""
 
-  seed: int = 0
-  precision: str = "float32"
-  tf32: bool | None = None
-  deterministic: bool = False
-  eager: bool = False
-
-  def __post_init__(self) -> None:
-    """Raises a ConfigError for an unknown precision."""
-    if self.precision not in PRECISIONS:
-      raise unknown("run.precision", self.precision, PRECISIONS)
+  hang_timeout_s: Annotated[
+    float | None,
+    Option(
+      "seconds without progress after which a line says which worker is behind, and in what; None "
+      "takes ten times the usual time of what it does, and at least a minute.",
+      free("says it after so long"),
+      SECONDS,
+    ),
+  ] = None
+  end_if_hung: Annotated[
+    bool,
+    Option(
+      "after that line, the processes of the command line end with status 1.",
+      free("ends then, or goes on waiting"),
+    ),
+  ] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpus:
+class Numerics(Group):
+  """What is set for the whole process."""
+
+  seed: Annotated[
+    int,
+    Option(
+      "for initial weights, example order, dropout and augmentation.",
+      asked(
+        "the order of examples, augmentation and dropout are other ones from there on; the epoch "
+        "that has begun reads some examples twice and leaves others out; initial weights stay"
+      ),
+      at_least(0, 2**31 - 1),
+    ),
+  ] = 0
+  precision: Annotated[
+    Precision,
+    Option("the dtype policy of Keras 3 and tf_keras.", asked("computes with it from there on")),
+  ] = "float32"
+  tf32: Annotated[
+    bool | None,
+    Option(
+      "whether GPUs of Ampere and later compute products and convolutions of float32 in TF32, with "
+      "10 bits of mantissa; None keeps TensorFlow's choice, which is to do so.",
+      asked("computes with it from there on"),
+    ),
+  ] = None
+  deterministic: Annotated[
+    bool,
+    Option(
+      "bit-identical repeats (slower), by TensorFlow's op determinism.",
+      free(COMPUTES),
+    ),
+  ] = False
+  eager: Annotated[bool, Option("use no tf.function, for debugging.", free(COMPUTES))] = False
+
+
+def _each_gpu_once(name: str, gpus: Sequence[int]) -> None:
+  for index in gpus:
+    require_integer(f"each of {name}", index, at_least=0)
+  if len({*gpus}) != len(gpus):
+    raise ConfigError(f"{name} is {[*gpus]}; list each GPU once.")
+
+
+def _memory(name: str, memory: int | str) -> None:
+  if not isinstance(memory, str):
+    require_integer(name, memory, at_least=1)
+  elif memory not in ("all", "grow"):
+    raise unknown(name, memory, ["all", "grow", "a number of MiB"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpus(Group):
   """Which GPUs this process uses, and how much of the memory of each."""
 
-  gpus: Sequence[int] | None = None
-  gpu_memory: GpuMemory = "all"
-
-  def __post_init__(self) -> None:
-    """Raises a ConfigError for what is not a number of a GPU, or no amount of memory."""
-    for index in self.gpus or ():
-      require_integer("each of run.gpus", index, at_least=0)
-    if len(set(self.gpus or ())) != len(self.gpus or ()):
-      raise ConfigError(f"run.gpus is {[*(self.gpus or ())]}; list each GPU once.")
-    if isinstance(self.gpu_memory, str) and self.gpu_memory not in ("all", "grow"):
-      raise unknown("run.gpu_memory", self.gpu_memory, ["all", "grow", "a number of MiB"])
-    if not isinstance(self.gpu_memory, str):
-      require_integer("run.gpu_memory", self.gpu_memory, at_least=1)
+  gpus: Annotated[
+    Sequence[int] | None,
+    Option(
+      "which GPUs this process uses, by their numbers among those that TensorFlow sees; None uses "
+      "all, () none.",
+      COMPUTES_THERE,
+      _each_gpu_once,
+    ),
+  ] = None
+  gpu_memory: Annotated[
+    GpuMemory,
+    Option(
+      'what TensorFlow takes of the memory of each GPU: "all" at once, "grow" as it needs it, or '
+      "at most so many MiB.",
+      free("takes so much"),
+      _memory,
+    ),
+  ] = "all"

@@ -3,17 +3,14 @@
 run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digits")
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import keras
 import tensorflow as tf
@@ -22,27 +19,28 @@ from absl import logging
 from loopwright import configurables, registry
 from loopwright.actions.base import Action
 from loopwright.actions.time_budget import Communication
-from loopwright.builder import Recipe, made_task, set_globals
-from loopwright.errors import ConfigError, unknown
+from loopwright.builder import Optimizers, Recipe, made_task, set_globals
+from loopwright.declaration import AT_THE_START, COUNT, Option, asked, fixed, free
+from loopwright.errors import ConfigError
 from loopwright.flight import Flight
 from loopwright.going_on import Start, examples, require_any_size
 from loopwright.graphs import randomness
 from loopwright.host import bounded
-from loopwright.modes import MODES, TRAINING_MODES, Mode
+from loopwright.modes import TRAINING_MODES, Mode
 from loopwright.observers import Observer
-from loopwright.optimizers import adapters
 from loopwright.options import (
   BatchSize,
   Cadence,
   Evaluation,
-  GpuMemory,
   Gpus,
   Group,
+  Hangs,
+  Made,
   Numerics,
-  Precision,
   facts,
   names_of,
   taken,
+  taking,
 )
 from loopwright.run_folder import assets, history, layout, nonfinite, remote
 from loopwright.run_folder.checkpoints import CheckpointManager
@@ -55,92 +53,130 @@ from loopwright.task import Task
 from loopwright.trainer import Trainer
 
 
-def run(
-  *,
-  task: Task | Callable[[], Task],
-  train_steps: int,
-  global_batch_size: int | None = None,
-  per_replica_batch_size: int | None = None,
-  mode: Mode = "train_and_evaluate",
-  model_dir: str,
-  strategy: factories.StrategyFactory = factories.auto,
-  optimizer: adapters.OptimizerFactory
-  | Mapping[str, adapters.OptimizerFactory] = keras.optimizers.Adam,
-  steps_per_loop: int = 100,
-  eval_batch_size: int | None = None,
-  eval_steps: int | None = None,
-  eval_every_steps: int | None = None,
-  eval_timeout_s: float | None = None,
-  checkpoint_every_steps: int = 1000,
-  keep_checkpoints: int = 3,
-  hang_timeout_s: float | None = None,
-  end_if_hung: bool = False,
-  seed: int = 0,
-  shuffle: bool = True,
-  precision: Precision = "float32",
-  tf32: bool | None = None,
-  deterministic: bool = False,
-  eager: bool = False,
-  gpus: Sequence[int] | None = None,
-  gpu_memory: GpuMemory = "all",
-  actions: Sequence[Action] = (),
-  ledger: bool = False,
-  checkpoint: str | None = None,
-  warm_start: WarmStart | None = None,
-  accept_changes: bool = False,
-) -> dict[str, float]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job(Group):
+  """What is run, where, and with what."""
+
+  task: Annotated[
+    Task | Callable[[], Task],
+    Option("a `Task`, or a factory of one.", asked("another class does not fit a checkpoint")),
+  ]
+  mode: Annotated[
+    Mode,
+    Option(
+      '"train", "evaluate" (the newest checkpoint), "train_and_evaluate", "evaluate_continuously" '
+      '(every new checkpoint until `train_steps`), "export", or "replay" (the step at which '
+      "StopOnNonFinite stopped).",
+      free("does that"),
+      instead="use the flag --mode",
+    ),
+  ] = "train_and_evaluate"
+  model_dir: Annotated[
+    str,
+    Option(
+      "the run folder; or the URL of one, such as s3://bucket/run, see docs/remote-folders.md.",
+      free("goes on with the run in it"),
+      instead="use the flag --model_dir",
+    ),
+  ]
+  strategy: Annotated[
+    factories.StrategyFactory,
+    Option(
+      "a factory, such as `loopwright.strategies.factories.mirrored`.",
+      free(
+        "computes there, on any number of replicas; a batch per replica changes "
+        "`global batch size`, which is asked"
+      ),
+    ),
+  ] = factories.auto
+  optimizer: Annotated[
+    Optimizers,
+    Option(
+      "a factory, or name -> factory; called in the strategy's scope. A task of "
+      "`loopwright.from_keras` brings its own instead.",
+      asked("another class does not fit a checkpoint"),
+    ),
+  ] = keras.optimizers.Adam
+  checkpoint: Annotated[
+    str | None,
+    Option(
+      '"evaluate" or "export" this one, not the newest: a path without suffix, or a folder such as '
+      "<model_dir>/best.",
+      fixed("it is not for training"),
+    ),
+  ] = None
+  warm_start: Annotated[
+    WarmStart | None,
+    Option(
+      "initial weights from another run or a Keras file, in training modes; unused if the run "
+      "resumes from its own checkpoint.",
+      AT_THE_START,
+    ),
+  ] = None
+  accept_changes: Annotated[
+    bool,
+    Option(
+      "go on with a config or data that differ from those that the run has had so far.",
+      free("accepts them"),
+      instead="use the flag --accept_changes",
+    ),
+  ] = False
+
+  def __post_init__(self) -> None:
+    """Raises a ConfigError for an unknown mode, or one that has no use for the checkpoint."""
+    super().__post_init__()
+    if self.checkpoint is not None and self.mode not in ("evaluate", "export"):
+      raise ConfigError(
+        f"run.checkpoint is {self.checkpoint!r}, but mode {self.mode!r} cannot use it; leave it "
+        "out, or use --mode=evaluate or --mode=export."
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Gpus, Numerics, Hangs, Evaluation, BatchSize, Cadence, Job):
+  """Everything that `run` takes; the last base class comes first in its signature."""
+
+  shuffle: Annotated[
+    bool,
+    Option(
+      "False reads the training examples in source order.",
+      asked(
+        "another order from there on; the epoch that has begun reads some examples twice and "
+        "leaves others out"
+      ),
+    ),
+  ] = True
+  keep_checkpoints: Annotated[
+    int,
+    Option(
+      "the number of checkpoints to keep.", free("keeps so many from the next save on"), COUNT
+    ),
+  ] = 3
+  actions: Annotated[
+    Sequence[Action],
+    Option(
+      "called after training loops and evaluations, in training modes; see "
+      "loopwright/actions/base.py.",
+      free("they begin there; asked are the options of one that changes what is learned"),
+    ),
+  ] = ()
+  ledger: Annotated[
+    bool,
+    Option(
+      "record the examples of each step, in training modes; `python -m loopwright.tools.ledger "
+      "<model_dir>` then proves that none was skipped or repeated.",
+      free("records from there on"),
+    ),
+  ] = False
+
+
+@taking(Options)
+def run(given: Options) -> dict[str, float]:
   """Trains, evaluates or exports one task (host).
 
   If `model_dir` has a checkpoint, the run resumes from it; the result is the same as without the
   interruption. The config must be the same too, except how far and how often, actions, strategy
   and number of replicas; see docs/configuration.md.
-
-  Args:
-    task: a `Task`, or a factory of one.
-    train_steps: the step at which training ends.
-    global_batch_size: examples per update over all replicas; or set `per_replica_batch_size`.
-    per_replica_batch_size: examples per update on each replica; the global batch grows with the
-      number of replicas.
-    mode: "train", "evaluate" (the newest checkpoint), "train_and_evaluate",
-      "evaluate_continuously" (every new checkpoint until `train_steps`), "export", or "replay" (the
-      step at which StopOnNonFinite stopped).
-    model_dir: the run folder; or the URL of one, such as s3://bucket/run, see
-      docs/remote-folders.md.
-    strategy: a factory, such as `loopwright.strategies.factories.mirrored`.
-    optimizer: a factory, or name -> factory; called in the strategy's scope. A task of
-      `loopwright.from_keras` brings its own instead.
-    steps_per_loop: steps in one call of the compiled loop; the host gets metrics after each call.
-    eval_batch_size: examples per evaluation batch; None uses the global batch size.
-    eval_steps: evaluate at most so many batches of each evaluation set; None evaluates all.
-    eval_every_steps: steps between evaluations; None evaluates once, at the end.
-    eval_timeout_s: seconds that "evaluate_continuously" waits for a new checkpoint, or for the
-      run's assets before the first one; None waits without limit.
-    checkpoint_every_steps: a checkpoint is saved at each multiple of it, where a loop then ends,
-      and at the last step.
-    keep_checkpoints: the number of checkpoints to keep.
-    hang_timeout_s: seconds without progress after which a line says which worker is behind, and in
-      what; None takes ten times the usual time of what it does, and at least a minute.
-    end_if_hung: after that line, the processes of the command line end with status 1.
-    seed: for initial weights, example order, dropout and augmentation.
-    shuffle: False reads the training examples in source order.
-    precision: the dtype policy of Keras 3 and tf_keras.
-    tf32: whether GPUs of Ampere and later compute products and convolutions of float32 in TF32,
-      with 10 bits of mantissa; None keeps TensorFlow's choice, which is to do so.
-    deterministic: bit-identical repeats (slower), by TensorFlow's op determinism.
-    eager: use no tf.function, for debugging.
-    gpus: which GPUs this process uses, by their numbers among those that TensorFlow sees; None uses
-      all, () none.
-    gpu_memory: what TensorFlow takes of the memory of each GPU: "all" at once, "grow" as it needs
-      it, or at most so many MiB.
-    actions: called after training loops and evaluations, in training modes; see
-      loopwright/actions/base.py.
-    ledger: record the examples of each step, in training modes; `python -m loopwright.tools.ledger
-      <model_dir>` then proves that none was skipped or repeated.
-    checkpoint: "evaluate" or "export" this one, not the newest: a path without suffix, or a folder
-      such as <model_dir>/best.
-    warm_start: initial weights from another run or a Keras file, in training modes; unused if the
-      run resumes from its own checkpoint.
-    accept_changes: go on with a config or data that differ from those that the run has had so far.
 
   Returns:
     The metrics of the last evaluation, or of the last loop in mode "train"; empty for "export" and
@@ -152,23 +188,22 @@ def run(
     KeyboardInterrupt: Ctrl-C; the state is saved, unless it came twice.
     StorageError: the disk of `model_dir` is full or has failed.
   """
-  given, flight = dict(locals()), Flight()
-  _require_mode(mode, checkpoint)
-  batch_size, cadence = taken(BatchSize, given), taken(Cadence, given)
-  evaluation, numerics = taken(Evaluation, given), taken(Numerics, given)
-  place, training = _place(model_dir, mode), mode in TRAINING_MODES
-  warm_start = warm_start if training else None
-  task = made_task(task)
-  given["optimizer"] = _optimizer(task, optimizer)
-  set_globals(numerics, taken(Gpus, given))
+  flight, mode = Flight(), given.mode
+  place, training = _place(given.model_dir, mode), mode in TRAINING_MODES
+  warm_start = given.warm_start if training else None
+  task = made_task(given.task)
+  given = dataclasses.replace(given, optimizer=_optimizer(task, given.optimizer))
+  batch_size, cadence, numerics = given.part(BatchSize), given.part(Cadence), given.part(Numerics)
+  set_globals(numerics, given.part(Gpus))
   clusters.declare(
     {"task": f"{type(task).__module__}.{type(task).__qualname__}"}
-    | facts(batch_size, cadence, evaluation, numerics)
+    | facts(batch_size, cadence, numerics, given.part(Evaluation), given.part(Hangs))
+    | {"run.keep_checkpoints": given.keep_checkpoints}
     | _initial_weights(warm_start, place)
     | configurables.bindings()
   )
   flight.note("setup")
-  chosen = placement.made(strategy)
+  chosen = placement.made(given.strategy)
   warn_of_unseen()
   flight.note("connecting")
   if isinstance(chosen, placement.Server):
@@ -177,53 +212,59 @@ def run(
   where = placement.of(chosen)
   if training:
     where.require_alone()
-  recipe = taken(Recipe, given, global_batch_size=batch_size.on(chosen.num_replicas_in_sync))
+  recipe = given.part(Recipe, global_batch_size=batch_size.on(chosen.num_replicas_in_sync))
   cluster = where.cluster
   if isinstance(place, remote.Remote):
     place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
   with opened as at:
-    checkpoint = _checkpoint(checkpoint, at.folder, mode)
+    checkpoint = _checkpoint(given.checkpoint, at.folder, mode)
     if cluster.is_chief and (versions := history.changed_versions(at.folder)):
       logging.warning("the run in %s was made with other versions: %s", at.shown, versions)
     start = Start(
-      task=task, arguments=given, global_batch_size=recipe.global_batch_size, model_dir=at.folder,
-      training=training, accept=accept_changes,
+      task=task, options=given, global_batch_size=recipe.global_batch_size, model_dir=at.folder,
+      training=training, accept=given.accept_changes,
     )  # fmt: skip
     start.require_config()
     learned = assets.provide(
       task, model_dir=at.folder, cluster=cluster, training=training, changed=start.changes_task,
-      timeout_s=eval_timeout_s if mode == "evaluate_continuously" else 0.0,
+      timeout_s=given.eval_timeout_s if mode == "evaluate_continuously" else 0.0,
     )  # fmt: skip
-    randomness.seed_everything(seed)  # again: fit() may have drawn random numbers in this process
-    observers = _observers(chosen, at.folder, ledger=ledger, training=training)
+    randomness.seed_everything(given.seed)  # again: fit() may have drawn random numbers here
+    observers = _observers(chosen, at.folder, ledger=given.ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     if training:
-      require_any_size(trainer, per_replica_batch_size=per_replica_batch_size)
+      require_any_size(trainer, per_replica_batch_size=given.per_replica_batch_size)
       start.require_data(examples(trainer, evaluator))
       start.compare(trainer)
     session = Session(
       trainer=trainer, evaluator=evaluator, place=at, cadence=cadence, assets=learned,
-      actions=actions if training else (), start=start if training else None, flight=flight,
+      keep_checkpoints=given.keep_checkpoints, hangs=given.part(Hangs),
+      actions=given.actions if training else (), start=start if training else None, flight=flight,
     )  # fmt: skip
     session.restore(checkpoint)
-    session.describe(precision=precision, notes=start.read_back(trainer) if training else ())
+    notes = start.read_back(trainer) if training else ()
+    session.describe(precision=given.precision, notes=notes)
     if warm_start is not None:
       session.start_from(warm_start)
     return session.go(mode)
 
 
+def defaults() -> dict[str, Any]:
+  """Returns option of `run` -> default."""
+  return {field.name: field.default for field in dataclasses.fields(Options)}
+
+
 def bound(parameter: str) -> Any:
   """Returns the value that the current config binds to a parameter of `run`, else its default."""
-  default = inspect.signature(run).parameters[parameter].default
-  return configurables.bound("run", parameter, default)
+  return configurables.bound("run", parameter, defaults()[parameter])
 
 
-def bound_group(group: type[Group], **more: Any) -> Group:
+def bound_group(group: type[Made], **more: Any) -> Made:
   """Returns a group of `run`'s options as the current config binds them, except for `more`."""
-  names = inspect.signature(run).parameters.keys() - more.keys()
-  return taken(group, {name: bound(name) for name in names_of(group) if name in names}, **more)
+  names = names_of(group) & defaults().keys() - more.keys()
+  return taken(group, {name: bound(name) for name in names}, **more)
 
 
 def bound_recipe(replicas: int = 1) -> Recipe:
@@ -288,17 +329,6 @@ def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
   return trainer, learned
 
 
-def _require_mode(mode: Mode, checkpoint: str | None) -> None:
-  """Raises a ConfigError for an unknown mode, or one that has no use for the checkpoint."""
-  if mode not in MODES:
-    raise unknown("run.mode", mode, MODES)
-  if checkpoint is not None and mode not in ("evaluate", "export"):
-    raise ConfigError(
-      f"run.checkpoint is {checkpoint!r}, but mode {mode!r} cannot use it; leave it out, or use "
-      "--mode=evaluate or --mode=export."
-    )
-
-
 def _checkpoint(checkpoint: str | None, folder: str, mode: Mode) -> str | None:
   """Returns the local path of what to restore; None for the newest of the run."""
   if mode == "replay":
@@ -349,8 +379,7 @@ def _optimizer(task: Task, optimizer: Any) -> Any:
   """
   if task.own_optimizer is None:
     return optimizer
-  default = inspect.signature(run).parameters["optimizer"].default
-  if optimizer is not default and not configurables.bindings():
+  if optimizer is not defaults()["optimizer"] and not configurables.bindings():
     raise ConfigError(
       f"received run.optimizer, but a {type(task).__name__} has its own, that of its compiled "
       "model; leave run.optimizer out, or compile the model with the other one."

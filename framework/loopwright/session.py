@@ -20,7 +20,7 @@ from loopwright.hooks import Hooks, StopTraining
 from loopwright.host import files
 from loopwright.loop import Loop
 from loopwright.modes import TRAINING_MODES, Mode
-from loopwright.options import Cadence
+from loopwright.options import Cadence, Hangs
 from loopwright.reporting.reports import Reports
 from loopwright.run_folder import layout, snapshots
 from loopwright.run_folder.checkpoint_files import newest_line
@@ -42,6 +42,8 @@ class Session:
     trainer: Trainer,
     place: Opened,
     cadence: Cadence,
+    keep_checkpoints: int,
+    hangs: Hangs = Hangs(),  # noqa: B008 (frozen)
     evaluator: Evaluator | None = None,
     actions: Sequence[Action] = (),
     assets: str = "",
@@ -54,6 +56,8 @@ class Session:
       trainer: with its model built.
       place: the run folder, which is required before each write.
       cadence: when to evaluate, save and end.
+      keep_checkpoints: the number of checkpoints to keep.
+      hangs: what to do without progress.
       evaluator: None evaluates nothing.
       actions: called after loops and evaluations.
       assets: the digest of the task's assets.
@@ -61,7 +65,8 @@ class Session:
       flight: where the time goes.
     """
     self.trainer, self.evaluator, self.cluster = trainer, evaluator, trainer.cluster
-    self._place, self._cadence, self._status = place, cadence, "done"
+    self._place, self._cadence, self._hangs, self._status = place, cadence, hangs, "done"
+    self._keep = keep_checkpoints
     self._restored_step = 0
     self._actions = Actions(actions, require=place.require)
     self._reports = Reports(
@@ -109,7 +114,7 @@ class Session:
       directory=directory,
       experiment=experiment(self.trainer),
       assets=assets,
-      keep=keep or self._cadence.keep_checkpoints,
+      keep=keep or self._keep,
       logs=[self._reports.log.path, *map(self._in, ledgers)],
       before_first=(lambda: start.record(step=self._restored_step)) if start else None,
       after_each=self._place.changed,
@@ -245,9 +250,7 @@ class Session:
     with files.storage_errors(self._place.folder, newest), contextlib.ExitStack() as watched:
       if self.step < self._cadence.train_steps:
         watched.enter_context(
-          hangs.watched(
-            self._flight, self.trainer, self._place.folder, self._cadence, say=self._say
-          )
+          hangs.watched(self._flight, self.trainer, self._place.folder, self._hangs, say=self._say)
         )
       self._prepare()
       try:

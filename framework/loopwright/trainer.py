@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import tensorflow as tf
 
 from loopwright import trainer_checks
 from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica
 from loopwright.counters import Counters
+from loopwright.declaration import COMPUTES, COUNT, COUNTS, Option, asked
 from loopwright.graphs import grappler
 from loopwright.host import timing
 from loopwright.inputs import datasets
@@ -35,6 +36,8 @@ from loopwright.strategies import placement
 from loopwright.strategies.reduction import Reduction
 from loopwright.task import Task, derived_metrics
 
+_COMPUTES = asked(COMPUTES)
+
 
 class Trainer(AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller` or your own loop calls `train`.
@@ -49,6 +52,7 @@ class Trainer(AbstractTrainer):
     left_out: ids of examples that `Recipe`'s input reads as padding, once it is made again.
   """
 
+  may_change = COUNTS
   _sums: type[MetricSums] = MetricSums
 
   def __init__(
@@ -59,16 +63,26 @@ class Trainer(AbstractTrainer):
     dataset_fn: DatasetFn,
     global_batch_size: int,
     optimizer: adapters.OptimizerFactory | Mapping[str, adapters.OptimizerFactory],
-    loss_scale: Callable[[], LossScale] | None = None,
-    reduction: Callable[[], Reduction] | Reduction = Reduction,
+    loss_scale: Annotated[
+      Callable[[], LossScale] | None,
+      asked("counts from there on; a dynamic one begins at its first scale"),
+    ] = None,
+    reduction: Annotated[Callable[[], Reduction] | Reduction, Reduction.may_change] = Reduction,
     clip_norm: float | None = None,
     clip_value: float | None = None,
-    accumulation_steps: int = 1,
-    ema_decay: float | Schedule | None = None,
-    fuse_updates: bool = True,
-    shard_optimizer_state: bool = False,
-    recompute: Sequence[str] = (),
-    jit_compile: bool = False,
+    accumulation_steps: Annotated[
+      int, Option(may_change=asked(f"{COMPUTES}, except what looks at a micro-batch"), check=COUNT)
+    ] = 1,
+    ema_decay: Annotated[
+      float | Schedule | None,
+      asked("counts from there on; averages that are new begin at the weights"),
+    ] = None,
+    fuse_updates: Annotated[
+      bool, asked("does not fit a checkpoint if it has fused variables")
+    ] = True,
+    shard_optimizer_state: Annotated[bool, _COMPUTES] = False,
+    recompute: Annotated[Sequence[str], _COMPUTES] = (),
+    jit_compile: Annotated[bool, _COMPUTES] = False,
     eager: bool = False,
     seed: int = 0,
     observers: Sequence[Observer] = (),

@@ -74,7 +74,6 @@ class Scene:
       "eval_every_steps": EVAL_EVERY,
       "eval_timeout_s": None,
       "checkpoint_every_steps": CHECKPOINT_EVERY,
-      "keep_checkpoints": 10,
     }
     cadence = Cadence(**{name: options.pop(name, value) for name, value in steps.items()})
     made = Session(
@@ -83,6 +82,7 @@ class Scene:
         "evaluator": self.evaluator,
         "place": Opened(str(folder), str(folder)),
         "cadence": cadence,
+        "keep_checkpoints": 10,
         **options,
       }
     )

@@ -1,4 +1,4 @@
-"""Writes docs/changing-a-run.md: its text, and a table from loopwright/configurables/changes.py.
+"""Writes docs/changing-a-run.md: its text, and a table of the rules that options declare.
 
 python -m tests.support.change_tables > docs/changing-a-run.md
 """
@@ -6,70 +6,64 @@ python -m tests.support.change_tables > docs/changing-a-run.md
 import sys
 from pathlib import Path
 
+from loopwright.actions.base import Action
 from loopwright.configurables import changes, table
+from loopwright.declaration import Rule
+from tests.support.option_tables import kind_of, ours
 
 PAGE = Path(__file__).parents[2] / "docs" / "changing-a-run.md"
 MARK = "\n## Every option\n"
 ASKED = {"yes": "yes", "asked": "`--accept_changes`", "no": "no"}
+OPTIMIZERS = "Optimizers of both Kerases"
 
 
 def render() -> str:
-  """Returns the page with its table made anew."""
-  table.register_all()
+  """Returns the page with its tables made anew."""
   text = PAGE.read_text().partition(MARK)[0]
   about = "\nWritten by `python -m tests.support.change_tables`; tests/unit/changes tries each.\n"
-  return text + MARK + about + "".join(section(*each) for each in rows().items()) + others()
+  single: dict[str, list[str]] = {}
+  whole: dict[Rule, list[str]] = {}
+  for name in ours():
+    rules = {parameter: rule(f"{name}.{parameter}") for parameter in table.parameters(name)}
+    if len({*rules.values()}) == 1:
+      whole.setdefault(next(iter(rules.values())), []).append(f"`{name}`")
+    elif rules:
+      rows = [row(f"`{name}.{parameter}`", each) for parameter, each in rules.items()]
+      single.setdefault(kind_of(name), []).extend(rows)
+  single[OPTIMIZERS] = [row(f"`{name}`", each) for name, each in sorted(of_keras().items())]
+  whole[rule("keras.optimizers.schedules.CosineDecay.alpha")].append("schedules of Keras")
+  whole[Action.may_change].append("your own actions, unless they set `changes_training`")
+  rows = [row(", ".join(names), each) for each, names in whole.items()]
+  sections = [section(title, "option", rows) for title, rows in single.items()]
+  return text + MARK + about + "".join(sections) + section("All options of", "of", rows)
 
 
-def section(title: str, lines: list[tuple[str, ...]]) -> str:
+def section(title: str, what: str, rows: list[str]) -> str:
   """Returns one table."""
-  head = "| option | may change | what happens |\n|---|---|---|\n"
-  return f"\n### {title}\n\n{head}" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+  head = f"| {what} | may change | what happens |\n|---|---|---|\n"
+  return f"\n### {title}\n\n{head}" + "".join(rows)
 
 
-def rows() -> dict[str, list[tuple[str, ...]]]:
-  """Returns title -> rows; of Keras's optimizers one for each name of an option."""
-  found: dict[str, list[tuple[str, ...]]] = {}
-  ours = {"run": ["run"], "Trainer": ["Trainer", "Reduction"], "Loss scale": ["fixed", "dynamic"]}
-  for title, names in ours.items():
-    options = [f"{name}.{p}" for name in names for p in table.parameters(name)]
-    found[title] = [row(f"`{option}`", option) for option in options]
-  of_keras = {
-    parameter: name
+def of_keras() -> dict[str, Rule]:
+  """Returns parameter -> rule of all optimizers of both Kerases."""
+  return {
+    parameter: rule(f"{name}.{parameter}")
     for name in table.selectors()
     if name.startswith(("keras.", "tf_keras.")) and ".schedules." not in name
     for parameter in table.parameters(name)
   }
-  found["Optimizers of both Kerases"] = [
-    row(f"`{parameter}`", f"{name}.{parameter}") for parameter, name in sorted(of_keras.items())
-  ]
-  found["Schedules"] = [
-    row("`without_decay.of`, `.names`", "without_decay.of"),
-    row("`grouped.of`, `.groups`", "grouped.of"),
-    row("`ema_warmup.decay`", "ema_warmup.decay"),
-    row("`weight_averaging.start_step`, `.every_steps`", "weight_averaging.start_step"),
-    row("all options, ours and Keras's", "schedules.constant.learning_rate"),
-  ]
+
+
+def rule(option: str) -> Rule:
+  """Returns the rule of an option, which must have one."""
+  found = changes.rule(option)
+  assert found is not None, option
   return found
 
 
-def row(shown: str, option: str) -> tuple[str, ...]:
-  """Returns the three cells of an option."""
-  rule = changes.rule(option)
-  assert rule is not None, option
-  return shown, ASKED[rule.may], rule.says
-
-
-def others() -> str:
-  """Returns the table of names whose options have one rule."""
-  lines = [
-    row("strategies and clusters", "mirrored.devices"),
-    row("actions, except those that change what is learned", "EarlyStopping.patience"),
-    row("`WarmStart`", "WarmStart.path"),
-    row("`ImageFolderSource`, `load_arrays`", "load_arrays.path"),
-    row("`Mixture`", "Mixture.weights"),
-  ]
-  return section("All options of", lines).replace("| option |", "| of |")
+def row(shown: str, each: Rule) -> str:
+  """Returns the line of an option."""
+  return f"| {shown} | {ASKED[each.may]} | {each.says} |\n"
 
 
 if __name__ == "__main__":

@@ -1,80 +1,67 @@
-"""Writes docs/options.md from the signatures and docstrings of what a gin file configures.
+"""Writes docs/options.md from what signatures and docstrings declare of all that a config names.
 
 python -m tests.support.option_tables > docs/options.md
 """
 
 import inspect
 import sys
-import types
+from collections.abc import Mapping
 
-from loopwright import running, trainer
-from loopwright.actions import best, model_flops, profiling, show, tensorboard, time_budget
-from loopwright.configurables import documentation
-from loopwright.configurables.table import GIVEN
-from loopwright.inputs import mixture, sources
-from loopwright.kinds.workers import resolvers
-from loopwright.optimizers import adapters, ema, groups, loss_scale, schedules
-from loopwright.run_folder import warm_start
-from loopwright.strategies import factories, reduction
-from loopwright.tools.exports import action as export
-from loopwright.tools.forensics import action as nonfinite
-from loopwright.tools.forensics import layers, spikes
-from loopwright.tools.trackers import csv_file, mlflow, prometheus, wandb
+import tensorflow as tf
 
-SECTIONS = (
-  ("run", running, "run"),
-  ("Trainer", trainer, "Trainer"),
-  ("Reduction", reduction, "Reduction"),
-  (
-    "Strategies",
-    factories,
-    "auto default one_device mirrored central_storage multi_worker_mirrored parameter_server tpu",
-  ),
-  ("Clusters", resolvers, "tf_config slurm"),
-  ("Loss scale", loss_scale, "none fixed dynamic"),
-  ("Warm start", warm_start, "WarmStart"),
-  ("Inputs", sources, "ImageFolderSource load_arrays"),
-  ("Mixtures", mixture, "Mixture"),
-  ("Optimizers", adapters, "without_decay"),
-  ("Groups of variables", groups, "grouped"),
-  ("Averages of weights", ema, "ema_warmup weight_averaging"),
-  (
-    "Schedules",
-    schedules,
-    "constant linear_warmup cosine_decay exponential_decay piecewise_constant by_epoch "
-    "scale_by_replicas times_replicas",
-  ),
-  ("Actions", best, "BestCheckpoint EarlyStopping"),
-  ("Exports", export, "Export"),
-  ("At NaN and infinity", nonfinite, "StopOnNonFinite"),
-  ("Spikes", spikes, "Spikes"),
-  ("Statistics of layers", layers, "LayerStatistics"),
-  ("Time", time_budget, "TimeBudget"),
-  ("Model FLOP/s and MFU", model_flops, "ModelFlops"),
-  ("Traces", profiling, "Profile"),
-  ("Pictures", show, "Show"),
-  ("TensorBoard", tensorboard, "TensorBoard"),
-  ("A table of the metrics", csv_file, "CSVFile"),
-  ("MLflow", mlflow, "MLflow"),
-  ("Weights & Biases", wandb, "WandB"),
-  ("Prometheus", prometheus, "Prometheus"),
-)
+from loopwright.actions.base import Action
+from loopwright.configurables import documentation, table
+from loopwright.configurables.values import wanted
+from loopwright.inputs.sources import Source, StreamSource
+from loopwright.optimizers.adapters import KerasOptimizer
+from loopwright.optimizers.loss_scale import LossScale
+from loopwright.optimizers.schedules import Schedule
+
+KINDS = {
+  "Strategies": (tf.distribute.Strategy,),
+  "Loss scale": (LossScale,),
+  "Inputs": (Source, StreamSource),
+  "Optimizers": (KerasOptimizer,),
+  "Averages and schedules": (Schedule,),
+  "Actions": (Action,),
+}
+"""Title of a section -> the classes of what is in it; other classes have a section of their own."""
+
+
+def ours() -> list[str]:
+  """Returns what a config can name of the framework: first what `run` always makes."""
+  table.register_all()
+  names = [name for name in table.selectors() if not name.startswith("gin.")]
+  home = {name: table.entry(name).wrapped.__module__ for name in names}
+  own = {n for n, of in home.items() if of.startswith("loopwright.") and ".tasks." not in of}
+  roots = [name for name in table.ROOTS if name in own and table.parameters(name)]
+  return [*roots, *sorted(own - {*table.ROOTS}, key=lambda name: (kind_of(name), name))]
+
+
+def kind_of(name: str) -> str:
+  """Returns the title of the section of a name."""
+  made = [each for each, _ in wanted(table.result(name))]
+  for title, classes in KINDS.items():
+    if any(issubclass(each, classes) for each in made):
+      return title
+  return name if name == "run" or made == [table.entry(name).wrapped] else "Others"
 
 
 def render() -> str:
   text = "# Options\n\nWritten by `python -m tests.support.option_tables`; a test keeps it true.\n"
-  for title, module, names in SECTIONS:
-    rows = [row for name in names.split() for row in rows_of(name, getattr(module, name))]
+  sections: dict[str, list[str]] = {}
+  for name in ours():
+    sections.setdefault(kind_of(name), []).extend(rows_of(name))
+  for title, rows in sections.items():
     table = "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
     text += f"\n## {title}\n\n{table}\n"
   return text
 
 
-def rows_of(name: str, target: type | types.FunctionType) -> list[str]:
+def rows_of(name: str) -> list[str]:
+  target = table.entry(name).wrapped
   told, summary = documentation.meanings(target), documentation.summary(target)
-  parameters = {
-    n: p for n, p in inspect.signature(target).parameters.items() if n not in GIVEN.get(name, {})
-  }
+  parameters: Mapping[str, inspect.Parameter] = table.parameters(name)
   rows = [
     f"| `{name}.{n}` | {default(p)} | {(told.get(n) or summary).replace('|', 'or')} |"
     for n, p in parameters.items()

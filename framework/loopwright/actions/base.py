@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
+from loopwright.declaration import free
 from loopwright.errors import ConfigError
 from loopwright.hooks import Output as Output
 from loopwright.hooks import StopTraining as StopTraining
@@ -91,12 +92,14 @@ class Action:
       called after these loops alone, whatever `run.steps_per_loop`; None calls it after each.
     changes_training: whether it changes what the run learns, such as a rate. If True, its options
       and where loops end may change only with --accept_changes.
+    may_change: whether options may change when a run goes on, unless it changes training.
     run: set by `bind`.
   """
 
   on: Literal["train", "eval", "both"]
   every_steps: int | None = None
   changes_training = False
+  may_change = free("counts from there on, over all evaluations in metrics.jsonl")
   run: Run
 
   def splits(self) -> tuple[str, ...]:

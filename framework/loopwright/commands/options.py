@@ -11,7 +11,7 @@ from loopwright.commands.arguments import Parsed, config_of, define_config_flags
 from loopwright.errors import ConfigError
 
 if TYPE_CHECKING:
-  from loopwright.configurables.documentation import Option
+  from loopwright.configurables.documentation import Setting
 
 _WIDTH = 100
 
@@ -41,7 +41,7 @@ def run(parsed: Parsed) -> int:
     if mistake.kind in ("reading", "imports"):
       raise mistake.error
   prefixes = tuple(values.prefix) or ("",)
-  found = [each for each in documentation.options(examination) if each.name.startswith(prefixes)]
+  found = [each for each in documentation.settings(examination) if each.name.startswith(prefixes)]
   if not found:
     raise ConfigError(f"no option begins with {' or '.join(map(repr, prefixes))}.")
   if values.json_schema:
@@ -51,7 +51,7 @@ def run(parsed: Parsed) -> int:
   return 0
 
 
-def lines(option: "Option") -> Iterator[str]:
+def lines(option: "Setting") -> Iterator[str]:
   """Yields an option with its value, then its type, its default if it has another, its meaning."""
   from loopwright.configurables import documentation
 

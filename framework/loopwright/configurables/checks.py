@@ -5,7 +5,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import gin
 
@@ -21,7 +21,8 @@ from loopwright.configurables.values import (
   spelled,
   wanted,
 )
-from loopwright.errors import ConfigError, require_integer, shown, suggest
+from loopwright.declaration import declared, require
+from loopwright.errors import ConfigError, shown, suggest
 from loopwright.host import redaction
 
 EXAMPLES = {
@@ -162,9 +163,9 @@ def _check_value(binding: Binding, graph: Graph) -> None:
     said = binding.told if value == binding.value else f"{binding.told}, or {shown(told)}"
     must = requirement(told, parameter.annotation)
     raise ConfigError(f"{binding} is {said}; it must be {must}")
-  if binding.name in table.ROOTS and isinstance(value, int) and _is_count(parameter.annotation):
-    bounds = {"at_least": 0, "at_most": 2**31 - 1} if binding.parameter in table.SEEDS else {}
-    require_integer(str(binding), value, **{"at_least": 1, **bounds})
+  option = declared(table.entry(binding.name).wrapped).get(binding.parameter)
+  if option is not None and not references(value):
+    require(str(binding), value, parameter.annotation, option)
 
 
 def _check_secret(binding: Binding) -> None:
@@ -185,10 +186,6 @@ def _check_secret(binding: Binding) -> None:
     return value
 
   map_references(binding.value, check, str)
-
-
-def _is_count(annotation: Any) -> bool:
-  return int in (annotation, *get_args(annotation))
 
 
 def _check_circle(binding: Binding, value: Any, graph: Graph) -> None:

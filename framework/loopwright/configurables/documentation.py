@@ -11,6 +11,7 @@ from loopwright.configurables import table
 from loopwright.configurables.examination import Examination
 from loopwright.configurables.reading import MACRO, scoped
 from loopwright.configurables.values import SEQUENCES, UNIONS, spelled
+from loopwright.declaration import declared
 from loopwright.errors import is_finite
 from loopwright.host import redaction
 
@@ -20,7 +21,7 @@ _FOREIGN = ("gin.", "official.")
 _NOTHING = object()
 
 
-class Option(NamedTuple):
+class Setting(NamedTuple):
   """One binding that a config can take.
 
   Attributes:
@@ -44,29 +45,27 @@ class Option(NamedTuple):
     return "any" if annotation is table.UNKNOWN else spelled(annotation)
 
 
-def options(examination: Examination) -> list[Option]:
-  """Returns every option of the registered names: first of those that the config uses (host)."""
+def settings(examination: Examination) -> list[Setting]:
+  """Returns every setting of the registered names: first of those that the config uses (host)."""
   table.register_all()
   uses = {(use.scope, use.name) for use in examination.graph.uses}
   uses |= {(each.scope, each.name) for each in examination.history if each.name != MACRO}
   names = [name for name in table.selectors() if not name.startswith(_FOREIGN)]
   used = sorted(uses, key=lambda use: (_place(use[1]), use[1], use[0]))
   rest = [("", name) for name in names if ("", name) not in uses]
-  return [
-    option for scope, name in (*used, *rest) for option in _options_of(scope, name, examination)
-  ]
+  return [each for scope, name in (*used, *rest) for each in _settings_of(scope, name, examination)]
 
 
 def _place(name: str) -> int:
   return table.ROOTS.index(name) if name in table.ROOTS else len(table.ROOTS)
 
 
-def _options_of(scope: str, name: str, examination: Examination) -> Iterator[Option]:
+def _settings_of(scope: str, name: str, examination: Examination) -> Iterator[Setting]:
   target = table.entry(name).wrapped
   values, told = examination.graph.values(scope, name), meanings(target)
   for parameter in table.parameters(name).values():
     value = values.get(parameter.name, _NOTHING)
-    yield Option(
+    yield Setting(
       name=f"{scoped(scope, name)}.{parameter.name}",
       parameter=parameter,
       meaning=told.get(parameter.name) or summary(target),
@@ -82,11 +81,12 @@ def summary(target: Any) -> str:
 
 
 def meanings(target: Any) -> dict[str, str]:
-  """Returns what the docstrings of a class or function say of its parameters."""
+  """Returns what declarations and docstrings of a class or function say of its parameters."""
   docs = [inspect.getdoc(target)]
   if inspect.isclass(target):
     docs.append(inspect.getdoc(target.__init__))
-  return {name: text for doc in docs for name, text in described_arguments(doc or "").items()}
+  said = {name: text for doc in docs for name, text in described_arguments(doc or "").items()}
+  return said | {name: each.meaning for name, each in declared(target).items() if each.meaning}
 
 
 def described_arguments(doc: str) -> dict[str, str]:
@@ -115,25 +115,26 @@ def default(parameter: inspect.Parameter) -> str:
   return repr(redaction.shown(parameter.name, value))
 
 
-def json_schema(found: list[Option]) -> dict[str, Any]:
+def json_schema(found: list[Setting]) -> dict[str, Any]:
   """Returns the JSON schema of an object name -> value; a reference or macro is a string."""
   return {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "A config of Loopwright: what a gin file binds",
     "type": "object",
-    "properties": {option.name: _property(option) for option in found},
+    "properties": {each.name: _property(each) for each in found},
     "patternProperties": {"^[^.]+$": {"description": "A macro."}, "/": {"description": "A scope."}},
     "additionalProperties": False,
     "$defs": {"reference": {"type": "string", "pattern": "^[@%]"}},
   }
 
 
-def _property(option: Option) -> dict[str, Any]:
-  schema = schema_of(option.parameter.annotation)
+def _property(setting: Setting) -> dict[str, Any]:
+  parameter = setting.parameter
+  schema = schema_of(parameter.annotation)
   either = schema if schema in ({}, REFERENCE) else {"anyOf": [schema, REFERENCE]}
-  value = redaction.shown(option.parameter.name, option.parameter.default)
+  value = redaction.shown(parameter.name, parameter.default)
   plain = value is None or isinstance(value, bool | str) or is_finite(value)
-  return {"description": option.meaning, **either, **({"default": value} if plain else {})}
+  return {"description": setting.meaning, **either, **({"default": value} if plain else {})}
 
 
 def schema_of(annotation: Any) -> dict[str, Any]:

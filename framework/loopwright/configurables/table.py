@@ -20,6 +20,7 @@ from gin.selector_map import SelectorMap
 
 from loopwright.configurables.imports import own_modules, uncollected
 from loopwright.configurables.reading import Reference
+from loopwright.declaration import signature
 from loopwright.errors import ConfigError, suggest
 from loopwright.host import lazy_keras
 from loopwright.registry import CONFIGURABLE, Entry, entries
@@ -59,9 +60,6 @@ GIVEN: Mapping[str, Mapping[str, str]] = {
   },
 }
 """Parameters that the caller passes itself, ignoring bindings, and what to do instead."""
-
-SEEDS = ("seed",)
-"""Whole numbers of `ROOTS` from 0 to 2**31 - 1; all others are counts of at least 1."""
 
 EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica_batch_size")}
 """Parameters of which exactly one must be set."""
@@ -161,7 +159,7 @@ def registry() -> Any:
 
 def entry(selector: str) -> Any:
   """Returns gin's entry for a selector: wrapped, wrapper, allowlist, denylist."""
-  return registry()[_load(*_matching(selector))]
+  return registry()[_load(*matching(selector))]
 
 
 def selectors() -> list[str]:
@@ -181,11 +179,11 @@ def find(name: str) -> str:
   Raises:
     ConfigError: there is nothing, or more than one thing, of this name.
   """
-  matches = _matching(name)
+  matches = matching(name)
   if not matches or any(_is_of("tf_keras", match) for match in matches):
     for package in OPTIMIZER_PACKAGES:
       _keras_classes(package)
-    matches = _matching(name)  # without those that tf_keras was only supposed to have
+    matches = matching(name)  # without those that tf_keras was only supposed to have
   matches = [match for match in matches if not match.startswith(YIELDING)] or matches
   if len(matches) == 1:
     return _selector(_load(matches[0]))
@@ -222,7 +220,7 @@ def inherited(selector: str) -> set[str] | None:
 def result(selector: str) -> Any:
   """Returns the type that calling it returns: the class or the return annotation, or `UNKNOWN`."""
   target = entry(selector).wrapped
-  return target if inspect.isclass(target) else _signature(target).return_annotation
+  return target if inspect.isclass(target) else signature(target).return_annotation
 
 
 def default_references(selector: str) -> dict[str, Reference]:
@@ -300,7 +298,8 @@ def _names_of(known: tuple[str, ...]) -> SelectorMap:
   return names
 
 
-def _matching(name: str) -> list[str]:
+def matching(name: str) -> list[str]:
+  """Returns the names in full that a name may stand for, registered or not."""
   return _names().matching_selectors(name)
 
 
@@ -350,11 +349,11 @@ def _where_it_may_be(name: str) -> str:
 
 def _named(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
   kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-  return {p.name: p for p in _signature(target).parameters.values() if p.kind in kinds}
+  return {p.name: p for p in signature(target).parameters.values() if p.kind in kinds}
 
 
 def _has_kwargs(target: Callable[..., Any]) -> bool:
-  kinds = [p.kind for p in _signature(target).parameters.values()]
+  kinds = [p.kind for p in signature(target).parameters.values()]
   return inspect.Parameter.VAR_KEYWORD in kinds
 
 
@@ -364,17 +363,9 @@ def _only_for_bases(init: Callable[..., Any]) -> bool:
     [made] = ast.parse(textwrap.dedent(inspect.getsource(init))).body
   except (OSError, TypeError, SyntaxError, ValueError):
     return False  # the source is not there
-  [name] = [n for n, p in _signature(init).parameters.items() if p.kind is p.VAR_KEYWORD]
+  [name] = [n for n, p in signature(init).parameters.items() if p.kind is p.VAR_KEYWORD]
   uses = [x for x in ast.walk(made) if isinstance(x, ast.Name) and x.id == name]
   calls = [x for x in ast.walk(made) if isinstance(x, ast.Call)]
   above = [x for x in calls if ast.unparse(x.func) == "super().__init__"]
   given = [k.value for x in above for k in x.keywords if k.arg is None]
   return len(uses) == 1 and uses == given
-
-
-@functools.cache
-def _signature(target: Callable[..., Any]) -> inspect.Signature:
-  try:
-    return inspect.signature(target, eval_str=True)
-  except Exception:  # An annotation that exists only for type checkers.
-    return inspect.signature(target)

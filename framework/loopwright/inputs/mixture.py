@@ -32,6 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.aliases import Batch
+from loopwright.declaration import Rule, may_change
 from loopwright.errors import ConfigError, is_integer, kind, require_integer, unknown
 from loopwright.inputs.checks import require
 from loopwright.inputs.ordering import examples_at, seed_of_part
@@ -194,6 +195,11 @@ class Shares:
       )
 
 
+@may_change(
+  Rule(
+    "asked", "reads that from there on, if the weights up to there stay; a part goes on where it is"
+  )
+)
 class Mixture(Source):
   """Several sources, each with its share of the examples; `Task.source` may return it.
 

@@ -21,6 +21,7 @@ import tensorflow as tf
 from absl import logging
 
 from loopwright.aliases import AnySource, Batch
+from loopwright.declaration import asked, may_change
 from loopwright.errors import ConfigError, is_integer, kind, require_integer
 from loopwright.graphs.autograph import as_written
 from loopwright.host import bounded
@@ -43,6 +44,8 @@ _AGAIN, _SAVE = "download it again", "save it again with numpy"
 _NUMPY_COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
+READS = asked("reads that from there on; the position in the data stays")
+
 
 class Source(abc.ABC):
   """Examples that can be read by index. Subclass it for your own indexed format.
@@ -63,6 +66,7 @@ class Source(abc.ABC):
     """
 
 
+@may_change(READS)
 class ArraySource(Source):
   """Arrays with one row per example; memory-mapped arrays are read row by row."""
 
@@ -120,6 +124,7 @@ class ArraySource(Source):
     return dict(zip(self._mapped, values, strict=True))
 
 
+@may_change(READS)
 class ImageFolderSource(Source):
   """Image files in one folder per class: <directory>/<class>/<file>.
 
@@ -246,6 +251,7 @@ class ImageFolderSource(Source):
     return require(~tf.reduce_any(other), images, message)
 
 
+@may_change(READS)
 class StreamSource:
   """Your own `tf.data.Dataset`, read in its own order.
 
@@ -366,6 +372,7 @@ def read_idx(path: str, *, max_bytes: int = bounded.MAX_BYTES) -> np.ndarray:
     return _idx(file, max_bytes)
 
 
+@may_change(READS)
 def load_arrays(path: str, *, max_bytes: int = bounded.MAX_BYTES) -> dict[str, np.ndarray]:
   """Loads an .npz file, or a folder of .npy files, as name -> array, for `ArraySource` (host).
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 import tf_keras
 
 from loopwright.aliases import Gradient, Variable
+from loopwright.declaration import COUNTS, may_change
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
 from loopwright.models import models
@@ -279,6 +280,7 @@ _BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
 """Around a name: Keras searches the pattern in the whole path, such as block/bias/replica_1:0."""
 
 
+@may_change(COUNTS)
 def without_decay(*, of: OptimizerFactory, names: Sequence[str]) -> KerasOptimizer:
   """Returns another factory's optimizer, without weight decay for some variables.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from loopwright.aliases import Model, TensorLike, Variable
+from loopwright.declaration import COUNTS, asked, may_change
 from loopwright.errors import ConfigError, is_finite, require_integer, shown
 from loopwright.models import models
 from loopwright.optimizers import schedule_free
@@ -142,6 +143,7 @@ def _average(average: tf.Variable, y: tf.Tensor, z: tf.Tensor, beta: float) -> N
   average.assign((y - (1.0 - beta) * z) / beta)
 
 
+@may_change(COUNTS)
 def ema_warmup(*, decay: float) -> Schedule:
   """A decay that rises from 0.1 to `decay`: min(decay, (1 + t) / (10 + t)) after t steps.
 
@@ -158,6 +160,7 @@ def ema_warmup(*, decay: float) -> Schedule:
   return Schedule(lambda step: tf.minimum(tf.cast(decay, step.dtype), (1.0 + step) / (10.0 + step)))
 
 
+@may_change(asked("counts from there on; what was averaged keeps its share"))
 def weight_averaging(*, start_step: int, every_steps: int = 1) -> Schedule:
   """The mean of the weights after `start_step` steps and each `every_steps` more; before, the last.
 

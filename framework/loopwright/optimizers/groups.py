@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from loopwright.aliases import TensorLike, Variable
+from loopwright.declaration import COUNTS, may_change
 from loopwright.errors import ConfigError, is_finite, unknown
 from loopwright.host import lazy_keras
 from loopwright.models import models
@@ -31,6 +32,7 @@ _AT_FIRST = ("initial_accumulator_value",)
 Options = Mapping[str, float]
 
 
+@may_change(COUNTS)
 def grouped(
   *, of: Callable[[], KerasOptimizer], groups: Mapping[str, Mapping[str, float]]
 ) -> KerasOptimizer:

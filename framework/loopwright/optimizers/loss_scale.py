@@ -5,20 +5,26 @@ The finite check for `update` uses reduced gradients, so all replicas decide ali
 """
 
 from collections.abc import Callable
+from typing import Annotated
 
 import keras
 import tensorflow as tf
 import tf_keras  # executed when something of it is used
 
+from loopwright.declaration import COUNTS, Rule
 from loopwright.errors import ConfigError, require_integer, require_positive
 from loopwright.host import lazy_keras
 
 LARGEST_SCALE = 2.0**127
 """The largest power of two in float32; the scale does not grow further."""
 
+_FIRST = Rule("no", "it is the first scale; the checkpoint has the scale in force")
+
 
 class LossScale(tf.Module):
   """No loss scaling, a constant scale of 1; the base class of the others."""
+
+  may_change = COUNTS
 
   def value(self) -> tf.Tensor | float:
     """Returns the scale, a float32 scalar (any context)."""
@@ -144,7 +150,7 @@ def fixed(*, scale: float = 1024.0) -> LossScale:
 
 def dynamic(
   *,
-  initial: float = 2.0**15,
+  initial: Annotated[float, _FIRST] = 2.0**15,
   growth_steps: int = 2000,
   factor: float = 2.0,
   floor: float = 1.0,

@@ -20,6 +20,7 @@ import tensorflow as tf
 import tf_keras
 
 from loopwright.aliases import TensorLike
+from loopwright.declaration import SCHEDULE, may_change
 from loopwright.errors import ConfigError, is_finite, require_integer, require_positive, shown
 from loopwright.host import lazy_keras
 
@@ -34,6 +35,8 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
 
   It is a schedule of tf_keras too, from the moment at which tf_keras is executed.
   """
+
+  may_change = SCHEDULE
 
   def __init__(
     self, function: ScheduleFunction, *, config: Mapping[str, Any] | None = None
@@ -347,6 +350,7 @@ def scale_by_replicas(*, schedule: Schedule | float) -> Schedule:
   return scaled(of=schedule, factor=replicas)
 
 
+@may_change(SCHEDULE)
 def times_replicas(*, value: float) -> float:
   """A number, such as `exponential_decay.initial`, times the number of replicas.
 

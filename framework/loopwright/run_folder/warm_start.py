@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from loopwright.aliases import Model, Variable
+from loopwright.declaration import AT_THE_START
 from loopwright.errors import ConfigError, suggest, unknown
 from loopwright.host import bounded
 from loopwright.models import models
@@ -99,6 +100,8 @@ class WarmStartReport:
 
 class WarmStart:
   """Weights for a new run to begin with; a run that continues from its checkpoint ignores them."""
+
+  may_change = AT_THE_START
 
   def __init__(
     self,

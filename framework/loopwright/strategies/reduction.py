@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from loopwright.declaration import asked
 from loopwright.errors import ConfigError, unknown
 from loopwright.graphs.autograph import as_written
 from loopwright.strategies import placement
@@ -26,6 +27,8 @@ _GROUP = 8
 
 class Reduction:
   """All-reduces (SUM) gradients and scalars over the replicas of the current strategy."""
+
+  may_change = asked("sums with it from there on")
 
   def __init__(
     self,

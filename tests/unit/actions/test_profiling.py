@@ -21,12 +21,11 @@ STEPS, LOOP = 12, 5
 
 def train(folder, strategy, *actions, steps=STEPS):
   trainer = everything.make_trainer(strategy)
-  cadence = Cadence(
-    train_steps=steps, steps_per_loop=LOOP, checkpoint_every_steps=100, keep_checkpoints=10
-  )
+  cadence = Cadence(train_steps=steps, steps_per_loop=LOOP, checkpoint_every_steps=100)
   made = Session(
-    trainer=trainer, place=Opened(str(folder), str(folder)), cadence=cadence, actions=list(actions)
-  )
+    trainer=trainer, place=Opened(str(folder), str(folder)), cadence=cadence, keep_checkpoints=10,
+    actions=list(actions),
+  )  # fmt: skip
   made.restore()
   made.go("train")
   return trainer

@@ -224,7 +224,7 @@ def test_every_option_has_a_rule_and_is_tried():
   names = [f"{of}.{p}" for of in ("run", "Trainer", "Reduction", "fixed")
            for p in table.parameters(of)]  # fmt: skip
   assert not {*names} - tried, "add a case to OPTIONS"
-  found = documentation.options(configurables.examine([], []))
+  found = documentation.settings(configurables.examine([], []))
   modules = {o.name: table.entry(o.name.rpartition(".")[0]).wrapped.__module__ for o in found}
   of_tasks = {name for name, of in modules.items() if of.startswith("loopwright.tasks.")}
   starts = ("loopwright.", "keras.", "tf_keras.")

@@ -126,10 +126,9 @@ def test_parameter_servers_are_refused(tmp_path, monkeypatch):
 
 
 def session(trainer, folder, steps):
-  cadence = Cadence(
-    train_steps=steps, steps_per_loop=2, checkpoint_every_steps=4, keep_checkpoints=10
-  )
-  made = Session(trainer=trainer, place=Opened(str(folder), str(folder)), cadence=cadence)
+  cadence = Cadence(train_steps=steps, steps_per_loop=2, checkpoint_every_steps=4)
+  place = Opened(str(folder), str(folder))
+  made = Session(trainer=trainer, place=place, cadence=cadence, keep_checkpoints=10)
   made.restore()
   return made
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from loopwright.declaration import COMPUTES_THERE, may_change
 from loopwright.errors import ConfigError, is_integer
 from loopwright.host import nvidia
 from loopwright.kinds.workers.identity import ClusterResolver
@@ -21,6 +22,7 @@ _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})", re.AS
 _SHOWN = 100
 
 
+@may_change(COMPUTES_THERE)
 def tf_config() -> ClusterResolver:
   """Reads the cluster from TF_CONFIG, which Kubeflow, Vertex AI, Ray and local clusters set.
 
@@ -113,6 +115,7 @@ class _Slurm(tf.distribute.cluster_resolver.SlurmClusterResolver):
     return {"GPU": len(tf.config.get_visible_devices("GPU"))}
 
 
+@may_change(COMPUTES_THERE)
 def slurm(*, port_base: int = 8888, gpus_per_node: int | None = None) -> ClusterResolver:
   """Reads the cluster of a Slurm job: one worker per task of the step that `srun` started.
 

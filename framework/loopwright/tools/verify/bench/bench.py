@@ -28,6 +28,7 @@ from loopwright.inputs.parts import of_one_shape, prefixes
 from loopwright.inputs.sources import eval_sets
 from loopwright.models import models
 from loopwright.optimizers.adapters import prefix
+from loopwright.options import Precision
 from loopwright.run_folder import assets
 from loopwright.step import Step
 from loopwright.strategies import placement
@@ -67,7 +68,7 @@ class Subject(Recipe):
   """
 
   task: Callable[[], Task]
-  precision: str = "float32"
+  precision: Precision = "float32"
   steps_per_loop: int = 100
   mesh: Callable[[], tf.distribute.Strategy] | None = None
   mesh_size: int = 1
