@@ -66,6 +66,11 @@ def records(folder: Path, split: str) -> list[dict]:
   ]
 
 
+def reached(folder: Path) -> int:
+  """Returns the last step of training in metrics.jsonl, 0 without one."""
+  return max((record["step"] for record in records(folder, "train")), default=0)
+
+
 def different_best(folder: Path, reference: Path) -> list[str]:
   """Compares best.json, but for the checkpoint's name, and the checkpoints that it names."""
   ours, theirs = (best(f) or {} for f in (folder, reference))

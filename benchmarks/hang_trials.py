@@ -1,20 +1,14 @@
-"""Does a hang name itself? Plants one in a run of two workers, and reads the one line.
+"""Hangs that name themselves: a run of two workers with one planted, and the line it ends with.
 
-    python -m benchmarks.hang_trials
-    python -m benchmarks.hang_trials "host function" disk
-
-Each run must end by itself, with a line that names the worker and what it hangs in. The disk that
-blocks is a pipe that nobody reads, in place of the checkpoint's file.
+tests/clusters/test_hangs.py has each kind. The disk that blocks is a pipe that nobody reads, in
+place of the checkpoint's file.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -51,24 +45,3 @@ def trial(kind: str, folder: str) -> tuple[int, str]:
   )  # fmt: skip
   lines = [line for line in done.stderr.splitlines() if "WARNING: hang: worker" in line]
   return done.returncode, lines[0] if lines else done.stderr[-2000:]
-
-
-def main() -> None:
-  """Prints each line, and exits with 1 if one is not as expected."""
-  parser = argparse.ArgumentParser()
-  parser.add_argument("kinds", nargs="*", default=[*EXPECTED])
-  wrong = 0
-  for kind in parser.parse_args().kinds:
-    with tempfile.TemporaryDirectory() as folder:
-      status, line = trial(kind, folder)
-      names = bool(re.search(EXPECTED[kind], line)) and status == 1
-      wrong += not names
-      print(f"{'named' if names else f'NOT NAMED (status {status})'}: {kind}: {line}", flush=True)
-      if not names:
-        for path in sorted(Path(folder, "run").glob("flight/*")):
-          print(path.name, path.read_text()[-1500:])
-  sys.exit(int(wrong > 0))
-
-
-if __name__ == "__main__":
-  main()

@@ -1,23 +1,16 @@
-"""Is a slow worker named, and does it cost what the cost model says? Slows one of two workers.
+"""A slow worker that is named: a run of two workers of which one sleeps, and what it tells.
 
-    python -m benchmarks.straggler_trials
-    python -m benchmarks.straggler_trials --phases input --factors 1 2 4
-
-The forward pass of each worker sleeps for 20 ms, that of worker 1 so many times longer; or its
-input does, which the pipeline makes ahead. A step must take what an even step takes, and what
-worker 1 sleeps more (docs/scaling.md), or as long as its input; and from a factor of 1.3 on one
-line must name worker 1 and the phase.
+The forward pass of each worker sleeps, or its input, which the pipeline makes ahead.
+tests/clusters/test_hangs.py has a case.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -30,10 +23,8 @@ import tensorflow as tf
 import loopwright
 from loopwright import ArraySource, Batch, Loss, Task
 from loopwright.run_folder import layout, legs, paces
-from loopwright.stragglers import WHILE_S
 
 REPOSITORY = Path(__file__).parents[1]
-BASE_S = 0.02
 PHASES = {"compute": paces.COMPUTE, "input": paces.INPUT}
 
 
@@ -119,43 +110,3 @@ def trial(folder: str, slowed: dict[str, list[float]], *, steps: int) -> Told:
   log = Path(folder, layout.METRICS).read_text().splitlines()
   rates = [json.loads(line)["steps_per_second"] for line in log]
   return Told(times, paces.slow(last), told[0] if told else "", 1 / statistics.median(rates))
-
-
-def main() -> None:
-  """Prints a row for each factor, and exits with 1 if a line is missing or wrong."""
-  parser = argparse.ArgumentParser()
-  parser.add_argument("--factors", type=float, nargs="+", default=[1, 1.2, 1.5, 2, 4])
-  parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-  parser.add_argument("--seconds", type=float, default=WHILE_S + 15, help="of each run")
-  asked = parser.parse_args()
-  print("| slowed | factor | step, ms | predicted, ms | error | worker 1 to 0 | the line |")
-  print(f"|{'---|' * 7}")
-  wrong, even_s = 0, 0.0
-  for phase in asked.phases:
-    for factor in asked.factors:
-      other = {each: [0.0, 0.0] for each in PHASES}
-      slowed = {**other, "compute": [BASE_S, BASE_S]}
-      slowed[phase][1] = factor * BASE_S
-      if factor == 1 and phase != asked.phases[0]:
-        continue
-      with tempfile.TemporaryDirectory() as folder:
-        steps = 10 * round(asked.seconds / (BASE_S * factor) / 10)
-        told = trial(folder, slowed, steps=steps)
-      even_s = even_s or told.step_s
-      predicted_s = even_s + (factor - 1) * BASE_S
-      if phase == "input":  # made while the step before computes
-        predicted_s = max(even_s, factor * BASE_S)
-      own = [sum(told.times[w][p].p50 for p in PHASES.values()) for w in (0, 1)]
-      named = f"worker 1 on {os.uname().nodename} is slow, mostly in {phase}" in told.line
-      expected = own[1] >= paces.RATIO * own[0]
-      wrong += named != expected
-      error = f"{100 * (predicted_s / told.step_s - 1):+.1f} %"
-      print(
-        f"| {phase} | {factor:g} | {1e3 * told.step_s:.1f} | {1e3 * predicted_s:.1f} | {error} | "
-        f"{own[1] / own[0]:.2f} | {'named' if named else told.line or 'none'} |", flush=True,
-      )  # fmt: skip
-  sys.exit(int(wrong > 0))
-
-
-if __name__ == "__main__":
-  main()

@@ -1,4 +1,4 @@
-"""deploy/slurm.sh under a real Slurm on this machine: the small benchmarks/slurm_trials.py."""
+"""deploy/slurm.sh under a real Slurm on this machine."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from test_multi_worker import BATCH, CONFIG, RATE, SUPPORT, reference
 
-from benchmarks import slurm_trials
+from benchmarks import slurm as real
 from loopwright import ArraySource
 from loopwright.inputs import datasets
 
@@ -40,10 +40,10 @@ WANTS_OTHERS = "this job wants other nodes"
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-  if reason := slurm_trials.available():
+  if reason := real.available():
     pytest.skip(f"no Slurm can be started: {reason}")
   monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{SUPPORT}")
-  with slurm_trials.Slurm(tmp_path / "slurm", nodes=2) as started:
+  with real.Slurm(tmp_path / "slurm", nodes=2) as started:
     yield started
 
 
@@ -52,7 +52,7 @@ def submit(slurm, folder):
   text = CONFIG.format(folder=folder, rate=RATE, batch=BATCH, steps=STEPS)
   config = folder / "config.gin"
   config.write_text("import gated\n" + text.replace("@Keeper()", "@Keeper(), @Gated()"))
-  return slurm.submit(folder / "run", config=config, options=OPTIONS)
+  return slurm.submit(folder / "run", config, OPTIONS)
 
 
 def expected():
@@ -78,7 +78,7 @@ def test_a_killed_task_and_a_node_that_is_drained_and_returns_cost_nothing(slurm
   [secret] = job.secrets()
   assert (secret.stat().st_mode & 0o777, len(secret.read_text())) == (0o600, 64)
   os.kill(job.task(1), signal.SIGKILL)
-  slurm_trials.wait_until(lambda: "restarting all workers, attempt 1" in job.log() or job.ended())
+  real.wait_until(lambda: "restarting all workers, attempt 1" in job.log() or job.ended())
   assert change(8, "NodeName=n2", "State=DRAIN", "Reason=test") == 2
   assert change(16, "NodeName=n2", "State=RESUME") == 1
   assert (job.wait(), job.field("Restarts")) == ("COMPLETED", "2"), job.log()
