@@ -85,17 +85,39 @@ def pytest_collection_finish() -> None:
   gc.set_threshold(50_000, 20, 50)  # traces make many objects that last
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_left():
-  """Undoes after each file what `run` sets for the whole process; the next would run with it."""
+@pytest.fixture(autouse=True)
+def process_restored():
+  """Takes back what a run sets for the whole process; the next test would run with it."""
+  path, environment = [*sys.path], dict(os.environ)
   yield
   from tensorflow.python.data.ops import debug_mode
   from tensorflow.python.framework import config
 
+  sys.path[:] = path
+  os.environ.clear()
+  os.environ.update(environment)
   config.disable_op_determinism()  # run.deterministic
   debug_mode.toggle_debug_mode(False)  # run.eager
   if gin := sys.modules.get("gin"):  # what it has bound are the arguments of `run`
     gin.clear_config()
+  keras = sys.modules.get("keras")
+  if keras and keras.config.dtype_policy().name != "float32":
+    set_precision("float32")
+
+
+def set_precision(name):
+  """Sets the dtype policy of both generations of Keras."""
+  import keras
+  import tf_keras
+
+  keras.config.set_dtype_policy(name)
+  tf_keras.mixed_precision.set_global_policy(name)
+
+
+@pytest.fixture
+def policy():
+  """Sets the dtype policy of a test."""
+  return set_precision
 
 
 @pytest.fixture

@@ -56,10 +56,6 @@ def meet(monkeypatch, addresses, facts, *, timeout_s=10.0, come=None):
 ALIKE = {"run.seed": "1", "version of keras": "3.15.1"}
 
 
-def test_workers_that_are_alike_pass(monkeypatch, addresses):
-  assert meet(monkeypatch, addresses, [ALIKE] * 3) == [None, None, None]
-
-
 @pytest.fixture
 def secret(monkeypatch):
   monkeypatch.setenv("LOOPWRIGHT_CLUSTER_SECRET", "a secret of the cluster")
@@ -292,13 +288,6 @@ def test_leaving_a_chief_that_is_stopped_comes_to_an_end(monkeypatch):
   cluster.WorkerCluster(strategy=tf.distribute.get_strategy(), index=1, peers=peers).leave()
   assert not stopped.is_set()
   stopped.set()
-
-
-def test_tf_config_is_read(monkeypatch):
-  config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
-  monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-  peers, place = cluster.workers(resolvers.tf_config())
-  assert ([str(peer) for peer in peers], place) == (["worker-0 (a:1)", "worker-1 (b:2)"], 1)
 
 
 WORKERS = {"worker": ["a:1", "b:2"]}

@@ -88,23 +88,19 @@ def test_it_trains_with_the_slurm_resolver(slurm):
   assert call.endswith(f"--gin_param=slurm.port_base = {10000 + 321 * 16}")
 
 
-def test_a_saved_run_goes_back_into_the_queue(slurm):
-  status, calls, requeued = slurm(75)
-  assert (status, len(calls), requeued) == (75, 1, "requeue 4321\n")
-
-
-def test_a_mistake_ends_the_job(slurm):
-  status, calls, _ = slurm(2)
-  assert (status, len(calls)) == (2, 1)
-
-
-def test_a_failure_is_tried_again(slurm):
-  assert len(slurm(1, 1, 0)[1]) == 3
-
-
-def test_but_not_for_ever(slurm):
-  status, calls, _ = slurm(1, 1, 1, restarts=2)
-  assert (status, len(calls)) == (1, 3)
+@pytest.mark.parametrize(
+  ("statuses", "restarts", "status", "tries", "queued"),
+  [
+    ([75], 3, 75, 1, "requeue 4321\n"),
+    ([2], 3, 2, 1, ""),
+    ([1, 1, 0], 3, 0, 3, ""),
+    ([1, 1, 1], 2, 1, 3, ""),
+  ],
+  ids=["saved", "a mistake", "failures are tried again", "but not for ever"],
+)
+def test_what_the_job_does_with_a_status(slurm, statuses, restarts, status, tries, queued):
+  ended, calls, requeued = slurm(*statuses, restarts=restarts)
+  assert (ended, len(calls), requeued) == (status, tries, queued)
 
 
 LOOKS = {
@@ -360,11 +356,6 @@ def test_a_typo_does_not_fit():
 
 @pytest.mark.parametrize("name", JOBS)
 class TestJob:
-  @pytest.fixture(autouse=True)
-  def _clean(self):
-    yield
-    gin.clear_config()
-
   def test_launch_takes_its_command(self, name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # the image's WORKDIR is the repository, see below
     for pod in pods(name).values():

@@ -1,6 +1,5 @@
 """A run that was stopped, killed or robbed of its last checkpoint ends as an undisturbed one."""
 
-import json
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 import everything
 import pytest
 import tensorflow as tf
+from runs import records
 
 import launch
 from loopwright import errors
@@ -116,9 +116,8 @@ def folder(whole, tmp_path):
 def log_of(folder):
   """The records of metrics.jsonl, without what is a time."""
   times = ("wall_time", "steps_per_second", "examples_per_second", "input_wait_s")
-  path = folder / "metrics.jsonl"
-  records = map(json.loads, path.read_text().splitlines() if path.exists() else [])
-  return [{k: v for k, v in record.items() if k not in times} for record in records]
+  found = records(folder) if (folder / "metrics.jsonl").exists() else []
+  return [{k: v for k, v in record.items() if k not in times} for record in found]
 
 
 def final(folder):
@@ -175,22 +174,6 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(scene, whole, folder
   (folder / "metrics.jsonl").write_text("".join(x for x in lines if '"eval"' not in x))
   scene.run(folder)
   assert log_of(folder) == log_of(whole)
-
-
-def test_a_finished_run_has_nothing_to_do(scene, folder):
-  before = {
-    p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and "tfevents" not in p.name
-  }
-  results = scene.run(folder)
-  assert all(path.read_bytes() == content for path, content in before.items())
-  assert results["loss"] == log_of(folder)[-1]["loss"]
-
-
-def test_evaluating_again_gives_the_same(scene, folder):
-  expected = log_of(folder)[-1]
-  scene.run(folder, mode="evaluate")
-  assert log_of(folder)[-1] == expected
-  assert expected["split"] == "eval"
 
 
 def test_nothing_is_retraced(scene, whole, tmp_path):
@@ -258,20 +241,6 @@ def stop(output):
 
 def fail(output):
   raise ZeroDivisionError("a bug")
-
-
-@pytest.mark.parametrize("on", ["train", "eval"])
-def test_what_an_action_stopped_at_is_reported_and_saved(scene, whole, tmp_path, capsys, on):
-  scene.run(tmp_path, actions=[At(6, stop, on)])
-  out, err = capsys.readouterr()
-  assert "stopped at step 6: enough" in err
-  assert out.startswith("stopped: step 6 | ")
-  expected = [r for r in log_of(whole) if r["step"] < 6 or (r["step"] == 6 and r["split"] <= on)]
-  expected = [
-    r for r in log_of(whole) if r["step"] <= 6 and (on == "eval" or r["split"] == "train")
-  ]
-  assert log_of(tmp_path) == expected
-  assert steps_saved(tmp_path) == [4, 6]
 
 
 def test_a_run_that_was_stopped_early_stays_so(scene, tmp_path, capsys):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from places import PLACES, strategy_of
+from runs import make_trainer
 
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
@@ -76,19 +77,9 @@ def in_numpy(batches, bad_step=-1):
 
 
 def trainer_of(task, strategy, batch_size=ROWS, **options):
-  source = ArraySource(features={"x": X})
-
-  def data(position):
-    return datasets.train_dataset(
-      source, global_batch_size=batch_size, pad_multiple=trainer.batch_multiple, position=position
-    )
-
+  task.source = lambda split: ArraySource(features={"x": X})
   sgd = dict.fromkeys(["fast", "rare"], lambda: keras.optimizers.SGD(RATE))
-  trainer = Trainer(
-    task=task, strategy=strategy, dataset_fn=data, global_batch_size=batch_size, optimizer=sgd,
-    **options,
-  )  # fmt: skip
-  return trainer
+  return make_trainer(task, strategy, batch=batch_size, optimizer=sgd, **options)
 
 
 def padded_batches(multiple):

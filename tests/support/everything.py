@@ -7,7 +7,7 @@ average, and in the model itself the stream of example ids that it was trained o
 import keras
 import numpy as np
 import tensorflow as tf
-import tf_keras
+from toys import KERAS
 
 from loopwright import metrics, task
 from loopwright.inputs import datasets
@@ -16,7 +16,6 @@ from loopwright.optimizers import loss_scale
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.trainer import Trainer
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 EXAMPLES, BATCH, OVERFLOW_EVERY, SEED = 30, 12, 17, 5
 
 

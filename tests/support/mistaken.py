@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import loopwright
-from loopwright import ArraySource, Loss, StreamSource, Task, weighted_sum
+from loopwright import ArraySource, Loss, StreamSource, Task
 
 X = np.random.default_rng(0).normal(size=[10, 3]).astype(np.float32)
 Y = X.sum(axis=1)
@@ -63,25 +63,8 @@ def linear():
 
 
 @loopwright.register
-def wider():
-  return keras.Sequential([keras.Input([3]), keras.layers.Dense(4), keras.layers.Dense(1)])
-
-
-@loopwright.register
 def no_model():
   keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-
-
-@loopwright.register
-def unbuilt_model():
-  return keras.Sequential([keras.layers.Dense(1)])
-
-
-@loopwright.register
-def frozen_model():
-  model = linear()
-  model.trainable = False
-  return model
 
 
 # Sources.
@@ -97,28 +80,8 @@ def unequal_features():
 
 
 @loopwright.register
-def no_rows():
-  return ArraySource(features={"x": X[:0], "y": Y[:0]})
-
-
-@loopwright.register
-def no_source():
-  points()
-
-
-@loopwright.register
 def bare_dataset():
   return tf.data.Dataset.from_tensor_slices({"x": X, "y": Y})
-
-
-@loopwright.register
-def stream_of_tuples():
-  return StreamSource(dataset=tf.data.Dataset.from_tensor_slices((X, Y)))
-
-
-@loopwright.register
-def stream_of_batches():
-  return StreamSource(dataset=bare_dataset().batch(5))
 
 
 @loopwright.register
@@ -154,27 +117,6 @@ def dropping_rows(batch):
   return {name: value[:2] for name, value in batch.items()}
 
 
-@loopwright.register
-def filtering_rows(batch):
-  keep = batch["y"] > 0
-  return {name: tf.boolean_mask(value, keep) for name, value in batch.items()}
-
-
-@loopwright.register
-def dropping_weight(batch):
-  return {"x": batch["x"], "y": batch["y"]}
-
-
-@loopwright.register
-def returning_nothing(batch):
-  batch["x"] = batch["x"] * 2
-
-
-@loopwright.register
-def weighting_nothing(batch):
-  return {**batch, "weight": tf.zeros_like(batch["weight"])}
-
-
 # Outputs.
 
 
@@ -207,18 +149,8 @@ def column_of_squares(outputs, batch):
 
 
 @loopwright.register
-def unsummed_squares(outputs, batch):
-  return Loss(tf.square(outputs[:, 0] - batch["y"]), batch["weight"])
-
-
-@loopwright.register
 def short_weight(outputs, batch):
   return Loss.from_examples(tf.square(outputs[:, 0] - batch["y"]), batch["weight"][:1])
-
-
-@loopwright.register
-def no_loss(outputs, batch):
-  squares(outputs, batch)
 
 
 @loopwright.register
@@ -249,36 +181,3 @@ def mismatched(outputs, batch):
 @loopwright.register
 def mean_error(outputs, batch):
   return {"error": tf.reduce_mean(tf.abs(outputs[:, 0] - batch["y"]))}
-
-
-@loopwright.register
-def vector_metric(outputs, batch):
-  return {"error": (tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])}
-
-
-@loopwright.register
-def named_step(outputs, batch):
-  return {"step": weighted_sum(tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])}
-
-
-@loopwright.register
-def named_loss(outputs, batch):
-  return {"loss": weighted_sum(tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])}
-
-
-@loopwright.register
-def unnamed_metric(outputs, batch):
-  return weighted_sum(tf.abs(outputs[:, 0] - batch["y"]), batch["weight"])
-
-
-# Optimizers.
-
-
-@loopwright.register
-def scaled_adam():
-  return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
-
-
-@loopwright.register
-def no_optimizer():
-  keras.optimizers.Adam()

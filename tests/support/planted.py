@@ -2,15 +2,15 @@
 
 import keras
 import numpy as np
+import runs
 import tensorflow as tf
-import tf_keras
+from toys import KERAS
 
 import loopwright
-from loopwright import ArraySource, Loss, StreamSource, Task, Trainer
+from loopwright import ArraySource, Loss, StreamSource, Task
 from loopwright.graphs import randomness
 from loopwright.inputs import datasets
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 EXAMPLES, BATCH, SEED = 96, 8, 3
 LOSSES = ("loss", "layer")
 VARIABLES = (
@@ -99,15 +99,5 @@ def make_trainer(strategy, task, **options):
   """Returns a trainer, from the same initial weights each time."""
   keras.backend.clear_session(free_memory=False)  # or names would count up
   randomness.seed_everything(1)
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=BATCH, pad_multiple=trainer.batch_multiple,
-      seed=SEED, position=position,
-    ),
-    global_batch_size=BATCH,
-    seed=SEED,
-    **{"optimizer": KERAS[task.library].optimizers.Adam, "ema_decay": 0.9, **options},
-  )  # fmt: skip
-  return trainer
+  given = {"optimizer": KERAS[task.library].optimizers.Adam, "ema_decay": 0.9, **options}
+  return runs.make_trainer(task, strategy, batch=BATCH, data={"seed": SEED}, seed=SEED, **given)

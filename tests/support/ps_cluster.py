@@ -26,6 +26,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
+import toys
+from toys import KERAS
 
 from loopwright import running as runs
 from loopwright.errors import mistake
@@ -41,13 +43,11 @@ from loopwright.observers import Observer
 from loopwright.optimizers import loss_scale
 from loopwright.strategies import factories, placement
 from loopwright.strategies.cluster import ClusterError
-from loopwright.task import Task
 from loopwright.tools import local_cluster
 from loopwright.trainer import Trainer
 
 WORKERS, SERVERS = 3, 2
 BATCH, EXAMPLES, FEATURES = 8, 203, 3
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 
 
 def data():
@@ -57,7 +57,7 @@ def data():
   return {"x": x, "y": y, "weight": rng.uniform(0.5, 2.0, EXAMPLES).astype(np.float32)}
 
 
-class Linear(Task):
+class Linear(toys.Regression):
   """x @ kernel, in a model of each kind."""
 
   def __init__(self, *, kind="keras", repeats=1):
@@ -68,9 +68,7 @@ class Linear(Task):
       module = tf.Module()
       module.kernel = tf.Variable(tf.zeros([FEATURES, 1]))
       return module
-    library = KERAS[self.kind]
-    dense = library.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    return library.Sequential([library.Input([FEATURES]), dense])
+    return toys.linear(np.zeros(FEATURES), KERAS[self.kind])
 
   def source(self, split):
     return ArraySource(features={n: np.concatenate([v] * self.repeats) for n, v in data().items()})
@@ -78,10 +76,7 @@ class Linear(Task):
   def forward(self, batch, training):
     if self.kind == "module":
       return (batch["x"] @ self.model.kernel)[:, 0]
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return super().forward(batch, training)
 
   def metrics(self, outputs, batch):
     real = tf.cast(batch["example_id"] >= 0, tf.float32)

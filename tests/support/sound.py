@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import reviews
 import tensorflow as tf
-import tf_keras
+from toys import KERAS
 
 from loopwright import ArraySource, Loss, Task, weighted_sum
 from loopwright.optimizers import schedules
@@ -14,7 +14,6 @@ from loopwright.tasks import image_classification, text_classification
 from loopwright.tasks.gan import Gan
 from loopwright.tools.verify.bench.bench import Subject
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[30, 6]).astype(np.float32)
 WORDS = RNG.integers(0, 11, size=[30, 5]).astype(np.int32)

@@ -6,6 +6,7 @@ import io
 import keras
 import numpy as np
 import pytest
+import runs
 import tensorflow as tf
 from places import central_storage
 
@@ -24,7 +25,6 @@ from loopwright.tasks.image_classification import ImageData, cnn, mlp
 from loopwright.tasks.maml import SinusoidMaml
 from loopwright.tasks.sam import SharpClassification
 from loopwright.tasks.vae import Vae, negative_log_likelihood
-from loopwright.trainer import Trainer
 
 EXAMPLES, CLASSES, RATE = 21, 4, 0.05
 # Their losses are large: of a larger rate, ten steps amplify rounding.
@@ -106,17 +106,11 @@ def make_trainer(task, *, strategy=None, batch=7, dataset_fn=None, optimizer=Non
   keras.utils.set_random_seed(1)
   several = isinstance(task, WassersteinGan)
   sgd = optimizer or (lambda: keras.optimizers.SGD(RATES.get(type(task), RATE)))
-  trainer = Trainer(
-    task=task,
-    strategy=strategy or tf.distribute.get_strategy(),
-    dataset_fn=dataset_fn or (lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
-      position=position, preprocess=task.preprocess,
-    )),
-    global_batch_size=batch,
-    optimizer=dict.fromkeys(("generator", "discriminator"), sgd) if several else sgd,
-    **options,
+  trainer = runs.make_trainer(
+    task, strategy or tf.distribute.get_strategy(), batch=batch,
+    optimizer=dict.fromkeys(("generator", "discriminator"), sgd) if several else sgd, **options,
   )  # fmt: skip
+  trainer.dataset_fn = dataset_fn or trainer.dataset_fn
   return trainer
 
 
@@ -126,13 +120,9 @@ def train(trainer, steps):
 
 def trained(trainer):
   """Weights on every replica, as one vector each."""
-  local = trainer.strategy.experimental_local_results
-  values = [local(v) for o in trainer.parts.optimizers.values() for v in map(_raw, o.variables)]
-  return [np.concatenate([v.numpy().ravel() for v in copy]) for copy in zip(*values, strict=True)]
-
-
-def _raw(variable):
-  return variable.value if isinstance(variable, keras.Variable) else variable
+  variables = [v for o in trainer.parts.optimizers.values() for v in o.variables]
+  held = runs.copies(trainer.strategy, variables)
+  return [np.concatenate([v.ravel() for v in replica]) for replica in held]
 
 
 def batches_of(task, count, batch=7):

@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
@@ -285,16 +284,6 @@ def test_dropout_is_for_training_and_off_by_default(make):
     model = make(input_shape=(4, 4, 1), classes=CLASSES, **options)
     changed.append(bool(np.abs(model(x, training=True) - model(x, training=False)).max() > 1e-6))
   assert changed == [False, True]
-
-
-@pytest.fixture
-def policy():
-  def set_policy(name):
-    keras.config.set_dtype_policy(name)
-    tf_keras.mixed_precision.set_global_policy(name)
-
-  yield set_policy
-  set_policy("float32")
 
 
 @pytest.mark.parametrize("network", [mlp, cnn])

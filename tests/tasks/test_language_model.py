@@ -12,6 +12,7 @@ import gin
 import keras
 import numpy as np
 import pytest
+import runs
 import tensorflow as tf
 
 import launch
@@ -31,7 +32,6 @@ from loopwright.tasks.language_model import (
   transformer,
 )
 from loopwright.tools.exports import export
-from loopwright.trainer import Trainer
 
 ROOT = Path(launch.__file__).parent
 CONTEXT, LAYERS, WIDTH, HEADS = 12, 2, 16, 2
@@ -250,15 +250,8 @@ def weights_of(model):
   return {name: variable.numpy().astype(np.float64) for name, variable in values.items()}
 
 
-@pytest.fixture
-def precision():
-  """Sets the dtype policy of a test."""
-  yield keras.config.set_dtype_policy
-  keras.config.set_dtype_policy("float32")
-
-
-def test_the_network_is_that_by_hand(precision):
-  precision("float64")
+def test_the_network_is_that_by_hand(policy):
+  policy("float64")
   task = with_model(make_task(random_documents(4, 15, 9, 3)))
   batch = batch_of(task)
   expected = by_hand(weights_of(task.model), batch["token"].numpy(), batch["position"].numpy())
@@ -273,8 +266,8 @@ def mean_loss(logits, target):
   return -chosen[target != NO_TARGET].mean()
 
 
-def test_the_gradient_of_the_tied_matrix_is_the_sum_of_both_uses(precision):
-  precision("float64")
+def test_the_gradient_of_the_tied_matrix_is_the_sum_of_both_uses(policy):
+  policy("float64")
   task = with_model(make_task(random_documents(5, 6, 9)))
   batch = batch_of(task)
   embeddings = models.raw(task.model.embedding.embeddings)
@@ -316,8 +309,8 @@ def test_dropout_is_for_training():
 
 
 @pytest.mark.whole
-def test_mixed_precision_keeps_weights_and_logits_in_float32(precision):
-  precision("mixed_bfloat16")
+def test_mixed_precision_keeps_weights_and_logits_in_float32(policy):
+  policy("mixed_bfloat16")
   task = with_model(make_task(random_documents(4, 15, 9, 3)))
   batch = batch_of(task)
   logits = task.forward(batch, training=True)
@@ -357,18 +350,7 @@ def adamw():
 def make_trainer(task, strategy, batch, **options):
   with strategy.scope():
     with_model(task)
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
-      position=position, preprocess=task.preprocess,
-    ),
-    global_batch_size=batch,
-    optimizer=adamw,
-    **options,
-  )  # fmt: skip
-  return trainer
+  return runs.make_trainer(task, strategy, batch=batch, optimizer=adamw, **options)
 
 
 def uneven_task():
@@ -567,7 +549,6 @@ def ema():
 @pytest.fixture
 def run_folder(tmp_path, monkeypatch, ema):
   """A run of three steps, with a moving average if `ema` says so."""
-  monkeypatch.setattr(sys, "path", [*sys.path])
   (tmp_path / "texts").mkdir()
   for number in range(20):
     (tmp_path / "texts" / f"{number}.txt").write_text(f"this is text {number}. " * 5)
@@ -575,8 +556,7 @@ def run_folder(tmp_path, monkeypatch, ema):
   model_dir = str(tmp_path / "run")
   arguments = [f"--gin_file={tmp_path / 'small.gin'}", f"--model_dir={model_dir}"]
   assert launch.main(["launch.py", *arguments]) == 0
-  yield model_dir
-  gin.clear_config()
+  return model_dir
 
 
 @pytest.mark.parametrize("ema", ["Trainer.ema_decay = 0.5", ""])
@@ -640,7 +620,6 @@ def test_the_export_gives_log_probabilities_of_each_byte_and_the_next(tmp_path):
 
 
 def test_the_config_decays_kernels_and_nothing_else(monkeypatch):
-  monkeypatch.setattr(sys, "path", [*sys.path])
   configurables.parse([str(ROOT / "configs" / "language_model.gin")])
   factory = gin.query_parameter("run.optimizer").scoped_configurable_fn
   model = network()
@@ -654,7 +633,6 @@ def test_the_config_decays_kernels_and_nothing_else(monkeypatch):
     tf.distribute.get_strategy(),
     adapters.Gradients.of(made.fusion, [tf.zeros(v.shape) for v in model.trainable_variables]),
   )
-  gin.clear_config()
   decayed = {v.path.rsplit("/", 1)[1]: 1 - v.numpy() / before[v.path] for v in made.variables}
   assert decayed.keys() == {"kernel", "scale", "embeddings"}
   for variable in made.variables:

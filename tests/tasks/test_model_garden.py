@@ -1,18 +1,19 @@
 """A Model Garden task in this loop gives what the Garden's own trainer gives; what it refuses."""
 
+import functools
 import itertools
 import sys
 from types import SimpleNamespace
 
-import gin
 import keras
 import numpy as np
 import pytest
+import runs
 import tensorflow as tf
 import tf_keras
 from config_data import forget_garden
 
-from loopwright import ConfigError, Evaluator, Trainer, configurables
+from loopwright import ConfigError, Evaluator, configurables
 from loopwright.inputs import datasets
 from loopwright.strategies import factories
 from loopwright.tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
@@ -161,16 +162,8 @@ def points(garden, **options):
 def make_trainer(task, strategy, *, batch=BATCH, rate=0.1, **options):
   """Always from the same initial weights."""
   tf_keras.utils.set_random_seed(3)
-  trainer = Trainer(
-    task=task, strategy=strategy, global_batch_size=batch,
-    optimizer=lambda: tf_keras.optimizers.SGD(rate),
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
-      position=position,
-    ),
-    **options,
-  )  # fmt: skip
-  return trainer
+  sgd = functools.partial(tf_keras.optimizers.SGD, rate)
+  return runs.make_trainer(task, strategy, batch=batch, optimizer=sgd, **options)
 
 
 def softmax(logits):
@@ -280,11 +273,8 @@ def test_our_trainer_is_still_the_one_that_a_config_means(garden, tmp_path):
     "ModelGarden.experiment = @garden_experiment()\ngarden_experiment.name = 'points'\n"
     "run.global_batch_size = 8\nTrainer.clip_norm = 2.0\n"
   )
-  try:
-    configurables.parse([str(tmp_path / "x.gin")])
-    assert configurables.bound("loopwright.trainer.Trainer", "clip_norm", None) == 2.0
-  finally:
-    gin.clear_config()
+  configurables.parse([str(tmp_path / "x.gin")])
+  assert configurables.bound("loopwright.trainer.Trainer", "clip_norm", None) == 2.0
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+import toys
+from runs import make_trainer
 
-from loopwright import ArraySource, ConfigError, Loss, Task, Trainer
-from loopwright.inputs import datasets
+from loopwright import ArraySource, ConfigError
 from loopwright.models import models
 from loopwright.running import run
 from loopwright.tools.verify.bench.bench import Subject
@@ -23,26 +24,16 @@ Y = X @ np.array([1.0, -2.0, 0.5], np.float32)
 IMAGES = RNG.normal(size=[EXAMPLES, 32, 32, 3]).astype(np.float32)
 
 
-class Line(Task):
+class Line(toys.Regression):
   """Squared error of what a model of one's own gives; `make` makes it."""
 
-  def __init__(self, make=None):
-    self.make = make
-
-  def build_model(self):
-    return self.make()
-
-  def source(self, split):
-    return ArraySource(features={"x": X, "y": Y})
+  features = {"x": X, "y": Y}
 
   def forward(self, batch, training):
     return self.outputs(batch["x"])[:, 0]
 
   def outputs(self, x):
     return self.model(x)
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
   def export_signature(self):
     @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, "x")])
@@ -145,13 +136,7 @@ def trained(
   """Returns the trainer of a task after some steps from the same initial weights."""
   keras.utils.set_random_seed(1)
   tf_keras.utils.set_random_seed(1)
-  trainer = Trainer(
-    task=task, strategy=strategy, global_batch_size=BATCH, optimizer=optimizer, **options,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=BATCH, pad_multiple=trainer.batch_multiple,
-      position=position,
-    ),
-  )  # fmt: skip
+  trainer = make_trainer(task, strategy, batch=BATCH, optimizer=optimizer, **options)
   trainer.train(tf.constant(steps))
   return trainer
 

@@ -13,7 +13,6 @@ import pytest
 import reviews
 import sound
 import tensorflow as tf
-from tensorflow.python.data.ops import debug_mode
 
 from loopwright import testing
 from loopwright.builder import Recipe
@@ -80,10 +79,8 @@ def everything_of(source):
 
 
 @pytest.fixture(autouse=True)
-def process_restored(monkeypatch):
-  monkeypatch.setattr(sys, "path", [*sys.path])
+def nothing_noted():
   yield
-  debug_mode.toggle_debug_mode(False)
   reviews.forget_package()
 
 

@@ -5,11 +5,11 @@ import urllib.error
 import keras
 import numpy as np
 import pytest
+import runs
 import tensorflow as tf
 from keras.src.utils import file_utils
 
 from loopwright.errors import ConfigError
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.tasks import transfer_learning
 from loopwright.tasks.image_classification import ImageData
@@ -21,7 +21,6 @@ from loopwright.tasks.transfer_learning import (
   resnet50,
 )
 from loopwright.tools.exports import export
-from loopwright.trainer import Trainer
 
 EXAMPLES, SIDE, RATE = 8, 32, 0.25
 RNG = np.random.default_rng(3)
@@ -66,18 +65,11 @@ def normalised():
   return Backbone(build=build, preprocess_input=mobilenet_v2().preprocess_input)
 
 
-def make_trainer(task, strategy, **options):
+def make_trainer(task, strategy, optimizer=lambda: keras.optimizers.SGD(RATE), **options):
   keras.utils.set_random_seed(1)
-  return Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=EXAMPLES, preprocess=task.preprocess,
-      position=position, shuffle=False,
-    ),
-    global_batch_size=EXAMPLES,
-    **{"optimizer": lambda: keras.optimizers.SGD(RATE), **options},
-  )  # fmt: skip
+  return runs.make_trainer(
+    task, strategy, batch=EXAMPLES, optimizer=optimizer, data={"shuffle": False}, **options
+  )
 
 
 def backbone_of(model):

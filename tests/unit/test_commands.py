@@ -24,7 +24,6 @@ import urllib.request
 from pathlib import Path
 from unittest import mock
 
-import gin
 import numpy as np
 import pytest
 from absl import flags
@@ -199,7 +198,6 @@ def at_the_place(place, monkeypatch):
   monkeypatch.setattr(sys, "path", [*sys.path, str(place)])
   with mock.patch.dict("os.environ"):
     yield
-  gin.clear_config()
   forget_garden()
   shutil.rmtree(place / "waves", ignore_errors=True)  # several pages make it
   for name, module in list(sys.modules.items()):

@@ -13,7 +13,6 @@ import urllib.request
 from pathlib import Path
 
 import change_tables
-import gin
 import numpy as np
 import option_tables
 import pytest
@@ -58,7 +57,6 @@ def scratch(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(str(tmp_path))
   before = set(sys.modules)
   yield
-  gin.clear_config()
   for name in set(sys.modules) - before:
     if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
       del sys.modules[name]

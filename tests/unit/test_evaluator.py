@@ -4,13 +4,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource, StreamSource
-from loopwright.metrics import Loss, weighted_sum
-from loopwright.task import Task
+from loopwright.metrics import weighted_sum
 
 EXAMPLES = 11
 RNG = np.random.default_rng(7)
@@ -36,7 +36,7 @@ def expected(rows=slice(None)):
   }
 
 
-class Linear(Task):
+class Linear(toys.Regression):
   """x @ kernel."""
 
   def __init__(self, *, weight=WEIGHT, stream=False):
@@ -44,24 +44,18 @@ class Linear(Task):
     self.stream, self.forward_calls = stream, 0
 
   def build_model(self):
-    dense = keras.layers.Dense(1, use_bias=False, kernel_regularizer=keras.regularizers.L2(0.5))
-    model = keras.Sequential([keras.Input([3]), dense])
-    model.set_weights([KERNEL])
-    return model
+    return toys.linear(KERNEL, kernel_regularizer=keras.regularizers.L2(0.5))
 
   def source(self, split):
     if self.stream:
       dataset = tf.data.Dataset.from_tensor_slices(self.features)
       return StreamSource(dataset=dataset.filter(lambda example: True))  # of unknown length
-    return ArraySource(features=self.features)
+    return super().source(split)
 
   def forward(self, batch, training):
     assert not training
     self.forward_calls += 1
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return super().forward(batch, training)
 
   def metrics(self, outputs, batch):
     error = outputs - batch["y"]

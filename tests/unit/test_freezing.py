@@ -4,13 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
+from runs import make_trainer
 
-from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.task import Task
-from loopwright.trainer import Trainer
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[4, 3]).astype(np.float32)
@@ -18,22 +16,15 @@ Y = RNG.normal(size=4).astype(np.float32)
 UNFROZEN_AT = 2
 
 
-class Gradual(Task):
+class Gradual(toys.Regression):
   """Its last two methods are in docs/transfer-learning.md."""
+
+  features = {"x": X, "y": Y}
 
   def build_model(self):
     keras.utils.set_random_seed(1)
     body = keras.layers.Dense(3, activation="tanh", name="body")
-    return keras.Sequential([keras.Input([3]), body, keras.layers.Dense(1, name="head")])
-
-  def source(self, split):
-    return ArraySource(features={"x": X, "y": Y})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return toys.network([3], body, keras.layers.Dense(1, name="head"))
 
   def variables_of(self, optimizer):
     layer = self.model.get_layer("head") if optimizer == "head" else self.model
@@ -52,16 +43,7 @@ OPTIMIZERS = {
 
 
 def make(task, strategy, optimizer):
-  return Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=4, position=position
-    ),
-    global_batch_size=4,
-    optimizer=optimizer,
-    ema_decay=0.5,
-  )
+  return make_trainer(task, strategy, batch=4, optimizer=optimizer, ema_decay=0.5)
 
 
 def weights_of(model):

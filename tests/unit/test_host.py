@@ -1,32 +1,32 @@
 """What the host does between the steps of a loop: nothing, however many steps there are."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
+from runs import make_trainer
 from tensorflow.python.framework import op_callbacks, ops
 
 from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
-from loopwright.task import Task
-from loopwright.trainer import Trainer
 
 SOURCE = ArraySource(features={"x": np.ones([64, 3], np.float32)})
 
 
-class Linear(Task):
+class Linear(toys.Regression):
   def build_model(self):
-    return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    return toys.network([3], keras.layers.Dense(1))
 
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)[:, 0]
+  def source(self, split):
+    return SOURCE
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs), batch["weight"])
+  def losses(self, outputs, batch):
+    return tf.square(outputs)
 
 
 class Counted:
@@ -57,14 +57,9 @@ class Counted:
 
 
 def trainer_of(strategy, **options):
-  def dataset(position):
-    pad = strategy.num_replicas_in_sync
-    return datasets.train_dataset(SOURCE, global_batch_size=4, position=position, pad_multiple=pad)
-
-  return Trainer(
-    task=Linear(), strategy=strategy, dataset_fn=dataset, global_batch_size=4,
-    optimizer=lambda: keras.optimizers.SGD(0.1), **options,
-  )  # fmt: skip
+  sgd = functools.partial(keras.optimizers.SGD, 0.1)
+  data = {"pad_multiple": strategy.num_replicas_in_sync}
+  return make_trainer(Linear(), strategy, batch=4, optimizer=sgd, data=data, **options)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from runs import make_trainer
+from toys import KERAS
 
 import loopwright
-from loopwright import ArraySource, ConfigError, Evaluator, Trainer, configurables
+from loopwright import ArraySource, ConfigError, Evaluator, configurables
 from loopwright.inputs import datasets
 from loopwright.running import restored, run
 from loopwright.strategies import factories
@@ -22,7 +24,6 @@ LABEL = RNG.integers(0, 3, size=[ROWS]).astype(np.int32)
 WEIGHT = RNG.uniform(0, 2, size=[ROWS]).astype(np.float32)
 WEIGHT[::5] = 0.0
 STEPS_OF_TIME = RNG.normal(size=[ROWS, 5, 2]).astype(np.float32)
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 
 
 def dense(k, units, **options):
@@ -166,32 +167,24 @@ CASES = {
 }  # fmt: skip
 
 
-def dataset_fn(trainer, task):
-  def make(position):
-    return datasets.train_dataset(
-      task.source("train"), global_batch_size=BATCH, position=position, shuffle=False,
-      preprocess=task.preprocess, pad_multiple=trainer().batch_multiple,
-    )  # fmt: skip
-
-  return make
+def made(task, strategy, batch=BATCH, **options):
+  return make_trainer(
+    task, strategy, batch=batch, optimizer=task.own_optimizer, data={"shuffle": False}, **options
+  )
 
 
-def made(task, strategy, **options):
-  trainer = Trainer(
-    task=task, strategy=strategy, global_batch_size=BATCH, optimizer=task.own_optimizer,
-    dataset_fn=dataset_fn(lambda: trainer, task), **options,
-  )  # fmt: skip
-  return trainer
+def evaluated_by(task, strategy, shares, batch=9):
+  """Returns what an evaluation of a trained task reports."""
+  read = datasets.eval_dataset(task.source("eval"), global_batch_size=batch, pad_multiple=shares)
+  return Evaluator(task=task, strategy=strategy, dataset=read).evaluate()
 
 
 def trained(task, strategy, **options):
   """Returns what each epoch reports, the weights, and what an evaluation reports."""
   trainer = made(task, strategy, **options)
   epochs = [trainer.train(tf.constant(ROWS // BATCH)) for _ in range(EPOCHS)]
-  shares = trainer.batch_multiple
-  evaluation = datasets.eval_dataset(task.source("eval"), global_batch_size=9, pad_multiple=shares)
-  evaluator = Evaluator(task=task, strategy=strategy, dataset=evaluation)
-  return epochs, [np.array(w) for w in task.model.get_weights()], evaluator.evaluate()
+  weights = [np.array(w) for w in task.model.get_weights()]
+  return epochs, weights, evaluated_by(task, strategy, trainer.batch_multiple)
 
 
 def task_of(name, k):
@@ -398,6 +391,27 @@ def legacy():
   return line(tf_keras, optimizer=tf_keras.optimizers.legacy.SGD())
 
 
+class Hidden(keras.metrics.Metric):
+  """Its state is no variable of Keras."""
+
+  def __init__(self):
+    super().__init__(name="hidden")
+    self.total = tf.Variable(0.0)
+
+  def update_state(self, y_true, y_pred, sample_weight=None):
+    self.total.assign_add(tf.reduce_sum(tf.cast(y_true, tf.float32)))
+
+  def result(self):
+    return self.total + 0.0
+
+
+class Pairs(keras.losses.Loss):
+  """Compares each row with the others of the batch."""
+
+  def call(self, y_true, y_pred):
+    return tf.reduce_mean(tf.abs(y_pred - tf.transpose(y_pred)) * tf.cast(y_true, tf.float32), 1)
+
+
 def of(library, **options):
   return lambda: line(KERAS[library], **options)
 
@@ -434,6 +448,12 @@ REFUSED = {
   "weights of too many outputs": (
     of("keras", loss_weights=[1.0, 2.0]), "loss_weights has 2 entries, but the model has 1 outputs",
   ),
+  "a metric with a state of its own": (
+    of("keras", metrics=[Hidden()]), "'hidden' keeps a state that Keras does not know",
+  ),
+  "a loss that mixes rows": (
+    of("keras", loss=Pairs()), "the value of an example depends on the others",
+  ),
   "a loss for no output": (of("keras", loss={"other": "mse"}), "names the output 'other', but"),
 }  # fmt: skip
 
@@ -466,20 +486,6 @@ def metric_of(k, update, *, begin="zeros", result=None, **options):
   return Own()
 
 
-class Hidden(keras.metrics.Metric):
-  """Its state is no variable of Keras."""
-
-  def __init__(self):
-    super().__init__(name="hidden")
-    self.total = tf.Variable(0.0)
-
-  def update_state(self, y_true, y_pred, sample_weight=None):
-    self.total.assign_add(tf.reduce_sum(tf.cast(y_true, tf.float32)))
-
-  def result(self):
-    return self.total + 0.0
-
-
 def scalar(y_true, y_pred):
   return tf.reduce_mean(tf.square(y_true - y_pred))
 
@@ -505,25 +511,6 @@ def test_a_metric_that_is_no_sum_is_refused(name, library, tmp_path):
   assert "\n" not in str(caught.value)
 
 
-def test_a_metric_with_a_state_of_its_own_is_refused(tmp_path):
-  task = loopwright.from_keras(line(keras, metrics=[Hidden()]), X, TARGET)
-  with pytest.raises(ConfigError, match="'hidden' keeps a state that Keras does not know"):
-    run_task(task, tmp_path, mode="train")
-
-
-class Pairs(keras.losses.Loss):
-  """Compares each row with the others of the batch."""
-
-  def call(self, y_true, y_pred):
-    return tf.reduce_mean(tf.abs(y_pred - tf.transpose(y_pred)) * tf.cast(y_true, tf.float32), 1)
-
-
-def test_a_loss_that_mixes_rows_is_refused(tmp_path):
-  task = loopwright.from_keras(line(keras, loss=Pairs()), X, TARGET)
-  with pytest.raises(ConfigError, match="the value of an example depends on the others"):
-    run_task(task, tmp_path, mode="train")
-
-
 def test_masks_of_several_outputs_are_refused(tmp_path):
   entropy = keras.losses.SparseCategoricalCrossentropy(ignore_class=0, from_logits=True)
   model = two_heads(keras, loss={"kind": entropy, "size": "mae"})
@@ -545,27 +532,17 @@ def compared(model_of, x, y, strategy, **options):
   task = loopwright.from_keras(
     model_of() if is_keras else model_of, x, y, validation_data=(x, y), **options
   )
-  trainer = Trainer(
-    task=task, strategy=strategy, global_batch_size=ROWS, optimizer=task.own_optimizer,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=ROWS, position=position, shuffle=False,
-      preprocess=task.preprocess, pad_multiple=trainer.batch_multiple,
-    ),
-  )  # fmt: skip
+  trainer = made(task, strategy, batch=ROWS)
   epochs = [trainer.train(tf.constant(1)) for _ in range(3)]
-  evaluation = datasets.eval_dataset(
-    task.source("eval"), global_batch_size=ROWS, pad_multiple=trainer.batch_multiple
-  )
-  evaluated = Evaluator(task=task, strategy=strategy, dataset=evaluation).evaluate()
+  evaluated = evaluated_by(task, strategy, trainer.batch_multiple, batch=ROWS)
   ours = {key: [each[key] for each in epochs] for key in history}
   return expected, (ours, evaluated, task.model.get_weights())
 
 
 def assert_equal(expected, ours):
-  for key, value in expected[0].items():
-    np.testing.assert_allclose(ours[0][key], value, rtol=1e-5, atol=1e-5, err_msg=key)
-  for key, value in expected[1].items():
-    np.testing.assert_allclose(ours[1][key], value, rtol=1e-5, atol=1e-5, err_msg=key)
+  for theirs, mine in zip(expected[:2], ours[:2], strict=True):
+    for key, value in theirs.items():
+      np.testing.assert_allclose(mine[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
   for one, other in zip(ours[2], expected[2], strict=True):
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
@@ -651,8 +628,7 @@ def test_a_metric_sees_the_logits_behind_a_softmax(library):
   exact = tf.nn.sparse_softmax_cross_entropy_with_logits(LABEL, logits)
   task = loopwright.from_keras(model, X, LABEL, validation_data=(X, LABEL))
   task.model = task.build_model()
-  evaluation = datasets.eval_dataset(task.source("eval"), global_batch_size=9)
-  evaluated = Evaluator(task=task, strategy=factories.default(), dataset=evaluation).evaluate()
+  evaluated = evaluated_by(task, factories.default(), 1)
   assert evaluated["entropy"] == pytest.approx(float(tf.reduce_mean(exact)), rel=1e-5)
   assert evaluated == pytest.approx(expected, rel=1e-5)
 
@@ -734,12 +710,8 @@ def test_arguments_that_contradict_or_are_missing(tmp_path, mirrored):
     run_task(loopwright.from_keras(line(keras), X, TARGET), tmp_path)
   weighted = loopwright.from_keras(two_heads(keras), BOTH, [LABEL, TARGET], class_weight={0: 2.0})
   with pytest.raises(ConfigError, match="class_weight is for a model with one output"):
-    weighted.preprocess(datasets_row(weighted), training=True)
+    weighted.preprocess(datasets_rows(weighted, 1), training=True)
   with pytest.raises(ConfigError, match=r"cannot be moved into it; pass a function that makes and"):
     made(loopwright.from_keras(line(tf_keras), X, TARGET), mirrored(2))
   with pytest.raises(ConfigError, match="does not exist yet"):
     loopwright.from_keras(subclassed, X, TARGET).compiled  # noqa: B018
-
-
-def datasets_row(task):
-  return task.source("train").fetch(tf.constant([0], tf.int64))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gin
 import pytest
 import tensorflow as tf
 
@@ -25,11 +24,8 @@ REPOSITORY = Path(launch.__file__).parent
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(sys, "path", [*sys.path])
   monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", os.environ["TF_CPP_MIN_LOG_LEVEL"])
   monkeypatch.delenv("TF_CONFIG", raising=False)
-  yield
-  gin.clear_config()
 
 
 @pytest.fixture

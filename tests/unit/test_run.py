@@ -6,19 +6,18 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 import typing
 from pathlib import Path
 
-import gin
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from tensorflow.python.data.ops import debug_mode
+import toys
+from runs import records
 
 import loopwright
 from loopwright import configurables
@@ -28,13 +27,12 @@ from loopwright.errors import ConfigError, Preempted
 from loopwright.host.files import StorageError
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource, StreamSource
-from loopwright.metrics import Loss, weighted_sum
+from loopwright.metrics import weighted_sum
 from loopwright.metrics.names import REPORTED
 from loopwright.reporting.progress import format_number
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.running import require_writable, run
 from loopwright.strategies import factories
-from loopwright.task import Task
 
 EXAMPLES, BATCH, RATE, STEPS = 11, 4, 0.125, 5
 RNG = np.random.default_rng(9)
@@ -45,26 +43,22 @@ HIDDEN = ("input_wait_s", "gradient_norm", "learning_rate", "loss_scale", "skipp
 
 
 @loopwright.register
-class Linear(Task):
+class Linear(toys.Regression):
   """x @ kernel; calls `on_step` whenever Python comes to a training step."""
 
   def __init__(self, *, random=False, on_step=lambda: None):
     self.random, self.on_step, self.steps_in_python = random, on_step, 0
 
   def build_model(self):
-    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, use_bias=False)])
-    if not self.random:
-      model.set_weights([KERNEL])
-    return model
+    if self.random:
+      return toys.network([2], keras.layers.Dense(1, use_bias=False))
+    return toys.linear(KERNEL)
 
   def source(self, split):
     return ArraySource(features={"x": X[split], "y": Y[split]})
 
   def forward(self, batch, training):
-    return tf.cast(self.model(batch["x"], training=training)[:, 0], tf.float32)
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return tf.cast(super().forward(batch, training), tf.float32)
 
   def metrics(self, outputs, batch):
     return {"mae": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"])}
@@ -108,15 +102,6 @@ class Reference:
     return dict(zip(("loss", "mae"), (pytest.approx(m, rel=1e-5) for m in means), strict=True))
 
 
-@pytest.fixture(autouse=True)
-def process_restored():
-  yield
-  gin.clear_config()
-  debug_mode.toggle_debug_mode(False)
-  keras.config.set_dtype_policy("float32")
-  tf_keras.mixed_precision.set_global_policy("float32")
-
-
 def start(folder, mode="train_and_evaluate", **options):
   return run(
     **{
@@ -135,8 +120,7 @@ def start(folder, mode="train_and_evaluate", **options):
 
 def log_of(folder):
   """(split, step, loss and mae) of each line in metrics.jsonl."""
-  records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-  return [(r["split"], r["step"], {k: r[k] for k in ("loss", "mae")}) for r in records]
+  return [(r["split"], r["step"], {k: r[k] for k in ("loss", "mae")}) for r in records(folder)]
 
 
 def steps_saved(folder):
@@ -364,13 +348,6 @@ def configured(folder, mode, *params):
   return configurables.configured(run)(mode=mode, model_dir=str(folder / "run"))
 
 
-@pytest.fixture
-def search_path(monkeypatch):
-  """`parse` makes modules beside a gin file importable."""
-  monkeypatch.setattr(sys, "path", [*sys.path])
-
-
-@pytest.mark.usefixtures("search_path")
 def test_evaluations_and_the_export_have_the_moving_average(tmp_path):
   decay = "Trainer.ema_decay = 0.5"
   results = configured(tmp_path, "train_and_evaluate", decay)
@@ -398,7 +375,6 @@ class ReadingItsConfig(Linear):
     raise ZeroDivisionError("a bug")
 
 
-@pytest.mark.usefixtures("search_path")
 def test_the_config_is_written_before_the_first_step(tmp_path):
   """With its defaults, so that a run that dies in its first step can still be told apart."""
   params = ["run.task = @ReadingItsConfig()", f"ReadingItsConfig.model_dir = '{tmp_path}/run'"]
@@ -412,7 +388,6 @@ def test_the_config_is_written_before_the_first_step(tmp_path):
   assert steps_saved(tmp_path / "run") == []
 
 
-@pytest.mark.usefixtures("search_path")
 def test_going_on_writes_the_config_that_it_goes_on_with(tmp_path):
   for steps in (5, 7):
     configured(tmp_path, "train", f"run.train_steps = {steps}")
@@ -523,9 +498,7 @@ def test_several_evaluation_sets_of_at_most_eval_steps_batches(tmp_path):
   results = start(tmp_path, task=TwoSets, eval_steps=2, actions=[best])
   wanted = of_two_sets(Reference().train(STEPS), batches=2)
   assert results == wanted
-  [record] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][
-    1:
-  ]
+  [_, record] = records(tmp_path)
   assert {name: record[name] for name in wanted} == wanted
   assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] == wanted["known/mae"]
   [start_of_run] = (tmp_path / "history.jsonl").read_text().splitlines()
@@ -549,7 +522,6 @@ def test_a_signal_ends_an_endless_evaluation_and_nothing_is_lost(number, ends, t
   np.testing.assert_allclose(saved_kernel(tmp_path, STEPS), reference.kernel, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("search_path")
 def test_a_signal_in_an_evaluation_of_averages_saves_the_weights(tmp_path):
   """The evaluation has the averages in the place of the weights."""
   signalled = ("run.task = @TwoSets()", f"TwoSets.number = {int(signal.SIGTERM)}")
@@ -594,8 +566,7 @@ def test_actions_are_for_the_modes_that_train(mode, tmp_path, capsys):
 
 def test_every_name_in_the_log_is_a_tasks_own_or_reserved(tmp_path):
   start(tmp_path, steps_per_loop=2)
-  records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-  names = {name for record in records for name in record}
+  names = {name for record in records(tmp_path) for name in record}
   assert names - {"mae"} <= set(REPORTED)
   assert {"loss", "gradient_norm", "examples_per_second", "step", "wall_time"} <= names
 
@@ -613,26 +584,6 @@ def test_the_order_of_examples_is_that_of_the_seed(tmp_path):
   shuffled = Reference(rows=lambda step: rows[step]).train(STEPS).kernel
   np.testing.assert_allclose(saved_kernel(tmp_path, 5), shuffled, rtol=1e-5)
   assert np.abs(shuffled - Reference().train(STEPS).kernel).max() > 1e-3
-
-
-@pytest.mark.whole
-def test_the_initial_weights_are_those_of_the_seed(tmp_path):
-  kernels = []
-  for number, seed in enumerate((3, 3, 4)):
-    folder = tmp_path / str(number)
-    start(folder, "train", task=Linear(random=True), train_steps=1, seed=seed)
-    kernels.append(saved_kernel(folder, 1).tolist())
-  assert kernels[0] == kernels[1]
-  assert kernels[0] != kernels[2]
-
-
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.fast(replicas=[2])
-def test_more_replicas_give_the_same_run(replicas, tmp_path, mirrored):
-  results = start(tmp_path, strategy=lambda: mirrored(replicas))
-  reference = Reference().train(STEPS)
-  assert results == reference.evaluation()
-  np.testing.assert_allclose(saved_kernel(tmp_path, 5), reference.kernel, rtol=1e-5)
 
 
 def test_eager_runs_the_tasks_python_at_each_step(tmp_path):

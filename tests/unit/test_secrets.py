@@ -6,7 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import gin
 import keras
 import numpy as np
 import pytest
@@ -54,10 +53,7 @@ class Uploading(Task):
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(sys, "path", [*sys.path])
   SEEN.clear()
-  yield
-  gin.clear_config()
 
 
 def config(*lines, steps=2):

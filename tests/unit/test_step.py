@@ -7,10 +7,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from places import central_storage
+from runs import make_trainer
 
 from loopwright.errors import ConfigError
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss, weighted_sum
 from loopwright.metrics.sums import MetricSums
@@ -19,8 +20,6 @@ from loopwright.optimizers import adapters, loss_scale
 from loopwright.optimizers.ema import Ema
 from loopwright.step import EvalStep, Step, StepParts
 from loopwright.strategies.reduction import Reduction
-from loopwright.task import Task
-from loopwright.trainer import Trainer
 
 
 class Bench:
@@ -730,30 +729,18 @@ def test_seeds_do_not_repeat_those_of_forward_passes():
 # ---- update, written out ----
 
 
-class Regression(Task):
+class Regression(toys.Regression):
   """Dropout, a penalty and a metric, so that every verb has something to do."""
 
   def build_model(self):
-    layers = keras.layers
-    return keras.Sequential(
-      [
-        keras.Input([3]),
-        layers.Dense(4, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1)),
-        layers.Dropout(0.25),
-        layers.Dense(1),
-      ]
-    )
+    dense, penalty = keras.layers.Dense, keras.regularizers.L2(0.1)
+    hidden = dense(4, activation="tanh", kernel_regularizer=penalty)
+    return toys.network([3], hidden, keras.layers.Dropout(0.25), dense(1))
 
   def source(self, split):
     rng = np.random.default_rng(0)
     x = rng.normal(size=[16, 3]).astype(np.float32)
     return ArraySource(features={"x": x, "y": x.sum(1)})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
   def metrics(self, outputs, batch):
     return {"mae": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"])}
@@ -776,13 +763,11 @@ class WrittenOut(Regression):
 
 def trained(task, strategy):
   keras.utils.set_random_seed(1)
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=7, pad_multiple=4, position=position
-    ),
-    global_batch_size=7,
+  trainer = make_trainer(
+    task,
+    strategy,
+    batch=7,
+    data={"pad_multiple": 4},
     optimizer=lambda: keras.optimizers.Adam(0.05),
     clip_norm=1.0,
     accumulation_steps=2,

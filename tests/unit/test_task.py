@@ -4,17 +4,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
+import toys
+from toys import KERAS
 
 from loopwright.errors import ConfigError
-from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss, weighted_sum
 from loopwright.metrics.names import REPORTED
 from loopwright.metrics.sums import MetricSums
 from loopwright.step import EvalStep
 from loopwright.task import Task
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(3)
 VALUES = RNG.normal(size=7).astype(np.float32)
 WEIGHT = RNG.uniform(0.5, 2.0, size=7).astype(np.float32)
@@ -193,28 +192,20 @@ def test_a_missing_method_is_named(call, method):
   )
 
 
-class Linear(Task):
+class Linear(toys.Regression):
   """x @ kernel with an L2 penalty; logs what `named` says."""
+
+  features = {"x": X, "y": Y}
 
   def __init__(self, *, library="keras", named=None):
     self.keras, self.named, self.trained = KERAS[library], named, []
 
   def build_model(self):
-    layers, penalty = self.keras.layers, self.keras.regularizers.L2(L2)
-    dense = layers.Dense(1, use_bias=False, kernel_regularizer=penalty)
-    model = self.keras.Sequential([self.keras.Input([2]), dense])
-    model.set_weights([KERNEL])
-    return model
-
-  def source(self, split):
-    return ArraySource(features={"x": X, "y": Y})
+    return toys.linear(KERNEL, self.keras, kernel_regularizer=self.keras.regularizers.L2(L2))
 
   def forward(self, batch, training):
     self.trained.append(training)
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return super().forward(batch, training)
 
   def metrics(self, outputs, batch):
     if self.named is None:

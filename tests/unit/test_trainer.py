@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+import toys
 from absl import logging as absl_logging
+from runs import make_trainer
+from toys import KERAS
 
 from loopwright.host import timing
 from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss, weighted_sum
 from loopwright.models import models
 from loopwright.optimizers import ema, loss_scale
 from loopwright.task import Task
-from loopwright.trainer import Trainer
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
-BATCH, RATE, L2 = 5, 0.125, 0.25
+BATCH, RATE = 5, 0.125
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[12, 2]).astype(np.float32)
 Y = (X @ [1.5, -0.5] + 0.1 * RNG.normal(size=12)).astype(np.float32)
@@ -29,63 +29,38 @@ WEIGHT = RNG.uniform(0.5, 2.0, size=12).astype(np.float32)
 KERNEL = np.array([[0.5], [1.0]], np.float32)
 
 
-class Linear(Task):
-  """x @ kernel, without a bias; a kind of model for each that a task may make."""
+class Linear(toys.Regression):
+  """x @ kernel, without a bias, as a model of either Keras or a tf.Module."""
 
-  def __init__(self, *, kind="keras", l2=0.0, y=Y):
-    self.kind, self.l2, self.y = kind, l2, y
-    self.forward_calls = 0
+  def __init__(self, *, kind="keras", y=Y):
+    self.kind, self.forward_calls = kind, 0
+    self.features = {"x": X, "y": y, "weight": WEIGHT}
 
   def build_model(self):
-    if self.kind in ("module", "dict"):
+    if self.kind == "module":
       module = tf.Module()
       module.kernel = tf.Variable(KERNEL)
-      return {"only": module} if self.kind == "dict" else module
-    library = KERAS[self.kind]
-    penalty = library.regularizers.L2(self.l2) if self.l2 else None
-    dense = library.layers.Dense(1, use_bias=False, kernel_regularizer=penalty)
-    model = library.Sequential([library.Input([2]), dense])
-    model.set_weights([KERNEL])
-    return model
-
-  def source(self, split):
-    return ArraySource(features={"x": X, "y": self.y, "weight": WEIGHT})
+      return module
+    return toys.linear(KERNEL, KERAS[self.kind])
 
   def forward(self, batch, training):
     self.forward_calls += 1
-    if self.kind in ("module", "dict"):
-      module = self.model["only"] if self.kind == "dict" else self.model
-      return (batch["x"] @ module.kernel)[:, 0]
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    error = tf.cast(outputs, tf.float32) - batch["y"]
-    return Loss.from_examples(tf.square(error), batch["weight"])
+    if self.kind == "module":
+      return (batch["x"] @ self.model.kernel)[:, 0]
+    return tf.cast(super().forward(batch, training), tf.float32)
 
   def metrics(self, outputs, batch):
-    error = tf.cast(outputs, tf.float32) - batch["y"]
-    return {"mae": weighted_sum(tf.abs(error), batch["weight"])}
+    return {"mae": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"])}
 
   def regularization(self):
-    if self.kind in ("keras", "tf_keras"):
-      return super().regularization()
-    return self.l2 * tf.reduce_sum(tf.square(models.trainable_variables(self.model)[0]))
+    return 0.1 * tf.reduce_sum(self.model.kernel**2) if self.kind == "module" else 0.0
 
 
 def make(strategy, task=None, *, batch=BATCH, optimizer=None, preprocess=None, **options):
   task = task or Linear()
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
-      position=position, shuffle=False, preprocess=preprocess,
-    ),
-    global_batch_size=batch,
-    optimizer=optimizer or (lambda: KERAS.get(task.kind, keras).optimizers.SGD(RATE)),
-    **options,
-  )  # fmt: skip
-  return trainer
+  sgd = optimizer or (lambda: KERAS.get(task.kind, keras).optimizers.SGD(RATE))
+  data = {"shuffle": False, "preprocess": preprocess}
+  return make_trainer(task, strategy, batch=batch, optimizer=sgd, data=data, **options)
 
 
 def train(trainer, steps):
@@ -101,22 +76,21 @@ def kernels(trainer):
 class Reference:
   """The same regression in float64, in the order of the source."""
 
-  def __init__(self, *, y=Y, l2=0.0, batch=BATCH):
-    self.y, self.l2, self.batch = y.astype(np.float64), l2, batch
+  def __init__(self, *, y=Y):
+    self.y = y.astype(np.float64)
     self.kernel, self.position = KERNEL[:, 0].astype(np.float64), 0
 
   def step(self):
     """Makes one update and returns (loss, mae, gradient norm, weight) from before it."""
-    rows = (self.position + np.arange(self.batch)) % len(X)
-    self.position += self.batch
+    rows = (self.position + np.arange(BATCH)) % len(X)
+    self.position += BATCH
     x, y, weight = X[rows].astype(np.float64), self.y[rows], WEIGHT[rows].astype(np.float64)
     error = x @ self.kernel - y
-    loss = weight @ error**2 / weight.sum() + self.l2 * self.kernel @ self.kernel
-    gradient = 2 * (weight * error) @ x / weight.sum() + 2 * self.l2 * self.kernel
-    mae = weight @ np.abs(error) / weight.sum()
+    loss = weight @ error**2 / weight.sum()
+    gradient = 2 * (weight * error) @ x / weight.sum()
     if np.isfinite(loss):
       self.kernel = self.kernel - RATE * gradient
-    return loss, mae, np.linalg.norm(gradient), weight.sum()
+    return loss, weight @ np.abs(error) / weight.sum(), np.linalg.norm(gradient), weight.sum()
 
   def loop(self, steps):
     """Returns what the trainer reports of a loop: means, each step by its weight."""
@@ -231,20 +205,6 @@ def test_retracing_is_reported_once_a_time(one, log):
   assert log().count("the training loop was traced again (2 times so far)") == 1
 
 
-def test_eager_mode_runs_python_at_each_step(mirrored):
-  trainer, reference = make(mirrored(2), eager=True), Reference()
-  metrics = train(trainer, 3)
-  assert trainer.task.forward_calls == 2 * 3
-  train(trainer, 2)
-  assert trainer.task.forward_calls == 2 * 5
-  assert trainer.traces == 0
-  expected = reference.loop(3)
-  assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-5)
-  reference.loop(2)
-  for kernel in kernels(trainer):
-    np.testing.assert_allclose(kernel[:, 0], reference.kernel, rtol=1e-6)
-
-
 def test_a_loop_of_no_steps_does_nothing(one):
   trainer = make(one)
   metrics = train(trainer, 0)
@@ -287,31 +247,6 @@ def test_the_steps_of_a_loop_do_not_change_the_result(one):
 
 
 # ---- Models ----
-
-
-@pytest.mark.parametrize("kind", ["tf_keras", "module", "dict"])
-def test_every_kind_of_model_trains_alike(kind, mirrored):
-  trainer, reference = make(mirrored(2), Linear(kind=kind, l2=L2)), Reference(l2=L2)
-  metrics = train(trainer, 9)
-  expected = reference.loop(9)
-  assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-5)
-  for kernel in kernels(trainer):
-    np.testing.assert_allclose(kernel[:, 0], reference.kernel, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (1, 4), (2, 2), (3, 1)])
-def test_a_penalty_counts_once(replicas, micro_batches, mirrored):
-  """Whatever the replicas, micro-batches and padding: 5 examples fill 5, 8, 8 and 6 rows."""
-  trainer = make(mirrored(replicas), Linear(l2=L2), accumulation_steps=micro_batches)
-  assert trainer.padded_batch_size == {1: 5, 4: 8, 3: 6}[replicas * micro_batches]
-  reference = Reference(l2=L2)
-  metrics, expected = train(trainer, 6), reference.loop(6)
-  assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-  for kernel in kernels(trainer):
-    np.testing.assert_allclose(kernel[:, 0], reference.kernel, rtol=1e-6)
-  twice = Reference(l2=2 * L2)
-  twice.loop(6)
-  assert np.abs(twice.kernel - reference.kernel).max() > 0.01
 
 
 def test_a_model_that_is_there_already_is_trained(one):
@@ -359,21 +294,6 @@ def test_a_loss_that_is_not_finite_is_named_by_its_step(replicas, bad, mirrored)
 # ---- Options ----
 
 
-def test_the_moving_average_is_that_of_the_weights(mirrored):
-  trainer, reference = make(mirrored(2), ema_decay=0.75), Reference()
-  average = reference.kernel.copy()
-  for _ in range(8):
-    reference.step()
-    average = 0.75 * average + 0.25 * reference.kernel
-  train(trainer, 8)
-  local = trainer.strategy.experimental_local_results
-  for copy in local(trainer.parts.ema.averages[0]):
-    np.testing.assert_allclose(copy.numpy()[:, 0], average, rtol=1e-6)
-  with trainer.parts.ema.in_place():
-    np.testing.assert_allclose(kernels(trainer)[1][:, 0], average, rtol=1e-6)
-  np.testing.assert_allclose(kernels(trainer)[1][:, 0], reference.kernel, rtol=1e-6)
-
-
 AVERAGED = {  # what it must be of the weights before the first step and after each
   "warm-up": (lambda: ema.ema_warmup(decay=0.4), lambda w: warmed_up(w, 0.4)),
   "all from step 3": (lambda: ema.weight_averaging(start_step=3), lambda w: np.mean(w[3:], axis=0)),
@@ -413,16 +333,6 @@ def test_averages_that_follow_the_step(kind, replicas, mirrored):
   wanted = of_weights(np.array(weights))
   for copy in trainer.strategy.experimental_local_results(trainer.parts.ema.averages[0]):
     np.testing.assert_allclose(copy.numpy()[:, 0], wanted, rtol=1e-6)
-
-
-@pytest.fixture
-def policy():
-  def set_policy(name):
-    keras.config.set_dtype_policy(name)
-    tf_keras.mixed_precision.set_global_policy(name)
-
-  yield set_policy
-  set_policy("float32")
 
 
 @pytest.mark.parametrize(
@@ -487,38 +397,6 @@ TWO_OPTIMIZERS = {
 }
 
 
-class Twice(Reference):
-  """Two updates on each batch."""
-
-  def step(self):
-    first = super().step()
-    self.position -= self.batch
-    return first, super().step()
-
-
-def test_several_optimizers(mirrored):
-  task = Two()
-  task.kind = "module"
-  trainer = make(mirrored(2), task, ema_decay=0.5, optimizer=TWO_OPTIMIZERS)
-  metrics = train(trainer, 6)
-  slow, fast = Reference(), Twice()
-  expected = slow.loop(6)
-  updates = np.array([update for _ in range(6) for update in fast.step()])
-  assert metrics["slow_loss"] == pytest.approx(expected["loss"], rel=1e-5)
-  assert metrics["slow_gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-5)
-  mean = np.average(updates[:, 0], weights=updates[:, 3])
-  assert metrics["fast_loss"] == pytest.approx(mean, rel=1e-5)
-  assert metrics["fast_gradient_norm"] == pytest.approx(updates[:, 2].mean(), rel=1e-5)
-  assert (metrics["slow_learning_rate"], metrics["fast_learning_rate"]) == (RATE, RATE)
-  assert "loss" not in metrics
-  for name, reference, updates in (("slow", slow, 6), ("fast", fast, 12)):
-    kernel = task.model[name].kernel
-    for copy in trainer.strategy.experimental_local_results(kernel):
-      np.testing.assert_allclose(copy.numpy()[:, 0], reference.kernel, rtol=1e-6)
-    assert trainer.parts.optimizers[name].optimizer.iterations.numpy() == updates
-  assert trainer.global_step.numpy() == 6
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_loop_that_fails_half_way_keeps_count(replicas, mirrored):
   """Three batches come, then an error: three steps were made, and the next goes on from there."""
@@ -556,7 +434,7 @@ def test_the_whole_step_compiles_under_xla(fuse_updates, optimizer, one):
   """As a TPU would have it: no operation of the host in it, every shape static; the same update."""
   finals = []
   for compiled in (False, True):
-    task = Linear(kind="module", l2=0.1)
+    task = Linear(kind="module")
     trainer = make(
       one, task, optimizer=lambda: optimizer(RATE), clip_norm=1.0, accumulation_steps=2,
       ema_decay=0.9, loss_scale=loss_scale.dynamic, fuse_updates=fuse_updates,

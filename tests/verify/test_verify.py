@@ -220,7 +220,7 @@ def test_what_a_task_raises_is_a_finding():
 
 
 class Accepts(bad_replicas.LocalBatchNorm):
-  accepted = {"batch-norm statistics": "as in the paper"}  # noqa: RUF012
+  accepted = {"batch-norm statistics": "as in the paper"}
 
 
 class AcceptsAnother(Accepts, bad_order.NeverReduced):

@@ -1,22 +1,13 @@
 """What a compiled loop does not run as it is written, and what XLA does not compile."""
 
-import inspect
-from pathlib import Path
-
 import pytest
 import sound
 from defects import compilation as defects
 from defects import restore as state
+from defects.small import place
 
 from loopwright.tools.verify.bench import xla
 from loopwright.tools.verify.checks import compilation
-
-
-def line_of(kind, text):
-  """Returns "file.py:31", where `text` stands in the source of a defect."""
-  lines, first = inspect.getsourcelines(kind)
-  found = [number for number, line in enumerate(lines, first) if text in line]
-  return f"{Path(inspect.getsourcefile(kind)).name}:{found[0]}"
 
 
 def by_check(subject):
@@ -31,25 +22,24 @@ def failed(results):
 
 
 CHANGES = "Python value that changes"
-# check, cause, in the detail, line, method
+# check, cause, in the detail, line
 DEFECTS = {
   "Alternating": (
-    compilation.SAME_TRACE, CHANGES, "Alternating.steps", "self.steps += 1", "loss"),
+    compilation.SAME_TRACE, CHANGES, "Alternating.steps", "self.steps += 1"),
   "Decaying": (
-    compilation.SAME_TRACE, CHANGES, "Decaying.options", '"strength"] *=', "regularization"),
-  "Counted": (compilation.SAME_TRACE, CHANGES, "Counted.calls", "self.calls += 1", "forward"),
+    compilation.SAME_TRACE, CHANGES, "Decaying.options", '"strength"] *='),
+  "Counted": (compilation.SAME_TRACE, CHANGES, "Counted.calls", "self.calls += 1"),
   "Drawn": (
-    compilation.SAME_TRACE, "random numbers of NumPy or Python", "Const", "np.random", "forward"),
-  "Clocked": (compilation.SAME_TRACE, CHANGES, "another Const", "time.perf_counter", "forward"),
+    compilation.SAME_TRACE, "random numbers of NumPy or Python", "Const", "np.random"),
+  "Clocked": (compilation.SAME_TRACE, CHANGES, "another Const", "time.perf_counter"),
   "Averaged": (
-    compilation.SAME_TRACE, "tensor kept in Python", "Averaged.average", "self.average =", "loss"),
+    compilation.SAME_TRACE, "tensor kept in Python", "Averaged.average", "self.average ="),
   "InNumpy": (
-    compilation.NO_HOST, "Python in the loop", "PyFunc at", "tf.numpy_function", "loss"),
-  "Printing": (compilation.NO_HOST, "printing in the loop", "PrintV2 at", "tf.print", "loss"),
+    compilation.NO_HOST, "Python in the loop", "PyFunc at", "tf.numpy_function"),
+  "Printing": (compilation.NO_HOST, "printing in the loop", "PrintV2 at", "tf.print"),
   "Summaries": (
-    compilation.NO_HOST, "summaries in the loop", "WriteSummary at", "tf.summary.s",
-    "metrics"),
-  "Files": (compilation.NO_HOST, "files in the loop", "ReadFile at", "tf.io.read_file", "forward"),
+    compilation.NO_HOST, "summaries in the loop", "WriteSummary at", "tf.summary.s"),
+  "Files": (compilation.NO_HOST, "files in the loop", "ReadFile at", "tf.io.read_file"),
 }  # fmt: skip
 
 
@@ -57,12 +47,12 @@ DEFECTS = {
 @pytest.mark.fast(name=list(DEFECTS)[:3])
 def test_the_defect_is_found_and_named(name, monkeypatch):
   monkeypatch.setattr(xla, "check", lambda *_: sound_xla())
-  check, cause, told, text, method = DEFECTS[name]
+  check, cause, told, text = DEFECTS[name]
   kind = getattr(defects, name)
   results = by_check(sound.subject(kind))
   assert failed(results) == {check: cause}
   assert told in results[check].detail
-  assert results[check].place == f"{line_of(kind, text)}, in {name}.{method}"
+  assert results[check].place == place(kind, text)
 
 
 def sound_xla():
@@ -78,21 +68,21 @@ def test_variables_that_the_step_makes(monkeypatch):
 
 
 XLA = {
-  "Strings": ("AsString", "tf.strings.as_string", "forward"),
-  "InNumpy": ("PyFunc", "tf.numpy_function", "loss"),
+  "Strings": ("AsString", "tf.strings.as_string"),
+  "InNumpy": ("PyFunc", "tf.numpy_function"),
 }
 
 
 @pytest.mark.parametrize("name", XLA)
 @pytest.mark.fast(name=list(XLA)[:1])
 def test_what_xla_does_not_compile_is_named(name):
-  op, text, method = XLA[name]
+  op, text = XLA[name]
   kind = getattr(defects, name)
-  place = f"{line_of(kind, text)}, in {name}.{method}"
+  where = place(kind, text)
   asked = xla.check(sound.subject(kind, options={"jit_compile": True}), compilation.GROUP)
   assert (asked.status, asked.cause) == ("failed", "operations without an XLA kernel")
-  assert f"{op} ({place})" in asked.detail
-  assert asked.place == place
+  assert f"{op} ({where})" in asked.detail
+  assert asked.place == where
   if name == "Strings":
     assert "StringToHashBucketFast (" in asked.detail
   unasked = xla.check(sound.subject(kind), compilation.GROUP)
@@ -104,14 +94,14 @@ def test_another_result_under_xla():
   subject = sound.subject(defects.Negative, options={"jit_compile": True})
   result = xla.check(subject, compilation.GROUP)
   assert (result.status, result.cause) == ("failed", "different result under XLA")
-  assert result.place == f"{line_of(defects.Negative, '[-3, -5]')}, in Negative.forward"
+  assert result.place == place(defects.Negative, "[-3, -5]")
 
 
 def test_shapes_that_depend_on_values_are_told():
   result = xla.check(sound.subject(defects.Selecting), compilation.GROUP)
   assert result.status == "passed"
-  place = f"{line_of(defects.Selecting, 'boolean_mask')}, in Selecting.loss"
-  assert f"with shapes that depend on values: Where ({place})" in result.detail
+  where = place(defects.Selecting, "boolean_mask")
+  assert f"with shapes that depend on values: Where ({where})" in result.detail
 
 
 def test_random_numbers_with_a_state_cannot_be_compared():

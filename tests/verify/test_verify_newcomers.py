@@ -3,12 +3,10 @@
 To be quick, a group's checks run in part: `on_two` compares one replica with two, in single steps.
 """
 
-import contextlib
-
 import keras
 import pytest
 from defects import newcomers
-from defects.small import place, subject
+from defects.small import line_of, subject
 
 from loopwright.tools import verify
 from loopwright.tools.verify.bench.comparison import Comparison
@@ -129,14 +127,6 @@ def quick(monkeypatch):
   monkeypatch.setattr(inputs, "READ_S", 0.1)
 
 
-def line_of(name, words):
-  """Where words are in a task, in its class or in the nearest one that it derives from."""
-  for kind in getattr(newcomers, name).__mro__:
-    with contextlib.suppress(AssertionError):
-      return place(kind, words)
-  raise AssertionError(words)
-
-
 def failures(results):
   return [result for result in results if result.status == "failed"]
 
@@ -148,7 +138,8 @@ def test_a_mistake_is_explained(name):
   found = {group: failures(CHECKS[group](subject_of(name))) for group in groups.split()}
   causes = {group: {each.cause for each in of} for group, of in found.items()}
   assert causes == {group: {cause} for group in groups.split()}
-  assert {each.place for of in found.values() for each in of} == {line_of(name, words)}
+  where = line_of(getattr(newcomers, name), words)
+  assert {each.place for of in found.values() for each in of} == {where}
   assert all(each.remedy for of in found.values() for each in of)
 
 
@@ -159,7 +150,7 @@ def test_state_that_differs_is_named(name):
   assert [(each.check, each.cause) for each in found] == [("same state on 2 replicas", STATE)]
   variable = "queue" if name == "LocalQueue" else "average"
   assert f"{variable}:0 differs first" in found[0].detail
-  assert found[0].place == line_of(name, "step.assign")
+  assert found[0].place == line_of(getattr(newcomers, name), "step.assign")
 
 
 @pytest.mark.parametrize("name", RAISING)
@@ -168,7 +159,7 @@ def test_an_exception_is_one_finding(name):
   cause, words, says = RAISING[name]
   report = verify.verify(subject_of(name), groups=("order", "gradients"))
   [found] = report.failures
-  assert (found.cause, found.place) == (cause, line_of(name, words))
+  assert (found.cause, found.place) == (cause, line_of(getattr(newcomers, name), words))
   assert says in found.detail
   assert report.results[-1].detail == "stops at the error that 'order' reports"
 
@@ -190,4 +181,4 @@ def test_what_only_training_has_is_named():
     ("no augmentation in evaluation", "augmentation in evaluation")
   ]
   assert "reads batch['step']" in found[0].detail
-  assert found[0].place == line_of("StepInEvaluation", 'batch["step"]')
+  assert found[0].place == line_of(task, 'batch["step"]')

@@ -1,21 +1,11 @@
 """A resumed run is the uninterrupted one; where it is not, the cause is found and named."""
 
-import inspect
-from pathlib import Path
-
 import pytest
 import sound
 from defects import restore as defects
+from defects.small import place
 
 from loopwright.tools.verify.checks import restore
-
-
-def line_of(kind, text):
-  """Returns "file.py:31", where `text` stands in the source of a defect."""
-  lines, first = inspect.getsourcelines(kind)
-  found = [number for number, line in enumerate(lines, first) if text in line]
-  assert found, text
-  return f"{Path(inspect.getsourcefile(kind)).name}:{found[0]}"
 
 
 def by_check(results):
@@ -23,49 +13,26 @@ def by_check(results):
   return {result.check: result for result in results}
 
 
-# check, cause, in the detail, where
+BATCH, STEP = restore.NEXT_BATCH, restore.SAME_STEP
+PYTHON, GENERATOR = "Python value outside the checkpoint", "random generator outside the checkpoint"
+BUILDS, NUMBERS = "task differs between builds", "random numbers outside the checkpoint"
+# check, cause, in the detail, line
 DEFECTS = {
   "Variable": (
-    restore.SAME_STEP, "variable outside the checkpoint", "Variable.baseline",
-    "self.baseline.assign", "forward",
+    *(STEP, "variable outside the checkpoint"), "Variable.baseline", "self.baseline.assign",
   ),
-  "Counter": (
-    restore.SAME_STEP, "Python value outside the checkpoint", "Counter.progress",
-    'self.progress["steps"] += 1', "difficulty",
-  ),
-  "History": (
-    restore.SAME_STEP, "Python value outside the checkpoint", "History.history",
-    "self.history.append", "remember",
-  ),
-  "Generator": (
-    restore.SAME_STEP, "random generator outside the checkpoint", "Generator.noise",
-    "self.noise =", "build_model",
-  ),
-  "Stateful": (
-    restore.SAME_STEP, "stateful random op", "kernel", "tf.random.normal", "forward",
-  ),
-  "NumpyNoise": (
-    restore.SAME_STEP, "random generator outside the checkpoint", "kernel", "np.random.normal",
-    "forward",
-  ),
+  "Counter": (STEP, PYTHON, "Counter.progress", 'self.progress["steps"] += 1'),
+  "History": (STEP, PYTHON, "History.history", "self.history.append"),
+  "Generator": (STEP, GENERATOR, "Generator.noise", "self.noise ="),
+  "Stateful": (STEP, "stateful random op", "kernel", "tf.random.normal"),
+  "NumpyNoise": (STEP, GENERATOR, "kernel", "np.random.normal"),
   "Metric": (
-    restore.SAME_STEP, "metric outside the checkpoint", "Metric.mean_error",
-    "self.mean_error.update_state", "metrics",
+    *(STEP, "metric outside the checkpoint"), "Metric.mean_error", "self.mean_error.update_state",
   ),
-  "Late": (
-    restore.SAME_STEP, "variables created late", "head/kernel", "def build_model", "build_model",
-  ),
-  "Augmented": (
-    restore.NEXT_BATCH, "random numbers outside the checkpoint", "x of the resumed run",
-    "tf.random.uniform", "preprocess",
-  ),
-  "Shuffled": (
-    restore.NEXT_BATCH, "task differs between builds", "Shuffled.order", "self.order =", "__init__",
-  ),
-  "Projected": (
-    restore.SAME_STEP, "task differs between builds", "Projected.projection", "self.projection =",
-    "__init__",
-  ),
+  "Late": (STEP, "variables created late", "head/kernel", "def build_model"),
+  "Augmented": (BATCH, NUMBERS, "x of the resumed run", "tf.random.uniform"),
+  "Shuffled": (BATCH, BUILDS, "Shuffled.order", "self.order ="),
+  "Projected": (STEP, BUILDS, "Projected.projection", "self.projection ="),
 }  # fmt: skip
 
 
@@ -86,14 +53,14 @@ def on_one_device(monkeypatch):
 @pytest.mark.parametrize("name", DEFECTS)
 @pytest.mark.fast(name=["Counter", "Variable"])
 def test_the_defect_is_found_and_named(name, on_one_device):
-  check, cause, told, text, method = DEFECTS[name]
+  check, cause, told, text = DEFECTS[name]
   kind = getattr(defects, name)
   results = by_check(restore.check(sound.subject(kind)))
   failed = [result.check for result in results.values() if result.status == "failed"]
   assert failed == [check]
   assert results[check].cause == cause
   assert told in results[check].detail
-  assert results[check].place == f"{line_of(kind, text)}, in {name}.{method}"
+  assert results[check].place == place(kind, text)
 
 
 def test_one_task_for_all_is_made_as_new(on_one_device):
@@ -113,7 +80,7 @@ def test_what_each_replica_counts_for_itself_moves_to_no_other_number_of_replica
     "saved under one device and restored under mirrored on 3: updates:0 is [0], but was saved as "
     "[1]"
   )
-  assert result.place == f"{line_of(defects.Counting, 'ON_READ')}, in Counting.__init__"
+  assert result.place == place(defects.Counting, "ON_READ")
 
 
 def test_a_model_that_is_built_otherwise_each_time(tmp_path, on_one_device):

@@ -212,7 +212,7 @@ class RareInBatch(Classes):
 class Accumulated(Small):
   """Each micro-batch is normalised by itself."""
 
-  options = {"accumulation_steps": 2}  # noqa: RUF012
+  options = {"accumulation_steps": 2}
 
   def hidden(self):
     return [keras.layers.Dense(4), keras.layers.BatchNormalization(synchronized=True)]

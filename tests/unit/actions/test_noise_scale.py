@@ -6,8 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
-from loopwright import ArraySource, ConfigError, Loss, Task
+from loopwright import ConfigError
 from loopwright.actions.noise_scale import NoiseScale
 from loopwright.builder import Recipe
 from loopwright.optimizers import loss_scale
@@ -19,23 +20,13 @@ Y = (X @ [1.0, -2.0, 0.5] + 0.5 * RNG.normal(size=EXAMPLES)).astype(np.float32)
 START = np.array([[0.5], [-1.0], [0.0]], np.float32)
 
 
-class Fit(Task):
+class Fit(toys.Regression):
   """Regression; a rate of 0 keeps the weights, so that each step estimates the same numbers."""
 
+  features = {"x": X, "y": Y}
+
   def build_model(self):
-    dense = keras.layers.Dense(1, use_bias=False)
-    model = keras.Sequential([keras.Input([3]), dense])
-    dense.kernel.assign(START)
-    return model
-
-  def source(self, split):
-    return ArraySource(features={"x": X, "y": Y})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"])[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return toys.linear(START)
 
 
 def gradients():

@@ -8,41 +8,36 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
 from loopwright import (
   Action,
-  ArraySource,
   BestCheckpoint,
   ConfigError,
   EarlyStopping,
   Loss,
   StopTraining,
-  Task,
 )
 from loopwright.running import run
 from loopwright.strategies import factories
 from loopwright.tools.trackers.csv_file import CSVFile
 
 
-class Steady(Task):
+class Steady(toys.Regression):
   """The loss falls by a known amount each step; `traced` counts how often Python evaluates."""
 
-  def __init__(self):
-    self.traced = 0
+  features = {"x": np.ones([4, 1], np.float32)}
+  traced = 0
 
   def build_model(self):
-    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    return keras.Sequential([keras.Input([1]), dense])
-
-  def source(self, split):
-    return ArraySource(features={"x": np.ones([4, 1], np.float32)})
+    return toys.linear([0.0])
 
   def forward(self, batch, training):
     self.traced += not training
-    return self.model(batch["x"])[:, 0]
+    return super().forward(batch, training)
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(10.0 - outputs, batch["weight"])
+  def losses(self, outputs, batch):
+    return 10.0 - outputs
 
 
 class Diary(Action):

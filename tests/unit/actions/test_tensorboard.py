@@ -7,10 +7,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from tensorboard.compat.proto import event_pb2
 from tensorboard.plugins.hparams import metadata
 
-from loopwright import ArraySource, ConfigError, Loss, Task
+from loopwright import ConfigError
 from loopwright.actions import tensorboard
 from loopwright.actions.base import Action
 from loopwright.actions.tensorboard import TensorBoard, hyperparameters
@@ -25,22 +26,15 @@ Y = RNG.normal(size=18).astype(np.float32)
 KERNEL = np.array([[0.5], [1.0]], np.float32)
 
 
-class Linear(Task):
+class Linear(toys.Regression):
   """x @ kernel + bias."""
+
+  features = {"x": X, "y": Y}
 
   def build_model(self):
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, name="dense")], name="net")
     model.set_weights([KERNEL, np.array([0.25], np.float32)])
     return model
-
-  def source(self, split):
-    return ArraySource(features={"x": X, "y": Y})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
 
 def reference(steps):

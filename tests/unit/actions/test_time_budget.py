@@ -9,17 +9,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
 from loopwright.actions import time_budget
 from loopwright.actions.base import Action
 from loopwright.actions.time_budget import SUGGESTIONS, TimeBudget, table
-from loopwright.inputs.sources import ArraySource
 from loopwright.kinds.parameter_server.strategy import ParameterServer
-from loopwright.metrics import Loss
 from loopwright.run_folder import checkpoints
 from loopwright.running import run
 from loopwright.strategies import factories, reduction
-from loopwright.task import Task
 
 STEPS, LOOP = 12, 4
 RNG = np.random.default_rng(2)
@@ -39,18 +37,17 @@ def delayed(tensor, seconds):
   return tf.ensure_shape(late, tensor.shape)
 
 
-class Slow(Task):
+class Slow(toys.Regression):
   """A linear regression that sleeps where it is told to, some seconds a step or batch."""
+
+  features = {"x": X}
 
   def __init__(self, *, batch=0.0, forward=0.0, last_replica=0.0, evaluation=0.0):
     self.batch, self.training, self.last = batch, forward, last_replica
     self.evaluation = evaluation
 
   def build_model(self):
-    return keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-
-  def source(self, split):
-    return ArraySource(features={"x": X})
+    return toys.network([2], keras.layers.Dense(1))
 
   def preprocess(self, batch, training):
     def wait(weight):
@@ -72,13 +69,10 @@ class Slow(Task):
     if training and self.last:
       is_last = tf.equal(context.replica_id_in_sync_group, replicas - 1)
       x = tf.cond(is_last, lambda: delayed(x, self.last), lambda: x)
-    return self.model(x, training=training)[:, 0]
+    return super().forward({"x": x}, training)
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs), batch["weight"])
-
-  def metrics(self, outputs, batch):
-    return {}
+  def losses(self, outputs, batch):
+    return tf.square(outputs)
 
 
 class Sleep(Action):

@@ -3,14 +3,14 @@
 import json
 import shutil
 
-import gin
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
 import loopwright
-from loopwright import ArraySource, Loss, Task, configurables
+from loopwright import ArraySource, configurables
 from loopwright.actions.base import Action
 from loopwright.configurables import changes, documentation, table
 from loopwright.errors import ConfigError
@@ -23,7 +23,7 @@ from loopwright.running import run
 
 
 @loopwright.register
-class Straight(Task):
+class Straight(toys.Regression):
   """Regression with dropout, whose initial weights, dropout and loss a config sets."""
 
   def __init__(self, *, scale=0.5, dropout=0.25, power=2.0, temperature=1.0, examples=24):
@@ -33,9 +33,10 @@ class Straight(Task):
   def build_model(self):
     first = keras.initializers.RandomNormal(stddev=self._scale, seed=1)
     layers = [keras.layers.Dense(16, kernel_initializer=first), keras.layers.Dropout(self._dropout)]
-    network = keras.Sequential([keras.Input([2]), *layers, keras.layers.Dense(1)])
     temperature = tf.Variable(self._temperature, trainable=False, name="temperature")
-    return {"network": network, "temperature": temperature}
+    return {
+      "network": toys.network([2], *layers, keras.layers.Dense(1)), "temperature": temperature
+    }  # fmt: skip
 
   def source(self, split):
     x = np.random.default_rng(len(split)).normal(size=[self._examples, 2]).astype("float32")
@@ -45,8 +46,8 @@ class Straight(Task):
     outputs = self.model["network"](batch["x"], training=training)[:, 0]
     return tf.cast(outputs, tf.float32) * self.model["temperature"]
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.abs(outputs - batch["y"]) ** self._power, batch["weight"])
+  def losses(self, outputs, batch):
+    return tf.abs(outputs - batch["y"]) ** self._power
 
 
 BASE = (
@@ -54,12 +55,6 @@ BASE = (
   "run.global_batch_size = 8", "run.checkpoint_every_steps = 2",
   "run.optimizer = @keras.SGD", "keras.SGD.learning_rate = 0.03125",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _no_config_after():
-  yield
-  gin.clear_config()
 
 
 def start(folder, *bindings, mode="train", **arguments):
@@ -179,18 +174,15 @@ def test_an_option_that_changes(option, before, beside, after, what, begun, tmp_
   again = [*given, *beside, f"{option} = {after}", "run.train_steps = 8"]
   again = [*again, "run.train_steps = 8"]
   rule = changes.rule(option)
-  try:
-    if rule.may == "asked" and what in ("same", "numbers"):
-      with pytest.raises(ConfigError, match=r"would go on with .* add --accept_changes"):
-        start(folder, *again)
-    if what not in ("same", "numbers"):
-      with pytest.raises(ConfigError, match=what):
-        start(folder, *again, accept_changes=True)
-      assert len(lines(folder, "history.jsonl")) == 1  # nothing was written
-      return
-    start(folder, *again, accept_changes=rule.may == "asked")
-  finally:
-    keras.config.set_dtype_policy("float32")
+  if rule.may == "asked" and what in ("same", "numbers"):
+    with pytest.raises(ConfigError, match=r"would go on with .* add --accept_changes"):
+      start(folder, *again)
+  if what not in ("same", "numbers"):
+    with pytest.raises(ConfigError, match=what):
+      start(folder, *again, accept_changes=True)
+    assert len(lines(folder, "history.jsonl")) == 1  # nothing was written
+    return
+  start(folder, *again, accept_changes=rule.may == "asked")
   assert near(weights(folder, 8), unchanged) == (what == "same")
   assert _is_seen(option, after, folder, lines(folder), lines(folder, "history.jsonl")[-1])
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import gin
 import pytest
 
 from loopwright import Task, commands
@@ -49,12 +48,10 @@ small/Birds.width = 8
 @pytest.fixture(autouse=True)
 def project(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(sys, "path", [*sys.path])
   Path("birds.py").write_text(TASK)
   Path("birds.gin").write_text(CONFIG)
   before = dict(table.registry().items())
   yield
-  gin.clear_config()
   sys.modules.pop("birds", None)
   for name in {*dict(table.registry().items())} - {*before}:
     table.registry().pop(name)

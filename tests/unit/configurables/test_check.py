@@ -29,10 +29,8 @@ print(context.context()._initialized)
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(sys, "path", [*sys.path])
   Path("my_lonely_task.py").write_text(LONELY)
-  yield tmp_path
-  gin.clear_config()
+  return tmp_path
 
 
 def written(lines, without="", name="mine.gin"):

@@ -4,15 +4,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
+from runs import make_trainer
 from tensorflow.python.eager import context
 
 from loopwright.graphs import grappler
-from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
 from loopwright.strategies import factories
-from loopwright.task import Task
-from loopwright.trainer import Trainer
 
 ROWS, RATE, STEPS = 8, 0.05, 3
 RNG = np.random.default_rng(3)
@@ -21,36 +18,27 @@ KERNEL = RNG.normal(size=[16, 5]).astype(np.float32)
 BIAS = RNG.normal(size=5).astype(np.float32)
 
 
-class Dense(Task):
+class Dense(toys.Regression):
   """The mean square of the outputs of a dense layer."""
+
+  features = {"x": X}
 
   def build_model(self):
     dense = keras.layers.Dense(5, activation="relu")
-    model = keras.Sequential([keras.Input([4, 4, 1]), keras.layers.Flatten(), dense])
+    model = toys.network([4, 4, 1], keras.layers.Flatten(), dense)
     dense.set_weights([KERNEL, BIAS])
     return model
-
-  def source(self, split):
-    return ArraySource(features={"x": X})
 
   def forward(self, batch, training):
     return self.model(batch["x"], training=training)
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.reduce_mean(outputs**2, axis=1), batch["weight"])
+  def losses(self, outputs, batch):
+    return tf.reduce_mean(outputs**2, axis=1)
 
 
 def made(task, replicas=1):
-  def read(position):
-    return datasets.train_dataset(task.source("train"), global_batch_size=ROWS, position=position)
-
-  return Trainer(
-    task=task,
-    strategy=factories.mirrored(cpu_replicas=replicas) if replicas > 1 else factories.default(),
-    dataset_fn=read,
-    global_batch_size=ROWS,
-    optimizer=lambda: keras.optimizers.SGD(RATE),
-  )
+  strategy = factories.mirrored(cpu_replicas=replicas) if replicas > 1 else factories.default()
+  return make_trainer(task, strategy, batch=ROWS, optimizer=lambda: keras.optimizers.SGD(RATE))
 
 
 @pytest.fixture

@@ -39,11 +39,6 @@ from loopwright.strategies import placement
 # ---- Training batches ----
 
 
-def test_unshuffled_order_is_that_of_the_source():
-  ids = train_ids(numbered(5), 3, global_batch_size=4, shuffle=False, position=3)
-  assert ids.tolist() == [3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("batch", [1, 7, 32, 5000])
 @pytest.mark.parametrize("multiple", [1, 4, 3])
 @pytest.mark.fast(batch=[7, 5000], multiple=[3])
@@ -562,18 +557,6 @@ def test_a_share_is_what_one_counts_by_hand(make_source):
   batches = arrays(eval_dataset(make_source(7), **kwargs))
   assert [batch["x"].tolist() for batch in batches] == [[2, 0], [5, 3], [6, 6]]
   assert [batch["example_id"].tolist() for batch in batches] == [[2, -1], [5, -1], [-1, -1]]
-
-
-def test_seeds_of_a_share_are_those_of_its_positions():
-  for make_source in (numbered, stream):
-    dataset = train_dataset(
-      make_source(7), global_batch_size=3, pad_multiple=2, seed=4, position=4, rows=range(1, 4),
-      preprocess=lambda batch, training: {**batch, "copy": batch["seed"]},
-    )  # fmt: skip
-    positions = [5, 6, 4, 8, 9, 7]  # the last of each batch is padding, which shows its first
-    expected = [struct.pack("<Q", reference_hash(p, 4, "seeds")) for p in positions]
-    got = np.concatenate([batch["copy"] for batch in arrays(dataset, 2)])
-    assert got.tolist() == [list(struct.unpack("<ii", packed)) for packed in expected]
 
 
 class Counting(Source):

@@ -12,10 +12,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from input_cases import arrays, numbered, one_line_error, runtime_error, stream, train_ids
 from places import PLACES, strategy_of
 
-from loopwright import ArraySource, Buckets, IndexedSource, Loss, Mixture, Task
+from loopwright import ArraySource, Buckets, IndexedSource, Mixture
 from loopwright.builder import Recipe
 from loopwright.inputs.datasets import eval_dataset, train_dataset
 from loopwright.inputs.mixture import Shares
@@ -254,16 +255,14 @@ Y = RNG.normal(size=16).astype("float32")
 RATE, KERNEL, BATCH = 0.1, np.array([0.5, -1.0]), 5
 
 
-class Fit(Task):
+class Fit(toys.Regression):
   """The mean of (x k - y)^2 over a mixture of 6 and 10 examples."""
 
   def __init__(self, weights):
     self._weights = weights
 
   def build_model(self):
-    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, use_bias=False)])
-    model.set_weights([KERNEL[:, np.newaxis]])
-    return model
+    return toys.linear(KERNEL)
 
   def source(self, split):
     parts = {
@@ -271,12 +270,6 @@ class Fit(Task):
       for name, rows in (("few", slice(6)), ("many", slice(6, 16)))
     }
     return Mixture(parts=parts, weights=self._weights, examples_per_step=BATCH)
-
-  def forward(self, batch, training):
-    return self.model(batch["x"])[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
 
 def trained(weights, folder, strategy, *, changed=None):

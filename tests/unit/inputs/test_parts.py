@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from input_cases import (
   arrays,
   numbered,
@@ -13,7 +14,7 @@ from input_cases import (
 )
 from places import PLACES, strategy_of
 
-from loopwright import ArraySource, Loss, Part, Sources, Task, part, with_part
+from loopwright import ArraySource, Part, Sources, part, with_part
 from loopwright.builder import Recipe
 from loopwright.inputs.datasets import eval_dataset, train_dataset
 from loopwright.inputs.ordering import seed_of_part
@@ -136,13 +137,11 @@ Y = RNG.normal(size=7).astype("float32")
 RATE, KERNEL = 0.1, np.array([0.5, -1.0])
 
 
-class Both(Task):
+class Both(toys.Regression):
   """The mean of (x k - y)^2 + 0.5 * the mean of (u k)^2 over a row's unlabelled examples."""
 
   def build_model(self):
-    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, use_bias=False)])
-    model.set_weights([KERNEL[:, np.newaxis]])
-    return model
+    return toys.linear(KERNEL)
 
   def source(self, split):
     labelled = ArraySource(features={"x": X, "y": Y})
@@ -151,10 +150,10 @@ class Both(Task):
   def forward(self, batch, training):
     return self.model(batch["x"])[:, 0], self.model(part(batch, "other")["u"])[:, 0]
 
-  def loss(self, outputs, batch):
+  def losses(self, outputs, batch):
     labelled, other = outputs
     other = tf.reduce_mean(tf.reshape(tf.square(other), [-1, RATIO]), axis=1)
-    return Loss.from_examples(tf.square(labelled - batch["y"]) + 0.5 * other, batch["weight"])
+    return tf.square(labelled - batch["y"]) + 0.5 * other
 
 
 def expected(steps, batch):

@@ -1,27 +1,27 @@
 """Padding and batch normalisation: a batch that does not divide trains like one on one replica."""
 
-import keras
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
+import toys
+from runs import make_trainer
+from toys import KERAS
 
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
-from loopwright.task import Task
-from loopwright.trainer import Trainer
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 BATCH = 7
 RNG = np.random.default_rng(0)
 X = (3.0 + RNG.normal(size=[BATCH, 4, 2])).astype(np.float32)
 Y = RNG.normal(size=BATCH).astype(np.float32)
 
 
-class Normalised(Task):
+class Normalised(toys.Regression):
   """Batch normalisation over rows and places, the mean over places, one output."""
+
+  features = {"x": X, "y": Y}
 
   def __init__(self, *, library="keras", synchronized=True, views=1, training=True):
     self._keras, self._views, self._training = KERAS[library], views, training
@@ -29,41 +29,25 @@ class Normalised(Task):
 
   def build_model(self):
     layers = self._keras.layers
-    return self._keras.Sequential(
-      [
-        self._keras.Input([4, 2]),
-        layers.BatchNormalization(momentum=0.9, name="norm", **self._options),
-        layers.Activation("tanh"),
-        layers.GlobalAveragePooling1D(),
-        layers.Dense(1, kernel_initializer="ones"),
-      ]
+    return toys.network(
+      [4, 2],
+      layers.BatchNormalization(momentum=0.9, name="norm", **self._options),
+      layers.Activation("tanh"),
+      layers.GlobalAveragePooling1D(),
+      layers.Dense(1, kernel_initializer="ones"),
+      library=self._keras,
     )
-
-  def source(self, split):
-    return ArraySource(features={"x": X, "y": Y})
 
   def forward(self, batch, training):
     x = tf.concat([batch["x"]] * self._views, axis=0)
     outputs = self.model(x, training=training and self._training)
     return outputs[: tf.shape(batch["x"])[0], 0]
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
-
 
 def trained(task, strategy, steps=3, **options):
   """Returns the loss of `steps` steps and the weights after them, on each replica the same."""
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=BATCH, pad_multiple=trainer.batch_multiple,
-      position=position,
-    ),
-    global_batch_size=BATCH,
-    optimizer=lambda: task._keras.optimizers.SGD(0.5),
-    **options,
-  )  # fmt: skip
+  sgd = functools.partial(task._keras.optimizers.SGD, 0.5)
+  trainer = make_trainer(task, strategy, batch=BATCH, optimizer=sgd, **options)
   loss = trainer.train(tf.constant(steps))["loss"]
   return loss, [np.array(weight) for weight in task.model.get_weights()]
 

@@ -1,5 +1,6 @@
 """Recomputation: the gradients of the function itself, with dropout, without its activations."""
 
+import functools
 import re
 
 import keras
@@ -7,18 +8,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from runs import make_trainer, values
+from toys import KERAS
 
 import loopwright
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss
 from loopwright.models import models, recomputation
 from loopwright.task import Task
-from loopwright.trainer import Trainer
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 6]).astype(np.float32)
 Y = RNG.normal(size=8).astype(np.float32)
@@ -71,20 +71,11 @@ class Blocks(Task):
 
 def trained(task, strategy, *, steps=2, batch=8, **options):
   """Returns the metrics and the weights after a few steps of gradient descent."""
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=batch, pad_multiple=trainer.batch_multiple,
-      position=position,
-    ),
-    global_batch_size=batch,
-    optimizer=lambda: task._keras.optimizers.SGD(0.01),
-    **options,
-  )  # fmt: skip
+  sgd = functools.partial(task._keras.optimizers.SGD, 0.01)
+  trainer = make_trainer(task, strategy, batch=batch, optimizer=sgd, **options)
   metrics = trainer.train(tf.constant(steps))
   kept = {name: metrics[name] for name in ("loss", "gradient_norm", "seen")}
-  return kept, [models.raw(v).numpy() for v in models.weights(task.model)]
+  return kept, values(task.model)
 
 
 def not_recomputed(function):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from runs import copies, make_trainer
+from toys import KERAS
 
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss
 from loopwright.models import models
@@ -17,9 +18,7 @@ from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.step import Step, StepParts
 from loopwright.strategies.reduction import Reduction
 from loopwright.task import Task
-from loopwright.trainer import Trainer
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 STEPS = 20
 # name -> shape and dtype, in an order in which small and large, and dtypes, alternate.
 VARIABLES = {
@@ -382,26 +381,16 @@ class TwoUpdates(Task):
 
 def trained(strategy, library, **options):
   made = TwoUpdates(library=library, surgery=options.pop("surgery", None))
-  trainer = Trainer(
-    task=made,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      made.source("train"), global_batch_size=7, pad_multiple=2, position=position
-    ),
-    global_batch_size=7,
-    optimizer=lambda: KERAS[library].optimizers.AdamW(
-      0.01, weight_decay=0.1, beta_1=0.5, beta_2=0.75
-    ),
-    clip_norm=2.0,
-    **options,
-  )
+  adamw = functools.partial(KERAS[library].optimizers.AdamW, 0.01, weight_decay=0.1)
+  trainer = make_trainer(
+    made, strategy, batch=7, data={"pad_multiple": 2}, clip_norm=2.0,
+    optimizer=lambda: adamw(beta_1=0.5, beta_2=0.75), **options,
+  )  # fmt: skip
   assert bool(trainer.parts.optimizers["default"].fusion.groups) == options.get(
     "fuse_updates", True
   )
   metrics = trainer.train(tf.constant(STEPS))
-  variables = models.trainable_variables(made.model)
-  copies = [strategy.experimental_local_results(models.raw(v)) for v in variables]
-  return [[c.numpy() for c in replica] for replica in zip(*copies, strict=True)], metrics
+  return copies(strategy, models.trainable_variables(made.model)), metrics
 
 
 @pytest.mark.parametrize(("library", "replicas"), [("keras", 2), ("tf_keras", 1)])

@@ -38,8 +38,43 @@ def test_the_synopsis():
   assert rate.at(250).numpy() == np.float32(0.05)
 
 
-def test_constant():
-  assert_float32_exact(schedules.constant(learning_rate=0.3), STEPS, np.full(len(STEPS), 0.3))
+def exponential(final, staircase):
+  exponent = np.asarray(STEPS) / 10
+  return final + (0.5 - final) * 0.96 ** (np.floor(exponent) if staircase else exponent)
+
+
+def decay(**options):
+  return schedules.exponential_decay(initial=0.5, decay_steps=10, decay_rate=0.96, **options)
+
+
+def warmup(steps, after, **options):
+  return schedules.linear_warmup(warmup_steps=steps, after=after, **options)
+
+
+SMOOTH = {"of": schedules.cosine_decay(initial=0.3, decay_steps=10), "staircase": False}
+CLOSED_FORMS = {
+  "constant": (schedules.constant(learning_rate=0.3), STEPS, np.full(len(STEPS), 0.3)),
+  "exponential": (decay(), STEPS, exponential(0.0, False)),
+  "stairs": (decay(staircase=True), STEPS, exponential(0.0, True)),
+  "near a final rate": (decay(final=0.1), STEPS, exponential(0.1, False)),
+  "stairs to a final rate": (decay(staircase=True, final=0.1), STEPS, exponential(0.1, True)),
+  "by epoch, smooth": (
+    schedules.by_epoch(steps_per_epoch=7, **SMOOTH), STEPS, cosine(STEPS, 0.3, 70),
+  ),
+  "no boundaries": (
+    schedules.piecewise_constant(boundaries=(), values=(0.2,)), [0, 7], [0.2, 0.2],
+  ),
+  "warm-up to a number": (warmup(4, 0.8), range(7), [0, 0.2, 0.4, 0.6, 0.8, 0.8, 0.8]),
+  "warm-up of no steps": (warmup(0, 0.8), [0, 1], [0.8, 0.8]),
+  "nested warm-ups": (
+    warmup(2, warmup(2, 1.0, start=0.5)), range(6), [0, 0.25, 0.5, 0.75, 1.0, 1.0],
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_a_schedule_is_its_closed_form(name):
+  assert_float32_exact(*CLOSED_FORMS[name])
 
 
 @pytest.mark.parametrize("final", [0.0, 0.01])
@@ -49,26 +84,6 @@ def test_cosine_decay_is_the_closed_form(final):
   assert schedule.at(0).numpy() == np.float32(0.3)
   assert schedule.at(100).numpy() == np.float32(final)
   assert schedule.at(10**9).numpy() == np.float32(final)
-
-
-@pytest.mark.parametrize("staircase", [False, True])
-def test_exponential_decay_is_the_closed_form(staircase):
-  schedule = schedules.exponential_decay(
-    initial=0.5, decay_steps=10, decay_rate=0.96, staircase=staircase
-  )
-  exponent = np.asarray(STEPS) / 10
-  exponent = np.floor(exponent) if staircase else exponent
-  assert_float32_exact(schedule, STEPS, 0.5 * 0.96**exponent)
-
-
-@pytest.mark.parametrize("staircase", [False, True])
-def test_exponential_decay_comes_near_its_final_rate(staircase):
-  schedule = schedules.exponential_decay(
-    initial=0.5, decay_steps=10, decay_rate=0.96, staircase=staircase, final=0.1
-  )
-  exponent = np.asarray(STEPS) / 10
-  exponent = np.floor(exponent) if staircase else exponent
-  assert_float32_exact(schedule, STEPS, 0.1 + 0.4 * 0.96**exponent)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -97,23 +112,11 @@ def test_by_epoch_a_ramp_and_a_decay_to_a_floor(replicas, mirrored):
   assert [compiled(tf.constant(s, tf.int64)).numpy() for s in steps] == list(rates(schedule, steps))
 
 
-def test_by_epoch_may_be_smooth():
-  schedule = schedules.by_epoch(
-    of=schedules.cosine_decay(initial=0.3, decay_steps=10), steps_per_epoch=7, staircase=False
-  )
-  assert_float32_exact(schedule, STEPS, cosine(STEPS, 0.3, 70))
-
-
 def test_piecewise_constant_takes_the_next_value_at_the_boundary():
   schedule = schedules.piecewise_constant(boundaries=[10, 20, 100], values=[1.0, 0.1, 0.01, 0.0])
   index = np.searchsorted([10, 20, 100], STEPS, side="right")
   assert_float32_exact(schedule, STEPS, np.array([1.0, 0.1, 0.01, 0.0])[index])
   np.testing.assert_array_equal(rates(schedule, [9, 10]), np.float32([1.0, 0.1]))
-
-
-def test_piecewise_constant_without_boundaries_is_constant():
-  schedule = schedules.piecewise_constant(boundaries=(), values=(0.2,))
-  assert_float32_exact(schedule, [0, 7], [0.2, 0.2])
 
 
 def test_warmup_then_a_schedule_that_counts_from_the_end_of_the_warmup():
@@ -127,19 +130,6 @@ def test_warmup_then_a_schedule_that_counts_from_the_end_of_the_warmup():
   assert schedule.at(10).numpy() == np.float32(0.4)
   assert schedule.at(109).numpy() > 0
   assert schedule.at(110).numpy() == 0
-
-
-def test_warmup_to_a_number_and_of_no_steps():
-  assert_float32_exact(
-    schedules.linear_warmup(warmup_steps=4, after=0.8), range(7), [0, 0.2, 0.4, 0.6, 0.8, 0.8, 0.8]
-  )
-  assert_float32_exact(schedules.linear_warmup(warmup_steps=0, after=0.8), [0, 1], [0.8, 0.8])
-
-
-def test_warmups_nest():
-  inner = schedules.linear_warmup(warmup_steps=2, after=1.0, start=0.5)
-  schedule = schedules.linear_warmup(warmup_steps=2, after=inner)
-  assert_float32_exact(schedule, range(6), [0, 0.25, 0.5, 0.75, 1.0, 1.0])
 
 
 def test_steps_beyond_two_to_the_24_do_not_blur():

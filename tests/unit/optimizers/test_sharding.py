@@ -3,40 +3,40 @@
 That updates are right is shown in tests/conformance, against float64.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
+import toys
+from runs import make_trainer
+from toys import KERAS
 
 from loopwright.errors import ConfigError
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.optimizers import sharding
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.task import Task
-from loopwright.trainer import Trainer
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 UNITS, INPUTS, ROWS = (130, 130, 1), 150, 12
 LARGE = INPUTS * 130 + 130 * 130
 SMALL = 130 + 130 + 130 + 1  # two biases, the last kernel and its bias: one flat variable
 
 
-class Network(Task):
+class Network(toys.Regression):
   def __init__(self, library="keras", constraint=None, bad_step=-1):
-    self.library, self.constraint, self.bad_step = library, constraint, bad_step
+    self.library, self.constraint, self.bad_step = KERAS[library], constraint, bad_step
 
   def build_model(self):
-    layers = KERAS[self.library].layers
-    made = [
-      layers.Dense(u, "tanh", kernel_initializer=KERAS[self.library].initializers.RandomNormal(
-        stddev=0.1, seed=i), kernel_constraint=self.constraint)
-      for i, u in enumerate(UNITS)
-    ]  # fmt: skip
-    return KERAS[self.library].Sequential([layers.Input([INPUTS]), *made])
+    normal = self.library.initializers.RandomNormal
+    dense = functools.partial(
+      self.library.layers.Dense, activation="tanh", kernel_constraint=self.constraint
+    )
+    layers = [
+      dense(units, kernel_initializer=normal(stddev=0.1, seed=i)) for i, units in enumerate(UNITS)
+    ]
+    return toys.network([INPUTS], *layers, library=self.library)
 
   def source(self, split):
     rng = np.random.default_rng(5)
@@ -44,23 +44,18 @@ class Network(Task):
 
   def forward(self, batch, training):
     bad = tf.where(tf.cast(batch["step"], tf.int32) == self.bad_step, np.inf, 1.0)
-    return self.model(batch["x"])[:, 0] * bad
+    return super().forward(batch, training) * bad
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["x"][:, 0]), batch["weight"])
+  def losses(self, outputs, batch):
+    return tf.square(outputs - batch["x"][:, 0])
 
 
 def trainer_of(strategy, library="keras", *, task=None, optimizer=None, **options):
-  task = task or Network(library)
-  source = task.source("train")
   adam = optimizer or (lambda: KERAS[library].optimizers.Adam(0.01, epsilon=1e-3))
-  trainer = Trainer(
-    task=task, strategy=strategy, optimizer=adam, global_batch_size=ROWS,
-    dataset_fn=lambda position: datasets.train_dataset(
-      source, global_batch_size=ROWS, pad_multiple=12, position=position, seed=3
-    ), **options,
+  return make_trainer(
+    task or Network(library), strategy, batch=ROWS, optimizer=adam,
+    data={"pad_multiple": 12, "seed": 3}, **options,
   )  # fmt: skip
-  return trainer
 
 
 def whole_state(trainer):
@@ -126,26 +121,6 @@ def test_a_checkpoint_fits_other_replicas_sharded_or_not(first, then, library, m
   trainer.train(tf.constant(3))
   other.train(tf.constant(3))
   equal(whole_state(trainer), whole_state(other), atol=3e-6)
-
-
-def test_the_same_as_a_loop_of_keras_on_one_device(mirrored):
-  trainer = trainer_of(mirrored(3), shard_optimizer_state=True)
-  trainer.train(tf.constant(4))
-  task, adam = Network(), keras.optimizers.Adam(0.01, epsilon=1e-3)
-  model = task.build_model()
-  for batch in datasets.train_dataset(
-    task.source("train"), global_batch_size=ROWS, pad_multiple=12, seed=3
-  ).take(4):
-    with tf.GradientTape() as tape:
-      loss = tf.reduce_mean(tf.square(model(batch["x"])[:, 0] - batch["x"][:, 0]))
-    adam.apply_gradients(
-      zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
-    )
-  for copy in range(3):
-    for own, wanted in zip(trainer.task.model.trainable_variables, model.trainable_variables,
-                           strict=True):  # fmt: skip
-      got = trainer.strategy.experimental_local_results(models.raw(own))[copy]
-      np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6)
 
 
 def test_a_gathering_that_gives_wrong_values_is_refused(mirrored, monkeypatch):

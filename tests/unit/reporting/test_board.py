@@ -8,8 +8,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
-from loopwright import Action, ArraySource, Board, ConfigError, Loss, Show, Sum, Task
+from loopwright import Action, Board, ConfigError, Show, Sum, Task
 from loopwright.running import run
 from loopwright.strategies import factories
 
@@ -156,22 +157,16 @@ def test_another_worker_writes_nothing(tmp_path, monkeypatch):
   assert os.listdir(tmp_path) == []
 
 
-class Line(Task):
+class Line(toys.Regression):
   """One weight, which moves by 1 a step; the step is shown with it."""
 
+  features = {"x": np.ones([4, 1], np.float32)}
+
   def build_model(self):
-    return keras.Sequential(
-      [keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
-    )
+    return toys.linear([0.0])
 
-  def source(self, split):
-    return ArraySource(features={"x": np.ones([4, 1], np.float32)})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"])[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(-outputs, batch["weight"])
+  def losses(self, outputs, batch):
+    return -outputs
 
   def show(self, board):
     board.text("weight", f"{float(self.model.weights[0].numpy()[0, 0]):g}")

@@ -604,28 +604,11 @@ def test_a_reporter_without_places_writes_nothing(tmp_path, monkeypatch):
 # -- parameters and the texts
 
 
-def keras3_model():
-  return keras.Sequential(
-    [
-      keras.layers.Input([3]),
-      keras.layers.Dense(4),  # 16
-      keras.layers.Dropout(0.5),  # a seed, no weight
-      keras.layers.BatchNormalization(),  # 8 and 8 more that no gradient moves
-    ],
-    name="three",
-  )
-
-
-def tf_keras_model():
-  return tf_keras.Sequential(
-    [
-      tf_keras.layers.InputLayer([3]),
-      tf_keras.layers.Dense(4),
-      tf_keras.layers.Dropout(0.5),
-      tf_keras.layers.BatchNormalization(),
-    ],
-    name="two",
-  )
+def network(library):
+  layers = library.layers
+  batch_norm = layers.BatchNormalization()  # 8 and 8 more that no gradient moves
+  dropout = layers.Dropout(0.5)  # in Keras 3 with a seed, no weight
+  return library.Sequential([layers.Input([3]), layers.Dense(4), dropout, batch_norm], name="three")
 
 
 def module():
@@ -638,10 +621,10 @@ def module():
 @pytest.mark.parametrize(
   ("make", "expected"),
   [
-    (keras3_model, (24, 32)),
-    (tf_keras_model, (24, 32)),
+    (lambda: network(keras), (24, 32)),
+    (lambda: network(tf_keras), (24, 32)),
     (module, (10, 11)),
-    (lambda: {"a": keras3_model(), "b": [module(), tf_keras_model()]}, (58, 75)),
+    (lambda: {"a": network(keras), "b": [module(), network(tf_keras)]}, (58, 75)),
   ],
 )
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -664,7 +647,7 @@ def test_a_model_that_is_not_built_has_no_count(generation):
 def test_describe_aligns_what_is_given():
   text = describe(
     task="Digits",
-    model=keras3_model(),
+    model=network(keras),
     strategy="mirrored",
     replicas=2,
     devices=("CPU:0", "CPU:1"),
@@ -704,19 +687,23 @@ def test_describe_names_each_of_several_models():
   assert "not built yet" in text
 
 
-def test_result_line():
-  line = result_line(
-    step=1000,
-    seconds=23.41,
-    model_dir="runs/digits_cnn",
-    evaluation={"accuracy": 0.98333, "loss": tf.constant(0.0571), "steps_per_second": 3.0},
-  )
-  assert line == "done: step 1000 | eval loss 0.0571 accuracy 0.9833 | 23.4 s | runs/digits_cnn"
+EVALUATED = {"accuracy": 0.98333, "loss": tf.constant(0.0571), "steps_per_second": 3.0}
+RESULTS = [
+  (
+    {"step": 1000, "seconds": 23.41, "model_dir": "runs/digits_cnn", "evaluation": EVALUATED},
+    "done: step 1000 | eval loss 0.0571 accuracy 0.9833 | 23.4 s | runs/digits_cnn",
+  ),
+  (
+    {"step": 7, "seconds": 0.1, "evaluation": {"loss": 0.5}, "of_step": 4, "status": "stopped"},
+    "stopped: step 7 | eval at step 4 loss 0.5000 | 0.1 s",
+  ),
+  ({"step": 7, "seconds": 0.06, "status": "stopped"}, "stopped: step 7 | 0.1 s"),
+]
 
 
-def test_the_result_of_another_step_names_it():
-  line = result_line(step=7, seconds=0.1, evaluation={"loss": 0.5}, of_step=4, status="stopped")
-  assert line == "stopped: step 7 | eval at step 4 loss 0.5000 | 0.1 s"
+@pytest.mark.parametrize(("given", "line"), RESULTS)
+def test_result_line(given, line):
+  assert result_line(**given) == line
 
 
 def test_result_line_tells_many_skipped_steps():
@@ -724,7 +711,3 @@ def test_result_line_tells_many_skipped_steps():
   expected = "done: step 200 | eval loss 0.5000 | skipped 3 of 200 steps, not finite | best | 0.1 s"
   assert line == expected
   assert "skipped" not in result_line(step=200, seconds=0.1, skipped=2)  # as a loss scale does
-
-
-def test_result_line_without_an_evaluation():
-  assert result_line(step=7, seconds=0.06, status="stopped") == "stopped: step 7 | 0.1 s"

@@ -9,7 +9,6 @@ import sys
 import threading
 from pathlib import Path
 
-import gin
 import keras
 import learned
 import numpy as np
@@ -40,13 +39,6 @@ run.train_steps = 4
 run.global_batch_size = 8
 run.shuffle = False
 """
-
-
-@pytest.fixture(autouse=True)
-def process_restored(monkeypatch):
-  monkeypatch.setattr(sys, "path", [*sys.path])
-  yield
-  gin.clear_config()
 
 
 @pytest.fixture

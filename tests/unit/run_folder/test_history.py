@@ -9,35 +9,25 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
-from loopwright import Task
 from loopwright.errors import ConfigError
 from loopwright.inputs.fingerprint import fingerprint
 from loopwright.inputs.sources import ArraySource, Source, StreamSource
-from loopwright.metrics import Loss
 from loopwright.run_folder import history
 from loopwright.running import run
 from loopwright.strategies import factories
 
 
-class Slope(Task):
+class Slope(toys.Regression):
   """y = 3x; the model's one weight."""
 
   def __init__(self, examples=8, scale=1.0):
-    x = np.linspace(-1, 1, examples, dtype=np.float32)[:, None]
-    self._source = ArraySource(features={"x": x, "y": scale * 3 * x})
+    x = np.linspace(-1, 1, examples, dtype=np.float32)
+    self.features = {"x": x[:, None], "y": scale * 3 * x}
 
   def build_model(self):
-    return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-
-  def source(self, split):
-    return self._source
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples((outputs - batch["y"])[:, 0] ** 2, batch.get("weight"))
+    return toys.network([1], keras.layers.Dense(1, use_bias=False))
 
 
 SGD = functools.partial(keras.optimizers.SGD, learning_rate=0.1)

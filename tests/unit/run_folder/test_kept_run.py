@@ -5,10 +5,8 @@ tests/support/kept_run_0_1 holds 30 steps of metrics and ledger, and the checkpo
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
-import gin
 import kept_run
 import numpy as np
 import pytest
@@ -20,10 +18,8 @@ FOLDER = Path(kept_run.__file__).parent / "kept_run_0_1"
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
-  monkeypatch.setattr(sys, "path", [*sys.path])
-  yield Path(shutil.copytree(FOLDER, tmp_path / "kept"))
-  gin.clear_config()
+def kept(tmp_path):
+  return Path(shutil.copytree(FOLDER, tmp_path / "kept"))
 
 
 def values(folder, name):

@@ -1,5 +1,6 @@
 """Weights from elsewhere: the file's, bit by bit, on every replica, and a step after it."""
 
+import functools
 import re
 import shutil
 
@@ -7,21 +8,18 @@ import h5py
 import keras
 import numpy as np
 import pytest
+import runs
 import tensorflow as tf
 import tf_keras
+import toys
 
 from loopwright import running
 from loopwright.errors import ConfigError
-from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.run_folder import warm_start, weight_files
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.strategies import factories
-from loopwright.task import Task
-from loopwright.trainer import Trainer
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=[12, 3]).astype(np.float32)
@@ -107,40 +105,20 @@ def line():
   return keras.Sequential([keras.Input([3]), keras.layers.Dense(1, name="head")], name="line")
 
 
-class Fit(Task):
+class Fit(toys.Regression):
   """Least squares by any network."""
 
-  def __init__(self, build=line):
-    self._build = build
-
-  def build_model(self):
-    return self._build()
-
-  def source(self, split):
-    del split
-    return ArraySource(features={"x": X, "y": Y})
+  features = {"x": X, "y": Y}
 
   def forward(self, batch, training):
     model = self.model["a"] if isinstance(self.model, dict) else self.model
     return model(batch["x"], training=training)[:, 0]
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
-
 
 def make_trainer(build=line, *, strategy=None, **options):
-  task = Fit(build)
-  trainer = Trainer(
-    task=task,
-    strategy=strategy or tf.distribute.get_strategy(),
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=12, position=position
-    ),
-    global_batch_size=12,
-    optimizer=lambda: keras.optimizers.SGD(RATE),
-    **options,
-  )
-  return trainer
+  sgd = functools.partial(keras.optimizers.SGD, RATE)
+  strategy = strategy or tf.distribute.get_strategy()
+  return runs.make_trainer(Fit(build), strategy, batch=12, optimizer=sgd, **options)
 
 
 def randomise(model):
@@ -157,8 +135,7 @@ def values(model):
 
 def copies(strategy, model):
   """[replica][weight]"""
-  held = [strategy.experimental_local_results(models.raw(w)) for w in models.weights(model)]
-  return [[copy.numpy() for copy in replica] for replica in zip(*held, strict=True)]
+  return runs.copies(strategy, models.weights(model))
 
 
 def saved(trainer, folder):
@@ -271,7 +248,7 @@ def test_a_run_begins_there_and_does_not_go_back(tmp_path):
   folder = saved(source, tmp_path / "source")
 
   def train(name, steps):
-    task = Fit()
+    task = Fit(line)
     running.run(
       task=task, train_steps=steps, global_batch_size=12, model_dir=str(tmp_path / name),
       strategy=factories.default, optimizer=lambda: keras.optimizers.SGD(RATE), mode="train",

@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+import toys
+from runs import make_trainer
 
 from loopwright.errors import ConfigError
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.kinds.mesh import updates, variables
-from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.strategies import factories, placement
-from loopwright.task import Task
+from loopwright.strategies import factories
 from loopwright.tasks import language_model
 from loopwright.tools.ledger.recorder import Recorder
-from loopwright.trainer import Trainer
 
 LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
 
@@ -29,7 +27,7 @@ def mesh(batch=2, model=2, layouts=LAYOUTS):
   return factories.model_parallel(mesh={"batch": batch, "model": model}, layouts=layouts)
 
 
-class Images(Task):
+class Images(toys.Regression):
   """A convolution, dropout, and a network of two layers."""
 
   def __init__(self, library=keras, dropout=0.5):
@@ -37,14 +35,15 @@ class Images(Task):
 
   def build_model(self):
     layers, normal = self.library.layers, self.library.initializers.RandomNormal
-    return self.library.Sequential([
-      layers.Input([6, 6, 1]),
+    return toys.network(
+      [6, 6, 1],
       layers.Conv2D(4, 3, activation="relu", kernel_initializer=normal(seed=1), name="conv"),
       layers.Flatten(),
       layers.Dense(16, "tanh", kernel_initializer=normal(seed=2), name="up"),
       layers.Dropout(self.dropout),
       layers.Dense(3, kernel_initializer=normal(seed=3), name="down"),
-    ])  # fmt: skip
+      library=self.library,
+    )
 
   def source(self, split):
     rng = np.random.default_rng(0)
@@ -53,8 +52,8 @@ class Images(Task):
   def forward(self, batch, training):
     return self.model(batch["x"], training=training)
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.reduce_sum(tf.square(outputs - 1.0), axis=1), batch["weight"])
+  def losses(self, outputs, batch):
+    return tf.reduce_sum(tf.square(outputs - 1.0), axis=1)
 
 
 class Bytes:
@@ -73,15 +72,9 @@ def text():
 
 
 def trainer_of(task, strategy, *, optimizer=None, **options):
-  source = task.source("train")
   adam = optimizer or (lambda: keras.optimizers.AdamW(0.01, epsilon=1e-3, weight_decay=0.1))
-  preprocess = getattr(task, "preprocess", None)
-  return (placement.of(strategy).trainer or Trainer)(
-    task=task, strategy=strategy, optimizer=adam, global_batch_size=10,
-    dataset_fn=lambda position: datasets.train_dataset(
-      source, global_batch_size=10, pad_multiple=12, position=position, preprocess=preprocess
-    ), **options,
-  )  # fmt: skip
+  data = {"pad_multiple": 12}
+  return make_trainer(task, strategy, batch=10, optimizer=adam, data=data, **options)
 
 
 def weights(trainer):

@@ -9,15 +9,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
+from runs import copies, make_trainer
 
 from loopwright.graphs import operations
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.optimizers import schedules
 from loopwright.strategies import factories, local, placement
-from loopwright.task import Task
 from loopwright.trainer import Trainer
 
 STEPS_PER_LOOP = 3
@@ -42,38 +42,29 @@ class AsOnOneGpuPlacement(local.OneDevice):
   on_gpus = True
 
 
-class Noisy(Task):
+class Noisy(toys.Regression):
   """A regression with dropout, whose masks depend on the number of the step."""
 
   def build_model(self):
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
-    return keras.Sequential([keras.Input([2]), *layers])
+    return toys.network([2], *layers)
 
   def source(self, split):
     x = np.random.default_rng(0).normal(size=[12, 2]).astype(np.float32)
     return ArraySource(features={"x": x})
 
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["x"][:, 0]), batch["weight"])
+  def losses(self, outputs, batch):
+    return tf.square(outputs - batch["x"][:, 0])
 
 
 def trained(strategy, **options):
   """Returns a trainer after two loops."""
-  task = Noisy()
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=4, position=position, shuffle=False
-    ),
-    global_batch_size=4,
-    optimizer=lambda: keras.optimizers.Adam(schedules.cosine_decay(initial=0.125, decay_steps=10)),
-    **options,
-  )
+  rate = schedules.cosine_decay(initial=0.125, decay_steps=10)
+  trainer = make_trainer(
+    Noisy(), strategy, batch=4, data={"shuffle": False},
+    optimizer=lambda: keras.optimizers.Adam(rate), **options,
+  )  # fmt: skip
   for _ in range(2):
     trainer.train(tf.constant(STEPS_PER_LOOP))
   return trainer
@@ -81,11 +72,8 @@ def trained(strategy, **options):
 
 def weights(trainer):
   """The weights on every replica."""
-  copies = [
-    trainer.strategy.experimental_local_results(models.raw(v))
-    for v in models.trainable_variables(trainer.task.model)
-  ]
-  return [copy.numpy() for one in copies for copy in one]
+  held = copies(trainer.strategy, models.trainable_variables(trainer.task.model))
+  return [value for replica in held for value in replica]
 
 
 @pytest.fixture(scope="module")

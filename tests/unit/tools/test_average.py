@@ -4,14 +4,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
 import loopwright
 from loopwright import configurables
 from loopwright.errors import ConfigError
-from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
 from loopwright.running import run
-from loopwright.task import Task
 from loopwright.tools.runs import average
 
 RNG = np.random.default_rng(0)
@@ -25,26 +23,19 @@ BASE = (
 
 
 @loopwright.register
-class Normalised(Task):
+class Normalised(toys.Regression):
   """Regression by two dense layers, with batch normalisation between them."""
+
+  features = {"x": X, "y": Y}
 
   def __init__(self, *, units: int = 4):
     self.units = units
 
   def build_model(self):
-    return keras.Sequential([
-      keras.Input([3]), keras.layers.Dense(self.units, use_bias=False),
-      keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1, use_bias=False),
-    ])  # fmt: skip
-
-  def source(self, split):
-    return ArraySource(features={"x": X, "y": Y})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    layers = keras.layers
+    norm = layers.BatchNormalization(synchronized=True)
+    first, last = (layers.Dense(units, use_bias=False) for units in (self.units, 1))
+    return toys.network([3], first, norm, last)
 
 
 def start(folder, *bindings, mode="train"):

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import gin
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
 import launch
-from loopwright import ArraySource, Loss, Task
 from loopwright.builder import Recipe
 from loopwright.tools import coordinates
 
@@ -17,25 +16,19 @@ CONFIGS = Path(launch.__file__).parent / "configs"
 TIMES, RATE, STEPS = (1, 2, 4), 0.1, 3
 
 
-class Ones(Task):
+class Ones(toys.Regression):
   """The output is the sum of n weights: their gradients are 1, so it falls by n rates a step."""
 
   def __init__(self, width):
     self.width = width
+    self.features = {"x": np.ones([8, width], np.float32)}
 
   def build_model(self):
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="sum")
     return keras.Sequential([keras.Input([self.width]), layer], name="model")
 
-  def source(self, split):
-    del split
-    return ArraySource(features={"x": np.ones([8, self.width], np.float32)})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(outputs[:, 0], batch["weight"])
+  def losses(self, outputs, batch):
+    return outputs
 
 
 @pytest.mark.parametrize("power", [0, 1])
@@ -63,8 +56,8 @@ def test_changes_and_slopes_are_those_by_hand(power):
 
 
 @pytest.fixture
-def config(monkeypatch):
-  yield [
+def config():
+  return [
     f"--gin_file={CONFIGS / 'language_model_widths.gin'}",
     "--gin_param=LanguageModel.corpus = @TextFiles()",
     f"--gin_param=TextFiles.path = '{CONFIGS}'",
@@ -75,7 +68,6 @@ def config(monkeypatch):
     "--gin_param=run.global_batch_size = 4",
     "--times=1,2,4",
   ]
-  gin.clear_config()
 
 
 WIDTHS = "--scaled=decoder.width,decoder.heads,decoder.groups"

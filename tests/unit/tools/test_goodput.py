@@ -9,10 +9,11 @@ import time
 import keras
 import numpy as np
 import pytest
+import toys
 from input_cases import one_line_error
 
 from benchmarks import goodput_trials
-from loopwright import Action, ArraySource, Loss, Task, commands
+from loopwright import Action, ArraySource, commands
 from loopwright.run_folder import layout, legs
 from loopwright.run_folder.legs import Leg
 from loopwright.running import run
@@ -122,21 +123,15 @@ def test_too_few_saves_are_told_with_a_better_number():
 # ---- The record ----
 
 
-class Line(Task):
+class Line(toys.Regression):
   """y = 2 x."""
 
   def build_model(self):
-    return keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    return toys.network([1], keras.layers.Dense(1))
 
   def source(self, split):
-    x = np.linspace(0, 1, 32, dtype=np.float32)[:, None]
-    return ArraySource(features={"x": x, "y": 2 * x})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"])
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples((outputs - batch["y"])[:, 0] ** 2, batch["weight"])
+    x = np.linspace(0, 1, 32, dtype=np.float32)
+    return ArraySource(features={"x": x[:, None], "y": 2 * x})
 
 
 class Slow(Action):

@@ -6,15 +6,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
+import toys
+from toys import KERAS
 
-from loopwright import ArraySource, ConfigError, Loss, Task
+from loopwright import ConfigError
 from loopwright.builder import Recipe
 from loopwright.models import models
 from loopwright.optimizers import loss_scale
 from loopwright.tools.forensics.layers import LayerStatistics, statistics
 
-KERAS = {"keras": keras, "tf_keras": tf_keras}
 RNG = np.random.default_rng(2)
 X = RNG.normal(size=[21, 3]).astype(np.float32)
 Y = (X @ [1.0, -2.0, 0.5]).astype(np.float32)
@@ -23,29 +23,21 @@ B1 = np.array([0.1, -50.0, 0.2, -50.0], np.float32)  # two units are dead
 RATE, BATCH = 0.05, 7
 
 
-class Net(Task):
+class Net(toys.Regression):
   """Regression by a network of two layers, with given weights."""
+
+  features = {"x": X, "y": Y}
 
   def __init__(self, library="keras"):
     self.library = library
 
   def build_model(self):
     layers = KERAS[self.library].layers
-    model = KERAS[self.library].Sequential([
-      layers.Input([3]), layers.Dense(4, "relu", name="hidden"),
-      layers.Dense(1, use_bias=False, name="last"),
-    ])  # fmt: skip
+    hidden = layers.Dense(4, "relu", name="hidden")
+    last = layers.Dense(1, use_bias=False, name="last")
+    model = toys.network([3], hidden, last, library=KERAS[self.library])
     model.set_weights([W1, B1, W2])
     return model
-
-  def source(self, split):
-    return ArraySource(features={"x": X, "y": Y})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
 
 def made(strategy, library="keras", **options):

@@ -10,14 +10,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
 import launch
 import loopwright
 from loopwright import commands
 from loopwright.errors import ConfigError
-from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
-from loopwright.task import Task
 from loopwright.tools import memory
 
 REPOSITORY = Path(launch.__file__).parent
@@ -63,18 +61,18 @@ def full(x):
 
 
 @loopwright.register
-class Tower(Task):
+class Tower(toys.Regression):
   """Blocks of layers; one that fails does so as on a device that is full."""
+
+  features = {"x": np.ones([BATCH, WIDTH], np.float32)}
 
   def __init__(self, *, fails: bool = False):
     self.fails = fails
 
   def build_model(self):
-    blocks = [Block(name=f"block_{number}") for number in range(LAYERS // DEPTH)]
-    return keras.Sequential([keras.Input([WIDTH]), *blocks])
-
-  def source(self, split):
-    return ArraySource(features={"x": np.ones([BATCH, WIDTH], np.float32)})
+    return toys.network(
+      [WIDTH], *(Block(name=f"block_{number}") for number in range(LAYERS // DEPTH))
+    )
 
   def forward(self, batch, training):
     x = batch["x"]
@@ -82,8 +80,8 @@ class Tower(Task):
       x = tf.ensure_shape(tf.numpy_function(full, [x], tf.float32), x.shape)
     return self.model(x, training=training)
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.reduce_mean(tf.square(outputs), axis=1), batch["weight"])
+  def losses(self, outputs, batch):
+    return tf.reduce_mean(tf.square(outputs), axis=1)
 
 
 @pytest.fixture(scope="module")

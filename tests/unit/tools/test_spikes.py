@@ -10,8 +10,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
-from loopwright import Action, ArraySource, ConfigError, Loss, Task
+from loopwright import Action, ConfigError, Loss
 from loopwright.inputs.ordering import examples_at
 from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.running import run
@@ -27,26 +28,17 @@ Y = (X @ [1.0, -2.0, 0.5] + RNG.normal(size=EXAMPLES)).astype(np.float32)
 WEIGHT = RNG.uniform(0.5, 2.0, size=EXAMPLES).astype(np.float32)
 
 
-class Fit(Task):
+class Fit(toys.Regression):
   """Regression in which some examples have targets a hundred times as large; odd ones garbage."""
 
   def __init__(self, poisoned=(), garbage=()):
-    self.x, self.y = X.copy(), Y.copy()
-    self.y[list(poisoned)] *= 100.0
-    self.x[list(garbage)] = 1e4
+    x, y = X.copy(), Y.copy()
+    y[list(poisoned)] *= 100.0
+    x[list(garbage)] = 1e4
+    self.features = {"x": x, "y": y, "weight": WEIGHT}
 
   def build_model(self):
-    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    return keras.Sequential([keras.Input([3]), dense])
-
-  def source(self, split):
-    return ArraySource(features={"x": self.x, "y": self.y, "weight": WEIGHT})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"])[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return toys.linear(np.zeros(3))
 
 
 def order():
@@ -58,8 +50,8 @@ def order():
 def judged(task, kernel, ids, without):
   """Returns [loss, norm] of a batch, its gradient, and the gradient of each example's part."""
   weight = WEIGHT[ids].astype(float) * ~np.isin(ids, list(without))
-  error = task.x[ids].astype(float) @ kernel - task.y[ids]
-  each = 2 * (weight * error)[:, None] * task.x[ids]
+  error = task.features["x"][ids].astype(float) @ kernel - task.features["y"][ids]
+  each = 2 * (weight * error)[:, None] * task.features["x"][ids]
   gradient = each.sum(axis=0) / weight.sum()
   loss = np.average(error**2, weights=weight)
   return np.array([loss, np.linalg.norm(gradient)]), gradient, weight * error**2, each

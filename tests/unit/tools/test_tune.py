@@ -14,16 +14,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 
 import launch
 import loopwright
 from loopwright import configurables
 from loopwright.errors import ConfigError
 from loopwright.inputs.sources import ArraySource
-from loopwright.metrics import Loss
 from loopwright.running import run
 from loopwright.strategies.reduction import Reduction
-from loopwright.task import Task
 from loopwright.tools import tune
 from loopwright.tools.tune import Option, Ratio
 
@@ -39,14 +38,14 @@ TWO = "auto.cpu_replicas = 2"
 
 
 @loopwright.register
-class Line(Task):
+class Line(toys.Regression):
   """y = 2 x; `of_python` puts an operation into it that XLA cannot compile."""
 
   def __init__(self, *, of_python: bool = False):
     self.of_python = of_python
 
   def build_model(self):
-    return keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    return toys.network([1], keras.layers.Dense(1))
 
   def source(self, split):
     x = np.linspace(0, 1, 8, dtype=np.float32)
@@ -56,10 +55,7 @@ class Line(Task):
     x = batch["x"]
     if self.of_python:
       x = tf.ensure_shape(tf.numpy_function(lambda x: x, [x], tf.float32), x.shape)
-    return self.model(x, training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
+    return super().forward({"x": x}, training)
 
 
 @pytest.fixture

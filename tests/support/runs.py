@@ -1,0 +1,45 @@
+"""What tests do with a run: make its trainer, read what it logged and what each replica holds."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from loopwright.inputs import datasets
+from loopwright.models import models
+from loopwright.strategies import placement
+from loopwright.task import preprocess_of
+from loopwright.trainer import Trainer
+
+
+def make_trainer(task, strategy, *, batch, optimizer, data=None, **options):
+  """Returns the trainer of a task on its training split; `data` are options of train_dataset."""
+
+  def read(position):
+    given = {"pad_multiple": trainer.batch_multiple, "preprocess": preprocess_of(task)}
+    return datasets.train_dataset(
+      task.source("train"), global_batch_size=batch, position=position, **given | (data or {})
+    )
+
+  trainer = (placement.of(strategy).trainer or Trainer)(
+    task=task, strategy=strategy, dataset_fn=read, global_batch_size=batch, optimizer=optimizer,
+    **options,
+  )  # fmt: skip
+  return trainer
+
+
+def records(folder, split=None):
+  """Returns the records of a run folder's metrics.jsonl, of one split or all."""
+  lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+  return [record for record in lines if split in (None, record["split"])]
+
+
+def copies(strategy, variables):
+  """Returns the values of variables on each replica: [replica][variable]."""
+  held = [strategy.experimental_local_results(models.raw(v)) for v in variables]
+  return [[copy.numpy() for copy in replica] for replica in zip(*held, strict=True)]
+
+
+def values(model):
+  """Returns the values of all weights of a model."""
+  return [np.array(models.raw(v)) for v in models.weights(model)]
