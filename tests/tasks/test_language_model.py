@@ -114,13 +114,6 @@ def test_packing_is_that_by_hand(context):
   assert made["target"].dtype == np.int16
 
 
-def test_packing_of_two_documents():
-  made = packed([b"abcde", b"xy"], 4)
-  assert made["token"].tolist() == [[START, *b"abc"], [*b"d", START, *b"x", START]]
-  assert made["target"].tolist() == [[*b"abcd"], [*b"exy", NO_TARGET]]
-  assert made["position"].tolist() == [[0, 1, 2, 3], [0, 0, 1, 0]]
-
-
 def test_an_epoch_has_each_byte_as_a_target_once():
   documents = random_documents(5, 40, 1, 17, 26)
   task = make_task(documents)
@@ -137,59 +130,6 @@ def test_an_epoch_has_each_byte_as_a_target_once():
 
 
 # ---- Masks and positions ----
-
-
-def test_the_mask_is_that_by_hand():
-  position = packed(random_documents(3, 1, 9, 30), CONTEXT)["position"]
-  mask = language_model.attention_mask(tf.constant(position)).numpy()
-  assert mask.shape == (4, 1, CONTEXT, CONTEXT)
-  for row, places in enumerate(position):
-    for to in range(CONTEXT):
-      begin = to - places[to]
-      assert mask[row, 0, to].tolist() == [begin <= here <= to for here in range(CONTEXT)]
-
-
-def test_rotation_is_that_of_complex_numbers():
-  """RoFormer, equation 12: a pair is a complex number, turned by position x frequency."""
-  x = np.random.default_rng(1).normal(size=[2, 5, 3, 8])
-  position = np.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 900]])
-  angles = language_model.rotary_angles(tf.constant(position), 8, "float64")
-  made = language_model.rotated(tf.constant(x), angles).numpy()
-  turned = np.exp(1j * position[:, :, None, None] * 10_000.0 ** (-np.arange(4) / 4))
-  pairs = (x[..., :4] + 1j * x[..., 4:]) * turned
-  np.testing.assert_allclose(made, np.concatenate([pairs.real, pairs.imag], axis=-1), atol=1e-12)
-
-
-def test_a_document_in_a_pack_is_the_document_alone():
-  documents = random_documents(4, 1, 7, 10, 2)  # 12 and 12: no document is cut
-  task = with_model(make_task(documents))
-  logits = task.forward(batch_of(task), training=False).numpy().reshape([-1, 256])
-  alone = np.concatenate([logits_alone(task, document) for document in documents])
-  np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-5)
-  assert alone.std() > 0.5
-
-
-def test_a_cut_document_goes_on_as_a_piece_of_its_own():
-  [document] = random_documents(2 * CONTEXT)
-  task = with_model(make_task([document]))
-  logits = task.forward(batch_of(task), training=False).numpy()
-  token = np.frombuffer(document, np.uint8)[None, CONTEXT - 1 : -1].astype(np.int32)
-  position = np.arange(CONTEXT, dtype=np.int32)[None]
-  expected = task.model({"token": token, "position": position})
-  np.testing.assert_allclose(logits[1:], expected, rtol=0, atol=1e-5)
-
-
-def test_a_later_byte_changes_no_earlier_logit():
-  task = with_model(make_task(random_documents(5, 7)))
-  batch = batch_of(task)
-  before = task.forward(batch, training=False).numpy()[0]
-  for place in range(1, CONTEXT):
-    token = batch["token"].numpy()
-    token[0, place] = (token[0, place] + 1) % 256
-    after = task.forward({**batch, "token": token}, training=False).numpy()[0]
-    changed = np.abs(after - before).max(axis=-1) > 1e-7
-    end = 5 if place < 5 else CONTEXT  # nor does a byte of one document any of the other
-    assert changed.tolist() == [place <= each < end for each in range(CONTEXT)]
 
 
 # ---- The network ----

@@ -17,7 +17,7 @@ import tensorflow as tf
 from learned import EXAMPLES, KERNEL, Scaled, Unscaled, Y, scaled
 
 import launch
-from loopwright import configurables, testing
+from loopwright import configurables
 from loopwright.errors import ConfigError
 from loopwright.host import files
 from loopwright.run_folder import assets
@@ -251,15 +251,6 @@ def test_verification_fits_once_in_memory(tmp_path):
   np.testing.assert_allclose(x, scaled("eval"), rtol=1e-4, atol=1e-5)
   assert fits(tmp_path) == ["worker-0"]
   assert sorted(path.name for path in tmp_path.iterdir()) == ["fits", "used-worker-0"]
-
-
-@pytest.mark.whole
-def test_the_checks_have_nothing_against_it(tmp_path):
-  make = functools.partial(Scaled, folder=str(tmp_path))
-  testing.assert_right(
-    make, groups=("restore",), optimizer=keras.optimizers.SGD, global_batch_size=BATCH
-  )
-  assert fits(tmp_path) == ["worker-0"]
 
 
 def test_tuning_fits_once_in_memory(tmp_path):

@@ -322,14 +322,15 @@ def test_runs_are_in_the_order_of_their_numbers_and_can_be_chosen(capsys):
   }  # fmt: skip
 
 
-def test_neither_imports_a_task_or_tensorflow():
-  make("r", config="import evil\n\nrun.train_steps = 1\n")
+def test_none_imports_a_task_or_tensorflow():
+  make("r", line(1, "eval", loss=1.0), config="import evil\n\nrun.train_steps = 1\n")
   Path("evil.py").write_text("raise SystemExit('imported')\n")
   code = """if True:
     import sys
     from loopwright import commands
     assert commands.main(["loopwright", "ls", "r"]) == 0
     assert commands.main(["loopwright", "diff", "r", "r"]) == 0
+    assert commands.main(["loopwright", "report", "r"]) == 0
     heavy = {"tensorflow", "numpy", "keras", "evil"} & set(sys.modules)
     assert not heavy, heavy
   """
