@@ -1,10 +1,12 @@
 """How an option is declared: once, in the signature of what takes it.
 
-    def step(*, rate: Annotated[float, Option("metres per step.", asked("counts from there on"))]):
+    def step(*, rate: Annotated[float, "metres per step.", asked("counts from there on")] = 0.5):
 
 Its type and default are those of the parameter. Help, docs, checks and the rules of a run that goes
-on read the rest: `declared(step)["rate"]`. What holds for all options of a class or function stands
-on it, as `may_change`.
+on read the rest, `declared(step)["rate"]`: its meaning (with the unit; a docstring may have it
+instead), whether it may change, a check of values other than None, and what to do `Instead` if a
+config cannot bind it. What holds for all options of a class or function stands on it, as
+`may_change`.
 """
 
 import dataclasses
@@ -12,8 +14,8 @@ import functools
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from loopwright.errors import require_integer, require_positive, unknown
 
@@ -58,16 +60,13 @@ AT_THE_START = fixed("it counts only when the run begins")
 SCHEDULE = asked("the rate is that of the new schedule at the step of the run")
 
 
+class Instead(str):
+  """What to do instead of binding an option in a config."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """What a signature does not say of an option; metadata of its annotation, as a `Rule` alone is.
-
-  Attributes:
-    meaning: one sentence or more, with the unit; "" if a docstring has it.
-    may_change: None for that of the class or function that takes it.
-    check: of values other than None, beyond their type.
-    instead: for what a config cannot bind: what to do.
-  """
+  """What is declared of an option beside its type and default."""
 
   meaning: str = ""
   may_change: Rule | None = None
@@ -108,11 +107,16 @@ def declared(target: Callable[..., Any]) -> dict[str, Option]:
   """Returns what is declared of the options of a class or function, by name."""
   source = getattr(target, "options", target)
   return {
-    name: each if isinstance(each, Option) else Option(may_change=each)
+    name: _option(parameter.annotation.__metadata__)
     for name, parameter in _signature(source).parameters.items()
-    for each in getattr(parameter.annotation, "__metadata__", ())
-    if isinstance(each, Option | Rule)
+    if _is_declared(parameter.annotation)
   }
+
+
+def either_of(target: Callable[..., Any]) -> Sequence[str]:
+  """Returns the options of which exactly one must be set, if there are such."""
+  names: Sequence[str] = getattr(getattr(target, "options", target), "either", ())
+  return names
 
 
 def rule_of(target: Callable[..., Any], parameter: str) -> Rule | None:
@@ -152,8 +156,20 @@ def _signature(target: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(target)
 
 
+def _is_declared(annotation: Any) -> bool:
+  """Whether it is more than a type; a string alone says which values the type has."""
+  metadata = getattr(annotation, "__metadata__", ())
+  return any(isinstance(each, Rule | Instead) or callable(each) for each in metadata)
+
+
 def _plain(annotation: Any) -> Any:
-  if typing.get_origin(annotation) is not Annotated:
-    return annotation
-  kept = [each for each in annotation.__metadata__ if not isinstance(each, Option | Rule)]
-  return functools.reduce(lambda made, each: Annotated[made, each], kept, annotation.__origin__)
+  return annotation.__origin__ if _is_declared(annotation) else annotation
+
+
+def _option(metadata: Sequence[Any]) -> Option:
+  found: dict[str, Any] = {}
+  for each in metadata:
+    kinds = {"may_change": Rule, "instead": Instead, "meaning": str}
+    name = next((name for name, kind in kinds.items() if isinstance(each, kind)), "check")
+    found[name] = each
+  return Option(**found)

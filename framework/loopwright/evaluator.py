@@ -8,11 +8,12 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, cast
 
 import tensorflow as tf
 
 from loopwright.aliases import Batch, PerReplica
+from loopwright.declaration import Instead
 from loopwright.errors import ConfigError
 from loopwright.graphs import grappler
 from loopwright.graphs.autograph import compiled
@@ -89,13 +90,17 @@ class Evaluator(AbstractEvaluator):
   def __init__(
     self,
     *,
-    task: Task,
-    strategy: tf.distribute.Strategy,
-    dataset: Batches | Mapping[str, Batches],
-    ema: Ema | None = None,
-    global_step: tf.Variable | None = None,
-    eager: bool = False,
-    step: Callable[..., EvalStep] = EvalStep,
+    task: Annotated[Task, Instead("set run.task")],
+    strategy: Annotated[tf.distribute.Strategy, Instead("set run.strategy")],
+    dataset: Annotated[
+      Batches | Mapping[str, Batches], Instead("set run.task, whose source() it reads")
+    ],
+    ema: Annotated[Ema | None, Instead("set Trainer.ema_decay")] = None,
+    global_step: Annotated[tf.Variable | None, Instead("it is the trainer's")] = None,
+    eager: Annotated[bool, Instead("set run.eager")] = False,
+    step: Annotated[
+      Callable[..., EvalStep], Instead("override eval_step() of the task")
+    ] = EvalStep,
   ) -> None:
     """Prepares dataset and metrics (host); raises ConfigError for an asynchronous strategy.
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar, get_args
 
 from loopwright import declaration
 from loopwright.declaration import (
@@ -17,7 +17,6 @@ from loopwright.declaration import (
   COMPUTES_THERE,
   COUNT,
   SECONDS,
-  Option,
   asked,
   at_least,
   free,
@@ -91,21 +90,19 @@ class Group:
 class BatchSize(Group):
   """How many examples an update has: exactly one of both is set."""
 
+  either: ClassVar = ("global_batch_size", "per_replica_batch_size")
+
   global_batch_size: Annotated[
     int | None,
-    Option(
-      "examples per update over all replicas; or set `per_replica_batch_size`.",
-      asked("counts from there on, and the order of examples goes on; not with `Buckets`"),
-      COUNT,
-    ),
+    "examples per update over all replicas; or set `per_replica_batch_size`.",
+    asked("counts from there on, and the order of examples goes on; not with `Buckets`"),
+    COUNT,
   ] = None
   per_replica_batch_size: Annotated[
     int | None,
-    Option(
-      "examples per update on each replica; the global batch grows with the number of replicas.",
-      asked("as `run.global_batch_size`"),
-      COUNT,
-    ),
+    "examples per update on each replica; the global batch grows with the number of replicas.",
+    asked("as `run.global_batch_size`"),
+    COUNT,
   ] = None
 
   def __post_init__(self) -> None:
@@ -133,19 +130,15 @@ class Evaluation(Group):
 
   eval_batch_size: Annotated[
     int | None,
-    Option(
-      "examples per evaluation batch; None uses the global batch size.",
-      free("evaluates with it"),
-      COUNT,
-    ),
+    "examples per evaluation batch; None uses the global batch size.",
+    free("evaluates with it"),
+    COUNT,
   ] = None
   eval_steps: Annotated[
     int | None,
-    Option(
-      "evaluate at most so many batches of each evaluation set; None evaluates all.",
-      free("evaluates so many batches"),
-      COUNT,
-    ),
+    "evaluate at most so many batches of each evaluation set; None evaluates all.",
+    free("evaluates so many batches"),
+    COUNT,
   ] = None
 
 
@@ -153,43 +146,33 @@ class Evaluation(Group):
 class Cadence(Group):
   """When a run evaluates, saves and ends."""
 
-  train_steps: Annotated[
-    int, Option("the step at which training ends.", free("the run ends there"), COUNT)
-  ]
+  train_steps: Annotated[int, "the step at which training ends.", free("the run ends there"), COUNT]
   steps_per_loop: Annotated[
     int,
-    Option(
-      "steps in one call of the compiled loop; the host gets metrics after each call.",
-      free(
-        "loops end there; asked if an action changes what is learned: it fills a `ReplayBuffer`, "
-        "or says so (`Action.changes_training`)"
-      ),
-      COUNT,
+    "steps in one call of the compiled loop; the host gets metrics after each call.",
+    free(
+      "loops end there; asked if an action changes what is learned: it fills a `ReplayBuffer`, "
+      "or says so (`Action.changes_training`)"
     ),
+    COUNT,
   ] = 100
   eval_every_steps: Annotated[
     int | None,
-    Option(
-      "steps between evaluations; None evaluates once, at the end.",
-      free("evaluates there; asked as `run.steps_per_loop` is"),
-      COUNT,
-    ),
+    "steps between evaluations; None evaluates once, at the end.",
+    free("evaluates there; asked as `run.steps_per_loop` is"),
+    COUNT,
   ] = None
   eval_timeout_s: Annotated[
     float | None,
-    Option(
-      'seconds that "evaluate_continuously" waits for a new checkpoint, or for the run\'s assets '
-      "before the first one; None waits without limit.",
-      free("waits so long"),
-    ),
+    'seconds that "evaluate_continuously" waits for a new checkpoint, or for the run\'s assets '
+    "before the first one; None waits without limit.",
+    free("waits so long"),
   ] = None
   checkpoint_every_steps: Annotated[
     int,
-    Option(
-      "a checkpoint is saved at each multiple of it, where a loop then ends, and at the last step.",
-      free("saves there; asked as `run.steps_per_loop` is"),
-      COUNT,
-    ),
+    "a checkpoint is saved at each multiple of it, where a loop then ends, and at the last step.",
+    free("saves there; asked as `run.steps_per_loop` is"),
+    COUNT,
   ] = 1000
 
   def next_evaluation(self, step: int) -> int:
@@ -213,19 +196,15 @@ class Hangs(Group):
 
   hang_timeout_s: Annotated[
     float | None,
-    Option(
-      "seconds without progress after which a line says which worker is behind, and in what; None "
-      "takes ten times the usual time of what it does, and at least a minute.",
-      free("says it after so long"),
-      SECONDS,
-    ),
+    "seconds without progress after which a line says which worker is behind, and in what; None "
+    "takes ten times the usual time of what it does, and at least a minute.",
+    free("says it after so long"),
+    SECONDS,
   ] = None
   end_if_hung: Annotated[
     bool,
-    Option(
-      "after that line, the processes of the command line end with status 1.",
-      free("ends then, or goes on waiting"),
-    ),
+    "after that line, the processes of the command line end with status 1.",
+    free("ends then, or goes on waiting"),
   ] = False
 
 
@@ -235,35 +214,30 @@ class Numerics(Group):
 
   seed: Annotated[
     int,
-    Option(
-      "for initial weights, example order, dropout and augmentation.",
-      asked(
-        "the order of examples, augmentation and dropout are other ones from there on; the epoch "
-        "that has begun reads some examples twice and leaves others out; initial weights stay"
-      ),
-      at_least(0, 2**31 - 1),
+    "for initial weights, example order, dropout and augmentation.",
+    asked(
+      "the order of examples, augmentation and dropout are other ones from there on; the epoch "
+      "that has begun reads some examples twice and leaves others out; initial weights stay"
     ),
+    at_least(0, 2**31 - 1),
   ] = 0
   precision: Annotated[
     Precision,
-    Option("the dtype policy of Keras 3 and tf_keras.", asked("computes with it from there on")),
+    "the dtype policy of Keras 3 and tf_keras.",
+    asked("computes with it from there on"),
   ] = "float32"
   tf32: Annotated[
     bool | None,
-    Option(
-      "whether GPUs of Ampere and later compute products and convolutions of float32 in TF32, with "
-      "10 bits of mantissa; None keeps TensorFlow's choice, which is to do so.",
-      asked("computes with it from there on"),
-    ),
+    "whether GPUs of Ampere and later compute products and convolutions of float32 in TF32, with "
+    "10 bits of mantissa; None keeps TensorFlow's choice, which is to do so.",
+    asked("computes with it from there on"),
   ] = None
   deterministic: Annotated[
     bool,
-    Option(
-      "bit-identical repeats (slower), by TensorFlow's op determinism.",
-      free(COMPUTES),
-    ),
+    "bit-identical repeats (slower), by TensorFlow's op determinism.",
+    free(COMPUTES),
   ] = False
-  eager: Annotated[bool, Option("use no tf.function, for debugging.", free(COMPUTES))] = False
+  eager: Annotated[bool, "use no tf.function, for debugging.", free(COMPUTES)] = False
 
 
 def _each_gpu_once(name: str, gpus: Sequence[int]) -> None:
@@ -286,19 +260,15 @@ class Gpus(Group):
 
   gpus: Annotated[
     Sequence[int] | None,
-    Option(
-      "which GPUs this process uses, by their numbers among those that TensorFlow sees; None uses "
-      "all, () none.",
-      COMPUTES_THERE,
-      _each_gpu_once,
-    ),
+    "which GPUs this process uses, by their numbers among those that TensorFlow sees; None uses "
+    "all, () none.",
+    COMPUTES_THERE,
+    _each_gpu_once,
   ] = None
   gpu_memory: Annotated[
     GpuMemory,
-    Option(
-      'what TensorFlow takes of the memory of each GPU: "all" at once, "grow" as it needs it, or '
-      "at most so many MiB.",
-      free("takes so much"),
-      _memory,
-    ),
+    'what TensorFlow takes of the memory of each GPU: "all" at once, "grow" as it needs it, or '
+    "at most so many MiB.",
+    free("takes so much"),
+    _memory,
   ] = "all"

@@ -20,7 +20,7 @@ from loopwright import configurables, registry
 from loopwright.actions.base import Action
 from loopwright.actions.time_budget import Communication
 from loopwright.builder import Optimizers, Recipe, made_task, set_globals
-from loopwright.declaration import AT_THE_START, COUNT, Option, asked, fixed, free
+from loopwright.declaration import AT_THE_START, COUNT, Instead, asked, fixed, free
 from loopwright.errors import ConfigError
 from loopwright.flight import Flight
 from loopwright.going_on import Start, examples, require_any_size
@@ -59,67 +59,54 @@ class Job(Group):
 
   task: Annotated[
     Task | Callable[[], Task],
-    Option("a `Task`, or a factory of one.", asked("another class does not fit a checkpoint")),
+    "a `Task`, or a factory of one.",
+    asked("another class does not fit a checkpoint"),
   ]
   mode: Annotated[
     Mode,
-    Option(
-      '"train", "evaluate" (the newest checkpoint), "train_and_evaluate", "evaluate_continuously" '
-      '(every new checkpoint until `train_steps`), "export", or "replay" (the step at which '
-      "StopOnNonFinite stopped).",
-      free("does that"),
-      instead="use the flag --mode",
-    ),
+    '"train", "evaluate" (the newest checkpoint), "train_and_evaluate", "evaluate_continuously" '
+    '(every new checkpoint until `train_steps`), "export", or "replay" (the step at which '
+    "StopOnNonFinite stopped).",
+    free("does that"),
+    Instead("use the flag --mode"),
   ] = "train_and_evaluate"
   model_dir: Annotated[
     str,
-    Option(
-      "the run folder; or the URL of one, such as s3://bucket/run, see docs/remote-folders.md.",
-      free("goes on with the run in it"),
-      instead="use the flag --model_dir",
-    ),
+    "the run folder; or the URL of one, such as s3://bucket/run, see docs/remote-folders.md.",
+    free("goes on with the run in it"),
+    Instead("use the flag --model_dir"),
   ]
   strategy: Annotated[
     factories.StrategyFactory,
-    Option(
-      "a factory, such as `loopwright.strategies.factories.mirrored`.",
-      free(
-        "computes there, on any number of replicas; a batch per replica changes "
-        "`global batch size`, which is asked"
-      ),
+    "a factory, such as `loopwright.strategies.factories.mirrored`.",
+    free(
+      "computes there, on any number of replicas; a batch per replica changes "
+      "`global batch size`, which is asked"
     ),
   ] = factories.auto
   optimizer: Annotated[
     Optimizers,
-    Option(
-      "a factory, or name -> factory; called in the strategy's scope. A task of "
-      "`loopwright.from_keras` brings its own instead.",
-      asked("another class does not fit a checkpoint"),
-    ),
+    "a factory, or name -> factory; called in the strategy's scope. A task of "
+    "`loopwright.from_keras` brings its own instead.",
+    asked("another class does not fit a checkpoint"),
   ] = keras.optimizers.Adam
   checkpoint: Annotated[
     str | None,
-    Option(
-      '"evaluate" or "export" this one, not the newest: a path without suffix, or a folder such as '
-      "<model_dir>/best.",
-      fixed("it is not for training"),
-    ),
+    '"evaluate" or "export" this one, not the newest: a path without suffix, or a folder such as '
+    "<model_dir>/best.",
+    fixed("it is not for training"),
   ] = None
   warm_start: Annotated[
     WarmStart | None,
-    Option(
-      "initial weights from another run or a Keras file, in training modes; unused if the run "
-      "resumes from its own checkpoint.",
-      AT_THE_START,
-    ),
+    "initial weights from another run or a Keras file, in training modes; unused if the run "
+    "resumes from its own checkpoint.",
+    AT_THE_START,
   ] = None
   accept_changes: Annotated[
     bool,
-    Option(
-      "go on with a config or data that differ from those that the run has had so far.",
-      free("accepts them"),
-      instead="use the flag --accept_changes",
-    ),
+    "go on with a config or data that differ from those that the run has had so far.",
+    free("accepts them"),
+    Instead("use the flag --accept_changes"),
   ] = False
 
   def __post_init__(self) -> None:
@@ -138,35 +125,29 @@ class Options(Gpus, Numerics, Hangs, Evaluation, BatchSize, Cadence, Job):
 
   shuffle: Annotated[
     bool,
-    Option(
-      "False reads the training examples in source order.",
-      asked(
-        "another order from there on; the epoch that has begun reads some examples twice and "
-        "leaves others out"
-      ),
+    "False reads the training examples in source order.",
+    asked(
+      "another order from there on; the epoch that has begun reads some examples twice and "
+      "leaves others out"
     ),
   ] = True
   keep_checkpoints: Annotated[
     int,
-    Option(
-      "the number of checkpoints to keep.", free("keeps so many from the next save on"), COUNT
-    ),
+    "the number of checkpoints to keep.",
+    free("keeps so many from the next save on"),
+    COUNT,
   ] = 3
   actions: Annotated[
     Sequence[Action],
-    Option(
-      "called after training loops and evaluations, in training modes; see "
-      "loopwright/actions/base.py.",
-      free("they begin there; asked are the options of one that changes what is learned"),
-    ),
+    "called after training loops and evaluations, in training modes; see "
+    "loopwright/actions/base.py.",
+    free("they begin there; asked are the options of one that changes what is learned"),
   ] = ()
   ledger: Annotated[
     bool,
-    Option(
-      "record the examples of each step, in training modes; `python -m loopwright.tools.ledger "
-      "<model_dir>` then proves that none was skipped or repeated.",
-      free("records from there on"),
-    ),
+    "record the examples of each step, in training modes; `python -m loopwright.tools.ledger "
+    "<model_dir>` then proves that none was skipped or repeated.",
+    free("records from there on"),
   ] = False
 
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from loopwright import trainer_checks
 from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica
 from loopwright.counters import Counters
-from loopwright.declaration import COMPUTES, COUNT, COUNTS, Option, asked
+from loopwright.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
 from loopwright.graphs import grappler
 from loopwright.host import timing
 from loopwright.inputs import datasets
@@ -58,11 +58,14 @@ class Trainer(AbstractTrainer):
   def __init__(
     self,
     *,
-    task: Task,
-    strategy: tf.distribute.Strategy,
-    dataset_fn: DatasetFn,
-    global_batch_size: int,
-    optimizer: adapters.OptimizerFactory | Mapping[str, adapters.OptimizerFactory],
+    task: Annotated[Task, Instead("set run.task")],
+    strategy: Annotated[tf.distribute.Strategy, Instead("set run.strategy")],
+    dataset_fn: Annotated[DatasetFn, Instead("set run.task, whose source() it reads")],
+    global_batch_size: Annotated[int, Instead("set run.global_batch_size")],
+    optimizer: Annotated[
+      adapters.OptimizerFactory | Mapping[str, adapters.OptimizerFactory],
+      Instead("set run.optimizer"),
+    ],
     loss_scale: Annotated[
       Callable[[], LossScale] | None,
       asked("counts from there on; a dynamic one begins at its first scale"),
@@ -71,7 +74,7 @@ class Trainer(AbstractTrainer):
     clip_norm: float | None = None,
     clip_value: float | None = None,
     accumulation_steps: Annotated[
-      int, Option(may_change=asked(f"{COMPUTES}, except what looks at a micro-batch"), check=COUNT)
+      int, asked(f"{COMPUTES}, except what looks at a micro-batch"), COUNT
     ] = 1,
     ema_decay: Annotated[
       float | Schedule | None,
@@ -83,10 +86,12 @@ class Trainer(AbstractTrainer):
     shard_optimizer_state: Annotated[bool, _COMPUTES] = False,
     recompute: Annotated[Sequence[str], _COMPUTES] = (),
     jit_compile: Annotated[bool, _COMPUTES] = False,
-    eager: bool = False,
-    seed: int = 0,
-    observers: Sequence[Observer] = (),
-    step: StepFactory = Step,
+    eager: Annotated[bool, Instead("set run.eager")] = False,
+    seed: Annotated[int, Instead("set run.seed")] = 0,
+    observers: Annotated[Sequence[Observer], Instead("set run.ledger or run.actions")] = (),
+    step: Annotated[
+      StepFactory, Instead("override train_step() of the task, which calls the step's verbs")
+    ] = Step,
   ) -> None:
     """Makes the model (unless `task.model` is set), the optimizers and the counters (host).
 

@@ -21,7 +21,7 @@ from loopwright.configurables.values import (
   spelled,
   wanted,
 )
-from loopwright.declaration import declared, require
+from loopwright.declaration import declared, either_of, require
 from loopwright.errors import ConfigError, shown, suggest
 from loopwright.host import redaction
 
@@ -120,7 +120,8 @@ def _resolved(binding: Binding) -> Binding:
 def _check_parameter(name: str, parameter: str) -> None:
   entry = table.entry(name)
   if parameter in (entry.denylist or ()):
-    instead = table.GIVEN.get(entry.name, {}).get(parameter, "its caller passes it")
+    option = declared(entry.wrapped).get(parameter)
+    instead = option.instead if option else "its caller passes it"
     raise ConfigError(f"{name}.{parameter} cannot be set in a config; {instead}.")
   known: Collection[str] = table.parameters(name)
   if parameter not in known and table.takes_any(name):
@@ -215,13 +216,11 @@ def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:
 
 
 def _not_one(use: Use, graph: Graph) -> Iterator[Mistake]:
-  """Yields a mistake if none, or several, of the parameters in `EITHER` are set."""
-  names = table.EITHER.get(table.entry(use.name).name, ())
-  if not names or set(names) - set(table.parameters(use.name)):
-    return
+  """Yields a mistake if none, or several, of parameters that exclude each other are set."""
+  names = either_of(table.entry(use.name).wrapped)
   values = graph.values(use.scope, use.name)
   chosen = [name for name in names if values.get(name) is not None]
-  if len(chosen) != 1:
+  if names and len(chosen) != 1:
     told = "neither" if not chosen else "both"
     both = (" nor " if not chosen else " and ").join(f"{use.name}.{name}" for name in names)
     verb = "is set; add" if not chosen else "are set; keep"

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import gin
@@ -20,7 +20,7 @@ from gin.selector_map import SelectorMap
 
 from loopwright.configurables.imports import own_modules, uncollected
 from loopwright.configurables.reading import Reference
-from loopwright.declaration import signature
+from loopwright.declaration import declared, signature
 from loopwright.errors import ConfigError, suggest
 from loopwright.host import lazy_keras
 from loopwright.registry import CONFIGURABLE, Entry, entries
@@ -31,38 +31,6 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 
 ROOTS = ("run", "Trainer", "Evaluator")
 """What `run` always makes. Everything else in a config must be reachable from these."""
-
-GIVEN: Mapping[str, Mapping[str, str]] = {
-  "run": {
-    "mode": "use the flag --mode",
-    "model_dir": "use the flag --model_dir",
-    "accept_changes": "use the flag --accept_changes",
-  },
-  "Trainer": {
-    "task": "set run.task",
-    "strategy": "set run.strategy",
-    "optimizer": "set run.optimizer",
-    "dataset_fn": "set run.task, whose source() it reads",
-    "global_batch_size": "set run.global_batch_size",
-    "eager": "set run.eager",
-    "seed": "set run.seed",
-    "observers": "set run.ledger or run.actions",
-    "step": "override train_step() of the task, which calls the step's verbs",
-  },
-  "Evaluator": {
-    "task": "set run.task",
-    "strategy": "set run.strategy",
-    "dataset": "set run.task, whose source() it reads",
-    "global_step": "it is the trainer's",
-    "ema": "set Trainer.ema_decay",
-    "eager": "set run.eager",
-    "step": "override eval_step() of the task",
-  },
-}
-"""Parameters that the caller passes itself, ignoring bindings, and what to do instead."""
-
-EITHER: Mapping[str, Sequence[str]] = {"run": ("global_batch_size", "per_replica_batch_size")}
-"""Parameters of which exactly one must be set."""
 
 OPTIMIZER_PACKAGES = ("keras", "tf_keras")
 # A base class, one replaced by optimizers/loss_scale.py, one whose argument gin cannot write.
@@ -264,7 +232,8 @@ def _load(complete: str) -> str:
   if complete in registry():
     return complete
   if each := listed().get(complete):
-    _register(each.load(), each.module, denylist=[*GIVEN.get(each.name, ())])
+    given = [name for name, option in declared(each.load()).items() if option.instead]
+    _register(each.load(), each.module, denylist=given)
   elif target := _keras_classes(complete.partition(".")[0])[complete]:
     # Keras's optimizers accept **kwargs only to raise an error.
     lists = {} if _SCHEDULES in complete else {"allowlist": [*_named(target)]}

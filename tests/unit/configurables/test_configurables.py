@@ -12,13 +12,14 @@ import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import gin
 import pytest
 
 from loopwright import configurables, registry
 from loopwright.configurables import checks, imports, table, values
+from loopwright.declaration import Instead
 from loopwright.errors import ConfigError
 from loopwright.host import modules, signals
 from loopwright.options import GpuMemory
@@ -119,7 +120,7 @@ class Trainer:
   def __init__(
     self,
     *,
-    task: Task,
+    task: Annotated[Task, Instead("set run.task")],
     scale: Callable[[], Scale] = none,
     clip_norm: float | None = None,
     network: Callable[..., Model] | None = None,
@@ -139,7 +140,7 @@ def run(
   *,
   task: Task | Callable[[], Task],
   train_steps: int,
-  model_dir: str,
+  model_dir: Annotated[str, Instead("use the flag --model_dir")],
   strategy: Callable[[], Strategy] = auto,
   optimizer: Callable[[], Optimizer] | Mapping[str, Callable[[], Optimizer]] = Sgd,
   seed: int = 0,
@@ -191,11 +192,6 @@ def toys(monkeypatch, tmp_path):
   monkeypatch.setattr(gin.config, "_INVERSE_REGISTRY", known)
   monkeypatch.setattr(table, "listed", lambda: TOYS)
   monkeypatch.setattr(table, "ROOTS", ("run", "Trainer"))
-  monkeypatch.setattr(
-    table,
-    "GIVEN",
-    {"run": {"model_dir": "use the flag --model_dir"}, "Trainer": {"task": "set run.task"}},
-  )
   monkeypatch.setattr(table, "OPTIMIZER_PACKAGES", ())
   repository = str(imports.REPOSITORY)
   monkeypatch.setattr(sys, "path", [p for p in sys.path if p and not is_under(p, repository)])
