@@ -1,10 +1,12 @@
-"""What `benchmarks.keras_matrix` tries: each loss, metric and preprocessing layer, and its data."""
+"""What `benchmarks.keras_matrix` tries: the rows of docs/keras-matrix.md, and their data."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,54 +38,61 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """One class with one choice of arguments.
+  """One class of a library with one choice of arguments: a row of the page.
 
   Attributes:
+    kind: "losses", "metrics" or "layers".
     name: of the class.
-    arguments: of its constructor.
+    code: the arguments of its constructor.
     data: a key of `DATA`, or for a layer of `INPUTS`.
-    libraries: which of the two Kerases have it.
-    refused: what the error says; "" if it equals `fit`.
-    alone: refused on several replicas only.
-    masked: has a mask, so that Keras divides by the number of valid elements.
+    result: what the page says.
     adapt: the layer learns from the data before.
-    random: training draws random numbers, others than `fit`.
     unweighted: a metric that takes no weight for each example.
-    direct: a loss that is only compared with its own call, without training.
   """
 
+  kind: str
   name: str
-  arguments: Mapping[str, Any]
+  code: str
   data: str
-  libraries: tuple[str, ...] = BOTH
-  refused: str = ""
-  alone: bool = False
-  masked: bool = False
+  result: str
   adapt: bool = False
-  random: bool = False
   unweighted: bool = False
-  direct: bool = False
+
+  @property
+  def arguments(self) -> Mapping[str, Any]:
+    """Of the constructor."""
+    return eval(f"dict({self.code})", {"squares": squares, "mean_square": mean_square})
+
+  @property
+  def refused(self) -> str:
+    """What the error says; "" if it equals `fit`."""
+    return _ERRORS[self.result.partition(": ")[2]] if self.result.startswith("refused") else ""
+
+  @property
+  def alone(self) -> bool:
+    """Whether it is refused on several replicas only."""
+    return "on several replicas" in self.result
+
+  @property
+  def masked(self) -> bool:
+    """Whether it has a mask, so that Keras divides by the number of valid elements."""
+    return "alone, or in one batch" in self.result
+
+  @property
+  def random(self) -> bool:
+    """Whether training draws random numbers, others than `fit`."""
+    return "own numbers" in self.result
+
+  @property
+  def direct(self) -> bool:
+    """Whether it is a loss that is only compared with its own call, without training."""
+    means = self.arguments.get("reduction") in ("mean", "sum_over_batch_size")
+    return self.kind == "losses" and (means or "dtype" in self.arguments) and self.result == "equal"
 
   @property
   def is_shared(self) -> bool:
     """Whether its model may have other outputs too."""
     return not self.refused and not self.masked and not self.direct
-
-  @property
-  def shown(self) -> str:
-    """Its arguments as code."""
-    shown = ", ".join(f"{n}={getattr(v, '__name__', repr(v))}" for n, v in self.arguments.items())
-    parts = [f"`{shown}`" if shown else "", "after `adapt`" if self.adapt else ""]
-    return ", ".join(filter(None, parts))
-
-  @property
-  def result(self) -> str:
-    """What the page says."""
-    if self.refused:
-      return f"refused{' on several replicas' if self.alone else ''}: {_REASONS[self.refused]}"
-    if self.random:
-      return "evaluation equal; training draws its [own numbers](randomness.md)"
-    return "equal; alone, or in one batch" if self.masked else "equal"
 
   def is_unweighted(self, library: str) -> bool:
     """Whether `weighted_metrics` cannot have it: tf_keras's F scores take no weight [n, 1]."""
@@ -95,7 +104,7 @@ class Entry:
 
   def __str__(self) -> str:
     """Returns the class and its arguments."""
-    return f"{self.name}({', '.join(f'{n}={v!r}' for n, v in self.arguments.items())})"
+    return f"{self.name}({self.code})"
 
 
 def exported(k: Any, kind: str) -> dict[str, Any]:
@@ -204,213 +213,20 @@ def floats(k: Any, value: Any) -> Any:
   return k.ops.cast(value, "float32") if k.__name__ == "keras" else tf.cast(value, "float32")
 
 
-# ---- Losses ----
+# ---- The page ----
 
-KERAS = ("keras",)
-_SCALAR = "returns a scalar, but N replicas need one value for each example"
-_SHAPE = "but N replicas need one value for each example"
-_NO_SUM = "keeps a state that is not a sum over rows"
-_ROWS = "the value of an example depends on the others"
-_MEAN = "but only a mean over the batch"
-_MIXES = "which mixes examples"
-_REASONS = {
-  _SCALAR: "a scalar for the batch",
-  _SHAPE: "no value for each example",
-  _ROWS: "mixes the rows of the batch",
-  _MEAN: "no mean over the batch",
-  _NO_SUM: "its state is no sum over rows",
-  _MIXES: "mixes the rows of the batch",
+
+PAGE = Path(__file__).parent.parent / "docs" / "keras-matrix.md"
+TITLES = {"losses": "Losses", "metrics": "Metrics", "layers": "Preprocessing layers in a model"}
+_ERRORS = {
+  "a scalar for the batch": "returns a scalar, but N replicas need one value for each example",
+  "no value for each example": "but N replicas need one value for each example",
+  "mixes the rows of the batch": "the value of an example depends on the others",
+  "no mean over the batch": "but only a mean over the batch",
+  "its state is no sum over rows": "keeps a state that is not a sum over rows",
+  "a layer that mixes the rows": "which mixes examples",
 }
-
-
-def _losses() -> list[Entry]:
-  def of(name: str, data: str, **arguments: Any) -> Entry:
-    return Entry(name, arguments, data)
-
-  def of_3(name: str, data: str, **arguments: Any) -> Entry:
-    return Entry(name, arguments, data, KERAS)
-
-  tversky = {"alpha": 0.3, "beta": 0.7}
-  return [
-    of("BinaryCrossentropy", "binary"),
-    of("BinaryCrossentropy", "binary logits", from_logits=True),
-    of("BinaryCrossentropy", "binaries", label_smoothing=0.1),
-    of("BinaryCrossentropy", "binary series", axis=1),
-    of("BinaryFocalCrossentropy", "binary"),
-    of("BinaryFocalCrossentropy", "binaries", apply_class_balancing=True, alpha=0.4, gamma=1.5),
-    of("BinaryFocalCrossentropy", "binary logits", from_logits=True, label_smoothing=0.1),
-    of("BinaryFocalCrossentropy", "binary series", axis=1),
-    of("CategoricalCrossentropy", "one hot"),
-    of("CategoricalCrossentropy", "one hot logits", from_logits=True),
-    of("CategoricalCrossentropy", "distribution", label_smoothing=0.1),
-    of("CategoricalCrossentropy", "one hot series", axis=1),
-    of("CategoricalFocalCrossentropy", "one hot"),
-    of("CategoricalFocalCrossentropy", "one hot", alpha=0.4, gamma=1.5, label_smoothing=0.1),
-    of("CategoricalFocalCrossentropy", "one hot logits", from_logits=True),
-    of("CategoricalFocalCrossentropy", "one hot series", axis=1),
-    of_3("CategoricalGeneralizedCrossEntropy", "labels"),
-    of_3("CategoricalGeneralizedCrossEntropy", "labels", q=0.3),
-    of("CategoricalHinge", "one hot"),
-    of("CosineSimilarity", "vector"),
-    of("CosineSimilarity", "series", axis=1),
-    Entry("CosineSimilarity", {"axis": 0}, "vector", refused=_SHAPE),
-    of_3("CTC", "transcript"),
-    Entry("Circle", {}, "labels", KERAS, refused=_ROWS),
-    Entry("Circle", {"gamma": 20.0, "margin": 0.3, "remove_diagonal": False}, "labels", KERAS,
-          refused=_ROWS),
-    Entry("Dice", {}, "pictures", KERAS, refused=_SCALAR),
-    of_3("Dice", "pictures", axis=(1, 2, 3)),
-    of_3("Dice", "pictures", axis=(1, 2)),
-    Entry("Tversky", {}, "pictures", KERAS, refused=_SCALAR),
-    of_3("Tversky", "pictures", axis=(1, 2, 3), **tversky),
-    of("Hinge", "signs"),
-    of("Hinge", "binary logits"),
-    of("Huber", "vector"),
-    of("Huber", "vector", delta=0.5),
-    of("KLDivergence", "distribution"),
-    of("LogCosh", "vector"),
-    of("MeanAbsoluteError", "vector"),
-    of("MeanAbsoluteError", "flat"),
-    of("MeanAbsolutePercentageError", "positive"),
-    of("MeanSquaredError", "vector"),
-    of("MeanSquaredError", "series"),
-    of("MeanSquaredError", "pictures"),
-    of("MeanSquaredLogarithmicError", "positive"),
-    of("Poisson", "positive"),
-    of("SparseCategoricalCrossentropy", "labels"),
-    of("SparseCategoricalCrossentropy", "label column"),
-    of("SparseCategoricalCrossentropy", "label series"),
-    of("SparseCategoricalCrossentropy", "label logits", from_logits=True),
-    Entry("SparseCategoricalCrossentropy", {"ignore_class": 0}, "labels", masked=True),
-    Entry("SparseCategoricalCrossentropy", {"ignore_class": 0}, "label series", masked=True),
-    of_3("SparseCategoricalCrossentropy", "label series", axis=-1),
-    of("SquaredHinge", "signs"),
-  ]  # fmt: skip
-
-
-_REDUCTIONS = {"sum": BOTH, "none": BOTH, "mean_with_sample_weight": KERAS}
-
-
-def _with_reductions(entries: list[Entry]) -> list[Entry]:
-  """Adds each reduction, and each dtype, of one entry of each class."""
-  found, seen = [*entries], set()
-  for entry in entries:
-    if entry.name in seen or entry.refused in (_SCALAR, _SHAPE):
-      continue
-    seen.add(entry.name)
-    arguments = dict(entry.arguments)
-    for reduction, libraries in _REDUCTIONS.items():
-      both = tuple(name for name in entry.libraries if name in libraries)
-      if both:
-        given = {**arguments, "reduction": reduction}
-        found.append(dataclasses.replace(entry, arguments=given, libraries=both, refused=_MEAN))
-    for library, reduction in (("keras", "mean"), ("tf_keras", "sum_over_batch_size")):
-      if library in entry.libraries:
-        given = {**arguments, "reduction": reduction}
-        found.append(
-          dataclasses.replace(
-            entry, arguments=given, libraries=(library,), direct=not entry.refused
-          )
-        )
-    given = {**arguments, "dtype": "float64"}
-    if "keras" in entry.libraries:
-      found.append(
-        dataclasses.replace(entry, arguments=given, libraries=KERAS, direct=not entry.refused)
-      )
-  return found
-
-
-# ---- Metrics ----
-
-
-def _metrics() -> list[Entry]:
-  def of(name: str, data: str, **arguments: Any) -> Entry:
-    return Entry(name, arguments, data)
-
-  def whole(name: str, **arguments: Any) -> Entry:
-    # Keras 3's `update_state` fails with axis=1.
-    return Entry(name, arguments, "one hot series", ("tf_keras",), unweighted=True)
-
-  at = {"num_thresholds": 20}
-  iou = {"num_classes": 4, "sparse_y_pred": False}
-  found = [
-    of("Accuracy", "label classes"),
-    of("BinaryAccuracy", "binaries", threshold=0.4),
-    of("CategoricalAccuracy", "one hot"),
-    of("SparseCategoricalAccuracy", "labels"),
-    of("TopKCategoricalAccuracy", "one hot", k=2),
-    of("SparseTopKCategoricalAccuracy", "labels", k=2),
-    Entry("SparseTopKCategoricalAccuracy", {"k": 2, "from_sorted_ids": True}, "labels", KERAS),
-    of("BinaryCrossentropy", "binary"),
-    of("BinaryCrossentropy", "binaries", from_logits=True, label_smoothing=0.1),
-    of("CategoricalCrossentropy", "one hot"),
-    of("CategoricalCrossentropy", "one hot", from_logits=True, label_smoothing=0.1),
-    of("CategoricalCrossentropy", "one hot series", axis=1),
-    of("SparseCategoricalCrossentropy", "labels"),
-    of("SparseCategoricalCrossentropy", "labels", from_logits=True),
-    of("SparseCategoricalCrossentropy", "labels", ignore_class=0),
-    of("SparseCategoricalCrossentropy", "label series", axis=-1),
-    of("KLDivergence", "distribution"),
-    of("Poisson", "positive"),
-    of("CosineSimilarity", "vector"),
-    of("CosineSimilarity", "series", axis=1),
-    of("LogCoshError", "vector"),
-    of("MeanAbsoluteError", "vector"),
-    of("MeanAbsolutePercentageError", "positive"),
-    of("MeanSquaredError", "series"),
-    of("MeanSquaredLogarithmicError", "positive"),
-    of("RootMeanSquaredError", "vector"),
-    of("R2Score", "vector"),
-    of("R2Score", "vector", class_aggregation="variance_weighted_average"),
-    of("Hinge", "signs"),
-    of("SquaredHinge", "signs"),
-    of("CategoricalHinge", "one hot"),
-    of("AUC", "binary"),
-    of("AUC", "binary", num_thresholds=50, curve="PR", summation_method="minoring"),
-    of("AUC", "binary", thresholds=[0.2, 0.5, 0.7]),
-    of("AUC", "binary logits", from_logits=True),
-    of("AUC", "binaries", multi_label=True, num_labels=3, label_weights=[0.2, 0.5, 1.0]),
-    of("F1Score", "one hot", average="macro"),
-    of("F1Score", "one hot", average="weighted", threshold=0.3),
-    of("F1Score", "one hot"),
-    Entry(
-      "FBetaScore", {"average": "micro", "beta": 2.0, "threshold": 0.3}, "one hot", unweighted=True
-    ),
-    of("Precision", "binary", thresholds=[0.3, 0.6]),
-    of("Precision", "one hot", top_k=2, class_id=1),
-    of("Recall", "binary", thresholds=0.4),
-    of("Recall", "one hot", top_k=2, class_id=1),
-    of("PrecisionAtRecall", "binary", recall=0.5, **at),
-    of("PrecisionAtRecall", "one hot", recall=0.5, class_id=1),
-    of("RecallAtPrecision", "binary", precision=0.5, **at),
-    of("RecallAtPrecision", "one hot", precision=0.5, class_id=1),
-    of("SensitivityAtSpecificity", "binary", specificity=0.5, **at),
-    of("SensitivityAtSpecificity", "one hot", specificity=0.5, class_id=1),
-    of("SpecificityAtSensitivity", "binary", sensitivity=0.5, **at),
-    of("SpecificityAtSensitivity", "one hot", sensitivity=0.5, class_id=1),
-    *(of(f"{truth}{sign}", "binary", thresholds=0.4)
-      for truth in ("True", "False") for sign in ("Positives", "Negatives")),
-    of("BinaryIoU", "binary", target_class_ids=[1], threshold=0.4),
-    of("IoU", "labels", target_class_ids=[0, 2], ignore_class=1, **iou),
-    of("IoU", "one hot", target_class_ids=[0, 2], sparse_y_true=False, **iou),
-    whole("IoU", target_class_ids=[0], sparse_y_true=False, axis=1, **iou),
-    of("MeanIoU", "labels", ignore_class=1, **iou),
-    whole("MeanIoU", sparse_y_true=False, axis=1, **iou),
-    of("OneHotIoU", "one hot", num_classes=4, target_class_ids=[0, 2], ignore_class=1),
-    whole("OneHotIoU", target_class_ids=[0], axis=1, **iou),
-    of("OneHotMeanIoU", "one hot", num_classes=4, ignore_class=1),
-    whole("OneHotMeanIoU", axis=1, **iou),
-    of("MeanMetricWrapper", "vector", fn=squares),
-    Entry("ConcordanceCorrelation", {}, "series", KERAS),
-    Entry("ConcordanceCorrelation", {"axis": 1}, "series", KERAS),
-    Entry(
-      "ConcordanceCorrelation", {"axis": 0}, "vector", KERAS, refused=_NO_SUM, unweighted=True
-    ),
-    Entry("PearsonCorrelation", {}, "series", KERAS),
-    Entry("PearsonCorrelation", {"axis": 1}, "series", KERAS),
-    Entry("MeanMetricWrapper", {"fn": mean_square}, "vector", refused=_NO_SUM, unweighted=True),
-  ]  # fmt: skip
-  return found
+"""The reason on the page -> what the error says."""
 
 
 def squares(y_true: Any, y_pred: Any) -> Any:
@@ -423,122 +239,28 @@ def mean_square(y_true: Any, y_pred: Any) -> Any:
   return tf.reduce_mean(tf.square(y_true - y_pred))
 
 
-# ---- Layers ----
+def section(kind: str) -> str:
+  """Returns the text of the page about "losses", "metrics" or "layers"."""
+  return PAGE.read_text().split(f"## {TITLES[kind]}\n")[1].partition("\n## ")[0]
 
 
-def _layers() -> list[Entry]:
-  def of(name: str, data: str, *, adapt: bool = False, **arguments: Any) -> Entry:
-    return Entry(name, arguments, data, adapt=adapt)
-
-  def of_3(name: str, data: str, **arguments: Any) -> Entry:
-    return Entry(name, arguments, data, KERAS)
-
-  def draws(name: str, libraries: tuple[str, ...] = KERAS, **arguments: Any) -> Entry:
-    return Entry(name, arguments, "pictures", libraries, random=True)
-
-  window = {"sequence_length": 16, "sequence_stride": 8, "fft_length": 16}
-  deterministic = [
-    of("CategoryEncoding", "counts", num_tokens=4, output_mode="multi_hot"),
-    of("CategoryEncoding", "counts", num_tokens=4, output_mode="count"),
-    of("CenterCrop", "pictures", height=6, width=6),
-    of("Discretization", "numbers", bin_boundaries=[0.0, 1.0]),
-    of("Discretization", "numbers", adapt=True, num_bins=3),
-    of("HashedCrossing", "codes", num_bins=5),
-    of("Hashing", "words", num_bins=5, output_mode="multi_hot"),
-    of("Hashing", "codes", num_bins=5, salt=3),
-    of("IntegerLookup", "codes", vocabulary=[0, 3, 6]),
-    of("IntegerLookup", "codes", adapt=True, output_mode="multi_hot"),
-    of("StringLookup", "words", vocabulary=["two", "four"]),
-    of("StringLookup", "words", adapt=True, output_mode="count"),
-    of("TextVectorization", "single word", adapt=True, output_sequence_length=4),
-    of("TextVectorization", "single word", adapt=True, output_mode="tf_idf"),
-    of("Normalization", "numbers", adapt=True),
-    of("Normalization", "series", adapt=True, axis=-1),
-    of("Normalization", "numbers", mean=1.0, variance=4.0),
-    of("Normalization", "numbers", mean=1.0, variance=4.0, invert=True),
-    of("Rescaling", "pictures", scale=1 / 128, offset=-1.0),
-    of("Resizing", "pictures", height=4, width=5),
-    of("Resizing", "pictures", height=4, width=5, interpolation="nearest"),
-    of_3("AutoContrast", "pictures", value_range=(0, 255)),
-    of_3("ContrastLimitedAdaptiveHistogramEqualization", "pictures", value_range=(0, 255)),
-    of_3("MelSpectrogram", "sounds", num_mel_bins=8, sampling_rate=64, min_freq=1.0, **window),
-    of_3("STFTSpectrogram", "waves", frame_length=16, frame_step=8, fft_length=16),
-    *(Entry(name, {}, "pictures", KERAS, refused=_MIXES, alone=True)
-      for name in ("CutMix", "MixUp")),
-  ]  # fmt: skip
-  span = {"value_range": (0, 255)}
-  random = [
-    draws("RandomBrightness", BOTH, factor=0.2),
-    draws("RandomContrast", BOTH, factor=0.2),
-    draws("RandomCrop", BOTH, height=8, width=8),
-    draws("RandomFlip", BOTH),
-    draws("RandomRotation", BOTH, factor=0.2),
-    draws("RandomTranslation", BOTH, height_factor=0.2, width_factor=0.2),
-    draws("RandomZoom", BOTH, height_factor=0.2),
-    draws("AugMix", **span),
-    draws("RandAugment", **span),
-    draws("RandomColorDegeneration", factor=0.5, **span),
-    draws("RandomColorJitter", brightness_factor=0.2, hue_factor=0.2, **span),
-    draws("RandomElasticTransform", **span),
-    draws("RandomErasing", **span),
-    draws("RandomGaussianBlur", **span),
-    draws("RandomGrayscale"),
-    draws("RandomHue", factor=0.2, **span),
-    draws("RandomInvert", **span),
-    draws("RandomPerspective"),
-    draws("RandomPosterization", factor=4, **span),
-    draws("RandomSaturation", factor=0.5, **span),
-    draws("RandomSharpness", factor=0.5, **span),
-    draws("RandomShear", x_factor=0.2),
-    draws("Solarization", threshold_factor=0.5, **span),
-  ]  # fmt: skip
-  return deterministic + random
-
-
-ELSEWHERE = {
-  "layers": {
-    "Equalization": "Keras 3 cannot put it into a functional model: it returns its own input",
-    "MaxNumBoundingBoxes": "takes labels too, so it belongs to the input pipeline, not to a model",
-    "Pipeline": "calls the layers it is given, one after the other",
-    "RandomHeight": "its outputs have no static size, so no `Dense` follows it",
-    "RandomWidth": "its outputs have no static size, so no `Dense` follows it",
-  },
-  "metrics": {
-    "Mean": "takes values, not targets and outputs",
-    "MeanTensor": "takes values, not targets and outputs",
-    "Sum": "takes values, not targets and outputs",
-    "MeanRelativeError": "its normaliser has the shape of a whole batch",
-  },
-  "losses": {},
-}
-"""What no entry tries, and why."""
-
-
-TITLES = {"losses": "Losses", "metrics": "Metrics", "layers": "Preprocessing layers in a model"}
-HEAD = """# The Keras matrix
-
-Every loss, metric and preprocessing layer of Keras 3 and tf_keras, compiled into a model and
-trained by `fit` and by [`from_keras`](models-from-elsewhere.md#a-compiled-keras-model): 6 steps of
-SGD on batches of 7 rows, some with sample weight 0, then an evaluation. `fit` and `evaluate` on one
-device are the reference; here the same steps run on 1, 2 and 3 replicas (logical CPUs), which do
-not divide the batch.
-
-- **equal**: the history of losses and metrics, the evaluation and the weights differ by at most
-  1e-5, relative to values above 1: some hundred roundings of float32.
-- **refused**: a ConfigError of one line, which names the remedy.
-
-The command
-
-    uv run python -m benchmarks.keras_matrix
-
-runs all of it and then writes this page. `tests/unit/test_keras_matrix.py` fails if Keras has a
-class, or a loss an argument, that is not in the tables. Every metric is tried in `metrics` and in
-`weighted_metrics`. Losses with `dtype=`, or with a reduction that is a mean, are compared with what
-the loss itself returns for a batch. On several replicas, models of tf_keras come from a function.
-"""
+def elsewhere(kind: str) -> set[str]:
+  """Returns the classes that no entry tries; the page says why."""
+  return set(re.findall(r"^- `(\w+)` is not tried: ", section(kind), re.MULTILINE))
 
 
 def entries(kind: str, library: str) -> list[Entry]:
-  """Returns the entries of "losses", "metrics" or "layers" of a library."""
-  made = {"losses": lambda: _with_reductions(_losses()), "metrics": _metrics, "layers": _layers}
-  return [entry for entry in made[kind]() if library in entry.libraries]
+  """Returns the rows of the page about a kind that a library has."""
+  found = []
+  for line in section(kind).splitlines()[3:]:
+    if not line.startswith("| "):
+      continue
+    name, arguments, data, *results = (cell.strip() for cell in line.strip("|").split(" |"))
+    result = results[BOTH.index(library)]
+    code, _, after = arguments.strip("`").partition("`, ")
+    data, _, without = data.partition(", ")
+    if result != "-":
+      adapt = "after `adapt`" in (arguments, after + "`")
+      code = "" if code.startswith("after") else code
+      found.append(Entry(kind, name, code, data, result, adapt, bool(without)))
+  return found

@@ -1,7 +1,6 @@
 """Every loss, metric and preprocessing layer of both Kerases: `from_keras` beside `fit`.
 
-  uv run python -m benchmarks.keras_matrix            # writes docs/keras-matrix.md
-  uv run python -m benchmarks.keras_matrix --check    # only says where it differs
+  uv run python -m benchmarks.keras_matrix    # says which row of docs/keras-matrix.md is wrong
 
 `fit` and `evaluate` on one device are the reference; here the same steps run on 1, 2 and 3 replicas
 (logical CPUs), which do not divide the batch. An entry is equal (weights, history, evaluation), or
@@ -18,7 +17,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -46,7 +44,6 @@ TOLERANCE = 1e-5
 in 6 steps, each with sums over 7 rows."""
 ROWS, BATCH, EPOCHS, RATE = 21, 7, 2, 0.02
 EVALUATED = 9  # rows in a batch here; `evaluate` takes all at once
-PAGE = Path(__file__).parent.parent / "docs" / "keras-matrix.md"
 
 
 # ---- One training, by fit and here ----
@@ -338,7 +335,7 @@ def missing(library: str) -> list[str]:
     entries = keras_entries.entries(kind, library)
     for name, of in keras_entries.exported(k, kind).items():
       given = [entry for entry in entries if entry.name == name]
-      if name in keras_entries.ELSEWHERE[kind]:
+      if name in keras_entries.elsewhere(kind):
         continue
       if not given:
         lines.append(f"{library}.{kind}.{name} has no entry")
@@ -352,31 +349,11 @@ def missing(library: str) -> list[str]:
   return lines
 
 
-def page() -> str:
-  """Returns docs/keras-matrix.md: the table of what the entries say, which the command checks."""
-  lines = [keras_entries.HEAD]
-  for kind, title in keras_entries.TITLES.items():
-    lines += [f"## {title}", "", "| class | arguments | Keras 3 | tf_keras |", "|---|---|---|---|"]
-    by_library = {name: keras_entries.entries(kind, name) for name in KERAS}
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for name, entries in by_library.items():
-      for entry in entries:
-        rows.setdefault((entry.name, entry.shown), {})[name] = entry.result
-    for (name, arguments), results in sorted(rows.items()):
-      cells = [results.get(library, "-") for library in KERAS]
-      lines.append(f"| {name} | {arguments} | {' | '.join(cells)} |")
-    elsewhere = keras_entries.ELSEWHERE[kind].items()
-    lines += ["", *(f"- `{name}` is not tried: {why}." for name, why in elsewhere)]
-    lines += [""] if elsewhere else []
-  return "\n".join(lines).rstrip() + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the whole matrix, prints what disagrees, and writes the page if nothing does."""
+  """Runs the whole matrix, and prints what disagrees."""
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--check", action="store_true", help="write nothing")
-  parser.add_argument("--library", choices=KERAS, help="only this one, and write nothing")
-  parser.add_argument("--kind", choices=GROUPS, help="only this kind, and write nothing")
+  parser.add_argument("--library", choices=KERAS, help="only this one")
+  parser.add_argument("--kind", choices=GROUPS, help="only this kind")
   given = parser.parse_args(arguments)
   devices = [tf.config.LogicalDeviceConfiguration()] * max(REPLICAS)
   tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
@@ -388,9 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = disagreements(library, kind, entries)
         lines += found
         print(library, kind, len(entries), *map(str, entries[:1]), found or "ok", flush=True)
-  print("\n".join(lines) or "all equal or refused as listed")
-  if not (lines or given.check or given.library or given.kind):
-    PAGE.write_text(page())
+  print("\n".join(lines) or "all equal or refused as the page says")
   return 1 if lines else 0
 
 
