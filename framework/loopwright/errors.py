@@ -31,6 +31,10 @@ class ConfigError(ValueError):
   """A mistake in a config, a task or the data; launch.py prints its line and exits with 2."""
 
 
+class UsageError(ConfigError):
+  """A mistake in the flags or arguments of a command line."""
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
   """Returns " Did you mean 'x'?" for the closest of `choices`, or "" if none is close."""
   near = difflib.get_close_matches(name, list(choices), n=1)

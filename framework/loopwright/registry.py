@@ -21,7 +21,16 @@ from typing import Any, Literal, NamedTuple
 from loopwright.errors import ConfigError, unknown
 
 Kind = Literal[
-  "public", "tool", "check", "root", "strategy", "optimizer", "source", "action", "tracker"
+  "public",
+  "command",
+  "tool",
+  "check",
+  "root",
+  "strategy",
+  "optimizer",
+  "source",
+  "action",
+  "tracker",
 ]
 CONFIGURABLE: tuple[Kind, ...] = ("root", "strategy", "optimizer", "source", "action", "tracker")
 """The kinds that a config can name."""
@@ -56,11 +65,28 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.forensics.spikes": "Spikes",
     "loopwright.trainer": "Trainer",
   },
+  "command": {
+    "loopwright.commands.launching": "train=run evaluate=run export=run replay=run verify=run "
+    "tune=run memory=run check=run",
+    "loopwright.commands.sweep": "sweep=run",
+    "loopwright.commands.repeat": "repeat=run",
+    "loopwright.commands.options": "options=run",
+    "loopwright.tools.runs.ls": "ls=run",
+    "loopwright.tools.report": "report=run",
+    "loopwright.tools.runs.diff": "diff=run",
+    "loopwright.tools.goodput": "goodput=run",
+    "loopwright.tools.stacks": "stacks=run",
+    "loopwright.commands.average": "average=run",
+    "loopwright.commands.push": "push=run",
+    "loopwright.commands.new": "new=run",
+  },
   "tool": {
     "loopwright.tools.exports.export": "export",
     "loopwright.tools.forensics.examine": "examine",
     "loopwright.tools.ledger.recorder": "Recorder",
-    "loopwright.tools.memory": "advice",
+    "loopwright.tools.memory": "advice memory",
+    "loopwright.tools.tune": "tune",
+    "loopwright.tools.tune_rate": "range_test",
   },
   "check": {
     "loopwright.tools.verify.checks.inputs": "inputs=check",

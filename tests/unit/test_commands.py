@@ -26,7 +26,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from absl import flags
 from config_data import forget_garden
 
 import launch
@@ -214,7 +213,7 @@ class ParsedError(BaseException):
 
 @contextlib.contextmanager
 def ended_by_its_parser():
-  known, absl = argparse.ArgumentParser.parse_known_args, flags.FlagValues.__call__
+  known = argparse.ArgumentParser.parse_known_args
 
   def parse_known_args(parser, args=None, namespace=None):
     raise ParsedError(*known(parser, args, namespace))
@@ -225,13 +224,9 @@ def ended_by_its_parser():
       parser.error(f"unrecognized arguments: {' '.join(rest)}")
     raise ParsedError(options, [])
 
-  def parse_absl(values, argv, known_only=False):
-    raise ParsedError(values, absl(values, argv, known_only)[:0])
-
   with (
     mock.patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_args),
     mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args),
-    mock.patch.object(flags.FlagValues, "__call__", parse_absl),
   ):
     yield
 

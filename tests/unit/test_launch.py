@@ -58,12 +58,12 @@ def status_and_line(capsys, *arguments):
   ("arguments", "line"),
   [
     ((), "no gin file; add one, for example --gin_file=configs/digits_cnn.gin"),
-    (("--gin_fil=x",), "Unknown command line flag 'gin_fil'. Did you mean: gin_file ?"),
+    (("--gin_fil=x",), "unknown flag --gin_fil. Did you mean '--gin_file'?"),
     (
       ("--mode=trian",),
-      f"flag --mode=trian: value should be one of <{'|'.join(LAUNCH_MODES)}>",
+      f"--mode=trian: it must be one of {', '.join(LAUNCH_MODES)}. Did you mean 'train'?",
     ),
-    (("--gin_file",), "Missing value for flag --gin_file"),
+    (("--gin_file",), "--gin_file needs a value, as in --gin_file=..."),
     (
       ("--gin_file=x.gin", "--model_dir="),
       "--model_dir is empty; give a folder, or leave the flag out",
@@ -80,7 +80,7 @@ def status_and_line(capsys, *arguments):
     ),
     (
       ("train", "x.gin", "--mode=tune"),
-      "flag --mode=tune: value should be one of <train_and_evaluate|train>",
+      "--mode=tune: it must be one of train_and_evaluate, train.",
     ),
   ],
 )
@@ -137,8 +137,8 @@ def test_the_flags_reach_gin_and_run(stand_in, capsys):
     *(
       (
         (f"--local_workers={given}",),
-        f"flag --local_workers={given}: {given} is no number of workers, such as 4, nor the least "
-        "and most, such as 2:4",
+        f"--local_workers={given}: it must be a number of workers, such as 4, or the least and "
+        "most: 2:4",
       )
       for given in ("-1", "two", "3:2", "0:2", "2:", "1:2:3")
     ),
@@ -149,11 +149,11 @@ def test_the_flags_reach_gin_and_run(stand_in, capsys):
     ),
     (
       ("--local_workers=1", "--local_ps=-2"),
-      "flag --local_ps=-2: -2 is not a non-negative integer",
+      "--local_ps=-2: it must be a whole number of at least 0",
     ),
     (
       ("--local_workers=1", "--max_restarts=-1"),
-      "flag --max_restarts=-1: -1 is not a non-negative integer",
+      "--max_restarts=-1: it must be a whole number of at least 0",
     ),
     (("--local_ps=1",), "--local_ps=1 needs a local cluster; add --local_workers"),
     (("--max_restarts=3",), "--max_restarts=3 needs a local cluster; add --local_workers"),

@@ -19,7 +19,6 @@ Set TF_CPP_MIN_LOG_LEVEL=0 in the environment to see TensorFlow's own messages.
 # `python launch.py` is the same command. This module imports nothing heavy.
 
 import contextlib
-import importlib
 import logging
 import os
 import sys
@@ -27,9 +26,8 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from absl import flags
-
 import loopwright
+from loopwright import registry
 from loopwright.commands import arguments, process
 from loopwright.host import lazy_keras, native_log
 
@@ -85,30 +83,26 @@ def console() -> NoReturn:
 
 
 def _run(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
-  if [*argv[1:]] == ["--version"]:
-    print(f"loopwright {loopwright.__version__}")
-    return 0
   parsed = arguments.parse(argv)
   if parsed.values.help:
-    from loopwright.commands import help_pages
-
-    print(help_pages.page(parsed.command, __doc__ or ""))
+    print(arguments.page(parsed.command, __doc__ or ""))
+    return 0
+  if getattr(parsed.values, "version", False):
+    print(f"loopwright {loopwright.__version__}")
     return 0
   if parsed.known.modes and parsed.values.log_format != "plain":
     from loopwright.host import output
 
     stamps.enter_context(output.stamped(parsed.values.log_format))
-  module = importlib.import_module(f"loopwright.{parsed.known.module}")
-  return module.run(parsed)
+  return registry.load("command", parsed.command or "train")(parsed)
 
 
 def mistake(error: Exception) -> str | None:
   """Returns the line of a user's mistake; None for any other error."""
   from loopwright import errors
 
-  if isinstance(error, flags.Error):
-    return errors.printable(f"{' '.join(str(error).split())} (--help lists the flags)")
-  return errors.mistake(error)
+  line = errors.mistake(error)
+  return f"{line} (--help lists the flags)" if isinstance(error, errors.UsageError) else line
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -4,17 +4,18 @@ loopwright train digits_cnn run.seed=3
 python launch.py --mode=train_and_evaluate --gin_file=configs/digits_cnn.gin --gin_param=run.seed=3
 """
 
+import argparse
 import importlib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from absl import flags
-
+from loopwright import registry
 from loopwright.commands import shipped
-from loopwright.errors import unknown
-from loopwright.modes import LAUNCH_MODES, TRAINING_MODES
+from loopwright.commands.parser import Parser
+from loopwright.errors import UsageError, suggest, unknown
+from loopwright.modes import LAUNCH_MODES, MODES, TRAINING_MODES
 
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
 LOCAL_MODES = (*TRAINING_MODES, "replay")
@@ -30,128 +31,206 @@ class Workers(int):
     """Returns it as a flag has it."""
     return f"{self.least}:{int(self)}" if self.least < self else f"{int(self)}"
 
-
-class _WorkersParser(flags.ArgumentParser):
-  syntactic_help = "N or LEAST:MOST"
-
-  def parse(self, argument: str | int) -> Workers:
-    found = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", str(argument), re.ASCII)
-    workers = Workers(found[2] if found else -1)
+  @classmethod
+  def read(cls, text: str) -> "Workers":
+    """Returns what "4" or "2:4" says; raises a ValueError for another text."""
+    found = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text, re.ASCII)
+    workers = cls(found[2] if found else -1)
     workers.least = int(found[1]) if found and found[1] else workers
     if workers < 0 or not bool(workers) <= workers.least <= workers:
-      raise ValueError(
-        f"{argument} is no number of workers, such as 4, nor the least and most, such as 2:4"
-      )
+      raise ValueError("it must be a number of workers, such as 4, or the least and most: 2:4")
     return workers
-
-  def flag_type(self) -> str:
-    return "workers"
 
 
 class Command(NamedTuple):
-  """One command.
+  """One command; what it does is the registry's "command" of its name.
 
   Attributes:
     summary: one line for the help.
     arguments: as the help shows them.
-    module: below `framework`, with a function `run(parsed)` that returns the exit status, and,
-      without `modes`, a function `define(values)` that adds its flags.
     modes: for a command that runs a config, its values of --mode; the first is the default.
+    example: a command line, for the help.
   """
 
   summary: str
   arguments: str = _CONFIG
-  module: str = "commands.launching"
   modes: tuple[str, ...] = ()
+  example: str = ""
 
 
 COMMANDS: Mapping[str, Command] = {
   "train": Command(
-    "Trains and evaluates; --mode=train only trains.", modes=("train_and_evaluate", "train")
+    "Trains and evaluates; --mode=train only trains.",
+    modes=("train_and_evaluate", "train"),
+    example="train digits_cnn run.train_steps=200 --model_dir=runs/short",
   ),
   "evaluate": Command(
-    "Evaluates the newest checkpoint.", modes=("evaluate", "evaluate_continuously")
+    "Evaluates the newest checkpoint.",
+    modes=("evaluate", "evaluate_continuously"),
+    example="evaluate digits_cnn --model_dir=runs/short",
   ),
-  "export": Command("Writes a SavedModel of the newest checkpoint.", modes=("export",)),
-  "replay": Command("Repeats the step at which a run became NaN or infinite.", modes=("replay",)),
-  "verify": Command("Checks the task, in about a minute.", modes=("verify",)),
-  "tune": Command("Finds the fastest settings, in a few minutes.", modes=("tune",)),
-  "memory": Command("Estimates the memory of each device.", modes=("memory",)),
-  "check": Command("Checks the config alone, without a device.", modes=("check_config",)),
-  "sweep": Command("Searches for the best bindings, in many runs.", module="commands.sweep"),
+  "export": Command(
+    "Writes a SavedModel of the newest checkpoint.",
+    modes=("export",),
+    example="export digits_cnn --model_dir=runs/short",
+  ),
+  "replay": Command(
+    "Repeats the step at which a run became NaN or infinite.",
+    modes=("replay",),
+    example="replay my.gin --model_dir=runs/mine",
+  ),
+  "verify": Command(
+    "Checks the task, in about a minute.",
+    modes=("verify",),
+    example="verify my.gin --json=verify.json",
+  ),
+  "tune": Command(
+    "Finds the fastest settings, in a few minutes.", modes=("tune",), example="tune digits_cnn"
+  ),
+  "memory": Command(
+    "Estimates the memory of each device.",
+    modes=("memory",),
+    example="memory digits_cnn --device_gib=16",
+  ),
+  "check": Command(
+    "Checks the config alone, without a device.",
+    modes=("check_config",),
+    example="check my.gin run.seed=3",
+  ),
+  "sweep": Command(
+    "Searches for the best bindings, in many runs.",
+    example="sweep digits_cnn --vary='keras.Adam.learning_rate = log(1e-4, 1e-1)' --trials=20",
+  ),
   "repeat": Command(
-    "Trains with several seeds: mean and spread of every metric.", module="commands.repeat"
+    "Trains with several seeds: mean and spread of every metric.",
+    example="repeat digits_cnn --seeds=5",
   ),
-  "options": Command("Lists all that a config can set.", module="commands.options"),
-  "ls": Command("Lists the runs in folders, by default in runs/.", "[FOLDER ...]", "tools.runs.ls"),
-  "report": Command("Writes an HTML page about runs.", "RUN [RUN ...]", "tools.report"),
+  "options": Command(
+    "Lists all that a config can set.", example="options digits_cnn --prefix=Trainer."
+  ),
+  "ls": Command(
+    "Lists the runs in folders, by default in runs/.",
+    "[FOLDER ...]",
+    example="ls runs --sort=best --status=done",
+  ),
+  "report": Command(
+    "Writes an HTML page about runs.", "RUN [RUN ...]", example="report runs/a runs/b"
+  ),
   "diff": Command(
-    "Compares two runs: bindings, data, versions, results.", "RUN RUN", "tools.runs.diff"
+    "Compares two runs: bindings, data, versions, results.", "RUN RUN", example="diff runs/a runs/b"
   ),
-  "goodput": Command("Tells where the wall time of a run went.", "RUN", "tools.goodput"),
-  "stacks": Command("Tells what the processes of a run do now.", "RUN", "tools.stacks"),
+  "goodput": Command("Tells where the wall time of a run went.", "RUN", example="goodput runs/a"),
+  "stacks": Command("Tells what the processes of a run do now.", "RUN", example="stacks runs/a"),
   "average": Command(
-    "Averages the weights of runs: a model soup.", "RUN [RUN ...] --to=FOLDER", "commands.average"
+    "Averages the weights of runs: a model soup.",
+    "RUN [RUN ...] --to=FOLDER",
+    example="average runs/a runs/b --to=runs/soup",
   ),
   "push": Command(
-    "Uploads a run that its store has not got whole.", "URL [URL ...]", "commands.push"
+    "Uploads a run that its store has not got whole.",
+    "URL [URL ...]",
+    example="push s3://bucket/run",
   ),
-  "new": Command("Makes a project: a task, its config, a test.", "NAME", "commands.new"),
+  "new": Command("Makes a project: a task, its config, a test.", "NAME", example="new waves"),
 }
 
 FLAGS_ALONE = Command("Does what --mode says.", arguments="", modes=LAUNCH_MODES)
+
+_OF_MODES: Mapping[str, Sequence[str]] = {
+  **dict.fromkeys(LOCAL_FLAGS, LOCAL_MODES),
+  "model_dir": (*MODES, "tune"),
+  "accept_changes": MODES,
+  "json": ("verify",),
+  "device_gib": ("memory",),
+  "learning_rate": ("tune",),
+}
+"""Flags that are for some of the modes."""
 
 
 class Parsed(NamedTuple):
   """A command line.
 
   Attributes:
-    command: its name in `COMMANDS`; "" for flags alone.
-    known: what `COMMANDS` has of it.
-    values: the flags.
+    command: its name; "" for flags alone.
+    known: what is known of it.
+    values: the flags, by name.
     arguments: what is neither command nor flag.
   """
 
   command: str
   known: Command
-  values: flags.FlagValues
+  values: argparse.Namespace
   arguments: list[str]
+
+
+def commands() -> dict[str, Command]:
+  """Returns all commands, with those that other packages add."""
+  added = [each for each in registry.entries("command") if each.name not in COMMANDS]
+  return {**COMMANDS, **{e.name: Command(f"Of the module {e.module}.", "[...]") for e in added}}
+
+
+def known(command: str) -> Command:
+  """Returns what is known of a command; "" is for flags alone."""
+  return FLAGS_ALONE if not command else COMMANDS.get(command) or commands()[command]
 
 
 def parse(argv: Sequence[str]) -> Parsed:
   """Returns a command line, the program first, in its parts.
 
   Raises:
-    flags.Error: a wrong flag or argument, or no gin file.
+    UsageError: a wrong flag or argument, or no gin file.
     ConfigError: an unknown command or config.
   """
   command, rest = "", argv[1:]
   if rest and not rest[0].startswith("-"):
     command, rest = rest[0], rest[1:]
     _require_command(command)
-  known, values = COMMANDS.get(command, FLAGS_ALONE), flags_of(command)
-  arguments = values([argv[0], *rest])[1:]
-  if known.modes and not values.help:
-    arguments = _as_flags(command, values, arguments)
+  parser, of = parser_of(command), known(command)
+  values, arguments = parser.parse(rest)
+  for word in arguments:
+    _require_no_flag(word, command, parser)
+  if of.modes and not (values.help or getattr(values, "version", False)):
+    _add_config(command, values, arguments)
+    arguments = []
     _check_flags(values)
-  return Parsed(command, known, values, arguments)
+  return Parsed(command, of, values, arguments)
 
 
-def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
+def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
   """Returns the flags of a command line that runs a config; see `parse`."""
   return parse(argv).values
 
 
-def flags_of(command: str) -> flags.FlagValues:
-  """Returns the flags that a command takes; "" is for a command line of flags alone."""
-  values, known = flags.FlagValues(), COMMANDS.get(command, FLAGS_ALONE)
-  if known.modes:
-    define_config_flags(values)
-    _define_run_flags(values, known.modes)
-  else:
-    importlib.import_module(f"loopwright.{known.module}").define(values)
-  flags.DEFINE_boolean("help", False, "Print this help.", values)
-  return values
+def parser_of(command: str) -> Parser:
+  """Returns the parser of a command's flags; "" is for a command line of flags alone."""
+  of = known(command)
+  example = f"example: loopwright {of.example}" if of.example else None
+  parser = Parser(
+    prog=f"loopwright {command}".strip(), description=of.summary, epilog=example,
+    usage=" ".join(filter(None, ["loopwright", command, of.arguments, "[flags]"])),
+  )  # fmt: skip
+  if of.modes:
+    define_config_flags(parser)
+    _define_run_flags(parser, of.modes)
+  elif define := getattr(_module_of(command), "define", None):
+    define(parser)
+  if not command:
+    parser.switch("version", "Print the version.")
+  return parser
+
+
+def _module_of(command: str) -> object:
+  return importlib.import_module(registry.find("command", command).module)
+
+
+def page(command: str, about: str) -> str:
+  """Returns the help of a command; "" is for all, with `about`."""
+  told = parser_of(command).format_help()
+  if command:
+    return told
+  listed = [f"  {name:<10}{each.summary}" for name, each in commands().items()]
+  listed = ["Commands, each with its own --help:", *listed, "", "With flags alone:"]
+  return "\n".join([about, *listed, told.partition("\n")[2]])
 
 
 def config_of(arguments: Sequence[str], *, needed: bool) -> tuple[list[str], list[str]]:
@@ -169,117 +248,130 @@ def config_of(arguments: Sequence[str], *, needed: bool) -> tuple[list[str], lis
   return files if files or not needed else [shipped.the_only_one()], bindings
 
 
+def as_flags(values: argparse.Namespace) -> list[str]:
+  """Returns the command line of flags alone that a process of a local cluster gets."""
+  parser, found = parser_of(""), list[str]()
+  for name, value in vars(values).items():
+    if name not in LOCAL_FLAGS and (name == "mode" or value != parser.get_default(name)):
+      items = value if isinstance(value, list) else [value]
+      found += [f"--{name}" if item is True else f"--{name}={item}" for item in items]
+  return found
+
+
 def _require_command(name: str) -> None:
-  if name in COMMANDS:
+  if name in COMMANDS or name in commands():
     return
   if name.endswith(".gin") or name in shipped.names():
-    raise flags.Error(
+    raise UsageError(
       f"unexpected argument {name!r}; write a command before it, such as `train {name}`, or a gin "
       f"file as --gin_file={name}"
     )
-  raise unknown("command", name, COMMANDS)
+  raise unknown("command", name, commands())
 
 
-def _as_flags(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
-  """Adds the arguments of a command that runs a config to its flags; returns what is left: none."""
+def _require_no_flag(word: str, command: str, parser: Parser) -> None:
+  """Raises a UsageError for a word that is a flag, but not of this command."""
+  found = re.match(r"--?([A-Za-z]\w*)", word)
+  if not found:
+    return
+  name = found[1]
+  others = [
+    other
+    for other, each in COMMANDS.items()
+    if each.modes and {*each.modes} & {*_OF_MODES.get(name, ())} and command
+  ]
+  if others:
+    told = f"`{command}` has no flag --{name}, but {', '.join(f'`{each}`' for each in others)}"
+    raise UsageError(f"{told}; bindings have no dashes, as in keras.Adam.learning_rate=0.01")
+  raise UsageError(
+    f"unknown flag --{name}.{suggest(f'--{name}', [f'--{n}' for n in parser.names])}"
+  )
+
+
+def _add_config(command: str, values: argparse.Namespace, arguments: Sequence[str]) -> None:
+  """Adds the arguments of a command that runs a config to its flags."""
   if command:
     files, params = config_of(arguments, needed=not values.gin_file)
-    values(["", *(f"--gin_file={x}" for x in files), *(f"--gin_param={x}" for x in params)])
+    values.gin_file, values.gin_param = [*values.gin_file, *files], [*values.gin_param, *params]
   elif arguments:
-    raise flags.Error(
+    raise UsageError(
       f"unexpected argument {arguments[0]!r}; a command such as `train` comes before the flags, a "
       f"gin file is written as --gin_file={arguments[0]}"
     )
-  return []
 
 
-def define_config_flags(values: flags.FlagValues) -> None:
+def define_config_flags(parser: Parser) -> None:
   """Adds the flags that name a config."""
-  flags.DEFINE_multi_string(
-    "gin_file", [], "A gin file; repeatable, later files override earlier ones.", values
-  )
-  flags.DEFINE_multi_string(
-    "gin_param", [], 'A binding such as "run.seed = 3"; repeatable, after the files.', values
-  )
+  parser.texts("gin_file", "A gin file; repeatable, later files override earlier ones.")
+  parser.texts("gin_param", 'A binding such as "run.seed = 3"; repeatable, after the files.')
 
 
-def _define_run_flags(values: flags.FlagValues, modes: Sequence[str]) -> None:
+def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
+  """Adds the flags that some of the modes take, and defaults for the others."""
   default = "train_and_evaluate" if "train_and_evaluate" in modes else modes[0]
-  flags.DEFINE_enum("mode", default, modes, "What to do.", values)
-  flags.DEFINE_string(
-    "model_dir",
-    None,
-    "The run folder, or its URL; default: runs/<name of the first gin file>.",
-    values,
-  )
-  flags.DEFINE(
-    _WorkersParser(), "local_workers", 0, "Number of workers of a cluster on this machine; 0 for "
-    "no cluster. LEAST:MOST, such as 2:4, goes on without lost workers.", values,
+  parser.choice("mode", default, modes, "What to do.")
+  takes = [name for name, of in _OF_MODES.items() if {*of} & {*modes}]
+  no_workers = Workers.read("0")
+  parser.set_defaults(
+    model_dir=None, local_workers=no_workers, local_ps=0, max_restarts=0, json=None,
+    device_gib=None, learning_rate=False, accept_changes=False,
   )  # fmt: skip
-  flags.DEFINE_integer(
-    "local_ps",
-    0,
-    "Number of parameter servers of that cluster; above 0 it also has a chief.",
-    0,
-    None,
-    values,
-  )
-  flags.DEFINE_integer(
-    "max_restarts", 0, "How often to restart that cluster after a failure.", 0, None, values
-  )
-  flags.DEFINE_string("json", None, "For --mode=verify: a file to write the report to.", values)
-  flags.DEFINE_float(
-    "device_gib",
-    None,
-    "For --mode=memory: GiB of one device, to show what fits.",
-    None,
-    None,
-    values,
-  )
-  flags.DEFINE_boolean(
-    "learning_rate", False, "For --mode=tune: a range test of the learning rate instead.", values
-  )
-  flags.DEFINE_enum(
+  if "model_dir" in takes:
+    told = "The run folder, or its URL; default: runs/<name of the first gin file>."
+    parser.text("model_dir", None, told)
+  if "local_workers" in takes:
+    parser.value(
+      "local_workers", no_workers, Workers.read, "Number of workers of a cluster on this machine; "
+      "0 for no cluster. LEAST:MOST, such as 2:4, goes on without lost workers.",
+    )  # fmt: skip
+    told = "Number of parameter servers of that cluster; above 0 it also has a chief."
+    parser.whole("local_ps", 0, told)
+    parser.whole("max_restarts", 0, "How often to restart that cluster after a failure.")
+  if "json" in takes:
+    parser.text("json", None, "For --mode=verify: a file to write the report to.")
+  if "device_gib" in takes:
+    parser.number("device_gib", None, "For --mode=memory: GiB of one device, to show what fits.")
+  if "learning_rate" in takes:
+    told = "For --mode=tune: a range test of the learning rate instead."
+    parser.switch("learning_rate", told)
+  parser.choice(
     "log_format", "plain", ["plain", "time", "json"], "What the lines of the log are: as they "
-    "come, after their time, or objects of JSON with time, stream and text.", values,
+    "come, after their time, or objects of JSON with time, stream and text.",
   )  # fmt: skip
-  flags.DEFINE_boolean(
-    "accept_changes", False, "Go on with a config or data that the run has not had so far.", values
-  )
+  if "accept_changes" in takes:
+    told = "Go on with a config or data that the run has not had so far."
+    parser.switch("accept_changes", told)
 
 
-def _check_flags(values: flags.FlagValues) -> None:
+def _check_flags(values: argparse.Namespace) -> None:
   if not values.gin_file:
-    raise flags.Error("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
+    raise UsageError("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
   if values.model_dir == "":
-    raise flags.Error("--model_dir is empty; give a folder, or leave the flag out")
-  if values.json is not None and values.mode != "verify":
-    raise flags.Error(f"--json={values.json} is for --mode=verify, not {values.mode}; remove it")
-  if values.device_gib is not None and values.mode != "memory":
-    raise flags.Error(
-      f"--device_gib={values.device_gib} is for --mode=memory, not {values.mode}; remove it"
-    )
-  if values.learning_rate and values.mode != "tune":
-    raise flags.Error(f"--learning_rate is for --mode=tune, not {values.mode}; remove it")
+    raise UsageError("--model_dir is empty; give a folder, or leave the flag out")
+  for name in ("json", "device_gib", "learning_rate"):
+    value, [mode] = getattr(values, name), _OF_MODES[name]
+    if value not in (None, False) and values.mode != mode:
+      told = f"--{name}" if value is True else f"--{name}={value}"
+      raise UsageError(f"{told} is for --mode={mode}, not {values.mode}; remove it")
   _check_local_flags(values)
 
 
-def _check_local_flags(values: flags.FlagValues) -> None:
+def _check_local_flags(values: argparse.Namespace) -> None:
   for name in LOCAL_FLAGS[1:]:
-    if values[name].value and not values.local_workers:
-      raise flags.Error(f"--{name}={values[name].value} needs a local cluster; add --local_workers")
+    if (value := getattr(values, name)) and not values.local_workers:
+      raise UsageError(f"--{name}={value} needs a local cluster; add --local_workers")
   if values.local_workers and values.mode not in LOCAL_MODES:
-    raise flags.Error(
+    raise UsageError(
       f"received both --mode={values.mode} and --local_workers={values.local_workers}; "
       f"a local cluster supports {', '.join(LOCAL_MODES)}: remove --local_workers"
     )
   if values.local_ps and values.local_workers.least < values.local_workers:
-    raise flags.Error(
+    raise UsageError(
       f"received both --local_workers={values.local_workers} and --local_ps={values.local_ps}; "
       "workers beside parameter servers come and go anyway: give one number of workers"
     )
   if values.local_workers and "TF_CONFIG" in os.environ:
-    raise flags.Error(
+    raise UsageError(
       f"received both --local_workers={values.local_workers}, which sets TF_CONFIG for each "
       "process, and TF_CONFIG in the environment; remove one"
     )

@@ -1,17 +1,14 @@
 """`loopwright average runs/a runs/b --to=runs/soup`: the mean of the weights of runs."""
 
-from absl import flags
-
 from loopwright.commands.arguments import Parsed
+from loopwright.commands.parser import Parser
 from loopwright.errors import ConfigError
 
 
-def define(values: flags.FlagValues) -> None:
+def define(parser: Parser) -> None:
   """Adds the command's flags."""
-  flags.DEFINE_string("to", None, "The new run folder.", values)
-  flags.DEFINE_integer(
-    "batches", 100, "Batches for the statistics of batch normalisation.", 1, None, values
-  )
+  parser.text("to", None, "The new run folder.")
+  parser.whole("batches", 100, "Batches for the statistics of batch normalisation.", at_least=1)
 
 
 def run(parsed: Parsed) -> int:

@@ -8,8 +8,8 @@ import os
 import re
 from pathlib import Path
 
-from loopwright.commands import help_pages, shipped
-from loopwright.commands.arguments import COMMANDS
+from loopwright.commands import shipped
+from loopwright.commands.arguments import commands, parser_of
 from loopwright.configurables import reading
 from loopwright.errors import ConfigError
 
@@ -28,11 +28,9 @@ def complete() -> None:
 def parser() -> argparse.ArgumentParser:
   """Returns a parser of all commands, in which each argument knows its completer."""
   made = argparse.ArgumentParser(prog="loopwright", add_help=False)
-  commands = made.add_subparsers()
-  for name, command in COMMANDS.items():
-    one = commands.add_parser(
-      name, help=command.summary, parents=[help_pages.parser(name)], add_help=False
-    )
+  added = made.add_subparsers()
+  for name, command in commands().items():
+    one = added.add_parser(name, help=command.summary, parents=[parser_of(name)], add_help=False)
     arguments = one.add_argument("arguments", nargs="*")
     if "CONFIG" in command.arguments:
       arguments.completer = configs_and_bindings  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Trains, evaluates, exports, replays or examines a config: flags -> gin -> loopwright.run."""
 
+import argparse
 import contextlib
 import functools
 import os
@@ -7,10 +8,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
-
-from loopwright.commands.arguments import LOCAL_FLAGS, Parsed
+from loopwright import registry
+from loopwright.commands.arguments import Parsed, as_flags
 from loopwright.commands.process import say
+from loopwright.errors import UsageError
 
 
 def run(parsed: Parsed) -> int:
@@ -18,7 +19,7 @@ def run(parsed: Parsed) -> int:
   return launch(parsed.values)
 
 
-def launch(values: flags.FlagValues) -> int:
+def launch(values: argparse.Namespace) -> int:
   """Checks the config before using any device, then calls `run`; returns the exit status."""
   if values.mode == "check_config":
     return check_config(values.gin_file, values.gin_param)
@@ -28,15 +29,11 @@ def launch(values: flags.FlagValues) -> int:
     return launch_local(values, model_dir)
   show = functools.partial(print, flush=True)
   if values.mode == "tune":
-    from loopwright.tools.tune import tune
-    from loopwright.tools.tune_rate import range_test
-
-    chosen = range_test if values.learning_rate else tune
+    chosen = registry.load("tool", "range_test" if values.learning_rate else "tune")
     chosen(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
     return 0
   if values.mode == "memory":
-    from loopwright.tools.memory import memory
-
+    memory = registry.load("tool", "memory")
     memory(values.gin_file, values.gin_param, device_gib=values.device_gib, show=show)
     return 0
   from loopwright import configurables
@@ -63,16 +60,14 @@ def launch(values: flags.FlagValues) -> int:
   return 0
 
 
-def when_full(error: Exception, values: flags.FlagValues) -> str:
+def when_full(error: Exception, values: argparse.Namespace) -> str:
   """Returns a line about a device with too little memory; "" for another error, or if unknown."""
   from loopwright.errors import is_full
 
   if not is_full(error) or "TF_CONFIG" in os.environ:  # other processes wait in a strategy
     return ""
   with contextlib.suppress(Exception):
-    from loopwright.tools.memory import advice
-
-    return advice(values.gin_file, values.gin_param)
+    return registry.load("tool", "advice")(values.gin_file, values.gin_param)
   return ""
 
 
@@ -116,26 +111,19 @@ def _require_writable(path: str) -> None:
     Path(path).open("a").close()
   except (OSError, ValueError) as error:  # ValueError: a null character
     reason = getattr(error, "strerror", None) or error
-    raise flags.Error(
+    raise UsageError(
       f"--json={path!r} cannot be written ({reason}); give a file in a folder that exists"
     ) from error
 
 
-def launch_local(values: flags.FlagValues, model_dir: str) -> int:
+def launch_local(values: argparse.Namespace, model_dir: str) -> int:
   """Runs this command line without LOCAL_FLAGS in each process of a cluster on this machine."""
   from loopwright.host.children import PROGRAM
   from loopwright.tools.local_cluster import run_local
 
-  given = {name: values[name].value for name in values if values[name].present or name == "mode"}
-  arguments = [
-    f"--{name}={item}"
-    for name, value in given.items()
-    if name not in LOCAL_FLAGS
-    for item in (value if isinstance(value, list) else [value])
-  ]
   restarts = values.local_workers.least < values.local_workers or values.max_restarts > 0
   return run_local(
-    command=[*PROGRAM, *arguments],
+    command=[*PROGRAM, *as_flags(values)],
     model_dir=model_dir,
     workers=int(values.local_workers),
     least=values.local_workers.least,

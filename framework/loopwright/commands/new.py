@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-
 from loopwright import registry
 from loopwright.commands.arguments import Parsed
 from loopwright.configurables.imports import REPOSITORY, SHIPPED
@@ -23,10 +21,6 @@ _RENAMED = {"gitignore": ".gitignore", "project.toml": "pyproject.toml"}
 """Else git, ruff and uv take them for their own."""
 _SOURCE = '[tool.uv.sources]\nloopwright = "SOURCE"\n\n'
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-def define(values: flags.FlagValues) -> None:
-  """Adds the command's flags: none."""
 
 
 def run(parsed: Parsed) -> int:

@@ -5,9 +5,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from absl import flags
-
 from loopwright.commands.arguments import Parsed, config_of, define_config_flags
+from loopwright.commands.parser import Parser
 from loopwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,13 +15,11 @@ if TYPE_CHECKING:
 _WIDTH = 100
 
 
-def define(values: flags.FlagValues) -> None:
+def define(parser: Parser) -> None:
   """Adds the command's flags."""
-  define_config_flags(values)
-  flags.DEFINE_multi_string(
-    "prefix", [], "Only the options that begin so, such as Trainer.; repeatable.", values
-  )
-  flags.DEFINE_boolean("json_schema", False, "Print a JSON schema of configs.", values)
+  define_config_flags(parser)
+  parser.texts("prefix", "Only the options that begin so, such as Trainer.; repeatable.")
+  parser.switch("json_schema", "Print a JSON schema of configs.")
 
 
 def run(parsed: Parsed) -> int:

@@ -1,15 +1,9 @@
 """`loopwright push s3://bucket/run`: uploads what a run could not, as its store was down."""
 
-from absl import flags
-
 from loopwright.commands.arguments import Parsed
 from loopwright.commands.process import say
 from loopwright.errors import ConfigError
 from loopwright.host import stores
-
-
-def define(values: flags.FlagValues) -> None:
-  """Adds the command's flags: none."""
 
 
 def run(parsed: Parsed) -> int:

@@ -8,23 +8,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from absl import flags
-
 from loopwright.commands.arguments import Parsed, config_of, define_config_flags
+from loopwright.commands.parser import Parser
 from loopwright.host import stores
-from loopwright.tools import sweep
-from loopwright.tools.runs.repetitions import SEED
 
 
-def define(values: flags.FlagValues) -> None:
+def define(parser: Parser) -> None:
   """Adds the command's flags."""
-  define_config_flags(values)
-  flags.DEFINE_integer(
-    "seeds", 5, "How many, from 0 on; more of them go on with those that are there.", 2, 10_000,
-    values,
-  )  # fmt: skip
-  flags.DEFINE_integer("jobs", 1, "How many runs at once.", 1, None, values)
-  flags.DEFINE_string("dir", None, "The folder; default: runs/<config>-repeat.", values)
+  define_config_flags(parser)
+  told = "How many, from 0 on; more of them go on with those that are there."
+  parser.whole("seeds", 5, told, at_least=2, at_most=10_000)
+  parser.whole("jobs", 1, "How many runs at once.", at_least=1)
+  parser.text("dir", None, "The folder; default: runs/<config>-repeat.")
 
 
 def run(parsed: Parsed) -> int:
@@ -37,6 +32,9 @@ def run(parsed: Parsed) -> int:
   files, params = config_of(parsed.arguments, needed=not values.gin_file)
   files, params = [*values.gin_file, *files], [*values.gin_param, *params]
   stores.require_path("--dir", values.dir or "", "the study and the runs are there")
+  from loopwright.tools import sweep
+  from loopwright.tools.runs.repetitions import SEED
+
   sweep.require_optuna("a repetition")
   from loopwright.tools.sweep import space, study
 

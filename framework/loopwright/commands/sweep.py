@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from absl import flags
-
 from loopwright.commands.arguments import Parsed, config_of, define_config_flags
+from loopwright.commands.parser import Parser
+from loopwright.errors import UsageError
 from loopwright.host import stores
-from loopwright.tools import sweep
 
 if TYPE_CHECKING:
   from loopwright.tools.sweep.space import Goal
@@ -20,29 +20,29 @@ KNOWN_GOALS = {"loss": False, "accuracy": True}
 """Metrics whose direction is clear, and whether more is better."""
 
 
-def define(values: flags.FlagValues) -> None:
+def define(parser: Parser) -> None:
   """Adds the command's flags."""
-  define_config_flags(values)
-  flags.DEFINE_multi_string(
-    "vary", [], "What varies, such as 'keras.Adam.learning_rate = log(1e-4, 1e-1)' or "
-    "'run.seed = [0, 1]'; repeatable.", values,
+  define_config_flags(parser)
+  parser.texts(
+    "vary", "What varies, such as 'keras.Adam.learning_rate = log(1e-4, 1e-1)' or "
+    "'run.seed = [0, 1]'; repeatable.",
   )  # fmt: skip
-  flags.DEFINE_string("space", None, "A file with a line for each --vary.", values)
-  flags.DEFINE_enum("sampler", "tpe", SAMPLERS, "How values are chosen.", values)
-  flags.DEFINE_integer("trials", None, "How many; default: 20, of a grid all.", 1, None, values)
-  flags.DEFINE_integer("jobs", 1, "How many trials at once.", 1, None, values)
-  flags.DEFINE_integer("seed", 0, "Of the sampler.", 0, 2**31 - 1, values)
-  flags.DEFINE_string(
+  parser.text("space", None, "A file with a line for each --vary.")
+  parser.choice("sampler", "tpe", SAMPLERS, "How values are chosen.")
+  parser.whole("trials", None, "How many; default: 20, of a grid all.", at_least=1)
+  parser.whole("jobs", 1, "How many trials at once.", at_least=1)
+  parser.whole("seed", 0, "Of the sampler.", at_most=2**31 - 1)
+  parser.text(
     "metric", None, "Of the evaluations; default: that of EarlyStopping, BestCheckpoint or Export, "
-    "else loss.", values,
+    "else loss.",
   )  # fmt: skip
-  flags.DEFINE_boolean("maximize", False, "More of the metric is better.", values)
-  flags.DEFINE_boolean("minimize", False, "Less of the metric is better.", values)
-  flags.DEFINE_boolean("prune", False, "End trials that are worse than the median.", values)
-  flags.DEFINE_string("dir", None, "The sweep folder; default: runs/<config>-sweep.", values)
-  flags.DEFINE_string(
+  parser.switch("maximize", "More of the metric is better.")
+  parser.switch("minimize", "Less of the metric is better.")
+  parser.switch("prune", "End trials that are worse than the median.")
+  parser.text("dir", None, "The sweep folder; default: runs/<config>-sweep.")
+  parser.text(
     "storage", None, "An Optuna storage URL, which machines can share; default: a file in the "
-    "sweep folder.", values,
+    "sweep folder.",
   )  # fmt: skip
 
 
@@ -56,6 +56,8 @@ def run(parsed: Parsed) -> int:
   files, params = config_of(parsed.arguments, needed=not values.gin_file)
   files, params = [*values.gin_file, *files], [*values.gin_param, *params]
   stores.require_path("--dir", values.dir or "", "the study and the runs of a sweep are there")
+  from loopwright.tools import sweep
+
   sweep.require_optuna("a sweep")
   from loopwright.tools.sweep import space, study
 
@@ -68,17 +70,17 @@ def run(parsed: Parsed) -> int:
   )  # fmt: skip
 
 
-def _goal(values: flags.FlagValues, of_config: Goal | None) -> Goal:
+def _goal(values: argparse.Namespace, of_config: Goal | None) -> Goal:
   """Returns the metric and its direction: of the flags, else of the config, else the loss."""
   from loopwright.tools.sweep.space import Goal
 
   if values.maximize and values.minimize:
-    raise flags.Error("received both --maximize and --minimize; remove one")
+    raise UsageError("received both --maximize and --minimize; remove one")
   metric = values.metric or (of_config.metric if of_config else "loss")
   if values.maximize or values.minimize:
     return Goal(metric, values.maximize)
   if of_config and of_config.metric == metric:
     return of_config
   if metric not in KNOWN_GOALS:
-    raise flags.Error(f"--metric={metric}: is more better, or less? add --maximize or --minimize")
+    raise UsageError(f"--metric={metric}: is more better, or less? add --maximize or --minimize")
   return Goal(metric, KNOWN_GOALS[metric])

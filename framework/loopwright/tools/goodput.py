@@ -13,14 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from absl import flags
-
 from loopwright.errors import ConfigError, printable
 from loopwright.run_folder import folders, legs, paces
 from loopwright.run_folder.legs import Leg
 
 if TYPE_CHECKING:
   from loopwright.commands.arguments import Parsed
+  from loopwright.commands.parser import Parser
 
 PRODUCTIVE, REPEATED, DOWN = "productive steps", "steps repeated", "down"
 _TRAINED = ("training", "tracing", "input wait")
@@ -231,9 +230,9 @@ def largest(found: Goodput, *, every: int | None = None) -> str:
   return f"largest loss: {part}; {advice}."
 
 
-def define(values: flags.FlagValues) -> None:
+def define(parser: Parser) -> None:
   """Adds the command's flags."""
-  flags.DEFINE_boolean("json", False, "Print a JSON object, with all that is known.", values)
+  parser.switch("json", "Print a JSON object, with all that is known.")
 
 
 def run(parsed: Parsed) -> int:

@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from absl import flags
-
 from loopwright.errors import ConfigError, printable
 from loopwright.host import stacks
 from loopwright.run_folder import layout, legs
@@ -16,13 +14,14 @@ from loopwright.run_folder.legs import Leg
 
 if TYPE_CHECKING:
   from loopwright.commands.arguments import Parsed
+  from loopwright.commands.parser import Parser
 
 _POLL_S, _SIGNALLED_S = 0.1, 2.0
 
 
-def define(values: flags.FlagValues) -> None:
+def define(parser: Parser) -> None:
   """Adds the command's flags."""
-  flags.DEFINE_float("wait_s", 5.0, "Seconds in which the processes may answer.", 0, None, values)
+  parser.number("wait_s", 5.0, "Seconds in which the processes may answer; default: 5.")
 
 
 def run(parsed: Parsed) -> int:

@@ -1,16 +1,18 @@
 """Commands become flags; a config is found by its name."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from absl import flags
 
+import loopwright
 from loopwright import commands
 from loopwright.commands import arguments, launching, shipped
-from loopwright.errors import ConfigError
+from loopwright.errors import ConfigError, UsageError
 from loopwright.host import children
 from loopwright.tools import local_cluster
 
@@ -44,7 +46,7 @@ def test_a_command_is_a_mode(command, mode):
 def test_a_command_may_have_a_mode_that_is_its_own():
   assert parsed("train", "a.gin", "--mode=train")[0] == "train"
   assert parsed("evaluate", "a.gin", "--mode=evaluate_continuously")[0] == "evaluate_continuously"
-  with pytest.raises(flags.Error, match=r"should be one of <evaluate\|evaluate_continuously>"):
+  with pytest.raises(UsageError, match="--mode=train: it must be one of evaluate, evaluate_cont"):
     parsed("evaluate", "a.gin", "--mode=train")
 
 
@@ -86,7 +88,24 @@ def test_the_only_config_of_a_folder_needs_no_name():
     (("digits_cnn",), "write a command before it, such as `train digits_cnn`, or a gin file as"),
     (("train", "digits_cn"), "there is no config 'digits_cn'. Did you mean 'digits_cnn'?"),
     (("train", "qqq"), "there is no config 'qqq'. It must be a gin file, or one of digits_cnn, "),
-    (("train", "digits_cnn", "--model_dri=x"), "Did you mean: model_dir ?"),
+    (("train", "digits_cnn", "--model_dri=x"), "unknown flag --model_dri. Did you mean '--model"),
+    (("train", "digits_cnn", "--mode", "trian"), "--mode=trian: it must be one of train_and_evalu"),
+    (("train", "digits_cnn", "--json=x"), "`train` has no flag --json, but `verify`"),
+    (
+      ("train", "digits_cnn", "--learning_rate=0.01"),
+      "bindings have no dashes, as in keras.Adam.learning_rate=0.01",
+    ),
+    (
+      ("tune", "digits_cnn", "--learning_rate=0.01"),
+      "--learning_rate is a switch, which takes no value; write --learning_rate alone",
+    ),
+    (("sweep", "digits_cnn", "--jobs=0"), "--jobs=0: it must be a whole number of at least 1"),
+    (
+      ("sweep", "digits_cnn", "--seed=x"),
+      "--seed=x: it must be a whole number from 0 to 2",
+    ),
+    (("memory", "digits_cnn", "--device_gib=nan"), "--device_gib=nan: it must be a number of at"),
+    (("ls", "--status=done,x"), "--status=done,x: it must be one or more of running, done, "),
   ],
 )
 def test_a_mistake_is_one_line(capsys, given, line):
@@ -113,13 +132,45 @@ def test_a_local_cluster_gets_flags_alone(monkeypatch, command, mode):
   ]
 
 
+def test_the_forms_of_a_flag():
+  forms = [["--model_dir=m"], ["--model_dir", "m"], ["-model_dir=m"]]
+  for form in forms:
+    line = ["loopwright", "train", *form, "digits_cnn", "--accept_changes=true", "run.seed=-1"]
+    values = arguments.parse_flags(line)
+    assert (values.model_dir, values.accept_changes) == ("m", True)
+    assert values.gin_param == ["run.seed=-1"]
+  line = ["loopwright", "train", "digits_cnn", "--accept_changes=false"]
+  assert not arguments.parse_flags(line).accept_changes
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_the_help_of_a_command_has_what_it_takes_and_an_example(capsys, flag):
+  assert commands.main(["loopwright", "train", flag]) == 0
+  told = capsys.readouterr().out
+  assert "example: loopwright train digits_cnn run.train_steps=200" in told
+  assert {*re.findall(r"--(\w+)", told.partition("\n\nexample")[0])} == {
+    *("help", "gin_file", "gin_param", "mode", "model_dir", "local_workers", "local_ps"),
+    *("max_restarts", "log_format", "accept_changes"),
+  }
+
+
+def test_every_example_of_the_help_is_a_command_line():
+  for name, command in arguments.COMMANDS.items():
+    assert arguments.parse(["loopwright", *shlex.split(command.example)]).command == name
+
+
+def test_the_version(capsys):
+  assert commands.main(["loopwright", "--version"]) == 0
+  assert capsys.readouterr().out == f"loopwright {loopwright.__version__}\n"
+
+
 def test_help_is_fast_and_names_everything():
   code = """if True:
     import sys
     from loopwright import commands
     assert commands.main(["loopwright", "--help"]) == 0
     assert commands.main(["loopwright", "train", "--help"]) == 0
-    heavy = {"tensorflow", "numpy", "keras"} & set(sys.modules)
+    heavy = {"tensorflow", "numpy", "keras", "absl"} & set(sys.modules)
     assert not heavy, heavy
   """
   done = subprocess.run(

@@ -41,7 +41,7 @@ def completed(line):
   ("line", "answer"),
   [
     ("loopwright tr", ["train"]),
-    ("loopwright tune --mod", ["--mode", "--model_dir"]),
+    ("loopwright evaluate --mod", ["--mode", "--model_dir"]),
     ("loopwright evaluate --mode=", ["evaluate", "evaluate_continuously"]),
     ("loopwright train waves mild/W", ["mild/Waves.width="]),
     (

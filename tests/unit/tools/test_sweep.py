@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import optuna
 import pytest
-from absl import flags
 from scipy import stats
 
 import loopwright
 from loopwright import commands
-from loopwright.errors import ConfigError
+from loopwright.errors import ConfigError, UsageError
 from loopwright.run_folder import folders
 from loopwright.tools.runs import repetitions
 from loopwright.tools.sweep import jobs, results, runner, space
@@ -215,13 +214,13 @@ def test_trials_run_at_once_and_the_table_has_the_best_first(capsys):
 def test_jobs_share_the_gpus(monkeypatch):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
   assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in jobs.slots(2)] == ["4,5", "6,7"]
-  with pytest.raises(flags.Error, match="--jobs=6 is above the 5 GPUs here; give at most 5"):
+  with pytest.raises(UsageError, match="--jobs=6 is above the 5 GPUs here; give at most 5"):
     jobs.slots(6)
   assert sweep("--vary=x = [1]", "--sampler=grid") == 0
   assert starts(0)[0]["gpus"] == "4,5,6,7,8"
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
   assert jobs.slots(1)[0].cores == os.sched_getaffinity(0)
-  with pytest.raises(flags.Error, match="cores here"):
+  with pytest.raises(UsageError, match="cores here"):
     jobs.slots(len(os.sched_getaffinity(0)) + 1)
 
 

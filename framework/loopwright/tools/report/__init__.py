@@ -14,18 +14,17 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from absl import flags
-
 from loopwright.errors import ConfigError
 from loopwright.run_folder import folders
 
 if TYPE_CHECKING:
   from loopwright.commands.arguments import Parsed
+  from loopwright.commands.parser import Parser
 
 
-def define(values: flags.FlagValues) -> None:
+def define(parser: Parser) -> None:
   """Adds the command's flags."""
-  flags.DEFINE_string("output", "report.html", "The file to write.", values)
+  parser.text("output", "report.html", "The file to write; default: report.html.")
 
 
 def run(parsed: Parsed) -> int:

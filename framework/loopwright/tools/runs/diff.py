@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from absl import flags
-
 from loopwright.errors import ConfigError, printable, shown
 from loopwright.run_folder import damage, folders
 from loopwright.tools.runs import ls
@@ -15,10 +13,6 @@ if TYPE_CHECKING:
   from loopwright.commands.arguments import Parsed
 
 _WIDTH = 60
-
-
-def define(values: flags.FlagValues) -> None:
-  """Adds the command's flags: none."""
 
 
 def run(parsed: Parsed) -> int:

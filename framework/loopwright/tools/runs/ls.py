@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from absl import flags
-
 from loopwright.errors import printable
 from loopwright.run_folder import damage, folders
 
 if TYPE_CHECKING:
   from loopwright.commands.arguments import Parsed
+  from loopwright.commands.parser import Parser
 
 HEADS = ("name", "step", "status", "best", "age", "size")
 DAMAGED = "damaged"
@@ -72,22 +71,27 @@ _ORDERS: Mapping[str, Callable[[Row], Any]] = {
 """How `--sort` orders the runs: the best, the latest, the largest first."""
 
 
-def define(values: flags.FlagValues) -> None:
+def define(parser: Parser) -> None:
   """Adds the command's flags."""
-  flags.DEFINE_enum(
+  parser.choice(
     "sort", None, [*_ORDERS], "What orders the runs: the best, the latest, the largest first; "
-    "default: the folders that are named, in each by name.", values,
+    "default: the folders that are named, in each by name.",
   )  # fmt: skip
-  flags.DEFINE_list("status", [], f"Only these: {', '.join(STATUSES)}.", values)
-  flags.DEFINE_string("name", None, "Only names that match, such as '*lr*'.", values)
-  flags.DEFINE_boolean("json", False, "Print a JSON array, with all that is known.", values)
+  parser.value("status", [], _statuses, f"Only these: {', '.join(STATUSES)}; with commas between.")
+  parser.text("name", None, "Only names that match, such as '*lr*'.")
+  parser.switch("json", "Print a JSON array, with all that is known.")
+
+
+def _statuses(text: str) -> list[str]:
+  found = [each.strip() for each in text.split(",") if each.strip()]
+  if {*found} - {*STATUSES}:
+    raise ValueError(f"it must be one or more of {', '.join(STATUSES)}")
+  return found
 
 
 def run(parsed: Parsed) -> int:
   """Prints the runs in the folders that are named, by default in runs/; returns 0 (host)."""
   values = parsed.values
-  if wrong := {*values.status} - {*STATUSES}:
-    raise flags.Error(f"--status={min(wrong)}: it must be one or more of {', '.join(STATUSES)}")
   rows = [row for top in parsed.arguments or ["runs"] for row in _rows(top)]
   if values.status:
     rows = [row for row in rows if {row.status, DAMAGED if row.faults else ""} & {*values.status}]

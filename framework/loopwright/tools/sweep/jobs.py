@@ -12,8 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from absl import flags
-
+from loopwright.errors import UsageError
 from loopwright.host import nvidia
 from loopwright.host.children import PROGRAM
 from loopwright.tools.sweep import space
@@ -54,7 +53,7 @@ def slots(jobs: int) -> list[Slot]:
   """Returns a slot for each job: disjoint parts of the GPUs, or without any of the cores (host).
 
   Raises:
-    flags.Error: more jobs than GPUs, or than cores.
+    UsageError: more jobs than GPUs, or than cores.
   """
   gpus, cores = nvidia.visible(), _cores()
   if gpus:
@@ -69,7 +68,7 @@ def slots(jobs: int) -> list[Slot]:
 
 def _require(jobs: int, most: int, what: str, more: str) -> None:
   if jobs > most:
-    raise flags.Error(f"--jobs={jobs} is above the {most} {what} here; give at most {most}{more}")
+    raise UsageError(f"--jobs={jobs} is above the {most} {what} here; give at most {most}{more}")
 
 
 def _cores() -> list[int]:
