@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
   import tensorflow as tf
+  from typing_extensions import Unpack
 
   Tensor: TypeAlias = tf.Tensor
 else:
+  Unpack = Any  # of Python 3.11
   Tensor = Any
   """A `tf.Tensor`."""
 

@@ -27,14 +27,13 @@ from loopwright.inputs.buckets import Buckets
 from loopwright.inputs.parts import Sources, of_one_shape
 from loopwright.inputs.sources import Source, StreamSource, eval_sets
 from loopwright.observers import Observer, Reading
-from loopwright.optimizers.adapters import OptimizerFactory
+from loopwright.optimizers.adapters import Optimizers
 from loopwright.options import Evaluation, Gpus, Numerics
 from loopwright.strategies import placement
 from loopwright.strategies.gpus import configure
 from loopwright.task import Task, preprocess_of
 from loopwright.trainer import Trainer
 
-Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
 """A factory, or name -> factory for a task with several optimizers."""
 
 

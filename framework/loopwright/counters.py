@@ -32,10 +32,16 @@ class Counters:
     bad_step = tf.maximum(step, NEVER * tf.cast(loss_finite, tf.int64))  # a tf.where costs 28 us
     self.nonfinite_step.assign(tf.minimum(self.nonfinite_step, bad_step), read_value=False)
 
-  def first_nonfinite(self) -> dict[str, float]:
-    """Returns {"nonfinite_step": n}, or {} if all losses were finite (host)."""
+  def skip(self, steps: int) -> None:
+    """Counts steps without an update, if there are any (host)."""
+    if steps > 0:
+      self.skipped_steps.assign_add(steps)
+
+  def metrics(self) -> dict[str, float]:
+    """Returns "skipped_steps" so far, and "nonfinite_step" if there was one (host)."""
+    found = {"skipped_steps": float(self.skipped_steps.numpy())}
     step = int(self.nonfinite_step.numpy())
-    return {} if step == NEVER else {"nonfinite_step": float(step)}
+    return found if step == NEVER else {**found, "nonfinite_step": float(step)}
 
 
 def _counter(name: str) -> tf.Variable:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import tensorflow as tf
 
-from loopwright.aliases import Batch
 from loopwright.errors import ConfigError
-from loopwright.graphs.autograph import converted, methods_as_written
-from loopwright.metrics import Metric, PerExample, Sum, Weighted
+from loopwright.graphs.autograph import methods_as_written
+from loopwright.metrics import Metric
 from loopwright.metrics.checks import checked
-from loopwright.metrics.sums import MetricSums
-from loopwright.models import recomputation
+from loopwright.step_record import StepRecord
 from loopwright.strategies.reduction import Reduction
 
 
 @methods_as_written
 class EvalStep:
-  """One evaluation step on one replica: collects the task's metrics (replica context)."""
+  """One evaluation step on one replica: collects the task's metrics (replica context).
+
+  Attributes:
+    record: what the step leaves to the evaluator.
+  """
 
   def __init__(
     self, reduction: Reduction | None = None, *, number: tf.Tensor | int | None = None
@@ -30,8 +31,8 @@ class EvalStep:
       reduction: what `all_gather` uses; None uses the default.
       number: see `number`; None is 0.
     """
-    self._logged: dict[str, Metric] = {}
     self._reduction = reduction or Reduction()
+    self.record = StepRecord(self._reduction.all_gather)
     self._number = tf.cast(0 if number is None else number, tf.int64)
 
   @property
@@ -43,11 +44,6 @@ class EvalStep:
     """
     return self._number
 
-  def run(self, task_step: Callable[..., None], batch: Batch) -> None:
-    """Calls `Task.train_step` or `Task.eval_step` with the batch and its "step", int64 [n]."""
-    rows = tf.shape(batch["weight"])[:1] if "weight" in batch else [1]
-    converted(task_step)(self, {**batch, "step": tf.fill(rows, self.number)})
-
   def log(self, metrics: Mapping[str, Metric]) -> None:
     """Adds this replica's metrics: name -> (total, weight), float scalars, `Sum` or `PerExample`.
 
@@ -56,23 +52,7 @@ class EvalStep:
     Raises:
       ConfigError: not a dict of such metrics.
     """
-    self._add(checked(metrics))
-
-  @contextlib.contextmanager
-  def collected(self) -> Iterator[dict[str, Metric]]:
-    """Yields what is logged inside `with`; it does not count, unless it is logged again."""
-    outside, self._logged = self._logged, {}
-    try:
-      yield self._logged
-    finally:
-      self._logged = outside
-
-  def _add(self, metrics: Mapping[str, Metric]) -> None:
-    if recomputation.is_repeating():
-      return
-    for name, value in metrics.items():
-      known = self._logged.get(name)
-      self._logged[name] = value if known is None else _both(name, known, value)
+    self.record.add(checked(metrics))
 
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
     """Concatenates the rows of all replicas, in replica order; differentiable (replica context).
@@ -99,39 +79,3 @@ class EvalStep:
         "sizes, the same on every replica, such as a batch feature."
       )
     return self._reduction.all_gather(tensor)
-
-  def close(
-    self, sums: MetricSums, own: Mapping[str, Weighted] | None = None
-  ) -> dict[str, PerExample]:
-    """Adds the logged metrics, and the framework's `own`, to `sums`; the framework calls it.
-
-    Returns:
-      The PerExample metrics of all replicas, in replica order, equal on each.
-    """
-    self._add(own or {})
-    rows = {name: value for name, value in self._logged.items() if isinstance(value, PerExample)}
-    sums.add({name: value for name, value in self._logged.items() if name not in rows})
-    gather = self._reduction.all_gather
-    return {name: PerExample(*map(gather, value.wide)) for name, value in rows.items()}
-
-
-def _both(name: str, one: Metric, other: Metric) -> Metric:
-  """Returns one metric of two that a step logs under one name."""
-  kinds = (PerExample, Sum, tuple)
-  both = {next(kind for kind in kinds if isinstance(value, kind)) for value in (one, other)}
-  if both == {PerExample}:
-    return PerExample(*(tf.concat(parts, axis=0) for parts in zip(one, other, strict=True)))
-  if both == {Sum} and one[0].shape == other[0].shape:
-    return Sum(one[0] + other[0])
-  if both == {tuple} and len(one) == len(other) == 2:
-    return one[0] + other[0], one[1] + other[1]
-  raise ConfigError(
-    f"the step logs {name!r} twice, as {_what(one)} and as {_what(other)}; give them two names."
-  )
-
-
-def _what(metric: Metric) -> str:
-  """Returns what an error calls a metric."""
-  if isinstance(metric, (Sum, PerExample)):
-    return f"a {type(metric).__name__} of shape {metric[0].shape}"
-  return "a pair (total, weight)"

@@ -12,9 +12,11 @@ from typing import Annotated, Any, TypeAlias, cast
 
 import tensorflow as tf
 
+from loopwright import step_record
 from loopwright.aliases import Batch, PerReplica
 from loopwright.declaration import Instead
 from loopwright.errors import ConfigError
+from loopwright.eval_step import EvalStep
 from loopwright.graphs import grappler
 from loopwright.graphs.autograph import compiled
 from loopwright.host.timing import timed
@@ -25,7 +27,7 @@ from loopwright.metrics.rows import CollectedRows
 from loopwright.metrics.sums import MetricSums, PackedSums
 from loopwright.models.orbit import AbstractEvaluator
 from loopwright.optimizers.ema import Ema
-from loopwright.step import EvalStep
+from loopwright.step_record import Sums
 from loopwright.strategies import placement
 from loopwright.task import Task, derived_metrics
 
@@ -266,7 +268,7 @@ class Evaluator(AbstractEvaluator):
 
     def run(batch: Batch) -> Any:
       packed = PackedSums(self._metrics)
-      rows = self.replica_step(batch, cast(MetricSums, packed))
+      rows = self.replica_step(batch, packed)
       return packed.vectors, rows
 
     vectors, rows = self.strategy.run(run, args=(self.placement.per_replica(batch),))
@@ -286,12 +288,12 @@ class Evaluator(AbstractEvaluator):
     first = self.strategy.experimental_local_results
     return {name: PerExample(*(first(part)[0] for part in rows[name])) for name in rows}
 
-  def replica_step(self, batch: Batch, sums: MetricSums | None = None) -> dict[str, PerExample]:
-    """Runs the task's step and adds its metrics; see `EvalStep.close` (replica context)."""
+  def replica_step(self, batch: Batch, sums: Sums | None = None) -> dict[str, PerExample]:
+    """Runs the task's step and adds its metrics; see `StepRecord.close` (replica context)."""
     number = None if self._global_step is None else self._global_step.read_value()
     step = self._make_step(number=number)
-    step.run(self.task.eval_step, batch)
-    return step.close(sums or self._metrics)
+    step_record.run(step, self.task.eval_step, batch)
+    return step.record.close(sums or self._metrics)
 
   def _require_examples(self, one: EvalSet, results: Mapping[str, float], batches: int) -> None:
     if batches == 0:

@@ -23,9 +23,7 @@ from loopwright.metrics import (
   REPORTED_BY_UPDATES,
   Loss,
   Metric,
-  MetricSums,
   PerExample,
-  Weighted,
   checked,
 )
 from loopwright.optimizers import updates
@@ -54,13 +52,9 @@ class Step(EvalStep):
     super().__init__(parts.reduction, number=parts.step_number())
     self.parts = parts
     self._graph = branches.current()
-    self._assignments = updates.Assignments()
-    self._conditional = False
     self.draws = Draws(parts.key)
-    self._finite: list[tf.Tensor] = []
-    self._loss_finite: list[tf.Tensor] = []
-    self._only_evaluated: set[str] = set()
     self._observers = [observer.of_replica() for observer in parts.observers]
+    self.record.closing = [observer.metrics for observer in self._observers]
 
   def log(self, metrics: Mapping[str, Metric]) -> None:
     """See `EvalStep.log`; leaves out PerExample metrics, which only evaluations collect.
@@ -78,8 +72,8 @@ class Step(EvalStep):
           f"example {f'my_{name}'!r}."
         )
     rows = {name for name, value in metrics.items() if isinstance(value, PerExample)}
-    self._only_evaluated |= rows
-    self._add({name: value for name, value in metrics.items() if name not in rows})
+    self.record.only_evaluated |= rows
+    self.record.add({name: value for name, value in metrics.items() if name not in rows})
 
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
     """See `EvalStep.all_gather`."""
@@ -197,10 +191,10 @@ class Step(EvalStep):
 
     forward: LossFn = checked_loss
     for observer in self._observers:
-      forward = observer.forward(forward, self._add)
+      forward = observer.forward(forward, self.record.add)
 
     def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Metric]]:
-      with self.collected() as logged:
+      with self.record.collected() as logged:
         with self.parts.forward_pass(key, batch), tf.GradientTape() as tape:
           loss = forward(batch)
           scaled = self._scaled(loss.total)
@@ -328,14 +322,13 @@ class Step(EvalStep):
     """
     name = prefix(optimizer)
     shown = tf.cast(finite & (loss.weight > 0), tf.float32)
-    self._add(
+    self.record.add(
       {
         f"{name}loss": (loss.total, loss.weight),
         f"{name}gradient_norm": (tf.math.multiply_no_nan(norm, shown), shown),
       }
     )
-    self._finite.append(finite)
-    self._loss_finite.append(tf.math.is_finite(loss.total))
+    self.record.updates.append((finite, tf.math.is_finite(loss.total)))
 
   def assign(
     self, variable: Variable, value: TensorLike, *, when: tf.Tensor | bool | None = None
@@ -357,21 +350,7 @@ class Step(EvalStep):
         the model, or inside a branch or loop on a tensor.
     """
     self._require_outermost("step.assign()")
-    self._assignments.add(variable, value, when)
-
-  @property
-  def assigned(self) -> dict[str, tf.Variable]:
-    """The variables that `assign` sets in this step, by name."""
-    return self._assignments.variables
-
-  def commit(self, stands: tf.Tensor) -> None:
-    """Makes the step's assignments if `stands`, a bool scalar; the framework calls it."""
-    self._assignments.make(stands)
-
-  @property
-  def is_conditional(self) -> bool:
-    """Whether an update of this step has a `when`."""
-    return self._conditional
+    self.record.assignments.add(variable, value, when)
 
   def seed(self) -> tf.Tensor:
     """Returns a seed for `tf.random.stateless_*`, int32 [2].
@@ -379,27 +358,6 @@ class Step(EvalStep):
     It depends only on the run's seed, the step, the replica and how many calls came before.
     """
     return self.draws.next_seed()
-
-  def outcome(self) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns (gradients finite, losses finite), bool scalars over all updates of this step.
-
-    Raises:
-      ConfigError: the task logged no update.
-    """
-    if not self._finite:
-      raise ConfigError(
-        "train_step() made no update; call step.update(), or step.log_update() after step.apply()."
-      )
-    return _all(self._finite), _all(self._loss_finite)
-
-  def close(
-    self, sums: MetricSums, own: Mapping[str, Weighted] | None = None
-  ) -> dict[str, PerExample]:
-    """See `EvalStep.close`; also adds the observers' metrics."""
-    for observer in self._observers:
-      self._add(observer.metrics())
-    sums.only_evaluated |= self._only_evaluated
-    return super().close(sums, own)
 
   def _optimizer(self, name: str) -> Optimizer:
     if name not in self.parts.optimizers:
@@ -423,7 +381,7 @@ class Step(EvalStep):
     self, when: tf.Tensor | bool, compute: Callable[[], tuple[Gradients, Loss]], fusion: Fusion
   ) -> tuple[Gradients, Loss]:
     """Returns `compute()` if `when`, else zeros of the same shapes; logs likewise."""
-    self._conditional = True
+    self.record.is_conditional = True
     when = branches.condition(when)
     if tf.executing_eagerly() and not when:
       return Gradients.zeros(fusion), Loss(tf.constant(0.0), tf.constant(0.0))
@@ -434,15 +392,11 @@ class Step(EvalStep):
 
     def computed() -> tuple[list[tf.Tensor], Loss, dict[str, Metric]]:
       self.draws.before = begun
-      with self.collected() as logged:
+      with self.record.collected() as logged:
         gradients, loss = compute()
       layout[:] = [gradients]
       return list(gradients.tensors), loss, logged
 
     tensors, loss, logged = branches.computed_if(when, computed)
-    self._add(logged)
+    self.record.add(logged)
     return layout[0].replaced(tensors), loss
-
-
-def _all(flags: Sequence[tf.Tensor]) -> tf.Tensor:
-  return functools.reduce(tf.logical_and, flags)

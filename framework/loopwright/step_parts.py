@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import tensorflow as tf
 
@@ -15,6 +15,7 @@ from loopwright.host import timing
 from loopwright.metrics import Weighted
 from loopwright.models import batch_norm, models, recomputation
 from loopwright.observers import Observer
+from loopwright.optimizers import adapters
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.ema import Ema
 from loopwright.optimizers.fusion import Fusion
@@ -75,10 +76,22 @@ class StepParts:
     }
     return items if self.ema is None else {**items, "ema": self.ema.averages}
 
+  def metrics(self) -> dict[str, float]:
+    """Returns the loss scale, and the learning rate of each optimizer (host)."""
+    rates = {
+      f"{adapters.prefix(name)}learning_rate": float(one.learning_rate())
+      for name, one in self.optimizers.items()
+    }
+    return {"loss_scale": float(tf.convert_to_tensor(self.loss_scale.value())), **rates}
+
   def key(self, draw: int) -> tf.Tensor:
     """Returns the random key of a draw of this step and replica, see `randomness.step_key`."""
     with placement.here().on_host():
       return randomness.step_key(self.seed, self.step_number(), self.replica_id(), draw)
+
+  def at(self, number: tf.Tensor | None) -> StepParts:
+    """Returns them for the step of this number, which the host counts; itself for None."""
+    return self if number is None else dataclasses.replace(self, known_step=number)
 
   def step_number(self) -> tf.Tensor:
     """Returns the number of training steps before this one, an int64 scalar (any context)."""
@@ -112,38 +125,51 @@ class StepParts:
     return batch_norm.only_examples(batch, why=self.padded)
 
 
+class Replaced(TypedDict, total=False):
+  """Those of `StepParts` that `Trainer.use` may replace."""
+
+  reduction: Reduction
+  loss_scale: LossScale
+  clip_norm: float | None
+  clip_value: float | None
+  accumulation_steps: int
+  jit_compile: bool
+  padded: tuple[str, str] | None
+  ema: Ema | None
+  replica_id: Callable[[], tf.Tensor]
+  observers: tuple[Observer, ...]
+
+
 class StepNumbers:
   """On GPUs, what depends on the number of a step is computed by the host, once."""
 
-  def __init__(self, trainer: Any, num_steps: tf.Tensor) -> None:
-    """Computes number and rates of the steps of a `Trainer`'s loop (cross-replica)."""
-    self._trainer = trainer
-    if not trainer.placement.on_gpus:
+  def __init__(self, parts: StepParts, num_steps: tf.Tensor, *, place: placement.Placement) -> None:
+    """Computes number and rates of the next `num_steps` steps (cross-replica)."""
+    self._place = place
+    if not place.on_gpus:
       return
-    schedules = [one.schedule for one in trainer.parts.optimizers.values() if one.schedule]
-    with trainer.placement.on_host():
-      self._first = tf.identity(trainer.global_step.read_value())
+    schedules = [one.schedule for one in parts.optimizers.values() if one.schedule]
+    with place.on_host():
+      self._first = tf.identity(parts.global_step.read_value())
       ahead = [one.ahead(self._first, num_steps) for one in schedules]
     self._rates = [(one, tf.identity(rates)) for one, rates in zip(schedules, ahead, strict=True)]
 
   @contextlib.contextmanager
-  def known(self, done: tf.Tensor) -> Iterator[None]:
-    """The step after `done` steps of the loop is traced inside (cross-replica)."""
-    trainer = self._trainer
-    if not trainer.placement.on_gpus:
-      yield
+  def of(self, done: tf.Tensor) -> Iterator[tf.Tensor | None]:
+    """The step after `done` steps of the loop is traced inside (cross-replica).
+
+    Yields:
+      Its number, an int64 scalar of the host; None where each replica reads it itself.
+    """
+    if not self._place.on_gpus:
+      yield None
       return
-    usual = trainer.parts
     with contextlib.ExitStack() as stack:
-      with trainer.placement.on_host():
+      with self._place.on_host():
         number = self._first + tf.cast(done, tf.int64)
       for schedule, rates in self._rates:
         stack.enter_context(schedule.given(rates, done))
-      trainer.parts = dataclasses.replace(usual, known_step=number)
-      try:
-        yield
-      finally:
-        trainer.parts = usual
+      yield number
 
 
 class InputWait:

@@ -9,34 +9,36 @@ train          host           steps_per_loop steps in one call
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import tensorflow as tf
 
-from loopwright import trainer_checks
-from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica
+from loopwright import step_record, trainer_checks
+from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
 from loopwright.counters import Counters
 from loopwright.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
 from loopwright.graphs import grappler
 from loopwright.host import timing
-from loopwright.inputs import datasets
-from loopwright.inputs.buckets import Scheduled, ScheduledIterator
+from loopwright.inputs import buckets, datasets
+from loopwright.inputs.buckets import Scheduled
 from loopwright.metrics.sums import MetricSums
 from loopwright.models import models, recomputation, replica_state
 from loopwright.models.orbit import AbstractTrainer
 from loopwright.observers import Observer, may_undo
 from loopwright.optimizers import adapters
-from loopwright.optimizers.ema import averages
-from loopwright.optimizers.loss_scale import LossScale, usual_loss_scale
-from loopwright.optimizers.schedules import Schedule
+from loopwright.optimizers.ema import EmaDecay, averages
+from loopwright.optimizers.loss_scale import LossScaleFactory, usual_loss_scale
 from loopwright.step import Step, StepFactory
-from loopwright.step_parts import InputWait, StepNumbers, StepParts, replica_id
+from loopwright.step_parts import InputWait, Replaced, StepNumbers, StepParts, replica_id
 from loopwright.strategies import placement
 from loopwright.strategies.reduction import Reduction
 from loopwright.task import Task, derived_metrics
 
 _COMPUTES = asked(COMPUTES)
+_MICRO_BATCHES = asked(f"{COMPUTES}, except what looks at a micro-batch")
+_FITS_LAYOUT = asked("does not fit a checkpoint if it has fused variables")
+_VERBS = Instead("override train_step() of the task, which calls the step's verbs")
 
 
 class Trainer(AbstractTrainer):
@@ -62,36 +64,21 @@ class Trainer(AbstractTrainer):
     strategy: Annotated[tf.distribute.Strategy, Instead("set run.strategy")],
     dataset_fn: Annotated[DatasetFn, Instead("set run.task, whose source() it reads")],
     global_batch_size: Annotated[int, Instead("set run.global_batch_size")],
-    optimizer: Annotated[
-      adapters.OptimizerFactory | Mapping[str, adapters.OptimizerFactory],
-      Instead("set run.optimizer"),
-    ],
-    loss_scale: Annotated[
-      Callable[[], LossScale] | None,
-      asked("counts from there on; a dynamic one begins at its first scale"),
-    ] = None,
+    optimizer: Annotated[adapters.Optimizers, Instead("set run.optimizer")],
+    loss_scale: LossScaleFactory = None,
     reduction: Annotated[Callable[[], Reduction] | Reduction, Reduction.may_change] = Reduction,
     clip_norm: float | None = None,
     clip_value: float | None = None,
-    accumulation_steps: Annotated[
-      int, asked(f"{COMPUTES}, except what looks at a micro-batch"), COUNT
-    ] = 1,
-    ema_decay: Annotated[
-      float | Schedule | None,
-      asked("counts from there on; averages that are new begin at the weights"),
-    ] = None,
-    fuse_updates: Annotated[
-      bool, asked("does not fit a checkpoint if it has fused variables")
-    ] = True,
+    accumulation_steps: Annotated[int, _MICRO_BATCHES, COUNT] = 1,
+    ema_decay: EmaDecay = None,
+    fuse_updates: Annotated[bool, _FITS_LAYOUT] = True,
     shard_optimizer_state: Annotated[bool, _COMPUTES] = False,
     recompute: Annotated[Sequence[str], _COMPUTES] = (),
     jit_compile: Annotated[bool, _COMPUTES] = False,
     eager: Annotated[bool, Instead("set run.eager")] = False,
     seed: Annotated[int, Instead("set run.seed")] = 0,
     observers: Annotated[Sequence[Observer], Instead("set run.ledger or run.actions")] = (),
-    step: Annotated[
-      StepFactory, Instead("override train_step() of the task, which calls the step's verbs")
-    ] = Step,
+    step: Annotated[StepFactory, _VERBS] = Step,
   ) -> None:
     """Makes the model (unless `task.model` is set), the optimizers and the counters (host).
 
@@ -208,9 +195,7 @@ class Trainer(AbstractTrainer):
     seconds = clock.seconds()
     self._checks.warn_of_retracing(self.traces)
     self._checks.require_weight(self.metrics, self.parts.optimizers, before + done)
-    skipped = round(results.pop("skipped") * ran)
-    if skipped > undone:
-      self.skipped_steps.assign_add(skipped - undone)
+    self.counters.skip(round(results.pop("skipped") * ran) - undone)
     if undone:
       self.reset_input()  # the iterator is one batch ahead of the position
     results["input_wait_s"] = clock.corrected(self._input_wait.seconds(results, ran))
@@ -226,48 +211,57 @@ class Trainer(AbstractTrainer):
     """Runs `num_steps` steps, or until an observer undoes one (cross-replica)."""
     for observer in self.parts.observers:
       observer.loop_starts()
-    numbers = StepNumbers(self, num_steps)
+    numbers = StepNumbers(self.parts, num_steps, place=self.placement)
 
-    def step(done: tf.Tensor, *stands: tf.Tensor) -> tuple[tf.Tensor, ...]:
-      with tf.name_scope(""), numbers.known(done):  # keeps the loop's prefix out of operation names
-        return (done + 1, self.train_step(iterator))[: 1 + len(stands)]
+    def step(done: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+      with tf.name_scope(""), numbers.of(done) as number:  # without the loop's prefix in all names
+        return done + 1, self.train_step(iterator, number)
 
-    start = (tf.constant(0), *([tf.constant(True)] if may_undo(self.parts.observers) else []))
-    tf.while_loop(lambda n, *s: (n < num_steps) & s[0] if s else n < num_steps, step, start)
+    if may_undo(self.parts.observers):
+      start = (tf.constant(0), tf.constant(True))
+      tf.while_loop(lambda n, stands: (n < num_steps) & stands, lambda n, _: step(n), start)
+    else:
+      tf.while_loop(lambda n: n < num_steps, lambda n: step(n)[:1], (tf.constant(0),))
     self.average_state()
 
   def average_state(self) -> None:
     """Averages state that differs between replicas, at the end of a loop (cross-replica)."""
     replica_state.average(self.strategy, self.task.model, equal=self.assigned)
 
-  def train_step(self, iterator: Iterator[PerReplica]) -> tf.Tensor:
-    """Runs one step on one global batch; returns a bool scalar, False if undone (cross-replica)."""
+  def train_step(self, iterator: Iterator[PerReplica], step: tf.Tensor | None = None) -> tf.Tensor:
+    """Runs one step on one global batch; returns a bool scalar, False if undone (cross-replica).
+
+    `step` is its number, an int64 scalar, where the host counts; None where `global_step` does.
+    """
     for observer in self.parts.observers:
       observer.step_begins()
     batch, input_wait_s = self.next_batch(iterator)
     for observer in self.parts.observers:
       observer.batch_taken(batch, self.global_step.read_value())
-    finite, loss_finite = self.strategy.run(self.replica_step, args=(batch, input_wait_s))
-    return self.finish_step(self._first(finite), self._first(loss_finite))
+    outcome = self.strategy.run(self.replica_step, args=(batch, input_wait_s, step))
+    first = self.strategy.experimental_local_results
+    return self.finish_step(*(first(flag)[0] for flag in outcome))
 
-  def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Runs the task's step and sums its metrics; returns `Step.outcome` (replica context)."""
-    step = self._make_step(self.parts)
-    step.run(self.task.train_step, batch)
-    finite, loss_finite = step.outcome()
-    models.require_state(self.task.model, step.assigned, self.strategy)
-    self.assigned |= step.assigned
-    self._checks.weight_seen |= step.is_conditional
-    step.commit(finite & loss_finite)
+  def replica_step(
+    self, batch: Batch, input_wait_s: tf.Tensor, number: tf.Tensor | None = None
+  ) -> tuple[tf.Tensor, tf.Tensor]:
+    """Runs the task's step and sums its metrics; returns `StepRecord.outcome` (replica context)."""
+    step = self._make_step(self.parts.at(number))
+    step_record.run(step, self.task.train_step, batch)
+    record = step.record
+    finite, loss_finite = record.outcome()
+    self.assigned |= record.assigned(self.task.model, self.strategy)
+    self._checks.weight_seen |= record.is_conditional
+    record.assignments.make(finite & loss_finite)
     own = {"skipped": (tf.cast(~finite, tf.float32), 1.0)}
-    step.close(self.metrics, own | self._input_wait.metrics(input_wait_s))
+    self.metrics.only_evaluated |= record.only_evaluated
+    record.close(self.metrics, own | self._input_wait.metrics(input_wait_s))
     return finite, loss_finite
 
   def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
-    """Updates counters and loss scale from values equal on all replicas (cross-replica).
+    """Updates counters and loss scale; returns a bool scalar, False if undone (cross-replica).
 
-    Returns:
-      A bool scalar, False only if an observer undid the step.
+    Both arguments are bool scalars, equal on all replicas.
     """
     self.parts.loss_scale.update(finite)
     self.counters.count(finite, loss_finite)
@@ -282,21 +276,13 @@ class Trainer(AbstractTrainer):
 
   def checkpoint_items(self) -> dict[str, Any]:
     """Returns name -> object: all state that an exact restart needs (host)."""
-    items = {"model": self.task.model, **self.parts.saved(), **vars(self.counters)}
-    if untracked := models.untracked(self.task.model):
-      items["untracked"] = untracked
-    return items
+    untracked = models.untracked(self.task.model)
+    more = {"untracked": untracked} if untracked else {}
+    return {"model": self.task.model, **self.parts.saved(), **vars(self.counters), **more}
 
   def state_metrics(self) -> dict[str, float]:
     """Returns metrics of the trainer's state, read once at the end of a loop (host)."""
-    state = {
-      "loss_scale": float(tf.convert_to_tensor(self.parts.loss_scale.value())),
-      "skipped_steps": float(self.skipped_steps.numpy()),
-      **self.placement.memory,
-    }
-    for name, optimizer in self.parts.optimizers.items():
-      state[f"{adapters.prefix(name)}learning_rate"] = float(optimizer.learning_rate())
-    return state | self.counters.first_nonfinite()
+    return {**self.parts.metrics(), **self.counters.metrics(), **self.placement.memory}
 
   def replica_id(self) -> tf.Tensor:
     """Returns this replica's index among all that train, an int32 scalar (replica context)."""
@@ -306,25 +292,24 @@ class Trainer(AbstractTrainer):
     """Adds an observer; the next `train` traces the loop again (host)."""
     self.use(observers=(*self.parts.observers, observer))
 
-  def use(self, *, step: StepFactory | None = None, **parts: Any) -> None:
-    """Replaces the step, or some of its parts; the next `train` traces the loop again (host).
+  def use(self, *, step: StepFactory | None = None, **parts: Unpack[Replaced]) -> None:
+    """Replaces the step, or some of its `parts`; the next `train` traces the loop again (host).
 
-    Args:
-      step: see `Trainer`; None keeps it.
-      **parts: fields of `StepParts`.
+    trainer.use(clip_norm=0.5)
     """
     self._set(dataclasses.replace(self.parts, **parts), step or self._make_step)
 
   def make_iterator(self) -> Iterator[PerReplica]:
     """Returns an iterator over distributed global batches, starting at `position` (host)."""
+
+    def iterate(dataset: tf.data.Dataset) -> Iterator[PerReplica]:
+      return datasets.iterate(self.placement.distribute(dataset))
+
     dataset = self.dataset_fn(int(self.position.numpy()))
     if isinstance(dataset, Scheduled):
       self._checks.traces = max(self._checks.traces, len(dataset.datasets))  # a shape each
-      return dataset.iterate(self._iterate)
-    return self._iterate(dataset)
-
-  def _iterate(self, dataset: tf.data.Dataset) -> Iterator[PerReplica]:
-    return datasets.iterate(self.placement.distribute(dataset))
+      return dataset.iterate(iterate)
+    return iterate(dataset)
 
   def reset_input(self) -> None:
     """Drops the iterator, as after a restore; the next `train` starts at `position` (host)."""
@@ -355,15 +340,9 @@ class Trainer(AbstractTrainer):
     self.skipped_steps, self.nonfinite_step = made.skipped_steps, made.nonfinite_step
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
-    if not isinstance(self._iterator, ScheduledIterator):
-      self._compiled_loop(self._iterator, num_steps)
-      return
     end = int(self.global_step.numpy()) if may_undo(self.parts.observers) else 0
-    for iterator, steps in self._iterator.runs(int(num_steps)):
-      self._compiled_loop(iterator, tf.constant(steps))
-      end += steps
+    for iterator, steps in buckets.runs(self._iterator, num_steps):
+      self._compiled_loop(iterator, steps)
+      end += int(steps)
       if may_undo(self.parts.observers) and int(self.global_step.numpy()) < end:
         return  # an observer has undone a step
-
-  def _first(self, per_replica: PerReplica) -> tf.Tensor:
-    return self.strategy.experimental_local_results(per_replica)[0]

@@ -170,7 +170,7 @@ def test_accumulation_changes_nothing(parts, mirrored):
     bench = Bench(tf.distribute.get_strategy(), accumulation_steps=count)
     step = bench.step()
     gradients, loss = step.gradients(linear_loss(bench, step), batches(1)[0], step.variables())
-    step.close(bench.sums)
+    step.record.close(bench.sums)
     results.append((list(gradients), loss, bench.sums.result()))
   (whole, loss, logged), (accumulated, other_loss, other_logged) = results
   assert_gradients(accumulated, whole)
@@ -220,7 +220,7 @@ def test_jit_compile_gives_the_same(mirrored):
       step = bench.step()
       gradients, loss = step.gradients(linear_loss(bench, step), batch, step.variables())
       assert gradients[2] is None
-      step.close(bench.sums)
+      step.record.close(bench.sums)
       return list(gradients)[:2], loss
 
     compiled = tf.function(lambda b, replica=replica, bench=bench: bench.strategy.run(replica, [b]))
@@ -607,8 +607,8 @@ def test_update_is_all_verbs_in_order(replicas, mirrored):
   def replica(batch):
     step = bench.step()
     loss = step.update(linear_loss(bench, step), batch)
-    step.close(bench.sums)
-    return loss, step.outcome()
+    step.record.close(bench.sums)
+    return loss, step.record.outcome()
 
   results = bench.run(replica, batches(replicas))
   (kernel, bias, _), total = linear_gradients({"x": X, "weight": WEIGHT})
@@ -637,7 +637,7 @@ def test_update_without_any_weight_changes_nothing():
   step.update(linear_loss(bench), {**batch, "weight": tf.zeros([6])})
   assert [v[0].tolist() for v in bench.values()] == [[1, -2, 3], 0.5, [7, 8]]
   assert bench.parts.optimizers["default"].optimizer.iterations.numpy() == 0
-  assert [bool(flag) for flag in step.outcome()] == [True, True]  # nothing overflowed
+  assert [bool(flag) for flag in step.record.outcome()] == [True, True]  # nothing overflowed
 
 
 @pytest.mark.parametrize(
@@ -656,14 +656,14 @@ def test_outcome_is_of_all_updates(losses, norms_finite, outcome):
     step.log_update(
       Loss(tf.constant(loss), tf.constant(1.0)), tf.constant(finite), tf.constant(4.0)
     )
-  assert [bool(flag) for flag in step.outcome()] == outcome
-  step.close(bench.sums)
+  assert [bool(flag) for flag in step.record.outcome()] == outcome
+  step.record.close(bench.sums)
   assert bench.sums.result()["gradient_norm"] == 4.0  # the mean over those that are finite
 
 
 def test_a_step_without_an_update_is_a_mistake():
   with pytest.raises(ConfigError, match=r"train_step\(\) made no update; call step.update"):
-    Bench(tf.distribute.get_strategy()).step().outcome()
+    Bench(tf.distribute.get_strategy()).step().record.outcome()
 
 
 # ---- log ----
@@ -677,7 +677,7 @@ def test_log_adds_up_over_calls_and_replicas(kind, mirrored):
     step = EvalStep() if kind is EvalStep else bench.step()
     step.log({"mean": (value, 1.0), "other": (tf.constant(1.0), tf.constant(4.0))})
     step.log({"mean": (10 * value, 2.0)})
-    step.close(bench.sums)
+    step.record.close(bench.sums)
 
   bench.run(replica, [tf.constant(1.0), tf.constant(3.0)])
   assert bench.sums.result() == {"mean": 44 / 6, "other": 0.25}

@@ -227,7 +227,7 @@ PENALTY = L2 * (0.5**2 + 1.5**2)
 
 def logged(step):
   sums = MetricSums()
-  step.close(sums)
+  step.record.close(sums)
   return sums.result()
 
 

@@ -20,7 +20,7 @@ CLASSES = [
   observers.Observer,
   observers.StepObserver,
 ]
-SAID_ELSEWHERE = {"Trainer.checkpoint_items", "Trainer.use"}
+SAID_ELSEWHERE = {"Trainer.checkpoint_items"}
 """Their docstrings list what the objects can be."""
 
 

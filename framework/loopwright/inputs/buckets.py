@@ -311,6 +311,15 @@ class Scheduled:
     return ScheduledIterator([make(each) for each in self.datasets], self.schedule, self.step)
 
 
+def runs(iterator: Any, steps: tf.Tensor) -> Iterator[tuple[Any, tf.Tensor]]:
+  """Yields (iterator of one shape, number of steps) until so many steps are shared out (host)."""
+  if not isinstance(iterator, ScheduledIterator):
+    yield iterator, steps
+    return
+  for each, number in iterator.runs(int(steps)):
+    yield each, tf.constant(number)
+
+
 class ScheduledIterator:
   """Takes the batches of several iterators as a schedule says (host)."""
 

@@ -41,6 +41,8 @@ else:
   lazy_keras.when_tf_keras_loads(lambda: KerasOptimizer.register(tf_keras.optimizers.Optimizer))
 
 OptimizerFactory = Callable[[], KerasOptimizer]
+Optimizers: TypeAlias = OptimizerFactory | Mapping[str, OptimizerFactory]
+"""A factory of the only optimizer, or name -> factory."""
 DEFAULT = "default"
 
 
@@ -331,7 +333,7 @@ def excludes_from_decay(optimizer: KerasOptimizer) -> bool:
 
 
 def build(
-  factories: OptimizerFactory | Mapping[str, OptimizerFactory],
+  factories: Optimizers,
   variables_of: Callable[[str], Sequence[Variable]],
   step: tf.Variable,
   *,

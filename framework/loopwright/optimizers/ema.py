@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, TypeAlias
 
 import tensorflow as tf
 
@@ -15,6 +16,12 @@ from loopwright.optimizers import schedule_free
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.schedules import Schedule
 from loopwright.strategies import placement
+
+EmaDecay: TypeAlias = Annotated[
+  float | Schedule | None,
+  asked("counts from there on; averages that are new begin at the weights"),
+]
+"""The decay of a moving average of the weights, or how it follows from the step; None for none."""
 
 
 class Ema:

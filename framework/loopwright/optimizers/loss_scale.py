@@ -5,13 +5,13 @@ The finite check for `update` uses reduced gradients, so all replicas decide ali
 """
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import keras
 import tensorflow as tf
 import tf_keras  # executed when something of it is used
 
-from loopwright.declaration import COUNTS, Rule
+from loopwright.declaration import COUNTS, Rule, asked
 from loopwright.errors import ConfigError, require_integer, require_positive
 from loopwright.host import lazy_keras
 
@@ -55,6 +55,13 @@ class LossScale(tf.Module):
   def describe(self) -> str:
     """Returns a phrase for the summary at the start of a run."""
     return "none"
+
+
+LossScaleFactory: TypeAlias = Annotated[
+  Callable[[], LossScale] | None,
+  asked("counts from there on; a dynamic one begins at its first scale"),
+]
+"""Makes a loss scale; None stands for `usual_loss_scale`."""
 
 
 class FixedLossScale(LossScale):

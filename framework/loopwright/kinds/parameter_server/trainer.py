@@ -108,12 +108,14 @@ class ParameterServerTrainer(Trainer):
     )
     return sums, bad_step
 
-  def replica_step(self, batch: Batch, input_wait_s: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+  def replica_step(
+    self, batch: Batch, input_wait_s: tf.Tensor, number: tf.Tensor | None = None
+  ) -> tuple[tf.Tensor, tf.Tensor]:
     """See `Trainer.replica_step`; reads the global step before any weight, for the staleness."""
     with tf.control_dependencies([batch["weight"]]):
       self._began_step = self.global_step.read_value()
     with tf.control_dependencies([self._began_step]):
-      return super().replica_step(batch, input_wait_s)
+      return super().replica_step(batch, input_wait_s, number)
 
   def finish_step(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
     """Counts the step; logs its staleness: other workers' updates since it read the weights."""

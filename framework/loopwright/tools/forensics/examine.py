@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
+from loopwright import step_record
 from loopwright.aliases import Batch, Variable
 from loopwright.errors import ConfigError, is_the_users
 from loopwright.graphs.autograph import as_written
@@ -34,7 +35,7 @@ from loopwright.trainer import Trainer
 
 MOST_EXAMPLES = 16
 """How many offending examples to look for; each costs about 2 log2(rows) passes of one replica."""
-Probe = TypeVar("Probe", bound=Step)
+Probe = TypeVar("Probe", bound="Replayed")
 _LOSS, _SUM_OF_LOSSES = "loss", "sum of the losses"
 
 
@@ -175,7 +176,8 @@ def replayed(trainer: Trainer, make: Callable[[], Probe]) -> Iterator[list[Probe
   @as_written
   def probe(batch: Batch) -> None:
     probes.append(made := make())
-    made.run(trainer.task.train_step, batch)
+    step_record.run(made, trainer.task.train_step, batch)
+    made.over(batch)
 
   variables = _all_variables(trainer)
   before = read(strategy, variables)
@@ -226,6 +228,9 @@ class Replayed(Step):
     """See `Step`."""
     self.names.append([models.name(variable) for variable in variables])
     return super().gradients(loss_fn, batch, variables, when=when)
+
+  def over(self, batch: Batch) -> None:
+    """Called when the step has run, with its batch (replica context)."""
 
 
 class _Probe(Replayed):

@@ -134,8 +134,7 @@ class _Heard(examine.Replayed):
     self._sums: dict[str, np.ndarray] = {}
     self._gathered = tf.zeros([1, 0])
 
-  def run(self, task_step: Callable[..., None], batch: Batch) -> None:
-    super().run(task_step, batch)
+  def over(self, batch: Batch) -> None:
     own = np.concatenate([np.zeros(0), *self._sums.values()])
     self._gathered = self.parts.reduction.all_gather(tf.constant(own[np.newaxis], tf.float64))
 

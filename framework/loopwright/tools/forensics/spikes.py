@@ -431,8 +431,7 @@ class _Rows(examine.Replayed):
     self.summed: dict[str, tf.Tensor] = {}
     self.values = [tf.constant(0.0), tf.constant(0.0)]
 
-  def run(self, task_step: Callable[..., None], batch: Batch) -> None:
-    super().run(task_step, batch)
+  def over(self, batch: Batch) -> None:
     count = batch["weight"].shape[0]
     parts = [
       [each for each in parts if each is not None] for parts in zip(*self._parts, strict=True)

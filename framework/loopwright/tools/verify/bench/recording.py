@@ -88,24 +88,30 @@ class Recording:
       tensors: the gradients that it passes.
       equal: what must be equal on all replicas.
     """
-    if step is self._owner:
+    if self._owns(step):
       self._note(call, tensors)
       call.local |= bool({"rows", "raw"} & self._origins(_tensors(equal)))
 
   def knows(self, step: Step, kind: str, values: Any) -> None:
     """Keeps tensors of the first step: "rows", "raw" gradients or what is "shared"."""
-    self._owner = self._owner or step
-    if step is self._owner:
+    if self._owns(step):
       self._known |= {id(t): (kind, t) for t in _tensors(values)}
+
+  def _owns(self, step: Step) -> bool:
+    """Whether it is the first step, whose batch is known from then on."""
+    if self._owner is None:
+      self._owner = step
+      self.knows(step, "rows", step.record.batch.values())
+    return step is self._owner
 
   def updates(self, step: Step, variables: Sequence[Variable]) -> None:
     """Notes that the first step updates some variables from here on."""
-    if step is self._owner:
+    if self._owns(step):
       self._applies.append((tf.no_op(), [(models.name(v), models.raw(v)) for v in variables]))
 
   def follows(self, step: Step, call: Call, value: Any) -> None:
     """Keeps the reads of variables from which the first step computes what it assigns."""
-    if step is self._owner:
+    if self._owns(step):
       _, operations = self._behind(_tensors([value]))
       self._reads.append((call, [op for op in operations if op.type == "ReadVariableOp"]))
 
@@ -169,10 +175,6 @@ class _Recorded(Step):
   """Reports its verbs to a recording, which `Recording.step_class` sets."""
 
   recording: Recording
-
-  def run(self, task_step: Any, batch: Any) -> None:
-    self.recording.knows(self, "rows", batch.values())
-    super().run(task_step, batch)
 
   def gradients(
     self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None

@@ -202,10 +202,10 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       )  # fmt: skip
 
       def total() -> tf.Tensor:
-        with self.collected(), randomness.random_streams(tf.constant([3, 5])):
+        with self.record.collected(), randomness.random_streams(tf.constant([3, 5])):
           return Loss.checked(loss_fn(batch)).total
 
-      with self.collected():  # tensors of the graph among them
+      with self.record.collected():  # tensors of the graph among them
         graph = LossGraph(loss_fn, batch)
       _note(seen, list(gradients), variables)
       _note_sparse(seen, total, variables)

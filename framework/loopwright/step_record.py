@@ -1,0 +1,140 @@
+"""What one replica's step leaves to its trainer or evaluator: metrics, decisions, assignments."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import tensorflow as tf
+
+from loopwright.aliases import Batch, Model
+from loopwright.errors import ConfigError
+from loopwright.graphs.autograph import as_written, converted, methods_as_written
+from loopwright.metrics import Metric, PerExample, Sum, Summed, Weighted
+from loopwright.models import models, recomputation
+from loopwright.optimizers.updates import Assignments
+
+if TYPE_CHECKING:
+  from loopwright.eval_step import EvalStep
+
+
+class Sums(Protocol):
+  """What adds up the metrics of steps, such as `MetricSums`."""
+
+  def add(self, metrics: Mapping[str, Summed]) -> None:
+    """Adds this replica's metrics (replica context)."""
+
+
+@methods_as_written
+class StepRecord:
+  """Kept by the verbs of one replica's step, read when it is over (replica context).
+
+  Attributes:
+    batch: what the task's step got.
+    assignments: what `Step.assign` sets.
+    is_conditional: whether an update has a `when`.
+    updates: (finite, loss is finite) of each update, bool scalars.
+    only_evaluated: the PerExample metrics that a training step leaves out.
+    closing: return further metrics when the step is over.
+  """
+
+  def __init__(self, gather: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    """Starts with nothing; `gather` concatenates the rows of all replicas."""
+    self._gather = gather
+    self.batch: Batch = {}
+    self.assignments = Assignments()
+    self.is_conditional = False
+    self.updates: list[tuple[tf.Tensor, tf.Tensor]] = []
+    self.only_evaluated: set[str] = set()
+    self.closing: list[Callable[[], Mapping[str, Metric]]] = []
+    self._logged: dict[str, Metric] = {}
+
+  def add(self, metrics: Mapping[str, Metric]) -> None:
+    """Adds metrics to those of the same names; nothing where activations are computed again.
+
+    Raises:
+      ConfigError: a name has two kinds of metrics, or Sums of two shapes.
+    """
+    if recomputation.is_repeating():
+      return
+    for name, value in metrics.items():
+      known = self._logged.get(name)
+      self._logged[name] = value if known is None else _both(name, known, value)
+
+  @contextlib.contextmanager
+  def collected(self) -> Iterator[dict[str, Metric]]:
+    """Yields what is logged inside `with`; it does not count, unless it is logged again."""
+    outside, self._logged = self._logged, {}
+    try:
+      yield self._logged
+    finally:
+      self._logged = outside
+
+  def outcome(self) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns (gradients finite, losses finite), bool scalars over all updates of the step.
+
+    Raises:
+      ConfigError: the task logged no update.
+    """
+    if not self.updates:
+      raise ConfigError(
+        "train_step() made no update; call step.update(), or step.log_update() after step.apply()."
+      )
+    finite, loss_finite = (
+      functools.reduce(tf.logical_and, flags) for flags in zip(*self.updates, strict=True)
+    )
+    return finite, loss_finite
+
+  def assigned(self, model: Model, strategy: tf.distribute.Strategy) -> dict[str, tf.Variable]:
+    """Returns the variables that `Step.assign` sets, by name.
+
+    Raises:
+      ConfigError: one of them is no part of the model, so that nothing would save it.
+    """
+    models.require_state(model, self.assignments.variables, strategy)
+    return self.assignments.variables
+
+  def close(self, sums: Sums, own: Mapping[str, Weighted] | None = None) -> dict[str, PerExample]:
+    """Adds the logged metrics, and the framework's `own`, to `sums`.
+
+    Returns:
+      The PerExample metrics of all replicas, in replica order, equal on each.
+    """
+    for metrics in self.closing:
+      self.add(metrics())
+    self.add(own or {})
+    rows = {name: value for name, value in self._logged.items() if isinstance(value, PerExample)}
+    sums.add({name: value for name, value in self._logged.items() if name not in rows})
+    return {name: PerExample(*map(self._gather, value.wide)) for name, value in rows.items()}
+
+
+@as_written
+def run(step: EvalStep, task_step: Callable[..., None], batch: Batch) -> None:
+  """Calls `Task.train_step` or `Task.eval_step` with the batch and its "step", int64 [n]."""
+  rows = tf.shape(batch["weight"])[:1] if "weight" in batch else [1]
+  step.record.batch = {**batch, "step": tf.fill(rows, step.number)}
+  converted(task_step)(step, step.record.batch)
+
+
+def _both(name: str, one: Metric, other: Metric) -> Metric:
+  """Returns one metric of two that a step logs under one name."""
+  kinds = (PerExample, Sum, tuple)
+  both = {next(kind for kind in kinds if isinstance(value, kind)) for value in (one, other)}
+  if both == {PerExample}:
+    return PerExample(*(tf.concat(parts, axis=0) for parts in zip(one, other, strict=True)))
+  if both == {Sum} and one[0].shape == other[0].shape:
+    return Sum(one[0] + other[0])
+  if both == {tuple} and len(one) == len(other) == 2:
+    return one[0] + other[0], one[1] + other[1]
+  raise ConfigError(
+    f"the step logs {name!r} twice, as {_what(one)} and as {_what(other)}; give them two names."
+  )
+
+
+def _what(metric: Metric) -> str:
+  """Returns what an error calls a metric."""
+  if isinstance(metric, (Sum, PerExample)):
+    return f"a {type(metric).__name__} of shape {metric[0].shape}"
+  return "a pair (total, weight)"
