@@ -39,7 +39,9 @@ from benchmarks import fuzzing
 from loopwright import configurables, errors
 from loopwright.configurables.table import register_all
 from loopwright.errors import ConfigError
-from loopwright.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
+from loopwright.inputs.array_files import load_arrays, read_idx
+from loopwright.inputs.image_folder import ImageFolderSource
+from loopwright.inputs.sources import ArraySource
 from loopwright.run_folder import h5
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.tasks import language_model, text_classification

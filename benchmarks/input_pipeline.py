@@ -21,8 +21,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import numpy as np
 import tensorflow as tf
 
+from loopwright.inputs.array_files import load_arrays
 from loopwright.inputs.datasets import train_dataset
-from loopwright.inputs.sources import ArraySource, load_arrays
+from loopwright.inputs.sources import ArraySource
 
 
 def parse_arguments():

@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from benchmarks import turns
 from loopwright.inputs.datasets import train_dataset
-from loopwright.inputs.sources import ImageFolderSource
+from loopwright.inputs.image_folder import ImageFolderSource
 from loopwright.tasks.image_classification import ImageClassification, ImageData
 
 SIDE, SHIFT, CLASSES = 160, 8, 10

@@ -20,9 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 import loopwright
-from loopwright import ArraySource, Batch, ConfigError, ImageFolderSource, Loss, Source, Task
+from loopwright import ArraySource, Batch, ConfigError, Loss, Source, Task
 from loopwright.host import bounded
-from loopwright.inputs.sources import MAX_IMAGE_BYTES, read_idx
 from loopwright.metrics import Weighted, weighted_sum
 
 _LARGE = 2**14
@@ -142,11 +141,11 @@ def image_folder(
   image_size: Sequence[int],
   channels: int = 3,
   resize: bool = True,
-  max_bytes: int = MAX_IMAGE_BYTES,
+  max_bytes: int = 2**28,
 ) -> ImageData:
   """Two folders of <class>/<image> files, with the same classes; see `ImageFolderSource`."""
   made = {
-    split: ImageFolderSource(
+    split: loopwright.ImageFolderSource(
       directory=directory,
       image_size=tuple(image_size),
       channels=channels,
@@ -288,7 +287,7 @@ def _in_memory(splits: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> ImageData
 
 def _read(folder: str, name: str, max_bytes: int) -> np.ndarray:
   plain = os.path.join(folder, name)
-  return read_idx(plain if os.path.exists(plain) else f"{plain}.gz", max_bytes=max_bytes)
+  return loopwright.read_idx(plain if os.path.exists(plain) else f"{plain}.gz", max_bytes=max_bytes)
 
 
 def _downloaded_fashion_mnist() -> ImageData:

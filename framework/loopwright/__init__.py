@@ -22,7 +22,10 @@ if TYPE_CHECKING:
   from loopwright.configurables import register as register
   from loopwright.errors import ConfigError as ConfigError
   from loopwright.evaluator import Evaluator as Evaluator
+  from loopwright.inputs.array_files import load_arrays as load_arrays
+  from loopwright.inputs.array_files import read_idx as read_idx
   from loopwright.inputs.buckets import Buckets as Buckets
+  from loopwright.inputs.image_folder import ImageFolderSource as ImageFolderSource
   from loopwright.inputs.indexed import IndexedSource as IndexedSource
   from loopwright.inputs.indexed import TFRecordSource as TFRecordSource
   from loopwright.inputs.mixture import Mixture as Mixture
@@ -35,9 +38,8 @@ if TYPE_CHECKING:
   from loopwright.inputs.replay import Draws as Draws
   from loopwright.inputs.replay import ReplayBuffer as ReplayBuffer
   from loopwright.inputs.sources import ArraySource as ArraySource
-  from loopwright.inputs.sources import ImageFolderSource as ImageFolderSource
   from loopwright.inputs.sources import Source as Source
-  from loopwright.inputs.sources import StreamSource as StreamSource
+  from loopwright.inputs.streams import StreamSource as StreamSource
   from loopwright.keras_task import from_keras as from_keras
   from loopwright.metrics import Loss as Loss
   from loopwright.metrics import PerExample as PerExample

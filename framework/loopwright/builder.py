@@ -17,15 +17,14 @@ import tensorflow as tf
 import tf_keras  # executed when something of it is used
 
 from loopwright import configurables
-from loopwright.aliases import DatasetFn
+from loopwright.aliases import AnySource, DatasetFn
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
 from loopwright.graphs import randomness
 from loopwright.host import lazy_keras
 from loopwright.inputs import datasets
-from loopwright.inputs.buckets import Buckets
-from loopwright.inputs.parts import Sources, of_one_shape
-from loopwright.inputs.sources import Source, StreamSource, eval_sets
+from loopwright.inputs.plan import padded_batch_size
+from loopwright.inputs.sources import eval_sets, of_one_shape
 from loopwright.observers import Observer, Reading
 from loopwright.optimizers.adapters import Optimizers
 from loopwright.options import Evaluation, Gpus, Numerics
@@ -98,7 +97,7 @@ class Recipe(Evaluation):
     task, strategy = trainer.task, trainer.strategy
     shares, batch_size = trainer.placement.row_shares, self.eval_batch_size
     batch_size = batch_size or self.global_batch_size
-    rows = trainer.cluster.rows(datasets.padded_batch_size(batch_size, shares))
+    rows = trainer.cluster.rows(padded_batch_size(batch_size, shares))
     sources = eval_sets(task.source("eval"))
     options: dict[str, Any] = {
       "global_batch_size": batch_size, "pad_multiple": shares, "rows": rows,
@@ -120,7 +119,7 @@ class Recipe(Evaluation):
   def _dataset(
     self,
     trainer: Trainer,
-    source: Source | StreamSource | Sources | Buckets,
+    source: AnySource,
     observers: Sequence[Observer],
     position: int,
     shard: datasets.Shard | None,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias, cast
 import tensorflow as tf
 
 from loopwright import step_record
-from loopwright.aliases import Batch, PerReplica
+from loopwright.aliases import AnySource, Batch, PerReplica
 from loopwright.declaration import Instead
 from loopwright.errors import ConfigError
 from loopwright.eval_step import EvalStep
@@ -21,7 +21,6 @@ from loopwright.graphs import grappler
 from loopwright.graphs.autograph import compiled
 from loopwright.host.timing import timed
 from loopwright.inputs import datasets
-from loopwright.inputs.sources import Source, StreamSource
 from loopwright.metrics import PerExample
 from loopwright.metrics.rows import CollectedRows
 from loopwright.metrics.sums import MetricSums, PackedSums
@@ -121,7 +120,7 @@ class Evaluator(AbstractEvaluator):
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
     self._global_step, self._make_step = global_step, step
     self.placement = placement.of(strategy)
-    self.sources: Mapping[str, Source | StreamSource] = {}
+    self.sources: Mapping[str, AnySource] = {}
     self.between_batches: Callable[[str, int, int | None], None] = lambda *_: None
     self._prepare(dataset if isinstance(dataset, Mapping) else {"": dataset})
 

@@ -20,17 +20,12 @@ from typing import Any
 
 from loopwright import configurables
 from loopwright.actions.base import Action
-from loopwright.aliases import AnySource
 from loopwright.configurables import changes
 from loopwright.declaration import Rule, declared, fixed
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
 from loopwright.host.children import SOURCE
-from loopwright.inputs.buckets import Buckets
-from loopwright.inputs.fingerprint import fingerprint
-from loopwright.inputs.mixture import Mixture
-from loopwright.inputs.parts import Sources
-from loopwright.inputs.replay import ReplayBuffer
+from loopwright.inputs.fingerprint import BUCKETS, RATIO, described, fingerprint, mixtures
 from loopwright.models import models
 from loopwright.optimizers import adapters
 from loopwright.options import Group
@@ -42,9 +37,7 @@ from loopwright.strategies import cluster
 from loopwright.task import Task
 from loopwright.trainer import Trainer
 
-SIZE, BUCKETS, RATIO = "global batch size", "training buckets", " ratio"
-WEIGHTS = "training weights"
-"""Of a `Mixture`; of one that is a part, with its name."""
+SIZE = "global batch size"
 _LOOPS = ("steps_per_loop", "eval_every_steps", "checkpoint_every_steps")
 """Where loops end, which matters to an action that changes what is learned."""
 
@@ -155,11 +148,10 @@ class Start:
     return [*lines, *(line for each in optimizers if (line := each.moved_rate()))]
 
   def _require_shares(self, trainer: Trainer) -> None:
-    mixtures = _mixtures(trainer.source() if trainer.source else None)
     position, step = int(trainer.position.numpy()), int(trainer.global_step.numpy())
     steps = max(0, vars(self._options)["train_steps"] - step)
     before = {change.name: change.before for change in self.accepted}
-    for name, (mixture, ratio) in mixtures.items():
+    for name, (mixture, ratio) in mixtures(trainer.source() if trainer.source else None).items():
       if name in before and before[name].startswith("["):
         mixture.shares.require_same_before(position * ratio, before[name])
       mixture.require_enough((position + steps * trainer.global_batch_size) * ratio)
@@ -214,7 +206,7 @@ def of_actions(options: Group, task: Task) -> dict[str, str]:
   framework's.
   """
   given, free = vars(options), _free(options)
-  collects = any(isinstance(part, ReplayBuffer) for part in models.parts(task.model))
+  collects = any(hasattr(part, "collects_examples") for part in models.parts(task.model))
   acting = [
     action
     for action in given["actions"]
@@ -232,28 +224,10 @@ def _is_ours(action: Action) -> bool:
   return type(action).__module__.startswith("loopwright.actions.")
 
 
-def _mixtures(source: AnySource) -> dict[str, tuple[Mixture, int]]:
-  """Returns name -> mixture and ratio of each source of training that is one."""
-  given = {WEIGHTS: (source, 1)}
-  if isinstance(source, Sources):
-    parts = {f"{WEIGHTS} {name}": (part.source, part.ratio) for name, part in source.parts.items()}
-    given = {WEIGHTS: (source.main, 1), **parts}
-  return {name: each for name, each in given.items() if isinstance(each[0], Mixture)}
-
-
 def examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
   """Returns number and digest of the examples of each split, the same on all workers."""
   source = trainer.source() if trainer.source else None
-  found = {}
-  if source is not None:
-    found["training"] = fingerprint(source.main if isinstance(source, Sources) else source)
-  if isinstance(source, Buckets):
-    found[BUCKETS] = source.describe(trainer.global_batch_size)
-  if isinstance(source, Sources):
-    for name, part in source.parts.items():
-      found[f"training {name}"] = f"{fingerprint(part.source)}, ratio {part.ratio}"
-      found[f"training {name}{RATIO}"] = str(part.ratio)
-  found |= {name: each.shares.described() for name, (each, _) in _mixtures(source).items()}
+  found = {} if source is None else described(source, trainer.global_batch_size)
   for name, each in (evaluator.sources if evaluator else {}).items():
     found[f"evaluation {name}".rstrip()] = fingerprint(each)
   for split, text in found.items():

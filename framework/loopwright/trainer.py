@@ -20,8 +20,7 @@ from loopwright.counters import Counters
 from loopwright.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
 from loopwright.graphs import grappler
 from loopwright.host import timing
-from loopwright.inputs import buckets, datasets
-from loopwright.inputs.buckets import Scheduled
+from loopwright.inputs import datasets, plan, scheduled
 from loopwright.metrics.sums import MetricSums
 from loopwright.models import models, recomputation, replica_state
 from loopwright.models.orbit import AbstractTrainer
@@ -121,7 +120,7 @@ class Trainer(AbstractTrainer):
     trainer_checks.check_options(clip_norm, clip_value, accumulation_steps, eager, jit_compile)
     trainer_checks.check_batch_size(global_batch_size, strategy.num_replicas_in_sync)
     self.batch_multiple = self.placement.row_shares * accumulation_steps
-    self.padded_batch_size = datasets.padded_batch_size(global_batch_size, self.batch_multiple)
+    self.padded_batch_size = plan.padded_batch_size(global_batch_size, self.batch_multiple)
     self.task, self.strategy, self.eager = task, strategy, eager
     self.cluster = self.placement.cluster
     self.global_batch_size, self.dataset_fn = global_batch_size, dataset_fn
@@ -306,7 +305,7 @@ class Trainer(AbstractTrainer):
       return datasets.iterate(self.placement.distribute(dataset))
 
     dataset = self.dataset_fn(int(self.position.numpy()))
-    if isinstance(dataset, Scheduled):
+    if isinstance(dataset, scheduled.Scheduled):
       self._checks.traces = max(self._checks.traces, len(dataset.datasets))  # a shape each
       return dataset.iterate(iterate)
     return iterate(dataset)
@@ -341,7 +340,7 @@ class Trainer(AbstractTrainer):
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
     end = int(self.global_step.numpy()) if may_undo(self.parts.observers) else 0
-    for iterator, steps in buckets.runs(self._iterator, num_steps):
+    for iterator, steps in scheduled.runs(self._iterator, num_steps):
       self._compiled_loop(iterator, steps)
       end += int(steps)
       if may_undo(self.parts.observers) and int(self.global_step.numpy()) < end:

@@ -18,7 +18,8 @@ import tiers
 
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource, Source, StreamSource
+from loopwright.inputs.sources import ArraySource, Source
+from loopwright.inputs.streams import StreamSource
 from loopwright.kinds.parameter_server import servers
 from loopwright.strategies import factories
 from loopwright.strategies.cluster import ClusterError

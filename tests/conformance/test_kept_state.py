@@ -9,7 +9,8 @@ from runs import make_trainer
 
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.inputs.sources import ArraySource
+from loopwright.inputs.streams import StreamSource
 from loopwright.metrics import Loss, weighted_sum
 from loopwright.task import Task
 from loopwright.trainer import Trainer

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError, user_error
 from loopwright.inputs.datasets import train_dataset
-from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.inputs.sources import ArraySource
+from loopwright.inputs.streams import StreamSource
 
 
 def numbered(n, **features):

@@ -33,7 +33,8 @@ from loopwright import running as runs
 from loopwright.errors import mistake
 from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.inputs.sources import ArraySource
+from loopwright.inputs.streams import StreamSource
 from loopwright.kinds.parameter_server import servers
 from loopwright.kinds.parameter_server.evaluator import ParameterServerEvaluator
 from loopwright.kinds.parameter_server.trainer import ParameterServerTrainer

@@ -9,7 +9,8 @@ import toys
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.inputs.sources import ArraySource
+from loopwright.inputs.streams import StreamSource
 from loopwright.metrics import weighted_sum
 
 EXAMPLES = 11

@@ -26,7 +26,8 @@ from loopwright.actions.best import BestCheckpoint, EarlyStopping
 from loopwright.errors import ConfigError, Preempted
 from loopwright.host.files import StorageError
 from loopwright.inputs import datasets
-from loopwright.inputs.sources import ArraySource, StreamSource
+from loopwright.inputs.sources import ArraySource
+from loopwright.inputs.streams import StreamSource
 from loopwright.metrics import weighted_sum
 from loopwright.metrics.names import REPORTED
 from loopwright.reporting.progress import format_number

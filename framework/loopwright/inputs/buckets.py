@@ -18,17 +18,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, kind, require_integer
-from loopwright.inputs.mixture import Mixture
-from loopwright.inputs.ordering import hashed
-from loopwright.inputs.sources import Source
+from loopwright.graphs.autograph import as_written
+from loopwright.inputs import datasets, fingerprint
+from loopwright.inputs.ordering import hashed, seed_of_part
+from loopwright.inputs.plan import MOST_ROWS, Plan, Preprocess, Start, padded_batch_size
+from loopwright.inputs.scheduled import Scheduled
+from loopwright.inputs.sources import Source, main_source, of_one_shape
 
 Axes = Mapping[str, Sequence[int]]
 """Feature -> its axes that are as long as the example; axis 0 is that of the examples."""
@@ -130,10 +132,11 @@ class Buckets:
     """
     if not isinstance(source, Source):
       raise ConfigError(f"Buckets got {kind(source)}; it must be a Source, which has an index.")
-    if isinstance(source, Mixture):
+    if datasets.has_own_order(source):
       raise ConfigError(
-        "Buckets got a Mixture, but each bucket reads all its examples once an epoch, so weights "
-        "would not count; give the parts one length, or use Packed sources as the parts."
+        f"Buckets got a {type(source).__name__}, but each bucket reads all its examples once an "
+        "epoch, so weights would not count; give the parts one length, or use Packed sources as "
+        "the parts."
       )
     sizes = np.asarray(lengths)
     if sizes.shape != (source.num_examples,) or sizes.dtype.kind not in "iu":
@@ -292,56 +295,115 @@ def _order(schedule: Schedule, epoch: int) -> np.ndarray:
   return in_order[np.argsort(hashes[runs], kind="stable")]
 
 
-@dataclasses.dataclass
-class Scheduled:
-  """The batches of all buckets, from some step on.
-
-  Attributes:
-    datasets: of each bucket, endless, from its next batch on.
-    schedule: says which one each step takes.
-    step: the next step.
-  """
-
-  datasets: list[tf.data.Dataset]
-  schedule: Schedule
-  step: int
-
-  def iterate(self, make: Callable[[tf.data.Dataset], Iterator[Batch]]) -> ScheduledIterator:
-    """Returns an iterator; `make` makes that of one bucket."""
-    return ScheduledIterator([make(each) for each in self.datasets], self.schedule, self.step)
+# ---- How they are read ----
 
 
-def runs(iterator: Any, steps: tf.Tensor) -> Iterator[tuple[Any, tf.Tensor]]:
-  """Yields (iterator of one shape, number of steps) until so many steps are shared out (host)."""
-  if not isinstance(iterator, ScheduledIterator):
-    yield iterator, steps
-    return
-  for each, number in iterator.runs(int(steps)):
-    yield each, tf.constant(number)
+@main_source.register(Buckets)
+@of_one_shape.register(Buckets)
+def _longest(source: Buckets) -> Bucket:
+  return source.longest
 
 
-class ScheduledIterator:
-  """Takes the batches of several iterators as a schedule says (host)."""
+@datasets.example_ids.register(Bucket)
+def _ids(source: Bucket, indices: tf.Tensor) -> tf.Tensor:
+  if source.is_alone:
+    return indices
+  return source.example_ids(tf.minimum(indices, source.num_examples - 1))
 
-  def __init__(self, iterators: Sequence[Any], schedule: Schedule, step: int) -> None:
-    """Begins before `step`, where the iterators are too."""
-    self.iterators, self._schedule, self._step = iterators, schedule, step
 
-  def __iter__(self) -> ScheduledIterator:
-    """Returns itself."""
-    return self
+@datasets.train_dataset.register(Buckets)
+def _train(
+  source: Buckets,
+  *,
+  global_batch_size: int,
+  pad_multiple: int = 1,
+  seed: int = 0,
+  position: int = 0,
+  preprocess: Preprocess | None = None,
+  shuffle: bool = True,
+  rows: range | None = None,
+  shard: datasets.Shard | None = None,
+  first_step: int | None = None,
+  left_out: Collection[int] = (),
+) -> Scheduled:
+  _refuse_shard(shard)
+  require_integer("global_batch_size", global_batch_size, at_least=1, at_most=MOST_ROWS)
+  schedule = source.schedule(global_batch_size, seed=seed, shuffle=shuffle)
+  batch = require_integer("position", position, at_least=0) // global_batch_size
+  shift = 0 if first_step is None else first_step - batch
+  before, made = schedule.batches_before(batch), []
+  for place, bucket in enumerate(source.buckets):
+    size = schedule.sizes[place]
+    numbers = functools.partial(schedule.steps_of, place, batch, shift)
+    given = rows_of(rows, size, global_batch_size, pad_multiple)
+    plan = Plan(bucket, size, pad_multiple, preprocess, given, training=True, left_out=left_out)
+    start = Start(seed_of_part(seed, bucket.name), before[place] * size, shuffle)
+    elements, read = datasets.reading(bucket, plan, start)
+    if plan.preprocess:
+      elements = _numbered(elements, numbers)
+    made.append(datasets.batches(elements, datasets.completing(plan, read), rewrite=False))
+  return Scheduled(made, schedule, batch)
 
-  def __next__(self) -> Batch:
-    """Returns the next batch, eagerly."""
-    [(iterator, _)] = self.runs(1)
-    return next(iterator)
 
-  def runs(self, steps: int) -> Iterator[tuple[Any, int]]:
-    """Yields (iterator, number of steps) until all steps are shared out."""
-    order = self._schedule.buckets(self._step, steps)
-    ends = [*(np.flatnonzero(np.diff(order)) + 1).tolist(), len(order)]
-    begin = 0
-    for end in ends:
-      yield self.iterators[order[begin]], end - begin
-      self._step += end - begin
-      begin = end
+@datasets.eval_dataset.register(Buckets)
+def _eval(
+  source: Buckets,
+  *,
+  global_batch_size: int,
+  pad_multiple: int = 1,
+  preprocess: Preprocess | None = None,
+  rows: range | None = None,
+  shard: datasets.Shard | None = None,
+  steps: int | None = None,
+) -> list[tf.data.Dataset]:
+  _refuse_shard(shard)
+  pairs = list(zip(source.buckets, source.batch_sizes(global_batch_size), strict=True))
+  counts = np.array([-(-bucket.num_examples // size) for bucket, size in pairs])
+  if steps is not None and steps < counts.sum():
+    ends = np.cumsum(counts) * steps // counts.sum()
+    counts = np.diff(ends, prepend=0)
+  return [
+    datasets.eval_dataset(
+      bucket, global_batch_size=size, pad_multiple=pad_multiple, preprocess=preprocess,
+      rows=rows_of(rows, size, global_batch_size, pad_multiple), steps=int(count),
+    )
+    for (bucket, size), count in zip(pairs, counts, strict=True) if count
+  ]  # fmt: skip
+
+
+def rows_of(rows: range | None, size: int, global_batch_size: int, multiple: int) -> range | None:
+  """Returns a worker's rows of a batch of `size`, if it has `rows` of a global batch; None: all."""
+  if rows is None:
+    return None
+  padded, whole = padded_batch_size(size, multiple), padded_batch_size(global_batch_size, multiple)
+  return range(rows.start * padded // whole, rows.stop * padded // whole)
+
+
+def _refuse_shard(shard: datasets.Shard | None) -> None:
+  if shard is not None:
+    raise ConfigError(
+      "the source is a Buckets, whose steps follow one schedule, but parameter_server's workers "
+      "take steps as they come; use another run.strategy, or a source of one length."
+    )
+
+
+def _numbered(elements: tf.data.Dataset, steps: Callable[[], Iterator[int]]) -> tf.data.Dataset:
+  """Replaces the steps, the last part of each element: a bucket does not have those of a row."""
+  numbers = tf.data.Dataset.from_generator(steps, output_signature=tf.TensorSpec([], tf.int64))
+  return tf.data.Dataset.zip((elements, numbers)).map(
+    as_written(lambda element, step: (*element[:-1], step))
+  )
+
+
+@fingerprint.fingerprint.register(Buckets)
+def _fingerprint(source: Buckets) -> str:
+  shares = (f"{bucket.num_examples} of length {bucket.length}" for bucket in source.buckets)
+  return f"{fingerprint.fingerprint(source.source)}, {' and '.join(shares)}"
+
+
+@fingerprint.described.register(Buckets)
+def _described(source: Buckets, global_batch_size: int) -> dict[str, str]:
+  return {
+    fingerprint.TRAINING: _fingerprint(source),
+    fingerprint.BUCKETS: source.describe(global_batch_size),
+  }

@@ -101,25 +101,6 @@ def check_weights(weight: np.ndarray, num_examples: int) -> None:
     )
 
 
-def check_elements(element_spec: object) -> None:
-  """Raises a ConfigError unless a stream's elements are dicts of dense tensors of static shape."""
-  if not isinstance(element_spec, dict) or not element_spec:
-    raise ConfigError(
-      f"the stream's elements are {kind(element_spec)}; they must be dicts of feature name -> "
-      "tensor, for example from dataset.map(lambda x, y: {'x': x, 'y': y})."
-    )
-  for name, spec in element_spec.items():
-    if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
-      raise ConfigError(
-        f"feature {name!r} of the stream is {spec}; it must be a dense tensor of static shape: use "
-        "tf.ensure_shape, or pad it."
-      )
-  refuse_reserved("the stream", element_spec)
-  weight = element_spec.get("weight", tf.TensorSpec([], tf.float32))
-  if weight.dtype != tf.float32 or weight.shape.rank != 0:
-    raise ConfigError(f"feature 'weight' of the stream is {weight}; it must be a float32 scalar.")
-
-
 def checked_batch(batch: object, rows: int, who: str) -> Batch:
   """Returns what `who` returned as tensors [rows, ...]; a ConfigError if it is no valid batch."""
   if not isinstance(batch, Mapping) or not batch:

@@ -30,33 +30,30 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops as ops
 from tensorflow.python.ops import gen_dataset_ops
 
-from loopwright.aliases import Batch
-from loopwright.errors import ConfigError, require_integer
+from loopwright.aliases import AnySource, Batch
+from loopwright.errors import require_integer
 from loopwright.graphs.autograph import as_written
-from loopwright.inputs import streams
-from loopwright.inputs.buckets import Bucket, Buckets, Scheduled
-from loopwright.inputs.mixture import Mixture
-from loopwright.inputs.ordering import examples_at, seed_of_part, seeds_at
-from loopwright.inputs.parts import Sources, main_source
-from loopwright.inputs.plan import MOST_ROWS, Element, Plan, Preprocess, padded_batch_size
-from loopwright.inputs.replay import Draws
-from loopwright.inputs.sources import Source, StreamSource
+from loopwright.inputs.ordering import examples_at, seeds_at
+from loopwright.inputs.plan import Element, Plan, Preprocess, Start
+from loopwright.inputs.sources import Source
 
 Shard = tuple[int, Any]
 """(n, i): only the batches k = 0, 1, ... with k % n == i; i is an int or an int64 scalar."""
+Elements = tuple[tf.data.Dataset, Callable[..., Element]]
+"""What to read for each batch, and the function that reads it."""
 
 _POSITIONS_AT_ONCE = 4096
 """Indices are computed this many at a time. A batch of 128 at a time would cost 170 us of CPU time
 per batch instead of 110, mostly to start about forty small ops."""
 
 
+@functools.singledispatch
 def train_dataset(
-  source: Source | StreamSource | Sources | Buckets,
+  source: AnySource,
   *,
   global_batch_size: int,
   pad_multiple: int = 1,
@@ -102,30 +99,17 @@ def train_dataset(
   Raises:
     ConfigError: a wrong argument, or a source or preprocess that breaks its contract.
   """
-  if isinstance(source, Buckets):
-    _refuse_shard(shard)
-    options = {
-      "pad_multiple": pad_multiple, "preprocess": preprocess, "shuffle": shuffle,
-      "left_out": left_out,
-    }  # fmt: skip
-    return _train_buckets(source, global_batch_size, position, seed, rows, first_step, options)
   plan = Plan(
-    main_source(source), global_batch_size, pad_multiple, preprocess, rows, training=True,
-    left_out=left_out,
-  )  # fmt: skip
-  require_integer("position", position, at_least=0)
-  require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
-  if first_step is None:
-    first_step = position // global_batch_size
-  if isinstance(source, Sources):
-    return _train_parts(source, plan, seed, position, shuffle, shard, first_step)
-  elements, read = _reading(source, plan, seed, position, shuffle, first_step)
-  rewrite = isinstance(source, StreamSource)
-  return _batches(_sharded(elements, shard), _completing(plan, read), rewrite=rewrite)
+    source, global_batch_size, pad_multiple, preprocess, rows, training=True, left_out=left_out
+  )
+  start = Start.checked(global_batch_size, seed, position, shuffle, first_step)
+  elements, read = reading(source, plan, start)
+  return batches(sharded(elements, shard), completing(plan, read), rewrite=rewrites(source))
 
 
+@functools.singledispatch
 def eval_dataset(
-  source: Source | StreamSource | Buckets,
+  source: AnySource,
   *,
   global_batch_size: int,
   pad_multiple: int = 1,
@@ -142,25 +126,26 @@ def eval_dataset(
   whole source, before `shard`. An endless stream needs `steps`, or `num_examples` of its source.
   Of `Buckets`, returns a list of data sets, one for each bucket; `steps` are shared out to them.
   """
-  if isinstance(source, Sources):
-    raise ConfigError(
-      "source('eval') is a Sources, which only source('train') may return; return name -> source "
-      "to evaluate several."
-    )
-  if isinstance(source, Buckets):
-    options = {"pad_multiple": pad_multiple, "preprocess": preprocess}
-    _refuse_shard(shard)
-    return _eval_buckets(source, global_batch_size, rows, steps, options)
   most = -1 if steps is None else require_integer("steps", steps, at_least=1)
-  if steps is None and isinstance(source, Draws):
-    raise ConfigError(
-      "source('eval') is a Draws, which has no end; return a source with the examples to evaluate, "
-      "or set run.eval_steps."
-    )
   plan = Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
-  if isinstance(source, StreamSource):
-    batches, complete = streams.evaluation(source, plan, most)
-    return _batches(_sharded(batches, shard), complete, rewrite=True)
+  elements, make = one_pass(source, plan, most)
+  return batches(sharded(elements, shard), make, rewrite=rewrites(source))
+
+
+# ---- What a kind of source may answer in its own way ----
+
+
+@functools.singledispatch
+def one_pass(
+  source: AnySource, plan: Plan, most: int
+) -> tuple[tf.data.Dataset, Callable[..., Batch]]:
+  """Returns what to read for each batch of one pass, and the function that makes the batch.
+
+  Args:
+    source: what to read.
+    plan: the rows of a batch.
+    most: the most batches; -1 for all.
+  """
   end = source.num_examples
 
   def make(start: tf.Tensor) -> Batch:
@@ -168,17 +153,56 @@ def eval_dataset(
     real = plan.real_rows() & (indices < end)
     batch = source.fetch(tf.where(real, indices, start))
     batch = plan.checked_features(batch, f"{type(source).__name__}.fetch")
-    return plan.completed(batch, tf.where(real, _ids(source, indices), -1))
+    return plan.completed(batch, tf.where(real, example_ids(source, indices), -1))
 
-  starts = tf.data.Dataset.range(0, end, global_batch_size).take(most)
-  return _batches(_sharded(starts, shard), make, rewrite=False)
-
-
-def _sharded(batches: tf.data.Dataset, shard: Shard | None) -> tf.data.Dataset:
-  return batches.shard(*shard) if shard else batches
+  return tf.data.Dataset.range(0, end, plan.global_batch_size).take(most), make
 
 
-def _batches(
+@functools.singledispatch
+def reading(source: AnySource, plan: Plan, start: Start) -> Elements:
+  """Returns what to read for each batch of training, and the function that reads it."""
+
+  def read(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> Element:
+    features = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
+    return features, tf.where(plan.real_rows(), example_ids(source, indices), -1), seeds, step
+
+  return _ordered(source, plan, start), read
+
+
+@functools.singledispatch
+def examples_of(source: AnySource, positions: tf.Tensor, start: Start) -> tf.Tensor:
+  """Returns the example of each position, int64 [m]."""
+  if not start.shuffle:
+    return positions % source.num_examples
+  return examples_at(positions, num_examples=source.num_examples, seed=start.seed)
+
+
+def has_own_order(source: Source) -> bool:
+  """Whether a kind of source says itself which example each position reads."""
+  return examples_of.dispatch(type(source)) is not examples_of.dispatch(Source)
+
+
+@functools.singledispatch
+def example_ids(source: AnySource, indices: tf.Tensor) -> tf.Tensor:
+  """Returns the ids of the examples at some indices, int64 [m]."""
+  return indices
+
+
+@functools.singledispatch
+def rewrites(source: AnySource) -> bool:
+  """Whether TensorFlow may optimize the stages before a batch is made."""
+  return False
+
+
+# ---- Pipelines ----
+
+
+def sharded(elements: tf.data.Dataset, shard: Shard | None) -> tf.data.Dataset:
+  """Returns every n-th element; all without a shard."""
+  return elements.shard(*shard) if shard else elements
+
+
+def batches(
   dataset: tf.data.Dataset, make: Callable[..., Batch], *, rewrite: bool
 ) -> tf.data.Dataset:
   """Maps in order, ahead of the step; `rewrite` lets TensorFlow optimize the earlier stages."""
@@ -191,198 +215,45 @@ def _batches(
   options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
   if not rewrite:  # The optimizer keeps a second copy of the arrays and improves nothing here.
     options.experimental_optimization.apply_default_optimizations = False
-  batches = dataset.map(as_written(make), num_parallel_calls=tf.data.AUTOTUNE)
-  return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
+  made = dataset.map(as_written(make), num_parallel_calls=tf.data.AUTOTUNE)
+  return made.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
-def _completing(plan: Plan, read: Callable[..., Element]) -> Callable[..., Batch]:
+def completing(plan: Plan, read: Callable[..., Element]) -> Callable[..., Batch]:
+  """Returns the function that makes a batch of what `read` has read."""
+
   def make(*element: Any) -> Batch:
     return plan.completed(*read(*element))
 
   return make
 
 
-def _reading(
-  source: Source | StreamSource,
-  plan: Plan,
-  seed: int,
-  position: int,
-  shuffle: bool,
-  first_step: int,
-) -> tuple[tf.data.Dataset, Callable[..., Element]]:
-  """Returns what to read for each batch, and the function that reads it."""
-  if isinstance(source, StreamSource):
-    return streams.reading(source, plan, seed, position, first_step)
-
-  def read(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> Element:
-    features = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
-    return features, tf.where(plan.real_rows(), _ids(source, indices), -1), seeds, step
-
-  return _ordered(source, plan, seed, position, shuffle, first_step), read
-
-
-def _train_parts(
-  sources: Sources,
-  plan: Plan,
-  seed: int,
-  position: int,
-  shuffle: bool,
-  shard: Shard | None,
-  first_step: int,
-) -> tf.data.Dataset:
-  elements, read = _reading(sources.main, plan, seed, position, shuffle, first_step)
-  plans = {name: plan.of_part(part) for name, part in sources.parts.items()}
-  readings = {
-    name: _reading(
-      part.source, plans[name], seed_of_part(seed, name), position * part.ratio, shuffle, 0
-    )
-    for name, part in sources.parts.items()
-  }
-
-  def make(main: Any, others: dict[str, Any]) -> Batch:
-    parts = {}
-    for name, element in others.items():
-      features, ids, seeds, _ = readings[name][1](*element)
-      examples = plans[name].numbered(features, ids)
-      if plan.preprocess:
-        examples["seed"] = seeds
-      rows = [len(plan.rows), sources.parts[name].ratio]
-      parts[name] = {
-        key: tf.reshape(value, [*rows, *value.shape[1:]]) for key, value in examples.items()
-      }
-    return plan.completed(*read(*main), parts)
-
-  others = {name: reading[0] for name, reading in readings.items()}
-  zipped = tf.data.Dataset.zip((elements, others))
-  given = [sources.main, *(part.source for part in sources.parts.values())]
-  rewrite = all(isinstance(source, StreamSource) for source in given)
-  return _batches(_sharded(zipped, shard), make, rewrite=rewrite)
-
-
-def _ids(source: Source, indices: tf.Tensor) -> tf.Tensor:
-  """Returns the ids of examples; of a bucket, those of the source that it is a part of."""
-  if not isinstance(source, Bucket) or source.is_alone:
-    return indices
-  return source.example_ids(tf.minimum(indices, source.num_examples - 1))
-
-
-def _refuse_shard(shard: Shard | None) -> None:
-  if shard is not None:
-    raise ConfigError(
-      "the source is a Buckets, whose steps follow one schedule, but parameter_server's workers "
-      "take steps as they come; use another run.strategy, or a source of one length."
-    )
-
-
-def rows_of(rows: range | None, size: int, global_batch_size: int, multiple: int) -> range | None:
-  """Returns a worker's rows of a batch of `size`, if it has `rows` of a global batch; None: all."""
-  if rows is None:
-    return None
-  padded, whole = padded_batch_size(size, multiple), padded_batch_size(global_batch_size, multiple)
-  return range(rows.start * padded // whole, rows.stop * padded // whole)
-
-
-def _train_buckets(
-  source: Buckets,
-  global_batch_size: int,
-  position: int,
-  seed: int,
-  rows: range | None,
-  first_step: int | None,
-  options: dict[str, Any],
-) -> Scheduled:
-  require_integer("global_batch_size", global_batch_size, at_least=1, at_most=MOST_ROWS)
-  schedule = source.schedule(global_batch_size, seed=seed, shuffle=options["shuffle"])
-  batch = require_integer("position", position, at_least=0) // global_batch_size
-  shift = 0 if first_step is None else first_step - batch
-  before, multiple = schedule.batches_before(batch), options["pad_multiple"]
-  made = []
-  for place, bucket in enumerate(source.buckets):
-    size = schedule.sizes[place]
-    numbers = functools.partial(schedule.steps_of, place, batch, shift)
-    given = rows_of(rows, size, global_batch_size, multiple)
-    plan = Plan(
-      bucket, size, multiple, options["preprocess"], given, training=True,
-      left_out=options["left_out"],
-    )  # fmt: skip
-    elements, read = _reading(
-      bucket, plan, seed_of_part(seed, bucket.name), before[place] * size, options["shuffle"], 0
-    )
-    if plan.preprocess:
-      elements = _numbered(elements, numbers)
-    made.append(_batches(elements, _completing(plan, read), rewrite=False))
-  return Scheduled(made, schedule, batch)
-
-
-def _numbered(elements: tf.data.Dataset, steps: Callable[[], Iterator[int]]) -> tf.data.Dataset:
-  """Replaces the steps, the last part of each element: a bucket does not have those of a row."""
-  numbers = tf.data.Dataset.from_generator(steps, output_signature=tf.TensorSpec([], tf.int64))
-  return tf.data.Dataset.zip((elements, numbers)).map(
-    as_written(lambda element, step: (*element[:-1], step))
-  )
-
-
-def _eval_buckets(
-  source: Buckets,
-  global_batch_size: int,
-  rows: range | None,
-  steps: int | None,
-  options: dict[str, Any],
-) -> list[tf.data.Dataset]:
-  sizes = source.batch_sizes(global_batch_size)
-  pairs = list(zip(source.buckets, sizes, strict=True))
-  counts = np.array([-(-bucket.num_examples // size) for bucket, size in pairs])
-  if steps is not None and steps < counts.sum():
-    ends = np.cumsum(counts) * steps // counts.sum()
-    counts = np.diff(ends, prepend=0)
-  multiple = options["pad_multiple"]
-  return [
-    eval_dataset(
-      bucket, global_batch_size=size, steps=int(count),
-      rows=rows_of(rows, size, global_batch_size, multiple),
-      **options,
-    )
-    for (bucket, size), count in zip(pairs, counts, strict=True) if count
-  ]  # fmt: skip
-
-
-def _examples(source: Source, positions: tf.Tensor, seed: int, *, shuffle: bool) -> tf.Tensor:
-  """Returns the example of each position, int64 [m]."""
-  if isinstance(source, Mixture):
-    return source.shares.ids(positions, seed=seed, shuffle=shuffle)
-  if not shuffle:
-    return positions % source.num_examples
-  return examples_at(positions, num_examples=source.num_examples, seed=seed)
-
-
-def _ordered(
-  source: Source, plan: Plan, seed: int, position: int, shuffle: bool, first_step: int
-) -> tf.data.Dataset:
+def _ordered(source: Source, plan: Plan, start: Start) -> tf.data.Dataset:
   """Yields (indices int64 [rows], seeds int32 [rows, 2], step int64) for each batch."""
-  batches = max(1, _POSITIONS_AT_ONCE // plan.global_batch_size)
-  size = batches * plan.global_batch_size
+  count = max(1, _POSITIONS_AT_ONCE // plan.global_batch_size)
+  size = count * plan.global_batch_size
 
-  def make(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    positions = start + tf.range(size, dtype=tf.int64)
-    indices = _examples(source, positions, seed, shuffle=shuffle)
-    of_batches = tf.reshape(tf.stack([indices, positions]), [2, batches, -1])
+  def make(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    positions = first + tf.range(size, dtype=tf.int64)
+    indices = examples_of(source, positions, start)
+    of_batches = tf.reshape(tf.stack([indices, positions]), [2, count, -1])
     indices, positions = tf.unstack(tf.gather(of_batches, plan.example_rows(), axis=2))
-    seeds = seeds_at(tf.reshape(positions, [-1]), seed=seed)
-    steps = plan.step(start, position, first_step) + tf.range(batches, dtype=tf.int64)
-    return indices, tf.reshape(seeds, [batches, -1, 2]), steps
+    seeds = seeds_at(tf.reshape(positions, [-1]), seed=start.seed)
+    steps = plan.step(first, start) + tf.range(count, dtype=tf.int64)
+    return indices, tf.reshape(seeds, [count, -1, 2]), steps
 
-  return tf.data.Dataset.counter(position, size).map(as_written(make)).unbatch()
+  return tf.data.Dataset.counter(start.position, size).map(as_written(make)).unbatch()
 
 
 # ---- Replicas ----
 
 
-def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
-  """Returns `iter(batches)` of a distributed dataset that can be ended at any time (host).
+def iterate(given: Iterable[Batch]) -> Iterator[Batch]:
+  """Returns `iter(given)` of a distributed dataset that can be ended at any time (host).
 
   Two faults of TensorFlow 2.20 are mended here, for the iterators made here alone:
 
-  - It makes a dataset per replica and tunes it in a thread, which `_batches` disables for its own.
+  - It makes a dataset per replica and tunes it in a thread, which `batches` disables for its own.
     With that thread, ending an iterator, and so a process, took up to a minute per replica.
   - The thread that reads for all replicas uses the dataset until the iterator's end has stopped it,
     but the dataset's last reference is dropped before: a segmentation fault, where a batch was
@@ -404,7 +275,7 @@ def iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
     mock.patch.object(ops, "_create_device_dataset", untuned),
     mock.patch.object(gen_dataset_ops, "multi_device_iterator_init", kept),
   ):
-    iterator: Any = iter(batches)
+    iterator: Any = iter(given)
   # Attributes end in the order in which they were set: this one after the iterator's own.
   if read:
     iterator._datasets = tuple(read)  # noqa: SLF001

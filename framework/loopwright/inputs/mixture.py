@@ -34,8 +34,10 @@ import tensorflow as tf
 from loopwright.aliases import Batch
 from loopwright.declaration import Rule, may_change
 from loopwright.errors import ConfigError, is_integer, kind, require_integer, unknown
+from loopwright.inputs import datasets, fingerprint
 from loopwright.inputs.checks import require
 from loopwright.inputs.ordering import examples_at, seed_of_part
+from loopwright.inputs.plan import Start
 from loopwright.inputs.sources import Source
 
 LONGEST_PERIOD = 2**16
@@ -293,6 +295,30 @@ class Mixture(Source):
           f"the run reads {wanted}, {wanted / count:.3g} epochs, up to its last step; raise it, or "
           "lower the part's weight or run.train_steps."
         )
+
+
+@datasets.examples_of.register(Mixture)
+def _examples_of(source: Mixture, positions: tf.Tensor, start: Start) -> tf.Tensor:
+  return source.shares.ids(positions, seed=start.seed, shuffle=start.shuffle)
+
+
+@fingerprint.fingerprint.register(Mixture)
+def _fingerprint(source: Mixture) -> str:
+  return ", ".join(f"{n!r}: {fingerprint.fingerprint(part)}" for n, part in source.parts.items())
+
+
+@fingerprint.described.register(Mixture)
+def _described(source: Mixture, global_batch_size: int) -> dict[str, str]:
+  del global_batch_size
+  return {
+    fingerprint.TRAINING: _fingerprint(source),
+    fingerprint.WEIGHTS: source.shares.described(),
+  }
+
+
+@fingerprint.mixtures.register(Mixture)
+def _mixtures(source: Mixture) -> dict[str, tuple[Mixture, int]]:
+  return {fingerprint.WEIGHTS: (source, 1)}
 
 
 def _by_step(weights: Any) -> list[tuple[int, Weights]]:

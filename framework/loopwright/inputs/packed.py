@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, kind, require_integer, unknown
+from loopwright.inputs import fingerprint
 from loopwright.inputs.sources import Source
 
 SEGMENT, POSITION = "segment", "position"
@@ -138,6 +139,11 @@ class Packed(Source):
     """Returns a hash of which tokens lie where (host)."""
     tables = b"".join(np.asarray(t, "<i8").tobytes() for t in (self._firsts, self._starts))
     return hashlib.sha256(tables).hexdigest()[:12]
+
+
+@fingerprint.fingerprint.register(Packed)
+def _fingerprint(source: Packed) -> str:
+  return f"{fingerprint.fingerprint.dispatch(Source)(source)}, packed {source.digest()}"
 
 
 def attention_mask(segment: tf.Tensor, *, causal: bool = True) -> tf.Tensor:

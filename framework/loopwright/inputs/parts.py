@@ -12,15 +12,21 @@ a worker and a micro-batch get whole rows, whatever they are made of.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from loopwright.aliases import AnySource, Batch
+from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, kind, require_integer, unknown
 from loopwright.graphs.autograph import as_written
-from loopwright.inputs.buckets import Buckets
-from loopwright.inputs.sources import Source, StreamSource, check_source
+from loopwright.inputs import datasets, fingerprint
+from loopwright.inputs.ordering import seed_of_part
+from loopwright.inputs.plan import Plan, Preprocess, Start
+from loopwright.inputs.sources import Source, check_source, main_source
+
+if TYPE_CHECKING:
+  from loopwright.inputs.streams import StreamSource
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,16 +72,9 @@ class Sources:
     self.main, self.parts = main, parts
 
 
-def main_source(source: Source | StreamSource | Sources | Buckets) -> Source | StreamSource:
-  """Returns the source whose examples have plain names; of buckets the longest."""
-  if isinstance(source, Buckets):
-    return source.longest
-  return source.main if isinstance(source, Sources) else source
-
-
-def of_one_shape(source: AnySource) -> AnySource:
-  """Returns the longest of several buckets, or the source itself."""
-  return source.longest if isinstance(source, Buckets) else source
+@main_source.register(Sources)
+def _main(source: Sources) -> Source | StreamSource:
+  return source.main
 
 
 def prefixes(batch: Mapping[str, object]) -> list[str]:
@@ -117,3 +116,87 @@ def with_part(
   return dict(batch) | {
     f"{name}/{key}": tf.reshape(value, [*rows, *value.shape[1:]]) for key, value in features.items()
   }
+
+
+@datasets.train_dataset.register(Sources)
+def _train(
+  sources: Sources,
+  *,
+  global_batch_size: int,
+  pad_multiple: int = 1,
+  seed: int = 0,
+  position: int = 0,
+  preprocess: Preprocess | None = None,
+  shuffle: bool = True,
+  rows: range | None = None,
+  shard: datasets.Shard | None = None,
+  first_step: int | None = None,
+  left_out: Collection[int] = (),
+) -> tf.data.Dataset:
+  plan = Plan(
+    sources.main, global_batch_size, pad_multiple, preprocess, rows, training=True,
+    left_out=left_out,
+  )  # fmt: skip
+  start = Start.checked(global_batch_size, seed, position, shuffle, first_step)
+  elements, read = datasets.reading(sources.main, plan, start)
+  plans = {name: _plan_of(part, plan) for name, part in sources.parts.items()}
+  readings = {
+    name: datasets.reading(
+      part.source, plans[name], Start(seed_of_part(seed, name), position * part.ratio, shuffle)
+    )
+    for name, part in sources.parts.items()
+  }
+
+  def make(main: Any, others: dict[str, Any]) -> Batch:
+    parts = {}
+    for name, element in others.items():
+      features, ids, seeds, _ = readings[name][1](*element)
+      examples = plans[name].numbered(features, ids)
+      if plan.preprocess:
+        examples["seed"] = seeds
+      rows = [len(plan.rows), sources.parts[name].ratio]
+      parts[name] = {
+        key: tf.reshape(value, [*rows, *value.shape[1:]]) for key, value in examples.items()
+      }
+    return plan.completed(*read(*main), parts)
+
+  others = {name: elements for name, (elements, _) in readings.items()}
+  zipped = tf.data.Dataset.zip((elements, others))
+  given = [sources.main, *(part.source for part in sources.parts.values())]
+  rewrite = all(map(datasets.rewrites, given))
+  return datasets.batches(datasets.sharded(zipped, shard), make, rewrite=rewrite)
+
+
+@datasets.eval_dataset.register(Sources)
+def _refuse(source: Sources, **options: Any) -> tf.data.Dataset:
+  raise ConfigError(
+    "source('eval') is a Sources, which only source('train') may return; return name -> source "
+    "to evaluate several."
+  )
+
+
+def _plan_of(part: Part, main: Plan) -> Plan:
+  """Returns the plan of a part, whose rows come `ratio` to a row of the main plan."""
+  rows = range(main.rows.start * part.ratio, main.rows.stop * part.ratio)
+  sizes = main.global_batch_size * part.ratio, main.pad_multiple * part.ratio
+  return Plan(part.source, *sizes, None, rows, training=True)
+
+
+@fingerprint.described.register(Sources)
+def _described(source: Sources, global_batch_size: int) -> dict[str, str]:
+  found = fingerprint.described(source.main, global_batch_size)
+  for name, part in source.parts.items():
+    text = f"{fingerprint.fingerprint(part.source)}, ratio {part.ratio}"
+    found[f"{fingerprint.TRAINING} {name}"] = text
+    found[f"{fingerprint.TRAINING} {name}{fingerprint.RATIO}"] = str(part.ratio)
+  weights = {name: mixture.shares.described() for name, (mixture, _) in _mixtures(source).items()}
+  return found | weights
+
+
+@fingerprint.mixtures.register(Sources)
+def _mixtures(source: Sources) -> dict[str, tuple[Any, int]]:
+  found = fingerprint.mixtures(source.main)
+  for name, part in source.parts.items():
+    for own, (mixture, _) in fingerprint.mixtures(part.source).items():
+      found[f"{own} {name}"] = (mixture, part.ratio)
+  return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +17,6 @@ from loopwright.inputs.checks import (
   require_kept,
   require_rows,
 )
-from loopwright.inputs.parts import Part
 from loopwright.inputs.sources import check_source
 
 Preprocess = Callable[[Batch, bool], Batch]
@@ -29,6 +29,25 @@ Element = tuple[Batch, tf.Tensor, tf.Tensor, tf.Tensor]
 def padded_batch_size(global_batch_size: int, multiple: int) -> int:
   """Returns the smallest multiple of `multiple` that is at least `global_batch_size`."""
   return -(-global_batch_size // multiple) * multiple
+
+
+class Start(NamedTuple):
+  """Where training begins to read, and in which order."""
+
+  seed: int
+  position: int
+  shuffle: bool
+  first_step: int = 0
+
+  @classmethod
+  def checked(
+    cls, global_batch_size: int, seed: int, position: int, shuffle: bool, first_step: int | None
+  ) -> Start:
+    """Checks the arguments of `datasets.train_dataset`."""
+    require_integer("position", position, at_least=0)
+    require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
+    counted = position // global_batch_size if first_step is None else first_step
+    return cls(seed, position, shuffle, counted)
 
 
 class Plan:
@@ -74,22 +93,15 @@ class Plan:
     rows = self.row_numbers()
     return np.where(rows < self.global_batch_size, rows, 0)
 
-  def step(self, start: tf.Tensor, position: int, first_step: int) -> tf.Tensor:
-    """Returns the number of the step whose batch begins at `start`; the first is at `position`."""
-    return first_step + (start - position) // self.global_batch_size
+  def step(self, position: tf.Tensor, start: Start) -> tf.Tensor:
+    """Returns the number of the step whose batch begins at a position."""
+    return start.first_step + (position - start.position) // self.global_batch_size
 
   def checked_features(self, batch: object, who: str) -> Batch:
     """Returns what `who` made, checked, without reserved features."""
     checked = checked_batch(batch, len(self.rows), who)
     refuse_reserved(who, checked)
     return checked
-
-  def of_part(self, part: Part) -> Plan:
-    """Returns the plan of a part, whose rows come `ratio` to a row of this plan."""
-    ratio = part.ratio
-    rows = range(self.rows.start * ratio, self.rows.stop * ratio)
-    sizes = self.global_batch_size * ratio, self.pad_multiple * ratio
-    return Plan(part.source, *sizes, None, rows, training=True)
 
   def numbered(self, features: Batch, ids: tf.Tensor) -> Batch:
     """Adds ids, -1 for padding and for what is left out, and weights."""

@@ -18,6 +18,7 @@ depends only on its draw, so N replicas train on the same rows as one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +26,8 @@ import tensorflow as tf
 from loopwright.aliases import Batch, TensorLike
 from loopwright.errors import ConfigError, require_integer
 from loopwright.graphs.randomness import hashed
+from loopwright.inputs import datasets
+from loopwright.inputs.plan import Plan
 from loopwright.inputs.sources import Source
 
 
@@ -39,8 +42,20 @@ class Draws(Source):
     return {"draw": tf.bitcast(tf.bitwise.right_shift(words, tf.constant(1, tf.uint64)), tf.int64)}
 
 
+@datasets.one_pass.register(Draws)
+def _one_pass(source: Draws, plan: Plan, most: int) -> Any:
+  if most < 0:
+    raise ConfigError(
+      "source('eval') is a Draws, which has no end; return a source with the examples to evaluate, "
+      "or set run.eval_steps."
+    )
+  return datasets.one_pass.dispatch(Source)(source, plan, most)
+
+
 class ReplayBuffer(tf.Module):
   """The newest `capacity` rows of what a run has collected (Lin, 1992)."""
+
+  collects_examples = True
 
   def __init__(self, *, capacity: int, features: Mapping[str, tf.TensorSpec]) -> None:
     """Makes an empty buffer; call it in `Task.build_model`.

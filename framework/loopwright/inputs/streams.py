@@ -1,8 +1,9 @@
-"""Batches of a `StreamSource`, which is read from its beginning up to a position."""
+"""Your own `tf.data.Dataset`, which is read from its beginning up to a position."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,33 +13,91 @@ import tensorflow as tf
 from absl import logging
 
 from loopwright.aliases import Batch
-from loopwright.errors import ConfigError
+from loopwright.declaration import may_change
+from loopwright.errors import ConfigError, kind, require_integer
 from loopwright.graphs.autograph import as_written
-from loopwright.inputs.checks import require
+from loopwright.inputs import datasets, fingerprint
+from loopwright.inputs.checks import refuse_reserved, require
 from loopwright.inputs.ordering import seeds_at
-from loopwright.inputs.plan import Element, Plan
-from loopwright.inputs.sources import StreamSource
-
-# ---- Streams ----
+from loopwright.inputs.plan import Element, Plan, Start
+from loopwright.inputs.sources import READS, check_source
 
 
-def reading(
-  source: StreamSource, plan: Plan, seed: int, position: int, first_step: int
-) -> tuple[tf.data.Dataset, Callable[..., Element]]:
-  """Returns what to read for each batch of training, and the function that reads it."""
+@may_change(READS)
+class StreamSource:
+  """Your own `tf.data.Dataset`, read in its own order.
+
+  It must yield the same examples in each iteration: seed its shuffle. Training repeats it. It
+  cannot be indexed, so a resumed run skips the examples already read, which takes as long as
+  reading them; the log gives the time. "example_id" counts within one pass.
+
+  Attributes:
+    num_examples: the length of a pass; None if it is not known.
+    endless: whether a pass is known to have no end. That of a generator is not known.
+  """
+
+  def __init__(self, *, dataset: tf.data.Dataset, num_examples: int | None = None) -> None:
+    """Checks the types of the elements without reading them.
+
+    Args:
+      dataset: yields one example at a time: a flat dict of dense tensors of static shapes.
+      num_examples: the length of a pass; None for the whole dataset. Evaluation of an endless
+        dataset needs it.
+
+    Raises:
+      ConfigError: not a dataset of such dicts, a reserved name, a "weight" that is not a float32
+        scalar, an empty dataset, or one known to have fewer than `num_examples`.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+      raise ConfigError(f"dataset is {kind(dataset)}; it must be a tf.data.Dataset.")
+    check_elements(dataset.element_spec)
+    if num_examples is not None:
+      require_integer("num_examples", num_examples, at_least=1)
+    known = int(dataset.cardinality())
+    if known == 0:
+      raise ConfigError("the stream's dataset is empty; it must yield at least one example.")
+    if num_examples is not None and 0 < known < num_examples:
+      raise ConfigError(
+        f"num_examples is {num_examples}, but the stream's dataset has {known} examples; "
+        "remove num_examples, or lower it."
+      )
+    self.endless = num_examples is None and _is_endless(dataset)
+    self.dataset = dataset if num_examples is None else dataset.take(num_examples)
+    self.num_examples = num_examples or (known if known > 0 else None)
+
+
+@check_source.register(StreamSource)
+def _may_be_read(source: StreamSource) -> None:
+  """Its elements have been checked."""
+
+
+@fingerprint.fingerprint.register(StreamSource)
+def _fingerprint(source: StreamSource) -> str:
+  types = repr(sorted(source.dataset.element_spec.items())).encode()
+  return fingerprint.counted(source.num_examples or "unknown number of", hashlib.sha256(types))
+
+
+@datasets.rewrites.register(StreamSource)
+def _rewritten(source: StreamSource) -> bool:
+  return True
+
+
+@datasets.reading.register(StreamSource)
+def _reading(source: StreamSource, plan: Plan, start: Start) -> datasets.Elements:
+  position = start.position
   examples = source.dataset.enumerate().repeat()
   examples = examples.concatenate(_failing(examples.element_spec)).skip(position)
   batches = examples.batch(plan.global_batch_size, drop_remainder=True)
 
-  def clock(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    return start, _now_once(start == position) if position else tf.constant(0.0, tf.float64)
+  def clock(at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return at, _now_once(at == position) if position else tf.constant(0.0, tf.float64)
 
   def read(clocked: tuple[tf.Tensor, tf.Tensor], batch: tuple[tf.Tensor, Batch]) -> Element:
-    start, began_s = clocked
+    at, began_s = clocked
     if position:
-      _log_once(start == position, position, began_s)
-    seeds = seeds_at(start + plan.example_rows(), seed=seed)
-    step = plan.step(start, position, first_step)
+      _log_once(at == position, position, began_s)
+    seeds = seeds_at(at + plan.example_rows(), seed=start.seed)
+    step = plan.step(at, start)
     return *_padded(*batch, plan), seeds, step
 
   if position:
@@ -48,10 +107,10 @@ def reading(
   return tf.data.Dataset.zip((clocked, batches)), read
 
 
-def evaluation(
+@datasets.one_pass.register(StreamSource)
+def _one_pass(
   source: StreamSource, plan: Plan, most: int
 ) -> tuple[tf.data.Dataset, Callable[..., Batch]]:
-  """Returns what to read for each batch of one pass, and the function that makes the batch."""
   if most < 0 and source.endless:
     raise ConfigError(
       "the stream to evaluate is endless; set num_examples of its StreamSource to the length of "
@@ -98,3 +157,34 @@ def _log_once(now: tf.Tensor, count: int, began_s: tf.Tensor) -> None:
     return np.bool_(True)
 
   tf.cond(now, lambda: tf.numpy_function(log, [began_s], tf.bool), lambda: False)
+
+
+def check_elements(element_spec: object) -> None:
+  """Raises a ConfigError unless a stream's elements are dicts of dense tensors of static shape."""
+  if not isinstance(element_spec, dict) or not element_spec:
+    raise ConfigError(
+      f"the stream's elements are {kind(element_spec)}; they must be dicts of feature name -> "
+      "tensor, for example from dataset.map(lambda x, y: {'x': x, 'y': y})."
+    )
+  for name, spec in element_spec.items():
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
+      raise ConfigError(
+        f"feature {name!r} of the stream is {spec}; it must be a dense tensor of static shape: use "
+        "tf.ensure_shape, or pad it."
+      )
+  refuse_reserved("the stream", element_spec)
+  weight = element_spec.get("weight", tf.TensorSpec([], tf.float32))
+  if weight.dtype != tf.float32 or weight.shape.rank != 0:
+    raise ConfigError(f"feature 'weight' of the stream is {weight}; it must be a float32 scalar.")
+
+
+def _is_endless(dataset: tf.data.Dataset) -> bool:
+  """Whether a data set is known to be endless, also behind steps that hide it, such as a filter."""
+  known = int(dataset.cardinality())
+  if known != tf.data.UNKNOWN_CARDINALITY:
+    return known == tf.data.INFINITE_CARDINALITY
+  kind_of_step, parts = type(dataset).__name__, dataset._inputs()  # noqa: SLF001
+  if "Take" in kind_of_step or not parts:
+    return False
+  ends_early = "Zip" in kind_of_step or "DirectedInterleave" in kind_of_step
+  return (all if ends_early else any)(map(_is_endless, parts))

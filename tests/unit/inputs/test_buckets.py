@@ -15,7 +15,7 @@ from loopwright import ArraySource, Buckets, Evaluator, Loss, StreamSource
 from loopwright.builder import Recipe
 from loopwright.inputs.buckets import Schedule
 from loopwright.inputs.datasets import eval_dataset, train_dataset
-from loopwright.inputs.parts import of_one_shape
+from loopwright.inputs.sources import of_one_shape
 from loopwright.running import run
 from loopwright.strategies import factories
 from loopwright.tools.forensics.action import NonFiniteLoss, StopOnNonFinite

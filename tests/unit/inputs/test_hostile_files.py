@@ -20,8 +20,10 @@ from PIL import Image
 from benchmarks import fuzz_files, fuzzing
 from loopwright.host import bounded
 from loopwright.inputs import image_headers
+from loopwright.inputs.array_files import load_arrays, read_idx
 from loopwright.inputs.datasets import eval_dataset
-from loopwright.inputs.sources import ArraySource, ImageFolderSource, load_arrays, read_idx
+from loopwright.inputs.image_folder import ImageFolderSource
+from loopwright.inputs.sources import ArraySource
 from loopwright.run_folder import h5
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.tasks.language_model import TextFiles

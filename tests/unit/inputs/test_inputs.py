@@ -26,14 +26,12 @@ from PIL import Image
 
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets, sources
-from loopwright.inputs.datasets import eval_dataset, padded_batch_size, train_dataset
-from loopwright.inputs.sources import (
-  ArraySource,
-  ImageFolderSource,
-  Source,
-  StreamSource,
-  load_arrays,
-)
+from loopwright.inputs.array_files import load_arrays
+from loopwright.inputs.datasets import eval_dataset, train_dataset
+from loopwright.inputs.image_folder import ImageFolderSource
+from loopwright.inputs.plan import padded_batch_size
+from loopwright.inputs.sources import ArraySource, Source
+from loopwright.inputs.streams import StreamSource
 from loopwright.strategies import placement
 
 # ---- Training batches ----

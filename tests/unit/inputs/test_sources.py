@@ -14,15 +14,11 @@ from PIL import Image
 
 from loopwright import errors
 from loopwright.inputs import datasets, sources
+from loopwright.inputs.array_files import load_arrays, read_idx
 from loopwright.inputs.datasets import eval_dataset, train_dataset
-from loopwright.inputs.sources import (
-  ArraySource,
-  ImageFolderSource,
-  StreamSource,
-  eval_sets,
-  load_arrays,
-  read_idx,
-)
+from loopwright.inputs.image_folder import ImageFolderSource
+from loopwright.inputs.sources import ArraySource, eval_sets
+from loopwright.inputs.streams import StreamSource
 
 
 def test_in_memory_arrays_are_captured_not_copied_into_the_graph():

@@ -13,7 +13,8 @@ import toys
 
 from loopwright.errors import ConfigError
 from loopwright.inputs.fingerprint import fingerprint
-from loopwright.inputs.sources import ArraySource, Source, StreamSource
+from loopwright.inputs.sources import ArraySource, Source
+from loopwright.inputs.streams import StreamSource
 from loopwright.run_folder import history
 from loopwright.running import run
 from loopwright.strategies import factories

@@ -14,7 +14,7 @@ import tensorflow as tf
 from loopwright.aliases import Batch, PerReplica
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import compiled
-from loopwright.inputs.buckets import Scheduled
+from loopwright.inputs.scheduled import Scheduled
 from loopwright.kinds.mesh import updates
 from loopwright.trainer import Trainer
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.inputs.buckets import Buckets, Schedule
-from loopwright.inputs.datasets import padded_batch_size, rows_of
+from loopwright.inputs.buckets import Buckets, Schedule, rows_of
 from loopwright.inputs.mixture import Mixture
 from loopwright.inputs.ordering import hashed, seed_of_part
-from loopwright.inputs.parts import Part, Sources, main_source
-from loopwright.inputs.sources import Source
+from loopwright.inputs.parts import Part, Sources
+from loopwright.inputs.plan import padded_batch_size
+from loopwright.inputs.sources import Source, main_source
 from loopwright.observers import Observer, Reading
 from loopwright.strategies import placement
 from loopwright.tools.ledger.proof import PURPOSE, Start, file_name, start_line, steps_line

@@ -24,8 +24,8 @@ from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import compiled
 from loopwright.inputs import datasets
-from loopwright.inputs.parts import of_one_shape, prefixes
-from loopwright.inputs.sources import eval_sets
+from loopwright.inputs.parts import prefixes
+from loopwright.inputs.sources import eval_sets, of_one_shape
 from loopwright.models import models
 from loopwright.optimizers.adapters import prefix
 from loopwright.options import Precision

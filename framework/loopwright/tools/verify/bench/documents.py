@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from loopwright.inputs.packed import POSITION, SEGMENT, Packed
-from loopwright.inputs.parts import main_source, of_one_shape
+from loopwright.inputs.sources import main_source, of_one_shape
 from loopwright.task import Task
 from loopwright.tools.verify.bench import longer_rows, survey
 from loopwright.tools.verify.bench.bench import Rows

@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.inputs import datasets, ordering
-from loopwright.inputs.parts import main_source, of_one_shape, prefixes
+from loopwright.inputs.parts import prefixes
+from loopwright.inputs.sources import main_source, of_one_shape
 from loopwright.task import Task
 from loopwright.tools.verify.bench import survey
 from loopwright.tools.verify.bench.bench import Rows, Subject

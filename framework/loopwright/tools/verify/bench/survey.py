@@ -21,8 +21,9 @@ from loopwright.aliases import AnySource
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.inputs import datasets
 from loopwright.inputs.buckets import Buckets
-from loopwright.inputs.parts import of_one_shape, prefixes
-from loopwright.inputs.sources import Source, StreamSource, eval_sets
+from loopwright.inputs.parts import prefixes
+from loopwright.inputs.sources import Source, eval_sets, of_one_shape
+from loopwright.inputs.streams import StreamSource
 from loopwright.task import Task
 from loopwright.tools.verify.bench.bench import Rows
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tensorflow as tf
 
-from loopwright.inputs.sources import StreamSource
+from loopwright.inputs.streams import StreamSource
 from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import Rows
 from loopwright.tools.verify.bench.labels import Labels, Probe

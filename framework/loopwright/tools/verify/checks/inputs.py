@@ -20,10 +20,10 @@ import tensorflow as tf
 from loopwright.graphs import randomness
 from loopwright.inputs import datasets
 from loopwright.inputs.buckets import Buckets
-from loopwright.inputs.datasets import padded_batch_size
 from loopwright.inputs.mixture import Mixture
-from loopwright.inputs.parts import main_source, of_one_shape
-from loopwright.inputs.sources import Source, StreamSource
+from loopwright.inputs.plan import padded_batch_size
+from loopwright.inputs.sources import Source, main_source, of_one_shape
+from loopwright.inputs.streams import StreamSource
 from loopwright.task import preprocess_of
 from loopwright.tools.verify.bench import fitted, random_draws, seeded_rows, source_lines, survey
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject

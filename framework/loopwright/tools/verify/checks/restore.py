@@ -20,7 +20,7 @@ import tensorflow as tf
 from loopwright import errors
 from loopwright.aliases import Variable
 from loopwright.graphs import operations as graphs
-from loopwright.inputs.parts import main_source
+from loopwright.inputs.sources import main_source
 from loopwright.models import models
 from loopwright.optimizers.saved_layout import SavedRate
 from loopwright.run_folder import checkpoints

@@ -1,0 +1,212 @@
+"""Image files, one folder per class."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from loopwright.aliases import Batch
+from loopwright.declaration import may_change
+from loopwright.errors import ConfigError, is_integer, require_integer
+from loopwright.graphs.autograph import as_written
+from loopwright.host import bounded
+from loopwright.inputs import image_headers
+from loopwright.inputs.checks import require
+from loopwright.inputs.sources import READS, ArraySource, Source
+
+MAX_IMAGE_BYTES = 2**28
+"""Default of `max_bytes` for one image: 89 million pixels of three channels."""
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
+
+
+@may_change(READS)
+class ImageFolderSource(Source):
+  """Image files in one folder per class: <directory>/<class>/<file>.
+
+  Yields "image", uint8 [rows, height, width, channels], and "label", int32 [rows], the index of the
+  class in the sorted `class_names`. Ignores hidden files and files next to the class folders. Files
+  are decoded when read; a `user_error` names a file that cannot be decoded.
+  """
+
+  def __init__(
+    self,
+    *,
+    directory: str,
+    image_size: Sequence[int],
+    channels: int = 3,
+    resize: bool = True,
+    max_bytes: int = MAX_IMAGE_BYTES,
+  ) -> None:
+    """Lists the files without reading them.
+
+    Args:
+      directory: holds one folder per class. A class folder may be empty.
+      image_size: (height, width) of the images that it yields, in pixels.
+      channels: 1, 3 or 4; images are converted.
+      resize: True resizes every image to `image_size`, without keeping its aspect ratio: by area
+        averaging if both sides shrink (no aliasing), else bilinear. False makes another size an
+        error.
+      max_bytes: the most memory that one image may take when it is decoded, and the largest file.
+
+    Raises:
+      ConfigError: no such folder, no class folders, no images, a file whose suffix is not that of a
+        JPEG, PNG, GIF or BMP, a file above `max_bytes`, or a wrong argument.
+    """
+    sides = tuple(image_size) if isinstance(image_size, Sequence) else (image_size,)
+    if len(sides) != 2 or not all(is_integer(side, at_least=1) for side in sides):
+      raise ConfigError(f"image_size is {image_size!r}; it must be (height, width) in pixels.")
+    if channels not in (1, 3, 4):
+      raise ConfigError(f"channels is {channels!r}; it must be 1 (grey), 3 (RGB) or 4 (RGBA).")
+    require_integer("max_bytes", max_bytes, at_least=1)
+    self.image_size, self.channels, self.resize = sides, channels, resize
+    self.max_bytes = max_bytes
+    self.class_names = _class_folders(directory)
+    paths, labels = _labelled_files(directory, self.class_names, max_bytes)
+    self.num_examples = len(paths)
+    self.files = ArraySource(
+      features={"path": np.array(paths, np.bytes_), "label": np.array(labels, np.int32)}
+    )
+
+  def fetch(self, indices: tf.Tensor) -> Batch:
+    """See `Source.fetch`."""
+    batch = self.files.fetch(indices)
+    images = self.images(batch.pop("path"))
+    shape = [*indices.shape, *self.image_size, self.channels]
+    return {"image": tf.ensure_shape(images, shape), **batch}
+
+  def images(self, paths: tf.Tensor) -> tf.Tensor:
+    """Reads and decodes the files of some paths, string [n]."""
+    # A nested pipeline, as only `ignore_errors` lets TensorFlow continue after a file that cannot
+    # be decoded. Its row is then missing, which identifies the file. TensorFlow prepares the mapped
+    # function anew for each batch, so it is small: it makes no messages.
+    count = tf.size(paths, tf.int64)
+    read = (
+      tf.data.Dataset.from_tensor_slices(paths)
+      .enumerate()
+      .map(as_written(lambda row, path: (row, *self._read(path))), tf.data.AUTOTUNE)
+      .ignore_errors()
+    )
+    nothing = tf.zeros([2], tf.int64)
+    end = tf.data.Dataset.from_tensors((count, self._blank(), nothing, nothing))
+    rows, images, sides, sizes = read.concatenate(end).batch(count).take(1).get_single_element()
+    images = self._none_missing(images, rows, paths)
+    images = self._none_large(images, sides, paths)
+    return images if self.resize else self._all_fit(images, sizes, paths)
+
+  def _blank(self) -> tf.Tensor:
+    return tf.zeros([*self.image_size, self.channels], tf.uint8)
+
+  def _read(self, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns an image of `image_size`, its sides as its header has them, and as decoded.
+
+    The image is blank if it is too large, as tf.io.decode_image trusts the header: 50 bytes can
+    make it take 12 GB. It is also blank if it must be resized, but `resize` is False.
+    """
+    content, sides = image_headers.first_image(tf.io.read_file(path))
+
+    def decoded() -> tuple[tf.Tensor, tf.Tensor]:
+      image = tf.io.decode_image(content, self.channels, expand_animations=False)
+      size = tf.shape(image, tf.int64)[:2]
+      if self.resize:
+        return _resized(image, self.image_size), size
+      return tf.cond(tf.reduce_all(size == self.image_size), lambda: image, self._blank), size
+
+    small = self._bytes(sides) <= self.max_bytes
+    image, size = tf.cond(small, decoded, lambda: (self._blank(), sides))
+    return image, sides, size
+
+  def _bytes(self, sides: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_prod(sides, axis=-1) * self.channels
+
+  def _none_missing(self, images: tf.Tensor, rows: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
+    there = rows == tf.range(tf.size(rows, tf.int64))
+    message = [_first(paths, ~there), f" cannot be read as an image of {self.channels} channels; "]
+    message.append("remove it, or replace it by a complete JPEG, PNG, GIF or BMP file.")
+    return require(tf.reduce_all(there), images, message)
+
+  def _none_large(self, images: tf.Tensor, sides: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
+    large = self._bytes(sides) > self.max_bytes
+    needed = tf.strings.as_string(_first(self._bytes(sides), large))
+    message = [_first(paths, large), " is ", _shown(_first(sides, large))]
+    message += [" (height x width) and would take ", needed, " bytes, but max_bytes is "]
+    message.append(
+      f"{self.max_bytes:,}; raise it if you trust the file, or make the image smaller."
+    )
+    return require(~tf.reduce_any(large), images, message)
+
+  def _all_fit(self, images: tf.Tensor, sizes: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
+    other = tf.reduce_any(sizes != self.image_size, axis=1)
+    message = [
+      _first(paths, other),
+      " is ",
+      _shown(_first(sizes, other)),
+      " (height x width), not ",
+    ]
+    message += ["x".join(map(str, self.image_size)), "; set resize=True or correct image_size."]
+    return require(~tf.reduce_any(other), images, message)
+
+
+def _class_folders(directory: str) -> list[str]:
+  if not os.path.isdir(directory):
+    raise ConfigError(
+      f"{directory!r} is not a folder; give a folder that holds one folder per class."
+    )
+  entries = [entry for entry in os.scandir(directory) if entry.is_dir()]
+  names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+  if not names:
+    raise ConfigError(f"{directory!r} has no folders in it; it must hold one folder per class.")
+  return names
+
+
+def _labelled_files(
+  directory: str, class_names: Sequence[str], max_bytes: int
+) -> tuple[list[bytes], list[int]]:
+  paths, labels = [], []
+  for label, name in enumerate(class_names):
+    files = _image_files(os.path.join(directory, name), max_bytes)
+    if not files:
+      logging.warning("the class folder %r has no images", os.path.join(directory, name))
+    paths += files
+    labels += [label] * len(files)
+  if not paths:
+    raise ConfigError(
+      f"the {len(class_names)} class folders of {directory!r} have no images; add files that end "
+      f"in {', '.join(IMAGE_SUFFIXES)}."
+    )
+  return paths, labels
+
+
+def _image_files(folder: str, max_bytes: int) -> list[bytes]:
+  entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+  for entry in sorted(entries, key=lambda entry: entry.name):
+    if not entry.name.lower().endswith(IMAGE_SUFFIXES):
+      raise ConfigError(
+        f"{entry.path!r} is not an image; a class folder may only hold files that end in "
+        f"{', '.join(IMAGE_SUFFIXES)}: move it away."
+      )
+    bounded.require_bytes(entry.path, bounded.require_file(entry.path, "an image"), max_bytes)
+  return sorted(os.fsencode(entry.path) for entry in entries)
+
+
+def _first(values: tf.Tensor, where: tf.Tensor) -> tf.Tensor:
+  """Returns the first of the values [n, ...] for which `where`, bool [n], holds."""
+  return values[tf.argmax(where)]
+
+
+def _shown(sides: tf.Tensor) -> tf.Tensor:
+  return tf.strings.reduce_join(tf.strings.as_string(sides), separator="x")
+
+
+def _resized(image: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
+  """Returns uint8 [*size, channels]; the operations of tf.image.resize without its preparations."""
+  images, sides = image[tf.newaxis], tf.constant(size, tf.int32)
+  resized = tf.cond(
+    tf.reduce_all(tf.shape(image)[:2] >= sides),
+    lambda: tf.raw_ops.ResizeArea(images=images, size=sides),
+    lambda: tf.raw_ops.ResizeBilinear(images=images, size=sides, half_pixel_centers=True),
+  )
+  return tf.saturate_cast(tf.round(resized[0]), tf.uint8)
