@@ -14,15 +14,13 @@ import functools
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from loopwright.errors import require_integer, require_positive, unknown
 
-_OWN = "_rule_of_options"
+_OWN, _GROUP = "_rule_of_options", "_group_of_options"
 Target = TypeVar("Target", bound=Callable[..., Any])
-Check = Callable[[str, Any], object]
-"""Gets an option's name and its value, which is not None; raises a ConfigError if it is wrong."""
 
 
 class Rule(NamedTuple):
@@ -38,20 +36,9 @@ class Rule(NamedTuple):
   says: str
 
 
-def free(says: str) -> Rule:
-  """Returns the rule of what may change without a question."""
-  return Rule("yes", says)
-
-
-def asked(says: str) -> Rule:
-  """Returns the rule of what may change with --accept_changes."""
-  return Rule("asked", says)
-
-
-def fixed(why: str) -> Rule:
-  """Returns the rule of what must not change."""
-  return Rule("no", why)
-
+free = functools.partial(Rule, "yes")
+asked = functools.partial(Rule, "asked")
+fixed = functools.partial(Rule, "no")
 
 COUNTS = asked("counts from there on")
 COMPUTES_THERE = free("computes there")
@@ -60,8 +47,14 @@ AT_THE_START = fixed("it counts only when the run begins")
 SCHEDULE = asked("the rate is that of the new schedule at the step of the run")
 
 
-class Instead(str):
+class Check(functools.partial[object]):
+  """A function of an option's name and its value, not None, that raises a ConfigError."""
+
+
+class Instead(NamedTuple):
   """What to do instead of binding an option in a config."""
+
+  says: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +64,12 @@ class Option:
   meaning: str = ""
   may_change: Rule | None = None
   check: Check | None = None
-  instead: str = ""
+  instead: Instead | None = None
 
 
-def at_least(least: int, most: int = 2**63 - 1) -> Check:
-  """Returns the check of a whole number."""
-  return functools.partial(require_integer, at_least=least, at_most=most)
-
-
-COUNT = at_least(1)
-SECONDS: Check = functools.partial(require_positive, unit="seconds")
+COUNT = Check(require_integer, at_least=1)
+SEED = Check(require_integer, at_least=0, at_most=2**31 - 1)
+SECONDS = Check(require_positive, unit="seconds")
 
 
 def may_change(rule: Rule) -> Callable[[Target], Target]:
@@ -105,18 +94,17 @@ def signature(target: Callable[..., Any]) -> inspect.Signature:
 
 def declared(target: Callable[..., Any]) -> dict[str, Option]:
   """Returns what is declared of the options of a class or function, by name."""
-  source = getattr(target, "options", target)
   return {
     name: _option(parameter.annotation.__metadata__)
-    for name, parameter in _signature(source).parameters.items()
+    for name, parameter in _signature(_group(target)).parameters.items()
     if _is_declared(parameter.annotation)
   }
 
 
 def either_of(target: Callable[..., Any]) -> Sequence[str]:
   """Returns the options of which exactly one must be set, if there are such."""
-  names: Sequence[str] = getattr(getattr(target, "options", target), "either", ())
-  return names
+  group = _group(target)
+  return () if group is target else getattr(group, "either", ())
 
 
 def rule_of(target: Callable[..., Any], parameter: str) -> Rule | None:
@@ -128,8 +116,8 @@ def rule_of(target: Callable[..., Any], parameter: str) -> Rule | None:
   if option is not None and option.may_change is not None:
     return option.may_change
   made = target if inspect.isclass(target) else signature(target).return_annotation
-  found: Rule | None = vars(target).get(_OWN) or getattr(made, "may_change", None)
-  return found
+  found = getattr(target, "__dict__", {}).get(_OWN) or getattr(made, "may_change", None)
+  return found if isinstance(found, Rule) else None
 
 
 def require(name: str, value: Any, annotation: Any, option: Option) -> None:
@@ -141,11 +129,23 @@ def require(name: str, value: Any, annotation: Any, option: Option) -> None:
     option.check(name, value)
 
 
-def documented(doc: str, options: Mapping[str, Option]) -> str:
-  """Returns a docstring with the block "Args:" of some options before the block "Returns:"."""
+def take(function: Callable[..., Any], group: Callable[..., Any]) -> None:
+  """Gives a function the signature of a class, with "Args:" before "Returns:" in its docstring."""
   wrap = functools.partial(textwrap.fill, initial_indent=" " * 4, subsequent_indent=" " * 6)
-  said = [wrap(f"{name}: {option.meaning}", 100) for name, option in options.items()]
-  return doc.replace("\n  Returns:", "\n".join(["\n  Args:", *said, "\n  Returns:"]), 1)
+  said = [wrap(f"{name}: {option.meaning}", 100) for name, option in declared(group).items()]
+  args = "\n".join(["\n  Args:", *said, "\n  Returns:"])
+  function.__doc__ = (function.__doc__ or "").replace("\n  Returns:", args, 1)
+  returns = inspect.signature(function).return_annotation
+  taken = signature(group).replace(return_annotation=returns)
+  vars(function).update({"__signature__": taken, _GROUP: group})
+  vars(function).pop("__wrapped__", None)  # gin would take the parameters of that
+  vars(group)["__init__"].__qualname__ = function.__name__  # in errors of a wrong call
+
+
+def _group(target: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns the class whose options a function takes; itself for all others."""
+  group: Callable[..., Any] = getattr(target, "__dict__", {}).get(_GROUP, target)
+  return group
 
 
 @functools.cache
@@ -159,7 +159,7 @@ def _signature(target: Callable[..., Any]) -> inspect.Signature:
 def _is_declared(annotation: Any) -> bool:
   """Whether it is more than a type; a string alone says which values the type has."""
   metadata = getattr(annotation, "__metadata__", ())
-  return any(isinstance(each, Rule | Instead) or callable(each) for each in metadata)
+  return any(isinstance(each, Rule | Check | Instead) for each in metadata)
 
 
 def _plain(annotation: Any) -> Any:
@@ -167,9 +167,8 @@ def _plain(annotation: Any) -> Any:
 
 
 def _option(metadata: Sequence[Any]) -> Option:
+  kinds = {"may_change": Rule, "check": Check, "instead": Instead, "meaning": str}
   found: dict[str, Any] = {}
   for each in metadata:
-    kinds = {"may_change": Rule, "instead": Instead, "meaning": str}
-    name = next((name for name, kind in kinds.items() if isinstance(each, kind)), "check")
-    found[name] = each
+    found |= {name: each for name, kind in kinds.items() if isinstance(each, kind)}
   return Option(**found)

@@ -17,8 +17,9 @@ from loopwright.declaration import (
   COMPUTES_THERE,
   COUNT,
   SECONDS,
+  SEED,
+  Check,
   asked,
-  at_least,
   free,
 )
 from loopwright.errors import ConfigError, require_integer, unknown
@@ -60,12 +61,7 @@ def taking(
     def call(*args: Parameters.args, **given: Parameters.kwargs) -> Result:
       return function(options(*args, **given))
 
-    returns = inspect.signature(function).return_annotation
-    call.__doc__ = declaration.documented(call.__doc__ or "", declaration.declared(options))
-    vars(call)["__signature__"] = declaration.signature(options).replace(return_annotation=returns)
-    vars(call)["options"] = options
-    del vars(call)["__wrapped__"]  # gin would take the parameters of that
-    vars(options)["__init__"].__qualname__ = function.__name__  # in errors of a wrong call
+    declaration.take(call, options)
     return call
 
   return decorate
@@ -219,7 +215,7 @@ class Numerics(Group):
       "the order of examples, augmentation and dropout are other ones from there on; the epoch "
       "that has begun reads some examples twice and leaves others out; initial weights stay"
     ),
-    at_least(0, 2**31 - 1),
+    SEED,
   ] = 0
   precision: Annotated[
     Precision,
@@ -263,12 +259,12 @@ class Gpus(Group):
     "which GPUs this process uses, by their numbers among those that TensorFlow sees; None uses "
     "all, () none.",
     COMPUTES_THERE,
-    _each_gpu_once,
+    Check(_each_gpu_once),
   ] = None
   gpu_memory: Annotated[
     GpuMemory,
     'what TensorFlow takes of the memory of each GPU: "all" at once, "grow" as it needs it, or '
     "at most so many MiB.",
     free("takes so much"),
-    _memory,
+    Check(_memory),
   ] = "all"

@@ -121,7 +121,7 @@ def _check_parameter(name: str, parameter: str) -> None:
   entry = table.entry(name)
   if parameter in (entry.denylist or ()):
     option = declared(entry.wrapped).get(parameter)
-    instead = option.instead if option else "its caller passes it"
+    instead = option.instead.says if option and option.instead else "its caller passes it"
     raise ConfigError(f"{name}.{parameter} cannot be set in a config; {instead}.")
   known: Collection[str] = table.parameters(name)
   if parameter not in known and table.takes_any(name):
