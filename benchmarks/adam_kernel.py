@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loopwright.optimizers import kernels
+from loopwright.optimizers import kernels, rule
 
 SIZES = [64, 256, 2**9, 2**10, 2**12, 2**13, 2**14, 2**15, 2**16, 2**17, 2**19]
 UPDATES = 200
@@ -64,14 +64,13 @@ def made(size, *, kernel):
   variable = keras.Variable(rng.random(size, np.float32))
   gradient = tf.constant(rng.random(size, np.float32))
   optimizer = keras.optimizers.Adam()
-  if kernel:
-    kernels.use(optimizer)
-  optimizer.build([variable])
+  one = rule.Keras3(optimizer, [variable])
+  one.update = one.decayed(kernels.update_of(optimizer, one.usual)) if kernel else None
 
   @tf.function
   def loop():
     for _ in tf.range(UPDATES):
-      optimizer.apply([gradient + 0.0 * variable.value], [variable])
+      one.apply([gradient + 0.0 * variable.value])
 
   return loop
 

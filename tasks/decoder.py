@@ -23,7 +23,7 @@ from loopwright.optimizers.groups import grouped
 from loopwright.tasks.language_model import BYTES, START, attention_mask, rotary_angles, rotated
 
 if TYPE_CHECKING:
-  from loopwright.optimizers.adapters import KerasOptimizer
+  from loopwright.host.lazy_keras import KerasOptimizer
 
 Pair: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 Cache: TypeAlias = list[Pair]

@@ -16,11 +16,11 @@ from absl import logging
 from loopwright.aliases import AnySource, Batch, Model, Structure, TensorLike, Variable
 from loopwright.errors import ConfigError, kind, shown
 from loopwright.graphs.autograph import converted, methods_as_written
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.inputs.datasets import Preprocess
 from loopwright.models import models
 
 if TYPE_CHECKING:
-  from loopwright.optimizers.adapters import KerasOptimizer
   from loopwright.reporting.board import Board
   from loopwright.step import EvalStep, Step
 

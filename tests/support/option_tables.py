@@ -12,9 +12,9 @@ import tensorflow as tf
 from loopwright.actions.base import Action
 from loopwright.configurables import documentation, table
 from loopwright.configurables.values import wanted
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.inputs.sources import Source
 from loopwright.inputs.streams import StreamSource
-from loopwright.optimizers.adapters import KerasOptimizer
 from loopwright.optimizers.loss_scale import LossScale
 from loopwright.optimizers.schedules import Schedule
 

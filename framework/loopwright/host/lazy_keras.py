@@ -9,6 +9,7 @@ access to a name of their own, or to a module in them.
 While tf_keras is not executed no object is of one of its classes, so `tf_keras_classes` has none.
 """
 
+import abc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -17,7 +18,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+  import keras
+  import tf_keras
 
 PARTS = frozenset(
   f"keras.{name}"
@@ -101,6 +106,20 @@ def tf_keras_classes(*paths: str) -> tuple[type, ...]:
 def kerases() -> list[ModuleType]:
   """Returns Keras 3, and tf_keras if it has been executed."""
   return [sys.modules[name] for name in ("keras", *[TF_KERAS] * tf_keras_loaded())]
+
+
+if TYPE_CHECKING:
+  KerasOptimizer: TypeAlias = keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer
+else:
+
+  class KerasOptimizer(abc.ABC):  # noqa: B024
+    """An optimizer of Keras 3 or tf_keras; a union of both would execute tf_keras."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+      """Whether a class is one of either Keras."""
+      known = tuple(package.optimizers.Optimizer for package in kerases())
+      return issubclass(other, known) or NotImplemented
 
 
 def when_tf_keras_loads(call: Callable[[], None]) -> None:

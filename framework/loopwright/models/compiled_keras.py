@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -16,12 +16,10 @@ import tf_keras
 
 from loopwright.aliases import Layer, Model, Structure
 from loopwright.errors import ConfigError, kind
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 from loopwright.models.compiled_losses import ElementLoss
 from loopwright.models.compiled_metrics import CompiledMetrics
-
-if TYPE_CHECKING:
-  from loopwright.optimizers.adapters import KerasOptimizer
 
 _REPLACED = ("train_step", "test_step", "compute_loss", "compute_metrics", "make_train_function")
 _MIXES = ("MixUp", "CutMix")

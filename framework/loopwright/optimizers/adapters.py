@@ -1,44 +1,30 @@
 """One interface to the optimizers of Keras 3 and tf_keras, without their own gradient reduction.
 
 The framework has already summed the gradients over replicas, clipped them and checked that they are
-finite. The optimizer only applies its update rule.
+finite. The optimizer only makes its update; rule.py says what that is.
 """
 
 from __future__ import annotations
 
-import abc
 import inspect
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
 
 import keras
 import tensorflow as tf
-import tf_keras
 
 from loopwright.aliases import Gradient, Variable
 from loopwright.declaration import COUNTS, may_change
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 from loopwright.models.replica_state import assign_result
-from loopwright.optimizers import groups, kernels, schedule_free, schedules
+from loopwright.optimizers import kernels, rule, schedules
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.saved_layout import SavedOptimizer, joined_variables
-from loopwright.optimizers.sharding import ShardedFusion
 from loopwright.strategies import placement
-
-if TYPE_CHECKING:
-  KerasOptimizer: TypeAlias = keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer
-else:
-
-  class KerasOptimizer(abc.ABC):  # noqa: B024
-    """The optimizers of Keras 3 and tf_keras; a union of them would execute tf_keras."""
-
-  KerasOptimizer.register(keras.optimizers.Optimizer)
-  lazy_keras.when_tf_keras_loads(lambda: KerasOptimizer.register(tf_keras.optimizers.Optimizer))
 
 OptimizerFactory = Callable[[], KerasOptimizer]
 Optimizers: TypeAlias = OptimizerFactory | Mapping[str, OptimizerFactory]
@@ -57,68 +43,24 @@ class Optimizer:
   Attributes:
     optimizer: of either Keras.
     variables: what it updates.
+    fusion: which of them it updates as one.
     saved: what a checkpoint has of it.
     masks: whether `apply` can be told to leave everything as it is; see `kernels.masks`.
   """
 
-  masks = False
-
   def __init__(
-    self,
-    *,
-    optimizer: KerasOptimizer,
-    variables: Sequence[Variable],
-    step: tf.Variable,
-    factory: OptimizerFactory,
-    options: Sequence[groups.Options] = (),
-    fuse: bool = False,
-    shard: tf.distribute.Strategy | None = None,
-  ) -> None:
-    """Builds the optimizer's slots; call it in `strategy.scope()`.
+    self, *, rule: rule.Rule, fusion: Fusion, saved: SavedOptimizer, factory: OptimizerFactory,
+    masks: bool = False,
+  ) -> None:  # fmt: skip
+    """Stores what `made` makes.
 
     Args:
-      optimizer: a new Keras 3 or tf_keras optimizer, not built.
+      rule: how it updates the variables of `fusion`.
       factory: makes another such optimizer.
-      options: of each variable, for an optimizer of `groups.grouped`.
-      variables: what it updates; see `models.trainable_variables`.
-      step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
-      fuse: where the update rule allows it, use TensorFlow's fused kernels and fuse small
-        variables; see loopwright/optimizers/kernels.py and loopwright/optimizers/fusion.py.
-      shard: the strategy over whose replicas the slots are sharded, None for whole ones; see
-        loopwright/optimizers/sharding.py.
     """
-    self.optimizer, self._factory = optimizer, factory
-    self.variables = list(variables)
-    own = groups.of(optimizer)
-    fused = fuse and not own and is_elementwise(optimizer)
-    rule = placement.here().update_rule
-    self.fusion = (
-      ShardedFusion(self.variables, enabled=fused, strategy=shard)
-      if shard
-      else Fusion(self.variables, enabled=fused and rule is None)
-    )
-    schedules.bind(optimizer, step)
-    if rule is not None:
-      slots = rule.prepare(optimizer, self.variables)
-      self._build()
-      rule.use(optimizer)
-      joined = joined_variables(optimizer, slots, self.variables, fused=fused)
-      self.saved = SavedOptimizer(optimizer, self.learning_rate, joined)
-      return
-    self._build()
-    self.saved = SavedOptimizer(optimizer, self.learning_rate)
-    self.fusion.save_whole(optimizer)
-    if own:
-      groups.use(optimizer, options, self.fusion.variables)
-    elif fuse:
-      kernels.use(optimizer)
-      originals = len(self.fusion.originals)
-      self.masks = not shard and kernels.masks(
-        optimizer,
-        self.fusion.variables,
-        originals=originals,
-        on_gpus=placement.here().on_gpus,
-      )
+    self.optimizer, self.variables = rule.optimizer, fusion.originals
+    self.fusion, self.saved, self.masks = fusion, saved, masks
+    self._rule, self._factory = rule, factory
 
   @property
   def schedule(self) -> schedules.Schedule | None:
@@ -128,7 +70,7 @@ class Optimizer:
 
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar (any context)."""
-    return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
+    return self._rule.learning_rate()
 
   def restart(self) -> None:
     """Begins again at the present weights (host, in `strategy.scope()`).
@@ -153,7 +95,7 @@ class Optimizer:
       value = getattr(self.optimizer, name, None)
       if name not in read and isinstance(value, bool | int | float) and value:
         read[name] = value
-    own = groups.of(self.optimizer)
+    own = rule.groups_of(self.optimizer)
     shown = {name: repr(value) for name, value in read.items()}
     return {**shown, "groups": repr(own)} if own else shown
 
@@ -190,7 +132,7 @@ class Optimizer:
     def update(finite: tf.Tensor | None, *tensors: tf.Tensor) -> None:
       own = gradients.replaced(tensors)
       if finite is None:
-        self._apply(self.fusion.own(own.pieces))
+        self._rule.apply(self.fusion.own(own.pieces))
         return
 
       def masked() -> None:
@@ -221,61 +163,94 @@ class Optimizer:
           kept.append((slot, mask, in_each_replica(slot.read_value)))
     return kept
 
-  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
-    """Calls the optimizer (replica context) with one gradient for each of `fusion.variables`."""
-    raise NotImplementedError
-
-  def _build(self) -> None:
-    raise NotImplementedError
-
 
 def _kept_where_not(slot: tf.Variable, mask: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
   return tf.where(mask, slot, value)
 
 
-class Keras3Optimizer(Optimizer):
-  """Keras 3, whose `apply` would sum the gradients over replicas a second time."""
+def made(
+  optimizer: KerasOptimizer,
+  variables: Sequence[Variable],
+  *,
+  step: tf.Variable,
+  factory: OptimizerFactory,
+  options: Sequence[rule.Options] = (),
+  fuse: bool = False,
+  shard: tf.distribute.Strategy | None = None,
+) -> Optimizer:
+  """Returns a built optimizer; call it in `strategy.scope()`.
 
-  def _build(self) -> None:
-    # Keras has no public switch; a test in tests/unit/optimizers/test_optimizers.py watches this.
-    self.optimizer._all_reduce_sum_gradients = list
-    self.optimizer.build(self.fusion.variables)
-    if schedule_free.is_free(self.optimizer):
-      schedule_free.use(self.optimizer)
+  Args:
+    optimizer: a new Keras 3 or tf_keras optimizer, not built.
+    variables: what it updates; see `models.trainable_variables`.
+    step: int64 scalar, the framework's step counter, which learning-rate schedules follow.
+    factory: makes another such optimizer.
+    options: of each variable, for an optimizer of `groups.grouped`.
+    fuse: where the update rule allows it, use TensorFlow's fused kernels and fuse small
+      variables; see loopwright/optimizers/kernels.py and loopwright/optimizers/fusion.py.
+    shard: the strategy over whose replicas the slots are sharded, None for whole ones; see
+      loopwright/optimizers/sharding.py.
+  """
+  schedules.bind(optimizer, step)
+  fused = fuse and not options and is_elementwise(optimizer)
+  if (own := placement.here().update_rule) is not None:
+    return _made_by(own, optimizer, variables, factory, fused=fused)
+  if shard:
+    from loopwright.optimizers.sharding import ShardedFusion
 
-  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
-    with warnings.catch_warnings():  # the framework already reports variables without gradient
-      warnings.simplefilter("ignore")
-      self.optimizer.apply(list(gradients), self.fusion.variables)
+    fusion: Fusion = ShardedFusion(variables, enabled=fused, strategy=shard)
+  else:
+    fusion = Fusion(variables, enabled=fused)
+  one = _kind(optimizer)(optimizer, fusion.variables)
+  saved = SavedOptimizer(optimizer, one.learning_rate)
+  fusion.save_whole(optimizer)
+  one.update = _update_of(one, options, fuse=fuse)
+  masks = fuse and not options and not shard and kernels.masks(
+    optimizer, fusion.variables, originals=len(variables), on_gpus=placement.here().on_gpus
+  )  # fmt: skip
+  return Optimizer(rule=one, fusion=fusion, saved=saved, factory=factory, masks=masks)
 
 
-class TfKerasOptimizer(Optimizer):
-  """tf_keras, except `tf_keras.optimizers.legacy`."""
+def _update_of(
+  one: rule.Rule, options: Sequence[rule.Options], *, fuse: bool
+) -> rule.Update | None:
+  """Returns how each variable is updated; None for Keras's update of all."""
+  update: rule.Update | None = None
+  if rule.is_free(one.optimizer):
+    from loopwright.optimizers import schedule_free
 
-  def _build(self) -> None:
-    self.optimizer.jit_compile = False  # XLA updates cannot be nested in the step's tf.cond
-    if (rate := getattr(self.optimizer, "_current_learning_rate", None)) is not None:
-      # The last value of a schedule, which every replica assigns. Central storage rejects such an
-      # assignment unless the variable has an aggregation.
-      self.optimizer._current_learning_rate = tf.Variable(
-        rate.read_value(),
-        trainable=False,
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        name="current_learning_rate",
-      )
-    self._raw = [models.raw(v) for v in self.fusion.variables]
-    self.optimizer.build(self._raw)
+    update = schedule_free.update
+  elif fuse and not options:
+    update = kernels.update_of(one.optimizer, one.usual)
+  if options:
+    from loopwright.optimizers import groups
 
-  def learning_rate(self) -> tf.Tensor:
-    """Returns the learning rate of the next update; tf_keras's property gives the last one."""
-    rate = self.optimizer._learning_rate
-    if isinstance(rate, tf_keras.optimizers.schedules.LearningRateSchedule):
-      rate = rate(self.optimizer.iterations)
-    return tf.convert_to_tensor(rate, tf.float32)
+    return groups.update_of(one.decayed(update or one.usual), options)
+  return one.decayed(update) if update else None
 
-  def _apply(self, gradients: Sequence[tf.Tensor | None]) -> None:
-    pairs = [(g, v) for g, v in zip(gradients, self._raw, strict=True) if g is not None]
-    self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+def _made_by(
+  own: placement.UpdateRule,
+  optimizer: KerasOptimizer,
+  variables: Sequence[Variable],
+  factory: OptimizerFactory,
+  *,
+  fused: bool,
+) -> Optimizer:
+  """Returns an optimizer with a rule of the strategy's own, saved as one elsewhere would be."""
+  slots = own.prepare(optimizer, variables)
+  one = _kind(optimizer)(optimizer, variables)
+  one.update = own.update
+  joined = joined_variables(optimizer, slots, variables, fused=fused)
+  saved = SavedOptimizer(optimizer, one.learning_rate, joined)
+  fusion = Fusion(variables, enabled=False)
+  return Optimizer(rule=one, fusion=fusion, saved=saved, factory=factory)
+
+
+def _kind(optimizer: KerasOptimizer) -> type[rule.Rule]:
+  kind = rule.of(optimizer)
+  assert kind is not None, optimizer
+  return kind
 
 
 _BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
@@ -300,7 +275,7 @@ def without_decay(*, of: OptimizerFactory, names: Sequence[str]) -> KerasOptimiz
   if isinstance(names, str) or not names:
     raise ConfigError(f"without_decay.names is {names!r}; it must be a list such as ['bias'].")
   optimizer = of()
-  if _generation(optimizer) is None:
+  if rule.of(optimizer) is None:
     return optimizer  # `build` raises the error
   if getattr(optimizer, "weight_decay", None) is None:
     raise ConfigError(
@@ -370,18 +345,19 @@ def _build_one(
   fuse: bool,
   shard: tf.distribute.Strategy | None,
 ) -> Optimizer:
-  if _generation(factory) is not None or not callable(factory):
+  if rule.of(factory) is not None or not callable(factory):
     raise ConfigError(
       f"optimizer {name!r} is {type(factory).__name__}, already built; pass a factory, which the "
       "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
     )
   optimizer = _made(name, factory)
-  adapter = require_usable(name, optimizer)
+  require_usable(name, optimizer)
   if not variables:
     raise ConfigError(
       f"optimizer {name!r} has no trainable variable to update; build the model's variables in "
       "build_model() (call it once, or give it an Input), or override Task.variables_of()."
     )
+  _refuse_overwritten(name, variables)
   _require_matches(name, optimizer, variables)
   if shard and not is_elementwise(optimizer):
     raise ConfigError(
@@ -389,10 +365,24 @@ def _build_one(
       f"{type(optimizer).__name__}, is not known to treat every element alike; use "
       f"{', '.join(_ELEMENTWISE)} without clipnorm and without_decay, or keep the state whole."
     )
-  return adapter(
-    optimizer=optimizer, variables=variables, step=step, factory=factory,
-    options=groups.matched(name, optimizer, variables), fuse=fuse, shard=shard,
-  )  # fmt: skip
+  options: list[rule.Options] = []
+  if rule.groups_of(optimizer):
+    from loopwright.optimizers import groups
+
+    options = groups.matched(name, optimizer, variables)
+  return made(
+    optimizer, variables, step=step, factory=factory, options=options, fuse=fuse, shard=shard
+  )
+
+
+def _refuse_overwritten(name: str, variables: Sequence[Variable]) -> None:
+  for variable in variables:
+    if getattr(variable, "overwrite_with_gradient", False):
+      raise ConfigError(
+        f"optimizer {name!r}: variable {models.name(variable)!r} is one that Keras sets to its "
+        "gradient (float8), but the framework divides gradients by the global weight; train in "
+        "mixed_bfloat16 instead of quantize('float8')."
+      )
 
 
 def _require_matches(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
@@ -406,20 +396,21 @@ def _require_matches(name: str, optimizer: KerasOptimizer, variables: Sequence[V
       )
 
 
-def require_usable(name: str, optimizer: KerasOptimizer) -> type[Optimizer]:
-  """Returns the interface to an optimizer.
+def require_usable(name: str, optimizer: KerasOptimizer) -> None:
+  """Checks that the framework can update with an optimizer as its class means it.
 
   Raises:
-    ConfigError: not an optimizer, or an option that conflicts with the framework's.
+    ConfigError: not an optimizer, an option that conflicts with the framework's, or a method of
+      its class that would not be called.
   """
-  adapter = _generation(optimizer)
-  if adapter is None:
+  kind = rule.of(optimizer)
+  if kind is None:
     raise ConfigError(
       f"optimizer {name!r} is a {type(optimizer).__name__}; it must be a Keras 3 optimizer or a "
       "tf_keras optimizer that is not legacy."
     )
   _refuse_conflicts(name, optimizer)
-  return adapter
+  rule.require_called(name, optimizer, kind)
 
 
 def _names_without_decay(optimizer: KerasOptimizer) -> list[str]:
@@ -437,14 +428,6 @@ def _made(name: str, factory: OptimizerFactory) -> KerasOptimizer:
   except ValueError as error:  # how Keras refuses an argument
     reason = str(error).partition("\n")[0]
     raise ConfigError(f"optimizer {name!r} cannot be made: {reason}") from error
-
-
-def _generation(optimizer: KerasOptimizer) -> type[Optimizer] | None:
-  if isinstance(optimizer, lazy_keras.tf_keras_classes("optimizers.Optimizer")):
-    return TfKerasOptimizer
-  if isinstance(optimizer, keras.optimizers.Optimizer):
-    return Keras3Optimizer
-  return None
 
 
 _CONFLICTS = {

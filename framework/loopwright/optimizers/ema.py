@@ -12,8 +12,8 @@ from loopwright.aliases import Model, TensorLike, Variable
 from loopwright.declaration import COUNTS, asked, may_change
 from loopwright.errors import ConfigError, is_finite, require_integer, shown
 from loopwright.models import models
-from loopwright.optimizers import schedule_free
 from loopwright.optimizers.adapters import Optimizer
+from loopwright.optimizers.rule import is_free
 from loopwright.optimizers.schedules import Schedule
 from loopwright.strategies import placement
 
@@ -215,7 +215,7 @@ def averages(
   Raises:
     ConfigError: `decay` is out of range, or an optimizer has an average of its own.
   """
-  free = {n: each for n, each in optimizers.items() if schedule_free.is_free(each.optimizer)}
+  free = {n: each for n, each in optimizers.items() if is_free(each.optimizer)}
   if not free:
     if decay is None:
       return None

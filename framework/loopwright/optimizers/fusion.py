@@ -8,18 +8,16 @@ gradients changes only the number of operations, not the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from absl import logging
 
 from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 from loopwright.models.replica_state import assign, assign_result
-
-if TYPE_CHECKING:
-  from loopwright.optimizers.adapters import KerasOptimizer
 
 SMALL = 2**14
 """Variables with fewer elements are fused; copying a larger one costs more than fusion saves."""

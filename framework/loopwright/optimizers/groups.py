@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,17 +19,13 @@ from loopwright.aliases import TensorLike, Variable
 from loopwright.declaration import COUNTS, may_change
 from loopwright.errors import ConfigError, is_finite, unknown
 from loopwright.host import lazy_keras
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
-from loopwright.optimizers import schedule_free
-
-if TYPE_CHECKING:
-  from loopwright.optimizers.adapters import KerasOptimizer
+from loopwright.optimizers.rule import GROUPS, Options, Update, groups_of, is_free
 
 SCALE = "learning_rate_scale"
-_KEPT = "variable_groups"
 _OF_ALL = ("clipnorm", "clipvalue", "global_clipnorm", "ema_momentum", "loss_scale_factor")
 _AT_FIRST = ("initial_accumulator_value",)
-Options = Mapping[str, float]
 
 
 @may_change(COUNTS)
@@ -68,7 +64,7 @@ def grouped(
       ) from error
     for option, value in options.items():
       _check(optimizer, pattern, option, value)
-  vars(optimizer)[_KEPT] = {pattern: dict(options) for pattern, options in groups.items()}
+  vars(optimizer)[GROUPS] = {pattern: dict(options) for pattern, options in groups.items()}
   return optimizer
 
 
@@ -93,13 +89,8 @@ def _check(optimizer: Any, pattern: str, option: str, value: float) -> None:
       f"{where} has {option}={value!r}, but {option} is 0 for the optimizer, which then has no "
       "state for it; set it there too."
     )
-  if option == "beta_1" and schedule_free.is_free(optimizer):
+  if option == "beta_1" and is_free(optimizer):
     raise ConfigError(f"{where} has 'beta_1', which is one for all of ScheduleFreeAdamW.")
-
-
-def of(optimizer: Any) -> dict[str, Options]:
-  """Returns pattern -> options of an optimizer; none unless `grouped` made it."""
-  return getattr(optimizer, _KEPT, {})
 
 
 def matched(name: str, optimizer: Any, variables: Sequence[Variable]) -> list[Options]:
@@ -108,7 +99,7 @@ def matched(name: str, optimizer: Any, variables: Sequence[Variable]) -> list[Op
   Raises:
     ConfigError: a pattern matches no variable, or two match the same.
   """
-  groups, names = of(optimizer), [models.name(v) for v in variables]
+  groups, names = groups_of(optimizer), [models.name(v) for v in variables]
   fitting = [[p for p in groups if re.fullmatch(p, each)] for each in names]
   for pattern in groups:
     if not any(pattern in each for each in fitting):
@@ -125,40 +116,21 @@ def matched(name: str, optimizer: Any, variables: Sequence[Variable]) -> list[Op
   return [groups[found[0]] if found else {} for found in fitting]
 
 
-def use(optimizer: Any, options: Sequence[Options], variables: Sequence[Variable]) -> None:
-  """Gives the updates of a built optimizer the options of their variables, in order."""
-  of_keras_3 = isinstance(optimizer, keras.optimizers.Optimizer)
-  rule = optimizer.update_step
-  given = variables if of_keras_3 else map(models.raw, variables)
-  decays = [optimizer._use_weight_decay(variable) for variable in given]
+def update_of(update: Update, options: Sequence[Options]) -> Update:
+  """Returns an update with the options of each variable, in order."""
 
-  def update_step(gradient: tf.Tensor, variable: Variable, *rate: TensorLike) -> None:
-    index = (
-      optimizer._get_variable_index(variable)
-      if of_keras_3
-      else optimizer._index_dict[optimizer._var_key(variable)]
-    )
-    with _in_place(optimizer, options[index]):
-      scaled = [given * options[index].get(SCALE, 1.0) for given in rate]
-      if decays[index] and (decay := _decay_of(optimizer, index)):
-        now = tf.cast(scaled[0] if scaled else optimizer.learning_rate, variable.dtype)
-        variable.assign_sub(variable * tf.cast(decay, variable.dtype) * now)
-      rule(gradient, variable, *scaled)
+  def with_options(
+    optimizer: Any, index: int, gradient: tf.Tensor, variable: Variable, rate: TensorLike
+  ) -> None:
+    rate = rate * options[index].get(SCALE, 1.0)
+    with _in_place(optimizer, options[index], rate):
+      update(optimizer, index, gradient, variable, rate)
 
-  optimizer.update_step = update_step
-  optimizer._apply_weight_decay = lambda variables: None
-
-
-def _decay_of(optimizer: Any, index: int) -> float | None:
-  """Returns the weight decay; Muon has another for what it updates with Adam."""
-  by_adam = getattr(optimizer, "adam_velocities", None)
-  if by_adam is not None and by_adam[index] is not None:
-    return optimizer.adam_weight_decay
-  return optimizer.weight_decay
+  return with_options
 
 
 @contextlib.contextmanager
-def _in_place(optimizer: Any, options: Options) -> Iterator[None]:
+def _in_place(optimizer: Any, options: Options, rate: TensorLike) -> Iterator[None]:
   """The attributes of an optimizer are those of a group inside `with` (while it is traced).
 
   Kerases track what is assigned to an optimizer, so its dict is changed.
@@ -168,7 +140,7 @@ def _in_place(optimizer: Any, options: Options) -> Iterator[None]:
     follows = lazy_keras.tf_keras_classes("optimizers.schedules.LearningRateSchedule")
     scheduled = isinstance(attributes["_learning_rate"], follows)
     place = "_current_learning_rate" if scheduled else "_learning_rate"
-    put[place] = optimizer.learning_rate * options[SCALE]
+    put[place] = rate
   held = {name: attributes[name] for name in put}
   attributes.update(put)
   try:

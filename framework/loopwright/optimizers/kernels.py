@@ -11,15 +11,16 @@ three times as long if other processes use the cores (benchmarks/adam_kernel.py)
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import keras
 import tensorflow as tf
 
+from loopwright.aliases import TensorLike
 from loopwright.host.lazy_keras import tf_keras_classes
 from loopwright.models import models
+from loopwright.optimizers.rule import Update
 
 if TYPE_CHECKING:
   from loopwright.optimizers.fusion import Fusion, Gradients
@@ -45,18 +46,29 @@ def register(kind: type) -> Callable[[Kernel], Kernel]:
   return keep
 
 
-def use(optimizer: Any) -> None:
-  """Replaces the update rule of `optimizer` by a kernel of the same formula, if there is one.
+def update_of(optimizer: Any, usual: Update) -> Update | None:
+  """Returns the update of `optimizer` by a kernel of the same formula, if there is one.
 
   For Adam and AdamW (without amsgrad) and SGD of both Keras generations, and for what is
   registered, but not for subclasses.
+
+  Args:
+    optimizer: of either Keras.
+    usual: Keras's update, for what the kernel does not support.
   """
   kind = type(optimizer)
-  if kind in _KERNELS:
-    kernel, usual = _KERNELS[kind], optimizer.update_step
-    optimizer.update_step = functools.partial(_keras_3_step, optimizer, kernel, usual)
-  elif kind in tf_keras_classes("optimizers.Adam", "optimizers.AdamW", "optimizers.SGD"):
-    optimizer.update_step = functools.partial(_tf_keras_step, optimizer, optimizer.update_step)
+  known = kind in tf_keras_classes("optimizers.Adam", "optimizers.AdamW", "optimizers.SGD")
+  kernel = _apply if known else _KERNELS.get(kind)
+  if kernel is None:
+    return None
+
+  def update(
+    optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, rate: TensorLike
+  ) -> None:
+    if not kernel(optimizer, index, gradient, variable, rate):
+      usual(optimizer, index, gradient, variable, rate)
+
+  return update
 
 
 def masks(
@@ -189,25 +201,6 @@ def _momentum(
 def _descend(variable: tf.Variable, alpha: tf.Tensor, delta: tf.Tensor) -> None:
   """Subtracts alpha * delta, in one operation."""
   tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=alpha, delta=delta)
-
-
-def _keras_3_step(
-  optimizer: Any,
-  kernel: Kernel,
-  usual: Any,
-  gradient: tf.Tensor,
-  variable: Any,
-  learning_rate: Any,
-) -> None:
-  index = optimizer._get_variable_index(variable)
-  if not kernel(optimizer, index, gradient, variable, learning_rate):
-    usual(gradient, variable, learning_rate)
-
-
-def _tf_keras_step(optimizer: Any, usual: Any, gradient: tf.Tensor, variable: tf.Variable) -> None:
-  index = optimizer._index_dict[optimizer._var_key(variable)]
-  if not _apply(optimizer, index, gradient, variable, optimizer.learning_rate):
-    usual(gradient, variable)
 
 
 def _apply(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -17,11 +17,9 @@ from tensorflow.python.trackable import base
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 
 from loopwright.aliases import Variable
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 from loopwright.optimizers.fusion import Fusion
-
-if TYPE_CHECKING:
-  from loopwright.optimizers.adapters import KerasOptimizer
 
 _VALUE = "VARIABLE_VALUE"
 _CPU = "/job:localhost/replica:0/task:0/device:CPU:0"

@@ -6,31 +6,19 @@ slot z after its update where the rule needs the value before, so the average x 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from loopwright.aliases import TensorLike, Variable
 from loopwright.models import models
 
 
-def is_free(optimizer: Any) -> bool:
-  """Whether it is Keras's ScheduleFreeAdamW, which Keras 3.12 does not have."""
-  return isinstance(optimizer, getattr(keras.optimizers, "ScheduleFreeAdamW", ()))
-
-
-def use(optimizer: Any) -> None:
-  """Replaces the update rule of a built optimizer."""
-  optimizer.update_step = functools.partial(_update_step, optimizer)
-
-
-def _update_step(
-  optimizer: Any, gradient: tf.Tensor, variable: Variable, learning_rate: TensorLike
+def update(
+  optimizer: Any, index: int, gradient: tf.Tensor, variable: Variable, learning_rate: TensorLike
 ) -> None:
   """Updates z and its squares in slots, and y = (1 - beta_1) z + beta_1 x in the variable."""
-  index, y = optimizer._get_variable_index(variable), models.raw(variable)
+  y = models.raw(variable)
   z, square = (models.raw(s[index]) for s in (optimizer._momentums, optimizer._velocities))
   rate, beta_1, beta_2, number = (
     tf.cast(value, y.dtype)

@@ -11,9 +11,10 @@ A step is the number of training steps completed before the update, so the first
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,9 +24,7 @@ from loopwright.aliases import TensorLike
 from loopwright.declaration import SCHEDULE, may_change
 from loopwright.errors import ConfigError, is_finite, require_integer, require_positive, shown
 from loopwright.host import lazy_keras
-
-if TYPE_CHECKING:
-  from loopwright.optimizers.adapters import KerasOptimizer
+from loopwright.host.lazy_keras import KerasOptimizer
 
 ScheduleFunction = Callable[[tf.Tensor], TensorLike]
 
@@ -33,10 +32,15 @@ ScheduleFunction = Callable[[tf.Tensor], TensorLike]
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):
   """A function of the step that Keras 3 and tf_keras optimizers accept as learning rate.
 
-  It is a schedule of tf_keras too, from the moment at which tf_keras is executed.
+  For `isinstance` it is a schedule of tf_keras too, once tf_keras is executed.
   """
 
   may_change = SCHEDULE
+
+  @property  # type: ignore[misc]
+  def __class__(self) -> type:
+    """What `isinstance` asks besides the type."""
+    return _of_both() if lazy_keras.tf_keras_loaded() else type(self)
 
   def __init__(
     self, function: ScheduleFunction, *, config: Mapping[str, Any] | None = None
@@ -118,11 +122,10 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     return _BY_NAME[arguments.pop("schedule")](**arguments)
 
 
-def _become_tf_keras() -> None:
-  Schedule.__bases__ += (tf_keras.optimizers.schedules.LearningRateSchedule,)
-
-
-lazy_keras.when_tf_keras_loads(_become_tf_keras)
+@functools.cache
+def _of_both() -> type:
+  also = tf_keras.optimizers.schedules.LearningRateSchedule
+  return type("Schedule", (Schedule, also), {"__module__": __name__})
 
 
 def _is_schedule(rate: object) -> bool:

@@ -12,7 +12,7 @@ of replicas, sharded or not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -21,13 +21,11 @@ from tensorflow.python.training.saving.saveable_object import SaveSpec
 from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import as_written
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 from loopwright.models.replica_state import assign
 from loopwright.optimizers.fusion import Fusion
 from loopwright.strategies import placement
-
-if TYPE_CHECKING:
-  from loopwright.optimizers.adapters import KerasOptimizer
 
 _VALUE = "VARIABLE_VALUE"
 

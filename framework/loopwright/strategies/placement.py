@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import cross_device_ops
 
-from loopwright.aliases import PerReplica, Structure
+from loopwright.aliases import PerReplica, Structure, TensorLike
 from loopwright.errors import ConfigError
 from loopwright.strategies import gpus
 from loopwright.strategies.cluster import Cluster
@@ -32,8 +32,10 @@ class UpdateRule(Protocol):
   def prepare(self, optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
     """Has the optimizer, not built yet, make slots of its own kind; returns them by variable."""
 
-  def use(self, optimizer: Any) -> None:
-    """Replaces the rule of a built optimizer."""
+  def update(
+    self, optimizer: Any, index: int, gradient: Any, variable: Any, rate: TensorLike
+  ) -> None:
+    """Updates one variable and its slots; see `rule.Update`."""
 
 
 class Placement:

@@ -13,7 +13,7 @@ from toys import KERAS
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss
 from loopwright.models import models
-from loopwright.optimizers import adapters, fusion, kernels, loss_scale
+from loopwright.optimizers import adapters, fusion, kernels, loss_scale, rule
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.step import Step, StepParts
 from loopwright.strategies.reduction import Reduction
@@ -92,10 +92,13 @@ def make_optimizer(library, name):
 def keras_alone(library, optimizer, *, steps=STEPS, with_kernels=False):
   """Returns the weights and slots after `steps` updates without fusion, strategy or framework."""
   variables = make_variables(library)
-  optimizer.build(variables)
-  if with_kernels:
-    kernels.use(optimizer)
+  one = rule.of(optimizer)(optimizer, variables)
+  if update := kernels.update_of(optimizer, one.usual):
+    one.update = one.decayed(update)
   for step in range(steps):
+    if with_kernels:
+      one.apply(gradients_of(step))
+      continue
     pairs = zip(gradients_of(step), variables, strict=True)
     optimizer.apply_gradients([(g, v) for g, v in pairs if g is not None])
   return [models.raw(v).numpy() for v in variables]

@@ -7,7 +7,7 @@ import tensorflow as tf
 from toys import KERAS
 
 from loopwright.models import models
-from loopwright.optimizers import adapters, kernels
+from loopwright.optimizers import adapters, kernels, rule
 from loopwright.optimizers.fusion import Gradients
 
 STEPS = 20
@@ -66,17 +66,25 @@ def make(library, name, *, learning_rate=RATE, **changed):
   return getattr(KERAS[library].optimizers, kind)(learning_rate, **{**options, **changed})
 
 
+def with_kernels_of(optimizer, variables):
+  """Returns the rule of a new optimizer, by kernels where there are some."""
+  one = rule.of(optimizer)(optimizer, variables)
+  if update := kernels.update_of(optimizer, one.usual):
+    one.update = one.decayed(update)
+  return one
+
+
 def trained(library, optimizer, *, with_kernels, dtype=np.float64):
   """Returns the weights after STEPS updates by the optimizer alone, without any of the loop."""
   make_variable = keras.Variable if library == "keras" else tf.Variable
   variables = [make_variable(w, dtype=np.dtype(dtype).name) for w in initial(dtype)]
-  optimizer.build(variables)
-  if with_kernels:
-    kernels.use(optimizer)
+  one = with_kernels_of(optimizer, variables) if with_kernels else None
   for step in range(STEPS):
-    optimizer.apply_gradients(
-      zip(map(tf.constant, gradients_of(step, dtype)), variables, strict=True)
-    )
+    gradients = list(map(tf.constant, gradients_of(step, dtype)))
+    if one:
+      one.apply(gradients)
+    else:
+      optimizer.apply_gradients(zip(gradients, variables, strict=True))
   return [models.raw(v).numpy() for v in variables]
 
 
@@ -85,9 +93,8 @@ class Ops:
 
   def __init__(self, library, optimizer, size=2):
     variable = tf.Variable(tf.ones([size]))
-    optimizer.build([variable])
-    kernels.use(optimizer)
-    update = tf.function(lambda: optimizer.apply_gradients([(tf.ones([size]), variable)]))
+    one = with_kernels_of(optimizer, [variable])
+    update = tf.function(lambda: one.apply([tf.ones([size])]))
     self.names = {op.type for op in update.get_concrete_function().graph.get_operations()}
 
 
@@ -203,9 +210,7 @@ def test_a_subclass_keeps_its_own_rule(library):
 @pytest.mark.parametrize("kind", ["RMSprop", "Adagrad", "Nadam", "Adafactor"])
 def test_other_optimizers_are_left_alone(library, kind):
   optimizer = getattr(KERAS[library].optimizers, kind)(RATE)
-  before = optimizer.update_step
-  kernels.use(optimizer)
-  assert optimizer.update_step == before
+  assert kernels.update_of(optimizer, None) is None
 
 
 # ---- Without a branch ----
@@ -265,9 +270,9 @@ class Masked:
     self.jit_compile = jit_compile
     with strategy.scope():
       self.variables = [keras.Variable(w, dtype="float32") for w in initial(np.float32)]
-      self.optimizer = adapters.Keras3Optimizer(
-        optimizer=make("keras", name),
-        variables=self.variables,
+      self.optimizer = adapters.made(
+        make("keras", name),
+        self.variables,
         step=tf.Variable(0, dtype=tf.int64),
         factory=lambda: make("keras", name),
         fuse=fuse,

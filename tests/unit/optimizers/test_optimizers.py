@@ -8,7 +8,7 @@ import tf_keras
 
 from loopwright.errors import ConfigError
 from loopwright.models import models
-from loopwright.optimizers import adapters, schedules
+from loopwright.optimizers import adapters, rule, schedules
 from loopwright.optimizers.ema import Ema
 
 KERAS = {"keras": keras.optimizers, "tf_keras": tf_keras.optimizers}
@@ -43,7 +43,7 @@ def apply(strategy, optimizer, gradients):
 
 
 def test_canary_keras_3_still_reduces_by_the_method_that_the_adapter_replaces():
-  """If it fails after an upgrade of Keras: Keras3Optimizer no longer switches its reduction off."""
+  """If it fails after an upgrade of Keras: rule.Keras3 no longer switches its reduction off."""
   optimizer, variable = keras.optimizers.SGD(1.0), tf.Variable(0.0)
   optimizer.build([variable])
   assert callable(optimizer._all_reduce_sum_gradients)
@@ -196,8 +196,8 @@ def test_several_optimizers_own_what_variables_of_says():
   factories = {"a": lambda: keras.optimizers.Adam(), "b": lambda: tf_keras.optimizers.SGD()}
   made = adapters.build(factories, owned.__getitem__, step_counter())
   assert {name: optimizer.variables for name, optimizer in made.items()} == owned
-  assert isinstance(made["a"], adapters.Keras3Optimizer)
-  assert isinstance(made["b"], adapters.TfKerasOptimizer)
+  assert rule.of(made["a"].optimizer) is rule.Keras3
+  assert rule.of(made["b"].optimizer) is rule.TfKeras
 
 
 # ---- The moving average ----

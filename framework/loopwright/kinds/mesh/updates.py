@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from loopwright.aliases import TensorLike, Variable
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.kinds.mesh.variables import made_like
 from loopwright.models import models
-from loopwright.optimizers import groups
-
-if TYPE_CHECKING:
-  from loopwright.optimizers.adapters import KerasOptimizer
+from loopwright.optimizers.rule import groups_of
 
 _KINDS = ("SGD", "Adam", "AdamW")
 
@@ -43,7 +40,7 @@ def prepare(optimizer: KerasOptimizer, variables: Sequence[Variable]) -> dict[in
       f"the optimizer is a {type(optimizer).__name__}, but model_parallel can update only with "
       f"{', '.join(_KINDS)} of keras or tf_keras, without amsgrad."
     )
-  if groups.of(optimizer):
+  if groups_of(optimizer):
     raise ConfigError("model_parallel has one update for all variables; use no grouped optimizer.")
   usual = optimizer.add_variable_from_reference
   slots: dict[int, list[Variable]] = {}
@@ -62,11 +59,20 @@ def prepare(optimizer: KerasOptimizer, variables: Sequence[Variable]) -> dict[in
   return slots
 
 
-def use(optimizer: KerasOptimizer) -> None:
-  """Replaces the update rule of a built optimizer, weight decay included."""
-  of_keras_3 = isinstance(optimizer, keras.optimizers.Optimizer)
-  optimizer.update_step = functools.partial(_keras_3 if of_keras_3 else _tf_keras, optimizer)
-  optimizer._apply_weight_decay = lambda variables: None
+def update(
+  optimizer: KerasOptimizer, index: int, gradient: tf.Tensor, variable: Variable, rate: TensorLike
+) -> None:
+  """An `Update` of optimizers of these kinds, weight decay included."""
+  raw = models.raw(variable)
+  rate = tf.cast(rate, raw.dtype)
+  gradient, value = tf.cast(gradient, raw.dtype), raw.read_value()
+  if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
+    value -= value * tf.cast(optimizer.weight_decay, raw.dtype) * rate
+  rule: Callable[..., list[tuple[Variable, tf.Tensor]]] = (
+    _adam if hasattr(optimizer, "beta_1") else _gradient_descent
+  )
+  for target, new in rule(optimizer, index, gradient, raw, value, rate):
+    target.assign(new, read_value=False)
 
 
 def prove(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
@@ -85,7 +91,7 @@ def prove(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -
     with tf.GradientTape() as tape:
       total = tf.add_n([0.5 * tf.reduce_sum(tf.cast(v, tf.float32)) for v in raw])
     for index, gradient in enumerate(tape.gradient(total, raw)):
-      _update(optimizer, index, gradient, variables[index], tf.constant(_RATE))
+      update(optimizer, index, gradient, variables[index], tf.constant(_RATE))
 
   for slot in slots:
     if slot.dtype.is_floating and slot.shape.rank:
@@ -120,32 +126,6 @@ def _known_move(
   mean, square = 0.5 * (1 - optimizer.beta_1), 0.25 * (1 - optimizer.beta_2)
   corrected = _RATE * np.sqrt(1 - optimizer.beta_2**count) / (1 - optimizer.beta_1**count)
   return value - corrected * mean / (np.sqrt(square) + optimizer.epsilon)
-
-
-def _keras_3(
-  optimizer: KerasOptimizer, gradient: tf.Tensor, variable: Variable, learning_rate: TensorLike
-) -> None:
-  _update(optimizer, optimizer._get_variable_index(variable), gradient, variable, learning_rate)
-
-
-def _tf_keras(optimizer: KerasOptimizer, gradient: tf.Tensor, variable: tf.Variable) -> None:
-  index = optimizer._index_dict[optimizer._var_key(variable)]
-  _update(optimizer, index, gradient, variable, optimizer.learning_rate)
-
-
-def _update(
-  optimizer: KerasOptimizer, index: int, gradient: tf.Tensor, variable: Variable, rate: TensorLike
-) -> None:
-  raw = models.raw(variable)
-  rate = tf.cast(rate, raw.dtype)
-  gradient, value = tf.cast(gradient, raw.dtype), raw.read_value()
-  if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
-    value -= value * tf.cast(optimizer.weight_decay, raw.dtype) * rate
-  rule: Callable[..., list[tuple[Variable, tf.Tensor]]] = (
-    _adam if hasattr(optimizer, "beta_1") else _gradient_descent
-  )
-  for target, new in rule(optimizer, index, gradient, raw, value, rate):
-    target.assign(new, read_value=False)
 
 
 def _gradient_descent(

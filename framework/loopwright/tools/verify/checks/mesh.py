@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError, failure, place_of
 from loopwright.graphs import operations as graphs
-from loopwright.optimizers.adapters import KerasOptimizer
+from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.strategies import placement
 from loopwright.tools.verify.bench import bench, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Subject
