@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
