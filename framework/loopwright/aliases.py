@@ -7,15 +7,24 @@ for a type checker. They tell a reader what to pass and what comes back. No Tens
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
   import tensorflow as tf
   from typing_extensions import Unpack
 
   Tensor: TypeAlias = tf.Tensor
+
+  class StepNumber(tf.Tensor):
+    """Has the operator that TensorFlow's own annotations leave out."""
+
+    def __mod__(self, other: int) -> tf.Tensor:
+      """As in `step.number % 2`."""
+
 else:
   Unpack = Any  # of Python 3.11
+  StepNumber = Any
+  """An int64 scalar, a `tf.Tensor`."""
   Tensor = Any
   """A `tf.Tensor`."""
 
@@ -24,22 +33,41 @@ __all__ = [
   "Batch",
   "DatasetFn",
   "Gradient",
+  "HostValue",
   "Layer",
   "Model",
   "PerReplica",
+  "Scalar",
   "Structure",
   "Tensor",
   "TensorLike",
   "Variable",
 ]
 
+
+class Array(Protocol):
+  """A tensor, a variable or a NumPy array: not a text, not None."""
+
+  @property
+  def shape(self) -> Any:
+    """The sizes of its axes."""
+
+  @property
+  def dtype(self) -> Any:
+    """The type of its elements."""
+
+
 Batch: TypeAlias = dict[str, Tensor]
 """Feature name -> tensor [rows, ...]. Besides the features of the source a task gets "weight"
 (float32 [rows], 0 for padding), "example_id" (int64 [rows], -1 for padding) and "step" (int64
 [rows], the number of the training step); see `loopwright.inputs.datasets`. In replica context the
 rows are those of this replica, on the host all."""
-TensorLike: TypeAlias = Any
-"""What TensorFlow takes for a tensor: a tensor, a variable, a NumPy array, a number."""
+Scalar: TypeAlias = Array | float
+"""A number: a Python one, or a tensor, a variable or a NumPy array of shape []."""
+TensorLike: TypeAlias = Array | float | list[Any] | tuple[Any, ...]
+"""What TensorFlow takes for a tensor: a tensor, a variable, a NumPy array, a number, or a list."""
+HostValue: TypeAlias = Any
+"""What the host has of a metric: a float, or a float64 array of the metric's shape."""
 Structure: TypeAlias = Any
 """A tensor, or a list, tuple or dict of structures, as `tf.nest` takes them: what a model returns,
 or the targets of one with several outputs. The first axis of its tensors is the rows."""

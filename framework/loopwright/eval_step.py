@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
+from loopwright.aliases import StepNumber
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import methods_as_written
 from loopwright.metrics import Metric
@@ -36,7 +37,7 @@ class EvalStep:
     self._number = tf.cast(0 if number is None else number, tf.int64)
 
   @property
-  def number(self) -> tf.Tensor:
+  def number(self) -> StepNumber:
     """The number of training steps before this one, an int64 scalar: 0 in the first step.
 
     In evaluation, the number of all training steps so far. Equal on all replicas; under parameter

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import AnySource, Batch, Model, Structure, TensorLike
+from loopwright.aliases import AnySource, Batch, HostValue, Model, Structure, TensorLike
 from loopwright.errors import ConfigError, kind
 from loopwright.graphs.autograph import as_written
 from loopwright.host.lazy_keras import KerasOptimizer
@@ -168,7 +168,7 @@ class KerasTask(Task):
       self.compiled.require_no_losses_of_rows()
     return super().regularization()
 
-  def derived(self, values: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
+  def derived(self, values: Mapping[str, HostValue]) -> dict[str, HostValue]:
     """Returns the compiled metrics under the names that `fit` gives them."""
     sums = [values[_variable(n)] for n in range(len(values)) if _variable(n) in values]
     return self.compiled.metrics.results(sums) if sums else {}

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import tensorflow as tf
 
-from loopwright.aliases import AnySource, Batch, PerReplica, TensorLike
+from loopwright.aliases import AnySource, Batch, PerReplica
 
 if TYPE_CHECKING:
   from loopwright.metrics import Loss
@@ -41,7 +41,7 @@ AllReduce: TypeAlias = Callable[[Tensors, Tensors], tuple[list[tf.Tensor], list[
 """(gradients, scalars) of this replica -> their sums over all replicas."""
 Forward: TypeAlias = "Callable[[Batch], Loss]"
 """Micro-batch -> this replica's sums."""
-Metrics: TypeAlias = Mapping[str, tuple[TensorLike, TensorLike]]
+Metrics: TypeAlias = Mapping[str, tuple[tf.Tensor, tf.Tensor]]
 """Name -> (total, weight)."""
 
 

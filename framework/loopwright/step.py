@@ -21,6 +21,7 @@ from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.metrics import (
   REPORTED,
   REPORTED_BY_UPDATES,
+  Checked,
   Loss,
   Metric,
   PerExample,
@@ -193,7 +194,7 @@ class Step(EvalStep):
     for observer in self._observers:
       forward = observer.forward(forward, self.record.add)
 
-    def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Metric]]:
+    def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Checked]]:
       with self.record.collected() as logged:
         with self.parts.forward_pass(key, batch), tf.GradientTape() as tape:
           loss = forward(batch)
@@ -390,7 +391,7 @@ class Step(EvalStep):
     begun = self.draws.before
     layout: list[Gradients] = []
 
-    def computed() -> tuple[list[tf.Tensor], Loss, dict[str, Metric]]:
+    def computed() -> tuple[list[tf.Tensor], Loss, dict[str, Checked]]:
       self.draws.before = begun
       with self.record.collected() as logged:
         gradients, loss = compute()

@@ -12,7 +12,7 @@ import tensorflow as tf
 from loopwright.aliases import Batch, Model
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import as_written, converted, methods_as_written
-from loopwright.metrics import Metric, PerExample, Sum, Summed, Weighted
+from loopwright.metrics import Checked, PerExample, Sum, Summed, Weighted
 from loopwright.models import models, recomputation
 from loopwright.optimizers.updates import Assignments
 
@@ -48,10 +48,10 @@ class StepRecord:
     self.is_conditional = False
     self.updates: list[tuple[tf.Tensor, tf.Tensor]] = []
     self.only_evaluated: set[str] = set()
-    self.closing: list[Callable[[], Mapping[str, Metric]]] = []
-    self._logged: dict[str, Metric] = {}
+    self.closing: list[Callable[[], Mapping[str, Checked]]] = []
+    self._logged: dict[str, Checked] = {}
 
-  def add(self, metrics: Mapping[str, Metric]) -> None:
+  def add(self, metrics: Mapping[str, Checked]) -> None:
     """Adds metrics to those of the same names; nothing where activations are computed again.
 
     Raises:
@@ -64,7 +64,7 @@ class StepRecord:
       self._logged[name] = value if known is None else _both(name, known, value)
 
   @contextlib.contextmanager
-  def collected(self) -> Iterator[dict[str, Metric]]:
+  def collected(self) -> Iterator[dict[str, Checked]]:
     """Yields what is logged inside `with`; it does not count, unless it is logged again."""
     outside, self._logged = self._logged, {}
     try:
@@ -118,7 +118,7 @@ def run(step: EvalStep, task_step: Callable[..., None], batch: Batch) -> None:
   converted(task_step)(step, step.record.batch)
 
 
-def _both(name: str, one: Metric, other: Metric) -> Metric:
+def _both(name: str, one: Checked, other: Checked) -> Checked:
   """Returns one metric of two that a step logs under one name."""
   kinds = (PerExample, Sum, tuple)
   both = {next(kind for kind in kinds if isinstance(value, kind)) for value in (one, other)}
@@ -133,7 +133,7 @@ def _both(name: str, one: Metric, other: Metric) -> Metric:
   )
 
 
-def _what(metric: Metric) -> str:
+def _what(metric: Checked) -> str:
   """Returns what an error calls a metric."""
   if isinstance(metric, (Sum, PerExample)):
     return f"a {type(metric).__name__} of shape {metric[0].shape}"

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from loopwright.aliases import AnySource, Batch, Model, Structure, TensorLike, Variable
+from loopwright.aliases import AnySource, Batch, HostValue, Model, Structure, TensorLike, Variable
 from loopwright.errors import ConfigError, kind, shown
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.host.lazy_keras import KerasOptimizer
@@ -124,7 +124,7 @@ class Task:
     del outputs, batch
     return {}
 
-  def derived(self, values: Mapping[str, TensorLike]) -> Mapping[str, TensorLike]:
+  def derived(self, values: Mapping[str, HostValue]) -> Mapping[str, TensorLike]:
     """Returns further metrics, computed from what is logged over all replicas (host).
 
     For metrics that are not means: a perplexity (exp of the mean loss), an F1, an exact AUC. Called
@@ -222,10 +222,10 @@ MOST_NUMBERS = 100_000
 def derived_metrics(
   task: Task,
   means: Mapping[str, float],
-  others: Mapping[str, TensorLike] = types.MappingProxyType({}),
+  others: Mapping[str, HostValue] = types.MappingProxyType({}),
   *,
   only_evaluated: Collection[str] = (),
-) -> dict[str, TensorLike]:
+) -> dict[str, HostValue]:
   """Returns what `task.derived` makes of the metrics, as floats and arrays (host).
 
   Args:
@@ -264,7 +264,7 @@ def derived_metrics(
   return {name: _finished(who, name, value) for name, value in values.items()}
 
 
-def _finished(who: str, name: str, value: TensorLike) -> float | np.ndarray:
+def _finished(who: str, name: str, value: HostValue) -> float | np.ndarray:
   """Returns a derived value as a float or an array; raises ConfigError if it is no such thing."""
   try:
     array = np.asarray(value)

@@ -5,6 +5,7 @@ import pydoc
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,12 @@ def test_each_name_is_described():
 def test_the_names_load_no_tensorflow():
   code = "import sys, loopwright; loopwright.Batch; sys.exit('tensorflow' in sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_type_checker_finds_the_mistakes_of_a_users_file():
+  path = Path(__file__).parents[1] / "support" / "typing_mistakes.py"
+  command = [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports"]
+  done = subprocess.run([*command, path], capture_output=True, text=True, check=False)
+  found = {int(line) for line in re.findall(r"typing_mistakes\.py:(\d+): error", done.stdout)}
+  lines = path.read_text().splitlines()
+  assert found == {number for number, line in enumerate(lines, 1) if "# wrong: " in line}

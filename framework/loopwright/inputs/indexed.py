@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Batch, TensorLike
+from loopwright.aliases import Batch, HostValue, TensorLike
 from loopwright.errors import ConfigError, failure, first_line, kind, require_integer
 from loopwright.host import bounded
 from loopwright.host import files as file_tools
@@ -169,7 +169,7 @@ def _array(value: TensorLike, dtype: np.dtype | None) -> np.ndarray:
   return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def _bytes(value: TensorLike, array: np.ndarray) -> np.ndarray:
+def _bytes(value: HostValue, array: np.ndarray) -> np.ndarray:
   """Returns Python's texts as objects; NumPy cuts zeros from the end of bytes."""
   made = np.empty(array.shape, object)
   flat = [value] if not array.shape else _leaves(value, array.ndim)

@@ -8,6 +8,7 @@ from loopwright.metrics.checks import checked
 from loopwright.metrics.names import REPORTED, REPORTED_BY_UPDATES
 from loopwright.metrics.sums import MetricSums
 from loopwright.metrics.values import (
+  Checked,
   Loss,
   Metric,
   PerExample,
@@ -20,6 +21,7 @@ from loopwright.metrics.values import (
 __all__ = [
   "REPORTED",
   "REPORTED_BY_UPDATES",
+  "Checked",
   "Loss",
   "Metric",
   "MetricSums",

@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from loopwright.aliases import TensorLike
 from loopwright.errors import ConfigError, kind
-from loopwright.metrics.values import Metric, PerExample, Sum
+from loopwright.metrics.values import Checked, PerExample, Sum
 
 
-def checked(metrics: object) -> dict[str, Metric]:
+def checked(metrics: object) -> dict[str, Checked]:
   """Returns `metrics` if they are name -> (total, weight), Sum or PerExample, with tensors inside.
 
   Raises:
@@ -25,7 +25,7 @@ def checked(metrics: object) -> dict[str, Metric]:
   return {name: _checked(name, value) for name, value in metrics.items()}
 
 
-def _checked(name: str, value: object) -> Metric:
+def _checked(name: str, value: object) -> Checked:
   if isinstance(value, Sum):
     return Sum(_numeric(name, "Sum", value.tensor))
   if isinstance(value, PerExample):

@@ -6,17 +6,19 @@ from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from loopwright.aliases import TensorLike
+from loopwright.aliases import Scalar, TensorLike
 from loopwright.errors import ConfigError, kind
 from loopwright.graphs.autograph import as_written
 
-Weighted = tuple[tf.Tensor, tf.Tensor]
+Weighted: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 """(total, weight): a sum over this replica's examples and the sum of their weights."""
 
 
 @as_written
-def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Weighted:
-  """Sums one value per example into a (total, weight) pair.
+def weighted_sum(per_example: TensorLike, weight: TensorLike | None = None) -> Weighted:
+  """Sums one value per example into a (total, weight) pair (any context).
+
+      return {"accuracy": lw.weighted_sum(hits, batch["weight"])}
 
   An example of weight 0 adds exactly 0, even if its value is not finite.
 
@@ -33,16 +35,14 @@ def weighted_sum(per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Wei
   values = tf.convert_to_tensor(per_example)
   values = tf.cast(values, tf.float64 if values.dtype == tf.float64 else tf.float32)
   _require_vector("per-example values", values)
-  if weight is None:
-    weight = tf.ones_like(values)
-  weight = tf.cast(weight, values.dtype)
-  _require_vector("weight", weight)
-  if not values.shape.is_compatible_with(weight.shape):
+  weights = tf.cast(tf.ones_like(values) if weight is None else weight, values.dtype)
+  _require_vector("weight", weights)
+  if not values.shape.is_compatible_with(weights.shape):
     raise ConfigError(
-      f"per-example values have shape {values.shape} but weight has shape {weight.shape}; "
+      f"per-example values have shape {values.shape} but weight has shape {weights.shape}; "
       "give one value and one weight for each example."
     )
-  return tf.reduce_sum(tf.math.multiply_no_nan(values, weight)), tf.reduce_sum(weight)
+  return tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), tf.reduce_sum(weights)
 
 
 def _float(value: TensorLike) -> tf.Tensor:
@@ -58,8 +58,14 @@ def _require_vector(what: str, value: tf.Tensor) -> None:
     )
 
 
-class Sum(NamedTuple):
+class _Sum(NamedTuple):
+  tensor: tf.Tensor
+
+
+class Sum(_Sum):
   """Plain sums over this replica's examples, for a metric that is not a mean (replica context).
+
+      return {"confusion": lw.Sum(tf.math.confusion_matrix(labels, found, 10, batch["weight"]))}
 
   For a confusion matrix, counts of bins, true positives of each class. `Task.derived` gets the sum
   over all replicas, batches and steps. Give rows of weight 0 no part in it: they are padding.
@@ -68,11 +74,22 @@ class Sum(NamedTuple):
     tensor: numeric or bool, of any static shape; added up in float64.
   """
 
-  tensor: tf.Tensor
+  __slots__ = ()
+
+  def __new__(cls, tensor: TensorLike) -> Sum:
+    """Keeps it as it is."""
+    return super().__new__(cls, tensor)
 
 
-class PerExample(NamedTuple):
+class _PerExample(NamedTuple):
+  values: tf.Tensor
+  weight: tf.Tensor
+
+
+class PerExample(_PerExample):
   """Values of single examples, for a metric that needs all at once (replica context).
+
+      return {"scores": lw.PerExample(scores, batch["weight"])}
 
   For an exact AUC, a rank correlation, a calibration error. An evaluation collects the rows of all
   replicas in the memory of each process and gives them to `Task.derived`. Training ignores them.
@@ -82,8 +99,11 @@ class PerExample(NamedTuple):
     weight: [n]; rows of weight 0 are dropped. The weight itself is not kept.
   """
 
-  values: tf.Tensor
-  weight: tf.Tensor
+  __slots__ = ()
+
+  def __new__(cls, values: TensorLike, weight: TensorLike) -> PerExample:
+    """Keeps both as they are."""
+    return super().__new__(cls, values, weight)
 
   @property
   def wide(self) -> PerExample:
@@ -102,12 +122,20 @@ def _integer(dtype: tf.DType) -> tf.DType:
 
 
 Summed: TypeAlias = Weighted | Sum
-Metric: TypeAlias = Weighted | Sum | PerExample
+Checked: TypeAlias = Weighted | Sum | PerExample
+Metric: TypeAlias = tuple[Scalar, Scalar] | Sum | PerExample
 """What `Task.metrics` and `step.log` take for a name."""
 
 
-class Loss(NamedTuple):
+class _Sums(NamedTuple):
+  total: tf.Tensor
+  weight: tf.Tensor
+
+
+class Loss(_Sums):
   """This replica's part of a loss: sums, not means, so that they add up over replicas.
+
+      return lw.Loss.from_examples(losses, batch["weight"])
 
   Attributes:
     total: float scalar, the weighted sum of this replica's per-example losses.
@@ -115,13 +143,16 @@ class Loss(NamedTuple):
       totals / sum of weights over all replicas.
   """
 
-  total: tf.Tensor
-  weight: tf.Tensor
+  __slots__ = ()
+
+  def __new__(cls, total: Scalar, weight: Scalar) -> Loss:
+    """Keeps both as they are; the framework makes tensors of them, see `checked`."""
+    return super().__new__(cls, total, weight)
 
   @classmethod
   @as_written
-  def from_examples(cls, per_example: tf.Tensor, weight: tf.Tensor | None = None) -> Loss:
-    """Returns the sums of losses [n] and weights [n]; see `weighted_sum`."""
+  def from_examples(cls, per_example: TensorLike, weight: TensorLike | None = None) -> Loss:
+    """Returns the sums of losses [n] and weights [n]; see `weighted_sum`, which it calls."""
     return cls(*weighted_sum(per_example, weight))
 
   @classmethod

@@ -75,7 +75,7 @@ class Ema:
       if id(variable) in chosen:
         strategy.extended.update(average, move, args=(variable, share), group=False)
 
-  def _share(self) -> TensorLike:
+  def _share(self) -> tf.Tensor | float:
     """Returns 1 - decay, the share of a variable in its next average."""
     if not isinstance(self.decay, Schedule):
       return 1.0 - (self.decay or 0.0)

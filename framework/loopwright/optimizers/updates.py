@@ -95,10 +95,10 @@ class Assignments:
       ConfigError: see `Step.assign`.
     """
     target, name = models.raw(variable), models.name(variable)
-    value = tf.convert_to_tensor(value)
-    if not target.shape.is_compatible_with(value.shape):
+    tensor = tf.convert_to_tensor(value)
+    if not target.shape.is_compatible_with(tensor.shape):
       raise ConfigError(
-        f"step.assign() got a value of shape {value.shape} for {name!r} of shape {target.shape}; "
+        f"step.assign() got a value of shape {tensor.shape} for {name!r} of shape {target.shape}; "
         "they must be the same."
       )
     if any(one.variable is target for one in self._made):
@@ -107,7 +107,7 @@ class Assignments:
         "both values and assign once."
       )
     due = branches.condition(True if when is None else when)
-    self._made.append(_Assignment(target, tf.cast(value, target.dtype), due, name))
+    self._made.append(_Assignment(target, tf.cast(tensor, target.dtype), due, name))
 
   def make(self, stands: tf.Tensor) -> None:
     """Makes them if `stands`, a bool scalar equal on every replica (replica context)."""

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright import configurables
-from loopwright.aliases import TensorLike, Variable
+from loopwright.aliases import HostValue, Variable
 from loopwright.builder import Recipe
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
@@ -386,7 +386,7 @@ def weighted(batch: Rows, seed: int = 0) -> Rows:
   return {**batch, "weight": (batch["weight"] * factors).astype(np.float32)}
 
 
-def numbers(values: Mapping[str, TensorLike]) -> dict[str, float]:
+def numbers(values: Mapping[str, HostValue]) -> dict[str, float]:
   """Returns floats as they are, and for an array its elements as "name[i, j]" (host).
 
   Of more than 16 elements, which nobody would read, only the sum and the sum of squares.
