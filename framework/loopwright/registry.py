@@ -84,6 +84,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.commands.new": "new=run",
   },
   "tool": {
+    "loopwright.run_folder.remote": "Remote local_copy",
     "loopwright.tools.exports.export": "export",
     "loopwright.tools.forensics.examine": "examine",
     "loopwright.tools.ledger.recorder": "Recorder",

@@ -42,7 +42,7 @@ from loopwright.options import (
   taken,
   taking,
 )
-from loopwright.run_folder import assets, history, layout, nonfinite, remote
+from loopwright.run_folder import assets, history, layout, nonfinite, places
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.session import Session
@@ -195,8 +195,7 @@ def run(given: Options) -> dict[str, float]:
     where.require_alone()
   recipe = given.part(Recipe, global_batch_size=batch_size.on(chosen.num_replicas_in_sync))
   cluster = where.cluster
-  if isinstance(place, remote.Remote):
-    place.require_one_process(cluster.size)
+  place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
   with opened as at:
     checkpoint = _checkpoint(given.checkpoint, at.folder, mode)
@@ -291,7 +290,7 @@ def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
   Raises:
     ConfigError: the folder has no run, or no complete checkpoint.
   """
-  model_dir = remote.copied(model_dir)
+  model_dir = places.copied(model_dir)
   configurables.parse([os.path.join(model_dir, layout.CONFIG)])
   task, strategy = made_task(bound("task")), factories.default()
   keras.config.set_dtype_policy(bound("precision"))
@@ -314,7 +313,7 @@ def _checkpoint(checkpoint: str | None, folder: str, mode: Mode) -> str | None:
   """Returns the local path of what to restore; None for the newest of the run."""
   if mode == "replay":
     return nonfinite.saved_state(folder)
-  return None if checkpoint is None else remote.local_copy(checkpoint)
+  return None if checkpoint is None else places.local_copy(checkpoint)
 
 
 def _observers(
@@ -328,10 +327,10 @@ def _observers(
   return [*recorder, *(Communication.of(strategy) if several else [])]
 
 
-def _place(model_dir: str, mode: Mode) -> remote.Local | remote.Remote:
+def _place(model_dir: str, mode: Mode) -> places.Place:
   """Returns the run folder; raises a ConfigError if it cannot be used in this mode."""
-  place = remote.place(model_dir)
-  if isinstance(place, remote.Local):
+  place = places.place(model_dir)
+  if isinstance(place, places.Local):
     require_writable(model_dir)
     if mode == "replay":
       nonfinite.saved_state(model_dir)
@@ -343,9 +342,7 @@ def _place(model_dir: str, mode: Mode) -> remote.Local | remote.Remote:
   return place
 
 
-def _initial_weights(
-  warm_start: WarmStart | None, place: remote.Local | remote.Remote
-) -> dict[str, str]:
+def _initial_weights(warm_start: WarmStart | None, place: places.Place) -> dict[str, str]:
   """Returns what processes of a new run must share; a wrong path fails before devices start."""
   if warm_start is None or place.checkpoints():
     return {}

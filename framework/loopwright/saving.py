@@ -7,7 +7,7 @@ from collections.abc import Callable
 from loopwright.hooks import Hook, Output
 from loopwright.options import Cadence
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.run_folder.remote import Opened
+from loopwright.run_folder.places import Opened
 from loopwright.run_folder.snapshots import Snapshots
 
 

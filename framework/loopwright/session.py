@@ -25,7 +25,7 @@ from loopwright.reporting.reports import Reports
 from loopwright.run_folder import layout, snapshots
 from loopwright.run_folder.checkpoint_files import newest_line
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.run_folder.remote import Opened
+from loopwright.run_folder.places import Opened
 from loopwright.run_folder.snapshots import Snapshots
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.saving import Saving

@@ -20,7 +20,7 @@ from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.options import Cadence
 from loopwright.run_folder import checkpoints
-from loopwright.run_folder.remote import Opened
+from loopwright.run_folder.places import Opened
 from loopwright.session import Session
 
 REPOSITORY = Path(launch.__file__).parent

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from loopwright.commands.arguments import Parsed, config_of, define_config_flags
 from loopwright.commands.parser import Parser
-from loopwright.host import stores
+from loopwright.host import urls
 
 
 def define(parser: Parser) -> None:
@@ -31,7 +31,7 @@ def run(parsed: Parsed) -> int:
   values = parsed.values
   files, params = config_of(parsed.arguments, needed=not values.gin_file)
   files, params = [*values.gin_file, *files], [*values.gin_param, *params]
-  stores.require_path("--dir", values.dir or "", "the study and the runs are there")
+  urls.require_path("--dir", values.dir or "", "the study and the runs are there")
   from loopwright.tools import sweep
   from loopwright.tools.runs.repetitions import SEED
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from loopwright.commands.arguments import Parsed, config_of, define_config_flags
 from loopwright.commands.parser import Parser
 from loopwright.errors import UsageError
-from loopwright.host import stores
+from loopwright.host import urls
 
 if TYPE_CHECKING:
   from loopwright.tools.sweep.space import Goal
@@ -55,7 +55,7 @@ def run(parsed: Parsed) -> int:
   values = parsed.values
   files, params = config_of(parsed.arguments, needed=not values.gin_file)
   files, params = [*values.gin_file, *files], [*values.gin_param, *params]
-  stores.require_path("--dir", values.dir or "", "the study and the runs of a sweep are there")
+  urls.require_path("--dir", values.dir or "", "the study and the runs of a sweep are there")
   from loopwright.tools import sweep
 
   sweep.require_optuna("a sweep")

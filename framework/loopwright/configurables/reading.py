@@ -15,7 +15,7 @@ from gin import config_parser
 
 from loopwright.configurables import imports
 from loopwright.errors import ConfigError, first_line, printable, shown, suggest
-from loopwright.host import bounded, redaction, stores
+from loopwright.host import bounded, redaction, urls
 
 MACRO = "gin.macro"
 _MAX_BYTES = 2**24
@@ -133,7 +133,9 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def _read_file(config: Config, path: str, including: tuple[str, ...]) -> None:
-  if stores.is_url(path):
+  if urls.is_url(path):
+    from loopwright.host import stores
+
     data = stores.read(path, "a gin file", max_bytes=_MAX_BYTES)
   else:
     data = bounded.content(path, "a gin file", max_bytes=_MAX_BYTES, remedy="make it readable")
@@ -231,17 +233,23 @@ def _joined(folder: str, name: str) -> str:
   return f"{scheme}://{os.path.normpath(os.path.join(path, name))}"
 
 
+def _url_exists(url: str) -> bool:
+  from loopwright.host import stores
+
+  return stores.exists(url)
+
+
 def _gin_file(name: str, folders: Sequence[str]) -> str:
   """Returns the path of a gin file, searched in `folders` and then among the shipped."""
-  if stores.is_url(name):
+  if urls.is_url(name):
     return name
   tops = [*folders, str(imports.SHIPPED)]
   paths = list(dict.fromkeys(_joined(top, name) for top in tops))
   for path in paths:
-    if stores.exists(path) if stores.is_url(path) else os.path.isfile(path):
+    if _url_exists(path) if urls.is_url(path) else os.path.isfile(path):
       return path
   for path in paths:
-    if not stores.is_url(path) and os.path.exists(path):
+    if not urls.is_url(path) and os.path.exists(path):
       return path  # a folder or a pipe: the reader says which
   siblings: list[str] = []
   with contextlib.suppress(OSError, ValueError):  # a name that no file can have

@@ -16,23 +16,17 @@ import functools
 import hashlib
 import os
 import posixpath
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loopwright.errors import ConfigError, first_line, printable
+from loopwright.host.urls import EXTRAS
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-"""Scheme -> the extra that has its library."""
 LIMIT_S, SLOWEST = 30.0, 1e6
 """Seconds that a call may take, and bytes that it must transfer in each further one.
 
 The libraries' own limits are not enough: aiohttp waits for "100 Continue" without end.
 """
-_TORN = re.compile(
-  rf"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?!/)|(?P<known>{'|'.join(EXTRAS)})(:|/?//)(?!//)"
-)
-"""How a path begins that is a URL but for its "://"."""
 _WHOLE = (*EXTRAS, "abfs", "abfss", "az", "adl", "memory")
 """Schemes whose stores show an object when it is complete; in others a file is written aside."""
 _ASIDE = ".tmp"
@@ -60,30 +54,6 @@ class File(NamedTuple):
   size: int
   version: str
   modified: float
-
-
-def is_url(path: str) -> bool:
-  """Whether a path is a URL, not a path of the operating system.
-
-  Raises:
-    ConfigError: it is neither, such as "s3:/bucket/run", which would be a folder named "s3:".
-  """
-  if "://" in path:
-    return True
-  if found := _TORN.match(path):
-    scheme, rest = found["scheme"] or found["known"], path[found.end() :].lstrip("/")
-    url, folder = f"{scheme}://{'/' * (scheme == 'file')}{rest}", f"./{path}"
-    raise ConfigError(
-      f"{path!r} has no '://' and begins like a URL; write {url!r} for a URL, or {folder!r} for a "
-      "folder on disk."
-    )
-  return False
-
-
-def require_path(what: str, path: str, why: str) -> None:
-  """Raises a ConfigError for a URL where only a folder on disk will do."""
-  if is_url(path):
-    raise ConfigError(f"{what} is {path!r}, but {why}: give a folder on disk.")
 
 
 class Store:

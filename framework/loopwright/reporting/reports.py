@@ -19,7 +19,7 @@ from loopwright.run_folder.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
   from loopwright.evaluator import Evaluator
-  from loopwright.run_folder.remote import Opened
+  from loopwright.run_folder.places import Opened
   from loopwright.trainer import Trainer
 
 QUIET = (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from loopwright.errors import ConfigError, is_finite, suggest
-from loopwright.host import bounded, json_lines, stores
+from loopwright.host import bounded, json_lines, stores, urls
 from loopwright.host.json_lines import Record
 from loopwright.run_folder import layout
 
@@ -207,7 +207,7 @@ def local(top: str) -> str:
   Raises:
     ConfigError: the store cannot be reached.
   """
-  if not stores.is_url(top):
+  if not urls.is_url(top):
     return top
   copy = tempfile.mkdtemp(prefix="loopwright-")
   atexit.register(shutil.rmtree, copy, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Run folders behind a URL: a run works in a local folder, which is mirrored.
 
-  with remote.place("s3://bucket/run").opened(training=True, export=False) as at:
+  with places.place("s3://bucket/run").opened(training=True, export=False) as at:
     ...  # at.folder is local; at.changed() after each checkpoint
 
 At the start the store is the truth, unless nobody else has trained there since this machine did:
@@ -17,15 +17,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import logging
 
 from loopwright.errors import ConfigError
 from loopwright.host import files, stores
 from loopwright.host.stores import File, Store, StoreError
-from loopwright.run_folder import layout, ownership
-from loopwright.run_folder.checkpoint_files import list_checkpoints
+from loopwright.run_folder import ownership
 from loopwright.run_folder.mirror import (
   LINEAGE,
   Known,
@@ -37,6 +36,7 @@ from loopwright.run_folder.mirror import (
   whole,
 )
 from loopwright.run_folder.mirror import stat as stat_of
+from loopwright.run_folder.places import Opened, Place
 
 BEAT_S, PATIENCE_S = 10.0, 60.0
 """As in loopwright/run_folder/ownership.py, for an owner on another machine."""
@@ -47,47 +47,7 @@ _SHOWN = ("train/", "eval/", "media/", "profile/", "trackers/", "wandb/", "logs/
 _TRIES = 5
 
 
-class Opened(NamedTuple):
-  """A run folder in use.
-
-  Attributes:
-    folder: local.
-    shown: what the user calls it: the folder, or the URL of which it is a copy.
-    require: called before each write; raises if the folder is gone, or no longer the run's.
-    changed: to be called when there is something new to mirror; returns at once.
-  """
-
-  folder: str
-  shown: str
-  require: Callable[[], None] = lambda: None
-  changed: Callable[[], None] = lambda: None
-
-
-class Local:
-  """A run folder on disk."""
-
-  def __init__(self, folder: str) -> None:
-    """Keeps the path."""
-    self.folder = folder
-
-  def checkpoints(self) -> bool:
-    """Whether the run has a complete checkpoint."""
-    return bool(list_checkpoints(os.path.join(self.folder, layout.CHECKPOINTS)))
-
-  @contextlib.contextmanager
-  def opened(self, *, training: bool, export: bool) -> Iterator[Opened]:
-    """Gives the folder, owned while training; see `ownership.owned`."""
-    del export
-    if training:
-      with ownership.owned(self.folder) as owner:
-        yield Opened(self.folder, self.folder, owner.require)
-      return
-    guest = ownership.Guest(self.folder)
-    with ownership.explained(guest):
-      yield Opened(self.folder, self.folder, guest.require)
-
-
-class Remote:
+class Remote(Place):
   """A run folder behind a URL."""
 
   def __init__(self, url: str) -> None:
@@ -316,17 +276,6 @@ class RemoteOwner(ownership.Owner):
     )
 
 
-def place(model_dir: str) -> Local | Remote:
-  """Returns a run folder; a URL that cannot be used is a ConfigError (host)."""
-  return Remote(model_dir) if stores.is_url(model_dir) else Local(model_dir)
-
-
-def copied(model_dir: str) -> str:
-  """Returns a run folder itself; of a URL, a local copy to read (host)."""
-  with place(model_dir).opened(training=False, export=False) as opened:
-    return opened.folder
-
-
 def pull(store: Store, record: Record, *, wanted: Callable[[str], bool] = is_kept) -> None:
   """Makes a local folder equal to the store; another process may upload to it meanwhile (host)."""
   for _ in range(_TRIES):
@@ -349,17 +298,11 @@ def pull(store: Store, record: Record, *, wanted: Callable[[str], bool] = is_kep
 
 @functools.cache
 def local_copy(path: str) -> str:
-  """Returns a path itself; of a URL, a local copy of the weights that it names (host).
-
-  Args:
-    path: as `WarmStart.path`: a file, a checkpoint without suffix, a run folder or a folder of
-      checkpoints, of which it takes the newest.
+  """Returns a local copy of the weights that a URL names; see `places.local_copy` (host).
 
   Raises:
     ConfigError: there are none, or the store cannot be reached.
   """
-  if not stores.is_url(path):
-    return path
   above, name = stores.parent(path)
   with stores.reading(path):
     whole_names = whole(above.files(name))

@@ -22,7 +22,7 @@ from loopwright.aliases import Model
 from loopwright.errors import ConfigError
 from loopwright.host import bounded
 from loopwright.models import models
-from loopwright.run_folder import checkpoint_files, checkpoints, h5, remote
+from loopwright.run_folder import checkpoint_files, checkpoints, h5, places
 
 Match = Literal["name", "path"]
 KERAS = (".keras", ".h5", ".hdf5")
@@ -50,7 +50,7 @@ def located(path: str) -> str:
   Raises:
     ConfigError: there is none.
   """
-  path = remote.local_copy(path)
+  path = places.local_copy(path)
   if path.endswith(KERAS) and tf.io.gfile.exists(path):
     return path
   if found := checkpoint_files.find(path):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from loopwright.errors import ConfigError
-from loopwright.host import nvidia, stores
+from loopwright.host import nvidia, urls
 from loopwright.host.signals import handled
 from loopwright.kinds.workers import elastic, wire
 from loopwright.run_folder import layout, legs
@@ -426,7 +426,7 @@ def _workers(count: int) -> str:
 
 
 def _made_log_dir(model_dir: str) -> str:
-  stores.require_path("model_dir", model_dir, "a local cluster writes its logs there")
+  urls.require_path("model_dir", model_dir, "a local cluster writes its logs there")
   layout.require_no_links(model_dir)
   log_dir = os.path.join(model_dir, layout.LOGS)
   try:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from loopwright import builder, configurables, errors
 from loopwright import running as runs
 from loopwright.errors import ConfigError
-from loopwright.host import redaction, stores
+from loopwright.host import redaction, urls
 from loopwright.options import Gpus, Numerics
 from loopwright.run_folder import assets
 from loopwright.strategies import factories, placement
@@ -131,7 +131,7 @@ def tune(
   logging.getLogger("tensorflow").setLevel(logging.ERROR)  # no warnings about retracing
   configurables.parse(gin_files, gin_params)
   require_tunable()
-  stores.require_path("model_dir", model_dir, "tuned.gin is written there")
+  urls.require_path("model_dir", model_dir, "tuned.gin is written there")
   runs.require_writable(model_dir)
   contest = Contest(gin_files, gin_params, rounds=rounds, block_s=block_s)
   own = contest.contender({})

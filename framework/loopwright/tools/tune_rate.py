@@ -19,7 +19,7 @@ import tensorflow as tf
 from loopwright import builder, configurables
 from loopwright import running as runs
 from loopwright.errors import ConfigError
-from loopwright.host import stores
+from loopwright.host import urls
 from loopwright.optimizers import adapters
 from loopwright.optimizers.schedules import Schedule, exponential_decay, follow
 from loopwright.options import Gpus, Numerics
@@ -85,7 +85,7 @@ def range_test(
   logging.getLogger("tensorflow").setLevel(logging.ERROR)  # no warnings about retracing
   configurables.parse(gin_files, gin_params)
   tune.require_tunable()
-  stores.require_path("model_dir", model_dir, f"{FILE} is written there")
+  urls.require_path("model_dir", model_dir, f"{FILE} is written there")
   runs.require_writable(model_dir)
   growth = (high / low) ** (1 / (steps - 1))
   trainer = _trainer(exponential_decay(initial=low, decay_steps=1, decay_rate=growth))

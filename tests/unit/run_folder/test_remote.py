@@ -20,7 +20,7 @@ from loopwright.errors import ConfigError
 from loopwright.host import stores
 from loopwright.host.files import StorageError
 from loopwright.host.stores import Store, StoreError
-from loopwright.run_folder import folders, mirror, remote, weight_files
+from loopwright.run_folder import folders, mirror, places, remote, weight_files
 from loopwright.run_folder.mirror import Mirror, Record
 from loopwright.running import restored, run
 
@@ -107,7 +107,7 @@ def require_whole(found):
 
 @contextlib.contextmanager
 def owned(url=URL):
-  with remote.place(url).opened(training=True, export=False) as opened:
+  with places.place(url).opened(training=True, export=False) as opened:
     yield opened
 
 
@@ -270,7 +270,7 @@ def test_a_run_that_is_removed_in_the_middle_is_not_uploaded_again(gone):
     else:
       shutil.rmtree(folder())
 
-  opened = remote.place(URL).opened(training=True, export=False)
+  opened = places.place(URL).opened(training=True, export=False)
   with pytest.raises(ConfigError, match=line), opened as at:  # noqa: PT012
     work(folder(), 1)
     at.changed()
@@ -296,16 +296,16 @@ def test_a_run_that_is_removed_in_the_middle_is_not_uploaded_again(gone):
 def test_a_url_with_a_slash_too_few_is_no_folder(path, url, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   remedy = rf"'{path}' has no '://' and begins like a URL; write '{url}' for a URL, or './{path}' f"
-  for use in (remote.place, remote.local_copy, folders.local):
+  for use in (places.place, places.local_copy, folders.local):
     with pytest.raises(ConfigError, match=remedy):
       use(path)
   assert os.listdir(tmp_path) == []
-  assert isinstance(remote.place(f"./{path}"), remote.Local)
+  assert isinstance(places.place(f"./{path}"), places.Local)
 
 
 @pytest.mark.parametrize("path", ["c:/x", "runs/s3:/x", "gs", "gs/x", "s3runs/x", "a:b"])
 def test_other_paths_with_a_colon_are_folders(path):
-  assert remote.place(path).folder == path
+  assert places.place(path).folder == path
 
 
 def test_a_second_run_is_refused_while_the_first_lives(another_machine):
@@ -644,7 +644,7 @@ def test_s3_creates_once_and_tells_what_is_wrong(server, monkeypatch):
   store.remove(["owner.json", "absent"])
   assert store.files() == {}
   with pytest.raises(ConfigError, match=r"'s3://none/run' does not exist \(The specified bucket"):
-    remote.place("s3://none/run")
+    places.place("s3://none/run")
   with monkeypatch.context() as patch, server.hung():
     patch.setattr(stores, "LIMIT_S", 0.5)
     with pytest.raises(StoreError, match="it does not answer in time"):
@@ -652,10 +652,10 @@ def test_s3_creates_once_and_tells_what_is_wrong(server, monkeypatch):
   assert store.files() == {}
   server.shut()
   with pytest.raises(ConfigError, match=r"cannot use 's3://bucket/run' .*Could not connect"):
-    remote.place("s3://bucket/run")
+    places.place("s3://bucket/run")
   fsspec.get_filesystem_class("s3").clear_instance_cache()
   monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
   monkeypatch.delenv("AWS_ACCESS_KEY_ID")
   with pytest.raises(ConfigError, match=r"cannot use .*credentials"):
-    remote.place("s3://bucket/run")
+    places.place("s3://bucket/run")
   server.open()

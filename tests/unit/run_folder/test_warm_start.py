@@ -16,7 +16,7 @@ import toys
 from loopwright import running
 from loopwright.errors import ConfigError
 from loopwright.models import models
-from loopwright.run_folder import warm_start, weight_files
+from loopwright.run_folder import matching, weight_files
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.strategies import factories
@@ -167,8 +167,8 @@ def test_each_replica_has_the_values_of_a_checkpoint(kind, mirrored, tmp_path):
   report = WarmStart(path=saved(source, tmp_path), strict=True).apply(trainer)
   for replica in copies(strategy, trainer.task.model):
     assert_equal(replica, expected)
-  assert (report.count(warm_start.MATCHED), len(report.rows)) == (len(expected), len(expected))
-  assert report.parameters(warm_start.MATCHED) == sum(value.size for value in expected)
+  assert (report.count(matching.MATCHED), len(report.rows)) == (len(expected), len(expected))
+  assert report.parameters(matching.MATCHED) == sum(value.size for value in expected)
   assert trainer.global_step.numpy() == 0
 
 
@@ -184,7 +184,7 @@ def test_each_replica_has_the_values_of_a_file_of_keras(library, file, mirrored,
   for target in (library, keras):  # what tf_keras has learned is of use to Keras 3, too
     trainer = make_trainer(lambda target=target: network(target), strategy=strategy)
     report = WarmStart(path=path, strict=True).apply(trainer)
-    assert report.count(warm_start.ONLY_FILE) == 0
+    assert report.count(matching.ONLY_FILE) == 0
     by_name = dict(zip(map(models.name, models.weights(source)), expected, strict=True))
     weights = models.weights(trainer.task.model)
     wanted = [by_name[name] for name in _as_named(weights, by_name)]

@@ -12,7 +12,7 @@ from loopwright.inputs.sources import ArraySource
 from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.observers import Reading
 from loopwright.options import Cadence
-from loopwright.run_folder.remote import Opened
+from loopwright.run_folder.places import Opened
 from loopwright.session import Session
 from loopwright.strategies import placement
 from loopwright.tools.ledger import __main__

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from loopwright.errors import ConfigError
-from loopwright.host import stores
+from loopwright.host import urls
 from loopwright.run_folder import layout
 from loopwright.tools.ledger.proof import Ledger, Problem, prove, read
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     if len(given) != 1:
       raise ConfigError("usage: python -m loopwright.tools.ledger MODEL_DIR")
-    stores.require_path("MODEL_DIR", given[0], "the ledgers are read there")
+    urls.require_path("MODEL_DIR", given[0], "the ledgers are read there")
     newest = max(layout.checkpoint_steps(given[0]), default=None)
     parts = read(given[0])
     in_buckets = "" not in parts

@@ -1,0 +1,36 @@
+"""Whether a path is a URL, such as s3://bucket/run; stores.py reads what is there."""
+
+import re
+
+from loopwright.errors import ConfigError
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+"""Scheme -> the extra that has its library."""
+_TORN = re.compile(
+  rf"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?!/)|(?P<known>{'|'.join(EXTRAS)})(:|/?//)(?!//)"
+)
+"""How a path begins that is a URL but for its "://"."""
+
+
+def is_url(path: str) -> bool:
+  """Whether a path is a URL, not a path of the operating system.
+
+  Raises:
+    ConfigError: it is neither, such as "s3:/bucket/run", which would be a folder named "s3:".
+  """
+  if "://" in path:
+    return True
+  if found := _TORN.match(path):
+    scheme, rest = found["scheme"] or found["known"], path[found.end() :].lstrip("/")
+    url, folder = f"{scheme}://{'/' * (scheme == 'file')}{rest}", f"./{path}"
+    raise ConfigError(
+      f"{path!r} has no '://' and begins like a URL; write {url!r} for a URL, or {folder!r} for a "
+      "folder on disk."
+    )
+  return False
+
+
+def require_path(what: str, path: str, why: str) -> None:
+  """Raises a ConfigError for a URL where only a folder on disk will do."""
+  if is_url(path):
+    raise ConfigError(f"{what} is {path!r}, but {why}: give a folder on disk.")

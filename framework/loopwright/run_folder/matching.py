@@ -1,0 +1,244 @@
+"""What of a file fits a model, and loads it: the work of `WarmStart`."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from loopwright.aliases import Model, Variable
+from loopwright.errors import ConfigError, suggest
+from loopwright.host import bounded
+from loopwright.models import models
+from loopwright.run_folder import checkpoints, h5, weight_files
+from loopwright.run_folder.weight_files import Stored
+
+if TYPE_CHECKING:
+  from loopwright.run_folder.warm_start import WarmStart
+
+MATCHED, DIFFERS, EXCLUDED = "matched", "shape differs", "excluded"
+ONLY_MODEL, ONLY_FILE = "only in the model", "only in the file"
+"""Name of the table's file in the run folder."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariableMatch:
+  """Whether one variable matched.
+
+  Attributes:
+    name: in the model; or in the file, renamed, if the model has no such variable.
+    status: MATCHED, DIFFERS, EXCLUDED, ONLY_MODEL or ONLY_FILE.
+    parameters: number of elements.
+    here: dtype and shape in the model, or "".
+    there: dtype and shape in the file, or "".
+  """
+
+  name: str
+  status: str
+  parameters: int
+  here: str = ""
+  there: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmStartReport:
+  """What matched and what did not; `source` is the file."""
+
+  source: str
+  rows: Sequence[VariableMatch]
+
+  def count(self, status: str) -> int:
+    """Returns the number of variables with a status."""
+    return sum(row.status == status for row in self.rows)
+
+  def parameters(self, *statuses: str) -> int:
+    """Returns the number of elements of the variables with one of these statuses."""
+    return sum(row.parameters for row in self.rows if row.status in statuses)
+
+  def summary(self) -> str:
+    """Returns the counts in one line."""
+    here = [row for row in self.rows if row.status != ONLY_FILE]
+    others = [
+      f"{self.count(status)} {told}"
+      for status, told in (
+        (DIFFERS, "of another shape"), (ONLY_MODEL, ONLY_MODEL), (EXCLUDED, EXCLUDED),
+        (ONLY_FILE, ONLY_FILE),
+      )
+      if self.count(status)
+    ]  # fmt: skip
+    return "; ".join(
+      [
+        f"warm start from {self.source}: {self.count(MATCHED)} of {len(here)} variables, "
+        f"{self.parameters(MATCHED):,} of {sum(row.parameters for row in here):,} parameters",
+        *others,
+      ]
+    )
+
+  def table(self) -> str:
+    """Returns the summary and one line per variable, those that did not match first."""
+    order = (DIFFERS, ONLY_MODEL, ONLY_FILE, EXCLUDED, MATCHED)
+    rows = sorted(self.rows, key=lambda row: order.index(row.status))
+    width = max((len(row.name) for row in rows), default=0)
+    lines = [
+      f"{row.status:17}  {row.name:{width}}  {row.here or '-'}"
+      + (f"; in the file {row.there or '-'}" if row.here != row.there else "")
+      for row in rows
+    ]
+    return "\n".join([self.summary(), "", *lines]) + "\n"
+
+
+def load(of: WarmStart, model: Model) -> WarmStartReport:
+  """Loads a file into a model, see `WarmStart.load`."""
+  source = weight_files.located(of.path)
+  remedy = "it is damaged or not a file of weights: give another"
+  with contextlib.ExitStack() as stack:
+    with bounded.reading(source, remedy):
+      stored = stack.enter_context(weight_files.contents(source, of.match))
+    report, pairs = _matched(of, source, Names(model), _renamed(of, stored))
+    with bounded.reading(source, remedy):
+      values = [(variable, found.read()) for variable, found in pairs]
+  for variable, value in values:
+    variable.assign(tf.cast(tf.constant(value), variable.dtype))
+  return report
+
+
+def _renamed(of: WarmStart, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+  for prefix in of.rename:
+    if not any(name.startswith(prefix) for name in stored):
+      raise ConfigError(
+        f"WarmStart.rename has {prefix!r}, but no name in {of.path!r} begins with it; its "
+        f"names are such as {_some(stored)}."
+      )
+  renamed: dict[str, Stored] = {}
+  for name, value in stored.items():
+    fitting = [prefix for prefix in of.rename if name.startswith(prefix)]
+    prefix = max(fitting, key=len, default="")
+    new = of.rename.get(prefix, "") + name.removeprefix(prefix)
+    if new in renamed:
+      raise ConfigError(f"WarmStart.rename gives two variables the name {new!r}; change it.")
+    renamed[new] = value
+  return renamed
+
+
+def _matched(
+  of: WarmStart, source: str, names: Names, stored: Mapping[str, Stored]
+) -> tuple[WarmStartReport, list[tuple[tf.Variable, Stored]]]:
+  _require_matches(of, names.known)
+  found = {key: (name, stored[name]) for name in stored if (key := names.find(name))}
+  rows, pairs = [], []
+  for name, variable in names.known.items():
+    theirs = found.get(name, ("", None))[1]
+    status = _status(of, name, variable, theirs)
+    rows.append(_row(name, status, variable, theirs))
+    if status == MATCHED and theirs is not None:
+      pairs.append((variable, theirs))
+  used = {name for name, _ in found.values()}
+  rows += [_row(name, ONLY_FILE, None, stored[name]) for name in stored if name not in used]
+  report = WarmStartReport(source=source, rows=rows)
+  _require(of, report, names.known, stored)
+  return report, pairs
+
+
+def _status(of: WarmStart, name: str, variable: tf.Variable, theirs: Stored | None) -> str:
+  included = not of.include or any(re.fullmatch(p, name) for p in of.include)
+  if not included or any(re.fullmatch(p, name) for p in of.exclude):
+    return EXCLUDED
+  if theirs is None:
+    return ONLY_MODEL
+  return MATCHED if _fits(variable, theirs) else DIFFERS
+
+
+def _require_matches(of: WarmStart, known: Iterable[str]) -> None:
+  for option, patterns in (("include", of.include), ("exclude", of.exclude)):
+    for pattern in patterns:
+      if not any(re.fullmatch(pattern, name) for name in known):
+        raise ConfigError(
+          f"WarmStart.{option} has {pattern!r}, which matches the whole name of no variable of "
+          f"the model; its names are such as {_some(known)}."
+        )
+
+
+def _require(
+  of: WarmStart,
+  report: WarmStartReport,
+  known: Mapping[str, Variable],
+  stored: Mapping[str, Stored],
+) -> None:
+  if not report.count(MATCHED):
+    raise ConfigError(
+      f"WarmStart.path is {of.path!r}, but none of its variables has the name and shape of one "
+      f"of the model's: it has {_some(stored)}, the model has {_some(known)}; map the names with "
+      "WarmStart.rename, or give another file."
+    )
+  missing = [row for row in report.rows if row.status in (DIFFERS, ONLY_MODEL)]
+  if of.strict and missing:
+    first, more = missing[0], f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    text = f"is {first.there} in it and {first.here} here" if first.there else "is not in it"
+    near = "" if first.there else suggest(first.name, stored)
+    raise ConfigError(
+      f"WarmStart.strict is True, but {first.name!r} {text}{more}; use WarmStart.exclude for "
+      f"what must keep its initial values, or map its name with WarmStart.rename.{near}"
+    )
+
+
+class Names:
+  """The weights of a model by name, and by the other names that a file may use for them."""
+
+  def __init__(self, model: Model) -> None:
+    """Indexes a model; `known` has each weight by the name that reports use."""
+    root = tf.train.Checkpoint(model=model, untracked=models.untracked(model))
+    paths = {
+      id(models.raw(variable)): weight_files.path_of(key)
+      for key, variable in checkpoints.variables_of(root).items()
+    }
+    weights = models.weights(model)
+    named = [h5.plain(models.name(weight)) for weight in weights]
+    counts = collections.Counter(named)
+    self.known: dict[str, tf.Variable] = {}
+    self._index: dict[str, list[str]] = {}
+    by_id: dict[int, str] = {}
+    for weight, name in zip(weights, named, strict=True):
+      path = paths.get(id(models.raw(weight)), name)
+      chosen = name if counts[name] == 1 else path
+      by_id[id(models.raw(weight))] = chosen
+      self.known[chosen] = models.raw(weight)
+      # TensorFlow's own name is in its checkpoints; for some layers it lacks parts of the path.
+      for each in {chosen, path, h5.plain(models.raw(weight).name)}:
+        self._index.setdefault(each, []).append(chosen)
+    for alias, variable in weight_files.numbered(model):
+      if id(variable) in by_id:
+        self._index.setdefault(alias, []).append(by_id[id(variable)])
+
+  def find(self, name: str) -> str | None:
+    """Returns the name in `known` for a file's `name`; None if there is none, or more than one."""
+    found = self._index.get(name, [])
+    return found[0] if len(found) == 1 else None
+
+
+def _fits(variable: tf.Variable, stored: Stored) -> bool:
+  """Whether shape and dtype are the same; any float dtype fits any other."""
+  floats = variable.dtype.is_floating and tf.as_dtype(stored.dtype).is_floating
+  same = floats or variable.dtype.name == stored.dtype
+  return same and tuple(variable.shape) == stored.shape
+
+
+def _row(
+  name: str, status: str, variable: tf.Variable | None, stored: Stored | None
+) -> VariableMatch:
+  shape = tuple(variable.shape) if variable is not None else stored.shape if stored else ()
+  here = "" if variable is None else f"{variable.dtype.name} {variable.shape.as_list()}"
+  there = "" if stored is None else str(stored)
+  return VariableMatch(
+    name=name, status=status, parameters=math.prod(shape), here=here, there=there
+  )
+
+
+def _some(names: Iterable[str]) -> str:
+  first = sorted(names)[:2]
+  return " and ".join(map(repr, first)) or "none at all"

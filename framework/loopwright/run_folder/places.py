@@ -1,0 +1,101 @@
+"""Where a run's files are: a folder on disk, or behind a URL, for which remote.py is loaded.
+
+with place("runs/digits").opened(training=True, export=False) as at:
+  ...  # at.folder is local
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from loopwright import registry
+from loopwright.host.urls import is_url
+from loopwright.run_folder import layout, ownership
+from loopwright.run_folder.checkpoint_files import list_checkpoints
+
+
+class Opened(NamedTuple):
+  """A run folder in use.
+
+  Attributes:
+    folder: local.
+    shown: what the user calls it: the folder, or the URL of which it is a copy.
+    require: called before each write; raises if the folder is gone, or no longer the run's.
+    changed: to be called when there is something new to mirror; returns at once.
+  """
+
+  folder: str
+  shown: str
+  require: Callable[[], None] = lambda: None
+  changed: Callable[[], None] = lambda: None
+
+
+class Place:
+  """A run folder that is not in use yet; `folder` is its local path."""
+
+  folder: str
+
+  def checkpoints(self) -> bool:
+    """Whether the run has a complete checkpoint."""
+    raise NotImplementedError
+
+  def require_one_process(self, workers: int) -> None:
+    """Raises a ConfigError if so many workers cannot share the folder."""
+
+  def opened(self, *, training: bool, export: bool) -> AbstractContextManager[Opened]:
+    """Gives the folder, owned while training."""
+    raise NotImplementedError
+
+
+class Local(Place):
+  """A run folder on disk."""
+
+  def __init__(self, folder: str) -> None:
+    """Keeps the path."""
+    self.folder = folder
+
+  def checkpoints(self) -> bool:
+    """Whether the run has a complete checkpoint."""
+    return bool(list_checkpoints(os.path.join(self.folder, layout.CHECKPOINTS)))
+
+  @contextlib.contextmanager
+  def opened(self, *, training: bool, export: bool) -> Iterator[Opened]:
+    """Gives the folder, owned while training; see `ownership.owned`."""
+    del export
+    if training:
+      with ownership.owned(self.folder) as owner:
+        yield Opened(self.folder, self.folder, owner.require)
+      return
+    guest = ownership.Guest(self.folder)
+    with ownership.explained(guest):
+      yield Opened(self.folder, self.folder, guest.require)
+
+
+def place(model_dir: str) -> Place:
+  """Returns a run folder; a URL that cannot be used is a ConfigError (host)."""
+  if is_url(model_dir):
+    return registry.load("tool", "Remote")(model_dir)
+  return Local(model_dir)
+
+
+def copied(model_dir: str) -> str:
+  """Returns a run folder itself; of a URL, a local copy to read (host)."""
+  with place(model_dir).opened(training=False, export=False) as opened:
+    return opened.folder
+
+
+def local_copy(path: str) -> str:
+  """Returns a path itself; of a URL, a local copy of the weights that it names (host).
+
+  Args:
+    path: as `WarmStart.path`: a file, a checkpoint without suffix, a run folder or a folder of
+      checkpoints, of which it takes the newest.
+
+  Raises:
+    ConfigError: there are none, or the store cannot be reached.
+  """
+  return registry.load("tool", "local_copy")(path) if is_url(path) else path
