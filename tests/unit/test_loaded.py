@@ -15,7 +15,7 @@ import pytest
 import loopwright
 
 PACKAGE = Path(loopwright.__file__).parent
-MOST = {"train": 24_000, "parts": 11_500}
+MOST = {"train": 20_900, "parts": 9_700}
 """What `loopwright train digits_cnn` may load; and a trainer, an evaluator, a task, arrays."""
 OPTIONAL = ("loopwright.tools",)
 """What neither loads."""
