@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 import tf_keras  # executed when something of it is used
 
-from loopwright import configurables
+from loopwright import configurables, registry
 from loopwright.aliases import AnySource, DatasetFn
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
@@ -29,7 +29,6 @@ from loopwright.observers import Observer, Reading
 from loopwright.optimizers.adapters import Optimizers
 from loopwright.options import Evaluation, Gpus, Numerics
 from loopwright.strategies import placement
-from loopwright.strategies.gpus import configure
 from loopwright.task import Task, preprocess_of
 from loopwright.trainer import Trainer
 
@@ -165,7 +164,8 @@ def set_globals(numerics: Numerics, gpus: Gpus = Gpus()) -> None:  # noqa: B008 
       f"Keras's backend is {keras.backend.backend()!r}; it must be 'tensorflow': set KERAS_BACKEND "
       "to it, or backend in ~/.keras/keras.json."
     )
-  configure(gpus)
+  if gpus != Gpus():
+    registry.load("part", "configure_gpus")(gpus)
   if numerics.tf32 is not None:
     tf.config.experimental.enable_tensor_float_32_execution(numerics.tf32)
   keras.config.set_floatx("float32")  # a keras.json may have another; run.precision sets the rest

@@ -22,6 +22,7 @@ from loopwright.errors import ConfigError, unknown
 
 Kind = Literal[
   "public",
+  "part",
   "command",
   "tool",
   "check",
@@ -82,6 +83,12 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.commands.average": "average=run",
     "loopwright.commands.push": "push=run",
     "loopwright.commands.new": "new=run",
+  },
+  "part": {
+    "loopwright.models.batch_norm": "only_examples",
+    "loopwright.models.recomputation": "recompute_layers",
+    "loopwright.strategies.gpus": "peak_mib in_tf32 described_gpus=described "
+    "configure_gpus=configure warn_of_unseen_gpus=warn_of_unseen",
   },
   "tool": {
     "loopwright.run_folder.remote": "Remote local_copy",
@@ -157,9 +164,11 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.trackers.wandb": "WandB[wandb]",
   },
 }
-"""Kind -> module -> names of it: "name", "name=attribute" if they differ, "name[extra]"."""
+"""Kind -> module -> names of it: "name", "name=attribute" if they differ, "name[extra]".
 
-_CLOSED: tuple[Kind, ...] = ("public", "tool")
+A "part" is what a run loads when an option, its data or its devices ask for it."""
+
+_CLOSED: tuple[Kind, ...] = ("public", "part", "tool")
 """The kinds that other packages add nothing to."""
 
 _NAME = re.compile(r"(?P<name>\w+)(?:=(?P<attribute>\w+))?(?:\[(?P<extra>\w+)\])?")

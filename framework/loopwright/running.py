@@ -25,7 +25,7 @@ from loopwright.errors import ConfigError
 from loopwright.flight import Flight
 from loopwright.going_on import Start, examples, require_any_size
 from loopwright.graphs import randomness
-from loopwright.host import bounded
+from loopwright.host import bounded, nvidia
 from loopwright.modes import TRAINING_MODES, Mode
 from loopwright.observers import Observer
 from loopwright.options import (
@@ -48,7 +48,6 @@ from loopwright.run_folder.warm_start import WarmStart
 from loopwright.session import Session
 from loopwright.strategies import cluster as clusters
 from loopwright.strategies import factories, placement
-from loopwright.strategies.gpus import warn_of_unseen
 from loopwright.task import Task
 from loopwright.trainer import Trainer
 
@@ -185,7 +184,8 @@ def run(given: Options) -> dict[str, float]:
   )
   flight.note("setup")
   chosen = placement.made(given.strategy)
-  warn_of_unseen()
+  if nvidia.installed():
+    registry.load("part", "warn_of_unseen_gpus")()
   flight.note("connecting")
   if isinstance(chosen, placement.Server):
     chosen.serve()

@@ -9,11 +9,12 @@ from typing import Any, TypedDict, TypeVar
 
 import tensorflow as tf
 
+from loopwright import registry
 from loopwright.aliases import Batch, PerReplica, Variable
-from loopwright.graphs import randomness
+from loopwright.graphs import randomness, repetition
 from loopwright.host import timing
 from loopwright.metrics import Weighted
-from loopwright.models import batch_norm, models, recomputation
+from loopwright.models import models
 from loopwright.observers import Observer
 from loopwright.optimizers import adapters
 from loopwright.optimizers.adapters import Optimizer
@@ -122,7 +123,8 @@ class StepParts:
   def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
     if self.padded is None:
       return contextlib.nullcontext()
-    return batch_norm.only_examples(batch, why=self.padded)
+    leaving_out = registry.load("part", "only_examples")
+    return leaving_out(batch, why=self.padded)
 
 
 class Replaced(TypedDict, total=False):
@@ -233,7 +235,7 @@ class Draws:
 
   def next_seed(self) -> tf.Tensor:
     """Returns the seed of the next call of `Step.seed`; a recomputation gets its own again."""
-    if (stream := recomputation.stream()) is not None:
+    if (stream := repetition.stream()) is not None:
       return stream.next_seed()
     passes, seeds = self.before
     self.before = passes, seeds + 1

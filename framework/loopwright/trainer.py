@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import tensorflow as tf
 
-from loopwright import step_record, trainer_checks
+from loopwright import registry, step_record, trainer_checks
 from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
 from loopwright.counters import Counters
 from loopwright.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
@@ -22,7 +22,7 @@ from loopwright.graphs import grappler
 from loopwright.host import timing
 from loopwright.inputs import datasets, plan, scheduled
 from loopwright.metrics.sums import MetricSums
-from loopwright.models import models, recomputation, replica_state
+from loopwright.models import models, replica_state
 from loopwright.models.orbit import AbstractTrainer
 from loopwright.observers import Observer, may_undo
 from loopwright.optimizers import adapters
@@ -135,7 +135,7 @@ class Trainer(AbstractTrainer):
         with self.placement.building():
           task.model = task.build_model()
       models.require_in_scope(task.model, strategy)
-      recomputation.recompute_layers(task.model, recompute)
+      registry.load("part", "recompute_layers")(task.model, recompute)
       self._make_counters()
       built = adapters.build(
         optimizer,

@@ -50,7 +50,14 @@ def test_a_planted_import_breaks_its_contract(contract, tmp_path):
   assert contract in names  # an upward import closes a cycle, too
 
 
-PATCHES = ("mock.patch", "mock.patch.object", "mock.patch.dict", "patch", "patch.object")
+PATCHES = (
+  "replaced",
+  "mock.patch",
+  "mock.patch.object",
+  "mock.patch.dict",
+  "patch",
+  "patch.object",
+)
 
 
 def patched(source):
@@ -72,6 +79,7 @@ def patched(source):
     'mock.patch("loopwright.trainer.Step", None)',
     "mock.patch.object(trainer, 'Step', None)",
     "mock.patch.object(trainer.Trainer, 'loop', None)",
+    "replaced(trainer, Step=None)",
   ],
 )
 def test_a_patch_of_ours_is_found(line):

@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops as ops
@@ -37,6 +36,7 @@ from tensorflow.python.ops import gen_dataset_ops
 from loopwright.aliases import AnySource, Batch
 from loopwright.errors import require_integer
 from loopwright.graphs.autograph import as_written
+from loopwright.host.replacing import replaced
 from loopwright.inputs.ordering import examples_at, seeds_at
 from loopwright.inputs.plan import Element, Plan, Preprocess, Start
 from loopwright.inputs.sources import Source
@@ -272,8 +272,8 @@ def iterate(given: Iterable[Batch]) -> Iterator[Batch]:
     return begin(dataset, *args, **kwargs)
 
   with (
-    mock.patch.object(ops, "_create_device_dataset", untuned),
-    mock.patch.object(gen_dataset_ops, "multi_device_iterator_init", kept),
+    replaced(ops, _create_device_dataset=untuned),
+    replaced(gen_dataset_ops, multi_device_iterator_init=kept),
   ):
     iterator: Any = iter(given)
   # Attributes end in the order in which they were set: this one after the iterator's own.

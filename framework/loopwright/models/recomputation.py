@@ -13,7 +13,6 @@ calls the function again when gradients are taken; then dropout draws other mask
 
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,9 +21,8 @@ import tensorflow as tf
 
 from loopwright.aliases import Layer, Model
 from loopwright.errors import ConfigError, suggest
-from loopwright.graphs import randomness
+from loopwright.graphs import randomness, repetition
 from loopwright.graphs.autograph import as_written, converted
-from loopwright.graphs.randomness import RandomStream
 from loopwright.host import lazy_keras
 from loopwright.models import batch_norm, models
 
@@ -106,32 +104,9 @@ def _outermost(layer: Layer, names: set[str]) -> Iterator[Any]:
     yield from _outermost(inner, names)
 
 
-def stream() -> RandomStream | None:
-  """Returns the stream of the innermost recomputed function that is being traced, or None."""
-  return _state.streams[-1] if _state.streams else None
-
-
-def is_repeating() -> bool:
-  """Whether the trace is that of a recomputation, whose side effects must not count."""
-  return _state.repeating
-
-
-class _State(threading.local):
-  def __init__(self) -> None:
-    self.streams: list[RandomStream] = []
-    self.repeating = False
-
-
-_state = _State()
-
-
 def _seeded(function: Callable[..., Any], key: tf.Tensor, args: Sequence[Any]) -> Any:
-  with randomness.random_streams(key) as own:
-    _state.streams.append(own)
-    try:
-      return function(*args)
-    finally:
-      _state.streams.pop()
+  with randomness.random_streams(key) as own, repetition.drawing_from(own):
+    return function(*args)
 
 
 def _recomputed(body: Callable[..., Any], key: tf.Tensor, args: Sequence[Any]) -> Any:
@@ -182,16 +157,14 @@ def _traced(function: Callable[..., Any], inputs: Sequence[tf.Tensor]) -> Any:
     losses.extend(scope.losses)
     return outputs
 
-  outer, _state.repeating = _state.repeating, True
   try:
-    concrete = tf.function(once, autograph=False).get_concrete_function(*inputs)
+    with repetition.repeating():
+      concrete = tf.function(once, autograph=False).get_concrete_function(*inputs)
   except RuntimeError as error:
     if "merge_call" in str(error):
       reason = "communicates with other replicas, as BatchNormalization(synchronized=True) does"
       raise _refused(reason) from error
     raise
-  finally:
-    _state.repeating = outer
   if losses:
     raise _refused("adds a loss, as activity_regularizer does")
   for name in _stateful(concrete):
@@ -218,7 +191,7 @@ def _patch_tf_keras() -> None:
 def _unless_repeating(assign: Callable[..., Any]) -> Callable[..., Any]:
   @functools.wraps(assign)
   def patched(self: Any, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
-    return variable if _state.repeating else assign(self, variable, *args, **kwargs)
+    return variable if repetition.is_repeating() else assign(self, variable, *args, **kwargs)
 
   return patched
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from loopwright import registry
 from loopwright.aliases import Model, Variable
 from loopwright.models import models
 from loopwright.reporting.progress import Choice, format_number
 from loopwright.run_folder.metrics_log import flatten, scalars
-from loopwright.strategies import gpus
 
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer
@@ -93,13 +93,15 @@ def describe_run(trainer: Trainer, *, precision: str, **more: Any) -> str:
   """Returns the lines of `describe` about a trainer, with `more` of its arguments (host)."""
   parts, replicas = trainer.parts, trainer.strategy.num_replicas_in_sync
   devices = trainer.placement.devices
+  on_gpus = any("GPU" in name for name in devices)
+  in_tf32 = on_gpus and registry.load("part", "in_tf32")(devices)
   return describe(
     task=type(trainer.task).__name__,
     model=trainer.task.model,
     strategy=trainer.placement.name,
     devices=devices,
-    gpus=gpus.described(devices),
-    precision=precision + (TF32 if gpus.in_tf32(devices) else ""),
+    gpus=registry.load("part", "described_gpus")(devices) if on_gpus else [],
+    precision=precision + (TF32 if in_tf32 else ""),
     replicas=replicas,
     global_batch_size=trainer.global_batch_size,
     per_replica_batch_size=trainer.padded_batch_size // replicas,

@@ -18,9 +18,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import cross_device_ops
 
+from loopwright import registry
 from loopwright.aliases import PerReplica, Structure, TensorLike
 from loopwright.errors import ConfigError
-from loopwright.strategies import gpus
 from loopwright.strategies.cluster import Cluster
 
 _KEPT = "_loopwright_placement"
@@ -88,7 +88,9 @@ class Placement:
   @property
   def memory(self) -> dict[str, float]:
     """Returns "gpu_memory_mib": the most that a GPU of this process has used so far; else {}."""
-    peak_mib = gpus.peak_mib(self.devices)
+    if not any("GPU" in name for name in self.devices):
+      return {}
+    peak_mib = registry.load("part", "peak_mib")(self.devices)
     return {} if peak_mib is None else {"gpu_memory_mib": peak_mib}
 
   def on_host(self) -> contextlib.AbstractContextManager[None]:

@@ -94,7 +94,7 @@ def asked(source):
     if isinstance(node, ast.Call):
       name = ast.unparse(node.func)
       about = " ".join(ast.unparse(argument) for argument in node.args)
-      if name in ("isinstance", "issubclass") and re.search(r"Strategy(V\d)?\b", about):
+      if name in ("isinstance", "issubclass") and re.search(r"[a-z]Strategy(V\d)?\b", about):
         yield ast.unparse(node)
       if re.fullmatch(r"is_\w+", name.rpartition(".")[2]) and "strategy" in about.lower():
         yield ast.unparse(node)

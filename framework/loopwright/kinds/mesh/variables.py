@@ -24,7 +24,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -35,6 +34,7 @@ from tensorflow.python.ops import gen_stateless_random_ops_v2 as random_ops
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 
 from loopwright.errors import ConfigError, unknown
+from loopwright.host.replacing import replaced
 
 BATCH = "batch"
 """The mesh dimension over which the rows of a batch are split."""
@@ -390,9 +390,7 @@ def _drawn_unsplit(strategy: ModelParallelStrategy) -> Iterator[None]:
 
     return drawn
 
-  with contextlib.ExitStack() as stack:
-    for name in _DRAWS:
-      stack.enter_context(mock.patch.object(random_ops, name, unsplit(getattr(random_ops, name))))
+  with replaced(random_ops, **{name: unsplit(getattr(random_ops, name)) for name in _DRAWS}):
     yield
 
 
