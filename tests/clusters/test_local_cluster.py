@@ -551,10 +551,11 @@ def test_no_child_survives_kill_9_of_the_parent(parent):
 
 
 def test_no_child_starts_under_a_parent_that_is_dead():
-  wrapper = [sys.executable, "-I", "-S", "-c", local_process.DIE_WITH_PARENT]
-  done = subprocess.run([*wrapper, "1", "", "touch", "started"])
+  wrapper = local_process.with_parent()
+  own = wrapper.index(str(os.getpid()))
+  done = subprocess.run([*wrapper[:own], "1", *wrapper[own + 1 :], "touch", "started"])
   assert (done.returncode, Path("started").exists()) == (0, False)
-  done = subprocess.run([*wrapper, str(os.getpid()), "", "touch", "started"])
+  done = subprocess.run([*wrapper, "touch", "started"])
   assert (done.returncode, Path("started").exists()) == (0, True)
 
 

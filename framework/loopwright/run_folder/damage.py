@@ -7,12 +7,13 @@ import glob
 import os
 from collections.abc import Iterator
 
+from loopwright.host import json_lines
 from loopwright.run_folder import layout
 from loopwright.run_folder.folders import CHECKPOINTS, CONFIG, HISTORY, METRICS, Lines, Run
 
 _MAGIC = bytes.fromhex("57fb808b247547db")
 """The end of a table of LevelDB, which an index is."""
-_DIGITS = "[0-9]" * 5
+_DIGITS, _MOST_BYTES = "[0-9]" * 5, 2**16
 
 
 def faults(run: Run, name: str) -> list[str]:
@@ -37,10 +38,15 @@ def _of_files(run: Run) -> Iterator[str]:
     yield f"{path!r} is empty."
   elif "\N{REPLACEMENT CHARACTER}" in run.config or "\0" in run.config:
     yield f"{path!r} is not text."
-  history = os.path.join(run.path, HISTORY)
+  history, best = os.path.join(run.path, HISTORY), os.path.join(run.path, layout.BEST, "best.json")
   with contextlib.suppress(OSError):
     if os.path.isfile(history) and not os.stat(history).st_size:
       yield f"{history!r} is empty."
+  # Only versions that write a history keep a flight record.
+  if not os.path.lexists(history) and os.path.isdir(os.path.join(run.path, layout.FLIGHT)):
+    yield f"{history!r} is missing."
+  if os.path.isfile(best) and json_lines.parsed(_start_of(best)) is None:
+    yield f"{best!r} is damaged."
 
 
 def _lines(run: Run, name: str, found: Lines) -> Iterator[str]:
@@ -71,6 +77,8 @@ def _of_checkpoints(run: Run) -> Iterator[str]:
     yield f"{top!r} has no checkpoint of the last step, {logged}; the newest is of {newest}."
   elif newest and not logged:
     yield f"there is a checkpoint of step {newest}, but no line of a log that can be read."
+  elif newest > logged:
+    yield f"there is a checkpoint of step {newest}, but the log goes to step {logged} alone."
 
 
 def _of_checkpoint(path: str) -> str:
@@ -89,6 +97,12 @@ def _of_checkpoint(path: str) -> str:
     if data not in found:
       return f"{data!r} is missing."
   return ""
+
+
+def _start_of(path: str) -> bytes:
+  with contextlib.suppress(OSError), open(path, "rb", opener=_without_waiting) as file:
+    return file.read(_MOST_BYTES)
+  return b""
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -213,7 +213,8 @@ def local(top: str) -> str:
   atexit.register(shutil.rmtree, copy, ignore_errors=True)
   store, folder = stores.Store(top), os.path.join(copy, top.rstrip("/").rpartition("/")[2])
   with stores.reading(top):
-    found = {name: file for name, file in store.files().items() if _is_safe(name)}
+    files, unsafe = store.files().items(), {"", ".", ".."}
+    found = {name: file for name, file in files if not unsafe & set(name.split("/"))}
     if not found:
       raise FileNotFoundError
     store.get_all([name for name, file in found.items() if _is_told(name, file)], folder)
@@ -226,12 +227,8 @@ def local(top: str) -> str:
   return folder
 
 
-def _is_safe(name: str) -> bool:
-  return not {"", ".", ".."} & set(name.split("/"))
-
-
 def _is_told(name: str, file: stores.File) -> bool:
-  told = (METRICS, HISTORY, CONFIG, OWNER, REPORT, "verify.json", ".index")
+  told = (METRICS, HISTORY, CONFIG, OWNER, REPORT, "verify.json", "best.json", ".index")
   return file.size <= _MAX_BYTES and (name.endswith(told) or "media/" in name or "flight/" in name)
 
 

@@ -25,6 +25,7 @@ from loopwright.errors import ConfigError
 from loopwright.host import files, stores
 from loopwright.host.stores import File, Store, StoreError
 from loopwright.run_folder import ownership
+from loopwright.run_folder.folders import natural
 from loopwright.run_folder.mirror import (
   LINEAGE,
   Known,
@@ -323,13 +324,9 @@ def _newest(names: Iterable[str], top: str) -> list[str]:
   for folder in (f"{top}/checkpoints/", f"{top}/"):
     indexes = [n for n in names if n.startswith(f"{folder}ckpt-") and n.endswith(".index")]
     if indexes:
-      stem = max(indexes, key=_step).removesuffix("index")
+      stem = max(indexes, key=natural).removesuffix("index")
       return [n for n in names if n.startswith(stem) or n == f"{folder}checkpoint"]
   return sorted(n for n in names if n == top or n.startswith(f"{top}."))
-
-
-def _step(index: str) -> float:
-  return float(index.rpartition("/ckpt-")[2].removesuffix(".index"))
 
 
 def _make(folder: str) -> None:

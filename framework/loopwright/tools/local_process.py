@@ -35,19 +35,31 @@ _LOUD = re.compile(
 )
 _PORT_TAKEN = ("another process uses the port", "Could not start gRPC server")
 """The messages of kinds/workers/rendezvous.py and of TensorFlow about a port in use."""
-DIE_WITH_PARENT = """
+_WITH_PARENT = """
 import ctypes, os, sys
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
+PR_SET_PDEATHSIG = 1
+parent, number, namespaces = sys.argv[1:4]
 libc = ctypes.CDLL(None, use_errno=True)
-for descriptor in map(int, filter(None, sys.argv[2].split(","))):  # before prctl, as it resets it
+for descriptor in map(int, filter(None, namespaces.split(","))):  # before prctl, as it resets it
   if libc.setns(descriptor, 0):
     sys.exit(f"cannot enter the private network: {os.strerror(ctypes.get_errno())}")
-libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
-  os.execvp(sys.argv[3], sys.argv[3:])
+getattr(libc, "prctl", lambda *_: 0)(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+if os.getppid() == int(parent):  # else the parent died before prctl
+  os.execvp(sys.argv[4], sys.argv[4:])
 """
 
 Environment = Mapping[str, str]
+
+
+def with_parent(number: int = signal.SIGKILL, namespaces: Sequence[int] = ()) -> list[str]:
+  """Returns what starts a command that gets a signal when this process ends, on Linux.
+
+  Args:
+    number: the signal.
+    namespaces: descriptors of those that it enters.
+  """
+  program = [sys.executable, "-I", "-S", "-c", _WITH_PARENT]
+  return [*program, str(os.getpid()), str(int(number)), ",".join(map(str, namespaces))]
 
 
 class Started(Protocol):
@@ -188,9 +200,8 @@ class Process:
     forked = self.fork(self.command, self.environment, merged=not self.leads)
     if forked is not None:
       return forked
-    wrapper = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
     return subprocess.Popen(
-      [*wrapper, ",".join(map(str, self.namespaces)), *self.command],
+      [*with_parent(namespaces=self.namespaces), *self.command],
       bufsize=0,
       env=self.environment,
       stdin=subprocess.DEVNULL,

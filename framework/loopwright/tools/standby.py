@@ -26,7 +26,7 @@ from typing import IO, Any, NoReturn
 
 from loopwright.host import lazy_keras
 from loopwright.host.children import PROGRAM, SOURCE
-from loopwright.tools.local_process import DIE_WITH_PARENT, Environment
+from loopwright.tools.local_process import Environment, with_parent
 
 _IMPORTED = ("loopwright.running", "tensorboard.summary.v2")
 """What takes long: TensorFlow and Keras; also what the first report imports."""
@@ -66,10 +66,9 @@ class Standby:
     self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     self.waiting = True
     python = [sys.executable, "-c", _SERVE, str(SOURCE), str(theirs.fileno()), str(os.getpid())]
-    wrapper = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
     with theirs:
       self._popen = subprocess.Popen(
-        [*wrapper, ",".join(map(str, namespaces)), *python],
+        [*with_parent(namespaces=namespaces), *python],
         env={"PYTHONUNBUFFERED": "1", **os.environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -196,7 +196,10 @@ def axes(trainer: Trainer, step_s: float) -> list[list[Option]]:
 def _ways(trainer: Trainer) -> list[Option]:
   """Returns every cross-device op with every packing, except the config's own pair."""
   packing = trainer.parts.reduction.packing
-  packings: list[Bindings] = [{}, {"Reduction.packing": _other(packing)}]
+  packings: list[Bindings] = [
+    {},
+    {"Reduction.packing": "per_tensor" if packing == "flat" else "flat"},
+  ]
   ops: list[Bindings] = [{}]
   own = trainer.placement.cross_device_op
   if own is not None:
@@ -206,10 +209,6 @@ def _ways(trainer: Trainer) -> list[Option]:
       {name: op} for op in OPS if op != in_use and factories.works(op, trainer.placement.devices)
     ]
   return [Option({**op, **way}) for op in ops for way in packings if op or way]
-
-
-def _other(packing: str) -> str:
-  return "per_tensor" if packing == "flat" else "flat"
 
 
 def _wires(trainer: Trainer) -> list[Option]:

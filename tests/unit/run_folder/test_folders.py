@@ -277,6 +277,26 @@ def test_indexes_that_are_damaged_and_files_that_are_gone_are_told(capsys):
   ]
 
 
+def test_a_history_that_is_gone_a_damaged_best_and_a_checkpoint_beyond_the_log_are_told(capsys):
+  """Each was called done, though a run would not go on from there, or not say what it has."""
+  folder = make("r", line(30, "eval", loss=1.0), start={}, checkpoints=[30])
+  (folder / "best").mkdir()
+  (folder / "best/best.json").write_text('{"step": 30, "value": 1.0, "checkpoint": "ckpt-30"}\n')
+  (folder / "flight").mkdir()
+  assert faults("r", capsys, status="done") == []
+  (folder / "history.jsonl").unlink()
+  assert faults("r", capsys, status="done") == ["history.jsonl' is missing."]
+  (folder / "flight").rmdir()  # as of a version that kept neither
+  assert faults("r", capsys, status="done") == []
+  (folder / "best/best.json").write_text("{")
+  assert faults("r", capsys, status="done") == ["best/best.json' is damaged."]
+  (folder / "best/best.json").unlink()
+  (folder / "metrics.jsonl").write_text(f"{line(20, 'eval', loss=1.0)}\n")
+  assert faults("r", capsys, status="done") == [
+    "there is a checkpoint of step 30, but the log goes to step 20 alone."
+  ]
+
+
 @pytest.mark.parametrize(
   ("config", "logged", "start", "told"),
   [

@@ -15,7 +15,7 @@ from loopwright.errors import printable
 from loopwright.run_folder import paces
 from loopwright.run_folder.folders import texts
 from loopwright.tools import goodput
-from loopwright.tools.report.data import VERIFY, Curve, Shown
+from loopwright.tools.report.data import VERIFY, Shown
 from loopwright.tools.runs import diff, repetitions
 
 _FIRST = ("loss", "accuracy")
@@ -103,11 +103,8 @@ def is_constant(runs: Sequence[Shown], name: str) -> bool:
 def _curves(runs: Sequence[Shown], name: str) -> Iterator[dict[str, Any]]:
   for index, run in enumerate(runs):
     for split, curve in run.curves.get(name, {}).items():
-      yield {"run": index, "split": split, **_points(curve)}
-
-
-def _points(curve: Curve) -> dict[str, Any]:
-  return {"steps": curve.steps, "minutes": curve.minutes, "values": curve.values}
+      points = {"steps": curve.steps, "minutes": curve.minutes, "values": curve.values}
+      yield {"run": index, "split": split, **points}
 
 
 def _place(name: str) -> tuple[int, int | str, str]:

@@ -7,7 +7,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,18 +14,12 @@ from typing import NamedTuple
 from loopwright.errors import UsageError
 from loopwright.host import nvidia
 from loopwright.host.children import PROGRAM
+from loopwright.tools.local_process import with_parent
 from loopwright.tools.sweep import space
 
 OUTPUT, LOCK = "output.txt", "sweep.lock"
 GRACE_S = 120.0
 """Seconds from SIGTERM to SIGKILL, in which a trial saves."""
-_ENDS_WITH_PARENT = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):  # else the sweep was killed before prctl
-  os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class Slot(NamedTuple):
@@ -115,7 +108,7 @@ class Job:
     self._folder, self._lock, self._deadline = folder, lock, float("inf")
     with open(os.path.join(folder, OUTPUT), "ab") as output:
       self._process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _ENDS_WITH_PARENT, str(os.getpid()), *command],
+        [*with_parent(signal.SIGTERM), *command],
         stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         env={**os.environ, **slot.environment}, pass_fds=[lock.descriptor], start_new_session=True,
       )  # fmt: skip

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from optuna.trial import TrialState
 
 from loopwright.errors import ConfigError, Preempted
-from loopwright.host import output
+from loopwright.host import signals
 from loopwright.run_folder import folders
 from loopwright.tools.sweep.jobs import Command, Job, Slot
 from loopwright.tools.sweep.results import told
@@ -52,12 +50,18 @@ class Runner:
       Preempted: SIGTERM or SIGHUP came; the trials have saved.
       KeyboardInterrupt: Ctrl-C; likewise.
     """
-    with _stopped_by_signals():
+    stop = signals.StopSignals()
+    waiting = "Ctrl-C: the trials are saving; press it again to end at once"
+    with stop.noticed(lambda _: _say(waiting)):
       try:
         while self._start() or self._running or self._others():
           for each in list(self._running):
             self._look_at(each)
           time.sleep(POLL_S)
+          if stop.number == signal.SIGINT:
+            raise KeyboardInterrupt
+          if stop.number is not None:
+            raise Preempted(f"{stop.name}: stopped, the trials are saved; the same command goes on")
       except BaseException:
         self._stop()
         raise
@@ -136,40 +140,6 @@ class Runner:
       while each.job.status() is None:
         time.sleep(POLL_S / 5)
       each.job.close()
-
-
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-  """Raises Preempted at SIGTERM or SIGHUP, once; neither further ones nor one Ctrl-C then disturb.
-
-  A second Ctrl-C does: the trials end without saving.
-  """
-  if threading.current_thread() is not threading.main_thread():
-    yield
-    return
-
-  def pressed(*_: object) -> None:
-    signal.signal(signal.SIGINT, before[signal.SIGINT])
-    _say("Ctrl-C: the trials are saving; press it again to end at once")
-
-  def stop(number: int, _: object) -> None:
-    output.hurry()
-    for each in heard:
-      signal.signal(each, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, pressed)
-    name = signal.Signals(number).name
-    raise Preempted(f"{name}: stopped, the trials are saved; the same command goes on")
-
-  heard = (signal.SIGTERM, signal.SIGHUP)
-  before = {each: signal.getsignal(each) for each in (*heard, signal.SIGINT)}
-  try:
-    for each in heard:
-      if before[each] is not signal.SIG_IGN:
-        signal.signal(each, stop)
-    yield
-  finally:
-    for each, handler in before.items():
-      signal.signal(each, handler)
 
 
 def _say(line: str) -> None:
