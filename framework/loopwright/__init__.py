@@ -46,7 +46,7 @@ if TYPE_CHECKING:
   from loopwright.metrics import Sum as Sum
   from loopwright.metrics import weighted_sum as weighted_sum
   from loopwright.models.recomputation import recompute as recompute
-  from loopwright.optimizers.schedules import Schedule as Schedule
+  from loopwright.optimizers.schedule import Schedule as Schedule
   from loopwright.reporting.board import Board as Board
   from loopwright.running import run as run
   from loopwright.step import EvalStep as EvalStep

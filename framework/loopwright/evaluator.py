@@ -8,7 +8,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import tensorflow as tf
 
@@ -25,10 +25,14 @@ from loopwright.metrics import PerExample
 from loopwright.metrics.rows import CollectedRows
 from loopwright.metrics.sums import MetricSums, PackedSums
 from loopwright.models.orbit import AbstractEvaluator
-from loopwright.optimizers.ema import Ema
 from loopwright.step_record import Sums
 from loopwright.strategies import placement
 from loopwright.task import Task, derived_metrics
+
+if TYPE_CHECKING:
+  from loopwright.optimizers.ema import Ema
+else:
+  Ema = Any  # the module is loaded if there are averages
 
 Batches: TypeAlias = tf.data.Dataset | Callable[..., tf.data.Dataset]
 """The padded global batches of one evaluation set, or a function that returns them.

@@ -58,7 +58,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.keras_task": "from_keras",
     "loopwright.metrics": "Loss PerExample Sum weighted_sum",
     "loopwright.models.recomputation": "recompute",
-    "loopwright.optimizers.schedules": "Schedule",
+    "loopwright.optimizers.schedule": "Schedule",
     "loopwright.reporting.board": "Board",
     "loopwright.running": "run",
     "loopwright.step": "EvalStep Step",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import tensorflow as tf
 
@@ -18,11 +18,13 @@ from loopwright.models import models
 from loopwright.observers import Observer
 from loopwright.optimizers import adapters
 from loopwright.optimizers.adapters import Optimizer
-from loopwright.optimizers.ema import Ema
 from loopwright.optimizers.fusion import Fusion
 from loopwright.optimizers.loss_scale import LossScale
 from loopwright.strategies import placement
 from loopwright.strategies.reduction import Reduction
+
+if TYPE_CHECKING:
+  from loopwright.optimizers.ema import Ema
 
 T = TypeVar("T")
 

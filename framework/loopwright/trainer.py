@@ -26,8 +26,8 @@ from loopwright.models import models, replica_state
 from loopwright.models.orbit import AbstractTrainer
 from loopwright.observers import Observer, may_undo
 from loopwright.optimizers import adapters
-from loopwright.optimizers.ema import EmaDecay, averages
 from loopwright.optimizers.loss_scale import LossScaleFactory, usual_loss_scale
+from loopwright.optimizers.schedule import EmaDecay
 from loopwright.step import Step, StepFactory
 from loopwright.step_parts import InputWait, Replaced, StepNumbers, StepParts, replica_id
 from loopwright.strategies import placement
@@ -144,7 +144,11 @@ class Trainer(AbstractTrainer):
         fuse=fuse_updates,
         shard=shard_optimizer_state,
       )
-      ema = averages(task.model, built, decay=ema_decay, step=self.global_step)
+      ema = None
+      if ema_decay is not None or any(one.averages for one in built.values()):
+        from loopwright.optimizers.ema import averages
+
+        ema = averages(task.model, built, decay=ema_decay, step=self.global_step)
       self.metrics = self._sums()
       parts = StepParts(
         optimizers=built, ema=ema, loss_scale=(loss_scale or usual_loss_scale())(),

@@ -22,7 +22,7 @@ from loopwright.host import lazy_keras
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 from loopwright.models.replica_state import assign_result
-from loopwright.optimizers import kernels, rule, schedules
+from loopwright.optimizers import kernels, rule, schedule
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.saved_layout import SavedOptimizer, joined_variables
 from loopwright.strategies import placement
@@ -64,10 +64,15 @@ class Optimizer:
     self._rule, self._factory = rule, factory
 
   @property
-  def schedule(self) -> schedules.Schedule | None:
+  def schedule(self) -> schedule.Schedule | None:
     """What its learning rate follows, if that is not a number."""
     rate = self.optimizer._learning_rate
-    return rate if isinstance(rate, schedules.Schedule) else None
+    return rate if isinstance(rate, schedule.Schedule) else None
+
+  @property
+  def averages(self) -> bool:
+    """Whether its rule averages the weights itself; see `ema.ScheduleFree`."""
+    return rule.is_free(self.optimizer)
 
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar (any context)."""
@@ -192,7 +197,7 @@ def made(
     shard: the strategy over whose replicas the slots are sharded, None for whole ones; see
       loopwright/optimizers/sharding.py.
   """
-  schedules.bind(optimizer, step)
+  schedule.bind(optimizer, step)
   fused = fuse and not options and is_elementwise(optimizer)
   if (own := placement.here().update_rule) is not None:
     return _made_by(own, optimizer, variables, factory, fused=fused)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, TypeAlias
 
 import tensorflow as tf
 
@@ -13,15 +12,8 @@ from loopwright.declaration import COUNTS, asked, may_change
 from loopwright.errors import ConfigError, is_finite, require_integer, shown
 from loopwright.models import models
 from loopwright.optimizers.adapters import Optimizer
-from loopwright.optimizers.rule import is_free
-from loopwright.optimizers.schedules import Schedule
+from loopwright.optimizers.schedule import Schedule
 from loopwright.strategies import placement
-
-EmaDecay: TypeAlias = Annotated[
-  float | Schedule | None,
-  asked("counts from there on; averages that are new begin at the weights"),
-]
-"""The decay of a moving average of the weights, or how it follows from the step; None for none."""
 
 
 class Ema:
@@ -215,7 +207,7 @@ def averages(
   Raises:
     ConfigError: `decay` is out of range, or an optimizer has an average of its own.
   """
-  free = {n: each for n, each in optimizers.items() if is_free(each.optimizer)}
+  free = {n: each for n, each in optimizers.items() if each.averages}
   if not free:
     if decay is None:
       return None

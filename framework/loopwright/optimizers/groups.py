@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from loopwright.aliases import TensorLike, Variable
+from loopwright.aliases import Variable
 from loopwright.declaration import COUNTS, may_change
 from loopwright.errors import ConfigError, is_finite, unknown
 from loopwright.host import lazy_keras
@@ -120,7 +120,7 @@ def update_of(update: Update, options: Sequence[Options]) -> Update:
   """Returns an update with the options of each variable, in order."""
 
   def with_options(
-    optimizer: Any, index: int, gradient: tf.Tensor, variable: Variable, rate: TensorLike
+    optimizer: Any, index: int, gradient: tf.Tensor, variable: Variable, rate: Any
   ) -> None:
     rate = rate * options[index].get(SCALE, 1.0)
     with _in_place(optimizer, options[index], rate):
@@ -130,7 +130,7 @@ def update_of(update: Update, options: Sequence[Options]) -> Update:
 
 
 @contextlib.contextmanager
-def _in_place(optimizer: Any, options: Options, rate: TensorLike) -> Iterator[None]:
+def _in_place(optimizer: Any, options: Options, rate: Any) -> Iterator[None]:
   """The attributes of an optimizer are those of a group inside `with` (while it is traced).
 
   Kerases track what is assigned to an optimizer, so its dict is changed.

@@ -10,149 +10,15 @@ A step is the number of training steps completed before the update, so the first
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
-import tf_keras
 
-from loopwright.aliases import TensorLike
 from loopwright.declaration import SCHEDULE, may_change
-from loopwright.errors import ConfigError, is_finite, require_integer, require_positive, shown
-from loopwright.host import lazy_keras
-from loopwright.host.lazy_keras import KerasOptimizer
-
-ScheduleFunction = Callable[[tf.Tensor], TensorLike]
-
-
-class Schedule(keras.optimizers.schedules.LearningRateSchedule):
-  """A function of the step that Keras 3 and tf_keras optimizers accept as learning rate.
-
-  For `isinstance` it is a schedule of tf_keras too, once tf_keras is executed.
-  """
-
-  may_change = SCHEDULE
-
-  @property  # type: ignore[misc]
-  def __class__(self) -> type:
-    """What `isinstance` asks besides the type."""
-    return _of_both() if lazy_keras.tf_keras_loaded() else type(self)
-
-  def __init__(
-    self, function: ScheduleFunction, *, config: Mapping[str, Any] | None = None
-  ) -> None:
-    """Wraps a function, such as your own: `Schedule(lambda step: 0.1 / (1 + step))`.
-
-    Args:
-      function: float64 scalar step -> scalar learning rate, in TensorFlow ops, which are traced
-        into the training loop. float64 because float32 cannot distinguish steps above 2**24.
-      config: the arguments for `from_config`; only the functions of this module set it.
-    """
-    self.function = function
-    self._config = config
-    self._step: tf.Variable | None = None
-    self._given: Callable[[], tf.Tensor] | None = None
-
-  def at(self, step: TensorLike) -> tf.Tensor:
-    """Returns the learning rate at `step`, a float32 scalar (any context).
-
-    Args:
-      step: a scalar of any integer or float type: number, tensor or variable.
-    """
-    return tf.cast(self.function(_float64(step)), tf.float32)
-
-  def __call__(self, iterations: TensorLike) -> tf.Tensor:
-    """Returns the learning rate, a float32 scalar; called by optimizers (any context).
-
-    Args:
-      iterations: the optimizer's own counter; ignored after `bind`.
-    """
-    if self._given is not None:
-      return self._given()
-    return self.at(iterations if self._step is None else self._step)
-
-  def ahead(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-    """Returns the rates of `count` steps from `first` on, float32 [count] (any context)."""
-    steps = first + tf.range(tf.cast(count, tf.int64))
-    return tf.map_fn(self.at, steps, fn_output_signature=tf.float32)
-
-  @contextlib.contextmanager
-  def given(self, rates: tf.Tensor, index: tf.Tensor) -> Iterator[None]:
-    """Optimizers use `rates[index]` inside; an index on the host costs a GPU no copy."""
-    self._given = lambda: tf.reshape(tf.slice(rates, [index], [1]), [])
-    try:
-      yield
-    finally:
-      self._given = None
-
-  def bind(self, step: tf.Variable) -> Schedule:
-    """Makes optimizers follow `step` instead of their own counter; returns self.
-
-    An optimizer's `iterations` does not count skipped updates, and misses counts under parameter
-    servers.
-
-    Args:
-      step: int64 scalar.
-    """
-    self._step = step
-    return self
-
-  def get_config(self) -> dict[str, Any]:
-    """Returns the arguments that it was made from, including nested schedules.
-
-    Raises:
-      ConfigError: it wraps a function that is not of this module.
-    """
-    if self._config is None:
-      raise ConfigError(
-        "a Schedule of your own function cannot be saved in an optimizer's config; compose the "
-        "functions of loopwright.optimizers.schedules, or save the optimizer with "
-        "tf.train.Checkpoint."
-      )
-    return {k: v.get_config() if isinstance(v, Schedule) else v for k, v in self._config.items()}
-
-  @classmethod
-  def from_config(cls, config: Mapping[str, Any]) -> Schedule:
-    """Makes a schedule from the result of `get_config`."""
-    arguments = {k: cls.from_config(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    return _BY_NAME[arguments.pop("schedule")](**arguments)
-
-
-@functools.cache
-def _of_both() -> type:
-  also = tf_keras.optimizers.schedules.LearningRateSchedule
-  return type("Schedule", (Schedule, also), {"__module__": __name__})
-
-
-def _is_schedule(rate: object) -> bool:
-  """Whether it is a schedule of either Keras."""
-  of_tf_keras = lazy_keras.tf_keras_classes("optimizers.schedules.LearningRateSchedule")
-  return isinstance(rate, (keras.optimizers.schedules.LearningRateSchedule, *of_tf_keras))
-
-
-def bind(optimizer: KerasOptimizer, step: tf.Variable) -> None:
-  """Makes an optimizer's learning rate follow `step` if it is a schedule, including Keras's own.
-
-  Args:
-    optimizer: of Keras 3 or tf_keras (not legacy), before the training step is traced.
-    step: int64 scalar, the number of training steps completed.
-
-  Raises:
-    ConfigError: the rate is a plain function.
-  """
-  rate = optimizer._learning_rate  # the public property would evaluate the schedule
-  if callable(rate) and not _is_schedule(rate):
-    raise ConfigError(
-      f"the learning rate of {type(optimizer).__name__} is a function, "
-      f"{getattr(rate, '__name__', rate)}; wrap it in loopwright.Schedule(function), which calls "
-      "it with the step."
-    )
-  if _is_schedule(rate):
-    optimizer.learning_rate = _as_schedule("learning_rate", rate).bind(step)
+from loopwright.errors import ConfigError, require_integer, require_positive
+from loopwright.optimizers.schedule import Schedule, as_schedule, float64, rate_of
 
 
 def follow(optimizer: Any, schedule: Schedule) -> None:
@@ -168,11 +34,7 @@ def constant(*, learning_rate: float) -> Schedule:
   Raises:
     ConfigError: `learning_rate` is not finite, or negative.
   """
-  rate = _rate("constant.learning_rate", learning_rate)
-  return Schedule(
-    lambda step: tf.constant(rate, tf.float64),
-    config={"schedule": "constant", "learning_rate": rate},
-  )
+  return as_schedule("constant.learning_rate", learning_rate)
 
 
 def linear_warmup(*, warmup_steps: int, after: Schedule | float, start: float = 0.0) -> Schedule:
@@ -194,12 +56,12 @@ def linear_warmup(*, warmup_steps: int, after: Schedule | float, start: float = 
     ConfigError: `warmup_steps` is not a whole number of at least 0, or a rate is negative.
   """
   warmup_steps = require_integer("linear_warmup.warmup_steps", warmup_steps, at_least=0)
-  first = _rate("linear_warmup.start", start)
-  then = _as_schedule("linear_warmup.after", after)
+  first = rate_of("linear_warmup.start", start)
+  then = as_schedule("linear_warmup.after", after)
 
   def rate(step: tf.Tensor) -> tf.Tensor:
     elapsed = tf.minimum(step / max(warmup_steps, 1), 1.0)
-    later = _float64(then.function(tf.maximum(step - warmup_steps, 0.0)))
+    later = float64(then.function(tf.maximum(step - warmup_steps, 0.0)))
     return tf.where(step < warmup_steps, first + (later - first) * elapsed, later)
 
   config = {"schedule": "linear_warmup", "warmup_steps": warmup_steps}
@@ -220,7 +82,10 @@ def cosine_decay(*, initial: float, decay_steps: int, final: float = 0.0) -> Sch
     ConfigError: `decay_steps` is not a whole number of at least 1, or a rate is negative.
   """
   decay_steps = require_integer("cosine_decay.decay_steps", decay_steps, at_least=1)
-  first, last = _rate("cosine_decay.initial", initial), _rate("cosine_decay.final", final)
+  first, last = (
+    rate_of("cosine_decay.initial", initial),
+    rate_of("cosine_decay.final", final),
+  )
 
   def rate(step: tf.Tensor) -> tf.Tensor:
     done = tf.minimum(step / decay_steps, 1.0)
@@ -253,17 +118,15 @@ def exponential_decay(
       a rate is negative.
   """
   decay_steps = require_integer("exponential_decay.decay_steps", decay_steps, at_least=1)
-  first = _rate("exponential_decay.initial", initial)
-  last = _rate("exponential_decay.final", final)
-  base = _rate("exponential_decay.decay_rate", decay_rate)
+  first = rate_of("exponential_decay.initial", initial)
+  last = rate_of("exponential_decay.final", final)
+  base = rate_of("exponential_decay.decay_rate", decay_rate)
   require_positive("exponential_decay.decay_rate", decay_rate)
 
   def rate(step: tf.Tensor) -> tf.Tensor:
     # Integer division: in a graph, x / 49 becomes x * (1 / 49), which misses 6 of 10 stairs.
-    stair = _float64(tf.cast(step, tf.int64) // decay_steps)
-    return last + (first - last) * tf.pow(
-      _float64(base), stair if staircase else step / decay_steps
-    )
+    stair = float64(tf.cast(step, tf.int64) // decay_steps)
+    return last + (first - last) * tf.pow(float64(base), stair if staircase else step / decay_steps)
 
   config = {"schedule": "exponential_decay", "initial": first, "decay_steps": decay_steps}
   config |= {"decay_rate": base, "staircase": staircase, "final": last}
@@ -284,7 +147,7 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
     ConfigError: the boundaries are not increasing whole numbers of at least 1, a value is negative,
       or the number of values is wrong.
   """
-  rates = [_rate("piecewise_constant.values", value) for value in values]
+  rates = [rate_of("piecewise_constant.values", value) for value in values]
   steps = [require_integer("piecewise_constant.boundaries", b, at_least=1) for b in boundaries]
   if steps != sorted(set(steps)):
     raise ConfigError(
@@ -318,11 +181,11 @@ def by_epoch(*, of: Schedule | float, steps_per_epoch: int, staircase: bool = Tr
     ConfigError: `steps_per_epoch` is not a whole number of at least 1, or the rate is negative.
   """
   length = require_integer("by_epoch.steps_per_epoch", steps_per_epoch, at_least=1)
-  base = _as_schedule("by_epoch.of", of)
+  base = as_schedule("by_epoch.of", of)
 
   def rate(step: tf.Tensor) -> tf.Tensor:
-    stair = _float64(tf.cast(step, tf.int64) // length)  # as in exponential_decay
-    return _float64(base.function(stair if staircase else step / length))
+    stair = float64(tf.cast(step, tf.int64) // length)  # as in exponential_decay
+    return float64(base.function(stair if staircase else step / length))
 
   config = {"schedule": "by_epoch", "steps_per_epoch": length, "of": base}
   return Schedule(rate, config={**config, "staircase": staircase})
@@ -334,10 +197,10 @@ def scaled(*, of: Schedule | float, factor: float) -> Schedule:
   Raises:
     ConfigError: `factor` or the rate is not finite, or negative.
   """
-  times = _rate("scaled.factor", factor)
-  base = _as_schedule("scaled.of", of)
+  times = rate_of("scaled.factor", factor)
+  base = as_schedule("scaled.of", of)
   return Schedule(
-    lambda step: times * _float64(base.function(step)),
+    lambda step: times * float64(base.function(step)),
     config={"schedule": "scaled", "factor": times, "of": base},
   )
 
@@ -360,10 +223,10 @@ def times_replicas(*, value: float) -> float:
   For schedules of which only a part scales with replicas; `scale_by_replicas` scales a whole
   schedule. Call it in `strategy.scope()`, as everything that an optimizer's factory refers to is.
   """
-  return _rate("times_replicas.value", value) * tf.distribute.get_strategy().num_replicas_in_sync
+  return rate_of("times_replicas.value", value) * tf.distribute.get_strategy().num_replicas_in_sync
 
 
-_BY_NAME: dict[str, Callable[..., Schedule]] = {
+BY_NAME: dict[str, Callable[..., Schedule]] = {
   function.__name__: function
   for function in (
     constant,
@@ -375,23 +238,3 @@ _BY_NAME: dict[str, Callable[..., Schedule]] = {
     scaled,
   )
 }
-
-
-def _as_schedule(name: str, value: Any) -> Schedule:
-  if isinstance(value, Schedule):
-    return value
-  if _is_schedule(value):
-    return Schedule(value)
-  return constant(learning_rate=_rate(name, value))
-
-
-def _float64(value: TensorLike) -> tf.Tensor:
-  if isinstance(value, (int, float)):  # tf.cast would convert them to int32 or float32 first
-    return tf.constant(value, tf.float64)
-  return tf.cast(value, tf.float64)
-
-
-def _rate(name: str, value: Any) -> float:
-  if not is_finite(value) or value < 0:
-    raise ConfigError(f"{name} is {shown(value)}; it must be a finite number of at least 0.")
-  return float(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -13,9 +13,11 @@ from loopwright.errors import ConfigError
 from loopwright.graphs import branches
 from loopwright.models import models, replica_state
 from loopwright.optimizers.adapters import Optimizer
-from loopwright.optimizers.ema import Ema
 from loopwright.optimizers.fusion import Gradients
 from loopwright.strategies import placement
+
+if TYPE_CHECKING:
+  from loopwright.optimizers.ema import Ema
 
 
 def apply_if(

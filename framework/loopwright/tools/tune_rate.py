@@ -21,7 +21,8 @@ from loopwright import running as runs
 from loopwright.errors import ConfigError
 from loopwright.host import urls
 from loopwright.optimizers import adapters
-from loopwright.optimizers.schedules import Schedule, exponential_decay, follow
+from loopwright.optimizers.schedule import Schedule
+from loopwright.optimizers.schedules import exponential_decay, follow
 from loopwright.options import Gpus, Numerics
 from loopwright.reporting.curves import Curves
 from loopwright.run_folder import assets

@@ -1028,14 +1028,12 @@ def test_the_schedules_of_both_kerases(schedule, rate, monkeypatch):
   configurables.register_all()
   import tensorflow as tf
 
-  from loopwright.optimizers import schedules
-
   library = schedule.partition(".")[0]
   text = f"Trainer.anything = @{library}.SGD\n{library}.SGD.learning_rate = @{schedule}()\n"
   text += f"{schedule}.initial_learning_rate = 0.5\n{schedule}.decay_steps = 8\n"
   parse(GOOD + text + (f"{schedule}.decay_rate = 0.1\n" if "Exponential" in schedule else ""))
   optimizer = result()["trainer"].anything()
-  schedules.bind(optimizer, tf.Variable(4, dtype=tf.int64))
+  bind(optimizer, tf.Variable(4, dtype=tf.int64))
   assert float(optimizer._learning_rate(0)) == pytest.approx(rate, rel=1e-6)
   wrong = f"{schedule}.decay = 8"
   assert mistake(GOOD + text + wrong).startswith(f"x.gin:7: {schedule} has no parameter 'decay'.")

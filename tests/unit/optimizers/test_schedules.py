@@ -8,7 +8,7 @@ import tf_keras
 
 from loopwright.errors import ConfigError
 from loopwright.optimizers import schedules
-from loopwright.optimizers.schedules import Schedule
+from loopwright.optimizers.schedule import Schedule, bind
 
 # Around every boundary used below, and far beyond 2**24, where float32 skips whole numbers.
 STEPS = [0, 1, 2, 3, 4, 5, 6, 9, 10, 11, 19, 20, 21, 30, 99, 100, 101, 110, 10**3, 10**4]
@@ -281,7 +281,7 @@ def test_a_bound_schedule_follows_the_global_step(name, replicas, mirrored):
     )
     optimizer = OPTIMIZERS[name](warmup_and_cosine())
     optimizer.build([variable])
-  schedules.bind(optimizer, global_step)
+  bind(optimizer, global_step)
 
   @tf.function
   def train(steps):
@@ -303,7 +303,7 @@ def test_bind_makes_a_keras_schedule_follow_the_global_step_too(generation):
   global_step = tf.Variable(2, dtype=tf.int64)
   variable = tf.Variable(1.0)
   optimizer.build([variable])
-  schedules.bind(optimizer, global_step)
+  bind(optimizer, global_step)
   apply(optimizer, tf.constant(1.0), variable)
   np.testing.assert_allclose(variable.numpy(), 1.0 - cosine(2, 0.1, 4), rtol=1e-6)
 
@@ -311,7 +311,7 @@ def test_bind_makes_a_keras_schedule_follow_the_global_step_too(generation):
 @pytest.mark.parametrize("generation", [keras, tf_keras], ids=["keras", "tf_keras"])
 def test_bind_leaves_a_plain_learning_rate_alone(generation):
   optimizer = generation.optimizers.SGD(0.25)
-  schedules.bind(optimizer, tf.Variable(2, dtype=tf.int64))
+  bind(optimizer, tf.Variable(2, dtype=tf.int64))
   assert float(optimizer.learning_rate) == 0.25
 
 
