@@ -1028,6 +1028,8 @@ def test_the_schedules_of_both_kerases(schedule, rate, monkeypatch):
   configurables.register_all()
   import tensorflow as tf
 
+  from loopwright.optimizers.schedule import bind
+
   library = schedule.partition(".")[0]
   text = f"Trainer.anything = @{library}.SGD\n{library}.SGD.learning_rate = @{schedule}()\n"
   text += f"{schedule}.initial_learning_rate = 0.5\n{schedule}.decay_steps = 8\n"
