@@ -4,6 +4,7 @@ The source folder is the repository's root, so links between pages, and from the
 same here as on a code host.
 """
 
+import ast
 import importlib
 import importlib.metadata
 import inspect
@@ -14,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin
 
 from docutils import nodes
 from pygments import highlight
@@ -78,6 +79,7 @@ def setup(app: Sphinx) -> None:
   app.connect("doctree-read", link_to_code, priority=400)  # before Sphinx copies the files
   app.connect("doctree-resolved", mark_plots)
   app.connect("autodoc-skip-member", skip_fields)
+  app.connect("autodoc-before-process-signature", leave_types_alone)
   app.connect("autodoc-process-signature", name_types)
   app.connect("autodoc-process-docstring", require_docstring)
   app.connect("env-check-consistency", require_all_public_names)
@@ -165,13 +167,25 @@ def skip_fields(
   return None if skip or is_method or isinstance(value, property) else True
 
 
+def leave_types_alone(app: Sphinx, target: Any, bound_method: bool) -> None:
+  """Takes from a signature what options declare beside their types; docs/options.md has it."""
+  del app, bound_method
+  annotations, known = getattr(target, "__annotations__", {}), getattr(target, "__globals__", {})
+  for name, annotation in annotations.items():
+    kind = known.get(annotation) if isinstance(annotation, str) else annotation
+    if get_origin(kind) is Annotated:
+      annotations[name] = kind.__origin__
+    elif isinstance(annotation, str) and annotation.startswith("Annotated["):
+      annotations[name] = ast.unparse(ast.parse(annotation).body[0].value.slice.elts[0])
+
+
 def name_types(
   app: Sphinx, what: str, name: str, value: Any, options: Any, *signature: str | None
 ) -> tuple[str | None, ...]:
-  """Replaces what autodoc makes of `autodoc_type_aliases` inside other types by their names."""
+  """Replaces what autodoc makes of types inside others, and of defaults, by their names."""
   del app, what, name, value, options
-  alias = r"TypeAliasForwardRef\('([\w.]+)'\)"
-  return tuple(part and re.sub(alias, r"\1", part) for part in signature)
+  shown = r"TypeAliasForwardRef\('([\w.]+)'\)|<(?:function|class) '?(?:\w+\.)*(\w+)'?>"
+  return tuple(part and re.sub(shown, lambda each: each[1] or each[2], part) for part in signature)
 
 
 def require_docstring(

@@ -131,8 +131,10 @@ def require(name: str, value: Any, annotation: Any, option: Option) -> None:
 
 def take(function: Callable[..., Any], group: Callable[..., Any]) -> None:
   """Gives a function the signature of a class, with "Args:" before "Returns:" in its docstring."""
-  wrap = functools.partial(textwrap.fill, initial_indent=" " * 4, subsequent_indent=" " * 6)
-  said = [wrap(f"{name}: {option.meaning}", 100) for name, option in declared(group).items()]
+  wrap = textwrap.TextWrapper(
+    100, initial_indent=" " * 4, subsequent_indent=" " * 6, break_on_hyphens=False
+  )
+  said = [wrap.fill(f"{name}: {option.meaning}") for name, option in declared(group).items()]
   args = "\n".join(["\n  Args:", *said, "\n  Returns:"])
   function.__doc__ = (function.__doc__ or "").replace("\n  Returns:", args, 1)
   returns = inspect.signature(function).return_annotation
