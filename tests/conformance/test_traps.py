@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import slope
 import tensorflow as tf
+from runs import make_evaluator, make_trainer
 
 import loopwright
-from loopwright import evaluator, trainer
+from loopwright import trainer
 from loopwright.errors import ConfigError
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.optimizers import loss_scale
 from loopwright.strategies import factories, reduction
@@ -200,26 +200,17 @@ def test_an_empty_replica_has_no_mean(two):
   means = [[float(m) for m in two.experimental_local_results(step(batch))] for batch in dataset]
   np.testing.assert_array_equal(means, [[1.5, 4.5], [8.0, np.nan]])
 
-  source = ArraySource(features={"x": FIVE})
   task = slope.Slope()
-  with two.scope():
-    task.model = task.build_model()
-  padded = datasets.eval_dataset(source, global_batch_size=4, pad_multiple=2)
-  evaluated = evaluator.Evaluator(task=task, strategy=two, dataset=padded).evaluate()
+  task.source = lambda split: ArraySource(features={"x": FIVE})
+  evaluated = make_evaluator(task, two, batch=4).evaluate()
   assert evaluated["mean_x"] == 4.0
 
 
 def test_an_idle_replica_leaves_the_update_finite(two):
-  source = ArraySource(features={"x": FIVE, "weight": np.float32([1, 1, 0, 0, 1])})
-  run = trainer.Trainer(
-    task=slope.Slope(),
-    strategy=two,
-    dataset_fn=lambda position: datasets.train_dataset(
-      source, global_batch_size=4, pad_multiple=2, position=position, shuffle=False
-    ),
-    global_batch_size=4,
-    optimizer=slope.sgd,
-  )
+  task = slope.Slope()
+  features = {"x": FIVE, "weight": np.float32([1, 1, 0, 0, 1])}
+  task.source = lambda split: ArraySource(features=features)
+  run = make_trainer(task, two, batch=4, optimizer=slope.sgd, data={"shuffle": False})
   run.train(tf.constant(1))
   assert slope.value_of(run.task.model) == -1.5
 

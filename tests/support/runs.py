@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.models import models
 from loopwright.strategies import placement
@@ -26,6 +27,23 @@ def make_trainer(task, strategy, *, batch, optimizer, data=None, **options):
     **options,
   )  # fmt: skip
   return trainer
+
+
+def make_evaluator(task, strategy, *, batch, **options):
+  """Returns the evaluator of a task, or of each of its sets; makes the model if there is none."""
+  if task.model is None:
+    with strategy.scope():
+      task.model = task.build_model()
+
+  def read(source):
+    return datasets.eval_dataset(
+      source, global_batch_size=batch, pad_multiple=strategy.num_replicas_in_sync,
+      preprocess=preprocess_of(task),
+    )  # fmt: skip
+
+  found = task.source("eval")
+  sets = {name: read(each) for name, each in found.items()} if isinstance(found, dict) else None
+  return Evaluator(task=task, strategy=strategy, dataset=sets or read(found), **options)
 
 
 def records(folder, split=None):

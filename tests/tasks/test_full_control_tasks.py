@@ -11,7 +11,6 @@ import tensorflow as tf
 from places import central_storage
 
 from loopwright.errors import ConfigError
-from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.run_folder import assets
@@ -188,15 +187,9 @@ def test_n_replicas_evaluate_as_one(name, mirrored):
   """All 21 examples at once, so that neighbours are the same; a padded row on 2 replicas."""
   results = []
   for replicas in (1, 2):
-    task, strategy = MAKERS[name](), mirrored(replicas)
     keras.utils.set_random_seed(3)
-    with strategy.scope():
-      task.model = task.build_model()
-    dataset = datasets.eval_dataset(
-      task.source("eval"), global_batch_size=EXAMPLES, pad_multiple=replicas,
-      preprocess=task.preprocess,
-    )  # fmt: skip
-    results.append(Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate())
+    evaluator = runs.make_evaluator(MAKERS[name](), mirrored(replicas), batch=EXAMPLES)
+    results.append(evaluator.evaluate())
   assert results[0] == pytest.approx(results[1], rel=1e-5)
   assert len(results[0]) >= 2
 
@@ -623,9 +616,7 @@ def test_waves_are_those_of_their_ids():
 def test_an_evaluation_logs_the_loss_after_each_number_of_updates():
   task = sines()
   keras.utils.set_random_seed(3)
-  task.model = task.build_model()
-  dataset = datasets.eval_dataset(task.source("eval"), global_batch_size=5)
-  results = Evaluator(task=task, strategy=tf.distribute.get_strategy(), dataset=dataset).evaluate()
+  results = runs.make_evaluator(task, tf.distribute.get_strategy(), batch=5).evaluate()
   rows = task.source("eval").fetch(tf.range(EXAMPLES, dtype=tf.int64))
   start, expected = task.model.get_weights(), {0: [], 1: [], 2: []}
   for wave in range(EXAMPLES):

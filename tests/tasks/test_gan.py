@@ -6,11 +6,10 @@ import pytest
 import runs
 import tensorflow as tf
 from config_data import FOLDER, Witness, fashion_mnist_files
+from runs import make_evaluator
 
 import launch
 from loopwright.errors import ConfigError
-from loopwright.evaluator import Evaluator
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.tasks import gan
 from loopwright.tasks.gan import Gan
@@ -254,16 +253,10 @@ def trained():
 @pytest.mark.fast(replicas=[2])
 def test_evaluation_judges_each_image_and_a_drawn_one_once(replicas, mirrored):
   """The same drawn ones each time: 22 images in batches of 5, on two replicas of 6 rows."""
-  strategy = mirrored(replicas)
   task = make_task()
   keras.utils.set_random_seed(6)
-  with strategy.scope():
-    task.model = task.build_model()
+  evaluator = make_evaluator(task, mirrored(replicas), batch=5)
   bias = task.model["discriminator"].trainable_variables[-1]
-  dataset = datasets.eval_dataset(
-    task.source("eval"), global_batch_size=5, pad_multiple=replicas, preprocess=task.preprocess
-  )
-  evaluator = Evaluator(task=task, strategy=strategy, dataset=dataset)
 
   noise = np.stack([noise_of([example, 0]) for example in range(EXAMPLES)])
   discriminator = task.model["discriminator"]

@@ -1,5 +1,6 @@
 """Image classification: its data, augmentation, networks, loss and export, against NumPy."""
 
+import functools
 import gzip
 import shutil
 
@@ -7,15 +8,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from runs import make_evaluator, make_trainer
 
 from loopwright.errors import ConfigError
-from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.tasks import image_classification
 from loopwright.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 from loopwright.tools.exports import export
-from loopwright.trainer import Trainer
 
 RNG = np.random.default_rng(8)
 SHAPE, CLASSES, EXAMPLES = (3, 2, 1), 4, 10
@@ -81,16 +81,8 @@ class Regression:
 def test_softmax_regression_trains_and_evaluates_as_in_numpy(replicas, mirrored):
   """In batches of 5, which 2 and 3 replicas pad to 6."""
   strategy, task, steps, rate = mirrored(replicas), make_task(), 6, 0.5
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=5, pad_multiple=replicas, position=position,
-      preprocess=task.preprocess, shuffle=False,
-    ),
-    global_batch_size=5,
-    optimizer=lambda: keras.optimizers.SGD(rate),
-  )  # fmt: skip
+  sgd = functools.partial(keras.optimizers.SGD, rate)
+  trainer = make_trainer(task, strategy, batch=5, optimizer=sgd, data={"shuffle": False})
   metrics = trainer.train(tf.constant(steps))
   reference = Regression()
   means = [reference.step((5 * s + np.arange(5)) % EXAMPLES, rate) for s in range(steps)]
@@ -100,10 +92,7 @@ def test_softmax_regression_trains_and_evaluates_as_in_numpy(replicas, mirrored)
   np.testing.assert_allclose(bias, reference.bias, atol=1e-6)
   assert np.abs(kernel).max() > 0.1
 
-  dataset = datasets.eval_dataset(
-    task.source("eval"), global_batch_size=4, pad_multiple=replicas, preprocess=task.preprocess
-  )
-  results = Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate()
+  results = make_evaluator(task, strategy, batch=4).evaluate()
   _, loss, accuracy = reference.judge(np.arange(EXAMPLES))
   assert results == {
     "loss": pytest.approx(loss, rel=1e-5),

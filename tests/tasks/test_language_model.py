@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import runs
 import tensorflow as tf
+from runs import make_evaluator
 
 import launch
 from loopwright import configurables
 from loopwright.errors import ConfigError
-from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.models import models
 from loopwright.optimizers import adapters
@@ -327,10 +327,7 @@ def test_evaluation_is_a_mean_over_bytes(replicas, mirrored):
   task, strategy = uneven_task(), mirrored(replicas)
   with strategy.scope():
     with_model(task)
-  dataset = datasets.eval_dataset(
-    task.source("eval"), global_batch_size=4, pad_multiple=replicas, preprocess=task.preprocess
-  )
-  metrics = Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate()
+  metrics = make_evaluator(task, strategy, batch=4).evaluate()
   arrays = packed(task._corpus.documents("eval"), CONTEXT)
   logits = by_hand(weights_of(task.model), arrays["token"].astype(int), arrays["position"])
   mean = mean_loss(logits, arrays["target"].astype(int))

@@ -12,9 +12,9 @@ import runs
 import tensorflow as tf
 import tf_keras
 from config_data import forget_garden
+from runs import make_evaluator
 
-from loopwright import ConfigError, Evaluator, configurables
-from loopwright.inputs import datasets
+from loopwright import ConfigError, configurables
 from loopwright.strategies import factories
 from loopwright.tasks.model_garden import ModelGarden, garden_experiment, garden_optimizer
 
@@ -219,8 +219,7 @@ def test_an_evaluation_counts_every_example_once(garden, mirrored, replicas):
   """21 examples in batches of 8; of three replicas the last has none of the last batch."""
   task, strategy = points(garden), mirrored(replicas)
   make_trainer(task, strategy)
-  data = datasets.eval_dataset(task.source("eval"), global_batch_size=BATCH, pad_multiple=replicas)
-  evaluator = Evaluator(task=task, strategy=strategy, dataset=data)
+  evaluator = make_evaluator(task, strategy, batch=BATCH)
   reference = Reference(task.model.get_weights())
   probabilities = reference.probabilities(X)
   auc = tf_keras.metrics.AUC(num_thresholds=20)

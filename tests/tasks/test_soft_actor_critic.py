@@ -7,11 +7,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from runs import make_evaluator
 
 from loopwright import running as runs
 from loopwright.actions.base import Action
 from loopwright.builder import Recipe
-from loopwright.evaluator import Evaluator
 from loopwright.graphs import randomness
 from loopwright.inputs import datasets
 from loopwright.inputs.replay import Draws
@@ -126,8 +126,7 @@ def test_an_evaluation_is_the_mean_return_of_its_episodes(mirrored):
       observation, reward, *_ = environment.step(2.0 * np.tanh(mean))
       returns[-1] += reward
   made._episodes = 3
-  data = datasets.eval_dataset(made.source("eval"), global_batch_size=3, pad_multiple=2)
-  evaluator = Evaluator(task=made, strategy=trainer.strategy, dataset=data)
+  evaluator = make_evaluator(made, trainer.strategy, batch=3)
   assert evaluator.evaluate()["return"] == pytest.approx(np.mean(returns), rel=1e-3)
 
 

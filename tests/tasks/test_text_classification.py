@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import reviews
 import tensorflow as tf
+from runs import make_evaluator, make_trainer
 
 from loopwright.builder import Recipe
 from loopwright.errors import ConfigError
-from loopwright.evaluator import Evaluator
-from loopwright.inputs import datasets
 from loopwright.running import run
 from loopwright.tasks import text_classification
 from loopwright.tasks.text_classification import (
@@ -28,7 +27,6 @@ from loopwright.tasks.text_classification import (
   split_words,
   text_files,
 )
-from loopwright.trainer import Trainer
 
 RNG = np.random.default_rng(4)
 TRAIN = (
@@ -404,14 +402,8 @@ def test_a_bag_of_words_trains_and_evaluates_as_in_numpy(replicas, mirrored):
   )  # fmt: skip
   strategy, rate, steps = mirrored(replicas), 2.0, 6
   keras.utils.set_random_seed(0)
-  trainer = Trainer(
-    task=task, strategy=strategy, global_batch_size=5,
-    optimizer=lambda: keras.optimizers.SGD(rate),
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=5, pad_multiple=replicas, position=position,
-      shuffle=False,
-    ),
-  )  # fmt: skip
+  sgd = functools.partial(keras.optimizers.SGD, rate)
+  trainer = make_trainer(task, strategy, batch=5, optimizer=sgd, data={"shuffle": False})
   tokens = tokens_of(texts, vocabulary_of(texts, 30), 9)
   reference = BagOfWords(task.model.get_weights(), tokens, np.array(labels, int))
   metrics = trainer.train(tf.constant(steps))
@@ -420,8 +412,7 @@ def test_a_bag_of_words_trains_and_evaluates_as_in_numpy(replicas, mirrored):
   for got, wanted in zip(task.model.get_weights(), reference.weights, strict=True):
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
-  dataset = datasets.eval_dataset(task.source("eval"), global_batch_size=4, pad_multiple=replicas)
-  results = Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate()
+  results = make_evaluator(task, strategy, batch=4).evaluate()
   _, loss, accuracy = reference.judge(np.arange(11))
   assert results == {
     "loss": pytest.approx(loss, rel=1e-5),

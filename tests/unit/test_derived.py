@@ -1,17 +1,17 @@
 """Task.derived: functions of the means over all examples, on one replica and on several."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import toys
+from runs import make_evaluator, make_trainer
 
 from loopwright.errors import ConfigError
-from loopwright.evaluator import Evaluator
-from loopwright.inputs import datasets
 from loopwright.metrics import weighted_sum
 from loopwright.task import Task, derived_metrics
-from loopwright.trainer import Trainer
 
 VALUES = np.array([0.0, 1.0, 2.0, 7.0, 3.0, 0.5, 4.0], np.float32)  # 7: an odd number of examples
 
@@ -40,17 +40,9 @@ class Exponential(toys.Regression):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_train_and_eval_derive_from_the_mean_over_all(replicas, mirrored):
   task, strategy = Exponential(), mirrored(replicas)
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=3, pad_multiple=trainer.batch_multiple
-    ),
-    global_batch_size=3,
-    optimizer=lambda: keras.optimizers.SGD(0.1),
-  )
-  dataset = datasets.eval_dataset(task.source("eval"), global_batch_size=3, pad_multiple=replicas)
-  evaluator = Evaluator(task=task, strategy=strategy, dataset=dataset)
+  sgd = functools.partial(keras.optimizers.SGD, 0.1)
+  trainer = make_trainer(task, strategy, batch=3, optimizer=sgd)
+  evaluator = make_evaluator(task, strategy, batch=3)
   expected = {"exponential": np.exp(2.5), "rms": np.sqrt(np.mean(VALUES.astype(float) ** 2))}
   assert abs(np.mean(np.exp(VALUES)) - expected["exponential"]) > 100  # a mean of exps is another
   train, evaluated = trainer.train(tf.constant(7)), evaluator.evaluate()  # three epochs, and one
@@ -60,11 +52,8 @@ def test_train_and_eval_derive_from_the_mean_over_all(replicas, mirrored):
 
 
 def test_no_batch_derives_nothing():
-  task = Exponential()
-  task.model = task.build_model()
-  dataset = datasets.eval_dataset(task.source("eval"), global_batch_size=3)
-  strategy = tf.distribute.get_strategy()
-  assert Evaluator(task=task, strategy=strategy, dataset=dataset).evaluate(0) == {}
+  evaluator = make_evaluator(Exponential(), tf.distribute.get_strategy(), batch=3)
+  assert evaluator.evaluate(0) == {}
 
 
 @pytest.mark.parametrize(

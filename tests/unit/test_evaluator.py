@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toys
+from runs import make_evaluator
 
 from loopwright.errors import ConfigError
-from loopwright.evaluator import Evaluator
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.inputs.streams import StreamSource
 from loopwright.metrics import weighted_sum
@@ -85,14 +84,8 @@ class PoisonedPadding(Linear):
     return tf.where(batch["weight"] > 0, super().forward(batch, training), np.nan)
 
 
-def make(strategy, task=None, *, batch=4, **options):
-  task = task or Linear()
-  with strategy.scope():
-    task.model = task.build_model()
-  dataset = datasets.eval_dataset(
-    task.source("eval"), global_batch_size=batch, pad_multiple=strategy.num_replicas_in_sync
-  )
-  return Evaluator(task=task, strategy=strategy, dataset=dataset, **options)
+def make(strategy, task=None, *, batch=4):
+  return make_evaluator(task or Linear(), strategy, batch=batch)
 
 
 @pytest.fixture
@@ -152,10 +145,6 @@ def test_some_batches_can_be_asked_for(replicas, mirrored):
     assert evaluator.evaluate(batches) == pytest.approx(expected(rows), rel=1e-6)
 
 
-def test_no_batches_are_no_mistake(one):
-  assert make(one).evaluate(0) == {}
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.fast(replicas=[2])
 def test_evaluating_again_starts_again_in_the_same_trace(replicas, mirrored):
@@ -168,22 +157,6 @@ def test_evaluating_again_starts_again_in_the_same_trace(replicas, mirrored):
     np.average(np.abs(doubled), weights=WEIGHT), rel=1e-6
   )
   assert evaluator.task.forward_calls == replicas
-
-
-def test_eager_mode_runs_python_for_each_batch(mirrored):
-  evaluator = make(mirrored(2), eager=True)
-  assert evaluator.evaluate() == pytest.approx(expected(), rel=1e-6)
-  assert evaluator.task.forward_calls == 2 * 3
-
-
-def test_a_metric_without_any_weight_is_nan_beside_the_others(one):
-  class Never(Linear):
-    def metrics(self, outputs, batch):
-      return {"never": weighted_sum(outputs, tf.zeros_like(outputs))}
-
-  results = make(one, Never()).evaluate()
-  assert np.isnan(results["never"])
-  assert results["loss"] == pytest.approx(expected()["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("replicas", "batches"), [(1, 3), (3, 3)])
@@ -199,12 +172,6 @@ def test_a_task_that_logs_nothing_has_no_results(one):
       step.log({})
 
   assert make(one, Silent()).evaluate() == {}
-
-
-def test_only_the_model_decides_and_nothing_changes(one):
-  evaluator = make(one)
-  evaluator.evaluate()
-  np.testing.assert_array_equal(evaluator.task.model.get_weights(), [KERNEL])
 
 
 class Breaking(Linear):
@@ -256,20 +223,10 @@ class Halved(Linear):
     return {"twice": 2 * means["loss"]}
 
 
-def make_several(strategy, task):
-  with strategy.scope():
-    task.model = task.build_model()
-  options = {"global_batch_size": 4, "pad_multiple": strategy.num_replicas_in_sync}
-  made = {
-    name: datasets.eval_dataset(source, **options) for name, source in task.source("eval").items()
-  }
-  return Evaluator(task=task, strategy=strategy, dataset=made)
-
-
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.fast(replicas=[2])
 def test_each_of_several_sets_has_its_own_means_and_derived_metrics(replicas, mirrored):
-  evaluator = make_several(mirrored(replicas), Halved())
+  evaluator = make(mirrored(replicas), Halved())
   wanted = {}
   for name, rows in {**HALVES, "more": slice(None)}.items():
     means = expected(rows)
@@ -281,7 +238,7 @@ def test_each_of_several_sets_has_its_own_means_and_derived_metrics(replicas, mi
 
 
 def test_what_runs_between_batches_learns_the_set_and_its_batches(one):
-  evaluator, calls = make_several(one, Halved()), []
+  evaluator, calls = make(one, Halved()), []
   evaluator.between_batches = lambda *call: calls.append(call)
   evaluator.evaluate(1)
   assert calls == [("first", 1, 1), ("second", 1, 1), ("more", 1, 1)]
@@ -294,7 +251,7 @@ def test_what_runs_between_batches_learns_the_set_and_its_batches(one):
 
 
 def test_an_empty_set_is_named(one):
-  evaluator = make_several(one, Halved())
+  evaluator = make(one, Halved())
   second = evaluator._sets[1]
   second.shapes, second.lengths = [second.shapes[0].take(0)], [0]
   with pytest.raises(ConfigError, match=r"Halved.source\('eval'\)\['second'\] has no examples"):

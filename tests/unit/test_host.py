@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toys
-from runs import make_trainer
+from runs import make_evaluator, make_trainer
 from tensorflow.python.framework import op_callbacks, ops
 
-from loopwright.evaluator import Evaluator
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 
 SOURCE = ArraySource(features={"x": np.ones([64, 3], np.float32)})
@@ -58,8 +56,7 @@ class Counted:
 
 def trainer_of(strategy, **options):
   sgd = functools.partial(keras.optimizers.SGD, 0.1)
-  data = {"pad_multiple": strategy.num_replicas_in_sync}
-  return make_trainer(Linear(), strategy, batch=4, optimizer=sgd, data=data, **options)
+  return make_trainer(Linear(), strategy, batch=4, optimizer=sgd, **options)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
@@ -80,8 +77,7 @@ def test_nothing_is_read_or_started_between_batches_of_an_evaluation(
 ):
   strategy, counted = mirrored(replicas), Counted()
   trainer = trainer_of(strategy)
-  data = datasets.eval_dataset(SOURCE, global_batch_size=4, pad_multiple=replicas)
-  evaluator = Evaluator(task=trainer.task, strategy=strategy, dataset=data)
+  evaluator = make_evaluator(trainer.task, strategy, batch=4)
   evaluator.evaluate()
   for batches in (2, 12):
     evaluator._sets[0].at_once = 100

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from runs import make_trainer
+from runs import make_evaluator, make_trainer
 from toys import KERAS
 
 import loopwright
-from loopwright import ArraySource, ConfigError, Evaluator, configurables
+from loopwright import ArraySource, ConfigError, configurables
 from loopwright.inputs import datasets
 from loopwright.running import restored, run
 from loopwright.strategies import factories
@@ -173,10 +173,9 @@ def made(task, strategy, batch=BATCH, **options):
   )
 
 
-def evaluated_by(task, strategy, shares, batch=9):
+def evaluated_by(task, strategy, batch=9):
   """Returns what an evaluation of a trained task reports."""
-  read = datasets.eval_dataset(task.source("eval"), global_batch_size=batch, pad_multiple=shares)
-  return Evaluator(task=task, strategy=strategy, dataset=read).evaluate()
+  return make_evaluator(task, strategy, batch=batch).evaluate()
 
 
 def trained(task, strategy, **options):
@@ -184,7 +183,7 @@ def trained(task, strategy, **options):
   trainer = made(task, strategy, **options)
   epochs = [trainer.train(tf.constant(ROWS // BATCH)) for _ in range(EPOCHS)]
   weights = [np.array(w) for w in task.model.get_weights()]
-  return epochs, weights, evaluated_by(task, strategy, trainer.batch_multiple)
+  return epochs, weights, evaluated_by(task, strategy)
 
 
 def task_of(name, k):
@@ -534,7 +533,7 @@ def compared(model_of, x, y, strategy, **options):
   )
   trainer = made(task, strategy, batch=ROWS)
   epochs = [trainer.train(tf.constant(1)) for _ in range(3)]
-  evaluated = evaluated_by(task, strategy, trainer.batch_multiple, batch=ROWS)
+  evaluated = evaluated_by(task, strategy, batch=ROWS)
   ours = {key: [each[key] for each in epochs] for key in history}
   return expected, (ours, evaluated, task.model.get_weights())
 
@@ -628,7 +627,7 @@ def test_a_metric_sees_the_logits_behind_a_softmax(library):
   exact = tf.nn.sparse_softmax_cross_entropy_with_logits(LABEL, logits)
   task = loopwright.from_keras(model, X, LABEL, validation_data=(X, LABEL))
   task.model = task.build_model()
-  evaluated = evaluated_by(task, factories.default(), 1)
+  evaluated = evaluated_by(task, factories.default())
   assert evaluated["entropy"] == pytest.approx(float(tf.reduce_mean(exact)), rel=1e-5)
   assert evaluated == pytest.approx(expected, rel=1e-5)
 

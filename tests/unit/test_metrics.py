@@ -82,18 +82,6 @@ def test_no_weight_at_all_is_nan_and_leaves_the_others_alone():
   assert results["busy"] == 3.0
 
 
-def test_a_weight_of_zero_on_one_replica_counts_nothing(mirrored):
-  strategy = mirrored(2)
-  sums = made(strategy)
-
-  def replica_step():
-    replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
-    sums.add({"loss": (8.0 * replica, 2.0 * replica)})
-
-  tf.function(lambda: strategy.run(replica_step))()
-  assert sums.result() == {"loss": 4.0}
-
-
 def test_small_steps_are_not_lost_in_a_long_sum():
   """In float32 a sum stops growing by ones at 2**24."""
   sums = made(tf.distribute.get_strategy())

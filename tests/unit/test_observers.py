@@ -4,9 +4,8 @@ import everything
 import numpy as np
 import pytest
 import tensorflow as tf
+from runs import make_evaluator
 
-from loopwright.evaluator import Evaluator
-from loopwright.inputs import datasets
 from loopwright.observers import Observer, StepObserver
 from loopwright.step import EvalStep, Step
 
@@ -166,10 +165,5 @@ def test_an_evaluation_step_of_ones_own(mirrored):
     def log(self, metrics):
       super().log({**metrics, "ones": (tf.constant(2.0), tf.constant(2.0))})
 
-  trainer = everything.make_trainer(mirrored(2))
-  source = trainer.task.source("eval")
-  evaluator = Evaluator(
-    task=trainer.task, strategy=trainer.strategy, step=Counting,
-    dataset=datasets.eval_dataset(source, global_batch_size=10),
-  )  # fmt: skip
+  evaluator = make_evaluator(everything.Everything(), mirrored(2), batch=10, step=Counting)
   assert evaluator.evaluate()["ones"] == 1.0

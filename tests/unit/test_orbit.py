@@ -8,19 +8,13 @@ import everything
 import orbit
 import pytest
 import tensorflow as tf
-
-from loopwright.evaluator import Evaluator
-from loopwright.inputs import datasets
+from runs import make_evaluator
 
 
 def made(strategy):
   trainer = everything.make_trainer(strategy)
-  source = trainer.task.source("eval")
-  evaluator = Evaluator(
-    task=trainer.task, strategy=strategy, ema=trainer.parts.ema,
-    dataset=datasets.eval_dataset(source, global_batch_size=everything.BATCH),
-  )  # fmt: skip
-  return trainer, evaluator
+  ema = trainer.parts.ema
+  return trainer, make_evaluator(trainer.task, strategy, batch=everything.BATCH, ema=ema)
 
 
 def test_orbits_controller_drives_both(tmp_path):

@@ -61,11 +61,6 @@ def test_without_weights_each_example_has_a_weight_of_one():
   assert float(weight) == 7.0
 
 
-def test_no_examples_sum_to_nothing():
-  total, weight = weighted_sum(tf.zeros([0]), tf.zeros([0]))
-  assert (float(total), float(weight)) == (0.0, 0.0)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_an_example_without_weight_adds_nothing_to_value_or_gradient(bad):
   values = tf.Variable([1.0, bad, 3.0])

@@ -1,5 +1,6 @@
 """Metrics that are no means, against scikit-learn, on one replica and on several."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -7,13 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from runs import make_evaluator, make_trainer
 from sklearn.metrics import confusion_matrix, f1_score, roc_auc_score
 
 from loopwright import ArraySource, ConfigError, Loss, PerExample, Sum, Task, weighted_sum
-from loopwright.evaluator import Evaluator
-from loopwright.inputs import datasets
 from loopwright.task import derived_metrics
-from loopwright.trainer import Trainer
 
 EXAMPLES, CLASSES, BATCH = 23, 3, 5  # the last batch has three examples, and no replica divides it
 RNG = np.random.default_rng(5)
@@ -85,29 +84,10 @@ class Scored(Task):
 
 
 def trained_and_evaluated(task, strategy, **options):
-  trainer = Trainer(
-    task=task,
-    strategy=strategy,
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"),
-      global_batch_size=EXAMPLES,
-      pad_multiple=trainer.batch_multiple,
-      shuffle=False,
-      position=position,
-    ),
-    global_batch_size=EXAMPLES,
-    optimizer=lambda: keras.optimizers.SGD(0.0),
-    **options,
-  )
-  evaluator = made_evaluator(task, strategy, eager=options.get("eager", False))
+  data, sgd = {"shuffle": False}, functools.partial(keras.optimizers.SGD, 0.0)
+  trainer = make_trainer(task, strategy, batch=EXAMPLES, optimizer=sgd, data=data, **options)
+  evaluator = make_evaluator(task, strategy, batch=BATCH, eager=options.get("eager", False))
   return trainer.train(tf.constant(2)), evaluator.evaluate(), evaluator.evaluate()
-
-
-def made_evaluator(task, strategy, **options):
-  dataset = datasets.eval_dataset(
-    task.source("eval"), global_batch_size=BATCH, pad_multiple=strategy.num_replicas_in_sync
-  )
-  return Evaluator(task=task, strategy=strategy, dataset=dataset, **options)
 
 
 def expected():
@@ -133,9 +113,7 @@ def test_they_are_those_of_scikit_learn(replicas, mirrored):
   np.testing.assert_array_equal(evaluated["confusion"], table)
   np.testing.assert_array_equal(train["confusion"], 2 * table)  # two epochs
   in_order = [*LABELS[REAL], *LOGITS[REAL][:, 1]]
-  np.testing.assert_array_equal(
-    evaluated["order"], in_order
-  )  # of the source, whatever the replicas
+  np.testing.assert_array_equal(evaluated["order"], in_order)  # of the source
   assert evaluated.keys() == {"loss", "accuracy", "confusion", "order", *numbers}
   assert "auc" not in train
   for name in evaluated:
@@ -147,10 +125,8 @@ def test_the_documented_task_reports_what_scikit_learn_does(mirrored):
   [code] = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PerExample" in c]
   names = {}
   exec(code.replace("CLASSES, BINS = 10, 15", f"CLASSES, BINS = {CLASSES}, {BINS}"), names)
-  task, strategy = type("Documented", (names["Scored"], Scored), {})(), mirrored(2)
-  with strategy.scope():
-    task.model = task.build_model()
-  evaluated = made_evaluator(task, strategy).evaluate()
+  task = type("Documented", (names["Scored"], Scored), {})()
+  evaluated = make_evaluator(task, mirrored(2), batch=BATCH).evaluate()
   assert {n: evaluated[n] for n in expected()} == pytest.approx(expected(), rel=1e-6)
 
 

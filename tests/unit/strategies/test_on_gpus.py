@@ -3,6 +3,7 @@
 Two logical CPUs stand for two GPUs.
 """
 
+import functools
 import time
 
 import keras
@@ -13,12 +14,10 @@ import toys
 from runs import copies, make_trainer
 
 from loopwright.graphs import operations
-from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.models import models
 from loopwright.optimizers import schedules
 from loopwright.strategies import factories, local, placement
-from loopwright.trainer import Trainer
 
 STEPS_PER_LOOP = 3
 OneDevice = tf.distribute.OneDeviceStrategy
@@ -135,16 +134,9 @@ def test_the_wait_for_input_is_that_of_the_loop(kind):
       return {**batch, "x": tf.identity(batch["x"])}
 
   names = factories.split_cpu(2)
-  task = Noisy()
-  trainer = Trainer(
-    task=task,
-    strategy=kind(names) if kind is AsOnGpus else kind("CPU:0"),
-    dataset_fn=lambda position: datasets.train_dataset(
-      task.source("train"), global_batch_size=4, position=position, preprocess=slow
-    ),
-    global_batch_size=4,
-    optimizer=lambda: keras.optimizers.SGD(0.1),
-  )
+  strategy = kind(names) if kind is AsOnGpus else kind("CPU:0")
+  sgd = functools.partial(keras.optimizers.SGD, 0.1)
+  trainer = make_trainer(Noisy(), strategy, batch=4, optimizer=sgd, data={"preprocess": slow})
   trainer.train(tf.constant(1))  # traced
   pauses_s.append(1.0)
   started = time.perf_counter()
