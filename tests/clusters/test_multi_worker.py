@@ -13,6 +13,7 @@ from pathlib import Path
 import clustered
 import numpy as np
 import pytest
+import runs
 from input_cases import ledger_digest
 
 import launch
@@ -47,8 +48,7 @@ class Outcome:
     self.out, self.err = done.stdout, done.stderr
 
   def records(self, split):
-    lines = (self.folder / "m" / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["split"] == split]
+    return runs.records(self.folder / "m", split)
 
   def variables(self, worker):
     with np.load(self.folder / f"variables-{worker}.npz") as arrays:

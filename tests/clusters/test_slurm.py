@@ -1,7 +1,6 @@
 """deploy/slurm.sh under a real Slurm on this machine."""
 
 import itertools
-import json
 import os
 import signal
 
@@ -9,6 +8,7 @@ import clustered
 import numpy as np
 import pytest
 import tensorflow as tf
+from runs import records
 from test_multi_worker import BATCH, CONFIG, RATE, SUPPORT, reference
 
 from benchmarks import slurm as real
@@ -87,8 +87,7 @@ def test_a_killed_task_and_a_node_that_is_drained_and_returns_cost_nothing(slurm
   assert job.secrets() == job.records() == []
 
   [kernel, *_], losses = expected()
-  lines = map(json.loads, (job.folder / "m" / "metrics.jsonl").read_text().splitlines())
-  train = [line for line in lines if line["split"] == "train"]
+  train = records(job.folder / "m", "train")
   assert [line["step"] for line in train] == list(range(1, STEPS + 1))
   assert [line["loss"] for line in train] == pytest.approx(losses, rel=1e-5)
   checkpoint = tf.train.load_checkpoint(str(job.folder / "m" / "checkpoints" / f"ckpt-{STEPS}"))

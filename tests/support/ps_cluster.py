@@ -16,6 +16,8 @@ import threading
 import time
 import traceback
 
+from runs import records
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
@@ -409,8 +411,7 @@ def resumes(place):
           steps_per_loop=10,
         )
       )
-    with open(f"{folder}/metrics.jsonl") as file:
-      lines = [json.loads(line) for line in file]
+    lines = records(folder)
     checkpoints = sorted(n for n in os.listdir(f"{folder}/checkpoints") if n.endswith("index"))
   return {"results": results, "lines": lines, "checkpoints": checkpoints}
 

@@ -1,7 +1,6 @@
 """The language model: packing, masks, the network against NumPy, N replicas as one, sampling."""
 
 import collections
-import json
 import math
 import os
 import subprocess
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import runs
 import tensorflow as tf
-from runs import make_evaluator
+from runs import make_evaluator, records
 
 import launch
 from loopwright import configurables
@@ -505,7 +504,7 @@ def test_a_run_is_restored_as_it_was_evaluated(run_folder):
   arrays = packed(task._corpus.documents("eval"), 16)
   inputs_of = {name: tf.constant(arrays[name], tf.int32) for name in ("token", "position")}
   mean = mean_loss(task.model(inputs_of).numpy().astype(float), arrays["target"].astype(int))
-  [*_, last] = map(json.loads, Path(run_folder, "metrics.jsonl").read_text().splitlines())
+  [*_, last] = records(run_folder)
   assert (last["split"], last["loss"]) == ("eval", pytest.approx(mean, rel=1e-6))
 
 

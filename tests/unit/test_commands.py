@@ -27,6 +27,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from config_data import forget_garden
+from runs import records
 
 import launch
 import loopwright
@@ -413,10 +414,8 @@ def answer(address, until, seconds=60):
 
 def written(model_dir, split):
   """Returns the values of metrics.jsonl by step; the last line counts where a step is repeated."""
-  lines = map(json.loads, (model_dir / "metrics.jsonl").read_text().splitlines())
   about = ("step", "split", "wall_time")
   return {
-    line["step"]: {name: value for name, value in line.items() if name not in about}
-    for line in lines
-    if line["split"] == split
+    record["step"]: {name: value for name, value in record.items() if name not in about}
+    for record in records(model_dir, split)
   }

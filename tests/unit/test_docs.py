@@ -17,6 +17,7 @@ import numpy as np
 import option_tables
 import pytest
 import tensorflow as tf
+from runs import records
 
 import launch
 from loopwright import configurables
@@ -284,8 +285,7 @@ def test_the_on_policy_task_of_inputs_learns_from_what_it_collects(tmp_path, cap
     "run.optimizer = @keras.Adam\nkeras.Adam.learning_rate = 0.02\n"
   )
   assert launch.main(["x", "--gin_file=x.gin", "--mode=train", "--model_dir=runs/x"]) == 0
-  lines = [json.loads(line) for line in Path("runs/x/metrics.jsonl").read_text().splitlines()]
-  returns = {line["step"]: line["return"] for line in lines if line["split"] == "episodes"}
+  returns = {record["step"]: record["return"] for record in records("runs/x", "episodes")}
   assert list(returns) == list(range(0, 481, 32))
   assert returns[0] < -2.5
   assert -1.2 < returns[480] < -0.8  # -1 is the noise of the actions

@@ -195,3 +195,8 @@ def test_a_sum_keeps_its_shape():
 def test_what_is_no_pair_of_scalars_is_refused(value, message):
   with pytest.raises(ConfigError, match=message):
     made(tf.distribute.get_strategy()).add({"loss": value})
+
+
+def test_metrics_without_names_are_refused():
+  with pytest.raises(ConfigError, match="the metrics are a tuple; they must be a dict of name -> "):
+    made(tf.distribute.get_strategy()).add(pair(1, 2))

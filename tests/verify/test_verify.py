@@ -39,6 +39,7 @@ OF_REPLICAS = {
     "same metrics on 2 replicas", "metric read in replica context", "MetricOfMeans.metrics",
   ),
   "MetricWithoutWeights": (PADDING, "padding counts", "MetricWithoutWeights.metrics"),
+  "SumWithoutWeights": (PADDING, "padding counts", "SumWithoutWeights.metrics"),
   "LooksAtOwnGradients": (
     "overflow on one replica", "finite check before the reduction",
     "LooksAtOwnGradients.train_step",

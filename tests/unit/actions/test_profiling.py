@@ -1,7 +1,6 @@
 """Traces of chosen steps: the files that TensorBoard looks for, what is in them, no side effect."""
 
 import glob
-import json
 import re
 
 import everything
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from input_cases import one_line_error
+from runs import records
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from loopwright.actions.profiling import Profile
@@ -49,8 +49,7 @@ def traces(folder):
 
 
 def steps_logged(folder):
-  lines = (folder / "metrics.jsonl").read_text().splitlines()
-  return [json.loads(line)["step"] for line in lines]
+  return [record["step"] for record in records(folder)]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

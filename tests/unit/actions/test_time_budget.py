@@ -1,6 +1,5 @@
 """Where the time goes, with delays planted where it should be found."""
 
-import json
 import re
 import threading
 import time
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toys
+from runs import records
 
 from loopwright.actions import time_budget
 from loopwright.actions.base import Action
@@ -233,8 +233,7 @@ def test_tracing_is_the_start_of_the_first_loop(tmp_path, monkeypatch):
 
 def test_it_is_a_line_of_the_log(tmp_path):
   parts = measured(tmp_path, actions=[Sleep(0.1)])
-  lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-  [record] = [line for line in lines if line["split"] == "time"]
+  [record] = records(tmp_path, "time")
   assert record["step"] == STEPS
   names = {f"{name.replace(' ', '_')}_s": seconds for name, seconds in parts.items()}
   assert {k: record[k] for k in names} == names

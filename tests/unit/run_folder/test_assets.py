@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from learned import EXAMPLES, KERNEL, Scaled, Unscaled, Y, scaled
+from runs import records
 
 import launch
 from loopwright import configurables
@@ -287,8 +288,7 @@ def test_of_two_workers_the_chief_fits_and_both_use_its_bytes(tmp_path):
   assert fits(tmp_path) == ["worker-0"]
   written = (tmp_path / "m" / "assets" / "scale.json").read_bytes()
   assert [(tmp_path / f"used-worker-{n}").read_bytes() for n in (0, 1)] == [written, written]
-  records = map(json.loads, (tmp_path / "m" / "metrics.jsonl").read_text().splitlines())
-  losses = {record["split"]: record["loss"] for record in records}
+  losses = {record["split"]: record["loss"] for record in records(tmp_path / "m")}
   kernel, loss = trained_kernel()
   assert losses["train"] == pytest.approx(loss, rel=1e-5)
   assert losses["eval"] == pytest.approx(
@@ -304,7 +304,6 @@ def test_under_parameter_servers_the_chief_fits_for_workers_that_run_none_of_our
   assert done.returncode == 0, done.stderr
   assert fits(tmp_path) == ["chief-0"]
   assert sorted(path.name for path in tmp_path.glob("used-*")) == ["used-chief-0"]
-  records = map(json.loads, (tmp_path / "m" / "metrics.jsonl").read_text().splitlines())
-  [loss] = [record["loss"] for record in records if record["split"] == "eval"]
+  [loss] = [record["loss"] for record in records(tmp_path / "m", "eval")]
   wanted = np.mean((scaled("eval") @ KERNEL[:, 0].astype(np.float64) - Y["eval"]) ** 2)
   assert loss == pytest.approx(wanted, rel=1e-5)

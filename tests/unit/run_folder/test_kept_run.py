@@ -3,13 +3,13 @@
 tests/support/kept_run_0_1 holds 30 steps of metrics and ledger, and the checkpoint of step 20.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import kept_run
 import numpy as np
 import pytest
+from runs import records
 
 import launch
 from loopwright.tools.ledger.proof import prove, read
@@ -24,8 +24,7 @@ def kept(tmp_path):
 
 def values(folder, name):
   """Step -> a value of the training log."""
-  lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-  return {line["step"]: line[name] for line in lines if line["split"] == "train"}
+  return {record["step"]: record[name] for record in records(folder, "train")}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

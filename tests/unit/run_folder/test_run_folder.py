@@ -1,6 +1,5 @@
 """A run writes only to its own folder: not to one that came in its place, nor through a link."""
 
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from runs import records
 from test_history import Slope, go
 
 from loopwright import Action
@@ -49,8 +49,7 @@ def train(folder, *actions, steps=8, **options):
 
 
 def steps_of(folder):
-  lines = (folder / "metrics.jsonl").read_text().splitlines()
-  return [record["step"] for record in map(json.loads, lines) if record["split"] == "train"]
+  return [record["step"] for record in records(folder, "train")]
 
 
 # ---- Removed, moved, emptied, replaced in the middle ----
@@ -235,11 +234,8 @@ def test_two_processes_one_after_the_folder_of_the_other_was_removed(folder):
   train(alone, steps=40, seed=1)
   assert steps_of(folder) == steps_of(alone) == list(range(2, 41, 2))
   assert [r["config"]["seed"] for r in history.records(str(folder))] == ["1", "1"]
-  logs = [
-    [(r["step"], r["loss"]) for r in map(json.loads, open(path / "metrics.jsonl"))]  # noqa: SIM115
-    for path in (folder, alone)
-  ]
-  assert logs[0] == logs[1]
+  one, other = ([(r["step"], r["loss"]) for r in records(path)] for path in (folder, alone))
+  assert one == other
 
 
 # ---- A checkpoint without its history ----

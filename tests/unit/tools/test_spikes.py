@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toys
+from runs import records
 
 from loopwright import Action, ConfigError, Loss
 from loopwright.inputs.ordering import examples_at
@@ -117,9 +118,7 @@ def trained(folder, task, on_spike, *more, replicas=2, **options):
     optimizer=lambda: keras.optimizers.SGD(RATE), steps_per_loop=7, checkpoint_every_steps=10,
     seed=SEED, ledger=True, actions=actions, **given,
   )  # fmt: skip
-  lines = (folder / "metrics.jsonl").read_text().splitlines()
-  logged = [r for r in map(json.loads, lines) if r["split"] == "spike"]
-  return task.model.trainable_variables[-1].numpy().reshape([-1]), logged
+  return task.model.trainable_variables[-1].numpy().reshape([-1]), records(folder, "spike")
 
 
 @pytest.mark.parametrize("on_spike", ["report", "skip", "rewind"])
