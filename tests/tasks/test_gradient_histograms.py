@@ -13,7 +13,8 @@ from test_fixmatch import task as fixmatch_task
 
 from loopwright.builder import Recipe
 from loopwright.inputs import datasets
-from loopwright.run_folder.warm_start import DIFFERS, MATCHED, WarmStart
+from loopwright.run_folder.matching import DIFFERS, MATCHED
+from loopwright.run_folder.warm_start import WarmStart
 from loopwright.tasks.gradient_histograms import GradientHistograms, gradients_in_cells, histograms
 from loopwright.tasks.image_classification import cnn
 
