@@ -50,8 +50,8 @@ def kept(folder: Path) -> list[str]:
   return [Path(path).name for path in paths]
 
 
-def records(folder: Path, split: str) -> list[dict]:
-  """Returns the complete lines of metrics.jsonl, without what depends on the time.
+def records(folder: Path, split: str, *, times: bool = False) -> list[dict]:
+  """Returns the complete lines of metrics.jsonl; without `times`, without what depends on those.
 
   Raises:
     ValueError: a line that is not JSON.
@@ -60,7 +60,7 @@ def records(folder: Path, split: str) -> list[dict]:
   lines = path.read_text().split("\n")[:-1] if path.exists() else []
   parsed = [json.loads(line) for line in lines]
   return [
-    {k: v for k, v in record.items() if k not in TIMES}
+    {k: v for k, v in record.items() if times or k not in TIMES}
     for record in parsed
     if record["split"] == split
   ]

@@ -1,13 +1,13 @@
 """Fails file operations of a run, one run for each, restarts it, and compares with a whole run.
 
-  python -m benchmarks.disk_faults --points 1000
+  python -m benchmarks.trials disk --trials 300
 
 A library (benchmarks/disk_faults.c, compiled here) fails the n-th operation below the run folder:
 ENOSPC, EIO or EROFS, once or from then on; or it sends SIGKILL or SIGTERM right before it. The run
 must end within 30 s with status 0, or with status 1 or 2 and one last line that says why, or as the
 signal ends it. Then the same command runs on a sound disk. It must
 end with status 0, bit-identical to a run without faults, or say in one line why it cannot continue.
-Exit status 1 if any run does otherwise.
+The points of an error are tried in turn: every kind of call and file, then the next of each.
 
   hang       it did not end
   crash      a status that is not documented, or a last line that says nothing
@@ -31,17 +31,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import comparison, forks
+from benchmarks.trials import Outcome, Run
 
-CONFIG = "benchmarks/trials.gin"
 SOURCE = Path(__file__).with_suffix(".c")
 ERRORS = ("ENOSPC", "EIO", "EROFS")
 SIGNALS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
 """Signals and the status after them."""
+KINDS = (*ERRORS, *SIGNALS)
 LIMIT_S = 30.0
 
 
@@ -85,20 +85,35 @@ def preload() -> None:
     library = Path(tempfile.mkdtemp(prefix="disk_faults_")) / "faults.so"
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
     environment = {**os.environ, "LD_PRELOAD": str(library)}
-    command = [sys.executable, "-m", "benchmarks.disk_faults", *sys.argv[1:]]
+    command = [sys.executable, "-m", "benchmarks.trials", *sys.argv[1:]]
     os.execve(sys.executable, command, environment)
 
 
-class Trials:
-  """Runs with faults in folders below `base`."""
+def prepare(base: Path, options: argparse.Namespace) -> Run:
+  """Makes the whole run to compare with; returns what runs a trial."""
+  preload()
+  forks.warm_up()
+  faults = Faults(base)
+  kinds = [kind for kind in KINDS if re.search(options.only, kind)]
+  of_kind = {kind: points(kind, faults.operations(kind), options.seed) for kind in kinds}
+  print({kind: len(found) for kind, found in of_kind.items()}, "points", flush=True)
 
-  def __init__(self, base: Path, options: Sequence[str] = ()) -> None:
-    """Makes the whole run to compare with."""
-    self._base, self._options, self._library = base, list(options), Library()
-    self.reference = base / "reference"
-    whole = self._run(self.reference, Point(0, "EIO", False))
-    if (status := whole.wait(60)) != 0:
-      raise SystemExit(f"the whole run ended with {status}: {whole.last_line()}")
+  def trial(kind: str, number: int, folder: Path, rng: random.Random) -> Outcome:
+    point = of_kind[kind][number % len(of_kind[kind])]
+    word, line = faults.result(point, folder)
+    good = word in ("resumed", "tolerated", "stuck")
+    return Outcome([] if good else [line], f"{word}, {point}" + (f", {line}" * (word == "stuck")))
+
+  return trial
+
+
+class Faults:
+  """Runs with faults, and a whole one to compare with."""
+
+  def __init__(self, base: Path) -> None:
+    """Makes the whole run."""
+    self._base, self._library = base, Library()
+    self._reference = forks.whole(base)
 
   def operations(self, error: str) -> list[str]:
     """Returns the calls of a run that this error can fail, in order."""
@@ -108,15 +123,10 @@ class Trials:
     return [line.split("\t", 1)[1].replace("\t", " ") for line in trace.read_text().splitlines()]
 
   def _run(self, folder: Path, point: Point, trace: Path | None = None) -> forks.Fork:
-    arguments = [f"--gin_file={CONFIG}", f"--model_dir={folder}", *self._options]
-    log = self._base / f"{folder.name}.txt"
-    return forks.Fork(arguments, log, before=lambda: self._library.arm(folder, point, trace))
+    return forks.small(folder, before=lambda: self._library.arm(folder, point, trace))
 
-  def result(self, point: Point) -> tuple[str, str]:
+  def result(self, point: Point, folder: Path) -> tuple[str, str]:
     """Returns how a run with this fault and the run after it ended: a word, and lines."""
-    folder = self._base / "run"
-    shutil.rmtree(folder, ignore_errors=True)
-    (self._base / "run.txt").unlink(missing_ok=True)
     first = self._run(folder, point)
     status, line = first.wait(LIMIT_S), first.last_line()
     if status is None:
@@ -133,7 +143,7 @@ class Trials:
       return ("stuck" if again in (1, 2) else "crash"), f"{line} | status {again}: {last}"
     # SIGTERM saves at another step.
     same = point.error != "SIGTERM"
-    found = comparison.differences(folder, self.reference, same_steps=same)
+    found = comparison.differences(folder, self._reference, same_steps=same)
     word = "different" if found else "tolerated" if status == 0 else "resumed"
     return word, " | ".join([line, *found[:3]])
 
@@ -150,53 +160,13 @@ def is_documented(point: Point, status: int, line: str) -> bool:
   return status == 0 or (status in (1, 2) and line.startswith(("error: ", "failed: ")))
 
 
-def points(operations: dict[str, list[str]], count: int, seed: int) -> list[Point]:
-  """Returns `count` points: every kind of call and file in turn, then the next of each."""
-  rng = random.Random(seed)
-  kinds: dict[tuple, list[Point]] = collections.defaultdict(list)
-  for error, calls in operations.items():
-    for number, call in enumerate(calls, 1):
-      for forever in (False,) if error in SIGNALS else (False, True):
-        kinds[error, forever, re.sub(r"\d+", "", call)].append(Point(number, error, forever, call))
+def points(error: str, calls: Sequence[str], seed: int) -> list[Point]:
+  """Returns all points: every kind of call and file in turn, then the next of each."""
+  rng = random.Random(f"{seed}/{error}")
+  kinds: dict[tuple[bool, str], list[Point]] = collections.defaultdict(list)
+  for number, call in enumerate(calls, 1):
+    for forever in (False,) if error in SIGNALS else (False, True):
+      kinds[forever, re.sub(r"\d+", "", call)].append(Point(number, error, forever, call))
   for kind in kinds.values():
     rng.shuffle(kind)
-  by_turn = itertools.chain(*itertools.zip_longest(*kinds.values()))
-  return list(itertools.islice(filter(None, by_turn), count))
-
-
-def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--points", type=int, default=1000)
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--errors", nargs="+", choices=(*ERRORS, *SIGNALS), default=ERRORS)
-  parser.add_argument("--at", type=int, nargs="+", help="these operations alone, once and forever")
-  parser.add_argument("--out", type=Path, help="a file for one line a point")
-  parser.add_argument("--gin_param", action="append", default=[], help="for the run")
-  options = parser.parse_args()
-  preload()
-  forks.warm_up()
-  base = Path(tempfile.mkdtemp(prefix="disk_faults_", dir="/dev/shm"))
-  trials = Trials(base, [f"--gin_param={binding}" for binding in options.gin_param])
-  operations = {error: trials.operations(error) for error in options.errors}
-  print({error: len(calls) for error, calls in operations.items()}, "operations", flush=True)
-  chosen = points(operations, options.points, options.seed)
-  if options.at:
-    chosen = [point for point in points(operations, 10**9, 0) if point.number in options.at]
-  counts: collections.Counter[str] = collections.Counter()
-  began = time.monotonic()
-  for number, point in enumerate(chosen, 1):
-    word, line = trials.result(point)
-    counts[word] += 1
-    text = f"{number}/{len(chosen)} {word}: {point}: {line}"
-    if options.out:
-      with options.out.open("a") as out:
-        out.write(text + "\n")
-    if word not in ("resumed", "tolerated"):
-      print(text, flush=True)
-  print(f"{len(chosen)} points, {time.monotonic() - began:.0f} s: {dict(counts)}")
-  shutil.rmtree(base)
-  return 1 if counts.keys() - {"resumed", "tolerated", "stuck"} else 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())
+  return [*filter(None, itertools.chain(*itertools.zip_longest(*kinds.values())))]

@@ -1,10 +1,10 @@
 """Breaks workers of runs whose number of workers varies, and checks that each is the same run.
 
-  python -m benchmarks.elastic_trials --trials 40 --results faults.jsonl     (the same goes on)
+  python -m benchmarks.trials elastic --trials 40
 
-Each run begins with 2 to 6 workers, may go on with one, and meets eight faults at random moments;
-the place of a lost worker is used again after a second. One run in five has a fixed number of
-workers, so that it goes back to checkpoints on disk. A run is lost
+Each trial is a run that begins with 2 to 6 workers, may go on with one, and meets eight faults at
+random moments; the place of a lost worker is used again after a second. One run in five has a fixed
+number of workers, so that it goes back to checkpoints on disk. A run is lost
 
 - if it hangs, or does not end with status 0 at the last step (after a SIGTERM: 75, and it is
   started again);
@@ -20,15 +20,11 @@ workers, so that it goes back to checkpoints on disk. A run is lost
   phases   import, meeting, trace: of a start, so of a recovery if it is not the first fault; step,
            save, evaluation
   whom     worker 0, another one, or two at once
-
-Exit status 1 if any run is lost. Its folder is kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
-import dataclasses
 import io
 import itertools
 import json
@@ -37,10 +33,8 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,51 +48,34 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.comparison import different_tensors
-from benchmarks.fault_trials import REPOSITORY, children, environment, reached, records
+from benchmarks.comparison import different_tensors, reached, records
+from benchmarks.trials import Outcome, Run
 from loopwright.host.children import PROGRAM
 from loopwright.run_folder import checkpoints, layout, legs
 from loopwright.tools.ledger import __main__ as ledger
 from loopwright.tools.local_cluster import run_local
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "benchmarks/elastic_trials.gin"
+KINDS = ("run",)
 STEPS, EVERY, TOLERANCE = 400, 40, 1e-5  # as in the config
 UNBROKEN = 3  # workers of the uninterrupted run
 FAULTS_A_RUN = 8
 LIMIT_S = 300.0  # to recover, or to end
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
-KINDS = (*SIGNALS, "network")
 STARTING = ("import", "meeting", "trace")
 PHASES = (*STARTING, "step", "save", "evaluation")
 MARK = "ELASTIC_TRIAL"
 """The variable that all processes of a run have."""
 
 
-@dataclasses.dataclass
-class Fault:
-  """What was done to whom; `recovery_s` until a loop beyond the step already reached."""
-
-  kind: str
-  phase: str
-  of: int
-  whom: list[int]
-  recovery_s: float | None = None
-
-
-@dataclasses.dataclass
-class Trial:
-  """What came of one run."""
-
-  number: str
-  sizes: list[int] = dataclasses.field(default_factory=list)
-  faults: list[Fault] = dataclasses.field(default_factory=list)
-  repeated: int = 0
-  seconds: float = 0.0
-  misses: list[str] = dataclasses.field(default_factory=list)
-
-
 class HangError(Exception):
   """What did not happen in time."""
+
+
+def children(pid: int) -> list[int]:
+  path = Path(f"/proc/{pid}/task/{pid}/children")
+  return [int(child) for child in path.read_text().split()] if path.exists() else []
 
 
 class Elastic:
@@ -110,11 +87,11 @@ class Elastic:
     self.start()
 
   def start(self) -> None:
-    command = [sys.executable, "-m", "benchmarks.elastic_trials", "--run", str(self.folder)]
+    command = [sys.executable, "-m", "benchmarks.elastic_trials", str(self.folder)]
     with (self.folder / "log.txt").open("a") as log:
       self.process = subprocess.Popen(
         [*command, *self._sizes], cwd=REPOSITORY, stdout=log, stderr=log,
-        env={**environment(), MARK: str(self.folder)},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", MARK: str(self.folder)},
       )  # fmt: skip
 
   def wait(self, happened: Callable[[], Any], what: str, poll_s: float = 0.01) -> Any:
@@ -248,8 +225,10 @@ def can_cut() -> bool:
 class Breaking:
   """Injects the faults of one run, one after another."""
 
-  def __init__(self, run: Elastic, trial: Trial, rng: random.Random, kinds: Sequence[str]) -> None:
-    self._run, self._trial, self._rng, self._kinds = run, trial, rng, kinds
+  def __init__(
+    self, run: Elastic, outcome: Outcome, rng: random.Random, kinds: Sequence[str]
+  ) -> None:
+    self._run, self._outcome, self._rng, self._kinds = run, outcome, rng, kinds
     self._broken: set[int] = set()
 
   def go(self) -> int:
@@ -282,20 +261,20 @@ class Breaking:
     else:
       return False
     kind = "kill" if kind == "network" and of == 1 else kind
-    fault, before = Fault(kind, phase, of, whom), reached(self._run.folder)
-    self._trial.faults.append(fault)
+    before = reached(self._run.folder)
+    self._outcome.done += f"{kind} {whom} of {of} at {phase}, "
     self._broken, at = set(workers), time.time()
     with self._breaking(kind, [workers[each] for each in whom], whom):
       if not self._run.wait(self._new, "start after a fault", 0.002):
         if self._run.process.returncode != 75:
           if before < STEPS - EVERY and not self._run.process.returncode:
-            self._trial.misses.append(f"{kind} at {phase} changed nothing")
+            self._outcome.misses.append(f"{kind} at {phase} changed nothing")
           return False
         self._run.start()
       began = time.time()
     if recovers:
       later = self._run.wait(lambda: self._later(began, before), "loop after a fault")
-      fault.recovery_s = later and later - at
+      self._outcome.times += [(each, later - at) for each in (kind, phase) if later]
     return True
 
   def _new(self) -> list[int] | None:
@@ -304,7 +283,8 @@ class Breaking:
     return found if found and not self._broken & set(found) else None
 
   def _later(self, began: float, step: int) -> float | None:
-    found = [r for r in records(self._run.folder) if r["wall_time"] > began and r["step"] > step]
+    lines = records(self._run.folder, "train", times=True)
+    found = [r for r in lines if r["wall_time"] > began and r["step"] > step]
     return min((record["wall_time"] for record in found), default=None)
 
   def _wait_for(self, phase: str, worker: int, workers: Sequence[int]) -> bool:
@@ -360,29 +340,34 @@ def headers(folder: Path) -> list[str]:
   return [line for line in lines if line.startswith("=== ")]
 
 
-def trial_of(number: int, seed: int, base: Path, kinds: Sequence[str]) -> Trial:
-  """Runs one, and judges it."""
-  rng, trial, began = random.Random(f"{seed}/{number}"), Trial(f"{seed}/{number}"), time.monotonic()
-  most = rng.choices([2, 3, 4, 5, 6], [12, 5, 1, 1, 1])[0]
-  run = Elastic(base / f"run-{seed}-{number}", most if rng.random() < 0.2 else 1, most)
-  try:
-    if status := Breaking(run, trial, rng, kinds).go():
-      trial.misses.append(f"status {status} at the end")
-    until = time.monotonic() + 30.0
-    while (alive := run.alive()) and time.monotonic() < until:
-      time.sleep(0.1)
-    if alive:
-      trial.misses.append(f"{len(alive)} processes live 30 s after the end")
-  except Exception as error:
-    trial.misses.append(f"{type(error).__name__}: {error}")
-  finally:
-    run.end()
-  trial.sizes = run.sizes()
-  if not trial.misses:
-    check(run.folder, base, trial)
-  trial.seconds = round(time.monotonic() - began, 1)
-  if not trial.misses:
-    shutil.rmtree(run.folder)
+def prepare(base: Path, options: argparse.Namespace) -> Run:
+  """Returns what runs a trial."""
+  del options
+  unbroken(base, UNBROKEN)
+  kinds = [*SIGNALS, "network"] if can_cut() else [*SIGNALS]
+  if len(kinds) == len(SIGNALS):
+    print("no `network`: it needs root, iproute2 and /dev/net/tun")
+
+  def trial(kind: str, number: int, folder: Path, rng: random.Random) -> Outcome:
+    most = rng.choices([2, 3, 4, 5, 6], [12, 5, 1, 1, 1])[0]
+    run, outcome = Elastic(folder, most if rng.random() < 0.2 else 1, most), Outcome()
+    try:
+      if status := Breaking(run, outcome, rng, kinds).go():
+        outcome.misses.append(f"status {status} at the end")
+      until = time.monotonic() + 30.0
+      while (alive := run.alive()) and time.monotonic() < until:
+        time.sleep(0.1)
+      if alive:
+        outcome.misses.append(f"{len(alive)} processes live 30 s after the end")
+    except Exception as error:
+      outcome.misses.append(f"{type(error).__name__}: {error}")
+    finally:
+      run.end()
+    if not outcome.misses:
+      check(folder, base, run.sizes(), outcome)
+    outcome.done = f"{outcome.done} workers {run.sizes()}"
+    return outcome
+
   return trial
 
 
@@ -396,24 +381,25 @@ def unbroken(base: Path, size: int) -> Path:
   return folder
 
 
-def check(folder: Path, base: Path, trial: Trial) -> None:
+def check(folder: Path, base: Path, sizes: Sequence[int], outcome: Outcome) -> None:
   """Compares with uninterrupted runs."""
   if reached(folder) != STEPS:
-    trial.misses.append(f"it ended at step {reached(folder)}, not {STEPS}")
+    outcome.misses.append(f"it ended at step {reached(folder)}, not {STEPS}")
     return
   said = io.StringIO()
   with redirect_stdout(said):
     if ledger.main([str(folder)]):
-      trial.misses.append(f"the ledger: {said.getvalue().strip()}")
-  trial.repeated = int((re.findall(r"(\d+) steps rerun", said.getvalue()) or [0])[0])
-  trial.misses += different(folder, unbroken(base, UNBROKEN))
-  same = unbroken(base, trial.sizes[0])
-  kept, exact = exact_until(folder, trial.sizes), {r["step"]: r["loss"] for r in records(same)}
-  if any(r["loss"] != exact[r["step"]] for r in records(folder) if r["step"] <= kept):
-    trial.misses.append(f"a loss until step {kept} differs in its bits")
+      outcome.misses.append(f"the ledger: {said.getvalue().strip()}")
+  repeated = (re.findall(r"(\d+) steps rerun", said.getvalue()) or [0])[0]
+  outcome.done += f"{repeated} steps repeated,"
+  outcome.misses += different(folder, unbroken(base, UNBROKEN))
+  same = unbroken(base, sizes[0])
+  kept, exact = exact_until(folder, sizes), {r["step"]: r["loss"] for r in records(same, "train")}
+  if any(r["loss"] != exact[r["step"]] for r in records(folder, "train") if r["step"] <= kept):
+    outcome.misses.append(f"a loss until step {kept} differs in its bits")
   if kept == STEPS:
     name = f"checkpoints/ckpt-{STEPS}"
-    trial.misses += different_tensors(folder / name, same / name)
+    outcome.misses += different_tensors(folder / name, same / name)
 
 
 def exact_until(folder: Path, sizes: Sequence[int]) -> int:
@@ -448,68 +434,5 @@ def different(folder: Path, reference: Path) -> list[str]:
   return found
 
 
-def table(trials: Sequence[Trial]) -> str:
-  """Returns the table, by fault and by phase."""
-  rows: dict[str, list[tuple[Fault, bool]]] = collections.defaultdict(list)
-  for trial in trials:
-    for fault in trial.faults:
-      several = ["two at once"] if len(fault.whom) > 1 else []
-      for name in (fault.kind, fault.phase, *several, *["worker 0"][: 0 in fault.whom], "all"):
-        rows[name].append((fault, bool(trial.misses)))
-  lines = [
-    "| faults | number | in a lost run | seconds to recover: median (most), of |",
-    "|---|---|---|---|",
-  ]
-  for name in (*KINDS, *PHASES, "worker 0", "two at once", "all"):
-    times = [fault.recovery_s for fault, _ in rows[name] if fault.recovery_s]
-    spent = f"{statistics.median(times):.1f} ({max(times):.1f}), {len(times)}" if times else ""
-    lines.append(
-      f"| {name} | {len(rows[name])} | {sum(lost for _, lost in rows[name])} | {spent} |"
-    )
-  lost, most = sum(bool(t.misses) for t in trials), max((t.repeated for t in trials), default=0)
-  seconds = sum(trial.seconds for trial in trials)
-  lines.append(f"{len(trials)} runs, {lost} lost; {most} steps repeated at most; {seconds:.0f} s")
-  return "\n".join(lines)
-
-
-def read(path: Path) -> list[Trial]:
-  lines = path.read_text().splitlines() if path.exists() else []
-  return [
-    Trial(**{**each, "faults": [Fault(**fault) for fault in each["faults"]]})
-    for each in map(json.loads, lines)
-  ]
-
-
-def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--trials", type=int, default=10, help="runs, of up to 8 faults each")
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-  parser.add_argument("--results", type=Path, help="a file to append to; what it has is not done")
-  parser.add_argument("--folder", type=Path, help="of the runs; default: a new one")
-  options = parser.parse_args()
-  base = options.folder or Path(tempfile.mkdtemp(prefix="elastic_trials_"))
-  results = options.results or base / "results.jsonl"
-  kinds = [kind for kind in options.kinds if kind != "network" or can_cut()]
-  if len(kinds) < len(options.kinds):
-    print("no `network`: it needs root, iproute2 and /dev/net/tun")
-  done = {trial.number for trial in read(results)}
-  unbroken(base, UNBROKEN)
-  for number in range(options.trials):
-    if f"{options.seed}/{number}" in done:
-      continue
-    trial = trial_of(number, options.seed, base, kinds)
-    with results.open("a") as file:
-      file.write(json.dumps(dataclasses.asdict(trial)) + "\n")
-    faults = ", ".join(f"{f.kind} {f.whom} of {f.of} at {f.phase}" for f in trial.faults)
-    outcome = "; ".join(trial.misses[:3]) or "the same run"
-    print(
-      f"{trial.number}: {trial.seconds:.0f} s, workers {trial.sizes}: {faults}: {trial.repeated} "
-      f"steps repeated: {outcome}", flush=True,
-    )  # fmt: skip
-  print(table(read(results)))
-  return int(any(trial.misses for trial in read(results)))
-
-
-if __name__ == "__main__":
-  sys.exit(run(*sys.argv[2:]) if sys.argv[1:2] == ["--run"] else main())
+if __name__ == "__main__":  # a run, as `Elastic` starts it
+  sys.exit(run(*sys.argv[1:]))

@@ -1,19 +1,18 @@
 """Ends runs in every way, with every kind of input and every layout, and checks how they end.
 
-  python -m benchmarks.exits --times 5 --cluster_times 1
+  python -m benchmarks.trials exits --trials 5
+  python -m benchmarks.trials exits --only "sigterm arrays"
 
 After the first loops of training, one of `ENDS` comes. The run must end within 30 s with the
 documented status and a last line that says why; after a signal its state must be saved; no process
 may be left. The examples of "numpy_function" and "generator" come from Python code that is slower
-than a step. Exit status 1 if anything else happens.
+than a step.
 
   error, mistake     an action raises RuntimeError, or ConfigError: status 1, 2
   ctrl_c             SIGINT: saved, status 130
   sigterm, sighup    saved, status 75
   lost_peer          SIGKILL of another worker: status 1; of a parameter server: status 1
   closed_output      its reader ends after the first line, as `| head -1`: trains on to status 0
-
-The processes are forks, also those of a local cluster.
 """
 
 from __future__ import annotations
@@ -24,17 +23,14 @@ import dataclasses
 import itertools
 import os
 import random
-import shutil
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import comparison, forks
+from benchmarks.trials import Outcome, Run
 
-CONFIG = "benchmarks/trials.gin"
 SOURCES = ("arrays", "numpy_function", "generator", "memory_mapped", "stream")
 SIGNALS = {"ctrl_c": signal.SIGINT, "sigterm": signal.SIGTERM, "sighup": signal.SIGHUP}
 LINES = {"error": "failed: ", "mistake": "error: ", "lost_peer": "failed: "}
@@ -77,8 +73,8 @@ class Case:
     """Whether the run cannot begin, which one line says."""
     return self.layout == "servers" and self.source in HERE
 
-  def arguments(self, folder: Path) -> list[str]:
-    """Returns the command line after launch.py."""
+  def bindings(self) -> list[str]:
+    """Returns what the run gets."""
     endless = self.end in SIGNALS or self.end == "lost_peer"
     bindings = [
       f"Small.kind = '{self.source}'",
@@ -88,22 +84,48 @@ class Case:
     ]
     if self.end in ("error", "mistake"):
       bindings += ["run.actions = [@Fail()]", f"Fail.as_mistake = {self.end == 'mistake'}"]
-    params = [f"--gin_param={binding}" for binding in bindings]
-    return [f"--gin_file={CONFIG}", f"--model_dir={folder}", *FLAGS.get(self.layout, []), *params]
+    return bindings
+
+  def comes(self) -> bool:
+    """Whether this end can come: a lost peer to a cluster, any other to a run that begins."""
+    peer = self.end != "lost_peer" or self.layout in PEERS
+    return peer and not (self.refused() and self.end != "error")
 
 
-def run_case(base: Path, case: Case, rng: random.Random) -> str:
+def _cases() -> dict[str, Case]:
+  every = itertools.starmap(Case, itertools.product(ENDS, SOURCES, LAYOUTS))
+  return {str(case): case for case in every if case.comes()}
+
+
+CASES = _cases()
+KINDS = tuple(CASES)
+
+
+def prepare(base: Path, options: argparse.Namespace) -> Run:
+  """Returns what runs a trial."""
+  del base, options
+  forks.warm_up()
+
+  def trial(kind: str, number: int, folder: Path, rng: random.Random) -> Outcome:
+    wrong = ended(folder, CASES[kind], rng)
+    return Outcome([wrong] if wrong else [])
+
+  return trial
+
+
+def ended(folder: Path, case: Case, rng: random.Random) -> str:
   """Returns what was wrong, or ""."""
-  folder, pids = base / "run", base / "pids"
-  for path in (folder, pids):
-    shutil.rmtree(path, ignore_errors=True)
+  pids = folder.with_name(f"{folder.name}-pids")
   pids.mkdir()
-  (base / "log.txt").unlink(missing_ok=True)
   reader, writer = os.pipe() if case.end == "closed_output" else (None, None)
-  run = forks.Fork(
-    case.arguments(folder), base / "log.txt", before=lambda: _begin(reader),
-    environment={"FORK_PIDS": str(pids)}, stdout=writer,
-  )  # fmt: skip
+
+  def before() -> None:
+    forks.tasks_in(pids)
+    if reader is not None:
+      os.close(reader)
+
+  flags = FLAGS.get(case.layout, [])
+  run = forks.small(folder, *case.bindings(), flags=flags, before=before, stdout=writer)
   if reader is not None:
     os.close(writer)
     os.read(reader, 1)
@@ -119,12 +141,6 @@ def run_case(base: Path, case: Case, rng: random.Random) -> str:
   left = [] if status is None else _left(pids)
   run.kill()
   return wrong(case, folder, status, run.last_line(), left)
-
-
-def _begin(reader: int | None) -> None:
-  forks.fork_workers()
-  if reader is not None:
-    os.close(reader)
 
 
 def wrong(case: Case, folder: Path, status: int | None, line: str, left: list[str]) -> str:
@@ -177,36 +193,3 @@ def _lives(stat: Path) -> bool:
   with contextlib.suppress(OSError):
     return stat.read_text().rpartition(")")[2].split()[0] != "Z"
   return False
-
-
-def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--times", type=int, default=5, help="each case of one process")
-  parser.add_argument("--cluster_times", type=int, default=1, help="each case of a cluster")
-  parser.add_argument("--ends", nargs="+", choices=ENDS, default=list(ENDS))
-  parser.add_argument("--sources", nargs="+", choices=SOURCES, default=SOURCES)
-  parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-  parser.add_argument("--seed", type=int, default=0)
-  options = parser.parse_args()
-  forks.warm_up()
-  base = Path(tempfile.mkdtemp(prefix="exits_", dir="/dev/shm"))
-  rng, done, missed = random.Random(options.seed), 0, 0
-  for case in itertools.starmap(
-    Case, itertools.product(options.ends, options.sources, options.layouts)
-  ):
-    if case.end == "lost_peer" and case.layout not in PEERS:
-      continue
-    if case.refused() and case.end != "error":  # it ends before any of the ends could come
-      continue
-    for _ in range(options.cluster_times if case.layout in FLAGS else options.times):
-      began, done = time.monotonic(), done + 1
-      miss = run_case(base, case, rng)
-      missed += bool(miss)
-      print(f"{case}: {time.monotonic() - began:.1f} s: {miss or 'as documented'}", flush=True)
-  print(f"{done} runs, {missed} not as documented")
-  shutil.rmtree(base)
-  return 1 if missed else 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -1,7 +1,8 @@
 """Runs of launch.py in forked processes: TensorFlow is imported once, and no device is used before.
 
   forks.warm_up()
-  run = forks.Fork(["--gin_file=..."], folder / "log.txt")
+  reference = forks.whole(base)
+  run = forks.small(base / "trial")  # benchmarks/trials.gin; its log is trial.txt
   status = run.wait(30)  # negative: the signal; None: it still runs
 
 A fork ends as `python launch.py` does, by the interpreter's own teardown.
@@ -13,7 +14,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
 import runpy
 import select
@@ -23,9 +23,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_PROGRAM = str(REPOSITORY / "launch.py")
+CONFIG = "benchmarks/trials.gin"
 WARM = ("loopwright.running", "orbit", "tensorflow", "keras", "tf_keras", "benchmarks.trials_task")
 
 
@@ -48,59 +49,18 @@ def check_cold() -> None:
     raise RuntimeError("TensorFlow's runtime was used before a fork; use it in a fork only")
 
 
-class Popen:
-  """As `subprocess.Popen` of `python ... launch.py ...`, for processes that a fork starts itself.
+def tasks_in(folder: Path) -> None:
+  """Makes `--local_workers` write the process id of each task, such as worker-1, to a folder."""
+  from loopwright.tools.local_process import Process
 
-  The file `<FORK_PIDS>/<task type>-<index>` gets the process id of each task of a cluster.
-  """
+  start = Process.start
+  folder.mkdir(parents=True, exist_ok=True)
 
-  def __init__(
-    self, arguments: Sequence[str], environment: Mapping[str, str], merged: bool
-  ) -> None:
-    """Starts it, with pipes; `merged`: its standard error goes to its output."""
-    out, err = os.pipe(), None if merged else os.pipe()
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    self.pid = os.fork()
-    if self.pid == 0:
-      os.environ.clear()
-      _die_with(parent)
-      _run(arguments, None, lambda: _begin_task(environment), environment, out[1], err and err[1])
-    os.close(out[1])
-    self.stdout, self.stderr = os.fdopen(out[0], "rb", 0), None
-    if err:
-      os.close(err[1])
-      self.stderr = os.fdopen(err[0], "rb", 0)
+  def noted(self: Process) -> None:
+    start(self)
+    (folder / self.name).write_text(str(self._popen.pid))
 
-  def wait(self) -> int:
-    """Waits for the end; returns the status, negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-def fork_workers() -> None:
-  """Makes `--local_workers` fork its processes (in a fork, before launch.py)."""
-  from loopwright.tools import local_cluster
-
-  def spawn(process: local_cluster.Process) -> Popen:
-    arguments = process.command[[str(c) for c in process.command].index(_PROGRAM) + 1 :]
-    return Popen(arguments, process.environment, not process.leads)
-
-  local_cluster.Process.spawn = spawn  # type: ignore[method-assign,assignment]
-
-
-def _die_with(parent: int) -> None:
-  pr_set_pdeathsig = 1
-  ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-  if os.getppid() != parent:
-    os._exit(1)
-
-
-def _begin_task(environment: Mapping[str, str]) -> None:
-  os.closerange(3, 256)  # as a new process, which inherits none: a pipe ends with its writers
-  task = json.loads(environment["TF_CONFIG"])["task"]
-  if folder := environment.get("FORK_PIDS"):
-    Path(folder, f"{task['type']}-{task['index']}").write_text(str(os.getpid()))
+  Process.start = noted  # type: ignore[method-assign]
 
 
 class Fork:
@@ -129,7 +89,7 @@ class Fork:
     sys.stdout.flush()
     self.pid = os.fork()
     if self.pid == 0:
-      _run(arguments, log, before, environment or {}, stdout, None)
+      _run(arguments, log, before, environment or {}, stdout)
     self._pidfd = os.pidfd_open(self.pid)
 
   def poll(self) -> int | None:
@@ -161,13 +121,33 @@ class Fork:
     return (text.strip().splitlines() or [""])[-1]
 
 
+def small(
+  folder: Path, *bindings: str, flags: Sequence[str] = (), config: str = CONFIG, **options: Any
+) -> Fork:
+  """Starts a run of the small config in a folder; `options` as of `Fork`."""
+  log = folder.with_name(f"{folder.name}.txt")
+  params = [f"--gin_param={binding}" for binding in bindings]
+  return Fork([f"--gin_file={config}", f"--model_dir={folder}", *flags, *params], log, **options)
+
+
+def whole(base: Path, *bindings: str, name: str = "reference", **options: Any) -> Path:
+  """Returns the folder of a run that nothing interrupted.
+
+  Raises:
+    SystemExit: it failed.
+  """
+  run = small(base / name, *bindings, **options)
+  if (status := run.wait(300)) != 0:
+    raise SystemExit(f"the uninterrupted run ended with {status}: {run.last_line()}")
+  return base / name
+
+
 def _run(
   arguments: Sequence[str],
   log: Path | None,
   before: Callable[[], object],
   environment: Mapping[str, str],
   stdout: int | None,
-  stderr: int | None,
 ) -> None:
   """Becomes `python launch.py`; never returns."""
   status = 1
@@ -175,7 +155,7 @@ def _run(
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
     os.environ.update(environment)
-    _redirect(log, stdout, stderr)
+    _redirect(log, stdout)
     sys.argv = ["launch.py", *arguments]
     os.chdir(REPOSITORY)
     before()
@@ -190,10 +170,10 @@ def _run(
     ctypes.pythonapi.Py_Exit(status)
 
 
-def _redirect(log: Path | None, stdout: int | None, stderr: int | None) -> None:
+def _redirect(log: Path | None, stdout: int | None) -> None:
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   if stdout is None:
     path = os.devnull if log is None else log
     stdout = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
   os.dup2(stdout, 1)
-  os.dup2(stdout if stderr is None else stderr, 2)
+  os.dup2(stdout, 2)

@@ -1,6 +1,6 @@
 """Copies the disk of a run at random moments, as a power loss would leave it, and looks for losses.
 
-  python -m benchmarks.power_loss --snapshots 300     # as root, on Linux; 8 minutes
+  python -m benchmarks.trials power --snapshots 25     # as root, on Linux
 
 A run trains with its folder in a file system of its own: ext4, xfs or btrfs in a file, which is
 mounted as a loop device. The file is itself in an xfs, whose reflinks copy it in one atomic step,
@@ -12,12 +12,10 @@ journal, and
 - metrics.jsonl must have every line up to that step, and the ledger every step;
 - operative_config.gin and the assets must be whole, as must be best/ and the export once an
   evaluation is in metrics.jsonl;
-- for `--resumed` of the copies, training goes on from a copy of the folder, and must end
-  bit-identical to the uninterrupted run.
+- from one in eight copies training goes on, and must end bit-identical to the uninterrupted run.
 
-All combinations of file system, number of kept checkpoints and seconds between checkpoints run at
-the same time; half the copies are made within a second after a checkpoint has appeared. Exit status
-1 if anything is lost.
+A trial is a run with so many copies; half of them are made within a second after a checkpoint has
+appeared. Its kind is the file system, the number of kept checkpoints and the seconds between them.
 """
 
 from __future__ import annotations
@@ -27,21 +25,20 @@ import collections
 import dataclasses
 import fcntl
 import itertools
-import os
 import random
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import comparison, forks
+from benchmarks.trials import Outcome, Run
 
-CONFIG = "benchmarks/trials.gin"
 MIB = {"ext4": 64, "xfs": 300, "btrfs": 128}
 STEPS_PER_LOOP, CHECKPOINT_EVERY, EVAL_EVERY = 5, 10, 20  # as in CONFIG
+RESUMED = 8
+"""From one in so many copies training goes on."""
 SETTLED_S = 1.0
 """A checkpoint counts as promised when it has been visible for this long."""
 _FICLONE = 0x40049409
@@ -122,10 +119,9 @@ def _umount(path: Path) -> None:
 class Trial:
   """A run of one cell, and what its copies have lost."""
 
-  def __init__(self, base: Path, cell: Cell, *, snapshots: int, resumed: int, seed: int) -> None:
+  def __init__(self, base: Path, cell: Cell, snapshots: int, rng: random.Random) -> None:
     """Makes the uninterrupted runs: one as in the cell, and one that keeps every checkpoint."""
-    self.cell, self._rng = cell, random.Random(f"{seed}/{cell}")
-    self._base, self._resumed = base / str(cell), resumed
+    self.cell, self._rng, self._base = cell, rng, base
     self._loop_s = cell.every_s * STEPS_PER_LOOP / CHECKPOINT_EVERY
     self._seconds = max(40.0, 6 * cell.every_s)
     loops = int(self._seconds / self._loop_s) + 4
@@ -134,20 +130,16 @@ class Trial:
     self._base.mkdir()
     self.reference, self.every = self._base / "reference", self._base / "every"
     for folder, keep in ((self.reference, cell.keep), (self.every, self._steps)):
-      if (status := self._run(folder, keep=keep).wait(300)) != 0:
-        raise SystemExit(f"the uninterrupted run of {cell} ended with status {status}")
+      forks.whole(self._base, *self._bindings(keep), name=folder.name)
     self.counts: collections.Counter[str] = collections.Counter()
 
-  def _run(self, folder: Path, *, keep: int | None = None, loop_s: float = 0.0) -> forks.Fork:
-    bindings = {
-      "run.train_steps": self._steps,
-      "run.keep_checkpoints": keep or self.cell.keep,
-      "run.actions": "[@BestCheckpoint(), @Export(), @Pace()]",
-    }
-    params = [f"--gin_param={name} = {value}" for name, value in bindings.items()]
-    arguments = [f"--gin_file={CONFIG}", f"--model_dir={folder}", *params]
-    log = self._base / f"{folder.name}.txt"
-    return forks.Fork(arguments, log, environment={"LOOP_S": str(loop_s)})
+  def _bindings(self, keep: int) -> list[str]:
+    actions = "run.actions = [@BestCheckpoint(), @Export(), @Pace()]"
+    return [f"run.train_steps = {self._steps}", f"run.keep_checkpoints = {keep}", actions]
+
+  def _run(self, folder: Path, *, loop_s: float = 0.0) -> forks.Fork:
+    own = {"LOOP_S": str(loop_s)}
+    return forks.small(folder, *self._bindings(self.cell.keep), environment=own)
 
   def losses(self) -> Iterator[str]:
     """Trains, copies the disk and yields what each copy has lost."""
@@ -191,12 +183,12 @@ class Trial:
     folder = disk.mounted() / "run"
     try:
       found = self.check(folder, moment)
-      if not found and number % max(1, self._snapshots // max(1, self._resumed)) == 0:
+      if not found and number % RESUMED == 0:
         found = self._resume(folder)
     finally:
       disk.forget()
     self.counts["lost" if found else "whole"] += 1
-    what = f"{self.cell}: copy {number}, steps visible {sorted(moment)}: {'; '.join(found)}"
+    what = f"copy {number}, steps visible {sorted(moment)}: {'; '.join(found)}"
     return [what] if found else []
 
   def check(self, folder: Path, moment: dict[int, float]) -> list[str]:
@@ -291,44 +283,18 @@ def lost_steps(folder: Path, reference: Path, step: int) -> list[str]:
   return found
 
 
-def work(base: Path, cell: Cell, cells: int, options: argparse.Namespace) -> int:
-  """Runs one cell and prints its line; returns the exit status."""
-  share = -(-options.snapshots // cells)
-  trial = Trial(base, cell, snapshots=share, resumed=options.resumed, seed=options.seed)
-  for line in trial.losses():
-    print(line[:400], flush=True)
-  print(f"| {cell} | {dict(trial.counts)} |", flush=True)
-  return 1 if trial.counts["lost"] else 0
+HERE = [name for name in MIB if shutil.which(f"mkfs.{name}")]
+CELLS = {str(c): c for c in itertools.starmap(Cell, itertools.product(HERE, (1, 3), (1, 10, 60)))}
+KINDS = tuple(CELLS)
 
 
-def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--snapshots", type=int, default=300, help="of all cells together")
-  parser.add_argument("--resumed", type=int, default=3, help="copies of each cell that train on")
-  parser.add_argument("--filesystems", nargs="+", choices=MIB, default=["ext4", "xfs"])
-  parser.add_argument("--keep", nargs="+", type=int, default=[1, 3])
-  parser.add_argument("--every_s", nargs="+", type=float, default=[1, 10, 60])
-  parser.add_argument("--seed", type=int, default=0)
-  options = parser.parse_args()
+def prepare(base: Path, options: argparse.Namespace) -> Run:
+  """Returns what runs a trial."""
+  del base
   forks.warm_up()
-  base = Path(tempfile.mkdtemp(prefix="power_loss_", dir="/dev/shm"))
-  workers = []
-  cells = list(itertools.product(options.filesystems, options.keep, options.every_s))
-  for cell in itertools.starmap(Cell, cells):
-    if (pid := os.fork()) == 0:
-      status = 1
-      try:
-        status = work(base, cell, len(cells), options)
-      finally:
-        sys.stdout.flush()
-        os._exit(status)
-    workers.append(pid)
-  failed = sum(bool(os.waitpid(pid, 0)[1]) for pid in workers)
-  print(f"{len(workers)} cells, {failed} with losses; logs in {base}")
-  if not failed:
-    shutil.rmtree(base)
-  return 1 if failed else 0
 
+  def trial(kind: str, number: int, folder: Path, rng: random.Random) -> Outcome:
+    run = Trial(folder, CELLS[kind], options.snapshots, rng)
+    return Outcome([*run.losses()], str(dict(run.counts)))
 
-if __name__ == "__main__":
-  sys.exit(main())
+  return trial

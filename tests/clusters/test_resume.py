@@ -32,18 +32,15 @@ STEPS, EVAL_EVERY, CHECKPOINT_EVERY, LOOP = 12, 6, 4, 2
 
 @pytest.mark.whole
 def test_killed_runs_end_as_one_that_was_never_killed():
-  """More, and in every part of a run: `python -m benchmarks.kill_trials`."""
-  command = [sys.executable, "-m", "benchmarks.kill_trials", "--kills=2", "--sigterms=1"]
-  done = subprocess.run(
-    [*command, "--most_kills=1", "--replicas=1", "--parts", "loop", "write"],
-    cwd=REPOSITORY,
-    capture_output=True,
-    text=True,
-  )
+  """More, and in every part of a run: `python -m benchmarks.trials kills`."""
+  command = [sys.executable, "-m", "benchmarks.trials", "kills", "--first=7", "--trials=2"]
+  done = subprocess.run([*command, "--replicas=1"], cwd=REPOSITORY, capture_output=True, text=True)
   assert done.returncode == 0, done.stdout + done.stderr
-  assert done.stdout.count(": identical\n") == 3
-  assert "| loop | 1 | 1 |\n| write | 1 | 0 |\n" in done.stdout
-  assert "all identical to the uninterrupted run" in done.stdout
+  assert done.stdout.count(" s: nothing lost\n") == 4
+  for trial in ("SIGKILL 7: in ", "SIGKILL 8: in ", "SIGTERM 7: in ", "SIGTERM 8: in "):
+    [line] = [line for line in done.stdout.splitlines() if line.startswith(trial)]
+    assert ("loop" if "7" in trial else "write") in line
+  assert done.stdout.endswith("4 trials, 0 with losses, 0 processes left\n")
 
 
 # ---- In this process ----

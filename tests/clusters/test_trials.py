@@ -14,7 +14,7 @@ pytestmark = pytest.mark.whole
 
 
 def trial(name, *arguments):
-  command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+  command = [sys.executable, "-m", "benchmarks.trials", name, *arguments]
   done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout.splitlines()
@@ -22,16 +22,15 @@ def trial(name, *arguments):
 
 def test_a_run_ends_as_documented_while_slow_python_code_reads_its_examples():
   """Without launch.py's own end, an error and Ctrl-C hang in most runs."""
-  ends = ["error", "ctrl_c", "sighup", "closed_output"]
-  arguments = ["--sources", "numpy_function", "--layouts", "replicas-1", "--times", "1"]
-  *_, last = trial("exits", "--ends", *ends, *arguments)
-  assert last == "4 runs, 0 not as documented"
+  ends = "(error|ctrl_c|sighup|closed_output) numpy_function replicas-1"
+  *_, last = trial("exits", f"--only={ends}")
+  assert last == "4 trials, 0 with losses, 0 processes left"
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="compiles a library: needs gcc")
 def test_a_fault_of_the_disk_loses_nothing():
-  *_, last = trial("disk_faults", "--points", "6")
-  assert last.startswith("6 points, ")
+  *_, last = trial("disk", "--only=^E", "--trials=2")
+  assert last == "6 trials, 0 with losses, 0 processes left"
 
 
 def can_mount():
@@ -44,6 +43,5 @@ def can_mount():
   not can_mount(), reason="mounts images: needs root, mkfs.ext4, mkfs.xfs and loop devices"
 )
 def test_a_power_loss_loses_no_checkpoint():
-  cell = ["--filesystems", "ext4", "--keep", "1", "--every_s", "1", "--resumed", "1"]
-  *_, last = trial("power_loss", "--snapshots", "4", *cell)
-  assert last.startswith("1 cells, 0 with losses")
+  *_, last = trial("power", "--snapshots=8", "--only=ext4-keep1-every1s")
+  assert last == "1 trials, 0 with losses, 0 processes left"
