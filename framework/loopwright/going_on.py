@@ -221,7 +221,7 @@ def of_actions(options: Group, task: Task) -> dict[str, str]:
 
 
 def _is_ours(action: Action) -> bool:
-  return type(action).__module__.startswith("loopwright.actions.")
+  return type(action).__module__.startswith(("loopwright.actions.", "loopwright.tools."))
 
 
 def examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:

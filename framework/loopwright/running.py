@@ -3,12 +3,10 @@
 run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digits")
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -25,7 +23,7 @@ from loopwright.errors import ConfigError
 from loopwright.flight import Flight
 from loopwright.going_on import Start, examples, require_any_size
 from loopwright.graphs import randomness
-from loopwright.host import bounded, nvidia
+from loopwright.host import nvidia
 from loopwright.modes import TRAINING_MODES, Mode
 from loopwright.observers import Observer
 from loopwright.options import (
@@ -331,7 +329,7 @@ def _place(model_dir: str, mode: Mode) -> places.Place:
   """Returns the run folder; raises a ConfigError if it cannot be used in this mode."""
   place = places.place(model_dir)
   if isinstance(place, places.Local):
-    require_writable(model_dir)
+    places.require_writable(model_dir)
     if mode == "replay":
       nonfinite.saved_state(model_dir)
   elif mode == "evaluate_continuously":
@@ -363,40 +361,3 @@ def _optimizer(task: Task, optimizer: Any) -> Any:
       "model; leave run.optimizer out, or compile the model with the other one."
     )
   return task.own_optimizer
-
-
-def require_writable(model_dir: str) -> None:
-  """Makes the run folder; raises ConfigError if it is not writable (host)."""
-  if set("*?[]") & set(model_dir):
-    raise ConfigError(
-      f"model_dir is {model_dir!r}; TensorFlow reads *, ?, [ and ] as wildcards and does not find "
-      "the files again: choose a name without them."
-    )
-  if any("\ud800" <= character <= "\udfff" for character in model_dir):  # bytes, for Python
-    raise ConfigError(f"model_dir is {model_dir!r}; its name must be text in UTF-8.")
-  up = re.match(rf"(.*{os.sep})?\.\.(?={os.sep}|$)", model_dir, re.DOTALL)
-  if up and not _is_plain(up[0]):
-    raise ConfigError(  # TensorFlow takes a/../b for b, the system does not
-      f"model_dir is {model_dir!r}, in which '..' follows a link, or no folder; write "
-      f"{os.path.normpath(model_dir)!r}."
-    )
-  bounded.require_plain(model_dir)
-  layout.require_no_links(model_dir)
-  probe = os.path.join(model_dir, layout.PROBE)
-  try:
-    tf.io.gfile.makedirs(model_dir)
-    with tf.io.gfile.GFile(probe, "w") as file:
-      file.write("")
-    with contextlib.suppress(tf.errors.NotFoundError):  # another worker has removed it
-      tf.io.gfile.remove(probe)
-  except tf.errors.OpError as error:
-    raise ConfigError(
-      f"cannot write to model_dir {model_dir!r} ({type(error).__name__}); "
-      "set --model_dir to a writable folder."
-    ) from error
-
-
-def _is_plain(folder: str) -> bool:
-  """Whether a folder with ".." in its path is there, and is what the path says without links."""
-  plain = os.path.normpath(folder)
-  return os.path.isdir(folder) and os.path.isdir(plain) and os.path.samefile(folder, plain)

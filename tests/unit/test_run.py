@@ -32,7 +32,8 @@ from loopwright.metrics import weighted_sum
 from loopwright.metrics.names import REPORTED
 from loopwright.reporting.progress import format_number
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.running import require_writable, run
+from loopwright.run_folder.places import require_writable
+from loopwright.running import run
 from loopwright.strategies import factories
 
 EXAMPLES, BATCH, RATE, STEPS = 11, 4, 0.125, 5

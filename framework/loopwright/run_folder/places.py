@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import tensorflow as tf
+
 from loopwright import registry
+from loopwright.errors import ConfigError
+from loopwright.host import bounded
 from loopwright.host.urls import is_url
 from loopwright.run_folder import layout, ownership
 from loopwright.run_folder.checkpoint_files import list_checkpoints
@@ -99,3 +104,40 @@ def local_copy(path: str) -> str:
     ConfigError: there are none, or the store cannot be reached.
   """
   return registry.load("tool", "local_copy")(path) if is_url(path) else path
+
+
+def require_writable(model_dir: str) -> None:
+  """Makes the run folder; raises ConfigError if it is not writable (host)."""
+  if set("*?[]") & set(model_dir):
+    raise ConfigError(
+      f"model_dir is {model_dir!r}; TensorFlow reads *, ?, [ and ] as wildcards and does not find "
+      "the files again: choose a name without them."
+    )
+  if any("\ud800" <= character <= "\udfff" for character in model_dir):  # bytes, for Python
+    raise ConfigError(f"model_dir is {model_dir!r}; its name must be text in UTF-8.")
+  up = re.match(rf"(.*{os.sep})?\.\.(?={os.sep}|$)", model_dir, re.DOTALL)
+  if up and not _is_plain(up[0]):
+    raise ConfigError(  # TensorFlow takes a/../b for b, the system does not
+      f"model_dir is {model_dir!r}, in which '..' follows a link, or no folder; write "
+      f"{os.path.normpath(model_dir)!r}."
+    )
+  bounded.require_plain(model_dir)
+  layout.require_no_links(model_dir)
+  probe = os.path.join(model_dir, layout.PROBE)
+  try:
+    tf.io.gfile.makedirs(model_dir)
+    with tf.io.gfile.GFile(probe, "w") as file:
+      file.write("")
+    with contextlib.suppress(tf.errors.NotFoundError):  # another worker has removed it
+      tf.io.gfile.remove(probe)
+  except tf.errors.OpError as error:
+    raise ConfigError(
+      f"cannot write to model_dir {model_dir!r} ({type(error).__name__}); "
+      "set --model_dir to a writable folder."
+    ) from error
+
+
+def _is_plain(folder: str) -> bool:
+  """Whether a folder with ".." in its path is there, and is what the path says without links."""
+  plain = os.path.normpath(folder)
+  return os.path.isdir(folder) and os.path.isdir(plain) and os.path.samefile(folder, plain)

@@ -24,7 +24,7 @@ from loopwright import running as runs
 from loopwright.errors import ConfigError
 from loopwright.host import redaction, urls
 from loopwright.options import Gpus, Numerics
-from loopwright.run_folder import assets
+from loopwright.run_folder import assets, places
 from loopwright.strategies import factories, placement
 from loopwright.trainer import Trainer
 
@@ -132,7 +132,7 @@ def tune(
   configurables.parse(gin_files, gin_params)
   require_tunable()
   urls.require_path("model_dir", model_dir, "tuned.gin is written there")
-  runs.require_writable(model_dir)
+  places.require_writable(model_dir)
   contest = Contest(gin_files, gin_params, rounds=rounds, block_s=block_s)
   own = contest.contender({})
   show(_described(own))

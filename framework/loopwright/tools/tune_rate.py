@@ -25,7 +25,7 @@ from loopwright.optimizers.schedule import Schedule
 from loopwright.optimizers.schedules import exponential_decay, follow
 from loopwright.options import Gpus, Numerics
 from loopwright.reporting.curves import Curves
-from loopwright.run_folder import assets
+from loopwright.run_folder import assets, places
 from loopwright.strategies import placement
 from loopwright.tools import tune
 from loopwright.trainer import Trainer
@@ -87,7 +87,7 @@ def range_test(
   configurables.parse(gin_files, gin_params)
   tune.require_tunable()
   urls.require_path("model_dir", model_dir, f"{FILE} is written there")
-  runs.require_writable(model_dir)
+  places.require_writable(model_dir)
   growth = (high / low) ** (1 / (steps - 1))
   trainer = _trainer(exponential_decay(initial=low, decay_steps=1, decay_rate=growth))
   rates, losses = [], list[float]()
