@@ -26,7 +26,7 @@ from loopwright.hooks import Hook
 from loopwright.host import signals
 from loopwright.host.timing import HOST, Stopwatch
 from loopwright.run_folder import legs
-from loopwright.run_folder.paces import Pace
+from loopwright.run_folder.pace import Pace
 
 BEAT_S = 0.5
 """Seconds between two writes of the record."""

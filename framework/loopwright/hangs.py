@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from loopwright import registry
 from loopwright.flight import BEAT_S, TRAINING, Flight
 from loopwright.graphs.operations import operations
 from loopwright.host import output, signals, stacks
 from loopwright.options import Hangs
 from loopwright.run_folder import layout, legs
 from loopwright.run_folder.legs import Leg
-from loopwright.stragglers import Stragglers
 
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer
@@ -188,15 +188,18 @@ def watched(
   watchdog = Watchdog(
     flight, trainer, folder, timeout_s=options.hang_timeout_s, ends=options.end_if_hung
   )
-  stragglers = Stragglers(folder, cluster.size if cluster.is_chief else 1)
+  stragglers = None
+  if cluster.is_chief and cluster.size > 1:
+    stragglers = registry.load("part", "Stragglers")(folder, cluster.size)
 
   def beat() -> None:
     watchdog.beat()
-    stragglers.beat()
+    if stragglers is not None:
+      stragglers.beat()
 
   with flight.recorded(folder, cluster.index, beat=beat), watchdog.watching():
     yield
-  if said := stragglers.table():
+  if stragglers is not None and (said := stragglers.table()):
     say(said)
 
 

@@ -85,8 +85,13 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.commands.new": "new=run",
   },
   "part": {
+    "loopwright.actions.time_budget": "Communication",
+    "loopwright.kinds.workers.stragglers": "Stragglers",
     "loopwright.models.batch_norm": "only_examples",
     "loopwright.models.recomputation": "recompute_layers",
+    "loopwright.reporting.live": "Notebook Terminal",
+    "loopwright.run_folder.assets": "provide_assets=provide",
+    "loopwright.run_folder.nonfinite": "saved_state",
     "loopwright.strategies.gpus": "peak_mib in_tf32 described_gpus=described "
     "configure_gpus=configure warn_of_unseen_gpus=warn_of_unseen",
   },

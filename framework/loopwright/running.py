@@ -16,7 +16,6 @@ from absl import logging
 
 from loopwright import configurables, registry
 from loopwright.actions.base import Action
-from loopwright.actions.time_budget import Communication
 from loopwright.builder import Optimizers, Recipe, made_task, set_globals
 from loopwright.declaration import AT_THE_START, COUNT, Instead, asked, fixed, free
 from loopwright.errors import ConfigError
@@ -40,7 +39,7 @@ from loopwright.options import (
   taken,
   taking,
 )
-from loopwright.run_folder import assets, history, layout, nonfinite, places
+from loopwright.run_folder import history, layout, places
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.session import Session
@@ -204,7 +203,7 @@ def run(given: Options) -> dict[str, float]:
       training=training, accept=given.accept_changes,
     )  # fmt: skip
     start.require_config()
-    learned = assets.provide(
+    learned = _assets(
       task, model_dir=at.folder, cluster=cluster, training=training, changed=start.changes_task,
       timeout_s=given.eval_timeout_s if mode == "evaluate_continuously" else 0.0,
     )  # fmt: skip
@@ -292,9 +291,8 @@ def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
   configurables.parse([os.path.join(model_dir, layout.CONFIG)])
   task, strategy = made_task(bound("task")), factories.default()
   keras.config.set_dtype_policy(bound("precision"))
-  learned = assets.provide(
-    task, model_dir=model_dir, cluster=placement.of(strategy).cluster, training=False, timeout_s=0.0
-  )
+  cluster = placement.of(strategy).cluster
+  learned = _assets(task, model_dir=model_dir, cluster=cluster, training=False, timeout_s=0.0)
   recipe = bound_recipe()
   optimizer = task.own_optimizer or recipe.optimizer
   trainer = dataclasses.replace(recipe, optimizer=optimizer).trainer(task, strategy)
@@ -310,8 +308,13 @@ def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
 def _checkpoint(checkpoint: str | None, folder: str, mode: Mode) -> str | None:
   """Returns the local path of what to restore; None for the newest of the run."""
   if mode == "replay":
-    return nonfinite.saved_state(folder)
+    return registry.load("part", "saved_state")(folder)
   return None if checkpoint is None else places.local_copy(checkpoint)
+
+
+def _assets(task: Task, **options: Any) -> str:
+  """Gives the task what it has learned from its data; returns the digest, "" for nothing."""
+  return registry.load("part", "provide_assets")(task, **options) if task.has_fit else ""
 
 
 def _observers(
@@ -322,7 +325,7 @@ def _observers(
     [registry.load("tool", "Recorder")(model_dir=folder, strategy=strategy)] if ledger else []
   )
   several = training and placement.of(strategy).cluster.size > 1
-  return [*recorder, *(Communication.of(strategy) if several else [])]
+  return [*recorder, *(registry.load("part", "Communication").of(strategy) if several else [])]
 
 
 def _place(model_dir: str, mode: Mode) -> places.Place:
@@ -331,7 +334,7 @@ def _place(model_dir: str, mode: Mode) -> places.Place:
   if isinstance(place, places.Local):
     places.require_writable(model_dir)
     if mode == "replay":
-      nonfinite.saved_state(model_dir)
+      registry.load("part", "saved_state")(model_dir)
   elif mode == "evaluate_continuously":
     raise ConfigError(
       f"mode 'evaluate_continuously' needs a folder on disk, and model_dir is {model_dir!r}: "

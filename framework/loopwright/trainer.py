@@ -135,7 +135,8 @@ class Trainer(AbstractTrainer):
         with self.placement.building():
           task.model = task.build_model()
       models.require_in_scope(task.model, strategy)
-      registry.load("part", "recompute_layers")(task.model, recompute)
+      if recompute:
+        registry.load("part", "recompute_layers")(task.model, recompute)
       self._make_counters()
       built = adapters.build(
         optimizer,

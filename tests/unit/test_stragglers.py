@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from loopwright.flight import Flight
+from loopwright.kinds.workers.stragglers import LOOPS, WHILE_S, Stragglers
 from loopwright.run_folder import legs, paces
 from loopwright.run_folder.legs import Leg
-from loopwright.stragglers import LOOPS, WHILE_S, Stragglers
+from loopwright.run_folder.pace import Pace
 
 
 def pace(input_s, compute_s, collective_s):
@@ -90,7 +91,7 @@ def test_nobody_is_judged_before_all_have_told_their_times():
 
 def test_percentiles_over_several_legs_are_right_to_2_5_percent():
   draws = np.random.default_rng(0).lognormal(-4, 0.5, 2000)
-  worker, counts = [], paces.Pace()
+  worker, counts = [], Pace()
   for part in np.split(draws, 4):
     worker.append(Leg(began=1.0))
     for seconds in part:

@@ -193,3 +193,8 @@ def _arranged(
 
 def _tracked(values: Sequence[Any]) -> Any:
   return tf.__internal__.tracking.wrap(list(values))
+
+
+def saved_shape(variable: tf.Variable) -> tf.TensorShape:
+  """Returns the shape that a variable has in a checkpoint."""
+  return variable.saved_shape if hasattr(variable, "saved_shape") else variable.shape

@@ -155,11 +155,6 @@ class _SavedWhole(NamedTuple):
     assign(self.strategy, self.variable, self.strategy.run(own))
 
 
-def saved_shape(variable: tf.Variable) -> tf.TensorShape:
-  """Returns the shape that a variable has in a checkpoint."""
-  return variable.saved_shape if hasattr(variable, "saved_shape") else variable.shape
-
-
 def _part(whole: tf.Tensor, size: int, replica: int) -> tf.Tensor:
   """Returns a replica's part [size] of a tensor, padded with zeros at the end."""
   flat = tf.reshape(whole, [-1])[replica * size : (replica + 1) * size]

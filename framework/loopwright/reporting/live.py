@@ -8,38 +8,14 @@ from __future__ import annotations
 
 import html
 import os
-import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from loopwright.reporting.curves import Curves
+from loopwright.reporting.line import Line
 
 _BAR_COLUMNS = 10
 _COLUMNS_IF_UNKNOWN = 100
-
-
-class Line(NamedTuple):
-  """One live line.
-
-  Attributes:
-    part: how much is done, from 0 to 1; None if that is not known.
-    text: what stands behind the bar.
-  """
-
-  part: float | None
-  text: str
-
-
-def is_terminal(stream: TextIO) -> bool:
-  """Whether lines can be drawn again there; False for TERM=dumb, as in an editor."""
-  return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
-
-
-def is_notebook() -> bool:
-  """Whether this process is the kernel of a notebook."""
-  module = sys.modules.get("IPython")
-  shell = module.get_ipython() if module is not None else None
-  return getattr(shell, "kernel", None) is not None
 
 
 class Terminal:

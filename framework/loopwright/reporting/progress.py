@@ -9,12 +9,15 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from loopwright import errors
+from loopwright import errors, registry
 from loopwright.errors import ConfigError, suggest
-from loopwright.reporting.live import Line, Notebook, Terminal, is_notebook, is_terminal
+from loopwright.reporting.line import Line, is_notebook, is_terminal
 from loopwright.run_folder.metrics_log import Clock, Number
+
+if TYPE_CHECKING:
+  from loopwright.reporting.live import Notebook, Terminal
 
 _REDRAW_SECS = 0.1
 _REDRAW_EVALUATION_SECS = 0.5
@@ -122,8 +125,9 @@ class Progress:
     """
     self._total = total_steps
     self._stream = sys.stderr if stream is None else stream
-    notebook = stream is None and is_notebook()
-    self._kind = Notebook if notebook else Terminal if is_terminal(self._stream) else None
+    self._has_curves = stream is None and is_notebook()
+    kind = "Notebook" if self._has_curves else "Terminal" if is_terminal(self._stream) else ""
+    self._kind = registry.load("part", kind) if kind else None
     self._live: Terminal | Notebook | None = None
     self._every_secs = every_secs
     self._clock = clock
@@ -223,10 +227,10 @@ class Progress:
 
   def _point(self, name: str, step: int, value: Number | None) -> None:
     """Adds a point to the curves of a notebook."""
-    if self._kind is Notebook and value is not None:
-      self._live = self._live or Notebook(self._stream)
-      assert isinstance(self._live, Notebook)
-      self._live.point(name, step, value)
+    if self._has_curves and self._kind is not None and value is not None:
+      notebook: Any = self._live or self._kind(self._stream)
+      self._live = notebook
+      notebook.point(name, step, value)
 
   def _draw(self, name: str, line: Line) -> None:
     """Replaces a live line; draws at most every `_REDRAW_SECS`, as a loop may be shorter."""

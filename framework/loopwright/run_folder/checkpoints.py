@@ -20,8 +20,7 @@ from loopwright.errors import ConfigError, first_line
 from loopwright.host import files, modules
 from loopwright.host.timing import timed
 from loopwright.models import models
-from loopwright.optimizers.saved_layout import JoinedSlots, SavedRate
-from loopwright.optimizers.sharding import saved_shape
+from loopwright.optimizers.saved_layout import JoinedSlots, SavedRate, saved_shape
 from loopwright.run_folder import layout
 from loopwright.run_folder.checkpoint_files import (
   PREFIX,

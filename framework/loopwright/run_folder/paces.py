@@ -8,53 +8,16 @@ no TensorFlow.
 from __future__ import annotations
 
 import collections
-import math
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from loopwright.run_folder.legs import Leg
+from loopwright.run_folder.pace import COLLECTIVE, COMPUTE, FINEST_S, INPUT, bucket_of
 
-INPUT, COMPUTE, COLLECTIVE = "input", "compute", "collective"
 RATIO, NOTABLE = 1.3, 0.05
 """A worker is slow at so many times the others' time, if that is so much of a step."""
 HEADS = ("worker", "phase", "p50, ms", "p99, ms", "slowest, ms")
-_FINEST_S, _LEAST_S = 1.05, 1e-6
-_RECENT = 9
-
-
-class Pace:
-  """Counts the loops of a process: for `Leg.times`, all of them; for `Leg.pace`, the last ones."""
-
-  def __init__(self) -> None:
-    """Starts without loops."""
-    self._recent: dict[str, collections.deque[float]] = collections.defaultdict(
-      lambda: collections.deque(maxlen=_RECENT)
-    )
-
-  def add(self, leg: Leg, steps: int, seconds: float, input_s: float, wait_s: float | None) -> None:
-    """Adds a loop to a leg.
-
-    Args:
-      steps: how many it had.
-      seconds: how long it took, with `input_s` and `wait_s`.
-      input_s: its wait for input.
-      wait_s: its wait in collectives; None if that is not known, and counts as computing.
-    """
-    phases = {INPUT: input_s, COMPUTE: max(0.0, seconds - input_s - (wait_s or 0.0))}
-    if wait_s is not None:
-      phases[COLLECTIVE] = wait_s
-    for phase, value in phases.items():
-      step_s = value / steps
-      self._recent[phase].append(step_s)
-      leg.pace[phase] = round(statistics.median(self._recent[phase]), 9)
-      counts = leg.times.setdefault(phase, {})
-      counts[_bucket(step_s)] = counts.get(_bucket(step_s), 0) + steps
-
-
-def _bucket(seconds: float) -> str:
-  """Returns the number of a bucket, as text, a key of JSON; each is 5 % wide."""
-  return str(round(math.log(max(seconds, _LEAST_S), _FINEST_S)))
 
 
 class Times(NamedTuple):
@@ -81,7 +44,7 @@ def _quantiles(counts: Mapping[int, int]) -> Iterable[float]:
     for bucket in sorted(counts):
       left -= counts[bucket]
       if left <= 1e-9:
-        yield 0.0 if bucket <= int(_bucket(0)) else _FINEST_S**bucket
+        yield 0.0 if bucket <= int(bucket_of(0)) else FINEST_S**bucket
         break
 
 

@@ -69,7 +69,7 @@ def test_a_notebook_shows_the_losses_of_training_and_evaluations(monkeypatch):
 
     write = close = lambda self, *text: None
 
-  monkeypatch.setattr("loopwright.reporting.progress.Notebook", Cell)
+  monkeypatch.setattr("loopwright.reporting.live.Notebook", Cell)
   monkeypatch.setattr("loopwright.reporting.progress.is_notebook", lambda: True)
   with Progress(total_steps=2) as progress:
     progress.update(1, {"loss": 2.0, "accuracy": 0.5})
