@@ -105,7 +105,7 @@ class Hooks(Hook):
     self._hooks = tuple(hooks)
 
   def begins(self, step: int) -> None:
-    """See `Hook`."""
+    """Begins all."""
     for hook in self._hooks:
       hook.begins(step)
 
@@ -114,12 +114,12 @@ class Hooks(Hook):
     return min(hook.loop_end(step, end) for hook in self._hooks)
 
   def loop_begins(self, step: int) -> None:
-    """See `Hook`."""
+    """Tells all."""
     for hook in self._hooks:
       hook.loop_begins(step)
 
   def loop_ends(self, step: int, output: Output, traces: int) -> None:
-    """See `Hook`."""
+    """Tells all."""
     for hook in self._hooks:
       hook.loop_ends(step, output, traces)
 
@@ -135,7 +135,7 @@ class Hooks(Hook):
       raise stop
 
   def due(self, step: int) -> None:
-    """See `Hook`."""
+    """Tells all."""
     for hook in self._hooks:
       hook.due(step)
 
@@ -148,12 +148,12 @@ class Hooks(Hook):
       yield
 
   def pauses(self, step: int) -> None:
-    """See `Hook`."""
+    """Lets the first that wants to end the run."""
     for hook in self._hooks:
       hook.pauses(step)
 
   def saves(self) -> None:
-    """See `Hook`."""
+    """Saves what each keeps."""
     for hook in self._hooks:
       hook.saves()
 

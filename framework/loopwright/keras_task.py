@@ -98,7 +98,7 @@ class KerasTask(Task):
     return self._compiled
 
   def build_model(self) -> Model:
-    """See `Task.build_model`."""
+    """Returns the compiled model, its variables made in the scope of the strategy."""
     if _makes_model(self._given):
       self._compiled = CompiledModel(self._given())
     model = self.compiled.model
@@ -112,7 +112,7 @@ class KerasTask(Task):
     return model
 
   def source(self, split: str) -> AnySource:
-    """See `Task.source`."""
+    """Returns the arrays, or what the function `source` returns, of "train" or "eval"."""
     return self._source(split)
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
@@ -130,7 +130,7 @@ class KerasTask(Task):
     return {**batch, "weight": batch["weight"] * factors}
 
   def forward(self, batch: Batch, training: bool) -> Structure:
-    """See `Task.forward`."""
+    """Returns the outputs of the model for this replica's inputs (replica context)."""
     return self.model(_structure(batch, "x"), training=training)
 
   def loss(self, outputs: Structure, batch: Batch) -> Loss:
@@ -163,7 +163,11 @@ class KerasTask(Task):
     return found | {_variable(number): Sum(value) for number, value in enumerate(sums)}
 
   def regularization(self) -> tf.Tensor | float:
-    """See `Task.regularization`."""
+    """Returns the penalties of the layers, a float scalar (replica context).
+
+    Raises:
+      ConfigError: layers add losses of rows, which several replicas would count several times.
+    """
     if tf.distribute.get_strategy().num_replicas_in_sync > 1:
       self.compiled.require_no_losses_of_rows()
     return super().regularization()

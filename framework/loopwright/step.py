@@ -58,7 +58,14 @@ class Step(EvalStep):
     self.record.closing = [observer.metrics for observer in self._observers]
 
   def log(self, metrics: Mapping[str, Metric]) -> None:
-    """See `EvalStep.log`; leaves out PerExample metrics, which only evaluations collect.
+    """Adds this replica's metrics of the step, as `EvalStep.log` does (replica context).
+
+        step.log({"accuracy": lw.weighted_sum(hits, batch["weight"])})
+
+    PerExample metrics are left out: only evaluations collect them.
+
+    Args:
+      metrics: name -> (total, weight), float scalars of this replica, `Sum` or `PerExample`.
 
     Raises:
       ConfigError: not a dict of metrics, or the framework reports the name.
@@ -77,7 +84,13 @@ class Step(EvalStep):
     self.record.add({name: value for name, value in metrics.items() if name not in rows})
 
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-    """See `EvalStep.all_gather`."""
+    """Concatenates the rows of all replicas, as `EvalStep.all_gather` does (replica context).
+
+        everyone = step.all_gather(embeddings)  # [n, d] -> [replicas x n, d]
+
+    Raises:
+      ConfigError: the shape is not static, or XLA compiles the pass on several replicas.
+    """
     if self.parts.jit_compile and tf.distribute.get_strategy().num_replicas_in_sync > 1:
       raise ConfigError(
         "received Trainer.jit_compile=True, but step.all_gather() communicates inside the forward "
@@ -93,7 +106,9 @@ class Step(EvalStep):
     *,
     when: tf.Tensor | bool | None = None,
   ) -> Loss:
-    """Updates one optimizer's variables: calls every verb, in order.
+    """Updates one optimizer's variables: calls every verb, in order (replica context).
+
+        step.update(lambda part: self.training_loss(step, part), batch)
 
     Args:
       loss_fn: (micro-)batch -> `Loss`, this replica's sums; called once per micro-batch.
@@ -120,7 +135,11 @@ class Step(EvalStep):
     return loss
 
   def variables(self, optimizer: str = DEFAULT) -> list[Variable]:
-    """Returns the variables of an optimizer."""
+    """Returns the variables of an optimizer, in its order (any context).
+
+    Raises:
+      ConfigError: no optimizer has this name.
+    """
     return self._optimizer(optimizer).variables
 
   def gradients(
@@ -132,6 +151,8 @@ class Step(EvalStep):
     when: tf.Tensor | bool | None = None,
   ) -> tuple[Gradients, Loss]:
     """Differentiates this replica's *scaled sum* of losses, over its micro-batches.
+
+        gradients, loss = step.gradients(loss_fn, batch, step.variables())
 
     Communicates nothing. Makes sparse gradients (IndexedSlices) dense: their norm and sum would
     be wrong where indices repeat.
@@ -209,7 +230,16 @@ class Step(EvalStep):
     return Gradients(fusion, pieces, missing), loss
 
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
-    """Sums gradients and local loss over all replicas, in one communication.
+    """Sums gradients and local loss over all replicas, in one communication (replica context).
+
+        gradients, loss = step.all_reduce(gradients, loss)
+
+    Args:
+      gradients: this replica's scaled sums, of the variables' shapes; None where there is none.
+      loss: this replica's sums.
+
+    Returns:
+      The same of all replicas together, equal on each.
 
     Raises:
       ConfigError: called inside a branch or loop on a tensor.
@@ -226,7 +256,15 @@ class Step(EvalStep):
   def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
     """Divides summed gradients by their scale and by the *global* weight of `loss`.
 
-    A global weight of 0 gives zero gradients; `update` then skips the step.
+        gradients = step.unscale(gradients, loss)
+
+    Args:
+      gradients: what `all_reduce` returns.
+      loss: likewise, the sums of all replicas.
+
+    Returns:
+      The gradients of the mean loss, in their dtypes. A global weight of 0 gives zeros; `update`
+      then skips the step.
     """
     packed = Gradients.as_given(gradients)
 
@@ -240,6 +278,8 @@ class Step(EvalStep):
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (finite, norm) of reduced gradients, bool and float32 scalars, equal on all replicas.
 
+        finite, norm = step.check(gradients)
+
     The norm is the global L2 norm. A norm above 1.8e19 counts as not finite: its square overflows.
     """
     square = self.parts.compiled(Gradients.as_given(gradients).square)()
@@ -250,6 +290,8 @@ class Step(EvalStep):
 
   def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
     """Clips reduced gradients by global norm or by value, as configured.
+
+        gradients = step.clip(gradients, norm)
 
     Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section 3.2.
     """
@@ -284,6 +326,8 @@ class Step(EvalStep):
     self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = DEFAULT
   ) -> None:
     """If `finite`, updates the optimizer's variables and their moving averages.
+
+        step.apply(gradients, finite & (loss.weight > 0))
 
     Args:
       gradients: one per variable of the optimizer, reduced and unscaled.
@@ -336,6 +380,8 @@ class Step(EvalStep):
   ) -> None:
     """Sets a variable at the end of the step, if all updates of the step are finite.
 
+        step.assign(target, 0.99 * target + 0.01 * online)
+
     For state that the step keeps beside the optimizers: target networks, queues, moving averages.
     It is saved and restored with the model. All assignments of a step take effect together, after
     its updates; until then the variable has its old value.
@@ -354,7 +400,9 @@ class Step(EvalStep):
     self.record.assignments.add(variable, value, when)
 
   def seed(self) -> tf.Tensor:
-    """Returns a seed for `tf.random.stateless_*`, int32 [2].
+    """Returns a seed for `tf.random.stateless_*`, int32 [2] (replica context).
+
+        noise = tf.random.stateless_normal([n, 8], step.seed())
 
     It depends only on the run's seed, the step, the replica and how many calls came before.
     """

@@ -109,11 +109,11 @@ class FlopsCount(Observer):
     self._log = log
 
   def of_replica(self) -> StepObserver:
-    """See `Observer`."""
+    """Counts the forward passes of a replica."""
     return _Passes(self)
 
   def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
-    """See `Observer`."""
+    """Adds the rates to the values of the loop."""
     self._log(results)
 
   def add(self, count: flops.Count) -> None:

@@ -152,7 +152,7 @@ class GradientKeeper(Observer):
       }
 
   def of_replica(self) -> StepObserver:
-    """See `Observer`."""
+    """Keeps what a replica's optimizers get."""
     return _GradientsOfReplica(self)
 
   def variables(self, optimizer: Optimizer) -> list[tf.Variable]:

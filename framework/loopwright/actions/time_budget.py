@@ -53,16 +53,16 @@ class LoopStart(Observer):
     self._clock = timing.LoopClock()
 
   def loop_begins(self, *, after_step: int, steps: int) -> None:
-    """See `Observer`."""
+    """Starts the clock."""
     del after_step, steps
     self._clock = timing.LoopClock()
 
   def loop_starts(self) -> None:
-    """See `Observer`."""
+    """Notes the time in the graph."""
     self._started.assign(timing.timestamp())
 
   def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
-    """See `Observer`."""
+    """Adds "start_s", in seconds."""
     start_s = float(self._started.numpy()) - self._clock.began_s
     results["start_s"] = self._clock.corrected(start_s)
 
@@ -94,17 +94,17 @@ class Communication(Observer):
     return [cls(len(devices))] if apart else []
 
   def of_replica(self) -> StepObserver:
-    """See `Observer`."""
+    """Times the all-reduce of a replica."""
     return _Timed(self.sum)
 
   def loop_begins(self, *, after_step: int, steps: int) -> None:
-    """See `Observer`."""
+    """Starts at 0 s."""
     del after_step, steps
     self.sum.assign(0.0)
     self._clock = timing.LoopClock()
 
   def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
-    """See `Observer`."""
+    """Adds "communication_s", in seconds, the mean over this process's replicas."""
     seconds = float(self.sum.numpy()) / self._replicas
     results["communication_s"] = self._clock.corrected(seconds)
 

@@ -106,7 +106,7 @@ class Reports(Hook):
   def describe(self, *, precision: str, step: int, notes: Sequence[str] = ()) -> None:
     """Prints the run's configuration, and some lines below it (stderr)."""
     shown, folder = self._place.shown, self._place.folder
-    text = summary.describe_run(
+    text = summary.describe(
       self._trainer,
       precision=precision,
       start_step=step,

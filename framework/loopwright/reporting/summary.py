@@ -44,73 +44,35 @@ def _count(variables: Sequence[Variable]) -> int:
 
 
 def describe(
-  *,
-  task: str,
-  model: Model = None,
-  strategy: str | None = None,
-  replicas: int = 1,
-  devices: Sequence[str] = (),
-  global_batch_size: int | None = None,
-  per_replica_batch_size: int | None = None,
-  accumulation_steps: int = 1,
-  reduction: str | None = None,
-  precision: str | None = None,
-  gpus: Sequence[str] = (),
-  loss_scale: str | None = None,
-  optimizer: str | None = None,
-  start_step: int = 0,
-  train_steps: int | None = None,
-  model_dir: str | None = None,
+  trainer: Trainer, *, precision: str, start_step: int, train_steps: int, model_dir: str
 ) -> str:
-  """Returns the lines to print before training: `name  value`, aligned, without what is not given.
+  """Returns the lines to print before training: `name  value`, aligned (host).
 
   Args:
-    model: what `build_model` returned: a model, or a dict or list of them.
-    per_replica_batch_size: rows per replica, padding included.
-    accumulation_steps: micro-batches per step.
-    gpus: a text for each kind of GPU.
-    start_step: the step at which training continues.
+    precision: the dtype policy.
+    start_step: the step at which training continues; 0 in a new run.
+    train_steps: the step at which it ends.
+    model_dir: what the user calls the run folder.
   """
+  parts, devices = trainer.parts, trainer.placement.devices
+  on_gpus = any("GPU" in name for name in devices)
+  in_tf32 = on_gpus and registry.load("part", "in_tf32")(devices)
   known = [
-    ("task", task),
-    *_model_rows(model),
-    ("strategy", _strategy_text(strategy, replicas, devices)),
-    ("GPUs", "; ".join(gpus)),
-    ("batch", _batch_text(global_batch_size, per_replica_batch_size, accumulation_steps)),
-    ("reduction", reduction),
-    ("precision", precision),
-    ("loss scale", loss_scale),
-    ("optimizer", optimizer),
-    ("steps", _steps_text(start_step, train_steps)),
+    ("task", type(trainer.task).__name__),
+    *_model_rows(trainer.task.model),
+    ("strategy", _strategy_text(trainer, devices)),
+    ("GPUs", "; ".join(registry.load("part", "described_gpus")(devices)) if on_gpus else ""),
+    ("batch", _batch_text(trainer)),
+    ("reduction", parts.reduction.describe()),
+    ("precision", precision + (TF32 if in_tf32 else "")),
+    ("loss scale", parts.loss_scale.describe()),
+    ("optimizer", optimizer_names(trainer)),
+    ("steps", f"{train_steps}, continuing from {start_step}" if start_step else f"{train_steps}"),
     ("model_dir", model_dir),
   ]
   rows = [(name, value) for name, value in known if value]
   width = max(len(name) for name, _ in rows)
   return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
-
-
-def describe_run(trainer: Trainer, *, precision: str, **more: Any) -> str:
-  """Returns the lines of `describe` about a trainer, with `more` of its arguments (host)."""
-  parts, replicas = trainer.parts, trainer.strategy.num_replicas_in_sync
-  devices = trainer.placement.devices
-  on_gpus = any("GPU" in name for name in devices)
-  in_tf32 = on_gpus and registry.load("part", "in_tf32")(devices)
-  return describe(
-    task=type(trainer.task).__name__,
-    model=trainer.task.model,
-    strategy=trainer.placement.name,
-    devices=devices,
-    gpus=registry.load("part", "described_gpus")(devices) if on_gpus else [],
-    precision=precision + (TF32 if in_tf32 else ""),
-    replicas=replicas,
-    global_batch_size=trainer.global_batch_size,
-    per_replica_batch_size=trainer.padded_batch_size // replicas,
-    accumulation_steps=parts.accumulation_steps,
-    reduction=parts.reduction.describe(),
-    loss_scale=parts.loss_scale.describe(),
-    optimizer=optimizer_names(trainer),
-    **more,
-  )
 
 
 def optimizer_names(trainer: Trainer) -> str:
@@ -120,8 +82,6 @@ def optimizer_names(trainer: Trainer) -> str:
 
 
 def _model_rows(model: Model) -> list[tuple[str, str]]:
-  if model is None:
-    return []
   if isinstance(model, Mapping):
     rows = [(f"model {name}", _model_text(part)) for name, part in model.items()]
     return [*rows, ("all models", _parameters_text(model))]
@@ -141,22 +101,17 @@ def _parameters_text(model: Model) -> str:
   return f"{count.total:,} parameters, {count.trainable:,} trainable"
 
 
-def _strategy_text(strategy: str | None, replicas: int, devices: Sequence[str]) -> str:
+def _strategy_text(trainer: Trainer, devices: Sequence[str]) -> str:
+  replicas = trainer.strategy.num_replicas_in_sync
   where = f" on {', '.join(devices)}" if devices else ""
-  return f"{strategy or 'default'}, {replicas} replica{'' if replicas == 1 else 's'}{where}"
+  return f"{trainer.placement.name}, {replicas} replica{'' if replicas == 1 else 's'}{where}"
 
 
-def _batch_text(batch_size: int | None, per_replica: int | None, micro_batches: int) -> str | None:
-  if batch_size is None:
-    return None
-  text = f"{batch_size} examples a step"
-  if per_replica is not None:
-    text += f", {per_replica} a replica"
-  return f"{text}, in {micro_batches} micro-batches" if micro_batches > 1 else text
-
-
-def _steps_text(start: int, end: int | None) -> str | None:
-  return None if end is None else f"{end}, continuing from {start}" if start else f"{end}"
+def _batch_text(trainer: Trainer) -> str:
+  rows = trainer.padded_batch_size // trainer.strategy.num_replicas_in_sync
+  text = f"{trainer.global_batch_size} examples a step, {rows} a replica"
+  parts = trainer.parts.accumulation_steps
+  return f"{text}, in {parts} micro-batches" if parts > 1 else text
 
 
 def result_line(

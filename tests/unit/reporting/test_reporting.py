@@ -24,6 +24,8 @@ from loopwright.reporting.summary import (
   result_line,
 )
 from loopwright.run_folder.metrics_log import MetricsLog, flatten
+from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 
 class Clock:
@@ -644,47 +646,45 @@ def test_a_model_that_is_not_built_has_no_count(generation):
   assert count_parameters([generation.Sequential([generation.layers.Dense(3)])]) is None
 
 
-def test_describe_aligns_what_is_given():
-  text = describe(
-    task="Digits",
-    model=network(keras),
-    strategy="mirrored",
-    replicas=2,
-    devices=("CPU:0", "CPU:1"),
-    global_batch_size=128,
-    per_replica_batch_size=64,
-    accumulation_steps=4,
-    reduction="one flat float32 buffer",
-    precision="float32",
-    loss_scale="none",
-    optimizer="Adam",
-    start_step=500,
-    train_steps=1000,
-    model_dir="runs/digits",
+class Digits(Task):
+  def __init__(self, make=lambda: network(keras)):
+    self.build_model = make
+
+
+def described(strategy, task, *, start_step=0, **options):
+  trainer = Trainer(
+    task=task, strategy=strategy, dataset_fn=None, global_batch_size=128,
+    optimizer=keras.optimizers.Adam, **options,
+  )  # fmt: skip
+  return describe(
+    trainer, precision="float32", start_step=start_step, train_steps=1000, model_dir="runs/digits"
   )
+
+
+def test_describe_aligns_what_there_is(mirrored):
+  text = described(mirrored(2), Digits(), accumulation_steps=4, start_step=500)
   assert text.splitlines() == [
     "task        Digits",
     "model       three, 32 parameters, 24 trainable",
-    "strategy    mirrored, 2 replicas on CPU:0, CPU:1",
+    "strategy    MirroredStrategy, 2 replicas on CPU:0, CPU:1",
     "batch       128 examples a step, 64 a replica, in 4 micro-batches",
-    "reduction   one flat float32 buffer",
+    "reduction   flat, own dtype",
     "precision   float32",
     "loss scale  none",
-    "optimizer   Adam",
+    "optimizer   default: Adam",
     "steps       1000, continuing from 500",
     "model_dir   runs/digits",
   ]
 
 
-def test_describe_leaves_out_what_is_not_given():
-  assert describe(task="T") == "task      T\nstrategy  default, 1 replica"
-
-
 def test_describe_names_each_of_several_models():
-  text = describe(task="Gan", model={"g": module(), "d": keras.Sequential()})
+  make = lambda: {"g": module(), "d": keras.Sequential()}  # noqa: E731
+  text = described(tf.distribute.get_strategy(), Digits(make))
   assert "model g     mod, 11 parameters, 10 trainable" in text
   assert "model d     sequential" in text
   assert "not built yet" in text
+  assert "batch       128 examples a step, 128 a replica\n" in text
+  assert "steps       1000\n" in text
 
 
 EVALUATED = {"accuracy": 0.98333, "loss": tf.constant(0.0571), "steps_per_second": 3.0}
