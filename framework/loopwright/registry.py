@@ -96,6 +96,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "configure_gpus=configure warn_of_unseen_gpus=warn_of_unseen",
   },
   "tool": {
+    "loopwright.actions.time_budget": "Communication",
     "loopwright.run_folder.remote": "Remote local_copy",
     "loopwright.tools.exports.export": "export",
     "loopwright.tools.forensics.examine": "examine",
