@@ -83,7 +83,7 @@ class Local(Place):
 def place(model_dir: str) -> Place:
   """Returns a run folder; a URL that cannot be used is a ConfigError (host)."""
   if is_url(model_dir):
-    return registry.load("tool", "Remote")(model_dir)
+    return registry.load("part", "Remote")(model_dir)
   return Local(model_dir)
 
 
@@ -103,7 +103,7 @@ def local_copy(path: str) -> str:
   Raises:
     ConfigError: there are none, or the store cannot be reached.
   """
-  return registry.load("tool", "local_copy")(path) if is_url(path) else path
+  return registry.load("part", "local_copy")(path) if is_url(path) else path
 
 
 def require_writable(model_dir: str) -> None:
