@@ -92,12 +92,11 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.reporting.live": "Notebook Terminal",
     "loopwright.run_folder.assets": "provide_assets=provide",
     "loopwright.run_folder.nonfinite": "saved_state",
+    "loopwright.run_folder.remote": "Remote local_copy",
     "loopwright.strategies.gpus": "peak_mib in_tf32 described_gpus=described "
     "configure_gpus=configure warn_of_unseen_gpus=warn_of_unseen",
   },
   "tool": {
-    "loopwright.actions.time_budget": "Communication",
-    "loopwright.run_folder.remote": "Remote local_copy",
     "loopwright.tools.exports.export": "export",
     "loopwright.tools.forensics.examine": "examine",
     "loopwright.tools.ledger.recorder": "Recorder",

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,14 @@ def test_a_name_stands_for_one_thing_of_its_kind():
   for kind in TABLE:
     names = registry.names(kind)
     assert len({*names}) == len(names), kind
+
+
+def test_what_the_framework_asks_for_is_there():
+  asked = re.compile(r"""registry\.load\(\s*"(\w+)",\s*"(\w+)"\s*\)""")
+  files = [*Path(loopwright.__file__).parent.rglob("*.py")]
+  found = {pair for file in files for pair in asked.findall(file.read_text())}
+  assert len(found) > 10
+  assert [pair for pair in found if pair[1] not in registry.names(pair[0])] == []
 
 
 def test_the_public_names_are_those_that_type_checkers_see():
