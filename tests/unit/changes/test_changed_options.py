@@ -222,7 +222,7 @@ def test_every_option_has_a_rule_and_is_tried():
   starts = ("loopwright.", "keras.", "tf_keras.")
   ours = [name for name, of in modules.items() if of.startswith(starts) and name not in of_tasks]
   missing = [name for name in ours if changes.rule(name) is None]
-  assert not missing, "say in configurables/changes.py whether these may change"
+  assert not missing, "declare whether these may change"
 
 
 # ---- Evaluation and cadence ----
