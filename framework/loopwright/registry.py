@@ -89,6 +89,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.kinds.workers.stragglers": "Stragglers",
     "loopwright.models.batch_norm": "only_examples",
     "loopwright.models.recomputation": "recompute_layers",
+    "loopwright.optimizers.schedules": "schedule_of_name=of_name",
     "loopwright.reporting.live": "Notebook Terminal",
     "loopwright.run_folder.assets": "provide_assets=provide",
     "loopwright.run_folder.nonfinite": "saved_state",

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 import tf_keras
 
+from loopwright import registry
 from loopwright.aliases import TensorLike
 from loopwright.declaration import SCHEDULE, asked
 from loopwright.errors import ConfigError, is_finite, shown
@@ -114,9 +115,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
   def from_config(cls, config: Mapping[str, Any]) -> Schedule:
     """Makes a schedule from the result of `get_config`."""
     arguments = {k: cls.from_config(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    from loopwright.optimizers import schedules
-
-    return schedules.BY_NAME[arguments.pop("schedule")](**arguments)
+    return registry.load("part", "schedule_of_name")(**arguments)
 
 
 EmaDecay: TypeAlias = Annotated[

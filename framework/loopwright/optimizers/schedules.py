@@ -226,7 +226,7 @@ def times_replicas(*, value: float) -> float:
   return rate_of("times_replicas.value", value) * tf.distribute.get_strategy().num_replicas_in_sync
 
 
-BY_NAME: dict[str, Callable[..., Schedule]] = {
+_BY_NAME: dict[str, Callable[..., Schedule]] = {
   function.__name__: function
   for function in (
     constant,
@@ -238,3 +238,8 @@ BY_NAME: dict[str, Callable[..., Schedule]] = {
     scaled,
   )
 }
+
+
+def of_name(*, schedule: str, **arguments: Any) -> Schedule:
+  """Returns the schedule that a function of this module makes of its arguments."""
+  return _BY_NAME[schedule](**arguments)
