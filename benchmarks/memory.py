@@ -30,7 +30,7 @@ def compare(config: str, replicas: int, bindings: list[str]) -> None:
   import tensorflow as tf
 
   from loopwright import builder, configurables
-  from loopwright import running as runs
+  from loopwright import from_config as runs
   from loopwright.options import Numerics
   from loopwright.run_folder import assets
   from loopwright.strategies import factories

@@ -4,9 +4,6 @@ run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digi
 """
 
 import dataclasses
-import functools
-import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -32,21 +29,16 @@ from loopwright.options import (
   Gpus,
   Group,
   Hangs,
-  Made,
   Numerics,
   facts,
-  names_of,
-  taken,
   taking,
 )
-from loopwright.run_folder import history, layout, places
-from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.run_folder import history, places
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.session import Session
 from loopwright.strategies import cluster as clusters
 from loopwright.strategies import factories, placement
 from loopwright.task import Task
-from loopwright.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,78 +223,6 @@ def run(given: Options) -> dict[str, float]:
 def defaults() -> dict[str, Any]:
   """Returns option of `run` -> default."""
   return {field.name: field.default for field in dataclasses.fields(Options)}
-
-
-def bound(parameter: str) -> Any:
-  """Returns the value that the current config binds to a parameter of `run`, else its default."""
-  return configurables.bound("run", parameter, defaults()[parameter])
-
-
-def bound_group(group: type[Made], **more: Any) -> Made:
-  """Returns a group of `run`'s options as the current config binds them, except for `more`."""
-  names = names_of(group) & defaults().keys() - more.keys()
-  return taken(group, {name: bound(name) for name in names}, **more)
-
-
-def bound_recipe(replicas: int = 1) -> Recipe:
-  """Returns the recipe that the current config binds to `run`, on this number of replicas.
-
-  It is never eager.
-  """
-  return bound_group(Recipe, global_batch_size=bound_group(BatchSize).on(replicas), eager=False)
-
-
-def bound_mesh() -> tuple[Callable[[], tf.distribute.Strategy] | None, int]:
-  """Returns what makes the mesh of the current config, on logical CPUs, and its size.
-
-  The maker is None if the strategy is another.
-  """
-  name = "model_parallel"
-  if name not in configurables.bindings().get("run.strategy", ""):
-    return None, 1
-  sizes = configurables.bound(name, "mesh", {})
-  size = math.prod(sizes.values())
-
-  def make() -> tf.distribute.Strategy:
-    return placement.made(functools.partial(bound("strategy"), devices=factories.split_cpu(size)))
-
-  return make, size
-
-
-def restored(model_dir: str) -> Task:
-  """Returns the task of a run folder, with the weights of its newest checkpoint (host).
-
-  Uses moving averages if the run has them. For a task's own commands, such as
-  `python -m loopwright.tasks.samples`; runs on the default device.
-
-  Raises:
-    ConfigError: the folder has no run, or no complete checkpoint.
-  """
-  return restored_trainer(model_dir)[0].task
-
-
-def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
-  """Returns the trainer of a run folder, as `restored` does its task, and the digest of its assets.
-
-  Raises:
-    ConfigError: the folder has no run, or no complete checkpoint.
-  """
-  model_dir = places.copied(model_dir)
-  configurables.parse([os.path.join(model_dir, layout.CONFIG)])
-  task, strategy = made_task(bound("task")), factories.default()
-  keras.config.set_dtype_policy(bound("precision"))
-  cluster = placement.of(strategy).cluster
-  learned = _assets(task, model_dir=model_dir, cluster=cluster, training=False, timeout_s=0.0)
-  recipe = bound_recipe()
-  optimizer = task.own_optimizer or recipe.optimizer
-  trainer = dataclasses.replace(recipe, optimizer=optimizer).trainer(task, strategy)
-  directory = os.path.join(model_dir, layout.CHECKPOINTS)
-  manager = CheckpointManager(trainer=trainer, directory=directory, experiment={}, assets=learned)
-  if not manager.restore_newest():
-    raise ConfigError(f"there is no complete checkpoint in {directory!r}; train first.")
-  if trainer.parts.ema is not None:
-    trainer.parts.ema.swap()
-  return trainer, learned
 
 
 def _checkpoint(checkpoint: str | None, folder: str, mode: Mode) -> str | None:

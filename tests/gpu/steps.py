@@ -70,7 +70,7 @@ def made(config, precision, gpus, *, jit_compile=False):
   import config_data
 
   from loopwright import builder, configurables
-  from loopwright import running as runs
+  from loopwright import from_config as runs
   from loopwright.options import Numerics
   from loopwright.strategies import factories
   from loopwright.strategies.reduction import Reduction

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright import builder, configurables
-from loopwright import running as runs
+from loopwright import from_config as runs
 from loopwright.aliases import Batch
 from loopwright.errors import ConfigError
 from loopwright.options import Numerics

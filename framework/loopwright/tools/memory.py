@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from loopwright import builder, configurables, errors
-from loopwright import running as runs
+from loopwright import from_config as runs
 from loopwright.aliases import Batch, Model, Variable
 from loopwright.graphs.autograph import compiled
 from loopwright.models import models

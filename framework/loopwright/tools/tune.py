@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from loopwright import builder, configurables, errors
-from loopwright import running as runs
+from loopwright import from_config as runs
 from loopwright.errors import ConfigError
 from loopwright.host import redaction, urls
 from loopwright.options import Gpus, Numerics

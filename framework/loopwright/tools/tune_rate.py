@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright import builder, configurables
-from loopwright import running as runs
+from loopwright import from_config as runs
 from loopwright.errors import ConfigError
 from loopwright.host import urls
 from loopwright.optimizers import adapters

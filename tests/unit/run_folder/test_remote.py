@@ -17,12 +17,13 @@ import loopwright
 from benchmarks import comparison, trials_task
 from loopwright import commands, configurables
 from loopwright.errors import ConfigError
+from loopwright.from_config import restored
 from loopwright.host import stores
 from loopwright.host.files import StorageError
 from loopwright.host.stores import Store, StoreError
 from loopwright.run_folder import folders, mirror, places, remote, weight_files
 from loopwright.run_folder.mirror import Mirror, Record
-from loopwright.running import restored, run
+from loopwright.running import run
 
 URL = "memory://bucket/runs/digits"
 EXPORT = (

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from loopwright import from_config as runs
 from loopwright import going_on
-from loopwright import running as runs
 from loopwright.aliases import Layer
 from loopwright.errors import ConfigError
 from loopwright.models import models

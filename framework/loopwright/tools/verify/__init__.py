@@ -48,8 +48,8 @@ import tensorflow as tf
 
 from loopwright import errors, registry
 from loopwright.builder import made_task, set_globals
+from loopwright.from_config import bound, bound_mesh, bound_recipe
 from loopwright.options import Numerics
-from loopwright.running import bound, bound_mesh, bound_recipe
 from loopwright.strategies import factories
 from loopwright.tools.verify import consequences, report
 from loopwright.tools.verify.bench import source_lines
