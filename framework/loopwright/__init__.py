@@ -21,6 +21,7 @@ if TYPE_CHECKING:
   from loopwright.aliases import Batch as Batch
   from loopwright.configurables import register as register
   from loopwright.errors import ConfigError as ConfigError
+  from loopwright.eval_step import EvalStep as EvalStep
   from loopwright.evaluator import Evaluator as Evaluator
   from loopwright.inputs.array_files import load_arrays as load_arrays
   from loopwright.inputs.array_files import read_idx as read_idx
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
   from loopwright.optimizers.schedule import Schedule as Schedule
   from loopwright.reporting.board import Board as Board
   from loopwright.running import run as run
-  from loopwright.step import EvalStep as EvalStep
   from loopwright.step import Step as Step
   from loopwright.strategies.reduction import Reduction as Reduction
   from loopwright.task import Task as Task

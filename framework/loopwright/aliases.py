@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
   import tensorflow as tf
-  from typing_extensions import Unpack
+  from typing_extensions import Unpack as Unpack
 
   Tensor: TypeAlias = tf.Tensor
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from loopwright.aliases import AnySource, Batch, HostValue, Model, Structure, TensorLike
 from loopwright.errors import ConfigError, kind
+from loopwright.eval_step import EvalStep
 from loopwright.graphs.autograph import as_written
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.inputs.sources import ArraySource
@@ -25,7 +26,6 @@ from loopwright.metrics import Loss, Metric, Sum
 from loopwright.models import models
 from loopwright.models.compiled_keras import CompiledModel, OutputLoss
 from loopwright.optimizers import adapters
-from loopwright.step import EvalStep
 from loopwright.strategies import placement
 from loopwright.task import Task
 

@@ -13,7 +13,7 @@ from absl import logging
 
 from loopwright import configurables, registry
 from loopwright.actions.base import Action
-from loopwright.builder import Optimizers, Recipe, made_task, set_globals
+from loopwright.builder import Recipe, made_task, set_globals
 from loopwright.declaration import AT_THE_START, COUNT, Instead, asked, fixed, free
 from loopwright.errors import ConfigError
 from loopwright.flight import Flight
@@ -22,6 +22,7 @@ from loopwright.graphs import randomness
 from loopwright.host import nvidia
 from loopwright.modes import TRAINING_MODES, Mode
 from loopwright.observers import Observer
+from loopwright.optimizers.adapters import Optimizers
 from loopwright.options import (
   BatchSize,
   Cadence,

@@ -17,12 +17,13 @@ from loopwright.aliases import AnySource, Batch, HostValue, Model, Structure, Te
 from loopwright.errors import ConfigError, kind, shown
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.host.lazy_keras import KerasOptimizer
-from loopwright.inputs.datasets import Preprocess
+from loopwright.inputs.plan import Preprocess
 from loopwright.models import models
 
 if TYPE_CHECKING:
+  from loopwright.eval_step import EvalStep
   from loopwright.reporting.board import Board
-  from loopwright.step import EvalStep, Step
+  from loopwright.step import Step
 
 from loopwright.metrics import Loss, Metric
 from loopwright.metrics.names import REPORTED

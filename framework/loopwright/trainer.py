@@ -145,11 +145,7 @@ class Trainer(AbstractTrainer):
         fuse=fuse_updates,
         shard=shard_optimizer_state,
       )
-      ema = None
-      if ema_decay is not None or any(one.averages for one in built.values()):
-        from loopwright.optimizers.ema import averages
-
-        ema = averages(task.model, built, decay=ema_decay, step=self.global_step)
+      ema = adapters.averages(task.model, built, decay=ema_decay, step=self.global_step)
       self.metrics = self._sums()
       parts = StepParts(
         optimizers=built, ema=ema, loss_scale=(loss_scale or usual_loss_scale())(),

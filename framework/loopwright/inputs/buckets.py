@@ -26,8 +26,9 @@ import tensorflow as tf
 from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, kind, require_integer
 from loopwright.graphs.autograph import as_written
+from loopwright.graphs.randomness import hashed
 from loopwright.inputs import datasets, fingerprint
-from loopwright.inputs.ordering import hashed, seed_of_part
+from loopwright.inputs.ordering import seed_of_part
 from loopwright.inputs.plan import MOST_ROWS, Plan, Preprocess, Start, padded_batch_size
 from loopwright.inputs.scheduled import Scheduled
 from loopwright.inputs.sources import Source, main_source, of_one_shape

@@ -10,12 +10,12 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from loopwright.aliases import Gradient, Variable
+from loopwright.aliases import Gradient, Model, Variable
 from loopwright.declaration import COUNTS, may_change
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
@@ -26,6 +26,9 @@ from loopwright.optimizers import kernels, rule, schedule
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.saved_layout import SavedOptimizer, joined_variables
 from loopwright.strategies import placement
+
+if TYPE_CHECKING:
+  from loopwright.optimizers.ema import Ema
 
 OptimizerFactory = Callable[[], KerasOptimizer]
 Optimizers: TypeAlias = OptimizerFactory | Mapping[str, OptimizerFactory]
@@ -341,6 +344,29 @@ def build(
   strategy = tf.distribute.get_strategy()
   over = strategy if shard and strategy.num_replicas_in_sync > 1 else None
   return {n: _build_one(n, f, variables_of(n), step, fuse, over) for n, f in named.items()}
+
+
+def averages(
+  model: Model,
+  optimizers: Mapping[str, Optimizer],
+  *,
+  decay: schedule.EmaDecay,
+  step: tf.Variable,
+) -> Ema | None:
+  """Returns the averages at which a model is evaluated, None for none; in `strategy.scope()`.
+
+  Args:
+    decay: of a moving average.
+    step: int64 scalar, the number of steps.
+
+  Raises:
+    ConfigError: `decay` is out of range, or an optimizer has an average of its own.
+  """
+  if decay is None and not any(one.averages for one in optimizers.values()):
+    return None
+  from loopwright.optimizers import ema
+
+  return ema.made(model, optimizers, decay=decay, step=step)
 
 
 def _build_one(

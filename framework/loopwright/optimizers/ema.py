@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -11,9 +12,11 @@ from loopwright.aliases import Model, TensorLike, Variable
 from loopwright.declaration import COUNTS, asked, may_change
 from loopwright.errors import ConfigError, is_finite, require_integer, shown
 from loopwright.models import models
-from loopwright.optimizers.adapters import Optimizer
-from loopwright.optimizers.schedule import Schedule
+from loopwright.optimizers.schedule import EmaDecay, Schedule
 from loopwright.strategies import placement
+
+if TYPE_CHECKING:
+  from loopwright.optimizers.adapters import Optimizer
 
 
 class Ema:
@@ -191,26 +194,13 @@ def _require_decay(name: str, decay: float) -> None:
     raise ConfigError(f"{name} is {shown(decay)}; it must be between 0 and 1, such as 0.999.")
 
 
-def averages(
-  model: Model,
-  optimizers: Mapping[str, Optimizer],
-  *,
-  decay: float | Schedule | None,
-  step: tf.Variable,
-) -> Ema | None:
-  """Returns the averages at which a model is evaluated, None for none; in `strategy.scope()`.
-
-  Args:
-    decay: of a moving average.
-    step: int64 scalar, the number of steps.
-
-  Raises:
-    ConfigError: `decay` is out of range, or an optimizer has an average of its own.
-  """
-  free = {n: each for n, each in optimizers.items() if each.averages}
+def made(
+  model: Model, optimizers: Mapping[str, Optimizer], *, decay: EmaDecay, step: tf.Variable
+) -> Ema:
+  """Returns the averages that `adapters.averages` asks for; in `strategy.scope()`."""
+  free = {name: each for name, each in optimizers.items() if each.averages}
   if not free:
-    if decay is None:
-      return None
+    assert decay is not None
     return Ema(decay=decay, variables=models.trainable_variables(model), step=step)
   if decay is not None:
     name, first = next(iter(free.items()))

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopwright.errors import ConfigError, printable
-from loopwright.run_folder import folders, legs, paces
+from loopwright.run_folder import folders, layout, legs, paces
 from loopwright.run_folder.legs import Leg
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def run(parsed: Parsed) -> int:
   found = read(told.path)
   if found is None:
     raise ConfigError(
-      f"{parsed.arguments[0]!r} has no flight record, {legs.layout.flight(0)}: no process has "
+      f"{parsed.arguments[0]!r} has no flight record, {layout.flight(0)}: no process has "
       "trained there with a version that keeps one."
     )
   if parsed.values.json:

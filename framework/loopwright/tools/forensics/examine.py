@@ -21,7 +21,7 @@ import tensorflow as tf
 import tf_keras
 
 from loopwright import step_record
-from loopwright.aliases import Batch, Variable
+from loopwright.aliases import Batch, Gradient, Variable
 from loopwright.errors import ConfigError, is_the_users
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs.parts import prefixes
@@ -29,7 +29,8 @@ from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.rollback import Rollback, changed_by, read, write
-from loopwright.step import Gradient, LossFn, Step, StepParts
+from loopwright.step import LossFn, Step
+from loopwright.step_parts import StepParts
 from loopwright.strategies.placement import Placement
 from loopwright.trainer import Trainer
 

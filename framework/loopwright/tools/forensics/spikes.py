@@ -18,12 +18,12 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
-from loopwright.aliases import Batch
+from loopwright.aliases import Batch, Gradient
 from loopwright.errors import require_integer, require_positive, unknown
 from loopwright.metrics import Loss
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.rollback import Rollback
-from loopwright.step import Gradient, LossFn
+from loopwright.step import LossFn
 from loopwright.step_parts import StepParts
 from loopwright.strategies import placement
 from loopwright.tools.forensics import examine

@@ -262,7 +262,7 @@ def hashes_of(ids: np.ndarray) -> np.ndarray:
   """Returns what each example adds to its step's hash, uint64 of the shape of `ids`."""
   import tensorflow as tf
 
-  from loopwright.inputs.ordering import hashed
+  from loopwright.graphs.randomness import hashed
 
   return hashed(tf.constant(ids, tf.int64), 0, PURPOSE).numpy()
 

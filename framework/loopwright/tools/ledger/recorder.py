@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from loopwright.graphs.randomness import hashed
 from loopwright.inputs.buckets import Buckets, Schedule, rows_of
 from loopwright.inputs.mixture import Mixture
-from loopwright.inputs.ordering import hashed, seed_of_part
+from loopwright.inputs.ordering import seed_of_part
 from loopwright.inputs.parts import Part, Sources
 from loopwright.inputs.plan import padded_batch_size
 from loopwright.inputs.sources import Source, main_source

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from loopwright.errors import ConfigError, is_finite
 from loopwright.host import bounded
+from loopwright.host.json_lines import Record
 from loopwright.run_folder import damage, folders, legs, paces
 from loopwright.tools import goodput
 
@@ -82,7 +83,7 @@ class Shown:
   workers: list[list[str]] = dataclasses.field(default_factory=list)
   verify: dict[str, Any] = dataclasses.field(default_factory=dict)
   media: dict[str, list[Medium]] = dataclasses.field(default_factory=dict)
-  starts: list[folders.Record] = dataclasses.field(default_factory=list)
+  starts: list[Record] = dataclasses.field(default_factory=list)
   faults: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -120,7 +121,7 @@ def read(path: str, name: str) -> Shown:
 Logged = tuple[dict[str, dict[str, Curve]], dict[str, float]]
 
 
-def logged(log: Iterable[folders.Record]) -> Logged:
+def logged(log: Iterable[Record]) -> Logged:
   """Returns the curves and the time budget of a log."""
   curves: dict[str, dict[str, Curve]] = {}
   budget: dict[str, float] = {}

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from optuna.trial import FrozenTrial, TrialState
 
 from loopwright.errors import ConfigError, is_finite
+from loopwright.host.json_lines import Record
 from loopwright.run_folder import folders
 from loopwright.tools.runs import ls, repetitions
 from loopwright.tools.runs.repetitions import SEED
@@ -131,7 +132,7 @@ def cost_of(path: str) -> Cost | None:
   return Cost(batch, devices, precision, seconds, examples / seconds if seconds else 0.0)
 
 
-def pace(log: Iterator[folders.Record]) -> tuple[float, float]:
+def pace(log: Iterator[Record]) -> tuple[float, float]:
   """Returns the examples and the seconds of all training loops."""
   step, examples, seconds = 0, 0.0, 0.0
   for record in log:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from loopwright.eval_step import EvalStep
 from loopwright.evaluator import Evaluator
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import compiled
 from loopwright.models import models
-from loopwright.step import EvalStep
 from loopwright.strategies import placement
 from loopwright.tools.verify.bench import bench, shared_noise, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject

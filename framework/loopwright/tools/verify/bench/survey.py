@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from loopwright.aliases import AnySource
 from loopwright.graphs.autograph import as_written, converted
-from loopwright.inputs import datasets
 from loopwright.inputs.buckets import Buckets
 from loopwright.inputs.parts import prefixes
+from loopwright.inputs.plan import Preprocess
 from loopwright.inputs.sources import Source, eval_sets, of_one_shape
 from loopwright.inputs.streams import StreamSource
 from loopwright.task import Task
@@ -193,9 +193,7 @@ def fetched_alone(source: Source, ids: Iterable[int]) -> dict[int, bytes]:
   }
 
 
-def preprocessed(
-  preprocess: datasets.Preprocess, batches: Sequence[Rows], training: bool
-) -> list[Rows]:
+def preprocessed(preprocess: Preprocess, batches: Sequence[Rows], training: bool) -> list[Rows]:
   """Returns the output of preprocess() for batches of one shape (host).
 
   It is traced once for all of them, as in a pipeline.

@@ -21,7 +21,7 @@ from loopwright.graphs import randomness
 from loopwright.inputs import datasets
 from loopwright.inputs.buckets import Buckets
 from loopwright.inputs.mixture import Mixture
-from loopwright.inputs.plan import padded_batch_size
+from loopwright.inputs.plan import Preprocess, padded_batch_size
 from loopwright.inputs.sources import Source, main_source, of_one_shape
 from loopwright.inputs.streams import StreamSource
 from loopwright.task import preprocess_of
@@ -363,7 +363,7 @@ class Reading:
     yield GROUP.passed(name, f"{size} examples, bit for bit")
     yield self._any_batch_size(self.preprocess, rows, once)
 
-  def _any_batch_size(self, preprocess: datasets.Preprocess, rows: Rows, once: Rows) -> Result:
+  def _any_batch_size(self, preprocess: Preprocess, rows: Rows, once: Rows) -> Result:
     name, size = "evaluation in batches of any size", len(rows["weight"])
     half = size // 2
     if not half:
