@@ -370,23 +370,17 @@ DAMAGE = [truncated, emptied, flipped, Path.unlink]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_data_is_reported_and_passed_over(manager, log, damage):
+@pytest.mark.parametrize("file", ["data-00000-of-00001", "index"])
+def test_a_damaged_file_is_reported_and_passed_over(manager, log, damage, file):
   save(manager, 10, 20, 30)
-  damage(Path(manager.directory) / "ckpt-30.data-00000-of-00001")
+  damage(Path(manager.directory) / f"ckpt-30.{file}")
   assert restored_step(manager) == 20
-  assert f"checkpoint {manager.directory}/ckpt-30 is damaged (" in log()
-  assert "); skipping it" in log()
-  damage(Path(manager.directory) / "ckpt-20.data-00000-of-00001")
-  assert restored_step(manager) == 10
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_index_is_reported_and_passed_over(manager, log, damage):
-  save(manager, 10, 20, 30)
-  damage(Path(manager.directory) / "ckpt-30.index")
-  assert restored_step(manager) == 20
-  state = "is incomplete, as after a kill" if damage is Path.unlink else "is damaged ("
+  gone = (file, damage) == ("index", Path.unlink)
+  state = "is incomplete, as after a kill" if gone else "is damaged ("
   assert f"checkpoint {manager.directory}/ckpt-30 {state}" in log()
+  assert gone or "); skipping it" in log()
+  damage(Path(manager.directory) / f"ckpt-20.{file}")
+  assert restored_step(manager) == 10
 
 
 @pytest.mark.whole
