@@ -365,6 +365,13 @@ def test_a_tf_config_that_is_a_cluster(cluster, task, monkeypatch):
   assert resolver.cluster_spec().as_dict() == {job: of or {} for job, of in cluster.items()}
 
 
+def test_a_worker_finds_its_place_among_all(monkeypatch):
+  config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+  monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+  peers, place = cluster.workers(resolvers.tf_config())
+  assert ([str(peer) for peer in peers], place) == (["worker-0 (a:1)", "worker-1 (b:2)"], 1)
+
+
 def test_a_strategy_of_one_process_is_not_one_task_of_several(mirrored):
   several = {"TF_CONFIG": json.dumps({"cluster": WORKERS, "task": FIRST})}
   line = (

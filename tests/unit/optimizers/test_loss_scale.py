@@ -8,7 +8,7 @@ from loopwright.errors import ConfigError
 from loopwright.optimizers import loss_scale
 
 
-def rule(finite_steps, *, initial, growth_steps, factor, floor):
+def rule(finite_steps, *, growth_steps, initial=2.0**15, factor=2.0, floor=1.0):
   """Micikevicius et al. (2018), section 3.2, in plain Python: the scale after each step."""
   scale, good, scales = initial, 0, []
   for finite in finite_steps:
@@ -32,7 +32,7 @@ def scales_after(scale, finite_steps):
 @pytest.mark.parametrize(
   "options",
   [
-    {"initial": 2.0**15, "growth_steps": 3, "factor": 2.0, "floor": 1.0},
+    {"growth_steps": 3},
     {"initial": 8.0, "growth_steps": 1, "factor": 4.0, "floor": 2.0},
     {"initial": 2.0**125, "growth_steps": 2, "factor": 2.0, "floor": 1.0},
   ],
@@ -42,7 +42,8 @@ def test_dynamic_follows_the_rule_of_the_paper(options):
   finite_steps = np.random.default_rng(1).random(60) < 0.8
   scales = rule(finite_steps, **options)
   assert len(set(scales)) >= 3
-  assert scales_after(loss_scale.dynamic(**options), finite_steps) == scales
+  for make in (loss_scale.dynamic, loss_scale.DynamicLossScale):
+    assert scales_after(make(**options), finite_steps) == scales
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
