@@ -225,7 +225,8 @@ def _update_of(
 ) -> rule.Update | None:
   """Returns how each variable is updated; None for Keras's update of all."""
   update: rule.Update | None = None
-  if rule.is_free(one.optimizer):
+  users_own = rule.overridden(one.optimizer, "update_step", *rule.WHOLE)
+  if rule.is_free(one.optimizer) and not users_own:
     from loopwright.optimizers import schedule_free
 
     update = schedule_free.update

@@ -30,6 +30,7 @@ Update: TypeAlias = Callable[[Any, int, tf.Tensor, Any, TensorLike], None]
 """(optimizer, index of the variable's slots, gradient, variable, learning rate): updates the copies
 of a variable and of its slots that are on one device."""
 Options = Mapping[str, float]
+_PACKAGES = ("keras", "tf_keras")
 GROUPS = "variable_groups"
 """The attribute in which an optimizer of `groups.grouped` has its groups."""
 
@@ -45,6 +46,7 @@ class Rule(abc.ABC):
 
   uncalled: tuple[str, ...] = ()
   """Methods of Keras in whose place the framework has its own."""
+  gives_rate = True
 
   def __init__(self, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
     """Builds the optimizer's slots; call it in `strategy.scope()`."""
@@ -62,7 +64,8 @@ class Rule(abc.ABC):
     updated = [index for index, gradient in enumerate(gradients) if gradient is not None]
     tensors = [gradients[index] for index in updated]
     if self.update is None:
-      self._as_keras(list(zip(tensors, (self.variables[i] for i in updated), strict=True)))
+      variables = [self.variables[index] for index in updated]
+      self.optimizer.apply_gradients(list(zip(tensors, variables, strict=True)))
       return
     optimizer, rate = self.optimizer, self._begin()
 
@@ -86,6 +89,13 @@ class Rule(abc.ABC):
     assert self.update is not None
     self.update(self.optimizer, index, gradient, variable, rate)
 
+  def usual(
+    self, optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, rate: TensorLike
+  ) -> None:
+    """Keras's `Update` of one variable; that of tf_keras reads the rate from the optimizer."""
+    del index
+    optimizer.update_step(gradient, variable, *([rate] if self.gives_rate else []))
+
   def decayed(self, update: Update) -> Update:
     """Returns an update that subtracts the weight decay first, as Keras does."""
     decays = [self.optimizer._use_weight_decay(variable) for variable in self._raw]
@@ -100,35 +110,13 @@ class Rule(abc.ABC):
 
     return both
 
-  @classmethod
-  def overridden(cls, optimizer: KerasOptimizer, *names: str) -> list[str]:
-    """Returns which of these methods of Keras the class of an optimizer has changed."""
-    kind, base = type(optimizer), cls.base()
-    return [name for name in names if getattr(kind, name) is not getattr(base, name)]
-
-  @classmethod
-  @abc.abstractmethod
-  def base(cls) -> type:
-    """Returns Keras's class of all optimizers."""
-
   @abc.abstractmethod
   def learning_rate(self) -> tf.Tensor:
     """Returns the learning rate of the next update, a float32 scalar (any context)."""
 
-  @staticmethod
-  @abc.abstractmethod
-  def usual(
-    optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, rate: TensorLike
-  ) -> None:
-    """Keras's `Update` of one variable."""
-
   @abc.abstractmethod
   def _build(self) -> None:
     """Builds the slots, and switches Keras's reduction off."""
-
-  @abc.abstractmethod
-  def _as_keras(self, pairs: Sequence[tuple[tf.Tensor, Variable]]) -> None:
-    """Calls the optimizer for all variables that have a gradient."""
 
   @abc.abstractmethod
   def _begin(self) -> TensorLike:
@@ -137,11 +125,6 @@ class Rule(abc.ABC):
 
 class Keras3(Rule):
   """Keras 3, whose `apply` would sum the gradients over replicas a second time."""
-
-  @classmethod
-  def base(cls) -> type:
-    """See `Rule`."""
-    return keras.optimizers.Optimizer
 
   def _build(self) -> None:
     # Keras has no public switch; a test in tests/unit/optimizers/test_optimizers.py watches this.
@@ -152,20 +135,9 @@ class Keras3(Rule):
     """See `Rule`."""
     return tf.convert_to_tensor(self.optimizer.learning_rate, tf.float32)
 
-  @staticmethod
-  def usual(
-    optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, rate: TensorLike
-  ) -> None:
-    """See `Rule`."""
-    del index
-    optimizer.update_step(gradient, variable, rate)
-
-  def _as_keras(self, pairs: Sequence[tuple[tf.Tensor, Variable]]) -> None:
-    self.optimizer.apply_gradients(pairs)
-
   def _begin(self) -> TensorLike:
     rate = self.optimizer.learning_rate
-    if self.overridden(self.optimizer, "_backend_update_step"):
+    if hasattr(self.optimizer, "_u_product"):
       self.optimizer._backend_update_step([], [], rate)  # Nadam's schedule of its momentum
     return rate
 
@@ -174,11 +146,7 @@ class TfKeras(Rule):
   """tf_keras, except `tf_keras.optimizers.legacy`."""
 
   uncalled = ("minimize", "compute_gradients", "aggregate_gradients")
-
-  @classmethod
-  def base(cls) -> type:
-    """See `Rule`."""
-    return tf_keras.optimizers.Optimizer
+  gives_rate = False
 
   def _build(self) -> None:
     self.variables = self._raw
@@ -203,17 +171,6 @@ class TfKeras(Rule):
       rate = rate(self.optimizer.iterations)
     return tf.convert_to_tensor(rate, tf.float32)
 
-  @staticmethod
-  def usual(
-    optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, rate: TensorLike
-  ) -> None:
-    """See `Rule`; it reads the rate from the optimizer."""
-    del index, rate
-    optimizer.update_step(gradient, variable)
-
-  def _as_keras(self, pairs: Sequence[tuple[tf.Tensor, Variable]]) -> None:
-    self.optimizer.apply_gradients(pairs)
-
   def _begin(self) -> TensorLike:
     self.optimizer._compute_current_learning_rate()
     return self.optimizer.learning_rate
@@ -226,6 +183,18 @@ def of(optimizer: Any) -> type[Rule] | None:
   return Keras3 if isinstance(optimizer, keras.optimizers.Optimizer) else None
 
 
+WHOLE = ("apply", "apply_gradients")
+"""What updates all variables."""
+
+
+def overridden(optimizer: KerasOptimizer, *names: str) -> list[str]:
+  """Returns which methods of Keras a user's own class of optimizers has changed."""
+  kind = type(optimizer)
+  kerases = (each for each in kind.__mro__ if each.__module__.split(".")[0] in _PACKAGES)
+  own = next(kerases)
+  return [name for name in names if getattr(kind, name, None) is not getattr(own, name, None)]
+
+
 def require_called(name: str, optimizer: KerasOptimizer, kind: type[Rule]) -> None:
   """Checks that whatever an optimizer's class overrides has an effect.
 
@@ -236,14 +205,9 @@ def require_called(name: str, optimizer: KerasOptimizer, kind: type[Rule]) -> No
   Raises:
     ConfigError: it overrides a method that the framework does not call.
   """
-  who, whole = "the framework", ("apply", "apply_gradients")
-  uncalled = kind.overridden(optimizer, *kind.uncalled)
-  if groups_of(optimizer):
-    who, called = "@grouped", "update_step"
-    uncalled += kind.overridden(optimizer, *(each for each in whole if hasattr(kind.base(), each)))
-  else:
-    called = "apply_gradients"
-  if uncalled:
+  who, called = ("@grouped", "update_step") if groups_of(optimizer) else ("the framework", WHOLE[1])
+  whole = WHOLE if groups_of(optimizer) else ()
+  if uncalled := overridden(optimizer, *kind.uncalled, *whole):
     raise ConfigError(
       f"optimizer {name!r} is a {type(optimizer).__name__}, which overrides {uncalled[0]}(), but "
       f"{who} calls only its {called}(); do it there, or to the gradients in Task.train_step()."

@@ -119,6 +119,17 @@ def test_groups_call_an_update_step_of_a_users_own(mirrored, library):
   assert variables[1].numpy() == 2.0 - RATE * 0.5 * 2.0
 
 
+def test_a_schedule_free_optimizer_of_a_users_own_updates_as_it_says():
+  class Still(keras.optimizers.ScheduleFreeAdamW):
+    def update_step(self, gradient, variable, learning_rate):
+      variable.assign_sub(gradient)
+
+  variable = tf.Variable(1.0)
+  made = build(lambda: Still(0.5), [variable])["default"]
+  apply(tf.distribute.get_strategy(), made, [tf.constant(0.25)])
+  assert variable.numpy() == 0.75
+
+
 def test_variables_that_keras_sets_to_their_gradients_are_refused():
   """Float8: the "gradients" are new scales and histories, which nothing may sum or divide."""
   layer = keras.layers.Dense(3, name="wide")
