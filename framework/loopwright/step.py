@@ -26,6 +26,7 @@ from loopwright.metrics import (
   Metric,
   PerExample,
   checked,
+  require_free,
 )
 from loopwright.optimizers import updates
 from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
@@ -73,12 +74,7 @@ class Step(EvalStep):
     prefixes = ["", *map(prefix, self.parts.optimizers)]
     reported = {f"{p}{n}" for p in prefixes for n in REPORTED_BY_UPDATES} | set(REPORTED)
     metrics = checked(metrics)
-    for name in metrics:
-      if name in reported:
-        raise ConfigError(
-          f"the training step logs {name!r}, which the framework reports itself; rename it, for "
-          f"example {f'my_{name}'!r}."
-        )
+    require_free(metrics, reported, who="the training step logs")
     rows = {name for name, value in metrics.items() if isinstance(value, PerExample)}
     self.record.only_evaluated |= rows
     self.record.add({name: value for name, value in metrics.items() if name not in rows})

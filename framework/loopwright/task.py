@@ -26,7 +26,7 @@ if TYPE_CHECKING:
   from loopwright.step import Step
 
 from loopwright.metrics import Loss, Metric
-from loopwright.metrics.names import REPORTED
+from loopwright.metrics.names import REPORTED, require_free
 
 
 @methods_as_written
@@ -256,12 +256,8 @@ def derived_metrics(
     ) from error
   if not isinstance(values, Mapping):
     raise ConfigError(f"{who} returns {kind(values)}; it must be a dict of name -> float.")
-  for name in values:
-    if name in means or name in REPORTED:
-      raise ConfigError(
-        f"{who} returns {name!r}, which is already reported; rename it, for example "
-        f"{f'my_{name}'!r}."
-      )
+  taken = {*means, *REPORTED}
+  require_free(values, taken, who=f"{who} returns", why="which is already reported")
   return {name: _finished(who, name, value) for name, value in values.items()}
 
 
@@ -298,10 +294,6 @@ def _warn_unused(task: Task, names: Iterable[str]) -> None:
 def _metrics(task: Task, outputs: Structure, batch: Batch) -> Mapping[str, Metric]:
   """Returns `task.metrics(...)`; raises ConfigError if the framework reports one of its names."""
   metrics = converted(task.metrics)(outputs, batch)
-  for name in REPORTED if isinstance(metrics, Mapping) else ():
-    if name in metrics:
-      raise ConfigError(
-        f"{type(task).__name__}.metrics() returns {name!r}, which the framework reports itself; "
-        f"rename it, for example {f'my_{name}'!r}."
-      )
+  if isinstance(metrics, Mapping):  # else a ConfigError of `step.log` says what it must be
+    require_free(metrics, who=f"{type(task).__name__}.metrics() returns")
   return metrics

@@ -5,7 +5,7 @@ go to the host batch by batch, in evaluations only.
 """
 
 from loopwright.metrics.checks import checked
-from loopwright.metrics.names import REPORTED, REPORTED_BY_UPDATES
+from loopwright.metrics.names import REPORTED, REPORTED_BY_UPDATES, require_free
 from loopwright.metrics.sums import MetricSums
 from loopwright.metrics.values import (
   Checked,
@@ -30,5 +30,6 @@ __all__ = [
   "Summed",
   "Weighted",
   "checked",
+  "require_free",
   "weighted_sum",
 ]

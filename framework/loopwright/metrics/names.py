@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
+from loopwright.errors import ConfigError
+
 REPORTED_BY_UPDATES = ("loss", "gradient_norm", "learning_rate")
 """Metrics of each optimizer, with its prefix if a task has several."""
 REPORTED = (
@@ -13,3 +17,23 @@ REPORTED = (
   *("step", "split", "wall_time"),
 )
 """Metrics that the framework reports: `Task.metrics` must not use these names."""
+
+
+def require_free(
+  names: Iterable[str],
+  taken: Collection[str] = REPORTED,
+  *,
+  who: str,
+  why: str = "which the framework reports itself",
+) -> None:
+  """Raises a ConfigError for the first name that is taken.
+
+  Args:
+    names: of a task's metrics.
+    taken: those that are reported.
+    who: what an error says before the name, such as "Digits.metrics() returns".
+    why: what it says behind it.
+  """
+  for name in names:
+    if name in taken:
+      raise ConfigError(f"{who} {name!r}, {why}; rename it, for example {f'my_{name}'!r}.")

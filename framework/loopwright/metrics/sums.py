@@ -6,7 +6,7 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -62,7 +62,7 @@ class Layout:
       if place.shape is None:
         pairs += metrics.get(name, (0.0, 0.0))
         continue
-      parts += [*_stacked(pairs), _flat(metrics[name]) if name in metrics else _zeros(place.size)]
+      parts += [*_stacked(pairs), _flat(metrics.get(name), place.size)]
       pairs = []
     parts += _stacked(pairs)
     return parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
@@ -234,9 +234,10 @@ class _Block:
     self._sums.assign_add(vector)
 
   def read(self) -> np.ndarray:
-    # Compiled, the sum over replicas takes a fraction of the eager time.
-    sums = self._compiled_total() if _is_distributed(self._sums) else self._sums
-    return sums.numpy()
+    if isinstance(self._sums, tf.distribute.DistributedValues):
+      # Compiled, the sum over replicas takes a fraction of the eager time.
+      return self._compiled_total().numpy()
+    return self._sums.numpy()
 
   def reset(self) -> None:
     zeros = np.zeros([self.layout.size])
@@ -254,13 +255,8 @@ def _stacked(scalars: Sequence[TensorLike]) -> list[tf.Tensor]:
   return [tf.cast(tf.stack([tf.cast(part, tf.float32) for part in scalars]), tf.float64)]
 
 
-def _flat(value: Any) -> tf.Tensor:
+def _flat(value: Summed | None, size: int) -> tf.Tensor:
+  """Returns a Sum as a float64 vector [size], of zeros if it is missing."""
+  if not isinstance(value, Sum):
+    return tf.zeros([size], tf.float64)
   return tf.reshape(tf.cast(value.tensor, tf.float64), [-1])
-
-
-def _zeros(size: int) -> tf.Tensor:
-  return tf.zeros([size], tf.float64)
-
-
-def _is_distributed(variable: tf.Variable) -> bool:
-  return isinstance(variable, tf.distribute.DistributedValues)
