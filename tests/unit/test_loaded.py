@@ -42,7 +42,7 @@ REST = """
 import importlib, pkgutil
 import loopwright
 left = ("loopwright.tasks.", "loopwright.template", "loopwright.__main__", "loopwright.testing")
-left += ("loopwright.commands.repeat", "loopwright.commands.sweep")
+
 names = [each.name for each in pkgutil.walk_packages(loopwright.__path__, "loopwright.")]
 for name in names:
   if not name.startswith(left):

@@ -101,8 +101,9 @@ def mistake(error: Exception) -> str | None:
   """Returns the line of a user's mistake; None for any other error."""
   from loopwright import errors
 
-  line = errors.mistake(error)
-  return f"{line} (--help lists the flags)" if isinstance(error, errors.UsageError) else line
+  if isinstance(error, errors.UsageError):
+    return errors.printable(f"{' '.join(str(error).split())} (--help lists the flags)")
+  return errors.mistake(error)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from loopwright import registry
 from loopwright.strategies.placement import Server
 
 if TYPE_CHECKING:
@@ -43,15 +44,10 @@ __all__ = [
   "works",
 ]
 
-_HOMES = {
-  "model_parallel": "loopwright.kinds.mesh.strategy",
-  "multi_worker_mirrored": "loopwright.kinds.workers.strategy",
-  "parameter_server": "loopwright.kinds.parameter_server.strategy",
-  "tpu": "loopwright.kinds.tpu",
-}
-
 
 def __getattr__(name: str) -> Any:
   if name not in __all__:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  return getattr(importlib.import_module(_HOMES.get(name, "loopwright.strategies.local")), name)
+  if name in registry.names("strategy"):
+    return registry.load("strategy", name)
+  return getattr(importlib.import_module("loopwright.strategies.local"), name)
