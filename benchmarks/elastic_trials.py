@@ -15,8 +15,7 @@ number of workers, so that it goes back to checkpoints on disk. A run is lost
   uninterrupted run of that number, before another number of workers has trained;
 - if a process of it lives 30 s after its end.
 
-  faults   kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), network (all packets from and to one
-           worker are lost; as root, with iproute2 and /dev/net/tun)
+  faults   kill (SIGKILL), stop (SIGSTOP), term (SIGTERM)
   phases   import, meeting, trace: of a start, so of a recovery if it is not the first fault; step,
            save, evaluation
   whom     worker 0, another one, or two at once
@@ -31,14 +30,12 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -157,40 +154,6 @@ def run(folder: str, least: str, most: str) -> int:
   )  # fmt: skip
 
 
-# ---- The network of a worker ----
-
-
-def cut(inside: int, pids: Sequence[int], ports: Sequence[int], healed: threading.Event) -> None:
-  """Sends all packets from and to processes into a hole, until `healed` is set.
-
-  Args:
-    inside: a process of the network namespace.
-    ports: that the processes will listen at.
-  """
-
-  def inside_run(command: str, words: str = "") -> None:
-    enter = ["nsenter", f"--net=/proc/{inside}/ns/net", *command.split()]
-    subprocess.run(enter, input=words, text=True, capture_output=True, check=not words)
-
-  with suppress(subprocess.CalledProcessError):  # it has them from an earlier fault
-    inside_run("ip tuntap add dev hole mode tun")
-    inside_run("ip link set hole up")
-    inside_run("tc qdisc add dev lo clsact")
-  known: set[int] = set()
-  while not healed.is_set():
-    new = {*ports, *(port for pid in pids for port in open_ports(pid))} - known
-    rules = [
-      f"filter add dev lo egress protocol ip u32 match ip {end} {port} 0xffff "
-      "action mirred egress redirect dev hole"
-      for port, end in itertools.product(new, ("dport", "sport"))
-    ]
-    if rules:
-      inside_run("tc -force -batch -", "\n".join(rules))
-    known |= new
-    healed.wait(0.05)
-  inside_run("tc filter del dev lo egress")
-
-
 def open_ports(pid: int) -> Iterator[int]:
   """Yields the ports of this machine that a process has open."""
   with suppress(OSError):
@@ -202,38 +165,19 @@ def open_ports(pid: int) -> Iterator[int]:
         yield int(fields[1].partition(":")[2], 16)
 
 
-@contextmanager
-def without_network(inside: int, pids: Sequence[int], ports: Sequence[int]) -> Iterator[None]:
-  healed = threading.Event()
-  thread = threading.Thread(target=cut, args=(inside, pids, ports, healed))
-  thread.start()
-  try:
-    yield
-  finally:
-    healed.set()
-    thread.join()
-
-
-def can_cut() -> bool:
-  tools = all(map(shutil.which, ("ip", "tc", "nsenter")))
-  return os.geteuid() == 0 and tools and Path("/dev/net/tun").exists()
-
-
 # ---- A run ----
 
 
 class Breaking:
   """Injects the faults of one run, one after another."""
 
-  def __init__(
-    self, run: Elastic, outcome: Outcome, rng: random.Random, kinds: Sequence[str]
-  ) -> None:
-    self._run, self._outcome, self._rng, self._kinds = run, outcome, rng, kinds
+  def __init__(self, run: Elastic, outcome: Outcome, rng: random.Random) -> None:
+    self._run, self._outcome, self._rng = run, outcome, rng
     self._broken: set[int] = set()
 
   def go(self) -> int:
     """Returns the exit status in the end."""
-    cells = list(itertools.product(self._kinds, PHASES))
+    cells = list(itertools.product(SIGNALS, PHASES))
     self._rng.shuffle(cells)
     cells = cells[:FAULTS_A_RUN]
     for (kind, phase), (_, after) in itertools.zip_longest(cells, cells[1:], fillvalue=("", "")):
@@ -260,18 +204,19 @@ class Breaking:
         break
     else:
       return False
-    kind = "kill" if kind == "network" and of == 1 else kind
     before = reached(self._run.folder)
     self._outcome.done += f"{kind} {whom} of {of} at {phase}, "
     self._broken, at = set(workers), time.time()
-    with self._breaking(kind, [workers[each] for each in whom], whom):
-      if not self._run.wait(self._new, "start after a fault", 0.002):
-        if self._run.process.returncode != 75:
-          if before < STEPS - EVERY and not self._run.process.returncode:
-            self._outcome.misses.append(f"{kind} at {phase} changed nothing")
-          return False
-        self._run.start()
-      began = time.time()
+    for each in whom:
+      with suppress(ProcessLookupError):
+        os.kill(workers[each], SIGNALS[kind])
+    if not self._run.wait(self._new, "start after a fault", 0.002):
+      if self._run.process.returncode != 75:
+        if before < STEPS - EVERY and not self._run.process.returncode:
+          self._outcome.misses.append(f"{kind} at {phase} changed nothing")
+        return False
+      self._run.start()
+    began = time.time()
     if recovers:
       later = self._run.wait(lambda: self._later(began, before), "loop after a fault")
       self._outcome.times += [(each, later - at) for each in (kind, phase) if later]
@@ -319,19 +264,6 @@ class Breaking:
     time.sleep(uniform(0, most[phase]))
     return True
 
-  @contextmanager
-  def _breaking(self, kind: str, pids: Sequence[int], whom: Sequence[int]) -> Iterator[None]:
-    if kind == "network":
-      own = self._run.addresses(headers(self._run.folder)[-1])
-      ports = [int(own[each].rpartition(":")[2]) for each in whom]
-      with without_network(self._run.workers()[0], pids, ports):
-        yield
-      return
-    for pid in pids:
-      with suppress(ProcessLookupError):
-        os.kill(pid, SIGNALS[kind])
-    yield
-
 
 def headers(folder: Path) -> list[str]:
   """Returns a line for each start."""
@@ -344,15 +276,12 @@ def prepare(base: Path, options: argparse.Namespace) -> Run:
   """Returns what runs a trial."""
   del options
   unbroken(base, UNBROKEN)
-  kinds = [*SIGNALS, "network"] if can_cut() else [*SIGNALS]
-  if len(kinds) == len(SIGNALS):
-    print("no `network`: it needs root, iproute2 and /dev/net/tun")
 
   def trial(kind: str, number: int, folder: Path, rng: random.Random) -> Outcome:
     most = rng.choices([2, 3, 4, 5, 6], [12, 5, 1, 1, 1])[0]
     run, outcome = Elastic(folder, most if rng.random() < 0.2 else 1, most), Outcome()
     try:
-      if status := Breaking(run, outcome, rng, kinds).go():
+      if status := Breaking(run, outcome, rng).go():
         outcome.misses.append(f"status {status} at the end")
       until = time.monotonic() + 30.0
       while (alive := run.alive()) and time.monotonic() < until:

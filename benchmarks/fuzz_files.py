@@ -1,8 +1,7 @@
 """Does every damaged or hostile file end in one line, without a crash, a hang or much memory?
 
-  python -m benchmarks.fuzz_files                                  # 100,000 files a reader
-  python -m benchmarks.fuzz_files --readers npz,csv --files 1000   # some readers, fewer files
-  python -m benchmarks.fuzz_files --readers npz --only 17          # one file, with its traceback
+  python -m benchmarks.trials fuzz --trials 100            # 100,000 files a reader
+  python -m benchmarks.trials fuzz --only "npz|csv"        # some readers, 1,000 files
 
 Each file is a valid one with bits, bytes, length fields or numbers changed, cut short, or put
 together from parts; one in twenty is plain garbage. A reader may return what it reads, or raise a
@@ -36,9 +35,11 @@ import tf_keras
 from PIL import Image
 
 from benchmarks import fuzzing
+from benchmarks.trials import Outcome, Run
 from loopwright import configurables, errors
 from loopwright.configurables.table import register_all
 from loopwright.errors import ConfigError
+from loopwright.host import children
 from loopwright.inputs.array_files import load_arrays, read_idx
 from loopwright.inputs.image_folder import ImageFolderSource
 from loopwright.inputs.sources import ArraySource
@@ -313,7 +314,7 @@ def keras_files() -> dict[str, list[bytes]]:
 
 FORKS = """
 import os, sys
-import h5
+from loopwright.run_folder import h5
 
 h5._LEAST_S = 5
 stdin = sys.stdin.buffer
@@ -332,7 +333,7 @@ while size := stdin.read(8):
 @functools.cache
 def forks(_: int) -> subprocess.Popen[bytes]:
   """A process that forks for each file; one for each process that uses it."""
-  environment = os.environ | {"PYTHONPATH": os.path.dirname(h5.SCRIPT)}
+  environment = os.environ | {"PYTHONPATH": str(children.SOURCE)}
   return subprocess.Popen(
     [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
   )
@@ -510,27 +511,19 @@ IDX, NPY, NPZ, EXAMPLES = idx_files(), npy_files(), npz_files(), examples()
 IMAGES, CSV, GIN = image_files(), csv_files(), gin_files()
 
 
-def main() -> int:
-  """Runs the trial; returns the exit status."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-  parser.add_argument("--readers", default=",".join(READERS))
-  parser.add_argument("--files", type=int, default=100_000)
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--only", type=int, help="the number of one file")
-  parser.add_argument("--examples", type=int, default=5)
-  options = parser.parse_args()
+KINDS = tuple(READERS)
+FILES = 1000
+"""In a trial."""
+
+
+def prepare(base: Path, options: argparse.Namespace) -> Run:
+  """Returns what runs a trial."""
+  del base
   register_all()
-  one = options.only is not None
-  print(fuzzing.HEAD, flush=True)
-  failed = 0
-  for name in options.readers.split(","):
-    tally = fuzzing.hunt(
-      name, READERS[name], inputs=1 if one else options.files, seed=options.seed,
-      first=options.only or 0,
-    )  # fmt: skip
-    failed |= fuzzing.report(tally, examples=options.examples)
-  return failed
 
+  def trial(kind: str, number: int, folder: Path, rng: random.Random) -> Outcome:
+    numbers = range(FILES * number, FILES * (number + 1))
+    counts, misses = fuzzing.hunt(kind, READERS[kind], numbers, options.seed)
+    return Outcome(misses, str(dict(counts)))
 
-if __name__ == "__main__":
-  sys.exit(main())
+  return trial

@@ -41,12 +41,20 @@ def test_a_damaged_file_is_one_line_or_is_read(name, tmp_path):
     fuzz_files.register_all()
   for number in range(60):
     outcome = fuzz_files.READERS[name](fuzzing.rng_of(name, 7, number), tmp_path)
-    assert outcome in fuzzing.OUTCOMES, f"--readers {name} --seed 7 --only {number}: {outcome}"
+    assert outcome in fuzzing.OUTCOMES, f"{name} {number}: {outcome}"
 
 
 def test_the_changes_of_a_file_depend_on_its_number_alone():
   made = [fuzz_files.mutated(fuzzing.rng_of("npy", 0, n), fuzz_files.NPY) for n in (3, 3, 4)]
   assert made[0] == made[1] != made[2]
+
+
+def test_sound_files_of_weights_are_read_by_the_process_that_judges_damaged_ones(tmp_path):
+  found = []
+  for data in fuzz_files.keras_files()[".weights.h5"]:
+    path = fuzz_files.written(tmp_path, "x.weights.h5", data)
+    found.append(fuzz_files.judged(lambda path=path: fuzz_files.warm_started(path)))
+  assert found == [fuzzing.FINE, fuzzing.FINE, fuzzing.MISTAKE, fuzzing.FINE]
 
 
 # ---- No end ----
