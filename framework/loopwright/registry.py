@@ -23,6 +23,7 @@ from loopwright.errors import ConfigError, unknown
 Kind = Literal[
   "public",
   "part",
+  "placement",
   "command",
   "tool",
   "check",
@@ -97,6 +98,14 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.run_folder.remote": "Remote local_copy",
     "loopwright.strategies.gpus": "peak_mib in_tf32 described_gpus=described "
     "configure_gpus=configure warn_of_unseen_gpus=warn_of_unseen",
+  },
+  "placement": {
+    "loopwright.strategies.local": "_DefaultDistributionStrategy=Default "
+    "OneDeviceStrategy=OneDevice MirroredStrategy=Mirrored CentralStorageStrategy=CentralStorage",
+    "loopwright.kinds.mesh.strategy": "ModelParallelStrategy=Mesh",
+    "loopwright.kinds.parameter_server.strategy": "ParameterServerStrategyV2=ParameterServer",
+    "loopwright.kinds.tpu": "TPUStrategyV2=Tpu",
+    "loopwright.kinds.workers.strategy": "CollectiveAllReduceStrategy=Workers",
   },
   "tool": {
     "loopwright.tools.exports.export": "export",
@@ -173,9 +182,10 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
 }
 """Kind -> module -> names of it: "name", "name=attribute" if they differ, "name[extra]".
 
-A "part" is what a run loads when an option, its data or its devices ask for it."""
+A "part" is what a run loads when an option, its data or its devices ask for it; a "placement" is
+that of a class of TensorFlow's strategies."""
 
-_CLOSED: tuple[Kind, ...] = ("public", "part", "tool")
+_CLOSED: tuple[Kind, ...] = ("public", "part", "placement", "tool")
 """The kinds that other packages add nothing to."""
 
 _NAME = re.compile(r"(?P<name>\w+)(?:=(?P<attribute>\w+))?(?:\[(?P<extra>\w+)\])?")

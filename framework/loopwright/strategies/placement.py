@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -264,18 +263,6 @@ class Server:
     raise NotImplementedError
 
 
-HOMES: Mapping[str, str] = {
-  "_DefaultDistributionStrategy": "loopwright.strategies.local",
-  "OneDeviceStrategy": "loopwright.strategies.local",
-  "MirroredStrategy": "loopwright.strategies.local",
-  "CentralStorageStrategy": "loopwright.strategies.local",
-  "CollectiveAllReduceStrategy": "loopwright.kinds.workers.strategy",
-  "ParameterServerStrategyV2": "loopwright.kinds.parameter_server.strategy",
-  "ModelParallelStrategy": "loopwright.kinds.mesh.strategy",
-  "TPUStrategyV2": "loopwright.kinds.tpu",
-}
-"""Name of a class of strategies -> the module that registers its placement, loaded when needed."""
-
 Kind = TypeVar("Kind", bound=type[Placement])
 _kinds: dict[type, type[Placement]] = {}
 
@@ -292,9 +279,10 @@ def register(kind: type[tf.distribute.Strategy]) -> Callable[[Kind], Kind]:
 
 def kind_of(strategy: type[tf.distribute.Strategy]) -> type[Placement]:
   """Returns the class of placements for a class of strategies."""
+  shipped = {entry.name: entry for entry in registry.entries("placement")}
   for kind in strategy.__mro__:
-    if kind not in _kinds and kind.__name__ in HOMES:
-      importlib.import_module(HOMES[kind.__name__])
+    if kind not in _kinds and kind.__name__ in shipped:
+      shipped[kind.__name__].load()  # registers itself
     if kind in _kinds:
       return _kinds[kind]
   return Placement
