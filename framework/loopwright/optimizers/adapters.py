@@ -24,7 +24,7 @@ from loopwright.models import models
 from loopwright.models.replica_state import assign_result
 from loopwright.optimizers import kernels, rule, schedule
 from loopwright.optimizers.fusion import Fusion, Gradients
-from loopwright.optimizers.saved_layout import SavedOptimizer, joined_variables
+from loopwright.optimizers.saved_layout import SavedOptimizer
 from loopwright.strategies import placement
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _made_by(
   slots = own.prepare(optimizer, variables)
   one = _kind(optimizer)(optimizer, variables)
   one.update = own.update
-  joined = joined_variables(optimizer, slots, variables, fused=fused)
+  joined = own.joined_variables(optimizer, slots, variables, fused=fused)
   saved = SavedOptimizer(optimizer, one.learning_rate, joined)
   fusion = Fusion(variables, enabled=False)
   return Optimizer(rule=one, fusion=fusion, saved=saved, factory=factory)

@@ -20,7 +20,7 @@ from loopwright.errors import ConfigError, first_line
 from loopwright.host import files, modules
 from loopwright.host.timing import timed
 from loopwright.models import models
-from loopwright.optimizers.saved_layout import JoinedSlots, SavedRate, saved_shape
+from loopwright.optimizers.saved_layout import saved_shape
 from loopwright.run_folder import layout
 from loopwright.run_folder.checkpoint_files import (
   PREFIX,
@@ -518,8 +518,8 @@ class _Reading(tf.train.experimental.ShardByTaskPolicy):
 def variables_of(root: tf.train.Checkpoint) -> dict[str, Variable]:
   """Returns every variable under `root` by its checkpoint key: the shortest path to it."""
   nodes, paths = tf.train.TrackableView(root)._descendants_with_paths()  # noqa: SLF001
-  kinds = (tf.Variable, keras.Variable, JoinedSlots, SavedRate)
-  found = [node for node in nodes if isinstance(node, kinds)]
+  kinds = (tf.Variable, keras.Variable)
+  found = [v for v in nodes if isinstance(v, kinds) or hasattr(v, "saved_shape")]
   return {f"{trackable_utils.object_path_to_string(paths[v])}{VALUE}": v for v in found}
 
 

@@ -36,6 +36,11 @@ class UpdateRule(Protocol):
   ) -> None:
     """Updates one variable and its slots; see `rule.Update`."""
 
+  def joined_variables(
+    self, optimizer: Any, slots: Any, variables: Sequence[Any], *, fused: bool
+  ) -> list[Any]:
+    """Returns the built optimizer's variables as a checkpoint of other runs has them."""
+
 
 class Placement:
   """One strategy. These answers fit a kind that nobody has registered: they assume little.

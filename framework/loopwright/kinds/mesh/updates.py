@@ -17,6 +17,7 @@ from loopwright.aliases import TensorLike, Variable
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
 from loopwright.host.lazy_keras import KerasOptimizer
+from loopwright.kinds.mesh.saved import joined_variables as joined_variables
 from loopwright.kinds.mesh.variables import made_like
 from loopwright.models import models
 from loopwright.optimizers.rule import groups_of
