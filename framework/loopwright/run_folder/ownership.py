@@ -26,7 +26,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -34,7 +33,7 @@ from absl import logging
 
 from loopwright.errors import ConfigError
 from loopwright.host import files, redaction
-from loopwright.run_folder import layout
+from loopwright.run_folder import layout, legs
 
 FILE = layout.OWNER
 BEAT_S = 5.0
@@ -44,7 +43,6 @@ PATIENCE_S = 20.0
 LEASE_S = 120.0
 """Seconds to wait for the lock of a silent owner on another machine: NFS keeps it for a while."""
 _held: set[Owner] = set()
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Owner:
@@ -55,7 +53,7 @@ class Owner:
     self._model_dir, self._path = model_dir, os.path.join(model_dir, FILE)
     self._record: dict[str, Any] = {
       "host": platform.node(),
-      "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",
+      "boot": legs.boot(),
       "process": os.getpid(),
       "started": time.strftime("%Y-%m-%d %H:%M:%S"),
       "command": redaction.command()[:300],

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from loopwright.errors import ConfigError
+from loopwright.host import json_lines
 from loopwright.run_folder import layout
 
 if TYPE_CHECKING:
@@ -176,11 +177,7 @@ class Ledger:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-  try:
-    entry = json.loads(line)
-  except ValueError:
-    return {}
-  return entry if isinstance(entry, dict) else {}
+  return json_lines.parsed(line) or {}
 
 
 def _rows(entry: dict[str, Any], start: Start) -> Iterator[tuple[int, StepRecord]]:

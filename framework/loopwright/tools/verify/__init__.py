@@ -15,13 +15,11 @@ consequences.py says which failures follow from others. bench/ has the tools of 
     longer_rows.py    the same examples, padded further
     documents.py      rows of a source with one document, or the padding, changed
     per_token.py      what a task computes for each token, and where tokens meet
-    row_mixing.py     the line where the rows of a batch meet
     loss_graph.py     where the loss stops, replaces and passes gradients
     made_variables.py variables that the model does not have
     harness.py        a Trainer as `run` makes it, with its input, in loops
-    shared_noise.py   the same noise for every row, so that random tasks can be compared
+    shared_noise.py   noise that does not differ between the steps that are compared
     dtype_policy.py   that of both Keras generations
-    same_draws.py     the same random numbers under XLA and in every dtype
     seeded_rows.py    rows as preprocess() gets them, and on what of others they depend
     layer_calls.py    which models a step calls in training mode
     random_draws.py   which operations draw, and where

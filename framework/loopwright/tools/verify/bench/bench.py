@@ -198,6 +198,7 @@ class Bench:
     """
     randomness.seed_everything(subject.seed)
     self.replicas, self.subject = replicas, subject
+    self.around: Callable[[], contextlib.AbstractContextManager[None]]
     self.around = shared_noise.alike_for_all_rows if quiet else contextlib.nullcontext
     self.strategy = strategy or strategy_of(replicas)
     self.task = subject.fresh_task()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from loopwright.aliases import Layer, Model
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, recording, row_influence, source_lines
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Rows, Subject
-from loopwright.tools.verify.bench.explanations import FITS, Explanation, fits, weighted_mean
+from loopwright.tools.verify.bench.explanations import FITS, Explanation, Part, fits, weighted_mean
 
 LEAST = 5e-5
 """A smaller relative difference is always rounding."""
@@ -111,9 +111,7 @@ class Comparison:
     whole = self.flat(self.reference["full batch"], self.trained)
     return not fits(whole, weighted_mean(parts))
 
-  def parts(
-    self, rows: Rows, replicas: int, used: Sequence[bool]
-  ) -> list[tuple[np.ndarray, float]]:
+  def parts(self, rows: Rows, replicas: int, used: Sequence[bool]) -> list[Part]:
     """Returns, per replica, the update of its rows alone (on one replica) and their weight."""
     owner = np.arange(self.rows) * replicas // self.rows
     alone = [bench.masked(rows, owner == replica) for replica in range(replicas)]
@@ -126,7 +124,40 @@ class Comparison:
     pairs = zip(outcome.update(replica), used, strict=True)
     return np.concatenate([update.ravel() for update, wanted in pairs if wanted])
 
-  def _apart(self, several: Outcome, one: Outcome) -> float:
+  def outcomes(self, here: Bench) -> dict[str, Outcome]:
+    """Runs the step of each case on another bench, from the same weights (host)."""
+    here.first_number = self.alone.first_number
+    return {case: here.steps_from(self.start, rows) for case, rows in self.cases.items()}
+
+  def differences(
+    self, outcomes: Mapping[str, Outcome], without: frozenset[int], replica: int = 0
+  ) -> dict[str, Difference]:
+    """Compares the step of each case with the reference; see `difference`."""
+    return {
+      case: self.difference(outcome, self.reference[case], without=without, replica=replica)
+      for case, outcome in outcomes.items()
+    }
+
+  def updates(self, outcomes: Mapping[str, Outcome], used: Sequence[bool]) -> dict[str, np.ndarray]:
+    """Returns the update of each case, as one vector."""
+    return {case: self.flat(outcome, used) for case, outcome in outcomes.items()}
+
+  def parts_of_cases(self, replicas: int, used: Sequence[bool]) -> dict[str, list[Part]]:
+    """Returns `parts` of each case."""
+    return {case: self.parts(rows, replicas, used) for case, rows in self.cases.items()}
+
+  def has_penalty(self, seen: Mapping[str, np.ndarray], whole: Mapping[str, np.ndarray]) -> bool:
+    """Whether updates have one excess in all cases, or one in proportion to the batch's weight."""
+    excess = [seen[case] - whole[case] for case in seen]
+    weights = [float(self.cases[case]["weight"].sum()) for case in seen]
+    for scales in ([1.0] * len(excess), weights):
+      scaled = [scale * each for scale, each in zip(scales, excess, strict=True)]
+      if all(fits(each, scaled[0]) for each in scaled[1:]):
+        return True
+    return False
+
+  def apart(self, several: Outcome, one: Outcome) -> float:
+    """Returns the largest difference of a replica of a step from another step."""
     replicas = range(len(several.after[0]))
     found = [self.difference(several, one, without=self.noisy, replica=each) for each in replicas]
     return max(each.worst for each in found)

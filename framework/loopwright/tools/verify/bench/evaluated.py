@@ -17,7 +17,7 @@ from loopwright.graphs import randomness
 from loopwright.graphs.autograph import compiled
 from loopwright.models import models
 from loopwright.strategies import placement
-from loopwright.tools.verify.bench import bench, shared_noise, survey
+from loopwright.tools.verify.bench import bench, row_influence, shared_noise, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.dtype_policy import under
 
@@ -71,6 +71,15 @@ class Evaluated:
       results[of][metric] = np.sort(np.ravel(np.array(number, np.float64)))
     return results
 
+  def meeting(self, rows: Rows) -> str:
+    """Returns the line where rows meet in the evaluation of a batch; "" if none do (host)."""
+
+    def run(batch: Rows) -> None:
+      with shared_noise.alike_for_all_rows():
+        self._evaluator({"rows": [batch]}, eager=True).evaluate()
+
+    return row_influence.meeting(self.task, rows, run)
+
   def graph(self, rows: Rows) -> Any:
     """Returns the graph of the evaluation of one global batch (host)."""
     evaluator = self._evaluator({"rows": [rows]})
@@ -79,14 +88,16 @@ class Evaluated:
       batch = placement.of(self.strategy).split(rows)
       return compiled(evaluator.packed_step).get_concrete_function(batch).graph
 
-  def _evaluator(self, sets: Mapping[str, Sequence[Rows]]) -> Evaluator:
+  def _evaluator(self, sets: Mapping[str, Sequence[Rows]], *, eager: bool = False) -> Evaluator:
     datasets = {
       name: tf.data.Dataset.from_tensor_slices(
         {key: np.stack([rows[key] for rows in batches]) for key in batches[0]}
       )
       for name, batches in sets.items()
     }
-    return Evaluator(task=self.task, strategy=self.strategy, dataset=datasets, step=self._watched())
+    return Evaluator(
+      task=self.task, strategy=self.strategy, dataset=datasets, step=self._watched(), eager=eager
+    )  # fmt: skip
 
   def _watched(self) -> type[EvalStep]:
     outer = self

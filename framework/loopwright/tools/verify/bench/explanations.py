@@ -132,12 +132,37 @@ OPTIMIZER = Explanation(
   remedy="gradient descent gives the same update and this optimizer does not: it reads something "
   "that differs between replicas",
 )
+CLIPPED_FIRST = Explanation(
+  cause="clipped before the reduction",
+  remedy="clip reduced gradients: step.clip after step.all_reduce and step.unscale",
+  containing=("clip",),
+)
+CHECKED_FIRST = Explanation(
+  cause="finite check before the reduction",
+  remedy="call step.check on the reduced gradients, so that all replicas decide alike",
+)
+NEVER_UNSCALED = Explanation(
+  cause="never unscaled",
+  remedy="call step.unscale after step.all_reduce: it divides by the global weight and the loss "
+  "scale",
+)
+LOCAL_STATE = Explanation(
+  cause="state fed from local rows only",
+  remedy="give step.assign() a value that is equal on every replica: step.all_gather() the rows, "
+  "or compute it from sums over all replicas",
+)
+LOCAL_CONDITION = Explanation(
+  cause="a condition that differs between replicas",
+  remedy="compute `when` from step.number, variables or reduced values, such as the loss that "
+  "step.update() returns, not from the rows of this replica",
+)
+LOCAL_UPDATE = Explanation(
+  cause="an update that differs between replicas",
+  remedy="give step.apply() the same on every replica: gradients and sums that step.all_reduce() "
+  "returns, noise from a seed without the replica, such as [seed, step.number]",
+)
 BY_OPTION = {
-  "clip_norm": Explanation(
-    cause="clipped before the reduction",
-    remedy="clip reduced gradients: step.clip after step.all_reduce and step.unscale",
-    containing=("clip",),
-  ),
+  "clip_norm": CLIPPED_FIRST,
   "accumulation": Explanation(
     cause="mean over micro-batches",
     remedy="add up the sums of the micro-batches and divide once, as step.gradients does",
@@ -154,14 +179,6 @@ BY_OPTION = {
 Part = tuple[np.ndarray, float]
 
 
-def _mean_of_means(whole: np.ndarray, parts: Sequence[Part]) -> np.ndarray:
-  return np.mean([part for part, _ in parts], axis=0)
-
-
-def _sum_of_means(whole: np.ndarray, parts: Sequence[Part]) -> np.ndarray:
-  return np.sum([part for part, _ in parts], axis=0)
-
-
 def weighted_mean(parts: Sequence[Part]) -> np.ndarray:
   """Returns the update of all rows, if that of each replica does not depend on other rows."""
   total = sum(weight for _, weight in parts)
@@ -170,8 +187,8 @@ def weighted_mean(parts: Sequence[Part]) -> np.ndarray:
 
 PREDICTIONS = (
   (TWICE, lambda whole, parts: whole * len(parts)),
-  (MEAN_OF_MEANS, _mean_of_means),
-  (LOCAL_BATCH, _sum_of_means),
+  (MEAN_OF_MEANS, lambda whole, parts: np.mean([part for part, _ in parts], axis=0)),
+  (LOCAL_BATCH, lambda whole, parts: np.sum([part for part, _ in parts], axis=0)),
   (LOCAL_BATCH, lambda whole, parts: whole / len(parts)),
 )
 

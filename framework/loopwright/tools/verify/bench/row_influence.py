@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,30 @@ import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 from tensorflow.python.util import tf_stack
 
-from loopwright.tools.verify.bench import row_mixing, source_lines
+from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows, Subject
 
+PRIMES = (17, 19, 23, 29, 31, 37, 41, 43, 47)
 _REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod", "TopKV2", "Bincount", "DenseBincount", "Cumsum")
 _CHANGE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-  """What an eager operation did, and the user's line that made it."""
+  """What an eager operation did.
+
+  Attributes:
+    kind: its type.
+    inputs, outputs: the tensors, by id.
+    elements: of its largest input.
+    values: of the outputs that are numbers.
+    place: the user's line that made it; "" if none did.
+  """
 
   kind: str
   inputs: list[int]
   outputs: list[int]
+  elements: int
   values: list[np.ndarray]
   place: str
 
@@ -40,20 +50,35 @@ def place(subject: Subject) -> str:
   """Returns "file.py:31, in Mine.loss", or "" if no row changes another on its way to the loss."""
   with contextlib.suppress(Exception):  # the task cannot run eagerly, or not on this many rows
     single: dict[str, Any] = {"accumulation_steps": 1, "jit_compile": False}
-    here = Bench(subject, rows=max(row_mixing.PRIMES), eager=True, **PLAIN, **single)
-    rows = row_mixing.resized(subject.rows(here.task, subject.divisible_rows))
-    start, count = here.read(), len(rows["weight"])
-    here.steps_from(start, rows)  # the first step makes constants that the others have
+    here = Bench(subject, rows=max(PRIMES), eager=True, **PLAIN, **single)
+    start = here.read()
+    given = subject.rows(here.task, subject.divisible_rows)
+    return meeting(here.task, given, lambda batch: here.steps_from(start, batch))
+  return ""
 
-    def run(batch: Rows) -> list[Operation]:
-      with watched(here.task) as seen:
-        here.steps_from(start, batch)
-      return seen
 
-    whole = run(rows)
-    for row, offset in itertools.product((0, count - 1), (1, count // 3, count // 2)):
-      if found := _first(whole, run(_replaced(rows, row, offset)), count, row):
-        return found
+def meeting(task: Any, given: Rows, run: Callable[[Rows], object]) -> str:
+  """Returns the line where rows of a batch meet, while `run` computes eagerly; "" if none do.
+
+  Args:
+    task: whose methods are named.
+    given: some rows; they are repeated.
+    run: takes a batch, of as many rows as no axis has.
+  """
+  sizes = {size for value in given.values() for size in value.shape[1:]}
+  count = next(prime for prime in PRIMES if prime not in sizes)
+  rows = {name: value[np.arange(count) % len(value)] for name, value in given.items()}
+  run(rows)  # the first step makes constants that the others have
+
+  def operations(batch: Rows) -> list[Operation]:
+    with watched(task) as seen:
+      run(batch)
+    return seen
+
+  whole = operations(rows)
+  for row, offset in itertools.product((0, count - 1), (1, count // 3, count // 2)):
+    if found := _first(whole, operations(_replaced(rows, row, offset)), count, row):
+      return found
   return ""
 
 
@@ -84,6 +109,7 @@ def watched(task: Any) -> Iterator[list[Operation]]:
     seen.append(
       Operation(
         kind=op_type, inputs=[id(each) for each in inputs], outputs=[id(each) for each in outputs],
+        elements=max((int(np.prod(i.shape)) for i in inputs if hasattr(i, "shape")), default=0),
         values=values, place=source_lines.of_frames(frames, task),
       )
     )  # fmt: skip

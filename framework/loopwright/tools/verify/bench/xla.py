@@ -16,7 +16,7 @@ from tensorflow.python.framework import kernels
 
 from loopwright import configurables
 from loopwright.graphs import operations as graphs
-from loopwright.tools.verify.bench import bench, same_draws, source_lines
+from loopwright.tools.verify.bench import bench, shared_noise, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.report import Group, Result
 
@@ -43,7 +43,7 @@ def check(subject: Subject, group: Group) -> Result:
   batch = subject.rows(compiled.task, rows)
   start = compiled.read()
   try:
-    with same_draws.alike():
+    with shared_noise.same_draws():
       seen = _update(compiled, start, batch)
   except (tf.errors.OpError, ValueError, TypeError) as error:
     found = _offending(compiled, batch, str(error))
@@ -60,7 +60,7 @@ def _compared(
   start: Sequence[np.ndarray], batch: Rows,
 ) -> Result:  # fmt: skip
   plain = _bench(subject, len(batch["weight"]), jit_compile=False)
-  with same_draws.alike():
+  with shared_noise.same_draws():
     expected, again = (_update(plain, start, batch) for _ in range(2))
   apart, tolerance = _apart(seen, expected), TOLERANCE.get(subject.precision, _HALF)
   if apart > tolerance and _apart(again, expected) > tolerance / 10:
@@ -99,8 +99,7 @@ def _asked(subject: Subject) -> bool:
 def _not_clean(group: Group, asked: bool, told: str, detail: str, **explained: str) -> Result:
   if asked:
     return group.failed(NAME, detail, **explained)
-  why = f"Trainer.jit_compile is not set; {told}"
-  return group.skipped(NAME, why)
+  return group.skipped(NAME, f"Trainer.jit_compile is not set; {told}")
 
 
 def _bench(subject: Subject, rows: int, *, jit_compile: bool) -> Bench:

@@ -12,7 +12,7 @@ import numpy as np
 
 from loopwright.inputs import datasets
 from loopwright.task import Task
-from loopwright.tools.verify.bench import random_draws, seeded_rows, survey
+from loopwright.tools.verify.bench import random_draws, seeded_rows, source_lines, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.random_draws import (
   FIXED,
@@ -158,14 +158,7 @@ class Augmentation:
         once, again, turned = seeded_rows.preprocessed(self.task, [rows, rows, backwards], False)
       [afresh] = seeded_rows.preprocessed(self.task, [rows], False)
     except Exception as error:
-      if not (feature := survey.of_training(error)):
-        raise
-      return GROUP.failed(
-        name,
-        f"preprocess(batch, training=False) reads batch['{feature}'], which only training has",
-        "augmentation in evaluation", f"augment, and use batch['{feature}'], only `if training:`",
-        self._place([], (f'"{feature}"', f"'{feature}'")),
-      )  # fmt: skip
+      return of_training_alone(GROUP, name, self.task, error)
     turned = {key: value[::-1] for key, value in turned.items()}
     by_place = survey.apart(once, turned) if watched.fixed(count) else ""
     different = survey.apart(once, again) or survey.apart(once, afresh) or by_place
@@ -183,6 +176,21 @@ class Augmentation:
 
   def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:
     return random_draws.place(self.task, found, ("preprocess",), words)
+
+
+def of_training_alone(group: Group, check: str, task: Task, error: Exception) -> Result:
+  """Returns the finding for a preprocess() that reads in evaluation what only training has.
+
+  Raises:
+    Exception: `error`, if it is another one.
+  """
+  if not (feature := survey.of_training(error)):
+    raise error
+  return group.failed(
+    check, f"preprocess(batch, training=False) reads batch['{feature}'], which only training has",
+    "augmentation in evaluation", f"augment, and use batch['{feature}'], only `if training:`",
+    source_lines.find(task, "preprocess", containing=(f'"{feature}"', f"'{feature}'")),
+  )  # fmt: skip
 
 
 def _turned(rows: Rows) -> Rows:

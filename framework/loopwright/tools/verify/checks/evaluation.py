@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
-from loopwright.tools.verify.bench import bench, row_mixing, source_lines, survey
+from loopwright.tools.verify.bench import bench, source_lines, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
 from loopwright.tools.verify.bench.explanations import RANKED
@@ -202,8 +202,7 @@ class Comparison:
   @functools.cached_property
   def _meeting(self) -> str:
     """Returns the line in which rows meet."""
-    rows = row_mixing.resized(self.rows)
-    return row_mixing.place(self.alone.graph(rows), len(rows["weight"]), self.alone.task)
+    return self.alone.meeting(self.rows)
 
 
 def _examples(subject: Subject, alone: Evaluated, count: int) -> Rows:

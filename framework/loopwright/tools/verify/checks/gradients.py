@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-import keras
 import numpy as np
 import tensorflow as tf
-import tf_keras
 
 from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
@@ -29,6 +27,7 @@ from loopwright.models import models
 from loopwright.step import Step
 from loopwright.tools.verify.bench import bench, made_variables, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
+from loopwright.tools.verify.bench.dtype_policy import under
 from loopwright.tools.verify.bench.loss_graph import Calls, LossGraph
 from loopwright.tools.verify.report import Group, Result
 
@@ -157,21 +156,14 @@ def look(subject: Subject) -> tuple[GradientNotes, Bench]:
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
   """Makes models that are built inside of the context, and casts to float32, use float64."""
-  policies = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
   cast = tf.cast
 
   def wide(x: Any, dtype: Any, name: str | None = None) -> Any:
     narrow = tf.as_dtype(dtype) in (tf.float32, tf.float16, tf.bfloat16)
     return cast(x, tf.float64 if narrow else dtype, name)
 
-  try:
-    keras.config.set_dtype_policy("float64")
-    tf_keras.mixed_precision.set_global_policy("float64")
-    with mock.patch.object(tf, "cast", wide):
-      yield
-  finally:
-    keras.config.set_dtype_policy(policies[0])
-    tf_keras.mixed_precision.set_global_policy(policies[1])
+  with under("float64"), mock.patch.object(tf, "cast", wide):
+    yield
 
 
 def _widened(value: np.ndarray) -> np.ndarray:
@@ -314,8 +306,7 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
   name = "finite differences"
   if seen.wrong and (seen.stops or seen.on_purpose):
     how = "stops gradients" if seen.stops else f"replaces a gradient ({seen.on_purpose})"
-    why = f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose"
-    return GROUP.skipped(name, why)
+    return GROUP.skipped(name, f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose")
   if seen.wrong:
     variable, (told, true) = next(iter(seen.wrong.items()))
     return GROUP.failed(
@@ -331,8 +322,7 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
       ),
     )  # fmt: skip
   if not seen.compared:
-    why = "the loss changes too little, or not smoothly enough, to measure"
-    return GROUP.skipped(name, why)
+    return GROUP.skipped(name, "the loss changes too little, or not smoothly enough, to measure")
   within = f"{TOLERANCE[seen.precision]:.1%} in {seen.precision}".replace(".0%", "%")
   detail = f"agree within {within} in {_variables(seen.compared)}"
   return GROUP.passed(name, detail)

@@ -341,14 +341,7 @@ class Reading:
       once, twice = survey.preprocessed(self.preprocess, [rows, rows], False)
       [later] = survey.preprocessed(self.preprocess, [rows], False)
     except Exception as error:
-      if not (feature := survey.of_training(error)):
-        raise
-      yield GROUP.failed(
-        name,
-        f"preprocess(batch, training=False) reads batch['{feature}'], which only training has",
-        "augmentation in evaluation", f"augment, and use batch['{feature}'], only `if training:`",
-        source_lines.find(self.task, "preprocess", containing=(f'"{feature}"', f"'{feature}'")),
-      )  # fmt: skip
+      yield augmentation.of_training_alone(GROUP, name, self.task, error)
       return
     if different := survey.apart(once, twice) or survey.apart(once, later):
       yield GROUP.failed(

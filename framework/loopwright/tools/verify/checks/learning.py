@@ -68,8 +68,7 @@ def _grows(losses: Sequence[float]) -> bool:
 def _chance(task: Task, loss: float) -> Result:
   name, chance = "loss at the start", task.chance_loss
   if chance is None:
-    why = f"{loss:.4g}; Task.chance_loss, the loss of guessing, is not set"
-    return GROUP.skipped(name, why)
+    return GROUP.skipped(name, f"{loss:.4g}; Task.chance_loss, the loss of guessing, is not set")
   detail = f"{loss:.4g}, guessing gives {chance:.4g}"
   low, high = (factor * chance for factor in NEAR_CHANCE)
   if low <= loss <= high:

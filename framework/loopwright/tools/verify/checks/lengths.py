@@ -43,8 +43,7 @@ def check(subject: Subject) -> list[Result]:
   task = subject.fresh_task()
   padded = longer_rows.find(task)
   if padded is None:
-    why = "no Buckets, and no feature that says how long an example is"
-    return [GROUP.skipped(NAMES[0], why)]
+    return [GROUP.skipped(NAMES[0], "no Buckets, and no feature that says how long an example is")]
   return list(Lengths(subject, padded).results())
 
 
@@ -116,8 +115,7 @@ class Lengths:
   def _contents(self, long: Values, *, known: bool) -> Result:
     name = NAMES[2]
     if known or self.padded.others is None:
-      why = f"{NAMES[0]!r} fails" if known else "no float feature is padded"
-      return GROUP.skipped(name, why)
+      return GROUP.skipped(name, f"{NAMES[0]!r} fails" if known else "no float feature is padded")
     wrong = different(self._evaluated(self._rows(self.padded.others)), long)
     if not wrong:
       return GROUP.passed(name, "other numbers in the padding change nothing")

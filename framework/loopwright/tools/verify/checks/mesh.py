@@ -140,13 +140,10 @@ class OnMesh:
 
   def results(self) -> Iterator[Result]:
     """Yields the results; after an update that differs only those that say more."""
-    outcomes = self._outcomes(self._here)
+    outcomes = self.compared.outcomes(self._here)
     yield GROUP.passed(RUNS, f"{self.strategy.mesh.size} devices, {self.shares} parts of the rows")
     compared = self.compared
-    found = {
-      case: compared.difference(outcome, compared.reference[case], without=compared.state)
-      for case, outcome in outcomes.items()
-    }
+    found = compared.differences(outcomes, compared.state)
     worst = max(found.values(), key=lambda each: each.worst)
     if worst.worst > compared.tolerance:
       explanation = self._explain(outcomes)
@@ -168,11 +165,6 @@ class OnMesh:
       strategy=self.strategy,
     )  # fmt: skip
 
-  def _outcomes(self, here: Bench) -> dict[str, Outcome]:
-    here.first_number = self.compared.alone.first_number
-    start = self.compared.start
-    return {case: here.steps_from(start, rows) for case, rows in self.compared.cases.items()}
-
   def _find(self, explanation: Explanation) -> str:
     return self.compared.find(explanation)
 
@@ -180,11 +172,8 @@ class OnMesh:
     compared = self.compared
     if not compared.state:
       return
-    found = [
-      compared.difference(outcome, compared.reference[case], without=compared.updated)
-      for case, outcome in outcomes.items()
-    ]
-    worst = max(found, key=lambda each: each.worst)
+    found = compared.differences(outcomes, compared.updated)
+    worst = max(found.values(), key=lambda each: each.worst)
     wrong = worst.detail if worst.worst > compared.tolerance else ""
     yield _verdict(STATE, wrong, PART_STATE, self._find(PART_STATE))
 
@@ -219,9 +208,8 @@ class OnMesh:
   def _explain(self, outcomes: Mapping[str, Outcome]) -> Explanation:
     """Returns the mistake whose prediction fits the update in every case."""
     compared, used = self.compared, self.compared.trained
-    seen = {case: compared.flat(outcome, used) for case, outcome in outcomes.items()}
-    whole = {case: compared.flat(compared.reference[case], used) for case in seen}
-    parts = {case: compared.parts(compared.cases[case], self.shares, used) for case in seen}
+    seen, whole = compared.updates(outcomes, used), compared.updates(compared.reference, used)
+    parts = compared.parts_of_cases(self.shares, used)
     factor = _factor(seen["full batch"], whole["full batch"])
     if all(fits(seen[case], factor * whole[case]) for case in seen):
       return FACTOR
@@ -232,12 +220,8 @@ class OnMesh:
     for _, predict in PREDICTIONS:
       if all(fits(seen[case], predict(whole[case], parts[case])) for case in seen):
         return OF_PARTS
-    excess = [seen[case] - whole[case] for case in seen]
-    weights = [float(compared.cases[case]["weight"].sum()) for case in seen]
-    for scales in ([1.0] * len(excess), weights):
-      scaled = [scale * each for scale, each in zip(scales, excess, strict=True)]
-      if all(fits(each, scaled[0]) for each in scaled[1:]):
-        return PENALTY
+    if compared.has_penalty(seen, whole):
+      return PENALTY
     if fits(seen["full batch"], weighted_mean(self._alone())):
       return OF_PARTS
     return UNKNOWN

@@ -21,9 +21,13 @@ from loopwright.tools.verify.bench.comparison import (
   Difference,
   normalisations,
 )
-from loopwright.tools.verify.bench.explanations import BY_OPTION, KEPT_STATE, OPTIMIZER
+from loopwright.tools.verify.bench.explanations import (
+  BY_OPTION,
+  KEPT_STATE,
+  LOCAL_CONDITION,
+  OPTIMIZER,
+)
 from loopwright.tools.verify.checks.later_steps import LaterSteps
-from loopwright.tools.verify.checks.order import LOCAL_CONDITION
 from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("replicas")
@@ -56,8 +60,7 @@ class OwnOptimizer:
     overflow = steps.pop("overflow")
     worst = max(steps.values(), key=lambda each: each.worst)
     if not alike:
-      why = "a single step differs; fix that first"
-      yield GROUP.skipped(name, why)
+      yield GROUP.skipped(name, "a single step differs; fix that first")
     elif worst.worst <= AFTER_STEPS:
       yield GROUP.passed(
         name, detail=f"{told}: relative difference {worst.worst:.1e}",
@@ -65,11 +68,8 @@ class OwnOptimizer:
       )  # fmt: skip
       yield self._later.result()
     elif condition := self._local_condition():
-      cause, remedy = LOCAL_CONDITION
-      yield GROUP.failed(
-        name, detail=worst.detail, cause=cause, remedy=remedy,
-        place=condition.place,
-      )  # fmt: skip
+      cause, remedy = LOCAL_CONDITION.cause, LOCAL_CONDITION.remedy
+      yield GROUP.failed(name, worst.detail, cause, remedy, condition.place)
       return
     else:
       yield self._option_fails(name, options, worst)
@@ -120,15 +120,13 @@ class OwnOptimizer:
   def _overflow(self, skips: Mapping[int, tuple[Outcome, list[bool]]]) -> Result:
     name = "overflow on one replica"
     if not skips:
-      why = "there is no float feature to set to infinity"
-      return GROUP.skipped(name, why)
+      return GROUP.skipped(name, "there is no float feature to set to infinity")
     moved = {n: _moved(outcome, trainable) for n, (outcome, trainable) in skips.items()}
     outcomes = {n: outcome for n, (outcome, _) in skips.items()}
     if moved[1] and not np.isfinite(self.compared.flat(outcomes[1], self.compared.trained)).all():
-      why = "the task applies non-finite gradients, on one replica too"
-      return GROUP.skipped(name, why)
+      return GROUP.skipped(name, "the task applies non-finite gradients, on one replica too")
     if moved[1]:  # it skipped only some of its updates, or none
-      apart = {n: self._apart(outcomes[n], outcomes[1]) for n in (2, 3)}
+      apart = {n: self.compared.apart(outcomes[n], outcomes[1]) for n in (2, 3)}
       wrong = [str(n) for n, difference in apart.items() if not difference <= AFTER_STEPS]
       worst = max(apart.values())
       right = f"the step is the same on every replica: relative difference {worst:.1e}"
@@ -178,19 +176,8 @@ class OwnOptimizer:
         culprit = option
         break
     explanation = BY_OPTION.get(culprit, OPTIMIZER)
-    return GROUP.failed(
-      name, detail=worst.detail,
-      cause=explanation.cause, remedy=explanation.remedy,
-      place=self.compared.find(explanation),
-    )  # fmt: skip
-
-  def _apart(self, several: Outcome, one: Outcome) -> float:
-    replicas = range(len(several.after[0]))
-    found = [
-      self.compared.difference(several, one, without=self.compared.noisy, replica=each)
-      for each in replicas
-    ]
-    return max(each.worst for each in found)
+    place = self.compared.find(explanation)
+    return GROUP.failed(name, worst.detail, explanation.cause, explanation.remedy, place)
 
 
 def _moved(outcome: Outcome, trainable: Sequence[bool]) -> bool:

@@ -37,11 +37,8 @@ class Rowwise:
     found = self.compared.difference(self.compared.again, self.compared.reference["full batch"])
     if found.worst <= LEAST:
       return GROUP.passed("same step twice", found.detail)
-    return GROUP.failed(
-      "same step twice", detail=found.detail,
-      cause=STATEFUL.cause, remedy=STATEFUL.remedy,
-      place=self.compared.find(STATEFUL),
-    )  # fmt: skip
+    place = self.compared.find(STATEFUL)
+    return GROUP.failed("same step twice", found.detail, STATEFUL.cause, STATEFUL.remedy, place)
 
   def padding(self) -> Iterator[Result]:
     """Checks that the contents and the number of rows of weight 0 change nothing."""

@@ -6,25 +6,25 @@ exactly what was applied, while the change of a weight would be rounded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import op_callbacks
 
 from loopwright import errors
 from loopwright.models import models
 from loopwright.optimizers import loss_scale
 from loopwright.task import Task
-from loopwright.tools.verify.bench import bench, same_draws, source_lines
+from loopwright.tools.verify.bench import bench, row_influence, shared_noise
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.dtype_policy import under
+from loopwright.tools.verify.bench.row_influence import Operation
 from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("precision")
@@ -212,17 +212,12 @@ class HalfGradient:
 
   def _watched(self) -> list[HalfOperation]:
     """Returns the half-precision operations of the user's code in an eager step, in order."""
-    seen: list[HalfOperation] = []
     here = make(self.subject, self.reference.rows, eager=True)
-    watch = functools.partial(_watch, seen, here.task, tf.as_dtype(self.dtype))
-    op_callbacks.add_op_callback(watch)
-    try:
+    with contextlib.suppress(Exception), row_influence.watched(here.task) as seen:
       gradient(here, self.reference.start, self.reference.batch)
-    except Exception:  # the task cannot run eagerly
-      return []
-    finally:
-      op_callbacks.remove_op_callback(watch)
-    return seen
+      dtype = tf.as_dtype(self.dtype).as_numpy_dtype
+      return [half for each in seen if each.place and (half := _half(each, dtype))]
+    return []  # the task cannot run eagerly
 
   # ---- Rows ----
 
@@ -267,26 +262,21 @@ class HalfOperation:
   place: str
 
 
-def _watch(
-  seen: list[HalfOperation], task: Task, dtype: tf.DType, op_type: str, inputs: Sequence[Any],
-  attrs: Any, outputs: Sequence[Any], op_name: str | None = None, graph: tf.Graph = None,
-) -> None:  # fmt: skip
-  """Records an operation, as an op callback; it must not run operations itself."""
-  del attrs, op_name
-  halves = [out for out in outputs if getattr(out, "dtype", None) == dtype]
-  if graph is not None or not halves:
-    return
-  frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_stack()[:-1]]
-  place = source_lines.of_frames(frames, task)
-  if not place:
-    return
-  elements = max((int(np.prod(i.shape)) for i in inputs if hasattr(i, "shape")), default=0)
-  finite = all(np.isfinite(out.numpy().astype(np.float32)).all() for out in halves)
-  results = 1 if op_type == "Cumsum" else max(1, int(np.prod(halves[0].shape)))
-  seen.append(HalfOperation(kind=op_type, elements=elements // results, finite=finite, place=place))
+def _half(operation: Operation, dtype: type) -> HalfOperation | None:
+  """Returns what an operation did in half precision; None if no output is in it."""
+  halves = [value for value in operation.values if value.dtype == dtype]
+  if not halves:
+    return None
+  results = 1 if operation.kind == "Cumsum" else max(1, halves[0].size)
+  return HalfOperation(
+    kind=operation.kind, elements=operation.elements // results, place=operation.place,
+    finite=all(np.isfinite(value.astype(np.float32)).all() for value in halves),
+  )  # fmt: skip
 
 
 # ---- Steps ----
+
+_KEEPING = functools.partial(keras.optimizers.SGD, bench.RATE, momentum=0.5)
 
 
 def make(subject: Subject, rows: int, **options: Any) -> Bench:
@@ -295,11 +285,7 @@ def make(subject: Subject, rows: int, **options: Any) -> Bench:
     "clip_norm": None, "clip_value": None, "accumulation_steps": 1, "ema_decay": None,
     "jit_compile": False, "eager": False, **options,
   }  # fmt: skip
-  return Bench(subject, rows=rows, optimizer=_keeping, quiet=False, **plain)
-
-
-def _keeping() -> keras.optimizers.Optimizer:
-  return keras.optimizers.SGD(bench.RATE, momentum=0.5)
+  return Bench(subject, rows=rows, optimizer=_KEEPING, quiet=False, **plain)
 
 
 def gradient(here: Bench, start: Sequence[np.ndarray], batch: Rows) -> GradientStep:
@@ -310,7 +296,7 @@ def gradient(here: Bench, start: Sequence[np.ndarray], batch: Rows) -> GradientS
       momentum.assign(tf.zeros_like(momentum))
   here.trainer.global_step.assign(0)  # on which random numbers depend
   scale = _scale(here)
-  with same_draws.alike():
+  with shared_noise.same_draws():
     metrics = here.steps_from(start, batch).metrics
   kept = [
     np.array(value, np.float64) / -bench.RATE

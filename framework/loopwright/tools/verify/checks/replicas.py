@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from loopwright.models import models
-from loopwright.tools.verify.bench import held_state, row_mixing, source_lines
+from loopwright.tools.verify.bench import held_state, source_lines
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Subject
 from loopwright.tools.verify.bench.comparison import (
   LEAST,
@@ -32,6 +32,7 @@ from loopwright.tools.verify.bench.explanations import (
   BATCH_NORM,
   COUPLED,
   LOCAL_BATCH,
+  LOCAL_STATE,
   MICRO_BATCH_NORM,
   NEVER_REDUCED,
   PADDING,
@@ -49,7 +50,6 @@ from loopwright.tools.verify.bench.explanations import (
 )
 from loopwright.tools.verify.bench.held_state import Held
 from loopwright.tools.verify.checks import order
-from loopwright.tools.verify.checks.order import LOCAL_STATE
 from loopwright.tools.verify.checks.own_optimizer import OwnOptimizer
 from loopwright.tools.verify.checks.padding import Rowwise
 from loopwright.tools.verify.report import Group, Result
@@ -86,18 +86,10 @@ class Several:
     """Compares each case on N replicas with one replica."""
     name = f"same update on {replicas} replicas"
     here = Bench(self.compared.subject, replicas, rows=self.compared.rows, **PLAIN)
-    here.first_number = self.compared.alone.first_number
     held = held_state.held(here.task)
-    outcomes = {
-      case: here.steps_from(self.compared.start, rows) for case, rows in self.compared.cases.items()
-    }
+    outcomes = self.compared.outcomes(here)
     self.counted = _counted(held, held_state.held(here.task))
-    found = {
-      case: self.compared.difference(
-        outcome, self.compared.reference[case], without=self.compared.state
-      )
-      for case, outcome in outcomes.items()
-    }
+    found = self.compared.differences(outcomes, self.compared.state)
     worst = max(found, key=lambda case: found[case].worst)
     drift = max(_drift(outcome, here.trainable) for outcome in outcomes.values())
     values = {case: difference.worst for case, difference in found.items()}
@@ -116,16 +108,11 @@ class Several:
 
   def _same_state(self, name: str, outcomes: Mapping[str, Outcome]) -> Result:
     """Compares the model's other variables, on each replica."""
-    found = [
-      (
-        case,
-        self.compared.difference(
-          outcome, self.compared.reference[case], without=self.compared.updated, replica=replica
-        ),
-      )
-      for case, outcome in outcomes.items()
-      for replica in range(len(outcome.after[0]))
-    ]
+    replicas = range(len(outcomes["full batch"].after[0]))
+    of_each = (
+      self.compared.differences(outcomes, self.compared.updated, each) for each in replicas
+    )
+    found = [pair for of_one in of_each for pair in of_one.items()]
     case, worst = max(found, key=lambda pair: pair[1].worst)
     if worst.worst <= self.compared.tolerance:
       told = f"{len(self.compared.state)} variables that no optimizer updates"
@@ -133,14 +120,10 @@ class Several:
     variable = self.compared.alone.variables[worst.first]
     local = [v for layer in normalisations(self.task.model) for v in layer.variables]
     if id(variable) in {id(models.raw(v)) for v in local}:
-      cause, remedy, place = BATCH_NORM.cause, BATCH_NORM.remedy, self.compared.find(BATCH_NORM)
+      why, place = BATCH_NORM, self.compared.find(BATCH_NORM)
     else:
-      cause, remedy = LOCAL_STATE
-      place = self._assigned(self.compared.alone.names[worst.first])
-    return GROUP.failed(
-      name, detail=f"{case}: {worst.detail}",
-      cause=cause, remedy=remedy, place=place,
-    )  # fmt: skip
+      why, place = LOCAL_STATE, self._assigned(self.compared.alone.names[worst.first])
+    return GROUP.failed(name, f"{case}: {worst.detail}", why.cause, why.remedy, place)
 
   def _assigned(self, variable: str) -> str:
     """Returns the line that assigns to a variable."""
@@ -156,10 +139,7 @@ class Several:
       return GROUP.passed(name, logged)
     case, detail = next(iter(wrong.items()))
     if place := self._ranked(wrong):
-      return GROUP.failed(
-        name, detail=f"{case}: {detail}", cause=RANKED.cause,
-        remedy=RANKED.remedy, place=place,
-      )  # fmt: skip
+      return GROUP.failed(name, f"{case}: {detail}", RANKED.cause, RANKED.remedy, place)
     return GROUP.failed(
       name, detail=f"{case}: {detail}",
       cause="metric read in replica context",
@@ -176,8 +156,7 @@ class Several:
     weights = set(self.compared.batch["weight"].tolist())
     if "full batch" not in wrong or len(weights) > 1 or source_lines.mention(self.task, "result("):
       return ""
-    rows = row_mixing.resized(self.compared.batch)
-    return row_mixing.place(self.compared.alone.graph(rows), len(rows["weight"]), self.task)
+    return self.compared.meeting
 
   def _diverged(
     self, name: str, replicas: int, outcomes: Mapping[str, Outcome],
@@ -220,15 +199,11 @@ class Several:
     ):
       return STATEFUL, ""
     mistake = order.wrong_update(self.compared.calls)
-    if mistake and mistake[0] == NEVER_REDUCED.cause:
-      return NEVER_REDUCED, mistake[2].place
-    parts = {
-      case: self.compared.parts(rows, replicas, wrong) for case, rows in self.compared.cases.items()
-    }
-    seen = {case: self.compared.flat(outcome, wrong) for case, outcome in outcomes.items()}
-    whole = {
-      case: self.compared.flat(outcome, wrong) for case, outcome in self.compared.reference.items()
-    }
+    if mistake and mistake[0] is NEVER_REDUCED:
+      return NEVER_REDUCED, mistake[1].place
+    parts = self.compared.parts_of_cases(replicas, wrong)
+    seen = self.compared.updates(outcomes, wrong)
+    whole = self.compared.updates(self.compared.reference, wrong)
     if drift and all(
       fits(self.compared.flat(outcomes[case], wrong, replica), part)
       for case in outcomes
@@ -245,15 +220,10 @@ class Several:
         by_factor = explanation in (TWICE, LOCAL_BATCH) and not mistake
         place = source_lines.mention(self.task, "num_replicas") if by_factor else ""
         return (REPLICA_FACTOR, place) if place else (explanation, "")
-    excess = [(seen[case] - whole[case]) for case in seen]
-    weights = [float(rows["weight"].sum()) for rows in self.compared.cases.values()]
-    for scales in ([1.0] * len(excess), weights):
-      scaled = [scale * each for scale, each in zip(scales, excess, strict=True)]
-      if all(fits(each, scaled[0]) for each in scaled[1:]):
-        return REGULARISATION, ""
+    if self.compared.has_penalty(seen, whole):
+      return REGULARISATION, ""
     if mistake:
-      cause, remedy, call = mistake
-      return Explanation(cause=cause, remedy=remedy), call.place
+      return mistake[0], mistake[1].place
     additive = all(fits(whole[case], weighted_mean(parts[case])) for case in whole)
     if self.compared.known is not None:
       return self.compared.known, ""
