@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -185,7 +186,8 @@ def weighted_mean(parts: Sequence[Part]) -> np.ndarray:
   return np.sum([part * (weight / total) for part, weight in parts], axis=0)
 
 
-PREDICTIONS = (
+Predict: TypeAlias = Callable[[np.ndarray, Sequence[Part]], np.ndarray]
+PREDICTIONS: Sequence[tuple[Explanation, Predict]] = (
   (TWICE, lambda whole, parts: whole * len(parts)),
   (MEAN_OF_MEANS, lambda whole, parts: np.mean([part for part, _ in parts], axis=0)),
   (LOCAL_BATCH, lambda whole, parts: np.sum([part for part, _ in parts], axis=0)),
