@@ -81,8 +81,10 @@ class Rule(abc.ABC):
       update_each, tf.distribute.get_strategy(), optimizer._clip_gradients(tensors), rate
     )
     for index in updated:
-      if (constraint := getattr(self.variables[index], "constraint", None)) is not None:
-        self.variables[index].assign(constraint(self.variables[index]))
+      variable = self.variables[index]
+      constraint = getattr(variable, "constraint", None)  # AutoGraph knows no :=
+      if constraint is not None:
+        variable.assign(constraint(variable))
     models.raw(optimizer.iterations).assign_add(1)
 
   def _one(self, variable: tf.Variable, index: int, gradient: tf.Tensor, rate: TensorLike) -> None:
@@ -103,7 +105,8 @@ class Rule(abc.ABC):
     def both(
       optimizer: Any, index: int, gradient: tf.Tensor, variable: Any, rate: TensorLike
     ) -> None:
-      if decays[index] and (decay := _decay_of(optimizer, index)):
+      decay = _decay_of(optimizer, index) if decays[index] else None
+      if decay:
         now = tf.cast(rate, variable.dtype)
         variable.assign_sub(variable * tf.cast(decay, variable.dtype) * now)
       update(optimizer, index, gradient, variable, rate)
