@@ -18,7 +18,7 @@ from loopwright import configurables
 from loopwright.builder import Recipe, made_task
 from loopwright.errors import ConfigError
 from loopwright.options import BatchSize, Made, names_of, taken
-from loopwright.run_folder import assets, layout, places
+from loopwright.run_folder import assets, history, layout, places
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.running import defaults
 from loopwright.strategies import factories, placement
@@ -69,7 +69,7 @@ def restored(model_dir: str) -> Task:
   `python -m loopwright.tasks.samples`; runs on the default device.
 
   Raises:
-    ConfigError: the folder has no run, or no complete checkpoint.
+    ConfigError: the folder has no run, or no complete checkpoint of it.
   """
   return restored_trainer(model_dir)[0].task
 
@@ -78,7 +78,7 @@ def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
   """Returns the trainer of a run folder, as `restored` does its task, and the digest of its assets.
 
   Raises:
-    ConfigError: the folder has no run, or no complete checkpoint.
+    ConfigError: the folder has no run, or no complete checkpoint of it.
   """
   model_dir = places.copied(model_dir)
   configurables.parse([os.path.join(model_dir, layout.CONFIG)])
@@ -92,7 +92,11 @@ def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
   optimizer = task.own_optimizer or recipe.optimizer
   trainer = dataclasses.replace(recipe, optimizer=optimizer).trainer(task, strategy)
   directory = os.path.join(model_dir, layout.CHECKPOINTS)
-  manager = CheckpointManager(trainer=trainer, directory=directory, experiment={}, assets=learned)
+  known = history.starts(model_dir)  # none, if only what is read here was copied
+  manager = CheckpointManager(
+    trainer=trainer, directory=directory, experiment={}, assets=learned,
+    starts=(lambda: known) if known else None,
+  )  # fmt: skip
   if not manager.restore_newest():
     raise ConfigError(f"there is no complete checkpoint in {directory!r}; train first.")
   if trainer.parts.ema is not None:

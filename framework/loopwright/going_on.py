@@ -10,6 +10,7 @@ start.record(step=600)       before the first save
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
@@ -88,7 +89,7 @@ class Start:
     strict = self._goes_on and not self._accept
     return {
       "start": self.name,
-      "starts": history.starts(self._model_dir) if strict else None,
+      "starts": functools.partial(history.starts, self._model_dir) if strict else None,
       "changed": history.listed(self.accepted),
     }
 

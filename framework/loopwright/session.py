@@ -22,7 +22,7 @@ from loopwright.loop import Loop
 from loopwright.modes import TRAINING_MODES, Mode
 from loopwright.options import Cadence, Hangs
 from loopwright.reporting.reports import Reports
-from loopwright.run_folder import layout, snapshots
+from loopwright.run_folder import history, layout, snapshots
 from loopwright.run_folder.checkpoint_files import newest_line
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.places import Opened
@@ -109,6 +109,7 @@ class Session:
     self, start: Start | None, assets: str, directory: str, keep: int | None = None
   ) -> CheckpointManager:
     ledgers = map(layout.ledger, range(self.cluster.size))
+    known = functools.partial(history.starts, self._place.folder)
     return CheckpointManager(
       trainer=self.trainer,
       directory=directory,
@@ -120,7 +121,7 @@ class Session:
       after_each=self._place.changed,
       actions=self._actions.states if self._actions.states.values else None,
       require=self._place.require,
-      **(start.labels() if start else {}),
+      **(start.labels() if start else {"starts": known}),
     )
 
   @property

@@ -87,7 +87,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     after_each: Callable[[], None] = lambda: None,
     actions: tf.train.experimental.PythonState | None = None,
     start: str = "",
-    starts: Collection[str] | None = None,
+    starts: Callable[[], Collection[str]] | None = None,
     require: Callable[[], None] = lambda: None,
     changed: str = "",
   ) -> None:
@@ -102,8 +102,8 @@ class CheckpointManager(tf.train.CheckpointManager):
       after_each: called when a checkpoint is complete, in the thread that wrote it.
       actions: the state of actions, None for none; a checkpoint without it restores as "".
       start: id of this process in history.jsonl; "" keeps none in checkpoints.
-      starts: the ids in history.jsonl: a checkpoint of any other start is refused. None accepts
-        all; a checkpoint of a version that kept no id is always accepted.
+      starts: reads the ids in history.jsonl: a checkpoint of any other start is refused. None
+        accepts all; a checkpoint of a version that kept no id is always accepted.
       require: called before a write; raises if the folder no longer belongs to the run.
       changed: the values in which the config differs from that of the checkpoints; "" for none.
     """
@@ -116,8 +116,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     texts = {**experiment, ASSETS: assets} if assets else experiment
     labels = {k: tf.Variable(v, trainable=False) for k, v in texts.items()}
     self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
-    self._known = None if starts is None else {*starts, start}
-    self._require = require
+    self._own, self._starts, self._require = start, starts, require
     self._states = {"actions": actions, "start": _Text(start) if start else None}
     for name, state in self._states.items():
       if state is not None:
@@ -253,6 +252,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         f"run.checkpoint is {given!r}, where there is no checkpoint; give one without its "
         f"suffix, such as {self._path(f'{PREFIX}-100')}, or a folder that contains one."
       )
+    self._starts = None  # the user has named it
     try:
       self.restore(path)
     except tf.errors.OpError as error:
@@ -431,12 +431,16 @@ class CheckpointManager(tf.train.CheckpointManager):
   def _refuse_unknown(self, path: str, reader: tf.train.CheckpointReader) -> None:
     """Raises a ConfigError for a checkpoint of a start that history.jsonl does not have."""
     start = reader.get_tensor(START).decode() if reader.has_tensor(START) else ""
-    if start and self._known is not None and start not in self._known:
+    if start and self._starts and start not in {*self._starts(), self._own}:
+      remedy = (
+        "choose another --model_dir, or add --accept_changes to go on with this config and data"
+        if self._own
+        else f"name it, to evaluate or export it all the same: run.checkpoint={path!r}"
+      )
       raise ConfigError(
         f"checkpoint {path} was written by a start that {layout.HISTORY} does not have: the file "
         "was removed, shortened or is another run's, so it is not known what the checkpoint was "
-        f"trained with; restore {layout.HISTORY}, or choose another --model_dir, or add "
-        "--accept_changes to go on with this config and data."
+        f"trained with; restore {layout.HISTORY}, or {remedy}."
       )
 
   def _refuse_larger(self, path: str, reader: tf.train.CheckpointReader, status: Any) -> None:

@@ -18,6 +18,7 @@ from loopwright import Action
 from loopwright.actions.best import BestCheckpoint
 from loopwright.errors import ConfigError
 from loopwright.host import files
+from loopwright.loop import Loop
 from loopwright.run_folder import history, layout, ownership
 from loopwright.tools.exports.action import Export
 
@@ -286,10 +287,28 @@ def test_a_checkpoint_without_its_history_is_refused(folder, damage, seed):
   with pytest.raises(ConfigError, match=UNKNOWN):
     go(folder, 6, seed=seed)
   assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-  assert go(folder, 4, mode="evaluate")["loss"] >= 0  # only reads
+  with pytest.raises(ConfigError, match=f"{UNKNOWN}.*, to evaluate or export it all the same"):
+    go(folder, 4, mode="evaluate")
+  named = str(folder / "checkpoints" / "ckpt-4")
+  assert go(folder, 4, mode="evaluate", checkpoint=named)["loss"] >= 0  # only reads
   go(folder, 6, seed=seed, accept_changes=True)
   go(folder, 8, seed=seed)
   assert [record["step"] for record in history.records(str(folder))][-2:] == [4, 6]
+
+
+def test_evaluations_beside_a_run_that_is_started_again_know_its_checkpoints(folder, monkeypatch):
+  evaluate, seen = Loop.evaluate, []
+
+  def then_go_on(loop):
+    evaluate(loop)
+    seen.append(loop.step)
+    if len(seen) == 1:
+      go(folder, 4, mode="train")
+
+  go(folder, 2, mode="train")
+  monkeypatch.setattr(Loop, "evaluate", then_go_on)
+  go(folder, 4, mode="evaluate_continuously", eval_timeout_s=5)
+  assert seen == [2, 4]
 
 
 def test_each_checkpoint_names_the_start_that_wrote_it(folder):

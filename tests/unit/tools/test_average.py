@@ -1,5 +1,7 @@
 """`loopwright average`: the mean of runs, trained on two replicas, against NumPy."""
 
+import shutil
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import toys
 import loopwright
 from loopwright import configurables
 from loopwright.errors import ConfigError
+from loopwright.from_config import restored
 from loopwright.running import run
 from loopwright.tools.runs import average
 
@@ -100,3 +103,20 @@ def test_what_cannot_be_averaged_is_one_line(tmp_path):
     average.average([str(tmp_path / "a")], str(tmp_path / "b"))
   told = average.average([str(tmp_path / "a")], str(tmp_path / "c"))
   assert "the mean of 1 run, at step 6" in told
+
+
+def test_the_checkpoint_of_another_run_is_in_no_mean_and_not_exported(tmp_path):
+  one, other = tmp_path / "a", tmp_path / "b"
+  start(one)
+  start(other, "run.seed = 1", "run.train_steps = 7")
+  for path in (other / "checkpoints").glob("ckpt-7.*"):
+    shutil.copy(path, one / "checkpoints")
+  stranger = r"ckpt-7 was written by a start that history\.jsonl does not have.*run\.checkpoint="
+  for mode in ("evaluate", "export"):
+    with pytest.raises(ConfigError, match=stranger):
+      start(one, mode=mode)
+  with pytest.raises(ConfigError, match=stranger):
+    average.average([str(one)], str(tmp_path / "c"))
+  assert not (tmp_path / "c").exists()
+  (one / "history.jsonl").unlink()  # as after a copy of config and checkpoints
+  assert restored(str(one)).units == 4
