@@ -163,15 +163,8 @@ def run(given: Options) -> dict[str, float]:
   warm_start = given.warm_start if training else None
   task = made_task(given.task)
   given = dataclasses.replace(given, optimizer=_optimizer(task, given.optimizer))
-  batch_size, cadence, numerics = given.part(BatchSize), given.part(Cadence), given.part(Numerics)
-  set_globals(numerics, given.part(Gpus))
-  clusters.declare(
-    {"task": f"{type(task).__module__}.{type(task).__qualname__}"}
-    | facts(batch_size, cadence, numerics, given.part(Evaluation), given.part(Hangs))
-    | {"run.keep_checkpoints": given.keep_checkpoints}
-    | _initial_weights(warm_start, place)
-    | configurables.bindings()
-  )
+  set_globals(given.part(Numerics), given.part(Gpus))
+  clusters.declare(_facts(given, task) | _initial_weights(warm_start, place))
   flight.note("setup")
   chosen = placement.made(given.strategy)
   if nvidia.installed():
@@ -183,7 +176,9 @@ def run(given: Options) -> dict[str, float]:
   where = placement.of(chosen)
   if training:
     where.require_alone()
-  recipe = given.part(Recipe, global_batch_size=batch_size.on(chosen.num_replicas_in_sync))
+  recipe = given.part(
+    Recipe, global_batch_size=given.part(BatchSize).on(chosen.num_replicas_in_sync)
+  )
   cluster = where.cluster
   place.require_one_process(cluster.size)
   opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
@@ -209,7 +204,7 @@ def run(given: Options) -> dict[str, float]:
       start.require_data(examples(trainer, evaluator))
       start.compare(trainer)
     session = Session(
-      trainer=trainer, evaluator=evaluator, place=at, cadence=cadence, assets=learned,
+      trainer=trainer, evaluator=evaluator, place=at, cadence=given.part(Cadence), assets=learned,
       keep_checkpoints=given.keep_checkpoints, hangs=given.part(Hangs),
       actions=given.actions if training else (), start=start if training else None, flight=flight,
     )  # fmt: skip
@@ -219,6 +214,14 @@ def run(given: Options) -> dict[str, float]:
     if warm_start is not None:
       session.start_from(warm_start)
     return session.go(mode)
+
+
+def _facts(given: Options, task: Task) -> dict[str, Any]:
+  """Returns what must be the same on all workers, by name."""
+  groups = (BatchSize, Cadence, Numerics, Evaluation, Hangs)
+  name = f"{type(task).__module__}.{type(task).__qualname__}"
+  own = {"task": name, "run.keep_checkpoints": given.keep_checkpoints}
+  return own | facts(*map(given.part, groups)) | configurables.bindings()
 
 
 def defaults() -> dict[str, Any]:

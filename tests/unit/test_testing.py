@@ -41,7 +41,7 @@ def test_options_reach_the_trainer():
 GIN = """
 import defects.small
 
-run.task = @Small()
+run.task = @small.Small()
 run.global_batch_size = 48
 run.train_steps = 5
 run.optimizer = @keras.SGD
