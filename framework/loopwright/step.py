@@ -16,7 +16,7 @@ import tensorflow as tf
 from loopwright.aliases import Batch, Gradient, PerReplica, TensorLike, Variable
 from loopwright.errors import ConfigError, unknown
 from loopwright.eval_step import EvalStep
-from loopwright.graphs import branches
+from loopwright.graphs import branches, randomness
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.metrics import (
   REPORTED,
@@ -53,7 +53,7 @@ class Step(EvalStep):
     """Starts a step; the Trainer makes one per trace of the step."""
     super().__init__(parts.reduction, number=parts.step_number())
     self.parts = parts
-    self._graph = branches.current()
+    self._graph = randomness.current_graph()
     self.draws = Draws(parts.key)
     self._observers = [observer.of_replica() for observer in parts.observers]
     self.record.closing = [observer.metrics for observer in self._observers]
@@ -414,7 +414,7 @@ class Step(EvalStep):
 
   def _require_outermost(self, verb: str) -> None:
     """Raises ConfigError in a graph other than the step's: replicas cannot communicate there."""
-    if branches.current() is not self._graph:
+    if randomness.current_graph() is not self._graph:
       raise ConfigError(
         f"{verb} is called inside a branch or loop on a tensor (if, while, for, tf.cond) or a "
         "tf.function of its own, where the replicas cannot communicate; call it in the step itself "

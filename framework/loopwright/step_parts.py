@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from loopwright import registry
 from loopwright.aliases import Batch, PerReplica, Variable
-from loopwright.graphs import randomness, repetition
+from loopwright.graphs import randomness
 from loopwright.host import timing
 from loopwright.metrics import Weighted
 from loopwright.models import models
@@ -237,7 +237,7 @@ class Draws:
 
   def next_seed(self) -> tf.Tensor:
     """Returns the seed of the next call of `Step.seed`; a recomputation gets its own again."""
-    if (stream := repetition.stream()) is not None:
+    if (stream := randomness.recomputed_stream()) is not None:
       return stream.next_seed()
     passes, seeds = self.before
     self.before = passes, seeds + 1

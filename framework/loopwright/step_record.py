@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from loopwright.aliases import Batch, Model
 from loopwright.errors import ConfigError
-from loopwright.graphs import repetition
+from loopwright.graphs import randomness
 from loopwright.graphs.autograph import as_written, converted, methods_as_written
 from loopwright.metrics import Checked, PerExample, Sum, Summed, Weighted
 from loopwright.models import models
@@ -58,7 +58,7 @@ class StepRecord:
     Raises:
       ConfigError: a name has two kinds of metrics, or Sums of two shapes.
     """
-    if repetition.is_repeating():
+    if randomness.is_repeating():
       return
     for name, value in metrics.items():
       known = self._logged.get(name)

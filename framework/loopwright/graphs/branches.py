@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
 from loopwright.aliases import Structure
 from loopwright.errors import ConfigError
-
-
-def current() -> Any:
-  """Returns the graph under trace, or None in eager mode."""
-  return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def condition(when: tf.Tensor | bool) -> tf.Tensor:

@@ -8,24 +8,21 @@ from typing import Any
 import tensorflow as tf
 
 
-def operations(graph: tf.Graph) -> Iterator[tf.Operation]:
+def operations(graph: tf.Graph, seen: set[str] | None = None) -> Iterator[tf.Operation]:
   """Yields the operations of a graph and of all functions, loops and branches in it.
 
   Args:
     graph: of a concrete function.
+    seen: names of functions to leave out.
   """
-  yield from _walk(graph, set())
-
-
-def _walk(graph: tf.Graph, seen: set[str]) -> Iterator[tf.Operation]:
+  seen = set() if seen is None else seen
   for operation in graph.get_operations():
     yield operation
     for name in function_names(operation):
-      if name in seen:
-        continue
-      seen.add(name)
-      if inner := function_of(graph, name):
-        yield from _walk(inner, seen)
+      if name not in seen:
+        seen.add(name)
+        if inner := function_of(graph, name):
+          yield from operations(inner, seen)
 
 
 def function_names(operation: tf.Operation) -> list[str]:

@@ -22,12 +22,13 @@ With `hash(k) = tf.random.stateless_uniform([2], seed=k, minval=0, maxval=2**30,
 docs/randomness.md lists the limits.
 """
 
+import contextlib
 import functools
 import hashlib
 import math
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -187,7 +188,13 @@ def _uint64(value: int) -> tf.Tensor:
 
 
 class RandomStream:
-  """Seeds derived from one key; see `random_streams`."""
+  """Seeds derived from one key; see `random_streams`.
+
+  Attributes:
+    recomputed: whether it is that of a function of models/recomputation.py.
+  """
+
+  recomputed = False
 
   def __init__(self, key: tf.Tensor) -> None:
     """Starts counting draws from `key`, int32 [2], in the current graph."""
@@ -256,12 +263,33 @@ class _Entered(threading.local):
 
   def __init__(self) -> None:
     self.streams: list[RandomStream] = []
+    self.repeating = False
 
   def stream(self) -> RandomStream | None:
     return self.streams[-1] if self.streams and self.streams[-1].is_in_reach() else None
 
 
 _entered = _Entered()
+
+
+def recomputed_stream() -> RandomStream | None:
+  """Returns the stream of the innermost recomputed function that is being traced, or None."""
+  return next((stream for stream in _entered.streams[::-1] if stream.recomputed), None)
+
+
+def is_repeating() -> bool:
+  """Whether the trace is that of a recomputation, whose side effects must not count."""
+  return _entered.repeating
+
+
+@contextlib.contextmanager
+def repeating() -> Iterator[None]:
+  """Inside `with`, the trace is that of a recomputation."""
+  outer, _entered.repeating = _entered.repeating, True
+  try:
+    yield
+  finally:
+    _entered.repeating = outer
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -29,7 +29,7 @@ from loopwright.graphs.autograph import as_written
 from loopwright.graphs.randomness import hashed
 from loopwright.inputs import datasets, fingerprint
 from loopwright.inputs.ordering import seed_of_part
-from loopwright.inputs.plan import MOST_ROWS, Plan, Preprocess, Start, padded_batch_size
+from loopwright.inputs.plan import Plan, Start, padded_batch_size
 from loopwright.inputs.scheduled import Scheduled
 from loopwright.inputs.sources import Source, main_source, of_one_shape
 
@@ -312,64 +312,44 @@ def _ids(source: Bucket, indices: tf.Tensor) -> tf.Tensor:
   return source.example_ids(tf.minimum(indices, source.num_examples - 1))
 
 
-@datasets.train_dataset.register(Buckets)
-def _train(
-  source: Buckets,
-  *,
-  global_batch_size: int,
-  pad_multiple: int = 1,
-  seed: int = 0,
-  position: int = 0,
-  preprocess: Preprocess | None = None,
-  shuffle: bool = True,
-  rows: range | None = None,
-  shard: datasets.Shard | None = None,
-  first_step: int | None = None,
-  left_out: Collection[int] = (),
-) -> Scheduled:
+@datasets.training.register(Buckets)
+def _training(source: Buckets, plan: Plan, start: Start, shard: datasets.Shard | None) -> Scheduled:
   _refuse_shard(shard)
-  require_integer("global_batch_size", global_batch_size, at_least=1, at_most=MOST_ROWS)
-  schedule = source.schedule(global_batch_size, seed=seed, shuffle=shuffle)
-  batch = require_integer("position", position, at_least=0) // global_batch_size
-  shift = 0 if first_step is None else first_step - batch
+  schedule = source.schedule(plan.global_batch_size, seed=start.seed, shuffle=start.shuffle)
+  batch = start.position // plan.global_batch_size
   before, made = schedule.batches_before(batch), []
   for place, bucket in enumerate(source.buckets):
     size = schedule.sizes[place]
-    numbers = functools.partial(schedule.steps_of, place, batch, shift)
-    given = rows_of(rows, size, global_batch_size, pad_multiple)
-    plan = Plan(bucket, size, pad_multiple, preprocess, given, training=True, left_out=left_out)
-    start = Start(seed_of_part(seed, bucket.name), before[place] * size, shuffle)
-    elements, read = datasets.reading(bucket, plan, start)
+    steps = functools.partial(schedule.steps_of, place, batch, start.first_step - batch)
+    own = _with_size(plan, size)
+    first = Start(seed_of_part(start.seed, bucket.name), before[place] * size, start.shuffle)
+    elements, read = datasets.reading(bucket, own, first)
     if plan.preprocess:
-      elements = _numbered(elements, numbers)
-    made.append(datasets.batches(elements, datasets.completing(plan, read), rewrite=False))
+      elements = _numbered(elements, steps)
+    made.append(datasets.batches(elements, datasets.completing(own, read), rewrite=False))
   return Scheduled(made, schedule, batch)
 
 
-@datasets.eval_dataset.register(Buckets)
-def _eval(
-  source: Buckets,
-  *,
-  global_batch_size: int,
-  pad_multiple: int = 1,
-  preprocess: Preprocess | None = None,
-  rows: range | None = None,
-  shard: datasets.Shard | None = None,
-  steps: int | None = None,
+@datasets.evaluation.register(Buckets)
+def _evaluation(
+  source: Buckets, plan: Plan, most: int, shard: datasets.Shard | None
 ) -> list[tf.data.Dataset]:
   _refuse_shard(shard)
-  pairs = list(zip(source.buckets, source.batch_sizes(global_batch_size), strict=True))
+  pairs = list(zip(source.buckets, source.batch_sizes(plan.global_batch_size), strict=True))
   counts = np.array([-(-bucket.num_examples // size) for bucket, size in pairs])
-  if steps is not None and steps < counts.sum():
-    ends = np.cumsum(counts) * steps // counts.sum()
+  if 0 <= most < counts.sum():
+    ends = np.cumsum(counts) * most // counts.sum()
     counts = np.diff(ends, prepend=0)
   return [
-    datasets.eval_dataset(
-      bucket, global_batch_size=size, pad_multiple=pad_multiple, preprocess=preprocess,
-      rows=rows_of(rows, size, global_batch_size, pad_multiple), steps=int(count),
-    )
-    for (bucket, size), count in zip(pairs, counts, strict=True) if count
-  ]  # fmt: skip
+    datasets.evaluation(bucket, _with_size(plan, size), int(count), None)
+    for (bucket, size), count in zip(pairs, counts, strict=True)
+    if count
+  ]
+
+
+def _with_size(plan: Plan, size: int) -> Plan:
+  rows = rows_of(plan.given_rows, size, plan.global_batch_size, plan.pad_multiple)
+  return dataclasses.replace(plan, global_batch_size=size, given_rows=rows)
 
 
 def rows_of(rows: range | None, size: int, global_batch_size: int, multiple: int) -> range | None:

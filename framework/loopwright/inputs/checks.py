@@ -12,8 +12,6 @@ import tensorflow as tf
 from loopwright.aliases import Batch, Structure
 from loopwright.errors import USER_ERROR, ConfigError, kind
 
-"""Feature name -> tensor; all tensors share their first axis, the rows. See `inputs.datasets`."""
-
 
 def require(
   condition: tf.Tensor, value: Structure, message: Sequence[tf.Tensor | str]

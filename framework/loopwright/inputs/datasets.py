@@ -39,7 +39,7 @@ from loopwright.graphs.autograph import as_written
 from loopwright.host.replacing import replaced
 from loopwright.inputs.ordering import examples_at, seeds_at
 from loopwright.inputs.plan import Element, Plan, Preprocess, Start
-from loopwright.inputs.sources import Source
+from loopwright.inputs.sources import Source, check_source, main_source
 
 Shard = tuple[int, Any]
 """(n, i): only the batches k = 0, 1, ... with k % n == i; i is an int or an int64 scalar."""
@@ -51,7 +51,6 @@ _POSITIONS_AT_ONCE = 4096
 per batch instead of 110, mostly to start about forty small ops."""
 
 
-@functools.singledispatch
 def train_dataset(
   source: AnySource,
   *,
@@ -99,15 +98,14 @@ def train_dataset(
   Raises:
     ConfigError: a wrong argument, or a source or preprocess that breaks its contract.
   """
-  plan = Plan(
-    source, global_batch_size, pad_multiple, preprocess, rows, training=True, left_out=left_out
-  )
-  start = Start.checked(global_batch_size, seed, position, shuffle, first_step)
-  elements, read = reading(source, plan, start)
-  return batches(sharded(elements, shard), completing(plan, read), rewrite=rewrites(source))
+  check_source(main_source(source))
+  plan = Plan(global_batch_size, pad_multiple, preprocess, rows, training=True, left_out=left_out)
+  require_integer("position", position, at_least=0)
+  require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
+  step = position // global_batch_size if first_step is None else first_step
+  return training(source, plan, Start(seed, position, shuffle, step), shard)
 
 
-@functools.singledispatch
 def eval_dataset(
   source: AnySource,
   *,
@@ -127,12 +125,26 @@ def eval_dataset(
   Of `Buckets`, returns a list of data sets, one for each bucket; `steps` are shared out to them.
   """
   most = -1 if steps is None else require_integer("steps", steps, at_least=1)
-  plan = Plan(source, global_batch_size, pad_multiple, preprocess, rows, training=False)
-  elements, make = one_pass(source, plan, most)
-  return batches(sharded(elements, shard), make, rewrite=rewrites(source))
+  check_source(main_source(source))
+  plan = Plan(global_batch_size, pad_multiple, preprocess, rows, training=False)
+  return evaluation(source, plan, most, shard)
 
 
 # ---- What a kind of source may answer in its own way ----
+
+
+@functools.singledispatch
+def training(source: AnySource, plan: Plan, start: Start, shard: Shard | None) -> Any:
+  """Returns what `train_dataset` returns."""
+  elements, read = reading(source, plan, start)
+  return batches(sharded(elements, shard), completing(plan, read), rewrite=rewrites(source))
+
+
+@functools.singledispatch
+def evaluation(source: AnySource, plan: Plan, most: int, shard: Shard | None) -> Any:
+  """Returns what `eval_dataset` returns; `most` is -1 for all batches."""
+  elements, make = one_pass(source, plan, most)
+  return batches(sharded(elements, shard), make, rewrite=rewrites(source))
 
 
 @functools.singledispatch

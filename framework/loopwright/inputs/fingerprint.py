@@ -51,7 +51,8 @@ def counted(number: int | str, digest: Any) -> str:
 def described(source: AnySource, global_batch_size: int) -> dict[str, str]:
   """Returns name -> text of all that a run records of what it trains on (host)."""
   del global_batch_size
-  return {TRAINING: fingerprint(source)}
+  weights = {name: mixture.shares.described() for name, (mixture, _) in mixtures(source).items()}
+  return {TRAINING: fingerprint(source), **weights}
 
 
 @functools.singledispatch

@@ -11,6 +11,7 @@ Python reads the examples, on the host; parameter servers refuse both.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import glob
 import io
@@ -64,8 +65,8 @@ class IndexedSource(Source):
       raise ConfigError(f"data, {kind(data)}, has no examples; it must have at least one.")
     self._data, self._decode = data, decode
     self._batched = hasattr(data, "__getitems__")
-    self._alone = threading.Lock() if require_integer("threads", threads, at_least=1) == 1 else None
-    self._threads = threads
+    self._threads = require_integer("threads", threads, at_least=1)
+    self._lock = threading.Lock() if threads == 1 else contextlib.nullcontext()
     self._pool: concurrent.futures.Executor | None = None
     self._first: dict[str, np.ndarray] = {}
     self._first = self._example(0, self._items([0])[0])
@@ -93,7 +94,7 @@ class IndexedSource(Source):
           "must return a list with one for each."
         )
       return items
-    if self._alone:
+    if self._threads == 1:
       return [self._call(self._data.__getitem__, i) for i in indices]
     if self._pool is None:
       self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
@@ -101,7 +102,7 @@ class IndexedSource(Source):
 
   def _call(self, read: Callable[[Any], Any], what: Any) -> Any:
     try:
-      with self._alone or _NO_LOCK:
+      with self._lock:
         return read(what)
     except Exception as error:
       shown = what if isinstance(what, int) else _some(what)
@@ -143,15 +144,6 @@ class IndexedSource(Source):
   @property
   def _name(self) -> str:
     return type(self._data).__name__
-
-
-class _NoLock:
-  def __enter__(self) -> None: ...
-
-  def __exit__(self, *_: object) -> None: ...
-
-
-_NO_LOCK = _NoLock()
 
 
 def _array(value: TensorLike, dtype: np.dtype | None) -> np.ndarray:

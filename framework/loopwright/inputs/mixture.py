@@ -307,15 +307,6 @@ def _fingerprint(source: Mixture) -> str:
   return ", ".join(f"{n!r}: {fingerprint.fingerprint(part)}" for n, part in source.parts.items())
 
 
-@fingerprint.described.register(Mixture)
-def _described(source: Mixture, global_batch_size: int) -> dict[str, str]:
-  del global_batch_size
-  return {
-    fingerprint.TRAINING: _fingerprint(source),
-    fingerprint.WEIGHTS: source.shares.described(),
-  }
-
-
 @fingerprint.mixtures.register(Mixture)
 def _mixtures(source: Mixture) -> dict[str, tuple[Mixture, int]]:
   return {fingerprint.WEIGHTS: (source, 1)}

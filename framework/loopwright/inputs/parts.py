@@ -12,7 +12,7 @@ a worker and a micro-batch get whole rows, whatever they are made of.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -22,7 +22,7 @@ from loopwright.errors import ConfigError, kind, require_integer, unknown
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs import datasets, fingerprint
 from loopwright.inputs.ordering import seed_of_part
-from loopwright.inputs.plan import Plan, Preprocess, Start
+from loopwright.inputs.plan import Plan, Start
 from loopwright.inputs.sources import Source, check_source, main_source
 
 if TYPE_CHECKING:
@@ -118,31 +118,17 @@ def with_part(
   }
 
 
-@datasets.train_dataset.register(Sources)
-def _train(
-  sources: Sources,
-  *,
-  global_batch_size: int,
-  pad_multiple: int = 1,
-  seed: int = 0,
-  position: int = 0,
-  preprocess: Preprocess | None = None,
-  shuffle: bool = True,
-  rows: range | None = None,
-  shard: datasets.Shard | None = None,
-  first_step: int | None = None,
-  left_out: Collection[int] = (),
+@datasets.training.register(Sources)
+def _training(
+  sources: Sources, plan: Plan, start: Start, shard: datasets.Shard | None
 ) -> tf.data.Dataset:
-  plan = Plan(
-    sources.main, global_batch_size, pad_multiple, preprocess, rows, training=True,
-    left_out=left_out,
-  )  # fmt: skip
-  start = Start.checked(global_batch_size, seed, position, shuffle, first_step)
   elements, read = datasets.reading(sources.main, plan, start)
   plans = {name: _plan_of(part, plan) for name, part in sources.parts.items()}
   readings = {
     name: datasets.reading(
-      part.source, plans[name], Start(seed_of_part(seed, name), position * part.ratio, shuffle)
+      part.source,
+      plans[name],
+      Start(seed_of_part(start.seed, name), start.position * part.ratio, start.shuffle),
     )
     for name, part in sources.parts.items()
   }
@@ -167,8 +153,8 @@ def _train(
   return datasets.batches(datasets.sharded(zipped, shard), make, rewrite=rewrite)
 
 
-@datasets.eval_dataset.register(Sources)
-def _refuse(source: Sources, **options: Any) -> tf.data.Dataset:
+@datasets.evaluation.register(Sources)
+def _refuse(source: Sources, *unused: Any) -> tf.data.Dataset:
   raise ConfigError(
     "source('eval') is a Sources, which only source('train') may return; return name -> source "
     "to evaluate several."
@@ -179,7 +165,7 @@ def _plan_of(part: Part, main: Plan) -> Plan:
   """Returns the plan of a part, whose rows come `ratio` to a row of the main plan."""
   rows = range(main.rows.start * part.ratio, main.rows.stop * part.ratio)
   sizes = main.global_batch_size * part.ratio, main.pad_multiple * part.ratio
-  return Plan(part.source, *sizes, None, rows, training=True)
+  return Plan(*sizes, preprocess=None, given_rows=rows, training=True)
 
 
 @fingerprint.described.register(Sources)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
@@ -17,7 +19,6 @@ from loopwright.inputs.checks import (
   require_kept,
   require_rows,
 )
-from loopwright.inputs.sources import check_source
 
 Preprocess = Callable[[Batch, bool], Batch]
 MOST_ROWS = 2**27
@@ -39,46 +40,33 @@ class Start(NamedTuple):
   shuffle: bool
   first_step: int = 0
 
-  @classmethod
-  def checked(
-    cls, global_batch_size: int, seed: int, position: int, shuffle: bool, first_step: int | None
-  ) -> Start:
-    """Checks the arguments of `datasets.train_dataset`."""
-    require_integer("position", position, at_least=0)
-    require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
-    counted = position // global_batch_size if first_step is None else first_step
-    return cls(seed, position, shuffle, counted)
 
-
+@dataclasses.dataclass(frozen=True)
 class Plan:
   """Which rows of each batch are made here, and what completes them.
 
-  See `datasets.train_dataset` for the arguments.
+  See `datasets.train_dataset` for the attributes.
   """
 
-  def __init__(
-    self,
-    source: object,
-    global_batch_size: int,
-    pad_multiple: int,
-    preprocess: Preprocess | None,
-    rows: range | None,
-    *,
-    training: bool,
-    left_out: Collection[int] = (),
-  ) -> None:
-    """Checks the arguments."""
-    self._left_out = np.array(sorted(left_out), np.int64)
-    check_source(source)
-    require_integer("global_batch_size", global_batch_size, at_least=1, at_most=MOST_ROWS)
-    require_integer("pad_multiple", pad_multiple, at_least=1, at_most=MOST_ROWS)
-    padded_rows = padded_batch_size(global_batch_size, pad_multiple)
-    self.rows = range(padded_rows) if rows is None else rows
-    require_rows(self.rows, padded_rows)
-    self.global_batch_size, self.training = global_batch_size, training
-    self.pad_multiple = pad_multiple
-    self.preprocess = converted(preprocess) if preprocess else None
-    self.name_of_preprocess = getattr(preprocess, "__qualname__", "preprocess")
+  global_batch_size: int
+  pad_multiple: int
+  preprocess: Preprocess | None
+  given_rows: range | None
+  training: bool
+  left_out: Collection[int] = ()
+
+  def __post_init__(self) -> None:
+    """Raises a ConfigError for a number that is wrong."""
+    require_integer("global_batch_size", self.global_batch_size, at_least=1, at_most=MOST_ROWS)
+    require_integer("pad_multiple", self.pad_multiple, at_least=1, at_most=MOST_ROWS)
+    require_rows(self.rows, padded_batch_size(self.global_batch_size, self.pad_multiple))
+
+  @functools.cached_property
+  def rows(self) -> range:
+    """The rows of the padded global batch to make."""
+    if self.given_rows is not None:
+      return self.given_rows
+    return range(padded_batch_size(self.global_batch_size, self.pad_multiple))
 
   def row_numbers(self) -> np.ndarray:
     """Returns int64 [rows]: the rows of the padded global batch to make."""
@@ -105,14 +93,15 @@ class Plan:
 
   def numbered(self, features: Batch, ids: tf.Tensor) -> Batch:
     """Adds ids, -1 for padding and for what is left out, and weights."""
-    if self._left_out.size:
+    if self.left_out:
       features, ids = self._without(features, ids)
     weight = features.get("weight", tf.ones([len(self.rows)]))
     return {**features, "example_id": ids, "weight": _masked(weight, ids)}
 
   def _without(self, features: Batch, ids: tf.Tensor) -> tuple[Batch, tf.Tensor]:
     """Replaces what is left out by padding: copies of the first row that stays."""
-    out = tf.reduce_any(ids[:, tf.newaxis] == self._left_out, axis=1)
+    left_out = np.array(sorted(self.left_out), np.int64)
+    out = tf.reduce_any(ids[:, tf.newaxis] == left_out, axis=1)
     taken = tf.where(out, tf.argmax(~out & (ids >= 0)), self.row_numbers() - self.rows.start)
     features = {name: tf.gather(value, taken) for name, value in features.items()}
     return features, tf.where(~out, ids, -1)
@@ -136,13 +125,14 @@ class Plan:
       return batch
     if seeds is not None and step is not None:
       batch |= {"seed": seeds, "step": tf.fill([len(self.rows)], step)}
-    batch = self.preprocess(batch, self.training)
-    batch = checked_batch(batch, len(self.rows), self.name_of_preprocess)
+    who = getattr(self.preprocess, "__qualname__", "preprocess")
+    batch = converted(self.preprocess)(batch, self.training)
+    batch = checked_batch(batch, len(self.rows), who)
     prefixes = ["", *(f"{name}/" for name in parts or {})]
     dropped = {"step", *(f"{prefix}seed" for prefix in prefixes)}
     batch = {name: value for name, value in batch.items() if name not in dropped}
     for prefix in prefixes:
-      require_kept(batch, self.name_of_preprocess, prefix)
+      require_kept(batch, who, prefix)
       # Again, as a preprocess may compute new weights or, with its ids, reorder rows.
       weight, ids = batch[f"{prefix}weight"], batch[f"{prefix}example_id"]
       batch[f"{prefix}weight"] = _masked(weight, ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ class Schedule(Protocol):
 
 @dataclasses.dataclass
 class Scheduled:
-  """The batches of all buckets, from some step on.
+  """The batches of all buckets, from some step on: data sets, or iterators made of them (host).
 
   Attributes:
     datasets: of each bucket, endless, from its next batch on.
@@ -29,46 +29,31 @@ class Scheduled:
     step: the next step.
   """
 
-  datasets: list[tf.data.Dataset]
+  datasets: list[Any]
   schedule: Schedule
   step: int
 
-  def iterate(self, make: Callable[[tf.data.Dataset], Iterator[Batch]]) -> ScheduledIterator:
+  def iterate(self, make: Callable[[tf.data.Dataset], Iterator[Batch]]) -> Scheduled:
     """Returns an iterator; `make` makes that of one bucket."""
-    return ScheduledIterator([make(each) for each in self.datasets], self.schedule, self.step)
+    return dataclasses.replace(self, datasets=[*map(make, self.datasets)])
 
-
-class ScheduledIterator:
-  """Takes the batches of several iterators as a schedule says (host)."""
-
-  def __init__(self, iterators: Sequence[Any], schedule: Schedule, step: int) -> None:
-    """Begins before `step`, where the iterators are too."""
-    self.iterators, self._schedule, self._step = iterators, schedule, step
-
-  def __iter__(self) -> ScheduledIterator:
+  def __iter__(self) -> Scheduled:
     """Returns itself."""
     return self
 
   def __next__(self) -> Batch:
     """Returns the next batch, eagerly."""
-    [(iterator, _)] = self.runs(1)
+    [(iterator, _)] = runs(self, tf.constant(1))
     return next(iterator)
-
-  def runs(self, steps: int) -> Iterator[tuple[Any, int]]:
-    """Yields (iterator, number of steps) until all steps are shared out."""
-    order = self._schedule.buckets(self._step, steps)
-    ends = [*(np.flatnonzero(np.diff(order)) + 1).tolist(), len(order)]
-    begin = 0
-    for end in ends:
-      yield self.iterators[order[begin]], end - begin
-      self._step += end - begin
-      begin = end
 
 
 def runs(iterator: Any, steps: tf.Tensor) -> Iterator[tuple[Any, tf.Tensor]]:
   """Yields (iterator of one shape, number of steps) until so many steps are shared out (host)."""
-  if not isinstance(iterator, ScheduledIterator):
+  if not isinstance(iterator, Scheduled):
     yield iterator, steps
     return
-  for each, number in iterator.runs(int(steps)):
-    yield each, tf.constant(number)
+  order = iterator.schedule.buckets(iterator.step, int(steps))
+  ends = [*(np.flatnonzero(np.diff(order)) + 1).tolist(), len(order)]
+  for begin, end in zip([0, *ends], ends, strict=False):
+    yield iterator.datasets[order[begin]], tf.constant(end - begin)
+    iterator.step += end - begin

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from loopwright.aliases import Layer, Model
 from loopwright.errors import ConfigError, suggest
-from loopwright.graphs import randomness, repetition
+from loopwright.graphs import randomness
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.host import lazy_keras
 from loopwright.models import batch_norm, models
@@ -105,7 +105,8 @@ def _outermost(layer: Layer, names: set[str]) -> Iterator[Any]:
 
 
 def _seeded(function: Callable[..., Any], key: tf.Tensor, args: Sequence[Any]) -> Any:
-  with randomness.random_streams(key) as own, repetition.drawing_from(own):
+  with randomness.random_streams(key) as own:
+    own.recomputed = True
     return function(*args)
 
 
@@ -158,7 +159,7 @@ def _traced(function: Callable[..., Any], inputs: Sequence[tf.Tensor]) -> Any:
     return outputs
 
   try:
-    with repetition.repeating():
+    with randomness.repeating():
       concrete = tf.function(once, autograph=False).get_concrete_function(*inputs)
   except RuntimeError as error:
     if "merge_call" in str(error):
@@ -191,7 +192,7 @@ def _patch_tf_keras() -> None:
 def _unless_repeating(assign: Callable[..., Any]) -> Callable[..., Any]:
   @functools.wraps(assign)
   def patched(self: Any, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
-    return variable if repetition.is_repeating() else assign(self, variable, *args, **kwargs)
+    return variable if randomness.is_repeating() else assign(self, variable, *args, **kwargs)
 
   return patched
 
