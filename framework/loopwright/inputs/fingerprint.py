@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.aliases import AnySource
+from loopwright.inputs.checks import checked_batch
 from loopwright.inputs.sources import ArraySource, Source
 
 TRAINING, BUCKETS, RATIO = "training", "training buckets", " ratio"
@@ -65,4 +66,5 @@ def mixtures(source: AnySource) -> dict[str, tuple[Any, int]]:
 def _fetched(source: Source, rows: np.ndarray) -> dict[str, np.ndarray]:
   with tf.init_scope(), tf.device("CPU:0"):
     batch = source.fetch(tf.constant(rows, tf.int64))
+  batch = checked_batch(batch, len(rows), f"{type(source).__name__}.fetch")
   return {name: value.numpy() for name, value in batch.items()}

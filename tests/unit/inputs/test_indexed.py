@@ -1,5 +1,6 @@
 """Sources over `__getitem__` and over TFRecord files, against NumPy and TensorFlow's own reader."""
 
+import io
 import re
 import struct
 import threading
@@ -288,6 +289,39 @@ def test_a_file_that_changes_later_is_noticed(folder):
   damaged(folder, lambda content: content[:SIZE])
   with one_line_error("part-0.tfrecord' has changed since its records were found"):
     source.fetch(tf.constant([2], tf.int64))
+
+
+@pytest.mark.parametrize("at", [12, SIZE // 2, SIZE - 5, SIZE - 1])  # content, then its checksum
+def test_damaged_content_is_refused_with_its_place(at, folder):
+  path = damaged(folder, lambda content: with_byte(content, 2 * SIZE + at, 0x41))
+  source = TFRecordSource(files=path, features=FEATURES)
+  check_records(source.fetch(tf.constant([3, 0, 1], tf.int64)), np.array([3, 0, 1]))
+  with one_line_error("part-0.tfrecord, example 2' is damaged: its checksum is wrong"):
+    source.fetch(tf.constant([1, 2], tf.int64))
+
+
+def with_byte(content, place, change):
+  content[place] ^= change
+  return content
+
+
+@pytest.mark.parametrize("change", [lambda p: p - 100, lambda p: p[::-1], lambda p: p[:-1]])
+def test_an_index_whose_places_are_no_records_is_written_again(change, folder):
+  path, index = str(folder / "part-2.tfrecord"), folder / "places.npz"
+  TFRecordSource(files=path, features=FEATURES, index=str(index))
+  before = index.read_bytes()
+  kept = dict(np.load(index))
+  np.savez(index, **{**kept, "places": change(kept["places"])})
+  source = TFRecordSource(files=path, features=FEATURES, index=str(index))
+  check_records(source.fetch(tf.constant([5, 0], tf.int64)), np.array([9, 4]))
+  np.testing.assert_equal(dict(np.load(index)), dict(np.load(io.BytesIO(before))))
+
+
+def test_a_feature_of_any_length_is_refused_before_training(folder):
+  features = {**FEATURES, "z": tf.io.VarLenFeature(tf.int64)}
+  source = TFRecordSource(files=str(folder / "part-0.tfrecord"), features=features)
+  with one_line_error("TFRecordSource.fetch returned 'z' as a SparseTensor; convert it to a"):
+    fingerprint(source)
 
 
 def test_a_record_that_lacks_a_feature_is_named(tmp_path):
