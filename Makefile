@@ -1,7 +1,7 @@
 # Common chores, one word each; all need uv alone.
 RUN = uv run
 
-.PHONY: lint format types tests ci everything changed site benchmarks constraints sbom
+.PHONY: lint format types tests ci everything site benchmarks constraints sbom
 lint:  ## linter, formatter and import contracts, without changes
 	$(RUN) ruff check
 	$(RUN) ruff format --check
@@ -22,9 +22,6 @@ ci:  ## what .ci/run tests: these and more
 
 everything:
 	$(RUN) pytest --everything
-
-changed:  ## the tests that the changes since main can break
-	$(RUN) pytest --changed
 
 site:
 	$(RUN) --group docs sphinx-build -W --keep-going -q -c docs . build/site

@@ -1,8 +1,8 @@
 """One process, four logical CPUs: what every in-process test of N replicas runs on.
 
 `pytest` runs the fast tier, `--ci` those of `.ci/run`, `--everything` all tests, see
-tests/support/tiers.py; `--changed` what a change can break, see tests/support/changed.py. With
-TESTS_ON_GPUS=1 in the environment TensorFlow sees the GPUs; see docs/gpu.md for what then runs.
+tests/support/tiers.py. With TESTS_ON_GPUS=1 in the environment TensorFlow sees the GPUs; see
+docs/gpu.md for what then runs.
 """
 
 import gc
@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 
-import changed
 import pytest
 import tiers
 
@@ -40,17 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   group.addoption("--everything", action="store_true", help="run all tests")
   group.addoption("--ci", action="store_true", help="run the fast tier and CI's")
   group.addoption("--rest", action="store_true", help="of these, leave out the fast tier")
-  group.addoption("--changed", action="store_true", help="run what can be broken since main")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  if not hasattr(config, "workerinput"):
-    if config.option.changed:
-      config.args[:] = changed.files(config)
-    if hasattr(config, "cache"):
-      config.pluginmanager.register(changed.Seconds(config))
-    if config.option.dist != "no":
-      return  # this process hands out the tests and runs none
+  if not hasattr(config, "workerinput") and config.option.dist != "no":
+    return  # this process hands out the tests and runs none
   if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
   if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
@@ -75,8 +68,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   )
   if left:
     config.hook.pytest_deselected(items=left)
-  if options.changed:
-    return  # the nearest first
   items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

@@ -294,7 +294,7 @@ def check(command):
     case ["tensorboard", "--logdir", folder]:
       assert Path(folder).is_dir(), command
     case ["pytest", *options]:
-      assert {*options} <= {"--everything", "--ci", "--changed"}, command
+      assert {*options} <= {"--everything", "--ci"}, command
     case ["sphinx-build", "-W", "--keep-going", "-c", "docs", ".", "build/site"]:
       assert (ROOT / "docs" / "conf.py").exists(), command
     case [program] if program == "lint-imports":
