@@ -20,6 +20,8 @@ from loopwright.inputs.sources import READS, ArraySource, Source
 
 MAX_IMAGE_BYTES = 2**28
 """Default of `max_bytes` for one image: 89 million pixels of three channels."""
+_KINDS = {1: "JPEG or PNG", 3: "JPEG, PNG, GIF or BMP", 4: "PNG or BMP"}
+"""What TensorFlow decodes to so many channels."""
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 
 
@@ -46,7 +48,7 @@ class ImageFolderSource(Source):
     Args:
       directory: holds one folder per class. A class folder may be empty.
       image_size: (height, width) of the images that it yields, in pixels.
-      channels: 1, 3 or 4; images are converted.
+      channels: 1 (JPEG and PNG only), 3 or 4 (PNG and BMP only); images are converted.
       resize: True resizes every image to `image_size`, without keeping its aspect ratio: by area
         averaging if both sides shrink (no aliasing), else bilinear. False makes another size an
         error.
@@ -59,7 +61,7 @@ class ImageFolderSource(Source):
     sides = tuple(image_size) if isinstance(image_size, Sequence) else (image_size,)
     if len(sides) != 2 or not all(is_integer(side, at_least=1) for side in sides):
       raise ConfigError(f"image_size is {image_size!r}; it must be (height, width) in pixels.")
-    if channels not in (1, 3, 4):
+    if channels not in _KINDS:
       raise ConfigError(f"channels is {channels!r}; it must be 1 (grey), 3 (RGB) or 4 (RGBA).")
     require_integer("max_bytes", max_bytes, at_least=1)
     self.image_size, self.channels, self.resize = sides, channels, resize
@@ -125,7 +127,7 @@ class ImageFolderSource(Source):
   def _none_missing(self, images: tf.Tensor, rows: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
     there = rows == tf.range(tf.size(rows, tf.int64))
     message = [_first(paths, ~there), f" cannot be read as an image of {self.channels} channels; "]
-    message.append("remove it, or replace it by a complete JPEG, PNG, GIF or BMP file.")
+    message.append(f"remove it, or replace it by a complete {_KINDS[self.channels]} file.")
     return require(tf.reduce_all(there), images, message)
 
   def _none_large(self, images: tf.Tensor, sides: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:

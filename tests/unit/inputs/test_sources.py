@@ -143,6 +143,18 @@ def test_image_folder_converts_channels_and_formats(tmp_path):
   np.testing.assert_allclose(one_batch(source)["image"].astype(int), 200, atol=1)
 
 
+@pytest.mark.parametrize(
+  ("channels", "name", "remedy"),
+  [(1, "x.bmp", "JPEG or PNG"), (1, "x.gif", "JPEG or PNG"), (4, "x.jpg", "PNG or BMP")],
+)
+def test_a_kind_that_does_not_have_the_channels_is_named(tmp_path, channels, name, remedy):
+  save_image(tmp_path / "a" / name, np.full((2, 2, 3), 200, np.uint8))
+  source = ImageFolderSource(directory=str(tmp_path), image_size=(2, 2), channels=channels)
+  line = runtime_error(eval_dataset(source, global_batch_size=1))
+  assert line.startswith(f"{tmp_path}/a/{name} cannot be read as an image of {channels} channels;")
+  assert line.endswith(f"or replace it by a complete {remedy} file.")
+
+
 def test_an_image_of_another_size_is_an_error_that_names_it(folder):
   directory, _ = folder
   path = directory / "dog" / "it's.png"
