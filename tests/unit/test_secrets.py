@@ -229,6 +229,27 @@ def test_no_message_shows_a_secret(line, told):
     assert "PLAIN" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+  ("bindings", "told"),
+  [
+    (["api_token = 'X'", "run.seed = %api_token"], f"or '{digest(SECRET)}'; it must be int."),
+    (["api_token = 'X'", "a = %api_token", "run.seed = [%a]"], f"or ['{digest(SECRET)}']; it mu"),
+    (
+      ["api_token = 'X'", "run.precision = %api_token"],
+      f"or '{digest(SECRET)}'; it must be one of",
+    ),
+    (["Uploading.api_tokn = 'X'"], "--gin_param 'Uploading.api_tokn': Uploading has no parameter"),
+    (["Uplaoding.api_tokn = 'X'"], "--gin_param 'Uplaoding.api_tokn': unknown configurable 'Upl"),
+    (["api_tokn = 'X'"], "--gin_param 'api_tokn': nothing uses the macro 'api_tokn'"),
+  ],
+)
+def test_no_message_shows_a_secret_of_a_macro_or_under_a_mistyped_name(bindings, told):
+  with pytest.raises(ConfigError) as caught:
+    configurables.parse([config()], [line.replace("X", SECRET) for line in bindings])
+  assert told in str(caught.value)
+  assert "PLAIN" not in str(caught.value)
+
+
 def test_no_secret_varies_in_a_sweep_and_none_is_in_its_study():
   with pytest.raises(ConfigError, match=r"--vary has U\.api_token, a secret, which a study would"):
     space.read([f"U.api_token = ['{SECRET}', '{OTHER}']"], None, listed=False)

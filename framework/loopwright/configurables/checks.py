@@ -63,7 +63,7 @@ def resolved(binding: Binding) -> Binding:
   Raises:
     ConfigError: an unknown name or parameter, or a parameter that must not be bound.
   """
-  with at(binding.where):
+  with at(binding.place):
     return _resolved(binding)
 
 
@@ -96,10 +96,10 @@ def mistakes_in_use(history: Sequence[Binding], graph: Graph) -> Iterator[Mistak
   """Yields unused bindings and missing ones; meaningful only if there are no `mistakes`."""
   unused = _unused(history, graph)
   for binding in unused[:_MOST_UNUSED]:
-    yield Mistake("used", binding.where, _unused_error(binding, graph))
+    yield Mistake("used", binding.place, _unused_error(binding, graph))
   for binding in unused[_MOST_UNUSED : _MOST_UNUSED + 1]:
-    line = f"{binding.where}: nothing uses this and {len(unused) - _MOST_UNUSED - 1:,} more."
-    yield Mistake("used", binding.where, ConfigError(line))
+    line = f"{binding.place}: nothing uses this and {len(unused) - _MOST_UNUSED - 1:,} more."
+    yield Mistake("used", binding.place, ConfigError(line))
   for use in sorted(graph.uses):
     if use.called:
       yield from _missing(use, graph)
@@ -159,8 +159,8 @@ def _check_value(binding: Binding, graph: Graph) -> None:
   parameter = table.parameters(binding.name).get(binding.parameter)
   if binding.name == MACRO or parameter is None or repr(value) == repr(parameter.default):
     return
+  told = redaction.shown(str(binding), graph.told(binding.value))
   if not fits(value, parameter.annotation):
-    told = redaction.shown(str(binding), value)
     said = binding.told if value == binding.value else f"{binding.told}, or {shown(told)}"
     must = requirement(told, parameter.annotation)
     raise ConfigError(f"{binding} is {said}; it must be {must}")
@@ -251,9 +251,9 @@ def _unused_error(binding: Binding, graph: Graph) -> ConfigError:
     same = sorted(name for name in names if name.endswith(f".{binding.scope}"))
     meant = f" Did you mean {same[0]!r}?" if same else suggest(binding.scope, names)
     remedy = meant or f" Write %{binding} where it belongs, or remove it."
-    return ConfigError(f"{binding.where}: nothing uses the macro {str(binding)!r}.{remedy}")
+    return ConfigError(f"{binding.place}: nothing uses the macro {str(binding)!r}.{remedy}")
   user = _possible_user(binding, graph)
-  return ConfigError(f"{binding.where}: nothing uses {binding}. Add {user}, or remove it.")
+  return ConfigError(f"{binding.place}: nothing uses {binding}. Add {user}, or remove it.")
 
 
 def _possible_user(binding: Binding, graph: Graph) -> str:

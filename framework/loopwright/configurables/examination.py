@@ -64,7 +64,7 @@ def examined(config: Config, found: Sequence[Mistake] = ()) -> Examination:
     try:
       history.append(resolved(binding))
     except ConfigError as error:
-      found.append(Mistake("names", binding.where, error))
+      found.append(Mistake("names", binding.place, error))
   graph = Graph(in_force(history))
   found += mistakes(history, graph)
   if not found:

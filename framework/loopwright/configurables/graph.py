@@ -11,6 +11,7 @@ from loopwright.configurables import table
 from loopwright.configurables.reading import MACRO, Binding, Reference
 from loopwright.configurables.values import map_references, references
 from loopwright.errors import ConfigError
+from loopwright.host import redaction
 
 
 class Use(NamedTuple):
@@ -74,6 +75,12 @@ class Graph:
       ConfigError: a macro is defined by itself.
     """
     return map_references(value, lambda r: self._macro_value(r, inside) if r.is_macro else r)
+
+  def told(self, value: Any) -> Any:
+    """Returns what `expand` does, for messages: the value of a secret's macro is its digest."""
+    shown = Graph([])
+    shown.macros = {name: redaction.shown(name, each) for name, each in self.macros.items()}
+    return shown.expand(value)
 
   def is_used(self, binding: Binding) -> bool:
     """Whether anything reached uses the binding."""

@@ -59,6 +59,12 @@ class Binding:
     return self.scope, self.name, self.parameter
 
   @property
+  def place(self) -> str:
+    """`where`, without a text of the command line: under a mistyped name it may be a secret."""
+    plain = redaction.shown("secret", self.value) == self.value or not self.file.startswith("--")
+    return self.where if plain else f"--gin_param {str(self)!r}"
+
+  @property
   def told(self) -> str:
     """The value as messages show it: short, and a secret as its digest."""
     return shown(redaction.shown(str(self), self.value))
