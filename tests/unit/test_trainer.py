@@ -14,9 +14,10 @@ from absl import logging as absl_logging
 from runs import make_trainer
 from toys import KERAS
 
+from loopwright.errors import ConfigError
 from loopwright.host import timing
 from loopwright.inputs import datasets
-from loopwright.metrics import Loss, weighted_sum
+from loopwright.metrics import Loss, require_free, weighted_sum
 from loopwright.models import models
 from loopwright.optimizers import ema, loss_scale
 from loopwright.task import Task
@@ -426,6 +427,12 @@ def test_a_metric_may_not_mix_with_what_an_optimizer_reports(one):
   trainer = make(one, Mixing(), optimizer=TWO_OPTIMIZERS)
   with pytest.raises(Exception, match="logs 'slow_loss', which the framework reports itself"):
     train(trainer, 1)
+
+
+@pytest.mark.parametrize("name", ["", " ", 7])
+def test_a_metric_needs_a_name(name):
+  with pytest.raises(ConfigError, match=f"the task returns {name!r}; the name of a metric must be"):
+    require_free([name], who="the task returns")
 
 
 @pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, tf_keras.optimizers.Adam])

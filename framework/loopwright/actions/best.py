@@ -17,7 +17,7 @@ import tensorflow as tf
 from loopwright.actions.base import Action, Output, Run, StopTraining
 from loopwright.errors import ConfigError, unknown
 from loopwright.host import files
-from loopwright.reporting.progress import format_number
+from loopwright.reporting.progress import named
 from loopwright.run_folder import layout
 from loopwright.run_folder.checkpoint_files import PREFIX, write_state, write_with_the_chief
 from loopwright.run_folder.metrics_log import flatten, scalars
@@ -99,7 +99,7 @@ class MetricHistory(Action):
     step = next((step for step, value in logged.items() if value == best), None)
     if best is None or step == max(logged):
       return ""
-    return f"best {self._goal.metric} {format_number(best)} at step {step}"
+    return f"best {named(self._goal.metric, best)} at step {step}"
 
   def _logged(self) -> dict[int, float]:
     """Returns step -> value in metrics.jsonl, in the order of steps."""

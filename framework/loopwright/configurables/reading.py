@@ -18,6 +18,7 @@ from loopwright.errors import ConfigError, first_line, printable, shown, suggest
 from loopwright.host import bounded, redaction, urls
 
 MACRO = "gin.macro"
+_MOST_INCLUDES = 100
 _MAX_BYTES = 2**24
 """No gin file is longer; the memory to parse one is a few hundred times its size."""
 
@@ -226,6 +227,8 @@ def _place(source: str, line: int) -> str:
 
 def _included(name: str, including: tuple[str, ...]) -> str:
   path = _gin_file(name, [os.path.dirname(including[-1]), ""] if including else [""])
+  if len(including) == _MOST_INCLUDES:
+    raise ConfigError(f"{path} is included {_MOST_INCLUDES} deep; end the chain, or join files.")
   if path in including:
     chain = " includes ".join([*including, path])
     raise ConfigError(f"{chain}; a file must not include itself. Remove one of the includes.")

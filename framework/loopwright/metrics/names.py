@@ -26,7 +26,7 @@ def require_free(
   who: str,
   why: str = "which the framework reports itself",
 ) -> None:
-  """Raises a ConfigError for the first name that is taken.
+  """Raises a ConfigError for the first name that is taken, or none.
 
   Args:
     names: of a task's metrics.
@@ -35,5 +35,7 @@ def require_free(
     why: what it says behind it.
   """
   for name in names:
+    if not isinstance(name, str) or not name.strip():
+      raise ConfigError(f"{who} {name!r}; the name of a metric must be a text that is not empty.")
     if name in taken:
       raise ConfigError(f"{who} {name!r}, {why}; rename it, for example {f'my_{name}'!r}.")

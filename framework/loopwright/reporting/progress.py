@@ -175,7 +175,7 @@ class Progress:
     of = f"/{total}" if total else ""
     batch = [f"batch {done}{of}"] if done else []
     seconds = datetime.timedelta(seconds=round(now - self._evaluating_since))
-    line = "  ".join([" ".join(["evaluating", *filter(None, [name])]), *batch, str(seconds)])
+    line = "  ".join([f"evaluating {errors.printable(name)}".strip(), *batch, str(seconds)])
     if self._kind:
       self._draw("eval", Line(done / total if total else None, line))
     else:
@@ -263,11 +263,16 @@ class Progress:
     return (self._total - step) / pace if 0 < pace < math.inf else None
 
   def _shown(self, values: Mapping[str, Number]) -> list[str]:
-    return [f"{name} {format_number(values[name])}" for name in self._choice.of(values)]
+    return [named(name, values[name]) for name in self._choice.of(values)]
 
 
 def _rate(per_second: Number) -> str:
   return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def named(name: str, value: Number) -> str:
+  """Formats a metric: "loss 0.2134"; nothing in its name reaches a terminal as a command."""
+  return f"{errors.printable(name)} {format_number(value)}"
 
 
 def format_number(value: Number) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from loopwright import registry
 from loopwright.aliases import Model, Variable
 from loopwright.models import models
-from loopwright.reporting.progress import Choice, format_number
+from loopwright.reporting.progress import Choice, named
 from loopwright.run_folder.metrics_log import flatten, scalars
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ def result_line(
     more: what actions add, such as the best evaluation; the same text only once.
   """
   found = scalars(flatten(evaluation or {}))
-  names = (choice or Choice()).of(found)
-  values = " ".join(f"{name} {format_number(found[name])}" for name in names)
+  values = " ".join(named(name, found[name]) for name in (choice or Choice()).of(found))
   at = "" if of_step in (None, step) else f" at step {of_step}"
   lost = f"skipped {skipped} of {step} steps, not finite" if 100 * skipped > step else ""
   told = [values and f"{split}{at} {values}", lost, *dict.fromkeys(more)]

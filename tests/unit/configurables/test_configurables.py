@@ -864,6 +864,14 @@ def test_a_file_that_includes_itself():
   )
 
 
+def test_includes_without_end():
+  for number in range(1100):
+    write(f"{number}.gin", f"include '{number + 1}.gin'\n")
+  assert mistake("include '0.gin'") == (
+    "98.gin:1: 99.gin is included 100 deep; end the chain, or join files."
+  )
+
+
 def test_a_file_that_is_not_text():
   Path("b.gin").write_bytes(b"\xff\xfe\x00")
   with pytest.raises(ConfigError, match=r"^b\.gin is not text; a gin file must be UTF-8\.$"):

@@ -334,6 +334,15 @@ def test_an_evaluation_has_a_line_of_its_own(stream_type):
   assert "eval at step 5  loss 0.2500  accuracy 0.5000" in screen(stream)
 
 
+def test_a_name_sends_no_command_to_a_terminal():
+  stream = io.StringIO()
+  with Progress(total_steps=2, stream=stream) as progress:
+    progress.update(2, {"\x1b]0;owned\x07": 1.0})
+    progress.evaluation(2, {"\x1b[31m": 1.0})
+  assert r"step 2/2  \x1b]0;owned\x07 1.0000" in stream.getvalue()
+  assert r"eval at step 2  \x1b[31m 1.0000" in stream.getvalue()
+
+
 def test_a_long_evaluation_shows_how_far_it_is():
   stream, clock = io.StringIO(), Clock()
   progress = Progress(total_steps=20, stream=stream, clock=clock, every_secs=10)
@@ -698,6 +707,10 @@ RESULTS = [
     "stopped: step 7 | eval at step 4 loss 0.5000 | 0.1 s",
   ),
   ({"step": 7, "seconds": 0.06, "status": "stopped"}, "stopped: step 7 | 0.1 s"),
+  (
+    {"step": 7, "seconds": 0.1, "evaluation": {"red\x1b[31m\n": 0.5}},
+    r"done: step 7 | eval red\x1b[31m\n 0.5000 | 0.1 s",
+  ),
 ]
 
 

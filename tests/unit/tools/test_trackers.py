@@ -472,15 +472,34 @@ def test_the_text_file_of_prometheus_has_the_newest_values_of_each_split(model_d
   process.loop(20, rate=0.25)
   process.loop(20, "eval", accuracy=0.75)
   process.end()
-  with open(os.path.join(model_dir, "metrics.prom")) as file:
-    families = text_string_to_metric_families(file.read())
-    found = {(s.name, *sorted(s.labels.values())): s.value for f in families for s in f.samples}
+  found = in_prometheus(model_dir)
   assert found["loopwright_step", "run", "train"] == 20
   assert found["loopwright_rate", "run", "train"] == 0.25
   assert found["loopwright_accuracy", "eval", "run"] == 0.75
   assert found["loopwright_goodput_ratio", "run"] == 0.75
   assert found["loopwright_wall_seconds", "evaluation", "run"] == 1
   assert (found["loopwright_starts", "run"], found["loopwright_broken", "run"]) == (1, 1)
+
+
+def in_prometheus(model_dir):
+  """Returns (name, *values of labels) -> value, as Prometheus has them: an empty label is none."""
+  with open(os.path.join(model_dir, "metrics.prom")) as file:
+    samples = [s for f in text_string_to_metric_families(file.read()) for s in f.samples]
+  return {(s.name, *sorted(filter(None, s.labels.values()))): s.value for s in samples}
+
+
+def test_no_two_metrics_are_one_to_prometheus_and_none_is_in_the_way(model_dir):
+  os.mkdir(os.path.join(model_dir, layout.FLIGHT))
+  writer = legs.Writer(model_dir, 0)
+  writer.write(legs.Leg(began=5, parts={"training": 3.0}, first=True, from_step=0, step=20))
+  process = Process(model_dir, Prometheus())
+  process.loop(20, "eval", **{"a.b": 1.0, "a_b": 2.0, "a/b": 3.0, "starts": 4.0, 'é"\n\\': 5.0})
+  process.end()
+  found = in_prometheus(model_dir)
+  for labels, value in {(): 2, ("a.b",): 1, ("a/b",): 3}.items():
+    assert found[("loopwright_a_b", *sorted([*labels, "eval", "run"]))] == value
+  assert (found["loopwright_starts", "eval", "run"], found["loopwright_starts", "run"]) == (4, 1)
+  assert found["loopwright_____", "eval", "run", 'é"\n\\'] == 5
 
 
 # -- MLflow, with a client that keeps everything in memory

@@ -56,7 +56,7 @@ class Prometheus(Tracker):
       self._set("step", record["step"], "Completed steps.", split=split)
       for name, value in values(record).items():
         metric = name.removeprefix(f"{split}/")
-        self._set(metric, value, f"{metric}, as in metrics.jsonl.", split=split)
+        self._set(metric, value, "As in metrics.jsonl.", split=split)
     if found := goodput.read(self.run.model_dir):
       self._set("goodput_ratio", found.share(goodput.PRODUCTIVE), "Of the wall time since step 0.")
       self._set("starts", found.starts, "Processes that have trained in the run folder.")
@@ -68,8 +68,10 @@ class Prometheus(Tracker):
   def _set(self, name: str, value: float, about: str, **labels: str) -> None:
     from prometheus_client import Gauge
 
-    labels = {"run": self.run_name, **labels}
-    name = "loopwright_" + re.sub(r"\W", "_", name, flags=re.ASCII)
-    if name not in self._gauges:
-      self._gauges[name] = Gauge(name, about, list(labels), registry=self._registry)
-    self._gauges[name].labels(**labels).set(value)
+    plain = re.sub(r"\W", "_", name, flags=re.ASCII)
+    # To Prometheus a label without a value is none; a client wants the same ones of all.
+    labels = {"split": "", "part": "", "metric": "" if name == plain else name, **labels}
+    if plain not in self._gauges:
+      names = ["run", *labels]
+      self._gauges[plain] = Gauge(f"loopwright_{plain}", about, names, registry=self._registry)
+    self._gauges[plain].labels(run=self.run_name, **labels).set(value)
