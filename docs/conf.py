@@ -33,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 import loopwright  # noqa: E402
 from loopwright import aliases, registry, tasks, testing  # noqa: E402
 from loopwright.configurables import table  # noqa: E402
-from loopwright.strategies import factories  # noqa: E402
 
 project = "Loopwright"
 release = importlib.metadata.version("loopwright")
@@ -214,13 +213,10 @@ def public_names() -> Iterator[str]:
     importlib.import_module(module.name)
   table.register_all()
   registered = [entry.wrapped for _, entry in table.registry().items()]
-  strategies = {id(getattr(factories, name)): name for name in factories.__all__}
   checks = [each for name, each in vars(testing).items() if not name.startswith("_")]
   for each in [*registered, *checks]:
     name = f"{getattr(each, '__module__', '')}.{getattr(each, '__name__', '')}"
-    if id(each) in strategies:
-      yield f"{factories.__name__}.{strategies[id(each)]}"
-    elif name.startswith(_OWN) and not any(each is other for other in exported.values()):
+    if name.startswith(_OWN) and not any(each is other for other in exported.values()):
       yield name
 
 
