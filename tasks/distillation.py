@@ -19,7 +19,7 @@ import loopwright
 from loopwright import Batch, ConfigError, EvalStep, Loss
 from loopwright.host import bounded
 from loopwright.metrics import weighted_sum
-from loopwright.run_folder import checkpoint_files
+from loopwright.run_folder import checkpoint_files, h5, weight_files
 from loopwright.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
 _FILE = "teacher.npz"
@@ -141,21 +141,23 @@ def trained_weights(network: keras.Model, path: str) -> list[np.ndarray]:
     "Distillation.teacher_network, and its options, the values with which the teacher was trained"
   )
   if path.endswith(_KERAS_FILES):
-    found = path
     bounded.require_file(path, "a trained teacher")
+    with bounded.reading(path, remedy):
+      _load_file(network, path)
   else:
     found = _checkpoint(path)
-  if path.endswith(".keras"):
-    bounded.require_archive(path, bounded.MAX_BYTES, remedy)
-  with bounded.reading(path, remedy):
-    if path.endswith(".keras"):
-      network.set_weights(keras.models.load_model(path, compile=False).get_weights())
-    elif path.endswith(".weights.h5"):
-      network.load_weights(path)
-    else:
+    with bounded.reading(path, remedy):
       status = tf.train.Checkpoint(model=network).read(found)
       status.assert_existing_objects_matched().expect_partial()
   return network.get_weights()
+
+
+def _load_file(network: keras.Model, path: str) -> None:
+  """Loads only weights: the model that a file describes may be of any size."""
+  found = h5.checked(weight_files.h5_content(path))
+  if found and len(found) != len(network.weights):  # Keras leaves out what the network has not
+    raise ValueError(f"it has {len(found)} variables, not {len(network.weights)}")
+  network.load_weights(path)
 
 
 def _checkpoint(path: str) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import zipfile
 
 import keras
 import numpy as np
@@ -530,6 +531,36 @@ def test_a_teacher_of_another_shape_is_refused(name, teachers):
   )
   with pytest.raises(ConfigError, match=r"must hold the weights of 'mlp' with \d+ parameters"):
     task.fit()
+
+
+def test_a_teacher_with_more_layers_is_refused(teachers):
+  """Keras would load those that both have."""
+  deeper = SMALL_MLP(input_shape=(8, 8, 1), classes=CLASSES)
+  deeper = keras.Sequential([keras.Input([8, 8, 1]), *deeper.layers, keras.layers.Dense(CLASSES)])
+  for name in ("deeper.keras", "deeper.weights.h5"):
+    path = teachers[0] / name
+    (deeper.save if name.endswith(".keras") else deeper.save_weights)(path)
+    task = Distillation(data=images(), teacher=str(path), teacher_network=SMALL_MLP, **CLASSIFIER)
+    with pytest.raises(ConfigError, match=r"it has 6 variables, not 4.*the weights of 'mlp' with"):
+      task.fit()
+
+
+def test_the_model_that_a_teachers_file_describes_is_not_built(teachers, tmp_path):
+  """A text of 30 bytes can describe gigabytes."""
+  path = tmp_path / "huge.keras"
+  with zipfile.ZipFile(teachers[0] / "whole.keras") as sound, zipfile.ZipFile(path, "w") as other:
+    for name in sound.namelist():
+      content = sound.read(name)
+      if name == "config.json":
+        content = content.replace(b'"filters": ', b'"filters": 999999999')
+      other.writestr(name, content)
+  task = Distillation(
+    data=images(), teacher=str(path), teacher_network=functools.partial(SMALL_CNN, dropout=0.2),
+    **CLASSIFIER,
+  )  # fmt: skip
+  task.use(assets.fitted(task))
+  for one, other in zip(task.build_model()["teacher"].get_weights(), teachers[1], strict=True):
+    np.testing.assert_array_equal(one, other)
 
 
 def test_a_teacher_that_is_not_there_is_refused():

@@ -107,9 +107,10 @@ def _dataset(dataset: h5py.Dataset) -> h5py.Dataset:
   """Refuses what Keras never writes: a chunk can expand a thousandfold, a link leads anywhere.
 
   Raises:
-    TypeError: it is not a plain array of numbers.
+    TypeError: it is not a plain array of numbers, or not all of it is in the file.
   """
-  if not isinstance(dataset, h5py.Dataset) or dataset.chunks or dataset.external:
+  plain = isinstance(dataset, h5py.Dataset) and not (dataset.chunks or dataset.external)
+  if not plain or dataset.id.get_storage_size() < dataset.nbytes:
     raise TypeError(f"{dataset.name} is not stored as Keras stores weights")
   return dataset
 

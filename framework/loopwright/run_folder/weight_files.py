@@ -71,21 +71,26 @@ def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
     raise ConfigError(
       f"WarmStart.match is 'path', but {source!r} is a Keras file, which has names; remove match."
     )
-  content = _content(source)
-  if source.endswith(".keras"):
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-      member = archive.getinfo("model.weights.h5")
-      # Keras does not compress, so nothing is larger than its archive, except in a small file.
-      bounded.require_bytes(source, member.file_size, max(bounded.MAX_BYTES, len(content)))
-      content = archive.read(member)
-  yield _of_h5(content, source)
+  yield _of_h5(h5_content(source), source)
 
 
-def _content(source: str) -> bytes:
+def h5_content(source: str) -> bytes:
+  """Returns the HDF5 file that a Keras file is, or has in it (host).
+
+  Raises:
+    Exception: it is damaged; whatever `zipfile` raises. A ConfigError: it has no end.
+  """
   if os.path.exists(source):
     bounded.require_file(source, "a Keras file")  # a pipe or a device may have no end
   with tf.io.gfile.GFile(source, "rb") as file:
-    return file.read()
+    content = file.read()
+  if not source.endswith(".keras"):
+    return content
+  with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    member = archive.getinfo("model.weights.h5")
+    # Keras does not compress, so nothing is larger than its archive, except in a small file.
+    bounded.require_bytes(source, member.file_size, max(bounded.MAX_BYTES, len(content)))
+    return archive.read(member)
 
 
 def _of_checkpoint(reader: tf.train.CheckpointReader, match: Match) -> dict[str, Stored]:

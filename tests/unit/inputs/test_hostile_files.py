@@ -318,6 +318,7 @@ def weights_of(folder, write):
   "write",
   [
     lambda group: group.create_dataset("0", data=np.zeros(9), chunks=(3,), compression="gzip"),
+    lambda group: group.create_dataset("0", [1 << 28], "f4"),  # none of it is in the file
     lambda group: group.create_dataset("0", (9,), "f4", external=[("/etc/passwd", 0, 36)]),
     lambda group: group.create_dataset("0", data=np.array(["text"], "S4")),
     lambda group: group.attrs.create("name", np.zeros(2**16, "S4")),
