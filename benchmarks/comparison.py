@@ -16,7 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tensorflow as tf
 
-from loopwright.run_folder import checkpoints
+from loopwright.run_folder import checkpoints, fitting
 from loopwright.tools.ledger.proof import Ledger, Problem
 
 TIMES = ("wall_time", "input_wait_s", "examples_per_second", "steps_per_second", "start_s",
@@ -102,7 +102,7 @@ def different_tensors(path: Path, reference: Path) -> list[str]:
 def tensors(path: Path) -> dict[str, bytes]:
   """Returns every value in a checkpoint; raises a tf.errors.OpError if it is damaged."""
   reader = tf.train.load_checkpoint(str(path))
-  names = reader.get_variable_to_shape_map().keys() - {checkpoints.START}  # each process's own
+  names = reader.get_variable_to_shape_map().keys() - {fitting.START}  # each process's own
   return {name: _bits(reader.get_tensor(name)) for name in names}
 
 

@@ -26,7 +26,6 @@ from loopwright.hooks import Hook
 from loopwright.host import signals
 from loopwright.host.timing import HOST, Stopwatch
 from loopwright.run_folder import legs
-from loopwright.run_folder.pace import Pace
 
 BEAT_S = 0.5
 """Seconds between two writes of the record."""
@@ -49,7 +48,7 @@ class Flight(Hook):
     self.watch, self.leg, self._clock = Stopwatch(clock=clock), legs.here(), clock
     self._noted, self._began = clock(), time.time()
     self._before: dict[str, float] = {}
-    self._traces, self._pace = 0, Pace()
+    self._traces, self._pace = 0, legs.Pace()
     self._writer: legs.Writer | None = None
     self._lock = threading.RLock()
     self._over = threading.Event()

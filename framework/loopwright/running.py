@@ -4,6 +4,7 @@ run(task=Digits(), train_steps=1000, global_batch_size=128, model_dir="runs/digi
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -17,7 +18,6 @@ from loopwright.builder import Recipe, made_task, set_globals
 from loopwright.declaration import AT_THE_START, COUNT, Instead, asked, fixed, free
 from loopwright.errors import ConfigError
 from loopwright.flight import Flight
-from loopwright.going_on import Start, examples, require_any_size
 from loopwright.graphs import randomness
 from loopwright.host import nvidia
 from loopwright.modes import TRAINING_MODES, Mode
@@ -37,6 +37,7 @@ from loopwright.options import (
 from loopwright.run_folder import history, places
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.session import Session
+from loopwright.starting import examples, started
 from loopwright.strategies import cluster as clusters
 from loopwright.strategies import factories, placement
 from loopwright.task import Task
@@ -186,7 +187,7 @@ def run(given: Options) -> dict[str, float]:
     checkpoint = _checkpoint(given.checkpoint, at.folder, mode)
     if cluster.is_chief and (versions := history.changed_versions(at.folder)):
       logging.warning("the run in %s was made with other versions: %s", at.shown, versions)
-    start = Start(
+    start = started(
       task=task, options=given, global_batch_size=recipe.global_batch_size, model_dir=at.folder,
       training=training, accept=given.accept_changes,
     )  # fmt: skip
@@ -200,7 +201,8 @@ def run(given: Options) -> dict[str, float]:
     trainer = recipe.trainer(task, chosen, observers=observers)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     if training:
-      require_any_size(trainer, per_replica_batch_size=given.per_replica_batch_size)
+      if clusters.WORKERS in os.environ:
+        registry.load("part", "require_any_size")(trainer, given.per_replica_batch_size)
       start.require_data(examples(trainer, evaluator))
       start.compare(trainer)
     session = Session(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from loopwright.hooks import Hook, Output
 from loopwright.options import Cadence
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.places import Opened
-from loopwright.run_folder.snapshots import Snapshots
+
+if TYPE_CHECKING:
+  from loopwright.run_folder.snapshots import Snapshots
 
 
 class Saving(Hook):

@@ -6,31 +6,35 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from loopwright import configurables, hangs, registry
 from loopwright.actions.base import Action
-from loopwright.actions.calls import Actions
 from loopwright.errors import ConfigError, Preempted
 from loopwright.evaluator import Evaluator
 from loopwright.flight import Flight
-from loopwright.going_on import Start, experiment, replay_command
 from loopwright.hooks import Hooks, StopTraining
 from loopwright.host import files
 from loopwright.loop import Loop
 from loopwright.modes import TRAINING_MODES, Mode
 from loopwright.options import Cadence, Hangs
 from loopwright.reporting.reports import Reports
-from loopwright.run_folder import history, layout, snapshots
+from loopwright.run_folder import history, layout
 from loopwright.run_folder.checkpoint_files import newest_line
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.places import Opened
-from loopwright.run_folder.snapshots import Snapshots
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.saving import Saving
+from loopwright.starting import Start, experiment
 from loopwright.stopping import Stopping
+from loopwright.strategies.cluster import SNAPSHOTS
 from loopwright.trainer import Trainer
+
+if TYPE_CHECKING:
+  from loopwright.actions.calls import Actions
+  from loopwright.run_folder.snapshots import Snapshots
 
 
 class Session:
@@ -68,11 +72,12 @@ class Session:
     self._place, self._cadence, self._hangs, self._status = place, cadence, hangs, "done"
     self._keep = keep_checkpoints
     self._restored_step = 0
-    self._actions = Actions(actions, require=place.require)
+    self._actions: Actions | None = None
+    if actions:
+      self._actions = registry.load("part", "Actions")(actions, require=place.require)
     self._reports = Reports(
-      trainer, place=place, train_steps=cadence.train_steps, evaluates=evaluator is not None,
-      split=lambda: self._actions.split,
-    )  # fmt: skip
+      trainer, place=place, train_steps=cadence.train_steps, evaluates=evaluator is not None
+    )
     self._say = self._reports.progress.message
     self._flight = flight or Flight()
     self._manager = self._make_manager(start, assets, self._in(layout.CHECKPOINTS))
@@ -85,25 +90,28 @@ class Session:
       self.cluster, progress=self._reports.progress, goes_on=self._flight.goes_on,
       saving=self._saving,
     )  # fmt: skip
-    hooks = [self._actions, self._reports, self._saving, self._stopping, self._flight]
-    self._hooks = Hooks(hooks)
+    always = (self._reports, self._saving, self._stopping, self._flight)
+    self._hooks = Hooks([self._actions, *always] if self._actions else always)
     self._loop = Loop(trainer=trainer, evaluator=evaluator, cadence=cadence, hooks=self._hooks)
-    self._actions.bind(
-      trainer, evaluator, model_dir=place.folder, metrics_log=self._reports.log,
-      board=self._reports.board, checkpoint=self._manager.checkpoint, message=self._say,
-      config=start.everything if start else {},
-      replay_command=replay_command(place.folder, trainer),
-    )  # fmt: skip
+    if self._actions is not None:
+      self._actions.bind(
+        trainer, evaluator, model_dir=place.folder, checkpoint=self._manager.checkpoint,
+        metrics_log=self._reports.log, message=self._say, writer=self._reports.writer,
+        config=start.everything if start else {},
+        replay_command=registry.load("part", "replay_command")(place.folder, trainer),
+      )  # fmt: skip
 
   def _in(self, name: str) -> str:
     return os.path.join(self._place.folder, name)
 
   def _make_snapshots(self, start: Start | None, assets: str) -> Snapshots | None:
-    folder = snapshots.directory() if start else None
-    if folder is None or start is None:
+    folder = os.environ.get(SNAPSHOTS)
+    if not folder or start is None:
       return None
-    manager = self._make_manager(start, assets, folder, keep=snapshots.KEPT)
-    return Snapshots(manager, self.cluster, start=start.name)
+    kind: type[Snapshots] = registry.load("part", "Snapshots")
+    directory = os.path.join(folder, layout.CHECKPOINTS)
+    manager = self._make_manager(start, assets, directory, keep=kind.kept)
+    return kind(manager, self.cluster, start=start.name)
 
   def _make_manager(
     self, start: Start | None, assets: str, directory: str, keep: int | None = None
@@ -119,7 +127,7 @@ class Session:
       logs=[self._reports.log.path, *map(self._in, ledgers)],
       before_first=(lambda: start.record(step=self._restored_step)) if start else None,
       after_each=self._place.changed,
-      actions=self._actions.states if self._actions.states.values else None,
+      actions=self._actions and self._actions.saved,
       require=self._place.require,
       **(start.labels() if start else {"starts": known}),
     )
@@ -179,7 +187,7 @@ class Session:
       self._reports.result(
         results, split="train" if mode == "train" else "eval", step=self.step, status=self._status,
         skipped=int(self.trainer.skipped_steps.numpy()) if trained else 0,
-        more=self._actions.results() if trained else (),
+        more=self._actions.results() if self._actions and trained else (),
       )  # fmt: skip
     self.cluster.leave()
     return results
@@ -244,7 +252,7 @@ class Session:
 
   def _train(self, *, evaluating: bool) -> None:
     """Trains with all setup and cleanup, until the end or until an action stops the run."""
-    if self.evaluator is not None:
+    if self.evaluator is not None and self._actions is not None:
       self._actions.require_metrics(self.evaluator)
     self._place.require()
     newest = functools.partial(newest_line, self._manager.directory)
@@ -285,8 +293,8 @@ class Session:
         "run.train_steps to train on, or choose another --model_dir"
       )
     elif self.cluster.is_chief:
-      again = self.evaluator is not None and self._actions.states.missed(self.step)
-      self._reports.log.trim(self.step, evaluation=again)
+      missed = self._actions is not None and self._actions.states.missed(self.step)
+      self._reports.log.trim(self.step, evaluation=missed and self.evaluator is not None)
       files.atomic_write(self._in(layout.CONFIG), configurables.operative_config())
     self.cluster.barrier()  # actions on all workers read the chief's log
 

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import hang_trials, straggler_trials
 from loopwright import commands
-from loopwright.hangs import verdict
-from loopwright.host import stacks
+from loopwright.host import stacks, threads
+from loopwright.inquiry import verdict
 from loopwright.run_folder import layout, legs
 from loopwright.run_folder.legs import Leg
 
@@ -69,11 +69,11 @@ def test_a_thread_that_waits_for_a_file_is_found(tmp_path):
   thread.start()
   try:
     time.sleep(0.2)
-    assert f"openat of {fifo}" in stacks.blocked_files()
+    assert f"openat of {fifo}" in threads.blocked_files()
   finally:
     os.close(os.open(fifo, os.O_WRONLY))
     thread.join()
-  assert not any(fifo in each for each in stacks.blocked_files())
+  assert not any(fifo in each for each in threads.blocked_files())
 
 
 def test_a_process_without_a_handler_is_not_signalled():

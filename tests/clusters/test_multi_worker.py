@@ -17,7 +17,7 @@ import runs
 from input_cases import ledger_digest
 
 import launch
-from loopwright.run_folder import legs, paces
+from loopwright.run_folder import flights, paces
 from loopwright.tools.ledger import __main__
 
 ROOT = Path(launch.__file__).parent
@@ -151,7 +151,7 @@ def test_only_the_chief_writes(trained):
 
 def test_each_worker_records_its_own_times(trained):
   """Of all loops but the first, which is traced; the chief prints them at the end."""
-  found = legs.read(str(trained(2).folder / "m"))
+  found = flights.read(str(trained(2).folder / "m"))
   assert found.keys() == {0, 1}
   for worker in found.values():
     counts = [leg.times for leg in worker if leg.times]

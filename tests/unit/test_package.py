@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 import launch
 import loopwright
-from loopwright import tasks
+from loopwright import going_on, tasks
 from loopwright.host import children, modules
 from loopwright.run_folder import history
 
@@ -124,9 +124,9 @@ def test_history_sees_no_change_of_the_name(monkeypatch):
   before = {"task": "tasks.gan.Gan", "garden_experiment.modules": "['tasks.garden_digits']"}
   now = {name: value.replace("tasks.", "loopwright.tasks.") for name, value in before.items()}
   monkeypatch.setattr(history, "records", lambda folder: [{"config": before}])
-  assert history.changes("m", "config", now) == []
+  assert going_on.changes("m", "config", now) == []
   other = {**now, "task": "loopwright.tasks.vae.Vae"}
-  [change] = history.changes("m", "config", other)
+  [change] = going_on.changes("m", "config", other)
   assert (change.name, change.now, change.before) == (
     "task", "loopwright.tasks.vae.Vae", "loopwright.tasks.gan.Gan"
   )  # fmt: skip

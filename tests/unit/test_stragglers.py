@@ -7,9 +7,8 @@ import pytest
 
 from loopwright.flight import Flight
 from loopwright.kinds.workers.stragglers import LOOPS, WHILE_S, Stragglers
-from loopwright.run_folder import legs, paces
-from loopwright.run_folder.legs import Leg
-from loopwright.run_folder.pace import Pace
+from loopwright.run_folder import flights, paces
+from loopwright.run_folder.legs import Leg, Pace
 
 
 def pace(input_s, compute_s, collective_s):
@@ -96,7 +95,7 @@ def test_percentiles_over_several_legs_are_right_to_2_5_percent():
     worker.append(Leg(began=1.0))
     for seconds in part:
       counts.add(worker[-1], 2, 2 * seconds, 0.0, None)
-  read_again = legs.of_lines(json.dumps(vars(leg)) for leg in worker)
+  read_again = flights.of_lines(json.dumps(vars(leg)) for leg in worker)
   found = paces.times(read_again)
   expected = [*np.quantile(draws, [0.5, 0.99], method="inverted_cdf"), draws.max()]
   np.testing.assert_allclose(found["compute"], expected, rtol=0.025)
@@ -109,7 +108,7 @@ def test_percentiles_over_several_legs_are_right_to_2_5_percent():
 
 def test_counts_that_are_none_are_left_out():
   record = {"began": 1.0, "times": {"input": {"5": 2, "x": 1, "6": -1, "7": "a"}, "b": 3}}
-  [leg] = legs.of_lines([json.dumps(record)])
+  [leg] = flights.of_lines([json.dumps(record)])
   assert leg.times == {"input": {"5": 2}}
 
 

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
+from loopwright import registry
 from loopwright.declaration import free
 from loopwright.errors import ConfigError
 from loopwright.hooks import Output as Output
 from loopwright.hooks import StopTraining as StopTraining
-from loopwright.reporting.board import Board
 from loopwright.run_folder.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
   from loopwright.evaluator import Evaluator
+  from loopwright.reporting.board import Board
   from loopwright.task import Task
   from loopwright.trainer import Trainer
 
@@ -68,7 +69,7 @@ class Run:
   is_chief: bool = True
   require: Callable[[], None] = lambda: None
   message: Callable[[str], None] = print
-  board: Board = dataclasses.field(default_factory=Board)
+  board: Board = dataclasses.field(default_factory=lambda: registry.load("public", "Board")())
   current_split: Callable[[], str] = lambda: "train"
   evaluated_weights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 

@@ -6,12 +6,15 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from loopwright.actions.base import Action, Output, Run
 from loopwright.actions.state import ActionStates
 from loopwright.errors import unknown
 from loopwright.evaluator import Evaluator
 from loopwright.hooks import Hook
 from loopwright.host.timing import timed
+from loopwright.reporting.board import Board
 from loopwright.task import Task
 from loopwright.trainer import Trainer
 
@@ -20,7 +23,8 @@ class Actions(Hook):
   """Calls the actions of a run: `bind`, then as a hook of its loop.
 
   Attributes:
-    states: what the actions keep over a restart, for checkpoints.
+    states: what the actions keep over a restart.
+    saved: `states` for checkpoints; None if no action keeps anything.
     split: "train" or "eval": what the last action was called for.
   """
 
@@ -33,19 +37,36 @@ class Actions(Hook):
     """
     self._actions, self._require = list(actions), require
     self.states, self.split = ActionStates(actions), "train"
+    self.saved = self.states if self.states.values else None
 
-  def bind(self, trainer: Trainer, evaluator: Evaluator | None, **more: Any) -> None:
+  def bind(
+    self,
+    trainer: Trainer,
+    evaluator: Evaluator | None,
+    *,
+    model_dir: str,
+    message: Callable[[str], None],
+    writer: Callable[[str], tf.summary.SummaryWriter],
+    **more: Any,
+  ) -> None:
     """Gives the actions the run, with `more` attributes of `Run` (host).
+
+    Args:
+      writer: returns TensorBoard's writer of "train" or "eval".
 
     Raises:
       ConfigError: an action cannot be used in this run.
     """
     ema = trainer.parts.ema
-    self._step = trainer.global_step
+    self._step, is_chief = trainer.global_step, trainer.cluster.is_chief
+    board = Board(
+      model_dir if is_chief else None, step=lambda: int(self._step.numpy()), message=message,
+      writer=lambda: writer(self.split),
+    )  # fmt: skip
     run = Run(
       task=trainer.task, strategy=trainer.strategy, trainer=trainer, evaluator=evaluator,
-      global_step=trainer.global_step, is_chief=trainer.cluster.is_chief, actions=self._actions,
-      require=self._require, current_split=lambda: self.split,
+      global_step=trainer.global_step, is_chief=is_chief, actions=self._actions, board=board,
+      require=self._require, current_split=lambda: self.split, model_dir=model_dir, message=message,
       evaluated_weights=ema.in_place if ema else contextlib.nullcontext, **more,
     )  # fmt: skip
     for action in self._actions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from loopwright.hooks import Hook
 from loopwright.reporting import progress, summary
-from loopwright.reporting.board import Board
 from loopwright.reporting.reporter import Reporter
 from loopwright.run_folder import layout
 from loopwright.run_folder.metrics_log import MetricsLog
@@ -35,7 +34,6 @@ class Reports(Hook):
   Attributes:
     log: metrics.jsonl.
     progress: the lines of progress.
-    board: pictures, histograms and texts.
   """
 
   def __init__(
@@ -45,7 +43,6 @@ class Reports(Hook):
     place: Opened,
     train_steps: int,
     evaluates: bool,
-    split: Callable[[], str],
   ) -> None:
     """Reports nothing yet (host).
 
@@ -54,7 +51,6 @@ class Reports(Hook):
       place: the run folder.
       train_steps: the step at which the run ends.
       evaluates: whether the run has evaluations.
-      split: returns "train" or "eval": for which of them the board is used now.
     """
     self._began_s, self._trainer, self._place = time.monotonic(), trainer, place
     self._train_steps, is_chief = train_steps, trainer.cluster.is_chief
@@ -74,12 +70,6 @@ class Reports(Hook):
       "train": Reporter(split="train", global_batch_size=trainer.global_batch_size, **common),
       "eval": Reporter(split="eval", **common),
     }
-    self.board = Board(
-      place.folder if is_chief else None,
-      step=lambda: int(trainer.global_step.numpy()),
-      writer=lambda: self.writer(split()),
-      message=self.progress.message,
-    )
 
   def writer(self, split: str) -> tf.summary.SummaryWriter:
     """Returns TensorBoard's writer of "train" or "eval"."""
@@ -91,6 +81,7 @@ class Reports(Hook):
 
   def after(self, split: str, output: Mapping[str, Any]) -> None:
     """Reports the values of one loop or evaluation; see `Reporter` (host)."""
+    self._place.require()  # else TensorBoard's writer makes a folder again that was removed
     self._of[split].report(output)
 
   def is_unevaluated(self, step: int) -> bool:

@@ -15,12 +15,11 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.trackable import trackable_utils
 
+from loopwright import registry
 from loopwright.aliases import Variable
 from loopwright.errors import ConfigError, first_line
-from loopwright.host import files, modules
+from loopwright.host import files
 from loopwright.host.timing import timed
-from loopwright.models import models
-from loopwright.optimizers.saved_layout import saved_shape
 from loopwright.run_folder import layout
 from loopwright.run_folder.checkpoint_files import (
   PREFIX,
@@ -42,13 +41,6 @@ if TYPE_CHECKING:
 ASSETS = "assets"
 """Label of the assets' digest in a checkpoint; absent if the task has no assets."""
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
-_COPIES = ("/_trainable_variables/", "/_current_learning_rate/")
-"""In the keys of values that only checkpoints of earlier versions have, and nothing needs."""
-_NEW = ("ema", "loss_scale")
-"""What a changed config may add: it begins where the run goes on."""
-_STATE_OF = "{}/.ATTRIBUTES/py_state"
-START = _STATE_OF.format("start")
-"""Key of the id of the line in history.jsonl that tells how a checkpoint was trained."""
 _NO_DAMAGE = (
   tf.errors.AbortedError,
   tf.errors.CancelledError,
@@ -107,7 +99,11 @@ class CheckpointManager(tf.train.CheckpointManager):
       require: called before a write; raises if the folder no longer belongs to the run.
       changed: the values in which the config differs from that of the checkpoints; "" for none.
     """
-    self._trainer, self._experiment, self._assets = trainer, dict(experiment), assets
+    self._trainer, self._require = trainer, require
+    self._of_run = {
+      "experiment": dict(experiment), "assets": assets, "start": start, "starts": starts,
+      "changed": changed,
+    }  # fmt: skip
     self._directory, self._keep, self._checkpoint_interval = directory, keep, None
     self._logs, self._background = list(logs), files.Background()
     self._before_first, self._after_each = before_first, after_each
@@ -116,12 +112,10 @@ class CheckpointManager(tf.train.CheckpointManager):
     texts = {**experiment, ASSETS: assets} if assets else experiment
     labels = {k: tf.Variable(v, trainable=False) for k, v in texts.items()}
     self._checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items(), experiment=labels)
-    self._own, self._starts, self._require = start, starts, require
-    self._states = {"actions": actions, "start": _Text(start) if start else None}
-    for name, state in self._states.items():
-      if state is not None:
-        setattr(self._checkpoint, name, state)
-    self._changed = changed
+    if actions is not None:
+      self._checkpoint.actions = actions
+    if start:
+      self._checkpoint.start = _Text(start)
     _ = self._checkpoint.save_counter  # created on first use; must exist before the first restore
 
   @property
@@ -252,7 +246,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         f"run.checkpoint is {given!r}, where there is no checkpoint; give one without its "
         f"suffix, such as {self._path(f'{PREFIX}-100')}, or a folder that contains one."
       )
-    self._starts = None  # the user has named it
+    self._of_run["starts"] = None  # the user has named it
     try:
       self.restore(path)
     except tf.errors.OpError as error:
@@ -269,53 +263,13 @@ class CheckpointManager(tf.train.CheckpointManager):
     """
     self.wait()
     try:
-      self._restore(path, tf.train.load_checkpoint(path))
+      registry.load("part", "Fitting")(
+        checkpoint=self._checkpoint, trainer=self._trainer, **self._of_run
+      ).restore(path)
     except IndexError as error:  # TensorFlow's reader raises it for a file that is too short
       raise tf.errors.DataLossError(None, None, str(error)) from error
     self._trainer.reset_input()
     self._saved_step = int(self._trainer.global_step.numpy())
-
-  def _restore(self, path: str, reader: tf.train.CheckpointReader) -> None:
-    self._refuse_foreign(path, reader)
-    try:
-      with self._fitted(reader), self._trainer.strategy.scope():
-        status = self._checkpoint.restore(path)
-        status.assert_existing_objects_matched().expect_partial()  # see `_refuse_larger`
-        self._refuse_larger(path, reader, status)
-    except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
-      self._explain(path, reader, error)
-      raise
-
-  @contextlib.contextmanager
-  def _fitted(self, reader: tf.train.CheckpointReader) -> Iterator[None]:
-    """Gives what is restored the parts that a checkpoint has; what it has not begins here."""
-    keys, ema = reader.get_variable_to_shape_map(), self._trainer.parts.ema
-    follows = ema is not None and ema.decay is None  # from the rest
-    new = _NEW if self._changed else ("ema",) if follows else ()
-    absent = {
-      name: getattr(self._checkpoint, name)
-      for name in (*self._states, *new)
-      if hasattr(self._checkpoint, name) and not any(key.startswith(f"{name}/") for key in keys)
-    }
-    optimizers = self._trainer.parts.optimizers
-    for name in absent:
-      delattr(self._checkpoint, name)
-    for name, optimizer in optimizers.items():
-      own = f"optimizers/{trackable_utils.escape_local_name(name)}/"
-      parts = {key.removeprefix(own).removesuffix(VALUE) for key in keys if key.startswith(own)}
-      optimizer.saved.fit(parts)
-    try:
-      yield
-    finally:
-      for name, item in absent.items():
-        setattr(self._checkpoint, name, item)
-      for optimizer in optimizers.values():
-        optimizer.saved.settle(changed=bool(self._changed))
-    if "ema" in absent and ema is not None:
-      ema.restart()
-    for state in map(absent.get, self._states):
-      if state is not None:
-        state.deserialize("")
 
   def _restored(self, path: str) -> bool:
     written = written_at(path)
@@ -406,85 +360,6 @@ class CheckpointManager(tf.train.CheckpointManager):
       if other not in indexed:
         files.remove(self._path(name))
 
-  def _refuse_foreign(self, path: str, reader: tf.train.CheckpointReader) -> None:
-    for name, value in self._experiment.items():
-      saved = _label(reader, name)
-      if not saved:
-        raise ConfigError(
-          f"checkpoint {path} was not written by this framework; choose another --model_dir."
-        )
-      if value not in (saved, modules.current(saved)):
-        raise ConfigError(
-          f"checkpoint {path} belongs to another experiment: its {name} is {saved!r}, but this "
-          f"run's is {value!r}; choose another --model_dir."
-        )
-
-    self._refuse_unknown(path, reader)
-    saved = _label(reader, ASSETS)
-    if saved != self._assets:
-      raise ConfigError(
-        f"checkpoint {path} was trained with {_named(saved)}, but this run has "
-        f"{_named(self._assets)}; restore the assets folder of the checkpoint, or choose another "
-        "--model_dir."
-      )
-
-  def _refuse_unknown(self, path: str, reader: tf.train.CheckpointReader) -> None:
-    """Raises a ConfigError for a checkpoint of a start that history.jsonl does not have."""
-    start = reader.get_tensor(START).decode() if reader.has_tensor(START) else ""
-    if start and self._starts and start not in {*self._starts(), self._own}:
-      remedy = (
-        "choose another --model_dir, or add --accept_changes to go on with this config and data"
-        if self._own
-        else f"name it, to evaluate or export it all the same: run.checkpoint={path!r}"
-      )
-      raise ConfigError(
-        f"checkpoint {path} was written by a start that {layout.HISTORY} does not have: the file "
-        "was removed, shortened or is another run's, so it is not known what the checkpoint was "
-        f"trained with; restore {layout.HISTORY}, or {remedy}."
-      )
-
-  def _refuse_larger(self, path: str, reader: tf.train.CheckpointReader, status: Any) -> None:
-    """Raises if the checkpoint has more variables than this run, which TensorFlow would ignore."""
-    try:
-      status.assert_consumed()
-    except AssertionError as error:
-      if differences := self._differences(reader):
-        raise self._misfit(path, differences) from error
-
-  def _explain(self, path: str, reader: tf.train.CheckpointReader, error: Exception) -> None:
-    if isinstance(error, ConfigError):
-      return
-    differences = self._differences(reader)
-    if differences or not isinstance(error, tf.errors.InvalidArgumentError):
-      raise self._misfit(path, differences or [first_line(error)[:300]]) from error
-
-  def _differences(self, reader: tf.train.CheckpointReader) -> list[str]:
-    """Returns where model and optimizers differ from a checkpoint's; the model's lines first."""
-    here, there = variables_of(self._checkpoint), _kinds(reader)
-    of_model = {id(models.raw(v)) for v in models.all_variables(self._trainer.task.model)}
-    found: list[tuple[int, str]] = []
-    for key, variable in here.items():
-      raw = models.raw(variable)
-      wanted, got = f"{raw.dtype.name} {saved_shape(raw).as_list()}", there.get(key, "missing")
-      if wanted != got:
-        rank = 0 if id(raw) in of_model else 2
-        found.append((rank, f"{models.name(variable)!r} is {got} in it and {wanted} here"))
-    for key in sorted(there.keys() - here.keys()):
-      if key.startswith(("model/", "optimizers/")) and not any(each in key for each in _COPIES):
-        name = key.removesuffix(VALUE)
-        rank = 1 if key.startswith("model/") else 3
-        found.append((rank, f"{name!r} is {there[key]} in it and missing here"))
-    return [text for _, text in sorted(found, key=lambda item: item[0])]
-
-  def _misfit(self, path: str, differences: list[str]) -> ConfigError:
-    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-    changed = f" with {self._changed}" if self._changed else ""
-    remedy = "set it back" if self._changed else "use the config that it was trained with"
-    return ConfigError(
-      f"checkpoint {path} does not fit this run{changed}: {differences[0]}{more}; {remedy}, or "
-      "choose another --model_dir."
-    )
-
   def _path(self, name: str) -> str:
     return os.path.join(self._directory, name)
 
@@ -525,17 +400,3 @@ def variables_of(root: tf.train.Checkpoint) -> dict[str, Variable]:
   kinds = (tf.Variable, keras.Variable)
   found = [v for v in nodes if isinstance(v, kinds) or hasattr(v, "saved_shape")]
   return {f"{trackable_utils.object_path_to_string(paths[v])}{VALUE}": v for v in found}
-
-
-def _kinds(reader: tf.train.CheckpointReader) -> dict[str, str]:
-  dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
-  return {k: f"{dtypes[k].name} {list(shapes[k])}" for k in shapes if k.endswith(VALUE)}
-
-
-def _label(reader: tf.train.CheckpointReader, name: str) -> str:
-  key = f"experiment/{name}{VALUE}"
-  return reader.get_tensor(key).decode() if reader.has_tensor(key) else ""
-
-
-def _named(assets: str) -> str:
-  return f"the assets {assets[:12]}..." if assets else "no assets"

@@ -15,86 +15,22 @@ import inspect
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
-from loopwright.host import files, json_lines, modules, redaction
+from loopwright.host import files, json_lines, redaction
 from loopwright.run_folder import layout
 
 _PACKAGES = ("loopwright", "tensorflow", "keras", "tf_keras", "numpy")
-_SHOWN = 3
-_UNSET = "(unset)"
-_MACRO = re.compile(r"%([\w./-]+)")
 
 Values = Mapping[str, str]
-
-
-class Change(NamedTuple):
-  """What differs from the last start."""
-
-  name: str
-  now: str
-  before: str
-
-  def __str__(self) -> str:
-    """Returns a phrase such as "run.seed = 1, which was 0"."""
-    return f"{self.name} = {self.now}, which was {self.before}"
-
-
-def changes(model_dir: str, part: str, values: Values) -> list[Change]:
-  """Returns what differs from the last start (host).
-
-  Args:
-    part: "config"; or "data", of which only what both starts have is compared: a run that only
-      trains reads no evaluation examples.
-    values: name -> value, as text; a macro counts where it is used.
-  """
-  record = (records(model_dir) or [{}])[-1]
-  before = record.get(part)
-  if not isinstance(before, Mapping):
-    return []  # the folder is new, or from a version without a history
-  before = {name: modules.current(value) for name, value in _without_macros(before).items()}
-  values = {name: modules.current(value) for name, value in _without_macros(values).items()}
-  names = [n for n in {*values, *before} if not redaction.same(before.get(n), values.get(n))]
-  in_both = values.keys() & before.keys()
-  if part == "data":
-    names = [name for name in names if name in in_both]
-  elif "in_use" not in record:  # of a version that compared less
-    names = [name for name in names if name in before]
-  names.sort(key=lambda name: (name not in in_both, name not in values, name))
-  return [Change(n, values.get(n, _UNSET), before.get(n, _UNSET)) for n in names]
-
-
-def require_unchanged(
-  model_dir: str, part: str, values: Values, *, accept: bool, rule: Callable[[str], Any]
-) -> list[Change]:
-  """Returns what differs from the last start, which the user accepts (host).
-
-  Args:
-    rule: returns the `Rule` of a name, or None.
-
-  Raises:
-    ConfigError: something differs that must not, or the user does not accept it.
-  """
-  found = changes(model_dir, part, values)
-  for each in found:
-    of = rule(each.name)
-    if of is not None and of.may == "no" and _UNSET not in (each.now, each.before):
-      raise refusal(model_dir, each, of.says)
-  if found and not accept:
-    raise ConfigError(
-      f"the run in {model_dir!r} would go on with {listed(found)}: choose another --model_dir for "
-      "another run, or add --accept_changes to go on with the new values."
-    )
-  return found
 
 
 def starts(model_dir: str) -> set[str]:
@@ -108,37 +44,6 @@ def changed_versions(model_dir: str) -> str:
   before = last if isinstance(last, Mapping) else {}
   names = [name for name in now if before.get(name, now[name]) != now[name]]
   return ", ".join(f"{name} {before[name]}, now {now[name]}" for name in names)
-
-
-def refusal(model_dir: str, change: Change, why: str) -> ConfigError:
-  """Returns the error for a change that is not possible."""
-  return ConfigError(
-    f"the run in {model_dir!r} cannot go on with {change}: {why}; set it back, or choose another "
-    "--model_dir for another run."
-  )
-
-
-def listed(found: Sequence[Change]) -> str:
-  """Returns the first changes in one line."""
-  more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
-  return f"{'; '.join(map(str, found[:_SHOWN]))}{more}"
-
-
-def began(model_dir: str) -> Mapping[str, Sequence[float]]:
-  """Returns what the run's variables began with, see `initial_values`; {} if unknown (host)."""
-  return next((r["began"] for r in reversed(records(model_dir)) if r.get("began")), {})
-
-
-def _without_macros(values: Values) -> Values:
-  """Replaces macros where they are used; those that are used are no values of their own."""
-  used = {name for value in values.values() for name in _MACRO.findall(value) if name in values}
-  for _ in used:  # a macro may be used in another one
-    known = values
-    values = {
-      name: _MACRO.sub(lambda found: known.get(found[1], found[0]), value)  # noqa: B023
-      for name, value in known.items()
-    }
-  return {name: value for name, value in values.items() if name not in used}
 
 
 def append(

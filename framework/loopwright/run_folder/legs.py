@@ -3,33 +3,32 @@
 One JSON object a line, a leg: from the start of a process to its first save, from a save to the
 next one, from the last one to the end. The last line is written again, in place, twice a second. So
 what a kill leaves is behind by half a second at most. The legs of a process follow each other
-without a gap, and the parts of a leg exclude each other. Imports no TensorFlow.
+without a gap, and the parts of a leg exclude each other. Imports no TensorFlow; flights.py reads
+them.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
-import re
+import statistics
 import time
 import uuid
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from loopwright.errors import is_finite
-from loopwright.host import bounded, json_lines
 from loopwright.run_folder import layout
 
 BEGAN = "LOOPWRIGHT_BEGAN"
 """The variable that tells the first processes of a local cluster when its own process began."""
 HANG, STACKS = "hang", "stacks"
 """Why a process asks all for their stacks."""
-_MAX_BYTES, _LAST_BYTES = 2**26, 2**16
-_REMEDY = "move it away to go on without it"
-_FILE = re.compile(r"(\d{1,6})\.jsonl")
-_BUCKET = re.compile(r"-?\d{1,3}")
+INPUT, COMPUTE, COLLECTIVE = "input", "compute", "collective"
+FINEST_S, _LEAST_S = 1.05, 1e-6
+_RECENT = 9
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -153,53 +152,6 @@ def age_s() -> float:
   return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
 
 
-def read(model_dir: str, *, last_bytes: int | None = None) -> dict[int, list[Leg]]:
-  """Returns worker -> its legs, oldest first; {} of a run that has no record (host).
-
-  Args:
-    last_bytes: read only so many of each file, its last ones.
-
-  Raises:
-    ConfigError: a file cannot be read.
-  """
-  found: dict[int, list[Leg]] = {}
-  folder = Path(model_dir, layout.FLIGHT)
-  names = (_FILE.fullmatch(each) for each in os.listdir(folder)) if folder.is_dir() else ()
-  for name in filter(None, names):
-    with bounded.Reader(str(folder / name[0]), "a flight record", _REMEDY) as file:
-      if last_bytes is None:
-        bounded.require_bytes(file.path, file.size or 0, _MAX_BYTES)
-      file.seek(max(0, (file.size or 0) - (last_bytes or _MAX_BYTES)))
-      text = file.read(_MAX_BYTES)
-    if legs := of_lines(text.decode(errors="replace").splitlines()):
-      found[int(name[1])] = legs
-  return dict(sorted(found.items()))
-
-
-def of_lines(lines: Iterable[str]) -> list[Leg]:
-  """Returns the legs that lines tell; leaves out those that are none."""
-  return [leg for line in lines if (leg := _leg(json_lines.parsed(line))) is not None]
-
-
-def last(model_dir: str) -> dict[int, Leg]:
-  """Returns worker -> its last leg, from the end of each file (host).
-
-  Raises:
-    ConfigError: a file cannot be read.
-  """
-  return {worker: legs[-1] for worker, legs in read(model_dir, last_bytes=_LAST_BYTES).items()}
-
-
-def starts(worker: Iterable[Leg]) -> list[list[Leg]]:
-  """Returns the legs of each process, of those of one worker."""
-  starts: list[list[Leg]] = []
-  for leg in worker:
-    if leg.first or not starts:
-      starts.append([])
-    starts[-1].append(leg)
-  return starts
-
-
 def ask(model_dir: str, why: str) -> None:
   """Asks all processes of a run for their stacks (host)."""
   path = Path(model_dir, layout.FLIGHT, layout.ASKED)
@@ -215,30 +167,35 @@ def asked(model_dir: str) -> str:
   return ""
 
 
-_FIELDS = dataclasses.fields(Leg)
+class Pace:
+  """Counts the loops of a process: for `Leg.times`, all of them; for `Leg.pace`, the last ones."""
+
+  def __init__(self) -> None:
+    """Starts without loops."""
+    self._recent: dict[str, collections.deque[float]] = collections.defaultdict(
+      lambda: collections.deque(maxlen=_RECENT)
+    )
+
+  def add(self, leg: Leg, steps: int, seconds: float, input_s: float, wait_s: float | None) -> None:
+    """Adds a loop to a leg.
+
+    Args:
+      steps: how many it had.
+      seconds: how long it took, with `input_s` and `wait_s`.
+      input_s: its wait for input.
+      wait_s: its wait in collectives; None if that is not known, and counts as computing.
+    """
+    phases = {INPUT: input_s, COMPUTE: max(0.0, seconds - input_s - (wait_s or 0.0))}
+    if wait_s is not None:
+      phases[COLLECTIVE] = wait_s
+    for phase, value in phases.items():
+      step_s = value / steps
+      self._recent[phase].append(step_s)
+      leg.pace[phase] = round(statistics.median(self._recent[phase]), 9)
+      counts = leg.times.setdefault(phase, {})
+      counts[bucket_of(step_s)] = counts.get(bucket_of(step_s), 0) + steps
 
 
-def _leg(record: Mapping[str, object] | None) -> Leg | None:
-  if record is None or not is_finite(record.get("began")):
-    return None
-  default = Leg()
-  known = {each.name: record[each.name] for each in _FIELDS if each.name in record}
-  for name, value in known.items():
-    wanted = int if name == "from_step" else type(getattr(default, name))
-    fits = (wanted, int) if wanted is float else wanted
-    if not (isinstance(value, fits) or (name == "from_step" and value is None)):
-      return None
-  leg = Leg(**known)  # type: ignore[arg-type]
-  leg.parts = {name: float(each) for name, each in leg.parts.items() if is_finite(each)}
-  leg.pace = {name: float(each) for name, each in leg.pace.items() if is_finite(each)}
-  leg.times = {name: _counts(each) for name, each in leg.times.items() if isinstance(each, dict)}
-  return leg
-
-
-def _counts(record: Mapping[str, object]) -> dict[str, int]:
-  """Returns bucket -> steps, without what is none."""
-  return {
-    name: count
-    for name, count in record.items()
-    if _BUCKET.fullmatch(name) and isinstance(count, int) and count > 0
-  }
+def bucket_of(seconds: float) -> str:
+  """Returns the number of a bucket, as text, a key of JSON; each is 5 % wide."""
+  return str(round(math.log(max(seconds, _LEAST_S), FINEST_S)))

@@ -12,8 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from loopwright.run_folder.legs import Leg
-from loopwright.run_folder.pace import COLLECTIVE, COMPUTE, FINEST_S, INPUT, bucket_of
+from loopwright.run_folder.legs import COLLECTIVE, COMPUTE, FINEST_S, INPUT, Leg, bucket_of
 
 RATIO, NOTABLE = 1.3, 0.05
 """A worker is slow at so many times the others' time, if that is so much of a step."""

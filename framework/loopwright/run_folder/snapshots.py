@@ -17,25 +17,20 @@ from loopwright.run_folder import layout
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.strategies.cluster import SNAPSHOTS, Cluster
 
-KEPT = 2
 _EVERY_S = 1.0
 """A copy costs some ms on each worker, so that it is not worth while after each short loop."""
-
-
-def directory() -> str | None:
-  """Returns the folder for the checkpoints in memory; None if nobody keeps any (host)."""
-  folder = os.environ.get(SNAPSHOTS)
-  return folder and os.path.join(folder, layout.CHECKPOINTS)
 
 
 class Snapshots:
   """Takes a copy after a loop, about once a second, and restores the newest."""
 
+  kept = 2
+
   def __init__(self, manager: CheckpointManager, cluster: Cluster, *, start: str) -> None:
     """Takes none yet.
 
     Args:
-      manager: of `directory`, keeping `KEPT`.
+      manager: of the folder for them, keeping `kept`.
       start: the id of this process in history.jsonl, by which the copies are known as the run's.
     """
     self._manager, self._cluster, self._start = manager, cluster, start

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopwright.errors import ConfigError, printable
-from loopwright.run_folder import folders, layout, legs, paces
+from loopwright.run_folder import flights, folders, layout, paces
 from loopwright.run_folder.legs import Leg
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def of(worker: Sequence[Leg], now: float) -> Goodput:
   Args:
     now: seconds since the epoch, which tells whether the last process still runs.
   """
-  starts = legs.starts(worker)
+  starts = flights.starts(worker)
   kept = _kept(starts, now)
   usual_s = _step_s(worker)
   parts: dict[str, float] = collections.defaultdict(float)
@@ -254,12 +254,12 @@ def run(parsed: Parsed) -> int:
     print(json.dumps({**found._asdict(), "seconds": found.seconds}, indent=2))
     return 0
   every = told.whole_number("run.checkpoint_every_steps")
-  lines = [table(found, every=every), paces.table(legs.read(told.path))]
+  lines = [table(found, every=every), paces.table(flights.read(told.path))]
   print("\n".join(map(printable, "\n".join(filter(None, lines)).split("\n"))))
   return 0
 
 
 def read(path: str) -> Goodput | None:
   """Returns the goodput of a run folder; None if it has no flight record (host)."""
-  worker = legs.read(path).get(0)
+  worker = flights.read(path).get(0)
   return of(worker, time.time()) if worker else None

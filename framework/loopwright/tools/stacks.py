@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from loopwright.errors import ConfigError, printable
 from loopwright.host import stacks
-from loopwright.run_folder import layout, legs
+from loopwright.run_folder import flights, layout, legs
 from loopwright.run_folder.legs import Leg
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def run(parsed: Parsed) -> int:
   if len(parsed.arguments) != 1:
     raise ConfigError("`loopwright stacks` takes one run folder, as in `stacks runs/a`.")
   path = parsed.arguments[0]
-  running = {worker: leg for worker, leg in legs.last(path).items() if not leg.ended}
+  running = {worker: leg for worker, leg in flights.last(path).items() if not leg.ended}
   if not running:
     raise ConfigError(f"no process trains in {path!r}, as far as {layout.FLIGHT}/ tells.")
   before = {worker: _size(path, worker) for worker in running}
@@ -44,7 +44,7 @@ def run(parsed: Parsed) -> int:
       os.kill(running[worker].process, stacks.SIGNAL)
   if silent:
     silent = _wait(path, {worker: before[worker] for worker in silent}, _SIGNALLED_S)
-  now = legs.last(path)
+  now = flights.last(path)
   for worker, leg in now.items():
     if worker in running:
       print(printable(_told(worker, leg)))

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 import toys
 
+from loopwright import going_on
 from loopwright.errors import ConfigError
 from loopwright.inputs.fingerprint import fingerprint
 from loopwright.inputs.sources import ArraySource, Source
@@ -122,7 +123,7 @@ def test_a_damaged_history_is_one_line(tmp_path, content):
 
 def test_another_format_of_the_last_line_is_no_change(tmp_path):
   (tmp_path / "history.jsonl").write_text(json.dumps({"time": "then"}) + "\n")
-  assert history.changes(str(tmp_path), "config", {"a": "1"}) == []
+  assert going_on.changes(str(tmp_path), "config", {"a": "1"}) == []
 
 
 # ---- Fingerprints ----

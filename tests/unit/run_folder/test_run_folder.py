@@ -324,7 +324,7 @@ def test_each_checkpoint_names_the_start_that_wrote_it(folder):
 
 def test_checkpoints_of_a_version_that_named_none_go_on(folder, monkeypatch):
   with monkeypatch.context() as patched:
-    patched.setattr("loopwright.going_on.uuid.uuid4", lambda: type("None", (), {"hex": ""}))
+    patched.setattr("loopwright.starting.uuid.uuid4", lambda: type("None", (), {"hex": ""}))
     go(folder, 2)
   lose(folder)
   go(folder, 4)

@@ -60,10 +60,3 @@ def test_another_worker_takes_one_when_the_chief_asks(clock):
   cluster.is_chief, cluster.any = False, lambda flag: asked.append(flag) or True
   snapshots.Snapshots(manager, cluster, start="s1").take()
   assert (asked, manager.saves) == ([False], 1)
-
-
-def test_the_folder_is_that_of_the_supervisor(monkeypatch):
-  monkeypatch.delenv("LOOPWRIGHT_SNAPSHOTS", raising=False)
-  assert snapshots.directory() is None
-  monkeypatch.setenv("LOOPWRIGHT_SNAPSHOTS", "/dev/shm/x")
-  assert snapshots.directory() == "/dev/shm/x/checkpoints"

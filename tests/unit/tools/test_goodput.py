@@ -14,7 +14,7 @@ from input_cases import one_line_error
 
 from benchmarks import goodput_trials
 from loopwright import Action, ArraySource, commands
-from loopwright.run_folder import layout, legs
+from loopwright.run_folder import flights, layout, legs
 from loopwright.run_folder.legs import Leg
 from loopwright.running import run
 from loopwright.strategies import factories
@@ -164,7 +164,7 @@ def folder(tmp_path_factory):
 
 def test_a_run_records_where_its_time_goes(folder):
   made, seconds = folder
-  worker = legs.read(str(made))[0]
+  worker = flights.read(str(made))[0]
   assert [(each.from_step, each.step, each.saved) for each in worker] == [
     (0, 10, True), (10, 20, True), (20, 30, True), (30, 30, False),
     (30, 40, True), (40, 50, True), (50, 50, False),
@@ -211,7 +211,7 @@ def test_a_torn_line_is_left_out_and_the_next_process_writes_behind_it(tmp_path)
   writer.next()
   writer.write(Leg(began=9))
   writer.close()
-  found = legs.read(str(tmp_path))[0]
+  found = flights.read(str(tmp_path))[0]
   assert [(each.began, each.parts) for each in found] == [
     (1, {"host": 2}), (7, {"a": 1.5}), (9, {}),
   ]  # fmt: skip
@@ -220,7 +220,7 @@ def test_a_torn_line_is_left_out_and_the_next_process_writes_behind_it(tmp_path)
 def test_a_record_that_is_no_file_is_one_line(tmp_path):
   os.makedirs(tmp_path / layout.flight(0))
   with one_line_error("flight record"):
-    legs.read(str(tmp_path))
+    flights.read(str(tmp_path))
 
 
 @pytest.mark.whole

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from loopwright.host import output
-from loopwright.run_folder import layout, legs, paces
+from loopwright.run_folder import flights, layout, paces
 from loopwright.run_folder.legs import Leg
 
 EVERY_BEATS = 10
@@ -47,7 +47,7 @@ class Stragglers:
       return
     found: dict[int, Leg] = {}
     with contextlib.suppress(Exception):  # what only watches must not end a run
-      found = legs.last(self._model_dir)
+      found = flights.last(self._model_dir)
     if line := self.judged({w: leg for w, leg in found.items() if w < self._workers}):
       output.put_now(2, f"WARNING: slow worker: {line}\n".encode())
 
@@ -55,7 +55,7 @@ class Stragglers:
     """Returns the times of all workers and phases so far, as lines; "" without another worker."""
     if self._workers > 1:
       with contextlib.suppress(Exception):
-        return paces.table(legs.read(self._model_dir))
+        return paces.table(flights.read(self._model_dir))
     return ""
 
   def judged(self, found: Mapping[int, Leg]) -> str:

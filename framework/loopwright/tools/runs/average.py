@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright import from_config as runs
-from loopwright import going_on
+from loopwright import starting
 from loopwright.aliases import Layer
 from loopwright.errors import ConfigError
 from loopwright.models import models
@@ -108,7 +108,7 @@ def _write(trainer: Trainer, learned: str, one: str, to: str) -> None:
   if os.path.isdir(own := os.path.join(one, layout.ASSETS)):
     shutil.copytree(own, os.path.join(to, layout.ASSETS))
   directory = os.path.join(to, layout.CHECKPOINTS)
-  labels = going_on.experiment(trainer)
+  labels = starting.experiment(trainer)
   manager = CheckpointManager(
     trainer=trainer, directory=directory, experiment=labels, assets=learned
   )
