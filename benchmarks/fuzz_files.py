@@ -36,7 +36,7 @@ from PIL import Image
 
 from benchmarks import fuzzing
 from benchmarks.trials import Outcome, Run
-from loopwright import configurables, errors
+from loopwright import configurables, failures
 from loopwright.configurables.table import register_all
 from loopwright.errors import ConfigError
 from loopwright.host import children
@@ -380,10 +380,10 @@ def judged(read: Callable[[], object]) -> str:
   try:
     read()
   except ConfigError as error:
-    line = errors.mistake(error)
+    line = failures.mistake(error)
     return fuzzing.MISTAKE if line == str(error) else f"not one line: {error!r}"
   except tf.errors.OpError as error:
-    if errors.user_error(error):
+    if failures.user_error(error):
       return fuzzing.MISTAKE
     raise
   return fuzzing.FINE
@@ -469,7 +469,7 @@ def gin(rng: random.Random, folder: Path) -> str:
 
   def examine() -> None:
     for found in configurables.examine([path]).mistakes:
-      raise ConfigError(errors.mistake(found.error))
+      raise ConfigError(failures.mistake(found.error))
 
   return judged(examine)
 

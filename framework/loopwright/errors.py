@@ -4,22 +4,10 @@ import difflib
 import math
 import numbers
 import os
-import re
 import sysconfig
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-_PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_FULL = re.compile(
-  r"OOM when allocating tensor with shape\S+ and type \w+ on \S+"
-  r"|Out of memory while trying to allocate \S+"
-)
-_WHEN_FULL = (
-  "a device has too little memory; lower run.global_batch_size or raise Trainer.accumulation_steps "
-  "(--mode=memory shows what a step needs)"
-)
 _INSTALLED = tuple(sysconfig.get_path(x) for x in ("stdlib", "purelib", "platlib", "scripts"))
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _TASKS = os.path.join(_PACKAGE, "tasks", "")
@@ -102,44 +90,6 @@ def kind(value: object) -> str:
   return f"a {type(value).__name__}" if shape is None else f"a tensor of shape {shape}"
 
 
-def failure(error: BaseException) -> str:
-  """Returns one line about an error that is not a `ConfigError`: reason and place in user code.
-
-  TensorFlow and AutoGraph put both into a text of many lines, places first, reason last.
-  """
-  noise = ("In call to configurable", "File ", "[[", "Arguments received by", "•")
-  lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", str(error)).splitlines()]
-  lines = [line for line in lines if line and not line.startswith(noise)] or [""]
-  if len(lines) > 1 and lines[0].startswith("Exception encountered when calling "):
-    lines = lines[1:]  # Keras's heading
-  reason = lines[-1] if _PLACE.search(str(error)) else lines[0]
-  if several := re.search(r"^\s*\(0\) [A-Z_]+: +(.+)$", str(error), re.MULTILINE):
-    reason = re.sub(r"(?<=\S)\{\{node \S+\}\}$", "", several[1])  # the node, a second time
-    reason = re.sub(r"\{\{node (\S+)\}\}", r"\1", reason)
-  if full := _FULL.search(str(error)):
-    reason = f"{full[0].rstrip('.')}: {_WHEN_FULL}"
-  elif not re.match(r"\w+(Error|Exception): ", reason):
-    reason = f"{type(error).__name__}: {reason}"
-  place = place_of(error)
-  return f"{reason} ({place})" if place else reason
-
-
-def is_full(error: BaseException) -> bool:
-  """Whether a device had too little memory."""
-  return bool(_FULL.search(str(error)))
-
-
-def place_of(error: BaseException) -> str:
-  """Returns the innermost line of the user's code in an error, "mine.py:3, in loss"; else ""."""
-  frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-  converted = getattr(getattr(error, "ag_error_metadata", None), "translated_stack", ())
-  frames += [(f.filename, f.lineno, f.function_name) for f in reversed(converted)]
-  for file, line, name in reversed([*frames, *_PLACE.findall(str(error))]):
-    if is_the_users(file):
-      return f"{Path(file).name}:{line}, in {name}"
-  return ""
-
-
 def is_the_users(file: str) -> bool:
   """Whether a file in a traceback belongs neither to the framework nor to an installed package."""
   names = ("launch.py", "<", "__autograph_generated_file")
@@ -151,25 +101,6 @@ def is_the_users(file: str) -> bool:
 def is_the_frameworks(file: str) -> bool:
   """Whether a file in a traceback belongs to the framework, without its tasks."""
   return file.startswith(_PACKAGE) and not file.startswith(_TASKS)
-
-
-def mistake(error: Exception) -> str | None:
-  """Returns the line of a user's mistake; None for any other error.
-
-  TensorFlow embeds a mistake found while tracing in the text of its own error, and one of the input
-  pipeline after "user error: ". gin appends lines to any error.
-  """
-  line = _mistake(error)
-  return None if line is None else printable(line)
-
-
-def _mistake(error: Exception) -> str | None:
-  if "[user error: " in str(error):
-    return user_error(error)
-  hidden = re.search(r"\b(?:user error|ConfigError): (.*)", str(error))
-  if hidden:
-    return hidden[1]
-  return str(error).partition("\n")[0] if isinstance(error, ConfigError) else None
 
 
 def printable(line: str) -> str:
@@ -187,15 +118,6 @@ class Failed(RuntimeError):  # noqa: N818  (what happened)
 
 USER_ERROR = "user error: "
 """Prefix of the pipeline's message, in a tf.errors.OpError, about a mistake in the user's data."""
-
-
-def user_error(error: BaseException) -> str | None:
-  """Returns the line for the user in an error of a running pipeline; None if there is none.
-
-  TensorFlow surrounds the line with descriptions of ops and iterators.
-  """
-  found = re.search(rf"\[{USER_ERROR}(.*?)\](?:\n|$)", str(error))
-  return re.sub(r"\\(['\"\\])", r"\1", found[1]) if found else None
 
 
 def first_line(error: BaseException) -> str:

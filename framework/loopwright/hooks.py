@@ -40,7 +40,6 @@ class StopTraining(Exception):  # noqa: N818 (it is not an error)
   """
 
   def __init__(self, reason: str, output: Output | None = None) -> None:
-    """Keeps both arguments."""
     super().__init__(reason)
     self.reason = reason
     self.output = dict(output or {})
@@ -101,7 +100,6 @@ class Hooks(Hook):
   """Calls several hooks, in their order."""
 
   def __init__(self, hooks: Sequence[Hook]) -> None:
-    """Calls nothing yet."""
     self._hooks = tuple(hooks)
 
   def begins(self, step: int) -> None:

@@ -62,7 +62,6 @@ class LoopChecks:
   """
 
   def __init__(self) -> None:
-    """Expects one trace."""
     self.traces = 1
     self.weight_seen = False
 

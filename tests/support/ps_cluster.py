@@ -32,8 +32,8 @@ import toys
 from toys import KERAS
 
 from loopwright import running as runs
-from loopwright.errors import mistake
 from loopwright.evaluator import Evaluator
+from loopwright.failures import mistake
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.inputs.streams import StreamSource

@@ -11,13 +11,13 @@ import pytest
 import tensorflow as tf
 from input_cases import runtime_error
 
-from loopwright import errors
+from loopwright import errors, failures
 from loopwright.errors import ConfigError
 from loopwright.inputs import checks
 
 
 def test_other_errors_have_no_user_error():
-  assert errors.user_error(ValueError("user error without a pipeline")) is None
+  assert failures.user_error(ValueError("user error without a pipeline")) is None
 
 
 def test_user_error_survives_quotes_and_letters():
@@ -89,7 +89,7 @@ def test_numbers_that_float64_holds():
 def test_a_mistake_is_one_printable_line():
   line = "'caf\xe9' \r is\x1b[1m\u2028\ud800\0 x"
   printed = "'caf\xe9' \\r is\\x1b[1m\\u2028\\ud800\\x00 x"
-  assert errors.mistake(ConfigError(f"{line}\nmore")) == printed
+  assert failures.mistake(ConfigError(f"{line}\nmore")) == printed
   assert len(printed.splitlines()) == 1
 
 

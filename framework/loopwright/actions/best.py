@@ -37,7 +37,6 @@ class Goal:
   mode: Mode
 
   def __post_init__(self) -> None:
-    """Checks the mode."""
     if self.mode not in ("max", "min"):
       raise unknown("mode", self.mode, ("max", "min"))
 

@@ -33,7 +33,6 @@ class NoiseScale(Action):
   on = "train"
 
   def __init__(self) -> None:
-    """Starts with nothing seen."""
     self._square = self._variance = 0.0
 
   def bind(self, run: Run) -> None:

@@ -54,11 +54,11 @@ def _status(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
   except KeyboardInterrupt as interrupt:
     return process.say(str(interrupt) or "interrupted", 130)
   except SystemExit as stop:
-    from loopwright.errors import failure
+    from loopwright.failures import failure
 
     return process.say(f"failed: your code ended the process: {failure(stop)}", 1)
   except Exception as error:
-    from loopwright.errors import failure
+    from loopwright.failures import failure
     from loopwright.host import modules
 
     if line := mistake(error) or modules.namesake_in(error):
@@ -91,19 +91,19 @@ def _run(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
     print(f"loopwright {loopwright.__version__}")
     return 0
   if parsed.known.modes and parsed.values.log_format != "plain":
-    from loopwright.host import output
+    from loopwright.host.stamps import stamped
 
-    stamps.enter_context(output.stamped(parsed.values.log_format))
+    stamps.enter_context(stamped(parsed.values.log_format))
   return registry.load("command", parsed.command or "train")(parsed)
 
 
 def mistake(error: Exception) -> str | None:
   """Returns the line of a user's mistake; None for any other error."""
-  from loopwright import errors
+  from loopwright import errors, failures
 
   if isinstance(error, errors.UsageError):
     return errors.printable(f"{' '.join(str(error).split())} (--help lists the flags)")
-  return errors.mistake(error)
+  return failures.mistake(error)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

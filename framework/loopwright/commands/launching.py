@@ -62,7 +62,7 @@ def launch(values: argparse.Namespace) -> int:
 
 def when_full(error: Exception, values: argparse.Namespace) -> str:
   """Returns a line about a device with too little memory; "" for another error, or if unknown."""
-  from loopwright.errors import is_full
+  from loopwright.failures import is_full
 
   if not is_full(error) or "TF_CONFIG" in os.environ:  # other processes wait in a strategy
     return ""

@@ -21,7 +21,6 @@ class Parser(argparse.ArgumentParser):
   """
 
   def __init__(self, **options: Any) -> None:
-    """Takes argparse's options."""
     formatter = argparse.RawDescriptionHelpFormatter
     super().__init__(**options, add_help=False, allow_abbrev=False, formatter_class=formatter)
     self.switches = {"help", "version"}

@@ -14,6 +14,7 @@ docs/configuration.md shows how to register your own class.
     values.py       whether a value fits an annotation
     graph.py        what a config reaches
     checks.py       the mistakes
+    remedies.py     what their lines suggest
     changes.py      what may change when a run goes on
     examination.py  all mistakes of a config
     documentation.py  what a config can set

@@ -9,17 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 import gin
 
+from loopwright import registry
 from loopwright.configurables import table
 from loopwright.configurables.graph import Graph, Use
 from loopwright.configurables.reading import MACRO, Binding, at, scoped
 from loopwright.configurables.values import (
   fits,
-  is_plain_class,
   map_references,
   references,
-  requirement,
-  spelled,
-  wanted,
 )
 from loopwright.declaration import declared, either_of, require
 from loopwright.errors import ConfigError, shown, suggest
@@ -96,7 +93,7 @@ def mistakes_in_use(history: Sequence[Binding], graph: Graph) -> Iterator[Mistak
   """Yields unused bindings and missing ones; meaningful only if there are no `mistakes`."""
   unused = _unused(history, graph)
   for binding in unused[:_MOST_UNUSED]:
-    yield Mistake("used", binding.place, _unused_error(binding, graph))
+    yield Mistake("used", binding.place, registry.load("part", "unused")(binding, graph))
   for binding in unused[_MOST_UNUSED : _MOST_UNUSED + 1]:
     line = f"{binding.place}: nothing uses this and {len(unused) - _MOST_UNUSED - 1:,} more."
     yield Mistake("used", binding.place, ConfigError(line))
@@ -162,7 +159,7 @@ def _check_value(binding: Binding, graph: Graph) -> None:
   told = redaction.shown(str(binding), graph.told(binding.value))
   if not fits(value, parameter.annotation):
     said = binding.told if value == binding.value else f"{binding.told}, or {shown(told)}"
-    must = requirement(told, parameter.annotation)
+    must = registry.load("part", "requirement")(told, parameter.annotation)
     raise ConfigError(f"{binding} is {said}; it must be {must}")
   option = declared(table.entry(binding.name).wrapped).get(binding.parameter)
   if option is not None and not references(value):
@@ -210,7 +207,8 @@ def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:
     if required and parameter.name not in values:
       name = f"{scoped(use.scope, use.name)}.{parameter.name}"
       known = parameter.annotation is not table.UNKNOWN
-      must = f"; it must be {spelled(parameter.annotation)}" if known else ""
+      kind = registry.load("part", "spelled")(parameter.annotation) if known else ""
+      must = kind and f"; it must be {kind}"
       example = EXAMPLES.get(name, f"`{name} = ...`")
       yield Mistake("complete", "", ConfigError(f"{name} is not set{must}. Add {example}."))
 
@@ -241,28 +239,3 @@ def _unused(history: Sequence[Binding], graph: Graph) -> list[Binding]:
     earlier = Graph(in_force(history[:stop]))
     unused = [index for index in unused if index >= stop or not earlier.is_used(history[index])]
   return [history[index] for index in unused]
-
-
-def _unused_error(binding: Binding, graph: Graph) -> ConfigError:
-  if binding.name == MACRO:
-    names = {
-      f"{use.name}.{parameter}" for use in graph.uses for parameter in table.parameters(use.name)
-    }
-    same = sorted(name for name in names if name.endswith(f".{binding.scope}"))
-    meant = f" Did you mean {same[0]!r}?" if same else suggest(binding.scope, names)
-    remedy = meant or f" Write %{binding} where it belongs, or remove it."
-    return ConfigError(f"{binding.place}: nothing uses the macro {str(binding)!r}.{remedy}")
-  user = _possible_user(binding, graph)
-  return ConfigError(f"{binding.place}: nothing uses {binding}. Add {user}, or remove it.")
-
-
-def _possible_user(binding: Binding, graph: Graph) -> str:
-  """Returns a line that would use the configurable of `binding`, based on annotations."""
-  given = table.result(binding.name)
-  target = scoped(binding.scope, binding.name)
-  for use in sorted(graph.uses):
-    for parameter in table.parameters(use.name).values():
-      for want, form in wanted(parameter.annotation):
-        if is_plain_class(given) and issubclass(given, want):
-          return f"`{use.name}.{parameter.name} = {form.format(target)}`"
-  return f"a reference to it, @{target}"

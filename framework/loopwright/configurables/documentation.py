@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 from loopwright.configurables import table
 from loopwright.configurables.examination import Examination
 from loopwright.configurables.reading import MACRO, scoped
-from loopwright.configurables.values import SEQUENCES, UNIONS, spelled
+from loopwright.configurables.remedies import spelled
+from loopwright.configurables.values import SEQUENCES, UNIONS
 from loopwright.declaration import declared
 from loopwright.errors import is_finite
 from loopwright.host import redaction

@@ -30,7 +30,6 @@ class Graph:
   """A set of bindings, one per parameter, and what it reaches."""
 
   def __init__(self, bindings: Iterable[Binding]) -> None:
-    """Stores the bindings."""
     self.macros: dict[str, Any] = {}
     self._bound: dict[tuple[str, str], dict[str, Any]] = {}
     self._read_macros: set[str] = set()

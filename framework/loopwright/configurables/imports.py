@@ -8,8 +8,8 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
+from loopwright import registry
 from loopwright.errors import ConfigError, suggest
 from loopwright.host import modules, signals
 from loopwright.host.children import SOURCE
@@ -75,21 +75,11 @@ def import_module(module: str) -> None:
     if line := modules.namesake_in(error):
       raise ConfigError(f"import {module} failed: {line}") from error
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-      raise ConfigError(f"no module named {module!r}.{suggest(module, own_modules())}") from error
+      hint = suggest(module, registry.load("part", "own_modules")())
+      raise ConfigError(f"no module named {module!r}.{hint}") from error
     raise ConfigError(_failure(module, error)) from error
   if line := modules.mistaken(module, sys.modules.keys() - before):
     raise ConfigError(line)
-
-
-def own_modules() -> dict[str, Path]:
-  """Returns name -> file of the modules: the user's, two levels deep, and the shipped tasks."""
-  folders = map(Path, modules.users_folders())
-  files = [(top, file) for top in folders for file in (*top.glob("*.py"), *top.glob("*/*.py"))]
-  names = {".".join(file.relative_to(top).with_suffix("").parts): file for top, file in files}
-  hidden = ("loopwright.", "framework.", "tests.", "benchmarks.")
-  names = {modules.current(n): f for n, f in names.items() if not n.startswith(hidden)}
-  shipped = {f"{modules.TASKS}.{file.stem}": file for file in modules.FOLDER.glob("*.py")}
-  return {n: f for n, f in (names | shipped).items() if f.stem != "__init__"}
 
 
 def _failure(module: str, error: Exception) -> str:

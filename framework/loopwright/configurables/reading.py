@@ -5,16 +5,15 @@ import dataclasses
 import io
 import math
 import os
-import re
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gin import config_parser
 
+from loopwright import registry
 from loopwright.configurables import imports
-from loopwright.errors import ConfigError, first_line, printable, shown, suggest
+from loopwright.errors import ConfigError, first_line, printable, shown
 from loopwright.host import bounded, redaction, urls
 
 MACRO = "gin.macro"
@@ -183,12 +182,12 @@ def _statements(text: str, source: str) -> Iterator[Any]:
   try:
     yield from config_parser.ConfigParser(text, _Delegate())
   except SyntaxError as error:
-    raise _syntax_error(source, error.lineno or 1, error.msg, text) from None
+    raise _unreadable(source, error.lineno or 1, error.msg, text) from None
   except tokenize.TokenError as error:
     message, (line, _) = error.args
     if "EOF" in message:
       message = "a bracket or a quote is never closed"
-    raise _syntax_error(source, line, message, text) from None
+    raise _unreadable(source, line, message, text) from None
   except Exception as error:  # from Python's own parser: nesting, null characters, long numbers
     raise ConfigError(
       f"{source} cannot be read as gin ({type(error).__name__}: {printable(first_line(error))}); "
@@ -196,29 +195,12 @@ def _statements(text: str, source: str) -> Iterator[Any]:
     ) from None
 
 
-def _syntax_error(source: str, line: int, message: str, text: str) -> ConfigError:
+def _unreadable(source: str, line: int, message: str, text: str) -> ConfigError:
   lines = text.rstrip("\n").split("\n")
   line = min(line, len(lines))
-  where = _place(source, line)
-  read = lines[line - 1].strip()
-  if (told := redaction.line(read)) != read:
-    return ConfigError(
-      f"{where}: cannot read {told!r}, a secret; write it in quotes, or write 'env:NAME'."
-    )
-  token = re.search(r"Failed to parse token '(.*)'", message)
-  if token:
-    return ConfigError(f"{where}: {token[1]!r} is not a value.{_value_hint(token[1])}")
-  reason = " ".join(message.split()).rstrip(".")
-  return ConfigError(f"{where}: cannot read {read!r}: {reason[:1].lower()}{reason[1:]}.")
-
-
-def _value_hint(token: str) -> str:
-  python = {"true": "True", "false": "False", "none": "None", "null": "None"}.get(token.lower())
-  if python:
-    return f" Write {python}."
-  if not token.isidentifier():
-    return ""
-  return f" Quote a string ('{token}'); write @{token} for a configurable, %{token} for a macro."
+  read, where = lines[line - 1].strip(), _place(source, line)
+  error: ConfigError = registry.load("part", "unreadable_line")(where, read, message)
+  return error
 
 
 def _place(source: str, line: int) -> str:
@@ -260,12 +242,4 @@ def _gin_file(name: str, folders: Sequence[str]) -> str:
   for path in paths:
     if not urls.is_url(path) and os.path.exists(path):
       return path  # a folder or a pipe: the reader says which
-  siblings: list[str] = []
-  with contextlib.suppress(OSError, ValueError):  # a name that no file can have
-    siblings += [file.name for path in paths for file in Path(path).parent.glob("*.gin")]
-  looked = " or ".join(os.path.dirname(path) or "." for path in paths)
-  hint = suggest(os.path.basename(name), siblings)
-  shipped = os.path.join("configs", name)
-  if os.path.isfile(os.path.join(imports.SHIPPED, shipped)):
-    hint = f" Did you mean {shipped!r}, which comes with Loopwright?"
-  raise ConfigError(f"there is no gin file {name!r} in {looked}.{hint}")
+  raise registry.load("part", "no_gin_file")(name, paths)

@@ -9,21 +9,20 @@ import functools
 import importlib
 import inspect
 import os
-import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import gin
 from gin.selector_map import SelectorMap
 
-from loopwright.configurables.imports import own_modules, uncollected
+from loopwright.configurables.imports import uncollected
 from loopwright.configurables.reading import Reference
 from loopwright.declaration import declared, signature
-from loopwright.errors import ConfigError, suggest
+from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
-from loopwright.registry import CONFIGURABLE, Entry, entries
+from loopwright.registry import CONFIGURABLE, Entry, entries, load
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -35,11 +34,6 @@ ROOTS = ("run", "Trainer", "Evaluator")
 OPTIMIZER_PACKAGES = ("keras", "tf_keras")
 # A base class, one replaced by optimizers/loss_scale.py, one whose argument gin cannot write.
 NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
-
-INSTEAD: Mapping[str, str] = {
-  "LossScaleOptimizer": "Write `Trainer.loss_scale = @dynamic`, which looks at all replicas.",
-}
-"""What to write for a name that Keras users may expect."""
 
 YIELDING = ("gin.", "official.")
 """Names that yield to others: gin's, and the TF Model Garden's, which has its own `Trainer`."""
@@ -135,6 +129,11 @@ def selectors() -> list[str]:
   return [_selector(complete) for complete, _ in registry().items()]
 
 
+def known_selectors() -> list[str]:
+  """Returns that of every name that there is, registered or not."""
+  return [_selector(name) for name in dict.fromkeys(_known()) if not name.startswith("gin.")]
+
+
 def roots() -> list[str]:
   """Returns the selectors of those `ROOTS` that are registered."""
   names = [complete for complete, each in listed().items() if each.name in ROOTS]
@@ -158,7 +157,8 @@ def find(name: str) -> str:
   if matches:
     choices = " or ".join(sorted(map(_selector, matches)))
     raise ConfigError(f"{name!r} is ambiguous; it must be {choices}.")
-  raise ConfigError(f"unknown configurable {name!r}.{_where_it_may_be(name)}")
+  hint = load("part", "where_it_may_be")(name)
+  raise ConfigError(f"unknown configurable {name!r}.{hint}")
 
 
 def parameters(selector: str) -> dict[str, inspect.Parameter]:
@@ -297,23 +297,6 @@ def _selector(complete: str) -> str:
   if any(_is_of(package, complete) for package in OPTIMIZER_PACKAGES):
     return complete  # the same name, whether the other package is registered or not
   return _names().minimal_selector(complete)
-
-
-def _where_it_may_be(name: str) -> str:
-  last = name.rpartition(".")[2]
-  if last in INSTEAD:
-    return f" {INSTEAD[last]}"
-  definition = re.compile(rf"^(class|def) {re.escape(last)}\b", re.MULTILINE)
-  for module, path in own_modules().items():
-    if definition.search(path.read_text(encoding="utf-8", errors="replace")):
-      if module in sys.modules:
-        return f" {module} defines it but does not register it: add @loopwright.register above it."
-      return f" Add `import {module}`, which defines it."
-  known = [_selector(name) for name in dict.fromkeys(_known()) if not name.startswith("gin.")]
-  same = [other for other in known if other.rpartition(".")[2].lower() == last.lower()]
-  if same:
-    return f" Did you mean {' or '.join(map(repr, sorted(same)))}?"
-  return suggest(name, known) or " If it is yours, import its module: `import my_tasks`."
 
 
 def _named(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:

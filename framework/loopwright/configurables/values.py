@@ -3,11 +3,7 @@
 gin itself does not check this. A value fits if it cannot be decided.
 """
 
-import ast
-import contextlib
-import dataclasses
 import inspect
-import re
 import types
 import typing
 from collections import abc
@@ -16,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 from loopwright.configurables.reading import Reference
 from loopwright.configurables.table import UNKNOWN, result
-from loopwright.errors import suggest
 
 SEQUENCES = (list, tuple, set, frozenset, abc.Sequence, abc.Iterable, abc.Collection, abc.Set)
 UNIONS = (typing.Union, types.UnionType)
@@ -63,27 +58,6 @@ def fits(value: Any, annotation: Any) -> bool:
   if isinstance(value, dict):
     return _dict_fits(value, origin or annotation, arguments)
   return _scalar_fits(value, origin or annotation)
-
-
-def requirement(value: Any, annotation: Any) -> str:
-  """Returns what a value that does not fit must be, with a suggestion if there is one."""
-  choices = _choices(annotation)
-  if choices and isinstance(value, str):
-    listed = [*map(repr, choices)]
-    listed += [spelled(each) for each in _members(annotation) if not _choices(each)]
-    if len(listed) > len(choices):
-      listed[-1] = f"or {listed[-1]}"
-    return f"one of {', '.join(listed)}.{suggest(value, map(str, choices))}"
-  return f"{spelled(annotation)}.{_remedy(value, annotation)}"
-
-
-def spelled(annotation: Any) -> str:
-  """Returns an annotation as source code, without module names; what `Annotated` says, if it is."""
-  if typing.get_origin(annotation) is typing.Annotated:
-    return str(annotation.__metadata__[0])
-  if annotation is type(None):
-    return "None"
-  return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=\w)", "", inspect.formatannotation(annotation))
 
 
 def wanted(annotation: Any) -> Iterator[tuple[type, str]]:
@@ -168,30 +142,3 @@ def _is_surely(given: Any, annotation: Any) -> bool:
 
 def _kind(annotation: Any) -> Any:
   return type(None) if annotation is None else typing.get_origin(annotation) or annotation
-
-
-def _choices(annotation: Any) -> list[Any]:
-  if typing.get_origin(annotation) is Literal:
-    return list(typing.get_args(annotation))
-  members = _members(annotation)
-  return [choice for each in members if each is not annotation for choice in _choices(each)]
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-  is_union = typing.get_origin(annotation) in UNIONS
-  return typing.get_args(annotation) if is_union else (annotation,)
-
-
-def _remedy(value: Any, annotation: Any) -> str:
-  if isinstance(value, str):
-    with contextlib.suppress(ValueError, SyntaxError):
-      if fits(literal := ast.literal_eval(value), annotation):
-        return f" Write {literal!r}, without quotes."
-  if isinstance(value, float) and value.is_integer() and fits(int(value), annotation):
-    return f" Write {int(value)}."
-  toggled = map_references(value, lambda r: dataclasses.replace(r, called=not r.called))
-  if references(value) and fits(toggled, annotation):
-    if references(toggled)[0].called:
-      return f" Write {toggled!r}, with parentheses."
-    return f" Write {toggled!r}, without parentheses: the framework calls it later."
-  return f" Write {[value]!r}." if fits([value], annotation) else ""

@@ -156,11 +156,9 @@ class Reader:
     return reading(self.path, self._remedy)
 
   def __enter__(self) -> Reader:
-    """Returns itself."""
     return self
 
   def __exit__(self, *unused: object) -> None:
-    """Closes the file."""
     self._raw.close()
 
 

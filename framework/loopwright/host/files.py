@@ -45,13 +45,13 @@ def read(path: str) -> bytes:
 def sync(*paths: str) -> None:
   """Returns when the content of these local files, and the names in these folders, are on disk.
 
-  Does nothing for a path that is remote or does not exist.
+  Does nothing for a path that does not exist, as one in TensorFlow's memory.
 
   Raises:
     OSError: the disk has failed or is full; what was written may be lost.
   """
   for path in paths:
-    if is_local(path) and os.path.exists(path):
+    if os.path.exists(path):
       descriptor = os.open(path, os.O_RDONLY)
       try:
         os.fsync(descriptor)
@@ -63,7 +63,7 @@ def sync(*paths: str) -> None:
 
 def sync_tree(folder: str) -> None:
   """As `sync`, for a local folder with everything in it."""
-  for parent, _, names in os.walk(folder if is_local(folder) else "", topdown=False):
+  for parent, _, names in os.walk(folder, topdown=False):
     sync(*(os.path.join(parent, name) for name in names), parent)
 
 
@@ -178,7 +178,6 @@ class Background:
   """Runs one job at a time beside the training, which a slow disk then does not stop."""
 
   def __init__(self) -> None:
-    """Starts nothing yet."""
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
 

@@ -56,7 +56,6 @@ class Deferred(importlib.abc.Loader):
   """Executes a module with another loader at the first access to a missing name."""
 
   def __init__(self, loader: importlib.abc.Loader) -> None:
-    """Stores the loader that executes the module."""
     self._loader = loader
     self._lock = threading.RLock()
     self._started = False

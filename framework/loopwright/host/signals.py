@@ -69,7 +69,6 @@ class StopSignals:
   """
 
   def __init__(self) -> None:
-    """Notices nothing yet."""
     self.number: signal.Signals | None = None
     self._presses = 0
 

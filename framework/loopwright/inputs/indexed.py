@@ -28,7 +28,8 @@ import tensorflow as tf
 from tensorflow.python.lib.io.tf_record import tf_record_random_reader
 
 from loopwright.aliases import Batch, HostValue, TensorLike
-from loopwright.errors import ConfigError, failure, first_line, kind, require_integer
+from loopwright.errors import ConfigError, first_line, kind, require_integer
+from loopwright.failures import failure
 from loopwright.host import bounded
 from loopwright.host import files as file_tools
 from loopwright.inputs.checks import check_array, check_text, check_weights, refuse_reserved

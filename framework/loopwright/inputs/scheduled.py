@@ -38,7 +38,6 @@ class Scheduled:
     return dataclasses.replace(self, datasets=[*map(make, self.datasets)])
 
   def __iter__(self) -> Scheduled:
-    """Returns itself."""
     return self
 
   def __next__(self) -> Batch:

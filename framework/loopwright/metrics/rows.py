@@ -17,7 +17,6 @@ class CollectedRows:
   """Batches whose values may still be on the device."""
 
   def __init__(self) -> None:
-    """Starts with none."""
     self._waiting: list[tuple[int, Mapping[str, PerExample]]] = []
     self._rows: dict[str, list[np.ndarray]] = {}
 

@@ -206,7 +206,6 @@ class PackedSums:
   """
 
   def __init__(self, sums: MetricSums) -> None:
-    """Starts with nothing."""
     self._sums = sums
     self.vectors: dict[int, tf.Tensor] = {}
 

@@ -196,7 +196,6 @@ class Gradients(Sequence[Gradient]):
   def __init__(
     self, fusion: Fusion | None, pieces: Sequence[Gradient], missing: Sequence[bool]
   ) -> None:
-    """Stores the arguments; see the attributes."""
     self.fusion, self.pieces, self.missing = fusion, list(pieces), list(missing)
     self._unpacked: list[Gradient] | None = None
 
@@ -261,7 +260,6 @@ class Gradients(Sequence[Gradient]):
     return self._unpacked[index]
 
   def __len__(self) -> int:
-    """Returns the number of variables."""
     return len(self.missing)
 
 

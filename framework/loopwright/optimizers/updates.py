@@ -82,7 +82,6 @@ class Assignments:
   """The assignments of a step, which all take effect at its end; see `Step.assign`."""
 
   def __init__(self) -> None:
-    """Starts with none."""
     self._made: list[_Assignment] = []
 
   @property

@@ -19,7 +19,6 @@ class Curves:
   """Some curves, each of at most `MOST_POINTS` points; of a long one every second, fourth, ..."""
 
   def __init__(self) -> None:
-    """Has no point yet."""
     self._points: dict[str, list[Point]] = {}
     self._every: dict[str, int] = {}
     self._seen: dict[str, int] = {}

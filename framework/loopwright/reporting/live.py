@@ -22,7 +22,6 @@ class Terminal:
   """Lines at the bottom of a terminal; what is written scrolls above them."""
 
   def __init__(self, stream: TextIO) -> None:
-    """Draws nothing yet."""
     from rich.live import Live
 
     self._console = _console(stream)
@@ -49,7 +48,6 @@ class Notebook:
   """Lines and curves in a cell's output, without widgets, so that a saved notebook keeps them."""
 
   def __init__(self, stream: TextIO) -> None:
-    """Shows nothing yet."""
     self._stream = stream
     self._handle: Any = None
     self._lines: Sequence[Line] = ()

@@ -209,11 +209,9 @@ class Progress:
       self._unprinted = None
 
   def __enter__(self) -> Progress:
-    """Returns itself."""
     return self
 
   def __exit__(self, *_: object) -> None:
-    """Closes it."""
     self.close()
 
   def _notice(self, split: str, values: Mapping[str, Number]) -> None:

@@ -90,5 +90,5 @@ def write_with_the_chief(
 
 def parents(folder: str) -> list[str]:
   """Returns the folders that hold the name of a folder that may be new."""
-  model_dir = os.path.dirname(os.path.abspath(folder)) if files.is_local(folder) else ""
-  return [model_dir, os.path.dirname(model_dir)] if model_dir else []
+  model_dir = os.path.dirname(os.path.abspath(folder))
+  return [model_dir, os.path.dirname(model_dir)]

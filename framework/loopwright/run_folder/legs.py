@@ -171,7 +171,6 @@ class Pace:
   """Counts the loops of a process: for `Leg.times`, all of them; for `Leg.pace`, the last ones."""
 
   def __init__(self) -> None:
-    """Starts without loops."""
     self._recent: dict[str, collections.deque[float]] = collections.defaultdict(
       lambda: collections.deque(maxlen=_RECENT)
     )

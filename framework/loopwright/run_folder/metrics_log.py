@@ -163,9 +163,6 @@ class MetricsLog:
   def _opened(self) -> Iterator[Callable[[bytes], object]]:
     """Locks the file and gives a function that appends to it, after its last whole line."""
     self._require()
-    if not files.is_local(self.path):
-      yield self._append_remotely
-      return
     with files.locked(self.path) as descriptor:
       size = os.fstat(descriptor).st_size
       if size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -175,10 +172,6 @@ class MetricsLog:
         else:
           os.write(descriptor, b"\n")
       yield functools.partial(files.write, self.path, descriptor)
-
-  def _append_remotely(self, line: bytes) -> None:
-    with tf.io.gfile.GFile(self.path, "ab") as file:
-      file.write(line)
 
   def _content(self) -> bytes:
     return files.read(self.path) if tf.io.gfile.exists(self.path) else b""

@@ -49,7 +49,6 @@ class Owner:
   """The ownership of one folder by this process; see `owned`."""
 
   def __init__(self, model_dir: str) -> None:
-    """Claims nothing yet."""
     self._model_dir, self._path = model_dir, os.path.join(model_dir, FILE)
     self._record: dict[str, Any] = {
       "host": platform.node(),
@@ -114,8 +113,6 @@ class Owner:
   def _lock(self) -> bool | None:
     """Returns whether this process has the lock now; None if the file system has no locks."""
     self.close()
-    if not files.is_local(self._path):
-      return None
     while True:
       self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
       try:
@@ -181,9 +178,7 @@ class Owner:
   def _write(self) -> None:
     """Writes a text of constant length, so that others never read a part of it."""
     content = self._content()
-    if self._descriptor is None:
-      files.atomic_write(self._path, content)
-    else:
+    if self._descriptor is not None:
       os.pwrite(self._descriptor, content, 0)
       os.ftruncate(self._descriptor, len(content))
     self._written = self._record["beat"]
@@ -263,7 +258,6 @@ class Guest:
   """A process that uses a run folder and does not own it: it evaluates, or is a further worker."""
 
   def __init__(self, model_dir: str) -> None:
-    """Keeps the path."""
     self._model_dir = model_dir
 
   def require(self) -> None:

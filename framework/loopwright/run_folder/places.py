@@ -60,7 +60,6 @@ class Local(Place):
   """A run folder on disk."""
 
   def __init__(self, folder: str) -> None:
-    """Keeps the path."""
     self.folder = folder
 
   def checkpoints(self) -> bool:

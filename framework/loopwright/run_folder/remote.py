@@ -201,7 +201,6 @@ class RemoteOwner(ownership.Owner):
   """
 
   def __init__(self, store: Store, folder: str) -> None:
-    """Claims nothing yet."""
     super().__init__(folder)
     self._store, self._model_dir, self._folder = store, store.url, folder
     self._here, self.record = ownership.Owner(folder), Record(folder)

@@ -152,7 +152,6 @@ class LocalCluster:
   imports: bool = False
 
   def __post_init__(self) -> None:
-    """Starts nothing yet."""
     self._restarts = self._clashes = self._presses = 0
     self._selector = selectors.DefaultSelector()
     self._processes: list[Process] = []

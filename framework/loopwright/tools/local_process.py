@@ -97,7 +97,6 @@ class Process:
   seconds: float = 0.0
 
   def __post_init__(self) -> None:
-    """Starts nothing yet."""
     self.name = self.kind if self.kind == "chief" else f"{self.kind}-{self.index}"
     self.log_path = os.path.join(self.log_dir, f"{self.name}.log")
     self._popen: Started | None = None

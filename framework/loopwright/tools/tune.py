@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from loopwright import builder, configurables, errors
+from loopwright import builder, configurables, errors, failures
 from loopwright import from_config as runs
 from loopwright.errors import ConfigError
 from loopwright.host import redaction, urls
@@ -279,7 +279,7 @@ class Contest:
     try:
       other = self.contender(candidate)
     except Exception as error:
-      raise ConfigError(errors.mistake(error) or errors.failure(error)) from error
+      raise ConfigError(failures.mistake(error) or failures.failure(error)) from error
     slower, own = max(one.step_s, other.step_s), runs.bound("steps_per_loop")
     loops = [int(bindings.get(LOOP, own)) for bindings in (best, candidate)]
     turn_s = self._block_s / 2  # each has two turns in a round

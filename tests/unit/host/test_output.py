@@ -8,7 +8,7 @@ import sys
 from absl import logging as absl_logging
 
 from loopwright import commands
-from loopwright.host import output
+from loopwright.host import stamps
 
 
 def is_now(text):
@@ -18,7 +18,7 @@ def is_now(text):
 
 def test_each_line_is_an_object_with_time_stream_and_text(capsys):
   before = sys.stdout, sys.stderr
-  with output.stamped("json"):
+  with stamps.stamped("json"):
     print("one\ntwo", end=' "')
     print("three\x1b")
     print("four", file=sys.stderr, end="")
@@ -34,9 +34,9 @@ def test_each_line_is_an_object_with_time_stream_and_text(capsys):
 
 
 def test_the_time_is_before_each_line_and_plain_changes_nothing(capsys):
-  with output.stamped("plain"):
+  with stamps.stamped("plain"):
     print("as it is")
-  with output.stamped("time"):
+  with stamps.stamped("time"):
     print("later")
   first, second = capsys.readouterr().out.splitlines()
   assert first == "as it is"
@@ -46,7 +46,7 @@ def test_the_time_is_before_each_line_and_plain_changes_nothing(capsys):
 
 
 def test_a_logger_that_closes_its_stream_does_not_close_ours(capsys):
-  with output.stamped("time"):
+  with stamps.stamped("time"):
     handler = logging.StreamHandler(sys.stderr)
     absl = absl_logging.PythonHandler(sys.stderr)
   handler.emit(logging.makeLogRecord({"msg": "afterwards"}))

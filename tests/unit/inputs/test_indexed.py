@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 from input_cases import arrays, one_line_error
 
-from loopwright.errors import ConfigError, mistake
+from loopwright.errors import ConfigError
+from loopwright.failures import mistake
 from loopwright.inputs.datasets import eval_dataset, train_dataset
 from loopwright.inputs.fingerprint import fingerprint
 from loopwright.inputs.indexed import IndexedSource, TFRecordSource

@@ -12,7 +12,7 @@ import tensorflow as tf
 from input_cases import arrays, numbered, of_elements, one_line_error, runtime_error, stream
 from PIL import Image
 
-from loopwright import errors
+from loopwright import failures
 from loopwright.inputs import datasets, sources
 from loopwright.inputs.array_files import load_arrays, read_idx
 from loopwright.inputs.datasets import eval_dataset, train_dataset
@@ -212,7 +212,7 @@ def test_the_users_line_is_found_in_what_a_compiled_loop_raises(folder, mirrored
 
   with pytest.raises(tf.errors.InvalidArgumentError) as raised:
     loop(iterator)
-  assert "cannot be read as an image of 3 channels;" in errors.user_error(raised.value)
+  assert "cannot be read as an image of 3 channels;" in failures.user_error(raised.value)
 
 
 # ---- Files ----

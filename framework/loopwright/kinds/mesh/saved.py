@@ -26,7 +26,6 @@ class JoinedSlots(base.Trackable):
   """
 
   def __init__(self, slots: Sequence[Variable]) -> None:
-    """Keeps the slots."""
     self._slots = [models.raw(slot) for slot in slots]
     self._sizes = [slot.shape.num_elements() for slot in self._slots]
     self.name, self.dtype = self._slots[0].name, self._slots[0].dtype

@@ -300,7 +300,6 @@ class Proof:
   left_out: int = 0
 
   def __str__(self) -> str:
-    """Returns the lines to print."""
     workers = f"{self.workers} worker{'' if self.workers == 1 else 's'}"
     starts = f"{self.starts} start{'' if self.starts == 1 else 's'}"
     lines = [

@@ -35,7 +35,6 @@ class Curve:
   """
 
   def __init__(self) -> None:
-    """Has no point yet."""
     self.steps, self.minutes, self.values = list[int](), list[float](), list[float | None]()
     self.every, self._count = 1, 0
 

@@ -172,7 +172,6 @@ class Sender:
   """The thread of a tracker."""
 
   def __init__(self, tracker: Tracker) -> None:
-    """Starts nothing yet."""
     self._tracker, self._run = tracker, tracker.run
     self._path = os.path.join(self._run.model_dir, layout.TRACKERS, f"{tracker.label}.json")
     self._offset, self._connected, self._failing = 0, False, False

@@ -44,7 +44,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from loopwright import errors, registry
+from loopwright import errors, failures, registry
 from loopwright.builder import made_task, set_globals
 from loopwright.from_config import bound, bound_mesh, bound_recipe
 from loopwright.options import Numerics
@@ -185,8 +185,8 @@ def _made_in_step(group: str, place: str) -> Result:
 
 def _raised(group: str, subject: Subject, error: Exception) -> Result:
   """Returns the finding for an exception, with the line of the user's code."""
-  refusal = errors.mistake(error)
-  detail, place = refusal or errors.failure(error), errors.place_of(error)
+  refusal = failures.mistake(error)
+  detail, place = refusal or failures.failure(error), failures.place_of(error)
   if told := _PLACE.search(detail):
     detail, place = detail[: told.start()], told[1]
   with contextlib.suppress(Exception):  # the task itself may be what fails

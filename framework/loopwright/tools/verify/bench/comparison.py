@@ -35,7 +35,6 @@ class Comparison:
   """
 
   def __init__(self, subject: Subject, *, rows: int) -> None:
-    """Runs the reference steps."""
     self.subject, self.rows = subject, rows
     self.alone = Bench(subject, rows=rows, **PLAIN)
     self.task = self.alone.task

@@ -18,7 +18,6 @@ class Calls:
   """The layers that were called with `training=True`, of both Keras generations."""
 
   def __init__(self) -> None:
-    """Begins with none."""
     self._in_training: set[int] = set()
 
   def none_in_training(self, model: Model) -> bool:

@@ -33,7 +33,6 @@ class Calls:
   passing: int
 
   def __str__(self) -> str:
-    """Returns the text for the table."""
     return f"{self.all} {'call' if self.all == 1 else 'calls'}, gradient through {self.passing}"
 
 

@@ -60,7 +60,6 @@ class Call:
   early: str = ""
 
   def __str__(self) -> str:
-    """Returns the text for the pipeline."""
     parts = [part for part in (self.what, communicated(self.communications)) if part]
     return f"{self.verb} ({', '.join(parts)})" if parts else self.verb
 

@@ -254,7 +254,6 @@ class Timed:
     self._elements, self._seconds = elements, seconds
 
   def __iter__(self) -> Iterator[Rows]:
-    """Yields elements."""
     started = time.perf_counter()
     for element in self._elements:
       yield element
@@ -345,7 +344,6 @@ class Survey:
   """
 
   def __init__(self) -> None:
-    """Begins with nothing read."""
     self.columns: dict[str, Column] = {}
     self.first: Rows = {}
     self.counts: collections.Counter[int] = collections.Counter()

@@ -40,7 +40,6 @@ class Augmentation:
   """preprocess() on the same rows, with the seeds of two epochs and without seeds."""
 
   def __init__(self, subject: Subject, task: Task) -> None:
-    """Keeps its arguments."""
     self.subject, self.task = subject, task
 
   def results(self) -> Iterator[Result]:

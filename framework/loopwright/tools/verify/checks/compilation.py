@@ -66,7 +66,6 @@ class Loop:
   """The compiled loop of a trainer that has run."""
 
   def __init__(self, trainer: Trainer) -> None:
-    """Runs the loops."""
     self.trainer, self.task = trainer, trainer.task
     built = {id(v) for v in _variables(trainer)}
     for steps in LOOPS:

@@ -30,7 +30,6 @@ class Contents:
   """What the training pipeline gave, after `Reading.pipeline`."""
 
   def __init__(self, reading: Reading) -> None:
-    """Takes what was read."""
     self.reading, self.survey, self.bench = reading, reading.survey, reading.bench
     self.task, self.subject = reading.task, reading.subject
     self.train, self.source, self.batch_size = reading.train, reading.source, reading.batch_size

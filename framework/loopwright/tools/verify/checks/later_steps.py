@@ -45,7 +45,6 @@ class LaterSteps:
   """Rates and updates of the own optimizer, on each number of replicas that it is given."""
 
   def __init__(self, compared: Comparison) -> None:
-    """Takes the reference steps."""
     self.compared = compared
     self._rates: dict[int, Rates] = {}
     self._outcomes: dict[int, list[Outcome]] = {}

@@ -51,7 +51,6 @@ class Lengths:
   """The same examples with less and with more padding."""
 
   def __init__(self, subject: Subject, padded: Padded) -> None:
-    """Keeps its arguments."""
     self.subject, self.padded = subject, padded
     self.told = f"rows of {padded.sizes[0]} and of {padded.sizes[1]}, lengths by {padded.known_by}"
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.errors import ConfigError, failure, place_of
+from loopwright.errors import ConfigError
+from loopwright.failures import failure, place_of
 from loopwright.graphs import operations as graphs
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.strategies import placement
@@ -113,7 +114,6 @@ class OnMesh:
   """Steps on the mesh, beside the same steps on one device."""
 
   def __init__(self, subject: Subject) -> None:
-    """Runs the reference steps."""
     assert subject.mesh is not None
     self.subject, self.strategy = subject, subject.mesh()
     self.shares = placement.of(self.strategy).row_shares

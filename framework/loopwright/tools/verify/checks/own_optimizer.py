@@ -37,7 +37,6 @@ class OwnOptimizer:
   """Several steps on 1, 2 and 3 replicas, then one in which a replica overflows."""
 
   def __init__(self, compared: Comparison) -> None:
-    """Takes the reference steps."""
     self.compared, self.task = compared, compared.task
     self._later = LaterSteps(compared)
 

@@ -29,7 +29,6 @@ class Rowwise:
   """Steps on one replica whose padded rows and weights differ."""
 
   def __init__(self, compared: Comparison) -> None:
-    """Takes the reference steps."""
     self.compared, self.task = compared, compared.task
 
   def repeatable(self) -> Result:

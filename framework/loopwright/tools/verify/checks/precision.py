@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loopwright import errors
+from loopwright import failures
 from loopwright.models import models
 from loopwright.optimizers import loss_scale
 from loopwright.task import Task
@@ -222,7 +222,7 @@ class HalfGradient:
   # ---- Rows ----
 
   def _refused(self, error: Exception) -> Result:
-    line = errors.failure(error)
+    line = failures.failure(error)
     if not self.asked:
       precision = self.subject.precision
       return self._not_applicable(f"run.precision is {precision}; it would fail: {line}")

@@ -60,7 +60,6 @@ class Steps:
   """Steps on two replicas with the same rows, with the same and with different seeds."""
 
   def __init__(self, subject: Subject) -> None:
-    """Runs the steps."""
     rows = 24 * subject.accumulation_steps
     self.bench = Bench(subject, 2, rows=rows, optimizer=bench.gradient_descent, quiet=False)
     self.task, self.rows = self.bench.task, rows // 2

@@ -78,7 +78,6 @@ class Several:
   """The same step on several replicas, and why it differs."""
 
   def __init__(self, compared: Comparison) -> None:
-    """Takes the reference steps."""
     self.compared, self.task = compared, compared.task
     self.counted = ""
 

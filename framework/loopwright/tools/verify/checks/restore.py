@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright import errors
+from loopwright import errors, failures
 from loopwright.aliases import Variable
 from loopwright.graphs import operations as graphs
 from loopwright.inputs.sources import main_source
@@ -243,7 +243,7 @@ class Resumption:
         harness.step(made[name].trainer, batch)
       except Exception as error:  # the checks for that strategy say more
         made.pop(name, None)
-        refused[name] = errors.mistake(error) or errors.failure(error)
+        refused[name] = failures.mistake(error) or failures.failure(error)
     if len(made) < 2:
       return GROUP.skipped(ACROSS, "; ".join(f"{n}: {why}" for n, why in refused.items()))
     saved = {name: run.save(name.replace(" ", "_")) for name, run in made.items()}
@@ -272,7 +272,6 @@ class TrainerUnderTest:
   """A trainer under one strategy, with its checkpoints."""
 
   def __init__(self, resumption: Resumption, strategy: tf.distribute.Strategy) -> None:
-    """Builds the trainer from scratch."""
     self._folder = resumption.folder
     self.task = resumption.task()
     self.trainer: Trainer = harness.make_trainer(
