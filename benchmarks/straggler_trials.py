@@ -22,7 +22,7 @@ import tensorflow as tf
 
 import loopwright
 from loopwright import ArraySource, Batch, Loss, Task
-from loopwright.run_folder import flights, layout, paces
+from loopwright.run_folder import flights, layout
 
 REPOSITORY = Path(__file__).parents[1]
 PHASES = {"compute": "compute", "input": "input"}
@@ -81,8 +81,8 @@ class Told(NamedTuple):
     step_s: the median of all loops' seconds of a step.
   """
 
-  times: dict[int, dict[str, paces.Times]]
-  slow: paces.Slow | None
+  times: dict[int, dict[str, flights.Times]]
+  slow: flights.Slow | None
   line: str
   step_s: float
 
@@ -105,8 +105,8 @@ def trial(folder: str, slowed: dict[str, list[float]], *, steps: int) -> Told:
   if done.returncode:
     raise RuntimeError(done.stderr[-2000:])
   told = [line for line in done.stderr.splitlines() if "WARNING: slow worker" in line]
-  times = {worker: paces.times(found) for worker, found in flights.read(folder).items()}
+  times = {worker: flights.times(found) for worker, found in flights.read(folder).items()}
   last = {worker: leg.pace for worker, leg in flights.last(folder).items()}
   log = Path(folder, layout.METRICS).read_text().splitlines()
   rates = [json.loads(line)["steps_per_second"] for line in log]
-  return Told(times, paces.slow(last), told[0] if told else "", 1 / statistics.median(rates))
+  return Told(times, flights.slow(last), told[0] if told else "", 1 / statistics.median(rates))

@@ -17,7 +17,7 @@ import runs
 from input_cases import ledger_digest
 
 import launch
-from loopwright.run_folder import flights, paces
+from loopwright.run_folder import flights
 from loopwright.tools.ledger import __main__
 
 ROOT = Path(launch.__file__).parent
@@ -157,7 +157,7 @@ def test_each_worker_records_its_own_times(trained):
     counts = [leg.times for leg in worker if leg.times]
     for phase in ("input", "compute", "collective"):
       assert sum(sum(each[phase].values()) for each in counts) == STEPS - 1
-  assert paces.table(found) in trained(2).err
+  assert flights.table(found) in trained(2).err
 
 
 @pytest.mark.whole

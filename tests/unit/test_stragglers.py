@@ -7,7 +7,7 @@ import pytest
 
 from loopwright.flight import Flight
 from loopwright.kinds.workers.stragglers import LOOPS, WHILE_S, Stragglers
-from loopwright.run_folder import flights, paces
+from loopwright.run_folder import flights
 from loopwright.run_folder.legs import Leg, Pace
 
 
@@ -20,8 +20,8 @@ SLOW = {0: pace(0.001, 0.009, 0.012), 1: pace(0.011, 0.010, 0.001), 2: pace(0.00
 
 
 def test_a_slow_worker_is_named_with_its_phase_and_what_it_costs():
-  assert paces.slow(EVEN) is None
-  found = paces.slow(SLOW)
+  assert flights.slow(EVEN) is None
+  found = flights.slow(SLOW)
   assert (found.worker, found.phase) == (1, "input")
   assert found.own_s == pytest.approx(0.021)
   assert found.usual_s == pytest.approx(0.010)
@@ -34,14 +34,14 @@ def test_a_slow_worker_is_named_with_its_phase_and_what_it_costs():
 )
 def test_it_is_slow_from_a_ratio_and_a_share_of_the_step_on(own_s, wait_s, is_slow):
   both = {0: pace(0.0, 0.010, wait_s + own_s - 0.010), 1: pace(0.0, own_s, wait_s)}
-  assert (paces.slow(both) is not None) == is_slow
+  assert (flights.slow(both) is not None) == is_slow
 
 
 def test_without_times_of_collectives_only_the_input_tells():
   paces_on_gpus = {0: {"input": 0.001, "compute": 0.02}, 1: {"input": 0.001, "compute": 0.05}}
-  assert paces.slow(paces_on_gpus) is None
+  assert flights.slow(paces_on_gpus) is None
   paces_on_gpus[1] = {"input": 0.02, "compute": 0.001}
-  assert paces.slow(paces_on_gpus).worker == 1
+  assert flights.slow(paces_on_gpus).worker == 1
 
 
 class Clock:
@@ -96,12 +96,12 @@ def test_percentiles_over_several_legs_are_right_to_2_5_percent():
     for seconds in part:
       counts.add(worker[-1], 2, 2 * seconds, 0.0, None)
   read_again = flights.of_lines(json.dumps(vars(leg)) for leg in worker)
-  found = paces.times(read_again)
+  found = flights.times(read_again)
   expected = [*np.quantile(draws, [0.5, 0.99], method="inverted_cdf"), draws.max()]
   np.testing.assert_allclose(found["compute"], expected, rtol=0.025)
   assert found["input"] == (0, 0, 0)
   assert worker[-1].pace["compute"] == pytest.approx(np.median(draws[-9:]))
-  lines = paces.table({0: read_again}).splitlines()
+  lines = flights.table({0: read_again}).splitlines()
   assert lines[1].split() == ["worker", "phase", "p50,", "ms", "p99,", "ms", "slowest,", "ms"]
   assert lines[2].split() == ["0", "input", "0", "0", "0"]
 

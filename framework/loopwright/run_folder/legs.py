@@ -45,7 +45,7 @@ class Leg:
     loops: the loops that the process has begun.
     traced: steps of loops that were traced; their time is the part "tracing".
     saved: whether it ended with a save of `step`.
-    times: phase of a step -> bucket of seconds -> steps; see paces.py.
+    times: phase of a step -> bucket of seconds -> steps; see flights.py.
     pace: phase -> seconds of a step, the median of the last loops.
     phase: what the process did when the line was written, the innermost last.
     unchanged_s: since when, or since its last sign of progress.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopwright.errors import ConfigError, printable
-from loopwright.run_folder import flights, folders, layout, paces
+from loopwright.run_folder import flights, folders, layout
 from loopwright.run_folder.legs import Leg
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def run(parsed: Parsed) -> int:
     print(json.dumps({**found._asdict(), "seconds": found.seconds}, indent=2))
     return 0
   every = told.whole_number("run.checkpoint_every_steps")
-  lines = [table(found, every=every), paces.table(flights.read(told.path))]
+  lines = [table(found, every=every), flights.table(flights.read(told.path))]
   print("\n".join(map(printable, "\n".join(filter(None, lines)).split("\n"))))
   return 0
 

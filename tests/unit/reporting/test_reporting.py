@@ -16,7 +16,7 @@ import tf_keras
 from loopwright.errors import ConfigError
 from loopwright.host import files
 from loopwright.reporting.progress import Choice, Progress, format_number
-from loopwright.reporting.reporter import Reporter
+from loopwright.reporting.reports import Reporter
 from loopwright.reporting.summary import (
   ParameterCount,
   count_parameters,

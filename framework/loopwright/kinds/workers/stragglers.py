@@ -1,7 +1,7 @@
 """Says in one line which worker the others have been waiting for.
 
 The thread of the flight record (flight.py) calls `Stragglers.beat` twice a second on the chief,
-which compares the paces in the records of all workers (run_folder/paces.py).
+which compares the paces in the records of all workers (run_folder/flights.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from loopwright.host import output
-from loopwright.run_folder import flights, layout, paces
+from loopwright.run_folder import flights, layout
 from loopwright.run_folder.legs import Leg
 
 EVERY_BEATS = 10
@@ -55,7 +55,7 @@ class Stragglers:
     """Returns the times of all workers and phases so far, as lines; "" without another worker."""
     if self._workers > 1:
       with contextlib.suppress(Exception):
-        return paces.table(flights.read(self._model_dir))
+        return flights.table(flights.read(self._model_dir))
     return ""
 
   def judged(self, found: Mapping[int, Leg]) -> str:
@@ -66,7 +66,7 @@ class Stragglers:
     """
     told = {w: leg.pace for w, leg in found.items() if not leg.ended}
     known = self._workers == len(told)
-    slow = paces.slow(told, ratio=_OVER if self._told else paces.RATIO) if known else None
+    slow = flights.slow(told, ratio=_OVER if self._told else flights.RATIO) if known else None
     now = self._clock()
     if slow is None or slow.worker != self._slow:
       self._slow, self._told = (slow.worker if slow else None), False
@@ -79,7 +79,7 @@ class Stragglers:
     return line(slow, leg.host, now - self._since, self._model_dir)
 
 
-def line(slow: paces.Slow, host: str, seconds: float, model_dir: str) -> str:
+def line(slow: flights.Slow, host: str, seconds: float, model_dir: str) -> str:
   """Returns what is known of a slow worker, on a host, since so many seconds."""
   ratio = f"{slow.own_s / slow.usual_s:.1f} times" if slow.usual_s else "above"
   less = 100 * (1 - slow.better_s / slow.step_s)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from loopwright.errors import ConfigError, is_finite
 from loopwright.host import bounded
 from loopwright.host.json_lines import Record
-from loopwright.run_folder import damage, flights, folders, paces
+from loopwright.run_folder import damage, flights, folders
 from loopwright.tools import goodput
 
 VERIFY, MEDIA = "verify.json", "media"
@@ -67,7 +67,7 @@ class Shown:
     curves: metric -> split ("train" or "eval") -> curve.
     budget: part -> seconds, of the action TimeBudget.
     goodput: where the wall time of all its starts went; None if it has no flight record.
-    workers: the rows of `paces.HEADS`.
+    workers: the rows of `flights.HEADS`.
     verify: the report of `verify --json`; {} if there is none.
     media: name -> the newest, and earlier ones at even distances.
     starts: the lines of the run's history.
@@ -110,7 +110,7 @@ def read(path: str, name: str) -> Shown:
   shown.faults += damage.faults(shown.run, path) if shown.run else []
   shown.curves, shown.budget = part(lambda: logged(folders.log(path)), nothing)
   shown.goodput = part(lambda: goodput.read(path), None)
-  shown.workers = part(lambda: paces.rows(flights.read(path)), [])
+  shown.workers = part(lambda: flights.rows(flights.read(path)), [])
   shown.verify = part(lambda: _verified(os.path.join(path, VERIFY)), {})
   shown.media = part(lambda: _media(os.path.join(path, MEDIA), shown.faults), {})
   shown.starts = part(lambda: list(folders.starts(path)), [])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.errors import printable
-from loopwright.run_folder import paces
+from loopwright.run_folder import flights
 from loopwright.run_folder.folders import texts
 from loopwright.tools import goodput
 from loopwright.tools.report.data import VERIFY, Shown
@@ -215,7 +215,7 @@ def _goodput(runs: Sequence[Shown]) -> Iterator[str]:
   for run in runs:
     if run.workers:
       yield f"<p>{safe(run.name)}: a step of each worker</p>"
-      yield table(paces.HEADS, run.workers)
+      yield table(flights.HEADS, run.workers)
 
 
 def _budget(runs: Sequence[Shown]) -> Iterator[str]:
