@@ -53,9 +53,9 @@ def main(who: str, model: str, replicas: str, folder: str, result: str, started_
 def loopwright(model: str, replicas: int, folder: str, watch: Watch) -> None:
   """Runs the command line with the clock in five functions."""
   from loopwright import commands
-  from loopwright.configurables import examination
+  from loopwright.configurables import table
 
-  register_roots = examination.register_roots
+  register_roots = table.register_roots
 
   def imported() -> None:
     register_roots()
@@ -63,7 +63,7 @@ def loopwright(model: str, replicas: int, folder: str, watch: Watch) -> None:
       watch.end("imports")
       _set_clock(watch)
 
-  examination.register_roots = imported
+  table.register_roots = imported
   params = ["run.steps_per_loop=1", f"auto.cpu_replicas={replicas}", f"--model_dir={folder}/run"]
   commands.run_process(["loopwright", "train", CONFIGS[model], *params])
 

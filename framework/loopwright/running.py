@@ -20,6 +20,7 @@ from loopwright.errors import ConfigError
 from loopwright.flight import Flight
 from loopwright.graphs import randomness
 from loopwright.host import nvidia
+from loopwright.host.urls import is_url
 from loopwright.modes import TRAINING_MODES, Mode
 from loopwright.observers import Observer
 from loopwright.optimizers.adapters import Optimizers
@@ -257,7 +258,7 @@ def _observers(
 def _place(model_dir: str, mode: Mode) -> places.Place:
   """Returns the run folder; raises a ConfigError if it cannot be used in this mode."""
   place = places.place(model_dir)
-  if isinstance(place, places.Local):
+  if not is_url(model_dir):
     places.require_writable(model_dir)
     if mode == "replay":
       registry.load("part", "saved_state")(model_dir)

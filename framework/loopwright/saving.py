@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,62 +15,54 @@ if TYPE_CHECKING:
   from loopwright.run_folder.snapshots import Snapshots
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Saving(Hook):
-  """Saves a run into its folder; raises where the folder is no longer the run's."""
+  """Saves a run into its folder; raises where the folder is no longer the run's.
 
-  def __init__(
-    self,
-    *,
-    manager: CheckpointManager,
-    snapshots: Snapshots | None,
-    place: Opened,
-    cadence: Cadence,
-    saved: Callable[[], None],
-  ) -> None:
-    """Saves nothing yet.
+  Attributes:
+    snapshots: copies in memory, which nobody keeps if it is None.
+    cadence: the steps at which a checkpoint is due.
+    saved: called after the values of a checkpoint are read.
+  """
 
-    Args:
-      manager: of the checkpoints.
-      snapshots: copies in memory, which nobody keeps if it is None.
-      place: the run folder.
-      cadence: the steps at which a checkpoint is due.
-      saved: called after the values of a checkpoint are read.
-    """
-    self._manager, self._snapshots, self._place = manager, snapshots, place
-    self._cadence, self._saved = cadence, saved
+  manager: CheckpointManager
+  snapshots: Snapshots | None
+  place: Opened
+  cadence: Cadence
+  saved: Callable[[], None]
 
   def loop_end(self, step: int, end: int) -> int:
     """Returns the step of the next checkpoint, if it is before `end`."""
-    return min(end, self._cadence.next_save(step))
+    return min(end, self.cadence.next_save(step))
 
   def after(self, split: str, output: Output) -> None:
     """Has an evaluation mirrored at once: the next checkpoint may be far."""
     if split == "eval":
-      self._place.changed()
+      self.place.changed()
 
   def due(self, step: int) -> None:
     """Saves a checkpoint, or a copy in memory."""
-    if step % self._cadence.checkpoint_every_steps == 0:
+    if step % self.cadence.checkpoint_every_steps == 0:
       self.saves()
-    elif self._snapshots is not None:
-      self._snapshots.take()
+    elif self.snapshots is not None:
+      self.snapshots.take()
 
   def pauses(self, step: int) -> None:
     """Raises if the folder is gone or another's, or what a save raised in its thread."""
-    self._place.require()
-    self._manager.check()
+    self.place.require()
+    self.manager.check()
 
   def saves(self) -> None:
     """Saves a checkpoint of this step, unless there is one; a thread completes it."""
-    if self._manager.save() is not None:
-      self._saved()
+    if self.manager.save() is not None:
+      self.saved()
 
   def completes(self) -> str:
     """Saves a checkpoint, complete on return; returns the folder of checkpoints."""
     self.saves()
-    self._manager.wait()
-    return self._manager.directory
+    self.manager.wait()
+    return self.manager.directory
 
   def ends(self) -> None:
     """Waits for the last one."""
-    self._manager.wait()
+    self.manager.wait()

@@ -87,7 +87,7 @@ class Session:
       saved=self._flight.saved,
     )  # fmt: skip
     self._stopping = Stopping(
-      self.cluster, progress=self._reports.progress, goes_on=self._flight.goes_on,
+      cluster=self.cluster, progress=self._reports.progress, goes_on=self._flight.goes_on,
       saving=self._saving,
     )  # fmt: skip
     always = (self._reports, self._saving, self._stopping, self._flight)

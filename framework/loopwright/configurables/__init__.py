@@ -13,10 +13,9 @@ docs/configuration.md shows how to register your own class.
     reading.py      gin files -> bindings with their places
     values.py       whether a value fits an annotation
     graph.py        what a config reaches
-    checks.py       the mistakes
+    checks.py       all mistakes of a config
     remedies.py     what their lines suggest
     changes.py      what may change when a run goes on
-    examination.py  all mistakes of a config
     documentation.py  what a config can set
 """
 
@@ -27,8 +26,7 @@ from typing import Any
 import gin
 
 from loopwright.configurables import table
-from loopwright.configurables.checks import check_all, in_force, resolved
-from loopwright.configurables.examination import examine
+from loopwright.configurables.checks import check_all, examine, in_force, resolved
 from loopwright.configurables.graph import Graph
 from loopwright.configurables.imports import REPOSITORY, SHIPPED
 from loopwright.configurables.reading import MACRO, Binding, Config, Reference, is_writable

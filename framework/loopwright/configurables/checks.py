@@ -1,18 +1,19 @@
-"""Finds mistakes in a config: names, values, missing, contradictory and unused bindings."""
+"""Finds all mistakes in a config: names, values, missing, contradictory and unused bindings."""
 
 import dataclasses
 import functools
 import itertools
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import gin
 
 from loopwright import registry
-from loopwright.configurables import table
+from loopwright.configurables import imports, table
 from loopwright.configurables.graph import Graph, Use
-from loopwright.configurables.reading import MACRO, Binding, at, scoped
+from loopwright.configurables.reading import MACRO, Binding, Config, at, read, scoped
 from loopwright.configurables.values import (
   fits,
   map_references,
@@ -20,7 +21,7 @@ from loopwright.configurables.values import (
 )
 from loopwright.declaration import declared, either_of, require
 from loopwright.errors import ConfigError, shown, suggest
-from loopwright.host import redaction
+from loopwright.host import modules, redaction
 
 EXAMPLES = {
   "run.task": (
@@ -52,6 +53,69 @@ def caught(kind: Kind, where: str, check: Callable[[], object]) -> Iterator[Mist
       check()
   except ConfigError as error:
     yield Mistake(kind, where, error)
+
+
+class Examination(NamedTuple):
+  """A config that was read, and its mistakes.
+
+  Attributes:
+    config: what was read; empty if that failed.
+    history: its bindings in order, names resolved; without bindings of unknown names.
+    graph: what the bindings reach.
+    mistakes: a run ends with the first.
+  """
+
+  config: Config
+  history: list[Binding]
+  graph: Graph
+  mistakes: list[Mistake]
+
+
+def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examination:
+  """Reads a config and finds its mistakes; does not put it in force or use a device.
+
+  Skips checks that an earlier mistake makes meaningless: with a failed import, names are unknown;
+  with a wrong name or value, so is what is used or missing.
+  """
+  try:
+    config = read(gin_files, gin_params)
+  except ConfigError as error:
+    place = re.match(r"(.+?:\d+): ", str(error))
+    unread = Mistake("reading", place[1] if place else "", error)
+    return Examination(Config([], [], []), [], Graph([]), [unread])
+  table.register_roots()  # before a module of the user's can be in the way
+  imports.make_importable(config.files)
+  config = config._replace(imports=[_current(each) for each in config.imports])
+  found = list(_failed_imports(config))
+  return examined(config, found)
+
+
+def examined(config: Config, found: Sequence[Mistake] = ()) -> Examination:
+  """Returns the examination of a config that was read; stops if `found` has mistakes."""
+  found = list(found)
+  history: list[Binding] = []
+  for binding in config.bindings if not found else ():
+    try:
+      history.append(resolved(binding))
+    except ConfigError as error:
+      found.append(Mistake("names", binding.place, error))
+  graph = Graph(in_force(history))
+  found += mistakes(history, graph)
+  if not found:
+    found += mistakes_in_use(history, graph)
+  return Examination(config, history, graph, found)
+
+
+def _current(line: tuple[str, Any]) -> tuple[str, Any]:
+  """Returns an import with the name that a shipped task has now."""
+  where, statement = line
+  return where, statement._replace(module=modules.current(statement.module))
+
+
+def _failed_imports(config: Config) -> Iterator[Mistake]:
+  for where, statement in config.imports:
+    load = functools.partial(imports.import_module, statement.module)
+    yield from caught("imports", where, load)
 
 
 def resolved(binding: Binding) -> Binding:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from loopwright.configurables import table
-from loopwright.configurables.examination import Examination
+from loopwright.configurables.checks import Examination
 from loopwright.configurables.reading import MACRO, scoped
 from loopwright.configurables.remedies import spelled
 from loopwright.configurables.values import SEQUENCES, UNIONS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -30,43 +31,33 @@ QUIET = (
 """Metrics in metrics.jsonl and TensorBoard that the progress line hides."""
 
 
+@dataclasses.dataclass(kw_only=True)
 class Reporter:
-  """Sends the values of one split to TensorBoard, metrics.jsonl and the progress line."""
+  """Sends the values of one split to TensorBoard, metrics.jsonl and the progress line.
 
-  def __init__(
-    self,
-    *,
-    split: str,
-    global_step: tf.Variable,
-    model_dir: str | None = None,
-    metrics_log: MetricsLog | None = None,
-    progress: Progress | None = None,
-    global_batch_size: int | None = None,
-  ) -> None:
-    """Sets where to report.
+  Attributes:
+    split: "train" or "eval".
+    global_step: int64 scalar, the step of the values.
+    model_dir: TensorBoard files go to <model_dir>/<split>; None writes none.
+    metrics_log: None writes no metrics.jsonl, as on workers other than the chief.
+    progress: None prints nothing.
+    global_batch_size: if given, "steps_per_second" is added, from "examples_per_second".
+  """
 
-    Args:
-      split: "train" or "eval".
-      global_step: int64 scalar, the step of the values.
-      model_dir: TensorBoard files go to <model_dir>/<split>; None writes none.
-      metrics_log: None writes no metrics.jsonl, as on workers other than the chief.
-      progress: None prints nothing.
-      global_batch_size: if given, "steps_per_second" is added, from "examples_per_second".
-    """
-    self._directory = None if model_dir is None else os.path.join(model_dir, split)
-    self._writer: tf.summary.SummaryWriter | None = None
-    self._split = split
-    self._global_step = global_step
-    self._metrics_log = metrics_log
-    self._progress = progress
-    self._global_batch_size = global_batch_size
+  split: str
+  global_step: tf.Variable
+  model_dir: str | None = None
+  metrics_log: MetricsLog | None = None
+  progress: Progress | None = None
+  global_batch_size: int | None = None
+  _writer: tf.summary.SummaryWriter | None = None
 
   def writer(self) -> tf.summary.SummaryWriter:
     """Returns the TensorBoard writer; the first call makes its file."""
-    if self._writer is None and self._directory is None:
-      self._writer = tf.summary.create_noop_writer()
-    elif self._writer is None:
-      self._writer = tf.summary.create_file_writer(self._directory)
+    if self._writer is None:
+      folder = self.model_dir and os.path.join(self.model_dir, self.split)
+      make = tf.summary.create_file_writer
+      self._writer = make(folder) if folder else tf.summary.create_noop_writer()
     return self._writer
 
   @timed("reporting")
@@ -77,18 +68,18 @@ class Reporter:
     """
     everything = flatten(output)
     values = scalars(everything)
-    if self._global_batch_size and "examples_per_second" in values:
-      values["steps_per_second"] = values["examples_per_second"] / self._global_batch_size
-    step = int(self._global_step.numpy())
+    if self.global_batch_size and "examples_per_second" in values:
+      values["steps_per_second"] = values["examples_per_second"] / self.global_batch_size
+    step = int(self.global_step.numpy())
     with self.writer().as_default():
       for name, value in values.items():
         # As arrays: TensorFlow keeps a copy of every Python number that becomes a tensor, 0.5 kB.
         tf.summary.scalar(name, np.asarray(value), step=np.int64(step))
     self.writer().flush()
-    if self._metrics_log is not None:
-      self._metrics_log.append(step, self._split, {**everything, **values})
-    if self._progress is not None:
-      report = self._progress.update if self._split == "train" else self._progress.evaluation
+    if self.metrics_log is not None:
+      self.metrics_log.append(step, self.split, {**everything, **values})
+    if self.progress is not None:
+      report = self.progress.update if self.split == "train" else self.progress.evaluation
       report(step, values)
 
 

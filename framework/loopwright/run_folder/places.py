@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -40,27 +39,17 @@ class Opened(NamedTuple):
 
 
 class Place:
-  """A run folder that is not in use yet; `folder` is its local path."""
+  """A run folder that is not in use yet, on disk; of a URL, it is a `Remote`.
 
-  folder: str
-
-  def checkpoints(self) -> bool:
-    """Whether the run has a complete checkpoint."""
-    raise NotImplementedError
-
-  def require_one_process(self, workers: int) -> None:
-    """Raises a ConfigError if so many workers cannot share the folder."""
-
-  def opened(self, *, training: bool, export: bool) -> AbstractContextManager[Opened]:
-    """Gives the folder, owned while training."""
-    raise NotImplementedError
-
-
-class Local(Place):
-  """A run folder on disk."""
+  Attributes:
+    folder: local.
+  """
 
   def __init__(self, folder: str) -> None:
     self.folder = folder
+
+  def require_one_process(self, workers: int) -> None:
+    """Raises a ConfigError if so many workers cannot share the folder."""
 
   def checkpoints(self) -> bool:
     """Whether the run has a complete checkpoint."""
@@ -82,8 +71,9 @@ class Local(Place):
 def place(model_dir: str) -> Place:
   """Returns a run folder; a URL that cannot be used is a ConfigError (host)."""
   if is_url(model_dir):
-    return registry.load("part", "Remote")(model_dir)
-  return Local(model_dir)
+    remote: Place = registry.load("part", "Remote")(model_dir)
+    return remote
+  return Place(model_dir)
 
 
 def copied(model_dir: str) -> str:

@@ -180,7 +180,7 @@ class Remote(Place):
       unchanged = known is not None and here is not None and known.local == stat_of(here)
       same = known is not None and known.version == listing[name].version
       if (unchanged and not same) or (here is None and not superseded(name, local)):
-        _get(self.store, record, name, listing[name])
+        _get_all(self.store, record, [name], listing)
       elif not same:
         record.files.pop(name, None)
     for name in record.files.keys() - listing.keys():
@@ -343,12 +343,6 @@ def _same(record: Record, name: str, listing: dict[str, File], local: dict[str, 
   if known is None or name not in local or not known.version:
     return False
   return known == Known(stat_of(local[name]), listing[name].version)
-
-
-def _get(store: Store, record: Record, name: str, file: File) -> None:
-  path = os.path.join(record.folder, name)
-  store.get(name, path)
-  record.files[name] = Known(stat_of(os.stat(path)), file.version)
 
 
 def _get_all(store: Store, record: Record, names: list[str], listing: dict[str, File]) -> None:

@@ -17,7 +17,7 @@ from loopwright.host import bounded, redaction
 if TYPE_CHECKING:
   import optuna
 
-  from loopwright.configurables.examination import Examination
+  from loopwright.configurables.checks import Examination
 
 GOALS = ("BestCheckpoint", "EarlyStopping", "Export")
 """Actions with a metric and a mode."""
