@@ -17,7 +17,7 @@ A session makes the list once; loop.py calls it. All calls are on the host:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -96,35 +96,33 @@ class Hook:
     """Training in this process is over, or has failed; `begins` may not have been called."""
 
 
+def _to_each(name: str) -> Callable[..., None]:
+  """Returns a method that calls the one of this name of each hook."""
+
+  def tell(self: Hooks, *told: Any) -> None:
+    for hook in self.hooks:
+      getattr(hook, name)(*told)
+
+  return tell
+
+
 class Hooks(Hook):
   """Calls several hooks, in their order."""
 
-  def __init__(self, hooks: Sequence[Hook]) -> None:
-    self._hooks = tuple(hooks)
+  begins, pauses, saves = _to_each("begins"), _to_each("pauses"), _to_each("saves")
+  loop_begins, loop_ends, due = _to_each("loop_begins"), _to_each("loop_ends"), _to_each("due")
 
-  def begins(self, step: int) -> None:
-    """Begins all."""
-    for hook in self._hooks:
-      hook.begins(step)
+  def __init__(self, hooks: Sequence[Hook]) -> None:
+    self.hooks = tuple(hooks)
 
   def loop_end(self, step: int, end: int) -> int:
     """Returns the first step that one of them asks for."""
-    return min(hook.loop_end(step, end) for hook in self._hooks)
-
-  def loop_begins(self, step: int) -> None:
-    """Tells all."""
-    for hook in self._hooks:
-      hook.loop_begins(step)
-
-  def loop_ends(self, step: int, output: Output, traces: int) -> None:
-    """Tells all."""
-    for hook in self._hooks:
-      hook.loop_ends(step, output, traces)
+    return min(hook.loop_end(step, end) for hook in self.hooks)
 
   def after(self, split: str, output: Output) -> None:
     """Gives the values to all, also if one of them stops the run; raises its StopTraining then."""
     stop = None
-    for hook in self._hooks:
+    for hook in self.hooks:
       try:
         hook.after(split, output)
       except StopTraining as asked:
@@ -132,31 +130,16 @@ class Hooks(Hook):
     if stop is not None:
       raise stop
 
-  def due(self, step: int) -> None:
-    """Tells all."""
-    for hook in self._hooks:
-      hook.due(step)
-
   @contextlib.contextmanager
   def evaluates(self, evaluator: Evaluator, step: int) -> Iterator[None]:
     """Returns the context of all."""
     with contextlib.ExitStack() as stack:
-      for hook in self._hooks:
+      for hook in self.hooks:
         stack.enter_context(hook.evaluates(evaluator, step))
       yield
-
-  def pauses(self, step: int) -> None:
-    """Lets the first that wants to end the run."""
-    for hook in self._hooks:
-      hook.pauses(step)
-
-  def saves(self) -> None:
-    """Saves what each keeps."""
-    for hook in self._hooks:
-      hook.saves()
 
   def ends(self) -> None:
     """Ends each, whatever the others raise."""
     with contextlib.ExitStack() as stack:
-      for hook in reversed(self._hooks):
+      for hook in reversed(self.hooks):
         stack.callback(hook.ends)

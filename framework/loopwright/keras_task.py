@@ -82,7 +82,7 @@ class KerasTask(Task):
     self._is_weighted = bool(class_weight) or getattr(source, "is_weighted", True)
     self._known: tuple[Any, ...] = (None, None, [])
     self._compiled = None if _makes_model(model) else CompiledModel(model)
-    self.own_optimizer = self._new_optimizer
+    self.own_optimizer = lambda: _optimizer_of(self.compiled)()
     if self._compiled is not None:
       self.own_optimizer = _optimizer_of(self._compiled)
 
@@ -176,9 +176,6 @@ class KerasTask(Task):
     """Returns the compiled metrics under the names that `fit` gives them."""
     sums = [values[_variable(n)] for n in range(len(values)) if _variable(n) in values]
     return self.compiled.metrics.results(sums) if sums else {}
-
-  def _new_optimizer(self) -> KerasOptimizer:
-    return _optimizer_of(self.compiled)()
 
   def _losses(self, outputs: Structure, batch: Batch) -> list[OutputLoss]:
     """Returns the losses; `loss` and `metrics` of the same outputs share them."""

@@ -123,19 +123,11 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.tune_rate": "range_test",
   },
   "check": {
-    "loopwright.tools.verify.checks.inputs": "inputs=check",
-    "loopwright.tools.verify.checks.replicas": "replicas=check",
-    "loopwright.tools.verify.checks.mesh": "mesh=check",
-    "loopwright.tools.verify.checks.order": "order=check",
-    "loopwright.tools.verify.checks.evaluation": "evaluation=check",
-    "loopwright.tools.verify.checks.lengths": "lengths=check",
-    "loopwright.tools.verify.checks.sequences": "sequences=check",
-    "loopwright.tools.verify.checks.gradients": "gradients=check",
-    "loopwright.tools.verify.checks.randomness": "randomness=check",
-    "loopwright.tools.verify.checks.restore": "restore=check",
-    "loopwright.tools.verify.checks.compilation": "compilation=check",
-    "loopwright.tools.verify.checks.precision": "precision=check",
-    "loopwright.tools.verify.checks.learning": "learning=check",
+    f"loopwright.tools.verify.checks.{name}": f"{name}=check"
+    for name in (
+      *("inputs", "replicas", "mesh", "order", "evaluation", "lengths", "sequences", "gradients"),
+      *("randomness", "restore", "compilation", "precision", "learning"),
+    )
   },
   "root": {
     "loopwright.running": "run",

@@ -193,10 +193,12 @@ def run(given: Options) -> dict[str, float]:
       training=training, accept=given.accept_changes,
     )  # fmt: skip
     start.require_config()
-    learned = _assets(
-      task, model_dir=at.folder, cluster=cluster, training=training, changed=start.changes_task,
-      timeout_s=given.eval_timeout_s if mode == "evaluate_continuously" else 0.0,
-    )  # fmt: skip
+    learned = ""
+    if task.has_fit:
+      learned = registry.load("part", "provide_assets")(
+        task, model_dir=at.folder, cluster=cluster, training=training, changed=start.changes_task,
+        timeout_s=given.eval_timeout_s if mode == "evaluate_continuously" else 0.0,
+      )  # fmt: skip
     randomness.seed_everything(given.seed)  # again: fit() may have drawn random numbers here
     observers = _observers(chosen, at.folder, ledger=given.ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
@@ -237,11 +239,6 @@ def _checkpoint(checkpoint: str | None, folder: str, mode: Mode) -> str | None:
   if mode == "replay":
     return registry.load("part", "saved_state")(folder)
   return None if checkpoint is None else places.local_copy(checkpoint)
-
-
-def _assets(task: Task, **options: Any) -> str:
-  """Gives the task what it has learned from its data; returns the digest, "" for nothing."""
-  return registry.load("part", "provide_assets")(task, **options) if task.has_fit else ""
 
 
 def _observers(

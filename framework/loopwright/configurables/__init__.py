@@ -20,6 +20,7 @@ docs/configuration.md shows how to register your own class.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -197,18 +198,16 @@ def _put_in_force(config: Config, bindings: Iterable[Binding]) -> None:
 
 def _from_gin() -> Config:
   """Returns the config in force. gin's public `config_str` would sort the keys of dicts."""
+  kind = gin.config.ConfigurableReference
+  own = functools.partial(map_references, change=_own_reference, kind=kind)
   bindings = [
-    Binding("the config in force", "", scope, name, parameter, _own_references(value))
+    Binding("the config in force", "", scope, name, parameter, own(value))
     for (scope, name), values in gin.config._CONFIG.items()  # noqa: SLF001
     for parameter, value in values.items()
   ]
   statements = sorted(gin.config._IMPORTS, key=lambda statement: statement.module)  # noqa: SLF001
   imports = [("", statement) for statement in statements]
   return Config([], imports, [resolved(b) for b in bindings if is_writable(b.value)])
-
-
-def _own_references(value: Any) -> Any:
-  return map_references(value, _own_reference, gin.config.ConfigurableReference)
 
 
 def _from_environment(value: str) -> str | Reference:

@@ -85,7 +85,9 @@ def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examina
     return Examination(Config([], [], []), [], Graph([]), [unread])
   table.register_roots()  # before a module of the user's can be in the way
   imports.make_importable(config.files)
-  config = config._replace(imports=[_current(each) for each in config.imports])
+  config = config._replace(  # with the names that shipped tasks have now
+    imports=[(w, each._replace(module=modules.current(each.module))) for w, each in config.imports]
+  )
   found = list(_failed_imports(config))
   return examined(config, found)
 
@@ -104,12 +106,6 @@ def examined(config: Config, found: Sequence[Mistake] = ()) -> Examination:
   if not found:
     found += mistakes_in_use(history, graph)
   return Examination(config, history, graph, found)
-
-
-def _current(line: tuple[str, Any]) -> tuple[str, Any]:
-  """Returns an import with the name that a shipped task has now."""
-  where, statement = line
-  return where, statement._replace(module=modules.current(statement.module))
 
 
 def _failed_imports(config: Config) -> Iterator[Mistake]:

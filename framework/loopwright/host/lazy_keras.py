@@ -81,7 +81,8 @@ class Deferred(importlib.abc.Loader):
             raise
           vars(module).pop("__getattr__", None)
           if module.__name__ == TF_KERAS:
-            _run_waiting()
+            while _waiting:
+              _waiting.pop(0)()
       if name not in vars(module):
         raise absent
       return vars(module)[name]
@@ -130,11 +131,6 @@ def when_tf_keras_loads(call: Callable[[], None]) -> None:
   else:  # its import cannot be noticed: it is now
     importlib.import_module(TF_KERAS)
     call()
-
-
-def _run_waiting() -> None:
-  while _waiting:
-    _waiting.pop(0)()
 
 
 def install() -> None:
