@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 from loopwright import declaration
 from loopwright.declaration import (
@@ -26,7 +26,6 @@ from loopwright.errors import ConfigError, require_integer, unknown
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 GpuMemory = Annotated[int, "a number of MiB"] | Literal["all", "grow"]
-PRECISIONS = get_args(Precision)
 Made = TypeVar("Made")
 Given = TypeVar("Given")
 Result = TypeVar("Result")

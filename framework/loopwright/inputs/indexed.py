@@ -154,7 +154,7 @@ def _array(value: TensorLike, dtype: np.dtype | None) -> np.ndarray:
   if array.dtype.kind in "US":
     check_text("text", array)
     encoded = np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
-    return encoded.astype(object) if isinstance(value, np.ndarray) else _bytes(value, array)
+    return encoded.astype(object) if isinstance(value, np.ndarray) else _bytes(value)
   if not hasattr(value, "dtype"):  # of Python
     if array.dtype == np.float64:
       array = array.astype(np.float32)
@@ -163,16 +163,12 @@ def _array(value: TensorLike, dtype: np.dtype | None) -> np.ndarray:
   return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def _bytes(value: HostValue, array: np.ndarray) -> np.ndarray:
+def _bytes(value: HostValue) -> np.ndarray:
   """Returns Python's texts as objects; NumPy cuts zeros from the end of bytes."""
-  made = np.empty(array.shape, object)
-  flat = [value] if not array.shape else _leaves(value, array.ndim)
-  made.reshape(-1)[:] = [text.encode() if isinstance(text, str) else bytes(text) for text in flat]
+  made = np.array(value, object)
+  flat = made.reshape(-1)  # not a copy
+  flat[:] = [text.encode() if isinstance(text, str) else bytes(text) for text in flat]
   return made
-
-
-def _leaves(values: Any, depth: int) -> list[Any]:
-  return list(values) if depth == 1 else [leaf for v in values for leaf in _leaves(v, depth - 1)]
 
 
 def _is_text(array: np.ndarray) -> bool:
@@ -340,21 +336,14 @@ def _places(path: str) -> np.ndarray:
   return np.stack([bounds[:-1], bounds[1:]], axis=1).astype(np.int64)
 
 
-@functools.cache
-def _crc_table() -> np.ndarray:
-  values = np.arange(256, dtype=np.uint32)
-  for _ in range(8):
-    values = (values >> 1) ^ np.where(values & 1, np.uint32(0x82F63B78), np.uint32(0))
-  return values
-
-
 def _masked_crc(lengths: np.ndarray) -> np.ndarray:
   """Returns TFRecord's checksum of each length: CRC-32C of its 8 bytes, masked; uint32 [n]."""
-  rows = np.ascontiguousarray(lengths, "<u8").view(np.uint8).reshape([-1, 8])
-  crc = np.full(len(rows), 0xFFFFFFFF, np.uint32)
-  for column in rows.T:
-    crc = _crc_table()[(crc ^ column) & 0xFF] ^ (crc >> 8)
-  crc = crc ^ np.uint32(0xFFFFFFFF)
+  crc = np.full(len(lengths), 0xFFFFFFFF, np.uint32)
+  for column in np.ascontiguousarray(lengths, "<u8").view(np.uint8).reshape([-1, 8]).T:
+    crc ^= column
+    for _ in range(8):
+      crc = (crc >> 1) ^ (crc & 1) * np.uint32(0x82F63B78)
+  crc = ~crc
   return ((crc >> 15) | (crc << 17)) + np.uint32(0xA282EAD8)
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
   from loopwright.commands.parser import Parser
 
 PRODUCTIVE, REPEATED, DOWN = "productive steps", "steps repeated", "down"
-_TRAINED = ("training", "tracing", "input wait")
 _START = ("imports", "setup", "connecting", "restoring", "tracing")
 """The parts of a process's time before its first step ends."""
 _ALIVE_S = 5.0
