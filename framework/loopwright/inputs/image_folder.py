@@ -143,11 +143,8 @@ class ImageFolderSource(Source):
   def _all_fit(self, images: tf.Tensor, sizes: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
     other = tf.reduce_any(sizes != self.image_size, axis=1)
     message = [_first(paths, other), " is ", _shown(_first(sizes, other))]
-    message += [
-      " (height x width), not ",
-      "x".join(map(str, self.image_size)),
-      "; set resize=True or correct image_size.",
-    ]
+    wanted = "x".join(map(str, self.image_size))
+    message.append(f" (height x width), not {wanted}; set resize=True or correct image_size.")
     return require(~tf.reduce_any(other), images, message)
 
 
