@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import tensorflow as tf
 
-from loopwright.aliases import StepNumber
+from loopwright.aliases import Batch, StepNumber
 from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import methods_as_written
 from loopwright.metrics import Metric
@@ -44,6 +45,11 @@ class EvalStep:
     servers, the number when this worker began the step.
     """
     return self._number
+
+  def surroundings(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    """Returns what the task's step runs inside of (replica context)."""
+    del batch
+    return contextlib.nullcontext()
 
   def log(self, metrics: Mapping[str, Metric]) -> None:
     """Adds this replica's metrics: name -> (total, weight), float scalars, `Sum` or `PerExample`.

@@ -31,7 +31,7 @@ from loopwright.metrics import (
 from loopwright.optimizers import updates
 from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
 from loopwright.optimizers.fusion import Fusion, Gradients
-from loopwright.step_parts import Draws, StepParts
+from loopwright.step_parts import Draws, Scaling, StepParts
 from loopwright.step_parts import replica_id as replica_id
 
 LossFn: TypeAlias = Callable[[Batch], Loss]
@@ -55,8 +55,13 @@ class Step(EvalStep):
     self.parts = parts
     self._graph = randomness.current_graph()
     self.draws = Draws(parts.key)
+    self._scaling = Scaling(parts.loss_scale, parts.global_batch_size)
     self._observers = [observer.of_replica() for observer in parts.observers]
     self.record.closing = [observer.metrics for observer in self._observers]
+
+  def surroundings(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    """Statistics leave out padded rows in forward passes outside of `gradients` too."""
+    return self.parts.examples_of(batch)
 
   def log(self, metrics: Mapping[str, Metric]) -> None:
     """Adds this replica's metrics of the step, as `EvalStep.log` does (replica context).
@@ -215,8 +220,7 @@ class Step(EvalStep):
       with self.record.collected() as logged:
         with self.parts.forward_pass(key, batch), tf.GradientTape() as tape:
           loss = forward(batch)
-          scaled = self._scaled(loss.total)
-        gradients = fusion.differentiated(tape, scaled)
+        gradients = self._differentiated(tape, loss.total, fusion)
       missing[:] = [g is None for g in gradients]
       return fusion.pack(gradients), loss, logged
 
@@ -224,6 +228,58 @@ class Step(EvalStep):
     pieces, loss, logged = (xla if self.parts.jit_compile else compute)(batch)
     self.log(logged)
     return Gradients(fusion, pieces, missing), loss
+
+  @contextlib.contextmanager
+  def tape(self, batch: Batch | None = None) -> Iterator[tf.GradientTape]:
+    """Records a forward pass of which several losses are differentiated (replica context).
+
+        with step.tape() as tape:
+          outputs = self.model(batch["x"], training=True)
+          loss = lw.Loss.from_examples(self.errors(outputs, batch), batch["weight"])
+        gradients = step.gradients_of(tape, loss, step.variables())
+
+    Inside `with`, the forward pass is that of `gradients`: random layers draw from the step's
+    numbers, and statistics leave out padded rows. Each block draws other numbers.
+
+    Args:
+      batch: what is padded as the pass is, such as a part of the step's batch; None: that batch.
+
+    Yields:
+      A persistent tape. Losses are computed inside `with`.
+
+    Raises:
+      ConfigError: with `Trainer.accumulation_steps` or `Trainer.jit_compile`.
+    """
+    self._require_one_pass("step.tape()")
+    batch = self.record.batch if batch is None else batch
+    key = self.draws.next_pass()
+    with self.parts.forward_pass(key, batch), tf.GradientTape(persistent=True) as tape:
+      yield tape
+
+  def gradients_of(
+    self, tape: tf.GradientTape, loss: Loss, variables: Sequence[Variable]
+  ) -> Gradients:
+    """Differentiates this replica's *scaled sum* of a loss that a tape recorded; see `gradients`.
+
+        gradients = step.gradients_of(tape, loss, step.variables("generator"))
+
+    Communicates nothing. Call it once for each loss, and before the first `apply`.
+
+    Args:
+      tape: of `tape()`, or one of your own, under which random layers draw from Keras's numbers,
+        the same on each replica.
+      loss: this replica's sums, computed while the tape recorded.
+      variables: what to differentiate with respect to.
+
+    Raises:
+      ConfigError: as for `gradients` and `tape`.
+    """
+    self._require_one_pass("step.gradients_of()")
+    fusion = self.parts.fusion_of(variables)
+    found = self._differentiated(tape, Loss.checked(loss).total, fusion)
+    gradients = Gradients(fusion, fusion.pack(found), [g is None for g in found])
+    gradients.require_some(variables)
+    return gradients
 
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
     """Sums gradients and local loss over all replicas, in one communication (replica context).
@@ -261,11 +317,16 @@ class Step(EvalStep):
     Returns:
       The gradients of the mean loss, in their dtypes. A global weight of 0 gives zeros; `update`
       then skips the step.
+
+    Raises:
+      ConfigError: with a loss scale, gradients that neither `gradients` nor `gradients_of` made.
     """
     packed = Gradients.as_given(gradients)
+    self._scaling.require(packed.tensors)
 
     def unscaled() -> list[tf.Tensor]:
-      divisor = self._scaled(loss.weight)
+      factor = self._scaling.cast(loss.weight.dtype)
+      divisor = loss.weight if factor is None else loss.weight * factor
       factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
       return [g * tf.cast(factor, g.dtype) for g in packed.tensors]
 
@@ -409,8 +470,19 @@ class Step(EvalStep):
       raise unknown("optimizer", name, self.parts.optimizers)
     return self.parts.optimizers[name]
 
-  def _scaled(self, total: tf.Tensor) -> tf.Tensor:
-    return self.parts.loss_scale.scaled(total, self.parts.global_batch_size)
+  def _differentiated(
+    self, tape: tf.GradientTape, total: tf.Tensor, fusion: Fusion
+  ) -> list[Gradient]:
+    return fusion.differentiated(tape, total, self._scaling.cast(total.dtype))
+
+  def _require_one_pass(self, verb: str) -> None:
+    """Raises ConfigError where the trainer would divide or compile the forward pass."""
+    for name, neutral in (("accumulation_steps", 1), ("jit_compile", False)):
+      if (given := getattr(self.parts, name)) != neutral:
+        raise ConfigError(
+          f"received Trainer.{name}={given}, but the pass of {verb} runs as it is written, once; "
+          f"use {name}={neutral}, or step.gradients(), which takes the loss as a function."
+        )
 
   def _require_outermost(self, verb: str) -> None:
     """Raises ConfigError in a graph other than the step's: replicas cannot communicate there."""

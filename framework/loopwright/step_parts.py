@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from loopwright import registry
 from loopwright.aliases import Batch, PerReplica, Variable
-from loopwright.graphs import randomness
+from loopwright.errors import ConfigError
+from loopwright.graphs import branches, operations, randomness
 from loopwright.host import timing
 from loopwright.metrics import Weighted
 from loopwright.models import models
@@ -119,10 +120,11 @@ class StepParts:
   @contextlib.contextmanager
   def forward_pass(self, key: tf.Tensor, batch: Batch) -> Iterator[None]:
     """Random layers draw from `key` inside `with`; statistics leave out padded rows."""
-    with randomness.random_streams(key), self._examples_of(batch):
+    with randomness.random_streams(key), self.examples_of(batch):
       yield
 
-  def _examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+  def examples_of(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    """Statistics leave out padded rows of the batch inside `with` (replica context)."""
     if self.padded is None:
       return contextlib.nullcontext()
     leaving_out = registry.load("part", "only_examples")
@@ -242,3 +244,39 @@ class Draws:
     passes, seeds = self.before
     self.before = passes, seeds + 1
     return self._key(-(seeds + 1))
+
+
+class Scaling:
+  """The loss scale of one replica's step, and which gradients have it.
+
+  Attributes:
+    factor: what each loss is multiplied by before its backward pass, a float32 scalar: the scale
+      divided by the global batch size. None stands for 1.
+  """
+
+  def __init__(self, loss_scale: LossScale, global_batch_size: int) -> None:
+    """Reads the scale: once, so that gradients are known by what they are computed from."""
+    self.factor = loss_scale.factor(global_batch_size)
+
+  def cast(self, dtype: tf.DType) -> tf.Tensor | None:
+    """Returns the factor in the dtype of a loss."""
+    return None if self.factor is None else tf.cast(self.factor, dtype)
+
+  def require(self, gradients: Sequence[tf.Tensor]) -> None:
+    """Raises ConfigError for gradients that lack the scale; eager mode cannot know them.
+
+    They may have passed through any operations. Constants, such as zeros, need no scale.
+    """
+    graph = branches.current()
+    if self.factor is None or graph is None or self.factor.graph is not graph:
+      return
+    known = operations.computed_from(self.factor)
+    there = [g for g in gradients if tf.is_symbolic_tensor(g)]
+    found = [g for g in there if g.graph is not graph or g.op.name not in known]
+    unknown = [g for g in found if not operations.is_constant(g)]
+    if unknown:
+      raise ConfigError(
+        f"step.unscale() divides by the loss scale, but {len(unknown)} of {len(gradients)} "
+        "gradients were made without it, as tape.gradient() makes them; write "
+        "step.gradients_of(tape, loss, variables) in its place, or use step.gradients()."
+      )

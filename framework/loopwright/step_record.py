@@ -116,7 +116,8 @@ def run(step: EvalStep, task_step: Callable[..., None], batch: Batch) -> None:
   """Calls `Task.train_step` or `Task.eval_step` with the batch and its "step", int64 [n]."""
   rows = tf.shape(batch["weight"])[:1] if "weight" in batch else [1]
   step.record.batch = {**batch, "step": tf.fill(rows, step.number)}
-  converted(task_step)(step, step.record.batch)
+  with step.surroundings(step.record.batch):
+    converted(task_step)(step, step.record.batch)
 
 
 def _both(name: str, one: Checked, other: Checked) -> Checked:

@@ -1,6 +1,7 @@
 """README and docs: their code runs, their configs parse, their tables and links are true."""
 
 import configparser
+import functools
 import http.server
 import importlib.util
 import json
@@ -13,14 +14,15 @@ import urllib.request
 from pathlib import Path
 
 import change_tables
+import keras
 import numpy as np
 import option_tables
 import pytest
 import tensorflow as tf
-from runs import records
+from runs import make_trainer, records, values
 
 import launch
-from loopwright import configurables
+from loopwright import ArraySource, configurables
 from loopwright.commands import new
 from loopwright.running import run
 
@@ -274,6 +276,27 @@ def test_the_sounds_of_serving_are_those_of_stft():
   expected = np.abs(tf.signal.stft(sounds, found.FRAME, found.STEP).numpy()) ** 2
   spectra = task.spectrogram(sounds)
   np.testing.assert_allclose(np.exp(spectra) - 1e-6, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_shared_forward_pass_trains_on_two_replicas_as_on_one(mirrored):
+  """The batch of 5 has a padded row on two replicas; each replica runs batch normalisation."""
+  rng = np.random.default_rng(0)
+  features = {name: rng.uniform(-1, 1, [15, 8, 8, 1]) for name in ("image", "target")}
+  source = ArraySource(features={k: v.astype("float32") for k, v in features.items()})
+  task = block_of("full-control", "class Translation").Translation
+  found = []
+  for replicas in (1, 2):
+    keras.utils.set_random_seed(0)
+    made = task()
+    made.source = lambda split: source
+    sgd = functools.partial(keras.optimizers.SGD, 0.1)
+    trainer = make_trainer(
+      made, mirrored(replicas), batch=5, optimizer={"generator": sgd, "discriminator": sgd}
+    )
+    trainer.train(tf.constant(3))
+    found.append([values(each) for each in made.model.values()])
+  for one, other in zip(*(sum(each, []) for each in found), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_the_on_policy_task_of_inputs_learns_from_what_it_collects(tmp_path, capsys):

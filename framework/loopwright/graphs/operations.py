@@ -44,3 +44,27 @@ def function_of(graph: tf.Graph, name: str) -> Any:
       return getattr(function, "graph", None)
     graph = getattr(graph, "outer_graph", None)
   return None
+
+
+def computed_from(source: tf.Tensor) -> set[str]:
+  """Returns the names of the operations of a graph that depend on a tensor of it.
+
+  A function, loop or branch depends on all that it captures.
+  """
+  found = {source.op.name}
+  for operation in source.graph.get_operations():  # in the order in which they were made
+    if any(each.op.name in found for each in operation.inputs):
+      found.add(operation.name)
+  return found
+
+
+def is_constant(tensor: tf.Tensor) -> bool:
+  """Whether a tensor of a graph depends on constants only."""
+  waiting, seen = [tensor.op], set[str]()
+  while waiting:
+    operation = waiting.pop()
+    if not operation.inputs and operation.type != "Const":
+      return False
+    waiting += [each.op for each in operation.inputs if each.op.name not in seen]
+    seen |= {each.op.name for each in operation.inputs}
+  return True

@@ -64,10 +64,14 @@ class Fusion:
     flat = [self._concatenated(group, gradients) for group in self.groups]
     return [*flat, *(gradients[i] for i in self.singles)]
 
-  def differentiated(self, tape: tf.GradientTape, total: tf.Tensor) -> list[Gradient]:
-    """Returns a dense gradient of `total` for each of `originals` (replica context)."""
-    found = tape.gradient(total, self._raw)
-    return [None if g is None else tf.convert_to_tensor(g) for g in found]
+  def differentiated(
+    self, tape: tf.GradientTape, total: tf.Tensor, factor: tf.Tensor | None
+  ) -> list[Gradient]:
+    """Returns a gradient of `total` x `factor`, or of `total`, for each of `originals`, dense.
+
+    Makes it in replica context.
+    """
+    return dense(tape.gradient(total, self._raw, output_gradients=factor))
 
   def unpack(self, pieces: Sequence[Gradient]) -> list[Gradient]:
     """Converts gradients of `variables` to gradients of `originals`."""
@@ -211,7 +215,7 @@ class Gradients(Sequence[Gradient]):
     """Returns gradients as they are; does not fuse a plain list."""
     if isinstance(gradients, Gradients):
       return gradients
-    return cls(None, gradients, [g is None for g in gradients])
+    return cls(None, dense(gradients), [g is None for g in gradients])
 
   @classmethod
   def zeros(cls, fusion: Fusion) -> Gradients:
@@ -261,6 +265,11 @@ class Gradients(Sequence[Gradient]):
 
   def __len__(self) -> int:
     return len(self.missing)
+
+
+def dense(gradients: Sequence[Any]) -> list[Gradient]:
+  """Returns tensors of gradients; those of IndexedSlices count repeated indices once each."""
+  return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
 def _wide(gradient: tf.Tensor) -> tf.Tensor:

@@ -30,18 +30,19 @@ class LossScale(tf.Module):
     """Returns the scale, a float32 scalar (any context)."""
     return 1.0
 
-  def scaled(self, total: tf.Tensor, examples: int = 1) -> tf.Tensor:
-    """Returns `total` times the scale divided by the number of examples (any context).
+  def factor(self, examples: int = 1) -> tf.Tensor | None:
+    """Returns the scale divided by the number of examples, a float32 scalar (any context).
+
+    None stands for 1 where no loss is ever scaled, so that no operation is added.
 
     Args:
-      total: a float scalar, a sum over examples.
       examples: the size of the global batch. The usual scales assume a mean loss; a sum's gradients
         overflow float16 sooner.
     """
     scale = self.value()
-    if isinstance(scale, float) and scale == 1.0:  # known when traced, so no operation is added
-      return total
-    return total * tf.cast(scale / examples, total.dtype)
+    if isinstance(scale, float) and scale == 1.0:  # known when traced
+      return None
+    return tf.convert_to_tensor(scale / examples)
 
   @property
   def expects_overflow(self) -> bool:

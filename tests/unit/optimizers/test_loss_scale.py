@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError
 from loopwright.optimizers import loss_scale
+from loopwright.step_parts import Scaling
 
 
 def rule(finite_steps, *, growth_steps, initial=2.0**15, factor=2.0, floor=1.0):
@@ -55,7 +56,7 @@ def test_every_replica_reads_the_scale_that_one_update_left(mirrored, replicas):
   @tf.function
   def step():
     scale.update(tf.constant(False))
-    return strategy.run(lambda: scale.scaled(tf.constant(3.0)))
+    return strategy.run(lambda: 3.0 * scale.factor())
 
   assert [float(v) for v in strategy.experimental_local_results(step())] == [24.0] * replicas
 
@@ -83,26 +84,25 @@ def test_only_dynamic_reacts_to_an_overflow():
 
 
 def test_scaling_divides_by_the_examples_of_the_global_batch():
-  assert float(loss_scale.fixed(scale=512.0).scaled(tf.constant(3.0), 48)) == 32.0
-  assert float(loss_scale.dynamic(initial=16.0).scaled(tf.constant(3.0), 48)) == 1.0
+  assert float(loss_scale.fixed(scale=512.0).factor(64)) == 8.0
+  assert float(loss_scale.dynamic(initial=16.0).factor(64)) == 0.25
 
 
 def test_fixed_stays():
   scale = loss_scale.fixed(scale=512.0)
   assert scales_after(scale, [True, False, True]) == [512.0] * 3
-  assert float(scale.scaled(tf.constant(2.0))) == 1024.0
+  assert float(scale.factor()) == 512.0
 
 
 def test_none_is_one_and_costs_no_operation():
-  total = tf.constant(2.0)
   assert loss_scale.none().value() == 1.0
-  assert loss_scale.none().scaled(total) is total
+  assert loss_scale.none().factor(48) is None
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_scaling_keeps_the_dtype(dtype):
-  scaled = loss_scale.dynamic(initial=4.0).scaled(tf.constant(2.0, dtype))
-  assert (scaled.dtype, float(scaled)) == (dtype, 8.0)
+def test_the_factor_has_the_dtype_of_the_loss(dtype):
+  factor = Scaling(loss_scale.dynamic(initial=4.0), 2).cast(tf.as_dtype(dtype))
+  assert (factor.dtype, float(factor)) == (dtype, 2.0)
 
 
 @pytest.mark.parametrize("initial", [0.25, 2.0**127])

@@ -230,6 +230,13 @@ class Replayed(Step):
     self.names.append([models.name(variable) for variable in variables])
     return super().gradients(loss_fn, batch, variables, when=when)
 
+  def gradients_of(
+    self, tape: tf.GradientTape, loss: Loss, variables: Sequence[Variable]
+  ) -> Gradients:
+    """See `Step`."""
+    self.names.append([models.name(variable) for variable in variables])
+    return super().gradients_of(tape, loss, variables)
+
   def over(self, batch: Batch) -> None:
     """Called when the step has run, with its batch (replica context)."""
 

@@ -473,7 +473,7 @@ class _Rows(examine.Replayed):
 
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:
     finite, norm = super().check(gradients)
-    if self._updates == 1 and not self.summed:
+    if self._updates == 1 and self.names and not self.summed:
       named = zip(self.names[0], gradients, strict=True)
       self.summed = {name: each for name, each in named if each is not None}
       self.values[1] = tf.where(finite, norm, 0.0)

@@ -184,6 +184,14 @@ class _Recorded(Step):
     self.recording.knows(self, "raw", gradients)
     return gradients, loss
 
+  def gradients_of(
+    self, tape: tf.GradientTape, loss: Loss, variables: Sequence[Variable]
+  ) -> Gradients:
+    self.recording.begins(self, Call("gradients", f"{len(variables)} variables"))
+    gradients = super().gradients_of(tape, loss, variables)
+    self.recording.knows(self, "raw", gradients)
+    return gradients
+
   def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
     call = Call("assign", models.name(variable))
     self.recording.begins(self, call, equal=[value, when])
