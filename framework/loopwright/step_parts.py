@@ -12,7 +12,7 @@ import tensorflow as tf
 from loopwright import registry
 from loopwright.aliases import Batch, PerReplica, Variable
 from loopwright.errors import ConfigError
-from loopwright.graphs import branches, operations, randomness
+from loopwright.graphs import operations, randomness
 from loopwright.host import timing
 from loopwright.metrics import Weighted
 from loopwright.models import models
@@ -267,7 +267,7 @@ class Scaling:
 
     They may have passed through any operations. Constants, such as zeros, need no scale.
     """
-    graph = branches.current()
+    graph = randomness.current_graph()
     if self.factor is None or graph is None or self.factor.graph is not graph:
       return
     known = operations.computed_from(self.factor)

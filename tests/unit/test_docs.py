@@ -294,8 +294,8 @@ def test_the_shared_forward_pass_trains_on_two_replicas_as_on_one(mirrored):
       made, mirrored(replicas), batch=5, optimizer={"generator": sgd, "discriminator": sgd}
     )
     trainer.train(tf.constant(3))
-    found.append([values(each) for each in made.model.values()])
-  for one, other in zip(*(sum(each, []) for each in found), strict=True):
+    found.append([v for net in made.model.values() for v in values(net)])
+  for one, other in zip(*found, strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
