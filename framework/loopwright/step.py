@@ -16,7 +16,7 @@ import tensorflow as tf
 from loopwright.aliases import Batch, Gradient, PerReplica, TensorLike, Variable
 from loopwright.errors import ConfigError, unknown
 from loopwright.eval_step import EvalStep
-from loopwright.graphs import branches, randomness
+from loopwright.graphs import branches
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.metrics import (
   REPORTED,
@@ -31,7 +31,7 @@ from loopwright.metrics import (
 from loopwright.optimizers import updates
 from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
 from loopwright.optimizers.fusion import Fusion, Gradients
-from loopwright.step_parts import Draws, Scaling, StepParts
+from loopwright.step_parts import Draws, Scaling, StepParts, Trace
 from loopwright.step_parts import replica_id as replica_id
 
 LossFn: TypeAlias = Callable[[Batch], Loss]
@@ -53,7 +53,7 @@ class Step(EvalStep):
     """Starts a step; the Trainer makes one per trace of the step."""
     super().__init__(parts.reduction, number=parts.step_number())
     self.parts = parts
-    self._graph = randomness.current_graph()
+    self._traced = Trace()
     self.draws = Draws(parts.key)
     self._scaling = Scaling(parts.loss_scale, parts.global_batch_size)
     self._observers = [observer.of_replica() for observer in parts.observers]
@@ -124,7 +124,7 @@ class Step(EvalStep):
     Raises:
       ConfigError: called inside a branch or loop on a tensor.
     """
-    self._require_outermost("step.update()")
+    self._traced.require_outermost("step.update()")
     variables = self.variables(optimizer)
     gradients, local_loss = self.gradients(loss_fn, batch, variables, when=when)
     gradients, loss = self.all_reduce(gradients, local_loss)
@@ -296,7 +296,7 @@ class Step(EvalStep):
     Raises:
       ConfigError: called inside a branch or loop on a tensor.
     """
-    self._require_outermost("step.all_reduce()")
+    self._traced.require_outermost("step.all_reduce()")
     packed = Gradients.as_given(gradients)
     scalars = [loss.total, loss.weight]
     reduce = self.parts.reduction.all_reduce
@@ -394,7 +394,7 @@ class Step(EvalStep):
     Raises:
       ConfigError: called inside a branch or loop on a tensor.
     """
-    self._require_outermost("step.apply()")
+    self._traced.require_outermost("step.apply()")
     target = self._optimizer(optimizer)
     packed = Gradients.of(target.fusion, gradients)
     for observer in self._observers:
@@ -453,7 +453,7 @@ class Step(EvalStep):
       ConfigError: another shape, a second assignment in one step, a variable that is not part of
         the model, or inside a branch or loop on a tensor.
     """
-    self._require_outermost("step.assign()")
+    self._traced.require_outermost("step.assign()")
     self.record.assignments.add(variable, value, when)
 
   def seed(self) -> tf.Tensor:
@@ -483,16 +483,6 @@ class Step(EvalStep):
           f"received Trainer.{name}={given}, but the pass of {verb} runs as it is written, once; "
           f"use {name}={neutral}, or step.gradients(), which takes the loss as a function."
         )
-
-  def _require_outermost(self, verb: str) -> None:
-    """Raises ConfigError in a graph other than the step's: replicas cannot communicate there."""
-    if randomness.current_graph() is not self._graph:
-      raise ConfigError(
-        f"{verb} is called inside a branch or loop on a tensor (if, while, for, tf.cond) or a "
-        "tf.function of its own, where the replicas cannot communicate; call it in the step itself "
-        "and give the condition as when=, such as step.update(..., when=step.number % 2 == 0), and "
-        "loop over a Python range."
-      )
 
   def _computed_when(
     self, when: tf.Tensor | bool, compute: Callable[[], tuple[Gradients, Loss]], fusion: Fusion

@@ -246,6 +246,24 @@ class Draws:
     return self._key(-(seeds + 1))
 
 
+class Trace:
+  """The graph in which a step is traced; replicas cannot communicate in a graph inside of it."""
+
+  def __init__(self) -> None:
+    """Keeps the current graph (replica context)."""
+    self._graph = randomness.current_graph()
+
+  def require_outermost(self, verb: str) -> None:
+    """Raises ConfigError in another graph."""
+    if randomness.current_graph() is not self._graph:
+      raise ConfigError(
+        f"{verb} is called inside a branch or loop on a tensor (if, while, for, tf.cond) or a "
+        "tf.function of its own, where the replicas cannot communicate; call it in the step itself "
+        "and give the condition as when=, such as step.update(..., when=step.number % 2 == 0), and "
+        "loop over a Python range."
+      )
+
+
 class Scaling:
   """The loss scale of one replica's step, and which gradients have it.
 
