@@ -19,114 +19,43 @@ from loopwright.tools import verify
 from loopwright.tools.verify import report
 from loopwright.tools.verify.checks import gradients, learning, order, replicas
 
-ON_TWO, ON_THREE = "same update on 2 replicas", "same update on 3 replicas"
-PADDING = "padding changes nothing"
-OF_REPLICAS = {
-  "MeanOfMeans": (ON_TWO, "mean of means", "MeanOfMeans.loss"),
-  "WithoutWeights": (PADDING, "padding counts", "WithoutWeights.loss"),
-  "MeanOverRows": (PADDING, "padding counts", "MeanOverRows.loss"),
-  "DividedByRows": (ON_THREE, "loss divided by the local batch", "DividedByRows.train_step"),
-  "PenaltyOnEveryReplica": (ON_TWO, "regularisation counted N times", "PenaltyOnEveryReplica.loss"),
-  "NeverReduced": (ON_TWO, "never reduced", "NeverReduced.train_step"),
-  "ReducedTwice": (ON_THREE, "reduced twice", "ReducedTwice.train_step"),
-  "AppliedByKeras": (ON_TWO, "reduced twice", "AppliedByKeras.train_step"),
-  "ClippedFirst": (
-    "same weights after 4 steps", "clipped before the reduction", "ClippedFirst.train_step",
-  ),
-  "LocalBatchNorm": (ON_TWO, "batch-norm statistics", "LocalBatchNorm.hidden"),
-  "LocalNegatives": (ON_TWO, "examples that depend on one another", ""),
-  "MetricOfMeans": (
-    "same metrics on 2 replicas", "metric read in replica context", "MetricOfMeans.metrics",
-  ),
-  "MetricWithoutWeights": (PADDING, "padding counts", "MetricWithoutWeights.metrics"),
-  "SumWithoutWeights": (PADDING, "padding counts", "SumWithoutWeights.metrics"),
-  "LooksAtOwnGradients": (
-    "overflow on one replica", "finite check before the reduction",
-    "LooksAtOwnGradients.train_step",
-  ),
-  "LooksAtOwnShare": (
-    "overflow on one replica", "finite check before the reduction", "LooksAtOwnShare.train_step",
-  ),
-  "NoiseWithState": (
-    "same step twice", "stateful random op", "NoiseWithState.forward",
-  ),
-  "MeanOverMicroBatches": (PADDING, "padding counts", ""),
-}  # fmt: skip
-PIPELINE = "pipeline of the step"
-OF_ORDER = {
-  "NeverReduced": (PIPELINE, "never reduced", "NeverReduced.train_step"),
-  "ReducedTwice": (PIPELINE, "reduced twice", "ReducedTwice.train_step"),
-  "AppliedByKeras": (PIPELINE, "reduced twice", "AppliedByKeras.train_step"),
-  "LooksAtOwnGradients": (
-    PIPELINE, "finite check before the reduction", "LooksAtOwnGradients.train_step",
-  ),
-  "NeverUnscaled": (PIPELINE, "never unscaled", "NeverUnscaled.train_step"),
-}  # fmt: skip
-OF_GRADIENTS = {
-  "UnusedLayer": (
-    "every variable has a gradient", "variable without gradient", "UnusedLayer.build_model",
-  ),
-  "RoundedOutputs": (
-    "every variable has a gradient", "variable without gradient", "RoundedOutputs.forward",
-  ),
-  "DeadReLU": ("no gradient is zero", "zero gradient", "DeadReLU.hidden"),
-  "SquareRootAtZero": (
-    "gradients are finite", "non-finite gradient", "SquareRootAtZero.errors",
-  ),
-  "WrongCustomGradient": (
-    "finite differences", "wrong gradient", "WrongCustomGradient.forward",
-  ),
-  "SlightlyWrongGradient": (
-    "finite differences", "wrong gradient", "SlightlyWrongGradient.forward",
-  ),
-}  # fmt: skip
-START = "loss at the start"
-OF_LEARNING = {
-  "WrongSign": (START, "far from chance at the start", "WrongSign.loss"),
-  "ReLUOutputs": (
-    "learns one batch by heart", "cannot learn one batch", "ReLUOutputs.build_model",
-  ),
-  "FarFromChance": (START, "far from chance at the start", ""),
-  "LabelAmongInputs": (START, "far from chance at the start", ""),
-}  # fmt: skip
-
 
 def failures(results):
   return [result for result in results if result.status == "failed"]
 
 
-def assert_found(results, check, cause, place):
+def checked(group, defects, name):
+  """The results of a group for a planted task, after a look at what must be found in it."""
+  task, (check, cause, method) = getattr(defects, name), defects.DEFECTS[name]
+  results = group.check(small.subject(task))
   result = small.found(results, check)
   assert (result.status, result.cause) == ("failed", cause)
   assert result.remedy
-  assert result.place.endswith(f"in {place}" if place else "")
+  method = method if "." in method or not method else f"{name}.{method}"
+  assert result.place.endswith(f"in {method}" if method else "")
+  return results
 
 
-@pytest.mark.parametrize("name", OF_REPLICAS)
+@pytest.mark.parametrize("name", bad_replicas.DEFECTS)
 @pytest.mark.fast(name=["MeanOfMeans"])
 def test_a_defect_of_replicas_is_explained(name):
-  results = replicas.check(small.subject(getattr(bad_replicas, name)))
-  assert_found(results, *OF_REPLICAS[name])
-  assert {r.cause for r in failures(results)} == {OF_REPLICAS[name][1]}
+  results = checked(replicas, bad_replicas, name)
+  assert {r.cause for r in failures(results)} == {bad_replicas.DEFECTS[name][1]}
 
 
-@pytest.mark.parametrize("name", OF_ORDER)
+@pytest.mark.parametrize("name", bad_order.DEFECTS)
 def test_a_step_out_of_order_is_shown(name):
-  assert_found(order.check(small.subject(getattr(bad_order, name))), *OF_ORDER[name])
+  checked(order, bad_order, name)
 
 
-@pytest.mark.parametrize("name", OF_GRADIENTS)
+@pytest.mark.parametrize("name", bad_gradients.DEFECTS)
 def test_a_defect_of_gradients_is_explained(name):
-  results = gradients.check(small.subject(getattr(bad_gradients, name)))
-  assert_found(results, *OF_GRADIENTS[name])
-  assert len(failures(results)) == 1
+  assert len(failures(checked(gradients, bad_gradients, name))) == 1
 
 
-@pytest.mark.parametrize("name", OF_LEARNING)
+@pytest.mark.parametrize("name", bad_learning.DEFECTS)
 def test_what_cannot_learn_is_shown(name):
-  results = learning.check(small.subject(getattr(bad_learning, name)))
-  assert_found(results, *OF_LEARNING[name])
-  assert len(failures(results)) == 1
+  assert len(failures(checked(learning, bad_learning, name))) == 1
 
 
 def test_a_learning_rate_that_is_too_high_is_named():
@@ -144,7 +73,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("task", kinds.RIGHT, ids=lambda task: task.__name__)
 @pytest.mark.fast(task=[small.Small])
-def test_what_is_right_passes(task):
+def test_a_right_task(task):
   subject = small.subject(task, optimizer=OPTIMIZERS.get(task.__name__))
   found = verify.verify(subject, groups=("replicas", "order", "gradients", "learning"))
   assert [(r.check, r.detail) for r in found.failures] == []
@@ -189,7 +118,7 @@ def test_a_sparse_gradient_is_shown_with_its_size():
 def test_options_of_the_trainer_are_part_of_what_is_compared():
   subject = small.subject(small.Small, accumulation_steps=2, clip_value=0.01, ema_decay=0.9)
   assert failures(replicas.check(subject)) == []
-  pipeline = small.found(order.check(subject), PIPELINE).detail
+  pipeline = small.found(order.check(subject), bad_order.PIPELINE).detail
   assert "clip (value 0.01)" in pipeline
 
 
@@ -204,7 +133,10 @@ def test_the_pipeline_counts_communication():
   """4 + 3 * 4 weights, 4 + 1 biases, loss and weight: one buffer."""
   results = order.check(small.subject(small.Small))
   numbers = 3 * 4 + 4 + 4 + 1
-  assert f"1 communication of {4 * (numbers + 2)} bytes" in small.found(results, PIPELINE).detail
+  assert (
+    f"1 communication of {4 * (numbers + 2)} bytes"
+    in small.found(results, bad_order.PIPELINE).detail
+  )
   assert f"{numbers} numbers" in small.found(results, "communication").detail
 
 
@@ -231,7 +163,7 @@ class AcceptsAnother(Accepts, bad_order.NeverReduced):
 @pytest.mark.whole
 def test_what_a_task_does_on_purpose_is_accepted():
   report = verify.verify(small.subject(Accepts), groups=("replicas",))
-  result = small.found(report.results, ON_TWO)
+  result = small.found(report.results, bad_replicas.ON_TWO)
   assert (result.status, result.cause, result.place) == ("accepted", "", "")
   assert result.detail.endswith("; accepted: as in the paper")
   assert report.failures == []

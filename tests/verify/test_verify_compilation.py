@@ -45,7 +45,7 @@ DEFECTS = {
 
 @pytest.mark.parametrize("name", DEFECTS)
 @pytest.mark.fast(name=list(DEFECTS)[:3])
-def test_the_defect_is_found_and_named(name, monkeypatch):
+def test_a_defect(name, monkeypatch):
   monkeypatch.setattr(xla, "check", lambda *_: sound_xla())
   check, cause, told, text = DEFECTS[name]
   kind = getattr(defects, name)
@@ -114,7 +114,7 @@ def test_random_numbers_with_a_state_cannot_be_compared():
 
 @pytest.mark.parametrize("name", sound.SUBJECTS)
 @pytest.mark.fast(name=["regression"])
-def test_nothing_is_found_in_a_sound_task(name):
+def test_a_right_task(name):
   results = by_check(sound.SUBJECTS[name]())
   assert {r.status for r in results.values()} == {"passed"}, results
   assert results[xla.NAME].values["difference"] < 1e-4

@@ -39,8 +39,8 @@ def subject(task, **options):
 @pytest.mark.parametrize("name", defects.DEFECTS)
 @pytest.mark.fast(name=["FlippedAlways", "MissingValues"])
 def test_a_defect(name, monkeypatch):
-  check, cause, says, [words], options = defects.DEFECTS[name]
-  options = dict(options)
+  check, cause, says, words, *more = defects.DEFECTS[name]
+  options = dict(*more)
   task = getattr(defects, name)
   owner = options.pop("owner", task)
   results = inputs.check(subject(task, **options))

@@ -44,7 +44,7 @@ DEFECTS = {
 
 @pytest.mark.fast(name=["FirstPart"])
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_planted_defect_is_named(name):
+def test_a_defect(name):
   check, explanation, words = DEFECTS[name]
   task = getattr(planted, name)
   assert failures(checked(task)) == [(check, explanation.cause, place(task, words))]
@@ -68,7 +68,7 @@ def test_a_layout_that_cannot_be_is_refused(layouts, sizes, message):
 
 @pytest.mark.fast(sizes=[SIZES])
 @pytest.mark.parametrize("sizes", [SIZES, {"batch": 4}, {"model": 2}])
-def test_what_is_right_passes(sizes):
+def test_a_right_task(sizes):
   layouts = LAYOUTS if "model" in sizes else {}
   results = checked(planted.Network, layouts, sizes)
   assert failures(results) == []

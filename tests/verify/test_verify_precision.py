@@ -44,7 +44,7 @@ DEFECTS = {
 
 @pytest.mark.parametrize("name", DEFECTS)
 @pytest.mark.fast(name=list(DEFECTS)[:1])
-def test_the_defect_is_found_and_named(name):
+def test_a_defect(name):
   policy, scale, cause, told, text = DEFECTS[name]
   kind = getattr(defects, name)
   result = check(kind, policy, scale)[F16 if policy == "mixed_float16" else BF16]
@@ -102,7 +102,7 @@ def test_models_that_follow_no_policy(task, why):
 
 @pytest.mark.parametrize("name", [n for n in sound.SUBJECTS if n != "tf.Module"])
 @pytest.mark.fast(name=["regression"])
-def test_nothing_is_found_in_a_sound_task(name):
+def test_a_right_task(name):
   """What passes does so in a run of any precision."""
   results = precision.check(sound.SUBJECTS[name]())
   assert {r.status for r in results} == {"passed"}, results

@@ -52,7 +52,7 @@ def on_one_device(monkeypatch):
 
 @pytest.mark.parametrize("name", DEFECTS)
 @pytest.mark.fast(name=["Counter", "Variable"])
-def test_the_defect_is_found_and_named(name, on_one_device):
+def test_a_defect(name, on_one_device):
   check, cause, told, text = DEFECTS[name]
   kind = getattr(defects, name)
   results = by_check(restore.check(sound.subject(kind)))
@@ -93,7 +93,7 @@ def test_a_model_that_is_built_otherwise_each_time(tmp_path, on_one_device):
 
 @pytest.mark.parametrize("name", sound.SUBJECTS)
 @pytest.mark.fast(name=["regression"])
-def test_nothing_is_found_in_a_sound_task(name):
+def test_a_right_task(name):
   assert [(r.check, r.status, r.cause) for r in restore.check(sound.SUBJECTS[name]())] == [
     (restore.NEXT_BATCH, "passed", ""),
     (restore.SAME_STEP, "passed", ""),

@@ -5,23 +5,15 @@ import numpy as np
 import tensorflow as tf
 
 from defects.right import CLASSES, Dropout, Right, points
+from defects.small import planted
 from loopwright import ArraySource, Loss, PerExample, Sum, weighted_sum
 
-DEFECTS = {}
+DEFECTS, defect = planted()
+"""Of a task: the checks that fail, their only cause, what the first says, its line."""
 ON_N = ("same evaluation on 2 replicas", "same evaluation on 3 replicas")
 SMALLER, ORDER = "same evaluation in smaller batches", "same evaluation in another order"
 MIXED = "examples that depend on one another"
 PADDING, MODE = "same evaluation with padding", "no layer in training mode"
-
-
-def defect(checks, cause, says, words):
-  """Registers a task: the checks that fail, their only cause, what the first says, its line."""
-
-  def register(task):
-    DEFECTS[task.__name__] = (checks, cause, says, words)
-    return task
-
-  return register
 
 
 class Towers(Right):

@@ -4,10 +4,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from defects.small import FEATURES, Small
+from defects.small import FEATURES, Small, planted
 from loopwright.metrics import Loss
 
+DEFECTS, defect = planted()
+"""Of a task: the check that fails, its cause, the method whose line is named."""
+EACH, DIFFERENCES = "every variable has a gradient", "finite differences"
 
+
+@defect(EACH, "variable without gradient", "build_model")
 class UnusedLayer(Small):
   def build_model(self):
     inputs = keras.Input([FEATURES])
@@ -19,6 +24,7 @@ class UnusedLayer(Small):
     return self.model(batch["x"], training=training)[0][:, 0]
 
 
+@defect(EACH, "variable without gradient", "forward")
 class RoundedOutputs(Small):
   """What comes before round() learns nothing."""
 
@@ -36,6 +42,7 @@ class RoundedOutputs(Small):
     return self.scale(rounded)[:, 0]
 
 
+@defect("no gradient is zero", "zero gradient", "hidden")
 class DeadReLU(Small):
   def hidden(self):
     return [
@@ -43,12 +50,14 @@ class DeadReLU(Small):
     ]
 
 
+@defect("gradients are finite", "non-finite gradient", "errors")
 class SquareRootAtZero(Small):
   def errors(self, outputs, batch):
     x = tf.zeros_like(outputs) * outputs
     return tf.square(outputs - batch["y"]) + tf.sqrt(x)
 
 
+@defect(DIFFERENCES, "wrong gradient", "forward")
 class WrongCustomGradient(Small):
   def forward(self, batch, training):
     @tf.custom_gradient
@@ -58,6 +67,7 @@ class WrongCustomGradient(Small):
     return softened(super().forward(batch, training))
 
 
+@defect(DIFFERENCES, "wrong gradient", "forward")
 class SlightlyWrongGradient(Small):
   """By 2 %: less than what float32 can tell."""
 

@@ -4,23 +4,12 @@ import numpy as np
 import tensorflow as tf
 
 from defects.right import CLASSES, Right, points
+from defects.small import planted
 from loopwright import ArraySource, Loss, Source, StreamSource
 
-DEFECTS = {}
-
-
-def defect(check, cause, says, *lines, **options):
-  """Registers a task: which check finds what, where (words of a line), and what it says.
-
-  Several (check, cause) may be given, as tuples of equal length.
-  """
-
-  def register(task):
-    DEFECTS[task.__name__] = (check, cause, says, lines, options)
-    task.expected = check
-    return task
-
-  return register
+DEFECTS, defect = planted()
+"""Of a task: the check that fails (or several), the cause in each, what one says, words of the line
+that it names, and options: `owner` of that line if it is another class, others of the subject."""
 
 
 @defect(

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from defects.small import FEATURES, Small, data
+from defects.small import FEATURES, Small, Written, data
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss, weighted_sum
 
@@ -77,21 +77,6 @@ class Recurrent(Small):
   def loss(self, outputs, batch):
     losses = tf.nn.sigmoid_cross_entropy_with_logits(batch["y"], outputs)
     return Loss.from_examples(losses, batch["weight"])
-
-
-class Written(Small):
-  """`step.update` written out."""
-
-  def train_step(self, step, batch):
-    gradients, local = step.gradients(
-      lambda b: self.training_loss(step, b), batch, step.variables()
-    )
-    gradients, loss = step.all_reduce(gradients, local)
-    gradients = step.unscale(gradients, loss)
-    finite, norm = step.check(gradients)
-    gradients = step.clip(gradients, norm)
-    step.apply(gradients, finite & (loss.weight > 0))
-    step.log_update(loss, finite, norm)
 
 
 class TwoOptimizers(Small):

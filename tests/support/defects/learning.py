@@ -3,10 +3,15 @@
 import keras
 import tensorflow as tf
 
-from defects.small import Small
+from defects.small import Small, planted
 from loopwright.metrics import Loss
 
+DEFECTS, defect = planted()
+"""Of a task: the check that fails, its cause, the method whose line is named."""
+START, FAR = "loss at the start", "far from chance at the start"
 
+
+@defect(START, FAR, "loss")
 class WrongSign(Small):
   chance_loss = 2.0
 
@@ -14,6 +19,7 @@ class WrongSign(Small):
     return Loss.from_examples(-self.errors(outputs, batch), batch["weight"])
 
 
+@defect("learns one batch by heart", "cannot learn one batch", "build_model")
 class ReLUOutputs(Small):
   """A ReLU where the output has to be negative for some."""
 
@@ -24,6 +30,7 @@ class ReLUOutputs(Small):
     return model
 
 
+@defect(START, FAR, "")
 class FarFromChance(Small):
   chance_loss = 2.0
 
@@ -31,6 +38,7 @@ class FarFromChance(Small):
     return tf.square(100.0 * outputs - batch["y"])
 
 
+@defect(START, FAR, "")
 class LabelAmongInputs(Small):
   chance_loss = 2.0
 

@@ -4,23 +4,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from defects.small import planted
 from loopwright import ArraySource, Buckets, Loss, Task, weighted_sum
 
 N, LONGEST, SIZES = 60, 12, (4, 8, 12)
 EVALUATION, STEP, CONTENTS = (
   "same evaluation if padded further", "same step if padded further", "contents of padding",
 )  # fmt: skip
-DEFECTS = {}
-
-
-def defect(check, says, words):
-  """Registers a task: the check that fails, what it says, words of the line it names."""
-
-  def register(task):
-    DEFECTS[task.__name__] = (check, says, words)
-    return task
-
-  return register
+DEFECTS, defect = planted()
+"""Of a task: the check that fails, what it says, words of the line it names."""
 
 
 def graphs(split, *, noise=0.0):

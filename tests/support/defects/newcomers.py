@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from defects.small import FEATURES, Small, data
+from defects.small import FEATURES, Small, Written, data
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss, weighted_sum
 
@@ -90,26 +90,6 @@ class ActorCritic(Small):
   def eval_step(self, step, batch):
     loss = self.critic(batch)
     step.log({"loss": (loss.total, loss.weight)})
-
-
-class Written(Small):
-  """Right: the verbs, with a place for a mistake."""
-
-  def train_step(self, step, batch):
-    gradients, local = step.gradients(
-      lambda part: self.training_loss(step, part), batch, step.variables()
-    )
-    gradients, loss = step.all_reduce(self.before(gradients), local)
-    gradients = step.unscale(gradients, loss)
-    finite, norm = step.check(gradients)
-    step.apply(self.after(step, gradients), finite & (loss.weight > 0))
-    step.log_update(loss, finite, norm)
-
-  def before(self, gradients):
-    return gradients
-
-  def after(self, step, gradients):
-    return gradients
 
 
 # ---- Weights and means
@@ -240,29 +220,23 @@ class OneOfThree(ActorCritic):
 
 
 class ClippedByHand(Written):
-  def before(self, gradients):
-    return tf.clip_by_global_norm(list(gradients), 1.0)[0]
+  def reduced(self, step, gradients, local):
+    return super().reduced(step, tf.clip_by_global_norm(list(gradients), 1.0)[0], local)
 
 
 class NoiseOnGradients(Written):
   """Another noise on each replica, whose weights drift apart."""
 
-  def after(self, step, gradients):
+  def after(self, step, gradients, norm):
     return [g + 0.01 * tf.random.stateless_normal(g.shape, step.seed()) for g in gradients]
 
 
 class DividedByOwnWeight(Written):
   """Reduced gradients, divided by the weight of this replica alone."""
 
-  def train_step(self, step, batch):
-    gradients, local = step.gradients(
-      lambda part: self.training_loss(step, part), batch, step.variables()
-    )
+  def reduced(self, step, gradients, local):
     gradients, loss = step.all_reduce(gradients, local)
-    gradients = step.unscale(gradients, local)
-    finite, norm = step.check(gradients)
-    step.apply(gradients, finite & (loss.weight > 0))
-    step.log_update(loss, finite, norm)
+    return step.unscale(gradients, local), loss
 
 
 class Branch(Small):

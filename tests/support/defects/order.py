@@ -1,24 +1,26 @@
-"""Steps whose verbs are out of order."""
+"""Steps whose verbs are out of order; the first four are defects of replicas too."""
 
 from defects.replicas import (
+  OWN_CHECK,
+  WRITTEN,
   AppliedByKeras,
-  ClippedFirst,
   LooksAtOwnGradients,
   NeverReduced,
   ReducedTwice,
 )
-from defects.small import Small
+from defects.small import Written, planted
 
-__all__ = ["AppliedByKeras", "ClippedFirst", "LooksAtOwnGradients", "NeverReduced", "ReducedTwice"]
+DEFECTS, defect = planted()
+"""Of a task: the check that fails, its cause, the method whose line is named."""
+PIPELINE = "pipeline of the step"
+defect(PIPELINE, "never reduced", WRITTEN)(NeverReduced)
+defect(PIPELINE, "reduced twice", "reduced")(ReducedTwice)
+defect(PIPELINE, "reduced twice", "train_step")(AppliedByKeras)
+defect(PIPELINE, OWN_CHECK, "reduced")(LooksAtOwnGradients)
 
 
-class NeverUnscaled(Small):
-  def train_step(self, step, batch):
-    gradients, local = step.gradients(
-      lambda b: self.training_loss(step, b), batch, step.variables()
-    )
+@defect(PIPELINE, "never unscaled", WRITTEN)
+class NeverUnscaled(Written):
+  def reduced(self, step, gradients, local):
     gradients, loss = step.all_reduce(gradients, local)
-    gradients = [g / loss.weight for g in gradients]
-    finite, norm = step.check(gradients)
-    step.apply(gradients, finite)
-    step.log_update(loss, finite, norm)
+    return [g / loss.weight for g in gradients], loss

@@ -7,18 +7,10 @@ import numpy as np
 import tensorflow as tf
 
 from defects.right import CLASSES, Dropout, Right
+from defects.small import planted
 
-DEFECTS = {}
-
-
-def defect(found, says, words):
-  """Registers a task: check -> cause, what the first of them says, words of the line it names."""
-
-  def register(task):
-    DEFECTS[task.__name__] = (found, says, words)
-    return task
-
-  return register
+DEFECTS, defect = planted()
+"""Of a task: check -> cause, what the first of them says, words of the line it names."""
 
 
 @defect(

@@ -3,27 +3,38 @@
 import keras
 import tensorflow as tf
 
-from defects.small import Small
+from defects.small import Small, Written, planted
 from loopwright.metrics import Loss, Sum
 
+DEFECTS, defect = planted()
+"""Of a task: the check that fails, the only cause, the method whose line is named."""
+ON_TWO, ON_THREE = "same update on 2 replicas", "same update on 3 replicas"
+PADDING, OVERFLOW = "padding changes nothing", "overflow on one replica"
+OWN_CHECK = "finite check before the reduction"
+WRITTEN = "Written.train_step"
 
+
+@defect(ON_TWO, "mean of means", "loss")
 class MeanOfMeans(Small):
   def loss(self, outputs, batch):
     total = tf.reduce_sum(self.errors(outputs, batch) * batch["weight"])
     return Loss(tf.math.divide_no_nan(total, tf.reduce_sum(batch["weight"])), tf.constant(1.0))
 
 
+@defect(PADDING, "padding counts", "loss")
 class WithoutWeights(Small):
   def loss(self, outputs, batch):
     return Loss.from_examples(self.errors(outputs, batch))
 
 
+@defect(PADDING, "padding counts", "loss")
 class MeanOverRows(Small):
   def loss(self, outputs, batch):
     mean = tf.reduce_mean(self.errors(outputs, batch) * batch["weight"])
     return Loss(mean, tf.constant(1.0))
 
 
+@defect(ON_THREE, "loss divided by the local batch", "train_step")
 class DividedByRows(Small):
   """The loss divided by the local batch, the sum over replicas by nothing."""
 
@@ -42,6 +53,7 @@ class DividedByRows(Small):
     step.log_update(total, finite, norm)
 
 
+@defect(ON_TWO, "regularisation counted N times", "loss")
 class PenaltyOnEveryReplica(Small):
   def loss(self, outputs, batch):
     total, weight = super().loss(outputs, batch)
@@ -49,28 +61,20 @@ class PenaltyOnEveryReplica(Small):
     return Loss(total + penalty, weight)
 
 
-class NeverReduced(Small):
-  def train_step(self, step, batch):
-    gradients, loss = step.gradients(lambda b: self.training_loss(step, b), batch, step.variables())
-    gradients = step.unscale(gradients, loss)
-    finite, norm = step.check(gradients)
-    step.apply(gradients, finite & (loss.weight > 0))
-    step.log_update(loss, finite, norm)
+@defect(ON_TWO, "never reduced", WRITTEN)
+class NeverReduced(Written):
+  def reduced(self, step, gradients, local):
+    return step.unscale(gradients, local), local
 
 
-class ReducedTwice(Small):
-  def train_step(self, step, batch):
-    gradients, local = step.gradients(
-      lambda b: self.training_loss(step, b), batch, step.variables()
-    )
-    gradients, loss = step.all_reduce(gradients, local)
-    gradients = step.unscale(gradients, loss)
-    gradients, _ = step.all_reduce(gradients, local)
-    finite, norm = step.check(gradients)
-    step.apply(gradients, finite)
-    step.log_update(loss, finite, norm)
+@defect(ON_THREE, "reduced twice", WRITTEN)
+class ReducedTwice(Written):
+  def reduced(self, step, gradients, local):
+    gradients, loss = super().reduced(step, gradients, local)
+    return step.all_reduce(gradients, local)[0], loss
 
 
+@defect(ON_TWO, "reduced twice", "train_step")
 class AppliedByKeras(Small):
   """Keras 3's own apply() sums over replicas once more."""
 
@@ -91,24 +95,20 @@ class AppliedByKeras(Small):
     step.log_update(loss, finite, norm)
 
 
-class ClippedFirst(Small):
-  def train_step(self, step, batch):
-    gradients, local = step.gradients(
-      lambda b: self.training_loss(step, b), batch, step.variables()
-    )
+@defect("same weights after 4 steps", "clipped before the reduction", "reduced")
+class ClippedFirst(Written):
+  def reduced(self, step, gradients, local):
     gradients = step.clip(gradients, step.check(gradients)[1])
-    gradients, loss = step.all_reduce(gradients, local)
-    gradients = step.unscale(gradients, loss)
-    finite, norm = step.check(gradients)
-    step.apply(gradients, finite & (loss.weight > 0))
-    step.log_update(loss, finite, norm)
+    return super().reduced(step, gradients, local)
 
 
+@defect(ON_TWO, "batch-norm statistics", "hidden")
 class LocalBatchNorm(Small):
   def hidden(self):
     return [keras.layers.Dense(4), keras.layers.BatchNormalization()]
 
 
+@defect(ON_TWO, "examples that depend on one another", "")
 class LocalNegatives(Small):
   """Compares each example with those of its own replica alone."""
 
@@ -122,17 +122,20 @@ class LocalNegatives(Small):
     return Loss.from_examples(self.errors(outputs, batch), batch["weight"])
 
 
+@defect("same metrics on 2 replicas", "metric read in replica context", "metrics")
 class MetricOfMeans(Small):
   def metrics(self, outputs, batch):
     far = tf.reduce_sum(tf.abs(outputs - batch["y"]) * batch["weight"])
     return {"mae": (tf.math.divide_no_nan(far, tf.reduce_sum(batch["weight"])), 1.0)}
 
 
+@defect(PADDING, "padding counts", "metrics")
 class MetricWithoutWeights(Small):
   def metrics(self, outputs, batch):
     return {"mae": (tf.reduce_sum(tf.abs(outputs - batch["y"])), 1.0 * len(batch["y"]))}
 
 
+@defect(PADDING, "padding counts", "metrics")
 class SumWithoutWeights(Small):
   def metrics(self, outputs, batch):
     return {
@@ -140,23 +143,18 @@ class SumWithoutWeights(Small):
     }
 
 
-class LooksAtOwnGradients(Small):
+@defect(OVERFLOW, OWN_CHECK, WRITTEN)
+class LooksAtOwnGradients(Written):
   """Skips where its own gradients overflow, which the others do not know."""
 
-  def train_step(self, step, batch):
-    gradients, local = step.gradients(
-      lambda b: self.training_loss(step, b), batch, step.variables()
-    )
+  def reduced(self, step, gradients, local):
     fine, _ = step.check(gradients)
     gradients = [tf.where(fine, g, tf.zeros_like(g)) for g in gradients]
     local = Loss(tf.where(fine, local.total, 0.0), tf.where(fine, local.weight, 0.0))
-    gradients, loss = step.all_reduce(gradients, local)
-    gradients = step.unscale(gradients, loss)
-    finite, norm = step.check(gradients)
-    step.apply(gradients, finite & (loss.weight > 0))
-    step.log_update(loss, finite, norm)
+    return super().reduced(step, gradients, local)
 
 
+@defect(OVERFLOW, OWN_CHECK, "train_step")
 class LooksAtOwnShare(LooksAtOwnGradients):
   """The same in each of two updates, of which the other has nothing to skip."""
 
@@ -165,12 +163,14 @@ class LooksAtOwnShare(LooksAtOwnGradients):
       super().train_step(step, {name: value[first::2] for name, value in batch.items()})
 
 
+@defect("same step twice", "stateful random op", "forward")
 class NoiseWithState(Small):
   def forward(self, batch, training):
     x = batch["x"] + (0.5 * tf.random.normal(tf.shape(batch["x"])) if training else 0.0)
     return self.model(x, training=training)[:, 0]
 
 
+@defect(PADDING, "padding counts", "")
 class MeanOverMicroBatches(Small):
   """Averages the micro-batches' means, which weighs a micro-batch of padding like a full one."""
 

@@ -49,6 +49,43 @@ class Small(Task):
     return {"mae": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"])}
 
 
+class Written(Small):
+  """`step.update` written out, with places for a mistake."""
+
+  def train_step(self, step, batch):
+    gradients, local = step.gradients(
+      lambda part: self.training_loss(step, part), batch, step.variables()
+    )
+    gradients, loss = self.reduced(step, gradients, local)
+    finite, norm = step.check(gradients)
+    step.apply(self.after(step, gradients, norm), finite & (loss.weight > 0))
+    step.log_update(loss, finite, norm)
+
+  def reduced(self, step, gradients, local):
+    gradients, loss = step.all_reduce(gradients, local)
+    return step.unscale(gradients, loss), loss
+
+  def after(self, step, gradients, norm):
+    return step.clip(gradients, norm)
+
+
+def planted():
+  """Returns (name of a task -> what must be found in it, a decorator that notes it there).
+
+  Options by name are the last of what is noted.
+  """
+  findings = {}
+
+  def defect(*finding, **options):
+    def note(task):
+      findings[task.__name__] = (*finding, options) if options else finding
+      return task
+
+    return note
+
+  return findings, defect
+
+
 def subject(task, *, optimizer=None, **options):
   """What `check` takes, of a task's class or a function that makes one."""
   return Subject(
