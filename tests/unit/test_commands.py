@@ -40,12 +40,12 @@ ROOT = Path(launch.__file__).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What begins a command, in an indented line or in inline code. Other fenced blocks than those of
-# Python, gin and YAML hold commands only.
+# Python, gin, TOML and YAML hold commands only.
 PROGRAM = (
   r"(?:loopwright|uvx?|pip3?|python3?|tensorboard|pytest|ruff|mypy|bash|sh|sudo|apt|apt-get|docker|kubectl|ray"
   r"|sbatch|srun|git|curl|wget|make|cd|eval|export|source|\$|[A-Z_]+=[^\s`]*) +"
 )
-CODE = re.compile(r"^```(?:python|gin|yaml)\n.*?^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```(?:python|gin|toml|yaml)\n.*?^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(
   r"^```\w*\n(?P<block>.*?)^```"
   rf"|^ {{4,}}(?:[^\n`]*: )?(?P<line>{PROGRAM}(?:\\\n|[^\n]|\n {{20,}}\[)*)"
@@ -264,6 +264,8 @@ def run(command):
 def check(command):
   """Checks what can be checked of a command without its work."""
   match shlex.split(command):
+    case ["loopwright", "--version"]:
+      assert parse(["loopwright", "--version"]) is not None, command
     case ["loopwright", *name] if len(name) < 2:
       assert {*name} <= {*COMMANDS}, command
     case ["loopwright", *_]:
@@ -297,6 +299,8 @@ def check(command):
       assert {*options} <= {"--everything", "--ci"}, command
     case ["sphinx-build", "-W", "--keep-going", "-c", "docs", ".", "build/site"]:
       assert (ROOT / "docs" / "conf.py").exists(), command
+    case ["make", target]:
+      assert f"\n{target}:" in (ROOT / "Makefile").read_text(), command
     case [program] if program == "lint-imports":
       assert (Path(sys.executable).parent / program).exists(), command
     case _:
