@@ -265,7 +265,7 @@ def check(command):
   """Checks what can be checked of a command without its work."""
   match shlex.split(command):
     case ["loopwright", "--version"]:
-      assert parse(["loopwright", "--version"]) is not None, command
+      assert parse(["loopwright", "--version"]).values.version, command
     case ["loopwright", *name] if len(name) < 2:
       assert {*name} <= {*COMMANDS}, command
     case ["loopwright", *_]:
