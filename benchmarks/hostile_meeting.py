@@ -80,8 +80,8 @@ class Replays:
 
   def __init__(self) -> None:
     nonces = bytes(64) + (1).to_bytes(4, "big")
-    mac, body = wire.Seal(SECRET, b"to the chief", nonces).close({"facts": ALIKE})
-    self._claim = wire.Message(True, 1, bytes(32), mac, body)
+    seal = wire.Seal(SECRET, b"to the chief", nonces)
+    self._claim = seal.close(1, bytes(32), {"facts": ALIKE})
 
   def __call__(self, connection: socket.socket) -> None:
     wire.send(connection, self._claim, deadline=time.monotonic() + 1)

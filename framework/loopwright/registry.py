@@ -96,7 +96,8 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.kinds.workers.stragglers": "Stragglers",
     "loopwright.models.batch_norm": "only_examples",
     "loopwright.models.recomputation": "recompute_layers",
-    "loopwright.optimizers.schedules": "schedule_of_name=of_name",
+    "loopwright.optimizers.schedules": "constant linear_warmup cosine_decay exponential_decay "
+    "piecewise_constant by_epoch scaled",
     "loopwright.reporting.live": "Notebook Terminal",
     "loopwright.run_folder.assets": "provide_assets=provide",
     "loopwright.run_folder.fitting": "Fitting",

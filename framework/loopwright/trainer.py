@@ -20,7 +20,7 @@ from loopwright.counters import Counters
 from loopwright.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
 from loopwright.graphs import grappler
 from loopwright.host import timing
-from loopwright.inputs import datasets, plan, scheduled
+from loopwright.inputs import datasets, plan
 from loopwright.metrics.sums import MetricSums
 from loopwright.models import models, replica_state
 from loopwright.models.orbit import AbstractTrainer
@@ -306,7 +306,8 @@ class Trainer(AbstractTrainer):
       return datasets.iterate(self.placement.distribute(dataset))
 
     dataset = self.dataset_fn(int(self.position.numpy()))
-    if isinstance(dataset, scheduled.Scheduled):
+    if isinstance(dataset, datasets.Scheduled):
+      self.placement.require("Buckets")
       self._checks.traces = max(self._checks.traces, len(dataset.datasets))  # a shape each
       return dataset.iterate(iterate)
     return iterate(dataset)
@@ -341,7 +342,7 @@ class Trainer(AbstractTrainer):
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
     end = int(self.global_step.numpy()) if may_undo(self.parts.observers) else 0
-    for iterator, steps in scheduled.runs(self._iterator, num_steps):
+    for iterator, steps in datasets.runs(self._iterator, num_steps):
       self._compiled_loop(iterator, steps)
       end += int(steps)
       if may_undo(self.parts.observers) and int(self.global_step.numpy()) < end:

@@ -166,8 +166,7 @@ def test_no_value_is_on_the_wire(secret, monkeypatch):
 
 def test_a_message_opens_only_with_its_secret_direction_and_nonces():
   seal = wire.Seal(SECRET, b"to the chief", b"n" * 68)
-  mac, body = seal.close({"a": "b"})
-  message = wire.Message(True, 1, b"n" * 32, mac, body)
+  message = seal.close(1, b"n" * 32, {"a": "b"})
   assert seal.open(message) == {"a": "b"}
   for other in (
     seal._replace(secret=b"x" * 32),
@@ -176,7 +175,7 @@ def test_a_message_opens_only_with_its_secret_direction_and_nonces():
     seal._replace(nonces=b"m" * 68),
   ):
     assert not other.fits(message)
-  changed = message._replace(body=bytes([body[0] ^ 1]) + body[1:])
+  changed = message._replace(body=bytes([message.body[0] ^ 1]) + message.body[1:])
   with pytest.raises(ValueError, match="not sealed"):
     seal.open(changed)
 
@@ -197,7 +196,7 @@ def test_a_digest_of_a_value_needs_the_secret_and_tells_connections_and_facts_ap
 
 def test_facts_that_are_too_long_are_refused_in_one_line():
   with pytest.raises(ConfigError, match=f"the limit is {wire.LARGEST_BODY}"):
-    wire.Seal(None, b"", b"").close({"x": "y" * wire.LARGEST_BODY})
+    wire.Seal(None, b"", b"").close(1, bytes(32), {"x": "y" * wire.LARGEST_BODY})
 
 
 def test_a_long_value_is_shortened():

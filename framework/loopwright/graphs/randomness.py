@@ -28,7 +28,7 @@ import hashlib
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -37,6 +37,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
 
 from loopwright import errors
 from loopwright.host import lazy_keras
+from loopwright.host.replacing import replaced, wrap
 
 # Seeds are never negative: XLA computes other numbers than TensorFlow from a negative seed.
 _HASH_BOUND = 2**30
@@ -282,53 +283,37 @@ def is_repeating() -> bool:
   return _entered.repeating
 
 
-@contextlib.contextmanager
-def repeating() -> Iterator[None]:
+def repeating() -> contextlib.AbstractContextManager[None]:
   """Inside `with`, the trace is that of a recomputation."""
-  outer, _entered.repeating = _entered.repeating, True
-  try:
-    yield
-  finally:
-    _entered.repeating = outer
+  return replaced(_entered, repeating=True)
 
 
 @functools.cache
 def _patch_generators() -> None:
-  keras.random.SeedGenerator.next = _patched_next(keras.random.SeedGenerator.next)
+  wrap(keras.random.SeedGenerator, "next", _next)
   lazy_keras.when_tf_keras_loads(_patch_tf_keras)
 
 
 def _patch_tf_keras() -> None:
-  from tf_keras.src.backend import RandomGenerator as generator  # noqa: N813
+  from tf_keras.src.backend import RandomGenerator
 
-  for draw in (
-    generator.random_normal,
-    generator.random_uniform,
-    generator.truncated_normal,
-    generator.dropout,
-    generator.make_seed_for_stateless_op,
-  ):
-    setattr(generator, draw.__name__, _patched_draw(draw))
+  for kind in ("random_normal", "random_uniform", "truncated_normal", "dropout"):
+    wrap(RandomGenerator, kind, _draw)
+  wrap(RandomGenerator, "make_seed_for_stateless_op", _draw)
 
 
-def _patched_next(keras_next: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-  @functools.wraps(keras_next)
-  def patched(self: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
-    stream = _entered.stream()
-    return stream.next_seed() if stream else keras_next(self, ordered)
-
-  return patched
+def _next(
+  keras_next: Callable[..., tf.Tensor], layers: keras.random.SeedGenerator, ordered: bool = True
+) -> tf.Tensor:
+  stream = _entered.stream()
+  return stream.next_seed() if stream else keras_next(layers, ordered)
 
 
-def _patched_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
-  @functools.wraps(draw)
-  def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
-    stream = _entered.stream()
-    if stream is None or self._rng_type == self.RNG_STATELESS:  # initializers are stateless
-      return draw(self, *args, **kwargs)
-    return getattr(_stream_generator(stream), draw.__name__)(*args, **kwargs)
-
-  return patched
+def _draw(draw: Callable[..., Any], layers: Any, *args: Any, **kwargs: Any) -> Any:
+  stream = _entered.stream()
+  if stream is None or layers._rng_type == layers.RNG_STATELESS:  # initializers are stateless
+    return draw(layers, *args, **kwargs)
+  return getattr(_stream_generator(stream), draw.__name__)(*args, **kwargs)
 
 
 def _stream_generator(stream: RandomStream) -> Any:

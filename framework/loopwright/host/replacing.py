@@ -1,19 +1,32 @@
-"""Functions of another library replaced for a while, where it offers no other way."""
+"""Attributes replaced: those of a thread, and functions of another library."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(module: ModuleType, **functions: Callable[..., Any]) -> Iterator[None]:
-  """Inside `with`, a module's functions of these names are others, in all threads."""
-  before = {name: getattr(module, name) for name in functions}
-  vars(module).update(functions)
+def replaced(owner: ModuleType | threading.local, **attributes: Any) -> Iterator[None]:
+  """Inside `with`, attributes of these names are others; those of a module in all threads."""
+  before = {name: getattr(owner, name) for name in attributes}
+  vars(owner).update(attributes)
   try:
     yield
   finally:
-    vars(module).update(before)
+    vars(owner).update(before)
+
+
+def wrap(owner: type, name: str, instead: Callable[..., Any]) -> None:
+  """Replaces a method for good by `instead`, which gets the method and then its arguments."""
+  usual = getattr(owner, name)
+
+  @functools.wraps(usual)
+  def call(*args: Any, **kwargs: Any) -> Any:
+    return instead(usual, *args, **kwargs)
+
+  setattr(owner, name, call)

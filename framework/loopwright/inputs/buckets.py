@@ -30,7 +30,6 @@ from loopwright.graphs.randomness import hashed
 from loopwright.inputs import datasets, fingerprint
 from loopwright.inputs.ordering import seed_of_part
 from loopwright.inputs.plan import Plan, Start, padded_batch_size
-from loopwright.inputs.scheduled import Scheduled
 from loopwright.inputs.sources import Source, main_source, of_one_shape
 
 Axes = Mapping[str, Sequence[int]]
@@ -42,23 +41,24 @@ class Bucket(Source):
 
   Attributes:
     length: what the features are trimmed to.
+    axes: the features that are trimmed, and their axes.
     name: in the ledger.
     is_alone: whether "example_id" counts this bucket's examples alone, not the source's.
     first: the number of examples in the shorter buckets.
   """
 
   def __init__(
-    self, source: Source, ids: np.ndarray, *, length: int, trim: Axes, first: int
+    self, source: Source, ids: np.ndarray, *, length: int, axes: Axes, first: int
   ) -> None:
     """Keeps the arguments; `ids` are the examples of the bucket, int64 [num_examples]."""
     self.num_examples, self.length, self.first = len(ids), length, first
     self.name, self.is_alone = f"bucket {length}", False
-    self._source, self.ids, self._trim = source, ids, trim
+    self._source, self.ids, self.axes = source, ids, axes
 
   def fetch(self, indices: tf.Tensor) -> Batch:
     """See `Source.fetch`."""
     batch = dict(self._source.fetch(self.example_ids(indices)))
-    for name, axes in self._trim.items():
+    for name, axes in self.axes.items():
       shape = list(batch[name].shape) if name in batch else []
       if any(axis >= len(shape) or shape[axis] < self.length for axis in axes):
         found = batch[name].shape if name in batch else "missing"
@@ -77,11 +77,6 @@ class Bucket(Source):
     other = copy.copy(self)
     other.length = length
     return other
-
-  @property
-  def axes(self) -> Axes:
-    """The features that are trimmed, and their axes."""
-    return self._trim
 
   def example_ids(self, indices: tf.Tensor) -> tf.Tensor:
     """Returns the indices in the source of this bucket's examples, int64 [n]."""
@@ -162,7 +157,7 @@ class Buckets:
     for place, length in enumerate(ends):
       ids = np.flatnonzero(places == place)
       if len(ids):
-        self.buckets.append(Bucket(source, ids, length=length, trim=axes, first=first))
+        self.buckets.append(Bucket(source, ids, length=length, axes=axes, first=first))
       first += len(ids)
 
   @property
@@ -238,7 +233,7 @@ class Schedule:
     found: list[np.ndarray] = []
     while steps > 0:
       epoch = self._epoch(first)
-      order = self._order(epoch)[first - self.steps_before(epoch) :][:steps]
+      order = _order(self, epoch)[first - self.steps_before(epoch) :][:steps]
       found.append(order)
       first, steps = first + len(order), steps - len(order)
     return np.concatenate([np.zeros(0, np.int64), *found])
@@ -247,7 +242,7 @@ class Schedule:
     """Returns the number of batches of each bucket in the steps before `step`."""
     epoch = self._epoch(step)
     before = self.before(epoch)
-    since = np.bincount(self._order(epoch)[: step - sum(before)], minlength=len(before))
+    since = np.bincount(_order(self, epoch)[: step - sum(before)], minlength=len(before))
     return [count + int(more) for count, more in zip(before, since, strict=True)]
 
   def steps_before(self, epoch: int) -> int:
@@ -275,13 +270,10 @@ class Schedule:
       low, high = (middle, high) if self.steps_before(middle) <= step else (low, middle)
     return low
 
-  def _order(self, epoch: int) -> np.ndarray:
-    """Returns the bucket of each step of an epoch, int64 [steps of the epoch]."""
-    return _order(self, epoch)
-
 
 @functools.lru_cache(maxsize=4)
 def _order(schedule: Schedule, epoch: int) -> np.ndarray:
+  """Returns the bucket of each step of an epoch, int64 [steps of the epoch]."""
   before, after = schedule.before(epoch), schedule.before(epoch + 1)
   counts = [end - begin for begin, end in zip(before, after, strict=True)]
   in_order = np.repeat(np.arange(len(counts)), counts)
@@ -313,7 +305,9 @@ def _ids(source: Bucket, indices: tf.Tensor) -> tf.Tensor:
 
 
 @datasets.training.register(Buckets)
-def _training(source: Buckets, plan: Plan, start: Start, shard: datasets.Shard | None) -> Scheduled:
+def _training(
+  source: Buckets, plan: Plan, start: Start, shard: datasets.Shard | None
+) -> datasets.Scheduled:
   _refuse_shard(shard)
   schedule = source.schedule(plan.global_batch_size, seed=start.seed, shuffle=start.shuffle)
   batch = start.position // plan.global_batch_size
@@ -327,7 +321,7 @@ def _training(source: Buckets, plan: Plan, start: Start, shard: datasets.Shard |
     if plan.preprocess:
       elements = _numbered(elements, steps)
     made.append(datasets.batches(elements, datasets.completing(own, read), rewrite=False))
-  return Scheduled(made, schedule, batch)
+  return datasets.Scheduled(made, schedule, batch)
 
 
 @datasets.evaluation.register(Buckets)

@@ -29,6 +29,7 @@ from loopwright.graphs.randomness import hashed
 from loopwright.inputs import datasets
 from loopwright.inputs.plan import Plan
 from loopwright.inputs.sources import Source
+from loopwright.models import replica_state
 
 
 class Draws(Source):
@@ -97,8 +98,9 @@ class ReplayBuffer(tf.Module):
     kept = slice(max(0, count - self.capacity), count)
     places = (first + np.arange(count)[kept]) % self.capacity
     for name, array in arrays.items():
-      self._write(self._rows[name], tf.constant(places), tf.constant(array[kept]))
-    self._strategy.extended.update(self.added, _assign, args=(first + count,))
+      args = tf.constant(places), tf.constant(array[kept])
+      self._strategy.extended.update(self._rows[name], _scatter, args=args)
+    replica_state.assign(self._strategy, self.added, first + count)
 
   def rows(self, draws: tf.Tensor) -> Batch:
     """Returns a row for each draw, uniformly, with replacement (replica context).
@@ -113,18 +115,16 @@ class ReplayBuffer(tf.Module):
       ConfigError: the buffer is empty while the step is traced, so the step would learn from zeros.
     """
     with tf.init_scope():
-      self._require_rows()
-    size = tf.minimum(tf.convert_to_tensor(self.added), self.capacity)
-    places = draws % tf.maximum(size, 1)
-    return {name: tf.gather(value, places) for name, value in self._rows.items()}
-
-  def _require_rows(self) -> None:
-    if self.size == 0:
+      is_empty = self.size == 0
+    if is_empty:
       raise ConfigError(
         "ReplayBuffer.rows() found no row: the step would learn from zeros. Add the first rows in "
         "build_model(), such as random ones, or in the begin() of an action; verify and tune call "
         "no action."
       )
+    size = tf.minimum(tf.convert_to_tensor(self.added), self.capacity)
+    places = draws % tf.maximum(size, 1)
+    return {name: tf.gather(value, places) for name, value in self._rows.items()}
 
   def _empty(self, name: str, spec: tf.TensorSpec) -> tf.Variable:
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
@@ -137,9 +137,6 @@ class ReplayBuffer(tf.Module):
   def _variable(self, value: tf.Tensor, name: str) -> tf.Variable:
     first = tf.VariableAggregation.ONLY_FIRST_REPLICA  # the copies are equal by design
     return tf.Variable(value, trainable=False, aggregation=first, name=name)
-
-  def _write(self, variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> None:
-    self._strategy.extended.update(variable, _scatter, args=(places, values))
 
   def _checked(self, rows: Mapping[str, TensorLike]) -> dict[str, np.ndarray]:
     if rows.keys() != self._rows.keys():
@@ -156,10 +153,6 @@ class ReplayBuffer(tf.Module):
     if len(count) != 1 or 0 in count:
       raise ConfigError("ReplayBuffer.add() needs the same number of rows, at least 1, of each.")
     return arrays
-
-
-def _assign(variable: tf.Variable, value: TensorLike) -> None:
-  variable.assign(value, read_value=False)
 
 
 def _scatter(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> None:

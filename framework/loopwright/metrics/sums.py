@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -67,9 +68,8 @@ class Layout:
     parts += _stacked(pairs)
     return parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
 
-  def unpacked(self, vector: np.ndarray) -> Totals:
-    """Returns the metrics of a vector [size or more] (host)."""
-    totals = Totals({}, {}, frozenset())
+  def unpack(self, vector: np.ndarray, totals: Totals) -> None:
+    """Adds the metrics of a vector [size or more] to `totals` (host)."""
     for name, (start, shape) in self.places.items():
       if shape is not None:
         values = vector[start : start + math.prod(shape)].reshape(shape)
@@ -78,11 +78,11 @@ class Layout:
       total, weight = vector[start : start + 2]
       totals.means[name] = float(total / weight) if weight else math.nan
       if not weight:
-        totals = totals._replace(weightless=totals.weightless | {name})
-    return totals
+        totals.weightless.add(name)
 
 
-class Totals(NamedTuple):
+@dataclasses.dataclass
+class Totals:
   """Sums over replicas and steps.
 
   Attributes:
@@ -91,17 +91,9 @@ class Totals(NamedTuple):
     weightless: the pairs whose weights sum to 0.
   """
 
-  means: dict[str, float]
-  sums: dict[str, float | np.ndarray]
-  weightless: frozenset[str]
-
-  def plus(self, other: Totals) -> Totals:
-    """Returns the metrics of both, which have different names."""
-    means, sums = {**self.means, **other.means}, {**self.sums, **other.sums}
-    return Totals(means, sums, self.weightless | other.weightless)
-
-
-NOTHING = Totals({}, {}, frozenset())
+  means: dict[str, float] = dataclasses.field(default_factory=dict)
+  sums: dict[str, float | np.ndarray] = dataclasses.field(default_factory=dict)
+  weightless: set[str] = dataclasses.field(default_factory=set)
 
 
 class MetricSums:
@@ -115,7 +107,7 @@ class MetricSums:
   def __init__(self) -> None:
     """Makes no variable yet; call it in `strategy.scope()`."""
     self._blocks: list[_Block] = []
-    self._totals = NOTHING
+    self._totals = Totals()
     self.only_evaluated: set[str] = set()
     """PerExample metrics of the training step, which collects none."""
 
@@ -134,7 +126,8 @@ class MetricSums:
       Number of a vector -> float64 [its size]. The sum of what several steps return is theirs.
     """
     metrics = checked(metrics)
-    new = {name: value for name, value in metrics.items() if name not in self._known()}
+    known = {name for block in self._blocks for name in block.layout.places}
+    new = {name: value for name, value in metrics.items() if name not in known}
     if new:
       # Every replica comes here before one of them changes what is known.
       tf.distribute.get_replica_context().merge_call(lambda strategy: self._extend(strategy, new))
@@ -155,12 +148,11 @@ class MetricSums:
 
     A metric whose weights sum to 0 is NaN. `sums` has the Sums.
     """
-    totals = NOTHING
+    self._totals = Totals()
     for block in self._blocks:
-      totals = totals.plus(block.layout.unpacked(block.read()))
-    self._totals = totals
+      block.layout.unpack(block.read(), self._totals)
     self.reset()
-    return dict(totals.means)
+    return dict(self._totals.means)
 
   def reset(self) -> None:
     """Resets the sums to zero, for example after a failed loop (host)."""
@@ -179,12 +171,9 @@ class MetricSums:
     return {name for name, place in places.items() if place.shape is None}
 
   @property
-  def weightless(self) -> frozenset[str]:
+  def weightless(self) -> Set[str]:
     """The metrics whose weights sum to 0 in the last `result`."""
     return self._totals.weightless
-
-  def _known(self) -> set[str]:
-    return {name for block in self._blocks for name in block.layout.places}
 
   def _extend(self, strategy: tf.distribute.Strategy, new: Mapping[str, Summed]) -> None:
     layout = Layout(new)

@@ -114,11 +114,9 @@ class PerExample(_PerExample):
 def _wide(tensor: tf.Tensor) -> tf.Tensor:
   if tensor.dtype.is_floating:
     return tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
-  return tensor if tensor.dtype in (tf.int32, tf.int64) else tf.cast(tensor, _integer(tensor.dtype))
-
-
-def _integer(dtype: tf.DType) -> tf.DType:
-  return tf.int32 if dtype.size < 4 else tf.int64
+  if tensor.dtype in (tf.int32, tf.int64):
+    return tensor
+  return tf.cast(tensor, tf.int32 if tensor.dtype.size < 4 else tf.int64)
 
 
 Summed: TypeAlias = Weighted | Sum

@@ -22,6 +22,7 @@ from loopwright.aliases import Layer
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
 from loopwright.host import lazy_keras
+from loopwright.host.replacing import wrap
 
 
 @contextlib.contextmanager
@@ -70,29 +71,26 @@ _entered = _Entered()
 
 @functools.cache
 def _patch() -> None:
-  keras3 = keras.layers.BatchNormalization
-  keras3._moments = _patched_moments(keras3._moments)
+  wrap(keras.layers.BatchNormalization, "_moments", _moments_of_examples)
   lazy_keras.when_tf_keras_loads(_patch_tf_keras)
 
 
 def _patch_tf_keras() -> None:
   from tf_keras.src.layers.normalization.batch_normalization import BatchNormalizationBase as Base
 
-  Base.call = _patched_call(Base.call)
+  wrap(Base, "call", _refusing_call)
 
 
-def _patched_moments(keras_moments: Callable[..., Any]) -> Callable[..., Any]:
-  @functools.wraps(keras_moments)
-  def patched(self: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: Any) -> Any:
-    if not _entered.batches:
-      return keras_moments(self, inputs, mask)
-    weight = tf.reshape(_is_example(self, inputs), [-1] + [1] * (inputs.shape.rank - 1))
-    weight = tf.cast(weight, inputs.dtype)
-    if mask is not None:
-      weight *= tf.cast(mask[..., tf.newaxis], inputs.dtype)
-    return _moments(self, inputs, weight)
-
-  return patched
+def _moments_of_examples(
+  keras_moments: Callable[..., Any], layer: Layer, inputs: tf.Tensor, mask: Any
+) -> Any:
+  if not _entered.batches:
+    return keras_moments(layer, inputs, mask)
+  weight = tf.reshape(_is_example(layer, inputs), [-1] + [1] * (inputs.shape.rank - 1))
+  weight = tf.cast(weight, inputs.dtype)
+  if mask is not None:
+    weight *= tf.cast(mask[..., tf.newaxis], inputs.dtype)
+  return _moments(layer, inputs, weight)
 
 
 def _moments(
@@ -117,14 +115,12 @@ def _moments(
   )
 
 
-def _patched_call(keras_call: Callable[..., Any]) -> Callable[..., Any]:
-  @functools.wraps(keras_call)
-  def patched(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-    if _entered.batches and self._get_training_value(training) not in (False, 0):
-      raise _refused(self, "tf_keras would count the padded rows")
-    return keras_call(self, inputs, training=training, mask=mask)
-
-  return patched
+def _refusing_call(
+  keras_call: Callable[..., Any], layer: Any, inputs: Any, training: Any = None, mask: Any = None
+) -> Any:
+  if _entered.batches and layer._get_training_value(training) not in (False, 0):
+    raise _refused(layer, "tf_keras would count the padded rows")
+  return keras_call(layer, inputs, training=training, mask=mask)
 
 
 def _is_example(layer: Layer, inputs: tf.Tensor) -> tf.Tensor:

@@ -24,6 +24,7 @@ from loopwright.errors import ConfigError, suggest
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.host import lazy_keras
+from loopwright.host.replacing import wrap
 from loopwright.models import batch_norm, models
 
 
@@ -186,15 +187,15 @@ def _patch_tf_keras() -> None:
   from tf_keras.src.layers.normalization.batch_normalization import BatchNormalizationBase as Base
 
   for name in ("_assign_moving_average", "_assign_new_value"):
-    setattr(Base, name, _unless_repeating(getattr(Base, name)))
+    wrap(Base, name, _unless_repeating)
 
 
-def _unless_repeating(assign: Callable[..., Any]) -> Callable[..., Any]:
-  @functools.wraps(assign)
-  def patched(self: Any, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
-    return variable if randomness.is_repeating() else assign(self, variable, *args, **kwargs)
-
-  return patched
+def _unless_repeating(
+  assign: Callable[..., Any], layer: Any, variable: tf.Variable, *args: Any, **kwargs: Any
+) -> Any:
+  if randomness.is_repeating():
+    return variable
+  return assign(layer, variable, *args, **kwargs)
 
 
 def _stateful(concrete: Any) -> Iterator[str]:

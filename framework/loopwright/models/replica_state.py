@@ -29,13 +29,15 @@ def average(
     equal: further variables that are.
   """
 
-  same = {id(variable) for variable in (equal or {}).values()}
-  for variable in _local_variables(strategy, model):
-    if id(variable) in same:
-      continue
-    copies = strategy.extended.call_for_each_replica(_wide, args=(variable,))
-    mean = strategy.reduce(tf.distribute.ReduceOp.MEAN, copies, axis=None)
-    assign(strategy, variable, tf.cast(mean, variable.dtype))
+  if strategy.num_replicas_in_sync == 1:
+    return
+  left_out = {id(models.raw(variable)) for variable in models.trainable_variables(model)}
+  left_out |= {id(variable) for variable in (equal or {}).values()}
+  for variable in map(models.raw, models.all_variables(model)):
+    if id(variable) not in left_out and _may_differ(variable):
+      copies = strategy.extended.call_for_each_replica(_wide, args=(variable,))
+      mean = strategy.reduce(tf.distribute.ReduceOp.MEAN, copies, axis=None)
+      assign(strategy, variable, tf.cast(mean, variable.dtype))
 
 
 @as_written
@@ -68,14 +70,6 @@ def assign_result(
     copy.assign(function(copy, *values), read_value=False)
 
   strategy.extended.update(variable, assign_copy, args=args, group=False)
-
-
-def _local_variables(strategy: tf.distribute.Strategy, model: Model) -> list[tf.Variable]:
-  if strategy.num_replicas_in_sync == 1:
-    return []
-  trainable = {id(models.raw(v)) for v in models.trainable_variables(model)}
-  others = [models.raw(v) for v in models.all_variables(model)]
-  return [v for v in others if id(v) not in trainable and _may_differ(v)]
 
 
 def _may_differ(variable: tf.Variable) -> bool:

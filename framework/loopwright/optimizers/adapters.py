@@ -6,6 +6,7 @@ finite. The optimizer only makes its update; rule.py says what that is.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -56,12 +57,7 @@ class Optimizer:
     self, *, rule: rule.Rule, fusion: Fusion, saved: SavedOptimizer, factory: OptimizerFactory,
     masks: bool = False,
   ) -> None:  # fmt: skip
-    """Stores what `made` makes.
-
-    Args:
-      rule: how it updates the variables of `fusion`.
-      factory: makes another such optimizer.
-    """
+    """Stores what `made` makes; `rule` updates the variables of `fusion`."""
     self.optimizer, self.variables = rule.optimizer, fusion.originals
     self.fusion, self.saved, self.masks = fusion, saved, masks
     self._rule, self._factory = rule, factory
@@ -143,15 +139,12 @@ class Optimizer:
       if finite is None:
         self._rule.apply(self.fusion.own(own.pieces))
         return
-
-      def masked() -> None:
-        kernels.apply_masked(self.optimizer, own, finite)
-
+      masked = functools.partial(kernels.apply_masked, self.optimizer, own, finite)
       (tf.function(masked, jit_compile=True, autograph=False) if jit_compile else masked)()
 
     strategy.extended.call_for_each_replica(update, args=(finite, *gradients.tensors))
-    for slot, mask, value in kept:
-      assign_result(strategy, slot, _kept_where_not, (mask, value))
+    for slot, *given in kept:
+      assign_result(strategy, slot, lambda new, mask, old: tf.where(mask, new, old), tuple(given))
     if not in_place:
       self.fusion.store(strategy, gradients.missing)
 
@@ -171,10 +164,6 @@ class Optimizer:
         if slot.shape == flat.shape and slot.dtype == flat.dtype:
           kept.append((slot, mask, in_each_replica(slot.read_value)))
     return kept
-
-
-def _kept_where_not(slot: tf.Variable, mask: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-  return tf.where(mask, slot, value)
 
 
 def made(
@@ -202,15 +191,15 @@ def made(
   """
   schedule.bind(optimizer, step)
   fused = fuse and not options and is_elementwise(optimizer)
-  if (own := placement.here().update_rule) is not None:
-    return _made_by(own, optimizer, variables, factory, fused=fused)
+  if (make := placement.here().make_optimizer) is not None:
+    return make(optimizer, variables, factory=factory, fused=fused)
   if shard:
     from loopwright.optimizers.sharding import ShardedFusion
 
     fusion: Fusion = ShardedFusion(variables, enabled=fused, strategy=shard)
   else:
     fusion = Fusion(variables, enabled=fused)
-  one = _kind(optimizer)(optimizer, fusion.variables)
+  one = rule.built(optimizer, fusion.variables)
   saved = SavedOptimizer(optimizer, one.learning_rate)
   fusion.save_whole(optimizer)
   one.update = _update_of(one, options, fuse=fuse)
@@ -237,30 +226,6 @@ def _update_of(
 
     return groups.update_of(one.decayed(update or one.usual), options)
   return one.decayed(update) if update else None
-
-
-def _made_by(
-  own: placement.UpdateRule,
-  optimizer: KerasOptimizer,
-  variables: Sequence[Variable],
-  factory: OptimizerFactory,
-  *,
-  fused: bool,
-) -> Optimizer:
-  """Returns an optimizer with a rule of the strategy's own, saved as one elsewhere would be."""
-  slots = own.prepare(optimizer, variables)
-  one = _kind(optimizer)(optimizer, variables)
-  one.update = own.update
-  joined = own.joined_variables(optimizer, slots, variables, fused=fused)
-  saved = SavedOptimizer(optimizer, one.learning_rate, joined)
-  fusion = Fusion(variables, enabled=False)
-  return Optimizer(rule=one, fusion=fusion, saved=saved, factory=factory)
-
-
-def _kind(optimizer: KerasOptimizer) -> type[rule.Rule]:
-  kind = rule.of(optimizer)
-  assert kind is not None, optimizer
-  return kind
 
 
 _BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
@@ -330,8 +295,7 @@ def build(
   Args:
     factories: one factory, or name -> factory.
     variables_of: name -> the variables of that optimizer.
-    step: int64 scalar, the framework's step counter.
-    fuse: see `Optimizer`.
+    step, fuse: see `made`.
     shard: whether to shard the slots over the replicas of the scope's strategy.
 
   Returns:
@@ -344,7 +308,31 @@ def build(
   named = factories if isinstance(factories, Mapping) else {DEFAULT: factories}
   strategy = tf.distribute.get_strategy()
   over = strategy if shard and strategy.num_replicas_in_sync > 1 else None
-  return {n: _build_one(n, f, variables_of(n), step, fuse, over) for n, f in named.items()}
+  built = {}
+  for name, factory in named.items():
+    optimizer, variables = _usable(name, factory), variables_of(name)
+    if not variables:
+      raise ConfigError(
+        f"optimizer {name!r} has no trainable variable to update; build the model's variables in "
+        "build_model() (call it once, or give it an Input), or override Task.variables_of()."
+      )
+    _refuse_overwritten(name, variables)
+    _require_matches(name, optimizer, variables)
+    if over and not is_elementwise(optimizer):
+      raise ConfigError(
+        f"received Trainer.shard_optimizer_state=True, but optimizer {name!r}, a "
+        f"{type(optimizer).__name__}, is not known to treat every element alike; use "
+        f"{', '.join(_ELEMENTWISE)} without clipnorm and without_decay, or keep the state whole."
+      )
+    options: list[rule.Options] = []
+    if rule.groups_of(optimizer):
+      from loopwright.optimizers import groups
+
+      options = groups.matched(name, optimizer, variables)
+    built[name] = made(
+      optimizer, variables, step=step, factory=factory, options=options, fuse=fuse, shard=over
+    )
+  return built
 
 
 def averages(
@@ -356,56 +344,27 @@ def averages(
 ) -> Ema | None:
   """Returns the averages at which a model is evaluated, None for none; in `strategy.scope()`.
 
-  Args:
-    decay: of a moving average.
-    step: int64 scalar, the number of steps.
+  See `Ema` for `decay` and `step`.
 
   Raises:
     ConfigError: `decay` is out of range, or an optimizer has an average of its own.
   """
-  if decay is None and not any(one.averages for one in optimizers.values()):
-    return None
-  from loopwright.optimizers import ema
+  free = {name: each for name, each in optimizers.items() if each.averages}
+  if not free:
+    if decay is None:
+      return None
+    from loopwright.optimizers.ema import Ema
 
-  return ema.made(model, optimizers, decay=decay, step=step)
-
-
-def _build_one(
-  name: str,
-  factory: OptimizerFactory,
-  variables: Sequence[Variable],
-  step: tf.Variable,
-  fuse: bool,
-  shard: tf.distribute.Strategy | None,
-) -> Optimizer:
-  if rule.of(factory) is not None or not callable(factory):
+    return Ema(decay=decay, variables=models.trainable_variables(model), step=step)
+  if decay is not None:
+    name, first = next(iter(free.items()))
     raise ConfigError(
-      f"optimizer {name!r} is {type(factory).__name__}, already built; pass a factory, which the "
-      "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
+      f"received Trainer.ema_decay={decay}, but optimizer {name!r}, a "
+      f"{type(first.optimizer).__name__}, averages the weights itself; remove one of them."
     )
-  optimizer = _made(name, factory)
-  require_usable(name, optimizer)
-  if not variables:
-    raise ConfigError(
-      f"optimizer {name!r} has no trainable variable to update; build the model's variables in "
-      "build_model() (call it once, or give it an Input), or override Task.variables_of()."
-    )
-  _refuse_overwritten(name, variables)
-  _require_matches(name, optimizer, variables)
-  if shard and not is_elementwise(optimizer):
-    raise ConfigError(
-      f"received Trainer.shard_optimizer_state=True, but optimizer {name!r}, a "
-      f"{type(optimizer).__name__}, is not known to treat every element alike; use "
-      f"{', '.join(_ELEMENTWISE)} without clipnorm and without_decay, or keep the state whole."
-    )
-  options: list[rule.Options] = []
-  if rule.groups_of(optimizer):
-    from loopwright.optimizers import groups
+  from loopwright.optimizers.ema import ScheduleFree
 
-    options = groups.matched(name, optimizer, variables)
-  return made(
-    optimizer, variables, step=step, factory=factory, options=options, fuse=fuse, shard=shard
-  )
+  return ScheduleFree(list(free.values()))
 
 
 def _refuse_overwritten(name: str, variables: Sequence[Variable]) -> None:
@@ -453,14 +412,22 @@ def _names_without_decay(optimizer: KerasOptimizer) -> list[str]:
   return sorted(re.findall(f"{re.escape(_BEFORE)}(.*?){re.escape(_AFTER)}", text))
 
 
-def _made(name: str, factory: OptimizerFactory) -> KerasOptimizer:
+def _usable(name: str, factory: OptimizerFactory) -> KerasOptimizer:
+  """Returns what a factory makes; raises a ConfigError unless the framework can update with it."""
+  if rule.of(factory) is not None or not callable(factory):
+    raise ConfigError(
+      f"optimizer {name!r} is {type(factory).__name__}, already built; pass a factory, which the "
+      "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
+    )
   try:
-    return factory()
+    optimizer = factory()
   except ConfigError:
     raise
   except ValueError as error:  # how Keras refuses an argument
     reason = str(error).partition("\n")[0]
     raise ConfigError(f"optimizer {name!r} cannot be made: {reason}") from error
+  require_usable(name, optimizer)
+  return optimizer
 
 
 _CONFLICTS = {

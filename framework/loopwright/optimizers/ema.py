@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from loopwright.aliases import Model, TensorLike, Variable
+from loopwright.aliases import TensorLike, Variable
 from loopwright.declaration import COUNTS, asked, may_change
 from loopwright.errors import ConfigError, is_finite, require_integer, shown
 from loopwright.models import models
-from loopwright.optimizers.schedule import EmaDecay, Schedule
+from loopwright.optimizers.schedule import Schedule
 from loopwright.strategies import placement
 
 if TYPE_CHECKING:
@@ -192,20 +192,3 @@ def weight_averaging(*, start_step: int, every_steps: int = 1) -> Schedule:
 def _require_decay(name: str, decay: float) -> None:
   if not is_finite(decay) or not 0 < decay < 1:
     raise ConfigError(f"{name} is {shown(decay)}; it must be between 0 and 1, such as 0.999.")
-
-
-def made(
-  model: Model, optimizers: Mapping[str, Optimizer], *, decay: EmaDecay, step: tf.Variable
-) -> Ema:
-  """Returns the averages that `adapters.averages` asks for; in `strategy.scope()`."""
-  free = {name: each for name, each in optimizers.items() if each.averages}
-  if not free:
-    assert decay is not None
-    return Ema(decay=decay, variables=models.trainable_variables(model), step=step)
-  if decay is not None:
-    name, first = next(iter(free.items()))
-    raise ConfigError(
-      f"received Trainer.ema_decay={decay}, but optimizer {name!r}, a "
-      f"{type(first.optimizer).__name__}, averages the weights itself; remove one of them."
-    )
-  return ScheduleFree(list(free.values()))

@@ -40,12 +40,13 @@ class Fusion:
     variables: `flats`, then the originals that are not fused.
   """
 
-  def __init__(self, variables: Sequence[Variable], *, enabled: bool) -> None:
+  def __init__(self, variables: Sequence[Variable], *, enabled: bool, make: bool = True) -> None:
     """Makes the flat variables; call it in `strategy.scope()`.
 
     Args:
       variables: the variables of one optimizer, in its order.
       enabled: False fuses nothing.
+      make: False makes no variables: only the layout is asked for.
     """
     self.originals = list(variables)
     self._raw = [models.raw(v) for v in variables]
@@ -57,7 +58,8 @@ class Fusion:
     self.pieces = [*flat, *(Piece(self._raw[i].shape, self._raw[i].dtype) for i in self.singles)]
     self.flats: list[tf.Variable] = []
     self.variables: list[Variable] = []
-    self._make_variables()
+    if make:
+      self._make_variables()
 
   def pack(self, gradients: Sequence[Gradient]) -> list[Gradient]:
     """Converts gradients of `originals` to those of `variables`; None in a group becomes zeros."""
@@ -154,14 +156,13 @@ class Fusion:
 
     The shape identifies the optimizer's slots of a flat variable.
     """
-    while self._has_twin(group):
+    shapes = [(v.dtype, tuple(v.shape)) for v in self._raw]
+    while len(group) > 1:
+      flat = self._raw[group[0]].dtype, (sum(self._sizes[i] for i in group),)
+      if flat not in (shape for i, shape in enumerate(shapes) if i not in group):
+        break
       group = group[:-1]
     return group
-
-  def _has_twin(self, group: Sequence[int]) -> bool:
-    others = [v for i, v in enumerate(self._raw) if i not in group]
-    shape, dtype = [sum(self._sizes[i] for i in group)], self._raw[group[0]].dtype
-    return len(group) > 1 and any(v.dtype == dtype and v.shape == shape for v in others)
 
   def _concatenated(self, group: Sequence[int], gradients: Sequence[Gradient]) -> tf.Tensor:
     if all(gradients[i] is None for i in group):

@@ -52,9 +52,7 @@ def update_of(optimizer: Any, usual: Update) -> Update | None:
   For Adam and AdamW (without amsgrad) and SGD of both Keras generations, and for what is
   registered, but not for subclasses.
 
-  Args:
-    optimizer: of either Keras.
-    usual: Keras's update, for what the kernel does not support.
+  `usual` is Keras's update, for what the kernel does not support.
   """
   kind = type(optimizer)
   known = kind in tf_keras_classes("optimizers.Adam", "optimizers.AdamW", "optimizers.SGD")
@@ -84,7 +82,6 @@ def masks(
   momentum and weight decay.
 
   Args:
-    optimizer: of either Keras.
     variables: those with which it is built: small ones are fused.
     originals: how many variables of the model these are.
     on_gpus: whether they are on GPUs.
@@ -250,6 +247,8 @@ def _adam(
   """
   dtype = gradient.dtype
   beta_1, beta_2 = tf.cast(optimizer.beta_1, dtype), tf.cast(optimizer.beta_2, dtype)
+  if mask is not None:
+    beta_1, beta_2 = tf.maximum(beta_1, 1 - mask), tf.maximum(beta_2, 1 - mask)
   tf.raw_ops.ResourceApplyAdam(
     var=handle,
     m=models.raw(optimizer._momentums[index]).handle,
@@ -257,15 +256,11 @@ def _adam(
     beta1_power=powers[0],
     beta2_power=powers[1],
     lr=rate,
-    beta1=_decay(beta_1, mask),
-    beta2=_decay(beta_2, mask),
+    beta1=beta_1,
+    beta2=beta_2,
     epsilon=tf.cast(optimizer.epsilon, dtype),
     grad=gradient,
   )
-
-
-def _decay(beta: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-  return beta if mask is None else tf.maximum(beta, 1 - mask)
 
 
 _KERNELS: dict[type, Kernel] = dict.fromkeys(

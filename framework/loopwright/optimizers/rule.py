@@ -186,6 +186,13 @@ def of(optimizer: Any) -> type[Rule] | None:
   return Keras3 if isinstance(optimizer, keras.optimizers.Optimizer) else None
 
 
+def built(optimizer: KerasOptimizer, variables: Sequence[Variable]) -> Rule:
+  """Returns the rule of an optimizer, which it builds; call it in `strategy.scope()`."""
+  kind = of(optimizer)
+  assert kind is not None, optimizer
+  return kind(optimizer, variables)
+
+
 WHOLE = ("apply", "apply_gradients")
 """What updates all variables."""
 
@@ -200,10 +207,6 @@ def overridden(optimizer: KerasOptimizer, *names: str) -> list[str]:
 
 def require_called(name: str, optimizer: KerasOptimizer, kind: type[Rule]) -> None:
   """Checks that whatever an optimizer's class overrides has an effect.
-
-  Args:
-    name: of the optimizer.
-    kind: of its rule.
 
   Raises:
     ConfigError: it overrides a method that the framework does not call.

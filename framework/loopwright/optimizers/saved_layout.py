@@ -29,6 +29,9 @@ class SavedOptimizer(base.Trackable):
 
   An action may change a rate that is a number, so a checkpoint has the rate in force and the one
   that the config gave. On a restore the former counts, unless the config now gives another.
+
+  Attributes:
+    configured: the learning rate of the config, rounded to float32; NaN for a schedule.
   """
 
   def __init__(
@@ -49,9 +52,9 @@ class SavedOptimizer(base.Trackable):
     parts = {name: part for name, part in own.items() if isinstance(part, kinds)}
     parts.pop("_current_learning_rate", None)  # the last value of a schedule of tf_keras
     self._variable = models.raw(parts[_RATE]) if _RATE in parts else None
-    self._rate = math.nan if self._variable is None else float(self._variable.numpy())
+    self.configured = math.nan if self._variable is None else float(self._variable.numpy())
     self._configured = tf.Variable(
-      self._rate, trainable=False, dtype=tf.float32, name=_CONFIGURED,
+      self.configured, trainable=False, dtype=tf.float32, name=_CONFIGURED,
       aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
     )  # fmt: skip
     listed = list(optimizer._variables if variables is None else variables)
@@ -84,16 +87,11 @@ class SavedOptimizer(base.Trackable):
     known, had_rate = _CONFIGURED in self._parts, _RATE in self._parts
     before = float(self._configured.numpy())
     self._parts = self._whole
-    self._configured.assign(self._rate)
+    self._configured.assign(self.configured)
     if self._variable is None:
       return
-    if before != self._rate if known else changed or not had_rate:
-      self._variable.assign(self._rate)
-
-  @property
-  def configured(self) -> float:
-    """The learning rate that the config gives, rounded to float32; NaN for a schedule."""
-    return self._rate
+    if before != self.configured if known else changed or not had_rate:
+      self._variable.assign(self.configured)
 
   def _trackable_children(self, *_: Any, **__: Any) -> dict[str, Any]:
     return dict(self._parts)

@@ -115,7 +115,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
   def from_config(cls, config: Mapping[str, Any]) -> Schedule:
     """Makes a schedule from the result of `get_config`."""
     arguments = {k: cls.from_config(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    return registry.load("part", "schedule_of_name")(**arguments)
+    return registry.load("part", arguments.pop("schedule"))(**arguments)
 
 
 EmaDecay: TypeAlias = Annotated[

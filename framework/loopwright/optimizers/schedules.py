@@ -1,17 +1,14 @@
 """Learning rates as functions of the training step, for optimizers of both Keras generations.
 
-    rate = linear_warmup(warmup_steps=500, after=cosine_decay(initial=0.1, decay_steps=10_000))
-    optimizer = keras.optimizers.SGD(rate)   # tf_keras.optimizers.SGD(rate) works too
-    float(rate.at(250))                      # 0.05
-
-A step is the number of training steps completed before the update, so the first update is at step
-0.
+rate = linear_warmup(warmup_steps=500, after=cosine_decay(initial=0.1, decay_steps=10_000))
+optimizer = keras.optimizers.SGD(rate)   # tf_keras.optimizers.SGD(rate) works too
+float(rate.at(250))                      # 0.05
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -224,22 +221,3 @@ def times_replicas(*, value: float) -> float:
   schedule. Call it in `strategy.scope()`, as everything that an optimizer's factory refers to is.
   """
   return rate_of("times_replicas.value", value) * tf.distribute.get_strategy().num_replicas_in_sync
-
-
-_BY_NAME: dict[str, Callable[..., Schedule]] = {
-  function.__name__: function
-  for function in (
-    constant,
-    linear_warmup,
-    cosine_decay,
-    exponential_decay,
-    piecewise_constant,
-    by_epoch,
-    scaled,
-  )
-}
-
-
-def of_name(*, schedule: str, **arguments: Any) -> Schedule:
-  """Returns the schedule that a function of this module makes of its arguments."""
-  return _BY_NAME[schedule](**arguments)

@@ -331,13 +331,9 @@ def _automatic_op(devices: Sequence[str]) -> tuple[str, str]:
   return "collective", "NCCL between GPUs, TensorFlow's ring between other devices"
 
 
-def _has_nccl() -> bool:
-  return bool(kernels.get_registered_kernels_for_op("NcclAllReduce").kernel)
-
-
 def _require_nccl(devices: Sequence[str]) -> None:
   on_cpu = [device for device in devices if "GPU" not in device]
-  if on_cpu or not _has_nccl():
+  if on_cpu or not kernels.get_registered_kernels_for_op("NcclAllReduce").kernel:
     why = f"{on_cpu[0]} is not a GPU" if on_cpu else "this TensorFlow has no NCCL kernel"
     raise ConfigError(
       f"mirrored.cross_device_ops is 'nccl', but {why}; use 'collective', "

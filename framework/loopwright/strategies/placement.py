@@ -11,35 +11,18 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import cross_device_ops
 
 from loopwright import registry
-from loopwright.aliases import PerReplica, Structure, TensorLike
+from loopwright.aliases import PerReplica, Structure
 from loopwright.errors import ConfigError
 from loopwright.strategies.cluster import Cluster
 
 _KEPT = "_loopwright_placement"
-
-
-class UpdateRule(Protocol):
-  """How an optimizer of Keras updates variables that it must not change in place."""
-
-  def prepare(self, optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
-    """Has the optimizer, not built yet, make slots of its own kind; returns them by variable."""
-
-  def update(
-    self, optimizer: Any, index: int, gradient: Any, variable: Any, rate: TensorLike
-  ) -> None:
-    """Updates one variable and its slots; see `rule.Update`."""
-
-  def joined_variables(
-    self, optimizer: Any, slots: Any, variables: Sequence[Any], *, fused: bool
-  ) -> list[Any]:
-    """Returns the built optimizer's variables as a checkpoint of other runs has them."""
 
 
 class Placement:
@@ -53,8 +36,8 @@ class Placement:
       each batch.
     replays: whether a step can be undone and run again eagerly.
     reads_all_copies: whether this process can read the copies of a variable on all replicas.
-    update_rule: what takes the place of an optimizer's own rule; None if it may change variables
-      in place.
+    make_optimizer: what takes the place of `adapters.made`; None if an optimizer may change
+      variables in place.
   """
 
   trainer: type[Any] | None = None
@@ -63,7 +46,7 @@ class Placement:
   loops_evaluation = False
   replays = True
   reads_all_copies = True
-  update_rule: UpdateRule | None = None
+  make_optimizer: Callable[..., Any] | None = None
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     """Stores the strategy; `of` makes a placement once per strategy."""

@@ -152,12 +152,13 @@ def test_a_checkpoint_moves_between_meshes_and_replicas(library, mirrored, tmp_p
 
 
 def test_a_trial_update_that_goes_wrong_is_refused(monkeypatch):
-  usual = updates._adam
+  usual = updates.update
 
   def stuck(optimizer, index, *args):
-    return usual(optimizer, index, *args)[: 2 if index == 2 else 3]
+    if index != 2:
+      usual(optimizer, index, *args)
 
-  monkeypatch.setattr(updates, "_adam", stuck)
+  monkeypatch.setattr(updates, "update", stuck)
   with pytest.raises(ConfigError, match=r"wrong values of variable 'sequential.*/up/kernel', off"):
     trainer_of(Images(), mesh())
 

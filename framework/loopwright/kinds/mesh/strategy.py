@@ -28,7 +28,7 @@ class Mesh(Placement):
   strategy: variables.ModelParallelStrategy
   trainer = ModelParallelTrainer
   replays = False
-  update_rule = updates
+  make_optimizer = staticmethod(updates.made)
   on_gpus = False  # DTensor places every operation
   makes_variables = True
   refused = {  # noqa: RUF012
@@ -37,6 +37,8 @@ class Mesh(Placement):
     "jit_compile": f"received Trainer.jit_compile{_NOT_ON_A_MESH}",
     "shard_optimizer_state": f"received Trainer.shard_optimizer_state{_NOT_ON_A_MESH}",
     "eager": f"received eager{_NOT_ON_A_MESH}",
+    "Buckets": "the source is a Buckets, but model_parallel takes batches of one shape; give one "
+    "length.",
   }
 
   @property
@@ -104,4 +106,5 @@ def model_parallel(
     )
   else:
     devices = local.replica_devices(devices, None)
-  return variables.ModelParallelStrategy(variables.make_mesh(mesh, devices), layouts)
+  made = dtensor.create_mesh(list(mesh.items()), devices=list(devices))
+  return variables.ModelParallelStrategy(made, layouts)

@@ -12,9 +12,7 @@ from typing import Any, cast
 import tensorflow as tf
 
 from loopwright.aliases import Batch, PerReplica
-from loopwright.errors import ConfigError
 from loopwright.graphs.autograph import compiled
-from loopwright.inputs.scheduled import Scheduled
 from loopwright.kinds.mesh import updates
 from loopwright.trainer import Trainer
 
@@ -34,19 +32,6 @@ class ModelParallelTrainer(Trainer):
     super().__init__(**options)
     for name, optimizer in self.parts.optimizers.items():
       updates.prove(name, optimizer.optimizer, optimizer.variables)
-
-  def make_iterator(self) -> Iterator[PerReplica]:
-    """See `Trainer.make_iterator`.
-
-    Raises:
-      ConfigError: the source has batches of several lengths.
-    """
-    dataset = self.dataset_fn(int(self.position.numpy()))
-    if isinstance(dataset, Scheduled):
-      raise ConfigError(
-        "the source is a Buckets, but model_parallel takes batches of one shape; give one length."
-      )
-    return iter(self.placement.distribute(dataset))
 
   def next_batch(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
     """Returns the batch that the host has read, and how long it took (cross-replica)."""

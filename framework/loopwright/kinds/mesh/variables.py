@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import re
 import threading
 import weakref
@@ -34,7 +33,7 @@ from tensorflow.python.ops import gen_stateless_random_ops_v2 as random_ops
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 
 from loopwright.errors import ConfigError, unknown
-from loopwright.host.replacing import replaced
+from loopwright.host.replacing import replaced, wrap
 
 BATCH = "batch"
 """The mesh dimension over which the rows of a batch are split."""
@@ -281,14 +280,9 @@ def whole(tensor: tf.Tensor) -> np.ndarray:
   return value
 
 
-@contextlib.contextmanager
-def made_like(variable: Any) -> Iterator[None]:
+def made_like(variable: Any) -> contextlib.AbstractContextManager[None]:
   """Gives variables of this one's shape its layout, and others none, inside `with` (host)."""
-  before, _entered.like = _entered.like, (variable.layout, variable.shape)
-  try:
-    yield
-  finally:
-    _entered.like = before
+  return replaced(_entered, like=(variable.layout, variable.shape))
 
 
 @contextlib.contextmanager
@@ -309,14 +303,9 @@ def building() -> Iterator[None]:
     ) from error
 
 
-@contextlib.contextmanager
-def assigning_if(condition: tf.Tensor) -> Iterator[None]:
+def assigning_if(condition: tf.Tensor) -> contextlib.AbstractContextManager[None]:
   """Makes assignments in any case inside `with`: of the old value if a bool scalar is False."""
-  before, _entered.condition = _entered.condition, condition
-  try:
-    yield
-  finally:
-    _entered.condition = before
+  return replaced(_entered, condition=condition)
 
 
 class _Entered(threading.local):
@@ -366,21 +355,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 @functools.cache
 def _name_variables() -> None:
   """Notes the path of each Keras 3 variable that is made: TensorFlow gets only its last part."""
-  usual = keras.Variable._initialize
 
-  @functools.wraps(usual)
-  def named(self: keras.Variable, value: Any) -> None:
-    before, _entered.name = _entered.name, self.path
-    try:
-      usual(self, value)
-    finally:
-      _entered.name = before
+  def named(usual: Callable[..., None], variable: keras.Variable, value: Any) -> None:
+    with replaced(_entered, name=variable.path):
+      usual(variable, value)
 
-  keras.Variable._initialize = named
+  wrap(keras.Variable, "_initialize", named)
 
 
-@contextlib.contextmanager
-def _drawn_unsplit(strategy: ModelParallelStrategy) -> Iterator[None]:
+def _drawn_unsplit(strategy: ModelParallelStrategy) -> contextlib.AbstractContextManager[None]:
   """Draws random numbers as on one device, whatever the layout of what uses them."""
 
   def unsplit(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
@@ -390,11 +373,4 @@ def _drawn_unsplit(strategy: ModelParallelStrategy) -> Iterator[None]:
 
     return drawn
 
-  with replaced(random_ops, **{name: unsplit(getattr(random_ops, name)) for name in _DRAWS}):
-    yield
-
-
-def make_mesh(mesh: Mapping[str, int], devices: Sequence[str]) -> dtensor.Mesh:
-  """Returns a mesh of these devices, in order (host)."""
-  assert len(devices) == math.prod(mesh.values())
-  return dtensor.create_mesh(list(mesh.items()), devices=list(devices))
+  return replaced(random_ops, **{name: unsplit(getattr(random_ops, name)) for name in _DRAWS})

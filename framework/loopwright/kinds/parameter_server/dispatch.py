@@ -13,7 +13,7 @@ from loopwright.errors import ConfigError
 from loopwright.kinds.parameter_server import servers
 from loopwright.metrics import PerExample, Summed
 from loopwright.metrics.checks import checked
-from loopwright.metrics.sums import Layout, MetricSums
+from loopwright.metrics.sums import Layout, MetricSums, Totals
 from loopwright.strategies.cluster import ClusterError
 
 PIECES_PER_WORKER = 4
@@ -86,7 +86,8 @@ class ReturnedSums(MetricSums):
   def result(self) -> dict[str, float]:
     """See `MetricSums.result` (host)."""
     total = np.pad(self._total, [0, max(0, self._layout.size - len(self._total))])
-    self._totals = self._layout.unpacked(total)
+    self._totals = Totals()
+    self._layout.unpack(total, self._totals)
     self.reset()
     return dict(self._totals.means)
 

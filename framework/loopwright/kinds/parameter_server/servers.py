@@ -14,16 +14,15 @@ import signal
 import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 from absl import logging
 
-from loopwright.errors import ConfigError, Preempted, require_integer, require_positive
+from loopwright.errors import ConfigError, Preempted
 from loopwright.host.children import module
-from loopwright.kinds.workers import heartbeat, proxies, rendezvous
+from loopwright.kinds.workers import heartbeat, rendezvous
 from loopwright.kinds.workers.identity import ClusterResolver
 from loopwright.strategies import placement
 from loopwright.strategies.cluster import Cluster, ClusterError, Peer
@@ -44,7 +43,7 @@ class Server(placement.Server):
   def __init__(self, resolver: ClusterResolver, *, start_timeout_s: float) -> None:
     """Starts nothing yet; see `parameter_server` in strategy.py."""
     self._resolver, self._start_timeout_s = resolver, start_timeout_s
-    self.chief = _peers(resolver, "chief")[0]
+    self.chief = peers_of(resolver, "chief")[0]
 
   def serve(self) -> None:
     """Serves until the chief exits (host).
@@ -68,7 +67,7 @@ class Server(placement.Server):
       config=tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads),
     )
     logging.info("%s %d serves %s", resolver.task_type, resolver.task_id, server.target)
-    _require_answers([self.chief], self._start_timeout_s)
+    require_answers([self.chief], self._start_timeout_s)
     failures = 0
     while failures < _GONE_AFTER:
       time.sleep(_POLL_S)
@@ -124,29 +123,17 @@ class Pulse:
 
 
 class Partitioner:
-  """Partitions the variables made inside `with partitioner`, until `end`, over the servers."""
+  """Partitions the variables made while it is `active` over the servers."""
 
   def __init__(self, *, min_shard_bytes: int, max_shards: int) -> None:
     """Starts inactive; see `parameter_server` in strategy.py for the arguments."""
     partitioners = tf.distribute.experimental.partitioners
     self._split = partitioners.MinSizePartitioner(min_shard_bytes, max_shards)
-    self._active = False
+    self.active = False
 
   def __call__(self, shape: tf.TensorShape, dtype: tf.DType, **options: Any) -> Sequence[int]:
     """Returns the number of partitions along each axis; TensorFlow calls it for each variable."""
-    return self._split(shape, dtype, **options) if self._active else [1] * shape.rank
-
-  def __enter__(self) -> None:
-    """Partitions the variables made from now on."""
-    self._active = True
-
-  def __exit__(self, *unused: object) -> None:
-    """Stops partitioning."""
-    self.end()
-
-  def end(self) -> None:
-    """Stops partitioning before the end of the `with`."""
-    self._active = False
+    return self._split(shape, dtype, **options) if self.active else [1] * shape.rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,69 +179,14 @@ class ParameterServers(Cluster):
       if not lost:
         raise
       raise ClusterError(
-        f"lost {_names(lost)} and the variables stored there; start again to continue from the "
-        "newest checkpoint"
+        f"lost {', '.join(map(str, lost))} and the variables stored there; start again to "
+        "continue from the newest checkpoint"
       ) from error
 
 
-_known: weakref.WeakKeyDictionary[tf.distribute.Strategy, ParameterServers] = (
-  weakref.WeakKeyDictionary()
-)
-
-
 def parameter_servers_of(strategy: tf.distribute.Strategy) -> ParameterServers:
-  """Returns the cluster of a strategy made by `join` or directly by the user."""
-  if strategy not in _known:
-    resolver = strategy.cluster_resolver
-    _known[strategy] = ParameterServers(
-      workers=tuple(_peers(resolver, "worker")),
-      servers=tuple(_peers(resolver, "ps")),
-      start_timeout_s=300.0,
-      heartbeat_timeout_s=30.0,
-    )
-  return _known[strategy]
-
-
-def join(
-  resolver: ClusterResolver,
-  *,
-  start_timeout_s: float,
-  heartbeat_timeout_s: float,
-  min_shard_bytes: int | None,
-  max_shards: int | None,
-) -> tf.distribute.Strategy | Server:
-  """Takes this process's place in the cluster; see `parameter_server` in strategy.py."""
-  for which, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
-    require_positive(f"parameter_server.{which}_timeout_s", seconds, unit="seconds")
-  for name, value in (("min_shard_bytes", min_shard_bytes), ("max_shards", max_shards)):
-    if value is not None:
-      require_integer(f"parameter_server.{name}", value, at_least=1)
-  if max_shards is not None and min_shard_bytes is None:
-    raise ConfigError(
-      f"parameter_server.max_shards is {max_shards} without min_shard_bytes, so no variable is "
-      "partitioned; set both, for example min_shard_bytes = 262144."
-    )
-  _check_jobs(resolver)
-  proxies.avoid(peer.address for job in JOBS for peer in _peers(resolver, job))
-  if resolver.task_type != "chief":
-    return Server(resolver, start_timeout_s=start_timeout_s)
-  workers, servers = _peers(resolver, "worker"), _peers(resolver, "ps")
-  _require_answers([*servers, *workers], start_timeout_s)
-  partitioner = None
-  if min_shard_bytes is not None:
-    partitioner = Partitioner(
-      min_shard_bytes=min_shard_bytes, max_shards=max_shards or len(servers)
-    )
-  os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # makes an exited peer an immediate error
-  made = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
-  _known[made] = ParameterServers(
-    workers=tuple(workers),
-    servers=tuple(servers),
-    start_timeout_s=start_timeout_s,
-    heartbeat_timeout_s=heartbeat_timeout_s,
-    partitioner=partitioner,
-  )
-  return made
+  """Returns the cluster of a strategy."""
+  return cast(ParameterServers, placement.of(strategy).cluster)
 
 
 def answers(peer: Peer) -> bool:
@@ -262,24 +194,22 @@ def answers(peer: Peer) -> bool:
   return rendezvous.answers(peer.address)
 
 
-def _require_answers(peers: Sequence[Peer], timeout_s: float) -> None:
+def require_answers(peers: Sequence[Peer], timeout_s: float) -> None:
   """Waits until all peers accept connections; ClusterError if one does not within `timeout_s`."""
   deadline = time.monotonic() + timeout_s
   missing = [peer for peer in peers if not rendezvous.answers(peer.address, deadline=deadline)]
   if missing:
-    raise ClusterError(f"{_names(missing)} did not answer within {timeout_s:g} s")
+    raise ClusterError(f"{', '.join(map(str, missing))} did not answer within {timeout_s:g} s")
 
 
-def _names(peers: Sequence[Peer]) -> str:
-  return ", ".join(map(str, peers))
-
-
-def _peers(resolver: ClusterResolver, job: str) -> list[Peer]:
+def peers_of(resolver: ClusterResolver, job: str) -> list[Peer]:
+  """Returns the tasks of a job."""
   spec = resolver.cluster_spec()
   return [Peer(job, task, spec.task_address(job, task)) for task in spec.task_indices(job)]
 
 
-def _check_jobs(resolver: ClusterResolver) -> None:
+def check_jobs(resolver: ClusterResolver) -> None:
+  """Raises a ConfigError unless a cluster has one chief, workers and servers."""
   spec = resolver.cluster_spec()
   jobs = {job: spec.num_tasks(job) for job in spec.jobs}
   if not all(jobs.get(job) for job in JOBS) or jobs["chief"] != 1 or resolver.task_type not in JOBS:

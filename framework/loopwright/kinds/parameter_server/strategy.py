@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
 from collections.abc import Iterator
 
 import tensorflow as tf
 
 from loopwright.aliases import PerReplica
+from loopwright.errors import ConfigError, require_integer, require_positive
 from loopwright.kinds.parameter_server import servers
 from loopwright.kinds.parameter_server.evaluator import ParameterServerEvaluator
 from loopwright.kinds.parameter_server.trainer import ParameterServerTrainer
-from loopwright.kinds.workers import resolvers
-from loopwright.strategies.placement import Placement, register
+from loopwright.kinds.workers import proxies, resolvers
+from loopwright.kinds.workers.identity import ClusterResolver
+from loopwright.strategies.placement import Placement, of, register
 
 _ASYNCHRONOUS = "needs a synchronous strategy, but parameter_server is asynchronous; use "
 
@@ -57,8 +61,8 @@ class ParameterServer(Placement):
 
   @functools.cached_property
   def cluster(self) -> servers.ParameterServers:
-    """See `Placement`."""
-    return servers.parameter_servers_of(self.strategy)
+    """See `Placement`; this one is of a strategy that the user has made."""
+    return _of(self.strategy.cluster_resolver)
 
 
 def parameter_server(
@@ -90,10 +94,39 @@ def parameter_server(
     ConfigError: no cluster, a cluster without the three jobs, or an option out of range.
     ClusterError: a worker or server does not answer.
   """
-  return servers.join(
-    resolver(),
+  found = resolver()
+  for which, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
+    require_positive(f"parameter_server.{which}_timeout_s", seconds, unit="seconds")
+  for name, value in (("min_shard_bytes", min_shard_bytes), ("max_shards", max_shards)):
+    if value is not None:
+      require_integer(f"parameter_server.{name}", value, at_least=1)
+  if max_shards is not None and min_shard_bytes is None:
+    raise ConfigError(
+      f"parameter_server.max_shards is {max_shards} without min_shard_bytes, so no variable is "
+      "partitioned; set both, for example min_shard_bytes = 262144."
+    )
+  servers.check_jobs(found)
+  proxies.avoid(peer.address for job in servers.JOBS for peer in servers.peers_of(found, job))
+  if found.task_type != "chief":
+    return servers.Server(found, start_timeout_s=start_timeout_s)
+  cluster = _of(found, start_timeout_s, heartbeat_timeout_s)
+  servers.require_answers([*cluster.servers, *cluster.workers], start_timeout_s)
+  if min_shard_bytes is not None:
+    most = max_shards or len(cluster.servers)
+    partitioner = servers.Partitioner(min_shard_bytes=min_shard_bytes, max_shards=most)
+    cluster = dataclasses.replace(cluster, partitioner=partitioner)
+  os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # makes an exited peer an immediate error
+  made = tf.distribute.ParameterServerStrategy(found, variable_partitioner=cluster.partitioner)
+  of(made).cluster = cluster
+  return made
+
+
+def _of(
+  resolver: ClusterResolver, start_timeout_s: float = 300.0, heartbeat_timeout_s: float = 30.0
+) -> servers.ParameterServers:
+  return servers.ParameterServers(
+    workers=tuple(servers.peers_of(resolver, "worker")),
+    servers=tuple(servers.peers_of(resolver, "ps")),
     start_timeout_s=start_timeout_s,
     heartbeat_timeout_s=heartbeat_timeout_s,
-    min_shard_bytes=min_shard_bytes,
-    max_shards=max_shards,
   )

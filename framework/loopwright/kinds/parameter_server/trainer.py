@@ -15,7 +15,6 @@ Two results stay exact when workers run concurrently and fail:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -66,8 +65,9 @@ class ParameterServerTrainer(Trainer):
       )
     self._worker: tf.Tensor | None = None
     partitioner = servers.parameter_servers_of(strategy).partitioner
-    with partitioner or contextlib.nullcontext():
-      super().__init__(fuse_updates=False, **options)
+    if partitioner is not None:
+      partitioner.active = True  # until the model is built
+    super().__init__(fuse_updates=False, **options)
     if isinstance(self.parts.loss_scale, DynamicLossScale):
       raise ConfigError(
         "Trainer.loss_scale is @dynamic, but under parameter_server another worker may change it "
@@ -149,7 +149,7 @@ class ParameterServerTrainer(Trainer):
   def _make_counters(self) -> None:
     _refuse_partitioned(self.task.model)
     if self.cluster.partitioner is not None:
-      self.cluster.partitioner.end()  # optimizer slots follow the parts of the built model
+      self.cluster.partitioner.active = False  # optimizer slots follow the parts of the built model
     super()._make_counters()
     self._claims = tf.Variable(0, dtype=tf.int64, trainable=False, name="claimed_steps")
 

@@ -91,17 +91,18 @@ class WorkerCluster(Cluster):
         raise
       raise ClusterError(f"{self._lost(str(error))}, after step {step()}") from error
 
+  @property
+  def _others(self) -> list[Peer]:
+    return [peer for place, peer in enumerate(self.peers) if place != self.index]
+
   def named(self, message: str) -> list[Peer]:
     """Returns the other workers that an error of TensorFlow names."""
-    others = [peer for place, peer in enumerate(self.peers) if place != self.index]
-    return [peer for peer in others if re.search(rf"{peer.device}\b", message)]
+    return [peer for peer in self._others if re.search(rf"{peer.device}\b", message)]
 
   def _lost(self, message: str) -> str:
-    others = [peer for place, peer in enumerate(self.peers) if place != self.index]
-    named = self.named(message)
     stopped = "unhealthy" in message or "Heartbeat" in message
     how = "stopped answering" if stopped else "exited"
-    return f"lost {' or '.join(map(str, named or others))}, which {how}"
+    return f"lost {' or '.join(map(str, self.named(message) or self._others))}, which {how}"
 
 
 class _Asking:

@@ -181,12 +181,11 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 class _Arrival(NamedTuple):
-  """A worker that connected: its connection, how to answer, and the facts that differ."""
+  """A worker that connected: its connection, how to answer, and the verdict on it alone."""
 
   connection: socket.socket
   seal: wire.Seal
-  differing: Sequence[str] = ()
-  other_secret: str = ""
+  verdict: Mapping[str, str]
 
 
 class _Chief:
@@ -200,7 +199,7 @@ class _Chief:
     self._not_there: dict[int, str] = {}
     self._changed, self._is_over = threading.Condition(), False
 
-  def meet(self, listener: socket.socket) -> dict[str, str]:
+  def meet(self, listener: socket.socket) -> Mapping[str, str]:
     """Returns the verdict, after all workers have connected or time is over."""
     with _accepting(listener, self._serve), self._changed:
       complete = len(self._peers) - 1
@@ -209,7 +208,8 @@ class _Chief:
       verdict, self._is_over = self._verdict(), True
     for arrival in self._arrived.values():
       with contextlib.suppress(OSError), arrival.connection as connection:
-        self._send(connection, arrival.seal, verdict)
+        message = arrival.seal.close(0, bytes(wire.NONCE_BYTES), verdict)
+        wire.send(connection, message, deadline=time.monotonic() + _ANSWER_S)
     return verdict
 
   def _serve(self, connection: socket.socket) -> None:
@@ -242,10 +242,10 @@ class _Chief:
       if fits:
         self._not_there[claim.worker] = "connected, but does not answer at that address"
       return 0, None
-    if not fits:
-      who = (self._peers[claim.worker], claim.keyed), (self._peers[0], keyed)
-      return claim.worker, _Arrival(connection, back, other_secret=_other_secret(*who))
-    return claim.worker, _Arrival(connection, back, self._differing(seal, claim))
+    if fits:
+      return claim.worker, _Arrival(connection, back, self._compared(seal, claim))
+    who = (self._peers[claim.worker], claim.keyed), (self._peers[0], keyed)
+    return claim.worker, _Arrival(connection, back, {"secret": _other_secret(*who)})
 
   def _is_at_its_address(self, claim: wire.Message, deadline: float) -> bool:
     address = self._peers[claim.worker].address
@@ -257,37 +257,30 @@ class _Chief:
       return False
     return hmac.compare_digest(answer, _proof(claim.nonce))
 
-  def _differing(self, seal: wire.Seal, claim: wire.Message) -> list[str]:
+  def _compared(self, seal: wire.Seal, claim: wire.Message) -> dict[str, str]:
     here, there = _digests(self._facts, seal), seal.open(claim)["facts"]
     if not all(isinstance(text, str) for text in there.values()):
       raise ValueError("not facts")
-    return [name for name in sorted({**here, **there}) if here.get(name) != there.get(name)]
+    differing = [name for name in sorted({**here, **there}) if here.get(name) != there.get(name)]
+    if not differing:
+      return {}
+    fact, more = differing[0], len(differing) - 1
+    return {
+      "fact": fact,
+      "line": f"{self._peers[claim.worker]} differs from {self._peers[0]} in its {fact}",
+      "more": f" (and {more} more)" if more else "",
+    }
 
-  def _verdict(self) -> dict[str, str]:
-    for _, arrival in sorted(self._arrived.items(), key=lambda item: item[0]):
-      if arrival.other_secret:
-        return {"secret": arrival.other_secret}
+  def _verdict(self) -> Mapping[str, str]:
+    own = [self._arrived[index].verdict for index in sorted(self._arrived)]
     missing = [
       f"{peer} {self._not_there.get(index, 'did not connect')}"
       for index, peer in enumerate(self._peers)
       if index and index not in self._arrived
     ]
-    if missing:
-      return {"missing": ", ".join(missing)}
-    for index, (_, _, differing, _) in sorted(self._arrived.items(), key=lambda item: item[0]):
-      if differing:
-        fact, more = differing[0], len(differing) - 1
-        return {
-          "fact": fact,
-          "line": f"{self._peers[index]} differs from {self._peers[0]} in its {fact}",
-          "more": f" (and {more} more)" if more else "",
-        }
-    return {}
-
-  def _send(self, connection: socket.socket, seal: wire.Seal, verdict: Facts) -> None:
-    mac, body = seal.close(verdict)
-    message = wire.Message(self._secret is not None, 0, bytes(wire.NONCE_BYTES), mac, body)
-    wire.send(connection, message, deadline=time.monotonic() + _ANSWER_S)
+    secrets = [verdict for verdict in own if "secret" in verdict]
+    all_here = {"missing": ", ".join(missing)} if missing else {}
+    return next(filter(None, [*secrets, all_here, *own]), {})
 
 
 # ---- The other workers ----
@@ -332,9 +325,7 @@ class _Worker:
     self._reason = "did not answer as a worker"
     chief = wire.receive(connection, deadline=soon)
     seal = wire.Seal(self._secret, _TO_CHIEF, _context(chief.nonce, self._nonce, self._index))
-    mac, body = seal.close({"facts": _digests(self._facts, seal)})
-    keyed = self._secret is not None
-    claim = wire.Message(keyed, self._index, self._nonce, mac, body)
+    claim = seal.close(self._index, self._nonce, {"facts": _digests(self._facts, seal)})
     wire.send(connection, claim, deadline=soon)
     own = self._peers[self._index].address
     self._reason = f"did not accept this worker, or cannot connect to {own}"
@@ -345,7 +336,7 @@ class _Worker:
       if not all(isinstance(text, str) for text in verdict.values()):
         raise ValueError("not a verdict")
       return verdict
-    who = (self._peers[self._index], keyed), (self._peers[0], answer.keyed)
+    who = (self._peers[self._index], claim.keyed), (self._peers[0], answer.keyed)
     return {"secret": _other_secret(*who)}
 
 

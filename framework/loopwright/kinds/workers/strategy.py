@@ -81,22 +81,6 @@ def multi_worker_mirrored(
     require_positive(f"multi_worker_mirrored.{name}_timeout_s", seconds, unit="seconds")
   found = resolver()
   rendezvous.preflight(found, timeout_s=start_timeout_s)
-  # Threads that TensorFlow starts in it leave SIGTERM to this one.
-  with signals.kept():
-    return _connected(
-      found, communication, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
-    )
-
-
-def _connected(
-  found: tf.distribute.cluster_resolver.ClusterResolver,
-  communication: Communication,
-  *,
-  start_timeout_s: float,
-  heartbeat_timeout_s: float,
-) -> tf.distribute.Strategy:
-  """Returns the strategy once TensorFlow has connected the workers."""
-  kinds = tf.distribute.experimental.CommunicationImplementation
   rendezvous.configure_runtime(
     found, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
   )
@@ -105,12 +89,14 @@ def _connected(
     logging.info("communication of workers auto: %s, %s", communication, reason)
   peers, index = workers(found)
   cluster = WorkerCluster(strategy=tf.distribute.get_strategy(), index=index, peers=tuple(peers))
+  kinds = tf.distribute.experimental.CommunicationImplementation
   options = tf.distribute.experimental.CommunicationOptions(
     implementation=kinds[communication.upper()]
   )
   # TensorFlow's own limit is start_timeout_s, and its error names the worker.
   ends = rendezvous.ending_after(start_timeout_s + _GRACE_S)
-  with cluster.blaming(lambda: 0), ends:
+  # Threads that TensorFlow starts here leave SIGTERM to this one.
+  with signals.kept(), cluster.blaming(lambda: 0), ends:
     try:
       return tf.distribute.MultiWorkerMirroredStrategy(found, options)
     except tf.errors.DeadlineExceededError as error:

@@ -116,8 +116,8 @@ class Seal(NamedTuple):
   direction: bytes
   nonces: bytes
 
-  def close(self, content: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """Returns (mac, body).
+  def close(self, worker: int, nonce: bytes, content: Mapping[str, Any]) -> Message:
+    """Returns the sealed message of a worker.
 
     Raises:
       ConfigError: the body would exceed `LARGEST_BODY`.
@@ -128,7 +128,7 @@ class Seal(NamedTuple):
         f"the config and the code have {len(text)} bytes of facts to compare between workers; the "
         f"limit is {LARGEST_BODY}: bind fewer options, or import fewer modules."
       )
-    return self.mac(text), text
+    return Message(self.secret is not None, worker, nonce, self.mac(text), text)
 
   def fits(self, message: Message) -> bool:
     """Whether the message was closed by a process with this secret, for this direction."""
