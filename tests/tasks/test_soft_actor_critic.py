@@ -16,7 +16,7 @@ from loopwright.graphs import randomness
 from loopwright.inputs import datasets
 from loopwright.inputs.replay import Draws
 from loopwright.models import models
-from loopwright.run_folder.checkpoints import START
+from loopwright.run_folder.fitting import START
 from loopwright.tasks.soft_actor_critic import Collect, SoftActorCritic
 
 pytest.importorskip("gymnasium")
