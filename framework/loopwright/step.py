@@ -47,6 +47,7 @@ class Step(EvalStep):
   Attributes:
     parts: what the verbs work with.
     draws: its random numbers.
+    scaling: its loss scale.
   """
 
   def __init__(self, parts: StepParts) -> None:
@@ -55,7 +56,7 @@ class Step(EvalStep):
     self.parts = parts
     self._traced = Trace()
     self.draws = Draws(parts.key)
-    self._scaling = Scaling(parts.loss_scale, parts.global_batch_size)
+    self.scaling = Scaling(parts.loss_scale, parts.global_batch_size)
     self._observers = [observer.of_replica() for observer in parts.observers]
     self.record.closing = [observer.metrics for observer in self._observers]
 
@@ -322,10 +323,10 @@ class Step(EvalStep):
       ConfigError: with a loss scale, gradients that neither `gradients` nor `gradients_of` made.
     """
     packed = Gradients.as_given(gradients)
-    self._scaling.require(packed.tensors)
+    self.scaling.require(packed.tensors)
 
     def unscaled() -> list[tf.Tensor]:
-      factor = self._scaling.cast(loss.weight.dtype)
+      factor = self.scaling.cast(loss.weight.dtype)
       divisor = loss.weight if factor is None else loss.weight * factor
       factor = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
       return [g * tf.cast(factor, g.dtype) for g in packed.tensors]
@@ -473,7 +474,7 @@ class Step(EvalStep):
   def _differentiated(
     self, tape: tf.GradientTape, total: tf.Tensor, fusion: Fusion
   ) -> list[Gradient]:
-    return fusion.differentiated(tape, total, self._scaling.cast(total.dtype))
+    return fusion.differentiated(tape, total, self.scaling.cast(total.dtype))
 
   def _require_one_pass(self, verb: str) -> None:
     """Raises ConfigError where the trainer would divide or compile the forward pass."""

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from loopwright import configurables
+from loopwright.errors import ConfigError
 from loopwright.graphs import operations as graphs
 from loopwright.tools.verify.bench import bench, shared_noise, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
@@ -45,6 +46,10 @@ def check(subject: Subject, group: Group) -> Result:
   try:
     with shared_noise.same_draws():
       seen = _update(compiled, start, batch)
+  except ConfigError as error:
+    if asked:
+      raise
+    return group.skipped(NAME, f"Trainer.jit_compile is not set; it would be refused: {error}")
   except (tf.errors.OpError, ValueError, TypeError) as error:
     found = _offending(compiled, batch, str(error))
     told = ", ".join(f"{kind} ({place})" if place else kind for kind, place in found)

@@ -185,8 +185,7 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
           seen.norms.setdefault(models.name(variable), -1.0)
         zeros = [tf.zeros_like(models.raw(variable)) for variable in variables]
         return zeros, Loss(tf.constant(0.0), tf.constant(0.0))
-      scaled = self.parts.loss_scale.scaled
-      factor = float(scaled(tf.constant(1.0), self.parts.global_batch_size))
+      factor = 1.0 if self.scaling.factor is None else float(self.scaling.factor)
       wanted = {id(models.raw(v)) for v in variables}
       owner = next(
         (name for name, one in self.parts.optimizers.items()
@@ -210,6 +209,11 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
       seen.calls.setdefault(owner, graph.calls(task.model))
       return gradients, loss
+
+    def gradients_of(self, tape: tf.GradientTape, loss: Loss, variables: Sequence[Variable]) -> Any:
+      gradients = super().gradients_of(tape, loss, variables)
+      _note(seen, list(gradients), variables)
+      return gradients
 
   return Looking
 
