@@ -58,7 +58,9 @@ nb_execution_mode = "off"
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
 autoclass_content = "both"
 autodoc_preserve_defaults = True
-autodoc_type_aliases = {name: f"loopwright.aliases.{name}" for name in aliases.__all__}
+autodoc_type_aliases = {
+  name: f"loopwright.aliases.{name}" for name in (*aliases.__annotations__, "Tensor")
+}
 """Signatures show these names, not what stands behind them, which is mostly `Any`."""
 napoleon_custom_sections = [("Attributes", "params_style")]
 

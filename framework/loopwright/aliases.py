@@ -28,22 +28,6 @@ else:
   Tensor = Any
   """A `tf.Tensor`."""
 
-__all__ = [
-  "AnySource",
-  "Batch",
-  "DatasetFn",
-  "Gradient",
-  "HostValue",
-  "Layer",
-  "Model",
-  "PerReplica",
-  "Scalar",
-  "Structure",
-  "Tensor",
-  "TensorLike",
-  "Variable",
-]
-
 
 class Array(Protocol):
   """A tensor, a variable or a NumPy array: not a text, not None."""

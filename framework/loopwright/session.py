@@ -147,7 +147,8 @@ class Session:
     self._flight.note("setup")
     if checkpoint is None:
       newest = max(layout.checkpoint_steps(self._place.folder), default=0)
-      if self._snapshots is None or not self._snapshots.restored(after_step=newest):
+      copies = self._snapshots.manager if self._snapshots else None
+      if copies is None or copies.restore_newest(after_step=newest) is None:
         self._manager.restore_or_initialize()
     else:
       self._manager.restore_from(checkpoint)

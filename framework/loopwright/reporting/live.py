@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from loopwright.reporting.curves import Curves
-from loopwright.reporting.line import Line
+from loopwright.reporting.progress import Line
 
 _BAR_COLUMNS = 10
 _COLUMNS_IF_UNKNOWN = 100

@@ -6,14 +6,14 @@ import datetime
 import fnmatch
 import io
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from loopwright import errors, registry
 from loopwright.errors import ConfigError, suggest
-from loopwright.reporting.line import Line, is_notebook, is_terminal
 from loopwright.run_folder.metrics_log import Clock, Number
 
 if TYPE_CHECKING:
@@ -21,6 +21,30 @@ if TYPE_CHECKING:
 
 _REDRAW_SECS = 0.1
 _REDRAW_EVALUATION_SECS = 0.5
+
+
+class Line(NamedTuple):
+  """One live line.
+
+  Attributes:
+    part: how much is done, from 0 to 1; None if that is not known.
+    text: what stands behind the bar.
+  """
+
+  part: float | None
+  text: str
+
+
+def is_terminal(stream: TextIO) -> bool:
+  """Whether lines can be drawn again there; False for TERM=dumb, as in an editor."""
+  return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def is_notebook() -> bool:
+  """Whether this process is the kernel of a notebook."""
+  module = sys.modules.get("IPython")
+  shell = module.get_ipython() if module is not None else None
+  return getattr(shell, "kernel", None) is not None
 
 
 class Silent(io.StringIO):

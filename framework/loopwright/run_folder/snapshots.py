@@ -22,7 +22,7 @@ _EVERY_S = 1.0
 
 
 class Snapshots:
-  """Takes a copy after a loop, about once a second, and restores the newest."""
+  """Takes a copy after a loop, about once a second; `manager` restores the newest."""
 
   kept = 2
 
@@ -33,7 +33,7 @@ class Snapshots:
       manager: of the folder for them, keeping `kept`.
       start: the id of this process in history.jsonl, by which the copies are known as the run's.
     """
-    self._manager, self._cluster, self._start = manager, cluster, start
+    self.manager, self._cluster, self._start = manager, cluster, start
     self._next_s, self._failed = 0.0, False
 
   def take(self) -> None:
@@ -42,14 +42,10 @@ class Snapshots:
       return
     try:
       self._tell_start()
-      self._manager.save()
+      self.manager.save()
     except (OSError, tf.errors.OpError) as error:  # of the one before
       self._failed = True
       logging.warning("no more copies in memory, only checkpoints: %s", first_line(error)[:300])
-
-  def restored(self, *, after_step: int) -> bool:
-    """Restores the newest whole one after a step, if there is one; returns whether (host)."""
-    return self._manager.restore_newest(after_step=after_step) is not None
 
   def _tell_start(self) -> None:
     if self._start and self._cluster.is_chief:
