@@ -264,7 +264,7 @@ class Session:
         )
       self._prepare()
       try:
-        with self._stopping.noticed(), self._until_stopped():
+        with self._stopping.signals.noticed(self._say), self._until_stopped():
           self._hooks.begins(self.step)
           if evaluating and self._is_unevaluated():
             self._loop.evaluate()  # the process may have died between a checkpoint and this

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
 from loopwright.errors import Preempted
 from loopwright.evaluator import Evaluator
@@ -34,10 +33,6 @@ class Stopping(Hook):
   goes_on: Callable[[], None]
   saving: Saving
   signals: StopSignals = dataclasses.field(default_factory=StopSignals)
-
-  def noticed(self) -> AbstractContextManager[None]:
-    """Notices signals in the `with`, if this is the main thread (host)."""
-    return self.signals.noticed(self.progress.message)
 
   def pauses(self, step: int) -> None:
     """Ends the run, with its state saved, if any worker was asked to; a collective.

@@ -15,12 +15,8 @@ from loopwright.errors import UsageError
 
 
 def run(parsed: Parsed) -> int:
-  """Runs the command and returns the exit status (host)."""
-  return launch(parsed.values)
-
-
-def launch(values: argparse.Namespace) -> int:
-  """Checks the config before using any device, then calls `run`; returns the exit status."""
+  """Checks the config before using any device, then does what --mode says (host)."""
+  values = parsed.values
   if values.mode == "check_config":
     return check_config(values.gin_file, values.gin_param)
   default = os.path.join("runs", Path(values.gin_file[0]).stem)
@@ -42,10 +38,10 @@ def launch(values: argparse.Namespace) -> int:
   configurables.parse(values.gin_file, values.gin_param)
   if values.mode == "verify":
     return verify(values.json)
-  from loopwright.running import run
+  from loopwright import running
 
   try:
-    configurables.configured(run)(
+    configurables.configured(running.run)(
       mode=values.mode, model_dir=model_dir, accept_changes=values.accept_changes
     )
   except Preempted as stop:

@@ -27,7 +27,7 @@ from typing import Any
 import gin
 
 from loopwright.configurables import table
-from loopwright.configurables.checks import check_all, examine, in_force, resolved
+from loopwright.configurables.checks import examine, in_force, resolved
 from loopwright.configurables.graph import Graph
 from loopwright.configurables.imports import REPOSITORY, SHIPPED
 from loopwright.configurables.reading import MACRO, Binding, Config, Reference, is_writable
@@ -40,7 +40,6 @@ __all__ = [
   "SHIPPED",
   "bindings",
   "bound",
-  "check",
   "configured",
   "examine",
   "operative_config",
@@ -72,15 +71,6 @@ def parse(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> None:
     raise mistake.error
   history, graph = examination.history, examination.graph
   _put_in_force(examination.config, [*in_force(history), *_defaults_in_use(graph)])
-
-
-def check() -> None:
-  """Checks the config in force, for bindings made through gin itself.
-
-  Raises:
-    ConfigError: as in `parse`.
-  """
-  check_all(_from_gin().bindings)
 
 
 def operative_config() -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -127,18 +126,6 @@ def resolved(binding: Binding) -> Binding:
 def in_force(history: Iterable[Binding]) -> list[Binding]:
   """Returns the last binding of each parameter."""
   return list({binding.key: binding for binding in history}.values())
-
-
-def check_all(history: Sequence[Binding]) -> Graph:
-  """Checks resolved bindings, given in the order they were read; returns what they reach.
-
-  Raises:
-    ConfigError: the first mistake.
-  """
-  graph = Graph(in_force(history))
-  for mistake in itertools.chain(mistakes(history, graph), mistakes_in_use(history, graph)):
-    raise mistake.error
-  return graph
 
 
 def mistakes(history: Sequence[Binding], graph: Graph) -> Iterator[Mistake]:

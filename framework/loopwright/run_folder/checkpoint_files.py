@@ -86,9 +86,3 @@ def write_with_the_chief(
     checkpoint.write(f"{files.IN_MEMORY}/{PREFIX}", options)
   finally:
     files.remove(files.IN_MEMORY)
-
-
-def parents(folder: str) -> list[str]:
-  """Returns the folders that hold the name of a folder that may be new."""
-  model_dir = os.path.dirname(os.path.abspath(folder))
-  return [model_dir, os.path.dirname(model_dir)]

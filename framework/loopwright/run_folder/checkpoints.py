@@ -27,7 +27,6 @@ from loopwright.run_folder.checkpoint_files import (
   files_in,
   find,
   list_checkpoints,
-  parents,
   step_of,
   write_state,
   write_with_the_chief,
@@ -158,7 +157,8 @@ class CheckpointManager(tf.train.CheckpointManager):
         self._before_first()
         self._before_first = None
         files.make_folder(self._directory)
-        files.sync(*parents(self._directory))
+        model_dir = os.path.dirname(os.path.abspath(self._directory))
+        files.sync(model_dir, os.path.dirname(model_dir))  # which hold the names of new folders
       self._start(step, options)
     else:
       write_with_the_chief(self._checkpoint, options)

@@ -25,7 +25,7 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -254,16 +254,10 @@ def vanished(model_dir: str) -> ConfigError:
   )
 
 
-class Guest:
-  """A process that uses a run folder and does not own it: it evaluates, or is a further worker."""
-
-  def __init__(self, model_dir: str) -> None:
-    self._model_dir = model_dir
-
-  def require(self) -> None:
-    """Raises a ConfigError if the folder is no longer there (host, any thread)."""
-    if not os.path.isdir(self._model_dir):
-      raise vanished(self._model_dir)
+def require_there(model_dir: str) -> None:
+  """Raises a ConfigError if a folder that this process only reads has gone (host, any thread)."""
+  if not os.path.isdir(model_dir):
+    raise vanished(model_dir)
 
 
 @contextlib.contextmanager
@@ -277,19 +271,19 @@ def owned(model_dir: str) -> Iterator[Owner]:
   owner = Owner(model_dir)
   owner.claim()
   try:
-    with explained(owner):
+    with explained(owner.require):
       yield owner
   finally:
     owner.release()
 
 
 @contextlib.contextmanager
-def explained(holder: Owner | Guest) -> Iterator[None]:
+def explained(require: Callable[[], None]) -> Iterator[None]:
   """Replaces an error of files by the line about the run folder, if that is no longer the run's."""
   try:
     yield
   except (OSError, tf.errors.OpError):
-    holder.require()
+    require()
     raise
 
 

@@ -7,6 +7,7 @@ with place("runs/digits").opened(training=True, export=False) as at:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -63,9 +64,9 @@ class Place:
       with ownership.owned(self.folder) as owner:
         yield Opened(self.folder, self.folder, owner.require)
       return
-    guest = ownership.Guest(self.folder)
-    with ownership.explained(guest):
-      yield Opened(self.folder, self.folder, guest.require)
+    require = functools.partial(ownership.require_there, self.folder)
+    with ownership.explained(require):
+      yield Opened(self.folder, self.folder, require)
 
 
 def place(model_dir: str) -> Place:

@@ -87,13 +87,13 @@ class Remote(Place):
     """
     if not training:
       with self._borrowed(export=export) as folder:
-        yield Opened(folder, self.url, ownership.Guest(folder).require)
+        yield Opened(folder, self.url, functools.partial(ownership.require_there, folder))
       return
     with self._owned() as (owner, record):
       mirror = Mirror(self.store, record, require=owner.ask)
       mirror.start()
       try:
-        with ownership.explained(owner):
+        with ownership.explained(owner.require):
           yield Opened(self.folder, self.url, owner.require, mirror.changed)
       except BaseException:
         failed = mirror.finish()

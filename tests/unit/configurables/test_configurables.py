@@ -1108,14 +1108,6 @@ def test_a_second_config_leaves_nothing_of_the_first():
   assert "mirrored" not in text
 
 
-def test_check_is_for_bindings_made_through_gin():
-  parse(GOOD)
-  configurables.check()
-  gin.bind_parameter("run.seed", "x")
-  with pytest.raises(ConfigError, match=r"run\.seed is 'x'; it must be int\.$"):
-    configurables.check()
-
-
 # The operative config.
 
 RICH = """
