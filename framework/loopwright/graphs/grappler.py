@@ -21,7 +21,6 @@ class Compiled:
   """A `tf.function` of `function`, whose calls leave out the rewriting described above."""
 
   def __init__(self, function: Callable[..., Any]) -> None:
-    """Traces nothing yet (host)."""
     self.function = autograph.compiled(function)
 
   def __call__(self, *args: Any) -> Any:

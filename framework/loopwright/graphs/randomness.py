@@ -205,12 +205,10 @@ class RandomStream:
     self._streams_of_functions: dict[tf.Graph, RandomStream] = {}
 
   def __enter__(self) -> "RandomStream":
-    """Makes this thread's random layers draw from this stream."""
     _entered.streams.append(self)
     return self
 
   def __exit__(self, *unused: object) -> None:
-    """Returns the random layers to the enclosing stream, or to Keras."""
     _entered.streams.pop()
 
   @tf.autograph.experimental.do_not_convert

@@ -328,7 +328,6 @@ class Scheduled:
     return self
 
   def __next__(self) -> Batch:
-    """Returns the next batch, eagerly."""
     [(iterator, _)] = runs(self, tf.constant(1))
     return next(iterator)
 

@@ -34,7 +34,6 @@ class Layout:
   """The order of metrics in a packed float64 vector."""
 
   def __init__(self, metrics: Mapping[str, Summed] = types.MappingProxyType({})) -> None:
-    """Gives each metric a place."""
     self.places: dict[str, Place] = {}
     self.size = 0
     self.extend(metrics)

@@ -135,7 +135,6 @@ class Variable(dtensor.DVariable):
   """A variable on a mesh that the host reads, assigns and saves as if it were whole."""
 
   def __init__(self, *args: Any, **kwargs: Any) -> None:
-    """See `dtensor.DVariable`."""
     self._assigned: weakref.WeakKeyDictionary[Any, tf.Tensor] = weakref.WeakKeyDictionary()
     super().__init__(*args, **kwargs)
 

@@ -30,7 +30,6 @@ class ReturnedSums(MetricSums):
   """
 
   def __init__(self) -> None:
-    """Starts from zero; makes no variable."""
     super().__init__()
     self._layout = Layout()
     self._added: list[tf.Tensor] = []

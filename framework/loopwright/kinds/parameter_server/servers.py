@@ -41,7 +41,6 @@ class Server(placement.Server):
   """A worker or parameter server: it serves the chief until the chief exits."""
 
   def __init__(self, resolver: ClusterResolver, *, start_timeout_s: float) -> None:
-    """Starts nothing yet; see `parameter_server` in strategy.py."""
     self._resolver, self._start_timeout_s = resolver, start_timeout_s
     self.chief = peers_of(resolver, "chief")[0]
 

@@ -28,7 +28,6 @@ class Stragglers:
   def __init__(
     self, model_dir: str, workers: int, *, clock: Callable[[], float] = time.monotonic
   ) -> None:
-    """Compares nothing yet (host)."""
     self._model_dir, self._workers, self._clock = model_dir, workers, clock
     self._beats = 0
     self._slow: int | None = None
