@@ -1,7 +1,7 @@
 """How other Python processes start, so that no file of the user's replaces a module of Python's.
 
-Python searches the working directory first, or the folder of a script. A child does neither: a
-user's `signal.py` is no concern of ours, and neither is a module of ours a concern of Python's.
+Python searches the working directory first, or the folder of a script. A child does neither. So a
+user's `signal.py` does not replace Python's module, and neither does a module of ours.
 """
 
 import sys

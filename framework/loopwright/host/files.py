@@ -43,7 +43,7 @@ def read(path: str) -> bytes:
 
 
 def sync(*paths: str) -> None:
-  """Returns when the content of these local files, and the names in these folders, are on disk.
+  """Waits until the content of these local files, and the names in these folders, are on disk.
 
   Does nothing for a path that does not exist, as one in TensorFlow's memory.
 
@@ -175,27 +175,27 @@ def storage_errors(folder: str, what_is_saved: Callable[[], str]) -> Iterator[No
 
 
 class Background:
-  """Runs one job at a time beside the training, which a slow disk then does not stop."""
+  """Runs one job at a time in a thread, so that a slow disk does not stop training."""
 
   def __init__(self) -> None:
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
 
   def start(self, job: Callable[[], None]) -> None:
-    """Waits for the job before, then starts this one; raises what the job before raised."""
+    """Waits for the previous job, then starts this one; raises an error of the previous job."""
     self.wait()
     self._thread = threading.Thread(target=self._run, args=(job,), name="loopwright-files")
     self._thread.start()
 
   def wait(self) -> None:
-    """Returns when nothing runs; raises what the last job raised, once."""
+    """Waits until nothing runs; raises an error of the last job, once."""
     if self._thread is not None:
       self._thread.join()
     self._thread = None
     self.check()
 
   def check(self) -> None:
-    """Raises what the last job has raised, once, without waiting for it."""
+    """Raises an error of the last job, once, without waiting for it."""
     error, self._error = self._error, None
     if error is not None:
       raise error

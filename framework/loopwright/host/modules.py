@@ -1,6 +1,6 @@
-"""Names of modules: the shipped tasks', now and before; and a name that two modules have.
+"""Names of modules: those of the shipped tasks, now and before; names that two modules have.
 
-Each shipped task is a module of `loopwright.tasks`. Run folders of before name it `tasks.gan` or
+Each shipped task is a module of `loopwright.tasks`. Older run folders name it `tasks.gan` or
 `framework.tasks.gan`, as the package was called `framework`.
 """
 
@@ -84,7 +84,7 @@ def namesake_in(error: BaseException) -> str | None:
 
 
 def mistaken(name: str, loaded: Iterable[str]) -> str | None:
-  """Returns the line about a module of the user's that was wanted, and another was given instead.
+  """Returns the line about a user's module in whose place another one was imported.
 
   Args:
     name: of a module that a config imports.

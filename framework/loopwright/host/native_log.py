@@ -1,6 +1,6 @@
 """What TensorFlow's and XLA's C++ code writes to stderr, kept out of a report.
 
-They write past Python, to descriptor 2, wherever they are in the middle of a table.
+They write to descriptor 2 without Python, also in the middle of a table.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def installed() -> list[str]:
-  """Returns what says that the machine has GPUs: their device files, else the driver's folders.
+  """Returns the signs of GPUs in the machine: their device files, else the driver's folders.
 
   A container without GPUs has the latter, on a machine with GPUs.
   """
@@ -38,7 +38,7 @@ def visible(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def divided(gpus: Sequence[str], count: int) -> list[Sequence[str]]:
-  """Returns `count` disjoint parts of one size, in order; those left over are in none."""
+  """Returns `count` disjoint parts of equal size, in order; remaining GPUs are in none."""
   size = len(gpus) // count
   return [gpus[size * index : size * (index + 1)] for index in range(count)]
 

@@ -1,4 +1,4 @@
-"""Output that a reader, closed, gone or stalled, does not hold up."""
+"""Output that never waits for its reader, which may be closed, gone or stalled."""
 
 from __future__ import annotations
 

@@ -78,12 +78,12 @@ def shown(name: str, value: Any) -> Any:
 
 
 def digest(text: str) -> str:
-  """Returns what stands for a secret."""
+  """Returns the digest that replaces a secret."""
   return f"sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:12]}"
 
 
 def is_digest(value: object) -> bool:
-  """Whether a value stands for a secret, and is none."""
+  """Whether a value is a digest in place of a secret."""
   return isinstance(value, str) and bool(_DIGEST.fullmatch(value))
 
 

@@ -1,4 +1,4 @@
-"""Writes the stacks of this process's threads, when it hangs; threads.py tells what they do."""
+"""Writes the stacks of this process's threads when it hangs; threads.py finds what they do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Signalled:
       faulthandler.register(SIGNAL, file=self._file, all_threads=True)
 
   def wind(self) -> None:
-    """Tells that Python runs; called again and again."""
+    """Records that Python runs; call it again and again."""
     faulthandler.dump_traceback_later(self._after_s, file=self._file, exit=self._ends)
 
   def close(self) -> None:

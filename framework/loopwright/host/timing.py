@@ -57,7 +57,7 @@ class Stopwatch:
     _running.set(tuple(watch for watch in _running.get() if watch is not self))
 
   def goes_on(self, part: str | None = None) -> None:
-    """Counts the time so far, and what is in no other part for `part` from now on."""
+    """Counts the time so far; from now on, time outside of other parts counts for `part`."""
     self._turn()
     self._parts[0] = part or self._parts[0]
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved and when, and how a run finds the newest complete one."""
+"""Checkpoints: written, kept, found and restored; the newest complete one counts."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class CheckpointManager(tf.train.CheckpointManager):
       self._sweep(self._saved_step)
 
   def wait(self) -> None:
-    """Returns when what was saved is complete and on disk (host).
+    """Waits until the last save is complete and on disk (host).
 
     Raises:
       OSError, tf.errors.OpError: the disk has failed or is full.
@@ -181,7 +181,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     self._background.wait()
 
   def check(self) -> None:
-    """Raises what the last save has raised so far, as `wait` does, but does not wait (host)."""
+    """Raises an error of the last save, as `wait` does, but does not wait (host)."""
     self._background.check()
 
   def restore_or_initialize(self) -> str | None:

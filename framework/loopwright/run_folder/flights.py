@@ -1,7 +1,7 @@
 """Reads flight records, see legs.py: the legs of each worker of a run, and how fast it is alone.
 
-In synchronous training all workers take the same time for a loop; who is slow is seen from the
-phases: it computes, or waits for its input, while the others wait for it in the collective. Imports
+In synchronous training all workers take the same time for a loop. The phases show which one is
+slow: it computes, or waits for its input, while the others wait for it in the collective. Imports
 no TensorFlow.
 """
 
@@ -54,7 +54,7 @@ def read(model_dir: str, *, last_bytes: int | None = None) -> dict[int, list[Leg
 
 
 def of_lines(lines: Iterable[str]) -> list[Leg]:
-  """Returns the legs that lines tell; leaves out those that are none."""
+  """Returns the legs in some lines; leaves out lines that are not legs."""
   return [leg for line in lines if (leg := _leg(json_lines.parsed(line))) is not None]
 
 
@@ -107,7 +107,7 @@ def _counts(record: Mapping[str, object]) -> dict[str, int]:
 
 
 class Times(NamedTuple):
-  """Seconds of a step in one phase: of half of the steps, of 99 %, of all at most; to 2.5 %."""
+  """Seconds of a step in one phase: median, 99th percentile and maximum, accurate to 2.5 %."""
 
   p50: float
   p99: float
@@ -172,7 +172,7 @@ class Slow(NamedTuple):
 
   @property
   def better_s(self) -> float:
-    """The seconds of a step if this worker were as the others, as docs/scaling.md has it."""
+    """The seconds of a step if this worker were as fast as the others; see docs/scaling.md."""
     return self.step_s - (self.own_s - self.usual_s)
 
 

@@ -1,4 +1,4 @@
-"""Reads run folders as data: runs nothing of them, imports no TensorFlow, in bounded memory."""
+"""Reads run folders as data: runs no code of them, imports no TensorFlow, uses bounded memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Best(NamedTuple):
   mode: str
 
   def place(self) -> tuple[str, float]:
-    """Returns what orders several of them, the best first; by metric if these differ."""
+    """Returns a sort key, the best first; by metric if these differ."""
     return self.metric, -self.value if self.mode == "max" else self.value
 
   def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Lines(NamedTuple):
 
 
 class Run:
-  """A run folder, read once. What of it is damaged is left out; `damage.faults` tells it.
+  """A run folder, read once. Damaged parts are left out; `damage.faults` lists them.
 
   Attributes:
     path: the folder.
@@ -132,7 +132,7 @@ class Run:
 
   @property
   def train_steps(self) -> int | None:
-    """The steps that the run is to have."""
+    """The step at which the run ends."""
     return self.whole_number("run.train_steps")
 
   def whole_number(self, name: str) -> int | None:
@@ -141,7 +141,7 @@ class Run:
     return int(value) if value.isdecimal() and len(value) < 20 else None
 
   def status(self) -> str:
-    """Returns "running", "failed", "done" or "stopped", as far as the folder tells (host).
+    """Returns "running", "failed", "done" or "stopped", as far as the folder shows it (host).
 
     A run that ends removes owner.json: one that is there and silent was killed.
     """
@@ -258,7 +258,7 @@ def find(top: str, depth: int = DEPTH) -> Iterator[str]:
 
 
 def natural(name: str) -> list[str | int]:
-  """Returns what orders names as people do: r2 before r10."""
+  """Returns a sort key of names, by their numbers: r2 before r10."""
   parts = re.split(r"(\d{1,18})", name)
   return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
@@ -291,7 +291,7 @@ def _step(start: Record) -> int:
 
 
 def texts(values: object) -> dict[str, str]:
-  """Returns the pairs of texts in what JSON gave; {} if that is no object."""
+  """Returns the pairs of texts in a JSON value; {} if it is not an object."""
   pairs = values.items() if isinstance(values, Mapping) else ()
   return {name: value for name, value in pairs if isinstance(value, str)}
 

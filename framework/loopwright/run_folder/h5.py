@@ -1,7 +1,7 @@
 """Finds the weights in Keras's HDF5 files; runs without TensorFlow.
 
-The HDF5 library may crash on a damaged file, or read it without end. So a process of its own reads
-each file first, with a time limit:
+The HDF5 library may crash on a damaged file, or read it without end. So another process reads each
+file first, with a time limit:
 
     variables = h5.checked(content)  # then this process can read it too
 """

@@ -1,6 +1,6 @@
-"""Finds a setting that a checkpoint overrides: it gives variables another first value.
+"""Finds a setting without effect: it only changes initial values, which a checkpoint overrides.
 
-A run that goes on restores its variables, so a setting that only says with what they begin, such as
+A run that goes on restores its variables. So a setting that only sets their initial values, such as
 the scale of an initializer, would be recorded but never used.
 """
 

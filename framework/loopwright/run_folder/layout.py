@@ -1,8 +1,8 @@
 """Every name in a run folder; imports no TensorFlow.
 
-What writes into a run folder takes its name from here, so that one module knows all of them: for
-those who read it (`loopwright ls`, the ledger, a mirror), and for what must hold of each of them,
-as that none is a link.
+All code that writes into a run folder takes its names from here, so that one module knows all of
+them. Readers use them (`loopwright ls`, the ledger, a mirror), and checks of every name, such as
+that none is a link.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""flight/<worker>.jsonl: where the time of each process of a run went, and what it does now.
+"""flight/<worker>.jsonl: what each process of a run spent its time on, and what it does now.
 
 One JSON object a line, a leg: from the start of a process to its first save, from a save to the
 next one, from the last one to the end. The last line is written again, in place, twice a second. So
@@ -128,12 +128,12 @@ def here() -> Leg:
 
 
 def boot() -> str:
-  """Returns what this machine calls the time since it was started; "" if it does not say."""
+  """Returns the id of this machine's boot; "" if it has none."""
   return _BOOT.read_text().strip() if _BOOT.exists() else ""
 
 
 def ticks(process: int) -> int:
-  """Returns when a process of this machine began, in ticks since the machine did; 0 if unknown."""
+  """Returns when a process began, in ticks since this machine's boot; 0 if unknown."""
   with contextlib.suppress(OSError, ValueError, IndexError):
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
   return 0
@@ -161,7 +161,7 @@ def ask(model_dir: str, why: str) -> None:
 
 
 def asked(model_dir: str) -> str:
-  """Returns what was last asked, and an id of it; "" if nothing was (host)."""
+  """Returns the last request and its id; "" if there is none (host)."""
   with contextlib.suppress(OSError, ValueError):
     return Path(model_dir, layout.FLIGHT, layout.ASKED).read_text()[:100]
   return ""

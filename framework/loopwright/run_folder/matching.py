@@ -1,4 +1,4 @@
-"""What of a file fits a model, and loads it: the work of `WarmStart`."""
+"""Finds the weights of a file that fit a model, and loads them, for `WarmStart`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class VariableMatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStartReport:
-  """What matched and what did not; `source` is the file."""
+  """The variables that matched and those that did not; `source` is the file."""
 
   source: str
   rows: Sequence[VariableMatch]

@@ -1,7 +1,7 @@
 """Keeps a store, such as s3://bucket/run, equal to a local run folder.
 
-What is uploaded is the folder at one instant, so a reader of the store finds what a kill at that
-instant would have left on disk. The order of the uploads keeps this true at every moment:
+It uploads the folder as it was at one instant, so a reader of the store finds what a kill at that
+instant would have left on disk. The order of the uploads ensures this at every moment:
 
     0  an export's mark, without which nobody replaces it
     1  whatever nothing else names: data of best/, an export's variables, pictures, events
@@ -61,7 +61,7 @@ class Known:
 
 
 class Record:
-  """What of a local folder is in the store, as far as this machine knows.
+  """The files of a local folder that are in the store, as far as this machine knows.
 
   Attributes:
     folder: the local folder.
@@ -142,7 +142,7 @@ def scan(folder: str, *, torn: bool = False) -> dict[str, os.stat_result]:
 
 
 def stat(facts: os.stat_result) -> Stat:
-  """Returns what tells whether a local file has changed."""
+  """Returns facts that change when a local file changes."""
   return facts.st_size, facts.st_mtime_ns
 
 
@@ -178,7 +178,7 @@ class Mirror:
     self._wanted.set()
 
   def finish(self) -> Exception | None:
-    """Returns when the store has everything; or why it does not, after `GIVE_UP_S` (host).
+    """Waits until the store has everything; after `GIVE_UP_S` returns why it does not (host).
 
     SIGTERM does not interrupt it, a second Ctrl-C does.
     """

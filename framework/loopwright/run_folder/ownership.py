@@ -66,7 +66,7 @@ class Owner:
     self._lost: ConfigError | None = None
 
   def claim(self) -> None:
-    """Returns when the folder is this process's.
+    """Waits until the folder is this process's.
 
     Raises:
       ConfigError: another process owns it.

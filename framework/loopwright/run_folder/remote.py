@@ -3,8 +3,8 @@
   with places.place("s3://bucket/run").opened(training=True, export=False) as at:
     ...  # at.folder is local; at.changed() after each checkpoint
 
-At the start the store is the truth, unless nobody else has trained there since this machine did:
-then the local folder has all that the store has, and perhaps more. See docs/remote-folders.md.
+At the start the content of the store counts, unless no other machine has trained there since: then
+the local folder has all that the store has, and perhaps more. See docs/remote-folders.md.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class RemoteOwner(ownership.Owner):
     self._here, self.record = ownership.Owner(folder), Record(folder)
 
   def claim(self) -> None:
-    """Returns when both are this process's, and `record` is that of the local folder.
+    """Waits until both are this process's; then `record` is that of the local folder.
 
     Raises:
       ConfigError: another process owns one of them.
@@ -223,7 +223,7 @@ class RemoteOwner(ownership.Owner):
     self._thread.start()
 
   def require(self) -> None:
-    """As of a folder on disk; about the one in the store, as far as a beat has told."""
+    """As for a folder on disk; for the store, as far as the last beat has found."""
     self._here.require()
     if self._lost is not None:
       raise self._lost

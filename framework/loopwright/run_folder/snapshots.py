@@ -1,7 +1,8 @@
 """Copies of a run's state in memory that outlives the processes, for a restart after a fault.
 
-They are checkpoints, whole or absent and with TensorFlow's checksums, in a folder in memory of the
-program that restarts the processes (tools/local_cluster.py), which removes it in the end.
+They are checkpoints with TensorFlow's checksums, whole or absent, in a folder in memory. The
+program that restarts the processes (tools/local_cluster.py) makes the folder, and removes it at its
+end.
 """
 
 from __future__ import annotations
