@@ -232,7 +232,7 @@ class Step(EvalStep):
 
   @contextlib.contextmanager
   def tape(self, batch: Batch | None = None) -> Iterator[tf.GradientTape]:
-    """Records a forward pass of which several losses are differentiated (replica context).
+    """Records a forward pass of which several losses are differentiated (replica context)::
 
         with step.tape() as tape:
           outputs = self.model(batch["x"], training=True)
