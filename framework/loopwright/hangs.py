@@ -54,8 +54,7 @@ class Watchdog:
       lambda: collections.deque(maxlen=9)
     )
     self._phase, self._unchanged_s, self._step_s, self._step = "", 0.0, 0.0, -1
-    self._told, self._beat = False, 0
-    self._judges_at = 0
+    self._told, self._beat, self._judges_at = False, 0, 0
     self._inquiry: Inquiry | None = None
     self._asked = legs.asked(model_dir)
     self._clock: stacks.Signalled | None = None

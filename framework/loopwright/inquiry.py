@@ -29,7 +29,6 @@ class Inquiry:
   """Answers for one worker, and judges if it is the lowest that does."""
 
   def __init__(self, flight: Flight, trainer: Trainer, model_dir: str, *, ends: bool) -> None:
-    """Asks nothing yet; for the arguments see `hangs.Watchdog`."""
     self._flight, self._trainer, self._model_dir, self._ends = flight, trainer, model_dir, ends
     self._worker, self._size = trainer.cluster.index, trainer.cluster.size
     self._beats: Mapping[int, int] = {}
