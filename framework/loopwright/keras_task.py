@@ -10,7 +10,7 @@ docs/models-from-elsewhere.md compares it with `fit`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -29,6 +29,14 @@ from loopwright.optimizers import adapters
 from loopwright.strategies import placement
 from loopwright.task import Task
 
+_PLACES = {
+  "callbacks": "run(actions=...) has what callbacks do (docs/actions.md)",
+  "batch_size": "set run(global_batch_size=...)",
+  "epochs": "set run(train_steps=...), in steps",
+  "shuffle": "set run(shuffle=...)",
+}
+"""Arguments of `fit` -> where a run has them."""
+
 
 def from_keras(
   model: Model,
@@ -39,6 +47,7 @@ def from_keras(
   class_weight: Mapping[int, float] | None = None,
   validation_data: Sequence[Structure] | None = None,
   source: Callable[[str], AnySource] | None = None,
+  **of_fit: NoReturn,
 ) -> KerasTask:
   """Returns a task that trains a compiled model of Keras 3 or tf_keras as its `fit` does (host).
 
@@ -56,10 +65,14 @@ def from_keras(
     source: instead of x and y, split -> what `Task.source` returns. Its features are "x" and "y";
       "x/<name>" or "x/0" for several inputs, "y/..." for several outputs; "weight", or "weight/..."
       by output.
+    of_fit: other arguments of `fit`, which are refused: each has its place in `run`.
 
   Raises:
     ConfigError: what cannot be taken, in one line; see docs/models-from-elsewhere.md.
   """
+  for name in of_fit:
+    place = _PLACES.get(name, "see docs/models-from-elsewhere.md")
+    raise ConfigError(f"from_keras() takes no {name}; {place}.")
   if (x is None) == (source is None):
     raise ConfigError("from_keras() takes either x and y, or source; give one of them.")
   if source is None:
@@ -131,7 +144,7 @@ class KerasTask(Task):
 
   def forward(self, batch: Batch, training: bool) -> Structure:
     """Returns the outputs of the model for this replica's inputs (replica context)."""
-    return self.model(_structure(batch, "x"), training=training)
+    return self.compiled.outputs(_structure(batch, "x"), training=training)
 
   def loss(self, outputs: Structure, batch: Batch) -> Loss:
     """Returns the sum of the losses; its weight is the number of examples, or of valid elements."""
@@ -215,7 +228,7 @@ def _makes_model(given: Model | Callable[[], Model]) -> bool:
 
 def _optimizer_of(compiled: CompiledModel) -> Callable[[], KerasOptimizer]:
   """Returns a factory of optimizers like the compiled one; raises ConfigError if there is none."""
-  if adapters.excludes_from_decay(compiled.model.optimizer):
+  if adapters.excludes_from_decay(compiled.given_optimizer):
     raise ConfigError(
       "the model's optimizer excludes variables from weight decay, which its get_config() does not "
       "say; write a loopwright.Task, and set run.optimizer with without_decay."

@@ -42,6 +42,7 @@ from loopwright.starting import examples, started
 from loopwright.strategies import cluster as clusters
 from loopwright.strategies import factories, placement
 from loopwright.task import Task
+from loopwright.trainer_checks import require_precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,6 +203,7 @@ def run(given: Options) -> dict[str, float]:
     randomness.seed_everything(given.seed)  # again: fit() may have drawn random numbers here
     observers = _observers(chosen, at.folder, ledger=given.ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
+    require_precision(given.precision, trainer.task.model)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     if training:
       if clusters.WORKERS in os.environ:

@@ -87,8 +87,8 @@ class Trainer(AbstractTrainer):
       dataset_fn: makes the input from a position; see `datasets.train_dataset`.
       global_batch_size: examples per update, over all replicas and micro-batches.
       optimizer: a factory, or name -> factory for several; called in the strategy's scope.
-      loss_scale: a factory: `loss_scale.none`, `fixed` or `dynamic`; None uses dynamic if the
-        dtype policy is mixed_float16, else none.
+      loss_scale: a factory: `loss_scale.none`, `fixed` or `dynamic`; None uses dynamic if a
+        layer computes in float16, else none.
       reduction: how gradients are summed over replicas: a `Reduction`, or a factory of one.
       clip_norm: clip reduced gradients to this global norm.
       clip_value: clip each reduced gradient element to [-clip_value, clip_value].
@@ -148,7 +148,8 @@ class Trainer(AbstractTrainer):
       ema = adapters.averages(task.model, built, decay=ema_decay, step=self.global_step)
       self.metrics = self._sums()
       parts = StepParts(
-        optimizers=built, ema=ema, loss_scale=(loss_scale or usual_loss_scale())(),
+        optimizers=built, ema=ema,
+        loss_scale=(loss_scale or usual_loss_scale(models.compute_dtypes(task.model)))(),
         reduction=reduction() if callable(reduction) else reduction,
         global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
         clip_norm=clip_norm, clip_value=clip_value, accumulation_steps=accumulation_steps,

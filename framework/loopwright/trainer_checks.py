@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 from absl import logging
 
+from loopwright.aliases import Model
 from loopwright.errors import ConfigError, require_integer
 from loopwright.metrics.sums import MetricSums
+from loopwright.models import models
 from loopwright.optimizers.adapters import prefix
 
 
@@ -38,6 +40,17 @@ def check_batch_size(global_batch_size: int, replicas: int) -> None:
     raise ConfigError(
       f"global_batch_size is {global_batch_size} for {replicas} replicas; it must be at least "
       f"{replicas}."
+    )
+
+
+def require_precision(precision: str, model: Model) -> None:
+  """Raises ConfigError: a precision that no layer of the model computes in."""
+  found = models.compute_dtypes(model)
+  if precision != "float32" and precision.removeprefix("mixed_") not in found:
+    raise ConfigError(
+      f"run.precision is {precision!r}, but the model's layers compute in {', '.join(found)}, so "
+      "it has no effect; make the model in build_model(), give from_keras() a function that makes "
+      "it, or leave run.precision out."
     )
 
 

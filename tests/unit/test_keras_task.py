@@ -391,6 +391,35 @@ def legacy():
   return line(tf_keras, optimizer=tf_keras.optimizers.legacy.SGD())
 
 
+class Unnamed(keras.optimizers.schedules.LearningRateSchedule):
+  """Without get_config."""
+
+  def __call__(self, step):
+    return 0.1
+
+
+def own_step_without_a_loss():
+  entry = keras.layers.Input([4])
+  model = OwnStep(entry, dense(keras, 1)(entry))
+  model.compile("sgd")
+  return model
+
+
+def two_outputs(loss):
+  entry = keras.layers.Input([4])
+  model = keras.Model(entry, [dense(keras, 1, name=name)(entry) for name in "ab"])
+  model.compile("sgd", loss, metrics={"a": ["mae"]})
+  return model
+
+
+def without_b():
+  return two_outputs({"a": "mse"})
+
+
+def with_b():
+  return two_outputs({"a": "mse", "b": "mse"})
+
+
 class Hidden(keras.metrics.Metric):
   """Its state is no variable of Keras."""
 
@@ -423,6 +452,18 @@ def huber(reduction, library):
 REFUSED = {
   "a tf.Module": (tf.Module, "got a Module; it takes a compiled keras.Model or tf_keras.Model"),
   "not compiled": (uncompiled, "is not compiled; call model.compile"),
+  "only an optimizer": (of("keras", loss=None), "is compiled without a loss; call model.compile"),
+  "only an optimizer of tf_keras": (of("tf_keras", loss=None), "is compiled without a loss; call"),
+  "its own train_step and no loss": (own_step_without_a_loss, r"defines its own train_step\(\)"),
+  "a schedule without get_config": (
+    of("keras", optimizer=keras.optimizers.SGD(Unnamed())), "SGD cannot be copied from its get_con",
+  ),
+  "an output without a loss": (
+    without_b, "a dict of losses without the output 'b'; give it a loss",
+  ),
+  "no targets for an output": (
+    with_b, "y has nothing for the output 'b', which has a",
+  ),
   "its own train_step": (own_step, r"OwnStep defines its own train_step\(\)"),
   "its own compute_loss": (own_compute_loss, r"OwnLoss defines its own compute_loss\(\)"),
   "an optimizer in use": (used, "SGD has already made 2 updates"),
@@ -461,8 +502,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_line_refuses(name, tmp_path):
   make, message = REFUSED[name]
+  y = {"a": TARGET} if make in (without_b, with_b) else TARGET
   with pytest.raises(ConfigError, match=message) as caught:
-    run_task(loopwright.from_keras(make(), X, TARGET), tmp_path, mode="train")
+    run_task(loopwright.from_keras(make(), X, y), tmp_path, mode="train")
   assert "\n" not in str(caught.value)
 
 
@@ -699,6 +741,87 @@ def of_add_loss():
 def test_layers_that_see_a_replicas_rows_are_refused_on_several(make, message, mirrored):
   with pytest.raises(ConfigError, match=message):
     made(loopwright.from_keras(make(), X, TARGET), mirrored(2)).train(tf.constant(1))
+
+
+class Matching(keras.Model):
+  """As in Keras's example of collaborative filtering: the product is summed over the batch too."""
+
+  def __init__(self):
+    super().__init__()
+    self.users, self.films = (
+      keras.layers.Embedding(9, 4, embeddings_initializer=keras.initializers.HeNormal(seed=seed))
+      for seed in (1, 2)
+    )
+
+  def call(self, pairs):
+    users, films = self.users(pairs[:, 0]), self.films(pairs[:, 1])
+    return tf.sigmoid(tf.tensordot(users, films, 2) * tf.ones_like(users[:, :1]))
+
+
+def matching(k):
+  model = Matching()
+  model.compile("sgd", "mse")
+  return model
+
+
+def over_the_batch(k):
+  model = k.Sequential([k.layers.Input([4]), k.layers.UnitNormalization(axis=0), dense(k, 1)])
+  model.compile("sgd", "mse")
+  return model
+
+
+PAIRS = np.random.default_rng(5).integers(0, 9, size=[ROWS, 2]).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+  ("make", "library", "x"),
+  [(matching, "keras", PAIRS), (over_the_batch, "keras", X), (over_the_batch, "tf_keras", X)],
+)
+def test_a_model_that_mixes_rows_is_refused_on_several_replicas_alone(make, library, x, mirrored):
+  k = KERAS[library]
+  expected = make(k)
+  expected.fit(x, TARGET, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+  task = loopwright.from_keras(functools.partial(make, k), x, TARGET, validation_data=(x, TARGET))
+  _, weights, _ = trained(task, factories.default())
+  for ours, theirs in zip(weights, expected.get_weights(), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+  several = loopwright.from_keras(functools.partial(make, k), x, TARGET)
+  with pytest.raises(ConfigError, match="the outputs of an example depend on the others") as caught:
+    made(several, mirrored(2)).train(tf.constant(1))
+  assert "\n" not in str(caught.value)
+
+
+class Normalising(keras.Model):
+  """Its `call` has no `training`, so `fit` normalises by the moving averages."""
+
+  def __init__(self):
+    super().__init__()
+    self.norm, self.layer = keras.layers.BatchNormalization(), dense(keras, 1)
+
+  def call(self, x):
+    return self.layer(self.norm(x))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_call_without_training_is_called_as_fit_calls_it(replicas, mirrored):
+  def make():
+    model = Normalising()
+    model.compile("sgd", "mse")
+    return model
+
+  x, expected = X + 3.0, make()
+  expected.fit(x, TARGET, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+  task = loopwright.from_keras(make, x, TARGET, validation_data=(x, TARGET))
+  _, weights, _ = trained(task, mirrored(2) if replicas > 1 else factories.default())
+  for ours, theirs in zip(weights, expected.get_weights(), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["callbacks", "validation_split"])
+def test_other_arguments_of_fit_are_refused(name):
+  place = "run.actions=" if name == "callbacks" else "see docs/models-from-elsewhere.md"
+  with pytest.raises(ConfigError, match=f"from_keras.. takes no {name}; {place}"):
+    loopwright.from_keras(line(keras), X, TARGET, **{name: []})
 
 
 def test_arguments_that_contradict_or_are_missing(tmp_path, mirrored):

@@ -6,18 +6,22 @@ over replicas.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 import tf_keras
 
 from loopwright.aliases import Layer, Model, Structure
 from loopwright.errors import ConfigError, kind
+from loopwright.graphs.autograph import as_written
 from loopwright.host.lazy_keras import KerasOptimizer
-from loopwright.models import models
+from loopwright.models import models, synthetic_rows
 from loopwright.models.compiled_losses import ElementLoss
 from loopwright.models.compiled_metrics import CompiledMetrics
 
@@ -58,20 +62,25 @@ class CompiledModel:
       ConfigError: not a compiled Keras model, or it replaces a part of Keras's own training step.
     """
     self.model, self.package = model, _package(model)
-    compiled = getattr(model, "optimizer", None) is not None and model.loss is not None
-    if not compiled:
-      raise ConfigError(
-        f"the model {model.name!r} is not compiled; call model.compile(optimizer, loss) first."
-      )
     for method in _REPLACED:
       if getattr(type(model), method, None) is not getattr(self.package.Model, method, None):
         raise ConfigError(
           f"{type(model).__name__} defines its own {method}(), which from_keras() cannot take; "
           "write a loopwright.Task with this training step instead (docs/full-control.md)."
         )
+    given = getattr(model, "optimizer", None)
+    if given is None or not model.loss:
+      how = "not compiled" if given is None else "compiled without a loss"
+      raise ConfigError(
+        f"the model {model.name!r} is {how}; call model.compile(optimizer, loss) first, or, where "
+        "layers add_loss(), write a loopwright.Task."
+      )
+    if "float16" in models.compute_dtypes(model):  # compile() wraps it; the loop has its own scale
+      given = getattr(given, "inner_optimizer", given)
+    self.given_optimizer, self._rows_checked = given, False
     for loss in tf.nest.flatten(model.loss):
       _ = None if loss is None else ElementLoss(model.name, loss, self.package)  # raises
-    self._loss_weights = model.get_compile_config()["loss_weights"]
+    self._loss_weights = model._compile_config.config["loss_weights"]
     self._resolved: dict[str, Any] = {}
     self.metrics = CompiledMetrics(self._metrics_container(), self.package)
 
@@ -82,14 +91,26 @@ class CompiledModel:
       ConfigError: the compiled one has made updates; the factory raises it for one without a
         complete `get_config`.
     """
-    given = self.model.optimizer
+    given = self.given_optimizer
     name, updates = type(given).__name__, int(tf.convert_to_tensor(given.iterations))
     if updates > 0:
       raise ConfigError(
         f"the model's {name} has already made {updates} updates, and its state cannot be taken "
         "over; call model.compile() again with a new optimizer."
       )
-    return functools.partial(_optimizer, type(given), given.get_config())
+    with _complete_config(type(given)):
+      return functools.partial(_optimizer, type(given), given.get_config())
+
+  def outputs(self, inputs: Structure, *, training: bool) -> Structure:
+    """Returns the outputs for this replica's rows, called as `fit` calls it (replica context).
+
+    Raises:
+      ConfigError: on several replicas, the outputs of a row depend on the others.
+    """
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1 and not self._rows_checked:
+      self._require_own_outputs(inputs)
+      self._rows_checked = True
+    return self.model(inputs, **self._mode(training))
 
   def losses(self, y: Structure, outputs: Structure, weight: Structure) -> list[OutputLoss]:
     """Returns the losses of all outputs that have one (replica context).
@@ -104,12 +125,20 @@ class CompiledModel:
     """
     predicted = _by_name(outputs, self.model)
     losses = _spread("loss", self.model.loss, predicted)
+    by_name = self.package is keras and isinstance(self.model.loss, Mapping)
+    lacking = [name for name in predicted if by_name and name not in self.model.loss]
+    if lacking and not isinstance(outputs, Mapping):  # as fit
+      raise ConfigError(
+        f"compile() got a dict of losses without the output {lacking[0]!r}; give it a loss or None."
+      )
     factors = _spread("loss_weights", self._loss_weights, predicted)
     targets, weights = _spread("y", y, predicted), _spread("sample_weight", weight, predicted)
     found = []
     for name, loss in losses.items():
       if loss is None:
         continue
+      if targets[name] is None:
+        raise ConfigError(f"y has nothing for the output {name!r}, which has a loss.")
       if name not in self._resolved:
         self._resolved[name] = ElementLoss(name, loss, self.package)
       each, count, masked = self._resolved[name](targets[name], predicted[name])
@@ -134,6 +163,8 @@ class CompiledModel:
         raise self._of_own_rows(layer, "an activity regulariser")
       if type(layer).__name__ in _MIXES:
         raise self._of_own_rows(layer, f"{type(layer).__name__}, which mixes examples")
+      if not self._mode(training=True):  # Keras then normalises by the moving averages
+        continue
       if isinstance(layer, self.package.layers.BatchNormalization) and models.is_local(layer):
         raise ConfigError(
           f"the batch normalisation {layer.name!r} averages over each replica's own rows, unlike "
@@ -150,6 +181,45 @@ class CompiledModel:
     """Whether the last call added losses of its rows, by regularisers or add_loss (any context)."""
     return any(map(_added, self.model._flatten_layers()))
 
+  @as_written
+  def _require_own_outputs(self, inputs: Structure) -> None:
+    """Checks on made-up rows, outside of the graph, that each row's outputs are its own."""
+
+    def outputs(rows: Structure) -> list[np.ndarray]:
+      if self.package is tf_keras:
+        found = self.model(rows, training=False)
+      else:  # without a change of the model's state
+        state = self.model.trainable_variables, self.model.non_trainable_variables
+        values = ([tf.convert_to_tensor(v) for v in variables] for variables in state)
+        found, _ = self.model.stateless_call(*values, rows, **self._mode(training=False))
+      return [np.asarray(tensor, np.float64) for tensor in tf.nest.flatten(found)]
+
+    def differ() -> bool:
+      rows = synthetic_rows.like(inputs)
+      whole, again, *parts = map(outputs, (rows, rows, *synthetic_rows.split(rows)))
+      rounding = 1e-3 if models.compute_dtypes(self.model) <= {"float32", "float64"} else 0.1
+      limits = [rounding * np.abs(one).max() + 1e-5 for one in whole]
+      joined = map(np.concatenate, zip(*parts, strict=True))
+      gaps = [np.abs(np.subtract(*pair)).max() for pair in zip(whole, joined, strict=True)]
+      is_random = not all(map(np.array_equal, whole, again))
+      return not is_random and any(map(operator.gt, gaps, limits))
+
+    try:
+      mixes = synthetic_rows.outside(differ)
+    except Exception:  # made-up rows may be none that this model takes
+      return
+    if mixes:
+      raise ConfigError(
+        f"in the model {self.model.name!r} the outputs of an example depend on the others of its "
+        "batch, and each of N replicas sees its own rows only; train on one replica, or write a "
+        "loopwright.Task, which has step.all_gather() (docs/full-control.md)."
+      )
+
+  def _mode(self, training: bool) -> dict[str, bool]:
+    """Returns the argument `training` where `fit` passes it."""
+    takes = self.package is tf_keras or self.model._call_has_training_arg
+    return {"training": training} if takes else {}
+
   def _of_own_rows(self, layer: Layer, what: str) -> ConfigError:
     return ConfigError(
       f"the layer {layer.name!r} has {what}, and each of N replicas sees its own rows only, so the "
@@ -163,8 +233,14 @@ class CompiledModel:
 
 
 def _optimizer(kind: Any, config: Mapping[str, Any]) -> Any:
-  try:
+  with _complete_config(kind):
     return kind.from_config({**config})  # a copy, which Keras changes
+
+
+@contextlib.contextmanager
+def _complete_config(kind: Any) -> Iterator[None]:
+  try:
+    yield
   except (NotImplementedError, TypeError, ValueError) as error:
     reason = str(error).partition("\n")[0]
     raise ConfigError(

@@ -46,6 +46,13 @@ def layers(model: Model) -> Iterator[Layer]:
     yield from part._flatten_layers() if is_keras(part) else ()
 
 
+def compute_dtypes(model: Model) -> set[str]:
+  """Returns those of a model's layers, or else of the global policy, and of what it trains."""
+  policy = keras.config.dtype_policy().compute_dtype
+  trained = {raw(variable).dtype.name for variable in trainable_variables(model)}
+  return ({layer.compute_dtype for layer in layers(model)} or {policy}) | trained
+
+
 def raw(variable: Variable) -> tf.Variable:
   """Returns the `tf.Variable` inside a Keras 3 variable, or the variable itself."""
   return variable.value if isinstance(variable, keras.Variable) else variable

@@ -233,6 +233,12 @@ class Gradients(Sequence[Gradient]):
         f"({', '.join(names[:3])}, ...); compute it from the outputs of forward(), with TensorFlow "
         "or Keras operations only."
       )
+    for given, variable in zip(self.missing, variables, strict=True):
+      if not given and (dtype := models.raw(variable).dtype).is_complex:
+        raise ConfigError(
+          f"the variable {models.name(variable)!r} is {dtype.name}, which optimizers do not train; "
+          "make two of floats, and tf.complex(real, imaginary) of them in forward()."
+        )
     if names:
       logging.log_first_n(logging.WARNING, "no gradient reaches %s", 1, ", ".join(names))
 

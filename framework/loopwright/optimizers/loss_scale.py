@@ -4,16 +4,13 @@ Multiply the loss by the scale before the backward pass, and divide the *reduced
 The finite check for `update` uses reduced gradients, so all replicas decide alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, TypeAlias
 
-import keras
 import tensorflow as tf
-import tf_keras  # executed when something of it is used
 
 from loopwright.declaration import COUNTS, Rule, asked
 from loopwright.errors import ConfigError, require_integer, require_positive
-from loopwright.host import lazy_keras
 
 LARGEST_SCALE = 2.0**127
 """The largest power of two in float32; the scale does not grow further."""
@@ -167,9 +164,6 @@ def dynamic(
   return DynamicLossScale(initial=initial, growth_steps=growth_steps, factor=factor, floor=floor)
 
 
-def usual_loss_scale() -> Callable[[], LossScale]:
+def usual_loss_scale(compute_dtypes: Iterable[str]) -> Callable[[], LossScale]:
   """Returns `dynamic` for float16, whose range is too narrow for gradients; else `none`."""
-  policies = {keras.config.dtype_policy().name}
-  if lazy_keras.tf_keras_loaded():
-    policies.add(tf_keras.mixed_precision.global_policy().name)
-  return dynamic if "mixed_float16" in policies else none
+  return dynamic if "float16" in compute_dtypes else none

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import keras
+
 from loopwright import registry
 from loopwright.aliases import Model, Variable
 from loopwright.models import models
@@ -64,7 +66,7 @@ def describe(
     ("GPUs", "; ".join(registry.load("part", "described_gpus")(devices)) if on_gpus else ""),
     ("batch", _batch_text(trainer)),
     ("reduction", parts.reduction.describe()),
-    ("precision", precision + (TF32 if in_tf32 else "")),
+    ("precision", precision + (TF32 if in_tf32 else "") + _own_dtypes(trainer.task.model)),
     ("loss scale", parts.loss_scale.describe()),
     ("optimizer", optimizer_names(trainer)),
     ("steps", f"{train_steps}, continuing from {start_step}" if start_step else f"{train_steps}"),
@@ -79,6 +81,13 @@ def optimizer_names(trainer: Trainer) -> str:
   """Returns each optimizer of a trainer as "name: class", joined with commas."""
   named = trainer.parts.optimizers.items()
   return ", ".join(f"{name}: {type(one.optimizer).__name__}" for name, one in named)
+
+
+def _own_dtypes(model: Model) -> str:
+  """Returns what a model's layers compute in, unless it is what the precision says."""
+  found = models.compute_dtypes(model)
+  usual = found <= {"float32", keras.config.dtype_policy().compute_dtype}
+  return "" if usual else f", the layers in {', '.join(sorted(found))}"
 
 
 def _model_rows(model: Model) -> list[tuple[str, str]]:
