@@ -8,7 +8,6 @@ import types
 
 import keras
 import numpy as np
-import orbit
 import pytest
 import tensorflow as tf
 import tf_keras
@@ -18,7 +17,7 @@ from loopwright.actions.base import Action, Run, StopTraining
 from loopwright.actions.best import BestCheckpoint, EarlyStopping, Goal, OnBest
 from loopwright.errors import ConfigError
 from loopwright.host import files
-from loopwright.run_folder.metrics_log import MetricsLog, flatten
+from loopwright.run_folder.metrics_log import MetricsLog
 from loopwright.tools.exports import export as exports
 from loopwright.tools.exports.action import Export
 from loopwright.tools.exports.export import export
@@ -682,25 +681,7 @@ def test_the_export_action_exports_the_weights_that_were_evaluated(model_dir, tm
   assert task.model.kernel.numpy()[0, 0] == 1
 
 
-# -- under Orbit's own Controller
-
-
-class Trainer(orbit.AbstractTrainer):
-  def __init__(self, process):
-    self.process = process
-
-  def train(self, num_steps):
-    self.process.global_step.assign_add(tf.cast(num_steps, tf.int64))
-    self.process.weight.assign(tf.cast(self.process.global_step, tf.float32))
-    return {"loss": 1.0}
-
-
-class Evaluator(orbit.AbstractEvaluator):
-  def __init__(self, process, values):
-    self.process, self.values = process, values
-
-  def evaluate(self, num_steps):
-    return {"accuracy": tf.constant(self.values[int(self.process.global_step)])}
+# -- actions of a user's own
 
 
 class Steps(OnBest):
@@ -714,29 +695,15 @@ class Steps(OnBest):
     self.steps.append((self.run.step, value))
 
 
-def test_actions_under_orbits_controller(model_dir):
-  steps = Steps()
-  process = Process(
-    model_dir, [BestCheckpoint(), steps, EarlyStopping(metric="accuracy", mode="max", patience=2)]
-  ).begin()
-  values = {2: 0.25, 4: 0.5, 6: 0.375, 8: 0.5, 10: 0.75}
-
-  def log(output):
-    process.log.append(int(process.global_step), "eval", flatten(output))
-
-  controller = orbit.Controller(
-    global_step=process.global_step,
-    trainer=Trainer(process),
-    evaluator=Evaluator(process, values),
-    steps_per_loop=2,
-    eval_actions=[*process.actions, log],
-  )
+def test_an_action_of_ones_own_hears_of_each_best_until_another_stops_the_run(model_dir):
+  steps, stops = Steps(), EarlyStopping(metric="accuracy", mode="max", patience=2)
+  process = Process(model_dir, [BestCheckpoint(), steps, stops]).begin()
+  for step, accuracy in ((2, 0.25), (4, 0.5), (6, 0.375)):
+    process.evaluate(step, {"accuracy": tf.constant(accuracy)})
   with pytest.raises(StopTraining) as stopped:
-    controller.train_and_evaluate(train_steps=10, eval_interval=2)
-  assert int(process.global_step) == 8
-  assert [r["step"] for r in process.log.records("eval")] == [2, 4, 6]
-  log(stopped.value.output)
-  assert [r["accuracy"] for r in process.log.records("eval")] == [0.25, 0.5, 0.375, 0.5]
+    process.evaluate(8, {"accuracy": tf.constant(0.5)})
+  assert stopped.value.output == {"accuracy": 0.5}
+  assert [r["accuracy"] for r in process.log.records("eval")] == [0.25, 0.5, 0.375]
   assert best_of(model_dir) == (4, 0.5, 4.0)
   assert steps.steps == [(2, 0.25), (4, 0.5)]
 
