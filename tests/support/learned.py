@@ -7,9 +7,10 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+import toys
 
 import loopwright
-from loopwright import ArraySource, Loss, Task
+from loopwright import ArraySource, Task
 
 RNG = np.random.default_rng(12)
 EXAMPLES = 30
@@ -30,7 +31,7 @@ def scaled(split, shift=0.0):
 
 
 @loopwright.register
-class Scaled(Task):
+class Scaled(toys.Regression):
   """Linear regression on standardised features; `folder` gets a line a fit, and what is used."""
 
   def __init__(self, *, folder: str, shift: float = 0.0, random: bool = False) -> None:
@@ -63,12 +64,6 @@ class Scaled(Task):
 
   def preprocess(self, batch, training):
     return {**batch, "x": (batch["x"] - self._mean) / self._deviation}
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
   def export_signature(self):
     @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32, "x")])

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from defects import mesh as planted
-from defects.small import Small, place, subject
+from defects.small import Small, line_of, subject
 
 from loopwright.errors import ConfigError
 from loopwright.strategies import factories
@@ -47,7 +47,7 @@ DEFECTS = {
 def test_a_defect(name):
   check, explanation, words = DEFECTS[name]
   task = getattr(planted, name)
-  assert failures(checked(task)) == [(check, explanation.cause, place(task, words))]
+  assert failures(checked(task)) == [(check, explanation.cause, line_of(task, words))]
 
 
 @pytest.mark.whole

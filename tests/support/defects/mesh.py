@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from defects.small import Small
+from defects.small import Small, Written
 from loopwright.metrics import Loss, weighted_sum
 from loopwright.models import models
 
@@ -26,30 +26,19 @@ class DividedByShares(Network):
     return Loss.from_examples(self.errors(outputs, batch) / shares(), batch["weight"])
 
 
-class GradientsOfAllDevices(Network):
-  def train_step(self, step, batch):
-    variables = step.variables()
-    gradients, loss = step.gradients(lambda b: self.training_loss(step, b), batch, variables)
-    gradients, loss = step.all_reduce([shares() * g for g in gradients], loss)
-    gradients = step.unscale(gradients, loss)
-    finite, norm = step.check(gradients)
-    step.apply(step.clip(gradients, norm), finite & (loss.weight > 0))
-    step.log_update(loss, finite, norm)
+class GradientsOfAllDevices(Written, Network):
+  def reduced(self, step, gradients, local):
+    return super().reduced(step, [shares() * g for g in gradients], local)
 
 
-class LostUpdate(Network):
+class LostUpdate(Written, Network):
   """As TensorFlow can lose it, of one variable."""
 
-  def train_step(self, step, batch):
-    variables = step.variables()
-    gradients, loss = step.gradients(lambda b: self.training_loss(step, b), batch, variables)
-    gradients, loss = step.all_reduce(gradients, loss)
-    gradients = step.unscale(gradients, loss)
+  def reduced(self, step, gradients, local):
+    gradients, loss = super().reduced(step, gradients, local)
     if shares() > 1:
       gradients = [tf.zeros_like(gradients[0]), *gradients[1:]]
-    finite, norm = step.check(gradients)
-    step.apply(step.clip(gradients, norm), finite & (loss.weight > 0))
-    step.log_update(loss, finite, norm)
+    return gradients, loss
 
 
 class FirstPart(Network):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+import toys
 from runs import copies, make_trainer
 from toys import KERAS
 
@@ -17,7 +18,6 @@ from loopwright.optimizers import adapters, fusion, kernels, loss_scale, rule
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.step import Step, StepParts
 from loopwright.strategies.reduction import Reduction
-from loopwright.task import Task
 
 STEPS = 20
 # name -> shape and dtype, in an order in which small and large, and dtypes, alternate.
@@ -336,7 +336,7 @@ def test_gradients_of_another_layout_are_packed_again(packed):
 # ---- In the compiled loop ----
 
 
-class TwoUpdates(Task):
+class TwoUpdates(toys.Regression):
   """Two updates by one optimizer; the second loss touches a part, and no loss touches "unused"."""
 
   def __init__(self, *, library, surgery=None):
@@ -360,9 +360,6 @@ class TwoUpdates(Task):
 
   def forward(self, batch, training):
     return self.model["output"](self.model["hidden"](batch["x"]))[:, 0]
-
-  def loss(self, outputs, batch):
-    return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
 
   def train_step(self, step, batch):
     def second_loss(part):
