@@ -29,7 +29,7 @@ def test_a_defect(name):
 
 RIGHT = [
   *(defects.Towers, defects.Normalises, defects.GatheredRecall, defects.Confusion),
-  *(defects.FewOfOneClass, defects.TopTen, defects.TwoSets),
+  *(defects.FewOfOneClass, defects.TopTen, defects.TwoSets, defects.MovesInTraining),
   *(task for task in right.RIGHT if task is not right.TrainOnly), *kinds.RIGHT,
 ]  # fmt: skip
 

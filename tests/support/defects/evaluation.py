@@ -122,6 +122,13 @@ class FirstHalf(Towers):
     return {"early": np.mean(early)}
 
 
+def running_mean(size):
+  return tf.Variable(
+    tf.zeros([size]), trainable=False, name="mean", aggregation=tf.VariableAggregation.MEAN,
+    synchronization=tf.VariableSynchronization.ON_READ,
+  )  # fmt: skip
+
+
 @defect((MODE,), "evaluation in training mode", "moving_mean, as only training", "training=True")
 class NormalisesInEvaluation(Right):
   def build_model(self):
@@ -133,7 +140,28 @@ class NormalisesInEvaluation(Right):
     return self.model(batch["x"], training=True)
 
 
+@defect((MODE,), "evaluation changes the model", "an evaluation changes mean", ".assign(")
+class MovesInEvaluation(Right):
+  """A running mean of the task's own."""
+
+  def build_model(self):
+    return {"net": super().build_model(), "mean": running_mean(6)}
+
+  def forward(self, batch, training):
+    mean = self.model["mean"]
+    mean.assign(0.9 * mean + 0.1 * tf.reduce_mean(batch["x"], 0))
+    return self.model["net"](batch["x"] - mean, training=training)
+
+
 # ---- Right ----
+
+
+class MovesInTraining(MovesInEvaluation):
+  def forward(self, batch, training):
+    mean = self.model["mean"]
+    if training:
+      mean.assign(0.9 * mean + 0.1 * tf.reduce_mean(batch["x"], 0))
+    return self.model["net"](batch["x"] - mean, training=training)
 
 
 class Normalises(NormalisesInEvaluation):

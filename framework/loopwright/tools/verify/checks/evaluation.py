@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
+from loopwright.models import models
 from loopwright.tools.verify.bench import bench, source_lines, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
@@ -29,6 +30,7 @@ REPLICAS = (2, 3)
 STATISTICS = ("moving_mean", "moving_variance")
 """Variables of batch normalisation."""
 IN_TRAINING_MODE = "evaluation in training mode"
+CHANGED = "evaluation changes the model"
 MIXED = RANKED.cause
 MEANS = "metric read in replica context"
 PADDING = "padding counts"
@@ -128,12 +130,23 @@ class Comparison:
     yield from found
 
   def _mode(self, name: str) -> Result:
-    statistics = [each for each in self.alone.changed if each.endswith(STATISTICS)]
-    if not statistics:
+    kept = models.all_variables(self.alone.task.model)
+    counts = {models.name(v) for v in kept if not models.raw(v).dtype.is_floating}
+    changed = [each for each in self.alone.changed if each not in counts]  # seeds, calls
+    if not changed:
       others = ", ".join(self.alone.changed)
       return GROUP.passed(name, f"evaluation changes {others}" if others else "no variable changes")
+    statistics = [each for each in changed if each.endswith(STATISTICS)]
+    told = f"an evaluation changes {[*statistics, *changed][0]}, as only training should"
+    if not statistics:
+      return GROUP.failed(
+        name, told, CHANGED,
+        place=source_lines.mention(self.alone.task, ".assign"),
+        remedy="assign only if training is True, which it is not in an evaluation: else training "
+        "depends on how often the run evaluates",
+      )  # fmt: skip
     return GROUP.failed(
-      name, f"an evaluation changes {statistics[0]}, as only training should", IN_TRAINING_MODE,
+      name, told, IN_TRAINING_MODE,
       place=source_lines.mention(self.alone.task, "training=True")
       or source_lines.find(self.alone.task, "forward", "eval_step", containing=("self.model",)),
       remedy="pass training on, which is False in eval_step(): self.model(x, training=training)",
