@@ -48,6 +48,12 @@ def test_a_step_out_of_order_is_shown(name):
   checked(order, bad_order, name)
 
 
+@pytest.mark.parametrize("name", ["Surgery", "Projected"])
+def test_what_limits_no_gradient_is_no_clipping(name):
+  results = order.check(small.subject(getattr(bad_order, name)))
+  assert small.found(results, bad_order.PIPELINE).status == "passed"
+
+
 @pytest.mark.parametrize("name", bad_gradients.DEFECTS)
 def test_a_defect_of_gradients_is_explained(name):
   assert len(failures(checked(gradients, bad_gradients, name))) == 1
@@ -56,6 +62,20 @@ def test_a_defect_of_gradients_is_explained(name):
 @pytest.mark.parametrize("name", bad_learning.DEFECTS)
 def test_what_cannot_learn_is_shown(name):
   assert len(failures(checked(learning, bad_learning, name))) == 1
+
+
+@pytest.mark.parametrize("name", ["Classes", "Clipped"])
+def test_a_loss_with_a_floor_is_learned_by_heart(name):
+  results = learning.check(small.subject(getattr(bad_learning, name)))
+  assert not failures(results)
+  assert "its floor" in small.found(results, "learns one batch by heart").detail
+
+
+@pytest.mark.parametrize("name", ["Differences", "Critic"])
+def test_a_gradient_that_cancels_is_a_note(name):
+  results = gradients.check(small.subject(getattr(bad_gradients, name)))
+  assert not failures(results)
+  assert "bias cancels" in small.found(results, "no gradient is zero").detail
 
 
 def test_a_learning_rate_that_is_too_high_is_named():

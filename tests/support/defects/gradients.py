@@ -127,3 +127,20 @@ class StopsOnPurpose(Small):
   def loss(self, outputs, batch):
     target = tf.stop_gradient(0.5 * outputs + 0.5 * batch["y"])
     return Loss.from_examples(tf.square(outputs - target), batch["weight"])
+
+
+class Differences(Small):
+  """Right: the last bias cancels in each difference of two scores (Bradley-Terry)."""
+
+  def errors(self, outputs, batch):
+    first, second = outputs[0::2], outputs[1::2]
+    better = tf.sign(batch["y"][0::2] - batch["y"][1::2])
+    return tf.repeat(tf.nn.softplus(-better * (first - second)), 2)
+
+
+class Critic(Small):
+  """Right: the mean of one set's scores less that of another's (Wasserstein), by two calls."""
+
+  def loss(self, outputs, batch):
+    others = self.model(-batch["x"], training=True)[:, 0]
+    return Loss.from_examples(outputs - others, batch["weight"])

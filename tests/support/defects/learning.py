@@ -9,6 +9,7 @@ from loopwright.metrics import Loss
 DEFECTS, defect = planted()
 """Of a task: the check that fails, its cause, the method whose line is named."""
 START, FAR = "loss at the start", "far from chance at the start"
+HEART, CANNOT = "learns one batch by heart", "cannot learn one batch"
 
 
 @defect(START, FAR, "loss")
@@ -19,7 +20,7 @@ class WrongSign(Small):
     return Loss.from_examples(-self.errors(outputs, batch), batch["weight"])
 
 
-@defect("learns one batch by heart", "cannot learn one batch", "build_model")
+@defect(HEART, CANNOT, "build_model")
 class ReLUOutputs(Small):
   """A ReLU where the output has to be negative for some."""
 
@@ -44,3 +45,61 @@ class LabelAmongInputs(Small):
 
   def errors(self, outputs, batch):
     return tf.square(0.01 * outputs)
+
+
+class Classes(Small):
+  """Four classes that the features tell, by logits; with smoothed labels the loss has a floor."""
+
+  smoothing = 0.3
+
+  def build_model(self):
+    hidden = keras.layers.Dense(16, activation="tanh")
+    return keras.Sequential([keras.Input([3]), hidden, keras.layers.Dense(4)])
+
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=training)
+
+  def labels(self, batch):
+    classes = 2 * tf.cast(batch["x"][:, 0] > 0, tf.int32) + tf.cast(batch["x"][:, 1] > 0, tf.int32)
+    return (1 - self.smoothing) * tf.one_hot(classes, 4) + self.smoothing / 4
+
+  def errors(self, outputs, batch):
+    return tf.nn.softmax_cross_entropy_with_logits(self.labels(batch), outputs)
+
+  def metrics(self, outputs, batch):
+    return {}
+
+
+class Clipped(Small):
+  """Right: a surrogate whose gain is clipped, so that it falls by a fifth and no further."""
+
+  def errors(self, outputs, batch):
+    ratio, gain = tf.exp(0.1 * outputs), 1.0 + tf.abs(batch["y"])
+    return -tf.minimum(ratio * gain, tf.clip_by_value(ratio, 0.8, 1.2) * gain)
+
+
+@defect(HEART, CANNOT, "errors")
+class TwiceSoftmax(Classes):
+  """Probabilities in place of logits: what remains of the loss is no floor of the task's."""
+
+  smoothing = 0.0
+
+  def errors(self, outputs, batch):
+    return super().errors(tf.nn.softmax(outputs), batch)
+
+
+@defect(HEART, CANNOT, "errors")
+class TwiceSigmoid(Small):
+  def errors(self, outputs, batch):
+    positive = tf.cast(batch["y"] > 0, tf.float32)
+    return tf.nn.sigmoid_cross_entropy_with_logits(positive, tf.sigmoid(outputs))
+
+
+@defect(HEART, CANNOT, "Classes.errors")
+class Blind(Classes):
+  """The outputs are the same for all examples: their gradients vanish only in the sum."""
+
+  smoothing = 0.0
+
+  def forward(self, batch, training):
+    return self.model(tf.ones_like(batch["x"]), training=training)

@@ -198,3 +198,16 @@ RIGHT = {
   Graphs: 3, OwnPadding: 3, OwnCount: 3, Texts: 2, OneLength: 0, NumbersOfElsewhere: 0,
 }  # fmt: skip
 """Task -> the number of checks that pass; the others do not apply."""
+
+
+@defect(EVALUATION, "rows of 4 and of 12, lengths by Buckets: mae is ", "tf.reduce_max(error")
+class WrongOnlyInAMetric(Graphs):
+  """The loss pools the largest of the nodes alone, in a line that comes first and is right."""
+
+  def read(self, values, batch):
+    largest = tf.reduce_max(values - 1e9 * (1 - batch["mask"]), axis=1)
+    return super().read(values, batch) + largest
+
+  def metrics(self, outputs, batch):
+    error = tf.abs(outputs - batch["y"])[:, None] - batch["mask"]
+    return {"mae": weighted_sum(tf.reduce_max(error, axis=1), batch["weight"])}

@@ -1,5 +1,7 @@
 """Steps whose verbs are out of order; the first four are defects of replicas too."""
 
+import tensorflow as tf
+
 from defects.replicas import (
   OWN_CHECK,
   WRITTEN,
@@ -24,3 +26,31 @@ class NeverUnscaled(Written):
   def reduced(self, step, gradients, local):
     gradients, loss = step.all_reduce(gradients, local)
     return [g / loss.weight for g in gradients], loss
+
+
+class Surgery(Written):
+  """Right: projects one loss's gradients off those of another where they point apart."""
+
+  def train_step(self, step, batch):
+    self.batch = batch
+    super().train_step(step, batch)
+
+  def reduced(self, step, gradients, local):
+    def smaller(part):
+      return self.loss(0.5 * self.forward(part, training=True), part)
+
+    others, _ = step.gradients(smaller, self.batch, step.variables())
+    made = []
+    for one, other in zip(gradients, others, strict=True):
+      along = tf.minimum(tf.reduce_sum(one * other), 0.0)
+      made.append(one + other - along / (tf.reduce_sum(other * other) + 1e-12) * other)
+    return super().reduced(step, made, local)
+
+
+class Projected(Written):
+  """Right so far as the order goes: no gradient is limited, only the sign of a product."""
+
+  def reduced(self, step, gradients, local):
+    first = gradients[0]
+    along = tf.minimum(tf.reduce_sum(first), 0.0) / tf.maximum(tf.norm(first), 1e-12)
+    return super().reduced(step, [first - along, *gradients[1:]], local)

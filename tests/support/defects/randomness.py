@@ -122,6 +122,26 @@ class AlwaysTraining(Dropout):
 
 
 @defect(
+  {"evaluation draws nothing": "evaluation depends on something else than its batch"},
+  "for the same batch again",
+  ".assign_add(",
+)
+class CountsInEvaluation(Right):
+  """It has no random layer, so dropout is not the cause."""
+
+  def build_model(self):
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    seen = tf.Variable(0.0, trainable=False, aggregation=first, name="seen")
+    return {"model": super().build_model(), "seen": seen}
+
+  def forward(self, batch, training):
+    if not training:
+      self.model["seen"].assign_add(1.0)
+    scale = 1.0 + tf.convert_to_tensor(self.model["seen"])
+    return self.model["model"](batch["x"] * scale, training=training)
+
+
+@defect(
   {"augmentation repeats with the seed": "stateful random op"},
   "'x' differs for the same examples with the same seeds (RandomUniform)",
   "tf.image.random_flip",

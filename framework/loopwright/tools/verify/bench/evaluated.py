@@ -15,11 +15,13 @@ from loopwright.eval_step import EvalStep
 from loopwright.evaluator import Evaluator
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import compiled
+from loopwright.metrics import Metric
 from loopwright.models import models
 from loopwright.strategies import placement
 from loopwright.tools.verify.bench import bench, row_influence, shared_noise, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.dtype_policy import under
+from loopwright.tools.verify.bench.loss_graph import backwards
 
 Values = dict[str, np.ndarray]
 """Name -> metric: a number, or an array of sorted numbers."""
@@ -51,7 +53,7 @@ class Evaluated:
     self._derived = self.task.derived
     self.task.derived = self._derive  # type: ignore[method-assign]
     self.gathers, self.changed = False, list[str]()
-    self._evaluators: list[Evaluator] = []
+    self._logged: dict[str, list[tf.Tensor]] = {}
 
   def __call__(self, sets: Mapping[str, Sequence[Rows]]) -> dict[str, Values]:
     """Evaluates named sets; those of one shape share a trace (host).
@@ -88,6 +90,10 @@ class Evaluated:
       batch = placement.of(self.strategy).split(rows)
       return compiled(evaluator.packed_step).get_concrete_function(batch).graph
 
+  def behind(self, metric: str) -> set[str]:
+    """Returns the operations from which a metric of the latest `graph` is computed, by name."""
+    return set().union(*(backwards(tensor) for tensor in self._logged.get(metric, [])))
+
   def _evaluator(self, sets: Mapping[str, Sequence[Rows]], *, eager: bool = False) -> Evaluator:
     datasets = {
       name: tf.data.Dataset.from_tensor_slices(
@@ -106,6 +112,11 @@ class Evaluated:
       def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         outer.gathers = True
         return super().all_gather(tensor)
+
+      def log(self, metrics: Mapping[str, Metric]) -> None:
+        for name, metric in metrics.items():
+          outer._logged[name] = [tf.convert_to_tensor(part) for part in tf.nest.flatten(metric)]
+        super().log(metrics)
 
     return Watched
 

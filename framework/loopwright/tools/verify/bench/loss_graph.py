@@ -5,13 +5,14 @@ The graph is that of one replica, from a batch to the total loss.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from loopwright.aliases import Model
+from loopwright.aliases import Model, Variable
 from loopwright.graphs import operations as graphs
 from loopwright.models import models
 from loopwright.tools.verify.bench import source_lines
@@ -22,6 +23,20 @@ STEPWISE = frozenset(
 )  # fmt: skip
 """Operations that pass no gradient: who replaces the gradient of one does so on purpose."""
 _STOPS = STEPWISE | {"StopGradient", "PreventGradient", "Shape", "Size"}
+_ACTIVATIONS = ("Softmax", "Sigmoid", "Tanh", "Relu", "Relu6")
+_ENDS = ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", "Softmax", "Exp",
+         "LogSoftmax")  # fmt: skip
+_SHAPED = (
+  "Identity",
+  "Reshape",
+  "Squeeze",
+  "Cast",
+  "StridedSlice",
+  "Neg",
+  "Abs",
+  "Select",
+  "SelectV2",
+)
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
 
 
@@ -83,7 +98,7 @@ class LossGraph:
     """
     if self.graph is None:
       return {}
-    reached, passing = (_backwards(self.graph.outputs[0], stops) for stops in (frozenset(), _STOPS))
+    reached, passing = (backwards(self.graph.outputs[0], stops) for stops in (frozenset(), _STOPS))
     inside = {id(outer): inner for outer, inner in self.graph.captures}
     found = {}
     for name, part in _parts(model):
@@ -102,13 +117,82 @@ class LossGraph:
     return graphs.operations(self.graph) if self.graph is not None else iter(())
 
 
+def cancels(loss_fn: Callable[[Any], Any], batch: Any, variables: Sequence[Variable]) -> list[bool]:
+  """Returns for each variable whether the gradients of its uses add up to zero and are not zero.
+
+  So it is in a loss of differences: the last bias is added to both. What each use passes back is
+  multiplied by uneven numbers, element by element: what is zero stays zero, what cancels does not.
+  """
+
+  def traced(given: Any) -> list[tf.Tensor]:
+    tf.config.run_functions_eagerly(True)  # a function inside is traced as a part of this one
+    try:
+      total = loss_fn(given).total
+    finally:
+      tf.config.run_functions_eagerly(False)
+    captured = {id(outer): inner for outer, inner in total.graph.captures}
+    handles = [captured.get(id(models.raw(v).handle)) for v in variables]
+    known = {id(inner) for inner in captured.values() if inner.dtype == tf.resource}
+    of_batch: set[str] = set()
+    for operation in total.graph.get_operations():
+      fed = operation.type == "Placeholder" and id(operation.outputs[0]) not in known
+      if fed or any(tensor.op.name in of_batch for tensor in operation.inputs):
+        of_batch.add(operation.name)
+    return [_weighted_gradient(total, handle, of_batch) for handle in handles]
+
+  norms = tf.function(traced, autograph=False)(batch)
+  return [bool(norm > 0) for norm in norms]
+
+
+def _weighted_gradient(total: tf.Tensor, handle: Any, of_batch: set[str]) -> tf.Tensor:
+  """Returns the norm of a variable's gradient if its uses by the batch count unevenly."""
+  uses, seen = list[tf.Tensor](), set[str]()
+  waiting = [handle] if handle is not None else []
+  while waiting:
+    for operation in waiting.pop().consumers():
+      if operation.name not in seen and operation.outputs:
+        seen.add(operation.name)
+        (uses if operation.name in of_batch else waiting).extend(operation.outputs)
+  uses = [each for each in uses if each.dtype.is_floating]
+  passed = [(u, g) for u, g in zip(uses, tf.gradients(total, uses), strict=True) if g is not None]
+  weighted = [g * _uneven(g, number) for number, (_, g) in enumerate(passed)]
+  [gradient] = tf.gradients([use for use, _ in passed], [handle], weighted) if passed else [None]
+  return tf.constant(0.0) if gradient is None else tf.norm(tf.cast(gradient, tf.float32))
+
+
+def squashed(graph: tf.Graph, task: Any, batch: Any) -> bool:
+  """Whether an activation makes what a softmax, a cross-entropy or an exp gets, or the outputs.
+
+  Args:
+    graph: of the step.
+    task: whose `forward` is traced, if it can be.
+    batch: of the step.
+  """
+  ends = [op.inputs[0] for op in graphs.operations(graph) if op.type in _ENDS]
+  with contextlib.suppress(Exception):
+    forward = tf.function(lambda rows: task.forward(rows, True), autograph=False)
+    ends += forward.get_concrete_function(batch).graph.outputs
+  for tensor in ends:
+    while tensor.op.type in _SHAPED:
+      tensor = tensor.op.inputs[-1 if "Select" in tensor.op.type else 0]
+    if tensor.op.type in _ACTIVATIONS:
+      return True
+  return False
+
+
+def _uneven(like: tf.Tensor, number: int) -> tf.Tensor:
+  """Returns a factor for each element; a random op would give all rows the same in a bench."""
+  places = tf.cast(tf.range(tf.size(like)) + 7 * number, like.dtype)
+  return tf.reshape(1.0 + 0.5 * tf.sin(places), tf.shape(like))
+
+
 def _parts(model: Model) -> list[tuple[str, Any]]:
   if isinstance(model, Mapping):
     return [(str(name), part) for name, part in model.items() if not models.is_variable(part)]
   return [(getattr(model, "name", type(model).__name__), model)]
 
 
-def _backwards(output: tf.Tensor, stops: frozenset[str]) -> set[str]:
+def backwards(output: tf.Tensor, stops: frozenset[str] = frozenset()) -> set[str]:
   """Returns the names of the operations from which an output is computed, up to some types."""
   found: set[str] = set()
   waiting = [output.op]

@@ -30,7 +30,8 @@ OWN = "own communication"
 """The verb of a communication that no verb of the step makes."""
 
 LIMITS = {"Minimum", "Maximum", "ClipByValue"}
-"""Operations of which clipping by norm or by value consists."""
+"""Operations of which clipping by norm or by value consists, with a limit that is not about 0."""
+NEAR_ZERO = 1e-5
 
 
 @dataclasses.dataclass
@@ -143,14 +144,19 @@ class Recording:
     call.place = source_lines.of_frames(own, self.task)
     found = self._origins(_tensors(tensors))
     call.raw, call.reduced = "raw" in found, "reduced" in found
-    call.clipped = call.raw and bool(LIMITS & found)
+    call.clipped = call.raw and bool(LIMITS & found) and not self._combines()
     call.local = call.verb == "apply" and "rows" in found and not call.raw
     self.calls.append(call)
 
   def _origins(self, tensors: Sequence[tf.Tensor]) -> set[str]:
     """Returns the kinds of known tensors that some tensors are computed from, and operations."""
     found, operations = self._behind(tensors)
-    return found | {operation.type for operation in operations}
+    return found | {operation.type for operation in operations if not _is_sign(operation)}
+
+  def _combines(self) -> bool:
+    """Whether gradients of several losses come together, as in gradient surgery."""
+    verbs = [call.verb for call in self.calls if call.verb in ("gradients", "all_reduce")]
+    return verbs[-2:] == ["gradients", "gradients"]
 
   def _behind(self, tensors: Sequence[tf.Tensor]) -> tuple[set[str], list[tf.Operation]]:
     found: set[str] = set()
@@ -263,6 +269,13 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
     here.step(subject.rows(here.task, rows))
   recording.find_early()
   return recording, here
+
+
+def _is_sign(operation: tf.Operation) -> bool:
+  """Whether an operation only keeps one sign, or divisors from 0: min(x, 0), max(norm, 1e-12)."""
+  limits = [tf.get_static_value(each) for each in operation.inputs]
+  near = (limit is not None and bool((abs(limit) < NEAR_ZERO).all()) for limit in limits)
+  return operation.type in ("Minimum", "Maximum") and any(near)
 
 
 def _handle(variable: Variable) -> Any:

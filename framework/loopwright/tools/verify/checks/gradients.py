@@ -25,7 +25,7 @@ from loopwright.graphs import randomness
 from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.step import Step
-from loopwright.tools.verify.bench import bench, made_variables, source_lines
+from loopwright.tools.verify.bench import bench, loss_graph, made_variables, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.dtype_policy import under
 from loopwright.tools.verify.bench.loss_graph import Calls, LossGraph
@@ -52,6 +52,8 @@ class GradientNotes:
   norms: dict[str, float] = dataclasses.field(default_factory=dict)
   """Largest L2 norm of each variable's gradient; -1 if it has none."""
   not_finite: set[str] = dataclasses.field(default_factory=set)
+  cancelled: set[str] = dataclasses.field(default_factory=set)
+  """Variables of which the gradients of several rows or calls add up to zero."""
   sparse: dict[str, int] = dataclasses.field(default_factory=dict)
   """Bytes of the dense gradient that each sparse one becomes."""
   wrong: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
@@ -79,8 +81,11 @@ def check(subject: Subject) -> list[Result]:
   seen, here = look(subject)
   task = here.task
   missing = [name for name, norm in seen.norms.items() if norm < 0]
-  zero = [n for n, norm in seen.norms.items() if norm == 0 and n not in seen.not_finite]
+  still = [n for n, norm in seen.norms.items() if norm == 0 and n not in seen.not_finite]
+  zero = [name for name in still if name not in seen.cancelled]
   count = _variables(len(seen.norms))
+  steps = f", after {STEPS_BEFORE} steps"
+  note = f"; that of {_named(still)} cancels, as in a loss of differences" if still else ""
   layers = [f'"{part}"' for name in missing for part in name.split("/")[:-1]]
   results = [
     _in_model(task, seen.outside),
@@ -92,7 +97,7 @@ def check(subject: Subject) -> list[Result]:
       (*layers, "argmax", "round", "numpy", "stop_gradient", "tf.cast"),
     ),
     _result(
-      task, "no gradient is zero", zero, f"{count}, after {STEPS_BEFORE} steps", "zero gradient",
+      task, "no gradient is zero", zero, f"{count}{steps}{note}", "zero gradient",
       "look for a ReLU that is always off, a saturated activation, or a factor of zero",
       ("relu", "clip_by_value", "* 0", "maximum", "minimum", "round"),
     ),
@@ -199,6 +204,10 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       with self.record.collected():  # tensors of the graph among them
         graph = LossGraph(loss_fn, batch)
       _note(seen, list(gradients), variables)
+      still = [v for v in variables if seen.norms[models.name(v)] == 0]
+      with contextlib.suppress(Exception), self.record.collected():  # not every loss is traced
+        found = loss_graph.cancels(loss_fn, batch, still) if still else []
+        seen.cancelled.update(models.name(v) for v, yes in zip(still, found, strict=True) if yes)
       _note_sparse(seen, total, variables)
       alone = differences is not None and self.parts.accumulation_steps == 1
       if alone and (differences != "float64" or graph.is_exact):

@@ -8,7 +8,7 @@ task pads by itself, with more of the same padding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ class Lengths:
 
   def _evaluation(self, short: Values, long: Values) -> Result:
     if wrong := different(long, short):
-      return self._failed(NAMES[0], f"{self.told}: {wrong[1]} in short rows")
+      return self._failed(NAMES[0], f"{self.told}: {wrong[1]} in short rows", long, short)
     return GROUP.passed(NAMES[0], f"{self.told}: the same {', '.join(short)}")
 
   def _training(self, *, known: bool) -> Result:
@@ -115,30 +115,43 @@ class Lengths:
     name = NAMES[2]
     if known or self.padded.others is None:
       return GROUP.skipped(name, f"{NAMES[0]!r} fails" if known else "no float feature is padded")
-    wrong = different(self._evaluated(self._rows(self.padded.others)), long)
+    others = self._evaluated(self._rows(self.padded.others))
+    wrong = different(others, long)
     if not wrong:
       return GROUP.passed(name, "other numbers in the padding change nothing")
     if self.padded.changing:
       told = (
         f"{', '.join(self.padded.changing)} have other numbers in the padding: {wrong[1]} before"
       )
-      return self._failed(name, told)
+      return self._failed(name, told, others, long)
     return GROUP.passed(name, f"they count ({wrong[1]} before), but are one constant: keep it so")
 
-  def _failed(self, name: str, detail: str) -> Result:
+  def _failed(self, name: str, detail: str, *compared: Values) -> Result:
     place = ""
     if name == NAMES[1]:  # evaluation is right
       place = source_lines.find(self.task, "train_step", "training_loss", containing=STEP_WORDS)
     with contextlib.suppress(Exception):
-      place = place or self._place()
+      place = place or self._place(*compared)
     return GROUP.failed(
       name, detail=detail, cause=CAUSE, remedy=REMEDY,
       place=place or source_lines.find(self.task, *METHODS, containing=WORDS),
     )  # fmt: skip
 
-  def _place(self) -> str:
-    """Returns the first line that makes one number of all positions, from both graphs."""
-    graphs = [self.here.graph(rows).get_operations() for rows in (self.short, self.long)]
+  def _place(self, *compared: Values) -> str:
+    """Returns the first line that makes one number of all positions, from both graphs.
+
+    Of what is `compared`, if anything, it is before a metric that differs; best if before no other.
+    """
+    both = [self.here.graph(rows).get_operations() for rows in (self.short, self.long)]
+    behind: dict[bool, set[str]] = {False: set(), True: set()}
+    for name in compared[0] if compared else ():
+      wrong = different(*({name: each[name]} for each in compared)) is not None
+      behind[wrong] |= self.here.behind(name)
+    wanted = (behind[True] - behind[False], behind[True] or {op.name for op in both[0]})
+    return next(filter(None, (self._line(both, among) for among in wanted)), "")
+
+  def _line(self, both: Sequence[Any], among: set[str]) -> str:
+    graphs = [[op for op in graph if op.name in among] for graph in both]
     lines: dict[int, str] = {}
     for one, other in zip(*graphs, strict=False):
       kind = _kind(one, other)

@@ -41,6 +41,14 @@ STATELESS = (
   "use Keras layers, or tf.random.stateless_* with step.seed(): ops with their own state give "
   "other numbers after a restart"
 )
+DROPOUT = (
+  "dropout active in evaluation",
+  "pass training on, which is False in eval_step(): self.model(x, training=training)",
+)
+UNSTEADY = (
+  "evaluation depends on something else than its batch",
+  "it draws no random numbers: look for a variable that it changes, a counter, a file or the time",
+)
 
 
 def check(subject: Subject) -> list[Result]:
@@ -269,18 +277,14 @@ class Steps:
       return GROUP.passed(name, f"the same {', '.join(once)} again")
     key = different[0]
     stateful = [draw for draw in watched.stateful if not draw.by_keras]
+    by_layer = any(draw.by_keras for draw in watched.draws)
+    own = (STATEFUL, STATELESS) if watched.draws else UNSTEADY
+    told = DROPOUT if by_layer or (self._random_layers and not stateful) else own
+    words = (".assign", "time.") if told is UNSTEADY else ("training=True", "dropout")
     return GROUP.failed(
-      name, f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again",
-      *(
-        (STATEFUL, STATELESS)
-        if stateful and not self._random_layers
-        else (
-          "dropout active in evaluation",
-          "pass training on, which is False in eval_step(): self.model(x, training=training)",
-        )
-      ),
+      name, f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again", *told,
       random_draws.place(
-        self.task, stateful or watched.draws, ("forward", "eval_step"), ("training=True", "dropout")
+        self.task, stateful or watched.draws, ("forward", "eval_step"), words
       ),
     )  # fmt: skip
 
