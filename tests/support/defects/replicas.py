@@ -118,9 +118,6 @@ class LocalNegatives(Small):
     rows = tf.range(tf.shape(outputs)[0])
     return tf.nn.sparse_softmax_cross_entropy_with_logits(rows, -apart)
 
-  def loss(self, outputs, batch):
-    return Loss.from_examples(self.errors(outputs, batch), batch["weight"])
-
 
 @defect("same metrics on 2 replicas", "metric read in replica context", "metrics")
 class MetricOfMeans(Small):
