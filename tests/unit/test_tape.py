@@ -364,7 +364,8 @@ def test_a_pass_over_a_part_of_the_batch_is_given_it(part, mirrored):
   np.testing.assert_allclose(task.model.layers[0].moving_mean, np.mean(means, 0), rtol=1e-5)
 
 
-def test_repeated_rows_of_an_embedding_count_each_time(mirrored):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_repeated_rows_of_an_embedding_count_each_time(replicas, mirrored):
   """The gradient of an own tape is IndexedSlices with an index twice."""
   ids = np.array([0, 2, 2, 1, 2, 0], np.int32)
 
@@ -380,7 +381,7 @@ def test_repeated_rows_of_an_embedding_count_each_time(mirrored):
     return tape.gradient(loss.total, [models.raw(v) for v in step.variables()]), loss
 
   task = Table(made)
-  result = trainer_of(task, mirrored(2), names=(), batch=6).train(tf.constant(1))
+  result = trainer_of(task, mirrored(replicas), names=(), batch=6).train(tf.constant(1))
   expected = np.array([np.sum(-2.0 * np.arange(6)[ids == row]) / 6 for row in range(3)])
   np.testing.assert_allclose(task.model.get_weights()[0][:, 0], -RATE * expected, rtol=1e-6)
   assert result["gradient_norm"] == pytest.approx(np.linalg.norm(expected), rel=1e-6)

@@ -73,7 +73,8 @@ class Fusion:
 
     Makes it in replica context.
     """
-    return dense(tape.gradient(total, self._raw, output_gradients=factor))
+    found = tape.gradient(total, self._raw, output_gradients=factor)
+    return [None if g is None else tf.convert_to_tensor(g) for g in found]
 
   def unpack(self, pieces: Sequence[Gradient]) -> list[Gradient]:
     """Converts gradients of `variables` to gradients of `originals`."""
@@ -216,7 +217,7 @@ class Gradients(Sequence[Gradient]):
     """Returns gradients as they are; does not fuse a plain list."""
     if isinstance(gradients, Gradients):
       return gradients
-    return cls(None, dense(gradients), [g is None for g in gradients])
+    return cls(None, gradients, [g is None for g in gradients])
 
   @classmethod
   def zeros(cls, fusion: Fusion) -> Gradients:
@@ -272,11 +273,6 @@ class Gradients(Sequence[Gradient]):
 
   def __len__(self) -> int:
     return len(self.missing)
-
-
-def dense(gradients: Sequence[Any]) -> list[Gradient]:
-  """Returns tensors of gradients; those of IndexedSlices count repeated indices once each."""
-  return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
 def _wide(gradient: tf.Tensor) -> tf.Tensor:
