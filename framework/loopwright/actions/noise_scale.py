@@ -51,8 +51,8 @@ class NoiseScale(Action):
       )
     assert run.trainer is not None
     parts = run.trainer.parts
-    unit = functools.partial(parts.loss_scale.scaled, tf.constant(1.0), parts.global_batch_size)
-    run.trainer.observe(_Noise(self._seen, unit))
+    factor = functools.partial(parts.loss_scale.factor, parts.global_batch_size)
+    run.trainer.observe(_Noise(self._seen, factor))
 
   def state(self) -> dict[str, float]:
     """Returns the running means."""
@@ -87,12 +87,12 @@ class _Noise(Observer):
   """Turns what the replicas measure into one value of a loop, "noise_scale"."""
 
   def __init__(
-    self, seen: Callable[[float, float, int], float], unit: Callable[[], tf.Tensor]
+    self, seen: Callable[[float, float, int], float], factor: Callable[[], tf.Tensor | None]
   ) -> None:
-    self._seen, self._unit = seen, unit
+    self._seen, self._factor = seen, factor
 
   def of_replica(self) -> StepObserver:
-    return _NoiseOfReplica(self._unit)
+    return _NoiseOfReplica(self._factor)
 
   def loop_ends(self, results: dict[str, float], *, done: int, ran: int) -> None:
     square = results.pop("noise_square", math.nan)
@@ -102,8 +102,8 @@ class _Noise(Observer):
 class _NoiseOfReplica(StepObserver):
   """Measures the first all-reduce of a step."""
 
-  def __init__(self, unit: Callable[[], tf.Tensor]) -> None:
-    self._unit = unit
+  def __init__(self, factor: Callable[[], tf.Tensor | None]) -> None:
+    self._factor = factor
     self._found: dict[str, tuple[tf.Tensor, tf.Tensor]] | None = None
 
   def all_reduce(
@@ -111,7 +111,8 @@ class _NoiseOfReplica(StepObserver):
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     if self._found is not None:
       return reduce(gradients, scalars)
-    per_square = 1.0 / tf.square(self._unit())  # gradients come scaled
+    factor = self._factor()  # gradients come scaled
+    per_square = 1.0 / tf.square(1.0 if factor is None else factor)
     own = per_square * _square(gradients), tf.square(tf.cast(scalars[1], tf.float32))
     sums, more = reduce(gradients, [*scalars, *own])
     *scalar_sums, squares, weights_squared = more
