@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -78,11 +77,13 @@ class Installed(NamedTuple):
 
 
 def python(version: str) -> str:
-  """Returns the program of a Python, pyenv's or one that uv finds or loads; skips without one."""
-  for program in sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")):
-    return str(program)
-  found = subprocess.run(["uv", "python", "install", "-q", version], capture_output=True)
-  if found.returncode and shutil.which(f"python{version}") is None:
+  """Returns the program of a Python: beside this one, on the path, or loaded by uv; else skips."""
+  beside = sorted(Path(sys.base_prefix).parent.glob(f"{version}.*/bin/python"))
+  for program in (*map(str, beside), f"python{version}"):
+    with contextlib.suppress(OSError):
+      if subprocess.run([program, "--version"], capture_output=True).returncode == 0:
+        return program
+  if subprocess.run(["uv", "python", "install", "-q", version], capture_output=True).returncode:
     pytest.skip(f"no Python {version}: it is not installed and uv cannot load it")
   return version
 
