@@ -142,32 +142,32 @@ def _first(one: list[Operation], other: list[Operation], count: int, row: int) -
 
 
 def _reduction(one: list[Operation], other: list[Operation], last: int, count: int) -> str:
-  """Returns the line of the sum, mean or the like by which the rows met, if there is one."""
+  """Returns the line of the reduction by which rows met, else of an operation on shifted rows."""
   makers = {output: number for number in range(last) for output in one[number].outputs}
-  waiting, seen = [last], {last}
+  waiting, seen, shifted = [last], {last}, ""
   while waiting:
     number = waiting.pop()
     if one[number].kind in _REDUCTIONS:
       return one[number].place
-    for maker in (makers[each] for each in one[number].inputs if each in makers):
-      mine, yours = one[maker].values, other[maker].values
-      of_rows = any(_has_rows(value, count) for value in mine)
-      if maker not in seen and not of_rows and any(map(_differ, mine, yours)):
-        waiting.append(maker)
-      seen.add(maker)
-  return ""
+    mixed = [maker for each in one[number].inputs if (maker := makers.get(each, last)) != last]
+    mixed = [m for m in mixed if not any(_has_rows(value, count) for value in one[m].values)]
+    if number != last and sum(value.size > 1 for m in mixed for value in one[m].values) > 1:
+      shifted = shifted or one[number].place
+    mixed = [m for m in mixed if any(map(_differ, one[m].values, other[m].values))]
+    waiting += {*mixed} - seen
+    seen |= {*mixed}
+  return shifted
 
 
 def sources(operations: Sequence[Operation], last: int) -> set[int]:
   """Returns the places of the operations from which one is computed."""
   makers = {output: number for number in range(last) for output in operations[number].outputs}
-  found: set[int] = set()
-  waiting = [last]
+  found, waiting = set[int](), [last]
   while waiting:
-    for each in operations[waiting.pop()].inputs:
-      if each in makers and makers[each] not in found:
-        found.add(makers[each])
-        waiting.append(makers[each])
+    inputs = operations[waiting.pop()].inputs
+    new = {makers[each] for each in inputs if each in makers} - found
+    waiting += new
+    found |= new
   return found
 
 
