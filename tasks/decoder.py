@@ -105,8 +105,34 @@ class DecoderBlock(keras.layers.Layer):
     return x + self.down(keras.ops.silu(self.gate(y)) * self.up(y))
 
 
+_IN_BLOCK = {
+  "input_layernorm.weight": "attention_norm/scale",
+  "post_attention_layernorm.weight": "mlp_norm/scale",
+  "self_attn.q_norm.weight": "attention/query_norm/scale",
+  "self_attn.k_norm.weight": "attention/key_norm/scale",
+  "self_attn.q_proj.weight": "attention/query/kernel.T",
+  "self_attn.k_proj.weight": "attention/key/kernel.T",
+  "self_attn.v_proj.weight": "attention/value/kernel.T",
+  "self_attn.o_proj.weight": "attention/to_output/kernel.T",
+  "mlp.gate_proj.weight": "gate/kernel.T",
+  "mlp.up_proj.weight": "up/kernel.T",
+  "mlp.down_proj.weight": "down/kernel.T",
+}
+
+
 class Decoder(keras.Model):
-  """Tokens and positions -> float32 logits of the next byte; the embedding is also the output."""
+  """Tokens and positions -> float32 logits of the next byte; the embedding is also the output.
+
+  Attributes:
+    weight_names: names of the weights in Hugging Face's safetensors files of this architecture,
+      Qwen3 with one matrix for input and output -> names here; see `WarmStart.rename`.
+  """
+
+  weight_names: Mapping[str, str] = {
+    "model.embed_tokens.weight": "embedding/embeddings",
+    "model.norm.weight": "norm/scale",
+    **{f"model.layers.{{}}.{name}": f"block_{{}}/{here}" for name, here in _IN_BLOCK.items()},
+  }
 
   def __init__(
     self, *, layers: int, width: int, heads: int, groups: int, base_width: int | None = None

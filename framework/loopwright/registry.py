@@ -117,6 +117,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
   },
   "tool": {
     "loopwright.tools.exports.export": "export",
+    "loopwright.tools.exports.weights": "export_weights",
     "loopwright.tools.forensics.examine": "examine",
     "loopwright.tools.ledger.recorder": "Recorder",
     "loopwright.tools.memory": "advice memory",

@@ -143,6 +143,7 @@ _OF_MODES: Mapping[str, Sequence[str]] = {
   "json": ("verify",),
   "device_gib": ("memory",),
   "learning_rate": ("tune",),
+  "format": ("export",),
 }
 """Flags that are for some of the modes."""
 
@@ -314,7 +315,7 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
   no_workers = Workers.read("0")
   parser.set_defaults(
     model_dir=None, local_workers=no_workers, local_ps=0, max_restarts=0, json=None,
-    device_gib=None, learning_rate=False, accept_changes=False,
+    device_gib=None, learning_rate=False, accept_changes=False, format="savedmodel",
   )  # fmt: skip
   if "model_dir" in takes:
     told = "The run folder, or its URL; default: runs/<name of the first gin file>."
@@ -334,6 +335,9 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
   if "learning_rate" in takes:
     told = "For --mode=tune: a range test of the learning rate instead."
     parser.switch("learning_rate", told)
+  if "format" in takes:
+    told = "For --mode=export: safetensors writes <model_dir>/model.safetensors, weights alone."
+    parser.choice("format", "savedmodel", ["savedmodel", "safetensors"], told)
   parser.choice(
     "log_format", "plain", ["plain", "time", "json"], "What the lines of the log are: as they "
     "come, after their time, or objects of JSON with time, stream and text.",
@@ -348,9 +352,9 @@ def _check_flags(values: argparse.Namespace) -> None:
     raise UsageError("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
   if values.model_dir == "":
     raise UsageError("--model_dir is empty; give a folder, or leave the flag out")
-  for name in ("json", "device_gib", "learning_rate"):
+  for name in ("json", "device_gib", "learning_rate", "format"):
     value, [mode] = getattr(values, name), _OF_MODES[name]
-    if value not in (None, False) and values.mode != mode:
+    if value not in (None, False, "savedmodel") and values.mode != mode:
       told = f"--{name}" if value is True else f"--{name}={value}"
       raise UsageError(f"{told} is for --mode={mode}, not {values.mode}; remove it")
   _check_local_flags(values)

@@ -18,7 +18,11 @@ def run(parsed: Parsed) -> int:
       "`loopwright average` takes run folders and a new one, as in "
       "`average runs/a runs/b --to=runs/soup`."
     )
+  from loopwright.run_folder import safetensors_files
   from loopwright.tools.runs.average import average
 
-  print(average(parsed.arguments, parsed.values.to, batches=parsed.values.batches))
+  if parsed.values.to.endswith(safetensors_files.SUFFIX):
+    print(safetensors_files.average(parsed.arguments, parsed.values.to))
+  else:
+    print(average(parsed.arguments, parsed.values.to, batches=parsed.values.batches))
   return 0

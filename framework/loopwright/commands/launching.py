@@ -32,6 +32,9 @@ def run(parsed: Parsed) -> int:
     memory = registry.load("tool", "memory")
     memory(values.gin_file, values.gin_param, device_gib=values.device_gib, show=show)
     return 0
+  if values.mode == "export" and values.format == "safetensors":
+    print(registry.load("tool", "export_weights")(model_dir))
+    return 0
   from loopwright import configurables
   from loopwright.errors import Failed, Preempted, first_line
 

@@ -17,14 +17,14 @@ from loopwright.errors import ConfigError, suggest
 from loopwright.host import bounded
 from loopwright.models import models
 from loopwright.run_folder import checkpoints, h5, weight_files
-from loopwright.run_folder.weight_files import Stored
+from loopwright.run_folder.safetensors_files import INDEX, SUFFIX, Renaming, Stored
 
 if TYPE_CHECKING:
   from loopwright.run_folder.warm_start import WarmStart
 
 MATCHED, DIFFERS, EXCLUDED = "matched", "shape differs", "excluded"
 ONLY_MODEL, ONLY_FILE = "only in the model", "only in the file"
-"""Name of the table's file in the run folder."""
+SAFETENSORS = (SUFFIX, INDEX)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,8 @@ def load(of: WarmStart, model: Model) -> WarmStartReport:
   with contextlib.ExitStack() as stack:
     with bounded.reading(source, remedy):
       stored = stack.enter_context(weight_files.contents(source, of.match))
-    report, pairs = _matched(of, source, Names(model), _renamed(of, stored))
+    own = getattr(model, "weight_names", {}) if source.endswith(SAFETENSORS) else {}
+    report, pairs = _matched(of, source, Names(model), _renamed(of, stored, own))
     with bounded.reading(source, remedy):
       values = [(variable, found.read()) for variable, found in pairs]
   for variable, value in values:
@@ -108,21 +109,22 @@ def load(of: WarmStart, model: Model) -> WarmStartReport:
   return report
 
 
-def _renamed(of: WarmStart, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-  for prefix in of.rename:
-    if not any(name.startswith(prefix) for name in stored):
-      raise ConfigError(
-        f"WarmStart.rename has {prefix!r}, but no name in {of.path!r} begins with it; its "
-        f"names are such as {_some(stored)}."
-      )
+def _renamed(
+  of: WarmStart, stored: Mapping[str, Stored], own: Mapping[str, str]
+) -> dict[str, Stored]:
+  renaming = Renaming(of.rename or own)
+  used = {key for name in stored for key in renaming.fitting(name)}
+  for key in of.rename.keys() - used:
+    raise ConfigError(
+      f"WarmStart.rename has {key!r}, but no name in {of.path!r} begins with it; its "
+      f"names are such as {_some(stored)}."
+    )
   renamed: dict[str, Stored] = {}
   for name, value in stored.items():
-    fitting = [prefix for prefix in of.rename if name.startswith(prefix)]
-    prefix = max(fitting, key=len, default="")
-    new = of.rename.get(prefix, "") + name.removeprefix(prefix)
+    new, transposed = renaming.of(name)
     if new in renamed:
       raise ConfigError(f"WarmStart.rename gives two variables the name {new!r}; change it.")
-    renamed[new] = value
+    renamed[new] = value.transposed() if transposed else value
   return renamed
 
 
@@ -214,11 +216,31 @@ class Names:
     for alias, variable in weight_files.numbered(model):
       if id(variable) in by_id:
         self._index.setdefault(alias, []).append(by_id[id(variable)])
+    for path in [each for each in self._index if "/_" in each]:  # Keras's attribute is "_kernel"
+      self._index.setdefault(path.replace("/_", "/"), self._index[path])
+    self._own = f"{model.name}/" if models.is_keras(model) else ""
+    for name in self.known:  # a model without a name given is "sequential_2"
+      self._index.setdefault(name.removeprefix(self._own), [name])
 
   def find(self, name: str) -> str | None:
     """Returns the name in `known` for a file's `name`; None if there is none, or more than one."""
     found = self._index.get(name, [])
     return found[0] if len(found) == 1 else None
+
+  def in_file(self, own: Mapping[str, str]) -> dict[str, tuple[tf.Variable, bool]]:
+    """Returns name in a file -> variable, and whether it is transposed there.
+
+    Args:
+      own: the model's `weight_names`: names in the file -> names in the model, as for
+        `WarmStart.rename`. A variable without one has the name that reports use, without the
+        model's own.
+    """
+    renaming = Renaming(own).inverse()
+    named = {name: (name.removeprefix(self._own), False) for name in self.known}
+    for alias, found in self._index.items():
+      if len(found) == 1 and renaming.fitting(alias):
+        named[found[0]] = renaming.of(alias)
+    return {new: (self.known[name], turned) for name, (new, turned) in named.items()}
 
 
 def _fits(variable: tf.Variable, stored: Stored) -> bool:

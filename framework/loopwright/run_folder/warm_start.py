@@ -40,12 +40,16 @@ class WarmStart:
 
     Args:
       path: a run folder (its newest checkpoint), its `checkpoints` or `best`, a checkpoint without
-        suffix, or a Keras file: .keras or .weights.h5 of Keras 3, or .h5 of tf_keras.
+        suffix; a Keras file: .keras or .weights.h5 of Keras 3, or .h5 of tf_keras; a .safetensors
+        file, the .safetensors.index.json of several, or a folder with model.safetensors.
       include: regular expressions for whole names of the model's variables; only these are taken,
         () for all.
       exclude: the same, for variables that keep their initial values, such as ['head/.*'].
       rename: prefix of names in the file -> prefix in the model, such as
-        {'encoder/': 'backbone/'}; the longest matching prefix counts.
+        {'encoder/': 'backbone/'}; the longest matching prefix counts. Or whole names, if "{}"
+        stands for a part of both, or if the matrix must be transposed, as those of PyTorch:
+        {'layers.{}.up.weight': 'block_{}/up/kernel.T'}. None for the model's own `weight_names`,
+        if it has them and the file is safetensors, else for no change.
       match: "name", such as 'conv1/kernel'; or "path", for checkpoints only: the place inside the
         model, which is also used for names that are not unique.
       strict: raise an error if a variable that is not excluded has no match.
@@ -69,13 +73,11 @@ class WarmStart:
     """
     from loopwright.run_folder import weight_files
 
-    source = weight_files.located(self.path)
-    # The index of a checkpoint has checksums of the data.
-    file = source if source.endswith(weight_files.KERAS) else f"{source}.index"
     content = hashlib.sha256()
-    with tf.io.gfile.GFile(file, "rb") as opened:
-      while block := opened.read(2**20):
-        content.update(block)
+    for file in weight_files.parts(weight_files.located(self.path)):
+      with tf.io.gfile.GFile(file, "rb") as opened:
+        while block := opened.read(2**20):
+          content.update(block)
     return content.hexdigest()[:12]
 
   def apply(self, trainer: Trainer) -> WarmStartReport:

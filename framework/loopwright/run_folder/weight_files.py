@@ -1,15 +1,14 @@
-"""Reads variables from a checkpoint or a Keras file, by name."""
+"""Reads variables from a checkpoint, a Keras file or safetensors files, by name."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import keras
@@ -22,26 +21,15 @@ from loopwright.aliases import Model
 from loopwright.errors import ConfigError
 from loopwright.host import bounded
 from loopwright.models import models
-from loopwright.run_folder import checkpoint_files, checkpoints, h5, places
+from loopwright.run_folder import checkpoint_files, checkpoints, h5, places, safetensors_files
+from loopwright.run_folder.safetensors_files import Stored
 
 Match = Literal["name", "path"]
 KERAS = (".keras", ".h5", ".hdf5")
+FILES = (*KERAS, safetensors_files.SUFFIX, safetensors_files.INDEX)
 _NO_WEIGHTS = {"optimizer", "optimizers", "save_counter", "global_step"}
 _RANDOM = "seed_generator"
 """Part of the name of the state of Keras 3's random layers."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stored:
-  """One variable in a file; `read` loads its value."""
-
-  dtype: str
-  shape: tuple[int, ...]
-  read: Callable[[], np.ndarray]
-
-  def __str__(self) -> str:
-    """Returns "float32 [3, 3]"."""
-    return f"{self.dtype} {list(self.shape)}"
 
 
 def located(path: str) -> str:
@@ -53,25 +41,35 @@ def located(path: str) -> str:
   path = places.local_copy(path)
   if path.endswith(KERAS) and tf.io.gfile.exists(path):
     return path
-  if found := checkpoint_files.find(path):
+  if found := safetensors_files.find(path) or checkpoint_files.find(path):
     return found
   raise ConfigError(
     f"WarmStart.path is {path!r}, where no weights are; give a run folder, its checkpoints or best "
-    "folder, a checkpoint without its suffix, or a Keras file, .keras or .weights.h5."
+    "folder, a checkpoint without its suffix, a Keras file, .keras or .weights.h5, or safetensors."
   )
 
 
 @contextlib.contextmanager
 def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
   """Yields name -> variable of a path from `located`; they can be read inside the context."""
-  if not source.endswith(KERAS):
+  if not source.endswith(FILES):
     yield _of_checkpoint(tf.train.load_checkpoint(source), match)
     return
   if match == "path":
-    raise ConfigError(
-      f"WarmStart.match is 'path', but {source!r} is a Keras file, which has names; remove match."
-    )
-  yield _of_h5(h5_content(source), source)
+    raise ConfigError(f"WarmStart.match is 'path', but {source!r} has names; remove match.")
+  if source.endswith(KERAS):
+    yield _of_h5(h5_content(source), source)
+    return
+  with safetensors_files.contents(source) as found:
+    yield found
+
+
+def parts(source: str) -> list[str]:
+  """Returns the files whose content is that of a path from `located` (host)."""
+  if source.endswith(KERAS):
+    return [source]
+  # The index of a checkpoint has checksums of the data.
+  return safetensors_files.shards(source) if source.endswith(FILES) else [f"{source}.index"]
 
 
 def h5_content(source: str) -> bytes:

@@ -1,0 +1,25 @@
+"""`loopwright export --format=safetensors`: the weights of a run, for other libraries."""
+
+from __future__ import annotations
+
+import os
+
+from loopwright import from_config
+from loopwright.run_folder import safetensors_files
+from loopwright.run_folder.matching import Names
+
+
+def export_weights(model_dir: str) -> str:
+  """Writes <model_dir>/model.safetensors; returns a line about it (host).
+
+  It has the weights that the run evaluates, under the model's `weight_names` if it has them.
+
+  Raises:
+    ConfigError: the folder has no run, or no complete checkpoint of it.
+  """
+  model = from_config.restored(model_dir).model
+  named = Names(model).in_file(getattr(model, "weight_names", {}))
+  path = os.path.join(model_dir, f"model{safetensors_files.SUFFIX}")
+  values = {name: (variable.numpy(), turned) for name, (variable, turned) in named.items()}
+  safetensors_files.write(path, {n: v.T if turned else v for n, (v, turned) in values.items()})
+  return f"{path}: {len(values)} variables, {sum(v.size for v, _ in values.values()):,} parameters"

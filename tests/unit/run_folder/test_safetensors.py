@@ -1,0 +1,192 @@
+"""Weights in safetensors files: what a network computes with them, by NumPy; where they go."""
+
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import runs
+import safetensors.numpy
+import safetensors.tensorflow
+import tensorflow as tf
+import toys
+
+import loopwright
+from loopwright import commands, configurables, running
+from loopwright.errors import ConfigError
+from loopwright.run_folder import safetensors_files
+from loopwright.run_folder.matching import Names
+from loopwright.run_folder.warm_start import WarmStart
+from loopwright.strategies import factories
+from loopwright.tasks.decoder import decoder
+
+RNG = np.random.default_rng(4)
+HEADS, GROUPS, SIZE = 4, 2, 4
+X = RNG.normal(size=[8, 3]).astype(np.float32)
+
+
+def network():
+  made = decoder(layers=2, width=HEADS * SIZE, heads=HEADS, groups=GROUPS)
+  for weight in made.weights:
+    weight.assign(weight + RNG.normal(0, 0.2, weight.shape))
+  return made
+
+
+def save(model, path):
+  named = Names(model).in_file(model.weight_names)
+  values = {n: v.numpy().T if turned else v.numpy() for n, (v, turned) in named.items()}
+  safetensors_files.write(str(path), values)
+
+
+def computed(weights, tokens):
+  """Logits [length, 256] of Qwen3's architecture, from arrays of Hugging Face's names, float64."""
+
+  def norm(x, name):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * w[f"{name}.weight"]
+
+  def turned(x):  # [length, heads, size]
+    rates = 10_000.0 ** -(np.arange(SIZE // 2) / (SIZE // 2))
+    pair = x[..., : SIZE // 2] + 1j * x[..., SIZE // 2 :]
+    pair = pair * np.exp(1j * np.arange(len(x))[:, None, None] * rates)
+    return np.concatenate([pair.real, pair.imag], axis=-1)
+
+  def linear(x, name):
+    return x @ w[f"{name}.weight"].T
+
+  w = {name: value.astype(np.float64) for name, value in weights.items()}
+  x = w["model.embed_tokens.weight"][tokens]
+  hidden = np.tri(len(tokens)) == 0
+  for layer in ("model.layers.0", "model.layers.1"):
+    own, y = f"{layer}.self_attn", norm(x, f"{layer}.input_layernorm")
+    q, k, v = (linear(y, f"{own}.{n}_proj").reshape(len(tokens), -1, SIZE) for n in "qkv")
+    q, k = turned(norm(q, f"{own}.q_norm")), turned(norm(k, f"{own}.k_norm"))
+    k, v = (np.repeat(each, HEADS // GROUPS, axis=1) for each in (k, v))
+    scores = np.where(hidden, -np.inf, np.einsum("qhd,khd->hqk", q, k) / np.sqrt(SIZE))
+    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    mixed = np.einsum("hqk,khd->qhd", scores / scores.sum(axis=-1, keepdims=True), v)
+    x = x + linear(mixed.reshape(len(tokens), -1), f"{own}.o_proj")
+    y = norm(x, f"{layer}.post_attention_layernorm")
+    gate = linear(y, f"{layer}.mlp.gate_proj")
+    y = gate / (1 + np.exp(-gate)) * linear(y, f"{layer}.mlp.up_proj")
+    x = x + linear(y, f"{layer}.mlp.down_proj")
+  return (norm(x, "model.norm") @ w["model.embed_tokens.weight"].T)[:, :256]
+
+
+def test_a_decoder_has_the_names_of_hugging_face_both_ways(tmp_path):
+  given, tokens = network(), np.array([3, 1, 4, 1, 5, 9])
+  save(given, tmp_path / "model.safetensors")
+  weights = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  read = decoder(layers=2, width=HEADS * SIZE, heads=HEADS, groups=GROUPS)
+  report = WarmStart(path=str(tmp_path), strict=True).load(read)
+  assert report.count("matched") == len(weights) == 24
+  batch = {"token": tokens[None], "position": np.arange(len(tokens))[None]}
+  np.testing.assert_allclose(read(batch)[0], computed(weights, tokens), atol=2e-5)
+
+
+def test_shards_are_read_by_their_index_and_half_precision_is_cast(tmp_path):
+  given = network()
+  save(given, tmp_path / "model.safetensors")
+  weights = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  (tmp_path / "model.safetensors").unlink()
+  names, index = sorted(weights), {}
+  for number, some in enumerate((names[:10], names[10:])):
+    of = {name: tf.cast(weights[name], tf.bfloat16) for name in some}
+    safetensors.tensorflow.save_file(dict(of), tmp_path / f"{number}.safetensors")
+    index |= dict.fromkeys(some, f"{number}.safetensors")
+  file = tmp_path / "model.safetensors.index.json"
+  file.write_text(json.dumps({"weight_map": index}))
+  read = decoder(layers=2, width=HEADS * SIZE, heads=HEADS, groups=GROUPS)
+  digest = WarmStart(path=str(tmp_path)).digest()
+  WarmStart(path=str(tmp_path), strict=True).load(read)
+  for one, other in zip(given.weights, read.weights, strict=True):
+    np.testing.assert_array_equal(tf.cast(tf.cast(one, tf.bfloat16), tf.float32), other)
+  safetensors.tensorflow.save_file(dict(of), tmp_path / "1.safetensors", {"changed": "yes"})
+  assert WarmStart(path=str(tmp_path)).digest() != digest
+  (tmp_path / "0.safetensors").unlink()
+  with pytest.raises(ConfigError, match=r"^'.*index.json' cannot be read \(.*\); it is damaged or"):
+    WarmStart(path=str(tmp_path)).load(read)
+  file.write_text('{"weight_map": {"a": "../a.safetensors"}}')
+  with pytest.raises(ConfigError, match=r"names the file '../a.safetensors'; it must be one"):
+    WarmStart(path=str(tmp_path)).digest()
+
+
+@pytest.mark.parametrize("part", [slice(0, 20), slice(0, -4), slice(8, None)])
+def test_a_damaged_file_is_one_line(tmp_path, part):
+  path = tmp_path / "model.safetensors"
+  save(network(), path)
+  path.write_bytes(path.read_bytes()[part])
+  with pytest.raises(ConfigError, match=r"^'.*' cannot be read \(.*\); it is damaged or"):
+    WarmStart(path=str(path)).load(network())
+
+
+@loopwright.register
+class Line(toys.Regression):
+  """y = x @ kernel + bias."""
+
+  features = {"x": X, "y": X[:, 0]}
+
+  def build_model(self):
+    return toys.network([3], keras.layers.Dense(1, name="head"))
+
+
+SGD = ("run.task = @Line()", "run.optimizer = @keras.SGD", "run.global_batch_size = 4")
+
+
+def trained(folder, *more):
+  configurables.parse([], [*SGD, "run.train_steps = 3", *more])
+  configurables.configured(running.run)(mode="train", model_dir=str(folder))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_is_exported_and_another_begins_with_it(tmp_path, replicas, capsys):
+  trained(tmp_path / "a", f"run.seed = {replicas}")
+  gin = tmp_path / "a" / "operative_config.gin"
+  arguments = ["loopwright", "export", str(gin), f"--model_dir={tmp_path / 'a'}"]
+  assert commands.main([*arguments, "--format=safetensors"]) == 0
+  assert "model.safetensors: 2 variables, 4 parameters" in capsys.readouterr().out
+  held = safetensors.numpy.load_file(tmp_path / "a" / "model.safetensors")
+  reader = tf.train.load_checkpoint(str(tmp_path / "a" / "checkpoints" / "ckpt-3"))
+  keys = [key for key in reader.get_variable_to_shape_map() if key.startswith("model/")]
+  kernel, bias = (
+    reader.get_tensor(next(key for key in keys if name in key)) for name in ("kernel", "bias")
+  )
+  np.testing.assert_array_equal([*held["head/kernel"][:, 0], *held["head/bias"]],
+                                [*kernel[:, 0], *bias])  # fmt: skip
+  # One step of SGD on all rows from there.
+  error = 2 * (X @ kernel[:, 0] + bias - X[:, 0])
+  expected = kernel[:, 0] - 0.01 * error @ X / len(X)
+  strategy = factories.mirrored(cpu_replicas=replicas) if replicas > 1 else factories.default()
+  trainer = runs.make_trainer(Line(), strategy, batch=len(X), optimizer=keras.optimizers.SGD)
+  WarmStart(path=str(tmp_path / "a" / "model.safetensors"), strict=True).apply(trainer)
+  trainer.train(tf.constant(1))
+  for replica in runs.copies(strategy, trainer.task.model.trainable_variables):
+    np.testing.assert_allclose(replica[0][:, 0], expected, rtol=1e-6)
+
+
+def test_the_mean_of_files(tmp_path):
+  values = [RNG.normal(size=[3, 2]).astype(np.float32) for _ in range(3)]
+  files = [str(tmp_path / f"{number}.safetensors") for number in range(3)]
+  for value, file in zip(values, files, strict=True):
+    safetensors.numpy.save_file({"kernel": value, "seen": np.array([7])}, file)
+  to = str(tmp_path / "mean.safetensors")
+  assert commands.main(["loopwright", "average", *files, f"--to={to}"]) == 0
+  held = safetensors.numpy.load_file(to)
+  np.testing.assert_allclose(held["kernel"], np.mean(values, axis=0, dtype=np.float64), rtol=1e-7)
+  assert held["seen"] == [7]
+  safetensors.numpy.save_file({"kernel": values[0].T.copy()}, files[1])
+  line = r"^'kernel' is float32 \[3, 2\] in '.*0.*' and float32 \[2, 3\] in '.*1.*'; average files"
+  with pytest.raises(ConfigError, match=line):
+    safetensors_files.average(files, f"{to}2.safetensors")
+
+
+def test_without_the_package_it_is_one_line(tmp_path):
+  safetensors.numpy.save_file({"a": np.ones(1)}, tmp_path / "a.safetensors")
+  program = (
+    "import sys; sys.modules['safetensors'] = None\n"
+    "from loopwright.run_folder import safetensors_files\n"
+    f"safetensors_files.average([{str(tmp_path / 'a.safetensors')!r}], 'b')"
+  )
+  done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+  assert "run: pip install 'loopwright[safetensors]'." in done.stderr
