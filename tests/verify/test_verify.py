@@ -78,6 +78,21 @@ def test_a_gradient_that_cancels_is_a_note(name):
   assert "bias cancels" in small.found(results, "no gradient is zero").detail
 
 
+@pytest.mark.parametrize(
+  ("task", "decay", "causes"),
+  [
+    ("Frozen", 0.1, ["frozen variable that moves"]), ("Frozen", 0.0, []),
+    ("FrozenAtFirst", 0.1, []),
+  ],
+)  # fmt: skip
+def test_what_is_frozen_by_zeros_must_not_decay(task, decay, causes):
+  adam = functools.partial(keras.optimizers.AdamW, weight_decay=decay)
+  found = failures(gradients.check(small.subject(getattr(bad_gradients, task), optimizer=adam)))
+  assert [result.cause for result in found] == causes
+  where = small.place(bad_gradients.Frozen, "zeros_like")
+  assert [result.place for result in found] == [where] * len(causes)
+
+
 def test_a_learning_rate_that_is_too_high_is_named():
   subject = small.subject(small.Small, optimizer=lambda: keras.optimizers.SGD(3.0))
   [result] = failures(learning.check(subject))

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from defects.small import FEATURES, Small, planted
+from defects.small import FEATURES, Small, Written, planted
 from loopwright.metrics import Loss
 
 DEFECTS, defect = planted()
@@ -144,3 +144,18 @@ class Critic(Small):
   def loss(self, outputs, batch):
     others = self.model(-batch["x"], training=True)[:, 0]
     return Loss.from_examples(outputs - others, batch["weight"])
+
+
+class Frozen(Written):
+  """The first layer gets no gradient: right, unless the optimizer moves it all the same."""
+
+  def after(self, step, gradients, norm):
+    return [tf.zeros_like(gradient) for gradient in gradients[:2]] + list(gradients[2:])
+
+
+class FrozenAtFirst(Written):
+  """Right: as above, but only in the first steps."""
+
+  def after(self, step, gradients, norm):
+    begun = tf.cast(step.number >= 99, tf.float32)
+    return [begun * gradient for gradient in gradients[:2]] + list(gradients[2:])

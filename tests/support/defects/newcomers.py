@@ -463,6 +463,32 @@ class Teacher(Small):
     return tf.square(outputs - 0.5 * soft - 0.5 * batch["y"])
 
 
+class NoisyTeacher(Teacher):
+  """The teacher's dropout is on: it has other targets in each step."""
+
+  def errors(self, outputs, batch):
+    soft = self.model["teacher"](batch["x"], training=True)[:, 0]
+    return tf.square(outputs - 0.5 * soft - 0.5 * batch["y"])
+
+
+class MeanTeacher(NoisyTeacher):
+  """Right: the teacher follows the student, and both are noisy."""
+
+  def train_step(self, step, batch):
+    super().train_step(step, batch)
+    for slow, fast in zip(*(self.model[n].weights for n in ("teacher", "student")), strict=True):
+      step.assign(slow, 0.9 * tf.convert_to_tensor(slow) + 0.1 * tf.convert_to_tensor(fast))
+
+
+class MovesInSkipped(Teacher):
+  """A teacher that also moves in a step which is skipped."""
+
+  def train_step(self, step, batch):
+    super().train_step(step, batch)
+    for slow, fast in zip(*(self.model[n].weights for n in ("teacher", "student")), strict=True):
+      slow.assign(0.9 * tf.convert_to_tensor(slow) + 0.1 * tf.convert_to_tensor(fast))
+
+
 class Contrast(Small):
   """Momentum contrast: a slow encoder, and a queue of its keys; while empty, the loss is 0."""
 

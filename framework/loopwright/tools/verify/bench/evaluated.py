@@ -21,7 +21,7 @@ from loopwright.strategies import placement
 from loopwright.tools.verify.bench import bench, row_influence, shared_noise, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.dtype_policy import under
-from loopwright.tools.verify.bench.loss_graph import backwards
+from loopwright.tools.verify.bench.loss_graph import behind
 
 Values = dict[str, np.ndarray]
 """Name -> metric: a number, or an array of sorted numbers."""
@@ -92,7 +92,7 @@ class Evaluated:
 
   def behind(self, metric: str) -> set[str]:
     """Returns the operations from which a metric of the latest `graph` is computed, by name."""
-    return set().union(*(backwards(tensor) for tensor in self._logged.get(metric, [])))
+    return {*behind(self._logged.get(metric, []))}
 
   def _evaluator(self, sets: Mapping[str, Sequence[Rows]], *, eager: bool = False) -> Evaluator:
     datasets = {

@@ -1,33 +1,57 @@
-"""Which models and layers a step calls in training mode."""
+"""Which models and layers a step calls: in training mode, and with which tensors."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import keras
+import tensorflow as tf
 import tf_keras
+from tensorflow.python.util import tf_stack
 
 from loopwright.aliases import Layer, Model
 from loopwright.models import models
 
+LAYERS = ("Dropout", "GaussianNoise", "Random")
+"""Parts of the names of layers that draw in training."""
+
+
+class Call(NamedTuple):
+  """A call of a layer: what it got and returned, and the frames, (file, line, function)."""
+
+  inputs: list[Any]
+  outputs: list[Any]
+  frames: list[tuple[str, int, str]]
+
 
 class Calls:
-  """The layers that were called with `training=True`, of both Keras generations."""
+  """The layers that were called, of both Keras generations."""
 
   def __init__(self) -> None:
     self._in_training: set[int] = set()
+    self._calls: dict[int, list[Call]] = {}
 
   def none_in_training(self, model: Model) -> bool:
     """Whether no part of a model was itself called with `training=True`."""
     return not any(id(part) in self._in_training for part in models.parts(model))
 
-  def note(self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+  def of(self, layer: Layer) -> list[Call]:
+    """Returns the calls of a layer."""
+    return self._calls.get(id(layer), [])
+
+  def note(
+    self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any], outputs: Any
+  ) -> None:
     """Adds a call."""
     if options.get("training") is True or any(value is True for value in args[1:]):
       self._in_training.add(id(layer))
+    frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()[:-2]]
+    self._calls.setdefault(id(layer), []).append(
+      Call(tf.nest.flatten((args, options)), tf.nest.flatten(outputs), frames)
+    )
 
 
 @contextlib.contextmanager
@@ -37,8 +61,9 @@ def watch() -> Iterator[Calls]:
 
   def noted(call: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: Any, *args: Any, **options: Any) -> Any:
-      calls.note(self, args, options)
-      return call(self, *args, **options)
+      outputs = call(self, *args, **options)
+      calls.note(self, args, options, outputs)
+      return outputs
 
     return called
 
@@ -46,3 +71,22 @@ def watch() -> Iterator[Calls]:
     for kind in (keras.layers.Layer, tf_keras.layers.Layer):
       stack.enter_context(mock.patch.object(kind, "__call__", noted(kind.__call__)))
     yield calls
+
+
+def random_layers(model: Model, *, frozen: bool = False) -> list[str]:
+  """Returns the names of a model's layers that draw random numbers in training.
+
+  A frozen model, such as a teacher, must behave as in evaluation, so its layers only count if
+  `frozen`.
+  """
+  found = []
+  for part in models.parts(model):
+    if not models.is_keras(part) or not (part.trainable or frozen):
+      continue
+    for layer in models.layers(part):
+      named = any(word in type(layer).__name__ for word in LAYERS)
+      rates = ("rate", "stddev") if named else ("dropout", "recurrent_dropout")
+      amounts = [getattr(layer, name, None) for name in rates]
+      if any(isinstance(amount, (int, float)) and amount > 0 for amount in amounts):
+        found.append(layer.name)
+  return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,7 @@ import tensorflow as tf
 from loopwright.aliases import Model, Variable
 from loopwright.graphs import operations as graphs
 from loopwright.models import models
-from loopwright.tools.verify.bench import source_lines
+from loopwright.tools.verify.bench import layer_calls, random_draws, source_lines
 
 STEPWISE = frozenset(
   ("Round", "Rint", "Floor", "Ceil", "Sign", "ArgMax", "ArgMin", "OneHot", "FloorDiv", "Bucketize",
@@ -37,6 +37,7 @@ _SHAPED = (
   "Select",
   "SelectV2",
 )
+_UNCHANGED = ("ReadVariableOp", "Identity", "Cast")
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
 
 
@@ -59,7 +60,8 @@ class LossGraph:
     self.graph: tf.Graph = None
     try:
       traced = tf.function(lambda b: loss_fn(b).total, autograph=False)
-      self.graph = traced.get_concrete_function(batch).graph
+      with layer_calls.watch() as self._layers:
+        self.graph = traced.get_concrete_function(batch).graph
     except Exception:  # the eager step says what is wrong
       return
 
@@ -98,10 +100,10 @@ class LossGraph:
     """
     if self.graph is None:
       return {}
-    reached, passing = (backwards(self.graph.outputs[0], stops) for stops in (frozenset(), _STOPS))
+    reached, passing = (behind(self.graph.outputs, stops) for stops in (frozenset(), _STOPS))
     inside = {id(outer): inner for outer, inner in self.graph.captures}
     found = {}
-    for name, part in _parts(model):
+    for name, part in parts_by_name(model):
       counted = []
       for variable in models.all_variables(part):
         handle = getattr(models.raw(variable), "handle", None)
@@ -111,6 +113,30 @@ class LossGraph:
       if used:
         each = min(count for count, _ in used), min(count for _, count in used)
         found[name] = Calls(all=each[0], passing=each[1])
+    return found
+
+  def noisy(self, model: Model, trained: Sequence[Variable], task: Any) -> dict[str, str]:
+    """Returns the parts of a model that draw random numbers for the loss alone -> the line.
+
+    A part whose outputs a trained weight takes up, such as a body below a new head, is left out.
+    """
+    if self.graph is None:
+      return {}
+    inside = {id(outer): inner for outer, inner in self.graph.captures}
+    handles = [getattr(models.raw(v), "handle", None) for v in trained]
+    held = [inside[id(handle)] for handle in handles if id(handle) in inside]
+    weights = {handle.op.name for handle in held} | _ahead(held, _UNCHANGED).keys()
+    found = {}
+    for name, part in parts_by_name(model):
+      for call in self._layers.of(part):
+        before, drawn = (behind(filter(tf.is_tensor, each)) for each in call[:2])
+        taken = (
+          weights & {tensor.op.name for tensor in operation.inputs}
+          for operation in _ahead(filter(tf.is_tensor, call.outputs)).values()
+        )
+        random = (random_draws.is_random(op.type) for key, op in drawn.items() if key not in before)
+        if any(random) and not any(taken):
+          found[name] = source_lines.of_frames(call.frames, task)
     return found
 
   def _operations(self) -> Iterator[tf.Operation]:
@@ -186,21 +212,38 @@ def _uneven(like: tf.Tensor, number: int) -> tf.Tensor:
   return tf.reshape(1.0 + 0.5 * tf.sin(places), tf.shape(like))
 
 
-def _parts(model: Model) -> list[tuple[str, Any]]:
+def parts_by_name(model: Model) -> list[tuple[str, Any]]:
+  """Returns (name, part) of each entry of a dict of models, or of the only model."""
   if isinstance(model, Mapping):
     return [(str(name), part) for name, part in model.items() if not models.is_variable(part)]
   return [(getattr(model, "name", type(model).__name__), model)]
 
 
-def backwards(output: tf.Tensor, stops: frozenset[str] = frozenset()) -> set[str]:
-  """Returns the names of the operations from which an output is computed, up to some types."""
-  found: set[str] = set()
-  waiting = [output.op]
+def behind(
+  tensors: Iterable[tf.Tensor], stops: frozenset[str] = frozenset()
+) -> dict[str, tf.Operation]:
+  """Returns the operations from which tensors are computed, by name, up to some types."""
+  found: dict[str, tf.Operation] = {}
+  waiting = [tensor.op for tensor in tensors]
   while waiting:
     operation = waiting.pop()
     if operation.name not in found and operation.type not in stops:
-      found.add(operation.name)
+      found[operation.name] = operation
       waiting += [tensor.op for tensor in operation.inputs]
+  return found
+
+
+def _ahead(
+  tensors: Iterable[tf.Tensor], through: Collection[str] | None = None
+) -> dict[str, tf.Operation]:
+  """Returns the operations that are computed from tensors, by name; `through`: of these types."""
+  found: dict[str, tf.Operation] = {}
+  waiting = list(tensors)
+  while waiting:
+    for operation in waiting.pop().consumers():
+      if operation.name not in found and (through is None or operation.type in through):
+        found[operation.name] = operation
+        waiting += operation.outputs
   return found
 
 

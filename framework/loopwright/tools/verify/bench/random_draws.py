@@ -52,6 +52,11 @@ def is_generator(variable: str) -> bool:
   return "seed_generator_state" in variable
 
 
+def is_random(operation: str) -> bool:
+  """Whether an operation of this type draws random numbers."""
+  return bool(_RANDOM.search(operation) and not _NONE.search(operation))
+
+
 def outside(task: Any) -> tuple[str, str, str]:
   """Returns (cause, remedy, place) for layers that draw from their own generator in a step."""
   if place := source_lines.mention(task, "recompute_grad"):
@@ -136,7 +141,7 @@ def watch(owner: Any) -> Iterator[Watched]:
 
   def recorded(self: Any, op_type: str, *args: Any, **options: Any) -> tf.Operation:
     made = create(self, op_type, *args, **options)
-    if _RANDOM.search(op_type) and not _NONE.search(op_type):
+    if is_random(op_type):
       watched.draws += _draw(made)
     return made
 

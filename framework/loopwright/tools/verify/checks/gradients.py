@@ -25,7 +25,13 @@ from loopwright.graphs import randomness
 from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.step import Step
-from loopwright.tools.verify.bench import bench, loss_graph, made_variables, source_lines
+from loopwright.tools.verify.bench import (
+  bench,
+  layer_calls,
+  loss_graph,
+  made_variables,
+  source_lines,
+)
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.dtype_policy import under
 from loopwright.tools.verify.bench.loss_graph import Calls, LossGraph
@@ -43,6 +49,8 @@ ROUNDING = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2}
 """Relative rounding error of the loss."""
 METHODS = ("loss", "forward", "train_step", "build_model")
 OUTSIDE = "variable outside the model"
+HELD = "frozen variable that moves"
+STOPPED = ("zeros_like", "tf.zeros(", "* 0.0", "0.0 *", "* 0", "mask", "apply(")
 
 
 @dataclasses.dataclass
@@ -67,13 +75,26 @@ class GradientNotes:
   """The first line with any other custom gradient."""
   outside: dict[str, str] = dataclasses.field(default_factory=dict)
   """Trainable variables that the step reads and the model does not have -> the line."""
+  applied: set[str] = dataclasses.field(default_factory=set)
+  """Variables for which `step.apply` has had a gradient that is not all zero."""
+  dragged: list[str] = dataclasses.field(default_factory=list)
+  """Those that an update has moved although it had only zeros for them, in place of a gradient."""
+  noisy: dict[str, str] = dataclasses.field(default_factory=dict)
+  """Parts of the model that draw random numbers for the loss alone -> the line of the call."""
+  changed: set[str] = dataclasses.field(default_factory=set)
+  """Variables that the first steps have changed."""
   calls: dict[str, dict[str, Calls]] = dataclasses.field(default_factory=dict)
   """Optimizer -> part of the model -> how the optimizer's loss uses it."""
 
   @property
   def complete(self) -> bool:
     """Whether each variable has had a gradient, or one that is not finite."""
-    return bool(self.not_finite) or all(norm > 0 for norm in self.norms.values())
+    return bool(self.not_finite) or (all(n > 0 for n in self.norms.values()) and not self.held)
+
+  @property
+  def held(self) -> list[str]:
+    """The variables that move although no step has a gradient for them."""
+    return [name for name in self.dragged if name not in self.applied]
 
 
 def check(subject: Subject) -> list[Result]:
@@ -90,6 +111,7 @@ def check(subject: Subject) -> list[Result]:
   results = [
     _in_model(task, seen.outside),
     _owned(here),
+    _frozen(task, seen.held, count),
     _result(
       task, "every variable has a gradient", missing, count, "variable without gradient",
       "use it in the loss, or set trainable=False for its layer; argmax, round, casts to integers "
@@ -108,7 +130,7 @@ def check(subject: Subject) -> list[Result]:
       ("tf.math.log", "tf.sqrt", "tf.norm", "/ ", "log("),
     ),
   ]  # fmt: skip
-  results.append(_differences(task, seen))
+  results += [_still(here, seen), _differences(task, seen)]
   results += _calls(seen)
   if seen.sparse:
     most = max(seen.sparse, key=lambda name: seen.sparse[name])
@@ -125,6 +147,7 @@ def look(subject: Subject) -> tuple[GradientNotes, Bench]:
     built = len(made)
     # With equal weights, losses such as |x| can have a gradient of exactly 0.
     batch = bench.weighted(subject.rows(compiled.task, rows))
+    start = compiled.read()
     for _ in range(STEPS_BEFORE):
       compiled.step(batch)
   outside = made_variables.outside(made, compiled)
@@ -155,6 +178,8 @@ def look(subject: Subject) -> tuple[GradientNotes, Bench]:
     found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
     seen = dataclasses.replace(seen, **found)
   seen.outside = {models.name(made[number].variable): made[number].place for number in outside}
+  now = zip(compiled.names, start, values, strict=True)
+  seen.changed = {name for name, before, after in now if not np.array_equal(before, after)}
   return seen, compiled
 
 
@@ -216,6 +241,8 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       seen.stops = seen.stops or graph.stops
       seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
       seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
+      trained = [v for one in self.parts.optimizers.values() for v in one.variables]
+      seen.noisy |= graph.noisy(task.model, trained, task)
       seen.calls.setdefault(owner, graph.calls(task.model))
       return gradients, loss
 
@@ -223,6 +250,21 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       gradients = super().gradients_of(tape, loss, variables)
       _note(seen, list(gradients), variables)
       return gradients
+
+    def apply(
+      self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = "default"
+    ) -> None:
+      pairs = [*zip(self.variables(optimizer), gradients, strict=True)]
+      given = {models.name(v): models.raw(v) for v, g in pairs if g is not None}
+      some = {models.name(v) for v, g in pairs if g is not None and np.any(tf.convert_to_tensor(g))}
+      before = {name: np.array(v) for name, v in given.items()}
+      super().apply(gradients, finite, optimizer)
+      seen.applied |= some
+      seen.dragged += [
+        name for name, variable in given.items()
+        if not int(self.number) and name not in some and seen.norms.get(name, 0) > 0
+        and np.any(before[name] != np.array(variable))
+      ]  # fmt: skip
 
   return Looking
 
@@ -374,6 +416,34 @@ def _owned(here: Bench) -> Result:
     "trainable=False of its layer or model",
     (*without, *layers), ("variables_of", "build_model"),
   )  # fmt: skip
+
+
+def _frozen(task: Any, held: Sequence[str], count: str) -> Result:
+  name = "what is frozen stays as it is"
+  if not held:
+    return GROUP.passed(name, count)
+  return GROUP.failed(
+    name, f"{_named(held)} moves, but step.apply() always gets zeros in place of its gradient",
+    cause=HELD, place=source_lines.mention(task, *STOPPED),
+    remedy="set trainable=False of its layer, or leave it out in variables_of(): weight decay and "
+    "momentum also move what has a gradient of zero",
+  )  # fmt: skip
+
+
+def _still(here: Bench, seen: GradientNotes) -> Result:
+  """Checks that what never changes, such as a teacher, is not called as in training."""
+  name = "what is never trained draws nothing"
+  for part, model in loss_graph.parts_by_name(here.task.model):
+    weights = {models.name(v) for v in models.weights(model)}
+    layers = layer_calls.random_layers(model, frozen=True)
+    if part in seen.noisy and weights and layers and not weights & seen.changed:
+      return GROUP.failed(
+        name, f"no step changes {part}, but its {', '.join(layers)} draws for each loss",
+        cause="training mode of what is never trained", place=seen.noisy[part],
+        remedy=f"call {part} with training=False, as in evaluation: its outputs are targets, and "
+        "must not differ from step to step",
+      )  # fmt: skip
+  return GROUP.passed(name, "no part of the model that stays as it is draws for the loss")
 
 
 def _calls(seen: GradientNotes) -> list[Result]:

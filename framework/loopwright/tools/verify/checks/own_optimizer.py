@@ -134,9 +134,9 @@ class OwnOptimizer:
       wrong = [str(n) for n, there in moved.items() if there]
       right = "the step is skipped on every replica, no weight moves"
       bad = "weights move although one replica overflows"
-    if not wrong and not moved[1] and (spoiled := self._spoiled(outcomes)):
+    if not wrong and not moved[1] and (told := self._spoiled(outcomes)):
       return GROUP.failed(
-        name, detail=f"the step is skipped, but {spoiled} is not finite after it",
+        name, detail=f"the step is skipped, but {told} it",
         cause=KEPT_STATE.cause, remedy=KEPT_STATE.remedy, place=self.compared.find(KEPT_STATE),
       )  # fmt: skip
     if not wrong:
@@ -149,21 +149,20 @@ class OwnOptimizer:
     )  # fmt: skip
 
   def _spoiled(self, outcomes: Mapping[int, Outcome]) -> str:
-    """Returns a variable that no optimizer updates and that an overflow makes infinite; or ""."""
+    """Returns what an overflow has done to a variable that no optimizer updates; "" if nothing."""
     layers = normalisations(self.task.model)  # Keras updates their statistics in each step
     own = {id(models.raw(v)) for layer in layers for v in layer.variables}
-    variables = self.compared.alone.variables
-    return next(
-      (
-        self.compared.alone.names[index]
-        for outcome in outcomes.values()
-        for index in sorted(self.compared.state)
-        if id(variables[index]) not in own
-        and np.isfinite(outcome.before[index]).all()
-        and not all(np.isfinite(copy).all() for copy in outcome.after[index])
-      ),
-      "",
-    )
+    alone = self.compared.alone
+    kept = [i for i in sorted(self.compared.state) if id(alone.variables[i]) not in own]
+    for outcome in outcomes.values():
+      trained = [outcome.before[i] for i in sorted(self.compared.updated)]
+      for index in kept:
+        before, copies = outcome.before[index], outcome.after[index]
+        if np.isfinite(before).all() and not all(np.isfinite(copy).all() for copy in copies):
+          return f"{alone.names[index]} is not finite after"
+        if any(_averages(before, copies[0], each) for each in trained):
+          return f"{alone.names[index]}, an average of weights, moves in"
+    return ""
 
   def _option_fails(
     self, name: str, options: Mapping[str, dict[str, Any]], worst: Difference
@@ -185,6 +184,16 @@ def _moved(outcome: Outcome, trainable: Sequence[bool]) -> bool:
     for before, copies, trained in zip(outcome.before, outcome.after, trainable, strict=True)
     for copy in copies
   )
+
+
+def _averages(before: np.ndarray, after: np.ndarray, weights: np.ndarray) -> bool:
+  """Whether a variable has moved a part of the way to some weights, the same for each element."""
+  if before.shape != weights.shape or before.dtype.kind != "f" or np.array_equal(before, after):
+    return False
+  way, moved = (each.astype(np.float64).ravel() - before.ravel() for each in (weights, after))
+  part = float(way @ moved / (way @ way or 1.0))
+  rest = np.linalg.norm(moved - part * way)
+  return 0 < part < 0.999 and way.size > 1 and bool(rest < 0.01 * np.linalg.norm(moved))
 
 
 def _with_infinity(batch: Rows, where: np.ndarray) -> Rows | None:

@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright import configurables
-from loopwright.aliases import Model
 from loopwright.evaluator import Evaluator
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, layer_calls, random_draws, source_lines, survey
@@ -35,8 +34,6 @@ TRAINING = (
   "pass training on: self.model(x, training=training); without it, Keras layers behave as in "
   "evaluation"
 )
-LAYERS = ("Dropout", "GaussianNoise", "Random")
-"""Parts of the names of layers that draw in training."""
 STATELESS = (
   "use Keras layers, or tf.random.stateless_* with step.seed(): ops with their own state give "
   "other numbers after a restart"
@@ -82,7 +79,7 @@ class Steps:
     with random_draws.watch(self.task) as self.watched, layer_calls.watch() as self._calls:
       first = self._step(0)
     self._normalised = self._still_statistics(first)
-    self._random_layers = random_layers(self.task.model)
+    self._random_layers = layer_calls.random_layers(self.task.model)
     self._outside = self._layers_drew(first)
     self.repeats = self._same(first, self._step(0))
     self.by_step = not self._same(first, self._step(1))
@@ -308,24 +305,6 @@ class Steps:
 
   def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:
     return random_draws.place(self.task, found, METHODS, words)
-
-
-def random_layers(model: Model) -> list[str]:
-  """Returns the names of a model's layers that draw random numbers in training.
-
-  A frozen model, such as a teacher, must behave as in evaluation, so its layers do not count.
-  """
-  found = []
-  for part in models.parts(model):
-    if not models.is_keras(part) or not part.trainable:
-      continue
-    for layer in models.layers(part):
-      named = any(word in type(layer).__name__ for word in LAYERS)
-      rates = ("rate", "stddev") if named else ("dropout", "recurrent_dropout")
-      amounts = [getattr(layer, name, None) for name in rates]
-      if any(isinstance(amount, (int, float)) and amount > 0 for amount in amounts):
-        found.append(layer.name)
-  return found
 
 
 def _close(one: float, other: float) -> bool:
