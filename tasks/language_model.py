@@ -514,9 +514,7 @@ def restored(model_dir: str) -> LanguageModel:
   Raises:
     ConfigError: it is not a run of a `LanguageModel`, or has no checkpoint.
   """
-  from loopwright import from_config
-
-  task = from_config.restored(model_dir)
+  task = loopwright.load(model_dir).task
   if not isinstance(task, LanguageModel):
     raise ConfigError(f"{model_dir!r} is a run of {type(task).__name__}, not of a LanguageModel.")
   return task

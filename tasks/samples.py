@@ -37,7 +37,7 @@ def sheet(task: Any, *, rows: int, columns: int, seed: int = 0) -> tf.Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Writes a sheet of samples from a run's newest checkpoint; returns the exit status."""
-  from loopwright import from_config
+  import loopwright
 
   parser = argparse.ArgumentParser(prog="python -m loopwright.tasks.samples")
   parser.add_argument("model_dir", help="the folder of a run")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--seed", type=int, default=0, help="seed of the noise")
   given = parser.parse_args(arguments)
   try:
-    task = from_config.restored(given.model_dir)
+    task = loopwright.load(given.model_dir).task
     if not hasattr(task, "noise_shape"):
       raise ConfigError(
         f"{given.model_dir!r} is a run of {type(task).__name__}, which draws no images; give a run "

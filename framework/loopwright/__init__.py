@@ -23,6 +23,7 @@ if TYPE_CHECKING:
   from loopwright.errors import ConfigError as ConfigError
   from loopwright.eval_step import EvalStep as EvalStep
   from loopwright.evaluator import Evaluator as Evaluator
+  from loopwright.from_config import load as load
   from loopwright.inputs.array_files import load_arrays as load_arrays
   from loopwright.inputs.array_files import read_idx as read_idx
   from loopwright.inputs.buckets import Buckets as Buckets

@@ -86,6 +86,7 @@ class Evaluator(AbstractEvaluator):
 
   Attributes:
     sources: name -> source of each set, if a `Recipe` made this evaluator.
+    weightless: of several sets, the metrics whose weights sum to 0 in the last evaluation.
     between_batches: called several times a second, and not more often than after each batch, with
       the set's name, its batches so far and its batches in all, None if unknown (host); it may
       raise, to end the evaluation. On every worker of a cluster, it is called equally often, after
@@ -125,6 +126,7 @@ class Evaluator(AbstractEvaluator):
     self._global_step, self._make_step = global_step, step
     self.placement = placement.of(strategy)
     self.sources: Mapping[str, AnySource] = {}
+    self.weightless: set[str] = set()
     self.between_batches: Callable[[str, int, int | None], None] = lambda *_: None
     self._prepare(dataset if isinstance(dataset, Mapping) else {"": dataset})
 
@@ -140,11 +142,13 @@ class Evaluator(AbstractEvaluator):
       ConfigError: a set has no examples, or all have weight 0.
     """
     results: dict[str, float] = {}
+    self.weightless.clear()
     with self._ema.in_place() if self._ema else contextlib.nullcontext():
       for one in self._sets:
         prefix = f"{one.name}/" if one.name else ""
         found = self._evaluate(one, int(num_steps))
         results |= {f"{prefix}{name}": value for name, value in found.items()}
+        self.weightless |= {f"{prefix}{name}" for name in self._metrics.weightless if prefix}
     return results
 
   def metric_names(self) -> set[str] | None:

@@ -1,4 +1,7 @@
-"""What the config in force says of a run, for tools that make its parts themselves.
+"""What the config in force says of a run, for tools that make its parts themselves; trained runs.
+
+run = loopwright.load("runs/digits")
+run.model.predict(images)
 
 configurables.parse(["configs/digits_cnn.gin"])
 trainer = bound_recipe().trainer(made_task(bound("task")), strategy)
@@ -15,8 +18,11 @@ import keras
 import tensorflow as tf
 
 from loopwright import configurables
+from loopwright.aliases import Model
 from loopwright.builder import Recipe, made_task
 from loopwright.errors import ConfigError
+from loopwright.host import files
+from loopwright.optimizers.adapters import Optimizers
 from loopwright.options import BatchSize, Made, names_of, taken
 from loopwright.run_folder import assets, history, layout, places
 from loopwright.run_folder.checkpoints import CheckpointManager
@@ -62,33 +68,90 @@ def bound_mesh() -> tuple[Callable[[], tf.distribute.Strategy] | None, int]:
   return make, size
 
 
-def restored(model_dir: str) -> Task:
-  """Returns the task of a run folder, with the weights of its newest checkpoint (host).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+  """A trained run, as `load` returns it.
 
-  Uses moving averages if the run has them. For a task's own commands, such as
-  `python -m loopwright.tasks.samples`; runs on the default device.
-
-  Raises:
-    ConfigError: the folder has no run, or no complete checkpoint of it.
+  Attributes:
+    task: with its assets and its model; `task.source("eval")` has its data.
+    model: the model, with the trained weights.
+    step: the number of steps that they were trained for.
+    averaged: whether they are the moving averages of the weights.
   """
-  return restored_trainer(model_dir)[0].task
+
+  task: Task
+  model: Model
+  step: int
+  averaged: bool
 
 
-def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
-  """Returns the trainer of a run folder, as `restored` does its task, and the digest of its assets.
+def load(
+  model_dir: str,
+  *,
+  checkpoint: str | None = None,
+  averages: bool = True,
+  task: Task | None = None,
+  optimizer: Optimizers = keras.optimizers.Adam,
+) -> Loaded:
+  """Returns the task, model and weights of a run folder, on the default device (host).
+
+  A config is in force only inside of this call, so it changes nothing for what comes after it.
+
+  Args:
+    model_dir: the run folder, or its URL. Its task is that of its config, whose modules are looked
+      for in the working directory.
+    checkpoint: None for the newest; or as `run.checkpoint`, such as "runs/x/best".
+    averages: the moving averages of the weights, if the run has them, as evaluations use; False for
+      the weights themselves.
+    task, optimizer: of a run that Python started, what `loopwright.run` got; a task of `from_keras`
+      has its own optimizer.
 
   Raises:
-    ConfigError: the folder has no run, or no complete checkpoint of it.
+    ConfigError: the folder has no run, no complete checkpoint of it, or no config.
+  """
+  policy = keras.config.dtype_policy()
+  with configurables.apart():
+    try:
+      trainer = restored_trainer(model_dir, checkpoint=checkpoint, task=task, optimizer=optimizer)[
+        0
+      ]
+    finally:
+      keras.config.set_dtype_policy(policy)
+  if trainer.parts.ema is not None and not averages:
+    trainer.parts.ema.swap()
+  return Loaded(
+    task=trainer.task, model=trainer.task.model, step=int(trainer.global_step.numpy()),
+    averaged=averages and trainer.parts.ema is not None,
+  )  # fmt: skip
+
+
+def restored_trainer(
+  model_dir: str,
+  *,
+  checkpoint: str | None = None,
+  task: Task | None = None,
+  optimizer: Optimizers = keras.optimizers.Adam,
+) -> tuple[Trainer, str]:
+  """Returns the trainer of a run folder, and the digest of its assets; see `load`.
+
+  It has the moving averages if the run has them. The run's config stays in force.
   """
   model_dir = places.copied(model_dir)
-  configurables.parse([os.path.join(model_dir, layout.CONFIG)])
-  task, strategy = made_task(bound("task")), factories.default()
-  keras.config.set_dtype_policy(bound("precision"))
-  cluster = placement.of(strategy).cluster
+  recipe = Recipe(optimizer=optimizer, global_batch_size=1)
+  if task is None:
+    path = os.path.join(model_dir, layout.CONFIG)
+    if os.path.exists(path) and b"run.task" not in files.read(path):
+      raise ConfigError(
+        f"{model_dir!r} has no config, as Python started the run; give what loopwright.run got: "
+        "load(..., task=..., optimizer=...)."
+      )
+    configurables.parse([path])
+    keras.config.set_dtype_policy(bound("precision"))
+    task, recipe = made_task(bound("task")), bound_recipe()
+  strategy = factories.default()
   learned = assets.provide(
-    task, model_dir=model_dir, cluster=cluster, training=False, timeout_s=0.0
+    task, model_dir=model_dir, cluster=placement.of(strategy).cluster, training=False
   )
-  recipe = bound_recipe()
   optimizer = task.own_optimizer or recipe.optimizer
   trainer = dataclasses.replace(recipe, optimizer=optimizer).trainer(task, strategy)
   directory = os.path.join(model_dir, layout.CHECKPOINTS)
@@ -97,7 +160,9 @@ def restored_trainer(model_dir: str) -> tuple[Trainer, str]:
     trainer=trainer, directory=directory, experiment={}, assets=learned,
     starts=(lambda: known) if known else None,
   )  # fmt: skip
-  if not manager.restore_newest():
+  if checkpoint is not None:
+    manager.restore_from(places.local_copy(checkpoint))
+  elif not manager.restore_newest():
     raise ConfigError(f"there is no complete checkpoint in {directory!r}; train first.")
   if trainer.parts.ema is not None:
     trainer.parts.ema.swap()

@@ -47,6 +47,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.errors": "ConfigError",
     "loopwright.eval_step": "EvalStep",
     "loopwright.evaluator": "Evaluator",
+    "loopwright.from_config": "load",
     "loopwright.inputs.array_files": "load_arrays read_idx",
     "loopwright.inputs.buckets": "Buckets",
     "loopwright.inputs.image_folder": "ImageFolderSource",

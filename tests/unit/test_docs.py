@@ -98,7 +98,7 @@ def require_served(handler):
 
 @pytest.mark.parametrize(("page", "code"), cases("python"))
 def test_python_blocks_run(page, code, capsys):
-  if "runs/digits_cnn/export" in code or "model.onnx" in code:
+  if "runs/digits_cnn" in code or "model.onnx" in code:
     Path("x.gin").write_text(BASE)
     for mode in ("train", "export"):
       assert (
@@ -121,6 +121,8 @@ def test_python_blocks_run(page, code, capsys):
     require_served(module.Predict)
   elif "runs/digits_cnn/export" in code:
     np.testing.assert_allclose(np.sum(module.probabilities, axis=1), [1, 1, 1], rtol=1e-5)
+  elif "lw.load(" in code:
+    assert (module.logits.shape, module.images.num_examples) == ((3, 10), 359)
   if "text_files" in code:
     assert module.probabilities[0] > 0.6
     assert module.probabilities[1] < 0.4

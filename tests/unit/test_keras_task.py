@@ -12,7 +12,7 @@ from toys import KERAS
 
 import loopwright
 from loopwright import ArraySource, ConfigError, configurables
-from loopwright.from_config import restored
+from loopwright.from_config import load
 from loopwright.inputs import datasets
 from loopwright.running import run
 from loopwright.strategies import factories
@@ -295,7 +295,7 @@ def test_a_config_names_a_function_that_returns_the_task(tmp_path):
   )
   configurables.parse([str(tmp_path / "line.gin")])
   configurables.configured(run)(model_dir=str(tmp_path / "run"), mode="train")
-  task = restored(str(tmp_path / "run"))  # fails with slots of another optimizer
+  task = load(str(tmp_path / "run")).task  # fails with slots of another optimizer
   assert isinstance(task.own_optimizer(), keras.optimizers.RMSprop)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -507,6 +508,24 @@ def test_several_evaluation_sets_of_at_most_eval_steps_batches(tmp_path):
   assert set(json.loads(start_of_run)["data"]) == {
     "training", "evaluation known", "evaluation endless"
   }  # fmt: skip
+
+
+def test_a_line_leaves_out_metrics_that_have_no_weight_in_a_set(tmp_path, capsys):
+  known = TwoSets().source("eval")["known"]
+
+  class Later(TwoSets):
+    def metrics(self, outputs, batch):
+      first = known.fetch(tf.constant([0], tf.int64))["y"]
+      later = batch["weight"] * tf.cast(batch["y"] != first, tf.float32)  # "endless" has no other
+      return {"later": (2.0 * tf.reduce_sum(later), tf.reduce_sum(later))}
+
+  results = start(tmp_path, task=Later, eval_steps=2)
+  assert (results["known/later"], math.isnan(results["endless/later"])) == (2.0, True)
+  out, err = capsys.readouterr()
+  for text in (out, err[err.index("eval at") :]):
+    assert "known/later 2.0000" in text
+    assert "endless/loss" in text
+    assert "endless/later" not in text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import tensorflow as tf
 
@@ -18,7 +18,7 @@ from loopwright.actions.base import Action, Output, Run, StopTraining
 from loopwright.errors import ConfigError, unknown
 from loopwright.host import files
 from loopwright.reporting.progress import named
-from loopwright.run_folder import layout
+from loopwright.run_folder import folders, layout
 from loopwright.run_folder.checkpoint_files import PREFIX, write_state, write_with_the_chief
 from loopwright.run_folder.metrics_log import flatten, scalars
 
@@ -27,18 +27,26 @@ Mode = Literal["max", "min"]
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-  """A metric and the direction in which it is better.
-
-  Raises:
-    ConfigError: `mode` is neither "max" nor "min".
-  """
+  """A metric, and what is best of it."""
 
   metric: str
   mode: Mode
 
-  def __post_init__(self) -> None:
-    if self.mode not in ("max", "min"):
-      raise unknown("mode", self.mode, ("max", "min"))
+  @classmethod
+  def of(cls, action: Action, metric: str, mode: Mode | None) -> Goal:
+    """Returns the goal of an action; without a mode that of a loss or an accuracy.
+
+    Raises:
+      ConfigError: `mode` is neither "max" nor "min", or missing and the name does not tell.
+    """
+    if mode is None and not (best := folders.direction(metric)):
+      raise ConfigError(
+        f"{type(action).__name__}.metric is {metric!r}, of which more or less may be better; set "
+        f"{type(action).__name__}.mode to 'max' or 'min'."
+      )
+    if mode not in (None, "max", "min"):
+      raise unknown("mode", mode, ("max", "min"))
+    return cls(metric, cast(Mode, mode or best))
 
   def value(self, output: Output, who: str) -> float:
     """Returns the metric's value; nested names are joined by "/".
@@ -74,9 +82,17 @@ class MetricHistory(Action):
 
   on = "eval"
 
-  def __init__(self, goal: Goal) -> None:
-    """Reads nothing until `begin` or the first call."""
-    self._goal = goal
+  def __init__(self, *, metric: str = "loss", mode: Mode | None = None) -> None:
+    """Sets the metric to compare; reads nothing until `begin` or the first call.
+
+    Args:
+      metric: its name among the evaluation's values ("a/b" if nested).
+      mode: "max" if more is better, "min" if less is; None: less of a loss, more of an accuracy.
+
+    Raises:
+      ConfigError: another `mode`, or none for a metric of another name.
+    """
+    self._goal = Goal.of(self, metric, mode)
     self._values: list[float] | None = None
 
   def reads(self) -> Mapping[str, str]:
@@ -121,18 +137,6 @@ class MetricHistory(Action):
 class OnBest(MetricHistory):
   """Does something after each evaluation that is better than all before it."""
 
-  def __init__(self, *, metric: str = "accuracy", mode: Mode = "max") -> None:
-    """Sets the metric to compare.
-
-    Args:
-      metric: its name among the evaluation's values ("a/b" if nested).
-      mode: "max" if more is better, "min" if less is.
-
-    Raises:
-      ConfigError: another `mode`.
-    """
-    super().__init__(Goal(metric, mode))
-
   def __call__(self, output: Output) -> None:
     """Calls `on_best` if the value is finite and better than those of all earlier evaluations.
 
@@ -158,17 +162,18 @@ class BestCheckpoint(OnBest):
   """
 
   def __init__(
-    self, *, metric: str = "accuracy", mode: Mode = "max", directory: str = layout.BEST
+    self, *, metric: str = "loss", mode: Mode | None = None, directory: str = layout.BEST
   ) -> None:
     """Sets the metric to compare and where to keep the checkpoint.
 
     Args:
       metric: its name among the evaluation's values ("a/b" if nested).
-      mode: "max" if more is better, "min" if less is.
+      mode: "max" if more is better, "min" if less is; None: less of a loss, more of an accuracy.
       directory: a folder in <model_dir>, of this action alone.
 
     Raises:
-      ConfigError: another `mode`, or `directory` is not a plain name.
+      ConfigError: another `mode`, none for a metric of another name, or `directory` is not a plain
+        name.
     """
     super().__init__(metric=metric, mode=mode)
     if not re.fullmatch(r"\w[\w.-]*", directory) or directory in layout.FOLDERS:
@@ -265,24 +270,24 @@ class EarlyStopping(MetricHistory):
   """Stops training after `patience` evaluations in a row without improvement of a metric."""
 
   def __init__(
-    self, *, metric: str = "loss", mode: Mode = "min", patience: int, min_delta: float = 0.0
+    self, *, metric: str = "loss", mode: Mode | None = None, patience: int, min_delta: float = 0.0
   ) -> None:
     """Sets when to stop; evaluations before a restart count too.
 
     Args:
       metric: its name among the evaluation's values ("a/b" if nested).
-      mode: "max" if more is better, "min" if less is.
+      mode: "max" if more is better, "min" if less is; None: less of a loss, more of an accuracy.
       patience: evaluations in a row without improvement after which to stop.
       min_delta: an improvement must be larger than this.
 
     Raises:
-      ConfigError: an unknown mode, `patience` below 1, or `min_delta` below 0.
+      ConfigError: a mode as above, `patience` below 1, or `min_delta` below 0.
     """
     if patience < 1:
       raise ConfigError(f"EarlyStopping.patience is {patience}; it must be 1 evaluation or more.")
     if not min_delta >= 0:
       raise ConfigError(f"EarlyStopping.min_delta is {min_delta}; it must be 0 or more.")
-    super().__init__(Goal(metric, mode))
+    super().__init__(metric=metric, mode=mode)
     self._patience = patience
     self._min_delta = min_delta
 

@@ -74,14 +74,19 @@ class Actions(Hook):
       action.splits()  # raises unless it says after what it is called
 
   def require_metrics(self, evaluator: Evaluator) -> None:
-    """Raises ConfigError if an action reads an evaluation metric that cannot exist.
+    """Raises ConfigError if an action reads an evaluation metric that no evaluation has.
 
-    A task that overrides `derived` may make any name of it; the first evaluation tells.
+    A name that the trace does not have may be one that the task derives: an evaluation tells, of
+    one batch, and of all before a name is refused.
     """
     wanted = [(a, *item) for a in self._actions for item in a.reads().items()]
-    if not wanted or type(evaluator.task).derived is not Task.derived:
-      return
-    names = evaluator.metric_names()
+    names = evaluator.metric_names() if wanted else None
+    derives = type(evaluator.task).derived is not Task.derived
+    for batches in (1, -1) if derives or evaluator.eager else ():
+      if not {name for *_, name in wanted} <= (names or set()):
+        names = None
+        with contextlib.suppress(Exception):  # told by the evaluation in training
+          names = set(evaluator.evaluate(batches))
     for action, option, name in wanted:
       if names is not None and name not in names:
         raise unknown(f"{type(action).__name__}.{option}", name, names)

@@ -11,13 +11,12 @@ from loopwright.commands.arguments import Parsed, config_of, define_config_flags
 from loopwright.commands.parser import Parser
 from loopwright.errors import UsageError
 from loopwright.host import urls
+from loopwright.run_folder.folders import direction
 
 if TYPE_CHECKING:
   from loopwright.tools.sweep.space import Goal
 
 SAMPLERS = ("tpe", "random", "grid")
-KNOWN_GOALS = {"loss": False, "accuracy": True}
-"""Metrics whose direction is clear, and whether more is better."""
 
 
 def define(parser: Parser) -> None:
@@ -81,6 +80,6 @@ def _goal(values: argparse.Namespace, of_config: Goal | None) -> Goal:
     return Goal(metric, values.maximize)
   if of_config and of_config.metric == metric:
     return of_config
-  if metric not in KNOWN_GOALS:
+  if not (best := direction(metric)):
     raise UsageError(f"--metric={metric}: is more better, or less? add --maximize or --minimize")
-  return Goal(metric, KNOWN_GOALS[metric])
+  return Goal(metric, best == "max")

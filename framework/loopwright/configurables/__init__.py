@@ -19,9 +19,10 @@ docs/configuration.md shows how to register your own class.
     documentation.py  what a config can set
 """
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -34,10 +35,12 @@ from loopwright.configurables.reading import MACRO, Binding, Config, Reference, 
 from loopwright.configurables.table import configured, options, register, register_all
 from loopwright.configurables.values import map_references, references
 from loopwright.host import redaction
+from loopwright.host.replacing import replaced
 
 __all__ = [
   "REPOSITORY",
   "SHIPPED",
+  "apart",
   "bindings",
   "bound",
   "configured",
@@ -71,6 +74,19 @@ def parse(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> None:
     raise mistake.error
   history, graph = examination.history, examination.graph
   _put_in_force(examination.config, [*in_force(history), *_defaults_in_use(graph)])
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+  """What is parsed inside `with` is in force only there."""
+  nothing: dict[str, Any] = {
+    "_CONFIG": {},
+    "_SINGLETONS": {},
+    "_OPERATIVE_CONFIG": {},
+    "_IMPORTS": set(),
+  }
+  with replaced(gin.config, **nothing):
+    yield
 
 
 def operative_config() -> str:

@@ -56,7 +56,7 @@ class Source(abc.ABC):
 class ArraySource(Source):
   """Arrays with one row per example; memory-mapped arrays are read row by row."""
 
-  def __init__(self, *, features: Mapping[str, np.ndarray]) -> None:
+  def __init__(self, features: Mapping[str, np.ndarray]) -> None:
     """Checks the arrays; does not use TensorFlow's devices before the first dataset is made.
 
     Args:
@@ -68,7 +68,10 @@ class ArraySource(Source):
         0.
     """
     if not isinstance(features, Mapping) or not features:
-      raise ConfigError(f"features is {kind(features)}; it must be a dict of name -> array.")
+      raise ConfigError(
+        f"features is {kind(features)}; it must be a dict of name -> array, such as {{'x': x}}; of "
+        "a DataFrame dict(frame)."
+      )
     arrays = {name: _native(name, np.asanyarray(array)) for name, array in features.items()}
     self.num_examples = common_length(arrays)
     refuse_reserved("features", arrays)

@@ -35,7 +35,7 @@ class StreamSource:
     endless: whether a pass is known to have no end. That of a generator is not known.
   """
 
-  def __init__(self, *, dataset: tf.data.Dataset, num_examples: int | None = None) -> None:
+  def __init__(self, dataset: tf.data.Dataset, *, num_examples: int | None = None) -> None:
     """Checks the types of the elements without reading them.
 
     Args:

@@ -18,6 +18,8 @@ from loopwright.run_folder import layout
 
 MOST_PIXELS = 2**26
 """Of one picture, after its images are put side by side."""
+_IMAGE_SIDE, _GRID_SIDE = 128, 1024
+"""Pixels up to which a small image is enlarged."""
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
 
 
@@ -56,6 +58,8 @@ class Board:
 
   def image(self, name: str, image: TensorLike) -> None:
     """Shows one image, or several in a grid that is about as wide as high, in row order.
+
+    Small ones are enlarged by a whole factor, to at most 128 pixels a side and 1024 of the grid.
 
     Args:
       name: letters, digits, "_", "-", "." and "/".
@@ -146,7 +150,9 @@ class Board:
     missing = np.zeros([rows * columns - len(images), *images.shape[1:]], np.uint8)
     grid = np.concatenate([images, missing]).reshape([rows, columns, *images.shape[1:]])
     height, width, channels = images.shape[1:]
-    return grid.transpose(0, 2, 1, 3, 4).reshape([rows * height, columns * width, channels])
+    grid = grid.transpose(0, 2, 1, 3, 4).reshape([rows * height, columns * width, channels])
+    scale = min(_IMAGE_SIDE // max(height, width), _GRID_SIDE // max(grid.shape[:2]))
+    return grid.repeat(max(1, scale), axis=0).repeat(max(1, scale), axis=1)
 
   def _bytes(self, name: str, images: np.ndarray) -> np.ndarray:
     """Returns uint8 of the same shape."""

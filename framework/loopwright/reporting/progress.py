@@ -83,9 +83,11 @@ class Choice:
     self._shown = None if shown is None else tuple(shown)
     self._hidden = self.PACE | set(hidden)
     self._who = who
+    self.without: Iterable[str] = ()
 
   def of(self, names: Iterable[str]) -> list[str]:
     """Returns the names to show: in the order of `shown`, else the loss first."""
+    names = [name for name in names if name not in self.without]
     if self._shown is None:
       visible = [name for name in names if name not in self._hidden]
       return sorted(visible, key=lambda name: name != "loss")

@@ -131,7 +131,8 @@ class Reports(Hook):
     return self._of[split].writer()
 
   def evaluates(self, evaluator: Evaluator, step: int) -> AbstractContextManager[Any]:
-    """Summaries of an evaluation step go to TensorBoard."""
+    """Summaries of an evaluation step go to TensorBoard; what a set has no values of is hidden."""
+    self._choice.without = evaluator.weightless
     return self.writer("eval").as_default()
 
   def after(self, split: str, output: Mapping[str, Any]) -> None:

@@ -177,7 +177,8 @@ class Run:
   def _goal(self) -> tuple[str, str]:
     for action in _GOALS:
       if metric := _STRING.fullmatch(self.bindings.get(f"{action}.metric", "")):
-        return metric[2], "min" if "min" in self.bindings.get(f"{action}.mode", "") else "max"
+        mode = _STRING.fullmatch(self.bindings.get(f"{action}.mode", ""))
+        return metric[2], mode[2] if mode else direction(metric[2]) or "max"
     known = {name for values in self.evaluations.values() for name in values}
     return ("accuracy", "max") if "accuracy" in known else ("loss", "min")
 
@@ -197,6 +198,11 @@ class Run:
         with contextlib.suppress(OSError):
           total += os.lstat(os.path.join(folder, file)).st_size
     return total
+
+
+def direction(metric: str) -> str:
+  """Returns what is best: "min" of a loss, "max" of an accuracy, "" of what has another name."""
+  return "min" if metric.endswith("loss") else "max" if metric.endswith("accuracy") else ""
 
 
 def local(top: str) -> str:

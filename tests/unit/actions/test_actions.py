@@ -109,10 +109,19 @@ def test_an_unknown_metric_lists_those_there_are():
   )
 
 
-def test_an_unknown_mode_lists_those_there_are():
-  for make in (BestCheckpoint, Export, lambda **kw: EarlyStopping(patience=1, **kw)):
-    with pytest.raises(ConfigError, match="unknown mode 'maximum'; it must be one of max, min"):
-      make(mode="maximum")
+@pytest.mark.parametrize(
+  "make", [BestCheckpoint, Export, lambda **given: EarlyStopping(patience=1, **given)]
+)
+def test_the_actions_on_evaluations_agree_on_metric_and_mode(make):
+  losses = (make(), make(metric="far/my_loss"))
+  assert [(*one.reads().values(), one._goal.mode) for one in losses] == [
+    ("loss", "min"), ("far/my_loss", "min")
+  ]  # fmt: skip
+  assert make(metric="top5_accuracy")._goal.mode == "max"
+  with pytest.raises(ConfigError, match="unknown mode 'maximum'; it must be one of max, min"):
+    make(mode="maximum")
+  with pytest.raises(ConfigError, match=r"metric is 'mae', of which more or less may be better; s"):
+    make(metric="mae")
 
 
 @pytest.mark.parametrize(
@@ -145,19 +154,19 @@ def test_best_checkpoint_keeps_the_best(model_dir, mode, best_step, replicas, mi
 
 
 def test_best_checkpoint_takes_a_nested_name(model_dir):
-  process = Process(model_dir, [BestCheckpoint(metric="a/b")]).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="a/b", mode="max")]).begin()
   process.evaluate(1, {"a": {"b": 0.5}})
   assert best_of(model_dir) == (1, 0.5, 1.0)
 
 
 def test_best_checkpoint_saves_nothing_that_is_not_finite(model_dir):
-  process = Process(model_dir, [BestCheckpoint()]).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")]).begin()
   process.evaluate(1, {"accuracy": math.nan})
   assert not os.path.exists(os.path.join(model_dir, "best"))
 
 
 def test_best_checkpoint_leaves_the_training_checkpoints_alone(model_dir):
-  process = Process(model_dir, [BestCheckpoint()]).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")]).begin()
   manager = tf.train.CheckpointManager(process.run.checkpoint, model_dir + "/checkpoints", 3)
   process.evaluate(1, {"accuracy": 0.5})
   manager.save()
@@ -169,8 +178,8 @@ def test_best_checkpoint_leaves_the_training_checkpoints_alone(model_dir):
 
 @pytest.mark.parametrize("begin", [True, False])
 def test_best_checkpoint_remembers_after_a_restart(model_dir, begin):
-  Process(model_dir, [BestCheckpoint()]).begin().evaluate(10, {"accuracy": 0.5})
-  process = Process(model_dir, [BestCheckpoint()], step=10)
+  Process(model_dir, [BestCheckpoint(metric="accuracy")]).begin().evaluate(10, {"accuracy": 0.5})
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")], step=10)
   if begin:
     process.begin()
   process.evaluate(20, {"accuracy": 0.4})
@@ -181,10 +190,10 @@ def test_best_checkpoint_remembers_after_a_restart(model_dir, begin):
 
 @pytest.mark.parametrize("again", [True, False])
 def test_best_checkpoint_remembers_an_evaluation_that_never_reached_the_log(model_dir, again):
-  process = Process(model_dir, [BestCheckpoint()]).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")]).begin()
   with pytest.raises(Killed):
     process.evaluate(10, {"accuracy": 0.5}, killed_before_log=True)
-  process = Process(model_dir, [BestCheckpoint()], step=10).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")], step=10).begin()
   if again:
     process.evaluate(10, {"accuracy": 0.5})
   process.evaluate(20, {"accuracy": 0.4})
@@ -192,8 +201,10 @@ def test_best_checkpoint_remembers_an_evaluation_that_never_reached_the_log(mode
 
 
 def test_best_checkpoint_of_another_metric_is_not_compared(model_dir):
-  Process(model_dir, [BestCheckpoint()]).begin().evaluate(10, {"accuracy": 0.9, "auc": 0.1})
-  process = Process(model_dir, [BestCheckpoint(metric="auc")], step=10).begin()
+  Process(model_dir, [BestCheckpoint(metric="accuracy")]).begin().evaluate(
+    10, {"accuracy": 0.9, "auc": 0.1}
+  )
+  process = Process(model_dir, [BestCheckpoint(metric="auc", mode="max")], step=10).begin()
   process.evaluate(20, {"accuracy": 0.8, "auc": 0.2})
   assert best_of(model_dir) == (20, 0.2, 20.0)
 
@@ -228,19 +239,19 @@ def kill_in(monkeypatch, where):
   ],
 )
 def test_the_best_is_whole_wherever_a_kill_comes(model_dir, monkeypatch, where, expected):
-  process = Process(model_dir, [BestCheckpoint()]).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")]).begin()
   process.evaluate(10, {"accuracy": 0.5})
   with monkeypatch.context() as patched:
     kill_in(patched, where)
     with pytest.raises(Killed):
       process.evaluate(20, {"accuracy": 0.6})
-  Process(model_dir, [BestCheckpoint()], step=10).begin()
+  Process(model_dir, [BestCheckpoint(metric="accuracy")], step=10).begin()
   assert best_of(model_dir) == expected
   assert checkpoints_in(model_dir) == [f"ckpt-{expected[0]}"]
 
 
 def test_a_kill_does_no_harm_to_the_best_of_the_same_step(model_dir, monkeypatch):
-  process = Process(model_dir, [BestCheckpoint()]).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")]).begin()
   process.evaluate(10, {"accuracy": 0.5})
   process.evaluate(10, {"accuracy": 0.6})
   with monkeypatch.context() as patched:
@@ -248,20 +259,20 @@ def test_a_kill_does_no_harm_to_the_best_of_the_same_step(model_dir, monkeypatch
     with pytest.raises(Killed):
       process.evaluate(10, {"accuracy": 0.7})
   assert best_of(model_dir) == (10, 0.6, 10.0)
-  process = Process(model_dir, [BestCheckpoint()], step=10).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")], step=10).begin()
   process.evaluate(10, {"accuracy": 0.8})
   assert best_of(model_dir) == (10, 0.8, 10.0)
   assert len(checkpoints_in(model_dir)) == 1
 
 
 def test_a_kill_while_the_first_best_is_written_leaves_none(model_dir, monkeypatch):
-  process = Process(model_dir, [BestCheckpoint()]).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")]).begin()
   with monkeypatch.context() as patched:
     kill_in(patched, "before best.json")
     with pytest.raises(Killed):
       process.evaluate(10, {"accuracy": 0.5})
   assert tf.train.latest_checkpoint(os.path.join(model_dir, "best")) is None
-  process = Process(model_dir, [BestCheckpoint()]).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")]).begin()
   process.evaluate(10, {"accuracy": 0.4})
   assert best_of(model_dir) == (10, 0.4, 10.0)
   assert len(checkpoints_in(model_dir)) == 1
@@ -275,7 +286,7 @@ def test_a_worker_that_is_not_chief_takes_part_and_writes_nothing(model_dir, mon
     "write",
     lambda self, path, *options: writes.append(path) or write(self, path, *options),
   )
-  process = Process(model_dir, [BestCheckpoint()], is_chief=False).begin()
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy")], is_chief=False).begin()
   process.evaluate(10, {"accuracy": 0.5})
   process.evaluate(20, {"accuracy": 0.4})
   assert len(writes) == 1
@@ -347,7 +358,7 @@ def test_early_stopping_says_why_and_hands_over_what_is_not_yet_written(model_di
 
 
 def test_the_last_line_names_the_best_evaluation_unless_it_is_the_last(model_dir):
-  best = BestCheckpoint()
+  best = BestCheckpoint(metric="accuracy")
   process = Process(model_dir, [best]).begin()
   assert best.result() == ""
   found = []
@@ -585,7 +596,7 @@ def test_export_replaces_nothing_but_an_export(tmp_path, fill):
   task, directory = Task(linear_module(None)), str(tmp_path / "export")
   fill(tmp_path / "export")
   before = sorted(tmp_path.rglob("*"))
-  action = Export(directory=directory)
+  action = Export(metric="accuracy", directory=directory)
   for replace in (
     lambda: export(task, directory),
     lambda: action.bind(types.SimpleNamespace(model_dir=str(tmp_path), actions=[action])),
@@ -674,7 +685,7 @@ def test_the_export_action_exports_the_weights_that_were_evaluated(model_dir, tm
     task.model.kernel.assign(tf.ones([3, 2]))
 
   process = Process(model_dir, [], task=task)
-  action = Export(directory=str(tmp_path / "served"))
+  action = Export(metric="accuracy", directory=str(tmp_path / "served"))
   action.bind(dataclasses.replace(process.run, evaluated_weights=average))
   action({"accuracy": 0.5})
   assert factor(str(tmp_path / "served")) == 7
@@ -696,8 +707,8 @@ class Steps(OnBest):
 
 
 def test_an_action_of_ones_own_hears_of_each_best_until_another_stops_the_run(model_dir):
-  steps, stops = Steps(), EarlyStopping(metric="accuracy", mode="max", patience=2)
-  process = Process(model_dir, [BestCheckpoint(), steps, stops]).begin()
+  steps, stops = Steps(metric="accuracy"), EarlyStopping(metric="accuracy", patience=2)
+  process = Process(model_dir, [BestCheckpoint(metric="accuracy"), steps, stops]).begin()
   for step, accuracy in ((2, 0.25), (4, 0.5), (6, 0.375)):
     process.evaluate(step, {"accuracy": tf.constant(accuracy)})
   with pytest.raises(StopTraining) as stopped:

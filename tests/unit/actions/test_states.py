@@ -17,6 +17,7 @@ from loopwright import (
   EarlyStopping,
   Loss,
   StopTraining,
+  Sum,
 )
 from loopwright.running import run
 from loopwright.strategies import factories
@@ -196,8 +197,11 @@ def test_on_is_a_split_or_both(on, tmp_path):
 @pytest.mark.parametrize(
   ("action", "line"),
   [
-    (BestCheckpoint(metric="acuracy"), "unknown BestCheckpoint.metric 'acuracy'"),
-    (EarlyStopping(metric="Loss", patience=1), "'Loss'; it must be one of loss. Did you mean"),
+    (BestCheckpoint(metric="acuracy", mode="max"), "unknown BestCheckpoint.metric 'acuracy'"),
+    (
+      EarlyStopping(metric="Loss", mode="min", patience=1),
+      "'Loss'; it must be one of loss. Did you mean",
+    ),
   ],
 )
 def test_a_metric_that_cannot_exist_is_refused_before_training(action, line, tmp_path):
@@ -213,17 +217,27 @@ def test_the_names_of_metrics_cost_no_second_trace(tmp_path, mirrored):
   assert task.traced == 2  # once for each replica
 
 
-@pytest.mark.whole
-def test_a_derived_metric_is_looked_for_at_the_first_evaluation(tmp_path):
-  class Deriving(Steady):
-    def derived(self, values):
-      return {"doubled": 2 * values["loss"]}
+class Deriving(Steady):
+  """Says "wide" only of all examples, not of the first batch."""
 
+  def metrics(self, outputs, batch):
+    return {"rows": Sum(tf.reduce_sum(batch["weight"]))}
+
+  def derived(self, values):
+    found = {"doubled": 2 * values["loss"], "rows": values["rows"]}
+    return {**found, "wide": 1.0} if values["rows"] > 2 else found
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_derived_metric_is_looked_for_before_training(eager, tmp_path):
+  given = {"task": Deriving, "global_batch_size": 2, "eager": eager}
   best = BestCheckpoint(metric="doubled", mode="min")
-  start(tmp_path / "a", best, task=Deriving, train_steps=2)
-  assert json.loads((tmp_path / "a" / "best" / "best.json").read_text())["value"] == 16.0
-  with pytest.raises(ConfigError, match=r"unknown EarlyStopping\.metric 'tripled'; it"):
-    start(tmp_path / "b", EarlyStopping(metric="tripled", patience=1), task=Deriving)
+  start(tmp_path / "a", best, BestCheckpoint(metric="wide", mode="max", directory="wide"), **given)
+  assert json.loads((tmp_path / "a" / "best" / "best.json").read_text())["value"] == 8.0
+  wrong = EarlyStopping(metric="tripled", mode="max", patience=1)
+  with pytest.raises(ConfigError, match=r"unknown EarlyStopping\.metric 'tripled'; it must be one"):
+    start(tmp_path / "b", wrong, **given)
+  assert not (tmp_path / "b" / "metrics.jsonl").exists()
 
 
 def test_the_documented_action_goes_on_where_it_was(tmp_path):

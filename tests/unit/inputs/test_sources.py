@@ -21,6 +21,24 @@ from loopwright.inputs.sources import ArraySource, eval_sets
 from loopwright.inputs.streams import StreamSource
 
 
+class Frame:
+  """As a DataFrame is one: no Mapping, but `dict` makes one of it."""
+
+  def __init__(self, columns):
+    self.keys, self._columns = columns.keys, columns
+
+  def __getitem__(self, name):
+    return self._columns[name]
+
+
+def test_sources_take_their_data_without_a_name():
+  data = {"x": np.arange(3.0)}
+  read = [ArraySource(dict(Frame(data))), StreamSource(tf.data.Dataset.from_tensor_slices(data))]
+  for source in read:
+    [batch] = arrays(eval_dataset(source, global_batch_size=3))
+    assert batch["x"].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_in_memory_arrays_are_captured_not_copied_into_the_graph():
   source = ArraySource(features={"x": np.zeros([1000, 1000], np.uint8)})
   traced = tf.function(source.fetch).get_concrete_function(tf.TensorSpec([4], tf.int64))
@@ -317,6 +335,7 @@ def test_load_arrays_of_a_folder_errors(tmp_path):
   ("features", "message"),
   [
     ({}, "features is a dict; it must be a dict of name -> array"),
+    (Frame({"x": [1]}), r"is a Frame; .*, such as \{'x': x\}; of a DataFrame dict\(frame\)\.$"),
     ([1, 2], "features is a list"),
     ({1: np.zeros(3)}, "features has the name 1; names must be strings"),
     ({"x": np.zeros(0)}, "have no rows; give at least one example"),

@@ -22,8 +22,12 @@ def made(tmp_path, step=3):
   return board, writer, lines
 
 
-def picture(path):
-  return tf.io.decode_png(path.read_bytes()).numpy()
+def picture(path, scale=128):
+  """The pixels, each drawn as a square."""
+  drawn = tf.io.decode_png(path.read_bytes()).numpy()
+  pixels = drawn[::scale, ::scale]
+  np.testing.assert_array_equal(drawn, pixels.repeat(scale, axis=0).repeat(scale, axis=1))
+  return pixels
 
 
 def events(folder):
@@ -41,7 +45,7 @@ def test_images_are_a_grid_in_row_order(tmp_path):
   board, writer, _ = made(tmp_path)
   images = np.arange(5, dtype=np.float32)[:, None, None, None] / 5 * np.ones([5, 2, 4, 1])
   board.image("samples/first", images)
-  grid = picture(tmp_path / "media" / "samples" / "first-3.png")
+  grid = picture(tmp_path / "media" / "samples" / "first-3.png", scale=32)  # 4 pixels to 128
   assert grid.shape == (4, 12, 1)  # two rows of three
   expected = [[0, 51, 102], [153, 204, 0]]  # 255 i / 5; the last place is empty
   np.testing.assert_array_equal(grid[::2, ::4, 0], expected)
@@ -49,7 +53,16 @@ def test_images_are_a_grid_in_row_order(tmp_path):
   writer.flush()
   [(step, tag, plugin, value)] = events(tmp_path / "train")
   assert (step, tag, plugin) == (3, "samples/first", "images")
-  np.testing.assert_array_equal(tf.io.decode_png(value[2]), grid)
+  np.testing.assert_array_equal(tf.io.decode_png(value[2])[::32, ::32], grid)
+
+
+@pytest.mark.parametrize(
+  ("shape", "drawn"),
+  [([8, 8, 1], 128), ([64, 8, 8, 1], 1024), ([64, 28, 28, 1], 896), ([2, 9, 65, 3], 130)],
+)
+def test_small_pictures_are_enlarged_by_whole_factors(shape, drawn, tmp_path):
+  made(tmp_path)[0].image("x", np.zeros(shape))
+  assert tf.io.decode_png((tmp_path / "media" / "x-3.png").read_bytes()).shape[1] == drawn
 
 
 @pytest.mark.parametrize(
@@ -68,7 +81,8 @@ def test_every_dtype_has_its_range(image, pixels, tmp_path):
   board, _, lines = made(tmp_path)
   board.image("x", image)
   np.testing.assert_array_equal(
-    picture(tmp_path / "media" / "x-3.png"), np.full(image.shape, pixels)
+    picture(tmp_path / "media" / "x-3.png", scale=128 // image.shape[1]),
+    np.full(image.shape, pixels),
   )
   assert lines == []
 
@@ -86,7 +100,7 @@ def test_values_out_of_range_get_one_line_and_do_not_end_a_run(image, line, pixe
   for _ in range(2):
     board.image("x", np.reshape(image, [1, 3, 1]))
   assert lines == [f"warning: 'x' at step 3 {line}"]
-  assert picture(tmp_path / "media" / "x-3.png").ravel().tolist() == pixels
+  assert picture(tmp_path / "media" / "x-3.png", scale=42).ravel().tolist() == pixels
 
 
 @pytest.mark.parametrize(

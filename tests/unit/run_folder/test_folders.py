@@ -102,6 +102,7 @@ def test_ls_lists_runs_by_name_with_their_best(capsys):
     ("EarlyStopping.metric = 'f1'\nEarlyStopping.mode = 'max'\n", "f1 3 @2"),
     ("BestCheckpoint.metric = \"loss\"\nBestCheckpoint.mode = 'min'\n", "loss 0.25 @2"),
     ("BestCheckpoint.metric = 'nothing'\n", "None"),
+    ("Export.metric = 'loss'\nExport.mode = None\n", "loss 0.25 @2"),
   ],
 )
 def test_the_best_evaluation_is_the_one_that_the_config_asks_for(config, best):

@@ -17,7 +17,7 @@ import loopwright
 from benchmarks import comparison, trials_task
 from loopwright import commands, configurables
 from loopwright.errors import ConfigError
-from loopwright.from_config import restored
+from loopwright.from_config import load
 from loopwright.host import stores
 from loopwright.host.files import StorageError
 from loopwright.host.stores import Store, StoreError
@@ -621,7 +621,7 @@ def test_a_run_in_s3_is_that_on_disk(
   store.get_all([n for n in store.files() if n.startswith("export/")], str(tmp_path / "again"))
   variables = "export/variables/variables"
   assert different(tmp_path / "again" / variables, disk / variables) == []
-  assert isinstance(restored(url), trials_task.Small)
+  assert isinstance(load(url).task, trials_task.Small)
 
   newest = weight_files.located(url)
   assert newest.endswith("digits/checkpoints/ckpt-60")

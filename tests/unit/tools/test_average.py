@@ -11,7 +11,7 @@ import toys
 import loopwright
 from loopwright import configurables
 from loopwright.errors import ConfigError
-from loopwright.from_config import restored
+from loopwright.from_config import load
 from loopwright.running import run
 from loopwright.tools.runs import average
 
@@ -119,4 +119,4 @@ def test_the_checkpoint_of_another_run_is_in_no_mean_and_not_exported(tmp_path):
     average.average([str(one)], str(tmp_path / "c"))
   assert not (tmp_path / "c").exists()
   (one / "history.jsonl").unlink()  # as after a copy of config and checkpoints
-  assert restored(str(one)).units == 4
+  assert load(str(one)).task.units == 4

@@ -177,7 +177,8 @@ def test_the_goal_is_that_of_the_actions():
   stop = ("run.actions = [@EarlyStopping()]", "EarlyStopping.patience = 3")
   assert facts(*stop).goal == ("loss", False)
   both = "run.actions = [@EarlyStopping(), @BestCheckpoint()]"
-  assert facts(*stop, both, "BestCheckpoint.metric = 'f1'").goal == ("f1", True)
+  of_f1 = ("BestCheckpoint.metric = 'f1'", "BestCheckpoint.mode = 'max'")
+  assert facts(*stop, both, *of_f1).goal == ("f1", True)
 
 
 def test_trials_run_at_once_and_the_table_has_the_best_first(capsys):

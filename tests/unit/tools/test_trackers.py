@@ -436,9 +436,11 @@ def test_the_csv_file_has_the_lines_of_the_log(model_dir):
   process.loop(10, rate=0.5)
   until(lambda: os.path.exists(os.path.join(model_dir, "metrics.csv")))
   process.loop(20, rate=0.25, array=[1, 2])
-  process.loop(20, "eval", accuracy=float("nan"))  # a new column
+  process.loop(20, "eval", accuracy=float("nan"), **{"=1+1": 3.0})  # new columns
+  process.loop(30, late=1.0)
   process.end()
-  found = rows(model_dir)
+  *found, last = rows(model_dir)
+  assert [row["'=1+1"] for row in (*found, last)] == ["", "", "3.0", ""]
   assert [(r["step"], r["split"], r["loss"], r["rate"], r["accuracy"]) for r in found] == [
     ("10", "train", "0.1", "0.5", ""), ("20", "train", "0.05", "0.25", ""),
     ("20", "eval", "0.05", "", "nan"),

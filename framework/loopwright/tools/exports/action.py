@@ -14,17 +14,17 @@ class Export(OnBest):
   """Exports a SavedModel of the best evaluation so far; see `export`."""
 
   def __init__(
-    self, *, metric: str = "accuracy", mode: Mode = "max", directory: str | None = None
+    self, *, metric: str = "loss", mode: Mode | None = None, directory: str | None = None
   ) -> None:
     """Sets the metric to compare and where to export.
 
     Args:
       metric: its name among the evaluation's values ("a/b" if nested).
-      mode: "max" if more is better, "min" if less is.
+      mode: "max" if more is better, "min" if less is; None: less of a loss, more of an accuracy.
       directory: each export replaces the one before; None for <model_dir>/export.
 
     Raises:
-      ConfigError: an unknown mode.
+      ConfigError: an unknown mode, or none for a metric of another name.
     """
     super().__init__(metric=metric, mode=mode)
     self.directory = directory

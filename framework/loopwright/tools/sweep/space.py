@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from loopwright.configurables import reading
 from loopwright.errors import ConfigError, shown
 from loopwright.host import bounded, redaction
+from loopwright.run_folder.folders import direction
 
 if TYPE_CHECKING:
   import optuna
@@ -179,7 +180,8 @@ def _goal(examination: Examination) -> Goal | None:
     if use.name in GOALS:
       known = {name: each.default for name, each in table.parameters(use.name).items()}
       known |= graph.values(use.scope, use.name)
-      return Goal(str(known["metric"]), known["mode"] == "max")
+      metric = str(known["metric"])
+      return Goal(metric, (known["mode"] or direction(metric)) == "max")
   return None
 
 

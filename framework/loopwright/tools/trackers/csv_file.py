@@ -16,12 +16,16 @@ from loopwright.host.json_lines import Record
 from loopwright.run_folder.metrics_log import scalars
 from loopwright.tools.trackers.base import Tracker
 
+_FORMULAS = tuple("=+-@\t\r")
+"""A cell that begins with one is computed by a spreadsheet, unless a quote is before it."""
+
 
 class CSVFile(Tracker):
   """Writes the lines of metrics.jsonl to a CSV file: step, split, wall_time, then each metric.
 
   It is made anew when a run starts, so it always has the lines of metrics.jsonl, each once.
-  Arrays are left out. A metric that comes later adds a column.
+  Arrays are left out. A metric that comes later adds a column. A name that a spreadsheet would
+  compute, such as "=1+1", has a quote before it.
   """
 
   def __init__(self, *, file: str = "metrics.csv") -> None:
@@ -56,9 +60,9 @@ class CSVFile(Tracker):
       with tf.io.gfile.GFile(path, "a") as file:
         file.write(self._text(rows))
     else:
-      before = csv.DictReader(io.StringIO(files.read(path).decode())) if known else ()
-      header = dict(zip(self._columns, self._columns, strict=True))
-      files.atomic_write(path, self._text([header, *before, *rows]))
+      before = csv.DictReader(io.StringIO(files.read(path).decode()), known) if known else ()
+      header = {name: f"'{name}" if name.startswith(_FORMULAS) else name for name in self._columns}
+      files.atomic_write(path, self._text([header, *[*before][1:], *rows]))
 
   def _text(self, rows: Iterable[Mapping[str, Any]]) -> str:
     text = io.StringIO()
