@@ -17,7 +17,7 @@ def export_weights(model_dir: str) -> str:
   Raises:
     ConfigError: the folder has no run, or no complete checkpoint of it.
   """
-  model = from_config.restored(model_dir).model
+  model = from_config.load(model_dir).model
   named = Names(model).in_file(getattr(model, "weight_names", {}))
   path = os.path.join(model_dir, f"model{safetensors_files.SUFFIX}")
   values = {name: (variable.numpy(), turned) for name, (variable, turned) in named.items()}
