@@ -267,4 +267,5 @@ class Collect(Action):
 
 def _network(inputs: int, units: Sequence[int], outputs: int) -> keras.Model:
   hidden = [keras.layers.Dense(count, activation="relu") for count in units]
-  return keras.Sequential([keras.Input([inputs]), *hidden, keras.layers.Dense(outputs)])
+  last = keras.layers.Dense(outputs, dtype="float32")  # densities and targets need it
+  return keras.Sequential([keras.Input([inputs]), *hidden, last])

@@ -28,6 +28,7 @@ from loopwright.metrics import (
   checked,
   require_free,
 )
+from loopwright.models import models
 from loopwright.optimizers import updates
 from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
 from loopwright.optimizers.fusion import Fusion, Gradients
@@ -393,11 +394,13 @@ class Step(EvalStep):
       optimizer: the optimizer's name.
 
     Raises:
-      ConfigError: called inside a branch or loop on a tensor.
+      ConfigError: a gradient of another shape than its variable, or called inside a branch or loop
+        on a tensor.
     """
     self._traced.require_outermost("step.apply()")
     target = self._optimizer(optimizer)
     packed = Gradients.of(target.fusion, gradients)
+    self.record.gets(target.variables, packed.missing, self.parts.frozen)
     for observer in self._observers:
       finite = observer.allowed(finite)
       observer.applies(target, packed)
@@ -474,7 +477,9 @@ class Step(EvalStep):
   def _differentiated(
     self, tape: tf.GradientTape, total: tf.Tensor, fusion: Fusion
   ) -> list[Gradient]:
-    return fusion.differentiated(tape, total, self.scaling.cast(total.dtype))
+    found = fusion.differentiated(tape, total, self.scaling.cast(total.dtype))
+    kept = (id(models.raw(variable)) in self.parts.frozen for variable in fusion.originals)
+    return [None if leave else g for g, leave in zip(found, kept, strict=True)]
 
   def _require_one_pass(self, verb: str) -> None:
     """Raises ConfigError where the trainer would divide or compile the forward pass."""

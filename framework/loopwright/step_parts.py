@@ -53,6 +53,7 @@ class StepParts:
   ema: Ema | None = None
   replica_id: Callable[[], tf.Tensor] = replica_id
   observers: tuple[Observer, ...] = ()
+  frozen: frozenset[int] = frozenset()  # ids of variables that optimizers leave as they are now
   known_step: tf.Tensor | None = None  # the value of `global_step`, where the host counts steps
 
   @property

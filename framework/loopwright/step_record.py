@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import tensorflow as tf
 
-from loopwright.aliases import Batch, Model
+from loopwright.aliases import Batch, Model, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import as_written, converted, methods_as_written
@@ -51,6 +51,21 @@ class StepRecord:
     self.only_evaluated: set[str] = set()
     self.closing: list[Callable[[], Mapping[str, Checked]]] = []
     self._logged: dict[str, Checked] = {}
+    self._reached: dict[int, str] = {}
+
+  def gets(
+    self, variables: Sequence[Variable], missing: Sequence[bool], frozen: Collection[int]
+  ) -> None:
+    """An optimizer gets gradients of these variables, but where they are missing or frozen."""
+    for variable, absent in zip(variables, missing, strict=True):
+      key, name = id(models.raw(variable)), models.name(variable)
+      expected = absent and key not in frozen
+      self._reached[key] = self._reached.get(key, name) and (name if expected else "")
+
+  @property
+  def unreached(self) -> list[str]:
+    """The names of variables for which no optimizer has got a gradient, though for others."""
+    return list(filter(None, self._reached.values()))
 
   def add(self, metrics: Mapping[str, Checked]) -> None:
     """Adds metrics to those of the same names; nothing where activations are computed again.

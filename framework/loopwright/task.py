@@ -19,6 +19,7 @@ from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.inputs.plan import Preprocess
 from loopwright.models import models
+from loopwright.models.orbit import writes_scalars
 
 if TYPE_CHECKING:
   from loopwright.eval_step import EvalStep
@@ -138,7 +139,7 @@ class Task:
 
     Returns:
       Name -> float, or an array or nested list of at most 100,000 numbers; metrics.jsonl gets all,
-      TensorBoard and the console get the floats.
+      TensorBoard, Orbit's `summary_dir` and the console get the floats.
     """
     del values
     return {}
@@ -258,7 +259,8 @@ def derived_metrics(
     raise ConfigError(f"{who} returns {kind(values)}; it must be a dict of name -> float.")
   taken = {*means, *REPORTED}
   require_free(values, taken, who=f"{who} returns", why="which is already reported")
-  return {name: _finished(who, name, value) for name, value in values.items()}
+  found = {name: _finished(who, name, value) for name, value in values.items()}
+  return {k: v for k, v in found.items() if isinstance(v, float) or not writes_scalars()}
 
 
 def _finished(who: str, name: str, value: HostValue) -> float | np.ndarray:

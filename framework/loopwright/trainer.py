@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import tensorflow as tf
+from absl import logging
 
-from loopwright import registry, step_record, trainer_checks
+from loopwright import host_changes, registry, step_record, trainer_checks
 from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
 from loopwright.counters import Counters
 from loopwright.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
@@ -127,6 +128,7 @@ class Trainer(AbstractTrainer):
     self.source: Callable[[], AnySource] | None = None
     self.left_out: frozenset[int] = frozenset()
     self._iterator: Iterator[PerReplica] | None = None
+    self._read_to: int | None = None  # where in the data the iterator is
     self._checks = trainer_checks.LoopChecks()
     self.assigned: dict[str, tf.Variable] = {}
     self._input_wait = InputWait(self.placement)
@@ -178,8 +180,11 @@ class Trainer(AbstractTrainer):
     """
     if not (steps := int(num_steps)):
       return self.state_metrics()
-    if self._iterator is None:
+    self._follow_host()
+    position = int(self.position.numpy())
+    if self._iterator is None or self._read_to != position:  # it is new, restored or behind
       self._iterator = self.make_iterator()
+    self._read_to = None
     self.metrics.reset()  # an earlier loop may have failed midway
     self._input_wait.reset()
     before, clock = int(self.global_step.numpy()), timing.LoopClock()
@@ -189,7 +194,7 @@ class Trainer(AbstractTrainer):
       self._run_loop(num_steps)
     finally:
       done = int(self.global_step.numpy()) - before
-      self.position.assign_add(done * self.global_batch_size)
+      self.position.assign(position + done * self.global_batch_size)
     undone = done < steps  # true if an observer undid the last step; only the metrics include it
     ran = done + undone
     results = self.metrics.result()  # waits for the device
@@ -197,8 +202,7 @@ class Trainer(AbstractTrainer):
     self._checks.warn_of_retracing(self.traces)
     self._checks.require_weight(self.metrics, self.parts.optimizers, before + done)
     self.counters.skip(round(results.pop("skipped") * ran) - undone)
-    if undone:
-      self.reset_input()  # the iterator is one batch ahead of the position
+    self._read_to = position + ran * self.global_batch_size
     results["input_wait_s"] = clock.corrected(self._input_wait.seconds(results, ran))
     results["examples_per_second"] = ran * self.global_batch_size / seconds
     for observer in self.parts.observers:
@@ -239,7 +243,8 @@ class Trainer(AbstractTrainer):
     batch, input_wait_s = self.next_batch(iterator)
     for observer in self.parts.observers:
       observer.batch_taken(batch, self.global_step.read_value())
-    outcome = self.strategy.run(self.replica_step, args=(batch, input_wait_s, step))
+    with self._watch.trace(self.task):
+      outcome = self.strategy.run(self.replica_step, args=(batch, input_wait_s, step))
     first = self.strategy.experimental_local_results
     return self.finish_step(*(first(flag)[0] for flag in outcome))
 
@@ -253,6 +258,7 @@ class Trainer(AbstractTrainer):
     finite, loss_finite = record.outcome()
     self.assigned |= record.assigned(self.task.model, self.strategy)
     self._checks.weight_seen |= record.is_conditional
+    trainer_checks.warn_of_unreached(type(self.task).__name__, tuple(record.unreached))
     record.assignments.make(finite & loss_finite)
     own = {"skipped": (tf.cast(~finite, tf.float32), 1.0)}
     self.metrics.only_evaluated |= record.only_evaluated
@@ -331,7 +337,22 @@ class Trainer(AbstractTrainer):
 
   def _set(self, parts: StepParts, step: StepFactory) -> None:
     self.parts, self._make_step = parts, step
+    self._watch = host_changes.Watch(parts.optimizers)
     self._compiled_loop: Any = self._compiled()
+
+  def _follow_host(self) -> None:
+    """Traces the loop again, and says so, if the host has changed what its trace has read."""
+    changes, optimizers = self._watch.changes(self.task), self.parts.optimizers.items()
+    if not changes and self._watch.has_traced and type(self.task).variables_of is Task.variables_of:
+      return
+    now = [host_changes.frozen(k, one, self.task.variables_of(k)) for k, one in optimizers]
+    frozen = frozenset[int]().union(*now)
+    if frozen != self.parts.frozen:
+      changes.append(f"{len(frozen)} of the optimizers' variables are frozen")
+    if changes:
+      if self.traces:
+        logging.warning("%s: the training loop is traced again", "; ".join(changes))
+      self._set(dataclasses.replace(self.parts, frozen=frozen), self._make_step)
 
   def _compiled(self) -> Any:
     return self.loop if self.eager else grappler.Compiled(self.loop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from absl import logging
@@ -63,6 +64,14 @@ def why_padded(
   steps = f" x {accumulation_steps} accumulation_steps" if accumulation_steps > 1 else ""
   why = f"global_batch_size is {global_batch_size} for {replicas} replicas{steps}"
   return why, "choose a batch size that divides"
+
+
+@functools.cache
+def warn_of_unreached(task: str, names: tuple[str, ...]) -> None:
+  """Warns, once for each kind of task, of variables for which no optimizer gets a gradient."""
+  del task
+  if names:
+    logging.warning("no gradient reaches %s", ", ".join(names))
 
 
 class LoopChecks:

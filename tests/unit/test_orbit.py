@@ -32,6 +32,37 @@ def test_orbits_controller_drives_both(tmp_path):
   assert found == its_evaluator.evaluate(tf.constant(-1))
 
 
+class Derived(everything.Everything):
+  """Also reports an array, which Orbit would give to tf.summary.scalar."""
+
+  def derived(self, values):
+    return {"twice": 2 * values["loss"], "both": [values["loss"]] * 2}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_restored_controller_reads_the_examples_of_its_step(replicas, mirrored, tmp_path):
+  strategy = mirrored(replicas)
+  trainer = everything.make_trainer(strategy, made=Derived())
+  checkpoint = tf.train.Checkpoint(**trainer.checkpoint_items())
+  manager = tf.train.CheckpointManager(checkpoint, str(tmp_path / "saved"), 3)
+  controller = orbit.Controller(
+    trainer=trainer, evaluator=make_evaluator(trainer.task, strategy, batch=everything.BATCH),
+    global_step=trainer.global_step, strategy=strategy, steps_per_loop=2,
+    summary_dir=str(tmp_path / "summaries"),
+    checkpoint_manager=manager,
+  )  # fmt: skip
+  controller.train(steps=3)
+  saved = manager.save()
+  controller.train(steps=8, checkpoint_at_completion=False)
+  seen = trainer.task.model["stream"].seen()
+  assert set(controller.evaluate(-1)) >= {"loss", "twice"}
+  controller.restore_checkpoint(saved)
+  assert trainer.global_step.numpy() == 3
+  controller.train(steps=8, checkpoint_at_completion=False)
+  assert trainer.task.model["stream"].seen() == seen
+  assert set(trainer.train(tf.constant(1))) >= {"twice", "both"}
+
+
 WITHOUT = f"""
 import json, sys, types
 sys.modules["orbit"] = types.ModuleType("orbit")  # as a satellite tracker has it

@@ -143,15 +143,20 @@ def unreadable_line(where: str, read: str, message: str) -> ConfigError:
     )
   token = re.search(r"Failed to parse token '(.*)'", message)
   if token:
-    return ConfigError(f"{where}: {token[1]!r} is not a value.{_value_hint(token[1])}")
+    return ConfigError(f"{where}: {token[1]!r} is not a value.{_value_hint(token[1], read)}")
   reason = " ".join(message.split()).rstrip(".")
   return ConfigError(f"{where}: cannot read {read!r}: {reason[:1].lower()}{reason[1:]}.")
 
 
-def _value_hint(token: str) -> str:
+def _value_hint(token: str, line: str) -> str:
   python = {"true": "True", "false": "False", "none": "None", "null": "None"}.get(token.lower())
   if python:
     return f" Write {python}."
+  name, _, parameter = line.partition("=")[0].strip().rpartition(".")
+  with contextlib.suppress(ConfigError, KeyError):
+    annotation = table.parameters(table.find(name))[parameter].annotation
+    if {*_members(annotation)} <= {int, float, bool, type(None)}:
+      return f" It must be {spelled(annotation)}."
   if not token.isidentifier():
     return ""
   return f" Quote a string ('{token}'); write @{token} for a configurable, %{token} for a macro."

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from absl import logging
 
 from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
@@ -65,6 +64,21 @@ class Fusion:
     """Converts gradients of `originals` to those of `variables`; None in a group becomes zeros."""
     flat = [self._concatenated(group, gradients) for group in self.groups]
     return [*flat, *(gradients[i] for i in self.singles)]
+
+  def require_shapes(self, gradients: Sequence[Gradient]) -> None:
+    """Raises ConfigError unless there is a gradient of its shape, or None, for each variable."""
+    if len(gradients) != len(self.originals):
+      raise ConfigError(
+        f"step.apply() got {len(gradients)} gradients for {len(self.originals)} variables; give "
+        "one for each of step.variables(), in their order, None where there is none."
+      )
+    for gradient, variable, raw in zip(gradients, self.originals, self._raw, strict=True):
+      shape = raw.shape if gradient is None else getattr(gradient, "shape", ())
+      if not raw.shape.is_compatible_with(shape):
+        raise ConfigError(
+          f"step.apply() got a gradient of shape {shape} for {models.name(variable)!r} of shape "
+          f"{raw.shape}; give one for each of step.variables(), in their order."
+        )
 
   def differentiated(
     self, tape: tf.GradientTape, total: tf.Tensor, factor: tf.Tensor | None
@@ -171,7 +185,7 @@ class Fusion:
     parts = [
       tf.zeros([self._sizes[i]], self._raw[i].dtype)
       if gradients[i] is None
-      else tf.reshape(gradients[i], [-1])
+      else tf.cast(tf.reshape(gradients[i], [-1]), self._raw[i].dtype)
       for i in group
     ]
     return tf.concat(parts, axis=0)
@@ -207,10 +221,15 @@ class Gradients(Sequence[Gradient]):
 
   @classmethod
   def of(cls, fusion: Fusion, gradients: Sequence[Gradient]) -> Gradients:
-    """Packs gradients, one per variable, for the optimizer of `fusion`."""
+    """Packs gradients, one per variable, for the optimizer of `fusion`.
+
+    Raises:
+      ConfigError: another number of gradients, or one of another shape than its variable.
+    """
     if isinstance(gradients, Gradients) and gradients.fusion is fusion:
       return gradients
-    return cls(fusion, fusion.pack(list(gradients)), [g is None for g in gradients])
+    fusion.require_shapes(given := list(gradients))
+    return cls(fusion, fusion.pack(given), [g is None for g in given])
 
   @classmethod
   def as_given(cls, gradients: Sequence[Gradient]) -> Gradients:
@@ -226,7 +245,7 @@ class Gradients(Sequence[Gradient]):
     return cls(fusion, pieces, [False] * len(fusion.originals))
 
   def require_some(self, variables: Sequence[Variable]) -> None:
-    """Warns of variables without a gradient; raises ConfigError if no variable has one."""
+    """Raises ConfigError if no variable has a gradient, or one that optimizers do not train."""
     names = [models.name(v) for m, v in zip(self.missing, variables, strict=True) if m]
     if len(names) == len(variables):
       raise ConfigError(
@@ -240,8 +259,6 @@ class Gradients(Sequence[Gradient]):
           f"the variable {models.name(variable)!r} is {dtype.name}, which optimizers do not train; "
           "make two of floats, and tf.complex(real, imaginary) of them in forward()."
         )
-    if names:
-      logging.log_first_n(logging.WARNING, "no gradient reaches %s", 1, ", ".join(names))
 
   def square(self) -> tf.Tensor:
     """Returns the square of the global L2 norm, a float32 scalar."""

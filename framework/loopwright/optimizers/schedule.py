@@ -35,7 +35,9 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
 
   @property  # type: ignore[misc]
   def __class__(self) -> type:
-    """What `isinstance` asks besides the type."""
+    """What `isinstance` asks besides the type, and Keras's `serialize` in its place."""
+    if self._stands_for is not None:
+      return type(self._stands_for)
     return _of_both() if lazy_keras.tf_keras_loaded() else type(self)
 
   def __init__(
@@ -52,6 +54,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     self._config = config
     self._step: tf.Variable | None = None
     self._given: Callable[[], tf.Tensor] | None = None
+    self._stands_for: Any = None
 
   def at(self, step: TensorLike) -> tf.Tensor:
     """Returns the learning rate at `step`, a float32 scalar (any context).
@@ -97,12 +100,20 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     self._step = step
     return self
 
+  def standing_for(self, other: Any) -> Schedule:
+    """Makes optimizers save the schedule of Keras whose rates it gives; returns self."""
+    self._stands_for = other
+    return self
+
   def get_config(self) -> dict[str, Any]:
     """Returns the arguments that it was made from, including nested schedules.
 
     Raises:
       ConfigError: it wraps a function that is not of this module.
     """
+    if self._stands_for is not None:
+      config: dict[str, Any] = self._stands_for.get_config()
+      return config
     if self._config is None:
       raise ConfigError(
         "a Schedule of your own function cannot be saved in an optimizer's config; compose the "
@@ -155,7 +166,15 @@ def bind(optimizer: KerasOptimizer, step: tf.Variable) -> None:
       "it with the step."
     )
   if _is_schedule(rate):
-    optimizer.learning_rate = as_schedule("learning_rate", rate).bind(step)
+    bound = as_schedule("learning_rate", rate).bind(step)
+    kinds = [each.optimizers for each in lazy_keras.kerases() if not isinstance(rate, Schedule)]
+    if any(
+      isinstance(optimizer, kind.Optimizer)
+      and isinstance(rate, kind.schedules.LearningRateSchedule)
+      for kind in kinds
+    ):
+      bound.standing_for(rate)
+    optimizer.learning_rate = bound
 
 
 def as_schedule(name: str, value: Any) -> Schedule:

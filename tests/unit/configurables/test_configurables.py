@@ -779,6 +779,7 @@ def test_what_gin_configures_in_place_counts_as_used():
       "x.gin:3: cannot read 'run.rates = [1,': a bracket or a quote is never closed.",
     ),
     ("run.eager = true", "x.gin:3: 'true' is not a value. Write True."),
+    ("run.seed = fifty", "x.gin:3: 'fifty' is not a value. It must be int."),
     (
       "run.names = [mixed]",
       "x.gin:3: 'mixed' is not a value. "

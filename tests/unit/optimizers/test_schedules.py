@@ -330,6 +330,17 @@ def test_an_optimizer_config_round_trips(generation):
   np.testing.assert_array_equal(rates(again, STEPS), rates(rate, STEPS))
 
 
+@pytest.mark.parametrize("generation", [keras, tf_keras], ids=["keras", "tf_keras"])
+def test_a_bound_schedule_of_keras_is_saved_as_such(generation):
+  rate = generation.optimizers.schedules.ExponentialDecay(1.0, 2, 0.5)
+  optimizer = generation.optimizers.SGD(rate)
+  bind(optimizer, tf.Variable(2, dtype=tf.int64))
+  again = generation.optimizers.SGD.from_config(optimizer.get_config())._learning_rate
+  assert type(again) is type(rate)
+  assert [float(again(step)) for step in (0, 2, 4)] == [1, 0.5, 0.25]
+  assert float(optimizer._learning_rate(0)) == 0.5  # at the bound step
+
+
 @pytest.mark.parametrize(
   "schedule",
   [

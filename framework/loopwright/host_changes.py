@@ -1,0 +1,264 @@
+"""What the host changes between two loops, which a compiled loop does not see by itself.
+
+A loop has in its graph what it has read while it was traced. So a `Watch` keeps what that was:
+
+    with watch.trace(task):          the step is traced
+      task.train_step(...)
+    if watch.changes(task): ...      before the next loop: trace it again
+
+Of the user's own objects, those attributes count that the trace has read, also in objects that it
+finds in them; counters and lists that only the host reads may change. Of Keras's layers, all public
+attributes count. What the trace itself changes, such as a count of its calls, does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from loopwright.aliases import Variable
+from loopwright.errors import ConfigError, shown
+from loopwright.host import lazy_keras
+from loopwright.models import models
+from loopwright.optimizers.adapters import Optimizer
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_NUMBERS = (bool, int, float, type(None))
+_MOST, _FEW, _SHOWN = 10_000, 100, 3
+"""Elements of a list or an array that are compared; parts in which objects are looked for."""
+_LIBRARIES = ("builtins", "collections", "keras", "tf_keras", "tensorflow", "numpy", "wrapt")
+_HEAP_TYPE = 1 << 9
+_ABSENT = "no attribute"
+_OF_UPDATES = ("_learning_rate", "_exclude_from_weight_decay")
+
+
+class Read(NamedTuple):
+  """An attribute: what it was, and what is equal to it as long as it is the same."""
+
+  holder: Any
+  name: str
+  value: Any
+  same: Any
+
+  @classmethod
+  def of(cls, holder: Any, name: str) -> Read:
+    """Returns what an attribute is now."""
+    value = _held(holder, name)
+    return cls(holder, name, value, _same(value))
+
+  def changed(self) -> str:
+    """Returns a phrase if it is another now, else ""."""
+    now = _held(self.holder, self.name)
+    if (now is self.value and type(now) in _PLAIN) or _same(now) == self.same:
+      return ""
+    owner = getattr(self.holder, "path", None) or type(self.holder).__name__
+    return f"{owner}.{self.name.lstrip('_')} is {_said(now)}, which was {_said(self.value)}"
+
+
+Reads = dict[tuple[int, str], Read | None]
+"""(id of the object, name) -> what a trace has read; None for what it has changed."""
+
+
+class Watch:
+  """What the traces of one loop have read (host)."""
+
+  def __init__(self, optimizers: Mapping[str, Optimizer] | None = None) -> None:
+    """Keeps the options with which optimizers were built; their updates are traced too."""
+    self._optimizers = optimizers or {}
+    self._options = [_options(one.optimizer) for one in self._optimizers.values()]
+    self._read: Reads = {}
+    self._plain: list[tuple[dict[str, Any], str, Any, Read]] = []
+    self._others: list[Read] = []
+    self._layers: list[Any] = []
+    self._variables: list[tuple[Variable, bool]] = []
+
+  @property
+  def has_traced(self) -> bool:
+    """Whether it knows of a trace."""
+    return bool(self._read)
+
+  @contextlib.contextmanager
+  def trace(self, task: Any) -> Iterator[None]:
+    """Keeps what is read inside `with`; nothing in eager mode, which reads it in each step."""
+    if tf.executing_eagerly():
+      yield
+      return
+    layers, of_keras = list(models.layers(task.model)), _names_of_keras()
+    with _reading([task, *models.parts(task.model), *layers], self._read, of_keras):
+      yield
+    for layer in layers:
+      for name, value in vars(layer).items():
+        own = name.startswith("_") or name in of_keras or type(value) not in _PLAIN
+        if name == "_trainable" or not own:
+          self._read.setdefault((id(layer), name), Read.of(layer, name))
+    self._read = {k: each and (None if each.changed() else each) for k, each in self._read.items()}
+    self._plain, self._others = [], []
+    for each in filter(None, self._read.values()):
+      own = getattr(each.holder, "__dict__", {})
+      if each.name in own and type(each.value) in _PLAIN:
+        self._plain.append((own, each.name, each.value, each))
+      else:
+        self._others.append(each)
+    now = [_options(one.optimizer) for one in self._optimizers.values()]
+    for known, new in zip(self._options, now, strict=True):
+      for name in [name for name in known if name not in new or known[name] != new[name]]:
+        del known[name]
+    self._layers = layers
+    self._variables = [(each, each.trainable) for each in models.all_variables(task.model)]
+
+  def changes(self, task: Any) -> list[str]:
+    """Returns what differs from what the traces have read, a phrase for each.
+
+    Raises:
+      ConfigError: an optimizer has an option with which it would have other state, or another rule.
+    """
+    moved = [each for own, name, value, each in self._plain if own.get(name, _ABSENT) is not value]
+    found = [says for each in moved + self._others if (says := each.changed())]
+    for variable, before in self._variables:
+      if variable.trainable is not before:
+        found.append(f"{models.name(variable)}.trainable is {not before}, which was {before}")
+    if self._layers and (now := list(models.layers(task.model))) != self._layers:
+      found.append(f"the model has {len(now)} layers, which were {len(self._layers)}")
+    for (name, one), known in zip(self._optimizers.items(), self._options, strict=True):
+      found += _changed_options(name, one.optimizer, known)
+    return found[:_SHOWN] + ([f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
+
+
+def frozen(name: str, optimizer: Optimizer, now: Sequence[Variable]) -> frozenset[int]:
+  """Returns the ids of an optimizer's variables that are not among those to train now (host).
+
+  Raises:
+    ConfigError: it has none left, or another one is to be trained.
+  """
+  wanted = {id(models.raw(variable)): variable for variable in now}
+  built = {id(models.raw(variable)) for variable in optimizer.variables}
+  for key in wanted.keys() - built:
+    raise ConfigError(
+      f"{models.name(wanted[key])!r} is to be trained now, but optimizer {name!r} was built "
+      "without it; make it in build_model(), trainable, and freeze it later, or use when=."
+    )
+  if not wanted:
+    raise ConfigError(
+      f"optimizer {name!r} has no trainable variable left; leave out its updates with when=."
+    )
+  return frozenset(built - wanted.keys())
+
+
+def _changed_options(name: str, optimizer: Any, known: dict[str, Any]) -> list[str]:
+  """Returns a phrase for each option that differs, from now on known as it is."""
+  found, now = [], _options(optimizer)
+  for option in [each for each in known if now.get(each, _ABSENT) != known[each]]:
+    old, new = known[option], now.get(option, _ABSENT)
+    says = f"{type(optimizer).__name__}.{option.lstrip('_')} is {_said(new)}"
+    if not isinstance(new, _NUMBERS) or bool(old) != bool(new):
+      raise ConfigError(
+        f"{says}, but optimizer {name!r} was built with {_said(old)}, and what it keeps and how it "
+        "updates follow from that; set it back, and give it from the start."
+      )
+    found.append(f"{says}, which was {_said(old)}")
+    known[option] = new
+  return found
+
+
+def _options(optimizer: Any) -> dict[str, Any]:
+  """Returns the options of an optimizer that its update reads, name -> value."""
+  return {
+    name: value if isinstance(value, _NUMBERS) else _same(value)
+    for name, value in vars(optimizer).items()
+    if (isinstance(value, _NUMBERS) and not name.startswith("_")) or name.startswith(_OF_UPDATES)
+  }
+
+
+@contextlib.contextmanager
+def _reading(holders: Iterable[Any], into: Reads, of_keras: set[str]) -> Iterator[None]:
+  """Records which attributes are read inside `with`, of these objects and of those in them."""
+  watched: dict[type, Any] = {}
+
+  def watch(holder: Any, depth: int = 0) -> None:
+    kind = type(holder)
+    if isinstance(holder, (list, tuple, dict)) and len(holder) <= _FEW and not depth:
+      for each in holder.values() if isinstance(holder, dict) else holder:
+        watch(each, depth + 1)
+    known = kind in watched or kind.__module__.partition(".")[0] in _LIBRARIES
+    if known or issubclass(kind, type) or not kind.__flags__ & _HEAP_TYPE:
+      return
+    usual: Any = kind.__getattribute__
+
+    def read(self: Any, name: str) -> Any:
+      own = name.startswith("__") or (name in of_keras and models.is_keras(self))
+      if not own and (id(self), name) not in into and not tf.executing_eagerly():
+        into[id(self), name] = Read.of(self, name)
+      value = usual(self, name)
+      if not isinstance(value, _PLAIN):
+        watch(value)
+      return value
+
+    with contextlib.suppress(AttributeError, TypeError):  # where its class forbids it
+      own = vars(kind).get("__getattribute__")
+      kind.__getattribute__ = read  # type: ignore[assignment]
+      watched[kind] = own
+
+  try:
+    for holder in holders:
+      watch(holder)
+    yield
+  finally:
+    for kind, own in watched.items():
+      if own is None:
+        del kind.__getattribute__
+      else:
+        kind.__getattribute__ = own  # type: ignore[method-assign]
+
+
+def _names_of_keras() -> set[str]:
+  """Returns the attributes that every model of Keras has, which are its own."""
+  return {name for library in lazy_keras.kerases() for name in vars(library.Model())}
+
+
+def _held(holder: Any, name: str) -> Any:
+  """Returns an attribute as the object or its class has it: a property is not called."""
+  try:
+    own = object.__getattribute__(holder, "__dict__")
+  except AttributeError:
+    own = {}
+  for kept in (own, *map(vars, type(holder).__mro__)):
+    if name in kept:
+      value = kept[name]
+      slot = isinstance(value, types.MemberDescriptorType)
+      return object.__getattribute__(holder, name) if slot else value
+  return _ABSENT
+
+
+class _Identity:
+  """Equal to that of the same object."""
+
+  def __init__(self, of: Any) -> None:
+    self.of = of
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _Identity) and other.of is self.of
+
+  def __hash__(self) -> int:
+    return id(self.of)
+
+
+def _same(value: Any, depth: int = 0) -> Any:
+  """Returns what is equal as long as a value is: of containers their content, else the object."""
+  if isinstance(value, _PLAIN):
+    return type(value), value
+  if isinstance(value, np.ndarray) and value.size <= _MOST and not value.dtype.hasobject:
+    return value.dtype.str, value.shape, value.tobytes()
+  if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST and depth < 3:
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    return type(value), [_same(part, depth + 1) for part in parts]
+  return _Identity(value)
+
+
+def _said(value: Any) -> str:
+  value = value.of if isinstance(value, _Identity) else value
+  return value if value is _ABSENT else shown(value, most=60)
