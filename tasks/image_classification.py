@@ -139,30 +139,28 @@ def image_folder(
   train: str,
   eval: str,
   image_size: Sequence[int],
+  class_names: Sequence[str] | None = None,
   channels: int = 3,
   resize: bool = True,
   max_bytes: int = 2**28,
 ) -> ImageData:
-  """Two folders of <class>/<image> files, with the same classes; see `ImageFolderSource`."""
-  made = {
-    split: loopwright.ImageFolderSource(
+  """Two folders of <class>/<image> files; see `ImageFolderSource`.
+
+  The classes are those of `train` unless they are given; `eval` may lack some of them.
+  """
+  made: dict[str, loopwright.ImageFolderSource] = {}
+  for split, directory in (("train", train), ("eval", eval)):
+    made[split] = loopwright.ImageFolderSource(
       directory=directory,
       image_size=tuple(image_size),
+      class_names=class_names,
       channels=channels,
       resize=resize,
       max_bytes=max_bytes,
     )
-    for split, directory in (("train", train), ("eval", eval))
-  }
-  if made["train"].class_names != made["eval"].class_names:
-    raise ConfigError(
-      f"the classes of {eval!r} ({', '.join(made['eval'].class_names)}) are not those of {train!r} "
-      f"({', '.join(made['train'].class_names)}); both folders need the same subfolders."
-    )
+    class_names = made[split].class_names
   return ImageData(
-    sources=made,
-    image_shape=(*image_size, channels),
-    labels=len(made["train"].class_names),
+    sources=made, image_shape=(*image_size, channels), labels=len(made["train"].class_names)
   )
 
 

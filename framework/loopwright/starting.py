@@ -21,7 +21,8 @@ from typing import Any
 from loopwright import configurables, registry
 from loopwright.declaration import declared
 from loopwright.evaluator import Evaluator
-from loopwright.inputs.fingerprint import described, fingerprint, mixtures
+from loopwright.inputs.fingerprint import described, fingerprint, kinds, mixtures
+from loopwright.inputs.sources import main_source
 from loopwright.optimizers import adapters
 from loopwright.options import Group
 from loopwright.reporting.summary import optimizer_names
@@ -145,6 +146,11 @@ def examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
   found = {} if source is None else described(source, trainer.global_batch_size)
   for name, each in (evaluator.sources if evaluator else {}).items():
     found[f"evaluation {name}".rstrip()] = fingerprint(each)
+    if source is not None and evaluator is not None:
+      one, other = main_source(source), main_source(each)
+      if one.numbered != other.numbered or kinds(one) != kinds(other):
+        where = f"source('eval')[{name!r}]" if name else "source('eval')"
+        registry.load("part", "require_agreement")(one, other, where, evaluator.metric_names)
   for split, text in found.items():
     trainer.cluster.require_same(
       f"{split} examples ({text})", zlib.crc32(text.encode()), "give all workers the same data."

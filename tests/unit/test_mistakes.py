@@ -244,7 +244,7 @@ MISTAKES = {
     config=IMAGES, prepare=corrupt_image, fresh=True, says=["TMP/train/cat/1.png", "remove it"]
   ),
   "classes of another folder": Mistake(
-    config=IMAGES, prepare=other_classes, says=["(cat, cow)", "(cat, dog)", "same subfolders"]
+    config=IMAGES, prepare=other_classes, says=["TMP/eval", "'cow'", "none of class_names"]
   ),
 }
 

@@ -54,6 +54,7 @@ class Bucket(Source):
     self.num_examples, self.length, self.first = len(ids), length, first
     self.name, self.is_alone = f"bucket {length}", False
     self._source, self.ids, self.axes = source, ids, axes
+    self.numbered = source.numbered
 
   def fetch(self, indices: tf.Tensor) -> Batch:
     """See `Source.fetch`."""

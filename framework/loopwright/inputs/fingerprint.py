@@ -33,14 +33,21 @@ def fingerprint(source: AnySource) -> str:
   as long as training does.
   """
   digest = hashlib.sha256()
-  first = _fetched(source, np.array([0]))
+  first = fetched(source, np.array([0]))
   size = max(1, sum(value.nbytes for value in first.values()))
   most = min(_BYTES // size, _ROWS_OF_ARRAYS if isinstance(source, ArraySource) else _ROWS)
   spread = np.unique(np.linspace(0, source.num_examples - 1, max(1, most)).astype(np.int64))
-  for name, value in sorted(_fetched(source, spread).items()):
+  for name, value in sorted(fetched(source, spread).items()):
     digest.update(f"{name} {value.dtype} {value.shape}".encode())
     digest.update(repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes())
   return counted(source.num_examples, digest)
+
+
+@functools.singledispatch
+def kinds(source: AnySource) -> dict[str, str]:
+  """Returns name -> kind of dtype and number of axes of each feature, such as "f1" (host)."""
+  first = fetched(source, np.array([0]))
+  return {name: f"{value.dtype.kind}{value.ndim}" for name, value in first.items()}
 
 
 def counted(number: int | str, digest: Any) -> str:
@@ -63,7 +70,8 @@ def mixtures(source: AnySource) -> dict[str, tuple[Any, int]]:
   return {}
 
 
-def _fetched(source: Source, rows: np.ndarray) -> dict[str, np.ndarray]:
+def fetched(source: Source, rows: np.ndarray) -> dict[str, np.ndarray]:
+  """Returns some rows, int64 [n], of each feature (host)."""
   with tf.init_scope(), tf.device("CPU:0"):
     batch = source.fetch(tf.constant(rows, tf.int64))
   batch = checked_batch(batch, len(rows), f"{type(source).__name__}.fetch")

@@ -39,6 +39,7 @@ class ImageFolderSource(Source):
     *,
     directory: str,
     image_size: Sequence[int],
+    class_names: Sequence[str] | None = None,
     channels: int = 3,
     resize: bool = True,
     max_bytes: int = MAX_IMAGE_BYTES,
@@ -48,6 +49,8 @@ class ImageFolderSource(Source):
     Args:
       directory: holds one folder per class. A class folder may be empty.
       image_size: (height, width) of the images that it yields, in pixels.
+      class_names: the classes in the order of their labels, also those without a folder here; None
+        for the folders, sorted. Give it where a split may lack a class.
       channels: 1 (JPEG and PNG only), 3 or 4 (PNG and BMP only); images are converted.
       resize: True resizes every image to `image_size`, without keeping its aspect ratio: by area
         averaging if both sides shrink (no aliasing), else bilinear. False makes another size an
@@ -66,7 +69,14 @@ class ImageFolderSource(Source):
     require_integer("max_bytes", max_bytes, at_least=1)
     self.image_size, self.channels, self.resize = sides, channels, resize
     self.max_bytes = max_bytes
-    self.class_names = _class_folders(directory)
+    folders = _class_folders(directory)
+    self.class_names = folders if class_names is None else [*class_names]
+    if others := sorted({*folders} - {*self.class_names}):
+      raise ConfigError(
+        f"{directory!r} has the folder {others[0]!r}, which is none of class_names; add it there, "
+        "or move it away."
+      )
+    self.numbered = {"label": self.class_names}
     paths, labels = _labelled_files(directory, self.class_names, max_bytes)
     self.num_examples = len(paths)
     self.files = ArraySource(
@@ -165,7 +175,8 @@ def _labelled_files(
 ) -> tuple[list[bytes], list[int]]:
   paths, labels = [], []
   for label, name in enumerate(class_names):
-    files = _image_files(os.path.join(directory, name), max_bytes)
+    folder = os.path.join(directory, name)
+    files = _image_files(folder, max_bytes) if os.path.isdir(folder) else []
     if not files:
       logging.warning("the class folder %r has no images", os.path.join(directory, name))
     paths += files

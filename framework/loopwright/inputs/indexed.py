@@ -73,6 +73,10 @@ class IndexedSource(Source):
     self._first: dict[str, np.ndarray] = {}
     self._first = self._example(0, self._items([0])[0])
     refuse_reserved("data", self._first)
+    # A ClassLabel of Hugging Face has the names of its numbers.
+    features = getattr(data, "features", None) if decode is None else None
+    given = features.items() if isinstance(features, Mapping) else ()
+    self.numbered = {name: each.names for name, each in given if hasattr(each, "names")}
 
   def fetch(self, indices: tf.Tensor) -> Batch:
     """See `Source.fetch`."""

@@ -35,6 +35,7 @@ from loopwright.aliases import Batch
 from loopwright.declaration import Rule, may_change
 from loopwright.errors import ConfigError, is_integer, kind, require_integer, unknown
 from loopwright.inputs import datasets, fingerprint
+from loopwright.inputs.agreement import require_names
 from loopwright.inputs.checks import require
 from loopwright.inputs.ordering import examples_at, seed_of_part
 from loopwright.inputs.plan import Start
@@ -245,6 +246,10 @@ class Mixture(Source):
           "parts of a Mixture itself here, and a stream's examples into TFRecord files."
         )
     self.parts = dict(parts)
+    for name, part in parts.items():
+      first, where = next(iter(parts)), "Mixture.parts[{!r}]".format
+      require_names(self.parts[first].numbered, part.numbered, where(first), where(name))
+      self.numbered = {**part.numbered, **self.numbered}
     counts = {
       name: require_integer(f"Mixture.parts[{name!r}].num_examples", part.num_examples, at_least=1)
       for name, part in self.parts.items()

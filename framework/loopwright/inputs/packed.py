@@ -96,6 +96,7 @@ class Packed(Source):
     rows = _in_order(pieces, length) if packing == "in_order" else _best_fit(pieces, length, window)
     order = np.argsort(rows, kind="stable")
     self._tokens, self.num_examples = tokens, int(rows.max()) + 1
+    self.numbered = tokens.numbered
     self._sizes, self._starts = pieces[order], (ends - pieces)[order]
     self._firsts = np.searchsorted(rows[order], np.arange(self.num_examples + 1))
     self.padding = 1 - sizes.sum() / (self.num_examples * length)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import abc
 import functools
 import mmap
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,12 @@ class Source(abc.ABC):
 
   Attributes:
     num_examples: the number of examples, at least 1.
+    numbered: feature -> what its numbers 0, 1, ... mean, as far as a source numbers by itself; it
+      must be the same in all splits.
   """
 
   num_examples: int
+  numbered: Mapping[str, Sequence[str]] = types.MappingProxyType({})
 
   @abc.abstractmethod
   def fetch(self, indices: tf.Tensor) -> Batch:

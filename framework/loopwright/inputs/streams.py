@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class StreamSource:
 
   Attributes:
     num_examples: the length of a pass; None if it is not known.
+    numbered: "class" -> the `class_names` of Keras's image_dataset_from_directory.
     endless: whether a pass is known to have no end. That of a generator is not known.
   """
 
@@ -63,6 +64,7 @@ class StreamSource:
     self.endless = num_examples is None and _is_endless(dataset)
     self.dataset = dataset if num_examples is None else dataset.take(num_examples)
     self.num_examples = num_examples or (known if known > 0 else None)
+    self.numbered = {"class": names} if (names := _class_names(dataset)) else {}
 
 
 @check_source.register(StreamSource)
@@ -74,6 +76,12 @@ def _may_be_read(source: StreamSource) -> None:
 def _fingerprint(source: StreamSource) -> str:
   types = repr(sorted(source.dataset.element_spec.items())).encode()
   return fingerprint.counted(source.num_examples or "unknown number of", hashlib.sha256(types))
+
+
+@fingerprint.kinds.register(StreamSource)
+def _kinds(source: StreamSource) -> dict[str, str]:
+  spec = source.dataset.element_spec.items()
+  return {n: f"{np.dtype(s.dtype.as_numpy_dtype).kind}{s.shape.rank + 1}" for n, s in spec}
 
 
 @datasets.rewrites.register(StreamSource)
@@ -169,6 +177,13 @@ def check_elements(element_spec: object) -> None:
   weight = element_spec.get("weight", tf.TensorSpec([], tf.float32))
   if weight.dtype != tf.float32 or weight.shape.rank != 0:
     raise ConfigError(f"feature 'weight' of the stream is {weight}; it must be a float32 scalar.")
+
+
+def _class_names(dataset: tf.data.Dataset) -> Sequence[str]:
+  """Returns what Keras has named, also behind further steps."""
+  own = getattr(dataset, "class_names", None)
+  before = map(_class_names, dataset._inputs())  # noqa: SLF001
+  return own or next(filter(None, before), ())
 
 
 def _is_endless(dataset: tf.data.Dataset) -> bool:
