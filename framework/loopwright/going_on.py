@@ -51,6 +51,7 @@ class GoingOn(Start):
     super().__init__(**given)
     self._accept, self._declared = accept, declared(type(self._options))
     self.accepted: list[Change] = []
+    self._redrawn: list[str] = []
 
   def labels(self) -> Mapping[str, Any]:
     """Returns the arguments of `CheckpointManager` that tell checkpoints of other starts (host)."""
@@ -84,7 +85,8 @@ class GoingOn(Start):
     """Raises a ConfigError if an accepted change is of a value that a restore overrides (host)."""
     began = _began(self._model_dir) if self.accepted else {}
     other_seed = any(each.name in ("seed", "run.seed") for each in self.accepted)
-    if names := initial_values.differences(trainer, began, other_seed=other_seed):
+    names, self._redrawn = initial_values.differences(trainer, began, other_seed=other_seed)
+    if names:
       more = f" and {len(names) - 1} more" if len(names) > 1 else ""
       raise ConfigError(
         f"the run in {self._model_dir!r} would go on with {listed(self.accepted)}, but "
@@ -96,6 +98,11 @@ class GoingOn(Start):
   def read_back(self, trainer: Trainer) -> list[str]:
     """Reads what is in force, for the record; returns lines for the user (host)."""
     lines = super().read_back(trainer)
+    if self._redrawn:
+      lines.append(
+        f"with that {len(self._redrawn)} variables, such as {self._redrawn[0]!r}, would begin at "
+        "other values; those of the checkpoint stay in force"
+      )
     return [*(f"goes on with {each}" for each in self.accepted), *lines]
 
   def _require_shares(self, name: str, mixture: Any, position: int) -> None:

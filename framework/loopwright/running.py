@@ -164,10 +164,8 @@ def run(given: Options) -> dict[str, float]:
   flight, mode = Flight(), given.mode
   place, training = _place(given.model_dir, mode), mode in TRAINING_MODES
   warm_start = given.warm_start if training else None
-  task = made_task(given.task)
-  given = dataclasses.replace(given, optimizer=_optimizer(task, given.optimizer))
   set_globals(given.part(Numerics), given.part(Gpus))
-  clusters.declare(_facts(given, task) | _initial_weights(warm_start, place))
+  clusters.declare(_facts(given) | _initial_weights(warm_start, place))
   flight.note("setup")
   chosen = placement.made(given.strategy)
   if nvidia.installed():
@@ -176,6 +174,8 @@ def run(given: Options) -> dict[str, float]:
   if isinstance(chosen, placement.Server):
     chosen.serve()
     return {}
+  task = made_task(given.task)  # which may make a model, and so start TensorFlow's devices
+  given = dataclasses.replace(given, optimizer=_optimizer(task, given.optimizer))
   where = placement.of(chosen)
   if training:
     where.require_alone()
@@ -223,10 +223,11 @@ def run(given: Options) -> dict[str, float]:
     return session.go(mode)
 
 
-def _facts(given: Options, task: Task) -> dict[str, Any]:
+def _facts(given: Options) -> dict[str, Any]:
   """Returns what must be the same on all workers, by name."""
   groups = (BatchSize, Cadence, Numerics, Evaluation, Hangs)
-  name = f"{type(task).__module__}.{type(task).__qualname__}"
+  of = type(given.task) if isinstance(given.task, Task) else given.task
+  name = f"{getattr(of, '__module__', '')}.{getattr(of, '__qualname__', of)}"
   own = {"task": name, "run.keep_checkpoints": given.keep_checkpoints}
   return own | facts(*map(given.part, groups)) | configurables.bindings()
 

@@ -388,10 +388,16 @@ def test_a_traceback_is_all_there_is_after_an_error_in_a_task(folder):
 
 
 @pytest.mark.whole
-def test_logical_cpus_after_tensorflow_has_started(folder):
-  (folder / "my_early.py").write_text("import tensorflow as tf\nONE = tf.constant(1)\n")
-  config = ["import my_early", "run.strategy = @auto", "auto.cpu_replicas = 2"]
-  done = in_its_own_process(folder, config)
-  assert (done.returncode, done.stdout) == (2, "")
-  [line] = done.stderr.splitlines()
-  assert line.startswith("error: cpu_replicas is 2, but TensorFlow is already initialised")
+@pytest.mark.parametrize(("called", "status"), [("()", 2), ("", 0)])
+def test_logical_cpus_with_a_task_that_starts_tensorflow(called, status, folder):
+  """Without parentheses the run makes the task once the CPU is split."""
+  made = "\n\n\n@register\ndef early() -> Task:\n  tf.constant(1)\n  return mistaken.Toy()\n"
+  imports = "import tensorflow as tf\nimport mistaken\nfrom loopwright import Task, register\n"
+  (folder / "my_early.py").write_text(imports + made)
+  strategy = ["run.strategy = @auto", "auto.cpu_replicas = 2", f"run.task = @early{called}"]
+  done = in_its_own_process(folder, ["import my_early", *strategy])
+  assert done.returncode == status, done.stderr
+  if status:
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: cpu_replicas is 2, but TensorFlow is already initialised")
+    assert "write run.task = @my_task, without parentheses" in line

@@ -2,6 +2,10 @@
 
 A run that goes on restores its variables. So a setting that only sets their initial values, such as
 the scale of an initializer, would be recorded but never used.
+
+With one seed the same numbers are drawn, so other values show such a setting, however few they are.
+But a setting with an effect, such as a dropout that was 0, may change which numbers are drawn. Some
+elements, less the mean and divided by the deviation, tell one from the other.
 """
 
 from __future__ import annotations
@@ -21,35 +25,43 @@ if TYPE_CHECKING:
   from loopwright.trainer import Trainer
 
 Values = Mapping[str, Sequence[float]]
-"""Short digest of a variable's place in a checkpoint -> number of elements, mean, deviation."""
+"""Short digest of a variable's place in a checkpoint -> number of elements, mean, deviation; then
+the first elements less the mean and divided by the deviation, except in earlier versions."""
 
 _EXACT = 1e-5
+_SAME_DRAW = 1e-4
 _SIGMAS = 5.0
+_FIRST = 4
 _KINDS = ("model/", "untracked/", "optimizers/", "loss_scale/")
 
 
 def measured(trainer: Trainer) -> Values:
-  """Returns mean and deviation of each variable before anything is restored (host)."""
+  """Returns what is known of each variable before anything is restored (host)."""
   return {key: _moments(variable) for key, variable in _floats(trainer)}
 
 
-def differences(trainer: Trainer, began: Values, *, other_seed: bool = False) -> list[str]:
+def differences(
+  trainer: Trainer, began: Values, *, other_seed: bool = False
+) -> tuple[list[str], list[str]]:
   """Returns the names of variables whose first values are others than when the run began (host).
-
-  Other random numbers of the same distribution are no difference.
 
   Args:
     other_seed: whether the run's seed has changed; a single number may then be such a one.
+
+  Returns:
+    Those of another distribution; and with the same seed those that are perhaps drawn otherwise.
   """
-  found = []
+  other, redrawn = [], []
   for key, variable in _floats(trainer):
-    count, mean, deviation = _moments(variable)
-    before = began.get(key)
-    if other_seed and count == 1:
+    now, before = _moments(variable), began.get(key, ())
+    if not before or before[0] != now[0] or now == before or (other_seed and now[0] == 1):
       continue
-    if before and before[0] == count and _differ((mean, deviation), before[1:], int(count)):
-      found.append(models.name(variable))
-  return found
+    of_one_draw = len(before) == len(now) > 3 and not other_seed and _close(now[3:], before[3:])
+    if _differ(now[1:3], before[1:3], int(now[0]), exactly=of_one_draw):
+      other.append(models.name(variable))
+    elif not other_seed and not of_one_draw and len(before) == len(now) > 3:
+      redrawn.append(models.name(variable))
+  return other, redrawn
 
 
 def _floats(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -63,17 +75,23 @@ def _floats(trainer: Trainer) -> Iterator[tuple[str, Any]]:
       yield f"{zlib.crc32(path.encode()):08x}", variable
 
 
-def _moments(variable: Variable) -> tuple[float, float, float]:
+def _moments(variable: Variable) -> Sequence[float]:
   value = tf.cast(tf.convert_to_tensor(models.raw(variable)), tf.float32)
   mean, deviation = tf.reduce_mean(value), tf.math.reduce_std(value)
-  count = float(value.shape.num_elements())
-  return count, float(f"{float(mean):.7g}"), float(f"{float(deviation):.7g}")
+  shown = [float(f"{float(each):.7g}") for each in (mean, deviation)]
+  first = tf.math.divide_no_nan(tf.reshape(value, [-1])[:_FIRST] - mean, deviation).numpy()
+  varies = shown[1] > _EXACT * abs(shown[0]) and len(first) == _FIRST
+  return [float(value.shape.num_elements()), *shown, *(first.round(6).tolist() if varies else ())]
 
 
-def _differ(here: Sequence[float], before: Sequence[float], count: int) -> bool:
-  """Whether two (mean, deviation) differ by more than samples of one distribution do."""
+def _close(here: Sequence[float], before: Sequence[float]) -> bool:
+  return all(abs(a - b) <= _SAME_DRAW for a, b in zip(here, before, strict=True))
+
+
+def _differ(here: Sequence[float], before: Sequence[float], count: int, *, exactly: bool) -> bool:
+  """Whether two (mean, deviation) differ by more than samples of one distribution, or at all."""
   scale = max(map(abs, (*here, *before)))
-  if min(here[1], before[1]) <= _EXACT * scale:  # a constant, at least once
+  if exactly or min(here[1], before[1]) <= _EXACT * scale:  # a constant, at least once
     return max(abs(a - b) for a, b in zip(here, before, strict=True)) > _EXACT * scale
   tolerance = _SIGMAS * (2 / count) ** 0.5
   return (

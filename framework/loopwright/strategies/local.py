@@ -249,7 +249,9 @@ def split_cpu(replicas: int) -> list[str]:
     except RuntimeError as error:
       raise ConfigError(
         f"cpu_replicas is {replicas}, but TensorFlow is already initialised with fewer logical "
-        "CPUs; split the CPU before making the first tensor, or start a new process."
+        "CPUs, as by a task that makes its model at once: write run.task = @my_task, without "
+        "parentheses, which is called after the split; in Python, give lw.run the function, or "
+        "split the CPU before making the first tensor."
       ) from error
   return logical("CPU")[:replicas]
 

@@ -261,7 +261,7 @@ def _layers(folder):
     pytest.param("Straight.power = 1.0", "numbers", marks=pytest.mark.whole),
     pytest.param("Straight.examples = 20", "numbers", marks=pytest.mark.whole),
     pytest.param(
-      "Straight.scale = 0.05",
+      "Straight.scale = 0.4",  # of 0.5, and 32 elements
       "changes the first value of '.*kernel', and the checkpoint has",
       marks=pytest.mark.whole,
     ),
@@ -271,13 +271,15 @@ def _layers(folder):
     ),
   ],
 )
-def test_an_option_of_a_task_counts_or_is_refused(binding, what, begun, tmp_path):
+def test_an_option_of_a_task_counts_or_is_refused(binding, what, begun, tmp_path, capsys):
   folder = tmp_path / "run"
   unchanged = begun(folder)
   bindings = (binding, "run.train_steps = 8")
   if what == "numbers":
     start(folder, *bindings, accept_changes=True)
     assert not near(weights(folder, 8), unchanged)
+    said = "would begin at other values; those of the checkpoint stay" in capsys.readouterr().err
+    assert said == ("dropout" in binding)  # which draws other numbers for the layer after it
     return
   with pytest.raises(ConfigError, match=what):
     start(folder, *bindings, accept_changes=True)
