@@ -111,6 +111,16 @@ def test_ten_steps_are_those_of_a_plain_loop(replicas, expected, mirrored):
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+def test_densities_and_targets_are_float32_in_mixed_precision(precision, policy, mirrored):
+  exact = trainer_of(mirrored(2)).train(tf.constant(1))["critic_loss"]
+  policy(precision)
+  trainer = trainer_of(mirrored(2))
+  assert trainer.train(tf.constant(1))["critic_loss"] == pytest.approx(exact, rel=0.01)
+  later = trainer.train(tf.constant(7))
+  assert all(np.isfinite(later[f"{name}_loss"]) for name in OPTIMIZERS)
+
+
 def test_an_evaluation_is_the_mean_return_of_its_episodes(mirrored):
   import gymnasium
 
