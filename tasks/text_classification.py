@@ -192,7 +192,7 @@ def _texts_of_csv(file: IO[bytes], path: str) -> Iterator[tuple[bytes, str]]:
 
 
 def _csv_rows(file: IO[bytes], who: str) -> Iterator[dict[str, str]]:
-  rows = csv.DictReader(_csv_lines(file, who))
+  rows = csv.DictReader(_csv_lines(file, who), strict=True)
   number = 0
   try:
     for number, row in enumerate(rows, start=1):
@@ -203,6 +203,11 @@ def _csv_rows(file: IO[bytes], who: str) -> Iterator[dict[str, str]]:
             f"text {number} of {who} has no {name!r} (the columns are {names[:300]}); each "
             "line must have a 'text' and a 'label', as named in the first line."
           )
+      if None in row:
+        raise ConfigError(
+          f"text {number} of {who} has {len(row[None])} more values than there are columns; put "
+          'quotes (") around a text with commas.'
+        )
       yield row
   except (UnicodeError, csv.Error) as error:
     raise ConfigError(

@@ -89,16 +89,18 @@ def _idx(file: bounded.Reader, max_bytes: int) -> np.ndarray:
 def _not_as_implied(path: str, size: int | str, implied: int | str) -> ConfigError:
   return ConfigError(
     f"{path!r} has {size} bytes, but its header implies {implied}; it is truncated or damaged: "
-    "download it again."
+    "write or download it again."
   )
 
 
 def _mapped(path: str) -> np.ndarray:
-  bounded.require_file(path, "an .npy file")
+  size = bounded.require_file(path, "an .npy file")
   with bounded.reading(path, _SAVE):
     array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
   if not isinstance(array, np.memmap):
     raise ConfigError(f"{path!r} is not an .npy file; save it again with numpy.")
+  if size != (implied := array.offset + array.nbytes):
+    raise _not_as_implied(path, size, implied)
   return array
 
 

@@ -1,4 +1,4 @@
-"""What is damaged in a run folder, a line each; of a checkpoint it reads the end of the index."""
+"""What is damaged in a run folder, a line each; of a checkpoint it reads index and start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from loopwright.run_folder.folders import CHECKPOINTS, CONFIG, HISTORY, METRICS,
 
 _MAGIC = bytes.fromhex("57fb808b247547db")
 """The end of a table of LevelDB, which an index is."""
-_DIGITS, _MOST_BYTES = "[0-9]" * 5, 2**16
+_DIGITS, _MOST_BYTES, _MOST_INDEX = "[0-9]" * 5, 2**16, 2**26
+_START, _ID_LENGTH = b"start/.ATTRIBUTES/py_state", 32
+"""Key of the id of the start, and its length; see fitting.py and starting.py."""
 
 
 def faults(run: Run, name: str) -> list[str]:
@@ -68,6 +70,10 @@ def _of_checkpoints(run: Run) -> Iterator[str]:
         yield fault
   if run.is_running():
     return
+  known = {start.get("start") for start in run.starts} - {None}
+  for path in (os.path.join(top, f"ckpt-{step}") for step in steps) if known else ():
+    if (start := _start_that_wrote(path)) and start not in known:
+      yield f"{path!r} was written by a start that {HISTORY} does not have: it is of another run."
   logged, newest = run.log.last, max(steps, default=0)
   every = run.whole_number("run.checkpoint_every_steps")
   was_saved = run.start.get("step") or os.path.isdir(top) or (every and logged >= every)
@@ -97,6 +103,55 @@ def _of_checkpoint(path: str) -> str:
     if data not in found:
       return f"{data!r} is missing."
   return ""
+
+
+def _start_that_wrote(path: str) -> str:
+  """Returns the id of the start that wrote a checkpoint, as history.jsonl has it; "" if none."""
+  damaged = (OSError, LookupError, RuntimeError, StopIteration)  # which another line tells
+  with contextlib.suppress(*damaged), open(f"{path}.index", "rb") as file:
+    index = file.read(_MOST_INDEX)
+    at = index[-48:]  # the places of two blocks: what the table tells of itself, and its index
+    at = _number(_number(at)[1])[1]
+    place = next(value for key, value in _entries(index, at) if key >= _START)
+    entry = _fields(dict(_entries(index, place))[_START])
+    found = glob.glob(f"{glob.escape(path)}.data-{entry.get(3, 0):05d}-of-{_DIGITS}")
+    with open(found[0], "rb", opener=_without_waiting) as data:
+      data.seek(entry.get(4, 0))
+      text = data.read(entry[5])[-_ID_LENGTH:].decode("ascii", "replace")
+    return text if text.isalnum() else ""
+  return ""
+
+
+def _entries(table: bytes, place: bytes) -> Iterator[tuple[bytes, bytes]]:
+  """Yields key and value of each entry of a block of LevelDB; keys begin as the one before."""
+  (offset, rest), key = _number(place), b""
+  block = table[offset : offset + _number(rest)[0]]
+  left = block[: -4 - 4 * int.from_bytes(block[-4:], "little")]
+  while left:
+    shared, left = _number(left)
+    more, left = _number(left)
+    length, left = _number(left)
+    key, value, left = key[:shared] + left[:more], left[more : more + length], left[more + length :]
+    yield key, value
+
+
+def _fields(message: bytes) -> dict[int, int]:
+  """Returns the numbers of a protobuf message, by field."""
+  found = dict[int, int]()
+  while message:
+    tag, message = _number(message)
+    if tag & 7:  # a nested message, or four bytes
+      length, message = (4, message) if tag & 7 == 5 else _number(message)
+      message = message[length:]
+    else:
+      found[tag >> 3], message = _number(message)
+  return found
+
+
+def _number(data: bytes) -> tuple[int, bytes]:
+  """Returns a number of seven bits a byte, the lowest first, and what follows it."""
+  end = next(place for place, byte in enumerate(data) if byte < 128) + 1
+  return sum((byte & 127) << 7 * place for place, byte in enumerate(data[:end])), data[end:]
 
 
 def _start_of(path: str) -> bytes:

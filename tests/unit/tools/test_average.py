@@ -12,6 +12,7 @@ import loopwright
 from loopwright import configurables
 from loopwright.errors import ConfigError
 from loopwright.from_config import load
+from loopwright.run_folder import damage, folders
 from loopwright.running import run
 from loopwright.tools.runs import average
 
@@ -109,8 +110,14 @@ def test_the_checkpoint_of_another_run_is_in_no_mean_and_not_exported(tmp_path):
   one, other = tmp_path / "a", tmp_path / "b"
   start(one)
   start(other, "run.seed = 1", "run.train_steps = 7")
+  assert [damage.faults(folders.Run(str(each)), "a") for each in (one, other)] == [[], []]
   for path in (other / "checkpoints").glob("ckpt-7.*"):
     shutil.copy(path, one / "checkpoints")
+  [_, fault] = damage.faults(folders.Run(str(one)), "a")  # the first: it is after the log
+  assert fault == (
+    "'a/checkpoints/ckpt-7' was written by a start that history.jsonl does not have: it is of "
+    "another run."
+  )
   stranger = r"ckpt-7 was written by a start that history\.jsonl does not have.*run\.checkpoint="
   for mode in ("evaluate", "export"):
     with pytest.raises(ConfigError, match=stranger):
