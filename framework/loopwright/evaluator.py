@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import tensorflow as tf
+from absl import logging
 
 from loopwright import step_record
 from loopwright.aliases import AnySource, Batch, PerReplica
@@ -20,6 +21,7 @@ from loopwright.eval_step import EvalStep
 from loopwright.graphs import grappler
 from loopwright.graphs.autograph import compiled
 from loopwright.host.timing import timed
+from loopwright.host_changes import Watch
 from loopwright.inputs import datasets
 from loopwright.metrics import PerExample
 from loopwright.metrics.rows import CollectedRows
@@ -128,7 +130,9 @@ class Evaluator(AbstractEvaluator):
     self.sources: Mapping[str, AnySource] = {}
     self.weightless: set[str] = set()
     self.between_batches: Callable[[str, int, int | None], None] = lambda *_: None
-    self._prepare(dataset if isinstance(dataset, Mapping) else {"": dataset})
+    self._given = dataset if isinstance(dataset, Mapping) else {"": dataset}
+    self._watch = Watch()
+    self._prepare(self._given)
 
   @timed("evaluation")
   def evaluate(self, num_steps: tf.Tensor | int = -1) -> dict[str, float]:
@@ -141,6 +145,10 @@ class Evaluator(AbstractEvaluator):
     Raises:
       ConfigError: a set has no examples, or all have weight 0.
     """
+    if changes := self._watch.changes(self.task):
+      logging.warning("%s: the evaluation is traced again", "; ".join(changes))
+      self._watch = Watch()
+      self._prepare(self._given)
     results: dict[str, float] = {}
     self.weightless.clear()
     with self._ema.in_place() if self._ema else contextlib.nullcontext():
@@ -278,7 +286,7 @@ class Evaluator(AbstractEvaluator):
       rows = self.replica_step(batch, packed)
       return packed.vectors, rows
 
-    vectors, rows = self.strategy.run(run, args=(self.placement.per_replica(batch),))
+    vectors, rows = self._traced(run, batch)
     first = self.strategy.experimental_local_results
     count = self.strategy.num_replicas_in_sync
     parts = [{name: first(part)[i] for name, part in vectors.items()} for i in range(count)]
@@ -286,9 +294,12 @@ class Evaluator(AbstractEvaluator):
 
   def eval_step(self, batch: Mapping[str, PerReplica]) -> dict[str, PerExample]:
     """Evaluates one global batch; returns its PerExample metrics (cross-replica)."""
-    return self._of_first(
-      self.strategy.run(self.replica_step, args=(self.placement.per_replica(batch),))
-    )
+    return self._of_first(self._traced(self.replica_step, batch))
+
+  def _traced(self, step: Callable[[Batch], Any], batch: Mapping[str, PerReplica]) -> Any:
+    """Runs a function on each replica, and notices what its trace reads (cross-replica)."""
+    with self._watch.trace(self.task):
+      return self.strategy.run(step, args=(self.placement.per_replica(batch),))
 
   def _of_first(self, rows: Mapping[str, PerReplica]) -> dict[str, PerExample]:
     """Returns the metrics that all replicas have alike."""

@@ -68,7 +68,7 @@ class Watch:
   """What the traces of one loop have read (host)."""
 
   def __init__(self, optimizers: Mapping[str, Optimizer] | None = None) -> None:
-    """Keeps the options with which optimizers were built; their updates are traced too."""
+    """Keeps the options with which optimizers were built; an evaluation has none."""
     self._optimizers = optimizers or {}
     self._options = [_options(one.optimizer) for one in self._optimizers.values()]
     self._read: Reads = {}
@@ -94,7 +94,7 @@ class Watch:
     for layer in layers:
       for name, value in vars(layer).items():
         own = name.startswith("_") or name in of_keras or type(value) not in _PLAIN
-        if name == "_trainable" or not own:
+        if not own or (name == "_trainable" and self._optimizers):
           self._read.setdefault((id(layer), name), Read.of(layer, name))
     self._read = {k: each and (None if each.changed() else each) for k, each in self._read.items()}
     self._plain, self._others = [], []
@@ -109,7 +109,8 @@ class Watch:
       for name in [name for name in known if name not in new or known[name] != new[name]]:
         del known[name]
     self._layers = layers
-    self._variables = [(each, each.trainable) for each in models.all_variables(task.model)]
+    if self._optimizers:
+      self._variables = [(each, each.trainable) for each in models.all_variables(task.model)]
 
   def changes(self, task: Any) -> list[str]:
     """Returns what differs from what the traces have read, a phrase for each.

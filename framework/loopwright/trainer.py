@@ -342,6 +342,7 @@ class Trainer(AbstractTrainer):
 
   def _follow_host(self) -> None:
     """Traces the loop again, and says so, if the host has changed what its trace has read."""
+    trainer_checks.require_used(vars(self), vars(self.parts), Replaced.__annotations__)
     changes, optimizers = self._watch.changes(self.task), self.parts.optimizers.items()
     if not changes and self._watch.has_traced and type(self.task).variables_of is Task.variables_of:
       return

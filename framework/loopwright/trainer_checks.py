@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from absl import logging
 
@@ -64,6 +65,16 @@ def why_padded(
   steps = f" x {accumulation_steps} accumulation_steps" if accumulation_steps > 1 else ""
   why = f"global_batch_size is {global_batch_size} for {replicas} replicas{steps}"
   return why, "choose a batch size that divides"
+
+
+def require_used(
+  own: Mapping[str, Any], parts: Mapping[str, Any], replaced: Collection[str]
+) -> None:
+  """Raises ConfigError: an attribute of the trainer was set that no step reads."""
+  for name in (*replaced, "global_batch_size", "seed"):
+    if name in own and own[name] is not parts[name]:
+      remedy = f"call trainer.use({name}=...)" if name in replaced else "make another trainer"
+      raise ConfigError(f"trainer.{name} was set to {own[name]!r}, without an effect; {remedy}.")
 
 
 @functools.cache

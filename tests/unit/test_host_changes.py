@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 import toys
-from runs import make_trainer
+from runs import make_evaluator, make_trainer
 
 from loopwright.errors import ConfigError
 from loopwright.metrics import Loss
@@ -104,6 +104,19 @@ def test_what_the_trace_has_read_counts_from_the_next_loop(change, replicas, mir
   assert trainer.traces == 1
 
 
+@REPLICAS
+@pytest.mark.parametrize("change", ["an attribute", "in an object", "in a list", "a method"])
+def test_what_an_evaluation_has_read_counts_in_the_next_one(change, replicas, mirrored, caplog):
+  task = Regression()
+  evaluator = make_evaluator(task, mirrored(replicas), batch=4)
+  expected = np.mean((X @ KERNEL - Y) ** 2)
+  for number, factor in enumerate((1, 1, 3, 3)):
+    if number == 2:
+      CHANGES[change](task)
+    assert evaluator.evaluate()["loss"] == pytest.approx(factor * expected, rel=1e-5)
+  assert sum("the evaluation is traced again" in m for m in caplog.messages) == 1
+
+
 def test_what_only_the_host_reads_traces_nothing_again(one, caplog):
   trainer = trained(Regression(), one)
   task = trainer.task
@@ -141,6 +154,21 @@ def test_options_of_the_optimizer_count_or_are_refused(library, replicas, mirror
     with pytest.raises(ConfigError, match=f"SGD.{name} is {value}, but optimizer 'default' was"):
       trainer.train(tf.constant(1))
     setattr(optimizer, name, before)
+
+
+@pytest.mark.parametrize(
+  ("name", "remedy"),
+  [
+    ("clip_norm", r"call trainer.use\(clip_norm=...\)"),
+    ("global_batch_size", "make another trainer"),
+    ("seed", "make another trainer"),
+  ],
+)
+def test_attributes_of_a_trainer_that_no_step_reads_are_refused(name, remedy, one):
+  trainer = trained(Regression(), one)
+  setattr(trainer, name, 3)
+  with pytest.raises(ConfigError, match=rf"^trainer.{name} was set to 3, without an .*{remedy}"):
+    trainer.train(tf.constant(1))
 
 
 class Two(toys.Regression):
