@@ -1,0 +1,284 @@
+"""Fine-tuning of pretrained models of KerasHub: a text classifier and a causal language model.
+
+import loopwright.tasks.pretrained
+import loopwright.tasks.text_classification
+run.task = @FineTunedClassifier()
+FineTunedClassifier.preset = 'bert_tiny_en_uncased'
+FineTunedClassifier.data = @imdb_reviews()
+FineTunedClassifier.lora_rank = 4
+
+With LoRA `task.model` has the adapters and the head alone, and so have optimizer, averages and
+checkpoints. The network around them is read from the preset at each start; a digest of its files is
+kept with the run. See docs/transfer-learning.md. It needs the extra `hub`.
+
+    python -m loopwright.tasks.pretrained runs/mine --to=mine_preset
+
+writes the network of a run, its adapters merged, as a preset for KerasHub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import loopwright
+from loopwright import ArraySource, Batch, ConfigError, Loss, Task
+from loopwright.host import bounded
+from loopwright.metrics import Weighted, weighted_sum
+from loopwright.tasks.language_model import TextFiles
+from loopwright.tasks.text_classification import TextData
+
+_DIGEST = "preset.txt"
+_ADAPTER = "lora"
+"""Part of the names that Keras gives the variables of LoRA."""
+
+
+class Pretrained(Task):
+  """What both tasks share: a network of KerasHub, whole or with adapters.
+
+  Attributes:
+    network: the whole model of KerasHub, once `build_model` has run.
+  """
+
+  network: Any
+
+  def __init__(
+    self, *, preset: str, length: int = 128, lora_rank: int | None = None, int8: bool = False
+  ) -> None:
+    """Keeps its arguments.
+
+    Args:
+      preset: a folder that `save_to_preset` wrote, or a name that KerasHub knows and loads.
+      length: of the texts, in tokens; longer ones are cut.
+      lora_rank: trains adapters of this rank beside the frozen backbone; None trains everything.
+      int8: holds the matrices of the frozen backbone in 8 bits.
+
+    Raises:
+      ConfigError: an argument is out of range, or int8 without adapters.
+    """
+    name = type(self).__name__
+    if length < 2:
+      raise ConfigError(f"{name}.length is {length}; it must be at least 2 tokens.")
+    if lora_rank is not None and lora_rank < 1:
+      raise ConfigError(f"{name}.lora_rank is {lora_rank}; it must be at least 1, or None.")
+    if int8 and lora_rank is None:
+      raise ConfigError(
+        f"{name}.int8 is True and lora_rank None, but whole numbers cannot be trained; set "
+        "lora_rank, such as 4."
+      )
+    self.preset, self.length, self.lora_rank, self.int8 = preset, length, lora_rank, int8
+
+  def read(self) -> Any:
+    """Returns the model of the preset (in strategy scope)."""
+    raise NotImplementedError
+
+  def of_preset(self, kind: str, **options: Any) -> Any:
+    """Returns what a class of `keras_hub.models` makes of the preset, or one line if it cannot."""
+    try:
+      return getattr(_keras_hub().models, kind).from_preset(self.preset, **options)
+    except (ValueError, OSError) as error:
+      raise ConfigError(
+        f"{type(self).__name__}.preset is {self.preset!r}, which keras_hub.models.{kind} cannot "
+        f"read ({str(error).strip().splitlines()[0][:200]}); give a folder that save_to_preset "
+        "wrote, or a name that KerasHub knows."
+      ) from error
+
+  def build_model(self) -> Any:
+    """Returns the network; with adapters, those and the head alone, by name."""
+    self.network = self.read()
+    if self.lora_rank is None:
+      return self.network
+    backbone = self.network.backbone
+    if self.int8:
+      backbone.quantize("int8", filters=_is_frozen_matrix)
+    backbone.enable_lora(self.lora_rank)
+    own = {id(variable) for variable in backbone.variables}
+    for variable in self.network.trainable_variables:
+      variable.trainable = id(variable) not in own or _ADAPTER in variable.path
+    return {variable.path: variable for variable in self.network.trainable_variables}
+
+  def fit(self) -> dict[str, bytes]:
+    """Returns the digest of the preset's files, which a checkpoint of adapters needs again."""
+    return {_DIGEST: self._digest()}
+
+  def use(self, assets: Mapping[str, bytes]) -> None:
+    """Raises a ConfigError if the preset is another than the one that the run began with."""
+    if assets[_DIGEST] != self._digest():
+      raise ConfigError(
+        f"{type(self).__name__}.preset {self.preset!r} has other files than when the run began; "
+        "restore them, or choose another --model_dir."
+      )
+
+  def _digest(self) -> bytes:
+    if not os.path.isdir(self.preset):
+      return self.preset.encode()
+    content = hashlib.sha256()
+    for name in ("config.json", "model.weights.h5"):
+      path = os.path.join(self.preset, name)
+      with (
+        bounded.reading(path, "give a folder that save_to_preset wrote"),
+        open(path, "rb") as file,
+      ):
+        while block := file.read(2**20):
+          content.update(block)
+    return content.hexdigest().encode()
+
+
+@loopwright.register
+class FineTunedClassifier(Pretrained):
+  """A text classifier on a pretrained backbone; its loss is the mean cross-entropy, in nats."""
+
+  def __init__(self, *, data: TextData, **options: Any) -> None:
+    """Keeps its arguments.
+
+    Args:
+      data: the texts and labels of each split.
+      options: of `Pretrained`.
+    """
+    super().__init__(**options)
+    self._data = data
+    self.labels = sorted({label for _, labels in data.splits.values() for label in labels})
+    self.chance_loss = math.log(len(self.labels))
+
+  def read(self) -> Any:
+    """Returns the classifier, with a new head."""
+    made = self.of_preset("TextClassifier", num_classes=len(self.labels))
+    made.preprocessor.sequence_length = self.length
+    return made
+
+  def source(self, split: str) -> ArraySource:
+    """Returns the tokens and labels of a split; all texts are tokenised here, once."""
+    preprocessor = self.of_preset("TextClassifierPreprocessor", sequence_length=self.length)
+    texts, labels = self._data.splits[split]
+    tokens = {n: np.asarray(x) for n, x in preprocessor([t.decode() for t in texts]).items()}
+    label = np.array([self.labels.index(each) for each in labels], np.int32)
+    return ArraySource(features={**tokens, "label": label})
+
+  def forward(self, batch: Batch, training: bool) -> tf.Tensor:
+    """Returns float32 logits [n, classes]."""
+    given = {spec.name: batch[spec.name] for spec in self.network.inputs}
+    return tf.cast(self.network(given, training=training), tf.float32)
+
+  def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
+    """The cross-entropy of each text."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs)
+    return Loss.from_examples(losses, batch["weight"])
+
+  def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
+    """The share of texts with the right label."""
+    right = tf.argmax(outputs, axis=1, output_type=tf.int32) == tf.cast(batch["label"], tf.int32)
+    return {"accuracy": weighted_sum(tf.cast(right, tf.float32), batch["weight"])}
+
+  def export_signature(self) -> Callable[..., Any]:
+    """Serves probabilities [n, classes] of tokens, the inputs of KerasHub's model, by name."""
+    specs = {each.name: tf.TensorSpec([None, self.length], each.dtype, each.name)
+             for each in self.network.inputs}  # fmt: skip
+
+    @tf.function(input_signature=[specs])
+    def serve(tokens: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+      return {"probabilities": tf.nn.softmax(self.forward(dict(tokens), training=False))}
+
+    return serve
+
+
+@loopwright.register
+class FineTunedLM(Pretrained):
+  """A causal language model on texts; its loss is the mean cross-entropy per token, in nats."""
+
+  def __init__(self, *, corpus: TextFiles, **options: Any) -> None:
+    """Keeps its arguments.
+
+    Args:
+      corpus: the documents of each split; joined, with the end token between, and cut into rows.
+      options: of `Pretrained`.
+    """
+    super().__init__(**options)
+    self._corpus = corpus
+
+  def read(self) -> Any:
+    """Returns the language model."""
+    return self.of_preset("CausalLM")
+
+  def source(self, split: str) -> ArraySource:
+    """Returns rows of `length` + 1 tokens; the rest at the end, shorter than a row, is left out."""
+    tokenizer, stream = self.of_preset("Tokenizer"), list[int]()
+    for document in self._corpus.documents(split):
+      stream += np.asarray(tokenizer(document.decode("utf-8", "replace"))).tolist()
+      stream.append(tokenizer.end_token_id)
+    width = self.length + 1
+    rows = len(stream) // width
+    if not rows:
+      raise ConfigError(
+        f"the {split} documents have {len(stream)} tokens, fewer than a row of FineTunedLM.length "
+        f"{self.length}; give more text, or a smaller length."
+      )
+    token = np.array(stream[: rows * width], np.int32)
+    return ArraySource(features={"token": token.reshape(rows, width)})
+
+  def forward(self, batch: Batch, training: bool) -> tf.Tensor:
+    """Returns float32 logits [n, length, vocabulary]; row i is for token i + 1."""
+    token = batch["token"][:, :-1]
+    given = {"token_ids": token, "padding_mask": tf.ones_like(token)}
+    return tf.cast(self.network(given, training=training), tf.float32)
+
+  def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
+    """The cross-entropy of each token."""
+    return Loss(*self._cross_entropy(outputs, batch))
+
+  def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
+    """The loss in bits."""
+    nats, count = self._cross_entropy(outputs, batch)
+    return {"bits_per_token": (nats / math.log(2.0), count)}
+
+  def _cross_entropy(self, outputs: tf.Tensor, batch: Batch) -> Weighted:
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["token"][:, 1:], outputs)
+    weight = tf.repeat(batch["weight"], self.length)
+    return weighted_sum(tf.reshape(losses, [-1]), weight)
+
+
+def _is_frozen_matrix(layer: keras.Layer) -> bool:
+  """Whether 8 bits leave gradients right: Keras's tied output layer passes them by rounding."""
+  kinds = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)
+  return isinstance(layer, kinds) and not isinstance(layer, keras.layers.ReversibleEmbedding)
+
+
+def _keras_hub() -> Any:
+  try:
+    return importlib.import_module("keras_hub")
+  except ImportError as error:
+    raise ConfigError(
+      f"pretrained models need the package keras-hub, which cannot be imported ({error}); run: "
+      "pip install 'loopwright[hub]'."
+    ) from error
+
+
+def main(argv: Sequence[str]) -> None:
+  """Writes the network of a run as a preset (host)."""
+  from loopwright.from_config import load
+
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("run", help="the run folder")
+  parser.add_argument("--to", required=True, help="the folder of the new preset")
+  given = parser.parse_args(argv)
+  task = load(given.run).task
+  if not isinstance(task, Pretrained):
+    raise ConfigError(
+      f"{given.run!r} is a run of {type(task).__name__}, not of a pretrained model."
+    )
+  task.network.save_to_preset(given.to)
+  print(f"{given.to}: the network of {given.run}, {task.network.count_params():,} parameters")
+
+
+if __name__ == "__main__":
+  keras.config.disable_interactive_logging()
+  main(sys.argv[1:])
