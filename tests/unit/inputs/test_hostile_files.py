@@ -18,6 +18,7 @@ from input_cases import arrays, one_line_error, runtime_error
 from PIL import Image
 
 from benchmarks import fuzz_files, fuzzing
+from loopwright import ConfigError, TFRecordSource, failures
 from loopwright.host import bounded
 from loopwright.inputs import image_headers
 from loopwright.inputs.array_files import load_arrays, read_idx
@@ -42,6 +43,74 @@ def test_a_damaged_file_is_one_line_or_is_read(name, tmp_path):
   for number in range(60):
     outcome = fuzz_files.READERS[name](fuzzing.rng_of(name, 7, number), tmp_path)
     assert outcome in fuzzing.OUTCOMES, f"{name} {number}: {outcome}"
+
+
+def of_records(folder):
+  return TFRecordSource(files=f"{folder}/x", decode=lambda records: {"x": records})
+
+
+def of_images(folder):
+  return ImageFolderSource(directory=str(folder), image_size=(9, 7), resize=False)
+
+
+IDX = struct.pack(">HBBI", 0, 8, 1, 90) + bytes(range(90))
+PROVED = {
+  "x.npz": (fuzz_files.NPZ[1], lambda at: ArraySource(load_arrays(f"{at}/x.npz"))),
+  "x.gz": (gzip.compress(IDX), lambda at: ArraySource({"x": read_idx(f"{at}/x.gz")})),
+  "x": (fuzz_files.record(bytes(range(90))), of_records),
+  "a/x.png": (fuzz_files.IMAGES[0], of_images),
+}
+"""Formats with checksums."""
+SIZED = {
+  "x.npy": (fuzz_files.NPY[0], lambda at: ArraySource(load_arrays(str(at)))),
+  "x.idx": (IDX, lambda at: ArraySource({"x": read_idx(f"{at}/x.idx")})),
+}
+"""Formats that tell their size alone."""
+
+
+def flipped(data, at):
+  return data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("name", [*PROVED, *SIZED])
+def test_no_damage_passes_in_silence_where_the_format_can_tell(name, tmp_path):
+  data, make = (PROVED | SIZED)[name]
+  path, size = tmp_path / name, len(data)
+  path.parent.mkdir(exist_ok=True)
+
+  def read(content):
+    path.write_bytes(content)
+    try:
+      return {k: v.numpy().tolist() for k, v in make(tmp_path).fetch(tf.constant([0])).items()}
+    except (ConfigError, tf.errors.OpError) as error:
+      return failures.mistake(error) or error
+
+  sound, places = read(data), [*range(0, size, max(1, size // 20)), size - 1]
+  assert not isinstance(sound, str)
+  damaged = [data[:at] for at in places] + [data + bytes(5)]
+  if name in PROVED:
+    damaged += [flipped(data, at) for at in places]
+  found = [read(each) for each in damaged]
+  lines = [each for each in found if isinstance(each, str)]
+  assert [each for each in found if each != sound and each not in lines] == []
+  assert [line for line in lines if "\n" in line] == []
+  assert len(lines) > len(found) / 2
+
+
+@pytest.mark.parametrize(
+  ("rows", "line"),
+  [
+    (b'"good, a,pos\nbad,neg\n', "is not CSV in UTF-8 .unexpected end of data."),
+    (b'"good" a,pos\n', "is not CSV in UTF-8 .',' expected after"),
+    (b"good, a,pos\n", "text 1 of .* has 1 more values than there are columns; put quotes"),
+    (b"good\n", "text 1 of .* has no 'label'"),
+    (b"g\xffd,pos\n", "is not CSV in UTF-8"),
+  ],
+)
+def test_a_csv_file_that_is_not_whole(rows, line, tmp_path):
+  (tmp_path / "x.csv").write_bytes(b"text,label\n" + rows)
+  with one_line_error(line):
+    text_files(train=f"{tmp_path}/x.csv")
 
 
 def test_the_changes_of_a_file_depend_on_its_number_alone():
