@@ -18,7 +18,7 @@ from loopwright.aliases import AnySource, Batch, PerReplica
 from loopwright.declaration import Instead
 from loopwright.errors import ConfigError
 from loopwright.eval_step import EvalStep
-from loopwright.graphs import grappler
+from loopwright.graphs import grappler, operations, randomness
 from loopwright.graphs.autograph import compiled
 from loopwright.host.timing import timed
 from loopwright.host_changes import Watch
@@ -126,6 +126,9 @@ class Evaluator(AbstractEvaluator):
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
     self._global_step, self._make_step = global_step, step
+    self._changed: set[int] = set()  # handles
+    self._held: dict[int, tuple[Any, tf.Tensor]] = {}
+    self._told = False
     self.placement = placement.of(strategy)
     self.sources: Mapping[str, AnySource] = {}
     self.weightless: set[str] = set()
@@ -151,13 +154,40 @@ class Evaluator(AbstractEvaluator):
       self._prepare(self._given)
     results: dict[str, float] = {}
     self.weightless.clear()
-    with self._ema.in_place() if self._ema else contextlib.nullcontext():
+    with self._changing_nothing(), self._ema.in_place() if self._ema else contextlib.nullcontext():
       for one in self._sets:
         prefix = f"{one.name}/" if one.name else ""
         found = self._evaluate(one, int(num_steps))
         results |= {f"{prefix}{name}": value for name, value in found.items()}
         self.weightless |= {f"{prefix}{name}" for name in self._metrics.weightless if prefix}
     return results
+
+  @contextlib.contextmanager
+  def _changing_nothing(self) -> Iterator[None]:
+    """What training uses gets its value back: it must not depend on how often a run evaluates."""
+    self._held = {}
+    self._hold(())
+    try:
+      yield
+    finally:
+      for variable, value in self._held.values():
+        variable.assign(value)
+
+  def _hold(self, changed: Iterable[int]) -> None:
+    """Reads what training uses among handles that a trace changes, before that runs."""
+    self._changed |= set(changed)
+    state = self.task.loop_state
+    used = state.used if state else {}
+    for handle in (self._changed & used.keys()) - self._held.keys():
+      with tf.init_scope():
+        self._held[handle] = used[handle], tf.identity(used[handle].read_value())
+      if not self._told:
+        logging.warning(
+          "evaluation changes %r, which training uses: it gets its value back after each "
+          "evaluation; assign only if `training` is True",
+          used[handle].name.partition(":")[0],
+        )
+      self._told = True
 
   def metric_names(self) -> set[str] | None:
     """Returns the names of the logged means, from the trace that `evaluate` uses (host).
@@ -297,9 +327,12 @@ class Evaluator(AbstractEvaluator):
     return self._of_first(self._traced(self.replica_step, batch))
 
   def _traced(self, step: Callable[[Batch], Any], batch: Mapping[str, PerReplica]) -> Any:
-    """Runs a function on each replica, and notices what its trace reads (cross-replica)."""
+    """Runs a function on each replica; notices what its trace reads and changes (cross-replica)."""
     with self._watch.trace(self.task):
-      return self.strategy.run(step, args=(self.placement.per_replica(batch),))
+      outcome = self.strategy.run(step, args=(self.placement.per_replica(batch),))
+    if graph := randomness.current_graph():
+      self._hold(handle for handle, changes in operations.resources(graph).items() if changes)
+    return outcome
 
   def _of_first(self, rows: Mapping[str, PerReplica]) -> dict[str, PerExample]:
     """Returns the metrics that all replicas have alike."""

@@ -33,8 +33,10 @@ from loopwright.aliases import AnySource, Batch, PerReplica
 
 if TYPE_CHECKING:
   from loopwright.metrics import Loss
+  from loopwright.models.task_state import TaskState
   from loopwright.optimizers.adapters import Optimizer
   from loopwright.optimizers.fusion import Gradients
+  from loopwright.optimizers.loss_scale import LossScale
 
 Tensors: TypeAlias = Sequence[tf.Tensor]
 AllReduce: TypeAlias = Callable[[Tensors, Tensors], tuple[list[tf.Tensor], list[tf.Tensor]]]
@@ -124,6 +126,11 @@ class Observer:
   def of_replica(self) -> StepObserver:
     """Returns a new observer of one replica's step; called once per trace (replica context)."""
     return StepObserver()
+
+  def learns(self, loss_scale: LossScale, state: TaskState) -> bool:
+    """Receives what was found in the traced loop; whether it must be traced again for it (host)."""
+    del loss_scale, state
+    return False
 
   def reads(self, what: Reading) -> None:
     """Receives what the trainer reads from now on, each time that its input is made (host)."""

@@ -71,7 +71,7 @@ class Session:
     self.trainer, self.evaluator, self.cluster = trainer, evaluator, trainer.cluster
     self._place, self._cadence, self._hangs, self._status = place, cadence, hangs, "done"
     self._keep = keep_checkpoints
-    self._restored_step = 0
+    self._restored_step, self._trains = 0, start is not None
     self._actions: Actions | None = None
     if actions:
       self._actions = registry.load("part", "Actions")(actions, require=place.require)
@@ -156,10 +156,18 @@ class Session:
     self._flight.note("restoring")
     with self.cluster.blaming(lambda: self.step):
       self.cluster.require_same("restored step", self.step)
+      if self._trains and self.step < self._cadence.train_steps:
+        self.trainer.examine()
+        self._manager.renew()
+        if self._snapshots:
+          self._snapshots.manager.renew()
+    self._flight.note("tracing")
 
   def describe(self, *, precision: str, notes: Sequence[str] = ()) -> None:
     """Prints the run's configuration, and some lines below it (stderr)."""
-    self._reports.describe(precision=precision, step=self.step, notes=notes)
+    self._reports.describe(
+      precision=precision, step=self.step, notes=[*notes, *self.trainer.state.note()]
+    )
 
   def start_from(self, warm_start: WarmStart) -> None:
     """Applies a warm start, unless the run has resumed from a checkpoint (host)."""

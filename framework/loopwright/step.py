@@ -16,7 +16,7 @@ import tensorflow as tf
 from loopwright.aliases import Batch, Gradient, PerReplica, TensorLike, Variable
 from loopwright.errors import ConfigError, unknown
 from loopwright.eval_step import EvalStep
-from loopwright.graphs import branches
+from loopwright.graphs import branches, operations, randomness
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.metrics import (
   REPORTED,
@@ -477,7 +477,10 @@ class Step(EvalStep):
   def _differentiated(
     self, tape: tf.GradientTape, total: tf.Tensor, fusion: Fusion
   ) -> list[Gradient]:
+    graph = randomness.current_graph()
+    first = len(graph.get_operations()) if graph else 0
     found = fusion.differentiated(tape, total, self.scaling.cast(total.dtype))
+    self.record.gradient_dtypes |= operations.dtypes(graph, first) if graph else set()
     kept = (id(models.raw(variable)) in self.parts.frozen for variable in fusion.originals)
     return [None if leave else g for g, leave in zip(found, kept, strict=True)]
 

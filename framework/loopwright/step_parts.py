@@ -75,10 +75,11 @@ class StepParts:
 
   def saved(self) -> dict[str, Any]:
     """Returns name -> object: what a checkpoint has of them (host)."""
-    items = {
-      "optimizers": {name: one.saved for name, one in self.optimizers.items()},
-      "loss_scale": self.loss_scale,
+    items: dict[str, Any] = {
+      "optimizers": {name: one.saved for name, one in self.optimizers.items()}
     }
+    if self.loss_scale.variables:
+      items["loss_scale"] = self.loss_scale
     return items if self.ema is None else {**items, "ema": self.ema.averages}
 
   def metrics(self) -> dict[str, float]:

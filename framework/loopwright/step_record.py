@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import tensorflow as tf
 
-from loopwright.aliases import Batch, Model, Variable
+from loopwright.aliases import Batch, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import as_written, converted, methods_as_written
@@ -37,6 +37,7 @@ class StepRecord:
     assignments: what `Step.assign` sets.
     is_conditional: whether an update has a `when`.
     updates: (finite, loss is finite) of each update, bool scalars.
+    gradient_dtypes: in which the traced backward passes compute.
     only_evaluated: the PerExample metrics that a training step leaves out.
     closing: return further metrics when the step is over.
   """
@@ -48,6 +49,7 @@ class StepRecord:
     self.assignments = Assignments()
     self.is_conditional = False
     self.updates: list[tuple[tf.Tensor, tf.Tensor]] = []
+    self.gradient_dtypes: set[str] = set()
     self.only_evaluated: set[str] = set()
     self.closing: list[Callable[[], Mapping[str, Checked]]] = []
     self._logged: dict[str, Checked] = {}
@@ -102,15 +104,6 @@ class StepRecord:
       functools.reduce(tf.logical_and, flags) for flags in zip(*self.updates, strict=True)
     )
     return finite, loss_finite
-
-  def assigned(self, model: Model, strategy: tf.distribute.Strategy) -> dict[str, tf.Variable]:
-    """Returns the variables that `Step.assign` sets, by name.
-
-    Raises:
-      ConfigError: one of them is no part of the model, so that nothing would save it.
-    """
-    models.require_state(model, self.assignments.variables, strategy)
-    return self.assignments.variables
 
   def close(self, sums: Sums, own: Mapping[str, Weighted] | None = None) -> dict[str, PerExample]:
     """Adds the logged metrics, and the framework's `own`, to `sums`.

@@ -23,6 +23,7 @@ from loopwright.models.orbit import writes_scalars
 
 if TYPE_CHECKING:
   from loopwright.eval_step import EvalStep
+  from loopwright.models.task_state import TaskState
   from loopwright.reporting.board import Board
   from loopwright.step import Step
 
@@ -48,6 +49,8 @@ class Task:
   accepted: Mapping[str, str] = types.MappingProxyType({})
   """Intended deviations that --mode=verify accepts: cause, as named in docs/verify.md -> reason,
   such as {"batch-norm statistics": "local, as in the paper"}."""
+  loop_state: TaskState | None = None
+  """What the training loop reads and assigns; the trainer sets it."""
   own_optimizer: Callable[[], KerasOptimizer] | None = None
   """A factory of the optimizer that `run` uses for this task, in place of `run.optimizer`; None for
   most tasks. `loopwright.from_keras` sets it to the compiled optimizer."""

@@ -25,9 +25,10 @@ from loopwright.inputs import datasets, plan
 from loopwright.metrics.sums import MetricSums
 from loopwright.models import models, replica_state
 from loopwright.models.orbit import AbstractTrainer
+from loopwright.models.task_state import TaskState, reachable
 from loopwright.observers import Observer, may_undo
 from loopwright.optimizers import adapters
-from loopwright.optimizers.loss_scale import LossScaleFactory, usual_loss_scale
+from loopwright.optimizers.loss_scale import LossScaleFactory, dynamic, usual_loss_scale
 from loopwright.optimizers.schedule import EmaDecay
 from loopwright.step import Step, StepFactory
 from loopwright.step_parts import InputWait, Replaced, StepNumbers, StepParts, replica_id
@@ -51,6 +52,8 @@ class Trainer(AbstractTrainer):
     batch_multiple: padded batch sizes are multiples of it.
     metrics: the sums of the loop that runs.
     assigned: the variables that `Step.assign` sets, by name, once the step has been traced.
+    gradient_dtypes: in which its backward passes compute, likewise.
+    state: what the loop reads and assigns, and the part of it that only the task has.
     left_out: ids of examples that `Recipe`'s input reads as padding, once it is made again.
   """
 
@@ -89,7 +92,7 @@ class Trainer(AbstractTrainer):
       global_batch_size: examples per update, over all replicas and micro-batches.
       optimizer: a factory, or name -> factory for several; called in the strategy's scope.
       loss_scale: a factory: `loss_scale.none`, `fixed` or `dynamic`; None uses dynamic if a
-        layer computes in float16, else none.
+        layer, or the backward pass that is traced, computes in float16, else none.
       reduction: how gradients are summed over replicas: a `Reduction`, or a factory of one.
       clip_norm: clip reduced gradients to this global norm.
       clip_value: clip each reduced gradient element to [-clip_value, clip_value].
@@ -129,14 +132,16 @@ class Trainer(AbstractTrainer):
     self.left_out: frozenset[int] = frozenset()
     self._iterator: Iterator[PerReplica] | None = None
     self._read_to: int | None = None  # where in the data the iterator is
-    self._checks = trainer_checks.LoopChecks()
+    self._checks, self._examined = trainer_checks.LoopChecks(), None
     self.assigned: dict[str, tf.Variable] = {}
+    self.gradient_dtypes: set[str] = set()
+    self._usual_scale = loss_scale is None
     self._input_wait = InputWait(self.placement)
     with strategy.scope():
       if task.model is None:
         with self.placement.building():
           task.model = task.build_model()
-      models.require_in_scope(task.model, strategy)
+      models.require_in_scope(models.trainable_variables(task.model), strategy)
       if recompute:
         registry.load("part", "recompute_layers")(task.model, recompute)
       self._make_counters()
@@ -159,6 +164,7 @@ class Trainer(AbstractTrainer):
         padded=trainer_checks.why_padded(global_batch_size, self.padded_batch_size,
           strategy.num_replicas_in_sync, accumulation_steps),
       )  # fmt: skip
+    self.state = task.loop_state = TaskState(task, self.placement.replicas)
     self._set(parts, step)
     parts.reduction.prove(strategy, parts.dtypes)
 
@@ -180,11 +186,8 @@ class Trainer(AbstractTrainer):
     """
     if not (steps := int(num_steps)):
       return self.state_metrics()
-    self._follow_host()
-    position = int(self.position.numpy())
-    if self._iterator is None or self._read_to != position:  # it is new, restored or behind
-      self._iterator = self.make_iterator()
-    self._read_to = None
+    self.examine()
+    position, self._read_to = self._placed(), None
     self.metrics.reset()  # an earlier loop may have failed midway
     self._input_wait.reset()
     before, clock = int(self.global_step.numpy()), timing.LoopClock()
@@ -211,6 +214,39 @@ class Trainer(AbstractTrainer):
       self.task, results, self.metrics.sums, only_evaluated=self.metrics.only_evaluated
     )
     return {**self.state_metrics(), **results}
+
+  def examine(self) -> None:
+    """Traces the loop, once, and finds the state of the task that checkpoints must have (host).
+
+    `train` calls it; earlier, it restores what a checkpoint has of that state.
+    """
+    self._follow_host()
+    self._placed()
+    if self._examined is self._compiled_loop:
+      return
+    self._look_at(self._trace())
+    scale = self.parts.loss_scale
+    if self._usual_scale and scale.factor() is None and "float16" in self.gradient_dtypes:
+      with self.strategy.scope():
+        scale = dynamic()
+    learnt = [each.learns(scale, self.state) for each in self.parts.observers]
+    if any(learnt) or scale is not self.parts.loss_scale:
+      self.use(loss_scale=scale)
+      self._trace()
+    self._examined = self._compiled_loop
+
+  def _look_at(self, graph: tf.Graph | None) -> None:
+    """Compares what the loop reads and assigns with what is saved, and equal on all replicas."""
+    root = tf.train.Checkpoint(**self.checkpoint_items())
+    saved = [v for v in tf.train.TrackableView(root).descendants() if models.is_variable(v)]
+    equal = [*self.assigned.values()]
+    equal += replica_state.averaged(self.task.model, equal=self.assigned)
+    for one in self.parts.optimizers.values():
+      slots = [*one.optimizer.variables, *one.fusion.flats]
+      saved, equal = [*saved, *slots], [*equal, *slots, *one.variables]
+    sums = [*reachable(self.metrics), *reachable(self._input_wait)]
+    saved += [place.variable for place in sums]
+    self.state.examine(graph, saved=saved, equal=equal, transient=self.parts.observers)
 
   def loop(self, iterator: Iterator[PerReplica], num_steps: tf.Tensor) -> None:
     """Runs `num_steps` steps, or until an observer undoes one (cross-replica)."""
@@ -256,7 +292,9 @@ class Trainer(AbstractTrainer):
     step_record.run(step, self.task.train_step, batch)
     record = step.record
     finite, loss_finite = record.outcome()
-    self.assigned |= record.assigned(self.task.model, self.strategy)
+    self.gradient_dtypes |= record.gradient_dtypes
+    self.assigned |= record.assignments.variables
+    models.require_in_scope(self.assigned.values(), self.strategy)
     self._checks.weight_seen |= record.is_conditional
     trainer_checks.warn_of_unreached(type(self.task).__name__, tuple(record.unreached))
     record.assignments.make(finite & loss_finite)
@@ -285,7 +323,8 @@ class Trainer(AbstractTrainer):
     """Returns name -> object: all state that an exact restart needs (host)."""
     untracked = models.untracked(self.task.model)
     more = {"untracked": untracked} if untracked else {}
-    return {"model": self.task.model, **self.parts.saved(), **vars(self.counters), **more}
+    own = {"model": self.task.model, "task": self.state}
+    return {**own, **self.parts.saved(), **vars(self.counters), **more}
 
   def state_metrics(self) -> dict[str, float]:
     """Returns metrics of the trainer's state, read once at the end of a loop (host)."""
@@ -332,6 +371,16 @@ class Trainer(AbstractTrainer):
     """Returns the graph of the loop once `train` has run, if one graph is all of it (host)."""
     return self._compiled_loop.get_concrete_function(self._iterator, tf.constant(1)).graph
 
+  def _trace(self) -> tf.Graph | None:
+    """Returns the graph of the loop, which the first call then has; None where that is not all."""
+    if self.eager:
+      return None
+    iterator, steps = next(datasets.runs(self._iterator, tf.constant(1)))
+    self._compiled_loop(iterator, tf.zeros_like(steps))  # a call, for variables that the step makes
+    graph: tf.Graph = self._compiled_loop.get_concrete_function(iterator, steps).graph
+    trainer_checks.require_initialized(graph)
+    return graph
+
   def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
     self.placement.require("Trainer")
 
@@ -339,6 +388,13 @@ class Trainer(AbstractTrainer):
     self.parts, self._make_step = parts, step
     self._watch = host_changes.Watch(parts.optimizers)
     self._compiled_loop: Any = self._compiled()
+
+  def _placed(self) -> int:
+    """Returns the position, where the iterator is from here on: made if it is somewhere else."""
+    position = int(self.position.numpy())
+    if self._iterator is None or self._read_to != position:  # it is new, restored or behind
+      self._iterator, self._read_to = self.make_iterator(), position
+    return position
 
   def _follow_host(self) -> None:
     """Traces the loop again, and says so, if the host has changed what its trace has read."""

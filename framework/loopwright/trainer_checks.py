@@ -56,6 +56,17 @@ def require_precision(precision: str, model: Model) -> None:
     )
 
 
+def require_initialized(graph: Any) -> None:
+  """Raises ConfigError: the traced step makes a variable on several replicas."""
+  for variable in graph.variables:
+    name = variable.name.partition(":")[0]
+    if type(variable).__name__ == "UnliftedInitializerVariable" and not variable.is_initialized():
+      raise ConfigError(
+        f"the step makes the variable {name!r}, which could not be restored on several replicas; "
+        "make it in build_model()."
+      )
+
+
 def why_padded(
   global_batch_size: int, padded_batch_size: int, replicas: int, accumulation_steps: int
 ) -> tuple[str, str] | None:

@@ -227,7 +227,6 @@ def assigning(name, value):
     (looping, r"step.update\(\) is called inside a branch or loop.*a Python range"),
     (at(lambda step: step.number % 2), r"when= is int64 of shape \(\); it must be one bool"),
     (at(lambda step: [True, False]), r"when= is bool of shape \(2,\); it must be one bool"),
-    (assigning("foreign", 2.0), "'foreign:0', which is not part of the model.*build_model"),
     (assigning("kept", [1.0]), r"a value of shape \(1,\) for 'kept:0' of shape \(2,\)"),
     (assigning("w", [1.0]), "twice in a step"),
   ],

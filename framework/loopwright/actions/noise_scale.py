@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,9 +49,12 @@ class NoiseScale(Action):
         "run.strategy = @mirrored with mirrored.cpu_replicas = 2."
       )
     assert run.trainer is not None
-    parts = run.trainer.parts
-    factor = functools.partial(parts.loss_scale.factor, parts.global_batch_size)
-    run.trainer.observe(_Noise(self._seen, factor))
+    trainer = run.trainer
+
+    def factor() -> tf.Tensor | None:
+      return trainer.parts.loss_scale.factor(trainer.global_batch_size)
+
+    trainer.observe(_Noise(self._seen, factor))
 
   def state(self) -> dict[str, float]:
     """Returns the running means."""

@@ -6,6 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps_utils
+
+_CALLS = (
+  "PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "StatelessIf",
+  "Case", "StatelessCase",
+)  # fmt: skip
 
 
 def operations(graph: tf.Graph, seen: set[str] | None = None) -> Iterator[tf.Operation]:
@@ -68,3 +74,32 @@ def is_constant(tensor: tf.Tensor) -> bool:
     waiting += [each.op for each in operation.inputs if each.op.name not in seen]
     seen |= {each.op.name for each in operation.inputs}
   return True
+
+
+def dtypes(graph: tf.Graph, first: int) -> set[str]:
+  """Returns the dtypes of what a graph's operations give, from number `first` on.
+
+  Functions, loops and branches inside count.
+  """
+  found, seen = set[str](), set[str]()
+  made = graph.get_operations()[first:]
+  for operation in made:  # grows
+    found.update(tensor.dtype.name for tensor in operation.outputs)
+    for name in function_names(operation) if operation.type in _CALLS else ():
+      if name not in seen and (inner := function_of(graph, name)):
+        seen.add(name)
+        made += inner.get_operations()
+  return found
+
+
+def resources(graph: Any) -> dict[int, bool]:
+  """Returns the id of each resource that a traced function captures -> whether it may change it.
+
+  Of a variable, the resource is its handle. Functions, loops and branches inside count.
+  """
+  found = {}
+  for outer, inner in graph.captures:
+    if outer.dtype == tf.resource:
+      used = map(auto_control_deps_utils.get_read_write_resource_inputs, inner.consumers())
+      found[id(outer)] = any(inner is each for _, written in used for each in written)
+  return found

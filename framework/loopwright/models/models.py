@@ -108,41 +108,16 @@ def _of(part: Model, attribute: str) -> Iterable[Any]:
   return getattr(part, attribute)
 
 
-def require_in_scope(model: Model, strategy: tf.distribute.Strategy) -> None:
-  """Raises a ConfigError if a trainable variable is on one device, not on each replica (host)."""
+def require_in_scope(variables: Iterable[Variable], strategy: tf.distribute.Strategy) -> None:
+  """Raises a ConfigError if a variable is on one device, not on each replica (host)."""
   if strategy.num_replicas_in_sync == 1:
     return
-  for variable in trainable_variables(model):
+  for variable in variables:
     if not strategy.extended.variable_created_in_scope(raw(variable)):
       raise ConfigError(
         f"the model's variable {name(variable)!r} was not made in strategy.scope(), so the "
         f"{strategy.num_replicas_in_sync} replicas have no copies of it; make the model and its "
         "variables in build_model(), not in __init__ or at the top of a module."
-      )
-
-
-def require_state(
-  model: Model, assigned: Mapping[str, tf.Variable], strategy: tf.distribute.Strategy
-) -> None:
-  """Raises a ConfigError for a variable that a checkpoint would not have, or not each replica.
-
-  Args:
-    model: the task's model.
-    assigned: name -> variable, what a step assigns.
-    strategy: the strategy of the model.
-  """
-  known = {id(raw(variable)) for variable in all_variables(model)} if assigned else set()
-  for given, variable in assigned.items():
-    if id(variable) not in known:
-      raise ConfigError(
-        f"step.assign() got {given!r}, which is not part of the model, so no checkpoint would have "
-        "it; return it from build_model(), for example in a dict beside the networks."
-      )
-    several = strategy.num_replicas_in_sync > 1
-    if several and not strategy.extended.variable_created_in_scope(variable):
-      raise ConfigError(
-        f"step.assign() got {given!r}, which was not made in strategy.scope(), so the replicas "
-        "have no copies of it; make it in build_model()."
       )
 
 

@@ -31,13 +31,18 @@ def average(
 
   if strategy.num_replicas_in_sync == 1:
     return
+  for variable in averaged(model, equal=equal or {}):
+    copies = strategy.extended.call_for_each_replica(_wide, args=(variable,))
+    mean = strategy.reduce(tf.distribute.ReduceOp.MEAN, copies, axis=None)
+    assign(strategy, variable, tf.cast(mean, variable.dtype))
+
+
+def averaged(model: Model, *, equal: Mapping[str, tf.Variable]) -> list[tf.Variable]:
+  """Returns the variables that `average` assigns (any context)."""
   left_out = {id(models.raw(variable)) for variable in models.trainable_variables(model)}
-  left_out |= {id(variable) for variable in (equal or {}).values()}
-  for variable in map(models.raw, models.all_variables(model)):
-    if id(variable) not in left_out and _may_differ(variable):
-      copies = strategy.extended.call_for_each_replica(_wide, args=(variable,))
-      mean = strategy.reduce(tf.distribute.ReduceOp.MEAN, copies, axis=None)
-      assign(strategy, variable, tf.cast(mean, variable.dtype))
+  left_out |= {id(variable) for variable in equal.values()}
+  found = map(models.raw, models.all_variables(model))
+  return [each for each in found if id(each) not in left_out and _may_differ(each)]
 
 
 @as_written

@@ -9,6 +9,7 @@ import tensorflow as tf
 from loopwright.aliases import Model, PerReplica
 from loopwright.models import models
 from loopwright.models.replica_state import assign
+from loopwright.models.task_state import TaskState
 from loopwright.observers import AllReduce, Observer, StepObserver, Tensors
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.ema import Ema
@@ -50,13 +51,20 @@ class Rollback(Observer):
     """
     trainable = {id(models.raw(v)) for v in models.trainable_variables(model)}
     others = [models.raw(v) for v in models.all_variables(model)]
-    untrained = [v for v in others if id(v) not in trainable]
-    self._volatile = [*untrained, *loss_scale.variables, *counters]
+    self._always = [*(v for v in others if id(v) not in trainable), *counters]
     self._strategy, self._ema, self._on_stop = strategy, ema, on_stop
+    self._volatile = [*self._always, *loss_scale.variables]
     self.counts_gradients = not loss_scale.expects_overflow
     self._saved: dict[int, Saved] = {}
     self._of_last_update: dict[int, Saved] = {}
     self._after_step = 0
+
+  def learns(self, loss_scale: LossScale, state: TaskState) -> bool:
+    """See `Observer`."""
+    before = len(self._volatile)
+    self._volatile = [*self._always, *loss_scale.variables, *state.changed]
+    self.counts_gradients &= not loss_scale.expects_overflow
+    return len(self._volatile) > before
 
   def of_replica(self) -> StepObserver:
     """See `Observer`."""

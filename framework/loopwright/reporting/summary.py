@@ -62,6 +62,7 @@ def describe(
   known = [
     ("task", type(trainer.task).__name__),
     *_model_rows(trainer.task.model),
+    ("also saved", ", ".join(trainer.state.kept)),
     ("strategy", _strategy_text(trainer, devices)),
     ("GPUs", "; ".join(registry.load("part", "described_gpus")(devices)) if on_gpus else ""),
     ("batch", _batch_text(trainer)),

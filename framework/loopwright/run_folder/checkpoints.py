@@ -117,6 +117,12 @@ class CheckpointManager(tf.train.CheckpointManager):
       self._checkpoint.start = _Text(start)
     _ = self._checkpoint.save_counter  # created on first use; must exist before the first restore
 
+  def renew(self) -> None:
+    """Saves what the trainer has got since this was made; restores it if it was saved (host)."""
+    for name, item in self._trainer.checkpoint_items().items():
+      if not hasattr(self._checkpoint, name):
+        setattr(self._checkpoint, name, item)
+
   @property
   def checkpoints(self) -> list[str]:
     """Paths of all complete checkpoints, oldest first."""

@@ -72,8 +72,10 @@ class Fitting:
       own = f"optimizers/{trackable_utils.escape_local_name(name)}/"
       parts = {key.removeprefix(own).removesuffix(VALUE) for key in keys if key.startswith(own)}
       optimizer.saved.fit(parts)
+    of_task = [key.removeprefix("task/") for key in keys if key.startswith("task/")]
     try:
-      yield
+      with self.trainer.state.fitted(of_task, self.checkpoint):
+        yield
     finally:
       for name, item in absent.items():
         setattr(self.checkpoint, name, item)

@@ -20,6 +20,7 @@ from tensorflow.python.distribute import cross_device_ops
 from loopwright import registry
 from loopwright.aliases import PerReplica, Structure
 from loopwright.errors import ConfigError
+from loopwright.models.task_state import Replicas
 from loopwright.strategies.cluster import Cluster
 
 _KEPT = "_loopwright_placement"
@@ -66,6 +67,11 @@ class Placement:
   def cluster(self) -> Cluster:
     """The processes that train, and this process's place among them."""
     return Cluster()
+
+  @property
+  def replicas(self) -> Replicas | None:
+    """How to read the values of all replicas; None if they are in this process."""
+    return None
 
   @property
   def on_gpus(self) -> bool:

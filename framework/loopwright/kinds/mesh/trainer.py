@@ -38,6 +38,9 @@ class ModelParallelTrainer(Trainer):
     waited_s = self._input_wait_s
     return next(iterator), tf.constant(0.0) if waited_s is None else waited_s
 
+  def _trace(self) -> None:
+    """The first step is traced with its batch."""
+
   def _run_loop(self, num_steps: tf.Tensor) -> None:
     iterator = cast(Iterator[PerReplica], self._iterator)
     for observer in self.parts.observers:

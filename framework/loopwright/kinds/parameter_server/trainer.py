@@ -158,6 +158,9 @@ class ParameterServerTrainer(Trainer):
     position, workers = int(self.position.numpy()), self._dispatcher.workers
     return iter(self._dispatcher.datasets(lambda w: self.dataset_fn(position, shard=(workers, w))))
 
+  def _trace(self) -> None:
+    """The workers trace it."""
+
   def _run_loop(self, num_steps: tf.Tensor) -> None:
     """Runs pieces until exactly `num_steps` more steps are counted, and collects their sums.
 

@@ -13,6 +13,7 @@ from loopwright.errors import ConfigError, require_positive, unknown
 from loopwright.host import signals
 from loopwright.kinds.workers import rendezvous, resolvers
 from loopwright.kinds.workers.identity import WorkerCluster, workers
+from loopwright.models.task_state import Replicas
 from loopwright.strategies.cluster import ClusterError
 from loopwright.strategies.placement import Placement, register
 
@@ -35,6 +36,19 @@ class Workers(Placement):
       return WorkerCluster(strategy=self.strategy)
     peers, index = workers(resolver)
     return WorkerCluster(strategy=self.strategy, index=index, peers=tuple(peers))
+
+  @property
+  def replicas(self) -> Replicas | None:
+    """See `Placement`."""
+    if self.cluster.size == 1:
+      return None
+    total = self.strategy.num_replicas_in_sync
+
+    def gather(variable: tf.Variable) -> tf.Tensor:
+      values = self.strategy.run(lambda: variable.read_value()[tf.newaxis])
+      return self.strategy.gather(values, axis=0)
+
+    return Replicas(total, self.cluster.index * total // self.cluster.size, gather)
 
   def distribute(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """See `Placement`; of a dataset with this worker's rows alone."""

@@ -133,10 +133,12 @@ def require_replays(place: Placement) -> None:
 
 def _rollback_of(trainer: Trainer, on_stop: Callable[[], None] = lambda: None) -> Rollback:
   require_replays(trainer.placement)
-  return Rollback(
+  rollback = Rollback(
     strategy=trainer.strategy, model=trainer.task.model, loss_scale=trainer.parts.loss_scale,
     counters=[trainer.global_step, trainer.nonfinite_step], ema=trainer.parts.ema, on_stop=on_stop,
   )  # fmt: skip
+  rollback.learns(trainer.parts.loss_scale, trainer.state)
+  return rollback
 
 
 def examine(trainer: Trainer) -> NonFiniteReport:
