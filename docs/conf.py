@@ -39,7 +39,9 @@ release = importlib.metadata.version("loopwright")
 root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**"]
 exclude_patterns = [".*", "**.ipynb_checkpoints", "build", "runs"]
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+  "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton",
+]  # fmt: skip
 
 html_theme = "furo"
 html_title = f"Loopwright {release}"
