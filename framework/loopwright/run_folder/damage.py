@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 from collections.abc import Iterator
 
 from loopwright.host import json_lines
@@ -14,8 +15,15 @@ from loopwright.run_folder.folders import CHECKPOINTS, CONFIG, HISTORY, METRICS,
 _MAGIC = bytes.fromhex("57fb808b247547db")
 """The end of a table of LevelDB, which an index is."""
 _DIGITS, _MOST_BYTES, _MOST_INDEX = "[0-9]" * 5, 2**16, 2**26
-_START, _ID_LENGTH = b"start/.ATTRIBUTES/py_state", 32
-"""Key of the id of the start, and its length; see fitting.py and starting.py."""
+_ID_BYTES = 37
+_VARINT = rb"([\x80-\xff]*[\x00-\x7f])"
+_START = re.compile(
+  rb"rt/\.ATTRIBUTES/py_state\x08\x07\x12\x00(?:\x18%s)?(?:\x20%s)?\x28%c"
+  % (_VARINT, _VARINT, _ID_BYTES),
+  re.DOTALL,
+)
+"""In an index: the key of a start's id, without what it shares with the key before, and the place
+of its value (BundleEntryProto): a text, shard, offset, size. See fitting.py."""
 
 
 def faults(run: Run, name: str) -> list[str]:
@@ -107,51 +115,19 @@ def _of_checkpoint(path: str) -> str:
 
 def _start_that_wrote(path: str) -> str:
   """Returns the id of the start that wrote a checkpoint, as history.jsonl has it; "" if none."""
-  damaged = (OSError, LookupError, RuntimeError, StopIteration)  # which another line tells
-  with contextlib.suppress(*damaged), open(f"{path}.index", "rb") as file:
-    index = file.read(_MOST_INDEX)
-    at = index[-48:]  # the places of two blocks: what the table tells of itself, and its index
-    at = _number(_number(at)[1])[1]
-    place = next(value for key, value in _entries(index, at) if key >= _START)
-    entry = _fields(dict(_entries(index, place))[_START])
-    found = glob.glob(f"{glob.escape(path)}.data-{entry.get(3, 0):05d}-of-{_DIGITS}")
-    with open(found[0], "rb", opener=_without_waiting) as data:
-      data.seek(entry.get(4, 0))
-      text = data.read(entry[5])[-_ID_LENGTH:].decode("ascii", "replace")
-    return text if text.isalnum() else ""
+  with contextlib.suppress(OSError, ValueError), open(f"{path}.index", "rb") as index:
+    if found := _START.search(index.read(_MOST_INDEX)):
+      shard, offset = map(_number, found.groups(b""))
+      [data] = glob.glob(f"{glob.escape(path)}.data-{shard:05d}-of-{_DIGITS}")[:1]
+      with open(data, "rb", opener=_without_waiting) as file:
+        file.seek(offset)
+        text = file.read(_ID_BYTES)[5:].decode("ascii", "replace")  # after its length and checksum
+      return text if text.isalnum() else ""
   return ""
 
 
-def _entries(table: bytes, place: bytes) -> Iterator[tuple[bytes, bytes]]:
-  """Yields key and value of each entry of a block of LevelDB; keys begin as the one before."""
-  (offset, rest), key = _number(place), b""
-  block = table[offset : offset + _number(rest)[0]]
-  left = block[: -4 - 4 * int.from_bytes(block[-4:], "little")]
-  while left:
-    shared, left = _number(left)
-    more, left = _number(left)
-    length, left = _number(left)
-    key, value, left = key[:shared] + left[:more], left[more : more + length], left[more + length :]
-    yield key, value
-
-
-def _fields(message: bytes) -> dict[int, int]:
-  """Returns the numbers of a protobuf message, by field."""
-  found = dict[int, int]()
-  while message:
-    tag, message = _number(message)
-    if tag & 7:  # a nested message, or four bytes
-      length, message = (4, message) if tag & 7 == 5 else _number(message)
-      message = message[length:]
-    else:
-      found[tag >> 3], message = _number(message)
-  return found
-
-
-def _number(data: bytes) -> tuple[int, bytes]:
-  """Returns a number of seven bits a byte, the lowest first, and what follows it."""
-  end = next(place for place, byte in enumerate(data) if byte < 128) + 1
-  return sum((byte & 127) << 7 * place for place, byte in enumerate(data[:end])), data[end:]
+def _number(varint: bytes) -> int:
+  return sum((byte & 127) << 7 * place for place, byte in enumerate(varint))
 
 
 def _start_of(path: str) -> bytes:

@@ -98,22 +98,6 @@ def test_no_damage_passes_in_silence_where_the_format_can_tell(name, tmp_path):
   assert name in PROVED or lines == found
 
 
-@pytest.mark.parametrize(
-  ("rows", "line"),
-  [
-    (b'"good, a,pos\nbad,neg\n', "is not CSV in UTF-8 .unexpected end of data."),
-    (b'"good" a,pos\n', "is not CSV in UTF-8 .',' expected after"),
-    (b"good, a,pos\n", "text 1 of .* has 1 more values than there are columns; put quotes"),
-    (b"good\n", "text 1 of .* has no 'label'"),
-    (b"g\xffd,pos\n", "is not CSV in UTF-8"),
-  ],
-)
-def test_a_csv_file_that_is_not_whole(rows, line, tmp_path):
-  (tmp_path / "x.csv").write_bytes(b"text,label\n" + rows)
-  with one_line_error(line):
-    text_files(train=f"{tmp_path}/x.csv")
-
-
 def test_the_changes_of_a_file_depend_on_its_number_alone():
   made = [fuzz_files.mutated(fuzzing.rng_of("npy", 0, n), fuzz_files.NPY) for n in (3, 3, 4)]
   assert made[0] == made[1] != made[2]
