@@ -40,8 +40,9 @@ root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**"]
 exclude_patterns = [".*", "**.ipynb_checkpoints", "build", "runs"]
 extensions = [
-  "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton",
-]  # fmt: skip
+  *("myst_nb", "sphinx_copybutton"),
+  *("sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"),
+]
 
 html_theme = "furo"
 html_title = f"Loopwright {release}"
