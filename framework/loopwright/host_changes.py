@@ -28,7 +28,7 @@ from loopwright.models import models
 from loopwright.optimizers.adapters import Optimizer
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_NUMBERS = (bool, int, float, type(None))
+_NUMBERS = (bool, int, float, type(None))  # options of optimizers
 _MOST, _FEW, _SHOWN = 10_000, 100, 3
 """Elements of a list or an array that are compared; parts in which objects are looked for."""
 _LIBRARIES = ("builtins", "collections", "keras", "tf_keras", "tensorflow", "numpy", "wrapt")
@@ -54,7 +54,7 @@ class Read(NamedTuple):
   def changed(self) -> str:
     """Returns a phrase if it is another now, else ""."""
     now = _held(self.holder, self.name)
-    if (now is self.value and type(now) in _PLAIN) or _same(now) == self.same:
+    if _same(now) == self.same:
       return ""
     owner = getattr(self.holder, "path", None) or type(self.holder).__name__
     return f"{owner}.{self.name.lstrip('_')} is {_said(now)}, which was {_said(self.value)}"
@@ -69,18 +69,21 @@ class Watch:
 
   def __init__(self, optimizers: Mapping[str, Optimizer] | None = None) -> None:
     """Keeps the options with which optimizers were built; an evaluation has none."""
-    self._optimizers = optimizers or {}
-    self._options = [_options(one.optimizer) for one in self._optimizers.values()]
+    self._names = {id(one.optimizer): name for name, one in (optimizers or {}).items()}
     self._read: Reads = {}
-    self._plain: list[tuple[dict[str, Any], str, Any, Read]] = []
-    self._others: list[Read] = []
+    for each in (optimizers or {}).values():
+      for name, value in vars(each.optimizer).items():
+        option = type(value) in _NUMBERS and not name.startswith("_")
+        if option or name.startswith(_OF_UPDATES):
+          self._read[id(each.optimizer), name] = Read.of(each.optimizer, name)
     self._layers: list[Any] = []
     self._variables: list[tuple[Variable, bool]] = []
+    self._sort()
 
   @property
   def has_traced(self) -> bool:
     """Whether it knows of a trace."""
-    return bool(self._read)
+    return bool(self._layers or self._variables)
 
   @contextlib.contextmanager
   def trace(self, task: Any) -> Iterator[None]:
@@ -94,23 +97,24 @@ class Watch:
     for layer in layers:
       for name, value in vars(layer).items():
         own = name.startswith("_") or name in of_keras or type(value) not in _PLAIN
-        if not own or (name == "_trainable" and self._optimizers):
+        if not own or (name == "_trainable" and self._names):
           self._read.setdefault((id(layer), name), Read.of(layer, name))
     self._read = {k: each and (None if each.changed() else each) for k, each in self._read.items()}
-    self._plain, self._others = [], []
+    self._layers = layers
+    if self._names:
+      self._variables = [(each, each.trainable) for each in models.all_variables(task.model)]
+    self._sort()
+
+  def _sort(self) -> None:
+    """Keeps apart what is fast to compare: there are thousands."""
+    self._plain: list[tuple[dict[str, Any], str, Any, Read]] = []
+    self._others: list[Read] = []
     for each in filter(None, self._read.values()):
       own = getattr(each.holder, "__dict__", {})
       if each.name in own and type(each.value) in _PLAIN:
         self._plain.append((own, each.name, each.value, each))
       else:
         self._others.append(each)
-    now = [_options(one.optimizer) for one in self._optimizers.values()]
-    for known, new in zip(self._options, now, strict=True):
-      for name in [name for name in known if name not in new or known[name] != new[name]]:
-        del known[name]
-    self._layers = layers
-    if self._optimizers:
-      self._variables = [(each, each.trainable) for each in models.all_variables(task.model)]
 
   def changes(self, task: Any) -> list[str]:
     """Returns what differs from what the traces have read, a phrase for each.
@@ -118,16 +122,27 @@ class Watch:
     Raises:
       ConfigError: an optimizer has an option with which it would have other state, or another rule.
     """
+    found = []
     moved = [each for own, name, value, each in self._plain if own.get(name, _ABSENT) is not value]
-    found = [says for each in moved + self._others if (says := each.changed())]
+    for each in moved + self._others:
+      if says := each.changed():
+        self._require_followed(each, says)
+        found.append(says)
     for variable, before in self._variables:
       if variable.trainable is not before:
         found.append(f"{models.name(variable)}.trainable is {not before}, which was {before}")
     if self._layers and (now := list(models.layers(task.model))) != self._layers:
       found.append(f"the model has {len(now)} layers, which were {len(self._layers)}")
-    for (name, one), known in zip(self._optimizers.items(), self._options, strict=True):
-      found += _changed_options(name, one.optimizer, known)
     return found[:_SHOWN] + ([f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
+
+  def _require_followed(self, read: Read, says: str) -> None:
+    """Raises ConfigError for an option of an optimizer on which its state or its rule depends."""
+    name, now = self._names.get(id(read.holder)), _held(read.holder, read.name)
+    if name is not None and (type(now) not in _NUMBERS or bool(now) != bool(read.value)):
+      raise ConfigError(
+        f"{says} when optimizer {name!r} was built: what it keeps and how it updates follow from "
+        "that; set it back, and give it from the start."
+      )
 
 
 def frozen(name: str, optimizer: Optimizer, now: Sequence[Variable]) -> frozenset[int]:
@@ -148,31 +163,6 @@ def frozen(name: str, optimizer: Optimizer, now: Sequence[Variable]) -> frozense
       f"optimizer {name!r} has no trainable variable left; leave out its updates with when=."
     )
   return frozenset(built - wanted.keys())
-
-
-def _changed_options(name: str, optimizer: Any, known: dict[str, Any]) -> list[str]:
-  """Returns a phrase for each option that differs, from now on known as it is."""
-  found, now = [], _options(optimizer)
-  for option in [each for each in known if now.get(each, _ABSENT) != known[each]]:
-    old, new = known[option], now.get(option, _ABSENT)
-    says = f"{type(optimizer).__name__}.{option.lstrip('_')} is {_said(new)}"
-    if not isinstance(new, _NUMBERS) or bool(old) != bool(new):
-      raise ConfigError(
-        f"{says}, but optimizer {name!r} was built with {_said(old)}, and what it keeps and how it "
-        "updates follow from that; set it back, and give it from the start."
-      )
-    found.append(f"{says}, which was {_said(old)}")
-    known[option] = new
-  return found
-
-
-def _options(optimizer: Any) -> dict[str, Any]:
-  """Returns the options of an optimizer that its update reads, name -> value."""
-  return {
-    name: value if isinstance(value, _NUMBERS) else _same(value)
-    for name, value in vars(optimizer).items()
-    if (isinstance(value, _NUMBERS) and not name.startswith("_")) or name.startswith(_OF_UPDATES)
-  }
 
 
 @contextlib.contextmanager
@@ -235,19 +225,6 @@ def _held(holder: Any, name: str) -> Any:
   return _ABSENT
 
 
-class _Identity:
-  """Equal to that of the same object."""
-
-  def __init__(self, of: Any) -> None:
-    self.of = of
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, _Identity) and other.of is self.of
-
-  def __hash__(self) -> int:
-    return id(self.of)
-
-
 def _same(value: Any, depth: int = 0) -> Any:
   """Returns what is equal as long as a value is: of containers their content, else the object."""
   if isinstance(value, _PLAIN):
@@ -257,9 +234,8 @@ def _same(value: Any, depth: int = 0) -> Any:
   if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST and depth < 3:
     parts = [*value, *value.values()] if isinstance(value, dict) else value
     return type(value), [_same(part, depth + 1) for part in parts]
-  return _Identity(value)
+  return id(value), value  # only the same object is compared with itself
 
 
 def _said(value: Any) -> str:
-  value = value.of if isinstance(value, _Identity) else value
   return value if value is _ABSENT else shown(value, most=60)

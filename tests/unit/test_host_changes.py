@@ -151,7 +151,7 @@ def test_options_of_the_optimizer_count_or_are_refused(library, replicas, mirror
   for name, value in (("momentum", 0.0), ("clipnorm", 1.0), ("nesterov", True)):
     before = getattr(optimizer, name)
     setattr(optimizer, name, value)
-    with pytest.raises(ConfigError, match=f"SGD.{name} is {value}, but optimizer 'default' was"):
+    with pytest.raises(ConfigError, match=f"SGD.{name} is {value}, which was .* when optimizer"):
       trainer.train(tf.constant(1))
     setattr(optimizer, name, before)
 
