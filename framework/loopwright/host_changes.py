@@ -13,7 +13,9 @@ attributes count. What the trace itself changes, such as a count of its calls, d
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _NUMBERS = (bool, int, float, type(None))  # options of optimizers
 _MOST, _FEW, _SHOWN = 10_000, 100, 3
 """Elements of a list or an array that are compared; parts in which objects are looked for."""
-_LIBRARIES = ("builtins", "collections", "keras", "tf_keras", "tensorflow", "numpy", "wrapt")
+_LIBRARIES = {"absl", "keras", "tf_keras", "tensorflow", "numpy", "wrapt", *sys.stdlib_module_names}
 _HEAP_TYPE = 1 << 9
 _ABSENT = "no attribute"
 _OF_UPDATES = ("_learning_rate", "_exclude_from_weight_decay")
@@ -57,7 +59,8 @@ class Read(NamedTuple):
     if _same(now) == self.same:
       return ""
     owner = getattr(self.holder, "path", None) or type(self.holder).__name__
-    return f"{owner}.{self.name.lstrip('_')} is {_said(now)}, which was {_said(self.value)}"
+    was = "changed in place" if now is self.value else f"which was {_said(self.value)}"
+    return f"{owner}.{self.name.lstrip('_')} is {_said(now)}, {was}"
 
 
 Reads = dict[tuple[int, str], Read | None]
@@ -231,6 +234,8 @@ def _same(value: Any, depth: int = 0) -> Any:
     return type(value), value
   if isinstance(value, np.ndarray) and value.size <= _MOST and not value.dtype.hasobject:
     return value.dtype.str, value.shape, value.tobytes()
+  if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+    value = vars(value)
   if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST and depth < 3:
     parts = [*value, *value.values()] if isinstance(value, dict) else value
     return type(value), [_same(part, depth + 1) for part in parts]

@@ -1,6 +1,8 @@
 """What the host changes between loops: it counts from the next loop on, or one line refuses it."""
 
 import dataclasses
+import logging
+import types
 
 import keras
 import numpy as np
@@ -44,6 +46,7 @@ class Regression(toys.Regression):
 
   def __init__(self):
     self.scale, self.options, self.table = 1.0, Options(), {"scale": [1.0]}
+    self.space, self.log = types.SimpleNamespace(scale=1.0), logging.getLogger("of the task")
     self.array, self.traces, self.results = np.ones(1, np.float32), 0, []
 
   def build_model(self):
@@ -53,7 +56,14 @@ class Regression(toys.Regression):
 
   def losses(self, outputs, batch):
     self.traces += 1
-    factor = self.scale * self.options.scale * self.table["scale"][0] * getattr(self, "more", 1.0)
+    self.log.info("traced")
+    factor = (
+      self.space.scale
+      * self.scale
+      * self.options.scale
+      * self.table["scale"][0]
+      * getattr(self, "more", 1.0)
+    )
     return factor * self.array[0] * super().losses(outputs, batch)
 
 
@@ -80,6 +90,7 @@ CHANGES = {
   "an attribute": lambda task: setattr(task, "scale", 3.0),
   "a new attribute": lambda task: setattr(task, "more", 3.0),
   "in an object": lambda task: setattr(task.options, "scale", 3.0),
+  "in a namespace": lambda task: setattr(task.space, "scale", 3.0),
   "in a list": lambda task: task.table["scale"].__setitem__(0, 3.0),
   "in an array": lambda task: task.array.__setitem__(0, 3.0),
   "a method": lambda task: setattr(task, "losses", lambda o, b: 3.0 * tf.square(o - b["y"])),
@@ -123,7 +134,7 @@ def test_what_only_the_host_reads_traces_nothing_again(one, caplog):
   for number in range(3):
     task.results.append(number)
     task.number, task.options.looked_at = number, number
-    task.options = dataclasses.replace(task.options) if number < 0 else task.options
+    task.log.setLevel(10 + number)
     task.forward({"x": tf.constant(X)}, training=False)
     tf.function(task.losses)(tf.zeros([6]), {"y": tf.constant(Y)})  # as an evaluation's trace does
     before = trainer._compiled_loop
