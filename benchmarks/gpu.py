@@ -1,15 +1,16 @@
-"""Models x precisions on the GPUs that are there, in one table; without a GPU, on the CPU.
+"""Models x precisions x frameworks on the GPU that is there, in one table; without one, on the CPU.
 
   uv run python -m benchmarks.gpu                  # about an hour on one GPU
   uv run python -m benchmarks.gpu --small          # small models: tries the command on a CPU
   uv run python -m benchmarks.gpu --tests          # also tests/conformance, on the GPU
 
-Each row is a process of its own, which ends after --limit_s. In it Loopwright, on the strategy that
-`train` takes, a hand-written compiled loop and what Keras's `fit` calls for each step take turns;
-the ratios are medians over rounds. Model FLOP/s count three forward passes a step, as usual for
-forward and backward; MFU is their part of the device's peak in this precision, without sparsity.
-MiB are the peak of TensorFlow's allocator in the first steps of each of the three, above what the
-others had before.
+Each row is a process of its own, which ends after --limit_s: Loopwright as it comes, on the
+strategy that `train` takes, a hand-written compiled loop, what Keras's `fit` calls for each step,
+and where the Python of --peers has them PyTorch and JAX (benchmarks/gpu_peers.py). Milliseconds are
+the median of some blocks of steps; "first" is from the start of making the model to the end of two
+steps. Model FLOP/s count three forward passes a step, as usual for forward and backward; MFU is
+their part of the device's peak in this precision, without sparsity. MiB are the peak of the
+allocator.
 
 With several GPUs it also shows the cross-device op that `auto` chooses and whether NCCL is in a
 trace; with one, replicas on logical GPUs, where TensorFlow allows them (NCCL does not).
@@ -48,9 +49,20 @@ PRECISIONS = {
   "TF32, XLA": Precision("float32", True, True),
   "mixed_bfloat16, XLA": Precision("mixed_bfloat16", True, True),
 }
-MODELS = ("mlp", "cnn", "resnet50", "language_model")
-BATCHES = {"mlp": (4096, 32), "cnn": (1024, 32), "resnet50": (128, 4), "language_model": (32, 4)}
+BATCHES = {
+  "mlp": (4096, 32), "cnn": (1024, 32), "resnet50": (128, 4), "language_model": (32, 4),
+  "language_model_300m": (16, 4), "language_model_1b": (8, 4),
+}  # fmt: skip
 """Model -> examples in a batch, and with --small."""
+MODELS = ("mlp", "cnn", "resnet50", "language_model")
+TRANSFORMERS = {
+  "language_model": (12, 768, 12), "language_model_300m": (24, 1024, 16),
+  "language_model_1b": (20, 2048, 16),
+}  # fmt: skip
+"""Language model -> layers, width, heads."""
+COLUMNS = ("model", "precision", "", "ms a step", "examples/s", "first, s", "TFLOP/s", "MFU", "MiB")
+PYTHONS = ("/opt/torch/.venv/bin/python3",)
+"""Where machines with GPUs have PyTorch and JAX."""
 DISTINCT = 4
 """Batches in memory, read over and over."""
 
@@ -103,10 +115,10 @@ def model_of(name: str, *, small: bool) -> Model:
     return keras.Sequential([base, head()])
 
   def transformer() -> Any:
-    layers, width, heads = (1, 32, 2) if small else (12, 768, 12)
+    layers, width, heads = (1, 32, 2) if small else TRANSFORMERS[name]
     return language_model.transformer(layers=layers, width=width, heads=heads)
 
-  if name == "language_model":
+  if name in TRANSFORMERS:
     tokens = rng.integers(0, 256, [rows, context], np.int32)
     positions = np.broadcast_to(np.arange(context, dtype=np.int32), tokens.shape).copy()
     labels = rng.integers(0, 256, [rows, context], np.int32)
@@ -154,7 +166,7 @@ def loopwright(model: Model, precision: Precision, strategy: Any) -> Callable[[i
 
   trainer = Trainer(
     task=Logits(), strategy=strategy, global_batch_size=model.batch,
-    optimizer=keras.optimizers.Adam, jit_compile=precision.xla,
+    optimizer=keras.optimizers.Adam, **({"jit_compile": True} if precision.xla else {}),
     dataset_fn=lambda position: datasets.train_dataset(
       source, global_batch_size=model.batch, position=position,
       pad_multiple=strategy.num_replicas_in_sync, shuffle=False,
@@ -237,58 +249,67 @@ def forward_flops(model: Model) -> int:
   return flops.Count(traced.graph.outputs).flops
 
 
-def row(name: str, precision_name: str, *, small: bool, rounds: int, block_s: float) -> str:
+CONTENDERS = {"Loopwright": loopwright, "hand-written": hand_written, "Keras": keras_fit}
+PEERS = {"PyTorch": "eager", "torch.compile": "compile", "JAX": "jax"}
+
+
+def row(name: str, precision_name: str, who: str, *, small: bool, block_s: float) -> str:
   """Measures one row in this process."""
   import keras
   import tensorflow as tf
 
   from loopwright.strategies import factories, gpus
 
+  began = time.perf_counter()
   precision = PRECISIONS[precision_name]
   tf.config.experimental.enable_tensor_float_32_execution(precision.tf32)
   keras.config.set_dtype_policy(precision.policy)
   model = model_of(name, small=small)
-  device = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
-  strategy = factories.auto()
-  makers: dict[str, Callable[[], Callable[[int], float]]] = {
-    "Loopwright": lambda: loopwright(model, precision, strategy),
-    "hand-written": lambda: hand_written(model, precision),
-    "Keras": lambda: keras_fit(model, precision),
-  }
-  contenders: dict[str, Callable[[int], float]] = {}
-  memory = []
-  for who, make in makers.items():
-    tf.config.experimental.reset_memory_stats(device)
-    before = tf.config.experimental.get_memory_info(device)["current"]
-    contenders[who] = make()
-    contenders[who](2)
-    peak = tf.config.experimental.get_memory_info(device)["peak"]
-    memory.append(f"{(peak - before) / 2**20:.0f}")
-  began = time.perf_counter()
-  contenders["Loopwright"](3)
-  steps = max(2, round(block_s / ((time.perf_counter() - began) / 3)))
-  seconds: dict[str, list[float]] = {who: [] for who in contenders}
-  order = list(contenders)
-  for number in range(rounds):
-    for who in order if number % 2 else order[::-1]:
-      began = time.perf_counter()
-      contenders[who](steps)
-      seconds[who].append(time.perf_counter() - began)
-  step_s = statistics.median(seconds["Loopwright"]) / steps
-  rate = 3 * forward_flops(model) / step_s
-  details = tf.config.experimental.get_device_details
   found = tf.config.list_physical_devices("GPU")
-  kind = details(found[0]).get("device_name", "GPU") if found else "CPU"
+  given = (factories.auto(),) if who == "Loopwright" else ()
+  run = CONTENDERS[who](model, precision, *given)  # type: ignore[operator]
+  run(2)
+  first_s = time.perf_counter() - began
+  step_s = timed(run, block_s)
+  kind = "CPU"
+  if found:
+    kind = tf.config.experimental.get_device_details(found[0]).get("device_name", "GPU")
   dtype = precision.policy.removeprefix("mixed_")
   peak = gpus.peak_flops_of(kind, dtype, tf32=precision.tf32)
-  ratios = [
-    statistics.median(s / o for s, o in zip(seconds[who], seconds["Loopwright"], strict=True))
-    for who in order[1:]
-  ]
+  rate = 3 * forward_flops(model) / step_s
+  memory = tf.config.experimental.get_memory_info("GPU:0" if found else "CPU:0")["peak"] / 2**20
   mfu = "-" if peak is None else f"{100 * rate / peak:.0f} %"
-  cells = [name, precision_name, f"{1e3 * step_s:.4g}", f"{model.batch / step_s:.4g}"]
-  cells += [f"{ratio:.2f}" for ratio in ratios] + [f"{rate / 1e12:.3g}", mfu, " / ".join(memory)]
-  return f"| {' | '.join(cells)} |"
+  return line(
+    name, precision_name, who, step_s, model.batch, first_s, f"{rate / 1e12:.3g}", mfu, memory
+  )
+
+
+def timed(run: Callable[[int], float], block_s: float) -> float:
+  """Returns the seconds of a step: the median of five blocks of about `block_s` seconds."""
+  run(3)
+  began = time.perf_counter()
+  run(3)
+  steps = max(2, round(block_s / ((time.perf_counter() - began) / 3)))
+  seconds = []
+  for _ in range(5):
+    began = time.perf_counter()
+    run(steps)
+    seconds.append((time.perf_counter() - began) / steps)
+  return statistics.median(seconds)
+
+
+def line(
+  name: str, precision: str, who: str, step_s: float, batch: int, first_s: float,
+  rate: str, mfu: str, mib: float,
+) -> str:  # fmt: skip
+  """Returns a row of the table."""
+  cells = [name, precision, who, f"{1e3 * step_s:.4g}", f"{batch / step_s:.4g}", f"{first_s:.1f}"]
+  return f"| {' | '.join([*cells, rate, mfu, f'{mib:.0f}'])} |"
+
+
+def peer_python() -> str:
+  """Returns a Python that may have PyTorch and JAX."""
+  return next((each for each in PYTHONS if Path(each).exists()), sys.executable)
 
 
 def replicas(*, small: bool) -> list[str]:
@@ -320,47 +341,56 @@ def replicas(*, small: bool) -> list[str]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
-  parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+  parser.add_argument("--models", nargs="+", default=MODELS, choices=BATCHES)
   parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+  everyone = [*CONTENDERS, *PEERS]
+  parser.add_argument("--only", nargs="+", default=everyone, choices=everyone, metavar="WHO")
+  parser.add_argument("--peers", default=peer_python(), help="the Python of PyTorch and JAX")
   parser.add_argument("--small", action="store_true", help="small models and batches")
-  parser.add_argument("--rounds", type=int, default=7)
-  parser.add_argument("--block_s", type=float, default=1.0, help="seconds of each turn")
+  parser.add_argument("--block_s", type=float, default=1.0, help="seconds of each of five blocks")
   parser.add_argument("--tests", action="store_true", help="run tests/conformance too")
   parser.add_argument("--limit_s", type=float, default=300.0, help="seconds of each row")
-  parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+  parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
   parser.add_argument("--replicas", action="store_true", help=argparse.SUPPRESS)
   given = parser.parse_args()
   if given.one:
-    _print_or_say(
-      lambda: row(*given.one, small=given.small, rounds=given.rounds, block_s=given.block_s)
-    )
-    return
+    _print_or_say(lambda: row(*given.one, small=given.small, block_s=given.block_s))
   if given.replicas:
     _print_or_say(lambda: "\n".join(replicas(small=given.small)))
-    return
-  passed = [f"--rounds={given.rounds}", f"--block_s={given.block_s}"]
-  passed += ["--small"] if given.small else []
-  print("| model | precision | ms a step | examples/s | over hand-written | over Keras | model "
-        "TFLOP/s | MFU | MiB |")  # fmt: skip
-  print("|---|---|---|---|---|---|---|---|---|", flush=True)
+  passed = [f"--block_s={given.block_s}", *(["--small"] if given.small else [])]
+  print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
   for model in given.models:
     for precision in given.precisions:
-      asked = [*passed, "--one", model, precision]
-      _tell(asked, f"| {model} | {precision} | failed: ", limit_s=given.limit_s)
+      for who in given.only:
+        command = command_of(model, precision, who, given.peers)
+        if command:
+          _tell([*command, *passed], f"| {model} | {precision} | {who}: ", limit_s=given.limit_s)
   print(flush=True)
-  _tell([*passed, "--replicas"], "replicas: failed: ", limit_s=given.limit_s)
+  command = [sys.executable, "-m", "benchmarks.gpu", *passed, "--replicas"]
+  _tell(command, "replicas: ", limit_s=given.limit_s)
   if given.tests:
     command = [sys.executable, "-m", "pytest", "-q", "tests/conformance"]
     environment = {**os.environ, "TESTS_ON_GPUS": "1"}
     sys.exit(subprocess.run(command, check=False, env=environment).returncode)
 
 
+def command_of(model: str, precision: str, who: str, python: str) -> list[str]:
+  """Returns the command that prints a row; [] if that framework does not have it."""
+  if who in CONTENDERS:
+    return [sys.executable, "-m", "benchmarks.gpu", "--one", model, precision, who]
+  if precision not in ("TF32", "mixed_bfloat16") or (who == "JAX" and model not in TRANSFORMERS):
+    return []
+  return [python, str(Path(__file__).with_name("gpu_peers.py")), model, precision, who]
+
+
 def _print_or_say(make: Callable[[], str]) -> None:
-  """Prints a text, or ends the process with the one line of its error."""
+  """Prints a text, or the one line of an error, and ends the process, whatever still runs in it."""
   try:
     print(make(), flush=True)
   except Exception as error:
-    sys.exit(f"{type(error).__name__}: {cause(str(error))}")
+    print(f"{type(error).__name__}: {cause(str(error))}", file=sys.stderr, flush=True)
+    os._exit(1)
+  os._exit(0)
 
 
 def cause(text: str) -> str:
@@ -372,16 +402,16 @@ def cause(text: str) -> str:
   return next((line for line in lines if re.search(r"\bOOM\b|^\(0\) ", line)), lines[0])
 
 
-def _tell(arguments: Sequence[str], otherwise: str, *, limit_s: float) -> None:
+def _tell(command: Sequence[str], otherwise: str, *, limit_s: float) -> None:
   """Prints what a process of its own says, or the last line of its error."""
-  command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
   try:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
   except subprocess.TimeoutExpired:
-    print(f"{otherwise}no result within {limit_s:g} s", flush=True)
+    print(f"{otherwise}failed: no result within {limit_s:g} s", flush=True)
     return
   lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-  print(done.stdout.strip() if done.returncode == 0 else otherwise + lines[-1][:200], flush=True)
+  failed = f"{otherwise}failed: {lines[-1][:200]}"
+  print(done.stdout.strip() if done.returncode == 0 else failed, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,76 +1,72 @@
 """Makes what a machine with a GPU and without a network needs for `benchmarks.gpu_lease`.
 
-  python -m benchmarks.gpu_carry OUT --cuda             # an H100 or H200: --chip 90
-  python -m benchmarks.gpu_carry OUT --chip 80          # an A100 that has CUDA's libraries
+  python -m benchmarks.gpu_carry OUT                    # an H100 or H200: --chip 90
   python -m benchmarks.gpu_carry OUT --python 3.12      # for another Python than this one
 
-OUT gets parts of one archive under zstd, and there, with a Python of that version:
+OUT gets archives in parts, zstd with its libraries, and the command that starts it all there, once
+parts and command lie in one folder of that machine:
 
-  cat part-* | zstd -d | tar -x && cd project
-  PYTHONPATH=../packages python -m benchmarks.gpu_lease ../seen
+  sh start.sh                # unpacks A, B and C, makes a virtual environment, begins the lease
+  tail -f /tmp/seen/lease.txt
 
-The archive has the project as git knows it, and the packages that it and its tests need, in the
-versions that are installed here, from the network. The code for other chips in the libraries is
-zeros, and TensorFlow's headers are left out, except those that the stand-in of
-tests/support/fake_gpu is built with.
+A has the project as git knows it and the packages that it and its tests need, in the versions that
+are installed here; B those of CUDA's libraries that TensorFlow calls, and empty ones in the place
+of those that it only opens; C has NCCL. The code for other chips in the libraries is zeros, and
+TensorFlow's headers are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import configparser
-import importlib.metadata
 import platform
 import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("pytest", "pytest-xdist", "pytest-timeout")
 FATBIN, SASS = 0xBA55ED50, 2
 """The mark of a group of GPU code, and the kind of an entry that is for one chip alone."""
-LEFT_OUT = re.compile(r"\.pyc$|tensorflow/include/(?!xla/tsl/cuda/|third_party/gpus/)")
+LEFT_OUT = re.compile(r"\.pyc$|/tensorflow/include/|/clang/")
+CALLED = (
+  "cublas/lib/libcublas.so.12", "cublas/lib/libcublasLt.so.12", "cuda_runtime/lib/libcudart.so.12",
+  "cuda_cupti/lib/*.so*", "cuda_nvcc/bin/ptxas", "cuda_nvcc/nvvm/libdevice/*",
+  "nvjitlink/lib/libnvJitLink.so.12", "cudnn/lib/*.so*", "cuda_nvrtc/lib/libnvrtc.so.12",
+  "cuda_nvrtc/lib/libnvrtc-builtins.so*",
+)  # fmt: skip
+"""Files of CUDA's packages that a run calls."""
+OPENED = ("libcufft.so.11", "libcusolver.so.11", "libcusparse.so.12", "libcurand.so.10")
+"""Libraries that TensorFlow only opens: without them it takes no GPU."""
+START = """set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p /tmp/w /tmp/seen /tmp/home
+for group in A B C; do
+  cat "$here"/$group-* | LD_LIBRARY_PATH="$here" "$here"/zstd -d --long=27 -q | tar -x -C /tmp/w
+done
+python3 -m venv --without-pip /tmp/v
+echo /tmp/w/packages > "$(echo /tmp/v/lib/python3.*/site-packages)"/carried.pth
+echo /tmp/w/project/framework >> "$(echo /tmp/v/lib/python3.*/site-packages)"/carried.pth
+cd /tmp/w/project
+export HOME=/tmp/home LD_LIBRARY_PATH=/usr/local/nvidia/lib64:/tmp/w/stubs
+export XLA_FLAGS=--xla_gpu_cuda_data_dir=/tmp/w/packages/nvidia/cuda_nvcc
+setsid /tmp/v/bin/python -m benchmarks.gpu_lease /tmp/seen "$@" > /tmp/seen/out 2>&1 </dev/null &
+"""
 
 
-def requirements() -> list[Requirement]:
-  """Returns what the project and its tests ask for."""
-  config = configparser.ConfigParser()
-  config.read(ROOT / "setup.cfg")
-  lines = config["options"]["install_requires"].splitlines()
-  asked = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
-  return [*map(Requirement, (*asked, *TESTS))]
-
-
-def closure(asked: Sequence[Requirement]) -> list[str]:
-  """Returns what they need, "name==version" as it is installed here."""
-  found: dict[str, importlib.metadata.Distribution] = {}
-  todo = [*asked]
-  while todo:
-    name = todo.pop().name
-    if name in found:
-      continue
-    found[name] = made = importlib.metadata.distribution(name)
-    needed = map(Requirement, made.requires or ())
-    todo += [one for one in needed if not one.marker or one.marker.evaluate({"extra": ""})]
-  return [f"{name}=={one.version}" for name, one in found.items()]
-
-
-def cuda_packages() -> list[str]:
-  """Returns what the extra `gpu` adds: requirements of TensorFlow's own."""
-  needed = map(Requirement, importlib.metadata.requires("tensorflow") or ())
-  return [f"{n.name}{n.specifier}" for n in needed if n.marker and "and-cuda" in str(n.marker)]
-
-
-def install(packages: Sequence[str], python: str, folder: Path) -> None:
-  """Installs packages, without what they ask for, for a Python of Linux on x86_64."""
-  command = ["uv", "pip", "install", "--quiet", "--no-deps", "--target", folder]
+def install(python: str, folder: Path, *, cuda: bool) -> None:
+  """Installs what the project and its tests ask for, for a Python of Linux on x86_64."""
+  versions = folder.with_name("versions.txt")
+  freeze = ["uv", "pip", "freeze", "--exclude-editable"]
+  versions.write_bytes(subprocess.run(freeze, cwd=ROOT, capture_output=True, check=True).stdout)
+  command = ["uv", "pip", "install", "--quiet", "--target", folder, "--constraint", versions]
+  command += ["--link-mode", "copy"]  # they are changed, and must not share a file with the cache
   command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
-  subprocess.run([*command, *packages], check=True)
+  command += ["-r", "setup.cfg", *(["--extra", "gpu"] if cuda else []), *TESTS]
+  subprocess.run(command, cwd=ROOT, check=True)
   for file in folder.rglob("*"):
     if file.is_file() and LEFT_OUT.search(str(file)):
       file.unlink()
@@ -114,15 +110,46 @@ def code_of_others(
       entry += own + code
 
 
-def pack(folder: Path, out: Path, part_mib: int) -> list[int]:
-  """Writes the archive in parts; returns their sizes in bytes."""
-  tar = subprocess.Popen(["tar", "-C", folder, "-c", "project", "packages"], stdout=subprocess.PIPE)
-  small = subprocess.Popen(["zstd", "-9", "-T0", "-q"], stdin=tar.stdout, stdout=subprocess.PIPE)
-  split = ["split", "-b", f"{part_mib}M", "-d", "-a", "3", "-", out / "part-"]
+def lay_out(packages: Path, project: Path, groups: Path) -> None:
+  """Moves what is carried into groups/A, B and C."""
+  nvidia, found = packages / "nvidia", groups / "B" / "packages" / "nvidia"
+  for pattern in CALLED:
+    for file in nvidia.glob(pattern):
+      (found / file.relative_to(nvidia)).parent.mkdir(parents=True, exist_ok=True)
+      shutil.move(file, found / file.relative_to(nvidia))
+  if (nvidia / "nccl").exists():
+    shutil.move(nvidia / "nccl", groups / "C" / "packages" / "nvidia" / "nccl")
+  shutil.rmtree(nvidia, ignore_errors=True)
+  (groups / "A").mkdir(parents=True)
+  for each in (packages, project):
+    shutil.move(each, groups / "A" / each.name)
+  stubs = groups / "B" / "stubs"
+  stubs.mkdir(parents=True)
+  for name in OPENED:
+    compiler = ["gcc", "-shared", "-x", "c", "-", "-o", stubs / name]
+    subprocess.run(compiler, input=b"int nothing;", check=True)
+
+
+def pack(folder: Path, start: Path, part_mib: int) -> list[int]:
+  """Writes an archive of a folder in parts that begin with `start`; returns their bytes."""
+  tar = subprocess.Popen(["tar", "-C", folder, "-c", "."], stdout=subprocess.PIPE)
+  zstd = ["zstd", "-9", "-T0", "--long=27", "-q"]
+  small = subprocess.Popen(zstd, stdin=tar.stdout, stdout=subprocess.PIPE)
+  split = ["split", "-b", f"{part_mib}M", "-d", "-a", "2", "-", f"{start}-"]
   subprocess.run(split, stdin=small.stdout, check=True)
   if tar.wait() or small.wait():
     raise SystemExit("tar or zstd failed")
-  return [path.stat().st_size for path in sorted(out.glob("part-*"))]
+  return [path.stat().st_size for path in sorted(start.parent.glob(f"{start.name}-*"))]
+
+
+def add_zstd(out: Path) -> None:
+  """Copies zstd and the libraries of it that a bare machine may lack."""
+  program = shutil.which("zstd")
+  assert program
+  shutil.copy(program, out / "zstd")
+  said = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+  for library in re.findall(r"=> (\S+(?:zstd|lz4|lzma)\S+)", said):
+    shutil.copy(library, out)
 
 
 def main() -> None:
@@ -130,28 +157,27 @@ def main() -> None:
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   parser.add_argument("out", type=Path)
   parser.add_argument("--chip", type=int, default=90, help="90 for sm_90")
-  parser.add_argument("--cuda", action="store_true", help="with CUDA's libraries")
+  parser.add_argument("--without_cuda", action="store_true", help="only A: to try it on a CPU")
   parser.add_argument("--python", default=".".join(platform.python_version_tuple()[:2]))
-  parser.add_argument("--part_mib", type=int, default=60)
+  parser.add_argument("--part_mib", type=int, default=61)
   given = parser.parse_args()
   given.out.mkdir(parents=True, exist_ok=True)
-  folder = given.out / "unpacked"
-  packages, project = folder / "packages", folder / "project"
-  cuda = cuda_packages() if given.cuda else []
-  install([*closure(requirements()), *cuda], given.python, packages)
-  libraries = [*packages.glob("tensorflow/*.so.2"), *packages.glob("nvidia/*/lib/*.so*")]
-  for library in libraries:
-    if zeroed := trim(library, given.chip):
-      mib = library.stat().st_size / 2**20
-      print(
-        f"{library.name}: {zeroed / 2**20:.0f} of {mib:.0f} MiB are for other chips", flush=True
-      )
-  listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-  for name in filter(None, listed.stdout.decode().split("\0")):
-    (project / name).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / name, project / name, follow_symlinks=False)
-  sizes = pack(folder, given.out, given.part_mib)
-  print(f"{len(sizes)} parts, {sum(sizes) / 2**20:.0f} MiB, in {given.out}")
+  with tempfile.TemporaryDirectory(dir=given.out) as folder:
+    packages, project, groups = (Path(folder, name) for name in ("packages", "project", "groups"))
+    install(given.python, packages, cuda=not given.without_cuda)
+    for library in [*packages.glob("tensorflow/*.so.2"), *packages.glob("nvidia/*/lib/*.so*")]:
+      if zeroed := trim(library, given.chip):
+        print(f"{library.name}: {zeroed >> 20} MiB are for other chips", flush=True)
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in filter(None, listed.stdout.decode().split("\0")):
+      (project / name).parent.mkdir(parents=True, exist_ok=True)
+      shutil.copy(ROOT / name, project / name, follow_symlinks=False)
+    lay_out(packages, project, groups)
+    for group in sorted(groups.iterdir()):
+      sizes = pack(group, given.out / group.name, given.part_mib)
+      print(f"{group.name}: {len(sizes)} parts, {sum(sizes) >> 20} MiB", flush=True)
+  add_zstd(given.out)
+  (given.out / "start.sh").write_text(START)
 
 
 if __name__ == "__main__":

@@ -131,18 +131,25 @@ def _embedding(weights: Weights, words: Any) -> Any:
 
 
 def _rms_norm(x: Any, scale: Any) -> Any:
-  return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+  wide = x.astype(jnp.float32)
+  normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6) * scale
+  return normed.astype(x.dtype)
 
 
 def _rotated(x: Any, position: Any) -> Any:
   half = x.shape[-1] // 2
   angle = position[:, :, None, None] * 10_000.0 ** -(jnp.arange(half) / half)
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
   a, b = x[..., :half], x[..., half:]
   return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def _language_model(weights: Weights, inputs: Any, heads: int = 4, layers: int = 4) -> Any:
+def language_model(
+  weights: Weights, inputs: Any, heads: int = 4, layers: int = 4, dtype: Any = jnp.float32,
+  implementation: str | None = None,
+) -> Any:  # fmt: skip
+  """Returns float32 logits, computed in `dtype`, with attention as JAX names it."""
+  weights = [each.astype(dtype) if each.ndim > 1 else each for each in weights]
   embedding, position = weights[0], inputs["position"]
   x = embedding[inputs["token"]]
   n, length, width = x.shape
@@ -151,11 +158,13 @@ def _language_model(weights: Weights, inputs: Any, heads: int = 4, layers: int =
     mixed = (_rms_norm(x, norm_1) @ project).reshape(n, length, 3, heads, width // heads)
     query, key, value = mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2]
     query, key = _rotated(query, position), _rotated(key, position)
-    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    mixed = jax.nn.dot_product_attention(
+      query, key, value, is_causal=True, implementation=implementation
+    )
     x = x + mixed.reshape(n, length, width) @ output
     normed = _rms_norm(x, norm_2)
     x = x + (jax.nn.silu(normed @ gate) * (normed @ up)) @ down
-  return (_rms_norm(x, weights[-1]) @ embedding.T)[..., :256]
+  return (_rms_norm(x, weights[-1]) @ embedding.T)[..., :256].astype(jnp.float32)
 
 
 FORWARD: dict[str, Callable[[Weights, Any], Any]] = {
@@ -163,5 +172,5 @@ FORWARD: dict[str, Callable[[Weights, Any], Any]] = {
   "cnn": _cnn,
   "many": _many,
   "embedding": _embedding,
-  "language_model": _language_model,
+  "language_model": language_model,
 }

@@ -166,7 +166,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
   return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-class _Transformer(nn.Module):
+class Transformer(nn.Module):
   def __init__(self, weights: Sequence[torch.Tensor], heads: int = 4) -> None:
     super().__init__()
     self.embedding = nn.Embedding.from_pretrained(weights[0].clone(), freeze=False)
@@ -176,10 +176,16 @@ class _Transformer(nn.Module):
     self.norm, self.half = _Norm(weights[-1]), weights[0].shape[1] // heads // 2
 
   def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    frequency = 10_000.0 ** -(torch.arange(self.half) / self.half)
-    angle = inputs["position"][:, None, :, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
+    position = inputs["position"]
+    frequency = 10_000.0 ** -(torch.arange(self.half, device=position.device) / self.half)
+    angle = position[:, None, :, None] * frequency
     x = self.embedding(inputs["token"])
+    dtype = (
+      torch.get_autocast_dtype(x.device.type)
+      if torch.is_autocast_enabled(x.device.type)
+      else x.dtype
+    )
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     for block in self.blocks:
       x = block(x, cos, sin)
     return (self.norm(x) @ self.embedding.weight.T)[..., :256]
@@ -190,5 +196,5 @@ NETWORKS: dict[str, Callable[[Sequence[torch.Tensor]], nn.Module]] = {
   "cnn": _cnn,
   "many": _many,
   "embedding": _Embedding,
-  "language_model": _Transformer,
+  "language_model": Transformer,
 }

@@ -11,6 +11,7 @@ own, as an optimizer of matrices, such as Muon, wants them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,8 +20,16 @@ import tensorflow as tf
 
 import loopwright
 from loopwright.errors import ConfigError
+from loopwright.layers.attention import require_way
 from loopwright.optimizers.groups import grouped
-from loopwright.tasks.language_model import BYTES, START, attention_mask, rotary_angles, rotated
+from loopwright.tasks.language_model import (
+  BYTES,
+  START,
+  Attend,
+  pieces,
+  rotary_angles,
+  rotated,
+)
 
 if TYPE_CHECKING:
   from loopwright.host.lazy_keras import KerasOptimizer
@@ -46,7 +55,7 @@ class GroupedAttention(keras.layers.Layer):
   def __init__(self, *, width: int, heads: int, groups: int) -> None:
     """Makes the four projections and the norms of queries and keys."""
     super().__init__(name="attention")
-    self._size, self._heads, self._groups = width // heads, heads, groups
+    self._size = width // heads
     self.query, self.to_output = matrix(width, "query"), matrix(width, "output")
     self.key = matrix(groups * self._size, "key")
     self.value = matrix(groups * self._size, "value")
@@ -56,26 +65,26 @@ class GroupedAttention(keras.layers.Layer):
     self,
     x: tf.Tensor,
     rotation: Pair,
-    mask: tf.Tensor,
+    *,
+    attend: Attend,
     looked_up: Callable[..., Pair] = as_they_are,
   ) -> tf.Tensor:
     """Returns [n, length, width].
 
     Args:
-      x: as `rotation` and `mask`, of `language_model.Attention`.
+      x: as `rotation`, of `language_model.Attention`.
       rotation: of these tokens.
-      mask: bool [n, 1, to, from].
+      attend: as well; what each of them sees, and the way.
       looked_up: keys and values of these tokens, before the heads share them, -> those to look up.
     """
     n, length, width = keras.ops.shape(x)
-    split = [n, length, -1, self._size]
     query, key, value = (
-      keras.ops.reshape(project(x), split) for project in (self.query, self.key, self.value)
+      keras.ops.reshape(project(x), [n, length, project.units // self._size, self._size])
+      for project in (self.query, self.key, self.value)
     )
     query = rotated(self.query_norm(query), rotation)
     key, value = looked_up(rotated(self.key_norm(key), rotation), value)
-    key, value = (keras.ops.repeat(y, self._heads // self._groups, axis=2) for y in (key, value))
-    mixed = keras.ops.dot_product_attention(query, key, value, mask=mask)
+    mixed = attend(query, key, value)
     return self.to_output(keras.ops.reshape(mixed, [n, length, width]))
 
 
@@ -96,11 +105,12 @@ class DecoderBlock(keras.layers.Layer):
     self,
     x: tf.Tensor,
     rotation: Pair,
-    mask: tf.Tensor,
+    *,
+    attend: Attend,
     looked_up: Callable[..., Pair] = as_they_are,
   ) -> tf.Tensor:
     """Returns [n, length, width]; the arguments are those of its attention."""
-    x = x + self.attention(self.attention_norm(x), rotation, mask, looked_up=looked_up)
+    x = x + self.attention(self.attention_norm(x), rotation, attend=attend, looked_up=looked_up)
     y = self.mlp_norm(x)
     return x + self.down(keras.ops.silu(self.gate(y)) * self.up(y))
 
@@ -135,11 +145,12 @@ class Decoder(keras.Model):
   }
 
   def __init__(
-    self, *, layers: int, width: int, heads: int, groups: int, base_width: int | None = None
-  ) -> None:
+    self, *, layers: int, width: int, heads: int, groups: int, base_width: int | None = None,
+    attention: str = "auto",
+  ) -> None:  # fmt: skip
     """Makes the layers; see `decoder`."""
     super().__init__(name="decoder")
-    self._size, self._groups = width // heads, groups
+    self._size, self._groups, self._way = width // heads, groups, attention
     self._output_scale = 1.0 if base_width is None else base_width / width
     self.embedding = keras.layers.ReversibleEmbedding(
       START + 1, width, name="embedding",
@@ -154,8 +165,10 @@ class Decoder(keras.Model):
   def call(self, inputs: Mapping[str, tf.Tensor], training: bool = False) -> tf.Tensor:
     """Returns logits [n, length, 256] for "token" and "position", both int32 [n, length]."""
     del training
-    mask = attention_mask(inputs["position"])
-    return self._logits(inputs, mask, [as_they_are for _ in self._names])
+    attend = functools.partial(
+      loopwright.attention, causal=True, segment_ids=pieces(inputs["position"]), way=self._way
+    )
+    return self._logits(inputs, attend, [as_they_are for _ in self._names])
 
   def read_on(self, inputs: Mapping[str, tf.Tensor], cache: Cache) -> tuple[tf.Tensor, Cache]:
     """Returns the logits of further tokens, which see those in the cache, and a cache with them.
@@ -180,7 +193,8 @@ class Decoder(keras.Model):
 
       return looked_up
 
-    return self._logits(inputs, before, [add_to(block) for block in range(len(cache))]), new
+    attend = functools.partial(loopwright.attention, mask=before, way="plain")  # few queries
+    return self._logits(inputs, attend, [add_to(block) for block in range(len(cache))]), new
 
   def empty_cache(self, rows: int | tf.Tensor, length: int) -> Cache:
     """Returns a cache for so many rows and tokens, all zeros."""
@@ -188,12 +202,12 @@ class Decoder(keras.Model):
     return [(zeros, zeros) for _ in self._names]
 
   def _logits(
-    self, inputs: Mapping[str, tf.Tensor], mask: tf.Tensor, looked_up: list[Callable[..., Pair]]
+    self, inputs: Mapping[str, tf.Tensor], attend: Attend, looked_up: list[Callable[..., Pair]]
   ) -> tf.Tensor:
     rotation = rotary_angles(inputs["position"], self._size, self.variable_dtype)
     x = self.embedding(inputs["token"])
     for name, each in zip(self._names, looked_up, strict=True):
-      x = getattr(self, name)(x, rotation, mask, looked_up=each)
+      x = getattr(self, name)(x, rotation, attend=attend, looked_up=each)
     x = self.norm(x)
     x = x if self._output_scale == 1.0 else x * self._output_scale
     return self.embedding(x, reverse=True)[..., :BYTES]
@@ -202,7 +216,7 @@ class Decoder(keras.Model):
 @loopwright.register
 def decoder(
   *, layers: int = 4, width: int = 128, heads: int = 4, groups: int = 2,
-  base_width: int | None = None,
+  base_width: int | None = None, attention: str = "auto",
 ) -> keras.Model:  # fmt: skip
   """A decoder-only transformer over bytes with grouped queries.
 
@@ -213,9 +227,10 @@ def decoder(
     groups: heads of keys and values; must divide `heads`.
     base_width: divides the logits by width / base_width, as the width of a network needs whose
       rates were chosen at another one; see `by_width`. None for none.
+    attention: the way of `loopwright.attention`: "auto", "plain", "blocks" or "cudnn".
 
   Raises:
-    ConfigError: numbers that do not divide one another.
+    ConfigError: numbers that do not divide one another, or an unknown way of attention.
   """
   if heads < 1 or width % (2 * heads):
     raise ConfigError(
@@ -228,7 +243,11 @@ def decoder(
     )
   if base_width is not None and base_width < 1:
     raise ConfigError(f"decoder.base_width is {base_width}; it must be at least 1, or None.")
-  model = Decoder(layers=layers, width=width, heads=heads, groups=groups, base_width=base_width)
+  require_way("decoder.attention", attention)
+  model = Decoder(
+    layers=layers, width=width, heads=heads, groups=groups, base_width=base_width,
+    attention=attention,
+  )  # fmt: skip
   model({name: keras.Input([None], dtype="int32") for name in ("token", "position")})
   return model
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import hashlib
 import math
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -31,6 +32,7 @@ import tensorflow as tf
 import loopwright
 from loopwright import ArraySource, Batch, ConfigError, Loss, Mixture, Packed, Source, Task
 from loopwright.host import bounded
+from loopwright.layers.attention import require_way
 from loopwright.metrics import Weighted, weighted_sum
 
 if __name__ == "__main__":  # gin would import this module a second time, under its real name
@@ -191,6 +193,8 @@ def packed(documents: Sequence[bytes], context: int) -> dict[str, np.ndarray]:
 
 # ---- The network ----
 
+Attend: TypeAlias = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
+
 
 class Attention(keras.layers.Layer):
   """Causal self-attention with rotary positions, without biases."""
@@ -202,15 +206,15 @@ class Attention(keras.layers.Layer):
     self.project = keras.layers.Dense(3 * width, use_bias=False, name="query_key_value")
     self.output_layer = keras.layers.Dense(width, use_bias=False, name="output")
 
-  def call(self, x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor], mask: tf.Tensor) -> tf.Tensor:
+  def call(
+    self, x: tf.Tensor, rotation: tuple[tf.Tensor, tf.Tensor], *, attend: Attend
+  ) -> tf.Tensor:
     """Returns [n, length, width].
-
-    Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
 
     Args:
       x: [n, length, width].
       rotation: from `rotary_angles`.
-      mask: bool [n, 1, to, from].
+      attend: `loopwright.attention` of queries, keys and values: what a token sees, which way.
     """
     n, length, width = keras.ops.shape(x)
     shape = [n, length, 3, self._heads, width // self._heads]
@@ -219,7 +223,7 @@ class Attention(keras.layers.Layer):
       for part in keras.ops.split(keras.ops.reshape(self.project(x), shape), 3, axis=2)
     )
     query, key = rotated(query, rotation), rotated(key, rotation)
-    mixed = keras.ops.dot_product_attention(query, key, value, mask=mask)
+    mixed = attend(query, key, value)
     return self.output_layer(keras.ops.reshape(mixed, [n, length, width]))
 
 
@@ -248,11 +252,12 @@ class Block(keras.layers.Layer):
     self,
     x: tf.Tensor,
     rotation: tuple[tf.Tensor, tf.Tensor],
-    mask: tf.Tensor,
+    *,
+    attend: Attend,
     training: bool = False,
   ) -> tf.Tensor:
     """Returns [n, length, width]."""
-    mixed = self.attention(self.attention_norm(x), rotation, mask)
+    mixed = self.attention(self.attention_norm(x), rotation, attend=attend)
     x = x + self.attention_dropout(mixed, training=training)
     normed = self.mlp_norm(x)
     mlp = self.down(self.gate(normed) * self.up(normed))
@@ -262,10 +267,12 @@ class Block(keras.layers.Layer):
 class Transformer(keras.Model):
   """Tokens and positions -> float32 logits of the next byte; the embedding is also the output."""
 
-  def __init__(self, *, layers: int, width: int, heads: int, dropout: float) -> None:
+  def __init__(
+    self, *, layers: int, width: int, heads: int, dropout: float, attention: str
+  ) -> None:
     """Makes the layers; see `transformer`."""
     super().__init__(name="transformer")
-    self._head_width = width // heads
+    self._head_width, self._way = width // heads, attention
     # float32 even under mixed precision, so that the logits are too.
     self.embedding = keras.layers.ReversibleEmbedding(
       START + 1,
@@ -289,17 +296,20 @@ class Transformer(keras.Model):
     """Returns logits [n, length, 256] for "token" and "position", both int32 [n, length]."""
     token, position = inputs["token"], inputs["position"]
     rotation = rotary_angles(position, self._head_width, self.variable_dtype)
-    mask = attention_mask(position)
+    attend = functools.partial(
+      loopwright.attention, causal=True, segment_ids=pieces(position), way=self._way
+    )
     x = self.dropout(self.embedding(token), training=training)
     for block in self.blocks:
-      x = block(x, rotation, mask, training=training)
+      x = block(x, rotation, attend=attend, training=training)
     return self.embedding(self.norm(x), reverse=True)[..., :BYTES]
 
 
 @loopwright.register
 def transformer(
-  *, layers: int = 4, width: int = 128, heads: int = 4, dropout: float = 0.0
-) -> keras.Model:
+  *, layers: int = 4, width: int = 128, heads: int = 4, dropout: float = 0.0,
+  attention: str = "auto",
+) -> keras.Model:  # fmt: skip
   """A decoder-only transformer over bytes.
 
   Args:
@@ -307,28 +317,30 @@ def transformer(
     width: of the residual stream.
     heads: of attention; width / heads must be an even number.
     dropout: of the embedding and of the output of each attention and MLP.
+    attention: the way of `loopwright.attention`: "auto", "plain", "blocks" or "cudnn".
 
   Raises:
-    ConfigError: width / heads is not an even number.
+    ConfigError: width / heads is not an even number, or the way of attention is unknown.
   """
   if heads < 1 or width % (2 * heads):
     raise ConfigError(
       f"transformer.width is {width} and transformer.heads {heads}; width / heads must be an even "
       f"number, because rotary positions need pairs: such as {2 * max(1, heads) * 16}."
     )
-  model = Transformer(layers=layers, width=width, heads=heads, dropout=dropout)
+  require_way("transformer.attention", attention)
+  model = Transformer(layers=layers, width=width, heads=heads, dropout=dropout, attention=attention)
   model({name: keras.Input([None], dtype="int32") for name in INPUTS})  # creates the variables
   return model
 
 
-def attention_mask(position: tf.Tensor) -> tf.Tensor:
-  """Returns bool [n, 1, to, from], whether one token sees another, for positions int [n, length].
+def pieces(position: tf.Tensor) -> tf.Tensor:
+  """Returns the number of the piece of each token, int64 [n, length], for positions int.
 
-  A token sees itself and the tokens before it in the same piece. A piece begins at position 0.
+  A piece begins at position 0. A token sees itself and the tokens before it in the same piece.
   """
-  # In float32, exact below 2**24: the host computes with int32, also where the model is on a GPU.
+  # Not in int32: the host computes with it, also where the model is on a GPU. The sums are exact.
   begins = tf.cast(tf.equal(tf.cast(position, tf.float32), 0.0), tf.float32)
-  return tf.expand_dims(loopwright.attention_mask(tf.cumsum(begins, axis=1)), 1)
+  return tf.cast(tf.cumsum(begins, axis=1), tf.int64)
 
 
 def rotary_angles(position: tf.Tensor, size: int, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:

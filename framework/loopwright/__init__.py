@@ -32,7 +32,6 @@ if TYPE_CHECKING:
   from loopwright.inputs.indexed import TFRecordSource as TFRecordSource
   from loopwright.inputs.mixture import Mixture as Mixture
   from loopwright.inputs.packed import Packed as Packed
-  from loopwright.inputs.packed import attention_mask as attention_mask
   from loopwright.inputs.parts import Part as Part
   from loopwright.inputs.parts import Sources as Sources
   from loopwright.inputs.parts import part as part
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
   from loopwright.inputs.sources import Source as Source
   from loopwright.inputs.streams import StreamSource as StreamSource
   from loopwright.keras_task import from_keras as from_keras
+  from loopwright.layers.attention import attention as attention
+  from loopwright.layers.attention import attention_mask as attention_mask
   from loopwright.metrics import Loss as Loss
   from loopwright.metrics import PerExample as PerExample
   from loopwright.metrics import Sum as Sum

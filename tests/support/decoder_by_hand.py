@@ -16,7 +16,8 @@ def norm(x, gain):
 def by_hand(model, tokens):
   """Float64 logits of one document: each head of queries looks up its group's key and value."""
   length, attention = len(tokens), model.block_0.attention
-  size, heads_of_queries = attention._size, attention._heads
+  size = attention._size
+  heads_of_queries = attention.query.units // size
   sharing = heads_of_queries // (attention.key.units // size)
   [embedding] = [v.numpy().astype(np.float64) for v in model.variables if "embedding" in v.path]
   angle = np.arange(length)[:, None] * 10_000.0 ** -(np.arange(size // 2) / (size // 2))

@@ -134,6 +134,9 @@ def _own(operation: tf.Operation) -> int:
     return 2 * math.prod([*operation.outputs[0].shape, summed])
   if operation.type == "Einsum":
     return _einsum(operation)
+  if operation.type == "XlaCallModule" and b"__cudnn$fmha" in operation.get_attr("module"):
+    query, key = (tensor.shape for tensor in operation.inputs[:2])  # products as of plain attention
+    return 4 * math.prod([*query, key[1]])
   if _CONVOLUTION.fullmatch(operation.type):
     result = operation.inputs[2] if "Backprop" in operation.type else operation.outputs[0]
     kernel = operation.outputs[0] if "Filter" in operation.type else operation.inputs[1]

@@ -147,22 +147,6 @@ def _fingerprint(source: Packed) -> str:
   return f"{fingerprint.fingerprint.dispatch(Source)(source)}, packed {source.digest()}"
 
 
-def attention_mask(segment: tf.Tensor, *, causal: bool = True) -> tf.Tensor:
-  """Returns bool [n, to, from]: whether a token sees another, for segments int [n, length].
-
-  It sees those of its own document, with `causal` up to itself. Make it once for all layers, such
-  as `keras.layers.MultiHeadAttention(...)(x, x, attention_mask=mask)`. Padding sees padding, so no
-  row is empty, and no document sees it.
-  """
-  # Of operations that DTensor can lay out over a mesh, unlike band_part and `[:, tf.newaxis]`.
-  same = tf.equal(tf.expand_dims(segment, 2), tf.expand_dims(segment, 1))
-  if not causal:
-    return same
-  # In float32: the host computes with int32, also where the model is on a GPU.
-  order = tf.cast(tf.range(tf.shape(segment)[1]), tf.float32)
-  return tf.logical_and(same, tf.expand_dims(order, 1) >= tf.expand_dims(order, 0))
-
-
 def _cut(ends: np.ndarray, sizes: np.ndarray, length: int, *, everywhere: bool) -> np.ndarray:
   """Returns where pieces end: at each row's end, or `length` after the start of a document."""
   if everywhere:

@@ -6,7 +6,7 @@ rounding: Keras rounds 1 - beta_2 before its bias correction, the kernel after i
 
 On a CPU, TensorFlow splits its Adam kernel over several threads from about 400 elements on. Up to
 some ten thousand elements, waiting for these threads takes longer than Keras's operations, up to
-three times as long if other processes use the cores (benchmarks/adam_kernel.py).
+three times as long if other processes use the cores (docs/benchmarks.md).
 """
 
 from __future__ import annotations
