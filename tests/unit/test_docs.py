@@ -123,6 +123,13 @@ def test_python_blocks_run(page, code, capsys):
     np.testing.assert_allclose(np.sum(module.probabilities, axis=1), [1, 1, 1], rtol=1e-5)
   elif "lw.load(" in code:
     assert (module.logits.shape, module.images.num_examples) == ((3, 10), 359)
+  if "import pyarrow" in code:
+    given = [9.25, 3.5] if "class Rows" in code else module.fares["fare"][[2, 0]]
+    np.testing.assert_allclose(module.source.fetch(tf.constant([2, 0]))["fare"], given, rtol=1e-6)
+  elif "tarfile" in code:
+    found = module.source.fetch(tf.constant([2, 0]))
+    assert (found["image"][:, 7, 7].numpy() == found["label"].numpy()).all()
+    assert found["label"].numpy().tolist() == [2, 0]
   if "text_files" in code:
     assert module.probabilities[0] > 0.6
     assert module.probabilities[1] < 0.4
