@@ -64,7 +64,7 @@ def test_what_cannot_learn_is_shown(name):
   assert len(failures(checked(learning, bad_learning, name))) == 1
 
 
-@pytest.mark.parametrize("name", ["Classes", "Clipped"])
+@pytest.mark.parametrize("name", ["Classes", "Clipped", "SameInputs", "Bound"])
 def test_a_loss_with_a_floor_is_learned_by_heart(name):
   results = learning.check(small.subject(getattr(bad_learning, name)))
   assert not failures(results)

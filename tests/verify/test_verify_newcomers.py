@@ -28,7 +28,10 @@ from loopwright.tools.verify.checks.padding import Rowwise
 def on_two(subject):
   compared = Comparison(subject, rows=subject.divisible_rows)
   rowwise = Rowwise(compared)
-  found = [rowwise.repeatable(), *rowwise.padding()]
+  found = [rowwise.repeatable()]
+  if found[0].status == "failed":
+    return found
+  found += rowwise.padding()
   known = found[-1].cause == PADDING
   return [*found, rowwise.weights(known=known), *replicas.Several(compared).same_update(2)]
 
@@ -59,6 +62,13 @@ DEFECTS = {
   "MeanAndOne": ("replicas", "padding counts", "Loss("),
   "LossOfKeras": ("replicas", "padding counts", "Loss(squares"),
   "MaskedMean": ("replicas", "mean of means", "divide_no_nan"),
+  "MaskedMeanOfRows": ("replicas", "loss divided by a local count", "divide_no_nan"),
+  "RootOfMean": ("replicas", MIXED, "Loss.from_examples"),
+  "FlatShift": ("replicas", "rows run into one another", "x[1:]"),
+  "WrongPlaces": ("replicas", MIXED, "replica_id()"),
+  "ByTheClock": ("replicas", "a loss by the clock", "tf.timestamp"),
+  "ByTheClockOfPython": ("replicas", PYTHON, "time.perf_counter"),
+  "LeavesOutStatistics": ("gradients", "average that leaves out variables", "step.assign"),
   "DividedByReplicas": ("replicas", "loss scaled by the number of replicas", "num_replicas"),
   "Advantages": ("replicas", MIXED, "reduce_mean"),
   "Broadcast": ("replicas", MIXED, "reduce_mean"),
@@ -105,6 +115,7 @@ RIGHT = {
   "Teacher": "gradients randomness",
   "MeanTeacher": "overflow gradients",
   "Exploring": "replicas order",
+  "Averages": "replicas gradients",
   "SometimesUpdated": "randomness",
   "FrozenAdapter": "gradients",
   "ReducedStatistics": "replicas order",

@@ -49,7 +49,7 @@ class Towers(Right):
     return {"recall": np.mean(rank < 2)}
 
 
-@defect((SMALLER, *ON_N), MIXED, "recall is ", "tf.matmul")
+@defect((SMALLER, ORDER, *ON_N), MIXED, "recall is ", "tf.matmul")
 class LocalRecall(Towers):
   def metrics(self, outputs, batch):
     query, item = outputs
@@ -58,6 +58,21 @@ class LocalRecall(Towers):
     own = tf.linalg.diag_part(scores)
     rank = tf.reduce_sum(tf.cast(scores > own[:, None], tf.int32), axis=1)
     return {"recall": weighted_sum(rank < 2, batch["weight"])}
+
+  def derived(self, values):
+    return {}
+
+
+@defect((SMALLER, ORDER, *ON_N), "metric divided by a local count", "error is ", '"error"')
+class OfLargeOnes(Towers):
+  """A mean over the items that are large, times the rows."""
+
+  def metrics(self, outputs, batch):
+    query, item = outputs
+    large = tf.cast(tf.abs(batch["y"][:, :4]) > 0.5, tf.float32) * batch["weight"][:, None]
+    rows = tf.reduce_sum(batch["weight"])
+    mean = tf.reduce_sum(tf.abs(query - item) * large) / tf.maximum(tf.reduce_sum(large), 1.0)
+    return {"error": (rows * mean, rows)}
 
   def derived(self, values):
     return {}

@@ -79,6 +79,18 @@ class SlightlyWrongGradient(Small):
     return slightly(super().forward(batch, training))
 
 
+@defect(DIFFERENCES, "gradient that never runs", "forward")
+class ThrownAway(Small):
+  def forward(self, batch, training):
+    @tf.custom_gradient
+    def balanced(x):
+      return tf.identity(x), lambda upstream: upstream + 0.1 * x
+
+    outputs = super().forward(batch, training)
+    balanced(outputs)
+    return outputs
+
+
 class OfFloat32(Small):
   """Right: a layer keeps a dtype of its own."""
 

@@ -1,6 +1,7 @@
 """Tasks that cannot learn, or not from where they start."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from defects.small import Small, planted
@@ -103,3 +104,37 @@ class Blind(Classes):
 
   def forward(self, batch, training):
     return self.model(tf.ones_like(batch["x"]), training=training)
+
+
+class SameInputs(Classes):
+  """Right: equal examples have different labels, so the loss has the floor of their entropy."""
+
+  smoothing = 0.0
+
+  def labels(self, batch):
+    return tf.one_hot(tf.cast(batch["y"] > 0, tf.int32) + 2 * tf.cast(batch["y"] > 1, tf.int32), 4)
+
+  def forward(self, batch, training):
+    return super().forward({"x": tf.sign(batch["x"][:, 2:]) * [[1.0, 0.0, 0.0]]}, training)
+
+
+class Bound(Small):
+  """Right: a bound on the evidence (a variational autoencoder), with noise of the step."""
+
+  def build_model(self):
+    layers = keras.layers
+    encoder = keras.Sequential(
+      [keras.Input([3]), layers.Dense(8, activation="tanh"), layers.Dense(2)]
+    )
+    return {"default": encoder, "decoder": keras.Sequential([keras.Input([1]), layers.Dense(3)])}
+
+  def variables_of(self, optimizer):
+    return [v for network in self.model.values() for v in network.trainable_variables]
+
+  def training_loss(self, step, batch):
+    mean, log = tf.split(self.model["default"](batch["x"]), 2, axis=1)
+    noise = tf.random.stateless_normal(tf.shape(mean), step.seed())
+    again = self.model["decoder"](mean + tf.exp(0.5 * log) * noise)
+    apart = tf.reduce_sum(tf.square(again - batch["x"]) + np.log(2 * np.pi), axis=1) / 2
+    apart += 0.5 * tf.reduce_sum(tf.square(mean) + tf.exp(log) - log - 1.0, axis=1)
+    return Loss.from_examples(apart, batch["weight"])

@@ -3,6 +3,8 @@
 `DEFECTS` and `RIGHT` say what verification must find; see test_verify_newcomers.py.
 """
 
+import time
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -10,6 +12,7 @@ import tensorflow as tf
 from defects.small import FEATURES, Small, Written, data
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss, weighted_sum
+from loopwright.step import replica_id
 
 CLASSES, QUEUE = 3, 24
 
@@ -141,6 +144,65 @@ class MaskedMean(Small):
 
   def metrics(self, outputs, batch):
     return {}
+
+
+class MaskedMeanOfRows(MaskedMean):
+  """As above, times the number of rows."""
+
+  def build_model(self):
+    return network("tokens", FEATURES, keras.layers.Dense(8, activation="tanh"))
+
+  def loss(self, outputs, batch):
+    rows = tf.reduce_sum(batch["weight"])
+    return Loss(rows * tf.math.divide_no_nan(*self.sums(outputs, batch)), rows)
+
+
+class RootOfMean(Small):
+  def loss(self, outputs, batch):
+    loss = Loss.from_examples(self.errors(outputs, batch), batch["weight"])
+    return Loss(tf.sqrt(loss.total * loss.weight + 1e-12), loss.weight)
+
+
+class FlatShift(MaskedMean):
+  """Rows are put one after the other, and then shifted."""
+
+  def loss(self, outputs, batch):
+    outputs, x = tf.reshape(outputs, [-1])[:-1], tf.reshape(batch["x"], [-1])
+    weight = tf.reshape(tf.ones_like(batch["x"]) * batch["weight"][:, None], [-1])[:-1]
+    return Loss.from_examples(tf.square(outputs - x[1:]), weight)
+
+
+class WrongPlaces(Small):
+  """Negatives of all replicas; but of two from each row, the place of an own one is that of one."""
+
+  def build_model(self):
+    return network("rows", 2)
+
+  def forward(self, batch, training):
+    return self.model(batch["x"], training=training)
+
+  def train_step(self, step, batch):
+    def loss(part):
+      outputs = self.forward(part, True)
+      everything = step.all_gather(tf.concat([outputs, part["x"][:, :2]], 0))
+      hidden = 1e9 * (1.0 - step.all_gather(tf.tile(part["weight"], [2])))
+      rows = outputs.shape[0]
+      place = replica_id() * rows + tf.range(rows)
+      scores = tf.matmul(outputs, everything, transpose_b=True) - hidden[None, :]
+      entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(place, scores)
+      return Loss.from_examples(entropy, part["weight"])
+
+    step.update(loss, batch)
+
+
+class ByTheClock(Small):
+  def errors(self, outputs, batch):
+    return super().errors(outputs, batch) * (1.0 + tf.cast(tf.timestamp() % 1.0, tf.float32))
+
+
+class ByTheClockOfPython(Small):
+  def errors(self, outputs, batch):
+    return super().errors(outputs, batch) * (1.0 + time.perf_counter() % 1.0)
 
 
 class DividedByReplicas(Small):
@@ -478,6 +540,36 @@ class MeanTeacher(NoisyTeacher):
     super().train_step(step, batch)
     for slow, fast in zip(*(self.model[n].weights for n in ("teacher", "student")), strict=True):
       step.assign(slow, 0.9 * tf.convert_to_tensor(slow) + 0.1 * tf.convert_to_tensor(fast))
+
+
+class Averages(Small):
+  """Right: a teacher that follows a student with batch normalisation."""
+
+  all_weights = True
+
+  def build_model(self):
+    layers = keras.layers
+    hidden = ([layers.Dense(4), layers.BatchNormalization(synchronized=True)] for _ in range(2))
+    student, teacher = (network(n, 1, *h) for n, h in zip(("fast", "slow"), hidden, strict=True))
+    teacher.trainable = False
+    return {"default": student, "slow": teacher}
+
+  def forward(self, batch, training):
+    return self.model["default"](batch["x"], training=training)[:, 0]
+
+  def errors(self, outputs, batch):
+    soft = self.model["slow"](batch["x"], training=False)[:, 0]
+    return tf.square(outputs - 0.5 * tf.stop_gradient(soft) - 0.5 * batch["y"])
+
+  def train_step(self, step, batch):
+    super().train_step(step, batch)
+    for slow, fast in zip(*(self.model[n].weights for n in ("slow", "default")), strict=True):
+      if self.all_weights or fast.trainable:
+        step.assign(slow, 0.9 * tf.convert_to_tensor(slow) + 0.1 * tf.convert_to_tensor(fast))
+
+
+class LeavesOutStatistics(Averages):
+  all_weights = False
 
 
 class MovesInSkipped(Teacher):

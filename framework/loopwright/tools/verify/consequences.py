@@ -45,7 +45,16 @@ FOLLOWS: dict[str, Sequence[str]] = {
   "documents see one another": ("a token sees later ones", "padding is seen"),
   "a token sees later ones": ("padding is seen",),
   "padding counts inside a row": ("padding enters the mean", "padding is seen"),
-  **dict.fromkeys(("mean of means", "loss divided by the local batch", "padding counts"), _SUMS),
+  **dict.fromkeys(
+    (
+      "mean of means",
+      "loss divided by the local batch",
+      "loss divided by a local count",
+      "metric divided by a local count",
+      "padding counts",
+    ),
+    _SUMS,
+  ),
   "far from chance at the start": ("learning rate too high", "cannot learn one batch"),
 }
 """A cause -> causes of later checks that it explains."""

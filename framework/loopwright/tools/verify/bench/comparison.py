@@ -13,15 +13,41 @@ from typing import Any
 import numpy as np
 
 from loopwright.aliases import Layer, Model
+from loopwright.graphs import operations as graphs
 from loopwright.models import models
-from loopwright.tools.verify.bench import bench, recording, row_influence, source_lines
+from loopwright.tools.verify.bench import (
+  bench,
+  random_draws,
+  recording,
+  row_influence,
+  source_lines,
+)
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Rows, Subject
-from loopwright.tools.verify.bench.explanations import FITS, Explanation, Part, fits, weighted_mean
+from loopwright.tools.verify.bench.explanations import (
+  CLOCK,
+  COUPLED,
+  FITS,
+  GATHERED,
+  IN_PYTHON,
+  LOCAL_COUNT,
+  NO_SUM,
+  NOT_STEADY,
+  PLACES,
+  SHIFTED,
+  STATEFUL,
+  Explanation,
+  Part,
+  fits,
+  weighted_mean,
+)
+from loopwright.tools.verify.bench.loss_graph import division
 
 LEAST = 5e-5
 """A smaller relative difference is always rounding."""
 MOST = 1e-3
 """A larger relative difference is never rounding."""
+NEGLIGIBLE = 1e-5
+"""State that differs by a smaller part of the largest update follows a gradient of rounding."""
 AFTER_STEPS = 2e-2
 """Tolerance after several steps, relative to the change: Adam at first amplifies roundings."""
 METHODS = ("train_step", "loss", "training_loss", "forward", "build_model")
@@ -87,15 +113,24 @@ class Comparison:
 
   def find(self, explanation: Explanation) -> str:
     """Returns the line of the mistake: where rows meet, or one with the explanation's words."""
-    if explanation.mixes_rows and self.meeting:
-      return self.meeting
+    if explanation is LOCAL_COUNT and (place := division(self.alone.graph(self.batch), self.task)):
+      return place
+    if explanation.mixes_rows and self.meeting.place:
+      return self.meeting.place
     texts = explanation.containing
     return source_lines.find(self.task, *METHODS, containing=texts, anywhere=True)
 
+  def unsteady(self) -> list[tuple[Explanation, str]]:
+    """Returns what can make the same step another one, with its line; the likely one first."""
+    operations = graphs.operations(self.alone.graph(self.batch))
+    found = random_draws.changing(operations, self.task)
+    kinds = {"random": STATEFUL, "clock": CLOCK, "python": IN_PYTHON}
+    return [(kinds[kind], place) for kind, place in found.items()] or [(NOT_STEADY, "")]
+
   @functools.cached_property
-  def meeting(self) -> str:
-    """The line where one row changes what is computed for another; "" if none does."""
-    return row_influence.place(self.subject)
+  def meeting(self) -> row_influence.Meeting:
+    """Where one row changes what is computed for another."""
+    return row_influence.of_step(self.subject)
 
   @functools.cached_property
   def calls(self) -> Sequence[recording.Call]:
@@ -145,6 +180,48 @@ class Comparison:
     """Returns `parts` of each case."""
     return {case: self.parts(rows, replicas, used) for case, rows in self.cases.items()}
 
+  def retraced(self) -> Difference:
+    """Compares the reference with the same step, made and traced anew."""
+    here = Bench(self.subject, rows=self.rows, **PLAIN)
+    here.first_number = self.alone.first_number
+    return self.difference(
+      here.steps_from(self.start, self.batch), self.reference["full batch"], without=self.state
+    )
+
+  def coupling(self) -> Explanation:
+    """Returns how examples depend on one another.
+
+    If the update is the sum of each row's own, but with other factors than their weights, these are
+    counts, unless they depend on the trained variables too.
+    """
+    if self.meeting.shifted:
+      return SHIFTED
+    if any(call.verb == "all_gather" for call in self.calls):
+      return PLACES if source_lines.mention(self.task, *PLACES.containing) else GATHERED
+    rng = np.random.default_rng(0)
+    moved = [
+      value + 0.1 * (value.std() or 0.1) * rng.normal(size=value.shape) if used else value
+      for value, used in zip(self.start, self.trained, strict=True)
+    ]
+    one, other = self._factors(self.start), self._factors(moved)
+    if one is None or other is None or np.nanmax(one) - np.nanmin(one) < FITS * np.nanmax(one):
+      return COUPLED
+    return LOCAL_COUNT if np.nanmax(np.abs(one - other)) < FITS * np.nanmax(one) else NO_SUM
+
+  def _factors(self, start: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Returns the factors of each row's own update that add up to that of all; NaN of none."""
+    rows = np.arange(self.rows)
+    alone = [
+      self.flat(self.alone.steps_from(start, bench.masked(self.batch, rows == row)), self.trained)
+      for row in rows
+    ]
+    own = np.nan_to_num(np.stack(alone, axis=1))
+    whole = self.flat(self.alone.steps_from(start, self.batch), self.trained)
+    factors = np.linalg.lstsq(own, whole, rcond=None)[0]
+    moves = own.any(axis=0)
+    enough = len(whole) > 2 * self.rows and moves.sum() > self.rows // 2
+    return np.where(moves, factors, np.nan) if enough and fits(own @ factors, whole) else None
+
   def has_penalty(self, seen: Mapping[str, np.ndarray], whole: Mapping[str, np.ndarray]) -> bool:
     """Whether updates have one excess in all cases, or one in proportion to the batch's weight."""
     excess = [seen[case] - whole[case] for case in seen]
@@ -172,13 +249,15 @@ class Comparison:
     """Compares one replica of a step with another step, per variable, except those in `without`."""
     updates = list(zip(one.update(replica), other.update(), strict=True))
     norms = [np.linalg.norm(u) for i, (_, u) in enumerate(updates) if i not in without]
-    scale = 0.0 if self.updated <= without else max(norms, default=0.0)
+    of_state = self.updated <= without
+    scale = 0.0 if of_state else max(norms, default=0.0)
+    least = NEGLIGIBLE * max(np.linalg.norm(u) for _, u in updates) if of_state else 0.0
     relative = []
     for index, (mine, yours) in enumerate(updates):
       if index in without:
         relative.append(0.0)
         continue
-      rounding = 3e-7 * np.linalg.norm(other.before[index])
+      rounding = 3e-7 * np.linalg.norm(other.before[index]) + least
       apart = np.linalg.norm(mine - yours)
       if not np.isfinite(apart):
         same = np.array_equal(np.isfinite(mine), np.isfinite(yours))

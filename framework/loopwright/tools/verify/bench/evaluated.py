@@ -25,9 +25,9 @@ from loopwright.tools.verify.bench.loss_graph import behind
 
 Values = dict[str, np.ndarray]
 """Name -> metric: a number, or an array of sorted numbers."""
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 """A smaller relative difference of a metric is rounding."""
-MOVED = 0.05
+MOVED = 0.5
 """Noise on the weights, as a part of their standard deviation, or of 0.1 if they are all equal."""
 
 
@@ -73,8 +73,12 @@ class Evaluated:
       results[of][metric] = np.sort(np.ravel(np.array(number, np.float64)))
     return results
 
-  def meeting(self, rows: Rows) -> str:
-    """Returns the line where rows meet in the evaluation of a batch; "" if none do (host)."""
+  def with_noise(self, seed: int) -> Evaluated:
+    """Returns the same evaluation with other weights (host)."""
+    return Evaluated(self.subject, values=self._moved(seed))
+
+  def meeting(self, rows: Rows) -> row_influence.Meeting:
+    """Returns where rows meet in the evaluation of a batch (host)."""
 
     def run(batch: Rows) -> None:
       with shared_noise.alike_for_all_rows():
@@ -127,8 +131,8 @@ class Evaluated:
     except Exception:
       return {}
 
-  def _moved(self) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
+  def _moved(self, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
     trained = {id(models.raw(v)) for v in models.trainable_variables(self.task.model)}
     made: list[np.ndarray] = []
     for variable, value in zip(self.variables, self._read(), strict=True):

@@ -95,6 +95,20 @@ REPLICA_FACTOR = Explanation(
   remedy="return this replica's sums as they are; the framework divides by the weight of all "
   "replicas",
 )
+CLOCK = Explanation(
+  cause="a loss by the clock",
+  remedy="compute it from step.number, which a restart and all replicas share",
+)
+IN_PYTHON = Explanation(
+  cause="Python in the step",
+  remedy="what tf.py_function and tf.numpy_function call must give the same for the same arguments",
+)
+TRACED_VALUE = Explanation(
+  cause="Python value that changes",
+  remedy="compute it from step.number or the batch: Python runs only when a step is traced, and "
+  "the same step traced again is another one",
+  containing=("time.", "datetime", "np.random", "random.", "global "),
+)
 PYTHON_VALUE = Explanation(
   cause="Python value that changes",
   remedy="compute it from step.number or the batch, or keep it in a tf.Variable of the model; each "
@@ -110,6 +124,33 @@ COUPLED = Explanation(
     "bincount",
   ),
 )
+LOCAL_COUNT = Explanation(
+  cause="loss divided by a local count",
+  remedy="return sums and what they are divided by, Loss(tf.reduce_sum(losses * mask), "
+  "tf.reduce_sum(mask)): each replica divides by its own number of tokens or labels, and the "
+  "framework divides once, by that of all",
+  containing=("divide_no_nan", "boolean_mask", "reduce_mean", "/ "),
+)
+PLACES = Explanation(
+  cause=COUPLED.cause,
+  remedy="the step gathers already: look for what it still takes from its own rows, or for a wrong "
+  "place of theirs: step.all_gather puts the rows of all replicas one after the other, so those of "
+  "this one begin at its number times the rows that each replica gives",
+  containing=("replica_id",),
+)
+GATHERED = dataclasses.replace(PLACES, mixes_rows=True)
+SHIFTED = Explanation(
+  cause="rows run into one another",
+  mixes_rows=True,
+  remedy="shift within each row, such as labels[:, 1:] and logits[:, :-1]: where rows are put one "
+  "after the other before, the last place of a row meets the first one of the next",
+)
+NO_SUM = Explanation(
+  cause=COUPLED.cause,
+  mixes_rows=True,
+  remedy="a root, a logarithm or a ratio of a batch's mean is no sum over its examples, so that of "
+  "N replicas is another: take it for each example, or compute the mean over all replicas first",
+)
 RANKED = Explanation(
   cause=COUPLED.cause,
   remedy="ranks, recall at k and negatives see only the examples of their own replica and batch: "
@@ -122,6 +163,11 @@ PADDED = Explanation(
   remedy="rows of weight 0 are no examples: collect the weights as well, by "
   "step.all_gather(batch['weight']), and leave these rows out: logits - 1e9 * (weight == 0)",
   containing=COUPLED.containing,
+)
+NOT_STEADY = Explanation(
+  cause="unknown",
+  remedy="the step draws nothing at random: look for what it reads beside its batch, such as a "
+  "file, or a variable that is in neither the model nor the task",
 )
 UNKNOWN = Explanation(
   cause="unknown",

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from loopwright import errors
 from loopwright.aliases import Model, Variable
 from loopwright.graphs import operations as graphs
 from loopwright.models import models
@@ -37,6 +38,7 @@ _SHAPED = (
   "Select",
   "SelectV2",
 )
+_TENSORFLOW = tf.__file__.rpartition("/")[0]
 _UNCHANGED = ("ReadVariableOp", "Identity", "Cast")
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
 
@@ -184,6 +186,32 @@ def _weighted_gradient(total: tf.Tensor, handle: Any, of_batch: set[str]) -> tf.
   weighted = [g * _uneven(g, number) for number, (_, g) in enumerate(passed)]
   [gradient] = tf.gradients([use for use, _ in passed], [handle], weighted) if passed else [None]
   return tf.constant(0.0) if gradient is None else tf.norm(tf.cast(gradient, tf.float32))
+
+
+def unused(graph: tf.Graph, task: Any) -> str:
+  """Returns the first line with a custom gradient of the user's whose result is not used; or ""."""
+  made = graph.get_operations()
+  effects = [op for op in made if op.op_def.is_stateful and op.type != "ReadVariableOp"]
+  used = behind([*graph.outputs, *(tensor for op in effects for tensor in op.inputs)])
+  for operation in made:
+    if operation.type == "IdentityN" and operation.name not in used:
+      files = [frame.filename for frame in operation.traceback]
+      own = next((file for file in reversed(files) if not file.startswith(_TENSORFLOW)), "")
+      if _has_attr(operation, "_gradient_op_type") and errors.is_the_users(own):
+        return source_lines.of_operation(operation, task)
+  return ""
+
+
+def division(graph: tf.Graph, task: Any) -> str:
+  """Returns the first line that divides by a sum which no variable changes; "" if none does."""
+  for operation in graphs.operations(graph):
+    if operation.type in ("RealDiv", "DivNoNan", "Mean"):
+      before = behind([operation.inputs[1]] if operation.type != "Mean" else operation.inputs)
+      kinds = {each.type for each in before.values()}
+      place = source_lines.of_operation(operation, task)
+      if place and kinds & {"Sum", "Where", "Size"} and not kinds & {"ReadVariableOp"}:
+        return place
+  return ""
 
 
 def squashed(graph: tf.Graph, task: Any, batch: Any) -> bool:

@@ -8,7 +8,7 @@ import pickle
 import random
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,6 +45,24 @@ STATEFUL_OPERATIONS = (
   "StatefulTruncatedNormal", "StatefulRandomBinomial", "RngReadAndSkip",
 )  # fmt: skip
 """Types of operations whose numbers depend on how often they have run."""
+
+
+CHANGING = {
+  "clock": ("Timestamp",),
+  "python": ("PyFunc", "PyFuncStateless", "EagerPyFunc"),
+  "random": STATEFUL_OPERATIONS,
+}
+"""What may differ each time that a graph runs -> types of operations."""
+
+
+def changing(operations: Iterable[tf.Operation], owner: Any) -> dict[str, str]:
+  """Returns what may differ each time that operations run, as in `CHANGING` -> the first line."""
+  found: dict[str, str] = {}
+  for operation in operations:
+    for kind, types in CHANGING.items():
+      if operation.type in types and (place := source_lines.of_operation(operation, owner)):
+        found.setdefault(kind, place)
+  return {kind: found[kind] for kind in ("random", "clock", "python") if kind in found}
 
 
 def is_generator(variable: str) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -46,19 +46,31 @@ class Operation:
   place: str
 
 
-def place(subject: Subject) -> str:
-  """Returns "file.py:31, in Mine.loss", or "" if no row changes another on its way to the loss."""
+class Meeting(NamedTuple):
+  """Where rows meet.
+
+  Attributes:
+    place: "file.py:31, in Mine.loss", or "" if no row changes another on its way to the loss.
+    shifted: whether rows that were put one after the other are shifted against one another there.
+  """
+
+  place: str = ""
+  shifted: bool = False
+
+
+def of_step(subject: Subject) -> Meeting:
+  """Returns where rows meet in a training step."""
   with contextlib.suppress(Exception):  # the task cannot run eagerly, or not on this many rows
     single: dict[str, Any] = {"accumulation_steps": 1, "jit_compile": False}
     here = Bench(subject, rows=max(PRIMES), eager=True, **PLAIN, **single)
     start = here.read()
     given = subject.rows(here.task, subject.divisible_rows)
     return meeting(here.task, given, lambda batch: here.steps_from(start, batch))
-  return ""
+  return Meeting()
 
 
-def meeting(task: Any, given: Rows, run: Callable[[Rows], object]) -> str:
-  """Returns the line where rows of a batch meet, while `run` computes eagerly; "" if none do.
+def meeting(task: Any, given: Rows, run: Callable[[Rows], object]) -> Meeting:
+  """Returns where rows of a batch meet, while `run` computes eagerly.
 
   Args:
     task: whose methods are named.
@@ -77,9 +89,10 @@ def meeting(task: Any, given: Rows, run: Callable[[Rows], object]) -> str:
 
   whole = operations(rows)
   for row, offset in itertools.product((0, count - 1), (1, count // 3, count // 2)):
-    if found := _first(whole, operations(_replaced(rows, row, offset)), count, row):
+    found = _first(whole, operations(_replaced(rows, row, offset)), count, row)
+    if found.place:
       return found
-  return ""
+  return Meeting()
 
 
 def _replaced(rows: Rows, row: int, offset: int) -> Rows:
@@ -126,29 +139,30 @@ def _is_number(tensor: Any) -> bool:
   return dtype.is_floating or dtype.is_integer or dtype.is_bool
 
 
-def _first(one: list[Operation], other: list[Operation], count: int, row: int) -> str:
+def _first(one: list[Operation], other: list[Operation], count: int, row: int) -> Meeting:
   others = np.arange(count) != row
   for index, (mine, yours) in enumerate(zip(one, other, strict=False)):
     if mine.kind != yours.kind or len(mine.values) != len(yours.values):
-      return ""
+      return Meeting()
     for a, b in zip(mine.values, yours.values, strict=True):
       if (
         a.shape == b.shape
         and _has_rows(a, count)
         and _differ(a.reshape([count, -1])[others], b.reshape([count, -1])[others])
       ):
-        return _reduction(one, other, index, count) or mine.place
-  return ""
+        found = _reduction(one, other, index, count)
+        return found if found.place else Meeting(mine.place)
+  return Meeting()
 
 
-def _reduction(one: list[Operation], other: list[Operation], last: int, count: int) -> str:
+def _reduction(one: list[Operation], other: list[Operation], last: int, count: int) -> Meeting:
   """Returns the line of the reduction by which rows met, else of an operation on shifted rows."""
   makers = {output: number for number in range(last) for output in one[number].outputs}
   waiting, seen, shifted = [last], {last}, ""
   while waiting:
     number = waiting.pop()
     if one[number].kind in _REDUCTIONS:
-      return one[number].place
+      return Meeting(one[number].place)
     mixed = [maker for each in one[number].inputs if (maker := makers.get(each, last)) != last]
     mixed = [m for m in mixed if not any(_has_rows(value, count) for value in one[m].values)]
     if number != last and sum(value.size > 1 for m in mixed for value in one[m].values) > 1:
@@ -156,7 +170,8 @@ def _reduction(one: list[Operation], other: list[Operation], last: int, count: i
     mixed = [m for m in mixed if any(map(_differ, one[m].values, other[m].values))]
     waiting += {*mixed} - seen
     seen |= {*mixed}
-  return shifted
+  flat = (value.shape[0] for m in seen for value in one[m].values if _has_rows(value, count))
+  return Meeting(shifted, bool(shifted) and max(flat, default=0) > count)
 
 
 def sources(operations: Sequence[Operation], last: int) -> set[int]:

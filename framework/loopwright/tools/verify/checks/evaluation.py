@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError
 from loopwright.models import models
-from loopwright.tools.verify.bench import bench, source_lines, survey
+from loopwright.tools.verify.bench import bench, row_influence, source_lines, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
-from loopwright.tools.verify.bench.explanations import RANKED
+from loopwright.tools.verify.bench.explanations import MEAN_OF_MEANS, RANKED, SHIFTED
 from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("evaluation")
@@ -33,12 +33,18 @@ IN_TRAINING_MODE = "evaluation in training mode"
 CHANGED = "evaluation changes the model"
 MIXED = RANKED.cause
 MEANS = "metric read in replica context"
+COUNT = "metric divided by a local count"
 PADDING = "padding counts"
 ORDER = "metric depends on the order"
 REMEDIES = {
   MIXED: RANKED.remedy,
   MEANS: "return sums over this replica's examples, (total, weight), as weighted_sum does: the "
   "framework divides once, by the weight of all batches and replicas",
+  SHIFTED.cause: SHIFTED.remedy,
+  MEAN_OF_MEANS.cause: MEAN_OF_MEANS.remedy,
+  COUNT: "return sums and what they are divided by, (tf.reduce_sum(values * mask), "
+  "tf.reduce_sum(mask)): a batch has its own number of tokens or labels, and the framework divides "
+  "once, by that of all",
   PADDING: "give rows of batch['weight'] 0 no part in it: weighted_sum(values, batch['weight']), "
   "and a mask of batch['weight'] > 0 before sorting, counting or comparing rows",
   ORDER: "compute it of each example, or of all examples in derived(), in any order",
@@ -184,27 +190,49 @@ class Comparison:
     if self.alone.gathers:
       told += "; step.all_gather collects a whole batch, so keep run.eval_batch_size as it is"
       return GROUP.passed(name, told)
-    return self._failed(name, told, self._cause(self.in_small), metric)
+    return self._failed(name, told, self._cause(self.in_small, metric), metric)
 
   def _replicas(self, replicas: int, name: str) -> Result:
     there = Evaluated(self.subject, replicas, values=self.alone.values)(self._same())
     wrong = self._apart(there, self.in_large)
     if not wrong:
       return GROUP.passed(name, ", ".join(there["all"]) or "no metric")
-    return self._failed(name, f"{wrong[1]} on one", self._cause(there), wrong[0])
+    return self._failed(name, f"{wrong[1]} on one", self._cause(there, wrong[0]), wrong[0])
 
   def _apart(self, one: Sets, other: Sets) -> tuple[str, str] | None:
     """Returns the metric that differs; full batches alone count if padding does anyway."""
     sets = ("full",) if self.padding_counts else ("full", "all")
     return next((wrong for of in sets if (wrong := different(one[of], other[of]))), None)
 
-  def _cause(self, other: Mapping[str, Values]) -> str:
+  def _cause(self, other: Mapping[str, Values], metric: str) -> str:
     """Means of parts of equal size are right; comparisons of rows are not."""
-    return MIXED if different(other["full"], self.in_large["full"]) else MEANS
+    if not different(other["full"], self.in_large["full"]):
+      return MEANS
+    shares = [self._share(metric, seed) for seed in (1, 2, 3)]
+    return COUNT if min(shares) > 0 and max(shares) < 1 and np.ptp(shares) < 1e-3 else MIXED
+
+  def _share(self, metric: str, seed: int) -> float:
+    """Returns the share of the first half in a metric of two halves, with some weights.
+
+    Whatever the weights, it is the same if it is that of tokens or labels.
+    """
+    there, small = self.alone.with_noise(seed), self.small
+    halves = {n: self._cut(range(n * small, (n + 1) * small), small) for n in (0, 1)}
+    whole = there({"full": self._cut(range(2 * small), 2 * small)})["full"]
+    first, second = there({str(n): half for n, half in halves.items()}).values()
+    numbers = [each.get(metric, np.zeros(0)) for each in (whole, first, second)]
+    if any(number.size != 1 for number in numbers) or numbers[1] == numbers[2]:
+      return 0.0
+    return ((numbers[0] - numbers[2]) / (numbers[1] - numbers[2])).item()
 
   def _failed(self, name: str, detail: str, cause: str, metric: str) -> Result:
-    place = self._meeting if cause == MIXED else ""
-    task = self.alone.task
+    task, place = self.alone.task, ""
+    if cause == MIXED:
+      place, shifted = self._meeting
+      cause = SHIFTED.cause if shifted else cause
+    if metric == "loss" and cause == MEANS:
+      cause = MEAN_OF_MEANS.cause
+      place = source_lines.find(task, "loss", "eval_step", containing=MEAN_OF_MEANS.containing)
     named = (f'"{metric}"', f"'{metric}'")
     return GROUP.failed(
       name, detail, cause, REMEDIES[cause],
@@ -213,8 +241,8 @@ class Comparison:
     )  # fmt: skip
 
   @functools.cached_property
-  def _meeting(self) -> str:
-    """Returns the line in which rows meet."""
+  def _meeting(self) -> row_influence.Meeting:
+    """Where rows meet."""
     return self.alone.meeting(self.rows)
 
 

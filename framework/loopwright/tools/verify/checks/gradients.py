@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -81,6 +82,8 @@ class GradientNotes:
   """Those that an update has moved although it had only zeros for them, in place of a gradient."""
   noisy: dict[str, str] = dataclasses.field(default_factory=dict)
   """Parts of the model that draw random numbers for the loss alone -> the line of the call."""
+  unused: str = ""
+  """The first line with a custom gradient whose result is thrown away."""
   changed: set[str] = dataclasses.field(default_factory=set)
   """Variables that the first steps have changed."""
   calls: dict[str, dict[str, Calls]] = dataclasses.field(default_factory=dict)
@@ -130,7 +133,7 @@ def check(subject: Subject) -> list[Result]:
       ("tf.math.log", "tf.sqrt", "tf.norm", "/ ", "log("),
     ),
   ]  # fmt: skip
-  results += [_still(here, seen), _differences(task, seen)]
+  results += [_still(here, seen), _averages(here, seen), _differences(task, seen)]
   results += _calls(seen)
   if seen.sparse:
     most = max(seen.sparse, key=lambda name: seen.sparse[name])
@@ -178,6 +181,7 @@ def look(subject: Subject) -> tuple[GradientNotes, Bench]:
     found = {name: getattr(exact, name) for name in ("wrong", "compared", "precision")}
     seen = dataclasses.replace(seen, **found)
   seen.outside = {models.name(made[number].variable): made[number].place for number in outside}
+  seen.unused = loss_graph.unused(compiled.graph(batch), compiled.task)
   now = zip(compiled.names, start, values, strict=True)
   seen.changed = {name for name, before, after in now if not np.array_equal(before, after)}
   return seen, compiled
@@ -359,6 +363,14 @@ def _compare(
 
 def _differences(task: Any, seen: GradientNotes) -> Result:
   name = "finite differences"
+  if seen.unused:
+    return GROUP.failed(
+      name, "a function with a gradient of its own is called, and nothing uses its result",
+      "gradient that never runs",
+      "use what the function returns, as in x = with_gradient(x): its gradient runs only on the "
+      "way back from there",
+      seen.unused,
+    )  # fmt: skip
   if seen.wrong and (seen.stops or seen.on_purpose):
     how = "stops gradients" if seen.stops else f"replaces a gradient ({seen.on_purpose})"
     return GROUP.skipped(name, f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose")
@@ -444,6 +456,32 @@ def _still(here: Bench, seen: GradientNotes) -> Result:
         "must not differ from step to step",
       )  # fmt: skip
   return GROUP.passed(name, "no part of the model that stays as it is draws for the loss")
+
+
+def _averages(here: Bench, seen: GradientNotes) -> Result:
+  """Checks that what follows another network follows all of it."""
+  name = "averages follow all of a network"
+  parts = [[v for v in models.weights(p) if models.raw(v).dtype.is_floating]
+           for _, p in loss_graph.parts_by_name(here.task.model)]  # fmt: skip
+  owned = {id(models.raw(v)) for o in here.trainer.parts.optimizers.values() for v in o.variables}
+  for slow, fast in itertools.permutations(parts, 2):
+    pairs = [*zip(slow, fast, strict=False)]
+    alike = len(slow) == len(fast) and all(one.shape == other.shape for one, other in pairs)
+    moves = [tuple(models.name(v) in seen.changed for v in pair) for pair in pairs]
+    if not alike or (True, True) not in moves or any(id(models.raw(v)) in owned for v in slow):
+      continue
+    left = [pair for pair, move in zip(pairs, moves, strict=True) if move == (False, True)]
+    if left:
+      names = [models.name(one) for one, _ in left]
+      return GROUP.failed(
+        name, f"{_named(names)} stays as it is, but {models.name(left[0][1])} moves, and a step "
+        "sets the others",
+        "average that leaves out variables",
+        "follow all weights of the network, also what batch normalisation keeps: zip(slow.weights, "
+        "fast.weights)",
+        source_lines.mention(here.task, "step.assign", ".assign"),
+      )  # fmt: skip
+  return GROUP.passed(name, "no network follows a part of another")
 
 
 def _calls(seen: GradientNotes) -> list[Result]:

@@ -18,6 +18,7 @@ from loopwright.tools.verify.bench.explanations import (
   PADDING,
   STATEFUL,
   SUMS,
+  TRACED_VALUE,
 )
 from loopwright.tools.verify.report import Group, Result
 
@@ -36,21 +37,29 @@ class Rowwise:
     found = self.compared.difference(self.compared.again, self.compared.reference["full batch"])
     if found.worst <= LEAST:
       return GROUP.passed("same step twice", found.detail)
-    place = self.compared.find(STATEFUL)
-    return GROUP.failed("same step twice", found.detail, STATEFUL.cause, STATEFUL.remedy, place)
+    (why, place), *others = self.compared.unsteady()
+    also = "".join(f"; or {other.cause} ({line})" for other, line in others)
+    place = place or self.compared.find(STATEFUL)
+    return GROUP.failed("same step twice", f"{found.detail}{also}", why.cause, why.remedy, place)
 
   def padding(self) -> Iterator[Result]:
     """Checks that the contents and the number of rows of weight 0 change nothing."""
     found, what = self._padded()
     if found.worst <= self.compared.tolerance and not found.metrics:
       yield GROUP.passed("padding changes nothing", found.detail)
+    elif (again := self.compared.retraced()).worst > self.compared.tolerance:
+      self.compared.known = TRACED_VALUE
+      yield GROUP.failed(
+        "padding changes nothing", f"the same step, traced again: {again.detail}",
+        TRACED_VALUE.cause, TRACED_VALUE.remedy, self.compared.find(TRACED_VALUE),
+      )  # fmt: skip
     elif normalised := [layer.name for layer in normalisations(self.task.model)]:
       why = f"{normalised[0]} normalises over all rows of a batch, padding included"
       yield GROUP.skipped("padding changes nothing", why)
     elif found.worst > self.compared.tolerance and what == OTHER_CONTENTS and self._mixes():
       gathers = any(call.verb == "all_gather" for call in self.compared.calls)
-      explanation = PADDED if gathers else COUPLED
-      self.compared.known = COUPLED
+      explanation = PADDED if gathers else self.compared.coupling()
+      self.compared.known = COUPLED if gathers else explanation
       yield GROUP.failed(
         "padding changes nothing", detail=f"with {what}: {found.detail}", cause=explanation.cause,
         remedy=explanation.remedy, place=self.compared.find(explanation),

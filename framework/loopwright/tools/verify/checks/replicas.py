@@ -30,7 +30,6 @@ from loopwright.tools.verify.bench.comparison import (
 )
 from loopwright.tools.verify.bench.explanations import (
   BATCH_NORM,
-  COUPLED,
   LOCAL_BATCH,
   LOCAL_STATE,
   MICRO_BATCH_NORM,
@@ -42,6 +41,7 @@ from loopwright.tools.verify.bench.explanations import (
   REGULARISATION,
   REPLICA_FACTOR,
   STATEFUL,
+  TRACED_VALUE,
   TWICE,
   UNKNOWN,
   Explanation,
@@ -155,7 +155,7 @@ class Several:
     weights = set(self.compared.batch["weight"].tolist())
     if "full batch" not in wrong or len(weights) > 1 or source_lines.mention(self.task, "result("):
       return ""
-    return self.compared.meeting
+    return self.compared.meeting.place
 
   def _diverged(
     self, name: str, replicas: int, outcomes: Mapping[str, Outcome],
@@ -197,6 +197,8 @@ class Several:
       > LEAST
     ):
       return STATEFUL, ""
+    if self.compared.retraced().worst > self.compared.tolerance:
+      return TRACED_VALUE, ""
     mistake = order.wrong_update(self.compared.calls)
     if mistake and mistake[0] is NEVER_REDUCED:
       return NEVER_REDUCED, mistake[1].place
@@ -226,8 +228,8 @@ class Several:
     additive = all(fits(whole[case], weighted_mean(parts[case])) for case in whole)
     if self.compared.known is not None:
       return self.compared.known, ""
-    if not additive or self.compared.meeting:
-      return COUPLED, ""
+    if not additive or self.compared.meeting.place:
+      return self.compared.coupling(), ""
     if self.counted:
       return PYTHON_VALUE, source_lines.change(self.task, self.counted)
     return UNKNOWN, ""
