@@ -312,6 +312,11 @@ def _fingerprint(source: Mixture) -> str:
   return ", ".join(f"{n!r}: {fingerprint.fingerprint(part)}" for n, part in source.parts.items())
 
 
+@fingerprint.kinds.register(Mixture)
+def _kinds(source: Mixture) -> dict[str, str]:
+  return fingerprint.kinds(next(iter(source.parts.values())))
+
+
 @fingerprint.mixtures.register(Mixture)
 def _mixtures(source: Mixture) -> dict[str, tuple[Mixture, int]]:
   return {fingerprint.WEIGHTS: (source, 1)}
