@@ -42,6 +42,30 @@ class RoundedOutputs(Small):
     return self.scale(rounded)[:, 0]
 
 
+@defect(EACH, "variable without gradient", "chosen")
+class HardCodes(Small):
+  """The nearest of some codes; what comes before learns nothing from it."""
+
+  def chosen(self, outputs):
+    codes = tf.linspace(-2.0, 2.0, 7)
+    return tf.gather(codes, tf.argmin(tf.abs(outputs[:, None] - codes), axis=1))
+
+  def build_model(self):
+    last = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    return {"first": super().build_model(), "last": last}
+
+  def variables_of(self, optimizer):
+    return [v for part in self.model.values() for v in part.trainable_variables]
+
+  def forward(self, batch, training):
+    outputs = self.model["first"](batch["x"], training=training)[:, 0]
+    self.commitment = tf.square(tf.stop_gradient(outputs) - self.chosen(outputs))
+    return self.model["last"](self.chosen(outputs)[:, None])[:, 0]
+
+  def errors(self, outputs, batch):
+    return super().errors(outputs, batch) + self.commitment
+
+
 @defect("no gradient is zero", "zero gradient", "hidden")
 class DeadReLU(Small):
   def hidden(self):

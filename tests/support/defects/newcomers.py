@@ -572,6 +572,49 @@ class LeavesOutStatistics(Averages):
   all_weights = False
 
 
+class FollowsItself(Averages):
+  """The average is that of itself."""
+
+  def train_step(self, step, batch):
+    Small.train_step(self, step, batch)
+    for slow in self.model["slow"].weights:
+      slow_value = tf.convert_to_tensor(slow)
+      step.assign(slow, 0.9 * slow_value + 0.1 * slow_value)
+
+
+class FollowsFrozen(Averages):
+  """The average follows a network that no step changes."""
+
+  def build_model(self):
+    made = super().build_model()
+    old = keras.models.clone_model(made["slow"])
+    old.trainable = False
+    return {**made, "old": old}
+
+  def train_step(self, step, batch):
+    Small.train_step(self, step, batch)
+    for slow, old in zip(*(self.model[n].weights for n in ("slow", "old")), strict=True):
+      step.assign(slow, 0.9 * tf.convert_to_tensor(slow) + 0.1 * tf.convert_to_tensor(old))
+
+
+class Decays(Small):
+  """Right: a number that becomes smaller now and then."""
+
+  def build_model(self):
+    self.rate = tf.Variable(1.0, trainable=False, name="rate")
+    return {"default": super().build_model(), "rate": self.rate}
+
+  def variables_of(self, optimizer):
+    return self.model["default"].trainable_variables
+
+  def forward(self, batch, training):
+    return self.rate * self.model["default"](batch["x"], training=training)[:, 0]
+
+  def train_step(self, step, batch):
+    super().train_step(step, batch)
+    step.assign(self.rate, 0.9 * self.rate, when=step.number % 10 == 9)
+
+
 class MovesInSkipped(Teacher):
   """A teacher that also moves in a step which is skipped."""
 

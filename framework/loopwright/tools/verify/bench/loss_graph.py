@@ -117,6 +117,19 @@ class LossGraph:
         found[name] = Calls(all=each[0], passing=each[1])
     return found
 
+  def end(self, variable: Variable, task: Any) -> str:
+    """Returns the line of the operation that passes no gradient to a variable; "" if none is."""
+    if self.graph is None:
+      return ""
+    inside = {id(outer): inner for outer, inner in self.graph.captures}
+    handle = inside.get(id(getattr(models.raw(variable), "handle", None)))
+    ahead = _ahead([] if handle is None else [handle])
+    on_the_way = [ahead[name] for name in behind(self.graph.outputs) if name in ahead]
+    whole = [op for op in on_the_way if op.type in STEPWISE or _is_rounding(op)]
+    stops = whole or [op for op in on_the_way if op.type == "StopGradient"]
+    places = (source_lines.of_operation(op, task) for op in reversed(stops))
+    return next(filter(None, places), "")
+
   def noisy(self, model: Model, trained: Sequence[Variable], task: Any) -> dict[str, str]:
     """Returns the parts of a model that draw random numbers for the loss alone -> the line.
 
@@ -282,6 +295,10 @@ def _has_attr(operation: tf.Operation, name: str) -> bool:
     return False
 
 
+def _is_rounding(operation: tf.Operation) -> bool:
+  return operation.type == "Cast" and not operation.outputs[0].dtype.is_floating
+
+
 def _is_on_purpose(operation: tf.Operation) -> bool:
   """Whether a custom gradient is that of the identity, or of a function with a stepwise part."""
   result, *others = map(_unwrapped, operation.inputs)
@@ -295,7 +312,7 @@ def _is_on_purpose(operation: tf.Operation) -> bool:
     if id(_unwrapped(tensor)) in ends or tensor.op.name in seen:
       continue
     seen.add(tensor.op.name)
-    if tensor.op.type in STEPWISE or (tensor.op.type == "Cast" and not tensor.dtype.is_floating):
+    if tensor.op.type in STEPWISE or _is_rounding(tensor.op):
       return True
     waiting += list(tensor.op.inputs)
   return False

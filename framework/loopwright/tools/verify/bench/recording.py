@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
@@ -23,7 +24,7 @@ from loopwright.models import models
 from loopwright.optimizers.fusion import Gradients
 from loopwright.step import Step
 from loopwright.tools.verify.bench import bench, source_lines
-from loopwright.tools.verify.bench.bench import Bench, Subject
+from loopwright.tools.verify.bench.bench import Bench, Outcome, Subject
 
 REPLICAS = 2
 OWN = "own communication"
@@ -48,6 +49,9 @@ class Call:
     clipped: whether raw gradients are limited before it gets them.
     local: whether a condition (`when`), or the value of an assignment, is local.
     early: the first trained variable whose value before the update an assignment follows; or "".
+    always: whether it is made in each step, as it has no `when`.
+    idle: whether an assignment is computed only from variables that no step changes, and averages
+      them or changes nothing.
   """
 
   verb: str
@@ -59,6 +63,8 @@ class Call:
   clipped: bool = False
   local: bool = False
   early: str = ""
+  always: bool = False
+  idle: bool = False
 
   def __str__(self) -> str:
     parts = [part for part in (self.what, communicated(self.communications)) if part]
@@ -74,7 +80,7 @@ class Recording:
     self.task = task
     self._owner: Step | None = None
     self._known: dict[int, tuple[str, Any]] = {}
-    self._reads: list[tuple[Call, list[tf.Operation]]] = []
+    self._reads: list[tuple[Call, Variable, set[str], list[tf.Operation]]] = []
     self._applies: list[tuple[tf.Operation, list[Any]]] = []
 
   def begins(
@@ -109,15 +115,16 @@ class Recording:
     if self._owns(step):
       self._applies.append((tf.no_op(), [(models.name(v), models.raw(v)) for v in variables]))
 
-  def follows(self, step: Step, call: Call, value: Any) -> None:
+  def follows(self, step: Step, call: Call, variable: Variable, value: Any) -> None:
     """Keeps the reads of variables from which the first step computes what it assigns."""
     if self._owns(step):
-      _, operations = self._behind(_tensors([value]))
-      self._reads.append((call, [op for op in operations if op.type == "ReadVariableOp"]))
+      kinds, operations = self._behind(_tensors([value]))
+      reads = [op for op in operations if op.type == "ReadVariableOp"]
+      self._reads.append((call, models.raw(variable), kinds, reads))
 
   def find_early(self) -> None:
     """Fills in `Call.early`, once the step is traced."""
-    for call, reads in self._reads:
+    for call, _, _, reads in self._reads:
       for applied, variables in self._applies:
         names = {id(_handle(variable)): name for name, variable in variables}
         order = {op.name: number for number, op in enumerate(applied.graph.get_operations())}
@@ -125,6 +132,23 @@ class Recording:
         early = [op for op in reads if order.get(op.name, 0) < order[applied.name]]
         found = (names.get(outer.get(id(op.inputs[0]), 0)) for op in early)
         call.early = call.early or next(filter(None, found), "")
+
+  def find_idle(self, here: Bench, outcome: Outcome) -> None:
+    """Fills in `Call.idle`, once the step has run on a bench."""
+    pairs = zip(here.variables, here.trainable, strict=True)
+    assigned = {id(variable) for _, variable, _, _ in self._reads}
+    still = {id(_handle(v)): v for v, used in pairs if not used and id(v) not in assigned}
+    changed = zip(here.variables, outcome.before, outcome.after, strict=True)
+    moved = {id(v) for v, before, after in changed if not np.allclose(before, after[0], rtol=1e-6)}
+    if not moved & {id(v) for v, used in zip(here.variables, here.trainable, strict=True) if used}:
+      return  # the step was skipped
+    for call, variable, kinds, reads in self._reads:
+      outer = {id(inner): id(handle) for op in reads[:1] for handle, inner in op.graph.captures}
+      handles = {outer.get(id(op.inputs[0])) for op in reads}
+      others = handles - {id(_handle(variable))}
+      if variable.dtype.is_floating and handles and not kinds and others <= still.keys():
+        averages = others and others != handles and not moved & {id(still[h]) for h in others}
+        call.idle = bool(averages or (not others and call.always and id(variable) not in moved))
 
   def communicates(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> None:
     """Records a communication as part of the latest call."""
@@ -199,9 +223,9 @@ class _Recorded(Step):
     return gradients
 
   def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
-    call = Call("assign", models.name(variable))
+    call = Call("assign", models.name(variable), always=when is None)
     self.recording.begins(self, call, equal=[value, when])
-    self.recording.follows(self, call, value)
+    self.recording.follows(self, call, variable, value)
     super().assign(variable, value, when=when)
 
   def seed(self) -> tf.Tensor:
@@ -266,8 +290,9 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
   )  # fmt: skip
   recording.task = here.task
   with mock.patch.object(distribute_lib.ReplicaContextBase, "all_reduce", counted):
-    here.step(subject.rows(here.task, rows))
+    outcome = here.step(subject.rows(here.task, rows))
   recording.find_early()
+  recording.find_idle(here, outcome)
   return recording, here
 
 

@@ -82,6 +82,8 @@ class GradientNotes:
   """Those that an update has moved although it had only zeros for them, in place of a gradient."""
   noisy: dict[str, str] = dataclasses.field(default_factory=dict)
   """Parts of the model that draw random numbers for the loss alone -> the line of the call."""
+  ends: dict[str, str] = dataclasses.field(default_factory=dict)
+  """Variables without a gradient -> the line of what passes none, if the loss uses them."""
   unused: str = ""
   """The first line with a custom gradient whose result is thrown away."""
   changed: set[str] = dataclasses.field(default_factory=set)
@@ -120,6 +122,7 @@ def check(subject: Subject) -> list[Result]:
       "use it in the loss, or set trainable=False for its layer; argmax, round, casts to integers "
       "and NumPy pass no gradient",
       (*layers, "argmax", "round", "numpy", "stop_gradient", "tf.cast"),
+      place=next((seen.ends[name] for name in missing if name in seen.ends), ""),
     ),
     _result(
       task, "no gradient is zero", zero, f"{count}{steps}{note}", "zero gradient",
@@ -233,6 +236,10 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       with self.record.collected():  # tensors of the graph among them
         graph = LossGraph(loss_fn, batch)
       _note(seen, list(gradients), variables)
+      seen.ends |= {
+        models.name(v): end for g, v in zip(gradients, variables, strict=True)
+        if g is None and (end := graph.end(v, task))
+      }  # fmt: skip
       still = [v for v in variables if seen.norms[models.name(v)] == 0]
       with contextlib.suppress(Exception), self.record.collected():  # not every loss is traced
         found = loss_graph.cancels(loss_fn, batch, still) if still else []
@@ -512,11 +519,12 @@ def _named(names: Sequence[str]) -> str:
 
 def _result(
   task: Any, name: str, wrong: Sequence[str], detail: str, cause: str, remedy: str,
-  containing: tuple[str, ...], methods: tuple[str, ...] = METHODS,
+  containing: tuple[str, ...], methods: tuple[str, ...] = METHODS, place: str = "",
 ) -> Result:  # fmt: skip
   if not wrong:
     return GROUP.passed(name, detail)
   return GROUP.failed(
     name, detail=_named(wrong), cause=cause,
-    remedy=remedy, place=source_lines.find(task, *methods, containing=containing, anywhere=True),
+    remedy=remedy,
+    place=place or source_lines.find(task, *methods, containing=containing, anywhere=True),
   )  # fmt: skip

@@ -23,6 +23,7 @@ from loopwright.tools.verify.bench.recording import OWN, REPLICAS, Call
 from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("order")
+FOLLOWED = "what assignments follow"
 LOCAL = {"assign": LOCAL_STATE, "apply": LOCAL_UPDATE}
 Mistake: TypeAlias = tuple[Explanation, Call]
 
@@ -58,7 +59,15 @@ def _followed(calls: Sequence[Call]) -> list[Result]:
   assigned = [call for call in calls if call.verb == "assign"]
   if not assigned:
     return []
-  early = [call for call in assigned if call.early]
+  early, idle = ([c for c in assigned if getattr(c, which)] for which in ("early", "idle"))
+  if idle:
+    return [
+      GROUP.failed(
+        FOLLOWED, f"{idle[0].what} is computed only from itself and what no step changes",
+        cause="average of what never changes", place=idle[0].place,
+        remedy="follow the weights that an optimizer updates: 0.99 * slow + 0.01 * trained",
+      )
+    ]  # fmt: skip
   detail = f"{len(assigned)} variables, none follows weights that the step updates afterwards"
   if early:
     first = early[0]
@@ -66,7 +75,7 @@ def _followed(calls: Sequence[Call]) -> list[Result]:
       f"{first.what} ({first.place}) follows {first.early} as it is before the update; if it must "
       "follow the new value, assign after step.update()"
     )
-  return [GROUP.passed("what assignments follow", detail)]
+  return [GROUP.passed(FOLLOWED, detail)]
 
 
 def first_mistake(calls: Sequence[Call]) -> Mistake | None:
