@@ -2,9 +2,9 @@
 
 A loop has in its graph what it has read while it was traced. So a `Watch` keeps what that was:
 
-    with watch.trace(task):          the step is traced
+    with watch.trace(task):             the step is traced
       task.train_step(...)
-    if watch.changes(task): ...      before the next loop: trace it again
+    watch.followed(task, parts, ...)    before the next loop: with what to trace it again
 
 Of the user's own objects, those attributes count that the trace has read, also in objects that it
 finds in them; counters and lists that only the host reads may change. Of Keras's layers, all public
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,12 +23,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from loopwright.aliases import Variable
 from loopwright.errors import ConfigError, shown
 from loopwright.host import lazy_keras
 from loopwright.models import models
 from loopwright.optimizers.adapters import Optimizer
+from loopwright.step_parts import StepParts
+from loopwright.task import Task
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _NUMBERS = (bool, int, float, type(None))  # options of optimizers
@@ -138,6 +142,27 @@ class Watch:
       found.append(f"the model has {len(now)} layers, which were {len(self._layers)}")
     return found[:_SHOWN] + ([f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
 
+  def followed(self, task: Task, parts: StepParts, *, traced: bool) -> StepParts | None:
+    """Returns the parts with which a loop must be traced again, if so, and says why.
+
+    Args:
+      task: the trainer's.
+      parts: likewise.
+      traced: whether the loop was traced before, so that there is something to say.
+
+    Raises:
+      ConfigError: something has changed that cannot be followed.
+    """
+    changes, optimizers = self.changes(task), parts.optimizers.items()
+    if not changes and self.has_traced and type(task).variables_of is Task.variables_of:
+      return None
+    now = frozenset[int]().union(*(_frozen(k, one, task.variables_of(k)) for k, one in optimizers))
+    if now != parts.frozen:
+      changes.append(f"{len(now)} of the optimizers' variables are frozen")
+    if changes and traced:
+      logging.warning("%s: the training loop is traced again", "; ".join(changes))
+    return dataclasses.replace(parts, frozen=now) if changes else None
+
   def _require_followed(self, read: Read, says: str) -> None:
     """Raises ConfigError for an option of an optimizer on which its state or its rule depends."""
     name, now = self._names.get(id(read.holder)), _held(read.holder, read.name)
@@ -148,7 +173,7 @@ class Watch:
       )
 
 
-def frozen(name: str, optimizer: Optimizer, now: Sequence[Variable]) -> frozenset[int]:
+def _frozen(name: str, optimizer: Optimizer, now: Sequence[Variable]) -> frozenset[int]:
   """Returns the ids of an optimizer's variables that are not among those to train now (host).
 
   Raises:

@@ -28,7 +28,6 @@ from loopwright.metrics import (
   checked,
   require_free,
 )
-from loopwright.models import models
 from loopwright.optimizers import updates
 from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
 from loopwright.optimizers.fusion import Fusion, Gradients
@@ -481,8 +480,7 @@ class Step(EvalStep):
     first = len(graph.get_operations()) if graph else 0
     found = fusion.differentiated(tape, total, self.scaling.cast(total.dtype))
     self.record.gradient_dtypes |= operations.dtypes(graph, first) if graph else set()
-    kept = (id(models.raw(variable)) in self.parts.frozen for variable in fusion.originals)
-    return [None if leave else g for g, leave in zip(found, kept, strict=True)]
+    return self.parts.without_frozen(found, fusion)
 
   def _require_one_pass(self, verb: str) -> None:
     """Raises ConfigError where the trainer would divide or compile the forward pass."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import tensorflow as tf
 
 from loopwright import registry
-from loopwright.aliases import Batch, PerReplica, Variable
+from loopwright.aliases import Batch, Gradient, PerReplica, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import operations, randomness
 from loopwright.host import timing
@@ -110,6 +110,11 @@ class StepParts:
       if wanted == [id(models.raw(v)) for v in optimizer.variables]:
         return optimizer.fusion
     return Fusion(variables, enabled=False)
+
+  def without_frozen(self, gradients: Sequence[Gradient], fusion: Fusion) -> list[Gradient]:
+    """Returns gradients of `fusion`, with None for variables that are not trained now."""
+    frozen = (id(models.raw(variable)) in self.frozen for variable in fusion.originals)
+    return [None if leave else g for g, leave in zip(gradients, frozen, strict=True)]
 
   def micro_batches(self, batch: Batch) -> list[Batch]:
     """Splits this replica's part of a batch (replica context)."""

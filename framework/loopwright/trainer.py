@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import tensorflow as tf
-from absl import logging
 
 from loopwright import host_changes, registry, step_record, trainer_checks
 from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
@@ -220,7 +219,9 @@ class Trainer(AbstractTrainer):
 
     `train` calls it; earlier, it restores what a checkpoint has of that state.
     """
-    self._follow_host()
+    trainer_checks.require_used(vars(self), vars(self.parts), Replaced.__annotations__)
+    if parts := self._watch.followed(self.task, self.parts, traced=bool(self.traces)):
+      self._set(parts, self._make_step)
     self._placed()
     if self._examined is self._compiled_loop:
       return
@@ -395,21 +396,6 @@ class Trainer(AbstractTrainer):
     if self._iterator is None or self._read_to != position:  # it is new, restored or behind
       self._iterator, self._read_to = self.make_iterator(), position
     return position
-
-  def _follow_host(self) -> None:
-    """Traces the loop again, and says so, if the host has changed what its trace has read."""
-    trainer_checks.require_used(vars(self), vars(self.parts), Replaced.__annotations__)
-    changes, optimizers = self._watch.changes(self.task), self.parts.optimizers.items()
-    if not changes and self._watch.has_traced and type(self.task).variables_of is Task.variables_of:
-      return
-    now = [host_changes.frozen(k, one, self.task.variables_of(k)) for k, one in optimizers]
-    frozen = frozenset[int]().union(*now)
-    if frozen != self.parts.frozen:
-      changes.append(f"{len(frozen)} of the optimizers' variables are frozen")
-    if changes:
-      if self.traces:
-        logging.warning("%s: the training loop is traced again", "; ".join(changes))
-      self._set(dataclasses.replace(self.parts, frozen=frozen), self._make_step)
 
   def _compiled(self) -> Any:
     return self.loop if self.eager else grappler.Compiled(self.loop)
