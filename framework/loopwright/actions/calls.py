@@ -77,18 +77,19 @@ class Actions(Hook):
     """Raises ConfigError if an action reads an evaluation metric that no evaluation has.
 
     A name that the trace does not have may be one that the task derives: an evaluation tells, of
-    one batch, and of all before a name is refused.
+    one batch, and of all before a name is refused. Under parameter servers the first one tells.
     """
     wanted = [(a, *item) for a in self._actions for item in a.reads().items()]
     names = evaluator.metric_names() if wanted else None
     derives = type(evaluator.task).derived is not Task.derived
-    for batches in (1, -1) if derives or evaluator.eager else ():
+    tries = (derives or evaluator.eager) and evaluator.placement.replays
+    for batches in (1, -1) if tries else ():
       if not {name for *_, name in wanted} <= (names or set()):
         names = None
         with contextlib.suppress(Exception):  # told by the evaluation in training
           names = set(evaluator.evaluate(batches))
     for action, option, name in wanted:
-      if names is not None and name not in names:
+      if names is not None and name not in names and (tries or not derives):
         raise unknown(f"{type(action).__name__}.{option}", name, names)
 
   def begins(self, step: int) -> None:
