@@ -17,6 +17,7 @@ if TYPE_CHECKING:
   from loopwright.actions.base import StopTraining as StopTraining
   from loopwright.actions.best import BestCheckpoint as BestCheckpoint
   from loopwright.actions.best import EarlyStopping as EarlyStopping
+  from loopwright.actions.keras_callback import KerasCallback as KerasCallback
   from loopwright.actions.show import Show as Show
   from loopwright.aliases import Batch as Batch
   from loopwright.configurables import register as register

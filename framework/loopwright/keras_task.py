@@ -30,7 +30,7 @@ from loopwright.strategies import placement
 from loopwright.task import Task
 
 _PLACES = {
-  "callbacks": "run(actions=...) has what callbacks do (docs/actions.md)",
+  "callbacks": "run(actions=[lw.KerasCallback(callback=...)]), or what docs/actions.md has for it",
   "batch_size": "set run(global_batch_size=...)",
   "epochs": "set run(train_steps=...), in steps",
   "shuffle": "set run(shuffle=...)",

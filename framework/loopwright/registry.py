@@ -41,6 +41,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
   "public": {
     "loopwright.actions.base": "Action Run StopTraining",
     "loopwright.actions.best": "BestCheckpoint EarlyStopping",
+    "loopwright.actions.keras_callback": "KerasCallback",
     "loopwright.actions.show": "Show",
     "loopwright.aliases": "Batch",
     "loopwright.configurables": "register",
@@ -166,6 +167,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
   },
   "action": {
     "loopwright.actions.best": "BestCheckpoint EarlyStopping",
+    "loopwright.actions.keras_callback": "KerasCallback",
     "loopwright.actions.model_flops": "ModelFlops",
     "loopwright.actions.noise_scale": "NoiseScale",
     "loopwright.actions.profiling": "Profile",

@@ -1,0 +1,163 @@
+"""Keras callbacks in a run: what they get and change, beside `fit`; over a restart."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import runs
+import toys
+
+from loopwright import Action, ArraySource, ConfigError, KerasCallback
+from loopwright.running import run
+from loopwright.strategies import factories
+
+RNG = np.random.default_rng(1)
+X = RNG.normal(size=[12, 2]).astype(np.float32)
+Y = (X @ [1.5, -2.0] + RNG.normal(0, 0.4, 12)).astype(np.float32)
+BATCH, EPOCHS, RATE = 4, 6, 0.35
+PER_EPOCH = len(X) // BATCH
+
+
+class Line(toys.Regression):
+  """y = x @ kernel, evaluated on the same rows in another scale, where it gets worse."""
+
+  def build_model(self):
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    return keras.Sequential([keras.Input([2]), dense])
+
+  def source(self, split):
+    scale = 1.0 if split == "train" else -1.0
+    return ArraySource(features={"x": X, "y": Y * scale})
+
+
+class Noted(keras.callbacks.Callback):
+  """Notes every hook that a run honours; stops after `most` epochs."""
+
+  def __init__(self, most=None):
+    super().__init__()
+    self.notes, self.most = [], most
+
+  def on_train_begin(self, logs=None):
+    self.notes.append("begin")
+
+  def on_epoch_begin(self, epoch, logs=None):
+    self.notes.append(f"epoch {epoch}")
+
+  def on_train_batch_end(self, batch, logs=None):
+    self.notes.append([batch, logs["loss"]])
+
+  def on_epoch_end(self, epoch, logs=None):
+    self.notes.append([epoch, logs["loss"], logs["val_loss"]])
+    self.model.stop_training = self.most == epoch + 1
+
+  def on_train_end(self, logs=None):
+    self.notes.append("end")
+
+
+def plateau():
+  return keras.callbacks.ReduceLROnPlateau(
+    monitor="val_loss", mode="min", factor=0.5, patience=1, min_delta=0.05
+  )
+
+
+def start(folder, *callbacks, epochs=EPOCHS, replicas=1, actions=(), **options):
+  several = functools.partial(factories.mirrored, cpu_replicas=replicas)
+  return run(
+    task=Line, train_steps=epochs * PER_EPOCH, global_batch_size=BATCH, mode="train_and_evaluate",
+    model_dir=str(folder), strategy=several if replicas > 1 else factories.default, shuffle=False,
+    eval_every_steps=PER_EPOCH, steps_per_loop=PER_EPOCH, checkpoint_every_steps=PER_EPOCH,
+    optimizer=lambda: keras.optimizers.SGD(RATE, momentum=0.9),
+    actions=[*(KerasCallback(callback=each) for each in callbacks), *actions], **options,
+  )  # fmt: skip
+
+
+class Weights(Action):
+  """Keeps the kernel and the rate after each evaluation."""
+
+  on = "eval"
+
+  def __init__(self):
+    self.seen = []
+
+  def __call__(self, output):
+    [kernel] = runs.values(self.run.task.model)
+    rate = self.run.trainer.parts.optimizers["default"].optimizer.learning_rate
+    self.seen.append((kernel[:, 0], float(rate.numpy())))
+
+
+def fitted():
+  """The kernel and the rate after each epoch of `fit` with the same callback."""
+  model, seen = Line().build_model(), []
+  model.compile(keras.optimizers.SGD(RATE, momentum=0.9), "mse")
+  note = keras.callbacks.LambdaCallback(
+    on_epoch_end=lambda epoch, logs: seen.append(
+      (model.get_weights()[0][:, 0], float(model.optimizer.learning_rate.numpy()))
+    )
+  )
+  model.fit(
+    X, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, validation_data=(X, -Y),
+    callbacks=[plateau(), note],
+  )  # fmt: skip
+  return seen
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_plateau_lowers_the_rate_as_in_fit(tmp_path, replicas):
+  weights = Weights()
+  start(tmp_path / "run", plateau(), replicas=replicas, actions=[weights])
+  expected = fitted()
+  assert len({rate for _, rate in expected}) > 2
+  for (kernel, rate), (wanted, of_fit) in zip(weights.seen, expected, strict=True):
+    np.testing.assert_allclose(kernel, wanted, rtol=1e-5)
+    assert rate == pytest.approx(of_fit)
+
+
+def test_its_state_survives_a_restart(tmp_path):
+  whole, second = Weights(), Weights()
+  start(tmp_path / "whole", plateau(), actions=[whole])
+  start(tmp_path / "parts", plateau(), epochs=3)
+  start(tmp_path / "parts", plateau(), actions=[second])
+  # The checkpoint is from before its evaluation, which comes again.
+  for (kernel, rate), (other, again) in zip(whole.seen[2:], second.seen, strict=True):
+    np.testing.assert_array_equal(kernel, other)
+    assert rate == again
+
+
+def test_hooks_come_in_order_with_the_values_of_the_log(tmp_path):
+  noted = Noted(most=2)
+  start(tmp_path, noted)
+  losses = [record["loss"] for record in runs.records(tmp_path, "train")]
+  held_out = [record["loss"] for record in runs.records(tmp_path, "eval")]
+  assert noted.notes == [
+    *("begin", "epoch 0", [2, losses[0]], [0, losses[0], held_out[0]]),
+    *("epoch 1", [5, losses[1]], [1, losses[1], held_out[1]], "end"),
+  ]
+
+
+class TooEarly(keras.callbacks.Callback):
+  """Wants to be called before each batch."""
+
+  def on_train_batch_begin(self, batch, logs=None):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+  ("callback", "line"),
+  [
+    (lambda: 3, "callback is a int; it must be a keras.callbacks.Callback"),
+    (
+      TooEarly,
+      r"TooEarly defines on_train_batch_begin, which a compiled loop .*; a run calls",
+    ),
+    (lambda: keras.callbacks.EarlyStopping(), r"needs fit; here it is @EarlyStopping\(\)"),
+    (lambda: keras.callbacks.BackupAndRestore("x"), "here it is nothing, as each run goes on"),
+    (
+      lambda: keras.callbacks.LambdaCallback(on_train_batch_begin=print),
+      "LambdaCallback defines on_train_batch_begin",
+    ),
+  ],
+)
+def test_what_cannot_be_honoured_is_one_line(callback, line):
+  with pytest.raises(ConfigError, match=line):
+    KerasCallback(callback=callback())
