@@ -33,6 +33,7 @@ from loopwright.trainer import Trainer
 
 _LOOPS = ("steps_per_loop", "eval_every_steps", "checkpoint_every_steps")
 """Where loops end, which matters to an action that changes what is learned."""
+_JIT = "Trainer.jit_compile"
 _SHOWN = 3
 _UNSET = "(unset)"
 _MACRO = re.compile(r"%([\w./-]+)")
@@ -150,6 +151,8 @@ def changes(model_dir: str, part: str, values: Values) -> list[Change]:
   values = {name: modules.current(value) for name, value in _without_macros(values).items()}
   names = [n for n in {*values, *before} if not redaction.same(before.get(n), values.get(n))]
   in_both = values.keys() & before.keys()
+  if (before.get(_JIT), values.get(_JIT)) == ("False", "'auto'"):
+    names.remove(_JIT)  # False was the default
   if part == "data":
     names = [name for name in names if name in in_both]
   elif "in_use" not in record:  # of a version that compared less

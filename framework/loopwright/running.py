@@ -135,6 +135,12 @@ class Options(Gpus, Numerics, Hangs, Evaluation, BatchSize, Cadence, Job):
     "loopwright/actions/base.py.",
     free("they begin there; asked are the options of one that changes what is learned"),
   ] = ()
+  compile_cache: Annotated[
+    str | None,
+    "the folder in which XLA's programs are kept, so that the next start compiles nothing; 'auto': "
+    "loopwright/xla in the user's cache folder on a machine with GPUs, else none; None keeps none.",
+    free("keeps them there"),
+  ] = "auto"
   ledger: Annotated[
     bool,
     "record the examples of each step, in training modes; `python -m loopwright.tools.ledger "
@@ -164,6 +170,9 @@ def run(given: Options) -> dict[str, float]:
   flight, mode = Flight(), given.mode
   place, training = _place(given.model_dir, mode), mode in TRAINING_MODES
   warm_start = given.warm_start if training else None
+  cache = None
+  if training and (given.compile_cache != "auto" or nvidia.installed()):
+    cache = registry.load("part", "compile_cache")(given.compile_cache, vars(given.part(Numerics)))
   set_globals(given.part(Numerics), given.part(Gpus))
   clusters.declare(_facts(given) | _initial_weights(warm_start, place))
   flight.note("setup")
@@ -214,6 +223,7 @@ def run(given: Options) -> dict[str, float]:
       trainer=trainer, evaluator=evaluator, place=at, cadence=given.part(Cadence), assets=learned,
       keep_checkpoints=given.keep_checkpoints, hangs=given.part(Hangs),
       actions=given.actions if training else (), start=start if training else None, flight=flight,
+      hooks=[cache] if cache else (),
     )  # fmt: skip
     session.restore(checkpoint)
     notes = start.read_back(trainer) if training else ()

@@ -15,7 +15,7 @@ from loopwright.actions.base import Action
 from loopwright.errors import ConfigError, Preempted
 from loopwright.evaluator import Evaluator
 from loopwright.flight import Flight
-from loopwright.hooks import Hooks, StopTraining
+from loopwright.hooks import Hook, Hooks, StopTraining
 from loopwright.host import files
 from loopwright.loop import Loop
 from loopwright.modes import TRAINING_MODES, Mode
@@ -53,6 +53,7 @@ class Session:
     assets: str = "",
     start: Start | None = None,
     flight: Flight | None = None,
+    hooks: Sequence[Hook] = (),
   ) -> None:
     """Assembles the run; restores nothing (host).
 
@@ -67,6 +68,7 @@ class Session:
       assets: the digest of the task's assets.
       start: recorded before the first save: a process that fails before has changed nothing.
       flight: where the time goes.
+      hooks: others that go along.
     """
     self.trainer, self.evaluator, self.cluster = trainer, evaluator, trainer.cluster
     self._place, self._cadence, self._hangs, self._status = place, cadence, hangs, "done"
@@ -90,7 +92,7 @@ class Session:
       cluster=self.cluster, progress=self._reports.progress, goes_on=self._flight.goes_on,
       saving=self._saving,
     )  # fmt: skip
-    always = (self._reports, self._saving, self._stopping, self._flight)
+    always = (*hooks, self._reports, self._saving, self._stopping, self._flight)
     self._hooks = Hooks([self._actions, *always] if self._actions else always)
     self._loop = Loop(trainer=trainer, evaluator=evaluator, cadence=cadence, hooks=self._hooks)
     if self._actions is not None:

@@ -53,6 +53,7 @@ class Start:
     self.config = {**values(options, free(options)), SIZE: str(global_batch_size)}
     self._data: Mapping[str, str] = {}
     self._in_use: Mapping[str, str] = {}
+    self._trainer: Trainer | None = None
     self._began: initial_values.Values | None = None
     self._recorded = False
 
@@ -93,7 +94,7 @@ class Start:
     for name, (mixture, ratio) in mixtures(trainer.source() if trainer.source else None).items():
       self._require_shares(name, mixture, position * ratio)
       mixture.require_enough((position + steps * trainer.global_batch_size) * ratio)
-    self._in_use = in_use(trainer)
+    self._in_use, self._trainer = in_use(trainer), trainer
     optimizers = trainer.parts.optimizers.values()
     return [line for each in optimizers if (line := each.moved_rate())]
 
@@ -105,6 +106,8 @@ class Start:
     if self._recorded:
       return
     self._recorded = True
+    compiled = self._trainer.compiled if self._trainer else ""
+    self._in_use = {**self._in_use, **({"compiled by XLA": compiled} if compiled else {})}
     history.append(
       self._model_dir, start=self.name, step=step, task=self._task, config=self.config,
       data=self._data, in_use=self._in_use, began=self._began,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
 
 from loopwright.aliases import Batch, Gradient, PerReplica, TensorLike, Variable
 from loopwright.errors import ConfigError, unknown
 from loopwright.eval_step import EvalStep
-from loopwright.graphs import branches, operations, randomness
+from loopwright.graphs import branches, operations, randomness, xla
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.metrics import (
   REPORTED,
@@ -34,6 +34,7 @@ from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.step_parts import Draws, Scaling, StepParts, Trace
 from loopwright.step_parts import replica_id as replica_id
 
+T = TypeVar("T")
 LossFn: TypeAlias = Callable[[Batch], Loss]
 StepFactory: TypeAlias = "Callable[[StepParts], Step]"
 
@@ -54,7 +55,7 @@ class Step(EvalStep):
     """Starts a step; the Trainer makes one per trace of the step."""
     super().__init__(parts.reduction, number=parts.step_number())
     self.parts = parts
-    self._traced = Trace()
+    self._traced, self._gathers_at = Trace(), ""
     self.draws = Draws(parts.key)
     self.scaling = Scaling(parts.loss_scale, parts.global_batch_size)
     self._observers = [observer.of_replica() for observer in parts.observers]
@@ -93,11 +94,14 @@ class Step(EvalStep):
     Raises:
       ConfigError: the shape is not static, or XLA compiles the pass on several replicas.
     """
-    if self.parts.jit_compile and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+    if self.parts.jit_compile is True and tf.distribute.get_strategy().num_replicas_in_sync > 1:
       raise ConfigError(
         "received Trainer.jit_compile=True, but step.all_gather() communicates inside the forward "
         "pass, which XLA compiles for a single replica; use jit_compile=False."
       )
+    if self.parts.jit_compile:
+      tensor = tf.identity(tensor)
+      self._gathers_at = xla.place(tensor.op)
     return super().all_gather(tensor)
 
   def update(
@@ -225,8 +229,7 @@ class Step(EvalStep):
       missing[:] = [g is None for g in gradients]
       return fusion.pack(gradients), loss, logged
 
-    xla = tf.function(compute, jit_compile=True, autograph=False)
-    pieces, loss, logged = (xla if self.parts.jit_compile else compute)(batch)
+    pieces, loss, logged = self._compiled_pass(functools.partial(compute, batch))
     self.log(logged)
     return Gradients(fusion, pieces, missing), loss
 
@@ -482,13 +485,25 @@ class Step(EvalStep):
     self.record.gradient_dtypes |= operations.dtypes(graph, first) if graph else set()
     return self.parts.without_frozen(found, fusion)
 
+  def _compiled_pass(self, compute: Callable[[], T]) -> T:
+    """Returns `compute()`, by XLA if `jit_compile` says so and, with "auto", if it can."""
+    begun, part = self.draws.before, "forward and backward pass"
+    try:
+      return self.parts.program(part, compute, must=True)()
+    except RuntimeError as error:  # as in branches.computed_if
+      if "merge_call" not in str(error) or self.parts.jit_compile != "auto":
+        raise
+      self.parts.left_out[part] = f"the replicas communicate in it{self._gathers_at}"
+    self.draws.before = begun
+    return compute()
+
   def _require_one_pass(self, verb: str) -> None:
     """Raises ConfigError where the trainer would divide or compile the forward pass."""
-    for name, neutral in (("accumulation_steps", 1), ("jit_compile", False)):
-      if (given := getattr(self.parts, name)) != neutral:
+    for name, neutral in (("accumulation_steps", [1]), ("jit_compile", [False, "auto"])):
+      if (given := getattr(self.parts, name)) not in neutral:
         raise ConfigError(
           f"received Trainer.{name}={given}, but the pass of {verb} runs as it is written, once; "
-          f"use {name}={neutral}, or step.gradients(), which takes the loss as a function."
+          f"use {name}={neutral[0]}, or step.gradients(), which takes the loss as a function."
         )
 
   def _computed_when(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import tensorflow as tf
 
 from loopwright import registry
 from loopwright.aliases import Batch, Gradient, PerReplica, Variable
 from loopwright.errors import ConfigError
-from loopwright.graphs import operations, randomness
+from loopwright.graphs import operations, randomness, xla
 from loopwright.host import timing
 from loopwright.metrics import Weighted
 from loopwright.models import models
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
   from loopwright.optimizers.ema import Ema
 
 T = TypeVar("T")
+JitCompile: TypeAlias = bool | Literal["auto"]
+"""Whether XLA compiles; "auto": what it can."""
 
 
 def replica_id() -> tf.Tensor:
@@ -48,7 +50,8 @@ class StepParts:
   clip_norm: float | None = None
   clip_value: float | None = None
   accumulation_steps: int = 1
-  jit_compile: bool = False
+  jit_compile: JitCompile = False
+  left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # of `program`: part -> why
   padded: tuple[str, str] | None = None  # if batches have rows without an example: why, a remedy
   ema: Ema | None = None
   replica_id: Callable[[], tf.Tensor] = replica_id
@@ -65,13 +68,30 @@ class StepParts:
   @property
   def compiles_updates(self) -> bool:
     """Whether XLA compiles what follows the reduction too: on GPUs that saves launches."""
-    return self.jit_compile and placement.here().on_gpus
+    compiles = bool(self.jit_compile) and placement.here().on_gpus
+    if compiles:
+      self.left_out["mean, check and update"] = ""
+    return compiles
 
   def compiled(self, function: Callable[[], T]) -> Callable[[], T]:
     """Returns a part of what follows the reduction, compiled where `compiles_updates`."""
-    if not self.compiles_updates:
+    return xla.program(function) if self.compiles_updates else function
+
+  def program(self, part: str, function: Callable[[], T], *, must: bool = False) -> Callable[[], T]:
+    """Returns a part of the step as one program, where XLA can; `left_out` has the others.
+
+    Args:
+      part: what it is.
+      function: without arguments; traced once.
+      must: with jit_compile=True, what XLA cannot compile is an error.
+    """
+    if not self.jit_compile:
       return function
-    return tf.function(function, jit_compile=True, autograph=False)
+    if must and self.jit_compile is True:
+      self.left_out[part] = ""
+      return xla.program(function)
+    made, self.left_out[part] = xla.if_possible(function, kind=placement.here().device_kind)
+    return made
 
   def saved(self) -> dict[str, Any]:
     """Returns name -> object: what a checkpoint has of them (host)."""
@@ -146,7 +166,7 @@ class Replaced(TypedDict, total=False):
   clip_norm: float | None
   clip_value: float | None
   accumulation_steps: int
-  jit_compile: bool
+  jit_compile: JitCompile
   padded: tuple[str, str] | None
   ema: Ema | None
   replica_id: Callable[[], tf.Tensor]

@@ -14,11 +14,11 @@ from typing import Annotated, Any
 
 import tensorflow as tf
 
-from loopwright import host_changes, registry, step_record, trainer_checks
+from loopwright import failures, host_changes, registry, step_record, trainer_checks
 from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
 from loopwright.counters import Counters
 from loopwright.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
-from loopwright.graphs import grappler
+from loopwright.graphs import grappler, xla
 from loopwright.host import timing
 from loopwright.inputs import datasets, plan
 from loopwright.metrics.sums import MetricSums
@@ -30,7 +30,14 @@ from loopwright.optimizers import adapters
 from loopwright.optimizers.loss_scale import LossScaleFactory, dynamic, usual_loss_scale
 from loopwright.optimizers.schedule import EmaDecay
 from loopwright.step import Step, StepFactory
-from loopwright.step_parts import InputWait, Replaced, StepNumbers, StepParts, replica_id
+from loopwright.step_parts import (
+  InputWait,
+  JitCompile,
+  Replaced,
+  StepNumbers,
+  StepParts,
+  replica_id,
+)
 from loopwright.strategies import placement
 from loopwright.strategies.reduction import Reduction
 from loopwright.task import Task, derived_metrics
@@ -76,7 +83,7 @@ class Trainer(AbstractTrainer):
     fuse_updates: Annotated[bool, _FITS_LAYOUT] = True,
     shard_optimizer_state: Annotated[bool, _COMPUTES] = False,
     recompute: Annotated[Sequence[str], _COMPUTES] = (),
-    jit_compile: Annotated[bool, _COMPUTES] = False,
+    jit_compile: Annotated[JitCompile, _COMPUTES] = "auto",
     eager: Annotated[bool, Instead("set run.eager")] = False,
     seed: Annotated[int, Instead("set run.seed")] = 0,
     observers: Annotated[Sequence[Observer], Instead("set run.ledger or run.actions")] = (),
@@ -105,7 +112,8 @@ class Trainer(AbstractTrainer):
         For optimizers that treat all elements alike, on several replicas of a mirrored strategy.
       recompute: patterns for the names of Keras layers whose activations the backward pass computes
         again, to save memory, such as `block_.*`; see `loopwright.recompute`.
-      jit_compile: XLA compiles each replica's passes; on GPUs mean, check and update besides.
+      jit_compile: XLA compiles the step: on one replica as one program, if it can, else each
+        replica's passes, and on GPUs mean, check and update. "auto": on GPUs, what it can.
       eager: use no tf.function: print and breakpoints in a task see every step.
       seed: for dropout and other random layers, combined with step and replica.
       observers: see loopwright/observers.py.
@@ -116,8 +124,10 @@ class Trainer(AbstractTrainer):
     """
     super().__init__()
     self.placement = placement.of(strategy)
+    if jit_compile == "auto" and (eager or not self.placement.compiles):
+      jit_compile = False
     self.placement.require_options(
-      jit_compile=jit_compile, shard_optimizer_state=shard_optimizer_state, eager=eager
+      jit_compile=bool(jit_compile), shard_optimizer_state=shard_optimizer_state, eager=eager
     )
     self._check_strategy(strategy)
     trainer_checks.check_options(clip_norm, clip_value, accumulation_steps, eager, jit_compile)
@@ -280,10 +290,17 @@ class Trainer(AbstractTrainer):
     batch, input_wait_s = self.next_batch(iterator)
     for observer in self.parts.observers:
       observer.batch_taken(batch, self.global_step.read_value())
-    with self._watch.trace(self.task):
-      outcome = self.strategy.run(self.replica_step, args=(batch, input_wait_s, step))
-    first = self.strategy.experimental_local_results
-    return self.finish_step(*(first(flag)[0] for flag in outcome))
+
+    def rest() -> tf.Tensor:
+      with self._watch.trace(self.task):
+        outcome = self.strategy.run(self.replica_step, args=(batch, input_wait_s, step))
+      first = self.strategy.experimental_local_results
+      return self.finish_step(*(first(flag)[0] for flag in outcome))
+
+    alone = self.strategy.num_replicas_in_sync == 1  # else the replicas communicate
+    stands = (self.parts.program("step", rest) if alone else rest)()
+    self._checks.say_compiled(self.compiled)
+    return stands
 
   def replica_step(
     self, batch: Batch, input_wait_s: tf.Tensor, number: tf.Tensor | None = None
@@ -364,6 +381,11 @@ class Trainer(AbstractTrainer):
     self._iterator = None
 
   @property
+  def compiled(self) -> str:
+    """What XLA compiles of the step, once it has been traced, and what it cannot; else ""."""
+    return xla.told(self.parts.left_out) if self.parts.jit_compile else ""
+
+  @property
   def traces(self) -> int:
     """The number of traces of the loop; 0 in eager mode."""
     return 0 if self.eager else self._compiled_loop.experimental_get_tracing_count()
@@ -406,6 +428,19 @@ class Trainer(AbstractTrainer):
     self.skipped_steps, self.nonfinite_step = made.skipped_steps, made.nonfinite_step
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
+    try:
+      self._run_loops(num_steps)
+    except tf.errors.OpError as error:
+      whole = self.parts.jit_compile == "auto" and self.compiled == xla.WHOLE
+      if not (whole and xla.refuses(error)):
+        raise
+      # Nothing of the first step has run but the read of its batch.
+      logging.info("XLA compiles nothing: %s", failures.failure(error))
+      self.use(jit_compile=False)
+      self._iterator = self.make_iterator()
+      self._run_loops(num_steps)
+
+  def _run_loops(self, num_steps: tf.Tensor) -> None:
     end = int(self.global_step.numpy()) if may_undo(self.parts.observers) else 0
     for iterator, steps in datasets.runs(self._iterator, num_steps):
       self._compiled_loop(iterator, steps)

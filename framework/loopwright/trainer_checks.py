@@ -13,6 +13,7 @@ from loopwright.errors import ConfigError, require_integer
 from loopwright.metrics.sums import MetricSums
 from loopwright.models import models
 from loopwright.optimizers.adapters import prefix
+from loopwright.step_parts import JitCompile
 
 
 def check_options(
@@ -20,7 +21,7 @@ def check_options(
   clip_value: float | None,
   accumulation_steps: int,
   eager: bool,
-  jit_compile: bool,
+  jit_compile: JitCompile,
 ) -> None:
   """Raises ConfigError: a value is out of range, or two options contradict."""
   if clip_norm is not None and clip_value is not None:
@@ -107,7 +108,13 @@ class LoopChecks:
 
   def __init__(self) -> None:
     self.traces = 1
-    self.weight_seen = False
+    self.weight_seen, self._compiled = False, ""
+
+  def say_compiled(self, compiled: str) -> None:
+    """Logs what XLA compiles, once."""
+    if compiled not in ("", self._compiled):
+      self._compiled = compiled
+      logging.info("XLA compiles %s", compiled)
 
   def warn_of_retracing(self, traces: int) -> None:
     """Warns if the loop was traced again: `traces` times so far."""

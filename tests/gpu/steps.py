@@ -38,7 +38,7 @@ def measured(config, precision, gpus, xla=None):
   """Returns name -> what is measured of a case."""
   import tensorflow as tf
 
-  trainer = made(config, precision, int(gpus), jit_compile=xla is not None)
+  trainer = made(config, precision, int(gpus), jit_compile="auto" if xla is None else xla == "xla")
   names = [f"GPU:{number}" for number in range(int(gpus))]
   held = [tf.config.experimental.get_memory_info(name)["current"] for name in names]
   trainer._iterator = trainer.make_iterator()
@@ -65,7 +65,7 @@ def counted(run):
   return {name: number for name, number in sorted(each.items()) if number}
 
 
-def made(config, precision, gpus, *, jit_compile=False):
+def made(config, precision, gpus, *, jit_compile="auto"):
   """Returns a trainer of a shipped config, with small data, on so many GPUs."""
   import config_data
 

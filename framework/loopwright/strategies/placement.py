@@ -79,6 +79,16 @@ class Placement:
     return any("GPU" in name for name in self.devices)
 
   @property
+  def compiles(self) -> bool:
+    """Whether XLA compiles what it can of a step, if nothing else is asked: on GPUs it wins."""
+    return self.on_gpus and "jit_compile" not in self.refused
+
+  @property
+  def device_kind(self) -> str:
+    """Of its replicas' devices: "GPU" or "CPU"."""
+    return "GPU" if any("GPU" in name for name in self.devices) else "CPU"
+
+  @property
   def memory(self) -> dict[str, float]:
     """Returns "gpu_memory_mib": the most that a GPU of this process has used so far; else {}."""
     if not any("GPU" in name for name in self.devices):

@@ -367,6 +367,7 @@ def _strategy_name() -> str:
 def _described(own: Contender) -> str:
   strategy, devices = own.trainer.placement.name, own.trainer.placement.devices
   where = f"{strategy} on {', '.join(devices)}" if devices else strategy
+  where += f"; XLA compiles {compiled}" if (compiled := own.trainer.compiled) else ""
   return (
     f"original config: {1e3 * own.step_s:.3g} ms a step, with {1e3 * own.input_s:.3g} ms of "
     f"waiting for input; first step after {own.start_s:.1f} s ({where})\n"

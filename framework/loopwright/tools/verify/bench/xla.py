@@ -5,18 +5,17 @@ It compiles for the CPU; operations without an XLA kernel there mostly have none
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import kernels
 
 from loopwright import configurables
 from loopwright.errors import ConfigError
 from loopwright.graphs import operations as graphs
+from loopwright.graphs import xla
 from loopwright.tools.verify.bench import bench, shared_noise, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.report import Group, Result
@@ -25,9 +24,6 @@ NAME = "XLA-clean"
 TOLERANCE = {"float32": 1e-3}
 """Of the update, by precision; XLA keeps half-precision intermediate results in float32."""
 _HALF = 5e-2
-_DEVICE = "XLA_CPU_JIT"
-DYNAMIC = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2")
-"""Operations to which XLA gives the largest possible shape; some devices reject them."""
 _UNSUPPORTED = re.compile(r"(\w+) \(No registered '\w+' OpKernel")
 _NODE = re.compile(r"\{\{node ([\w/.]+)\}\}")
 
@@ -79,7 +75,7 @@ def _compared(
       place=source_lines.mention(compiled.task, "gather", "stateless_", "def forward"),
     )  # fmt: skip
   dynamic = sorted(
-    {f"{op.type} ({place})" for op in _operations(compiled, batch) if op.type in DYNAMIC
+    {f"{op.type} ({place})" for op in _operations(compiled, batch) if op.type in xla.DYNAMIC
      and (place := source_lines.of_operation(op, compiled.task))}
   )  # fmt: skip
   note = f"; with shapes that depend on values: {', '.join(dynamic)}" if dynamic else ""
@@ -129,16 +125,7 @@ def _apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
 
 
 def _operations(here: Bench, batch: Rows) -> list[tf.Operation]:
-  return [op for inner in _compiled_graphs(here.graph(batch)) for op in graphs.operations(inner)]
-
-
-def _compiled_graphs(graph: tf.Graph) -> Iterator[Any]:
-  for operation in graphs.operations(graph):
-    with contextlib.suppress(ValueError):  # the attribute is missing
-      if operation.get_attr("_XlaMustCompile"):
-        for name in graphs.function_names(operation):
-          if inner := graphs.function_of(operation.graph, name):
-            yield inner
+  return [op for inner in xla.programs(here.graph(batch)) for op in graphs.operations(inner)]
 
 
 def _offending(here: Bench, batch: Rows, error: str) -> list[tuple[str, str]]:
@@ -148,18 +135,11 @@ def _offending(here: Bench, batch: Rows, error: str) -> list[tuple[str, str]]:
   blamed: dict[tuple[str, str], None] = {}
   for operation in _operations(here, batch):
     told = operation.type, source_lines.of_operation(operation, here.task)
-    if operation.type in named or (named and _lacks_kernel(operation.type)):
+    if operation.type in named or (named and xla.lacks_kernel(operation)):
       found[told] = None
     elif operation.name in nodes:
       blamed[told] = None
   return list(found or blamed) or [(_useful_line(error), "")]
-
-
-def _lacks_kernel(kind: str) -> bool:
-  if kind == "Placeholder":  # an argument, which needs no kernel
-    return False
-  devices = {k.device_type for k in kernels.get_registered_kernels_for_op(kind).kernel}
-  return "CPU" in devices and _DEVICE not in devices
 
 
 def _useful_line(error: str) -> str:

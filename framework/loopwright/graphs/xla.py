@@ -1,0 +1,135 @@
+"""Parts of a traced step as programs of XLA, and what XLA cannot compile, found in their traces.
+
+A part is traced once. If XLA has each of its operations, it becomes one program, with the parts
+inside it; else it runs as TensorFlow does, and the parts inside it are programs of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tensorflow as tf
+from tensorflow.python.framework import kernels
+
+from loopwright import errors
+from loopwright.graphs import operations as graphs
+
+T = TypeVar("T")
+DYNAMIC = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2")
+"""Operations to which XLA gives the largest possible shape; some devices reject them."""
+_STATEFUL_DRAWS = ("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+  "RandomShuffle", "Multinomial")  # fmt: skip
+"""Operations that XLA has, but with other numbers in each process, whatever the seed."""
+WHOLE = "the step as one program"
+_ALWAYS = "Const"
+_ARGUMENTS = ("Placeholder", "_Arg", "_Retval", "NoOp")
+
+
+def program(function: Callable[[], T]) -> Callable[[], T]:
+  """Returns a function without arguments as one program, whatever it does (under trace)."""
+  return tf.function(function, jit_compile=True, autograph=False)
+
+
+def if_possible(function: Callable[[], T], *, kind: str) -> tuple[Callable[[], T], str]:
+  """Returns a function without arguments as one program, and "" (under trace).
+
+  If XLA cannot compile it, returns the function as it is, traced, and why not; see `obstacle`.
+
+  Args:
+    kind: of its device, "GPU" or "CPU".
+  """
+  traced = tf.function(function, autograph=False).get_concrete_function()
+  if why := obstacle(traced.graph, kind=kind):
+    return traced, why
+  return program(lambda: traced()), ""
+
+
+def obstacle(graph: tf.Graph, *, kind: str) -> str:
+  """Returns what of a traced function XLA cannot compile, with its place in the user's code.
+
+  Returns:
+    Such as "PyFunc (mine.py:31, in loss)"; "" if there is nothing.
+  """
+  for operation in graphs.operations(graph):
+    if operation.type in (*DYNAMIC, *_STATEFUL_DRAWS) or lacks_kernel(operation, kind=kind):
+      return f"{operation.type}{place(operation)}"
+  away = {device for device in _devices(graph) if device != kind}
+  return f"a variable on a {away.pop()}" if away else ""
+
+
+def lacks_kernel(operation: tf.Operation, *, kind: str = "CPU") -> bool:
+  """Whether XLA cannot compile an operation, with the types that it has."""
+  if operation.type in _ARGUMENTS:
+    return False
+  return not any(_fits(each, operation) for each in _kernels(operation.type, f"XLA_{kind}_JIT"))
+
+
+@functools.cache
+def _kernels(operation: str, device: str) -> list[Any]:
+  """Returns the constraints of the types of each kernel that XLA has for an operation."""
+  if operation != _ALWAYS and not _kernels(_ALWAYS, device):  # they come with the first function
+    with tf.init_scope():
+      tf.function(lambda: tf.constant(0))()
+    _kernels.cache_clear()
+  found = kernels.get_registered_kernels_for_op(operation).kernel
+  return [each.constraint for each in found if each.device_type == device]
+
+
+def _devices(graph: Any) -> set[str]:
+  """Returns the kinds of devices of the variables that a traced function uses."""
+  handles = [outside for outside, _ in graph.captures if outside.dtype == tf.resource]
+  found = set()
+  for handle in handles:
+    while tf.is_symbolic_tensor(handle):
+      around = {id(inside): outside for outside, inside in getattr(handle.graph, "captures", ())}
+      if (outside := around.get(id(handle))) is None:
+        break  # an argument
+      handle = outside
+    else:
+      found.add(tf.DeviceSpec.from_string(handle.device).device_type)
+  return found
+
+
+def _fits(constraints: Any, operation: tf.Operation) -> bool:
+  """Whether the types of an operation are those that a kernel is for."""
+  for each in constraints:
+    given = operation.get_attr(each.name)
+    of = given if isinstance(given, list) else [given]
+    allowed = each.allowed_values.list.type
+    if allowed and any(isinstance(t, tf.DType) and t.as_datatype_enum not in allowed for t in of):
+      return False
+  return True
+
+
+def programs(graph: tf.Graph) -> Iterator[Any]:
+  """Yields the graphs of the functions that XLA must compile, from a traced function."""
+  for operation in graphs.operations(graph):
+    if operation.node_def.attr["_XlaMustCompile"].b:
+      for name in graphs.function_names(operation):
+        if inner := graphs.function_of(operation.graph, name):
+          yield inner
+
+
+def refuses(error: Exception) -> bool:
+  """Whether a program could not be made, so that nothing of it has run: see `obstacle`."""
+  return "tf2xla conversion failed" in str(error) or "XLA compilation requires" in str(error)
+
+
+def told(parts: Mapping[str, str]) -> str:
+  """Returns a text of what is compiled; `parts` are what was to be, and why each is not, or ""."""
+  if parts.get("step") == "":
+    return WHOLE
+  done = ", ".join(f"the {part}" for part, why in parts.items() if not why) or "nothing"
+  whys = {why: part for part, why in [*parts.items()][::-1] if why}  # the innermost of each
+  return done + "".join(f"; not the {part}: {why}" for why, part in whys.items())
+
+
+def place(operation: tf.Operation) -> str:
+  """Returns where the user's code made an operation, such as " (mine.py:31, in loss)"; or ""."""
+  for frame in reversed(operation.traceback or ()):
+    if errors.is_the_users(frame.filename):
+      return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+  return ""

@@ -1,0 +1,114 @@
+"""What XLA has compiled is kept for the next process, if only this user can have written it."""
+
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+
+from loopwright import compile_cache
+
+NAME, CONTENT = "xla_compile_cache__1__2__XLA_GPU_JIT.pb", b"machine code"
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+  """Opens the cache as a new process does; returns it, or None, and TensorFlow's folder."""
+
+  def opened(settings=()):
+    monkeypatch.setenv("TF_XLA_FLAGS", "")
+    compile_cache._work.cache_clear()
+    cache = compile_cache.opened(str(tmp_path / "cache"), dict(settings))
+    return cache, cache and cache._work
+
+  return opened
+
+
+@pytest.fixture
+def kept(process):
+  """A program that one process has kept: its file."""
+  cache, work = process()
+  (work / NAME).write_bytes(CONTENT)
+  cache.loop_ends(1, {}, 1)
+  [file] = cache._store.iterdir()
+  return file
+
+
+def test_the_next_process_has_the_program(kept, process):
+  cache, work = process()
+  assert (work / NAME).read_bytes() == CONTENT
+  assert f"--tf_xla_persistent_cache_directory={work}" in os.environ["TF_XLA_FLAGS"]
+  assert kept.stat().st_mode & 0o777 == 0o600
+  cache.keep()
+  assert [*cache._store.iterdir()] == [kept]
+
+
+@pytest.mark.parametrize("change", ["version", "setting", "flag"])
+def test_what_a_program_depends_on_is_in_its_key(change, kept, process, monkeypatch):
+  monkeypatch.setattr(tf, "__version__", "0" if change == "version" else tf.__version__)
+  if change == "flag":
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+  cache, work = process({"tf32": False} if change == "setting" else {})
+  assert (cache._store != kept.parent, [*work.iterdir()]) == (True, [])
+
+
+def linked(file):
+  file.rename(file.parents[1] / "elsewhere")
+  file.symlink_to(file.parents[1] / "elsewhere")
+
+
+@pytest.mark.parametrize(
+  "spoil",
+  [
+    lambda file: file.write_bytes(CONTENT[:5]),
+    lambda file: file.write_bytes(CONTENT[:-1] + b"\0"),
+    lambda file: file.chmod(0o622),
+    linked,
+  ],
+)
+def test_a_program_that_is_damaged_or_may_be_anothers_is_not_used(spoil, kept, process):
+  spoil(kept)
+  cache, work = process()
+  assert [*work.iterdir()] == [*cache._store.iterdir()] == []
+
+
+def test_a_folder_of_another_user_or_that_cannot_be_used_is_one_line(
+  kept, process, monkeypatch, caplog
+):
+  folder = kept.parents[1]
+  for says, change in {
+    "other users may write to": lambda: folder.chmod(0o777),
+    "belongs to another user": lambda: monkeypatch.setattr(os, "getuid", lambda: 1_000_000),
+    "fewer than 256 MiB are free": lambda: monkeypatch.setattr(
+      shutil, "disk_usage", lambda path: SimpleNamespace(free=2**27)
+    ),
+    "File exists": lambda: (shutil.rmtree(folder), folder.touch()),
+  }.items():
+    with monkeypatch.context():
+      change()
+      assert process() == (None, None)
+    monkeypatch.undo()
+    assert says in caplog.records[-1].getMessage()
+    assert os.environ.get("TF_XLA_FLAGS", "") == ""
+    folder.chmod(0o700)
+
+
+def test_the_oldest_programs_go(kept, process, monkeypatch):
+  monkeypatch.setattr(compile_cache, "MOST_BYTES", 2 * len(CONTENT))
+  os.utime(kept, (0, 0))
+  cache, work = process({"tf32": True})
+  for name in ("a.pb", "b.pb"):
+    (work / name).write_bytes(CONTENT)
+  cache.keep()
+  assert not kept.exists()
+  assert len([*cache._store.iterdir()]) == 2
+
+
+def test_only_folders_of_processes_that_are_gone_go(kept, process):
+  folder = kept.parents[1]
+  own = next(folder.glob("work-*"))
+  gone = folder / own.name.replace(f"-{os.getpid()}-", "-999999999-")
+  gone.mkdir()
+  process()
+  assert (own.exists(), gone.exists()) == (True, False)
