@@ -7,7 +7,7 @@ OUT gets archives in parts, zstd with its libraries, and the command that starts
 parts and command lie in one folder of that machine:
 
   sh start.sh                # unpacks A, B and C, makes a virtual environment, begins the lease
-  tail -f /tmp/seen/lease.txt
+  tail -f /tmp/seen/lease.txt  # or $TO/seen, if TO names another folder than /tmp
 
 A has the project as git knows it and the packages that it and its tests need, in the versions that
 are installed here; B those of CUDA's libraries that TensorFlow calls, and empty ones in the place
@@ -43,17 +43,19 @@ OPENED = ("libcufft.so.11", "libcusolver.so.11", "libcusparse.so.12", "libcurand
 """Libraries that TensorFlow only opens: without them it takes no GPU."""
 START = """set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-mkdir -p /tmp/w /tmp/seen /tmp/home
+to=${TO:-/tmp}
+mkdir -p $to/w $to/seen $to/home
 for group in A B C; do
-  cat "$here"/$group-* | LD_LIBRARY_PATH="$here" "$here"/zstd -d --long=27 -q | tar -x -C /tmp/w
+  [ ! -e "$here/$group-00" ] || cat "$here"/$group-* |
+    LD_LIBRARY_PATH="$here" "$here"/zstd -d --long=27 -q | tar -x -C $to/w
 done
-python3 -m venv --without-pip /tmp/v
-echo /tmp/w/packages > "$(echo /tmp/v/lib/python3.*/site-packages)"/carried.pth
-echo /tmp/w/project/framework >> "$(echo /tmp/v/lib/python3.*/site-packages)"/carried.pth
-cd /tmp/w/project
-export HOME=/tmp/home LD_LIBRARY_PATH=/usr/local/nvidia/lib64:/tmp/w/stubs
-export XLA_FLAGS=--xla_gpu_cuda_data_dir=/tmp/w/packages/nvidia/cuda_nvcc
-setsid /tmp/v/bin/python -m benchmarks.gpu_lease /tmp/seen "$@" > /tmp/seen/out 2>&1 </dev/null &
+python3 -m venv --without-pip $to/v
+found=$(echo $to/v/lib/python3.*/site-packages)
+printf '%s\\n' $to/w/packages $to/w/project/framework > "$found"/carried.pth
+cd $to/w/project
+export HOME=$to/home LD_LIBRARY_PATH=/usr/local/nvidia/lib64:$to/w/stubs:${LD_LIBRARY_PATH:-}
+export XLA_FLAGS=--xla_gpu_cuda_data_dir=$to/w/packages/nvidia/cuda_nvcc
+setsid $to/v/bin/python -m benchmarks.gpu_lease $to/seen "$@" > $to/seen/out 2>&1 < /dev/null &
 """
 
 
