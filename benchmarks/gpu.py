@@ -2,7 +2,6 @@
 
   uv run python -m benchmarks.gpu                  # about an hour on one GPU
   uv run python -m benchmarks.gpu --small          # small models: tries the command on a CPU
-  uv run python -m benchmarks.gpu --tests          # also tests/conformance, on the GPU
 
 Each row is a process of its own, which ends after --limit_s: Loopwright as it comes, on the
 strategy that `train` takes, a hand-written compiled loop, what Keras's `fit` calls for each step,
@@ -61,8 +60,8 @@ TRANSFORMERS = {
 }  # fmt: skip
 """Language model -> layers, width, heads."""
 COLUMNS = ("model", "precision", "", "ms a step", "examples/s", "first, s", "TFLOP/s", "MFU", "MiB")
-PYTHONS = ("/opt/torch/.venv/bin/python3",)
-"""Where machines with GPUs have PyTorch and JAX."""
+PEER_PYTHON = "/opt/torch/.venv/bin/python3"
+"""Where some machines with GPUs have PyTorch and JAX."""
 DISTINCT = 4
 """Batches in memory, read over and over."""
 
@@ -250,7 +249,7 @@ def forward_flops(model: Model) -> int:
 
 
 CONTENDERS = {"Loopwright": loopwright, "hand-written": hand_written, "Keras": keras_fit}
-PEERS = {"PyTorch": "eager", "torch.compile": "compile", "JAX": "jax"}
+PEERS = ("PyTorch", "torch.compile", "JAX")
 
 
 def row(name: str, precision_name: str, who: str, *, small: bool, block_s: float) -> str:
@@ -276,8 +275,8 @@ def row(name: str, precision_name: str, who: str, *, small: bool, block_s: float
     kind = tf.config.experimental.get_device_details(found[0]).get("device_name", "GPU")
   dtype = precision.policy.removeprefix("mixed_")
   peak = gpus.peak_flops_of(kind, dtype, tf32=precision.tf32)
-  rate = 3 * forward_flops(model) / step_s
   memory = tf.config.experimental.get_memory_info("GPU:0" if found else "CPU:0")["peak"] / 2**20
+  rate = 3 * forward_flops(model) / step_s
   mfu = "-" if peak is None else f"{100 * rate / peak:.0f} %"
   return line(
     name, precision_name, who, step_s, model.batch, first_s, f"{rate / 1e12:.3g}", mfu, memory
@@ -305,11 +304,6 @@ def line(
   """Returns a row of the table."""
   cells = [name, precision, who, f"{1e3 * step_s:.4g}", f"{batch / step_s:.4g}", f"{first_s:.1f}"]
   return f"| {' | '.join([*cells, rate, mfu, f'{mib:.0f}'])} |"
-
-
-def peer_python() -> str:
-  """Returns a Python that may have PyTorch and JAX."""
-  return next((each for each in PYTHONS if Path(each).exists()), sys.executable)
 
 
 def replicas(*, small: bool) -> list[str]:
@@ -345,10 +339,9 @@ def main() -> None:
   parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
   everyone = [*CONTENDERS, *PEERS]
   parser.add_argument("--only", nargs="+", default=everyone, choices=everyone, metavar="WHO")
-  parser.add_argument("--peers", default=peer_python(), help="the Python of PyTorch and JAX")
+  parser.add_argument("--peers", default=PEER_PYTHON, help="the Python of PyTorch and JAX")
   parser.add_argument("--small", action="store_true", help="small models and batches")
   parser.add_argument("--block_s", type=float, default=1.0, help="seconds of each of five blocks")
-  parser.add_argument("--tests", action="store_true", help="run tests/conformance too")
   parser.add_argument("--limit_s", type=float, default=300.0, help="seconds of each row")
   parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
   parser.add_argument("--replicas", action="store_true", help=argparse.SUPPRESS)
@@ -368,10 +361,6 @@ def main() -> None:
   print(flush=True)
   command = [sys.executable, "-m", "benchmarks.gpu", *passed, "--replicas"]
   _tell(command, "replicas: ", limit_s=given.limit_s)
-  if given.tests:
-    command = [sys.executable, "-m", "pytest", "-q", "tests/conformance"]
-    environment = {**os.environ, "TESTS_ON_GPUS": "1"}
-    sys.exit(subprocess.run(command, check=False, env=environment).returncode)
 
 
 def command_of(model: str, precision: str, who: str, python: str) -> list[str]:
@@ -380,6 +369,7 @@ def command_of(model: str, precision: str, who: str, python: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu", "--one", model, precision, who]
   if precision not in ("TF32", "mixed_bfloat16") or (who == "JAX" and model not in TRANSFORMERS):
     return []
+  python = python if Path(python).exists() else sys.executable
   return [python, str(Path(__file__).with_name("gpu_peers.py")), model, precision, who]
 
 

@@ -283,7 +283,7 @@ def throughput(model: str, precision: str, who: str) -> Callable[[Lease], str]:
 
   def measured(lease: Lease) -> str:
     few = ["--small", "--block_s=0.05"] if lease.small else ["--block_s=0.5"]
-    command = gpu.command_of(model, precision, who, gpu.peer_python())
+    command = gpu.command_of(model, precision, who, gpu.PEER_PYTHON)
     name = re.sub(r"\W+", "_", f"row_{model}_{precision}_{who}")
     limit_s = 90 if lease.small or model.endswith(("m", "b")) else 30
     # The stand-ins for libraries of CUDA are for TensorFlow alone.
@@ -296,11 +296,6 @@ def throughput(model: str, precision: str, who: str) -> Callable[[Lease], str]:
       raise
 
   return measured
-
-
-def compiled_again(lease: Lease) -> str:
-  """The first row once more: what a second start of the same program takes."""
-  return throughput(*FIRST_ROWS[0])(lease)
 
 
 def together(lease: Lease) -> str:
@@ -347,7 +342,7 @@ def in_turn(*parts: Callable[[Lease], str]) -> Callable[[Lease], str]:
 
 PHASES: tuple[tuple[bool, dict[str, Callable[[Lease], str]]], ...] = (
   (False, {"machine": machine, "attention": attention, **rows(FIRST_ROWS),
-           "compiled_again": compiled_again}),
+           "compiled again": throughput(*FIRST_ROWS[0])}),
   (True, {"conformance": conformance, "verify": verified, "beside_the_cpu": beside_the_cpu,
           "deterministic, resumed": in_turn(deterministic, resumed),
           **{name: configured(name) for name in CONFIGS}}),

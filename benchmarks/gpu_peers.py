@@ -51,9 +51,8 @@ def weights_of(layers: int, width: int) -> list[np.ndarray]:
 def tokens(batch: int, context: int) -> Any:
   """Returns features and labels, [DISTINCT, batch, context] each."""
   rng, shape = np.random.default_rng(0), [gpu.DISTINCT, batch, context]
-  position = np.broadcast_to(np.arange(context), shape)
-  given = {"token": rng.integers(0, 256, shape), "position": position.copy()}
-  return given, rng.integers(0, 256, shape)
+  position = np.tile(np.arange(context), [*shape[:2], 1])
+  return {"token": rng.integers(0, 256, shape), "position": position}, rng.integers(0, 256, shape)
 
 
 def in_torch(name: str, precision: str, who: str, *, small: bool) -> tuple[Run, Callable[[], int]]:
@@ -66,7 +65,7 @@ def in_torch(name: str, precision: str, who: str, *, small: bool) -> tuple[Run, 
   torch.backends.cudnn.benchmark = True
   network, batches = torch_model(name, small=small)
   network = network.to(device)
-  on_device = [_to(batch, device) for batch in batches]
+  on_device = [(_to(features, device), labels.to(device)) for features, labels in batches]
   optimizer = torch.optim.Adam(network.parameters(), 1e-3, fused=True)
   called = torch.compile(network) if who == "torch.compile" else network
   half = precision == "mixed_bfloat16"
@@ -88,8 +87,6 @@ def in_torch(name: str, precision: str, who: str, *, small: bool) -> tuple[Run, 
 
 
 def _to(value: Any, device: str) -> Any:
-  if isinstance(value, tuple):
-    return tuple(_to(each, device) for each in value)
   if isinstance(value, dict):
     return {name: each.to(device) for name, each in value.items()}
   return value.to(device)

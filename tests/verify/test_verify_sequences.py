@@ -1,6 +1,6 @@
 """Group "sequences" of --mode=verify: documents, later tokens, labels, padding and sums.
 
-All groups of checks on all of these tasks: `python -m benchmarks.sequence_trials`.
+All groups of checks were run on all of these tasks, see docs/verify.md.
 """
 
 import numpy as np

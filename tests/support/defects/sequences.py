@@ -1,7 +1,7 @@
 """Sequences and mixtures as somebody writes them who does not know the framework, then right ones.
 
 `DEFECTS` (name -> group, causes that are right, line) and `RIGHT` say what verification must find;
-see benchmarks/sequence_trials.py, and tests/verify/test_verify_sequences.py for a part of it.
+see docs/verify.md, and tests/verify/test_verify_sequences.py for a part of it.
 """
 
 import keras
