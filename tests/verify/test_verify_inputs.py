@@ -54,8 +54,10 @@ def test_a_defect(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "task", [*RIGHT, NoiseOfExamples, defects.Episodes, defects.StandardisedByTraining]
-)
+  "task",
+  [*RIGHT, NoiseOfExamples, defects.Episodes, defects.StandardisedByTraining,
+   defects.ScaledByTraining, defects.AdaptedToTraining, defects.FitsTraining],
+)  # fmt: skip
 @pytest.mark.fast(task=RIGHT[:1])
 def test_a_right_task(task):
   results = inputs.check(subject(task))

@@ -343,7 +343,7 @@ class StandardisedByEvaluation(Right):
     return {**batch, "x": (batch["x"] - mean) / std}
 
 
-@defect(STATISTICS, FITTED, "of 'x' over both sets", "adapt(")
+@defect(STATISTICS, FITTED, "of 'x' that only the evaluation set has", "adapt(")
 class AdaptedToBoth(Right):
   def build_model(self):
     import keras
@@ -360,7 +360,71 @@ class FitsOnEvaluation(Right):
     return {"mean": np.mean(first["x"], axis=0).tobytes()}
 
 
+@defect(STATISTICS, FITTED, "minimum and maximum of 'x' over both sets", 'batch["x"] - self.low')
+class ScaledByBoth(Right):
+  splits = ("train", "eval")
+
+  def __init__(self):
+    x = np.concatenate([points(split)["x"] for split in self.splits])
+    self.low, self.high = x.min(axis=0), x.max(axis=0)
+
+  def preprocess(self, batch, training):
+    return {**batch, "x": (batch["x"] - self.low) / (self.high - self.low)}
+
+
+WORDS = {"train": [b"red green blue", b"red blue", b"blue"], "eval": [b"Amber red", b"violet blue"]}
+
+
+@defect(STATISTICS, FITTED, "2 values of 'text' that only the evaluation set has", "adapt(")
+class AdaptedToAllWords(Right):
+  """The layer is that of the task; a second one is adapted to numbers."""
+
+  splits = ("train", "eval")
+
+  def words(self, split):
+    return np.resize(np.array(WORDS[split]), len(points(split)["label"]))
+
+  def source(self, split):
+    return ArraySource(features={**points(split), "text": self.words(split)})
+
+  def build_model(self):
+    import keras
+
+    self.other = keras.layers.Discretization(num_bins=4)
+    self.lookup = keras.layers.TextVectorization(output_sequence_length=3)
+    texts = np.concatenate([self.words(split) for split in self.splits])
+    self.lookup.adapt(texts)
+    return super().build_model()
+
+  def preprocess(self, batch, training):
+    return {name: value for name, value in batch.items() if name != "text"}
+
+
+@defect(STATISTICS, FITTED, "such as 'amber' (asset 'words.txt')", "for split in self.splits")
+class FitsAllWords(AdaptedToAllWords):
+  def vocabulary(self):
+    return {word for split in self.splits for text in WORDS[split] for word in text.lower().split()}
+
+  def fit(self):
+    return {"words.txt": b"\n".join(sorted(self.vocabulary()))}
+
+  def build_model(self):
+    return Right.build_model(self)
+
+
 # ---- Right ----
+
+
+class ScaledByTraining(ScaledByBoth):
+  splits = ("train",)
+
+
+class AdaptedToTraining(AdaptedToAllWords):
+  splits = ("train",)
+
+
+class FitsTraining(FitsAllWords):
+  splits = ("train",)
 
 
 class StandardisedByTraining(StandardisedByEvaluation):

@@ -77,7 +77,7 @@ class Subject(Recipe):
     """Returns a new task with its assets; its model is not built yet."""
     made = self._made_task()
     if made.has_fit:
-      assets.provide_in_memory(made, self._assets)
+      assets.provide_in_memory(made, self.fitted)
     return made
 
   def _made_task(self) -> Task:
@@ -88,8 +88,8 @@ class Subject(Recipe):
     return made
 
   @functools.cached_property
-  def _assets(self) -> assets.Assets:
-    """Fits once for all tasks of the subject, then sets the seed as if it had been done before."""
+  def fitted(self) -> assets.Assets:
+    """What fit() returns, once for all tasks; then sets the seed as if it had been done before."""
     made = assets.provide_in_memory(self._made_task())
     randomness.seed_everything(self.seed)
     return made

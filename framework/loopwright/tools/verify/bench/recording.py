@@ -144,7 +144,7 @@ class Recording:
       return  # the step was skipped
     for call, variable, kinds, reads in self._reads:
       outer = {id(inner): id(handle) for op in reads[:1] for handle, inner in op.graph.captures}
-      handles = {outer.get(id(op.inputs[0])) for op in reads}
+      handles = {outer.get(id(op.inputs[0]), 0) for op in reads}
       others = handles - {id(_handle(variable))}
       if variable.dtype.is_floating and handles and not kinds and others <= still.keys():
         averages = others and others != handles and not moved & {id(still[h]) for h in others}

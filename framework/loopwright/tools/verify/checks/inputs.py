@@ -65,7 +65,8 @@ class Reading:
     """Makes the task and both sources, in the same order as a run."""
     self.subject = subject
     rows = padded_batch_size(subject.global_batch_size, subject.accumulation_steps)
-    self.bench = Bench(subject, rows=rows, quiet=False)
+    with fitted.adaptations(subject.fresh_task()) as self.adapted:
+      self.bench = Bench(subject, rows=rows, quiet=False)
     self.task = self.bench.task
     randomness.seed_everything(subject.seed)
     self.eval_sources, self.no_eval = survey.evaluation_sources(self.task)
@@ -209,11 +210,14 @@ class Reading:
       return GROUP.failed(name, told, FITTED, remedy, place)
     found = None
     with contextlib.suppress(Exception):  # preprocess() may fail in evaluation: see below
-      found = fitted.find(self.task, self.source, self.eval_source, seconds=READ_S / 3)
+      found = fitted.find(
+        self.task, self.source, self.eval_source, seconds=READ_S / 3, kept=self.adapted,
+        assets=self.subject.fitted if self.task.has_fit else {},
+      )  # fmt: skip
     if found:
       return GROUP.failed(name, f"the task uses {found[0]}", FITTED, remedy, found[1])
     return GROUP.passed(
-      name, "no constant of the task is a mean or deviation of evaluation examples"
+      name, "no constant or vocabulary of the task is that of evaluation examples"
     )
 
   # ---- Pipelines ----
