@@ -298,7 +298,7 @@ def test_a_config_ends_its_schedule_with_its_training(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_builds_and_trains(name, tmp_path, capsys):
+def test_a_config_builds_and_trains(name, tmp_path, capsys, caplog):
   expected, model_dir = EXPECTED[name], tmp_path / "run"
   if "needs" in expected:
     pytest.importorskip(expected["needs"])
@@ -314,6 +314,9 @@ def test_a_config_builds_and_trains(name, tmp_path, capsys):
   assert {k: o.optimizer.iterations.numpy() for k, o in named.items()} == {
     k: STEPS * updates for k, updates in expected["updates"].items()
   }
+
+  assert (run.trainer.state.kept, run.trainer.state.untrained) == ({}, [])
+  assert "evaluation changes" not in caplog.text
 
   for step, rate in expected["rates"].items():
     run.global_step.assign(step)

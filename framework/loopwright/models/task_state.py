@@ -83,27 +83,29 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may b
       transient: objects whose variables begin again in each loop.
     """
     changes = {} if graph is None else operations.resources(graph)
-    saved, alike = list(saved), {id(models.raw(variable)) for variable in equal}
-    known = by_handle(saved)
+    raws = {id(raw): raw for raw in map(models.raw, saved)}
+    known, alike = by_handle(raws.values()), {id(models.raw(variable)) for variable in equal}
+    own = alike | {id(models.raw(v)) for v in models.all_variables(self._task.model)}
     self.used = {handle: known[handle] for handle in changes if handle in known}
-    missing = changes.keys() - known.keys()
-    for place in self._missing(graph, missing, known, transient):
-      copies = by_handle([place.variable])
+
+    def is_changed(raw: Any) -> bool:
+      return graph is None or any(changes.get(handle) for handle in by_handle([raw]))
+
+    def is_odd(raw: Any) -> bool:
+      if is_changed(raw):  # saved as one value
+        return id(raw) not in alike and len(copies_of(raw)) > 1 and not is_mirrored(raw)
+      read = by_handle([raw]).keys() & changes.keys()
+      return bool(read) and id(raw) not in own and _is_weight(raw)  # TensorFlow alone sees it
+
+    odd = {key for key, raw in raws.items() if is_odd(raw)}
+    for place in self._places(graph, changes.keys() - known.keys(), known, transient, odd):
+      raw, copies = models.raw(place.variable), by_handle([place.variable])
       self.used |= {handle: copies[handle] for handle in copies if handle in changes}
-      raw = models.raw(place.variable)
-      if graph is None or any(changes.get(handle) for handle in copies):
-        self._keep(place, equal=id(raw) in alike or (graph is None and copies_of(raw) == [raw]))
-      elif self._looks_like_a_weight(place) and place.name not in self.untrained:
+      if is_changed(raw):
+        whole = id(raw) in alike or (graph is None and copies_of(raw) == [raw])
+        self._keep(place, equal=whole, optional=id(raw) in odd)
+      elif self._was_meant_to_be_trained(place) and place.name not in self.untrained:
         self.untrained.append(place.name)
-    differ = {
-      id(raw)
-      for raw in map(models.raw, saved)
-      if id(raw) not in alike and len(copies_of(raw)) > 1 and not is_mirrored(raw)
-      and any(changes.get(handle) for handle in by_handle([raw]))
-    }  # fmt: skip
-    for place in reachable(self._task) if differ else ():  # saved as one value
-      if id(models.raw(place.variable)) in differ:
-        self._keep(place, equal=False, optional=True)
 
   @contextlib.contextmanager
   def fitted(self, keys: Iterable[str], root: tf.train.Checkpoint) -> Iterator[None]:
@@ -158,18 +160,23 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may b
         place.name,
       )
 
-  def _missing(
+  def _places(
     self,
     graph: Any,
     missing: Collection[int],
     known: Mapping[int, Variable],
     transient: Iterable[object],
+    odd: Collection[int],
   ) -> Iterator[Place]:
-    """Yields the places of handles; what the task does not hold is named as TensorFlow does."""
+    """Yields the places of missing handles, and of odd variables; if there is no graph, all bare.
+
+    What the task does not hold is named as TensorFlow does.
+    """
     left = set(missing)
-    for place in reachable(self._task) if left or graph is None else ():
+    for place in reachable(self._task) if left or odd or graph is None else ():
       handles = by_handle([place.variable]).keys()
-      if left & handles or (graph is None and place.bare and not known.keys() & handles):
+      bare = graph is None and place.bare and not known.keys() & handles
+      if bare or left & handles or id(models.raw(place.variable)) in odd:
         left -= handles
         yield place
     for holder in transient if left else ():
@@ -180,19 +187,15 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may b
         left -= by_handle([whole]).keys()
         yield Place(f"other.{whole.name.partition(':')[0]}", whole, None, bare=False)
 
-  def _looks_like_a_weight(self, place: Place) -> bool:
-    """Whether what the loop only reads was meant to be trained.
+  def _was_meant_to_be_trained(self, place: Place) -> bool:
+    """Whether what the loop only reads looks like a weight, of no network that may be frozen.
 
-    A network that the task holds may be frozen. But Keras 3 does not track a `tf.Variable` of a
-    layer, and a constant has no use for `trainable`.
+    Keras 3 does not see a `tf.Variable` of a layer, and a constant has no use for `trainable`.
     """
-    variable, holder = place.variable, place.holder
-    if not (
-      isinstance(variable, tf.Variable) and variable.trainable and variable.dtype.is_floating
-    ):
-      return False
-    of_model = isinstance(holder, keras.Layer) and holder in models.layers(self._task.model)
-    return place.bare or of_model
+    in_model = isinstance(place.holder, keras.Layer) and place.holder in models.layers(
+      self._task.model
+    )
+    return (place.bare or in_model) and _is_weight(place.variable)
 
   def _trackable_children(self, *_: Any, **__: Any) -> dict[str, Any]:
     shown = self._shown
@@ -321,3 +324,7 @@ def is_mirrored(variable: tf.Variable) -> bool:
   """Whether TensorFlow gives a variable the same value on all replicas at each assignment."""
   alone = variable.synchronization == tf.VariableSynchronization.ON_READ
   return not alone and variable.aggregation != tf.VariableAggregation.NONE
+
+
+def _is_weight(variable: Any) -> bool:
+  return isinstance(variable, tf.Variable) and variable.trainable and variable.dtype.is_floating

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 from runs import make_evaluator, make_trainer
 
 from loopwright import ArraySource, ConfigError, Loss, Task
@@ -37,9 +38,11 @@ class Stateful(Task):
     return ArraySource(features={"x": X, "y": Y})
 
   def forward(self, batch, training):
+    model = getattr(self.model, "inner", self.model)
+    model = model["net"] if isinstance(model, dict) else model
     if self._touch and (training or self._always):
       self._touch(self, batch)
-    return self.model(batch["x"], training=training)[:, 0]
+    return model(batch["x"], training=training)[:, 0]
 
   def loss(self, outputs, batch):
     return Loss.from_examples(tf.square(outputs - batch["y"]), batch["weight"])
@@ -320,3 +323,154 @@ def test_gradients_in_float16_have_a_loss_scale(replicas, mirrored, tmp_path, ca
     task = train(Half(), tmp_path, trainer.strategy, steps)
     assert "loss scale  dynamic, now 32768" in capsys.readouterr().err
   assert '"loss scale": "dynamic, now 32768' in (tmp_path / "history.jsonl").read_text()
+
+
+class Sound(Stateful):
+  """`build(task)` makes its model; `error(task, outputs, batch)` is its loss."""
+
+  def __init__(self, build=None, error=None, touch=None, evaluated=None):
+    super().__init__(touch=touch)
+    self._build, self._error, self._evaluated = build, error, evaluated
+
+  def build_model(self):
+    return self._build(self) or line(self)
+
+  def loss(self, outputs, batch):
+    error = self._error(self, outputs, batch) if self._error else outputs - batch["y"]
+    return Loss.from_examples(tf.square(error), batch["weight"])
+
+  def eval_step(self, step, batch):
+    super().eval_step(step, batch)
+    if self._evaluated:
+      self._evaluated(self)
+
+
+def line(task, *layers):
+  return keras.Sequential([keras.Input([3]), *layers, keras.layers.Dense(1)])
+
+
+def held_by(make):
+  """Keeps something of the task's own, and returns no model."""
+
+  def build(task):
+    task.own = make(task)
+
+  return build
+
+
+def taught(task, outputs, batch):
+  return outputs - batch["y"] + 0.1 * task.own(batch["x"])[:, 0]
+
+
+def module_teacher(task):
+  task.own = tf.Module()
+  task.own.kernel = tf.Variable(tf.ones([3, 1]))
+
+
+class Listed(keras.Model):
+  """Layers in a list of lists, which TensorFlow does not track."""
+
+  def __init__(self, task):
+    super().__init__()
+    self.blocks = [(keras.layers.Dense(1),), task]
+    self.blocks[0][0].build([None, 3])
+    self.built = True
+
+  def call(self, x, training=None):
+    return self.blocks[0][0](x)
+
+
+def odd(task):
+  return [
+    task,
+    np.zeros(9),
+    list(range(20_000)),
+    lambda: task,
+    tf.data.Dataset.range(3),
+    open,
+    iter(""),
+  ]
+
+
+def slowly(task):
+  task.own = [tf.Variable(tf.zeros([3, 1]), trainable=False)]
+
+
+def with_module(task):
+  model = tf.Module()
+  model.inner, model.shift = line(task), tf.Variable(0.0)
+  model.best = tf.Variable(0.0, trainable=False)
+  return model
+
+
+def adapted(task):
+  layer = keras.layers.Normalization()
+  layer.adapt(X)
+  return line(task, layer)
+
+
+TABLE = tf.lookup.KeyValueTensorInitializer([0, 1], [0.5, 0.25])
+SOUND = {
+  "a teacher": (Sound(held_by(line), taught), []),
+  "a teacher of tf_keras": (Sound(held_by(lambda t: tf_keras.Sequential(
+    [tf_keras.layers.InputLayer([3]), tf_keras.layers.Dense(1)])), taught), []),
+  "a teacher in a module": (Sound(module_teacher,
+    lambda t, o, b: o - (b["x"] @ t.own.kernel)[:, 0]), []),
+  "a constant": (Sound(held_by(lambda t: tf.Variable(2.0, trainable=False)),
+    lambda t, o, b: o - b["y"] * t.own), []),
+  "whole numbers": (Sound(held_by(lambda t: [tf.Variable([1, 2, 3])]),
+    lambda t, o, b: o - tf.cast(t.own[0][0], tf.float32)), []),
+  "a constant table": (Sound(held_by(lambda t: tf.lookup.StaticHashTable(TABLE, 0.0)),
+    lambda t, o, b: o - t.own.lookup(tf.constant(1))), []),
+  "odd attributes": (Sound(held_by(odd)), []),
+  "a metric of the host": (Sound(held_by(lambda t: keras.metrics.Mean())), []),
+  "a metric of the step": (Sound(held_by(lambda t: keras.metrics.Mean()),
+    touch=lambda t, b: t.own.update_state(b["y"])), ["own.total", "own.count"]),
+  "noise": (Sound(held_by(lambda t: keras.random.SeedGenerator(1)),
+    lambda t, o, b: o - b["y"] + keras.random.normal([1], seed=t.own)), []),
+  "dropout": (Sound(lambda t: line(t, keras.layers.Dropout(0.5))), []),
+  "batch norm": (Sound(lambda t: line(t, keras.layers.BatchNormalization())), []),
+  "spectral norm": (Sound(lambda t: line(t, keras.layers.SpectralNormalization(
+    keras.layers.Dense(3)))), []),
+  "an adapted layer": (Sound(adapted), []),
+  "frozen layers": (Sound(lambda t: line(t, keras.layers.Dense(3, trainable=False))), []),
+  "layers in a list": (Sound(Listed), []),
+  "a module around Keras": (Sound(with_module), []),
+  "a queue of the model": (Sound(lambda t: {"net": line(t), "queue": tf.Variable(
+    tf.zeros(3), trainable=False)}), []),
+  "a slow copy": (Sound(slowly, touch=lambda t, b: t.own[0].assign(
+    0.9 * t.own[0] + t.model.trainable_variables[0].value)), ["own.0"]),
+  "the best so far": (Sound(held_by(lambda t: tf.Variable(0.0, trainable=False)),
+    evaluated=lambda t: t.own.assign_add(1.0)), []),
+}  # fmt: skip
+"""Name -> a task in which nothing is wrong, and what is kept of it."""
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_task_is_not_accused(name, mirrored, caplog):
+  task, kept = SOUND[name]
+  trainer = trainer_of(task, mirrored(2))
+  trainer.train(tf.constant(1))
+  make_evaluator(task, trainer.strategy, batch=ROWS).evaluate(tf.constant(-1))
+  state = trainer.state
+  assert (list(state.kept), state.untrained) == (kept, [])
+  assert trainer.parts.loss_scale.factor() is None
+  assert "evaluation changes" not in caplog.text
+  if name == "the best so far":
+    assert task.own.numpy() > 0
+
+
+def test_what_looks_like_a_weight_and_is_not_trained_is_named():
+  def build(task):
+    task.own = {"sigma": tf.Variable(0.5)}
+    task.layer = Counting(known=False)
+    task.layer.gain = tf.Variable(1.0)
+    return line(task, task.layer)
+
+  task = Sound(build, lambda t, o, b: o * t.layer.gain - b["y"] * t.own["sigma"])
+  trainer = trainer_of(task, factories.default())
+  trainer.examine()
+  assert trainer.state.untrained == ["own.sigma", "layer.gain"]
+  assert (
+    "no optimizer trains own.sigma, layer.gain, which the loop reads" in trainer.state.note()[0]
+  )
