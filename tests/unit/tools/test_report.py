@@ -11,6 +11,7 @@ import browser
 import pytest
 
 from loopwright import commands
+from loopwright.run_folder import folders
 from loopwright.tools.report import data, page
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -375,10 +376,58 @@ def test_201_runs_are_a_page_of_a_few_screens():
   with browser.opened(Path("r.html").resolve().as_uri()) as opened:
     opened.wait("document.querySelectorAll('#plot-0 .scatterlayer .trace').length === 402")
     assert opened.value("document.documentElement.scrollHeight") < 5 * 900
-    assert opened.value("document.querySelectorAll('.choose input').length") == 202
+    assert opened.value("document.querySelectorAll('.choose input').length") == 203
     label = opened.value("document.getElementById('plot-1').getAttribute('aria-label')")
     assert label.startswith("x over steps, 201 curves. r0, train: 2 at step 2; r1, train: 2 at")
     assert label.endswith("; and 191 more")
+
+
+@pytest.mark.whole
+def test_many_runs_are_sorted_colored_and_compared_in_a_browser():
+  for number in range(12):
+    values = [1.0, 0.0, number * 0.1]
+    logs = [line(step, "train", loss=value) for step, value in enumerate(values, 1)]
+    config = f"run.train_steps = 9\nx.rate = {10.0 ** -(number % 4)}\nx.kind = 'k{number % 2}'\n"
+    make(f"runs/r{number}", *logs, line(3, "eval", loss=(number - 6) ** 2), config=config)
+  report("runs")
+  with browser.opened(Path("r.html").resolve().as_uri()) as opened:
+    opened.wait("document.querySelectorAll('#against .point').length === 12")
+    first = "document.querySelector('#results tbody').rows[0].cells[0].textContent"
+    opened.value("document.querySelectorAll('#results thead button')[3].click()")
+    assert opened.value(first) == "r6"  # the least loss
+    opened.value("document.querySelectorAll('#results thead button')[3].click()")
+    assert opened.value(first) == "r0"
+    opened.value("document.querySelector('#results .filter input').value = 'r11'")
+    opened.value("document.querySelector('.filter input').dispatchEvent(new Event('input'))")
+    shown = "[...document.querySelectorAll('#results tbody tr')].filter(row => !row.hidden).length"
+    assert opened.value(shown) == 1
+    opened.value("binding.value = 'x.rate'; binding.dispatchEvent(new Event('change'))")
+    found = opened.value("against.data[0].x")
+    assert found == [10.0 ** -(n % 4) for n in range(12)]
+    assert opened.value("against.layout.xaxis.type") == "log"
+    opened.value("smooth.value = 0.5; smooth.dispatchEvent(new Event('change'))")
+    [drawn] = [opened.value("document.getElementById('plot-0').data[0].y")]
+    assert drawn == pytest.approx([1.0, 0.25 / 0.75, 0.125 / 0.875])
+    assert opened.value("new Set(data.runs.map((_, i) => color(i))).size") == 12
+    opened.value("by.value = 'x.kind'; by.dispatchEvent(new Event('change'))")
+    assert opened.value("new Set(data.runs.map((_, i) => color(i))).size") == 2
+    lowest = "Math.min(...[...Array(300).keys()].map(i => 137.508 * i % 360).map(h => contrast("
+    parts = "...ofHue(h).match(/\\w\\w/g).map(c => parseInt(c, 16) / 255))))"
+    assert opened.value(lowest + parts + ")") >= 3
+    assert opened.problems == []
+
+
+def test_a_live_page_is_loaded_again_until_the_run_has_ended(monkeypatch):
+  without_plotly(monkeypatch)
+  make("runs/a", line(1, "train", loss=2.0))
+  going = []
+  monkeypatch.setattr(folders.Run, "is_running", lambda run: not going)
+  monkeypatch.setattr("time.sleep", lambda s: going.append((s, Path("r.html").read_text())))
+  text = report("runs/a", "--live_s=7")
+  [(seconds, before)] = going
+  assert seconds == 7
+  assert '<meta http-equiv="refresh" content="7">' in before
+  assert '<meta http-equiv="refresh"' not in text
 
 
 @pytest.mark.whole

@@ -11,6 +11,7 @@ Imports no task and no TensorFlow, and evaluates nothing of a run folder.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 def define(parser: Parser) -> None:
   """Adds the command's flags."""
   parser.text("output", "report.html", "The file to write; default: report.html.")
+  parser.whole("live_s", 0, "Write it again after so many seconds, until no run goes on.")
 
 
 def run(parsed: Parsed) -> int:
@@ -40,13 +42,18 @@ def run(parsed: Parsed) -> int:
   script = plotly()
   from loopwright.tools.report import data, page
 
-  shown = data.read_all(paths)
-  for each in shown:
-    for folder, top in tops.items():
-      each.name = each.name.replace(folder, top)
-      each.faults = [fault.replace(folder, top) for fault in each.faults]
-  written = page.html(shown, plotly=script)
-  _write(parsed.values.output, written)
+  while True:
+    shown = data.read_all(paths)
+    for each in shown:
+      for folder, top in tops.items():
+        each.name = each.name.replace(folder, top)
+        each.faults = [fault.replace(folder, top) for fault in each.faults]
+    goes_on = any(each.run and each.run.is_running() for each in shown)
+    again_s = parsed.values.live_s if goes_on else 0
+    _write(parsed.values.output, page.html(shown, plotly=script, again_s=again_s))
+    if not again_s:
+      break
+    time.sleep(again_s)
   print(parsed.values.output)
   return 0
 

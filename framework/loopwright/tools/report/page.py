@@ -15,7 +15,7 @@ from loopwright.errors import printable
 from loopwright.run_folder import flights
 from loopwright.run_folder.folders import texts
 from loopwright.tools import goodput
-from loopwright.tools.report.data import VERIFY, Shown
+from loopwright.tools.report.data import Shown
 from loopwright.tools.runs import diff, repetitions
 
 _FIRST = ("loss", "accuracy")
@@ -26,18 +26,16 @@ _LAST = (
 )
 _MOST_PLOTS, _MOST_COLUMNS, _TALL = 60, 4, 20
 """Plots; runs beside one another in a table; rows that are shown without scrolling."""
-_NOT_VERIFIED = (
-  f"No run folder has {VERIFY}; <code>loopwright verify --json=FOLDER/{VERIFY}</code> writes it."
-)
 _HERE = Path(__file__).parent
 
 
-def html(runs: Sequence[Shown], *, plotly: str) -> str:
+def html(runs: Sequence[Shown], *, plotly: str, again_s: int = 0) -> str:
   """Returns the page.
 
   Args:
     runs: what it shows; see `data.read`.
     plotly: the text of plotly.js.
+    again_s: the browser loads the page again after so many seconds; 0 for never.
   """
   nonce = secrets.token_urlsafe(16)
   policy = (
@@ -51,6 +49,7 @@ def html(runs: Sequence[Shown], *, plotly: str) -> str:
       '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
       f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
       '<meta name="viewport" content="width=device-width, initial-scale=1">',
+      f'<meta http-equiv="refresh" content="{again_s}">' * bool(again_s),
       f"<title>{safe(title)}</title>\n<style>{(_HERE / 'page.css').read_text()}</style></head>",
       f"<body><h1>{safe(title)}</h1>",
       f"<p class=about>Written {time.strftime('%Y-%m-%d %H:%M')}</p>",
@@ -76,14 +75,21 @@ def inert(value: object) -> str:
 
 
 def drawn(runs: Sequence[Shown]) -> dict[str, Any]:
-  """Returns what page.js draws: the names of the runs, and the plots with their curves."""
+  """Returns what page.js draws: names of runs, plots with their curves, bindings that differ."""
   names = plotted(runs)
   return {
     "runs": [printable(run.name) for run in runs],
     "plots": [
       {"name": printable(name), "curves": list(_curves(runs, name))} for name in names[:_MOST_PLOTS]
     ],
+    "bindings": {printable(name): [*map(printable, row)] for name, *row in varied(runs)},
   }
+
+
+def varied(runs: Sequence[Shown]) -> list[Sequence[str]]:
+  """Returns rows of a binding and its value in each run, of those that differ."""
+  columns = [diff.sections(run.run)["bindings"] if run.run else {} for run in runs]
+  return differing(columns) if len(runs) > 1 else []
 
 
 def plotted(runs: Sequence[Shown]) -> list[str]:
@@ -148,7 +154,7 @@ def _repetitions(runs: Sequence[Shown]) -> Iterator[str]:
 
 
 def _plots(runs: Sequence[Shown]) -> Iterator[str]:
-  names = plotted(runs)
+  names, bindings = plotted(runs), [printable(name) for name, *_ in varied(runs)]
   yield from _constants(runs)
   if not names:
     return
@@ -156,10 +162,17 @@ def _plots(runs: Sequence[Shown]) -> Iterator[str]:
   yield (
     '<p class=choose><label>over <select id="over"><option value="steps">steps</option>'
     '<option value="minutes">minutes</option></select></label> '
-    '<label><input type="checkbox" id="log"> logarithmic</label></p>'
+    '<label><input type="checkbox" id="log"> logarithmic</label> '
+    f"{_choice('by', 'colors by', ['run', *bindings]) if bindings else ''} "
+    '<label>smoothing of training <input type="range" id="smooth" min="0" max="0.98" step="0.02" '
+    'value="0"></label></p>'
   )
   yield "<p class=about>Dotted: training, the mean of each loop. Solid: evaluation.</p>"
   yield '<div id="plots"></div>'
+  if bindings:
+    metrics = [printable(name) for name in names[:_MOST_PLOTS]]
+    yield f"<h3>Results over bindings</h3><p class=choose>{_choice('metric', 'the last', metrics)} "
+    yield f'{_choice("binding", "over", bindings)}</p><div id="against" role="img"></div>'
   if len(names) > _MOST_PLOTS:
     yield f"<p class=about>Not drawn: {safe(', '.join(names[_MOST_PLOTS:]))}</p>"
   thinned = {
@@ -170,6 +183,15 @@ def _plots(runs: Sequence[Shown]) -> Iterator[str]:
   }
   if thinned:
     yield f"<p class=about>Not every point is drawn of: {safe(', '.join(sorted(thinned)))}</p>"
+
+
+def _choice(name: str, told: str, options: Sequence[str]) -> str:
+  values = ("" if name == "by" and not index else each for index, each in enumerate(options))
+  parts = (
+    f'<option value="{safe(value)}">{safe(each)}</option>'
+    for value, each in zip(values, options, strict=True)
+  )
+  return f'<label>{told} <select id="{name}">{"".join(parts)}</select></label>'
 
 
 def _constants(runs: Sequence[Shown]) -> Iterator[str]:
@@ -222,8 +244,6 @@ def _budget(runs: Sequence[Shown]) -> Iterator[str]:
   known = [run for run in runs if run.budget]
   if known:
     yield by_run("part", known, _shares([run.budget for run in known]))
-  elif runs:
-    yield "<p class=about>No run has the action TimeBudget, which measures it.</p>"
 
 
 def _shares(budgets: Sequence[Mapping[str, float]]) -> list[Sequence[str]]:
@@ -259,8 +279,6 @@ def _verify(runs: Sequence[Shown]) -> Iterator[str]:
     parts = ("group", "check", "status", "detail")
     rows = [[str(each.get(part, "")) for part in parts] for each in results]
     yield f"<details><summary>All checks</summary>{table(parts, rows)}</details>"
-  if runs and not known:
-    yield f"<p class=about>{_NOT_VERIFIED}</p>"
 
 
 def _samples(runs: Sequence[Shown]) -> Iterator[str]:
@@ -288,7 +306,8 @@ def _environment(runs: Sequence[Shown]) -> Iterator[str]:
     last = run.starts[-1]
     about = {name: str(last[name]) for name in ("time", "command", "commit") if last.get(name)}
     versions = run.run.values("versions") if run.run else texts(last.get("versions"))
-    columns.append({"starts": str(len(run.starts)), **about, **versions})
+    shown = {"TensorBoard": f"tensorboard --logdir {run.run.path}"} if run.run else {}
+    columns.append({"starts": str(len(run.starts)), **about, **shown, **versions})
   names = list(dict.fromkeys(name for column in columns for name in column))
   if known:
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
