@@ -21,6 +21,7 @@ X = RNG.normal(size=[6, 3]).astype(np.float32)
 Y = RNG.normal(size=6).astype(np.float32)
 KERNEL, RATE = np.array([0.5, -0.25, 1.0], np.float32), 0.125
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
+FAST = pytest.mark.fast(replicas=[2])
 
 
 @dataclasses.dataclass
@@ -98,6 +99,7 @@ CHANGES = {
 }
 
 
+@FAST
 @REPLICAS
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_the_trace_has_read_counts_from_the_next_loop(change, replicas, mirrored, caplog):
@@ -115,6 +117,7 @@ def test_what_the_trace_has_read_counts_from_the_next_loop(change, replicas, mir
   assert trainer.traces == 1
 
 
+@FAST
 @REPLICAS
 @pytest.mark.parametrize("change", ["an attribute", "in an object", "in a list", "a method"])
 def test_what_an_evaluation_has_read_counts_in_the_next_one(change, replicas, mirrored, caplog):
@@ -144,6 +147,7 @@ def test_what_only_the_host_reads_traces_nothing_again(one, caplog):
   assert "__getattribute__" not in vars(Regression)
 
 
+@FAST
 @REPLICAS
 @pytest.mark.parametrize("library", [keras, tf_keras])
 def test_options_of_the_optimizer_count_or_are_refused(library, replicas, mirrored, caplog):
@@ -195,6 +199,7 @@ class Two(toys.Regression):
     )
 
 
+@FAST
 @REPLICAS
 @pytest.mark.parametrize("library", [keras, tf_keras])
 def test_frozen_variables_stay_and_are_trained_again_later(library, replicas, mirrored, caplog):
@@ -287,6 +292,7 @@ def test_no_gradient_reaches_is_said_of_the_whole_step_and_each_time_that_it_is_
     (lambda g: g[:-1], "3 gradients for 4 variables"),
   ],
 )
+@FAST
 @REPLICAS
 def test_a_gradient_of_another_shape_is_refused(change, line, replicas, mirrored):
   class Wrong(Two):
