@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import tensorflow as tf
+from absl import logging
 
 from loopwright import failures, host_changes, registry, step_record, trainer_checks
 from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
