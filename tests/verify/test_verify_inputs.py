@@ -56,7 +56,7 @@ def test_a_defect(name, monkeypatch):
 @pytest.mark.parametrize(
   "task",
   [*RIGHT, NoiseOfExamples, defects.Episodes, defects.StandardisedByTraining,
-   defects.ScaledByTraining, defects.AdaptedToTraining, defects.FitsTraining],
+   defects.SortedSet, defects.ScaledByTraining, defects.AdaptedToTraining, defects.FitsTraining],
 )  # fmt: skip
 @pytest.mark.fast(task=RIGHT[:1])
 def test_a_right_task(task):

@@ -1,5 +1,7 @@
 """Mistakes that people make in sources and preprocess(); see test_verify_inputs.py."""
 
+import time
+
 import numpy as np
 import tensorflow as tf
 
@@ -412,7 +414,32 @@ class FitsAllWords(AdaptedToAllWords):
     return Right.build_model(self)
 
 
+ELSEWHERE, BY_PROCESS = "the same in another process", "values that differ between processes"
+
+
+@defect(ELSEWHERE, BY_PROCESS, "PYTHONHASHSEED, 'train/bucket'", "hash(str(label))")
+class Hashed(Right):
+  def bucket(self, label):
+    return hash(str(label)) % 97
+
+  def source(self, split):
+    found = points(split)
+    buckets = np.array([self.bucket(label) for label in found["label"]], np.int32)
+    return ArraySource(features={**found, "bucket": buckets})
+
+
+@defect(ELSEWHERE, BY_PROCESS, "working directory and time, 'train/bucket'", "time.time()")
+class ByTheDay(Hashed):
+  def bucket(self, label):
+    return int(time.time() // 86400) % 97 + label
+
+
 # ---- Right ----
+
+
+class SortedSet(Hashed):
+  def bucket(self, label):
+    return sorted({str(number) for number in range(CLASSES)}).index(str(label))
 
 
 class ScaledByTraining(ScaledByBoth):

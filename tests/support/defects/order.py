@@ -1,5 +1,7 @@
 """Steps whose verbs are out of order; the first four are defects of replicas too."""
 
+import functools
+
 import tensorflow as tf
 
 from defects.replicas import (
@@ -10,7 +12,7 @@ from defects.replicas import (
   NeverReduced,
   ReducedTwice,
 )
-from defects.small import Written, planted
+from defects.small import Small, Written, planted
 
 DEFECTS, defect = planted()
 """Of a task: the check that fails, its cause, the method whose line is named."""
@@ -26,6 +28,17 @@ class NeverUnscaled(Written):
   def reduced(self, step, gradients, local):
     gradients, loss = step.all_reduce(gradients, local)
     return [g / loss.weight for g in gradients], loss
+
+
+@defect(PIPELINE, "perturbed by the gradients of one replica", "train_step")
+class LocalSharpness(Small):
+  """Sharpness-aware: the weights are moved along the gradients of one replica's rows."""
+
+  def train_step(self, step, batch):
+    loss = functools.partial(self.training_loss, step)
+    gradients, _ = step.gradients(loss, batch, step.variables())
+    with step.perturbed(step.variables(), [0.05 * gradient for gradient in gradients]):
+      step.update(loss, batch)
 
 
 class Surgery(Written):

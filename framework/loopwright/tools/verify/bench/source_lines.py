@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ _OUTSIDE = ("verify", "trainer.py")
 """Parts of the framework that user code does not call; frames further out do not count."""
 
 
-def is_the_users(kind: type) -> bool:
-  """Whether a class belongs to the user's code, not to a library or the framework."""
+def is_the_users(kind: type | Callable[..., Any]) -> bool:
+  """Whether a class or function belongs to the user's code, not to a library or the framework."""
   try:
     return errors.is_the_users(inspect.getfile(kind))
   except (OSError, TypeError):
@@ -43,6 +44,16 @@ def _first(methods: Iterable[Callable[..., Any]], texts: Sequence[str]) -> str:
       for number, line in enumerate(lines, first):
         if text in _code(line):
           return _told(method, number)
+  return ""
+
+
+def matching(functions: Iterable[Callable[..., Any]], pattern: str) -> str:
+  """Returns the first line of some functions in which a pattern is found; "" if none is."""
+  for function in functions:
+    lines, first = _source(function)
+    for number, line in enumerate(lines, first):
+      if re.search(pattern, _code(line)):
+        return _told(function, number)
   return ""
 
 

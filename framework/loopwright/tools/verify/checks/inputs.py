@@ -25,7 +25,14 @@ from loopwright.inputs.plan import Preprocess, padded_batch_size
 from loopwright.inputs.sources import Source, main_source, of_one_shape
 from loopwright.inputs.streams import StreamSource
 from loopwright.task import preprocess_of
-from loopwright.tools.verify.bench import fitted, random_draws, seeded_rows, source_lines, survey
+from loopwright.tools.verify.bench import (
+  fitted,
+  other_process,
+  random_draws,
+  seeded_rows,
+  source_lines,
+  survey,
+)
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.survey import Survey
 from loopwright.tools.verify.checks import augmentation
@@ -51,6 +58,7 @@ def check(subject: Subject) -> list[Result]:
   reading = Reading(subject)
   return [
     *reading.sources(),
+    *reading.elsewhere(),
     *reading.each_set(lambda: [reading.overlap(), reading.statistics()]),
     *reading.pipeline(),
     *reading.each_set(reading.evaluation),
@@ -156,6 +164,22 @@ class Reading:
       "if the format needs them sorted, sort back; augment in preprocess(), with batch['seed']",
       source_lines.find(source, "fetch", containing=("sort", "random", "unique")),
     )  # fmt: skip
+
+  def elsewhere(self) -> Iterator[Result]:
+    """Checks that another process makes the same examples, if anything in the code may differ."""
+    name, found = "the same in another process", None
+    if isinstance(self.source, StreamSource):
+      return
+    with contextlib.suppress(Exception):  # what cannot be made again is another check's finding
+      found = other_process.differs(self.subject, self.task)
+    if found:
+      feature, why, place = found
+      yield GROUP.failed(
+        name, f"with {why}, {feature!r} of the first batch is another one",
+        "values that differ between processes",
+        f"each worker and each restart must make the same: {other_process.REMEDIES[why]}",
+        place,
+      )  # fmt: skip
 
   def overlap(self) -> Result:
     """Finds evaluation examples that are also in training, by content."""

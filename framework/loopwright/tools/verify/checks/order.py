@@ -12,6 +12,7 @@ from loopwright.tools.verify.bench.explanations import (
   CHECKED_FIRST,
   CLIPPED_FIRST,
   LOCAL_CONDITION,
+  LOCAL_OFFSETS,
   LOCAL_STATE,
   LOCAL_UPDATE,
   NEVER_REDUCED,
@@ -102,6 +103,8 @@ def mistakes(calls: Sequence[Call]) -> Iterator[Mistake]:
       yield CLIPPED_FIRST, call
     if call.verb == "all_reduce" and call.reduced:
       yield _twice("call step.all_reduce once for each step.gradients"), call
+    elif call.verb == "perturbed" and call.raw:
+      yield LOCAL_OFFSETS, call
     elif call.verb == "clip" and call.raw:
       yield CLIPPED_FIRST, call
     elif call.verb == "check finite" and call.raw:

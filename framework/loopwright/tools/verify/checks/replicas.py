@@ -31,6 +31,7 @@ from loopwright.tools.verify.bench.comparison import (
 from loopwright.tools.verify.bench.explanations import (
   BATCH_NORM,
   LOCAL_BATCH,
+  LOCAL_OFFSETS,
   LOCAL_STATE,
   MICRO_BATCH_NORM,
   NEVER_REDUCED,
@@ -200,8 +201,8 @@ class Several:
     if self.compared.retraced().worst > self.compared.tolerance:
       return TRACED_VALUE, ""
     mistake = order.wrong_update(self.compared.calls)
-    if mistake and mistake[0] is NEVER_REDUCED:
-      return NEVER_REDUCED, mistake[1].place
+    if mistake and mistake[0] in (NEVER_REDUCED, LOCAL_OFFSETS):
+      return mistake[0], mistake[1].place
     parts = self.compared.parts_of_cases(replicas, wrong)
     seen = self.compared.updates(outcomes, wrong)
     whole = self.compared.updates(self.compared.reference, wrong)
