@@ -81,7 +81,7 @@ class Watch:
     for each in (optimizers or {}).values():
       for name, value in vars(each.optimizer).items():
         option = type(value) in _NUMBERS and not name.startswith("_")
-        if option or name.startswith(_OF_UPDATES):
+        if option or (name.startswith(_OF_UPDATES) and not name.endswith("_cache")):
           self._read[id(each.optimizer), name] = Read.of(each.optimizer, name)
     self._layers: list[Any] = []
     self._variables: list[tuple[Variable, bool]] = []

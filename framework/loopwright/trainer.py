@@ -254,8 +254,11 @@ class Trainer(AbstractTrainer):
     equal = [*self.assigned.values()]
     equal += replica_state.averaged(self.task.model, equal=self.assigned)
     for one in self.parts.optimizers.values():
-      slots = [*one.optimizer.variables, *one.fusion.flats]
-      saved, equal = [*saved, *slots], [*equal, *slots, *one.variables]
+      trained = {id(models.raw(variable)) for variable in one.variables}
+      tracked = filter(models.is_variable, tf.train.TrackableView(one.optimizer).descendants())
+      slots = [*one.optimizer.variables, *one.fusion.flats, *tracked]
+      saved += [slot for slot in slots if id(models.raw(slot)) not in trained]
+      equal += [*slots, *one.variables]
     sums = [*reachable(self.metrics), *reachable(self._input_wait)]
     saved += [place.variable for place in sums]
     self.state.examine(graph, saved=saved, equal=equal, transient=self.parts.observers)
