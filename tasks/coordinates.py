@@ -1,6 +1,6 @@
 """The coordinate check: does a step change each layer's output as much at every width?
 
-    python -m loopwright.tools.coordinates --gin_file=configs/language_model_widths.gin \
+    python -m loopwright.tasks.coordinates --gin_file=configs/language_model_widths.gin \
       --scaled=decoder.width,decoder.heads,decoder.groups,by_width.width --times=1,2,4
 
 If it does, a learning rate found for a narrow network holds for a wide one. Yang et al., "Tensor
@@ -130,7 +130,7 @@ def report(rows: Sequence[Row], losses: Sequence[float], times: Sequence[float])
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns 1 if an output depends on the width or the widest lags."""
-  parser = argparse.ArgumentParser(prog="python -m loopwright.tools.coordinates")
+  parser = argparse.ArgumentParser(prog="python -m loopwright.tasks.coordinates")
   parser.add_argument("--gin_file", action="append", default=[])
   parser.add_argument("--gin_param", action="append", default=[])
   parser.add_argument("--scaled", required=True, help="whole numbers of the config, a,b,c")

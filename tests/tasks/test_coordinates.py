@@ -10,7 +10,7 @@ import toys
 
 import launch
 from loopwright.builder import Recipe
-from loopwright.tools import coordinates
+from loopwright.tasks import coordinates
 
 CONFIGS = Path(launch.__file__).parent / "configs"
 TIMES, RATE, STEPS = (1, 2, 4), 0.1, 3
