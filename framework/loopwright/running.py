@@ -212,7 +212,6 @@ def run(given: Options) -> dict[str, float]:
     randomness.seed_everything(given.seed)  # again: fit() may have drawn random numbers here
     observers = _observers(chosen, at.folder, ledger=given.ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
-    require_precision(given.precision, trainer.task.model)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     if training:
       if clusters.WORKERS in os.environ:
@@ -226,6 +225,7 @@ def run(given: Options) -> dict[str, float]:
       hooks=[cache] if cache else (),
     )  # fmt: skip
     session.restore(checkpoint)
+    require_precision(given.precision, trainer.task.model, trainer.gradient_dtypes)
     notes = start.read_back(trainer) if training else ()
     session.describe(precision=given.precision, notes=notes)
     if warm_start is not None:

@@ -15,6 +15,8 @@ from loopwright.models import models
 from loopwright.optimizers.adapters import prefix
 from loopwright.step_parts import JitCompile
 
+FLOATS = {"float16", "bfloat16", "float32", "float64"}
+
 
 def check_options(
   clip_norm: float | None,
@@ -46,12 +48,19 @@ def check_batch_size(global_batch_size: int, replicas: int) -> None:
     )
 
 
-def require_precision(precision: str, model: Model) -> None:
-  """Raises ConfigError: a precision that no layer of the model computes in."""
-  found = models.compute_dtypes(model)
+def require_precision(precision: str, model: Model, traced: Collection[str]) -> None:
+  """Raises ConfigError: a precision that no layer of the model, or no gradient, computes in.
+
+  Args:
+    precision: the dtype policy.
+    model: the task's.
+    traced: the dtypes of the backward passes, which count if there is no layer; empty if unknown.
+  """
+  layers = next(models.layers(model), None) is not None
+  found = models.compute_dtypes(model) if layers or not traced else sorted(FLOATS & {*traced})
   if precision != "float32" and precision.removeprefix("mixed_") not in found:
     raise ConfigError(
-      f"run.precision is {precision!r}, but the model's layers compute in {', '.join(found)}, so "
+      f"run.precision is {precision!r}, but the model computes in {', '.join(found)}, so "
       "it has no effect; make the model in build_model(), give from_keras() a function that makes "
       "it, or leave run.precision out."
     )

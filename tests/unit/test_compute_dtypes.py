@@ -120,7 +120,8 @@ def test_a_precision_without_effect_is_refused(library, tmp_path):
   ):
     start(lambda: model, tmp_path / "given", precision="mixed_bfloat16")
   start(dense(library, None), tmp_path / "made", precision="mixed_bfloat16")
-  start(lambda: tf.Variable(tf.ones([4, 1])), tmp_path / "bare", precision="mixed_bfloat16")
+  with pytest.raises(ConfigError, match="'mixed_bfloat16', but the model computes in float32, so"):
+    start(lambda: tf.Variable(tf.ones([4, 1])), tmp_path / "bare", precision="mixed_bfloat16")
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

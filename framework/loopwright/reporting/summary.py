@@ -67,7 +67,7 @@ def describe(
     ("GPUs", "; ".join(registry.load("part", "described_gpus")(devices)) if on_gpus else ""),
     ("batch", _batch_text(trainer)),
     ("reduction", parts.reduction.describe()),
-    ("precision", precision + (TF32 if in_tf32 else "") + _own_dtypes(trainer.task.model)),
+    ("precision", precision + (TF32 if in_tf32 else "") + _own_dtypes(trainer)),
     ("loss scale", parts.loss_scale.describe()),
     ("optimizer", optimizer_names(trainer)),
     ("steps", f"{train_steps}, continuing from {start_step}" if start_step else f"{train_steps}"),
@@ -84,11 +84,13 @@ def optimizer_names(trainer: Trainer) -> str:
   return ", ".join(f"{name}: {type(one.optimizer).__name__}" for name, one in named)
 
 
-def _own_dtypes(model: Model) -> str:
-  """Returns what a model's layers compute in, unless it is what the precision says."""
-  found = models.compute_dtypes(model)
+def _own_dtypes(trainer: Trainer) -> str:
+  """Returns what layers and gradients compute in, unless it is what the precision says."""
+  found = models.compute_dtypes(trainer.task.model)
   usual = found <= {"float32", keras.config.dtype_policy().compute_dtype}
-  return "" if usual else f", the layers in {', '.join(sorted(found))}"
+  other = sorted({"float16", "bfloat16"} & trainer.gradient_dtypes - found)
+  layers = "" if usual else f", the layers in {', '.join(sorted(found))}"
+  return layers + (f", gradients in {', '.join(other)}" if other else "")
 
 
 def _model_rows(model: Model) -> list[tuple[str, str]]:

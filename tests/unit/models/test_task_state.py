@@ -321,7 +321,8 @@ def test_gradients_in_float16_have_a_loss_scale(replicas, mirrored, tmp_path, ca
   np.testing.assert_allclose(task.model.numpy()[:, 0], weights, rtol=2e-3)
   for steps in (2, 4):
     task = train(Half(), tmp_path, trainer.strategy, steps)
-    assert "loss scale  dynamic, now 32768" in capsys.readouterr().err
+    lines = capsys.readouterr().err
+    assert "precision   float32, gradients in float16\nloss scale  dynamic, now 32768" in lines
   assert '"loss scale": "dynamic, now 32768' in (tmp_path / "history.jsonl").read_text()
 
 
