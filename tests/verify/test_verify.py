@@ -1,8 +1,11 @@
 """--mode=verify: planted defects are found and explained, right tasks pass, the table tells it."""
 
+import ast
 import dataclasses
 import functools
 import json
+import subprocess
+import sys
 
 import keras
 import pytest
@@ -13,7 +16,6 @@ from defects import order as bad_order
 from defects import replicas as bad_replicas
 
 import launch
-from loopwright import registry
 from loopwright.errors import ConfigError
 from loopwright.tools import verify
 from loopwright.tools.verify import report
@@ -221,7 +223,10 @@ RESULTS = [
     group="one", check="second", status="failed", detail="x differs", cause="mean of means",
     remedy="return sums", place="mine.py:3, in Mine.loss",
   ),
-  report.Result(group="two", check="third", status="not applicable", detail="nothing random"),
+  *(
+    report.Result(group="two", check=name, status="not applicable", detail="nothing random")
+    for name in ("third", "fourth")
+  ),
 ]  # fmt: skip
 
 
@@ -235,19 +240,73 @@ def test_the_table_says_what_failed_why_and_where():
     ["where:", "mine.py:3,", "in", "Mine.loss"],
     ["remedy:", "return", "sums"],
     [],
-    ["two"],
-    ["third", "-", "nothing", "random"],
+    ["not", "applicable"],
+    ["two", "third,", "fourth:", "nothing", "random"],
     [],
-    ["1", "passed,", "1", "failed,", "1", "not", "applicable", "in", "61", "s"],
+    ["1", "passed,", "1", "failed,", "2", "not", "applicable", "in", "61", "s"],
   ]
   assert all(len(line) <= 100 for line in table.splitlines())
+
+
+def test_the_shares_of_the_time_are_shown():
+  made = report.Report(RESULTS, seconds=61.2)
+  made.shares = {"one": 15.0, "two": 45.0}
+  told = [line.split() for line in made.times().splitlines()]
+  assert told == [["time"], ["two", "45.0", "s", "75%"], ["one", "15.0", "s", "25%"]]
+
+
+def test_a_terminal_shows_which_groups_are_left(capsys, monkeypatch):
+  monkeypatch.setattr(report, "is_terminal", lambda stream: True)
+  with report.shown(4) as (show, left):
+    left(["order", "learning"])
+    show("replicas")
+  told = capsys.readouterr().out
+  assert told.index("left: order, learning") < told.index("replicas\n")
 
 
 def test_the_json_holds_every_result():
   told = json.loads(report.Report(RESULTS, seconds=1.0).json())
   assert (told["failed"], told["seconds"]) == (1, 1.0)
-  assert [r["status"] for r in told["results"]] == ["passed", "failed", "not applicable"]
+  assert [r["status"] for r in told["results"]] == [r.status for r in RESULTS]
   assert told["results"][1]["cause"] == "mean of means"
+
+
+# ---- Side by side ----
+
+ALONE = """
+import os, sys
+import tensorflow as tf
+from loopwright.tools.verify import report, side_by_side
+
+def run(group):
+  if group in sys.argv[2:]:
+    os.kill(os.getpid(), 9) if os.getpid() != here else None
+  return [report.Result(group=group, check=str(os.getpid() == here), status="passed")]
+
+here = os.getpid()
+if sys.argv[1] == "used":
+  tf.constant(1)
+begin = lambda: float(tf.constant(2))
+side_by_side._cores = lambda: 2
+done = side_by_side.ran(["a", "order", "c", "replicas"], run, begin, lambda left: None, most=2)
+print([(each.group, each.results[0].check) for each in done])
+"""
+
+
+@pytest.mark.parametrize(
+  ("arguments", "here"),
+  [(["clean"], []), (["used"], ["a", "order", "c", "replicas"]), (["clean", "c"], ["c"])],
+)
+@pytest.mark.ci
+def test_groups_run_in_forks_unless_the_process_has_used_tensorflow(arguments, here):
+  """Each comes in order; what a fork that is killed has left runs in the process itself."""
+  done = subprocess.run(
+    [sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, check=True
+  )
+  told = ast.literal_eval(done.stdout.splitlines()[-1])
+  assert [group for group, _ in told] == ["a", "order", "c", "replicas"]
+  assert {group for group, in_process in told if in_process == "True"} >= set(here)
+  assert bool(here) or "True" not in dict(told).values()
 
 
 # ---- From the command line ----
@@ -261,16 +320,69 @@ run.train_steps = 10
 """
 
 
-@pytest.mark.parametrize(("task", "status"), [("RightTask", 0), ("WrongTask", 1)])
-def test_the_exit_status_is_0_only_if_nothing_failed(tmp_path, capsys, monkeypatch, task, status):
-  monkeypatch.setattr(registry, "names", lambda kind: ("order",))
-  config, file = tmp_path / "mine.gin", tmp_path / "verify.json"
+def launched(tmp_path, task, *flags):
+  """The exit status of `--mode=verify`, in this process."""
+  config = tmp_path / "mine.gin"
   config.write_text(CONFIG.format(task=task))
-  assert (
-    launch.main(["launch", f"--gin_file={config}", "--mode=verify", f"--json={file}"]) == status
-  )
-  assert json.loads(file.read_text())["failed"] == status
-  assert f"{status} failed" in capsys.readouterr().out.splitlines()[-1]
+  report = f"--json={tmp_path / 'verify.json'}"
+  return launch.main(["launch", f"--gin_file={config}", "--mode=verify", report, *flags])
+
+
+def written(tmp_path):
+  return json.loads((tmp_path / "verify.json").read_text())
+
+
+@pytest.mark.parametrize(("task", "status"), [("RightTask", 0), ("WrongTask", 1)])
+def test_the_exit_status_is_0_only_if_nothing_failed(tmp_path, capsys, task, status):
+  assert launched(tmp_path, task, "--only=order", "--time") == status
+  assert written(tmp_path)["failed"] == status
+  assert {result["group"] for result in written(tmp_path)["results"]} == {"order"}
+  *_, time, share, _, count = capsys.readouterr().out.splitlines()
+  assert (time, share.split()[0], share.split()[-1]) == ("time", "order", "100%")
+  assert f"{status} failed" in count
+
+
+def test_only_what_changed_runs_again(tmp_path, capsys, monkeypatch):
+  """What failed too; a helper of the task counts, `run.train_steps` does not: no check reads it."""
+  ran, status, helper = [], {"a": "passed", "b": "failed"}, tmp_path / "helper_of_a_task.py"
+  for name in status:
+
+    def group(subject, name=name):
+      ran.append(name)
+      return [report.Result(group=name, check="first", status=status[name])]
+
+    monkeypatch.setitem(verify._OWN, name, group)
+  helper.write_text("a = 1")
+  monkeypatch.setattr(sys.modules[__name__], "CONFIG", CONFIG + "import helper_of_a_task\n")
+
+  def again(*flags):
+    ran.clear()
+    assert launched(tmp_path, "RightTask", "--only=a,b", *flags) == ("failed" in status.values())
+    assert [result["group"] for result in written(tmp_path)["results"]] == ["a", "b"]
+    return ran
+
+  assert again() == ["a", "b"]
+  assert again("--changed") == ["b"]
+  status["b"] = "passed"
+  assert again("--changed") == ["b"]
+  assert again("--changed", "--gin_param=run.train_steps = 20") == []
+  assert "nothing has changed since the last report; still ok: a, b" in capsys.readouterr().out
+  assert again("--changed", "--gin_param=run.global_batch_size = 24") == ["a", "b"]
+  assert "changed since the last report: run.global_batch_size" in capsys.readouterr().out
+  helper.write_text("a = 2")
+  assert again("--changed", "--gin_param=run.global_batch_size = 24") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+  ("flags", "told"),
+  [
+    (["--only=order,inptus"], "unknown group of checks 'inptus'; it must"),
+    (["--changed"], "--changed needs the report of last time, and --json="),
+  ],
+)
+def test_a_flag_of_verify_that_cannot_be_followed(tmp_path, capsys, flags, told):
+  assert launched(tmp_path, "RightTask", *flags) == 2
+  assert told in capsys.readouterr().err
 
 
 def test_json_is_for_verify_alone(capsys):

@@ -38,8 +38,8 @@ DEFECTS = {
 
 @pytest.fixture
 def fewer(monkeypatch):
-  """The first and the third strategy alone, to save time."""
-  found = {n: s for n, s in restore.strategies().items() if n in ("one device", "mirrored on 3")}
+  """Beside one device, mirrored on 3 alone, to save time."""
+  found = {n: s for n, s in restore.strategies().items() if n == "mirrored on 3"}
   monkeypatch.setattr(restore, "strategies", lambda: found)
 
 
@@ -77,10 +77,22 @@ def test_what_each_replica_counts_for_itself_moves_to_no_other_number_of_replica
   result = results[restore.ACROSS]
   assert result.cause == "per-replica value"
   assert result.detail == (
-    "saved under one device and restored under mirrored on 3: updates:0 is [0], but was saved as "
-    "[1]"
+    "saved under one device and restored under mirrored on 3: updates:0 is [3], but was saved as "
+    "[4]"
   )
   assert result.place == place(defects.Counting, "ON_READ")
+
+
+def test_what_is_saved_on_several_replicas_must_be_what_one_restores(fewer, monkeypatch):
+  """The state saved there is another than all have: a restore that does nothing is noticed."""
+  whole = restore.CheckpointManager.restore
+  monkeypatch.setattr(
+    restore.CheckpointManager, "restore",
+    lambda self, path: None if "mirrored" in path else whole(self, path),
+  )  # fmt: skip
+  result = by_check(restore.check(sound.SUBJECTS["regression"]()))[restore.ACROSS]
+  assert result.status == "failed"
+  assert result.detail.startswith("saved under mirrored on 3 and restored under one device: ")
 
 
 def test_a_model_that_is_built_otherwise_each_time(tmp_path, on_one_device):

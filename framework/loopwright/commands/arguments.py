@@ -140,7 +140,7 @@ _OF_MODES: Mapping[str, Sequence[str]] = {
   **dict.fromkeys(LOCAL_FLAGS, LOCAL_MODES),
   "model_dir": (*MODES, "tune"),
   "accept_changes": MODES,
-  "json": ("verify",),
+  **dict.fromkeys(("json", "only", "changed", "time"), ("verify",)),
   "device_gib": ("memory",),
   "learning_rate": ("tune",),
   "format": ("export",),
@@ -330,6 +330,10 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
     parser.whole("max_restarts", 0, "How often to restart that cluster after a failure.")
   if "json" in takes:
     parser.text("json", None, "For --mode=verify: a file to write the report to.")
+    parser.text("only", None, "Only these groups of checks, such as replicas,inputs.")
+    told = "Only what failed in the report of --json, or all if the task or its config has changed."
+    parser.switch("changed", told)
+    parser.switch("time", "Print each group's share of the time.")
   if "device_gib" in takes:
     parser.number("device_gib", None, "For --mode=memory: GiB of one device, to show what fits.")
   if "learning_rate" in takes:
@@ -352,11 +356,13 @@ def _check_flags(values: argparse.Namespace) -> None:
     raise UsageError("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
   if values.model_dir == "":
     raise UsageError("--model_dir is empty; give a folder, or leave the flag out")
-  for name in ("json", "device_gib", "learning_rate", "format"):
+  for name in ("json", "only", "changed", "time", "device_gib", "learning_rate", "format"):
     value, [mode] = getattr(values, name), _OF_MODES[name]
     if value not in (None, False, "savedmodel") and values.mode != mode:
       told = f"--{name}" if value is True else f"--{name}={value}"
       raise UsageError(f"{told} is for --mode={mode}, not {values.mode}; remove it")
+  if values.changed and not values.json:
+    raise UsageError("--changed needs --json=FILE, the report of last time; add it")
   _check_local_flags(values)
 
 

@@ -40,7 +40,7 @@ def run(parsed: Parsed) -> int:
 
   configurables.parse(values.gin_file, values.gin_param)
   if values.mode == "verify":
-    return verify(values.json)
+    return verify(values)
   from loopwright import running
 
   try:
@@ -87,21 +87,32 @@ def check_config(gin_files: Sequence[str], gin_params: Sequence[str]) -> int:
   return 0
 
 
-def verify(json_file: str | None) -> int:
-  """Prints the results of all checks of the config in force; returns 1 if any check failed."""
+def verify(values: argparse.Namespace) -> int:
+  """Prints the results of the checks of the config in force; returns 1 if any check failed."""
   from loopwright.host.native_log import without_remarks
   from loopwright.tools import verify as checks
+  from loopwright.tools.verify import last_report, report
 
-  if json_file:
-    _require_writable(json_file)
-  with without_remarks():
-    report = checks.verify(
-      checks.subject_of_config(), show=lambda text: print(f"{text}\n", flush=True)
-    )
-  print(report.count())
-  if json_file:
-    Path(json_file).write_text(report.json())
-  return 1 if report.failures else 0
+  groups = checks.known_groups(values.only.split(",") if values.only else None)
+  inputs, kept, why = last_report.inputs(), report.Report([]), ""
+  if values.changed:
+    kept, why = last_report.holding(values.json, inputs, groups)
+  if values.json:
+    _require_writable(values.json)
+  with without_remarks(), report.shown(len(groups)) as (show, left):
+    if why:
+      show(why)
+    made = checks.verify(
+      checks.subject_of_config(), groups=[each for each in groups if each not in kept.shares],
+      together=True, show=show, left=left,
+    )  # fmt: skip
+  whole = report.Report(
+    [*kept.results, *made.results], made.seconds, kept.shares | made.shares, inputs
+  )
+  print("\n\n".join(filter(None, [whole.left_out(), values.time and made.times(), whole.count()])))
+  if values.json:
+    Path(values.json).write_text(whole.json())
+  return 1 if whole.failures else 0
 
 
 def _require_writable(path: str) -> None:

@@ -5,7 +5,8 @@
 checks/ has one module per group of the registry, with `check(subject) -> results`; docs/verify.md
 explains each check. padding.py, own_optimizer.py and later_steps.py are parts of the group
 "replicas", augmentation.py of "randomness", contents.py of "inputs". report.py holds the results,
-consequences.py says which failures follow from others. bench/ has the tools of the checks:
+consequences.py says which failures follow from others, side_by_side.py runs groups in forks,
+last_report.py says which results still hold. bench/ has the tools of the checks:
 
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
     comparison.py     the step on one replica, and how others differ from it
@@ -42,6 +43,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from loopwright import errors, failures, registry
@@ -49,7 +51,7 @@ from loopwright.builder import made_task, set_globals
 from loopwright.from_config import bound, bound_mesh, bound_recipe
 from loopwright.options import Numerics
 from loopwright.strategies import factories
-from loopwright.tools.verify import consequences, report
+from loopwright.tools.verify import consequences, report, side_by_side
 from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import MOST_REPLICAS, Subject
 from loopwright.tools.verify.report import Report, Result
@@ -70,34 +72,55 @@ def verify(
   subject: Subject,
   *,
   groups: Sequence[str] | None = None,
+  together: bool = False,
   show: Callable[[str], None] = lambda text: None,
+  left: Callable[[Sequence[str]], None] = lambda groups: None,
 ) -> Report:
   """Runs the checks; the process must not have used TensorFlow's devices before (host).
 
   Args:
     subject: what to verify.
     groups: names of the registry and of `register`; None runs all.
-    show: called with the text of each group when it is done.
+    together: several at a time, in forks, if the process has not used TensorFlow yet.
+    show: called with the text of each group when it is done, in the order of `groups`.
+    left: called with the names of the groups that are not done, from time to time.
 
   Raises:
     ConfigError: an unknown group, or TensorFlow has started with too few logical CPUs.
   """
+  groups = known_groups(groups)
+  checks = {group: _OWN.get(group) or registry.load("check", group) for group in groups}
+  began = time.monotonic()
+  made = Report([])
+
+  def run(group: str) -> list[Result]:
+    with np.errstate(all="ignore"):  # what is not finite is a finding
+      return _accepted(_checked(group, checks[group], subject), subject)
+
+  done = side_by_side.ran(
+    groups, run, lambda: prepare(subject), left, most=side_by_side.MOST if together else 1
+  )
+  for group, results, seconds in done:
+    found = consequences.marked(results, made.results)
+    if text := report.section(found):
+      show(text)
+    made.results += found
+    made.shares[group] = seconds
+  made.seconds = time.monotonic() - began
+  return made
+
+
+def known_groups(named: Sequence[str] | None = None) -> Sequence[str]:
+  """Returns the groups with these names, or all, in the order in which they are shown.
+
+  Raises:
+    ConfigError: an unknown name.
+  """
   known = (*registry.names("check"), *_OWN)
-  groups = known if groups is None else groups
-  for group in groups:
+  for group in named or ():
     if group not in known:
       raise errors.unknown("group of checks", group, known)
-  prepare(subject)
-  began = time.monotonic()
-  results: list[Result] = []
-  raised: dict[str, str] = {}
-  for group in groups:
-    found = _accepted(_checked(group, subject, raised), subject)
-    found = consequences.marked(found, results)
-    if found:
-      show(report.section(found))
-    results += found
-  return Report(results, seconds=time.monotonic() - began)
+  return [group for group in known if named is None or group in named]
 
 
 def prepare(subject: Subject) -> None:
@@ -141,25 +164,12 @@ def _accepted(results: Sequence[Result], subject: Subject) -> list[Result]:
   return list(results)
 
 
-def _checked(group: str, subject: Subject, raised: dict[str, str]) -> list[Result]:
-  """Runs one group; an exception of the task or the input becomes a finding, once.
-
-  Args:
-    group: its name.
-    subject: what to verify.
-    raised: place or text of each exception so far -> the group that reports it.
-  """
+def _checked(group: str, check: Check, subject: Subject) -> list[Result]:
+  """Runs one group; an exception of the task or the input becomes a finding."""
   try:
-    if group in _OWN:
-      return list(_OWN[group](subject))
-    return registry.load("check", group)(subject)
+    return list(check(subject))
   except Exception as error:
-    found = _raised(group, subject, error)
-    first = raised.setdefault(found.place or found.detail, group)
-    if first == group:
-      return [found]
-    told = f"stops at the error that {first!r} reports"
-    return [dataclasses.replace(found, status="not applicable", detail=told, **_NO_CAUSE)]
+    return [_raised(group, subject, error)]
 
 
 _NO_CAUSE: dict[str, Any] = {"cause": "", "remedy": "", "place": ""}
@@ -175,7 +185,7 @@ _RETURNED = {
 
 def _made_in_step(group: str, place: str) -> Result:
   return Result(
-    group=group, check="runs at all", status="failed", place=place,
+    group=group, check=consequences.RUNS, status="failed", place=place,
     cause="variable outside the model",
     detail="this line makes new variables in each call: no optimizer has them, no checkpoint saves "
     "them",
@@ -189,6 +199,7 @@ def _raised(group: str, subject: Subject, error: Exception) -> Result:
   detail, place = refusal or failures.failure(error), failures.place_of(error)
   if told := _PLACE.search(detail):
     detail, place = detail[: told.start()], told[1]
+  detail = detail.replace("_DictWrapper", "dict").replace("ListWrapper", "list")
   with contextlib.suppress(Exception):  # the task itself may be what fails
     task = subject.fresh_task()
     place = source_lines.qualified(place, task)
@@ -200,7 +211,7 @@ def _raised(group: str, subject: Subject, error: Exception) -> Result:
       if detail.startswith(beginning):
         place = source_lines.find(task, *methods, containing=words, anywhere=True) or place
   return Result(
-    group=group, check="runs at all", status="failed", detail=detail, place=place,
+    group=group, check=consequences.RUNS, status="failed", detail=detail, place=place,
     cause="refused by the framework" if refusal else "exception in the task",
     remedy="" if refusal else "correct it first: every check that needs this step stops here",
   )  # fmt: skip

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from loopwright.tools.verify.report import Result
 
+RUNS = "runs at all"
+"""The check that fails if a group raises."""
 _LEARNING = ("far from chance at the start", "learning rate too high", "cannot learn one batch")
 _HALF = (
   "overflow in the forward pass", "underflow in the forward pass", "loss scale too small",
@@ -74,7 +76,9 @@ def marked(results: Sequence[Result], before: Sequence[Result]) -> list[Result]:
       if first := next((each for each in failures if _follows(result, each)), None):
         result = dataclasses.replace(
           result, status="not applicable", cause="", remedy="", place="",
-          detail=f"follows from {first.check!r} above; {result.detail}",
+          detail=f"stops at the error that {first.group!r} reports"
+          if result.check == RUNS
+          else f"follows from {first.check!r} above; {result.detail}",
         )  # fmt: skip
       else:
         failures.append(result)
@@ -83,5 +87,7 @@ def marked(results: Sequence[Result], before: Sequence[Result]) -> list[Result]:
 
 
 def _follows(result: Result, first: Result) -> bool:
+  if result.check == first.check == RUNS:
+    return (result.place or result.detail) == (first.place or first.detail)
   same = (result.cause, result.place) == (first.cause, first.place)
   return (same and result.cause != "unknown") or result.cause in FOLLOWS.get(first.cause, ())

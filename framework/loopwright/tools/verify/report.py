@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
+
+from loopwright.reporting.live import Terminal
+from loopwright.reporting.progress import Line, is_terminal
 
 Status = Literal["passed", "accepted", "failed", "not applicable"]
 WIDTH, COLUMN = 100, 30
@@ -63,12 +68,21 @@ class Group:
     )  # fmt: skip
 
 
+@dataclasses.dataclass
 class Report:
-  """All results of one verification."""
+  """All results of one verification.
 
-  def __init__(self, results: Sequence[Result], *, seconds: float) -> None:
-    """Keeps the results; `seconds` is the duration."""
-    self.results, self.seconds = list(results), seconds
+  Attributes:
+    results: of all groups, in order.
+    seconds: the duration.
+    shares: group -> its seconds; several may have run at a time.
+    inputs: what the results depend on; see last_report.py.
+  """
+
+  results: list[Result]
+  seconds: float = 0.0
+  shares: dict[str, float] = dataclasses.field(default_factory=dict)
+  inputs: dict[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def failures(self) -> list[Result]:
@@ -79,7 +93,28 @@ class Report:
     """Returns the table, 100 columns wide, and a line with the counts."""
     groups = dict.fromkeys(result.group for result in self.results)
     parts = [section([r for r in self.results if r.group == group]) for group in groups]
-    return "\n\n".join([*parts, self.count()])
+    return "\n\n".join(filter(None, [*parts, self.left_out(), self.count()]))
+
+  def left_out(self) -> str:
+    """Returns the lines of all checks that do not apply, each reason once; "" if there are none."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for result in self.results:
+      if result.status == "not applicable":
+        names.setdefault((result.group, result.detail), []).append(result.check)
+    widest = max((len(group) for group, _ in names), default=0)
+    lines = [
+      line
+      for (group, detail), checks in names.items()
+      for line in _hanging(f"  {group:{widest}}  ", f"{', '.join(checks)}: {detail}")
+    ]
+    return "\n".join(["not applicable", *lines] if lines else [])
+
+  def times(self) -> str:
+    """Returns the lines of the groups' shares of the time, the longest first."""
+    whole, widest = sum(self.shares.values()) or 1.0, max(map(len, self.shares), default=0)
+    shares = sorted(self.shares.items(), key=lambda share: -share[1])
+    lines = [f"  {name:{widest}}  {s:6.1f} s  {s / whole:4.0%}" for name, s in shares]
+    return "\n".join(["time", *lines])
 
   def count(self) -> str:
     """Returns one line with the number of results of each status, and the seconds."""
@@ -90,14 +125,34 @@ class Report:
     return f"{counts} in {self.seconds:.0f} s"
 
   def json(self) -> str:
-    """Returns the report as a JSON object: seconds, failed (a count), results."""
+    """Returns the report as a JSON object: seconds, failed (a count), results, shares, inputs."""
     found = [dataclasses.asdict(result) for result in self.results]
     report = {"seconds": self.seconds, "failed": len(self.failures), "results": found}
+    report |= {"shares": self.shares, "inputs": self.inputs}
     return json.dumps(report, indent=2, default=float) + "\n"
 
 
+@contextlib.contextmanager
+def shown(groups: int) -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]], None]]]:
+  """Gives a function that prints a section, and one that shows the names of groups that are left.
+
+  On a terminal these are a live line below the sections, elsewhere they are not shown.
+  """
+  if not is_terminal(sys.stdout):
+    yield lambda text: print(f"{text}\n", flush=True), lambda left: None
+    return
+  terminal = Terminal(sys.stdout)
+  yield (
+    lambda text: terminal.write(f"{text}\n"),
+    lambda left: terminal.show([Line(1 - len(left) / groups, f"left: {', '.join(left)}")]),
+  )
+  terminal.show([])
+  terminal.close()
+
+
 def section(results: Sequence[Result]) -> str:
-  """Returns the lines of one group, beginning with its name."""
+  """Returns the lines of one group that say something, beginning with its name; "" if none do."""
+  results = [result for result in results if result.status != "not applicable"]
   lines = [results[0].group] if results else []
   for result in results:
     lines += _lines(result, max(COLUMN, *(len(r.check) for r in results)))
@@ -107,14 +162,19 @@ def section(results: Sequence[Result]) -> str:
 def _lines(result: Result, widest: int) -> list[str]:
   mark = {"passed": "ok", "failed": "FAILED"}.get(result.status, "-")
   first = f"  {result.check:{widest}}  {mark:6}  "
-  lines = _wrapped(result.detail, max(40, WIDTH - len(first))) or [""]
-  lines = [(first + lines[0]).rstrip(), *(" " * len(first) + line for line in lines[1:])]
+  lines = _hanging(first, result.detail)
   parts = {"likely cause": result.cause, "where": result.place, "remedy": result.remedy}
   for name, text in parts.items():
     if text:
       told = _wrapped(f"{name}: {text}", WIDTH - 8)
       lines += [" " * (8 if index else 6) + line for index, line in enumerate(told)]
   return lines
+
+
+def _hanging(first: str, text: str) -> list[str]:
+  """Returns the lines of a text behind `first`, and below it."""
+  lines = _wrapped(text, max(40, WIDTH - len(first))) or [""]
+  return [(first + lines[0]).rstrip(), *(" " * len(first) + line for line in lines[1:])]
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -22,7 +22,7 @@ from loopwright.aliases import HostValue, Variable
 from loopwright.builder import Recipe
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
-from loopwright.graphs.autograph import compiled
+from loopwright.graphs.grappler import Compiled
 from loopwright.inputs import datasets
 from loopwright.inputs.parts import prefixes
 from loopwright.inputs.sources import eval_sets, of_one_shape
@@ -334,7 +334,7 @@ def stepper(trainer: Trainer) -> Any:
     trainer.train_step(iter([batch]))
     trainer.average_state()
 
-  return step if trainer.eager else compiled(step)
+  return step if trainer.eager else Compiled(step)
 
 
 def strategy_of(replicas: int) -> tf.distribute.Strategy:

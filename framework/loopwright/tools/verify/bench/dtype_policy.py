@@ -8,15 +8,20 @@ from collections.abc import Iterator
 import keras
 import tf_keras
 
+from loopwright.host import lazy_keras
+
 
 @contextlib.contextmanager
 def under(policy: str) -> Iterator[None]:
   """Sets the dtype policy of both Keras generations inside the context (host)."""
-  ours, theirs = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
-  keras.config.set_dtype_policy(policy)
-  tf_keras.mixed_precision.set_global_policy(policy)
+  before = keras.config.dtype_policy().name
+  _set(policy)
   try:
     yield
   finally:
-    keras.config.set_dtype_policy(ours)
-    tf_keras.mixed_precision.set_global_policy(theirs)
+    _set(before)
+
+
+def _set(policy: str) -> None:
+  keras.config.set_dtype_policy(policy)
+  lazy_keras.when_tf_keras_loads(lambda: tf_keras.mixed_precision.set_global_policy(policy))

@@ -8,26 +8,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import operator
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import keras
 import numpy as np
 import tensorflow as tf
-import tf_keras
 
 from loopwright.aliases import Model, Variable
+from loopwright.host import lazy_keras
 from loopwright.models import models
 from loopwright.task import Task
 from loopwright.tools.verify.bench import source_lines
 
 Kind = Literal["variable", "random generator", "metric", "Python value"]
-_METRICS = (keras.metrics.Metric, tf_keras.metrics.Metric)
-_WITH_VARIABLES = (
-  tf.Module, keras.Layer, tf_keras.layers.Layer,
-  keras.optimizers.Optimizer, tf_keras.optimizers.Optimizer,
-)  # fmt: skip
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, Mapping)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 OF_A_GRAPH = "a tensor of a graph"
@@ -74,7 +69,7 @@ def held(task: Task) -> dict[str, Held]:
 
 def own_parts(model: Model) -> list[tuple[Any, set[str]]]:
   """Returns a model's parts of the user's own classes, each with Keras's own attributes."""
-  bare = {*vars(keras.Model()), *vars(tf_keras.Model())}
+  bare = {name for each in lazy_keras.kerases() for name in vars(each.Model())}
   found = []
   for part in models.parts(model):
     if models.is_keras(part):
@@ -91,10 +86,10 @@ def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[str, Kind, Any, A
     yield name, "variable", _content(inner), inner
   elif isinstance(value, tf.random.Generator):
     yield name, "random generator", _content(value.state), value.state
-  elif isinstance(value, _METRICS):
+  elif isinstance(value, _of_kerases("metrics.Metric")):
     for variable in map(models.raw, value.variables):
       yield f"{name}.{variable.name}", "metric", _content(variable), variable
-  elif isinstance(value, _WITH_VARIABLES):
+  elif isinstance(value, (tf.Module, *_of_kerases("layers.Layer", "optimizers.Optimizer"))):
     for number, variable in enumerate(map(models.raw, _variables(value))):
       yield f"{name}.{variable.name}.{number}", "variable", _content(variable), variable
   elif isinstance(value, _CONTAINERS):
@@ -104,6 +99,11 @@ def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[str, Kind, Any, A
   elif depth and source_lines.is_the_users(type(value)) and hasattr(value, "__dict__"):
     for attribute, part in vars(value).items():
       yield from _walk(f"{name}.{attribute}", part, depth - 1)
+
+
+def _of_kerases(*paths: str) -> Any:
+  """Returns classes of Keras 3, and of tf_keras if it has been executed."""
+  return tuple(operator.attrgetter(path)(each) for each in lazy_keras.kerases() for path in paths)
 
 
 def _inside(name: str, container: Any, depth: int) -> Iterator[tuple[str, Kind, Any, Any]]:

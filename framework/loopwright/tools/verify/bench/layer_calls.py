@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
-import keras
 import tensorflow as tf
-import tf_keras
 from tensorflow.python.util import tf_stack
 
 from loopwright.aliases import Layer, Model
+from loopwright.host import lazy_keras
 from loopwright.models import models
 
 LAYERS = ("Dropout", "GaussianNoise", "Random")
@@ -68,7 +67,7 @@ def watch() -> Iterator[Calls]:
     return called
 
   with contextlib.ExitStack() as stack:
-    for kind in (keras.layers.Layer, tf_keras.layers.Layer):
+    for kind in [each.layers.Layer for each in lazy_keras.kerases()]:
       stack.enter_context(mock.patch.object(kind, "__call__", noted(kind.__call__)))
     yield calls
 

@@ -257,7 +257,7 @@ def parts_by_name(model: Model) -> list[tuple[str, Any]]:
   """Returns (name, part) of each entry of a dict of models, or of the only model."""
   if isinstance(model, Mapping):
     return [(str(name), part) for name, part in model.items() if not models.is_variable(part)]
-  return [(getattr(model, "name", type(model).__name__), model)]
+  return [(getattr(model, "name", "the model"), model)]
 
 
 def behind(

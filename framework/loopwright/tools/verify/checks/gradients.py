@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
-from loopwright.graphs import randomness
+from loopwright.graphs import autograph, randomness
 from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.step import Step
@@ -248,7 +248,7 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       alone = differences is not None and self.parts.accumulation_steps == 1
       if alone and (differences != "float64" or graph.is_exact):
         seen.precision = str(differences)
-        _note_differences(seen, total, list(gradients), variables, factor)
+        _note_differences(seen, autograph.compiled(total), list(gradients), variables, factor)
       seen.stops = seen.stops or graph.stops
       seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
       seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)

@@ -45,11 +45,12 @@ def check(subject: Subject) -> list[Result]:
     names = ("loss at the start", "own optimizer", "learns one batch by heart")
     return [GROUP.skipped(n, why) for n in names]
   micro = subject.accumulation_steps
-  here = Bench(subject, rows=START_ROWS * micro, always=True)
-  batch = subject.rows(here.task, START_ROWS * micro)
+  rows = _start_rows(subject) * micro
+  here = Bench(subject, rows=rows, always=True)
+  batch = subject.rows(here.task, rows)
   losses = _losses(here, batch, OWN_STEPS)
   if _grows(losses):  # perhaps because the loss has a weight that grows with the step
-    same = Bench(subject, rows=START_ROWS * micro, always=True, number=OWN_STEPS)
+    same = Bench(subject, rows=rows, always=True, number=OWN_STEPS)
     losses = [losses[0], *_losses(same, batch, OWN_STEPS)]
   few, *others = (
     {name: value[first : first + ROWS * micro] for name, value in batch.items()}
@@ -60,6 +61,13 @@ def check(subject: Subject) -> list[Result]:
     _own_optimizer(losses),
     _by_heart(subject, few, others if here.keeps_state else []),
   ]
+
+
+def _start_rows(subject: Subject) -> int:
+  """Returns how many rows show the loss of chance: fewer if each has many tokens."""
+  specs = subject.dataset(subject.fresh_task(), 1).element_spec.values()
+  tokens = [spec.shape[1] for spec in specs if spec.dtype.is_integer and spec.shape.rank == 2]
+  return 3 * ROWS if max((count or 0 for count in tokens), default=0) >= START_ROWS else START_ROWS
 
 
 def _losses(here: Bench, batch: Rows, steps: int) -> list[float]:

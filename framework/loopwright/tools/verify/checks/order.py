@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -32,7 +33,12 @@ Mistake: TypeAlias = tuple[Explanation, Call]
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
   recorded, here = recording.record(subject)
-  pipeline = " > ".join(map(str, recorded.calls))
+  runs = [[*calls] for _, calls in itertools.groupby(recorded.calls, key=_assigned)]
+  pipeline = " > ".join(
+    f"assign ({run[0].what} and {len(run) - 1} more)" if _assigned(run[0]) and run[1:] else each
+    for run in runs
+    for each in map(str, run[:1] if _assigned(run[0]) else run)
+  )
   counted = [b for call in recorded.calls for b in call.communications]
   shown = GROUP.passed(
     "pipeline of the step", detail=pipeline,
@@ -55,9 +61,13 @@ def check(subject: Subject) -> list[Result]:
   return [shown, total, *_followed(recorded.calls)]
 
 
+def _assigned(call: Call) -> bool:
+  return call.verb == "assign"
+
+
 def _followed(calls: Sequence[Call]) -> list[Result]:
   """Returns a note of what assignments follow, weights before or after their update."""
-  assigned = [call for call in calls if call.verb == "assign"]
+  assigned = [*filter(_assigned, calls)]
   if not assigned:
     return []
   early, idle = ([c for c in assigned if getattr(c, which)] for which in ("early", "idle"))

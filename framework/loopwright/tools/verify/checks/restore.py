@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,7 @@ ROUNDING = 1e-5
 NEXT_BATCH, SAME_STEP, ACROSS = (
   "same next batch", "same step after a restore", "restored under other strategies",
 )  # fmt: skip
+ONE, CENTRAL = "one device", "central storage on 2"
 _IGNORED = ("experiment/", "save_counter/")
 
 
@@ -76,6 +78,11 @@ class Resumption:
     else:
       yield self.same_step()
     yield self.across_strategies()
+
+  @functools.cached_property
+  def whole(self) -> TrainerUnderTest:
+    """The uninterrupted run."""
+    return TrainerUnderTest(self, bench.strategy_of(1))
 
   # ---- The data ----
 
@@ -122,12 +129,11 @@ class Resumption:
 
   def same_step(self) -> Result:
     """Compares the fourth step of a restored run with that of the uninterrupted one."""
-    whole = TrainerUnderTest(self, bench.strategy_of(1))
-    keys = set(whole.keys())
+    whole = self.whole
     whole.train(LOOPS[0])
     traced = held_state.held(whole.task)
-    if late := sorted(set(whole.keys()) - keys):
-      return self._late(whole, late)
+    if whole.late():
+      return self._late(whole)
     whole.train(LOOPS[1])
     path = whole.save("whole")
     whole.train(1)
@@ -208,8 +214,8 @@ class Resumption:
       place=source_lines.mention(held.owner, f"self.{held.attribute} =", f"self.{held.attribute}"),
     )  # fmt: skip
 
-  def _late(self, whole: TrainerUnderTest, late: list[str]) -> Result:
-    names = [whole.name_of(key) for key in late]
+  def _late(self, whole: TrainerUnderTest) -> Result:
+    names = [whole.name_of(key) for key in whole.late()]
     return GROUP.failed(
       SAME_STEP,
       detail=f"the first step creates {_told(names)}: it is not trained, and a new process cannot "
@@ -233,21 +239,34 @@ class Resumption:
   # ---- Strategies ----
 
   def across_strategies(self) -> Result:
-    """Saves after a step under each strategy, and restores under each other."""
-    made: dict[str, TrainerUnderTest] = {}
-    refused: dict[str, str] = {}
+    """Saves the state of a run under each strategy, and restores it under each other.
+
+    One device has taken steps. The others get its state, changed for each, in place of steps of
+    their own, which the group "replicas" takes; but nothing else steps under central storage.
+    """
     batch = next(harness.batches(self.subject, self.task(), rows=self.rows, position=0))
+    if not self.whole.metrics:
+      harness.step(self.whole.trainer, batch)
+    if self.whole.late():
+      return GROUP.skipped(ACROSS, "the first step creates variables")
+    made, refused = {ONE: self.whole}, dict[str, str]()
+    saved = {ONE: self.whole.save("one")}
     for name, strategy in strategies().items():
       try:
-        made[name] = TrainerUnderTest(self, strategy)
-        harness.step(made[name].trainer, batch)
+        run = TrainerUnderTest(self, strategy)
+        if name == CENTRAL:
+          harness.step(run.trainer, batch)
       except Exception as error:  # the checks for that strategy say more
-        made.pop(name, None)
         refused[name] = failures.mistake(error) or failures.failure(error)
-    if len(made) < 2:
+        continue
+      made[name], before = run, run.values()
+      if found := _restored_otherwise(run, saved[ONE]):
+        return self._across_failed(run.task, ONE, name, found)
+      run.change(before, 1 + len(made) / 4)
+      saved[name] = run.save(name.replace(" ", "_"))
+    if not made.keys() - {ONE}:
       return GROUP.skipped(ACROSS, "; ".join(f"{n}: {why}" for n, why in refused.items()))
-    saved = {name: run.save(name.replace(" ", "_")) for name, run in made.items()}
-    for one, path in saved.items():
+    for one, path in [*saved.items()][1:]:
       for other, run in made.items():
         if one != other and (found := _restored_otherwise(run, path)):
           return self._across_failed(run.task, one, other, found)
@@ -280,12 +299,24 @@ class TrainerUnderTest:
     self.manager = self._manager("")
     self.metrics: dict[str, float] = {}
     self.drew, self._fresh = False, self._generators()
+    self._built = self.keys()
 
   def train(self, steps: int) -> None:
     """Trains one loop; sets `drew`: whether Python's or NumPy's global generator was used."""
     before = held_state.numpy_and_python()
     self.metrics = harness.train(self.trainer, steps)
     self.drew = held_state.numpy_and_python() != before
+
+  def change(self, before: Mapping[str, np.ndarray], factor: float) -> None:
+    """Changes what is not as it was `before`, the numbers that steps move, on every replica."""
+    for key, variable in self.variables().items():
+      if np.array_equal(self.copies(variable)[0], before[key]):
+        continue
+      for copy_of in self.trainer.strategy.experimental_local_results(models.raw(variable)):
+        if copy_of.dtype.is_floating:
+          copy_of.assign(tf.cast(factor, copy_of.dtype) * copy_of)
+        elif copy_of.dtype.is_integer:
+          copy_of.assign(copy_of + 1)
 
   def save(self, name: str) -> str:
     """Saves into a folder of that name; returns the path."""
@@ -312,6 +343,10 @@ class TrainerUnderTest:
   def keys(self) -> list[str]:
     """Returns the keys of `variables`."""
     return list(self.variables())
+
+  def late(self) -> list[str]:
+    """Returns the keys of variables that a step has created."""
+    return sorted(set(self.keys()) - set(self._built))
 
   def name_of(self, key: str) -> str:
     """Returns a variable's name, as the user knows it."""
@@ -362,16 +397,15 @@ REMEDIES = {
 
 
 def strategies() -> dict[str, tf.distribute.Strategy]:
-  """Returns the strategies between which a checkpoint must move, on logical CPUs."""
+  """Returns the strategies to which a checkpoint of one device must move, on logical CPUs."""
   devices = [device.name for device in tf.config.list_logical_devices("CPU")][:2]
   central = tf.distribute.experimental.CentralStorageStrategy(
     compute_devices=devices, parameter_device=devices[0]
   )
   return {
-    "one device": bench.strategy_of(1),
     "mirrored on 2": bench.strategy_of(2),
     "mirrored on 3": bench.strategy_of(3),
-    "central storage on 2": central,
+    CENTRAL: central,
   }
 
 
