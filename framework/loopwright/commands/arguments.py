@@ -315,7 +315,8 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
   no_workers = Workers.read("0")
   parser.set_defaults(
     model_dir=None, local_workers=no_workers, local_ps=0, max_restarts=0, json=None,
-    device_gib=None, learning_rate=False, accept_changes=False, format="savedmodel",
+    device_gib=None, learning_rate=False, accept_changes=False, format="savedmodel", only=None,
+    changed=False, time=False,
   )  # fmt: skip
   if "model_dir" in takes:
     told = "The run folder, or its URL; default: runs/<name of the first gin file>."
