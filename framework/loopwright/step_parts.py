@@ -178,7 +178,7 @@ class StepNumbers:
 
   def __init__(self, parts: StepParts, num_steps: tf.Tensor, *, place: placement.Placement) -> None:
     """Computes number and rates of the next `num_steps` steps (cross-replica)."""
-    self._place = place
+    self._place, self._to_xla = place, bool(parts.jit_compile)
     if not place.on_gpus:
       return
     schedules = [one.schedule for one in parts.optimizers.values() if one.schedule]
@@ -201,7 +201,7 @@ class StepNumbers:
       with self._place.on_host():
         number = self._first + tf.cast(done, tf.int64)
       for schedule, rates in self._rates:
-        stack.enter_context(schedule.given(rates, done))
+        stack.enter_context(schedule.given(rates, done, to_xla=self._to_xla))
       yield number
 
 

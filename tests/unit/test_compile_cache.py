@@ -1,7 +1,10 @@
 """What XLA has compiled is kept for the next process, if only this user can have written it."""
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +12,18 @@ import tensorflow as tf
 
 from loopwright import compile_cache
 
+PROGRAM = """
+import json, sys
+from loopwright import compile_cache
+cache = compile_cache.opened(sys.argv[1], {})
+sys.path[:0] = sys.argv[2:]
+import test_on_gpus
+before = len(cache._known)
+trainer = test_on_gpus.trained(test_on_gpus.AsOnOneGpu("CPU:0"))
+cache.keep()
+weights = [each.tolist() for each in test_on_gpus.weights(trainer)]
+print(json.dumps([before, len(cache._known), trainer.compiled, weights]))
+"""
 NAME, CONTENT = "xla_compile_cache__1__2__XLA_GPU_JIT.pb", b"machine code"
 
 
@@ -112,3 +127,19 @@ def test_only_folders_of_processes_that_are_gone_go(kept, process):
   gone.mkdir()
   process()
   assert (own.exists(), gone.exists()) == (True, False)
+
+
+@pytest.mark.ci
+def test_a_second_process_compiles_nothing(tmp_path):
+  """And the first one a single program for all steps, with a schedule and dropout."""
+  here = [path for path in sys.path if "tests" in path]
+
+  def ran():
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache"), *here]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+  [before, after, compiled, weights], again = ran(), ran()
+  assert (before, after, compiled) == (0, 1, "the step as one program")
+  assert again == [1, 1, compiled, weights]

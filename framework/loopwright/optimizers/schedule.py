@@ -80,9 +80,15 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     return tf.map_fn(self.at, steps, fn_output_signature=tf.float32)
 
   @contextlib.contextmanager
-  def given(self, rates: tf.Tensor, index: tf.Tensor) -> Iterator[None]:
-    """Optimizers use `rates[index]` inside; an index on the host costs a GPU no copy."""
-    self._given = lambda: tf.reshape(tf.slice(rates, [index], [1]), [])
+  def given(self, rates: tf.Tensor, index: tf.Tensor, *, to_xla: bool = False) -> Iterator[None]:
+    """Optimizers use `rates[index]` inside.
+
+    An index on the host costs a GPU no copy in a slice, for which XLA makes a program of each.
+    """
+    if to_xla:
+      self._given = lambda: tf.gather(rates, index)
+    else:
+      self._given = lambda: tf.reshape(tf.slice(rates, [index], [1]), [])
     try:
       yield
     finally:

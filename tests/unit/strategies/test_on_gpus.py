@@ -4,6 +4,8 @@ Two logical CPUs stand for two GPUs.
 """
 
 import functools
+import re
+import sys
 import time
 
 import keras
@@ -13,7 +15,7 @@ import tensorflow as tf
 import toys
 from runs import copies, make_trainer
 
-from loopwright.graphs import operations
+from loopwright.graphs import operations, xla
 from loopwright.inputs.sources import ArraySource
 from loopwright.models import models
 from loopwright.optimizers import schedules
@@ -102,13 +104,105 @@ def test_the_rate_is_computed_once_a_step_and_keys_on_the_host(pair):
   assert not any(op.type in ("If", "StatelessIf") for op in on_gpus)
 
 
-def test_jit_compile_compiles_what_follows_the_backward_pass_too():
-  """The same numbers as where XLA has the passes alone."""
-  pair = [trained(kind("CPU:0"), jit_compile=True) for kind in (AsOnOneGpu, OneDevice)]
-  for ours, theirs in zip(*map(weights, pair), strict=True):
-    np.testing.assert_allclose(ours, theirs, rtol=2e-6)
-  compiled = [str(one.graph().as_graph_def()).count('"_XlaMustCompile"') for one in pair]
-  assert compiled[0] > compiled[1] > 0
+class Odd(Noisy):
+  """Computes the same, with something more in its loss or in its step."""
+
+  def __init__(self, more):
+    super().__init__()
+    self.more = more
+
+  def build_model(self):
+    keras.utils.set_random_seed(0)
+    return toys.network([2], keras.layers.Dense(4), keras.layers.Dense(1))
+
+  def losses(self, outputs, batch):
+    losses = super().losses(outputs, batch)
+    return losses + 0.0 * MORE[self.more](losses) if self.more in MORE else losses
+
+  def train_step(self, step, batch):
+    def loss(part):
+      found = self.loss(self.forward(part, training=True), part)
+      if self.more != "all_gather":
+        return found
+      return type(found)(
+        found.total + 0.0 * tf.reduce_sum(step.all_gather(part["x"])), found.weight
+      )
+
+    if self.more == "print":
+      tf.print("", end="", output_stream=sys.stdout)
+    step.update(loss, batch)
+
+
+def of_python(losses):
+  return tf.ensure_shape(tf.numpy_function(np.zeros_like, [losses], tf.float32), losses.shape)
+
+
+MORE = {
+  "PyFunc": of_python,
+  "StringLength": lambda losses: tf.cast(tf.strings.length("a"), tf.float32),
+  "Where": lambda losses: tf.cast(tf.size(tf.where(losses > 0)), tf.float32),
+  "RandomUniform": lambda losses: tf.random.uniform([]),
+}
+PASS, UPDATE = "the forward and backward pass", "the mean, check and update"
+
+
+@pytest.mark.parametrize("kind", [AsOnOneGpu, AsOnGpus])
+@pytest.mark.parametrize("more", ["nothing", "print", "all_gather", *MORE])
+@pytest.mark.fast(more=["nothing", "all_gather", "PyFunc"])
+def test_xla_compiles_what_it_can(more, kind, caplog):
+  """It says what, and what not, in one line before the first step; the update is the same."""
+  names, several = factories.split_cpu(2), kind is AsOnGpus
+  one = {"cross_device_ops": tf.distribute.ReductionToOneDevice()}
+  made = functools.partial(kind, names, **one) if several else lambda: kind("CPU:0")
+  optimizer = functools.partial(keras.optimizers.Adam, 0.1)
+
+  def trainer(**options):
+    return make_trainer(Odd(more), made(), batch=4, optimizer=optimizer, **options)
+
+  ours, theirs = trainer(), trainer(jit_compile=False)
+  with caplog.at_level("INFO", logger="absl"):
+    ours.examine()
+  for each in (ours, theirs):
+    each.train(tf.constant(STEPS_PER_LOOP))
+  for one, other in zip(weights(ours), weights(theirs), strict=True):
+    np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-7)
+  [said] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("XLA compiles ")]
+  place = r" \(test_on_gpus.py:\d+, in \w+\)"
+  whole = f"{PASS}, {UPDATE}" if several else "the step as one program"
+  expected = whole if (more, several) == ("all_gather", False) else {
+    "nothing": whole,
+    "print": whole if several else f"{PASS}, {UPDATE}; not the step: StringFormat{place}",
+    "all_gather": f"{UPDATE}; not {PASS}: the replicas communicate in it{place}",
+  }.get(more, f"{UPDATE}; not {PASS}: {more}{place}")  # fmt: skip
+  assert re.fullmatch(f"XLA compiles {expected}", said)
+  assert (ours.compiled, theirs.compiled) == (said.removeprefix("XLA compiles "), "")
+
+
+@pytest.mark.parametrize("options", [{"eager": True}, {}])
+def test_nothing_is_compiled_by_itself_where_it_is_not_known_to_win(options):
+  kind = AsOnOneGpu if options else OneDevice
+  made = make_trainer(Odd(""), kind("CPU:0"), batch=4, optimizer=keras.optimizers.SGD, **options)
+  assert made.parts.jit_compile is False
+
+
+def test_what_xla_refuses_only_when_it_compiles_is_trained_without_it(monkeypatch, caplog):
+  """A step that has not run is run again, with the batch that it has read."""
+  expected = trained(AsOnOneGpu("CPU:0"), jit_compile=False)
+  monkeypatch.setattr(xla, "program", refused)
+  with caplog.at_level("INFO", logger="absl"):
+    found = trained(AsOnOneGpu("CPU:0"))
+  assert "XLA compiles nothing: " in caplog.text
+  for one, other in zip(weights(found), weights(expected), strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+def refused(function):
+  def program():
+    message = "tf2xla conversion failed while converting __inference_1"
+    with tf.control_dependencies([tf.debugging.Assert(False, [message])]):
+      return tf.nest.map_structure(tf.identity, function())
+
+  return tf.function(program, autograph=False)
 
 
 @pytest.mark.parametrize("weight", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 2.0, np.nan]])
