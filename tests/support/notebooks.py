@@ -36,7 +36,7 @@ def executed(path):
 
 def text_of(output):
   """Returns what an output shows, as text and HTML."""
-  data = output.get("data", {})
+  data = {kind: each for kind, each in output.get("data", {}).items() if kind != "image/png"}
   return "".join([output.get("text", ""), *map(str, data.values())])
 
 
@@ -50,6 +50,8 @@ def store(path):
   for number, cell in enumerate(notebook.cells):
     cell.id = f"cell-{number}"
     cell.metadata = {}
+    if "outputs" in cell:  # without TensorFlow's remarks about this machine
+      cell.outputs = [each for each in cell.outputs if "absl::Init" not in each.get("text", "")]
     for output in cell.get("outputs", []):
       output.pop("transient", None)
   nbformat.write(notebook, path)

@@ -12,6 +12,7 @@ import notebooks
 import pytest
 
 MIGRATIONS = {"from_keras_fit", "from_a_raw_loop", "from_orbit", "from_lightning"}
+OTHERS = {"first_steps", "a_trained_run", "fine_tuning"}
 each = pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -38,7 +39,7 @@ def test_links_lead_to_files(path):
 
 
 def test_all_are_here():
-  assert {path.stem for path in notebooks.NOTEBOOKS} == MIGRATIONS | {"first_steps"}
+  assert {path.stem for path in notebooks.NOTEBOOKS} == MIGRATIONS | OTHERS
 
 
 @each
