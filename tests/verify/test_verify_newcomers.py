@@ -56,6 +56,7 @@ MIXED, STATE = "examples that depend on one another", "state fed from local rows
 CLIPPED, DROPOUT = "clipped before the reduction", "other dropout in the backward pass"
 PYTHON, RAISED = "Python value that changes", "exception in the task"
 REFUSED, STATEFUL = "refused by the framework", "stateful random op"
+LOCAL_WEIGHT = "divided by the weight of one replica"
 DEFECTS = {
   "IgnoresWeights": ("replicas", "weights are ignored", "from_examples"),
   "HalfWeights": ("replicas", "weights are ignored", "Loss("),
@@ -80,7 +81,7 @@ DEFECTS = {
   "OneOfThree": ("replicas order", "never reduced", "step.apply"),
   "ClippedByHand": ("replicas order", CLIPPED, "step.all_reduce"),
   "NoiseOnGradients": ("order", "an update that differs between replicas", "step.apply"),
-  "DividedByOwnWeight": ("replicas order", "an update that differs between replicas", "step.apply"),
+  "DividedByOwnWeight": ("replicas order overflow", LOCAL_WEIGHT, "step.unscale"),
   "LocalCondition": ("order", "a condition that differs between replicas", "when="),
   "LocalQueue": ("order", STATE, "step.assign"),
   "LocalAverage": ("replicas order", STATE, "step.assign"),

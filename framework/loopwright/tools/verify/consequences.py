@@ -57,6 +57,7 @@ FOLLOWS: dict[str, Sequence[str]] = {
     ),
     _SUMS,
   ),
+  "evaluation changes the model": ("evaluation depends on something else than its batch",),
   "far from chance at the start": ("learning rate too high", "cannot learn one batch"),
 }
 """A cause -> causes of later checks that it explains."""

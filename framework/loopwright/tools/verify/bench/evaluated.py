@@ -13,12 +13,13 @@ import tensorflow as tf
 
 from loopwright.eval_step import EvalStep
 from loopwright.evaluator import Evaluator
+from loopwright.graphs import operations as graphs
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import compiled
 from loopwright.metrics import Metric
 from loopwright.models import models
 from loopwright.strategies import placement
-from loopwright.tools.verify.bench import bench, row_influence, shared_noise, survey
+from loopwright.tools.verify.bench import bench, row_influence, shared_noise, source_lines, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.dtype_policy import under
 from loopwright.tools.verify.bench.loss_graph import behind
@@ -93,6 +94,12 @@ class Evaluated:
       evaluator.metric_names()
       batch = placement.of(self.strategy).split(rows)
       return compiled(evaluator.packed_step).get_concrete_function(batch).graph
+
+  def assigns(self, rows: Rows) -> str:
+    """Returns the first line of the user's that assigns to a variable in an evaluation; or ""."""
+    made = (op for op in graphs.operations(self.graph(rows)) if op.type.startswith("Assign"))
+    places = (source_lines.of_operation(op, self.task) for op in made)
+    return next(filter(None, places), "")
 
   def behind(self, metric: str) -> set[str]:
     """Returns the operations from which a metric of the latest `graph` is computed, by name."""

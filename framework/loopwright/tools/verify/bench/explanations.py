@@ -208,6 +208,11 @@ LOCAL_UPDATE = Explanation(
   remedy="give step.apply() the same on every replica: gradients and sums that step.all_reduce() "
   "returns, noise from a seed without the replica, such as [seed, step.number]",
 )
+LOCAL_WEIGHT = Explanation(
+  cause="divided by the weight of one replica",
+  remedy="give step.unscale() the loss that step.all_reduce() returns: its weight is that of all "
+  "replicas",
+)
 LOCAL_OFFSETS = Explanation(
   cause="perturbed by the gradients of one replica",
   remedy="give step.perturbed() offsets that are equal on every replica: of gradients after "

@@ -253,7 +253,7 @@ class _Recorded(Step):
       yield
 
   def unscale(self, gradients: Sequence[Gradient], loss: Loss) -> Gradients:
-    self.recording.begins(self, Call("unscale"), gradients)
+    self.recording.begins(self, Call("unscale"), gradients, equal=[loss.weight])
     return super().unscale(gradients, loss)
 
   def check(self, gradients: Sequence[Gradient]) -> tuple[tf.Tensor, tf.Tensor]:

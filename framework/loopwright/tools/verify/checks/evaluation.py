@@ -147,7 +147,8 @@ class Comparison:
     if not statistics:
       return GROUP.failed(
         name, told, CHANGED,
-        place=source_lines.mention(self.alone.task, ".assign"),
+        place=self.alone.assigns(bench.padded(self._take(np.arange(self.small)), self.small))
+        or source_lines.mention(self.alone.task, ".assign"),
         remedy="assign only if training is True, which it is not in an evaluation: else training "
         "depends on how often the run evaluates",
       )  # fmt: skip

@@ -236,10 +236,6 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       with self.record.collected():  # tensors of the graph among them
         graph = LossGraph(loss_fn, batch)
       _note(seen, list(gradients), variables)
-      seen.ends |= {
-        models.name(v): end for g, v in zip(gradients, variables, strict=True)
-        if g is None and (end := graph.end(v, task))
-      }  # fmt: skip
       still = [v for v in variables if seen.norms[models.name(v)] == 0]
       with contextlib.suppress(Exception), self.record.collected():  # not every loss is traced
         found = loss_graph.cancels(loss_fn, batch, still) if still else []
@@ -249,11 +245,10 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       if alone and (differences != "float64" or graph.is_exact):
         seen.precision = str(differences)
         _note_differences(seen, autograph.compiled(total), list(gradients), variables, factor)
-      seen.stops = seen.stops or graph.stops
-      seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
-      seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
       trained = [v for one in self.parts.optimizers.values() for v in one.variables]
-      seen.noisy |= graph.noisy(task.model, trained, task)
+      _note_graph(seen, graph, task, trained)
+      without = [v for g, v in zip(gradients, variables, strict=True) if g is None]
+      seen.ends |= {models.name(v): end for v in without if (end := graph.end(v, task))}
       seen.calls.setdefault(owner, graph.calls(task.model))
       return gradients, loss
 
@@ -266,18 +261,36 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = "default"
     ) -> None:
       pairs = [*zip(self.variables(optimizer), gradients, strict=True)]
-      given = {models.name(v): models.raw(v) for v, g in pairs if g is not None}
-      some = {models.name(v) for v, g in pairs if g is not None and np.any(tf.convert_to_tensor(g))}
-      before = {name: np.array(v) for name, v in given.items()}
-      super().apply(gradients, finite, optimizer)
-      seen.applied |= some
-      seen.dragged += [
-        name for name, variable in given.items()
-        if not int(self.number) and name not in some and seen.norms.get(name, 0) > 0
-        and np.any(before[name] != np.array(variable))
-      ]  # fmt: skip
+      with _applied(seen, pairs, first=not int(self.number)):
+        super().apply(gradients, finite, optimizer)
 
   return Looking
+
+
+@contextlib.contextmanager
+def _applied(
+  seen: GradientNotes, pairs: Sequence[tuple[Variable, Gradient]], *, first: bool
+) -> Iterator[None]:
+  """Notes what an update moves inside the context although it gets zeros in place of a gradient."""
+  given = [(models.name(v), models.raw(v), g) for v, g in pairs if g is not None]
+  some = {name for name, _, gradient in given if np.any(tf.convert_to_tensor(gradient))}
+  before = {name: np.array(variable) for name, variable, _ in given}
+  yield
+  seen.applied |= some
+  seen.dragged += [
+    name for name, variable, _ in given
+    if first and name not in some and seen.norms.get(name, 0) > 0
+    and np.any(before[name] != np.array(variable))
+  ]  # fmt: skip
+
+
+def _note_graph(
+  seen: GradientNotes, graph: LossGraph, task: Any, trained: Sequence[Variable]
+) -> None:
+  seen.stops = seen.stops or graph.stops
+  seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
+  seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
+  seen.noisy |= graph.noisy(task.model, trained, task)
 
 
 def _note(

@@ -16,6 +16,7 @@ from loopwright.tools.verify.bench.explanations import (
   LOCAL_OFFSETS,
   LOCAL_STATE,
   LOCAL_UPDATE,
+  LOCAL_WEIGHT,
   NEVER_REDUCED,
   NEVER_UNSCALED,
   TWICE,
@@ -26,7 +27,7 @@ from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("order")
 FOLLOWED = "what assignments follow"
-LOCAL = {"assign": LOCAL_STATE, "apply": LOCAL_UPDATE}
+LOCAL = {"assign": LOCAL_STATE, "apply": LOCAL_UPDATE, "unscale": LOCAL_WEIGHT}
 Mistake: TypeAlias = tuple[Explanation, Call]
 
 

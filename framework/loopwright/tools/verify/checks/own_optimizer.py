@@ -23,10 +23,12 @@ from loopwright.tools.verify.bench.comparison import (
 )
 from loopwright.tools.verify.bench.explanations import (
   BY_OPTION,
+  CHECKED_FIRST,
   KEPT_STATE,
   LOCAL_CONDITION,
   OPTIMIZER,
 )
+from loopwright.tools.verify.checks import order
 from loopwright.tools.verify.checks.later_steps import LaterSteps
 from loopwright.tools.verify.report import Group, Result
 
@@ -141,9 +143,14 @@ class OwnOptimizer:
       )  # fmt: skip
     if not wrong:
       return GROUP.passed(name, right)
+    told = f"on {' and '.join(wrong)} replicas, {bad}"
+    mistake = order.first_mistake(self.compared.calls)
+    if mistake and mistake[0] is not CHECKED_FIRST:
+      why, call = mistake
+      return GROUP.failed(name, told, why.cause, why.remedy, call.place)
     return GROUP.failed(
-      name, detail=f"on {' and '.join(wrong)} replicas, {bad}",
-      cause="finite check before the reduction",
+      name, detail=told,
+      cause=CHECKED_FIRST.cause,
       remedy="decide by step.check of the reduced gradients, which is the same on every replica",
       place=source_lines.find(self.task, *METHODS, containing=("is_finite", "check(", "apply(")),
     )  # fmt: skip

@@ -33,6 +33,7 @@ from loopwright.tools.verify.bench.explanations import (
   LOCAL_BATCH,
   LOCAL_OFFSETS,
   LOCAL_STATE,
+  LOCAL_WEIGHT,
   MICRO_BATCH_NORM,
   NEVER_REDUCED,
   PADDING,
@@ -201,7 +202,7 @@ class Several:
     if self.compared.retraced().worst > self.compared.tolerance:
       return TRACED_VALUE, ""
     mistake = order.wrong_update(self.compared.calls)
-    if mistake and mistake[0] in (NEVER_REDUCED, LOCAL_OFFSETS):
+    if mistake and mistake[0] in (NEVER_REDUCED, LOCAL_OFFSETS, LOCAL_WEIGHT):
       return mistake[0], mistake[1].place
     parts = self.compared.parts_of_cases(replicas, wrong)
     seen = self.compared.updates(outcomes, wrong)
