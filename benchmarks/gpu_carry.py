@@ -54,7 +54,7 @@ found=$(echo $to/v/lib/python3.*/site-packages)
 printf '%s\\n' $to/w/packages $to/w/project/framework > "$found"/carried.pth
 cd $to/w/project
 export HOME=$to/home LD_LIBRARY_PATH=/usr/local/nvidia/lib64:$to/w/stubs:${LD_LIBRARY_PATH:-}
-export XLA_FLAGS=--xla_gpu_cuda_data_dir=$to/w/packages/nvidia/cuda_nvcc
+export XLA_FLAGS="--xla_gpu_cuda_data_dir=$to/w/packages/nvidia/cuda_nvcc ${XLA_FLAGS:-}"
 setsid $to/v/bin/python -m benchmarks.gpu_lease $to/seen "$@" > $to/seen/out 2>&1 < /dev/null &
 """
 
