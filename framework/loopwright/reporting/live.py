@@ -32,7 +32,7 @@ class Terminal:
 
   def show(self, lines: Sequence[Line], *, draw: bool = True) -> None:
     """Replaces the lines; they appear now if `draw`, else with the next change."""
-    self._live.update(_drawn(lines), refresh=draw)
+    self._live.update(_drawn(lines, self._console.width), refresh=draw)
 
   def write(self, text: str) -> None:
     """Writes above the lines."""
@@ -90,15 +90,27 @@ def _html_bar(part: float | None) -> str:
   return "<progress></progress>" if part is None else f'<progress value="{part:.4f}"></progress>'
 
 
-def _drawn(lines: Sequence[Line]) -> Any:
-  """Returns rich's text of the lines; a narrow terminal cuts them off at its edge."""
+def fitted(text: str, columns: int) -> str:
+  """Returns a line without its last fields, as far as it is too long; step, loss and eta stay."""
+  fields = text.split("  ")
+  while len("  ".join(fields)) > columns:
+    others = [n for n, field in enumerate(fields) if n > 1 and not field.startswith("eta ")]
+    if not others:
+      break
+    del fields[others[-1]]
+  return "  ".join(fields)
+
+
+def _drawn(lines: Sequence[Line], columns: int) -> Any:
+  """Returns rich's text of the lines, for a terminal so wide."""
   from rich.console import Group
   from rich.text import Text
 
   rows = []
   for part, text in lines:
     bar = ("━" * round((part or 0.0) * _BAR_COLUMNS)).ljust(_BAR_COLUMNS)
-    rows.append(Text.assemble((bar, "green"), " ", text, no_wrap=True, overflow="ellipsis"))
+    told = fitted(text, columns - _BAR_COLUMNS - 1)
+    rows.append(Text.assemble((bar, "green"), " ", told, no_wrap=True, overflow="ellipsis"))
   return Group(*rows)
 
 

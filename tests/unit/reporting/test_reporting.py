@@ -15,6 +15,7 @@ import tf_keras
 
 from loopwright.errors import ConfigError
 from loopwright.host import files
+from loopwright.reporting import live
 from loopwright.reporting.progress import Choice, Progress, format_number
 from loopwright.reporting.reports import Reporter
 from loopwright.reporting.summary import (
@@ -451,6 +452,14 @@ def test_a_terminal_that_cannot_draw_again_gets_plain_lines(term, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_colors")
+def test_a_narrow_terminal_drops_whole_fields_and_keeps_the_eta():
+  line = "step 300/1000  loss 0.2134  12.7 steps/s  812 examples/s  eta 0:00:55  accuracy 0.93"
+  assert live.fitted(line, 100) == line
+  assert live.fitted(line, 70) == line.replace("  accuracy 0.93", "")
+  for columns in (49, 10):  # 60 columns with the bar
+    assert live.fitted(line, columns) == "step 300/1000  loss 0.2134  eta 0:00:55"
+
+
 def test_a_terminal_that_is_gone_does_not_end_a_run():
   class Gone(Terminal):
     def write(self, text):
