@@ -409,7 +409,7 @@ def test_a_terminal_shows_one_live_line():
     assert threading.active_count() == threads
     assert screen(stream) == [
       "━━━        step 300/1000  loss 0.2134  12.7 steps/s  812 examples/s  eta 0:00:07  accuracy "
-      "0.9312  …"
+      "0.9312"  # and no "long 123", which has no place
     ]
     progress.update(400, VALUES)  # in the same moment: drawn by what comes next
     progress.evaluation(400, {"loss": 0.5})
