@@ -39,6 +39,12 @@ REMEDIES = {
   ELSEWHERE: "give the path of a file whole, in the config, and let nothing depend on the time",
 }
 _ANSWER = "made: "
+_CHILD = f"""
+from loopwright.host import lazy_keras
+lazy_keras.install()  # else the import takes half as long again
+from {__name__} import answer
+answer()
+"""
 Made = dict[str, str]
 
 
@@ -100,7 +106,7 @@ def _asked(subject: Subject, task: Task) -> dict[str, Made] | None:
   seed = str(int(os.environ.get("PYTHONHASHSEED", "0").replace("random", "0")) + 1)
   environment = {**os.environ, "PYTHONHASHSEED": seed, "TF_CPP_MIN_LOG_LEVEL": "3"}
   answer = subprocess.run(
-    [sys.executable, "-c", f"from {__name__} import answer; answer()"], check=False, text=True,
+    [sys.executable, "-c", _CHILD], check=False, text=True,
     input=json.dumps(asked), capture_output=True, env=environment, timeout=LIMIT_S,
   )  # fmt: skip
   lines = [line for line in answer.stdout.splitlines() if line.startswith(_ANSWER)]

@@ -34,12 +34,7 @@ Mistake: TypeAlias = tuple[Explanation, Call]
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
   recorded, here = recording.record(subject)
-  runs = [[*calls] for _, calls in itertools.groupby(recorded.calls, key=_assigned)]
-  pipeline = " > ".join(
-    f"assign ({run[0].what} and {len(run) - 1} more)" if _assigned(run[0]) and run[1:] else each
-    for run in runs
-    for each in map(str, run[:1] if _assigned(run[0]) else run)
-  )
+  pipeline = in_order(recorded.calls)
   counted = [b for call in recorded.calls for b in call.communications]
   shown = GROUP.passed(
     "pipeline of the step", detail=pipeline,
@@ -60,6 +55,16 @@ def check(subject: Subject) -> list[Result]:
     values={"bytes": counted},
   )  # fmt: skip
   return [shown, total, *_followed(recorded.calls)]
+
+
+def in_order(calls: Sequence[Call]) -> str:
+  """Returns the calls as one line, in which assignments in a row are one."""
+  told: list[str] = []
+  for assigned, run in itertools.groupby(calls, key=_assigned):
+    first, *more = run
+    short = assigned and more
+    told += [f"assign ({first.what} and {len(more)} more)"] if short else map(str, [first, *more])
+  return " > ".join(told)
 
 
 def _assigned(call: Call) -> bool:
