@@ -139,8 +139,7 @@ def require_way(what: str, way: str) -> None:
 def use_in_keras() -> None:
   """Keras's layers with `flash_attention=True` use `attention` from now on (host).
 
-  On TensorFlow Keras refuses this option; without it nothing changes. Also for layers that are made
-  after `keras.config.enable_flash_attention()` and are given the option.
+  On TensorFlow Keras refuses this option; layers without it do not change.
   """
   from keras.src.backend.tensorflow import nn
 
@@ -283,7 +282,7 @@ def _auto(shape: cudnn.Shape | None, query: tf.Tensor) -> str:
   if not placement.here().on_gpus:
     return "plain"
   # Outside a step, such as in an export, what is traced may run on a device without the library.
-  if shape and randomness.entered_stream() and not _missing(shape):
+  if shape and randomness.entered_stream() is not None and not _missing(shape):
     return "cudnn"
   return "blocks" if (query.shape[1] or 0) >= LONG else "plain"
 
