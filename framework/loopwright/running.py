@@ -170,9 +170,7 @@ def run(given: Options) -> dict[str, float]:
   flight, mode = Flight(), given.mode
   place, training = _place(given.model_dir, mode), mode in TRAINING_MODES
   warm_start = given.warm_start if training else None
-  cache = None
-  if training and (given.compile_cache != "auto" or nvidia.installed()):
-    cache = registry.load("part", "compile_cache")(given.compile_cache, vars(given.part(Numerics)))
+  hooks = _compile_cache(given, training=training)
   set_globals(given.part(Numerics), given.part(Gpus))
   clusters.declare(_facts(given) | _initial_weights(warm_start, place))
   flight.note("setup")
@@ -203,12 +201,11 @@ def run(given: Options) -> dict[str, float]:
       training=training, accept=given.accept_changes,
     )  # fmt: skip
     start.require_config()
-    learned = ""
-    if task.has_fit:
-      learned = registry.load("part", "provide_assets")(
-        task, model_dir=at.folder, cluster=cluster, training=training, changed=start.changes_task,
-        timeout_s=given.eval_timeout_s if mode == "evaluate_continuously" else 0.0,
-      )  # fmt: skip
+    timeout_s = given.eval_timeout_s if mode == "evaluate_continuously" else 0.0
+    learned = "" if not task.has_fit else registry.load("part", "provide_assets")(
+      task, model_dir=at.folder, cluster=cluster, training=training, changed=start.changes_task,
+      timeout_s=timeout_s,
+    )  # fmt: skip
     randomness.seed_everything(given.seed)  # again: fit() may have drawn random numbers here
     observers = _observers(chosen, at.folder, ledger=given.ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
@@ -222,7 +219,7 @@ def run(given: Options) -> dict[str, float]:
       trainer=trainer, evaluator=evaluator, place=at, cadence=given.part(Cadence), assets=learned,
       keep_checkpoints=given.keep_checkpoints, hangs=given.part(Hangs),
       actions=given.actions if training else (), start=start if training else None, flight=flight,
-      hooks=[cache] if cache else (),
+      hooks=hooks,
     )  # fmt: skip
     session.restore(checkpoint)
     require_precision(given.precision, trainer.task.model, trainer.gradient_dtypes)
@@ -231,6 +228,14 @@ def run(given: Options) -> dict[str, float]:
     if warm_start is not None:
       session.start_from(warm_start)
     return session.go(mode)
+
+
+def _compile_cache(given: Options, *, training: bool) -> list[Any]:
+  """Returns the hook that keeps programs of XLA, where they are kept."""
+  if not training or (given.compile_cache == "auto" and not nvidia.installed()):
+    return []
+  made = registry.load("part", "compile_cache")(given.compile_cache, vars(given.part(Numerics)))
+  return [made] if made else []
 
 
 def _facts(given: Options) -> dict[str, Any]:

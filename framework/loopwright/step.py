@@ -16,7 +16,7 @@ import tensorflow as tf
 from loopwright.aliases import Batch, Gradient, PerReplica, TensorLike, Variable
 from loopwright.errors import ConfigError, unknown
 from loopwright.eval_step import EvalStep
-from loopwright.graphs import branches, operations, randomness, xla
+from loopwright.graphs import branches
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.metrics import (
   REPORTED,
@@ -55,7 +55,7 @@ class Step(EvalStep):
     """Starts a step; the Trainer makes one per trace of the step."""
     super().__init__(parts.reduction, number=parts.step_number())
     self.parts = parts
-    self._traced, self._gathers_at = Trace(), ""
+    self._traced = Trace()
     self.draws = Draws(parts.key)
     self.scaling = Scaling(parts.loss_scale, parts.global_batch_size)
     self._observers = [observer.of_replica() for observer in parts.observers]
@@ -100,8 +100,7 @@ class Step(EvalStep):
         "pass, which XLA compiles for a single replica; use jit_compile=False."
       )
     if self.parts.jit_compile:
-      tensor = tf.identity(tensor)
-      self._gathers_at = xla.place(tensor.op)
+      tensor = self._traced.gathers(tensor)
     return super().all_gather(tensor)
 
   def update(
@@ -479,10 +478,8 @@ class Step(EvalStep):
   def _differentiated(
     self, tape: tf.GradientTape, total: tf.Tensor, fusion: Fusion
   ) -> list[Gradient]:
-    graph = randomness.current_graph()
-    first = len(graph.get_operations()) if graph else 0
-    found = fusion.differentiated(tape, total, self.scaling.cast(total.dtype))
-    self.record.gradient_dtypes |= operations.dtypes(graph, first) if graph else set()
+    with self.record.differentiates():
+      found = fusion.differentiated(tape, total, self.scaling.cast(total.dtype))
     return self.parts.without_frozen(found, fusion)
 
   def _compiled_pass(self, compute: Callable[[], T]) -> T:
@@ -493,7 +490,7 @@ class Step(EvalStep):
     except RuntimeError as error:  # as in branches.computed_if
       if "merge_call" not in str(error) or self.parts.jit_compile != "auto":
         raise
-      self.parts.left_out[part] = f"the replicas communicate in it{self._gathers_at}"
+      self.parts.left_out[part] = f"the replicas communicate in it{self._traced.gathers_at}"
     self.draws.before = begun
     return compute()
 

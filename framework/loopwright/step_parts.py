@@ -274,11 +274,21 @@ class Draws:
 
 
 class Trace:
-  """The graph in which a step is traced; replicas cannot communicate in a graph inside of it."""
+  """The graph in which a step is traced; replicas cannot communicate in a graph inside of it.
+
+  Attributes:
+    gathers_at: the place of the last call of `gathers` in the user's code, as a message ends.
+  """
 
   def __init__(self) -> None:
     """Keeps the current graph (replica context)."""
-    self._graph = randomness.current_graph()
+    self._graph, self.gathers_at = randomness.current_graph(), ""
+
+  def gathers(self, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor that replicas are about to share, and keeps the place."""
+    tensor = tf.identity(tensor)
+    self.gathers_at = xla.place(tensor.op)
+    return tensor
 
   def require_outermost(self, verb: str) -> None:
     """Raises ConfigError in another graph."""

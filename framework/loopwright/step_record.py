@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from loopwright.aliases import Batch, Variable
 from loopwright.errors import ConfigError
-from loopwright.graphs import randomness
+from loopwright.graphs import operations, randomness
 from loopwright.graphs.autograph import as_written, converted, methods_as_written
 from loopwright.metrics import Checked, PerExample, Sum, Summed, Weighted
 from loopwright.models import models
@@ -54,6 +54,14 @@ class StepRecord:
     self.closing: list[Callable[[], Mapping[str, Checked]]] = []
     self._logged: dict[str, Checked] = {}
     self._reached: dict[int, str] = {}
+
+  @contextlib.contextmanager
+  def differentiates(self) -> Iterator[None]:
+    """Inside, a backward pass is made, whose dtypes are kept."""
+    graph = randomness.current_graph()
+    first = len(graph.get_operations()) if graph else 0
+    yield
+    self.gradient_dtypes |= operations.dtypes(graph, first) if graph else set()
 
   def gets(
     self, variables: Sequence[Variable], missing: Sequence[bool], frozen: Collection[int]
