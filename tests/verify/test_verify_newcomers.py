@@ -64,6 +64,7 @@ DEFECTS = {
   "LossOfKeras": ("replicas", "padding counts", "Loss(squares"),
   "MaskedMean": ("replicas", "mean of means", "divide_no_nan"),
   "MaskedMeanOfRows": ("replicas", "loss divided by a local count", "divide_no_nan"),
+  "MeanOfPenalties": ("replicas", PADDING, "reduce_mean"),
   "RootOfMean": ("replicas", MIXED, "Loss.from_examples"),
   "FlatShift": ("replicas", "rows run into one another", "x[1:]"),
   "WrongPlaces": ("replicas", MIXED, "replica_id()"),

@@ -157,6 +157,13 @@ class MaskedMeanOfRows(MaskedMean):
     return Loss(rows * tf.math.divide_no_nan(*self.sums(outputs, batch)), rows)
 
 
+class MeanOfPenalties(Small):
+  """A penalty of each example, of which the mean over the batch is added to each."""
+
+  def errors(self, outputs, batch):
+    return super().errors(outputs, batch) + tf.reduce_mean(tf.square(outputs))
+
+
 class RootOfMean(Small):
   def loss(self, outputs, batch):
     loss = Loss.from_examples(self.errors(outputs, batch), batch["weight"])

@@ -30,6 +30,7 @@ from loopwright.tools.verify.bench.explanations import (
   GATHERED,
   IN_PYTHON,
   LOCAL_COUNT,
+  MEAN_OF_ROWS,
   NO_SUM,
   NOT_STEADY,
   PLACES,
@@ -198,6 +199,8 @@ class Comparison:
       return SHIFTED
     if any(call.verb == "all_gather" for call in self.calls):
       return PLACES if source_lines.mention(self.task, *PLACES.containing) else GATHERED
+    if self._adds():
+      return MEAN_OF_ROWS
     rng = np.random.default_rng(0)
     moved = [
       value + 0.1 * (value.std() or 0.1) * rng.normal(size=value.shape) if used else value
@@ -207,6 +210,19 @@ class Comparison:
     if one is None or other is None or np.nanmax(one) - np.nanmin(one) < FITS * np.nanmax(one):
       return COUPLED
     return LOCAL_COUNT if np.nanmax(np.abs(one - other)) < FITS * np.nanmax(one) else NO_SUM
+
+  def _adds(self) -> bool:
+    """Whether a row without weight changes the update, alike whichever row has the weight."""
+    rows = np.arange(self.rows)
+    other = {name: value[np.where(rows == 5, 4, rows)] for name, value in self.batch.items()}
+    one, two = (
+      np.subtract(*(
+        self.flat(self.on_one(bench.masked(each, rows == row)), self.trained)
+        for each in (self.batch, other)
+      ))
+      for row in (0, 1)
+    )  # fmt: skip
+    return fits(one, two)
 
   def _factors(self, start: Sequence[np.ndarray]) -> np.ndarray | None:
     """Returns the factors of each row's own update that add up to that of all; NaN of none."""

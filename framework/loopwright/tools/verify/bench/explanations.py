@@ -131,6 +131,12 @@ LOCAL_COUNT = Explanation(
   "framework divides once, by that of all",
   containing=("divide_no_nan", "boolean_mask", "reduce_mean", "/ "),
 )
+MEAN_OF_ROWS = Explanation(
+  cause=PADDING,
+  mixes_rows=True,
+  remedy="a mean over the rows, padding among them, is added to what each example has: leave the "
+  "mean out, so that each example has its own term, and Loss.from_examples weights it",
+)
 PLACES = Explanation(
   cause=COUPLED.cause,
   remedy="the step gathers already: look for what it still takes from its own rows, or for a wrong "
