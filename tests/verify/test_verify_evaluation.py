@@ -4,7 +4,7 @@ import pytest
 import sound
 from defects import evaluation as defects
 from defects import kinds, right
-from defects.small import found, place, subject
+from defects.small import found, line_of, place, subject
 
 from loopwright.tools import verify
 from loopwright.tools.verify.checks import evaluation
@@ -23,13 +23,14 @@ def test_a_defect(name):
   assert {each.check for each in failed} == set(checks)
   assert {each.cause for each in failed} == {cause}
   assert says in failed[0].detail
-  assert {each.place for each in failed} == {place(task, words)}
+  assert {each.place for each in failed} == {line_of(task, words)}
   assert all(each.remedy for each in failed)
 
 
 RIGHT = [
   *(defects.Towers, defects.Normalises, defects.GatheredRecall, defects.Confusion),
   *(defects.FewOfOneClass, defects.TopTen, defects.TwoSets, defects.MovesInTraining),
+  defects.Counts,
   *(task for task in right.RIGHT if task is not right.TrainOnly), *kinds.RIGHT,
 ]  # fmt: skip
 

@@ -168,6 +168,27 @@ class MovesInEvaluation(Right):
     return self.model["net"](batch["x"] - mean, training=training)
 
 
+class Counts(Right):
+  """Right: evaluations are counted, and nothing uses the number."""
+
+  def build_model(self):
+    count = tf.Variable(0, trainable=False, name="count")
+    return {"net": super().build_model(), "count": count}
+
+  def forward(self, batch, training):
+    self.model["count"].assign_add(1)
+    return self.model["net"](batch["x"], training=training) * self.factor()
+
+  def factor(self):
+    return 1.0
+
+
+@defect((MODE,), "evaluation changes the model", "an evaluation changes count", "assign_add(1)")
+class CountsForTraining(Counts):
+  def factor(self):
+    return 1.0 / (1.0 + tf.cast(self.model["count"] % 7, tf.float32))
+
+
 # ---- Right ----
 
 

@@ -25,7 +25,8 @@ last_report.py says which results still hold. bench/ has the tools of the checks
     layer_calls.py    which models a step calls in training mode
     random_draws.py   which operations draw, and where
     survey.py         digests of examples
-    fitted.py         statistics of the evaluation set among a task's constants
+    fitted.py         statistics and words of the evaluation set among what a task keeps
+    other_process.py  whether another process makes the same examples
     labels.py         which feature is the label
     xla.py            operations that XLA cannot compile
     held_state.py     state of a task outside of its checkpoint

@@ -57,6 +57,7 @@ FOLLOWS: dict[str, Sequence[str]] = {
     ),
     _SUMS,
   ),
+  "average of what never changes": ("average that leaves out variables",),
   "evaluation changes the model": ("evaluation depends on something else than its batch",),
   "far from chance at the start": ("learning rate too high", "cannot learn one batch"),
 }

@@ -141,15 +141,17 @@ def find(
   return _word(words, ours, theirs) or _moment(constants, ours.moments, theirs.moments)
 
 
-def _word(words: Sequence[Vocabulary], ours: Read, theirs: Read) -> tuple[str, str] | None:
+def _word(kept: Sequence[Vocabulary], ours: Read, theirs: Read) -> tuple[str, str] | None:
   for name in ours.values.keys() & theirs.values.keys():
     only = theirs.values[name] - ours.values[name]
-    for of in words:
+    for of in kept:
       shared = of.values & only
       known = len(of.values & (ours.values[name] | only))
       if of.told.startswith("self.") and name not in ours.texts:
         continue  # the names of all classes, perhaps
-      if len(shared) > 1 and len(shared) >= len(only) / 2 and known > 0.9 * len(of.values):
+      words = all(isinstance(value, str) for value in shared)
+      enough = len(shared) > 1 and (words or len(shared) >= len(only) / 2)
+      if enough and known > 0.9 * len(of.values):
         told = f"{len(shared)} values of {name!r} that only the evaluation set has"
         return f"{told}, such as {min(shared)!r} ({of.told})", of.place
   return None

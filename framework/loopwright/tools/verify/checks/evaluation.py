@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError
 from loopwright.models import models
-from loopwright.tools.verify.bench import bench, row_influence, source_lines, survey
-from loopwright.tools.verify.bench.bench import Rows, Subject
+from loopwright.tools.verify.bench import bench, random_draws, row_influence, source_lines, survey
+from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
 from loopwright.tools.verify.bench.explanations import MEAN_OF_MEANS, RANKED, SHIFTED
 from loopwright.tools.verify.report import Group, Result
@@ -138,8 +138,9 @@ class Comparison:
   def _mode(self, name: str) -> Result:
     kept = models.all_variables(self.alone.task.model)
     counts = {models.name(v) for v in kept if not models.raw(v).dtype.is_floating}
-    changed = [each for each in self.alone.changed if each not in counts]  # seeds, calls
-    if not changed:
+    changed = [each for each in self.alone.changed if each not in counts]
+    changed = changed or [each for each in self.alone.changed if self._trains(each)]
+    if not changed:  # seeds, counts of calls
       others = ", ".join(self.alone.changed)
       return GROUP.passed(name, f"evaluation changes {others}" if others else "no variable changes")
     statistics = [each for each in changed if each.endswith(STATISTICS)]
@@ -158,6 +159,16 @@ class Comparison:
       or source_lines.find(self.alone.task, "forward", "eval_step", containing=("self.model",)),
       remedy="pass training on, which is False in eval_step(): self.model(x, training=training)",
     )  # fmt: skip
+
+  def _trains(self, variable: str) -> bool:
+    """Whether a training step is another one if a variable has another value."""
+    here = Bench(self.subject, rows=2 * self.small, **PLAIN)
+    if variable not in here.names or random_draws.is_generator(variable):
+      return False
+    start, batch = here.read(), self.subject.rows(here.task, 2 * self.small)
+    other = [v + (name == variable) for name, v in zip(here.names, start, strict=True)]
+    one, two = (here.steps_from(values, batch).update() for values in (start, other))
+    return any(not np.array_equal(*pair, equal_nan=True) for pair in zip(one, two, strict=True))
 
   def _padding(self, name: str) -> Result:
     alone = self.in_small["rest"]
