@@ -159,7 +159,11 @@ class Session:
     with self.cluster.blaming(lambda: self.step):
       self.cluster.require_same("restored step", self.step)
       if self._trains and self.step < self._cadence.train_steps:
-        self.trainer.examine()
+        try:
+          self.trainer.examine()
+        except Exception:
+          self._write_config()  # so that a run that dies in its first step can be told apart
+          raise
         self._manager.renew()
         if self._snapshots:
           self._snapshots.manager.renew()
@@ -306,8 +310,12 @@ class Session:
     elif self.cluster.is_chief:
       missed = self._actions is not None and self._actions.states.missed(self.step)
       self._reports.log.trim(self.step, evaluation=missed and self.evaluator is not None)
-      files.atomic_write(self._in(layout.CONFIG), configurables.operative_config())
+      self._write_config()
     self.cluster.barrier()  # actions on all workers read the chief's log
+
+  def _write_config(self) -> None:
+    if self.cluster.is_chief:
+      files.atomic_write(self._in(layout.CONFIG), configurables.operative_config())
 
   def _require_checkpoint(self, mode: str) -> None:
     if self.step == 0:

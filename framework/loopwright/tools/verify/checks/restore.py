@@ -41,7 +41,7 @@ NEXT_BATCH, SAME_STEP, ACROSS = (
   "same next batch", "same step after a restore", "restored under other strategies",
 )  # fmt: skip
 ONE, CENTRAL = "one device", "central storage on 2"
-_IGNORED = ("experiment/", "save_counter/")
+_IGNORED = ("task/", "experiment/", "save_counter/")
 
 
 def check(subject: Subject) -> list[Result]:
