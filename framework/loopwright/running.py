@@ -191,8 +191,7 @@ def run(given: Options) -> dict[str, float]:
   )
   cluster = where.cluster
   place.require_one_process(cluster.size)
-  opened = place.opened(training=training and cluster.is_chief, export=mode == "export")
-  with opened as at:
+  with place.opened(training=training and cluster.is_chief, export=mode == "export") as at:
     checkpoint = _checkpoint(given.checkpoint, at.folder, mode)
     if cluster.is_chief and (versions := history.changed_versions(at.folder)):
       logging.warning("the run in %s was made with other versions: %s", at.shown, versions)
