@@ -2,10 +2,10 @@
 
   python tests/gpu/steps.py digits_cnn/float32/1 fashion_mnist_gan/mixed_float16/1
 
-A case is a config, a precision and the number of GPUs, with /xla behind it for
-`Trainer.jit_compile`. Prints a line of JSON for each: what a step asks for, where variables and
-features lie, and the memory of each GPU in bytes. With TF_CONFIG in the environment it
-is one of several workers.
+A case is a config, a precision and the number of GPUs, with /plain behind it for
+`Trainer.jit_compile = False`. Prints a line of JSON for each: what a step asks for, where variables
+and features lie, and the memory of each GPU in bytes. With TF_CONFIG in the environment it is one
+of several workers.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ def main(cases):
   os._exit(0)  # the driver's thread never ends
 
 
-def measured(config, precision, gpus, xla=None):
+def measured(config, precision, gpus, plain=None):
   """Returns name -> what is measured of a case."""
   import tensorflow as tf
 
-  trainer = made(config, precision, int(gpus), jit_compile="auto" if xla is None else xla == "xla")
+  trainer = made(config, precision, int(gpus), jit_compile=False if plain else "auto")
   names = [f"GPU:{number}" for number in range(int(gpus))]
   held = [tf.config.experimental.get_memory_info(name)["current"] for name in names]
   trainer._iterator = trainer.make_iterator()

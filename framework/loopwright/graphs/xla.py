@@ -131,5 +131,6 @@ def place(operation: tf.Operation) -> str:
   """Returns where the user's code made an operation, such as " (mine.py:31, in loss)"; or ""."""
   for frame in reversed(operation.traceback or ()):
     if errors.is_the_users(frame.filename):
-      return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+      function = f", in {frame.name}" if frame.name.isidentifier() else ""  # a lambda has no name
+      return f" ({Path(frame.filename).name}:{frame.lineno}{function})"
   return ""

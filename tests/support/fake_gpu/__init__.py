@@ -103,7 +103,8 @@ def environment(
     "FAKE_GPU_MEMORY_MIB": str(memory_mib),
     "FAKE_GPU_BUSY_MIB": str(busy_mib),
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-    "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",  # each launch by itself, so that it counts
+    # Each launch by itself, so that it counts; nothing is chosen by its time.
+    "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
   }
 
 
