@@ -51,6 +51,7 @@ PIECES = {  # of each strategy, action and source that a config can name
   "tpu": "test_cluster.py::test_a_tpu",
   "grouped": "test_groups.py::test_each_variable_has_the_options_of_its_group",
   "BestCheckpoint": "test_actions.py::test_best_checkpoint_keeps_the_best",
+  "KerasCallback": "test_keras_callback.py::",
   "EarlyStopping": "test_actions.py::test_early_stopping_is_the_brute_force_whatever_the_restarts",
   "Export": "test_actions.py::test_export_serves_what_the_model_computes",
   "StopOnNonFinite": FAULTS["an example that is not finite"],
