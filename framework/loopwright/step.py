@@ -445,18 +445,18 @@ class Step(EvalStep):
         step.assign(target, 0.99 * target + 0.01 * online)
 
     For state that the step keeps beside the optimizers: target networks, queues, moving averages.
-    It is saved and restored with the model. All assignments of a step take effect together, after
+    It is saved and restored. All assignments of a step take effect together, after
     its updates; until then the variable has its old value.
 
     Args:
-      variable: a variable of the model, trainable or not.
+      variable: of the model or the task, made in `build_model`, trainable or not.
       value: of the variable's shape, cast to its dtype; equal on every replica: computed from
         variables, reduced gradients or `all_gather`, not from this replica's rows alone.
       when: whether this step assigns, a bool scalar equal on every replica. None always assigns.
 
     Raises:
-      ConfigError: another shape, a second assignment in one step, a variable that is not part of
-        the model, or inside a branch or loop on a tensor.
+      ConfigError: another shape, a second assignment in one step, a variable that the replicas
+        have no copies of, or inside a branch or loop on a tensor.
     """
     self._traced.require_outermost("step.assign()")
     self.record.assignments.add(variable, value, when)

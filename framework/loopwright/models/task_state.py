@@ -192,10 +192,9 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may b
 
     Keras 3 does not see a `tf.Variable` of a layer, and a constant has no use for `trainable`.
     """
-    in_model = isinstance(place.holder, keras.Layer) and place.holder in models.layers(
-      self._task.model
-    )
-    return (place.bare or in_model) and _is_weight(place.variable)
+    of_keras = isinstance(place.holder, keras.Layer)
+    known = place.bare or (of_keras and place.holder in models.layers(self._task.model))
+    return known and _is_weight(place.variable)
 
   def _trackable_children(self, *_: Any, **__: Any) -> dict[str, Any]:
     shown = self._shown

@@ -26,9 +26,10 @@ class Rollback(Observer):
   to overflows, gradients do not count.
 
   Updates of a bad step are not applied. Everything else that a step changes is read first: the
-  model's non-trainable variables (such as statistics of batch normalization), the loss scale, the
-  counters, and what an update changes if it is not the step's last. A read shares the variable's
-  buffer; only a variable that is then updated in place is copied.
+  model's non-trainable variables (such as statistics of batch normalization), the state of the task
+  that its trace has shown, the loss scale, the counters, and what an update changes if it is not
+  the step's last. A read shares the variable's buffer; only a variable that is then updated in
+  place is copied.
 
   Not undone: trainable variables that a task's own `train_step` assigns directly.
   """
