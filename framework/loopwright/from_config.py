@@ -140,9 +140,10 @@ def restored_trainer(
   recipe = Recipe(optimizer=optimizer, global_batch_size=1)
   if task is None:
     path = os.path.join(model_dir, layout.CONFIG)
-    if os.path.exists(path) and b"run.task" not in files.read(path):
+    if not os.path.exists(path) or b"run.task" not in files.read(path):
       raise ConfigError(
-        f"{model_dir!r} has no config, as Python started the run; give what loopwright.run got: "
+        f"{model_dir!r} has no {layout.CONFIG} with a task: it is no run folder, Python started "
+        "the run, or the file is damaged; correct the path, or give what loopwright.run got: "
         "load(..., task=..., optimizer=...)."
       )
     configurables.parse([path])

@@ -309,7 +309,12 @@ class Session:
       )
     elif self.cluster.is_chief:
       missed = self._actions is not None and self._actions.states.missed(self.step)
-      self._reports.log.trim(self.step, evaluation=missed and self.evaluator is not None)
+      gone = self._reports.log.trim(self.step, evaluation=missed and self.evaluator is not None)
+      if gone and not self.step:
+        self._say(
+          f"there is no checkpoint: training begins again; {layout.UNDONE} has the {gone} lines "
+          f"that {layout.METRICS} had"
+        )
       self._write_config()
     self.cluster.barrier()  # actions on all workers read the chief's log
 

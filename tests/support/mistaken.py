@@ -67,6 +67,11 @@ def no_model():
   keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
 
 
+@loopwright.register
+def no_instance():
+  return keras.Sequential
+
+
 # Sources.
 
 

@@ -162,6 +162,9 @@ MISTAKES = {
   "model_dir that cannot be made": Mistake(
     flags=["--model_dir=/proc/loopwright"], says=["'/proc/loopwright'", "a writable folder"]
   ),
+  "model_dir with a name that is too long": Mistake(
+    flags=[f"--model_dir={'x' * 300}"], says=["cannot write to model_dir 'xxx", "a writable folder"]
+  ),
   "evaluate without checkpoint": Mistake(
     flags=["--mode=evaluate"], fresh=True, says=["no checkpoint in TMP/run", "train first"]
   ),
@@ -196,6 +199,10 @@ MISTAKES = {
   "build_model() returns None": Mistake(
     config=["Toy.model = @no_model"], says=["build_model() returned a NoneType", "a Keras model"]
   ),
+  "build_model() returns a class": Mistake(
+    config=["Toy.model = @no_instance"], says=["build_model() returned the class Sequential"]
+  ),
+  "no optimizer": Mistake(config=["run.optimizer = {}"], says=["are {}; give at least one"]),
   # Sources and preprocessing.
   "features of different lengths": Mistake(
     config=["Toy.source = @unequal_features"], says=["'x' 10, 'y' 7", "one row per example"]

@@ -91,6 +91,8 @@ def test_a_weighted_sum_refuses_other_shapes(values, weight, message):
   """Above all those that TensorFlow would broadcast to a wrong sum."""
   with pytest.raises(ConfigError, match=message):
     weighted_sum(tf.ones(values), None if weight is None else tf.ones(weight))
+  with pytest.raises(ConfigError, match=r"values are complex64; use tf\.abs or"):
+    weighted_sum(tf.zeros([3], tf.complex64))
 
 
 def test_a_length_that_is_known_only_while_running_will_do():

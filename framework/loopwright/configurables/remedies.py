@@ -23,7 +23,7 @@ from loopwright.configurables.values import (
   references,
   wanted,
 )
-from loopwright.errors import ConfigError, suggest
+from loopwright.errors import ConfigError, shown, suggest
 from loopwright.host import modules, redaction
 
 INSTEAD: Mapping[str, str] = {
@@ -143,9 +143,9 @@ def unreadable_line(where: str, read: str, message: str) -> ConfigError:
     )
   token = re.search(r"Failed to parse token '(.*)'", message)
   if token:
-    return ConfigError(f"{where}: {token[1]!r} is not a value.{_value_hint(token[1], read)}")
+    return ConfigError(f"{where}: {shown(token[1])} is not a value.{_value_hint(token[1], read)}")
   reason = " ".join(message.split()).rstrip(".")
-  return ConfigError(f"{where}: cannot read {read!r}: {reason[:1].lower()}{reason[1:]}.")
+  return ConfigError(f"{where}: cannot read {shown(read)}: {reason[:1].lower()}{reason[1:]}.")
 
 
 def _value_hint(token: str, line: str) -> str:

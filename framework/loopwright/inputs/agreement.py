@@ -19,7 +19,7 @@ Rows: TypeAlias = Mapping[str, np.ndarray]
 def require_agreement(train: Any, other: Any, where: str, trace: Callable[[], object]) -> None:
   """Raises unless the evaluation can mean what the training does (host).
 
-  Where features differ in names, kinds or axes, the evaluation is traced now, as it may do without.
+  Where features differ in names, kinds or shapes, it is traced now, as it may do without.
 
   Args:
     train, other: the main source of training, and that of an evaluation set.

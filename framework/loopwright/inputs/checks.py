@@ -42,9 +42,14 @@ def refuse_reserved(who: str, names: Iterable[str]) -> None:
 
 
 def check_array(name: object, array: np.ndarray) -> None:
-  """Raises a ConfigError unless a feature's name is a string and its dtype one of TensorFlow's."""
+  """Raises unless a feature's name is a string, its dtype TensorFlow's and no value masked."""
   if not isinstance(name, str):
     raise ConfigError(f"features has the name {name!r}; names must be strings.")
+  if np.ma.is_masked(array):
+    raise ConfigError(
+      f"feature {name!r} has masked values, which a batch cannot have; fill them (array.filled), "
+      "or give the mask as another feature."
+    )
   try:
     if array.dtype.hasobject:
       raise TypeError

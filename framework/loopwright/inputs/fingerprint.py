@@ -44,8 +44,8 @@ def fingerprint(source: AnySource) -> str:
 
 @functools.singledispatch
 def kinds(source: AnySource) -> dict[str, str]:
-  """Returns name -> kind of dtype and number of axes of each feature, such as "f1" (host)."""
-  return {name: f"{value.dtype.kind}{value.ndim}" for name, value in _first(source).items()}
+  """Returns name -> kind of dtype and shape of an example's features, such as "f(3,)" (host)."""
+  return {name: f"{value.dtype.kind}{value.shape[1:]}" for name, value in _first(source).items()}
 
 
 def counted(number: int | str, digest: Any) -> str:

@@ -81,7 +81,7 @@ def _fingerprint(source: StreamSource) -> str:
 @fingerprint.kinds.register(StreamSource)
 def _kinds(source: StreamSource) -> dict[str, str]:
   spec = source.dataset.element_spec.items()
-  return {n: f"{np.dtype(s.dtype.as_numpy_dtype).kind}{s.shape.rank + 1}" for n, s in spec}
+  return {n: f"{np.dtype(s.dtype.as_numpy_dtype).kind}{tuple(s.shape)}" for n, s in spec}
 
 
 @datasets.rewrites.register(StreamSource)

@@ -168,6 +168,20 @@ def _require_shapes(query: tf.Tensor, key: tf.Tensor, seen: Seen) -> None:
       f"attention got segment_ids, {query.shape[1]} queries and {key.shape[1]} keys; these must be "
       "of the same tokens: give a mask instead."
     )
+  if not tf.as_dtype(query.dtype).is_floating:
+    raise _error(f"attention got queries of {query.dtype}; they must be floats: cast them.")
+  if seen.mask is not None and tf.as_dtype(seen.mask.dtype) != tf.bool:
+    raise _error(f"attention got a mask of {seen.mask.dtype}; it must be bool, True where seen.")
+  n, to = query.shape[:2]
+  for name, given, shape in (
+    ("segment_ids", seen.segment_ids, (n, to)),
+    ("a mask", seen.mask, (n, heads[0], to, key.shape[1])),
+  ):
+    has = tf.TensorShape(shape if given is None else given.shape)
+    try:
+      tf.broadcast_static_shape(has, tf.TensorShape(shape))
+    except ValueError:
+      raise _error(f"attention got {name} of shape {has}; it must be {shape}.") from None
 
 
 def _error(text: str) -> ConfigError:

@@ -33,6 +33,8 @@ def weighted_sum(per_example: TensorLike, weight: TensorLike | None = None) -> W
     ConfigError: `per_example` is not a vector, or `weight` is not a vector of the same length.
   """
   values = tf.convert_to_tensor(per_example)
+  if values.dtype.is_complex:
+    raise ConfigError(f"per-example values are {values.dtype.name}; use tf.abs or tf.math.real.")
   values = tf.cast(values, tf.float64 if values.dtype == tf.float64 else tf.float32)
   _require_vector("per-example values", values)
   weights = tf.cast(tf.ones_like(values) if weight is None else weight, values.dtype)

@@ -100,9 +100,10 @@ def _of(part: Model, attribute: str) -> Iterable[Any]:
   """Returns `part.variables` or `part.trainable_variables`; a variable has itself."""
   if is_variable(part):
     return [part] if attribute == "variables" or part.trainable else []
-  if not hasattr(part, attribute):
+  if isinstance(part, type) or not hasattr(part, attribute):
+    what = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
     raise ConfigError(
-      f"build_model() returned a {type(part).__name__}, which has no {attribute}; "
+      f"build_model() returned {what}, which has no {attribute}; "
       "return a Keras model, a tf.Module, a tf.Variable, or a dict or list of them."
     )
   return getattr(part, attribute)

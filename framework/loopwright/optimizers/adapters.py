@@ -306,6 +306,8 @@ def build(
       an optimizer without variables.
   """
   named = factories if isinstance(factories, Mapping) else {DEFAULT: factories}
+  if not named:
+    raise ConfigError("the optimizers are {}; give at least one, such as @keras.Adam.")
   strategy = tf.distribute.get_strategy()
   over = strategy if shard and strategy.num_replicas_in_sync > 1 else None
   built = {}

@@ -91,10 +91,14 @@ def records(model_dir: str) -> list[json_lines.Record]:
   if not tf.io.gfile.exists(path):
     return []
   lines = files.read(path).splitlines()
-  found = [record for line in lines if (record := json_lines.parsed(line)) is not None]
+  found = [r for line in lines if (r := json_lines.parsed(line)) is not None and _is_start(r)]
   if len(found) < len(lines):
     raise ConfigError(f"{path!r} is damaged; restore it, or move it away to go on without it.")
   return found
+
+
+def _is_start(record: json_lines.Record) -> bool:
+  return all(isinstance(record.get(part, {}), Mapping) for part in ("config", "data", "in_use"))
 
 
 def described(arguments: Mapping[str, Any]) -> dict[str, str]:

@@ -28,6 +28,8 @@ FOLDERS = (
   *(TRACKERS, TRAIN, WANDB),
 )
 """All folders with a fixed name; `BEST` is the default of an option."""
+ALWAYS = (CHECKPOINTS, EVAL, FLIGHT, TRAIN)
+"""Those of every run."""
 
 PREFIX = "ckpt"
 """A checkpoint is ckpt-<step>.index and ckpt-<step>.data-*."""
@@ -68,11 +70,17 @@ def is_ours(name: str) -> bool:
 
 
 def require_no_links(model_dir: str) -> None:
-  """Raises a ConfigError if a link has a name that a run writes to: it would write elsewhere."""
+  """Raises a ConfigError if what has a name that a run writes to is a link, or of another kind.
+
+  Through a link it would write elsewhere; where each run has a folder, a file would stop it late.
+  """
   with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-    for found in sorted(os.listdir(model_dir)):
-      if is_ours(found):
-        require_no_link(os.path.join(model_dir, found))
+    for found in sorted(filter(is_ours, os.listdir(model_dir))):
+      require_no_link(path := os.path.join(model_dir, found))
+      if found not in (BEST, *FOLDERS) and os.path.isdir(path):
+        raise ConfigError(f"{path!r} is a folder, where the run has a file; move it away.")
+      if found in ALWAYS and not os.path.isdir(path):
+        raise ConfigError(f"{path!r} is a file, where the run has a folder; move it away.")
 
 
 def require_no_link(path: str) -> None:

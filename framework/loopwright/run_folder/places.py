@@ -112,15 +112,15 @@ def require_writable(model_dir: str) -> None:
       f"{os.path.normpath(model_dir)!r}."
     )
   bounded.require_plain(model_dir)
-  layout.require_no_links(model_dir)
   probe = os.path.join(model_dir, layout.PROBE)
   try:
+    layout.require_no_links(model_dir)
     tf.io.gfile.makedirs(model_dir)
     with tf.io.gfile.GFile(probe, "w") as file:
       file.write("")
     with contextlib.suppress(tf.errors.NotFoundError):  # another worker has removed it
       tf.io.gfile.remove(probe)
-  except tf.errors.OpError as error:
+  except (OSError, tf.errors.OpError) as error:
     raise ConfigError(
       f"cannot write to model_dir {model_dir!r} ({type(error).__name__}); "
       "set --model_dir to a writable folder."

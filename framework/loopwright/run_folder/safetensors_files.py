@@ -66,9 +66,11 @@ def shards(source: str) -> list[str]:
   with bounded.reading(source, "give the index that belongs to the files"):
     bounded.require_file(source, "an index of safetensors files")
     names = sorted({*json.loads(files.read(source))["weight_map"].values()})
-  if strange := [name for name in names if os.path.basename(name) != name]:
-    raise ConfigError(f"{source!r} names the file {strange[0]!r}; it must be one beside it.")
-  return [source, *(os.path.join(os.path.dirname(source), name) for name in names)]
+    paths = [os.path.join(os.path.dirname(source), name) for name in names]
+  for name, path in zip(names, paths, strict=True):
+    if os.path.basename(name) != name or not os.path.isfile(path):
+      raise ConfigError(f"{source!r} names the file {name!r}; it must be one beside it.")
+  return [source, *paths]
 
 
 @contextlib.contextmanager

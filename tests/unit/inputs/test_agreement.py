@@ -38,7 +38,8 @@ class Splits(toys.Regression):
   def forward(self, batch, training):
     if not training:
       for name in self.needs:
-        tf.convert_to_tensor(batch[name])
+        if batch[name].shape[1:] == [2]:
+          raise ValueError(f"{name!r} is {batch[name].shape}")
     rows = tf.shape(batch["weight"])[0]
     return self.model(tf.ones([rows, 1]), training=training)[:, 0]
 
@@ -149,6 +150,8 @@ def test_splits_that_agree_are_trained(make, tmp_path):
 def test_an_evaluation_that_needs_what_its_split_lacks_ends_before_the_first_step(tmp_path):
   with pytest.raises(KeyError, match="y"):
     start(tmp_path / "run", of(x=[1.0, 2.0], y=[0, 1]), of(x=[1.0]), needs=["y"])
+  with pytest.raises(ValueError, match=r"'y' is \(2, 2\)"):
+    start(tmp_path / "run", of(y=[[0, 1, 2]]), of(y=[[0, 1]]), needs=["y"])
   assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

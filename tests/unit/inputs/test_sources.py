@@ -343,6 +343,7 @@ def test_load_arrays_of_a_folder_errors(tmp_path):
     ({"x": np.float32(1)}, "'x' is a single value"),
     ({"x": np.array([[1], [1, 2]], object)}, "'x' has dtype object"),
     ({"x": np.zeros(3, "M8[s]")}, r"'x' has dtype datetime64\[s\]"),
+    ({"x": np.ma.masked_equal([0, 1], 1)}, r"'x' has masked values, .*; fill them"),
     ({"x": np.zeros(3), "seed": np.zeros(3)}, "features has a feature named 'seed'"),
     ({"x": np.zeros(3), "example_id": np.zeros(3)}, "features has a feature named 'example_id'"),
     ({"weight": np.ones(3)}, r"'weight' is float64 of shape \[3\]; it must be float32"),

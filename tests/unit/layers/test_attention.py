@@ -400,6 +400,14 @@ def test_wrong_arguments_are_one_line():
     lw.attention(query, key[:, :, :1].numpy().repeat(3, 2), value)
   with pytest.raises(ConfigError, match="give a mask instead"):
     lw.attention(query, key[:, :3], value[:, :3], segment_ids=tf.zeros([2, 4], tf.int64))
+  for what, given in {
+    r"segment_ids of shape \(2, 3\); it must be \(2, 4\)": {"segment_ids": tf.zeros([2, 3])},
+    r"a mask of shape \(2, 1, 3, 4\); it": {"mask": tf.zeros([2, 1, 3, 4], tf.bool)},
+    "a mask of .*float32.*; it must be bool": {"mask": tf.zeros([2, 1, 4, 4])},
+    "queries of .*int32.*; they must be floats": {"query": tf.zeros([2, 4, 4, 8], tf.int32)},
+  }.items():
+    with pytest.raises(ConfigError, match=what):
+      lw.attention(**{"query": query, "key": key, "value": value, **given})
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_start_is_recorded(tmp_path):
   assert "train_steps" not in record["config"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}\nnull\n'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}\nnull\n', '{"data": 3}'])
 def test_a_damaged_history_is_one_line(tmp_path, content):
   (tmp_path / "history.jsonl").write_text(content)
   with pytest.raises(ConfigError, match=r"history\.jsonl' is damaged; restore it"):

@@ -331,6 +331,14 @@ def test_checkpoints_of_a_version_that_named_none_go_on(folder, monkeypatch):
   assert len(history.records(str(folder))) == 1
 
 
+def test_a_run_without_its_checkpoints_says_that_it_begins_again(folder, capsys):
+  go(folder, 2)
+  count = len((folder / "metrics.jsonl").read_text().splitlines())
+  shutil.rmtree(folder / "checkpoints")
+  go(folder, 2)
+  assert f"begins again; metrics.jsonl.undone has the {count} lines" in capsys.readouterr().err
+
+
 # ---- Links ----
 
 
@@ -344,6 +352,17 @@ def test_no_name_that_a_run_writes_to_may_be_a_link(folder, tmp_path, name):
     go(folder, 2)
   assert os.listdir(folder) == [name]
   assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("name", [*layout.FILES, *layout.ALWAYS, layout.ledger(0)])
+def test_a_file_in_place_of_a_folder_is_told_before_training(folder, name):
+  (folder / name).mkdir(parents=True)
+  if name in layout.ALWAYS:
+    (folder / name).rmdir()
+    (folder / name).touch()
+  with pytest.raises(ConfigError, match=rf"{re.escape(name)}' is a f.*, where the run has a f"):
+    go(folder, 2)
+  assert os.listdir(folder) == [name]
 
 
 def test_a_folder_of_an_option_may_not_be_a_link_and_the_run_folder_may(folder, tmp_path):

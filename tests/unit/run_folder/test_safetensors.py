@@ -105,11 +105,10 @@ def test_shards_are_read_by_their_index_and_half_precision_is_cast(tmp_path):
   safetensors.tensorflow.save_file(dict(of), tmp_path / "1.safetensors", {"changed": "yes"})
   assert WarmStart(path=str(tmp_path)).digest() != digest
   (tmp_path / "0.safetensors").unlink()
-  with pytest.raises(ConfigError, match=r"^'.*index.json' cannot be read \(.*\); it is damaged or"):
-    WarmStart(path=str(tmp_path)).load(read)
-  file.write_text('{"weight_map": {"a": "../a.safetensors"}}')
-  with pytest.raises(ConfigError, match=r"names the file '../a.safetensors'; it must be one"):
-    WarmStart(path=str(tmp_path)).digest()
+  for name in ("0.safetensors", "../a.safetensors"):
+    with pytest.raises(ConfigError, match=rf"index.json' names the file '{name}'; it must be one"):
+      WarmStart(path=str(tmp_path)).digest()
+    file.write_text('{"weight_map": {"a": "../a.safetensors"}}')
 
 
 @pytest.mark.parametrize("part", [slice(0, 20), slice(0, -4), slice(8, None)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from loopwright import from_config
+from loopwright.errors import ConfigError
 from loopwright.run_folder import safetensors_files
 from loopwright.run_folder.matching import Names
 
@@ -15,11 +16,13 @@ def export_weights(model_dir: str) -> str:
   It has the weights that the run evaluates, under the model's `weight_names` if it has them.
 
   Raises:
-    ConfigError: the folder has no run, or no complete checkpoint of it.
+    ConfigError: the folder has no run, or no complete checkpoint of it, or a folder of that name.
   """
+  path = os.path.join(model_dir, f"model{safetensors_files.SUFFIX}")
+  if os.path.isdir(path):
+    raise ConfigError(f"{path!r} is a folder, where the file must be; move it away.")
   model = from_config.load(model_dir).model
   named = Names(model).in_file(getattr(model, "weight_names", {}))
-  path = os.path.join(model_dir, f"model{safetensors_files.SUFFIX}")
   values = {name: (variable.numpy(), turned) for name, (variable, turned) in named.items()}
   safetensors_files.write(path, {n: v.T if turned else v for n, (v, turned) in values.items()})
   return f"{path}: {len(values)} variables, {sum(v.size for v, _ in values.values()):,} parameters"
