@@ -146,6 +146,10 @@ def test_gradients_that_are_stopped_on_purpose_are_no_failure():
   assert failures(results) == []
 
 
+def test_a_penalty_may_be_shown():
+  assert not failures(gradients.check(small.subject(bad_gradients.DecaysOnce)))
+
+
 def test_a_sparse_gradient_is_shown_with_its_size():
   results = gradients.check(small.subject(bad_gradients.Embedded))
   assert failures(results) == []

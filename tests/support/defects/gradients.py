@@ -115,6 +115,16 @@ class ThrownAway(Small):
     return outputs
 
 
+@defect("penalties count once", "penalty counted twice", "loss")
+class DecaysTwice(Small):
+  def hidden(self):
+    return [keras.layers.Dense(4, activation="tanh", kernel_regularizer="l2")]
+
+  def loss(self, outputs, batch):
+    total, weight = super().loss(outputs, batch)
+    return Loss(total + weight * tf.add_n(self.model.losses), weight)
+
+
 class OfFloat32(Small):
   """Right: a layer keeps a dtype of its own."""
 
@@ -130,6 +140,16 @@ class CastByHand(Small):
 
   def errors(self, outputs, batch):
     return tf.square(outputs - tf.cast(batch["y"] > 0, tf.float32))
+
+
+class DecaysOnce(DecaysTwice):
+  """Right: the penalty is only shown."""
+
+  def loss(self, outputs, batch):
+    return Small.loss(self, outputs, batch)
+
+  def metrics(self, outputs, batch):
+    return {"penalty": (tf.add_n(self.model.losses), 1.0)}
 
 
 class Swish(Small):

@@ -25,7 +25,7 @@ _RESTORE = (
 )  # fmt: skip
 _SUMS = (
   "loss divided by the local count of tokens", "metric divided by the local count of tokens",
-  "padding enters the mean",
+  "padding enters the mean", "metric divided by a local count",
 )  # fmt: skip
 FOLLOWS: dict[str, Sequence[str]] = {
   "source() is random": _RESTORE,

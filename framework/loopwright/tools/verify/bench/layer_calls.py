@@ -27,11 +27,16 @@ class Call(NamedTuple):
 
 
 class Calls:
-  """The layers that were called, of both Keras generations."""
+  """The layers that were called, of both Keras generations.
+
+  Attributes:
+    penalties: reads of the losses of layers.
+  """
 
   def __init__(self) -> None:
     self._in_training: set[int] = set()
     self._calls: dict[int, list[Call]] = {}
+    self.penalties: list[Call] = []
 
   def none_in_training(self, model: Model) -> bool:
     """Whether no part of a model was itself called with `training=True`."""
@@ -47,10 +52,14 @@ class Calls:
     """Adds a call."""
     if options.get("training") is True or any(value is True for value in args[1:]):
       self._in_training.add(id(layer))
-    frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()[:-2]]
     self._calls.setdefault(id(layer), []).append(
-      Call(tf.nest.flatten((args, options)), tf.nest.flatten(outputs), frames)
+      Call(tf.nest.flatten((args, options)), tf.nest.flatten(outputs), _frames())
     )
+
+
+def _frames() -> list[tuple[str, int, str]]:
+  frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()]
+  return [frame for frame in frames if frame[0] != __file__]
 
 
 @contextlib.contextmanager
@@ -66,9 +75,18 @@ def watch() -> Iterator[Calls]:
 
     return called
 
+  def read(losses: property) -> property:
+    def noting(layer: Any) -> Any:
+      found = losses.fget(layer)  # type: ignore[misc]
+      calls.penalties.append(Call([], list(found), _frames()))
+      return found
+
+    return property(noting)
+
   with contextlib.ExitStack() as stack:
     for kind in [each.layers.Layer for each in lazy_keras.kerases()]:
       stack.enter_context(mock.patch.object(kind, "__call__", noted(kind.__call__)))
+      stack.enter_context(mock.patch.object(kind, "losses", read(kind.losses)))
     yield calls
 
 

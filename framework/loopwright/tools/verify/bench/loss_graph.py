@@ -117,6 +117,18 @@ class LossGraph:
         found[name] = Calls(all=each[0], passing=each[1])
     return found
 
+  def counted_twice(self, task: Any) -> str:
+    """Returns the user's line that adds the layers' losses, if the framework adds them too."""
+    if self.graph is None:
+      return ""
+    used = behind(self.graph.outputs)
+    own, others = "", False
+    for read in self._layers.penalties:
+      if any(tf.is_tensor(t) and t.op.name in used for t in read.outputs):
+        place = source_lines.of_caller(read.frames, task)
+        own, others = own or place, others or not place
+    return own if others else ""
+
   def end(self, variable: Variable, task: Any) -> str:
     """Returns the line of the operation that passes no gradient to a variable; "" if none is."""
     if self.graph is None:
@@ -228,7 +240,7 @@ def division(graph: tf.Graph, task: Any) -> str:
 
 
 def squashed(graph: tf.Graph, task: Any, batch: Any) -> bool:
-  """Whether an activation makes what a softmax, a cross-entropy or an exp gets, or the outputs.
+  """Whether an activation makes what a softmax, a cross-entropy or an exp gets, or all outputs.
 
   Args:
     graph: of the step.
@@ -236,15 +248,17 @@ def squashed(graph: tf.Graph, task: Any, batch: Any) -> bool:
     batch: of the step.
   """
   ends = [op.inputs[0] for op in graphs.operations(graph) if op.type in _ENDS]
+  outputs: list[tf.Tensor] = []
   with contextlib.suppress(Exception):
     forward = tf.function(lambda rows: task.forward(rows, True), autograph=False)
-    ends += forward.get_concrete_function(batch).graph.outputs
-  for tensor in ends:
-    while tensor.op.type in _SHAPED:
-      tensor = tensor.op.inputs[-1 if "Select" in tensor.op.type else 0]
-    if tensor.op.type in _ACTIVATIONS:
-      return True
-  return False
+    outputs = forward.get_concrete_function(batch).graph.outputs
+  return any(map(_is_activation, ends)) or (bool(outputs) and all(map(_is_activation, outputs)))
+
+
+def _is_activation(tensor: tf.Tensor) -> bool:
+  while tensor.op.type in _SHAPED:
+    tensor = tensor.op.inputs[-1 if "Select" in tensor.op.type else 0]
+  return tensor.op.type in _ACTIVATIONS
 
 
 def _uneven(like: tf.Tensor, number: int) -> tf.Tensor:

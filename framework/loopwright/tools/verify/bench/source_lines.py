@@ -140,6 +140,12 @@ def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
   return ""
 
 
+def of_caller(frames: list[tuple[str, int, str]], owner: Any) -> str:
+  """As `of_frames`; "" if the framework's own code is nearer than the user's."""
+  near = [f for f in frames if errors.is_the_users(f[0]) or errors.is_the_frameworks(f[0])]
+  return of_frames(near[-1:], owner)
+
+
 def qualified(place: str, owner: Any) -> str:
   """Returns "file.py:31, in loss" with the class of the owner's method, if it has one."""
   file, _, name = place.rpartition(", in ")

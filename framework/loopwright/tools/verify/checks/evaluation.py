@@ -246,8 +246,8 @@ class Comparison:
       cause = SHIFTED.cause if shifted else cause
     if metric == "loss" and cause == PADDING:
       place, _ = self._meeting
-    if metric == "loss" and cause == MEANS:
-      cause = MEAN_OF_MEANS.cause
+    if metric == "loss" and cause in (MEANS, COUNT):
+      cause = MEAN_OF_MEANS.cause if cause == MEANS else cause
       place = source_lines.find(task, "loss", "eval_step", containing=MEAN_OF_MEANS.containing)
     named = (f'"{metric}"', f"'{metric}'")
     return GROUP.failed(

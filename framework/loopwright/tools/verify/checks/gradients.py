@@ -84,6 +84,8 @@ class GradientNotes:
   """Parts of the model that draw random numbers for the loss alone -> the line of the call."""
   ends: dict[str, str] = dataclasses.field(default_factory=dict)
   """Variables without a gradient -> the line of what passes none, if the loss uses them."""
+  twice: str = ""
+  """The line that adds penalties of layers, which are also added by `Task.regularization`."""
   unused: str = ""
   """The first line with a custom gradient whose result is thrown away."""
   changed: set[str] = dataclasses.field(default_factory=set)
@@ -137,6 +139,15 @@ def check(subject: Subject) -> list[Result]:
     ),
   ]  # fmt: skip
   results += [_still(here, seen), _averages(here, seen), _differences(task, seen)]
+  if seen.twice:
+    results.append(
+      GROUP.failed(
+        "penalties count once", "the loss has the losses of the model's layers twice",
+        "penalty counted twice",
+        "leave them out here: Task.regularization() adds them, once for all replicas",
+        seen.twice,
+      )
+    )  # fmt: skip
   results += _calls(seen)
   if seen.sparse:
     most = max(seen.sparse, key=lambda name: seen.sparse[name])
@@ -290,6 +301,7 @@ def _note_graph(
   seen.stops = seen.stops or graph.stops
   seen.on_purpose = seen.on_purpose or graph.replaced(task, on_purpose=True)
   seen.replaced = seen.replaced or graph.replaced(task, on_purpose=False)
+  seen.twice = seen.twice or graph.counted_twice(task)
   seen.noisy |= graph.noisy(task.model, trained, task)
 
 
