@@ -9,6 +9,7 @@ from runs import make_evaluator, make_trainer
 
 from loopwright import ArraySource, ConfigError, Loss, Task
 from loopwright.models.task_state import copies_of
+from loopwright.optimizers.rollback import Rollback
 from loopwright.running import run
 from loopwright.strategies import factories
 
@@ -291,6 +292,23 @@ def test_evaluation_does_not_change_training(replicas, always, mirrored, caplog)
     evaluator.evaluate(tf.constant(-1))
     assert [copy.numpy() for copy in copies_of(task.kept)] == [6.0 * (step + 1)] * replicas
   assert ("evaluation changes" in caplog.text) == always
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_that_is_undone_leaves_it(replicas, mirrored):
+  task = seen()
+  task.loss = lambda outputs, batch: Loss.from_examples(
+    outputs * tf.where(batch["step"] == 2, np.inf, 1.0), batch["weight"]
+  )
+  trainer = trainer_of(task, mirrored(replicas))
+  counters = [trainer.global_step, trainer.nonfinite_step]
+  scale, model = trainer.parts.loss_scale, task.model
+  trainer.observe(
+    Rollback(strategy=trainer.strategy, model=model, loss_scale=scale, counters=counters)
+  )
+  trainer.train(tf.constant(5))
+  assert (trainer.global_step.numpy(), trainer.traces) == (2, 1)
+  assert [copy.numpy() for copy in copies_of(task.kept)] == [12.0] * replicas
 
 
 class Half(Stateful):
