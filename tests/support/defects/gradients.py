@@ -103,7 +103,7 @@ class SlightlyWrongGradient(Small):
     return slightly(super().forward(batch, training))
 
 
-@defect(DIFFERENCES, "gradient that never runs", "forward")
+@defect("custom gradients run", "gradient that never runs", "forward")
 class ThrownAway(Small):
   def forward(self, batch, training):
     @tf.custom_gradient

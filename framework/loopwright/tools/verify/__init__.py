@@ -16,6 +16,7 @@ last_report.py says which results still hold. bench/ has the tools of the checks
     longer_rows.py    the same examples, padded further
     documents.py      rows of a source with one document, or the padding, changed
     per_token.py      what a task computes for each token, and where tokens meet
+    finite_differences.py  a gradient beside the change of the loss
     loss_graph.py     where the loss stops, replaces and passes gradients
     made_variables.py variables that the model does not have
     harness.py        a Trainer as `run` makes it, with its input, in loops

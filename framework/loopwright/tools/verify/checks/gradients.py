@@ -35,6 +35,7 @@ from loopwright.tools.verify.bench import (
 )
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.dtype_policy import under
+from loopwright.tools.verify.bench.finite_differences import TOLERANCE, compare
 from loopwright.tools.verify.bench.loss_graph import Calls, LossGraph
 from loopwright.tools.verify.report import Group, Result
 
@@ -44,10 +45,6 @@ MORE = 16
 """Times as many rows are in a batch of another step: a few may miss an expert of a mixture."""
 MOST_VARIABLES = 12
 """At most this many variables, the largest first, are compared with finite differences."""
-TOLERANCE = {"float64": 1e-3, "float32": 0.1}
-"""Largest relative difference between gradient and finite difference, by precision of the loss."""
-ROUNDING = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2}
-"""Relative rounding error of the loss."""
 METHODS = ("loss", "forward", "train_step", "build_model")
 OUTSIDE = "variable outside the model"
 HELD = "frozen variable that moves"
@@ -344,60 +341,19 @@ def _note_differences(
   rng = np.random.default_rng(0)
   for gradient, variable in there[:MOST_VARIABLES]:
     told = np.asarray(gradient, np.float64) / factor
-    compared = _compare(total, told, variable, rng, seen.precision)
+    compared = compare(total, told, variable, rng, seen.precision)
     if compared is not None:
       seen.compared += 1
       if compared[0] != compared[1]:
         seen.wrong[models.name(variable)] = compared
 
 
-def _compare(
-  total: Callable[[], tf.Tensor],
-  gradient: np.ndarray,
-  variable: Variable,
-  rng: np.random.Generator,
-  precision: str,
-) -> tuple[float, float] | None:
-  """Returns (gradient, difference) along a direction; two equal numbers if they agree.
-
-  None if the loss changes too little, or is too curved, to tell.
-  """
-  raw = models.raw(variable)
-  start = raw.numpy()
-  random = rng.normal(size=gradient.shape)
-  direction = gradient / np.linalg.norm(gradient) + 0.5 * random / np.linalg.norm(random)
-  told = float((gradient * direction).sum())
-  here = float(total())
-  precise = ROUNDING["float16" if raw.dtype.size < 4 else precision]
-  moves = 1e-5 if precision == "float64" else 3e-3  # relative change of the loss
-  length = moves * (abs(here) + 1e-3) / abs(told)
-  length = min(length, 0.05 * (np.linalg.norm(start) + 0.1))
-
-  def slope(length: float) -> float:
-    ends = []
-    for sign in (1, -1):
-      raw.assign((start + sign * length * direction).astype(start.dtype))
-      ends.append(float(total()))
-    return (ends[0] - ends[1]) / (2 * length)
-
-  try:
-    coarse, fine = slope(length), slope(length / 2)
-  finally:
-    raw.assign(start)
-  rounding = 8 * precise * abs(here) / length
-  bent = abs(coarse - fine)
-  if not np.isfinite(fine) or rounding + bent > 0.5 * max(abs(fine), abs(told)):
-    return None
-  allowed = TOLERANCE[precision] * max(abs(fine), abs(told)) + rounding + 2 * bent
-  agrees = abs(fine - told) <= allowed
-  return (told, told) if agrees else (told, fine)
-
-
 def _differences(task: Any, seen: GradientNotes) -> Result:
   name = "finite differences"
   if seen.unused:
     return GROUP.failed(
-      name, "a function with a gradient of its own is called, and nothing uses its result",
+      "custom gradients run",
+      "a function with a gradient of its own is called, and nothing uses its result",
       "gradient that never runs",
       "use what the function returns, as in x = with_gradient(x): its gradient runs only on the "
       "way back from there",
