@@ -59,11 +59,12 @@ class CompileCache(Hook):
     _make_own(self._store)
     for path in self._store.iterdir():
       name = path.name.partition("-")[2]
-      if name and _is_whole(path):
-        os.utime(path)
-        os.link(path, self._work / name)
-      else:
-        path.unlink()
+      with contextlib.suppress(FileNotFoundError):  # another process has removed it
+        if name and not (self._work / name).exists() and _is_whole(path):
+          os.utime(path)
+          os.link(path, self._work / name)
+        else:  # also what several processes have compiled at once
+          path.unlink()
     self._known = {path.name for path in self._work.iterdir()}
     logging.info("XLA's programs are kept in %s, %d so far", self._store, len(self._known))
 

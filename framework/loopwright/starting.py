@@ -53,7 +53,6 @@ class Start:
     self.config = {**values(options, free(options)), SIZE: str(global_batch_size)}
     self._data: Mapping[str, str] = {}
     self._in_use: Mapping[str, str] = {}
-    self._trainer: Trainer | None = None
     self._began: initial_values.Values | None = None
     self._recorded = False
 
@@ -94,9 +93,11 @@ class Start:
     for name, (mixture, ratio) in mixtures(trainer.source() if trainer.source else None).items():
       self._require_shares(name, mixture, position * ratio)
       mixture.require_enough((position + steps * trainer.global_batch_size) * ratio)
-    self._in_use, self._trainer = in_use(trainer), trainer
+    compiled = {"compiled by XLA": trainer.compiled} if trainer.compiled else {}
+    self._in_use = in_use(trainer) | compiled
     optimizers = trainer.parts.optimizers.values()
-    return [line for each in optimizers if (line := each.moved_rate())]
+    lines = [line for each in optimizers if (line := each.moved_rate())]
+    return lines + [f"XLA compiles {each}" for each in compiled.values()]
 
   def _require_shares(self, name: str, mixture: Any, position: int) -> None:
     """Raises a ConfigError if a mixture shares out otherwise what is consumed."""
@@ -106,8 +107,6 @@ class Start:
     if self._recorded:
       return
     self._recorded = True
-    compiled = self._trainer.compiled if self._trainer else ""
-    self._in_use = {**self._in_use, **({"compiled by XLA": compiled} if compiled else {})}
     history.append(
       self._model_dir, start=self.name, step=step, task=self._task, config=self.config,
       data=self._data, in_use=self._in_use, began=self._began,

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,8 @@ cache = compile_cache.opened(sys.argv[1], {})
 sys.path[:0] = sys.argv[2:]
 import test_on_gpus
 before = len(cache._known)
+for _ in range(before):
+  test_on_gpus.tf.function(lambda: test_on_gpus.tf.constant(1))()  # as a restore does
 trainer = test_on_gpus.trained(test_on_gpus.AsOnOneGpu("CPU:0"))
 cache.keep()
 weights = [each.tolist() for each in test_on_gpus.weights(trainer)]
@@ -57,6 +60,14 @@ def test_the_next_process_has_the_program(kept, process):
   assert kept.stat().st_mode & 0o777 == 0o600
   cache.keep()
   assert [*cache._store.iterdir()] == [kept]
+
+
+def test_of_a_program_that_several_have_kept_one_is_left(kept, process):
+  content = b"the same"
+  kept.with_name(f"{compile_cache._digest(content)}-{NAME}").write_bytes(content)
+  cache, work = process()
+  assert (work / NAME).read_bytes() in (CONTENT, content)
+  assert len([*cache._store.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("change", ["version", "setting", "flag"])
@@ -132,10 +143,11 @@ def test_only_folders_of_processes_that_are_gone_go(kept, process):
 @pytest.mark.ci
 def test_a_second_process_compiles_nothing(tmp_path):
   """And the first one a single program for all steps, with a schedule and dropout."""
-  here = [path for path in sys.path if "tests" in path]
+  unit = Path(__file__).parent
+  folders = [str(unit / "strategies"), str(unit.parent / "support"), str(unit.parents[1])]
 
   def ran():
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache"), *here]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache"), *folders]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -7,15 +7,18 @@ inside it; else it runs as TensorFlow does, and the parts inside it are programs
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import kernels
 
 from loopwright import errors
 from loopwright.graphs import operations as graphs
+from loopwright.host.replacing import replaced
 
 T = TypeVar("T")
 DYNAMIC = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2")
@@ -24,13 +27,14 @@ _STATEFUL_DRAWS = ("RandomStandardNormal", "RandomUniform", "RandomUniformInt", 
   "RandomShuffle", "Multinomial")  # fmt: skip
 """Operations that XLA has, but with other numbers in each process, whatever the seed."""
 WHOLE = "the step as one program"
+_numbers = itertools.count()
 _ALWAYS = "Const"
 _ARGUMENTS = ("Placeholder", "_Arg", "_Retval", "NoOp")
 
 
 def program(function: Callable[[], T]) -> Callable[[], T]:
   """Returns a function without arguments as one program, whatever it does (under trace)."""
-  return tf.function(function, jit_compile=True, autograph=False)
+  return _traced(function, jit_compile=True)
 
 
 def if_possible(function: Callable[[], T], *, kind: str) -> tuple[Callable[[], T], str]:
@@ -41,10 +45,19 @@ def if_possible(function: Callable[[], T], *, kind: str) -> tuple[Callable[[], T
   Args:
     kind: of its device, "GPU" or "CPU".
   """
-  traced = tf.function(function, autograph=False).get_concrete_function()
+  traced = _traced(function)
   if why := obstacle(traced.graph, kind=kind):
     return traced, why
   return program(lambda: traced()), ""
+
+
+def _traced(function: Callable[[], T], **options: Any) -> Any:
+  """Returns a concrete function whose name does not depend on what was traced before it.
+
+  A kept program is found by names too, and a run that goes on has traced a restore.
+  """
+  with replaced(concrete_function, _inference_name=lambda name: f"{name}_part_{next(_numbers)}"):
+    return tf.function(function, autograph=False, **options).get_concrete_function()
 
 
 def obstacle(graph: tf.Graph, *, kind: str) -> str:
