@@ -97,9 +97,14 @@ def resources(graph: Any) -> dict[int, bool]:
 
   Of a variable, the resource is its handle. Functions, loops and branches inside count.
   """
+  changed: dict[str, set[int]] = {}  # name of an operation -> ids of what it may change
   found = {}
   for outer, inner in graph.captures:
-    if outer.dtype == tf.resource:
-      used = map(auto_control_deps_utils.get_read_write_resource_inputs, inner.consumers())
-      found[id(outer)] = any(inner is each for _, written in used for each in written)
+    if outer.dtype != tf.resource:
+      continue
+    for operation in inner.consumers():
+      if operation.name not in changed:
+        _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+        changed[operation.name] = {id(each) for each in written}
+    found[id(outer)] = any(id(inner) in changed[each.name] for each in inner.consumers())
   return found
