@@ -38,6 +38,7 @@ class StepRecord:
     is_conditional: whether an update has a `when`.
     updates: (finite, loss is finite) of each update, bool scalars.
     gradient_dtypes: in which the traced backward passes compute.
+    is_penalised: whether the loss has the penalties of layers.
     only_evaluated: the PerExample metrics that a training step leaves out.
     closing: return further metrics when the step is over.
   """
@@ -50,6 +51,7 @@ class StepRecord:
     self.is_conditional = False
     self.updates: list[tuple[tf.Tensor, tf.Tensor]] = []
     self.gradient_dtypes: set[str] = set()
+    self.is_penalised = False
     self.only_evaluated: set[str] = set()
     self.closing: list[Callable[[], Mapping[str, Checked]]] = []
     self._logged: dict[str, Checked] = {}

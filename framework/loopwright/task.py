@@ -185,7 +185,9 @@ class Task:
     outputs = converted(self.forward)(batch, training=True)
     step.log(_metrics(self, outputs, batch))
     loss = Loss.checked(converted(self.loss)(outputs, batch))
-    return loss.plus_regularization(converted(self.regularization)())
+    penalty = converted(self.regularization)()
+    step.record.is_penalised |= tf.is_tensor(penalty)
+    return loss.plus_regularization(penalty)
 
   def train_step(self, step: Step, batch: Batch) -> None:
     """Runs one training step (replica context); override it for full control of the loop.

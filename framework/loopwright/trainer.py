@@ -60,6 +60,7 @@ class Trainer(AbstractTrainer):
     metrics: the sums of the loop that runs.
     assigned: the variables that `Step.assign` sets, by name, once the step has been traced.
     gradient_dtypes: in which its backward passes compute, likewise.
+    is_penalised: whether its loss has penalties of layers, likewise.
     state: what the loop reads and assigns, and the part of it that only the task has.
     left_out: ids of examples that `Recipe`'s input reads as padding, once it is made again.
   """
@@ -145,6 +146,7 @@ class Trainer(AbstractTrainer):
     self._checks, self._examined = trainer_checks.LoopChecks(), None
     self.assigned: dict[str, tf.Variable] = {}
     self.gradient_dtypes: set[str] = set()
+    self.is_penalised = False
     self._usual_scale = loss_scale is None
     self._input_wait = InputWait(self.placement)
     with strategy.scope():
@@ -315,6 +317,7 @@ class Trainer(AbstractTrainer):
     record = step.record
     finite, loss_finite = record.outcome()
     self.gradient_dtypes |= record.gradient_dtypes
+    self.is_penalised |= record.is_penalised
     self.assigned |= record.assignments.variables
     models.require_in_scope(self.assigned.values(), self.strategy)
     self._checks.weight_seen |= record.is_conditional

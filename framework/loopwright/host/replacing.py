@@ -21,8 +21,8 @@ def replaced(owner: ModuleType | threading.local, **attributes: Any) -> Iterator
     vars(owner).update(before)
 
 
-def wrap(owner: type, name: str, instead: Callable[..., Any]) -> None:
-  """Replaces a method for good by `instead`, which gets the method and then its arguments."""
+def wrap(owner: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:
+  """Replaces a method or function for good by `instead`, which gets it and then its arguments."""
   usual = getattr(owner, name)
 
   @functools.wraps(usual)

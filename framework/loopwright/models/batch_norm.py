@@ -1,4 +1,4 @@
-"""Keeps padded rows out of the statistics of batch normalisation.
+"""Keeps padded rows out of the statistics of batch normalisation, and of penalties.
 
 A batch that does not divide by the replicas is padded with copies of one example. Their weight in
 the loss is 0, but batch normalisation would count them, and N replicas would not train like one.
@@ -18,11 +18,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from loopwright.aliases import Layer
+from loopwright.aliases import Layer, Model
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
 from loopwright.host import lazy_keras
 from loopwright.host.replacing import wrap
+from loopwright.models import models
 
 
 @contextlib.contextmanager
@@ -37,7 +38,7 @@ def only_examples(batch: Mapping[str, tf.Tensor], *, why: tuple[str, str]) -> It
       do if that is not possible.
   """
   _patch()
-  _entered.batches.append((batch.get("example_id"), randomness.current_graph(), why))
+  _entered.batches.append((batch, randomness.current_graph(), why))
   try:
     yield
   finally:
@@ -50,7 +51,7 @@ def in_this_graph() -> Iterator[None]:
 
   The function must be traced for this batch only.
   """
-  entered = [(ids, randomness.current_graph(), why) for ids, _, why in _entered.batches[-1:]]
+  entered = [(batch, randomness.current_graph(), why) for batch, _, why in _entered.batches[-1:]]
   _entered.batches += entered
   try:
     yield
@@ -60,10 +61,10 @@ def in_this_graph() -> Iterator[None]:
 
 
 class _Entered(threading.local):
-  """The (example ids, graph, why) that a thread has entered, innermost last."""
+  """The (batch, graph, why) that a thread has entered, innermost last."""
 
   def __init__(self) -> None:
-    self.batches: list[tuple[tf.Tensor | None, Any, tuple[str, str]]] = []
+    self.batches: list[tuple[Mapping[str, tf.Tensor], Any, tuple[str, str]]] = []
 
 
 _entered = _Entered()
@@ -72,6 +73,7 @@ _entered = _Entered()
 @functools.cache
 def _patch() -> None:
   wrap(keras.layers.BatchNormalization, "_moments", _moments_of_examples)
+  wrap(models, "regularization", _regularization_of_weights)
   lazy_keras.when_tf_keras_loads(_patch_tf_keras)
 
 
@@ -123,9 +125,38 @@ def _refusing_call(
   return keras_call(layer, inputs, training=training, mask=mask)
 
 
+def _regularization_of_weights(
+  usual: Callable[..., tf.Tensor | float], model: Model
+) -> tf.Tensor | float:
+  penalty = usual(model)
+  if _entered.batches and _reads(penalty, _entered.batches[-1][0]):
+    why, remedy = _entered.batches[-1][2]
+    raise ConfigError(
+      f"{why}, so rows are padded, and a layer's add_loss() or activity regulariser counts them: "
+      f"its value is a mean over each replica's rows; {remedy}."
+    )
+  return penalty
+
+
+def _reads(penalty: tf.Tensor | float, batch: Mapping[str, tf.Tensor]) -> bool:
+  """Whether the values of a traced penalty come from rows of the batch, not their number."""
+  rows = {id(tensor) for tensor in tf.nest.flatten(batch)}
+  waiting: list[Any] = [penalty] if tf.is_symbolic_tensor(penalty) else []
+  seen = set[int]()
+  while waiting:
+    tensor = waiting.pop()
+    if id(tensor) in rows:
+      return True
+    if id(tensor.op) not in seen and tensor.op.type != "Shape":
+      waiting += tensor.op.inputs
+    seen.add(id(tensor.op))
+  return False
+
+
 def _is_example(layer: Layer, inputs: tf.Tensor) -> tf.Tensor:
   """Returns bool [n], False for padding."""
-  ids, graph, _ = _entered.batches[-1]
+  batch, graph, _ = _entered.batches[-1]
+  ids = batch.get("example_id")
   if ids is None:
     raise _refused(layer, "the batch without 'example_id' does not say which rows are padding")
   if inputs.shape[0] != ids.shape[0]:

@@ -68,6 +68,8 @@ def describe(
     ("batch", _batch_text(trainer)),
     ("reduction", parts.reduction.describe()),
     ("precision", precision + (TF32 if in_tf32 else "") + _own_dtypes(trainer)),
+    ("batch norm", _batch_norm_text(trainer)),
+    ("penalties", "of layers, as in fit: Task.regularization()" if trainer.is_penalised else ""),
     ("loss scale", parts.loss_scale.describe()),
     ("optimizer", optimizer_names(trainer)),
     ("steps", f"{train_steps}, continuing from {start_step}" if start_step else f"{train_steps}"),
@@ -124,6 +126,17 @@ def _batch_text(trainer: Trainer) -> str:
   text = f"{trainer.global_batch_size} examples a step, {rows} a replica"
   parts = trainer.parts.accumulation_steps
   return f"{text}, in {parts} micro-batches" if parts > 1 else text
+
+
+def _batch_norm_text(trainer: Trainer) -> str:
+  """Names what makes N replicas differ from one, unless the task accepts it."""
+  alone = trainer.strategy.num_replicas_in_sync == 1
+  if alone or "batch-norm statistics" in trainer.task.accepted:
+    return ""
+  local = [layer.name for layer in models.locally_normalised(trainer.task.model)]
+  more = f" and {len(local) - 1} more" if len(local) > 1 else ""
+  what = "in training: over each replica's own rows, over all with synchronized=True"
+  return f"{local[0]}{more}, {what}" if local else ""
 
 
 def result_line(

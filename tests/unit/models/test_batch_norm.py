@@ -11,6 +11,7 @@ from toys import KERAS
 
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
+from loopwright.reporting.summary import describe
 
 BATCH = 7
 RNG = np.random.default_rng(0)
@@ -110,3 +111,54 @@ def test_inference_mode_is_not_refused(library, mirrored):
   loss, _ = trained(Normalised(library=library, training=False), mirrored(1))
   other, _ = trained(Normalised(library=library, training=False), mirrored(2))
   assert other == pytest.approx(loss, rel=1e-6)
+
+
+class Penalised(Normalised):
+  """A layer adds the mean square of its rows or of its weights to the loss, or regularises rows."""
+
+  def __init__(self, kind):
+    super().__init__()
+    self._kind = kind
+
+  def build_model(self):
+    kind = self._kind
+
+    class Adds(KERAS["keras"].layers.Dense):
+      def call(self, inputs):
+        made = super().call(inputs)
+        if kind != "activity":
+          self.add_loss(tf.reduce_mean(tf.square(made if kind == "rows" else self.kernel)))
+        return made
+
+    own = {"activity_regularizer": "l2"} if kind == "activity" else {}
+    flat = KERAS["keras"].layers.Flatten()
+    return toys.network([4, 2], flat, Adds(1, kernel_initializer="ones", **own))
+
+
+@pytest.mark.parametrize("kind", ["rows", "activity", "weights"])
+def test_a_penalty_never_counts_padded_rows(kind, mirrored, monkeypatch):
+  if kind != "weights":
+    with pytest.raises(ConfigError, match="rows are padded, and a layer's add_loss"):
+      trained(Penalised(kind), mirrored(2))
+    monkeypatch.setitem(globals(), "BATCH", 6)  # which divides
+  one, two = (trained(Penalised(kind), mirrored(n), steps=1)[1][0] for n in (1, 2))
+  np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("task", "line"),
+  [
+    (
+      Normalised(synchronized=False),
+      "batch norm  norm, in training: over each replica's own rows,",
+    ),
+    (Normalised(), None),
+    (Penalised("weights"), "penalties   of layers, as in fit"),
+  ],
+)
+def test_a_line_of_the_start_says_what_is_unlike_a_plain_loop(task, line, mirrored):
+  trainer = make_trainer(task, mirrored(2), batch=6, optimizer=task._keras.optimizers.SGD)
+  trainer.examine()
+  text = describe(trainer, precision="float32", start_step=0, train_steps=3, model_dir="x")
+  found = [row for row in text.splitlines() if row.startswith(("batch norm", "penalties"))]
+  assert [row[: len(line or "")] for row in found] == ([line] if line else [])
