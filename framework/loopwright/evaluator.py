@@ -127,7 +127,7 @@ class Evaluator(AbstractEvaluator):
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
     self._global_step, self._make_step = global_step, step
     self._changed: set[int] = set()  # handles
-    self._held: dict[int, tuple[Any, tf.Tensor]] = {}
+    self._held: dict[int, tuple[Any, Any]] = {}  # of a table its keys and values
     self._told = False
     self.placement = placement.of(strategy)
     self.sources: Mapping[str, AnySource] = {}
@@ -170,8 +170,12 @@ class Evaluator(AbstractEvaluator):
     try:
       yield
     finally:
-      for variable, value in self._held.values():
-        variable.assign(value)
+      for kept, value in self._held.values():
+        if isinstance(value, tuple):
+          kept.remove(kept.export()[0])
+          kept.insert(*value)
+        else:
+          kept.assign(value)
 
   def _hold(self, changed: Iterable[int]) -> None:
     """Reads what training uses among handles that a trace changes, before that runs."""
@@ -180,12 +184,14 @@ class Evaluator(AbstractEvaluator):
     used = state.used if state else {}
     for handle in (self._changed & used.keys()) - self._held.keys():
       with tf.init_scope():
-        self._held[handle] = used[handle], tf.identity(used[handle].read_value())
+        kept: Any = used[handle]
+        table = hasattr(kept, "export")
+        self._held[handle] = kept, kept.export() if table else tf.identity(kept.read_value())
       if not self._told:
         logging.warning(
           "evaluation changes %r, which training uses: it gets its value back after each "
           "evaluation; assign only if `training` is True",
-          used[handle].name.partition(":")[0],
+          (kept.name or type(kept).__name__).partition(":")[0],
         )
       self._told = True
 

@@ -148,7 +148,8 @@ def restored_trainer(
       )
     configurables.parse([path])
     keras.config.set_dtype_policy(bound("precision"))
-    task, recipe = made_task(bound("task")), bound_recipe()
+    task, recipe = bound("task"), bound_recipe()
+  task = made_task(task)
   strategy = factories.default()
   learned = assets.provide(
     task, model_dir=model_dir, cluster=placement.of(strategy).cluster, training=False

@@ -259,6 +259,10 @@ def _same(value: Any, depth: int = 0) -> Any:
     return type(value), value
   if isinstance(value, np.ndarray) and value.size <= _MOST and not value.dtype.hasobject:
     return value.dtype.str, value.shape, value.tobytes()
+  if tf.is_symbolic_tensor(value):
+    return (
+      tf.Tensor
+    )  # what a trace kept, such as attention weights to look at: no change of the host
   if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
     value = vars(value)
   if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST and depth < 3:

@@ -65,7 +65,8 @@ class Regression(toys.Regression):
       * self.table["scale"][0]
       * getattr(self, "more", 1.0)
     )
-    return factor * self.array[0] * super().losses(outputs, batch)
+    self.kept = super().losses(outputs, batch)
+    return factor * self.array[0] * self.kept
 
 
 def trained(task, strategy, optimizer=lambda: keras.optimizers.SGD(RATE)):

@@ -311,6 +311,20 @@ def test_a_step_that_is_undone_leaves_it(replicas, mirrored):
   assert [copy.numpy() for copy in copies_of(task.kept)] == [12.0] * replicas
 
 
+def test_evaluation_leaves_a_table_as_training_made_it():
+  def count(task, batch):
+    task.kept.insert(batch["example_id"], task.kept.lookup(batch["example_id"]) + 1.0)
+
+  task = Stateful(table, count, always=True)
+  trainer = trainer_of(task, factories.default())
+  evaluator = make_evaluator(task, trainer.strategy, batch=ROWS)
+  for passed in (6, 12, 18):
+    trainer.train(tf.constant(1))
+    evaluator.evaluate(tf.constant(-1))
+    _, counts = task.kept.export()
+    assert (len(counts), sum(counts.numpy())) == (min(passed, len(X)), passed)
+
+
 class Half(Stateful):
   """Float32 weights, cast to float16 by hand; without a scale its gradients are zero."""
 
