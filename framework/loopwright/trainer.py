@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import tensorflow as tf
-from absl import logging
 
-from loopwright import failures, host_changes, registry, step_record, trainer_checks
+from loopwright import examination, host_changes, registry, step_record, trainer_checks
 from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
 from loopwright.counters import Counters
 from loopwright.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
@@ -25,10 +24,10 @@ from loopwright.inputs import datasets, plan
 from loopwright.metrics.sums import MetricSums
 from loopwright.models import models, replica_state
 from loopwright.models.orbit import AbstractTrainer
-from loopwright.models.task_state import TaskState, reachable
+from loopwright.models.task_state import TaskState
 from loopwright.observers import Observer, may_undo
 from loopwright.optimizers import adapters
-from loopwright.optimizers.loss_scale import LossScaleFactory, dynamic, usual_loss_scale
+from loopwright.optimizers.loss_scale import LossScaleFactory, usual_loss_scale
 from loopwright.optimizers.schedule import EmaDecay
 from loopwright.step import Step, StepFactory
 from loopwright.step_parts import (
@@ -158,12 +157,9 @@ class Trainer(AbstractTrainer):
         registry.load("part", "recompute_layers")(task.model, recompute)
       self._make_counters()
       built = adapters.build(
-        optimizer,
-        task.variables_of,
-        self.global_step,
-        fuse=fuse_updates,
-        shard=shard_optimizer_state,
-      )
+        optimizer, task.variables_of, self.global_step,
+        fuse=fuse_updates, shard=shard_optimizer_state,
+      )  # fmt: skip
       ema = adapters.averages(task.model, built, decay=ema_decay, step=self.global_step)
       self.metrics = self._sums()
       parts = StepParts(
@@ -238,32 +234,11 @@ class Trainer(AbstractTrainer):
     self._placed()
     if self._examined is self._compiled_loop:
       return
-    self._look_at(self._trace())
-    scale = self.parts.loss_scale
-    if self._usual_scale and scale.factor() is None and "float16" in self.gradient_dtypes:
-      with self.strategy.scope():
-        scale = dynamic()
-    learnt = [each.learns(scale, self.state) for each in self.parts.observers]
-    if any(learnt) or scale is not self.parts.loss_scale:
+    examination.compare(self, self._trace(), wait=self._input_wait)
+    if scale := examination.scale_of(self, usual=self._usual_scale):
       self.use(loss_scale=scale)
       self._trace()
     self._examined = self._compiled_loop
-
-  def _look_at(self, graph: tf.Graph | None) -> None:
-    """Compares what the loop reads and assigns with what is saved, and equal on all replicas."""
-    root = tf.train.Checkpoint(**self.checkpoint_items())
-    saved = [v for v in tf.train.TrackableView(root).descendants() if models.is_variable(v)]
-    equal = [*self.assigned.values()]
-    equal += replica_state.averaged(self.task.model, equal=self.assigned)
-    for one in self.parts.optimizers.values():
-      trained = {id(models.raw(variable)) for variable in one.variables}
-      tracked = filter(models.is_variable, tf.train.TrackableView(one.optimizer).descendants())
-      slots = [*one.optimizer.variables, *one.fusion.flats, *tracked]
-      saved += [slot for slot in slots if id(models.raw(slot)) not in trained]
-      equal += [*slots, *one.variables]
-    sums = [*reachable(self.metrics), *reachable(self._input_wait)]
-    saved += [place.variable for place in sums]
-    self.state.examine(graph, saved=saved, equal=equal, transient=self.parts.observers)
 
   def loop(self, iterator: Iterator[PerReplica], num_steps: tf.Tensor) -> None:
     """Runs `num_steps` steps, or until an observer undoes one (cross-replica)."""
@@ -435,19 +410,10 @@ class Trainer(AbstractTrainer):
     self.skipped_steps, self.nonfinite_step = made.skipped_steps, made.nonfinite_step
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
-    try:
-      self._run_loops(num_steps)
-    except tf.errors.OpError as error:
-      whole = self.parts.jit_compile == "auto" and self.compiled == xla.WHOLE
-      if not (whole and xla.refuses(error)):
-        raise
-      # Nothing of the first step has run but the read of its batch.
-      logging.info("XLA compiles nothing: %s", failures.failure(error))
-      self.use(jit_compile=False)
-      self._iterator = self.make_iterator()
-      self._run_loops(num_steps)
+    examination.or_without_xla(self, lambda: self._run_loops(num_steps))
 
   def _run_loops(self, num_steps: tf.Tensor) -> None:
+    self._iterator = self.make_iterator() if self._iterator is None else self._iterator
     end = int(self.global_step.numpy()) if may_undo(self.parts.observers) else 0
     for iterator, steps in datasets.runs(self._iterator, num_steps):
       self._compiled_loop(iterator, steps)
