@@ -28,7 +28,6 @@ import tensorflow as tf
 from absl import logging
 
 from loopwright.hooks import Hook, Output
-from loopwright.host import nvidia
 
 MOST_BYTES = 2**29
 """Of all kept programs; the oldest go first."""
@@ -95,15 +94,13 @@ class CompileCache(Hook):
         size -= found.st_size
 
 
-def opened(folder: str | None, settings: Mapping[str, object]) -> CompileCache | None:
+def opened(folder: str, settings: Mapping[str, object]) -> CompileCache | None:
   """Returns the cache that an option asks for, with one line of what is kept or why not (host).
 
   Args:
-    folder: "auto" takes the user's cache folder on a machine with GPUs; None keeps nothing.
+    folder: "auto" takes the user's cache folder.
     settings: of the run, on which programs may depend.
   """
-  if folder is None or (folder == "auto" and not nvidia.installed()):
-    return None
   if _FOLDER in os.environ.get(_FLAGS, ""):
     return None  # the user's own, or that of an earlier run of this process
   if folder == "auto":

@@ -138,9 +138,9 @@ class Options(Gpus, Numerics, Hangs, Evaluation, BatchSize, Cadence, Job):
   compile_cache: Annotated[
     str | None,
     "the folder in which XLA's programs are kept, so that the next start compiles nothing; 'auto': "
-    "loopwright/xla in the user's cache folder on a machine with GPUs, else none; None keeps none.",
+    "loopwright/xla in the user's cache folder; None keeps none.",
     free("keeps them there"),
-  ] = "auto"
+  ] = None
   ledger: Annotated[
     bool,
     "record the examples of each step, in training modes; `python -m loopwright.tools.ledger "
@@ -231,7 +231,7 @@ def run(given: Options) -> dict[str, float]:
 
 def _compile_cache(given: Options, *, training: bool) -> list[Any]:
   """Returns the hook that keeps programs of XLA, where they are kept."""
-  if not training or (given.compile_cache == "auto" and not nvidia.installed()):
+  if not training or given.compile_cache is None:
     return []
   made = registry.load("part", "compile_cache")(given.compile_cache, vars(given.part(Numerics)))
   return [made] if made else []

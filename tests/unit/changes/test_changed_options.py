@@ -128,7 +128,7 @@ OPTIONS = [  # option, before, what is bound beside it, after, what happens
   ("run.gpu_memory", "'all'", (), "'grow'", "same"),
   ("run.actions", "()", (), "[@StopOnNonFinite()]", "same"),
   ("run.ledger", "False", (), "True", "same"),
-  ("run.compile_cache", "None", (), "'auto'", "same"),
+  ("run.compile_cache", "'auto'", (), "None", "same"),
   ("run.checkpoint", "None", (), "'x'", "mode 'train' cannot use it"),
   ("run.warm_start", "None", ("WarmStart.path = 'x'",), "@WarmStart()", "counts only when the run"),
   ("Trainer.loss_scale", "None", ("fixed.scale = 64.0",), "@fixed", "same"),
