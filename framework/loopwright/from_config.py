@@ -86,7 +86,7 @@ class Loaded:
 
 
 def load(
-  model_dir: str,
+  model_dir: str | os.PathLike[str],
   *,
   checkpoint: str | None = None,
   averages: bool = True,
@@ -126,7 +126,7 @@ def load(
 
 
 def restored_trainer(
-  model_dir: str,
+  model_dir: str | os.PathLike[str],
   *,
   checkpoint: str | None = None,
   task: Task | None = None,
@@ -136,7 +136,7 @@ def restored_trainer(
 
   It has the moving averages if the run has them. The run's config stays in force.
   """
-  model_dir = places.copied(model_dir)
+  model_dir = places.copied(places.path_of(model_dir))
   recipe = Recipe(optimizer=optimizer, global_batch_size=1)
   if task is None:
     path = os.path.join(model_dir, layout.CONFIG)

@@ -98,7 +98,7 @@ class Watch:
     if tf.executing_eagerly():
       yield
       return
-    layers, of_keras = list(models.layers(task.model)), _names_of_keras()
+    layers, of_keras, before = list(models.layers(task.model)), _names_of_keras(), dict(vars(task))
     with _reading([task, *models.parts(task.model), *layers], self._read, of_keras):
       yield
     for layer in layers:
@@ -106,7 +106,9 @@ class Watch:
         own = name.startswith("_") or name in of_keras or type(value) not in _PLAIN
         if not own or (name == "_trainable" and self._names):
           self._read.setdefault((id(layer), name), Read.of(layer, name))
-    self._read = {k: each and (None if each.changed() else each) for k, each in self._read.items()}
+    made = {(id(task), n) for n, v in vars(task).items() if before.get(n, _ABSENT) is not v}
+    for key, each in self._read.items():
+      self._read[key] = None if each is None or key in made or each.changed() else each
     self._layers = layers
     if self._names:
       self._variables = [(each, each.trainable) for each in models.all_variables(task.model)]

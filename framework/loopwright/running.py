@@ -271,6 +271,7 @@ def _observers(
 
 def _place(model_dir: str, mode: Mode) -> places.Place:
   """Returns the run folder; raises a ConfigError if it cannot be used in this mode."""
+  model_dir = places.path_of(model_dir)
   place = places.place(model_dir)
   if not is_url(model_dir):
     places.require_writable(model_dir)

@@ -63,8 +63,10 @@ def test_a_run_is_loaded_with_its_averages_or_its_weights(folder):
 def test_a_run_that_python_started_is_loaded_with_what_it_got(tmp_path):
   given = {"task": Climbing(), "optimizer": lambda: keras.optimizers.SGD(1.0, momentum=0.5)}
   with configurables.apart():
-    run(**given, train_steps=2, global_batch_size=4, mode="train", model_dir=str(tmp_path))
-  loaded = load(str(tmp_path), **(given | {"task": Climbing}))
+    run(**given, train_steps=2, global_batch_size=4, mode="train", model_dir=tmp_path)
+  with pytest.raises(ConfigError, match=r"^model_dir is None; it must be the path of a folder"):
+    load(None)
+  loaded = load(tmp_path, **(given | {"task": Climbing}))
   assert (weight(loaded), loaded.step, loaded.averaged) == (1.0 + 1.5, 2, False)
   with pytest.raises(ConfigError, match=r"^'.*' has no operative_config.gin with a task: it is no"):
     load(str(tmp_path))

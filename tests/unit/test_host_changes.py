@@ -65,8 +65,8 @@ class Regression(toys.Regression):
       * self.table["scale"][0]
       * getattr(self, "more", 1.0)
     )
-    self.kept = super().losses(outputs, batch)
-    return factor * self.array[0] * self.kept
+    self.kept = Options(super().losses(outputs, batch))
+    return factor * self.array[0] * self.kept.scale
 
 
 def trained(task, strategy, optimizer=lambda: keras.optimizers.SGD(RATE)):

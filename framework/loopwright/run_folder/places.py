@@ -69,6 +69,13 @@ class Place:
       yield Opened(self.folder, self.folder, require)
 
 
+def path_of(model_dir: str | os.PathLike[str]) -> str:
+  """Returns the path or the URL of a run folder as text; raises a ConfigError if it is neither."""
+  if isinstance(model_dir, (str, os.PathLike)):
+    return os.fspath(model_dir)
+  raise ConfigError(f"model_dir is {model_dir!r}; it must be the path of a folder.")
+
+
 def place(model_dir: str) -> Place:
   """Returns a run folder; a URL that cannot be used is a ConfigError (host)."""
   if is_url(model_dir):
